@@ -1,0 +1,34 @@
+"""What a user can be told went wrong.
+
+Every error that zerocast raises on purpose is a :class:`ZerocastError` and also the built-in exception that a Python
+user would expect, so ``except ValueError`` keeps working. Messages say what is required, what was given and what to do.
+An ``assert`` in this project is about our own mistakes, never about the caller's.
+"""
+
+
+class ZerocastError(Exception):
+    """Base of everything zerocast raises on purpose."""
+
+
+class InputError(ZerocastError, ValueError):
+    """An argument is not what the function requires. Nothing has been written."""
+
+
+class RankMismatchError(InputError):
+    """The ranks of a group were given arguments that do not fit together. Nothing has been written on any of them."""
+
+
+class NonFiniteError(ZerocastError, ValueError):
+    """``check_finite=True`` met a NaN or an infinity in a master weight. No code and no scale has been written."""
+
+
+class StaleCopyError(ZerocastError, RuntimeError):
+    """A derived copy was read between a cast and its post-all-gather processing."""
+
+
+class UnsupportedError(ZerocastError, NotImplementedError):
+    """The operation is understood and deliberately refused; the message says why and what to use instead."""
+
+
+class BackendError(ZerocastError, RuntimeError):
+    """A backend that was asked for cannot run here; the message carries the reason and the remedy."""

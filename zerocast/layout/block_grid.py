@@ -1,0 +1,100 @@
+"""BlockGrid: which elements share a scale. ScaleLayout: where those scales are stored.
+
+Every scaling scheme is a grid of blocks over the weight seen as a matrix [rows, cols]: FP8 per tensor is one block,
+NVFP4 is 16x16, a row-wise scheme 1 x cols. Ragged edges are served: a block holds what there is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+def ceil_div(a: int, b: int) -> int:
+    """``a / b`` rounded up, for non-negative integers."""
+    return -(-a // b)
+
+
+def round_up(a: int, multiple: int) -> int:
+    """The smallest multiple of ``multiple`` that is at least ``a``."""
+    return ceil_div(a, multiple) * multiple
+
+
+@dataclass(frozen=True, slots=True)
+class BlockGrid:
+    """A [rows, cols] matrix cut into blocks of [block_h, block_w].
+
+    Block ``(i, j)`` has the number ``i * blocks_w + j``; that is its place in an amax buffer.
+    """
+
+    rows: int
+    cols: int
+    block_h: int
+    block_w: int
+
+    @property
+    def numel(self) -> int:
+        """Elements of the matrix."""
+        return self.rows * self.cols
+
+    @property
+    def blocks_h(self) -> int:
+        """Blocks along a column."""
+        return ceil_div(self.rows, self.block_h)
+
+    @property
+    def blocks_w(self) -> int:
+        """Blocks along a row."""
+        return ceil_div(self.cols, self.block_w)
+
+    @property
+    def num_blocks(self) -> int:
+        """All blocks, and so the length of this weight's block amaxes."""
+        return self.blocks_h * self.blocks_w
+
+    def block_of(self, index: int) -> int:
+        """The number of the block that holds the element with flat index ``index``.
+
+        Plain arithmetic on purpose: it also serves a tensor of int64 indices.
+        """
+        return index // self.cols // self.block_h * self.blocks_w + index % self.cols // self.block_w
+
+    def transposed(self) -> BlockGrid:
+        """The same blocks over the transposed matrix."""
+        return BlockGrid(self.cols, self.rows, self.block_w, self.block_h)
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleLayout:
+    """A stored plane of block scales, [padded_rows, padded_cols].
+
+    Entry ``(r, c)`` is the scale of block ``(r // row_repeat, c)`` of ``grid``; the entries past the existing ones pad
+    both dimensions to a multiple and hold ``padding``.
+
+    Attributes:
+        grid: the blocks that the scales belong to.
+        row_repeat: how often a block's scale is repeated downwards: ``grid.block_h`` where a GEMM reads one row of
+            scales a row of codes (NVFP4), else 1. Repeats past the matrix's last row are padding, not scale.
+        row_multiple, col_multiple: what the dimensions are padded to.
+        padding: the value (FP32 scales) or the code (uint8 scales) of entries that belong to no block.
+    """
+
+    grid: BlockGrid
+    row_repeat: int = 1
+    row_multiple: int = 1
+    col_multiple: int = 1
+    padding: float = 0
+
+    @property
+    def rows(self) -> int:
+        """Rows that hold scales."""
+        return self.grid.rows if self.row_repeat == self.grid.block_h else self.grid.blocks_h
+
+    @property
+    def cols(self) -> int:
+        """Columns that hold scales."""
+        return self.grid.blocks_w
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The stored shape, padding included."""
+        return round_up(self.rows, self.row_multiple), round_up(self.cols, self.col_multiple)
