@@ -51,6 +51,11 @@ class BlockGrid:
         """All blocks, and so the length of this weight's block amaxes."""
         return self.blocks_h * self.blocks_w
 
+    @property
+    def amax_slots(self) -> int:
+        """Entries of this weight in an amax buffer: its blocks', then the tensor's own where there are many blocks."""
+        return self.num_blocks + (self.num_blocks > 1)
+
     def block_of(self, index: int) -> int:
         """The number of the block that holds the element with flat index ``index``.
 

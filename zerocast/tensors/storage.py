@@ -1,0 +1,168 @@
+"""QuantizedStorage: the bytes of one quantized weight, and whether its derived copies are true.
+
+All tensors that alias one weight (the parameter, its ``.data``, its ``detach()``) share one storage, so a cast, a moved
+buffer or a stale copy is seen by all of them.
+
+Note: derived copies
+~~~~~~~~~~~~~~~~~~~~
+The columnwise copy is derived from the gathered rowwise codes. A cast changes this rank's codes at once and those of
+others arrive with the all-gather, so between a cast and post-all-gather processing the copy is *stale*: reading it is
+refused, because it would be rebuilt from bytes that have not arrived. A plan casts thousands of weights, so it does not
+mark them one by one: it owns a :class:`CastClock` that ticks once a cast, each weight remembers the tick at which its
+copies were last rebuilt, and a copy is stale where any clock has ticked since.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+
+import torch
+
+from zerocast.errors import StaleCopyError
+from zerocast.layout import BlockGrid, Extent
+from zerocast.ops import CastShard, DequantizeTarget, ScaleTarget, TransposeTarget
+from zerocast.recipes import Recipe
+
+DERIVED = ("columnwise_data", "columnwise_scale_inv")
+"""The buffers that post-all-gather processing rebuilds."""
+
+_moves = itertools.count(1)
+
+
+class CastClock:
+    """Counts the casts of one plan.
+
+    Attributes:
+        ticks: casts so far.
+        rebuild_on_use: whether the next forward may rebuild derived copies by itself, because the caller promised
+            that the all-gather is done by then (``manual_post_all_gather_processing=False``).
+        retired: the plan is gone and will not tick again.
+    """
+
+    def __init__(self, *, rebuild_on_use: bool) -> None:
+        self.ticks = 0
+        self.rebuild_on_use = rebuild_on_use
+        self.retired = False
+
+    def tick(self) -> None:
+        """A cast has begun to write: derived copies made before are stale."""
+        self.ticks += 1
+
+
+class QuantizedStorage:
+    """The buffers of one quantized weight.
+
+    Attributes:
+        shape, dtype: the nominal ones, which the weight presents to torch.
+        recipe: the scheme that gives the bytes their meaning.
+        buffers: the stored tensors, by the names of :meth:`Recipe.buffers`.
+    """
+
+    last_move: int = 0
+    """Changes whenever any storage's buffers are replaced, so that a plan knows in one comparison that its addresses
+    may be out of date."""
+
+    def __init__(
+        self, shape: Sequence[int], dtype: torch.dtype, recipe: Recipe, buffers: dict[str, torch.Tensor]
+    ) -> None:
+        self.shape = torch.Size(shape)
+        self.dtype = dtype
+        self.recipe = recipe
+        self.buffers = buffers
+        self._seen: dict[CastClock, int] = {}  # the tick of each plan's clock at which the derived copies were true
+
+    @classmethod
+    def empty(
+        cls, shape: Sequence[int], dtype: torch.dtype, recipe: Recipe, device: torch.device, *, columnwise: bool
+    ) -> QuantizedStorage:
+        """An unfilled storage: every buffer holds its fill value (codes 0, padding right)."""
+        specs = recipe.buffers(shape, columnwise=columnwise)
+        return cls(
+            shape, dtype, recipe,
+            {name: torch.full(s.shape, s.fill, dtype=s.dtype, device=device) for name, s in specs.items()},
+        )  # fmt: skip
+
+    @property
+    def device(self) -> torch.device:
+        """Where the bytes are."""
+        return self.buffers["rowwise_data"].device
+
+    @property
+    def grid(self) -> BlockGrid:
+        """The blocks of this weight."""
+        return self.recipe.grid(self.shape)
+
+    @property
+    def has_columnwise(self) -> bool:
+        """Whether this weight holds a columnwise copy at all."""
+        return "columnwise_data" in self.buffers
+
+    def replace(self, name: str, tensor: torch.Tensor) -> None:
+        """Let ``tensor`` (same shape, dtype, device; contiguous) be the buffer ``name`` from now on."""
+        old = self.buffers[name]
+        assert (tensor.shape, tensor.dtype, tensor.device) == (old.shape, old.dtype, old.device)
+        self.buffers[name] = tensor
+        QuantizedStorage.last_move = next(_moves)
+
+    # --- derived copies ---
+
+    def watch(self, clock: CastClock) -> None:
+        """From now on a tick of ``clock`` makes the derived copies stale."""
+        self._seen.setdefault(clock, clock.ticks)
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether a cast has changed codes since the derived copies were rebuilt."""
+        return self.has_columnwise and any(clock.ticks != seen for clock, seen in self._seen.items())
+
+    def mark_rebuilt(self) -> None:
+        """The derived copies have just been made from the present codes."""
+        self._seen = {clock: clock.ticks for clock in self._seen if not clock.retired}
+
+    def derived(self, name: str) -> torch.Tensor:
+        """The derived buffer ``name``; :class:`StaleCopyError` where it is stale."""
+        if self.is_stale:
+            raise StaleCopyError(
+                f"{name} was read after a cast and before its post-all-gather processing, so it belongs to the weights "
+                f"before the cast. All-gather the codes, then call zerocast.post_all_gather_processing([weight])."
+            )
+        return self.buffers[name]
+
+    def prepare_for_forward(self, rebuild: Callable[[QuantizedStorage], None]) -> None:
+        """Called where a layer is about to use the weight: rebuild stale copies if that was asked for, else refuse."""
+        stale = [clock for clock, seen in self._seen.items() if clock.ticks != seen]
+        if self.has_columnwise and stale:
+            if not all(clock.rebuild_on_use for clock in stale):
+                self.derived("columnwise_data")
+            rebuild(self)
+
+    # --- operands ---
+
+    def split_amax(self, amax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """int32 [grid.amax_slots] -> this weight's block amaxes and, as [1], its tensor amax."""
+        return amax[: self.grid.num_blocks], amax[-1:]
+
+    def cast_shard(
+        self, slot: int, extent: Extent, amax: torch.Tensor, codes: torch.Tensor | None = None, codes_start: int = 0
+    ) -> CastShard:
+        """This rank's part of the weight as an operand; ``amax`` is int32 [grid.amax_slots].
+
+        ``codes`` is a flat buffer that receives the shard's codes instead of the weight's own.
+        """
+        block_amax, tensor_amax = self.split_amax(amax)
+        codes = self.buffers["rowwise_data"].view(-1) if codes is None else codes
+        round_to = self.recipe.round_to(self.dtype)
+        return CastShard(slot, extent, self.grid, round_to, block_amax, tensor_amax, codes, codes_start)
+
+    def scale_target(self, amax: torch.Tensor) -> ScaleTarget:
+        """The weight's scales as an operand; ``amax`` is int32 [grid.amax_slots]."""
+        return self.recipe.scale_target(self.shape, self.buffers, *self.split_amax(amax))
+
+    def transpose_target(self) -> TransposeTarget:
+        """The weight's codes and its columnwise copy as an operand."""
+        return self.recipe.transpose_target(self.shape, self.buffers)
+
+    def dequantize_target(self, out: torch.Tensor) -> DequantizeTarget:
+        """The weight's codes as an operand; ``out`` is FP32 [M, K]."""
+        return self.recipe.dequantize_target(self.shape, self.buffers, out)
