@@ -1,0 +1,69 @@
+# Sourced by the other scripts, from the repository's root: named stages, and an environment with zerocast built in it.
+#
+#   stage NAME COMMAND...           runs the command quietly; prints NAME, the result and the time, and on failure
+#                                   everything that the command said, and ends the script
+#   environment DIRECTORY EXTRAS    makes or updates a virtual environment, installs zerocast[EXTRAS] editable into it
+#                                   under constraints.txt, and puts its programs first on PATH
+#
+# PYTHON names the interpreter that an environment is made from; default python3.
+
+set -euo pipefail
+export NO_COLOR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
+unset FORCE_COLOR CLICOLOR_FORCE PYTHONPATH PYTHONHOME
+
+stage() {
+    local name=$1 started=$SECONDS log summary
+    shift
+    log=$(mktemp)
+    printf '%-34s' "$name"
+    if "$@" >"$log" 2>&1 </dev/null; then
+        summary=$(grep -Eo '[0-9]+ passed.*' "$log" | tail -n 1 || true)
+        printf 'ok %5d s   %s\n' $((SECONDS - started)) "${summary%% in *}"
+        rm -f "$log"
+    else
+        printf 'FAILED after %d s\n\n' $((SECONDS - started))
+        cat "$log"
+        rm -f "$log"
+        printf '\nFAILED: %s\n' "$name"
+        exit 1
+    fi
+}
+
+environment() {
+    local directory=$1 extras=$2
+    stage "environment" make_environment "$directory"
+    PATH=$(cd "$directory/bin" && pwd):$PATH
+    export PATH
+    stage "packages" install_packages "$extras"
+    stage "build" install_zerocast "$extras"
+}
+
+make_environment() {
+    local directory=$1 python=${PYTHON:-python3}
+    if [ -x "$directory/bin/pip" ]; then
+        return
+    fi
+    if ! "$python" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 14))'; then
+        echo "zerocast needs Python 3.10 to 3.13; $python is $("$python" --version 2>&1). Set PYTHON to one of those."
+        return 1
+    fi
+    if "$python" -c 'import ensurepip'; then
+        "$python" -m venv "$directory"
+    else  # a distribution that packages venv apart: the system's pip can fill an environment that has none
+        "$python" -m venv --without-pip "$directory" &&
+            "$python" -m pip --python "$directory/bin/python" install --quiet pip || {
+            echo "$python has neither ensurepip nor pip. On Debian: apt-get install python3-venv"
+            return 1
+        }
+    fi
+}
+
+# Requirements first and zerocast after, without isolation: the build then finds its tools in the environment, at the
+# pinned versions, and keeps its folder, so that doing this again takes seconds.
+install_packages() {
+    python -m pip install --quiet -c constraints.txt scikit-build-core cmake ninja
+}
+
+install_zerocast() {
+    python -m pip install --quiet -c constraints.txt --no-build-isolation --editable ".[$1]"
+}

@@ -1,0 +1,37 @@
+#!/usr/bin/env bash
+# Everything that CI checks, on a machine with Python 3.10 to 3.13 and a C++ compiler: environment, build, style, types,
+# all tests, those on 4 MPI ranks, and the built wheel. Run again, it reuses the environment.
+#
+#   scripts/test.sh [DIRECTORY]     the environment; default .venv
+cd "$(dirname "$0")/.."
+. scripts/environment.sh
+
+RANKS=4
+
+style() {
+    PRE_COMMIT_HOME=$(python -c 'import sys; print(sys.prefix)')/pre-commit \
+        pre-commit run --all-files --color never
+}
+
+# The wrong launcher silently starts RANKS jobs of one rank each, in which every test of several ranks would pass.
+world_size() {
+    OMP_NUM_THREADS=1 "$MPIEXEC" -n "$RANKS" python -c "
+from mpi4py import MPI
+size = MPI.COMM_WORLD.size
+assert size == $RANKS, f'mpiexec -n $RANKS gave a world of {size}: mpi4py and the launcher are of different MPIs'"
+}
+
+# Run by mpi4py, so that a rank that fails ends the others, which wait for it in a collective.
+tests_on_ranks() {
+    OMP_NUM_THREADS=1 "$MPIEXEC" -n "$RANKS" python -m mpi4py -m pytest -q -x -p no:cacheprovider \
+        --with-mpi -m mpi tests
+}
+
+environment "${1:-.venv}" dev
+MPIEXEC=$(dirname "$(command -v python)")/mpiexec
+stage "style and types" style
+stage "tests" python -m pytest -q -m "not mpi" --ignore tests/test_wheel.py
+stage "world of $RANKS ranks" world_size
+stage "tests on $RANKS MPI ranks" tests_on_ranks
+stage "tests of the built wheel" python -m pytest -q tests/test_wheel.py
+printf 'all passed in %d s\n' "$SECONDS"
