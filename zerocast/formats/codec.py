@@ -23,7 +23,8 @@ def encode(x: torch.Tensor, fmt: ElementFormat) -> torch.Tensor:
     """
     # float64 holds x * 2^k exactly, so torch.round (ties to even) is the only rounding here.
     magnitude = x.double().abs().clamp(max=2.0 * fmt.max)
-    exponent = torch.frexp(magnitude).exponent.sub(1).clamp(min=1 - fmt.bias)
+    # Zero and subnormals share the exponent of the smallest normal; frexp would give zero one of its own.
+    exponent = torch.frexp(magnitude.clamp(min=fmt.min_normal)).exponent - 1
     step = torch.ldexp(torch.ones_like(magnitude), exponent - fmt.mantissa_bits)
     rounded = torch.round(torch.nan_to_num(magnitude / step)).to(torch.int64)
     # Codes of magnitudes are consecutive integers, and rounding up past the last mantissa lands on the next exponent.
