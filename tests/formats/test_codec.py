@@ -1,0 +1,171 @@
+"""Encoding and decoding of E2M1, E4M3 and E5M2 against ml_dtypes and torch, neither of which this project wrote.
+
+Where their dialects differ from ours the expected byte is adjusted in :func:`ml_dtypes_codes`, and only there: both
+libraries are given inputs clipped to the format's largest value (ours saturate), and a NaN has one code here.
+"""
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+from zerocast.formats import E2M1, E4M3, E5M2, ELEMENT_FORMATS, ElementFormat, decode, encode
+
+FORMATS = pytest.mark.parametrize("fmt", [E2M1, E4M3, E5M2], ids=lambda f: f.name)
+FLOAT8 = pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda f: f.name)
+
+ML_DTYPES = {
+    E2M1: ml_dtypes.float4_e2m1fn,
+    E4M3: ml_dtypes.float8_e4m3fn,
+    E5M2: ml_dtypes.float8_e5m2,
+}
+TORCH_DTYPES = {E4M3: torch.float8_e4m3fn, E5M2: torch.float8_e5m2}
+
+# Low halves of a float32: none, just above a BF16 value, just below, at and above half of a BF16 step, all ones.
+LOW_HALVES = (0x0000, 0x0001, 0x7FFF, 0x8000, 0x8001, 0xFFFF)
+
+
+def every_bf16() -> torch.Tensor:
+    """[65536] FP32: every BF16 value, infinities and every NaN included."""
+    return torch.arange(1 << 16, dtype=torch.int32).bitwise_left_shift(16).view(torch.float32)
+
+
+def around_every_bf16() -> torch.Tensor:
+    """[6 * 65536] FP32: every upper half of a float32 with lower halves that only a sticky bit tells apart."""
+    upper = torch.arange(1 << 16, dtype=torch.int64) << 16
+    bits = torch.cat([upper | low for low in LOW_HALVES])
+    return torch.where(bits >= 1 << 31, bits - (1 << 32), bits).to(torch.int32).view(torch.float32)
+
+
+def ties(fmt: ElementFormat) -> torch.Tensor:
+    """[n] FP32: both signs of the points half way between neighbouring values, the one past the largest included.
+
+    The values come from ml_dtypes, so the ties do not depend on our decoder.
+    """
+    finite = np.arange(fmt.max_code + 1, dtype=np.uint8).view(ML_DTYPES[fmt]).astype(np.float64)
+    past_the_largest = 2 * finite[-1] - finite[-2]
+    values = np.append(finite, past_the_largest)
+    middles = torch.from_numpy((values[1:] + values[:-1]) / 2)
+    assert torch.equal(middles.float().double(), middles), "a tie is exact in float32"
+    return torch.cat([middles, -middles]).float()
+
+
+def with_neighbours(x: torch.Tensor) -> torch.Tensor:
+    """[n] FP32 -> [3 n]: the values and the float32 next to each on either side."""
+    return torch.cat(
+        [x, x.nextafter(torch.tensor(torch.inf)), x.nextafter(torch.tensor(-torch.inf))]
+    )
+
+
+def ml_dtypes_codes(x: torch.Tensor, fmt: ElementFormat) -> torch.Tensor:
+    """[n] FP32 -> [n] uint8: what ml_dtypes rounds the clipped values to, with our one code for NaN."""
+    clipped = x.clamp(-fmt.max, fmt.max).nan_to_num(0.0).numpy()
+    codes = torch.from_numpy(clipped.astype(ML_DTYPES[fmt]).view(np.uint8))
+    return torch.where(x.isnan(), fmt.nan_code, codes).to(torch.uint8)
+
+
+def assert_same_codes(x: torch.Tensor, got: torch.Tensor, expected: torch.Tensor) -> None:
+    """Byte equality; a difference names the input, its bits and both codes."""
+    if not torch.equal(got, expected):
+        i = int((got != expected).nonzero()[0])
+        bits = x[i : i + 1].view(torch.int32).item() & 0xFFFFFFFF
+        pytest.fail(
+            f"input {x[i]} (0x{bits:08x}): got 0x{int(got[i]):02x}, expected 0x{int(expected[i]):02x}"
+        )
+
+
+@FORMATS
+@pytest.mark.parametrize("inputs", [every_bf16, around_every_bf16])
+def test_encode_equals_ml_dtypes_around_every_bf16(fmt, inputs):
+    """All 65,536 BF16 inputs, and the float32 values around them, round as ml_dtypes rounds."""
+    x = inputs()
+    assert_same_codes(x, encode(x, fmt), ml_dtypes_codes(x, fmt))
+
+
+@FORMATS
+def test_encode_equals_ml_dtypes_at_every_tie_and_beside_it(fmt):
+    """Every tie, and the two float32 values next to it, of both signs."""
+    x = with_neighbours(ties(fmt))
+    assert_same_codes(x, encode(x, fmt), ml_dtypes_codes(x, fmt))
+
+
+@FORMATS
+def test_a_tie_goes_to_the_even_code_and_its_neighbours_to_their_side(fmt):
+    """Tie number i, between codes i and i + 1, is rounded to the even one; the last saturates instead."""
+    middles = ties(fmt)[: fmt.max_code + 1]
+    below, at, above = (encode(x, fmt).tolist() for x in (
+        middles.nextafter(torch.tensor(0.0)), middles, middles.nextafter(torch.tensor(torch.inf))
+    ))  # fmt: skip
+    codes = range(fmt.max_code + 1)
+    assert below == list(codes)
+    assert at == [min(c + c % 2, fmt.max_code) for c in codes]
+    assert above == [min(c + 1, fmt.max_code) for c in codes]
+
+
+@FLOAT8
+def test_encode_equals_torch_once_clamped(fmt):
+    """torch's own float8 casts agree on clamped inputs; unclamped, its E5M2 overflows to infinity where ours saturates."""
+    x = torch.cat([every_bf16(), with_neighbours(ties(fmt))])
+    x = x[~x.isnan()]
+    expected = x.clamp(-fmt.max, fmt.max).to(TORCH_DTYPES[fmt]).view(torch.uint8)
+    assert_same_codes(x, encode(x, fmt), expected)
+
+
+@FORMATS
+def test_every_nan_has_one_code_and_infinities_saturate(fmt):
+    """All 254 BF16 NaNs of both signs give ``nan_code``; infinities and FLT_MAX give the largest code, sign kept."""
+    x = every_bf16()
+    assert x.isnan().sum() == 254
+    assert encode(x[x.isnan()], fmt).unique().tolist() == [fmt.nan_code]
+    largest = torch.tensor([torch.inf, 3.4028235e38, -torch.inf, -3.4028235e38])
+    sign = 1 << (fmt.bits - 1)
+    assert encode(largest, fmt).tolist() == [fmt.max_code] * 2 + [fmt.max_code | sign] * 2
+
+
+@FORMATS
+def test_the_sign_of_zero_is_kept(fmt):
+    """-0, and negative values that round to zero, give the code of -0 alone in its sign bit."""
+    x = torch.tensor([0.0, -0.0, 1e-45, -1e-45, fmt.subnormal_step / 4, -fmt.subnormal_step / 4])
+    sign = 1 << (fmt.bits - 1)
+    assert encode(x, fmt).tolist() == [0, sign] * 3
+
+
+@FORMATS
+def test_decode_equals_ml_dtypes_for_every_code(fmt):
+    """Every code means the value that ml_dtypes gives it, the sign of zero, infinities and NaN included."""
+    codes = torch.arange(1 << fmt.bits, dtype=torch.uint8)
+    expected = torch.from_numpy(codes.numpy().view(ML_DTYPES[fmt]).astype(np.float32))
+    value = decode(codes, fmt)
+    assert value.dtype == torch.float32
+    same = (value.view(torch.int32) == expected.view(torch.int32)) | (
+        value.isnan() & expected.isnan()
+    )
+    wrong = [(c, value[c].item(), expected[c].item()) for c in codes.tolist() if not same[c]]
+    assert not wrong, f"(code, got, expected): {wrong}"
+
+
+@FORMATS
+def test_encode_undoes_decode(fmt):
+    """Every code whose value is finite survives decode and encode."""
+    codes = torch.arange(1 << fmt.bits, dtype=torch.uint8)
+    finite = codes[decode(codes, fmt).isfinite()]
+    assert_same_codes(decode(finite, fmt), encode(decode(finite, fmt), fmt), finite)
+
+
+@FORMATS
+def test_the_table_of_formats_is_that_of_ml_dtypes(fmt):
+    """Largest value, smallest normal, smallest subnormal and width, as ``ml_dtypes.finfo`` states them."""
+    info = ml_dtypes.finfo(ML_DTYPES[fmt])
+    assert (fmt.max, fmt.min_normal, fmt.subnormal_step, fmt.bits) == (
+        float(info.max), float(info.smallest_normal), float(info.smallest_subnormal), info.bits
+    )  # fmt: skip
+    assert ELEMENT_FORMATS[fmt.name] is fmt
+
+
+@FORMATS
+@pytest.mark.parametrize("shape", [(), (0,), (1,), (3, 0), (2, 3, 5)])
+def test_codes_have_the_shape_of_the_input(fmt, shape):
+    """Scalars, empty tensors and N-D tensors are encoded and decoded in their own shape."""
+    x = torch.ones(shape)
+    assert encode(x, fmt).shape == decode(encode(x, fmt), fmt).shape == shape
+    assert torch.equal(decode(encode(x, fmt), fmt), x)
