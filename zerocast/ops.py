@@ -29,6 +29,9 @@ from zerocast.layout import BlockGrid, Extent, ScaleLayout
 Launch = Callable[[], None]
 """A prepared operation: runs it once on the buffers that it was prepared for."""
 
+NUMERICS_VERSION = 1
+"""Changes with any change of the bytes that some input gives; ranks of one cast must agree on it."""
+
 INFINITY_BITS = 0x7F800000
 """The int32 bit pattern of +infinity: an amax that is not smaller is not finite."""
 

@@ -2,10 +2,10 @@
 
 from zerocast.formats.codec import decode, decode_e8m0, encode, encode_e8m0, reciprocal_e8m0
 from zerocast.formats.element import E2M1, E4M3, E5M2, ELEMENT_FORMATS, FLT_MAX, ElementFormat
-from zerocast.formats.packing import byte_span, pack_nibbles, packed_columns, unpack_nibbles
+from zerocast.formats.packing import byte_span, pack_nibbles, packed_columns, store_span, unpack_nibbles
 
 __all__ = [
     "E2M1", "E4M3", "E5M2", "ELEMENT_FORMATS", "FLT_MAX", "ElementFormat",
     "byte_span", "decode", "decode_e8m0", "encode", "encode_e8m0", "pack_nibbles", "packed_columns",
-    "reciprocal_e8m0", "unpack_nibbles",
+    "reciprocal_e8m0", "store_span", "unpack_nibbles",
 ]  # fmt: skip

@@ -15,7 +15,7 @@ copies were last rebuilt, and a copy is stale where any clock has ticked since.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import torch
 
@@ -45,6 +45,10 @@ class CastClock:
         self.rebuild_on_use = rebuild_on_use
         self.retired = False
 
+    def retire(self) -> None:
+        """The plan is gone."""
+        self.retired = True
+
     def tick(self) -> None:
         """A cast has begun to write: derived copies made before are stale."""
         self.ticks += 1
@@ -70,6 +74,9 @@ class QuantizedStorage:
         self.dtype = dtype
         self.recipe = recipe
         self.buffers = buffers
+        # Plans that functional calls made for weights of which this is the first. Kept here, and not in a global
+        # table, so that they live as long as the weights and no longer. Not copied, not saved.
+        self.plans: dict[Hashable, object] = {}
         self._seen: dict[CastClock, int] = {}  # the tick of each plan's clock at which the derived copies were true
 
     @classmethod

@@ -1,0 +1,61 @@
+"""zerocast: cast the sharded FP32 master weights of ZeRO and FSDP optimizers into NVFP4 and FP8 model weights.
+
+Whatever the partition of the masters over ranks, the gathered weights are byte for byte those of :func:`quantize` on
+the whole: the same on every rank, backend and communicator.
+
+    quantize, empty                 quantized weights from values, or unfilled
+    quantize_master_weights         the sharded cast, as a function; CastPlan is the same, planned once
+    post_all_gather_processing      what is derived, after the all-gather of the codes
+    zerocast.optim.ZeroOptimizer    a sharded optimizer around it
+    zerocast.nn                     layers on quantized weights
+    zerocast.comm                   the ranks: threads, MPI, torch.distributed
+"""
+
+from zerocast import comm, nn, optim
+from zerocast.backends import use_backend
+from zerocast.cast import (
+    CastPlan,
+    cast_master_weights_to_fp8,
+    cast_master_weights_to_nvfp4,
+    post_all_gather_processing,
+    quantize_master_weights,
+)
+from zerocast.comm import as_communicator
+from zerocast.errors import (
+    BackendError,
+    InputError,
+    NonFiniteError,
+    RankMismatchError,
+    StaleCopyError,
+    UnsupportedError,
+    ZerocastError,
+)
+from zerocast.recipes import Float8CurrentScaling, NVFP4BlockScaling, Recipe
+from zerocast.tensors import QuantizedTensor, empty, quantize, replace_raw_data
+
+__all__ = [
+    "BackendError",
+    "CastPlan",
+    "Float8CurrentScaling",
+    "InputError",
+    "NVFP4BlockScaling",
+    "NonFiniteError",
+    "QuantizedTensor",
+    "RankMismatchError",
+    "Recipe",
+    "StaleCopyError",
+    "UnsupportedError",
+    "ZerocastError",
+    "as_communicator",
+    "cast_master_weights_to_fp8",
+    "cast_master_weights_to_nvfp4",
+    "comm",
+    "empty",
+    "nn",
+    "optim",
+    "post_all_gather_processing",
+    "quantize",
+    "quantize_master_weights",
+    "replace_raw_data",
+    "use_backend",
+]

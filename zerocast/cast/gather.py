@@ -1,0 +1,95 @@
+"""The all-gather of codes, right for every partition.
+
+Rank r's part is the bytes of its shards, weight by weight in the plan's order; parts follow each other in rank order.
+Where the weights' codes already lie in memory like that (views into one flat buffer that ranks own range by range, as
+ZeRO optimizers keep them) the gather runs there in place: nothing is copied in or out. Otherwise the parts meet in a
+staging buffer and are stored from there, nibble by nibble where two ranks share a byte (see "Note: shared bytes" in
+:mod:`zerocast.formats.packing`). The same bytes travel either way, so ranks need not agree on which it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from zerocast.cast.request import ShardRequest
+from zerocast.comm import Communicator
+from zerocast.formats import byte_span, store_span
+from zerocast.layout import Extent
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """One rank's bytes of one weight: ``staged`` is their range in the staging buffer."""
+
+    rank: int
+    weight: int
+    extent: Extent
+    first: int
+    last: int
+    staged: slice
+
+
+class CodeGather:
+    """Gathers the codes of one group's weights.
+
+    Args:
+        comm: the group.
+        requests: the group's weights as this rank sees them.
+        extents: int64 [size, weights, 2], who owns what.
+    """
+
+    def __init__(self, comm: Communicator, requests: Sequence[ShardRequest], extents: torch.Tensor) -> None:
+        self._comm = comm
+        self._requests = requests
+        self._parts: list[_Part] = []
+        self._counts: list[int] = []
+        offset = 0
+        for rank, owned in enumerate(extents.tolist()):
+            begin = offset
+            for i, (start, end) in enumerate(owned):
+                first, last = byte_span(requests[i].storage.recipe.law.fmt, start, end)
+                if last > first:
+                    staged = slice(offset, offset + last - first)
+                    self._parts.append(_Part(rank, i, Extent(start, end), first, last, staged))
+                    offset = staged.stop
+            self._counts.append(offset - begin)
+
+    def run(self) -> None:
+        """Make every rank hold the codes of all of them."""
+        if not self._parts:
+            return
+        in_place = self._contiguous_codes()
+        if in_place is not None:
+            self._comm.all_gather_(in_place, self._counts)
+            return
+        staging = torch.empty(sum(self._counts), dtype=torch.uint8, device=self._requests[0].storage.device)
+        mine = [part for part in self._parts if part.rank == self._comm.rank]
+        for part in mine:
+            codes = self._requests[part.weight].codes
+            staging[part.staged] = self._codes(part.weight)[part.first : part.last] if codes is None else codes
+        self._comm.all_gather_(staging, self._counts)
+        for part in self._parts:
+            request = self._requests[part.weight]
+            if part.rank != self._comm.rank or request.codes is not None:
+                fmt = request.storage.recipe.law.fmt
+                store_span(fmt, self._codes(part.weight), staging[part.staged], part.extent.start, part.extent.end)
+
+    def _codes(self, weight: int) -> torch.Tensor:
+        return self._requests[weight].storage.buffers["rowwise_data"].view(-1)
+
+    def _contiguous_codes(self) -> torch.Tensor | None:
+        """The codes as one flat tensor in gather order, where that is how they lie in memory."""
+        if any(request.codes is not None for request in self._requests):
+            return None
+        head = self._codes(self._parts[0].weight)
+        base = head.data_ptr() + self._parts[0].first
+        for part in self._parts:
+            codes = self._codes(part.weight)
+            if codes.untyped_storage().data_ptr() != head.untyped_storage().data_ptr():
+                return None
+            if codes.data_ptr() + part.first != base + part.staged.start:
+                return None  # also where a byte is shared: it stands in two parts, but once in memory
+        return head.as_strided((sum(self._counts),), (1,), head.storage_offset() + self._parts[0].first)

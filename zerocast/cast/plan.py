@@ -1,0 +1,322 @@
+"""CastPlan: a cast worked out once and run every step.
+
+Note: casting a sharded weight
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+An FP32 *master weight* is split over the ranks of a data-parallel group; the *model weight* is its quantized form,
+whole on every rank. A cast is one sentence::
+
+                 rank r                                     all ranks
+    grad  --reduce_scatter-->  grad shard
+                                 | optimizer              FP32, only the elements I own
+                               master shard
+                                 | partial_amax           over my extent; blocks I do not touch stay 0
+                               amax ---------- reduce_amax: ONE all-reduce MAX ---------- amax
+                                 | compute_scale          the same arithmetic everywhere
+                               scale_inv
+                                 | partial_cast           only my codes, in place in the gather buffer
+                               codes[r] --------------- all_gather (in place) ----------- codes
+                                 | post_all_gather_processing    columnwise copies, padded scales
+                               weight ready
+
+The words, each used for nothing else:
+
+    element     one logical weight value; every offset in Python is in elements
+    byte        one stored byte; derived from elements by ``zerocast.formats.byte_span``, never a second offset system
+    shard       what one rank owns of one master weight: an ``Extent`` of elements, possibly empty
+    block       the elements that share a scale
+    amax        the largest magnitude over a block; travels between ranks before the all-gather
+    scale       multiplies a weight before rounding; ``scale_inv`` multiplies a code after, and is stored with its codes
+    rowwise     the codes as [M, K]; *columnwise* is the copy that the transposed GEMM reads
+    derived     what post-all-gather processing rebuilds; it may be *stale*, knows it, and refuses to be read then
+
+The law: whatever the partition, the gathered shards are exactly the codes, scales and padding of ``quantize`` on the
+whole weight, the same on every rank.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from zerocast.backends import backend_for
+from zerocast.cast.finite import raise_if_not_finite
+from zerocast.cast.gather import CodeGather
+from zerocast.cast.request import ShardRequest, check_rebind, check_request
+from zerocast.cast.world import exchange_extents, members_by_group, raise_in_all
+from zerocast.comm import Communicator
+from zerocast.errors import InputError, ZerocastError
+from zerocast.ops import Launch, Masters
+from zerocast.recipes import Recipe
+from zerocast.tensors import CastClock, QuantizedStorage, QuantizedTensor, rebuild_derived
+
+
+@dataclass(frozen=True, slots=True)
+class _GroupShare:
+    """The weights of one group: ``members`` are their places in the plan, ``amax`` their part of the amax buffer."""
+
+    comm: Communicator
+    members: list[int]
+    amax: torch.Tensor  # int32 [sum of the members' amax slots]
+    gather: CodeGather
+
+
+class CastPlan:
+    """A cast of sharded FP32 masters into quantized model weights, planned once.
+
+    Making a plan is collective: every rank of every group makes it, with the same weights in the same order. The ranks
+    compare what they were given; an error of one is raised on all, and nothing is written. After that :meth:`cast` is a
+    constant number of launches and one all-reduce a group, whatever the number of weights, and allocates nothing.
+
+    Args:
+        model_weights: the quantized weights, whole on every rank. A tied weight is given once.
+        master_weights: for each weight this rank's FP32 shard, contiguous, any shape; None or no elements where the
+            rank owns nothing. Read by every :meth:`cast`, so update it in place, or hand new ones to :meth:`cast`.
+        start_offsets: for each weight the element, in the flattened weight, at which the master starts; None with a
+            master of None.
+        group: the ranks that share the weights: a zerocast communicator, an mpi4py communicator, a torch.distributed
+            ProcessGroup, or None for the default group. A list or tuple of these gives each weight its own (experts).
+        names: what error messages call the weights.
+        fsdp_shard_model_weights: for each weight None, or a uint8 buffer that receives the codes of this rank's shard
+            instead of the weight: ceil(end / 2) - floor(start / 2) bytes for 4-bit codes, one an element for 8-bit.
+        manual_post_all_gather_processing: True: after the all-gather the caller calls
+            :func:`zerocast.post_all_gather_processing`, and a derived copy read before that is refused. False: the
+            next forward that uses a weight rebuilds its derived copies.
+        check_finite: raise :class:`NonFiniteError` on every rank, before any code or scale is written, where a master
+            holds a NaN or an infinity after rounding to the weight's dtype. Costs a host synchronisation a cast.
+
+    Raises:
+        InputError: on every rank, for a wrong argument on any.
+        RankMismatchError: on every rank, where the ranks' weights, order, recipes or shards do not fit together.
+    """
+
+    def __init__(
+        self,
+        model_weights: Sequence[torch.Tensor],
+        master_weights: Sequence[torch.Tensor | None],
+        start_offsets: Sequence[int | None],
+        group: object = None,
+        *,
+        names: Sequence[str] | None = None,
+        fsdp_shard_model_weights: Sequence[torch.Tensor | None] | None = None,
+        manual_post_all_gather_processing: bool = True,
+        check_finite: bool = False,
+    ) -> None:
+        members = members_by_group(group, len(model_weights))
+        self._comms = list(members)
+        self._check_finite = check_finite
+        self._requests: list[ShardRequest] = []
+        error: ZerocastError | None = None
+        try:
+            self._requests = check_request(
+                model_weights,
+                master_weights,
+                start_offsets,
+                fsdp_shard_model_weights,
+                names,
+                manual_post_all_gather_processing,
+            )
+        except ZerocastError as e:
+            error = e
+        raise_in_all(self._comms, error)
+
+        extents: dict[Communicator, torch.Tensor] = {}
+        for comm, indices in members.items():
+            shares = [self._requests[i] for i in indices]
+            try:
+                extents[comm] = exchange_extents(comm, shares, f"check_finite={check_finite}")
+            except ZerocastError as e:
+                error = error or e
+        raise_in_all(self._comms, error)
+
+        self._allocate(members, extents)
+        self._masters = Masters(len(self._requests))
+        self._bind(master_weights)
+        self._clock = CastClock(rebuild_on_use=not manual_post_all_gather_processing)
+        weakref.finalize(self, self._clock.retire)
+        for request in self._requests:
+            request.storage.watch(self._clock)
+        self._prepare()
+
+    # --- the sentence ---
+
+    @property
+    def steps(self) -> dict[str, Callable[[], None]]:
+        """The steps of :meth:`cast` by name, in order: what a profiler runs one by one instead of ``cast()``."""
+        return {
+            "partial_amax": self._partial_amax,
+            "reduce_amax": self._reduce_amax,
+            "compute_scale": self._compute_scale,
+            "partial_cast": self._partial_cast,
+        }
+
+    def cast(self, master_weights: Sequence[torch.Tensor | None] | None = None) -> None:
+        """Cast this rank's shards: afterwards scales, amax and padding are right on every rank, and this rank's codes.
+
+        Args:
+            master_weights: other tensors to read the masters from, from now on; of the sizes that the plan was made
+                with. Checked on all ranks together.
+
+        Raises:
+            InputError: on every rank, for ``master_weights`` that do not fit.
+            NonFiniteError: on every rank, with ``check_finite``; nothing has been written.
+        """
+        if master_weights is not None:
+            self.bind(master_weights)
+        for step in self.steps.values():
+            step()
+
+    def cast_and_release(self, master_weights: Sequence[torch.Tensor | None]) -> None:
+        """Cast from masters that are known to fit, and keep none of them alive: what the functional calls do."""
+        self._bind(master_weights)
+        try:
+            self.cast()
+        finally:
+            self._bind([None] * len(self._requests))
+
+    def all_gather(self) -> None:
+        """Bring every rank's codes to every rank, then rebuild the derived copies. Right for every partition."""
+        for share in self._shares:
+            share.gather.run()
+        self.post_all_gather_processing()
+
+    def post_all_gather_processing(self) -> None:
+        """Rebuild the derived copies of all weights of the plan from their gathered codes."""
+        self._follow_moves()
+        for launch in self._launches["transpose"]:
+            launch()
+        for request in self._requests:
+            request.storage.mark_rebuilt()
+
+    def post_all_gather_hook(self, module: torch.nn.Module) -> RemovableHandle:
+        """Let ``module`` rebuild stale derived copies before its forward, once a cast; returns the hook's handle.
+
+        For a framework that all-gathers parameters before the forward of each module and offers a hook there. It
+        covers the weights of this plan among ``module``'s parameters.
+
+        Raises:
+            InputError: where ``module`` has no parameter that belongs to this plan.
+        """
+        planned = {id(request.storage) for request in self._requests}
+        storages = [
+            p.storage
+            for p in module.parameters()
+            if isinstance(p, QuantizedTensor) and id(p.storage) in planned
+        ]
+        if not storages:
+            raise InputError(
+                f"post_all_gather_hook needs a module with parameters of this plan, got "
+                f"{type(module).__name__} with none of its {len(planned)} weights."
+            )
+
+        def rebuild_stale(module: torch.nn.Module, args: object) -> None:
+            rebuild_derived([storage for storage in storages if storage.is_stale])
+
+        return module.register_forward_pre_hook(rebuild_stale)
+
+    def bind(self, master_weights: Sequence[torch.Tensor | None]) -> None:
+        """Read the masters from these tensors from now on: dtype, device and sizes as when the plan was made.
+
+        Collective. Raises :class:`InputError` on every rank, for a wrong tensor on any.
+        """
+        error: ZerocastError | None = None
+        try:
+            check_rebind(self._requests, master_weights)
+        except ZerocastError as e:
+            error = e
+        raise_in_all(self._comms, error)
+        self._bind(master_weights)
+
+    # --- the steps ---
+
+    def _partial_amax(self) -> None:
+        self._follow_moves()
+        self._amax.zero_()
+        for launch in self._launches["partial_amax"]:
+            launch()
+
+    def _reduce_amax(self) -> None:
+        for share in self._shares:
+            share.comm.all_reduce_max_(share.amax)
+        if self._check_finite:
+            raise_if_not_finite(
+                [
+                    (share.comm, [(self._requests[i], self._slots[i], self._masters.tensors[i]) for i in share.members])
+                    for share in self._shares
+                ]
+            )
+
+    def _compute_scale(self) -> None:
+        self._clock.tick()
+        for launch in self._launches["compute_scale"]:
+            launch()
+
+    def _partial_cast(self) -> None:
+        for launch in self._launches["partial_cast"]:
+            launch()
+
+    # --- planning ---
+
+    def _allocate(
+        self, members: dict[Communicator, list[int]], extents: dict[Communicator, torch.Tensor]
+    ) -> None:
+        """One amax buffer, group after group; ``_slots[i]`` is the part of weight i."""
+        sizes = [request.storage.grid.amax_slots for request in self._requests]
+        device = self._requests[0].storage.device if self._requests else torch.device("cpu")
+        self._amax = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
+        self._slots = [self._amax] * len(sizes)
+        self._shares: list[_GroupShare] = []
+        offset = 0
+        for comm, indices in members.items():
+            begin = offset
+            for i in indices:
+                self._slots[i] = self._amax[offset : offset + sizes[i]]
+                offset += sizes[i]
+            gather = CodeGather(comm, [self._requests[i] for i in indices], extents[comm])
+            self._shares.append(_GroupShare(comm, indices, self._amax[begin:offset], gather))
+
+    def _bind(self, master_weights: Sequence[torch.Tensor | None]) -> None:
+        self._masters.bind(
+            [
+                master if request.extent else None
+                for request, master in zip(self._requests, master_weights, strict=True)
+            ]
+        )
+
+    def _prepare(self) -> None:
+        """Prepare the launches: one a step and recipe, for the buffers as they lie now."""
+        self._move = QuantizedStorage.last_move
+        self._addresses = self._buffer_addresses()
+        self._launches: dict[str, list[Launch]] = {
+            "partial_amax": [], "compute_scale": [], "partial_cast": [], "transpose": []
+        }  # fmt: skip
+        by_recipe: dict[Recipe, list[int]] = {}
+        for i, request in enumerate(self._requests):
+            by_recipe.setdefault(request.storage.recipe, []).append(i)
+        backend = backend_for(self._amax.device)
+        for recipe, indices in by_recipe.items():
+            requests = [(i, self._requests[i]) for i in indices]
+            shards = [
+                r.storage.cast_shard(i, r.extent, self._slots[i], r.codes, r.codes_start if r.codes is not None else 0)
+                for i, r in requests
+            ]
+            scales = [r.storage.scale_target(self._slots[i]) for i, r in requests]
+            copies = [r.storage.transpose_target() for _, r in requests if r.storage.has_columnwise]
+            launches = self._launches
+            launches["partial_amax"].append(recipe.partial_amax(backend, shards, self._masters))
+            launches["compute_scale"].append(recipe.compute_scale(backend, scales))
+            launches["partial_cast"].append(recipe.partial_cast(backend, shards, self._masters))
+            launches["transpose"].append(recipe.post_all_gather_processing(backend, copies))
+
+    def _buffer_addresses(self) -> list[int]:
+        return [t.data_ptr() for request in self._requests for t in request.storage.buffers.values()]
+
+    def _follow_moves(self) -> None:
+        """Prepare anew where ``replace_raw_data`` has moved a weight of this plan since the last time."""
+        if self._move != QuantizedStorage.last_move:
+            if self._addresses != self._buffer_addresses():
+                self._prepare()
+            self._move = QuantizedStorage.last_move

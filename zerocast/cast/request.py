@@ -1,0 +1,184 @@
+"""What a caller hands to a cast, checked on this rank alone and before anything is written.
+
+The checks that need other ranks (does everybody mean the same weights, do the shards cover them) are in
+:mod:`zerocast.cast.world`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from zerocast.errors import InputError
+from zerocast.formats import byte_span
+from zerocast.layout import Extent
+from zerocast.tensors import QuantizedStorage, QuantizedTensor
+
+
+@dataclass(frozen=True, slots=True)
+class ShardRequest:
+    """One weight and what this rank owns of it.
+
+    Attributes:
+        name: what error messages call the weight.
+        is_named: whether the caller gave that name, so that ranks can compare it.
+        storage: the weight's bytes.
+        extent: the elements that this rank's master holds.
+        codes: a uint8 buffer that receives the shard's codes instead of the weight, or None.
+    """
+
+    name: str
+    is_named: bool
+    storage: QuantizedStorage
+    extent: Extent
+    codes: torch.Tensor | None
+
+    @property
+    def codes_start(self) -> int:
+        """The element whose code is in the low bits of ``codes[0]``: the extent's start, rounded down to a byte."""
+        fmt = self.storage.recipe.law.fmt
+        return byte_span(fmt, self.extent.start, self.extent.end)[0] * 8 // fmt.bits
+
+
+def check_request(
+    model_weights: Sequence[torch.Tensor],
+    master_weights: Sequence[torch.Tensor | None],
+    start_offsets: Sequence[int | None],
+    fsdp_shard_model_weights: Sequence[torch.Tensor | None] | None,
+    names: Sequence[str] | None,
+    manual_post_all_gather_processing: bool,
+) -> list[ShardRequest]:
+    """The requests, one a weight, in order; the arguments are those of :class:`zerocast.CastPlan`.
+
+    Raises:
+        InputError: what is required, what was given and for which weight.
+    """
+    lists = {
+        "master_weights": master_weights,
+        "start_offsets": start_offsets,
+        "fsdp_shard_model_weights": fsdp_shard_model_weights,
+        "names": names,
+    }
+    for argument, given in lists.items():
+        if given is not None and len(given) != len(model_weights):
+            raise InputError(
+                f"{argument} must have one entry for each of the {len(model_weights)} model_weights, got "
+                f"{len(given)} entries; give None where this rank owns nothing of a weight."
+            )
+    requests = []
+    first_use: dict[int, str] = {}
+    for i, weight in enumerate(model_weights):
+        name = names[i] if names is not None else f"model_weights[{i}]"
+        storage = _check_weight(name, weight)
+        if id(storage) in first_use:
+            raise InputError(
+                f"{name} is the same weight as {first_use[id(storage)]}; give a tied weight once."
+            )
+        first_use[id(storage)] = name
+        first_device = requests[0].storage.device if requests else storage.device
+        if storage.device != first_device:
+            raise InputError(
+                f"all weights of a cast must be on one device, got {requests[0].name} on {first_device} and {name} "
+                f"on {storage.device}; make one plan a device."
+            )
+        if not manual_post_all_gather_processing and not storage.recipe.rebuilds_on_use:
+            raise InputError(
+                f"{name}: {type(storage.recipe).__name__} cannot rebuild derived copies at their next use; set "
+                f"manual_post_all_gather_processing=True and call zerocast.post_all_gather_processing(...) after the "
+                f"all-gather."
+            )
+        extent = _check_master(name, storage, master_weights[i], start_offsets[i])
+        codes = fsdp_shard_model_weights[i] if fsdp_shard_model_weights is not None else None
+        if codes is not None:
+            _check_shard_codes(name, storage, extent, codes)
+        codes = None if codes is None else codes.view(-1)
+        requests.append(ShardRequest(name, names is not None, storage, extent, codes))
+    return requests
+
+
+def _check_weight(name: str, weight: torch.Tensor) -> QuantizedStorage:
+    if not isinstance(weight, QuantizedTensor):
+        raise InputError(
+            f"{name} must be a zerocast.QuantizedTensor, got {type(weight).__name__}; make one with "
+            f"zerocast.quantize(tensor, recipe) or zerocast.empty(shape, recipe)."
+        )
+    return weight.storage
+
+
+def _check_master(
+    name: str, storage: QuantizedStorage, master: torch.Tensor | None, start: int | None
+) -> Extent:
+    numel = storage.shape.numel()
+    if master is None:
+        if start is not None:
+            raise InputError(
+                f"{name}: start_offsets is {start} but there is no master weight; give both, or None for both "
+                f"where this rank owns nothing of the weight."
+            )
+        return Extent(0, 0)
+    check_master_tensor(name, storage, master)
+    if start is None and master.numel() == 0:
+        return Extent(0, 0)
+    if start is None or isinstance(start, bool) or not isinstance(start, int):
+        raise InputError(
+            f"{name}: start_offsets must say, as an int, at which element of the weight the master of "
+            f"{master.numel()} elements starts, got {start!r}."
+        )
+    if start < 0 or start + master.numel() > numel:
+        raise InputError(
+            f"{name}: the master must lie inside the weight's {numel} elements, got start offset {start} and "
+            f"{master.numel()} elements, so [{start}, {start + master.numel()})."
+        )
+    return Extent(start, start + master.numel())
+
+
+def check_master_tensor(name: str, storage: QuantizedStorage, master: torch.Tensor) -> None:
+    """Raise :class:`InputError` where ``master`` cannot be read as an FP32 shard of the weight."""
+    if not isinstance(master, torch.Tensor) or master.dtype != torch.float32:
+        given = master.dtype if isinstance(master, torch.Tensor) else type(master).__name__
+        raise InputError(f"{name}: the master weight must be a torch.float32 tensor, got {given}.")
+    if master.device != storage.device:
+        raise InputError(
+            f"{name}: the master weight must be on the weight's device {storage.device}, got {master.device}."
+        )
+    if not master.is_contiguous():
+        raise InputError(
+            f"{name}: the master weight must be contiguous, got shape {tuple(master.shape)} with strides "
+            f"{master.stride()}; call .contiguous() and keep the result as the master."
+        )
+
+
+def check_rebind(requests: Sequence[ShardRequest], master_weights: Sequence[torch.Tensor | None]) -> None:
+    """Raise :class:`InputError` where other masters do not fit the shards that ``requests`` were made for."""
+    if len(master_weights) != len(requests):
+        raise InputError(
+            f"master_weights must have one entry for each of the plan's {len(requests)} weights, got "
+            f"{len(master_weights)}."
+        )
+    for request, master in zip(requests, master_weights, strict=True):
+        size = 0 if master is None else master.numel()
+        if size != request.extent.size:
+            raise InputError(
+                f"{request.name}: the plan was made for a master of {request.extent.size} elements, got {size}; make "
+                f"a new plan for another partition."
+            )
+        if master is not None:
+            check_master_tensor(request.name, request.storage, master)
+
+
+def _check_shard_codes(
+    name: str, storage: QuantizedStorage, extent: Extent, codes: torch.Tensor
+) -> None:
+    first, last = byte_span(storage.recipe.law.fmt, extent.start, extent.end)
+    if codes.dtype != torch.uint8 or codes.device != storage.device or not codes.is_contiguous():
+        raise InputError(
+            f"{name}: fsdp_shard_model_weights must be contiguous torch.uint8 on {storage.device}, got "
+            f"{codes.dtype} on {codes.device} with strides {codes.stride()}."
+        )
+    if codes.numel() != last - first:
+        raise InputError(
+            f"{name}: fsdp_shard_model_weights must hold the {last - first} bytes of elements {extent}, got "
+            f"{codes.numel()}."
+        )

@@ -1,0 +1,126 @@
+"""The world check: do the ranks of a group mean the same weights, and do their shards cover each exactly once?
+
+It runs once, when a plan is made. Every rank computes the verdict from the same exchanged data, so all ranks raise the
+same error or none does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+
+from zerocast.cast.request import ShardRequest
+from zerocast.comm import Communicator, as_communicator, raise_together
+from zerocast.errors import InputError, RankMismatchError, ZerocastError
+from zerocast.layout import Extent, check_partition
+from zerocast.ops import NUMERICS_VERSION
+
+
+def members_by_group(group: object, weights: int) -> dict[Communicator, list[int]]:
+    """The places of the weights of each group, in the order in which the groups first appear.
+
+    Args:
+        group: one group for all weights, or a list or tuple with one a weight; see
+            :func:`zerocast.comm.as_communicator`.
+        weights: how many weights there are.
+
+    Raises:
+        InputError: for a list of another length, or for what is no group.
+    """
+    if not isinstance(group, (list, tuple)):
+        return {as_communicator(group): list(range(weights))}
+    if len(group) != weights:
+        raise InputError(
+            f"group must be one group, or have one entry for each of the {weights} model_weights, got {len(group)}."
+        )
+    members: dict[Communicator, list[int]] = {}
+    for i, one in enumerate(group):
+        members.setdefault(as_communicator(one), []).append(i)
+    return members
+
+
+def raise_in_all(comms: Sequence[Communicator], error: ZerocastError | None) -> None:
+    """Every rank of every group raises where one rank has an error, even if it shares only some groups with it."""
+    if len(comms) == 1:
+        raise_together(comms[0], error)
+        return
+    # Once through the groups tells the neighbours, the second time tells those who share an earlier group with them.
+    for comm in (*comms, *comms):
+        try:
+            raise_together(comm, error)
+        except ZerocastError as e:
+            error = error or e
+    if error is not None:
+        raise error
+
+
+def exchange_extents(comm: Communicator, requests: Sequence[ShardRequest], options: str) -> torch.Tensor:
+    """Compare what all ranks were given; return who owns what.
+
+    Args:
+        requests: this rank's weights of the group, in order.
+        options: whatever else must be the same on every rank, readable.
+
+    Returns:
+        int64 [size, len(requests), 2] on the CPU: start and end of each rank's shard of each weight.
+
+    Raises:
+        RankMismatchError: on every rank, naming both sides of the disagreement.
+    """
+    _check_descriptions(comm, [_describe(request) for request in requests], options)
+    extents = torch.zeros(comm.size, len(requests), 2, dtype=torch.int64)
+    mine = [[request.extent.start, request.extent.end] for request in requests]
+    extents[comm.rank] = torch.tensor(mine, dtype=torch.int64).view(len(requests), 2)
+    comm.all_gather_(extents.view(-1))
+    _check_coverage(requests, extents)
+    return extents
+
+
+def _describe(request: ShardRequest) -> str:
+    storage = request.storage
+    name = f"{request.name}: " if request.is_named else ""
+    return f"{name}{tuple(storage.shape)} {storage.dtype} {storage.recipe}"
+
+
+def _check_descriptions(comm: Communicator, lines: list[str], options: str) -> None:
+    lines = [f"zerocast numerics version {NUMERICS_VERSION}, {options}", *lines]
+    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    if len(set(comm.all_gather_object(digest))) == 1:
+        return
+    by_rank: list[list[str]] = comm.all_gather_object(lines)
+    for rank, theirs in enumerate(by_rank):
+        if theirs == by_rank[0]:
+            continue
+        if len(theirs) != len(by_rank[0]):
+            difference = f"rank 0 has {len(by_rank[0]) - 1} weights and rank {rank} has {len(theirs) - 1}"
+        else:
+            i = next(i for i, (a, b) in enumerate(zip(by_rank[0], theirs, strict=True)) if a != b)
+            place = "" if i == 0 else f" (weight {i - 1})"
+            difference = f"rank 0 has '{by_rank[0][i]}' where rank {rank} has '{theirs[i]}'{place}"
+            if sorted(theirs) == sorted(by_rank[0]):
+                difference += "; they hold the same weights in another order"
+        raise RankMismatchError(
+            f"every rank must give the same weights in the same order with the same recipes: {difference}."
+        )
+
+
+def _check_coverage(requests: Sequence[ShardRequest], extents: torch.Tensor) -> None:
+    """Raise where the shards of a weight leave a gap or overlap; all weights are tested at once."""
+    numel = torch.tensor([r.storage.shape.numel() for r in requests], dtype=torch.int64)
+    start, end = extents.unbind(-1)  # [size, weights]
+    empty = start == end
+    start, end = torch.where(empty, numel, start), torch.where(empty, numel, end)
+    start, order = start.sort(dim=0)
+    end = end.gather(0, order)
+    edges = torch.cat((torch.zeros_like(numel)[None], end))  # where each shard must start, then where all must end
+    wrong = (edges != torch.cat((start, numel[None]))).any(dim=0)
+    if wrong.any():
+        i = int(wrong.nonzero()[0])
+        request = requests[i]
+        problem = check_partition(int(numel[i]), [Extent(*e) for e in extents[:, i].tolist()])
+        raise RankMismatchError(
+            f"the ranks' shards of {request.name} {tuple(request.storage.shape)} must cover each of its "
+            f"{int(numel[i])} elements exactly once: {problem}."
+        )
