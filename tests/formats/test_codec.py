@@ -1,7 +1,7 @@
-"""Encoding and decoding of E2M1, E4M3 and E5M2 against ml_dtypes and torch, neither of which this project wrote.
+"""Encoding and decoding of E2M1, E4M3 and E5M2 against ml_dtypes and torch.
 
-Where their dialects differ from ours the expected byte is adjusted in :func:`ml_dtypes_codes`, and only there: both
-libraries are given inputs clipped to the format's largest value (ours saturate), and a NaN has one code here.
+Neither was written by this project. Both are given inputs clipped to the format's largest value,
+because ours saturate, and a NaN, whose code differs between libraries, has one code here.
 """
 
 import ml_dtypes
@@ -21,7 +21,7 @@ ML_DTYPES = {
 }
 TORCH_DTYPES = {E4M3: torch.float8_e4m3fn, E5M2: torch.float8_e5m2}
 
-# Low halves of a float32: none, just above a BF16 value, just below, at and above half of a BF16 step, all ones.
+# Low halves of a float32: a BF16 value, just above it, around the middle, just below the next.
 LOW_HALVES = (0x0000, 0x0001, 0x7FFF, 0x8000, 0x8001, 0xFFFF)
 
 
@@ -31,14 +31,14 @@ def every_bf16() -> torch.Tensor:
 
 
 def around_every_bf16() -> torch.Tensor:
-    """[6 * 65536] FP32: every upper half of a float32 with lower halves that only a sticky bit tells apart."""
+    """[6 * 65536] FP32: every BF16 value and float32 values right beside it and its middles."""
     upper = torch.arange(1 << 16, dtype=torch.int64) << 16
     bits = torch.cat([upper | low for low in LOW_HALVES])
     return torch.where(bits >= 1 << 31, bits - (1 << 32), bits).to(torch.int32).view(torch.float32)
 
 
 def ties(fmt: ElementFormat) -> torch.Tensor:
-    """[n] FP32: both signs of the points half way between neighbouring values, the one past the largest included.
+    """[n] FP32: the points half way between neighbouring values, both signs, saturation included.
 
     The values come from ml_dtypes, so the ties do not depend on our decoder.
     """
@@ -58,7 +58,7 @@ def with_neighbours(x: torch.Tensor) -> torch.Tensor:
 
 
 def ml_dtypes_codes(x: torch.Tensor, fmt: ElementFormat) -> torch.Tensor:
-    """[n] FP32 -> [n] uint8: what ml_dtypes rounds the clipped values to, with our one code for NaN."""
+    """[n] FP32 -> [n] uint8: ml_dtypes' codes of the clipped values, with our one code for NaN."""
     clipped = x.clamp(-fmt.max, fmt.max).nan_to_num(0.0).numpy()
     codes = torch.from_numpy(clipped.astype(ML_DTYPES[fmt]).view(np.uint8))
     return torch.where(x.isnan(), fmt.nan_code, codes).to(torch.uint8)
@@ -70,7 +70,7 @@ def assert_same_codes(x: torch.Tensor, got: torch.Tensor, expected: torch.Tensor
         i = int((got != expected).nonzero()[0])
         bits = x[i : i + 1].view(torch.int32).item() & 0xFFFFFFFF
         pytest.fail(
-            f"input {x[i]} (0x{bits:08x}): got 0x{int(got[i]):02x}, expected 0x{int(expected[i]):02x}"
+            f"input {x[i]} (0x{bits:08x}): got 0x{got[i]:02x}, expected 0x{expected[i]:02x}"
         )
 
 
@@ -91,7 +91,7 @@ def test_encode_equals_ml_dtypes_at_every_tie_and_beside_it(fmt):
 
 @FORMATS
 def test_a_tie_goes_to_the_even_code_and_its_neighbours_to_their_side(fmt):
-    """Tie number i, between codes i and i + 1, is rounded to the even one; the last saturates instead."""
+    """Tie i, between codes i and i + 1, is rounded to the even one; the last saturates."""
     middles = ties(fmt)[: fmt.max_code + 1]
     below, at, above = (encode(x, fmt).tolist() for x in (
         middles.nextafter(torch.tensor(0.0)), middles, middles.nextafter(torch.tensor(torch.inf))
@@ -104,7 +104,7 @@ def test_a_tie_goes_to_the_even_code_and_its_neighbours_to_their_side(fmt):
 
 @FLOAT8
 def test_encode_equals_torch_once_clamped(fmt):
-    """torch's own float8 casts agree on clamped inputs; unclamped, its E5M2 overflows to infinity where ours saturates."""
+    """The float8 casts of torch agree on clamped inputs (unclamped, its E5M2 overflows)."""
     x = torch.cat([every_bf16(), with_neighbours(ties(fmt))])
     x = x[~x.isnan()]
     expected = x.clamp(-fmt.max, fmt.max).to(TORCH_DTYPES[fmt]).view(torch.uint8)
@@ -113,7 +113,7 @@ def test_encode_equals_torch_once_clamped(fmt):
 
 @FORMATS
 def test_every_nan_has_one_code_and_infinities_saturate(fmt):
-    """All 254 BF16 NaNs of both signs give ``nan_code``; infinities and FLT_MAX give the largest code, sign kept."""
+    """All 254 BF16 NaNs give ``nan_code``; infinities give the largest code, sign kept."""
     x = every_bf16()
     assert x.isnan().sum() == 254
     assert encode(x[x.isnan()], fmt).unique().tolist() == [fmt.nan_code]
@@ -132,7 +132,7 @@ def test_the_sign_of_zero_is_kept(fmt):
 
 @FORMATS
 def test_decode_equals_ml_dtypes_for_every_code(fmt):
-    """Every code means the value that ml_dtypes gives it, the sign of zero, infinities and NaN included."""
+    """Every code has ml_dtypes' value: the sign of zero, infinities and NaN included."""
     codes = torch.arange(1 << fmt.bits, dtype=torch.uint8)
     expected = torch.from_numpy(codes.numpy().view(ML_DTYPES[fmt]).astype(np.float32))
     value = decode(codes, fmt)
@@ -154,7 +154,7 @@ def test_encode_undoes_decode(fmt):
 
 @FORMATS
 def test_the_table_of_formats_is_that_of_ml_dtypes(fmt):
-    """Largest value, smallest normal, smallest subnormal and width, as ``ml_dtypes.finfo`` states them."""
+    """Largest value, smallest normal and subnormal, and width, as ``finfo`` states them."""
     info = ml_dtypes.finfo(ML_DTYPES[fmt])
     assert (fmt.max, fmt.min_normal, fmt.subnormal_step, fmt.bits) == (
         float(info.max), float(info.smallest_normal), float(info.smallest_subnormal), info.bits

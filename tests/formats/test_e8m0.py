@@ -1,7 +1,7 @@
-"""E8M0 block scales against exact rational arithmetic: the smallest power of two that is not below the scale.
+"""E8M0 block scales against exact rationals: the smallest power of two that is not below.
 
-torch and ml_dtypes round E8M0 to nearest, so neither is an oracle for encoding; CUDA's rounding is compared in
-``tests/vectors/test_cuda_conversions.py``.
+torch and ml_dtypes round E8M0 to nearest, so neither is an oracle for encoding; CUDA's rounding is
+compared in ``tests/vectors/test_cuda_conversions.py``.
 """
 
 from fractions import Fraction
@@ -16,12 +16,12 @@ EVERY_CODE = torch.arange(256, dtype=torch.uint8)
 
 
 def smallest_power_not_below(x: float) -> int:
-    """The code by definition: the least c in 0..254 with 2^(c - 127) >= x, or 254 where there is none."""
+    """The code by definition: the least c in 0..254 with 2^(c - 127) >= x, else 254."""
     return next((c for c in range(254) if Fraction(2) ** (c - 127) >= Fraction(x)), 254)
 
 
 def test_every_non_negative_bf16_rounds_up():
-    """All 32,640 finite BF16 values that are not negative, with the code worked out in rationals."""
+    """All 32,640 finite BF16 values that are not negative; probes worked out in rationals."""
     x = torch.arange(0x7F80, dtype=torch.int32).bitwise_left_shift(16).view(torch.float32)
     starts, expected = (
         [0.0, *(2.0 ** (c - 127) for c in range(254))],
@@ -35,7 +35,7 @@ def test_every_non_negative_bf16_rounds_up():
 
 
 def test_every_power_of_two_and_its_neighbours():
-    """2^e keeps its exponent, the float32 below it too, and the one above takes the next; 2^-127 is the lowest."""
+    """2^e keeps its exponent, as does the float32 below it; the one above takes the next."""
     for exponent in range(-127, 128):
         power = torch.tensor([2.0**exponent])
         below, above = power.nextafter(torch.tensor(0.0)), power.nextafter(torch.tensor(torch.inf))
@@ -44,7 +44,7 @@ def test_every_power_of_two_and_its_neighbours():
 
 
 def test_the_ends_of_the_range():
-    """Zero and the smallest subnormals give 0, FLT_MAX 254, and what is not finite the NaN code 255."""
+    """Zero and subnormals to 2^-127 give 0, FLT_MAX 254, what is not finite NaN's 255."""
     x = torch.tensor([0.0, 1e-45, 2.0**-127, 3.4028235e38, torch.inf, torch.nan])
     assert encode_e8m0(x).tolist() == [0, 0, 0, 254, 255, 255]
 
@@ -56,7 +56,7 @@ def test_decode_equals_ml_dtypes_for_every_code():
     )
     value = decode_e8m0(EVERY_CODE)
     assert torch.equal(value[:255].view(torch.int32), expected[:255].view(torch.int32))
-    assert value[255].isnan() and expected[255].isnan()
+    assert value[255].isnan()
 
 
 def test_the_reciprocal_is_exact_for_every_code():

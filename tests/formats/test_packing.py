@@ -12,6 +12,7 @@ from zerocast.formats import (
     byte_span,
     pack_nibbles,
     packed_columns,
+    store_span,
     unpack_nibbles,
 )
 
@@ -19,7 +20,7 @@ PROPERTY = settings(derandomize=True, database=None, deadline=None, max_examples
 
 
 def test_byte_span_of_every_small_range():
-    """For every range within 40 elements: exactly the bytes that hold one of its elements, and none where it is empty."""
+    """Every range within 40 elements has exactly the bytes that hold one of its elements."""
     for fmt, per_byte in ((E2M1, 2), (E4M3, 1), (E5M2, 1)):
         for start in range(40):
             for end in range(start, 40):
@@ -32,13 +33,13 @@ def test_byte_span_of_every_small_range():
 @PROPERTY
 @given(start=st.integers(0, 2**62), size=st.integers(1, 2**40))
 def test_byte_span_of_large_offsets(start, size):
-    """Beyond 2^32 elements, and beyond what a float64 holds: floor(start / 2) and ceil(end / 2), exactly."""
+    """Beyond 2^32, and beyond a float64's integers: floor(start / 2) and ceil(end / 2)."""
     assert byte_span(E2M1, start, start + size) == (start >> 1, (start + size + 1) >> 1)
     assert byte_span(E4M3, start, start + size) == (start, start + size)
 
 
 def test_byte_span_at_two_to_the_32_plus_5():
-    """1,000 elements from 2^32 + 5: bytes 2^31 + 2 to 2^31 + 503, the first and the last shared with neighbours."""
+    """1,000 elements from 2^32 + 5: bytes 2^31 + 2 to 2^31 + 503, the outer two shared."""
     assert byte_span(E2M1, 2**32 + 5, 2**32 + 1005) == (2**31 + 2, 2**31 + 503)
 
 
@@ -50,7 +51,7 @@ def test_packed_columns(columns):
 
 
 def test_the_even_element_is_the_low_nibble():
-    """Elements 1, 2, 3 pack to 0x21 and 0x03: 2 in the high nibble of byte 0, and a missing one is 0."""
+    """Elements 1, 2, 3 pack to 0x21 and 0x03; the missing nibble is 0."""
     assert pack_nibbles(torch.tensor([1, 2, 3], dtype=torch.uint8)).tolist() == [0x21, 0x03]
 
 
@@ -65,8 +66,24 @@ def test_every_byte_unpacks_to_its_two_nibbles():
 
 @pytest.mark.parametrize("shape", [(1,), (0,), (3, 1), (3, 5), (2, 3, 7), (4, 16), (5, 0)])
 def test_unpack_undoes_pack_for_odd_rows(shape):
-    """Rows of any length come back, of any number of leading dimensions; every row has its own bytes."""
+    """Rows of any length come back, with any leading dimensions; each has its own bytes."""
     codes = torch.arange(torch.Size(shape).numel(), dtype=torch.uint8).remainder(16).reshape(shape)
     data = pack_nibbles(codes)
     assert data.shape == (*shape[:-1], packed_columns(E2M1, shape[-1]))
     assert torch.equal(unpack_nibbles(data, shape[-1]), codes)
+
+
+@pytest.mark.parametrize("fmt", [E2M1, E4M3], ids=lambda f: f.name)
+def test_store_span_writes_its_elements_and_no_other(fmt):
+    """Every range within 7 elements, with neighbouring nibbles that disagree on both sides."""
+    ours, theirs = torch.full((7,), 0x5), torch.full((7,), 0xA)
+
+    def pack(codes: torch.Tensor) -> torch.Tensor:
+        return pack_nibbles(codes.byte()) if fmt.bits == 4 else codes.byte()
+
+    for start in range(8):
+        for end in range(start, 8):
+            whole = pack(theirs)
+            store_span(fmt, whole, pack(ours)[slice(*byte_span(fmt, start, end))], start, end)
+            mine = torch.arange(7).ge(start) & torch.arange(7).lt(end)
+            assert torch.equal(whole, pack(torch.where(mine, ours, theirs))), (start, end)
