@@ -1,0 +1,219 @@
+"""House rules that a machine can check: imports, docstrings of public names, the README's tree."""
+
+import ast
+import importlib
+import inspect
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "zerocast"
+
+# Lowest first. A module imports from lower lines or from its own package; the parts on one line
+# never import each other.
+LAYERS = (
+    ("errors",),
+    ("formats",),
+    ("layout",),
+    ("ops",),
+    ("recipes",),
+    ("backends", "comm"),
+    ("tensors",),
+    ("context",),
+    ("cast",),
+    ("nn", "optim", "fsdp"),
+    ("checkpoint", "cli", "__init__"),
+)
+LEVEL = {name: level for level, line in enumerate(LAYERS) for name in line}
+
+PUBLIC_MODULES = ("zerocast", "zerocast.comm", "zerocast.nn", "zerocast.optim")
+
+
+# --- imports run one way ---
+
+
+def part_of(module: str) -> str:
+    """The part of the house that a dotted module belongs to: ``zerocast.comm.mpi`` -> ``comm``."""
+    return module.split(".")[1] if "." in module else "__init__"
+
+
+def module_of(file: Path) -> str:
+    """``zerocast/comm/mpi.py`` -> ``zerocast.comm.mpi``; an ``__init__.py`` is its package."""
+    parts = file.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports(source: str, module: str, is_package: bool) -> list[tuple[int, str]]:
+    """Each zerocast module that ``source`` imports, with its line; local and type-only ones too."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found += [(node.lineno, alias.name) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            parents = module.split(".")[: len(module.split(".")) + is_package - node.level]
+            base = ".".join(parents) if node.level else ""
+            origin = ".".join(filter(None, (base, node.module)))
+            if origin == "zerocast":  # `from zerocast import nn`: the part is the name
+                found += [
+                    (node.lineno, f"zerocast.{alias.name}" if alias.name in LEVEL else origin)
+                    for alias in node.names
+                ]
+            else:
+                found.append((node.lineno, origin))
+    return [(line, name) for line, name in found if name.split(".")[0] == "zerocast"]
+
+
+def violations(source: str, module: str, is_package: bool = False) -> list[str]:
+    """The imports of ``source`` that do not go down."""
+    here = part_of(module)
+    return [
+        f"{module}, line {line}: {here} may not import {name}"
+        for line, name in imports(source, module, is_package)
+        if part_of(name) != here and LEVEL[part_of(name)] >= LEVEL[here]
+    ]
+
+
+def test_imports_run_one_way():
+    """No module of zerocast imports from its own line of the layers or from a higher one."""
+    wrong = [
+        text
+        for file in sorted(PACKAGE.rglob("*.py"))
+        for text in violations(file.read_text(), module_of(file), file.name == "__init__.py")
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("zerocast.errors", "import zerocast.formats"),
+        ("zerocast.layout.extent", "from zerocast.ops import Masters"),
+        ("zerocast.backends.cpu", "from zerocast import comm"),
+        ("zerocast.backends.cpu", "from ..comm import Communicator"),
+        ("zerocast.recipes.recipe", "def f():\n    from zerocast.backends import backend_for"),
+        ("zerocast.nn.linear", "if TYPE_CHECKING:\n    from zerocast.optim import ZeroOptimizer"),
+        ("zerocast.cast.plan", "from zerocast import quantize"),
+    ],
+)
+def test_a_wrong_import_is_seen(module, source):
+    """The check sees absolute, relative, local and type-only imports that go up or sideways."""
+    assert len(violations(source, module)) == 1
+
+
+def test_every_part_has_a_layer():
+    """Whatever stands in zerocast/ has its line in the layers, so nothing escapes the check."""
+    parts = {
+        path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or any(path.glob("*.py"))
+    }
+    assert parts <= LEVEL.keys()
+
+
+# --- importing is light ---
+
+
+def loaded_by(statement: str) -> set[str]:
+    """Top-level modules in a fresh interpreter after ``statement``, standard library left out."""
+    code = f"import json, sys; {statement}; print(json.dumps(list(sys.modules)))"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return {name.split(".")[0] for name in json.loads(run.stdout)} - sys.stdlib_module_names
+
+
+def test_import_loads_nothing_beyond_torch():
+    """`import zerocast` loads itself, torch and what torch loads: no cupy, no mpi4py, no extra."""
+    assert loaded_by("import torch, zerocast") - loaded_by("import torch") == {"zerocast"}
+
+
+# --- what is public is documented ---
+
+
+def public_names() -> list[tuple[str, str]]:
+    """(module, name) of everything that a public module lists."""
+    modules = [importlib.import_module(name) for name in PUBLIC_MODULES]
+    return [(module.__name__, name) for module in modules for name in module.__all__]
+
+
+@pytest.mark.parametrize(("module", "name"), public_names())
+def test_public_names_are_documented(module, name):
+    """A public class or function has its own docstring, and so have its methods and properties."""
+    value = getattr(importlib.import_module(module), name)
+    if not (inspect.isclass(value) or inspect.isroutine(value) or inspect.ismodule(value)):
+        return  # a constant; its comment stands beside it
+    doc = value.__doc__ or ""
+    assert doc.strip(), f"{module}.{name} has no docstring"
+    assert not doc.startswith(f"{name}("), f"{module}.{name} has only what dataclass wrote for it"
+    if inspect.isclass(value):
+        undocumented = [
+            attribute
+            for attribute, member in inspect.getmembers(value)
+            if not attribute.startswith("_")
+            and (inspect.isroutine(member) or isinstance(member, property))
+            and getattr(
+                inspect.unwrap(getattr(member, "fget", member)), "__module__", ""
+            ).startswith("zerocast")
+            and not inspect.getdoc(getattr(value, attribute))
+        ]
+        assert not undocumented, f"{module}.{name}: no docstring on {undocumented}"
+
+
+# --- the README is true ---
+
+
+def readme_tree() -> dict[str, set[str]]:
+    """The README's drawing of the tree as directory -> entries; directories end in a slash."""
+    block = re.search(
+        r"## The tree\n.*?```\w*\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL
+    )
+    assert block, "README.md has no section 'The tree' with a drawing"
+    tree: dict[str, set[str]] = {"": set()}
+    path: list[str] = []
+    for line in block.group(1).splitlines():
+        entry = re.match(r"((?:  )*)(\S+)(?:  .*)?$", line)
+        if not entry:
+            assert line.startswith(" " * 8), f"not an entry and not the rest of one: {line!r}"
+            continue
+        path[len(entry.group(1)) // 2 :] = [entry.group(2)]
+        tree.setdefault("".join(path[:-1]), set()).add(path[-1])
+    return tree
+
+
+def real_entries(directory: Path) -> set[str]:
+    """What stands in ``directory``, without dot files and what the tools leave behind."""
+    left_behind = {"__pycache__", "build", "dist", "runs"}
+    return {
+        path.name + "/" * path.is_dir()
+        for path in directory.iterdir()
+        if not path.name.startswith(".")
+        and path.name not in left_behind
+        and path.suffix not in {".so", ".dylib", ".egg-info"}
+        and (path.is_file() or any(file.is_file() for file in path.rglob("[!.]*")))
+    }
+
+
+def test_the_tree_in_the_readme_is_the_real_one():
+    """Every directory that the README opens holds what it shows, no more and no less."""
+    tree = readme_tree()
+    assert "zerocast/" in tree, "the drawing must open zerocast/"
+    for directory, drawn in tree.items():
+        real = real_entries(ROOT / directory)
+        assert drawn == real, (
+            f"README.md draws {directory or 'the root'} without {sorted(real - drawn)} "
+            f"and with {sorted(drawn - real)}, which it has not"
+        )
+
+
+def test_no_path_of_a_machine():
+    """No text of the repository names a directory that only its author's machine has."""
+    found = [
+        f"{path.relative_to(ROOT)}: {match.group()}"
+        for directory in ("", *(entry for entry in real_entries(ROOT) if entry.endswith("/")))
+        for path in ((ROOT / directory).rglob("*") if directory else ROOT.glob("*"))
+        if path.suffix
+        in {".py", ".sh", ".md", ".toml", ".txt", ".h", ".cuh", ".cu", ".cpp", ".yaml", ".json"}
+        for match in re.finditer(r"(?<![\w.])/(?:root|home|Users)/\S*", path.read_text())
+    ]
+    assert not found, "\n".join(found)
