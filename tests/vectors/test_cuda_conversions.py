@@ -1,0 +1,82 @@
+"""Our formats against the conversions in CUDA's headers, recorded and, where they are, live."""
+
+import shutil
+
+import pytest
+import torch
+
+from tests.vectors.cuda_conversions import (
+    COMPILER,
+    NAMES,
+    convert,
+    every_bf16,
+    find_headers,
+    read_record,
+)
+from zerocast.formats import ELEMENT_FORMATS, decode, encode, encode_e8m0
+
+HEADERS = find_headers()
+RECORDED = read_record()
+
+
+def our_codes(name: str, x: torch.Tensor) -> torch.Tensor:
+    """[n] FP32 -> [n] uint8, by zerocast, an infinite block scale being the one agreed difference.
+
+    CUDA saturates it to 2^127; ours is NaN, so that a weight that is not finite shows.
+    """
+    if name != "e8m0":
+        return encode(x, ELEMENT_FORMATS[name])
+    return torch.where(x.isinf(), 0xFE, encode_e8m0(x)).to(torch.uint8)
+
+
+def assert_same_codes(x: torch.Tensor, got: torch.Tensor, expected: torch.Tensor) -> None:
+    """Byte equality; a difference names the input, its bits and both codes."""
+    wrong = (got != expected).nonzero().flatten()
+    if len(wrong):
+        i, bits = wrong[0], x[wrong[0]].view(torch.int32).item() & 0xFFFFFFFF
+        pytest.fail(f"{x[i]} (0x{bits:08x}): got 0x{got[i]:02x}, CUDA 0x{expected[i]:02x}")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_bf16_converts_as_recorded(name):
+    """All 65,536 BF16 inputs (E8M0: the 32,768 without a sign bit) give the recorded codes."""
+    expected = RECORDED[name]
+    x = every_bf16()[: len(expected)]
+    assert len(x) == (1 << 15 if name == "e8m0" else 1 << 16)
+    assert_same_codes(x, our_codes(name, x), expected)
+
+
+def probes() -> torch.Tensor:
+    """[n] FP32: every BF16 value, every value and tie of every format, all their neighbours."""
+    values = [decode(torch.arange(1 << f.bits).byte(), f) for f in ELEMENT_FORMATS.values()]
+    values = [v[v.isfinite()].unique().double() for v in values]
+    ties = [(v[1:] + v[:-1]) / 2 for v in values]
+    exact = torch.cat([every_bf16(), *(v.float() for v in (*values, *ties))])
+    up, down = torch.tensor(torch.inf), torch.tensor(-torch.inf)
+    return torch.cat([exact, exact.nextafter(up), exact.nextafter(down)])
+
+
+@pytest.fixture(scope="module")
+def converted() -> dict[str, torch.Tensor]:
+    """What the headers of this machine make of :func:`probes`, by format name."""
+    if HEADERS is None:
+        pytest.skip("CUDA's headers (cuda_fp4.h and what it includes) are not here")
+    if shutil.which(COMPILER) is None:
+        pytest.skip(f"no C++ compiler {COMPILER}")
+    return convert(probes(), HEADERS)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_probe_converts_as_cuda_does(name, converted):
+    """Every BF16 input, every value and tie, and the float32 next to each."""
+    x, expected = probes(), converted[name]
+    if name == "e8m0":  # a block scale has no sign
+        x, expected = x[~x.signbit()], expected[~x.signbit()]
+    assert_same_codes(x, our_codes(name, x), expected)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_record_is_what_the_headers_give(name, converted):
+    """The recorded runs, spread over all BF16 values, are what this CUDA computes."""
+    recorded = RECORDED[name]
+    assert_same_codes(every_bf16(), recorded, converted[name][: len(recorded)])
