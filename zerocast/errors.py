@@ -32,3 +32,7 @@ class UnsupportedError(ZerocastError, NotImplementedError):
 
 class BackendError(ZerocastError, RuntimeError):
     """A backend that was asked for cannot run here; the message carries the reason and the remedy."""
+
+
+class MissingDataError(ZerocastError, AttributeError):
+    """A weight was asked for data that its recipe does not store, or that it was made without."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Hashable, Sequence
+from typing import Any
 
 import torch
 
@@ -68,7 +69,11 @@ class QuantizedStorage:
     may be out of date."""
 
     def __init__(
-        self, shape: Sequence[int], dtype: torch.dtype, recipe: Recipe, buffers: dict[str, torch.Tensor]
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        recipe: Recipe,
+        buffers: dict[str, torch.Tensor],
     ) -> None:
         self.shape = torch.Size(shape)
         self.dtype = dtype
@@ -77,11 +82,21 @@ class QuantizedStorage:
         # Plans that functional calls made for weights of which this is the first. Kept here, and not in a global
         # table, so that they live as long as the weights and no longer. Not copied, not saved.
         self.plans: dict[Hashable, object] = {}
-        self._seen: dict[CastClock, int] = {}  # the tick of each plan's clock at which the derived copies were true
+        self._seen: dict[
+            CastClock, int
+        ] = {}  # the tick of each plan's clock at which the derived copies were true
+        self._writes = 0
+        self._init_val: tuple[int, torch.Tensor] | None = None
 
     @classmethod
     def empty(
-        cls, shape: Sequence[int], dtype: torch.dtype, recipe: Recipe, device: torch.device, *, columnwise: bool
+        cls,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        recipe: Recipe,
+        device: torch.device,
+        *,
+        columnwise: bool,
     ) -> QuantizedStorage:
         """An unfilled storage: every buffer holds its fill value (codes 0, padding right)."""
         specs = recipe.buffers(shape, columnwise=columnwise)
@@ -112,19 +127,51 @@ class QuantizedStorage:
         self.buffers[name] = tensor
         QuantizedStorage.last_move = next(_moves)
 
+    # --- versions ---
+
+    @property
+    def version(self) -> int:
+        """Changes with every write of codes, by a plan's cast or a copy: torch's version counter sees only the latter.
+
+        What was computed from the codes (a saved forward, say) holds while this stays what it was.
+        """
+        return self._writes + sum(clock.ticks for clock in self._seen)
+
+    def mark_written(self) -> None:
+        """The codes have just been written by something that has no clock."""
+        self._writes += 1
+
+    @property
+    def high_precision_init_val(self) -> torch.Tensor | None:
+        """The value that the codes were made from, on the CPU; None where it was not kept or the codes have changed."""
+        if self._init_val is None or self._init_val[0] != self.version:
+            return None
+        return self._init_val[1]
+
+    @high_precision_init_val.setter
+    def high_precision_init_val(self, value: torch.Tensor | None) -> None:
+        self._init_val = None if value is None else (self.version, value)
+
     # --- derived copies ---
 
     def watch(self, clock: CastClock) -> None:
         """From now on a tick of ``clock`` makes the derived copies stale."""
-        self._seen.setdefault(clock, clock.ticks)
+        if clock not in self._seen:
+            self._seen[clock] = clock.ticks
+            self._writes -= clock.ticks  # joining changes no code, so the version stays
 
     @property
     def is_stale(self) -> bool:
         """Whether a cast has changed codes since the derived copies were rebuilt."""
-        return self.has_columnwise and any(clock.ticks != seen for clock, seen in self._seen.items())
+        return self.has_columnwise and any(
+            clock.ticks != seen for clock, seen in self._seen.items()
+        )
 
     def mark_rebuilt(self) -> None:
         """The derived copies have just been made from the present codes."""
+        self._writes += sum(
+            clock.ticks for clock in self._seen if clock.retired
+        )  # leaving keeps the version too
         self._seen = {clock: clock.ticks for clock in self._seen if not clock.retired}
 
     def derived(self, name: str) -> torch.Tensor:
@@ -138,11 +185,49 @@ class QuantizedStorage:
 
     def prepare_for_forward(self, rebuild: Callable[[QuantizedStorage], None]) -> None:
         """Called where a layer is about to use the weight: rebuild stale copies if that was asked for, else refuse."""
-        stale = [clock for clock, seen in self._seen.items() if clock.ticks != seen]
-        if self.has_columnwise and stale:
-            if not all(clock.rebuild_on_use for clock in stale):
+        if self.is_stale:
+            if not self._staleness:
                 self.derived("columnwise_data")
             rebuild(self)
+
+    # --- copies ---
+
+    def to(
+        self, device: torch.device | None = None, dtype: torch.dtype | None = None
+    ) -> QuantizedStorage:
+        """The same bytes in buffers of its own, on ``device``, under the nominal ``dtype``; stale where this one is."""
+        buffers = {name: b.to(device or b.device, copy=True) for name, b in self.buffers.items()}
+        copy = QuantizedStorage(self.shape, dtype or self.dtype, self.recipe, buffers)
+        copy._set_staleness(self._staleness)
+        copy.high_precision_init_val = self.high_precision_init_val
+        return copy
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedStorage:
+        """As :meth:`to`; aliases of one weight share one storage in the copy too. Plans stay with the original."""
+        copy = memo[id(self)] = self.to()
+        return copy
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickles shape, dtype, recipe and bytes. A view into a larger buffer is saved without the rest of it."""
+        buffers = {
+            name: b if b.untyped_storage().nbytes() == b.nbytes else b.clone()
+            for name, b in self.buffers.items()
+        }
+        return restore, (self.shape, self.dtype, self.recipe, buffers, self._staleness)
+
+    @property
+    def _staleness(self) -> bool | None:
+        """None where derived copies are true; else whether the next forward may rebuild them by itself."""
+        stale = [clock for clock, seen in self._seen.items() if clock.ticks != seen]
+        return all(clock.rebuild_on_use for clock in stale) if stale else None
+
+    def _set_staleness(self, rebuild_on_use: bool | None) -> None:
+        """Take over another storage's staleness, without its clocks: they tick for the weight that was copied."""
+        if rebuild_on_use is not None:
+            clock = CastClock(rebuild_on_use=rebuild_on_use)
+            self.watch(clock)
+            clock.tick()
+            clock.retired = True
 
     # --- operands ---
 
@@ -151,7 +236,12 @@ class QuantizedStorage:
         return amax[: self.grid.num_blocks], amax[-1:]
 
     def cast_shard(
-        self, slot: int, extent: Extent, amax: torch.Tensor, codes: torch.Tensor | None = None, codes_start: int = 0
+        self,
+        slot: int,
+        extent: Extent,
+        amax: torch.Tensor,
+        codes: torch.Tensor | None = None,
+        codes_start: int = 0,
     ) -> CastShard:
         """This rank's part of the weight as an operand; ``amax`` is int32 [grid.amax_slots].
 
@@ -160,7 +250,9 @@ class QuantizedStorage:
         block_amax, tensor_amax = self.split_amax(amax)
         codes = self.buffers["rowwise_data"].view(-1) if codes is None else codes
         round_to = self.recipe.round_to(self.dtype)
-        return CastShard(slot, extent, self.grid, round_to, block_amax, tensor_amax, codes, codes_start)
+        return CastShard(
+            slot, extent, self.grid, round_to, block_amax, tensor_amax, codes, codes_start
+        )
 
     def scale_target(self, amax: torch.Tensor) -> ScaleTarget:
         """The weight's scales as an operand; ``amax`` is int32 [grid.amax_slots]."""
@@ -173,3 +265,16 @@ class QuantizedStorage:
     def dequantize_target(self, out: torch.Tensor) -> DequantizeTarget:
         """The weight's codes as an operand; ``out`` is FP32 [M, K]."""
         return self.recipe.dequantize_target(self.shape, self.buffers, out)
+
+
+def restore(
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    recipe: Recipe,
+    buffers: dict[str, torch.Tensor],
+    rebuild_on_use: bool | None,
+) -> QuantizedStorage:
+    """The storage that :meth:`QuantizedStorage.__reduce__` took apart."""
+    storage = QuantizedStorage(shape, dtype, recipe, buffers)
+    storage._set_staleness(rebuild_on_use)
+    return storage
