@@ -60,6 +60,10 @@ class Communicator(ABC):
     def all_gather_object(self, obj: Any) -> list[Any]:
         """Every rank's ``obj`` (small, picklable), in rank order. For what is agreed on once, not for tensors."""
 
+    def stages(self, device: torch.device) -> bool:
+        """Whether tensors on ``device`` are copied to other memory to travel, and back after."""
+        return False
+
     @abstractmethod
     def barrier(self) -> None:
         """Return when every rank has come here."""

@@ -1,0 +1,29 @@
+"""Who the other ranks are: one contract, three transports.
+
+In-process ranks are threads (:func:`run_in_process`), MPI ranks come through mpi4py, and any
+torch.distributed ProcessGroup serves. :func:`as_communicator` makes one of whatever a user calls
+their group.
+"""
+
+from zerocast.comm.agreement import agree, raise_together
+from zerocast.comm.communicator import Communicator
+from zerocast.comm.groups import Group, as_communicator
+from zerocast.comm.in_process import InProcessCommunicator, run_in_process
+from zerocast.comm.meeting import PeerFailedError
+from zerocast.comm.mpi import MpiCommunicator
+from zerocast.comm.single_rank import SingleRank
+from zerocast.comm.torch_distributed import TorchDistributedCommunicator
+
+__all__ = [
+    "Communicator",
+    "Group",
+    "InProcessCommunicator",
+    "MpiCommunicator",
+    "PeerFailedError",
+    "SingleRank",
+    "TorchDistributedCommunicator",
+    "agree",
+    "as_communicator",
+    "raise_together",
+    "run_in_process",
+]

@@ -1,0 +1,117 @@
+"""How a collective sees a tensor: checked, flat, and as bytes where its dtype means nothing to the transport.
+
+Every communicator checks its arguments here, so a call that one of them refuses is refused by all, with the same words,
+and also on a single rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from zerocast.errors import InputError
+
+MAX_DTYPES = (torch.int32,)
+SUM_DTYPES = (torch.float32, torch.float64, torch.int32, torch.int64)
+SCATTER_DTYPES = (torch.float32,)
+
+
+def operand(what: str, buffer: torch.Tensor, dtypes: Sequence[torch.dtype]) -> torch.Tensor:
+    """``buffer`` as a 1-D tensor outside autograd, sharing its memory.
+
+    Args:
+        what: the collective, for the message.
+        dtypes: those that it can reduce.
+
+    Raises:
+        InputError: where ``buffer`` is not contiguous, or of another dtype.
+    """
+    if buffer.dtype not in dtypes:
+        names = ", ".join(str(dtype) for dtype in dtypes)
+        raise InputError(
+            f"{what} takes a tensor of {names}, got {buffer.dtype}; reduce in one of these."
+        )
+    return _flat(what, buffer)
+
+
+def as_bytes(what: str, buffer: torch.Tensor) -> torch.Tensor:
+    """``buffer`` as 1-D uint8 outside autograd, sharing its memory: what moves data needs to know of no other dtype.
+
+    Raises:
+        InputError: where ``buffer`` is not contiguous.
+    """
+    return _flat(what, buffer).view(torch.uint8)
+
+
+def _flat(what: str, buffer: torch.Tensor) -> torch.Tensor:
+    if not buffer.is_contiguous():
+        raise InputError(
+            f"{what} works in place on a contiguous tensor, got shape {tuple(buffer.shape)} with strides "
+            f"{buffer.stride()}; call it on a .contiguous() copy and copy the result back."
+        )
+    return buffer.detach().view(-1)
+
+
+def part_bytes(buffer: torch.Tensor, counts: Sequence[int] | None, size: int) -> list[int]:
+    """The bytes of each rank's part of an all-gather, in rank order; ``counts`` are elements, None means equal parts.
+
+    Raises:
+        InputError: where the parts do not fill ``buffer``, or it is not 1-D.
+    """
+    if buffer.dim() != 1:
+        raise InputError(
+            f"all_gather_ takes a 1-D tensor, got shape {tuple(buffer.shape)}; call it on .view(-1)."
+        )
+    numel, itemsize = buffer.numel(), buffer.element_size()
+    if counts is None:
+        if numel % size:
+            raise InputError(
+                f"all_gather_ without counts takes a multiple of {size} elements, one equal part a rank, got {numel}; "
+                f"pad the buffer or give counts."
+            )
+        return [numel // size * itemsize] * size
+    if len(counts) != size or sum(counts) != numel or min(counts) < 0:
+        raise InputError(
+            f"all_gather_ takes one count, 0 or more, for each of the {size} ranks, {numel} in all as the buffer holds, "
+            f"got {len(counts)} counts with sum {sum(counts)} and least {min(counts, default=0)}."
+        )
+    return [count * itemsize for count in counts]
+
+
+def scatter_operands(
+    output: torch.Tensor, buffer: torch.Tensor, size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``output`` and ``buffer`` of a reduce-scatter as 1-D tensors outside autograd.
+
+    Raises:
+        InputError: for a wrong dtype, a tensor that is not contiguous, or lengths that do not fit together.
+    """
+    output = operand("reduce_scatter_sum", output, SCATTER_DTYPES)
+    buffer = operand("reduce_scatter_sum", buffer, SCATTER_DTYPES)
+    if buffer.numel() != size * output.numel():
+        raise InputError(
+            f"reduce_scatter_sum takes a buffer of {size} ranks x {output.numel()} elements of output = "
+            f"{size * output.numel()}, got {buffer.numel()}; pad the buffer to a multiple of {size}."
+        )
+    return output, buffer
+
+
+def check_root(root: int, size: int) -> None:
+    """Raise :class:`InputError` unless ``root`` is a rank of the group."""
+    if not 0 <= root < size:
+        raise InputError(
+            f"broadcast_ takes a root from 0 to {size - 1}, a rank of this group, got {root}."
+        )
+
+
+@contextmanager
+def on_device(buffer: torch.Tensor, device: torch.device | None) -> Iterator[torch.Tensor]:
+    """``buffer`` itself where ``device`` is None; else its copy on ``device``, copied back at the end."""
+    if device is None:
+        yield buffer
+        return
+    staged = buffer.to(device)
+    yield staged
+    buffer.copy_(staged)

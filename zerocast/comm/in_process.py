@@ -1,0 +1,284 @@
+"""N ranks as N threads of one process: for tests, for learning, for a debugger.
+
+It is the strictest of the communicators. A rank that calls another collective than its peers, or the
+same one with other shapes, hears of it on every rank, and so does one that waits for a rank which has
+returned. Sums are taken in rank order, so they are the same bits in every run.
+
+Each collective is one exchange: the ranks meet and see each other's tensors, fill a shared result
+together, meet again and copy from it. A reduction is split by ranges of elements, not by ranks, so
+hundreds of ranks with small tensors do not pay for hundreds of tiny operations each.
+"""
+
+from __future__ import annotations
+
+import pickle
+import reprlib
+import threading
+from collections.abc import Callable, Sequence
+from contextvars import copy_context
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+from zerocast.comm.buffers import (
+    MAX_DTYPES,
+    SUM_DTYPES,
+    as_bytes,
+    check_root,
+    operand,
+    part_bytes,
+    scatter_operands,
+)
+from zerocast.comm.communicator import Communicator
+from zerocast.comm.meeting import Crew, Room
+from zerocast.errors import InputError, RankMismatchError
+
+T = TypeVar("T")
+
+_GRAIN = 1 << 15
+"""Fewest elements that are worth a rank's part in a reduction: below, the calls cost more."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """What a rank brings to a collective.
+
+    ``signature`` must be equal on all ranks: the name alone, or name, dtype, shape, counts or root.
+    """
+
+    signature: tuple[Any, ...]
+    tensor: torch.Tensor
+
+    def __str__(self) -> str:
+        name, *rest = self.signature
+        if not rest:
+            return name
+        dtype, shape, detail = rest
+        text = f"{name} on {dtype} {list(shape)}"
+        return text if detail is None else f"{text} with {_DETAILS[name]} {reprlib.repr(detail)}"
+
+
+_DETAILS = {"all_gather_": "counts", "broadcast_": "root"}
+
+
+class InProcessCommunicator(Communicator):
+    """One rank of a group of threads; made by :func:`run_in_process` and :meth:`split`."""
+
+    def __init__(self, room: Room, rank: int) -> None:
+        self._room = room
+        self.rank = rank
+        self.size = len(room.members)
+
+    def all_reduce_max_(self, buffer: torch.Tensor) -> None:
+        flat = operand("all_reduce_max_", buffer, MAX_DTYPES)
+        flat.copy_(self._reduce(_signature("all_reduce_max_", buffer), flat, torch.maximum))
+
+    def all_reduce_sum_(self, buffer: torch.Tensor) -> None:
+        flat = operand("all_reduce_sum_", buffer, SUM_DTYPES)
+        flat.copy_(self._reduce(_signature("all_reduce_sum_", buffer), flat, torch.add))
+
+    def all_gather_(self, buffer: torch.Tensor, counts: Sequence[int] | None = None) -> None:
+        flat = as_bytes("all_gather_", buffer)
+        parts = part_bytes(buffer, counts, self.size)
+        start = sum(parts[: self.rank])
+        mine = slice(start, start + parts[self.rank])
+        detail = None if counts is None else tuple(counts)
+
+        def fill(result: torch.Tensor, tensors: list[torch.Tensor]) -> None:
+            result[mine] = flat[mine]
+
+        flat.copy_(self._exchange(_signature("all_gather_", buffer, detail), flat, fill))
+
+    def reduce_scatter_sum(self, output: torch.Tensor, buffer: torch.Tensor) -> None:
+        output, flat = scatter_operands(output, buffer, self.size)
+        total = self._reduce(_signature("reduce_scatter_sum", buffer), flat, torch.add)
+        output.copy_(total.view(self.size, -1)[self.rank])
+
+    def broadcast_(self, buffer: torch.Tensor, root: int = 0) -> None:
+        flat = as_bytes("broadcast_", buffer)
+        check_root(root, self.size)
+
+        def fill(result: torch.Tensor, tensors: list[torch.Tensor]) -> None:
+            if self.rank == root:
+                result.copy_(flat)
+
+        flat.copy_(self._exchange(_signature("broadcast_", buffer, root), flat, fill))
+
+    def all_gather_object(self, obj: Any) -> list[Any]:
+        # One copy by pickle, as on every other transport: peers never share the caller's object.
+        return list(self._meet("all_gather_object", pickle.loads(pickle.dumps(obj))))
+
+    def barrier(self) -> None:
+        self._meet("barrier", None)
+
+    def split(self, color: int) -> InProcessCommunicator:
+        """The communicator of the ranks that give the same ``color``, in the order they have here.
+
+        Collective: every rank calls it.
+        """
+
+        def begin(calls: list[tuple[_Call, Any]]) -> Any:
+            members: dict[int, list[int]] = {}
+            for (_, chosen), rank in zip(calls, self._room.members, strict=True):
+                members.setdefault(chosen, []).append(rank)
+            return {chosen: Room(self._room.crew, ranks) for chosen, ranks in members.items()}
+
+        room = self._agreed(_Call(("split",), _NOTHING), color, begin)[color]
+        return InProcessCommunicator(room, room.members.index(self._room.members[self.rank]))
+
+    def __repr__(self) -> str:
+        return f"InProcessCommunicator(rank={self.rank}, size={self.size})"
+
+    def _meet(self, name: str, obj: Any) -> list[Any]:
+        call = _Call((name,), _NOTHING)
+        return self._agreed(call, obj, lambda calls: [brought for _, brought in calls])
+
+    def _reduce(
+        self,
+        signature: tuple[Any, ...],
+        flat: torch.Tensor,
+        combine: Callable[..., torch.Tensor],
+    ) -> torch.Tensor:
+        """``combine`` the ranks' tensors in rank order, each rank a range of the elements."""
+        grain = max(_GRAIN, -(-flat.numel() // self.size))
+        mine = slice(self.rank * grain, (self.rank + 1) * grain)
+
+        def fill(result: torch.Tensor, tensors: list[torch.Tensor]) -> None:
+            part = result[mine]
+            if part.numel():
+                part.copy_(tensors[0][mine])
+                for tensor in tensors[1:]:
+                    combine(part, tensor[mine], out=part)
+
+        return self._exchange(signature, flat, fill)
+
+    def _exchange(
+        self,
+        signature: tuple[Any, ...],
+        flat: torch.Tensor,
+        fill: Callable[[torch.Tensor, list[torch.Tensor]], None],
+    ) -> torch.Tensor:
+        """A new tensor like ``flat``, shared by all ranks, of which each rank's ``fill`` has written
+        its share from all ranks' tensors. After that nobody reads another rank's tensor."""
+
+        def begin(calls: list[tuple[_Call, Any]]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+            return torch.empty_like(flat), [call.tensor for call, _ in calls]
+
+        call = _Call(signature, flat)
+        result, tensors = self._agreed(call, None, begin)
+        fill(result, tensors)
+        self._room.meet(self.rank, call, None, lambda brought: None)
+        return result
+
+    def _agreed(
+        self, call: _Call, obj: Any, begin: Callable[[list[tuple[_Call, Any]]], Any]
+    ) -> Any:
+        """Meet for ``call``; where all ranks' signatures are equal, what ``begin`` returns."""
+
+        def compare(calls: list[tuple[_Call, Any]]) -> Any:
+            first = calls[0][0]
+            for rank, (other, _) in enumerate(calls):
+                if other.signature != first.signature:
+                    return _Mismatch(
+                        f"every rank of a group must call the same collective with the same dtype "
+                        f"and shape: rank 0 called {first}, rank {rank} called {other}."
+                    )
+            return begin(calls)
+
+        outcome = self._room.meet(self.rank, call, (call, obj), compare)
+        if isinstance(outcome, _Mismatch):
+            raise RankMismatchError(outcome.message)
+        return outcome
+
+
+@dataclass(frozen=True, slots=True)
+class _Mismatch:
+    message: str
+
+
+_NOTHING = torch.empty(0)
+
+
+def _signature(name: str, buffer: torch.Tensor, detail: Any = None) -> tuple[Any, ...]:
+    return (name, buffer.dtype, tuple(buffer.shape), detail)
+
+
+def run_in_process(world_size: int, fn: Callable[[InProcessCommunicator], T]) -> list[T]:
+    """Call ``fn(comm)`` on every rank of a new group of threads.
+
+    Every thread runs in a copy of the caller's context (context variables, so ``use_backend`` too)
+    and computes with one torch thread, so results do not depend on how many ranks share the
+    machine. What torch keeps for each thread by itself (``no_grad``, ``autocast``) starts afresh;
+    torch's default random generator is one for all ranks, so draw from a generator of your own.
+
+    Args:
+        world_size: the number of ranks, 1 or more.
+
+    Returns:
+        What ``fn`` returned, in rank order.
+
+    Raises:
+        InputError: for a wrong ``world_size``.
+        RankMismatchError: where ranks called collectives that do not fit together.
+        BaseException: what ``fn`` raised, on the lowest rank that did so by itself; ranks that
+            waited for it are released. Different errors of further ranks follow it as context, so
+            a traceback shows them all.
+    """
+    if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
+        raise InputError(f"run_in_process takes a world_size of 1 or more, got {world_size!r}.")
+    crew = Crew(world_size)
+    room = Room(crew, range(world_size))
+    results: list[Any] = [None] * world_size
+    errors: dict[int, BaseException] = {}
+
+    def play(rank: int) -> None:
+        try:
+            torch.set_num_threads(1)
+            results[rank] = fn(InProcessCommunicator(room, rank))
+            crew.leave(rank)
+        except BaseException as error:  # SystemExit and KeyboardInterrupt must not hang the others
+            errors[rank] = error
+            crew.fail(f"rank {rank}", error)
+
+    threads = [
+        threading.Thread(
+            target=copy_context().run, args=(play, rank), name=f"rank {rank}", daemon=True
+        )
+        for rank in range(world_size)
+    ]
+    torch_threads = torch.get_num_threads()
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    except BaseException as error:  # Ctrl-C in the caller: let no rank wait for the ones to come
+        crew.fail("the caller", error)
+        raise
+    finally:
+        torch.set_num_threads(torch_threads)
+    if errors:
+        raise _one_error(errors, crew.released)
+    return results
+
+
+def _one_error(errors: dict[int, BaseException], released: set[int]) -> BaseException:
+    """The lowest rank's own error; every other one that says something else, as its context."""
+    own = [errors[rank] for rank in sorted(errors) if rank not in released]
+    assert own, "somebody raised first"
+    chain, said = _chain(own[0]), {repr(own[0])}
+    for error in own[1:]:
+        if repr(error) not in said:
+            said.add(repr(error))
+            chain[-1].__context__, chain[-1].__suppress_context__ = error, False
+            chain = _chain(own[0])
+    return own[0]
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    """``error`` and what a traceback prints with it, the innermost last."""
+    chain = [error]
+    while (before := chain[-1].__cause__ or chain[-1].__context__) and before not in chain:
+        chain.append(before)
+    return chain

@@ -1,0 +1,175 @@
+"""MpiCommunicator: ranks are MPI processes, reached through mpi4py.
+
+mpi4py is imported when the first communicator is made, never by ``import zerocast``. MPI reads and
+writes the tensors' own memory by address: nothing is copied, and no array library stands between.
+It is told of no dtype but those it reduces; everything else travels as bytes (a bfloat16 tensor
+handed over as it is would be refused by one MPI library and garbled by another).
+
+One call moves at most ``chunk`` items, below MPI's classic limit of 2**31 - 1, so tensors of any
+length work the same with every MPI library, not only with one that has MPI-4's large counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from zerocast.comm.buffers import (
+    MAX_DTYPES,
+    SUM_DTYPES,
+    as_bytes,
+    check_root,
+    on_device,
+    operand,
+    part_bytes,
+    scatter_operands,
+)
+from zerocast.comm.communicator import Communicator
+from zerocast.errors import BackendError, InputError
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+_HOST = torch.device("cpu")
+
+
+def import_mpi() -> Any:
+    """mpi4py's ``MPI`` module.
+
+    Raises:
+        BackendError: where mpi4py or the MPI library is missing, with the remedy.
+    """
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:  # RuntimeError: mpi4py is there, libmpi is not
+        raise BackendError(
+            f"an MPI communicator needs mpi4py and an MPI library, got '{error}'; install both with "
+            f"pip install 'zerocast[mpi]', or mpi4py beside the MPI library of your cluster."
+        ) from error
+    return MPI
+
+
+class MpiCommunicator(Communicator):
+    """The ranks of an mpi4py intracommunicator.
+
+    Tensors that are not on the CPU are copied to host memory, travel from there and are copied
+    back (:meth:`stages` says so).
+
+    Args:
+        comm: the intracommunicator; None means ``MPI.COMM_WORLD``. It stays the caller's to free.
+        chunk: the most items that one MPI call moves.
+
+    Raises:
+        BackendError: where mpi4py or the MPI library is missing.
+        InputError: for another kind of communicator, or ``COMM_NULL``.
+    """
+
+    def __init__(self, comm: MPI.Intracomm | None = None, *, chunk: int = 2**31 - 1) -> None:
+        mpi = import_mpi()
+        comm = mpi.COMM_WORLD if comm is None else comm
+        if not isinstance(comm, mpi.Intracomm) or comm == mpi.COMM_NULL:
+            given = "COMM_NULL" if comm == mpi.COMM_NULL else type(comm).__name__
+            raise InputError(
+                f"MpiCommunicator takes an mpi4py intracommunicator that this rank belongs to, got "
+                f"{given}; make one with Split, and use it on its members only."
+            )
+        self._mpi = mpi
+        self._comm = comm
+        self._chunk = chunk
+        self.rank = comm.Get_rank()
+        self.size = comm.Get_size()
+        self._types = {
+            torch.int32: mpi.INT32_T,
+            torch.int64: mpi.INT64_T,
+            torch.float32: mpi.FLOAT,
+            torch.float64: mpi.DOUBLE,
+            torch.uint8: mpi.BYTE,
+        }
+
+    def stages(self, device: torch.device) -> bool:
+        return device.type != "cpu"
+
+    def all_reduce_max_(self, buffer: torch.Tensor) -> None:
+        self._all_reduce(operand("all_reduce_max_", buffer, MAX_DTYPES), self._mpi.MAX)
+
+    def all_reduce_sum_(self, buffer: torch.Tensor) -> None:
+        self._all_reduce(operand("all_reduce_sum_", buffer, SUM_DTYPES), self._mpi.SUM)
+
+    def all_gather_(self, buffer: torch.Tensor, counts: Sequence[int] | None = None) -> None:
+        flat = as_bytes("all_gather_", buffer)
+        parts = part_bytes(buffer, counts, self.size)
+        with self._on_host(flat) as host:
+            if host.numel() <= self._chunk:
+                self._comm.Allgatherv(
+                    self._mpi.IN_PLACE, [*self._memory(host)[:1], parts, self._types[host.dtype]]
+                )
+                return
+            # Displacements no longer fit into MPI's int: every rank broadcasts its part in turn,
+            # still in place, each byte sent as often as in a gather.
+            for root, part in enumerate(host.split(parts)):
+                self._broadcast(part, root)
+
+    def reduce_scatter_sum(self, output: torch.Tensor, buffer: torch.Tensor) -> None:
+        output, flat = scatter_operands(output, buffer, self.size)
+        with self._on_host(flat) as host:
+            if host.numel() <= self._chunk:
+                self._reduce_scatter(host)
+                mine = host[: output.numel()]  # in place, MPI puts the result first
+                output.copy_(mine)
+                return
+            columns = max(1, self._chunk // self.size)
+            for source, target in zip(
+                host.view(self.size, -1).split(columns, dim=1), output.split(columns), strict=True
+            ):
+                staged = source.contiguous().view(-1)
+                self._reduce_scatter(staged)
+                target.copy_(staged[: target.numel()])
+
+    def broadcast_(self, buffer: torch.Tensor, root: int = 0) -> None:
+        flat = as_bytes("broadcast_", buffer)
+        check_root(root, self.size)
+        with self._on_host(flat) as host:
+            self._broadcast(host, root)
+
+    def all_gather_object(self, obj: Any) -> list[Any]:
+        return self._comm.allgather(obj)
+
+    def barrier(self) -> None:
+        self._comm.Barrier()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, MpiCommunicator) and self._comm == other._comm
+
+    def __hash__(self) -> int:
+        return hash((MpiCommunicator, self._comm.py2f()))
+
+    def __repr__(self) -> str:
+        return f"MpiCommunicator(rank={self.rank}, size={self.size})"
+
+    def _on_host(self, tensor: torch.Tensor) -> Any:
+        return on_device(tensor, _HOST if self.stages(tensor.device) else None)
+
+    def _memory(self, tensor: torch.Tensor) -> list[Any]:
+        """A contiguous CPU tensor as mpi4py takes memory: address, count, datatype."""
+        memory = self._mpi.memory.fromaddress(tensor.data_ptr(), tensor.nbytes)
+        return [memory, tensor.numel(), self._types[tensor.dtype]]
+
+    def _chunks(self, flat: torch.Tensor) -> Iterator[torch.Tensor]:
+        return iter(flat.split(self._chunk))
+
+    def _all_reduce(self, flat: torch.Tensor, op: MPI.Op) -> None:
+        with self._on_host(flat) as host:
+            for chunk in self._chunks(host):
+                self._comm.Allreduce(self._mpi.IN_PLACE, self._memory(chunk), op)
+
+    def _reduce_scatter(self, flat: torch.Tensor) -> None:
+        memory, count, kind = self._memory(flat)
+        self._comm.Reduce_scatter_block(
+            self._mpi.IN_PLACE, [memory, count // self.size, kind], self._mpi.SUM
+        )
+
+    def _broadcast(self, flat: torch.Tensor, root: int) -> None:
+        for chunk in self._chunks(flat):
+            self._comm.Bcast(self._memory(chunk), root)

@@ -1,0 +1,124 @@
+"""TorchDistributedCommunicator: ranks are processes of a torch.distributed ProcessGroup, gloo or any.
+
+Written for what every backend can do. What only moves travels as bytes, since gloo knows neither
+float8 nor 16-bit integers. Parts of unequal length are broadcast, each by its owner and all at
+once, since gloo gathers only equal ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from zerocast.comm.buffers import (
+    MAX_DTYPES,
+    SUM_DTYPES,
+    as_bytes,
+    check_root,
+    on_device,
+    operand,
+    part_bytes,
+    scatter_operands,
+)
+from zerocast.comm.communicator import Communicator
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+class TorchDistributedCommunicator(Communicator):
+    """The ranks of a ProcessGroup; ranks here are those of the group, not the global ones.
+
+    A tensor on a device that the group's backends do not serve (the CPU under NCCL alone) is copied
+    to one that they do, and back (:meth:`stages` says so).
+
+    Args:
+        group: the group; this process is a member of it.
+    """
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self._group = group
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+        # "cpu:gloo,cuda:nccl" -> the devices whose tensors the group takes as they are
+        self._devices = [pair.split(":")[0] for pair in dist.get_backend_config(group).split(",")]
+
+    def stages(self, device: torch.device) -> bool:
+        return device.type not in self._devices
+
+    def all_reduce_max_(self, buffer: torch.Tensor) -> None:
+        flat = operand("all_reduce_max_", buffer, MAX_DTYPES)
+        self._all_reduce(flat, dist.ReduceOp.MAX)
+
+    def all_reduce_sum_(self, buffer: torch.Tensor) -> None:
+        flat = operand("all_reduce_sum_", buffer, SUM_DTYPES)
+        self._all_reduce(flat, dist.ReduceOp.SUM)
+
+    def all_gather_(self, buffer: torch.Tensor, counts: Sequence[int] | None = None) -> None:
+        flat = as_bytes("all_gather_", buffer)
+        parts = part_bytes(buffer, counts, self.size)
+        if not flat.numel():
+            return
+        with self._served(flat) as served:
+            pieces = served.split(parts)
+            if len(set(parts)) == 1:
+                _all_gather(served, pieces[self.rank], group=self._group)
+                return
+            works = [
+                dist.broadcast(piece, self._global(root), group=self._group, async_op=True)
+                for root, piece in enumerate(pieces)
+                if piece.numel()
+            ]
+            for work in works:
+                work.wait()
+
+    def reduce_scatter_sum(self, output: torch.Tensor, buffer: torch.Tensor) -> None:
+        output, flat = scatter_operands(output, buffer, self.size)
+        if not flat.numel():
+            return
+        with self._served(flat) as served, self._served(output) as result:
+            _reduce_scatter(result, served, group=self._group)
+
+    def broadcast_(self, buffer: torch.Tensor, root: int = 0) -> None:
+        flat = as_bytes("broadcast_", buffer)
+        check_root(root, self.size)
+        if flat.numel():
+            with self._served(flat) as served:
+                dist.broadcast(served, self._global(root), group=self._group)
+
+    def all_gather_object(self, obj: Any) -> list[Any]:
+        objects: list[Any] = [None] * self.size
+        dist.all_gather_object(objects, obj, group=self._group)
+        return objects
+
+    def barrier(self) -> None:
+        dist.barrier(self._group)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, TorchDistributedCommunicator) and self._group is other._group
+
+    def __hash__(self) -> int:
+        return hash((TorchDistributedCommunicator, id(self._group)))
+
+    def __repr__(self) -> str:
+        return f"TorchDistributedCommunicator(rank={self.rank}, size={self.size})"
+
+    def _all_reduce(self, flat: torch.Tensor, op: Any) -> None:
+        if flat.numel():
+            with self._served(flat) as served:
+                dist.all_reduce(served, op, group=self._group)
+
+    def _served(self, tensor: torch.Tensor) -> Any:
+        device = torch.device(self._devices[0]) if self.stages(tensor.device) else None
+        return on_device(tensor, device)
+
+    def _global(self, rank: int) -> int:
+        return dist.get_global_rank(self._group, rank)
+
+
+# Newer torch calls these *_single and warns of the older names.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
