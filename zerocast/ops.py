@@ -93,14 +93,16 @@ class Masters:
 
     def __init__(self, slots: int) -> None:
         self.tensors: list[torch.Tensor | None] = [None] * slots
-        self.pointers = torch.zeros(slots, dtype=torch.int64)  # host addresses of the tensors, 0 for an empty shard
+        # Host addresses of the tensors, 0 for an empty shard; on the host whatever the default device is.
+        self.pointers = torch.zeros(slots, dtype=torch.int64, device="cpu")
         self.version = 0
 
     def bind(self, tensors: Sequence[torch.Tensor | None]) -> None:
         """Let the next step read ``tensors``: FP32, contiguous, one a slot, of the shard's size; None where empty."""
         assert len(tensors) == len(self.tensors)
         self.tensors = list(tensors)
-        self.pointers.copy_(torch.tensor([0 if t is None else t.data_ptr() for t in tensors], dtype=torch.int64))
+        addresses = [0 if t is None else t.data_ptr() for t in tensors]
+        self.pointers.copy_(torch.tensor(addresses, dtype=torch.int64, device="cpu"))
         self.version += 1
 
 

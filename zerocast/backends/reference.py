@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
+from zerocast.backends.subnormals import keeping_subnormals
 from zerocast.formats import FLT_MAX, decode, encode, pack_nibbles, packed_columns, unpack_nibbles
 from zerocast.layout import BlockGrid, ScaleLayout
 from zerocast.ops import (
@@ -32,6 +33,7 @@ class ReferenceBackend:
     name = "reference"
 
     def partial_amax(self, shards: Sequence[CastShard], masters: Masters) -> Launch:
+        @keeping_subnormals
         def launch() -> None:
             for shard in shards:
                 if shard.extent:
@@ -43,6 +45,7 @@ class ReferenceBackend:
         return launch
 
     def compute_scale(self, law: Law, targets: Sequence[ScaleTarget]) -> Launch:
+        @keeping_subnormals
         def launch() -> None:
             for target in targets:
                 stored, _ = _scales(law, target.block_amax, target.tensor_amax)
@@ -55,6 +58,7 @@ class ReferenceBackend:
         return launch
 
     def partial_cast(self, law: Law, shards: Sequence[CastShard], masters: Masters) -> Launch:
+        @keeping_subnormals
         def launch() -> None:
             for shard in shards:
                 if shard.extent:
@@ -68,6 +72,7 @@ class ReferenceBackend:
         return launch
 
     def transpose(self, targets: Sequence[TransposeTarget]) -> Launch:
+        @keeping_subnormals
         def launch() -> None:
             for t in targets:
                 rows, cols = t.layout.grid.rows, t.layout.grid.cols
@@ -87,6 +92,7 @@ class ReferenceBackend:
         return launch
 
     def dequantize(self, law: Law, targets: Sequence[DequantizeTarget]) -> Launch:
+        @keeping_subnormals
         def launch() -> None:
             for target in targets:
                 grid = target.layout.grid
@@ -141,7 +147,7 @@ def _store(shard: CastShard, index: torch.Tensor, codes: torch.Tensor, bits: int
 
 def _fl(value: float) -> float:
     """``value`` rounded to FP32."""
-    return float(torch.tensor(value, dtype=torch.float32))
+    return float(torch.tensor(value, dtype=torch.float32, device="cpu"))
 
 
 def _divide(a: float, b: torch.Tensor) -> torch.Tensor:
