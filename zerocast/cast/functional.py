@@ -13,7 +13,7 @@ import torch
 
 from zerocast.cast.plan import CastPlan
 from zerocast.cast.request import ShardRequest, check_request
-from zerocast.comm import Communicator, as_communicator, raise_together
+from zerocast.comm import Communicator, agree, as_communicator
 from zerocast.errors import InputError, ZerocastError
 from zerocast.ops import Float8Law, NVFP4Law
 from zerocast.tensors import QuantizedTensor, rebuild_derived
@@ -135,12 +135,8 @@ def _cast(
         error = e
 
     # One all-reduce opens the call: does any rank have an error, does any rank have to make the plan?
-    opening = torch.tensor([error is not None, plan is None], dtype=torch.int32)
-    comm.all_reduce_max_(opening)
-    failed, make = opening.tolist()
-    if failed:
-        raise_together(comm, error)
-    if make:
+    must_plan = agree(comm, vote=int(plan is None), error=error)
+    if must_plan:
         plan = CastPlan(
             model_weights, master_weights, start_offsets, comm,
             fsdp_shard_model_weights=fsdp_shard_model_weights,

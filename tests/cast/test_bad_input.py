@@ -1,0 +1,333 @@
+"""Bad input is refused with the reason, on every rank or on none, and nothing is written."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import zerocast
+from tests.support.same_bytes import assert_same_bytes
+from zerocast.comm import Communicator, run_in_process
+from zerocast.errors import InputError, NonFiniteError, RankMismatchError, ZerocastError
+
+SHAPE = (32, 48)
+NUMEL = 32 * 48
+NVFP4 = zerocast.NVFP4BlockScaling()
+FP8 = zerocast.Float8CurrentScaling()
+
+
+def weight(recipe: zerocast.Recipe = NVFP4, seed: int = 0) -> zerocast.QuantizedTensor:
+    """A quantized weight whose every byte is known."""
+    g = torch.Generator().manual_seed(seed)
+    return zerocast.quantize(torch.randn(SHAPE, generator=g), recipe, dtype=torch.bfloat16)
+
+
+def arguments(comm: Communicator) -> dict[str, Any]:
+    """A correct call: two weights, each cut evenly over the ranks."""
+    cut = [NUMEL * r // comm.size for r in range(comm.size + 1)]
+    start, end = cut[comm.rank], cut[comm.rank + 1]
+    return {
+        "model_weights": [weight(NVFP4, 1), weight(FP8, 2)],
+        "master_weights": [torch.ones(end - start), torch.ones(end - start)],
+        "start_offsets": [start, start],
+        "group": comm,
+    }
+
+
+def refuse(
+    world_size: int, spoil: Callable[[dict[str, Any], Communicator], None], error: type[ZerocastError], *texts: str
+) -> None:
+    """``spoil`` makes the call of some ranks wrong: all ranks raise the same error with ``texts``; no byte changes.
+
+    Said of the functional call and of the plan.
+    """
+    for call in (zerocast.quantize_master_weights, zerocast.CastPlan):
+
+        def on_rank(comm: Communicator, call: Callable[..., object] = call) -> str:
+            kwargs = arguments(comm)
+            held = [w for w in kwargs["model_weights"] if isinstance(w, zerocast.QuantizedTensor)]
+            before = [{k: v.clone() for k, v in w.storage.buffers.items()} for w in held]
+            spoil(kwargs, comm)
+            with pytest.raises(error) as raised:
+                call(**kwargs)
+            for w, buffers in zip(held, before, strict=True):
+                for name, buffer in buffers.items():
+                    assert_same_bytes(w.storage.buffers[name], buffer, name)
+            return str(raised.value)
+
+        messages = run_in_process(world_size, on_rank)
+        assert len(set(messages)) == 1, messages
+        for text in texts:
+            assert text in messages[0], messages[0]
+
+
+def set_entry(key: str, index: int, value: object, rank: int | None = None) -> Callable[[dict[str, Any], Communicator], None]:
+    """Spoils one entry of one list, on one rank or on all."""
+
+    def spoil(kwargs: dict[str, Any], comm: Communicator) -> None:
+        if rank is None or rank == comm.rank:
+            kwargs[key][index] = value
+
+    return spoil
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+class TestOneRankIsWrong:
+    """The last rank gives a wrong argument; every rank hears of it."""
+
+    def test_master_dtype(self, world_size: int) -> None:
+        """A BF16 master is refused: masters are FP32."""
+        bad = set_entry("master_weights", 1, torch.ones(4, dtype=torch.bfloat16), world_size - 1)
+        refuse(world_size, bad, InputError, "model_weights[1]", "torch.float32", "torch.bfloat16")
+
+    def test_master_device(self, world_size: int) -> None:
+        """A master on another device than its weight is refused."""
+        bad = set_entry("master_weights", 0, torch.ones(4, device="meta"), world_size - 1)
+        refuse(world_size, bad, InputError, "model_weights[0]", "device cpu", "meta")
+
+    def test_master_not_contiguous(self, world_size: int) -> None:
+        """A strided master is refused with its strides."""
+        bad = set_entry("master_weights", 0, torch.ones(8, 8).t(), world_size - 1)
+        refuse(world_size, bad, InputError, "contiguous", "(1, 8)")
+
+    def test_start_offset_missing(self, world_size: int) -> None:
+        """A master without a start offset is refused."""
+        bad = set_entry("start_offsets", 0, None, world_size - 1)
+        refuse(world_size, bad, InputError, "start_offsets must say", "got None")
+
+    def test_start_offset_without_master(self, world_size: int) -> None:
+        """A start offset without a master is refused."""
+        bad = set_entry("master_weights", 0, None, world_size - 1)
+        refuse(world_size, bad, InputError, "no master weight")
+
+    def test_start_offset_negative(self, world_size: int) -> None:
+        """A negative start offset is refused."""
+        bad = set_entry("start_offsets", 1, -1, world_size - 1)
+        refuse(world_size, bad, InputError, "start offset -1", f"{NUMEL} elements")
+
+    def test_start_offset_is_no_int(self, world_size: int) -> None:
+        """A start offset of another type is refused."""
+        bad = set_entry("start_offsets", 1, 0.5, world_size - 1)
+        refuse(world_size, bad, InputError, "as an int", "0.5")
+
+    def test_past_the_end(self, world_size: int) -> None:
+        """A master that reaches past the end of its weight is refused."""
+        bad = set_entry("start_offsets", 0, NUMEL - 1, world_size - 1)
+        refuse(world_size, bad, InputError, f"inside the weight's {NUMEL} elements")
+
+    def test_list_lengths(self, world_size: int) -> None:
+        """Lists of different lengths are refused, and the message names the list."""
+
+        def spoil(kwargs: dict[str, Any], comm: Communicator) -> None:
+            if comm.rank == world_size - 1:
+                kwargs["start_offsets"].pop()
+
+        refuse(world_size, spoil, InputError, "start_offsets", "2 model_weights", "1 entries")
+
+    def test_not_a_quantized_weight(self, world_size: int) -> None:
+        """A plain tensor among the weights is refused."""
+        bad = set_entry("model_weights", 0, torch.ones(SHAPE), world_size - 1)
+        refuse(world_size, bad, InputError, "model_weights[0]", "QuantizedTensor", "got Tensor")
+
+    def test_weight_twice(self, world_size: int) -> None:
+        """The same weight twice is refused, an alias of it too."""
+
+        def spoil(kwargs: dict[str, Any], comm: Communicator) -> None:
+            if comm.rank == world_size - 1:
+                kwargs["model_weights"][1] = kwargs["model_weights"][0].detach()
+
+        refuse(world_size, spoil, InputError, "model_weights[1] is the same weight as model_weights[0]")
+
+    @pytest.mark.parametrize(
+        ("codes", "text"),
+        [
+            (torch.zeros(3, dtype=torch.uint8), "got 3"),
+            (torch.zeros(4, dtype=torch.int8), "torch.uint8"),
+            (torch.zeros(8, dtype=torch.uint8)[::2], "contiguous"),
+        ],
+    )
+    def test_shard_buffer(self, world_size: int, codes: torch.Tensor, text: str) -> None:
+        """A shard's own code buffer of another size, dtype or stride is refused."""
+
+        def spoil(kwargs: dict[str, Any], comm: Communicator) -> None:
+            kwargs["fsdp_shard_model_weights"] = [None, None]
+            if comm.rank == world_size - 1:
+                kwargs["fsdp_shard_model_weights"][0] = codes
+
+        refuse(world_size, spoil, InputError, "fsdp_shard_model_weights", text)
+
+
+class TestRanksDisagree:
+    """Each rank's call is right by itself, but they do not fit together."""
+
+    def test_overlap(self) -> None:
+        """Two ranks that own the same elements are both named, with their extents."""
+
+        def spoil(kwargs: dict[str, Any], comm: Communicator) -> None:
+            if comm.rank == 1:
+                kwargs["start_offsets"][0] -= 1
+
+        refuse(3, spoil, RankMismatchError, "[511, 512) are owned twice", "rank 0 holds", "rank 1 holds")
+
+    def test_gap(self) -> None:
+        """Elements that nobody owns are named."""
+
+        def spoil(kwargs: dict[str, Any], comm: Communicator) -> None:
+            if comm.rank == 2:
+                kwargs["master_weights"][1] = torch.ones(511)
+
+        refuse(3, spoil, RankMismatchError, "model_weights[1]", f"[{NUMEL - 1}, {NUMEL}) are owned by no rank")
+
+    def test_absent_everywhere(self) -> None:
+        """A weight that no rank owns is a gap, not a cast of nothing."""
+
+        def spoil(kwargs: dict[str, Any], comm: Communicator) -> None:
+            kwargs["master_weights"][0] = kwargs["start_offsets"][0] = None
+
+        refuse(2, spoil, RankMismatchError, f"[0, {NUMEL}) are owned by no rank")
+
+    def test_recipes(self) -> None:
+        """Ranks with other recipes for a weight hear both."""
+
+        def spoil(kwargs: dict[str, Any], comm: Communicator) -> None:
+            if comm.rank == 1:
+                kwargs["model_weights"][0] = weight(replace(NVFP4, round_master=False))
+
+        refuse(2, spoil, RankMismatchError, "round_master=True", "rank 1", "round_master=False")
+
+    def test_shapes(self) -> None:
+        """Ranks with another shape for a weight hear both."""
+
+        def spoil(kwargs: dict[str, Any], comm: Communicator) -> None:
+            if comm.rank == 1:
+                kwargs["model_weights"][1] = zerocast.empty((48, 32), FP8)
+
+        refuse(2, spoil, RankMismatchError, "(32, 48)", "(48, 32)")
+
+    def test_order(self) -> None:
+        """The same weights in another order are recognised as that."""
+
+        def spoil(kwargs: dict[str, Any], comm: Communicator) -> None:
+            if comm.rank == 2:
+                kwargs["model_weights"].reverse()
+
+        refuse(3, spoil, RankMismatchError, "rank 2", "another order")
+
+    def test_count(self) -> None:
+        """Ranks with a weight less are named."""
+
+        def spoil(kwargs: dict[str, Any], comm: Communicator) -> None:
+            if comm.rank == 1:
+                for key in ("model_weights", "master_weights", "start_offsets"):
+                    kwargs[key].pop()
+
+        refuse(2, spoil, RankMismatchError, "rank 0 has 2 weights and rank 1 has 1")
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_check_finite(world_size: int, value: float) -> None:
+    """check_finite names the weight on every rank and leaves every byte as it was, plans and functions alike."""
+
+    def on_rank(comm: Communicator) -> list[str]:
+        kwargs = arguments(comm)
+        held = [{k: v.clone() for k, v in w.storage.buffers.items()} for w in kwargs["model_weights"]]
+        plan = zerocast.CastPlan(**kwargs, check_finite=True)
+        if comm.rank == comm.size - 1:
+            kwargs["master_weights"][1][3] = value
+        messages = []
+        for cast in (plan.cast, lambda: zerocast.quantize_master_weights(**kwargs, check_finite=True)):
+            with pytest.raises(NonFiniteError) as raised:
+                cast()
+            messages.append(str(raised.value))
+        for w, buffers in zip(kwargs["model_weights"], held, strict=True):
+            for name, buffer in buffers.items():
+                assert_same_bytes(getattr(w, name), buffer, name)  # derived copies are readable: no cast happened
+        return messages
+
+    messages = [m for rank in run_in_process(world_size, on_rank) for m in rank]
+    assert len(set(messages)) == 1, messages
+    assert "model_weights[1] holds" in messages[0]
+    assert ("a NaN" if value != value else "an infinity") in messages[0]
+    assert "model_weights[0]" not in messages[0]
+
+
+def test_check_finite_names_overflow() -> None:
+    """A finite master that overflows FP16 is refused as an overflow, not as an infinity in the master."""
+    w = zerocast.empty((16, 16), NVFP4, dtype=torch.float16)
+    plan = zerocast.CastPlan([w], [torch.full((256,), 7e4)], [0], check_finite=True, names=["layer.0.weight"])
+    with pytest.raises(NonFiniteError, match=r"layer\.0\.weight holds finite values that overflow torch\.float16"):
+        plan.cast()
+
+
+@pytest.mark.parametrize(
+    ("cast", "recipe", "wanted"),
+    [
+        (zerocast.cast_master_weights_to_nvfp4, FP8, "NVFP4 weights only"),
+        (zerocast.cast_master_weights_to_fp8, NVFP4, "FP8 weights only"),
+    ],
+)
+def test_fronts_refuse_the_other_kind(cast: Callable[..., None], recipe: zerocast.Recipe, wanted: str) -> None:
+    """Each front refuses weights of the other kind on every rank, though one rank alone was given such a weight."""
+
+    def on_rank(comm: Communicator) -> str:
+        other = FP8 if recipe is NVFP4 else NVFP4
+        w = weight(recipe if comm.rank == 1 else other)
+        start = comm.rank * NUMEL // 2
+        with pytest.raises(InputError) as raised:
+            cast([w], [torch.ones(NUMEL // 2)], [start], comm)
+        return str(raised.value)
+
+    messages = run_in_process(2, on_rank)
+    assert messages[0] == messages[1]
+    assert wanted in messages[0]
+
+
+@pytest.mark.parametrize("recipe", [NVFP4])
+@pytest.mark.parametrize("shape", [(4, 10), (4, 24), (16,), (2, 3, 16), (0, 16), (16, 0)])
+def test_shapes_that_nvfp4_cannot_hold(recipe: zerocast.Recipe, shape: tuple[int, ...]) -> None:
+    """K that is no multiple of 16, other than two dimensions, and no elements are refused with the shape."""
+    with pytest.raises(InputError, match=str(shape[0])):
+        zerocast.empty(shape, recipe)
+    with pytest.raises(InputError):
+        zerocast.quantize(torch.zeros(shape), recipe)
+
+
+def test_recipe_that_cannot_rebuild_on_use() -> None:
+    """manual_post_all_gather_processing=False is refused at once by a recipe whose copies cannot be rebuilt later."""
+
+    class TwoPlanes(zerocast.NVFP4BlockScaling):
+        rebuilds_on_use = False
+
+    w = zerocast.empty(SHAPE, TwoPlanes())
+    with pytest.raises(InputError, match="TwoPlanes cannot rebuild"):
+        zerocast.quantize_master_weights(
+            [w], [torch.ones(NUMEL)], [0], manual_post_all_gather_processing=False
+        )
+
+
+def test_rebinding_is_checked_on_all_ranks() -> None:
+    """Masters of another size handed to cast() on one rank are refused on every rank, and the plan still works."""
+
+    def on_rank(comm: Communicator) -> str:
+        kwargs = arguments(comm)
+        plan = zerocast.CastPlan(**kwargs)
+        masters = [m.clone() for m in kwargs["master_weights"]]
+        if comm.rank == 1:
+            masters[0] = torch.ones(5)
+        with pytest.raises(InputError) as raised:
+            plan.cast(masters)
+        plan.cast()
+        return str(raised.value)
+
+    messages = run_in_process(2, on_rank)
+    assert messages[0] == messages[1]
+    assert "the plan was made for a master of 768 elements, got 5" in messages[0]
+
+
+def test_a_group_for_each_weight() -> None:
+    """A list of groups of another length than the weights is refused."""
+    with pytest.raises(InputError, match="one entry for each of the 2 model_weights, got 1"):
+        zerocast.CastPlan([weight(), weight()], [None, None], [None, None], [None])

@@ -1,0 +1,158 @@
+"""The first law: whatever the partition, gathered shards are the bytes, scales and padding of the unsharded cast."""
+
+import random
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+import zerocast
+from tests.support.partitions import draw_partition
+from tests.support.same_bytes import assert_same_storage
+from tests.support.values import KINDS, draw_values
+from zerocast.comm import Communicator, run_in_process
+from zerocast.layout import Extent
+from zerocast.recipes import Recipe
+
+BACKENDS = ("reference", "cpu")
+RECIPES: tuple[Recipe, ...] = (
+    zerocast.NVFP4BlockScaling(),
+    zerocast.NVFP4BlockScaling(round_master=False),
+    zerocast.Float8CurrentScaling(),
+    zerocast.Float8CurrentScaling(fp8_format="e5m2", power_2_scale=True),
+    zerocast.Float8CurrentScaling(amax_epsilon=1e-3, round_master=False),
+)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+WIDTHS = (16, 32, 48, 64, 80, 96, 112, 128, 144, 272)
+
+
+class Case:
+    """Some weights, their whole masters and a partition, all drawn from one seed, the same on every rank."""
+
+    def __init__(self, seed: int, world_size: int) -> None:
+        rng = random.Random(seed)
+        self.seed = seed
+        self.recipes = [rng.choice(RECIPES) for _ in range(rng.randint(1, 3))]
+        self.shapes = [self._shape(recipe, rng) for recipe in self.recipes]
+        self.dtypes = [rng.choice(DTYPES) for _ in self.recipes]
+        self.columnwise = [rng.random() < 0.8 for _ in self.recipes]
+        self.masters = [
+            draw_values(rng.choice(KINDS), shape.numel(), seed + i) for i, shape in enumerate(self.shapes)
+        ]
+        self.partitions = [draw_partition(m.numel(), world_size, rng) for m in self.masters]
+        self.own_buffers = rng.random() < 0.3
+
+    @staticmethod
+    def _shape(recipe: Recipe, rng: random.Random) -> torch.Size:
+        rows = rng.choice((1, 2, 3, 15, 16, 17, 31, 33, 70))
+        if isinstance(recipe, zerocast.NVFP4BlockScaling):
+            return torch.Size((rows, rng.choice(WIDTHS)))
+        return torch.Size(rng.choice(((rows, 7), (rows * 5,), (3, rows, 10), (rows, 48))))
+
+    def whole(self) -> list[torch.Tensor]:
+        """What the law demands: the unsharded cast, by the reference backend."""
+        with zerocast.use_backend("reference"):
+            return [
+                zerocast.quantize(m.view(s), r, dtype=d, columnwise=c)
+                for m, s, r, d, c in zip(
+                    self.masters, self.shapes, self.recipes, self.dtypes, self.columnwise, strict=True
+                )
+            ]
+
+    def unfilled(self) -> list[torch.Tensor]:
+        """Weights to cast into, every byte of theirs wrong, padding included."""
+        weights = [
+            zerocast.empty(s, r, dtype=d, columnwise=c)
+            for s, r, d, c in zip(self.shapes, self.recipes, self.dtypes, self.columnwise, strict=True)
+        ]
+        for weight in weights:
+            for buffer in weight.storage.buffers.values():
+                buffer.view(torch.uint8).fill_(0xA5)
+        return weights
+
+    def shards(self, rank: int) -> tuple[list[torch.Tensor | None], list[int | None]]:
+        """This rank's masters and start offsets; an empty shard is absent, or present with no elements."""
+        extents = [partition[rank] for partition in self.partitions]
+        absent = (self.seed + rank) % 2 == 0
+        masters = [
+            m[e.start : e.end].clone() if e or not absent else None
+            for m, e in zip(self.masters, extents, strict=True)
+        ]
+        starts = [None if m is None else e.start for m, e in zip(masters, extents, strict=True)]
+        return masters, starts
+
+
+def cast_and_gather(comm: Communicator, case: Case) -> list[torch.Tensor]:
+    """The weights as this rank holds them after a plan's cast and all-gather."""
+    weights = case.unfilled()
+    masters, starts = case.shards(comm.rank)
+    shard_codes = _shard_buffers(case, comm.rank) if case.own_buffers else None
+    plan = zerocast.CastPlan(weights, masters, starts, comm, fsdp_shard_model_weights=shard_codes)
+    plan.cast()
+    plan.all_gather()
+    return weights
+
+
+def _shard_buffers(case: Case, rank: int) -> list[torch.Tensor]:
+    sizes = []
+    for partition, recipe in zip(case.partitions, case.recipes, strict=True):
+        e = partition[rank]
+        four_bits = recipe.law.fmt.bits == 4
+        sizes.append(((e.end + 1) // 2 - e.start // 2 if four_bits else e.size) if e else 0)
+    return [torch.full((n,), 0x5A, dtype=torch.uint8) for n in sizes]
+
+
+def check(case: Case, by_rank: Sequence[list[torch.Tensor]]) -> None:
+    """Every rank's weights are the unsharded ones."""
+    whole = case.whole()
+    for rank, weights in enumerate(by_rank):
+        for i, (weight, expected) in enumerate(zip(weights, whole, strict=True)):
+            extents = [str(e) for e in case.partitions[i]]
+            where = f"seed {case.seed}, rank {rank}, weight {i} {case.recipes[i]} {case.dtypes[i]} cut at {extents}"
+            assert_same_storage(weight, expected, where)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("block", range(10))
+def test_random_partitions_in_process(backend: str, block: int) -> None:
+    """60 drawn cases of up to 3 weights on 1 to 9 ranks give the unsharded bytes; 1,200 cases over all parameters."""
+    for seed in range(1000 * block, 1000 * block + 60):
+        world_size = 1 + seed % 9
+        case = Case(seed, world_size)
+        with zerocast.use_backend(backend):
+            check(case, run_in_process(world_size, lambda comm, case=case: cast_and_gather(comm, case)))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("world_size", [64, 257])
+def test_many_ranks(backend: str, world_size: int) -> None:
+    """More ranks than rows, and more than elements of some weights, still give the unsharded bytes."""
+    case = Case(world_size, world_size)
+    with zerocast.use_backend(backend):
+        check(case, run_in_process(world_size, lambda comm: cast_and_gather(comm, case)))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("cols", [80, 96, 112])
+def test_widths_that_are_no_multiple_of_64(backend: str, cols: int) -> None:
+    """K = 80, 96, 112: scales are stored with the padded stride (TransformerEngine 2.20 uses the unpadded one)."""
+    case = Case(cols, 3)
+    case.recipes, case.shapes = [zerocast.NVFP4BlockScaling()], [torch.Size((40, cols))]
+    case.dtypes, case.columnwise, case.own_buffers = [torch.bfloat16], [True], False
+    case.masters = [draw_values("wide", 40 * cols, cols)]
+    case.partitions = [[Extent(0, 999), Extent(1002, 40 * cols), Extent(999, 1002)]]
+    with zerocast.use_backend(backend):
+        check(case, run_in_process(3, lambda comm: cast_and_gather(comm, case)))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("cut", [1, 15, 17, 31, 33, 257, 511])
+def test_odd_offsets(backend: str, cut: int) -> None:
+    """Two ranks meet at an odd element, so they share a byte, and neither disturbs the other's nibble."""
+    case = Case(cut, 2)
+    case.recipes, case.shapes = [zerocast.NVFP4BlockScaling()], [torch.Size((32, 16))]
+    case.dtypes, case.columnwise, case.own_buffers = [torch.bfloat16], [True], False
+    case.masters = [draw_values("ties", 512, cut)]
+    case.partitions = [[Extent(0, cut), Extent(cut, 512)]]
+    with zerocast.use_backend(backend):
+        check(case, run_in_process(2, lambda comm: cast_and_gather(comm, case)))

@@ -1,0 +1,309 @@
+"""What a plan promises beyond the bytes: reuse, moves, groups, staleness, memory."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+
+import zerocast
+from tests.support.same_bytes import assert_same_bytes, assert_same_storage
+from tests.support.values import draw_values
+from zerocast.comm import (
+    Communicator,
+    InProcessCommunicator,
+    RecordingCommunicator,
+    run_in_process,
+)
+from zerocast.errors import InputError, StaleCopyError
+
+NVFP4 = zerocast.NVFP4BlockScaling()
+FP8 = zerocast.Float8CurrentScaling()
+SHAPE = torch.Size((40, 80))
+NUMEL = SHAPE.numel()
+
+
+def whole(master: torch.Tensor, recipe: zerocast.Recipe) -> zerocast.QuantizedTensor:
+    """What a cast of the whole master must give."""
+    return zerocast.quantize(master.view(SHAPE), recipe, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("recipe", [NVFP4, FP8])
+def test_a_plan_casts_every_step(recipe: zerocast.Recipe) -> None:
+    """Masters updated in place are cast anew by each call: nothing of an earlier step is left in amaxes or scales."""
+
+    def on_rank(comm: Communicator) -> None:
+        weight = zerocast.empty(SHAPE, recipe)
+        start = comm.rank * 1601 if comm.rank < 2 else NUMEL
+        shard = torch.empty((1601, NUMEL - 1601, 0)[comm.rank])
+        plan = zerocast.CastPlan([weight], [shard], [start], comm)
+        for step, kind in enumerate(("huge", "wide", "nan", "zeros", "normal")):
+            master = draw_values(kind, NUMEL, step)
+            shard.copy_(master[start : start + shard.numel()])
+            plan.cast()
+            plan.all_gather()
+            assert_same_storage(weight, whole(master, recipe), f"step {step} rank {comm.rank}")
+
+    run_in_process(3, on_rank)
+
+
+@pytest.mark.parametrize("recipe", [NVFP4, FP8])
+def test_codes_of_others_are_untouched(recipe: zerocast.Recipe) -> None:
+    """A cast without a gather changes the codes of its own elements only, to the nibble; scales are right already."""
+    master = draw_values("normal", NUMEL, 3)
+    expected = whole(master, recipe)
+
+    def on_rank(comm: Communicator) -> None:
+        weight = zerocast.empty(SHAPE, recipe)
+        weight.rowwise_data.fill_(0xA5)
+        start, end = ((0, 901), (901, 1003), (1003, NUMEL))[comm.rank]
+        zerocast.quantize_master_weights([weight], [master[start:end]], [start], comm)
+        assert_same_bytes(weight.rowwise_scale_inv, expected.rowwise_scale_inv, "rowwise_scale_inv")
+        codes, right = _codes(weight, recipe), _codes(expected, recipe)
+        before = torch.tensor([5, 10], dtype=torch.uint8).repeat(NUMEL // 2) if recipe is NVFP4 else 0xA5
+        mine = (torch.arange(NUMEL) >= start) & (torch.arange(NUMEL) < end)
+        assert_same_bytes(codes, torch.where(mine, right, before).to(torch.uint8), f"codes on rank {comm.rank}")
+
+    run_in_process(3, on_rank)
+
+
+def _codes(weight: zerocast.QuantizedTensor, recipe: zerocast.Recipe) -> torch.Tensor:
+    """[numel] one code an element."""
+    data = weight.rowwise_data.reshape(-1)
+    return torch.stack((data & 15, data >> 4), 1).view(-1) if recipe is NVFP4 else data
+
+
+@pytest.mark.parametrize("recipe", [NVFP4, FP8])
+def test_shard_buffers_receive_the_codes(recipe: zerocast.Recipe) -> None:
+    """fsdp_shard_model_weights gets exactly the shard's codes; the weight's own codes stay as they are."""
+    master = draw_values("wide", NUMEL, 5)
+    expected = _codes(whole(master, recipe), recipe)
+
+    def on_rank(comm: Communicator) -> None:
+        weight = zerocast.empty(SHAPE, recipe)
+        start, end = ((0, 902), (902, NUMEL))[comm.rank]
+        buffer = torch.full((end // 2 - start // 2,) if recipe is NVFP4 else (end - start,), 0x77, dtype=torch.uint8)
+        zerocast.quantize_master_weights([weight], [master[start:end]], [start], comm, [buffer])
+        got = torch.stack((buffer & 15, buffer >> 4), 1).view(-1) if recipe is NVFP4 else buffer
+        assert_same_bytes(got, expected[start:end], "shard")
+        assert not weight.rowwise_data.any()
+
+    run_in_process(2, on_rank)
+
+
+def test_a_plan_follows_moved_weights() -> None:
+    """replace_raw_data after planning: the next cast writes to where the codes are now, not to where they were."""
+    master = draw_values("normal", NUMEL, 1)
+    weight, other = zerocast.empty(SHAPE, NVFP4), zerocast.empty(SHAPE, FP8)
+    plan = zerocast.CastPlan([weight, other], [master, master], [0, 0])
+    old = weight.rowwise_data
+    flat = torch.zeros(2 * NUMEL, dtype=torch.uint8)
+    zerocast.replace_raw_data(weight, flat[64 : 64 + NUMEL // 2])
+    plan.cast()
+    plan.post_all_gather_processing()
+    assert_same_storage(weight, whole(master, NVFP4), "moved")
+    assert_same_storage(other, whole(master, FP8), "not moved")
+    assert_same_bytes(flat[64 : 64 + NUMEL // 2], whole(master, NVFP4).rowwise_data.view(-1), "buffer")
+    assert not old.any()
+
+
+def test_gather_in_place_copies_nothing() -> None:
+    """Weights whose codes lie end to end in one buffer, cut rank by rank, are gathered in that very buffer."""
+
+    def on_rank(comm: Communicator) -> None:
+        gathered: list[int] = []
+
+        class Spy(RecordingCommunicator):
+            def all_gather_(self, buffer: torch.Tensor, counts: object = None) -> None:
+                gathered.append(buffer.data_ptr())
+                super().all_gather_(buffer, counts)
+
+        masters = [draw_values("normal", NUMEL, i) for i in (1, 2)]
+        weights = [zerocast.empty(SHAPE, NVFP4) for _ in masters]
+        flat = torch.zeros(NUMEL, dtype=torch.uint8)
+        for i, weight in enumerate(weights):
+            zerocast.replace_raw_data(weight, flat[i * NUMEL // 2 : (i + 1) * NUMEL // 2])
+        cut = NUMEL + 1002  # rank 0: the first weight and the head of the second
+        mine = [masters[0], masters[1][:1002]] if comm.rank == 0 else [None, masters[1][1002:]]
+        starts = [0, 0] if comm.rank == 0 else [None, cut - NUMEL]
+        plan = zerocast.CastPlan(weights, mine, starts, Spy(comm))
+        gathered.clear()
+        plan.cast()
+        plan.all_gather()
+        assert gathered == [flat.data_ptr()]
+        for weight, master in zip(weights, masters, strict=True):
+            assert_same_storage(weight, whole(master, NVFP4), f"rank {comm.rank}")
+
+    run_in_process(2, on_rank)
+
+
+def test_experts_have_groups_of_their_own() -> None:
+    """Weights of one plan in different groups: each expert is shared by two of the four ranks, the dense one by all."""
+    dense, experts = draw_values("normal", NUMEL, 0), [draw_values("wide", NUMEL, 1 + i) for i in range(2)]
+
+    def on_rank(world: InProcessCommunicator) -> None:
+        expert = world.rank // 2
+        pair = world.split(expert)
+        weights = [zerocast.empty(SHAPE, NVFP4), zerocast.empty(SHAPE, FP8)]
+        quarter, half = NUMEL // 4, NUMEL // 2
+        masters = [dense[world.rank * quarter :][:quarter], experts[expert][pair.rank * half :][:half]]
+        plan = zerocast.CastPlan(
+            weights, masters, [world.rank * quarter, pair.rank * half], [world, pair]
+        )
+        plan.cast()
+        plan.all_gather()
+        assert_same_storage(weights[0], whole(dense, NVFP4), f"dense on rank {world.rank}")
+        assert_same_storage(weights[1], whole(experts[expert], FP8), f"expert {expert}")
+
+    run_in_process(4, on_rank)
+
+
+# --- derived copies ---
+
+
+@pytest.mark.parametrize("recipe", [NVFP4, FP8])
+def test_a_stale_copy_is_refused(recipe: zerocast.Recipe) -> None:
+    """Between cast and post-processing the columnwise copy cannot be read; afterwards it is the unsharded one."""
+    master = draw_values("normal", NUMEL, 1)
+    weight = zerocast.empty(SHAPE, recipe)
+    zerocast.quantize_master_weights([weight], [master], [0])
+    with pytest.raises(StaleCopyError, match="post_all_gather_processing"):
+        _ = weight.columnwise_data
+    assert weight.rowwise_data is not None
+    zerocast.post_all_gather_processing([weight])
+    assert_same_storage(weight, whole(master, recipe), "after post-processing")
+
+
+def test_a_weight_in_two_plans_is_stale_after_either() -> None:
+    """Each plan has its own clock; a cast of either makes the copy stale."""
+    master = draw_values("normal", NUMEL, 1)
+    weight = zerocast.empty(SHAPE, NVFP4)
+    plans = [zerocast.CastPlan([weight], [master], [0]) for _ in range(2)]
+    for plan in plans:
+        plan.cast()
+        assert weight.storage.is_stale
+        plan.post_all_gather_processing()
+        assert not weight.storage.is_stale
+
+
+def test_automatic_rebuild_in_the_next_forward() -> None:
+    """manual_post_all_gather_processing=False: a direct read is refused, a forward rebuilds."""
+    master = draw_values("normal", NUMEL, 1)
+    layer = zerocast.nn.Linear(SHAPE[1], SHAPE[0], bias=False, recipe=NVFP4, dtype=torch.bfloat16)
+    zerocast.quantize_master_weights(
+        [layer.weight], [master], [0], manual_post_all_gather_processing=False
+    )
+    with pytest.raises(StaleCopyError):
+        _ = layer.weight.columnwise_data
+    layer(torch.ones(2, SHAPE[1], dtype=torch.bfloat16))
+    assert_same_storage(layer.weight, whole(master, NVFP4), "after forward")
+
+
+def test_manual_mode_refuses_a_forward_before_processing() -> None:
+    """The default: a forward that comes too early is refused rather than served from half a gather."""
+    layer = zerocast.nn.Linear(SHAPE[1], SHAPE[0], bias=False, recipe=NVFP4, dtype=torch.bfloat16)
+    zerocast.quantize_master_weights([layer.weight], [torch.ones(NUMEL)], [0])
+    with pytest.raises(StaleCopyError):
+        layer(torch.ones(2, SHAPE[1], dtype=torch.bfloat16))
+
+
+def test_post_all_gather_hook() -> None:
+    """The hook rebuilds before the module's forward, once a cast, and can be removed."""
+    master = draw_values("normal", NUMEL, 1)
+    layer = zerocast.nn.Linear(SHAPE[1], SHAPE[0], bias=False, recipe=FP8, dtype=torch.bfloat16)
+    plan = zerocast.CastPlan([layer.weight], [master], [0])
+    handle = plan.post_all_gather_hook(layer)
+    plan.cast()
+    layer(torch.ones(2, SHAPE[1], dtype=torch.bfloat16))
+    assert_same_storage(layer.weight, whole(master, FP8), "after forward")
+    handle.remove()
+    plan.cast()
+    with pytest.raises(StaleCopyError):
+        layer(torch.ones(2, SHAPE[1], dtype=torch.bfloat16))
+    with pytest.raises(InputError, match="none of its 1 weights"):
+        plan.post_all_gather_hook(torch.nn.Linear(2, 2))
+
+
+# --- the functional calls ---
+
+
+def test_functional_calls_reuse_their_plan() -> None:
+    """The second call for the same weights runs two all-reduces: its opening and the amaxes, wherever masters lie."""
+
+    def on_rank(comm: Communicator) -> None:
+        comm = RecordingCommunicator(comm)
+        weight = zerocast.empty(SHAPE, NVFP4)
+        half = NUMEL // 2
+        for step in range(3):
+            master = draw_values("normal", NUMEL, step)
+            calls = dict(comm.calls)
+            zerocast.cast_master_weights_to_nvfp4(
+                [weight], [master[comm.rank * half :][:half].clone()], [comm.rank * half], comm
+            )
+            if step:
+                new = {k: n - calls.get(k, 0) for k, n in comm.calls.items() if n != calls.get(k, 0)}
+                assert new == {"all_reduce_max_": 2}
+
+    run_in_process(2, on_rank)
+
+
+def test_one_rank_that_must_plan_makes_all_plan() -> None:
+    """A rank that lost its plan (a new shard buffer) makes all ranks plan anew instead of hanging."""
+    master = draw_values("normal", NUMEL, 1)
+
+    def on_rank(comm: Communicator) -> None:
+        weight = zerocast.empty(SHAPE, NVFP4)
+        half = NUMEL // 2
+        shard = master[comm.rank * half :][:half]
+        for step in range(3):
+            fresh = [torch.zeros(half // 2, dtype=torch.uint8)] if comm.rank == 1 else None
+            zerocast.quantize_master_weights([weight], [shard], [comm.rank * half], comm, fresh)
+            if fresh:
+                expected = whole(master, NVFP4).rowwise_data.view(-1)[half // 2 :]
+                assert_same_bytes(fresh[0], expected, f"step {step}")
+
+    run_in_process(2, on_rank)
+
+
+def test_functional_calls_keep_nothing_alive() -> None:
+    """No master outlives its call, and no plan outlives its weights."""
+    weight = zerocast.empty(SHAPE, NVFP4)
+    master = torch.ones(NUMEL)
+    zerocast.quantize_master_weights([weight], [master], [0])
+    (plan,) = weight.storage.plans.values()
+    refs = [weakref.ref(master), weakref.ref(plan), weakref.ref(weight.storage)]
+    del master
+    gc.collect()
+    assert refs[0]() is None
+    del plan, weight
+    gc.collect()
+    assert refs[1]() is None
+    assert refs[2]() is None
+
+
+def test_nothing_to_cast() -> None:
+    """A call without weights, and a rank without masters, take part and do nothing."""
+
+    def on_rank(comm: Communicator) -> None:
+        zerocast.quantize_master_weights([], [], [], comm)
+        master = draw_values("normal", NUMEL, 1)
+        weight = zerocast.empty(SHAPE, FP8)
+        mine, start = ([master], [0]) if comm.rank == 2 else ([None], [None])
+        plan = zerocast.CastPlan([weight], mine, start, comm)
+        plan.cast()
+        plan.all_gather()
+        assert_same_storage(weight, whole(master, FP8), f"rank {comm.rank}")
+
+    run_in_process(3, on_rank)
+
+
+def test_steps_are_the_cast() -> None:
+    """A profiler that runs the named steps one by one gets what cast() gives."""
+    master = draw_values("normal", NUMEL, 1)
+    weight = zerocast.empty(SHAPE, NVFP4)
+    plan = zerocast.CastPlan([weight], [master], [0])
+    assert list(plan.steps) == ["partial_amax", "reduce_amax", "compute_scale", "partial_cast"]
+    for step in plan.steps.values():
+        step()
+    plan.all_gather()
+    assert_same_storage(weight, whole(master, NVFP4), "steps")
