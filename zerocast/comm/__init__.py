@@ -11,6 +11,7 @@ from zerocast.comm.groups import Group, as_communicator
 from zerocast.comm.in_process import InProcessCommunicator, run_in_process
 from zerocast.comm.meeting import PeerFailedError
 from zerocast.comm.mpi import MpiCommunicator
+from zerocast.comm.recording import RecordingCommunicator, Traffic
 from zerocast.comm.single_rank import SingleRank
 from zerocast.comm.torch_distributed import TorchDistributedCommunicator
 
@@ -20,8 +21,10 @@ __all__ = [
     "InProcessCommunicator",
     "MpiCommunicator",
     "PeerFailedError",
+    "RecordingCommunicator",
     "SingleRank",
     "TorchDistributedCommunicator",
+    "Traffic",
     "agree",
     "as_communicator",
     "raise_together",

@@ -1,7 +1,7 @@
 """Agreeing: what only some ranks can see is made known to all before anybody acts on it.
 
-An error that one rank raises alone leaves the others waiting in their next collective. So what may fail on one rank
-only is caught there, and handed to :func:`raise_together`, which every rank calls.
+An error that one rank raises alone leaves the others waiting in their next collective. So what may
+fail on one rank only is caught there, and handed to :func:`raise_together`, which every rank calls.
 """
 
 from __future__ import annotations
@@ -15,22 +15,25 @@ _ERROR_VOTE = 2**31 - 1
 
 
 def raise_together(comm: Communicator, error: ZerocastError | None) -> None:
-    """Raise on every rank of ``comm`` if any has an ``error``, else return on every rank. Collective.
+    """Collective: raise on every rank of ``comm`` if any has an ``error``, else on none.
 
     While nobody has one it costs an all-reduce of one int32.
 
     Raises:
-        ZerocastError: the lowest failing rank's type on all ranks, with one message that says which ranks said what. On
-            a group of one rank the error as it is.
+        ZerocastError: on all ranks the lowest failing rank's type, with one message that says which
+            ranks said what. On a group of one rank the error as it is.
     """
     agree(comm, 0, error)
 
 
 def agree(comm: Communicator, vote: int, error: ZerocastError | None = None) -> int:
-    """The highest ``vote`` of all ranks, in the same single all-reduce as :func:`raise_together`. Collective.
+    """Collective: the highest ``vote`` of all ranks, unless one has an ``error``.
+
+    The same single all-reduce as :func:`raise_together`, which is this with nothing to decide.
 
     Args:
-        vote: 0 or more and below 2**31 - 1. Order the alternatives so that the highest one asked for must win.
+        vote: 0 or more and below 2**31 - 1. Number the alternatives so that the highest one that
+            any rank asks for must win.
         error: what went wrong on this rank, if anything; outvotes everything.
 
     Raises:

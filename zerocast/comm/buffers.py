@@ -1,7 +1,7 @@
-"""How a collective sees a tensor: checked, flat, and as bytes where its dtype means nothing to the transport.
+"""How a collective sees a tensor: checked, flat, and as bytes where the dtype does not matter.
 
-Every communicator checks its arguments here, so a call that one of them refuses is refused by all, with the same words,
-and also on a single rank.
+Every communicator checks its arguments here, so a call that one of them refuses is refused by all,
+with the same words, and also on a single rank.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ def operand(what: str, buffer: torch.Tensor, dtypes: Sequence[torch.dtype]) -> t
 
 
 def as_bytes(what: str, buffer: torch.Tensor) -> torch.Tensor:
-    """``buffer`` as 1-D uint8 outside autograd, sharing its memory: what moves data needs to know of no other dtype.
+    """``buffer`` as 1-D uint8 outside autograd, sharing its memory.
+
+    A transport that only moves data needs to know of no other dtype.
 
     Raises:
         InputError: where ``buffer`` is not contiguous.
@@ -48,34 +50,38 @@ def as_bytes(what: str, buffer: torch.Tensor) -> torch.Tensor:
 def _flat(what: str, buffer: torch.Tensor) -> torch.Tensor:
     if not buffer.is_contiguous():
         raise InputError(
-            f"{what} works in place on a contiguous tensor, got shape {tuple(buffer.shape)} with strides "
-            f"{buffer.stride()}; call it on a .contiguous() copy and copy the result back."
+            f"{what} works in place on a contiguous tensor, got shape {tuple(buffer.shape)} with "
+            f"strides {buffer.stride()}; call it on a .contiguous() copy and copy the result back."
         )
     return buffer.detach().view(-1)
 
 
 def part_bytes(buffer: torch.Tensor, counts: Sequence[int] | None, size: int) -> list[int]:
-    """The bytes of each rank's part of an all-gather, in rank order; ``counts`` are elements, None means equal parts.
+    """The bytes of each rank's part of an all-gather, in rank order.
+
+    Args:
+        counts: the elements of each part; None means equal parts.
 
     Raises:
         InputError: where the parts do not fill ``buffer``, or it is not 1-D.
     """
     if buffer.dim() != 1:
         raise InputError(
-            f"all_gather_ takes a 1-D tensor, got shape {tuple(buffer.shape)}; call it on .view(-1)."
+            f"all_gather_ takes a 1-D tensor, got shape {tuple(buffer.shape)}; view(-1) first."
         )
     numel, itemsize = buffer.numel(), buffer.element_size()
     if counts is None:
         if numel % size:
             raise InputError(
-                f"all_gather_ without counts takes a multiple of {size} elements, one equal part a rank, got {numel}; "
-                f"pad the buffer or give counts."
+                f"all_gather_ without counts takes a multiple of {size} elements, one equal part a "
+                f"rank, got {numel}; pad the buffer or give counts."
             )
         return [numel // size * itemsize] * size
     if len(counts) != size or sum(counts) != numel or min(counts) < 0:
         raise InputError(
-            f"all_gather_ takes one count, 0 or more, for each of the {size} ranks, {numel} in all as the buffer holds, "
-            f"got {len(counts)} counts with sum {sum(counts)} and least {min(counts, default=0)}."
+            f"all_gather_ takes one count, 0 or more, for each of the {size} ranks, {numel} in all "
+            f"as the buffer holds, got {len(counts)} counts with sum {sum(counts)} and least "
+            f"{min(counts, default=0)}."
         )
     return [count * itemsize for count in counts]
 
@@ -86,14 +92,14 @@ def scatter_operands(
     """``output`` and ``buffer`` of a reduce-scatter as 1-D tensors outside autograd.
 
     Raises:
-        InputError: for a wrong dtype, a tensor that is not contiguous, or lengths that do not fit together.
+        InputError: for a wrong dtype, a tensor that is not contiguous, or lengths that do not fit.
     """
     output = operand("reduce_scatter_sum", output, SCATTER_DTYPES)
     buffer = operand("reduce_scatter_sum", buffer, SCATTER_DTYPES)
     if buffer.numel() != size * output.numel():
         raise InputError(
-            f"reduce_scatter_sum takes a buffer of {size} ranks x {output.numel()} elements of output = "
-            f"{size * output.numel()}, got {buffer.numel()}; pad the buffer to a multiple of {size}."
+            f"reduce_scatter_sum takes a buffer of {size * output.numel()} elements, {size} ranks "
+            f"by {output.numel()} of output, got {buffer.numel()}; pad it to a multiple of {size}."
         )
     return output, buffer
 
@@ -108,10 +114,10 @@ def check_root(root: int, size: int) -> None:
 
 @contextmanager
 def on_device(buffer: torch.Tensor, device: torch.device | None) -> Iterator[torch.Tensor]:
-    """``buffer`` itself where ``device`` is None; else its copy on ``device``, copied back at the end."""
+    """``buffer`` itself where ``device`` is None; else a copy on ``device``, copied back after."""
     if device is None:
         yield buffer
         return
-    staged = buffer.to(device)
+    staged = buffer.to(device, copy=True)
     yield staged
     buffer.copy_(staged)

@@ -1,8 +1,9 @@
 """Communicator: what zerocast needs of a data-parallel group, and nothing more.
 
-A handful of collectives, all in place on contiguous tensors, all called by every rank of the group in the same order.
-A rank that owns nothing still takes part. What an implementation adds is transport only: every decision (who sends
-what, what is agreed on) is taken above it, so all communicators give the same bytes.
+A handful of collectives, all in place on contiguous tensors, all called by every rank of the group
+in the same order with the same shapes and dtypes. A rank that owns nothing still takes part. What
+an implementation adds is transport only: every decision (who sends what, what is agreed on) is
+taken above it, so all communicators give the same bytes.
 """
 
 from __future__ import annotations
@@ -27,41 +28,62 @@ class Communicator(ABC):
 
     @abstractmethod
     def all_reduce_max_(self, buffer: torch.Tensor) -> None:
-        """Make ``buffer`` (int32, any shape, contiguous) the element-wise maximum over all ranks, in place."""
+        """Make ``buffer`` the element-wise maximum over all ranks, in place.
+
+        Args:
+            buffer: int32, any shape, contiguous.
+        """
 
     @abstractmethod
     def all_reduce_sum_(self, buffer: torch.Tensor) -> None:
-        """Make ``buffer`` (float32, float64, int32 or int64, contiguous) the sum over all ranks, in place.
+        """Make ``buffer`` the sum over all ranks, in place.
 
         The same bits on every rank; the order of a floating-point sum is the communicator's.
+
+        Args:
+            buffer: float32, float64, int32 or int64, any shape, contiguous.
         """
 
     @abstractmethod
     def all_gather_(self, buffer: torch.Tensor, counts: Sequence[int] | None = None) -> None:
-        """Fill ``buffer`` (any dtype, 1-D, contiguous) with every rank's part, in place.
+        """Fill ``buffer`` with every rank's part, in place.
 
-        Rank r's part is ``counts[r]`` elements that follow those of rank r - 1; without ``counts`` the parts are
-        equal, and the buffer's length is a multiple of ``size``. On entry this rank's part holds what it sends. The
-        same ``counts`` on every rank; a count may be 0. float8 and bfloat16 travel as bytes.
+        Rank r's part is ``counts[r]`` elements that follow those of rank r - 1. On entry this
+        rank's part holds what it sends.
+
+        Args:
+            buffer: any dtype (float8 and bfloat16 travel as bytes), 1-D, contiguous.
+            counts: the same on every rank; a count may be 0. None means equal parts, and then the
+                buffer's length is a multiple of ``size``.
         """
 
     @abstractmethod
     def reduce_scatter_sum(self, output: torch.Tensor, buffer: torch.Tensor) -> None:
-        """Sum ``buffer`` (float32, 1-D, ``size * output.numel()``) over ranks; rank r's part becomes its ``output``.
+        """Sum ``buffer`` over all ranks; rank r's part of the sum becomes its ``output``.
 
-        ``output`` may be this rank's own part of ``buffer``. The rest of ``buffer`` holds no particular values after.
+        Args:
+            output: float32, contiguous; may be this rank's own part of ``buffer``.
+            buffer: float32, contiguous, ``size * output.numel()`` elements, parts in rank order.
+                It holds no particular values afterwards, but for an ``output`` that lies in it.
         """
 
     @abstractmethod
     def broadcast_(self, buffer: torch.Tensor, root: int = 0) -> None:
-        """Make ``buffer`` (any dtype, contiguous) on every rank what it is on ``root``."""
+        """Make ``buffer`` on every rank what it is on ``root``, in place.
+
+        Args:
+            buffer: any dtype, any shape, contiguous.
+        """
 
     @abstractmethod
     def all_gather_object(self, obj: Any) -> list[Any]:
-        """Every rank's ``obj`` (small, picklable), in rank order. For what is agreed on once, not for tensors."""
+        """Every rank's ``obj`` (small, picklable), in rank order.
+
+        For what is agreed on once, not for tensors.
+        """
 
     def stages(self, device: torch.device) -> bool:
-        """Whether tensors on ``device`` are copied to other memory to travel, and back after."""
+        """Whether tensors on ``device`` travel by way of a copy in another device's memory."""
         return False
 
     @abstractmethod

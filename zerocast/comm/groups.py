@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-import torch.distributed
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from zerocast.comm.communicator import Communicator
 from zerocast.comm.mpi import MpiCommunicator
@@ -15,20 +16,20 @@ from zerocast.errors import InputError
 
 if TYPE_CHECKING:
     from mpi4py import MPI
-    from torch.distributed import ProcessGroup
-    from torch.distributed.device_mesh import DeviceMesh
 
-Group: TypeAlias = "Communicator | MPI.Intracomm | ProcessGroup | DeviceMesh | None"
+Group: TypeAlias = "Communicator | MPI.Intracomm | dist.ProcessGroup | DeviceMesh | None"
 """What :func:`as_communicator` accepts."""
+
+_NOT_A_MEMBER: object = dist.GroupMember.NON_GROUP_MEMBER
 
 
 def as_communicator(group: Group) -> Communicator:
     """The communicator of a group of ranks.
 
     Args:
-        group: a zerocast communicator, which is returned as it is; an mpi4py intracommunicator; a torch.distributed
-            ProcessGroup; a 1-D DeviceMesh; or None, which means torch.distributed's default group where one is
-            initialised, else this rank alone.
+        group: a zerocast communicator, which is returned as it is; an mpi4py intracommunicator; a
+            torch.distributed ProcessGroup; a 1-D DeviceMesh; or None, which means
+            torch.distributed's default group where one is initialised, else this rank alone.
 
     Returns:
         Communicators made from equal groups are equal and have equal hashes.
@@ -39,44 +40,27 @@ def as_communicator(group: Group) -> Communicator:
     if isinstance(group, Communicator):
         return group
     if group is None:
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            return TorchDistributedCommunicator(torch.distributed.group.WORLD)
-        return SingleRank()
-    if _is_mpi(group):
-        return MpiCommunicator(group)
-    if torch.distributed.is_available():
-        return _from_torch(group)
-    raise _refusal(group)
-
-
-def _is_mpi(group: object) -> bool:
+        default = dist.group.WORLD
+        return SingleRank() if default is None else TorchDistributedCommunicator(default)
     # Whoever holds an mpi4py communicator has imported mpi4py, so this needs no import of ours.
     mpi: Any = sys.modules.get("mpi4py.MPI")
-    return mpi is not None and isinstance(group, mpi.Comm)
-
-
-def _from_torch(group: object) -> Communicator:
-    from torch.distributed.device_mesh import DeviceMesh
-
+    if mpi is not None and isinstance(group, mpi.Comm):
+        return MpiCommunicator(group)
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             raise InputError(
-                f"a group must be a 1-D DeviceMesh, got one of {group.ndim} dimensions, {group.mesh_dim_names}; take the "
-                f"dimension that shards the master weights, mesh['name']."
+                f"a DeviceMesh must have 1 dimension to be a group, got {group.ndim}, "
+                f"{group.mesh_dim_names}; take the one that shards the masters, mesh['name']."
             )
         return TorchDistributedCommunicator(group.get_group())
-    if group is torch.distributed.GroupMember.NON_GROUP_MEMBER:
-        raise InputError(
-            "this rank is not a member of the given torch.distributed group (new_group returns NON_GROUP_MEMBER there); "
-            "use the group on its members only."
-        )
-    if isinstance(group, torch.distributed.ProcessGroup):
+    if isinstance(group, dist.ProcessGroup):
         return TorchDistributedCommunicator(group)
-    raise _refusal(group)
-
-
-def _refusal(group: object) -> InputError:
-    return InputError(
-        f"a group must be a zerocast communicator, an mpi4py communicator, a torch.distributed ProcessGroup, a 1-D "
-        f"DeviceMesh or None, got {type(group).__name__}."
+    if group is _NOT_A_MEMBER:
+        raise InputError(
+            "a torch.distributed group must have this rank as a member, got NON_GROUP_MEMBER, "
+            "which new_group returns on all others; use the group on its members only."
+        )
+    raise InputError(
+        f"a group must be a zerocast communicator, an mpi4py communicator, a torch.distributed "
+        f"ProcessGroup, a 1-D DeviceMesh or None, got {type(group).__name__}."
     )

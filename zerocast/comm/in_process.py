@@ -1,8 +1,8 @@
 """N ranks as N threads of one process: for tests, for learning, for a debugger.
 
-It is the strictest of the communicators. A rank that calls another collective than its peers, or the
-same one with other shapes, hears of it on every rank, and so does one that waits for a rank which has
-returned. Sums are taken in rank order, so they are the same bits in every run.
+It is the strictest of the communicators. Where ranks call different collectives, or the same one
+with different shapes, or wait for one that has returned, every rank is told. Sums are taken in rank
+order, so they are the same bits in every run.
 
 Each collective is one exchange: the ranks meet and see each other's tensors, fill a shared result
 together, meet again and copy from it. A reduction is split by ranges of elements, not by ranks, so
@@ -159,8 +159,11 @@ class InProcessCommunicator(Communicator):
         flat: torch.Tensor,
         fill: Callable[[torch.Tensor, list[torch.Tensor]], None],
     ) -> torch.Tensor:
-        """A new tensor like ``flat``, shared by all ranks, of which each rank's ``fill`` has written
-        its share from all ranks' tensors. After that nobody reads another rank's tensor."""
+        """A new tensor like ``flat``, shared by all ranks, that their ``fill`` have written.
+
+        ``fill(result, tensors)`` writes one rank's share of it from all ranks' tensors. After the
+        exchange nobody reads another rank's tensor.
+        """
 
         def begin(calls: list[tuple[_Call, Any]]) -> tuple[torch.Tensor, list[torch.Tensor]]:
             return torch.empty_like(flat), [call.tensor for call, _ in calls]
@@ -225,8 +228,8 @@ def run_in_process(world_size: int, fn: Callable[[InProcessCommunicator], T]) ->
             waited for it are released. Different errors of further ranks follow it as context, so
             a traceback shows them all.
     """
-    if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
-        raise InputError(f"run_in_process takes a world_size of 1 or more, got {world_size!r}.")
+    if world_size < 1:
+        raise InputError(f"run_in_process takes a world_size of 1 or more, got {world_size}.")
     crew = Crew(world_size)
     room = Room(crew, range(world_size))
     results: list[Any] = [None] * world_size
@@ -279,6 +282,9 @@ def _one_error(errors: dict[int, BaseException], released: set[int]) -> BaseExce
 def _chain(error: BaseException) -> list[BaseException]:
     """``error`` and what a traceback prints with it, the innermost last."""
     chain = [error]
-    while (before := chain[-1].__cause__ or chain[-1].__context__) and before not in chain:
+    while True:
+        last = chain[-1]
+        before = last.__context__ if last.__cause__ is None else last.__cause__
+        if before is None or before in chain:
+            return chain
         chain.append(before)
-    return chain

@@ -104,11 +104,11 @@ class Room:
             what: what it has come for; its ``str`` follows "rank 3 waits in" in a message.
             brings: its contribution.
             begin: called once, by the last to arrive, with all contributions by place. It must not
-                raise, and takes short: all ranks of the crew stand still meanwhile.
+                raise, and should be quick: the whole crew stands still meanwhile.
 
         Raises:
             PeerFailedError: where another rank raised.
-            RankMismatchError: where the meeting cannot take place because ranks wait for each other.
+            RankMismatchError: where it cannot take place because ranks wait for each other.
         """
         rank, crew = self.members[place], self.crew
         with crew.condition:

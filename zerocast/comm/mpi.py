@@ -11,7 +11,7 @@ length work the same with every MPI library, not only with one that has MPI-4's 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -45,7 +45,7 @@ def import_mpi() -> Any:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:  # RuntimeError: mpi4py is there, libmpi is not
         raise BackendError(
-            f"an MPI communicator needs mpi4py and an MPI library, got '{error}'; install both with "
+            f"an MPI communicator needs mpi4py and an MPI library, got '{error}'; install both by "
             f"pip install 'zerocast[mpi]', or mpi4py beside the MPI library of your cluster."
         ) from error
     return MPI
@@ -102,30 +102,25 @@ class MpiCommunicator(Communicator):
         parts = part_bytes(buffer, counts, self.size)
         with self._on_host(flat) as host:
             if host.numel() <= self._chunk:
-                self._comm.Allgatherv(
-                    self._mpi.IN_PLACE, [*self._memory(host)[:1], parts, self._types[host.dtype]]
-                )
+                memory, _, kind = self._memory(host)
+                self._comm.Allgatherv(self._mpi.IN_PLACE, [memory, parts, kind])
                 return
-            # Displacements no longer fit into MPI's int: every rank broadcasts its part in turn,
-            # still in place, each byte sent as often as in a gather.
+            # MPI's int cannot say where the later parts begin: every rank broadcasts its part in
+            # turn, still in place, and no more bytes travel than in a gather.
             for root, part in enumerate(host.split(parts)):
                 self._broadcast(part, root)
 
     def reduce_scatter_sum(self, output: torch.Tensor, buffer: torch.Tensor) -> None:
         output, flat = scatter_operands(output, buffer, self.size)
-        with self._on_host(flat) as host:
-            if host.numel() <= self._chunk:
-                self._reduce_scatter(host)
-                mine = host[: output.numel()]  # in place, MPI puts the result first
-                output.copy_(mine)
-                return
-            columns = max(1, self._chunk // self.size)
-            for source, target in zip(
-                host.view(self.size, -1).split(columns, dim=1), output.split(columns), strict=True
-            ):
-                staged = source.contiguous().view(-1)
-                self._reduce_scatter(staged)
-                target.copy_(staged[: target.numel()])
+        host = flat.to(_HOST)
+        if host.numel() <= self._chunk:
+            output.copy_(self._reduce_scatter(host))
+            return
+        # A range of every rank's part at a time, brought together in a buffer of their own.
+        width = max(1, self._chunk // self.size)
+        columns = host.view(self.size, -1).split(width, dim=1)
+        for column, part in zip(columns, output.split(width), strict=True):
+            part.copy_(self._reduce_scatter(column.flatten()))
 
     def broadcast_(self, buffer: torch.Tensor, root: int = 0) -> None:
         flat = as_bytes("broadcast_", buffer)
@@ -156,20 +151,18 @@ class MpiCommunicator(Communicator):
         memory = self._mpi.memory.fromaddress(tensor.data_ptr(), tensor.nbytes)
         return [memory, tensor.numel(), self._types[tensor.dtype]]
 
-    def _chunks(self, flat: torch.Tensor) -> Iterator[torch.Tensor]:
-        return iter(flat.split(self._chunk))
-
     def _all_reduce(self, flat: torch.Tensor, op: MPI.Op) -> None:
         with self._on_host(flat) as host:
-            for chunk in self._chunks(host):
+            for chunk in host.split(self._chunk):
                 self._comm.Allreduce(self._mpi.IN_PLACE, self._memory(chunk), op)
 
-    def _reduce_scatter(self, flat: torch.Tensor) -> None:
+    def _reduce_scatter(self, flat: torch.Tensor) -> torch.Tensor:
+        """This rank's part of the sum, in ``flat``'s memory: in place, MPI puts it at the front."""
         memory, count, kind = self._memory(flat)
-        self._comm.Reduce_scatter_block(
-            self._mpi.IN_PLACE, [memory, count // self.size, kind], self._mpi.SUM
-        )
+        part = count // self.size
+        self._comm.Reduce_scatter_block(self._mpi.IN_PLACE, [memory, part, kind], self._mpi.SUM)
+        return flat[:part]
 
     def _broadcast(self, flat: torch.Tensor, root: int) -> None:
-        for chunk in self._chunks(flat):
+        for chunk in flat.split(self._chunk):
             self._comm.Bcast(self._memory(chunk), root)

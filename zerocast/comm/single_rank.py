@@ -1,4 +1,4 @@
-"""SingleRank: a group of one. Every collective is done before it starts, and still checks what it is given."""
+"""SingleRank: a group of one. Its collectives have nothing to do, and check what they are given."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TorchDistributedCommunicator: ranks are processes of a torch.distributed ProcessGroup, gloo or any.
+"""TorchDistributedCommunicator: ranks are those of a torch.distributed ProcessGroup.
 
 Written for what every backend can do. What only moves travels as bytes, since gloo knows neither
 float8 nor 16-bit integers. Parts of unequal length are broadcast, each by its owner and all at
@@ -79,8 +79,8 @@ class TorchDistributedCommunicator(Communicator):
         output, flat = scatter_operands(output, buffer, self.size)
         if not flat.numel():
             return
-        with self._served(flat) as served, self._served(output) as result:
-            _reduce_scatter(result, served, group=self._group)
+        with self._served(output) as result:
+            _reduce_scatter(result, flat.to(result.device), group=self._group)
 
     def broadcast_(self, buffer: torch.Tensor, root: int = 0) -> None:
         flat = as_bytes("broadcast_", buffer)

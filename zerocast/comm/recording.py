@@ -1,0 +1,144 @@
+"""RecordingCommunicator: what a group's collectives were, how often, how large, how long.
+
+Note: bytes sent
+~~~~~~~~~~~~~~~~
+What one of D ranks sends is counted by the ring algorithm, which is optimal in volume, whatever the
+transport really does (gloo's reduce-scatter, for one, is an all-reduce underneath). With n bytes in
+the whole buffer::
+
+    all-reduce        2 (D - 1) / D * n    a reduce-scatter, then an all-gather
+    reduce-scatter      (D - 1) / D * n
+    all-gather          n - part[r + 1]    rank r passes on every part but its successor's own;
+                                           (D - 1) / D * n where the parts are equal
+    broadcast           n, or 0 on the last rank before the root
+    objects             (D - 1) * pickled size, as if all ranks' were as large as this one's
+"""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from zerocast.comm.buffers import part_bytes
+from zerocast.comm.communicator import Communicator
+
+
+@dataclass(slots=True)
+class Traffic:
+    """A sum over collectives.
+
+    Attributes:
+        calls: how many.
+        payload_bytes: the buffers that they were called on.
+        sent_bytes: what this rank sends, see "Note: bytes sent".
+        seconds: wall time inside the calls on the host, waiting for slower ranks included.
+    """
+
+    calls: int = 0
+    payload_bytes: int = 0
+    sent_bytes: int = 0
+    seconds: float = 0.0
+
+    def add(self, other: Traffic) -> None:
+        """Count ``other`` in."""
+        self.calls += other.calls
+        self.payload_bytes += other.payload_bytes
+        self.sent_bytes += other.sent_bytes
+        self.seconds += other.seconds
+
+
+class RecordingCommunicator(Communicator):
+    """Passes every collective on to ``comm`` and counts it, by label and kind.
+
+    Kinds are ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``broadcast``,
+    ``all_gather_object`` and ``barrier``. Only collectives that succeed are counted.
+
+    Attributes:
+        comm: the communicator that does the work.
+        traffic: (label, kind) -> what was counted; the label is "" outside :meth:`label`.
+    """
+
+    def __init__(self, comm: Communicator) -> None:
+        self.comm = comm
+        self.rank = comm.rank
+        self.size = comm.size
+        self.traffic: dict[tuple[str, str], Traffic] = {}
+        self._label = ""
+
+    @contextmanager
+    def label(self, name: str) -> Iterator[None]:
+        """Count what is called within the context under ``name``."""
+        outer, self._label = self._label, name
+        try:
+            yield
+        finally:
+            self._label = outer
+
+    def total(self, *, kind: str | None = None, label: str | None = None) -> Traffic:
+        """The sum over the given kind and label; None means all of them."""
+        total = Traffic()
+        for (its_label, its_kind), traffic in self.traffic.items():
+            if kind in (None, its_kind) and label in (None, its_label):
+                total.add(traffic)
+        return total
+
+    def reset(self) -> None:
+        """Forget what was counted."""
+        self.traffic = {}
+
+    def all_reduce_max_(self, buffer: torch.Tensor) -> None:
+        with self._all_reduce(buffer):
+            self.comm.all_reduce_max_(buffer)
+
+    def all_reduce_sum_(self, buffer: torch.Tensor) -> None:
+        with self._all_reduce(buffer):
+            self.comm.all_reduce_sum_(buffer)
+
+    def all_gather_(self, buffer: torch.Tensor, counts: Sequence[int] | None = None) -> None:
+        parts = part_bytes(buffer, counts, self.size)
+        sent = buffer.nbytes - parts[(self.rank + 1) % self.size]
+        with self._count("all_gather", buffer.nbytes, sent):
+            self.comm.all_gather_(buffer, counts)
+
+    def reduce_scatter_sum(self, output: torch.Tensor, buffer: torch.Tensor) -> None:
+        sent = (self.size - 1) * buffer.nbytes // self.size
+        with self._count("reduce_scatter", buffer.nbytes, sent):
+            self.comm.reduce_scatter_sum(output, buffer)
+
+    def broadcast_(self, buffer: torch.Tensor, root: int = 0) -> None:
+        is_last = (self.rank + 1) % self.size == root
+        with self._count("broadcast", buffer.nbytes, 0 if is_last else buffer.nbytes):
+            self.comm.broadcast_(buffer, root)
+
+    def all_gather_object(self, obj: Any) -> list[Any]:
+        payload = len(pickle.dumps(obj))
+        with self._count("all_gather_object", payload, (self.size - 1) * payload):
+            return self.comm.all_gather_object(obj)
+
+    def barrier(self) -> None:
+        with self._count("barrier", 0, 0):
+            self.comm.barrier()
+
+    def stages(self, device: torch.device) -> bool:
+        return self.comm.stages(device)
+
+    def __repr__(self) -> str:
+        return f"RecordingCommunicator({self.comm!r})"
+
+    def _all_reduce(self, buffer: torch.Tensor) -> Any:
+        sent = 2 * (self.size - 1) * buffer.nbytes // self.size
+        return self._count("all_reduce", buffer.nbytes, sent)
+
+    @contextmanager
+    def _count(self, kind: str, payload_bytes: int, sent_bytes: int) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        seconds = time.perf_counter() - start
+        counted = self.traffic.setdefault((self._label, kind), Traffic())
+        counted.add(Traffic(1, payload_bytes, sent_bytes, seconds))
