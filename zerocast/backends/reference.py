@@ -104,7 +104,9 @@ class ReferenceBackend:
                     assert target.amax is not None
                     scale = decode(scale, law.scale_fmt) * target.amax * _fl(1 / (law.fmt.max * law.scale_fmt.max))
                 scale = scale[: target.layout.rows : target.layout.row_repeat, : target.layout.cols]
-                target.out.copy_(decode(codes, law.fmt) * _by_elements(scale, grid))
+                value = decode(codes, law.fmt) * _by_elements(scale, grid)
+                # An infinite scale times zero is a NaN whose sign the machine chooses: ours is canonical.
+                target.out.copy_(torch.where(value.isnan(), math.nan, value))
 
         return launch
 

@@ -1,0 +1,75 @@
+// compute_scale: the stored scales of whole weights from reduced amaxes, padding and repeats included.
+#include <string.h>
+
+#include <zerocast/scaling.h>
+
+#include "laws.h"
+#include "launch.h"
+#include "simd.h"
+
+namespace zerocast {
+inline namespace ZEROCAST_ISA {
+namespace {
+
+template <class Stored>
+void fill(Stored* to, i64 n, Stored value) {
+    for (i64 i = 0; i < n; i++) to[i] = value;
+}
+
+// Rows of blocks [first, last) of one weight.
+template <class Law>
+void block_rows(const ScaleTarget& target, const Law& law, i64 first, i64 last) {
+    typedef typename Law::Stored Stored;
+    constexpr int W = Native::WIDTH;
+    auto padding = (i32)target.padding;
+    Stored pad;
+    memcpy(&pad, &padding, sizeof pad);  // little-endian: a byte's code is the low byte
+    auto plane = (Stored*)target.scale_inv;
+    i64 blocks_w = target.grid.blocks_w();
+    for (i64 i = first; i < last; i++) {
+        const i32* amax = target.block_amax + i * blocks_w;
+        i64 row = i * target.row_repeat;
+        Stored* to = plane + row * target.padded_cols;
+        i64 b = 0;
+        for (; b + W <= blocks_w; b += W) {
+            auto stored = law.template stored<Native>(Native::load_as<Native::Int>(amax + b));
+            if constexpr (sizeof(Stored) == 1) store_bytes<Native>(to + b, stored);
+            else Native::store(to + b, stored);
+        }
+        for (; b < blocks_w; b++) {
+            i32 stored = law.template stored<Scalar>(amax[b]);
+            memcpy(to + b, &stored, sizeof(Stored));
+        }
+        fill(to + blocks_w, target.padded_cols - blocks_w, pad);
+        i64 row_end = min_of(row + target.row_repeat, target.rows);
+        for (i64 r = row + 1; r < row_end; r++) {
+            memcpy(plane + r * target.padded_cols, to, target.padded_cols * sizeof(Stored));
+        }
+    }
+    if (last == target.grid.blocks_h()) {
+        i64 used = target.rows * target.padded_cols;
+        fill(plane + used, target.padded_rows * target.padded_cols - used, pad);
+        if (target.amax) *target.amax = *target.tensor_amax;
+    }
+}
+
+}  // namespace
+}  // namespace ZEROCAST_ISA
+}  // namespace zerocast
+
+ZEROCAST_EXPORT(compute_scale)(const void* law, const void* table, long long count, long long threads) {
+    using namespace zerocast;
+    auto targets = (const ScaleTarget*)table;
+    auto stored = [](const ScaleTarget& t) {  // counted in stored scales, cut between rows of blocks
+        i64 row = t.row_repeat * t.padded_cols;
+        return Span{0, t.grid.blocks_h() * row, row};
+    };
+    i64 total = total_elements(targets, count, stored);
+    in_parallel(total, threads, [&](i64 part, i64 parts) {
+        share(targets, count, total, part, parts, stored, [&](const ScaleTarget& target, i64 begin, i64 end) {
+            i64 row = target.row_repeat * target.padded_cols;
+            with_law(*(const LawTable*)law, target.tensor_amax,
+                     [&](const auto& law) { block_rows(target, law, begin / row, end / row); });
+        });
+    });
+}

@@ -1,0 +1,112 @@
+// What every CPU launch is made of: the floating-point mode, the threads, and how work is split over them.
+#pragma once
+
+#include <zerocast/tables.h>
+
+#if defined(_OPENMP)
+#include <omp.h>
+#endif
+#if defined(__x86_64__) || defined(__i386__)
+#include <xmmintrin.h>
+#endif
+
+// The name of an operation as this instruction set's copy exports it, such as zerocast_avx2_partial_cast.
+#define ZEROCAST_JOIN_(isa, name) zerocast_##isa##_##name
+#define ZEROCAST_JOIN(isa, name) ZEROCAST_JOIN_(isa, name)
+#define ZEROCAST_EXPORT(name) \
+    extern "C" __attribute__((visibility("default"))) void ZEROCAST_JOIN(ZEROCAST_ISA, name)
+
+namespace zerocast {
+inline namespace ZEROCAST_ISA {
+
+ZEROCAST_FN i64 min_of(i64 a, i64 b) { return a < b ? a : b; }
+ZEROCAST_FN i64 max_of(i64 a, i64 b) { return a > b ? a : b; }
+
+// IEEE arithmetic for as long as it lives, whatever torch.set_flush_denormal did to this thread before: no flush to
+// zero on the way in or out, round to nearest even, no traps.
+class IeeeMode {
+  public:
+#if defined(__x86_64__) || defined(__i386__)
+    IeeeMode() : saved_(_mm_getcsr()) { _mm_setcsr(0x1F80); }  // all exceptions masked, every other bit clear
+    ~IeeeMode() { _mm_setcsr(saved_); }
+
+  private:
+    unsigned saved_;
+#elif defined(__aarch64__)
+    IeeeMode() {
+        asm volatile("mrs %0, fpcr" : "=r"(saved_));
+        asm volatile("msr fpcr, %0" ::"r"((u64)0));
+    }
+    ~IeeeMode() { asm volatile("msr fpcr, %0" ::"r"(saved_)); }
+
+  private:
+    u64 saved_;
+#endif
+};
+
+// Elements below which one more thread costs more than it brings: waking a team takes some microseconds.
+constexpr i64 ELEMENTS_PER_THREAD = 1 << 16;
+
+// Runs work(part, parts) for every part, on at most max_threads threads: as many as the elements are worth. Little
+// work stays on the calling thread and makes no team, so hundreds of in-process ranks may cast at once.
+template <class Work>
+void in_parallel(i64 elements, i64 max_threads, const Work& work) {
+    i64 threads = min_of(max_threads, elements / ELEMENTS_PER_THREAD);
+#if defined(_OPENMP)
+    if (threads > 1) {
+#pragma omp parallel num_threads((int)threads)
+        {
+            IeeeMode ieee;
+            work(omp_get_thread_num(), omp_get_num_threads());
+        }
+        return;
+    }
+#endif
+    IeeeMode ieee;
+    work(0, 1);
+}
+
+template <class Item, class Range>
+i64 total_elements(const Item* items, i64 count, const Range& range) {
+    i64 total = 0;
+    for (i64 i = 0; i < count; i++) total += range(items[i]).size();
+    return total;
+}
+
+// Elements [begin, end) of one item, in granules: where a cut between two threads may lie.
+struct Span {
+    i64 begin, end, granule;
+
+    ZEROCAST_FN i64 size() const { return end - begin; }
+};
+
+// Gives this part its even share of all items' elements: calls work(item, begin, end) for each item it touches. Cuts
+// lie on multiples of the item's granule, and every part computes the same ones.
+template <class Item, class Range, class Work>
+void share(const Item* items, i64 count, i64 total, i64 part, i64 parts, const Range& range, const Work& work) {
+    i64 first = (i64)((__int128)total * part / parts);
+    i64 last = (i64)((__int128)total * (part + 1) / parts);
+    i64 before = 0;  // elements of the items so far
+    for (i64 i = 0; i < count && before < last; i++) {
+        Span span = range(items[i]);
+        auto cut = [&](i64 at) {
+            i64 element = span.begin + at - before;
+            if (element <= span.begin) return span.begin;
+            if (element >= span.end) return span.end;
+            return max_of(span.begin, element / span.granule * span.granule);
+        };
+        i64 begin = cut(first), end = cut(last);
+        if (begin < end) work(items[i], begin, end);
+        before += span.size();
+    }
+}
+
+// Elements of a shard, cut where no byte, no cache line of codes and, where there is enough work, no block is shared.
+ZEROCAST_FN Span shard_span(const CastShard& shard, i64 parts) {
+    i64 block_row = shard.grid.block_h * shard.grid.cols;
+    bool many = shard.grid.num_blocks() > 1 && shard.size() / block_row >= 4 * parts;
+    return Span{shard.start, shard.end, many ? block_row : 128};
+}
+
+}  // namespace ZEROCAST_ISA
+}  // namespace zerocast

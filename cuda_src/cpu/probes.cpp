@@ -1,0 +1,54 @@
+// The machine's memory, for scripts/bench_cast.py: what a launch that reads, writes or copies and does nothing else
+// takes, with the threads and the registers of the casts.
+#include "launch.h"
+#include "simd.h"
+
+namespace zerocast {
+inline namespace ZEROCAST_ISA {
+namespace {
+
+typedef Native::Int Int;
+constexpr i64 STEP = 4 * sizeof(Int);
+
+// [begin, end) of this part, in steps; bytes that make no whole step are left out.
+struct Part {
+    i64 begin, end;
+    Part(i64 bytes, i64 part, i64 parts)
+        : begin(bytes / STEP * part / parts * STEP), end(bytes / STEP * (part + 1) / parts * STEP) {}
+};
+
+}  // namespace
+}  // namespace ZEROCAST_ISA
+}  // namespace zerocast
+
+ZEROCAST_EXPORT(probe_read)(const unsigned char* from, long long bytes, long long threads) {
+    using namespace zerocast;
+    in_parallel(bytes, threads, [&](i64 part, i64 parts) {
+        Part mine(bytes, part, parts);
+        Int a{}, b{}, c{}, d{};
+        for (i64 i = mine.begin; i < mine.end; i += STEP) {
+            a |= Native::load_as<Int>(from + i);
+            b |= Native::load_as<Int>(from + i + STEP / 4);
+            c |= Native::load_as<Int>(from + i + STEP / 2);
+            d |= Native::load_as<Int>(from + i + 3 * STEP / 4);
+        }
+        Int all = (a | b) | (c | d);
+        asm volatile("" : : "r"(reduce_max<Native>(all)));  // or the loop would be deleted
+    });
+}
+
+ZEROCAST_EXPORT(probe_write)(unsigned char* to, long long bytes, long long threads) {
+    using namespace zerocast;
+    in_parallel(bytes, threads, [&](i64 part, i64 parts) {
+        Part mine(bytes, part, parts);
+        __builtin_memset(to + mine.begin, (int)part, mine.end - mine.begin);
+    });
+}
+
+ZEROCAST_EXPORT(probe_copy)(unsigned char* to, const unsigned char* from, long long bytes, long long threads) {
+    using namespace zerocast;
+    in_parallel(bytes, threads, [&](i64 part, i64 parts) {
+        Part mine(bytes, part, parts);
+        __builtin_memcpy(to + mine.begin, from + mine.begin, mine.end - mine.begin);
+    });
+}

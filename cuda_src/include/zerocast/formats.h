@@ -1,0 +1,146 @@
+// What the bits mean: rounding to BF16 and FP16, codes of E4M3, E5M2 and E2M1, exponents of E8M0.
+//
+// Restates zerocast/formats/codec.py for speed; the tests compare the two on every BF16 value, tie and neighbour.
+#pragma once
+
+#include "lanes.h"
+
+namespace zerocast {
+inline namespace ZEROCAST_ISA {
+
+// --- element formats: widths, and the codes that are reserved; everything else follows ---
+
+struct E4M3 {
+    static constexpr int BITS = 8, EXPONENT_BITS = 4, MANTISSA = 3;
+    static constexpr i32 MAX_CODE = 0x7E;  // 0b1111'110: 1.75 * 2^8
+    static constexpr i32 NAN_CODE = 0x7F;
+    static constexpr bool HAS_INFINITY = false;
+    static constexpr float MAX = 448.0f;
+};
+
+struct E5M2 {
+    static constexpr int BITS = 8, EXPONENT_BITS = 5, MANTISSA = 2;
+    static constexpr i32 MAX_CODE = 0x7B;  // 0b11110'11: 1.75 * 2^15
+    static constexpr i32 NAN_CODE = 0x7F;
+    static constexpr bool HAS_INFINITY = true;  // 0x7C decodes to it; encoding saturates instead
+    static constexpr float MAX = 57344.0f;
+};
+
+struct E2M1 {
+    static constexpr int BITS = 4, EXPONENT_BITS = 2, MANTISSA = 1;
+    static constexpr i32 MAX_CODE = 0x7;  // 0b11'1: 1.5 * 2^2
+    static constexpr i32 NAN_CODE = 0x7;  // there is no NaN: +6, and the block's scale says NaN
+    static constexpr bool HAS_INFINITY = false;
+    static constexpr float MAX = 6.0f;
+};
+
+template <class F>
+struct Derived {
+    static constexpr int BIAS = (1 << (F::EXPONENT_BITS - 1)) - 1;
+    static constexpr int DROPPED = MANTISSA_BITS - F::MANTISSA;  // mantissa bits that FP32 has and F has not
+    static constexpr i32 SIGN = 1 << (F::BITS - 1);
+    // FP32 bit patterns of F's smallest normal magnitude, and of its largest.
+    static constexpr i32 MIN_NORMAL_BITS = (EXPONENT_BIAS - BIAS + 1) << MANTISSA_BITS;
+    static constexpr i32 MAX_BITS = (F::MAX_CODE << DROPPED) + ((EXPONENT_BIAS - BIAS) << MANTISSA_BITS);
+};
+
+// --- codes ---
+
+// Round to the nearest code of F, ties to even, saturating; the code is in the low bits of each element.
+//
+// With 2^e the magnitude's power of two, or the smallest normal where that is larger, adding 2^(e + DROPPED) leaves
+// no mantissa bits below F's last place: the addition itself rounds, to even, normal and subnormal alike. The low bits
+// of the sum then count steps of that last place, and the exponent contributes its own multiple.
+template <class F, class L>
+ZEROCAST_FN typename L::Int encode(typename L::Float x) {
+    typedef Derived<F> D;
+    typename L::Int bits = L::bits(x);
+    typename L::Int magnitude = bits & MAGNITUDE_MASK;
+    typename L::Int clamped = min_bits<L>(magnitude, L::splat(D::MAX_BITS));
+    typename L::Int power = max_bits<L>(clamped, L::splat(D::MIN_NORMAL_BITS)) & EXPONENT_MASK;
+    typename L::Float sum = L::value(clamped) + L::value(power + (D::DROPPED << MANTISSA_BITS));
+    constexpr i32 ORIGIN = (D::DROPPED << MANTISSA_BITS) + (D::MIN_NORMAL_BITS >> D::DROPPED);
+    typename L::Int code = L::bits(sum) - power + (power >> D::DROPPED) - ORIGIN;
+    code = code | ((bits >> (32 - F::BITS)) & D::SIGN);
+    return L::select(magnitude > INFINITY_BITS, L::splat(F::NAN_CODE), code);
+}
+
+// The FP32 value of a code: exact.
+template <class F, class L>
+ZEROCAST_FN typename L::Float decode(typename L::Int code) {
+    typedef Derived<F> D;
+    typename L::Int magnitude = code & (D::SIGN - 1);
+    // Read as FP32 the fields mean a value too small by a power of two (a subnormal where F's is): multiply it out.
+    typename L::Float value = L::value(magnitude << D::DROPPED)
+                              * constant<L>((2 * EXPONENT_BIAS - D::BIAS) << MANTISSA_BITS);
+    typename L::Int sign = (code & D::SIGN) << (32 - F::BITS);
+    if constexpr (F::BITS == 8) {
+        if constexpr (F::HAS_INFINITY) {
+            value = L::select(magnitude == F::MAX_CODE + 1, constant<L>(INFINITY_BITS), value);
+        }
+        constexpr i32 LAST = F::MAX_CODE + (F::HAS_INFINITY ? 1 : 0);
+        typename L::Int signed_bits = L::bits(value) | sign;
+        return L::value(L::select(magnitude > LAST, L::splat(NAN_BITS), signed_bits));
+    } else {
+        return L::value(L::bits(value) | sign);
+    }
+}
+
+// --- nominal dtypes: what a master element is rounded to first ---
+
+struct Fp32 {};
+struct Bf16 {};
+struct Fp16 {};
+
+template <class Nominal, class L>
+struct Rounding;
+
+template <class L>
+struct Rounding<Fp32, L> {
+    static ZEROCAST_FN typename L::Float round(typename L::Float x) { return x; }
+};
+
+template <class L>
+struct Rounding<Bf16, L> {
+    static ZEROCAST_FN typename L::Float round(typename L::Float x) {
+        // Half of the last place that stays, less one where that place is even: the carry rounds, into infinity too.
+        typename L::Unsigned bits = (typename L::Unsigned)L::bits(x);
+        typename L::Unsigned rounded = (bits + 0x7FFFu + ((bits >> 16) & 1u)) & 0xFFFF0000u;
+        // In a NaN the carry could reach the sign; it stays the NaN that it is.
+        return L::select(x == x, L::value((typename L::Int)rounded), x);
+    }
+};
+
+template <class L>
+struct Rounding<Fp16, L> {
+    static ZEROCAST_FN typename L::Float round(typename L::Float x) {
+        typename L::Int bits = L::bits(x);
+        typename L::Int magnitude = bits & MAGNITUDE_MASK;
+        // Normal: as for BF16, with 10 mantissa bits. From 65520, half way past the largest, the result is infinity.
+        typename L::Int normal = (magnitude + 0xFFF + ((magnitude >> 13) & 1)) & ~0x1FFF;
+        constexpr i32 OVERFLOW_BITS = 0x477FF000;  // 65520
+        normal = L::select(magnitude >= OVERFLOW_BITS, L::splat(INFINITY_BITS), normal);
+        // Subnormal, below 2^-14: the last place of [0.5, 1) is FP16's step 2^-24, so adding 0.5 rounds to it.
+        typename L::Float half = L::splat(0.5f);
+        typename L::Int subnormal = L::bits((L::value(magnitude) + half) - half);
+        constexpr i32 MIN_NORMAL = (EXPONENT_BIAS - 14) << MANTISSA_BITS;
+        typename L::Int rounded = L::select(magnitude < MIN_NORMAL, subnormal, normal);
+        rounded = L::select(magnitude > INFINITY_BITS, magnitude, rounded);
+        return L::value(rounded | (bits & ~MAGNITUDE_MASK));
+    }
+};
+
+template <class Nominal, class L>
+ZEROCAST_FN typename L::Float round_to(typename L::Float x) {
+    return Rounding<Nominal, L>::round(x);
+}
+
+// The bit pattern that enters an amax buffer: of the magnitude, every NaN canonical.
+template <class L>
+ZEROCAST_FN typename L::Int magnitude_bits(typename L::Float x) {
+    typename L::Int magnitude = L::bits(x) & MAGNITUDE_MASK;
+    return L::select(magnitude > INFINITY_BITS, L::splat(NAN_BITS), magnitude);
+}
+
+}  // namespace ZEROCAST_ISA
+}  // namespace zerocast

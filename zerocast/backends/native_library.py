@@ -1,0 +1,79 @@
+"""Finds and loads the native library, ``libzerocast_cpu``, and says what to do where it is not there.
+
+It lies inside the package, in ``zerocast/_native``; an editable install keeps it in a second folder that is on the
+package's path. That is the only place looked at: no environment variable, no search path of the system, so that the
+library that runs is the one that was installed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import sys
+from functools import cache
+from pathlib import Path
+
+import torch  # noqa: F401  (loads torch's OpenMP runtime first, so that the library shares it)
+
+from zerocast.errors import BackendError
+
+INTERFACE = 1
+"""What this Python expects of the library's functions and tables; ``zerocast_cpu_interface`` has to return it."""
+
+LIBRARY = "libzerocast_cpu" + (".dylib" if sys.platform == "darwin" else ".so")
+
+REMEDY = (
+    "install zerocast with a C++ compiler at hand (pip install .), or build into a checkout: cmake -S . -B build/native"
+    " && cmake --build build/native && cmake --install build/native --prefix ."
+)
+
+
+def find_library() -> Path:
+    """Where the library lies.
+
+    Raises:
+        BackendError: where it is not, with the places looked at and the remedy.
+    """
+    spec = importlib.util.find_spec("zerocast")
+    roots = list(spec.submodule_search_locations or ()) if spec else []
+    places = [Path(root) / "_native" / LIBRARY for root in roots]
+    for place in places:
+        if place.is_file():
+            return place
+    tried = ", ".join(map(str, places))
+    raise BackendError(
+        f"the native library is not built: there is no {tried}. To build it, {REMEDY}."
+    )
+
+
+def open_library(path: Path) -> ctypes.CDLL:
+    """Load the library at ``path`` and check that it speaks this Python's interface.
+
+    Raises:
+        BackendError: where it cannot be loaded, or was built from other sources than this Python.
+    """
+    try:
+        library = ctypes.CDLL(str(path))
+        found = library.zerocast_cpu_interface()
+    except (OSError, AttributeError) as error:
+        raise BackendError(
+            f"the native library {path} cannot be loaded ({error}). To build it anew, {REMEDY}."
+        ) from error
+    if found != INTERFACE:
+        raise BackendError(
+            f"the native library must have interface {INTERFACE}, and {path} has {found}: it was built from another "
+            f"version of zerocast. To build it anew, {REMEDY}."
+        )
+    library.zerocast_cpu_isas.restype = ctypes.c_char_p
+    return library
+
+
+@cache
+def load() -> ctypes.CDLL:
+    """The native library, loaded once a process; see :func:`find_library` and :func:`open_library` for errors."""
+    return open_library(find_library())
+
+
+def instruction_sets(library: ctypes.CDLL) -> list[str]:
+    """Those that the library holds and this machine runs, fastest first, such as ``["avx512", "avx2", "baseline"]``."""
+    return library.zerocast_cpu_isas().decode().split()
