@@ -18,7 +18,7 @@ stage() {
     printf '%-34s' "$name"
     if "$@" >"$log" 2>&1 </dev/null; then
         summary=$(grep -Eo '[0-9]+ passed.*' "$log" | tail -n 1 || true)
-        printf 'ok %5d s   %s\n' $((SECONDS - started)) "${summary%% in *}"
+        printf 'ok %5d s%s\n' $((SECONDS - started)) "${summary:+   ${summary%% in *}}"
         rm -f "$log"
     else
         printf 'FAILED after %d s\n\n' $((SECONDS - started))
