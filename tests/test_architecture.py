@@ -181,17 +181,20 @@ def readme_tree() -> dict[str, set[str]]:
     return tree
 
 
-def real_entries(directory: Path) -> set[str]:
-    """What stands in ``directory``, without dot files and what the tools leave behind."""
+def is_kept(path: Path) -> bool:
+    """Whether a path belongs to the repository: no dot file, nothing that tools leave behind."""
     left_behind = {"__pycache__", "build", "dist", "runs"}
-    return {
-        path.name + "/" * path.is_dir()
-        for path in directory.iterdir()
-        if not path.name.startswith(".")
+    return (
+        not path.name.startswith(".")
         and path.name not in left_behind
         and path.suffix not in {".so", ".dylib", ".egg-info"}
-        and (path.is_file() or any(file.is_file() for file in path.rglob("[!.]*")))
-    }
+        and (path.is_file() or any(map(is_kept, path.iterdir())))
+    )
+
+
+def real_entries(directory: Path) -> set[str]:
+    """The names of what ``directory`` holds; directories end in a slash."""
+    return {path.name + "/" * path.is_dir() for path in directory.iterdir() if is_kept(path)}
 
 
 def test_the_tree_in_the_readme_is_the_real_one():
