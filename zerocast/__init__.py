@@ -1,10 +1,11 @@
-"""zerocast: cast the sharded FP32 master weights of ZeRO and FSDP optimizers into NVFP4 and FP8 model weights.
+"""zerocast: cast the sharded FP32 master weights of ZeRO and FSDP optimizers into NVFP4 and FP8
+model weights.
 
-Whatever the partition of the masters over ranks, the gathered weights are byte for byte those of :func:`quantize` on
-the whole: the same on every rank, backend and communicator.
+Whatever the partition of the masters over ranks, the gathered weights are byte for byte those of
+:func:`quantize` on the whole: the same on every rank, backend and communicator.
 
     quantize, empty                 quantized weights from values, or unfilled
-    quantize_master_weights         the sharded cast, as a function; CastPlan is the same, planned once
+    quantize_master_weights         the sharded cast as a function; CastPlan: planned once
     post_all_gather_processing      what is derived, after the all-gather of the codes
     zerocast.optim.ZeroOptimizer    a sharded optimizer around it
     zerocast.nn                     layers on quantized weights

@@ -37,9 +37,13 @@ def arguments(comm: Communicator) -> dict[str, Any]:
 
 
 def refuse(
-    world_size: int, spoil: Callable[[dict[str, Any], Communicator], None], error: type[ZerocastError], *texts: str
+    world_size: int,
+    spoil: Callable[[dict[str, Any], Communicator], None],
+    error: type[ZerocastError],
+    *texts: str,
 ) -> None:
-    """``spoil`` makes the call of some ranks wrong: all ranks raise the same error with ``texts``; no byte changes.
+    """``spoil`` makes the call of some ranks wrong: all ranks raise the same error with ``texts``;
+    no byte changes.
 
     Said of the functional call and of the plan.
     """
@@ -63,7 +67,9 @@ def refuse(
             assert text in messages[0], messages[0]
 
 
-def set_entry(key: str, index: int, value: object, rank: int | None = None) -> Callable[[dict[str, Any], Communicator], None]:
+def set_entry(
+    key: str, index: int, value: object, rank: int | None = None
+) -> Callable[[dict[str, Any], Communicator], None]:
     """Spoils one entry of one list, on one rank or on all."""
 
     def spoil(kwargs: dict[str, Any], comm: Communicator) -> None:
@@ -138,7 +144,9 @@ class TestOneRankIsWrong:
             if comm.rank == world_size - 1:
                 kwargs["model_weights"][1] = kwargs["model_weights"][0].detach()
 
-        refuse(world_size, spoil, InputError, "model_weights[1] is the same weight as model_weights[0]")
+        refuse(
+            world_size, spoil, InputError, "model_weights[1] is the same weight as model_weights[0]"
+        )
 
     @pytest.mark.parametrize(
         ("codes", "text"),
@@ -169,7 +177,14 @@ class TestRanksDisagree:
             if comm.rank == 1:
                 kwargs["start_offsets"][0] -= 1
 
-        refuse(3, spoil, RankMismatchError, "[511, 512) are owned twice", "rank 0 holds", "rank 1 holds")
+        refuse(
+            3,
+            spoil,
+            RankMismatchError,
+            "[511, 512) are owned twice",
+            "rank 0 holds",
+            "rank 1 holds",
+        )
 
     def test_gap(self) -> None:
         """Elements that nobody owns are named."""
@@ -178,7 +193,13 @@ class TestRanksDisagree:
             if comm.rank == 2:
                 kwargs["master_weights"][1] = torch.ones(511)
 
-        refuse(3, spoil, RankMismatchError, "model_weights[1]", f"[{NUMEL - 1}, {NUMEL}) are owned by no rank")
+        refuse(
+            3,
+            spoil,
+            RankMismatchError,
+            "model_weights[1]",
+            f"[{NUMEL - 1}, {NUMEL}) are owned by no rank",
+        )
 
     def test_absent_everywhere(self) -> None:
         """A weight that no rank owns is a gap, not a cast of nothing."""
@@ -229,22 +250,31 @@ class TestRanksDisagree:
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_check_finite(world_size: int, value: float) -> None:
-    """check_finite names the weight on every rank and leaves every byte as it was, plans and functions alike."""
+    """check_finite names the weight on every rank and leaves every byte as it was, plans and
+    functions alike.
+    """
 
     def on_rank(comm: Communicator) -> list[str]:
         kwargs = arguments(comm)
-        held = [{k: v.clone() for k, v in w.storage.buffers.items()} for w in kwargs["model_weights"]]
+        held = [
+            {k: v.clone() for k, v in w.storage.buffers.items()} for w in kwargs["model_weights"]
+        ]
         plan = zerocast.CastPlan(**kwargs, check_finite=True)
         if comm.rank == comm.size - 1:
             kwargs["master_weights"][1][3] = value
         messages = []
-        for cast in (plan.cast, lambda: zerocast.quantize_master_weights(**kwargs, check_finite=True)):
+        for cast in (
+            plan.cast,
+            lambda: zerocast.quantize_master_weights(**kwargs, check_finite=True),
+        ):
             with pytest.raises(NonFiniteError) as raised:
                 cast()
             messages.append(str(raised.value))
         for w, buffers in zip(kwargs["model_weights"], held, strict=True):
             for name, buffer in buffers.items():
-                assert_same_bytes(getattr(w, name), buffer, name)  # derived copies are readable: no cast happened
+                assert_same_bytes(
+                    getattr(w, name), buffer, name
+                )  # derived copies are readable: no cast happened
         return messages
 
     messages = [m for rank in run_in_process(world_size, on_rank) for m in rank]
@@ -255,10 +285,16 @@ def test_check_finite(world_size: int, value: float) -> None:
 
 
 def test_check_finite_names_overflow() -> None:
-    """A finite master that overflows FP16 is refused as an overflow, not as an infinity in the master."""
+    """A finite master that overflows FP16 is refused as an overflow, not as an infinity in the
+    master.
+    """
     w = zerocast.empty((16, 16), NVFP4, dtype=torch.float16)
-    plan = zerocast.CastPlan([w], [torch.full((256,), 7e4)], [0], check_finite=True, names=["layer.0.weight"])
-    with pytest.raises(NonFiniteError, match=r"layer\.0\.weight holds finite values that overflow torch\.float16"):
+    plan = zerocast.CastPlan(
+        [w], [torch.full((256,), 7e4)], [0], check_finite=True, names=["layer.0.weight"]
+    )
+    with pytest.raises(
+        NonFiniteError, match=r"layer\.0\.weight holds finite values that overflow torch\.float16"
+    ):
         plan.cast()
 
 
@@ -269,8 +305,12 @@ def test_check_finite_names_overflow() -> None:
         (zerocast.cast_master_weights_to_fp8, NVFP4, "FP8 weights only"),
     ],
 )
-def test_fronts_refuse_the_other_kind(cast: Callable[..., None], recipe: zerocast.Recipe, wanted: str) -> None:
-    """Each front refuses weights of the other kind on every rank, though one rank alone was given such a weight."""
+def test_fronts_refuse_the_other_kind(
+    cast: Callable[..., None], recipe: zerocast.Recipe, wanted: str
+) -> None:
+    """Each front refuses weights of the other kind on every rank, though one rank alone was given
+    such a weight.
+    """
 
     def on_rank(comm: Communicator) -> str:
         other = FP8 if recipe is NVFP4 else NVFP4
@@ -288,7 +328,9 @@ def test_fronts_refuse_the_other_kind(cast: Callable[..., None], recipe: zerocas
 @pytest.mark.parametrize("recipe", [NVFP4])
 @pytest.mark.parametrize("shape", [(4, 10), (4, 24), (16,), (2, 3, 16), (0, 16), (16, 0)])
 def test_shapes_that_nvfp4_cannot_hold(recipe: zerocast.Recipe, shape: tuple[int, ...]) -> None:
-    """K that is no multiple of 16, other than two dimensions, and no elements are refused with the shape."""
+    """K that is no multiple of 16, other than two dimensions, and no elements are refused with the
+    shape.
+    """
     with pytest.raises(InputError, match=str(shape[0])):
         zerocast.empty(shape, recipe)
     with pytest.raises(InputError):
@@ -296,7 +338,9 @@ def test_shapes_that_nvfp4_cannot_hold(recipe: zerocast.Recipe, shape: tuple[int
 
 
 def test_recipe_that_cannot_rebuild_on_use() -> None:
-    """manual_post_all_gather_processing=False is refused at once by a recipe whose copies cannot be rebuilt later."""
+    """manual_post_all_gather_processing=False is refused at once by a recipe whose copies cannot be
+    rebuilt later.
+    """
 
     class TwoPlanes(zerocast.NVFP4BlockScaling):
         rebuilds_on_use = False
@@ -309,7 +353,9 @@ def test_recipe_that_cannot_rebuild_on_use() -> None:
 
 
 def test_rebinding_is_checked_on_all_ranks() -> None:
-    """Masters of another size handed to cast() on one rank are refused on every rank, and the plan still works."""
+    """Masters of another size handed to cast() on one rank are refused on every rank, and the plan
+    still works.
+    """
 
     def on_rank(comm: Communicator) -> str:
         kwargs = arguments(comm)

@@ -1,4 +1,6 @@
-"""The first law: whatever the partition, gathered shards are the bytes, scales and padding of the unsharded cast."""
+"""The first law: whatever the partition, gathered shards are the bytes, scales and padding of the
+unsharded cast.
+"""
 
 import random
 from collections.abc import Sequence
@@ -27,7 +29,9 @@ WIDTHS = (16, 32, 48, 64, 80, 96, 112, 128, 144, 272)
 
 
 class Case:
-    """Some weights, their whole masters and a partition, all drawn from one seed, the same on every rank."""
+    """Some weights, their whole masters and a partition, all drawn from one seed, the same on every
+    rank.
+    """
 
     def __init__(self, seed: int, world_size: int) -> None:
         rng = random.Random(seed)
@@ -37,7 +41,8 @@ class Case:
         self.dtypes = [rng.choice(DTYPES) for _ in self.recipes]
         self.columnwise = [rng.random() < 0.8 for _ in self.recipes]
         self.masters = [
-            draw_values(rng.choice(KINDS), shape.numel(), seed + i) for i, shape in enumerate(self.shapes)
+            draw_values(rng.choice(KINDS), shape.numel(), seed + i)
+            for i, shape in enumerate(self.shapes)
         ]
         self.partitions = [draw_partition(m.numel(), world_size, rng) for m in self.masters]
         self.own_buffers = rng.random() < 0.3
@@ -55,7 +60,12 @@ class Case:
             return [
                 zerocast.quantize(m.view(s), r, dtype=d, columnwise=c)
                 for m, s, r, d, c in zip(
-                    self.masters, self.shapes, self.recipes, self.dtypes, self.columnwise, strict=True
+                    self.masters,
+                    self.shapes,
+                    self.recipes,
+                    self.dtypes,
+                    self.columnwise,
+                    strict=True,
                 )
             ]
 
@@ -63,7 +73,9 @@ class Case:
         """Weights to cast into, every byte of theirs wrong, padding included."""
         weights = [
             zerocast.empty(s, r, dtype=d, columnwise=c)
-            for s, r, d, c in zip(self.shapes, self.recipes, self.dtypes, self.columnwise, strict=True)
+            for s, r, d, c in zip(
+                self.shapes, self.recipes, self.dtypes, self.columnwise, strict=True
+            )
         ]
         for weight in weights:
             for buffer in weight.storage.buffers.values():
@@ -71,7 +83,9 @@ class Case:
         return weights
 
     def shards(self, rank: int) -> tuple[list[torch.Tensor | None], list[int | None]]:
-        """This rank's masters and start offsets; an empty shard is absent, or present with no elements."""
+        """This rank's masters and start offsets; an empty shard is absent, or present with no
+        elements.
+        """
         extents = [partition[rank] for partition in self.partitions]
         absent = (self.seed + rank) % 2 == 0
         masters = [
@@ -108,25 +122,33 @@ def check(case: Case, by_rank: Sequence[list[torch.Tensor]]) -> None:
     for rank, weights in enumerate(by_rank):
         for i, (weight, expected) in enumerate(zip(weights, whole, strict=True)):
             extents = [str(e) for e in case.partitions[i]]
-            where = f"seed {case.seed}, rank {rank}, weight {i} {case.recipes[i]} {case.dtypes[i]} cut at {extents}"
+            kind = f"{case.recipes[i]} {case.dtypes[i]}"
+            where = f"seed {case.seed}, rank {rank}, weight {i} {kind} cut at {extents}"
             assert_same_storage(weight, expected, where)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("block", range(10))
 def test_random_partitions_in_process(backend: str, block: int) -> None:
-    """60 drawn cases of up to 3 weights on 1 to 9 ranks give the unsharded bytes; 1,200 cases over all parameters."""
+    """60 drawn cases of up to 3 weights on 1 to 9 ranks give the unsharded bytes; 1,200 cases over
+    all parameters.
+    """
     for seed in range(1000 * block, 1000 * block + 60):
         world_size = 1 + seed % 9
         case = Case(seed, world_size)
         with zerocast.use_backend(backend):
-            check(case, run_in_process(world_size, lambda comm, case=case: cast_and_gather(comm, case)))
+            check(
+                case,
+                run_in_process(world_size, lambda comm, case=case: cast_and_gather(comm, case)),
+            )
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("world_size", [64, 257])
 def test_many_ranks(backend: str, world_size: int) -> None:
-    """More ranks than rows, and more than elements of some weights, still give the unsharded bytes."""
+    """More ranks than rows, and more than elements of some weights, still give the unsharded
+    bytes.
+    """
     case = Case(world_size, world_size)
     with zerocast.use_backend(backend):
         check(case, run_in_process(world_size, lambda comm: cast_and_gather(comm, case)))
@@ -135,7 +157,9 @@ def test_many_ranks(backend: str, world_size: int) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("cols", [80, 96, 112])
 def test_widths_that_are_no_multiple_of_64(backend: str, cols: int) -> None:
-    """K = 80, 96, 112: scales are stored with the padded stride (TransformerEngine 2.20 uses the unpadded one)."""
+    """K = 80, 96, 112: scales are stored with the padded stride (TransformerEngine 2.20 uses the
+    unpadded one).
+    """
     case = Case(cols, 3)
     case.recipes, case.shapes = [zerocast.NVFP4BlockScaling()], [torch.Size((40, cols))]
     case.dtypes, case.columnwise, case.own_buffers = [torch.bfloat16], [True], False
@@ -148,7 +172,9 @@ def test_widths_that_are_no_multiple_of_64(backend: str, cols: int) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("cut", [1, 15, 17, 31, 33, 257, 511])
 def test_odd_offsets(backend: str, cut: int) -> None:
-    """Two ranks meet at an odd element, so they share a byte, and neither disturbs the other's nibble."""
+    """Two ranks meet at an odd element, so they share a byte, and neither disturbs the other's
+    nibble.
+    """
     case = Case(cut, 2)
     case.recipes, case.shapes = [zerocast.NVFP4BlockScaling()], [torch.Size((32, 16))]
     case.dtypes, case.columnwise, case.own_buffers = [torch.bfloat16], [True], False

@@ -2,7 +2,18 @@
 
 import torch
 
-KINDS = ("normal", "wide", "zeros", "ties", "subnormal", "underflow", "bits", "nan", "infinity", "huge")
+KINDS = (
+    "normal",
+    "wide",
+    "zeros",
+    "ties",
+    "subnormal",
+    "underflow",
+    "bits",
+    "nan",
+    "infinity",
+    "huge",
+)
 
 
 def draw_values(kind: str, numel: int, seed: int) -> torch.Tensor:
@@ -28,7 +39,10 @@ def draw_values(kind: str, numel: int, seed: int) -> torch.Tensor:
     elif kind == "ties":
         x = torch.randint(-64, 65, (numel,), generator=g).float() / 8
     elif kind == "subnormal":
-        x = torch.randint(-(2**23) + 1, 2**23, (numel,), generator=g, dtype=torch.int32).float() * 2.0**-149
+        x = (
+            torch.randint(-(2**23) + 1, 2**23, (numel,), generator=g, dtype=torch.int32).float()
+            * 2.0**-149
+        )
     elif kind == "underflow":
         x *= 1e-6
         x[at : at + 1] = 3e5

@@ -1,7 +1,7 @@
 """Who does the arithmetic: the choice of a backend for a device.
 
-CPU tensors go to the native library, and to the reference where that is not built, with one warning. Other devices go
-to the reference, which is right everywhere and fast nowhere.
+CPU tensors go to the native library, and to the reference where that is not built, with one
+warning. Other devices go to the reference, which is right everywhere and fast nowhere.
 """
 
 from __future__ import annotations
@@ -28,7 +28,11 @@ def _cpu() -> Backend:
     try:
         return CpuBackend()
     except BackendError as error:
-        warnings.warn(f"zerocast uses its reference backend, which is slow: {error}", RuntimeWarning, stacklevel=4)
+        warnings.warn(
+            f"zerocast uses its reference backend, which is slow: {error}",
+            RuntimeWarning,
+            stacklevel=4,
+        )
         return _REFERENCE
 
 
@@ -39,7 +43,10 @@ def backend_for(device: torch.device) -> Backend:
         return _REFERENCE
     if forced == "cpu":
         if device.type != "cpu":
-            raise InputError(f"the cpu backend serves CPU tensors, got a tensor on {device}; leave use_backend('cpu').")
+            raise InputError(
+                f"the cpu backend serves CPU tensors, got a tensor on {device}; leave "
+                "use_backend('cpu')."
+            )
         return CpuBackend()
     return _cpu() if device.type == "cpu" else _REFERENCE
 
@@ -48,7 +55,8 @@ def backend_for(device: torch.device) -> Backend:
 def use_backend(name: str) -> Iterator[None]:
     """Within the context, prepare operations with the named backend: ``"reference"`` or ``"cpu"``.
 
-    A plan keeps the backend that it was made with. The choice belongs to this thread (or asyncio task).
+    A plan keeps the backend that it was made with. The choice belongs to this thread (or asyncio
+    task).
 
     Raises:
         InputError: for an unknown name.

@@ -1,7 +1,9 @@
-"""The reference backend: the law of every operation in plain torch, as slow and as obvious as it needs to be.
+"""The reference backend: the law of every operation in plain torch, as slow and as obvious as it
+needs to be.
 
-It runs on any device that torch runs on. Each element's block, byte and nibble are computed from its flat index in the
-whole weight, one formula each, and nothing is optimised: other backends are judged by the bytes that this one makes.
+It runs on any device that torch runs on. Each element's block, byte and nibble are computed from
+its flat index in the whole weight, one formula each, and nothing is optimised: other backends are
+judged by the bytes that this one makes.
 """
 
 import math
@@ -49,7 +51,12 @@ class ReferenceBackend:
         def launch() -> None:
             for target in targets:
                 stored, _ = _scales(law, target.block_amax, target.tensor_amax)
-                plane = torch.full(target.layout.shape, target.layout.padding, dtype=stored.dtype, device=stored.device)
+                plane = torch.full(
+                    target.layout.shape,
+                    target.layout.padding,
+                    dtype=stored.dtype,
+                    device=stored.device,
+                )
                 plane[: target.layout.rows, : target.layout.cols] = _by_rows(stored, target.layout)
                 target.scale_inv.copy_(plane.view_as(target.scale_inv))
                 if target.amax is not None:
@@ -102,27 +109,35 @@ class ReferenceBackend:
                 scale = target.scale_inv.view(target.layout.shape)
                 if isinstance(law, NVFP4Law):
                     assert target.amax is not None
-                    scale = decode(scale, law.scale_fmt) * target.amax * _fl(1 / (law.fmt.max * law.scale_fmt.max))
+                    scale = (
+                        decode(scale, law.scale_fmt)
+                        * target.amax
+                        * _fl(1 / (law.fmt.max * law.scale_fmt.max))
+                    )
                 scale = scale[: target.layout.rows : target.layout.row_repeat, : target.layout.cols]
                 value = decode(codes, law.fmt) * _by_elements(scale, grid)
-                # An infinite scale times zero is a NaN whose sign the machine chooses: ours is canonical.
+                # An infinite scale times zero is a NaN whose sign the machine chooses: ours is
+                # canonical.
                 target.out.copy_(torch.where(value.isnan(), math.nan, value))
 
         return launch
 
 
-# --- one weight's elements ---------------------------------------------------------------------------------------
+# --- one weight's elements ---
 
 
 def _indices(shard: CastShard) -> torch.Tensor:
     """[n] int64 flat indices, in the whole weight, of the shard's elements."""
-    return torch.arange(shard.extent.start, shard.extent.end, dtype=torch.int64, device=shard.codes.device)
+    return torch.arange(
+        shard.extent.start, shard.extent.end, dtype=torch.int64, device=shard.codes.device
+    )
 
 
 def _rounded(shard: CastShard, masters: Masters) -> torch.Tensor:
     """[n] FP32: the shard's master elements, rounded to the weight's nominal dtype."""
     master = masters.tensors[shard.slot]
-    assert master is not None and master.numel() == shard.extent.size
+    assert master is not None
+    assert master.numel() == shard.extent.size
     return master.detach().reshape(-1).to(shard.round_to).float()
 
 
@@ -133,7 +148,9 @@ def _magnitude_bits(x: torch.Tensor) -> torch.Tensor:
 
 
 def _store(shard: CastShard, index: torch.Tensor, codes: torch.Tensor, bits: int) -> None:
-    """Write ``codes`` [n] to where the elements ``index`` [n] live: bytes, or single nibbles of shared bytes."""
+    """Write ``codes`` [n] to where the elements ``index`` [n] live: bytes, or single nibbles of
+    shared bytes.
+    """
     place = index - shard.codes_start
     if bits == 8:
         shard.codes[place] = codes
@@ -144,7 +161,7 @@ def _store(shard: CastShard, index: torch.Tensor, codes: torch.Tensor, bits: int
         shard.codes[place[mine] // 2] = other | (codes[mine] << shift)
 
 
-# --- amax to scale -----------------------------------------------------------------------------------------------
+# --- amax to scale ---
 
 
 def _fl(value: float) -> float:
@@ -153,12 +170,18 @@ def _fl(value: float) -> float:
 
 
 def _divide(a: float, b: torch.Tensor) -> torch.Tensor:
-    """``a / b`` rounded once. (torch turns ``float / tensor`` into ``reciprocal(tensor) * float``, rounded twice.)"""
+    """``a / b`` rounded once. (torch turns ``float / tensor`` into ``reciprocal(tensor) * float``,
+    rounded twice.)
+    """
     return torch.full_like(b, a) / b
 
 
-def _scales(law: Law, block_amax: torch.Tensor, tensor_amax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """int32 [blocks], int32 [1] -> stored scales [blocks] and FP32 encode multipliers [blocks], NaN where not finite."""
+def _scales(
+    law: Law, block_amax: torch.Tensor, tensor_amax: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """int32 [blocks], int32 [1] -> stored scales [blocks] and FP32 encode multipliers [blocks], NaN
+    where not finite.
+    """
     if isinstance(law, NVFP4Law):
         return _nvfp4_scales(law, block_amax.view(torch.float32), tensor_amax.view(torch.float32))
     return _float8_scales(law, block_amax.view(torch.float32))
@@ -174,7 +197,9 @@ def _float8_scales(law: Float8Law, amax: torch.Tensor) -> tuple[torch.Tensor, to
     return torch.where(finite, _divide(1.0, scale), math.nan), torch.where(finite, scale, math.nan)
 
 
-def _nvfp4_scales(law: NVFP4Law, block: torch.Tensor, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _nvfp4_scales(
+    law: NVFP4Law, block: torch.Tensor, tensor: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     encode_scale = _divide(law.fmt.max * law.scale_fmt.max, tensor).clamp(max=FLT_MAX)
     encode_scale = torch.where(tensor == 0, 1.0, encode_scale)
     block_scale = (block * (encode_scale * _fl(1 / law.fmt.max))).clamp(max=FLT_MAX)
@@ -186,11 +211,13 @@ def _nvfp4_scales(law: NVFP4Law, block: torch.Tensor, tensor: torch.Tensor) -> t
     return stored, torch.where(finite, multiplier, math.nan)
 
 
-# --- scales to where they are stored and read --------------------------------------------------------------------
+# --- scales to where they are stored and read ---
 
 
 def _by_rows(by_block: torch.Tensor, layout: ScaleLayout) -> torch.Tensor:
-    """Scales by block, in any shape -> [layout.rows, layout.cols], repeated as the layout stores them."""
+    """Scales by block, in any shape -> [layout.rows, layout.cols], repeated as the layout stores
+    them.
+    """
     by_block = by_block.reshape(layout.grid.blocks_h, layout.grid.blocks_w)
     return by_block.repeat_interleave(layout.row_repeat, dim=0)[: layout.rows]
 
@@ -199,4 +226,3 @@ def _by_elements(by_block: torch.Tensor, grid: BlockGrid) -> torch.Tensor:
     """[blocks_h, blocks_w] -> [rows, cols]: for each element the scale of its block."""
     by_row = by_block.repeat_interleave(grid.block_h, dim=0)[: grid.rows]
     return by_row.repeat_interleave(grid.block_w, dim=1)[:, : grid.cols]
-

@@ -1,4 +1,6 @@
-"""The sentence: partial amax, one all-reduce, scale, partial cast; then all-gather and post-all-gather processing."""
+"""The sentence: partial amax, one all-reduce, scale, partial cast; then all-gather and
+post-all-gather processing.
+"""
 
 from zerocast.cast.functional import (
     cast_master_weights_to_fp8,

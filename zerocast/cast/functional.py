@@ -1,8 +1,9 @@
 """The functional calls: the same cast for callers who keep no plan.
 
-A call finds the plan that an earlier call made for the same weights, partition and group, or makes one. Whether a rank
-finds or makes one is agreed by all ranks in the small all-reduce that opens every call, together with any error, so
-ranks never run different collectives. Plans are found by the weights, not by the masters' addresses.
+A call finds the plan that an earlier call made for the same weights, partition and group, or makes
+one. Whether a rank finds or makes one is agreed by all ranks in the small all-reduce that opens
+every call, together with any error, so ranks never run different collectives. Plans are found by
+the weights, not by the masters' addresses.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from zerocast.ops import Float8Law, NVFP4Law
 from zerocast.tensors import QuantizedTensor, rebuild_derived
 
 PLANS_KEPT = 4
-"""Plans remembered with the first weight of a call: an optimizer needs one, an alternating caller a few."""
+"""Plans remembered with the first weight of a call: an optimizer needs one, an alternating caller a
+few."""
 
 
 def quantize_master_weights(
@@ -32,21 +34,26 @@ def quantize_master_weights(
     *,
     check_finite: bool = False,
 ) -> None:
-    """Cast sharded FP32 master weights into quantized model weights. Collective; recipes may be mixed.
+    """Cast sharded FP32 master weights into quantized model weights. Collective; recipes may be
+    mixed.
 
-    Afterwards scales, amax and padding of every weight are right on every rank, and so are the codes of the elements
-    that this rank owns; the codes of other elements are untouched, to the nibble. The caller then all-gathers
-    ``rowwise_data`` and calls :func:`post_all_gather_processing`.
+    Afterwards scales, amax and padding of every weight are right on every rank, and so are the
+    codes of the elements that this rank owns; the codes of other elements are untouched, to the
+    nibble. The caller then all-gathers ``rowwise_data`` and calls
+    :func:`post_all_gather_processing`.
 
     Args:
         model_weights: quantized weights, whole on every rank.
-        master_weights: for each weight this rank's FP32 shard, contiguous, of any shape; None where it owns nothing.
-        start_offsets: for each weight the element, in the flattened weight, at which the master starts.
-        group: the ranks: a zerocast or mpi4py communicator, a torch.distributed ProcessGroup, or None for the default
-            group (one rank where there is none).
-        fsdp_shard_model_weights: for each weight None, or a uint8 buffer that receives the codes of this rank's shard
-            instead of the weight.
-        manual_post_all_gather_processing: False lets the next forward rebuild derived copies by itself.
+        master_weights: for each weight this rank's FP32 shard, contiguous, of any shape; None where
+            it owns nothing.
+        start_offsets: for each weight the element, in the flattened weight, at which the master
+            starts.
+        group: the ranks: a zerocast or mpi4py communicator, a torch.distributed ProcessGroup, or
+            None for the default group (one rank where there is none).
+        fsdp_shard_model_weights: for each weight None, or a uint8 buffer that receives the codes of
+            this rank's shard instead of the weight.
+        manual_post_all_gather_processing: False lets the next forward rebuild derived copies by
+            itself.
         check_finite: raise instead of writing NaN; costs a host synchronisation.
 
     Raises:
@@ -68,7 +75,9 @@ def cast_master_weights_to_nvfp4(
     *,
     check_finite: bool = False,
 ) -> None:
-    """:func:`quantize_master_weights` for NVFP4 weights only; any other weight is refused with :class:`InputError`."""
+    """:func:`quantize_master_weights` for NVFP4 weights only; any other weight is refused with
+    :class:`InputError`.
+    """
     _cast(
         model_weights, master_weights, start_offsets, group, fsdp_shard_model_weights,
         manual_post_all_gather_processing, check_finite, NVFP4Law,
@@ -85,7 +94,9 @@ def cast_master_weights_to_fp8(
     *,
     check_finite: bool = False,
 ) -> None:
-    """:func:`quantize_master_weights` for FP8 weights only; any other weight is refused with :class:`InputError`."""
+    """:func:`quantize_master_weights` for FP8 weights only; any other weight is refused with
+    :class:`InputError`.
+    """
     _cast(
         model_weights, master_weights, start_offsets, group, fsdp_shard_model_weights,
         manual_post_all_gather_processing, check_finite, Float8Law,
@@ -95,8 +106,8 @@ def cast_master_weights_to_fp8(
 def post_all_gather_processing(model_weights: Sequence[torch.Tensor]) -> None:
     """Rebuild what is derived from gathered codes: columnwise codes and scales, padding included.
 
-    Call it once the codes of all ranks have arrived in ``rowwise_data``. Not collective. Weights without a columnwise
-    copy are passed over.
+    Call it once the codes of all ranks have arrived in ``rowwise_data``. Not collective. Weights
+    without a columnwise copy are passed over.
 
     Raises:
         InputError: for anything that is not a quantized weight; nothing has been written.
@@ -104,10 +115,12 @@ def post_all_gather_processing(model_weights: Sequence[torch.Tensor]) -> None:
     for i, weight in enumerate(model_weights):
         if not isinstance(weight, QuantizedTensor):
             raise InputError(
-                f"model_weights[{i}] must be a zerocast.QuantizedTensor, got {type(weight).__name__}; leave weights "
-                f"that are not quantized out."
+                f"model_weights[{i}] must be a zerocast.QuantizedTensor, got "
+                f"{type(weight).__name__}; leave weights that are not quantized out."
             )
-    rebuild_derived([weight.storage for weight in model_weights if isinstance(weight, QuantizedTensor)])
+    rebuild_derived(
+        [weight.storage for weight in model_weights if isinstance(weight, QuantizedTensor)]
+    )
 
 
 def _cast(
@@ -134,7 +147,8 @@ def _cast(
     except ZerocastError as e:
         error = e
 
-    # One all-reduce opens the call: does any rank have an error, does any rank have to make the plan?
+    # One all-reduce opens the call: does any rank have an error, does any rank have to make the
+    # plan?
     must_plan = agree(comm, vote=int(plan is None), error=error)
     if must_plan:
         plan = CastPlan(
@@ -147,18 +161,23 @@ def _cast(
     plan.cast_and_release(master_weights)
 
 
-def _check_law(requests: Sequence[ShardRequest], law: type[NVFP4Law] | type[Float8Law] | None) -> None:
+def _check_law(
+    requests: Sequence[ShardRequest], law: type[NVFP4Law] | type[Float8Law] | None
+) -> None:
     for request in requests:
         recipe = request.storage.recipe
         if law is not None and not isinstance(recipe.law, law):
             wanted = "NVFP4" if law is NVFP4Law else "FP8"
             raise InputError(
-                f"cast_master_weights_to_{wanted.lower()} takes {wanted} weights only, but {request.name} has recipe "
-                f"{recipe}; use zerocast.quantize_master_weights for a mixture."
+                f"cast_master_weights_to_{wanted.lower()} takes {wanted} weights only, but "
+                f"{request.name} has recipe {recipe}; use zerocast.quantize_master_weights for a "
+                "mixture."
             )
 
 
-def _key(requests: Sequence[ShardRequest], comm: Communicator, manual: bool, check_finite: bool) -> Hashable:
+def _key(
+    requests: Sequence[ShardRequest], comm: Communicator, manual: bool, check_finite: bool
+) -> Hashable:
     weights = tuple(
         (id(r.storage), r.extent, None if r.codes is None else r.codes.data_ptr()) for r in requests
     )

@@ -1,10 +1,12 @@
 """The all-gather of codes, right for every partition.
 
-Rank r's part is the bytes of its shards, weight by weight in the plan's order; parts follow each other in rank order.
-Where the weights' codes already lie in memory like that (views into one flat buffer that ranks own range by range, as
-ZeRO optimizers keep them) the gather runs there in place: nothing is copied in or out. Otherwise the parts meet in a
-staging buffer and are stored from there, nibble by nibble where two ranks share a byte (see "Note: shared bytes" in
-:mod:`zerocast.formats.packing`). The same bytes travel either way, so ranks need not agree on which it is.
+Rank r's part is the bytes of its shards, weight by weight in the plan's order; parts follow each
+other in rank order. Where the weights' codes already lie in memory like that (views into one flat
+buffer that ranks own range by range, as ZeRO optimizers keep them) the gather runs there in place:
+nothing is copied in or out. Otherwise the parts meet in a staging buffer and are stored from there,
+nibble by nibble where two ranks share a byte (see "Note: shared bytes" in
+:mod:`zerocast.formats.packing`). The same bytes travel either way, so ranks need not agree on which
+it is.
 """
 
 from __future__ import annotations
@@ -41,7 +43,9 @@ class CodeGather:
         extents: int64 [size, weights, 2], who owns what.
     """
 
-    def __init__(self, comm: Communicator, requests: Sequence[ShardRequest], extents: torch.Tensor) -> None:
+    def __init__(
+        self, comm: Communicator, requests: Sequence[ShardRequest], extents: torch.Tensor
+    ) -> None:
         self._comm = comm
         self._requests = requests
         self._parts: list[_Part] = []
@@ -65,17 +69,27 @@ class CodeGather:
         if in_place is not None:
             self._comm.all_gather_(in_place, self._counts)
             return
-        staging = torch.empty(sum(self._counts), dtype=torch.uint8, device=self._requests[0].storage.device)
+        staging = torch.empty(
+            sum(self._counts), dtype=torch.uint8, device=self._requests[0].storage.device
+        )
         mine = [part for part in self._parts if part.rank == self._comm.rank]
         for part in mine:
             codes = self._requests[part.weight].codes
-            staging[part.staged] = self._codes(part.weight)[part.first : part.last] if codes is None else codes
+            staging[part.staged] = (
+                self._codes(part.weight)[part.first : part.last] if codes is None else codes
+            )
         self._comm.all_gather_(staging, self._counts)
         for part in self._parts:
             request = self._requests[part.weight]
             if part.rank != self._comm.rank or request.codes is not None:
                 fmt = request.storage.recipe.law.fmt
-                store_span(fmt, self._codes(part.weight), staging[part.staged], part.extent.start, part.extent.end)
+                store_span(
+                    fmt,
+                    self._codes(part.weight),
+                    staging[part.staged],
+                    part.extent.start,
+                    part.extent.end,
+                )
 
     def _codes(self, weight: int) -> torch.Tensor:
         return self._requests[weight].storage.buffers["rowwise_data"].view(-1)
@@ -91,5 +105,9 @@ class CodeGather:
             if codes.untyped_storage().data_ptr() != head.untyped_storage().data_ptr():
                 return None
             if codes.data_ptr() + part.first != base + part.staged.start:
-                return None  # also where a byte is shared: it stands in two parts, but once in memory
-        return head.as_strided((sum(self._counts),), (1,), head.storage_offset() + self._parts[0].first)
+                return (
+                    None  # also where a byte is shared: it stands in two parts, but once in memory
+                )
+        return head.as_strided(
+            (sum(self._counts),), (1,), head.storage_offset() + self._parts[0].first
+        )

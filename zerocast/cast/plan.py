@@ -2,35 +2,38 @@
 
 Note: casting a sharded weight
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-An FP32 *master weight* is split over the ranks of a data-parallel group; the *model weight* is its quantized form,
-whole on every rank. A cast is one sentence::
+An FP32 *master weight* is split over the ranks of a data-parallel group; the *model weight* is its
+quantized form, whole on every rank. A cast is one sentence::
 
-                 rank r                                     all ranks
-    grad  --reduce_scatter-->  grad shard
-                                 | optimizer              FP32, only the elements I own
-                               master shard
-                                 | partial_amax           over my extent; blocks I do not touch stay 0
-                               amax ---------- reduce_amax: ONE all-reduce MAX ---------- amax
-                                 | compute_scale          the same arithmetic everywhere
-                               scale_inv
-                                 | partial_cast           only my codes, in place in the gather buffer
-                               codes[r] --------------- all_gather (in place) ----------- codes
-                                 | post_all_gather_processing    columnwise copies, padded scales
-                               weight ready
+            rank r                                          all ranks
+    grad --reduce_scatter--> grad shard
+              | optimizer             FP32, only the elements I own
+            master shard
+              | partial_amax          over my extent; blocks I do not touch stay 0
+            amax ------------ reduce_amax: ONE all-reduce MAX ----------- amax
+              | compute_scale         the same arithmetic everywhere
+            scale_inv
+              | partial_cast          only my codes, in place in the gather buffer
+            codes[r] --------------- all_gather (in place) -------------- codes
+              | post_all_gather_processing      columnwise copies, padded scales
+            weight ready
 
 The words, each used for nothing else:
 
     element     one logical weight value; every offset in Python is in elements
-    byte        one stored byte; derived from elements by ``zerocast.formats.byte_span``, never a second offset system
+    byte        one stored byte; derived from elements by ``zerocast.formats.byte_span``, never a
+                second offset system
     shard       what one rank owns of one master weight: an ``Extent`` of elements, possibly empty
     block       the elements that share a scale
     amax        the largest magnitude over a block; travels between ranks before the all-gather
-    scale       multiplies a weight before rounding; ``scale_inv`` multiplies a code after, and is stored with its codes
+    scale       multiplies a weight before rounding; ``scale_inv`` multiplies a code after, and is
+                stored with its codes
     rowwise     the codes as [M, K]; *columnwise* is the copy that the transposed GEMM reads
-    derived     what post-all-gather processing rebuilds; it may be *stale*, knows it, and refuses to be read then
+    derived     what post-all-gather processing rebuilds; it may be *stale*, knows it, and refuses
+                to be read then
 
-The law: whatever the partition, the gathered shards are exactly the codes, scales and padding of ``quantize`` on the
-whole weight, the same on every rank.
+The law: whatever the partition, the gathered shards are exactly the codes, scales and padding of
+``quantize`` on the whole weight, the same on every rank.
 """
 
 from __future__ import annotations
@@ -56,7 +59,9 @@ from zerocast.tensors import CastClock, QuantizedStorage, QuantizedTensor, rebui
 
 @dataclass(frozen=True, slots=True)
 class _GroupShare:
-    """The weights of one group: ``members`` are their places in the plan, ``amax`` their part of the amax buffer."""
+    """The weights of one group: ``members`` are their places in the plan, ``amax`` their part of
+    the amax buffer.
+    """
 
     comm: Communicator
     members: list[int]
@@ -67,30 +72,36 @@ class _GroupShare:
 class CastPlan:
     """A cast of sharded FP32 masters into quantized model weights, planned once.
 
-    Making a plan is collective: every rank of every group makes it, with the same weights in the same order. The ranks
-    compare what they were given; an error of one is raised on all, and nothing is written. After that :meth:`cast` is a
-    constant number of launches and one all-reduce a group, whatever the number of weights, and allocates nothing.
+    Making a plan is collective: every rank of every group makes it, with the same weights in the
+    same order. The ranks compare what they were given; an error of one is raised on all, and
+    nothing is written. After that :meth:`cast` is a constant number of launches and one all-reduce
+    a group, whatever the number of weights, and allocates nothing.
 
     Args:
         model_weights: the quantized weights, whole on every rank. A tied weight is given once.
-        master_weights: for each weight this rank's FP32 shard, contiguous, any shape; None or no elements where the
-            rank owns nothing. Read by every :meth:`cast`, so update it in place, or hand new ones to :meth:`cast`.
-        start_offsets: for each weight the element, in the flattened weight, at which the master starts; None with a
-            master of None.
-        group: the ranks that share the weights: a zerocast communicator, an mpi4py communicator, a torch.distributed
-            ProcessGroup, or None for the default group. A list or tuple of these gives each weight its own (experts).
+        master_weights: for each weight this rank's FP32 shard, contiguous, any shape; None or no
+            elements where the rank owns nothing. Read by every :meth:`cast`, so update it in place,
+            or hand new ones to :meth:`cast`.
+        start_offsets: for each weight the element, in the flattened weight, at which the master
+            starts; None with a master of None.
+        group: the ranks that share the weights: a zerocast communicator, an mpi4py communicator, a
+            torch.distributed ProcessGroup, or None for the default group. A list or tuple of these
+            gives each weight its own (experts).
         names: what error messages call the weights.
-        fsdp_shard_model_weights: for each weight None, or a uint8 buffer that receives the codes of this rank's shard
-            instead of the weight: ceil(end / 2) - floor(start / 2) bytes for 4-bit codes, one an element for 8-bit.
+        fsdp_shard_model_weights: for each weight None, or a uint8 buffer that receives the codes of
+            this rank's shard instead of the weight: ceil(end / 2) - floor(start / 2) bytes for
+            4-bit codes, one an element for 8-bit.
         manual_post_all_gather_processing: True: after the all-gather the caller calls
-            :func:`zerocast.post_all_gather_processing`, and a derived copy read before that is refused. False: the
-            next forward that uses a weight rebuilds its derived copies.
-        check_finite: raise :class:`NonFiniteError` on every rank, before any code or scale is written, where a master
-            holds a NaN or an infinity after rounding to the weight's dtype. Costs a host synchronisation a cast.
+            :func:`zerocast.post_all_gather_processing`, and a derived copy read before that is
+            refused. False: the next forward that uses a weight rebuilds its derived copies.
+        check_finite: raise :class:`NonFiniteError` on every rank, before any code or scale is
+            written, where a master holds a NaN or an infinity after rounding to the weight's dtype.
+            Costs a host synchronisation a cast.
 
     Raises:
         InputError: on every rank, for a wrong argument on any.
-        RankMismatchError: on every rank, where the ranks' weights, order, recipes or shards do not fit together.
+        RankMismatchError: on every rank, where the ranks' weights, order, recipes or shards do not
+            fit together.
     """
 
     def __init__(
@@ -145,7 +156,9 @@ class CastPlan:
 
     @property
     def steps(self) -> dict[str, Callable[[], None]]:
-        """The steps of :meth:`cast` by name, in order: what a profiler runs one by one instead of ``cast()``."""
+        """The steps of :meth:`cast` by name, in order: what a profiler runs one by one instead of
+        ``cast()``.
+        """
         return {
             "partial_amax": self._partial_amax,
             "reduce_amax": self._reduce_amax,
@@ -154,11 +167,12 @@ class CastPlan:
         }
 
     def cast(self, master_weights: Sequence[torch.Tensor | None] | None = None) -> None:
-        """Cast this rank's shards: afterwards scales, amax and padding are right on every rank, and this rank's codes.
+        """Cast this rank's shards: afterwards scales, amax and padding are right on every rank, and
+        this rank's codes.
 
         Args:
-            master_weights: other tensors to read the masters from, from now on; of the sizes that the plan was made
-                with. Checked on all ranks together.
+            master_weights: other tensors to read the masters from, from now on; of the sizes that
+                the plan was made with. Checked on all ranks together.
 
         Raises:
             InputError: on every rank, for ``master_weights`` that do not fit.
@@ -170,7 +184,9 @@ class CastPlan:
             step()
 
     def cast_and_release(self, master_weights: Sequence[torch.Tensor | None]) -> None:
-        """Cast from masters that are known to fit, and keep none of them alive: what the functional calls do."""
+        """Cast from masters that are known to fit, and keep none of them alive: what the functional
+        calls do.
+        """
         self._bind(master_weights)
         try:
             self.cast()
@@ -178,7 +194,9 @@ class CastPlan:
             self._bind([None] * len(self._requests))
 
     def all_gather(self) -> None:
-        """Bring every rank's codes to every rank, then rebuild the derived copies. Right for every partition."""
+        """Bring every rank's codes to every rank, then rebuild the derived copies. Right for every
+        partition.
+        """
         for share in self._shares:
             share.gather.run()
         self.post_all_gather_processing()
@@ -192,10 +210,11 @@ class CastPlan:
             request.storage.mark_rebuilt()
 
     def post_all_gather_hook(self, module: torch.nn.Module) -> RemovableHandle:
-        """Let ``module`` rebuild stale derived copies before its forward, once a cast; returns the hook's handle.
+        """Let ``module`` rebuild stale derived copies before its forward, once a cast; returns the
+        hook's handle.
 
-        For a framework that all-gathers parameters before the forward of each module and offers a hook there. It
-        covers the weights of this plan among ``module``'s parameters.
+        For a framework that all-gathers parameters before the forward of each module and offers a
+        hook there. It covers the weights of this plan among ``module``'s parameters.
 
         Raises:
             InputError: where ``module`` has no parameter that belongs to this plan.
@@ -218,7 +237,8 @@ class CastPlan:
         return module.register_forward_pre_hook(rebuild_stale)
 
     def bind(self, master_weights: Sequence[torch.Tensor | None]) -> None:
-        """Read the masters from these tensors from now on: dtype, device and sizes as when the plan was made.
+        """Read the masters from these tensors from now on: dtype, device and sizes as when the plan
+        was made.
 
         Collective. Raises :class:`InputError` on every rank, for a wrong tensor on any.
         """
@@ -244,7 +264,13 @@ class CastPlan:
         if self._check_finite:
             raise_if_not_finite(
                 [
-                    (share.comm, [(self._requests[i], self._slots[i], self._masters.tensors[i]) for i in share.members])
+                    (
+                        share.comm,
+                        [
+                            (self._requests[i], self._slots[i], self._masters.tensors[i])
+                            for i in share.members
+                        ],
+                    )
                     for share in self._shares
                 ]
             )
@@ -300,7 +326,13 @@ class CastPlan:
         for recipe, indices in by_recipe.items():
             requests = [(i, self._requests[i]) for i in indices]
             shards = [
-                r.storage.cast_shard(i, r.extent, self._slots[i], r.codes, r.codes_start if r.codes is not None else 0)
+                r.storage.cast_shard(
+                    i,
+                    r.extent,
+                    self._slots[i],
+                    r.codes,
+                    r.codes_start if r.codes is not None else 0,
+                )
                 for i, r in requests
             ]
             scales = [r.storage.scale_target(self._slots[i]) for i, r in requests]
@@ -312,10 +344,14 @@ class CastPlan:
             launches["transpose"].append(recipe.post_all_gather_processing(backend, copies))
 
     def _buffer_addresses(self) -> list[int]:
-        return [t.data_ptr() for request in self._requests for t in request.storage.buffers.values()]
+        return [
+            t.data_ptr() for request in self._requests for t in request.storage.buffers.values()
+        ]
 
     def _follow_moves(self) -> None:
-        """Prepare anew where ``replace_raw_data`` has moved a weight of this plan since the last time."""
+        """Prepare anew where ``replace_raw_data`` has moved a weight of this plan since the last
+        time.
+        """
         if self._move != QuantizedStorage.last_move:
             if self._addresses != self._buffer_addresses():
                 self._prepare()

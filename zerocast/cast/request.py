@@ -1,7 +1,7 @@
 """What a caller hands to a cast, checked on this rank alone and before anything is written.
 
-The checks that need other ranks (does everybody mean the same weights, do the shards cover them) are in
-:mod:`zerocast.cast.world`.
+The checks that need other ranks (does everybody mean the same weights, do the shards cover them)
+are in :mod:`zerocast.cast.world`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ class ShardRequest:
 
     @property
     def codes_start(self) -> int:
-        """The element whose code is in the low bits of ``codes[0]``: the extent's start, rounded down to a byte."""
+        """The element whose code is in the low bits of ``codes[0]``: the extent's start, rounded
+        down to a byte.
+        """
         fmt = self.storage.recipe.law.fmt
         return byte_span(fmt, self.extent.start, self.extent.end)[0] * 8 // fmt.bits
 
@@ -64,8 +66,9 @@ def check_request(
     for argument, given in lists.items():
         if given is not None and len(given) != len(model_weights):
             raise InputError(
-                f"{argument} must have one entry for each of the {len(model_weights)} model_weights, got "
-                f"{len(given)} entries; give None where this rank owns nothing of a weight."
+                f"{argument} must have one entry for each of the {len(model_weights)} "
+                f"model_weights, got {len(given)} entries; give None where this rank owns nothing "
+                "of a weight."
             )
     requests = []
     first_use: dict[int, str] = {}
@@ -80,14 +83,14 @@ def check_request(
         first_device = requests[0].storage.device if requests else storage.device
         if storage.device != first_device:
             raise InputError(
-                f"all weights of a cast must be on one device, got {requests[0].name} on {first_device} and {name} "
-                f"on {storage.device}; make one plan a device."
+                f"all weights of a cast must be on one device, got {requests[0].name} on "
+                f"{first_device} and {name} on {storage.device}; make one plan a device."
             )
         if not manual_post_all_gather_processing and not storage.recipe.rebuilds_on_use:
             raise InputError(
-                f"{name}: {type(storage.recipe).__name__} cannot rebuild derived copies at their next use; set "
-                f"manual_post_all_gather_processing=True and call zerocast.post_all_gather_processing(...) after the "
-                f"all-gather."
+                f"{name}: {type(storage.recipe).__name__} cannot rebuild derived copies at their "
+                "next use; set manual_post_all_gather_processing=True and call "
+                "zerocast.post_all_gather_processing(...) after the all-gather."
             )
         extent = _check_master(name, storage, master_weights[i], start_offsets[i])
         codes = fsdp_shard_model_weights[i] if fsdp_shard_model_weights is not None else None
@@ -101,8 +104,8 @@ def check_request(
 def _check_weight(name: str, weight: torch.Tensor) -> QuantizedStorage:
     if not isinstance(weight, QuantizedTensor):
         raise InputError(
-            f"{name} must be a zerocast.QuantizedTensor, got {type(weight).__name__}; make one with "
-            f"zerocast.quantize(tensor, recipe) or zerocast.empty(shape, recipe)."
+            f"{name} must be a zerocast.QuantizedTensor, got {type(weight).__name__}; make one "
+            "with zerocast.quantize(tensor, recipe) or zerocast.empty(shape, recipe)."
         )
     return weight.storage
 
@@ -114,8 +117,8 @@ def _check_master(
     if master is None:
         if start is not None:
             raise InputError(
-                f"{name}: start_offsets is {start} but there is no master weight; give both, or None for both "
-                f"where this rank owns nothing of the weight."
+                f"{name}: start_offsets is {start} but there is no master weight; give both, or "
+                "None for both where this rank owns nothing of the weight."
             )
         return Extent(0, 0)
     check_master_tensor(name, storage, master)
@@ -123,13 +126,13 @@ def _check_master(
         return Extent(0, 0)
     if start is None or isinstance(start, bool) or not isinstance(start, int):
         raise InputError(
-            f"{name}: start_offsets must say, as an int, at which element of the weight the master of "
-            f"{master.numel()} elements starts, got {start!r}."
+            f"{name}: start_offsets must say, as an int, at which element of the weight the "
+            f"master of {master.numel()} elements starts, got {start!r}."
         )
     if start < 0 or start + master.numel() > numel:
         raise InputError(
-            f"{name}: the master must lie inside the weight's {numel} elements, got start offset {start} and "
-            f"{master.numel()} elements, so [{start}, {start + master.numel()})."
+            f"{name}: the master must lie inside the weight's {numel} elements, got start offset "
+            f"{start} and {master.numel()} elements, so [{start}, {start + master.numel()})."
         )
     return Extent(start, start + master.numel())
 
@@ -141,28 +144,33 @@ def check_master_tensor(name: str, storage: QuantizedStorage, master: torch.Tens
         raise InputError(f"{name}: the master weight must be a torch.float32 tensor, got {given}.")
     if master.device != storage.device:
         raise InputError(
-            f"{name}: the master weight must be on the weight's device {storage.device}, got {master.device}."
+            f"{name}: the master weight must be on the weight's device {storage.device}, got "
+            f"{master.device}."
         )
     if not master.is_contiguous():
         raise InputError(
-            f"{name}: the master weight must be contiguous, got shape {tuple(master.shape)} with strides "
-            f"{master.stride()}; call .contiguous() and keep the result as the master."
+            f"{name}: the master weight must be contiguous, got shape {tuple(master.shape)} with "
+            f"strides {master.stride()}; call .contiguous() and keep the result as the master."
         )
 
 
-def check_rebind(requests: Sequence[ShardRequest], master_weights: Sequence[torch.Tensor | None]) -> None:
-    """Raise :class:`InputError` where other masters do not fit the shards that ``requests`` were made for."""
+def check_rebind(
+    requests: Sequence[ShardRequest], master_weights: Sequence[torch.Tensor | None]
+) -> None:
+    """Raise :class:`InputError` where other masters do not fit the shards that ``requests`` were
+    made for.
+    """
     if len(master_weights) != len(requests):
         raise InputError(
-            f"master_weights must have one entry for each of the plan's {len(requests)} weights, got "
-            f"{len(master_weights)}."
+            f"master_weights must have one entry for each of the plan's {len(requests)} weights, "
+            f"got {len(master_weights)}."
         )
     for request, master in zip(requests, master_weights, strict=True):
         size = 0 if master is None else master.numel()
         if size != request.extent.size:
             raise InputError(
-                f"{request.name}: the plan was made for a master of {request.extent.size} elements, got {size}; make "
-                f"a new plan for another partition."
+                f"{request.name}: the plan was made for a master of {request.extent.size} "
+                f"elements, got {size}; make a new plan for another partition."
             )
         if master is not None:
             check_master_tensor(request.name, request.storage, master)
@@ -174,11 +182,11 @@ def _check_shard_codes(
     first, last = byte_span(storage.recipe.law.fmt, extent.start, extent.end)
     if codes.dtype != torch.uint8 or codes.device != storage.device or not codes.is_contiguous():
         raise InputError(
-            f"{name}: fsdp_shard_model_weights must be contiguous torch.uint8 on {storage.device}, got "
-            f"{codes.dtype} on {codes.device} with strides {codes.stride()}."
+            f"{name}: fsdp_shard_model_weights must be contiguous torch.uint8 on "
+            f"{storage.device}, got {codes.dtype} on {codes.device} with strides {codes.stride()}."
         )
     if codes.numel() != last - first:
         raise InputError(
-            f"{name}: fsdp_shard_model_weights must hold the {last - first} bytes of elements {extent}, got "
-            f"{codes.numel()}."
+            f"{name}: fsdp_shard_model_weights must hold the {last - first} bytes of elements "
+            f"{extent}, got {codes.numel()}."
         )

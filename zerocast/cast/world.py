@@ -1,7 +1,8 @@
-"""The world check: do the ranks of a group mean the same weights, and do their shards cover each exactly once?
+"""The world check: do the ranks of a group mean the same weights, and do their shards cover each
+exactly once?
 
-It runs once, when a plan is made. Every rank computes the verdict from the same exchanged data, so all ranks raise the
-same error or none does.
+It runs once, when a plan is made. Every rank computes the verdict from the same exchanged data, so
+all ranks raise the same error or none does.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ def members_by_group(group: object, weights: int) -> dict[Communicator, list[int
         return {as_communicator(group): list(range(weights))}
     if len(group) != weights:
         raise InputError(
-            f"group must be one group, or have one entry for each of the {weights} model_weights, got {len(group)}."
+            f"group must be one group, or have one entry for each of the {weights} model_weights, "
+            f"got {len(group)}."
         )
     members: dict[Communicator, list[int]] = {}
     for i, one in enumerate(group):
@@ -42,21 +44,26 @@ def members_by_group(group: object, weights: int) -> dict[Communicator, list[int
 
 
 def raise_in_all(comms: Sequence[Communicator], error: ZerocastError | None) -> None:
-    """Every rank of every group raises where one rank has an error, even if it shares only some groups with it."""
+    """Every rank of every group raises where one rank has an error, even if it shares only some
+    groups with it.
+    """
     if len(comms) == 1:
         raise_together(comms[0], error)
         return
-    # Once through the groups tells the neighbours, the second time tells those who share an earlier group with them.
+    # Once through the groups tells the neighbours, the second time tells those who share an earlier
+    # group with them.
     for comm in (*comms, *comms):
         try:
             raise_together(comm, error)
-        except ZerocastError as e:
+        except ZerocastError as e:  # noqa: PERF203  (the loop goes on: others must hear of it)
             error = error or e
     if error is not None:
         raise error
 
 
-def exchange_extents(comm: Communicator, requests: Sequence[ShardRequest], options: str) -> torch.Tensor:
+def exchange_extents(
+    comm: Communicator, requests: Sequence[ShardRequest], options: str
+) -> torch.Tensor:
     """Compare what all ranks were given; return who owns what.
 
     Args:
@@ -64,7 +71,8 @@ def exchange_extents(comm: Communicator, requests: Sequence[ShardRequest], optio
         options: whatever else must be the same on every rank, readable.
 
     Returns:
-        int64 [size, len(requests), 2] on the CPU: start and end of each rank's shard of each weight.
+        int64 [size, len(requests), 2] on the CPU: start and end of each rank's shard of each
+        weight.
 
     Raises:
         RankMismatchError: on every rank, naming both sides of the disagreement.
@@ -94,7 +102,9 @@ def _check_descriptions(comm: Communicator, lines: list[str], options: str) -> N
         if theirs == by_rank[0]:
             continue
         if len(theirs) != len(by_rank[0]):
-            difference = f"rank 0 has {len(by_rank[0]) - 1} weights and rank {rank} has {len(theirs) - 1}"
+            difference = (
+                f"rank 0 has {len(by_rank[0]) - 1} weights and rank {rank} has {len(theirs) - 1}"
+            )
         else:
             i = next(i for i, (a, b) in enumerate(zip(by_rank[0], theirs, strict=True)) if a != b)
             place = "" if i == 0 else f" (weight {i - 1})"
@@ -102,7 +112,8 @@ def _check_descriptions(comm: Communicator, lines: list[str], options: str) -> N
             if sorted(theirs) == sorted(by_rank[0]):
                 difference += "; they hold the same weights in another order"
         raise RankMismatchError(
-            f"every rank must give the same weights in the same order with the same recipes: {difference}."
+            "every rank must give the same weights in the same order with the same recipes: "
+            f"{difference}."
         )
 
 
@@ -114,13 +125,15 @@ def _check_coverage(requests: Sequence[ShardRequest], extents: torch.Tensor) -> 
     start, end = torch.where(empty, numel, start), torch.where(empty, numel, end)
     start, order = start.sort(dim=0)
     end = end.gather(0, order)
-    edges = torch.cat((torch.zeros_like(numel)[None], end))  # where each shard must start, then where all must end
+    edges = torch.cat(
+        (torch.zeros_like(numel)[None], end)
+    )  # where each shard must start, then where all must end
     wrong = (edges != torch.cat((start, numel[None]))).any(dim=0)
     if wrong.any():
         i = int(wrong.nonzero()[0])
         request = requests[i]
         problem = check_partition(int(numel[i]), [Extent(*e) for e in extents[:, i].tolist()])
         raise RankMismatchError(
-            f"the ranks' shards of {request.name} {tuple(request.storage.shape)} must cover each of its "
-            f"{int(numel[i])} elements exactly once: {problem}."
+            f"the ranks' shards of {request.name} {tuple(request.storage.shape)} must cover each "
+            f"of its {int(numel[i])} elements exactly once: {problem}."
         )

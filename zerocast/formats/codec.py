@@ -1,10 +1,11 @@
 """Encoding and decoding of elements in plain torch: the law in its slowest and most obvious form.
 
-These are the rounding rules that the C++ headers restate for speed. They use no float8 cast of any library: torch's
-own overflow where ours saturate (E5M2), and the signs of NaN differ between libraries.
+These are the rounding rules that the C++ headers restate for speed. They use no float8 cast of any
+library: torch's own overflow where ours saturate (E5M2), and the signs of NaN differ between
+libraries.
 
-Source of the formats: OCP "Microscaling Formats (MX)" v1.0 for E2M1, E4M3, E5M2 and E8M0; saturation and NaN as in
-TransformerEngine 2.20.
+Source of the formats: OCP "Microscaling Formats (MX)" v1.0 for E2M1, E4M3, E5M2 and E8M0;
+saturation and NaN as in TransformerEngine 2.20.
 """
 
 import torch
@@ -23,18 +24,22 @@ def encode(x: torch.Tensor, fmt: ElementFormat) -> torch.Tensor:
     """
     # float64 holds x * 2^k exactly, so torch.round (ties to even) is the only rounding here.
     magnitude = x.double().abs().clamp(max=2.0 * fmt.max)
-    # Zero and subnormals share the exponent of the smallest normal; frexp would give zero one of its own.
+    # Zero and subnormals share the exponent of the smallest normal; frexp would give zero one of
+    # its own.
     exponent = torch.frexp(magnitude.clamp(min=fmt.min_normal)).exponent - 1
     step = torch.ldexp(torch.ones_like(magnitude), exponent - fmt.mantissa_bits)
     rounded = torch.round(torch.nan_to_num(magnitude / step)).to(torch.int64)
-    # Codes of magnitudes are consecutive integers, and rounding up past the last mantissa lands on the next exponent.
+    # Codes of magnitudes are consecutive integers, and rounding up past the last mantissa lands on
+    # the next exponent.
     code = rounded + ((exponent + fmt.bias - 1) << fmt.mantissa_bits)
     code = code.clamp(max=fmt.max_code) | (torch.signbit(x).to(torch.int64) << (fmt.bits - 1))
     return torch.where(x.isnan(), fmt.nan_code, code).to(torch.uint8)
 
 
 def decode(code: torch.Tensor, fmt: ElementFormat) -> torch.Tensor:
-    """[...] uint8 codes of ``fmt`` -> [...] the FP32 values they mean (exact; E5M2 infinities included)."""
+    """[...] uint8 codes of ``fmt`` -> [...] the FP32 values they mean (exact; E5M2 infinities
+    included).
+    """
     code = code.to(torch.int64)
     sign = 1.0 - 2.0 * (code >> (fmt.bits - 1)).double()
     field = (code >> fmt.mantissa_bits) & (2**fmt.exponent_bits - 1)
@@ -51,9 +56,11 @@ def decode(code: torch.Tensor, fmt: ElementFormat) -> torch.Tensor:
 
 
 def encode_e8m0(x: torch.Tensor) -> torch.Tensor:
-    """Round non-negative FP32 block scales *up* to a power of two: [...] FP32 -> [...] uint8 exponents, NaN 0xFF.
+    """Round non-negative FP32 block scales *up* to a power of two: [...] FP32 -> [...] uint8
+    exponents, NaN 0xFF.
 
-    Values of at most 2^-127, the subnormal 0x400000, become code 0; nothing rounds up into the NaN code.
+    Values of at most 2^-127, the subnormal 0x400000, become code 0; nothing rounds up into the NaN
+    code.
     """
     bits = x.view(torch.int32).to(torch.int64)
     exponent, mantissa = bits >> 23, bits & 0x7FFFFF
@@ -67,5 +74,7 @@ def decode_e8m0(code: torch.Tensor) -> torch.Tensor:
 
 
 def reciprocal_e8m0(code: torch.Tensor) -> torch.Tensor:
-    """[...] uint8 E8M0 codes -> [...] the FP32 multiplier ``1 / decode_e8m0(code)``; 254 gives the subnormal 2^-127."""
+    """[...] uint8 E8M0 codes -> [...] the FP32 multiplier ``1 / decode_e8m0(code)``; 254 gives the
+    subnormal 2^-127.
+    """
     return torch.where(code == 0xFF, torch.nan, torch.exp2(127 - code.double())).float()

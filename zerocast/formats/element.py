@@ -1,9 +1,11 @@
 """The element formats: what one stored code means.
 
-A format is named by its exponent and mantissa widths. Everything else (largest value, subnormal step) follows from
-them and from which codes are reserved, so that is how the constants below are derived.
+A format is named by its exponent and mantissa widths. Everything else (largest value, subnormal
+step) follows from them and from which codes are reserved, so that is how the constants below are
+derived.
 
-NOT here: scales. A code means a number only together with its block's scale, which is a recipe's business.
+NOT here: scales. A code means a number only together with its block's scale, which is a recipe's
+business.
 """
 
 import math
@@ -15,7 +17,8 @@ FLT_MAX = (2.0 - 2.0**-23) * 2.0**127
 
 @dataclass(frozen=True)
 class ElementFormat:
-    """A small floating-point format: sign, ``exponent_bits``, ``mantissa_bits``, rounding to nearest even.
+    """A small floating-point format: sign, ``exponent_bits``, ``mantissa_bits``, rounding to
+    nearest even.
 
     Attributes:
         name: the field's name for it, such as ``"e4m3"``.
@@ -55,9 +58,11 @@ class ElementFormat:
 
 # 0b0_1111_110: exponent 8, mantissa 1.75; 0b_1111_111 is NaN and there is no infinity.
 E4M3 = ElementFormat("e4m3", 4, 3, max=1.75 * 2.0**8, max_code=0x7E, nan_code=0x7F)
-# 0b0_11110_11: exponent 15, mantissa 1.75; the exponent field 31 holds infinity (unused here) and the NaNs.
+# 0b0_11110_11: exponent 15, mantissa 1.75; the exponent field 31 holds infinity (unused here) and
+# the NaNs.
 E5M2 = ElementFormat("e5m2", 5, 2, max=1.75 * 2.0**15, max_code=0x7B, nan_code=0x7F)
-# 0b0_11_1: exponent 2, mantissa 1.5. No NaN and no infinity: a NaN is stored as +6, and its block's scale says NaN.
+# 0b0_11_1: exponent 2, mantissa 1.5. No NaN and no infinity: a NaN is stored as +6, and its block's
+# scale says NaN.
 E2M1 = ElementFormat("e2m1", 2, 1, max=1.5 * 2.0**2, max_code=0x7, nan_code=0x7)
 
 ELEMENT_FORMATS = {f.name: f for f in (E4M3, E5M2, E2M1)}

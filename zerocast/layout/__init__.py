@@ -1,7 +1,17 @@
-"""Where things are, integers only: ranges of elements, blocks and their scales, flat buffers over ranks."""
+"""Where things are, integers only: ranges of elements, blocks and their scales, flat buffers over
+ranks.
+"""
 
 from zerocast.layout.block_grid import BlockGrid, ScaleLayout, ceil_div, round_up
 from zerocast.layout.extent import Extent
 from zerocast.layout.flat_layout import FlatLayout, check_partition
 
-__all__ = ["BlockGrid", "Extent", "FlatLayout", "ScaleLayout", "ceil_div", "check_partition", "round_up"]
+__all__ = [
+    "BlockGrid",
+    "Extent",
+    "FlatLayout",
+    "ScaleLayout",
+    "ceil_div",
+    "check_partition",
+    "round_up",
+]

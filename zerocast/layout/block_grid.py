@@ -1,7 +1,8 @@
 """BlockGrid: which elements share a scale. ScaleLayout: where those scales are stored.
 
-Every scaling scheme is a grid of blocks over the weight seen as a matrix [rows, cols]: FP8 per tensor is one block,
-NVFP4 is 16x16, a row-wise scheme 1 x cols. Ragged edges are served: a block holds what there is.
+Every scaling scheme is a grid of blocks over the weight seen as a matrix [rows, cols]: FP8 per
+tensor is one block, NVFP4 is 16x16, a row-wise scheme 1 x cols. Ragged edges are served: a block
+holds what there is.
 """
 
 from __future__ import annotations
@@ -53,7 +54,9 @@ class BlockGrid:
 
     @property
     def amax_slots(self) -> int:
-        """Entries of this weight in an amax buffer: its blocks', then the tensor's own where there are many blocks."""
+        """Entries of this weight in an amax buffer: its blocks', then the tensor's own where there
+        are many blocks.
+        """
         return self.num_blocks + (self.num_blocks > 1)
 
     def block_of(self, index: int) -> int:
@@ -61,7 +64,9 @@ class BlockGrid:
 
         Plain arithmetic on purpose: it also serves a tensor of int64 indices.
         """
-        return index // self.cols // self.block_h * self.blocks_w + index % self.cols // self.block_w
+        return (
+            index // self.cols // self.block_h * self.blocks_w + index % self.cols // self.block_w
+        )
 
     def transposed(self) -> BlockGrid:
         """The same blocks over the transposed matrix."""
@@ -72,15 +77,17 @@ class BlockGrid:
 class ScaleLayout:
     """A stored plane of block scales, [padded_rows, padded_cols].
 
-    Entry ``(r, c)`` is the scale of block ``(r // row_repeat, c)`` of ``grid``; the entries past the existing ones pad
-    both dimensions to a multiple and hold ``padding``.
+    Entry ``(r, c)`` is the scale of block ``(r // row_repeat, c)`` of ``grid``; the entries past
+    the existing ones pad both dimensions to a multiple and hold ``padding``.
 
     Attributes:
         grid: the blocks that the scales belong to.
-        row_repeat: how often a block's scale is repeated downwards: ``grid.block_h`` where a GEMM reads one row of
-            scales a row of codes (NVFP4), else 1. Repeats past the matrix's last row are padding, not scale.
+        row_repeat: how often a block's scale is repeated downwards: ``grid.block_h`` where a GEMM
+            reads one row of scales a row of codes (NVFP4), else 1. Repeats past the matrix's last
+            row are padding, not scale.
         row_multiple, col_multiple: what the dimensions are padded to.
-        padding: the value (FP32 scales) or the code (uint8 scales) of entries that belong to no block.
+        padding: the value (FP32 scales) or the code (uint8 scales) of entries that belong to no
+            block.
     """
 
     grid: BlockGrid

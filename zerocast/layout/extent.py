@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, order=True)
 class Extent:
-    """Elements ``[start, end)`` of one weight (row-major) or of one flat buffer; empty where both are equal."""
+    """Elements ``[start, end)`` of one weight (row-major) or of one flat buffer; empty where both
+    are equal.
+    """
 
     start: int
     end: int
@@ -32,5 +34,7 @@ class Extent:
         return Extent(start, max(start, min(self.end, other.end)))
 
     def shifted(self, offset: int) -> Extent:
-        """The same elements, counted from ``offset`` elements earlier (or later, where it is negative)."""
+        """The same elements, counted from ``offset`` elements earlier (or later, where it is
+        negative).
+        """
         return Extent(self.start + offset, self.end + offset)

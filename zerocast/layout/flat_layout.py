@@ -1,8 +1,9 @@
 """FlatLayout: weights end to end in one flat buffer, cut evenly over ranks.
 
-This is how ZeRO optimizers own weights: concatenate them, give rank r the r-th of D equal ranges, wherever those fall
-inside a weight. The ranges are equal (the end is padded) so that one in-place all-gather moves them, and their length
-is a multiple of ``alignment`` elements, so no byte of packed 4-bit codes is ever shared between two ranks.
+This is how ZeRO optimizers own weights: concatenate them, give rank r the r-th of D equal ranges,
+wherever those fall inside a weight. The ranges are equal (the end is padded) so that one in-place
+all-gather moves them, and their length is a multiple of ``alignment`` elements, so no byte of
+packed 4-bit codes is ever shared between two ranks.
 """
 
 from collections.abc import Sequence
@@ -13,7 +14,8 @@ from zerocast.layout.block_grid import ceil_div, round_up
 from zerocast.layout.extent import Extent
 
 ALIGNMENT = 128
-"""Elements; 64 bytes of 4-bit codes, so every rank's range of every format starts on a cache line."""
+"""Elements; 64 bytes of 4-bit codes, so every rank's range of every format starts on a cache
+line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,20 +52,27 @@ class FlatLayout:
         return Extent(rank * self.rank_numel, (rank + 1) * self.rank_numel)
 
     def shards(self, rank: int) -> list[Extent]:
-        """What ``rank`` owns of each weight, in elements of that weight; empty where it owns nothing."""
+        """What ``rank`` owns of each weight, in elements of that weight; empty where it owns
+        nothing.
+        """
         owned = self.rank_extent(rank)
         return [owned.intersect(w).shifted(-w.start) if owned.intersect(w) else Extent(0, 0)
                 for w in self.weight_extents()]  # fmt: skip
 
     def shard_slices(self, rank: int) -> list[slice]:
-        """For each weight, the part of ``rank``'s own range (its FP32 master, say) that :meth:`shards` names."""
+        """For each weight, the part of ``rank``'s own range (its FP32 master, say) that
+        :meth:`shards` names.
+        """
         owned = self.rank_extent(rank)
         parts = [owned.intersect(w) for w in self.weight_extents()]
-        return [slice(p.start - owned.start, p.end - owned.start) if p else slice(0, 0) for p in parts]
+        return [
+            slice(p.start - owned.start, p.end - owned.start) if p else slice(0, 0) for p in parts
+        ]
 
 
 def check_partition(numel: int, extents: Sequence[Extent]) -> str | None:
-    """What is wrong with ``extents`` (by rank) as a partition of ``numel`` elements, or None where nothing is.
+    """What is wrong with ``extents`` (by rank) as a partition of ``numel`` elements, or None where
+    nothing is.
 
     A partition covers every element exactly once. Empty extents may stand anywhere.
     """
@@ -73,8 +82,8 @@ def check_partition(numel: int, extents: Sequence[Extent]) -> str | None:
             continue
         if extent.start < reached:
             return (
-                f"elements {Extent(extent.start, min(reached, extent.end))} are owned twice: rank {last_rank} holds "
-                f"{extents[last_rank]} and rank {rank} holds {extent}"
+                f"elements {Extent(extent.start, min(reached, extent.end))} are owned twice: rank "
+                f"{last_rank} holds {extents[last_rank]} and rank {rank} holds {extent}"
             )
         if extent.start > reached:
             return f"elements {Extent(reached, extent.start)} are owned by no rank"

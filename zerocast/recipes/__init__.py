@@ -7,4 +7,12 @@ from zerocast.recipes.recipe import NOMINAL_DTYPES, Buffers, BufferSpec, Recipe
 RECIPES: dict[str, type[Recipe]] = {"nvfp4": NVFP4BlockScaling, "fp8": Float8CurrentScaling}
 """Every scheme, by the short name that command lines use."""
 
-__all__ = ["NOMINAL_DTYPES", "RECIPES", "BufferSpec", "Buffers", "Float8CurrentScaling", "NVFP4BlockScaling", "Recipe"]
+__all__ = [
+    "NOMINAL_DTYPES",
+    "RECIPES",
+    "BufferSpec",
+    "Buffers",
+    "Float8CurrentScaling",
+    "NVFP4BlockScaling",
+    "Recipe",
+]

@@ -24,8 +24,9 @@ _FORMATS = {f.name: f for f in (E4M3, E5M2)}
 class Float8CurrentScaling(Recipe):
     """FP8 weights under one FP32 scale a tensor; N-D weights are served.
 
-    Stored are ``rowwise_data`` uint8 in the weight's shape, ``rowwise_scale_inv`` FP32 [1], and as a derived copy
-    ``columnwise_data`` uint8 [K, product of the leading dimensions], whose scale is the same one.
+    Stored are ``rowwise_data`` uint8 in the weight's shape, ``rowwise_scale_inv`` FP32 [1], and as
+    a derived copy ``columnwise_data`` uint8 [K, product of the leading dimensions], whose scale is
+    the same one.
 
     Attributes:
         fp8_format: ``"e4m3"`` or ``"e5m2"``.
@@ -39,9 +40,13 @@ class Float8CurrentScaling(Recipe):
 
     def __post_init__(self) -> None:
         if self.fp8_format not in _FORMATS:
-            raise InputError(f"fp8_format must be one of {sorted(_FORMATS)}, got {self.fp8_format!r}.")
+            raise InputError(
+                f"fp8_format must be one of {sorted(_FORMATS)}, got {self.fp8_format!r}."
+            )
         if not (math.isfinite(self.amax_epsilon) and self.amax_epsilon >= 0):
-            raise InputError(f"amax_epsilon must be finite and not negative, got {self.amax_epsilon}.")
+            raise InputError(
+                f"amax_epsilon must be finite and not negative, got {self.amax_epsilon}."
+            )
 
     @property
     def law(self) -> Float8Law:

@@ -1,9 +1,10 @@
 """Recipe: how an amax becomes a scale, and where codes and scales of a weight are stored.
 
-A recipe is a frozen configuration, hashable and comparable, so weights of equal recipes are cast by the same launches.
-It composes the operations of :mod:`zerocast.ops` into the steps of a cast and knows no backend; a backend knows no
-recipe. A scheme that fits the base class states its law, its grid and its two scale layouts; one that does not (two
-planes quantized independently, say) overrides the steps.
+A recipe is a frozen configuration, hashable and comparable, so weights of equal recipes are cast by
+the same launches. It composes the operations of :mod:`zerocast.ops` into the steps of a cast and
+knows no backend; a backend knows no recipe. A scheme that fits the base class states its law, its
+grid and its two scale layouts; one that does not (two planes quantized independently, say)
+overrides the steps.
 """
 
 from __future__ import annotations
@@ -19,7 +20,16 @@ import torch
 from zerocast.errors import InputError
 from zerocast.formats import packed_columns
 from zerocast.layout import BlockGrid, ScaleLayout
-from zerocast.ops import Backend, CastShard, DequantizeTarget, Launch, Law, Masters, ScaleTarget, TransposeTarget
+from zerocast.ops import (
+    Backend,
+    CastShard,
+    DequantizeTarget,
+    Launch,
+    Law,
+    Masters,
+    ScaleTarget,
+    TransposeTarget,
+)
 
 NOMINAL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """What a quantized weight can present itself as."""
@@ -42,15 +52,16 @@ class Recipe(ABC):
     """A scaling scheme for weights.
 
     Attributes:
-        round_master: round each FP32 master element to the weight's nominal dtype before the amax and the cast, as
-            TransformerEngine and Megatron do; so a cast equals "cast to BF16, then quantize". False quantizes straight
-            from FP32.
+        round_master: round each FP32 master element to the weight's nominal dtype before the amax
+            and the cast, as TransformerEngine and Megatron do; so a cast equals "cast to BF16, then
+            quantize". False quantizes straight from FP32.
     """
 
     round_master: bool = True
 
     rebuilds_on_use: ClassVar[bool] = True
-    """Whether the columnwise copy can be made from the gathered rowwise one alone, whenever it is next needed."""
+    """Whether the columnwise copy can be made from the gathered rowwise one alone, whenever it is
+    next needed."""
 
     # --- what a scheme states ---
 
@@ -65,7 +76,9 @@ class Recipe(ABC):
 
     @abstractmethod
     def grid(self, shape: Sequence[int]) -> BlockGrid:
-        """The blocks of a weight of ``shape``, seen as the matrix [product of the leading dimensions, last]."""
+        """The blocks of a weight of ``shape``, seen as the matrix [product of the leading
+        dimensions, last].
+        """
 
     @abstractmethod
     def scale_layout(self, shape: Sequence[int]) -> ScaleLayout:
@@ -77,10 +90,12 @@ class Recipe(ABC):
 
     @abstractmethod
     def buffers(self, shape: Sequence[int], *, columnwise: bool) -> dict[str, BufferSpec]:
-        """Every tensor that a weight of ``shape`` stores, by name; with or without the columnwise copy.
+        """Every tensor that a weight of ``shape`` stores, by name; with or without the columnwise
+        copy.
 
-        The names are the attributes of the weight: ``rowwise_data``, ``rowwise_scale_inv``, ``columnwise_data``,
-        ``columnwise_scale_inv``, ``amax``. ``rowwise_data`` is what an all-gather moves.
+        The names are the attributes of the weight: ``rowwise_data``, ``rowwise_scale_inv``,
+        ``columnwise_data``, ``columnwise_scale_inv``, ``amax``. ``rowwise_data`` is what an
+        all-gather moves.
         """
 
     # --- what follows from it ---
@@ -90,15 +105,25 @@ class Recipe(ABC):
         return dtype if self.round_master else torch.float32
 
     def scale_target(
-        self, shape: Sequence[int], buffers: Buffers, block_amax: torch.Tensor, tensor_amax: torch.Tensor
+        self,
+        shape: Sequence[int],
+        buffers: Buffers,
+        block_amax: torch.Tensor,
+        tensor_amax: torch.Tensor,
     ) -> ScaleTarget:
         """A weight's scales, as the operand of :meth:`compute_scale`."""
         return ScaleTarget(
-            self.scale_layout(shape), block_amax, tensor_amax, buffers["rowwise_scale_inv"], buffers.get("amax")
+            self.scale_layout(shape),
+            block_amax,
+            tensor_amax,
+            buffers["rowwise_scale_inv"],
+            buffers.get("amax"),
         )
 
     def transpose_target(self, shape: Sequence[int], buffers: Buffers) -> TransposeTarget:
-        """A weight's codes and its columnwise copy, as the operand of :meth:`post_all_gather_processing`."""
+        """A weight's codes and its columnwise copy, as the operand of
+        :meth:`post_all_gather_processing`.
+        """
         return TransposeTarget(
             self.law.fmt,
             self.scale_layout(shape),
@@ -109,15 +134,23 @@ class Recipe(ABC):
             buffers.get("columnwise_scale_inv"),
         )
 
-    def dequantize_target(self, shape: Sequence[int], buffers: Buffers, out: torch.Tensor) -> DequantizeTarget:
+    def dequantize_target(
+        self, shape: Sequence[int], buffers: Buffers, out: torch.Tensor
+    ) -> DequantizeTarget:
         """A weight's codes, and the FP32 [M, K] tensor that receives its values."""
         return DequantizeTarget(
-            self.scale_layout(shape), buffers["rowwise_data"], buffers["rowwise_scale_inv"], buffers.get("amax"), out
+            self.scale_layout(shape),
+            buffers["rowwise_data"],
+            buffers["rowwise_scale_inv"],
+            buffers.get("amax"),
+            out,
         )
 
     # --- the steps, in terms of operations ---
 
-    def partial_amax(self, backend: Backend, shards: Sequence[CastShard], masters: Masters) -> Launch:
+    def partial_amax(
+        self, backend: Backend, shards: Sequence[CastShard], masters: Masters
+    ) -> Launch:
         """Step 1, before the all-reduce."""
         return backend.partial_amax(shards, masters)
 
@@ -125,11 +158,15 @@ class Recipe(ABC):
         """Step 2, after the all-reduce; the same on every rank."""
         return backend.compute_scale(self.law, targets)
 
-    def partial_cast(self, backend: Backend, shards: Sequence[CastShard], masters: Masters) -> Launch:
+    def partial_cast(
+        self, backend: Backend, shards: Sequence[CastShard], masters: Masters
+    ) -> Launch:
         """Step 3, this rank's codes."""
         return backend.partial_cast(self.law, shards, masters)
 
-    def post_all_gather_processing(self, backend: Backend, targets: Sequence[TransposeTarget]) -> Launch:
+    def post_all_gather_processing(
+        self, backend: Backend, targets: Sequence[TransposeTarget]
+    ) -> Launch:
         """Step 4, after the all-gather: the derived columnwise copies."""
         return backend.transpose(targets)
 
@@ -144,7 +181,9 @@ class Recipe(ABC):
         return math.prod(shape[:-1]), shape[-1]
 
     def _code_buffers(self, shape: Sequence[int], *, columnwise: bool) -> dict[str, BufferSpec]:
-        """The rowwise codes in the weight's own shape, and the columnwise ones as the transposed matrix."""
+        """The rowwise codes in the weight's own shape, and the columnwise ones as the transposed
+        matrix.
+        """
         rows, cols = self._matrix(shape)
         fmt = self.law.fmt
         specs = {"rowwise_data": BufferSpec((*shape[:-1], packed_columns(fmt, cols)), torch.uint8)}
@@ -154,6 +193,10 @@ class Recipe(ABC):
 
 
 def require_elements(name: str, shape: Sequence[int], dims: str) -> None:
-    """Raise :class:`InputError` for a weight without elements; ``dims`` says what ``name`` accepts."""
+    """Raise :class:`InputError` for a weight without elements; ``dims`` says what ``name``
+    accepts.
+    """
     if not shape or math.prod(shape) == 0:
-        raise InputError(f"{name} needs a weight of {dims} with at least one element, got shape {tuple(shape)}.")
+        raise InputError(
+            f"{name} needs a weight of {dims} with at least one element, got shape {tuple(shape)}."
+        )

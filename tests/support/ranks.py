@@ -1,0 +1,97 @@
+"""Running one test body on the ranks of any communicator.
+
+Kinds:
+    in_process          threads of this process; works in every session
+    mpi                 processes of an MPI session, the first ``world_size`` of its ranks
+    torch_distributed   the same processes, as a gloo group
+"""
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from zerocast.comm import (
+    Communicator,
+    InProcessCommunicator,
+    MpiCommunicator,
+    TorchDistributedCommunicator,
+    as_communicator,
+    run_in_process,
+)
+
+MPI_RANKS = 4
+"""The ranks of an MPI session: ``mpiexec -n 4 python -m mpi4py -m pytest --with-mpi -x -m mpi``."""
+
+KINDS = ("in_process", "mpi", "torch_distributed")
+
+
+def run_ranks(kind: str, world_size: int, fn: Callable[[Communicator], Any]) -> list[Any]:
+    """Call ``fn(comm)`` on every rank of a fresh group; return the results in rank order.
+
+    In an MPI session every process calls this, with the same arguments, and every process gets all
+    results (by pickle), those beyond ``world_size`` too. ``fn`` must not raise on some ranks only: the
+    others would wait for it (``python -m mpi4py`` and ``-x`` then end the session with its error).
+    """
+    if kind == "in_process":
+        return run_in_process(world_size, fn)
+    from mpi4py import MPI
+
+    world = MPI.COMM_WORLD
+    assert 1 <= world_size <= world.size, (
+        f"{world_size} ranks asked for, the session has {world.size}"
+    )
+    run = {"mpi": _run_mpi, "torch_distributed": _run_gloo}[kind]
+    return world.allgather(run(world, world_size, fn))[:world_size]
+
+
+def split_ranks(comm: Communicator, color: int) -> Communicator:
+    """The sub-group of the ranks of ``comm`` that give the same ``color``. Every rank calls it."""
+    if isinstance(comm, InProcessCommunicator):
+        return comm.split(color)
+    if isinstance(comm, MpiCommunicator):
+        from mpi4py import MPI
+
+        return as_communicator(_member_of(MPI.COMM_WORLD, comm.size).Split(color, comm.rank))
+    colors = comm.all_gather_object(color)
+    groups = {
+        each: dist.new_group([rank for rank, theirs in enumerate(colors) if theirs == each])
+        for each in sorted(set(colors))  # new_group is collective: every rank makes every group
+    }
+    return as_communicator(groups[color])
+
+
+_groups: dict[int, Any] = {}
+
+
+def _member_of(world: Any, world_size: int) -> Any:
+    """The MPI communicator of the first ranks; None on the others. Made once a session."""
+    if world_size not in _groups:
+        from mpi4py import MPI
+
+        sub = world.Split(0 if world.rank < world_size else MPI.UNDEFINED, world.rank)
+        _groups[world_size] = None if sub == MPI.COMM_NULL else sub
+    return _groups[world_size]
+
+
+def _run_mpi(world: Any, world_size: int, fn: Callable[[Communicator], Any]) -> Any:
+    group = _member_of(world, world_size)
+    return None if group is None else fn(MpiCommunicator(group))
+
+
+def _run_gloo(world: Any, world_size: int, fn: Callable[[Communicator], Any]) -> Any:
+    # A fresh default group each time, and none left behind: to other tests, group=None is one rank.
+    with tempfile.TemporaryDirectory() as directory:
+        path = world.bcast(str(Path(directory) / "store"))
+        result = None
+        if world.rank < world_size:
+            store = dist.FileStore(path, world_size)
+            dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world_size)
+            try:
+                result = fn(TorchDistributedCommunicator(dist.group.WORLD))
+            finally:
+                dist.destroy_process_group()
+        world.Barrier()
+        return result
