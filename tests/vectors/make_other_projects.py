@@ -1,0 +1,103 @@
+"""Writes ``other_projects.json``: weights quantized by torchao and compressed-tensors.
+
+Run as ``python -m tests.vectors.make_other_projects`` where torchao 0.18.0 and compressed-tensors
+0.20.0 are installed; tests read the file and need neither. No code of zerocast runs here.
+
+Both projects scale NVFP4 in blocks of 1x16 where a weight of ours has 16x16, so each row of every
+16x16 block is given the same amax, and one scale is right for both.
+"""
+
+import json
+import warnings
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+
+Quantize = Callable[[torch.Tensor], dict[str, str]]
+
+FILE = Path(__file__).with_name("other_projects.json")
+
+SHAPES = {"two blocks": (32, 16), "one row more than a block, K = 80": (17, 80)}
+
+
+def weight(shape: tuple[int, int], seed: int) -> torch.Tensor:
+    """[M, K] BF16 of normal data in which the rows of a 16x16 block share their amax."""
+    generator = torch.Generator().manual_seed(seed)
+    rows, cols = shape
+    blocks = torch.rand(-(-rows // 16), cols // 16, generator=generator) * 0.1 + 0.01
+    amax = blocks.bfloat16().float().repeat_interleave(16, dim=0)[:rows, :, None]
+    x = torch.randn(rows, cols // 16, 16, generator=generator) * amax / 3
+    x = x.clamp(-0.98 * amax, 0.98 * amax)
+    place = torch.randint(0, 16, (rows, cols // 16, 1), generator=generator)
+    sign = torch.randint(0, 2, (rows, cols // 16, 1), generator=generator) * 2.0 - 1
+    return x.scatter(2, place, amax * sign).view(shape).bfloat16()
+
+
+def torchao_nvfp4(x: torch.Tensor) -> dict[str, str]:
+    """Two-level scaling with the scale of the tensor's own amax."""
+    from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor, per_tensor_amax_to_scale
+
+    tensor_scale = per_tensor_amax_to_scale(x.abs().max())
+    quantized = NVFP4Tensor.to_nvfp4(x, per_tensor_scale=tensor_scale)
+    return {"codes": hexadecimal(quantized.qdata), "scales": hexadecimal(quantized.scale)}
+
+
+def compressed_tensors_nvfp4(x: torch.Tensor) -> dict[str, str]:
+    """The preset scheme "NVFP4", its scales from the minima and maxima of groups of 16."""
+    from compressed_tensors.compressors.nvfp4 import NVFP4PackedCompressor
+    from compressed_tensors.quantization import preset_name_to_scheme
+    from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
+
+    scheme = preset_name_to_scheme("NVFP4", targets=["Linear"])
+    groups = x.float().view(x.shape[0], -1, 16)
+    tensor_scale = generate_gparam(groups.amin(), groups.amax())
+    low, high = groups.amin(dim=-1), groups.amax(dim=-1)
+    scale, _ = calculate_qparams(low, high, scheme.weights, global_scale=tensor_scale)
+    state = {"weight": x.float(), "weight_scale": scale, "weight_global_scale": tensor_scale}
+    compressed = NVFP4PackedCompressor.compress(state, scheme)
+    return {
+        "codes": hexadecimal(compressed["weight_packed"]),
+        "scales": hexadecimal(compressed["weight_scale"]),
+    }
+
+
+def torchao_float8(x: torch.Tensor, dtype: torch.dtype, power_2: bool) -> dict[str, str]:
+    """The tensorwise cast of torchao's float8 training; ``scale`` is what it multiplies by."""
+    from torchao.float8.float8_utils import tensor_to_scale, to_fp8_saturated
+
+    scale = tensor_to_scale(x, dtype, round_scales_to_power_of_2=power_2)
+    codes = to_fp8_saturated(x.float() * scale, dtype)
+    return {"codes": hexadecimal(codes), "scale": hexadecimal(scale.reshape(1))}
+
+
+def hexadecimal(x: torch.Tensor) -> str:
+    """The bytes of ``x``, row-major and little-endian."""
+    return x.detach().contiguous().view(torch.uint8).numpy().tobytes().hex()
+
+
+def main() -> None:
+    """Quantize every weight by every function and write the file."""
+    float8: dict[str, Quantize] = {
+        "e4m3": lambda x: torchao_float8(x, torch.float8_e4m3fn, power_2=False),
+        "e5m2": lambda x: torchao_float8(x, torch.float8_e5m2, power_2=False),
+        "e4m3, power of two": lambda x: torchao_float8(x, torch.float8_e4m3fn, power_2=True),
+    }
+    nvfp4 = {"torchao": torchao_nvfp4, "compressed-tensors": compressed_tensors_nvfp4}
+    weights = {}
+    for seed, (name, shape) in enumerate(SHAPES.items()):
+        x = weight(shape, seed)
+        weights[name] = {
+            "shape": shape,
+            "bf16": hexadecimal(x),
+            "nvfp4": {project: quantize(x) for project, quantize in nvfp4.items()},
+            "float8": {kind: quantize(x) for kind, quantize in float8.items()},
+        }
+    made_with = {name: version(name) for name in ("torch", "torchao", "compressed-tensors")}
+    FILE.write_text(json.dumps({"made with": made_with, "weights": weights}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    main()
