@@ -14,7 +14,7 @@ import torch
 
 from zerocast.cast.plan import CastPlan
 from zerocast.cast.request import ShardRequest, check_request
-from zerocast.comm import Communicator, agree, as_communicator
+from zerocast.comm import Communicator, Group, agree, as_communicator
 from zerocast.errors import InputError, ZerocastError
 from zerocast.ops import Float8Law, NVFP4Law
 from zerocast.tensors import QuantizedTensor, rebuild_derived
@@ -28,7 +28,7 @@ def quantize_master_weights(
     model_weights: Sequence[torch.Tensor],
     master_weights: Sequence[torch.Tensor | None],
     start_offsets: Sequence[int | None],
-    group: object = None,
+    group: Group = None,
     fsdp_shard_model_weights: Sequence[torch.Tensor | None] | None = None,
     manual_post_all_gather_processing: bool = True,
     *,
@@ -69,7 +69,7 @@ def cast_master_weights_to_nvfp4(
     model_weights: Sequence[torch.Tensor],
     master_weights: Sequence[torch.Tensor | None],
     start_offsets: Sequence[int | None],
-    group: object = None,
+    group: Group = None,
     fsdp_shard_model_weights: Sequence[torch.Tensor | None] | None = None,
     manual_post_all_gather_processing: bool = True,
     *,
@@ -88,7 +88,7 @@ def cast_master_weights_to_fp8(
     model_weights: Sequence[torch.Tensor],
     master_weights: Sequence[torch.Tensor | None],
     start_offsets: Sequence[int | None],
-    group: object = None,
+    group: Group = None,
     fsdp_shard_model_weights: Sequence[torch.Tensor | None] | None = None,
     manual_post_all_gather_processing: bool = True,
     *,
@@ -127,7 +127,7 @@ def _cast(
     model_weights: Sequence[torch.Tensor],
     master_weights: Sequence[torch.Tensor | None],
     start_offsets: Sequence[int | None],
-    group: object,
+    group: Group,
     fsdp_shard_model_weights: Sequence[torch.Tensor | None] | None,
     manual: bool,
     check_finite: bool,

@@ -50,7 +50,7 @@ from zerocast.cast.finite import raise_if_not_finite
 from zerocast.cast.gather import CodeGather
 from zerocast.cast.request import ShardRequest, check_rebind, check_request
 from zerocast.cast.world import exchange_extents, members_by_group, raise_in_all
-from zerocast.comm import Communicator
+from zerocast.comm import Communicator, Group
 from zerocast.errors import InputError, ZerocastError
 from zerocast.ops import Launch, Masters
 from zerocast.recipes import Recipe
@@ -109,7 +109,7 @@ class CastPlan:
         model_weights: Sequence[torch.Tensor],
         master_weights: Sequence[torch.Tensor | None],
         start_offsets: Sequence[int | None],
-        group: object = None,
+        group: Group | Sequence[Group] = None,
         *,
         names: Sequence[str] | None = None,
         fsdp_shard_model_weights: Sequence[torch.Tensor | None] | None = None,

@@ -70,7 +70,7 @@ def check_request(
                 f"model_weights, got {len(given)} entries; give None where this rank owns nothing "
                 "of a weight."
             )
-    requests = []
+    requests: list[ShardRequest] = []
     first_use: dict[int, str] = {}
     for i, weight in enumerate(model_weights):
         name = names[i] if names is not None else f"model_weights[{i}]"

@@ -13,13 +13,13 @@ from collections.abc import Sequence
 import torch
 
 from zerocast.cast.request import ShardRequest
-from zerocast.comm import Communicator, as_communicator, raise_together
+from zerocast.comm import Communicator, Group, as_communicator, raise_together
 from zerocast.errors import InputError, RankMismatchError, ZerocastError
 from zerocast.layout import Extent, check_partition
 from zerocast.ops import NUMERICS_VERSION
 
 
-def members_by_group(group: object, weights: int) -> dict[Communicator, list[int]]:
+def members_by_group(group: Group | Sequence[Group], weights: int) -> dict[Communicator, list[int]]:
     """The places of the weights of each group, in the order in which the groups first appear.
 
     Args:
@@ -30,7 +30,7 @@ def members_by_group(group: object, weights: int) -> dict[Communicator, list[int
     Raises:
         InputError: for a list of another length, or for what is no group.
     """
-    if not isinstance(group, (list, tuple)):
+    if not isinstance(group, Sequence):
         return {as_communicator(group): list(range(weights))}
     if len(group) != weights:
         raise InputError(

@@ -8,6 +8,11 @@ holds what there is.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+
+Index = TypeVar("Index", int, torch.Tensor)
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -59,10 +64,9 @@ class BlockGrid:
         """
         return self.num_blocks + (self.num_blocks > 1)
 
-    def block_of(self, index: int) -> int:
-        """The number of the block that holds the element with flat index ``index``.
-
-        Plain arithmetic on purpose: it also serves a tensor of int64 indices.
+    def block_of(self, index: Index) -> Index:
+        """The number of the block that holds the element with flat index ``index``: an int, or a
+        tensor of int64 indices.
         """
         return (
             index // self.cols // self.block_h * self.blocks_w + index % self.cols // self.block_w

@@ -76,7 +76,7 @@ def check_partition(numel: int, extents: Sequence[Extent]) -> str | None:
 
     A partition covers every element exactly once. Empty extents may stand anywhere.
     """
-    reached, last_rank = 0, None
+    reached, last_rank = 0, 0
     for rank, extent in sorted(enumerate(extents), key=lambda item: item[1]):
         if not extent:
             continue
