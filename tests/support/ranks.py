@@ -6,11 +6,13 @@ Kinds:
     torch_distributed   the same processes, as a gloo group
 """
 
+import io
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from zerocast.comm import (
@@ -32,8 +34,8 @@ def run_ranks(kind: str, world_size: int, fn: Callable[[Communicator], Any]) -> 
     """Call ``fn(comm)`` on every rank of a fresh group; return the results in rank order.
 
     In an MPI session every process calls this, with the same arguments, and every process gets all
-    results (by pickle), those beyond ``world_size`` too. ``fn`` must not raise on some ranks only: the
-    others would wait for it (``python -m mpi4py`` and ``-x`` then end the session with its error).
+    results (by torch.save), those beyond ``world_size`` too. ``fn`` must not raise on some ranks
+    only: the others would wait (``python -m mpi4py`` and ``-x`` then end the session).
     """
     if kind == "in_process":
         return run_in_process(world_size, fn)
@@ -44,7 +46,10 @@ def run_ranks(kind: str, world_size: int, fn: Callable[[Communicator], Any]) -> 
         f"{world_size} ranks asked for, the session has {world.size}"
     )
     run = {"mpi": _run_mpi, "torch_distributed": _run_gloo}[kind]
-    return world.allgather(run(world, world_size, fn))[:world_size]
+    results = io.BytesIO()  # not by pickle, which fails on float8 tensors
+    torch.save(run(world, world_size, fn), results)
+    by_rank = world.allgather(results.getvalue())[:world_size]
+    return [torch.load(io.BytesIO(result), weights_only=False) for result in by_rank]
 
 
 def split_ranks(comm: Communicator, color: int) -> Communicator:
@@ -90,7 +95,9 @@ def _run_gloo(world: Any, world_size: int, fn: Callable[[Communicator], Any]) ->
             store = dist.FileStore(path, world_size)
             dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world_size)
             try:
-                result = fn(TorchDistributedCommunicator(dist.group.WORLD))
+                comm = TorchDistributedCommunicator(dist.group.WORLD)
+                result = fn(comm)
+                comm.barrier()  # a rank that leaves at once can cut off one that still connects
             finally:
                 dist.destroy_process_group()
         world.Barrier()
