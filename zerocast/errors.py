@@ -1,8 +1,9 @@
 """What a user can be told went wrong.
 
-Every error that zerocast raises on purpose is a :class:`ZerocastError` and also the built-in exception that a Python
-user would expect, so ``except ValueError`` keeps working. Messages say what is required, what was given and what to do.
-An ``assert`` in this project is about our own mistakes, never about the caller's.
+Every error that zerocast raises on purpose is a :class:`ZerocastError` and also the built-in
+exception that a Python user would expect, so ``except ValueError`` keeps working. Messages say what
+is required, what was given and what to do. An ``assert`` in this project is about our own mistakes,
+never about the caller's.
 """
 
 
@@ -15,11 +16,15 @@ class InputError(ZerocastError, ValueError):
 
 
 class RankMismatchError(InputError):
-    """The ranks of a group were given arguments that do not fit together. Nothing has been written on any of them."""
+    """The ranks of a group were given arguments that do not fit together. Nothing has been written
+    on any of them.
+    """
 
 
 class NonFiniteError(ZerocastError, ValueError):
-    """``check_finite=True`` met a NaN or an infinity in a master weight. No code and no scale has been written."""
+    """``check_finite=True`` met a NaN or an infinity in a master weight. No code and no scale has
+    been written.
+    """
 
 
 class StaleCopyError(ZerocastError, RuntimeError):
@@ -27,12 +32,22 @@ class StaleCopyError(ZerocastError, RuntimeError):
 
 
 class UnsupportedError(ZerocastError, NotImplementedError):
-    """The operation is understood and deliberately refused; the message says why and what to use instead."""
+    """The operation is understood and deliberately refused; the message says why and what to use
+    instead.
+    """
 
 
 class BackendError(ZerocastError, RuntimeError):
-    """A backend that was asked for cannot run here; the message carries the reason and the remedy."""
+    """A backend that was asked for cannot run here; the message carries the reason and the
+    remedy.
+    """
 
 
 class MissingDataError(ZerocastError, AttributeError):
     """A weight was asked for data that its recipe does not store, or that it was made without."""
+
+
+class ChangedWeightError(ZerocastError, RuntimeError):
+    """A backward needs the weight that its forward used, and a cast or a copy has written it
+    since.
+    """

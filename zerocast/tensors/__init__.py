@@ -1,9 +1,11 @@
-"""Things that hold bytes: the quantized weight that torch sees, its storage, and how weights are made."""
+"""Things that hold bytes: the quantized weight that torch sees, its storage, how it is made."""
 
 import torch
 
+# operations is imported for its effect: it tells QuantizedTensor the operations that it knows.
 from zerocast.recipes import RECIPES
-from zerocast.tensors import operations as _operations  # noqa: F401  (tells QuantizedTensor the operations it knows)
+from zerocast.tensors import operations as _operations  # noqa: F401
+from zerocast.tensors.dequantize import dequantize
 from zerocast.tensors.quantize import (
     empty,
     quantize,
@@ -11,16 +13,17 @@ from zerocast.tensors.quantize import (
     rebuild_derived,
     replace_raw_data,
 )
-from zerocast.tensors.quantized_tensor import QuantizedTensor, _restore
-from zerocast.tensors.storage import CastClock, QuantizedStorage, restore
+from zerocast.tensors.quantized_tensor import QuantizedTensor, restore
+from zerocast.tensors.storage import CastClock, QuantizedStorage, restore_storage
 
-# What a saved weight consists of, so that torch.load(..., weights_only=True) rebuilds it and nothing else.
-torch.serialization.add_safe_globals([_restore, restore, *RECIPES.values()])
+# What a saved weight is made of, so that torch.load(..., weights_only=True) accepts it.
+torch.serialization.add_safe_globals([restore, restore_storage, *RECIPES.values()])
 
 __all__ = [
     "CastClock",
     "QuantizedStorage",
     "QuantizedTensor",
+    "dequantize",
     "empty",
     "quantize",
     "quantize_into",

@@ -1,7 +1,8 @@
 """Codes to values, as an operation that torch.compile can keep in a graph.
 
-A backend may call a native library, which a tracing compiler cannot look into; a registered torch operation it takes
-as one opaque call with known output. The recipe crosses that border as text, by which it is found again here.
+A backend may call a native library, which a tracing compiler cannot look into; a registered torch
+operation it takes as one opaque call with known output. The recipe crosses that border as text, by
+which it is found again here.
 """
 
 from __future__ import annotations

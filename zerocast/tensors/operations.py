@@ -1,7 +1,7 @@
 """What torch's operations do with a :class:`QuantizedTensor`.
-
-Known here: aliases and copies, which keep the codes; ``copy_`` and ``zero_``, which quantize; factories, which make
-plain tensors of the nominal shape and dtype. Everything else runs on the dequantized value.
+ Known here: aliases and copies, which keep the codes; ``copy_`` and ``zero_``, which quantize;
+views; factories, which make plain tensors of the nominal shape and dtype. Everything else runs on
+the dequantized value.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
-from zerocast.errors import InputError, UnsupportedError
+from zerocast.errors import InputError
 from zerocast.recipes import NOMINAL_DTYPES
 from zerocast.tensors.quantize import quantize_into, rebuild_derived
 from zerocast.tensors.quantized_tensor import Operation, QuantizedTensor
 from zerocast.tensors.storage import DERIVED
+from zerocast.tensors.value_view import ValueView, refuse_writes
 
 aten = torch.ops.aten
 
@@ -30,29 +31,21 @@ def _implements(*functions: Any) -> Callable[[Operation], Operation]:
 
 
 def _on_values(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Run ``func`` on dequantized values; refuse it where it would write one of them."""
-    for argument, given in zip(func._schema.arguments, args, strict=False):
-        _refuse_write(func, argument, given)
-    for argument in func._schema.arguments:
-        _refuse_write(func, argument, kwargs.get(argument.name))
+    """Run ``func`` on dequantized values; refuse it where it would write one of them.
+
+    What torch calls a view of the weight cannot be one of its value, which is made for this call;
+    it becomes a :class:`ValueView`, through which nothing can be written.
+    """
+    refuse_writes(func, args, kwargs, QuantizedTensor)
     args, kwargs = tree_map_only(QuantizedTensor, lambda t: t.dequantize(), (tuple(args), kwargs))
-    return func(*args, **kwargs)
-
-
-def _refuse_write(func: Any, argument: Any, given: Any) -> None:
-    writes = argument.alias_info is not None and argument.alias_info.is_write
-    if writes and any(isinstance(leaf, QuantizedTensor) for leaf in tree_leaves(given)):
-        raise UnsupportedError(
-            f"{func} would write a quantized weight in place. That would quantize it anew from its own rounded value, "
-            f"and small updates would be lost. Update an FP32 master and cast it (zerocast.optim.ZeroOptimizer, "
-            f"zerocast.CastPlan), or compute a new value from weight.dequantize() and weight.copy_() it."
-        )
+    out = func(*args, **kwargs)
+    return tree_map_only(torch.Tensor, ValueView, out) if func.is_view else out
 
 
 QuantizedTensor.fallback = staticmethod(_on_values)
 
 
-# --- aliases and copies ------------------------------------------------------------------------------------------
+# --- aliases and views ---
 
 
 @_implements(aten.detach.default, aten.alias.default)
@@ -60,14 +53,26 @@ def _alias(func: Any, tensor: QuantizedTensor) -> QuantizedTensor:
     return QuantizedTensor(tensor.storage)
 
 
-@_implements(aten.view.default, aten._unsafe_view.default)
-def _view(func: Any, tensor: QuantizedTensor, size: Sequence[int]) -> torch.Tensor:
-    value = torch.empty(tensor.shape, device="meta").view(size)
-    return (
-        _alias(func, tensor)
-        if value.shape == tensor.shape
-        else _on_values(func, (tensor, size), {})
-    )
+@_implements(
+    aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default,
+    aten.slice.Tensor, aten.as_strided.default, aten.expand.default,
+    aten.split.Tensor, aten.split_with_sizes.default,
+)  # fmt: skip
+def _view(func: Any, tensor: QuantizedTensor, *args: Any, **kwargs: Any) -> Any:
+    """An alias where the view is the whole weight again (``w[:]``, ``w.view_as(w)``), else its
+    values.
+
+    Fewer rows are values, too: they share a scale with the rows around them.
+    """
+    whole = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    views = func(whole, *args, **kwargs)
+    for view in views if isinstance(views, (list, tuple)) else [views]:
+        if (view.shape, view.stride(), view.storage_offset()) != (whole.shape, whole.stride(), 0):
+            return _on_values(func, (tensor, *args), kwargs)
+    return tree_map_only(torch.Tensor, lambda _: QuantizedTensor(tensor.storage), views)
+
+
+# --- copies ---
 
 
 @_implements(aten.clone.default)
@@ -83,7 +88,7 @@ def _to_copy(func: Any, tensor: QuantizedTensor, **kwargs: Any) -> torch.Tensor:
     return QuantizedTensor(tensor.storage.to(kwargs.get("device"), dtype))
 
 
-# --- writes ------------------------------------------------------------------------------------------------------
+# --- writes ---
 
 
 @_implements(aten.copy_.default)
@@ -93,43 +98,57 @@ def _copy_(
     if not isinstance(into, QuantizedTensor):
         assert isinstance(source, QuantizedTensor)
         return into.copy_(source.dequantize(), non_blocking)
+    keeps_init_val = into.storage.high_precision_init_val is not None
     if isinstance(source, QuantizedTensor):
+        init_val = source.storage.high_precision_init_val
         if source.recipe == into.recipe and source.shape == into.shape:
             _copy_bytes(into, source)
-            return into
-        source = source.dequantize()
+        else:
+            _quantize_into(into, source.dequantize())
+    else:
+        init_val = source
+        _quantize_into(into, source)
+    if keeps_init_val and init_val is not None:
+        # Masters that are made later must start from what was loaded, not from what it replaced.
+        into.storage.high_precision_init_val = (
+            init_val.detach().expand(into.shape).to("cpu", copy=True)
+        )
+    return into
+
+
+def _quantize_into(into: QuantizedTensor, source: torch.Tensor) -> None:
     try:
         source = source.expand(into.shape)
     except RuntimeError as error:
         raise InputError(
-            f"copy_ into a quantized weight of shape {tuple(into.shape)} needs that shape or one that expands to it, "
-            f"got {tuple(source.shape)}."
+            f"copy_ into a quantized weight of shape {tuple(into.shape)} needs that shape or one "
+            f"that expands to it, got {tuple(source.shape)}."
         ) from error
     quantize_into(into.storage, source)
-    return into
 
 
 def _copy_bytes(into: QuantizedTensor, source: QuantizedTensor) -> None:
-    for name, buffer in source.storage.buffers.items():
+    for name, buffer in into.storage.buffers.items():
         if name not in DERIVED:
-            into.storage.buffers[name].copy_(buffer)
+            buffer.copy_(source.storage.buffers[name])
     into.storage.mark_written()
     rebuild_derived([into.storage])
 
 
 @_implements(aten.zero_.default)
 def _zero_(func: Any, tensor: QuantizedTensor) -> QuantizedTensor:
-    quantize_into(tensor.storage, torch.zeros((), device=tensor.device).expand(tensor.shape))
-    return tensor
+    zero = torch.zeros((), dtype=tensor.dtype, device=tensor.device)
+    return _copy_(aten.copy_.default, tensor, zero)
 
 
-# --- factories ---------------------------------------------------------------------------------------------------
+# --- factories ---
 
 
 @_implements(
-    aten.empty_like.default, aten.zeros_like.default, aten.ones_like.default, aten.full_like.default,
-    aten.rand_like.default, aten.randn_like.default, aten.new_empty.default, aten.new_zeros.default,
-    aten.new_ones.default, aten.new_full.default, aten.new_empty_strided.default,
+    aten.empty_like.default, aten.zeros_like.default, aten.ones_like.default,
+    aten.full_like.default, aten.rand_like.default, aten.randn_like.default,
+    aten.new_empty.default, aten.new_zeros.default, aten.new_ones.default,
+    aten.new_full.default, aten.new_empty_strided.default,
 )  # fmt: skip
 def _factory(func: Any, tensor: QuantizedTensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     """A plain tensor: only shape, dtype and device are taken from the weight."""

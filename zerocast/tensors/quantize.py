@@ -1,7 +1,6 @@
 """Making quantized weights, and what touches their bytes outside a plan.
-
-The unsharded cast runs the same four steps of a recipe as a plan does, with one shard that is the whole weight and no
-reduction between them; so a sharded cast has something to be equal to.
+ The unsharded cast runs the same four steps of a recipe as a plan does, with one shard that is the
+whole weight and no reduction between them; so a sharded cast has something to be equal to.
 """
 
 from __future__ import annotations
@@ -31,19 +30,22 @@ def quantize(
     """Cast a whole tensor: the law that every sharded cast must equal, byte for byte.
 
     Args:
-        tensor: FP32, BF16 or FP16, of a shape that the recipe holds; any strides. A gradient does not flow through.
+        tensor: FP32, BF16 or FP16, of a shape that the recipe holds; any strides. A gradient does
+            not flow through.
         recipe: the scheme.
-        dtype: the nominal dtype of the result, which elements are rounded to first; the tensor's own by default.
+        dtype: the nominal dtype of the result, which elements are rounded to first; the tensor's
+            own by default.
         columnwise: whether the weight holds the columnwise copy.
 
     Returns:
-        A weight of its own bytes on the tensor's device. A NaN or an infinity makes everything under its scale NaN.
+        A weight of its own bytes on the tensor's device. A NaN or an infinity makes everything
+        under its scale NaN.
 
     Raises:
         InputError: for another dtype, or a shape that the recipe cannot hold.
     """
-    if not isinstance(tensor, torch.Tensor) or tensor.dtype not in NOMINAL_DTYPES:
-        given = tensor.dtype if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+    given = getattr(tensor, "dtype", type(tensor).__name__)
+    if given not in NOMINAL_DTYPES:
         raise InputError(
             f"quantize needs a tensor of {_NOMINAL_NAMES}, got {given}; convert it first."
         )
@@ -80,7 +82,8 @@ def empty(
     """
     if not isinstance(recipe, Recipe):
         raise InputError(
-            f"recipe must be a zerocast recipe such as NVFP4BlockScaling(), got {recipe!r}; pass an instance."
+            f"recipe must be a zerocast recipe such as NVFP4BlockScaling(), got {recipe!r}; pass "
+            f"an instance."
         )
     if dtype not in NOMINAL_DTYPES:
         raise InputError(
@@ -98,11 +101,11 @@ def quantize_into(storage: QuantizedStorage, source: torch.Tensor) -> None:
 
     Args:
         storage: the weight's bytes; written in place, so buffers stay where they are.
-        source: of the weight's shape; any strides, real dtype and device. FP32 is what is cast: other dtypes are
-            converted to it first.
+        source: of the weight's shape; any strides, real dtype and device. FP32 is what is cast:
+            other dtypes are converted to it first.
     """
     assert source.shape == storage.shape, (source.shape, storage.shape)
-    master = source.detach().to(storage.device, torch.float32).contiguous()
+    master = _plain_fp32(source, storage.device)
     amax = torch.zeros(storage.grid.amax_slots, dtype=torch.int32, device=storage.device)
     masters = Masters(1)
     masters.bind([master])
@@ -115,10 +118,18 @@ def quantize_into(storage: QuantizedStorage, source: torch.Tensor) -> None:
     rebuild_derived([storage])
 
 
-def rebuild_derived(storages: Iterable[QuantizedStorage]) -> None:
-    """Make the derived copies of weights from their present codes: one launch for each recipe and device.
+def _plain_fp32(source: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """``source`` in memory that a backend can read: FP32, contiguous; itself where it is that."""
+    if type(source) in (torch.Tensor, torch.nn.Parameter):
+        return source.detach().to(device, torch.float32).contiguous()
+    # A subclass may have no memory of its own (a quantized weight, a view of one) but can be read.
+    return torch.empty(source.shape, dtype=torch.float32, device=device).copy_(source.detach())
 
-    Weights without a columnwise copy are skipped.
+
+def rebuild_derived(storages: Iterable[QuantizedStorage]) -> None:
+    """Make the derived copies of weights from their present codes.
+
+    One launch for each recipe and device. Weights without a columnwise copy are skipped.
     """
     groups: dict[tuple[Recipe, torch.device], list[QuantizedStorage]] = {}
     for storage in storages:
@@ -134,13 +145,13 @@ def rebuild_derived(storages: Iterable[QuantizedStorage]) -> None:
 def replace_raw_data(tensor: QuantizedTensor, new_raw_data: torch.Tensor) -> None:
     """Move a weight's codes into a buffer of the caller's; the value stays the same.
 
-    Every alias of the weight sees the new buffer, and derived copies stay valid. This is how the codes of many weights
-    become slices of the one flat buffer that an all-gather moves.
+    Every alias of the weight sees the new buffer, and derived copies stay valid. This is how the
+    codes of many weights become slices of the one flat buffer that an all-gather moves.
 
     Args:
         tensor: the weight.
-        new_raw_data: uint8, contiguous, on the weight's device, of as many bytes as ``tensor.rowwise_data``: in its
-            shape or as a 1-D slice. Overwritten with the codes.
+        new_raw_data: uint8, contiguous, on the weight's device, of as many bytes as
+            ``tensor.rowwise_data``: in its shape or as a 1-D slice. Overwritten with the codes.
 
     Raises:
         InputError: where it is not that. Nothing has been written.
@@ -148,18 +159,21 @@ def replace_raw_data(tensor: QuantizedTensor, new_raw_data: torch.Tensor) -> Non
     if not isinstance(tensor, QuantizedTensor):
         raise InputError(f"replace_raw_data needs a QuantizedTensor, got {type(tensor).__name__}.")
     old = tensor.storage.buffers["rowwise_data"]
-    if new_raw_data.dtype != torch.uint8:
+    given = getattr(new_raw_data, "dtype", type(new_raw_data).__name__)
+    if given != torch.uint8:
         raise InputError(
-            f"new_raw_data must be torch.uint8 (codes are bytes), got {new_raw_data.dtype}; use .view(torch.uint8)."
+            f"new_raw_data must be a torch.uint8 tensor (codes are bytes), got {given}; use "
+            f".view(torch.uint8)."
         )
     if new_raw_data.device != old.device:
         raise InputError(
-            f"new_raw_data must be on the weight's device {old.device}, got {new_raw_data.device}; move the weight first."
+            f"new_raw_data must be on the weight's device {old.device}, got {new_raw_data.device}; "
+            f"move the weight first."
         )
     if new_raw_data.shape not in (old.shape, (old.numel(),)):
         raise InputError(
-            f"new_raw_data must hold the {old.numel()} bytes of the weight's codes, in shape {tuple(old.shape)} or "
-            f"({old.numel()},), got shape {tuple(new_raw_data.shape)}."
+            f"new_raw_data must hold the {old.numel()} bytes of the weight's codes, in shape "
+            f"{tuple(old.shape)} or ({old.numel()},), got shape {tuple(new_raw_data.shape)}."
         )
     if not new_raw_data.is_contiguous():
         raise InputError(

@@ -1,62 +1,71 @@
-"""QuantizedTensor: a weight that is codes and scales in memory and a BF16, FP16 or FP32 tensor to torch.
+"""QuantizedTensor: codes and scales in memory, and to torch a tensor of BF16, FP16 or FP32.
 
-To torch it has the *nominal* shape and dtype; its value is what its codes decode to. All that it holds is a
-:class:`QuantizedStorage`, which its aliases share. It is a good citizen of torch (``nn.Parameter`` with a full-shape
-``.grad``, ``deepcopy``, ``torch.save``, ``state_dict``, ``to``, ``torch.compile``) under four rules:
+To torch it has the *nominal* shape and dtype; its value is what its codes decode to. All that it
+holds is a :class:`QuantizedStorage`, which its aliases share. It is a good citizen
+(``nn.Parameter`` with a full-shape ``.grad``, ``deepcopy``, ``torch.save``, ``state_dict``,
+``torch.compile``) under four rules:
 
-* an operation that does not know it works on the dequantized value, and gradients flow through to the whole weight as
-  if it were high precision (straight-through);
+* an operation that does not know it works on the dequantized value, and gradients reach the whole
+  weight as if it were in high precision (straight-through);
 * ``copy_`` into it quantizes; bytes are copied where both sides have one recipe;
-* any other in-place operation is refused, because the result would have to be quantized anew behind the caller's back;
-* ``to`` moves it between devices and nominal dtypes and leaves the codes alone; to any other dtype it dequantizes.
+* any other in-place operation is refused, through a view, too: the result would have to be
+  quantized anew behind the caller's back;
+* ``to`` moves it between devices and nominal dtypes and leaves the codes alone; to any other dtype
+  it dequantizes.
 
-NOT here: what each torch operation does (:mod:`zerocast.tensors.operations`), and how weights are made
-(:mod:`zerocast.tensors.quantize`).
+NOT here: what each torch operation does (:mod:`zerocast.tensors.operations`), and how weights are
+made (:mod:`zerocast.tensors.quantize`).
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
 
-from zerocast.errors import MissingDataError
+from zerocast.errors import MissingDataError, UnsupportedError
 from zerocast.recipes import Recipe
 from zerocast.tensors.dequantize import dequantize
 from zerocast.tensors.storage import DERIVED, QuantizedStorage
 
 Operation = Callable[..., Any]
+"""``operation(func, *args, **kwargs)``: what the ATen operation ``func`` does."""
 
 
 class QuantizedTensor(torch.Tensor):
     """A quantized weight; made by :func:`zerocast.quantize` or :func:`zerocast.empty`.
 
     Attributes:
-        storage: the bytes, shared by all aliases of the weight.
+        storage: the bytes, shared by all aliases of the weight. (It hides torch's deprecated
+            ``Tensor.storage()``, which has no meaning here.)
     """
 
-    storage: QuantizedStorage  # type: ignore[assignment]  # torch's own `storage()` is deprecated and has no meaning here
-
-    # What torch calls instead of Python's attribute machinery, so that results are not wrapped a second time.
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    storage: QuantizedStorage  # type: ignore[assignment]
 
     operations: ClassVar[dict[Any, Operation]] = {}
-    """ATen operations that know quantized weights; filled by :mod:`zerocast.tensors.operations`."""
+    """ATen operations that know quantized weights: :mod:`zerocast.tensors.operations` fills it."""
 
-    fallback: ClassVar[Operation]
-    """What every other operation does."""
+    fallback: ClassVar[Callable[[Any, Any, Any], Any]]
+    """``fallback(func, args, kwargs)``: what every other operation does."""
+
+    # Torch's functions are not intercepted, only the operations below them: results would be
+    # wrapped a second time, and torch.compile would give up.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls, storage: QuantizedStorage) -> QuantizedTensor:
         tensor = torch.Tensor._make_wrapper_subclass(
-            cls, storage.shape, dtype=storage.dtype, device=storage.device, requires_grad=False
+            cls, storage.shape, dtype=storage.dtype, device=storage.device
         )
         tensor.storage = storage
         return tensor
 
     @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         operation = cls.operations.get(func)
         if operation is None:
             return cls.fallback(func, args, kwargs or {})
@@ -92,33 +101,39 @@ class QuantizedTensor(torch.Tensor):
 
     @property
     def columnwise_scale_inv(self) -> torch.Tensor:
-        """The scales of :attr:`columnwise_data`, with the same errors; the rowwise ones where a scheme has one plane."""
+        """The scales of :attr:`columnwise_data`, with the same errors.
+
+        Where a recipe has one plane of scales for both, that is :attr:`rowwise_scale_inv`.
+        """
         self._require_columnwise("columnwise_scale_inv")
         own = "columnwise_scale_inv" in self.storage.buffers
         return self.storage.derived("columnwise_scale_inv" if own else "rowwise_scale_inv")
 
     @property
-    def amax(self) -> torch.Tensor:  # type: ignore[override]  # hides torch.Tensor.amax(), as the recipe's word wins
-        """FP32 [1]: the tensor's amax, in schemes that store it.
+    def amax(self) -> torch.Tensor:  # type: ignore[override]
+        """FP32 [1]: the tensor's amax, in recipes that store it. (It hides ``Tensor.amax()``.)
 
         Raises:
             MissingDataError: in the others.
         """
         if "amax" not in self.storage.buffers:
             raise MissingDataError(
-                f"amax is stored by recipes that decode with it, and {type(self.recipe).__name__} does not; its scale "
-                f"is rowwise_scale_inv."
+                f"amax is stored by recipes that decode with it, and {type(self.recipe).__name__} "
+                f"does not; its scale is rowwise_scale_inv."
             )
         return self.storage.buffers["amax"]
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """The value as a plain tensor of ``dtype``, the nominal one by default; no gradient flows through."""
+        """The value as a plain tensor of ``dtype``, by default the nominal one.
+
+        No gradient flows through it; torch's own operations on the weight have one.
+        """
         return dequantize(self.storage).to(dtype or self.storage.dtype)
 
     def get_high_precision_init_val(self) -> torch.Tensor | None:
-        """The value that the codes were first made from, on the CPU in its own dtype; None where it was not kept.
+        """The value that the codes were made from, on the CPU in its own dtype; None if not kept.
 
-        An optimizer starts its masters from it. It is gone once the codes have been written again.
+        An optimizer starts its masters from it. It is gone once the codes have been cast again.
         """
         return self.storage.high_precision_init_val
 
@@ -129,10 +144,11 @@ class QuantizedTensor(torch.Tensor):
     def _require_columnwise(self, name: str) -> None:
         if not self.storage.has_columnwise:
             raise MissingDataError(
-                f"{name} is not there: this weight was made with columnwise=False and never holds a columnwise copy."
+                f"{name} is not there: this weight was made with columnwise=False and never holds "
+                f"a columnwise copy."
             )
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         parts = [f"shape={tuple(self.shape)}", f"dtype={self.dtype}", f"recipe={self.recipe}"]
         if self.device.type != "cpu":
             parts.append(f"device='{self.device}'")
@@ -140,25 +156,63 @@ class QuantizedTensor(torch.Tensor):
             parts.append("requires_grad=True")
         return f"{type(self).__name__}({', '.join(parts)})"
 
+    # --- what torch answers from memory, which a wrapper does not have ---
+
+    @property
+    def data(self) -> QuantizedTensor:  # type: ignore[override]
+        """An alias without a gradient; assigning to it is refused."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        raise UnsupportedError(
+            "assigning to .data of a quantized weight would change its shape and dtype and not its "
+            "codes; use weight.copy_(value), or zerocast.replace_raw_data to move the codes."
+        )
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """As :meth:`torch.Tensor.numpy`, of the value and read-only: a write would be lost."""
+        array = self.dequantize().requires_grad_(self.requires_grad).numpy(force=force)
+        array.flags.writeable = False
+        return array
+
+    def tolist(self) -> Any:
+        """As :meth:`torch.Tensor.tolist`, of the value."""
+        return self.dequantize().tolist()
+
+    def __dlpack__(self, **options: Any) -> Any:
+        raise UnsupportedError(
+            "a quantized weight has no memory of its nominal dtype to share; hand out "
+            "weight.dequantize(), or weight.rowwise_data for the codes."
+        )
+
+    def share_memory_(self) -> QuantizedTensor:
+        """Move the bytes into memory that child processes share."""
+        for name, buffer in self.storage.buffers.items():
+            self.storage.replace(name, buffer.share_memory_())
+        return self
+
+    def is_shared(self) -> bool:
+        """Whether :meth:`share_memory_` has been called, or the device shares anyway."""
+        return self.rowwise_data.is_shared()
+
     # --- copying and saving ---
 
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedTensor:
         if id(self) in memo:
             return memo[id(self)]
         if not self.is_leaf:
-            raise RuntimeError(
-                "only tensors that are leaves of the graph can be deep-copied, as in torch."
-            )
-        storage = memo.get(id(self.storage)) or self.storage.__deepcopy__(memo)
-        memo[id(self)] = copied = _restore(
-            storage, self.requires_grad, isinstance(self, torch.nn.Parameter)
-        )
-        if self.grad is not None:
-            copied.grad = self.grad.__deepcopy__(memo)
+            raise RuntimeError("only leaves of the autograd graph can be deep-copied, as in torch.")
+        is_parameter = isinstance(self, torch.nn.Parameter)
+        copied = restore(copy.deepcopy(self.storage, memo), self.requires_grad, is_parameter)
+        memo[id(self)] = copied
+        attributes = {k: v for k, v in vars(self).items() if k not in vars(copied)}
+        vars(copied).update(copy.deepcopy(attributes, memo))
+        copied.grad = copy.deepcopy(self.grad, memo)
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return _restore, (self.storage, self.requires_grad, isinstance(self, torch.nn.Parameter))
+        return restore, (self.storage, self.requires_grad, isinstance(self, torch.nn.Parameter))
 
     # --- torch.compile ---
 
@@ -179,7 +233,7 @@ class QuantizedTensor(torch.Tensor):
         return QuantizedTensor(QuantizedStorage(outer_size, dtype, recipe, dict(inner)))
 
 
-def _restore(storage: QuantizedStorage, requires_grad: bool, is_parameter: bool) -> QuantizedTensor:
+def restore(storage: QuantizedStorage, requires_grad: bool, is_parameter: bool) -> QuantizedTensor:
     """A weight around ``storage``, as unpickling and deepcopy make it."""
     tensor = QuantizedTensor(storage)
     if is_parameter:

@@ -1,15 +1,16 @@
 """QuantizedStorage: the bytes of one quantized weight, and whether its derived copies are true.
 
-All tensors that alias one weight (the parameter, its ``.data``, its ``detach()``) share one storage, so a cast, a moved
-buffer or a stale copy is seen by all of them.
+All tensors that alias one weight (the parameter, its ``.data``, its ``detach()``) share one
+storage, so a cast, a moved buffer or a stale copy is seen by all of them.
 
 Note: derived copies
 ~~~~~~~~~~~~~~~~~~~~
-The columnwise copy is derived from the gathered rowwise codes. A cast changes this rank's codes at once and those of
-others arrive with the all-gather, so between a cast and post-all-gather processing the copy is *stale*: reading it is
-refused, because it would be rebuilt from bytes that have not arrived. A plan casts thousands of weights, so it does not
-mark them one by one: it owns a :class:`CastClock` that ticks once a cast, each weight remembers the tick at which its
-copies were last rebuilt, and a copy is stale where any clock has ticked since.
+The columnwise copy is derived from the gathered rowwise codes. A cast changes this rank's codes at
+once and those of others arrive with the all-gather, so between a cast and post-all-gather
+processing the copy is *stale*: reading it is refused, because it would be rebuilt from bytes that
+have not arrived. A plan casts thousands of weights, so it does not mark them one by one: it owns a
+:class:`CastClock` that ticks once a cast, each weight remembers the tick at which its copies were
+last rebuilt, and a copy is stale where any clock has ticked since.
 """
 
 from __future__ import annotations
@@ -36,8 +37,9 @@ class CastClock:
 
     Attributes:
         ticks: casts so far.
-        rebuild_on_use: whether the next forward may rebuild derived copies by itself, because the caller promised
-            that the all-gather is done by then (``manual_post_all_gather_processing=False``).
+        rebuild_on_use: whether the next forward may rebuild derived copies by itself, because the
+            caller promised that the all-gather is done by then
+            (``manual_post_all_gather_processing=False``).
         retired: the plan is gone and will not tick again.
     """
 
@@ -65,8 +67,8 @@ class QuantizedStorage:
     """
 
     last_move: int = 0
-    """Changes whenever any storage's buffers are replaced, so that a plan knows in one comparison that its addresses
-    may be out of date."""
+    """Changes whenever any storage's buffers are replaced, so that a plan knows in one comparison
+    that its addresses may be out of date."""
 
     def __init__(
         self,
@@ -79,9 +81,10 @@ class QuantizedStorage:
         self.dtype = dtype
         self.recipe = recipe
         self.buffers = buffers
-        # Plans that functional calls made for weights of which this is the first. Kept here, and not in a global
-        # table, so that they live as long as the weights and no longer. Not copied, not saved.
-        self.plans: dict[Hashable, object] = {}
+        # Plans that functional calls made for weights of which this is the first. Kept here, and
+        # not in a global table, so that they live as long as the weights and no longer. Not copied,
+        # not saved.
+        self.plans: dict[Hashable, Any] = {}
         self._seen: dict[
             CastClock, int
         ] = {}  # the tick of each plan's clock at which the derived copies were true
@@ -100,10 +103,11 @@ class QuantizedStorage:
     ) -> QuantizedStorage:
         """An unfilled storage: every buffer holds its fill value (codes 0, padding right)."""
         specs = recipe.buffers(shape, columnwise=columnwise)
-        return cls(
-            shape, dtype, recipe,
-            {name: torch.full(s.shape, s.fill, dtype=s.dtype, device=device) for name, s in specs.items()},
-        )  # fmt: skip
+        buffers = {
+            name: torch.full(spec.shape, spec.fill, dtype=spec.dtype, device=device)
+            for name, spec in specs.items()
+        }
+        return cls(shape, dtype, recipe, buffers)
 
     @property
     def device(self) -> torch.device:
@@ -121,7 +125,7 @@ class QuantizedStorage:
         return "columnwise_data" in self.buffers
 
     def replace(self, name: str, tensor: torch.Tensor) -> None:
-        """Let ``tensor`` (same shape, dtype, device; contiguous) be the buffer ``name`` from now on."""
+        """Let ``tensor`` (same shape, dtype, device; contiguous) be the buffer ``name``."""
         old = self.buffers[name]
         assert (tensor.shape, tensor.dtype, tensor.device) == (old.shape, old.dtype, old.device)
         self.buffers[name] = tensor
@@ -131,19 +135,21 @@ class QuantizedStorage:
 
     @property
     def version(self) -> int:
-        """Changes with every write of codes, by a plan's cast or a copy: torch's version counter sees only the latter.
+        """Changes with every write of codes, by a plan's cast or by a copy.
 
         What was computed from the codes (a saved forward, say) holds while this stays what it was.
+        torch's own version counter sees copies only.
         """
         return self._writes + sum(clock.ticks for clock in self._seen)
 
     def mark_written(self) -> None:
         """The codes have just been written by something that has no clock."""
         self._writes += 1
+        self._init_val = None
 
     @property
     def high_precision_init_val(self) -> torch.Tensor | None:
-        """The value that the codes were made from, on the CPU; None where it was not kept or the codes have changed."""
+        """The value that the codes were made from, on the CPU; None where they changed since."""
         if self._init_val is None or self._init_val[0] != self.version:
             return None
         return self._init_val[1]
@@ -178,13 +184,17 @@ class QuantizedStorage:
         """The derived buffer ``name``; :class:`StaleCopyError` where it is stale."""
         if self.is_stale:
             raise StaleCopyError(
-                f"{name} was read after a cast and before its post-all-gather processing, so it belongs to the weights "
-                f"before the cast. All-gather the codes, then call zerocast.post_all_gather_processing([weight])."
+                f"{name} was read after a cast and before its post-all-gather processing, so it "
+                "belongs to the weights before the cast. All-gather the codes, then call "
+                "zerocast.post_all_gather_processing([weight])."
             )
         return self.buffers[name]
 
     def prepare_for_forward(self, rebuild: Callable[[QuantizedStorage], None]) -> None:
-        """Called where a layer is about to use the weight: rebuild stale copies if that was asked for, else refuse."""
+        """Called where a layer is about to use the weight.
+
+        Stale copies are rebuilt where the plan's caller asked for that, and refused otherwise.
+        """
         if self.is_stale:
             if not self._staleness:
                 self.derived("columnwise_data")
@@ -195,7 +205,10 @@ class QuantizedStorage:
     def to(
         self, device: torch.device | None = None, dtype: torch.dtype | None = None
     ) -> QuantizedStorage:
-        """The same bytes in buffers of its own, on ``device``, under the nominal ``dtype``; stale where this one is."""
+        """The same bytes in buffers of its own, on ``device``, under the nominal ``dtype``.
+
+        The copy is stale where this storage is; its plans stay behind.
+        """
         buffers = {name: b.to(device or b.device, copy=True) for name, b in self.buffers.items()}
         copy = QuantizedStorage(self.shape, dtype or self.dtype, self.recipe, buffers)
         copy._set_staleness(self._staleness)
@@ -203,26 +216,26 @@ class QuantizedStorage:
         return copy
 
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedStorage:
-        """As :meth:`to`; aliases of one weight share one storage in the copy too. Plans stay with the original."""
+        """As :meth:`to`; aliases of one weight share one storage in the copy, too."""
         copy = memo[id(self)] = self.to()
         return copy
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickles shape, dtype, recipe and bytes. A view into a larger buffer is saved without the rest of it."""
+        """Shape, dtype, recipe and bytes; a slice of a gather buffer without the rest of it."""
         buffers = {
             name: b if b.untyped_storage().nbytes() == b.nbytes else b.clone()
             for name, b in self.buffers.items()
         }
-        return restore, (self.shape, self.dtype, self.recipe, buffers, self._staleness)
+        return restore_storage, (self.shape, self.dtype, self.recipe, buffers, self._staleness)
 
     @property
     def _staleness(self) -> bool | None:
-        """None where derived copies are true; else whether the next forward may rebuild them by itself."""
+        """None where derived copies are true; else whether the next forward may rebuild them."""
         stale = [clock for clock, seen in self._seen.items() if clock.ticks != seen]
         return all(clock.rebuild_on_use for clock in stale) if stale else None
 
     def _set_staleness(self, rebuild_on_use: bool | None) -> None:
-        """Take over another storage's staleness, without its clocks: they tick for the weight that was copied."""
+        """Take over another storage's staleness without its clocks, which tick for that one."""
         if rebuild_on_use is not None:
             clock = CastClock(rebuild_on_use=rebuild_on_use)
             self.watch(clock)
@@ -267,7 +280,7 @@ class QuantizedStorage:
         return self.recipe.dequantize_target(self.shape, self.buffers, out)
 
 
-def restore(
+def restore_storage(
     shape: Sequence[int],
     dtype: torch.dtype,
     recipe: Recipe,

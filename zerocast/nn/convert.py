@@ -1,0 +1,165 @@
+"""convert: a model's ``torch.nn.Linear`` layers become quantized ones, in place.
+
+A converted layer keeps its identity: it is the same module object with the same hooks, mode and
+bias, whose class is now :class:`zerocast.nn.Linear` and whose weight is a new, quantized parameter.
+So references to it hold, and a model that is itself a Linear can be converted. What cannot be
+converted without changing what the model means stays as it is, and the report says why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from zerocast.errors import InputError
+from zerocast.nn.linear import Linear, quantized_parameter
+from zerocast.recipes import NOMINAL_DTYPES, Recipe
+
+
+@dataclass(frozen=True)
+class ConversionReport:
+    """What :func:`convert` did.
+
+    Attributes:
+        recipe: the scheme of the converted weights.
+        converted: the fully qualified names of the layers that are quantized now.
+        left: the names of the ``torch.nn.Linear`` layers that stay as they are, each with the
+            reason.
+    """
+
+    recipe: Recipe
+    converted: tuple[str, ...]
+    left: dict[str, str]
+
+    def __str__(self) -> str:
+        layers = len(self.converted) + len(self.left)
+        head = f"{len(self.converted)} of {layers} linear layers quantized with {self.recipe}"
+        left = [f"  left {name or '(the model itself)'}: {why}" for name, why in self.left.items()]
+        return "\n".join([head, *left])
+
+
+def convert(
+    model: torch.nn.Module,
+    recipe: Recipe,
+    *,
+    weights: str = "quantized",
+    filter_fqns: Sequence[str] = (),
+) -> ConversionReport:
+    """Quantize the weights of a model's ``torch.nn.Linear`` layers, in place.
+
+    Call it before the optimizer and any wrapper take hold of the parameters: converted weights are
+    new parameters. Each keeps its value before quantization on the CPU until an optimizer has made
+    its masters from it. Weights that several layers share stay shared. Gradients and attributes of
+    the parameters are carried over.
+
+    Args:
+        model: any module, the Linear itself included.
+        recipe: the scheme.
+        weights: ``"quantized"``: the parameters themselves hold codes.
+        filter_fqns: a layer stays as it is where its fully qualified name contains any of these.
+
+    Returns:
+        What was converted, and what was left and why: filtered, a shape that the recipe cannot
+        hold, a subclass of ``torch.nn.Linear``, a weight that is computed, shared with another kind
+        of layer, has gradient hooks, is on the meta device or of a dtype that a quantized weight
+        cannot present.
+
+    Raises:
+        InputError: for a wrong argument. Nothing has been changed.
+    """
+    _check_arguments(model, recipe, weights, filter_fqns)
+    linears: dict[torch.nn.Linear, list[str]] = {}  # a module may have several names
+    for fqn, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, torch.nn.Linear):
+            linears.setdefault(module, []).append(fqn)
+    reasons = {
+        module: _why_not(module, names, recipe, filter_fqns) for module, names in linears.items()
+    }
+    _keep_tied_with_the_rest(model, reasons)
+
+    replacements: dict[torch.Tensor, torch.nn.Parameter] = {}
+    for module, reason in reasons.items():
+        if reason is None:
+            old = module.weight
+            if old not in replacements:
+                replacements[old] = _replacement(old, recipe)
+            module.__class__ = Linear
+            module.weight = replacements[old]
+    return ConversionReport(
+        recipe,
+        tuple(linears[module][0] for module, reason in reasons.items() if reason is None),
+        {linears[module][0]: reason for module, reason in reasons.items() if reason is not None},
+    )
+
+
+def _check_arguments(model: object, recipe: object, weights: object, filter_fqns: object) -> None:
+    if not isinstance(model, torch.nn.Module):
+        raise InputError(f"convert needs a torch.nn.Module, got {type(model).__name__}.")
+    if not isinstance(recipe, Recipe):
+        raise InputError(
+            f"recipe must be a zerocast recipe such as NVFP4BlockScaling(), got {recipe!r}."
+        )
+    if weights != "quantized":
+        raise InputError(
+            f"weights must be 'quantized' (the parameters hold codes), got {weights!r}."
+        )
+    if isinstance(filter_fqns, str) or not all(isinstance(part, str) for part in filter_fqns):  # type: ignore[attr-defined]
+        raise InputError(
+            f"filter_fqns must be a sequence of strings such as ['head'], got {filter_fqns!r}."
+        )
+
+
+def _why_not(
+    module: torch.nn.Linear, names: Sequence[str], recipe: Recipe, filter_fqns: Sequence[str]
+) -> str | None:
+    """Why this layer stays as it is, judged by itself; None where it can be converted."""
+    for part in filter_fqns:
+        if any(part in name for name in names):
+            return f"its name contains {part!r} of filter_fqns"
+    if isinstance(module, Linear):
+        return "is quantized already"
+    weight = module._parameters.get("weight")
+    if weight is None:
+        return "its weight is computed from other parameters (a parametrization, pruning)"
+    if type(module) is not torch.nn.Linear:
+        return f"is a {type(module).__name__}, a subclass that may use its weight in another way"
+    if type(weight) is not torch.nn.Parameter:
+        return f"its weight is a {type(weight).__name__}"
+    if weight.is_meta:
+        return "its weight is on the meta device, so it has no value yet"
+    if weight.dtype not in NOMINAL_DTYPES:
+        return f"its weight is {weight.dtype}, and a quantized one presents FP32, BF16 or FP16"
+    if weight._backward_hooks or weight._post_accumulate_grad_hooks:
+        return "its weight has gradient hooks, which a new parameter would lose"
+    try:
+        recipe.check_shape(weight.shape)
+    except InputError as error:
+        return str(error)
+    return None
+
+
+def _keep_tied_with_the_rest(
+    model: torch.nn.Module,
+    reasons: dict[torch.nn.Linear, str | None],
+) -> None:
+    """Give a reason to layers whose weight is also used where it stays in high precision."""
+    elsewhere: dict[torch.Tensor, str] = {}
+    converted = {module for module, reason in reasons.items() if reason is None}
+    for fqn, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and not (name == "weight" and module in converted):
+                elsewhere.setdefault(parameter, f"{fqn}.{name}".lstrip("."))
+    for linear in converted:
+        if linear.weight in elsewhere:
+            tied = elsewhere[linear.weight]
+            reasons[linear] = f"its weight is tied with {tied}, which stays as it is"
+
+
+def _replacement(old: torch.Tensor, recipe: Recipe) -> torch.nn.Parameter:
+    """The quantized parameter in the place of ``old``, with its gradient and its attributes."""
+    new = quantized_parameter(old, recipe)
+    vars(new).update(vars(old))
+    new.grad = old.grad
+    return new

@@ -1,0 +1,93 @@
+"""ValueView: what a view of a quantized weight gives, to be read and not to be written.
+
+``weight.t()``, ``weight[3]``, ``weight.view(-1)`` are views to torch, and code may write through a
+view. The value behind this one is decoded for the occasion, so a write would be lost without a
+sound: it is refused instead. Reading is like reading any tensor; results are plain tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from zerocast.errors import UnsupportedError
+
+
+def refuse_writes(
+    func: Any, args: Sequence[Any], kwargs: dict[str, Any], kind: type[torch.Tensor]
+) -> None:
+    """Raise :class:`UnsupportedError` where ``func`` would write an argument of class ``kind``."""
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        given = args[i] if i < len(args) else kwargs.get(argument.name)
+        if any(isinstance(leaf, kind) for leaf in tree_leaves(given)):
+            raise UnsupportedError(
+                f"{func} would write a quantized weight in place. That would quantize it anew "
+                f"from its own rounded value, and small updates would be lost. Update an FP32 "
+                f"master and cast it (zerocast.optim.ZeroOptimizer, zerocast.CastPlan), or compute "
+                f"the new value from weight.dequantize() and weight.copy_() it."
+            )
+
+
+class ValueView(torch.Tensor):
+    """A read-only view of a weight's dequantized value.
+
+    Attributes:
+        value: the plain tensor.
+    """
+
+    value: torch.Tensor
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, value: torch.Tensor) -> ValueView:
+        view = torch.Tensor._make_wrapper_subclass(
+            cls,
+            value.shape,
+            strides=value.stride(),
+            storage_offset=value.storage_offset(),
+            dtype=value.dtype,
+            device=value.device,
+        )
+        view.value = value
+        return view
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        refuse_writes(func, args, kwargs, cls)
+        args, kwargs = tree_map_only(cls, lambda view: view.value, (args, kwargs))
+        out = func(*args, **kwargs)
+        return tree_map_only(torch.Tensor, cls, out) if func.is_view else out
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """As :meth:`torch.Tensor.numpy`, but read-only."""
+        array = self.value.detach().requires_grad_(self.requires_grad).numpy(force=force)
+        array.flags.writeable = False
+        return array
+
+    def tolist(self) -> Any:
+        """As :meth:`torch.Tensor.tolist`."""
+        return self.value.tolist()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        return self.value.__deepcopy__(memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.value.__reduce_ex__(protocol)
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["value"], None
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, torch.Tensor], context: None, outer_size: Any, outer_stride: Any
+    ) -> ValueView:
+        return ValueView(inner["value"])
