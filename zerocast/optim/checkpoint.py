@@ -1,0 +1,112 @@
+"""What an optimizer saves of its shards, and how saved shards are cut anew.
+
+A rank's state dict holds, for every weight that it owns a part of, the master of that part and the
+inner optimizer's state of it. Codes are not saved: one cast derives them from the masters. So the
+state dicts of all ranks together are the whole state, on any number of ranks::
+
+    state         weight's place -> master (FP32, flat), start (its first element), inner state
+    param_groups  the options, and the places of the weights, as torch's optimizers save them
+    zero          optimizer, [elements, group] of every weight, rank, world_size
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from zerocast.errors import InputError
+from zerocast.layout import Extent
+from zerocast.optim.inner import InnerOptimizer, options
+from zerocast.optim.shards import ShardedWeights
+from zerocast.optim.weights import Weight
+
+StateDict = dict[str, Any]
+
+
+def save(
+    shards: ShardedWeights, inner: InnerOptimizer, param_groups: Sequence[dict[str, Any]]
+) -> StateDict:
+    """This rank's state dict. Its tensors are the live ones."""
+    weights = shards.weights
+    groups = [
+        options(group) | {"params": [i for i, weight in enumerate(weights) if weight.group == g]}
+        for g, group in enumerate(param_groups)
+    ]
+    return {
+        "state": {
+            i: {**inner.state(i), "master": master, "start": shards.own[i].extent.start}
+            for i, master in inner.masters.items()
+        },
+        "param_groups": groups,
+        "zero": {
+            **_identity(inner, weights),
+            "rank": shards.comm.rank,
+            "world_size": shards.comm.size,
+        },
+    }
+
+
+def cut(
+    saved: Sequence[StateDict], shards: ShardedWeights, inner: InnerOptimizer
+) -> dict[int, StateDict]:
+    """The entries of ``state`` that this rank needs, put together from state dicts of any ranks.
+
+    Raises:
+        InputError: where they are of another optimizer or other weights, or do not cover this
+            rank's elements.
+    """
+    for state in saved:
+        if not isinstance(state, Mapping) or not {"state", "param_groups", "zero"} <= state.keys():
+            raise InputError(
+                f"load_state_dict needs what ZeroOptimizer.state_dict() returned, or a sequence of "
+                f"that from all ranks, got a {type(state).__name__} that is not one."
+            )
+        for what, mine in _identity(inner, shards.weights).items():
+            if state["zero"][what] != mine:
+                raise InputError(
+                    f"a state dict must be loaded into an optimizer of the same {what}: it was "
+                    f"saved with {state['zero'][what]}, and this one has {mine}."
+                )
+    return {i: _cut_weight(saved, i, shards) for i in inner.masters}
+
+
+def _identity(inner: InnerOptimizer, weights: Sequence[Weight]) -> StateDict:
+    return {
+        "optimizer": type(inner.optimizer).__name__,
+        "weights": [[weight.param.numel(), weight.group] for weight in weights],
+    }
+
+
+def _cut_weight(saved: Sequence[StateDict], index: int, shards: ShardedWeights) -> StateDict:
+    """One weight's entry.
+
+    State in the master's shape is cut and joined with it; anything else (a step count) is that of
+    the first piece.
+    """
+    wanted = shards.own[index].extent
+    pieces = [state["state"][index] for state in saved if index in state["state"]]
+    parts: list[tuple[StateDict, slice]] = []
+    reached = wanted.start
+    for piece in sorted(pieces, key=lambda piece: piece["start"]):
+        held = Extent(piece["start"], piece["start"] + piece["master"].numel())
+        common = held.intersect(Extent(reached, wanted.end))
+        if common and common.start == reached:
+            parts.append((piece, slice(common.start - held.start, common.end - held.start)))
+            reached = common.end
+    if reached < wanted.end:
+        raise InputError(
+            f"this rank owns elements {wanted} of {shards.weights[index].name}, and of those the "
+            f"given state holds none from {reached} on; load on as many ranks as saved, each its "
+            f"own state dict, or give every rank the sequence of all ranks' state dicts."
+        )
+    first = parts[0][0]
+    shape = first["master"].shape
+    entry: StateDict = {}
+    for key, value in first.items():
+        if isinstance(value, torch.Tensor) and value.shape == shape:
+            entry[key] = torch.cat([piece[key][part] for piece, part in parts])
+        else:
+            entry[key] = value.clone() if isinstance(value, torch.Tensor) else value
+    return entry

@@ -1,0 +1,54 @@
+"""One loss scale on all ranks: what lets torch's own GradScaler serve a sharded optimizer.
+
+``torch.amp.GradScaler`` looks for infinities in this rank's gradients, through
+``optimizer.param_groups``, and then skips this rank's step. Where gradients are reduced inside
+``step`` an overflow on one rank alone would leave the others waiting. So the optimizer lists one
+more parameter, without elements, which is its own gradient: the scaler shows it ``found_inf`` after
+all others, and it makes the ranks agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+class FoundInf(torch.Tensor):
+    """A parameter of no elements that calls ``agree(found_inf)`` when a GradScaler inspects
+    gradients.
+
+    FP64, which no other weight of the optimizer is: the scaler inspects gradients dtype by dtype,
+    in the order in which it meets them, so the last parameter with a dtype of its own is inspected
+    last.
+    """
+
+    agree: Callable[[torch.Tensor], None]
+
+    @staticmethod
+    def __new__(cls, agree: Callable[[torch.Tensor], None], device: torch.device) -> FoundInf:
+        tensor = torch.Tensor._make_subclass(
+            cls, torch.zeros(0, dtype=torch.float64, device=device)
+        )
+        tensor.agree = agree
+        return tensor
+
+    @property
+    def grad(self) -> torch.Tensor:  # type: ignore[override]
+        """Itself, always: a scaler passes over parameters that have no gradient."""
+        return self
+
+    @grad.setter
+    def grad(self, value: object) -> None:
+        """Stays what it is, whatever ``zero_grad`` or a loop over parameters assigns."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            if func is torch._amp_foreach_non_finite_check_and_unscale_:
+                gradients, found_inf, _ = args
+                return gradients[0].agree(found_inf)
+            return func(*args, **(kwargs or {}))

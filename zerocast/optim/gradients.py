@@ -1,0 +1,165 @@
+"""From ``.grad`` of whole weights to the mean over ranks of this rank's shards.
+
+Gradients are copied into an FP32 buffer laid out as a matrix [ranks, columns] (see "Note: columns"
+in :mod:`zerocast.optim.shards`), summed by a reduce-scatter and divided by the number of ranks. So
+ranks with identical BF16 or FP16 gradients get exactly that gradient: up to 2^13 ranks the sums are
+exact in FP32, and so is the quotient.
+
+The buffer is bounded: a model whose gradients do not fit is reduced in several rounds, some columns
+of all ranks each.
+
+A weight that no rank has a gradient for is left out of the step, as torch leaves it out; one that
+only some ranks have a gradient for counts as zero on the others. For that the ranks must know of
+each other, so every row of the matrix ends in one entry a weight, 1 or 0, which the same
+reduce-scatter sums.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from zerocast.optim.shards import Shard, ShardedWeights
+
+BUFFER_ELEMENTS = 1 << 24
+"""The largest gradient buffer, in FP32 elements: 64 MiB, past which messages move no faster."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Elements of one weight's gradient, and their place in the buffer."""
+
+    weight: int
+    elements: slice
+    place: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Round:
+    """One reduce-scatter.
+
+    Attributes:
+        pieces: what is copied into the buffer, for every rank.
+        present: the part of the round's columns [ranks, weights in it] that says which gradients
+            are there.
+        present_weights: the weights that it speaks of.
+        buffer: FP32, flat, [ranks * columns in this round].
+        output: this rank's part of :attr:`GradientReducer.reduced`.
+    """
+
+    pieces: list[_Piece]
+    present: torch.Tensor
+    present_weights: slice
+    buffer: torch.Tensor
+    output: torch.Tensor
+
+
+class GradientReducer:
+    """Reduces the gradients of all weights of an optimizer; the buffers live as long as it does.
+
+    Args:
+        shards: the weights and their owners.
+        buffer_elements: the largest gradient buffer, in FP32 elements.
+
+    Attributes:
+        reduced: FP32 [columns + weights]: the mean gradients of this rank's shards, then for each
+            weight how many ranks, as a fraction, have a gradient for it.
+    """
+
+    def __init__(self, shards: ShardedWeights, buffer_elements: int = BUFFER_ELEMENTS) -> None:
+        self._shards = shards
+        size, rank, device = shards.comm.size, shards.comm.rank, shards.masters.device
+        width = shards.num_columns + len(shards.weights)
+        step = min(width, max(1, buffer_elements // size))
+        buffer = torch.zeros(size * step, device=device)
+        # A single round leaves its result where this rank's row lies.
+        self.reduced = (
+            buffer.view(size, step)[rank] if step == width else torch.zeros(width, device=device)
+        )
+        owned = [shards.shards(r) for r in range(size)]
+        self._rounds = [
+            self._plan_round(owned, buffer, start, min(start + step, width))
+            for start in range(0, width, step)
+        ]
+
+    def _plan_round(
+        self, owned: Sequence[Sequence[Shard]], buffer: torch.Tensor, start: int, end: int
+    ) -> _Round:
+        """The round of columns ``start`` to ``end``."""
+        rows = buffer[: len(owned) * (end - start)].view(len(owned), end - start)
+        pieces = []
+        for row, shards in zip(rows, owned, strict=True):
+            for i, shard in enumerate(shards):
+                first, last = max(start, shard.columns.start), min(end, shard.columns.stop)
+                if first < last:
+                    offset = shard.extent.start - shard.columns.start
+                    pieces.append(
+                        _Piece(
+                            i,
+                            slice(first + offset, last + offset),
+                            row[first - start : last - start],
+                        )
+                    )
+        base = self._shards.num_columns
+        present_weights = slice(max(0, start - base), max(0, end - base))
+        present = rows[:, max(0, base - start) :]
+        return _Round(pieces, present, present_weights, rows.view(-1), self.reduced[start:end])
+
+    def reduce_mean(self) -> None:
+        """Fill :attr:`reduced`. Collective: one reduce-scatter a round."""
+        comm = self._shards.comm
+        gradients = [_flat(weight.param.grad) for weight in self._shards.weights]
+        here = torch.tensor(
+            [g is not None for g in gradients], dtype=torch.float32, device=self.reduced.device
+        )
+        for part in self._rounds:
+            for piece in part.pieces:
+                gradient = gradients[piece.weight]
+                if gradient is None:
+                    piece.place.zero_()
+                else:
+                    piece.place.copy_(gradient[piece.elements])
+            part.present.copy_(here[part.present_weights])
+            comm.reduce_scatter_sum(part.output, part.buffer)
+        if comm.size > 1:
+            self.reduced.div_(comm.size)
+
+    def gradients(self) -> list[torch.Tensor | None]:
+        """Each weight's mean gradient on this rank's shard, a view; None where no rank has one."""
+        # Asked only where this rank lacks one, for on a GPU the answer waits for the reduction.
+        missing = any(weight.param.grad is None for weight in self._shards.weights)
+        present = self.reduced[self._shards.num_columns :].tolist() if missing else None
+        return [
+            self.reduced[shard.columns] if present is None or present[i] else None
+            for i, shard in enumerate(self._shards.own)
+        ]
+
+    def scale_(self, factor: torch.Tensor) -> None:
+        """Multiply the mean gradients by ``factor``, FP32 []."""
+        self.reduced[: self._shards.num_columns].mul_(factor)
+
+    def norm(self, norm_type: float) -> torch.Tensor:
+        """FP32 []: the norm of all mean gradients, the same bits on every rank. Collective."""
+        comm = self._shards.comm
+        parts = [self.reduced[shard.columns] for shard in self._shards.own if shard.extent]
+        if math.isinf(norm_type):
+            largest = torch.zeros(1, device=self.reduced.device)
+            for part in parts:
+                largest = torch.maximum(largest, part.abs().max())  # NaN stays NaN
+            bits = largest.view(torch.int32)  # order like the magnitudes, and NaN is the largest
+            comm.all_reduce_max_(bits)
+            return bits.view(torch.float32)[0]
+        total = torch.zeros(1, dtype=torch.float64, device=self.reduced.device)
+        for part in parts:
+            total += torch.linalg.vector_norm(part, norm_type, dtype=torch.float64) ** norm_type
+        comm.all_reduce_sum_(total)
+        return total[0].pow(1 / norm_type).float()
+
+
+def _flat(gradient: torch.Tensor | None) -> torch.Tensor | None:
+    if gradient is None:
+        return None
+    return (gradient.to_dense() if gradient.is_sparse else gradient).reshape(-1)

@@ -1,0 +1,173 @@
+"""Where the weights lie, and who owns which part: flat buffers, FP32 masters, the all-gather.
+
+Note: columns ~~~~~~~~~~~~~ Weights of one storage kind lie end to end in one flat buffer (a
+:class:`Bucket`) of which each rank owns one equal, contiguous range; a weight's codes are a view
+into it, so the cast writes a byte where the all-gather moves it. What a rank owns of all buckets,
+one range after the other, are its *columns*: its masters are one FP32 tensor [columns], and its
+reduced gradients another. The number of columns is the same on every rank, so a gradient buffer is
+a matrix [ranks, columns] and one reduce-scatter serves all kinds of weights::
+
+    bucket of 4-bit codes   |  rank 0  |  rank 1  |        bucket of BF16   | rank 0 | rank 1 |
+                                 |          |                                   |        |
+    columns of rank 0       [  4-bit   | BF16  ]  <-----------------------------+        |
+    columns of rank 1       [  4-bit   | BF16  ]  <--------------------------------------+
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from zerocast.comm import Communicator
+from zerocast.layout import Extent, FlatLayout
+from zerocast.optim.weights import StorageKind, Weight
+from zerocast.tensors import QuantizedTensor, replace_raw_data
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """What one rank owns of one weight.
+
+    Attributes:
+        extent: the elements of the weight, possibly none.
+        columns: where they stand in the rank's columns.
+    """
+
+    extent: Extent
+    columns: slice
+
+
+class Bucket:
+    """The weights of one storage kind, end to end.
+
+    Attributes:
+        kind: how they are stored.
+        members: their places in the optimizer's list of weights.
+        layout: where each lies and who owns what, in elements.
+        first_column: where the owner's range begins in its columns.
+        flat: the buffer, whole on every rank, of ``kind.dtype``.
+    """
+
+    def __init__(
+        self,
+        kind: StorageKind,
+        members: Sequence[int],
+        weights: Sequence[Weight],
+        size: int,
+        first_column: int,
+    ) -> None:
+        self.kind = kind
+        self.members = members
+        self.layout = FlatLayout(
+            tuple(weights[i].param.numel() for i in members), size, kind.alignment
+        )
+        self.first_column = first_column
+        self.flat = torch.zeros(
+            kind.entries(self.layout.numel), dtype=kind.dtype, device=weights[0].param.device
+        )
+
+    @property
+    def columns(self) -> slice:
+        """The owner's range in its columns, padding included."""
+        return slice(self.first_column, self.first_column + self.layout.rank_numel)
+
+    def shards(self, rank: int) -> list[Shard]:
+        """What ``rank`` owns of each member."""
+        places = self.layout.shard_slices(rank)
+        return [
+            Shard(extent, slice(place.start + self.first_column, place.stop + self.first_column))
+            for extent, place in zip(self.layout.shards(rank), places, strict=True)
+        ]
+
+    def adopt(self, weights: Sequence[Weight]) -> None:
+        """Move the members into :attr:`flat`, values kept."""
+        for i, extent in zip(self.members, self.layout.weight_extents(), strict=True):
+            param = weights[i].param
+            place = self.flat[self.kind.entries(extent.start) : self.kind.entries(extent.end)]
+            if isinstance(param, QuantizedTensor):
+                replace_raw_data(param, place)
+            else:
+                place.copy_(param.detach().reshape(-1))
+                param.data = place.view(param.shape)
+
+    def store(self, rank: int, masters: torch.Tensor) -> None:
+        """Round ``rank``'s masters, FP32 [columns], into its range: the cast of plain weights."""
+        self.flat.view(self.layout.world_size, -1)[rank].copy_(masters[self.columns])
+
+
+class ShardedWeights:
+    """All weights of an optimizer: their buckets, and this rank's masters.
+
+    Attributes:
+        comm: the ranks.
+        weights: in the order of ``param_groups``.
+        buckets: one a storage kind.
+        num_columns: elements that a rank owns, padding included.
+        masters: FP32 [num_columns], this rank's.
+    """
+
+    def __init__(self, comm: Communicator, weights: Sequence[Weight]) -> None:
+        self.comm = comm
+        self.weights = weights
+        members: dict[StorageKind, list[int]] = {}
+        for i, weight in enumerate(weights):
+            members.setdefault(weight.kind, []).append(i)
+        self.buckets: list[Bucket] = []
+        self.num_columns = 0
+        for kind, indices in members.items():
+            bucket = Bucket(kind, indices, weights, comm.size, self.num_columns)
+            self.buckets.append(bucket)
+            self.num_columns += bucket.layout.rank_numel
+        self.own = self.shards(comm.rank)
+        self.masters = torch.zeros(self.num_columns, device=weights[0].param.device)
+
+    def shards(self, rank: int) -> list[Shard]:
+        """What ``rank`` owns of each weight, in the order of :attr:`weights`."""
+        by_weight = {
+            i: shard
+            for bucket in self.buckets
+            for i, shard in zip(bucket.members, bucket.shards(rank), strict=True)
+        }
+        return [by_weight[i] for i in range(len(self.weights))]
+
+    def master(self, index: int) -> torch.Tensor:
+        """FP32, flat: this rank's master of one weight, a view; empty where it owns nothing."""
+        return self.masters[self.own[index].columns]
+
+    def start_masters(self) -> None:
+        """Fill the masters: from the values that weights were made from, or else from theirs."""
+        for i, (weight, shard) in enumerate(zip(self.weights, self.own, strict=True)):
+            values = weight.param.detach()
+            if isinstance(weight.param, QuantizedTensor):
+                kept = weight.param.get_high_precision_init_val()
+                values = weight.param.dequantize(torch.float32) if kept is None else kept
+                weight.param.clear_high_precision_init_val()
+            self.master(i).copy_(values.reshape(-1)[shard.extent.start : shard.extent.end])
+
+    def adopt(self) -> None:
+        """Move every weight into its bucket."""
+        for bucket in self.buckets:
+            bucket.adopt(self.weights)
+
+    def store_plain(self) -> None:
+        """Round this rank's masters into its range of the buckets that hold no codes."""
+        for bucket in self.buckets:
+            if not bucket.kind.is_codes:
+                bucket.store(self.comm.rank, self.masters)
+
+    def all_gather(self) -> None:
+        """Bring every rank's part to every rank: in place, one collective a storage kind."""
+        for bucket in self.buckets:
+            self.comm.all_gather_(bucket.flat)
+
+    def gather_master(self, index: int) -> torch.Tensor:
+        """FP32, in the weight's shape: its master from all ranks. Collective."""
+        part = self.master(index)
+        owned = [self.shards(rank)[index].extent for rank in range(self.comm.size)]
+        whole = torch.empty(self.weights[index].param.numel(), device=part.device)
+        mine = owned[self.comm.rank]
+        whole[mine.start : mine.end] = part
+        self.comm.all_gather_(whole, [extent.size for extent in owned])
+        return whole.view(self.weights[index].param.shape)

@@ -1,0 +1,150 @@
+"""The weights that an optimizer is given: each once, trainable, of a kind that ranks can share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from zerocast.errors import InputError
+from zerocast.tensors import QuantizedTensor
+
+Param = torch.Tensor | tuple[str, torch.Tensor]
+"""A parameter, or its name and the parameter, as ``model.named_parameters()`` gives them."""
+
+PLAIN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+"""What a weight that is not quantized may be."""
+
+
+@dataclass(frozen=True, slots=True)
+class StorageKind:
+    """How weights are stored; those of one kind share one flat buffer and one all-gather.
+
+    Attributes:
+        dtype: of the buffer's entries: uint8 for codes.
+        bits: of one weight element.
+    """
+
+    dtype: torch.dtype
+    bits: int
+
+    @property
+    def is_codes(self) -> bool:
+        """Whether the entries are the codes of quantized weights."""
+        return self.dtype == torch.uint8
+
+    @property
+    def alignment(self) -> int:
+        """Elements in 64 bytes: parts start on a cache line, and no byte has two owners."""
+        return 512 // self.bits
+
+    def entries(self, elements: int) -> int:
+        """Entries of the buffer that hold ``elements`` weight elements."""
+        return elements * self.bits // (8 * self.dtype.itemsize)
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """One trainable parameter.
+
+    Attributes:
+        name: what messages call it.
+        param: the parameter that the model holds, whole on every rank.
+        group: its place in ``param_groups``.
+        kind: how it is stored.
+    """
+
+    name: str
+    param: torch.Tensor
+    group: int
+    kind: StorageKind
+
+
+def trainable_groups(params: Iterable[Param] | Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Param groups as torch knows them, without frozen parameters and with each parameter once in
+    its group.
+
+    A group that becomes empty stays, so that the caller's groups keep their places.
+    """
+    given: list[Any] = [params] if isinstance(params, torch.Tensor) else list(params)
+    groups = given if given and isinstance(given[0], dict) else [{"params": given}]
+    return [group | {"params": list(_trainable(group["params"]))} for group in groups]
+
+
+def _trainable(params: torch.Tensor | Iterable[Param]) -> Iterator[Param]:
+    seen: set[int] = set()
+    for item in [params] if isinstance(params, torch.Tensor) else params:
+        param = item[1] if isinstance(item, tuple) else item
+        if (
+            getattr(param, "requires_grad", True) and id(param) not in seen
+        ):  # torch refuses what is no tensor
+            seen.add(id(param))
+            yield item
+
+
+def collect_weights(param_groups: Sequence[dict[str, Any]]) -> list[Weight]:
+    """The weights of all groups in order.
+
+    Raises:
+        InputError: for a weight of another dtype or device than can be served, two weights that
+            share memory, or none.
+    """
+    weights = []
+    for g, group in enumerate(param_groups):
+        for i, param in enumerate(group["params"]):
+            name = (
+                group["param_names"][i]
+                if "param_names" in group
+                else f"param_groups[{g}]['params'][{i}]"
+            )
+            weights.append(Weight(name, param, g, _kind(name, param)))
+    if not weights:
+        raise InputError(
+            "ZeroOptimizer needs at least one parameter that requires a gradient, got none."
+        )
+    first = weights[0]
+    for weight in weights:
+        if weight.param.device != first.param.device:
+            raise InputError(
+                f"all weights of one ZeroOptimizer must be on one device: {first.name} is on "
+                f"{first.param.device} and {weight.name} on {weight.param.device}; make an "
+                "optimizer for each device."
+            )
+    _check_memory(weights)
+    return weights
+
+
+def _kind(name: str, param: torch.Tensor) -> StorageKind:
+    if isinstance(param, QuantizedTensor):
+        return StorageKind(torch.uint8, param.recipe.law.fmt.bits)
+    if param.dtype not in PLAIN_DTYPES:
+        raise InputError(
+            f"{name} must be a quantized weight, or plain bfloat16, float16 or float32, because "
+            f"its master is FP32; got {param.dtype}."
+        )
+    return StorageKind(param.dtype, 8 * param.dtype.itemsize)
+
+
+def _check_memory(weights: Sequence[Weight]) -> None:
+    """Raise where two parameters overlap: moved to a place of its own each, they would part."""
+    spans = []
+    for weight in weights:
+        data = (
+            weight.param.rowwise_data if isinstance(weight.param, QuantizedTensor) else weight.param
+        )
+        extent = (
+            sum((n - 1) * stride for n, stride in zip(data.shape, data.stride(), strict=True)) + 1
+        )
+        if data.numel():
+            begin = data.data_ptr()
+            spans.append((begin, begin + extent * data.element_size(), weight.name))
+    spans.sort()
+    for (_, end, name), (begin, _, other) in pairwise(spans):
+        if begin < end:
+            raise InputError(
+                f"{name} and {other} are different parameters in the same memory; tie weights by "
+                "giving both modules the same Parameter object."
+            )

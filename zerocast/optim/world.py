@@ -1,0 +1,52 @@
+"""Do all ranks optimize the same weights in the same way?"""
+
+from __future__ import annotations
+
+import hashlib
+from itertools import zip_longest
+from typing import Any
+
+from zerocast.comm import Communicator
+from zerocast.errors import RankMismatchError
+from zerocast.optim.weights import Weight
+
+
+def check_same_world(
+    comm: Communicator, optimizer: str, param_groups: list[dict[str, Any]], weights: list[Weight]
+) -> None:
+    """Compare optimizer, options and weights of all ranks, once. Collective.
+
+    Raises:
+        RankMismatchError: on every rank, naming both sides of the first disagreement.
+    """
+    lines = [optimizer]
+    for g, group in enumerate(param_groups):
+        options = {name: value for name, value in group.items() if _is_plain(value)}
+        lines.append(f"param_groups[{g}] with {options}")
+    lines += [
+        f"{w.name}: {tuple(w.param.shape)} of {_stored(w)} in param_groups[{w.group}]"
+        for w in weights
+    ]
+
+    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    if len(set(comm.all_gather_object(digest))) == 1:
+        return
+    everyone: list[list[str]] = comm.all_gather_object(lines)
+    for rank, theirs in enumerate(everyone):
+        for first, other in zip_longest(everyone[0], theirs, fillvalue="nothing more"):
+            if first != other:
+                raise RankMismatchError(
+                    "every rank must optimize the same weights in the same order with the same "
+                    f"options: rank 0 has '{first}' where rank {rank} has '{other}'."
+                )
+
+
+def _stored(weight: Weight) -> str:
+    return str(getattr(weight.param, "recipe", weight.param.dtype))
+
+
+def _is_plain(value: object) -> bool:
+    """Whether equal values read equal on every rank; a function does not, nor does a tensor."""
+    if isinstance(value, tuple):
+        return all(_is_plain(v) for v in value)
+    return value is None or isinstance(value, bool | int | float | str)
