@@ -5,7 +5,6 @@ within a few roundings of a tie; that the recorded data keeps that distance is t
 """
 
 import json
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -29,16 +28,6 @@ FLOAT8_RECIPES = {
 MARGIN = 2.0**-16
 
 
-@pytest.fixture(params=["reference", "cpu"], autouse=True)
-def backend(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Every vector on every backend that can run here."""
-    try:
-        with zerocast.use_backend(request.param):
-            yield
-    except zerocast.BackendError as error:
-        pytest.skip(str(error))
-
-
 def from_hex(text: str, dtype: torch.dtype) -> torch.Tensor:
     """[n] values of ``dtype`` from their bytes."""
     return torch.frombuffer(bytearray.fromhex(text), dtype=dtype)
@@ -49,6 +38,7 @@ def weight(name: str) -> torch.Tensor:
     return from_hex(WEIGHTS[name]["bf16"], torch.bfloat16).view(WEIGHTS[name]["shape"])
 
 
+@pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("project", PROJECTS)
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_nvfp4_codes_and_scales_are_theirs(name, project):
@@ -63,6 +53,7 @@ def test_nvfp4_codes_and_scales_are_theirs(name, project):
     assert_same_bytes(stored, scales, f"scales, {project}")
 
 
+@pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("kind", FLOAT8_RECIPES)
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_float8_codes_and_scale_are_theirs(name, kind):
