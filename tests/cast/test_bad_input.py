@@ -167,6 +167,31 @@ class TestOneRankIsWrong:
         refuse(world_size, spoil, InputError, "fsdp_shard_model_weights", text)
 
 
+def test_every_communicator_raises_on_all_ranks(ranks: Any) -> None:
+    """A wrong master on the last rank, a gap, and a NaN: the same error on all ranks, no hang."""
+
+    def on_rank(comm: Communicator) -> list[str]:
+        messages = []
+        last = comm.rank == comm.size - 1
+        for spoil in (
+            lambda k: k["master_weights"].__setitem__(1, torch.ones(2, dtype=torch.float64)),
+            lambda k: k["master_weights"].__setitem__(0, k["master_weights"][0][:-1]),
+            lambda k: k["master_weights"][0].fill_(torch.nan),
+        ):
+            kwargs = arguments(comm)
+            if last:
+                spoil(kwargs)
+            with pytest.raises(ZerocastError) as raised:
+                zerocast.quantize_master_weights(**kwargs, check_finite=True)
+            messages.append(str(raised.value))
+        return messages
+
+    by_rank = ranks.run(on_rank)
+    assert by_rank == [by_rank[0]] * ranks.size
+    for message, text in zip(by_rank[0], ("float64", "owned by no rank", "a NaN"), strict=True):
+        assert text in message
+
+
 class TestRanksDisagree:
     """Each rank's call is right by itself, but they do not fit together."""
 

@@ -3,7 +3,8 @@ unsharded cast.
 """
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping
+from typing import Any
 
 import pytest
 import torch
@@ -116,15 +117,34 @@ def _shard_buffers(case: Case, rank: int) -> list[torch.Tensor]:
     return [torch.full((n,), 0x5A, dtype=torch.uint8) for n in sizes]
 
 
-def check(case: Case, by_rank: Sequence[list[torch.Tensor]]) -> None:
-    """Every rank's weights are the unsharded ones."""
+def check(case: Case, by_rank: Mapping[int, list[torch.Tensor]]) -> None:
+    """The weights of these ranks are the unsharded ones."""
     whole = case.whole()
-    for rank, weights in enumerate(by_rank):
+    for rank, weights in by_rank.items():
         for i, (weight, expected) in enumerate(zip(weights, whole, strict=True)):
             extents = [str(e) for e in case.partitions[i]]
             kind = f"{case.recipes[i]} {case.dtypes[i]}"
             where = f"seed {case.seed}, rank {rank}, weight {i} {kind} cut at {extents}"
             assert_same_storage(weight, expected, where)
+
+
+def check_in_process(case: Case, world_size: int) -> None:
+    """The law for ``case`` on ranks that are threads."""
+    by_rank = run_in_process(world_size, lambda comm: cast_and_gather(comm, case))
+    check(case, dict(enumerate(by_rank)))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_random_partitions_on_every_communicator(ranks: Any, backend: str) -> None:
+    """25 drawn cases give the unsharded bytes on every kind of communicator and world size."""
+
+    def on_rank(comm: Communicator, case: Case) -> None:
+        check(case, {comm.rank: cast_and_gather(comm, case)})
+
+    for seed in range(25):
+        case = Case(90000 + seed, ranks.size)
+        with zerocast.use_backend(backend):
+            ranks.run(lambda comm, case=case: on_rank(comm, case))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -137,10 +157,7 @@ def test_random_partitions_in_process(backend: str, block: int) -> None:
         world_size = 1 + seed % 9
         case = Case(seed, world_size)
         with zerocast.use_backend(backend):
-            check(
-                case,
-                run_in_process(world_size, lambda comm, case=case: cast_and_gather(comm, case)),
-            )
+            check_in_process(case, world_size)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -151,7 +168,7 @@ def test_many_ranks(backend: str, world_size: int) -> None:
     """
     case = Case(world_size, world_size)
     with zerocast.use_backend(backend):
-        check(case, run_in_process(world_size, lambda comm: cast_and_gather(comm, case)))
+        check_in_process(case, world_size)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -166,7 +183,7 @@ def test_widths_that_are_no_multiple_of_64(backend: str, cols: int) -> None:
     case.masters = [draw_values("wide", 40 * cols, cols)]
     case.partitions = [[Extent(0, 999), Extent(1002, 40 * cols), Extent(999, 1002)]]
     with zerocast.use_backend(backend):
-        check(case, run_in_process(3, lambda comm: cast_and_gather(comm, case)))
+        check_in_process(case, 3)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -181,4 +198,4 @@ def test_odd_offsets(backend: str, cut: int) -> None:
     case.masters = [draw_values("ties", 512, cut)]
     case.partitions = [[Extent(0, cut), Extent(cut, 512)]]
     with zerocast.use_backend(backend):
-        check(case, run_in_process(2, lambda comm: cast_and_gather(comm, case)))
+        check_in_process(case, 2)
