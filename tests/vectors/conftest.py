@@ -7,9 +7,9 @@ import pytest
 import zerocast
 
 
-@pytest.fixture(params=["reference", "cpu"])
+@pytest.fixture(scope="module", params=["reference", "cpu"])
 def backend(request: pytest.FixtureRequest) -> Iterator[None]:
-    """The test once on each backend; skipped, with the reason, on one that cannot run here."""
+    """A module's tests once on each backend; skipped where it cannot run, with the reason."""
     try:
         with zerocast.use_backend(request.param):
             yield

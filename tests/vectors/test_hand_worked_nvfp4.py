@@ -57,7 +57,7 @@ def test_a_zero_block_has_scale_zero_and_keeps_its_signs():
 
 
 def test_a_zero_tensor():
-    """An amax of 0 gives S_enc = 1, S_dec = 0 and codes 0 and 8; every value is zero, the sign kept."""
+    """An amax of 0 gives S_enc = 1, S_dec = 0, codes 0 and 8; values are zeros, signs kept."""
     weight = zerocast.quantize(torch.tensor([[0.0, -0.0] * 8]), NVFP4)
     assert weight.amax.tolist() == [0.0]
     assert weight.rowwise_scale_inv.count_nonzero() == 0
@@ -82,7 +82,7 @@ def test_a_scale_just_above_the_underflow():
 
 
 def test_the_association_of_the_block_scale():
-    """With g = 1.5, a = 1348169 * 2^-37 is just below 3 * 2^-10 * g / 448, where codes 1 and 2 meet.
+    """With g = 1.5, a = 1348169 * 2^-37 is just below 3 * 2^-10 * g / 448, between codes 1 and 2.
 
     S_enc = 1792 and S_enc * fl(1/6) = 298.66669, rounded up by 6.8e-8 of itself. a times that lies
     3.8e-8 below 3 * 2^-10 and rounds to it, a tie, which goes to code 2. (a * S_enc) * fl(1/6),

@@ -1,6 +1,7 @@
-"""The reference backend against a second opinion: the numerics restated in scalars."""
+"""Every backend against a second opinion: the numerics restated in scalars."""
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -9,6 +10,8 @@ import zerocast
 from tests.support.same_bytes import assert_same_bytes
 from tests.vectors import scalar_law
 from zerocast.recipes import Recipe
+
+pytestmark = pytest.mark.usefixtures("backend")
 
 PROPERTY = settings(derandomize=True, database=None, deadline=None, max_examples=60)
 
@@ -43,14 +46,13 @@ def matrices(draw: st.DrawFn, widths: tuple[int, ...]) -> torch.Tensor:
 def check(
     master: torch.Tensor, recipe: Recipe, dtype: torch.dtype, expected: scalar_law.Expected
 ) -> None:
-    """Quantize by the reference backend; every stored byte, and every value, is as expected."""
-    with zerocast.use_backend("reference"):
-        weight = zerocast.quantize(master, recipe, dtype=dtype)
-        values = weight.dequantize(torch.float32)
+    """Quantize: every stored byte, and every value, is as expected."""
+    weight = zerocast.quantize(master, recipe, dtype=dtype)
     assert set(weight.storage.buffers) == set(expected.buffers)
     for name, array in expected.buffers.items():
         assert_same_bytes(weight.storage.buffers[name], torch.from_numpy(array), name)
-    assert_same_bytes(canonical(values), canonical(torch.from_numpy(expected.values)), "values")
+    values = canonical(weight.dequantize(torch.float32))
+    assert_same_bytes(values, canonical(torch.from_numpy(expected.values)), "values")
 
 
 def canonical(x: torch.Tensor) -> torch.Tensor:
@@ -85,3 +87,24 @@ def test_float8_equals_the_scalar_law(master, dtype, round_master, name, power_2
     rounded = name_of(dtype, recipe)
     expected = scalar_law.quantize_float8(master.numpy(), rounded, name, power_2, eps)
     check(master, recipe, dtype, expected)
+
+
+E4M3_TIES = torch.tensor(scalar_law.FLOAT8_VALUES["e4m3"]).unfold(0, 2, 1).mean(dim=1).double()
+
+
+@settings(PROPERTY, max_examples=12)
+@given(st.integers(0x0C800000, 0x7F7FFFFF), st.integers(-2, 2))
+def test_nvfp4_block_amaxes_beside_every_tie_of_the_stored_scale(bits, ulps):
+    """One block a tie, whose amax is the float32 nearest to tie * g / 448, or one or two away.
+
+    There the association of the formula decides the stored byte. The tensor amax is arbitrary
+    above 2^-102, where S_enc is a normal float32 less than FLT_MAX.
+    """
+    g = torch.tensor(bits, dtype=torch.int32).view(torch.float32)
+    amax = (E4M3_TIES * g.double() / 448).float().view(torch.int32).add(ulps).view(torch.float32)
+    x = torch.zeros(1, 16 * (1 + len(E4M3_TIES)))
+    x[0, 0] = g
+    x[0, 16::16] = amax
+    x[0, 17::16] = amax * -0.4
+    expected = scalar_law.quantize_nvfp4(x.numpy(), "float32")
+    check(x, zerocast.NVFP4BlockScaling(), torch.float32, expected)
