@@ -46,7 +46,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _stamp(kind: str, *values: Any) -> Any:
-    marks = () if kind == "in_process" else pytest.mark.mpi(min_size=MPI_RANKS)
+    marks = pytest.mark.mpi(min_size=MPI_RANKS) if kind in ("mpi", "torch_distributed") else ()
     return pytest.param(
         (kind, *values) if values else kind, marks=marks, id="-".join(map(str, (kind, *values)))
     )
@@ -71,14 +71,15 @@ class Ranks:
 
 
 @pytest.fixture(
-    params=[
+    params=[_stamp("single_rank", 1)]
+    + [
         _stamp(kind, size)
         for kind in KINDS
         for size in ((1, 2, 3, 4, 5) if kind == "in_process" else range(1, MPI_RANKS + 1))
     ]
 )
 def ranks(request: pytest.FixtureRequest) -> Ranks:
-    """Every kind of communicator on 1 to 4 ranks, threads on 5 too."""
+    """Every kind of communicator on 1 to 4 ranks, threads on 5 too, and SingleRank."""
     return Ranks(*request.param)
 
 

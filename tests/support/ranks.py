@@ -1,6 +1,7 @@
 """Running one test body on the ranks of any communicator.
 
 Kinds:
+    single_rank         this process alone; one rank only
     in_process          threads of this process; works in every session
     mpi                 processes of an MPI session, the first ``world_size`` of its ranks
     torch_distributed   the same processes, as a gloo group
@@ -19,6 +20,7 @@ from zerocast.comm import (
     Communicator,
     InProcessCommunicator,
     MpiCommunicator,
+    SingleRank,
     TorchDistributedCommunicator,
     as_communicator,
     run_in_process,
@@ -28,6 +30,7 @@ MPI_RANKS = 4
 """The ranks of an MPI session: ``mpiexec -n 4 python -m mpi4py -m pytest --with-mpi -x -m mpi``."""
 
 KINDS = ("in_process", "mpi", "torch_distributed")
+"""Those that can be of any size."""
 
 
 def run_ranks(kind: str, world_size: int, fn: Callable[[Communicator], Any]) -> list[Any]:
@@ -37,6 +40,9 @@ def run_ranks(kind: str, world_size: int, fn: Callable[[Communicator], Any]) -> 
     results (by torch.save), those beyond ``world_size`` too. ``fn`` must not raise on some ranks
     only: the others would wait (``python -m mpi4py`` and ``-x`` then end the session).
     """
+    if kind == "single_rank":
+        assert world_size == 1
+        return [fn(SingleRank())]
     if kind == "in_process":
         return run_in_process(world_size, fn)
     from mpi4py import MPI
@@ -54,6 +60,8 @@ def run_ranks(kind: str, world_size: int, fn: Callable[[Communicator], Any]) -> 
 
 def split_ranks(comm: Communicator, color: int) -> Communicator:
     """The sub-group of the ranks of ``comm`` that give the same ``color``. Every rank calls it."""
+    if isinstance(comm, SingleRank):
+        return comm
     if isinstance(comm, InProcessCommunicator):
         return comm.split(color)
     if isinstance(comm, MpiCommunicator):

@@ -120,7 +120,7 @@ class MpiCommunicator(Communicator):
         width = max(1, self._chunk // self.size)
         columns = host.view(self.size, -1).split(width, dim=1)
         for column, part in zip(columns, output.split(width), strict=True):
-            part.copy_(self._reduce_scatter(column.flatten()))
+            part.copy_(self._reduce_scatter(column.contiguous().view(-1)))
 
     def broadcast_(self, buffer: torch.Tensor, root: int = 0) -> None:
         flat = as_bytes("broadcast_", buffer)
@@ -148,6 +148,7 @@ class MpiCommunicator(Communicator):
 
     def _memory(self, tensor: torch.Tensor) -> list[Any]:
         """A contiguous CPU tensor as mpi4py takes memory: address, count, datatype."""
+        assert tensor.is_contiguous()
         memory = self._mpi.memory.fromaddress(tensor.data_ptr(), tensor.nbytes)
         return [memory, tensor.numel(), self._types[tensor.dtype]]
 

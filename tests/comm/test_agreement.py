@@ -1,0 +1,93 @@
+"""Agreement: an error of one rank is an error of all, and nobody waits for ever."""
+
+import pytest
+
+from zerocast.comm import RecordingCommunicator, agree, raise_together, run_in_process
+from zerocast.errors import InputError, NonFiniteError, RankMismatchError, ZerocastError
+
+
+def test_nobody_raises_where_nobody_has_an_error(ranks):
+    """raise_together returns on every rank, and the ranks go on in step."""
+
+    def body(comm):
+        raise_together(comm, None)
+        return comm.all_gather_object(comm.rank)
+
+    assert ranks.run(body) == [list(range(ranks.size))] * ranks.size
+
+
+def test_an_error_of_one_rank_is_raised_on_all(ranks):
+    """Same type, same message that names the rank, on every rank; its own error is the cause."""
+    last = ranks.size - 1
+
+    def body(comm):
+        mine = NonFiniteError("weight 3 is NaN") if comm.rank == last else None
+        with pytest.raises(ZerocastError) as caught:
+            raise_together(comm, mine)
+        if comm.size > 1:
+            assert caught.value.__cause__ is mine
+        else:
+            assert caught.value is mine
+        comm.barrier()  # the group is as usable as before
+        return type(caught.value).__name__, str(caught.value)
+
+    prefix = f"on rank {last}: " if ranks.size > 1 else ""
+    assert ranks.run(body) == [("NonFiniteError", f"{prefix}weight 3 is NaN")] * ranks.size
+
+
+def test_different_errors_are_all_told(ranks):
+    """The lowest failing rank's type; each message once, on its own line, with its ranks."""
+    if ranks.size < 3:
+        pytest.skip("three ranks that differ")
+    errors = {1: InputError("K must be 16"), 2: RankMismatchError("other order")}
+
+    def body(comm):
+        with pytest.raises(InputError) as caught:
+            raise_together(comm, errors.get(comm.rank, InputError("K must be 16")))
+        return type(caught.value).__name__, str(caught.value)
+
+    same = ", ".join(str(r) for r in range(ranks.size) if r != 2)
+    expected = f"on ranks {same}: K must be 16\non rank 2: other order"
+    assert ranks.run(body) == [("InputError", expected)] * ranks.size
+
+
+def test_the_same_error_everywhere_is_said_once(ranks):
+    """Where all ranks say the same, the message says so instead of listing them."""
+
+    def body(comm):
+        with pytest.raises(InputError) as caught:
+            raise_together(comm, InputError("start is negative"))
+        return str(caught.value)
+
+    prefix = "on every rank: " if ranks.size > 1 else ""
+    assert ranks.run(body) == [f"{prefix}start is negative"] * ranks.size
+
+
+def test_the_highest_vote_wins(ranks):
+    """The result is the maximum of the votes on every rank, and an error outvotes every vote."""
+
+    def body(comm):
+        highest = agree(comm, comm.rank)
+        with pytest.raises(InputError, match="no"):
+            agree(comm, 2**31 - 2, InputError("no") if comm.rank == 0 else None)
+        return highest
+
+    assert ranks.run(body) == [ranks.size - 1] * ranks.size
+
+
+@pytest.mark.parametrize("vote", [-1, 2**31 - 1])
+def test_a_vote_out_of_range_is_refused(vote):
+    """The vote that means "error" cannot be cast, nor a negative one."""
+    with pytest.raises(InputError, match=f"agree takes a vote from 0 to 2147483646, got {vote}"):
+        run_in_process(1, lambda comm: agree(comm, vote))
+
+
+def test_agreeing_costs_one_all_reduce_of_four_bytes():
+    """While nobody has an error, raise_together is one int32 all-reduce and nothing else."""
+
+    def body(comm):
+        recording = RecordingCommunicator(comm)
+        raise_together(recording, None)
+        return {kind: (t.calls, t.payload_bytes) for (_, kind), t in recording.traffic.items()}
+
+    assert run_in_process(3, body) == [{"all_reduce": (1, 4)}] * 3

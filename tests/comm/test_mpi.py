@@ -1,0 +1,127 @@
+"""What is MPI's own: tensors past the count limit, other devices, wrong groups, no mpi4py."""
+
+import inspect
+import sys
+
+import pytest
+import torch
+
+from tests.support.ranks import MPI_RANKS
+from tests.support.same_bytes import assert_same_bytes
+from zerocast.comm import MpiCommunicator
+from zerocast.errors import BackendError, InputError
+
+on_ranks = pytest.mark.mpi(min_size=MPI_RANKS)
+
+
+def collectives(comm: MpiCommunicator) -> dict[str, torch.Tensor]:
+    """One result of every collective that moves tensors, from data that differ on every rank."""
+    generator = torch.Generator().manual_seed(comm.rank)
+    ints = torch.randint(-99, 99, (23,), generator=generator, dtype=torch.int32)
+    sums = ints.double()
+    gradient, part = torch.arange(11.0 * comm.size) * (comm.rank + 1), torch.empty(11)
+    counts = [(3 * r * r + 2) % 7 for r in range(comm.size)]
+    uneven, equal = torch.zeros(sum(counts)).bfloat16(), torch.zeros(6 * comm.size).bfloat16()
+    uneven.split(counts)[comm.rank].fill_(comm.rank + 1)
+    equal.split(6)[comm.rank].fill_(comm.rank + 1)
+    sent = torch.randn(13, generator=generator)
+    comm.all_reduce_max_(ints)
+    comm.all_reduce_sum_(sums)
+    comm.reduce_scatter_sum(part, gradient)
+    comm.all_gather_(uneven, counts)
+    comm.all_gather_(equal)
+    comm.broadcast_(sent, comm.size - 1)
+    return {
+        "max": ints, "sum": sums, "reduce_scatter": part, "uneven": uneven, "equal": equal,
+        "broadcast": sent,
+    }  # fmt: skip
+
+
+def limited_world(limit: int):
+    """COMM_WORLD of an MPI library whose counts end at ``limit``: it refuses larger ones."""
+    from mpi4py import MPI
+
+    class Limited(MPI.Intracomm):
+        def _check(self, message):
+            _, counts, _ = message
+            total = sum(counts) if isinstance(counts, list) else counts
+            assert total <= limit, f"{total} items in one call, the limit is {limit}"
+
+        def Allreduce(self, sendbuf, recvbuf, op):
+            self._check(recvbuf)
+            super().Allreduce(sendbuf, recvbuf, op)
+
+        def Allgatherv(self, sendbuf, recvbuf):
+            self._check(recvbuf)
+            super().Allgatherv(sendbuf, recvbuf)
+
+        def Reduce_scatter_block(self, sendbuf, recvbuf, op):
+            memory, count, kind = recvbuf
+            self._check([memory, count * self.size, kind])
+            super().Reduce_scatter_block(sendbuf, recvbuf, op)
+
+        def Bcast(self, message, root):
+            self._check(message)
+            super().Bcast(message, root)
+
+    return Limited(MPI.COMM_WORLD)
+
+
+@on_ranks
+@pytest.mark.parametrize("chunk", [4, 5, 9, 44])
+def test_tensors_past_the_count_limit_give_the_same_results(chunk):
+    """A limit of a few items stands for 2**31 - 1: no call exceeds it, and results are the same."""
+    expected = collectives(MpiCommunicator())
+    for name, result in collectives(MpiCommunicator(limited_world(chunk), chunk=chunk)).items():
+        assert_same_bytes(result, expected[name], f"{name} in chunks of {chunk}")
+
+
+@on_ranks
+def test_shorter_tensors_are_not_cut():
+    """The default is MPI's own limit, so tensors below it travel in one call."""
+    assert inspect.signature(MpiCommunicator).parameters["chunk"].default == 2**31 - 1
+    with pytest.raises(AssertionError, match="23 items in one call, the limit is 22"):
+        collectives(MpiCommunicator(limited_world(22)))
+
+
+@on_ranks
+def test_other_devices_travel_through_host_memory(monkeypatch):
+    """Staged through a copy, every collective gives the same; stages says which devices are."""
+    comm = MpiCommunicator()
+    assert [comm.stages(torch.device(d)) for d in ("cpu", "cuda", "cuda:1")] == [False, True, True]
+    expected = collectives(comm)
+    monkeypatch.setattr(MpiCommunicator, "stages", lambda self, device: True)
+    for name, result in collectives(comm).items():
+        assert_same_bytes(result, expected[name], f"{name}, staged")
+
+
+@on_ranks
+def test_a_part_of_the_buffer_is_reduced_into_when_staged(monkeypatch):
+    """An output inside the buffer holds this rank's sum also where the buffer was staged."""
+    monkeypatch.setattr(MpiCommunicator, "stages", lambda self, device: True)
+    comm = MpiCommunicator()
+    buffer = torch.arange(2.0 * comm.size)
+    output = buffer[2 * comm.rank : 2 * comm.rank + 2]
+    comm.reduce_scatter_sum(output, buffer)
+    assert output.tolist() == [2.0 * comm.rank * comm.size, (2.0 * comm.rank + 1) * comm.size]
+
+
+@on_ranks
+def test_only_an_intracommunicator_with_this_rank_is_a_group():
+    """COMM_NULL, which Split gives to ranks left out, is refused, and so is what is not of MPI."""
+    from mpi4py import MPI
+
+    with pytest.raises(
+        InputError, match=r"that this rank belongs to, got COMM_NULL; make one with"
+    ):
+        MpiCommunicator(MPI.COMM_NULL)
+    with pytest.raises(InputError, match="intracommunicator that this rank belongs to, got str"):
+        MpiCommunicator("world")
+
+
+def test_without_mpi4py_the_error_says_what_to_install(monkeypatch):
+    """No mpi4py: BackendError with the command that brings it."""
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    message = r"needs mpi4py and an MPI library, got '.*mpi4py.*'; install both by pip install"
+    with pytest.raises(BackendError, match=message):
+        MpiCommunicator()

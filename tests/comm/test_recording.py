@@ -1,0 +1,123 @@
+"""RecordingCommunicator: the counts are the ring algorithm's, worked by hand."""
+
+import pytest
+import torch
+
+from zerocast.comm import RecordingCommunicator, SingleRank, Traffic, run_in_process
+from zerocast.errors import InputError
+
+
+def numbers(traffic: Traffic) -> tuple[int, int, int]:
+    """What does not depend on time."""
+    return traffic.calls, traffic.payload_bytes, traffic.sent_bytes
+
+
+def test_it_passes_everything_on(ranks):
+    """Results are those of the communicator inside, for every collective."""
+
+    def body(comm):
+        recording = RecordingCommunicator(comm)
+        assert (recording.rank, recording.size) == (comm.rank, comm.size)
+        assert not recording.stages(torch.device("cpu"))
+        highest = torch.tensor([comm.rank], dtype=torch.int32)
+        recording.all_reduce_max_(highest)
+        total = torch.tensor([1.0])
+        recording.all_reduce_sum_(total)
+        parts = torch.zeros(2 * comm.size)
+        parts[2 * comm.rank : 2 * comm.rank + 2] = 1.0
+        recording.all_gather_(parts)
+        output = torch.empty(1)
+        recording.reduce_scatter_sum(output, torch.arange(float(comm.size)))
+        root = torch.tensor([comm.rank])
+        recording.broadcast_(root, comm.size - 1)
+        recording.barrier()
+        objects = recording.all_gather_object(comm.rank)
+        return [int(highest), total.item(), parts.sum().item(), output.item(), int(root), objects]
+
+    size = ranks.size
+    assert ranks.run(body) == [
+        [size - 1, size, 2 * size, r * size, size - 1, list(range(size))] for r in range(size)
+    ]
+
+
+def test_bytes_sent_follow_the_ring():
+    """4 ranks, 48 bytes: all-reduce 2 * 3/4 * 48 = 72, reduce-scatter 36, all-gather 48 - part."""
+
+    def body(comm):
+        recording = RecordingCommunicator(comm)
+        recording.all_reduce_max_(torch.zeros(12, dtype=torch.int32))
+        recording.all_reduce_sum_(torch.zeros(12))
+        recording.reduce_scatter_sum(torch.zeros(3), torch.zeros(12))
+        recording.all_gather_(torch.zeros(48, dtype=torch.uint8), [8, 40, 0, 0])
+        recording.all_gather_(torch.zeros(12))
+        recording.broadcast_(torch.zeros(12), root=1)
+        recording.barrier()
+        return {kind: numbers(traffic) for (_, kind), traffic in recording.traffic.items()}
+
+    for rank, counted in enumerate(run_in_process(4, body)):
+        uneven = (48 - 40, 48 - 0, 48 - 0, 48 - 8)[rank]
+        assert counted == {
+            "all_reduce": (2, 96, 2 * 72),
+            "reduce_scatter": (1, 48, 36),
+            "all_gather": (2, 96, uneven + 36),
+            "broadcast": (1, 48, 0 if rank == 0 else 48),  # 1 -> 2 -> 3 -> 0
+            "barrier": (1, 0, 0),
+        }, f"rank {rank}"
+
+
+def test_labels_tell_the_phases_of_a_step_apart():
+    """Calls are counted under the innermost label; totals add up by kind, by label and in all."""
+
+    def body(comm):
+        recording = RecordingCommunicator(comm)
+        four = torch.zeros(4, dtype=torch.int32)
+        recording.all_reduce_max_(four)
+        with recording.label("step"):
+            recording.all_gather_(four)
+            with recording.label("amax"):
+                recording.all_reduce_max_(four)
+            recording.all_gather_(four)
+        by_key = {key: traffic.calls for key, traffic in recording.traffic.items()}
+        kind, label = recording.total(kind="all_reduce"), recording.total(label="step")
+        everything = recording.total()
+        assert everything.seconds == sum(t.seconds for t in recording.traffic.values()) > 0
+        recording.reset()
+        return by_key, numbers(kind), numbers(label), everything.calls, recording.total()
+
+    by_key = {("", "all_reduce"): 1, ("step", "all_gather"): 2, ("amax", "all_reduce"): 1}
+    expected = (by_key, (2, 32, 32), (2, 32, 16), 4, Traffic())
+    assert run_in_process(2, body) == [expected] * 2
+
+
+def test_objects_count_their_pickled_size():
+    """A larger object is a larger payload, sent to each of the other two ranks once."""
+
+    def body(comm):
+        recording = RecordingCommunicator(comm)
+        recording.all_gather_object("x" * 1000)
+        return numbers(recording.total(kind="all_gather_object"))
+
+    for calls, payload, sent in run_in_process(3, body):
+        assert calls == 1
+        assert 1000 < payload < 1100
+        assert sent == 2 * payload
+
+
+def test_one_rank_sends_nothing():
+    """With D = 1 every formula is 0."""
+    recording = RecordingCommunicator(SingleRank())
+    recording.all_reduce_sum_(torch.zeros(3))
+    recording.all_gather_(torch.zeros(3))
+    recording.reduce_scatter_sum(torch.zeros(3), torch.zeros(3))
+    recording.broadcast_(torch.zeros(3))
+    recording.all_gather_object(3)
+    assert recording.total().sent_bytes == 0
+    assert recording.total().calls == 5
+
+
+def test_a_call_that_fails_is_not_counted():
+    """What was refused was not sent."""
+    recording = RecordingCommunicator(SingleRank())
+    with pytest.raises(InputError):
+        recording.all_reduce_max_(torch.zeros(3))
+    assert recording.traffic == {}
