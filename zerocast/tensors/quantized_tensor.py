@@ -159,7 +159,7 @@ class QuantizedTensor(torch.Tensor):
     # --- what torch answers from memory, which a wrapper does not have ---
 
     @property
-    def data(self) -> QuantizedTensor:  # type: ignore[override]
+    def data(self) -> torch.Tensor:
         """An alias without a gradient; assigning to it is refused."""
         return self.detach()
 

@@ -1,0 +1,274 @@
+"""convert swaps what it can, leaves what it must, and says which."""
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils import prune
+
+from tests.support.same_bytes import assert_same_bytes, assert_same_storage
+from zerocast.errors import InputError
+from zerocast.nn import Linear, convert
+from zerocast.recipes import Float8CurrentScaling, NVFP4BlockScaling, Recipe
+from zerocast.tensors import QuantizedTensor, quantize
+
+NVFP4, FP8 = NVFP4BlockScaling(), Float8CurrentScaling()
+both_recipes = pytest.mark.parametrize(
+    "recipe", [pytest.param(NVFP4, id="nvfp4"), pytest.param(FP8, id="fp8")]
+)
+
+
+class Block(nn.Module):
+    """Two layers and a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(32, 48), nn.LayerNorm(48), nn.Linear(48, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.norm(self.up(x)).relu())
+
+
+@both_recipes
+def test_every_linear_is_quantized_in_place_and_the_rest_is_untouched(recipe: Recipe) -> None:
+    """The modules keep their identity; the output is that of the dequantized weights."""
+    model = nn.Sequential(nn.Embedding(7, 32), Block(), Block().eval())
+    model[1].down.weight.requires_grad_(False)
+    original = copy.deepcopy(model)
+    modules = list(model.modules())
+    report = convert(model, recipe)
+    assert report.converted == ("1.up", "1.down", "2.up", "2.down")
+    assert report.left == {}
+    assert list(model.modules()) == modules
+    for name, module in original.named_modules():
+        now = model.get_submodule(name)
+        assert now.training == module.training
+        if isinstance(module, nn.Linear):
+            assert type(now) is Linear
+            assert_same_storage(now.weight, quantize(module.weight, recipe), name)
+            assert_same_bytes(now.weight.get_high_precision_init_val(), module.weight, name)
+            assert now.weight.requires_grad == module.weight.requires_grad
+            assert isinstance(now.weight, nn.Parameter)
+            module.weight.data.copy_(now.weight)
+        else:
+            assert type(now) is type(module)
+    assert not isinstance(model[0].weight, QuantizedTensor)
+    tokens = torch.arange(7)
+    assert_same_bytes(model(tokens), original(tokens), "output")
+    assert [n for n, _ in model.named_parameters()] == [n for n, _ in original.named_parameters()]
+
+
+def test_the_initial_value_is_kept_before_rounding_on_the_cpu() -> None:
+    """In the layer's dtype, as a copy; clearing it gives the memory back."""
+    layer = nn.Linear(16, 4).to(torch.float16)
+    before = layer.weight.detach().clone()
+    convert(layer, NVFP4)
+    value = layer.weight.get_high_precision_init_val()
+    assert_same_bytes(value, before, "initial value")
+    assert value.device.type == "cpu"
+    layer.weight.clear_high_precision_init_val()
+    assert layer.weight.get_high_precision_init_val() is None
+
+
+def test_a_model_that_is_a_linear_is_converted_itself() -> None:
+    """Its name is empty, in the report, too."""
+    model = nn.Linear(32, 8)
+    assert convert(model, FP8).converted == ("",)
+    assert type(model) is Linear
+    left = convert(nn.Linear(10, 8), NVFP4)
+    assert "left (the model itself): NVFP4BlockScaling needs K" in str(left)
+
+
+def test_filter_fqns_match_by_substring() -> None:
+    """A layer stays where its fully qualified name contains any of them."""
+    model = nn.ModuleDict({"block": Block(), "head": nn.Linear(32, 16)})
+    report = convert(model, NVFP4, filter_fqns=["head", "k.up"])
+    assert report.converted == ("block.down",)
+    assert report.left == {
+        "block.up": "its name contains 'k.up' of filter_fqns",
+        "head": "its name contains 'head' of filter_fqns",
+    }
+    assert type(model["head"]) is nn.Linear
+    assert convert(nn.Linear(16, 1), NVFP4, filter_fqns=["head"]).converted == ("",)
+
+
+def test_a_layer_that_the_recipe_cannot_hold_stays() -> None:
+    """K = 10 for NVFP4; FP8 holds it. The report is readable."""
+    model = nn.Sequential(nn.Linear(32, 10), nn.Linear(10, 32))
+    report = convert(model, NVFP4)
+    assert report.converted == ("0",)
+    assert "got K = 10 in shape (32, 10)" in report.left["1"]
+    assert type(model[1]) is nn.Linear
+    lines = str(report).splitlines()
+    assert lines[0] == f"1 of 2 linear layers quantized with {NVFP4}"
+    assert lines[1].startswith("  left 1: NVFP4BlockScaling needs K, the last dimension")
+    assert convert(nn.Sequential(nn.Linear(10, 32)), FP8).converted == ("0",)
+
+
+class Special(nn.Linear):
+    """Does something else with its weight."""
+
+
+def _parametrized() -> nn.Module:
+    return nn.utils.parametrizations.weight_norm(nn.Linear(16, 16))
+
+
+def _pruned() -> nn.Module:
+    return prune.random_unstructured(nn.Linear(16, 16), "weight", 0.5)
+
+
+def _hooked() -> nn.Module:
+    layer = nn.Linear(16, 16)
+    layer.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda: Special(16, 16), "is a Special, a subclass"),
+        (_parametrized, "its weight is computed from other parameters"),
+        (_pruned, "its weight is computed from other parameters"),
+        (_hooked, "its weight has gradient hooks"),
+        (lambda: nn.Linear(16, 16, dtype=torch.float64), "its weight is torch.float64"),
+        (lambda: nn.Linear(16, 16, device="meta"), "its weight is on the meta device"),
+        (lambda: Linear(16, 16, recipe=FP8), "is quantized already"),
+    ],
+)
+def test_what_would_change_its_meaning_stays_with_a_reason(
+    make: Callable[[], nn.Module], reason: str
+) -> None:
+    """The module is not touched and the others are converted."""
+    module = make()
+    kind, parameters = type(module), list(module.parameters())
+    model = nn.Sequential(nn.Linear(16, 16), module)
+    report = convert(model, NVFP4)
+    assert report.converted == ("0",)
+    assert report.left["1"].startswith(reason)
+    assert type(module) is kind
+    assert all(a is b for a, b in zip(module.parameters(), parameters, strict=True))
+
+
+def test_multihead_attention_keeps_working() -> None:
+    """Its output projection is a subclass that torch reads by hand, so it stays."""
+    attention = nn.MultiheadAttention(32, 4, batch_first=True)
+    report = convert(attention, NVFP4)
+    assert report.converted == ()
+    assert report.left["out_proj"].startswith("is a NonDynamicallyQuantizableLinear")
+    x = torch.randn(2, 3, 32)
+    assert attention(x, x, x)[0].shape == (2, 3, 32)
+
+
+def test_hooks_of_the_module_stay_and_run() -> None:
+    """The module is the same object, so forward hooks and references to it hold."""
+    layer, calls = nn.Linear(16, 16), []
+    layer.register_forward_hook(lambda *_: calls.append("forward"))
+    layer.register_full_backward_hook(lambda *_: calls.append("backward"))
+    convert(nn.Sequential(layer), NVFP4)
+    layer(torch.ones(1, 16, requires_grad=True)).sum().backward()
+    assert calls == ["forward", "backward"]
+
+
+@both_recipes
+def test_tied_linears_stay_tied(recipe: Recipe) -> None:
+    """Two layers of one Parameter share the new one, and both contribute to its gradient."""
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    model[1].weight = model[0].weight
+    assert convert(model, recipe).converted == ("0", "1")
+    assert model[0].weight is model[1].weight
+    assert isinstance(model[0].weight, QuantizedTensor)
+    model(torch.randn(3, 32)).sum().backward()
+    value = model[0].weight.dequantize().requires_grad_()
+    assert len(list(model.parameters())) == 3
+    assert model[0].weight.grad.shape == value.shape
+
+
+def test_a_linear_tied_with_something_else_stays() -> None:
+    """With an embedding, or with a layer that is filtered: all holders keep the one Parameter."""
+    model = nn.ModuleDict({"tokens": nn.Embedding(48, 32), "head": nn.Linear(32, 48, bias=False)})
+    model["head"].weight = model["tokens"].weight
+    report = convert(model, NVFP4)
+    assert report.left == {"head": "its weight is tied with tokens.weight, which stays as it is"}
+    assert model["head"].weight is model["tokens"].weight
+
+    pair = nn.ModuleDict({"a": nn.Linear(32, 32), "b": nn.Linear(32, 32)})
+    pair["b"].weight = pair["a"].weight
+    report = convert(pair, NVFP4, filter_fqns=["b"])
+    assert report.left["a"] == "its weight is tied with b.weight, which stays as it is"
+    assert pair["a"].weight is pair["b"].weight
+
+
+def test_a_module_with_two_names_is_converted_once() -> None:
+    """It is reported under its first name, and a filter on either name holds it."""
+    shared = nn.Linear(16, 16)
+    model = nn.ModuleDict({"first": shared, "second": shared})
+    assert convert(model, NVFP4, filter_fqns=["second"]).converted == ()
+    assert convert(model, NVFP4).converted == ("first",)
+    assert model["first"] is model["second"]
+
+
+def test_gradients_and_attributes_of_the_parameter_are_carried_over() -> None:
+    """What an optimizer or a framework has put on it."""
+    layer = nn.Linear(16, 16)
+    layer.weight.grad = torch.ones(16, 16)
+    layer.weight.tensor_parallel = True
+    convert(layer, NVFP4)
+    assert (layer.weight.grad == 1).all()
+    assert layer.weight.tensor_parallel
+
+
+def test_converting_twice_changes_nothing() -> None:
+    """The second report says so."""
+    model = nn.Sequential(nn.Linear(16, 16))
+    convert(model, NVFP4)
+    weight = model[0].weight
+    report = convert(model, FP8)
+    assert report.left == {"0": "is quantized already"}
+    assert model[0].weight is weight
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"model": "gpt"}, "needs a torch.nn.Module, got str"),
+        ({"recipe": "nvfp4"}, "recipe must be a zerocast recipe"),
+        ({"weights": "high_precision"}, "weights must be 'quantized'"),
+        ({"filter_fqns": "head"}, r"a sequence of strings such as \['head'\], got 'head'"),
+        ({"filter_fqns": [1]}, r"got \[1\]"),
+    ],
+)
+def test_bad_arguments_are_refused_and_nothing_is_changed(arguments: dict, message: str) -> None:
+    """The message says what is required and what was given."""
+    model = nn.Sequential(nn.Linear(16, 16))
+    with pytest.raises(InputError, match=message):
+        convert(**{"model": model, "recipe": NVFP4, **arguments})
+    assert type(model[0]) is nn.Linear
+
+
+@both_recipes
+def test_a_converted_model_saves_loads_and_learns(recipe: Recipe) -> None:
+    """One step of gradient descent on FP32 masters, cast by copy_, lowers the loss."""
+    torch.manual_seed(0)
+    model = Block()
+    convert(model, recipe)
+    x, target = torch.randn(64, 32), torch.randn(64, 32)
+    masters = {n: p.dequantize() if isinstance(p, QuantizedTensor) else p.detach().clone()
+               for n, p in model.named_parameters()}  # fmt: skip
+    losses = []
+    for _ in range(20):
+        loss = F.mse_loss(model(x), target)
+        losses.append(loss.item())
+        model.zero_grad()
+        loss.backward()
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                masters[name] -= 0.5 * p.grad
+                p.copy_(masters[name])
+    assert losses[-1] < 0.9 * losses[0]
+    twin = Block()
+    convert(twin, recipe)
+    twin.load_state_dict(model.state_dict())
+    assert_same_bytes(twin(x), model(x), "output of the loaded model")

@@ -1,0 +1,291 @@
+"""The unsharded cast, unfilled weights, moved codes, rebuilt copies."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.support.same_bytes import assert_same_bytes, assert_same_storage
+from tests.support.values import KINDS, draw_values
+from zerocast.backends import use_backend
+from zerocast.errors import InputError
+from zerocast.formats import E2M1, E4M3, pack_nibbles, unpack_nibbles
+from zerocast.formats import decode as decode_codes
+from zerocast.recipes import Float8CurrentScaling, NVFP4BlockScaling, Recipe
+from zerocast.tensors import QuantizedTensor, empty, quantize, rebuild_derived, replace_raw_data
+
+NVFP4, FP8 = NVFP4BlockScaling(), Float8CurrentScaling()
+RECIPES = [
+    pytest.param(NVFP4, id="nvfp4"),
+    pytest.param(FP8, id="fp8"),
+    pytest.param(Float8CurrentScaling(fp8_format="e5m2", power_2_scale=True), id="fp8-e5m2"),
+]
+SHAPES = [(1, 16), (3, 48), (17, 80), (16, 96), (33, 112), (5, 256)]
+
+
+@pytest.fixture(params=["reference", "cpu"])
+def _backend(request: pytest.FixtureRequest) -> Iterator[None]:
+    with use_backend(request.param):
+        yield
+
+
+def codes_of(weight: QuantizedTensor) -> torch.Tensor:
+    """[M, K] uint8, one code an element."""
+    if weight.recipe.law.fmt.bits == 4:
+        return unpack_nibbles(weight.rowwise_data, weight.shape[-1])
+    return weight.rowwise_data
+
+
+@pytest.mark.usefixtures("_backend")
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_both_backends_quantize_to_the_reference_bytes(
+    kind: str, shape: tuple[int, int], recipe: Recipe
+) -> None:
+    """Every buffer of a quantized weight, padding included, is the reference backend's."""
+    x = draw_values(kind, shape[0] * shape[1], seed=1).view(shape)
+    weight = quantize(x, recipe, dtype=torch.bfloat16)
+    with use_backend("reference"):
+        expected = quantize(x, recipe, dtype=torch.bfloat16)
+    assert_same_storage(weight, expected, kind)
+
+
+def test_nvfp4_block_by_hand() -> None:
+    """Amax 6: S_enc = 2688 / 6 = 448, S_dec = E4M3(6 * 448 / 6) = 448, so x is its own code."""
+    row = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+    weight = quantize(row[None], NVFP4)
+    assert codes_of(weight)[0].tolist() == list(range(16))
+    assert weight.rowwise_scale_inv[0, 0].item() == E4M3.max_code
+    assert weight.amax.item() == 6
+    assert weight.dequantize()[0].tolist() == row.tolist()
+    assert int(weight.rowwise_scale_inv.count_nonzero()) == 1  # everything else is padding
+
+
+def test_fp8_by_hand() -> None:
+    """Amax 7 gives scale 448 / 7 = 64 exactly: 7 is 448 = 0x7E and 1 is 64 = 2^6 = 0x68."""
+    weight = quantize(torch.tensor([[7.0, 1.0, -7.0]]), FP8)
+    assert weight.rowwise_data.tolist() == [[0x7E, 0x68, 0xFE]]
+    assert weight.rowwise_scale_inv.tolist() == [1 / 64]
+    assert weight.dequantize().tolist() == [[7.0, 1.0, -7.0]]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_columnwise_codes_are_the_transposed_rowwise_codes(
+    shape: tuple[int, int], recipe: Recipe
+) -> None:
+    """columnwise_data decodes to the transpose, a missing last nibble being 0."""
+    weight = quantize(torch.randn(shape), recipe)
+    transposed = codes_of(weight).t().contiguous()
+    if recipe.law.fmt.bits == 4:
+        transposed = pack_nibbles(transposed)
+    assert_same_bytes(weight.columnwise_data, transposed, "columnwise_data")
+
+
+def test_fp8_serves_any_number_of_dimensions() -> None:
+    """A 3-D weight is cast like the matrix [product of leading dimensions, last]."""
+    x = torch.randn(3, 5, 7)
+    weight, matrix = quantize(x, FP8), quantize(x.view(15, 7), FP8)
+    assert weight.rowwise_data.shape == (3, 5, 7)
+    assert_same_bytes(weight.rowwise_data.view(15, 7), matrix.rowwise_data, "rowwise_data")
+    assert_same_bytes(weight.columnwise_data, matrix.columnwise_data, "columnwise_data")
+    assert weight.columnwise_scale_inv is weight.rowwise_scale_inv
+    assert_same_bytes(quantize(x[0, 0], FP8).rowwise_data[None],
+                      quantize(x[0, :1], FP8).rowwise_data, "a vector")  # fmt: skip
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_nominal_dtype_rounds_the_elements_first(dtype: torch.dtype, recipe: Recipe) -> None:
+    """quantize(x, dtype=d) is quantize of x rounded to d, and the default dtype is the tensor's."""
+    x = torch.randn(20, 48)
+    weight = quantize(x, recipe, dtype=dtype)
+    assert weight.dtype == dtype
+    assert_same_storage(weight, quantize(x.to(dtype), recipe), str(dtype))
+    assert_same_storage(weight, quantize(x.to(dtype).float(), recipe), "already rounded")
+
+
+def test_round_master_false_quantizes_from_fp32() -> None:
+    """With round_master=False the nominal dtype does not change the bytes."""
+    x = torch.randn(64, 64) * 3
+    exact = NVFP4BlockScaling(round_master=False)
+    assert_same_storage(quantize(x, exact, dtype=torch.bfloat16), quantize(x, exact), "bytes")
+    rounded = quantize(x, NVFP4, dtype=torch.bfloat16)
+    assert not torch.equal(rounded.rowwise_data, quantize(x, exact).rowwise_data)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_strides_and_gradients_of_the_source_do_not_matter(recipe: Recipe) -> None:
+    """A transposed, expanded or gradient-requiring source is cast by its values."""
+    x = torch.randn(48, 32)
+    expected = quantize(x.t().contiguous(), recipe)
+    assert_same_storage(quantize(x.t(), recipe), expected, "transposed")
+    weight = quantize(x.t().clone().requires_grad_(), recipe)
+    assert not weight.requires_grad
+    assert weight.is_leaf
+    row = torch.randn(1, 32)
+    assert_same_storage(
+        quantize(row.expand(9, 32), recipe), quantize(row.repeat(9, 1), recipe), "expanded"
+    )
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_quantized_weights_and_their_views_can_be_sources(recipe: Recipe) -> None:
+    """A source without memory of its own is read by its value."""
+    weight = quantize(torch.randn(32, 48), NVFP4)
+    assert_same_storage(quantize(weight, recipe), quantize(weight.dequantize(), recipe), "weight")
+    view = weight[3:19]
+    assert_same_storage(quantize(view, recipe), quantize(weight.dequantize()[3:19], recipe), "view")
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_one_value_that_is_not_finite_makes_all_under_its_scale_nan(bad: float) -> None:
+    """One tensor amax is over the whole weight in both recipes, so every element decodes to NaN."""
+    x = torch.randn(20, 48)
+    x[7, 13] = bad
+    for recipe in (NVFP4, FP8):
+        weight = quantize(x, recipe)
+        assert (codes_of(weight) == recipe.law.fmt.nan_code).all()
+        assert weight.dequantize().isnan().all()
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_an_empty_weight_decodes_to_zeros(recipe: Recipe) -> None:
+    """empty() has the buffers of quantize(), and a value."""
+    weight = empty((17, 48), recipe, dtype=torch.float16)
+    assert (weight.dtype, weight.shape, weight.device.type) == (torch.float16, (17, 48), "cpu")
+    assert_same_bytes(weight.dequantize(), torch.zeros(17, 48, dtype=torch.float16), "value")
+    filled = quantize(torch.randn(17, 48), recipe)
+    assert {n: (b.shape, b.dtype) for n, b in weight.storage.buffers.items()} == {
+        n: (b.shape, b.dtype) for n, b in filled.storage.buffers.items()
+    }
+    assert empty((17, 48), recipe).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: quantize(torch.ones(2, 16).double(), FP8), "got torch.float64; convert it"),
+        (lambda: quantize(torch.ones(2, 16).int(), FP8), "got torch.int32"),
+        (lambda: quantize([[1.0]], FP8), "got list"),
+        (lambda: quantize(torch.ones(2, 16), FP8, dtype=torch.float8_e4m3fn), "nominal dtype"),
+        (lambda: quantize(torch.ones(2, 10), NVFP4), "multiple of 16 .* got K = 10"),
+        (lambda: quantize(torch.ones(2, 2, 16), NVFP4), "2-D weight"),
+        (lambda: quantize(torch.ones(0, 16), FP8), "at least one element"),
+        (lambda: quantize(torch.tensor(1.0), FP8), "at least one element"),
+        (lambda: quantize(torch.ones(2, 16), NVFP4BlockScaling), "pass an instance"),
+        (lambda: empty((2, 16), "nvfp4"), "pass an instance"),
+        (lambda: empty((2, 16), FP8, dtype=torch.float64), "got torch.float64"),
+    ],
+)
+def test_bad_input_is_refused_with_what_is_required(call: object, message: str) -> None:
+    """The error names what was given."""
+    with pytest.raises(InputError, match=message):
+        call()  # type: ignore[operator]
+
+
+# --- moving the codes ---
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("flat", [True, False])
+def test_replace_raw_data_moves_the_codes_and_keeps_the_value(recipe: Recipe, flat: bool) -> None:
+    """All aliases see the new buffer, derived copies stay valid, and a plan can tell it moved."""
+    weight = quantize(torch.randn(9, 48), recipe)
+    alias, expected, before = weight.detach(), weight.clone(), weight.storage.last_move
+    size = weight.rowwise_data.numel()
+    gather = torch.full((size + 13,), 0xA5, dtype=torch.uint8)
+    place = gather[7 : 7 + size]
+    replace_raw_data(weight, place if flat else place.view(weight.rowwise_data.shape))
+    assert_same_storage(weight, expected, "moved")
+    assert alias.rowwise_data.data_ptr() == place.data_ptr()
+    assert (gather[:7] == 0xA5).all()
+    assert (gather[7 + size :] == 0xA5).all()
+    assert weight.storage.last_move != before
+    weight.copy_(torch.zeros(9, 48))
+    assert not place.any()
+
+
+def test_replace_raw_data_may_move_within_one_buffer() -> None:
+    """A new place that overlaps the old one keeps the codes."""
+    weight = quantize(torch.randn(8, 32), FP8)
+    buffer = torch.zeros(300, dtype=torch.uint8)
+    replace_raw_data(weight, buffer[:256])
+    codes = weight.rowwise_data.clone()
+    replace_raw_data(weight, buffer[20:276])
+    assert_same_bytes(weight.rowwise_data, codes, "codes")
+
+
+@pytest.mark.parametrize(
+    ("new", "message"),
+    [
+        (torch.full((384,), 9, dtype=torch.int8), "torch.uint8 tensor .*got torch.int8"),
+        (torch.full((383,), 9, dtype=torch.uint8), r"the 384 bytes .*got shape \(383,\)"),
+        (torch.full((16, 24), 9, dtype=torch.uint8), r"got shape \(16, 24\)"),
+        (torch.full((768,), 9, dtype=torch.uint8)[::2], r"contiguous, .*strides \(2,\)"),
+        (torch.empty(384, dtype=torch.uint8, device="meta"), "device cpu, got meta"),
+        ([9] * 384, "got list"),
+    ],
+)
+def test_replace_raw_data_refuses_a_buffer_that_does_not_fit(new: object, message: str) -> None:
+    """Nothing has been written: neither the buffer nor the weight."""
+    weight = quantize(torch.randn(8, 48), FP8)
+    expected, codes = weight.clone(), weight.rowwise_data
+    with pytest.raises(InputError, match=message):
+        replace_raw_data(weight, new)  # type: ignore[arg-type]
+    assert weight.rowwise_data is codes
+    assert_same_storage(weight, expected, "weight")
+    if isinstance(new, torch.Tensor) and not new.is_meta:
+        assert (new == 9).all()
+
+
+def test_replace_raw_data_refuses_a_plain_tensor() -> None:
+    """There are no codes to move."""
+    with pytest.raises(InputError, match="needs a QuantizedTensor, got Tensor"):
+        replace_raw_data(torch.ones(3), torch.zeros(3, dtype=torch.uint8))  # type: ignore[arg-type]
+
+
+# --- derived copies ---
+
+
+def test_rebuild_derived_serves_mixed_weights_in_one_launch_a_recipe(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Copies are made from the present codes; weights without a copy are skipped."""
+    sources = [torch.randn(5, 48), torch.randn(16, 16), torch.randn(3, 32), torch.randn(4, 32)]
+    weights = [
+        quantize(sources[0], NVFP4),
+        quantize(sources[1], NVFP4),
+        quantize(sources[2], FP8),
+        quantize(sources[3], FP8, columnwise=False),
+    ]
+    expected = [weight.clone() for weight in weights]
+    for weight in weights[:3]:
+        weight.storage.buffers["columnwise_data"].fill_(0x77)
+    launches = []
+    process = Recipe.post_all_gather_processing
+
+    def count(recipe: Recipe, backend: object, targets: list) -> object:
+        launches.append((recipe, len(targets)))
+        return process(recipe, backend, targets)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Recipe, "post_all_gather_processing", count)
+    rebuild_derived([weight.storage for weight in weights])
+    assert launches == [(NVFP4, 2), (FP8, 1)]
+    for i, weight in enumerate(weights):
+        assert_same_storage(weight, expected[i], f"weight {i}")
+
+
+def test_every_code_decodes_to_its_value() -> None:
+    """All 256 E4M3 and all 16 E2M1 codes, under a scale of exactly one."""
+    weight = empty((16, 16), FP8, dtype=torch.float32)
+    weight.rowwise_data.copy_(torch.arange(256).view(16, 16))
+    weight.rowwise_scale_inv.fill_(1)
+    assert_same_bytes(weight.dequantize(), decode_codes(weight.rowwise_data, E4M3), "e4m3")
+    weight = empty((1, 16), NVFP4, dtype=torch.float32)
+    weight.rowwise_data.copy_(pack_nibbles(torch.arange(16, dtype=torch.uint8)[None]))
+    weight.rowwise_scale_inv[0, 0] = E4M3.max_code  # 448
+    weight.amax.fill_(6)  # 448 * 6 / 2688 = 1
+    values = decode_codes(torch.arange(16, dtype=torch.uint8)[None], E2M1)
+    assert_same_bytes(weight.dequantize(), values, "e2m1")

@@ -1,0 +1,144 @@
+"""QuantizedStorage knows whether its derived copies are true and whether its codes have changed."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+from tests.support.same_bytes import assert_same_storage
+from zerocast.errors import StaleCopyError
+from zerocast.recipes import Float8CurrentScaling, NVFP4BlockScaling, Recipe
+from zerocast.tensors import CastClock, QuantizedTensor, quantize, rebuild_derived
+
+NVFP4, FP8 = NVFP4BlockScaling(), Float8CurrentScaling()
+both_recipes = pytest.mark.parametrize(
+    "recipe", [pytest.param(NVFP4, id="nvfp4"), pytest.param(FP8, id="fp8")]
+)
+
+
+def watched(recipe: Recipe, *, rebuild_on_use: bool = False) -> tuple[QuantizedTensor, CastClock]:
+    """A weight, and the clock of a plan that casts it."""
+    weight, clock = quantize(torch.randn(9, 32), recipe), CastClock(rebuild_on_use=rebuild_on_use)
+    weight.storage.watch(clock)
+    return weight, clock
+
+
+@both_recipes
+def test_a_derived_copy_is_refused_between_a_cast_and_its_rebuild(recipe: Recipe) -> None:
+    """Both columnwise buffers, through every alias; the rowwise ones can always be read."""
+    weight, clock = watched(recipe)
+    alias = weight.detach()
+    assert weight.columnwise_data is alias.columnwise_data
+    clock.tick()
+    for name in ("columnwise_data", "columnwise_scale_inv"):
+        with pytest.raises(StaleCopyError, match="post_all_gather_processing"):
+            getattr(alias, name)
+    _ = weight.rowwise_data, weight.rowwise_scale_inv, weight.dequantize()
+    rebuild_derived([weight.storage])
+    _ = alias.columnwise_data, alias.columnwise_scale_inv
+
+
+def test_a_weight_without_a_columnwise_copy_is_never_stale() -> None:
+    """There is nothing to rebuild, so a forward is not refused."""
+    weight = quantize(torch.randn(9, 32), NVFP4, columnwise=False)
+    clock = CastClock(rebuild_on_use=False)
+    weight.storage.watch(clock)
+    clock.tick()
+    assert not weight.storage.is_stale
+    weight.storage.prepare_for_forward(lambda storage: pytest.fail("rebuilt"))
+
+
+def test_any_of_several_plans_makes_a_copy_stale() -> None:
+    """A forward rebuilds only where every plan that cast since has asked for that."""
+    weight, manual = watched(NVFP4)
+    automatic = CastClock(rebuild_on_use=True)
+    weight.storage.watch(automatic)
+    rebuilt = []
+    automatic.tick()
+    weight.storage.prepare_for_forward(rebuilt.append)
+    assert rebuilt == [weight.storage]
+    manual.tick()
+    with pytest.raises(StaleCopyError):
+        weight.storage.prepare_for_forward(rebuilt.append)
+
+
+def test_a_copy_into_a_stale_weight_makes_it_true_again() -> None:
+    """copy_ writes every code, so nothing is missing any more."""
+    weight, clock = watched(NVFP4)
+    clock.tick()
+    weight.copy_(torch.ones(9, 32))
+    assert_same_storage(weight, quantize(torch.ones(9, 32), NVFP4), "copied")
+    assert weight.columnwise_data.any()
+
+
+@pytest.mark.parametrize("rebuild_on_use", [True, False])
+@pytest.mark.parametrize(
+    "duplicate", [torch.clone, copy.deepcopy, lambda w: pickle.loads(pickle.dumps(w))]
+)
+def test_a_copy_of_a_stale_weight_is_stale(duplicate: object, rebuild_on_use: bool) -> None:
+    """Until it is rebuilt; the plan's later casts do not concern it."""
+    weight, clock = watched(NVFP4, rebuild_on_use=rebuild_on_use)
+    clock.tick()
+    twin = duplicate(weight)  # type: ignore[operator]
+    with pytest.raises(StaleCopyError):
+        _ = twin.columnwise_data
+    if not rebuild_on_use:
+        with pytest.raises(StaleCopyError):
+            twin.storage.prepare_for_forward(lambda storage: None)
+    rebuild_derived([twin.storage])
+    clock.tick()
+    _ = twin.columnwise_data
+    rebuild_derived([weight.storage])
+    with_true_copies = duplicate(weight)  # type: ignore[operator]
+    clock.tick()
+    _ = with_true_copies.columnwise_data
+
+
+def test_the_version_changes_exactly_when_codes_are_written() -> None:
+    """By casts, copies and zero_; not by watching, rebuilding, moving or the end of a plan."""
+    weight, clock = watched(FP8)
+    storage = weight.storage
+    seen = [storage.version]
+    clock.tick()
+    seen.append(storage.version)
+    weight.copy_(torch.ones(9, 32))
+    seen.append(storage.version)
+    weight.zero_()
+    seen.append(storage.version)
+    weight.copy_(quantize(torch.ones(9, 32), FP8))
+    seen.append(storage.version)
+    assert len(set(seen)) == 5
+    late = CastClock(rebuild_on_use=True)
+    late.ticks = 41
+    storage.watch(late)
+    storage.watch(clock)
+    clock.retired = True
+    rebuild_derived([storage])
+    storage.replace("rowwise_data", weight.rowwise_data.clone())
+    assert storage.version == seen[-1]
+    late.tick()
+    assert storage.version != seen[-1]
+
+
+def test_the_high_precision_initial_value_lasts_until_the_next_write() -> None:
+    """A cast, or a copy of quantized bytes, ends it; loading values into it replaces it."""
+    weight, clock = watched(FP8)
+    assert weight.get_high_precision_init_val() is None
+    x = torch.randn(9, 32)
+    weight.storage.high_precision_init_val = x
+    assert weight.detach().get_high_precision_init_val() is x
+    weight.copy_(2 * x)
+    assert torch.equal(weight.get_high_precision_init_val(), 2 * x)
+    assert torch.equal(copy.deepcopy(weight).get_high_precision_init_val(), 2 * x)
+    other = quantize(torch.zeros(9, 32), FP8)
+    other.storage.high_precision_init_val = torch.zeros(9, 32)
+    other.copy_(weight)
+    assert torch.equal(other.get_high_precision_init_val(), 2 * x)
+    clock.tick()
+    assert weight.get_high_precision_init_val() is None
+    other.copy_(weight)
+    assert other.get_high_precision_init_val() is None
+    other.storage.high_precision_init_val = x
+    other.clear_high_precision_init_val()
+    assert other.get_high_precision_init_val() is None
