@@ -13,7 +13,7 @@ from zerocast.recipes import Recipe
 
 pytestmark = pytest.mark.usefixtures("backend")
 
-PROPERTY = settings(derandomize=True, database=None, deadline=None, max_examples=60)
+PROPERTY = settings(derandomize=True, database=None, deadline=None, max_examples=150)
 
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 
