@@ -1,0 +1,60 @@
+"""Is what training left on this rank really the cast of the masters?
+
+The FP32 masters are gathered whole, cast unsharded by the reference backend (plain torch, the law
+written out), and every stored byte is compared: codes, scales, amaxes and columnwise copies, plain
+weights too.
+"""
+
+from __future__ import annotations
+
+import torch
+
+import zerocast
+from zerocast.comm import Communicator
+from zerocast.optim import ZeroOptimizer
+
+
+def check_weights(
+    model: torch.nn.Module, optimizer: ZeroOptimizer, comm: Communicator
+) -> tuple[bool, str]:
+    """Whether the weights are right on every rank, and that in one line. Collective."""
+    compared, difference = 0, None
+    for name, parameter in model.named_parameters():
+        master = optimizer.gather_master(parameter)
+        for buffer, (stored, expected) in stored_and_expected(parameter, master).items():
+            compared += stored.nbytes
+            difference = difference or first_difference(f"{name}.{buffer}", stored, expected)
+    for rank, found in enumerate(comm.all_gather_object(difference)):
+        if found is not None:
+            return False, f"WRONG: on rank {rank} {found}"
+    return True, (
+        f"The sharded weights equal the unsharded cast on every rank: {compared:,} bytes compared "
+        f"on each of {comm.size}."
+    )
+
+
+def stored_and_expected(
+    parameter: torch.Tensor, master: torch.Tensor
+) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """By name every buffer of a weight, and what the unsharded cast of ``master`` puts there."""
+    if not isinstance(parameter, zerocast.QuantizedTensor):
+        return {"data": (parameter.detach(), master.to(parameter.dtype))}
+    with zerocast.use_backend("reference"):
+        expected = zerocast.quantize(master, parameter.recipe, dtype=parameter.dtype)
+    stored = parameter.storage.buffers
+    return {name: (stored[name], whole) for name, whole in expected.storage.buffers.items()}
+
+
+def first_difference(name: str, stored: torch.Tensor, expected: torch.Tensor) -> str | None:
+    """The first element of a buffer that differs in any bit, and both values."""
+    same = (stored.view(torch.uint8) == expected.view(torch.uint8)).unflatten(
+        -1, (-1, stored.element_size())
+    )
+    wrong = (~same.all(-1)).nonzero()
+    if not len(wrong):
+        return None
+    place = tuple(wrong[0].tolist())
+    return (
+        f"{name}{list(place)} is {stored[place].item()}, and the unsharded cast gives "
+        f"{expected[place].item()} ({len(wrong)} of {stored.numel()} entries differ)."
+    )

@@ -1,0 +1,62 @@
+"""Who started us: mpiexec, torchrun, or nobody."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from zerocast.comm import Communicator, as_communicator
+
+# Set for every rank by MPICH and Intel MPI, by Open MPI, and by PMIx launchers such as srun.
+MPI_VARIABLES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "PMIX_RANK")
+
+
+@contextmanager
+def launched_ranks() -> Iterator[Communicator]:
+    """The ranks of this job; one where no launcher is seen. Shares the cores among them.
+
+    An error that leaves the context on one rank ends the job, so that no rank waits for it.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        torch.distributed.init_process_group("gloo")
+        yield share_cores(as_communicator(None))
+        torch.distributed.destroy_process_group()  # not after an error: it would wait for others
+    elif any(name in os.environ for name in MPI_VARIABLES):
+        from mpi4py import MPI
+
+        try:
+            yield share_cores(as_communicator(MPI.COMM_WORLD))
+        except Exception:
+            traceback.print_exc()
+            sys.stderr.flush()
+            MPI.COMM_WORLD.Abort(1)
+    else:
+        yield as_communicator(None)
+
+
+def share_cores(comm: Communicator) -> Communicator:
+    """Give each rank its part of the machine; the ranks are taken to run on one."""
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // comm.size))
+    return comm
+
+
+def fast_dtype(comm: Communicator) -> torch.dtype:
+    """BF16, or FP32 where this processor multiplies BF16 matrices many times slower. Collective.
+
+    Processors without AVX-512 take a hundred times as long; a factor of 4 is beyond doubt.
+    """
+    seconds = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        matrix = torch.ones(256, 256, dtype=dtype)
+        matrix @ matrix  # the first call sets things up
+        start = time.perf_counter()
+        matrix @ matrix
+        seconds[dtype] = time.perf_counter() - start
+    slow = seconds[torch.bfloat16] > 4 * seconds[torch.float32]
+    return torch.float32 if comm.all_gather_object(slow)[0] else torch.bfloat16

@@ -1,0 +1,95 @@
+"""What a launch leaves behind: a table, a JSON record, a picture of the loss curves."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from gpt.training import Run, Settings
+
+# The rows of the closing table, and the phases of a step that each adds up.
+PHASES = {
+    "forward and backward": ["forward_backward"],
+    "reduce-scatter": ["reduce_scatter"],
+    "optimizer": ["optimizer"],
+    "amax": ["partial_amax"],
+    "all-reduce": ["reduce_amax"],
+    "cast": ["compute_scale", "partial_cast", "store_plain"],
+    "all-gather": ["all_gather"],
+    "post-processing": ["post_all_gather_processing"],
+}
+
+SMOOTHED = 10
+"""Steps that the shown training loss is a mean over; one step's is noise."""
+
+
+def print_table(runs: Sequence[Run], settings: Settings, ranks: int) -> None:
+    """One column a run; numbers are rank 0's."""
+    dtype = str(settings.dtype).removeprefix("torch.")
+    table = Table(
+        title=f"{ranks} rank{'s' * (ranks > 1)}, {settings.steps} steps of {settings.batch} "
+        f"sequences, seed {settings.seed}, {dtype}"
+    )
+    table.add_column("per rank")
+    for run in runs:
+        table.add_column(run.recipe, justify="right")
+
+    def row(name: str, cells: Sequence[str], **options: bool) -> None:
+        table.add_row(name, *cells, **options)
+
+    training = [f"{smoothed_losses(r)[-1]:.3f}" for r in runs]
+    row("training loss at the end (nats a byte)", training)
+    validation = [f"{r.validation_loss:.3f}" for r in runs]
+    row("validation loss (nats a byte)", validation, end_section=True)
+    for kind in runs[0].sent_bytes:
+        cells = [f"{r.sent_bytes[kind] / 1e3:,.1f}" for r in runs]
+        row(f"sent a step, {kind.replace('_', '-')} (kB)", cells, end_section=kind == "all_gather")
+    for kind in runs[0].held_bytes:
+        cells = [f"{r.held_bytes[kind] / 1e3:,.1f}" for r in runs]
+        row(f"held, {kind.replace('_', ' ')} (kB)", cells, end_section=kind == "optimizer_state")
+    for name, phases in PHASES.items():
+        seconds = [sum(r.seconds.get(phase, 0.0) for phase in phases) for r in runs]
+        row(f"time a step, {name} (ms)", [f"{1e3 * s:.2f}" for s in seconds])
+    row("time a step, all of it (ms)", [f"{1e3 * sum(r.seconds.values()):.2f}" for r in runs])
+    Console(width=100).print(table)
+
+
+def smoothed_losses(run: Run) -> list[float]:
+    """At every step the mean training loss of the last :data:`SMOOTHED` steps."""
+    ends = range(1, len(run.losses) + 1)
+    windows = [run.losses[max(0, end - SMOOTHED) : end] for end in ends]
+    return [sum(window) / len(window) for window in windows]
+
+
+def write_record(path: Path, runs: Sequence[Run], settings: Settings, ranks: int) -> None:
+    """Everything measured, as JSON."""
+    record = {
+        "ranks": ranks,
+        "settings": asdict(settings) | {"dtype": str(settings.dtype)},
+        "runs": [asdict(run) | {"training_loss": smoothed_losses(run)[-1]} for run in runs],
+    }
+    path.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def draw_losses(path: Path, runs: Sequence[Run]) -> None:
+    """The loss curves, smoothed, with the validation loss as a dot at their end."""
+    import matplotlib
+
+    matplotlib.use("Agg")  # no screen is needed
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
+    for run in runs:
+        losses = smoothed_losses(run)
+        (line,) = axes.plot(range(1, len(losses) + 1), losses, label=run.recipe)
+        axes.plot(len(losses), run.validation_loss, "o", color=line.get_color())
+    axes.set(xlabel="step", ylabel="loss (nats a byte)", title="training; dots: validation")
+    axes.legend()
+    axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)

@@ -1,0 +1,160 @@
+"""One training run: the loop, and what it measures."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from tqdm import tqdm
+
+import zerocast
+from gpt.check import check_weights
+from gpt.data import Corpus, sample
+from gpt.model import GPT
+from zerocast.comm import Communicator, RecordingCommunicator
+from zerocast.optim import ZeroOptimizer
+
+RECIPES = {
+    "bf16": None,  # nothing quantized: the run to compare with
+    "fp8": zerocast.Float8CurrentScaling(),
+    "nvfp4": zerocast.NVFP4BlockScaling(),
+}
+
+WARMUP = 20
+"""Steps over which the learning rate rises; it falls to a tenth along a cosine after them."""
+
+VALIDATION_BATCHES = 16
+"""Batches of the size of a training batch, the same ones for every run."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What all runs of one launch share. ``batch`` is in sequences, over all ranks."""
+
+    steps: int
+    seed: int
+    batch: int
+    lr: float
+    dtype: torch.dtype
+    check: bool
+
+
+@dataclass
+class Run:
+    """What one run gave; the same on all ranks but for timings, which are this rank's.
+
+    Attributes:
+        losses: of every step, nats a byte, the mean over ranks.
+        validation_loss: after the last step.
+        sent_bytes: by kind of collective: what this rank sends a step.
+        held_bytes: of weights, masters and optimizer state: what this rank holds.
+        seconds: by phase: what this rank spends a step.
+        verdict: whether the weights are right and that in words; None where nobody asked.
+    """
+
+    recipe: str
+    losses: list[float]
+    validation_loss: float
+    sent_bytes: dict[str, float]
+    held_bytes: dict[str, int]
+    seconds: dict[str, float]
+    verdict: tuple[bool, str] | None
+
+
+def train(recipe: str, settings: Settings, corpus: Corpus, comm: Communicator) -> Run:
+    """Train a GPT whose linear layers hold weights of ``recipe``. Collective."""
+    comm = RecordingCommunicator(comm)
+    torch.manual_seed(settings.seed)  # the same model on every rank
+    model = GPT()
+    if RECIPES[recipe] is not None:
+        zerocast.nn.convert(model, RECIPES[recipe], filter_fqns=["head"])
+    model.to(settings.dtype)
+    optimizer = ZeroOptimizer(model.named_parameters(), group=comm, lr=settings.lr)
+    schedule = torch.optim.lr_scheduler.SequentialLR(
+        optimizer,
+        [
+            torch.optim.lr_scheduler.LinearLR(optimizer, 1 / WARMUP, total_iters=WARMUP),
+            torch.optim.lr_scheduler.CosineAnnealingLR(
+                optimizer, max(1, settings.steps - WARMUP), eta_min=settings.lr / 10
+            ),
+        ],
+        [WARMUP],
+    )
+    clock = Clock()
+    optimizer.on_phase = clock.phase
+    draw = torch.Generator().manual_seed(settings.seed * comm.size + comm.rank)
+
+    losses = torch.zeros(settings.steps)
+    progress = tqdm(range(settings.steps), desc=f"{recipe:>5}", disable=comm.rank > 0)
+    for step in progress:
+        with clock.phase("forward_backward"):
+            loss = model(*sample(corpus.training, settings.batch // comm.size, GPT.context, draw))
+            loss.backward()
+        with comm.label("step"):
+            optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        losses[step] = loss.item()
+        if step % 10 == 0:
+            progress.set_postfix_str(f"loss {losses[max(0, step - 9) : step + 1].mean():.3f}")
+
+    comm.all_reduce_sum_(losses)
+    return Run(
+        recipe=recipe,
+        losses=(losses / comm.size).tolist(),
+        validation_loss=validate(model, settings, corpus, comm),
+        sent_bytes={
+            kind: comm.total(kind=kind, label="step").sent_bytes / settings.steps
+            for kind in ("reduce_scatter", "all_reduce", "all_gather")
+        },
+        held_bytes=held_bytes(model, optimizer),
+        seconds={name: total / settings.steps for name, total in clock.seconds.items()},
+        verdict=check_weights(model, optimizer, comm) if settings.check else None,
+    )
+
+
+@torch.no_grad()
+def validate(model: GPT, settings: Settings, corpus: Corpus, comm: Communicator) -> float:
+    """The mean loss on held-out files, nats a byte. Collective; each rank takes its share."""
+    draw = torch.Generator().manual_seed(0)
+    total = torch.zeros(1, dtype=torch.float64)
+    for i in range(VALIDATION_BATCHES):
+        inputs, targets = sample(corpus.validation, settings.batch, GPT.context, draw)
+        if i % comm.size == comm.rank:
+            total += model(inputs, targets)
+    comm.all_reduce_sum_(total)
+    return total.item() / VALIDATION_BATCHES
+
+
+def held_bytes(model: torch.nn.Module, optimizer: ZeroOptimizer) -> dict[str, int]:
+    """What this rank holds between steps."""
+    weights = 0
+    for parameter in model.parameters():
+        if isinstance(parameter, zerocast.QuantizedTensor):
+            weights += sum(buffer.nbytes for buffer in parameter.storage.buffers.values())
+        else:
+            weights += parameter.nbytes
+    held = {"weights": weights, "masters": 0, "optimizer_state": 0}
+    for entry in optimizer.state_dict()["state"].values():
+        for name, value in entry.items():
+            if isinstance(value, torch.Tensor):
+                held["masters" if name == "master" else "optimizer_state"] += value.nbytes
+    return held
+
+
+class Clock:
+    """Adds up wall time by phase, waiting for slower ranks included."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Count what runs within the context as ``name``."""
+        start = time.perf_counter()
+        yield
+        self.seconds[name] += time.perf_counter() - start
