@@ -2,8 +2,9 @@
 
 This is how ZeRO optimizers own weights: concatenate them, give rank r the r-th of D equal ranges,
 wherever those fall inside a weight. The ranges are equal (the end is padded) so that one in-place
-all-gather moves them, and their length is a multiple of ``alignment`` elements, so no byte of
-packed 4-bit codes is ever shared between two ranks.
+all-gather moves them, and their length is a multiple of ``alignment`` elements. So no byte of packed
+4-bit codes is shared between two ranks, provided that every weight starts on a byte of the buffer:
+give weights with an odd number of elements a layout of their own.
 """
 
 from collections.abc import Sequence
@@ -90,4 +91,6 @@ def check_partition(numel: int, extents: Sequence[Extent]) -> str | None:
         reached, last_rank = extent.end, rank
     if reached < numel:
         return f"elements {Extent(reached, numel)} are owned by no rank"
+    if reached > numel:
+        return f"rank {last_rank} holds {extents[last_rank]}, past the end of {numel} elements"
     return None
