@@ -1,0 +1,52 @@
+"""Extents against sets of integers."""
+
+from itertools import combinations_with_replacement, product
+
+import pytest
+
+from zerocast.layout import Extent
+
+SMALL = [Extent(a, b) for a, b in combinations_with_replacement(range(7), 2)]
+
+
+def members(extent: Extent) -> set[int]:
+    """The elements, one by one."""
+    return set(range(extent.start, extent.end))
+
+
+def test_size_and_truth_of_every_small_extent():
+    """``size`` counts the elements; an extent is true where it has any."""
+    for e in SMALL:
+        assert e.size == len(members(e))
+        assert bool(e) == (len(members(e)) > 0)
+
+
+def test_intersect_of_every_small_pair():
+    """The common elements; where there are none, a valid empty extent."""
+    for a, b in product(SMALL, SMALL):
+        assert members(a.intersect(b)) == members(a) & members(b), f"{a} and {b}"
+        assert members(a.intersect(b)) == members(b.intersect(a)), f"{a} and {b}"
+
+
+def test_shifted_counts_from_elsewhere():
+    """Every element moves by the offset, also past 2^32 and back."""
+    for e in SMALL:
+        assert members(e.shifted(3)) == {i + 3 for i in members(e)}
+        assert e.shifted(2**40).shifted(-(2**40)) == e
+
+
+def test_extents_order_by_start_then_end():
+    """So a sort puts the shards of a weight in the order of its elements."""
+    assert sorted(SMALL[::-1]) == sorted(SMALL, key=lambda e: (e.start, e.end))
+
+
+def test_it_is_written_as_the_half_open_interval():
+    """The form that error messages use."""
+    assert str(Extent(2**32 + 5, 2**32 + 1005)) == "[4294967301, 4294968301)"
+
+
+@pytest.mark.parametrize(("start", "end"), [(-1, 0), (3, 2), (-5, -2)])
+def test_an_extent_that_cannot_be_is_our_mistake(start, end):
+    """Negative, or ending before it starts: an assertion, because callers check user input."""
+    with pytest.raises(AssertionError):
+        Extent(start, end)
