@@ -40,15 +40,22 @@ _GRAIN = 1 << 15
 """Fewest elements that are worth a rank's part in a reduction: below, the calls cost more."""
 
 
+_DETAILS = {"all_gather_": "counts", "broadcast_": "root"}
+"""What the last item of a signature is called in messages."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Call:
     """What a rank brings to a collective.
 
-    ``signature`` must be equal on all ranks: the name alone, or name, dtype, shape, counts or root.
+    Attributes:
+        signature: must be equal on all ranks: the name alone, or name, dtype, shape and None or
+            the counts or the root.
+        brought: a tensor or an object, this rank's own.
     """
 
     signature: tuple[Any, ...]
-    tensor: torch.Tensor
+    brought: Any
 
     def __str__(self) -> str:
         name, *rest = self.signature
@@ -59,7 +66,15 @@ class _Call:
         return text if detail is None else f"{text} with {_DETAILS[name]} {reprlib.repr(detail)}"
 
 
-_DETAILS = {"all_gather_": "counts", "broadcast_": "root"}
+@dataclass(frozen=True, slots=True)
+class _Mismatch:
+    """What a meeting comes to where the calls do not fit together."""
+
+    message: str
+
+
+def _signature(name: str, buffer: torch.Tensor, detail: Any = None) -> tuple[Any, ...]:
+    return (name, buffer.dtype, tuple(buffer.shape), detail)
 
 
 class InProcessCommunicator(Communicator):
@@ -107,10 +122,11 @@ class InProcessCommunicator(Communicator):
 
     def all_gather_object(self, obj: Any) -> list[Any]:
         # One copy by pickle, as on every other transport: peers never share the caller's object.
-        return list(self._meet("all_gather_object", pickle.loads(pickle.dumps(obj))))
+        copy = pickle.loads(pickle.dumps(obj))
+        return list(self._meet(_Call(("all_gather_object",), copy), list))
 
     def barrier(self) -> None:
-        self._meet("barrier", None)
+        self._meet(_Call(("barrier",), None), list)
 
     def split(self, color: int) -> InProcessCommunicator:
         """The communicator of the ranks that give the same ``color``, in the order they have here.
@@ -118,21 +134,17 @@ class InProcessCommunicator(Communicator):
         Collective: every rank calls it.
         """
 
-        def begin(calls: list[tuple[_Call, Any]]) -> Any:
+        def begin(colors: list[int]) -> dict[int, Room]:
             members: dict[int, list[int]] = {}
-            for (_, chosen), rank in zip(calls, self._room.members, strict=True):
+            for chosen, rank in zip(colors, self._room.members, strict=True):
                 members.setdefault(chosen, []).append(rank)
             return {chosen: Room(self._room.crew, ranks) for chosen, ranks in members.items()}
 
-        room = self._agreed(_Call(("split",), _NOTHING), color, begin)[color]
+        room = self._meet(_Call(("split",), color), begin)[color]
         return InProcessCommunicator(room, room.members.index(self._room.members[self.rank]))
 
     def __repr__(self) -> str:
         return f"InProcessCommunicator(rank={self.rank}, size={self.size})"
-
-    def _meet(self, name: str, obj: Any) -> list[Any]:
-        call = _Call((name,), _NOTHING)
-        return self._agreed(call, obj, lambda calls: [brought for _, brought in calls])
 
     def _reduce(
         self,
@@ -165,46 +177,31 @@ class InProcessCommunicator(Communicator):
         exchange nobody reads another rank's tensor.
         """
 
-        def begin(calls: list[tuple[_Call, Any]]) -> tuple[torch.Tensor, list[torch.Tensor]]:
-            return torch.empty_like(flat), [call.tensor for call, _ in calls]
+        def begin(tensors: list[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+            return torch.empty_like(flat), tensors
 
         call = _Call(signature, flat)
-        result, tensors = self._agreed(call, None, begin)
+        result, tensors = self._meet(call, begin)
         fill(result, tensors)
         self._room.meet(self.rank, call, None, lambda brought: None)
         return result
 
-    def _agreed(
-        self, call: _Call, obj: Any, begin: Callable[[list[tuple[_Call, Any]]], Any]
-    ) -> Any:
-        """Meet for ``call``; where all ranks' signatures are equal, what ``begin`` returns."""
+    def _meet(self, call: _Call, begin: Callable[[list[Any]], Any]) -> Any:
+        """Meet for ``call``; what ``begin`` makes of all ranks' things, if they call the same."""
 
-        def compare(calls: list[tuple[_Call, Any]]) -> Any:
-            first = calls[0][0]
-            for rank, (other, _) in enumerate(calls):
-                if other.signature != first.signature:
+        def compare(calls: list[_Call]) -> Any:
+            for rank, other in enumerate(calls):
+                if other.signature != calls[0].signature:
                     return _Mismatch(
                         f"every rank of a group must call the same collective with the same dtype "
-                        f"and shape: rank 0 called {first}, rank {rank} called {other}."
+                        f"and shape: rank 0 called {calls[0]}, rank {rank} called {other}."
                     )
-            return begin(calls)
+            return begin([each.brought for each in calls])
 
-        outcome = self._room.meet(self.rank, call, (call, obj), compare)
+        outcome = self._room.meet(self.rank, call, call, compare)
         if isinstance(outcome, _Mismatch):
             raise RankMismatchError(outcome.message)
         return outcome
-
-
-@dataclass(frozen=True, slots=True)
-class _Mismatch:
-    message: str
-
-
-_NOTHING = torch.empty(0)
-
-
-def _signature(name: str, buffer: torch.Tensor, detail: Any = None) -> tuple[Any, ...]:
-    return (name, buffer.dtype, tuple(buffer.shape), detail)
 
 
 def run_in_process(world_size: int, fn: Callable[[InProcessCommunicator], T]) -> list[T]:
