@@ -7,13 +7,12 @@ all ranks raise the same error or none does.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 
 import torch
 
 from zerocast.cast.request import ShardRequest
-from zerocast.comm import Communicator, Group, as_communicator, raise_together
+from zerocast.comm import Communicator, Group, as_communicator, lines_that_differ, raise_together
 from zerocast.errors import InputError, RankMismatchError, ZerocastError
 from zerocast.layout import Extent, check_partition
 from zerocast.ops import NUMERICS_VERSION
@@ -94,10 +93,9 @@ def _describe(request: ShardRequest) -> str:
 
 def _check_descriptions(comm: Communicator, lines: list[str], options: str) -> None:
     lines = [f"zerocast numerics version {NUMERICS_VERSION}, {options}", *lines]
-    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
-    if len(set(comm.all_gather_object(digest))) == 1:
+    by_rank = lines_that_differ(comm, lines)
+    if by_rank is None:
         return
-    by_rank: list[list[str]] = comm.all_gather_object(lines)
     for rank, theirs in enumerate(by_rank):
         if theirs == by_rank[0]:
             continue

@@ -5,7 +5,7 @@ torch.distributed ProcessGroup serves. :func:`as_communicator` makes one of what
 their group.
 """
 
-from zerocast.comm.agreement import agree, raise_together
+from zerocast.comm.agreement import agree, lines_that_differ, raise_together
 from zerocast.comm.communicator import Communicator
 from zerocast.comm.groups import Group, as_communicator
 from zerocast.comm.in_process import InProcessCommunicator, run_in_process
@@ -27,6 +27,7 @@ __all__ = [
     "Traffic",
     "agree",
     "as_communicator",
+    "lines_that_differ",
     "raise_together",
     "run_in_process",
 ]

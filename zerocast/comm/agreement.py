@@ -6,6 +6,8 @@ fail on one rank only is caught there, and handed to :func:`raise_together`, whi
 
 from __future__ import annotations
 
+import hashlib
+
 import torch
 
 from zerocast.comm.communicator import Communicator
@@ -51,6 +53,17 @@ def agree(comm: Communicator, vote: int, error: ZerocastError | None = None) -> 
     if highest == _ERROR_VOTE:
         raise _common_error(comm, error) from error
     return highest
+
+
+def lines_that_differ(comm: Communicator, lines: list[str]) -> list[list[str]] | None:
+    """Every rank's ``lines``, where any two ranks' differ; None where all are the same. Collective.
+
+    Only digests are exchanged as long as they agree.
+    """
+    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    if len(set(comm.all_gather_object(digest))) == 1:
+        return None
+    return comm.all_gather_object(lines)
 
 
 def _common_error(comm: Communicator, error: ZerocastError | None) -> ZerocastError:

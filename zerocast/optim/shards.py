@@ -1,7 +1,8 @@
 """Where the weights lie, and who owns which part: flat buffers, FP32 masters, the all-gather.
 
-Note: columns ~~~~~~~~~~~~~ Weights of one storage kind lie end to end in one flat buffer (a
-:class:`Bucket`) of which each rank owns one equal, contiguous range; a weight's codes are a view
+Note: columns
+~~~~~~~~~~~~~
+Weights of one storage kind lie end to end in one flat buffer (a :class:`Bucket`) of which each rank owns one equal, contiguous range; a weight's codes are a view
 into it, so the cast writes a byte where the all-gather moves it. What a rank owns of all buckets,
 one range after the other, are its *columns*: its masters are one FP32 tensor [columns], and its
 reduced gradients another. The number of columns is the same on every rank, so a gradient buffer is

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 from itertools import zip_longest
 from typing import Any
 
-from zerocast.comm import Communicator
+from zerocast.comm import Communicator, lines_that_differ
 from zerocast.errors import RankMismatchError
 from zerocast.optim.weights import Weight
 
@@ -28,10 +27,9 @@ def check_same_world(
         for w in weights
     ]
 
-    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
-    if len(set(comm.all_gather_object(digest))) == 1:
+    everyone = lines_that_differ(comm, lines)
+    if everyone is None:
         return
-    everyone: list[list[str]] = comm.all_gather_object(lines)
     for rank, theirs in enumerate(everyone):
         for first, other in zip_longest(everyone[0], theirs, fillvalue="nothing more"):
             if first != other:
