@@ -5,14 +5,13 @@ The whole weight is one block, whatever its shape. The law is :class:`zerocast.o
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from zerocast.errors import InputError
-from zerocast.formats import E4M3, E5M2
+from zerocast.formats import E4M3, E5M2, FLT_MAX
 from zerocast.layout import BlockGrid, ScaleLayout
 from zerocast.ops import Float8Law
 from zerocast.recipes.recipe import BufferSpec, Recipe, require_elements
@@ -43,9 +42,10 @@ class Float8CurrentScaling(Recipe):
             raise InputError(
                 f"fp8_format must be one of {sorted(_FORMATS)}, got {self.fp8_format!r}."
             )
-        if not (math.isfinite(self.amax_epsilon) and self.amax_epsilon >= 0):
+        if not 0 <= self.amax_epsilon <= FLT_MAX:
             raise InputError(
-                f"amax_epsilon must be finite and not negative, got {self.amax_epsilon}."
+                f"amax_epsilon must be finite in FP32 and not negative, got {self.amax_epsilon}; 0 "
+                f"keeps every amax as it is."
             )
 
     @property
