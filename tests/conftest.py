@@ -15,7 +15,7 @@ A plain session runs the kind "in_process"; "mpi" and "torch_distributed" (gloo)
     mpiexec -n 4 python -m mpi4py -m pytest --with-mpi -x -m mpi
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ import hypothesis
 import pytest
 import torch
 
+import zerocast
 from tests.support.ranks import KINDS, MPI_RANKS, run_ranks, split_ranks
 from zerocast.comm import Communicator
 
@@ -87,3 +88,13 @@ def ranks(request: pytest.FixtureRequest) -> Ranks:
 def comm_kind(request: pytest.FixtureRequest) -> str:
     """Every kind of communicator, for ``run_ranks``."""
     return request.param
+
+
+@pytest.fixture(scope="module", params=["reference", "cpu"])
+def backend(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A module's tests once on each backend; skipped where it cannot run, with the reason."""
+    try:
+        with zerocast.use_backend(request.param):
+            yield
+    except zerocast.BackendError as error:
+        pytest.skip(str(error))
