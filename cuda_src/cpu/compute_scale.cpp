@@ -5,7 +5,7 @@
 
 #include "laws.h"
 #include "launch.h"
-#include "simd.h"
+#include "pack.h"
 
 namespace zerocast {
 inline namespace ZEROCAST_ISA {
@@ -31,10 +31,11 @@ void block_rows(const ScaleTarget& target, const Law& law, i64 first, i64 last) 
         i64 row = i * target.row_repeat;
         Stored* to = plane + row * target.padded_cols;
         i64 b = 0;
-        for (; b + W <= blocks_w; b += W) {
-            auto stored = law.template stored<Native>(Native::load_as<Native::Int>(amax + b));
-            if constexpr (sizeof(Stored) == 1) store_bytes<Native>(to + b, stored);
-            else Native::store(to + b, stored);
+        for (; b + GROUP <= blocks_w; b += GROUP) {
+            Native::Int stored[4];
+            for (int v = 0; v < 4; v++) stored[v] = law.template stored<Native>(Native::load_as<Native::Int>(amax + b + v * W));
+            if constexpr (sizeof(Stored) == 1) store_bytes(to + b, stored);
+            else memcpy(to + b, stored, sizeof stored);
         }
         for (; b < blocks_w; b++) {
             i32 stored = law.template stored<Scalar>(amax[b]);

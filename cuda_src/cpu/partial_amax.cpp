@@ -19,8 +19,8 @@ Int magnitudes(const float* x) { return Native::load_as<Int>(x) & MAGNITUDE_MASK
 ZEROCAST_FN Int raise(Int largest, const float* x, i64 n) {
     constexpr int W = Native::WIDTH;
     i64 i = 0;
-    for (; i + W <= n; i += W) largest = max_bits<Native>(largest, magnitudes(x + i));
-    for (; i < n; i++) largest[0] = max_bits<Scalar>(largest[0], Scalar::bits(x[i]) & MAGNITUDE_MASK);
+    for (; i + W <= n; i += W) largest = Native::max(largest, magnitudes(x + i));
+    for (; i < n; i++) largest[0] = Scalar::max(largest[0], Scalar::bits(x[i]) & MAGNITUDE_MASK);
     return largest;
 }
 
@@ -30,20 +30,23 @@ ZEROCAST_FN i32 largest_of(const float* x, i64 n) {
     Int a{}, b{}, c{}, d{};
     i64 i = 0;
     for (; i + 4 * W <= n; i += 4 * W) {
-        a = max_bits<Native>(a, magnitudes(x + i));
-        b = max_bits<Native>(b, magnitudes(x + i + W));
-        c = max_bits<Native>(c, magnitudes(x + i + 2 * W));
-        d = max_bits<Native>(d, magnitudes(x + i + 3 * W));
+        prefetch(x + i);
+        a = Native::max(a, magnitudes(x + i));
+        b = Native::max(b, magnitudes(x + i + W));
+        c = Native::max(c, magnitudes(x + i + 2 * W));
+        d = Native::max(d, magnitudes(x + i + 3 * W));
     }
-    a = max_bits<Native>(max_bits<Native>(a, b), max_bits<Native>(c, d));
+    a = Native::max(Native::max(a, b), Native::max(c, d));
     return reduce_max<Native>(raise(a, x + i, n - i));
 }
 
-i32 rounded(i32 magnitude, i64 nominal) {
-    float x = Scalar::value(magnitude);
-    if (nominal == NOMINAL_BF16) x = round_to<Bf16, Scalar>(x);
-    if (nominal == NOMINAL_FP16) x = round_to<Fp16, Scalar>(x);
-    return magnitude_bits<Scalar>(x);
+// What enters the buffer for a block whose largest magnitude has these bits.
+template <class L>
+ZEROCAST_FN typename L::Int rounded(typename L::Int magnitude, i64 nominal) {
+    typename L::Float x = L::value(magnitude);
+    if (nominal == NOMINAL_BF16) x = round_to<Bf16, L>(x);
+    if (nominal == NOMINAL_FP16) x = round_to<Fp16, L>(x);
+    return magnitude_bits<L>(x);
 }
 
 // Another thread may raise the same slot at the same time.
@@ -55,49 +58,63 @@ void raise_shared(i32* slot, i32 value) {
 }
 
 void one_block(const CastShard& shard, i64 begin, i64 end) {
-    i32 amax = rounded(largest_of(*shard.master + (begin - shard.start), end - begin), shard.round_to);
+    i32 amax = rounded<Scalar>(largest_of(*shard.master + (begin - shard.start), end - begin), shard.round_to);
     raise_shared(shard.block_amax, amax);
     raise_shared(shard.tensor_amax, amax);
 }
 
+// The elements of one panel, into the maxima of the strip's blocks.
+void raise_panel(Int* largest, const Grid& grid, const Panel& panel, const float* x) {
+    i64 block = panel.col / grid.block_w, in_block = panel.col % grid.block_w;
+    if (grid.block_w == 16 && in_block == 0 && panel.count % 16 == 0) {  // NVFP4, but for the ends of a shard
+        for (i64 r = 0; r < panel.rows; r++, x += grid.cols) {
+            for (i64 c = 0; c < panel.count; c += 16) {
+                __builtin_prefetch(x + c + PREFETCH_AHEAD);
+                Int& in_block = largest[block + c / 16];
+                in_block = raise(in_block, x + c, 16);
+            }
+        }
+        return;
+    }
+    for (i64 r = 0; r < panel.rows; r++, x += grid.cols) {
+        i64 n = min_of(grid.block_w - in_block, panel.count);
+        for (i64 c = 0, b = block; c < panel.count; c += n, b++, n = min_of(grid.block_w, panel.count - c)) {
+            largest[b] = raise(largest[b], x + c, n);
+        }
+    }
+}
+
+// The maxima of a strip's blocks into the buffer, a register of blocks at a time; returns the largest of all.
+i32 flush(Int* largest, i64 blocks, i32* slots, i64 nominal, bool shared) {
+    constexpr int W = Native::WIDTH;
+    Int strip{};
+    for (i64 b = 0; b < blocks; b += W) {
+        Int amax = rounded<Native>(reduce_max_each<Native>(largest + b), nominal);
+        strip = Native::max(strip, amax);
+        if (!shared && b + W <= blocks) {
+            Native::store(slots + b, Native::max(Native::load_as<Int>(slots + b), amax));
+        } else {
+            for (i64 i = 0; i < min_of(W, blocks - b); i++) raise_shared(slots + b + i, amax[i]);
+        }
+    }
+    return reduce_max<Native>(strip);
+}
+
 void many_blocks(const CastShard& shard, i64 begin, i64 end, bool cut_in_blocks) {
     const float* master = *shard.master - shard.start;
-    const Grid& grid = shard.grid;
-    alignas(64) Int largest[STRIP_BLOCKS];
+    Int largest[STRIP_BLOCKS];  // by block; all that flush takes together are set, the last ones unused
     i32 tensor = 0;
     auto open = [&](const Strip& strip) {
-        for (i64 b = 0; b < strip.blocks; b++) largest[b] = Int{};
+        for (i64 b = 0; b < min_of(STRIP_BLOCKS, strip.blocks + Native::WIDTH); b++) largest[b] = Int{};
     };
-    auto row = [&](const Strip& strip, i64 element, i64 col, i64 count) {
-        const float* x = master + element;
-        i64 block = (col - strip.col) / grid.block_w;
-        i64 in_block = (col - strip.col) % grid.block_w;
-        while (count > 0) {
-            i64 n = min_of(grid.block_w - in_block, count);
-            if (grid.block_w == 16 && n == 16) {  // NVFP4: a run of whole blocks
-                i64 whole = count / 16;
-                for (i64 b = 0; b < whole; b++) largest[block + b] = raise(largest[block + b], x + 16 * b, 16);
-                block += whole;
-                n = 16 * whole;
-            } else {
-                largest[block] = raise(largest[block], x, n);
-                block++;
-            }
-            x += n;
-            count -= n;
-            in_block = 0;
-        }
+    auto work = [&](const Strip&, const Panel& panel) {
+        raise_panel(largest, shard.grid, panel, master + panel.element);
     };
     auto close = [&](const Strip& strip) {
-        for (i64 b = 0; b < strip.blocks; b++) {
-            i32 amax = rounded(reduce_max<Native>(largest[b]), shard.round_to);
-            i32* slot = shard.block_amax + strip.first_block + b;
-            if (cut_in_blocks) raise_shared(slot, amax);
-            else *slot = max_bits<Scalar>(*slot, amax);
-            tensor = max_bits<Scalar>(tensor, amax);
-        }
+        i32* slots = shard.block_amax + strip.first_block;
+        tensor = Scalar::max(tensor, flush(largest, strip.blocks, slots, shard.round_to, cut_in_blocks));
     };
-    for_each_strip(grid, begin, end, open, row, close);
+    for_each_strip(shard.grid, begin, end, open, work, close);
     raise_shared(shard.tensor_amax, tensor);
 }
 

@@ -1,8 +1,10 @@
 // partial_cast: round, scale and encode this rank's elements into their codes; every other nibble keeps its value.
+#include <string.h>
+
 #include <zerocast/scaling.h>
 
 #include "laws.h"
-#include "simd.h"
+#include "pack.h"
 #include "strips.h"
 
 namespace zerocast {
@@ -22,10 +24,12 @@ class Cast {
         }
         float multipliers[STRIP_BLOCKS];
         auto open = [&](const Strip& strip) { fill_multipliers(strip, multipliers); };
-        auto row = [&](const Strip& strip, i64 element, i64 col, i64 count) {
-            cast_row(element, col - strip.col, count, multipliers);
+        auto work = [&](const Strip&, const Panel& panel) {
+            for (i64 r = 0; r < panel.rows; r++) {
+                cast_row(panel.element + r * shard_.grid.cols, panel.col, panel.count, multipliers);
+            }
         };
-        for_each_strip(shard_.grid, begin, end, open, row, [](const Strip&) {});
+        for_each_strip(shard_.grid, begin, end, open, work, [](const Strip&) {});
     }
 
   private:
@@ -50,21 +54,22 @@ class Cast {
         i64 block_w = shard_.grid.block_w;
         const float* multiplier = multipliers + col / block_w;
         i64 in_block = col % block_w;
+        if (block_w == 16 && in_block == 0 && whole_bytes(element)) {  // NVFP4, but for the start of a shard
+            i64 grouped = count / GROUP * GROUP;
+            const float* x = master_ + element;
+            u8* to = codes(element);
+            for (i64 i = 0; i < grouped; i += GROUP) {
+                prefetch(x + i);
+                group<16>(x + i, multiplier + i / 16, to + bytes(i));
+            }
+            multiplier += grouped / 16;
+            element += grouped;
+            count -= grouped;
+        }
         while (count > 0) {
             i64 n = min_of(block_w - in_block, count);
-            if (block_w == 16 && n == 16 && whole_bytes(element)) {  // NVFP4: a run of whole blocks
-                i64 whole = count / 16;
-                const float* x = master_ + element;
-                u8* to = codes(element);
-                for (i64 b = 0; b < whole; b++) {
-                    for (int i = 0; i < 16; i += W) vector(x + 16 * b + i, multiplier[b], to + bytes(16 * b + i));
-                }
-                multiplier += whole;
-                n = 16 * whole;
-            } else {
-                run(element, n, *multiplier);
-                multiplier++;
-            }
+            run(element, n, *multiplier);
+            multiplier++;
             element += n;
             count -= n;
             in_block = 0;
@@ -77,16 +82,31 @@ class Cast {
         if (!whole_bytes(element) && element < end) single(element++, multiplier);
         const float* x = master_ + element;
         u8* to = codes(element);
-        i64 vectors = (end - element) / W;
-        for (i64 v = 0; v < vectors; v++) vector(x + v * W, multiplier, to + bytes(v * W));
-        for (element += vectors * W; element < end; element++) single(element, multiplier);
+        i64 left = end - element;
+        for (; left >= GROUP; left -= GROUP, x += GROUP, to += bytes(GROUP)) {
+            prefetch(x);
+            group<GROUP>(x, &multiplier, to);
+        }
+        if (left > 1) {  // what is no whole group goes through buffers of one
+            float last[GROUP] = {};
+            u8 last_codes[GROUP];
+            memcpy(last, x, left * sizeof(float));
+            group<GROUP>(last, &multiplier, last_codes);
+            memcpy(to, last_codes, bytes(left));
+        }
+        if (left == 1 || bytes(left) * 8 != left * F::BITS) single(end - 1, multiplier);
     }
 
-    ZEROCAST_FN static void vector(const float* x, float multiplier, u8* to) {
-        auto rounded = round_to<Rounded, Native>(Native::load(x));
-        auto code = encode<F, Native>(rounded * Native::splat(multiplier));
-        if constexpr (F::BITS == 4) store_nibbles<Native>(to, code);
-        else store_bytes<Native>(to, code);
+    // GROUP elements, a multiplier for each BLOCK of them.
+    template <int BLOCK>
+    ZEROCAST_FN static void group(const float* x, const float* multiplier, u8* to) {
+        Native::Int code[4];
+        for (int i = 0; i < 4; i++) {
+            auto rounded = round_to<Rounded, Native>(Native::load(x + i * W));
+            code[i] = encode<F, Native>(rounded * Native::splat(multiplier[i * W / BLOCK]));
+        }
+        if constexpr (F::BITS == 4) store_nibbles(to, code);
+        else store_bytes(to, code);
     }
 
     ZEROCAST_FN void single(i64 element, float multiplier) const {

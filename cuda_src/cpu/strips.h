@@ -9,43 +9,58 @@
 namespace zerocast {
 inline namespace ZEROCAST_ISA {
 
-// Blocks side by side in one strip. What a strip keeps for each has to stay in the first-level cache.
-constexpr i64 STRIP_BLOCKS = 256;
+// Blocks side by side in one strip. What a strip keeps for each, at most 64 bytes, has to stay in the first-level
+// cache; longer strips read memory in longer runs.
+constexpr i64 STRIP_BLOCKS = 512;
 
 struct Strip {
     i64 first_block;  // number of its first block
     i64 blocks;       // how many, side by side
-    i64 col;          // column of the first element of the first block
+    i64 col, col_end; // columns of the weight
+};
+
+// A rectangle of a strip: `rows` pieces of rows, each `count` elements long.
+struct Panel {
+    i64 element;     // flat index of the first
+    i64 col;         // its column, counted from the strip's first
+    i64 count, rows;
 };
 
 // For elements [begin, end) of a weight under grid, calls
-//     open(strip)                             before its rows
-//     row(strip, element, col, count)         for each piece of a row: count elements from the flat index element on
-//     close(strip)                            after its rows
+//     open(strip)           before its rows
+//     work(strip, panel)    for each of the at most three panels that it is made of: a cut first row, whole rows, a
+//                           cut last row
+//     close(strip)          after its rows
 // A strip may hold fewer than all rows and columns of its blocks, where begin and end say so.
-template <class Open, class Row, class Close>
-void for_each_strip(const Grid& grid, i64 begin, i64 end, const Open& open, const Row& row, const Close& close) {
+template <class Open, class Work, class Close>
+void for_each_strip(const Grid& grid, i64 begin, i64 end, const Open& open, const Work& work, const Close& close) {
     i64 blocks_w = grid.blocks_w();
     i64 row_end = (end + grid.cols - 1) / grid.cols;
-    for (i64 r = begin / grid.cols; r < row_end;) {
-        i64 block_row = r / grid.block_h;
+    for (i64 first = begin / grid.cols; first < row_end;) {
+        i64 block_row = first / grid.block_h;
         i64 next = min_of((block_row + 1) * grid.block_h, row_end);
         for (i64 b = 0; b < blocks_w; b += STRIP_BLOCKS) {
-            Strip strip{block_row * blocks_w + b, min_of(STRIP_BLOCKS, blocks_w - b), b * grid.block_w};
-            i64 strip_end = min_of(strip.col + strip.blocks * grid.block_w, grid.cols);
-            // Only the first and the last row can be cut; a strip that they do not reach is not opened.
+            i64 blocks = min_of(STRIP_BLOCKS, blocks_w - b);
+            Strip strip{block_row * blocks_w + b, blocks, b * grid.block_w,
+                        min_of((b + blocks) * grid.block_w, grid.cols)};
             bool opened = false;
-            for (i64 at = r; at < next; at++) {
-                i64 from = max_of(begin, at * grid.cols + strip.col);
-                i64 to = min_of(end, at * grid.cols + strip_end);
-                if (from >= to) continue;
-                if (!opened) open(strip);
-                opened = true;
-                row(strip, from, from - at * grid.cols, to - from);
+            for (i64 r = first; r < next;) {
+                i64 from = max_of(begin, r * grid.cols + strip.col);
+                i64 to = min_of(end, r * grid.cols + strip.col_end);
+                i64 rows = 1;
+                if (to - from == strip.col_end - strip.col) {  // whole, and so are those down to where the range ends
+                    rows = min_of(next, (end - strip.col_end) / grid.cols + 1) - r;
+                }
+                if (from < to) {
+                    if (!opened) open(strip);
+                    opened = true;
+                    work(strip, Panel{from, from - r * grid.cols - strip.col, to - from, rows});
+                }
+                r += rows;
             }
             if (opened) close(strip);
         }
-        r = next;
+        first = next;
     }
 }
 

@@ -46,22 +46,32 @@ struct Derived {
 
 // --- codes ---
 
-// Round to the nearest code of F, ties to even, saturating; the code is in the low bits of each element.
+// Round to the nearest code of F, ties to even, saturating; the code is all that the result holds.
 //
 // With 2^e the magnitude's power of two, or the smallest normal where that is larger, adding 2^(e + DROPPED) leaves
-// no mantissa bits below F's last place: the addition itself rounds, to even, normal and subnormal alike. The low bits
-// of the sum then count steps of that last place, and the exponent contributes its own multiple.
+// no mantissa bits below F's last place: the addition itself rounds, to even, normal and subnormal alike. The sum's
+// mantissa then counts steps of that last place, and its exponent field, shifted down beside them, adds the steps of
+// all smaller exponents. OFFSET, added with the power, makes the smallest normal's field count as none; it is even, so
+// ties fall as before.
+//
+// A NaN has to be positive, as round_to leaves it: where the largest code is NaN's too (E2M1), saturating does it all.
 template <class F, class L>
 ZEROCAST_FN typename L::Int encode(typename L::Float x) {
     typedef Derived<F> D;
+    typedef typename L::Unsigned Unsigned;
+    constexpr i32 FIRST_FIELD = (D::MIN_NORMAL_BITS >> MANTISSA_BITS) + D::DROPPED;
+    constexpr i32 OFFSET = -(FIRST_FIELD << F::MANTISSA) & ((1 << F::BITS) - 1);
+    static_assert(OFFSET % 2 == 0, "an odd offset would send ties to odd codes");
     typename L::Int bits = L::bits(x);
     typename L::Int magnitude = bits & MAGNITUDE_MASK;
-    typename L::Int clamped = min_bits<L>(magnitude, L::splat(D::MAX_BITS));
-    typename L::Int power = max_bits<L>(clamped, L::splat(D::MIN_NORMAL_BITS)) & EXPONENT_MASK;
-    typename L::Float sum = L::value(clamped) + L::value(power + (D::DROPPED << MANTISSA_BITS));
-    constexpr i32 ORIGIN = (D::DROPPED << MANTISSA_BITS) + (D::MIN_NORMAL_BITS >> D::DROPPED);
-    typename L::Int code = L::bits(sum) - power + (power >> D::DROPPED) - ORIGIN;
-    code = code | ((bits >> (32 - F::BITS)) & D::SIGN);
+    typename L::Int clamped = L::min(magnitude, L::splat(D::MAX_BITS));
+    typename L::Int power = L::max(clamped, L::splat(D::MIN_NORMAL_BITS)) & EXPONENT_MASK;
+    constexpr i32 RAISE = (D::DROPPED << MANTISSA_BITS) + OFFSET;
+    typename L::Int sum = L::bits(L::value(clamped) + L::value(power + RAISE));
+    typename L::Int steps = sum + (typename L::Int)((Unsigned)sum >> D::DROPPED);
+    typename L::Int sign = (typename L::Int)((Unsigned)bits >> (32 - F::BITS));
+    typename L::Int code = L::merge(D::SIGN - 1, steps, sign);
+    if constexpr (F::NAN_CODE == F::MAX_CODE) return code;
     return L::select(magnitude > INFINITY_BITS, L::splat(F::NAN_CODE), code);
 }
 
@@ -86,7 +96,7 @@ ZEROCAST_FN typename L::Float decode(typename L::Int code) {
     }
 }
 
-// --- nominal dtypes: what a master element is rounded to first ---
+// --- nominal dtypes: what a master element is rounded to first; every NaN becomes the canonical, positive one ---
 
 struct Fp32 {};
 struct Bf16 {};
@@ -97,7 +107,9 @@ struct Rounding;
 
 template <class L>
 struct Rounding<Fp32, L> {
-    static ZEROCAST_FN typename L::Float round(typename L::Float x) { return x; }
+    static ZEROCAST_FN typename L::Float round(typename L::Float x) {
+        return L::select(x == x, x, constant<L>(NAN_BITS));
+    }
 };
 
 template <class L>
@@ -106,8 +118,7 @@ struct Rounding<Bf16, L> {
         // Half of the last place that stays, less one where that place is even: the carry rounds, into infinity too.
         typename L::Unsigned bits = (typename L::Unsigned)L::bits(x);
         typename L::Unsigned rounded = (bits + 0x7FFFu + ((bits >> 16) & 1u)) & 0xFFFF0000u;
-        // In a NaN the carry could reach the sign; it stays the NaN that it is.
-        return L::select(x == x, L::value((typename L::Int)rounded), x);
+        return L::select(x == x, L::value((typename L::Int)rounded), constant<L>(NAN_BITS));
     }
 };
 
@@ -125,8 +136,8 @@ struct Rounding<Fp16, L> {
         typename L::Int subnormal = L::bits((L::value(magnitude) + half) - half);
         constexpr i32 MIN_NORMAL = (EXPONENT_BIAS - 14) << MANTISSA_BITS;
         typename L::Int rounded = L::select(magnitude < MIN_NORMAL, subnormal, normal);
-        rounded = L::select(magnitude > INFINITY_BITS, magnitude, rounded);
-        return L::value(rounded | (bits & ~MAGNITUDE_MASK));
+        rounded = rounded | (bits & ~MAGNITUDE_MASK);
+        return L::select(x == x, L::value(rounded), constant<L>(NAN_BITS));
     }
 };
 

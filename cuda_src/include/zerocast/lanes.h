@@ -7,6 +7,8 @@
 //     L::bits(f), L::value(i)         bit patterns: Float -> Int and back
 //     L::splat(c)                     the constant c in every element
 //     L::select(mask, a, b)           a where the comparison held, b elsewhere
+//     L::min(a, b), L::max(a, b)      of two Int
+//     L::merge(mask, a, b)            a's bits where the constant mask has ones, b's elsewhere; of two Int
 //     L::divide(a, b)                 a / b, rounded once (IEEE)
 //
 // and the operators of C on its three types. A comparison gives whatever select takes.
@@ -57,14 +59,22 @@ struct Scalar {
     typedef u32 Unsigned;
 
     static ZEROCAST_FN Int bits(Float x) {
+#ifdef __CUDA_ARCH__
+        return __float_as_int(x);
+#else
         Int i;
         __builtin_memcpy(&i, &x, sizeof i);
         return i;
+#endif
     }
     static ZEROCAST_FN Float value(Int i) {
+#ifdef __CUDA_ARCH__
+        return __int_as_float(i);
+#else
         Float x;
         __builtin_memcpy(&x, &i, sizeof x);
         return x;
+#endif
     }
     static ZEROCAST_FN Float splat(float c) { return c; }
     static ZEROCAST_FN Int splat(i32 c) { return c; }
@@ -72,6 +82,9 @@ struct Scalar {
     static ZEROCAST_FN T select(bool mask, T a, T b) {
         return mask ? a : b;
     }
+    static ZEROCAST_FN Int min(Int a, Int b) { return a < b ? a : b; }
+    static ZEROCAST_FN Int max(Int a, Int b) { return a > b ? a : b; }
+    static ZEROCAST_FN Int merge(i32 mask, Int a, Int b) { return (a & mask) | (b & ~mask); }
     static ZEROCAST_FN Float divide(Float a, Float b) {
 #ifdef __CUDA_ARCH__
         return __fdiv_rn(a, b);
@@ -80,16 +93,6 @@ struct Scalar {
 #endif
     }
 };
-
-template <class L>
-ZEROCAST_FN typename L::Int min_bits(typename L::Int a, typename L::Int b) {
-    return L::select(a < b, a, b);
-}
-
-template <class L>
-ZEROCAST_FN typename L::Int max_bits(typename L::Int a, typename L::Int b) {
-    return L::select(a > b, a, b);
-}
 
 // The FP32 value of a constant bit pattern, in every element.
 template <class L>

@@ -1,0 +1,144 @@
+// Four elements side by side in the registers of one CUDA thread: read, rounded, encoded, written.
+//
+// The law is formats.h. Where the device converts by an instruction of its own, that instruction stands here, beside
+// the portable form that it has to agree with; a compiler that is no CUDA compiler sees the portable form only.
+#pragma once
+
+#include "formats.h"
+#include "tables.h"
+
+namespace zerocast {
+inline namespace ZEROCAST_ISA {
+
+struct Quad {
+    float x[4];
+};
+
+// 16 bytes from an address that is a multiple of 16.
+ZEROCAST_FN Quad load_quad(const float* from) {
+    float4 v = *(const float4*)from;
+    return Quad{{v.x, v.y, v.z, v.w}};
+}
+
+ZEROCAST_FN void store_quad(float* to, const Quad& q) {
+    *(float4*)to = float4{q.x[0], q.x[1], q.x[2], q.x[3]};
+}
+
+// --- rounding ---
+
+#ifdef __CUDA_ARCH__
+// A NaN becomes another NaN here, which no code shows: it lies under a scale that is NaN.
+template <class Nominal>
+ZEROCAST_FN Quad round_quad(Quad q) {
+    return q;
+}
+template <>
+ZEROCAST_FN Quad round_quad<Bf16>(Quad q) {
+    for (int i = 0; i < 4; i += 2) {
+        u32 pair;
+        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(q.x[i + 1]), "f"(q.x[i]));
+        q.x[i] = Scalar::value((i32)(pair << 16));
+        q.x[i + 1] = Scalar::value((i32)(pair & 0xFFFF0000u));
+    }
+    return q;
+}
+template <>
+ZEROCAST_FN Quad round_quad<Fp16>(Quad q) {
+    for (int i = 0; i < 4; i++) {
+        asm("{.reg .b16 h; cvt.rn.f16.f32 h, %1; cvt.f32.f16 %0, h;}" : "=f"(q.x[i]) : "f"(q.x[i]));
+    }
+    return q;
+}
+#else
+template <class Nominal>
+ZEROCAST_FN Quad round_quad(Quad q) {
+    for (int i = 0; i < 4; i++) q.x[i] = round_to<Nominal, Scalar>(q.x[i]);
+    return q;
+}
+#endif
+
+ZEROCAST_FN Quad round_quad(const Quad& q, i64 nominal) {
+    if (nominal == NOMINAL_BF16) return round_quad<Bf16>(q);
+    if (nominal == NOMINAL_FP16) return round_quad<Fp16>(q);
+    return q;
+}
+
+// --- encoding: four codes in one word, the first element's in the low bits ---
+
+#ifdef __CUDA_ARCH__
+#if __CUDA_ARCH__ >= 890
+#define ZEROCAST_CONVERTS_FP8
+#endif
+#if defined(__CUDA_ARCH_FEAT_SM100_ALL) || defined(__CUDA_ARCH_FEAT_SM103_ALL) || defined(__CUDA_ARCH_FEAT_SM120_ALL) || \
+    defined(__CUDA_ARCH_FEAT_SM121_ALL)
+#define ZEROCAST_CONVERTS_E2M1
+#endif
+#endif
+
+template <class F>
+ZEROCAST_FN u32 encode_portable(const Quad& q) {
+    u32 word = 0;
+    for (int i = 0; i < 4; i++) word |= (u32)encode<F, Scalar>(q.x[i]) << F::BITS * i;
+    return word;
+}
+
+template <class F>
+ZEROCAST_FN u32 encode_quad(const Quad& q);
+
+template <>
+ZEROCAST_FN u32 encode_quad<E4M3>(const Quad& q) {
+#ifdef ZEROCAST_CONVERTS_FP8
+    u32 word;
+    asm("{.reg .b16 low, high;\n"
+        "cvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\n"
+        "cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\n"
+        "mov.b32 %0, {low, high};}"
+        : "=r"(word)
+        : "f"(q.x[0]), "f"(q.x[1]), "f"(q.x[2]), "f"(q.x[3]));
+    return word;
+#else
+    return encode_portable<E4M3>(q);
+#endif
+}
+
+template <>
+ZEROCAST_FN u32 encode_quad<E5M2>(const Quad& q) {
+#ifdef ZEROCAST_CONVERTS_FP8
+    u32 word;
+    asm("{.reg .b16 low, high;\n"
+        "cvt.rn.satfinite.e5m2x2.f32 low, %2, %1;\n"
+        "cvt.rn.satfinite.e5m2x2.f32 high, %4, %3;\n"
+        "mov.b32 %0, {low, high};}"
+        : "=r"(word)
+        : "f"(q.x[0]), "f"(q.x[1]), "f"(q.x[2]), "f"(q.x[3]));
+    return word;
+#else
+    return encode_portable<E5M2>(q);
+#endif
+}
+
+template <>
+ZEROCAST_FN u32 encode_quad<E2M1>(const Quad& q) {
+#ifdef ZEROCAST_CONVERTS_E2M1
+    u32 word;
+    asm("{.reg .b8 low, high;\n"
+        "cvt.rn.satfinite.e2m1x2.f32 low, %2, %1;\n"
+        "cvt.rn.satfinite.e2m1x2.f32 high, %4, %3;\n"
+        "mov.b32 %0, {low, high, 0, 0};}"
+        : "=r"(word)
+        : "f"(q.x[0]), "f"(q.x[1]), "f"(q.x[2]), "f"(q.x[3]));
+    return word;
+#else
+    return encode_portable<E2M1>(q);
+#endif
+}
+
+// Four codes to an address that is a multiple of their 4 or 2 bytes.
+template <class F>
+ZEROCAST_FN void store_codes(u8* to, u32 word) {
+    if constexpr (F::BITS == 8) *(u32*)to = word;
+    else *(unsigned short*)to = (unsigned short)word;
+}
+
+}  // namespace ZEROCAST_ISA
+}  // namespace zerocast
