@@ -10,15 +10,11 @@ from torch import nn
 from torch.nn.utils import prune
 
 from tests.support.same_bytes import assert_same_bytes, assert_same_storage
+from tests.support.weights import FP8, NVFP4, both_recipes
 from zerocast.errors import InputError
 from zerocast.nn import Linear, convert
-from zerocast.recipes import Float8CurrentScaling, NVFP4BlockScaling, Recipe
+from zerocast.recipes import Recipe
 from zerocast.tensors import QuantizedTensor, quantize
-
-NVFP4, FP8 = NVFP4BlockScaling(), Float8CurrentScaling()
-both_recipes = pytest.mark.parametrize(
-    "recipe", [pytest.param(NVFP4, id="nvfp4"), pytest.param(FP8, id="fp8")]
-)
 
 
 class Block(nn.Module):

@@ -8,15 +8,11 @@ import torch
 import torch.nn.functional as F
 
 from tests.support.same_bytes import assert_same_bytes, assert_same_storage
+from tests.support.weights import FP8, NVFP4, both_recipes
 from zerocast.errors import ChangedWeightError, InputError, StaleCopyError
 from zerocast.nn import Linear
-from zerocast.recipes import Float8CurrentScaling, NVFP4BlockScaling, Recipe
+from zerocast.recipes import Recipe
 from zerocast.tensors import CastClock, QuantizedTensor, quantize, rebuild_derived
-
-NVFP4, FP8 = NVFP4BlockScaling(), Float8CurrentScaling()
-both_recipes = pytest.mark.parametrize(
-    "recipe", [pytest.param(NVFP4, id="nvfp4"), pytest.param(FP8, id="fp8")]
-)
 
 
 @both_recipes

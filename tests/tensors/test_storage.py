@@ -7,14 +7,10 @@ import pytest
 import torch
 
 from tests.support.same_bytes import assert_same_storage
+from tests.support.weights import FP8, NVFP4, both_recipes
 from zerocast.errors import StaleCopyError
-from zerocast.recipes import Float8CurrentScaling, NVFP4BlockScaling, Recipe
+from zerocast.recipes import Recipe
 from zerocast.tensors import CastClock, QuantizedTensor, quantize, rebuild_derived
-
-NVFP4, FP8 = NVFP4BlockScaling(), Float8CurrentScaling()
-both_recipes = pytest.mark.parametrize(
-    "recipe", [pytest.param(NVFP4, id="nvfp4"), pytest.param(FP8, id="fp8")]
-)
 
 
 def watched(recipe: Recipe, *, rebuild_on_use: bool = False) -> tuple[QuantizedTensor, CastClock]:

@@ -110,9 +110,8 @@ def _copy_(
         _quantize_into(into, source)
     if keeps_init_val and init_val is not None:
         # Masters that are made later must start from what was loaded, not from what it replaced.
-        into.storage.high_precision_init_val = (
-            init_val.detach().expand(into.shape).to("cpu", copy=True)
-        )
+        value = init_val.detach().expand(into.shape).to("cpu", copy=True).contiguous()
+        into.storage.high_precision_init_val = value
     return into
 
 

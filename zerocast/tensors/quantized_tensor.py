@@ -167,7 +167,8 @@ class QuantizedTensor(torch.Tensor):
     def data(self, value: torch.Tensor) -> None:
         raise UnsupportedError(
             "assigning to .data of a quantized weight would change its shape and dtype and not its "
-            "codes; use weight.copy_(value), or zerocast.replace_raw_data to move the codes."
+            "codes; use weight.copy_(value), zerocast.replace_raw_data to move the codes, or, for "
+            "a module in high precision, a new torch.nn.Parameter(weight.dequantize(dtype))."
         )
 
     def numpy(self, *, force: bool = False) -> Any:
