@@ -84,9 +84,11 @@ class CpuBackend:
             return _nothing
         function = getattr(self._library, f"zerocast_{self.isa}_{operation}")
         function.restype = None
-        tables = [torch.tensor(rows, dtype=torch.int64)]
+        # On the host by name, because C reads them and the default device may be another.
+        tables = [torch.tensor(rows, dtype=torch.int64, device="cpu")]
         if law is not None:
-            tables.insert(0, torch.tensor(_law_fields(law), dtype=torch.int64))
+            fields = torch.tensor(_law_fields(law), dtype=torch.int64, device="cpu")
+            tables.insert(0, fields)
         arguments = [*(ctypes.c_void_p(t.data_ptr()) for t in tables), ctypes.c_int64(len(rows))]
         threads = self.threads
         alive = (tables, tuple(operands))
@@ -113,8 +115,7 @@ def _law_fields(law: Law) -> list[int]:
             f"the cpu backend has no code for {law}; cast it under use_backend('reference')."
         )
     if isinstance(law, Float8Law) and law.fmt is not E2M1:
-        epsilon = torch.tensor(law.amax_epsilon, dtype=torch.float32).view(torch.int32)
-        return [_FORMATS[law.fmt], int(law.power_2_scale), int(epsilon)]
+        return [_FORMATS[law.fmt], int(law.power_2_scale), _float_bits(law.amax_epsilon)]
     return [_FORMATS[law.fmt], 0, 0]
 
 
@@ -199,8 +200,13 @@ def _dequantize_row(target: DequantizeTarget) -> list[int]:
 def _padding_bits(layout: ScaleLayout, plane: torch.Tensor) -> int:
     """The bit pattern of one padding entry of ``plane``: FP32, or a one-byte code."""
     if plane.dtype == torch.float32:
-        return int(torch.tensor(layout.padding, dtype=torch.float32).view(torch.int32))
+        return _float_bits(layout.padding)
     return int(layout.padding)
+
+
+def _float_bits(value: float) -> int:
+    """The bit pattern of ``value`` rounded to FP32."""
+    return int(torch.tensor(value, dtype=torch.float32, device="cpu").view(torch.int32))
 
 
 def _address(tensor: torch.Tensor) -> int:

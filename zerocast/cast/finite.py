@@ -57,6 +57,7 @@ def _explain(comm: Communicator, bad: Sequence[Candidate]) -> list[str]:
     in_fp32 = torch.tensor(
         [master is not None and not bool(master.isfinite().all()) for _, _, master in bad],
         dtype=torch.int32,
+        device="cpu",
     )
     comm.all_reduce_max_(in_fp32)
     reasons = []

@@ -77,9 +77,10 @@ def exchange_extents(
         RankMismatchError: on every rank, naming both sides of the disagreement.
     """
     _check_descriptions(comm, [_describe(request) for request in requests], options)
-    extents = torch.zeros(comm.size, len(requests), 2, dtype=torch.int64)
-    mine = [[request.extent.start, request.extent.end] for request in requests]
-    extents[comm.rank] = torch.tensor(mine, dtype=torch.int64).view(len(requests), 2)
+    extents = torch.zeros(comm.size, len(requests), 2, dtype=torch.int64, device="cpu")
+    pairs = [[request.extent.start, request.extent.end] for request in requests]
+    mine = torch.tensor(pairs, dtype=torch.int64, device="cpu")
+    extents[comm.rank] = mine.view(len(requests), 2)
     comm.all_gather_(extents.view(-1))
     _check_coverage(requests, extents)
     return extents
@@ -117,7 +118,8 @@ def _check_descriptions(comm: Communicator, lines: list[str], options: str) -> N
 
 def _check_coverage(requests: Sequence[ShardRequest], extents: torch.Tensor) -> None:
     """Raise where the shards of a weight leave a gap or overlap; all weights are tested at once."""
-    numel = torch.tensor([r.storage.shape.numel() for r in requests], dtype=torch.int64)
+    numels = [r.storage.shape.numel() for r in requests]
+    numel = torch.tensor(numels, dtype=torch.int64, device="cpu")
     start, end = extents.unbind(-1)  # [size, weights]
     empty = start == end
     start, end = torch.where(empty, numel, start), torch.where(empty, numel, end)

@@ -47,7 +47,8 @@ def agree(comm: Communicator, vote: int, error: ZerocastError | None = None) -> 
         if error is not None:
             raise error
         return vote
-    ballot = torch.tensor([vote if error is None else _ERROR_VOTE], dtype=torch.int32)
+    cast = vote if error is None else _ERROR_VOTE
+    ballot = torch.tensor([cast], dtype=torch.int32, device="cpu")
     comm.all_reduce_max_(ballot)
     highest = int(ballot)
     if highest == _ERROR_VOTE:
