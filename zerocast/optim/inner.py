@@ -31,7 +31,7 @@ class InnerOptimizer:
         optimizer: the torch optimizer.
 
     Raises:
-        InputError: where ``optimizer_class`` refuses an option.
+        InputError: where ``optimizer_class`` refuses the groups.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class InnerOptimizer:
             self.optimizer = optimizer_class(groups, **defaults)
         except (TypeError, ValueError) as error:
             raise InputError(
-                f"{optimizer_class.__name__} refused an option of a param group: {error}"
+                f"{optimizer_class.__name__} refused its param groups: {error}"
             ) from error
 
     def step(

@@ -2,11 +2,12 @@
 
 Note: columns
 ~~~~~~~~~~~~~
-Weights of one storage kind lie end to end in one flat buffer (a :class:`Bucket`) of which each rank owns one equal, contiguous range; a weight's codes are a view
-into it, so the cast writes a byte where the all-gather moves it. What a rank owns of all buckets,
-one range after the other, are its *columns*: its masters are one FP32 tensor [columns], and its
-reduced gradients another. The number of columns is the same on every rank, so a gradient buffer is
-a matrix [ranks, columns] and one reduce-scatter serves all kinds of weights::
+Weights of one storage kind lie end to end in one flat buffer (a :class:`Bucket`) of which each rank
+owns one equal, contiguous range; a weight's codes are a view into it, so the cast writes a byte
+where the all-gather moves it. What a rank owns of all buckets, one range after the other, are its
+*columns*: its masters are one FP32 tensor [columns], and so are its reduced gradients. Every rank
+has as many columns, so a gradient buffer is a matrix [ranks, columns] and one reduce-scatter serves
+all kinds of weights::
 
     bucket of 4-bit codes   |  rank 0  |  rank 1  |        bucket of BF16   | rank 0 | rank 1 |
                                  |          |                                   |        |

@@ -1,0 +1,147 @@
+"""Saving and loading: bit-exact on as many ranks, and on others from all ranks' state dicts."""
+
+import io
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import SGD, AdamW
+
+from tests.optim.training import (
+    FP8,
+    NVFP4,
+    assert_cast_of,
+    draw_gradients,
+    make_params,
+    set_gradients,
+    train_whole,
+)
+from zerocast.comm import Communicator, run_in_process
+from zerocast.errors import InputError
+from zerocast.optim import ZeroOptimizer
+
+STEPS = 6
+
+
+def run_steps(optimizer: ZeroOptimizer, params: list[Any], steps: range, rank: int) -> None:
+    """Steps with the gradients of :func:`draw_gradients`, the same for every rank."""
+    for step in steps:
+        set_gradients(params, draw_gradients([p.shape for p in params], step, rank))
+        optimizer.step()
+
+
+def through_a_file(state: Any) -> Any:
+    """Saved and loaded by safe types only."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def train_and_save(comm: Communicator) -> Any:
+    """The state dict of this rank after 4 steps, every rank with the same gradients."""
+    params = make_params(NVFP4)
+    optimizer = ZeroOptimizer(params, group=comm, lr=1e-2, weight_decay=0.1)
+    run_steps(optimizer, params, range(4), rank=0)
+    return through_a_file(optimizer.state_dict())
+
+
+@pytest.mark.parametrize(("saved_on", "loaded_on"), [(3, 3), (4, 3), (1, 4), (5, 1)])
+def test_a_resumed_run_continues_bit_for_bit(saved_on: int, loaded_on: int) -> None:
+    """4 steps, save, load into an optimizer over other weights, 2 steps: the weights are those of 6
+    steps without a stop. On as many ranks each loads its own state dict, else all ranks'.
+    """
+    saved = run_in_process(saved_on, train_and_save)
+
+    def resume(comm: Communicator) -> list[torch.nn.Parameter]:
+        params = make_params(NVFP4, seed=99)
+        optimizer = ZeroOptimizer(params, group=comm)
+        optimizer.load_state_dict(saved[comm.rank] if saved_on == loaded_on else saved)
+        assert optimizer.param_groups[0]["lr"] == 1e-2
+        run_steps(optimizer, params, range(4, 6), rank=0)
+        return params
+
+    whole = train_whole(NVFP4, 6, 1, lambda masters: AdamW(masters, lr=1e-2, weight_decay=0.1))
+    for params in run_in_process(loaded_on, resume):
+        assert_cast_of(params, whole)
+
+
+def test_loading_casts_the_weights_at_once() -> None:
+    """The codes are not saved: after loading, weights are the cast of the loaded masters."""
+    (saved,) = run_in_process(1, train_and_save)
+
+    def load(comm: Communicator) -> list[torch.nn.Parameter]:
+        params = make_params(NVFP4, seed=99)
+        ZeroOptimizer(params, group=comm).load_state_dict([saved])
+        return params
+
+    whole = train_whole(NVFP4, 4, 1, lambda masters: AdamW(masters, lr=1e-2, weight_decay=0.1))
+    for params in run_in_process(2, load):
+        assert_cast_of(params, whole)
+
+
+def test_loading_leaves_the_given_state_alone() -> None:
+    """Further steps do not change the state dict that was loaded."""
+    (saved,) = run_in_process(1, train_and_save)
+    kept = through_a_file(saved)
+    params = make_params(NVFP4)
+    optimizer = ZeroOptimizer(params)
+    optimizer.load_state_dict(saved)
+    run_steps(optimizer, params, range(2), rank=0)
+    for i, entry in kept["state"].items():
+        for name, value in entry.items():
+            assert torch.equal(torch.as_tensor(saved["state"][i][name]), torch.as_tensor(value))
+
+
+def test_a_weight_that_was_never_stepped_has_no_inner_state() -> None:
+    """It is saved with its master alone and resumes like that."""
+    params = make_params(FP8)
+    optimizer = ZeroOptimizer(params, group=None)
+    set_gradients(params, [torch.ones(p.shape) for p in params])
+    params[1].grad = None
+    optimizer.step()
+    saved = optimizer.state_dict()
+    assert saved["state"][1].keys() == {"master", "start"}
+    assert "exp_avg" in saved["state"][0]
+    other = ZeroOptimizer(make_params(FP8))
+    other.load_state_dict(saved)
+    assert other.state_dict()["state"][1].keys() == {"master", "start"}
+
+
+@pytest.mark.parametrize(
+    ("spoil", "match"),
+    [
+        (lambda saved, rank: saved[(rank + 1) % 3], "holds none from"),
+        (lambda saved, rank: saved[:2], "or give every rank the sequence of all ranks"),
+        (lambda saved, rank: {"state": {}}, "what ZeroOptimizer.state_dict"),
+        (lambda saved, rank: [3], "got a int that is not one"),
+        (lambda saved, rank: [], "holds none from"),
+    ],
+    ids=["another-ranks", "one-missing", "no-state", "no-dict", "empty"],
+)
+def test_a_state_that_does_not_fit_is_refused_on_every_rank(spoil: Any, match: str) -> None:
+    """The same error everywhere, and the optimizer stays as it was."""
+    saved = run_in_process(3, train_and_save)
+
+    def load(comm: Communicator) -> str:
+        params = make_params(NVFP4)
+        optimizer = ZeroOptimizer(params, group=comm)
+        before = [optimizer.gather_master(p) for p in params]
+        with pytest.raises(InputError, match=match) as caught:
+            optimizer.load_state_dict(spoil(saved, comm.rank))
+        assert optimizer.param_groups[0]["lr"] == 1e-3
+        after = [optimizer.gather_master(p) for p in params]
+        assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
+        return str(caught.value)
+
+    messages = run_in_process(3, load)
+    assert messages == [messages[0]] * 3
+
+
+def test_a_state_of_another_optimizer_or_other_weights_is_refused() -> None:
+    """Both sides of the disagreement are in the message."""
+    (saved,) = run_in_process(1, train_and_save)
+    with pytest.raises(InputError, match=r"same optimizer: it was saved with AdamW, .* has SGD"):
+        ZeroOptimizer(make_params(NVFP4), SGD, lr=0.1).load_state_dict(saved)
+    with pytest.raises(InputError, match=r"same weights: it was saved with .*1584"):
+        ZeroOptimizer(make_params(NVFP4)[1:]).load_state_dict(saved)

@@ -1,0 +1,236 @@
+"""What happens between ``.grad`` and the inner optimizer: reduction, absence, clipping."""
+
+import math
+from functools import partial
+
+import pytest
+import torch
+from torch.optim import SGD, AdamW
+
+from tests.optim.training import (
+    NVFP4,
+    assert_cast_of,
+    draw_gradients,
+    make_params,
+    mean_gradients,
+    set_gradients,
+    start_values,
+    train_whole,
+)
+from tests.support.same_bytes import assert_same_bytes
+from zerocast.comm import Communicator, RecordingCommunicator, run_in_process
+from zerocast.errors import InputError, NonFiniteError
+from zerocast.optim import ZeroOptimizer
+from zerocast.optim.gradients import GradientReducer
+from zerocast.optim.shards import ShardedWeights
+from zerocast.optim.weights import collect_weights
+
+
+def test_a_step_is_one_reduce_scatter_one_all_reduce_and_one_all_gather_a_storage_kind() -> None:
+    """Gradients travel by reduce-scatter: the one all-reduce holds the amaxes, 4 bytes a block and
+    a weight. The weights are 4-bit codes, BF16 and FP32: three all-gathers.
+    """
+
+    def step(comm: Communicator) -> dict[str, tuple[int, int]]:
+        params = make_params(NVFP4)
+        spy = RecordingCommunicator(comm)
+        optimizer = ZeroOptimizer(params, group=spy)
+        set_gradients(params, draw_gradients([p.shape for p in params], 0, comm.rank))
+        spy.reset()
+        optimizer.step()
+        return {kind: (t.calls, t.payload_bytes) for (_, kind), t in spy.traffic.items()}
+
+    blocks = 3 * 3 + 1 + 2 * 5  # 33x48, 1x16, 20x80 in blocks of 16x16
+    amaxes = blocks + 2  # the weight of one block needs no amax of its own
+    columns = 1664 + 32 + 16  # 3200 + 38 + 15 elements, halved and rounded up to 64 bytes
+    for seen in run_in_process(2, step):
+        assert seen["reduce_scatter"] == (1, 2 * 4 * (columns + 6))
+        assert seen["all_reduce"] == (1, 4 * amaxes)
+        assert seen["all_gather"][0] == 3
+        assert seen.keys() == {"reduce_scatter", "all_reduce", "all_gather"}
+
+
+@pytest.mark.parametrize("buffer_elements", [1, 100, 700, 5000])
+def test_rounds_of_a_bounded_buffer_give_the_same_gradients(buffer_elements: int) -> None:
+    """However few columns a round has, the reduced gradients are those of one round, and so is what
+    is known of absent ones.
+    """
+
+    def reduce(comm: Communicator) -> list[list[torch.Tensor | None]]:
+        params = make_params(NVFP4)
+        weights = collect_weights([{"params": params}])
+        set_gradients(params, draw_gradients([p.shape for p in params], 0, comm.rank))
+        params[2].grad = None  # on no rank
+        if comm.rank:
+            params[4].grad = None  # on rank 0 only
+        found = []
+        for size in (1 << 24, buffer_elements):
+            reducer = GradientReducer(ShardedWeights(comm, weights), size)
+            for _ in range(2):  # a second time, over what the first one left in the buffer
+                reducer.reduce_mean()
+            found.append([None if g is None else g.clone() for g in reducer.gradients()])
+        return found
+
+    for at_once, in_rounds in run_in_process(3, reduce):
+        for i, (a, b) in enumerate(zip(at_once, in_rounds, strict=True)):
+            assert (a is None) == (b is None) == (i == 2)
+            if a is not None and b is not None:
+                assert_same_bytes(b, a, f"gradient {i}")
+
+
+def test_a_weight_without_a_gradient_anywhere_is_left_out_of_the_step() -> None:
+    """As in torch: no weight decay, no momentum, no step count for it; one that only some ranks
+    have a gradient for is stepped with the mean over all.
+    """
+    missing, partly = 0, 4
+
+    def train(comm: Communicator) -> list[torch.nn.Parameter]:
+        params = make_params(NVFP4)
+        optimizer = ZeroOptimizer(params, group=comm, lr=1e-2, weight_decay=0.5)
+        for step in range(4):
+            set_gradients(params, draw_gradients([p.shape for p in params], step, comm.rank))
+            if step % 2:
+                params[missing].grad = None
+                if comm.rank != 1:
+                    params[partly].grad = None
+            optimizer.step()
+        return params
+
+    masters = start_values(make_params(NVFP4))
+    optimizer = AdamW(masters, lr=1e-2, weight_decay=0.5)
+    shapes = [m.shape for m in masters]
+    for step in range(4):
+        set_gradients(masters, mean_gradients(shapes, step, 3))
+        if step % 2:
+            masters[missing].grad = None
+            masters[partly].grad = draw_gradients(shapes, step, 1)[partly] / 3
+        optimizer.step()
+    for params in run_in_process(3, train):
+        assert_cast_of(params, masters)
+
+
+def test_sparse_and_transposed_gradients_count_like_dense_ones() -> None:
+    """An embedding's sparse gradient and one with other strides are flattened like any other."""
+
+    def train(comm: Communicator) -> torch.Tensor:
+        embedding = torch.nn.Embedding(10, 3, sparse=True)
+        matrix = torch.nn.Parameter(torch.zeros(4, 6))
+        with torch.no_grad():
+            embedding.weight.zero_()
+        optimizer = ZeroOptimizer([embedding.weight, matrix], SGD, group=comm, lr=1.0)
+        embedding(torch.tensor([2, 2, 7])).sum().backward()
+        matrix.grad = torch.arange(24.0).view(6, 4).t()
+        optimizer.step()
+        return torch.cat([embedding.weight.detach().view(-1), matrix.detach().view(-1)])
+
+    expected = torch.zeros(10, 3)
+    expected[2], expected[7] = -2.0, -1.0
+    expected = torch.cat([expected.view(-1), -torch.arange(24.0).view(6, 4).t().reshape(-1)])
+    for trained in run_in_process(2, train):
+        assert_same_bytes(trained, expected.where(expected != 0, trained), "weights")
+        assert trained[expected == 0].abs().sum() == 0
+
+
+# --- clipping ---
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, 3.5, math.inf])
+@pytest.mark.parametrize("max_norm", [0.5, 1e6])
+def test_clipping_equals_torchs_on_the_whole(max_norm: float, norm_type: float) -> None:
+    """The norm and the clipped step are those of ``torch.nn.utils.clip_grad_norm_`` on the whole
+    mean gradients; the norm has the same bits on every rank, and ``.grad`` is not touched.
+    """
+
+    def clip(comm: Communicator) -> tuple[torch.Tensor, list[torch.Tensor], bool]:
+        params = make_params(NVFP4)
+        optimizer = ZeroOptimizer(params, SGD, group=comm, lr=1.0)
+        set_gradients(params, draw_gradients([p.shape for p in params], 0, comm.rank))
+        before = [p.grad.clone() for p in params]
+        norm = optimizer.clip_grad_norm_(max_norm, norm_type)
+        untouched = all(torch.equal(p.grad, b) for p, b in zip(params, before, strict=True))
+        optimizer.step()
+        return norm, [optimizer.gather_master(p) for p in params], untouched
+
+    masters = start_values(make_params(NVFP4))
+    set_gradients(masters, mean_gradients([m.shape for m in masters], 0, 3))
+    expected_norm = torch.nn.utils.clip_grad_norm_(masters, max_norm, norm_type)
+    SGD(masters, lr=1.0).step()
+
+    clipped = run_in_process(3, clip)
+    for norm, trained, untouched in clipped:
+        assert untouched
+        assert_same_bytes(norm, clipped[0][0], "norm")
+        torch.testing.assert_close(norm, expected_norm)
+        for a, b in zip(trained, masters, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_clipping_reduces_once_and_the_step_uses_it() -> None:
+    """One reduce-scatter for clipping and step together, and a fresh one in the next step."""
+
+    def count(comm: Communicator) -> list[int]:
+        params = make_params(NVFP4)
+        spy = RecordingCommunicator(comm)
+        optimizer = ZeroOptimizer(params, SGD, group=spy, lr=1.0)
+        counts = []
+        for forget in (False, False, True):
+            set_gradients(params, draw_gradients([p.shape for p in params], 0, comm.rank))
+            spy.reset()
+            optimizer.clip_grad_norm_(1.0)
+            if forget:
+                optimizer.zero_grad()
+            optimizer.step()
+            counts.append(spy.total(kind="reduce_scatter").calls)
+        return counts
+
+    assert run_in_process(2, count) == [[1, 1, 2]] * 2
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+def test_a_gradient_that_is_not_finite_on_one_rank_is_refused_on_all(value: float) -> None:
+    """``error_if_nonfinite`` raises the same error everywhere, for either kind of norm."""
+
+    def clip(comm: Communicator) -> list[str]:
+        params = make_params(NVFP4)
+        optimizer = ZeroOptimizer(params, group=comm)
+        set_gradients(params, [torch.ones(p.shape) for p in params])
+        if comm.rank == 1:
+            params[3].grad[5] = value
+        messages = []
+        for norm_type in (2.0, math.inf):
+            with pytest.raises(NonFiniteError, match="look for the loss that gave them") as caught:
+                optimizer.clip_grad_norm_(1.0, norm_type, error_if_nonfinite=True)
+            messages.append(str(caught.value))
+        return messages
+
+    messages = run_in_process(3, clip)
+    assert messages == [messages[0]] * 3
+
+
+def test_a_norm_type_must_be_positive() -> None:
+    """Norms of order 0 and below are refused before anything is reduced."""
+    optimizer = ZeroOptimizer(make_params(NVFP4))
+    with pytest.raises(InputError, match="must be a positive number or math"):
+        optimizer.clip_grad_norm_(1.0, 0)
+
+
+def test_a_closure_recomputes_gradients_before_the_step() -> None:
+    """``step(closure)`` calls it with gradients enabled, steps from its gradients, and returns its
+    loss.
+    """
+
+    def train(comm: Communicator) -> tuple[list[torch.nn.Parameter], float]:
+        params = make_params(NVFP4)
+        optimizer = ZeroOptimizer(params, SGD, group=comm, lr=1.0)
+
+        def closure() -> float:
+            assert torch.is_grad_enabled()
+            set_gradients(params, draw_gradients([p.shape for p in params], 0, comm.rank))
+            return 1.25
+
+        return params, optimizer.step(closure)
+
+    whole = train_whole(NVFP4, 1, 2, partial(SGD, lr=1.0))
+    for params, loss in run_in_process(2, train):
+        assert loss == 1.25
+        assert_cast_of(params, whole)

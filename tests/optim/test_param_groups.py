@@ -1,0 +1,250 @@
+"""Param groups, schedulers, and what an optimizer may be given."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import SGD, AdamW
+
+import zerocast
+from tests.conftest import Ranks
+from tests.optim.training import (
+    FP8,
+    NVFP4,
+    assert_cast_of,
+    draw_gradients,
+    make_params,
+    mean_gradients,
+    set_gradients,
+    start_values,
+)
+from zerocast.comm import Communicator, run_in_process
+from zerocast.errors import InputError, RankMismatchError, UnsupportedError, ZerocastError
+from zerocast.optim import ZeroOptimizer
+
+# Params of make_params by group, out of storage order: groups mix kinds, kinds mix groups.
+GROUPS = (
+    {"places": [4, 0], "lr": 1e-2},
+    {"places": [3, 1, 5], "weight_decay": 0.7, "betas": (0.5, 0.9)},
+    {"places": [2], "lr": 3e-3, "eps": 1e-3},
+)
+
+
+def grouped(params: list[torch.Tensor]) -> list[dict[str, Any]]:
+    """``params`` in the groups of :data:`GROUPS`."""
+    return [
+        {name: value for name, value in group.items() if name != "places"}
+        | {"params": [params[i] for i in group["places"]]}
+        for group in GROUPS
+    ]
+
+
+def test_every_group_has_its_own_options(ranks: Ranks) -> None:
+    """Groups that mix storage kinds, each with options of its own and the defaults for the rest."""
+
+    def train(comm: Communicator) -> list[torch.nn.Parameter]:
+        params = make_params(NVFP4)
+        optimizer = ZeroOptimizer(grouped(params), AdamW, group=comm, lr=2e-2, amsgrad=True)
+        for step in range(10):
+            set_gradients(params, draw_gradients([p.shape for p in params], step, comm.rank))
+            optimizer.step()
+        return params
+
+    trained = ranks.run(train)
+    masters = start_values(make_params(NVFP4))
+    optimizer = AdamW(grouped(masters), lr=2e-2, amsgrad=True)
+    for step in range(10):
+        set_gradients(masters, mean_gradients([m.shape for m in masters], step, ranks.size))
+        optimizer.step()
+    for params in trained:
+        assert_cast_of(params, masters)
+
+
+SCHEDULERS: list[Callable[[torch.optim.Optimizer], Any]] = [
+    lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 7),
+    lambda o: torch.optim.lr_scheduler.LambdaLR(o, [lambda s: 0.9**s, lambda s: 1.0, lambda s: s]),
+    lambda o: torch.optim.lr_scheduler.OneCycleLR(o, [0.1, 0.2, 0.3], total_steps=12),
+]
+
+
+@pytest.mark.parametrize("make_scheduler", SCHEDULERS, ids=["cosine", "lambda", "one-cycle"])
+def test_schedulers_drive_the_inner_optimizer(make_scheduler: Any) -> None:
+    """A scheduler made on the wrapper changes what the masters are stepped with; betas too."""
+
+    def train(comm: Communicator) -> list[torch.nn.Parameter]:
+        params = make_params(FP8)
+        optimizer = ZeroOptimizer(grouped(params), group=comm)
+        scheduler = make_scheduler(optimizer)
+        for step in range(10):
+            set_gradients(params, draw_gradients([p.shape for p in params], step, comm.rank))
+            optimizer.step()
+            scheduler.step()
+        return params
+
+    masters = start_values(make_params(FP8))
+    optimizer = AdamW(grouped(masters))
+    scheduler = make_scheduler(optimizer)
+    for step in range(10):
+        set_gradients(masters, mean_gradients([m.shape for m in masters], step, 2))
+        optimizer.step()
+        scheduler.step()
+    for params in run_in_process(2, train):
+        assert_cast_of(params, masters)
+
+
+def test_param_groups_show_the_inner_optimizers_options() -> None:
+    """Options that were not given appear with the inner optimizer's defaults."""
+    optimizer = ZeroOptimizer(make_params(NVFP4), SGD, lr=0.3)
+    (group,) = optimizer.param_groups
+    assert (group["lr"], group["momentum"], group["nesterov"]) == (0.3, 0, False)
+    assert optimizer.defaults["lr"] == 0.3
+
+
+# --- which weights ---
+
+
+def test_a_tied_weight_counts_once() -> None:
+    """The same Parameter given twice is one weight, with the gradient that both uses left in it."""
+    weight = torch.nn.Parameter(torch.zeros(6))
+    optimizer = ZeroOptimizer([weight, weight], SGD, lr=1.0)
+    (weight.sum() + 2 * weight.sum()).backward()
+    optimizer.step()
+    assert torch.equal(weight.detach(), torch.full((6,), -3.0))
+    assert len(optimizer.state_dict()["state"]) == 1
+
+
+def test_frozen_weights_are_left_out_and_groups_keep_their_places() -> None:
+    """A weight that requires no gradient is neither stepped nor moved, nor has it a master."""
+    frozen, trained = torch.nn.Parameter(torch.ones(5), False), torch.nn.Parameter(torch.ones(5))
+    place = frozen.data_ptr()
+    optimizer = ZeroOptimizer([{"params": [frozen]}, {"params": [trained], "lr": 0.5}], SGD)
+    frozen.grad = trained.grad = torch.ones(5)
+    optimizer.step()
+    assert frozen.data_ptr() == place
+    assert torch.equal(frozen.detach(), torch.ones(5))
+    assert torch.equal(trained.detach(), torch.full((5,), 0.5))
+    with pytest.raises(InputError, match="trainable parameters, got another"):
+        optimizer.gather_master(frozen)
+
+
+def test_named_parameters_name_the_weights() -> None:
+    """(name, parameter) pairs serve as parameters, and messages use the names."""
+    model = torch.nn.Linear(4, 3).double()
+    with pytest.raises(InputError, match=r"^weight must be a quantized weight, or plain bfloat16"):
+        ZeroOptimizer(model.named_parameters())
+
+
+def test_weights_are_views_of_the_buffers_that_are_gathered() -> None:
+    """Codes and plain weights lie end to end in one buffer a storage kind, and stay there."""
+    params = make_params(NVFP4)
+    optimizer = ZeroOptimizer(params, group=None)
+    codes = [p.rowwise_data for p in params if isinstance(p, zerocast.QuantizedTensor)]
+    places = [c.data_ptr() for c in codes]
+    assert places == [places[0], places[0] + 33 * 24, places[0] + 33 * 24 + 8]
+    assert params[5].data_ptr() == params[3].data_ptr() + 2 * 37
+    set_gradients(params, [torch.ones(p.shape) for p in params])
+    optimizer.step()
+    assert [c.data_ptr() for c in codes] == places
+
+
+# --- refusals ---
+
+
+def refused_on_all_ranks(
+    make: Callable[[Communicator], object], kind: type[ZerocastError], match: str
+) -> str:
+    """Call ``make`` on 3 ranks, expect the same error on all; its message."""
+
+    def attempt(comm: Communicator) -> str:
+        with pytest.raises(kind, match=match) as caught:
+            make(comm)
+        return str(caught.value)
+
+    messages = run_in_process(3, attempt)
+    assert messages == [messages[0]] * 3
+    return messages[0]
+
+
+def overlapping(comm: Communicator) -> list[torch.nn.Parameter]:
+    """Two parameters that share an element."""
+    memory = torch.zeros(10)
+    return [torch.nn.Parameter(memory[:6]), torch.nn.Parameter(memory[5:])]
+
+
+@pytest.mark.parametrize(
+    ("params", "match"),
+    [
+        (lambda comm: [], "at least one parameter that requires a gradient"),
+        (lambda comm: [torch.nn.Parameter(torch.ones(3), False)], "requires a gradient, got none"),
+        (lambda comm: [torch.ones(3, dtype=torch.float64, requires_grad=True)], "torch.float64"),
+        (lambda comm: [torch.ones(3, requires_grad=True) * 2], "can't optimize a non-leaf Tensor"),
+        (lambda comm: ["weight"], "optimizer can only optimize Tensors"),
+        (overlapping, "different parameters in the same memory"),
+        (
+            lambda comm: [{"params": [p := torch.nn.Parameter(torch.ones(3))]}, {"params": [p]}],
+            "appear in more than one parameter group",
+        ),
+        (
+            lambda comm: [torch.nn.Parameter(torch.ones(3, device=d)) for d in ("cpu", "meta")],
+            "must be on one device: .* is on cpu and .* on meta",
+        ),
+    ],
+    ids=[
+        "nothing", "frozen", "float64", "non-leaf", "no-tensor", "overlap", "two-groups",
+        "two-devices",
+    ],
+)  # fmt: skip
+def test_wrong_weights_are_refused_on_every_rank(
+    params: Callable[[Communicator], list[Any]], match: str
+) -> None:
+    """Wrong on rank 1 alone, refused on all, and the message says where."""
+
+    def make(comm: Communicator) -> ZeroOptimizer:
+        sound = [torch.nn.Parameter(torch.ones(3))]
+        return ZeroOptimizer(params(comm) if comm.rank == 1 else sound, group=comm)
+
+    message = refused_on_all_ranks(make, InputError, match)
+    assert message.startswith("on rank 1: ")
+
+
+@pytest.mark.parametrize(
+    ("make_args", "match"),
+    [
+        (lambda r: ([torch.nn.Parameter(torch.ones(3 + r))], {}), r"\(3,\) .* rank 1 .*\(4,\)"),
+        (lambda r: ([torch.nn.Parameter(torch.ones(3))], {"lr": 0.1 + r}), "'lr': 0.1.* 1.1"),
+        (
+            lambda r: ([torch.nn.Parameter(torch.ones(3)) for _ in range(1 + r)], {}),
+            "nothing more",
+        ),
+    ],
+    ids=["shape", "option", "count"],
+)
+def test_ranks_that_disagree_are_told_on_every_rank(make_args: Any, match: str) -> None:
+    """Shapes, options and the number of weights must agree; the message holds both sides."""
+
+    def make(comm: Communicator) -> ZeroOptimizer:
+        params, options = make_args(comm.rank)
+        return ZeroOptimizer(params, group=comm, **options)
+
+    refused_on_all_ranks(make, RankMismatchError, match)
+
+
+def test_nothing_is_written_when_the_optimizer_is_refused() -> None:
+    """Weights keep value, memory and their high-precision start when another weight is refused."""
+    layer = zerocast.nn.Linear(16, 16, recipe=NVFP4)
+    codes, place = layer.weight.rowwise_data.clone(), layer.weight.rowwise_data.data_ptr()
+    wrong = torch.nn.Parameter(torch.ones(2, dtype=torch.float64))
+    with pytest.raises(InputError):
+        ZeroOptimizer([layer.weight, wrong])
+    assert layer.weight.rowwise_data.data_ptr() == place
+    assert torch.equal(layer.weight.rowwise_data, codes)
+    assert layer.weight.get_high_precision_init_val() is not None
+
+
+def test_another_param_group_is_refused_once_made() -> None:
+    """The buffers are laid out, so a group cannot be added; the message says what to do."""
+    optimizer = ZeroOptimizer(make_params(NVFP4))
+    with pytest.raises(UnsupportedError, match="make a new one with all groups"):
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))]})
+    assert len(optimizer.param_groups) == 1
