@@ -91,8 +91,10 @@ def test_nothing_can_be_written_through_a_view(recipe: Recipe, view: Callable) -
         lambda v: v.add_(1),
         lambda v: v.__setitem__(0, 1.0),
         lambda v: torch.add(torch.ones(v.shape), 1, out=v),
+        lambda v: v.apply_(lambda value: 1.0),
+        lambda v: v.map_(torch.ones(v.shape), lambda value, other: other),
     ):
-        with pytest.raises(UnsupportedError, match="would write a quantized weight in place"):
+        with pytest.raises(UnsupportedError, match="in place"):
             write(view(weight))
     with pytest.raises(ValueError, match="read-only"):
         view(weight).numpy().fill(0)
@@ -174,6 +176,8 @@ def test_what_needs_memory_of_the_nominal_dtype_is_refused() -> None:
         weight.data = torch.ones(17, 48)
     with pytest.raises(UnsupportedError, match="no memory of its nominal dtype"):
         torch.from_dlpack(weight)
+    with pytest.raises(UnsupportedError, match="apply a Python function to in place"):
+        weight.apply_(lambda value: 1.0)
     module = torch.nn.Module()
     module.weight = torch.nn.Parameter(weight)
     with pytest.raises(UnsupportedError, match=r"Parameter\(weight.dequantize\(dtype\)\)"):
@@ -211,3 +215,20 @@ def test_factories_make_plain_tensors(recipe: Recipe) -> None:
         assert (made.shape, made.dtype) == ((17, 48), torch.bfloat16)
     assert torch.zeros_like(weight, dtype=torch.float64).dtype == torch.float64
     assert not torch.zeros_like(weight).any()
+
+
+@both_recipes
+@pytest.mark.parametrize("world_size", [1, 2, 3, 16, 20])
+def test_what_fsdp2_does_to_cut_a_parameter(recipe: Recipe, world_size: int) -> None:
+    """Chunk, new_zeros, narrow, copy_, view: the shards end to end are the dequantized value."""
+    weight = torch.nn.Parameter(make(recipe)).data
+    chunks = list(torch.chunk(weight, world_size))
+    shards = []
+    for rank in range(world_size):
+        padded = weight.new_zeros(chunks[0].size())
+        if rank < len(chunks):
+            padded.narrow(0, 0, chunks[rank].size(0)).copy_(chunks[rank])
+        shards.append(padded.view(-1))
+    gathered = torch.cat(shards)[: weight.numel()].view(17, 48)
+    assert type(gathered) is torch.Tensor
+    assert_same_bytes(gathered, weight.dequantize(), "gathered")

@@ -59,10 +59,10 @@ def _alias(func: Any, tensor: QuantizedTensor) -> QuantizedTensor:
     aten.split.Tensor, aten.split_with_sizes.default,
 )  # fmt: skip
 def _view(func: Any, tensor: QuantizedTensor, *args: Any, **kwargs: Any) -> Any:
-    """An alias where the view is the whole weight again (``w[:]``, ``w.view_as(w)``), else its
-    values.
+    """An alias where the view is the whole weight again (``w[:]``, ``w.view_as(w)``).
 
-    Fewer rows are values, too: they share a scale with the rows around them.
+    Everything else is values. Fewer rows, too: they share scales with the rows around them, so
+    they could not be written as a weight of their own.
     """
     whole = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
     views = func(whole, *args, **kwargs)

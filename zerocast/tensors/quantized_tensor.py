@@ -29,6 +29,7 @@ from zerocast.errors import MissingDataError, UnsupportedError
 from zerocast.recipes import Recipe
 from zerocast.tensors.dequantize import dequantize
 from zerocast.tensors.storage import DERIVED, QuantizedStorage
+from zerocast.tensors.value_view import refuse_function
 
 Operation = Callable[..., Any]
 """``operation(func, *args, **kwargs)``: what the ATen operation ``func`` does."""
@@ -176,6 +177,8 @@ class QuantizedTensor(torch.Tensor):
         array = self.dequantize().requires_grad_(self.requires_grad).numpy(force=force)
         array.flags.writeable = False
         return array
+
+    apply_ = map_ = map2_ = refuse_function  # type: ignore[assignment]
 
     def tolist(self) -> Any:
         """As :meth:`torch.Tensor.tolist`, of the value."""

@@ -85,9 +85,8 @@ class QuantizedStorage:
         # not in a global table, so that they live as long as the weights and no longer. Not copied,
         # not saved.
         self.plans: dict[Hashable, Any] = {}
-        self._seen: dict[
-            CastClock, int
-        ] = {}  # the tick of each plan's clock at which the derived copies were true
+        # The tick of each plan's clock at which the derived copies were true.
+        self._seen: dict[CastClock, int] = {}
         self._writes = 0
         self._init_val: tuple[int, torch.Tensor] | None = None
 
@@ -175,9 +174,8 @@ class QuantizedStorage:
 
     def mark_rebuilt(self) -> None:
         """The derived copies have just been made from the present codes."""
-        self._writes += sum(
-            clock.ticks for clock in self._seen if clock.retired
-        )  # leaving keeps the version too
+        retired = sum(clock.ticks for clock in self._seen if clock.retired)
+        self._writes += retired  # leaving changes no code, either
         self._seen = {clock: clock.ticks for clock in self._seen if not clock.retired}
 
     def derived(self, name: str) -> torch.Tensor:
@@ -207,7 +205,8 @@ class QuantizedStorage:
     ) -> QuantizedStorage:
         """The same bytes in buffers of its own, on ``device``, under the nominal ``dtype``.
 
-        The copy is stale where this storage is; its plans stay behind.
+        The copy is stale where this storage is; its plans stay behind. The high-precision initial
+        value is shared, because it is only read.
         """
         buffers = {name: b.to(device or b.device, copy=True) for name, b in self.buffers.items()}
         copy = QuantizedStorage(self.shape, dtype or self.dtype, self.recipe, buffers)

@@ -33,6 +33,14 @@ def refuse_writes(
             )
 
 
+def refuse_function(tensor: torch.Tensor, *arguments: Any) -> Any:
+    """``apply_``, ``map_`` and ``map2_``, which write through a pointer that a wrapper lacks."""
+    raise UnsupportedError(
+        "a quantized weight has no memory of its nominal dtype to apply a Python function to in "
+        "place; compute the new value from weight.dequantize() and weight.copy_() it."
+    )
+
+
 class ValueView(torch.Tensor):
     """A read-only view of a weight's dequantized value.
 
@@ -66,6 +74,8 @@ class ValueView(torch.Tensor):
         args, kwargs = tree_map_only(cls, lambda view: view.value, (args, kwargs))
         out = func(*args, **kwargs)
         return tree_map_only(torch.Tensor, cls, out) if func.is_view else out
+
+    apply_ = map_ = map2_ = refuse_function  # type: ignore[assignment]
 
     def numpy(self, *, force: bool = False) -> Any:
         """As :meth:`torch.Tensor.numpy`, but read-only."""
