@@ -1,7 +1,7 @@
 """Bytes do not follow what the process around a cast has set: flags, defaults, modes of torch."""
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import pytest
 import torch
@@ -82,17 +82,20 @@ def deterministic() -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
-SETTINGS = {
-    "subnormals flushed": flushing,
+PROCESS_SETTINGS = {
     "default dtype float64": lambda: default_dtype(torch.float64),
     "default dtype bfloat16": lambda: default_dtype(torch.bfloat16),
+    "deterministic algorithms": deterministic,
+}
+THREAD_SETTINGS = {
+    "subnormals flushed": flushing,
     "default device meta": lambda: torch.device("meta"),
     "no_grad": torch.no_grad,
     "grad": torch.enable_grad,
     "inference_mode": torch.inference_mode,
-    "deterministic algorithms": deterministic,
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
 }
+SETTINGS = PROCESS_SETTINGS | THREAD_SETTINGS
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: type(r).__name__)
@@ -109,11 +112,15 @@ def test_the_bytes_do_not_follow_a_setting_of_the_process(setting, recipe):
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: type(r).__name__)
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_the_sharded_cast_does_not_follow_a_setting_of_its_threads(setting, recipe):
-    """The same for a plan over two ranks, each of which sets it in its own thread."""
+def test_the_sharded_cast_does_not_follow_a_setting(setting, recipe):
+    """The same for a plan over two ranks, each of which sets in its thread what a thread can."""
     x = subnormals((33, 80))
     weight, _ = cast(x, recipe)
-    for rank, sharded in enumerate(sharded_cast(x, recipe, SETTINGS[setting])):
+    of_the_process = PROCESS_SETTINGS.get(setting, nullcontext)
+    of_each_thread = THREAD_SETTINGS.get(setting, nullcontext)
+    with of_the_process():
+        by_rank = sharded_cast(x, recipe, of_each_thread)
+    for rank, sharded in enumerate(by_rank):
         assert_same_storage(sharded, weight, f"{setting}, rank {rank}")
 
 
