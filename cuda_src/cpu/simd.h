@@ -30,8 +30,8 @@ struct Simd {
     typedef float Float __attribute__((vector_size(4 * W)));
     typedef i32 Int __attribute__((vector_size(4 * W)));
     typedef u32 Unsigned __attribute__((vector_size(4 * W)));
-    typedef u64 Pairs __attribute__((vector_size(4 * W)));  // two elements each
-    typedef u8 Bytes __attribute__((vector_size(W)));
+    typedef u8 Bytes __attribute__((vector_size(W)));       // one an element
+    typedef u8 Bytes4 __attribute__((vector_size(4 * W)));  // a whole register of them
 
     static ZEROCAST_FN Int bits(Float x) { return (Int)x; }
     static ZEROCAST_FN Float value(Int i) { return (Float)i; }
@@ -75,8 +75,10 @@ struct Simd {
         return x;
     }
     static ZEROCAST_FN Float load(const float* from) { return load_as<Float>(from); }
-    static ZEROCAST_FN void store(void* to, Float x) { __builtin_memcpy(to, &x, sizeof x); }
-    static ZEROCAST_FN void store(void* to, Int x) { __builtin_memcpy(to, &x, sizeof x); }
+    template <class T>
+    static ZEROCAST_FN void store(void* to, T x) {
+        __builtin_memcpy(to, &x, sizeof x);
+    }
 };
 
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
@@ -93,6 +95,23 @@ constexpr int PREFETCH_AHEAD = 2048;  // elements, 8 KiB; 1024 to 4096 measured 
 
 ZEROCAST_FN void prefetch(const float* x) {
     for (int i = 0; i < 4 * Native::WIDTH; i += 16) __builtin_prefetch(x + PREFETCH_AHEAD + i);
+}
+
+// 64 bytes to an address that is a multiple of 64, past the caches. stream_fence() makes them visible to other threads.
+ZEROCAST_FN void stream_line(u8* to, const u8* line) {
+#if defined(__AVX512F__)
+    _mm512_stream_si512((__m512i*)to, _mm512_load_si512(line));
+#elif defined(__SSE2__)
+    for (int i = 0; i < 64; i += 16) _mm_stream_si128((__m128i*)(to + i), _mm_load_si128((const __m128i*)(line + i)));
+#else
+    __builtin_memcpy(to, line, 64);
+#endif
+}
+
+ZEROCAST_FN void stream_fence() {
+#if defined(__SSE2__)
+    _mm_sfence();
+#endif
 }
 
 // Read one byte an element: WIDTH bytes.

@@ -8,7 +8,7 @@
 
 using namespace zerocast;
 
-// Quads that a thread reads before it writes the first: 64 KiB on their way to a multiprocessor of 1,024 threads.
+// Quads that a thread reads before it writes the first: 48 KiB on their way to a multiprocessor of 768 threads.
 constexpr int IN_FLIGHT = 4;
 
 template <class F>
@@ -22,33 +22,28 @@ static ZEROCAST_FN u8* codes_of(const CastShard& shard, i64 element) {
     return shard.codes + (F::BITS == 4 ? at >> 1 : at);
 }
 
-template <class F>
-static ZEROCAST_FN void cast_quad(Quad q, i64 nominal, float multiplier, u8* to) {
-    q = round_quad(q, nominal);
-    for (int j = 0; j < 4; j++) q.x[j] *= multiplier;
-    store_codes<F>(to, encode_quad<F>(q));
-}
-
-template <class F>
-static ZEROCAST_FN u8 cast_element(const CastShard& shard, const float* master, i64 element, float multiplier) {
-    Quad q = round_quad(Quad{{master[element]}}, shard.round_to);
-    return (u8)encode<F, Scalar>(q.x[0] * multiplier);
+static ZEROCAST_FN float rounded(float x, i64 nominal) {
+    if (nominal == NOMINAL_BF16) return round_to<Bf16, Scalar>(x);
+    if (nominal == NOMINAL_FP16) return round_to<Fp16, Scalar>(x);
+    return x;
 }
 
 // The quads of `whole`, each read and written at once. Calls derive(), which fills the multipliers and has a barrier,
 // between the first reads and their use.
-template <class F, class Derive>
+template <class F, class Nominal, class Derive>
 static ZEROCAST_FN void cast_quads(const CastShard& shard, const Tile& tile, const float* master, const Quads& quads,
                                    u32 whole, const float* multipliers, const Derive& derive) {
+    const float* from = master + quads.element;
     u8* to = codes_of<F>(shard, quads.element);
     i64 step = bytes_of<F>(quads.step);
+    bool one_block = tile.blocks == 1 || quads.col_step == 0;
     float multiplier = 0;
-#pragma unroll
+#pragma unroll 1
     for (int first = 0; first < TILE_QUADS; first += IN_FLIGHT) {
         Quad q[IN_FLIGHT];
 #pragma unroll
         for (int k = 0; k < IN_FLIGHT; k++) {
-            q[k] = whole >> (first + k) & 1 ? load_quad(master + quads.at(first + k)) : Quad{};
+            q[k] = whole >> k & 1 ? load_quad(from + k * quads.step) : Quad{};
         }
         if (first == 0) {
             derive();
@@ -56,12 +51,15 @@ static ZEROCAST_FN void cast_quads(const CastShard& shard, const Tile& tile, con
         }
 #pragma unroll
         for (int k = 0; k < IN_FLIGHT; k++) {
-            if (!(whole >> (first + k) & 1)) continue;
-            if (quads.col_step && tile.blocks > 1) {
-                multiplier = multipliers[block_in_tile(tile, shard.grid, quads.col_of(first + k))];
-            }
-            cast_quad<F>(q[k], shard.round_to, multiplier, to + (first + k) * step);
+            if (!(whole >> k & 1)) continue;
+            if (!one_block) multiplier = multipliers[block_in_tile(tile, shard.grid, quads.col_of(first + k))];
+            Quad scaled = round_quad<Nominal>(q[k]);
+            for (int j = 0; j < 4; j++) scaled.x[j] *= multiplier;
+            store_codes<F>(to + k * step, encode_quad<F>(scaled));
         }
+        whole >>= IN_FLIGHT;
+        from += IN_FLIGHT * quads.step;
+        to += IN_FLIGHT * step;
     }
 }
 
@@ -81,7 +79,8 @@ static ZEROCAST_FN void cast_elements(const CastShard& shard, const Tile& tile, 
             mine[k] = owns(quads, shard.start, shard.end, i, j + k);
             if (!mine[k]) continue;
             float multiplier = multipliers[block_in_tile(tile, shard.grid, quads.col_of(i) + j + k)];
-            code[k] = cast_element<F>(shard, master, quads.at(i) + j + k, multiplier);
+            float x = rounded(master[quads.at(i) + j + k], shard.round_to);
+            code[k] = (u32)encode<F, Scalar>(x * multiplier);
         }
         u8* to = codes_of<F>(shard, quads.at(i) + j);
         if constexpr (F::BITS == 8) {
@@ -108,7 +107,13 @@ static ZEROCAST_FN void cast_tile(const CastShard& shard, const Tile& tile, cons
                    quads_aligned(codes_of<F>(shard, tile.element), F::BITS / 2, tile, shard.grid) &&
                    quads_keep_to_blocks(tile, shard.grid);
     u32 whole = at_once ? whole_quads(quads, tile, shard.grid, shard.start, shard.end) : 0;
-    cast_quads<F>(shard, tile, master, quads, whole, multipliers, derive);
+    if (shard.round_to == NOMINAL_BF16) {
+        cast_quads<F, Bf16>(shard, tile, master, quads, whole, multipliers, derive);
+    } else if (shard.round_to == NOMINAL_FP16) {
+        cast_quads<F, Fp16>(shard, tile, master, quads, whole, multipliers, derive);
+    } else {
+        cast_quads<F, Fp32>(shard, tile, master, quads, whole, multipliers, derive);
+    }
     if (whole != ALL_QUADS) cast_elements<F>(shard, tile, master, quads, whole, multipliers);
 }
 
@@ -122,21 +127,21 @@ static ZEROCAST_FN void cast_tiles(const CastShard* __restrict__ shards, const T
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 4)
+extern "C" __global__ void __launch_bounds__(THREADS, 6)
     partial_cast_e2m1(const CastShard* __restrict__ shards, const Tile* __restrict__ tiles, i64 count, i64, i64) {
     __shared__ float multipliers[MAX_TILE_BLOCKS];
     auto law = [](const CastShard& shard) { return NVFP4Scaling(*shard.tensor_amax); };
     cast_tiles<E2M1>(shards, tiles, count, law, multipliers);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 4)
+extern "C" __global__ void __launch_bounds__(THREADS, 6)
     partial_cast_e4m3(const CastShard* __restrict__ shards, const Tile* __restrict__ tiles, i64 count, i64 power_2_scale, i64 amax_epsilon) {
     __shared__ float multipliers[MAX_TILE_BLOCKS];
     Float8Scaling<E4M3> scaling{power_2_scale != 0, Scalar::value((i32)amax_epsilon)};
     cast_tiles<E4M3>(shards, tiles, count, [&](const CastShard&) { return scaling; }, multipliers);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 4)
+extern "C" __global__ void __launch_bounds__(THREADS, 6)
     partial_cast_e5m2(const CastShard* __restrict__ shards, const Tile* __restrict__ tiles, i64 count, i64 power_2_scale, i64 amax_epsilon) {
     __shared__ float multipliers[MAX_TILE_BLOCKS];
     Float8Scaling<E5M2> scaling{power_2_scale != 0, Scalar::value((i32)amax_epsilon)};

@@ -5,7 +5,6 @@
 #pragma once
 
 #include "formats.h"
-#include "tables.h"
 
 namespace zerocast {
 inline namespace ZEROCAST_ISA {
@@ -56,12 +55,6 @@ ZEROCAST_FN Quad round_quad(Quad q) {
     return q;
 }
 #endif
-
-ZEROCAST_FN Quad round_quad(const Quad& q, i64 nominal) {
-    if (nominal == NOMINAL_BF16) return round_quad<Bf16>(q);
-    if (nominal == NOMINAL_FP16) return round_quad<Fp16>(q);
-    return q;
-}
 
 // --- encoding: four codes in one word, the first element's in the low bits ---
 

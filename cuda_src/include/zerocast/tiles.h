@@ -15,8 +15,8 @@
 namespace zerocast {
 inline namespace ZEROCAST_ISA {
 
-constexpr int THREADS = 256;
-constexpr int TILE_QUADS = 8;
+constexpr int THREADS = 128;
+constexpr int TILE_QUADS = 16;
 constexpr int TALL_ROWS = 16;
 constexpr int TALL_COLS = 512;
 constexpr int FLAT_COLS = 8192;
