@@ -5,14 +5,13 @@
 // even and one for the odd columns, whose bytes already hold the two rows side by side.
 //
 // A weight has two planes: codes (part 0) in squares of 128x128 bytes, and scales (part 1), where every row is stored
-// as often as it repeats. Part 1's tiles are 128 columns of all rows of 8 rows of blocks.
+// as often as it repeats. Part 1's tiles are 128 columns of some rows of blocks.
 #include <zerocast/planes.h>
 
 using namespace zerocast;
 
 constexpr int SIDE = 128;                 // bytes of a square
 constexpr int SQUARE_THREADS = 256;       // each holds 4 rows of 16 bytes
-constexpr int SCALE_ROWS = 8;             // rows of blocks, of the columnwise plane, in a tile of scales
 
 struct Square {
     uint4 row[SIDE][SIDE / 16];  // 16 KiB; which 16 bytes are where, is a matter of place()
@@ -192,7 +191,7 @@ extern "C" __global__ void __launch_bounds__(SQUARE_THREADS)
     }
 }
 
-extern "C" __global__ void __launch_bounds__(SQUARE_THREADS)
+extern "C" __global__ void __launch_bounds__(SQUARE_THREADS, 3)
     transpose_4_bit(const TransposeTarget* __restrict__ targets, const PlaneTile* __restrict__ tiles, i64 count) {
     __shared__ Square even, odd;
     for (i64 t = blockIdx.x; t < count; t += gridDim.x) {
