@@ -146,6 +146,17 @@ def test_subnormals_of_a_tensor_that_torch_shares_among_threads(recipe):
     assert_same_storage(weight, expected, "flushing")
 
 
+@pytest.mark.parametrize("epsilon", [1e-45, 2.0**-126 * (1 - 2.0**-30), 3e-39])
+def test_an_amax_epsilon_below_the_normal_numbers(epsilon: float) -> None:
+    """It is rounded to FP32 as ever, also by a thread that flushes: scale_inv is of it, not 1."""
+    recipe = zerocast.Float8CurrentScaling(amax_epsilon=epsilon, power_2_scale=True)
+    expected, _ = cast(torch.zeros(4), recipe)
+    assert expected.rowwise_scale_inv.item() < 1e-30
+    with flushing():
+        weight, _ = cast(torch.zeros(4), recipe)
+    assert_same_storage(weight, expected, "flushing")
+
+
 def smallest_normal_halved() -> bool:
     """Whether this thread keeps subnormals."""
     return bool(torch.tensor(torch.finfo(torch.float32).tiny) / 2)

@@ -132,6 +132,17 @@ class TestOneRankIsWrong:
 
         refuse(world_size, spoil, InputError, "start_offsets", "2 model_weights", "1 entries")
 
+    @pytest.mark.parametrize("value", [None, 0, iter(())], ids=["None", "number", "iterator"])
+    @pytest.mark.parametrize("argument", ["model_weights", "master_weights", "start_offsets"])
+    def test_no_list(self, world_size: int, argument: str, value: object) -> None:
+        """What has no entries is refused by name on every rank, not by a TypeError on one."""
+
+        def spoil(kwargs: dict[str, Any], comm: Communicator) -> None:
+            if comm.rank == world_size - 1:
+                kwargs[argument] = value
+
+        refuse(world_size, spoil, InputError, f"{argument} must be a list", type(value).__name__)
+
     def test_not_a_quantized_weight(self, world_size: int) -> None:
         """A plain tensor among the weights is refused."""
         bad = set_entry("model_weights", 0, torch.ones(SHAPE), world_size - 1)
@@ -154,10 +165,11 @@ class TestOneRankIsWrong:
             (torch.zeros(3, dtype=torch.uint8), "got 3"),
             (torch.zeros(4, dtype=torch.int8), "torch.uint8"),
             (torch.zeros(8, dtype=torch.uint8)[::2], "contiguous"),
+            (b"codes", "got bytes"),
         ],
     )
-    def test_shard_buffer(self, world_size: int, codes: torch.Tensor, text: str) -> None:
-        """A shard's own code buffer of another size, dtype or stride is refused."""
+    def test_shard_buffer(self, world_size: int, codes: object, text: str) -> None:
+        """A shard's own code buffer of another type, size, dtype or stride is refused."""
 
         def spoil(kwargs: dict[str, Any], comm: Communicator) -> None:
             kwargs["fsdp_shard_model_weights"] = [None, None]
@@ -377,9 +389,17 @@ def test_recipe_that_cannot_rebuild_on_use() -> None:
         )
 
 
-def test_rebinding_is_checked_on_all_ranks() -> None:
-    """Masters of another size handed to cast() on one rank are refused on every rank, and the plan
-    still works.
+@pytest.mark.parametrize(
+    ("master", "text"),
+    [
+        (torch.ones(5), "the plan was made for a master of 768 elements, got 5"),
+        (3.0, "must be a torch.float32 tensor, got float"),
+    ],
+    ids=["size", "no tensor"],
+)
+def test_rebinding_is_checked_on_all_ranks(master: Any, text: str) -> None:
+    """Masters of another size or type handed to cast() on one rank are refused on every rank, and
+    the plan still works.
     """
 
     def on_rank(comm: Communicator) -> str:
@@ -387,7 +407,7 @@ def test_rebinding_is_checked_on_all_ranks() -> None:
         plan = zerocast.CastPlan(**kwargs)
         masters = [m.clone() for m in kwargs["master_weights"]]
         if comm.rank == 1:
-            masters[0] = torch.ones(5)
+            masters[0] = master
         with pytest.raises(InputError) as raised:
             plan.cast(masters)
         plan.cast()
@@ -395,7 +415,7 @@ def test_rebinding_is_checked_on_all_ranks() -> None:
 
     messages = run_in_process(2, on_rank)
     assert messages[0] == messages[1]
-    assert "the plan was made for a master of 768 elements, got 5" in messages[0]
+    assert text in messages[0]
 
 
 def test_a_group_for_each_weight() -> None:

@@ -2,7 +2,10 @@
 
 import gc
 import weakref
+from collections.abc import Callable
+from typing import Any
 
+import numpy
 import pytest
 import torch
 
@@ -312,6 +315,24 @@ def test_functional_calls_keep_nothing_alive() -> None:
     gc.collect()
     assert refs[1]() is None
     assert refs[2]() is None
+
+
+@pytest.mark.parametrize("integer", [int, numpy.int64, numpy.uint32, torch.tensor])
+def test_start_offsets_of_any_integer_type(integer: Callable[[int], Any]) -> None:
+    """An offset may come from numpy's or torch's arithmetic; the codes land where it says."""
+    x = torch.randn(16, 32)
+
+    def on_rank(comm: Communicator) -> zerocast.QuantizedTensor:
+        w = zerocast.empty(x.shape, NVFP4)
+        start, end = ((0, 101), (101, 512))[comm.rank]
+        masters, offsets = [x.view(-1)[start:end]], [integer(start)]
+        plan = zerocast.CastPlan([w], masters, offsets, comm)
+        plan.cast()
+        plan.all_gather()
+        return w
+
+    for w in run_in_process(2, on_rank):
+        assert_same_storage(w, zerocast.quantize(x, NVFP4, dtype=torch.bfloat16), "gathered")
 
 
 def test_nothing_to_cast() -> None:

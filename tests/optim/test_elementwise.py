@@ -43,6 +43,20 @@ class Sign(Lamb):
                 p.sub_(p.grad.sign() * group["lr"])
 
 
+@pytest.mark.parametrize("given", ["AdamW", torch.nn.Linear, torch.optim.AdamW([torch.ones(1)])])
+def test_what_is_no_optimizer_class_is_refused_on_every_rank(given: Any) -> None:
+    """A name, another class, an optimizer instead of its class: wrong on rank 1, heard by all."""
+
+    def make(comm: Communicator) -> str:
+        chosen = given if comm.rank == 1 else torch.optim.AdamW
+        with pytest.raises(InputError, match="must be a class of torch optimizers") as caught:
+            ZeroOptimizer([torch.nn.Parameter(torch.ones(4))], chosen, comm)
+        return str(caught.value)
+
+    messages = run_in_process(2, make)
+    assert messages == [messages[0]] * 2
+
+
 def test_an_unknown_optimizer_that_looks_at_the_tensor_is_refused() -> None:
     """It is tried, and the message shows an element that came out differently."""
     with pytest.raises(

@@ -1,5 +1,6 @@
 """The same training on any number of ranks: bit for bit that of one rank with whole masters."""
 
+import math
 from functools import partial
 from typing import Any
 
@@ -125,6 +126,28 @@ def test_identical_bf16_gradients_on_3_ranks_give_exactly_that_gradient() -> Non
     for moves in run_in_process(3, train):
         for i, (expected, after) in enumerate(moves):
             assert_same_bytes(after, expected, f"master {i}")
+
+
+@pytest.mark.parametrize("recipe", [NVFP4, FP8], ids=["nvfp4", "fp8"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_masters_are_fp32_whatever_torchs_default_dtype(dtype: torch.dtype, recipe: Recipe) -> None:
+    """Who builds models under set_default_dtype gets the same weights, and FP32 masters."""
+    options = {"lr": 0.1, "momentum": 0.9}
+    whole = train_whole(recipe, 3, 1, partial(SGD, **options))
+    params = make_params(recipe)
+    torch.set_default_dtype(dtype)
+    try:
+        optimizer = ZeroOptimizer(params, SGD, **options)
+        for step in range(3):
+            set_gradients(params, draw_gradients([p.shape for p in params], step, 0))
+            optimizer.clip_grad_norm_(1e9, math.inf)
+            optimizer.step()
+        masters = [optimizer.gather_master(param) for param in params]
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert_cast_of(params, whole)
+    for i, (master, expected) in enumerate(zip(masters, whole, strict=True)):
+        assert_same_bytes(master, expected, f"master {i}")
 
 
 def test_ranks_that_start_differently_hold_the_same_weights() -> None:

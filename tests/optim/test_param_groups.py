@@ -180,6 +180,7 @@ def overlapping(comm: Communicator) -> list[torch.nn.Parameter]:
         (lambda comm: [torch.ones(3, dtype=torch.float64, requires_grad=True)], "torch.float64"),
         (lambda comm: [torch.ones(3, requires_grad=True) * 2], "can't optimize a non-leaf Tensor"),
         (lambda comm: ["weight"], "optimizer can only optimize Tensors"),
+        (lambda comm: [{"lr": 1e-3}], "must be a dict with the key 'params', got {'lr': 0.001}"),
         (overlapping, "different parameters in the same memory"),
         (
             lambda comm: [{"params": [p := torch.nn.Parameter(torch.ones(3))]}, {"params": [p]}],
@@ -191,8 +192,8 @@ def overlapping(comm: Communicator) -> list[torch.nn.Parameter]:
         ),
     ],
     ids=[
-        "nothing", "frozen", "float64", "non-leaf", "no-tensor", "overlap", "two-groups",
-        "two-devices",
+        "nothing", "frozen", "float64", "non-leaf", "no-tensor", "no-params", "overlap",
+        "two-groups", "two-devices",
     ],
 )  # fmt: skip
 def test_wrong_weights_are_refused_on_every_rank(

@@ -39,7 +39,7 @@ The law: whatever the partition, the gathered shards are exactly the codes, scal
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass
 
 import torch
@@ -116,7 +116,9 @@ class CastPlan:
         manual_post_all_gather_processing: bool = True,
         check_finite: bool = False,
     ) -> None:
-        members = members_by_group(group, len(model_weights))
+        # What has no length is refused below, on all ranks together.
+        count = len(model_weights) if isinstance(model_weights, Sized) else 0
+        members = members_by_group(group, count)
         self._comms = list(members)
         self._check_finite = check_finite
         self._requests: list[ShardRequest] = []

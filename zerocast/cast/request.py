@@ -6,8 +6,10 @@ are in :mod:`zerocast.cast.world`.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import SupportsIndex
 
 import torch
 
@@ -57,14 +59,16 @@ def check_request(
     Raises:
         InputError: what is required, what was given and for which weight.
     """
-    lists = {
+    required = {
+        "model_weights": model_weights,
         "master_weights": master_weights,
         "start_offsets": start_offsets,
-        "fsdp_shard_model_weights": fsdp_shard_model_weights,
-        "names": names,
     }
+    optional = {"fsdp_shard_model_weights": fsdp_shard_model_weights, "names": names}
+    lists = required | {key: given for key, given in optional.items() if given is not None}
     for argument, given in lists.items():
-        if given is not None and len(given) != len(model_weights):
+        _check_list(argument, given)
+        if len(given) != len(model_weights):
             raise InputError(
                 f"{argument} must have one entry for each of the {len(model_weights)} "
                 f"model_weights, got {len(given)} entries; give None where this rank owns nothing "
@@ -101,6 +105,14 @@ def check_request(
     return requests
 
 
+def _check_list(argument: str, given: object) -> None:
+    if not (hasattr(given, "__len__") and hasattr(given, "__getitem__")):
+        raise InputError(
+            f"{argument} must be a list with one entry a weight, got {type(given).__name__}; wrap "
+            "a single entry in [...], and an iterator in list(...)."
+        )
+
+
 def _check_weight(name: str, weight: torch.Tensor) -> QuantizedStorage:
     if not isinstance(weight, QuantizedTensor):
         raise InputError(
@@ -111,23 +123,24 @@ def _check_weight(name: str, weight: torch.Tensor) -> QuantizedStorage:
 
 
 def _check_master(
-    name: str, storage: QuantizedStorage, master: torch.Tensor | None, start: int | None
+    name: str, storage: QuantizedStorage, master: torch.Tensor | None, given: SupportsIndex | None
 ) -> Extent:
     numel = storage.shape.numel()
     if master is None:
-        if start is not None:
+        if given is not None:
             raise InputError(
-                f"{name}: start_offsets is {start} but there is no master weight; give both, or "
+                f"{name}: start_offsets is {given} but there is no master weight; give both, or "
                 "None for both where this rank owns nothing of the weight."
             )
         return Extent(0, 0)
     check_master_tensor(name, storage, master)
-    if start is None and master.numel() == 0:
+    if given is None and master.numel() == 0:
         return Extent(0, 0)
-    if start is None or isinstance(start, bool) or not isinstance(start, int):
+    start = _as_int(given)
+    if start is None:
         raise InputError(
             f"{name}: start_offsets must say, as an int, at which element of the weight the "
-            f"master of {master.numel()} elements starts, got {start!r}."
+            f"master of {master.numel()} elements starts, got {given!r}."
         )
     if start < 0 or start + master.numel() > numel:
         raise InputError(
@@ -135,6 +148,16 @@ def _check_master(
             f"{start} and {master.numel()} elements, so [{start}, {start + master.numel()})."
         )
     return Extent(start, start + master.numel())
+
+
+def _as_int(value: object) -> int | None:
+    """The integer that ``value`` is, of numpy's or torch's types too; None where it is none."""
+    if value is None or isinstance(value, bool):
+        return None
+    try:
+        return operator.index(value)  # type: ignore[arg-type]  # the question is whether it can
+    except TypeError:
+        return None
 
 
 def check_master_tensor(name: str, storage: QuantizedStorage, master: torch.Tensor) -> None:
@@ -160,26 +183,32 @@ def check_rebind(
     """Raise :class:`InputError` where other masters do not fit the shards that ``requests`` were
     made for.
     """
+    _check_list("master_weights", master_weights)
     if len(master_weights) != len(requests):
         raise InputError(
             f"master_weights must have one entry for each of the plan's {len(requests)} weights, "
             f"got {len(master_weights)}."
         )
     for request, master in zip(requests, master_weights, strict=True):
+        if master is not None:
+            check_master_tensor(request.name, request.storage, master)
         size = 0 if master is None else master.numel()
         if size != request.extent.size:
             raise InputError(
                 f"{request.name}: the plan was made for a master of {request.extent.size} "
                 f"elements, got {size}; make a new plan for another partition."
             )
-        if master is not None:
-            check_master_tensor(request.name, request.storage, master)
 
 
 def _check_shard_codes(
     name: str, storage: QuantizedStorage, extent: Extent, codes: torch.Tensor
 ) -> None:
     first, last = byte_span(storage.recipe.law.fmt, extent.start, extent.end)
+    if not isinstance(codes, torch.Tensor):
+        raise InputError(
+            f"{name}: fsdp_shard_model_weights must be a torch.uint8 tensor or None, got "
+            f"{type(codes).__name__}."
+        )
     if codes.dtype != torch.uint8 or codes.device != storage.device or not codes.is_contiguous():
         raise InputError(
             f"{name}: fsdp_shard_model_weights must be contiguous torch.uint8 on "

@@ -69,6 +69,14 @@ def cut(
                     f"a state dict must be loaded into an optimizer of the same {what}: it was "
                     f"saved with {state['zero'][what]}, and this one has {mine}."
                 )
+        groups = len(state["param_groups"])
+        if groups != len(inner.optimizer.param_groups):
+            raise InputError(
+                f"a state dict must be loaded into an optimizer of as many param groups: it has "
+                f"{groups}, and this one has {len(inner.optimizer.param_groups)}."
+            )
+    if not saved:
+        raise InputError("load_state_dict needs one state dict at least, got an empty sequence.")
     return {i: _cut_weight(saved, i, shards) for i in inner.masters}
 
 

@@ -28,19 +28,27 @@ def check_elementwise(
     pass, dependence on other elements does not.
 
     Raises:
-        InputError: where the class refuses ``defaults``.
+        InputError: where it is no optimizer class, or refuses ``defaults``.
         UnsupportedError: where it is not element-wise, or cannot step a flat tensor.
     """
-    generator = torch.Generator().manual_seed(0)
+    if not (
+        isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)
+    ):
+        raise InputError(
+            f"optimizer_class must be a class of torch optimizers such as torch.optim.AdamW, got "
+            f"{optimizer_class!r}; give its options to ZeroOptimizer by name."
+        )
+    generator = torch.Generator("cpu").manual_seed(0)
     # Magnitudes grow along the tensor, gradients twice as fast, so the pieces' statistics differ.
-    slope = torch.logspace(-2, 1, _ELEMENTS)
-    values = (torch.randn(_ELEMENTS, generator=generator) * slope).to(device)
-    gradients = [
-        (torch.randn(_ELEMENTS, generator=generator) * slope.square()).to(device)
-        for _ in range(_STEPS)
-    ]
+    slope = torch.logspace(-2, 1, _ELEMENTS, dtype=torch.float32, device="cpu")
+
+    def draw() -> torch.Tensor:
+        return torch.randn(_ELEMENTS, generator=generator, dtype=torch.float32, device="cpu")
+
+    values = (draw() * slope).to(device)
+    gradients = [(draw() * slope.square()).to(device) for _ in range(_STEPS)]
     try:
-        optimizer_class([torch.zeros(2, 2, device=device)], **defaults)  # of a shape that all take
+        optimizer_class([values.new_zeros(2, 2)], **defaults)  # of a shape that all take
     except (TypeError, ValueError) as error:
         raise InputError(f"{optimizer_class.__name__} refused its options: {error}") from error
     try:

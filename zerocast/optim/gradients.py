@@ -74,11 +74,9 @@ class GradientReducer:
         size, rank, device = shards.comm.size, shards.comm.rank, shards.masters.device
         width = shards.num_columns + len(shards.weights)
         step = min(width, max(1, buffer_elements // size))
-        buffer = torch.zeros(size * step, device=device)
+        buffer = torch.zeros(size * step, dtype=torch.float32, device=device)
         # A single round leaves its result where this rank's row lies.
-        self.reduced = (
-            buffer.view(size, step)[rank] if step == width else torch.zeros(width, device=device)
-        )
+        self.reduced = buffer.view(size, step)[rank] if step == width else buffer.new_zeros(width)
         owned = [shards.shards(r) for r in range(size)]
         self._rounds = [
             self._plan_round(owned, buffer, start, min(start + step, width))
@@ -146,7 +144,7 @@ class GradientReducer:
         comm = self._shards.comm
         parts = [self.reduced[shard.columns] for shard in self._shards.own if shard.extent]
         if math.isinf(norm_type):
-            largest = torch.zeros(1, device=self.reduced.device)
+            largest = self.reduced.new_zeros(1)
             for part in parts:
                 largest = torch.maximum(largest, part.abs().max())  # NaN stays NaN
             bits = largest.view(torch.int32)  # order like the magnitudes, and NaN is the largest

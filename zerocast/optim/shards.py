@@ -123,7 +123,8 @@ class ShardedWeights:
             self.buckets.append(bucket)
             self.num_columns += bucket.layout.rank_numel
         self.own = self.shards(comm.rank)
-        self.masters = torch.zeros(self.num_columns, device=weights[0].param.device)
+        device = weights[0].param.device
+        self.masters = torch.zeros(self.num_columns, dtype=torch.float32, device=device)
 
     def shards(self, rank: int) -> list[Shard]:
         """What ``rank`` owns of each weight, in the order of :attr:`weights`."""
@@ -168,7 +169,7 @@ class ShardedWeights:
         """FP32, in the weight's shape: its master from all ranks. Collective."""
         part = self.master(index)
         owned = [self.shards(rank)[index].extent for rank in range(self.comm.size)]
-        whole = torch.empty(self.weights[index].param.numel(), device=part.device)
+        whole = part.new_empty(self.weights[index].param.numel())
         mine = owned[self.comm.rank]
         whole[mine.start : mine.end] = part
         self.comm.all_gather_(whole, [extent.size for extent in owned])

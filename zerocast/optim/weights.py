@@ -68,9 +68,18 @@ def trainable_groups(params: Iterable[Param] | Iterable[dict[str, Any]]) -> list
     its group.
 
     A group that becomes empty stays, so that the caller's groups keep their places.
+
+    Raises:
+        InputError: for a group that is none.
     """
     given: list[Any] = [params] if isinstance(params, torch.Tensor) else list(params)
     groups = given if given and isinstance(given[0], dict) else [{"params": given}]
+    for g, group in enumerate(groups):
+        if not isinstance(group, dict) or "params" not in group:
+            raise InputError(
+                f"param_groups[{g}] must be a dict with the key 'params', got {group!r}; give "
+                "parameters, or groups such as {'params': [...], 'lr': 1e-3}, not both."
+            )
     return [group | {"params": list(_trainable(group["params"]))} for group in groups]
 
 
