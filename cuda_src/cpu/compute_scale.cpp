@@ -1,10 +1,11 @@
-// compute_scale: the stored scales of whole weights from reduced amaxes, padding and repeats included.
+// compute_scale: the stored scales of whole weights from reduced amaxes, padding and repeats
+// included.
 #include <string.h>
 
 #include <zerocast/scaling.h>
 
-#include "laws.h"
 #include "launch.h"
+#include "laws.h"
 #include "pack.h"
 
 namespace zerocast {
@@ -20,7 +21,6 @@ void fill(Stored* to, i64 n, Stored value) {
 template <class Law>
 void block_rows(const ScaleTarget& target, const Law& law, i64 first, i64 last) {
     typedef typename Law::Stored Stored;
-    constexpr int W = Native::WIDTH;
     auto padding = (i32)target.padding;
     Stored pad;
     memcpy(&pad, &padding, sizeof pad);  // little-endian: a byte's code is the low byte
@@ -30,16 +30,17 @@ void block_rows(const ScaleTarget& target, const Law& law, i64 first, i64 last) 
         const i32* amax = target.block_amax + i * blocks_w;
         i64 row = i * target.row_repeat;
         Stored* to = plane + row * target.padded_cols;
-        i64 b = 0;
-        for (; b + GROUP <= blocks_w; b += GROUP) {
-            Native::Int stored[4];
-            for (int v = 0; v < 4; v++) stored[v] = law.template stored<Native>(Native::load_as<Native::Int>(amax + b + v * W));
-            if constexpr (sizeof(Stored) == 1) store_bytes(to + b, stored);
-            else memcpy(to + b, stored, sizeof stored);
-        }
-        for (; b < blocks_w; b++) {
-            i32 stored = law.template stored<Scalar>(amax[b]);
-            memcpy(to + b, &stored, sizeof(Stored));
+        for (i64 b = 0; b < blocks_w; b += GROUP) {
+            i64 n = min_of(GROUP, blocks_w - b);
+            Native::Int amaxes[4] = {}, stored[4];
+            memcpy(amaxes, amax + b, n * sizeof(i32));
+            for (int v = 0; v < 4; v++) stored[v] = law.template stored<Native>(amaxes[v]);
+            Stored scales[GROUP];
+            if constexpr (sizeof(Stored) == 1)
+                store_bytes(scales, stored);
+            else
+                memcpy(scales, stored, sizeof stored);
+            memcpy(to + b, scales, n * sizeof(Stored));
         }
         fill(to + blocks_w, target.padded_cols - blocks_w, pad);
         i64 row_end = min_of(row + target.row_repeat, target.rows);
@@ -58,19 +59,23 @@ void block_rows(const ScaleTarget& target, const Law& law, i64 first, i64 last) 
 }  // namespace ZEROCAST_ISA
 }  // namespace zerocast
 
-ZEROCAST_EXPORT(compute_scale)(const void* law, const void* table, long long count, long long threads) {
+ZEROCAST_EXPORT(compute_scale)(const void* law, const void* table, long long count,
+                               long long threads) {
     using namespace zerocast;
     auto targets = (const ScaleTarget*)table;
-    auto stored = [](const ScaleTarget& t) {  // counted in stored scales, cut between rows of blocks
-        i64 row = t.row_repeat * t.padded_cols;
-        return Span{0, t.grid.blocks_h() * row, row};
-    };
+    auto stored =
+        [](const ScaleTarget& t) {  // counted in stored scales, cut between rows of blocks
+            i64 row = t.row_repeat * t.padded_cols;
+            return Span{0, t.grid.blocks_h() * row, row};
+        };
     i64 total = total_elements(targets, count, stored);
     in_parallel(total, threads, [&](i64 part, i64 parts) {
-        share(targets, count, total, part, parts, stored, [&](const ScaleTarget& target, i64 begin, i64 end) {
-            i64 row = target.row_repeat * target.padded_cols;
-            with_law(*(const LawTable*)law, target.tensor_amax,
-                     [&](const auto& law) { block_rows(target, law, begin / row, end / row); });
-        });
+        share(targets, count, total, part, parts, stored,
+              [&](const ScaleTarget& target, i64 begin, i64 end) {
+                  i64 row = target.row_repeat * target.padded_cols;
+                  with_law(*(const LawTable*)law, target.tensor_amax, [&](const auto& law) {
+                      block_rows(target, law, begin / row, end / row);
+                  });
+              });
     });
 }

@@ -8,7 +8,8 @@ namespace zerocast {
 inline namespace ZEROCAST_ISA {
 namespace {
 
-// Rows [first, last) of a weight whose codes are of format F; multiplier(block row, block column) decodes one block.
+// Rows [first, last) of a weight whose codes are of format F; multiplier(block row, block column)
+// decodes one block.
 template <class F, class Multiplier>
 void rows(const DequantizeTarget& target, i64 first, i64 last, const Multiplier& multiplier) {
     const Grid& grid = target.grid;
@@ -37,13 +38,15 @@ void rows(const DequantizeTarget& target, i64 first, i64 last, const Multiplier&
 template <class F>
 void float8_rows(const DequantizeTarget& target, i64 first, i64 last) {
     auto plane = (const float*)target.scale_inv;
-    rows<F>(target, first, last, [&](i64 i, i64 b) { return plane[i * target.row_repeat * target.padded_cols + b]; });
+    rows<F>(target, first, last,
+            [&](i64 i, i64 b) { return plane[i * target.row_repeat * target.padded_cols + b]; });
 }
 
 void nvfp4_rows(const DequantizeTarget& target, i64 first, i64 last) {
     auto plane = (const u8*)target.scale_inv;
     rows<E2M1>(target, first, last, [&](i64 i, i64 b) {
-        return nvfp4_decode_multiplier<Scalar>(plane[i * target.row_repeat * target.padded_cols + b], *target.amax);
+        return nvfp4_decode_multiplier<Scalar>(
+            plane[i * target.row_repeat * target.padded_cols + b], *target.amax);
     });
 }
 
@@ -51,18 +54,23 @@ void nvfp4_rows(const DequantizeTarget& target, i64 first, i64 last) {
 }  // namespace ZEROCAST_ISA
 }  // namespace zerocast
 
-ZEROCAST_EXPORT(dequantize)(const void* law, const void* table, long long count, long long threads) {
+ZEROCAST_EXPORT(dequantize)(const void* law, const void* table, long long count,
+                            long long threads) {
     using namespace zerocast;
     auto targets = (const DequantizeTarget*)table;
     i64 format = ((const LawTable*)law)->format;
     auto elements = [](const DequantizeTarget& t) { return Span{0, t.grid.numel(), t.grid.cols}; };
     i64 total = total_elements(targets, count, elements);
     in_parallel(total, threads, [&](i64 part, i64 parts) {
-        share(targets, count, total, part, parts, elements, [&](const DequantizeTarget& target, i64 begin, i64 end) {
-            i64 first = begin / target.grid.cols, last = end / target.grid.cols;
-            if (format == FORMAT_E2M1) nvfp4_rows(target, first, last);
-            else if (format == FORMAT_E4M3) float8_rows<E4M3>(target, first, last);
-            else float8_rows<E5M2>(target, first, last);
-        });
+        share(targets, count, total, part, parts, elements,
+              [&](const DequantizeTarget& target, i64 begin, i64 end) {
+                  i64 first = begin / target.grid.cols, last = end / target.grid.cols;
+                  if (format == FORMAT_E2M1)
+                      nvfp4_rows(target, first, last);
+                  else if (format == FORMAT_E4M3)
+                      float8_rows<E4M3>(target, first, last);
+                  else
+                      float8_rows<E5M2>(target, first, last);
+              });
     });
 }

@@ -1,10 +1,12 @@
 // What the library says about itself before anything is launched.
 #define ZEROCAST_EXPORTED extern "C" __attribute__((visibility("default")))
 
-// Raised with every change of a table or of a function's arguments; zerocast/backends/cpu.py refuses another number.
+// Raised with every change of a table or of a function's arguments; zerocast/backends/cpu.py
+// refuses another number.
 ZEROCAST_EXPORTED int zerocast_cpu_interface() { return 1; }
 
-// The instruction sets that this library holds and this machine runs, fastest first, separated by spaces.
+// The instruction sets that this library holds and this machine runs, fastest first, separated by
+// spaces.
 ZEROCAST_EXPORTED const char* zerocast_cpu_isas() {
 #if defined(ZEROCAST_X86)
     __builtin_cpu_init();

@@ -1,4 +1,5 @@
-// What every CPU launch is made of: the floating-point mode, the threads, and how work is split over them.
+// What every CPU launch is made of: the floating-point mode, the threads, and how work is split
+// over them.
 #pragma once
 
 #include <zerocast/tables.h>
@@ -10,7 +11,8 @@
 #include <xmmintrin.h>
 #endif
 
-// The name of an operation as this instruction set's copy exports it, such as zerocast_avx2_partial_cast.
+// The name of an operation as this instruction set's copy exports it, such as
+// zerocast_avx2_partial_cast.
 #define ZEROCAST_JOIN_(isa, name) zerocast_##isa##_##name
 #define ZEROCAST_JOIN(isa, name) ZEROCAST_JOIN_(isa, name)
 #define ZEROCAST_EXPORT(name) \
@@ -22,12 +24,14 @@ inline namespace ZEROCAST_ISA {
 ZEROCAST_FN i64 min_of(i64 a, i64 b) { return a < b ? a : b; }
 ZEROCAST_FN i64 max_of(i64 a, i64 b) { return a > b ? a : b; }
 
-// IEEE arithmetic for as long as it lives, whatever torch.set_flush_denormal did to this thread before: no flush to
-// zero on the way in or out, round to nearest even, no traps.
+// IEEE arithmetic for as long as it lives, whatever torch.set_flush_denormal did to this thread
+// before: no flush to zero on the way in or out, round to nearest even, no traps.
 class IeeeMode {
   public:
 #if defined(__x86_64__) || defined(__i386__)
-    IeeeMode() : saved_(_mm_getcsr()) { _mm_setcsr(0x1F80); }  // all exceptions masked, every other bit clear
+    IeeeMode() : saved_(_mm_getcsr()) {
+        _mm_setcsr(0x1F80);
+    }  // all exceptions masked, every other bit clear
     ~IeeeMode() { _mm_setcsr(saved_); }
 
   private:
@@ -44,11 +48,13 @@ class IeeeMode {
 #endif
 };
 
-// Elements below which one more thread costs more than it brings: waking a team takes some microseconds.
+// Elements below which one more thread costs more than it brings: waking a team takes some
+// microseconds.
 constexpr i64 ELEMENTS_PER_THREAD = 1 << 16;
 
-// Runs work(part, parts) for every part, on at most max_threads threads: as many as the elements are worth. Little
-// work stays on the calling thread and makes no team, so hundreds of in-process ranks may cast at once.
+// Runs work(part, parts) for every part, on at most max_threads threads: as many as the elements
+// are worth. Little work stays on the calling thread and makes no team, so hundreds of in-process
+// ranks may cast at once.
 template <class Work>
 void in_parallel(i64 elements, i64 max_threads, const Work& work) {
     i64 threads = min_of(max_threads, elements / ELEMENTS_PER_THREAD);
@@ -80,10 +86,11 @@ struct Span {
     ZEROCAST_FN i64 size() const { return end - begin; }
 };
 
-// Gives this part its even share of all items' elements: calls work(item, begin, end) for each item it touches. Cuts
-// lie on multiples of the item's granule, and every part computes the same ones.
+// Gives this part its even share of all items' elements: calls work(item, begin, end) for each item
+// it touches. Cuts lie on multiples of the item's granule, and every part computes the same ones.
 template <class Item, class Range, class Work>
-void share(const Item* items, i64 count, i64 total, i64 part, i64 parts, const Range& range, const Work& work) {
+void share(const Item* items, i64 count, i64 total, i64 part, i64 parts, const Range& range,
+           const Work& work) {
     i64 first = (i64)((__int128)total * part / parts);
     i64 last = (i64)((__int128)total * (part + 1) / parts);
     i64 before = 0;  // elements of the items so far
@@ -101,11 +108,18 @@ void share(const Item* items, i64 count, i64 total, i64 part, i64 parts, const R
     }
 }
 
-// Elements of a shard, cut where no byte, no cache line of codes and, where there is enough work, no block is shared.
+// Whether a shard is cut between rows of blocks, so that no two threads touch one block: where
+// there is enough work for that to be even.
+ZEROCAST_FN bool cut_between_blocks(const CastShard& shard, i64 parts) {
+    return shard.grid.num_blocks() > 1
+           && shard.size() / (shard.grid.block_h * shard.grid.cols) >= 4 * parts;
+}
+
+// Elements of a shard. However it is cut, no byte of codes is shared: granules are even.
 ZEROCAST_FN Span shard_span(const CastShard& shard, i64 parts) {
     i64 block_row = shard.grid.block_h * shard.grid.cols;
-    bool many = shard.grid.num_blocks() > 1 && shard.size() / block_row >= 4 * parts;
-    return Span{shard.start, shard.end, many ? block_row : 128};
+    i64 granule = cut_between_blocks(shard, parts) ? block_row << (block_row & 1) : 128;
+    return Span{shard.start, shard.end, granule};
 }
 
 }  // namespace ZEROCAST_ISA

@@ -1,7 +1,9 @@
-// partial_amax: raise block and tensor amaxes to the largest magnitudes of this rank's rounded elements.
+// partial_amax: raise block and tensor amaxes to the largest magnitudes of this rank's rounded
+// elements.
 //
-// Rounding is monotonic, so the largest rounded magnitude is the rounded largest: the loop takes integer maxima of
-// magnitudes and nothing else (a NaN is the largest of all), and rounds once a block.
+// Rounding is monotonic, so the largest rounded magnitude is the rounded largest: the loop takes
+// integer maxima of magnitudes and nothing else (a NaN is the largest of all), and rounds once a
+// block.
 #include <zerocast/scaling.h>
 
 #include "simd.h"
@@ -53,12 +55,14 @@ ZEROCAST_FN typename L::Int rounded(typename L::Int magnitude, i64 nominal) {
 void raise_shared(i32* slot, i32 value) {
     i32 seen = __atomic_load_n(slot, __ATOMIC_RELAXED);
     while (seen < value
-           && !__atomic_compare_exchange_n(slot, &seen, value, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
+           && !__atomic_compare_exchange_n(slot, &seen, value, true, __ATOMIC_RELAXED,
+                                           __ATOMIC_RELAXED)) {
     }
 }
 
 void one_block(const CastShard& shard, i64 begin, i64 end) {
-    i32 amax = rounded<Scalar>(largest_of(*shard.master + (begin - shard.start), end - begin), shard.round_to);
+    i32 amax = rounded<Scalar>(largest_of(*shard.master + (begin - shard.start), end - begin),
+                               shard.round_to);
     raise_shared(shard.block_amax, amax);
     raise_shared(shard.tensor_amax, amax);
 }
@@ -66,7 +70,8 @@ void one_block(const CastShard& shard, i64 begin, i64 end) {
 // The elements of one panel, into the maxima of the strip's blocks.
 void raise_panel(Int* largest, const Grid& grid, const Panel& panel, const float* x) {
     i64 block = panel.col / grid.block_w, in_block = panel.col % grid.block_w;
-    if (grid.block_w == 16 && in_block == 0 && panel.count % 16 == 0) {  // NVFP4, but for the ends of a shard
+    if (grid.block_w == 16 && in_block == 0
+        && panel.count % 16 == 0) {  // NVFP4, but for the ends of a shard
         for (i64 r = 0; r < panel.rows; r++, x += grid.cols) {
             for (i64 c = 0; c < panel.count; c += 16) {
                 __builtin_prefetch(x + c + PREFETCH_AHEAD);
@@ -78,13 +83,15 @@ void raise_panel(Int* largest, const Grid& grid, const Panel& panel, const float
     }
     for (i64 r = 0; r < panel.rows; r++, x += grid.cols) {
         i64 n = min_of(grid.block_w - in_block, panel.count);
-        for (i64 c = 0, b = block; c < panel.count; c += n, b++, n = min_of(grid.block_w, panel.count - c)) {
+        for (i64 c = 0, b = block; c < panel.count;
+             c += n, b++, n = min_of(grid.block_w, panel.count - c)) {
             largest[b] = raise(largest[b], x + c, n);
         }
     }
 }
 
-// The maxima of a strip's blocks into the buffer, a register of blocks at a time; returns the largest of all.
+// The maxima of a strip's blocks into the buffer, a register of blocks at a time; returns the
+// largest of all.
 i32 flush(Int* largest, i64 blocks, i32* slots, i64 nominal, bool shared) {
     constexpr int W = Native::WIDTH;
     Int strip{};
@@ -102,17 +109,20 @@ i32 flush(Int* largest, i64 blocks, i32* slots, i64 nominal, bool shared) {
 
 void many_blocks(const CastShard& shard, i64 begin, i64 end, bool cut_in_blocks) {
     const float* master = *shard.master - shard.start;
-    Int largest[STRIP_BLOCKS];  // by block; all that flush takes together are set, the last ones unused
+    Int largest[STRIP_BLOCKS];  // by block; all that flush takes together are set, the last ones
+                                // unused
     i32 tensor = 0;
     auto open = [&](const Strip& strip) {
-        for (i64 b = 0; b < min_of(STRIP_BLOCKS, strip.blocks + Native::WIDTH); b++) largest[b] = Int{};
+        for (i64 b = 0; b < min_of(STRIP_BLOCKS, strip.blocks + Native::WIDTH); b++)
+            largest[b] = Int{};
     };
     auto work = [&](const Strip&, const Panel& panel) {
         raise_panel(largest, shard.grid, panel, master + panel.element);
     };
     auto close = [&](const Strip& strip) {
         i32* slots = shard.block_amax + strip.first_block;
-        tensor = Scalar::max(tensor, flush(largest, strip.blocks, slots, shard.round_to, cut_in_blocks));
+        tensor =
+            Scalar::max(tensor, flush(largest, strip.blocks, slots, shard.round_to, cut_in_blocks));
     };
     for_each_strip(shard.grid, begin, end, open, work, close);
     raise_shared(shard.tensor_amax, tensor);
@@ -130,9 +140,10 @@ ZEROCAST_EXPORT(partial_amax)(const void* table, long long count, long long thre
     if (total == 0) return;
     in_parallel(total, threads, [&](i64 part, i64 parts) {
         auto span = [&](const CastShard& shard) { return shard_span(shard, parts); };
-        share(shards, count, total, part, parts, span, [&](const CastShard& shard, i64 begin, i64 end) {
-            if (shard.grid.num_blocks() == 1) return one_block(shard, begin, end);
-            many_blocks(shard, begin, end, parts > 1 && span(shard).granule == 128);
-        });
+        share(shards, count, total, part, parts, span,
+              [&](const CastShard& shard, i64 begin, i64 end) {
+                  if (shard.grid.num_blocks() == 1) return one_block(shard, begin, end);
+                  many_blocks(shard, begin, end, parts > 1 && !cut_between_blocks(shard, parts));
+              });
     });
 }

@@ -1,4 +1,5 @@
-// partial_cast: round, scale and encode this rank's elements into their codes; every other nibble keeps its value.
+// partial_cast: round, scale and encode this rank's elements into their codes; every other nibble
+// keeps its value.
 #include <string.h>
 
 #include <zerocast/scaling.h>
@@ -15,7 +16,8 @@ namespace {
 template <class Law, class Rounded>
 class Cast {
   public:
-    Cast(const CastShard& shard, const Law& law) : shard_(shard), law_(law), master_(*shard.master - shard.start) {}
+    Cast(const CastShard& shard, const Law& law)
+        : shard_(shard), law_(law), master_(*shard.master - shard.start) {}
 
     void operator()(i64 begin, i64 end) const {
         if (shard_.grid.num_blocks() == 1) {
@@ -44,7 +46,8 @@ class Cast {
         const i32* amax = shard_.block_amax + strip.first_block;
         i64 b = 0;
         for (; b + W <= strip.blocks; b += W) {
-            Native::store(multipliers + b, law_.template multiplier<Native>(Native::load_as<Native::Int>(amax + b)));
+            Native::store(multipliers + b,
+                          law_.template multiplier<Native>(Native::load_as<Native::Int>(amax + b)));
         }
         for (; b < strip.blocks; b++) multipliers[b] = law_.template multiplier<Scalar>(amax[b]);
     }
@@ -54,7 +57,8 @@ class Cast {
         i64 block_w = shard_.grid.block_w;
         const float* multiplier = multipliers + col / block_w;
         i64 in_block = col % block_w;
-        if (block_w == 16 && in_block == 0 && whole_bytes(element)) {  // NVFP4, but for the start of a shard
+        if (block_w == 16 && in_block == 0
+            && whole_bytes(element)) {  // NVFP4, but for the start of a shard
             i64 grouped = count / GROUP * GROUP;
             const float* x = master_ + element;
             u8* to = codes(element);
@@ -105,8 +109,10 @@ class Cast {
             auto rounded = round_to<Rounded, Native>(Native::load(x + i * W));
             code[i] = encode<F, Native>(rounded * Native::splat(multiplier[i * W / BLOCK]));
         }
-        if constexpr (F::BITS == 4) store_nibbles(to, code);
-        else store_bytes(to, code);
+        if constexpr (F::BITS == 4)
+            store_nibbles(to, code);
+        else
+            store_bytes(to, code);
     }
 
     ZEROCAST_FN void single(i64 element, float multiplier) const {
@@ -123,14 +129,17 @@ class Cast {
         return F::BITS == 8 || ((element - shard_.codes_start) & 1) == 0;
     }
     ZEROCAST_FN static i64 bytes(i64 elements) { return F::BITS == 4 ? elements >> 1 : elements; }
-    ZEROCAST_FN u8* codes(i64 element) const { return shard_.codes + bytes(element - shard_.codes_start); }
+    ZEROCAST_FN u8* codes(i64 element) const {
+        return shard_.codes + bytes(element - shard_.codes_start);
+    }
 };
 
 }  // namespace
 }  // namespace ZEROCAST_ISA
 }  // namespace zerocast
 
-ZEROCAST_EXPORT(partial_cast)(const void* law, const void* table, long long count, long long threads) {
+ZEROCAST_EXPORT(partial_cast)(const void* law, const void* table, long long count,
+                              long long threads) {
     using namespace zerocast;
     auto shards = (const CastShard*)table;
     auto whole = [](const CastShard& shard) { return shard_span(shard, 1); };
@@ -138,13 +147,17 @@ ZEROCAST_EXPORT(partial_cast)(const void* law, const void* table, long long coun
     if (total == 0) return;
     in_parallel(total, threads, [&](i64 part, i64 parts) {
         auto span = [&](const CastShard& shard) { return shard_span(shard, parts); };
-        share(shards, count, total, part, parts, span, [&](const CastShard& shard, i64 begin, i64 end) {
-            with_law(*(const LawTable*)law, shard.tensor_amax, [&](auto law) {
-                typedef decltype(law) Law;
-                if (shard.round_to == NOMINAL_BF16) Cast<Law, Bf16>(shard, law)(begin, end);
-                else if (shard.round_to == NOMINAL_FP16) Cast<Law, Fp16>(shard, law)(begin, end);
-                else Cast<Law, Fp32>(shard, law)(begin, end);
-            });
-        });
+        share(shards, count, total, part, parts, span,
+              [&](const CastShard& shard, i64 begin, i64 end) {
+                  with_law(*(const LawTable*)law, shard.tensor_amax, [&](auto law) {
+                      typedef decltype(law) Law;
+                      if (shard.round_to == NOMINAL_BF16)
+                          Cast<Law, Bf16>(shard, law)(begin, end);
+                      else if (shard.round_to == NOMINAL_FP16)
+                          Cast<Law, Fp16>(shard, law)(begin, end);
+                      else
+                          Cast<Law, Fp32>(shard, law)(begin, end);
+                  });
+              });
     });
 }

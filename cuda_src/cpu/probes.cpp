@@ -1,5 +1,5 @@
-// The machine's memory, for scripts/bench_cast.py: what a launch that reads, writes or copies and does nothing else
-// takes, with the threads and the registers of the casts.
+// The machine's memory, for scripts/bench_cast.py: what a launch that reads, writes or copies and
+// does nothing else takes, with the threads and the registers of the casts.
 #include "launch.h"
 #include "simd.h"
 
@@ -14,7 +14,8 @@ constexpr i64 STEP = 4 * sizeof(Int);
 struct Part {
     i64 begin, end;
     Part(i64 bytes, i64 part, i64 parts)
-        : begin(bytes / STEP * part / parts * STEP), end(bytes / STEP * (part + 1) / parts * STEP) {}
+        : begin(bytes / STEP * part / parts * STEP),
+          end(bytes / STEP * (part + 1) / parts * STEP) {}
 };
 
 }  // namespace
@@ -45,7 +46,8 @@ ZEROCAST_EXPORT(probe_write)(unsigned char* to, long long bytes, long long threa
     });
 }
 
-ZEROCAST_EXPORT(probe_copy)(unsigned char* to, const unsigned char* from, long long bytes, long long threads) {
+ZEROCAST_EXPORT(probe_copy)(unsigned char* to, const unsigned char* from, long long bytes,
+                            long long threads) {
     using namespace zerocast;
     in_parallel(bytes, threads, [&](i64 part, i64 parts) {
         Part mine(bytes, part, parts);

@@ -1,7 +1,7 @@
 // The lane type of a CPU loop: a SIMD register, by the vector extension that GCC and Clang share.
 //
-// Only what the compiler does not find by itself is spelled with an instruction of one machine; the generic form
-// beside it says what it does.
+// Only what the compiler does not find by itself is spelled with an instruction of one machine; the
+// generic form beside it says what it does.
 #pragma once
 
 #include <zerocast/lanes.h>
@@ -16,7 +16,8 @@ inline namespace ZEROCAST_ISA {
 template <int... I>
 struct Indices {};
 
-// Indices<0, 1, ..., N - 1>. (The standard library's would bring its headers along, once an instruction set.)
+// Indices<0, 1, ..., N - 1>. (The standard library's would bring its headers along, once an
+// instruction set.)
 template <int N, int... I>
 struct IndicesTo : IndicesTo<N - 1, N - 1, I...> {};
 template <int... I>
@@ -89,20 +90,23 @@ typedef Simd<8> Native;
 typedef Simd<4> Native;
 #endif
 
-// Asks for what a pass over memory reads next: the processor's own prefetching reaches less far ahead than the memory
-// is away. GROUP elements a call, from x on.
-constexpr int PREFETCH_AHEAD = 2048;  // elements, 8 KiB; 1024 to 4096 measured alike, 256 lost a tenth
+// Asks for what a pass over memory reads next: the processor's own prefetching reaches less far
+// ahead than the memory is away. GROUP elements a call, from x on.
+constexpr int PREFETCH_AHEAD =
+    2048;  // elements, 8 KiB; 1024 to 4096 measured alike, 256 lost a tenth
 
 ZEROCAST_FN void prefetch(const float* x) {
     for (int i = 0; i < 4 * Native::WIDTH; i += 16) __builtin_prefetch(x + PREFETCH_AHEAD + i);
 }
 
-// 64 bytes to an address that is a multiple of 64, past the caches. stream_fence() makes them visible to other threads.
+// 64 bytes to an address that is a multiple of 64, past the caches. stream_fence() makes them
+// visible to other threads.
 ZEROCAST_FN void stream_line(u8* to, const u8* line) {
 #if defined(__AVX512F__)
     _mm512_stream_si512((__m512i*)to, _mm512_load_si512(line));
 #elif defined(__SSE2__)
-    for (int i = 0; i < 64; i += 16) _mm_stream_si128((__m128i*)(to + i), _mm_load_si128((const __m128i*)(line + i)));
+    for (int i = 0; i < 64; i += 16)
+        _mm_stream_si128((__m128i*)(to + i), _mm_load_si128((const __m128i*)(line + i)));
 #else
     __builtin_memcpy(to, line, 64);
 #endif
@@ -122,7 +126,8 @@ ZEROCAST_FN typename L::Int load_bytes(const u8* from) {
     return __builtin_convertvector(bytes, typename L::Int);
 }
 
-// Two registers end to end, every second element of them: the even ones (FIRST 0) or the odd ones (FIRST 1).
+// Two registers end to end, every second element of them: the even ones (FIRST 0) or the odd ones
+// (FIRST 1).
 template <class L, int FIRST, int... I>
 ZEROCAST_FN typename L::Int every_second(typename L::Int a, typename L::Int b, Indices<I...>) {
     return __builtin_shufflevector(a, b, (2 * I + FIRST)...);

@@ -1,5 +1,6 @@
-// Walks a range of a weight's elements in strips: a piece of one row of blocks, so that what belongs to a block (a
-// multiplier, a running maximum) is made once a block row and kept at hand, not once an element row.
+// Walks a range of a weight's elements in strips: a piece of one row of blocks, so that what
+// belongs to a block (a multiplier, a running maximum) is made once a block row and kept at hand,
+// not once an element row.
 #pragma once
 
 #include <zerocast/tables.h>
@@ -9,31 +10,33 @@
 namespace zerocast {
 inline namespace ZEROCAST_ISA {
 
-// Blocks side by side in one strip. What a strip keeps for each, at most 64 bytes, has to stay in the first-level
-// cache; longer strips read memory in longer runs.
+// Blocks side by side in one strip. What a strip keeps for each, at most 64 bytes, has to stay in
+// the first-level cache; longer strips read memory in longer runs.
 constexpr i64 STRIP_BLOCKS = 512;
 
 struct Strip {
-    i64 first_block;  // number of its first block
-    i64 blocks;       // how many, side by side
-    i64 col, col_end; // columns of the weight
+    i64 first_block;   // number of its first block
+    i64 blocks;        // how many, side by side
+    i64 col, col_end;  // columns of the weight
 };
 
 // A rectangle of a strip: `rows` pieces of rows, each `count` elements long.
 struct Panel {
-    i64 element;     // flat index of the first
-    i64 col;         // its column, counted from the strip's first
+    i64 element;  // flat index of the first
+    i64 col;      // its column, counted from the strip's first
     i64 count, rows;
 };
 
 // For elements [begin, end) of a weight under grid, calls
 //     open(strip)           before its rows
-//     work(strip, panel)    for each of the at most three panels that it is made of: a cut first row, whole rows, a
+//     work(strip, panel)    for each of the at most three panels that it is made of: a cut first
+//     row, whole rows, a
 //                           cut last row
 //     close(strip)          after its rows
 // A strip may hold fewer than all rows and columns of its blocks, where begin and end say so.
 template <class Open, class Work, class Close>
-void for_each_strip(const Grid& grid, i64 begin, i64 end, const Open& open, const Work& work, const Close& close) {
+void for_each_strip(const Grid& grid, i64 begin, i64 end, const Open& open, const Work& work,
+                    const Close& close) {
     i64 blocks_w = grid.blocks_w();
     i64 row_end = (end + grid.cols - 1) / grid.cols;
     for (i64 first = begin / grid.cols; first < row_end;) {
@@ -48,7 +51,9 @@ void for_each_strip(const Grid& grid, i64 begin, i64 end, const Open& open, cons
                 i64 from = max_of(begin, r * grid.cols + strip.col);
                 i64 to = min_of(end, r * grid.cols + strip.col_end);
                 i64 rows = 1;
-                if (to - from == strip.col_end - strip.col) {  // whole, and so are those down to where the range ends
+                if (to - from
+                    == strip.col_end
+                           - strip.col) {  // whole, and so are those down to where the range ends
                     rows = min_of(next, (end - strip.col_end) / grid.cols + 1) - r;
                 }
                 if (from < to) {

@@ -1,8 +1,8 @@
-"""Finds and loads the native library, ``libzerocast_cpu``, and says what to do where it is not there.
+"""Finds and loads the native library, ``libzerocast_cpu``, and says what to do where it is missing.
 
-It lies inside the package, in ``zerocast/_native``; an editable install keeps it in a second folder that is on the
-package's path. That is the only place looked at: no environment variable, no search path of the system, so that the
-library that runs is the one that was installed.
+It lies inside the package, in ``zerocast/_native``; an editable install keeps it in a second folder
+that is on the package's path. Those are the only places looked at, no environment variable and no
+search path of the system, so the library that runs is the one that was installed.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ import torch  # noqa: F401  (loads torch's OpenMP runtime first, so that the lib
 from zerocast.errors import BackendError
 
 INTERFACE = 1
-"""What this Python expects of the library's functions and tables; ``zerocast_cpu_interface`` has to return it."""
+"""What this Python expects of the library's functions and tables: ``zerocast_cpu_interface()``."""
 
 LIBRARY = "libzerocast_cpu" + (".dylib" if sys.platform == "darwin" else ".so")
 
 REMEDY = (
-    "install zerocast with a C++ compiler at hand (pip install .), or build into a checkout: cmake -S . -B build/native"
-    " && cmake --build build/native && cmake --install build/native --prefix ."
+    "install zerocast where a C++ compiler is at hand (pip install .), or build into a checkout: "
+    "cmake -S . -B build/native && cmake --build build/native && "
+    "cmake --install build/native --prefix ."
 )
 
 
@@ -40,9 +41,9 @@ def find_library() -> Path:
     for place in places:
         if place.is_file():
             return place
-    tried = ", ".join(map(str, places))
+    tried = " nor ".join(map(str, places))
     raise BackendError(
-        f"the native library is not built: there is no {tried}. To build it, {REMEDY}."
+        f"the native library is not built: there is no {tried}. To have it, {REMEDY}."
     )
 
 
@@ -61,8 +62,8 @@ def open_library(path: Path) -> ctypes.CDLL:
         ) from error
     if found != INTERFACE:
         raise BackendError(
-            f"the native library must have interface {INTERFACE}, and {path} has {found}: it was built from another "
-            f"version of zerocast. To build it anew, {REMEDY}."
+            f"the native library must have interface {INTERFACE}, and {path} has {found}: it was "
+            f"built from another version of zerocast. To build it anew, {REMEDY}."
         )
     library.zerocast_cpu_isas.restype = ctypes.c_char_p
     return library
@@ -70,10 +71,14 @@ def open_library(path: Path) -> ctypes.CDLL:
 
 @cache
 def load() -> ctypes.CDLL:
-    """The native library, loaded once a process; see :func:`find_library` and :func:`open_library` for errors."""
+    """The native library, loaded once a process.
+
+    Raises:
+        BackendError: as :func:`find_library` and :func:`open_library` do.
+    """
     return open_library(find_library())
 
 
 def instruction_sets(library: ctypes.CDLL) -> list[str]:
-    """Those that the library holds and this machine runs, fastest first, such as ``["avx512", "avx2", "baseline"]``."""
+    """Those that ``library`` holds and this machine runs, fastest first."""
     return library.zerocast_cpu_isas().decode().split()

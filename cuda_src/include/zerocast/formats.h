@@ -1,6 +1,7 @@
 // What the bits mean: rounding to BF16 and FP16, codes of E4M3, E5M2 and E2M1, exponents of E8M0.
 //
-// Restates zerocast/formats/codec.py for speed; the tests compare the two on every BF16 value, tie and neighbour.
+// Restates zerocast/formats/codec.py for speed; the tests compare the two on every BF16 value, tie
+// and neighbour.
 #pragma once
 
 #include "lanes.h"
@@ -37,24 +38,28 @@ struct E2M1 {
 template <class F>
 struct Derived {
     static constexpr int BIAS = (1 << (F::EXPONENT_BITS - 1)) - 1;
-    static constexpr int DROPPED = MANTISSA_BITS - F::MANTISSA;  // mantissa bits that FP32 has and F has not
+    static constexpr int DROPPED =
+        MANTISSA_BITS - F::MANTISSA;  // mantissa bits that FP32 has and F has not
     static constexpr i32 SIGN = 1 << (F::BITS - 1);
     // FP32 bit patterns of F's smallest normal magnitude, and of its largest.
     static constexpr i32 MIN_NORMAL_BITS = (EXPONENT_BIAS - BIAS + 1) << MANTISSA_BITS;
-    static constexpr i32 MAX_BITS = (F::MAX_CODE << DROPPED) + ((EXPONENT_BIAS - BIAS) << MANTISSA_BITS);
+    static constexpr i32 MAX_BITS =
+        (F::MAX_CODE << DROPPED) + ((EXPONENT_BIAS - BIAS) << MANTISSA_BITS);
 };
 
 // --- codes ---
 
 // Round to the nearest code of F, ties to even, saturating; the code is all that the result holds.
 //
-// With 2^e the magnitude's power of two, or the smallest normal where that is larger, adding 2^(e + DROPPED) leaves
-// no mantissa bits below F's last place: the addition itself rounds, to even, normal and subnormal alike. The sum's
-// mantissa then counts steps of that last place, and its exponent field, shifted down beside them, adds the steps of
-// all smaller exponents. OFFSET, added with the power, makes the smallest normal's field count as none; it is even, so
-// ties fall as before.
+// With 2^e the magnitude's power of two, or the smallest normal where that is larger, adding 2^(e +
+// DROPPED) leaves no mantissa bits below F's last place: the addition itself rounds, to even,
+// normal and subnormal alike. The sum's mantissa then counts steps of that last place, and its
+// exponent field, shifted down beside them, adds the steps of all smaller exponents. OFFSET, added
+// with the power, makes the smallest normal's field count as none; it is even, so ties fall as
+// before.
 //
-// A NaN has to be positive, as round_to leaves it: where the largest code is NaN's too (E2M1), saturating does it all.
+// A NaN has to be positive, as round_to leaves it: where the largest code is NaN's too (E2M1),
+// saturating does it all.
 template <class F, class L>
 ZEROCAST_FN typename L::Int encode(typename L::Float x) {
     typedef Derived<F> D;
@@ -80,7 +85,8 @@ template <class F, class L>
 ZEROCAST_FN typename L::Float decode(typename L::Int code) {
     typedef Derived<F> D;
     typename L::Int magnitude = code & (D::SIGN - 1);
-    // Read as FP32 the fields mean a value too small by a power of two (a subnormal where F's is): multiply it out.
+    // Read as FP32 the fields mean a value too small by a power of two (a subnormal where F's is):
+    // multiply it out.
     typename L::Float value = L::value(magnitude << D::DROPPED)
                               * constant<L>((2 * EXPONENT_BIAS - D::BIAS) << MANTISSA_BITS);
     typename L::Int sign = (code & D::SIGN) << (32 - F::BITS);
@@ -96,7 +102,8 @@ ZEROCAST_FN typename L::Float decode(typename L::Int code) {
     }
 }
 
-// --- nominal dtypes: what a master element is rounded to first; every NaN becomes the canonical, positive one ---
+// --- nominal dtypes: what a master element is rounded to first; every NaN becomes the canonical,
+// positive one ---
 
 struct Fp32 {};
 struct Bf16 {};
@@ -115,7 +122,8 @@ struct Rounding<Fp32, L> {
 template <class L>
 struct Rounding<Bf16, L> {
     static ZEROCAST_FN typename L::Float round(typename L::Float x) {
-        // Half of the last place that stays, less one where that place is even: the carry rounds, into infinity too.
+        // Half of the last place that stays, less one where that place is even: the carry rounds,
+        // into infinity too.
         typename L::Unsigned bits = (typename L::Unsigned)L::bits(x);
         typename L::Unsigned rounded = (bits + 0x7FFFu + ((bits >> 16) & 1u)) & 0xFFFF0000u;
         return L::select(x == x, L::value((typename L::Int)rounded), constant<L>(NAN_BITS));
@@ -127,11 +135,13 @@ struct Rounding<Fp16, L> {
     static ZEROCAST_FN typename L::Float round(typename L::Float x) {
         typename L::Int bits = L::bits(x);
         typename L::Int magnitude = bits & MAGNITUDE_MASK;
-        // Normal: as for BF16, with 10 mantissa bits. From 65520, half way past the largest, the result is infinity.
+        // Normal: as for BF16, with 10 mantissa bits. From 65520, half way past the largest, the
+        // result is infinity.
         typename L::Int normal = (magnitude + 0xFFF + ((magnitude >> 13) & 1)) & ~0x1FFF;
         constexpr i32 OVERFLOW_BITS = 0x477FF000;  // 65520
         normal = L::select(magnitude >= OVERFLOW_BITS, L::splat(INFINITY_BITS), normal);
-        // Subnormal, below 2^-14: the last place of [0.5, 1) is FP16's step 2^-24, so adding 0.5 rounds to it.
+        // Subnormal, below 2^-14: the last place of [0.5, 1) is FP16's step 2^-24, so adding 0.5
+        // rounds to it.
         typename L::Float half = L::splat(0.5f);
         typename L::Int subnormal = L::bits((L::value(magnitude) + half) - half);
         constexpr i32 MIN_NORMAL = (EXPONENT_BIAS - 14) << MANTISSA_BITS;

@@ -1,20 +1,23 @@
 // What the arithmetic is written over: the lane type.
 //
-// Every formula of zerocast is a template over a lane type L, so that one text serves a CUDA thread (one element a
-// lane: Scalar, below) and a CPU loop (a SIMD register: Simd in cuda_src/cpu/simd.h). A lane type has
+// Every formula of zerocast is a template over a lane type L, so that one text serves a CUDA thread
+// (one element a lane: Scalar, below) and a CPU loop (a SIMD register: Simd in
+// cuda_src/cpu/simd.h). A lane type has
 //
 //     L::Float, L::Int, L::Unsigned   what it computes on: 32 bits an element
 //     L::bits(f), L::value(i)         bit patterns: Float -> Int and back
 //     L::splat(c)                     the constant c in every element
 //     L::select(mask, a, b)           a where the comparison held, b elsewhere
 //     L::min(a, b), L::max(a, b)      of two Int
-//     L::merge(mask, a, b)            a's bits where the constant mask has ones, b's elsewhere; of two Int
-//     L::divide(a, b)                 a / b, rounded once (IEEE)
+//     L::merge(mask, a, b)            a's bits where the constant mask has ones, b's elsewhere; of
+//     two Int L::divide(a, b)                 a / b, rounded once (IEEE)
 //
 // and the operators of C on its three types. A comparison gives whatever select takes.
 //
-// The rules of the arithmetic: FP32, round to nearest even, no flush to zero, no contraction (-ffp-contract=off,
-// --fmad=false, -ftz=false). Float to integer goes through bit patterns, never through a conversion.
+// The rules of the arithmetic: FP32, round to nearest even, no flush to zero, no contraction
+// (-ffp-contract=off,
+// --fmad=false, -ftz=false). Float to integer goes through bit patterns, never through a
+// conversion.
 //
 // This file and its neighbours include nothing: NVRTC has no <cstdint>.
 #pragma once
@@ -25,8 +28,8 @@
 #define ZEROCAST_FN inline __attribute__((always_inline))
 #endif
 
-// The CPU library holds this code once an instruction set. Each copy has a namespace of its own, or the linker would
-// keep one of them for all, and the wrong one.
+// The CPU library holds this code once an instruction set. Each copy has a namespace of its own, or
+// the linker would keep one of them for all, and the wrong one.
 #ifndef ZEROCAST_ISA
 #define ZEROCAST_ISA scalar
 #endif

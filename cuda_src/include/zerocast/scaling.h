@@ -1,7 +1,8 @@
 // How an amax becomes a scale: the laws of zerocast/ops.py.
 //
-// A law answers two questions about one block, given the bit pattern of its amax: what is stored, and what its
-// elements are multiplied by before they are encoded. A multiplier that is NaN says that every code is NaN's.
+// A law answers two questions about one block, given the bit pattern of its amax: what is stored,
+// and what its elements are multiplied by before they are encoded. A multiplier that is NaN says
+// that every code is NaN's.
 #pragma once
 
 #include "formats.h"
@@ -45,8 +46,8 @@ struct Float8Scaling {
 struct NVFP4Scaling {
     typedef E2M1 Format;
     typedef u8 Stored;
-    float block_factor;   // S_enc * fl(1/6)
-    float decode_scale;   // 1 / S_enc
+    float block_factor;  // S_enc * fl(1/6)
+    float decode_scale;  // 1 / S_enc
     bool finite;
 
     static constexpr float MAXIMA = E2M1::MAX * E4M3::MAX;  // 2688, exact
@@ -75,14 +76,16 @@ struct NVFP4Scaling {
     }
 };
 
-// What a code is multiplied by when it is decoded: from the stored scale of its block, and the tensor's amax.
+// What a code is multiplied by when it is decoded: from the stored scale of its block, and the
+// tensor's amax.
 template <class L>
 ZEROCAST_FN typename L::Float nvfp4_decode_multiplier(typename L::Int stored, float tensor_amax) {
     constexpr float INVERSE_MAXIMA = 1.0f / NVFP4Scaling::MAXIMA;
     return (decode<E4M3, L>(stored) * L::splat(tensor_amax)) * L::splat(INVERSE_MAXIMA);
 }
 
-// A decoded element; every NaN is the canonical one, whatever the machine makes of infinity times zero.
+// A decoded element; every NaN is the canonical one, whatever the machine makes of infinity times
+// zero.
 template <class L>
 ZEROCAST_FN typename L::Float scaled(typename L::Float value, typename L::Float multiplier) {
     typename L::Float product = value * multiplier;
