@@ -1,0 +1,40 @@
+"""Run a program with a wrong scale planted in every cast: a fault to be found.
+
+    mpirun -n 4 python scripts/with_wrong_scale.py examples/train_gpt.py --recipe fp8 --check
+
+The all-reduce gives amaxes that are 2^20 times too large, so scales are, and every code rounds to
+zero. Ranks still agree with each other. A smaller fault would not do for a check of the loss:
+training makes up for a factor of 4 on one rank, say. The comparison of bytes finds any.
+"""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+
+import torch
+
+from zerocast.comm import RecordingCommunicator
+
+FACTOR = 20 << 23
+"""2^20 in the exponent of the FP32 values whose bits an amax buffer holds."""
+
+
+def plant() -> None:
+    """Let the all-reduce of amaxes return wrong ones."""
+    all_reduce = RecordingCommunicator.all_reduce_max_
+
+    def all_reduce_wrongly(self: RecordingCommunicator, buffer: torch.Tensor) -> None:
+        all_reduce(self, buffer)
+        if buffer.numel() > 1:  # a single number is a vote, not the amaxes of a model
+            buffer[buffer > 0] += FACTOR
+
+    RecordingCommunicator.all_reduce_max_ = all_reduce_wrongly  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    sys.argv = sys.argv[1:]
+    sys.path[0] = str(Path(sys.argv[0]).parent)  # as if the program had been started itself
+    plant()
+    runpy.run_path(sys.argv[0], run_name="__main__")

@@ -1,0 +1,138 @@
+"""The examples run as their documentation says, and would say so if weights were wrong."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+import zerocast
+
+ROOT = Path(__file__).resolve().parents[2]
+TRAIN = ROOT / "examples" / "train_gpt.py"
+CAST_ONLY = ROOT / "examples" / "cast_only.py"
+WITH_WRONG_SCALE = ROOT / "scripts" / "with_wrong_scale.py"
+
+pytest.importorskip("matplotlib", reason="the training example needs the extra [examples]")
+
+
+def mpiexec() -> str:
+    """The launcher of the MPI that this Python uses; a skip with its reason where there is none."""
+    pytest.importorskip("mpi4py", reason="needs the extra [mpi]")
+    beside = Path(sys.executable).with_name("mpiexec")
+    found = str(beside) if beside.exists() else shutil.which("mpiexec")
+    if found is None:
+        pytest.skip("needs mpiexec; pip install mpich brings it")
+    return found
+
+
+def run(command: Sequence[object]) -> subprocess.CompletedProcess[str]:
+    """Run it with the zerocast that this session tests, one thread a process, from nowhere near
+    the repository.
+    """
+    launched = {"PMI_", "PMIX_", "OMPI_", "TORCHELASTIC_"}  # of a session that mpiexec started
+    environment = {k: v for k, v in os.environ.items() if not any(map(k.startswith, launched))}
+    environment |= {"PYTHONPATH": str(Path(zerocast.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [str(part) for part in command], capture_output=True, text=True, env=environment,
+        cwd="/", timeout=240, check=False,
+    )  # fmt: skip
+
+
+def test_cast_only_is_short_and_right_on_mpi_ranks() -> None:
+    """On 3 ranks every rank finds every byte equal to the unsharded cast; and it is an example of
+    at most 60 lines.
+    """
+    finished = run([mpiexec(), "-n", 3, sys.executable, CAST_ONLY])
+    assert finished.returncode == 0, finished.stderr
+    for rank in range(3):
+        assert f"rank {rank} of 3: every byte equals the unsharded cast" in finished.stdout
+    assert len(CAST_ONLY.read_text().splitlines()) <= 60
+
+
+def test_training_on_one_rank_leaves_table_record_and_picture(tmp_path: Path) -> None:
+    """Three recipes, three steps, one process: the table names every phase, the record holds every
+    loss, the picture is a PNG, and the weights are right.
+    """
+    options = ["--compare", "bf16,fp8,nvfp4", "--steps", 3, "--check", "--out", tmp_path]
+    finished = run([sys.executable, TRAIN, *options])
+    assert finished.returncode == 0, finished.stderr
+    for row in (
+        "training loss",
+        "validation loss",
+        "sent a step, reduce-scatter",
+        "sent a step, all-gather",
+        "held, weights",
+        "held, masters",
+        "held, optimizer state",
+        "time a step, forward and backward",
+        "time a step, reduce-scatter",
+        "time a step, optimizer",
+        "time a step, amax",
+        "time a step, all-reduce",
+        "time a step, cast",
+        "time a step, all-gather",
+        "time a step, post-processing",
+    ):
+        assert row in finished.stdout
+    for recipe in ("bf16", "fp8", "nvfp4"):
+        assert f"{recipe}: The sharded weights equal the unsharded cast" in finished.stdout
+    record = json.loads((tmp_path / "record.json").read_text())
+    assert [run["recipe"] for run in record["runs"]] == ["bf16", "fp8", "nvfp4"]
+    for trained in record["runs"]:
+        assert len(trained["losses"]) == 3
+        assert trained["losses"][0] == pytest.approx(5.55, abs=0.2)  # ln 256, and what is random
+        assert trained["losses"][2] < trained["losses"][0]
+        assert trained["verdict"][0] is True
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_training_on_mpi_ranks_shards_what_it_holds(tmp_path: Path) -> None:
+    """On 4 ranks each holds a quarter of masters and state, sends less for NVFP4 codes than for
+    BF16 weights, and holds the right weights.
+    """
+    options = ["--compare", "bf16,nvfp4", "--steps", 2, "--check", "--out", tmp_path]
+    finished = run([mpiexec(), "-n", 4, sys.executable, TRAIN, *options])
+    assert finished.returncode == 0, finished.stderr
+    bf16, nvfp4 = json.loads((tmp_path / "record.json").read_text())["runs"]
+    for trained in (bf16, nvfp4):
+        assert trained["verdict"][0] is True
+        held = trained["held_bytes"]
+        assert held["masters"] == pytest.approx(4 * 3314176 / 4, rel=0.01)
+        assert held["optimizer_state"] == pytest.approx(8 * 3314176 / 4, rel=0.01)
+    assert nvfp4["sent_bytes"]["all_gather"] < 0.3 * bf16["sent_bytes"]["all_gather"]
+    assert nvfp4["held_bytes"]["weights"] < 0.6 * bf16["held_bytes"]["weights"]
+
+
+@pytest.mark.slow
+def test_torchrun_starts_the_same_training(tmp_path: Path) -> None:
+    """Under torchrun the ranks are found through torch.distributed."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", 2, TRAIN]
+    finished = run([*command, "--recipe", "fp8", "--steps", 2, "--check", "--out", tmp_path])
+    assert finished.returncode == 0, finished.stderr
+    assert "2 ranks, 2 steps" in finished.stdout
+    assert "equal the unsharded cast on every rank" in finished.stdout
+
+
+@pytest.mark.parametrize("recipe", ["fp8", "nvfp4"])
+def test_a_wrong_scale_is_found(tmp_path: Path, recipe: str) -> None:
+    """With a wrong scale planted the check names weight, element and both values; exit code 1."""
+    options = ["--recipe", recipe, "--steps", 1, "--check", "--out", tmp_path]
+    finished = run([sys.executable, WITH_WRONG_SCALE, TRAIN, *options])
+    assert finished.returncode == 1, finished.stderr
+    assert f"{recipe}: WRONG: on rank 0 blocks.0.attention_in.weight.rowwise_data[0, 0] is" in (
+        finished.stdout
+    )
+    assert "and the unsharded cast gives" in finished.stdout
+
+
+def test_a_batch_that_ranks_cannot_share_is_refused(tmp_path: Path) -> None:
+    """3 ranks cannot share 8 sequences: every rank says so and ends."""
+    finished = run([mpiexec(), "-n", 3, sys.executable, TRAIN, "--steps", 1, "--out", tmp_path])
+    assert finished.returncode == 1
+    assert "--batch 8 must divide over 3 ranks" in finished.stderr
