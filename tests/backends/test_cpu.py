@@ -1,0 +1,207 @@
+"""The native backend writes the reference's bytes, on every instruction set and thread count."""
+
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.support.operations import Case, nvfp4, per_tensor, run_operations
+from tests.support.same_bytes import assert_same_bytes
+from tests.support.values import KINDS, draw_values
+from zerocast.backends import native_library
+from zerocast.backends.cpu import CpuBackend
+from zerocast.backends.reference import ReferenceBackend
+from zerocast.errors import BackendError
+from zerocast.formats import E4M3, E5M2, decode
+from zerocast.layout import BlockGrid, Extent
+from zerocast.ops import CastShard, Float8Law, Law, Masters, NVFP4Law
+
+try:
+    ISAS = native_library.instruction_sets(native_library.load())
+except BackendError as error:
+    pytest.skip(str(error), allow_module_level=True)
+
+REFERENCE = ReferenceBackend()
+NOMINALS = (torch.float32, torch.bfloat16, torch.float16)
+LAWS = (NVFP4Law(), Float8Law(E4M3), Float8Law(E5M2), Float8Law(E4M3, True, 1e-3))
+THREADS = (1, 2, 3)
+
+
+def assert_as_reference(case: Case, master: torch.Tensor, threads: tuple[int, ...] = (1,)) -> None:
+    """Every operation, on every instruction set."""
+    expected = run_operations(REFERENCE, case, master)
+    for isa in ISAS:
+        for n in threads:
+            actual = run_operations(CpuBackend(isa, n), case, master)
+            for name, tensor in expected.items():
+                assert_same_bytes(actual[name], tensor, f"{name} on {isa}, {n} threads, {case}")
+
+
+def as_matrix(law: Law, master: torch.Tensor, round_to: torch.dtype) -> Case:
+    """All of ``master``, a multiple of 256 elements, as rows of 256."""
+    rows = master.numel() // 256
+    whole = nvfp4(rows, 256) if isinstance(law, NVFP4Law) else per_tensor(law, rows, 256)
+    return Case(law, whole.grid, whole.extent, round_to)
+
+
+@pytest.fixture(params=[False, True], ids=["subnormals kept", "subnormals flushed"])
+def flushing(request: pytest.FixtureRequest) -> Iterator[None]:
+    """With and without what torch.set_flush_denormal(True) does to the calling thread."""
+    torch.set_flush_denormal(request.param)
+    yield
+    torch.set_flush_denormal(False)
+
+
+def cast_under_ones(law: Law, x: torch.Tensor, round_to: torch.dtype) -> None:
+    """Encode ``x`` unscaled, or under NVFP4's largest block: whatever the amaxes would have been.
+
+    The codes then depend on the element alone, a NaN and an infinity included, as under a scale
+    that comes from earlier data.
+    """
+    amax = torch.tensor([law.fmt.max * (448 if isinstance(law, NVFP4Law) else 1)])
+    grid, extent = BlockGrid(1, x.numel(), 1, x.numel()), Extent(0, x.numel())
+    masters, codes = Masters(1), []
+    masters.bind([x])
+    for backend in (REFERENCE, *(CpuBackend(isa, 1) for isa in ISAS)):
+        codes.append(torch.zeros(x.numel() * law.fmt.bits // 8, dtype=torch.uint8))
+        block = amax / 448 if isinstance(law, NVFP4Law) else amax
+        shard = CastShard(0, extent, grid, round_to, (block * 1.0).view(torch.int32),
+                          amax.view(torch.int32), codes[-1])  # fmt: skip
+        backend.partial_cast(law, [shard], masters)()
+    for isa, got in zip(ISAS, codes[1:], strict=True):
+        assert_same_bytes(got, codes[0], f"codes of {law} rounded to {round_to} on {isa}")
+
+
+@pytest.mark.parametrize("round_to", NOMINALS, ids=str)
+@pytest.mark.parametrize("law", LAWS[:3], ids=str)
+def test_all_bf16_patterns_and_their_float_neighbours(law, round_to):
+    """65,536 BF16 patterns, the floats around them and around the ties between them, one by one."""
+    patterns = torch.arange(2**16, dtype=torch.int64) << 16
+    for offset in (-1, 0, 1, 0x7FFF, 0x8000, 0x8001):
+        bits = ((patterns + offset) & 0xFFFFFFFF).to(torch.int64)
+        bits = torch.where(bits >= 2**31, bits - 2**32, bits).to(torch.int32)
+        cast_under_ones(law, bits.view(torch.float32), round_to)
+
+
+@pytest.mark.parametrize("law", LAWS[:3], ids=str)
+def test_every_tie_between_codes_and_its_neighbours(law):
+    """Half-way between two codes, and one FP32 step to either side, of both signs."""
+    codes = torch.arange(law.fmt.max_code + 1, dtype=torch.uint8)
+    values = decode(codes, law.fmt).double()
+    ties = ((values[1:] + values[:-1]) / 2).float()
+    near = torch.cat([(ties.view(torch.int32) + step).view(torch.float32) for step in (-1, 0, 1)])
+    x = torch.cat([near, -near, torch.zeros(-2 * len(near) % 64)])
+    cast_under_ones(law, x, torch.float32)
+
+
+@pytest.mark.usefixtures("flushing")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("law", LAWS, ids=str)
+def test_values_of_every_kind(law, kind):
+    """Whole weights of normal, tiny, huge, tied, zero, subnormal and non-finite values."""
+    for seed, round_to in enumerate(NOMINALS):
+        master = draw_values(kind, 256 * 33, seed)
+        assert_as_reference(as_matrix(law, master, round_to), master)
+
+
+@pytest.mark.parametrize("law", LAWS, ids=str)
+def test_random_bit_patterns(law):
+    """FP32 of all classes side by side: amaxes are not finite, and what is made of them agrees."""
+    bits = torch.randint(-(2**31), 2**31, (256 * 64,), generator=torch.Generator().manual_seed(1))
+    master = bits.to(torch.int32).view(torch.float32)
+    for round_to in NOMINALS:
+        assert_as_reference(as_matrix(law, master, round_to), master)
+        cast_under_ones(law, master, round_to)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    """A law over a grid, and any part of it, in the whole weight's codes or in its own."""
+    law = draw(st.sampled_from(LAWS))
+    rows = draw(st.integers(1, 70))
+    if isinstance(law, NVFP4Law):
+        cols = 16 * draw(st.integers(1, 20))
+        grid = BlockGrid(rows, cols, 16, 16)
+    else:
+        cols = draw(st.integers(1, 300))
+        block_h, block_w = draw(st.sampled_from([(rows, cols), (1, 32), (1, cols), (7, 16), (3, 5),
+                                                 (128, 128)]))  # fmt: skip
+        grid = BlockGrid(rows, cols, block_h, block_w)
+    numel = grid.numel
+    start, end = sorted((draw(st.integers(0, numel)), draw(st.integers(0, numel))))
+    round_to, own = draw(st.sampled_from(NOMINALS)), draw(st.booleans())
+    return Case(law, grid, Extent(start, end), round_to, own)
+
+
+@given(case=cases(), kind=st.sampled_from(KINDS), seed=st.integers(0, 1000))
+def test_any_extent(case, kind, seed):
+    """Any start and end, odd ones too; what lies outside keeps its value to the nibble."""
+    assert_as_reference(case, draw_values(kind, case.extent.size, seed))
+
+
+@pytest.mark.parametrize("threads", THREADS)
+@pytest.mark.parametrize("law", LAWS[:2], ids=str)
+@pytest.mark.parametrize("shape", [(3, 80_016), (1100, 176), (260, 1040)], ids=str)
+def test_threads_share_a_weight(law, shape, threads):
+    """Cuts between threads fall inside one row of blocks, or between many: no byte differs."""
+    rows, cols = shape
+    whole = nvfp4(rows, cols) if isinstance(law, NVFP4Law) else per_tensor(law, rows, cols)
+    extent = Extent(1, whole.grid.numel - 2)
+    master = draw_values("wide", extent.size, 3)
+    assert_as_reference(Case(law, whole.grid, extent, torch.bfloat16), master, (threads,))
+
+
+@pytest.mark.parametrize("threads", THREADS)
+def test_one_table_of_many_weights(threads):
+    """Work is split over all weights together: large, tiny and empty ones, masters in any slot."""
+    rng = random.Random(5)
+    grids = [BlockGrid(rng.randint(1, 90), 16 * rng.randint(1, 90), 16, 16) for _ in range(40)]
+    ends = [rng.randrange(0, grid.numel + 1) for grid in grids]
+    values = [draw_values("normal", end, seed) for seed, end in enumerate(ends)]
+    slots = rng.sample(range(40), 40)
+    results = []
+    for backend in (REFERENCE, *(CpuBackend(isa, threads) for isa in ISAS)):
+        shards, bound = [], [None] * 40
+        for slot, grid, end, x in zip(slots, grids, ends, values, strict=True):
+            case = Case(NVFP4Law(), grid, Extent(0, end), torch.bfloat16)
+            made = case.shard(case.codes())
+            shards.append(CastShard(slot, made.extent, grid, made.round_to, made.block_amax,
+                                    made.tensor_amax, made.codes))  # fmt: skip
+            bound[slot] = x if end else None
+        masters = Masters(40)
+        masters.bind(bound)
+        backend.partial_amax(shards, masters)()
+        backend.partial_cast(NVFP4Law(), shards, masters)()
+        results.append(shards)
+    for isa, shards in zip(ISAS, results[1:], strict=True):
+        for i, (shard, expected) in enumerate(zip(shards, results[0], strict=True)):
+            assert_same_bytes(shard.block_amax, expected.block_amax, f"amaxes of weight {i}, {isa}")
+            assert_same_bytes(shard.codes, expected.codes, f"codes of weight {i} on {isa}")
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("law", LAWS[:3], ids=str)
+def test_a_shard_at_two_to_the_32_plus_5(law, isa):
+    """1,000 elements there have the codes and amaxes of the same elements at offset 5.
+
+    Rows have 2^16 elements, so the shard starts at column 5 of row 2^16. Neither the codes nor the
+    masters of the weight are ever allocated; the block amaxes are zero pages but for one.
+    """
+    start, cols, size = 2**32 + 5, 2**16, 1000
+    master = draw_values("normal", size, 0)
+    results = []
+    for grid, first in ((BlockGrid(2**17, cols, 16, 16), start), (BlockGrid(16, cols, 16, 16), 5)):
+        case = Case(law, grid, Extent(first, first + size), torch.bfloat16, own_codes=True)
+        shard, masters = case.shard(case.codes()), Masters(1)
+        masters.bind([master])
+        backend = CpuBackend(isa, 1)
+        backend.partial_amax([shard], masters)()
+        backend.partial_cast(law, [shard], masters)()
+        block = grid.block_of(first)
+        results.append((shard.codes, shard.block_amax[block : block + 64], shard.tensor_amax))
+    for what, got, expected in zip(("codes", "block amaxes", "amax"), *results, strict=True):
+        assert_same_bytes(got, expected, what)
+    assert int(results[0][2]) > 0

@@ -1,0 +1,129 @@
+"""A native launch: what it looks up when it runs, what it refuses, where its library lies."""
+
+import gc
+
+import pytest
+import torch
+
+from tests.support.operations import nvfp4, per_tensor
+from tests.support.same_bytes import assert_same_bytes
+from zerocast.backends import native_library
+from zerocast.backends.cpu import CpuBackend
+from zerocast.errors import BackendError
+from zerocast.formats import E4M3
+from zerocast.layout import Extent
+from zerocast.ops import Float8Law, Masters, NVFP4Law
+
+try:
+    CpuBackend()
+except BackendError as error:
+    pytest.skip(str(error), allow_module_level=True)
+
+
+def test_a_launch_reads_the_masters_that_are_bound_when_it_runs():
+    """Re-binding needs no new launch: the second run casts the second master."""
+    case = per_tensor(Float8Law(E4M3), 3, 5)
+    shard, masters = case.shard(case.codes()), Masters(1)
+    amax, cast = (
+        CpuBackend().partial_amax([shard], masters),
+        CpuBackend().partial_cast(case.law, [shard], masters),
+    )
+    for value in (448.0, 1.0):
+        shard.block_amax.fill_(torch.tensor(448.0).view(torch.int32))
+        masters.bind([torch.full((15,), value)])
+        amax()
+        cast()
+        assert_same_bytes(
+            shard.codes,
+            torch.full((15,), {448.0: 0x7E, 1.0: 0x38}[value], dtype=torch.uint8),
+            "codes",
+        )
+
+
+def test_a_launch_keeps_alive_what_it_points_to():
+    """The caller may drop every operand but the ones it reads afterwards."""
+    case = nvfp4(64, 64)
+    codes, masters = case.codes(), Masters(1)
+    masters.bind([torch.ones(64 * 64)])
+    launches = []
+    for _ in range(2):
+        shard = case.shard(codes)
+        launches += [
+            CpuBackend().partial_amax([shard], masters),
+            CpuBackend().partial_cast(case.law, [shard], masters),
+        ]
+    del shard, masters
+    gc.collect()
+    filler = [torch.full((64 * 64,), 7.0) for _ in range(50)]  # would take the freed memory
+    for launch in launches:
+        launch()
+    assert_same_bytes(codes, torch.full_like(codes, 0x77), "codes of ones: the largest everywhere")
+    assert len(filler) == 50
+
+
+def test_nothing_to_do_does_nothing():
+    """No weights, or only empty shards: a launch that returns."""
+    backend, masters = CpuBackend(), Masters(1)
+    masters.bind([None])
+    case = nvfp4(4, 16, Extent(3, 3))
+    codes = case.codes()
+    empty = case.shard(codes)
+    for shards in ([], [empty]):
+        backend.partial_amax(shards, masters)()
+        backend.partial_cast(NVFP4Law(), shards, masters)()
+    backend.compute_scale(NVFP4Law(), [])()
+    backend.transpose([])()
+    backend.dequantize(NVFP4Law(), [])()
+    assert_same_bytes(codes, case.codes(), "codes")
+
+
+def test_the_number_of_threads_is_torchs_unless_given():
+    """None follows torch.get_num_threads(); a number below 1 is refused."""
+    assert CpuBackend().threads is None
+    assert CpuBackend(threads=3).threads == 3
+    with pytest.raises(BackendError, match="threads must be 1 or more, got 0"):
+        CpuBackend(threads=0)
+
+
+def test_an_instruction_set_that_is_not_there_is_refused():
+    """The message lists those that are; the portable one always is."""
+    with pytest.raises(BackendError, match=r"baseline.*got 'neon2'; leave it out"):
+        CpuBackend("neon2")
+    assert CpuBackend("baseline").isa == "baseline"
+
+
+def test_a_law_without_code_is_refused_when_it_is_prepared():
+    """Before any launch, and with the backend that does have it."""
+    unknown = NVFP4Law(scale_fmt=NVFP4Law().fmt)
+    with pytest.raises(BackendError, match=r"cpu backend.*use_backend\('reference'\)"):
+        CpuBackend().partial_cast(unknown, [], Masters(0))
+
+
+def test_a_tensor_that_is_not_contiguous_is_refused_when_it_is_prepared():
+    """Nothing has been read or written then."""
+    case = per_tensor(Float8Law(E4M3), 4, 4)
+    shard = case.shard(torch.zeros(32, dtype=torch.uint8)[::2])
+    with pytest.raises(BackendError, match=r"contiguous CPU tensors, got .*strides \(2,\)"):
+        CpuBackend().partial_cast(case.law, [shard], Masters(1))
+
+
+def test_a_missing_library_names_the_place_and_the_remedy(monkeypatch):
+    """Where it was looked for, and the commands that put it there."""
+    monkeypatch.setattr(native_library, "LIBRARY", "libzerocast_absent.so")
+    with pytest.raises(BackendError, match=r"_native.libzerocast_absent\.so.*cmake --build"):
+        native_library.find_library()
+
+
+def test_a_file_that_is_no_library_is_refused(tmp_path):
+    """The loader's own reason is in the message."""
+    path = tmp_path / native_library.LIBRARY
+    path.write_bytes(b"not a library")
+    with pytest.raises(BackendError, match=r"cannot be loaded \(.*To build it anew"):
+        native_library.open_library(path)
+
+
+def test_a_stale_library_is_refused(monkeypatch):
+    """Both interface numbers appear."""
+    monkeypatch.setattr(native_library, "INTERFACE", 10_000)
+    with pytest.raises(BackendError, match=r"must have interface 10000, and .* has \d+: it was"):
+        native_library.open_library(native_library.find_library())
