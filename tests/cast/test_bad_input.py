@@ -9,7 +9,7 @@ import torch
 
 import zerocast
 from tests.support.same_bytes import assert_same_bytes
-from zerocast.comm import Communicator, run_in_process
+from zerocast.comm import Communicator, InProcessCommunicator, run_in_process
 from zerocast.errors import InputError, NonFiniteError, RankMismatchError, ZerocastError
 
 SHAPE = (32, 48)
@@ -416,6 +416,31 @@ def test_rebinding_is_checked_on_all_ranks(master: Any, text: str) -> None:
     messages = run_in_process(2, on_rank)
     assert messages[0] == messages[1]
     assert text in messages[0]
+
+
+def test_ranks_outside_the_group_of_the_error_hear_the_same() -> None:
+    """A wrong offset of an expert, and a NaN in it, are one message for all ranks of the plan."""
+
+    def on_rank(world: InProcessCommunicator) -> list[str]:
+        pair = world.split(world.rank % 2)
+        weights, groups = [weight(NVFP4), weight(FP8)], [world, pair]
+        quarter, half = NUMEL // 4, NUMEL // 2
+        masters = [torch.ones(quarter), torch.ones(half)]
+        starts = [world.rank * quarter, pair.rank * half]
+        wrong = [starts[0], -1 if world.rank == 3 else starts[1]]
+        with pytest.raises(InputError) as refused:
+            zerocast.CastPlan(weights, masters, wrong, groups)
+        plan = zerocast.CastPlan(weights, masters, starts, groups, check_finite=True)
+        if world.rank == 3:
+            masters[1][0] = torch.nan
+        with pytest.raises(NonFiniteError) as not_finite:
+            plan.cast()
+        return [str(refused.value), str(not_finite.value)]
+
+    by_rank = run_in_process(4, on_rank)
+    assert by_rank == [by_rank[0]] * 4
+    assert by_rank[0][0].startswith("on rank 3: model_weights[1]")
+    assert "model_weights[1] holds a NaN" in by_rank[0][1]
 
 
 def test_a_group_for_each_weight() -> None:

@@ -18,7 +18,7 @@ from zerocast.comm import (
     RecordingCommunicator,
     run_in_process,
 )
-from zerocast.errors import InputError, StaleCopyError
+from zerocast.errors import InputError, RankMismatchError, StaleCopyError
 
 NVFP4 = zerocast.NVFP4BlockScaling()
 FP8 = zerocast.Float8CurrentScaling()
@@ -299,6 +299,47 @@ def test_one_rank_that_must_plan_makes_all_plan() -> None:
                 assert_same_bytes(fresh[0], expected, f"step {step}")
 
     run_in_process(2, on_rank)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "text"),
+    [
+        (lambda kwargs: kwargs["model_weights"].reverse(), "another order"),
+        (lambda kwargs: kwargs.update(check_finite=True), "check_finite=True"),
+        (lambda kwargs: kwargs["start_offsets"].reverse(), "owned twice"),
+    ],
+    ids=["order", "check_finite", "partition"],
+)
+def test_ranks_that_find_different_plans_are_told(
+    spoil: Callable[[dict[str, Any]], None], text: str
+) -> None:
+    """Both calls were right when all ranks made them, so both are planned; one on each rank is
+    refused.
+    """
+
+    def on_rank(comm: Communicator) -> str:
+        weights = [zerocast.empty(SHAPE, recipe) for recipe in (NVFP4, FP8)]
+        starts = [comm.rank * NUMEL // 2, (1 - comm.rank) * NUMEL // 2]
+
+        def arguments() -> dict[str, Any]:
+            return {
+                "model_weights": [*weights],
+                "master_weights": [torch.ones(NUMEL // 2)] * 2,
+                "start_offsets": [*starts],
+                "group": comm,
+            }
+
+        plain, other = arguments(), arguments()
+        spoil(other)
+        for kwargs in (plain, other):
+            zerocast.quantize_master_weights(**kwargs)
+        with pytest.raises(RankMismatchError) as raised:
+            zerocast.quantize_master_weights(**(plain, other)[comm.rank])
+        return str(raised.value)
+
+    messages = run_in_process(2, on_rank)
+    assert messages[0] == messages[1]
+    assert text in messages[0]
 
 
 def test_functional_calls_keep_nothing_alive() -> None:

@@ -63,23 +63,27 @@ def test_the_same_error_everywhere_is_said_once(ranks):
     assert ranks.run(body) == [f"{prefix}start is negative"] * ranks.size
 
 
-def test_the_highest_vote_wins(ranks):
-    """The result is the maximum of the votes on every rank, and an error outvotes every vote."""
+@pytest.mark.parametrize("answer", [0, 1, 2**31 - 2])
+def test_agree_says_whether_all_answers_are_the_same(ranks, answer):
+    """One rank that answers otherwise is seen by all, and an error outvotes every answer."""
+    last = ranks.size - 1
 
     def body(comm):
-        highest = agree(comm, comm.rank)
+        same = agree(comm, answer)
+        one_differs = agree(comm, abs(answer - 1) if comm.rank == last else answer)
         with pytest.raises(InputError, match="no"):
-            agree(comm, 2**31 - 2, InputError("no") if comm.rank == 0 else None)
-        return highest
+            agree(comm, answer, InputError("no") if comm.rank == 0 else None)
+        return same, one_differs
 
-    assert ranks.run(body) == [ranks.size - 1] * ranks.size
+    assert ranks.run(body) == [(True, ranks.size == 1)] * ranks.size
 
 
-@pytest.mark.parametrize("vote", [-1, 2**31 - 1])
-def test_a_vote_out_of_range_is_refused(vote):
-    """The vote that means "error" cannot be cast, nor a negative one."""
-    with pytest.raises(InputError, match=f"agree takes a vote from 0 to 2147483646, got {vote}"):
-        run_in_process(1, lambda comm: agree(comm, vote))
+@pytest.mark.parametrize("answer", [-1, 2**31 - 1])
+def test_an_answer_out_of_range_is_refused(answer):
+    """The number that means "error" is no answer, nor is a negative one."""
+    text = f"agree takes an answer from 0 to 2147483646, got {answer}"
+    with pytest.raises(InputError, match=text):
+        run_in_process(1, lambda comm: agree(comm, answer))
 
 
 def test_agreeing_costs_one_all_reduce_of_four_bytes():

@@ -1,9 +1,9 @@
 """The functional calls: the same cast for callers who keep no plan.
 
 A call finds the plan that an earlier call made for the same weights, partition and group, or makes
-one. Whether a rank finds or makes one is agreed by all ranks in the small all-reduce that opens
-every call, together with any error, so ranks never run different collectives. Plans are found by
-the weights, not by the masters' addresses.
+one. Whether all ranks have found the same plan is agreed in the small all-reduce that opens every
+call, together with any error; if not, all make one, and ranks never run different collectives.
+Plans are found by the weights, not by the masters' addresses.
 """
 
 from __future__ import annotations
@@ -147,17 +147,16 @@ def _cast(
     except ZerocastError as e:
         error = e
 
-    # One all-reduce opens the call: does any rank have an error, does any rank have to make the
-    # plan?
-    must_plan = agree(comm, vote=int(plan is None), error=error)
-    if must_plan:
+    # One all-reduce opens the call: does any rank have an error, have all found the same plan?
+    # Ranks that each found another one disagree about the call: making a plan tells them so.
+    in_step = agree(comm, plan.fingerprints[0] if plan is not None else 0, error)
+    if plan is None or not in_step:
         plan = CastPlan(
             model_weights, master_weights, start_offsets, comm,
             fsdp_shard_model_weights=fsdp_shard_model_weights,
             manual_post_all_gather_processing=manual, check_finite=check_finite,
         )  # fmt: skip
         _remember(requests, key, plan)
-    assert plan is not None
     plan.cast_and_release(master_weights)
 
 

@@ -49,7 +49,7 @@ from zerocast.backends import backend_for
 from zerocast.cast.finite import raise_if_not_finite
 from zerocast.cast.gather import CodeGather
 from zerocast.cast.request import ShardRequest, check_rebind, check_request
-from zerocast.cast.world import exchange_extents, members_by_group, raise_in_all
+from zerocast.cast.world import exchange_extents, fingerprint, members_by_group, raise_in_all
 from zerocast.comm import Communicator, Group
 from zerocast.errors import InputError, ZerocastError
 from zerocast.ops import Launch, Masters
@@ -98,6 +98,9 @@ class CastPlan:
             written, where a master holds a NaN or an infinity after rounding to the weight's dtype.
             Costs a host synchronisation a cast.
 
+    Attributes:
+        fingerprints: a number for each group; ranks of one plan have the same one.
+
     Raises:
         InputError: on every rank, for a wrong argument on any.
         RankMismatchError: on every rank, where the ranks' weights, order, recipes or shards do not
@@ -136,15 +139,20 @@ class CastPlan:
             error = e
         raise_in_all(self._comms, error)
 
+        options = f"check_finite={check_finite}"
         extents: dict[Communicator, torch.Tensor] = {}
         for comm, indices in members.items():
             shares = [self._requests[i] for i in indices]
             try:
-                extents[comm] = exchange_extents(comm, shares, f"check_finite={check_finite}")
+                extents[comm] = exchange_extents(comm, shares, options)
             except ZerocastError as e:
                 error = error or e
         raise_in_all(self._comms, error)
 
+        self.fingerprints = [
+            fingerprint([self._requests[i] for i in indices], options, extents[comm])
+            for comm, indices in members.items()
+        ]
         self._allocate(members, extents)
         self._masters = Masters(len(self._requests))
         self._bind(master_weights)

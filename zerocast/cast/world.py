@@ -7,6 +7,8 @@ all ranks raise the same error or none does.
 
 from __future__ import annotations
 
+import ctypes
+import hashlib
 from collections.abc import Sequence
 
 import torch
@@ -44,20 +46,21 @@ def members_by_group(group: Group | Sequence[Group], weights: int) -> dict[Commu
 
 def raise_in_all(comms: Sequence[Communicator], error: ZerocastError | None) -> None:
     """Every rank of every group raises where one rank has an error, even if it shares only some
-    groups with it.
+    groups with it. Ranks that share the group that hears of it first raise the same message.
     """
     if len(comms) == 1:
         raise_together(comms[0], error)
         return
+    agreed: ZerocastError | None = None
     # Once through the groups tells the neighbours, the second time tells those who share an earlier
     # group with them.
     for comm in (*comms, *comms):
         try:
-            raise_together(comm, error)
+            raise_together(comm, agreed or error)
         except ZerocastError as e:  # noqa: PERF203  (the loop goes on: others must hear of it)
-            error = error or e
-    if error is not None:
-        raise error
+            agreed = agreed or e
+    if agreed is not None:
+        raise agreed
 
 
 def exchange_extents(
@@ -84,6 +87,16 @@ def exchange_extents(
     comm.all_gather_(extents.view(-1))
     _check_coverage(requests, extents)
     return extents
+
+
+def fingerprint(requests: Sequence[ShardRequest], options: str, extents: torch.Tensor) -> int:
+    """What :func:`exchange_extents` compared and returned, as a number from 1 to 2**31 - 2.
+
+    Ranks whose numbers differ are not in the same world.
+    """
+    digest = hashlib.sha256("\n".join([options, *map(_describe, requests)]).encode())
+    digest.update(ctypes.string_at(extents.data_ptr(), extents.nbytes))
+    return int.from_bytes(digest.digest()[:8], "big") % (2**31 - 2) + 1
 
 
 def _describe(request: ShardRequest) -> str:

@@ -25,35 +25,40 @@ def raise_together(comm: Communicator, error: ZerocastError | None) -> None:
         ZerocastError: on all ranks the lowest failing rank's type, with one message that says which
             ranks said what. On a group of one rank the error as it is.
     """
-    agree(comm, 0, error)
+    _highest(comm, [0], error)
 
 
-def agree(comm: Communicator, vote: int, error: ZerocastError | None = None) -> int:
-    """Collective: the highest ``vote`` of all ranks, unless one has an ``error``.
+def agree(comm: Communicator, answer: int, error: ZerocastError | None = None) -> bool:
+    """Collective: whether all ranks give the same ``answer``, unless one has an ``error``.
 
-    The same single all-reduce as :func:`raise_together`, which is this with nothing to decide.
+    As :func:`raise_together`, with one int32 more in its single all-reduce.
 
     Args:
-        vote: 0 or more and below 2**31 - 1. Number the alternatives so that the highest one that
-            any rank asks for must win.
-        error: what went wrong on this rank, if anything; outvotes everything.
+        answer: 0 or more and below 2**31 - 1.
+        error: what went wrong on this rank, if anything.
 
     Raises:
         ZerocastError: as :func:`raise_together`.
     """
-    if not 0 <= vote < _ERROR_VOTE:
-        raise InputError(f"agree takes a vote from 0 to {_ERROR_VOTE - 1}, got {vote}.")
+    if not 0 <= answer < _ERROR_VOTE:
+        raise InputError(f"agree takes an answer from 0 to {_ERROR_VOTE - 1}, got {answer}.")
+    largest = _ERROR_VOTE - 1
+    highest, mirrored_lowest = _highest(comm, [answer, largest - answer], error)
+    return highest == largest - mirrored_lowest
+
+
+def _highest(comm: Communicator, votes: list[int], error: ZerocastError | None) -> list[int]:
+    """The highest of all ranks' votes, place by place; an error on any rank is raised on all."""
     if comm.size == 1:
         if error is not None:
             raise error
-        return vote
-    cast = vote if error is None else _ERROR_VOTE
-    ballot = torch.tensor([cast], dtype=torch.int32, device="cpu")
+        return votes
+    mine = votes if error is None else [_ERROR_VOTE] * len(votes)
+    ballot = torch.tensor(mine, dtype=torch.int32, device="cpu")
     comm.all_reduce_max_(ballot)
-    highest = int(ballot)
-    if highest == _ERROR_VOTE:
+    if int(ballot[0]) == _ERROR_VOTE:
         raise _common_error(comm, error) from error
-    return highest
+    return ballot.tolist()
 
 
 def lines_that_differ(comm: Communicator, lines: list[str]) -> list[list[str]] | None:
