@@ -75,7 +75,7 @@ def print_losses(title: str, losses: dict[str, list[float]], bf16: float) -> Non
 def main() -> int:
     """Train, compare, plant, compare."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=250)
+    parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--out", type=Path, default=Path("runs/train_check"))
     arguments = parser.parse_args()

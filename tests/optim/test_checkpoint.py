@@ -115,10 +115,11 @@ def test_a_weight_that_was_never_stepped_has_no_inner_state() -> None:
         (lambda saved, rank: saved[:2], "or give every rank the sequence of all ranks"),
         (lambda saved, rank: {"state": {}}, "what ZeroOptimizer.state_dict"),
         (lambda saved, rank: [3], "got a int that is not one"),
+        (lambda saved, rank: None, "got a NoneType that is not one"),
         (lambda saved, rank: [], "one state dict at least"),
         (lambda saved, rank: [s | {"param_groups": []} for s in saved], "it has 0, .* has 1"),
     ],
-    ids=["another-ranks", "one-missing", "no-state", "no-dict", "empty", "no-groups"],
+    ids=["another-ranks", "one-missing", "no-state", "no-dict", "none", "empty", "no-groups"],
 )
 def test_a_state_that_does_not_fit_is_refused_on_every_rank(spoil: Any, match: str) -> None:
     """The same error everywhere, and the optimizer stays as it was."""

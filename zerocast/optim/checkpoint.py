@@ -48,19 +48,19 @@ def save(
     }
 
 
-def cut(
-    saved: Sequence[StateDict], shards: ShardedWeights, inner: InnerOptimizer
-) -> dict[int, StateDict]:
-    """The entries of ``state`` that this rank needs, put together from state dicts of any ranks.
+def checked(given: object, shards: ShardedWeights, inner: InnerOptimizer) -> list[StateDict]:
+    """The state dicts in ``given``, one or a sequence of them.
 
     Raises:
-        InputError: where they are of another optimizer or other weights, or do not cover this
-            rank's elements.
+        InputError: where they are none, or of another optimizer or other weights.
     """
+    saved: list[Any] = list(given) if isinstance(given, Sequence) else [given]
+    if not saved:
+        raise InputError("load_state_dict needs one state dict at least, got an empty sequence.")
     for state in saved:
         if not isinstance(state, Mapping) or not {"state", "param_groups", "zero"} <= state.keys():
             raise InputError(
-                f"load_state_dict needs what ZeroOptimizer.state_dict() returned, or a sequence of "
+                "load_state_dict needs what ZeroOptimizer.state_dict() returned, or a sequence of "
                 f"that from all ranks, got a {type(state).__name__} that is not one."
             )
         for what, mine in _identity(inner, shards.weights).items():
@@ -75,8 +75,17 @@ def cut(
                 f"a state dict must be loaded into an optimizer of as many param groups: it has "
                 f"{groups}, and this one has {len(inner.optimizer.param_groups)}."
             )
-    if not saved:
-        raise InputError("load_state_dict needs one state dict at least, got an empty sequence.")
+    return saved
+
+
+def cut(
+    saved: Sequence[StateDict], shards: ShardedWeights, inner: InnerOptimizer
+) -> dict[int, StateDict]:
+    """The entries of ``state`` that this rank needs, put together from state dicts of any ranks.
+
+    Raises:
+        InputError: where they do not cover this rank's elements.
+    """
     return {i: _cut_weight(saved, i, shards) for i in inner.masters}
 
 

@@ -35,7 +35,7 @@ class FoundInf(torch.Tensor):
         return tensor
 
     @property
-    def grad(self) -> torch.Tensor:  # type: ignore[override]
+    def grad(self) -> torch.Tensor:
         """Itself, always: a scaler passes over parameters that have no gradient."""
         return self
 

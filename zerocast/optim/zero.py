@@ -18,7 +18,8 @@ Note: the masters are the truth
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 A step overwrites every weight from the masters. Whoever changes weights by other means (loading a
 model's state dict) does so before the optimizer is made, and resumes with
-:meth:`ZeroOptimizer.load_state_dict`.
+:meth:`ZeroOptimizer.load_state_dict`. Weights become views of the optimizer's buffers, so a model
+is moved (``model.to``) before, too.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ import torch
 from zerocast.cast import CastPlan
 from zerocast.comm import Group, as_communicator, raise_together
 from zerocast.errors import InputError, NonFiniteError, UnsupportedError, ZerocastError
-from zerocast.optim.checkpoint import StateDict, cut, save
+from zerocast.optim.checkpoint import StateDict, checked, cut, save
 from zerocast.optim.elementwise import check_elementwise
 from zerocast.optim.found_inf import FoundInf
 from zerocast.optim.gradients import GradientReducer
@@ -49,7 +50,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
     :meth:`step` reduce-scatters the gradients to their mean, steps the inner optimizer on this
     rank's masters, casts them into this rank's part of the weights, and all-gathers.
     ``param_groups`` drive the inner optimizer, so learning rate schedulers work as ever, and so
-    does ``torch.amp.GradScaler``: an overflow on one rank skips the step on all.
+    does ``torch.amp.GradScaler``: an overflow on one rank skips the step on all. For that the last
+    group ends in one more parameter, which has no elements.
 
     Making one is collective, and so are :meth:`step`, :meth:`clip_grad_norm_`,
     :meth:`load_state_dict` and :meth:`gather_master`. Afterwards every weight is the cast of its
@@ -259,10 +261,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Raises:
             InputError: on every rank, where it does not fit on any; nothing has been changed.
         """
-        saved = [state_dict] if isinstance(state_dict, dict) else list(state_dict)
+        saved: list[StateDict] = []
         states: dict[int, StateDict] = {}
         error: ZerocastError | None = None
         try:
+            saved = checked(state_dict, self._shards, self._inner)
             states = cut(saved, self._shards, self._inner)
         except ZerocastError as e:
             error = e
