@@ -1,6 +1,7 @@
 // dequantize: decode whole weights to FP32.
 //
-// The tiles are those of a cast of the whole weight; the multipliers of a tile's blocks are made once a tile.
+// The tiles are those of a cast of the whole weight; the multipliers of a tile's blocks are made
+// once a tile.
 #include <zerocast/quad.h>
 #include <zerocast/scaling.h>
 #include <zerocast/tiles.h>
@@ -15,8 +16,10 @@ static ZEROCAST_FN i32 code_of(const u8* codes, i64 element) {
 
 template <class F>
 static ZEROCAST_FN u32 load_codes(const u8* codes, i64 element) {
-    if constexpr (F::BITS == 8) return *(const u32*)(codes + element);
-    else return *(const unsigned short*)(codes + element / 2);
+    if constexpr (F::BITS == 8)
+        return *(const u32*)(codes + element);
+    else
+        return *(const unsigned short*)(codes + element / 2);
 }
 
 template <class F>
@@ -39,9 +42,10 @@ static ZEROCAST_FN void decode_tiles(const DequantizeTarget* targets, const Tile
         __syncthreads();
 
         Quads quads(tile, target.grid, threadIdx.x);
-        bool at_once = quads_aligned(target.out + tile.element, 16, tile, target.grid) &&
-                       quads_aligned(target.codes + tile.element * F::BITS / 8, F::BITS / 2, tile, target.grid) &&
-                       quads_keep_to_blocks(tile, target.grid);
+        bool at_once = quads_aligned(target.out + tile.element, 16, tile, target.grid)
+                       && quads_aligned(target.codes + tile.element * F::BITS / 8, F::BITS / 2,
+                                        tile, target.grid)
+                       && quads_keep_to_blocks(tile, target.grid);
         i64 numel = target.grid.numel();
         u32 whole = at_once ? whole_quads(quads, tile, target.grid, 0, numel) : 0;
 #pragma unroll 2
@@ -60,7 +64,8 @@ static ZEROCAST_FN void decode_tiles(const DequantizeTarget* targets, const Tile
 #pragma unroll 1
             for (int j = 0; j < 4; j++) {
                 if (!owns(quads, 0, numel, i, j)) continue;
-                float multiplier = multipliers[block_in_tile(tile, target.grid, quads.col_of(i) + j)];
+                float multiplier =
+                    multipliers[block_in_tile(tile, target.grid, quads.col_of(i) + j)];
                 target.out[e + j] = value_of<F>((u32)code_of<F>(target.codes, e + j), multiplier);
             }
         }
@@ -69,7 +74,8 @@ static ZEROCAST_FN void decode_tiles(const DequantizeTarget* targets, const Tile
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    dequantize_e2m1(const DequantizeTarget* __restrict__ targets, const Tile* __restrict__ tiles, i64 count) {
+    dequantize_e2m1(const DequantizeTarget* __restrict__ targets, const Tile* __restrict__ tiles,
+                    i64 count) {
     __shared__ float multipliers[MAX_TILE_BLOCKS];
     auto multiplier_of = [](const DequantizeTarget& t, i64 at) {
         return nvfp4_decode_multiplier<Scalar>(((const u8*)t.scale_inv)[at], *t.amax);
@@ -78,15 +84,21 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    dequantize_e4m3(const DequantizeTarget* __restrict__ targets, const Tile* __restrict__ tiles, i64 count) {
+    dequantize_e4m3(const DequantizeTarget* __restrict__ targets, const Tile* __restrict__ tiles,
+                    i64 count) {
     __shared__ float multipliers[MAX_TILE_BLOCKS];
-    auto multiplier_of = [](const DequantizeTarget& t, i64 at) { return ((const float*)t.scale_inv)[at]; };
+    auto multiplier_of = [](const DequantizeTarget& t, i64 at) {
+        return ((const float*)t.scale_inv)[at];
+    };
     decode_tiles<E4M3>(targets, tiles, count, multiplier_of, multipliers);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    dequantize_e5m2(const DequantizeTarget* __restrict__ targets, const Tile* __restrict__ tiles, i64 count) {
+    dequantize_e5m2(const DequantizeTarget* __restrict__ targets, const Tile* __restrict__ tiles,
+                    i64 count) {
     __shared__ float multipliers[MAX_TILE_BLOCKS];
-    auto multiplier_of = [](const DequantizeTarget& t, i64 at) { return ((const float*)t.scale_inv)[at]; };
+    auto multiplier_of = [](const DequantizeTarget& t, i64 at) {
+        return ((const float*)t.scale_inv)[at];
+    };
     decode_tiles<E5M2>(targets, tiles, count, multiplier_of, multipliers);
 }

@@ -1,13 +1,16 @@
-// partial_amax: raise block and tensor amaxes to the largest magnitudes of this rank's rounded elements.
+// partial_amax: raise block and tensor amaxes to the largest magnitudes of this rank's rounded
+// elements.
 //
-// Rounding is monotonic, so the largest rounded magnitude is the rounded largest: a thread takes integer maxima of
-// magnitudes, a NaN being the largest of all, and each block's maximum is rounded once.
+// Rounding is monotonic, so the largest rounded magnitude is the rounded largest: a thread takes
+// integer maxima of magnitudes, a NaN being the largest of all, and each block's maximum is rounded
+// once.
 #include <zerocast/quad.h>
 #include <zerocast/tiles.h>
 
 using namespace zerocast;
 
-// Quads that a thread reads before it looks at the first: 112 KiB on their way to a multiprocessor of 896 threads.
+// Quads that a thread reads before it looks at the first: 112 KiB on their way to a multiprocessor
+// of 896 threads.
 constexpr int IN_FLIGHT = 8;
 
 // The nominal dtype's rounding of a magnitude, and the pattern that enters an amax buffer.
@@ -25,8 +28,8 @@ static ZEROCAST_FN i32 largest_of(const Quad& q) {
 }
 
 // The quads of `whole`, each read at once.
-static ZEROCAST_FN void take_quads(const CastShard& shard, const Tile& tile, const float* master, const Quads& quads,
-                                   u32 whole, i32* largest) {
+static ZEROCAST_FN void take_quads(const CastShard& shard, const Tile& tile, const float* master,
+                                   const Quads& quads, u32 whole, i32* largest) {
     const float* from = master + quads.element;
     bool one_block = tile.blocks == 1 || quads.col_step == 0;  // of this thread's quads
     i32 value = 0;
@@ -34,7 +37,8 @@ static ZEROCAST_FN void take_quads(const CastShard& shard, const Tile& tile, con
     for (int first = 0; first < TILE_QUADS; first += IN_FLIGHT) {
         Quad q[IN_FLIGHT];
 #pragma unroll
-        for (int k = 0; k < IN_FLIGHT; k++) q[k] = whole >> k & 1 ? load_quad(from + k * quads.step) : Quad{};
+        for (int k = 0; k < IN_FLIGHT; k++)
+            q[k] = whole >> k & 1 ? load_quad(from + k * quads.step) : Quad{};
 #pragma unroll
         for (int k = 0; k < IN_FLIGHT; k++) {
             value = Scalar::max(value, largest_of(q[k]));
@@ -76,8 +80,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 7)
 
         const float* master = *shard.master - shard.start;  // as if it were the whole weight
         Quads quads(tile, shard.grid, threadIdx.x);
-        bool at_once = quads_aligned(master + tile.element, 16, tile, shard.grid) &&
-                       quads_keep_to_blocks(tile, shard.grid);
+        bool at_once = quads_aligned(master + tile.element, 16, tile, shard.grid)
+                       && quads_keep_to_blocks(tile, shard.grid);
         u32 whole = at_once ? whole_quads(quads, tile, shard.grid, shard.start, shard.end) : 0;
         take_quads(shard, tile, master, quads, whole, largest);
         if (whole != ALL_QUADS) take_elements(shard, tile, master, quads, whole, largest);

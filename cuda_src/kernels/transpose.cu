@@ -1,24 +1,26 @@
 // transpose: the columnwise codes and scales from the gathered rowwise ones, padding included.
 //
-// Everything is a transpose of bytes, 4x4 in registers and the rest through shared memory, so that both sides of the
-// memory are touched 16 bytes a thread and 128 bytes a row. Two rows of nibbles become two rows of bytes, one for the
-// even and one for the odd columns, whose bytes already hold the two rows side by side.
+// Everything is a transpose of bytes, 4x4 in registers and the rest through shared memory, so that
+// both sides of the memory are touched 16 bytes a thread and 128 bytes a row. Two rows of nibbles
+// become two rows of bytes, one for the even and one for the odd columns, whose bytes already hold
+// the two rows side by side.
 //
-// A weight has two planes: codes (part 0) in squares of 128x128 bytes, and scales (part 1), where every row is stored
-// as often as it repeats. Part 1's tiles are 128 columns of some rows of blocks.
+// A weight has two planes: codes (part 0) in squares of 128x128 bytes, and scales (part 1), where
+// every row is stored as often as it repeats. Part 1's tiles are 128 columns of some rows of
+// blocks.
 #include <zerocast/planes.h>
 
 using namespace zerocast;
 
-constexpr int SIDE = 128;                 // bytes of a square
-constexpr int SQUARE_THREADS = 256;       // each holds 4 rows of 16 bytes
+constexpr int SIDE = 128;            // bytes of a square
+constexpr int SQUARE_THREADS = 256;  // each holds 4 rows of 16 bytes
 
 struct Square {
     uint4 row[SIDE][SIDE / 16];  // 16 KiB; which 16 bytes are where, is a matter of place()
 };
 
-// Where bytes [16 * at, 16 * at + 16) of a row lie: threads that fill one word of 32 rows each, and threads that read
-// 16 bytes of a row, then touch all banks evenly.
+// Where bytes [16 * at, 16 * at + 16) of a row lie: threads that fill one word of 32 rows each, and
+// threads that read 16 bytes of a row, then touch all banks evenly.
 static ZEROCAST_FN int place(int row, int at) { return at ^ (row >> 4 & 7); }
 
 // The thread's part of a square: rows 4 * quad to 4 * quad + 3, bytes 16 * at to 16 * at + 15.
@@ -78,7 +80,8 @@ static ZEROCAST_FN uint4 load_16(const Bytes<const u8>& from, bool aligned, i64 
     return uint4{word[0], word[1], word[2], word[3]};
 }
 
-static ZEROCAST_FN void store_16(const Bytes<u8>& to, bool aligned, i64 row, i64 col, const uint4& v) {
+static ZEROCAST_FN void store_16(const Bytes<u8>& to, bool aligned, i64 row, i64 col,
+                                 const uint4& v) {
     if (row >= to.rows || col >= to.cols) return;
     if (aligned && col + 16 <= to.cols) {
         *(uint4*)to.at(row, col) = v;
@@ -92,28 +95,32 @@ static ZEROCAST_FN void store_16(const Bytes<u8>& to, bool aligned, i64 row, i64
 }
 
 // Rows first, first + step, ... of `to`, from column col on, are the rows of the square.
-static ZEROCAST_FN void store_square(const Square& square, const Bytes<u8>& to, i64 first, int step, i64 col) {
+static ZEROCAST_FN void store_square(const Square& square, const Bytes<u8>& to, i64 first, int step,
+                                     i64 col) {
     bool aligned = to.aligned();
 #pragma unroll
     for (int i = threadIdx.x; i < SIDE * (SIDE / 16); i += SQUARE_THREADS) {
         int row = i / (SIDE / 16), at = i % (SIDE / 16);
-        store_16(to, aligned, first + (i64)row * step, col + 16 * at, square.row[row][place(row, at)]);
+        store_16(to, aligned, first + (i64)row * step, col + 16 * at,
+                 square.row[row][place(row, at)]);
     }
 }
 
 // --- codes ---
 
-static ZEROCAST_FN void transpose_bytes(const TransposeTarget& target, const PlaneTile& tile, Square& square) {
+static ZEROCAST_FN void transpose_bytes(const TransposeTarget& target, const PlaneTile& tile,
+                                        Square& square) {
     Bytes<const u8> from{target.codes, target.rows, target.cols, target.cols};
     Part part(threadIdx.x);
     bool aligned = from.aligned();
     uint4 rows[4];
 #pragma unroll
-    for (int i = 0; i < 4; i++) rows[i] = load_16(from, aligned, tile.row + 4 * part.quad + i, tile.col + 16 * part.at);
+    for (int i = 0; i < 4; i++)
+        rows[i] = load_16(from, aligned, tile.row + 4 * part.quad + i, tile.col + 16 * part.at);
     put_transposed(square, part, rows);
     __syncthreads();
-    store_square(square, Bytes<u8>{target.columnwise_codes, target.cols, target.rows, target.rows}, tile.col, 1,
-                 tile.row);
+    store_square(square, Bytes<u8>{target.columnwise_codes, target.cols, target.rows, target.rows},
+                 tile.col, 1, tile.row);
 }
 
 // Low nibbles of a and b to one word, high ones to another; in each byte a's nibble is the low one.
@@ -122,9 +129,10 @@ static ZEROCAST_FN void split_nibbles(u32 a, u32 b, u32& even, u32& odd) {
     odd = (a >> 4 & 0x0F0F0F0Fu) | (b & 0xF0F0F0F0u);
 }
 
-// tile.row and tile.col count bytes of the columnwise copy and of the rows: two rows, two columns a byte.
-static ZEROCAST_FN void transpose_nibbles(const TransposeTarget& target, const PlaneTile& tile, Square& even,
-                                          Square& odd) {
+// tile.row and tile.col count bytes of the columnwise copy and of the rows: two rows, two columns a
+// byte.
+static ZEROCAST_FN void transpose_nibbles(const TransposeTarget& target, const PlaneTile& tile,
+                                          Square& even, Square& odd) {
     Bytes<const u8> from{target.codes, target.rows, (target.cols + 1) / 2, (target.cols + 1) / 2};
     Part part(threadIdx.x);
     bool aligned = from.aligned();
@@ -158,7 +166,8 @@ static ZEROCAST_FN void transpose_scales(const TransposeTarget& target, const Pl
     int quad = threadIdx.x % (SIDE / 4);
     i64 col = tile.col + 4 * quad;
     if (col >= target.columnwise_padded_cols) return;
-    for (i64 block = tile.row + threadIdx.x / (SIDE / 4); block < tile.row_end; block += SQUARE_THREADS / (SIDE / 4)) {
+    for (i64 block = tile.row + threadIdx.x / (SIDE / 4); block < tile.row_end;
+         block += SQUARE_THREADS / (SIDE / 4)) {
         auto padding = (i32)target.padding;
         Entries scales = four_times(padding);
 #pragma unroll
@@ -177,26 +186,34 @@ static ZEROCAST_FN void transpose_scales(const TransposeTarget& target, const Pl
 }
 
 static ZEROCAST_FN void scales_of(const TransposeTarget& target, const PlaneTile& tile) {
-    if (target.scale_bytes == 1) transpose_scales<u8>(target, tile);
-    else transpose_scales<float>(target, tile);
+    if (target.scale_bytes == 1)
+        transpose_scales<u8>(target, tile);
+    else
+        transpose_scales<float>(target, tile);
 }
 
 extern "C" __global__ void __launch_bounds__(SQUARE_THREADS)
-    transpose_8_bit(const TransposeTarget* __restrict__ targets, const PlaneTile* __restrict__ tiles, i64 count) {
+    transpose_8_bit(const TransposeTarget* __restrict__ targets,
+                    const PlaneTile* __restrict__ tiles, i64 count) {
     __shared__ Square square;
     for (i64 t = blockIdx.x; t < count; t += gridDim.x) {
-        if (tiles[t].part == 0) transpose_bytes(targets[tiles[t].weight], tiles[t], square);
-        else scales_of(targets[tiles[t].weight], tiles[t]);
+        if (tiles[t].part == 0)
+            transpose_bytes(targets[tiles[t].weight], tiles[t], square);
+        else
+            scales_of(targets[tiles[t].weight], tiles[t]);
         __syncthreads();  // before the next tile fills the square
     }
 }
 
 extern "C" __global__ void __launch_bounds__(SQUARE_THREADS, 3)
-    transpose_4_bit(const TransposeTarget* __restrict__ targets, const PlaneTile* __restrict__ tiles, i64 count) {
+    transpose_4_bit(const TransposeTarget* __restrict__ targets,
+                    const PlaneTile* __restrict__ tiles, i64 count) {
     __shared__ Square even, odd;
     for (i64 t = blockIdx.x; t < count; t += gridDim.x) {
-        if (tiles[t].part == 0) transpose_nibbles(targets[tiles[t].weight], tiles[t], even, odd);
-        else scales_of(targets[tiles[t].weight], tiles[t]);
+        if (tiles[t].part == 0)
+            transpose_nibbles(targets[tiles[t].weight], tiles[t], even, odd);
+        else
+            scales_of(targets[tiles[t].weight], tiles[t]);
         __syncthreads();  // before the next tile fills the squares
     }
 }

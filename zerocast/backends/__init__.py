@@ -1,7 +1,7 @@
 """Who does the arithmetic: the choice of a backend for a device.
 
-CPU tensors go to the native library, and to the reference where that is not built, with one
-warning. Other devices go to the reference, which is right everywhere and fast nowhere.
+CPU tensors go to the native library, CUDA tensors to our kernels. Where those cannot run, and on
+other devices, the reference steps in, which is right everywhere and fast nowhere; with one warning.
 """
 
 from __future__ import annotations
@@ -15,45 +15,38 @@ from functools import cache
 import torch
 
 from zerocast.backends.cpu import CpuBackend
+from zerocast.backends.cuda import CudaBackend
+from zerocast.backends.cuda.device import DeviceLauncher
 from zerocast.backends.reference import ReferenceBackend
 from zerocast.errors import BackendError, InputError
 from zerocast.ops import Backend
 
+NAMES = ("reference", "cpu", "cuda")
+"""The backends that :func:`use_backend` knows by name."""
+
 _REFERENCE = ReferenceBackend()
-_forced: ContextVar[str | None] = ContextVar("zerocast_backend", default=None)
-
-
-@cache
-def _cpu() -> Backend:
-    try:
-        return CpuBackend()
-    except BackendError as error:
-        warnings.warn(
-            f"zerocast uses its reference backend, which is slow: {error}",
-            RuntimeWarning,
-            stacklevel=4,
-        )
-        return _REFERENCE
+_forced: ContextVar[str | Backend | None] = ContextVar("zerocast_backend", default=None)
 
 
 def backend_for(device: torch.device) -> Backend:
     """The backend that serves tensors on ``device``, or the one that :func:`use_backend` forces."""
     forced = _forced.get()
-    if forced == "reference":
-        return _REFERENCE
-    if forced == "cpu":
-        if device.type != "cpu":
-            raise InputError(
-                f"the cpu backend serves CPU tensors, got a tensor on {device}; leave "
-                "use_backend('cpu')."
-            )
-        return CpuBackend()
-    return _cpu() if device.type == "cpu" else _REFERENCE
+    if forced is None:
+        return _default(device.type, _index(device)) if device.type in NAMES else _REFERENCE
+    if not isinstance(forced, str):
+        return forced
+    if forced not in ("reference", device.type):
+        raise InputError(
+            f"the {forced} backend serves {forced.upper()} tensors, got a tensor on {device}; "
+            f"leave use_backend({forced!r})."
+        )
+    return _named(forced, _index(device))
 
 
 @contextmanager
-def use_backend(name: str) -> Iterator[None]:
-    """Within the context, prepare operations with the named backend: ``"reference"`` or ``"cpu"``.
+def use_backend(backend: str | Backend) -> Iterator[None]:
+    """Within the context, prepare operations with this backend: ``"reference"``, ``"cpu"``,
+    ``"cuda"``, or a backend of your own (:class:`zerocast.ops.Backend`).
 
     A plan keeps the backend that it was made with. The choice belongs to this thread (or asyncio
     task).
@@ -62,12 +55,47 @@ def use_backend(name: str) -> Iterator[None]:
         InputError: for an unknown name.
         BackendError: when the backend cannot run here, with the remedy.
     """
-    if name not in ("reference", "cpu"):
-        raise InputError(f"use_backend takes 'reference' or 'cpu', got {name!r}.")
-    if name == "cpu":
-        CpuBackend()  # raises here rather than at the first cast
-    token = _forced.set(name)
+    if isinstance(backend, str):
+        if backend not in NAMES:
+            raise InputError(
+                f"use_backend takes {', '.join(map(repr, NAMES[:-1]))} or {NAMES[-1]!r}, got "
+                f"{backend!r}."
+            )
+        _named(backend, None)  # raises here rather than at the first cast
+    token = _forced.set(backend)
     try:
         yield
     finally:
         _forced.reset(token)
+
+
+def _index(device: torch.device) -> int | None:
+    """Which GPU: tensors always say, a bare ``"cuda"`` means the current one."""
+    if device.type != "cuda" or device.index is not None:
+        return device.index
+    return torch.cuda.current_device() if torch.cuda.is_available() else None
+
+
+def _named(name: str, index: int | None) -> Backend:
+    if name == "reference":
+        return _REFERENCE
+    return CpuBackend() if name == "cpu" else _cuda(index or 0)
+
+
+@cache
+def _cuda(index: int) -> Backend:
+    """One backend a GPU, so that kernels are loaded once."""
+    return CudaBackend(DeviceLauncher(torch.device("cuda", index)))
+
+
+@cache
+def _default(name: str, index: int | None) -> Backend:
+    try:
+        return _named(name, index)
+    except BackendError as error:
+        warnings.warn(
+            f"zerocast uses its reference backend, which is slow: {error}",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+        return _REFERENCE

@@ -38,13 +38,13 @@ def law_fields(law: Law, backend: str) -> list[int]:
     Raises:
         BackendError: where compiled code has no such law; ``backend`` is named.
     """
-    if law.fmt not in FORMATS or (
-        isinstance(law, NVFP4Law) and (law.fmt, law.scale_fmt) != (E2M1, E4M3)
-    ):
+    four_bits = law.fmt is E2M1 and law.scale_fmt is E4M3 if isinstance(law, NVFP4Law) else False
+    eight_bits = law.fmt in (E4M3, E5M2) if isinstance(law, Float8Law) else False
+    if not (four_bits or eight_bits):
         raise BackendError(
             f"the {backend} backend has no code for {law}; cast it under use_backend('reference')."
         )
-    if isinstance(law, Float8Law) and law.fmt is not E2M1:
+    if isinstance(law, Float8Law):
         return [FORMATS[law.fmt], int(law.power_2_scale), float_bits(law.amax_epsilon)]
     return [FORMATS[law.fmt], 0, 0]
 

@@ -1,6 +1,8 @@
-// How a CUDA launch cuts what follows the whole weight: stored planes of scales, and matrices that are transposed.
+// How a CUDA launch cuts what follows the whole weight: stored planes of scales, and matrices that
+// are transposed.
 //
-// Python makes the tiles (zerocast/backends/cuda/tiling.py); what rows and columns count is said by the kernel.
+// Python makes the tiles (zerocast/backends/cuda/tiling.py); what rows and columns count is said by
+// the kernel.
 #pragma once
 
 #include "tiles.h"
@@ -8,12 +10,13 @@
 namespace zerocast {
 inline namespace ZEROCAST_ISA {
 
-// compute_scale: threads side by side, four stored scales each; the others take the next row of blocks.
+// compute_scale: threads side by side, four stored scales each; the others take the next row of
+// blocks.
 constexpr int STRIP_THREADS = 64;
 
 struct PlaneTile {
-    i32 weight;   // row of the table
-    i32 part;     // which of the weight's planes
+    i32 weight;  // row of the table
+    i32 part;    // which of the weight's planes
     i64 row, row_end, col;
 };
 static_assert(sizeof(PlaneTile) == 32, "four words of the table that Python makes");
@@ -31,7 +34,8 @@ ZEROCAST_FN Entries four_times(i32 bits) { return Entries{{bits, bits, bits, bit
 // The first `left` of four entries, all at once where there are four and the address allows it.
 ZEROCAST_FN void store_entries(u8* to, const Entries& e, i64 left) {
     if (left >= 4 && (u64)to % 4 == 0) {
-        *(u32*)to = (u32)e.bits[0] | (u32)e.bits[1] << 8 | (u32)e.bits[2] << 16 | (u32)e.bits[3] << 24;
+        *(u32*)to =
+            (u32)e.bits[0] | (u32)e.bits[1] << 8 | (u32)e.bits[2] << 16 | (u32)e.bits[3] << 24;
         return;
     }
 #pragma unroll

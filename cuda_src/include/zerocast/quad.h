@@ -1,7 +1,8 @@
 // Four elements side by side in the registers of one CUDA thread: read, rounded, encoded, written.
 //
-// The law is formats.h. Where the device converts by an instruction of its own, that instruction stands here, beside
-// the portable form that it has to agree with; a compiler that is no CUDA compiler sees the portable form only.
+// The law is formats.h. Where the device converts by an instruction of its own, that instruction
+// stands here, beside the portable form that it has to agree with; a compiler that is no CUDA
+// compiler sees the portable form only.
 #pragma once
 
 #include "formats.h"
@@ -62,8 +63,8 @@ ZEROCAST_FN Quad round_quad(Quad q) {
 #if __CUDA_ARCH__ >= 890
 #define ZEROCAST_CONVERTS_FP8
 #endif
-#if defined(__CUDA_ARCH_FEAT_SM100_ALL) || defined(__CUDA_ARCH_FEAT_SM103_ALL) || defined(__CUDA_ARCH_FEAT_SM120_ALL) || \
-    defined(__CUDA_ARCH_FEAT_SM121_ALL)
+#if defined(__CUDA_ARCH_FEAT_SM100_ALL) || defined(__CUDA_ARCH_FEAT_SM103_ALL) \
+    || defined(__CUDA_ARCH_FEAT_SM120_ALL) || defined(__CUDA_ARCH_FEAT_SM121_ALL)
 #define ZEROCAST_CONVERTS_E2M1
 #endif
 #endif
@@ -129,8 +130,10 @@ ZEROCAST_FN u32 encode_quad<E2M1>(const Quad& q) {
 // Four codes to an address that is a multiple of their 4 or 2 bytes.
 template <class F>
 ZEROCAST_FN void store_codes(u8* to, u32 word) {
-    if constexpr (F::BITS == 8) *(u32*)to = word;
-    else *(unsigned short*)to = (unsigned short)word;
+    if constexpr (F::BITS == 8)
+        *(u32*)to = word;
+    else
+        *(unsigned short*)to = (unsigned short)word;
 }
 
 }  // namespace ZEROCAST_ISA

@@ -1,13 +1,16 @@
-// How a CUDA launch is cut: one tile a thread block, and four elements side by side, a quad, at a time a thread.
+// How a CUDA launch is cut: a thread block takes a tile, a thread four elements side by side, a
+// quad, at a time.
 //
-// Python makes the tiles (zerocast/backends/cuda/tiling.py), once, for all weights of a launch: a kernel divides
-// nothing to find its work. Only tiles in which the rank owns an element exist. There are two shapes, both of
-// TILE_QUADS quads a thread:
+// Python makes the tiles (zerocast/backends/cuda/tiling.py), once, for all weights of a launch: a
+// kernel divides nothing to find its work. Only tiles in which the rank owns an element exist.
+// There are two shapes, both of TILE_QUADS quads a thread:
 //
-//     tall    16 rows of one row of blocks, 512 columns       blocks at least 16 high
-//     flat    one row, 8192 columns                           lower blocks; a weight under one scale, seen as one row
+//     tall    16 rows of one row of blocks, 512 columns    blocks at least 16 high
+//     flat    one row, 8192 columns                        lower blocks, and a weight of one block,
+//                                                          which is seen as one row
 //
-// A thread's quads are a constant stride apart, and the threads of a warp read 512 consecutive bytes.
+// A thread's quads are a constant stride apart, and the threads of a warp read 512 consecutive
+// bytes.
 #pragma once
 
 #include "tables.h"
@@ -27,24 +30,25 @@ static_assert(4 * TILE_QUADS * THREADS == FLAT_COLS, "a thread's quads fill a ti
 
 // A part of a weight, inside one row of blocks.
 struct Tile {
-    i32 weight;           // row of the table
-    short rows, cols;     // of the matrix in this tile
-    i32 blocks;           // side by side in this tile, cut ones included
-    i32 offset;           // columns of the first block to the left of the tile; 0 where blocks is 1
-    i64 element;          // flat index of the first element
-    i64 first_block;      // its block
+    i32 weight;        // row of the table
+    short rows, cols;  // of the matrix in this tile
+    i32 blocks;        // side by side in this tile, cut ones included
+    i32 offset;        // columns of the first block to the left of the tile; 0 where blocks is 1
+    i64 element;       // flat index of the first element
+    i64 first_block;   // its block
 };
 static_assert(sizeof(Tile) == 32, "four words of the table that Python makes");
 
 // The quads of one thread in one tile.
 struct Quads {
-    i64 element;      // flat index, in the weight, of the first quad's first element
-    i64 step;         // elements from one quad to the next
-    int row, col;     // of the first quad in the tile
+    i64 element;   // flat index, in the weight, of the first quad's first element
+    i64 step;      // elements from one quad to the next
+    int row, col;  // of the first quad in the tile
     int row_step, col_step;
-    int rows, cols;   // of the tile
+    int rows, cols;  // of the tile
 
-    ZEROCAST_FN Quads(const Tile& tile, const Grid& grid, int thread) : rows(tile.rows), cols(tile.cols) {
+    ZEROCAST_FN Quads(const Tile& tile, const Grid& grid, int thread)
+        : rows(tile.rows), cols(tile.cols) {
         bool tall = grid.block_h >= TALL_ROWS;
         constexpr int ACROSS = TALL_COLS / 4;
         row = tall ? thread / ACROSS : 0;
@@ -65,7 +69,8 @@ ZEROCAST_FN int block_in_tile(const Tile& tile, const Grid& grid, int col) {
     return tile.blocks == 1 ? 0 : (int)((u32)(tile.offset + col) / (u32)grid.block_w);
 }
 
-// Whether a quad can be read or written at once: the first one lies at a multiple of `bytes`, and so does every row.
+// Whether a quad can be read or written at once: the first one lies at a multiple of `bytes`, and
+// so does every row.
 ZEROCAST_FN bool quads_aligned(const void* first, int bytes, const Tile& tile, const Grid& grid) {
     return (u64)first % bytes == 0 && (tile.rows == 1 || grid.cols % 4 == 0);
 }
@@ -78,11 +83,13 @@ ZEROCAST_FN bool quads_keep_to_blocks(const Tile& tile, const Grid& grid) {
 // Whether element j of quad i is of the tile and of [start, end), which this rank owns.
 ZEROCAST_FN bool owns(const Quads& quads, i64 start, i64 end, int i, int j) {
     i64 element = quads.at(i) + j;
-    return quads.row_of(i) < quads.rows && quads.col_of(i) + j < quads.cols && element >= start && element < end;
+    return quads.row_of(i) < quads.rows && quads.col_of(i) + j < quads.cols && element >= start
+           && element < end;
 }
 
 // Bit i says whether all four elements of quad i are owned.
-ZEROCAST_FN u32 whole_quads(const Quads& quads, const Tile& tile, const Grid& grid, i64 start, i64 end) {
+ZEROCAST_FN u32 whole_quads(const Quads& quads, const Tile& tile, const Grid& grid, i64 start,
+                            i64 end) {
     i64 last = tile.element + (tile.rows - 1) * grid.cols + tile.cols - 1;
     bool full = tile.rows * tile.cols == 4 * TILE_QUADS * THREADS;
     if (full && tile.element >= start && last < end) return ALL_QUADS;

@@ -1,0 +1,328 @@
+// CUDA C++ on a CPU, for tests: enough of it to compile the kernels unchanged with g++ and to run
+// them.
+//
+// Included before a kernel's source (g++ -include). Each CUDA thread of a block is a fiber with a
+// stack of its own; a fiber runs until it waits at a barrier or for its warp, or ends. Blocks run
+// one after the other, and so do fibers, in an order that the caller chooses: what depends on the
+// order, because a barrier is missing, shows in one of them.
+//
+// It reports a barrier that only some threads reach, threads that wait at different barriers, a
+// warp function whose mask lacks the caller or differs between lanes, and a stack that overflowed.
+// Shared memory holds rubbish when a block starts. NOT here: anything about time, races of single
+// instructions, inline PTX. x86-64 only.
+#pragma once
+
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+
+// --- the language ---
+
+#define __global__
+#define __launch_bounds__(...)
+#define __shared__ static __attribute__((section("emulated_shared"), used))
+
+struct emulated_index {
+    unsigned x, y, z;
+};
+struct alignas(16) float4 {
+    float x, y, z, w;
+};
+struct alignas(16) uint4 {
+    unsigned x, y, z, w;
+};
+struct alignas(16) int4 {
+    int x, y, z, w;
+};
+
+namespace emulation {
+
+typedef uint64_t u64;
+constexpr int MAX_THREADS = 1024, WARP = 32;
+constexpr size_t STACK = 64 << 10;
+constexpr u64 CANARY = 0x5EA15EA15EA15EA1;
+constexpr unsigned char RUBBISH = 0xC7;
+
+enum State { READY, IN_BLOCK, IN_WARP, ENDED };
+
+struct Fiber {
+    void* stack_pointer;
+    emulated_index index;
+    State state;
+    int line;       // of the barrier or warp function that it waits in
+    unsigned mask;  // of the warp function
+    int value;      // what it gave to it
+};
+
+struct Warp {
+    int values[WARP];  // of the last warp function that all lanes of its mask have reached
+};
+
+static Fiber fibers[MAX_THREADS];
+static Warp warps[MAX_THREADS / WARP];
+static unsigned char* stacks;
+static Fiber* current;
+static void* scheduler;
+static emulated_index block_index, block_size, grid_size;
+static char* error;
+static size_t error_size;
+static void (*kernel)(u64, u64, u64, u64, u64, u64, u64, u64);
+static u64 arguments[8];
+static u64 random_state;
+
+// Saves the registers that a call must keep, and goes on where `to` saved its own.
+extern "C" void emulation_switch(void** save, void* to) __attribute__((visibility("hidden")));
+asm(R"(
+    .text
+    .hidden emulation_switch
+    .globl emulation_switch
+    .type emulation_switch, @function
+emulation_switch:
+    pushq %rbp
+    pushq %rbx
+    pushq %r12
+    pushq %r13
+    pushq %r14
+    pushq %r15
+    movq %rsp, (%rdi)
+    movq %rsi, %rsp
+    popq %r15
+    popq %r14
+    popq %r13
+    popq %r12
+    popq %rbx
+    popq %rbp
+    ret
+    .size emulation_switch, .-emulation_switch
+)");
+
+static void yield() { emulation_switch(&current->stack_pointer, scheduler); }
+
+// The whole launch ends: the fibers are left where they are, having nothing to clean up.
+[[noreturn]] static void end_launch() {
+    for (;;) yield();
+}
+
+template <class... Values>
+static void report(const char* format, Values... values) {
+    if (!*error) snprintf(error, error_size, format, values...);
+}
+
+static void fiber_main() {
+    const u64* a = arguments;
+    kernel(a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7]);
+    current->state = ENDED;
+    end_launch();
+}
+
+static u64 random_below(u64 n) {
+    random_state ^= random_state << 13;
+    random_state ^= random_state >> 7;
+    random_state ^= random_state << 17;
+    return random_state % n;
+}
+
+enum Order { FORWARD, REVERSE, RANDOM };
+
+static void fill_order(unsigned* order, unsigned n, int how) {
+    for (unsigned i = 0; i < n; i++) order[i] = how == REVERSE ? n - 1 - i : i;
+    for (unsigned i = n; how == RANDOM && i > 1; i--) {
+        unsigned j = (unsigned)random_below(i), held = order[i - 1];
+        order[i - 1] = order[j];
+        order[j] = held;
+    }
+}
+
+static void start_fiber(unsigned thread) {
+    Fiber& fiber = fibers[thread];
+    fiber = Fiber{};
+    fiber.index.x = thread;
+    unsigned char* bottom = stacks + thread * STACK;
+    memcpy(bottom, &CANARY, sizeof CANARY);
+    auto top = (u64*)(bottom + STACK);
+    top[-2] = (u64)&fiber_main;  // what `ret` takes; the stack is then as after a call
+    fiber.stack_pointer = top - 2 - 6;
+}
+
+// Once no thread is ready: lets all pass the barrier that they wait at, or says why not.
+static bool pass_barrier(unsigned threads) {
+    for (unsigned t = 0; t < threads; t++) {
+        const Fiber &fiber = fibers[t], &first = fibers[0];
+        if (fiber.state == IN_WARP) {
+            report(
+                "block %u: thread %u waits in the warp function of line %d for lanes that do not "
+                "come, mask %08x",
+                block_index.x, t, fiber.line, fiber.mask);
+        } else if (fiber.state != first.state) {
+            const Fiber& waiting = fiber.state == IN_BLOCK ? fiber : first;
+            report(
+                "block %u: divergent barrier: thread %u waits at __syncthreads of line %d, and "
+                "thread %u has ended",
+                block_index.x, waiting.index.x, waiting.line, fiber.state == IN_BLOCK ? 0 : t);
+        } else if (fiber.line != first.line) {
+            report(
+                "block %u: divergent barrier: thread 0 waits at __syncthreads of line %d, thread "
+                "%u at line %d",
+                block_index.x, first.line, t, fiber.line);
+        }
+    }
+    if (*error) return false;
+    for (unsigned t = 0; t < threads; t++) fibers[t].state = READY;
+    return true;
+}
+
+static bool run_block(unsigned threads, int how) {
+    static unsigned order[MAX_THREADS];
+    for (unsigned t = 0; t < threads; t++) start_fiber(t);
+    for (;;) {
+        bool ran = false, ended = true;
+        fill_order(order, threads, how);
+        for (unsigned i = 0; i < threads; i++) {
+            Fiber& fiber = fibers[order[i]];
+            if (fiber.state == READY) {
+                current = &fiber;
+                emulation_switch(&scheduler, fiber.stack_pointer);
+                ran = true;
+                if (*error) return false;
+            }
+            ended &= fiber.state == ENDED;
+        }
+        if (ended) break;
+        if (!ran && !pass_barrier(threads)) return false;
+    }
+    for (unsigned t = 0; t < threads; t++) {
+        if (memcmp(stacks + t * STACK, &CANARY, sizeof CANARY)) {
+            report("block %u: the stack of thread %u overflowed", block_index.x, t);
+        }
+    }
+    return !*error;
+}
+
+// --- what kernels call ---
+
+static void barrier(int line) {
+    current->state = IN_BLOCK;
+    current->line = line;
+    yield();
+}
+
+// Waits until all lanes of mask have given a value; then they are in the warp's values.
+static const int* exchange(unsigned mask, int value, int line) {
+    unsigned thread = current->index.x, lane = thread % WARP;
+    Warp& warp = warps[thread / WARP];
+    Fiber* lanes = fibers + thread / WARP * WARP;
+    if (!(mask >> lane & 1)) {
+        report("block %u: thread %u is not in the mask %08x of its warp function of line %d",
+               block_index.x, thread, mask, line);
+        end_launch();
+    }
+    current->state = IN_WARP;
+    current->line = line;
+    current->mask = mask;
+    current->value = value;
+    bool all = true;
+    for (unsigned i = 0; i < WARP; i++) {
+        if (!(mask >> i & 1)) continue;
+        unsigned other = thread / WARP * WARP + i;
+        if (other >= block_size.x) {
+            report("block %u: the mask %08x of line %d names lanes that the block has not",
+                   block_index.x, mask, line);
+            end_launch();
+        }
+        all &= lanes[i].state == IN_WARP;
+        if (lanes[i].state == IN_WARP && (lanes[i].mask != mask || lanes[i].line != line)) {
+            report("block %u: thread %u gives mask %08x in line %d, thread %u mask %08x in line %d",
+                   block_index.x, thread, mask, line, other, lanes[i].mask, lanes[i].line);
+            end_launch();
+        }
+    }
+    if (all) {
+        for (unsigned i = 0; i < WARP; i++) {
+            if (!(mask >> i & 1)) continue;
+            warp.values[i] = lanes[i].value;
+            lanes[i].state = READY;
+        }
+    } else {
+        yield();
+    }
+    return warp.values;
+}
+
+}  // namespace emulation
+
+#define threadIdx (emulation::current->index)
+#define blockIdx (emulation::block_index)
+#define blockDim (emulation::block_size)
+#define gridDim (emulation::grid_size)
+#define __syncthreads() emulation::barrier(__LINE__)
+
+static inline void __syncwarp(unsigned mask = 0xFFFFFFFFu, int line = __builtin_LINE()) {
+    emulation::exchange(mask, 0, line);
+}
+
+static inline int __reduce_max_sync(unsigned mask, int value, int line = __builtin_LINE()) {
+    const int* values = emulation::exchange(mask, value, line);
+    int largest = value;
+    for (int i = 0; i < emulation::WARP; i++) {
+        if (mask >> i & 1 && values[i] > largest) largest = values[i];
+    }
+    return largest;
+}
+
+static inline int __shfl_xor_sync(unsigned mask, int value, int lane_mask,
+                                  int line = __builtin_LINE()) {
+    return emulation::exchange(mask, value, line)[(threadIdx.x % emulation::WARP) ^ lane_mask];
+}
+
+static inline int atomicMax(int* at, int value) {
+    int old = *at;
+    if (value > old) *at = value;
+    return old;
+}
+
+static inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
+    uint64_t both = (uint64_t)y << 32 | x;
+    unsigned result = 0;
+    for (int i = 0; i < 4; i++)
+        result |= (unsigned)(both >> 8 * (selector >> 4 * i & 7) & 0xFF) << 8 * i;
+    return result;
+}
+
+// --- how Python starts a kernel ---
+
+extern "C" {
+extern unsigned char __start_emulated_shared[] __attribute__((weak, visibility("hidden")));
+extern unsigned char __stop_emulated_shared[] __attribute__((weak, visibility("hidden")));
+
+// arguments: addresses of `count` 64-bit values. 0, or 1 with a message in `message`.
+int emulation_launch(void* function, unsigned grid, unsigned threads, void** values, int count,
+                     int order, unsigned long long seed, char* message, size_t message_size) {
+    using namespace emulation;
+    static unsigned* blocks;
+    error = message;
+    error_size = message_size;
+    *error = 0;
+    if (threads > MAX_THREADS || count > 8) {
+        report("the emulation takes %d threads and 8 arguments at most", MAX_THREADS);
+        return 1;
+    }
+    if (!stacks) stacks = (unsigned char*)aligned_alloc(4096, MAX_THREADS * STACK);
+    kernel = (decltype(kernel))function;
+    for (int i = 0; i < count; i++) memcpy(&arguments[i], values[i], sizeof(u64));
+    random_state = seed * 2 + 1;
+    block_size = {threads, 1, 1};
+    grid_size = {grid, 1, 1};
+    blocks = (unsigned*)realloc(blocks, grid * sizeof *blocks);
+    fill_order(blocks, grid, order);
+    for (unsigned b = 0; b < grid; b++) {
+        block_index = {blocks[b], 0, 0};
+        if (__start_emulated_shared) {
+            memset(__start_emulated_shared, RUBBISH,
+                   __stop_emulated_shared - __start_emulated_shared);
+        }
+        if (!run_block(threads, order)) return 1;
+    }
+    return 0;
+}
+}

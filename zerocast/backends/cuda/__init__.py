@@ -1,0 +1,16 @@
+"""The CUDA backend: one launch of our own kernels for any number of weights.
+
+    backend      operations -> tables, grids, arguments
+    tiling       which tiles a launch visits
+    launcher     the interface through which kernels run
+    device       that interface on a GPU: CuPy's driver calls, torch's stream
+    compiler     sources -> machine code, by NVRTC, kept on disk
+
+The kernels are in ``cuda_src/kernels``, their arithmetic in ``cuda_src/include/zerocast``. Nothing
+here imports CuPy before a GPU is used.
+"""
+
+from zerocast.backends.cuda.backend import CudaBackend
+from zerocast.backends.cuda.launcher import Arguments, Kernel, Launcher
+
+__all__ = ["Arguments", "CudaBackend", "Kernel", "Launcher"]

@@ -1,0 +1,153 @@
+"""From the kernels' sources to machine code for one architecture, by NVRTC, kept on disk.
+
+CuPy's own compilation flushes subnormals and forgets the included headers in its cache key, so only
+its low-level interface to NVRTC is used. That needs no driver and no GPU. A compiled source is kept
+in a file named by everything that shapes it, and appears there at once and whole: ranks that start
+together may all compile, and each reads what any of them has finished.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from zerocast.backends.cuda.sources import cuda_sources
+from zerocast.errors import BackendError
+
+FLAGS = ("--std=c++17", "--fmad=false", "--ftz=false", "--prec-div=true", "--prec-sqrt=true")
+"""IEEE arithmetic, as the headers demand: nothing contracted, nothing flushed, exact division."""
+
+OLDEST = (8, 0)
+"""The compute capability from which on the kernels run: warps reduce integers by themselves."""
+
+REMEDY = "pip install 'zerocast[cuda]'"
+
+
+def architecture(capability: tuple[int, int]) -> str:
+    """What to compile for: (9, 0) -> ``"sm_90"``; from (10, 0) on with the architecture's own
+    instructions, ``"sm_100a"``.
+
+    Raises:
+        BackendError: for a GPU that is too old.
+    """
+    if capability < OLDEST:
+        raise BackendError(
+            f"the cuda backend needs a GPU of compute capability {OLDEST[0]}.{OLDEST[1]} or newer, "
+            f"got {capability[0]}.{capability[1]}; use_backend('reference') runs there."
+        )
+    major, minor = capability
+    return f"sm_{major}{minor}{'a' if major >= 10 else ''}"
+
+
+def default_cache() -> Path:
+    """Where compiled kernels are kept: the user's cache directory (XDG), ``zerocast/kernels``."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zerocast" / "kernels"
+
+
+def import_nvrtc() -> Any:
+    """CuPy's interface to NVRTC.
+
+    Raises:
+        BackendError: where CuPy or NVRTC is missing, with the remedy.
+    """
+    try:
+        from cupy.cuda import nvrtc
+
+        nvrtc.getVersion()
+    except (ImportError, RuntimeError) as error:  # RuntimeError: CuPy is there, NVRTC is not
+        raise BackendError(
+            f"the cuda backend needs CuPy and NVRTC, got '{str(error).strip()}'; {REMEDY}."
+        ) from error
+    return nvrtc
+
+
+def compile_text(
+    text: str, name: str, arch: str, include: Path, options: tuple[str, ...] = ()
+) -> tuple[bytes, str]:
+    """Compile CUDA C++ to a cubin.
+
+    Args:
+        text: the source.
+        name: what messages call it.
+        arch: such as ``"sm_90"``.
+        include: the folder of ``zerocast/*.h``.
+        options: beside FLAGS.
+
+    Returns:
+        The cubin, and what the compiler said.
+
+    Raises:
+        BackendError: where it does not compile, with the compiler's log.
+    """
+    nvrtc = import_nvrtc()
+    program = nvrtc.createProgram(text, f"{name}.cu", (), ())
+    flags = (f"--gpu-architecture={arch}", *FLAGS, f"--include-path={include}", *options)
+    try:
+        nvrtc.compileProgram(program, flags)
+        # CuPy takes the last byte, a zero as it happens, for the end of a string.
+        cubin = nvrtc.getCUBIN(program) + b"\0"
+        log = nvrtc.getProgramLog(program).strip("\0\n")
+    except nvrtc.NVRTCError as error:
+        log = nvrtc.getProgramLog(program).strip("\0\n")
+        raise BackendError(
+            f"NVRTC {'.'.join(map(str, nvrtc.getVersion()))} must compile the kernels of {name} "
+            f"for {arch}, got '{error}':\n{log}\nAn NVRTC that does not know {arch} is too old: "
+            f"{REMEDY} --upgrade. Until then use_backend('reference') runs there."
+        ) from error
+    finally:
+        nvrtc.destroyProgram(program)
+    return cubin, log
+
+
+def cache_key(source: str, arch: str) -> str:
+    """A name for the cubin of ``kernels/<source>.cu``: a hash of all that shapes it.
+
+    Raises:
+        BackendError: where CuPy, NVRTC or the sources are missing.
+    """
+    root = cuda_sources()
+    parts = [arch, repr(FLAGS), repr(import_nvrtc().getVersion())]
+    for file in [root / "kernels" / f"{source}.cu", *sorted((root / "include").rglob("*.h"))]:
+        parts += [file.relative_to(root).as_posix(), file.read_text()]
+    digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()
+    return f"{source}-{arch}-{digest[:24]}"
+
+
+def compiled(source: str, arch: str, cache: Path | None = None) -> bytes:
+    """The cubin of ``kernels/<source>.cu`` for ``arch``: from the cache, or compiled and kept.
+
+    A cache that cannot be written is done without.
+
+    Args:
+        cache: a folder; None for :func:`default_cache`.
+
+    Raises:
+        BackendError: where it is not kept and cannot be compiled.
+    """
+    folder = default_cache() if cache is None else cache
+    kept = folder / f"{cache_key(source, arch)}.cubin"
+    with suppress(OSError):
+        return kept.read_bytes()
+    root = cuda_sources()
+    text = (root / "kernels" / f"{source}.cu").read_text()
+    cubin, _ = compile_text(text, source, arch, root / "include")
+    with suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        _publish(kept, cubin)
+    return cubin
+
+
+def _publish(path: Path, content: bytes) -> None:
+    """Let ``path`` hold ``content``, at no time a part of it."""
+    descriptor, draft = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+        os.replace(draft, path)
+    except OSError:
+        os.unlink(draft)
+        raise

@@ -1,0 +1,106 @@
+"""The launcher of a GPU: kernels by the driver's calls, through CuPy, on torch's current stream."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zerocast.backends.cuda.compiler import REMEDY, architecture, compiled, import_nvrtc
+from zerocast.backends.cuda.launcher import MAX_GRID, Arguments, Kernel
+from zerocast.errors import BackendError
+
+
+class DeviceLauncher:
+    """Launches on one GPU; see :class:`zerocast.backends.cuda.Launcher`.
+
+    A launch goes to the stream that is torch's current one for the device at that moment, so it is
+    ordered with torch's own kernels, and is recorded where that stream is being captured.
+
+    Args:
+        device: a CUDA device with its index.
+        cache: the folder of compiled kernels; None for the user's cache directory.
+
+    Raises:
+        BackendError: where torch sees no such GPU, it is too old, or CuPy or NVRTC is missing.
+    """
+
+    def __init__(self, device: torch.device, cache: Path | None = None) -> None:
+        if torch.version.cuda is None or not torch.cuda.is_available():
+            raise BackendError(
+                "the cuda backend needs a GPU that torch can use, got a torch that "
+                + ("sees none" if torch.version.cuda else "was built without CUDA")
+                + "; install the driver, and a CUDA build of torch."
+            )
+        assert device.type == "cuda"
+        assert device.index is not None
+        import_nvrtc()
+        self.device = device
+        self.launches = 0
+        self.max_grid = MAX_GRID
+        self._arch = architecture(torch.cuda.get_device_capability(device))
+        self._cache = cache
+        self._modules: dict[str, int] = {}
+
+    def upload(self, table: torch.Tensor) -> torch.Tensor:
+        if torch.cuda.is_current_stream_capturing():
+            raise BackendError(
+                "a plan must be made, and its weights moved, before a CUDA graph is captured, got "
+                "a stream that is being captured; run plan.cast() once outside of the capture."
+            )
+        return table.to(self.device)
+
+    def refresh(self, table: torch.Tensor, values: torch.Tensor) -> None:
+        if torch.cuda.is_current_stream_capturing():
+            raise BackendError(
+                "masters must be bound before a CUDA graph is captured, got other tensors in a "
+                "capture; run plan.cast(master_weights) once outside, then capture plan.cast()."
+            )
+        # torch keeps the pinned copy until the transfer is over.
+        table.copy_(values.pin_memory(), non_blocking=True)
+
+    def prepare(self, kernel: Kernel) -> int:
+        with torch.cuda.device(self.device):
+            torch.empty(1, device=self.device)  # torch makes the context that all of this shares
+            try:
+                if kernel.source not in self._modules:
+                    cubin = compiled(kernel.source, self._arch, self._cache)
+                    self._modules[kernel.source] = self._driver.moduleLoadData(cubin)
+                return int(
+                    self._driver.moduleGetFunction(self._modules[kernel.source], kernel.name)
+                )
+            except self._driver.CUDADriverError as error:
+                raise BackendError(
+                    f"the driver must load kernel {kernel.name} for {self._arch}, got '{error}'; a "
+                    f"driver older than the compiler does not take its code: install a newer "
+                    f"driver, or an nvidia-cuda-nvrtc of the driver's version."
+                ) from error
+
+    def launch(self, kernel: Kernel, handle: int, grid: int, arguments: Arguments) -> None:
+        if torch.cuda.current_device() != self.device.index:
+            with torch.cuda.device(self.device):
+                self.launch(kernel, handle, grid, arguments)
+            return
+        stream = torch.cuda.current_stream().cuda_stream
+        self.launches += 1
+        try:
+            self._driver.launchKernel(
+                handle, grid, 1, 1, kernel.threads, 1, 1, 0, stream, arguments.address, 0
+            )
+        except self._driver.CUDADriverError as error:
+            raise BackendError(
+                f"the driver must launch kernel {kernel.name} on {grid} blocks of "
+                f"{kernel.threads} threads on {self.device}, got '{error}'. An error that an "
+                "earlier kernel of any library left behind shows here: run again with "
+                "CUDA_LAUNCH_BLOCKING=1 to find it."
+            ) from error
+
+    @cached_property
+    def _driver(self) -> Any:
+        try:
+            from cupy.cuda import driver
+        except ImportError as error:
+            raise BackendError(f"the cuda backend needs CuPy, got '{error}'; {REMEDY}.") from error
+        return driver

@@ -1,0 +1,91 @@
+"""Launcher: the one interface through which kernels run.
+
+:class:`zerocast.backends.cuda.CudaBackend` makes tables, grids and arguments; a launcher runs a
+kernel on them. On a device that is :class:`zerocast.backends.cuda.device.DeviceLauncher`. The tests
+run the same kernels, tables, grids and arguments on a CPU, through a launcher of their own.
+
+Every argument of a kernel is 64 bits wide, an address or an int64, and keeps its value from launch
+to launch; so an argument table is made once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+MAX_GRID = 2**31 - 1
+"""Thread blocks of one launch at most; a kernel goes on to the tiles beyond by itself."""
+
+
+class Arguments:
+    """The arguments of one kernel, as ``cuLaunchKernel`` takes them: addresses of 64-bit values."""
+
+    def __init__(self, values: Sequence[int]) -> None:
+        self._values = (ctypes.c_int64 * len(values))(*values)
+        first, size = ctypes.addressof(self._values), ctypes.sizeof(ctypes.c_int64)
+        self._pointers = (ctypes.c_void_p * len(values))(
+            *(first + i * size for i in range(len(values)))
+        )
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    @property
+    def address(self) -> int:
+        """Of the array of pointers."""
+        return ctypes.addressof(self._pointers)
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """One kernel: the source file ``cuda_src/kernels/<source>.cu``, the function in it, and the
+    threads of a block.
+    """
+
+    source: str
+    name: str
+    threads: int
+
+
+class Launcher(Protocol):
+    """Who runs kernels, and where their tables lie.
+
+    Attributes:
+        device: where the tensors must be that the tables point to.
+        launches: kernels launched so far.
+        max_grid: the most thread blocks that one launch has.
+    """
+
+    device: torch.device
+    launches: int
+    max_grid: int
+
+    def upload(self, table: torch.Tensor) -> torch.Tensor:
+        """A copy of a host table that kernels can read; there when this returns."""
+        ...
+
+    def refresh(self, table: torch.Tensor, values: torch.Tensor) -> None:
+        """Overwrite an uploaded table by a host tensor of the same shape, in the order of the
+        launches around it and without waiting.
+        """
+        ...
+
+    def prepare(self, kernel: Kernel) -> int:
+        """Make ``kernel`` ready to be launched; the handle for :meth:`launch`.
+
+        Raises:
+            BackendError: where it cannot be compiled or loaded, with its name and the remedy.
+        """
+        ...
+
+    def launch(self, kernel: Kernel, handle: int, grid: int, arguments: Arguments) -> None:
+        """Run ``grid`` thread blocks, after everything launched before.
+
+        Raises:
+            BackendError: where the driver refuses, with the kernel's name.
+        """
+        ...

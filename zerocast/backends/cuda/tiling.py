@@ -1,0 +1,129 @@
+"""Which tiles a launch visits: integers only, made once, on the host.
+
+A kernel takes one tile a thread block and divides nothing to find it. Amax and cast follow the
+shard: a tile in which this rank owns no element is not in the table. The constants and the fields
+of a row are those of ``cuda_src/include/zerocast/tiles.h`` and ``planes.h``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from zerocast.layout import BlockGrid, Extent, ceil_div
+
+TALL_ROWS, TALL_COLS = 16, 512
+FLAT_COLS = 8192
+MAX_TILE_BLOCKS = 512
+
+SCALE_GROUPS, SCALE_COLS = 4, 256
+"""A tile of compute_scale: rows of blocks, stored columns."""
+
+SQUARE = 128
+"""Bytes along both sides of a tile that is transposed."""
+
+COPIED_GROUPS = 8
+"""Rows of blocks of the columnwise scale plane in a tile, ``SQUARE`` columns wide."""
+
+
+def tiled_grid(grid: BlockGrid) -> BlockGrid:
+    """The matrix as tiles see it: a weight of one block is one row, whatever its shape."""
+    return BlockGrid(1, grid.numel, 1, grid.numel) if grid.num_blocks == 1 else grid
+
+
+def shard_tiles(weight: int, grid: BlockGrid, extent: Extent) -> torch.Tensor:
+    """The tiles of ``grid`` that hold elements of ``extent``, which is not empty.
+
+    Rows of the table go along the matrix's rows, so neighbouring thread blocks read neighbouring
+    memory.
+
+    Args:
+        weight: the shard's row in the table of shards.
+        grid: as :func:`tiled_grid` gives it.
+
+    Returns:
+        int64 [tiles, 4], the fields of ``Tile``.
+    """
+    tall = grid.block_h >= TALL_ROWS
+    height = TALL_ROWS if tall else 1
+    width = TALL_COLS if tall else min(FLAT_COLS, MAX_TILE_BLOCKS * grid.block_w)
+    width = min(width, FLAT_COLS) // 4 * 4
+    across = ceil_div(grid.cols, width)
+
+    # Groups of rows, none of which lies in two rows of blocks; those of a block are numbered on.
+    per_block = ceil_div(grid.block_h, height)
+
+    def group_of(row: int) -> int:
+        return row // grid.block_h * per_block + row % grid.block_h // height
+
+    first_row, first_col = divmod(extent.start, grid.cols)
+    last_row, last_col = divmod(extent.end - 1, grid.cols)
+    first, last = group_of(first_row), group_of(last_row)
+    group = torch.arange(first, last + 1, dtype=torch.int64, device="cpu").repeat_interleave(across)
+    column = torch.arange(across, dtype=torch.int64, device="cpu").repeat(last + 1 - first)
+
+    block_row = group // per_block
+    row = block_row * grid.block_h + group % per_block * height
+    row_end = torch.minimum(row + height, ((block_row + 1) * grid.block_h).clamp(max=grid.rows))
+    col = column * width
+    cols = (grid.cols - col).clamp(max=width)
+    # Of the tile's rows those that the shard reaches, and of a cut row the columns: it is enough
+    # that one row of the tile is met.
+    top = row.clamp(min=first_row)
+    bottom = (row_end - 1).clamp(max=last_row)
+    starts_late = (top == first_row) & (first_col >= col + cols)
+    ends_early = (bottom == last_row) & (last_col < col)
+    top, bottom = top + starts_late.long(), bottom - ends_early.long()
+    met = top <= bottom
+
+    block_col = col // grid.block_w
+    offset = col - block_col * grid.block_w
+    blocks = (offset + cols - 1) // grid.block_w + 1
+    offset = torch.where(blocks == 1, 0, offset)
+    fields = [
+        weight + ((row_end - row) << 32) + (cols << 48),
+        blocks + (offset << 32),
+        row * grid.cols + col,
+        block_row * grid.blocks_w + block_col,
+    ]
+    return torch.stack(fields, dim=1)[met]
+
+
+def scale_tiles(weight: int, shape: tuple[int, int], row_repeat: int) -> torch.Tensor:
+    """The tiles of a stored plane of scales; int64 [tiles, 4], the fields of ``PlaneTile``.
+
+    Rows count groups of ``row_repeat`` stored rows, columns stored columns.
+    """
+    rows, cols = ceil_div(shape[0], row_repeat), shape[1]
+    return _plane_tiles(weight, 0, (rows, cols), SCALE_GROUPS, SCALE_COLS)
+
+
+def code_squares(weight: int, rows: int, cols: int) -> torch.Tensor:
+    """The squares of a matrix of ``rows`` x ``cols`` bytes; int64 [tiles, 4], as
+    :func:`scale_tiles`.
+    """
+    return _plane_tiles(weight, 0, (rows, cols), SQUARE, SQUARE)
+
+
+def copied_scale_tiles(weight: int, shape: tuple[int, int], row_repeat: int) -> torch.Tensor:
+    """The tiles of a columnwise plane of scales that is copied; int64 [tiles, 4], as
+    :func:`scale_tiles`.
+    """
+    rows, cols = ceil_div(shape[0], row_repeat), shape[1]
+    return _plane_tiles(weight, 1, (rows, cols), COPIED_GROUPS, SQUARE)
+
+
+def table(rows: Iterable[torch.Tensor]) -> torch.Tensor:
+    """The tiles of all weights, int64 [tiles, 4]."""
+    return torch.cat([torch.empty(0, 4, dtype=torch.int64, device="cpu"), *rows])
+
+
+def _plane_tiles(
+    weight: int, part: int, shape: tuple[int, int], height: int, width: int
+) -> torch.Tensor:
+    down, across = ceil_div(shape[0], height), ceil_div(shape[1], width)
+    row = torch.arange(down, dtype=torch.int64, device="cpu").repeat_interleave(across) * height
+    col = torch.arange(across, dtype=torch.int64, device="cpu").repeat(down) * width
+    first = torch.full_like(row, weight + (part << 32))
+    return torch.stack([first, row, (row + height).clamp(max=shape[0]), col], dim=1)
