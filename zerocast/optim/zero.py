@@ -59,8 +59,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
     those were kept, else from the weights' own. Each rank contributes its part, so weights are
     equal on all ranks even where they were not before.
 
-    Gradients accumulate in ``.grad`` as always: several backward passes, one reduce-scatter at the
-    step. A weight for which no rank has a gradient is left out of the step. Beside masters and
+    Gradients accumulate in ``.grad`` as always, in its dtype: several backward passes, one
+    reduce-scatter at the step. A weight for which no rank has a gradient is left out of the step. Beside masters and
     state a rank holds FP32 buffers for gradients: one of all weights' size but at most 64 MiB, and
     where that is not all weights, 4 / ranks bytes an element.
 
@@ -209,9 +209,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
     ) -> torch.Tensor:
         """Scale the mean gradients so that their norm over all weights is at most ``max_norm``.
 
-        Collective; call it after the last backward pass of a step, in place of
-        ``torch.nn.utils.clip_grad_norm_``, which would see this rank's gradients only. It reduces
-        the gradients and the following :meth:`step` uses them; ``.grad`` itself stays as it is.
+        Collective; call it after the last backward pass of a step (and a GradScaler's ``unscale_``)
+        in place of ``torch.nn.utils.clip_grad_norm_``, which would see this rank's gradients only.
+        It reduces the gradients and the following :meth:`step` uses them; ``.grad`` itself stays as
+        it is.
 
         Args:
             norm_type: any positive order, ``math.inf`` included.
