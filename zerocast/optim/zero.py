@@ -60,9 +60,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
     equal on all ranks even where they were not before.
 
     Gradients accumulate in ``.grad`` as always, in its dtype: several backward passes, one
-    reduce-scatter at the step. A weight for which no rank has a gradient is left out of the step. Beside masters and
-    state a rank holds FP32 buffers for gradients: one of all weights' size but at most 64 MiB, and
-    where that is not all weights, 4 / ranks bytes an element.
+    reduce-scatter at the step. A weight for which no rank has a gradient is left out of the step.
+    Beside masters and state a rank holds FP32 buffers for gradients: one of all weights' size but
+    at most 64 MiB, and where that is not all weights, 4 / ranks bytes an element.
 
     Args:
         params: parameters, (name, parameter) pairs or param groups. Quantized weights, and plain
