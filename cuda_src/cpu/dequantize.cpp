@@ -1,53 +1,72 @@
 // dequantize: decode whole weights to FP32.
 #include <zerocast/scaling.h>
 
-#include "launch.h"
 #include "simd.h"
+#include "strips.h"
 
 namespace zerocast {
 inline namespace ZEROCAST_ISA {
 namespace {
 
-// Rows [first, last) of a weight whose codes are of format F; multiplier(block row, block column)
-// decodes one block.
-template <class F, class Multiplier>
-void rows(const DequantizeTarget& target, i64 first, i64 last, const Multiplier& multiplier) {
-    const Grid& grid = target.grid;
+// Columns [begin, end) of one row, under one multiplier.
+template <class F>
+ZEROCAST_FN void decode_run(const u8* codes, i64 begin, i64 end, float multiplier, float* out) {
     constexpr int W = Native::WIDTH;
-    i64 row_bytes = F::BITS == 4 ? (grid.cols + 1) / 2 : grid.cols;
-    for (i64 r = first; r < last; r++) {
-        const u8* codes = target.codes + r * row_bytes;
-        float* out = target.out + r * grid.cols;
-        for (i64 begin = 0, b = 0; begin < grid.cols; begin += grid.block_w, b++) {
-            float by = multiplier(r / grid.block_h, b);
-            i64 end = min_of(begin + grid.block_w, grid.cols), c = begin;
-            if constexpr (F::BITS == 8) {
-                for (; c + W <= end; c += W) {
-                    auto value = decode<F, Native>(load_bytes<Native>(codes + c));
-                    Native::store(out + c, scaled<Native>(value, Native::splat(by)));
-                }
+    i64 c = begin;
+    if (F::BITS == 8 || c % 2 == 0) {
+        for (; c + W <= end; c += W) {
+            Native::Int code;
+            if constexpr (F::BITS == 4) {
+                code = load_nibbles<Native>(codes + c / 2);
+            } else {
+                code = load_bytes<Native>(codes + c);
             }
-            for (; c < end; c++) {
-                i32 code = F::BITS == 8 ? codes[c] : codes[c / 2] >> 4 * (c & 1) & 0xF;
-                out[c] = scaled<Scalar>(decode<F, Scalar>(code), by);
-            }
+            auto value = decode<F, Native>(code);
+            Native::store(out + c, scaled<Native>(value, Native::splat(multiplier)));
         }
+    }
+    for (; c < end; c++) {
+        i32 code = F::BITS == 8 ? codes[c] : codes[c / 2] >> 4 * (c & 1) & 0xF;
+        out[c] = scaled<Scalar>(decode<F, Scalar>(code), multiplier);
     }
 }
 
-template <class F>
-void float8_rows(const DequantizeTarget& target, i64 first, i64 last) {
-    auto plane = (const float*)target.scale_inv;
-    rows<F>(target, first, last,
-            [&](i64 i, i64 b) { return plane[i * target.row_repeat * target.padded_cols + b]; });
+// Whole rows of a weight: elements [begin, end). multiplier(stored scale) decodes one block.
+template <class F, class Stored, class Multiplier>
+void decode_rows(const DequantizeTarget& target, i64 begin, i64 end, const Multiplier& multiplier) {
+    const Grid& grid = target.grid;
+    i64 row_bytes = (grid.cols * F::BITS + 7) / 8, blocks_w = grid.blocks_w();
+    float multipliers[STRIP_BLOCKS];
+    auto open = [&](const Strip& strip) {
+        i64 row = strip.first_block / blocks_w * target.row_repeat;
+        auto stored = (const Stored*)target.scale_inv + row * target.padded_cols
+                      + strip.first_block % blocks_w;
+        for (i64 b = 0; b < strip.blocks; b++) multipliers[b] = multiplier(stored[b]);
+    };
+    auto work = [&](const Strip& strip, const Panel& panel) {
+        i64 row = panel.element / grid.cols;
+        for (i64 r = row; r < row + panel.rows; r++) {
+            const u8* codes = target.codes + r * row_bytes;
+            float* out = target.out + r * grid.cols;
+            i64 c = strip.col;
+            for (i64 b = 0; b < strip.blocks; b++, c += grid.block_w) {
+                i64 c_end = min_of(c + grid.block_w, grid.cols);
+                decode_run<F>(codes, c, c_end, multipliers[b], out);
+            }
+        }
+    };
+    for_each_strip(grid, begin, end, open, work, [](const Strip&) {});
 }
 
-void nvfp4_rows(const DequantizeTarget& target, i64 first, i64 last) {
-    auto plane = (const u8*)target.scale_inv;
-    rows<E2M1>(target, first, last, [&](i64 i, i64 b) {
-        return nvfp4_decode_multiplier<Scalar>(
-            plane[i * target.row_repeat * target.padded_cols + b], *target.amax);
-    });
+template <class F>
+void float8_rows(const DequantizeTarget& target, i64 begin, i64 end) {
+    decode_rows<F, float>(target, begin, end, [](float scale_inv) { return scale_inv; });
+}
+
+void nvfp4_rows(const DequantizeTarget& target, i64 begin, i64 end) {
+    float amax = *target.amax;
+    decode_rows<E2M1, u8>(target, begin, end,
+                          [=](u8 stored) { return nvfp4_decode_multiplier<Scalar>(stored, amax); });
 }
 
 }  // namespace
@@ -64,13 +83,12 @@ ZEROCAST_EXPORT(dequantize)(const void* law, const void* table, long long count,
     in_parallel(total, threads, [&](i64 part, i64 parts) {
         share(targets, count, total, part, parts, elements,
               [&](const DequantizeTarget& target, i64 begin, i64 end) {
-                  i64 first = begin / target.grid.cols, last = end / target.grid.cols;
                   if (format == FORMAT_E2M1)
-                      nvfp4_rows(target, first, last);
+                      nvfp4_rows(target, begin, end);
                   else if (format == FORMAT_E4M3)
-                      float8_rows<E4M3>(target, first, last);
+                      float8_rows<E4M3>(target, begin, end);
                   else
-                      float8_rows<E5M2>(target, first, last);
+                      float8_rows<E5M2>(target, begin, end);
               });
     });
 }

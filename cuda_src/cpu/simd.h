@@ -31,7 +31,9 @@ struct Simd {
     typedef float Float __attribute__((vector_size(4 * W)));
     typedef i32 Int __attribute__((vector_size(4 * W)));
     typedef u32 Unsigned __attribute__((vector_size(4 * W)));
-    typedef u8 Bytes __attribute__((vector_size(W)));       // one an element
+    typedef u8 Bytes __attribute__((vector_size(W)));  // one an element
+    typedef u8 HalfBytes __attribute__((vector_size(W / 2)));
+    typedef u64 Pairs __attribute__((vector_size(4 * W)));  // two elements each
     typedef u8 Bytes4 __attribute__((vector_size(4 * W)));  // a whole register of them
 
     static ZEROCAST_FN Int bits(Float x) { return (Int)x; }
@@ -124,6 +126,16 @@ ZEROCAST_FN typename L::Int load_bytes(const u8* from) {
     typename L::Bytes bytes;
     __builtin_memcpy(&bytes, from, sizeof bytes);
     return __builtin_convertvector(bytes, typename L::Int);
+}
+
+// Read one nibble an element, the even element from the low one: WIDTH / 2 bytes.
+template <class L>
+ZEROCAST_FN typename L::Int load_nibbles(const u8* from) {
+    typename L::HalfBytes bytes;
+    __builtin_memcpy(&bytes, from, sizeof bytes);
+    // A byte in each 64-bit pair of elements: its high nibble goes up to the odd one.
+    auto pairs = __builtin_convertvector(bytes, typename L::Pairs);
+    return (typename L::Int)(pairs | pairs << 28) & 0xF;
 }
 
 // Two registers end to end, every second element of them: the even ones (FIRST 0) or the odd ones
