@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import tempfile
 import threading
-from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -25,8 +25,6 @@ needs_emulation = pytest.mark.skipif(
     reason="the emulation of CUDA takes g++ on x86-64",
 )
 
-Edit = Callable[[str], str]
-
 # A vector access at an address that is not aligned for it ends the process, as it ends a kernel.
 FLAGS = ("-std=c++17", "-O1", "-g0", "-fPIC", "-shared", "-ffp-contract=off", "-w")
 SANITIZE = ("-fsanitize=alignment,bounds,shift,integer-divide-by-zero", "-fno-sanitize-recover=all")
@@ -34,6 +32,28 @@ SANITIZE = ("-fsanitize=alignment,bounds,shift,integer-divide-by-zero", "-fno-sa
 _folder = tempfile.TemporaryDirectory(prefix="zerocast-emulation-")  # gone with the session
 _builds = Path(_folder.name)
 _lock = threading.Lock()  # a library's fibers are the process's: one launch at a time
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """In ``file``, relative to the sources, ``right`` becomes ``wrong`` where it stands for the
+    ``nth`` time. Kernels of ``source`` are compiled with it, all others without.
+    """
+
+    source: str
+
+    file: str
+    right: str
+    wrong: str
+    nth: int = 0
+
+    def plant(self, root: Path) -> None:
+        """Make the mistake in a copy of the sources."""
+        path = root / self.file
+        pieces = path.read_text().split(self.right)
+        assert len(pieces) > self.nth + 1, f"{self} does not apply"
+        head = self.right.join(pieces[: self.nth + 1])
+        path.write_text(head + self.wrong + self.right.join(pieces[self.nth + 1 :]))
 
 
 class KernelFault(AssertionError):
@@ -46,7 +66,7 @@ class Emulator:
     Args:
         order: in which order threads and blocks run; the random one differs from launch to launch.
         max_grid: the most thread blocks of a launch, so that a small plan goes on to further tiles.
-        edit: what is done to a kernel's source first, to plant a mistake.
+        mistake: planted in the sources before they are compiled.
         flags: for the compiler, beside FLAGS.
     """
 
@@ -56,7 +76,7 @@ class Emulator:
         self,
         order: str = "forward",
         max_grid: int = 2**31 - 1,
-        edit: Edit | None = None,
+        mistake: Mistake | None = None,
         flags: tuple[str, ...] = SANITIZE,
     ) -> None:
         self.launches = 0
@@ -64,7 +84,7 @@ class Emulator:
         self.names: list[str] = []
         self._order = ORDERS.index(order)
         self._seeds = itertools.count(1)
-        self._edit = edit
+        self._mistake = mistake
         self._flags = flags
         self._libraries: dict[str, ctypes.CDLL] = {}
 
@@ -77,7 +97,7 @@ class Emulator:
     def prepare(self, kernel: Kernel) -> int:
         with _lock:
             if kernel.source not in self._libraries:
-                library = _build(kernel.source, self._edit, self._flags)
+                library = _build(kernel.source, self._mistake, self._flags)
                 self._libraries[kernel.source] = ctypes.CDLL(str(library))
         function = getattr(self._libraries[kernel.source], kernel.name)
         return ctypes.cast(function, ctypes.c_void_p).value
@@ -96,22 +116,23 @@ class Emulator:
             raise KernelFault(f"{kernel.name}: {message.value.decode()}")
 
 
-def _build(source: str, edit: Edit | None, flags: tuple[str, ...]) -> Path:
+def _build(source: str, mistake: Mistake | None, flags: tuple[str, ...]) -> Path:
     """The kernels of one source as a library, built once a session."""
     root = cuda_sources()
-    text = (root / "kernels" / f"{source}.cu").read_text()
-    if edit is not None:
-        edited = edit(text)
-        assert edited != text, f"the edit does not apply to {source}.cu"
-        text = edited
-    key = hashlib.sha256(repr((source, text, flags)).encode()).hexdigest()[:16]
+    if mistake is not None and mistake.source != source:
+        mistake = None
+    key = hashlib.sha256(repr((mistake, flags)).encode()).hexdigest()[:16]
     library = _builds / f"{source}-{key}.so"
-    if not library.exists():
-        file = library.with_suffix(".cpp")
-        file.write_text(text)
-        command = ["g++", *FLAGS, *flags, f"-I{root / 'include'}", "-include", str(HEADER)]
-        done = subprocess.run(
-            [*command, str(file), "-o", str(library)], capture_output=True, text=True, timeout=300
-        )
-        assert done.returncode == 0, done.stderr
+    if library.exists():
+        return library
+    if mistake is not None:
+        root = shutil.copytree(root, _builds / key, dirs_exist_ok=True)
+        mistake.plant(root)
+    file = library.with_suffix(".cpp")
+    shutil.copy(root / "kernels" / f"{source}.cu", file)
+    command = ["g++", *FLAGS, *flags, f"-I{root / 'include'}", "-include", str(HEADER)]
+    done = subprocess.run(
+        [*command, str(file), "-o", str(library)], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
     return library
