@@ -1,0 +1,193 @@
+"""The CUDA backend around its kernels: which tiles, which cache, which errors. Needs no GPU."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+
+import zerocast
+from zerocast.backends.cuda import compiler
+from zerocast.backends.cuda.sources import cuda_sources
+from zerocast.backends.cuda.tiling import (
+    FLAT_COLS,
+    MAX_TILE_BLOCKS,
+    TALL_COLS,
+    TALL_ROWS,
+    shard_tiles,
+    tiled_grid,
+)
+from zerocast.errors import BackendError, InputError
+from zerocast.layout import BlockGrid, Extent
+
+# --- tiles ---
+
+
+@settings(max_examples=200)
+@given(st.data())
+def test_tiles_cover_the_shard_and_nothing_else(data: st.DataObject) -> None:
+    """Every owned element is in one tile, every tile holds one, and none lies in two rows of
+    blocks.
+    """
+    rows, cols = data.draw(st.integers(1, 60)), data.draw(st.integers(1, 1300))
+    blocks = ((16, 16), (rows, cols), (128, 128), (1, 32), (1, cols), (rows, 1), (5, 7), (20, 3))
+    grid = tiled_grid(BlockGrid(rows, cols, *data.draw(st.sampled_from(blocks))))
+    start = data.draw(st.integers(0, grid.numel - 1))
+    extent = Extent(start, data.draw(st.integers(start + 1, grid.numel)))
+    tiles = shard_tiles(3, grid, extent)
+
+    seen = torch.zeros(grid.rows, grid.cols, dtype=torch.int32)
+    owned = torch.zeros(grid.numel, dtype=torch.int32)
+    owned[extent.start : extent.end] = 1
+    number = torch.arange(grid.numel).view(grid.rows, grid.cols)
+    for first, second, element, first_block in tiles.tolist():
+        weight, height, width = first & 0xFFFFFFFF, first >> 32 & 0xFFFF, first >> 48
+        count, offset = second & 0xFFFFFFFF, second >> 32
+        row, col = divmod(element, grid.cols)
+        here = (slice(row, row + height), slice(col, col + width))
+        seen[here] += 1
+        numbers = grid.block_of(number[here])
+        assert weight == 3
+        assert owned.view_as(seen)[here].any(), f"a tile at {row, col} of nothing of {extent}"
+        assert (height <= TALL_ROWS and width <= TALL_COLS) or (height == 1 and width <= FLAT_COLS)
+        assert numbers.min() == first_block
+        assert numbers.max() == first_block + count - 1 <= first_block + MAX_TILE_BLOCKS - 1
+        assert count == 1 or offset == col % grid.block_w
+    assert seen.max() == 1
+    assert bool((seen.view(-1) >= owned).all())
+
+
+def test_tiles_follow_the_shard() -> None:
+    """A 64th of a weight, and a piece of one row, are visited by their own tiles only."""
+    grid = BlockGrid(4096, 4096, 16, 16)
+    whole = len(shard_tiles(0, grid, Extent(0, grid.numel)))
+    assert whole == 4096 // 16 * 4096 // 512
+    assert len(shard_tiles(0, grid, Extent(0, grid.numel // 64))) == whole // 64
+    assert len(shard_tiles(0, grid, Extent(4096 * 7 + 600, 4096 * 7 + 1200))) == 2
+    wraps = Extent(
+        4096 * 7 + 4000, 4096 * 8 + 10
+    )  # the last columns of a row, the first of the next
+    assert len(shard_tiles(0, grid, wraps)) == 2
+
+
+def test_indices_have_64_bits() -> None:
+    """Tiles beyond 2^31 elements and blocks keep their numbers."""
+    grid = BlockGrid(2**22, 2**14, 16, 16)
+    tiles = shard_tiles(0, grid, Extent(2**36 - 5, 2**36))
+    assert tiles.shape == (1, 4)
+    row, col = divmod(int(tiles[0, 2]), grid.cols)
+    assert (row, col) == (2**22 - 16, 2**14 - 512)
+    assert int(tiles[0, 3]) == grid.num_blocks - 32
+
+
+# --- sources and the cache of compiled kernels ---
+
+
+@pytest.fixture
+def nvrtc() -> object:
+    """NVRTC, where it is installed."""
+    try:
+        return compiler.import_nvrtc()
+    except BackendError as error:
+        pytest.skip(str(error))
+
+
+def test_compiled_kernels_are_kept(nvrtc: object, tmp_path: Path, monkeypatch) -> None:
+    """The second time a kernel comes from the cache, and nothing but finished files is in it."""
+    first = compiler.compiled("compute_scale", "sm_90", tmp_path / "kernels")
+    (kept,) = (tmp_path / "kernels").iterdir()
+    assert kept.name.startswith("compute_scale-sm_90-")
+    assert kept.read_bytes() == first
+    monkeypatch.setattr(compiler, "compile_text", None)
+    assert compiler.compiled("compute_scale", "sm_90", tmp_path / "kernels") == first
+
+
+def test_the_key_holds_everything(nvrtc: object, tmp_path: Path, monkeypatch) -> None:
+    """Another source, included header, flag, architecture or compiler is another file."""
+    import shutil
+
+    root = Path(shutil.copytree(cuda_sources(), tmp_path / "cuda_src"))
+    monkeypatch.setattr(compiler, "cuda_sources", lambda: root)
+    keys = [compiler.cache_key("transpose", "sm_90")]
+
+    def changed() -> bool:
+        keys.append(compiler.cache_key("transpose", "sm_90"))
+        return len(set(keys)) == len(keys)
+
+    for file in ("kernels/transpose.cu", "include/zerocast/lanes.h"):
+        with (root / file).open("a") as f:
+            f.write("// more\n")
+        assert changed(), file
+    monkeypatch.setattr(compiler, "FLAGS", (*compiler.FLAGS, "--restrict"))
+    assert changed()
+    keys.append(compiler.cache_key("transpose", "sm_80"))
+    assert len(set(keys)) == len(keys)
+    version = compiler.import_nvrtc().getVersion()
+    fake = type("Nvrtc", (), {"getVersion": staticmethod(lambda: (version[0], version[1] + 1))})
+    monkeypatch.setattr(compiler, "import_nvrtc", lambda: fake)
+    assert changed()
+
+
+def test_many_ranks_compile_at_once(nvrtc: object, tmp_path: Path) -> None:
+    """Processes that start together on an empty cache all get the kernel, and leave one file."""
+    code = (
+        "import sys; from pathlib import Path\n"
+        "from zerocast.backends.cuda.compiler import compiled\n"
+        "print(len(compiled('compute_scale', 'sm_90', Path(sys.argv[1]))))"
+    )
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True
+        )
+        for _ in range(3)
+    ]
+    sizes = {rank.communicate(timeout=120)[0] for rank in ranks}
+    assert [rank.returncode for rank in ranks] == [0, 0, 0]
+    assert sizes == {f"{path.stat().st_size}\n" for path in tmp_path.iterdir()}
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_cache_that_cannot_be_written(nvrtc: object, tmp_path: Path) -> None:
+    """Without a place to keep them kernels are compiled all the same."""
+    (tmp_path / "file").write_text("not a folder")
+    assert compiler.compiled("compute_scale", "sm_90", tmp_path / "file").startswith(b"\x7fELF")
+
+
+def test_sources_that_are_nowhere(monkeypatch) -> None:
+    """Where the sources are not shipped the error says where they were looked for."""
+    monkeypatch.setattr(Path, "is_dir", lambda self: False)
+    with pytest.raises(BackendError, match=r"zerocast/cuda_src.*install zerocast anew"):
+        cuda_sources()
+
+
+# --- the choice ---
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_so() -> None:
+    """use_backend("cuda") on a machine without a GPU raises at once, with the remedy."""
+    with (
+        pytest.raises(BackendError, match=r"needs a GPU that torch can use.*install the driver"),
+        zerocast.use_backend("cuda"),
+    ):
+        pass
+
+
+def test_unknown_names_are_refused() -> None:
+    """A misspelt backend is refused with those that exist."""
+    with (
+        pytest.raises(InputError, match="takes 'reference', 'cpu' or 'cuda', got 'gpu'"),
+        zerocast.use_backend("gpu"),
+    ):
+        pass
+
+
+def test_importing_the_backend_imports_no_cupy() -> None:
+    """CuPy is imported when a GPU is used, not before."""
+    code = "import sys, zerocast.backends.cuda.device; sys.exit('cupy' in sys.modules)"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment)
