@@ -75,15 +75,38 @@ def cast_under_ones(law: Law, x: torch.Tensor, round_to: torch.dtype) -> None:
         assert_same_bytes(got, codes[0], f"codes of {law} rounded to {round_to} on {isa}")
 
 
+def bf16_neighbourhoods() -> Iterator[torch.Tensor]:
+    """FP32 values at a distance from each BF16 pattern: 0, the ties of rounding to BF16 and of
+    rounding to FP16, and one float to either side of these.
+    """
+    patterns = torch.arange(2**16, dtype=torch.int64) << 16
+    for tie in (0, 0x8000, 0x1000, 0xF000):
+        for step in (-1, 0, 1):
+            bits = (patterns + tie + step) % 2**32
+            yield torch.where(bits < 2**31, bits, bits - 2**32).to(torch.int32).view(torch.float32)
+
+
 @pytest.mark.parametrize("round_to", NOMINALS, ids=str)
 @pytest.mark.parametrize("law", LAWS[:3], ids=str)
 def test_all_bf16_patterns_and_their_float_neighbours(law, round_to):
     """65,536 BF16 patterns, the floats around them and around the ties between them, one by one."""
-    patterns = torch.arange(2**16, dtype=torch.int64) << 16
-    for offset in (-1, 0, 1, 0x7FFF, 0x8000, 0x8001):
-        bits = ((patterns + offset) & 0xFFFFFFFF).to(torch.int64)
-        bits = torch.where(bits >= 2**31, bits - 2**32, bits).to(torch.int32)
-        cast_under_ones(law, bits.view(torch.float32), round_to)
+    for x in bf16_neighbourhoods():
+        cast_under_ones(law, x, round_to)
+
+
+@pytest.mark.parametrize("round_to", NOMINALS, ids=str)
+def test_the_amax_of_each_bf16_pattern_and_its_float_neighbours(round_to):
+    """Every element is a block of its own, so each amax is one rounded magnitude."""
+    for x in bf16_neighbourhoods():
+        grid, amaxes = BlockGrid(1, x.numel(), 1, 1), []
+        for backend in (REFERENCE, *(CpuBackend(isa, 1) for isa in ISAS)):
+            case = Case(Float8Law(E4M3), grid, Extent(0, x.numel()), round_to)
+            shard, masters = case.shard(case.codes()), Masters(1)
+            masters.bind([x])
+            backend.partial_amax([shard], masters)()
+            amaxes.append(shard.block_amax)
+        for isa, got in zip(ISAS, amaxes[1:], strict=True):
+            assert_same_bytes(got, amaxes[0], f"amaxes rounded to {round_to} on {isa}")
 
 
 @pytest.mark.parametrize("law", LAWS[:3], ids=str)
