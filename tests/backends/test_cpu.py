@@ -15,9 +15,9 @@ from zerocast.backends import native_library
 from zerocast.backends.cpu import CpuBackend
 from zerocast.backends.reference import ReferenceBackend
 from zerocast.errors import BackendError
-from zerocast.formats import E4M3, E5M2, decode
+from zerocast.formats import E4M3, E5M2, decode, packed_columns
 from zerocast.layout import BlockGrid, Extent
-from zerocast.ops import CastShard, Float8Law, Law, Masters, NVFP4Law
+from zerocast.ops import CastShard, Float8Law, Law, Masters, NVFP4Law, TransposeTarget
 
 try:
     ISAS = native_library.instruction_sets(native_library.load())
@@ -228,3 +228,25 @@ def test_a_shard_at_two_to_the_32_plus_5(law, isa):
     for what, got, expected in zip(("codes", "block amaxes", "amax"), *results, strict=True):
         assert_same_bytes(got, expected, what)
     assert int(results[0][2]) > 0
+
+
+@pytest.mark.parametrize("rows", [4224, 4233], ids=["whole lines", "ragged lines"])
+@pytest.mark.parametrize("law", LAWS[:2], ids=str)
+def test_a_large_transpose_goes_past_the_caches_to_the_same_place(law, rows):
+    """More than 2^23 elements are written by other instructions, where rows are whole lines."""
+    cols = 2064
+    whole = nvfp4(rows, cols) if isinstance(law, NVFP4Law) else per_tensor(law, rows, cols)
+    columns, columnwise = packed_columns(law.fmt, cols), whole.columnwise_scale_layout
+    codes = torch.randint(256, (rows, columns), dtype=torch.uint8,
+                          generator=torch.Generator().manual_seed(0))  # fmt: skip
+    scale_inv = torch.ones(whole.scale_layout.shape).to(law.scale_dtype)
+    written = []
+    for backend in (REFERENCE, *(CpuBackend(isa, 2) for isa in ISAS)):
+        shape = cols, packed_columns(law.fmt, rows)
+        written.append(torch.empty(shape, dtype=torch.uint8))
+        scales = torch.empty(columnwise.shape, dtype=law.scale_dtype)
+        target = TransposeTarget(law.fmt, whole.scale_layout, codes, scale_inv, columnwise,
+                                 written[-1], scales)  # fmt: skip
+        backend.transpose([target])()
+    for isa, got in zip(ISAS, written[1:], strict=True):
+        assert_same_bytes(got, written[0], f"columnwise codes on {isa}")
