@@ -1,5 +1,7 @@
 """as_communicator: what it takes, what it refuses, and which communicators are equal."""
 
+import weakref
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -55,6 +57,20 @@ def test_none_with_a_default_group_is_that_group(default_group):
     assert isinstance(comm, TorchDistributedCommunicator)
     assert comm == as_communicator(default_group)
     assert hash(comm) == hash(as_communicator(default_group))
+
+
+def test_a_communicator_does_not_keep_its_group_alive():
+    """A gloo group that outlives destroy_process_group() aborts the process at its exit, so a plan
+    in a global variable must not hold one; a later call says that the group is gone.
+    """
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    group = weakref.ref(dist.group.WORLD)
+    comm = as_communicator(None)
+    dist.destroy_process_group()
+    assert group() is None
+    assert comm == comm
+    with pytest.raises(InputError, match="group, which has been destroyed"):
+        comm.barrier()
 
 
 def test_another_group_is_another_communicator(default_group):

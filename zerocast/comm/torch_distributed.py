@@ -7,6 +7,7 @@ once, since gloo gathers only equal ones.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ from zerocast.comm.buffers import (
     scatter_operands,
 )
 from zerocast.comm.communicator import Communicator
+from zerocast.errors import InputError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -40,7 +42,10 @@ class TorchDistributedCommunicator(Communicator):
     """
 
     def __init__(self, group: ProcessGroup) -> None:
-        self._group = group
+        # Weak, because torch.distributed owns it: a gloo group that a plan in some global variable
+        # kept past destroy_process_group() would abort the process when Python exits.
+        self._reference = weakref.ref(group)
+        self._hash = hash((TorchDistributedCommunicator, id(group)))
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
         # "cpu:gloo,cuda:nccl" -> the devices whose tensors the group takes as they are
@@ -98,13 +103,25 @@ class TorchDistributedCommunicator(Communicator):
         dist.barrier(self._group)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, TorchDistributedCommunicator) and self._group is other._group
+        if not isinstance(other, TorchDistributedCommunicator):
+            return False
+        return self._reference == other._reference
 
     def __hash__(self) -> int:
-        return hash((TorchDistributedCommunicator, id(self._group)))
+        return self._hash
 
     def __repr__(self) -> str:
         return f"TorchDistributedCommunicator(rank={self.rank}, size={self.size})"
+
+    @property
+    def _group(self) -> ProcessGroup:
+        group = self._reference()
+        if group is None:
+            raise InputError(
+                "a communicator works as long as its torch.distributed group, which has been "
+                "destroyed; make plans and optimizers anew with a group that exists."
+            )
+        return group
 
     def _all_reduce(self, flat: torch.Tensor, op: Any) -> None:
         if flat.numel():
