@@ -24,7 +24,9 @@ from zerocast.cast import (
 from zerocast.comm import as_communicator
 from zerocast.errors import (
     BackendError,
+    ChangedWeightError,
     InputError,
+    MissingDataError,
     NonFiniteError,
     RankMismatchError,
     StaleCopyError,
@@ -37,8 +39,10 @@ from zerocast.tensors import QuantizedTensor, empty, quantize, replace_raw_data
 __all__ = [
     "BackendError",
     "CastPlan",
+    "ChangedWeightError",
     "Float8CurrentScaling",
     "InputError",
+    "MissingDataError",
     "NVFP4BlockScaling",
     "NonFiniteError",
     "QuantizedTensor",

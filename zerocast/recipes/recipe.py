@@ -196,7 +196,7 @@ def require_elements(name: str, shape: Sequence[int], dims: str) -> None:
     """Raise :class:`InputError` for a weight without elements; ``dims`` says what ``name``
     accepts.
     """
-    if not shape or math.prod(shape) == 0:
+    if not shape or min(shape) < 1:
         raise InputError(
             f"{name} needs a weight of {dims} with at least one element, got shape {tuple(shape)}."
         )
