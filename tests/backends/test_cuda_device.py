@@ -129,6 +129,16 @@ def test_a_plan_of_many_weights() -> None:
             assert_same(weight, expected, f"weight {i}")
 
 
+def test_sanitized() -> None:
+    """A small mixed plan on 3 ranks: what scripts/gpu_check.sh runs under compute-sanitizer."""
+    case = many_weights(5, 3, count=12)
+    for weights in run_in_process(3, lambda comm: gathered(comm, case)):
+        for i, weight in enumerate(weights):
+            master = case.masters[i].view(case.shapes[i])
+            expected = reference(master, case.recipes[i], case.dtypes[i])
+            assert_same(weight, expected, f"weight {i}")
+
+
 def plan_of(count: int) -> tuple[zerocast.CastPlan, list[torch.Tensor], list[torch.Tensor]]:
     """A plan of one rank on the GPU, its weights and its masters."""
     shapes = [(64 + 16 * (i % 5), 256) for i in range(count)]

@@ -206,8 +206,8 @@ def test_random_partitions(block: int) -> None:
             check(case, all_ranks(case, world_size))
 
 
-def many_weights(seed: int, world_size: int) -> Case:
-    """160 weights of three recipes, cut so that most ranks own nothing of most of them."""
+def many_weights(seed: int, world_size: int, count: int = 160) -> Case:
+    """Weights of three recipes, cut so that most ranks own nothing of most of them."""
     case = Case(seed, world_size)
     rng = random.Random(seed)
     recipes = (
@@ -215,12 +215,12 @@ def many_weights(seed: int, world_size: int) -> Case:
         zerocast.Float8CurrentScaling(),
         zerocast.Float8CurrentScaling(fp8_format="e5m2"),
     )
-    case.recipes = [recipes[i % 3] for i in range(160)]
+    case.recipes = [recipes[i % 3] for i in range(count)]
     case.shapes = [
-        torch.Size((rng.choice((1, 5, 17, 33)), 16 * rng.randint(1, 4))) for _ in range(160)
+        torch.Size((rng.choice((1, 5, 17, 33)), 16 * rng.randint(1, 4))) for _ in range(count)
     ]
-    case.dtypes = [rng.choice(DTYPES) for _ in range(160)]
-    case.columnwise = [True] * 160
+    case.dtypes = [rng.choice(DTYPES) for _ in range(count)]
+    case.columnwise = [True] * count
     case.masters = [
         draw_values(rng.choice(KINDS[:6]), shape.numel(), seed + i)
         for i, shape in enumerate(case.shapes)

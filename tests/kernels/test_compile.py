@@ -26,6 +26,7 @@ KERNELS = {
     "partial_cast": {f"partial_cast_{fmt}" for fmt in FORMATS},
     "transpose": {"transpose_4_bit", "transpose_8_bit"},
     "dequantize": {f"dequantize_{fmt}" for fmt in FORMATS},
+    "probe": {"probe_read"},
 }
 # Threads of a block, and the blocks that share a multiprocessor's 65,536 registers.
 RESIDENT = {"partial_amax": (128, 6), "partial_cast": (128, 6), "transpose": (256, 3)}

@@ -1,0 +1,80 @@
+#!/usr/bin/env bash
+# Everything that needs a GPU, in one call of under ten minutes: builds, runs the tests marked cuda, runs a part of them
+# under compute-sanitizer, then the benchmark. Leaves gpu_check.md, gpu_check.json and the benchmark's bench_cuda.md and
+# bench_cuda.json. Fails where a stage fails, and runs the others all the same.
+#
+#   scripts/gpu_check.sh [DIRECTORY]     where the reports go; default scripts/results
+#
+# It installs nothing: PYTHON (default python3) needs a CUDA build of torch, cupy, NVRTC, pytest, pytest-timeout and
+# hypothesis. What is missing of mpi4py, mpiexec and compute-sanitizer is skipped, and the report says so.
+cd "$(dirname "$0")/.." || exit 1
+set -uo pipefail
+PYTHON=${PYTHON:-python3}
+RESULTS=${1:-scripts/results}
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
+mkdir -p "$RESULTS"
+LOGS=$(mktemp -d)
+trap 'rm -rf "$LOGS"' EXIT
+DEVICE_TESTS=tests/backends/test_cuda_device.py
+FAILED=0
+JSON=""
+MARKDOWN="$RESULTS/gpu_check.md"
+
+# record NAME RESULT SECONDS SUMMARY
+record() {
+    printf '%-26s%-9s%4d s   %s\n' "$1" "$2" "$3" "$4"
+    printf '| %s | %s | %d | %s |\n' "$1" "$2" "$3" "$4" >>"$MARKDOWN"
+    JSON+="${JSON:+, }{\"stage\": \"$1\", \"result\": \"$2\", \"seconds\": $3, \"summary\": \"$4\"}"
+}
+
+# stage NAME LIMIT COMMAND...   at most LIMIT seconds; its last summary line goes into the reports
+stage() {
+    local name=$1 limit=$2 started=$SECONDS log="$LOGS/$1" summary result=ok
+    shift 2
+    timeout "$limit" "$@" >"$log" 2>&1 </dev/null || result=FAILED
+    summary=$(grep -Eo '([0-9]+ (failed|passed|skipped|deselected|error)[^=]*|ERROR SUMMARY: .*)' "$log" | tail -n 1 |
+        tr -d '"\\|' || true)
+    record "$name" "$result" $((SECONDS - started)) "$summary"
+    if [ "$result" != ok ]; then
+        FAILED=1
+        tail -n 60 "$log"
+    fi
+}
+
+build() {
+    cmake -S . -B build/native -DCMAKE_BUILD_TYPE=Release && cmake --build build/native --parallel &&
+        cmake --install build/native --prefix .
+}
+export -f build
+
+tests() {
+    "$PYTHON" -m pytest -q -p no:cacheprovider -m cuda "$@"
+}
+export -f tests
+export PYTHON
+
+GPU=$("$PYTHON" -c 'import torch; print(torch.cuda.get_device_name(), "torch", torch.__version__)') || exit 1
+{
+    printf '# gpu_check on %s\n\n`scripts/gpu_check.sh`, commit %s.\n\n' "$GPU" \
+        "$(git rev-parse --short HEAD 2>/dev/null || echo unknown)"
+    printf '| stage | result | seconds | |\n|---|---|---|---|\n'
+} >"$MARKDOWN"
+
+stage build 90 bash -c build
+stage tests 200 bash -c "tests $DEVICE_TESTS"
+if command -v compute-sanitizer >/dev/null; then
+    # Without torch's pool every tensor has an allocation of its own, whose bounds the tool knows.
+    export PYTORCH_NO_CUDA_MEMORY_CACHING=1
+    for tool in memcheck racecheck initcheck synccheck; do
+        stage "$tool" 45 compute-sanitizer --tool "$tool" --error-exitcode 9 "$PYTHON" -m pytest -q \
+            -p no:cacheprovider "$DEVICE_TESTS" -k sanitized
+    done
+    unset PYTORCH_NO_CUDA_MEMORY_CACHING
+else
+    record compute-sanitizer skipped 0 "not installed"
+fi
+stage benchmark 110 "$PYTHON" scripts/bench_cuda.py --rounds 5 --output "$RESULTS/bench_cuda"
+
+printf '{"gpu": "%s", "stages": [%s]}\n' "$GPU" "$JSON" >"$RESULTS/gpu_check.json"
+printf 'reports in %s, %d s\n' "$RESULTS" "$SECONDS"
+exit "$FAILED"

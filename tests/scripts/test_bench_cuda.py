@@ -1,0 +1,103 @@
+"""What of scripts/bench_cuda.py runs without a GPU: its sets, its counts, its report."""
+
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from tests.cuda_emulation.emulator import Emulator, needs_emulation
+from tests.support.same_bytes import assert_same_bytes
+from zerocast.backends.cuda import CudaBackend
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The script as a module."""
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    import bench_cuda
+
+    return bench_cuda
+
+
+def test_the_sets(bench: ModuleType) -> None:
+    """Llama-3-8B has 224 linear weights of 6.98 G elements; the experts are thousands."""
+    llama = bench.SETS["llama"]
+    assert len(llama) == 224
+    assert sum(rows * cols for rows, cols in llama) == 6_979_321_856
+    assert len(bench.SETS["experts"]) == 5568
+    for shapes in bench.SETS.values():
+        total = sum(rows * cols for rows, cols in shapes)
+        for world_size in bench.WORLD_SIZES:
+            owned = sum(extent.size for extent in bench.rank_0(shapes, world_size))
+            assert total / world_size <= owned <= total / world_size + 128
+
+
+@needs_emulation
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("recipe", ["nvfp4", "fp8"])
+def test_what_is_timed_is_the_cast(bench: ModuleType, recipe: str, world_size: int) -> None:
+    """The steps of the benchmark write what one by one they write, and their bytes are counted."""
+    backend = CudaBackend(Emulator())
+    work = bench.prepare(
+        backend, bench.RECIPES[recipe], [(48, 64), (17, 96), (33, 32)], world_size, "cpu"
+    )
+    for step in work.steps.values():
+        step()
+    codes = [storage.buffers["rowwise_data"].clone() for storage in work.storages]
+    for storage in work.storages:
+        storage.buffers["rowwise_data"].zero_()
+    bench.one_by_one(backend, bench.RECIPES[recipe], work)()
+    for storage, expected in zip(work.storages, codes, strict=True):
+        assert_same_bytes(storage.buffers["rowwise_data"], expected, "codes")
+    owned = sum(shard.extent.size for shard in work.shards)
+    assert work.read["amax"] == work.read["cast"] == 4 * owned
+    assert work.written["cast"] == owned * (4 if recipe == "nvfp4" else 8) // 8
+    assert all(work.tables[step] > 0 for step in ("amax", "scale", "cast", "transpose"))
+
+
+def test_the_bound(bench: ModuleType) -> None:
+    """The bound of a read is the read rate's, that of a copy the copy rate's where it is
+    shorter.
+    """
+    memory = bench.Memory(read=4.0, write=2.0, copy=4.0)
+    assert memory.seconds(8, 0) == 2.0
+    assert memory.seconds(8, 8) == 4.0
+    assert bench.Memory(read=4.0, write=2.0, copy=1.0).seconds(8, 8) == 6.0
+
+
+def test_the_report(bench: ModuleType) -> None:
+    """The page holds every row, and says of each goal whether it was met."""
+    step = {"seconds": 1e-3, "bytes": 8, "moved_over_must": 1.01, "of_bound": 0.87, "launches": 1}
+    row = {
+        "set": "llama", "recipe": "nvfp4", "world_size": 1, "weights": 224, "owned": 1,
+        "steps": dict.fromkeys(bench.STEPS, step), "host_seconds": 2e-5,
+        "one_by_one_seconds": 1.0,
+    }  # fmt: skip
+    report = {
+        "gpu": "a GPU", "torch": "2", "cuda": "13", "driver": "13", "rounds": 3,
+        "memory": {"read": 4e12, "write": 3e12, "copy": 4e12}, "rows": [row],
+        "others": {"nvfp4": {"torch eager": 1e9}},
+    }  # fmt: skip
+    page = bench.markdown(report)
+    assert "read 4000 GB/s" in page
+    assert "| llama | nvfp4 | 1 | transpose | 1.000 | 87% | 1.0100 | 1 |" in page
+    assert "nvfp4 amax: 87% of its bound, 90% MISSED" in page
+    assert "nvfp4 cast: 87% of its bound, 85% met" in page
+
+
+@pytest.mark.parametrize("weights", [224, 5000])
+def test_a_step_is_six_launches_of_two_recipes(bench: ModuleType, weights: int) -> None:
+    """With launches that do nothing, plan.cast() of two recipes still makes 6 of them."""
+    assert bench.host_time(weights, 3)["launches"] == 6
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu(bench: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    """It says what it needs, and what it can do without."""
+    assert bench.main([]) == 1
+    assert "--host" in capsys.readouterr().out
+    assert "bench_cuda" in sys.modules
