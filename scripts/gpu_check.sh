@@ -5,8 +5,8 @@
 #
 #   scripts/gpu_check.sh [DIRECTORY]     where the reports go; default scripts/results
 #
-# It installs nothing: PYTHON (default python3) needs a CUDA build of torch, cupy, NVRTC, pytest, pytest-timeout and
-# hypothesis. What is missing of mpi4py, mpiexec and compute-sanitizer is skipped, and the report says so.
+# It installs nothing: PYTHON (default python3) needs a CUDA build of torch, cupy, NVRTC, pytest and hypothesis.
+# What is missing of mpi4py, mpiexec and compute-sanitizer is skipped, and the report says so.
 cd "$(dirname "$0")/.." || exit 1
 set -uo pipefail
 PYTHON=${PYTHON:-python3}
@@ -47,11 +47,8 @@ build() {
 }
 export -f build
 
-tests() {
-    "$PYTHON" -m pytest -q -p no:cacheprovider -m cuda "$@"
-}
-export -f tests
-export PYTHON
+# The machine's own pytest: it may lack plugins that pyproject.toml configures, and its torch may warn of anything.
+PYTEST=("$PYTHON" -m pytest -q -p no:cacheprovider -o addopts=--import-mode=importlib -o filterwarnings=default)
 
 GPU=$("$PYTHON" -c 'import torch; print(torch.cuda.get_device_name(), "torch", torch.__version__)') || exit 1
 {
@@ -61,13 +58,13 @@ GPU=$("$PYTHON" -c 'import torch; print(torch.cuda.get_device_name(), "torch", t
 } >"$MARKDOWN"
 
 stage build 90 bash -c build
-stage tests 200 bash -c "tests $DEVICE_TESTS"
+stage tests 200 "${PYTEST[@]}" "$DEVICE_TESTS"
 if command -v compute-sanitizer >/dev/null; then
     # Without torch's pool every tensor has an allocation of its own, whose bounds the tool knows.
     export PYTORCH_NO_CUDA_MEMORY_CACHING=1
     for tool in memcheck racecheck initcheck synccheck; do
-        stage "$tool" 45 compute-sanitizer --tool "$tool" --error-exitcode 9 "$PYTHON" -m pytest -q \
-            -p no:cacheprovider "$DEVICE_TESTS" -k sanitized
+        stage "$tool" 45 compute-sanitizer --tool "$tool" --error-exitcode 9 "${PYTEST[@]}" "$DEVICE_TESTS" \
+            -k sanitized
     done
     unset PYTORCH_NO_CUDA_MEMORY_CACHING
 else

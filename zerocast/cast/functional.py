@@ -13,7 +13,7 @@ from collections.abc import Hashable, Sequence
 import torch
 
 from zerocast.cast.plan import CastPlan
-from zerocast.cast.request import ShardRequest, check_request
+from zerocast.cast.request import ShardRequest, as_tensors, check_request
 from zerocast.comm import Communicator, Group, agree, as_communicator
 from zerocast.errors import InputError, ZerocastError
 from zerocast.ops import Float8Law, NVFP4Law
@@ -138,6 +138,7 @@ def _cast(
     plan: CastPlan | None = None
     error: ZerocastError | None = None
     try:
+        master_weights = as_tensors(master_weights)
         requests = check_request(
             model_weights, master_weights, start_offsets, fsdp_shard_model_weights, None, manual
         )

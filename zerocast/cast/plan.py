@@ -46,9 +46,10 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from zerocast.backends import backend_for
+from zerocast.cast.capture import check_capture
 from zerocast.cast.finite import raise_if_not_finite
 from zerocast.cast.gather import CodeGather
-from zerocast.cast.request import ShardRequest, check_rebind, check_request
+from zerocast.cast.request import ShardRequest, as_tensors, check_rebind, check_request
 from zerocast.cast.world import exchange_extents, fingerprint, members_by_group, raise_in_all
 from zerocast.comm import Communicator, Group
 from zerocast.errors import InputError, ZerocastError
@@ -79,8 +80,9 @@ class CastPlan:
 
     Args:
         model_weights: the quantized weights, whole on every rank. A tied weight is given once.
-        master_weights: for each weight this rank's FP32 shard, contiguous, any shape; None or no
-            elements where the rank owns nothing. Read by every :meth:`cast`, so update it in place,
+        master_weights: for each weight this rank's FP32 shard, contiguous, any shape, as a torch
+            tensor or anything that speaks DLPack (a CuPy array); None or no elements where the rank
+            owns nothing. Read by every :meth:`cast`, so update it in place,
             or hand new ones to :meth:`cast`.
         start_offsets: for each weight the element, in the flattened weight, at which the master
             starts; None with a master of None.
@@ -127,6 +129,7 @@ class CastPlan:
         self._requests: list[ShardRequest] = []
         error: ZerocastError | None = None
         try:
+            master_weights = as_tensors(master_weights)
             self._requests = check_request(
                 model_weights,
                 master_weights,
@@ -207,6 +210,7 @@ class CastPlan:
         """Bring every rank's codes to every rank, then rebuild the derived copies. Right for every
         partition.
         """
+        check_capture(self._amax.device, self._comms)
         for share in self._shares:
             share.gather.run()
         self.post_all_gather_processing()
@@ -254,6 +258,7 @@ class CastPlan:
         """
         error: ZerocastError | None = None
         try:
+            master_weights = as_tensors(master_weights)
             check_rebind(self._requests, master_weights)
         except ZerocastError as e:
             error = e
@@ -269,6 +274,7 @@ class CastPlan:
             launch()
 
     def _reduce_amax(self) -> None:
+        check_capture(self._amax.device, self._comms, check_finite=self._check_finite)
         for share in self._shares:
             share.comm.all_reduce_max_(share.amax)
         if self._check_finite:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import SupportsIndex
+from typing import Any, SupportsIndex
 
 import torch
 
@@ -158,6 +158,30 @@ def _as_int(value: object) -> int | None:
         return operator.index(value)  # type: ignore[arg-type]  # the question is whether it can
     except TypeError:
         return None
+
+
+def as_tensors(master_weights: Any) -> Any:
+    """Masters that are no torch tensors but speak DLPack (CuPy arrays, say) as tensors of the same
+    memory; everything else as it is.
+
+    Raises:
+        InputError: for one whose memory cannot be shared.
+    """
+    if not isinstance(master_weights, list | tuple):
+        return master_weights
+    return [_as_tensor(i, master) for i, master in enumerate(master_weights)]
+
+
+def _as_tensor(i: int, master: Any) -> Any:
+    if isinstance(master, torch.Tensor) or not hasattr(master, "__dlpack__"):
+        return master
+    try:
+        return torch.from_dlpack(master)
+    except (BufferError, RuntimeError, TypeError) as error:
+        raise InputError(
+            f"master_weights[{i}] must be a torch tensor or share its memory by DLPack, got a "
+            f"{type(master).__name__} that does not: {error}; pass a torch tensor."
+        ) from error
 
 
 def check_master_tensor(name: str, storage: QuantizedStorage, master: torch.Tensor) -> None:

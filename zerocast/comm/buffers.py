@@ -114,10 +114,16 @@ def check_root(root: int, size: int) -> None:
 
 @contextmanager
 def on_device(buffer: torch.Tensor, device: torch.device | None) -> Iterator[torch.Tensor]:
-    """``buffer`` itself where ``device`` is None; else a copy on ``device``, copied back after."""
+    """``buffer`` itself where ``device`` is None; else a copy on ``device``, copied back after.
+
+    A GPU's tensor is staged in pinned host memory, to which it is copied at the bus's full speed;
+    torch keeps that memory for the next time.
+    """
     if device is None:
         yield buffer
         return
-    staged = buffer.to(device, copy=True)
+    pinned = buffer.is_cuda and device.type == "cpu"
+    staged = torch.empty_like(buffer, device=device, pin_memory=pinned)
+    staged.copy_(buffer)
     yield staged
     buffer.copy_(staged)

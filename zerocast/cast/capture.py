@@ -1,0 +1,37 @@
+"""What of a cast a CUDA graph cannot hold, said when a capture is tried.
+
+Launches and the collectives of NCCL can be captured and replayed. What makes the host wait, or
+passes through its memory, cannot. A graph replays launches and not the bookkeeping beside them: a
+captured :meth:`CastPlan.cast` belongs into one graph with its post-all-gather processing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from zerocast.comm import Communicator
+from zerocast.errors import UnsupportedError
+
+
+def check_capture(
+    device: torch.device, comms: Iterable[Communicator], *, check_finite: bool = False
+) -> None:
+    """Raise :class:`UnsupportedError` where the current stream is being captured and a cast on
+    ``device`` over ``comms`` cannot be.
+    """
+    if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+        return
+    if check_finite:
+        raise UnsupportedError(
+            "a cast that is captured in a CUDA graph must not read values on the host, got "
+            "check_finite=True; make the plan without it, and let the loss show a NaN."
+        )
+    for comm in comms:
+        if comm.stages(device):
+            raise UnsupportedError(
+                f"a cast that is captured in a CUDA graph needs a communicator that takes tensors "
+                f"on {device} as they are, got {comm}, which moves them through host memory; use "
+                "torch.distributed with NCCL, or capture forward and backward only."
+            )
