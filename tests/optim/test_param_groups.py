@@ -249,3 +249,24 @@ def test_another_param_group_is_refused_once_made() -> None:
     with pytest.raises(UnsupportedError, match="make a new one with all groups"):
         optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))]})
     assert len(optimizer.param_groups) == 1
+
+
+@pytest.mark.parametrize("recipe", [NVFP4, FP8])
+def test_a_model_converted_too_late_is_refused(ranks: Ranks, recipe: zerocast.Recipe) -> None:
+    """model.float() on one rank takes weights out of the buffers: every rank hears which."""
+
+    def train(comm: Communicator) -> str:
+        model = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Linear(32, 16)).bfloat16()
+        zerocast.nn.convert(model, recipe)
+        optimizer = ZeroOptimizer(model.named_parameters(), AdamW, group=comm, lr=0.1)
+        if comm.rank == comm.size - 1:
+            model.float()
+        for param in model.parameters():
+            param.grad = torch.ones(param.shape, dtype=param.dtype)
+        with pytest.raises(InputError) as raised:
+            optimizer.step()
+        return str(raised.value)
+
+    messages = ranks.run(train)
+    assert messages == [messages[0]] * ranks.size
+    assert "0.weight must stay in the buffer" in messages[0]

@@ -10,8 +10,8 @@ of all ranks each.
 
 A weight that no rank has a gradient for is left out of the step, as torch leaves it out; one that
 only some ranks have a gradient for counts as zero on the others. For that the ranks must know of
-each other, so every row of the matrix ends in one entry a weight, 1 or 0, which the same
-reduce-scatter sums.
+each other, so every row of the matrix ends in flags, one entry a weight, 1 or 0, which the same
+reduce-scatter sums. A last flag says that a weight has left its buffer.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from dataclasses import dataclass
 
 import torch
 
+from zerocast.comm import raise_together
+from zerocast.errors import InputError
 from zerocast.optim.shards import Shard, ShardedWeights
 
 BUFFER_ELEMENTS = 1 << 24
@@ -43,16 +45,16 @@ class _Round:
 
     Attributes:
         pieces: what is copied into the buffer, for every rank.
-        present: the part of the round's columns [ranks, weights in it] that says which gradients
-            are there.
-        present_weights: the weights that it speaks of.
+        flags: the part of the round's columns [ranks, flags in it] that says which gradients are
+            there, and whether a weight has moved.
+        which_flags: those that it holds, counted from the first weight's.
         buffer: FP32, flat, [ranks * columns in this round].
         output: this rank's part of :attr:`GradientReducer.reduced`.
     """
 
     pieces: list[_Piece]
-    present: torch.Tensor
-    present_weights: slice
+    flags: torch.Tensor
+    which_flags: slice
     buffer: torch.Tensor
     output: torch.Tensor
 
@@ -65,14 +67,15 @@ class GradientReducer:
         buffer_elements: the largest gradient buffer, in FP32 elements.
 
     Attributes:
-        reduced: FP32 [columns + weights]: the mean gradients of this rank's shards, then for each
-            weight how many ranks, as a fraction, have a gradient for it.
+        reduced: FP32 [columns + weights + 1]: the mean gradients of this rank's shards, then for
+            each weight how many ranks, as a fraction, have a gradient for it, then how many have
+            lost a weight.
     """
 
     def __init__(self, shards: ShardedWeights, buffer_elements: int = BUFFER_ELEMENTS) -> None:
         self._shards = shards
         size, rank, device = shards.comm.size, shards.comm.rank, shards.masters.device
-        width = shards.num_columns + len(shards.weights)
+        width = shards.num_columns + len(shards.weights) + 1
         step = min(width, max(1, buffer_elements // size))
         buffer = torch.zeros(size * step, dtype=torch.float32, device=device)
         # A single round leaves its result where this rank's row lies.
@@ -102,16 +105,25 @@ class GradientReducer:
                         )
                     )
         base = self._shards.num_columns
-        present_weights = slice(max(0, start - base), max(0, end - base))
-        present = rows[:, max(0, base - start) :]
-        return _Round(pieces, present, present_weights, rows.view(-1), self.reduced[start:end])
+        which_flags = slice(max(0, start - base), max(0, end - base))
+        flags = rows[:, max(0, base - start) :]
+        return _Round(pieces, flags, which_flags, rows.view(-1), self.reduced[start:end])
 
     def reduce_mean(self) -> None:
-        """Fill :attr:`reduced`. Collective: one reduce-scatter a round."""
+        """Fill :attr:`reduced`. Collective: one reduce-scatter a round.
+
+        Raises:
+            InputError: where a weight no longer lies where the optimizer put it, so that a step
+                would change what nobody reads. On every rank; on a GPU, where the flag could be
+                read only by waiting for it, on the ranks that see it.
+        """
         comm = self._shards.comm
+        moved = self._shards.moved_weight()
         gradients = [_flat(weight.param.grad) for weight in self._shards.weights]
         here = torch.tensor(
-            [g is not None for g in gradients], dtype=torch.float32, device=self.reduced.device
+            [*(g is not None for g in gradients), moved is not None],
+            dtype=torch.float32,
+            device=self.reduced.device,
         )
         for part in self._rounds:
             for piece in part.pieces:
@@ -120,16 +132,32 @@ class GradientReducer:
                     piece.place.zero_()
                 else:
                     piece.place.copy_(gradient[piece.elements])
-            part.present.copy_(here[part.present_weights])
+            part.flags.copy_(here[part.which_flags])
             comm.reduce_scatter_sum(part.output, part.buffer)
         if comm.size > 1:
             self.reduced.div_(comm.size)
+        self._refuse_moved(moved)
+
+    def _refuse_moved(self, name: str | None) -> None:
+        """Raise where this rank's weight ``name``, or another rank's, has left its buffer."""
+        error = None
+        if name is not None:
+            error = InputError(
+                f"{name} must stay in the buffer that ZeroOptimizer put it in, and no longer lies "
+                "there; convert or move a model (model.to, model.float) before making its "
+                "optimizer."
+            )
+        if self.reduced.device.type == "cpu":
+            if self.reduced[-1]:
+                raise_together(self._shards.comm, error)
+        elif error is not None:
+            raise error
 
     def gradients(self) -> list[torch.Tensor | None]:
         """Each weight's mean gradient on this rank's shard, a view; None where no rank has one."""
         # Asked only where this rank lacks one, for on a GPU the answer waits for the reduction.
         missing = any(weight.param.grad is None for weight in self._shards.weights)
-        present = self.reduced[self._shards.num_columns :].tolist() if missing else None
+        present = self.reduced[self._shards.num_columns : -1].tolist() if missing else None
         return [
             self.reduced[shard.columns] if present is None or present[i] else None
             for i, shard in enumerate(self._shards.own)

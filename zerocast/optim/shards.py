@@ -124,6 +124,7 @@ class ShardedWeights:
             self.num_columns += bucket.layout.rank_numel
         self.own = self.shards(comm.rank)
         device = weights[0].param.device
+        self._addresses = [_address(weight) for weight in weights]
         self.masters = torch.zeros(self.num_columns, dtype=torch.float32, device=device)
 
     def shards(self, rank: int) -> list[Shard]:
@@ -153,6 +154,14 @@ class ShardedWeights:
         """Move every weight into its bucket."""
         for bucket in self.buckets:
             bucket.adopt(self.weights)
+        self._addresses = [_address(weight) for weight in self.weights]
+
+    def moved_weight(self) -> str | None:
+        """The name of a weight that no longer lies in its bucket, as after ``model.float()``."""
+        for weight, address in zip(self.weights, self._addresses, strict=True):
+            if _address(weight) != address:
+                return weight.name
+        return None
 
     def store_plain(self) -> None:
         """Round this rank's masters into its range of the buckets that hold no codes."""
@@ -174,3 +183,8 @@ class ShardedWeights:
         whole[mine.start : mine.end] = part
         self.comm.all_gather_(whole, [extent.size for extent in owned])
         return whole.view(self.weights[index].param.shape)
+
+
+def _address(weight: Weight) -> int:
+    param = weight.param
+    return (param.rowwise_data if isinstance(param, QuantizedTensor) else param).data_ptr()

@@ -19,7 +19,7 @@ Note: the masters are the truth
 A step overwrites every weight from the masters. Whoever changes weights by other means (loading a
 model's state dict) does so before the optimizer is made, and resumes with
 :meth:`ZeroOptimizer.load_state_dict`. Weights become views of the optimizer's buffers, so a model
-is moved (``model.to``) before, too.
+is moved or converted (``model.to``) before, too; a step that finds a weight elsewhere is refused.
 """
 
 from __future__ import annotations
