@@ -37,8 +37,13 @@ BARRIER = "__syncthreads();"
 SOURCES = ("partial_amax", "partial_cast", "transpose", "dequantize")
 
 
-def results(backend: Backend, law: Law, grid: BlockGrid, extent: Extent) -> list[torch.Tensor]:
-    """Everything that the operations write for one weight, of which a rank owns ``extent``."""
+def results(
+    backend: Backend, law: Law, grid: BlockGrid, extent: Extent, alone: bool = False
+) -> list[torch.Tensor]:
+    """Everything that the operations write for one weight, of which a rank owns ``extent``.
+
+    The master lies among elements that are not the rank's, or ``alone``, with nothing around it.
+    """
     bits = law.fmt.bits
     repeats = (grid.block_h, 128, 4) if bits == 4 else (1, 1, 1)
     layout = ScaleLayout(grid, *repeats)
@@ -55,7 +60,8 @@ def results(backend: Backend, law: Law, grid: BlockGrid, extent: Extent) -> list
     copied_scales = torch.zeros(columnwise.shape, dtype=law.scale_dtype)
     out = torch.zeros(grid.rows, grid.cols)
     masters = Masters(1)
-    masters.bind([master[extent.start : extent.end]])
+    owned = master[extent.start : extent.end]
+    masters.bind([owned.clone() if alone else owned])
     block_amax, tensor_amax = amax[: grid.num_blocks], amax[-1:]
     shard = CastShard(0, extent, grid, torch.bfloat16, block_amax, tensor_amax, codes)
     backend.partial_amax([shard], masters)()
