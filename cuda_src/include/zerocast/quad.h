@@ -14,10 +14,20 @@ struct Quad {
     float x[4];
 };
 
-// 16 bytes from an address that is a multiple of 16.
+// 16 bytes from an address that is a multiple of 16, which no thread of the launch writes.
 ZEROCAST_FN Quad load_quad(const float* from) {
+#ifdef __CUDA_ARCH__
+    // Read once and not again: it need not take a place in the first-level cache. Volatile, so
+    // that the compiler does not move one read after the use of another.
+    Quad q;
+    asm volatile("ld.global.nc.L1::no_allocate.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(q.x[0]), "=f"(q.x[1]), "=f"(q.x[2]), "=f"(q.x[3])
+                 : "l"(__cvta_generic_to_global(from)));
+    return q;
+#else
     float4 v = *(const float4*)from;
     return Quad{{v.x, v.y, v.z, v.w}};
+#endif
 }
 
 ZEROCAST_FN void store_quad(float* to, const Quad& q) {
