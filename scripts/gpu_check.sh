@@ -16,6 +16,7 @@ mkdir -p "$RESULTS"
 LOGS=$(mktemp -d)
 trap 'rm -rf "$LOGS"' EXIT
 DEVICE_TESTS=tests/backends/test_cuda_device.py
+DEADLINE=590  # seconds for all stages together
 FAILED=0
 JSON=""
 MARKDOWN="$RESULTS/gpu_check.md"
@@ -31,6 +32,7 @@ record() {
 stage() {
     local name=$1 limit=$2 started=$SECONDS log="$LOGS/$1" summary result=ok
     shift 2
+    ((limit < DEADLINE - SECONDS)) || limit=$((DEADLINE - SECONDS))
     timeout "$limit" "$@" >"$log" 2>&1 </dev/null || result=FAILED
     summary=$(grep -Eo '([0-9]+ (failed|passed|skipped|deselected|error)[^=]*|ERROR SUMMARY: .*)' "$log" | tail -n 1 |
         tr -d '"\\|' || true)
@@ -57,20 +59,20 @@ GPU=$("$PYTHON" -c 'import torch; print(torch.cuda.get_device_name(), "torch", t
     printf '| stage | result | seconds | |\n|---|---|---|---|\n'
 } >"$MARKDOWN"
 
-stage build 90 bash -c build
-stage tests 200 "${PYTEST[@]}" "$DEVICE_TESTS"
+stage build 60 bash -c build
+stage tests 160 "${PYTEST[@]}" "$DEVICE_TESTS"
 if command -v compute-sanitizer >/dev/null; then
     # Without torch's pool every tensor has an allocation of its own, whose bounds the tool knows.
     export PYTORCH_NO_CUDA_MEMORY_CACHING=1
     for tool in memcheck racecheck initcheck synccheck; do
-        stage "$tool" 45 compute-sanitizer --tool "$tool" --error-exitcode 9 "${PYTEST[@]}" "$DEVICE_TESTS" \
+        stage "$tool" 60 compute-sanitizer --tool "$tool" --error-exitcode 9 "${PYTEST[@]}" "$DEVICE_TESTS" \
             -k sanitized
     done
     unset PYTORCH_NO_CUDA_MEMORY_CACHING
 else
     record compute-sanitizer skipped 0 "not installed"
 fi
-stage benchmark 110 "$PYTHON" scripts/bench_cuda.py --rounds 5 --output "$RESULTS/bench_cuda"
+stage benchmark 150 "$PYTHON" scripts/bench_cuda.py --rounds 5 --output "$RESULTS/bench_cuda"
 
 printf '{"gpu": "%s", "stages": [%s]}\n' "$GPU" "$JSON" >"$RESULTS/gpu_check.json"
 printf 'reports in %s, %d s\n' "$RESULTS" "$SECONDS"
