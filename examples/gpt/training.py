@@ -89,7 +89,9 @@ def train(recipe: str, settings: Settings, corpus: Corpus, comm: Communicator) -
     draw = torch.Generator().manual_seed(settings.seed * comm.size + comm.rank)
 
     losses = torch.zeros(settings.steps)
-    progress = tqdm(range(settings.steps), desc=f"{recipe:>5}", disable=comm.rank > 0)
+    progress = tqdm(
+        range(settings.steps), desc=f"{recipe:>5}", disable=comm.rank > 0, mininterval=1.0
+    )
     for step in progress:
         with clock.phase("forward_backward"):
             loss = model(*sample(corpus.training, settings.batch // comm.size, GPT.context, draw))
@@ -100,7 +102,8 @@ def train(recipe: str, settings: Settings, corpus: Corpus, comm: Communicator) -
         schedule.step()
         losses[step] = loss.item()
         if step % 10 == 0:
-            progress.set_postfix_str(f"loss {losses[max(0, step - 9) : step + 1].mean():.3f}")
+            mean = losses[max(0, step - 9) : step + 1].mean()
+            progress.set_postfix_str(f"loss {mean:.3f}", refresh=False)
 
     comm.all_reduce_sum_(losses)
     return Run(
