@@ -11,7 +11,8 @@ import torch
 from hypothesis import given, settings
 
 import zerocast
-from zerocast.backends.cuda import compiler
+from zerocast.backends.cuda import Arguments, Kernel, compiler
+from zerocast.backends.cuda.device import DeviceLauncher
 from zerocast.backends.cuda.sources import cuda_sources
 from zerocast.backends.cuda.tiling import (
     FLAT_COLS,
@@ -162,6 +163,100 @@ def test_sources_that_are_nowhere(monkeypatch) -> None:
     monkeypatch.setattr(Path, "is_dir", lambda self: False)
     with pytest.raises(BackendError, match=r"zerocast/cuda_src.*install zerocast anew"):
         cuda_sources()
+
+
+# --- the launcher of a GPU, with a driver and streams that only take notes ---
+
+
+class Driver:
+    """Of CuPy's interface what a launch uses."""
+
+    class CUDADriverError(RuntimeError):
+        """What a call raises."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[int, ...]] = []
+        self.failing = False
+
+    def launchKernel(self, *arguments: int) -> None:
+        if self.failing:
+            raise self.CUDADriverError("CUDA_ERROR_ILLEGAL_ADDRESS")
+        self.calls.append(arguments)
+
+
+class Stream:
+    """One of torch's streams."""
+
+    def __init__(self, address: int) -> None:
+        self.cuda_stream = address
+        self.waited: list[object] = []
+
+    def wait_event(self, event: object) -> None:
+        self.waited.append(event)
+
+
+@pytest.fixture
+def launcher(monkeypatch: pytest.MonkeyPatch) -> DeviceLauncher:
+    """A launcher for a GPU that is not there."""
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr("zerocast.backends.cuda.device.import_nvrtc", lambda: None)
+    launcher = DeviceLauncher(torch.device("cuda", 0))
+    launcher.__dict__["_driver"] = Driver()
+    return launcher
+
+
+KERNEL = Kernel("partial_cast", "partial_cast_e2m1", 128)
+
+
+def test_a_launch_is_one_call_on_the_current_stream(launcher, monkeypatch) -> None:
+    """The driver gets the kernel, grid, block, torch's stream and the argument table."""
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: Stream(0xABC))
+    arguments = Arguments([1, 2])
+    launcher.launch(KERNEL, 77, 1000, arguments)
+    expected = (77, 1000, 1, 1, 128, 1, 1, 0, 0xABC, arguments.address, 0)
+    assert launcher._driver.calls == [expected]
+    assert launcher.launches == 1
+
+
+def test_a_launch_waits_for_tables_sent_on_another_stream(launcher, monkeypatch) -> None:
+    """On the stream of the upload nothing is waited for, on another one the upload's event, in a
+    capture nothing.
+    """
+    stream = Stream(5)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    launcher._uploaded = 5, "event"
+    launcher.launch(KERNEL, 1, 1, Arguments([]))
+    assert stream.waited == []
+    launcher._uploaded = 6, "event"
+    launcher.launch(KERNEL, 1, 1, Arguments([]))
+    assert stream.waited == ["event"]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    launcher.launch(KERNEL, 1, 1, Arguments([]))
+    assert stream.waited == ["event"]
+
+
+def test_a_driver_error_names_the_kernel(launcher, monkeypatch) -> None:
+    """What the driver refuses reaches the user with the kernel's name and what to do."""
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: Stream(0))
+    launcher._driver.failing = True
+    with pytest.raises(
+        BackendError, match=r"partial_cast_e2m1 on 9 blocks.*ILLEGAL.*CUDA_LAUNCH_BLOCKING=1"
+    ):
+        launcher.launch(KERNEL, 1, 9, Arguments([]))
+
+
+def test_tables_are_not_sent_in_a_capture(launcher, monkeypatch) -> None:
+    """Making a plan, and binding masters, inside of a capture is refused with the other way."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    table = torch.zeros(3, dtype=torch.int64)
+    with pytest.raises(BackendError, match="must be made, and its weights moved, before a CUDA"):
+        launcher.upload(table)
+    with pytest.raises(BackendError, match="masters must be bound before a CUDA graph"):
+        launcher.refresh(table, table)
 
 
 # --- the choice ---

@@ -232,6 +232,39 @@ def test_a_step_does_not_wait() -> None:
     assert_cast(weights, masters)
 
 
+def test_decoding_does_not_wait() -> None:
+    """A weight is decoded behind what the GPU still has to do, and the host goes on."""
+    master = draw_values("normal", 64 * 256, 1).view(64, 256)
+    weight = zerocast.quantize(master.cuda(), RECIPES[0], dtype=torch.bfloat16)
+    weight.dequantize()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        torch.cuda._sleep(2_000_000_000)
+        values = weight.dequantize()
+        assert not torch.cuda.current_stream().query()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    expected = reference(master, RECIPES[0], torch.bfloat16).dequantize()
+    assert_same_bytes(values.cpu(), expected, "values")
+
+
+def test_a_plan_made_on_another_stream() -> None:
+    """A launch on one stream waits for the tables that a plan has sent on another."""
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    torch.cuda.synchronize()
+    with torch.cuda.stream(streams[0]):
+        masters = [torch.randn(64, 256, device="cuda")]
+        weights = [zerocast.empty((64, 256), RECIPES[0], device="cuda")]
+        streams[0].synchronize()
+        torch.cuda._sleep(500_000_000)
+        plan = zerocast.CastPlan(weights, masters, [0])
+    with torch.cuda.stream(streams[1]):
+        plan.cast()
+        plan.post_all_gather_processing()
+    assert_cast(weights, masters)
+
+
 @pytest.mark.parametrize("count", [2, 200])
 def test_launches_are_constant(kernels: CudaBackend, count: int) -> None:
     """Three launches a recipe kind for a cast, one for post-processing, beside one memset."""

@@ -43,6 +43,8 @@ class DeviceLauncher:
         self._arch = architecture(torch.cuda.get_device_capability(device))
         self._cache = cache
         self._modules: dict[str, int] = {}
+        # The stream of the latest upload, and when that is over.
+        self._uploaded: tuple[int, torch.cuda.Event] | None = None
 
     def upload(self, table: torch.Tensor) -> torch.Tensor:
         if torch.cuda.is_current_stream_capturing():
@@ -50,7 +52,12 @@ class DeviceLauncher:
                 "a plan must be made, and its weights moved, before a CUDA graph is captured, got "
                 "a stream that is being captured; run plan.cast() once outside of the capture."
             )
-        return table.to(self.device)
+        with torch.cuda.device(self.device):
+            # torch keeps the pinned copy until the transfer is over.
+            copy = table.pin_memory().to(self.device, non_blocking=True)
+            stream = torch.cuda.current_stream()
+            self._uploaded = stream.cuda_stream, stream.record_event()
+        return copy
 
     def refresh(self, table: torch.Tensor, values: torch.Tensor) -> None:
         if torch.cuda.is_current_stream_capturing():
@@ -58,7 +65,6 @@ class DeviceLauncher:
                 "masters must be bound before a CUDA graph is captured, got other tensors in a "
                 "capture; run plan.cast(master_weights) once outside, then capture plan.cast()."
             )
-        # torch keeps the pinned copy until the transfer is over.
         table.copy_(values.pin_memory(), non_blocking=True)
 
     def prepare(self, kernel: Kernel) -> int:
@@ -83,7 +89,15 @@ class DeviceLauncher:
             with torch.cuda.device(self.device):
                 self.launch(kernel, handle, grid, arguments)
             return
-        stream = torch.cuda.current_stream().cuda_stream
+        current = torch.cuda.current_stream()
+        stream = current.cuda_stream
+        # torch waits for the device before it captures, so a capture has nothing to wait for.
+        if (
+            self._uploaded is not None
+            and self._uploaded[0] != stream
+            and not torch.cuda.is_current_stream_capturing()
+        ):
+            current.wait_event(self._uploaded[1])
         self.launches += 1
         try:
             self._driver.launchKernel(

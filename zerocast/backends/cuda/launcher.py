@@ -65,7 +65,9 @@ class Launcher(Protocol):
     max_grid: int
 
     def upload(self, table: torch.Tensor) -> torch.Tensor:
-        """A copy of a host table that kernels can read; there when this returns."""
+        """A copy of a host table that kernels can read: it is there before any later launch, on
+        whatever stream, and nothing waits for it here.
+        """
         ...
 
     def refresh(self, table: torch.Tensor, values: torch.Tensor) -> None:
