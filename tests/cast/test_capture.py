@@ -23,7 +23,7 @@ def capturing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_staging_communicator_is_refused(capturing: None) -> None:
     """Collectives through host memory are refused by the communicator's name."""
-    with pytest.raises(UnsupportedError, match=r"on cuda:0 as they are, got .*host memory; use"):
+    with pytest.raises(UnsupportedError, match=r"without the host, got .* on cuda:0; use torch"):
         check_capture(GPU, [SingleRank(), Staging()])
 
 

@@ -96,6 +96,14 @@ def test_other_devices_travel_through_host_memory(monkeypatch):
 
 
 @on_ranks
+def test_a_cuda_aware_library_takes_a_gpus_tensors():
+    """Told that MPI takes a GPU's memory, it stages no GPU's tensors, and no graph captures it."""
+    comm = MpiCommunicator(cuda_aware=True)
+    assert [comm.stages(torch.device(d)) for d in ("cpu", "cuda", "meta")] == [False, False, True]
+    assert not comm.captures(torch.device("cuda"))
+
+
+@on_ranks
 def test_a_part_of_the_buffer_is_reduced_into_when_staged(monkeypatch):
     """An output inside the buffer holds this rank's sum also where the buffer was staged."""
     monkeypatch.setattr(MpiCommunicator, "stages", lambda self, device: True)

@@ -29,9 +29,9 @@ def check_capture(
             "check_finite=True; make the plan without it, and let the loss show a NaN."
         )
     for comm in comms:
-        if comm.stages(device):
+        if not comm.captures(device):
             raise UnsupportedError(
-                f"a cast that is captured in a CUDA graph needs a communicator that takes tensors "
-                f"on {device} as they are, got {comm}, which moves them through host memory; use "
-                "torch.distributed with NCCL, or capture forward and backward only."
+                f"a cast that is captured in a CUDA graph needs collectives without the host, got "
+                f"{comm}, whose host takes part in those on {device}; use torch.distributed with "
+                "NCCL, or capture forward and backward only."
             )

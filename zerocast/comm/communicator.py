@@ -86,6 +86,12 @@ class Communicator(ABC):
         """Whether tensors on ``device`` travel by way of a copy in another device's memory."""
         return False
 
+    def captures(self, device: torch.device) -> bool:
+        """Whether a CUDA graph can record collectives on ``device``'s tensors: not where the host
+        takes part in them.
+        """
+        return not self.stages(device)
+
     @abstractmethod
     def barrier(self) -> None:
         """Return when every rank has come here."""

@@ -85,6 +85,9 @@ class InProcessCommunicator(Communicator):
         self.rank = rank
         self.size = len(room.members)
 
+    def captures(self, device: torch.device) -> bool:
+        return False  # the ranks are threads that wait for each other
+
     def all_reduce_max_(self, buffer: torch.Tensor) -> None:
         flat = operand("all_reduce_max_", buffer, MAX_DTYPES)
         flat.copy_(self._reduce(_signature("all_reduce_max_", buffer), flat, torch.maximum))

@@ -54,19 +54,28 @@ def import_mpi() -> Any:
 class MpiCommunicator(Communicator):
     """The ranks of an mpi4py intracommunicator.
 
-    Tensors that are not on the CPU are copied to host memory, travel from there and are copied
-    back (:meth:`stages` says so).
+    Tensors that are not on the CPU are copied to (pinned) host memory, travel from there and are
+    copied back (:meth:`stages` says so). A CUDA-aware MPI takes a GPU's tensors as they are, once
+    the GPU has done what torch's current stream holds: MPI knows no streams.
 
     Args:
         comm: the intracommunicator; None means ``MPI.COMM_WORLD``. It stays the caller's to free.
         chunk: the most items that one MPI call moves.
+        cuda_aware: whether this MPI library takes addresses of a GPU's memory, which it does not
+            say of itself. One that does not ends the process at such an address.
 
     Raises:
         BackendError: where mpi4py or the MPI library is missing.
         InputError: for another kind of communicator, or ``COMM_NULL``.
     """
 
-    def __init__(self, comm: MPI.Intracomm | None = None, *, chunk: int = 2**31 - 1) -> None:
+    def __init__(
+        self,
+        comm: MPI.Intracomm | None = None,
+        *,
+        chunk: int = 2**31 - 1,
+        cuda_aware: bool = False,
+    ) -> None:
         mpi = import_mpi()
         comm = mpi.COMM_WORLD if comm is None else comm
         if not isinstance(comm, mpi.Intracomm) or comm == mpi.COMM_NULL:
@@ -78,6 +87,7 @@ class MpiCommunicator(Communicator):
         self._mpi = mpi
         self._comm = comm
         self._chunk = chunk
+        self._served = ("cpu", "cuda") if cuda_aware else ("cpu",)
         self.rank = comm.Get_rank()
         self.size = comm.Get_size()
         self._types = {
@@ -89,7 +99,10 @@ class MpiCommunicator(Communicator):
         }
 
     def stages(self, device: torch.device) -> bool:
-        return device.type != "cpu"
+        return device.type not in self._served
+
+    def captures(self, device: torch.device) -> bool:
+        return False  # MPI is called by the host, at once
 
     def all_reduce_max_(self, buffer: torch.Tensor) -> None:
         self._all_reduce(operand("all_reduce_max_", buffer, MAX_DTYPES), self._mpi.MAX)
@@ -100,7 +113,7 @@ class MpiCommunicator(Communicator):
     def all_gather_(self, buffer: torch.Tensor, counts: Sequence[int] | None = None) -> None:
         flat = as_bytes("all_gather_", buffer)
         parts = part_bytes(buffer, counts, self.size)
-        with self._on_host(flat) as host:
+        with self._in_reach(flat) as host:
             if host.numel() <= self._chunk:
                 memory, _, kind = self._memory(host)
                 self._comm.Allgatherv(self._mpi.IN_PLACE, [memory, parts, kind])
@@ -112,7 +125,7 @@ class MpiCommunicator(Communicator):
 
     def reduce_scatter_sum(self, output: torch.Tensor, buffer: torch.Tensor) -> None:
         output, flat = scatter_operands(output, buffer, self.size)
-        host = flat.to(_HOST)
+        host = flat.to(_HOST) if self.stages(flat.device) else _settled(flat)
         if host.numel() <= self._chunk:
             output.copy_(self._reduce_scatter(host))
             return
@@ -125,7 +138,7 @@ class MpiCommunicator(Communicator):
     def broadcast_(self, buffer: torch.Tensor, root: int = 0) -> None:
         flat = as_bytes("broadcast_", buffer)
         check_root(root, self.size)
-        with self._on_host(flat) as host:
+        with self._in_reach(flat) as host:
             self._broadcast(host, root)
 
     def all_gather_object(self, obj: Any) -> list[Any]:
@@ -143,17 +156,20 @@ class MpiCommunicator(Communicator):
     def __repr__(self) -> str:
         return f"MpiCommunicator(rank={self.rank}, size={self.size})"
 
-    def _on_host(self, tensor: torch.Tensor) -> Any:
-        return on_device(tensor, _HOST if self.stages(tensor.device) else None)
+    def _in_reach(self, tensor: torch.Tensor) -> Any:
+        """``tensor`` where MPI can reach it."""
+        if self.stages(tensor.device):
+            return on_device(tensor, _HOST)
+        return on_device(_settled(tensor), None)
 
     def _memory(self, tensor: torch.Tensor) -> list[Any]:
-        """A contiguous CPU tensor as mpi4py takes memory: address, count, datatype."""
+        """A contiguous tensor as mpi4py takes memory: address, count, datatype."""
         assert tensor.is_contiguous()
         memory = self._mpi.memory.fromaddress(tensor.data_ptr(), tensor.nbytes)
         return [memory, tensor.numel(), self._types[tensor.dtype]]
 
     def _all_reduce(self, flat: torch.Tensor, op: MPI.Op) -> None:
-        with self._on_host(flat) as host:
+        with self._in_reach(flat) as host:
             for chunk in host.split(self._chunk):
                 self._comm.Allreduce(self._mpi.IN_PLACE, self._memory(chunk), op)
 
@@ -167,3 +183,10 @@ class MpiCommunicator(Communicator):
     def _broadcast(self, flat: torch.Tensor, root: int) -> None:
         for chunk in flat.split(self._chunk):
             self._comm.Bcast(self._memory(chunk), root)
+
+
+def _settled(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor``, once a GPU has done all that writes it."""
+    if tensor.is_cuda:
+        torch.cuda.current_stream(tensor.device).synchronize()
+    return tensor

@@ -128,6 +128,9 @@ class RecordingCommunicator(Communicator):
     def stages(self, device: torch.device) -> bool:
         return self.comm.stages(device)
 
+    def captures(self, device: torch.device) -> bool:
+        return self.comm.captures(device)
+
     def __repr__(self) -> str:
         return f"RecordingCommunicator({self.comm!r})"
 
