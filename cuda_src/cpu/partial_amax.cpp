@@ -67,18 +67,30 @@ void one_block(const CastShard& shard, i64 begin, i64 end) {
     raise_shared(shard.tensor_amax, amax);
 }
 
+// ROWS rows of a panel whose blocks are 16 wide and whole. More than one, so that a block's maxima
+// are fetched and stored less often.
+template <int ROWS>
+ZEROCAST_FN void raise_rows(Int* largest, const Grid& grid, const Panel& panel, const float* x) {
+    for (i64 c = 0; c < panel.count; c += 16) {
+        Int in_block = largest[c / 16];
+        for (int r = 0; r < ROWS; r++) {
+            const float* at = x + r * grid.cols + c;
+            __builtin_prefetch(at + PREFETCH_AHEAD / ROWS);
+            in_block = raise(in_block, at, 16);
+        }
+        largest[c / 16] = in_block;
+    }
+}
+
 // The elements of one panel, into the maxima of the strip's blocks.
 void raise_panel(Int* largest, const Grid& grid, const Panel& panel, const float* x) {
     i64 block = panel.col / grid.block_w, in_block = panel.col % grid.block_w;
     if (grid.block_w == 16 && in_block == 0
         && panel.count % 16 == 0) {  // NVFP4, but for the ends of a shard
-        for (i64 r = 0; r < panel.rows; r++, x += grid.cols) {
-            for (i64 c = 0; c < panel.count; c += 16) {
-                __builtin_prefetch(x + c + PREFETCH_AHEAD);
-                Int& in_block = largest[block + c / 16];
-                in_block = raise(in_block, x + c, 16);
-            }
-        }
+        i64 r = 0;
+        for (; r + 4 <= panel.rows; r += 4, x += 4 * grid.cols)
+            raise_rows<4>(largest + block, grid, panel, x);
+        for (; r < panel.rows; r++, x += grid.cols) raise_rows<1>(largest + block, grid, panel, x);
         return;
     }
     for (i64 r = 0; r < panel.rows; r++, x += grid.cols) {
