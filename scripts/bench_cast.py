@@ -5,7 +5,7 @@ For one FP32 shard it measures, with the medians of interleaved rounds,
     the memory       native loops that only read, write or copy, on the same threads
     the cast         amax, scale, cast and their sum, as a share of the memory's bound for them: two
                      reads of the FP32 shard and one write of its codes
-    the transpose    as a share of the copy rate
+    the transpose    the columnwise codes and scales that it writes, as a share of the copy rate
     one part of 64   amax and cast of 1/64 of the weight, caches flushed, against the whole
     memory           the peak of temporary memory of CastPlan.cast() on one rank
     others           torch eager and compiled, torchao, on the same tensor
@@ -131,6 +131,9 @@ class CastWork:
         amax = torch.zeros(grid.amax_slots, dtype=torch.int32)
         block_amax, tensor_amax = amax[: grid.num_blocks], amax[-1:]
         self.code_bytes = buffers["rowwise_data"].numel()
+        self.columnwise_bytes = sum(
+            buffer.nbytes for name, buffer in buffers.items() if name.startswith("columnwise_")
+        )
         codes = buffers["rowwise_data"].view(-1)
         extent = Extent(0, master.numel())
         shard = CastShard(
@@ -195,7 +198,7 @@ def measure(
         reading, writing = master.nbytes / rates["read"], cast.code_bytes / rates["write"]
         bounds = {"amax": reading, "cast": reading + writing, "sum": 2 * reading + writing}
         shares = {step: bound / steps[step] for step, bound in bounds.items()}
-        shares["transpose"] = cast.code_bytes / steps["transpose"] / rates["copy"]
+        shares["transpose"] = cast.columnwise_bytes / steps["transpose"] / rates["copy"]
         record[name] = {"seconds": steps, "shares": shares}
     return record
 
@@ -279,8 +282,8 @@ def show_casts(records: list[dict[str, Any]], nbytes: int) -> None:
 
 
 def show_memory(records: list[dict[str, Any]]) -> None:
-    """The probes, and the transposes against the copy rate."""
-    table = Table(title="Memory, GB/s, and transposes as a share of the copy rate")
+    """The probes, and the columnwise bytes that the transposes make against the copy rate."""
+    table = Table(title="Memory, GB/s, and columnwise bytes made as a share of the copy rate")
     for column in ("code", "threads", "read", "write", "copy", *RECIPES):
         table.add_column(column, justify="left" if column == "code" else "right")
     for record in records:
