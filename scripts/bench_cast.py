@@ -105,6 +105,7 @@ def temporary_memory(work: Work) -> int | None:
         return int(line.split()[1]) * 1024
 
     gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # or what was freed before would be taken again, unseen
     try:
         Path("/proc/self/clear_refs").write_text("5")  # resets the peak
         before = status("VmRSS")
