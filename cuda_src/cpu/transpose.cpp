@@ -21,6 +21,11 @@ namespace {
 constexpr int TILES_DOWN = 4, TILES_ACROSS = 2;
 constexpr i64 BLOCK_ROWS = TILES_DOWN * TILE, BLOCK_COLS = TILES_ACROSS * TILE;
 
+// Lines are asked for so many rows before they are turned: half a block, for two whole ones of rows
+// that are a power of two apart crowd each other out of the second-level cache, too. 8192x8192, two
+// threads: 69 to 89 % of the copy rate for nibbles, 72 to 82 % for bytes; 32 rows gain less.
+constexpr i64 ROWS_AHEAD = 128;
+
 // Launches of more elements write past the caches, as a copy of that size does: what they write
 // would not stay there.
 constexpr i64 STREAM_ELEMENTS = 1 << 23;
@@ -103,9 +108,12 @@ void for_each_block(const Bytes& from, i64 first, i64 last, const Turn& turn, co
     for (i64 row = 0; row < from.rows; row += ROWS * BLOCK_ROWS) {
         i64 rows = min_of(BLOCK_ROWS, (from.rows - row + ROWS - 1) / ROWS);
         for (i64 col = first; col < last; col += BLOCK_COLS) {
-            // What is asked for ahead of time: the same place in the next block.
-            i64 ahead = col + BLOCK_COLS < last ? BLOCK_COLS : height - (col - first);
+            // What is asked for ahead of time stands further down, or in the next block.
+            i64 next_block = col + BLOCK_COLS < last ? BLOCK_COLS : height - (col - first);
+            i64 down = min_of(ROWS_AHEAD, rows);
             for (i64 r = 0; r < rows; r += SQUARE) {
+                i64 ahead = r + down < rows ? down * ROWS * from.stride
+                                            : (down - rows) * ROWS * from.stride + next_block;
                 for (i64 c = 0; c < min_of(BLOCK_COLS, last - col); c += TILE)
                     turn(lines_of<ROWS * SQUARE>(from, row + ROWS * r, col + c, ahead, scratch),
                          c / TILE, r);
