@@ -309,9 +309,8 @@ def test_check_finite(world_size: int, value: float) -> None:
             messages.append(str(raised.value))
         for w, buffers in zip(kwargs["model_weights"], held, strict=True):
             for name, buffer in buffers.items():
-                assert_same_bytes(
-                    getattr(w, name), buffer, name
-                )  # derived copies are readable: no cast happened
+                # Derived copies are readable, since no cast happened.
+                assert_same_bytes(getattr(w, name), buffer, name)
         return messages
 
     messages = [m for rank in run_in_process(world_size, on_rank) for m in rank]

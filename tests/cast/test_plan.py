@@ -2,7 +2,7 @@
 
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy
@@ -12,6 +12,7 @@ import torch
 import zerocast
 from tests.support.same_bytes import assert_same_bytes, assert_same_storage
 from tests.support.values import draw_values
+from zerocast.backends.reference import ReferenceBackend
 from zerocast.comm import (
     Communicator,
     InProcessCommunicator,
@@ -19,6 +20,7 @@ from zerocast.comm import (
     run_in_process,
 )
 from zerocast.errors import InputError, RankMismatchError, StaleCopyError
+from zerocast.ops import CastShard, Launch, Law, Masters
 
 NVFP4 = zerocast.NVFP4BlockScaling()
 FP8 = zerocast.Float8CurrentScaling()
@@ -124,6 +126,26 @@ def test_a_plan_follows_moved_weights() -> None:
         flat[64 : 64 + NUMEL // 2], whole(master, NVFP4).rowwise_data.view(-1), "buffer"
     )
     assert not old.any()
+
+
+def test_a_moved_weight_leaves_the_plan_its_backend() -> None:
+    """A plan made within use_backend() keeps that backend when a move makes it prepare anew."""
+    master = draw_values("normal", NUMEL, 1)
+    weight = zerocast.empty(SHAPE, NVFP4)
+    prepared: list[str] = []
+
+    class Spy(ReferenceBackend):
+        def partial_cast(self, law: Law, shards: Sequence[CastShard], masters: Masters) -> Launch:
+            prepared.append("spy")
+            return super().partial_cast(law, shards, masters)
+
+    with zerocast.use_backend(Spy()):
+        plan = zerocast.CastPlan([weight], [master], [0])
+    zerocast.replace_raw_data(weight, torch.zeros(NUMEL // 2, dtype=torch.uint8))
+    plan.cast()
+    plan.post_all_gather_processing()
+    assert prepared == ["spy", "spy"]
+    assert_same_storage(weight, whole(master, NVFP4), "moved")
 
 
 def test_gather_in_place_copies_nothing() -> None:

@@ -104,10 +104,9 @@ class CodeGather:
             codes = self._codes(part.weight)
             if codes.untyped_storage().data_ptr() != head.untyped_storage().data_ptr():
                 return None
+            # This also tells a shared byte: it stands in two parts, but once in memory.
             if codes.data_ptr() + part.first != base + part.staged.start:
-                return (
-                    None  # also where a byte is shared: it stands in two parts, but once in memory
-                )
+                return None
         return head.as_strided(
             (sum(self._counts),), (1,), head.storage_offset() + self._parts[0].first
         )

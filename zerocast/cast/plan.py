@@ -163,6 +163,7 @@ class CastPlan:
         weakref.finalize(self, self._clock.retire)
         for request in self._requests:
             request.storage.watch(self._clock)
+        self._backend = backend_for(self._amax.device)
         self._prepare()
 
     # --- the sentence ---
@@ -338,17 +339,11 @@ class CastPlan:
         by_recipe: dict[Recipe, list[int]] = {}
         for i, request in enumerate(self._requests):
             by_recipe.setdefault(request.storage.recipe, []).append(i)
-        backend = backend_for(self._amax.device)
+        backend = self._backend
         for recipe, indices in by_recipe.items():
             requests = [(i, self._requests[i]) for i in indices]
             shards = [
-                r.storage.cast_shard(
-                    i,
-                    r.extent,
-                    self._slots[i],
-                    r.codes,
-                    r.codes_start if r.codes is not None else 0,
-                )
+                r.storage.cast_shard(i, r.extent, self._slots[i], r.codes, r.codes_start)
                 for i, r in requests
             ]
             scales = [r.storage.scale_target(self._slots[i]) for i, r in requests]

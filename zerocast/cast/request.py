@@ -39,9 +39,11 @@ class ShardRequest:
 
     @property
     def codes_start(self) -> int:
-        """The element whose code is in the low bits of ``codes[0]``: the extent's start, rounded
-        down to a byte.
+        """The element whose code is in the low bits of the first byte written to: the weight's
+        first, or that of ``codes``, the extent's start rounded down to a byte.
         """
+        if self.codes is None:
+            return 0
         fmt = self.storage.recipe.law.fmt
         return byte_span(fmt, self.extent.start, self.extent.end)[0] * 8 // fmt.bits
 

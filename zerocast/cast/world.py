@@ -59,6 +59,7 @@ def raise_in_all(comms: Sequence[Communicator], error: ZerocastError | None) -> 
             raise_together(comm, agreed or error)
         except ZerocastError as e:  # noqa: PERF203  (the loop goes on: others must hear of it)
             agreed = agreed or e
+    agreed = agreed or error  # a plan of no group has nobody to tell
     if agreed is not None:
         raise agreed
 
@@ -138,9 +139,8 @@ def _check_coverage(requests: Sequence[ShardRequest], extents: torch.Tensor) -> 
     start, end = torch.where(empty, numel, start), torch.where(empty, numel, end)
     start, order = start.sort(dim=0)
     end = end.gather(0, order)
-    edges = torch.cat(
-        (torch.zeros_like(numel)[None], end)
-    )  # where each shard must start, then where all must end
+    # Where each shard must start, then where all must end.
+    edges = torch.cat((torch.zeros_like(numel)[None], end))
     wrong = (edges != torch.cat((start, numel[None]))).any(dim=0)
     if wrong.any():
         i = int(wrong.nonzero()[0])
