@@ -7,10 +7,16 @@ arguments that a step calls. So a step is a constant number of launches, whateve
 weights, and allocates nothing.
 
     partial_amax    master shards           -> block and tensor amaxes (then one all-reduce MAX)
-    compute_scale   amaxes                  -> stored scales and tensor amax
+    partial_select  master shards, amaxes   -> 4-over-6: errors of both candidates (then one SUM)
+    select          reduced errors          -> 4-over-6: the choice of every block
+    compute_scale   amaxes, choices         -> stored scales, tensor amax, recipe state
     partial_cast    master shards, amaxes   -> this rank's codes, to the nibble
     transpose       gathered codes, scales  -> columnwise codes and scales
     dequantize      codes, scales           -> values
+
+A weight has a rowwise plane of codes, and where a scheme quantizes its columnwise copy
+independently of the rowwise one (MXFP8, row-wise FP8) a second plane, cast in the same pass over
+the master.
 
 The laws are those of the package's documentation, "Numerics": every backend gives the same bytes
 for every input. Amaxes are the int32 bit patterns of non-negative FP32 values: those order like
@@ -66,28 +72,102 @@ class Float8Law:
 
 
 @dataclass(frozen=True, slots=True)
+class Float8DelayedLaw:
+    """FP8 with one FP32 scale a tensor, made from the amaxes of *earlier* casts.
+
+    The cast multiplies by ``state.scale`` and takes the amax of what it casts in the same pass.
+    When the amax ``a`` has been reduced, :meth:`Backend.compute_scale` closes the cast::
+
+        cast_scale = scale;  scale_inv = 1 / scale      # NaN where a is not finite
+        if a is finite and not 0:
+            the history takes a as its newest entry and drops its oldest; entries stay in order,
+            newest first, 0 where there is none yet
+            m = max(history), or a itself ("most_recent"), or what the callable makes of the history
+            if m is finite and positive:
+                scale = min((max * 2^-margin) / m, FLT_MAX)
+
+    Attributes:
+        fmt: of the codes.
+        margin: how many powers of two the scale keeps below the largest.
+        amax_compute_algo: ``"max"``, ``"most_recent"``, or a function from the history, FP32
+            [history length], to an FP32 tensor of one element.
+    """
+
+    fmt: ElementFormat
+    margin: int = 0
+    amax_compute_algo: str | Callable[[torch.Tensor], torch.Tensor] = "max"
+
+    scale_dtype = torch.float32
+
+
+@dataclass(frozen=True, slots=True)
+class MXFP8Law:
+    """FP8 codes under one E8M0 scale a block, a power of two rounded up.
+
+    With ``a`` the block's amax, every operation in FP32::
+
+        S    = E8M0(a * fl(1/max))             # stored; NaN's code 0xFF where a is not finite
+        code = FP8(x * reciprocal(S))          # NaN's code under a NaN scale
+
+    The tensor amax is not used.
+    """
+
+    fmt: ElementFormat = E4M3
+
+    scale_dtype = torch.uint8
+
+
+@dataclass(frozen=True, slots=True)
 class NVFP4Law:
     """E2M1 codes under one E4M3 scale a block, under one amax a tensor.
 
     With ``g`` the tensor amax and ``a`` the block's, every operation in FP32 and ``fl`` rounding to
     FP32::
 
-        S_enc = min(2688 / g, FLT_MAX), or 1 where g == 0          # 2688 = 448 * 6
+        S_enc = min(6 * scale_max / g, FLT_MAX), or 1 where g == 0
         S_dec = E4M3(min(a * (S_enc * fl(1/6)), FLT_MAX))          # stored
         enc   = min(1 / (float(S_dec) * (1 / S_enc)), FLT_MAX)     # S_dec == 0 gives FLT_MAX
         code  = E2M1(x * enc)
-        x     = E2M1(code) * ((float(S_dec) * g) * fl(1/2688))     # decoded
+        x     = E2M1(code) * ((float(S_dec) * g) * fl(1 / (6 * scale_max)))     # decoded
 
     A ``g`` that is not finite makes every stored scale E4M3's NaN and every code 7.
+
+    *4-over-6* gives each block the better one of two scales::
+
+        base = (a / 6) * S_enc
+        map4 = E4M3(min(base * 1.5, 448));  map6 = E4M3(min(base, 448))
+        enc of each as above;  decoded of each = ((E2M1(code) * float(map)) * g) / (6 * scale_max)
+
+    An element's error is ``|decoded - x|`` ("mae") or its square ("mse"), with codes rounded to
+    nearest. The elements of a row inside the block are summed from left to right, then the rows
+    (missing ones count 0) by the tree 8, 4, 2, 1: row r takes row r + 8, then r + 4, ... Map4 is
+    taken only where its sum is strictly smaller.
+
+    *Stochastic rounding* draws the code from the two neighbours of ``y = min(|x * enc|, 6)``, lower
+    one ``lo`` and distance ``step`` between them: the upper one where
+    ``(word >> 8) * 2^-24 < (y - lo) / step``, both sides exact; the sign stays. The word of an
+    element is number ``index % 4`` of Philox 4x32-10 with the key (low, high half of ``seed``) and
+    the counter (low, high half of ``index / 4``, the hash of the weight's name, the step), where
+    ``index`` is the element's flat index in the whole weight; see :class:`Rounding`.
+
+    Attributes:
+        scale_max: the largest E4M3 scale in use: 448, or 256.
+        four_over_six: None, ``"mae"`` or ``"mse"``.
+        stochastic_rounding: whether codes are drawn.
+        seed: 64 bits.
     """
 
     fmt: ElementFormat = E2M1
     scale_fmt: ElementFormat = E4M3
+    scale_max: int = 448
+    four_over_six: str | None = None
+    stochastic_rounding: bool = False
+    seed: int = 0
 
     scale_dtype = torch.uint8
 
 
-Law = Float8Law | NVFP4Law
+Law = Float8Law | Float8DelayedLaw | MXFP8Law | NVFP4Law
 
 
 # --- operands ---
@@ -120,6 +200,79 @@ class Masters:
 
 
 @dataclass(frozen=True, slots=True)
+class ColumnwiseShard:
+    """The second plane of a weight whose columnwise codes are quantized independently.
+
+    Its codes are stored as the rowwise ones are, [M, K]: element ``i`` of the weight has its code
+    at ``i - CastShard.codes_start``.
+
+    Attributes:
+        grid: the blocks of this plane, over the same matrix.
+        block_amax: int32 [grid.num_blocks].
+        codes: uint8, flat and contiguous.
+    """
+
+    grid: BlockGrid
+    block_amax: torch.Tensor
+    codes: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class DelayedState:
+    """What :class:`Float8DelayedLaw` remembers of one tensor; the tensor's own memory.
+
+    Attributes:
+        scale: FP32 [1], what the next cast multiplies by; 1 at first.
+        cast_scale: FP32 [1], what the latest cast multiplied by.
+        amax_history: FP32 [history length], newest first; 0 at first.
+    """
+
+    scale: torch.Tensor
+    cast_scale: torch.Tensor
+    amax_history: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Rounding:
+    """Where the random words of a weight come from, beside the seed.
+
+    Attributes:
+        counter: int64 [2], the weight's own memory: the 32-bit hash of its name, and the step,
+            which counts its casts: :meth:`Backend.compute_scale` adds one, and the cast that
+            follows uses the sum (of which 32 bits enter the counter).
+    """
+
+    counter: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """What 4-over-6 decides by, and what ranks exchange of it, for one weight.
+
+    A row of blocks is *cut* where more than one rank owns elements of it. Every block of the others
+    belongs to one rank, which chooses and writes ``choices``. In a cut row of blocks the rank that
+    owns all elements of a block's row writes that row's errors; a block's row that ranks share is a
+    *segment*, and each rank writes its own elements of it. All else is 0 before the exchange, so
+    a SUM of int32 bit patterns puts everything together, exactly.
+
+    Attributes:
+        choices: uint8 [num_blocks rounded up to a multiple of 4]: 1 for map4, 0 for map6.
+        cut: int64 [cuts] on the CPU, ascending: the rows of blocks that are cut.
+        row_errors: FP32 [cuts, block_h, blocks_w, 2]: of each row of each block the summed errors
+            of map4 and map6.
+        segments: int64 [segments] on the CPU, ascending: the flat index of each segment's first
+            element.
+        elements: FP32 [segments, block_w], rounded; 0 where the matrix has no element.
+    """
+
+    choices: torch.Tensor
+    cut: torch.Tensor
+    row_errors: torch.Tensor
+    segments: torch.Tensor
+    elements: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class CastShard:
     """One weight as one rank sees it: what :meth:`Backend.partial_amax` and
     :meth:`Backend.partial_cast` work on.
@@ -137,6 +290,10 @@ class CastShard:
         codes: uint8, flat and contiguous: the weight's codes, or a buffer for this shard's only.
         codes_start: the element whose code is in the low bits of ``codes[0]``: 0 for the whole
             weight, the extent's start rounded down to a whole byte for a shard's own buffer.
+        columnwise: the second plane, where it is quantized independently.
+        delayed: of a weight under :class:`Float8DelayedLaw`.
+        candidates: of a weight under 4-over-6.
+        rounding: of a weight under stochastic rounding.
     """
 
     slot: int
@@ -147,6 +304,24 @@ class CastShard:
     tensor_amax: torch.Tensor
     codes: torch.Tensor
     codes_start: int = 0
+    columnwise: ColumnwiseShard | None = None
+    delayed: DelayedState | None = None
+    candidates: Candidates | None = None
+    rounding: Rounding | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnwiseScales:
+    """The scales of a second plane that is quantized independently.
+
+    Attributes:
+        layout, block_amax, scale_inv: as in :class:`ScaleTarget`; ``layout.grid`` is that of
+            :class:`ColumnwiseShard`, or the rowwise one where one block amax serves both planes.
+    """
+
+    layout: ScaleLayout
+    block_amax: torch.Tensor
+    scale_inv: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +335,8 @@ class ScaleTarget:
         scale_inv: the law's ``scale_dtype``, ``layout.shape`` (or [1] for one block), contiguous.
             Wholly written.
         amax: FP32 [1] that receives the tensor amax, or None for a law that stores none.
+        columnwise: the second plane's scales, where it is quantized independently.
+        delayed, candidates, rounding: as in :class:`CastShard`.
     """
 
     layout: ScaleLayout
@@ -167,6 +344,25 @@ class ScaleTarget:
     tensor_amax: torch.Tensor
     scale_inv: torch.Tensor
     amax: torch.Tensor | None = None
+    columnwise: ColumnwiseScales | None = None
+    delayed: DelayedState | None = None
+    candidates: Candidates | None = None
+    rounding: Rounding | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SelectTarget:
+    """One weight's exchanged errors: what :meth:`Backend.select` works on.
+
+    Attributes:
+        grid, block_amax, tensor_amax: as in :class:`CastShard`, amaxes reduced.
+        candidates: reduced; ``choices`` of cut rows of blocks are written.
+    """
+
+    grid: BlockGrid
+    block_amax: torch.Tensor
+    tensor_amax: torch.Tensor
+    candidates: Candidates
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,15 +432,33 @@ class Backend(Protocol):
         """
         ...
 
+    def partial_select(
+        self, law: NVFP4Law, shards: Sequence[CastShard], masters: Masters
+    ) -> Launch:
+        """4-over-6, this rank's part of the decision, from reduced amaxes: choices of its own
+        blocks, errors and elements of the shared ones, in ``candidates``, whose exchanged tensors
+        hold 0.
+        """
+        ...
+
+    def select(self, law: NVFP4Law, targets: Sequence[SelectTarget]) -> Launch:
+        """4-over-6: the choices in cut rows of blocks, from the exchanged ``candidates``. Segments'
+        errors are made from their elements, into ``row_errors``.
+        """
+        ...
+
     def compute_scale(self, law: Law, targets: Sequence[ScaleTarget]) -> Launch:
         """Make the stored scales of whole weights from reduced amaxes; padding included, repeats
-        included.
+        included. What the law remembers of a weight is brought up to date.
         """
         ...
 
     def partial_cast(self, law: Law, shards: Sequence[CastShard], masters: Masters) -> Launch:
         """Round, scale and encode this rank's elements into ``codes``; every other nibble keeps its
         value.
+
+        Under :class:`Float8DelayedLaw` it raises the amaxes, too, as :meth:`partial_amax` does, in
+        the same pass over the masters.
         """
         ...
 

@@ -79,19 +79,23 @@ class BlockGrid:
 
 @dataclass(frozen=True, slots=True)
 class ScaleLayout:
-    """A stored plane of block scales, [padded_rows, padded_cols].
+    """A stored plane of block scales.
 
-    Entry ``(r, c)`` is the scale of block ``(r // row_repeat, c)`` of ``grid``; the entries past
-    the existing ones pad both dimensions to a multiple and hold ``padding``.
+    Entry ``(r, c)`` is the scale of block ``(r // row_repeat, c // col_repeat)`` of ``grid``; the
+    entries past the existing ones pad both dimensions to a multiple and hold ``padding``. Where
+    ``transposed``, the plane is stored the other way round: the entry stands at ``(c, r)``, and the
+    multiples are those of the stored dimensions.
 
     Attributes:
         grid: the blocks that the scales belong to.
         row_repeat: how often a block's scale is repeated downwards: ``grid.block_h`` where a GEMM
             reads one row of scales a row of codes (NVFP4), else 1. Repeats past the matrix's last
             row are padding, not scale.
-        row_multiple, col_multiple: what the dimensions are padded to.
+        col_repeat: the same to the right: ``grid.block_w`` or 1.
+        row_multiple, col_multiple: what the stored dimensions are padded to.
         padding: the value (FP32 scales) or the code (uint8 scales) of entries that belong to no
             block.
+        transposed: whether the plane is stored the other way round.
     """
 
     grid: BlockGrid
@@ -99,18 +103,21 @@ class ScaleLayout:
     row_multiple: int = 1
     col_multiple: int = 1
     padding: float = 0
+    col_repeat: int = 1
+    transposed: bool = False
 
     @property
     def rows(self) -> int:
-        """Rows that hold scales."""
+        """Rows that hold scales, before the plane is transposed."""
         return self.grid.rows if self.row_repeat == self.grid.block_h else self.grid.blocks_h
 
     @property
     def cols(self) -> int:
-        """Columns that hold scales."""
-        return self.grid.blocks_w
+        """Columns that hold scales, before the plane is transposed."""
+        return self.grid.cols if self.col_repeat == self.grid.block_w else self.grid.blocks_w
 
     @property
     def shape(self) -> tuple[int, int]:
         """The stored shape, padding included."""
-        return round_up(self.rows, self.row_multiple), round_up(self.cols, self.col_multiple)
+        rows, cols = (self.cols, self.rows) if self.transposed else (self.rows, self.cols)
+        return round_up(rows, self.row_multiple), round_up(cols, self.col_multiple)

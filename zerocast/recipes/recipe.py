@@ -2,9 +2,16 @@
 
 A recipe is a frozen configuration, hashable and comparable, so weights of equal recipes are cast by
 the same launches. It composes the operations of :mod:`zerocast.ops` into the steps of a cast and
-knows no backend; a backend knows no recipe. A scheme that fits the base class states its law, its
-grid and its two scale layouts; one that does not (two planes quantized independently, say)
-overrides the steps.
+knows no backend; a backend knows no recipe. A scheme states its law, its grid, its two scale
+layouts and its buffers; the base class makes the operands and the steps of them.
+
+The columnwise copy of a weight is one of three things:
+
+    derived        made from the gathered rowwise codes, after the all-gather: a transpose
+    independent    quantized from the master over blocks of its own (``columnwise_grid``), gathered
+                   beside the rowwise codes and stored as they are, [M, K]
+    of the transpose   the rowwise cast of the transposed tensor, stored [K, M]: blocks of one
+                   dimension, for activations and gradients, which nobody shards
 """
 
 from __future__ import annotations
@@ -13,7 +20,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 
@@ -23,13 +30,19 @@ from zerocast.layout import BlockGrid, ScaleLayout
 from zerocast.ops import (
     Backend,
     CastShard,
+    ColumnwiseScales,
+    DelayedState,
     DequantizeTarget,
     Launch,
     Law,
     Masters,
+    Rounding,
     ScaleTarget,
     TransposeTarget,
 )
+
+Role = Literal["input", "weight", "output", "grad_output", "grad_input"]
+"""What a tensor is to a layer's GEMMs: three of the forward, two of the backward."""
 
 NOMINAL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """What a quantized weight can present itself as."""
@@ -49,7 +62,7 @@ class BufferSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe(ABC):
-    """A scaling scheme for weights.
+    """A scaling scheme: how weights are quantized, and by :meth:`for_role` every other tensor.
 
     Attributes:
         round_master: round each FP32 master element to the weight's nominal dtype before the amax
@@ -59,9 +72,12 @@ class Recipe(ABC):
 
     round_master: bool = True
 
-    rebuilds_on_use: ClassVar[bool] = True
-    """Whether the columnwise copy can be made from the gathered rowwise one alone, whenever it is
-    next needed."""
+    state: ClassVar[tuple[str, ...]] = ()
+    """The buffers that casts remember things in: saved with masters, never gathered."""
+
+    casts_before_reduction: ClassVar[bool] = False
+    """Whether the codes do not depend on the amax of what is cast (delayed scaling): then one pass
+    casts and takes the amax."""
 
     # --- what a scheme states ---
 
@@ -94,11 +110,45 @@ class Recipe(ABC):
         copy.
 
         The names are the attributes of the weight: ``rowwise_data``, ``rowwise_scale_inv``,
-        ``columnwise_data``, ``columnwise_scale_inv``, ``amax``. ``rowwise_data`` is what an
-        all-gather moves.
+        ``columnwise_data``, ``columnwise_scale_inv``, ``amax``, and those of :attr:`state`.
         """
 
+    # --- what a scheme may state ---
+
+    def for_role(self, role: Role) -> Recipe:
+        """The recipe that quantizes *its weights* as this one quantizes tensors of ``role``."""
+        return self
+
+    def columnwise_grid(self, shape: Sequence[int]) -> BlockGrid | None:
+        """The blocks of an independent columnwise copy, over the same matrix; None for the other
+        kinds.
+        """
+        return None
+
+    @property
+    def casts_transpose(self) -> bool:
+        """Whether the columnwise copy is the rowwise cast of the transposed tensor."""
+        return False
+
     # --- what follows from it ---
+
+    def gathered(self, shape: Sequence[int], *, columnwise: bool) -> tuple[str, ...]:
+        """The buffers that an all-gather moves: codes, [M, K]."""
+        if columnwise and self.columnwise_grid(shape) is not None:
+            return ("rowwise_data", "columnwise_data")
+        return ("rowwise_data",)
+
+    def derived(self, shape: Sequence[int], *, columnwise: bool) -> tuple[str, ...]:
+        """The buffers that post-all-gather processing rebuilds."""
+        if self.casts_transpose or self.columnwise_grid(shape) is not None:
+            return ()
+        names = ("columnwise_data", "columnwise_scale_inv")
+        return tuple(name for name in names if name in self.buffers(shape, columnwise=columnwise))
+
+    def rewind(self, buffers: Buffers) -> None:
+        """Put :attr:`state` back so that one more cast of the same masters gives the present codes,
+        as a loaded checkpoint needs; that cast then advances it anew.
+        """
 
     def round_to(self, dtype: torch.dtype) -> torch.dtype:
         """What a master element is rounded to first, for a weight of nominal dtype ``dtype``."""
