@@ -27,6 +27,8 @@ NOT here: which operations a recipe needs (:mod:`zerocast.recipes`) and when the
 (:mod:`zerocast.cast`).
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -34,7 +36,7 @@ from typing import Protocol
 import torch
 
 from zerocast.formats import E2M1, E4M3, ElementFormat
-from zerocast.layout import BlockGrid, Extent, ScaleLayout
+from zerocast.layout import BlockGrid, Cuts, Extent, ScaleLayout, ceil_div
 
 Launch = Callable[[], None]
 """A prepared operation: runs it once on the buffers that it was prepared for."""
@@ -270,6 +272,32 @@ class Candidates:
     row_errors: torch.Tensor
     segments: torch.Tensor
     elements: torch.Tensor
+
+    @staticmethod
+    def words(grid: BlockGrid, cuts: Cuts) -> int:
+        """int32 entries that all exchanged tensors of one weight take."""
+        return sum(Candidates._sizes(grid, cuts))
+
+    @classmethod
+    def carve(cls, buffer: torch.Tensor, grid: BlockGrid, cuts: Cuts) -> Candidates:
+        """The candidates of one weight in ``buffer``, int32 [words]."""
+        choices, row_errors, elements = buffer.split(cls._sizes(grid, cuts))
+        return cls(
+            choices.view(torch.uint8),
+            torch.tensor(cuts.rows, dtype=torch.int64, device="cpu"),
+            row_errors.view(torch.float32).view(len(cuts.rows), grid.block_h, grid.blocks_w, 2),
+            torch.tensor(cuts.segments, dtype=torch.int64, device="cpu"),
+            elements.view(torch.float32).view(len(cuts.segments), grid.block_w),
+        )
+
+    @staticmethod
+    def _sizes(grid: BlockGrid, cuts: Cuts) -> list[int]:
+        """int32 entries of the choices, the row errors and the elements."""
+        return [
+            ceil_div(grid.num_blocks, 4),
+            len(cuts.rows) * grid.block_h * grid.blocks_w * 2,
+            len(cuts.segments) * grid.block_w,
+        ]
 
 
 @dataclass(frozen=True, slots=True)

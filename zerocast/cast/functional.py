@@ -16,8 +16,11 @@ from zerocast.cast.plan import CastPlan
 from zerocast.cast.request import ShardRequest, as_tensors, check_request
 from zerocast.comm import Communicator, Group, agree, as_communicator
 from zerocast.errors import InputError, ZerocastError
-from zerocast.ops import Float8Law, NVFP4Law
+from zerocast.ops import Float8DelayedLaw, Float8Law, MXFP8Law, NVFP4Law
 from zerocast.tensors import QuantizedTensor, rebuild_derived
+
+FLOAT8_LAWS = (Float8Law, Float8DelayedLaw, MXFP8Law)
+"""What :func:`cast_master_weights_to_fp8` takes."""
 
 PLANS_KEPT = 4
 """Plans remembered with the first weight of a call: an optimizer needs one, an alternating caller a
@@ -51,7 +54,7 @@ def quantize_master_weights(
         group: the ranks: a zerocast or mpi4py communicator, a torch.distributed ProcessGroup, or
             None for the default group (one rank where there is none).
         fsdp_shard_model_weights: for each weight None, or a uint8 buffer that receives the codes of
-            this rank's shard instead of the weight.
+            this rank's shard instead of the weight; see :class:`zerocast.CastPlan`.
         manual_post_all_gather_processing: False lets the next forward rebuild derived copies by
             itself.
         check_finite: raise instead of writing NaN; costs a host synchronisation.
@@ -80,7 +83,7 @@ def cast_master_weights_to_nvfp4(
     """
     _cast(
         model_weights, master_weights, start_offsets, group, fsdp_shard_model_weights,
-        manual_post_all_gather_processing, check_finite, NVFP4Law,
+        manual_post_all_gather_processing, check_finite, (NVFP4Law,),
     )  # fmt: skip
 
 
@@ -99,7 +102,7 @@ def cast_master_weights_to_fp8(
     """
     _cast(
         model_weights, master_weights, start_offsets, group, fsdp_shard_model_weights,
-        manual_post_all_gather_processing, check_finite, Float8Law,
+        manual_post_all_gather_processing, check_finite, FLOAT8_LAWS,
     )  # fmt: skip
 
 
@@ -131,7 +134,7 @@ def _cast(
     fsdp_shard_model_weights: Sequence[torch.Tensor | None] | None,
     manual: bool,
     check_finite: bool,
-    law: type[NVFP4Law] | type[Float8Law] | None,
+    laws: tuple[type, ...] | None,
 ) -> None:
     comm = as_communicator(group)
     requests: list[ShardRequest] = []
@@ -142,7 +145,7 @@ def _cast(
         requests = check_request(
             model_weights, master_weights, start_offsets, fsdp_shard_model_weights, None, manual
         )
-        _check_law(requests, law)
+        _check_laws(requests, laws)
         key = _key(requests, comm, manual, check_finite)
         plan = _plans(requests).get(key)
     except ZerocastError as e:
@@ -161,13 +164,11 @@ def _cast(
     plan.cast_and_release(master_weights)
 
 
-def _check_law(
-    requests: Sequence[ShardRequest], law: type[NVFP4Law] | type[Float8Law] | None
-) -> None:
+def _check_laws(requests: Sequence[ShardRequest], laws: tuple[type, ...] | None) -> None:
     for request in requests:
         recipe = request.storage.recipe
-        if law is not None and not isinstance(recipe.law, law):
-            wanted = "NVFP4" if law is NVFP4Law else "FP8"
+        if laws is not None and not isinstance(recipe.law, laws):
+            wanted = "NVFP4" if NVFP4Law in laws else "FP8"
             raise InputError(
                 f"cast_master_weights_to_{wanted.lower()} takes {wanted} weights only, but "
                 f"{request.name} has recipe {recipe}; use zerocast.quantize_master_weights for a "
@@ -179,7 +180,8 @@ def _key(
     requests: Sequence[ShardRequest], comm: Communicator, manual: bool, check_finite: bool
 ) -> Hashable:
     weights = tuple(
-        (id(r.storage), r.extent, None if r.codes is None else r.codes.data_ptr()) for r in requests
+        (id(r.storage), r.extent, tuple(codes.data_ptr() for codes in r.codes.values()))
+        for r in requests
     )
     return comm, manual, check_finite, weights
 

@@ -21,6 +21,9 @@ from zerocast.comm import Communicator
 from zerocast.formats import byte_span, store_span
 from zerocast.layout import Extent
 
+PLANES = ("rowwise_data", "columnwise_data")
+"""The codes that are gathered; columnwise ones where a recipe quantizes them independently."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Part:
@@ -35,25 +38,34 @@ class _Part:
 
 
 class CodeGather:
-    """Gathers the codes of one group's weights.
+    """Gathers one plane of codes of one group's weights.
 
     Args:
         comm: the group.
-        requests: the group's weights as this rank sees them.
+        requests: the group's weights as this rank sees them; those that do not gather this plane
+            are passed over.
         extents: int64 [size, weights, 2], who owns what.
+        plane: one of :data:`PLANES`.
     """
 
     def __init__(
-        self, comm: Communicator, requests: Sequence[ShardRequest], extents: torch.Tensor
+        self,
+        comm: Communicator,
+        requests: Sequence[ShardRequest],
+        extents: torch.Tensor,
+        plane: str,
     ) -> None:
         self._comm = comm
         self._requests = requests
+        self._plane = plane
         self._parts: list[_Part] = []
         self._counts: list[int] = []
         offset = 0
         for rank, owned in enumerate(extents.tolist()):
             begin = offset
             for i, (start, end) in enumerate(owned):
+                if plane not in requests[i].storage.gathered:
+                    continue
                 first, last = byte_span(requests[i].storage.recipe.law.fmt, start, end)
                 if last > first:
                     staged = slice(offset, offset + last - first)
@@ -74,14 +86,14 @@ class CodeGather:
         )
         mine = [part for part in self._parts if part.rank == self._comm.rank]
         for part in mine:
-            codes = self._requests[part.weight].codes
+            codes = self._requests[part.weight].codes.get(self._plane)
             staging[part.staged] = (
                 self._codes(part.weight)[part.first : part.last] if codes is None else codes
             )
         self._comm.all_gather_(staging, self._counts)
         for part in self._parts:
             request = self._requests[part.weight]
-            if part.rank != self._comm.rank or request.codes is not None:
+            if part.rank != self._comm.rank or self._plane in request.codes:
                 fmt = request.storage.recipe.law.fmt
                 store_span(
                     fmt,
@@ -92,11 +104,11 @@ class CodeGather:
                 )
 
     def _codes(self, weight: int) -> torch.Tensor:
-        return self._requests[weight].storage.buffers["rowwise_data"].view(-1)
+        return self._requests[weight].storage.buffers[self._plane].view(-1)
 
     def _contiguous_codes(self) -> torch.Tensor | None:
         """The codes as one flat tensor in gather order, where that is how they lie in memory."""
-        if any(request.codes is not None for request in self._requests):
+        if any(self._plane in request.codes for request in self._requests):
             return None
         head = self._codes(self._parts[0].weight)
         base = head.data_ptr() + self._parts[0].first

@@ -18,6 +18,11 @@ quantized form, whole on every rank. A cast is one sentence::
               | post_all_gather_processing      columnwise copies, padded scales
             weight ready
 
+Two schemes say it with a difference. Delayed scaling casts with a scale that it has from earlier
+casts, so its one pass over the masters comes first and takes the amax along; the reduced amax then
+makes the next scale. 4-over-6 lets each block choose between two scales, for which the errors of
+shared blocks travel in one all-reduce more, between ``reduce_amax`` and ``compute_scale``.
+
 The words, each used for nothing else:
 
     element     one logical weight value; every offset in Python is in elements
@@ -48,12 +53,13 @@ from torch.utils.hooks import RemovableHandle
 from zerocast.backends import backend_for
 from zerocast.cast.capture import check_capture
 from zerocast.cast.finite import raise_if_not_finite
-from zerocast.cast.gather import CodeGather
+from zerocast.cast.gather import PLANES, CodeGather
 from zerocast.cast.request import ShardRequest, as_tensors, check_rebind, check_request
 from zerocast.cast.world import exchange_extents, fingerprint, members_by_group, raise_in_all
 from zerocast.comm import Communicator, Group
 from zerocast.errors import InputError, ZerocastError
-from zerocast.ops import Launch, Masters
+from zerocast.layout import Cuts, Extent
+from zerocast.ops import Candidates, Launch, Masters, SelectTarget
 from zerocast.recipes import Recipe
 from zerocast.tensors import CastClock, QuantizedStorage, QuantizedTensor, rebuild_derived
 
@@ -67,7 +73,8 @@ class _GroupShare:
     comm: Communicator
     members: list[int]
     amax: torch.Tensor  # int32 [sum of the members' amax slots]
-    gather: CodeGather
+    candidates: torch.Tensor  # int32, what the members' blocks choose their scales by
+    gathers: list[CodeGather]
 
 
 class CastPlan:
@@ -92,7 +99,8 @@ class CastPlan:
         names: what error messages call the weights.
         fsdp_shard_model_weights: for each weight None, or a uint8 buffer that receives the codes of
             this rank's shard instead of the weight: ceil(end / 2) - floor(start / 2) bytes for
-            4-bit codes, one an element for 8-bit.
+            4-bit codes, one an element for 8-bit. A pair of buffers, rowwise and columnwise, for a
+            weight whose columnwise codes are quantized independently (MXFP8, row-wise FP8).
         manual_post_all_gather_processing: True: after the all-gather the caller calls
             :func:`zerocast.post_all_gather_processing`, and a derived copy read before that is
             refused. False: the next forward that uses a weight rebuilds its derived copies.
@@ -163,6 +171,8 @@ class CastPlan:
         weakref.finalize(self, self._clock.retire)
         for request in self._requests:
             request.storage.watch(self._clock)
+            if request.is_named:
+                request.storage.name_weight(request.name)
         self._backend = backend_for(self._amax.device)
         self._prepare()
 
@@ -173,12 +183,13 @@ class CastPlan:
         """The steps of :meth:`cast` by name, in order: what a profiler runs one by one instead of
         ``cast()``.
         """
-        return {
-            "partial_amax": self._partial_amax,
-            "reduce_amax": self._reduce_amax,
-            "compute_scale": self._compute_scale,
-            "partial_cast": self._partial_cast,
-        }
+        steps = {"partial_amax": self._partial_amax, "reduce_amax": self._reduce_amax}
+        if self._launches["select"]:
+            steps |= {
+                "partial_select": self._partial_select,
+                "reduce_candidates": self._reduce_candidates,
+            }
+        return steps | {"compute_scale": self._compute_scale, "partial_cast": self._partial_cast}
 
     def cast(self, master_weights: Sequence[torch.Tensor | None] | None = None) -> None:
         """Cast this rank's shards: afterwards scales, amax and padding are right on every rank, and
@@ -213,14 +224,14 @@ class CastPlan:
         """
         check_capture(self._amax.device, self._comms)
         for share in self._shares:
-            share.gather.run()
+            for gather in share.gathers:
+                gather.run()
         self.post_all_gather_processing()
 
     def post_all_gather_processing(self) -> None:
         """Rebuild the derived copies of all weights of the plan from their gathered codes."""
         self._follow_moves()
-        for launch in self._launches["transpose"]:
-            launch()
+        self._run("transpose")
         for request in self._requests:
             request.storage.mark_rebuilt()
 
@@ -271,8 +282,9 @@ class CastPlan:
     def _partial_amax(self) -> None:
         self._follow_moves()
         self._amax.zero_()
-        for launch in self._launches["partial_amax"]:
-            launch()
+        if self._writes_early:
+            self._clock.tick()
+        self._run("partial_amax")
 
     def _reduce_amax(self) -> None:
         check_capture(self._amax.device, self._comms, check_finite=self._check_finite)
@@ -292,13 +304,26 @@ class CastPlan:
                 ]
             )
 
+    def _partial_select(self) -> None:
+        self._exchanged.zero_()
+        self._run("partial_select")
+
+    def _reduce_candidates(self) -> None:
+        for share in self._shares:
+            if len(share.candidates):
+                share.comm.all_reduce_sum_(share.candidates)
+        self._run("select")
+
     def _compute_scale(self) -> None:
-        self._clock.tick()
-        for launch in self._launches["compute_scale"]:
-            launch()
+        if not self._writes_early:
+            self._clock.tick()
+        self._run("compute_scale")
 
     def _partial_cast(self) -> None:
-        for launch in self._launches["partial_cast"]:
+        self._run("partial_cast")
+
+    def _run(self, step: str) -> None:
+        for launch in self._launches[step]:
             launch()
 
     # --- planning ---
@@ -306,20 +331,43 @@ class CastPlan:
     def _allocate(
         self, members: dict[Communicator, list[int]], extents: dict[Communicator, torch.Tensor]
     ) -> None:
-        """One amax buffer, group after group; ``_slots[i]`` is the part of weight i."""
-        sizes = [request.storage.grid.amax_slots for request in self._requests]
-        device = self._requests[0].storage.device if self._requests else torch.device("cpu")
-        self._amax = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
-        self._slots = [self._amax] * len(sizes)
-        self._shares: list[_GroupShare] = []
-        offset = 0
+        """One amax buffer and one of candidates, group after group; ``_slots[i]`` and
+        ``_candidates[i]`` are the parts of weight i.
+        """
+        storages = [request.storage for request in self._requests]
+        device = storages[0].device if storages else torch.device("cpu")
+        cuts: dict[int, Cuts] = {}
         for comm, indices in members.items():
-            begin = offset
-            for i in indices:
-                self._slots[i] = self._amax[offset : offset + sizes[i]]
-                offset += sizes[i]
-            gather = CodeGather(comm, [self._requests[i] for i in indices], extents[comm])
-            self._shares.append(_GroupShare(comm, indices, self._amax[begin:offset], gather))
+            for place, i in enumerate(indices):
+                if storages[i].recipe.chooses_scales:
+                    owned = extents[comm][:, place].tolist()
+                    cuts[i] = Cuts.of(storages[i].grid, [Extent(*pair) for pair in owned])
+        order = [i for indices in members.values() for i in indices]
+        slots = _parts([storages[i].amax_slots for i in order], device)
+        words = [Candidates.words(storages[i].grid, cuts[i]) if i in cuts else 0 for i in order]
+        exchanged = _parts(words, device)
+        self._amax, self._exchanged = slots.whole, exchanged.whole
+        self._slots = dict(zip(order, slots.parts, strict=True))
+        self._candidates = {
+            i: Candidates.carve(part, storages[i].grid, cuts[i])
+            for i, part in zip(order, exchanged.parts, strict=True)
+            if i in cuts
+        }
+        self._shares: list[_GroupShare] = []
+        first = 0
+        for comm, indices in members.items():
+            requests = [self._requests[i] for i in indices]
+            last = first + len(indices)
+            self._shares.append(
+                _GroupShare(
+                    comm,
+                    indices,
+                    slots.join(first, last),
+                    exchanged.join(first, last),
+                    [CodeGather(comm, requests, extents[comm], plane) for plane in PLANES],
+                )
+            )
+            first = last
 
     def _bind(self, master_weights: Sequence[torch.Tensor | None]) -> None:
         self._masters.bind(
@@ -334,25 +382,62 @@ class CastPlan:
         self._move = QuantizedStorage.last_move
         self._addresses = self._buffer_addresses()
         self._launches: dict[str, list[Launch]] = {
-            "partial_amax": [], "compute_scale": [], "partial_cast": [], "transpose": []
+            "partial_amax": [], "partial_select": [], "select": [],
+            "compute_scale": [], "partial_cast": [], "transpose": []
         }  # fmt: skip
+        self._writes_early = False
         by_recipe: dict[Recipe, list[int]] = {}
         for i, request in enumerate(self._requests):
             by_recipe.setdefault(request.storage.recipe, []).append(i)
-        backend = self._backend
         for recipe, indices in by_recipe.items():
-            requests = [(i, self._requests[i]) for i in indices]
-            shards = [
-                r.storage.cast_shard(i, r.extent, self._slots[i], r.codes, r.codes_start)
+            self._prepare_recipe(recipe, indices)
+
+    def _prepare_recipe(self, recipe: Recipe, indices: Sequence[int]) -> None:
+        backend, masters, launches = self._backend, self._masters, self._launches
+        requests = [(i, self._requests[i]) for i in indices]
+        shards = [
+            shard
+            for i, r in requests
+            for shard in r.storage.cast_shards(
+                i,
+                r.extent,
+                self._slots[i],
+                codes=r.codes.get("rowwise_data"),
+                columnwise_codes=r.codes.get("columnwise_data"),
+                codes_start=r.codes_start,
+                candidates=self._candidates.get(i),
+            )
+        ]
+        scales = [
+            target
+            for i, r in requests
+            for target in r.storage.scale_targets(self._slots[i], self._candidates.get(i))
+        ]
+        copies = [r.storage.transpose_target() for _, r in requests if r.storage.derived_names]
+        amax = recipe.partial_amax(backend, shards, masters)
+        scale = recipe.compute_scale(backend, scales)
+        cast = recipe.partial_cast(backend, shards, masters)
+        if not recipe.casts_before_reduction:
+            launches["partial_amax"].append(amax)
+            launches["compute_scale"].append(scale)
+            launches["partial_cast"].append(cast)
+        elif self._check_finite:
+            # Nothing may be written before the amaxes were judged, so they take a pass of their
+            # own; and the scale that the cast uses must not have moved on yet.
+            launches["partial_amax"].append(amax)
+            launches["compute_scale"] += [cast, scale]
+        else:
+            self._writes_early = True
+            launches["partial_amax"].append(cast)
+            launches["compute_scale"].append(scale)
+        if recipe.chooses_scales:
+            choices = [
+                SelectTarget(r.storage.grid, *_ends(r.storage, self._slots[i]), self._candidates[i])
                 for i, r in requests
             ]
-            scales = [r.storage.scale_target(self._slots[i]) for i, r in requests]
-            copies = [r.storage.transpose_target() for _, r in requests if r.storage.has_columnwise]
-            launches = self._launches
-            launches["partial_amax"].append(recipe.partial_amax(backend, shards, self._masters))
-            launches["compute_scale"].append(recipe.compute_scale(backend, scales))
-            launches["partial_cast"].append(recipe.partial_cast(backend, shards, self._masters))
-            launches["transpose"].append(recipe.post_all_gather_processing(backend, copies))
+            launches["partial_select"].append(recipe.partial_select(backend, shards, masters))
+            launches["select"].append(recipe.select(backend, choices))
+        launches["transpose"].append(recipe.post_all_gather_processing(backend, copies))
 
     def _buffer_addresses(self) -> list[int]:
         return [
@@ -367,3 +452,27 @@ class CastPlan:
             if self._addresses != self._buffer_addresses():
                 self._prepare()
             self._move = QuantizedStorage.last_move
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """An int32 buffer, and its parts end to end."""
+
+    whole: torch.Tensor
+    parts: list[torch.Tensor]
+
+    def join(self, first: int, last: int) -> torch.Tensor:
+        """Parts ``first`` to ``last``, exclusive, as one tensor."""
+        sizes = [part.numel() for part in self.parts]
+        return self.whole[sum(sizes[:first]) : sum(sizes[:last])]
+
+
+def _parts(sizes: Sequence[int], device: torch.device) -> _Parts:
+    whole = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
+    return _Parts(whole, list(whole.split(list(sizes))))
+
+
+def _ends(storage: QuantizedStorage, amax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A weight's rowwise block amaxes, and the tensor's."""
+    block_amax, _, tensor_amax = storage.split_amax(amax)
+    return block_amax, tensor_amax

@@ -7,7 +7,7 @@ are in :mod:`zerocast.cast.world`.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, SupportsIndex
 
@@ -28,21 +28,22 @@ class ShardRequest:
         is_named: whether the caller gave that name, so that ranks can compare it.
         storage: the weight's bytes.
         extent: the elements that this rank's master holds.
-        codes: a uint8 buffer that receives the shard's codes instead of the weight, or None.
+        codes: by the names of the weight's gathered buffers, uint8 buffers that receive the shard's
+            codes instead of the weight; empty where the weight receives them.
     """
 
     name: str
     is_named: bool
     storage: QuantizedStorage
     extent: Extent
-    codes: torch.Tensor | None
+    codes: Mapping[str, torch.Tensor]
 
     @property
     def codes_start(self) -> int:
         """The element whose code is in the low bits of the first byte written to: the weight's
         first, or that of ``codes``, the extent's start rounded down to a byte.
         """
-        if self.codes is None:
+        if not self.codes:
             return 0
         fmt = self.storage.recipe.law.fmt
         return byte_span(fmt, self.extent.start, self.extent.end)[0] * 8 // fmt.bits
@@ -92,17 +93,15 @@ def check_request(
                 f"all weights of a cast must be on one device, got {requests[0].name} on "
                 f"{first_device} and {name} on {storage.device}; make one plan a device."
             )
-        if not manual_post_all_gather_processing and not storage.recipe.rebuilds_on_use:
+        if storage.recipe.casts_transpose and storage.has_columnwise:
             raise InputError(
-                f"{name}: {type(storage.recipe).__name__} cannot rebuild derived copies at their "
-                "next use; set manual_post_all_gather_processing=True and call "
-                "zerocast.post_all_gather_processing(...) after the all-gather."
+                f"{name}: under {storage.recipe} the columnwise copy is quantized from the transposed "
+                "tensor, which no rank has a shard of; make the weight with columnwise=False, or "
+                "use blocks of two dimensions for weights."
             )
         extent = _check_master(name, storage, master_weights[i], start_offsets[i])
-        codes = fsdp_shard_model_weights[i] if fsdp_shard_model_weights is not None else None
-        if codes is not None:
-            _check_shard_codes(name, storage, extent, codes)
-        codes = None if codes is None else codes.view(-1)
+        given = fsdp_shard_model_weights[i] if fsdp_shard_model_weights is not None else None
+        codes = _check_shard_codes(name, storage, extent, given)
         requests.append(ShardRequest(name, names is not None, storage, extent, codes))
     return requests
 
@@ -227,21 +226,40 @@ def check_rebind(
 
 
 def _check_shard_codes(
-    name: str, storage: QuantizedStorage, extent: Extent, codes: torch.Tensor
-) -> None:
+    name: str, storage: QuantizedStorage, extent: Extent, given: Any
+) -> dict[str, torch.Tensor]:
+    """The buffers for a shard's codes, flat, by the names of the weight's gathered buffers."""
+    if given is None:
+        return {}
+    planes = storage.gathered
+    buffers = list(given) if isinstance(given, list | tuple) else [given]
+    if len(buffers) != len(planes):
+        raise InputError(
+            f"{name}: fsdp_shard_model_weights must be {len(planes)} buffers, for {' and '.join(planes)}"
+            f", got {len(buffers)}."
+            if len(planes) > 1
+            else f"{name}: fsdp_shard_model_weights must be one buffer or None, got {len(buffers)}."
+        )
     first, last = byte_span(storage.recipe.law.fmt, extent.start, extent.end)
-    if not isinstance(codes, torch.Tensor):
-        raise InputError(
-            f"{name}: fsdp_shard_model_weights must be a torch.uint8 tensor or None, got "
-            f"{type(codes).__name__}."
-        )
-    if codes.dtype != torch.uint8 or codes.device != storage.device or not codes.is_contiguous():
-        raise InputError(
-            f"{name}: fsdp_shard_model_weights must be contiguous torch.uint8 on "
-            f"{storage.device}, got {codes.dtype} on {codes.device} with strides {codes.stride()}."
-        )
-    if codes.numel() != last - first:
-        raise InputError(
-            f"{name}: fsdp_shard_model_weights must hold the {last - first} bytes of elements "
-            f"{extent}, got {codes.numel()}."
-        )
+    for codes in buffers:
+        if not isinstance(codes, torch.Tensor):
+            raise InputError(
+                f"{name}: fsdp_shard_model_weights must be a torch.uint8 tensor or None, got "
+                f"{type(codes).__name__}."
+            )
+        if (
+            codes.dtype != torch.uint8
+            or codes.device != storage.device
+            or not codes.is_contiguous()
+        ):
+            raise InputError(
+                f"{name}: fsdp_shard_model_weights must be contiguous torch.uint8 on "
+                f"{storage.device}, got {codes.dtype} on {codes.device} with strides "
+                f"{codes.stride()}."
+            )
+        if codes.numel() != last - first:
+            raise InputError(
+                f"{name}: fsdp_shard_model_weights must hold the {last - first} bytes of elements "
+                f"{extent}, got {codes.numel()}."
+            )
+    return {plane: codes.view(-1) for plane, codes in zip(planes, buffers, strict=True)}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import re
 from collections.abc import Sequence
 
 import torch
@@ -18,6 +19,7 @@ from zerocast.comm import Communicator, Group, as_communicator, lines_that_diffe
 from zerocast.errors import InputError, RankMismatchError, ZerocastError
 from zerocast.layout import Extent, check_partition
 from zerocast.ops import NUMERICS_VERSION
+from zerocast.tensors import QuantizedStorage
 
 
 def members_by_group(group: Group | Sequence[Group], weights: int) -> dict[Communicator, list[int]]:
@@ -103,7 +105,21 @@ def fingerprint(requests: Sequence[ShardRequest], options: str, extents: torch.T
 def _describe(request: ShardRequest) -> str:
     storage = request.storage
     name = f"{request.name}: " if request.is_named else ""
-    return f"{name}{tuple(storage.shape)} {storage.dtype} {storage.recipe}"
+    # A function's address is a process's own.
+    recipe = re.sub(r" at 0x[0-9a-f]+", "", str(storage.recipe))
+    return f"{name}{tuple(storage.shape)} {storage.dtype} {recipe}{_state(storage)}"
+
+
+def _state(storage: QuantizedStorage) -> str:
+    """What casts have left in the weight and later casts go on from, as a short text."""
+    names = storage.recipe.state
+    if not names:
+        return ""
+    digest = hashlib.sha256()
+    for name in names:
+        buffer = storage.buffers[name].cpu()
+        digest.update(ctypes.string_at(buffer.data_ptr(), buffer.nbytes))
+    return f", {', '.join(names)} {digest.hexdigest()[:8]}"
 
 
 def _check_descriptions(comm: Communicator, lines: list[str], options: str) -> None:

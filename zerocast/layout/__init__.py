@@ -3,11 +3,13 @@ ranks.
 """
 
 from zerocast.layout.block_grid import BlockGrid, ScaleLayout, ceil_div, round_up
+from zerocast.layout.cuts import Cuts
 from zerocast.layout.extent import Extent
 from zerocast.layout.flat_layout import FlatLayout, check_partition
 
 __all__ = [
     "BlockGrid",
+    "Cuts",
     "Extent",
     "FlatLayout",
     "ScaleLayout",

@@ -59,8 +59,8 @@ class BlockGrid:
 
     @property
     def amax_slots(self) -> int:
-        """Entries of this weight in an amax buffer: its blocks', then the tensor's own where there
-        are many blocks.
+        """Entries of these blocks in an amax buffer of their own: one each, then the tensor's where
+        there are many blocks.
         """
         return self.num_blocks + (self.num_blocks > 1)
 

@@ -29,6 +29,7 @@ from zerocast.formats import packed_columns
 from zerocast.layout import BlockGrid, ScaleLayout
 from zerocast.ops import (
     Backend,
+    Candidates,
     CastShard,
     ColumnwiseScales,
     DelayedState,
@@ -36,8 +37,10 @@ from zerocast.ops import (
     Launch,
     Law,
     Masters,
+    NVFP4Law,
     Rounding,
     ScaleTarget,
+    SelectTarget,
     TransposeTarget,
 )
 
@@ -126,6 +129,11 @@ class Recipe(ABC):
         return None
 
     @property
+    def chooses_scales(self) -> bool:
+        """Whether blocks choose between two scales (4-over-6), which takes one more exchange."""
+        return False
+
+    @property
     def casts_transpose(self) -> bool:
         """Whether the columnwise copy is the rowwise cast of the transposed tensor."""
         return False
@@ -160,15 +168,47 @@ class Recipe(ABC):
         buffers: Buffers,
         block_amax: torch.Tensor,
         tensor_amax: torch.Tensor,
+        columnwise_amax: torch.Tensor | None = None,
+        candidates: Candidates | None = None,
     ) -> ScaleTarget:
-        """A weight's scales, as the operand of :meth:`compute_scale`."""
+        """A weight's scales, as the operand of :meth:`compute_scale`.
+
+        ``columnwise_amax``, int32, are the block amaxes of an independent columnwise copy.
+        """
+        columnwise = None
+        name = "columnwise_scale_inv"
+        if (
+            name in buffers
+            and not self.casts_transpose
+            and name not in self.derived(shape, columnwise=True)
+        ):
+            columnwise = ColumnwiseScales(
+                self.columnwise_scale_layout(shape),
+                block_amax if columnwise_amax is None else columnwise_amax,
+                buffers[name],
+            )
         return ScaleTarget(
             self.scale_layout(shape),
             block_amax,
             tensor_amax,
             buffers["rowwise_scale_inv"],
             buffers.get("amax"),
+            columnwise,
+            self.delayed_state(buffers),
+            candidates,
+            self.rounding(buffers),
         )
+
+    def delayed_state(self, buffers: Buffers) -> DelayedState | None:
+        """What a weight remembers under delayed scaling."""
+        if "amax_history" not in buffers:
+            return None
+        return DelayedState(*(buffers[name] for name in ("scale", "cast_scale", "amax_history")))
+
+    def rounding(self, buffers: Buffers) -> Rounding | None:
+        """What a weight remembers under stochastic rounding."""
+        counter = buffers.get("rounding_counter")
+        return None if counter is None else Rounding(counter)
 
     def transpose_target(self, shape: Sequence[int], buffers: Buffers) -> TransposeTarget:
         """A weight's codes and its columnwise copy, as the operand of
@@ -185,16 +225,26 @@ class Recipe(ABC):
         )
 
     def dequantize_target(
-        self, shape: Sequence[int], buffers: Buffers, out: torch.Tensor
+        self,
+        shape: Sequence[int],
+        buffers: Buffers,
+        out: torch.Tensor,
+        *,
+        columnwise: bool = False,
     ) -> DequantizeTarget:
-        """A weight's codes, and the FP32 [M, K] tensor that receives its values."""
-        return DequantizeTarget(
-            self.scale_layout(shape),
-            buffers["rowwise_data"],
-            buffers["rowwise_scale_inv"],
-            buffers.get("amax"),
-            out,
-        )
+        """A weight's codes, and the FP32 tensor that receives their values: [M, K]; with
+        ``columnwise`` the columnwise codes', as they are stored: [M, K] where they are independent
+        of the rowwise ones, [K, M] otherwise.
+        """
+        scale_inv = buffers.get("rowwise_scale_inv")
+        if columnwise:
+            scale_inv = buffers.get("columnwise_scale_inv", scale_inv)
+            layout = self.columnwise_scale_layout(shape)
+            codes = buffers["columnwise_data" if "columnwise_data" in buffers else "rowwise_data"]
+        else:
+            layout, codes = self.scale_layout(shape), buffers["rowwise_data"]
+        assert scale_inv is not None
+        return DequantizeTarget(layout, codes, scale_inv, buffers.get("amax"), out)
 
     # --- the steps, in terms of operations ---
 
@@ -203,6 +253,18 @@ class Recipe(ABC):
     ) -> Launch:
         """Step 1, before the all-reduce."""
         return backend.partial_amax(shards, masters)
+
+    def partial_select(
+        self, backend: Backend, shards: Sequence[CastShard], masters: Masters
+    ) -> Launch:
+        """4-over-6, between steps 1 and 2: this rank's part of the choice between two scales."""
+        assert isinstance(self.law, NVFP4Law)
+        return backend.partial_select(self.law, shards, masters)
+
+    def select(self, backend: Backend, targets: Sequence[SelectTarget]) -> Launch:
+        """4-over-6, after the exchange of candidates; the same on every rank."""
+        assert isinstance(self.law, NVFP4Law)
+        return backend.select(self.law, targets)
 
     def compute_scale(self, backend: Backend, targets: Sequence[ScaleTarget]) -> Launch:
         """Step 2, after the all-reduce; the same on every rank."""
@@ -219,10 +281,6 @@ class Recipe(ABC):
     ) -> Launch:
         """Step 4, after the all-gather: the derived columnwise copies."""
         return backend.transpose(targets)
-
-    def dequantize(self, backend: Backend, targets: Sequence[DequantizeTarget]) -> Launch:
-        """Codes to values."""
-        return backend.dequantize(self.law, targets)
 
     # --- helpers for the schemes ---
 

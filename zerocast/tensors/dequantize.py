@@ -1,65 +1,94 @@
 """Codes to values, also where torch.compile traces.
 
 A backend may call a native library, which a tracing compiler cannot look into; a registered torch
-operation it takes as one opaque call with known output. The recipe crosses that border as text,
-and all of it: a compiled graph may be loaded from a cache by a process that never traced it.
+operation it takes as one opaque call with known output. What the codes mean (law and scale layout)
+crosses that border as text, and all of it: a compiled graph may be loaded from a cache by a process
+that never traced it.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import asdict
 from functools import cache
 
 import torch
 
 from zerocast.backends import backend_for
-from zerocast.recipes import RECIPES, Recipe
+from zerocast.formats import ELEMENT_FORMATS
+from zerocast.layout import BlockGrid, ScaleLayout
+from zerocast.ops import DequantizeTarget, Float8DelayedLaw, Float8Law, Law, MXFP8Law, NVFP4Law
 from zerocast.tensors.storage import QuantizedStorage
 
 
-def dequantize(storage: QuantizedStorage) -> torch.Tensor:
-    """[storage.shape] FP32: the values that the present codes mean."""
-    recipe = storage.recipe
-    names = recipe.buffers(storage.shape, columnwise=False)
-    buffers = [storage.buffers[name] for name in names]
+def dequantize(storage: QuantizedStorage, *, columnwise: bool = False) -> torch.Tensor:
+    """[storage.shape] FP32: the values that the present codes mean.
+
+    Args:
+        storage: the weight.
+        columnwise: decode the columnwise codes, which for schemes that quantize them by themselves
+            are other values than the rowwise ones.
+
+    Raises:
+        StaleCopyError: for columnwise codes that are stale.
+    """
+    name = "columnwise_data" if "columnwise_data" in storage.buffers else "rowwise_data"
+    if columnwise:
+        storage.derived(name)
+    rows, cols = storage.grid.rows, storage.grid.cols
+    transposed = columnwise and name == "columnwise_data" and name not in storage.gathered
+    shape = (cols, rows) if transposed else (rows, cols)
+    target = storage.dequantize_target(
+        torch.empty(shape, dtype=torch.float32, device=storage.device), columnwise=columnwise
+    )
     # A tracer's tensors are of a class of its own. Outside it, the operation's detour through
     # torch's dispatcher costs more than decoding a small weight, and loads the compiler at first.
-    if type(buffers[0]) is torch.Tensor and not torch.compiler.is_compiling():
-        return _decode(buffers, storage.shape, recipe)
-    return _traceable_decode(buffers, storage.shape, _to_text(recipe))
+    if type(target.codes) is torch.Tensor and not torch.compiler.is_compiling():
+        out = _decode(storage.recipe.law, target)
+    else:
+        buffers = [target.codes, target.scale_inv]
+        if target.amax is not None:
+            buffers.append(target.amax)
+        out = _traceable_decode(buffers, list(shape), _to_text(storage.recipe.law, target.layout))
+    return (out.t() if transposed else out).reshape(storage.shape)
 
 
-def _decode(buffers: Sequence[torch.Tensor], shape: Sequence[int], recipe: Recipe) -> torch.Tensor:
-    """``buffers`` are those of ``recipe.buffers(shape, columnwise=False)``, in that order."""
-    device = buffers[0].device
-    out = torch.empty(shape, dtype=torch.float32, device=device)
-    named = dict(zip(recipe.buffers(shape, columnwise=False), buffers, strict=True))
-    target = recipe.dequantize_target(shape, named, out.view(-1, shape[-1]))
-    recipe.dequantize(backend_for(device), [target])()
-    return out
+def _decode(law: Law, target: DequantizeTarget) -> torch.Tensor:
+    backend_for(target.out.device).dequantize(law, [target])()
+    return target.out
 
 
 @torch.library.custom_op(
     "zerocast::dequantize",
     mutates_args=(),
-    schema="(Tensor[] buffers, int[] shape, str recipe) -> Tensor",
+    schema="(Tensor[] buffers, int[] shape, str meaning) -> Tensor",
 )
-def _traceable_decode(buffers: list[torch.Tensor], shape: list[int], recipe: str) -> torch.Tensor:
-    return _decode(buffers, shape, _from_text(recipe))
+def _traceable_decode(buffers: list[torch.Tensor], shape: list[int], meaning: str) -> torch.Tensor:
+    law, layout = _from_text(meaning)
+    codes, scale_inv, *amax = buffers
+    out = torch.empty(shape, dtype=torch.float32, device=codes.device)
+    return _decode(law, DequantizeTarget(layout, codes, scale_inv, *(amax or [None]), out))
 
 
 @_traceable_decode.register_fake
-def _(buffers: list[torch.Tensor], shape: list[int], recipe: str) -> torch.Tensor:
+def _(buffers: list[torch.Tensor], shape: list[int], meaning: str) -> torch.Tensor:
     return torch.empty(shape, dtype=torch.float32, device=buffers[0].device)
 
 
-def _to_text(recipe: Recipe) -> str:
-    return json.dumps([type(recipe).__name__, asdict(recipe)])
+def _to_text(law: Law, layout: ScaleLayout) -> str:
+    """What of ``law`` a decoding needs, and ``layout``."""
+    scale_max = law.scale_max if isinstance(law, NVFP4Law) else None
+    return json.dumps([type(law).__name__, law.fmt.name, scale_max, asdict(layout)])
 
 
 @cache
-def _from_text(text: str) -> Recipe:
-    name, fields = json.loads(text)
-    return {kind.__name__: kind for kind in RECIPES.values()}[name](**fields)
+def _from_text(text: str) -> tuple[Law, ScaleLayout]:
+    kind, name, scale_max, fields = json.loads(text)
+    fmt = ELEMENT_FORMATS[name]
+    laws: dict[str, Law] = {
+        "Float8Law": Float8Law(fmt),
+        "Float8DelayedLaw": Float8DelayedLaw(fmt),
+        "MXFP8Law": MXFP8Law(fmt),
+        "NVFP4Law": NVFP4Law(fmt, scale_max=scale_max),
+    }
+    return laws[kind], ScaleLayout(**fields | {"grid": BlockGrid(**fields["grid"])})

@@ -16,7 +16,6 @@ from zerocast.errors import InputError
 from zerocast.recipes import NOMINAL_DTYPES
 from zerocast.tensors.quantize import quantize_into, rebuild_derived
 from zerocast.tensors.quantized_tensor import Operation, QuantizedTensor
-from zerocast.tensors.storage import DERIVED
 from zerocast.tensors.value_view import ValueView, refuse_writes
 
 aten = torch.ops.aten
@@ -127,9 +126,14 @@ def _quantize_into(into: QuantizedTensor, source: torch.Tensor) -> None:
 
 
 def _copy_bytes(into: QuantizedTensor, source: QuantizedTensor) -> None:
+    derived = into.storage.derived_names
+    given = source.storage.buffers
+    if not into.storage.buffers.keys() - set(derived) <= given.keys():
+        _quantize_into(into, source.dequantize())  # the source lacks the columnwise copy
+        return
     for name, buffer in into.storage.buffers.items():
-        if name not in DERIVED:
-            buffer.copy_(source.storage.buffers[name])
+        if name not in derived:
+            buffer.copy_(given[name])
     into.storage.mark_written()
     rebuild_derived([into.storage])
 

@@ -11,8 +11,8 @@ import torch
 
 from zerocast.backends import backend_for
 from zerocast.errors import InputError
-from zerocast.layout import Extent
-from zerocast.ops import Masters
+from zerocast.layout import Cuts, Extent
+from zerocast.ops import Candidates, Masters
 from zerocast.recipes import NOMINAL_DTYPES, Recipe
 from zerocast.tensors.quantized_tensor import QuantizedTensor
 from zerocast.tensors.storage import QuantizedStorage
@@ -106,14 +106,35 @@ def quantize_into(storage: QuantizedStorage, source: torch.Tensor) -> None:
     """
     assert source.shape == storage.shape, (source.shape, storage.shape)
     master = _plain_fp32(source, storage.device)
-    amax = torch.zeros(storage.grid.amax_slots, dtype=torch.int32, device=storage.device)
-    masters = Masters(1)
-    masters.bind([master])
-    shard = storage.cast_shard(0, Extent(0, master.numel()), amax)
+    sources = [master]
     recipe, backend = storage.recipe, backend_for(storage.device)
-    recipe.partial_amax(backend, [shard], masters)()
-    recipe.compute_scale(backend, [storage.scale_target(amax)])()
-    recipe.partial_cast(backend, [shard], masters)()
+    transposes = recipe.casts_transpose and storage.has_columnwise
+    if transposes:
+        sources.append(master.view(-1, master.shape[-1]).t().contiguous())
+    masters = Masters(len(sources))
+    masters.bind(sources)
+    amax = torch.zeros(storage.amax_slots, dtype=torch.int32, device=storage.device)
+    candidates = None
+    if recipe.chooses_scales:
+        uncut = Cuts()
+        words = Candidates.words(storage.grid, uncut)
+        buffer = torch.zeros(words, dtype=torch.int32, device=storage.device)
+        candidates = Candidates.carve(buffer, storage.grid, uncut)
+    shards = storage.cast_shards(
+        0,
+        Extent(0, master.numel()),
+        amax,
+        candidates=candidates,
+        transposed_slot=1 if transposes else None,
+    )
+    if not recipe.casts_before_reduction:
+        recipe.partial_amax(backend, shards, masters)()
+        if candidates is not None:
+            recipe.partial_select(backend, shards, masters)()
+        recipe.compute_scale(backend, storage.scale_targets(amax, candidates))()
+    recipe.partial_cast(backend, shards, masters)()
+    if recipe.casts_before_reduction:
+        recipe.compute_scale(backend, storage.scale_targets(amax))()
     storage.mark_written()
     rebuild_derived([storage])
 
@@ -133,7 +154,7 @@ def rebuild_derived(storages: Iterable[QuantizedStorage]) -> None:
     """
     groups: dict[tuple[Recipe, torch.device], list[QuantizedStorage]] = {}
     for storage in storages:
-        if storage.has_columnwise:
+        if storage.derived_names:
             groups.setdefault((storage.recipe, storage.device), []).append(storage)
     for (recipe, device), group in groups.items():
         targets = [storage.transpose_target() for storage in group]

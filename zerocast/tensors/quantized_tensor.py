@@ -28,7 +28,7 @@ import torch
 from zerocast.errors import MissingDataError, UnsupportedError
 from zerocast.recipes import Recipe
 from zerocast.tensors.dequantize import dequantize
-from zerocast.tensors.storage import DERIVED, QuantizedStorage
+from zerocast.tensors.storage import QuantizedStorage
 from zerocast.tensors.value_view import refuse_function
 
 Operation = Callable[..., Any]
@@ -91,14 +91,17 @@ class QuantizedTensor(torch.Tensor):
 
     @property
     def columnwise_data(self) -> torch.Tensor:
-        """uint8: the codes of the transposed weight.
+        """uint8: the codes that the transposed GEMM reads: of the transposed weight [K, M], or [M, K]
+        where they are quantized independently of the rowwise ones (MXFP8, row-wise FP8). Where one
+        plane of codes serves both, that is :attr:`rowwise_data`.
 
         Raises:
             MissingDataError: the weight was made with ``columnwise=False``.
             StaleCopyError: a cast has changed the codes since.
         """
         self._require_columnwise("columnwise_data")
-        return self.storage.derived("columnwise_data")
+        own = "columnwise_data" in self.storage.buffers
+        return self.storage.derived("columnwise_data" if own else "rowwise_data")
 
     @property
     def columnwise_scale_inv(self) -> torch.Tensor:
@@ -222,8 +225,8 @@ class QuantizedTensor(torch.Tensor):
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Recipe, torch.dtype]]:
         """The buffers that may be read now, and what they mean."""
-        stale = self.storage.is_stale
-        names = [name for name in self.storage.buffers if not (stale and name in DERIVED)]
+        unreadable = self.storage.derived_names if self.storage.is_stale else ()
+        names = [name for name in self.storage.buffers if name not in unreadable]
         return names, (self.recipe, self.storage.dtype)
 
     @staticmethod

@@ -16,6 +16,7 @@ last rebuilt, and a copy is stale where any clock has ticked since.
 from __future__ import annotations
 
 import itertools
+import zlib
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -23,11 +24,15 @@ import torch
 
 from zerocast.errors import StaleCopyError
 from zerocast.layout import BlockGrid, Extent
-from zerocast.ops import CastShard, DequantizeTarget, ScaleTarget, TransposeTarget
+from zerocast.ops import (
+    Candidates,
+    CastShard,
+    ColumnwiseShard,
+    DequantizeTarget,
+    ScaleTarget,
+    TransposeTarget,
+)
 from zerocast.recipes import Recipe
-
-DERIVED = ("columnwise_data", "columnwise_scale_inv")
-"""The buffers that post-all-gather processing rebuilds."""
 
 _moves = itertools.count(1)
 
@@ -111,7 +116,7 @@ class QuantizedStorage:
     @property
     def device(self) -> torch.device:
         """Where the bytes are."""
-        return self.buffers["rowwise_data"].device
+        return next(iter(self.buffers.values())).device
 
     @property
     def grid(self) -> BlockGrid:
@@ -119,9 +124,40 @@ class QuantizedStorage:
         return self.recipe.grid(self.shape)
 
     @property
+    def columnwise_grid(self) -> BlockGrid | None:
+        """The blocks of a columnwise copy that has amaxes of its own: over the weight's matrix where
+        it is independent, over the transposed one where that is cast; None for the other kinds.
+        """
+        if not self.has_columnwise:
+            return None
+        if self.recipe.casts_transpose:
+            return self.recipe.columnwise_scale_layout(self.shape).grid
+        return self.recipe.columnwise_grid(self.shape)
+
+    @property
     def has_columnwise(self) -> bool:
         """Whether this weight holds a columnwise copy at all."""
-        return "columnwise_data" in self.buffers
+        return "columnwise_data" in self.buffers or "columnwise_scale_inv" in self.buffers
+
+    @property
+    def gathered(self) -> tuple[str, ...]:
+        """The names of the buffers that an all-gather moves."""
+        return self.recipe.gathered(self.shape, columnwise=self.has_columnwise)
+
+    @property
+    def derived_names(self) -> tuple[str, ...]:
+        """The names of the buffers that post-all-gather processing rebuilds."""
+        return self.recipe.derived(self.shape, columnwise=self.has_columnwise)
+
+    def name_weight(self, name: str) -> None:
+        """Give the weight the name that its random words depend on, where it has none yet.
+
+        Only stochastic rounding has a use for it. The first name stays, so the bytes do not depend
+        on who casts the weight later.
+        """
+        counter = self.buffers.get("rounding_counter")
+        if counter is not None and int(counter[0]) == 0:
+            counter[0] = zlib.crc32(name.encode())
 
     def replace(self, name: str, tensor: torch.Tensor) -> None:
         """Let ``tensor`` (same shape, dtype, device; contiguous) be the buffer ``name``."""
@@ -168,7 +204,7 @@ class QuantizedStorage:
     @property
     def is_stale(self) -> bool:
         """Whether a cast has changed codes since the derived copies were rebuilt."""
-        return self.has_columnwise and any(
+        return bool(self.derived_names) and any(
             clock.ticks != seen for clock, seen in self._seen.items()
         )
 
@@ -179,7 +215,7 @@ class QuantizedStorage:
         self._seen = {clock: clock.ticks for clock in self._seen if not clock.retired}
 
     def derived(self, name: str) -> torch.Tensor:
-        """The derived buffer ``name``; :class:`StaleCopyError` where it is stale."""
+        """The columnwise buffer ``name``; :class:`StaleCopyError` where it is stale."""
         if self.is_stale:
             raise StaleCopyError(
                 f"{name} was read after a cast and before its post-all-gather processing, so it "
@@ -243,40 +279,123 @@ class QuantizedStorage:
 
     # --- operands ---
 
-    def split_amax(self, amax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """int32 [grid.amax_slots] -> this weight's block amaxes and, as [1], its tensor amax."""
-        return amax[: self.grid.num_blocks], amax[-1:]
+    @property
+    def amax_slots(self) -> int:
+        """Entries of this weight in an amax buffer: those of its rowwise blocks, of the blocks of a
+        columnwise copy with amaxes of its own, and where that is more than one the tensor's.
+        """
+        columnwise = self.columnwise_grid
+        blocks = self.grid.num_blocks + (0 if columnwise is None else columnwise.num_blocks)
+        return blocks + (blocks > 1)
 
-    def cast_shard(
+    def split_amax(
+        self, amax: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+        """int32 [amax_slots] -> rowwise block amaxes, columnwise ones or None, and as [1] the
+        tensor's.
+        """
+        blocks, columnwise = self.grid.num_blocks, self.columnwise_grid
+        if columnwise is None:
+            return amax[:blocks], None, amax[-1:]
+        return amax[:blocks], amax[blocks : blocks + columnwise.num_blocks], amax[-1:]
+
+    def cast_shards(
         self,
         slot: int,
         extent: Extent,
         amax: torch.Tensor,
+        *,
         codes: torch.Tensor | None = None,
+        columnwise_codes: torch.Tensor | None = None,
         codes_start: int = 0,
-    ) -> CastShard:
-        """This rank's part of the weight as an operand; ``amax`` is int32 [grid.amax_slots].
+        candidates: Candidates | None = None,
+        transposed_slot: int | None = None,
+    ) -> list[CastShard]:
+        """This rank's part of the weight as operands: one, or two where the transpose is cast, too.
 
-        ``codes`` is a flat buffer that receives the shard's codes instead of the weight's own.
+        Args:
+            slot: the place of the master.
+            extent: the elements that it holds.
+            amax: int32 [amax_slots].
+            codes, columnwise_codes: flat buffers that receive the shard's codes instead of the
+                weight's own.
+            codes_start: the element at which these buffers start.
+            candidates: of a weight whose blocks choose their scales.
+            transposed_slot: the place of the transposed master, where there is one.
         """
-        block_amax, tensor_amax = self.split_amax(amax)
-        codes = self.buffers["rowwise_data"].view(-1) if codes is None else codes
-        round_to = self.recipe.round_to(self.dtype)
-        return CastShard(
-            slot, extent, self.grid, round_to, block_amax, tensor_amax, codes, codes_start
+        recipe, buffers = self.recipe, self.buffers
+        block_amax, columnwise_amax, tensor_amax = self.split_amax(amax)
+        round_to = recipe.round_to(self.dtype)
+        columnwise = None
+        grid = self.columnwise_grid
+        if grid is not None and not recipe.casts_transpose:
+            assert columnwise_amax is not None
+            if columnwise_codes is None:
+                columnwise_codes = buffers["columnwise_data"].view(-1)
+            columnwise = ColumnwiseShard(grid, columnwise_amax, columnwise_codes)
+        rowwise = CastShard(
+            slot,
+            extent,
+            self.grid,
+            round_to,
+            block_amax,
+            tensor_amax,
+            buffers["rowwise_data"].view(-1) if codes is None else codes,
+            codes_start,
+            columnwise,
+            recipe.delayed_state(buffers),
+            candidates,
+            recipe.rounding(buffers),
         )
+        if transposed_slot is None:
+            return [rowwise]
+        assert grid is not None
+        assert columnwise_amax is not None
+        whole = Extent(0, self.shape.numel())
+        return [
+            rowwise,
+            CastShard(
+                transposed_slot,
+                whole,
+                grid,
+                round_to,
+                columnwise_amax,
+                tensor_amax,
+                buffers["columnwise_data"].view(-1),
+                rounding=recipe.rounding(buffers),
+            ),
+        ]
 
-    def scale_target(self, amax: torch.Tensor) -> ScaleTarget:
-        """The weight's scales as an operand; ``amax`` is int32 [grid.amax_slots]."""
-        return self.recipe.scale_target(self.shape, self.buffers, *self.split_amax(amax))
+    def scale_targets(
+        self, amax: torch.Tensor, candidates: Candidates | None = None
+    ) -> list[ScaleTarget]:
+        """The weight's scales as operands, as many as :meth:`cast_shards` gives."""
+        block_amax, columnwise_amax, tensor_amax = self.split_amax(amax)
+        recipe, buffers = self.recipe, self.buffers
+        if not (recipe.casts_transpose and self.has_columnwise):
+            return [
+                recipe.scale_target(
+                    self.shape, buffers, block_amax, tensor_amax, columnwise_amax, candidates
+                )
+            ]
+        assert columnwise_amax is not None
+        return [
+            recipe.scale_target(self.shape, buffers, block_amax, tensor_amax),
+            ScaleTarget(
+                recipe.columnwise_scale_layout(self.shape),
+                columnwise_amax,
+                tensor_amax,
+                buffers["columnwise_scale_inv"],
+            ),
+        ]
 
     def transpose_target(self) -> TransposeTarget:
         """The weight's codes and its columnwise copy as an operand."""
         return self.recipe.transpose_target(self.shape, self.buffers)
 
-    def dequantize_target(self, out: torch.Tensor) -> DequantizeTarget:
-        """The weight's codes as an operand; ``out`` is FP32 [M, K]."""
-        return self.recipe.dequantize_target(self.shape, self.buffers, out)
+    def dequantize_target(self, out: torch.Tensor, *, columnwise: bool = False) -> DequantizeTarget:
+        """The weight's codes as an operand; see :meth:`Recipe.dequantize_target` for ``out``."""
+        return self.recipe.dequantize_target(self.shape, self.buffers, out, columnwise=columnwise)
 
 
 def restore_storage(
