@@ -38,10 +38,10 @@ void decode_rows(const DequantizeTarget& target, i64 begin, i64 end, const Multi
     i64 row_bytes = (grid.cols * F::BITS + 7) / 8, blocks_w = grid.blocks_w();
     float multipliers[STRIP_BLOCKS];
     auto open = [&](const Strip& strip) {
-        i64 row = strip.first_block / blocks_w * target.row_repeat;
-        auto stored = (const Stored*)target.scale_inv + row * target.padded_cols
-                      + strip.first_block % blocks_w;
-        for (i64 b = 0; b < strip.blocks; b++) multipliers[b] = multiplier(stored[b]);
+        i64 row = strip.first_block / blocks_w, col = strip.first_block % blocks_w;
+        auto stored = (const Stored*)target.scale_inv + row * target.scale_row;
+        for (i64 b = 0; b < strip.blocks; b++)
+            multipliers[b] = multiplier(stored[(col + b) * target.scale_col]);
     };
     auto work = [&](const Strip& strip, const Panel& panel) {
         i64 row = panel.element / grid.cols;
@@ -65,8 +65,9 @@ void float8_rows(const DequantizeTarget& target, i64 begin, i64 end) {
 
 void nvfp4_rows(const DequantizeTarget& target, i64 begin, i64 end) {
     float amax = *target.amax;
-    decode_rows<E2M1, u8>(target, begin, end,
-                          [=](u8 stored) { return nvfp4_decode_multiplier<Scalar>(stored, amax); });
+    decode_rows<E2M1, u8>(target, begin, end, [=](u8 stored) {
+        return nvfp4_decode_multiplier<Scalar>(stored, amax, 448);
+    });
 }
 
 }  // namespace

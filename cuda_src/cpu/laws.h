@@ -13,7 +13,7 @@ void with_law(const LawTable& table, const i32* tensor_amax, const Work& work) {
     bool power_2 = table.power_2_scale != 0;
     float epsilon = Scalar::value((i32)table.amax_epsilon);
     if (table.format == FORMAT_E2M1)
-        work(NVFP4Scaling(*tensor_amax));
+        work(NVFP4Scaling(*tensor_amax, table.scale_max));
     else if (table.format == FORMAT_E4M3)
         work(Float8Scaling<E4M3>{power_2, epsilon});
     else

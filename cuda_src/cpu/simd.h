@@ -25,6 +25,12 @@ struct IndicesTo<0, I...> {
     typedef Indices<I...> Type;
 };
 
+// Element by element. (Within Simd itself GCC does not know yet what kind of vectors its types are.)
+template <class To, class From>
+ZEROCAST_FN To convert(From x) {
+    return __builtin_convertvector(x, To);
+}
+
 template <int W>
 struct Simd {
     static constexpr int WIDTH = W;
@@ -70,6 +76,26 @@ struct Simd {
 #endif
     }
     static ZEROCAST_FN Float divide(Float a, Float b) { return a / b; }
+    static ZEROCAST_FN Float to_float(Int i) { return convert<Float>(i); }
+    static ZEROCAST_FN Unsigned multiply_high(Unsigned a, u32 c) {
+        // The products of the even elements, and of the odd ones moved into their places.
+        Pairs even = multiply_even((Pairs)a, (Pairs)(c - Unsigned{}));
+        Pairs odd = multiply_even((Pairs)a >> 32, (Pairs)(c - Unsigned{}));
+        constexpr u64 HIGH = 0xFFFFFFFF00000000u;
+        return (Unsigned)(even >> 32 | (odd & HIGH));
+    }
+    // The 64-bit products of the low halves of pairs.
+    static ZEROCAST_FN Pairs multiply_even(Pairs a, Pairs b) {
+#if defined(__AVX512F__)
+        return (Pairs)_mm512_mul_epu32((__m512i)a, (__m512i)b);
+#elif defined(__AVX2__)
+        return (Pairs)_mm256_mul_epu32((__m256i)a, (__m256i)b);
+#elif defined(__SSE2__)
+        return (Pairs)_mm_mul_epu32((__m128i)a, (__m128i)b);
+#else
+        return (a & 0xFFFFFFFFu) * (b & 0xFFFFFFFFu);
+#endif
+    }
 
     template <class T>
     static ZEROCAST_FN T load_as(const void* from) {

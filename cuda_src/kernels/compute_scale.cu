@@ -13,24 +13,25 @@ template <class Law>
 static ZEROCAST_FN void scale_strip(const ScaleTarget& target, const PlaneTile& tile,
                                     const Law& law) {
     typedef typename Law::Stored Stored;
+    const ScalePlane& plane = target.rowwise;
     i64 col = tile.col + threadIdx.x % STRIP_THREADS * 4;
-    if (col >= target.padded_cols) return;
-    auto padding = (i32)target.padding;
+    if (col >= plane.padded_cols) return;
+    auto padding = (i32)plane.padding;
     for (i64 group = tile.row + threadIdx.x / STRIP_THREADS; group < tile.row_end;
          group += THREADS / STRIP_THREADS) {
         Entries scales = four_times(padding);
 #pragma unroll
         for (int k = 0; k < 4; k++) {
-            if (col + k >= target.cols || group * target.row_repeat >= target.rows) continue;
+            if (col + k >= plane.cols || group * plane.row_repeat >= plane.rows) continue;
             scales.bits[k] =
-                law.template stored<Scalar>(target.block_amax[group * target.cols + col + k]);
+                law.template stored<Scalar>(plane.block_amax[group * plane.cols + col + k]);
         }
-        for (i64 r = 0; r < target.row_repeat; r++) {
-            i64 row = group * target.row_repeat + r;
-            if (row >= target.padded_rows) break;
-            auto to = (Stored*)target.scale_inv + row * target.padded_cols + col;
-            store_entries(to, row < target.rows ? scales : four_times(padding),
-                          target.padded_cols - col);
+        for (i64 r = 0; r < plane.row_repeat; r++) {
+            i64 row = group * plane.row_repeat + r;
+            if (row >= plane.padded_rows) break;
+            auto to = (Stored*)plane.scale_inv + row * plane.padded_cols + col;
+            store_entries(to, row < plane.rows ? scales : four_times(padding),
+                          plane.padded_cols - col);
         }
     }
     if (target.amax && tile.row == 0 && tile.col == 0 && threadIdx.x == 0)
@@ -50,7 +51,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     compute_scale_e2m1(const ScaleTarget* __restrict__ targets, const PlaneTile* __restrict__ tiles,
                        i64 count, i64, i64) {
     scale_strips(targets, tiles, count,
-                 [](const ScaleTarget& t) { return NVFP4Scaling(*t.tensor_amax); });
+                 [](const ScaleTarget& t) { return NVFP4Scaling(*t.tensor_amax, 448); });
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)

@@ -36,7 +36,7 @@ static ZEROCAST_FN void decode_tiles(const DequantizeTarget* targets, const Tile
         i64 blocks_w = target.grid.blocks_w();
         for (int b = threadIdx.x; b < tile.blocks; b += THREADS) {
             i64 block = tile.first_block + b;
-            i64 at = block / blocks_w * target.row_repeat * target.padded_cols + block % blocks_w;
+            i64 at = block / blocks_w * target.scale_row + block % blocks_w * target.scale_col;
             multipliers[b] = multiplier_of(target, at);
         }
         __syncthreads();
@@ -78,7 +78,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                     i64 count) {
     __shared__ float multipliers[MAX_TILE_BLOCKS];
     auto multiplier_of = [](const DequantizeTarget& t, i64 at) {
-        return nvfp4_decode_multiplier<Scalar>(((const u8*)t.scale_inv)[at], *t.amax);
+        return nvfp4_decode_multiplier<Scalar>(((const u8*)t.scale_inv)[at], *t.amax, 448);
     };
     decode_tiles<E2M1>(targets, tiles, count, multiplier_of, multipliers);
 }

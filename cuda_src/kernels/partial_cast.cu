@@ -143,7 +143,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 6)
     partial_cast_e2m1(const CastShard* __restrict__ shards, const Tile* __restrict__ tiles,
                       i64 count, i64, i64) {
     __shared__ float multipliers[MAX_TILE_BLOCKS];
-    auto law = [](const CastShard& shard) { return NVFP4Scaling(*shard.tensor_amax); };
+    auto law = [](const CastShard& shard) { return NVFP4Scaling(*shard.tensor_amax, 448); };
     cast_tiles<E2M1>(shards, tiles, count, law, multipliers);
 }
 

@@ -125,7 +125,7 @@ def _table(rows: list[list[int]]) -> ctypes.Array[ctypes.c_int64]:
 def _cast_rows(shards: Sequence[CastShard], masters: Masters) -> list[list[int]]:
     first_slot, slot_bytes = masters.pointers.data_ptr(), masters.pointers.element_size()
     return [
-        cast_row(shard, shard.grid, first_slot + shard.slot * slot_bytes, _address)
+        cast_row(shard, shard.grid, first_slot + shard.slot * slot_bytes, _address, _address)
         for shard in shards
         if shard.extent
     ]

@@ -7,6 +7,7 @@ tensor before it takes its address is said by the ``address`` that it passes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -15,38 +16,63 @@ from zerocast.errors import BackendError
 from zerocast.formats import E2M1, E4M3, E5M2
 from zerocast.layout import BlockGrid, ScaleLayout
 from zerocast.ops import (
+    Candidates,
     CastShard,
+    ColumnwiseScales,
+    DelayedState,
     DequantizeTarget,
+    Float8DelayedLaw,
     Float8Law,
     Law,
+    MXFP8Law,
     NVFP4Law,
+    Rounding,
     ScaleTarget,
+    SelectTarget,
     TransposeTarget,
 )
 
 Address = Callable[[torch.Tensor], int]
 """A tensor's address, or BackendError where the backend cannot take the tensor."""
 
-# The numbers of the C side: FormatId and Nominal in tables.h.
+# The numbers of the C side: FormatId, Nominal, LawKind and ErrorKind in tables.h.
 FORMATS = {E2M1: 0, E4M3: 1, E5M2: 2}
 NOMINALS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+LAWS: dict[type[Law], int] = {Float8Law: 0, Float8DelayedLaw: 1, MXFP8Law: 2, NVFP4Law: 3}
+ERRORS = {None: 0, "mae": 1, "mse": 2}
 
 
 def law_fields(law: Law, backend: str) -> list[int]:
-    """LawTable: format, power_2_scale, bits of amax_epsilon.
+    """LawTable.
 
     Raises:
         BackendError: where compiled code has no such law; ``backend`` is named.
     """
-    four_bits = law.fmt is E2M1 and law.scale_fmt is E4M3 if isinstance(law, NVFP4Law) else False
-    eight_bits = law.fmt in (E4M3, E5M2) if isinstance(law, Float8Law) else False
-    if not (four_bits or eight_bits):
+    if not _is_known(law):
         raise BackendError(
             f"the {backend} backend has no code for {law}; cast it under use_backend('reference')."
         )
+    float8, delayed, nvfp4 = [0] * 2, [0] * 2, [0] * 4
     if isinstance(law, Float8Law):
-        return [FORMATS[law.fmt], int(law.power_2_scale), float_bits(law.amax_epsilon)]
-    return [FORMATS[law.fmt], 0, 0]
+        float8 = [int(law.power_2_scale), float_bits(law.amax_epsilon)]
+    elif isinstance(law, Float8DelayedLaw):
+        scaled_max = math.ldexp(law.fmt.max, -law.margin)
+        delayed = [float_bits(scaled_max), int(law.amax_compute_algo == "most_recent")]
+    elif isinstance(law, NVFP4Law):
+        seed = law.seed % 2**64
+        nvfp4 = [
+            law.scale_max,
+            ERRORS[law.four_over_six],
+            int(law.stochastic_rounding),
+            seed - 2**64 if seed >= 2**63 else seed,
+        ]
+    return [LAWS[type(law)], FORMATS[law.fmt], *float8, *delayed, *nvfp4]
+
+
+def _is_known(law: Law) -> bool:
+    if isinstance(law, NVFP4Law):
+        return law.fmt is E2M1 and law.scale_fmt is E4M3
+    return type(law) in LAWS and law.fmt in (E4M3, E5M2)
 
 
 def grid_fields(grid: BlockGrid) -> list[int]:
@@ -54,8 +80,19 @@ def grid_fields(grid: BlockGrid) -> list[int]:
     return [grid.rows, grid.cols, grid.block_h, grid.block_w]
 
 
-def cast_row(shard: CastShard, grid: BlockGrid, master_slot: int, address: Address) -> list[int]:
-    """CastShard, seen under ``grid``; ``master_slot`` is where the master's address will stand."""
+def cast_row(
+    shard: CastShard, grid: BlockGrid, master_slot: int, address: Address, list_address: Address
+) -> list[int]:
+    """CastShard, seen under ``grid``; ``master_slot`` is where the master's address will stand, and
+    ``list_address`` finds a list of integers, given on the CPU, where compiled code can read it.
+    """
+    second = [0] * 6
+    if (columnwise := shard.columnwise) is not None:
+        second = [
+            *grid_fields(columnwise.grid),
+            address(columnwise.block_amax),
+            address(columnwise.codes),
+        ]
     return [
         master_slot,
         shard.extent.start,
@@ -66,29 +103,97 @@ def cast_row(shard: CastShard, grid: BlockGrid, master_slot: int, address: Addre
         address(shard.tensor_amax),
         address(shard.codes),
         shard.codes_start,
+        *second,
+        *delayed_fields(shard.delayed, address),
+        *candidate_fields(shard.candidates, address, list_address),
+        counter_field(shard.rounding, address),
     ]
+
+
+def delayed_fields(state: DelayedState | None, address: Address) -> list[int]:
+    """DelayedState."""
+    if state is None:
+        return [0] * 4
+    return [
+        address(state.scale),
+        address(state.cast_scale),
+        address(state.amax_history),
+        state.amax_history.numel(),
+    ]
+
+
+def candidate_fields(
+    candidates: Candidates | None, address: Address, list_address: Address
+) -> list[int]:
+    """Candidates."""
+    if candidates is None:
+        return [0] * 7
+    return [
+        address(candidates.choices),
+        list_address(candidates.cut),
+        candidates.cut.numel(),
+        address(candidates.row_errors),
+        list_address(candidates.segments),
+        candidates.segments.numel(),
+        address(candidates.elements),
+    ]
+
+
+def counter_field(rounding: Rounding | None, address: Address) -> int:
+    """The address of the counter of stochastic rounding."""
+    return 0 if rounding is None else address(rounding.counter)
 
 
 def scale_row(target: ScaleTarget, address: Address) -> list[int]:
     """ScaleTarget."""
-    layout = target.layout
+    rowwise = ColumnwiseScales(target.layout, target.block_amax, target.scale_inv)
+    candidates = target.candidates
+    return [
+        *plane_fields(rowwise, address),
+        *plane_fields(target.columnwise, address),
+        address(target.tensor_amax),
+        0 if target.amax is None else address(target.amax),
+        *delayed_fields(target.delayed, address),
+        0 if candidates is None else address(candidates.choices),
+        counter_field(target.rounding, address),
+    ]
+
+
+def plane_fields(plane: ColumnwiseScales | None, address: Address) -> list[int]:
+    """ScalePlane."""
+    if plane is None:
+        return [0] * 14
+    layout = plane.layout
     return [
         *grid_fields(layout.grid),
         layout.row_repeat,
+        layout.col_repeat,
+        int(layout.transposed),
         layout.rows,
         layout.cols,
         *layout.shape,
-        padding_bits(layout, target.scale_inv),
+        padding_bits(layout, plane.scale_inv),
+        address(plane.block_amax),
+        address(plane.scale_inv),
+    ]
+
+
+def select_row(target: SelectTarget, address: Address, list_address: Address) -> list[int]:
+    """SelectTarget."""
+    return [
+        *grid_fields(target.grid),
         address(target.block_amax),
         address(target.tensor_amax),
-        address(target.scale_inv),
-        0 if target.amax is None else address(target.amax),
+        *candidate_fields(target.candidates, address, list_address),
     ]
 
 
 def transpose_row(target: TransposeTarget, address: Address) -> list[int]:
     """TransposeTarget."""
     rowwise, columnwise = target.layout, target.columnwise_layout
+    for layout in (rowwise, columnwise):
+        assert not layout.transposed
+        assert layout.col_repeat == 1
     row = [
         FORMATS[target.fmt],
         rowwise.grid.rows,
@@ -116,10 +221,13 @@ def transpose_row(target: TransposeTarget, address: Address) -> list[int]:
 
 def dequantize_row(target: DequantizeTarget, grid: BlockGrid, address: Address) -> list[int]:
     """DequantizeTarget, seen under ``grid``."""
+    layout, stride = target.layout, target.layout.shape[1]
+    steps = layout.row_repeat * stride, layout.col_repeat
+    if layout.transposed:
+        steps = layout.row_repeat, layout.col_repeat * stride
     return [
         *grid_fields(grid),
-        target.layout.row_repeat,
-        target.layout.shape[1],
+        *steps,
         address(target.codes),
         address(target.scale_inv),
         0 if target.amax is None else address(target.amax),

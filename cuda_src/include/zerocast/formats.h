@@ -102,6 +102,71 @@ ZEROCAST_FN typename L::Float decode(typename L::Int code) {
     }
 }
 
+// --- E8M0: the exponent of a block scale that is a power of two ---
+
+struct E8M0 {
+    static constexpr i32 NAN_CODE = 0xFF;
+    static constexpr i32 MAX_CODE = 0xFE;  // 2^127
+};
+
+// The code of a non-negative, finite value, rounded up to a power of two: 2^-127 at least, and at
+// most 2^127, since nothing rounds up into NaN's code.
+template <class L>
+ZEROCAST_FN typename L::Int encode_e8m0(typename L::Float x) {
+    typedef typename L::Unsigned Unsigned;
+    typename L::Int bits = L::bits(x);
+    // Adding all of the mantissa carries into the exponent where any of its bits is set. Up to
+    // 2^-127, half the smallest normal, the code is 0.
+    Unsigned carried = ((Unsigned)bits + ((1u << MANTISSA_BITS) - 1)) >> MANTISSA_BITS;
+    typename L::Int up = L::min((typename L::Int)carried, L::splat(E8M0::MAX_CODE));
+    constexpr i32 SMALLEST = 1 << (MANTISSA_BITS - 1);  // 2^-127, a subnormal
+    return L::select(bits > SMALLEST, up, L::splat(0));
+}
+
+// 1 / the value of a code: what elements under it are multiplied by. Exact; NaN for NaN's code.
+template <class L>
+ZEROCAST_FN typename L::Float reciprocal_e8m0(typename L::Int code) {
+    typedef typename L::Unsigned Unsigned;
+    auto bits = (typename L::Int)((Unsigned)(E8M0::MAX_CODE - code) << MANTISSA_BITS);
+    constexpr i32 SMALLEST = 1 << (MANTISSA_BITS - 1);  // of 2^127: 2^-127, a subnormal
+    bits = L::select(code == E8M0::MAX_CODE, L::splat(SMALLEST), bits);
+    return L::value(L::select(code == E8M0::NAN_CODE, L::splat(NAN_BITS), bits));
+}
+
+// The FP32 value of a code: exact.
+template <class L>
+ZEROCAST_FN typename L::Float decode_e8m0(typename L::Int code) {
+    constexpr i32 SMALLEST = 1 << (MANTISSA_BITS - 1);
+    auto normal = (typename L::Int)((typename L::Unsigned)code << MANTISSA_BITS);
+    typename L::Int bits = L::select(code == 0, L::splat(SMALLEST), normal);
+    return L::value(L::select(code == E8M0::NAN_CODE, L::splat(NAN_BITS), bits));
+}
+
+// --- stochastic rounding ---
+
+// The code of E2M1 below x or the one above, drawn by a random word: above with the probability of
+// x's distance from the one below, in 2^-24. Saturates; what NaN becomes is as for encode.
+template <class L>
+ZEROCAST_FN typename L::Int encode_e2m1_stochastic(typename L::Float x, typename L::Unsigned word) {
+    typedef Derived<E2M1> D;
+    typedef typename L::Unsigned Unsigned;
+    typename L::Int bits = L::bits(x);
+    typename L::Int clamped = L::min(bits & MAGNITUDE_MASK, L::splat(D::MAX_BITS));
+    typename L::Float y = L::value(clamped);
+    // Cut off below the last place; below the smallest normal, 1, that place is 0.5.
+    constexpr i32 FIRST = (D::MIN_NORMAL_BITS >> D::DROPPED) - (1 << E2M1::MANTISSA);
+    typename L::Int subnormal = L::select(y < L::splat(0.5f), L::splat(0), L::splat(1));
+    typename L::Int lower =
+        L::select(clamped < D::MIN_NORMAL_BITS, subnormal, (clamped >> D::DROPPED) - FIRST);
+    typename L::Float steps = L::select(y < L::splat(4.0f), L::splat(1.0f), L::splat(0.5f));
+    steps = L::select(y < L::splat(2.0f), L::splat(2.0f), steps);  // in 1
+    typename L::Float distance = (y - decode<E2M1, L>(lower)) * steps;
+    typename L::Float drawn =
+        L::to_float((typename L::Int)(word >> 8)) * L::splat(1.0f / (1 << 24));
+    typename L::Int code = L::select(drawn < distance, lower + 1, lower);
+    return L::merge(D::SIGN - 1, code, (typename L::Int)((Unsigned)bits >> (32 - E2M1::BITS)));
+}
+
 // --- nominal dtypes: what a master element is rounded to first; every NaN becomes the canonical,
 // positive one ---
 

@@ -10,7 +10,10 @@
 //     L::select(mask, a, b)           a where the comparison held, b elsewhere
 //     L::min(a, b), L::max(a, b)      of two Int
 //     L::merge(mask, a, b)            a's bits where the constant mask has ones, b's elsewhere; of
-//     two Int L::divide(a, b)                 a / b, rounded once (IEEE)
+//                                     two Int
+//     L::divide(a, b)                 a / b, rounded once (IEEE)
+//     L::to_float(i)                  an Int of magnitude at most 2^24 as a Float: exact
+//     L::multiply_high(a, c)          the high 32 bits of each Unsigned times the constant c
 //
 // and the operators of C on its three types. A comparison gives whatever select takes.
 //
@@ -94,6 +97,10 @@ struct Scalar {
 #else
         return a / b;
 #endif
+    }
+    static ZEROCAST_FN Float to_float(Int i) { return (Float)i; }
+    static ZEROCAST_FN Unsigned multiply_high(Unsigned a, u32 c) {
+        return (Unsigned)((u64)a * c >> 32);
     }
 };
 

@@ -2,9 +2,9 @@
 // the device that reads it. Fields are 64 bits wide, addresses included, so the table needs no
 // padding rules.
 //
-// The rows mirror CastShard, ScaleTarget, TransposeTarget and DequantizeTarget of zerocast/ops.py,
-// and the index arithmetic is here too: an element's flat index in its whole weight decides its
-// block, its byte and its nibble.
+// The rows mirror CastShard, ScaleTarget, SelectTarget, TransposeTarget and DequantizeTarget of
+// zerocast/ops.py, and the index arithmetic is here too: an element's flat index in its whole
+// weight decides its block, its byte and its nibble. What a weight has none of is 0 in its row.
 #pragma once
 
 #include "lanes.h"
@@ -26,6 +26,45 @@ struct Grid {
 enum Nominal : i64 { NOMINAL_FP32 = 0, NOMINAL_BF16 = 1, NOMINAL_FP16 = 2 };
 enum FormatId : i64 { FORMAT_E2M1 = 0, FORMAT_E4M3 = 1, FORMAT_E5M2 = 2 };
 
+// What delayed scaling remembers of one tensor; scale is null under every other law.
+struct DelayedState {
+    float* scale;       // [1]
+    float* cast_scale;  // [1]
+    float* history;     // [length], newest first
+    i64 length;
+};
+
+// The place of `value` in a list that ascends, or -1.
+ZEROCAST_FN i64 find(const i64* list, i64 length, i64 value) {
+    i64 first = 0, last = length;
+    while (first < last) {
+        i64 middle = first + (last - first) / 2;
+        if (list[middle] < value)
+            first = middle + 1;
+        else
+            last = middle;
+    }
+    return first < length && list[first] == value ? first : -1;
+}
+
+// What 4-over-6 decides by; choices is null under every other law. Errors and elements stand for
+// FP32 values.
+struct Candidates {
+    u8* choices;     // [blocks]: 1 for map4, 0 for map6
+    const i64* cut;  // [cuts], ascending: the rows of blocks that are cut
+    i64 cuts;
+    float* row_errors;    // [cuts, block_h, blocks_w, 2]
+    const i64* segments;  // [segment_count], ascending: the first element of each segment
+    i64 segment_count;
+    float* elements;  // [segment_count, block_w]
+
+    // The errors of one row inside row `cut` of those rows of blocks, in its first block: of map4,
+    // then of map6; the next block's follow.
+    ZEROCAST_FN float* errors_of(const Grid& grid, i64 cut_row, i64 row_in_block) const {
+        return row_errors + (cut_row * grid.block_h + row_in_block) * grid.blocks_w() * 2;
+    }
+};
+
 struct CastShard {
     const float* const*
         master;      // where the address of the FP32 shard is found when the launch runs
@@ -36,20 +75,46 @@ struct CastShard {
     i32* tensor_amax;  // [1]; may be block_amax where there is one block
     u8* codes;         // of the elements from codes_start on
     i64 codes_start;   // even where codes are nibbles
+    // A second plane, quantized independently; its codes are null where there is none.
+    Grid columnwise_grid;        // over the same matrix
+    i32* columnwise_block_amax;  // [its blocks]
+    u8* columnwise_codes;        // of the elements from codes_start on
+    DelayedState delayed;
+    Candidates candidates;
+    const i64* rounding_counter;  // [2]: the hash of the weight's name, the step
 
     ZEROCAST_FN i64 size() const { return end - start; }
 };
 
-struct ScaleTarget {
+// A stored plane of block scales: the scale of block (i, j) stands at entries (r, c) with r from
+// i * row_repeat and c from j * col_repeat on, as far as they are below rows and cols. Stored
+// transposed, entry (r, c) is found at (c, r).
+struct ScalePlane {
     Grid grid;
-    i64 row_repeat;                // stored rows of one block
-    i64 rows, cols;                // stored rows and columns that hold scales
-    i64 padded_rows, padded_cols;  // the stored plane
+    i64 row_repeat, col_repeat;
+    i64 transposed;
+    i64 rows, cols;                // entries that hold scales, before the plane is transposed
+    i64 padded_rows, padded_cols;  // the plane as it is stored
     i64 padding;                   // bit pattern of entries that belong to no block
     const i32* block_amax;         // [blocks]
-    const i32* tensor_amax;        // [1]
-    void* scale_inv;               // [padded_rows, padded_cols]
-    i32* amax;                     // FP32 [1] by its bits, or null
+    void* scale_inv;               // [padded_rows, padded_cols]; null where there is no plane
+};
+
+struct ScaleTarget {
+    ScalePlane rowwise;
+    ScalePlane columnwise;   // of a second plane, quantized independently
+    const i32* tensor_amax;  // [1]
+    i32* amax;               // FP32 [1] by its bits, or null
+    DelayedState delayed;
+    const u8* choices;      // [blocks] under 4-over-6, else null
+    i64* rounding_counter;  // [2], or null
+};
+
+struct SelectTarget {
+    Grid grid;
+    const i32* block_amax;   // [blocks]
+    const i32* tensor_amax;  // [1]
+    Candidates candidates;
 };
 
 struct TransposeTarget {
@@ -71,18 +136,32 @@ struct TransposeTarget {
 
 struct DequantizeTarget {
     Grid grid;
-    i64 row_repeat, padded_cols;
+    // In the stored plane the scale of block (i, j) is entry i * scale_row + j * scale_col.
+    i64 scale_row, scale_col;
     const u8* codes;
     const void* scale_inv;
     const float* amax;  // [1], or null
     float* out;         // [rows, cols]
 };
 
-// Which law, and its parameters.
+enum LawKind : i64 { LAW_FLOAT8 = 0, LAW_DELAYED = 1, LAW_MXFP8 = 2, LAW_NVFP4 = 3 };
+enum ErrorKind : i64 { ERROR_NONE = 0, ERROR_MAE = 1, ERROR_MSE = 2 };
+
+// Which law, and its parameters; those of other laws are 0.
 struct LawTable {
-    i64 format;  // FormatId; E2M1 is NVFP4, the others FP8 with an FP32 scale a block
+    i64 kind;    // LawKind
+    i64 format;  // FormatId of the codes
+    // FP8 with an FP32 scale a block.
     i64 power_2_scale;
     i64 amax_epsilon;  // FP32 bit pattern
+    // Delayed scaling.
+    i64 scaled_max;  // FP32 bit pattern of max * 2^-margin
+    i64 most_recent;
+    // NVFP4.
+    i64 scale_max;
+    i64 four_over_six;  // ErrorKind
+    i64 stochastic_rounding;
+    i64 seed;
 };
 
 }  // namespace ZEROCAST_ISA

@@ -78,14 +78,14 @@ class CudaBackend:
             scale_tiles(i, target.layout.shape, target.layout.row_repeat)
             for i, target in enumerate(targets)
         ]
-        return self._launch(kernel, rows, tiles, law_fields(law, self.name)[1:], targets)
+        return self._launch(kernel, rows, tiles, law_fields(law, self.name)[2:4], targets)
 
     def partial_cast(self, law: Law, shards: Sequence[CastShard], masters: Masters) -> Launch:
         kernel = Kernel("partial_cast", f"partial_cast_{law.fmt.name}", THREADS)
         if law.fmt.bits == 4:
             for shard in shards:
                 _check_whole_bytes(shard.grid.cols)
-        return self._cast(kernel, law_fields(law, self.name)[1:], shards, masters)
+        return self._cast(kernel, law_fields(law, self.name)[2:4], shards, masters)
 
     def transpose(self, targets: Sequence[TransposeTarget]) -> Launch:
         launches = []
@@ -128,7 +128,7 @@ class CudaBackend:
             pointers = self._pointers[masters] = _MasterPointers(self.launcher, masters)
         grids = [tiled_grid(shard.grid) for shard in shards]
         rows = [
-            cast_row(shard, grid, pointers.slot(shard.slot), self._address)
+            cast_row(shard, grid, pointers.slot(shard.slot), self._address, self._address)
             for shard, grid in zip(shards, grids, strict=True)
         ]
         tiles = [
