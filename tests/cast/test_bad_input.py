@@ -373,21 +373,6 @@ def test_shapes_that_nvfp4_cannot_hold(recipe: zerocast.Recipe, shape: tuple[int
         zerocast.quantize(torch.zeros(shape), recipe)
 
 
-def test_recipe_that_cannot_rebuild_on_use() -> None:
-    """manual_post_all_gather_processing=False is refused at once by a recipe whose copies cannot be
-    rebuilt later.
-    """
-
-    class TwoPlanes(zerocast.NVFP4BlockScaling):
-        rebuilds_on_use = False
-
-    w = zerocast.empty(SHAPE, TwoPlanes())
-    with pytest.raises(InputError, match="TwoPlanes cannot rebuild"):
-        zerocast.quantize_master_weights(
-            [w], [torch.ones(NUMEL)], [0], manual_post_all_gather_processing=False
-        )
-
-
 @pytest.mark.parametrize(
     ("master", "text"),
     [

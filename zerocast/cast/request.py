@@ -95,9 +95,9 @@ def check_request(
             )
         if storage.recipe.casts_transpose and storage.has_columnwise:
             raise InputError(
-                f"{name}: under {storage.recipe} the columnwise copy is quantized from the transposed "
-                "tensor, which no rank has a shard of; make the weight with columnwise=False, or "
-                "use blocks of two dimensions for weights."
+                f"{name}: under {storage.recipe} the columnwise copy is quantized from the "
+                "transposed tensor, of which no rank has a shard; make the weight with "
+                "columnwise=False, or give weights blocks of two dimensions."
             )
         extent = _check_master(name, storage, master_weights[i], start_offsets[i])
         given = fsdp_shard_model_weights[i] if fsdp_shard_model_weights is not None else None
@@ -235,10 +235,8 @@ def _check_shard_codes(
     buffers = list(given) if isinstance(given, list | tuple) else [given]
     if len(buffers) != len(planes):
         raise InputError(
-            f"{name}: fsdp_shard_model_weights must be {len(planes)} buffers, for {' and '.join(planes)}"
-            f", got {len(buffers)}."
-            if len(planes) > 1
-            else f"{name}: fsdp_shard_model_weights must be one buffer or None, got {len(buffers)}."
+            f"{name}: fsdp_shard_model_weights must be None, or a buffer for each of "
+            f"{' and '.join(planes)}, got {len(buffers)}."
         )
     first, last = byte_span(storage.recipe.law.fmt, extent.start, extent.end)
     for codes in buffers:

@@ -5,6 +5,7 @@ inner optimizer's state of it. Codes are not saved: one cast derives them from t
 state dicts of all ranks together are the whole state, on any number of ranks::
 
     state         weight's place -> master (FP32, flat), start (its first element), inner state
+    recipe_state  weight's place -> what its recipe remembers, the same on every rank
     param_groups  the options, and the places of the weights, as torch's optimizers save them
     zero          optimizer, [elements, group] of every weight, rank, world_size
 """
@@ -25,6 +26,10 @@ from zerocast.optim.weights import Weight
 StateDict = dict[str, Any]
 
 
+KEYS = {"state", "recipe_state", "param_groups", "zero"}
+"""Of every state dict."""
+
+
 def save(
     shards: ShardedWeights, inner: InnerOptimizer, param_groups: Sequence[dict[str, Any]]
 ) -> StateDict:
@@ -39,6 +44,7 @@ def save(
             i: {**inner.state(i), "master": master, "start": shards.own[i].extent.start}
             for i, master in inner.masters.items()
         },
+        "recipe_state": shards.recipe_states(),
         "param_groups": groups,
         "zero": {
             **_identity(inner, weights),
@@ -58,7 +64,7 @@ def checked(given: object, shards: ShardedWeights, inner: InnerOptimizer) -> lis
     if not saved:
         raise InputError("load_state_dict needs one state dict at least, got an empty sequence.")
     for state in saved:
-        if not isinstance(state, Mapping) or not {"state", "param_groups", "zero"} <= state.keys():
+        if not isinstance(state, Mapping) or not KEYS <= state.keys():
             raise InputError(
                 "load_state_dict needs what ZeroOptimizer.state_dict() returned, or a sequence of "
                 f"that from all ranks, got a {type(state).__name__} that is not one."
@@ -69,6 +75,7 @@ def checked(given: object, shards: ShardedWeights, inner: InnerOptimizer) -> lis
                     f"a state dict must be loaded into an optimizer of the same {what}: it was "
                     f"saved with {state['zero'][what]}, and this one has {mine}."
                 )
+        _check_recipe_state(state["recipe_state"], shards)
         groups = len(state["param_groups"])
         if groups != len(inner.optimizer.param_groups):
             raise InputError(
@@ -76,6 +83,30 @@ def checked(given: object, shards: ShardedWeights, inner: InnerOptimizer) -> lis
                 f"{groups}, and this one has {len(inner.optimizer.param_groups)}."
             )
     return saved
+
+
+def load_recipe_states(saved: StateDict, shards: ShardedWeights) -> None:
+    """Let the weights' recipes remember what they did when ``saved``, checked, was saved."""
+    for i, state in shards.recipe_states().items():
+        for name, tensor in state.items():
+            tensor.copy_(saved["recipe_state"][i][name])
+
+
+def _check_recipe_state(
+    saved: Mapping[int, Mapping[str, torch.Tensor]], shards: ShardedWeights
+) -> None:
+    mine = shards.recipe_states()
+    for i in mine.keys() | saved.keys():
+        ours, theirs = (
+            {name: tuple(tensor.shape) for name, tensor in states.get(i, {}).items()}
+            for states in (mine, saved)
+        )
+        if ours != theirs:
+            raise InputError(
+                f"a state dict must be loaded into weights of the same recipes: that of "
+                f"{shards.weights[i].name} remembers {ours or 'nothing'}, and the state dict has "
+                f"{theirs or 'nothing'} for it."
+            )
 
 
 def cut(

@@ -2,9 +2,9 @@
 
 Note: columns
 ~~~~~~~~~~~~~
-Weights of one storage kind lie end to end in one flat buffer (a :class:`Bucket`) of which each rank
-owns one equal, contiguous range; a weight's codes are a view into it, so the cast writes a byte
-where the all-gather moves it. What a rank owns of all buckets, one range after the other, are its
+Weights of one storage kind lie end to end in one flat buffer (a :class:`Bucket`; one buffer for
+each plane of codes) of which each rank owns one equal, contiguous range; a weight's codes are a
+view into it, so the cast writes a byte where the all-gather moves it. What a rank owns of all buckets, one range after the other, are its
 *columns*: its masters are one FP32 tensor [columns], and so are its reduced gradients. Every rank
 has as many columns, so a gradient buffer is a matrix [ranks, columns] and one reduce-scatter serves
 all kinds of weights::
@@ -17,14 +17,15 @@ all kinds of weights::
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
 from zerocast.comm import Communicator
 from zerocast.layout import Extent, FlatLayout
-from zerocast.optim.weights import StorageKind, Weight
+from zerocast.optim.weights import StorageKind, Weight, planes
 from zerocast.tensors import QuantizedTensor, replace_raw_data
 
 
@@ -49,7 +50,7 @@ class Bucket:
         members: their places in the optimizer's list of weights.
         layout: where each lies and who owns what, in elements.
         first_column: where the owner's range begins in its columns.
-        flat: the buffer, whole on every rank, of ``kind.dtype``.
+        flats: the buffers, one a plane, whole on every rank, of ``kind.dtype``.
     """
 
     def __init__(
@@ -66,9 +67,10 @@ class Bucket:
             tuple(weights[i].param.numel() for i in members), size, kind.alignment
         )
         self.first_column = first_column
-        self.flat = torch.zeros(
-            kind.entries(self.layout.numel), dtype=kind.dtype, device=weights[0].param.device
-        )
+        entries, device = kind.entries(self.layout.numel), weights[0].param.device
+        self.flats = [
+            torch.zeros(entries, dtype=kind.dtype, device=device) for _ in range(kind.planes)
+        ]
 
     @property
     def columns(self) -> slice:
@@ -84,19 +86,20 @@ class Bucket:
         ]
 
     def adopt(self, weights: Sequence[Weight]) -> None:
-        """Move the members into :attr:`flat`, values kept."""
+        """Move the members into :attr:`flats`, values kept."""
         for i, extent in zip(self.members, self.layout.weight_extents(), strict=True):
             param = weights[i].param
-            place = self.flat[self.kind.entries(extent.start) : self.kind.entries(extent.end)]
+            entries = slice(self.kind.entries(extent.start), self.kind.entries(extent.end))
+            places = [flat[entries] for flat in self.flats]
             if isinstance(param, QuantizedTensor):
-                replace_raw_data(param, place)
+                replace_raw_data(param, *places)
             else:
-                place.copy_(param.detach().reshape(-1))
-                param.data = place.view(param.shape)
+                places[0].copy_(param.detach().reshape(-1))
+                param.data = places[0].view(param.shape)
 
     def store(self, rank: int, masters: torch.Tensor) -> None:
         """Round ``rank``'s masters, FP32 [columns], into its range: the cast of plain weights."""
-        self.flat.view(self.layout.world_size, -1)[rank].copy_(masters[self.columns])
+        self.flats[0].view(self.layout.world_size, -1)[rank].copy_(masters[self.columns])
 
 
 class ShardedWeights:
@@ -124,7 +127,7 @@ class ShardedWeights:
             self.num_columns += bucket.layout.rank_numel
         self.own = self.shards(comm.rank)
         device = weights[0].param.device
-        self._addresses = [_address(weight) for weight in weights]
+        self._addresses = [_addresses(weight) for weight in weights]
         self.masters = torch.zeros(self.num_columns, dtype=torch.float32, device=device)
 
     def shards(self, rank: int) -> list[Shard]:
@@ -154,12 +157,12 @@ class ShardedWeights:
         """Move every weight into its bucket."""
         for bucket in self.buckets:
             bucket.adopt(self.weights)
-        self._addresses = [_address(weight) for weight in self.weights]
+        self._addresses = [_addresses(weight) for weight in self.weights]
 
     def moved_weight(self) -> str | None:
         """The name of a weight that no longer lies in its bucket, as after ``model.float()``."""
-        for weight, address in zip(self.weights, self._addresses, strict=True):
-            if _address(weight) != address:
+        for weight, addresses in zip(self.weights, self._addresses, strict=True):
+            if _addresses(weight) != addresses:
                 return weight.name
         return None
 
@@ -170,9 +173,40 @@ class ShardedWeights:
                 bucket.store(self.comm.rank, self.masters)
 
     def all_gather(self) -> None:
-        """Bring every rank's part to every rank: in place, one collective a storage kind."""
+        """Bring every rank's part to every rank: in place, one collective a buffer."""
         for bucket in self.buckets:
-            self.comm.all_gather_(bucket.flat)
+            for flat in bucket.flats:
+                self.comm.all_gather_(flat)
+
+    # --- what recipes remember ---
+
+    def recipe_states(self) -> dict[int, dict[str, torch.Tensor]]:
+        """By the places of the weights whose recipes remember something, the live tensors."""
+        storages = {
+            i: weight.param.storage
+            for i, weight in enumerate(self.weights)
+            if isinstance(weight.param, QuantizedTensor) and weight.param.recipe.state
+        }
+        return {
+            i: {name: storage.buffers[name] for name in storage.recipe.state}
+            for i, storage in storages.items()
+        }
+
+    @contextmanager
+    def repeating_the_latest_cast(self) -> Iterator[None]:
+        """Within the context a cast of unchanged masters gives the codes that the weights have, or
+        had when their state was saved; afterwards what recipes remember is as before.
+        """
+        states = self.recipe_states()
+        kept = {i: {name: t.clone() for name, t in state.items()} for i, state in states.items()}
+        for i, state in states.items():
+            param = self.weights[i].param
+            assert isinstance(param, QuantizedTensor)
+            param.recipe.rewind(state)
+        yield
+        for i, state in states.items():
+            for name, tensor in state.items():
+                tensor.copy_(kept[i][name])
 
     def gather_master(self, index: int) -> torch.Tensor:
         """FP32, in the weight's shape: its master from all ranks. Collective."""
@@ -185,6 +219,5 @@ class ShardedWeights:
         return whole.view(self.weights[index].param.shape)
 
 
-def _address(weight: Weight) -> int:
-    param = weight.param
-    return (param.rowwise_data if isinstance(param, QuantizedTensor) else param).data_ptr()
+def _addresses(weight: Weight) -> list[int]:
+    return [plane.data_ptr() for plane in planes(weight.param)]

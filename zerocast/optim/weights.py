@@ -21,15 +21,18 @@ PLAIN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 @dataclass(frozen=True, slots=True)
 class StorageKind:
-    """How weights are stored; those of one kind share one flat buffer and one all-gather.
+    """How weights are stored; those of one kind share flat buffers, each with one all-gather.
 
     Attributes:
         dtype: of the buffer's entries: uint8 for codes.
         bits: of one weight element.
+        planes: buffers that a weight has a part in: two where the columnwise codes are quantized
+            independently and gathered, too.
     """
 
     dtype: torch.dtype
     bits: int
+    planes: int = 1
 
     @property
     def is_codes(self) -> bool:
@@ -61,6 +64,13 @@ class Weight:
     param: torch.Tensor
     group: int
     kind: StorageKind
+
+
+def planes(param: torch.Tensor) -> list[torch.Tensor]:
+    """What an all-gather moves of a weight: its planes of codes, or a plain weight itself."""
+    if isinstance(param, QuantizedTensor):
+        return [param.storage.buffers[name] for name in param.storage.gathered]
+    return [param]
 
 
 def trainable_groups(params: Iterable[Param] | Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -128,7 +138,7 @@ def collect_weights(param_groups: Sequence[dict[str, Any]]) -> list[Weight]:
 
 def _kind(name: str, param: torch.Tensor) -> StorageKind:
     if isinstance(param, QuantizedTensor):
-        return StorageKind(torch.uint8, param.recipe.law.fmt.bits)
+        return StorageKind(torch.uint8, param.recipe.law.fmt.bits, len(param.storage.gathered))
     if param.dtype not in PLAIN_DTYPES:
         raise InputError(
             f"{name} must be a quantized weight, or plain bfloat16, float16 or float32, because "
@@ -141,9 +151,7 @@ def _check_memory(weights: Sequence[Weight]) -> None:
     """Raise where two parameters overlap: moved to a place of its own each, they would part."""
     spans = []
     for weight in weights:
-        data = (
-            weight.param.rowwise_data if isinstance(weight.param, QuantizedTensor) else weight.param
-        )
+        data = planes(weight.param)[0]
         extent = (
             sum((n - 1) * stride for n, stride in zip(data.shape, data.stride(), strict=True)) + 1
         )

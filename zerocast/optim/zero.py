@@ -34,7 +34,7 @@ import torch
 from zerocast.cast import CastPlan
 from zerocast.comm import Group, as_communicator, raise_together
 from zerocast.errors import InputError, NonFiniteError, UnsupportedError, ZerocastError
-from zerocast.optim.checkpoint import StateDict, checked, cut, save
+from zerocast.optim.checkpoint import StateDict, checked, cut, load_recipe_states, save
 from zerocast.optim.elementwise import check_elementwise
 from zerocast.optim.found_inf import FoundInf
 from zerocast.optim.gradients import GradientReducer
@@ -183,8 +183,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def _publish(self) -> None:
-        for run in self._publishing_phases.values():
-            run()
+        """Let every rank's weights follow from the masters as they are. That is no new cast: of
+        what recipes remember nothing moves on.
+        """
+        with self._shards.repeating_the_latest_cast():
+            for run in self._publishing_phases.values():
+                run()
 
     def _reduce_gradients(self) -> None:
         if not self._gradients_are_reduced:
@@ -277,6 +281,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         copy_options(saved[0]["param_groups"], self.param_groups)
         copy_options(self.param_groups, self.inner.param_groups)
         self._inner.load_state(states)
+        load_recipe_states(saved[0], self._shards)
         self._gradients_are_reduced = False
         self._publish()
 

@@ -20,7 +20,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 
@@ -75,13 +75,6 @@ class Recipe(ABC):
 
     round_master: bool = True
 
-    state: ClassVar[tuple[str, ...]] = ()
-    """The buffers that casts remember things in: saved with masters, never gathered."""
-
-    casts_before_reduction: ClassVar[bool] = False
-    """Whether the codes do not depend on the amax of what is cast (delayed scaling): then one pass
-    casts and takes the amax."""
-
     # --- what a scheme states ---
 
     @property
@@ -129,6 +122,18 @@ class Recipe(ABC):
         return None
 
     @property
+    def state(self) -> tuple[str, ...]:
+        """The buffers that casts remember things in: saved with masters, never gathered."""
+        return ()
+
+    @property
+    def casts_before_reduction(self) -> bool:
+        """Whether the codes do not depend on the amax of what is cast (delayed scaling): then one
+        pass casts and takes the amax.
+        """
+        return False
+
+    @property
     def chooses_scales(self) -> bool:
         """Whether blocks choose between two scales (4-over-6), which takes one more exchange."""
         return False
@@ -157,6 +162,11 @@ class Recipe(ABC):
         """Put :attr:`state` back so that one more cast of the same masters gives the present codes,
         as a loaded checkpoint needs; that cast then advances it anew.
         """
+        delayed, rounding = self.delayed_state(buffers), self.rounding(buffers)
+        if delayed is not None:
+            delayed.scale.copy_(delayed.cast_scale)
+        if rounding is not None:
+            rounding.counter[1] -= 1
 
     def round_to(self, dtype: torch.dtype) -> torch.dtype:
         """What a master element is rounded to first, for a weight of nominal dtype ``dtype``."""

@@ -26,6 +26,7 @@ def quantize(
     *,
     dtype: torch.dtype | None = None,
     columnwise: bool = True,
+    name: str | None = None,
 ) -> QuantizedTensor:
     """Cast a whole tensor: the law that every sharded cast must equal, byte for byte.
 
@@ -36,6 +37,8 @@ def quantize(
         dtype: the nominal dtype of the result, which elements are rounded to first; the tensor's
             own by default.
         columnwise: whether the weight holds the columnwise copy.
+        name: the weight's name, on which the random words of stochastic rounding depend; without
+            one, all weights draw the same words.
 
     Returns:
         A weight of its own bytes on the tensor's device. A NaN or an infinity makes everything
@@ -55,6 +58,7 @@ def quantize(
         dtype=tensor.dtype if dtype is None else dtype,
         device=tensor.device,
         columnwise=columnwise,
+        name=name,
     )
     quantize_into(weight.storage, tensor)
     return weight
@@ -67,6 +71,7 @@ def empty(
     dtype: torch.dtype = torch.bfloat16,
     device: torch.device | str | None = None,
     columnwise: bool = True,
+    name: str | None = None,
 ) -> QuantizedTensor:
     """An unfilled quantized weight: every code and every scale is 0, so it decodes to zeros.
 
@@ -76,6 +81,7 @@ def empty(
         dtype: the nominal dtype: FP32, BF16 or FP16.
         device: where the bytes are; torch's default device by default.
         columnwise: whether the weight holds the columnwise copy.
+        name: as for :func:`quantize`.
 
     Raises:
         InputError: for another dtype, or a shape that the recipe cannot hold.
@@ -91,9 +97,10 @@ def empty(
         )
     recipe.check_shape(shape)
     device = torch.get_default_device() if device is None else torch.device(device)
-    return QuantizedTensor(
-        QuantizedStorage.empty(shape, dtype, recipe, device, columnwise=columnwise)
-    )
+    storage = QuantizedStorage.empty(shape, dtype, recipe, device, columnwise=columnwise)
+    if name is not None:
+        storage.name_weight(name)
+    return QuantizedTensor(storage)
 
 
 def quantize_into(storage: QuantizedStorage, source: torch.Tensor) -> None:
@@ -163,7 +170,11 @@ def rebuild_derived(storages: Iterable[QuantizedStorage]) -> None:
             storage.mark_rebuilt()
 
 
-def replace_raw_data(tensor: QuantizedTensor, new_raw_data: torch.Tensor) -> None:
+def replace_raw_data(
+    tensor: QuantizedTensor,
+    new_raw_data: torch.Tensor,
+    new_columnwise_data: torch.Tensor | None = None,
+) -> None:
     """Move a weight's codes into a buffer of the caller's; the value stays the same.
 
     Every alias of the weight sees the new buffer, and derived copies stay valid. This is how the
@@ -173,34 +184,58 @@ def replace_raw_data(tensor: QuantizedTensor, new_raw_data: torch.Tensor) -> Non
         tensor: the weight.
         new_raw_data: uint8, contiguous, on the weight's device, of as many bytes as
             ``tensor.rowwise_data``: in its shape or as a 1-D slice. Overwritten with the codes.
+        new_columnwise_data: the same for ``tensor.columnwise_data``, of a weight whose columnwise
+            codes are quantized independently and so are gathered, too (MXFP8, row-wise FP8); None
+            leaves them where they are.
 
     Raises:
-        InputError: where it is not that. Nothing has been written.
+        InputError: where a buffer is not that. Nothing has been written.
     """
     if not isinstance(tensor, QuantizedTensor):
         raise InputError(f"replace_raw_data needs a QuantizedTensor, got {type(tensor).__name__}.")
-    old = tensor.storage.buffers["rowwise_data"]
-    given = getattr(new_raw_data, "dtype", type(new_raw_data).__name__)
-    if given != torch.uint8:
+    storage = tensor.storage
+    new = {"rowwise_data": _raw_data("new_raw_data", storage, "rowwise_data", new_raw_data)}
+    if new_columnwise_data is not None:
+        if "columnwise_data" not in storage.gathered:
+            raise InputError(
+                f"new_columnwise_data is for weights whose columnwise codes are gathered, got a "
+                f"weight of {storage.recipe}, which gathers {', '.join(storage.gathered)}; leave "
+                "it out."
+            )
+        new["columnwise_data"] = _raw_data(
+            "new_columnwise_data", storage, "columnwise_data", new_columnwise_data
+        )
+    # Copies first, because a new buffer may overlap an old one.
+    codes = {name: storage.buffers[name].clone() for name in new}
+    for name, buffer in new.items():
+        buffer.copy_(codes[name])
+        storage.replace(name, buffer)
+
+
+def _raw_data(
+    argument: str, storage: QuantizedStorage, name: str, given: torch.Tensor
+) -> torch.Tensor:
+    """``given`` in the shape of the buffer ``name``."""
+    old = storage.buffers[name]
+    dtype = getattr(given, "dtype", type(given).__name__)
+    if dtype != torch.uint8:
         raise InputError(
-            f"new_raw_data must be a torch.uint8 tensor (codes are bytes), got {given}; use "
+            f"{argument} must be a torch.uint8 tensor (codes are bytes), got {dtype}; use "
             f".view(torch.uint8)."
         )
-    if new_raw_data.device != old.device:
+    if given.device != old.device:
         raise InputError(
-            f"new_raw_data must be on the weight's device {old.device}, got {new_raw_data.device}; "
-            f"move the weight first."
+            f"{argument} must be on the weight's device {old.device}, got {given.device}; move the "
+            f"weight first."
         )
-    if new_raw_data.shape not in (old.shape, (old.numel(),)):
+    if given.shape not in (old.shape, (old.numel(),)):
         raise InputError(
-            f"new_raw_data must hold the {old.numel()} bytes of the weight's codes, in shape "
-            f"{tuple(old.shape)} or ({old.numel()},), got shape {tuple(new_raw_data.shape)}."
+            f"{argument} must hold the {old.numel()} bytes of the weight's codes, in shape "
+            f"{tuple(old.shape)} or ({old.numel()},), got shape {tuple(given.shape)}."
         )
-    if not new_raw_data.is_contiguous():
+    if not given.is_contiguous():
         raise InputError(
-            f"new_raw_data must be contiguous, got shape {tuple(new_raw_data.shape)} with strides "
-            f"{new_raw_data.stride()}; give a slice of a flat buffer."
+            f"{argument} must be contiguous, got shape {tuple(given.shape)} with strides "
+            f"{given.stride()}; give a slice of a flat buffer."
         )
-    new = new_raw_data.detach().view(old.shape)
-    new.copy_(old.clone())  # the clone, because the new buffer may overlap the old one
-    tensor.storage.replace("rowwise_data", new)
+    return given.detach().view(old.shape)

@@ -125,8 +125,8 @@ class QuantizedStorage:
 
     @property
     def columnwise_grid(self) -> BlockGrid | None:
-        """The blocks of a columnwise copy that has amaxes of its own: over the weight's matrix where
-        it is independent, over the transposed one where that is cast; None for the other kinds.
+        """The blocks of a columnwise copy that has amaxes of its own: over the weight's matrix
+        where it is independent, over the transposed one where that is cast; None for other kinds.
         """
         if not self.has_columnwise:
             return None
