@@ -64,7 +64,7 @@ def checked(given: object, shards: ShardedWeights, inner: InnerOptimizer) -> lis
     if not saved:
         raise InputError("load_state_dict needs one state dict at least, got an empty sequence.")
     for state in saved:
-        if not isinstance(state, Mapping) or not KEYS <= state.keys():
+        if not isinstance(state, Mapping) or not state.keys() >= KEYS:
             raise InputError(
                 "load_state_dict needs what ZeroOptimizer.state_dict() returned, or a sequence of "
                 f"that from all ranks, got a {type(state).__name__} that is not one."

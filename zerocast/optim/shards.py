@@ -4,10 +4,10 @@ Note: columns
 ~~~~~~~~~~~~~
 Weights of one storage kind lie end to end in one flat buffer (a :class:`Bucket`; one buffer for
 each plane of codes) of which each rank owns one equal, contiguous range; a weight's codes are a
-view into it, so the cast writes a byte where the all-gather moves it. What a rank owns of all buckets, one range after the other, are its
-*columns*: its masters are one FP32 tensor [columns], and so are its reduced gradients. Every rank
-has as many columns, so a gradient buffer is a matrix [ranks, columns] and one reduce-scatter serves
-all kinds of weights::
+view into it, so the cast writes a byte where the all-gather moves it. What a rank owns of all
+buckets, one range after the other, are its *columns*: its masters are one FP32 tensor [columns],
+and so are its reduced gradients. Every rank has as many columns, so a gradient buffer is a matrix
+[ranks, columns] and one reduce-scatter serves all kinds of weights::
 
     bucket of 4-bit codes   |  rank 0  |  rank 1  |        bucket of BF16   | rank 0 | rank 1 |
                                  |          |                                   |        |
