@@ -1,8 +1,8 @@
 """Train a byte-level GPT on sharded FP32 masters with NVFP4, FP8 or BF16 weights.
 
     mpirun -n 4 python examples/train_gpt.py --recipe nvfp4
-    torchrun --nproc-per-node 4 examples/train_gpt.py --compare bf16,fp8,nvfp4 --check
-    python examples/train_gpt.py --recipe fp8                           # one rank
+    torchrun --nproc-per-node 4 examples/train_gpt.py --compare bf16,current,nvfp4 --check
+    python examples/train_gpt.py --recipe current                       # one rank
 
 Every rank holds the whole model and its part of the masters. A step is an ordinary PyTorch step:
 ``loss.backward()``, ``optimizer.step()``; what happens in it is in :mod:`gpt.training` and in
@@ -28,7 +28,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--recipe", choices=RECIPES, default="nvfp4", help="how weights are stored")
     parser.add_argument(
-        "--compare", type=recipes, metavar="A,B,...", help="run several recipes, as bf16,fp8,nvfp4"
+        "--compare", type=recipes, metavar="A,B,...", help="several recipes, as bf16,current,nvfp4"
     )
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--batch", type=int, default=8, help="sequences a step, over all ranks")

@@ -1,11 +1,11 @@
 """Does training with quantized weights work, and would this script notice if it did not?
 
-It trains the example (examples/train_gpt.py) with bf16, fp8 and nvfp4 weights from several seeds on
-4 MPI ranks, and holds the mean validation losses to
+It trains the example (examples/train_gpt.py) with bf16, current and nvfp4 weights from several
+seeds on 4 MPI ranks, and holds the mean validation losses to
 
-    bf16  below 2.4 nats a byte
-    fp8   within 2 % of bf16
-    nvfp4 within 4 % of bf16
+    bf16     below 2.4 nats a byte
+    current  within 2 % of bf16
+    nvfp4    within 4 % of bf16
 
 with every byte of every weight equal to the unsharded cast. Then it trains with a wrong scale
 planted (scripts/with_wrong_scale.py): both tests must fail then. Exit code 0 if all of that holds.
@@ -29,7 +29,7 @@ PLANTED = ROOT / "scripts" / "with_wrong_scale.py"
 BF16_LIMIT = 2.4
 """Nats a byte."""
 
-TOLERANCE = {"fp8": 0.02, "nvfp4": 0.04}
+TOLERANCE = {"current": 0.02, "nvfp4": 0.04}
 """By how much of bf16's loss a mean loss may be larger."""
 
 
@@ -80,7 +80,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("runs/train_check"))
     arguments = parser.parse_args()
 
-    sound: dict[str, list[float]] = {"bf16": [], "fp8": [], "nvfp4": []}
+    sound: dict[str, list[float]] = {"bf16": [], "current": [], "nvfp4": []}
     bytes_equal = True
     for seed in range(arguments.seeds):
         out = arguments.out / f"seed{seed}"
@@ -98,7 +98,7 @@ def main() -> int:
 
     claims = {
         f"bf16 is below {BF16_LIMIT} nats a byte": judge(sound, bf16)["bf16"],
-        "fp8 is within 2 % of bf16": judge(sound, bf16)["fp8"],
+        "current is within 2 % of bf16": judge(sound, bf16)["current"],
         "nvfp4 is within 4 % of bf16": judge(sound, bf16)["nvfp4"],
         "every byte of every weight is that of the unsharded cast": bytes_equal,
         "with a wrong scale the losses leave their bounds": not any(judge(planted, bf16).values()),

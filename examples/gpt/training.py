@@ -20,8 +20,8 @@ from zerocast.optim import ZeroOptimizer
 
 RECIPES = {
     "bf16": None,  # nothing quantized: the run to compare with
-    "fp8": zerocast.Float8CurrentScaling(),
-    "nvfp4": zerocast.NVFP4BlockScaling(),
+    **{name: recipe() for name, recipe in zerocast.recipes.RECIPES.items()},
+    "nvfp4-4over6": zerocast.NVFP4BlockScaling(nvfp4_4over6="weights"),
 }
 
 WARMUP = 20

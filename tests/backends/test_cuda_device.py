@@ -28,7 +28,7 @@ pytestmark = [
 RECIPES: list[Recipe] = [
     zerocast.NVFP4BlockScaling(),
     zerocast.Float8CurrentScaling(),
-    zerocast.Float8CurrentScaling(fp8_format="e5m2", power_2_scale=True),
+    zerocast.Float8CurrentScaling(fp8_format="e5m2", use_power_2_scales=True),
 ]
 SHAPES = [(1, 16), (3, 80), (17, 96), (33, 112), (128, 128), (257, 1040), (300, 4096), (1000, 528)]
 

@@ -10,7 +10,7 @@ import zerocast
 from tests.support.same_bytes import assert_same_bytes, assert_same_storage
 from zerocast.backends.subnormals import keeping_subnormals
 from zerocast.comm import Communicator, run_in_process
-from zerocast.recipes import Recipe
+from zerocast.recipes import QParams, Recipe
 from zerocast.tensors import QuantizedTensor
 
 pytestmark = pytest.mark.usefixtures("backend")
@@ -149,7 +149,9 @@ def test_subnormals_of_a_tensor_that_torch_shares_among_threads(recipe):
 @pytest.mark.parametrize("epsilon", [1e-45, 2.0**-126 * (1 - 2.0**-30), 3e-39])
 def test_an_amax_epsilon_below_the_normal_numbers(epsilon: float) -> None:
     """It is rounded to FP32 as ever, also by a thread that flushes: scale_inv is of it, not 1."""
-    recipe = zerocast.Float8CurrentScaling(amax_epsilon=epsilon, power_2_scale=True)
+    recipe = zerocast.Float8CurrentScaling(
+        fp8_quant_fwd_weight=QParams(power_2_scale=True, amax_epsilon=epsilon)
+    )
     expected, _ = cast(torch.zeros(4), recipe)
     assert expected.rowwise_scale_inv.item() < 1e-30
     with flushing():

@@ -15,15 +15,17 @@ from tests.support.same_bytes import assert_same_storage
 from tests.support.values import KINDS, draw_values
 from zerocast.comm import Communicator, run_in_process
 from zerocast.layout import Extent
-from zerocast.recipes import Recipe
+from zerocast.recipes import QParams, Recipe
 
 BACKENDS = ("reference", "cpu")
 RECIPES: tuple[Recipe, ...] = (
     zerocast.NVFP4BlockScaling(),
     zerocast.NVFP4BlockScaling(round_master=False),
     zerocast.Float8CurrentScaling(),
-    zerocast.Float8CurrentScaling(fp8_format="e5m2", power_2_scale=True),
-    zerocast.Float8CurrentScaling(amax_epsilon=1e-3, round_master=False),
+    zerocast.Float8CurrentScaling(fp8_format="e5m2", use_power_2_scales=True),
+    zerocast.Float8CurrentScaling(
+        fp8_quant_fwd_weight=QParams(amax_epsilon=1e-3), round_master=False
+    ),
 )
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 WIDTHS = (16, 32, 48, 64, 80, 96, 112, 128, 144, 272)

@@ -58,7 +58,7 @@ def test_training_on_one_rank_leaves_table_record_and_picture(tmp_path: Path) ->
     """Three recipes, three steps, one process: the table names every phase, the record holds every
     loss, the picture is a PNG, and the weights are right.
     """
-    options = ["--compare", "bf16,fp8,nvfp4", "--steps", 3, "--check", "--out", tmp_path]
+    options = ["--compare", "bf16,current,nvfp4", "--steps", 3, "--check", "--out", tmp_path]
     finished = run([sys.executable, TRAIN, *options])
     assert finished.returncode == 0, finished.stderr
     for row in (
@@ -79,10 +79,10 @@ def test_training_on_one_rank_leaves_table_record_and_picture(tmp_path: Path) ->
         "time a step, post-processing",
     ):
         assert row in finished.stdout
-    for recipe in ("bf16", "fp8", "nvfp4"):
+    for recipe in ("bf16", "current", "nvfp4"):
         assert f"{recipe}: The sharded weights equal the unsharded cast" in finished.stdout
     record = json.loads((tmp_path / "record.json").read_text())
-    assert [run["recipe"] for run in record["runs"]] == ["bf16", "fp8", "nvfp4"]
+    assert [run["recipe"] for run in record["runs"]] == ["bf16", "current", "nvfp4"]
     for trained in record["runs"]:
         assert len(trained["losses"]) == 3
         assert trained["losses"][0] == pytest.approx(5.55, abs=0.2)  # ln 256, and what is random
@@ -113,13 +113,13 @@ def test_training_on_mpi_ranks_shards_what_it_holds(tmp_path: Path) -> None:
 def test_torchrun_starts_the_same_training(tmp_path: Path) -> None:
     """Under torchrun the ranks are found through torch.distributed."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", 2, TRAIN]
-    finished = run([*command, "--recipe", "fp8", "--steps", 2, "--check", "--out", tmp_path])
+    finished = run([*command, "--recipe", "current", "--steps", 2, "--check", "--out", tmp_path])
     assert finished.returncode == 0, finished.stderr
     assert "2 ranks, 2 steps" in finished.stdout
     assert "equal the unsharded cast on every rank" in finished.stdout
 
 
-@pytest.mark.parametrize("recipe", ["fp8", "nvfp4"])
+@pytest.mark.parametrize("recipe", ["current", "nvfp4"])
 def test_a_wrong_scale_is_found(tmp_path: Path, recipe: str) -> None:
     """With a wrong scale planted the check names weight, element and both values; exit code 1."""
     options = ["--recipe", recipe, "--steps", 1, "--check", "--out", tmp_path]

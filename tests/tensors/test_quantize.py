@@ -18,7 +18,7 @@ NVFP4, FP8 = NVFP4BlockScaling(), Float8CurrentScaling()
 RECIPES = [
     pytest.param(NVFP4, id="nvfp4"),
     pytest.param(FP8, id="fp8"),
-    pytest.param(Float8CurrentScaling(fp8_format="e5m2", power_2_scale=True), id="fp8-e5m2"),
+    pytest.param(Float8CurrentScaling(fp8_format="e5m2", use_power_2_scales=True), id="fp8-e5m2"),
 ]
 SHAPES = [(1, 16), (3, 48), (17, 80), (16, 96), (33, 112), (5, 256)]
 

@@ -4,13 +4,14 @@ import pytest
 import torch
 
 import zerocast
+from zerocast.recipes import QParams
 
 pytestmark = pytest.mark.usefixtures("backend")
 
 E4M3 = zerocast.Float8CurrentScaling()
 E5M2 = zerocast.Float8CurrentScaling(fp8_format="e5m2")
-POWER_2 = zerocast.Float8CurrentScaling(power_2_scale=True)
-EPSILON = zerocast.Float8CurrentScaling(amax_epsilon=0.875)
+POWER_2 = zerocast.Float8CurrentScaling(use_power_2_scales=True)
+EPSILON = zerocast.Float8CurrentScaling(fp8_quant_fwd_weight=QParams(amax_epsilon=0.875))
 
 
 def cast(

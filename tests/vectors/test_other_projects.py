@@ -21,7 +21,7 @@ PROJECTS = ("torchao", "compressed-tensors")
 FLOAT8_RECIPES = {
     "e4m3": zerocast.Float8CurrentScaling(),
     "e5m2": zerocast.Float8CurrentScaling(fp8_format="e5m2"),
-    "e4m3, power of two": zerocast.Float8CurrentScaling(power_2_scale=True),
+    "e4m3, power of two": zerocast.Float8CurrentScaling(use_power_2_scales=True),
 }
 
 # Their few roundings move a quotient by less than 2^-20 of itself; the data keeps 16 times that.

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 import zerocast
 from tests.support.same_bytes import assert_same_bytes
 from tests.vectors import scalar_law
-from zerocast.recipes import Recipe
+from zerocast.recipes import QParams, Recipe
 
 pytestmark = pytest.mark.usefixtures("backend")
 
@@ -82,7 +82,7 @@ def test_nvfp4_equals_the_scalar_law(master, dtype, round_master):
 def test_float8_equals_the_scalar_law(master, dtype, round_master, name, power_2, eps):
     """Codes, scale, columnwise copy and values, over both formats and every option."""
     recipe = zerocast.Float8CurrentScaling(
-        fp8_format=name, power_2_scale=power_2, amax_epsilon=eps, round_master=round_master
+        fp8_format=name, fp8_quant_fwd_weight=QParams(power_2, eps), round_master=round_master
     )
     rounded = name_of(dtype, recipe)
     expected = scalar_law.quantize_float8(master.numpy(), rounded, name, power_2, eps)

@@ -10,17 +10,14 @@ from dataclasses import dataclass
 
 import torch
 
-from zerocast.errors import InputError
-from zerocast.formats import E4M3, E5M2, FLT_MAX
 from zerocast.layout import BlockGrid, ScaleLayout
-from zerocast.ops import Float8Law
-from zerocast.recipes.recipe import BufferSpec, Recipe, require_elements
-
-_FORMATS = {f.name: f for f in (E4M3, E5M2)}
+from zerocast.recipes.float8 import Float8Recipe
+from zerocast.recipes.format import QParams
+from zerocast.recipes.recipe import BufferSpec, require_elements
 
 
 @dataclass(frozen=True, kw_only=True)
-class Float8CurrentScaling(Recipe):
+class Float8CurrentScaling(Float8Recipe):
     """FP8 weights under one FP32 scale a tensor; N-D weights are served.
 
     Stored are ``rowwise_data`` uint8 in the weight's shape, ``rowwise_scale_inv`` FP32 [1], and as
@@ -28,29 +25,13 @@ class Float8CurrentScaling(Recipe):
     the same one.
 
     Attributes:
-        fp8_format: ``"e4m3"`` or ``"e5m2"``.
-        power_2_scale: round the scale down to a power of two.
-        amax_epsilon: a smaller amax is replaced by this one; FP32, not negative.
+        use_power_2_scales: powers of two for every tensor, whatever its :class:`QParams` say.
     """
 
-    fp8_format: str = "e4m3"
-    power_2_scale: bool = False
-    amax_epsilon: float = 0.0
+    use_power_2_scales: bool = False
 
-    def __post_init__(self) -> None:
-        if self.fp8_format not in _FORMATS:
-            raise InputError(
-                f"fp8_format must be one of {sorted(_FORMATS)}, got {self.fp8_format!r}."
-            )
-        if not 0 <= self.amax_epsilon <= FLT_MAX:
-            raise InputError(
-                f"amax_epsilon must be finite in FP32 and not negative, got {self.amax_epsilon}; 0 "
-                f"keeps every amax as it is."
-            )
-
-    @property
-    def law(self) -> Float8Law:
-        return Float8Law(_FORMATS[self.fp8_format], self.power_2_scale, self.amax_epsilon)
+    def power_2_scale(self, params: QParams) -> bool:
+        return self.use_power_2_scales or params.power_2_scale
 
     def check_shape(self, shape: Sequence[int]) -> None:
         require_elements("Float8CurrentScaling", shape, "one dimension or more")

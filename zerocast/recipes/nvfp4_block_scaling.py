@@ -1,76 +1,154 @@
-"""NVFP4: E2M1 codes, one E4M3 scale for each 16x16 block, one FP32 amax for the tensor.
+"""NVFP4: E2M1 codes, one E4M3 scale a block, one FP32 amax for the tensor.
 
-Square blocks let one scale serve the weight and its transpose, so the columnwise copy is a
-re-packing of the gathered rowwise one and never a second quantization. The law is
-:class:`zerocast.ops.NVFP4Law`.
-
-The random Hadamard transform of NVFP4 training belongs to activations and gradients, never to
-weights; it has no switch here.
+Weights have square blocks of 16x16: one scale serves the weight and its transpose, so the
+columnwise copy is a re-packing of the gathered rowwise one and never a second quantization.
+Activations and gradients have blocks of 1x16, and their columnwise copy is the rowwise cast of
+their transpose. The law is :class:`zerocast.ops.NVFP4Law`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from zerocast.errors import InputError
+from zerocast.errors import InputError, UnsupportedError
 from zerocast.layout import BlockGrid, ScaleLayout
 from zerocast.ops import NVFP4Law
-from zerocast.recipes.recipe import BufferSpec, Recipe, require_elements
+from zerocast.recipes.checks import require_matrix
+from zerocast.recipes.format import QParams, refuse_hadamard, replace_fields
+from zerocast.recipes.recipe import BufferSpec, Recipe, Role
 
 BLOCK = 16
-"""Elements along both sides of a block."""
+"""Elements along a row of a block, and down a square one."""
 
 # The block-scaled GEMMs of cuBLAS read scales in tiles of 128 rows by 4 columns, so the stored
 # planes are whole tiles.
 TILE_ROWS, TILE_COLS = 128, 4
 
+_KNOWN = ("stochastic_rounding", "fp4_2d_quantization")
+_NEAREST, _NEAREST_2D = QParams(), QParams(fp4_2d_quantization=True)
+_DRAWN = QParams(stochastic_rounding=True)
+_SCOPES = ("none", "weights", "activations", "all")
+
 
 @dataclass(frozen=True, kw_only=True)
 class NVFP4BlockScaling(Recipe):
-    """NVFP4 weights in 16x16 blocks.
+    """NVFP4 weights in 16x16 blocks, activations and gradients in 1x16.
 
-    The weight is a matrix [M, K] with K a multiple of 16; M is free. Stored are ``rowwise_data``
+    The tensor is a matrix [M, K] with K a multiple of 16; M is free. Stored are ``rowwise_data``
     uint8 [M, K / 2], ``rowwise_scale_inv`` (E4M3 codes) uint8 [M padded to 128, K / 16 padded to
     4], ``amax`` FP32 [1], and as derived copies ``columnwise_data`` [K, ceil(M / 2)] and
-    ``columnwise_scale_inv`` [K padded to 128, ceil(M / 16) padded to 4]. Padding is 0.
+    ``columnwise_scale_inv`` [K padded to 128, ceil(M / 16) padded to 4]. Padding is 0. Under
+    stochastic rounding there is ``rounding_counter`` int64 [2], too: the hash of the weight's name,
+    and how often it was cast.
+
+    Attributes:
+        fp4_quant_fwd_inp: for inputs and outputs of layers; ``stochastic_rounding`` and
+            ``fp4_2d_quantization`` are known.
+        fp4_quant_fwd_weight: for weights.
+        fp4_quant_bwd_grad: for gradients.
+        disable_rht: must stay True: the random Hadamard transform is not built.
+        disable_stochastic_rounding: round to nearest everywhere, whatever :class:`QParams` say.
+        disable_2d_quantization: 1x16 everywhere, whatever :class:`QParams` say.
+        nvfp4_4over6: ``"weights"`` lets each block of a weight take the better one of two scales,
+            which map its amax to 6 or to 4; ``"none"`` does not.
+        nvfp4_4over6_e4m3_use_256: ``"weights"`` or ``"all"``: under 4-over-6 the scales' largest
+            value is 256, which leaves room for those that are half as large again; else 448.
+        nvfp4_4over6_err_mode: ``"MAE"`` or ``"MSE"``: by which error the better one is judged.
+        seed: of stochastic rounding, 64 bits.
     """
+
+    fp4_quant_fwd_inp: QParams = _NEAREST
+    fp4_quant_fwd_weight: QParams = _NEAREST_2D
+    fp4_quant_bwd_grad: QParams = _DRAWN
+    disable_rht: bool = True
+    disable_stochastic_rounding: bool = False
+    disable_2d_quantization: bool = False
+    nvfp4_4over6: str = "none"
+    nvfp4_4over6_e4m3_use_256: str = "all"
+    nvfp4_4over6_err_mode: str = "MAE"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("fp4_quant_fwd_inp", "fp4_quant_fwd_weight", "fp4_quant_bwd_grad"):
+            replace_fields(self, **{name: QParams.of(name, getattr(self, name), _KNOWN)})
+        if not self.disable_rht:
+            refuse_hadamard("NVFP4BlockScaling(disable_rht=False)")
+        for name in ("nvfp4_4over6", "nvfp4_4over6_e4m3_use_256"):
+            given = getattr(self, name)
+            if given not in _SCOPES:
+                raise InputError(f"{name} must be one of {list(_SCOPES)}, got {given!r}.")
+        if self.nvfp4_4over6 in ("activations", "all"):
+            raise UnsupportedError(
+                f"4-over-6 is for weights: it reads the tensor once more, got "
+                f"nvfp4_4over6={self.nvfp4_4over6!r}; choose 'weights' or 'none'."
+            )
+        if self.chooses_scales and self.casts_transpose:
+            raise InputError(
+                "4-over-6 needs weights in 16x16 blocks, got nvfp4_4over6='weights' without 2-D "
+                "quantization; leave one of them."
+            )
+        mode = self.nvfp4_4over6_err_mode
+        if not isinstance(mode, str) or mode.upper() not in ("MAE", "MSE"):
+            raise InputError(f"nvfp4_4over6_err_mode must be 'MAE' or 'MSE', got {mode!r}.")
+        replace_fields(self, nvfp4_4over6_err_mode=mode.upper())
+        if not isinstance(self.seed, int) or not 0 <= self.seed < 2**64:
+            raise InputError(f"seed must be an integer of 64 bits, 0 or more, got {self.seed!r}.")
 
     @property
     def law(self) -> NVFP4Law:
-        return NVFP4Law()
+        use_256 = self.chooses_scales and self.nvfp4_4over6_e4m3_use_256 in ("weights", "all")
+        return NVFP4Law(
+            scale_max=256 if use_256 else 448,
+            four_over_six=self.nvfp4_4over6_err_mode.lower() if self.chooses_scales else None,
+            stochastic_rounding=self._draws,
+            seed=self.seed if self._draws else 0,
+        )
+
+    @property
+    def _draws(self) -> bool:
+        """Whether weights are rounded stochastically."""
+        return self.fp4_quant_fwd_weight.stochastic_rounding and not (
+            self.disable_stochastic_rounding
+        )
+
+    @property
+    def state(self) -> tuple[str, ...]:
+        return ("rounding_counter",) if self._draws else ()
+
+    @property
+    def chooses_scales(self) -> bool:
+        return self.nvfp4_4over6 == "weights"
+
+    @property
+    def casts_transpose(self) -> bool:
+        return self.disable_2d_quantization or not self.fp4_quant_fwd_weight.fp4_2d_quantization
+
+    def for_role(self, role: Role) -> Recipe:
+        if role == "weight":
+            return self
+        gradient = role in ("grad_output", "grad_input")
+        params = self.fp4_quant_bwd_grad if gradient else self.fp4_quant_fwd_inp
+        return replace(self, fp4_quant_fwd_weight=params, nvfp4_4over6="none")
 
     def check_shape(self, shape: Sequence[int]) -> None:
-        require_elements("NVFP4BlockScaling", shape, "shape [M, K]")
-        if len(shape) != 2:
-            raise InputError(
-                f"NVFP4BlockScaling needs a 2-D weight [M, K], got shape {tuple(shape)}; reshape "
-                "it to a matrix first."
-            )
-        if shape[1] % BLOCK:
-            raise InputError(
-                f"NVFP4BlockScaling needs K, the last dimension, to be a multiple of {BLOCK} (a "
-                f"row is whole blocks and whole bytes), got K = {shape[1]} in shape "
-                f"{tuple(shape)}; pad the weight or leave it in high precision."
-            )
+        reason = "a row is whole blocks and whole bytes"
+        require_matrix("NVFP4BlockScaling", shape, BLOCK, reason)
 
     def grid(self, shape: Sequence[int]) -> BlockGrid:
-        return BlockGrid(*self._matrix(shape), BLOCK, BLOCK)
+        return BlockGrid(*self._matrix(shape), 1 if self.casts_transpose else BLOCK, BLOCK)
 
     def scale_layout(self, shape: Sequence[int]) -> ScaleLayout:
+        grid = self.grid(shape)
         return ScaleLayout(
-            self.grid(shape), row_repeat=BLOCK, row_multiple=TILE_ROWS, col_multiple=TILE_COLS
+            grid, row_repeat=grid.block_h, row_multiple=TILE_ROWS, col_multiple=TILE_COLS
         )
 
     def columnwise_scale_layout(self, shape: Sequence[int]) -> ScaleLayout:
-        return ScaleLayout(
-            self.grid(shape).transposed(),
-            row_repeat=BLOCK,
-            row_multiple=TILE_ROWS,
-            col_multiple=TILE_COLS,
-        )
+        rows, cols = self._matrix(shape)
+        return self.scale_layout((cols, rows))
 
     def buffers(self, shape: Sequence[int], *, columnwise: bool) -> dict[str, BufferSpec]:
         specs = self._code_buffers(shape, columnwise=columnwise)
@@ -80,4 +158,6 @@ class NVFP4BlockScaling(Recipe):
                 self.columnwise_scale_layout(shape).shape, torch.uint8
             )
         specs["amax"] = BufferSpec((1,), torch.float32)
+        if self._draws:
+            specs["rounding_counter"] = BufferSpec((2,), torch.int64)
         return specs

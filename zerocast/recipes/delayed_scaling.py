@@ -1,0 +1,115 @@
+"""FP8 with one scale a tensor, made from the amaxes of earlier casts ("delayed scaling").
+
+The scale is known before the data is, so one pass over the data casts it and takes its amax, and
+the reduction of that amax hides behind whatever comes next. The price is state: each tensor has a
+history of amaxes. The law is :class:`zerocast.ops.Float8DelayedLaw`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from zerocast.errors import InputError
+from zerocast.layout import BlockGrid, ScaleLayout
+from zerocast.ops import Float8DelayedLaw
+from zerocast.recipes.format import Format, replace_fields
+from zerocast.recipes.recipe import Buffers, BufferSpec, Recipe, Role, require_elements
+
+AmaxAlgorithm = Callable[[torch.Tensor], torch.Tensor]
+"""From an amax history, FP32 [history length], newest first and 0 where there is none yet, to one
+FP32 amax."""
+
+MAX_MARGIN = 100
+"""Any larger, and 448 * 2^-margin comes near the ends of FP32."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DelayedScaling(Recipe):
+    """FP8 weights under one FP32 scale a tensor; N-D weights are served.
+
+    Stored are ``rowwise_data`` uint8 in the weight's shape, ``rowwise_scale_inv`` FP32 [1], as a
+    derived copy ``columnwise_data`` uint8 [K, product of the leading dimensions], and the state,
+    all FP32: ``scale`` [1] for the next cast, ``cast_scale`` [1] and ``amax`` [1] of the latest
+    one, ``amax_history`` [amax_history_len], newest first.
+
+    Attributes:
+        margin: how many powers of two the scale keeps below the largest.
+        fp8_format: a :class:`Format` or its name.
+        amax_history_len: how many amaxes are remembered.
+        amax_compute_algo: which amax the history stands for: ``"max"``, ``"most_recent"``, or a
+            function of the history.
+    """
+
+    margin: int = 0
+    fp8_format: Format | str = Format.HYBRID
+    amax_history_len: int = 1024
+    amax_compute_algo: str | AmaxAlgorithm = "max"
+
+    def __post_init__(self) -> None:
+        replace_fields(self, fp8_format=Format.of(self.fp8_format))
+        if not isinstance(self.margin, int) or abs(self.margin) > MAX_MARGIN:
+            raise InputError(
+                f"margin must be an integer from -{MAX_MARGIN} to {MAX_MARGIN}, a number of powers "
+                f"of two, got {self.margin!r}."
+            )
+        if not isinstance(self.amax_history_len, int) or self.amax_history_len < 1:
+            raise InputError(
+                f"amax_history_len must be an integer of at least 1, got {self.amax_history_len!r}."
+            )
+        algorithm = self.amax_compute_algo
+        if not callable(algorithm) and algorithm not in ("max", "most_recent"):
+            raise InputError(
+                f"amax_compute_algo must be 'max', 'most_recent' or a function of the amax "
+                f"history, got {algorithm!r}."
+            )
+
+    @property
+    def law(self) -> Float8DelayedLaw:
+        fmt = Format.of(self.fp8_format).forward
+        return Float8DelayedLaw(fmt, self.margin, self.amax_compute_algo)
+
+    @property
+    def state(self) -> tuple[str, ...]:
+        return ("scale", "cast_scale", "amax_history", "amax")
+
+    @property
+    def casts_before_reduction(self) -> bool:
+        return True
+
+    def for_role(self, role: Role) -> Recipe:
+        if role in ("grad_output", "grad_input"):
+            return replace(self, fp8_format=Format.of(self.fp8_format).of_backward)
+        return self
+
+    def check_shape(self, shape: Sequence[int]) -> None:
+        require_elements("DelayedScaling", shape, "one dimension or more")
+
+    def grid(self, shape: Sequence[int]) -> BlockGrid:
+        rows, cols = self._matrix(shape)
+        return BlockGrid(rows, cols, rows, cols)
+
+    def scale_layout(self, shape: Sequence[int]) -> ScaleLayout:
+        return ScaleLayout(self.grid(shape))
+
+    def columnwise_scale_layout(self, shape: Sequence[int]) -> ScaleLayout:
+        return ScaleLayout(self.grid(shape).transposed())
+
+    def buffers(self, shape: Sequence[int], *, columnwise: bool) -> dict[str, BufferSpec]:
+        specs = self._code_buffers(shape, columnwise=columnwise)
+        specs["rowwise_scale_inv"] = BufferSpec((1,), torch.float32)
+        specs["scale"] = BufferSpec((1,), torch.float32, 1.0)
+        specs["cast_scale"] = BufferSpec((1,), torch.float32, 1.0)
+        specs["amax_history"] = BufferSpec((self.amax_history_len,), torch.float32)
+        specs["amax"] = BufferSpec((1,), torch.float32)
+        return specs
+
+    def rewind(self, buffers: Buffers) -> None:
+        super().rewind(buffers)
+        amax, history = buffers["amax"], buffers["amax_history"]
+        # The latest cast entered its amax unless that was zero or not finite; the entry which then
+        # fell off the end is lost, and not missed: the same cast pushes it off again.
+        earlier = torch.cat((history[1:], history[-1:]))
+        history.copy_(torch.where(amax.isfinite() & (amax != 0), earlier, history))

@@ -1,0 +1,105 @@
+"""FP8 with one FP32 scale a block: 128x128 for weights, 1x128 for activations and gradients.
+
+Square blocks let one scale serve the weight and its transpose. A block of one row serves one
+direction only, so the columnwise copy of an activation is the rowwise cast of its transpose. The
+law is :class:`zerocast.ops.Float8Law`, with powers of two unless asked otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from zerocast.errors import InputError
+from zerocast.layout import BlockGrid, ScaleLayout
+from zerocast.recipes.checks import require_matrix
+from zerocast.recipes.float8 import Float8Recipe
+from zerocast.recipes.format import Format, QParams
+from zerocast.recipes.recipe import BufferSpec, Recipe, Role
+
+BLOCK = 128
+"""Elements along a row of a block, and down a square one."""
+
+_POWER_2 = QParams(power_2_scale=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Float8BlockScaling(Float8Recipe):
+    """FP8 weights [M, K] in blocks; ragged edges are served.
+
+    Stored are ``rowwise_data`` uint8 [M, K], ``columnwise_data`` uint8 [K, M], and FP32 scales
+    padded with 1.0:
+
+    =====================  =============================  =============================
+    blocks                 ``rowwise_scale_inv``          ``columnwise_scale_inv``
+    =====================  =============================  =============================
+    2-D, 128x128           [M / 128, K / 128 up to 4s]    [K / 128, M / 128 up to 4s]
+    1-D, 1x128             [K / 128, M up to 4s]          [M / 128, K up to 4s]
+    =====================  =============================  =============================
+
+    with quotients rounded up. Of 2-D blocks the columnwise copy is derived, of 1-D blocks it is the
+    cast of the transposed tensor.
+
+    Attributes:
+        x_block_scaling_dim: 1 or 2, for inputs and outputs of layers.
+        w_block_scaling_dim: 1 or 2, for weights.
+        grad_block_scaling_dim: 1 or 2, for gradients.
+        use_f32_scales: any FP32 scale for every tensor, whatever its :class:`QParams` say.
+    """
+
+    fp8_format: Format | str = Format.E4M3
+    fp8_quant_fwd_inp: QParams = _POWER_2
+    fp8_quant_fwd_weight: QParams = _POWER_2
+    fp8_quant_bwd_grad: QParams = _POWER_2
+    x_block_scaling_dim: int = 1
+    w_block_scaling_dim: int = 2
+    grad_block_scaling_dim: int = 1
+    use_f32_scales: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("x_block_scaling_dim", "w_block_scaling_dim", "grad_block_scaling_dim"):
+            given = getattr(self, name)
+            if given not in (1, 2):
+                raise InputError(f"{name} must be 1 (1x128) or 2 (128x128), got {given!r}.")
+
+    def power_2_scale(self, params: QParams) -> bool:
+        return params.power_2_scale and not self.use_f32_scales
+
+    def for_role(self, role: Role) -> Recipe:
+        recipe = super().for_role(role)
+        if role in ("input", "output"):
+            return replace(recipe, w_block_scaling_dim=self.x_block_scaling_dim)
+        if role in ("grad_output", "grad_input"):
+            return replace(recipe, w_block_scaling_dim=self.grad_block_scaling_dim)
+        return recipe
+
+    @property
+    def casts_transpose(self) -> bool:
+        return self.w_block_scaling_dim == 1
+
+    def check_shape(self, shape: Sequence[int]) -> None:
+        require_matrix("Float8BlockScaling", shape, 1, "any K")
+
+    def grid(self, shape: Sequence[int]) -> BlockGrid:
+        return BlockGrid(*self._matrix(shape), 1 if self.casts_transpose else BLOCK, BLOCK)
+
+    def scale_layout(self, shape: Sequence[int]) -> ScaleLayout:
+        return ScaleLayout(
+            self.grid(shape), col_multiple=4, padding=1.0, transposed=self.casts_transpose
+        )
+
+    def columnwise_scale_layout(self, shape: Sequence[int]) -> ScaleLayout:
+        rows, cols = self._matrix(shape)
+        return self.scale_layout((cols, rows))
+
+    def buffers(self, shape: Sequence[int], *, columnwise: bool) -> dict[str, BufferSpec]:
+        specs = self._code_buffers(shape, columnwise=columnwise)
+        layouts = {"rowwise_scale_inv": self.scale_layout(shape)}
+        if columnwise:
+            layouts["columnwise_scale_inv"] = self.columnwise_scale_layout(shape)
+        for name, layout in layouts.items():
+            specs[name] = BufferSpec(layout.shape, torch.float32, layout.padding)
+        return specs

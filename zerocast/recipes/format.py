@@ -1,0 +1,113 @@
+"""Format and QParams: what the fields of recipes are made of, named as TransformerEngine names
+them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from enum import Enum
+from typing import Any
+
+from zerocast.errors import InputError, UnsupportedError
+from zerocast.formats import E4M3, E5M2, FLT_MAX, ElementFormat
+
+
+class Format(str, Enum):
+    """Which FP8 format the tensors of a pass have. A recipe takes a member or its name, in either
+    case.
+    """
+
+    E4M3 = "e4m3"
+    E5M2 = "e5m2"
+    HYBRID = "hybrid"
+    """E4M3 in the forward pass, for its precision; E5M2 in the backward, for its range."""
+
+    @property
+    def forward(self) -> ElementFormat:
+        """Of weights, inputs and outputs."""
+        return E5M2 if self is Format.E5M2 else E4M3
+
+    @property
+    def of_backward(self) -> Format:
+        """The member whose forward format is this one's for gradients."""
+        return Format.E5M2 if self is Format.HYBRID else self
+
+    @classmethod
+    def of(cls, value: Format | str) -> Format:
+        """The member that ``value`` is or names.
+
+        Raises:
+            InputError: where there is none.
+        """
+        for member in cls:
+            if isinstance(value, str) and value.lower() == member.value:
+                return member
+        names = [member.value for member in cls]
+        raise InputError(f"fp8_format must be one of {names}, got {value!r}.")
+
+
+@dataclass(frozen=True)
+class QParams:
+    """How tensors of one kind are quantized. Every recipe says which of these it knows, and refuses
+    the others.
+
+    Attributes:
+        power_2_scale: round scales down to powers of two.
+        amax_epsilon: a smaller amax is replaced by this one; FP32, not negative.
+        random_hadamard_transform: refused: it belongs to activations and gradients of NVFP4
+            training and is not built here.
+        stochastic_rounding: draw each code from its value's two neighbours, without bias.
+        fp4_2d_quantization: blocks of 16x16 that serve both directions, in place of 1x16.
+    """
+
+    power_2_scale: bool = False
+    amax_epsilon: float = 0.0
+    random_hadamard_transform: bool = False
+    stochastic_rounding: bool = False
+    fp4_2d_quantization: bool = False
+
+    def __post_init__(self) -> None:
+        if self.random_hadamard_transform:
+            refuse_hadamard("QParams(random_hadamard_transform=True)")
+        if not 0 <= self.amax_epsilon <= FLT_MAX:
+            raise InputError(
+                f"amax_epsilon must be finite in FP32 and not negative, got {self.amax_epsilon}; 0 "
+                f"keeps every amax as it is."
+            )
+
+    @classmethod
+    def of(cls, field: str, value: QParams | Mapping[str, Any], known: tuple[str, ...]) -> QParams:
+        """``value`` of a recipe's ``field``, made from its fields where it is a mapping.
+
+        Raises:
+            InputError: where it is neither, or sets what is not among ``known``.
+        """
+        if isinstance(value, Mapping):
+            value = cls(**value)
+        if not isinstance(value, cls):
+            raise InputError(f"{field} must be a zerocast.recipes.QParams, got {value!r}.")
+        defaults = cls()
+        for name, given in asdict(value).items():
+            if name not in known and given != getattr(defaults, name):
+                raise InputError(
+                    f"{field} takes {' and '.join(known)}, got {name}={given!r}, which this recipe "
+                    f"does not know; leave it out."
+                )
+        return value
+
+
+def replace_fields(recipe: object, **values: object) -> None:
+    """Put normalized values into the fields of a frozen recipe that is being made."""
+    assert {f.name for f in fields(recipe)} >= set(values)  # type: ignore[arg-type]
+    for name, value in values.items():
+        object.__setattr__(recipe, name, value)
+
+
+def refuse_hadamard(given: str) -> None:
+    """Say what the random Hadamard transform is and why it is not here."""
+    raise UnsupportedError(
+        f"the random Hadamard transform is not available, got {given}: it smooths activations and "
+        f"gradients of NVFP4 training and is never applied to weights, which zerocast is about; "
+        f"leave it disabled (disable_rht=True)."
+    )

@@ -1,0 +1,95 @@
+"""MXFP8: FP8 codes under one power of two, an E8M0 code, for 32 elements.
+
+Rowwise blocks are 1x32 and columnwise ones 32x1. Neither copy is a transpose of the other: each is
+quantized from the master. Blocks of 32x32 are the option under which one copy of the codes serves
+both directions. The law is :class:`zerocast.ops.MXFP8Law`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from zerocast.layout import BlockGrid, ScaleLayout
+from zerocast.ops import MXFP8Law
+from zerocast.recipes.checks import require_matrix
+from zerocast.recipes.format import Format, replace_fields
+from zerocast.recipes.recipe import BufferSpec, Recipe, Role
+
+BLOCK = 32
+"""Elements that share a scale, along the dimension that a GEMM sums over."""
+
+# The block-scaled GEMMs of cuBLAS read scales in tiles of 128 rows (or columns, of the columnwise
+# plane) by 4 blocks, so the stored planes are whole tiles.
+TILE, TILE_BLOCKS = 128, 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class MXFP8BlockScaling(Recipe):
+    """MXFP8 weights [M, K] with K a multiple of 32; M is free.
+
+    Stored are ``rowwise_data`` uint8 [M, K], ``rowwise_scale_inv`` (E8M0 codes) uint8 [M padded to
+    128, K / 32 padded to 4], ``columnwise_data`` uint8 [M, K] and ``columnwise_scale_inv`` uint8
+    [ceil(M / 32) padded to 4, K padded to 128]. Padding is 0.
+
+    Attributes:
+        fp8_format: a :class:`Format` or its name.
+        enable_2d_quantization: weights in blocks of 32x32, whose rowwise codes are the columnwise
+            ones, too: ``columnwise_data`` is not stored. Activations and gradients keep blocks of
+            one dimension.
+    """
+
+    fp8_format: Format | str = Format.E4M3
+    enable_2d_quantization: bool = False
+
+    def __post_init__(self) -> None:
+        replace_fields(self, fp8_format=Format.of(self.fp8_format))
+
+    @property
+    def law(self) -> MXFP8Law:
+        return MXFP8Law(Format.of(self.fp8_format).forward)
+
+    def for_role(self, role: Role) -> Recipe:
+        if role == "weight":
+            return self
+        fmt = Format.of(self.fp8_format)
+        if role in ("grad_output", "grad_input"):
+            fmt = fmt.of_backward
+        return replace(self, fp8_format=fmt, enable_2d_quantization=False)
+
+    def check_shape(self, shape: Sequence[int]) -> None:
+        require_matrix("MXFP8BlockScaling", shape, BLOCK, "a row is whole blocks")
+
+    def grid(self, shape: Sequence[int]) -> BlockGrid:
+        return BlockGrid(*self._matrix(shape), BLOCK if self.enable_2d_quantization else 1, BLOCK)
+
+    def columnwise_grid(self, shape: Sequence[int]) -> BlockGrid | None:
+        return None if self.enable_2d_quantization else BlockGrid(*self._matrix(shape), BLOCK, 1)
+
+    def scale_layout(self, shape: Sequence[int]) -> ScaleLayout:
+        grid = self.grid(shape)
+        return ScaleLayout(
+            grid, row_repeat=grid.block_h, row_multiple=TILE, col_multiple=TILE_BLOCKS
+        )
+
+    def columnwise_scale_layout(self, shape: Sequence[int]) -> ScaleLayout:
+        grid = self.columnwise_grid(shape) or self.grid(shape)
+        return ScaleLayout(
+            grid, col_repeat=grid.block_w, row_multiple=TILE_BLOCKS, col_multiple=TILE
+        )
+
+    def buffers(self, shape: Sequence[int], *, columnwise: bool) -> dict[str, BufferSpec]:
+        codes = BufferSpec(tuple(shape), torch.uint8)
+        scales = BufferSpec(self.scale_layout(shape).shape, torch.uint8)
+        specs = {"rowwise_data": codes, "rowwise_scale_inv": scales}
+        if columnwise:
+            if not self.enable_2d_quantization:
+                specs["columnwise_data"] = codes
+            scales = BufferSpec(self.columnwise_scale_layout(shape).shape, torch.uint8)
+            specs["columnwise_scale_inv"] = scales
+        return specs
+
+    def derived(self, shape: Sequence[int], *, columnwise: bool) -> tuple[str, ...]:
+        return ()  # a scale of 32x32 is written to both planes at once
