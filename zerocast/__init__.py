@@ -33,18 +33,34 @@ from zerocast.errors import (
     UnsupportedError,
     ZerocastError,
 )
-from zerocast.recipes import Float8CurrentScaling, NVFP4BlockScaling, Recipe
+from zerocast.recipes import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Float8RowwiseScaling,
+    Format,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    QParams,
+    Recipe,
+)
 from zerocast.tensors import QuantizedTensor, empty, quantize, replace_raw_data
 
 __all__ = [
     "BackendError",
     "CastPlan",
     "ChangedWeightError",
+    "DelayedScaling",
+    "Float8BlockScaling",
     "Float8CurrentScaling",
+    "Float8RowwiseScaling",
+    "Format",
     "InputError",
+    "MXFP8BlockScaling",
     "MissingDataError",
     "NVFP4BlockScaling",
     "NonFiniteError",
+    "QParams",
     "QuantizedTensor",
     "RankMismatchError",
     "Recipe",

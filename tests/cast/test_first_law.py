@@ -15,18 +15,41 @@ from tests.support.same_bytes import assert_same_storage
 from tests.support.values import KINDS, draw_values
 from zerocast.comm import Communicator, run_in_process
 from zerocast.layout import Extent
-from zerocast.recipes import QParams, Recipe
+from zerocast.recipes import Recipe
 
 BACKENDS = ("reference", "cpu")
+DRAWN = zerocast.QParams(fp4_2d_quantization=True, stochastic_rounding=True)
 RECIPES: tuple[Recipe, ...] = (
     zerocast.NVFP4BlockScaling(),
     zerocast.NVFP4BlockScaling(round_master=False),
-    zerocast.Float8CurrentScaling(),
-    zerocast.Float8CurrentScaling(fp8_format="e5m2", use_power_2_scales=True),
-    zerocast.Float8CurrentScaling(
-        fp8_quant_fwd_weight=QParams(amax_epsilon=1e-3), round_master=False
+    zerocast.NVFP4BlockScaling(nvfp4_4over6="weights"),
+    zerocast.NVFP4BlockScaling(
+        nvfp4_4over6="weights", nvfp4_4over6_e4m3_use_256="none", nvfp4_4over6_err_mode="MSE"
     ),
+    zerocast.NVFP4BlockScaling(fp4_quant_fwd_weight=DRAWN, seed=2**63 + 5),
+    zerocast.NVFP4BlockScaling(fp4_quant_fwd_weight=DRAWN, nvfp4_4over6="weights"),
+    zerocast.NVFP4BlockScaling(disable_2d_quantization=True),
+    zerocast.Float8CurrentScaling(),
+    zerocast.Float8CurrentScaling(
+        fp8_format="e5m2", fp8_quant_fwd_weight=zerocast.QParams(power_2_scale=True)
+    ),
+    zerocast.Float8CurrentScaling(
+        fp8_quant_fwd_weight=zerocast.QParams(amax_epsilon=1e-3), round_master=False
+    ),
+    zerocast.DelayedScaling(amax_history_len=2, margin=1),
+    zerocast.DelayedScaling(amax_compute_algo="most_recent", fp8_format="e5m2"),
+    zerocast.Float8BlockScaling(),
+    zerocast.Float8BlockScaling(use_f32_scales=True, fp8_format="e5m2"),
+    zerocast.Float8BlockScaling(w_block_scaling_dim=1),
+    zerocast.Float8RowwiseScaling(),
+    zerocast.Float8RowwiseScaling(fp8_quant_fwd_weight=zerocast.QParams(power_2_scale=True)),
+    zerocast.MXFP8BlockScaling(),
+    zerocast.MXFP8BlockScaling(fp8_format="e5m2"),
+    zerocast.MXFP8BlockScaling(enable_2d_quantization=True),
 )
+CASTS = 3
+"""In a row: what a recipe remembers of one shows in the next."""
+
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 WIDTHS = (16, 32, 48, 64, 80, 96, 112, 128, 144, 272)
 
@@ -42,7 +65,8 @@ class Case:
         self.recipes = [rng.choice(RECIPES) for _ in range(rng.randint(1, 3))]
         self.shapes = [self._shape(recipe, rng) for recipe in self.recipes]
         self.dtypes = [rng.choice(DTYPES) for _ in self.recipes]
-        self.columnwise = [rng.random() < 0.8 for _ in self.recipes]
+        # A columnwise copy that is cast from the transposed tensor cannot be sharded.
+        self.columnwise = [rng.random() < 0.8 and not r.casts_transpose for r in self.recipes]
         self.masters = [
             draw_values(rng.choice(KINDS), shape.numel(), seed + i)
             for i, shape in enumerate(self.shapes)
@@ -55,35 +79,41 @@ class Case:
         rows = rng.choice((1, 2, 3, 15, 16, 17, 31, 33, 70))
         if isinstance(recipe, zerocast.NVFP4BlockScaling):
             return torch.Size((rows, rng.choice(WIDTHS)))
+        if isinstance(recipe, zerocast.MXFP8BlockScaling):
+            return torch.Size((rows, 2 * rng.choice(WIDTHS)))
+        if isinstance(recipe, zerocast.Float8BlockScaling):
+            return torch.Size((rng.choice((1, 70, 127, 129, 140)), rng.choice((1, 7, 127, 130))))
         return torch.Size(rng.choice(((rows, 7), (rows * 5,), (3, rows, 10), (rows, 48))))
 
     def whole(self) -> list[torch.Tensor]:
-        """What the law demands: the unsharded cast, by the reference backend."""
+        """What the law demands: the unsharded cast, as often as the sharded one is made, by the
+        reference backend.
+        """
         with zerocast.use_backend("reference"):
-            return [
-                zerocast.quantize(m.view(s), r, dtype=d, columnwise=c)
-                for m, s, r, d, c in zip(
-                    self.masters,
-                    self.shapes,
-                    self.recipes,
-                    self.dtypes,
-                    self.columnwise,
-                    strict=True,
-                )
-            ]
+            weights = self._empty()
+            for _ in range(CASTS):
+                for weight, master in zip(weights, self.masters, strict=True):
+                    quantize_into(weight.storage, master.view(weight.shape))
+            return weights
 
     def unfilled(self) -> list[torch.Tensor]:
-        """Weights to cast into, every byte of theirs wrong, padding included."""
-        weights = [
-            zerocast.empty(s, r, dtype=d, columnwise=c)
-            for s, r, d, c in zip(
-                self.shapes, self.recipes, self.dtypes, self.columnwise, strict=True
+        """Weights to cast into, every byte of theirs wrong, padding included; but for what the
+        recipes remember.
+        """
+        weights = self._empty()
+        for weight in weights:
+            for name, buffer in weight.storage.buffers.items():
+                if name not in weight.recipe.state:
+                    buffer.view(torch.uint8).fill_(0xA5)
+        return weights
+
+    def _empty(self) -> list[zerocast.QuantizedTensor]:
+        return [
+            zerocast.empty(s, r, dtype=d, columnwise=c, name=f"weight.{i}")
+            for i, (s, r, d, c) in enumerate(
+                zip(self.shapes, self.recipes, self.dtypes, self.columnwise, strict=True)
             )
         ]
-        for weight in weights:
-            for buffer in weight.storage.buffers.values():
-                buffer.view(torch.uint8).fill_(0xA5)
-        return weights
 
     def shards(self, rank: int) -> tuple[list[torch.Tensor | None], list[int | None]]:
         """This rank's masters and start offsets; an empty shard is absent, or present with no
@@ -105,18 +135,21 @@ def cast_and_gather(comm: Communicator, case: Case) -> list[torch.Tensor]:
     masters, starts = case.shards(comm.rank)
     shard_codes = _shard_buffers(case, comm.rank) if case.own_buffers else None
     plan = zerocast.CastPlan(weights, masters, starts, comm, fsdp_shard_model_weights=shard_codes)
-    plan.cast()
-    plan.all_gather()
+    for _ in range(CASTS):
+        plan.cast()
+        plan.all_gather()
     return weights
 
 
-def _shard_buffers(case: Case, rank: int) -> list[torch.Tensor]:
-    sizes = []
-    for partition, recipe in zip(case.partitions, case.recipes, strict=True):
+def _shard_buffers(case: Case, rank: int) -> list[Any]:
+    buffers = []
+    for partition, weight in zip(case.partitions, case.unfilled(), strict=True):
         e = partition[rank]
-        four_bits = recipe.law.fmt.bits == 4
-        sizes.append(((e.end + 1) // 2 - e.start // 2 if four_bits else e.size) if e else 0)
-    return [torch.full((n,), 0x5A, dtype=torch.uint8) for n in sizes]
+        four_bits = weight.recipe.law.fmt.bits == 4
+        size = ((e.end + 1) // 2 - e.start // 2 if four_bits else e.size) if e else 0
+        planes = [torch.full((size,), 0x5A, dtype=torch.uint8) for _ in weight.storage.gathered]
+        buffers.append(planes if len(planes) > 1 else planes[0])
+    return buffers
 
 
 def check(case: Case, by_rank: Mapping[int, list[torch.Tensor]]) -> None:
