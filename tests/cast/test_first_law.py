@@ -16,6 +16,7 @@ from tests.support.values import KINDS, draw_values
 from zerocast.comm import Communicator, run_in_process
 from zerocast.layout import Extent
 from zerocast.recipes import Recipe
+from zerocast.tensors import quantize_into
 
 BACKENDS = ("reference", "cpu")
 DRAWN = zerocast.QParams(fp4_2d_quantization=True, stochastic_rounding=True)
