@@ -364,7 +364,11 @@ class CastPlan:
                     indices,
                     slots.join(first, last),
                     exchanged.join(first, last),
-                    [CodeGather(comm, requests, extents[comm], plane) for plane in PLANES],
+                    [
+                        CodeGather(comm, requests, extents[comm], plane)
+                        for plane in PLANES
+                        if any(plane in request.storage.gathered for request in requests)
+                    ],
                 )
             )
             first = last
