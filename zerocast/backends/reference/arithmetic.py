@@ -1,0 +1,27 @@
+"""FP32 arithmetic that rounds once, on every device."""
+
+from __future__ import annotations
+
+import torch
+
+from zerocast.formats import FLT_MAX
+
+
+def fl(value: float) -> float:
+    """``value`` rounded to FP32."""
+    return float(torch.tensor(value, dtype=torch.float32, device="cpu"))
+
+
+def divide(a: torch.Tensor | float, b: torch.Tensor | float) -> torch.Tensor:
+    """``a / b``, of which one is a tensor, rounded once. (torch makes ``float / tensor``, and on a
+    GPU ``tensor / float``, a product with the reciprocal, which is rounded twice.)
+    """
+    like = a if isinstance(a, torch.Tensor) else b
+    assert isinstance(like, torch.Tensor)
+    a, b = (x if isinstance(x, torch.Tensor) else torch.full_like(like, x) for x in (a, b))
+    return a / b
+
+
+def not_above_flt_max(x: torch.Tensor) -> torch.Tensor:
+    """FLT_MAX in place of infinity; NaN stays."""
+    return x.clamp(max=FLT_MAX)
