@@ -7,6 +7,7 @@ is to a layer; each is a grid of blocks and the place of its scales.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from zerocast.ops import Float8Law
 from zerocast.recipes.format import Format, QParams, replace_fields
@@ -14,6 +15,8 @@ from zerocast.recipes.recipe import Recipe, Role
 
 _KNOWN = ("power_2_scale", "amax_epsilon")
 _ANY_SCALE = QParams()
+
+Scheme = TypeVar("Scheme", bound="Float8Recipe")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +51,7 @@ class Float8Recipe(Recipe):
         power_2_scale = self.power_2_scale(params)
         return Float8Law(Format.of(self.fp8_format).forward, power_2_scale, params.amax_epsilon)
 
-    def for_role(self, role: Role) -> Recipe:
+    def for_role(self: Scheme, role: Role) -> Scheme:
         if role in ("input", "output"):
             return replace(self, fp8_quant_fwd_weight=self.fp8_quant_fwd_inp)
         if role in ("grad_output", "grad_input"):

@@ -17,7 +17,7 @@ from zerocast.layout import BlockGrid, ScaleLayout
 from zerocast.recipes.checks import require_matrix
 from zerocast.recipes.float8 import Float8Recipe
 from zerocast.recipes.format import Format, QParams
-from zerocast.recipes.recipe import BufferSpec, Recipe, Role
+from zerocast.recipes.recipe import BufferSpec, Role
 
 BLOCK = 128
 """Elements along a row of a block, and down a square one."""
@@ -68,7 +68,7 @@ class Float8BlockScaling(Float8Recipe):
     def power_2_scale(self, params: QParams) -> bool:
         return params.power_2_scale and not self.use_f32_scales
 
-    def for_role(self, role: Role) -> Recipe:
+    def for_role(self, role: Role) -> Float8BlockScaling:
         recipe = super().for_role(role)
         if role in ("input", "output"):
             return replace(recipe, w_block_scaling_dim=self.x_block_scaling_dim)
