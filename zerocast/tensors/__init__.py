@@ -5,6 +5,7 @@ import torch
 # operations is imported for its effect: it tells QuantizedTensor the operations that it knows.
 from zerocast.recipes import RECIPES, Format, QParams
 from zerocast.tensors import operations as _operations  # noqa: F401
+from zerocast.tensors.amax_reduction import AmaxReduction
 from zerocast.tensors.dequantize import dequantize
 from zerocast.tensors.quantize import (
     empty,
@@ -14,15 +15,20 @@ from zerocast.tensors.quantize import (
     replace_raw_data,
 )
 from zerocast.tensors.quantized_tensor import QuantizedTensor, restore
+from zerocast.tensors.quantizer import Quantizer
+from zerocast.tensors.recipe_state import RecipeState
 from zerocast.tensors.storage import CastClock, QuantizedStorage, restore_storage
 
 # What a saved weight is made of, so that torch.load(..., weights_only=True) accepts it.
 torch.serialization.add_safe_globals([restore, restore_storage, Format, QParams, *RECIPES.values()])
 
 __all__ = [
+    "AmaxReduction",
     "CastClock",
     "QuantizedStorage",
     "QuantizedTensor",
+    "Quantizer",
+    "RecipeState",
     "dequantize",
     "empty",
     "quantize",

@@ -103,16 +103,26 @@ def empty(
     return QuantizedTensor(storage)
 
 
-def quantize_into(storage: QuantizedStorage, source: torch.Tensor) -> None:
+def quantize_into(storage: QuantizedStorage, source: torch.Tensor) -> torch.Tensor:
     """Cast ``source`` into an existing weight: codes, scales, amax and derived copies.
 
     Args:
         storage: the weight's bytes; written in place, so buffers stay where they are.
         source: of the weight's shape; any strides, real dtype and device. FP32 is what is cast:
             other dtypes are converted to it first.
+
+    Returns:
+        int32 [storage.amax_slots]: the amaxes of what was cast, the tensor's last.
+
+    Raises:
+        InputError: where the storage lacks what its recipe remembers.
     """
     assert source.shape == storage.shape, (source.shape, storage.shape)
-    master = _plain_fp32(source, storage.device)
+    if not storage.is_whole:
+        amax = quantize_into(storage.whole(storage.recipe, {}), source)
+        storage.mark_written()
+        return amax
+    master = plain_fp32(source, storage.device)
     sources = [master]
     recipe, backend = storage.recipe, backend_for(storage.device)
     transposes = recipe.casts_transpose and storage.has_columnwise
@@ -144,9 +154,10 @@ def quantize_into(storage: QuantizedStorage, source: torch.Tensor) -> None:
         recipe.compute_scale(backend, storage.scale_targets(amax))()
     storage.mark_written()
     rebuild_derived([storage])
+    return amax
 
 
-def _plain_fp32(source: torch.Tensor, device: torch.device) -> torch.Tensor:
+def plain_fp32(source: torch.Tensor, device: torch.device) -> torch.Tensor:
     """``source`` in memory that a backend can read: FP32, contiguous; itself where it is that."""
     if type(source) in (torch.Tensor, torch.nn.Parameter):
         return source.detach().to(device, torch.float32).contiguous()

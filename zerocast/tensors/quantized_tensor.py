@@ -25,7 +25,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from zerocast.errors import MissingDataError, UnsupportedError
+from zerocast.errors import InputError, MissingDataError, UnsupportedError
 from zerocast.recipes import Recipe
 from zerocast.tensors.dequantize import dequantize
 from zerocast.tensors.storage import QuantizedStorage
@@ -81,13 +81,21 @@ class QuantizedTensor(torch.Tensor):
 
     @property
     def rowwise_data(self) -> torch.Tensor:
-        """uint8: the codes, which an all-gather moves; the live buffer."""
-        return self.storage.buffers["rowwise_data"]
+        """uint8: the codes, which an all-gather moves; the live buffer.
+
+        Raises:
+            MissingDataError: a quantizer made only the columnwise codes.
+        """
+        return self._rowwise("rowwise_data")
 
     @property
     def rowwise_scale_inv(self) -> torch.Tensor:
-        """The scales that multiply the codes; in the recipe's dtype and shape, padding included."""
-        return self.storage.buffers["rowwise_scale_inv"]
+        """The scales that multiply the codes; in the recipe's dtype and shape, padding included.
+
+        Raises:
+            MissingDataError: as :attr:`rowwise_data`.
+        """
+        return self._rowwise("rowwise_scale_inv")
 
     @property
     def columnwise_data(self) -> torch.Tensor:
@@ -130,9 +138,37 @@ class QuantizedTensor(torch.Tensor):
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The value as a plain tensor of ``dtype``, by default the nominal one.
 
-        No gradient flows through it; torch's own operations on the weight have one.
+        The rowwise codes' value, or the columnwise ones' where only those are there. No gradient
+        flows through it; torch's own operations on the weight have one.
         """
-        return dequantize(self.storage).to(dtype or self.storage.dtype)
+        columnwise = not self.storage.has_rowwise
+        return dequantize(self.storage, columnwise=columnwise).to(dtype or self.storage.dtype)
+
+    def update_usage(
+        self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None
+    ) -> None:
+        """Give the memory of the rowwise or of the columnwise copy back, by False; True makes sure
+        that it is there, and None is no wish.
+
+        Raises:
+            InputError: where nothing would be left.
+            MissingDataError: where a copy that is wished for is not there.
+        """
+        held = (self.storage.has_rowwise, self.storage.has_columnwise)
+        keeps_rowwise, keeps_columnwise = (
+            has if wish is None else wish
+            for has, wish in zip(held, (rowwise_usage, columnwise_usage), strict=True)
+        )
+        if not (keeps_rowwise or keeps_columnwise):
+            raise InputError(
+                "a quantized tensor keeps its rowwise copy, its columnwise copy or both, got False "
+                "for what it has; drop the tensor itself."
+            )
+        if keeps_rowwise:
+            self._rowwise("rowwise_data")
+        if keeps_columnwise:
+            self._require_columnwise("columnwise_data")
+        self.storage.drop(rowwise=not keeps_rowwise, columnwise=not keeps_columnwise)
 
     def get_high_precision_init_val(self) -> torch.Tensor | None:
         """The value that the codes were made from, on the CPU in its own dtype; None if not kept.
@@ -144,6 +180,14 @@ class QuantizedTensor(torch.Tensor):
     def clear_high_precision_init_val(self) -> None:
         """Give the memory of :meth:`get_high_precision_init_val` back."""
         self.storage.high_precision_init_val = None
+
+    def _rowwise(self, name: str) -> torch.Tensor:
+        if not self.storage.has_rowwise:
+            raise MissingDataError(
+                f"{name} is not there: this tensor was made, or kept, with its columnwise copy "
+                f"only. Quantize it with rowwise=True."
+            )
+        return self.storage.buffers[name]
 
     def _require_columnwise(self, name: str) -> None:
         if not self.storage.has_columnwise:
@@ -201,7 +245,7 @@ class QuantizedTensor(torch.Tensor):
 
     def is_shared(self) -> bool:
         """Whether :meth:`share_memory_` has been called, or the device shares anyway."""
-        return self.rowwise_data.is_shared()
+        return all(buffer.is_shared() for buffer in self.storage.buffers.values())
 
     # --- copying and saving ---
 

@@ -17,12 +17,12 @@ from __future__ import annotations
 
 import itertools
 import zlib
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from zerocast.errors import StaleCopyError
+from zerocast.errors import InputError, StaleCopyError
 from zerocast.layout import BlockGrid, Extent
 from zerocast.ops import (
     Candidates,
@@ -104,14 +104,60 @@ class QuantizedStorage:
         device: torch.device,
         *,
         columnwise: bool,
+        rowwise: bool = True,
+        state: bool = True,
     ) -> QuantizedStorage:
-        """An unfilled storage: every buffer holds its fill value (codes 0, padding right)."""
+        """An unfilled storage: every buffer holds its fill value (codes 0, padding right).
+
+        Without ``state`` it does not hold what its recipe remembers, and without ``rowwise`` only
+        what reading the columnwise codes needs; see :meth:`whole`.
+        """
         specs = recipe.buffers(shape, columnwise=columnwise)
+        left_out = set() if state else set(recipe.state)
+        left_out |= set() if rowwise else _read_rowwise_only(specs)
         buffers = {
             name: torch.full(spec.shape, spec.fill, dtype=spec.dtype, device=device)
             for name, spec in specs.items()
+            if name not in left_out
         }
         return cls(shape, dtype, recipe, buffers)
+
+    def whole(self, recipe: Recipe, state: Mapping[str, torch.Tensor]) -> QuantizedStorage:
+        """What a cast writes: these buffers, ``state``, and scratch for the rest.
+
+        ``recipe`` may differ from the storage's own in what it remembers only.
+
+        Raises:
+            InputError: where the recipe remembers something that is in neither.
+        """
+        buffers = {**self.buffers, **state}
+        missing = [name for name in recipe.state if name not in buffers]
+        if missing:
+            raise InputError(
+                f"this tensor of recipe {recipe} does not hold what the recipe remembers between "
+                f"casts ({', '.join(missing)}), because a quantizer made it; cast into it with "
+                f"that quantizer: quantizer.quantize(value, out=tensor)."
+            )
+        for name, spec in recipe.buffers(self.shape, columnwise=self.has_columnwise).items():
+            if name not in buffers:
+                buffers[name] = torch.full(
+                    spec.shape, spec.fill, dtype=spec.dtype, device=self.device
+                )
+        return QuantizedStorage(self.shape, self.dtype, recipe, buffers)
+
+    def drop(self, *, rowwise: bool = False, columnwise: bool = False) -> None:
+        """Give the memory back of what only rowwise, or only columnwise, codes are read with."""
+        names: set[str] = set()
+        if columnwise:
+            names |= {name for name in self.buffers if name.startswith("columnwise_")}
+        if rowwise:
+            if self.is_stale:
+                self.derived("columnwise_data")
+            names |= _read_rowwise_only(self.buffers)
+        for name in names:
+            del self.buffers[name]
+        if names:
+            QuantizedStorage.last_move = next(_moves)
 
     @property
     def device(self) -> torch.device:
@@ -135,6 +181,18 @@ class QuantizedStorage:
         return self.recipe.columnwise_grid(self.shape)
 
     @property
+    def has_rowwise(self) -> bool:
+        """Whether rowwise codes and scales are there, as they are unless a quantizer was told
+        otherwise.
+        """
+        return "rowwise_data" in self.buffers and "rowwise_scale_inv" in self.buffers
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether a cast finds here all that it writes; see :meth:`whole`."""
+        return self.has_rowwise and all(name in self.buffers for name in self.recipe.state)
+
+    @property
     def has_columnwise(self) -> bool:
         """Whether this weight holds a columnwise copy at all."""
         return "columnwise_data" in self.buffers or "columnwise_scale_inv" in self.buffers
@@ -147,6 +205,8 @@ class QuantizedStorage:
     @property
     def derived_names(self) -> tuple[str, ...]:
         """The names of the buffers that post-all-gather processing rebuilds."""
+        if not self.has_rowwise:
+            return ()  # nothing is left that they could be derived from
         return self.recipe.derived(self.shape, columnwise=self.has_columnwise)
 
     def name_weight(self, name: str) -> None:
@@ -396,6 +456,15 @@ class QuantizedStorage:
     def dequantize_target(self, out: torch.Tensor, *, columnwise: bool = False) -> DequantizeTarget:
         """The weight's codes as an operand; see :meth:`Recipe.dequantize_target` for ``out``."""
         return self.recipe.dequantize_target(self.shape, self.buffers, out, columnwise=columnwise)
+
+
+def _read_rowwise_only(names: Iterable[str]) -> set[str]:
+    """Which of a weight's buffers nothing but its rowwise codes is read with."""
+    held = set(names)
+    return {
+        name for name in ("rowwise_data", "rowwise_scale_inv")
+        if name in held and name.replace("rowwise", "columnwise") in held
+    }  # fmt: skip
 
 
 def restore_storage(

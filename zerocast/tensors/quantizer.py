@@ -1,0 +1,312 @@
+"""Quantizer: how the tensors of one place in a layer become codes.
+
+A layer has a quantizer for each tensor of its GEMMs: of the forward input, weight and output, of
+the backward the gradients of output and input. It says which scheme, which of the two copies, and,
+for schemes that remember something between casts, in whose memory (:class:`Memory`, which
+:class:`zerocast.tensors.RecipeState` implements).
+
+Note: scale_inv belongs to the data
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+What :meth:`Quantizer.quantize` returns holds its codes and the scales under which they mean
+something, and no reference to the quantizer or its memory. So whatever the recipe's state does next
+(advance, load a checkpoint), a tensor that was quantized before keeps its value, and a backward
+that reads it needs no copy of scales kept aside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+
+from zerocast.backends import backend_for
+from zerocast.errors import InputError
+from zerocast.formats import ElementFormat
+from zerocast.layout import Extent
+from zerocast.ops import CastShard, Masters
+from zerocast.recipes import NOMINAL_DTYPES, Recipe
+from zerocast.tensors.quantize import plain_fp32, quantize_into
+from zerocast.tensors.quantized_tensor import QuantizedTensor
+from zerocast.tensors.storage import QuantizedStorage
+
+
+class Memory(Protocol):
+    """What one quantizer's recipe remembers between casts: a place in a RecipeState."""
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Live views, by the names of :attr:`Recipe.state`."""
+        ...
+
+    def record(self, amax: torch.Tensor) -> None:
+        """Note that data of this amax, int32 [1], was cast; the largest one counts."""
+        ...
+
+
+class Quantizer:
+    """Quantizes tensors of one role.
+
+    Args:
+        recipe: the scheme, already for the role (:meth:`Recipe.for_role`).
+        rowwise: whether results hold rowwise codes.
+        columnwise: whether results hold columnwise codes.
+        memory: of a recipe with :attr:`Recipe.state`; those quantizers are made by
+            :meth:`zerocast.tensors.RecipeState.make_quantizers`.
+
+    Attributes:
+        recipe, rowwise, columnwise, memory: as given.
+
+    Raises:
+        InputError: where a recipe with state is given without a memory, or no codes at all are
+            asked for.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        *,
+        rowwise: bool = True,
+        columnwise: bool = True,
+        memory: Memory | None = None,
+    ) -> None:
+        if not isinstance(recipe, Recipe):
+            raise InputError(
+                f"recipe must be a zerocast recipe such as MXFP8BlockScaling(), got {recipe!r}."
+            )
+        if recipe.state and memory is None:
+            raise InputError(
+                f"{recipe} remembers {', '.join(recipe.state)} between casts, so its quantizers "
+                f"come from RecipeState.create(recipe, ...).make_quantizers()."
+            )
+        self.recipe = recipe
+        self.memory = memory
+        self._closing_recipe = _closing_recipe(recipe) if recipe.casts_before_reduction else None
+        self.rowwise = self.columnwise = True
+        self.set_usage(rowwise=rowwise, columnwise=columnwise)
+
+    @property
+    def dtype(self) -> ElementFormat:
+        """The format of the codes."""
+        return self.recipe.law.fmt
+
+    def set_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> None:
+        """Which codes results hold from now on; None leaves it as it is.
+
+        Raises:
+            InputError: where neither would be left.
+        """
+        rowwise = self.rowwise if rowwise is None else rowwise
+        columnwise = self.columnwise if columnwise is None else columnwise
+        if not (rowwise or columnwise):
+            raise InputError(
+                "a quantizer makes rowwise codes, columnwise codes or both, got rowwise=False and "
+                "columnwise=False."
+            )
+        self.rowwise, self.columnwise = rowwise, columnwise
+
+    def make_empty(
+        self,
+        shape: torch.Size | tuple[int, ...],
+        *,
+        dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str | None = None,
+    ) -> QuantizedTensor:
+        """An unfilled tensor such as :meth:`quantize` writes: nominal ``shape`` and ``dtype``.
+
+        Raises:
+            InputError: where the recipe cannot hold it.
+        """
+        self._check(shape, dtype)
+        device = torch.get_default_device() if device is None else torch.device(device)
+        usage = {"rowwise": self.rowwise, "columnwise": self.columnwise}
+        return QuantizedTensor(
+            QuantizedStorage.empty(shape, dtype, self.recipe, device, state=False, **usage)
+        )
+
+    def quantize(
+        self, tensor: torch.Tensor, *, out: QuantizedTensor | None = None
+    ) -> QuantizedTensor:
+        """Cast ``tensor``: codes, and the scales that belong to them.
+
+        Under delayed scaling the amax of the tensor is recorded. A gradient does not flow through.
+
+        Args:
+            tensor: FP32, BF16 or FP16, of a shape that the recipe holds; any strides.
+            out: a tensor that this quantizer, or one like it, made of the same shape and dtype; it
+                is overwritten, and returned.
+
+        Raises:
+            InputError: for another dtype or shape, or an ``out`` that does not fit.
+        """
+        dtype = getattr(tensor, "dtype", type(tensor).__name__)
+        if out is None:
+            out = self.make_empty(tensor.shape, dtype=dtype, device=tensor.device)
+        else:
+            self._check_out(out, tensor)
+        with self.cast_into(out.storage) as whole:
+            amax = quantize_into(whole, tensor)
+            self.record(amax)
+        return out
+
+    __call__ = quantize
+
+    def calibrate(self, tensor: torch.Tensor) -> None:
+        """Record the amax of ``tensor`` as :meth:`quantize` would, and nothing else.
+
+        Schemes that take their scales from the data have nothing to record.
+
+        Raises:
+            InputError: as :meth:`quantize`.
+        """
+        dtype = getattr(tensor, "dtype", type(tensor).__name__)
+        self._check(tensor.shape, dtype)
+        if not self.recipe.casts_before_reduction:
+            return
+        master = plain_fp32(tensor, tensor.device)
+        masters = Masters(1)
+        masters.bind([master])
+        amax = torch.zeros(1, dtype=torch.int32, device=master.device)
+        no_codes = torch.empty(0, dtype=torch.uint8, device=master.device)
+        whole = Extent(0, master.numel())
+        round_to = self.recipe.round_to(tensor.dtype)
+        grid = self.recipe.grid(tensor.shape)
+        shard = CastShard(0, whole, grid, round_to, amax, amax, no_codes)
+        self.recipe.partial_amax(backend_for(master.device), [shard], masters)()
+        self.record(amax)
+
+    # --- the parts of quantize(), for an operation that makes what it casts (a fused kernel) ---
+
+    @contextmanager
+    def cast_into(self, storage: QuantizedStorage) -> Iterator[QuantizedStorage]:
+        """Within the context, ``storage``, which :meth:`make_empty` made, with all that a cast
+        reads and writes: scratch for copies that are not kept, and what the recipe remembers.
+
+        Under delayed scaling the state of the recipe is a scratch copy: closing the cast
+        (:meth:`Backend.compute_scale`) writes ``scale_inv`` and advances the copy, while the state
+        itself waits for the reduction. Afterwards :meth:`record` takes the amax.
+        """
+        recipe, state = self.recipe, {} if self.memory is None else self.memory.tensors()
+        tape = _tape.get()
+        if state and tape is not None:
+            tape.use(self, state)
+        if self._closing_recipe is not None:
+            recipe, state = self._closing_recipe, _closing_state(state)
+        whole = storage
+        if state or not storage.is_whole:
+            whole = storage.whole(recipe, state)
+        yield whole
+        if whole is not storage:
+            storage.mark_written()
+
+    def record(self, amax: torch.Tensor) -> None:
+        """Under delayed scaling, note the amaxes of a cast, int32 with the tensor's last; a forward
+        that is computed again has noted them before.
+        """
+        tape = _tape.get()
+        if self.recipe.casts_before_reduction and not (tape is not None and tape.replays):
+            assert self.memory is not None
+            self.memory.record(amax[-1:])
+
+    def _check(self, shape: torch.Size | tuple[int, ...], dtype: object) -> None:
+        if dtype not in NOMINAL_DTYPES:
+            raise InputError(
+                f"a quantizer takes torch.float32, torch.bfloat16 or torch.float16, got {dtype}; "
+                f"convert the tensor first."
+            )
+        self.recipe.check_shape(shape)
+
+    def _check_out(self, out: QuantizedTensor, tensor: torch.Tensor) -> None:
+        if not isinstance(out, QuantizedTensor):
+            raise InputError(f"out must be a zerocast.QuantizedTensor, got {type(out).__name__}.")
+        held = (out.storage.has_rowwise, out.storage.has_columnwise)
+        given = (out.recipe, tuple(out.shape), out.dtype, out.device, *held)
+        usage = (self.rowwise, self.columnwise)
+        required = (self.recipe, tuple(tensor.shape), tensor.dtype, tensor.device, *usage)
+        names = ("recipe", "shape", "dtype", "device", "rowwise", "columnwise")
+        for name, has, wanted in zip(names, given, required, strict=True):
+            if has != wanted:
+                raise InputError(
+                    f"out must have {name} {wanted} to be overwritten by this quantizer, got "
+                    f"{has}; leave it out, or make it with quantizer.make_empty(...)."
+                )
+
+    def __repr__(self) -> str:
+        return f"Quantizer({self.recipe}, rowwise={self.rowwise}, columnwise={self.columnwise})"
+
+
+def _closing_recipe(recipe: Recipe) -> Recipe:
+    """``recipe`` for a scratch copy of delayed state: a history of one entry, whose new scale
+    nobody looks at, so a user's own function of the history is left alone.
+    """
+    fields: dict[str, Any] = {"amax_history_len": 1, "amax_compute_algo": "most_recent"}
+    return replace(recipe, **fields)
+
+
+def _closing_state(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The scratch copy; of all the state a cast reads only the scale."""
+    scratch = torch.empty(len(state), dtype=torch.float32, device=state["scale"].device)
+    copies = dict(zip(state, scratch.split(1), strict=True))
+    copies["scale"].copy_(state["scale"])
+    return copies
+
+
+# --- computing a forward again ---
+
+
+class Tape:
+    """What the casts of a forward started from, for computing that forward again.
+
+    Activation checkpointing runs a forward a second time, in the backward, and must get the same
+    codes, when the recipe's state may have moved on. So the first run notes the state that each
+    cast starts from, and the second takes its states from there, in the same order, and records no
+    amaxes.
+
+    Attributes:
+        replays: whether casts take from the tape.
+    """
+
+    def __init__(self) -> None:
+        self.replays = False
+        self._noted: dict[Quantizer, list[dict[str, torch.Tensor]]] = {}
+        self._unread: dict[Quantizer, Iterator[dict[str, torch.Tensor]]] = {}
+
+    def rewind(self) -> None:
+        """From now on casts take from the tape, from its start."""
+        self.replays = True
+        self._unread = {quantizer: iter(noted) for quantizer, noted in self._noted.items()}
+
+    def use(self, quantizer: Quantizer, state: dict[str, torch.Tensor]) -> None:
+        """Note ``state``, or put what was noted in its place; in ``state`` itself."""
+        if self.replays:
+            noted = next(self._unread.get(quantizer, iter(())), {})
+            state.update({name: start.clone() for name, start in noted.items()})
+        else:
+            start = {name: state[name].clone() for name in state if name in _READ_BY_A_CAST}
+            self._noted.setdefault(quantizer, []).append(start)
+
+
+_READ_BY_A_CAST = ("scale", "rounding_counter")
+"""The state that a cast's codes depend on."""
+
+_tape: ContextVar[Tape | None] = ContextVar("zerocast_tape", default=None)
+
+
+@contextmanager
+def noting(tape: Tape) -> Iterator[None]:
+    """Within the context, casts note in ``tape`` what they start from."""
+    token = _tape.set(tape)
+    try:
+        yield
+    finally:
+        _tape.reset(token)
+
+
+@contextmanager
+def replaying(tape: Tape) -> Iterator[None]:
+    """Within the context, casts start from what they noted in ``tape``."""
+    tape.rewind()
+    with noting(tape):
+        yield
