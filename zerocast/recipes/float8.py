@@ -39,7 +39,7 @@ class Float8Recipe(Recipe):
     def __post_init__(self) -> None:
         replace_fields(self, fp8_format=Format.of(self.fp8_format))
         for name in ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad"):
-            replace_fields(self, **{name: QParams.of(name, getattr(self, name), _KNOWN)})
+            QParams.check(name, getattr(self, name), _KNOWN)
 
     def power_2_scale(self, params: QParams) -> bool:
         """Whether tensors quantized by ``params`` have scales that are powers of two."""

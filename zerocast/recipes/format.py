@@ -4,10 +4,8 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from enum import Enum
-from typing import Any
 
 from zerocast.errors import InputError, UnsupportedError
 from zerocast.formats import E4M3, E5M2, FLT_MAX, ElementFormat
@@ -77,24 +75,18 @@ class QParams:
             )
 
     @classmethod
-    def of(cls, field: str, value: QParams | Mapping[str, Any], known: tuple[str, ...]) -> QParams:
-        """``value`` of a recipe's ``field``, made from its fields where it is a mapping.
-
-        Raises:
-            InputError: where it is neither, or sets what is not among ``known``.
+    def check(cls, field: str, value: QParams, known: tuple[str, ...]) -> None:
+        """Raise :class:`InputError` where the ``value`` of a recipe's ``field`` is no QParams, or
+        sets what is not among ``known``.
         """
-        if isinstance(value, Mapping):
-            value = cls(**value)
         if not isinstance(value, cls):
             raise InputError(f"{field} must be a zerocast.recipes.QParams, got {value!r}.")
-        defaults = cls()
         for name, given in asdict(value).items():
-            if name not in known and given != getattr(defaults, name):
+            if name not in known and given != getattr(cls(), name):
                 raise InputError(
                     f"{field} takes {' and '.join(known)}, got {name}={given!r}, which this recipe "
                     f"does not know; leave it out."
                 )
-        return value
 
 
 def replace_fields(recipe: object, **values: object) -> None:

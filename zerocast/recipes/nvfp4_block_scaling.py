@@ -73,7 +73,7 @@ class NVFP4BlockScaling(Recipe):
 
     def __post_init__(self) -> None:
         for name in ("fp4_quant_fwd_inp", "fp4_quant_fwd_weight", "fp4_quant_bwd_grad"):
-            replace_fields(self, **{name: QParams.of(name, getattr(self, name), _KNOWN)})
+            QParams.check(name, getattr(self, name), _KNOWN)
         if not self.disable_rht:
             refuse_hadamard("NVFP4BlockScaling(disable_rht=False)")
         for name in ("nvfp4_4over6", "nvfp4_4over6_e4m3_use_256"):

@@ -1,0 +1,295 @@
+"""The fields of recipes: TransformerEngine's names, what they decide, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from zerocast.errors import InputError, UnsupportedError
+from zerocast.formats import E4M3, E5M2
+from zerocast.ops import Float8DelayedLaw, Float8Law, MXFP8Law, NVFP4Law
+from zerocast.recipes import (
+    RECIPES,
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Float8RowwiseScaling,
+    Format,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    QParams,
+)
+
+FLOAT8 = (Float8CurrentScaling, Float8BlockScaling, Float8RowwiseScaling)
+WITH_FORMAT = (*FLOAT8, DelayedScaling, MXFP8BlockScaling)
+
+
+def refusal(kind: type, error: type[Exception] = InputError, **fields: object) -> str:
+    """The message with which ``kind`` refuses its fields."""
+    with pytest.raises(error) as raised:
+        kind(**fields)
+    return str(raised.value)
+
+
+# --- formats ---
+
+
+@pytest.mark.parametrize("kind", WITH_FORMAT)
+@pytest.mark.parametrize("name", ["HYBRID", "hybrid", Format.HYBRID])
+def test_a_format_is_a_member_or_its_name(kind, name):
+    """In either case; the recipe holds the member."""
+    assert kind(fp8_format=name).fp8_format is Format.HYBRID
+
+
+@pytest.mark.parametrize("kind", WITH_FORMAT)
+@pytest.mark.parametrize(
+    ("fmt", "forward", "backward"),
+    [(Format.E4M3, E4M3, E4M3), (Format.HYBRID, E4M3, E5M2), (Format.E5M2, E5M2, E5M2)],
+)
+def test_the_format_of_each_role(kind, fmt, forward, backward):
+    """HYBRID is E4M3 forward and E5M2 backward."""
+    recipe = kind(fp8_format=fmt)
+    assert recipe.law.fmt is forward
+    for role in ("input", "weight", "output"):
+        assert recipe.for_role(role).law.fmt is forward, role
+    for role in ("grad_output", "grad_input"):
+        assert recipe.for_role(role).law.fmt is backward, role
+
+
+@pytest.mark.parametrize("given", ["e3m4", "", 4, None, E4M3])
+def test_an_unknown_format_is_refused(given):
+    """When the recipe is made, not at the first cast."""
+    assert refusal(Float8CurrentScaling, fp8_format=given) == (
+        f"fp8_format must be one of ['e4m3', 'e5m2', 'hybrid'], got {given!r}."
+    )
+
+
+# --- the parameters of a tensor ---
+
+
+@pytest.mark.parametrize("kind", FLOAT8)
+def test_each_role_has_parameters_of_its_own(kind):
+    """Inputs and outputs by fp8_quant_fwd_inp, weights and gradients by theirs."""
+    recipe = kind(
+        fp8_format="e4m3",
+        fp8_quant_fwd_inp=QParams(power_2_scale=True, amax_epsilon=0.25),
+        fp8_quant_fwd_weight=QParams(amax_epsilon=0.5),
+        fp8_quant_bwd_grad=QParams(power_2_scale=True),
+    )
+    expected = {
+        "input": Float8Law(E4M3, True, 0.25), "output": Float8Law(E4M3, True, 0.25),
+        "weight": Float8Law(E4M3, False, 0.5),
+        "grad_output": Float8Law(E4M3, True), "grad_input": Float8Law(E4M3, True),
+    }  # fmt: skip
+    assert {role: recipe.for_role(role).law for role in expected} == expected
+    assert recipe.for_role("weight") is recipe
+
+
+def test_the_default_laws():
+    """As TransformerEngine's: powers of two in blocks only, HYBRID where a tensor has one scale."""
+    assert Float8CurrentScaling().law == Float8RowwiseScaling().law == Float8Law(E4M3)
+    assert Float8BlockScaling().law == Float8Law(E4M3, power_2_scale=True)
+    assert DelayedScaling().law == Float8DelayedLaw(E4M3, 0, "max")
+    assert DelayedScaling().amax_history_len == 1024
+    assert MXFP8BlockScaling().law == MXFP8Law(E4M3)
+    assert NVFP4BlockScaling().law == NVFP4Law()
+    gradients = {
+        name: kind().for_role("grad_output").law.fmt.name for name, kind in RECIPES.items()
+    }
+    assert gradients == {"delayed": "e5m2", "current": "e5m2", "rowwise": "e4m3", "block": "e4m3",
+                         "mxfp8": "e4m3", "nvfp4": "e2m1"}  # fmt: skip
+
+
+def test_one_switch_for_all_tensors():
+    """use_power_2_scales and use_f32_scales go before what the tensors' own parameters say."""
+    for role in ("input", "weight", "grad_output"):
+        assert Float8CurrentScaling(use_power_2_scales=True).for_role(role).law.power_2_scale
+        assert not Float8BlockScaling(use_f32_scales=True).for_role(role).law.power_2_scale
+
+
+@pytest.mark.parametrize("epsilon", [-1.0, float("nan"), float("inf"), 1e39])
+def test_an_epsilon_that_fp32_does_not_hold_is_refused(epsilon):
+    """Negative, or not finite once it is FP32, as 1e39 is not."""
+    assert refusal(QParams, amax_epsilon=epsilon) == (
+        f"amax_epsilon must be finite in FP32 and not negative, got {epsilon}; 0 keeps every amax "
+        f"as it is."
+    )
+
+
+@pytest.mark.parametrize("kind", FLOAT8)
+def test_what_float8_does_not_know_is_refused(kind):
+    """An option that would do nothing is an error."""
+    assert refusal(kind, fp8_quant_fwd_inp=QParams(stochastic_rounding=True)) == (
+        "fp8_quant_fwd_inp takes power_2_scale and amax_epsilon, got stochastic_rounding=True, "
+        "which this recipe does not know; leave it out."
+    )
+    assert refusal(kind, fp8_quant_bwd_grad={"power_2_scale": True}) == (
+        "fp8_quant_bwd_grad must be a zerocast.recipes.QParams, got {'power_2_scale': True}."
+    )
+
+
+def test_what_nvfp4_does_not_know_is_refused():
+    """Its scales are no powers of two."""
+    assert refusal(NVFP4BlockScaling, fp4_quant_fwd_weight=QParams(power_2_scale=True)) == (
+        "fp4_quant_fwd_weight takes stochastic_rounding and fp4_2d_quantization, got "
+        "power_2_scale=True, which this recipe does not know; leave it out."
+    )
+
+
+# --- blocks ---
+
+
+def test_the_dimension_of_float8_blocks_by_role():
+    """1-D activations and gradients, 2-D weights; each can be chosen."""
+    roles = ("input", "output", "weight", "grad_output", "grad_input")
+    recipe = Float8BlockScaling()
+    assert [recipe.for_role(r).casts_transpose for r in roles] == [True, True, False, True, True]
+    other = Float8BlockScaling(
+        x_block_scaling_dim=2, w_block_scaling_dim=1, grad_block_scaling_dim=2
+    )
+    assert [other.for_role(r).casts_transpose for r in roles] == [False, False, True, False, False]
+
+
+@pytest.mark.parametrize("name", ["x", "w", "grad"])
+@pytest.mark.parametrize("dim", [0, 3, "1", None])
+def test_a_block_of_another_dimension_is_refused(name, dim):
+    """One or two."""
+    field = f"{name}_block_scaling_dim"
+    expected = f"{field} must be 1 (1x128) or 2 (128x128), got {dim!r}."
+    assert refusal(Float8BlockScaling, **{field: dim}) == expected
+
+
+def test_2d_mxfp8_is_for_weights():
+    """Activations and gradients keep blocks of one dimension, and HYBRID its two formats."""
+    recipe = MXFP8BlockScaling(enable_2d_quantization=True, fp8_format="hybrid")
+    assert recipe.for_role("weight").columnwise_grid((64, 64)) is None
+    for role in ("input", "output", "grad_output", "grad_input"):
+        assert recipe.for_role(role).columnwise_grid((64, 64)) is not None, role
+    assert recipe.for_role("grad_input").law == MXFP8Law(E5M2)
+
+
+# --- delayed scaling ---
+
+
+def test_the_fields_of_delayed_scaling_reach_its_law():
+    """Margin and algorithm, a function too; the history's length is that of the buffer."""
+
+    def mean(history: torch.Tensor) -> torch.Tensor:
+        return history.mean()
+
+    recipe = DelayedScaling(margin=2, amax_history_len=3, amax_compute_algo=mean, fp8_format="E5M2")
+    assert recipe.law == Float8DelayedLaw(E5M2, 2, mean)
+    assert recipe.buffers((4,), columnwise=False)["amax_history"].shape == (3,)
+    assert DelayedScaling(amax_compute_algo="most_recent").law.amax_compute_algo == "most_recent"
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"margin": 101}, "margin must be an integer from -100 to 100, a number of powers of two, "
+                          "got 101."),
+        ({"margin": 0.5}, "margin must be an integer from -100 to 100, a number of powers of two, "
+                          "got 0.5."),
+        ({"amax_history_len": 0}, "amax_history_len must be an integer of at least 1, got 0."),
+        ({"amax_compute_algo": "mean"}, "amax_compute_algo must be 'max', 'most_recent' or a "
+                                        "function of the amax history, got 'mean'."),
+    ],
+)  # fmt: skip
+def test_what_delayed_scaling_cannot_mean_is_refused(fields, expected):
+    """When the recipe is made."""
+    assert refusal(DelayedScaling, **fields) == expected
+
+
+# --- NVFP4's options ---
+
+
+def test_four_over_six_is_for_weights():
+    """Other roles are rounded as without it, and weights keep their maximum and error."""
+    recipe = NVFP4BlockScaling(nvfp4_4over6="weights")
+    assert recipe.law == NVFP4Law(scale_max=256, four_over_six="mae")
+    assert recipe.chooses_scales
+    for role in ("input", "output", "grad_output", "grad_input"):
+        other = recipe.for_role(role)
+        assert not other.chooses_scales
+        assert other.law == NVFP4BlockScaling().for_role(role).law
+
+
+@pytest.mark.parametrize(
+    ("use_256", "scale_max"), [("all", 256), ("weights", 256), ("activations", 448), ("none", 448)]
+)
+@pytest.mark.parametrize("mode", ["MAE", "MSE", "mse"])
+def test_the_maximum_and_the_error_of_four_over_six(use_256, scale_max, mode):
+    """TransformerEngine's fields: 256 unless told otherwise; without 4-over-6 always 448."""
+    fields = {"nvfp4_4over6_e4m3_use_256": use_256, "nvfp4_4over6_err_mode": mode}
+    law = NVFP4BlockScaling(nvfp4_4over6="weights", **fields).law
+    assert law == NVFP4Law(scale_max=scale_max, four_over_six=mode.lower())
+    assert NVFP4BlockScaling(**fields).law == NVFP4Law()
+
+
+def test_stochastic_rounding_is_for_gradients_unless_weights_ask():
+    """As TransformerEngine has it; the seed belongs to the law of what is drawn."""
+    drawn = NVFP4Law(stochastic_rounding=True, seed=7)
+    recipe = NVFP4BlockScaling(seed=7)
+    roles = ("input", "weight", "output", "grad_output", "grad_input")
+    nearest = NVFP4Law()
+    laws = [recipe.for_role(role).law for role in roles]
+    assert laws == [nearest, nearest, nearest, drawn, drawn]
+    weights = QParams(stochastic_rounding=True, fp4_2d_quantization=True)
+    assert NVFP4BlockScaling(seed=7, fp4_quant_fwd_weight=weights).law == drawn
+    disabled = NVFP4BlockScaling(
+        seed=7, fp4_quant_fwd_weight=weights, disable_stochastic_rounding=True
+    )
+    assert {disabled.for_role(role).law for role in roles} == {nearest}
+    assert disabled.state == ()
+
+
+def test_the_blocks_of_nvfp4_by_role():
+    """16x16 for weights, 1x16 for the others, or for all."""
+    roles = ("input", "weight", "grad_output")
+    recipe, one_dimension = NVFP4BlockScaling(), NVFP4BlockScaling(disable_2d_quantization=True)
+    assert [recipe.for_role(r).grid((32, 32)).num_blocks for r in roles] == [64, 4, 64]
+    assert [one_dimension.for_role(r).grid((32, 32)).num_blocks for r in roles] == [64, 64, 64]
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "given"),
+    [
+        (QParams, {"random_hadamard_transform": True}, "QParams(random_hadamard_transform=True)"),
+        (NVFP4BlockScaling, {"disable_rht": False}, "NVFP4BlockScaling(disable_rht=False)"),
+    ],
+)
+def test_the_random_hadamard_transform_is_refused_by_name(kind, fields, given):
+    """It belongs to activations and gradients."""
+    assert refusal(kind, UnsupportedError, **fields) == (
+        f"the random Hadamard transform is not available, got {given}: it smooths activations and "
+        f"gradients of NVFP4 training and is never applied to weights, which zerocast is about; "
+        f"leave it disabled (disable_rht=True)."
+    )
+
+
+@pytest.mark.parametrize("scope", ["activations", "all"])
+def test_four_over_six_of_activations_is_refused(scope):
+    """It would take a second pass over every activation."""
+    assert refusal(NVFP4BlockScaling, UnsupportedError, nvfp4_4over6=scope) == (
+        f"4-over-6 is for weights: it reads the tensor once more, got nvfp4_4over6={scope!r}; "
+        f"choose 'weights' or 'none'."
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"nvfp4_4over6": "yes"},
+         "nvfp4_4over6 must be one of ['none', 'weights', 'activations', 'all'], got 'yes'."),
+        ({"nvfp4_4over6_err_mode": "max"},
+         "nvfp4_4over6_err_mode must be 'MAE' or 'MSE', got 'max'."),
+        ({"nvfp4_4over6": "weights", "disable_2d_quantization": True},
+         "4-over-6 needs weights in 16x16 blocks, got nvfp4_4over6='weights' without 2-D "
+         "quantization; leave one of them."),
+        ({"seed": -1}, "seed must be an integer of 64 bits, 0 or more, got -1."),
+        ({"seed": 2**64}, f"seed must be an integer of 64 bits, 0 or more, got {2**64}."),
+    ],
+)  # fmt: skip
+def test_what_nvfp4_cannot_mean_is_refused(fields, expected):
+    """When the recipe is made."""
+    assert refusal(NVFP4BlockScaling, **fields) == expected
