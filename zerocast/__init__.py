@@ -7,6 +7,7 @@ Whatever the partition of the masters over ranks, the gathered weights are byte 
     quantize, empty                 quantized weights from values, or unfilled
     quantize_master_weights         the sharded cast as a function; CastPlan: planned once
     post_all_gather_processing      what is derived, after the all-gather of the codes
+    autocast, model_init            where layers quantize, and how they are made
     zerocast.optim.ZeroOptimizer    a sharded optimizer around it
     zerocast.nn                     layers on quantized weights
     zerocast.comm                   the ranks: threads, MPI, torch.distributed
@@ -14,6 +15,12 @@ Whatever the partition of the masters over ranks, the gathered weights are byte 
 
 from zerocast import comm, nn, optim
 from zerocast.backends import use_backend
+from zerocast.backends.availability import (
+    is_fp8_available,
+    is_fp8_block_scaling_available,
+    is_mxfp8_available,
+    is_nvfp4_available,
+)
 from zerocast.cast import (
     CastPlan,
     cast_master_weights_to_fp8,
@@ -22,6 +29,15 @@ from zerocast.cast import (
     quantize_master_weights,
 )
 from zerocast.comm import as_communicator
+from zerocast.context import (
+    autocast,
+    checkpoint_contexts,
+    fp8_autocast,
+    fp8_model_init,
+    get_default_recipe,
+    model_init,
+    reduce_amaxes,
+)
 from zerocast.errors import (
     BackendError,
     ChangedWeightError,
@@ -44,7 +60,14 @@ from zerocast.recipes import (
     QParams,
     Recipe,
 )
-from zerocast.tensors import QuantizedTensor, empty, quantize, replace_raw_data
+from zerocast.tensors import (
+    QuantizedTensor,
+    Quantizer,
+    RecipeState,
+    empty,
+    quantize,
+    replace_raw_data,
+)
 
 __all__ = [
     "BackendError",
@@ -62,21 +85,34 @@ __all__ = [
     "NonFiniteError",
     "QParams",
     "QuantizedTensor",
+    "Quantizer",
     "RankMismatchError",
     "Recipe",
+    "RecipeState",
     "StaleCopyError",
     "UnsupportedError",
     "ZerocastError",
     "as_communicator",
+    "autocast",
     "cast_master_weights_to_fp8",
     "cast_master_weights_to_nvfp4",
+    "checkpoint_contexts",
     "comm",
     "empty",
+    "fp8_autocast",
+    "fp8_model_init",
+    "get_default_recipe",
+    "is_fp8_available",
+    "is_fp8_block_scaling_available",
+    "is_mxfp8_available",
+    "is_nvfp4_available",
+    "model_init",
     "nn",
     "optim",
     "post_all_gather_processing",
     "quantize",
     "quantize_master_weights",
+    "reduce_amaxes",
     "replace_raw_data",
     "use_backend",
 ]

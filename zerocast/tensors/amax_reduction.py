@@ -58,7 +58,8 @@ class AmaxReduction:
     def run(self) -> None:
         """Collective: reduce by maximum, advance histories and scales, clear the amaxes."""
         if self._steps is None:
-            self._steps = self._lay_out()
+            with torch.inference_mode(False):  # else only inference could ever write the buffers
+                self._steps = self._lay_out()
         for amaxes, advances in self._steps:
             self._comm.all_reduce_max_(amaxes)
             for advance in advances:

@@ -141,7 +141,7 @@ class Quantizer:
         Raises:
             InputError: for another dtype or shape, or an ``out`` that does not fit.
         """
-        dtype = getattr(tensor, "dtype", type(tensor).__name__)
+        dtype: Any = getattr(tensor, "dtype", type(tensor).__name__)
         if out is None:
             out = self.make_empty(tensor.shape, dtype=dtype, device=tensor.device)
         else:
@@ -161,7 +161,7 @@ class Quantizer:
         Raises:
             InputError: as :meth:`quantize`.
         """
-        dtype = getattr(tensor, "dtype", type(tensor).__name__)
+        dtype: Any = getattr(tensor, "dtype", type(tensor).__name__)
         self._check(tensor.shape, dtype)
         if not self.recipe.casts_before_reduction:
             return

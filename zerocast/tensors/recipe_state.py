@@ -64,24 +64,29 @@ class RecipeState:
         self.mode = mode
         self.roles = tuple(roles[i % len(roles)] for i in range(num_quantizers))
         self.recipes = tuple(recipe.for_role(role) for role in self.roles)
-        self.tensors: dict[str, torch.Tensor] = {}
-        for each in self.recipes:
-            # What is remembered does not depend on the shape of the tensor, so any will do.
-            specs = each.buffers((1, 1), columnwise=False)
-            for state in each.state:
-                shape = (num_quantizers, *specs[state].shape)
-                self.tensors.setdefault(
-                    state,
-                    torch.full(shape, specs[state].fill, dtype=specs[state].dtype, device=device),
-                )
-        if "rounding_counter" in self.tensors:
-            names = [f"{name}.{mode}.{i}".encode() for i in range(num_quantizers)]
-            hashes = torch.tensor([zlib.crc32(each) for each in names], dtype=torch.int64)
-            self.tensors["rounding_counter"][:, 0] = hashes
-        self.amaxes = torch.zeros(num_quantizers, dtype=torch.int32, device=device)
         self.is_delayed = any(each.casts_before_reduction for each in self.recipes)
         self.records = True
         self.reduction: AmaxReduction | None = None
+        with torch.inference_mode(False):  # else only inference could ever write it
+            self.tensors = self._fresh_tensors(device, name)
+            self.amaxes = torch.zeros(num_quantizers, dtype=torch.int32, device=device)
+
+    def _fresh_tensors(self, device: torch.device, name: str) -> dict[str, torch.Tensor]:
+        tensors: dict[str, torch.Tensor] = {}
+        for recipe in self.recipes:
+            # What is remembered does not depend on the shape of the tensor, so any will do.
+            specs = recipe.buffers((1, 1), columnwise=False)
+            for state in recipe.state:
+                shape, dtype = (self.num_quantizers, *specs[state].shape), specs[state].dtype
+                if state not in tensors:
+                    tensors[state] = torch.full(
+                        shape, specs[state].fill, dtype=dtype, device=device
+                    )
+        if "rounding_counter" in tensors:
+            names = [f"{name}.{self.mode}.{i}".encode() for i in range(self.num_quantizers)]
+            hashes = torch.tensor([zlib.crc32(each) for each in names], dtype=torch.int64)
+            tensors["rounding_counter"][:, 0] = hashes
+        return tensors
 
     @classmethod
     def create(
