@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from zerocast.backends.activations import cast_values, float64_result
 from zerocast.backends.reference import four_over_six
 from zerocast.backends.reference.elements import indices, raise_amaxes, rounded, store
 from zerocast.backends.reference.philox import element_words
@@ -16,6 +17,7 @@ from zerocast.backends.reference.scales import advance, decode_multipliers, scal
 from zerocast.backends.subnormals import keeping_subnormals
 from zerocast.formats import decode, encode, pack_nibbles, packed_columns, unpack_nibbles
 from zerocast.ops import (
+    ActivationTarget,
     CastShard,
     DequantizeTarget,
     Float8DelayedLaw,
@@ -125,6 +127,18 @@ class ReferenceBackend:
                 # An infinite scale times zero is a NaN whose sign the machine chooses: ours is
                 # canonical.
                 t.out.copy_(torch.where(value.isnan(), math.nan, value).view_as(t.out))
+
+        return launch
+
+    def activate(self, law: Law | None, target: ActivationTarget) -> Launch:
+        @keeping_subnormals
+        def launch() -> None:
+            # Rounded once more on the way, to FP32, where that is not the aim.
+            values = float64_result(target).float().to(target.round_to).float()
+            values = torch.where(values.isnan(), math.nan, values)
+            if target.output is not None:
+                target.output.copy_(values)
+            cast_values(self, law, target, values)
 
         return launch
 
