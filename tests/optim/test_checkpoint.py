@@ -1,6 +1,5 @@
 """Saving and loading: bit-exact on as many ranks, and on others from all ranks' state dicts."""
 
-import io
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ from tests.optim.training import (
     draw_gradients,
     make_params,
     set_gradients,
+    through_a_file,
     train_whole,
 )
 from zerocast.comm import Communicator, run_in_process
@@ -28,14 +28,6 @@ def run_steps(optimizer: ZeroOptimizer, params: list[Any], steps: range, rank: i
     for step in steps:
         set_gradients(params, draw_gradients([p.shape for p in params], step, rank))
         optimizer.step()
-
-
-def through_a_file(state: Any) -> Any:
-    """Saved and loaded by safe types only."""
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 def train_and_save(comm: Communicator) -> Any:

@@ -1,5 +1,6 @@
 """The same small training twice: sharded by ZeroOptimizer, and whole by a plain torch optimizer."""
 
+import io
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,6 +20,16 @@ QUANTIZED_SHAPES = ((33, 48), (1, 16), (20, 80))
 PLAIN = (((37,), torch.bfloat16), ((3, 5), torch.float32), ((), torch.bfloat16))
 
 
+def quantized_shapes(recipe: Recipe) -> list[tuple[int, ...]]:
+    """:data:`QUANTIZED_SHAPES`, twice as wide where a block is; and for blocks of 128x128 a weight
+    that has several.
+    """
+    if isinstance(recipe, zerocast.MXFP8BlockScaling):
+        return [(rows, 2 * cols) for rows, cols in QUANTIZED_SHAPES]
+    several = [(130, 150)] if isinstance(recipe, zerocast.Float8BlockScaling) else []
+    return [*QUANTIZED_SHAPES, *several]
+
+
 def make_params(recipe: Recipe, seed: int = 0) -> list[torch.nn.Parameter]:
     """Quantized and plain weights of every storage kind, the same for equal seeds."""
     g = torch.Generator().manual_seed(seed)
@@ -26,7 +37,7 @@ def make_params(recipe: Recipe, seed: int = 0) -> list[torch.nn.Parameter]:
         torch.nn.Parameter(
             zerocast.quantize(torch.randn(shape, generator=g), recipe, dtype=torch.bfloat16)
         )
-        for shape in QUANTIZED_SHAPES
+        for shape in quantized_shapes(recipe)
     ]
     params += [
         torch.nn.Parameter(torch.randn(shape, generator=g).to(dtype)) for shape, dtype in PLAIN
@@ -72,6 +83,14 @@ def set_gradients(params: Sequence[torch.Tensor], gradients: Sequence[torch.Tens
     """Give each parameter its gradient, in its dtype."""
     for param, gradient in zip(params, gradients, strict=True):
         param.grad = gradient.to(param.dtype)
+
+
+def through_a_file(state: Any) -> Any:
+    """Saved and loaded by safe types only."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
 
 
 def train_whole(

@@ -93,15 +93,10 @@ def check_request(
                 f"all weights of a cast must be on one device, got {requests[0].name} on "
                 f"{first_device} and {name} on {storage.device}; make one plan a device."
             )
-        if storage.recipe.casts_transpose and storage.has_columnwise:
-            raise InputError(
-                f"{name}: under {storage.recipe} the columnwise copy is quantized from the "
-                "transposed tensor, of which no rank has a shard; make the weight with "
-                "columnwise=False, or give weights blocks of two dimensions."
-            )
+        check_castable(name, storage)
         extent = _check_master(name, storage, master_weights[i], start_offsets[i])
-        given = fsdp_shard_model_weights[i] if fsdp_shard_model_weights is not None else None
-        codes = _check_shard_codes(name, storage, extent, given)
+        own = fsdp_shard_model_weights[i] if fsdp_shard_model_weights is not None else None
+        codes = _check_shard_codes(name, storage, extent, own)
         requests.append(ShardRequest(name, names is not None, storage, extent, codes))
     return requests
 
@@ -121,6 +116,22 @@ def _check_weight(name: str, weight: torch.Tensor) -> QuantizedStorage:
             "with zerocast.quantize(tensor, recipe) or zerocast.empty(shape, recipe)."
         )
     return weight.storage
+
+
+def check_castable(name: str, storage: QuantizedStorage) -> None:
+    """Raise :class:`InputError` where a cast from shards of its master cannot fill the weight."""
+    if storage.recipe.casts_transpose and storage.has_columnwise:
+        raise InputError(
+            f"{name}: under {storage.recipe} the columnwise copy is quantized from the transposed "
+            "tensor, of which no rank has a shard; make the weight with columnwise=False, or give "
+            "weights blocks of two dimensions."
+        )
+    if not storage.is_whole:
+        raise InputError(
+            f"{name} must hold rowwise codes and what {storage.recipe} remembers between casts, "
+            f"and holds {', '.join(storage.buffers)} only, as a quantizer makes tensors of a "
+            "layer's inputs; make weights with zerocast.quantize(tensor, recipe)."
+        )
 
 
 def _check_master(

@@ -19,6 +19,7 @@ from zerocast.comm import Communicator, Group, as_communicator, lines_that_diffe
 from zerocast.errors import InputError, RankMismatchError, ZerocastError
 from zerocast.layout import Extent, check_partition
 from zerocast.ops import NUMERICS_VERSION
+from zerocast.recipes import Recipe
 from zerocast.tensors import QuantizedStorage
 
 
@@ -105,9 +106,15 @@ def fingerprint(requests: Sequence[ShardRequest], options: str, extents: torch.T
 def _describe(request: ShardRequest) -> str:
     storage = request.storage
     name = f"{request.name}: " if request.is_named else ""
-    # A function's address is a process's own.
-    recipe = re.sub(r" at 0x[0-9a-f]+", "", str(storage.recipe))
+    recipe = describe_recipe(storage.recipe)
     return f"{name}{tuple(storage.shape)} {storage.dtype} {recipe}{_state(storage)}"
+
+
+def describe_recipe(recipe: Recipe) -> str:
+    """The recipe as a text that is the same on every rank: without addresses of functions, which
+    are a process's own.
+    """
+    return re.sub(r" at 0x[0-9a-f]+", "", str(recipe))
 
 
 def _state(storage: QuantizedStorage) -> str:

@@ -26,7 +26,7 @@ import torch
 from zerocast.comm import Communicator
 from zerocast.layout import Extent, FlatLayout
 from zerocast.optim.weights import StorageKind, Weight, planes
-from zerocast.tensors import QuantizedTensor, replace_raw_data
+from zerocast.tensors import QuantizedStorage, QuantizedTensor, replace_raw_data
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,15 +182,26 @@ class ShardedWeights:
 
     def recipe_states(self) -> dict[int, dict[str, torch.Tensor]]:
         """By the places of the weights whose recipes remember something, the live tensors."""
-        storages = {
-            i: weight.param.storage
-            for i, weight in enumerate(self.weights)
-            if isinstance(weight.param, QuantizedTensor) and weight.param.recipe.state
-        }
         return {
             i: {name: storage.buffers[name] for name in storage.recipe.state}
-            for i, storage in storages.items()
+            for i, storage in self._remembering().items()
         }
+
+    def share_recipe_states(self) -> None:
+        """Let recipes on every rank remember what those of rank 0 do. Collective.
+
+        Masters are put together from every rank's values, so weights may differ before; what their
+        recipes remember then differs, too, and cannot be put together.
+        """
+        tensors = [t for state in self.recipe_states().values() for t in state.values()]
+        if not tensors or self.comm.size == 1:
+            return
+        everything = torch.cat([t.view(torch.uint8) for t in tensors])
+        self.comm.broadcast_(everything)
+        for tensor, part in zip(
+            tensors, everything.split([t.nbytes for t in tensors]), strict=True
+        ):
+            tensor.view(torch.uint8).copy_(part)
 
     @contextmanager
     def repeating_the_latest_cast(self) -> Iterator[None]:
@@ -199,14 +210,22 @@ class ShardedWeights:
         """
         states = self.recipe_states()
         kept = {i: {name: t.clone() for name, t in state.items()} for i, state in states.items()}
-        for i, state in states.items():
-            param = self.weights[i].param
-            assert isinstance(param, QuantizedTensor)
-            param.recipe.rewind(state)
-        yield
-        for i, state in states.items():
-            for name, tensor in state.items():
-                tensor.copy_(kept[i][name])
+        for storage in self._remembering().values():
+            storage.recipe.rewind(storage.buffers)
+        try:
+            yield
+        finally:
+            for i, state in states.items():
+                for name, tensor in state.items():
+                    tensor.copy_(kept[i][name])
+
+    def _remembering(self) -> dict[int, QuantizedStorage]:
+        """By their places, the weights whose recipes remember something between casts."""
+        return {
+            i: weight.param.storage
+            for i, weight in enumerate(self.weights)
+            if isinstance(weight.param, QuantizedTensor) and weight.param.recipe.state
+        }
 
     def gather_master(self, index: int) -> torch.Tensor:
         """FP32, in the weight's shape: its master from all ranks. Collective."""

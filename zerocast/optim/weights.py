@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from zerocast.cast.request import check_castable
 from zerocast.errors import InputError
 from zerocast.tensors import QuantizedTensor
 
@@ -108,8 +109,8 @@ def collect_weights(param_groups: Sequence[dict[str, Any]]) -> list[Weight]:
     """The weights of all groups in order.
 
     Raises:
-        InputError: for a weight of another dtype or device than can be served, two weights that
-            share memory, or none.
+        InputError: for a weight of another dtype or device than can be served, one that no sharded
+            cast can fill, two weights that share memory, or none.
     """
     weights = []
     for g, group in enumerate(param_groups):
@@ -138,6 +139,7 @@ def collect_weights(param_groups: Sequence[dict[str, Any]]) -> list[Weight]:
 
 def _kind(name: str, param: torch.Tensor) -> StorageKind:
     if isinstance(param, QuantizedTensor):
+        check_castable(name, param.storage)
         return StorageKind(torch.uint8, param.recipe.law.fmt.bits, len(param.storage.gathered))
     if param.dtype not in PLAIN_DTYPES:
         raise InputError(
@@ -151,13 +153,12 @@ def _check_memory(weights: Sequence[Weight]) -> None:
     """Raise where two parameters overlap: moved to a place of its own each, they would part."""
     spans = []
     for weight in weights:
-        data = planes(weight.param)[0]
-        extent = (
-            sum((n - 1) * stride for n, stride in zip(data.shape, data.stride(), strict=True)) + 1
-        )
-        if data.numel():
-            begin = data.data_ptr()
-            spans.append((begin, begin + extent * data.element_size(), weight.name))
+        for data in planes(weight.param):
+            strides = zip(data.shape, data.stride(), strict=True)
+            extent = sum((n - 1) * stride for n, stride in strides) + 1
+            if data.numel():
+                begin = data.data_ptr()
+                spans.append((begin, begin + extent * data.element_size(), weight.name))
     spans.sort()
     for (_, end, name), (begin, _, other) in pairwise(spans):
         if begin < end:

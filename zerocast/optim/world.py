@@ -5,9 +5,11 @@ from __future__ import annotations
 from itertools import zip_longest
 from typing import Any
 
+from zerocast.cast.world import describe_recipe
 from zerocast.comm import Communicator, lines_that_differ
 from zerocast.errors import RankMismatchError
 from zerocast.optim.weights import Weight
+from zerocast.tensors import QuantizedTensor
 
 
 def check_same_world(
@@ -40,7 +42,9 @@ def check_same_world(
 
 
 def _stored(weight: Weight) -> str:
-    return str(getattr(weight.param, "recipe", weight.param.dtype))
+    if isinstance(weight.param, QuantizedTensor):
+        return describe_recipe(weight.param.recipe)
+    return str(weight.param.dtype)
 
 
 def _is_plain(value: object) -> bool:

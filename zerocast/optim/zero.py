@@ -20,6 +20,13 @@ A step overwrites every weight from the masters. Whoever changes weights by othe
 model's state dict) does so before the optimizer is made, and resumes with
 :meth:`ZeroOptimizer.load_state_dict`. Weights become views of the optimizer's buffers, so a model
 is moved or converted (``model.to``) before, too; a step that finds a weight elsewhere is refused.
+
+Note: what recipes remember
+~~~~~~~~~~~~~~~~~~~~~~~~~~~
+Delayed scaling remembers amaxes, stochastic rounding how often it drew; both belong to the weight.
+A step advances them once, a skipped step does not, and state dicts carry them. Making an optimizer
+and loading a state cast the masters without being a step: that repeats the weight's latest cast, so
+what is remembered stays as it was.
 """
 
 from __future__ import annotations
@@ -67,7 +74,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
     Args:
         params: parameters, (name, parameter) pairs or param groups. Quantized weights, and plain
             BF16, FP16 or FP32 ones, all on one device. A tied weight counts once; parameters that
-            do not require a gradient are left out.
+            do not require a gradient are left out. Stochastic rounding draws by the name of a
+            weight, and without one by its place in the groups.
         optimizer_class: an element-wise optimizer. Any class will do that updates each element from
             that element alone; it is tried on a small tensor, and refused where it does not.
         group: the ranks, as for :class:`zerocast.CastPlan`.
@@ -125,6 +133,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
         self._shards.start_masters()
         self._shards.adopt()
+        self._shards.share_recipe_states()
         self._plan = self._make_plan()
         self._publish()
 
