@@ -26,7 +26,7 @@ import torch
 
 from zerocast.errors import InputError
 from zerocast.formats import packed_columns
-from zerocast.layout import BlockGrid, ScaleLayout
+from zerocast.layout import BlockGrid, ScaleLayout, round_up
 from zerocast.ops import (
     Backend,
     Candidates,
@@ -144,6 +144,13 @@ class Recipe(ABC):
         return False
 
     # --- what follows from it ---
+
+    def transposed_grid(self, shape: Sequence[int]) -> BlockGrid:
+        """The blocks of the transposed tensor, where that is cast. Its rows are whole bytes: of
+        4-bit codes an odd one ends with a zero more.
+        """
+        rows, cols = self._matrix(shape)
+        return self.grid((cols, round_up(rows, 8 // self.law.fmt.bits)))
 
     def gathered(self, shape: Sequence[int], *, columnwise: bool) -> tuple[str, ...]:
         """The buffers that an all-gather moves: codes, [M, K]."""

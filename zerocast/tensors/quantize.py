@@ -11,7 +11,7 @@ import torch
 
 from zerocast.backends import backend_for
 from zerocast.errors import InputError
-from zerocast.layout import Cuts, Extent
+from zerocast.layout import BlockGrid, Cuts, Extent
 from zerocast.ops import Candidates, Masters
 from zerocast.recipes import NOMINAL_DTYPES, Recipe
 from zerocast.tensors.quantized_tensor import QuantizedTensor
@@ -127,7 +127,7 @@ def quantize_into(storage: QuantizedStorage, source: torch.Tensor) -> torch.Tens
     recipe, backend = storage.recipe, backend_for(storage.device)
     transposes = recipe.casts_transpose and storage.has_columnwise
     if transposes:
-        sources.append(master.view(-1, master.shape[-1]).t().contiguous())
+        sources.append(_transposed(master, recipe.transposed_grid(storage.shape)))
     masters = Masters(len(sources))
     masters.bind(sources)
     amax = torch.zeros(storage.amax_slots, dtype=torch.int32, device=storage.device)
@@ -155,6 +155,14 @@ def quantize_into(storage: QuantizedStorage, source: torch.Tensor) -> torch.Tens
     storage.mark_written()
     rebuild_derived([storage])
     return amax
+
+
+def _transposed(master: torch.Tensor, grid: BlockGrid) -> torch.Tensor:
+    """FP32 [M, K], or more dimensions -> [grid.rows, grid.cols]: [K, M], rows ended with zeros."""
+    flipped = master.view(-1, master.shape[-1]).t()
+    if flipped.shape[1] == grid.cols:
+        return flipped.contiguous()
+    return torch.nn.functional.pad(flipped, (0, grid.cols - flipped.shape[1]))
 
 
 def plain_fp32(source: torch.Tensor, device: torch.device) -> torch.Tensor:

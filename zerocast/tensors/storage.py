@@ -177,7 +177,7 @@ class QuantizedStorage:
         if not self.has_columnwise:
             return None
         if self.recipe.casts_transpose:
-            return self.recipe.columnwise_scale_layout(self.shape).grid
+            return self.recipe.transposed_grid(self.shape)
         return self.recipe.columnwise_grid(self.shape)
 
     @property
@@ -411,7 +411,7 @@ class QuantizedStorage:
             return [rowwise]
         assert grid is not None
         assert columnwise_amax is not None
-        whole = Extent(0, self.shape.numel())
+        whole = Extent(0, grid.numel)
         return [
             rowwise,
             CastShard(

@@ -1,0 +1,160 @@
+"""NVFP4 with its options, one element at a time: a companion of ``scalar_law.py``.
+
+Blocks of one dimension, 4-over-6 and stochastic rounding, with Philox in Python's integers.
+"""
+
+from math import isfinite, isnan
+
+import numpy as np
+
+from tests.vectors.scalar_law import (
+    E2M1_VALUES,
+    F32,
+    FLT_MAX,
+    Expected,
+    e2m1,
+    e4m3_value,
+    float8,
+    largest,
+    pack,
+    padded,
+)
+from tests.vectors.scalar_schemes import (
+    Matrix,
+    Scales,
+    blocks,
+    plane,
+    rounded,
+    shape_of,
+    transposed,
+)
+
+
+def philox(counter: tuple[int, ...], key: tuple[int, ...]) -> tuple[int, ...]:
+    """Philox 4x32-10 in Python's integers."""
+    (a, b, c, d), (k, m) = counter, key
+    for _ in range(10):
+        first, second = 0xD2511F53 * a, 0xCD9E8D57 * c
+        a, b, c, d = (
+            (second >> 32) ^ b ^ k, second & 0xFFFFFFFF, (first >> 32) ^ d ^ m, first & 0xFFFFFFFF,
+        )  # fmt: skip
+        k, m = (k + 0x9E3779B9) & 0xFFFFFFFF, (m + 0xBB67AE85) & 0xFFFFFFFF
+    return a, b, c, d
+
+
+def word(index: int, seed: int, name_hash: int, step: int) -> int:
+    """The random word of an element."""
+    group = index // 4
+    counter = (group & 0xFFFFFFFF, group >> 32, name_hash, step)
+    return philox(counter, (seed & 0xFFFFFFFF, seed >> 32))[index % 4]
+
+
+def drawn(x: np.float32, random_word: int) -> int:
+    """One of the two neighbours of ``x``; NaN has none."""
+    if isnan(x):
+        return 7
+    y = min(abs(float(x)), 6.0)
+    below = max(i for i, v in enumerate(E2M1_VALUES) if v <= y)
+    code = below
+    if y > E2M1_VALUES[below]:
+        gap = E2M1_VALUES[below + 1] - E2M1_VALUES[below]
+        code += (random_word >> 8) / 2**24 < (y - E2M1_VALUES[below]) / gap
+    return code | (8 if np.signbit(x) else 0)
+
+
+def stored_scale(code: int, s_enc: np.float32) -> np.float32:
+    """The multiplier under a stored scale."""
+    return min(F32(1) / (e4m3_value(code) * (F32(1) / s_enc)), FLT_MAX)
+
+
+def e2m1_value(code: int) -> np.float32:
+    """With its sign."""
+    return F32(-E2M1_VALUES[code & 7] if code & 8 else E2M1_VALUES[code & 7])
+
+
+def better(
+    x: Matrix, elements: list[tuple[int, int]], g: np.float32, scale_max: int, mode: str
+) -> int:
+    """4-over-6: the stored scale of a block of 16 rows."""
+    most = F32(6 * scale_max)
+    s_enc = F32(1) if g == 0 else min(most / g, FLT_MAX)
+    base = (largest([x[ij] for ij in elements]) / F32(6)) * s_enc
+    sums = []
+    maps = [float8(min(base * F32(1.5), F32(448)), "e4m3"), float8(min(base, F32(448)), "e4m3")]
+    for code in maps:
+        enc, by_row = stored_scale(code, s_enc), [F32(0)] * 16
+        for i, j in sorted(elements):
+            value = ((e2m1_value(e2m1(x[i, j] * enc)) * e4m3_value(code)) * g) / most
+            error = abs(value - x[i, j])
+            by_row[i % 16] = by_row[i % 16] + (error * error if mode == "mse" else error)
+        for half in (8, 4, 2, 1):
+            by_row = [by_row[r] + by_row[r + half] for r in range(half)]
+        sums.append(by_row[0])
+    return maps[0] if sums[0] < sums[1] else maps[1]
+
+
+def cast_nvfp4(
+    x: Matrix,
+    h: int,
+    *,
+    scale_max: int = 448,
+    mode: str | None = None,
+    random: tuple[int, int, int] | None = None,
+) -> tuple[np.ndarray, np.ndarray, Scales, np.float32]:
+    """Codes, one a byte, values, stored scales by block, and the tensor's amax.
+
+    ``random`` is the seed, the hash of the name and the step of stochastic rounding.
+    """
+    cols = shape_of(x)[1]
+    codes, values = np.zeros(shape_of(x), np.uint8), np.zeros(shape_of(x), F32)
+    scales: Scales = {}
+    g = largest(list(x.values()))
+    finite = isfinite(g)
+    most = F32(6 * scale_max)
+    s_enc = F32(1) if g == 0 else min(most / g, FLT_MAX) if finite else F32(np.nan)
+    for block, elements in blocks(x, h, 16).items():
+        if not finite:
+            code, enc = 0x7F, F32(np.nan)
+        else:
+            amax = largest([x[ij] for ij in elements])
+            code = float8(min(amax * (s_enc * F32(1 / 6)), FLT_MAX), "e4m3")
+            if mode is not None:
+                code = better(x, elements, g, scale_max, mode)
+            enc = stored_scale(code, s_enc)
+        scales[block] = code
+        decoder = (e4m3_value(code) * g) * F32(1 / (6 * scale_max))
+        for i, j in elements:
+            y = x[i, j] * enc
+            codes[i, j] = e2m1(y) if random is None else drawn(y, word(i * cols + j, *random))
+            values[i, j] = e2m1_value(int(codes[i, j])) * decoder
+    return codes, values, scales, g
+
+
+def nvfp4(master: np.ndarray, dtype: str, h: int, **options) -> Expected:
+    """16x16 with its transpose, or 1x16 with the cast of the transpose.
+
+    Rows of the transposed cast are whole bytes: an odd one is filled up with a zero.
+    """
+    rows, cols = master.shape
+    with np.errstate(all="ignore"):
+        x = rounded(master, dtype)
+        codes, values, scales, g = cast_nvfp4(x, h, **options)
+        if h == 16:
+            second, by_col = codes.T, {(j, i // 16): scales[i // 16, j // 16] for i, j in x}
+        else:
+            y = transposed(x) | ({(j, rows): F32(0) for j in range(cols)} if rows % 2 else {})
+            second, _, by_col, _ = cast_nvfp4(y, h, **options)
+    by_row = {(i, j // 16): scales[i // h, j // 16] for i, j in x}
+    buffers = {
+        "rowwise_data": pack(codes),
+        "rowwise_scale_inv": plane(by_row, (padded(rows, 128), padded(cols // 16, 4)), 0, np.uint8),
+        "amax": np.array([g], F32),
+        "columnwise_data": pack(second),
+        "columnwise_scale_inv": plane(
+            by_col, (padded(cols, 128), padded(-(-rows // 16), 4)), 0, np.uint8
+        ),
+    }
+    if options.get("random") is not None:
+        _, name_hash, step = options["random"]
+        buffers["rounding_counter"] = np.array([name_hash, step], np.int64)
+    return Expected(buffers, values)
