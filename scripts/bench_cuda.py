@@ -12,40 +12,44 @@ the stream and as medians,
     one by one    our own kernels launched weight by weight: a re-enactment of how a library
                   without multi-tensor kernels would launch, and no other project's code
 
-With --host it needs no GPU: plans of 224 and 5,000 weights whose launches do nothing.
+With --transformer-engine CHECKOUT it also compiles that project's own kernels out of a checkout, or
+links what is built there, and runs them on the same tensors (bench_transformer_engine.py). With
+--host it needs no GPU: plans of 224 and 5,000 weights whose launches do nothing.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import platform
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import product
 from pathlib import Path
 from statistics import median
 
+import bench_transformer_engine
+import build_transformer_engine
 import torch
-from bench_others import plain_fp8, plain_nvfp4
+from bench_others import PLAIN
 from cuda_report import markdown
-from cuda_sets import SETS, WORLD_SIZES, Shape, rank_0
+from cuda_sets import SETS, WORLD_SIZES, Shape
+from cuda_work import STEPS, Work, one_by_one, prepare
 
 import zerocast
 from zerocast.backends import backend_for
-from zerocast.backends.cuda import Arguments, CudaBackend, Kernel, Launcher
-from zerocast.ops import CastShard, Launch, Masters
+from zerocast.backends.cuda import Arguments, CudaBackend, Kernel
 from zerocast.recipes import Recipe
-from zerocast.tensors import QuantizedStorage
-
-Work = Callable[[], object]
 
 RECIPES: dict[str, Recipe] = {
     "nvfp4": zerocast.NVFP4BlockScaling(),
     "fp8": zerocast.Float8CurrentScaling(),
+    "fp8_blockwise": zerocast.Float8BlockScaling(),
 }
-STEPS = ("memset", "amax", "scale", "cast", "transpose")
 HOST_GOAL = 150e-6
 PROBE_BYTES = 4 << 30
 FLUSH_BYTES = 512 << 20
@@ -122,133 +126,25 @@ def probe(backend: CudaBackend, size: int, rounds: int) -> Memory:
 # --- the work ---
 
 
-class Uploads:
-    """A launcher that counts the bytes of the tables that pass through it to another."""
-
-    def __init__(self, launcher: Launcher) -> None:
-        self._launcher = launcher
-        self._bytes = 0
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._launcher, name)
-
-    def upload(self, table: torch.Tensor) -> torch.Tensor:
-        """As the other launcher's, counted."""
-        self._bytes += table.nbytes
-        return self._launcher.upload(table)
-
-    def taken(self) -> int:
-        """Bytes since this was last asked."""
-        taken, self._bytes = self._bytes, 0
-        return taken
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """The steps of one rank over a set of weights, and what each must read and write."""
-
-    steps: dict[str, Work]
-    read: dict[str, int]
-    written: dict[str, int]
-    tables: dict[str, int]
-    storages: list[QuantizedStorage]
-    shards: list[CastShard]
-    masters: Masters
-
-
-def prepare(
-    backend: CudaBackend, recipe: Recipe, shapes: Sequence[Shape], world_size: int, device: str
-) -> Prepared:
-    """Weights and masters of rank 0, and its launches; the reduction between them is no kernel."""
-    extents = rank_0(list(shapes), world_size)
-    storages = [
-        QuantizedStorage.empty(shape, torch.bfloat16, recipe, torch.device(device), columnwise=True)
-        for shape in shapes
-    ]
-    owned = sum(extent.size for extent in extents)
-    flat = torch.randn(owned, device=device) if owned else torch.empty(0, device=device)
-    pieces = iter(flat.split([extent.size for extent in extents if extent]))
-    masters = Masters(len(shapes))
-    masters.bind([next(pieces) if extent else None for extent in extents])
-    slots = [storage.grid.amax_slots for storage in storages]
-    amax = torch.zeros(sum(slots), dtype=torch.int32, device=device)
-    parts = amax.split(slots)
-    shards = [
-        storage.cast_shard(i, extent, part)
-        for i, (storage, extent, part) in enumerate(zip(storages, extents, parts, strict=True))
-    ]
-    counting = Uploads(backend.launcher)
-    counted = CudaBackend(counting)
-
-    def tables_of(launch: Launch) -> Launch:
-        """Notes what was uploaded for a launch just made."""
-        uploaded.append(counting.taken())
-        return launch
-
-    uploaded: list[int] = []
-    scales = [s.scale_target(part) for s, part in zip(storages, parts, strict=True)]
-    copies = [s.transpose_target() for s in storages]
-    steps: dict[str, Work] = {
-        "memset": lambda: amax.zero_(),
-        "amax": tables_of(recipe.partial_amax(counted, shards, masters)),
-        "scale": tables_of(recipe.compute_scale(counted, scales)),
-        "cast": tables_of(recipe.partial_cast(counted, shards, masters)),
-        "transpose": tables_of(recipe.post_all_gather_processing(counted, copies)),
-    }
-    codes = owned * recipe.law.fmt.bits // 8
-    planes = {
-        name: sum(s.buffers[name].nbytes for s in storages if name in s.buffers)
-        for name in (
-            "rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv",
-        )
-    }  # fmt: skip
-    read = {
-        "memset": 0,
-        "amax": 4 * owned,
-        "scale": amax.nbytes,
-        "cast": 4 * owned,
-        # Each scale is needed once of the rows that repeat it.
-        "transpose": planes["rowwise_data"] + planes["columnwise_scale_inv"] // 16,
-    }
-    written = {
-        "memset": amax.nbytes,
-        "amax": 0,
-        "scale": planes["rowwise_scale_inv"],
-        "cast": codes,
-        "transpose": planes["columnwise_data"] + planes["columnwise_scale_inv"],
-    }
-    tables = dict(zip(STEPS, (0, *uploaded), strict=True))
-    return Prepared(steps, read, written, tables, storages, shards, masters)
-
-
-def one_by_one(backend: CudaBackend, recipe: Recipe, work: Prepared) -> Launch:
-    """Amax and cast, each weight by launches of its own."""
-    launches = [
-        launch
-        for shard in work.shards
-        if shard.extent
-        for launch in (
-            recipe.partial_amax(backend, [shard], work.masters),
-            recipe.partial_cast(backend, [shard], work.masters),
-        )
-    ]
-
-    def run() -> None:
-        for launch in launches:
-            launch()
-
-    return run
-
-
-def others(recipe: str, shapes: Sequence[Shape], rounds: int) -> dict[str, float]:
-    """Elements a second of torch, eager and compiled, on the largest weight of the set."""
-    x = torch.randn(max(shapes, key=lambda s: s[0] * s[1]), device="cuda")
-    plain = {"nvfp4": plain_nvfp4, "fp8": plain_fp8}[recipe]
+def others(
+    backend: CudaBackend, recipe: str, shapes: Sequence[Shape], rounds: int
+) -> dict[str, float]:
+    """Elements a second on the largest weight of the set: ours, and torch eager and compiled."""
+    work = prepare(backend, RECIPES[recipe], [max(shapes, key=math.prod)], 1, "cuda")
+    (x,) = (m.view(s.shape) for m, s in zip(work.masters.tensors, work.storages, strict=True))
+    plain = PLAIN[recipe]
     compiled = torch.compile(plain)
-    return {
-        name: x.numel() / device_seconds(lambda cast=cast: cast(x), rounds)
-        for name, cast in (("torch eager", plain), ("torch.compile", compiled))
+
+    def cast() -> None:
+        for step in STEPS[:-1]:
+            work.steps[step]()
+
+    casts = {
+        "zerocast": cast,
+        "torch eager": lambda: plain(x),
+        "torch.compile": lambda: compiled(x),
     }
+    return {name: x.numel() / device_seconds(run, rounds) for name, run in casts.items()}
 
 
 # --- all of it ---
@@ -293,6 +189,45 @@ def measure(name: str, recipe: str, world_size: int, memory: Memory, rounds: int
     }
 
 
+def compare(checkout: Path, options: argparse.Namespace) -> dict:
+    """TransformerEngine beside ours: a row for every set and recipe as rank 0 of 1 and of 64, or
+    the reason why there is none.
+    """
+    found: dict = {"version": build_transformer_engine.version(checkout), "rows": []}
+    capability = torch.cuda.get_device_capability()
+    arch = build_transformer_engine.architecture(capability)
+    try:
+        path = build_transformer_engine.library(checkout, arch)
+        driver = bench_transformer_engine.Driver(path)
+    except (build_transformer_engine.BuildError, OSError) as error:
+        return {**found, "reason": str(error)}
+    backend = backend_for(torch.device("cuda"))
+    assert isinstance(backend, CudaBackend), "the reference stepped in for the kernels"
+    for name, recipe, world_size in product(options.sets, options.recipes, options.ranks):
+        if world_size not in bench_transformer_engine.WORLD_SIZES:
+            continue
+        row = {"set": name, "recipe": recipe, "world_size": world_size}
+        try:
+            work = prepare(backend, RECIPES[recipe], SETS[name], world_size, "cuda")
+            flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
+            row |= bench_transformer_engine.compare(
+                driver,
+                recipe,
+                work.steps,
+                work.storages,
+                work.shards,
+                work.masters.tensors,
+                capability,
+                partial(device_seconds, rounds=options.rounds, flush=flush),
+            )
+        except RuntimeError as error:  # a kernel of either side that failed ends the CUDA context
+            row["reason"] = str(error).splitlines()[0]
+        found["rows"].append(row)
+        work = flush = None
+        torch.cuda.empty_cache()
+    return found
+
+
 class NoLauncher:
     """A launcher of nothing on CPU tensors: what is left is the host's own time."""
 
@@ -332,7 +267,7 @@ def host_time(weights: int, rounds: int) -> dict:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measure, print the page, write it and the JSON beside each other."""
+    """Measure, write the page and the JSON, print the page."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sets", nargs="+", choices=SETS, default=list(SETS))
     parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES))
@@ -340,6 +275,12 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--output", type=Path, help="without suffix: .md and .json are written")
     parser.add_argument("--host", action="store_true", help="the host's time only, without a GPU")
+    parser.add_argument(
+        "--transformer-engine",
+        type=Path,
+        metavar="CHECKOUT",
+        help="where that project lies, to run its kernels beside ours",
+    )
     options = parser.parse_args(arguments)
     if options.host:
         for weights in (224, 5000):
@@ -371,15 +312,25 @@ def main(arguments: Sequence[str]) -> int:
         "rounds": options.rounds,
         "memory": asdict(memory),
         "rows": rows,
-        "others": {r: others(r, SETS[options.sets[0]], options.rounds) for r in options.recipes},
+        "others": {
+            r: others(backend, r, SETS[options.sets[0]], options.rounds) for r in options.recipes
+        },
     }
-    page = markdown(report)
-    print(page)
-    if options.output:
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.with_suffix(".md").write_text(page)
-        options.output.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
+    # Written before another project's kernels run: should they take the process down, ours stand.
+    write(report, options.output)
+    if options.transformer_engine:
+        report["transformer_engine"] = compare(options.transformer_engine.resolve(), options)
+        write(report, options.output)
+    print(markdown(report))
     return 0
+
+
+def write(report: dict, output: Path | None) -> None:
+    """The page and the JSON beside each other."""
+    if output:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.with_suffix(".md").write_text(markdown(report))
+        output.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
 
 
 def driver_version() -> str:

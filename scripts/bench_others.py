@@ -1,9 +1,9 @@
 """What casts the same FP32 tensor today: plain torch, and torchao where it is installed.
 
-For scripts/bench_cast.py. Plain torch computes what a zerocast recipe does, formula by formula, as
-one would write it down in an afternoon; torchao's functions are the ones that its users call. Those
-do less or other work in places (1x16 blocks, no rounding to BF16 first), so this compares speed and
-not bytes.
+For scripts/bench_cast.py and bench_cuda.py. Plain torch computes what a zerocast recipe does,
+formula by formula, as one would write it down in an afternoon; torchao's functions are the ones
+that its users call. Those do less or other work in places (1x16 blocks, no rounding to BF16 first),
+so this compares speed and not bytes.
 """
 
 from __future__ import annotations
@@ -45,6 +45,24 @@ def plain_nvfp4(x: Tensor) -> tuple[Tensor, ...]:
         codes += magnitude >= threshold
     codes |= torch.signbit(scaled).to(torch.uint8) << 3
     return codes[:, 0::2] | (codes[:, 1::2] << 4), scales, tensor_amax
+
+
+def plain_fp8_blockwise(x: Tensor) -> tuple[Tensor, ...]:
+    """E4M3 in 128x128 blocks, scales rounded down to powers of two."""
+    rows, cols = x.shape
+    blocks = x.bfloat16().float().view(rows // 128, 128, cols // 128, 128)
+    amax = blocks.abs().amax(dim=(1, 3), keepdim=True)
+    scale = torch.exp2(torch.floor(torch.log2(448.0 / amax)))
+    codes = (blocks * scale).clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
+    return codes.view(rows, cols), 1.0 / scale
+
+
+PLAIN: dict[str, Cast] = {
+    "nvfp4": plain_nvfp4,
+    "fp8": plain_fp8,
+    "fp8_blockwise": plain_fp8_blockwise,
+}
+"""By the names that scripts/bench_cuda.py gives the recipes."""
 
 
 def torchao_casts() -> dict[str, Cast]:

@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
 GOALS = {"amax": 0.90, "cast": 0.85, "transpose": 0.80}
 """Shares of the bound to be reached on an H200, Llama set, 1 rank."""
+
+SHARE_OF_64 = 50
+"""Amax and cast at rank 0 of 64 take at most the time of 1 rank divided by this."""
+
+TIMES_AS_FAST = {1: 2.5, 64: 10}
+"""As TransformerEngine's kernels for the same work, Llama set, by world size."""
 
 
 def markdown(report: dict) -> str:
@@ -48,12 +56,67 @@ def markdown(report: dict) -> str:
     lines += ["", "| on the largest weight | recipe | Gelement/s |", "|---|---|---|"]
     for recipe, speeds in report["others"].items():
         lines += [f"| {name} | {recipe} | {v / 1e9:.1f} |" for name, v in speeds.items()]
-    lines += ["", "TransformerEngine: not measured by this script.", "", *verdicts(report), ""]
+    lines += ["", *transformer_engine(report), "", *verdicts(report), ""]
     return "\n".join(lines)
 
 
+def transformer_engine(report: dict) -> list[str]:
+    """The section on that project's kernels: a table, and of all that did not run the reason."""
+    found = report.get("transformer_engine")
+    if found is None:
+        return ["TransformerEngine: not measured, no checkout was given."]
+    name = f"TransformerEngine {found['version']}"
+    if "reason" in found:
+        return [f"{name}: not measured: {found['reason']}."]
+    lines = [
+        f"## {name}",
+        "",
+        "Its own kernels, compiled from a checkout, on the same tensors. *FP32*: they read the "
+        "masters. *BF16*: as its users call it, torch rounds each master first; that is the same "
+        "work as ours, and *amax + cast* counts it in. *times as fast*: its time by ours.",
+        "",
+        "| set | recipe | ranks | step | ours, ms | FP32, ms | BF16, ms | times as fast | differ |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    notes = []
+    for row in found["rows"]:
+        place = f"{row['set']} | {row['recipe']} | {row['world_size']}"
+        where = f"{row['set']}, {row['recipe']}, rank 0 of {row['world_size']}"
+        if "reason" in row:
+            notes.append(f"- {where}: not measured: {row['reason']}.")
+            continue
+        for step, (ours, fp32, bf16) in steps_beside(row).items():
+            times = " / ".join(f"{t / ours:.1f}" for t in (fp32, bf16) if math.isfinite(t / ours))
+            lines.append(
+                f"| {place} | {step} | {ms(ours)} | {ms(fp32)} | {ms(bf16)} | {times or '-'} | "
+                f"{row['differing'].get(step, '')} |"
+            )
+        notes += [f"- {where}: {step} not run: {why}." for step, why in row["not_run"].items()]
+    return [*lines, "", *notes] if notes else lines
+
+
+def ms(seconds: float) -> str:
+    """In milliseconds; a dash for NaN, which stands for what was not measured."""
+    return "-" if math.isnan(seconds) else f"{seconds * 1e3:.3f}"
+
+
+def steps_beside(row: dict) -> dict[str, tuple[float, float, float]]:
+    """By step, seconds of ours, and of TransformerEngine reading FP32 and BF16; NaN where not
+    measured. Their BF16 sum begins with the rounding.
+    """
+    ways = (row["ours"], row["FP32"], row["BF16"])
+    steps: dict[str, tuple[float, float, float]] = {}
+    for step in ("round", "amax", "scale", "cast", "transpose"):
+        ours, fp32, bf16 = (way.get(step, math.nan) for way in ways)
+        steps[step] = (ours, fp32, bf16)
+    amax, cast = steps["amax"], steps["cast"]
+    ours, fp32, bf16 = (a + c for a, c in zip(amax, cast, strict=True))
+    steps["amax + cast"] = (ours, fp32, bf16 + row["BF16"]["round"])
+    return steps
+
+
 def verdicts(report: dict) -> list[str]:
-    """The goals for the Llama set at 1 rank, and whether they were met."""
+    """The goals for the Llama set, and whether they were met."""
     lines = []
     for row in report["rows"]:
         if (row["set"], row["world_size"]) != ("llama", 1):
@@ -62,4 +125,29 @@ def verdicts(report: dict) -> list[str]:
             share = row["steps"][step]["of_bound"]
             met = "met" if share >= goal else "MISSED"
             lines.append(f"- {row['recipe']} {step}: {share:.0%} of its bound, {goal:.0%} {met}")
+    first = {
+        (row["set"], row["recipe"], row["world_size"]): sum(
+            row["steps"][step]["seconds"] for step in ("amax", "cast")
+        )
+        for row in report["rows"]
+    }
+    for (name, recipe, world_size), seconds in first.items():
+        if name == "llama" and world_size == 64 and (name, recipe, 1) in first:
+            share = first[name, recipe, 1] / seconds
+            met = "met" if share >= SHARE_OF_64 else "MISSED"
+            lines.append(
+                f"- {recipe} amax + cast at rank 0 of 64: 1/{share:.1f} of 1 rank's, "
+                f"1/{SHARE_OF_64} {met}"
+            )
+    for row in report.get("transformer_engine", {}).get("rows", ()):
+        goal = TIMES_AS_FAST.get(row["world_size"])
+        if row["set"] != "llama" or goal is None:
+            continue
+        where = f"{row['recipe']} beside TransformerEngine at rank 0 of {row['world_size']}"
+        ours, _, bf16 = (math.nan,) * 3 if "reason" in row else steps_beside(row)["amax + cast"]
+        if math.isnan(bf16):
+            lines.append(f"- {where}: amax + cast not measured, {goal} OPEN")
+        else:
+            met = "met" if bf16 / ours >= goal else "MISSED"
+            lines.append(f"- {where}: amax + cast {bf16 / ours:.1f} times as fast, {goal} {met}")
     return lines

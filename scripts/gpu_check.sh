@@ -3,7 +3,11 @@
 # under compute-sanitizer, then the benchmark. Leaves gpu_check.md, gpu_check.json and the benchmark's bench_cuda.md and
 # bench_cuda.json. Fails where a stage fails, and runs the others all the same.
 #
-#   scripts/gpu_check.sh [DIRECTORY]     where the reports go; default scripts/results
+#   scripts/gpu_check.sh [DIRECTORY [CHECKOUT]]
+#
+#   DIRECTORY    where the reports go; default scripts/results
+#   CHECKOUT     of TransformerEngine, outside this repository: its kernels are compiled while the tests run, and the
+#                benchmark runs them beside ours
 #
 # It installs nothing: PYTHON (default python3) needs a CUDA build of torch, cupy, NVRTC, pytest and hypothesis.
 # What is missing of mpi4py, mpiexec and compute-sanitizer is skipped, and the report says so.
@@ -11,12 +15,14 @@ cd "$(dirname "$0")/.." || exit 1
 set -uo pipefail
 PYTHON=${PYTHON:-python3}
 RESULTS=${1:-scripts/results}
+CHECKOUT=${2:-}
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 mkdir -p "$RESULTS"
 LOGS=$(mktemp -d)
 trap 'rm -rf "$LOGS"' EXIT
 DEVICE_TESTS=tests/backends/test_cuda_device.py
 DEADLINE=590  # seconds for all stages together
+RESERVED=200  # of these, for the benchmark
 FAILED=0
 JSON=""
 MARKDOWN="$RESULTS/gpu_check.md"
@@ -32,7 +38,12 @@ record() {
 stage() {
     local name=$1 limit=$2 started=$SECONDS log="$LOGS/$1" summary result=ok
     shift 2
-    ((limit < DEADLINE - SECONDS)) || limit=$((DEADLINE - SECONDS))
+    ((limit < DEADLINE - RESERVED - SECONDS)) || limit=$((DEADLINE - RESERVED - SECONDS))
+    if ((limit < 1)); then
+        record "$name" FAILED 0 "no time left"
+        FAILED=1
+        return
+    fi
     timeout "$limit" "$@" >"$log" 2>&1 </dev/null || result=FAILED
     summary=$(grep -Eo '([0-9]+ (failed|passed|skipped|deselected|error)[^=]*|ERROR SUMMARY: .*)' "$log" | tail -n 1 |
         tr -d '"\\|' || true)
@@ -59,6 +70,15 @@ GPU=$("$PYTHON" -c 'import torch; print(torch.cuda.get_device_name(), "torch", t
     printf '| stage | result | seconds | |\n|---|---|---|---|\n'
 } >"$MARKDOWN"
 
+BENCHMARK=("$PYTHON" scripts/bench_cuda.py --rounds 5 --output "$RESULTS/bench_cuda")
+if [ -n "$CHECKOUT" ]; then
+    BENCHMARK+=(--transformer-engine "$CHECKOUT")
+    CAPABILITY=$("$PYTHON" -c 'import torch; print(*torch.cuda.get_device_capability(), sep=".")')
+    timeout "$((DEADLINE - RESERVED))" nice "$PYTHON" scripts/build_transformer_engine.py "$CHECKOUT" \
+        --capability "$CAPABILITY" >"$LOGS/transformer_engine" 2>&1 </dev/null &
+    COMPILING=$!
+fi
+
 stage build 60 bash -c build
 stage tests 160 "${PYTEST[@]}" "$DEVICE_TESTS"
 if command -v compute-sanitizer >/dev/null; then
@@ -72,7 +92,14 @@ if command -v compute-sanitizer >/dev/null; then
 else
     record compute-sanitizer skipped 0 "not installed"
 fi
-stage benchmark 150 "$PYTHON" scripts/bench_cuda.py --rounds 5 --output "$RESULTS/bench_cuda"
+if [ -n "$CHECKOUT" ]; then
+    waited=$SECONDS result=ok
+    wait "$COMPILING" || result=FAILED FAILED=1
+    record transformer_engine "$result" $((SECONDS - waited)) \
+        "compiled beside the tests: $(tail -n 1 "$LOGS/transformer_engine" | tr -d '"\\|')"
+fi
+RESERVED=0
+stage benchmark 200 "${BENCHMARK[@]}"
 
 printf '{"gpu": "%s", "stages": [%s]}\n' "$GPU" "$JSON" >"$RESULTS/gpu_check.json"
 printf 'reports in %s, %d s\n' "$RESULTS" "$SECONDS"
