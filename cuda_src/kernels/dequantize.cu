@@ -15,90 +15,179 @@ static ZEROCAST_FN i32 code_of(const u8* codes, i64 element) {
 }
 
 template <class F>
-static ZEROCAST_FN u32 load_codes(const u8* codes, i64 element) {
-    if constexpr (F::BITS == 8)
-        return *(const u32*)(codes + element);
-    else
-        return *(const unsigned short*)(codes + element / 2);
-}
-
-template <class F>
 static ZEROCAST_FN float value_of(u32 code, float multiplier) {
     return scaled<Scalar>(decode<F, Scalar>((i32)code), multiplier);
 }
 
-template <class F, class Multiplier>
+// multiplier_at(row, col) is that of an element of the tile; `by_quads` says that the four elements
+// of a quad share one.
+template <class F, class MultiplierAt>
+static ZEROCAST_FN void decode_tile(const DequantizeTarget& target, const Tile& tile,
+                                    const Quads& quads, bool by_quads,
+                                    const MultiplierAt& multiplier_at) {
+    bool aligned = quads_aligned(target.out + tile.element, 16, tile, target.grid);
+    bool aligned_codes =
+        quads_aligned(target.codes + tile.element * F::BITS / 8, F::BITS / 2, tile, target.grid);
+    i64 numel = target.grid.numel();
+    u32 whole = whole_quads(quads, tile, target.grid, 0, numel);
+#pragma unroll 2
+    for (int i = 0; i < TILE_QUADS; i++) {
+        i64 e = quads.at(i);
+        int row = quads.row_of(i), col = quads.col_of(i);
+        if (whole >> i & 1) {
+            u32 codes = load_codes<F>(target.codes + e * F::BITS / 8, aligned_codes);
+            float multiplier = multiplier_at(row, col);
+            Quad q;
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+                if (!by_quads) multiplier = multiplier_at(row, col + j);
+                q.x[j] = value_of<F>(codes >> F::BITS * j & ((1u << F::BITS) - 1), multiplier);
+            }
+            store_quad(target.out + e, q, aligned);
+            continue;
+        }
+#pragma unroll 1
+        for (int j = 0; j < 4; j++) {
+            if (!owns(quads, 0, numel, i, j)) continue;
+            u32 code = (u32)code_of<F>(target.codes, e + j);
+            target.out[e + j] = value_of<F>(code, multiplier_at(row, col + j));
+        }
+    }
+}
+
+// multiplier_of(target, at): from entry `at` of the stored plane of scales.
+template <class F, class MultiplierOf>
 static ZEROCAST_FN void decode_tiles(const DequantizeTarget* targets, const Tile* tiles, i64 count,
-                                     const Multiplier& multiplier_of, float* multipliers) {
+                                     const MultiplierOf& multiplier_of, float* multipliers) {
     for (i64 t = blockIdx.x; t < count; t += gridDim.x) {
         Tile tile = tiles[t];
         const DequantizeTarget& target = targets[tile.weight];
         i64 blocks_w = target.grid.blocks_w();
-        for (int b = threadIdx.x; b < tile.blocks; b += THREADS) {
-            i64 block = tile.first_block + b;
-            i64 at = block / blocks_w * target.scale_row + block % blocks_w * target.scale_col;
-            multipliers[b] = multiplier_of(target, at);
-        }
+        i64 first = tile.first_block / blocks_w * target.scale_row
+                    + tile.first_block % blocks_w * target.scale_col;
+        for (int b = threadIdx.x; b < tile.blocks; b += THREADS)
+            multipliers[b] = multiplier_of(target, first + b * target.scale_col);
         __syncthreads();
-
         Quads quads(tile, target.grid, threadIdx.x);
-        bool at_once = quads_aligned(target.out + tile.element, 16, tile, target.grid)
-                       && quads_aligned(target.codes + tile.element * F::BITS / 8, F::BITS / 2,
-                                        tile, target.grid)
-                       && quads_keep_to_blocks(tile, target.grid);
-        i64 numel = target.grid.numel();
-        u32 whole = at_once ? whole_quads(quads, tile, target.grid, 0, numel) : 0;
-#pragma unroll 2
-        for (int i = 0; i < TILE_QUADS; i++) {
-            i64 e = quads.at(i);
-            if (whole >> i & 1) {
-                u32 codes = load_codes<F>(target.codes, e);
-                float multiplier = multipliers[block_in_tile(tile, target.grid, quads.col_of(i))];
-                Quad q;
-                for (int j = 0; j < 4; j++) {
-                    q.x[j] = value_of<F>(codes >> F::BITS * j & ((1u << F::BITS) - 1), multiplier);
-                }
-                store_quad(target.out + e, q);
-                continue;
-            }
-#pragma unroll 1
-            for (int j = 0; j < 4; j++) {
-                if (!owns(quads, 0, numel, i, j)) continue;
-                float multiplier =
-                    multipliers[block_in_tile(tile, target.grid, quads.col_of(i) + j)];
-                target.out[e + j] = value_of<F>((u32)code_of<F>(target.codes, e + j), multiplier);
-            }
-        }
+        decode_tile<F>(
+            target, tile, quads, quads_keep_to_blocks(tile, target.grid),
+            [&](int, int col) { return multipliers[block_in_tile(tile, target.grid, col)]; });
         __syncthreads();  // before the next tile makes its multipliers
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
-    dequantize_e2m1(const DequantizeTarget* __restrict__ targets, const Tile* __restrict__ tiles,
-                    i64 count) {
-    __shared__ float multipliers[MAX_TILE_BLOCKS];
-    auto multiplier_of = [](const DequantizeTarget& t, i64 at) {
-        return nvfp4_decode_multiplier<Scalar>(((const u8*)t.scale_inv)[at], *t.amax, 448);
-    };
-    decode_tiles<E2M1>(targets, tiles, count, multiplier_of, multipliers);
+// Over fine tiles: multipliers is [rows, blocks].
+template <class F, class MultiplierOf>
+static ZEROCAST_FN void decode_fine_tiles(const DequantizeTarget* targets, const FineTile* tiles,
+                                          i64 count, const MultiplierOf& multiplier_of,
+                                          float* multipliers) {
+    for (i64 t = blockIdx.x; t < count; t += gridDim.x) {
+        FineTile fine = tiles[t];
+        const DequantizeTarget& target = targets[fine.weight];
+        Tile tile = fine.as_tile(target.grid);
+        i64 first = fine.row * target.scale_row
+                    + fine.first_block % target.grid.blocks_w() * target.scale_col;
+        for (int b = threadIdx.x; b < tile.rows * tile.blocks; b += THREADS) {
+            int row = b / tile.blocks, block = b % tile.blocks;
+            multipliers[b] =
+                multiplier_of(target, first + row * target.scale_row + block * target.scale_col);
+        }
+        __syncthreads();
+        decode_tile<F>(
+            target, tile, Quads::of_fine(tile, target.grid, threadIdx.x), true,
+            [&](int row, int col) {
+                return multipliers[row * tile.blocks + block_in_tile(tile, target.grid, col)];
+            });
+        __syncthreads();  // before the next tile makes its multipliers
+    }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
-    dequantize_e4m3(const DequantizeTarget* __restrict__ targets, const Tile* __restrict__ tiles,
-                    i64 count) {
-    __shared__ float multipliers[MAX_TILE_BLOCKS];
-    auto multiplier_of = [](const DequantizeTarget& t, i64 at) {
-        return ((const float*)t.scale_inv)[at];
-    };
-    decode_tiles<E4M3>(targets, tiles, count, multiplier_of, multipliers);
+// --- what the laws store ---
+
+static ZEROCAST_FN float fp32_at(const DequantizeTarget& target, i64 at) {
+    return ((const float*)target.scale_inv)[at];
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
-    dequantize_e5m2(const DequantizeTarget* __restrict__ targets, const Tile* __restrict__ tiles,
-                    i64 count) {
+static ZEROCAST_FN float e8m0_at(const DequantizeTarget& target, i64 at) {
+    return decode_e8m0<Scalar>(((const u8*)target.scale_inv)[at]);
+}
+
+// --- one kernel a law and shape of tiles ---
+
+extern "C" __global__ void __launch_bounds__(THREADS, 8)
+    dequantize_float8_e4m3(const DequantizeTarget* __restrict__ targets,
+                           const Tile* __restrict__ tiles, i64 count) {
     __shared__ float multipliers[MAX_TILE_BLOCKS];
-    auto multiplier_of = [](const DequantizeTarget& t, i64 at) {
-        return ((const float*)t.scale_inv)[at];
+    decode_tiles<E4M3>(targets, tiles, count, fp32_at, multipliers);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 8)
+    dequantize_float8_e5m2(const DequantizeTarget* __restrict__ targets,
+                           const Tile* __restrict__ tiles, i64 count) {
+    __shared__ float multipliers[MAX_TILE_BLOCKS];
+    decode_tiles<E5M2>(targets, tiles, count, fp32_at, multipliers);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 8)
+    dequantize_mxfp8_e4m3(const DequantizeTarget* __restrict__ targets,
+                          const Tile* __restrict__ tiles, i64 count) {
+    __shared__ float multipliers[MAX_TILE_BLOCKS];
+    decode_tiles<E4M3>(targets, tiles, count, e8m0_at, multipliers);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 8)
+    dequantize_mxfp8_e5m2(const DequantizeTarget* __restrict__ targets,
+                          const Tile* __restrict__ tiles, i64 count) {
+    __shared__ float multipliers[MAX_TILE_BLOCKS];
+    decode_tiles<E5M2>(targets, tiles, count, e8m0_at, multipliers);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 8)
+    dequantize_nvfp4(const DequantizeTarget* __restrict__ targets, const Tile* __restrict__ tiles,
+                     i64 count, i64 scale_max) {
+    __shared__ float multipliers[MAX_TILE_BLOCKS];
+    auto e4m3_at = [=](const DequantizeTarget& target, i64 at) {
+        u8 stored = ((const u8*)target.scale_inv)[at];
+        return nvfp4_decode_multiplier<Scalar>(stored, *target.amax, scale_max);
     };
-    decode_tiles<E5M2>(targets, tiles, count, multiplier_of, multipliers);
+    decode_tiles<E2M1>(targets, tiles, count, e4m3_at, multipliers);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 8)
+    dequantize_fine_float8_e4m3(const DequantizeTarget* __restrict__ targets,
+                                const FineTile* __restrict__ tiles, i64 count) {
+    __shared__ float multipliers[MAX_TILE_BLOCKS];
+    decode_fine_tiles<E4M3>(targets, tiles, count, fp32_at, multipliers);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 8)
+    dequantize_fine_float8_e5m2(const DequantizeTarget* __restrict__ targets,
+                                const FineTile* __restrict__ tiles, i64 count) {
+    __shared__ float multipliers[MAX_TILE_BLOCKS];
+    decode_fine_tiles<E5M2>(targets, tiles, count, fp32_at, multipliers);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 8)
+    dequantize_fine_mxfp8_e4m3(const DequantizeTarget* __restrict__ targets,
+                               const FineTile* __restrict__ tiles, i64 count) {
+    __shared__ float multipliers[MAX_TILE_BLOCKS];
+    decode_fine_tiles<E4M3>(targets, tiles, count, e8m0_at, multipliers);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 8)
+    dequantize_fine_mxfp8_e5m2(const DequantizeTarget* __restrict__ targets,
+                               const FineTile* __restrict__ tiles, i64 count) {
+    __shared__ float multipliers[MAX_TILE_BLOCKS];
+    decode_fine_tiles<E5M2>(targets, tiles, count, e8m0_at, multipliers);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 8)
+    dequantize_fine_nvfp4(const DequantizeTarget* __restrict__ targets,
+                          const FineTile* __restrict__ tiles, i64 count, i64 scale_max) {
+    __shared__ float multipliers[MAX_TILE_BLOCKS];
+    auto e4m3_at = [=](const DequantizeTarget& target, i64 at) {
+        u8 stored = ((const u8*)target.scale_inv)[at];
+        return nvfp4_decode_multiplier<Scalar>(stored, *target.amax, scale_max);
+    };
+    decode_fine_tiles<E2M1>(targets, tiles, count, e4m3_at, multipliers);
 }

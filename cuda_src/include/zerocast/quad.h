@@ -6,6 +6,7 @@
 #pragma once
 
 #include "formats.h"
+#include "tables.h"
 
 namespace zerocast {
 inline namespace ZEROCAST_ISA {
@@ -30,8 +31,32 @@ ZEROCAST_FN Quad load_quad(const float* from) {
 #endif
 }
 
-ZEROCAST_FN void store_quad(float* to, const Quad& q) {
-    *(float4*)to = float4{q.x[0], q.x[1], q.x[2], q.x[3]};
+// From any address of a float.
+ZEROCAST_FN Quad load_elements(const float* from) {
+    return Quad{{from[0], from[1], from[2], from[3]}};
+}
+
+// The N quads at `from` and every `step` elements on, as far as their bits of `wanted` are set, all
+// asked for before the first one is there; zeros for the others. `aligned`: to 16 bytes, all.
+template <int N>
+ZEROCAST_FN void load_quads(Quad (&q)[N], const float* from, i64 step, u32 wanted, bool aligned) {
+    if (aligned) {
+#pragma unroll
+        for (int k = 0; k < N; k++) q[k] = wanted >> k & 1 ? load_quad(from + k * step) : Quad{};
+    } else {
+#pragma unroll
+        for (int k = 0; k < N; k++)
+            q[k] = wanted >> k & 1 ? load_elements(from + k * step) : Quad{};
+    }
+}
+
+ZEROCAST_FN void store_quad(float* to, const Quad& q, bool aligned) {
+    if (aligned) {
+        *(float4*)to = float4{q.x[0], q.x[1], q.x[2], q.x[3]};
+    } else {
+#pragma unroll
+        for (int i = 0; i < 4; i++) to[i] = q.x[i];
+    }
 }
 
 // --- rounding ---
@@ -66,6 +91,31 @@ ZEROCAST_FN Quad round_quad(Quad q) {
     return q;
 }
 #endif
+
+// One element, by the number of its nominal dtype.
+ZEROCAST_FN float round_element(float x, i64 nominal) {
+    if (nominal == NOMINAL_BF16) return round_to<Bf16, Scalar>(x);
+    if (nominal == NOMINAL_FP16) return round_to<Fp16, Scalar>(x);
+    return round_to<Fp32, Scalar>(x);
+}
+
+// --- magnitudes ---
+
+// Bit patterns of the four magnitudes; they order like integers, a NaN being the largest.
+ZEROCAST_FN void magnitudes_of(const Quad& q, i32 (&magnitude)[4]) {
+#pragma unroll
+    for (int j = 0; j < 4; j++) magnitude[j] = Scalar::bits(q.x[j]) & MAGNITUDE_MASK;
+}
+
+ZEROCAST_FN i32 largest_of(const i32 (&m)[4]) {
+    return Scalar::max(Scalar::max(m[0], m[1]), Scalar::max(m[2], m[3]));
+}
+
+// What enters an amax buffer for elements whose largest magnitude has these bits: rounding is
+// monotonic, so the largest rounded magnitude is the rounded largest.
+ZEROCAST_FN i32 rounded_amax(i32 magnitude, i64 nominal) {
+    return magnitude_bits<Scalar>(round_element(Scalar::value(magnitude), nominal));
+}
 
 // --- encoding: four codes in one word, the first element's in the low bits ---
 
@@ -137,13 +187,31 @@ ZEROCAST_FN u32 encode_quad<E2M1>(const Quad& q) {
 #endif
 }
 
-// Four codes to an address that is a multiple of their 4 or 2 bytes.
+// Four codes, at once where the address is a multiple of their 4 or 2 bytes.
 template <class F>
-ZEROCAST_FN void store_codes(u8* to, u32 word) {
-    if constexpr (F::BITS == 8)
+ZEROCAST_FN void store_codes(u8* to, u32 word, bool aligned) {
+    if (!aligned) {
+#pragma unroll
+        for (int i = 0; i < F::BITS / 2; i++) to[i] = (u8)(word >> 8 * i);
+    } else if constexpr (F::BITS == 8) {
         *(u32*)to = word;
-    else
+    } else {
         *(unsigned short*)to = (unsigned short)word;
+    }
+}
+
+template <class F>
+ZEROCAST_FN u32 load_codes(const u8* from, bool aligned) {
+    u32 word = 0;
+    if (!aligned) {
+#pragma unroll
+        for (int i = 0; i < F::BITS / 2; i++) word |= (u32)from[i] << 8 * i;
+    } else if constexpr (F::BITS == 8) {
+        word = *(const u32*)from;
+    } else {
+        word = *(const unsigned short*)from;
+    }
+    return word;
 }
 
 }  // namespace ZEROCAST_ISA

@@ -11,44 +11,59 @@ were bound to other tensors.
 from __future__ import annotations
 
 import weakref
+from collections import OrderedDict
 from collections.abc import Sequence
 
 import torch
 
+from zerocast.backends.cuda.delayed import scales_by_callable
 from zerocast.backends.cuda.launcher import Arguments, Kernel, Launcher
+from zerocast.backends.cuda.laws import cast_kernel, choice_kernel, decode_kernel, scale_kernel
 from zerocast.backends.cuda.tiling import (
+    Cut,
+    choice_tiles,
     code_squares,
     copied_scale_tiles,
+    fine_tiles,
+    is_fine,
     scale_tiles,
     shard_tiles,
-    table,
     tiled_grid,
+    tiles_of,
 )
 from zerocast.backends.tables import (
     cast_row,
     dequantize_row,
     law_fields,
     scale_row,
+    select_row,
     transpose_row,
 )
 from zerocast.errors import BackendError
 from zerocast.formats import packed_columns
-from zerocast.layout import Extent
+from zerocast.layout import BlockGrid, Extent, ScaleLayout
 from zerocast.ops import (
+    Candidates,
     CastShard,
     DequantizeTarget,
+    Float8DelayedLaw,
     Launch,
     Law,
     Masters,
+    NVFP4Law,
     ScaleTarget,
+    SelectTarget,
     TransposeTarget,
 )
 
 THREADS = 128
-"""Of a block, in every kernel whose tiles are cut for quads (``tiles.h``)."""
+"""Of a block, in every kernel but those of ``transpose.cu``."""
 
 SQUARE_THREADS = 256
 """Of a block of ``transpose.cu``."""
+
+KEPT_TILES = 256
+"""Tables of tiles of single weights that stay on the device."""
 
 
 class CudaBackend:
@@ -66,26 +81,72 @@ class CudaBackend:
         self._pointers: weakref.WeakKeyDictionary[Masters, _MasterPointers] = (
             weakref.WeakKeyDictionary()
         )
+        # A weight that is cast or decoded by itself, an activation say, comes again and again with
+        # other addresses and the same shape.
+        self._tiles: OrderedDict[tuple[Cut, ...], torch.Tensor] = OrderedDict()
+
+    # --- operations on shards ---
 
     def partial_amax(self, shards: Sequence[CastShard], masters: Masters) -> Launch:
-        kernel = Kernel("partial_amax", "partial_amax", THREADS)
-        return self._cast(kernel, [], shards, masters)
+        return self._cast("partial_amax", "", [], shards, masters)
 
-    def compute_scale(self, law: Law, targets: Sequence[ScaleTarget]) -> Launch:
-        kernel = Kernel("compute_scale", f"compute_scale_{law.fmt.name}", THREADS)
-        rows = [scale_row(target, self._address) for target in targets]
-        tiles = [
-            scale_tiles(i, target.layout.shape, target.layout.row_repeat)
-            for i, target in enumerate(targets)
-        ]
-        return self._launch(kernel, rows, tiles, law_fields(law, self.name)[2:4], targets)
+    def partial_select(
+        self, law: NVFP4Law, shards: Sequence[CastShard], masters: Masters
+    ) -> Launch:
+        ending, scalars = choice_kernel(law, self.name)
+        kernel = Kernel("partial_select", f"partial_select_{ending}", THREADS)
+        shards = [shard for shard in shards if shard.extent]
+        for shard in shards:
+            _check_choosing(shard.grid)
+        cuts: list[list[Cut]] = [[(shard_tiles, shard.grid, shard.extent)] for shard in shards]
+        return self._on_masters(kernel, scalars, shards, [s.grid for s in shards], cuts, masters)
 
     def partial_cast(self, law: Law, shards: Sequence[CastShard], masters: Masters) -> Launch:
-        kernel = Kernel("partial_cast", f"partial_cast_{law.fmt.name}", THREADS)
-        if law.fmt.bits == 4:
-            for shard in shards:
+        ending, scalars = cast_kernel(law, self.name)
+        for shard in shards:
+            if law.fmt.bits == 4:
                 _check_whole_bytes(shard.grid.cols)
-        return self._cast(kernel, law_fields(law, self.name)[2:4], shards, masters)
+            if shard.columnwise is not None and (
+                law.fmt.bits == 4 or isinstance(law, Float8DelayedLaw)
+            ):
+                raise BackendError(
+                    f"the cuda backend casts a second plane of 8-bit codes under scales of this "
+                    f"cast, got one under {law}; cast it under use_backend('reference')."
+                )
+            if isinstance(law, Float8DelayedLaw) and shard.grid.num_blocks != 1:
+                raise BackendError(
+                    f"the cuda backend takes delayed scaling of one block a tensor, got "
+                    f"{shard.grid}; cast it under use_backend('reference')."
+                )
+        return self._cast("partial_cast", f"_{ending}", scalars, shards, masters)
+
+    # --- operations on whole weights ---
+
+    def select(self, law: NVFP4Law, targets: Sequence[SelectTarget]) -> Launch:
+        ending, scalars = choice_kernel(law, self.name)
+        kernel = Kernel("select", f"select_{ending}", THREADS)
+        targets = [target for target in targets if target.candidates.cut.numel()]
+        for target in targets:
+            _check_choosing(target.grid)
+        lists = self._lists([target.candidates for target in targets])
+        rows = [select_row(target, self._address, lists.address) for target in targets]
+        cuts: list[list[Cut]] = [
+            [(choice_tiles, target.candidates.cut.numel(), target.grid.blocks_w)]
+            for target in targets
+        ]
+        return self._launch(kernel, rows, cuts, scalars, (targets, lists))
+
+    def compute_scale(self, law: Law, targets: Sequence[ScaleTarget]) -> Launch:
+        rows = [scale_row(target, self._address) for target in targets]
+        if isinstance(law, Float8DelayedLaw):
+            return self._close_delayed(law, rows, targets)
+        ending, scalars = scale_kernel(law, self.name)
+        kernel = Kernel("compute_scale", f"compute_scale_{ending}", THREADS)
+        cuts = [
+            [_scale_cut(part, layout) for part, layout in enumerate(_layouts(target))]
+            for target in targets
+        ]
+        return self._launch(kernel, rows, cuts, scalars, targets)
 
     def transpose(self, targets: Sequence[TransposeTarget]) -> Launch:
         launches = []
@@ -93,49 +154,68 @@ class CudaBackend:
             chosen = [target for target in targets if target.fmt.bits == bits]
             if chosen:
                 launches.append(self._transpose(bits, chosen))
-
-        def launch() -> None:
-            for run in launches:
-                run()
-
-        return launch
+        return _in_turn(launches)
 
     def dequantize(self, law: Law, targets: Sequence[DequantizeTarget]) -> Launch:
-        law_fields(law, self.name)
-        kernel = Kernel("dequantize", f"dequantize_{law.fmt.name}", THREADS)
-        grids = [tiled_grid(target.layout.grid) for target in targets]
+        ending, scalars = decode_kernel(law, self.name)
         if law.fmt.bits == 4:
             for target in targets:
                 _check_whole_bytes(target.layout.grid.cols)
+        fine, grids = _tiled([(target.layout.grid, None) for target in targets])
+        kernel = Kernel("dequantize", f"dequantize_{'fine_' if fine else ''}{ending}", THREADS)
         rows = [
             dequantize_row(target, grid, self._address)
             for target, grid in zip(targets, grids, strict=True)
         ]
-        tiles = [shard_tiles(i, grid, Extent(0, grid.numel)) for i, grid in enumerate(grids)]
-        return self._launch(kernel, rows, tiles, [], targets)
+        cuts = [[_cut(fine, grid, None, Extent(0, grid.numel))] for grid in grids]
+        return self._launch(kernel, rows, cuts, scalars, targets)
 
     # --- from operands to launches ---
 
     def _cast(
-        self, kernel: Kernel, law: list[int], shards: Sequence[CastShard], masters: Masters
+        self,
+        operation: str,
+        ending: str,
+        scalars: list[int],
+        shards: Sequence[CastShard],
+        masters: Masters,
     ) -> Launch:
-        """The launch of a kernel that reads masters."""
+        """The launch of a kernel that reads masters, over the shape of tiles that serves them."""
         shards = [shard for shard in shards if shard.extent]
+        seconds = [None if s.columnwise is None else s.columnwise.grid for s in shards]
+        fine, grids = _tiled(
+            [(shard.grid, second) for shard, second in zip(shards, seconds, strict=True)]
+        )
+        if fine:
+            operation += "_fine"
+        cuts = [
+            [_cut(fine, grid, second, shard.extent)]
+            for shard, grid, second in zip(shards, grids, seconds, strict=True)
+        ]
+        kernel = Kernel(operation, operation + ending, THREADS)
+        return self._on_masters(kernel, scalars, shards, grids, cuts, masters)
+
+    def _on_masters(
+        self,
+        kernel: Kernel,
+        scalars: list[int],
+        shards: Sequence[CastShard],
+        grids: Sequence[BlockGrid],
+        cuts: Sequence[Sequence[Cut]],
+        masters: Masters,
+    ) -> Launch:
+        """The launch over ``shards``, none of them empty, seen under ``grids``."""
         if not shards:
             return _nothing
         pointers = self._pointers.get(masters)
         if pointers is None:
             pointers = self._pointers[masters] = _MasterPointers(self.launcher, masters)
-        grids = [tiled_grid(shard.grid) for shard in shards]
+        lists = self._lists([s.candidates for s in shards if s.candidates is not None])
         rows = [
-            cast_row(shard, grid, pointers.slot(shard.slot), self._address, self._address)
+            cast_row(shard, grid, pointers.slot(shard.slot), self._address, lists.address)
             for shard, grid in zip(shards, grids, strict=True)
         ]
-        tiles = [
-            shard_tiles(i, grid, shard.extent)
-            for i, (shard, grid) in enumerate(zip(shards, grids, strict=True))
-        ]
-        run = self._launch(kernel, rows, tiles, law, (shards, masters, pointers))
+        run = self._launch(kernel, rows, cuts, scalars, (shards, masters, pointers, lists))
 
         def launch() -> None:
             pointers.follow(masters)
@@ -143,39 +223,57 @@ class CudaBackend:
 
         return launch
 
+    def _close_delayed(
+        self, law: Float8DelayedLaw, rows: list[list[int]], targets: Sequence[ScaleTarget]
+    ) -> Launch:
+        """One thread block a weight, and the caller's function where there is one."""
+        fields = law_fields(law, self.name)
+        outside = callable(law.amax_compute_algo)
+        scalars = [fields[4], 2 if outside else fields[5]]
+        kernel = Kernel("compute_scale_delayed", "compute_scale_delayed", THREADS)
+        run = self._launch(kernel, rows, None, scalars, targets)
+        return _in_turn([run, scales_by_callable(law, list(targets))]) if outside else run
+
     def _transpose(self, bits: int, targets: Sequence[TransposeTarget]) -> Launch:
         kernel = Kernel("transpose", f"transpose_{bits}_bit", SQUARE_THREADS)
-        tiles = []
-        for i, target in enumerate(targets):
+        cuts: list[list[Cut]] = []
+        for target in targets:
             rows, cols = target.layout.grid.rows, target.layout.grid.cols
             if bits == 4:
                 _check_whole_bytes(cols)
-            if target.columnwise_scale_inv is not None:
-                layout = target.columnwise_layout
-                tiles.append(copied_scale_tiles(i, layout.shape, layout.row_repeat))
             # Squares of bytes: for nibbles, of two rows by two columns a byte.
             down = packed_columns(target.fmt, rows)
-            tiles.append(code_squares(i, down, packed_columns(target.fmt, cols)))
+            weight: list[Cut] = [(code_squares, down, packed_columns(target.fmt, cols))]
+            if target.columnwise_scale_inv is not None:
+                layout = target.columnwise_layout
+                weight.insert(0, (copied_scale_tiles, layout.shape, layout.row_repeat))
+            cuts.append(weight)
         table_rows = [transpose_row(target, self._address) for target in targets]
-        return self._launch(kernel, table_rows, tiles, [], targets)
+        return self._launch(kernel, table_rows, cuts, [], targets)
 
     def _launch(
         self,
         kernel: Kernel,
         rows: list[list[int]],
-        tiles: Sequence[torch.Tensor],
+        cuts: Sequence[Sequence[Cut]] | None,
         scalars: list[int],
         operands: object,
     ) -> Launch:
-        """The launch of ``kernel`` over two tables; it keeps alive what they point to."""
+        """The launch of ``kernel`` over the rows of the weights, and the tiles that they are cut
+        into, or the weights themselves where ``cuts`` is None; it keeps alive what they point to.
+        """
         if not rows:
             return _nothing
         launcher = self.launcher
         handle = launcher.prepare(kernel)
         weights = launcher.upload(torch.tensor(rows, dtype=torch.int64, device="cpu"))
-        visited = launcher.upload(table(tiles))
-        count = visited.shape[0]
-        arguments = Arguments([weights.data_ptr(), visited.data_ptr(), count, *scalars])
+        if cuts is None:
+            visited, count = None, len(rows)
+            arguments = Arguments([weights.data_ptr(), count, *scalars])
+        else:
+            visited = self._visited(cuts)
+            count = visited.shape[0]
+            arguments = Arguments([weights.data_ptr(), visited.data_ptr(), count, *scalars])
         grid = min(count, launcher.max_grid)
         alive = (weights, visited, operands)
 
@@ -185,6 +283,21 @@ class CudaBackend:
 
         return launch
 
+    def _visited(self, cuts: Sequence[Sequence[Cut]]) -> torch.Tensor:
+        """The tiles, where kernels can read them; those of a single weight are kept."""
+        if len(cuts) > 1:
+            return self.launcher.upload(tiles_of(cuts))
+        key = tuple(cuts[0])
+        if key not in self._tiles:
+            self._tiles[key] = self.launcher.upload(tiles_of(cuts))
+            if len(self._tiles) > KEPT_TILES:
+                self._tiles.popitem(last=False)
+        self._tiles.move_to_end(key)
+        return self._tiles[key]
+
+    def _lists(self, candidates: Sequence[Candidates]) -> _Lists:
+        return _Lists(self.launcher, [t for c in candidates for t in (c.cut, c.segments)])
+
     def _address(self, tensor: torch.Tensor) -> int:
         if tensor.device != self.launcher.device or not tensor.is_contiguous():
             raise BackendError(
@@ -193,6 +306,25 @@ class CudaBackend:
                 "one of those."
             )
         return tensor.data_ptr()
+
+
+class _Lists:
+    """Lists of integers, given on the CPU, where kernels can read them: all in one table."""
+
+    def __init__(self, launcher: Launcher, lists: Sequence[torch.Tensor]) -> None:
+        self._offsets: dict[int, int] = {}
+        self._alive = lists
+        total = 0
+        for values in lists:
+            self._offsets[id(values)] = total
+            total += values.numel()
+        self._table = launcher.upload(torch.cat(list(lists))) if total else None
+
+    def address(self, values: torch.Tensor) -> int:
+        """Of one of the lists; 0 where all are empty."""
+        if self._table is None:
+            return 0
+        return self._table.data_ptr() + self._offsets[id(values)] * values.element_size()
 
 
 class _MasterPointers:
@@ -212,6 +344,62 @@ class _MasterPointers:
         if self._version != masters.version:
             self._launcher.refresh(self._table, masters.pointers)
             self._version = masters.version
+
+
+def _tiled(planes: Sequence[tuple[BlockGrid, BlockGrid | None]]) -> tuple[bool, list[BlockGrid]]:
+    """Whether the weights of a launch, by their grids and second ones, are cut into fine tiles; and
+    the grids as tiles see them.
+
+    One launch has one shape of tiles, so that its number does not depend on the weights.
+    """
+    grids = [grid for grid, _ in planes]
+    alone = all(second is None for _, second in planes)
+    if alone and all(grid.num_blocks == 1 for grid in grids):
+        return False, [tiled_grid(grid) for grid in grids]
+    if all(is_fine(grid, second) for grid, second in planes):
+        return True, grids
+    if not alone:
+        grid, second = next(p for p in planes if not is_fine(*p))
+        raise BackendError(
+            "the cuda backend casts a second plane in blocks of one column beside blocks of one "
+            f"row, 16, 32, 64, 128, a multiple of 256 or all of its columns wide, got {grid} and "
+            f"{second}; cast this weight under use_backend('reference')."
+        )
+    return False, [tiled_grid(grid) for grid in grids]
+
+
+def _cut(fine: bool, grid: BlockGrid, second: BlockGrid | None, extent: Extent) -> Cut:
+    """How a shard of a weight is cut."""
+    if not fine:
+        return shard_tiles, grid, extent
+    return fine_tiles, grid, grid.rows if second is None else second.block_h, extent
+
+
+def _layouts(target: ScaleTarget) -> list[ScaleLayout]:
+    """Of the planes of one weight."""
+    return [target.layout] + ([target.columnwise.layout] if target.columnwise else [])
+
+
+def _scale_cut(part: int, layout: ScaleLayout) -> Cut:
+    """How a stored plane is cut: by the stored rows of a block."""
+    repeat = layout.col_repeat if layout.transposed else layout.row_repeat
+    return scale_tiles, part, layout.shape, repeat
+
+
+def _in_turn(launches: Sequence[Launch]) -> Launch:
+    def launch() -> None:
+        for run in launches:
+            run()
+
+    return launch
+
+
+def _check_choosing(grid: BlockGrid) -> None:
+    if (grid.block_h, grid.block_w) != (16, 16):
+        raise BackendError(
+            f"the cuda backend chooses scales of 16x16 blocks, got {grid}; cast this weight under "
+            "use_backend('reference')."
+        )
 
 
 def _check_whole_bytes(cols: int) -> None:

@@ -7,7 +7,8 @@ of a row are those of ``cuda_src/include/zerocast/tiles.h`` and ``planes.h``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -15,6 +16,7 @@ from zerocast.layout import BlockGrid, Extent, ceil_div
 
 TALL_ROWS, TALL_COLS = 16, 512
 FLAT_COLS = 8192
+FINE_ROWS, FINE_COLS = 32, 256
 MAX_TILE_BLOCKS = 512
 
 SCALE_GROUPS, SCALE_COLS = 4, 256
@@ -25,6 +27,12 @@ SQUARE = 128
 
 COPIED_GROUPS = 8
 """Rows of blocks of the columnwise scale plane in a tile, ``SQUARE`` columns wide."""
+
+CHOSEN_BLOCKS = 8
+"""Blocks side by side in a tile of select."""
+
+Cut = tuple[Any, ...]
+"""How one weight is cut: a function of this module, and its arguments but the weight's number."""
 
 
 def tiled_grid(grid: BlockGrid) -> BlockGrid:
@@ -49,34 +57,9 @@ def shard_tiles(weight: int, grid: BlockGrid, extent: Extent) -> torch.Tensor:
     height = TALL_ROWS if tall else 1
     width = TALL_COLS if tall else min(FLAT_COLS, MAX_TILE_BLOCKS * grid.block_w)
     width = min(width, FLAT_COLS) // 4 * 4
-    across = ceil_div(grid.cols, width)
-
-    # Groups of rows, none of which lies in two rows of blocks; those of a block are numbered on.
-    per_block = ceil_div(grid.block_h, height)
-
-    def group_of(row: int) -> int:
-        return row // grid.block_h * per_block + row % grid.block_h // height
-
-    first_row, first_col = divmod(extent.start, grid.cols)
-    last_row, last_col = divmod(extent.end - 1, grid.cols)
-    first, last = group_of(first_row), group_of(last_row)
-    group = torch.arange(first, last + 1, dtype=torch.int64, device="cpu").repeat_interleave(across)
-    column = torch.arange(across, dtype=torch.int64, device="cpu").repeat(last + 1 - first)
-
-    block_row = group // per_block
-    row = block_row * grid.block_h + group % per_block * height
-    row_end = torch.minimum(row + height, ((block_row + 1) * grid.block_h).clamp(max=grid.rows))
-    col = column * width
-    cols = (grid.cols - col).clamp(max=width)
-    # Of the tile's rows those that the shard reaches, and of a cut row the columns: it is enough
-    # that one row of the tile is met.
-    top = row.clamp(min=first_row)
-    bottom = (row_end - 1).clamp(max=last_row)
-    starts_late = (top == first_row) & (first_col >= col + cols)
-    ends_early = (bottom == last_row) & (last_col < col)
-    top, bottom = top + starts_late.long(), bottom - ends_early.long()
-    met = top <= bottom
-
+    block_row, row, row_end, col, cols = _met_tiles(
+        grid.rows, grid.cols, grid.block_h, height, width, extent
+    )
     block_col = col // grid.block_w
     offset = col - block_col * grid.block_w
     blocks = (offset + cols - 1) // grid.block_w + 1
@@ -87,16 +70,56 @@ def shard_tiles(weight: int, grid: BlockGrid, extent: Extent) -> torch.Tensor:
         row * grid.cols + col,
         block_row * grid.blocks_w + block_col,
     ]
-    return torch.stack(fields, dim=1)[met]
+    return torch.stack(fields, dim=1)
 
 
-def scale_tiles(weight: int, shape: tuple[int, int], row_repeat: int) -> torch.Tensor:
+def is_fine(grid: BlockGrid, columnwise: BlockGrid | None) -> bool:
+    """Whether fine tiles serve a weight: blocks of one row, of which a tile cuts none but a single
+    one, and in the second plane blocks of one column.
+    """
+    width = grid.block_w
+    whole = width in (16, 32, 64, 128) or width % FINE_COLS == 0 or width >= grid.cols
+    second = columnwise is None or columnwise.block_w == 1
+    return grid.block_h == 1 and whole and second and max(grid.rows, grid.cols) < 2**31
+
+
+def fine_tiles(weight: int, grid: BlockGrid, block_h: int, extent: Extent) -> torch.Tensor:
+    """The fine tiles of ``grid``, which :func:`is_fine`, that hold elements of ``extent``.
+
+    Args:
+        weight: the shard's row in the table of shards.
+        grid: the blocks of the rowwise plane.
+        block_h: the rows of a block of the second plane; of the matrix where there is none.
+
+    Returns:
+        int64 [tiles, 4], the fields of ``FineTile``.
+    """
+    block_row, row, row_end, col, cols = _met_tiles(
+        grid.rows, grid.cols, block_h, FINE_ROWS, FINE_COLS, extent
+    )
+    block_col = col // grid.block_w
+    blocks = (col + cols - 1) // grid.block_w - block_col + 1
+    fields = [
+        weight + ((row_end - row) << 32) + (cols << 48),
+        row + (col << 32),
+        blocks + (block_row << 32),
+        row * grid.blocks_w + block_col,
+    ]
+    return torch.stack(fields, dim=1)
+
+
+def scale_tiles(weight: int, part: int, shape: tuple[int, int], row_repeat: int) -> torch.Tensor:
     """The tiles of a stored plane of scales; int64 [tiles, 4], the fields of ``PlaneTile``.
 
     Rows count groups of ``row_repeat`` stored rows, columns stored columns.
     """
     rows, cols = ceil_div(shape[0], row_repeat), shape[1]
-    return _plane_tiles(weight, 0, (rows, cols), SCALE_GROUPS, SCALE_COLS)
+    return _plane_tiles(weight, part, (rows, cols), SCALE_GROUPS, SCALE_COLS)
+
+
+def choice_tiles(weight: int, cuts: int, blocks_w: int) -> torch.Tensor:
+    """The tiles of ``cuts`` rows of blocks; int64 [tiles, 4], as :func:`scale_tiles`."""
+    return _plane_tiles(weight, 0, (cuts, blocks_w), 1, CHOSEN_BLOCKS)
 
 
 def code_squares(weight: int, rows: int, cols: int) -> torch.Tensor:
@@ -114,9 +137,45 @@ def copied_scale_tiles(weight: int, shape: tuple[int, int], row_repeat: int) -> 
     return _plane_tiles(weight, 1, (rows, cols), COPIED_GROUPS, SQUARE)
 
 
-def table(rows: Iterable[torch.Tensor]) -> torch.Tensor:
-    """The tiles of all weights, int64 [tiles, 4]."""
-    return torch.cat([torch.empty(0, 4, dtype=torch.int64, device="cpu"), *rows])
+def tiles_of(cuts: Sequence[Sequence[Cut]]) -> torch.Tensor:
+    """The tiles of all weights, of each in the order of its cuts; int64 [tiles, 4]."""
+    tiles = [cut(i, *arguments) for i, weight in enumerate(cuts) for cut, *arguments in weight]
+    return torch.cat([torch.empty(0, 4, dtype=torch.int64, device="cpu"), *tiles])
+
+
+def _met_tiles(
+    rows: int, cols: int, block_h: int, height: int, width: int, extent: Extent
+) -> tuple[torch.Tensor, ...]:
+    """The tiles of ``height`` x ``width`` elements that hold some of ``extent``: of each its row of
+    blocks, its first row and the one past its last, its first column and its columns.
+
+    Groups of rows lie in one row of blocks, ``block_h`` high, each.
+    """
+    across = ceil_div(cols, width)
+    per_block = ceil_div(block_h, height)  # groups of a row of blocks, numbered on from one to next
+
+    def group_of(row: int) -> int:
+        return row // block_h * per_block + row % block_h // height
+
+    first_row, first_col = divmod(extent.start, cols)
+    last_row, last_col = divmod(extent.end - 1, cols)
+    first, last = group_of(first_row), group_of(last_row)
+    group = torch.arange(first, last + 1, dtype=torch.int64, device="cpu").repeat_interleave(across)
+    column = torch.arange(across, dtype=torch.int64, device="cpu").repeat(last + 1 - first)
+
+    block_row = group // per_block
+    row = block_row * block_h + group % per_block * height
+    row_end = torch.minimum(row + height, ((block_row + 1) * block_h).clamp(max=rows))
+    col = column * width
+    tile_cols = (cols - col).clamp(max=width)
+    # Of the tile's rows those that the shard reaches, and of a cut row the columns: it is enough
+    # that one row of the tile is met.
+    top = row.clamp(min=first_row)
+    bottom = (row_end - 1).clamp(max=last_row)
+    starts_late = (top == first_row) & (first_col >= col + tile_cols)
+    ends_early = (bottom == last_row) & (last_col < col)
+    met = top + starts_late.long() <= bottom - ends_early.long()
+    return tuple(field[met] for field in (block_row, row, row_end, col, tile_cols))
 
 
 def _plane_tiles(

@@ -1,0 +1,37 @@
+"""Delayed scaling where the caller makes the scale from the history.
+
+The kernel keeps the history; the caller's function runs on the device as any torch code does. It
+runs whether or not the amax entered the history, so that the host waits for nothing, and only what
+enters is used.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+
+from zerocast.backends.reference.arithmetic import divide, not_above_flt_max
+from zerocast.backends.subnormals import keeping_subnormals
+from zerocast.ops import INFINITY_BITS, Float8DelayedLaw, Launch, ScaleTarget
+
+
+def scales_by_callable(law: Float8DelayedLaw, targets: list[ScaleTarget]) -> Launch:
+    """The launch that makes each weight's next scale, after the kernel has moved the histories."""
+    assert callable(law.amax_compute_algo)
+    algorithm: Callable[[torch.Tensor], torch.Tensor] = law.amax_compute_algo
+    scaled_max = math.ldexp(law.fmt.max, -law.margin)
+
+    @keeping_subnormals
+    def launch() -> None:
+        for target in targets:
+            state, amax = target.delayed, target.tensor_amax
+            assert state is not None
+            largest = algorithm(state.amax_history).reshape(1).float()
+            enters = (amax > 0) & (amax < INFINITY_BITS)
+            usable = enters & largest.isfinite() & (largest > 0)
+            scale = not_above_flt_max(divide(scaled_max, largest))
+            state.scale.copy_(torch.where(usable, scale, state.scale))
+
+    return launch
