@@ -1,5 +1,5 @@
 // compute_scale: the stored scales of whole weights from reduced amaxes, padding and repeats
-// included.
+// included; and what a law remembers of a weight is brought up to date.
 #include <string.h>
 
 #include <zerocast/scaling.h>
@@ -12,48 +12,164 @@ namespace zerocast {
 inline namespace ZEROCAST_ISA {
 namespace {
 
+// Rows of blocks that are made before they are stored, where the plane is stored transposed: as
+// many FP32 entries as a line of memory holds.
+constexpr i64 TRANSPOSED_ROWS = 16;
+
 template <class Stored>
 void fill(Stored* to, i64 n, Stored value) {
     for (i64 i = 0; i < n; i++) to[i] = value;
 }
 
-// Rows of blocks [first, last) of one weight.
+// One plane of one weight.
 template <class Law>
-void block_rows(const ScaleTarget& target, const Law& law, i64 first, i64 last) {
+class PlaneScales {
+  public:
+    PlaneScales(const ScalePlane& plane, const u8* choices, const Law& law)
+        : plane_(plane), choices_(choices), law_(law), entries_((Stored*)plane.scale_inv) {
+        auto padding = (i32)plane.padding;
+        memcpy(&padding_, &padding,
+               sizeof padding_);  // little-endian: a byte's code is the low one
+    }
+
+    // Rows of blocks [first, last).
+    void operator()(i64 first, i64 last) const {
+        if (plane_.transposed)
+            transposed_rows(first, last);
+        else
+            rows(first, last);
+        if (last == plane_.grid.blocks_h()) {
+            i64 used = (plane_.transposed ? plane_.cols : plane_.rows) * plane_.padded_cols;
+            fill(entries_ + used, plane_.padded_rows * plane_.padded_cols - used, padding_);
+        }
+    }
+
+  private:
     typedef typename Law::Stored Stored;
-    const ScalePlane& plane = target.rowwise;
-    auto padding = (i32)plane.padding;
-    Stored pad;
-    memcpy(&pad, &padding, sizeof pad);  // little-endian: a byte's code is the low byte
-    auto scales_at = (Stored*)plane.scale_inv;
-    i64 blocks_w = plane.grid.blocks_w();
-    for (i64 i = first; i < last; i++) {
-        const i32* amax = plane.block_amax + i * blocks_w;
-        i64 row = i * plane.row_repeat;
-        Stored* to = scales_at + row * plane.padded_cols;
-        for (i64 b = 0; b < blocks_w; b += GROUP) {
-            i64 n = min_of(GROUP, blocks_w - b);
+
+    const ScalePlane& plane_;
+    const u8* choices_;
+    Law law_;
+    Stored* entries_;
+    Stored padding_;
+
+    // The scales of n blocks side by side.
+    void scales(i64 block, i64 n, Stored* to) const {
+        for (i64 b = 0; b < n; b += GROUP) {
+            i64 count = min_of(GROUP, n - b);
             Native::Int amaxes[4] = {}, stored[4];
-            memcpy(amaxes, amax + b, n * sizeof(i32));
-            for (int v = 0; v < 4; v++) stored[v] = law.template stored<Native>(amaxes[v]);
-            Stored scales[GROUP];
+            memcpy(amaxes, plane_.block_amax + block + b, count * sizeof(i32));
+            if constexpr (Law::CHOOSES) {
+                u8 choices[GROUP] = {};
+                memcpy(choices, choices_ + block + b, count);
+                for (int v = 0; v < 4; v++) {
+                    auto chosen = load_bytes<Native>(choices + v * Native::WIDTH);
+                    stored[v] = law_.template stored<Native>(amaxes[v], chosen);
+                }
+            } else {
+                for (int v = 0; v < 4; v++) stored[v] = law_.template stored<Native>(amaxes[v]);
+            }
+            Stored group[GROUP];
             if constexpr (sizeof(Stored) == 1)
-                store_bytes(scales, stored);
+                store_bytes(group, stored);
             else
-                memcpy(scales, stored, sizeof stored);
-            memcpy(to + b, scales, n * sizeof(Stored));
-        }
-        fill(to + blocks_w, plane.padded_cols - blocks_w, pad);
-        i64 row_end = min_of(row + plane.row_repeat, plane.rows);
-        for (i64 r = row + 1; r < row_end; r++) {
-            memcpy(scales_at + r * plane.padded_cols, to, plane.padded_cols * sizeof(Stored));
+                memcpy(group, stored, sizeof stored);
+            memcpy(to + b, group, count * sizeof(Stored));
         }
     }
-    if (last == plane.grid.blocks_h()) {
-        i64 used = plane.rows * plane.padded_cols;
-        fill(scales_at + used, plane.padded_rows * plane.padded_cols - used, pad);
-        if (target.amax) *target.amax = *target.tensor_amax;
+
+    void rows(i64 first, i64 last) const {
+        i64 blocks_w = plane_.grid.blocks_w(), stride = plane_.padded_cols;
+        for (i64 i = first; i < last; i++) {
+            i64 row = i * plane_.row_repeat;
+            Stored* to = entries_ + row * stride;
+            // Made at the row's end, where they are repeated from, left to right.
+            Stored* made = to + plane_.cols - blocks_w;
+            scales(i * blocks_w, blocks_w, made);
+            for (i64 b = 0; plane_.col_repeat > 1 && b < blocks_w; b++) {
+                i64 col = b * plane_.col_repeat;
+                Stored scale = made[b];
+                fill(to + col, min_of(plane_.col_repeat, plane_.cols - col), scale);
+            }
+            fill(to + plane_.cols, stride - plane_.cols, padding_);
+            i64 row_end = min_of(row + plane_.row_repeat, plane_.rows);
+            for (i64 r = row + 1; r < row_end; r++)
+                memcpy(entries_ + r * stride, to, stride * sizeof(Stored));
+        }
     }
+
+    void transposed_rows(i64 first, i64 last) const {
+        i64 blocks_w = plane_.grid.blocks_w(), stride = plane_.padded_cols;
+        Stored made[TRANSPOSED_ROWS][GROUP];
+        for (i64 i = first; i < last; i += TRANSPOSED_ROWS) {
+            i64 n = min_of(TRANSPOSED_ROWS, last - i);
+            for (i64 b = 0; b < blocks_w; b += GROUP) {
+                i64 count = min_of(GROUP, blocks_w - b);
+                for (i64 r = 0; r < n; r++) scales((i + r) * blocks_w + b, count, made[r]);
+                for (i64 c = 0; c < count; c++) {
+                    i64 row = (b + c) * plane_.col_repeat;
+                    i64 row_end = min_of(row + plane_.col_repeat, plane_.cols);
+                    for (; row < row_end; row++) {
+                        for (i64 r = 0; r < n; r++) {
+                            i64 col = (i + r) * plane_.row_repeat;
+                            fill(entries_ + row * stride + col,
+                                 min_of(plane_.row_repeat, plane_.rows - col), made[r][c]);
+                        }
+                    }
+                }
+            }
+        }
+        if (last == plane_.grid.blocks_h()) {
+            for (i64 row = 0; row < plane_.cols; row++)
+                fill(entries_ + row * stride + plane_.rows, stride - plane_.rows, padding_);
+        }
+    }
+};
+
+// Delayed scaling: the history takes the amax of what was cast, and the next cast's scale follows.
+void advance(const DelayedState& state, i32 amax_bits, const LawTable& law) {
+    float scale = *state.scale;
+    *state.cast_scale = scale;
+    if (!enters_history(amax_bits)) return;
+    memmove(state.history + 1, state.history, (state.length - 1) * sizeof(float));
+    state.history[0] = Scalar::value(amax_bits);
+    float largest = state.history[0];
+    for (i64 i = 1; !law.most_recent && i < state.length; i++) {
+        if (state.history[i] > largest) largest = state.history[i];
+    }
+    *state.scale = next_scale(Scalar::value((i32)law.scaled_max), largest, scale);
+}
+
+// What is done once a weight.
+void finish(const ScaleTarget& target, const LawTable& law) {
+    if (target.amax) *target.amax = *target.tensor_amax;
+    if (target.delayed.scale) advance(target.delayed, *target.tensor_amax, law);
+    if (target.rounding_counter) target.rounding_counter[1]++;
+}
+
+// Stored scales of one plane, cut between rows of blocks.
+Span plane_span(const ScalePlane& plane) {
+    if (!plane.scale_inv) return Span{0, 0, 1};
+    i64 row = plane.row_repeat * (plane.transposed ? plane.cols : plane.padded_cols);
+    return Span{0, plane.grid.blocks_h() * row, row};
+}
+
+// This part's share of one plane of each weight; done(target) where that holds its last rows.
+template <class Done>
+void planes(const LawTable& law, const ScaleTarget* targets, i64 count, i64 part, i64 parts,
+            ScalePlane ScaleTarget::* which, const Done& done) {
+    auto span = [&](const ScaleTarget& target) { return plane_span(target.*which); };
+    i64 total = total_elements(targets, count, span);
+    share(targets, count, total, part, parts, span,
+          [&](const ScaleTarget& target, i64 begin, i64 end) {
+              const ScalePlane& plane = target.*which;
+              i64 row = span(target).granule;
+              with_law(law, target.tensor_amax, target.delayed, [&](auto scaling) {
+                  PlaneScales<decltype(scaling)> scales(plane, target.choices, scaling);
+                  scales(begin / row, end / row);
+              });
+              if (end == span(target).end) done(target);
+          });
 }
 
 }  // namespace
@@ -63,21 +179,16 @@ void block_rows(const ScaleTarget& target, const Law& law, i64 first, i64 last) 
 ZEROCAST_EXPORT(compute_scale)(const void* law, const void* table, long long count,
                                long long threads) {
     using namespace zerocast;
+    auto& law_table = *(const LawTable*)law;
     auto targets = (const ScaleTarget*)table;
-    auto stored =
-        [](const ScaleTarget& t) {  // counted in stored scales, cut between rows of blocks
-            i64 row = t.rowwise.row_repeat * t.rowwise.padded_cols;
-            return Span{0, t.rowwise.grid.blocks_h() * row, row};
-        };
-    i64 total = total_elements(targets, count, stored);
+    i64 total = total_elements(targets, count, [](const ScaleTarget& target) {
+        return Span{0, plane_span(target.rowwise).size() + plane_span(target.columnwise).size(), 1};
+    });
     // Most stored scales are copies of the one above: sixteen are as much work as one element.
     in_parallel(total / 16, threads, [&](i64 part, i64 parts) {
-        share(targets, count, total, part, parts, stored,
-              [&](const ScaleTarget& target, i64 begin, i64 end) {
-                  i64 row = target.rowwise.row_repeat * target.rowwise.padded_cols;
-                  with_law(*(const LawTable*)law, target.tensor_amax, [&](const auto& law) {
-                      block_rows(target, law, begin / row, end / row);
-                  });
-              });
+        planes(law_table, targets, count, part, parts, &ScaleTarget::columnwise,
+               [](const ScaleTarget&) {});
+        planes(law_table, targets, count, part, parts, &ScaleTarget::rowwise,
+               [&](const ScaleTarget& target) { finish(target, law_table); });
     });
 }

@@ -8,9 +8,10 @@ namespace zerocast {
 inline namespace ZEROCAST_ISA {
 namespace {
 
-// Columns [begin, end) of one row, under one multiplier.
-template <class F>
-ZEROCAST_FN void decode_run(const u8* codes, i64 begin, i64 end, float multiplier, float* out) {
+// Columns [begin, end) of one row. ONE multiplier serves all of them, or each has its own.
+template <class F, bool ONE>
+ZEROCAST_FN void decode_run(const u8* codes, i64 begin, i64 end, const float* multipliers,
+                            float* out) {
     constexpr int W = Native::WIDTH;
     i64 c = begin;
     if (F::BITS == 8 || c % 2 == 0) {
@@ -21,13 +22,14 @@ ZEROCAST_FN void decode_run(const u8* codes, i64 begin, i64 end, float multiplie
             } else {
                 code = load_bytes<Native>(codes + c);
             }
-            auto value = decode<F, Native>(code);
-            Native::store(out + c, scaled<Native>(value, Native::splat(multiplier)));
+            auto multiplier =
+                ONE ? Native::splat(multipliers[0]) : Native::load(multipliers + c - begin);
+            Native::store(out + c, scaled<Native>(decode<F, Native>(code), multiplier));
         }
     }
     for (; c < end; c++) {
         i32 code = F::BITS == 8 ? codes[c] : codes[c / 2] >> 4 * (c & 1) & 0xF;
-        out[c] = scaled<Scalar>(decode<F, Scalar>(code), multiplier);
+        out[c] = scaled<Scalar>(decode<F, Scalar>(code), multipliers[ONE ? 0 : c - begin]);
     }
 }
 
@@ -48,10 +50,14 @@ void decode_rows(const DequantizeTarget& target, i64 begin, i64 end, const Multi
         for (i64 r = row; r < row + panel.rows; r++) {
             const u8* codes = target.codes + r * row_bytes;
             float* out = target.out + r * grid.cols;
+            if (grid.block_w == 1) {
+                decode_run<F, false>(codes, strip.col, strip.col_end, multipliers, out);
+                continue;
+            }
             i64 c = strip.col;
             for (i64 b = 0; b < strip.blocks; b++, c += grid.block_w) {
                 i64 c_end = min_of(c + grid.block_w, grid.cols);
-                decode_run<F>(codes, c, c_end, multipliers[b], out);
+                decode_run<F, true>(codes, c, c_end, multipliers + b, out);
             }
         }
     };
@@ -59,14 +65,18 @@ void decode_rows(const DequantizeTarget& target, i64 begin, i64 end, const Multi
 }
 
 template <class F>
-void float8_rows(const DequantizeTarget& target, i64 begin, i64 end) {
-    decode_rows<F, float>(target, begin, end, [](float scale_inv) { return scale_inv; });
+void float8_rows(const DequantizeTarget& target, bool e8m0, i64 begin, i64 end) {
+    if (e8m0)
+        decode_rows<F, u8>(target, begin, end,
+                           [](u8 stored) { return decode_e8m0<Scalar>(stored); });
+    else
+        decode_rows<F, float>(target, begin, end, [](float scale_inv) { return scale_inv; });
 }
 
-void nvfp4_rows(const DequantizeTarget& target, i64 begin, i64 end) {
+void nvfp4_rows(const DequantizeTarget& target, i64 scale_max, i64 begin, i64 end) {
     float amax = *target.amax;
     decode_rows<E2M1, u8>(target, begin, end, [=](u8 stored) {
-        return nvfp4_decode_multiplier<Scalar>(stored, amax, 448);
+        return nvfp4_decode_multiplier<Scalar>(stored, amax, scale_max);
     });
 }
 
@@ -78,18 +88,19 @@ ZEROCAST_EXPORT(dequantize)(const void* law, const void* table, long long count,
                             long long threads) {
     using namespace zerocast;
     auto targets = (const DequantizeTarget*)table;
-    i64 format = ((const LawTable*)law)->format;
+    auto& law_table = *(const LawTable*)law;
+    bool e8m0 = law_table.kind == LAW_MXFP8;
     auto elements = [](const DequantizeTarget& t) { return Span{0, t.grid.numel(), t.grid.cols}; };
     i64 total = total_elements(targets, count, elements);
     in_parallel(total, threads, [&](i64 part, i64 parts) {
         share(targets, count, total, part, parts, elements,
               [&](const DequantizeTarget& target, i64 begin, i64 end) {
-                  if (format == FORMAT_E2M1)
-                      nvfp4_rows(target, begin, end);
-                  else if (format == FORMAT_E4M3)
-                      float8_rows<E4M3>(target, begin, end);
+                  if (law_table.kind == LAW_NVFP4)
+                      nvfp4_rows(target, law_table.scale_max, begin, end);
+                  else if (law_table.format == FORMAT_E4M3)
+                      float8_rows<E4M3>(target, e8m0, begin, end);
                   else
-                      float8_rows<E5M2>(target, begin, end);
+                      float8_rows<E5M2>(target, e8m0, begin, end);
               });
     });
 }

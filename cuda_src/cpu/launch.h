@@ -108,17 +108,37 @@ void share(const Item* items, i64 count, i64 total, i64 part, i64 parts, const R
     }
 }
 
+// The narrowest rowwise blocks that share a pass with columnwise ones.
+constexpr i64 ROW_BLOCK = 16;
+
+// Whether a shard's two planes have blocks of one row and blocks of one column, which one pass
+// serves.
+ZEROCAST_FN bool in_rows_and_columns(const CastShard& shard) {
+    return shard.columnwise_codes && shard.grid.block_h == 1 && shard.grid.block_w >= ROW_BLOCK
+           && shard.columnwise_grid.block_w == 1;
+}
+
+// Elements of whole rows of blocks, of both planes.
+ZEROCAST_FN i64 block_rows(const CastShard& shard) {
+    i64 rows = shard.grid.block_h;
+    if (shard.columnwise_codes) {
+        i64 others = shard.columnwise_grid.block_h;
+        rows = others % rows == 0 ? others : rows % others == 0 ? rows : rows * others;
+    }
+    return rows * shard.grid.cols;
+}
+
 // Whether a shard is cut between rows of blocks, so that no two threads touch one block: where
 // there is enough work for that to be even.
 ZEROCAST_FN bool cut_between_blocks(const CastShard& shard, i64 parts) {
-    return shard.grid.num_blocks() > 1
-           && shard.size() / (shard.grid.block_h * shard.grid.cols) >= 4 * parts;
+    return (shard.columnwise_codes || shard.grid.num_blocks() > 1)
+           && shard.size() / block_rows(shard) >= 4 * parts;
 }
 
 // Elements of a shard. However it is cut, no byte of codes is shared: granules are even.
 ZEROCAST_FN Span shard_span(const CastShard& shard, i64 parts) {
-    i64 block_row = shard.grid.block_h * shard.grid.cols;
-    i64 granule = cut_between_blocks(shard, parts) ? block_row << (block_row & 1) : 128;
+    i64 rows = block_rows(shard);
+    i64 granule = cut_between_blocks(shard, parts) ? rows << (rows & 1) : 128;
     return Span{shard.start, shard.end, granule};
 }
 

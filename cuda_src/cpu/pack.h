@@ -9,9 +9,6 @@
 namespace zerocast {
 inline namespace ZEROCAST_ISA {
 
-// Elements that are packed together.
-constexpr int GROUP = 4 * Native::WIDTH;
-
 // GROUP codes below 256 to GROUP bytes.
 ZEROCAST_FN void store_bytes(u8* to, const Native::Int (&codes)[4]) {
 #if defined(__AVX512BW__)

@@ -1,12 +1,6 @@
 // partial_amax: raise block and tensor amaxes to the largest magnitudes of this rank's rounded
 // elements.
-//
-// Rounding is monotonic, so the largest rounded magnitude is the rounded largest: the loop takes
-// integer maxima of magnitudes and nothing else (a NaN is the largest of all), and rounds once a
-// block.
-#include <zerocast/scaling.h>
-
-#include "simd.h"
+#include "amax.h"
 #include "strips.h"
 
 namespace zerocast {
@@ -14,51 +8,6 @@ inline namespace ZEROCAST_ISA {
 namespace {
 
 typedef Native::Int Int;
-
-Int magnitudes(const float* x) { return Native::load_as<Int>(x) & MAGNITUDE_MASK; }
-
-// The largest magnitude of x[0, n) and of `largest`, element by element of a register.
-ZEROCAST_FN Int raise(Int largest, const float* x, i64 n) {
-    constexpr int W = Native::WIDTH;
-    i64 i = 0;
-    for (; i + W <= n; i += W) largest = Native::max(largest, magnitudes(x + i));
-    for (; i < n; i++) largest[0] = Scalar::max(largest[0], Scalar::bits(x[i]) & MAGNITUDE_MASK);
-    return largest;
-}
-
-// One long run: four independent maxima, so that the loop waits for memory and not for itself.
-ZEROCAST_FN i32 largest_of(const float* x, i64 n) {
-    constexpr int W = Native::WIDTH;
-    Int a{}, b{}, c{}, d{};
-    i64 i = 0;
-    for (; i + 4 * W <= n; i += 4 * W) {
-        prefetch(x + i);
-        a = Native::max(a, magnitudes(x + i));
-        b = Native::max(b, magnitudes(x + i + W));
-        c = Native::max(c, magnitudes(x + i + 2 * W));
-        d = Native::max(d, magnitudes(x + i + 3 * W));
-    }
-    a = Native::max(Native::max(a, b), Native::max(c, d));
-    return reduce_max<Native>(raise(a, x + i, n - i));
-}
-
-// What enters the buffer for a block whose largest magnitude has these bits.
-template <class L>
-ZEROCAST_FN typename L::Int rounded(typename L::Int magnitude, i64 nominal) {
-    typename L::Float x = L::value(magnitude);
-    if (nominal == NOMINAL_BF16) x = round_to<Bf16, L>(x);
-    if (nominal == NOMINAL_FP16) x = round_to<Fp16, L>(x);
-    return magnitude_bits<L>(x);
-}
-
-// Another thread may raise the same slot at the same time.
-void raise_shared(i32* slot, i32 value) {
-    i32 seen = __atomic_load_n(slot, __ATOMIC_RELAXED);
-    while (seen < value
-           && !__atomic_compare_exchange_n(slot, &seen, value, true, __ATOMIC_RELAXED,
-                                           __ATOMIC_RELAXED)) {
-    }
-}
 
 void one_block(const CastShard& shard, i64 begin, i64 end) {
     i32 amax = rounded<Scalar>(largest_of(*shard.master + (begin - shard.start), end - begin),
@@ -97,6 +46,7 @@ void raise_panel(Int* largest, const Grid& grid, const Panel& panel, const float
         i64 n = min_of(grid.block_w - in_block, panel.count);
         for (i64 c = 0, b = block; c < panel.count;
              c += n, b++, n = min_of(grid.block_w, panel.count - c)) {
+            for (i64 i = 0; i < n; i += 16) __builtin_prefetch(x + c + i + PREFETCH_AHEAD);
             largest[b] = raise(largest[b], x + c, n);
         }
     }
@@ -119,7 +69,15 @@ i32 flush(Int* largest, i64 blocks, i32* slots, i64 nominal, bool shared) {
     return reduce_max<Native>(strip);
 }
 
-void many_blocks(const CastShard& shard, i64 begin, i64 end, bool cut_in_blocks) {
+// Where the amaxes of one plane of codes go.
+struct Slots {
+    Grid grid;
+    i32* block_amax;
+    bool shared;  // another thread may raise them at the same time
+};
+
+// Returns the largest of all.
+i32 many_blocks(const CastShard& shard, const Slots& slots, i64 begin, i64 end) {
     const float* master = *shard.master - shard.start;
     Int largest[STRIP_BLOCKS];  // by block; all that flush takes together are set, the last ones
                                 // unused
@@ -129,14 +87,90 @@ void many_blocks(const CastShard& shard, i64 begin, i64 end, bool cut_in_blocks)
             largest[b] = Int{};
     };
     auto work = [&](const Strip&, const Panel& panel) {
-        raise_panel(largest, shard.grid, panel, master + panel.element);
+        raise_panel(largest, slots.grid, panel, master + panel.element);
     };
     auto close = [&](const Strip& strip) {
-        i32* slots = shard.block_amax + strip.first_block;
+        i32* at = slots.block_amax + strip.first_block;
         tensor =
-            Scalar::max(tensor, flush(largest, strip.blocks, slots, shard.round_to, cut_in_blocks));
+            Scalar::max(tensor, flush(largest, strip.blocks, at, shard.round_to, slots.shared));
     };
-    for_each_strip(shard.grid, begin, end, open, work, close);
+    for_each_strip(slots.grid, begin, end, open, work, close);
+    return tensor;
+}
+
+// The elements of a piece of a row into the maxima of their columns. Those below are asked for.
+ZEROCAST_FN void raise_columns(i32* largest, const float* x, i64 n, i64 row) {
+    constexpr int W = Native::WIDTH;
+    i64 c = 0;
+    for (; c + GROUP <= n; c += GROUP) {
+        for (int i = 0; i < GROUP; i += 16) __builtin_prefetch(x + c + i + row);
+        for (int i = 0; i < GROUP; i += W) {
+            Int raised = Native::max(Native::load_as<Int>(largest + c + i), magnitudes(x + c + i));
+            Native::store(largest + c + i, raised);
+        }
+    }
+    for (; c < n; c++) largest[c] = Scalar::max(largest[c], Scalar::bits(x[c]) & MAGNITUDE_MASK);
+}
+
+// The maxima of columns side by side into the buffer.
+void flush_columns(const i32* largest, i64 n, i32* slots, i64 nominal, bool shared) {
+    constexpr int W = Native::WIDTH;
+    i64 c = 0;
+    for (; !shared && c + W <= n; c += W) {
+        Int amax = rounded<Native>(Native::load_as<Int>(largest + c), nominal);
+        Native::store(slots + c, Native::max(Native::load_as<Int>(slots + c), amax));
+    }
+    for (; c < n; c++) raise_shared(slots + c, rounded<Scalar>(largest[c], nominal));
+}
+
+// Blocks of one row and blocks of one column, in one pass over the master: a strip holds columns,
+// and each piece of a row in it is read from the nearest cache the second time.
+i32 rows_and_columns(const CastShard& shard, const Slots& rows, const Slots& columns, i64 begin,
+                     i64 end) {
+    const float* master = *shard.master - shard.start;
+    const Grid& grid = rows.grid;
+    alignas(64) i32 by_column[STRIP_COLUMNS];
+    Int by_block[STRIP_COLUMNS / ROW_BLOCK + 2 + Native::WIDTH];
+    i32 tensor = 0;
+    auto open = [&](const Strip& strip) {
+        for (i64 c = 0; c < strip.blocks; c++) by_column[c] = 0;
+    };
+    auto work = [&](const Strip& strip, const Panel& panel) {
+        i64 row = panel.element / grid.cols, col = strip.col + panel.col;
+        i64 first = col / grid.block_w, last = (col + panel.count - 1) / grid.block_w;
+        for (i64 r = 0; r < panel.rows; r++) {
+            Panel piece{panel.element + r * grid.cols, col % grid.block_w, panel.count, 1};
+            raise_columns(by_column + panel.col, master + piece.element, panel.count, grid.cols);
+            for (i64 b = 0; b <= last - first + Native::WIDTH; b++) by_block[b] = Int{};
+            raise_panel(by_block, grid, piece, master + piece.element);
+            i32* at = rows.block_amax + (row + r) * grid.blocks_w() + first;
+            tensor = Scalar::max(
+                tensor, flush(by_block, last - first + 1, at, shard.round_to, rows.shared));
+        }
+    };
+    auto close = [&](const Strip& strip) {
+        flush_columns(by_column, strip.blocks, columns.block_amax + strip.first_block,
+                      shard.round_to, columns.shared);
+    };
+    for_each_strip(columns.grid, begin, end, open, work, close, STRIP_COLUMNS);
+    return tensor;
+}
+
+void amaxes(const CastShard& shard, i64 begin, i64 end, i64 parts) {
+    if (!shard.columnwise_codes && shard.grid.num_blocks() == 1)
+        return one_block(shard, begin, end);
+    bool shared = parts > 1 && !cut_between_blocks(shard, parts);
+    Slots rows{shard.grid, shard.block_amax, shared};
+    if (!shard.columnwise_codes)
+        return raise_shared(shard.tensor_amax, many_blocks(shard, rows, begin, end));
+    Slots columns{shard.columnwise_grid, shard.columnwise_block_amax, shared};
+    i32 tensor;
+    if (in_rows_and_columns(shard)) {
+        tensor = rows_and_columns(shard, rows, columns, begin, end);
+    } else {
+        tensor = many_blocks(shard, rows, begin, end);
+        many_blocks(shard, columns, begin, end);
+    }
     raise_shared(shard.tensor_amax, tensor);
 }
 
@@ -152,10 +186,8 @@ ZEROCAST_EXPORT(partial_amax)(const void* table, long long count, long long thre
     if (total == 0) return;
     in_parallel(total, threads, [&](i64 part, i64 parts) {
         auto span = [&](const CastShard& shard) { return shard_span(shard, parts); };
-        share(shards, count, total, part, parts, span,
-              [&](const CastShard& shard, i64 begin, i64 end) {
-                  if (shard.grid.num_blocks() == 1) return one_block(shard, begin, end);
-                  many_blocks(shard, begin, end, parts > 1 && !cut_between_blocks(shard, parts));
-              });
+        share(
+            shards, count, total, part, parts, span,
+            [&](const CastShard& shard, i64 begin, i64 end) { amaxes(shard, begin, end, parts); });
     });
 }

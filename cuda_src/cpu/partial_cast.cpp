@@ -1,138 +1,129 @@
 // partial_cast: round, scale and encode this rank's elements into their codes; every other nibble
 // keeps its value.
-#include <string.h>
-
-#include <zerocast/scaling.h>
-
+#include "amax.h"
+#include "cast_plane.h"
 #include "laws.h"
-#include "pack.h"
-#include "strips.h"
 
 namespace zerocast {
 inline namespace ZEROCAST_ISA {
 namespace {
 
-// One shard under one law: F is the format of the codes, Rounded what the master is rounded to.
-template <class Law, class Rounded>
-class Cast {
+// Elements that delayed scaling reads for the amax, and then again, from the nearest cache.
+constexpr i64 CHUNK = 2048;
+
+// Both planes of a shard, blocks of one row and blocks of one column, in one pass over the master.
+template <class Plane>
+class RowsAndColumns {
   public:
-    Cast(const CastShard& shard, const Law& law)
-        : shard_(shard), law_(law), master_(*shard.master - shard.start) {}
+    RowsAndColumns(const Plane& rows, const Plane& columns) : rows_(rows), columns_(columns) {}
 
     void operator()(i64 begin, i64 end) const {
-        if (shard_.grid.num_blocks() == 1) {
-            run(begin, end - begin, law_.template multiplier<Scalar>(shard_.block_amax[0]));
-            return;
-        }
-        float multipliers[STRIP_BLOCKS];
-        auto open = [&](const Strip& strip) { fill_multipliers(strip, multipliers); };
-        auto work = [&](const Strip&, const Panel& panel) {
+        float by_column[STRIP_COLUMNS], by_block[STRIP_COLUMNS / ROW_BLOCK + 2];
+        auto open = [&](const Strip& strip) {
+            columns_.fill_multipliers(strip.first_block, strip.blocks, by_column);
+        };
+        auto work = [&](const Strip& strip, const Panel& panel) {
+            const Grid& grid = rows_.grid();
+            i64 row = panel.element / grid.cols, col = strip.col + panel.col;
+            i64 first = col / grid.block_w, last = (col + panel.count - 1) / grid.block_w;
             for (i64 r = 0; r < panel.rows; r++) {
-                cast_row(panel.element + r * shard_.grid.cols, panel.col, panel.count, multipliers);
+                rows_.fill_multipliers((row + r) * grid.blocks_w() + first, last - first + 1,
+                                       by_block);
+                cast_row(panel.element + r * grid.cols, col % grid.block_w, panel.count, by_block,
+                         by_column + panel.col);
             }
         };
-        for_each_strip(shard_.grid, begin, end, open, work, [](const Strip&) {});
+        for_each_strip(columns_.grid(), begin, end, open, work, [](const Strip&) {}, STRIP_COLUMNS);
     }
 
   private:
-    typedef typename Law::Format F;
-    static constexpr int W = Native::WIDTH;
+    Plane rows_, columns_;
 
-    const CastShard& shard_;
-    Law law_;
-    const float* master_;  // as if it were the whole weight
-
-    void fill_multipliers(const Strip& strip, float* multipliers) const {
-        const i32* amax = shard_.block_amax + strip.first_block;
-        i64 b = 0;
-        for (; b + W <= strip.blocks; b += W) {
-            Native::store(multipliers + b,
-                          law_.template multiplier<Native>(Native::load_as<Native::Int>(amax + b)));
-        }
-        for (; b < strip.blocks; b++) multipliers[b] = law_.template multiplier<Scalar>(amax[b]);
+    // count elements of one row, the first of them col columns into its first block.
+    void cast_row(i64 element, i64 col, i64 count, const float* by_block,
+                  const float* by_column) const {
+        i64 block_w = rows_.grid().block_w, done = 0;
+        if (col == 0 && block_w == 32)
+            done = groups<32>(element, count, by_block, by_column);
+        else if (col + count <= block_w)
+            done = groups<GROUP>(element, count, by_block, by_column);
+        rows_.cast_row(element + done, col + done, count - done, by_block);
+        columns_.cast_row(element + done, 0, count - done, by_column + done);
     }
 
-    // count elements of one row, the first of them col columns into the strip.
-    ZEROCAST_FN void cast_row(i64 element, i64 col, i64 count, const float* multipliers) const {
-        i64 block_w = shard_.grid.block_w;
-        const float* multiplier = multipliers + col / block_w;
-        i64 in_block = col % block_w;
-        if (block_w == 16 && in_block == 0
-            && whole_bytes(element)) {  // NVFP4, but for the start of a shard
-            i64 grouped = count / GROUP * GROUP;
-            const float* x = master_ + element;
-            u8* to = codes(element);
-            for (i64 i = 0; i < grouped; i += GROUP) {
-                prefetch(x + i);
-                group<16>(x + i, multiplier + i / 16, to + bytes(i));
-            }
-            multiplier += grouped / 16;
-            element += grouped;
-            count -= grouped;
-        }
-        while (count > 0) {
-            i64 n = min_of(block_w - in_block, count);
-            run(element, n, *multiplier);
-            multiplier++;
-            element += n;
-            count -= n;
-            in_block = 0;
-        }
-    }
-
-    // n elements under one multiplier.
-    ZEROCAST_FN void run(i64 element, i64 n, float multiplier) const {
-        i64 end = element + n;
-        if (!whole_bytes(element) && element < end) single(element++, multiplier);
-        const float* x = master_ + element;
-        u8* to = codes(element);
-        i64 left = end - element;
-        for (; left >= GROUP; left -= GROUP, x += GROUP, to += bytes(GROUP)) {
-            prefetch(x);
-            group<GROUP>(x, &multiplier, to);
-        }
-        if (left > 1) {  // what is no whole group goes through buffers of one
-            float last[GROUP] = {};
-            u8 last_codes[GROUP];
-            memcpy(last, x, left * sizeof(float));
-            group<GROUP>(last, &multiplier, last_codes);
-            memcpy(to, last_codes, bytes(left));
-        }
-        if (left == 1 || bytes(left) * 8 != left * F::BITS) single(end - 1, multiplier);
-    }
-
-    // GROUP elements, a multiplier for each BLOCK of them.
+    // The whole groups of a row; returns how many elements they hold. GROUP says that one
+    // multiplier serves them all.
     template <int BLOCK>
-    ZEROCAST_FN static void group(const float* x, const float* multiplier, u8* to) {
-        Native::Int code[4];
-        for (int i = 0; i < 4; i++) {
-            auto rounded = round_to<Rounded, Native>(Native::load(x + i * W));
-            code[i] = encode<F, Native>(rounded * Native::splat(multiplier[i * W / BLOCK]));
+    ZEROCAST_FN i64 groups(i64 element, i64 count, const float* by_block,
+                           const float* by_column) const {
+        const float* x = rows_.master(element);
+        u8 *to_rows = rows_.codes(element), *to_columns = columns_.codes(element);
+        i64 below = rows_.grid().cols, i = 0;
+        for (; i + GROUP <= count; i += GROUP) {
+            for (int j = 0; j < GROUP; j += 16) __builtin_prefetch(x + i + j + below);
+            Native::Float rounded[4];
+            Plane::round_group(x + i, rounded);
+            const float* of_rows = BLOCK == GROUP ? by_block : by_block + i / BLOCK;
+            rows_.template encode_group<BLOCK>(element + i, rounded, of_rows, to_rows + i);
+            columns_.template encode_group<1>(element + i, rounded, by_column + i, to_columns + i);
         }
-        if constexpr (F::BITS == 4)
-            store_nibbles(to, code);
-        else
-            store_bytes(to, code);
-    }
-
-    ZEROCAST_FN void single(i64 element, float multiplier) const {
-        u8 code = (u8)encode<F, Scalar>(round_to<Rounded, Scalar>(master_[element]) * multiplier);
-        u8* to = codes(element);
-        if constexpr (F::BITS == 4) {
-            bool odd = (element - shard_.codes_start) & 1;
-            code = odd ? (*to & 0x0F) | code << 4 : (*to & 0xF0) | code;
-        }
-        *to = code;
-    }
-
-    ZEROCAST_FN bool whole_bytes(i64 element) const {
-        return F::BITS == 8 || ((element - shard_.codes_start) & 1) == 0;
-    }
-    ZEROCAST_FN static i64 bytes(i64 elements) { return F::BITS == 4 ? elements >> 1 : elements; }
-    ZEROCAST_FN u8* codes(i64 element) const {
-        return shard_.codes + bytes(element - shard_.codes_start);
+        return i;
     }
 };
+
+template <class Rounded, class Law, class Encoder>
+void cast_rounded(const CastShard& shard, const Law& law, const Encoder& encoder, i64 begin,
+                  i64 end) {
+    typedef PlaneCast<Law, Rounded, Encoder> Plane;
+    Plane rowwise(shard, CodePlane{shard.grid, shard.block_amax, shard.codes}, law, encoder);
+    if (shard.delayed.scale) {
+        i32 largest = 0;
+        for (i64 at = begin; at < end; at += CHUNK) {
+            i64 chunk_end = min_of(at + CHUNK, end);
+            largest = Scalar::max(largest, largest_of(rowwise.master(at), chunk_end - at));
+            rowwise(at, chunk_end);
+        }
+        i32 amax = rounded<Scalar>(largest, shard.round_to);
+        raise_shared(shard.block_amax, amax);
+        raise_shared(shard.tensor_amax, amax);
+        return;
+    }
+    if (!shard.columnwise_codes) return rowwise(begin, end);
+    Plane columnwise(
+        shard,
+        CodePlane{shard.columnwise_grid, shard.columnwise_block_amax, shard.columnwise_codes}, law,
+        encoder);
+    if constexpr (Encoder::Format::BITS == 8) {
+        if (in_rows_and_columns(shard))
+            return RowsAndColumns<Plane>(rowwise, columnwise)(begin, end);
+    }
+    rowwise(begin, end);
+    columnwise(begin, end);
+}
+
+template <class Law, class Encoder>
+void cast_encoded(const CastShard& shard, const Law& law, const Encoder& encoder, i64 begin,
+                  i64 end) {
+    if (shard.round_to == NOMINAL_BF16)
+        cast_rounded<Bf16>(shard, law, encoder, begin, end);
+    else if (shard.round_to == NOMINAL_FP16)
+        cast_rounded<Fp16>(shard, law, encoder, begin, end);
+    else
+        cast_rounded<Fp32>(shard, law, encoder, begin, end);
+}
+
+void cast(const LawTable& table, const CastShard& shard, i64 begin, i64 end) {
+    with_law(table, shard.tensor_amax, shard.delayed, [&](auto law) {
+        typedef typename decltype(law)::Format F;
+        if constexpr (F::BITS == 4) {
+            if (table.stochastic_rounding) {
+                Stochastic drawn{RandomWords((u64)table.seed, shard.rounding_counter)};
+                return cast_encoded(shard, law, drawn, begin, end);
+            }
+        }
+        cast_encoded(shard, law, Nearest<F>{}, begin, end);
+    });
+}
 
 }  // namespace
 }  // namespace ZEROCAST_ISA
@@ -149,15 +140,7 @@ ZEROCAST_EXPORT(partial_cast)(const void* law, const void* table, long long coun
         auto span = [&](const CastShard& shard) { return shard_span(shard, parts); };
         share(shards, count, total, part, parts, span,
               [&](const CastShard& shard, i64 begin, i64 end) {
-                  with_law(*(const LawTable*)law, shard.tensor_amax, [&](auto law) {
-                      typedef decltype(law) Law;
-                      if (shard.round_to == NOMINAL_BF16)
-                          Cast<Law, Bf16>(shard, law)(begin, end);
-                      else if (shard.round_to == NOMINAL_FP16)
-                          Cast<Law, Fp16>(shard, law)(begin, end);
-                      else
-                          Cast<Law, Fp32>(shard, law)(begin, end);
-                  });
+                  cast(*(const LawTable*)law, shard, begin, end);
               });
     });
 }

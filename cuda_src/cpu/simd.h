@@ -25,12 +25,6 @@ struct IndicesTo<0, I...> {
     typedef Indices<I...> Type;
 };
 
-// Element by element. (Within Simd itself GCC does not know yet what kind of vectors its types are.)
-template <class To, class From>
-ZEROCAST_FN To convert(From x) {
-    return __builtin_convertvector(x, To);
-}
-
 template <int W>
 struct Simd {
     static constexpr int WIDTH = W;
@@ -76,7 +70,10 @@ struct Simd {
 #endif
     }
     static ZEROCAST_FN Float divide(Float a, Float b) { return a / b; }
-    static ZEROCAST_FN Float to_float(Int i) { return convert<Float>(i); }
+    template <class T>  // Int: GCC forgets that it is a vector while Simd is not instantiated
+    static ZEROCAST_FN Float to_float(T i) {
+        return __builtin_convertvector(i, Float);
+    }
     static ZEROCAST_FN Unsigned multiply_high(Unsigned a, u32 c) {
         // The products of the even elements, and of the odd ones moved into their places.
         Pairs even = multiply_even((Pairs)a, (Pairs)(c - Unsigned{}));
@@ -118,6 +115,9 @@ typedef Simd<8> Native;
 typedef Simd<4> Native;
 #endif
 
+// Elements that a loop takes at a time: those whose codes are packed together.
+constexpr int GROUP = 4 * Native::WIDTH;
+
 // Asks for what a pass over memory reads next: the processor's own prefetching reaches less far
 // ahead than the memory is away. GROUP elements a call, from x on.
 //
@@ -127,7 +127,7 @@ typedef Simd<4> Native;
 constexpr int PREFETCH_AHEAD = 2048;
 
 ZEROCAST_FN void prefetch(const float* x) {
-    for (int i = 0; i < 4 * Native::WIDTH; i += 16) __builtin_prefetch(x + PREFETCH_AHEAD + i);
+    for (int i = 0; i < GROUP; i += 16) __builtin_prefetch(x + PREFETCH_AHEAD + i);
 }
 
 // 64 bytes to an address that is a multiple of 64, past the caches. stream_fence() makes them

@@ -14,6 +14,10 @@ inline namespace ZEROCAST_ISA {
 // the first-level cache; longer strips read memory in longer runs.
 constexpr i64 STRIP_BLOCKS = 512;
 
+// Columns side by side in one strip of a plane whose blocks are one column wide: what is kept for
+// them all is 8 KiB.
+constexpr i64 STRIP_COLUMNS = 2048;
+
 struct Strip {
     i64 first_block;   // number of its first block
     i64 blocks;        // how many, side by side
@@ -33,17 +37,18 @@ struct Panel {
 //     row, whole rows, a
 //                           cut last row
 //     close(strip)          after its rows
-// A strip may hold fewer than all rows and columns of its blocks, where begin and end say so.
+// A strip may hold fewer than all rows and columns of its blocks, where begin and end say so. It is
+// at most `across` blocks wide.
 template <class Open, class Work, class Close>
 void for_each_strip(const Grid& grid, i64 begin, i64 end, const Open& open, const Work& work,
-                    const Close& close) {
+                    const Close& close, i64 across = STRIP_BLOCKS) {
     i64 blocks_w = grid.blocks_w();
     i64 row_end = (end + grid.cols - 1) / grid.cols;
     for (i64 first = begin / grid.cols; first < row_end;) {
         i64 block_row = first / grid.block_h;
         i64 next = min_of((block_row + 1) * grid.block_h, row_end);
-        for (i64 b = 0; b < blocks_w; b += STRIP_BLOCKS) {
-            i64 blocks = min_of(STRIP_BLOCKS, blocks_w - b);
+        for (i64 b = 0; b < blocks_w; b += across) {
+            i64 blocks = min_of(across, blocks_w - b);
             Strip strip{block_row * blocks_w + b, blocks, b * grid.block_w,
                         min_of((b + blocks) * grid.block_w, grid.cols)};
             bool opened = false;

@@ -10,25 +10,34 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
 from zerocast.backends import native_library
+from zerocast.backends.activations import activation_fields, cast_values
+from zerocast.backends.reference import ReferenceBackend
 from zerocast.backends.tables import (
     cast_row,
     dequantize_row,
     law_fields,
     scale_row,
+    select_row,
     transpose_row,
 )
 from zerocast.errors import BackendError
+from zerocast.layout import BlockGrid
 from zerocast.ops import (
+    ActivationTarget,
     CastShard,
     DequantizeTarget,
+    Float8DelayedLaw,
     Launch,
     Law,
     Masters,
+    NVFP4Law,
     ScaleTarget,
+    SelectTarget,
     TransposeTarget,
 )
 
@@ -65,7 +74,24 @@ class CpuBackend:
     def partial_amax(self, shards: Sequence[CastShard], masters: Masters) -> Launch:
         return self._launch("partial_amax", None, _cast_rows(shards, masters), (shards, masters))
 
+    def partial_select(
+        self, law: NVFP4Law, shards: Sequence[CastShard], masters: Masters
+    ) -> Launch:
+        for shard in shards:
+            _check_candidate_blocks(shard.grid)
+        rows = _cast_rows(shards, masters)
+        return self._launch("partial_select", law, rows, (shards, masters))
+
+    def select(self, law: NVFP4Law, targets: Sequence[SelectTarget]) -> Launch:
+        for target in targets:
+            _check_candidate_blocks(target.grid)
+        rows = [select_row(t, _address, _address) for t in targets]
+        return self._launch("select", law, rows, targets)
+
     def compute_scale(self, law: Law, targets: Sequence[ScaleTarget]) -> Launch:
+        if isinstance(law, Float8DelayedLaw) and callable(law.amax_compute_algo):
+            # Python is called for every tensor, which torch does as well.
+            return ReferenceBackend().compute_scale(law, targets)
         return self._launch(
             "compute_scale", law, [scale_row(t, _address) for t in targets], targets
         )
@@ -81,6 +107,33 @@ class CpuBackend:
     def dequantize(self, law: Law, targets: Sequence[DequantizeTarget]) -> Launch:
         rows = [dequantize_row(t, t.layout.grid, _address) for t in targets]
         return self._launch("dequantize", law, rows, targets)
+
+    def activate(self, law: Law | None, target: ActivationTarget) -> Launch:
+        # The function in a pass over FP32 memory, then the casts of weights.
+        values = torch.empty(target.rows, target.cols)
+        if target.output is not None and target.round_to == torch.float32:
+            values = target.output
+        given = {"source": target.source, "weight": target.weight, "bias": target.bias}
+        staged = {
+            name: (tensor, torch.empty(tensor.shape))
+            for name, tensor in given.items()
+            if tensor is not None and tensor.dtype != torch.float32
+        }
+        operands = replace(
+            target, output=values, **{name: fp32 for name, (_, fp32) in staged.items()}
+        )
+        fields = activation_fields(operands, _address)
+        compute = self._launch("activate", None, [fields], (operands,))
+
+        def launch() -> None:
+            for tensor, fp32 in staged.values():
+                fp32.copy_(tensor)
+            compute()
+            if target.output is not None and target.output is not values:
+                target.output.copy_(values)
+            cast_values(self, law, target, values)
+
+        return launch
 
     def _launch(
         self, operation: str, law: Law | None, rows: list[list[int]], operands: Sequence[object]
@@ -129,6 +182,14 @@ def _cast_rows(shards: Sequence[CastShard], masters: Masters) -> list[list[int]]
         for shard in shards
         if shard.extent
     ]
+
+
+def _check_candidate_blocks(grid: BlockGrid) -> None:
+    if grid.block_h > 16 or grid.block_w > 16:
+        raise BackendError(
+            f"the cpu backend has 4-over-6 for blocks of at most 16x16, got {grid.block_h}x"
+            f"{grid.block_w}; cast it under use_backend('reference')."
+        )
 
 
 def _address(tensor: torch.Tensor) -> int:

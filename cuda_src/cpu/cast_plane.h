@@ -1,0 +1,194 @@
+// The codes of one shard over one grid of blocks: what partial_cast is made of.
+#pragma once
+
+#include <string.h>
+
+#include <zerocast/scaling.h>
+
+#include "encoders.h"
+#include "pack.h"
+#include "strips.h"
+
+namespace zerocast {
+inline namespace ZEROCAST_ISA {
+
+struct CodePlane {
+    Grid grid;
+    const i32* block_amax;
+    u8* codes;  // of the elements from codes_start on
+};
+
+// Multiplies under Law, and encodes by Encoder what was rounded to Rounded.
+template <class Law, class Rounded, class Encoder>
+class PlaneCast {
+  public:
+    PlaneCast(const CastShard& shard, const CodePlane& plane, const Law& law,
+              const Encoder& encoder)
+        : plane_(plane),
+          choices_(shard.candidates.choices),
+          codes_start_(shard.codes_start),
+          master_(*shard.master - shard.start),
+          law_(law),
+          encoder_(encoder) {}
+
+    const Grid& grid() const { return plane_.grid; }
+
+    // Elements [begin, end) of the weight.
+    void operator()(i64 begin, i64 end) const {
+        if (grid().num_blocks() == 1) {
+            float multiplier;
+            fill_multipliers(0, 1, &multiplier);
+            run(begin, end - begin, multiplier);
+            return;
+        }
+        float multipliers[STRIP_BLOCKS];
+        auto open = [&](const Strip& strip) {
+            fill_multipliers(strip.first_block, strip.blocks, multipliers);
+        };
+        auto work = [&](const Strip&, const Panel& panel) {
+            for (i64 r = 0; r < panel.rows; r++) {
+                cast_row(panel.element + r * grid().cols, panel.col, panel.count, multipliers);
+            }
+        };
+        for_each_strip(grid(), begin, end, open, work, [](const Strip&) {});
+    }
+
+    // What the elements of `count` blocks side by side are multiplied by.
+    void fill_multipliers(i64 first_block, i64 count, float* multipliers) const {
+        for (i64 b = 0; b < count; b += W) {
+            i64 n = min_of(W, count - b);
+            Native::Int amax{};
+            memcpy(&amax, plane_.block_amax + first_block + b, n * sizeof(i32));
+            Native::Float multiplier;
+            if constexpr (Law::CHOOSES) {
+                u8 choices[W] = {};
+                memcpy(choices, choices_ + first_block + b, n);
+                multiplier = law_.template multiplier<Native>(amax, load_bytes<Native>(choices));
+            } else {
+                multiplier = law_.template multiplier<Native>(amax);
+            }
+            memcpy(multipliers + b, &multiplier, n * sizeof(float));
+        }
+    }
+
+    // count elements of one row, the first of them col columns into the strip.
+    ZEROCAST_FN void cast_row(i64 element, i64 col, i64 count, const float* multipliers) const {
+        i64 block_w = grid().block_w;
+        const float* multiplier = multipliers + col / block_w;
+        i64 in_block = col % block_w;
+        if (in_block == 0 && starts_group(element)) {  // but for the start of a shard
+            i64 done = block_w == 16   ? groups<16>(element, count, multiplier)
+                       : block_w == 32 ? groups<32>(element, count, multiplier)
+                       : block_w == 1  ? groups<1>(element, count, multiplier)
+                                       : 0;
+            multiplier += done / block_w;
+            element += done;
+            count -= done;
+        }
+        while (count > 0) {
+            i64 n = min_of(block_w - in_block, count);
+            run(element, n, *multiplier);
+            multiplier++;
+            element += n;
+            count -= n;
+            in_block = 0;
+        }
+    }
+
+    // Whether GROUP elements from `element` on can be encoded together.
+    static ZEROCAST_FN bool starts_group(i64 element) { return element % Encoder::ALIGNMENT == 0; }
+
+    ZEROCAST_FN static void round_group(const float* x, Native::Float (&rounded)[4]) {
+        for (int i = 0; i < 4; i++) rounded[i] = round_to<Rounded, Native>(Native::load(x + i * W));
+    }
+
+    // GROUP rounded elements, a multiplier for each BLOCK of them.
+    template <int BLOCK>
+    ZEROCAST_FN void encode_group(i64 element, const Native::Float (&rounded)[4],
+                                  const float* multiplier, u8* to) const {
+        Native::Float scaled[4];
+        for (int i = 0; i < 4; i++) {
+            scaled[i] = rounded[i]
+                        * (BLOCK == 1 ? Native::load(multiplier + i * W)
+                                      : Native::splat(multiplier[i * W / BLOCK]));
+        }
+        Native::Int code[4];
+        encoder_.group(element, scaled, code);
+        if constexpr (F::BITS == 4)
+            store_nibbles(to, code);
+        else
+            store_bytes(to, code);
+    }
+
+    ZEROCAST_FN static i64 bytes(i64 elements) { return F::BITS == 4 ? elements >> 1 : elements; }
+    ZEROCAST_FN u8* codes(i64 element) const {
+        return plane_.codes + bytes(element - codes_start_);
+    }
+    ZEROCAST_FN const float* master(i64 element) const { return master_ + element; }
+
+  private:
+    typedef typename Encoder::Format F;
+    static constexpr int W = Native::WIDTH;
+
+    CodePlane plane_;
+    const u8* choices_;
+    i64 codes_start_;
+    const float* master_;  // as if it were the whole weight
+    Law law_;
+    Encoder encoder_;
+
+    // The whole groups of a row; returns how many elements they hold.
+    template <int BLOCK>
+    ZEROCAST_FN i64 groups(i64 element, i64 count, const float* multiplier) const {
+        i64 grouped = count / GROUP * GROUP;
+        const float* x = master(element);
+        u8* to = codes(element);
+        for (i64 i = 0; i < grouped; i += GROUP) {
+            prefetch(x + i);
+            group<BLOCK>(element + i, x + i, multiplier + i / BLOCK, to + bytes(i));
+        }
+        return grouped;
+    }
+
+    // n elements under one multiplier.
+    ZEROCAST_FN void run(i64 element, i64 n, float multiplier) const {
+        i64 end = element + n;
+        while (!starts_group(element) && element < end) single(element++, multiplier);
+        const float* x = master(element);
+        u8* to = codes(element);
+        i64 left = end - element;
+        for (; left >= GROUP; left -= GROUP, x += GROUP, to += bytes(GROUP)) {
+            prefetch(x);
+            group<GROUP>(end - left, x, &multiplier, to);
+        }
+        if (left > 1) {  // what is no whole group goes through buffers of one
+            float last[GROUP] = {};
+            u8 last_codes[GROUP];
+            memcpy(last, x, left * sizeof(float));
+            group<GROUP>(end - left, last, &multiplier, last_codes);
+            memcpy(to, last_codes, bytes(left));
+        }
+        if (left == 1 || bytes(left) * 8 != left * F::BITS) single(end - 1, multiplier);
+    }
+
+    template <int BLOCK>
+    ZEROCAST_FN void group(i64 element, const float* x, const float* multiplier, u8* to) const {
+        Native::Float rounded[4];
+        round_group(x, rounded);
+        encode_group<BLOCK>(element, rounded, multiplier, to);
+    }
+
+    ZEROCAST_FN void single(i64 element, float multiplier) const {
+        float x = round_to<Rounded, Scalar>(master_[element]);
+        u8 code = (u8)encoder_.single(element, x * multiplier);
+        u8* to = codes(element);
+        if constexpr (F::BITS == 4) {
+            bool odd = (element - codes_start_) & 1;
+            code = odd ? (*to & 0x0F) | code << 4 : (*to & 0xF0) | code;
+        }
+        *to = code;
+    }
+};
+
+}  // namespace ZEROCAST_ISA
+}  // namespace zerocast

@@ -1,0 +1,65 @@
+// How scaled elements become codes: to the nearest one, or to one that is drawn.
+//
+// An encoder takes GROUP elements in four registers, the first of them at a multiple of ALIGNMENT
+// in the whole weight, or a single one.
+#pragma once
+
+#include <zerocast/formats.h>
+#include <zerocast/philox.h>
+
+#include "turn.h"
+
+namespace zerocast {
+inline namespace ZEROCAST_ISA {
+
+template <class F>
+struct Nearest {
+    typedef F Format;
+    static constexpr i64 ALIGNMENT = F::BITS == 4 ? 2 : 1;  // whole bytes
+
+    ZEROCAST_FN void group(i64, const Native::Float (&x)[4], Native::Int (&codes)[4]) const {
+        for (int i = 0; i < 4; i++) codes[i] = encode<F, Native>(x[i]);
+    }
+    ZEROCAST_FN i32 single(i64, float x) const { return encode<F, Scalar>(x); }
+};
+
+struct Stochastic {
+    typedef E2M1 Format;
+    static constexpr i64 ALIGNMENT = 4;  // the words of four elements are made together
+    RandomWords random;
+
+    ZEROCAST_FN void group(i64 element, const Native::Float (&x)[4],
+                           Native::Int (&codes)[4]) const {
+        typedef typename IndicesTo<Native::WIDTH>::Type All;
+        u64 first = (u64)element / 4;
+        // WIDTH fours side by side; their number may carry into its high half on the way.
+        Native::Unsigned low = counting(All{}) + (u32)first;
+        Native::Unsigned carry = (Native::Unsigned)(low < (u32)first);  // -1 where it does
+        Native::Unsigned words[4];
+        random.of_four<Native>(low, (u32)(first >> 32) - carry, words);
+        // Word k of four i belongs to element 4 * i + k.
+        auto a = interleaved<Native, 0>(words[0], words[2], All{});
+        auto b = interleaved<Native, 0>(words[1], words[3], All{});
+        auto c = interleaved<Native, 1>(words[0], words[2], All{});
+        auto d = interleaved<Native, 1>(words[1], words[3], All{});
+        codes[0] = encode_e2m1_stochastic<Native>(x[0], interleaved<Native, 0>(a, b, All{}));
+        codes[1] = encode_e2m1_stochastic<Native>(x[1], interleaved<Native, 1>(a, b, All{}));
+        codes[2] = encode_e2m1_stochastic<Native>(x[2], interleaved<Native, 0>(c, d, All{}));
+        codes[3] = encode_e2m1_stochastic<Native>(x[3], interleaved<Native, 1>(c, d, All{}));
+    }
+    ZEROCAST_FN i32 single(i64 element, float x) const {
+        u64 four = (u64)element / 4;
+        u32 words[4];
+        random.of_four<Scalar>((u32)four, (u32)(four >> 32), words);
+        return encode_e2m1_stochastic<Scalar>(x, words[element % 4]);
+    }
+
+  private:
+    template <int... I>
+    static ZEROCAST_FN Native::Unsigned counting(Indices<I...>) {
+        return Native::Unsigned{(u32)I...};
+    }
+};
+
+}  // namespace ZEROCAST_ISA
+}  // namespace zerocast
