@@ -135,6 +135,19 @@ def current() -> Autocast:
     return _active.get()
 
 
+open_regions = 0
+"""Regions that are open in any thread. torch.compile can guard on this number and cannot read a
+context variable: a graph that was traced at 0 is not used inside a region."""
+
+_counting = threading.Lock()
+
+
+def _count_regions(change: int) -> None:
+    global open_regions
+    with _counting:
+        open_regions += change
+
+
 class autocast(ContextDecorator):
     """Within the context, zerocast's layers quantize the operands of their GEMMs.
 
@@ -178,6 +191,7 @@ class autocast(ContextDecorator):
         region.groups[group] = None
         active = Autocast(self._enabled, recipe, self._calibrating, group, outer, region)
         _active.set(active)
+        _count_regions(+1)
         return active
 
     def __exit__(
@@ -190,6 +204,7 @@ class autocast(ContextDecorator):
         assert left._outer is not None
         assert left._region is not None
         _active.set(left._outer)
+        _count_regions(-1)
         if left._region is not left._outer._region:
             left._region.leave(failed=kind is not None)
 
@@ -227,6 +242,8 @@ class _Recomputation(AbstractContextManager[None]):
     def __enter__(self) -> None:
         token = _active.set(self._active)
         self._stack.callback(_active.reset, token)
+        _count_regions(+1)
+        self._stack.callback(_count_regions, -1)
         self._stack.enter_context(replaying(self._tape))
 
     def __exit__(self, *error: Any) -> None:

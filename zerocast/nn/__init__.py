@@ -1,6 +1,27 @@
-"""Layers whose weight is quantized, and the conversion of a model to them."""
+"""Layers with quantized products, drop-in for torch's, and the conversion of a model to them.
+
+Linear, LayerNorm, RMSNorm          torch's, and more
+LayerNormLinear, LayerNormMLP       a norm and what follows it, as TransformerEngine names them
+convert, explain                    a model's layers to these; who computes their products
+checkpoint, statistics              recomputed activations; what quantization loses
+swizzle, unswizzle                  scales in the order that block-scaled GEMMs read
+"""
 
 from zerocast.nn.convert import ConversionReport, convert
 from zerocast.nn.linear import Linear
+from zerocast.nn.normalization import LayerNorm, RMSNorm
+from zerocast.nn.statistics import Counts, Statistics, statistics
+from zerocast.nn.swizzle import swizzle, unswizzle
 
-__all__ = ["ConversionReport", "Linear", "convert"]
+__all__ = [
+    "ConversionReport",
+    "Counts",
+    "LayerNorm",
+    "Linear",
+    "RMSNorm",
+    "Statistics",
+    "convert",
+    "statistics",
+    "swizzle",
+    "unswizzle",
+]

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import torch
 
 from zerocast.errors import InputError
-from zerocast.nn.linear import Linear, quantized_parameter
+from zerocast.nn.initialization import quantized_parameter
+from zerocast.nn.linear import Linear
 from zerocast.recipes import NOMINAL_DTYPES, Recipe
 
 

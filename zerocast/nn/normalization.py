@@ -1,0 +1,140 @@
+"""LayerNorm and RMSNorm: torch's, with the option of a gamma that is centred at zero.
+
+Statistics and the division are FP32 whatever the input's dtype, as in torch. ``zero_centered_gamma``
+stores ``gamma - 1``, so weight decay pulls gamma towards 1 and a low-precision gamma is finest where
+it starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+
+from zerocast.errors import InputError
+
+Normalization = Literal["LayerNorm", "RMSNorm"]
+
+
+class LayerNorm(torch.nn.LayerNorm):
+    """``torch.nn.LayerNorm``.
+
+    Args:
+        normalized_shape, eps, elementwise_affine, bias, device, dtype: as torch's.
+        zero_centered_gamma: multiply by ``1 + weight``, which starts at 0.
+    """
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        zero_centered_gamma: bool = False,
+    ) -> None:
+        self.zero_centered_gamma = zero_centered_gamma
+        shape = normalized_shape if isinstance(normalized_shape, int) else list(normalized_shape)
+        super().__init__(shape, eps, elementwise_affine, bias, device, dtype)
+
+    def reset_parameters(self) -> None:
+        """Gamma 1 and bias 0."""
+        super().reset_parameters()
+        if self.zero_centered_gamma and self.elementwise_affine:
+            torch.nn.init.zeros_(self.weight)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """[..., *normalized_shape] -> the same."""
+        return normalize(
+            "LayerNorm",
+            input,
+            self.normalized_shape,
+            self.weight,
+            self.bias,
+            self.eps,
+            self.zero_centered_gamma,
+        )
+
+    def extra_repr(self) -> str:
+        """As torch's, and whether gamma is centred at zero."""
+        return super().extra_repr() + _says(self.zero_centered_gamma)
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """``torch.nn.RMSNorm``.
+
+    Args:
+        normalized_shape, eps, elementwise_affine, device, dtype: as torch's.
+        zero_centered_gamma: multiply by ``1 + weight``, which starts at 0.
+    """
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float | None = None,
+        elementwise_affine: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        zero_centered_gamma: bool = False,
+    ) -> None:
+        self.zero_centered_gamma = zero_centered_gamma
+        shape = normalized_shape if isinstance(normalized_shape, int) else list(normalized_shape)
+        super().__init__(shape, eps, elementwise_affine, device, dtype)
+
+    def reset_parameters(self) -> None:
+        """Gamma 1."""
+        super().reset_parameters()
+        if self.zero_centered_gamma and self.elementwise_affine:
+            torch.nn.init.zeros_(self.weight)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """[..., *normalized_shape] -> the same."""
+        return normalize(
+            "RMSNorm",
+            input,
+            self.normalized_shape,
+            self.weight,
+            None,
+            self.eps,
+            self.zero_centered_gamma,
+        )
+
+    def extra_repr(self) -> str:
+        """As torch's, and whether gamma is centred at zero."""
+        return super().extra_repr() + _says(self.zero_centered_gamma)
+
+
+def normalize(
+    normalization: Normalization,
+    input: torch.Tensor,
+    shape: Sequence[int],
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float | None,
+    zero_centered_gamma: bool,
+) -> torch.Tensor:
+    """``(x - mean) / sqrt(var + eps) * gamma + bias``; without mean and bias for "RMSNorm"."""
+    if zero_centered_gamma and weight is not None:
+        weight = 1 + weight
+    if normalization == "LayerNorm":
+        return torch.nn.functional.layer_norm(input, shape, weight, bias, eps or 0.0)
+    return torch.nn.functional.rms_norm(input, shape, weight, eps)
+
+
+def check_normalization(normalization: str) -> Normalization:
+    """``normalization`` where it is one.
+
+    Raises:
+        InputError: for another name.
+    """
+    if normalization == "LayerNorm" or normalization == "RMSNorm":
+        return normalization  # type: ignore[return-value]
+    raise InputError(f"normalization must be 'LayerNorm' or 'RMSNorm', got {normalization!r}.")
+
+
+def _says(zero_centered_gamma: bool) -> str:
+    return ", zero_centered_gamma=True" if zero_centered_gamma else ""

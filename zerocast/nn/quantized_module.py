@@ -1,0 +1,260 @@
+"""QuantizedModule: what the layers with quantized products have in common.
+
+A layer that runs under :class:`zerocast.autocast` has a :class:`RecipeState` for its forward and
+one for its backward, made when a recipe first meets it, and the quantizers of its GEMMs, which
+remember there. Both move, copy and save with the module: what a recipe remembers is the module's
+extra state. It is in a ``state_dict`` only where something is remembered, so that dictionaries are
+exchanged with torch's own layers.
+
+Which of three ways a product goes:
+
+    autocast             both operands quantized (:class:`zerocast.nn.products.QuantizedLinear`)
+    a quantized weight   decoded, times the input as it is (:class:`WeightOnlyLinear`)
+    neither              ``torch.nn.functional.linear``
+
+In the last two, amaxes are recorded beside it where autocast calibrates.
+
+Inside ``torch.compile`` a quantized weight is decoded in the graph, and nobody looks whether its
+derived copies are stale, for no product there reads them. Autocast breaks the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+
+from zerocast import context
+from zerocast.context import Autocast
+from zerocast.errors import InputError
+from zerocast.nn.products import GemmQuantizers, QuantizedLinear
+from zerocast.nn.statistics import observer
+from zerocast.nn.weight_only import WeightOnlyLinear
+from zerocast.recipes import Recipe
+from zerocast.tensors import QuantizedTensor, RecipeState, rebuild_derived
+
+_EXTRA_STATE = "_extra_state"  # torch's name, which follows the module's prefix
+
+
+class QuantizedModule(torch.nn.Module):
+    """A module whose linear products are quantized under autocast.
+
+    Attributes:
+        gemms: how many linear products it has.
+        name: under stochastic rounding, layers of different names draw different random words.
+            :func:`zerocast.nn.convert` gives each layer its name in the model.
+    """
+
+    gemms: ClassVar[int] = 1
+    # On the class, so that a module which convert turns into this one has them, too.
+    name: str = ""
+    _states: tuple[RecipeState, RecipeState] | None = None
+    _quantizers: list[GemmQuantizers]
+
+    # --- products ---
+
+    def _linear(
+        self,
+        gemm: int,
+        input: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        *,
+        fp8_output: bool = False,
+    ) -> torch.Tensor:
+        """Product number ``gemm`` of this module: [..., K] -> [..., M].
+
+        Raises:
+            InputError: for ``fp8_output`` outside of autocast; under it, where the recipe cannot
+                hold a tensor that has to be quantized.
+        """
+        if torch.compiler.is_compiling():
+            # A graph holds the product of values, and is guarded against use inside a region.
+            if not context.open_regions and not fp8_output:
+                return torch.nn.functional.linear(input, weight, bias)
+            return _outside_of_graphs(self._linear_here, gemm, input, weight, bias, fp8_output)
+        return self._linear_here(gemm, input, weight, bias, fp8_output)
+
+    def _linear_here(
+        self,
+        gemm: int,
+        input: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        fp8_output: bool,
+    ) -> torch.Tensor:
+        region = context.current()
+        if region.enabled and input.numel():
+            return self._quantized_linear(region, gemm, input, weight, bias, fp8_output)
+        if fp8_output:
+            raise InputError(
+                "fp8_output=True needs zerocast.autocast(enabled=True) around the layer, whose "
+                "recipe says how the output is quantized."
+            )
+        input, bias, dtype = _cast(input, weight, bias)
+        if not isinstance(weight, QuantizedTensor):
+            out = torch.nn.functional.linear(input, weight, bias)
+        else:
+            _prepare(weight)
+            out = WeightOnlyLinear.apply(input, weight, bias, dtype)
+        if region.calibrating and input.numel():
+            _calibrate(self._enrolled(region, input.device)[gemm], input, weight, out)
+        return out
+
+    def _quantized_linear(
+        self,
+        region: Autocast,
+        gemm: int,
+        input: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        fp8_output: bool,
+    ) -> torch.Tensor:
+        if isinstance(weight, QuantizedTensor):
+            _prepare(weight)
+        quantizers = self._enrolled(region, input.device)[gemm]
+        leading = input.shape[:-1]
+        if isinstance(input, QuantizedTensor):
+            bias = None if bias is None else bias.to(input.dtype)
+            dtype = input.dtype
+        else:
+            input, bias, dtype = _cast(input, weight, bias)
+            if input.dtype != dtype:
+                raise InputError(
+                    f"input and weight of a layer must have one dtype, got {input.dtype} and "
+                    f"{dtype}; convert the input, or use torch.autocast."
+                )
+            input = input.reshape(-1, input.shape[-1])
+        _check_shapes(quantizers, input, weight)
+        watch = observer(self, gemm)
+        output_shape = (*leading, weight.shape[0]) if fp8_output else None
+        out = QuantizedLinear.apply(input, weight, bias, quantizers, dtype, output_shape, watch)
+        return out if fp8_output else out.view(*leading, weight.shape[0])
+
+    # --- the recipe's state ---
+
+    def _enrolled(self, region: Autocast, device: torch.device) -> list[GemmQuantizers]:
+        """The quantizers of each GEMM under the recipe of ``region``, which reduces their
+        amaxes.
+        """
+        recipe = region.recipe
+        assert recipe is not None
+        if self._states is None or self._states[0].recipe != recipe:
+            self._remember(recipe, device)
+        assert self._states is not None
+        for state in self._states:
+            state.to(device)
+        region.enrol(*self._states)
+        return self._quantizers
+
+    def _remember(self, recipe: Recipe, device: torch.device) -> None:
+        """Start anew under ``recipe``."""
+        forward = RecipeState.create(recipe, "forward", 3 * self.gemms, device, name=self.name)
+        backward = RecipeState.create(recipe, "backward", 2 * self.gemms, device, name=self.name)
+        self._states = forward, backward
+        three, two = iter(forward.make_quantizers()), iter(backward.make_quantizers())
+        self._quantizers = [
+            GemmQuantizers(next(three), next(three), next(three), next(two), next(two))
+            for _ in range(self.gemms)
+        ]
+
+    def get_extra_state(self) -> dict[str, Any] | None:
+        """What the recipe remembers for this layer; None where it remembers nothing."""
+        if self._states is None:
+            return None
+        saved = {state.mode: state.state_dict() for state in self._states}
+        return {"recipe": self._states[0].recipe, **saved} if any(saved.values()) else None
+
+    def set_extra_state(self, state: dict[str, Any] | None) -> None:
+        """Go on from what :meth:`get_extra_state` gave.
+
+        Raises:
+            InputError: where it was made by another kind of layer.
+        """
+        if state is None:
+            return
+        device = next((parameter.device for parameter in self.parameters()), None)
+        self._remember(state["recipe"], torch.device("cpu") if device is None else device)
+        assert self._states is not None
+        for own in self._states:
+            own.load_state_dict(state[own.mode])
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if destination[prefix + _EXTRA_STATE] is None:
+            del destination[prefix + _EXTRA_STATE]
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Any,
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        *others: Any,
+    ) -> None:
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, *others
+        )
+        if prefix + _EXTRA_STATE in missing_keys:
+            missing_keys.remove(prefix + _EXTRA_STATE)
+
+
+def _outside_of_graphs(function: Callable[..., torch.Tensor], *args: Any) -> torch.Tensor:
+    """``function(*args)``, not traced. (Not a decorator, which would load the compiler.)"""
+    torch._dynamo.graph_break()
+    return torch.compiler.disable(function)(*args)
+
+
+def _cast(
+    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.dtype]:
+    """Input and bias in the dtype that ``torch.autocast`` asks for, and that dtype, or the
+    weight's.
+    """
+    if not torch.is_autocast_enabled(input.device.type):
+        return input, bias, weight.dtype
+    dtype = torch.get_autocast_dtype(input.device.type)
+    return input.to(dtype), None if bias is None else bias.to(dtype), dtype
+
+
+def _prepare(weight: QuantizedTensor) -> None:
+    """Rebuild stale copies of a weight, or refuse it, as its plan says."""
+    weight.storage.prepare_for_forward(lambda storage: rebuild_derived([storage]))
+
+
+def _check_shapes(quantizers: GemmQuantizers, input: torch.Tensor, weight: torch.Tensor) -> None:
+    """Raise where a tensor that forward or backward will quantize is not one that it can hold.
+
+    Of the gradient, too: the backward would be too late.
+    """
+    rows = input.numel() // input.shape[-1]
+    wanted: list[tuple[str, Recipe, tuple[int, ...]]] = []
+    if not isinstance(input, QuantizedTensor):
+        wanted.append(("input", quantizers.input.recipe, (rows, input.shape[-1])))
+    if not isinstance(weight, QuantizedTensor):
+        wanted.append(("weight", quantizers.weight.recipe, tuple(weight.shape)))
+    if torch.is_grad_enabled() and (input.requires_grad or weight.requires_grad):
+        recipe = quantizers.grad_output.recipe
+        wanted.append(("gradient of the output", recipe, (rows, weight.shape[0])))
+    for what, recipe, shape in wanted:
+        try:
+            recipe.check_shape(shape)
+        except InputError as error:
+            raise InputError(
+                f"the layer's {what} cannot be quantized: {error} Or run the layer under "
+                f"zerocast.autocast(enabled=False)."
+            ) from error
+
+
+def _calibrate(
+    quantizers: GemmQuantizers, input: torch.Tensor, weight: torch.Tensor, out: torch.Tensor
+) -> None:
+    """Record what quantizing would record, the gradient of the output when it comes."""
+    quantizers.input.calibrate(input.detach().reshape(-1, input.shape[-1]))
+    if not isinstance(weight, QuantizedTensor):
+        quantizers.weight.calibrate(weight.detach())
+    if out.requires_grad:
+        record: Callable[[torch.Tensor], None] = quantizers.grad_output.calibrate
+        out.register_hook(lambda grad: record(grad.reshape(-1, grad.shape[-1])))

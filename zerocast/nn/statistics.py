@@ -1,0 +1,137 @@
+"""statistics: how many elements quantization has lost, counted on request.
+
+    with zerocast.nn.statistics(model) as counts:
+        ...                                  # forward and backward, under autocast
+    print(counts)
+
+An element is *underflowed* where it is not zero and its code is; *saturated* where it lies beyond
+what rounds to the largest code, so that it was cut off rather than rounded. Both are counted over
+what layers quantize: inputs, weights in high precision, gradients of outputs; of the copy that the
+first product reads, rowwise where it is there. Counting decodes each of them once more.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+
+import torch
+
+from zerocast.formats import ElementFormat, unpack_nibbles
+from zerocast.nn.products import Watch
+from zerocast.recipes import Role
+from zerocast.tensors import QuantizedStorage, dequantize
+
+
+@dataclass(slots=True)
+class Counts:
+    """Of the tensors of one role in one layer.
+
+    Attributes:
+        elements: how many were quantized.
+        underflowed: not zero, and their codes are.
+        saturated: beyond what rounds to the largest code.
+    """
+
+    elements: int = 0
+    underflowed: int = 0
+    saturated: int = 0
+
+    def __str__(self) -> str:
+        return (
+            f"{self.elements} elements, {self.underflowed} underflowed, {self.saturated} saturated"
+        )
+
+
+@dataclass
+class Statistics:
+    """What :func:`statistics` counted.
+
+    Attributes:
+        layers: by the layer's name in the model (``"block.mlp"``; of a layer with several products
+            ``"block.mlp, product 1"``) and by role (``"input"``, ``"weight"``, ``"output"``,
+            ``"grad_output"``).
+    """
+
+    layers: dict[str, dict[Role, Counts]] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return "\n".join(
+            f"{layer or '(the model itself)'}, {role}: {counts}"
+            for layer, roles in self.layers.items()
+            for role, counts in roles.items()
+        )
+
+
+_counting: ContextVar[tuple[dict[torch.nn.Module, str], Statistics] | None] = ContextVar(
+    "zerocast_statistics", default=None
+)
+
+
+@contextmanager
+def statistics(model: torch.nn.Module) -> Iterator[Statistics]:
+    """Count, within the context, what the layers of ``model`` lose by quantization.
+
+    Of a layer whose forward ran within it, the backward counts, too, whenever it runs.
+
+    Args:
+        model: whose layers are counted, by their names in it.
+
+    Yields:
+        The counts, which grow as layers run.
+    """
+    names = {module: name for name, module in model.named_modules()}
+    counts = Statistics()
+    token = _counting.set((names, counts))
+    try:
+        yield counts
+    finally:
+        _counting.reset(token)
+
+
+def observer(module: torch.nn.Module, gemm: int) -> Watch | None:
+    """What product ``gemm`` of ``module`` shows its quantized tensors to; None where nobody
+    counts.
+    """
+    counting = _counting.get()
+    if counting is None or module not in counting[0]:
+        return None
+    names, counts = counting
+    several = getattr(module, "gemms", 1) > 1
+    name = f"{names[module]}, product {gemm}" if several else names[module]
+
+    def watch(role: Role, tensor: torch.Tensor, quantized: QuantizedStorage) -> None:
+        total = counts.layers.setdefault(name, {}).setdefault(role, Counts())
+        underflowed, saturated = _count(tensor, quantized)
+        total.elements += tensor.numel()
+        total.underflowed += underflowed
+        total.saturated += saturated
+
+    return watch
+
+
+def _count(tensor: torch.Tensor, quantized: QuantizedStorage) -> tuple[int, int]:
+    """Underflowed and saturated elements."""
+    columnwise = not quantized.has_rowwise
+    codes = quantized.buffers["columnwise_data" if columnwise else "rowwise_data"]
+    fmt = quantized.recipe.law.fmt
+    values = dequantize(quantized, columnwise=columnwise).abs()
+    transposed = columnwise and "columnwise_data" not in quantized.gathered
+    if fmt.bits == 4:
+        grid = quantized.grid
+        codes = unpack_nibbles(codes, grid.rows if transposed else grid.cols)
+    codes = (codes.t() if transposed else codes).reshape(values.shape) & (2 ** (fmt.bits - 1) - 1)
+    given = tensor.detach().to(torch.float32).abs()
+    underflowed = (codes == 0) & (given != 0)
+    # A code is worth scale_inv times its own value, so the largest one's worth gives the bound.
+    saturated = (codes == fmt.max_code) & (given > values * _cut(fmt))
+    return int(underflowed.sum()), int(saturated.sum())
+
+
+def _cut(fmt: ElementFormat) -> float:
+    """Where rounding to the largest code ends, as a multiple of it: half a step above."""
+    significand, _ = math.frexp(fmt.max)  # from 1/2 to 1, in which a step is 2^-(mantissa_bits + 1)
+    return 1 + 2.0 ** -(fmt.mantissa_bits + 2) / significand
