@@ -160,9 +160,7 @@ def _shards(
         codes = no_codes if plane.codes is None else plane.codes.view(-1)
         whole = Extent(0, grid.numel)
         shards.append(
-            CastShard(
-                slot, whole, grid, target.round_to, amax, tensor_amax, codes, delayed=delayed
-            )
+            CastShard(slot, whole, grid, target.round_to, amax, tensor_amax, codes, delayed=delayed)
         )
     return shards, masters
 

@@ -145,7 +145,7 @@ class Quantizer:
         if out is None:
             out = self.make_empty(tensor.shape, dtype=dtype, device=tensor.device)
         else:
-            self._check_out(out, tensor)
+            self.check_out(out, tensor)
         with self.cast_into(out.storage) as whole:
             amax = quantize_into(whole, tensor)
             self.record(amax)
@@ -218,7 +218,10 @@ class Quantizer:
             )
         self.recipe.check_shape(shape)
 
-    def _check_out(self, out: QuantizedTensor, tensor: torch.Tensor) -> None:
+    def check_out(self, out: QuantizedTensor, tensor: torch.Tensor) -> None:
+        """Raise :class:`InputError` where ``out`` is not what this quantizer would make of
+        ``tensor``.
+        """
         if not isinstance(out, QuantizedTensor):
             raise InputError(f"out must be a zerocast.QuantizedTensor, got {type(out).__name__}.")
         held = (out.storage.has_rowwise, out.storage.has_columnwise)
