@@ -1,13 +1,15 @@
-"""Train a byte-level GPT on sharded FP32 masters with NVFP4, FP8 or BF16 weights.
+"""Train a byte-level GPT on sharded FP32 masters with BF16 weights or those of any recipe.
 
     mpirun -n 4 python examples/train_gpt.py --recipe nvfp4
+    mpirun -n 4 python examples/train_gpt.py --recipe mxfp8 --autocast
     torchrun --nproc-per-node 4 examples/train_gpt.py --compare bf16,current,nvfp4 --check
-    python examples/train_gpt.py --recipe current                       # one rank
+    python examples/train_gpt.py --recipe delayed                       # one rank
 
 Every rank holds the whole model and its part of the masters. A step is an ordinary PyTorch step:
 ``loss.backward()``, ``optimizer.step()``; what happens in it is in :mod:`gpt.training` and in
-:class:`zerocast.optim.ZeroOptimizer`. It ends with a table, and leaves a JSON record and a picture
-of the loss curves in ``--out``. With ``--check`` every byte of every weight is compared with the
+:class:`zerocast.optim.ZeroOptimizer`. With ``--autocast`` the layers quantize activations and
+gradients by the same recipe. It ends with a table, and leaves a JSON record and a picture of the
+loss curves in ``--out``. With ``--check`` every byte of every weight is compared with the
 unsharded cast on every rank, and the exit code is 1 where one differs.
 """
 
@@ -30,6 +32,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--compare", type=recipes, metavar="A,B,...", help="several recipes, as bf16,current,nvfp4"
     )
+    parser.add_argument(
+        "--autocast", action="store_true", help="quantize activations and gradients, too"
+    )
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--batch", type=int, default=8, help="sequences a step, over all ranks")
     parser.add_argument("--lr", type=float, default=1e-3)
@@ -40,7 +45,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def recipes(text: str) -> list[str]:
-    """``bf16,fp8`` -> the two names."""
+    """``bf16,current`` -> the two names."""
     names = text.split(",")
     for name in names:
         if name not in RECIPES:
@@ -60,6 +65,7 @@ def main() -> int:
             batch=arguments.batch,
             lr=arguments.lr,
             dtype=fast_dtype(comm),
+            autocast=arguments.autocast,
             check=arguments.check,
         )
         corpus = load_corpus()

@@ -1,8 +1,8 @@
 """Is what training left on this rank really the cast of the masters?
 
 The FP32 masters are gathered whole, cast unsharded by the reference backend (plain torch, the law
-written out), and every stored byte is compared: codes, scales, amaxes and columnwise copies, plain
-weights too.
+written out), and every stored byte is compared: codes, scales, amaxes and columnwise copies, what
+recipes remember, plain weights too.
 """
 
 from __future__ import annotations
@@ -39,10 +39,15 @@ def stored_and_expected(
     """By name every buffer of a weight, and what the unsharded cast of ``master`` puts there."""
     if not isinstance(parameter, zerocast.QuantizedTensor):
         return {"data": (parameter.detach(), master.to(parameter.dtype))}
+    recipe, stored = parameter.recipe, parameter.storage.buffers
+    whole = zerocast.empty(parameter.shape, recipe, dtype=parameter.dtype)
+    expected = whole.storage.buffers
+    for name in recipe.state:  # what the latest cast began with: delayed scaling's history, say
+        expected[name].copy_(stored[name])
+    recipe.rewind(expected)
     with zerocast.use_backend("reference"):
-        expected = zerocast.quantize(master, parameter.recipe, dtype=parameter.dtype)
-    stored = parameter.storage.buffers
-    return {name: (stored[name], whole) for name, whole in expected.storage.buffers.items()}
+        whole.copy_(master)
+    return {name: (stored[name], buffer) for name, buffer in expected.items()}
 
 
 def first_difference(name: str, stored: torch.Tensor, expected: torch.Tensor) -> str | None:

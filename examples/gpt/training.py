@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -33,14 +33,29 @@ VALIDATION_BATCHES = 16
 
 @dataclass(frozen=True)
 class Settings:
-    """What all runs of one launch share. ``batch`` is in sequences, over all ranks."""
+    """What all runs of one launch share.
+
+    Attributes:
+        batch: sequences a step, over all ranks.
+        lr: the learning rate, at its highest.
+        dtype: of all that is not quantized.
+        autocast: whether activations and gradients are quantized, too.
+        check: whether the weights are compared byte for byte at the end.
+    """
 
     steps: int
     seed: int
     batch: int
     lr: float
     dtype: torch.dtype
+    autocast: bool
     check: bool
+
+    def region(self, recipe: str, comm: Communicator) -> AbstractContextManager[object]:
+        """Where forwards run. Leaving it is collective: delayed scaling reduces its amaxes then."""
+        if not self.autocast or RECIPES[recipe] is None:
+            return nullcontext()
+        return zerocast.autocast(recipe=RECIPES[recipe], amax_reduction_group=comm)
 
 
 @dataclass
@@ -66,7 +81,7 @@ class Run:
 
 
 def train(recipe: str, settings: Settings, corpus: Corpus, comm: Communicator) -> Run:
-    """Train a GPT whose linear layers hold weights of ``recipe``. Collective."""
+    """Train a GPT whose linear layers hold weights of ``recipe``, all but the last one. Collective."""
     comm = RecordingCommunicator(comm)
     torch.manual_seed(settings.seed)  # the same model on every rank
     model = GPT()
@@ -89,14 +104,14 @@ def train(recipe: str, settings: Settings, corpus: Corpus, comm: Communicator) -
     draw = torch.Generator().manual_seed(settings.seed * comm.size + comm.rank)
 
     losses = torch.zeros(settings.steps)
-    progress = tqdm(
-        range(settings.steps), desc=f"{recipe:>5}", disable=comm.rank > 0, mininterval=1.0
-    )
+    progress = tqdm(range(settings.steps), desc=recipe, disable=comm.rank > 0, mininterval=1.0)
     for step in progress:
-        with clock.phase("forward_backward"):
-            loss = model(*sample(corpus.training, settings.batch // comm.size, GPT.context, draw))
-            loss.backward()
         with comm.label("step"):
+            with clock.phase("forward_backward"):
+                text = sample(corpus.training, settings.batch // comm.size, GPT.context, draw)
+                with settings.region(recipe, comm):
+                    loss = model(*text)
+                loss.backward()
             optimizer.step()
         optimizer.zero_grad()
         schedule.step()
@@ -109,7 +124,7 @@ def train(recipe: str, settings: Settings, corpus: Corpus, comm: Communicator) -
     return Run(
         recipe=recipe,
         losses=(losses / comm.size).tolist(),
-        validation_loss=validate(model, settings, corpus, comm),
+        validation_loss=validate(model, recipe, settings, corpus, comm),
         sent_bytes={
             kind: comm.total(kind=kind, label="step").sent_bytes / settings.steps
             for kind in ("reduce_scatter", "all_reduce", "all_gather")
@@ -121,14 +136,17 @@ def train(recipe: str, settings: Settings, corpus: Corpus, comm: Communicator) -
 
 
 @torch.no_grad()
-def validate(model: GPT, settings: Settings, corpus: Corpus, comm: Communicator) -> float:
+def validate(
+    model: GPT, recipe: str, settings: Settings, corpus: Corpus, comm: Communicator
+) -> float:
     """The mean loss on held-out files, nats a byte. Collective; each rank takes its share."""
     draw = torch.Generator().manual_seed(0)
     total = torch.zeros(1, dtype=torch.float64)
     for i in range(VALIDATION_BATCHES):
         inputs, targets = sample(corpus.validation, settings.batch, GPT.context, draw)
         if i % comm.size == comm.rank:
-            total += model(inputs, targets)
+            with settings.region(recipe, comm):
+                total += model(inputs, targets)
     comm.all_reduce_sum_(total)
     return total.item() / VALIDATION_BATCHES
 

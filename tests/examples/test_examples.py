@@ -17,6 +17,8 @@ TRAIN = ROOT / "examples" / "train_gpt.py"
 CAST_ONLY = ROOT / "examples" / "cast_only.py"
 WITH_WRONG_SCALE = ROOT / "scripts" / "with_wrong_scale.py"
 
+RECIPES = ("delayed", "current", "rowwise", "block", "mxfp8", "nvfp4", "nvfp4-4over6")
+
 pytest.importorskip("matplotlib", reason="the training example needs the extra [examples]")
 
 
@@ -119,16 +121,36 @@ def test_torchrun_starts_the_same_training(tmp_path: Path) -> None:
     assert "equal the unsharded cast on every rank" in finished.stdout
 
 
-@pytest.mark.parametrize("recipe", ["current", "nvfp4"])
-def test_a_wrong_scale_is_found(tmp_path: Path, recipe: str) -> None:
-    """With a wrong scale planted the check names weight, element and both values; exit code 1."""
-    options = ["--recipe", recipe, "--steps", 1, "--check", "--out", tmp_path]
+@pytest.mark.slow
+def test_every_recipe_trains_on_ranks(tmp_path: Path) -> None:
+    """Two steps on 2 ranks under each recipe: the loss falls, and every byte is that of the
+    unsharded cast, what recipes remember included.
+    """
+    options = ["--compare", ",".join(RECIPES), "--steps", 2, "--check", "--out", tmp_path]
+    finished = run([mpiexec(), "-n", 2, sys.executable, TRAIN, *options])
+    assert finished.returncode == 0, finished.stderr
+    for recipe in RECIPES:
+        assert f"{recipe}: The sharded weights equal the unsharded cast on every rank" in (
+            finished.stdout
+        )
+    for trained in json.loads((tmp_path / "record.json").read_text())["runs"]:
+        assert trained["losses"][1] < trained["losses"][0], trained["recipe"]
+
+
+def test_a_wrong_scale_is_found(tmp_path: Path) -> None:
+    """With a wrong scale planted the check names weight, element and both values, under every
+    recipe; exit code 1. Delayed scaling's codes are wrong from the second step on, and the scale
+    for them is after the first.
+    """
+    options = ["--compare", ",".join(RECIPES), "--steps", 1, "--check", "--out", tmp_path]
     finished = run([sys.executable, WITH_WRONG_SCALE, TRAIN, *options])
     assert finished.returncode == 1, finished.stderr
-    assert f"{recipe}: WRONG: on rank 0 blocks.0.attention_in.weight.rowwise_data[0, 0] is" in (
-        finished.stdout
-    )
-    assert "and the unsharded cast gives" in finished.stdout
+    for recipe in RECIPES:
+        buffer = "scale" if recipe == "delayed" else "rowwise_data"
+        assert f"{recipe}: WRONG: on rank 0 blocks.0.attention_in.weight.{buffer}[0" in (
+            finished.stdout
+        )
+    assert finished.stdout.count("and the unsharded cast gives") == len(RECIPES)
 
 
 def test_a_batch_that_ranks_cannot_share_is_refused(tmp_path: Path) -> None:
