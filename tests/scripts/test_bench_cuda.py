@@ -79,7 +79,7 @@ def test_the_bound(bench: ModuleType) -> None:
 
 def test_the_report(bench: ModuleType) -> None:
     """The page holds every row, and says of each goal whether it was met."""
-    step = {"seconds": 1e-3, "bytes": 8, "moved_over_must": 1.01, "of_bound": 0.87, "launches": 1}
+    step = {"seconds": 1e-3, "bytes": 8e8, "moved_over_must": 1.01, "of_bound": 0.87, "launches": 1}
     row = {
         "set": "llama", "recipe": "nvfp4", "world_size": 1, "weights": 224, "owned": 1,
         "steps": dict.fromkeys(bench.STEPS, step), "host_seconds": 2e-5,
@@ -87,13 +87,15 @@ def test_the_report(bench: ModuleType) -> None:
     }  # fmt: skip
     report = {
         "gpu": "a GPU", "torch": "2", "cuda": "13", "driver": "13", "rounds": 3,
-        "memory": {"read": 4e12, "write": 3e12, "copy": 4e12}, "rows": [row],
+        "memory": {"read": 1e12, "write": 3e12, "copy": 2e12}, "rows": [row],
         "others": {"nvfp4": {"torch eager": 1e9}},
+        "host": [{"weights": 224, "seconds": 2e-4, "launches": 6}],
     }  # fmt: skip
     page = bench.markdown(report)
     assert "TransformerEngine: not measured, no checkout was given." in page
-    assert "read 4000 GB/s" in page
-    assert "| llama | nvfp4 | 1 | transpose | 1.000 | 87% | 1.0100 | 1 |" in page
+    assert "read 1000 GB/s" in page
+    assert "| llama | nvfp4 | 1 | transpose | 1.000 | 87% | 80% | 40% | 1.0100 | 1 |" in page
+    assert "plan.cast() of 224 weights, two recipes: 200 us of the host, 150 MISSED; 4 lau" in page
     assert "nvfp4 amax: 87% of its bound, 90% MISSED" in page
     assert "nvfp4 cast: 87% of its bound, 85% met" in page
 
@@ -129,7 +131,8 @@ def test_torch_does_the_same_maths(bench: ModuleType, recipe: str) -> None:
 @pytest.mark.parametrize("weights", [224, 5000])
 def test_a_step_is_six_launches_of_two_recipes(bench: ModuleType, weights: int) -> None:
     """With launches that do nothing, plan.cast() of two recipes still makes 6 of them."""
-    assert bench.host_time(weights, 3)["launches"] == 6
+    stubbed = CudaBackend(bench.NoLauncher())
+    assert bench.host_time(stubbed, weights, 3)["launches"] == 6
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -137,4 +140,6 @@ def test_without_a_gpu(bench: ModuleType, capsys: pytest.CaptureFixture[str]) ->
     """It says what it needs, and what it can do without."""
     assert bench.main([]) == 1
     assert "--host" in capsys.readouterr().out
+    assert bench.main(["--host", "--rounds", "1"]) == 0
+    assert capsys.readouterr().out.count("us of the host") == 2
     assert "bench_cuda" in sys.modules
