@@ -30,12 +30,12 @@ def markdown(report: dict) -> str:
         "Memory in this run: read {read:.0f} GB/s, write {write:.0f} GB/s, copy {copy:.0f} GB/s "
         "(read plus written).".format(**{k: v / 1e9 for k, v in memory.items()}),
         "",
-        "The bound of a step is the time that the memory takes for the bytes that must move; *of "
-        "read* and *of copy* hold their rate against reading alone and against a copy. "
-        "*moved / must* counts the tables in; it is a count, not a hardware counter. *calls* are launches, memsets counted. *one by one* "
+        "The bound of a step is the time that the memory takes for the bytes that must move; "
+        "*read* and *copy* hold their rate against that of reading alone and of a copy. "
+        "*moved / must* counts the tables in; it is a count, not a hardware counter. *one by one* "
         "is amax and cast by our own kernels, a launch a weight: a re-enactment.",
         "",
-        "| set | recipe | ranks | step | ms | of bound | of read | of copy | moved / must | calls |",
+        "| set | recipe | ranks | step | ms | of bound | read | copy | moved / must | launches |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in report["rows"]:
