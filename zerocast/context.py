@@ -110,9 +110,12 @@ class Autocast:
 
     def enrol(self, *states: RecipeState) -> None:
         """Called by a layer's forward, before it quantizes, with the states of its forward and its
-        backward: leaving the region reduces their amaxes.
+        backward: leaving the region reduces their amaxes. Where a rank has no rows for the layer it
+        calls this all the same, so that the ranks' states join in one order.
 
-        Without gradients the forward records none, unless the region is calibrating.
+        Without gradients the forward records none, unless the region is calibrating. So call it
+        from a module's forward, not from an autograd.Function's, inside of which torch has
+        gradients disabled.
         """
         assert self._region is not None, "only a layer that runs in a region has states to enrol"
         assert self.group is not None

@@ -1,0 +1,584 @@
+"""autocast: who quantizes where, and when amaxes are reduced; model_init: how layers are made."""
+
+import inspect
+import math
+import random
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import zerocast
+from tests.conftest import Ranks
+from tests.support.delayed import AMAXES, PlainDelayed
+from tests.support.same_bytes import assert_same_bytes
+from zerocast import context
+from zerocast.comm import (
+    Communicator,
+    PeerFailedError,
+    RecordingCommunicator,
+    SingleRank,
+    run_in_process,
+)
+from zerocast.errors import InputError
+from zerocast.recipes import DelayedScaling, Float8CurrentScaling, NVFP4BlockScaling
+from zerocast.tensors import RecipeState
+
+HISTORY = 4
+DELAYED = DelayedScaling(amax_history_len=HISTORY)
+
+
+def with_amax(amax: float) -> torch.Tensor:
+    """[2, 2] FP32 values of which the largest magnitude is ``amax``, exactly."""
+    return torch.tensor([[0.0, amax / 2], [-amax, -0.0]])
+
+
+class Layer:
+    """What a layer does with a region, and nothing else: one quantizer forward, one backward."""
+
+    def __init__(self) -> None:
+        self.forward_state = RecipeState.create(DELAYED, "forward", 1)
+        self.backward_state = RecipeState.create(DELAYED, "backward", 1)
+        (self.input,) = self.forward_state.make_quantizers()
+        (self.grad,) = self.backward_state.make_quantizers()
+
+    def forward(self, amax: float) -> None:
+        """Quantize, or calibrate, as what is active here says; nothing outside of a region."""
+        region = context.current()
+        if region.enabled or region.calibrating:
+            region.enrol(self.forward_state, self.backward_state)
+            act = self.input.quantize if region.enabled else self.input.calibrate
+            act(with_amax(amax))
+
+    def backward(self, amax: float) -> None:
+        """Quantize a gradient, in or out of a region."""
+        self.grad.quantize(with_amax(amax))
+
+    @property
+    def seen(self) -> tuple[list[float], list[float]]:
+        """The nonzero entries of both histories, newest first."""
+        both = (self.forward_state, self.backward_state)
+        forward, backward = ([a for a in s.amax_history[0].tolist() if a] for s in both)
+        return forward, backward
+
+
+# --- the rule, over ranks ---
+
+
+def test_fifty_steps_equal_the_plain_rule_on_every_rank(ranks: Ranks) -> None:
+    """Histories and scales of three layers, forward and backward, with zero, tiny, infinite and
+    NaN amaxes among them, layers that run twice, layers that some ranks skip, and steps that all
+    skip: after every region they are the restated rule's, the same on all ranks.
+    """
+
+    def rank(comm: Communicator) -> None:
+        rng = random.Random(ranks.size)  # all ranks draw the same plan, and each follows its part
+        layers = [Layer() for _ in range(3)]
+        plain = [(PlainDelayed(HISTORY, 448.0), PlainDelayed(HISTORY, 57344.0)) for _ in layers]
+        waiting: list[list[float]] = [[] for _ in layers]
+        for step in range(50):
+            plan = [
+                [
+                    [rng.choices(AMAXES, k=rng.choice((0, 1, 1, 2))) for _ in range(ranks.size)]
+                    for _ in layers
+                ]
+                for _ in ("forward", "backward")
+            ]
+            if step == 0:  # the layers join in the same order
+                plan[0] = [[[1.0] for _ in range(ranks.size)] for _ in layers]
+            with zerocast.autocast(recipe=DELAYED, amax_reduction_group=comm):
+                for layer, by_rank in zip(layers, plan[0], strict=True):
+                    for amax in by_rank[comm.rank]:
+                        layer.forward(amax)
+            for i, (forward, backward) in enumerate(plain):
+                forward.step([amax for part in plan[0][i] for amax in part])
+                backward.step(waiting[i])
+                waiting[i] = [amax for part in plan[1][i] for amax in part]
+            for layer, rules, by_rank in zip(layers, plain, plan[1], strict=True):
+                for state, rule in zip(
+                    (layer.forward_state, layer.backward_state), rules, strict=True
+                ):
+                    what = f"rank {comm.rank}, step {step}, {state.mode}"
+                    assert_same_bytes(state.scale, torch.tensor([rule.scale]), what)
+                    assert_same_bytes(state.amax_history[0], torch.tensor(rule.history), what)
+                for amax in by_rank[comm.rank]:
+                    layer.backward(amax)
+
+    ranks.run(rank)
+
+
+def test_a_step_of_any_size_is_one_all_reduce() -> None:
+    """However many layers and nested regions: one collective, on leaving the outermost."""
+
+    def rank(comm: Communicator) -> int:
+        recording = RecordingCommunicator(comm)
+        layers = [Layer() for _ in range(7)]
+        for _ in range(3):
+            recording.reset()
+            with zerocast.autocast(recipe=DELAYED, amax_reduction_group=recording):
+                for layer in layers:
+                    with zerocast.autocast(recipe=DELAYED, amax_reduction_group=recording):
+                        layer.forward(1.0)
+                        layer.forward(2.0)
+                assert recording.total().calls == 0
+        assert {tuple(layer.seen[0]) for layer in layers} == {(2.0, 2.0, 2.0)}
+        return recording.total().calls
+
+    assert run_in_process(2, rank) == [1, 1]
+
+
+def test_gradients_ride_with_the_next_region_or_with_reduce_amaxes(ranks: Ranks) -> None:
+    """A backward after its region waits; the next leaving takes it along, before the next backward
+    could use it. reduce_amaxes takes it at once, and leaves nothing for later.
+    """
+
+    def rank(comm: Communicator) -> None:
+        layer = Layer()
+        for step in (1.0, 2.0):
+            with zerocast.autocast(recipe=DELAYED, amax_reduction_group=comm):
+                layer.forward(step)
+            layer.backward(10 * step + comm.rank)
+        top = ranks.size - 1
+        assert layer.seen == ([2.0, 1.0], [10.0 + top])
+        zerocast.reduce_amaxes(comm)
+        zerocast.reduce_amaxes(comm)
+        assert layer.seen == ([2.0, 1.0], [20.0 + top, 10.0 + top])
+        with zerocast.autocast(recipe=DELAYED, amax_reduction_group=comm):
+            layer.backward(5.0)  # inside the region: reduced with it
+        assert layer.seen == ([2.0, 1.0], [5.0, 20.0 + top, 10.0 + top])
+
+    ranks.run(rank)
+
+
+def test_a_step_without_the_layer_advances_nothing() -> None:
+    """Nor does one whose tensors are zeros; histories stay, bit for bit."""
+    layer = Layer()
+    with zerocast.autocast(recipe=DELAYED):
+        layer.forward(3.0)
+    before = layer.forward_state.state_dict()
+    with zerocast.autocast(recipe=DELAYED):
+        pass
+    with zerocast.autocast(recipe=DELAYED):
+        layer.forward(0.0)
+    for name in ("scale", "amax_history"):
+        assert_same_bytes(layer.forward_state.state_dict()[name], before[name], name)
+
+
+def test_each_group_reduces_its_own_layers(ranks: Ranks) -> None:
+    """Two groups in turn: a region reduces over its own, and gradients of the other group's layers
+    wait for theirs.
+    """
+    if ranks.size < 2:
+        pytest.skip("takes two groups")
+
+    def rank(comm: Communicator) -> None:
+        half = ranks.split(comm, comm.rank % 2)
+        in_all, in_half = Layer(), Layer()
+        for layer, group in ((in_all, comm), (in_half, half)):
+            with zerocast.autocast(recipe=DELAYED, amax_reduction_group=group):
+                layer.forward(1.0 + comm.rank)
+            layer.backward(1.0 + comm.rank)
+        highest = max(r for r in range(ranks.size) if r % 2 == comm.rank % 2)
+        assert in_all.seen == ([float(ranks.size)], [])
+        assert in_half.seen == ([1.0 + highest], [])
+        with (
+            zerocast.autocast(recipe=DELAYED, amax_reduction_group=comm),
+            zerocast.autocast(recipe=DELAYED, amax_reduction_group=half),
+        ):
+            pass
+        assert in_all.seen == ([float(ranks.size)], [float(ranks.size)])
+        assert in_half.seen == ([1.0 + highest], [1.0 + highest])
+
+    ranks.run(rank)
+
+
+# --- regions ---
+
+
+def test_the_innermost_region_counts() -> None:
+    """Its recipe, its enabled; what was active before is active again afterwards."""
+    assert (context.current().enabled, context.current().calibrating) == (False, False)
+    other = Float8CurrentScaling()
+    with zerocast.autocast(recipe=DELAYED) as active:
+        assert context.current() is active
+        assert (active.enabled, active.recipe, active.group) == (True, DELAYED, SingleRank())
+        with zerocast.autocast(recipe=other):
+            assert context.current().recipe is other
+            with zerocast.autocast(enabled=False):
+                assert not context.current().enabled
+            assert context.current().enabled
+        assert context.current() is active
+    assert not context.current().enabled
+
+
+def test_a_region_may_be_kept_entered_again_and_decorate() -> None:
+    """One object, entered twice in a row, inside itself, in two threads, around a function."""
+    region = zerocast.autocast(recipe=DELAYED)
+    with region, region:
+        assert context.current().recipe is DELAYED
+    assert not context.current().enabled
+
+    @region
+    def enabled() -> bool:
+        return context.current().enabled
+
+    with region:
+        seen: list[bool] = []
+        thread = threading.Thread(
+            target=lambda: seen.extend((context.current().enabled, enabled()))
+        )
+        thread.start()
+        thread.join()
+    assert seen == [False, True]
+    assert (enabled(), context.current().enabled) == (True, False)
+
+
+def test_an_exception_leaves_the_region_and_reduces_nothing() -> None:
+    """What was active before is active; the forward's amaxes are dropped, gradients that wait do
+    not mind, no collective runs, and the next step is an ordinary one.
+    """
+    layer, recording = Layer(), RecordingCommunicator(SingleRank())
+
+    def region() -> zerocast.autocast:
+        return zerocast.autocast(recipe=DELAYED, amax_reduction_group=recording)
+
+    with region():
+        layer.forward(1.0)
+    layer.backward(7.0)
+    recording.reset()
+
+    def fails() -> None:
+        with region(), region():
+            layer.forward(64.0)
+            raise KeyError("inner")
+
+    with pytest.raises(KeyError, match="inner"):
+        fails()
+    assert not context.current().enabled
+    assert recording.total().calls == 0
+    assert layer.seen == ([1.0], [])
+    with region():
+        layer.forward(2.0)
+    assert layer.seen == ([2.0, 1.0], [7.0])
+
+
+def test_an_exception_inside_that_is_caught_inside_is_no_failure() -> None:
+    """The outermost region was left in order, so it reduces what its layers have seen."""
+    layer = Layer()
+
+    def fails() -> None:
+        with zerocast.autocast(recipe=DELAYED):
+            raise ValueError("inner")
+
+    with zerocast.autocast(recipe=DELAYED):
+        layer.forward(1.0)
+        with pytest.raises(ValueError, match="inner"):
+            fails()
+    assert layer.seen[0] == [1.0]
+
+
+def test_ranks_that_wait_for_a_failed_one_are_told() -> None:
+    """One rank leaves its region by an error: it raises that error, and the others do not hang."""
+    told: list[type[BaseException]] = []
+
+    def rank(comm: Communicator) -> None:
+        layer = Layer()
+        try:
+            with zerocast.autocast(recipe=DELAYED, amax_reduction_group=comm):
+                layer.forward(1.0)
+                if comm.rank == 1:
+                    raise OSError("disk")
+        except BaseException as error:
+            told.append(type(error))
+            raise
+
+    with pytest.raises(OSError, match="disk"):
+        run_in_process(3, rank)
+    assert sorted(kind.__name__ for kind in told) == ["OSError", *["PeerFailedError"] * 2]
+    assert PeerFailedError in told
+
+
+def test_threads_have_regions_and_amaxes_of_their_own() -> None:
+    """Eight threads in their regions at the same time: none sees another's recipe, and none reduces
+    another's layers.
+    """
+    together = threading.Barrier(8)
+    wrong: list[Any] = []
+
+    def work(i: int) -> None:
+        layer = Layer()
+        recipe = DelayedScaling(margin=i)
+        for step in range(5):
+            together.wait()
+            with zerocast.autocast(recipe=recipe):
+                layer.forward(1.0 + i + step)
+                together.wait()
+                if context.current().recipe is not recipe:
+                    wrong.append(context.current())
+            if layer.seen[0][0] != 1.0 + i + step:
+                wrong.append(layer.seen)
+            if context.current().enabled:
+                wrong.append("left")
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert not wrong
+
+
+def test_wrong_arguments_are_refused() -> None:
+    """Before anything is active: what is no recipe, and what is no group."""
+    for make in (zerocast.autocast, zerocast.model_init):
+        with pytest.raises(InputError, match=r"recipe such as DelayedScaling\(\).*got 'fp8'"):
+            make(recipe="fp8").__enter__()  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="a group must be"):
+        zerocast.autocast(amax_reduction_group="all").__enter__()  # type: ignore[arg-type]
+    assert not context.current().enabled
+
+
+# --- calibrating, and not training ---
+
+
+@pytest.mark.parametrize("gradients", [True, False])
+def test_calibrating_records_without_quantizing(gradients: bool) -> None:
+    """A calibrating region quantizes nothing, and its amaxes become scales when it is left, also
+    where gradients are disabled.
+    """
+    layer = Layer()
+    with (
+        torch.set_grad_enabled(gradients),
+        zerocast.autocast(enabled=False, calibrating=True, recipe=DELAYED) as region,
+    ):
+        assert (region.enabled, region.calibrating) == (False, True)
+        layer.forward(2.0)
+        layer.forward(7.0)
+    assert layer.seen[0] == [7.0]
+    assert layer.forward_state.scale.item() == 448 / 7
+
+
+def test_an_evaluation_leaves_the_state_alone() -> None:
+    """Without gradients nothing is recorded and nothing reduced, whether the region is inside
+    no_grad or around it: so one rank may evaluate while the others do something else.
+    """
+
+    def rank(comm: Communicator) -> None:
+        layer = Layer()
+        with zerocast.autocast(recipe=DELAYED, amax_reduction_group=comm):
+            layer.forward(1.0)
+            with torch.no_grad():
+                layer.forward(50.0)
+        layer.backward(3.0)
+        before = layer.forward_state.state_dict(), layer.backward_state.state_dict()
+        if comm.rank == 0:
+            for mode in (torch.no_grad, torch.inference_mode):
+                with mode(), zerocast.autocast(recipe=DELAYED, amax_reduction_group=comm):
+                    layer.forward(50.0)
+        after = layer.forward_state.state_dict(), layer.backward_state.state_dict()
+        for then, now in zip(before, after, strict=True):
+            for name, tensor in then.items():
+                assert_same_bytes(now[name], tensor, name)
+        with zerocast.autocast(recipe=DELAYED, amax_reduction_group=comm):
+            layer.forward(2.0)
+        assert layer.seen == ([2.0, 1.0], [3.0])
+
+    run_in_process(2, rank)
+
+
+# --- computing a forward again ---
+
+
+class _Codes(torch.autograd.Function):
+    """The identity, which keeps the codes of its input for the backward and shows them there."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, layer: Layer, shown: list[torch.Tensor]) -> torch.Tensor:
+        made = layer.input.quantize(x)
+        ctx.save_for_backward(made.rowwise_data, made.rowwise_scale_inv)
+        ctx.shown = shown
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        ctx.shown.append(
+            torch.cat([each.view(torch.uint8).flatten() for each in ctx.saved_tensors])
+        )
+        return grad, None, None
+
+
+def test_a_checkpointed_forward_repeats_its_codes() -> None:
+    """The backward's second run of a forward gives the bytes of the first, though the scale has
+    moved on since; it records nothing; and it can be run for two backwards.
+    """
+    layer = Layer()
+    x = torch.tensor([[1.0, 300.0]], requires_grad=True)
+    shown: list[torch.Tensor] = []
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        context.current().enrol(layer.forward_state, layer.backward_state)
+        return _Codes.apply(_Codes.apply(x, layer, shown) * 2, layer, shown)
+
+    with zerocast.autocast(recipe=DELAYED):
+        expected = block(x)
+    expected.sum().backward()
+    plain, scale = list(shown), layer.forward_state.scale.item()
+    assert scale == torch.tensor(448.0) / 600
+
+    layer = Layer()
+    shown.clear()
+    with zerocast.autocast(recipe=DELAYED):
+        out = checkpoint(block, x, use_reentrant=False, context_fn=zerocast.checkpoint_contexts)
+    assert layer.forward_state.scale.item() == scale
+    for _ in range(2):
+        out.sum().backward(retain_graph=True)
+    for again, once in zip(shown, plain * 2, strict=True):
+        assert_same_bytes(again, once, "codes and scale_inv")
+    assert layer.seen[0] == [600.0]
+    assert not layer.forward_state.amaxes.any()
+    assert not context.current().enabled
+
+
+def test_a_checkpointed_draw_is_the_same_draw() -> None:
+    """Under stochastic rounding the second run draws the words of the first, and the counter stands
+    where one run leaves it.
+    """
+    state = RecipeState.create(NVFP4BlockScaling(), "backward", 2)
+    (quantizer, _) = state.make_quantizers()
+    x = torch.randn(16, 32)
+    forward, again = zerocast.checkpoint_contexts()
+    with forward:
+        first = [quantizer.quantize(x).rowwise_data for _ in range(3)]
+    later = quantizer.quantize(x).rowwise_data
+    for _ in range(2):
+        with again:
+            for once in first:
+                assert_same_bytes(quantizer.quantize(x).rowwise_data, once, "codes")
+    assert state.tensors["rounding_counter"][0, 1] == 4
+    assert not torch.equal(later, first[0])
+
+
+# --- model_init ---
+
+
+def test_model_init_says_how_layers_are_made() -> None:
+    """Nested, left by exceptions, per thread; outside nothing is quantized."""
+    assert not context.current_model_init().enabled
+    recipe = Float8CurrentScaling()
+
+    def fails() -> None:
+        with zerocast.model_init(enabled=False):
+            assert not context.current_model_init().enabled
+            raise ValueError("x")
+
+    with zerocast.model_init(recipe=recipe, preserve_high_precision_init_val=True):
+        outer = context.current_model_init()
+        assert outer == context.ModelInit(True, recipe, True)
+        with pytest.raises(ValueError, match="x"):
+            fails()
+        assert context.current_model_init() is outer
+        seen: list[bool] = []
+        thread = threading.Thread(target=lambda: seen.append(context.current_model_init().enabled))
+        thread.start()
+        thread.join()
+        assert seen == [False]
+    assert not context.current_model_init().enabled
+
+
+# --- TransformerEngine's names ---
+
+
+def test_names_and_orders_of_parameters() -> None:
+    """Those of the issue for autocast and model_init, and TransformerEngine's for fp8_autocast and
+    fp8_model_init, defaults included.
+    """
+
+    def parameters(function: Callable[..., Any]) -> dict[str, Any]:
+        found = inspect.signature(function).parameters.values()
+        return {p.name: p.default for p in found if p.name != "self"}
+
+    init = {"enabled": True, "recipe": None, "preserve_high_precision_init_val": False}
+    autocast = {
+        "enabled": True, "recipe": None, "calibrating": False, "amax_reduction_group": None,
+    }  # fmt: skip
+    fp8 = {"enabled": True, "calibrating": False, "fp8_recipe": None, "fp8_group": None}
+    for function, expected in (
+        (zerocast.autocast, autocast),
+        (zerocast.fp8_autocast, fp8),
+        (zerocast.model_init, init),
+        (zerocast.fp8_model_init, init),
+    ):
+        given = parameters(function)
+        assert (list(given), given) == (list(expected), expected)
+
+
+def test_the_earlier_names_open_the_same_regions() -> None:
+    """Every parameter arrives where it belongs."""
+    group, recipe = RecordingCommunicator(SingleRank()), Float8CurrentScaling()
+    with zerocast.fp8_autocast(False, True, recipe, group) as region:
+        given = (region.enabled, region.calibrating, region.recipe, region.group)
+        assert given == (False, True, recipe, group)
+    with zerocast.fp8_model_init(True, recipe, True):
+        assert context.current_model_init() == context.ModelInit(True, recipe, True)
+
+
+def test_availability_is_a_pair_with_a_reason() -> None:
+    """What a machine cannot multiply has its reason, which is empty where it can; without a GPU
+    the default recipe is delayed scaling, and it works.
+    """
+    for available, reason in (
+        zerocast.is_fp8_available(),
+        zerocast.is_mxfp8_available(),
+        zerocast.is_nvfp4_available(),
+        zerocast.is_fp8_block_scaling_available(),
+    ):
+        assert isinstance(available, bool)
+        assert bool(reason) is not available
+    if not torch.cuda.is_available():
+        assert zerocast.get_default_recipe() == DelayedScaling()
+        assert "CUDA device" in zerocast.is_fp8_available()[1]
+    with zerocast.autocast() as region:
+        assert region.recipe == zerocast.get_default_recipe()
+
+
+@pytest.mark.parametrize(
+    ("capability", "available", "recipe"),
+    [
+        ((8, 0), "", "DelayedScaling"),
+        ((8, 9), "fp8", "DelayedScaling"),
+        ((9, 0), "fp8 block", "DelayedScaling"),
+        ((10, 0), "fp8 mxfp8 nvfp4 block", "MXFP8BlockScaling"),
+        ((12, 0), "fp8 nvfp4 block", "Float8CurrentScaling"),
+    ],
+)
+def test_availability_by_compute_capability(
+    capability: tuple[int, int], available: str, recipe: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From Ada to Blackwell; a device that says no names its own capability."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.version, "cuda", "12.9")
+    answers = {
+        "fp8": zerocast.is_fp8_available(),
+        "mxfp8": zerocast.is_mxfp8_available(),
+        "nvfp4": zerocast.is_nvfp4_available(),
+        "block": zerocast.is_fp8_block_scaling_available(),
+    }
+    assert [name for name in answers if answers[name][0]] == available.split()
+    assert all(
+        answer or f"{capability[0]}.{capability[1]}" in why for answer, why in answers.values()
+    )
+    assert type(zerocast.get_default_recipe()).__name__ == recipe
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    assert not zerocast.is_fp8_block_scaling_available()[0]
+
+
+def test_the_amaxes_of_the_plain_rule_are_awkward() -> None:
+    """The values that the 50 steps draw from hold a zero, a NaN, an infinity, and amaxes whose
+    scale overflows.
+    """
+    kinds = [0.0 in AMAXES, any(map(math.isnan, AMAXES)), math.inf in AMAXES, 2.0**-149 in AMAXES]
+    assert all(kinds)
