@@ -104,8 +104,8 @@ def packages(pattern: str) -> list[Path]:
 
 
 def find(name: str, cuda: Path) -> Path:
-    """A library of the toolkit, or of the packages."""
-    found = [*cuda.glob(f"lib64/{name}"), *cuda.glob(f"lib/{name}"), *packages(f"*/lib/{name}*")]
+    """A library of the packages, which torch has loaded already, or else of the toolkit."""
+    found = [*packages(f"*/lib/{name}*"), *cuda.glob(f"lib64/{name}"), *cuda.glob(f"lib/{name}")]
     if not found:
         raise BuildError(f"no {name}, neither in nvcc's toolkit nor among torch's packages")
     return found[0]
@@ -187,12 +187,11 @@ def library(checkout: Path, arch: str, folder: Path = BUILD) -> Path:
     cuda = toolkit()
     needed = [ready] if ready else [find(f"lib{name}.so", cuda) for name in LIBRARIES]
     libraries = [find("libcudart.so", cuda), *needed]
-    includes = [common / "include", checkout / "transformer_engine", cuda / "include/cccl"]
-    flags = [
-        *FLAGS,
-        f"-gencode=arch=compute_{arch},code=sm_{arch}",
-        *(f"-I{path}" for path in [*includes, *packages("*/include")]),
-    ]
+    # nvcc's own headers first: those of the packages may be of another release.
+    own = [cuda / "include", cuda / "include/cccl"]
+    places = [common / "include", checkout / "transformer_engine", *own, *packages("*/include")]
+    gencode = f"-gencode=arch=compute_{arch},code=sm_{arch}"
+    flags = [*FLAGS, gencode, *(f"-I{place}" for place in places)]
     target = folder / f"{key(checkout, [*flags, *libraries])}.so"
     if not target.is_file():
         work = target.with_suffix(f".{os.getpid()}")
