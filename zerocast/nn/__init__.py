@@ -7,7 +7,9 @@ checkpoint, statistics              recomputed activations; what quantization lo
 swizzle, unswizzle                  scales in the order that block-scaled GEMMs read
 """
 
+from zerocast.nn.checkpoint import checkpoint
 from zerocast.nn.convert import ConversionReport, convert
+from zerocast.nn.layernorm_linear import LayerNormLinear, LayerNormMLP
 from zerocast.nn.linear import Linear
 from zerocast.nn.normalization import LayerNorm, RMSNorm
 from zerocast.nn.statistics import Counts, Statistics, statistics
@@ -17,9 +19,12 @@ __all__ = [
     "ConversionReport",
     "Counts",
     "LayerNorm",
+    "LayerNormLinear",
+    "LayerNormMLP",
     "Linear",
     "RMSNorm",
     "Statistics",
+    "checkpoint",
     "convert",
     "statistics",
     "swizzle",

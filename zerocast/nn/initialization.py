@@ -1,6 +1,8 @@
-"""How a layer's weights come to hold codes when the layer is made."""
+"""How a layer's parameters start, and come to hold codes when the layer is made."""
 
 from __future__ import annotations
+
+import math
 
 import torch
 
@@ -31,9 +33,16 @@ def quantized_parameter(
 
 
 def quantized_if_asked(
-    weight: torch.nn.Parameter, *, columnwise: bool = True
+    weight: torch.nn.Parameter, recipe: Recipe | None, *, columnwise: bool = True
 ) -> torch.nn.Parameter:
-    """``weight`` quantized inside :func:`zerocast.model_init`, and itself elsewhere."""
+    """``weight`` quantized by ``recipe``, or by that of :func:`zerocast.model_init`; where there is
+    neither, itself.
+
+    What a weight was quantized from is kept where a layer was given its recipe, and inside
+    ``model_init`` where that was asked to.
+    """
+    if recipe is not None:
+        return quantized_parameter(weight, recipe, columnwise=columnwise)
     asked = current_model_init()
     if not asked.enabled or asked.recipe is None:
         return weight
@@ -43,3 +52,28 @@ def quantized_if_asked(
         columnwise=columnwise,
         keep_init_val=asked.preserve_high_precision_init_val,
     )
+
+
+def reset_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    """Draw weight [M, K] and bias [M] anew, as ``torch.nn.Linear`` does; a quantized weight is
+    quantized.
+    """
+    fresh = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
+    torch.nn.init.kaiming_uniform_(fresh, a=math.sqrt(5))
+    with torch.no_grad():
+        weight.copy_(fresh)
+    if bias is not None:
+        bound = 1 / math.sqrt(weight.shape[1]) if weight.shape[1] else 0
+        torch.nn.init.uniform_(bias, -bound, bound)
+
+
+def linear_parameters(
+    in_features: int,
+    out_features: int,
+    bias: bool,
+    device: torch.device | str | None,
+    dtype: torch.dtype | None,
+) -> tuple[torch.nn.Parameter, torch.nn.Parameter | None]:
+    """Weight [M, K] and bias [M], or None, as ``torch.nn.Linear`` starts them."""
+    layer = torch.nn.Linear(in_features, out_features, bias, device=device, dtype=dtype)
+    return layer.weight, layer.bias

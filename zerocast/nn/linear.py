@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 
-from zerocast.nn.initialization import quantized_if_asked, quantized_parameter
+from zerocast.nn.initialization import quantized_if_asked, reset_linear
 from zerocast.nn.quantized_module import QuantizedModule
 from zerocast.recipes import Recipe
 from zerocast.tensors import QuantizedTensor
@@ -53,23 +51,11 @@ class Linear(QuantizedModule, torch.nn.Linear):
     ) -> None:
         super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
         self.name = name
-        if recipe is None:
-            self.weight = quantized_if_asked(self.weight, columnwise=columnwise)
-        else:
-            self.weight = quantized_parameter(self.weight, recipe, columnwise=columnwise)
+        self.weight = quantized_if_asked(self.weight, recipe, columnwise=columnwise)
 
     def reset_parameters(self) -> None:
         """Draw weight and bias anew, as ``torch.nn.Linear`` does, and quantize the weight."""
-        if not isinstance(self.weight, QuantizedTensor):
-            super().reset_parameters()
-            return
-        fresh = torch.empty_like(self.weight)
-        torch.nn.init.kaiming_uniform_(fresh, a=math.sqrt(5))
-        with torch.no_grad():
-            self.weight.copy_(fresh)
-        if self.bias is not None:
-            bound = 1 / math.sqrt(self.in_features) if self.in_features > 0 else 0
-            torch.nn.init.uniform_(self.bias, -bound, bound)
+        reset_linear(self.weight, self.bias)
 
     def forward(self, input: torch.Tensor, *, fp8_output: bool = False) -> torch.Tensor:
         """[..., K] -> [..., M].

@@ -1,8 +1,8 @@
 """LayerNorm and RMSNorm: torch's, with the option of a gamma that is centred at zero.
 
-Statistics and the division are FP32 whatever the input's dtype, as in torch. ``zero_centered_gamma``
-stores ``gamma - 1``, so weight decay pulls gamma towards 1 and a low-precision gamma is finest where
-it starts.
+Statistics and the division are FP32 whatever the input's dtype, as in torch.
+``zero_centered_gamma`` stores ``gamma - 1``, so weight decay pulls gamma towards 1, and a
+low-precision gamma is finest where it starts.
 """
 
 from __future__ import annotations

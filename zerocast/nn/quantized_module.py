@@ -20,21 +20,33 @@ derived copies are stale, for no product there reads them. Autocast breaks the g
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, ClassVar
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 
 from zerocast import context
 from zerocast.context import Autocast
 from zerocast.errors import InputError
-from zerocast.nn.products import GemmQuantizers, QuantizedLinear
+from zerocast.nn.products import GemmQuantizers, QuantizedLinear, Watch
 from zerocast.nn.statistics import observer
 from zerocast.nn.weight_only import WeightOnlyLinear
 from zerocast.recipes import Recipe
-from zerocast.tensors import QuantizedTensor, RecipeState, rebuild_derived
+from zerocast.tensors import QuantizedTensor, Quantizer, RecipeState, rebuild_derived
+
+Result = TypeVar("Result")
 
 _EXTRA_STATE = "_extra_state"  # torch's name, which follows the module's prefix
+
+
+class Quantizing(NamedTuple):
+    """How the input of a product is quantized where it is made: by what, rounded to what first, and
+    who is shown.
+    """
+
+    quantizer: Quantizer
+    dtype: torch.dtype
+    watch: Watch | None
 
 
 class QuantizedModule(torch.nn.Module):
@@ -61,20 +73,27 @@ class QuantizedModule(torch.nn.Module):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         *,
+        leading: Sequence[int] | None = None,
         fp8_output: bool = False,
     ) -> torch.Tensor:
         """Product number ``gemm`` of this module: [..., K] -> [..., M].
+
+        ``leading`` are the leading dimensions of the result, where those of ``input`` were
+        flattened.
 
         Raises:
             InputError: for ``fp8_output`` outside of autocast; under it, where the recipe cannot
                 hold a tensor that has to be quantized.
         """
+        leading = tuple(input.shape[:-1] if leading is None else leading)
         if torch.compiler.is_compiling():
             # A graph holds the product of values, and is guarded against use inside a region.
             if not context.open_regions and not fp8_output:
                 return torch.nn.functional.linear(input, weight, bias)
-            return _outside_of_graphs(self._linear_here, gemm, input, weight, bias, fp8_output)
-        return self._linear_here(gemm, input, weight, bias, fp8_output)
+            return _outside_of_graphs(
+                self._linear_here, gemm, input, weight, bias, leading, fp8_output
+            )
+        return self._linear_here(gemm, input, weight, bias, leading, fp8_output)
 
     def _linear_here(
         self,
@@ -82,11 +101,12 @@ class QuantizedModule(torch.nn.Module):
         input: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
+        leading: tuple[int, ...],
         fp8_output: bool,
     ) -> torch.Tensor:
         region = context.current()
         if region.enabled and input.numel():
-            return self._quantized_linear(region, gemm, input, weight, bias, fp8_output)
+            return self._quantized_linear(region, gemm, input, weight, bias, leading, fp8_output)
         if fp8_output:
             raise InputError(
                 "fp8_output=True needs zerocast.autocast(enabled=True) around the layer, whose "
@@ -109,15 +129,15 @@ class QuantizedModule(torch.nn.Module):
         input: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
+        leading: tuple[int, ...],
         fp8_output: bool,
     ) -> torch.Tensor:
         if isinstance(weight, QuantizedTensor):
             _prepare(weight)
         quantizers = self._enrolled(region, input.device)[gemm]
-        leading = input.shape[:-1]
         if isinstance(input, QuantizedTensor):
-            bias = None if bias is None else bias.to(input.dtype)
             dtype = input.dtype
+            bias = None if bias is None else bias.to(dtype)
         else:
             input, bias, dtype = _cast(input, weight, bias)
             if input.dtype != dtype:
@@ -131,6 +151,32 @@ class QuantizedModule(torch.nn.Module):
         output_shape = (*leading, weight.shape[0]) if fp8_output else None
         out = QuantizedLinear.apply(input, weight, bias, quantizers, dtype, output_shape, watch)
         return out if fp8_output else out.view(*leading, weight.shape[0])
+
+    def _quantizing(
+        self, gemm: int, source: torch.Tensor, weight: torch.Tensor
+    ) -> Quantizing | None:
+        """How the input of product ``gemm`` is quantized where it is made from ``source``; None
+        where it is not.
+        """
+        if torch.compiler.is_compiling():
+            if not context.open_regions:
+                return None
+            return _outside_of_graphs(self._quantizing_here, gemm, source, weight)
+        return self._quantizing_here(gemm, source, weight)
+
+    def _quantizing_here(
+        self, gemm: int, source: torch.Tensor, weight: torch.Tensor
+    ) -> Quantizing | None:
+        region = context.current()
+        if not region.enabled or not source.numel():
+            return None
+        quantizers = self._enrolled(region, source.device)[gemm]
+        rows = source.numel() // source.shape[-1]
+        _require_holds(quantizers.input.recipe, (rows, weight.shape[1]), "input")
+        columnwise = torch.is_grad_enabled() and weight.requires_grad
+        quantizers.input.set_usage(rowwise=True, columnwise=columnwise)
+        dtype = _cast(source.new_empty(0), weight, None)[2]
+        return Quantizing(quantizers.input, dtype, observer(self, gemm))
 
     # --- the recipe's state ---
 
@@ -201,7 +247,7 @@ class QuantizedModule(torch.nn.Module):
             missing_keys.remove(prefix + _EXTRA_STATE)
 
 
-def _outside_of_graphs(function: Callable[..., torch.Tensor], *args: Any) -> torch.Tensor:
+def _outside_of_graphs(function: Callable[..., Result], *args: Any) -> Result:
     """``function(*args)``, not traced. (Not a decorator, which would load the compiler.)"""
     torch._dynamo.graph_break()
     return torch.compiler.disable(function)(*args)
@@ -239,13 +285,17 @@ def _check_shapes(quantizers: GemmQuantizers, input: torch.Tensor, weight: torch
         recipe = quantizers.grad_output.recipe
         wanted.append(("gradient of the output", recipe, (rows, weight.shape[0])))
     for what, recipe, shape in wanted:
-        try:
-            recipe.check_shape(shape)
-        except InputError as error:
-            raise InputError(
-                f"the layer's {what} cannot be quantized: {error} Or run the layer under "
-                f"zerocast.autocast(enabled=False)."
-            ) from error
+        _require_holds(recipe, shape, what)
+
+
+def _require_holds(recipe: Recipe, shape: tuple[int, ...], what: str) -> None:
+    try:
+        recipe.check_shape(shape)
+    except InputError as error:
+        raise InputError(
+            f"the layer's {what} cannot be quantized: {error} Or run the layer under "
+            f"zerocast.autocast(enabled=False)."
+        ) from error
 
 
 def _calibrate(

@@ -1,0 +1,53 @@
+"""checkpoint: activation recomputation that gives the same codes.
+
+Recomputation runs a forward a second time, in the backward, when the region of
+:class:`zerocast.autocast` has usually been left and the scales of delayed scaling have moved on.
+The second run must quantize as the first one did: under its recipe, from its scales, and without
+recording amaxes again. :func:`zerocast.context.checkpoint_contexts` does that for torch's mode
+without reentrance; this serves both modes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+from zerocast import context
+
+
+def checkpoint(
+    function: Callable[..., Any], *args: Any, use_reentrant: bool = False, **options: Any
+) -> Any:
+    """``torch.utils.checkpoint.checkpoint`` for functions with zerocast's layers in them.
+
+    Args:
+        function: what to compute, now and again in the backward.
+        args: its arguments.
+        use_reentrant: torch's mode; either gives the gradients of no checkpoint at all, bit for
+            bit.
+        options: torch's further options and, without reentrance, the function's keyword arguments.
+
+    Returns:
+        What ``function`` returns.
+    """
+    first, again = context.checkpoint_contexts()
+    has_run = False
+    # A reentrant first run has gradients disabled, and is not an evaluation for all that.
+    records = use_reentrant and torch.is_grad_enabled() and context.current().enabled
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        nonlocal has_run
+        now, has_run = (again if has_run else first), True
+        with ExitStack() as stack:
+            stack.enter_context(now)
+            if now is first and records:
+                active = context.current()
+                stack.enter_context(
+                    context.autocast(True, active.recipe, True, amax_reduction_group=active.group)
+                )
+            return function(*args, **kwargs)
+
+    return torch.utils.checkpoint.checkpoint(run, *args, use_reentrant=use_reentrant, **options)

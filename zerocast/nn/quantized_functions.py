@@ -1,0 +1,134 @@
+"""Norms and activations whose result is quantized as it is made, with gradients.
+
+The result is a :class:`QuantizedTensor` that a product reads as it is; the gradient that comes back
+is in high precision and belongs to the rounded result (straight-through). Kept for the backward are
+the input and, of a norm, two numbers a row: never the result.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from zerocast.nn import functional
+from zerocast.nn.products import Watch
+from zerocast.ops import Activation
+from zerocast.tensors import Quantizer
+
+aten = torch.ops.aten
+
+
+class QuantizedNorm(torch.autograd.Function):
+    """``QuantizedNorm.apply(input, weight, bias, activation, quantizer, dtype, wants_output,
+    watch)``.
+
+    Args:
+        input: [T, K].
+        weight: [K].
+        bias: [K], or None.
+        activation: ``"layernorm"`` or ``"rmsnorm"``, with eps and where gamma is centred.
+        quantizer: of the result.
+        dtype: that the result is rounded to.
+        wants_output: whether the rounded result is returned, too.
+        watch: is shown what is quantized, or None.
+
+    Returns:
+        The quantized result, and the rounded one or None; both [T, K].
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        activation: Activation,
+        quantizer: Quantizer,
+        dtype: torch.dtype,
+        wants_output: bool,
+        watch: Watch | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        made = functional.activate(
+            activation,
+            input,
+            quantizer,
+            weight=weight,
+            bias=bias,
+            dtype=dtype,
+            output=wants_output or watch is not None,
+            statistics=any(ctx.needs_input_grad),
+        )
+        assert made.quantized is not None
+        if watch is not None:
+            assert made.output is not None
+            watch("input", made.output, made.quantized.storage)
+        ctx.activation = activation
+        ctx.save_for_backward(input, weight, bias, made.mean, made.rstd)
+        return made.quantized, made.output if wants_output else None
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, grad: torch.Tensor, grad_output: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
+        input, weight, bias, mean, rstd = ctx.saved_tensors
+        dy = grad.float() if grad_output is None else grad.float() + grad_output.float()
+        centred = input.float() if mean is None else input.float() - mean[:, None]
+        normed = centred * rstd[:, None]
+        gamma = weight.float() + 1 if ctx.activation.zero_centered_gamma else weight.float()
+        needs_input, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        grad_input = grad_weight = grad_bias = None
+        if needs_input:
+            # Moving x moves mean and deviation, too: what points along 1 and along x is taken out.
+            direct = dy * gamma
+            along = normed * (direct * normed).mean(1, keepdim=True)
+            level = 0 if mean is None else direct.mean(1, keepdim=True)
+            grad_input = ((direct - along - level) * rstd[:, None]).to(input.dtype)
+        if needs_weight:
+            grad_weight = (dy * normed).sum(0).to(weight.dtype)
+        if needs_bias:
+            grad_bias = dy.sum(0).to(bias.dtype)
+        return grad_input, grad_weight, grad_bias, None, None, None, None, None
+
+
+class QuantizedActivation(torch.autograd.Function):
+    """``QuantizedActivation.apply(input, activation, quantizer, watch)``: [T, S] -> [T, K]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: torch.Tensor,
+        activation: Activation,
+        quantizer: Quantizer,
+        watch: Watch | None,
+    ) -> torch.Tensor:
+        made = functional.activate(activation, input, quantizer, output=watch is not None)
+        assert made.quantized is not None
+        if watch is not None:
+            assert made.output is not None
+            watch("input", made.output, made.quantized.storage)
+        ctx.function = activation.function
+        ctx.save_for_backward(input)
+        return made.quantized
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (input,) = ctx.saved_tensors
+        return _derivative(ctx.function, grad, input), None, None, None
+
+
+def _derivative(function: str, grad: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
+    """The gradient of the input of an activation."""
+    if function == "relu":
+        return aten.threshold_backward(grad, input, 0)
+    if function == "silu":
+        return aten.silu_backward(grad, input)
+    if function == "swiglu":
+        gated, gate = input.chunk(2, dim=-1)
+        of_gated = aten.silu_backward(grad * gate, gated)
+        return torch.cat((of_gated, grad * torch.nn.functional.silu(gated)), dim=-1)
+    approximate = "tanh" if function == "gelu_tanh" else "none"
+    return aten.gelu_backward(grad, input, approximate=approximate)
