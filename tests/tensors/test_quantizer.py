@@ -74,6 +74,35 @@ def test_a_quantizer_makes_the_bytes_of_quantize(name: str, role: str) -> None:
     assert (made.shape, made.dtype) == (values().shape, torch.bfloat16)
 
 
+@pytest.mark.parametrize("rows", [1, 17, 33])
+@every_recipe
+def test_any_number_of_rows_is_served(recipe: Recipe, rows: int) -> None:
+    """Odd ones, of which packed columns end in half a byte, and less than a block: either copy lies
+    as near to the values as the format allows.
+    """
+    for role in ("input", "grad_output"):
+        x = values(rows, dtype=torch.float32)
+        quantizer = quantizer_for(recipe, role)
+        made = quantizer.quantize(x)
+        step = {"e4m3": 2.0**-4, "e5m2": 2.0**-3, "e2m1": 2.0**-1}[quantizer.dtype.name]
+        for copied in (made.dequantize(), dequantize(made.storage, columnwise=True)):
+            assert (copied - x).abs().max() <= step * x.abs().max(), role
+
+
+def test_quantize_takes_a_quantizer() -> None:
+    """zerocast.quantize with a quantizer is its quantize, state and all; what the quantizer decides
+    cannot be asked for beside it.
+    """
+    state = RecipeState.create(DelayedScaling(), "forward", 1)
+    (quantizer,) = state.make_quantizers()
+    state.scale.fill_(2.0)
+    made = zerocast.quantize(values(dtype=torch.float32), quantizer, dtype=torch.bfloat16)
+    assert (made.dtype, made.rowwise_scale_inv.item()) == (torch.bfloat16, 0.5)
+    assert state.amaxes.view(torch.float32).item() == values().abs().max()
+    with pytest.raises(InputError, match="set_usage"):
+        zerocast.quantize(values(), quantizer, columnwise=False)
+
+
 @each_role
 @every_recipe
 def test_one_copy_holds_the_bytes_it_has_beside_the_other(recipe: Recipe, role: str) -> None:

@@ -6,6 +6,7 @@ whole weight and no reduction between them; so a sharded cast has something to b
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -20,9 +21,18 @@ from zerocast.tensors.storage import QuantizedStorage
 _NOMINAL_NAMES = "torch.float32, torch.bfloat16 or torch.float16"
 
 
+@runtime_checkable
+class Quantizes(Protocol):
+    """A quantizer (:class:`zerocast.Quantizer`), as far as :func:`quantize` needs to know it."""
+
+    def quantize(self, tensor: torch.Tensor) -> QuantizedTensor:
+        """``tensor`` as the quantizer makes it."""
+        ...
+
+
 def quantize(
     tensor: torch.Tensor,
-    recipe: Recipe,
+    recipe: Recipe | Quantizes,
     *,
     dtype: torch.dtype | None = None,
     columnwise: bool = True,
@@ -33,7 +43,8 @@ def quantize(
     Args:
         tensor: FP32, BF16 or FP16, of a shape that the recipe holds; any strides. A gradient does
             not flow through.
-        recipe: the scheme.
+        recipe: the scheme; or a quantizer, which decides by itself which copies it makes, and
+            remembers, for schemes with state, from one tensor to the next.
         dtype: the nominal dtype of the result, which elements are rounded to first; the tensor's
             own by default.
         columnwise: whether the weight holds the columnwise copy.
@@ -45,13 +56,22 @@ def quantize(
         under its scale NaN.
 
     Raises:
-        InputError: for another dtype, or a shape that the recipe cannot hold.
+        InputError: for another dtype, a shape that the recipe cannot hold, or a quantizer together
+            with ``columnwise`` or ``name``.
     """
     given = getattr(tensor, "dtype", type(tensor).__name__)
     if given not in NOMINAL_DTYPES:
         raise InputError(
             f"quantize needs a tensor of {_NOMINAL_NAMES}, got {given}; convert it first."
         )
+    if isinstance(recipe, Quantizes):
+        if not columnwise or name is not None:
+            raise InputError(
+                f"a quantizer decides on columnwise copies and names by itself, got "
+                f"columnwise={columnwise} and name={name!r}; use quantizer.set_usage(...) and "
+                f"RecipeState.create(..., name=...)."
+            )
+        return recipe.quantize(tensor if dtype is None else tensor.to(dtype))
     weight = empty(
         tensor.shape,
         recipe,
