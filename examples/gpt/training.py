@@ -81,7 +81,7 @@ class Run:
 
 
 def train(recipe: str, settings: Settings, corpus: Corpus, comm: Communicator) -> Run:
-    """Train a GPT whose linear layers hold weights of ``recipe``, all but the last one. Collective."""
+    """Train a GPT whose linear layers, but for the last one, are of ``recipe``. Collective."""
     comm = RecordingCommunicator(comm)
     torch.manual_seed(settings.seed)  # the same model on every rank
     model = GPT()
