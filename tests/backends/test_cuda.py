@@ -1,8 +1,10 @@
 """The CUDA backend around its kernels: which tiles, which cache, which errors. Needs no GPU."""
 
+import ctypes
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import hypothesis.strategies as st
@@ -11,8 +13,9 @@ import torch
 from hypothesis import given, settings
 
 import zerocast
-from zerocast.backends.cuda import Arguments, Kernel, compiler
-from zerocast.backends.cuda.device import DeviceLauncher
+from tests.cuda_emulation.emulator import Emulator, needs_emulation
+from zerocast.backends.cuda import Arguments, CudaBackend, Kernel, compiler
+from zerocast.backends.cuda.device import WORDS, DeviceLauncher
 from zerocast.backends.cuda.sources import cuda_sources
 from zerocast.backends.cuda.tiling import (
     FLAT_COLS,
@@ -23,7 +26,9 @@ from zerocast.backends.cuda.tiling import (
     tiled_grid,
 )
 from zerocast.errors import BackendError, InputError
-from zerocast.layout import BlockGrid, Extent
+from zerocast.formats import E4M3
+from zerocast.layout import BlockGrid, Extent, ScaleLayout
+from zerocast.ops import DequantizeTarget, Float8Law
 
 # --- tiles ---
 
@@ -195,6 +200,15 @@ class Stream:
         self.waited.append(event)
 
 
+class Event:
+    """One of torch's events."""
+
+    over = False
+
+    def query(self) -> bool:
+        return self.over
+
+
 @pytest.fixture
 def launcher(monkeypatch: pytest.MonkeyPatch) -> DeviceLauncher:
     """A launcher for a GPU that is not there."""
@@ -223,20 +237,25 @@ def test_a_launch_is_one_call_on_the_current_stream(launcher, monkeypatch) -> No
 
 
 def test_a_launch_waits_for_tables_sent_on_another_stream(launcher, monkeypatch) -> None:
-    """On the stream of the upload nothing is waited for, on another one the upload's event, in a
-    capture nothing.
+    """On the stream of the upload nothing is waited for, on another one the upload's event until it
+    is over, in a capture nothing.
     """
     stream = Stream(5)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
-    launcher._uploaded = 5, "event"
+    launcher._uploads[5] = Event()
     launcher.launch(KERNEL, 1, 1, Arguments([]))
     assert stream.waited == []
-    launcher._uploaded = 6, "event"
+    others = launcher._uploads[6], launcher._uploads[7] = Event(), Event()
     launcher.launch(KERNEL, 1, 1, Arguments([]))
-    assert stream.waited == ["event"]
+    assert stream.waited == [*others]
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     launcher.launch(KERNEL, 1, 1, Arguments([]))
-    assert stream.waited == ["event"]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    for event in others:
+        event.over = True
+    launcher.launch(KERNEL, 1, 1, Arguments([]))
+    assert stream.waited == [*others]
+    assert list(launcher._uploads) == [5]
 
 
 def test_a_driver_error_names_the_kernel(launcher, monkeypatch) -> None:
@@ -249,11 +268,61 @@ def test_a_driver_error_names_the_kernel(launcher, monkeypatch) -> None:
         launcher.launch(KERNEL, 1, 9, Arguments([]))
 
 
+def test_a_small_table_goes_with_a_launch(launcher, monkeypatch) -> None:
+    """Also in a capture: the words are arguments of a kernel, in the order of its parameters."""
+    made = torch.zeros(2, 3, dtype=torch.int64)
+    monkeypatch.setattr(torch, "empty_like", lambda table, device: made)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: Stream(0))
+    launcher.__dict__["_write"] = 55
+    given: list[list[int]] = []
+
+    def launch_kernel(handle, *numbers) -> None:
+        pointers = ctypes.cast(numbers[-2], ctypes.POINTER(ctypes.c_void_p))
+        sizes = {0: 1, 1: 1, 2: WORDS}  # to, count, words
+        for at, size in sizes.items():
+            words = ctypes.cast(pointers[at], ctypes.POINTER(ctypes.c_int64 * size))
+            given.append(list(words.contents))
+
+    monkeypatch.setattr(launcher._driver, "launchKernel", launch_kernel)
+    assert launcher.upload(torch.tensor([[1, 2, 3], [-4, 5, 2**62]])) is made
+    assert given[:2] == [[made.data_ptr()], [6]]
+    assert given[2] == [1, 2, 3, -4, 5, 2**62] + [0] * (WORDS - 6)
+    assert (
+        f"constexpr int WORDS = {WORDS};"
+        in (cuda_sources() / "kernels" / "write_words.cu").read_text()
+    )
+
+
+@needs_emulation
+def test_what_is_prepared_in_a_capture_stays_there() -> None:
+    """Its tables are written when the graph runs, so outside of it the launch is refused."""
+    emulator = Emulator()
+    emulator.capturing = True
+    backend = CudaBackend(emulator)
+    grid = BlockGrid(4, 4, 4, 4)
+    target = DequantizeTarget(
+        ScaleLayout(grid), torch.zeros(4, 4, dtype=torch.uint8), torch.ones(1, 1), None,
+        torch.zeros(4, 4),
+    )  # fmt: skip
+    launch = backend.dequantize(Float8Law(E4M3), [target])
+    launch()
+    emulator.capturing = False
+    with pytest.raises(BackendError, match="in that capture, got dequantize_float8_e4m3 outside"):
+        launch()
+    uploads = []
+    upload = emulator.upload
+    emulator.upload = lambda table: (uploads.append(1), upload(table))[1]
+    backend.dequantize(Float8Law(E4M3), [target])()
+    assert len(uploads) == 2, "the tiles of the capture were taken for tiles that are there"
+
+
 def test_tables_are_not_sent_in_a_capture(launcher, monkeypatch) -> None:
     """Making a plan, and binding masters, inside of a capture is refused with the other way."""
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    table = torch.zeros(3, dtype=torch.int64)
-    with pytest.raises(BackendError, match="must be made, and its weights moved, before a CUDA"):
+    table = torch.zeros(WORDS + 1, dtype=torch.int64)
+    with pytest.raises(BackendError, match="must be made, and a tensor of a new shape"):
         launcher.upload(table)
     with pytest.raises(BackendError, match="masters must be bound before a CUDA graph"):
         launcher.refresh(table, table)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from zerocast.cast.capture import check_capture
+from zerocast.cast.capture import check_capture, check_planning
 from zerocast.comm import SingleRank
 from zerocast.errors import UnsupportedError
 
@@ -39,7 +39,17 @@ def test_all_else_is_captured(capturing: None) -> None:
     check_capture(torch.device("cpu"), [Staging()], check_finite=True)
 
 
+def test_planning_is_refused(capturing: None) -> None:
+    """A plan is made, and follows moved weights, before the capture."""
+    with pytest.raises(
+        UnsupportedError, match="its weights moved, before a CUDA graph is captured"
+    ):
+        check_planning(GPU)
+    check_planning(torch.device("cpu"))
+
+
 def test_without_a_capture_nothing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Outside of a capture staging and checks are allowed."""
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     check_capture(GPU, [Staging()], check_finite=True)
+    check_planning(GPU)

@@ -71,6 +71,7 @@ class Emulator:
     """
 
     device = torch.device("cpu")
+    capturing = False
 
     def __init__(
         self,
@@ -109,7 +110,8 @@ class Emulator:
             self.names.append(kernel.name)
             failed = self._libraries[kernel.source].emulation_launch(
                 ctypes.c_void_p(handle), ctypes.c_uint(grid), ctypes.c_uint(kernel.threads),
-                ctypes.c_void_p(arguments.address), len(arguments), self._order,
+                ctypes.c_void_p(arguments.address), len(arguments), arguments.struct_fields,
+                self._order,
                 ctypes.c_ulonglong(next(self._seeds)), message, ctypes.c_size_t(len(message)),
             )  # fmt: skip
         if failed:

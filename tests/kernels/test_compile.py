@@ -19,17 +19,32 @@ except BackendError as error:
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING)
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100a", "sm_120a")
-FORMATS = ("e2m1", "e4m3", "e5m2")
+KINDS = [f"{kind}_{fmt}" for kind in ("float8", "mxfp8") for fmt in ("e4m3", "e5m2")]
+DRAWS = ["nvfp4", "nvfp4_drawn"]
 KERNELS = {
     "partial_amax": {"partial_amax"},
-    "compute_scale": {f"compute_scale_{fmt}" for fmt in FORMATS},
-    "partial_cast": {f"partial_cast_{fmt}" for fmt in FORMATS},
+    "partial_amax_fine": {"partial_amax_fine"},
+    "partial_select": {"partial_select_mae", "partial_select_mse"},
+    "select": {"select_mae", "select_mse"},
+    "compute_scale": {f"compute_scale_{law}" for law in [*KINDS, "nvfp4"]},
+    "compute_scale_delayed": {"compute_scale_delayed"},
+    "partial_cast": {
+        f"partial_cast_{law}" for law in [*KINDS, "delayed_e4m3", "delayed_e5m2", *DRAWS]
+    },
+    "partial_cast_fine": {f"partial_cast_fine_{law}" for law in [*KINDS, *DRAWS]},
     "transpose": {"transpose_4_bit", "transpose_8_bit"},
-    "dequantize": {f"dequantize_{fmt}" for fmt in FORMATS},
+    "dequantize": {
+        f"dequantize_{shape}{law}" for law in [*KINDS, "nvfp4"] for shape in ("", "fine_")
+    },
+    "write_words": {"write_words"},
     "probe": {"probe_read"},
 }
 # Threads of a block, and the blocks that share a multiprocessor's 65,536 registers.
-RESIDENT = {"partial_amax": (128, 6), "partial_cast": (128, 6), "transpose": (256, 3)}
+RESIDENT = {
+    "partial_amax": (128, 6), "partial_amax_fine": (128, 5), "partial_select": (128, 6),
+    "partial_cast": (128, 6), "partial_cast_nvfp4_drawn": (128, 5), "partial_cast_fine": (128, 4),
+    "transpose": (256, 3),
+}  # fmt: skip
 
 USAGE = re.compile(
     r"Compiling entry function '(\w+)'.*?(\d+) bytes stack frame, (\d+) bytes spill stores, "
@@ -59,7 +74,7 @@ def test_kernels_stay_in_registers(name: str, arch: str) -> None:
     assert used.keys() == KERNELS[name], log
     for kernel, (stack, stores, loads, registers) in used.items():
         assert (stack, stores, loads) == (0, 0, 0), f"{kernel} for {arch}:\n{log}"
-        threads, blocks = RESIDENT.get(name, (128, 8))
+        threads, blocks = RESIDENT.get(kernel, RESIDENT.get(name, (128, 8)))
         assert registers * threads * blocks <= 65536, f"{kernel} for {arch}: {registers} registers"
 
 

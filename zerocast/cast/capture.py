@@ -35,3 +35,14 @@ def check_capture(
                 f"{comm}, whose host takes part in those on {device}; use torch.distributed with "
                 "NCCL, or capture forward and backward only."
             )
+
+
+def check_planning(device: torch.device) -> None:
+    """Raise :class:`UnsupportedError` where the current stream is being captured: the tables of a
+    plan on ``device`` are used by later casts, whether or not that graph has run.
+    """
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise UnsupportedError(
+            "a plan must be made, and its weights moved, before a CUDA graph is captured, got a "
+            "stream that is being captured; run plan.cast() once outside of the capture."
+        )

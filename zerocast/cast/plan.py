@@ -51,7 +51,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from zerocast.backends import backend_for
-from zerocast.cast.capture import check_capture
+from zerocast.cast.capture import check_capture, check_planning
 from zerocast.cast.finite import raise_if_not_finite
 from zerocast.cast.gather import PLANES, CodeGather
 from zerocast.cast.request import ShardRequest, as_tensors, check_rebind, check_request
@@ -383,6 +383,7 @@ class CastPlan:
 
     def _prepare(self) -> None:
         """Prepare the launches: one a step and recipe, for the buffers as they lie now."""
+        check_planning(self._amax.device)
         self._move = QuantizedStorage.last_move
         self._addresses = self._buffer_addresses()
         self._launches: dict[str, list[Launch]] = {

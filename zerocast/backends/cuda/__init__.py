@@ -1,7 +1,10 @@
 """The CUDA backend: one launch of our own kernels for any number of weights.
 
-    backend      operations -> tables, grids, arguments
+    backend      operations -> rows, cuts, arguments
+    laws         which kernel computes a law
+    delayed      delayed scaling by a function of the caller's
     tiling       which tiles a launch visits
+    prepared     tables and launches
     launcher     the interface through which kernels run
     device       that interface on a GPU: CuPy's driver calls, torch's stream
     compiler     sources -> machine code, by NVRTC, kept on disk

@@ -1,24 +1,22 @@
 """CudaBackend: the operations of :mod:`zerocast.ops` as launches of our kernels.
 
 Preparing an operation writes two tables, the rows of the weights (``tables.h``) and the tiles that
-the launch visits, and copies them to the device. A launch is then one call of the driver for any
-number of weights: it allocates nothing and waits for nothing, so it can be captured in a graph.
-
-The addresses of masters stand in a table of their own, which is sent again only after the masters
-were bound to other tensors.
+the launch visits, and copies them to the device (:mod:`zerocast.backends.cuda.prepared`). A launch
+is then one call of the driver for any number of weights: it allocates nothing and waits for
+nothing, so it can be captured in a graph. So can the preparation of a few weights, the quantization
+of an activation say, in shapes that were prepared before.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections import OrderedDict
 from collections.abc import Sequence
 
 import torch
 
 from zerocast.backends.cuda.delayed import scales_by_callable
-from zerocast.backends.cuda.launcher import Arguments, Kernel, Launcher
+from zerocast.backends.cuda.launcher import Kernel, Launcher
 from zerocast.backends.cuda.laws import cast_kernel, choice_kernel, decode_kernel, scale_kernel
+from zerocast.backends.cuda.prepared import Tables, in_turn, nothing
 from zerocast.backends.cuda.tiling import (
     Cut,
     choice_tiles,
@@ -29,7 +27,6 @@ from zerocast.backends.cuda.tiling import (
     scale_tiles,
     shard_tiles,
     tiled_grid,
-    tiles_of,
 )
 from zerocast.backends.tables import (
     cast_row,
@@ -43,7 +40,6 @@ from zerocast.errors import BackendError
 from zerocast.formats import packed_columns
 from zerocast.layout import BlockGrid, Extent, ScaleLayout
 from zerocast.ops import (
-    Candidates,
     CastShard,
     DequantizeTarget,
     Float8DelayedLaw,
@@ -62,9 +58,6 @@ THREADS = 128
 SQUARE_THREADS = 256
 """Of a block of ``transpose.cu``."""
 
-KEPT_TILES = 256
-"""Tables of tiles of single weights that stay on the device."""
-
 
 class CudaBackend:
     """Our kernels through a launcher; see :class:`zerocast.ops.Backend` for what the methods
@@ -78,12 +71,7 @@ class CudaBackend:
 
     def __init__(self, launcher: Launcher) -> None:
         self.launcher = launcher
-        self._pointers: weakref.WeakKeyDictionary[Masters, _MasterPointers] = (
-            weakref.WeakKeyDictionary()
-        )
-        # A weight that is cast or decoded by itself, an activation say, comes again and again with
-        # other addresses and the same shape.
-        self._tiles: OrderedDict[tuple[Cut, ...], torch.Tensor] = OrderedDict()
+        self._tables = Tables(launcher)
 
     # --- operations on shards ---
 
@@ -128,13 +116,13 @@ class CudaBackend:
         targets = [target for target in targets if target.candidates.cut.numel()]
         for target in targets:
             _check_choosing(target.grid)
-        lists = self._lists([target.candidates for target in targets])
+        lists = self._tables.lists([target.candidates for target in targets])
         rows = [select_row(target, self._address, lists.address) for target in targets]
         cuts: list[list[Cut]] = [
             [(choice_tiles, target.candidates.cut.numel(), target.grid.blocks_w)]
             for target in targets
         ]
-        return self._launch(kernel, rows, cuts, scalars, (targets, lists))
+        return self._tables.launch(kernel, rows, cuts, scalars, (targets, lists))
 
     def compute_scale(self, law: Law, targets: Sequence[ScaleTarget]) -> Launch:
         rows = [scale_row(target, self._address) for target in targets]
@@ -146,7 +134,7 @@ class CudaBackend:
             [_scale_cut(part, layout) for part, layout in enumerate(_layouts(target))]
             for target in targets
         ]
-        return self._launch(kernel, rows, cuts, scalars, targets)
+        return self._tables.launch(kernel, rows, cuts, scalars, targets)
 
     def transpose(self, targets: Sequence[TransposeTarget]) -> Launch:
         launches = []
@@ -154,7 +142,7 @@ class CudaBackend:
             chosen = [target for target in targets if target.fmt.bits == bits]
             if chosen:
                 launches.append(self._transpose(bits, chosen))
-        return _in_turn(launches)
+        return in_turn(launches)
 
     def dequantize(self, law: Law, targets: Sequence[DequantizeTarget]) -> Launch:
         ending, scalars = decode_kernel(law, self.name)
@@ -168,7 +156,7 @@ class CudaBackend:
             for target, grid in zip(targets, grids, strict=True)
         ]
         cuts = [[_cut(fine, grid, None, Extent(0, grid.numel))] for grid in grids]
-        return self._launch(kernel, rows, cuts, scalars, targets)
+        return self._tables.launch(kernel, rows, cuts, scalars, targets)
 
     # --- from operands to launches ---
 
@@ -206,16 +194,14 @@ class CudaBackend:
     ) -> Launch:
         """The launch over ``shards``, none of them empty, seen under ``grids``."""
         if not shards:
-            return _nothing
-        pointers = self._pointers.get(masters)
-        if pointers is None:
-            pointers = self._pointers[masters] = _MasterPointers(self.launcher, masters)
-        lists = self._lists([s.candidates for s in shards if s.candidates is not None])
+            return nothing
+        pointers = self._tables.pointers(masters)
+        lists = self._tables.lists([s.candidates for s in shards if s.candidates is not None])
         rows = [
             cast_row(shard, grid, pointers.slot(shard.slot), self._address, lists.address)
             for shard, grid in zip(shards, grids, strict=True)
         ]
-        run = self._launch(kernel, rows, cuts, scalars, (shards, masters, pointers, lists))
+        run = self._tables.launch(kernel, rows, cuts, scalars, (shards, masters, pointers, lists))
 
         def launch() -> None:
             pointers.follow(masters)
@@ -231,8 +217,8 @@ class CudaBackend:
         outside = callable(law.amax_compute_algo)
         scalars = [fields[4], 2 if outside else fields[5]]
         kernel = Kernel("compute_scale_delayed", "compute_scale_delayed", THREADS)
-        run = self._launch(kernel, rows, None, scalars, targets)
-        return _in_turn([run, scales_by_callable(law, list(targets))]) if outside else run
+        run = self._tables.launch(kernel, rows, None, scalars, targets)
+        return in_turn([run, scales_by_callable(law, list(targets))]) if outside else run
 
     def _transpose(self, bits: int, targets: Sequence[TransposeTarget]) -> Launch:
         kernel = Kernel("transpose", f"transpose_{bits}_bit", SQUARE_THREADS)
@@ -249,54 +235,7 @@ class CudaBackend:
                 weight.insert(0, (copied_scale_tiles, layout.shape, layout.row_repeat))
             cuts.append(weight)
         table_rows = [transpose_row(target, self._address) for target in targets]
-        return self._launch(kernel, table_rows, cuts, [], targets)
-
-    def _launch(
-        self,
-        kernel: Kernel,
-        rows: list[list[int]],
-        cuts: Sequence[Sequence[Cut]] | None,
-        scalars: list[int],
-        operands: object,
-    ) -> Launch:
-        """The launch of ``kernel`` over the rows of the weights, and the tiles that they are cut
-        into, or the weights themselves where ``cuts`` is None; it keeps alive what they point to.
-        """
-        if not rows:
-            return _nothing
-        launcher = self.launcher
-        handle = launcher.prepare(kernel)
-        weights = launcher.upload(torch.tensor(rows, dtype=torch.int64, device="cpu"))
-        if cuts is None:
-            visited, count = None, len(rows)
-            arguments = Arguments([weights.data_ptr(), count, *scalars])
-        else:
-            visited = self._visited(cuts)
-            count = visited.shape[0]
-            arguments = Arguments([weights.data_ptr(), visited.data_ptr(), count, *scalars])
-        grid = min(count, launcher.max_grid)
-        alive = (weights, visited, operands)
-
-        def launch() -> None:
-            assert alive
-            launcher.launch(kernel, handle, grid, arguments)
-
-        return launch
-
-    def _visited(self, cuts: Sequence[Sequence[Cut]]) -> torch.Tensor:
-        """The tiles, where kernels can read them; those of a single weight are kept."""
-        if len(cuts) > 1:
-            return self.launcher.upload(tiles_of(cuts))
-        key = tuple(cuts[0])
-        if key not in self._tiles:
-            self._tiles[key] = self.launcher.upload(tiles_of(cuts))
-            if len(self._tiles) > KEPT_TILES:
-                self._tiles.popitem(last=False)
-        self._tiles.move_to_end(key)
-        return self._tiles[key]
-
-    def _lists(self, candidates: Sequence[Candidates]) -> _Lists:
-        return _Lists(self.launcher, [t for c in candidates for t in (c.cut, c.segments)])
+        return self._tables.launch(kernel, table_rows, cuts, [], targets)
 
     def _address(self, tensor: torch.Tensor) -> int:
         if tensor.device != self.launcher.device or not tensor.is_contiguous():
@@ -306,44 +245,6 @@ class CudaBackend:
                 "one of those."
             )
         return tensor.data_ptr()
-
-
-class _Lists:
-    """Lists of integers, given on the CPU, where kernels can read them: all in one table."""
-
-    def __init__(self, launcher: Launcher, lists: Sequence[torch.Tensor]) -> None:
-        self._offsets: dict[int, int] = {}
-        self._alive = lists
-        total = 0
-        for values in lists:
-            self._offsets[id(values)] = total
-            total += values.numel()
-        self._table = launcher.upload(torch.cat(list(lists))) if total else None
-
-    def address(self, values: torch.Tensor) -> int:
-        """Of one of the lists; 0 where all are empty."""
-        if self._table is None:
-            return 0
-        return self._table.data_ptr() + self._offsets[id(values)] * values.element_size()
-
-
-class _MasterPointers:
-    """The addresses of masters where kernels can read them."""
-
-    def __init__(self, launcher: Launcher, masters: Masters) -> None:
-        self._launcher = launcher
-        self._version = masters.version
-        self._table = launcher.upload(masters.pointers)
-
-    def slot(self, index: int) -> int:
-        """Where the address of one master stands."""
-        return self._table.data_ptr() + index * self._table.element_size()
-
-    def follow(self, masters: Masters) -> None:
-        """Send the addresses again where ``masters`` were bound anew."""
-        if self._version != masters.version:
-            self._launcher.refresh(self._table, masters.pointers)
-            self._version = masters.version
 
 
 def _tiled(planes: Sequence[tuple[BlockGrid, BlockGrid | None]]) -> tuple[bool, list[BlockGrid]]:
@@ -386,14 +287,6 @@ def _scale_cut(part: int, layout: ScaleLayout) -> Cut:
     return scale_tiles, part, layout.shape, repeat
 
 
-def _in_turn(launches: Sequence[Launch]) -> Launch:
-    def launch() -> None:
-        for run in launches:
-            run()
-
-    return launch
-
-
 def _check_choosing(grid: BlockGrid) -> None:
     if (grid.block_h, grid.block_w) != (16, 16):
         raise BackendError(
@@ -408,7 +301,3 @@ def _check_whole_bytes(cols: int) -> None:
             f"the cuda backend takes 4-bit codes in rows of whole bytes, got {cols} columns; cast "
             "this weight under use_backend('reference')."
         )
-
-
-def _nothing() -> None:
-    """The launch of an operation on no elements."""

@@ -12,6 +12,10 @@ from zerocast.backends.cuda.compiler import REMEDY, architecture, compiled, impo
 from zerocast.backends.cuda.launcher import MAX_GRID, Arguments, Kernel
 from zerocast.errors import BackendError
 
+WRITE = Kernel("write_words", "write_words", 128)
+WORDS = 120
+"""What one launch of WRITE takes; see ``cuda_src/kernels/write_words.cu``."""
+
 
 class DeviceLauncher:
     """Launches on one GPU; see :class:`zerocast.backends.cuda.Launcher`.
@@ -43,24 +47,39 @@ class DeviceLauncher:
         self._arch = architecture(torch.cuda.get_device_capability(device))
         self._cache = cache
         self._modules: dict[str, int] = {}
-        # The stream of the latest upload, and when that is over.
-        self._uploaded: tuple[int, torch.cuda.Event] | None = None
+        # Of each stream on which tables were sent: when the latest of them is there.
+        self._uploads: dict[int, torch.cuda.Event] = {}
+
+    @property
+    def capturing(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
 
     def upload(self, table: torch.Tensor) -> torch.Tensor:
-        if torch.cuda.is_current_stream_capturing():
+        small = table.numel() <= WORDS
+        if self.capturing and not small:
             raise BackendError(
-                "a plan must be made, and its weights moved, before a CUDA graph is captured, got "
-                "a stream that is being captured; run plan.cast() once outside of the capture."
+                "a plan must be made, and a tensor of a new shape be quantized or decoded, before "
+                "a CUDA graph is captured, got a stream that is being captured; run the same once "
+                "outside of the capture."
             )
         with torch.cuda.device(self.device):
-            # torch keeps the pinned copy until the transfer is over.
-            copy = table.pin_memory().to(self.device, non_blocking=True)
-            stream = torch.cuda.current_stream()
-            self._uploaded = stream.cuda_stream, stream.record_event()
+            if small:
+                copy = torch.empty_like(table, device=self.device)
+                words = table.flatten().tolist()
+                words += [0] * (WORDS - len(words))
+                # A kernel's last argument may be larger than a word: then it goes on from there.
+                arguments = Arguments([copy.data_ptr(), table.numel(), *words])
+                self.launch(WRITE, self._write, 1, arguments)
+            else:
+                # torch keeps the pinned copy until the transfer is over.
+                copy = table.pin_memory().to(self.device, non_blocking=True)
+            if not self.capturing:
+                stream = torch.cuda.current_stream()
+                self._uploads[stream.cuda_stream] = stream.record_event()
         return copy
 
     def refresh(self, table: torch.Tensor, values: torch.Tensor) -> None:
-        if torch.cuda.is_current_stream_capturing():
+        if self.capturing:
             raise BackendError(
                 "masters must be bound before a CUDA graph is captured, got other tensors in a "
                 "capture; run plan.cast(master_weights) once outside, then capture plan.cast()."
@@ -92,12 +111,8 @@ class DeviceLauncher:
         current = torch.cuda.current_stream()
         stream = current.cuda_stream
         # torch waits for the device before it captures, so a capture has nothing to wait for.
-        if (
-            self._uploaded is not None
-            and self._uploaded[0] != stream
-            and not torch.cuda.is_current_stream_capturing()
-        ):
-            current.wait_event(self._uploaded[1])
+        if self._uploads and not self.capturing:
+            self._wait_for_uploads(current)
         self.launches += 1
         try:
             self._driver.launchKernel(
@@ -110,6 +125,18 @@ class DeviceLauncher:
                 "earlier kernel of any library left behind shows here: run again with "
                 "CUDA_LAUNCH_BLOCKING=1 to find it."
             ) from error
+
+    def _wait_for_uploads(self, current: torch.cuda.Stream) -> None:
+        """Let ``current`` wait for the tables that were sent on other streams and are under way."""
+        for stream, event in list(self._uploads.items()):
+            if event.query():
+                del self._uploads[stream]
+            elif stream != current.cuda_stream:
+                current.wait_event(event)
+
+    @cached_property
+    def _write(self) -> int:
+        return self.prepare(WRITE)
 
     @cached_property
     def _driver(self) -> Any:

@@ -4,8 +4,8 @@
 kernel on them. On a device that is :class:`zerocast.backends.cuda.device.DeviceLauncher`. The tests
 run the same kernels, tables, grids and arguments on a CPU, through a launcher of their own.
 
-Every argument of a kernel is 64 bits wide, an address or an int64, and keeps its value from launch
-to launch; so an argument table is made once.
+Every argument of a kernel is 64 bits wide, an address or an int64, or a struct of such fields, and
+keeps its value from launch to launch; so an argument table is made once.
 """
 
 from __future__ import annotations
@@ -22,17 +22,25 @@ MAX_GRID = 2**31 - 1
 
 
 class Arguments:
-    """The arguments of one kernel, as ``cuLaunchKernel`` takes them: addresses of 64-bit values."""
+    """The arguments of one kernel, as ``cuLaunchKernel`` takes them: addresses of 64-bit values.
 
-    def __init__(self, values: Sequence[int]) -> None:
+    Args:
+        values: the arguments; or, ``as_struct``, the fields of the only one, a struct that the
+            kernel takes by value, so that a launch needs no table on the device.
+
+    Attributes:
+        struct_fields: 64-bit fields of the struct, 0 where arguments are single values.
+    """
+
+    def __init__(self, values: Sequence[int], *, as_struct: bool = False) -> None:
         self._values = (ctypes.c_int64 * len(values))(*values)
+        self.struct_fields = len(values) if as_struct else 0
         first, size = ctypes.addressof(self._values), ctypes.sizeof(ctypes.c_int64)
-        self._pointers = (ctypes.c_void_p * len(values))(
-            *(first + i * size for i in range(len(values)))
-        )
+        count = 1 if as_struct else len(values)
+        self._pointers = (ctypes.c_void_p * count)(*(first + i * size for i in range(count)))
 
     def __len__(self) -> int:
-        return len(self._values)
+        return len(self._pointers)
 
     @property
     def address(self) -> int:
@@ -58,15 +66,23 @@ class Launcher(Protocol):
         device: where the tensors must be that the tables point to.
         launches: kernels launched so far.
         max_grid: the most thread blocks that one launch has.
+        capturing: whether launches are being recorded in a graph, and nothing runs.
     """
 
     device: torch.device
     launches: int
     max_grid: int
 
+    @property
+    def capturing(self) -> bool: ...
+
     def upload(self, table: torch.Tensor) -> torch.Tensor:
         """A copy of a host table that kernels can read: it is there before any later launch, on
-        whatever stream, and nothing waits for it here.
+        whatever stream, and nothing waits for it here. In a capture, it is there for the launches
+        of the same capture.
+
+        Raises:
+            BackendError: in a capture, for a table that cannot be recorded.
         """
         ...
 
