@@ -166,7 +166,8 @@ class autocast(ContextDecorator):
             the layers in high precision, and without gradients, too.
         amax_reduction_group: the ranks whose amaxes are reduced: whatever
             :func:`zerocast.as_communicator` takes. All of them run the same layers, in the same
-            order when those run for the first time.
+            order when those run for the first time. With ``zerocast.comm.SingleRank()`` every rank
+            keeps to its own.
 
     Raises:
         InputError: for another recipe or group.

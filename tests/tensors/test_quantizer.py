@@ -38,6 +38,8 @@ EVERY_RECIPE = {
 }
 WITHOUT_STATE = [name for name in EVERY_RECIPE if name not in ("delayed", "nvfp4-drawn")]
 
+pytestmark = pytest.mark.usefixtures("backend")
+
 every_recipe = pytest.mark.parametrize("recipe", EVERY_RECIPE.values(), ids=EVERY_RECIPE)
 each_role = pytest.mark.parametrize("role", FORWARD + BACKWARD)
 

@@ -18,6 +18,8 @@ from zerocast.formats import E4M3, E5M2
 from zerocast.recipes import DelayedScaling, Float8CurrentScaling, NVFP4BlockScaling, Recipe
 from zerocast.tensors import AmaxReduction, RecipeState
 
+pytestmark = pytest.mark.usefixtures("backend")
+
 HISTORY = 5
 DELAYED = DelayedScaling(amax_history_len=HISTORY)
 DRAWN = NVFP4BlockScaling()
@@ -77,8 +79,7 @@ def test_wrong_arguments_are_refused() -> None:
 # --- the rule ---
 
 
-@pytest.mark.parametrize("algorithm", ["max", "most_recent"])
-@pytest.mark.parametrize("margin", [0, 3, -2])
+@pytest.mark.parametrize(("algorithm", "margin"), [("max", 0), ("max", 3), ("most_recent", -2)])
 def test_fifty_steps_are_those_of_the_plain_rule(algorithm: str, margin: int) -> None:
     """History, scale, and the scale_inv of every cast, with zero, tiny, infinite and NaN amaxes
     among them and up to three casts a step.
