@@ -123,18 +123,28 @@ def test_torchrun_starts_the_same_training(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_every_recipe_trains_on_ranks(tmp_path: Path) -> None:
-    """Two steps on 2 ranks under each recipe: the loss falls, and every byte is that of the
-    unsharded cast, what recipes remember included.
+    """Two steps on 2 ranks under each recipe, weights only and with ``--autocast``: the loss falls,
+    every byte is that of the unsharded cast, what recipes remember included. Quantized activations
+    give other losses, and only delayed scaling sends amaxes of theirs.
     """
-    options = ["--compare", ",".join(RECIPES), "--steps", 2, "--check", "--out", tmp_path]
-    finished = run([mpiexec(), "-n", 2, sys.executable, TRAIN, *options])
-    assert finished.returncode == 0, finished.stderr
-    for recipe in RECIPES:
-        assert f"{recipe}: The sharded weights equal the unsharded cast on every rank" in (
-            finished.stdout
+    runs = {}
+    for mode in ("--check", "--autocast"):
+        options = ["--compare", ",".join(RECIPES), "--steps", 2, "--check", mode, "--out", tmp_path]
+        finished = run([mpiexec(), "-n", 2, sys.executable, TRAIN, *options])
+        assert finished.returncode == 0, finished.stderr
+        for recipe in RECIPES:
+            assert f"{recipe}: The sharded weights equal the unsharded cast on every rank" in (
+                finished.stdout
+            )
+        runs[mode] = json.loads((tmp_path / "record.json").read_text())["runs"]
+    for weights_only, all_operands in zip(*runs.values(), strict=True):
+        for trained in (weights_only, all_operands):
+            assert trained["losses"][1] < trained["losses"][0], trained["recipe"]
+        assert weights_only["losses"] != all_operands["losses"], weights_only["recipe"]
+        sends_more = (
+            weights_only["sent_bytes"]["all_reduce"] < all_operands["sent_bytes"]["all_reduce"]
         )
-    for trained in json.loads((tmp_path / "record.json").read_text())["runs"]:
-        assert trained["losses"][1] < trained["losses"][0], trained["recipe"]
+        assert sends_more == (weights_only["recipe"] == "delayed"), weights_only["recipe"]
 
 
 def test_a_wrong_scale_is_found(tmp_path: Path) -> None:
