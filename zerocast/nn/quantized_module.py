@@ -118,8 +118,11 @@ class QuantizedModule(torch.nn.Module):
         else:
             _prepare(weight)
             out = WeightOnlyLinear.apply(input, weight, bias, dtype)
-        if region.calibrating and input.numel():
-            _calibrate(self._enrolled(region, input.device)[gemm], input, weight, out)
+        if region.enabled or region.calibrating:
+            # A rank without rows takes part, too: the states of all ranks join in one order.
+            quantizers = self._enrolled(region, input.device)[gemm]
+            if input.numel():
+                _calibrate(quantizers, input, weight, out)
         return out
 
     def _quantized_linear(
