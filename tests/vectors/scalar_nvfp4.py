@@ -72,25 +72,34 @@ def e2m1_value(code: int) -> np.float32:
     return F32(-E2M1_VALUES[code & 7] if code & 8 else E2M1_VALUES[code & 7])
 
 
-def better(
-    x: Matrix, elements: list[tuple[int, int]], g: np.float32, scale_max: int, mode: str
-) -> int:
-    """4-over-6: the stored scale of a block of 16 rows."""
-    most = F32(6 * scale_max)
-    s_enc = F32(1) if g == 0 else min(most / g, FLT_MAX)
-    base = (largest([x[ij] for ij in elements]) / F32(6)) * s_enc
-    sums = []
-    maps = [float8(min(base * F32(1.5), F32(448)), "e4m3"), float8(min(base, F32(448)), "e4m3")]
-    for code in maps:
-        enc, by_row = stored_scale(code, s_enc), [F32(0)] * 16
-        for i, j in sorted(elements):
-            value = ((e2m1_value(e2m1(x[i, j] * enc)) * e4m3_value(code)) * g) / most
-            error = abs(value - x[i, j])
-            by_row[i % 16] = by_row[i % 16] + (error * error if mode == "mse" else error)
-        for half in (8, 4, 2, 1):
-            by_row = [by_row[r] + by_row[r + half] for r in range(half)]
-        sums.append(by_row[0])
-    return maps[0] if sums[0] < sums[1] else maps[1]
+class FourOverSix:
+    """The choice of one block of up to 16 rows, between map4 and map6."""
+
+    def __init__(self, amax: np.float32, g: np.float32, scale_max: int, mode: str) -> None:
+        self.g, self.most, self.mode = g, F32(6 * scale_max), mode
+        self.s_enc = F32(1) if g == 0 else min(self.most / g, FLT_MAX)
+        base = (amax / F32(6)) * self.s_enc
+        self.maps = [
+            float8(min(base * F32(1.5), F32(448)), "e4m3"), float8(min(base, F32(448)), "e4m3"),
+        ]  # fmt: skip
+
+    def error(self, x: np.float32, code: int) -> np.float32:
+        """Of one element under the stored scale ``code``."""
+        q = e2m1_value(e2m1(x * stored_scale(code, self.s_enc)))
+        error = abs(((q * e4m3_value(code)) * self.g) / self.most - x)
+        return error * error if self.mode == "mse" else error
+
+    def better(self, block: Matrix) -> int:
+        """The stored scale, by the sums of a row, then of rows in halves."""
+        sums = []
+        for code in self.maps:
+            by_row = [F32(0)] * 16
+            for i, j in sorted(block):
+                by_row[i % 16] = by_row[i % 16] + self.error(block[i, j], code)
+            for half in (8, 4, 2, 1):
+                by_row = [by_row[r] + by_row[r + half] for r in range(half)]
+            sums.append(by_row[0])
+        return self.maps[0] if sums[0] < sums[1] else self.maps[1]
 
 
 def cast_nvfp4(
@@ -119,7 +128,8 @@ def cast_nvfp4(
             amax = largest([x[ij] for ij in elements])
             code = float8(min(amax * (s_enc * F32(1 / 6)), FLT_MAX), "e4m3")
             if mode is not None:
-                code = better(x, elements, g, scale_max, mode)
+                choice = FourOverSix(amax, g, scale_max, mode)
+                code = choice.better({ij: x[ij] for ij in elements})
             enc = stored_scale(code, s_enc)
         scales[block] = code
         decoder = (e4m3_value(code) * g) * F32(1 / (6 * scale_max))
