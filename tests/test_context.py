@@ -410,9 +410,11 @@ class _Codes(torch.autograd.Function):
         return grad, None, None
 
 
-def test_a_checkpointed_forward_repeats_its_codes() -> None:
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_a_checkpointed_forward_repeats_its_codes(depth: int) -> None:
     """The backward's second run of a forward gives the bytes of the first, though the scale has
-    moved on since; it records nothing; and it can be run for two backwards.
+    moved on since; it records nothing; and it can be run for two backwards. So is it for a
+    checkpoint inside a checkpoint, whose forward is run more often still.
     """
     layer = Layer()
     x = torch.tensor([[1.0, 300.0]], requires_grad=True)
@@ -428,10 +430,16 @@ def test_a_checkpointed_forward_repeats_its_codes() -> None:
     plain, scale = list(shown), layer.forward_state.scale.item()
     assert scale == torch.tensor(448.0) / 600
 
+    def checkpointed(x: torch.Tensor, depth: int) -> torch.Tensor:
+        function, args = (block, (x,)) if depth == 1 else (checkpointed, (x, depth - 1))
+        return checkpoint(
+            function, *args, use_reentrant=False, context_fn=zerocast.checkpoint_contexts
+        )
+
     layer = Layer()
     shown.clear()
     with zerocast.autocast(recipe=DELAYED):
-        out = checkpoint(block, x, use_reentrant=False, context_fn=zerocast.checkpoint_contexts)
+        out = checkpointed(x, depth)
     assert layer.forward_state.scale.item() == scale
     for _ in range(2):
         out.sum().backward(retain_graph=True)

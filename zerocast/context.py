@@ -42,7 +42,7 @@ from zerocast.comm.groups import Group
 from zerocast.errors import InputError
 from zerocast.recipes import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, Recipe
 from zerocast.tensors import AmaxReduction, RecipeState
-from zerocast.tensors.quantizer import Tape, noting, replaying
+from zerocast.tensors.tape import Tape, noting, replaying
 
 # --- autocast ---
 

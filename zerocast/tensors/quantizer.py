@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -32,6 +31,7 @@ from zerocast.recipes import NOMINAL_DTYPES, Recipe
 from zerocast.tensors.quantize import plain_fp32, quantize_into
 from zerocast.tensors.quantized_tensor import QuantizedTensor
 from zerocast.tensors.storage import QuantizedStorage
+from zerocast.tensors.tape import current_tape
 
 
 class Memory(Protocol):
@@ -189,7 +189,7 @@ class Quantizer:
         itself waits for the reduction. Afterwards :meth:`record` takes the amax.
         """
         recipe, state = self.recipe, {} if self.memory is None else self.memory.tensors()
-        tape = _tape.get()
+        tape = current_tape()
         if state and tape is not None:
             tape.use(self, state)
         if self._closing_recipe is not None:
@@ -205,7 +205,7 @@ class Quantizer:
         """Under delayed scaling, note the amaxes of a cast, int32 with the tensor's last; a forward
         that is computed again has noted them before.
         """
-        tape = _tape.get()
+        tape = current_tape()
         if self.recipe.casts_before_reduction and not (tape is not None and tape.replays):
             assert self.memory is not None
             self.memory.record(amax[-1:])
@@ -254,62 +254,3 @@ def _closing_state(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     copies = dict(zip(state, scratch.split(1), strict=True))
     copies["scale"].copy_(state["scale"])
     return copies
-
-
-# --- computing a forward again ---
-
-
-class Tape:
-    """What the casts of a forward started from, for computing that forward again.
-
-    Activation checkpointing runs a forward a second time, in the backward, and must get the same
-    codes, when the recipe's state may have moved on. So the first run notes the state that each
-    cast starts from, and the second takes its states from there, in the same order, and records no
-    amaxes.
-
-    Attributes:
-        replays: whether casts take from the tape.
-    """
-
-    def __init__(self) -> None:
-        self.replays = False
-        self._noted: dict[Quantizer, list[dict[str, torch.Tensor]]] = {}
-        self._unread: dict[Quantizer, Iterator[dict[str, torch.Tensor]]] = {}
-
-    def rewind(self) -> None:
-        """From now on casts take from the tape, from its start."""
-        self.replays = True
-        self._unread = {quantizer: iter(noted) for quantizer, noted in self._noted.items()}
-
-    def use(self, quantizer: Quantizer, state: dict[str, torch.Tensor]) -> None:
-        """Note ``state``, or put what was noted in its place; in ``state`` itself."""
-        if self.replays:
-            noted = next(self._unread.get(quantizer, iter(())), {})
-            state.update({name: start.clone() for name, start in noted.items()})
-        else:
-            start = {name: state[name].clone() for name in state if name in _READ_BY_A_CAST}
-            self._noted.setdefault(quantizer, []).append(start)
-
-
-_READ_BY_A_CAST = ("scale", "rounding_counter")
-"""The state that a cast's codes depend on."""
-
-_tape: ContextVar[Tape | None] = ContextVar("zerocast_tape", default=None)
-
-
-@contextmanager
-def noting(tape: Tape) -> Iterator[None]:
-    """Within the context, casts note in ``tape`` what they start from."""
-    token = _tape.set(tape)
-    try:
-        yield
-    finally:
-        _tape.reset(token)
-
-
-@contextmanager
-def replaying(tape: Tape) -> Iterator[None]:
-    """Within the context, casts start from what they noted in ``tape``."""
-    tape.rewind()
-    with noting(tape):
-        yield
