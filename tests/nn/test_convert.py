@@ -231,7 +231,7 @@ def test_converting_twice_changes_nothing() -> None:
     [
         ({"model": "gpt"}, "needs a torch.nn.Module, got str"),
         ({"recipe": "nvfp4"}, "recipe must be a zerocast recipe"),
-        ({"weights": "high_precision"}, "weights must be 'quantized'"),
+        ({"weights": "fp8"}, "weights must be 'quantized'"),
         ({"filter_fqns": "head"}, r"a sequence of strings such as \['head'\], got 'head'"),
         ({"filter_fqns": [1]}, r"got \[1\]"),
     ],

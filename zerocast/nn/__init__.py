@@ -9,6 +9,7 @@ swizzle, unswizzle                  scales in the order that block-scaled GEMMs 
 
 from zerocast.nn.checkpoint import checkpoint
 from zerocast.nn.convert import ConversionReport, convert
+from zerocast.nn.explanation import Explanation, ProductExplanation, explain
 from zerocast.nn.layernorm_linear import LayerNormLinear, LayerNormMLP
 from zerocast.nn.linear import Linear
 from zerocast.nn.normalization import LayerNorm, RMSNorm
@@ -18,14 +19,17 @@ from zerocast.nn.swizzle import swizzle, unswizzle
 __all__ = [
     "ConversionReport",
     "Counts",
+    "Explanation",
     "LayerNorm",
     "LayerNormLinear",
     "LayerNormMLP",
     "Linear",
+    "ProductExplanation",
     "RMSNorm",
     "Statistics",
     "checkpoint",
     "convert",
+    "explain",
     "statistics",
     "swizzle",
     "unswizzle",

@@ -16,7 +16,9 @@ import torch
 from zerocast.errors import InputError
 from zerocast.nn.initialization import quantized_parameter
 from zerocast.nn.linear import Linear
+from zerocast.nn.small_layers import read_filter, why_small
 from zerocast.recipes import NOMINAL_DTYPES, Recipe
+from zerocast.tensors import QuantizedTensor
 
 
 @dataclass(frozen=True)
@@ -58,14 +60,18 @@ def convert(
     Args:
         model: any module, the Linear itself included.
         recipe: the scheme.
-        weights: ``"quantized"``: the parameters themselves hold codes.
+        weights: ``"quantized"``: the parameters themselves hold codes; ``"high_precision"``: they
+            stay as they are, and are quantized by each forward under :class:`zerocast.autocast`.
         filter_fqns: a layer stays as it is where its fully qualified name contains any of these.
+            ``"auto_filter_small_kn"`` among them leaves out the layers that are too small to gain
+            by quantized products, as measured on their device, or else by the published H100 table
+            (:mod:`zerocast.nn.small_layers`); the report says by which.
 
     Returns:
-        What was converted, and what was left and why: filtered, a shape that the recipe cannot
-        hold, a subclass of ``torch.nn.Linear``, a weight that is computed, shared with another kind
-        of layer, has gradient hooks, is on the meta device or of a dtype that a quantized weight
-        cannot present.
+        What was converted, and what was left and why: filtered, too small, a shape that the recipe
+        cannot hold, a subclass of ``torch.nn.Linear``, a weight that is computed, shared with
+        another kind of layer, has gradient hooks, is on the meta device or of a dtype that a
+        quantized weight cannot present.
 
     Raises:
         InputError: for a wrong argument. Nothing has been changed.
@@ -75,18 +81,24 @@ def convert(
     for fqn, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, torch.nn.Linear):
             linears.setdefault(module, []).append(fqn)
+    parts, filters_small = read_filter(filter_fqns)
     reasons = {
-        module: _why_not(module, names, recipe, filter_fqns) for module, names in linears.items()
+        module: _why_not(module, names, recipe, parts, filters_small)
+        for module, names in linears.items()
     }
-    _keep_tied_with_the_rest(model, reasons)
+    if weights == "quantized":
+        _keep_tied_with_the_rest(model, reasons)
 
     replacements: dict[torch.Tensor, torch.nn.Parameter] = {}
     for module, reason in reasons.items():
         if reason is None:
             old = module.weight
+            module.__class__ = Linear
+            module.name = linears[module][0]  # type: ignore[assignment]
+            if weights == "high_precision":
+                continue
             if old not in replacements:
                 replacements[old] = _replacement(old, recipe)
-            module.__class__ = Linear
             module.weight = replacements[old]
     return ConversionReport(
         recipe,
@@ -102,9 +114,10 @@ def _check_arguments(model: object, recipe: object, weights: object, filter_fqns
         raise InputError(
             f"recipe must be a zerocast recipe such as NVFP4BlockScaling(), got {recipe!r}."
         )
-    if weights != "quantized":
+    if weights not in ("quantized", "high_precision"):
         raise InputError(
-            f"weights must be 'quantized' (the parameters hold codes), got {weights!r}."
+            f"weights must be 'quantized' (the parameters hold codes) or 'high_precision' (they "
+            f"are quantized under autocast), got {weights!r}."
         )
     if isinstance(filter_fqns, str) or not all(isinstance(part, str) for part in filter_fqns):  # type: ignore[attr-defined]
         raise InputError(
@@ -113,18 +126,22 @@ def _check_arguments(model: object, recipe: object, weights: object, filter_fqns
 
 
 def _why_not(
-    module: torch.nn.Linear, names: Sequence[str], recipe: Recipe, filter_fqns: Sequence[str]
+    module: torch.nn.Linear,
+    names: Sequence[str],
+    recipe: Recipe,
+    filter_fqns: Sequence[str],
+    filters_small: bool,
 ) -> str | None:
     """Why this layer stays as it is, judged by itself; None where it can be converted."""
     for part in filter_fqns:
         if any(part in name for name in names):
             return f"its name contains {part!r} of filter_fqns"
-    if isinstance(module, Linear):
-        return "is quantized already"
     weight = module._parameters.get("weight")
+    if isinstance(weight, QuantizedTensor):
+        return "is quantized already"
     if weight is None:
         return "its weight is computed from other parameters (a parametrization, pruning)"
-    if type(module) is not torch.nn.Linear:
+    if type(module) not in (torch.nn.Linear, Linear):
         return f"is a {type(module).__name__}, a subclass that may use its weight in another way"
     if type(weight) is not torch.nn.Parameter:
         return f"its weight is a {type(weight).__name__}"
@@ -138,7 +155,7 @@ def _why_not(
         recipe.check_shape(weight.shape)
     except InputError as error:
         return str(error)
-    return None
+    return why_small(recipe, weight) if filters_small else None
 
 
 def _keep_tied_with_the_rest(

@@ -1,0 +1,302 @@
+"""Outputs and gradients of every layer are float64 arithmetic on the dequantized operands.
+
+A layer's products are recorded with the values that their operands decode to. Between products the
+same functions run in float64. So nothing but the rounding of results remains to differ.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.nn.quantized_layers import (
+    RECIPES,
+    TOLERANCE,
+    Made,
+    assert_close,
+    both_dtypes,
+    every_recipe,
+    recorded_products,
+)
+from zerocast import nn
+from zerocast.context import autocast
+from zerocast.nn.gemm import Product
+from zerocast.recipes import NVFP4BlockScaling, Recipe
+from zerocast.tensors import QuantizedTensor, dequantize, quantize
+
+both_weights = pytest.mark.parametrize("primary", [True, False], ids=["primary", "on-the-fly"])
+
+K, M, T = 64, 96, 21
+
+
+def inputs(dtype: torch.dtype, width: int = K) -> torch.Tensor:
+    """[3, 7, width]: 21 rows, a multiple of nothing that schemes care about."""
+    return torch.randn(3, T // 3, width, dtype=dtype, requires_grad=True)
+
+
+def run(
+    layer: torch.nn.Module,
+    x: torch.Tensor,
+    recipe: Recipe,
+    monkeypatch: pytest.MonkeyPatch,
+) -> tuple[torch.Tensor, torch.Tensor, list[Made]]:
+    """Output, its gradient, and the products of a forward and backward. (The second step, so that
+    delayed scaling has a history.)
+    """
+    torch.manual_seed(1)
+    grad = torch.empty(0)
+    for _ in range(2):
+        layer.zero_grad()
+        x.grad = None
+        with recorded_products(monkeypatch) as made:
+            with autocast(recipe=recipe):
+                y = layer(x)
+            grad = torch.randn_like(y)
+            y.backward(grad)
+    return y, grad, made
+
+
+def make(kind: type[torch.nn.Module], *arguments: object, **options: object) -> torch.nn.Module:
+    """A layer with parameters that are not their neutral initial ones."""
+    torch.manual_seed(0)
+    layer = kind(*arguments, **options)
+    for name, parameter in layer.named_parameters():
+        if "layer_norm" in name or name.endswith("bias"):
+            torch.nn.init.normal_(parameter, 0.5, 0.3)
+    return layer
+
+
+def plain(products: list[Made]) -> list[Product]:
+    return [made.product for made in products]
+
+
+@every_recipe
+@both_dtypes
+@both_weights
+@pytest.mark.parametrize("bias", [True, False])
+def test_linear(
+    recipe: Recipe,
+    dtype: torch.dtype,
+    primary: bool,
+    bias: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Output, and the gradients of input, weight and bias."""
+    layer = make(nn.Linear, K, M, bias, dtype=dtype, recipe=recipe if primary else None)
+    x = inputs(dtype)
+    y, grad, made = run(layer, x, recipe, monkeypatch)
+    out, dx, dw = made
+    assert plain(made) == [Product.OUTPUT, Product.INPUT_GRADIENT, Product.WEIGHT_GRADIENT]
+    b = layer.bias.double() if bias else 0
+    tolerance = TOLERANCE[dtype]
+    assert y.dtype == x.grad.dtype == layer.weight.grad.dtype == dtype
+    assert_close(y.view(T, M), out.a @ out.b.t() + b, tolerance, "output")
+    assert_close(x.grad.view(T, K), dx.a @ dx.b, tolerance, "gradient of the input")
+    assert_close(layer.weight.grad, dw.a.t() @ dw.b, tolerance, "gradient of the weight")
+    if bias:
+        expected = grad.view(T, M).double().sum(0)
+        assert_close(layer.bias.grad, expected, tolerance, "gradient of the bias")
+
+
+def columnwise_values(tensor: torch.Tensor, recipe: Recipe) -> torch.Tensor:
+    """What the columnwise copy of a tensor means, from the rowwise cast of its transpose: blocks of
+    one dimension downwards are blocks to the right there. Square blocks need no transpose.
+    """
+    rowwise = quantize(tensor, recipe, columnwise=False)
+    independent = recipe.columnwise_grid(tensor.shape) is not None
+    if not (independent or recipe.casts_transpose):
+        return dequantize(rowwise.storage)
+    padded = F.pad(tensor.t(), (0, -len(tensor) % 32))  # zeros change no amax
+    return dequantize(quantize(padded, recipe, columnwise=False).storage)[:, : len(tensor)].t()
+
+
+@every_recipe
+def test_the_operands_are_the_recipes_casts_of_the_right_tensors(
+    recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rowwise Q(x) and Q(w); rowwise Q(dy) and columnwise Q(w); columnwise Q(dy) and Q(x). Each by
+    the recipe of its role.
+    """
+    if isinstance(recipe, NVFP4BlockScaling):
+        recipe = NVFP4BlockScaling(
+            nvfp4_4over6=recipe.nvfp4_4over6, disable_stochastic_rounding=True
+        )
+    layer = make(nn.Linear, K, M, False, dtype=torch.float32)
+    x, w, grad = torch.randn(T, K, requires_grad=True), layer.weight.detach(), torch.randn(T, M)
+    with recorded_products(monkeypatch) as (made):
+        with autocast(recipe=recipe):
+            y = layer(x)
+        y.backward(grad)
+    out, dx, dw = made
+    x = x.detach()
+    roles = {role: recipe.for_role(role) for role in ("input", "weight", "grad_output")}
+    expected = {
+        "Q(x)": (out.a, quantize(x, roles["input"]).dequantize()),
+        "Q(w)": (out.b, quantize(w, roles["weight"]).dequantize()),
+        "Q(dy)": (dx.a, quantize(grad, roles["grad_output"]).dequantize()),
+        "columnwise Q(w)": (dx.b, columnwise_values(w, roles["weight"])),
+        "columnwise Q(dy)": (dw.a, columnwise_values(grad, roles["grad_output"])),
+        "columnwise Q(x)": (dw.b, columnwise_values(x, roles["input"])),
+    }
+    for name, (actual, wanted) in expected.items():
+        assert torch.equal(actual.float(), wanted), name
+
+
+def norm64(layer: torch.nn.Module, x: torch.Tensor, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The norm in float64, and the gradients of input and parameters."""
+    leaves = [x.detach().double().requires_grad_(), layer.layer_norm_weight.detach().double()]
+    leaves[1].requires_grad_()
+    gamma = leaves[1] + 1 if layer.zero_centered_gamma else leaves[1]
+    width = x.shape[-1:]
+    if layer.normalization == "LayerNorm":
+        leaves.append(layer.layer_norm_bias.detach().double().requires_grad_())
+        y = F.layer_norm(leaves[0], width, gamma, leaves[2], layer.eps)
+    else:
+        y = F.rms_norm(leaves[0], width, gamma, layer.eps)
+    return (y.detach(), *torch.autograd.grad(y, leaves, grad))
+
+
+def assert_norm(
+    layer: torch.nn.Module, x: torch.Tensor, grad: torch.Tensor, tolerance: float
+) -> None:
+    """The gradients of the norm's input and parameters, from that of its output."""
+    _, dx, dgamma, *dbias = norm64(layer, x.view(T, -1), grad)
+    assert_close(x.grad.view(T, -1), dx, tolerance, "gradient of the input")
+    assert_close(layer.layer_norm_weight.grad, dgamma, tolerance, "gradient of gamma")
+    for expected in dbias:
+        assert_close(layer.layer_norm_bias.grad, expected, tolerance, "gradient of the norm's bias")
+
+
+both_norms = pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
+
+
+@every_recipe
+@both_dtypes
+@both_norms
+@pytest.mark.parametrize("zero_centered_gamma", [True, False])
+def test_layer_norm_linear(
+    recipe: Recipe,
+    dtype: torch.dtype,
+    normalization: str,
+    zero_centered_gamma: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Output and the gradients of input, gamma, the norm's bias, weight and bias; and what is
+    multiplied is the norm, to within its quantization.
+    """
+    layer = make(
+        nn.LayerNormLinear,
+        K,
+        M,
+        normalization=normalization,
+        zero_centered_gamma=zero_centered_gamma,
+        params_dtype=dtype,
+    )
+    x = inputs(dtype)
+    y, grad, (out, dx, dw) = run(layer, x, recipe, monkeypatch)
+    tolerance = TOLERANCE[dtype]
+    normed, *_ = norm64(layer, x.view(T, K), torch.ones(T, K).double())
+    coarse = 0.35 if isinstance(recipe, NVFP4BlockScaling) else 0.07
+    assert_close(out.a, normed, coarse, "what the norm made")
+    assert_close(y.view(T, M), out.a @ out.b.t() + layer.bias.double(), tolerance, "output")
+    assert_close(layer.weight.grad, dw.a.t() @ dw.b, tolerance, "gradient of the weight")
+    assert_close(layer.bias.grad, grad.view(T, M).double().sum(0), tolerance, "of the bias")
+    assert_norm(layer, x, dx.a @ dx.b, tolerance)
+
+
+def activate64(activation: str, h: torch.Tensor) -> torch.Tensor:
+    """Written out."""
+    if activation == "swiglu":
+        first, second = h.chunk(2, dim=-1)
+        return first / (1 + torch.exp(-first)) * second
+    if activation == "relu":
+        return h.clamp(min=0)
+    if activation == "silu":
+        return h / (1 + torch.exp(-h))
+    if activation == "gelu":
+        return h * 0.5 * (1 + torch.erf(h / 2**0.5))
+    return h * 0.5 * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (h + 0.044715 * h**3)))
+
+
+def check_mlp(
+    layer: nn.LayerNormMLP,
+    x: torch.Tensor,
+    recipe: Recipe,
+    tolerance: float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All of an MLP: both products, the activation between them, the norm before."""
+    y, grad, made = run(layer, x, recipe, monkeypatch)
+    out1, out2, dx2, dw2, dx1, dw1 = made
+    expected = out1.a @ out1.b.t() + layer.fc1_bias.double()
+    assert_close(out1.result, expected, tolerance, "first product")
+    expected = out2.a @ out2.b.t() + layer.fc2_bias.double()
+    assert_close(y.view(T, -1), expected, tolerance, "output")
+    assert_close(layer.fc2_weight.grad, dw2.a.t() @ dw2.b, tolerance, "gradient of fc2_weight")
+    assert_close(
+        layer.fc2_bias.grad, grad.view(T, -1).double().sum(0), tolerance, "gradient of fc2_bias"
+    )
+    hidden = out1.result.double().requires_grad_()
+    (of_hidden,) = torch.autograd.grad(activate64(layer.activation, hidden), hidden, dx2.a @ dx2.b)
+    assert_close(layer.fc1_bias.grad, of_hidden.sum(0), tolerance, "gradient of fc1_bias")
+    assert_close(layer.fc1_weight.grad, dw1.a.t() @ dw1.b, tolerance, "gradient of fc1_weight")
+    assert_norm(layer, x, dx1.a @ dx1.b, tolerance)
+
+
+@every_recipe
+@both_dtypes
+@both_weights
+def test_layer_norm_mlp(
+    recipe: Recipe, dtype: torch.dtype, primary: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every recipe, with GELU and LayerNorm."""
+    layer = make(nn.LayerNormMLP, K, M, params_dtype=dtype, recipe=recipe if primary else None)
+    assert isinstance(layer.fc1_weight, QuantizedTensor) == primary
+    check_mlp(layer, inputs(dtype), recipe, TOLERANCE[dtype], monkeypatch)
+
+
+@both_dtypes
+@both_norms
+@pytest.mark.parametrize("name", ["delayed", "nvfp4"])
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "relu", "silu", "swiglu"])
+def test_layer_norm_mlp_with_every_activation(
+    name: str,
+    dtype: torch.dtype,
+    normalization: str,
+    activation: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And both norms."""
+    layer = make(
+        nn.LayerNormMLP,
+        K,
+        M,
+        normalization=normalization,
+        activation=activation,
+        params_dtype=dtype,
+    )
+    check_mlp(layer, inputs(dtype), RECIPES[name], TOLERANCE[dtype], monkeypatch)
+
+
+@both_dtypes
+@pytest.mark.parametrize("zero_centered_gamma", [True, False])
+@pytest.mark.parametrize("kind", [nn.LayerNorm, nn.RMSNorm])
+def test_norms(kind: type[torch.nn.Module], zero_centered_gamma: bool, dtype: torch.dtype) -> None:
+    """They quantize nothing by themselves: output and gradients are those of float64."""
+    torch.manual_seed(0)
+    layer = kind(K, 1e-5, dtype=dtype, zero_centered_gamma=zero_centered_gamma)
+    torch.nn.init.normal_(layer.weight, 0.5, 0.3)
+    x = inputs(dtype)
+    with autocast(recipe=RECIPES["current"]):
+        y = layer(x)
+    grad = torch.randn_like(y)
+    y.backward(grad)
+    x64 = x.detach().double().requires_grad_()
+    gamma = layer.weight.detach().double().requires_grad_()
+    scale = gamma + 1 if zero_centered_gamma else gamma
+    centred = x64 - x64.mean(-1, keepdim=True) if kind is nn.LayerNorm else x64
+    y64 = centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt() * scale
+    y64.backward(grad.double())
+    tolerance = TOLERANCE[dtype]
+    assert_close(y, y64.detach(), tolerance, "output")
+    assert_close(x.grad, x64.grad, tolerance, "gradient of the input")
+    assert_close(layer.weight.grad, gamma.grad, tolerance, "gradient of gamma")
