@@ -393,14 +393,14 @@ def test_an_evaluation_leaves_the_state_alone() -> None:
 
 
 class _Codes(torch.autograd.Function):
-    """The identity, which keeps the codes of its input for the backward and shows them there."""
+    """Quantizes its input, and shows in the backward the codes that it kept."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, layer: Layer, shown: list[torch.Tensor]) -> torch.Tensor:
         made = layer.input.quantize(x)
         ctx.save_for_backward(made.rowwise_data, made.rowwise_scale_inv)
         ctx.shown = shown
-        return x.clone()
+        return made.dequantize()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
@@ -416,36 +416,37 @@ def test_a_checkpointed_forward_repeats_its_codes(depth: int) -> None:
     moved on since; it records nothing; and it can be run for two backwards. So is it for a
     checkpoint inside a checkpoint, whose forward is run more often still.
     """
-    layer = Layer()
-    x = torch.tensor([[1.0, 300.0]], requires_grad=True)
-    shown: list[torch.Tensor] = []
+    x = torch.tensor([[1.1, 301.0]], requires_grad=True)
 
-    def block(x: torch.Tensor) -> torch.Tensor:
-        context.current().enrol(layer.forward_state, layer.backward_state)
-        return _Codes.apply(_Codes.apply(x, layer, shown) * 2, layer, shown)
+    def run(call: Callable[..., torch.Tensor]) -> tuple[torch.Tensor, Layer, list[torch.Tensor]]:
+        layer, shown = Layer(), []
 
-    with zerocast.autocast(recipe=DELAYED):
-        expected = block(x)
-    expected.sum().backward()
-    plain, scale = list(shown), layer.forward_state.scale.item()
-    assert scale == torch.tensor(448.0) / 600
+        def block(x: torch.Tensor) -> torch.Tensor:
+            context.current().enrol(layer.forward_state, layer.backward_state)
+            return _Codes.apply(_Codes.apply(x, layer, shown) * 2, layer, shown)
 
-    def checkpointed(x: torch.Tensor, depth: int) -> torch.Tensor:
-        function, args = (block, (x,)) if depth == 1 else (checkpointed, (x, depth - 1))
+        def nested(x: torch.Tensor, depth: int) -> torch.Tensor:
+            return block(call(nested, x, depth - 1) / 3) if depth else block(x)
+
+        with zerocast.autocast(recipe=DELAYED):
+            out = call(nested, x, depth - 1)
+        return out, layer, shown
+
+    def checkpointed(function: Callable[..., torch.Tensor], *args: Any) -> torch.Tensor:
         return checkpoint(
             function, *args, use_reentrant=False, context_fn=zerocast.checkpoint_contexts
         )
 
-    layer = Layer()
-    shown.clear()
-    with zerocast.autocast(recipe=DELAYED):
-        out = checkpointed(x, depth)
-    assert layer.forward_state.scale.item() == scale
+    expected, plain, codes = run(lambda function, *args: function(*args))
+    expected.sum().backward()
+    out, layer, shown = run(checkpointed)
+    assert layer.forward_state.scale.item() == plain.forward_state.scale.item() != 1.0
     for _ in range(2):
         out.sum().backward(retain_graph=True)
-    for again, once in zip(shown, plain * 2, strict=True):
+    assert len(codes) == 2 * depth
+    for again, once in zip(shown, codes * 2, strict=True):
         assert_same_bytes(again, once, "codes and scale_inv")
-    assert layer.seen[0] == [600.0]
+    assert layer.seen == plain.seen
     assert not layer.forward_state.amaxes.any()
     assert not context.current().enabled
 
