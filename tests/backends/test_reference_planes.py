@@ -1,0 +1,194 @@
+"""The reference backend's second planes, stored planes, and what remembering laws leave behind."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.support.same_bytes import assert_same_bytes
+from zerocast.backends.reference import ReferenceBackend
+from zerocast.backends.reference.philox import element_words
+from zerocast.backends.reference.planes import read_plane, write_plane
+from zerocast.backends.reference.rounding import encode_stochastic
+from zerocast.formats import E2M1, E4M3, encode, reciprocal_e8m0
+from zerocast.layout import BlockGrid, Extent, ScaleLayout
+from zerocast.ops import (
+    CastShard,
+    ColumnwiseScales,
+    ColumnwiseShard,
+    DelayedState,
+    Float8DelayedLaw,
+    Float8Law,
+    Masters,
+    MXFP8Law,
+    NVFP4Law,
+    Rounding,
+    ScaleTarget,
+)
+
+REFERENCE = ReferenceBackend()
+
+
+def masters_of(x: torch.Tensor) -> Masters:
+    """One slot."""
+    masters = Masters(1)
+    masters.bind([x])
+    return masters
+
+
+# --- stored planes ---
+
+LAYOUTS = [
+    ScaleLayout(BlockGrid(5, 7, 2, 3)),
+    ScaleLayout(BlockGrid(5, 7, 2, 3), row_repeat=2, row_multiple=8, col_multiple=4, padding=9),
+    ScaleLayout(BlockGrid(5, 7, 2, 3), col_repeat=3, row_multiple=4, col_multiple=16, padding=9),
+    ScaleLayout(BlockGrid(5, 7, 2, 3), row_repeat=2, col_repeat=3),
+    ScaleLayout(BlockGrid(5, 7, 1, 3), transposed=True, col_multiple=4, padding=1),
+    ScaleLayout(BlockGrid(5, 7, 2, 3), row_repeat=2, transposed=True, row_multiple=4, padding=9),
+    ScaleLayout(BlockGrid(5, 7, 5, 1)),
+    ScaleLayout(BlockGrid(1, 1, 1, 1), transposed=True),
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_a_plane_holds_what_its_layout_says(layout):
+    """Entry by entry: (r, c) is the scale of block (r // row_repeat, c // col_repeat), the rest is
+    padding, all of it the other way round where the plane is transposed; and it reads back.
+    """
+    grid = layout.grid
+    by_block = torch.arange(grid.num_blocks).add(20).byte()
+    plane = torch.full(layout.shape, 0xA5, dtype=torch.uint8)
+    write_plane(by_block, layout, plane)
+    expected = torch.full(layout.shape, int(layout.padding), dtype=torch.uint8)
+    rows = grid.rows if layout.row_repeat > 1 else grid.blocks_h
+    cols = grid.cols if layout.col_repeat > 1 else grid.blocks_w
+    for r in range(rows):
+        for c in range(cols):
+            block = r // layout.row_repeat * grid.blocks_w + c // layout.col_repeat
+            expected[(c, r) if layout.transposed else (r, c)] = by_block[block]
+    assert_same_bytes(plane, expected, "plane")
+    again = read_plane(plane, layout)
+    assert_same_bytes(again.contiguous(), by_block.view(grid.blocks_h, grid.blocks_w), "blocks")
+
+
+def test_a_vector_is_a_plane_of_one_row_or_column():
+    """Row-wise FP8 stores [M] and [K]."""
+    for grid in (BlockGrid(3, 4, 1, 4), BlockGrid(4, 3, 4, 1)):
+        plane = torch.zeros(3)
+        write_plane(torch.tensor([1.0, 2.0, 3.0]), ScaleLayout(grid), plane)
+        assert plane.tolist() == [1, 2, 3]
+
+
+# --- the second plane ---
+
+
+@pytest.mark.parametrize("law", [MXFP8Law(), Float8Law(E4M3)], ids=["mxfp8", "fp8"])
+@pytest.mark.parametrize(("start", "end"), [(0, 192), (5, 6), (31, 97), (64, 128), (7, 7)])
+def test_a_shard_writes_both_planes_and_no_other_byte(law, start, end):
+    """Into buffers of its own, that start with the shard; amaxes of the blocks that it touches."""
+    grid, second = BlockGrid(6, 32, 1, 32), BlockGrid(6, 32, 3, 1)
+    x = torch.randn(192, generator=torch.Generator().manual_seed(1))[start:end]
+    amax = torch.zeros(6 + 64 + 1, dtype=torch.int32)
+    codes = torch.full((2, end - start + 2), 0xA5, dtype=torch.uint8)
+    shard = CastShard(
+        0, Extent(start, end), grid, torch.float32, amax[:6], amax[-1:], codes[0], start,
+        ColumnwiseShard(second, amax[6:-1], codes[1]),
+    )  # fmt: skip
+    REFERENCE.partial_amax([shard], masters_of(x))()
+    REFERENCE.partial_cast(law, [shard], masters_of(x))()
+
+    for row, blocks, part in ((0, grid, amax[:6]), (1, second, amax[6:-1])):
+        expected = torch.zeros(blocks.num_blocks)
+        for i, value in zip(range(start, end), x.tolist(), strict=True):
+            b = blocks.block_of(i)
+            expected[b] = max(expected[b], abs(value))
+        assert_same_bytes(part.view(torch.float32), expected, f"amaxes of plane {row}")
+        for i, value in zip(range(start, end), x, strict=True):
+            a = expected[blocks.block_of(i)]
+            if isinstance(law, MXFP8Law):
+                exponent = torch.frexp(a * torch.tensor(1 / 448)).exponent.int()
+                mantissa = torch.frexp(a * torch.tensor(1 / 448)).mantissa
+                multiplier = reciprocal_e8m0((126 + exponent + (mantissa > 0.5)).byte())
+            else:
+                multiplier = torch.tensor(448.0) / a
+            wanted = encode((value * multiplier)[None], E4M3)
+            assert codes[row, i - start] == wanted, (row, i, value)
+        assert codes[row, end - start :].tolist() == [0xA5, 0xA5]
+
+
+def test_one_block_amax_serves_two_planes_of_scales():
+    """32x32 blocks: a row of scales a row of codes in one plane, a column a column in the other."""
+    grid = BlockGrid(33, 64, 32, 32)
+    amax = torch.tensor([448.0, 896.0, 0.0, torch.nan, torch.nan]).view(torch.int32)
+    rowwise = torch.full((128, 4), 0xA5, dtype=torch.uint8)
+    columnwise = torch.full((4, 128), 0xA5, dtype=torch.uint8)
+    layout = ScaleLayout(grid, row_repeat=32, row_multiple=128, col_multiple=4)
+    other = ScaleLayout(grid, col_repeat=32, row_multiple=4, col_multiple=128)
+    target = ScaleTarget(layout, amax[:4], amax[4:], rowwise,
+                         columnwise=ColumnwiseScales(other, amax[:4], columnwise))  # fmt: skip
+    REFERENCE.compute_scale(MXFP8Law(), [target])()
+    expected = torch.zeros(128, 4, dtype=torch.uint8)
+    expected[:32, 0], expected[:32, 1], expected[32, 0], expected[32, 1] = 127, 128, 0, 255
+    assert_same_bytes(rowwise, expected, "rowwise")
+    expected = torch.zeros(4, 128, dtype=torch.uint8)
+    expected[0, :32], expected[0, 32:64], expected[1, 32:64] = 127, 128, 255
+    assert_same_bytes(columnwise, expected, "columnwise")
+
+
+# --- laws that remember ---
+
+
+def test_a_delayed_cast_takes_the_amax_in_the_same_pass():
+    """It raises, as partial_amax does, and multiplies by the state's scale whatever the amax is."""
+    grid, law = BlockGrid(1, 4, 1, 4), Float8DelayedLaw(E4M3)
+    state = DelayedState(torch.tensor([2.0]), torch.zeros(1), torch.zeros(3))
+    amax = torch.tensor([3.0]).view(torch.int32)
+    codes = torch.zeros(4, dtype=torch.uint8)
+    shard = CastShard(0, Extent(1, 3), grid, torch.float32, amax, amax, codes, delayed=state)
+    REFERENCE.partial_cast(law, [shard], masters_of(torch.tensor([-0.5, 1.0])))()
+    assert codes.tolist() == [0, 0xB8, 0x40, 0]
+    assert amax.view(torch.float32).tolist() == [3.0]
+    REFERENCE.partial_cast(law, [shard], masters_of(torch.tensor([-7.0, torch.nan])))()
+    assert amax.tolist() == [0x7FC00000]
+    assert codes.tolist() == [0, 0xD6, 0x7F, 0]
+    assert (state.scale.item(), state.cast_scale.item()) == (2.0, 0.0)
+
+
+def test_closing_a_delayed_cast():
+    """scale_inv of what was cast, then the next scale; the tensor's amax where it is asked for."""
+    law, layout = Float8DelayedLaw(E4M3, margin=1), ScaleLayout(BlockGrid(2, 2, 2, 2))
+    state = DelayedState(torch.tensor([2.0]), torch.zeros(1), torch.tensor([8.0, 1.0, 5.0]))
+    amax, scale_inv, stored = torch.tensor([4.0]).view(torch.int32), torch.zeros(1), torch.zeros(1)
+    target = ScaleTarget(layout, amax, amax, scale_inv, stored, delayed=state)
+    REFERENCE.compute_scale(law, [target])()
+    assert (scale_inv.item(), state.cast_scale.item(), stored.item()) == (0.5, 2.0, 4.0)
+    assert state.amax_history.tolist() == [4.0, 8.0, 1.0]
+    assert state.scale.item() == 224.0 / 8
+    amax.copy_(torch.tensor([torch.inf]).view(torch.int32))
+    REFERENCE.compute_scale(law, [target])()
+    assert scale_inv.view(torch.int32).item() == 0x7FC00000
+    assert (state.scale.item(), state.cast_scale.item()) == (28.0, 28.0)
+    assert state.amax_history.tolist() == [4.0, 8.0, 1.0]
+
+
+def test_words_follow_the_index_in_the_whole_weight():
+    """A shard at 2^34 + 5 draws what its elements draw anywhere; scales advance the step by one."""
+    start, law = 2**34 + 5, NVFP4Law(stochastic_rounding=True, seed=2**63 + 9)
+    grid = BlockGrid(2**15, 2**20, 2**15, 2**20)
+    x = torch.rand(40, generator=torch.Generator().manual_seed(2)) * 6
+    amax = torch.tensor([6.0]).view(torch.int32)
+    codes, counter = torch.zeros(21, dtype=torch.uint8), torch.tensor([77, 11])
+    shard = CastShard(0, Extent(start, start + 40), grid, torch.float32, amax, amax, codes,
+                      start - 1, rounding=Rounding(counter))  # fmt: skip
+    scale_inv = torch.zeros(1, 1, dtype=torch.uint8)
+    target = ScaleTarget(ScaleLayout(grid), amax, amax, scale_inv, rounding=Rounding(counter))
+    REFERENCE.compute_scale(law, [target])()
+    assert counter.tolist() == [77, 12]
+    REFERENCE.partial_cast(law, [shard], masters_of(x))()
+    # g = 6: S_enc = 448, S_dec = 448 and the multiplier 1.
+    assert scale_inv.item() == 0x7E
+    words = element_words(torch.arange(start, start + 40), law.seed, 77, 12)
+    drawn = encode_stochastic(x, E2M1, words)
+    nibbles = torch.stack((codes & 15, codes >> 4), dim=1).flatten()
+    assert_same_bytes(nibbles[1:41], drawn, "codes")
+    assert nibbles[[0, 41]].tolist() == [0, 0]
