@@ -3,9 +3,8 @@
 
 #include <string.h>
 
-#include <zerocast/scaling.h>
-
 #include "encoders.h"
+#include "multipliers.h"
 #include "pack.h"
 #include "strips.h"
 
@@ -18,17 +17,17 @@ struct CodePlane {
     u8* codes;  // of the elements from codes_start on
 };
 
-// Multiplies under Law, and encodes by Encoder what was rounded to Rounded.
-template <class Law, class Rounded, class Encoder>
+// Encodes by Encoder what was rounded to Rounded and multiplied.
+template <class Rounded, class Encoder>
 class PlaneCast {
   public:
-    PlaneCast(const CastShard& shard, const CodePlane& plane, const Law& law,
+    PlaneCast(const CastShard& shard, const CodePlane& plane, const Multipliers& multipliers,
               const Encoder& encoder)
         : plane_(plane),
           choices_(shard.candidates.choices),
           codes_start_(shard.codes_start),
           master_(*shard.master - shard.start),
-          law_(law),
+          multipliers_(multipliers),
           encoder_(encoder) {}
 
     const Grid& grid() const { return plane_.grid; }
@@ -55,20 +54,8 @@ class PlaneCast {
 
     // What the elements of `count` blocks side by side are multiplied by.
     void fill_multipliers(i64 first_block, i64 count, float* multipliers) const {
-        for (i64 b = 0; b < count; b += W) {
-            i64 n = min_of(W, count - b);
-            Native::Int amax{};
-            memcpy(&amax, plane_.block_amax + first_block + b, n * sizeof(i32));
-            Native::Float multiplier;
-            if constexpr (Law::CHOOSES) {
-                u8 choices[W] = {};
-                memcpy(choices, choices_ + first_block + b, n);
-                multiplier = law_.template multiplier<Native>(amax, load_bytes<Native>(choices));
-            } else {
-                multiplier = law_.template multiplier<Native>(amax);
-            }
-            memcpy(multipliers + b, &multiplier, n * sizeof(float));
-        }
+        const u8* choices = choices_ ? choices_ + first_block : nullptr;
+        multipliers_.fill(plane_.block_amax + first_block, choices, count, multipliers);
     }
 
     // count elements of one row, the first of them col columns into the strip.
@@ -134,7 +121,7 @@ class PlaneCast {
     const u8* choices_;
     i64 codes_start_;
     const float* master_;  // as if it were the whole weight
-    Law law_;
+    Multipliers multipliers_;
     Encoder encoder_;
 
     // The whole groups of a row; returns how many elements they hold.

@@ -11,6 +11,9 @@ namespace {
 // Elements that delayed scaling reads for the amax, and then again, from the nearest cache.
 constexpr i64 CHUNK = 2048;
 
+// The size of a block that all elements of a strip are in.
+constexpr int ONE_BLOCK = 1 << 30;
+
 // Both planes of a shard, blocks of one row and blocks of one column, in one pass over the master.
 template <class Plane>
 class RowsAndColumns {
@@ -46,13 +49,12 @@ class RowsAndColumns {
         if (col == 0 && block_w == 32)
             done = groups<32>(element, count, by_block, by_column);
         else if (col + count <= block_w)
-            done = groups<GROUP>(element, count, by_block, by_column);
+            done = groups<ONE_BLOCK>(element, count, by_block, by_column);
         rows_.cast_row(element + done, col + done, count - done, by_block);
         columns_.cast_row(element + done, 0, count - done, by_column + done);
     }
 
-    // The whole groups of a row; returns how many elements they hold. GROUP says that one
-    // multiplier serves them all.
+    // The whole groups of a row, of blocks of BLOCK elements; returns how many elements they hold.
     template <int BLOCK>
     ZEROCAST_FN i64 groups(i64 element, i64 count, const float* by_block,
                            const float* by_column) const {
@@ -63,18 +65,18 @@ class RowsAndColumns {
             for (int j = 0; j < GROUP; j += 16) __builtin_prefetch(x + i + j + below);
             Native::Float rounded[4];
             Plane::round_group(x + i, rounded);
-            const float* of_rows = BLOCK == GROUP ? by_block : by_block + i / BLOCK;
-            rows_.template encode_group<BLOCK>(element + i, rounded, of_rows, to_rows + i);
+            rows_.template encode_group<BLOCK>(element + i, rounded, by_block + i / BLOCK,
+                                               to_rows + i);
             columns_.template encode_group<1>(element + i, rounded, by_column + i, to_columns + i);
         }
         return i;
     }
 };
 
-template <class Rounded, class Law, class Encoder>
-void cast_rounded(const CastShard& shard, const Law& law, const Encoder& encoder, i64 begin,
+template <class Rounded, class Encoder>
+void cast_rounded(const CastShard& shard, const Multipliers& law, const Encoder& encoder, i64 begin,
                   i64 end) {
-    typedef PlaneCast<Law, Rounded, Encoder> Plane;
+    typedef PlaneCast<Rounded, Encoder> Plane;
     Plane rowwise(shard, CodePlane{shard.grid, shard.block_amax, shard.codes}, law, encoder);
     if (shard.delayed.scale) {
         i32 largest = 0;
@@ -101,8 +103,8 @@ void cast_rounded(const CastShard& shard, const Law& law, const Encoder& encoder
     columnwise(begin, end);
 }
 
-template <class Law, class Encoder>
-void cast_encoded(const CastShard& shard, const Law& law, const Encoder& encoder, i64 begin,
+template <class Encoder>
+void cast_encoded(const CastShard& shard, const Multipliers& law, const Encoder& encoder, i64 begin,
                   i64 end) {
     if (shard.round_to == NOMINAL_BF16)
         cast_rounded<Bf16>(shard, law, encoder, begin, end);
@@ -114,14 +116,14 @@ void cast_encoded(const CastShard& shard, const Law& law, const Encoder& encoder
 
 void cast(const LawTable& table, const CastShard& shard, i64 begin, i64 end) {
     with_law(table, shard.tensor_amax, shard.delayed, [&](auto law) {
-        typedef typename decltype(law)::Format F;
-        if constexpr (F::BITS == 4) {
-            if (table.stochastic_rounding) {
-                Stochastic drawn{RandomWords((u64)table.seed, shard.rounding_counter)};
-                return cast_encoded(shard, law, drawn, begin, end);
-            }
+        Multipliers multipliers(law);
+        if (table.stochastic_rounding) {
+            Stochastic drawn{RandomWords((u64)table.seed, shard.rounding_counter)};
+            cast_encoded(shard, multipliers, drawn, begin, end);
+        } else {
+            Nearest<typename decltype(law)::Format> nearest;
+            cast_encoded(shard, multipliers, nearest, begin, end);
         }
-        cast_encoded(shard, law, Nearest<F>{}, begin, end);
     });
 }
 

@@ -1,0 +1,205 @@
+"""All operations of a backend on one weight under any law, its elements cut into any shards: what
+they write, to be compared byte for byte.
+
+The exchanges between ranks are restated on one process: a maximum over the shards' amaxes, a sum
+over what 4-over-6 exchanges. One set of codes receives every shard's cast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from zerocast.formats import packed_columns
+from zerocast.layout import BlockGrid, Cuts, Extent, ScaleLayout
+from zerocast.ops import (
+    INFINITY_BITS,
+    Backend,
+    Candidates,
+    CastShard,
+    ColumnwiseScales,
+    ColumnwiseShard,
+    DelayedState,
+    DequantizeTarget,
+    Float8DelayedLaw,
+    Law,
+    Masters,
+    NVFP4Law,
+    Rounding,
+    ScaleTarget,
+    SelectTarget,
+)
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """A weight: its law, its blocks and stored scales, and those of a second plane.
+
+    Attributes:
+        columnwise: how the scales of a second plane are stored; its grid is the plane's. None
+            without one.
+        one_copy: whether the rowwise codes and amaxes serve the second plane, too.
+    """
+
+    law: Law
+    layout: ScaleLayout
+    columnwise: ScaleLayout | None = None
+    one_copy: bool = False
+    round_to: torch.dtype = torch.bfloat16
+
+    @property
+    def grid(self) -> BlockGrid:
+        """The rowwise blocks."""
+        return self.layout.grid
+
+
+Written = dict[str, torch.Tensor]
+
+
+def run_scheme(
+    backend: Backend, scheme: Scheme, masters: Sequence[torch.Tensor], extents: Sequence[Extent]
+) -> Written:
+    """Cast each of ``masters``, FP32 [numel], in turn into one weight; what all that wrote, by
+    name.
+    """
+    weight = _Weight(scheme, extents)
+    written: Written = {}
+    for step, master in enumerate(masters):
+        weight.cast(backend, master)
+        values = weight.values(backend)
+        written |= {f"{name} after cast {step}": t.clone() for name, t in values.items()}
+    return written
+
+
+class _Weight:
+    """The buffers of one weight, as if every rank held the same ones."""
+
+    def __init__(self, scheme: Scheme, extents: Sequence[Extent]) -> None:
+        self.scheme, self.extents = scheme, [e for e in extents if e]
+        law, grid = scheme.law, scheme.grid
+        size = grid.rows * packed_columns(law.fmt, grid.cols)
+        self.codes = _filled(size)
+        self.scale_inv = torch.empty(scheme.layout.shape, dtype=law.scale_dtype)
+        self.amax = torch.empty(1) if isinstance(law, NVFP4Law) else None
+        self.columnwise_codes = self.columnwise_scale_inv = None
+        self.columnwise_grid = None
+        if scheme.columnwise is not None:
+            shape = scheme.columnwise.shape
+            self.columnwise_scale_inv = torch.empty(shape, dtype=law.scale_dtype)
+            if not scheme.one_copy:
+                self.columnwise_codes = _filled(size)
+                self.columnwise_grid = scheme.columnwise.grid
+        self.delayed = self.rounding = None
+        if isinstance(law, Float8DelayedLaw):
+            self.delayed = DelayedState(torch.ones(1), torch.ones(1), torch.zeros(5))
+        if isinstance(law, NVFP4Law) and law.stochastic_rounding:
+            self.rounding = Rounding(torch.tensor([0xDEADBEEF, 2**32 - 1]))
+        self.chooses = isinstance(law, NVFP4Law) and law.four_over_six is not None
+        self.cuts = Cuts.of(grid, self.extents)
+
+    def cast(self, backend: Backend, master: torch.Tensor) -> None:
+        """The steps of a cast, every shard's in turn."""
+        law = self.scheme.law
+        blocks = self.scheme.grid.num_blocks
+        seconds = self.columnwise_grid.num_blocks if self.columnwise_grid else 0
+        amaxes = [torch.zeros(blocks + seconds + 1, dtype=torch.int32) for _ in self.extents]
+        words = Candidates.words(self.scheme.grid, self.cuts) if self.chooses else 0
+        exchanged = [torch.zeros(words, dtype=torch.int32) for _ in self.extents]
+        masters = Masters(len(self.extents))
+        masters.bind([master[e.start : e.end].clone() for e in self.extents])
+        shards = [self._shard(i, amaxes[i], exchanged[i]) for i in range(len(self.extents))]
+        if self.delayed is not None:
+            backend.partial_cast(law, shards, masters)()
+        else:
+            backend.partial_amax(shards, masters)()
+        reduced = torch.stack(amaxes).amax(dim=0)
+        for amax in amaxes:
+            amax.copy_(reduced)
+        if self.chooses:
+            backend.partial_select(law, shards, masters)()
+            total = torch.stack(exchanged).sum(dim=0, dtype=torch.int32)
+            for words_of_one in exchanged:
+                words_of_one.copy_(total)
+            targets = [
+                SelectTarget(s.grid, s.block_amax, s.tensor_amax, s.candidates) for s in shards
+            ]
+            backend.select(law, targets)()
+        first = shards[0]
+        backend.compute_scale(law, [self._scale_target(first)])()
+        if self.delayed is None:
+            backend.partial_cast(law, shards, masters)()
+        self.reduced, self.candidates = reduced, first.candidates
+
+    def values(self, backend: Backend) -> Written:
+        """Everything that is stored, and what it decodes to."""
+        scheme, grid = self.scheme, self.scheme.grid
+        shape = grid.rows, packed_columns(scheme.law.fmt, grid.cols)
+        rowwise = torch.empty(grid.rows, grid.cols)
+        target = DequantizeTarget(
+            scheme.layout, self.codes.view(shape), self.scale_inv, self.amax, rowwise
+        )
+        backend.dequantize(scheme.law, [target])()
+        written = {
+            "amaxes": self.reduced,
+            "codes": self.codes,
+            "scale_inv": self.scale_inv,
+            "values": rowwise,
+        }
+        if self.amax is not None:
+            written["amax"] = self.amax
+        if scheme.columnwise is not None:
+            columnwise = torch.empty(grid.rows, grid.cols)
+            codes = self.codes if self.columnwise_codes is None else self.columnwise_codes
+            target = DequantizeTarget(
+                scheme.columnwise, codes.view(shape), self.columnwise_scale_inv, None, columnwise
+            )
+            backend.dequantize(scheme.law, [target])()
+            written |= {
+                "columnwise codes": codes,
+                "columnwise scale_inv": self.columnwise_scale_inv,
+                "columnwise values": columnwise,
+            }
+        if self.delayed is not None:
+            written |= {
+                "scale": self.delayed.scale,
+                "cast_scale": self.delayed.cast_scale,
+                "amax_history": self.delayed.amax_history,
+            }
+        if self.rounding is not None:
+            written["rounding counter"] = self.rounding.counter
+        if self.candidates is not None:
+            written["choices"] = self.candidates.choices
+            if int(self.reduced[-1]) < INFINITY_BITS:  # else nobody reads them
+                written["row errors"] = self.candidates.row_errors
+                written["elements"] = self.candidates.elements
+        return written
+
+    def _shard(self, i: int, amax: torch.Tensor, exchanged: torch.Tensor) -> CastShard:
+        scheme, extent, blocks = self.scheme, self.extents[i], self.scheme.grid.num_blocks
+        second = None
+        if self.columnwise_grid is not None:
+            second = ColumnwiseShard(self.columnwise_grid, amax[blocks:-1], self.columnwise_codes)
+        candidates = None
+        if self.chooses:
+            candidates = Candidates.carve(exchanged, scheme.grid, self.cuts)
+        return CastShard(
+            i, extent, scheme.grid, scheme.round_to, amax[:blocks], amax[-1:], self.codes, 0,
+            second, self.delayed, candidates, self.rounding,
+        )  # fmt: skip
+
+    def _scale_target(self, shard: CastShard) -> ScaleTarget:
+        second = None
+        if self.scheme.columnwise is not None:
+            amax = shard.block_amax if shard.columnwise is None else shard.columnwise.block_amax
+            second = ColumnwiseScales(self.scheme.columnwise, amax, self.columnwise_scale_inv)
+        return ScaleTarget(
+            self.scheme.layout, shard.block_amax, shard.tensor_amax, self.scale_inv, self.amax,
+            second, self.delayed, shard.candidates, self.rounding,
+        )  # fmt: skip
+
+
+def _filled(size: int) -> torch.Tensor:
+    """Bytes that differ from their neighbours."""
+    return (torch.arange(size) * 37 % 251).to(torch.uint8)
