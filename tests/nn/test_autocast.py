@@ -32,6 +32,7 @@ every_layer = pytest.mark.parametrize("kind", LAYERS)
 
 
 def make(kind: str, seed: int = 0, **options: object) -> torch.nn.Module:
+    """A layer from 32 features; the same seed gives the same parameters."""
     torch.manual_seed(seed)
     return LAYERS[kind](**options)
 
@@ -47,11 +48,13 @@ def step(layer: torch.nn.Module, x: torch.Tensor, recipe: Recipe) -> dict[str, t
 
 
 def results(layer: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Output and all gradients, copied."""
     grads = {name: parameter.grad.clone() for name, parameter in layer.named_parameters()}
     return {"output": y.detach().clone(), "input": x.grad.clone(), **grads}
 
 
 def assert_same(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    """Byte for byte, name by name."""
     assert actual.keys() == expected.keys()
     for name in expected:
         assert_same_bytes(actual[name], expected[name], name)
@@ -314,13 +317,13 @@ def test_a_shape_that_a_recipe_cannot_hold_is_refused_by_the_forward() -> None:
     """Input, weight, and the gradient, which would be too late to refuse; without gradients that
     one is no obstacle.
     """
-    nvfp4, mxfp8 = NVFP4BlockScaling(), MXFP8BlockScaling()
-    with autocast(recipe=nvfp4):
-        with pytest.raises(InputError, match="the layer's input cannot be quantized"):
-            torch_like = nn.Linear(40, 32)
-            torch_like(torch.randn(2, 40))
-    narrow, x = nn.Linear(32, 10), torch.randn(2, 32)
-    with autocast(recipe=mxfp8):
+    odd, narrow, x = nn.Linear(40, 32), nn.Linear(32, 10), torch.randn(2, 32)
+    with (
+        autocast(recipe=NVFP4BlockScaling()),
+        pytest.raises(InputError, match="the layer's input cannot be quantized"),
+    ):
+        odd(torch.randn(2, 40))
+    with autocast(recipe=MXFP8BlockScaling()):
         with pytest.raises(
             InputError, match=r"gradient of the output cannot be quantized: .* got\s+K = 10"
         ):

@@ -65,10 +65,6 @@ def make(kind: type[torch.nn.Module], *arguments: object, **options: object) -> 
     return layer
 
 
-def plain(products: list[Made]) -> list[Product]:
-    return [made.product for made in products]
-
-
 @every_recipe
 @both_dtypes
 @both_weights
@@ -85,7 +81,11 @@ def test_linear(
     x = inputs(dtype)
     y, grad, made = run(layer, x, recipe, monkeypatch)
     out, dx, dw = made
-    assert plain(made) == [Product.OUTPUT, Product.INPUT_GRADIENT, Product.WEIGHT_GRADIENT]
+    assert [each.product for each in made] == [
+        Product.OUTPUT,
+        Product.INPUT_GRADIENT,
+        Product.WEIGHT_GRADIENT,
+    ]
     b = layer.bias.double() if bias else 0
     tolerance = TOLERANCE[dtype]
     assert y.dtype == x.grad.dtype == layer.weight.grad.dtype == dtype

@@ -4,10 +4,10 @@
         ...                                  # forward and backward, under autocast
     print(counts)
 
-An element is *underflowed* where it is not zero and its code is; *saturated* where it lies beyond
-what rounds to the largest code, so that it was cut off rather than rounded. Both are counted over
-what layers quantize: inputs, weights in high precision, gradients of outputs; of the copy that the
-first product reads, rowwise where it is there. Counting decodes each of them once more.
+An element is *underflowed* where it is not zero and decodes to zero; *saturated* where it lies
+beyond what rounds to the largest code, so that it was cut off rather than rounded. Both are counted
+over what layers quantize: inputs, weights in high precision, quantized outputs, gradients; of the
+copy that the first product reads, rowwise where it is there. Counting decodes each once more.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Counts:
 
     Attributes:
         elements: how many were quantized.
-        underflowed: not zero, and their codes are.
+        underflowed: not zero, and decoded to zero.
         saturated: beyond what rounds to the largest code.
     """
 
@@ -125,9 +125,9 @@ def _count(tensor: torch.Tensor, quantized: QuantizedStorage) -> tuple[int, int]
         codes = unpack_nibbles(codes, grid.rows if transposed else grid.cols)
     codes = (codes.t() if transposed else codes).reshape(values.shape) & (2 ** (fmt.bits - 1) - 1)
     given = tensor.detach().to(torch.float32).abs()
-    underflowed = (codes == 0) & (given != 0)
+    underflowed = (values == 0) & (given != 0)
     # A code is worth scale_inv times its own value, so the largest one's worth gives the bound.
-    saturated = (codes == fmt.max_code) & (given > values * _cut(fmt))
+    saturated = (codes == fmt.max_code) & (given > values * _cut(fmt)) & (values != 0)
     return int(underflowed.sum()), int(saturated.sum())
 
 

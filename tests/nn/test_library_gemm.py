@@ -1,0 +1,262 @@
+"""The library's GEMMs get the operands they document; everything else is decoded, with a reason.
+
+torch's tensorwise and rowwise GEMMs run on a CPU, too, so there the real call is made. The block
+kinds need a GPU: there the arguments are checked by decoding them as torch's and cuBLAS's
+documentation defines them, scale by scale.
+"""
+
+import pytest
+import torch
+
+from tests.nn.quantized_layers import RECIPES, assert_close
+from zerocast.nn import library_gemm, unswizzle
+from zerocast.nn.gemm import Product, engine, gemm
+from zerocast.nn.library_gemm import BLOCKWISE, MXFP8, NVFP4, ROWWISE, TENSORWISE, Arguments, Kind
+from zerocast.nn.library_gemm import Side as Operand
+from zerocast.recipes import NVFP4BlockScaling, Recipe
+from zerocast.tensors import QuantizedTensor, dequantize, quantize
+
+T, K, M = 160, 192, 320
+
+KINDS: dict[str, Kind] = {
+    "delayed": TENSORWISE,
+    "current": TENSORWISE,
+    "rowwise": ROWWISE,
+    "block": BLOCKWISE,
+    "mxfp8": MXFP8,
+    "mxfp8-32x32": MXFP8,
+    "nvfp4": NVFP4,
+    "nvfp4-4over6": NVFP4,
+}
+every_kind = pytest.mark.parametrize("name", KINDS)
+every_product = pytest.mark.parametrize("product", list(Product), ids=lambda p: p.title)
+CPU = torch.device("cpu")
+
+
+def role(recipe: Recipe, role: str) -> Recipe:
+    """The recipe of a role; gradients rounded to nearest, which needs no state."""
+    if isinstance(recipe, NVFP4BlockScaling):
+        recipe = NVFP4BlockScaling(
+            nvfp4_4over6=recipe.nvfp4_4over6, disable_stochastic_rounding=True
+        )
+    return recipe.for_role(role)
+
+
+def operands(name: str, product: Product) -> list[QuantizedTensor]:
+    """The two quantized tensors of a product, of wide ranges so that no two scales are the same."""
+    torch.manual_seed(0)
+    recipe = RECIPES[name]
+
+    def wide(rows: int, cols: int) -> torch.Tensor:
+        return torch.randn(rows, cols) * torch.exp(2 * torch.randn(rows, cols))
+
+    x = quantize(wide(T, K), role(recipe, "input"))
+    w = quantize(wide(M, K), role(recipe, "weight"))
+    dy = quantize(wide(T, M), role(recipe, "grad_output"))
+    return {
+        Product.OUTPUT: [x, w],
+        Product.INPUT_GRADIENT: [dy, w],
+        Product.WEIGHT_GRADIENT: [dy, x],
+    }[product]
+
+
+def sides(product: Product, tensors: list[QuantizedTensor]) -> list[Operand]:
+    """The operands that tensors are to a product."""
+    return [
+        Operand(t.recipe, (t.shape[0], t.shape[1]), columnwise)
+        for t, columnwise in zip(tensors, product.value, strict=True)
+    ]
+
+
+@every_kind
+@every_product
+def test_every_recipe_has_its_kind_of_gemm(name: str, product: Product) -> None:
+    """All three products of each."""
+    assert library_gemm.kind_of(*sides(product, operands(name, product))) is KINDS[name]
+
+
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+
+
+def decode(given: Arguments, rows: int, contraction: int) -> torch.Tensor:
+    """What an operand means to the library, [rows, contraction] in float64."""
+    codes = given.codes
+    assert codes.is_contiguous()
+    if codes.dtype == torch.float4_e2m1fn_x2:
+        data = codes.view(torch.uint8)
+        nibbles = torch.stack((data & 15, data >> 4), -1).flatten(-2).long()
+        values = E2M1[nibbles & 7] * torch.where(nibbles > 7, -1, 1)
+    else:
+        values = codes.float()
+    values = values.double()
+    assert values.shape == (rows, contraction)
+    scale, *matrix_scale = given.scales
+    if given.scalings[0] == "TensorWise":
+        assert scale.shape == ()
+        return values * scale
+    if given.scalings[0] == "RowWise":
+        assert scale.shape == (rows, 1)
+        return values * scale
+    if given.scalings[0] == "BlockWise1x128":
+        blocks = -(-contraction // 128)
+        assert scale.shape == (rows, blocks)
+        assert scale.stride() == (1, rows)
+        return values * scale.repeat_interleave(128, 1)[:, :contraction]
+    if given.scalings[0] == "BlockWise128x128":
+        blocks = -(-contraction // 128)
+        padded = -(-blocks // 4) * 4
+        assert scale.shape == (padded, -(-rows // 128))
+        assert scale.stride() == (1, padded)
+        tall = scale.t().repeat_interleave(128, 0)[:rows, :blocks]
+        return values * tall.repeat_interleave(128, 1)[:, :contraction]
+    width = {"BlockWise1x32": 32, "BlockWise1x16": 16}[given.scalings[0]]
+    plane = -(-rows // 128) * 128, -(-contraction // width // 4) * 4
+    assert scale.is_contiguous()
+    assert scale.numel() == plane[0] * plane[1]
+    compact = unswizzle(scale.view(torch.uint8), plane)[:rows, : contraction // width]
+    blocks_scale = compact.contiguous().view(scale.dtype).float().double()
+    values = values * blocks_scale.repeat_interleave(width, 1)
+    if given.scalings[0] == "BlockWise1x16":
+        assert given.scalings[1] == "TensorWise"
+        assert matrix_scale[0].shape == ()
+        return values * matrix_scale[0]
+    return values
+
+
+@every_kind
+@every_product
+def test_arguments_mean_what_the_operands_mean(name: str, product: Product) -> None:
+    """Read by the library's documented layout they decode to the dequantized operand."""
+    tensors = operands(name, product)
+    for tensor, side in zip(tensors, sides(product, tensors), strict=True):
+        given = library_gemm.arguments(KINDS[name], side, tensor.storage)
+        expected = dequantize(tensor.storage, columnwise=side.columnwise)
+        expected = expected.t() if side.columnwise else expected
+        actual = decode(given, side.rows, side.contraction)
+        torch.testing.assert_close(actual, expected.double(), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("name", ["delayed", "current", "rowwise"])
+@every_product
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_real_call_gives_the_product_of_the_dequantized_operands(
+    name: str, product: Product, dtype: torch.dtype
+) -> None:
+    """torch._scaled_mm on the CPU, with a bias where there is one."""
+    kind = KINDS[name]
+    tensors = operands(name, product)
+    given = [
+        library_gemm.arguments(kind, side, tensor.storage)
+        for side, tensor in zip(sides(product, tensors), tensors, strict=True)
+    ]
+    bias = torch.randn(M, dtype=dtype) if product is Product.OUTPUT else None
+    out = library_gemm.multiply(kind, *given, dtype, bias, fast_accumulation=False)
+    expected = gemm(product, *(t.storage for t in tensors), torch.float32, None).double()
+    expected = expected if bias is None else expected + bias.double()
+    assert out.dtype == dtype
+    assert_close(out, expected, 1e-2 if dtype == torch.bfloat16 else 1e-4, "product")
+
+
+# --- who is chosen, and why ---
+
+
+def pretend(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], *, functional: bool = True
+) -> torch.device:
+    """A CUDA device of this capability."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "a GPU")
+    if not functional:
+        monkeypatch.delattr(torch.nn.functional, "scaled_mm")
+    return torch.device("cuda")
+
+
+CAPABLE = {
+    TENSORWISE: {(8, 9), (9, 0), (10, 0), (12, 0)},
+    ROWWISE: {(8, 9), (9, 0), (10, 0), (12, 0)},
+    BLOCKWISE: {(9, 0)},
+    MXFP8: {(10, 0), (12, 0)},
+    NVFP4: {(10, 0), (12, 0)},
+}
+
+
+@every_kind
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (10, 0), (12, 0)])
+def test_each_kind_runs_where_hardware_has_it(
+    name: str, capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And elsewhere the reason names both capabilities."""
+    device = pretend(monkeypatch, capability)
+    a, b = sides(Product.OUTPUT, operands(name, Product.OUTPUT))
+    chosen = engine(a, b, torch.bfloat16, device)
+    kind = KINDS[name]
+    if capability in CAPABLE[kind]:
+        assert chosen.kind is kind
+        assert kind.name in str(chosen)
+    else:
+        assert chosen.kind is None
+        assert f"{kind.name} GEMMs need compute capability" in chosen.reason
+        assert f"a GPU has {capability[0]}.{capability[1]}" in chosen.reason
+
+
+@every_kind
+def test_a_cpu_decodes(name: str) -> None:
+    """The reason says that its library would, too."""
+    a, b = sides(Product.OUTPUT, operands(name, Product.OUTPUT))
+    assert "slower than decoding" in engine(a, b, torch.bfloat16, CPU).reason
+
+
+def side(name: str, shape: tuple[int, int], columnwise: bool = False) -> Operand:
+    """An input of this shape under the recipe of this name."""
+    return Operand(role(RECIPES[name], "input"), shape, columnwise)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "dtype", "reason"),
+    [
+        (side("current", (64, 40)), side("current", (32, 40)), torch.bfloat16,
+         "contraction of a multiple of 16 and columns of a multiple of 16, got 40 and 32"),
+        (side("current", (64, 32)), side("current", (40, 32)), torch.bfloat16, "got 32 and 40"),
+        (side("nvfp4", (64, 48)), side("nvfp4", (32, 48)), torch.bfloat16, "multiple of 32"),
+        (side("mxfp8", (64, 64)), side("mxfp8", (32, 64)), torch.float32,
+         "mxfp8 GEMMs do not give torch.float32"),
+        (side("current", (64, 32)), side("nvfp4", (32, 32)), torch.bfloat16,
+         "schemes that no GEMM multiplies"),
+        (side("block", (64, 256)), side("rowwise", (32, 256)), torch.bfloat16,
+         "FP8 in blocks of 1x128 by FP8 in blocks of 1x256"),
+    ],
+)  # fmt: skip
+def test_operands_that_do_not_fit_are_decoded(
+    a: Operand, b: Operand, dtype: torch.dtype, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a device that has every kind for the purpose."""
+    device = pretend(monkeypatch, (10, 0))
+    assert reason in engine(a, b, dtype, device).reason
+
+
+def test_blockwise_rows_must_fill_the_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scales of 1x128 stand in columns of whole fours."""
+    device = pretend(monkeypatch, (9, 0))
+    w = Operand(RECIPES["block"], (256, 256), False)
+    assert (
+        "multiple of 4, got 63"
+        in engine(side("block", (63, 256)), w, torch.bfloat16, device).reason
+    )
+    assert engine(side("block", (64, 256)), w, torch.bfloat16, device).kind is BLOCKWISE
+
+
+def test_two_gradients_in_e5m2_are_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No tensor core multiplies them with each other."""
+    device = pretend(monkeypatch, (9, 0))
+    dy = Operand(RECIPES["current"].for_role("grad_output"), (64, 64), False)
+    assert engine(dy, dy, torch.bfloat16, device).reason == "no GEMM multiplies E5M2 by E5M2"
+
+
+def test_an_older_torch_lacks_the_block_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And says which one has them."""
+    device = pretend(monkeypatch, (10, 0), functional=False)
+    operand = side("mxfp8", (64, 64))
+    reason = engine(operand, operand, torch.bfloat16, device).reason
+    assert reason.endswith("has no torch.nn.functional.scaled_mm; 2.10 has")
+    operand = side("current", (64, 64))
+    assert engine(operand, operand, torch.bfloat16, device).kind is TENSORWISE
