@@ -258,18 +258,21 @@ def activate(
 
 
 def _cast(target: ActivationTarget, quantizer: Quantizer, storage: QuantizedStorage) -> None:
-    """The launch that writes the codes of ``storage``."""
-    amax = torch.zeros(1, dtype=torch.int32, device=storage.device)
+    """Run the launch that writes the codes of ``storage``."""
+    amax = None
+    if quantizer.recipe.casts_before_reduction:
+        amax = torch.zeros(1, dtype=torch.int32, device=storage.device)
     with quantizer.cast_into(storage) as whole:
         operands = replace(
             target,
             planes=_planes(storage),
-            scale=whole.buffers.get("scale"),
-            amax=None if "scale" in whole.buffers else storage.buffers.get("amax"),
+            scale=None if amax is None else whole.buffers["scale"],
+            amax=storage.buffers.get("amax") if amax is None else None,
             tensor_amax=amax,
         )
         backend_for(storage.device).activate(quantizer.recipe.law, operands)()
-        quantizer.record(amax)
+        if amax is not None:
+            quantizer.record(amax)
     storage.mark_written()
 
 
