@@ -3,8 +3,10 @@
 For one FP32 shard it measures, with the medians of interleaved rounds,
 
     the memory       native loops that only read, write or copy, on the same threads
-    the cast         amax, scale, cast and their sum, as a share of the memory's bound for them: two
-                     reads of the FP32 shard and one write of its codes
+    the cast         amax, scale, cast and their sum under every recipe, as a share of the memory's
+                     bound for them: a read of the FP32 shard for amax and cast each (delayed
+                     scaling has one pass for both, 4-over-6 one more, select) and one write of the
+                     codes, of both planes where there are two
     the transpose    the columnwise codes and scales that it writes, as a share of the copy rate
     one part of 64   amax and cast of 1/64 of the weight, caches flushed, against the whole
     memory           the peak of temporary memory of CastPlan.cast() on one rank
@@ -36,20 +38,44 @@ from rich.table import Table
 import zerocast
 from zerocast.backends import native_library
 from zerocast.backends.cpu import CpuBackend
-from zerocast.layout import Extent
-from zerocast.ops import CastShard, Masters
-from zerocast.recipes import Recipe
+from zerocast.layout import Cuts, Extent
+from zerocast.ops import Candidates, CastShard, ColumnwiseShard, Masters
+from zerocast.recipes import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Float8RowwiseScaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    QParams,
+    Recipe,
+)
 
 RECIPES: dict[str, Recipe] = {
-    "NVFP4": zerocast.NVFP4BlockScaling(),
-    "FP8": zerocast.Float8CurrentScaling(),
+    "NVFP4": NVFP4BlockScaling(),
+    "FP8": Float8CurrentScaling(),
+    "FP8 delayed": DelayedScaling(),
+    "FP8 rowwise": Float8RowwiseScaling(),
+    "FP8 128x128": Float8BlockScaling(),
+    "MXFP8": MXFP8BlockScaling(),
+    "MXFP8 32x32": MXFP8BlockScaling(enable_2d_quantization=True),
+    "NVFP4 4-over-6": NVFP4BlockScaling(nvfp4_4over6="weights"),
+    "NVFP4 stochastic": NVFP4BlockScaling(
+        fp4_quant_fwd_weight=QParams(stochastic_rounding=True, fp4_2d_quantization=True)
+    ),
 }
-SUM = ("amax", "scale", "cast")
+NO_GOAL = ("NVFP4 4-over-6", "NVFP4 stochastic")
+"""Recipes that compute more than memory keeps them from; they are reported without a goal."""
+
+READS = ("amax", "select", "cast")
+"""Steps that read the master, where a recipe has them."""
+STEPS = ("amax", "select", "scale", "cast")
 GOAL_CAST, GOAL_TRANSPOSE, GOAL_PART, GOAL_TEMPORARY = 0.75, 0.60, 1 / 50, 0.02
 IDLE = 0.05
 """The share of the processors that others may take before the figures are called unreliable."""
 
 Work = Callable[[], Any]
+Shares = dict[str, float]
 console = Console()
 
 
@@ -124,39 +150,75 @@ class CastWork:
     def __init__(
         self, backend: CpuBackend, recipe: Recipe, shape: tuple[int, int], master: torch.Tensor
     ) -> None:
-        grid = recipe.grid(shape)
+        grid, columnwise_grid = recipe.grid(shape), recipe.columnwise_grid(shape)
         buffers = {
             name: torch.full(spec.shape, spec.fill, dtype=spec.dtype)
             for name, spec in recipe.buffers(shape, columnwise=True).items()
         }
-        amax = torch.zeros(grid.amax_slots, dtype=torch.int32)
-        block_amax, tensor_amax = amax[: grid.num_blocks], amax[-1:]
-        self.code_bytes = buffers["rowwise_data"].numel()
-        self.columnwise_bytes = sum(
-            buffer.nbytes for name, buffer in buffers.items() if name.startswith("columnwise_")
-        )
-        codes = buffers["rowwise_data"].view(-1)
-        extent = Extent(0, master.numel())
+        blocks = grid.num_blocks
+        columnwise_blocks = 0 if columnwise_grid is None else columnwise_grid.num_blocks
+        many = blocks + columnwise_blocks > 1
+        amax = torch.zeros(blocks + columnwise_blocks + many, dtype=torch.int32)
+        block_amax, columnwise_amax = amax[:blocks], amax[blocks : blocks + columnwise_blocks]
+        second = candidates = None
+        if columnwise_grid is not None:
+            codes = buffers["columnwise_data"].view(-1)
+            second = ColumnwiseShard(columnwise_grid, columnwise_amax, codes)
+        if recipe.chooses_scales:
+            words = torch.zeros(Candidates.words(grid, Cuts()), dtype=torch.int32)
+            candidates = Candidates.carve(words, grid, Cuts())
+        gathered = recipe.gathered(shape, columnwise=True)
+        derived = recipe.derived(shape, columnwise=True)
+        self.code_bytes = sum(buffers[name].nbytes for name in gathered)
+        self.columnwise_bytes = sum(buffers[name].nbytes for name in derived)
+
         shard = CastShard(
-            0, extent, grid, recipe.round_to(torch.bfloat16), block_amax, tensor_amax, codes
+            0,
+            Extent(0, master.numel()),
+            grid,
+            recipe.round_to(torch.bfloat16),
+            block_amax,
+            amax[-1:],
+            buffers["rowwise_data"].view(-1),
+            columnwise=second,
+            delayed=recipe.delayed_state(buffers),
+            candidates=candidates,
+            rounding=recipe.rounding(buffers),
+        )
+        target = recipe.scale_target(
+            shape, buffers, block_amax, amax[-1:], columnwise_amax if second else None, candidates
         )
         masters = Masters(1)
         masters.bind([master])
-        self.steps: dict[str, Work] = {
-            "amax": recipe.partial_amax(backend, [shard], masters),
-            "scale": recipe.compute_scale(
-                backend, [recipe.scale_target(shape, buffers, block_amax, tensor_amax)]
-            ),
-            "cast": recipe.partial_cast(backend, [shard], masters),
-            "transpose": recipe.post_all_gather_processing(
+        self.steps: dict[str, Work] = {}
+        if not recipe.casts_before_reduction:
+            self.steps["amax"] = recipe.partial_amax(backend, [shard], masters)
+        if recipe.chooses_scales:
+            self.steps["select"] = recipe.partial_select(backend, [shard], masters)
+        self.steps["scale"] = recipe.compute_scale(backend, [target])
+        self.steps["cast"] = recipe.partial_cast(backend, [shard], masters)
+        if derived:
+            self.steps["transpose"] = recipe.post_all_gather_processing(
                 backend, [recipe.transpose_target(shape, buffers)]
-            ),
-        }
+            )
 
-    def amax_and_cast(self) -> None:
-        """The two steps whose work follows the shard."""
-        self.steps["amax"]()
-        self.steps["cast"]()
+    def read_steps(self) -> None:
+        """The steps whose work follows the shard."""
+        for step in READS:
+            if step in self.steps:
+                self.steps[step]()
+
+    def shares(self, seconds: dict[str, float], rates: dict[str, float], nbytes: int) -> Shares:
+        """Of each step's seconds, and of their sum, what memory alone would take for ``nbytes`` of
+        master.
+        """
+        reading, writing = nbytes / rates["read"], self.code_bytes / rates["write"]
+        bounds = {step: reading for step in READS if step in self.steps}
+        bounds["cast"] += writing
+        bounds["sum"] = sum(bounds.values())
+        if "transpose" in self.steps:
+            bounds["transpose"] = self.columnwise_bytes / rates["copy"]
+        return {step: bound / seconds[step] for step, bound in bounds.items()}
 
 
 class Probes:
@@ -181,12 +243,17 @@ class Probes:
 
 
 def measure(
-    isa: str, threads: int, shape: tuple[int, int], master: torch.Tensor, rounds: int
+    isa: str,
+    threads: int,
+    recipes: dict[str, Recipe],
+    shape: tuple[int, int],
+    master: torch.Tensor,
+    rounds: int,
 ) -> dict[str, Any]:
     """Memory rates in bytes a second, and for each recipe its steps' seconds and shares."""
     backend = CpuBackend(isa, threads)
     probes = Probes(isa, threads, master, torch.zeros(master.nbytes // 2, dtype=torch.uint8))
-    casts = {name: CastWork(backend, recipe, shape, master) for name, recipe in RECIPES.items()}
+    casts = {name: CastWork(backend, recipe, shape, master) for name, recipe in recipes.items()}
     works = dict(probes.works)
     for name, cast in casts.items():
         works |= {f"{name} {step}": work for step, work in cast.steps.items()}
@@ -195,42 +262,42 @@ def measure(
     record: dict[str, Any] = {"isa": isa, "threads": threads, "rates": rates}
     for name, cast in casts.items():
         steps = {step: seconds[f"{name} {step}"] for step in cast.steps}
-        steps["sum"] = sum(steps[step] for step in SUM)
-        reading, writing = master.nbytes / rates["read"], cast.code_bytes / rates["write"]
-        bounds = {"amax": reading, "cast": reading + writing, "sum": 2 * reading + writing}
-        shares = {step: bound / steps[step] for step, bound in bounds.items()}
-        shares["transpose"] = cast.columnwise_bytes / steps["transpose"] / rates["copy"]
-        record[name] = {"seconds": steps, "shares": shares}
+        steps["sum"] = sum(steps[step] for step in STEPS if step in steps)
+        record[name] = {"seconds": steps, "shares": cast.shares(steps, rates, master.nbytes)}
     return record
 
 
-def measure_part(shape: tuple[int, int], master: torch.Tensor, rounds: int) -> dict[str, float]:
+def measure_part(
+    recipes: dict[str, Recipe], shape: tuple[int, int], master: torch.Tensor, rounds: int
+) -> dict[str, float]:
     """For each recipe, what amax and cast of 1/64 of the shard take of what the whole takes."""
     library = native_library.load()
     backend = CpuBackend()
     other = torch.zeros(64 * 2**20, dtype=torch.float32)  # larger than any cache
     flush = Probes(native_library.instruction_sets(library)[0], 1, other, other)
     parts = {}
-    for name, recipe in RECIPES.items():
+    for name, recipe in recipes.items():
         part = master[: master.numel() // 64]
         works = {
-            "whole": CastWork(backend, recipe, shape, master).amax_and_cast,
-            "part": CastWork(backend, recipe, shape, part).amax_and_cast,
+            "whole": CastWork(backend, recipe, shape, master).read_steps,
+            "part": CastWork(backend, recipe, shape, part).read_steps,
         }
         seconds = interleaved(works, rounds, before=flush.works["read"])
         parts[name] = seconds["part"] / seconds["whole"]
     return parts
 
 
-def measure_temporary(shape: tuple[int, int], master: torch.Tensor) -> dict[str, float | None]:
+def measure_temporary(
+    recipes: dict[str, Recipe], shape: tuple[int, int], master: torch.Tensor
+) -> dict[str, float | None]:
     """For each recipe, the peak of a one-rank plan and its cast, as a share of the FP32 bytes.
 
     The plan's own buffers, made within the measured time, count too.
     """
     shares: dict[str, float | None] = {}
-    for name, recipe in RECIPES.items():
-        small = zerocast.empty((16, 16), recipe)  # so that what is imported late is there
-        zerocast.CastPlan([small], [torch.zeros(256)], [0]).cast()
+    for name, recipe in recipes.items():
+        small = zerocast.empty((32, 32), recipe)  # so that what is imported late is there
+        zerocast.CastPlan([small], [torch.zeros(1024)], [0]).cast()
         weight = zerocast.empty(shape, recipe)
         for buffer in weight.storage.buffers.values():
             buffer.zero_()  # or its pages would first be touched by the cast
@@ -270,10 +337,11 @@ def show_casts(records: list[dict[str, Any]], nbytes: int) -> None:
             column, justify="left" if column in ("code", "recipe", "step") else "right"
         )
     for record in records:
-        for recipe in RECIPES:
+        for recipe in (name for name in RECIPES if name in record):
             steps, shares = record[recipe]["seconds"], record[recipe]["shares"]
-            for step in (*SUM, "sum"):
-                goal = judged(shares[step], GOAL_CAST) if step == "sum" else ""
+            for step in (step for step in (*STEPS, "sum") if step in steps):
+                has_goal = step == "sum" and recipe not in NO_GOAL
+                goal = judged(shares[step], GOAL_CAST) if has_goal else ""
                 share = goal or (f"{shares[step]:.0%}" if step in shares else "")
                 ms, rate = steps[step] * 1e3, nbytes / steps[step] / 1e9
                 table.add_row(record["isa"], str(record["threads"]), recipe, step, f"{ms:.2f}",
@@ -285,11 +353,14 @@ def show_casts(records: list[dict[str, Any]], nbytes: int) -> None:
 def show_memory(records: list[dict[str, Any]]) -> None:
     """The probes, and the columnwise bytes that the transposes make against the copy rate."""
     table = Table(title="Memory, GB/s, and columnwise bytes made as a share of the copy rate")
-    for column in ("code", "threads", "read", "write", "copy", *RECIPES):
+    recipes = [
+        name for name in RECIPES if "transpose" in records[0].get(name, {"shares": ()})["shares"]
+    ]
+    for column in ("code", "threads", "read", "write", "copy", *recipes):
         table.add_column(column, justify="left" if column == "code" else "right")
     for record in records:
         rates = [f"{record['rates'][name] / 1e9:.1f}" for name in ("read", "write", "copy")]
-        shares = [judged(record[name]["shares"]["transpose"], GOAL_TRANSPOSE) for name in RECIPES]
+        shares = [judged(record[name]["shares"]["transpose"], GOAL_TRANSPOSE) for name in recipes]
         table.add_row(record["isa"], str(record["threads"]), *rates, *shares)
     console.print(table)
 
@@ -300,6 +371,8 @@ def show_others(ours: dict[str, Any], others: dict[str, dict[str, float]], nbyte
     for column in ("recipe", "who", "ms", "GB/s of FP32", "zerocast is faster by"):
         table.add_column(column, justify="left" if column in ("recipe", "who") else "right")
     for recipe, seconds in others.items():
+        if recipe not in ours:
+            continue
         own = ours[recipe]["seconds"]["sum"]
         rows = {"zerocast": own, **dict(sorted(seconds.items(), key=lambda item: item[1]))}
         for who, value in rows.items():
@@ -313,14 +386,16 @@ def main() -> None:
     """Measure, show, and write the record."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rows", type=int, default=8192, help="of the weight; a multiple of 1024")
-    parser.add_argument("--cols", type=int, default=8192, help="of the weight; a multiple of 16")
+    parser.add_argument("--cols", type=int, default=8192, help="of the weight; a multiple of 32")
+    parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES))
     parser.add_argument("--rounds", type=int, default=21, help="that a median is taken of")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--skip-others", action="store_true", help="measure zerocast only")
     parser.add_argument("--json", type=Path, help="write everything measured to this file")
     options = parser.parse_args()
-    if options.rows % 1024 or options.cols % 16:
-        parser.error("--rows must be a multiple of 1024 and --cols of 16")
+    if options.rows % 1024 or options.cols % 32:
+        parser.error("--rows must be a multiple of 1024 and --cols of 32")
+    recipes = {name: RECIPES[name] for name in options.recipes}
     torch.set_num_threads(options.threads)
     shape = (options.rows, options.cols)
     master = torch.randn(options.rows * options.cols, generator=torch.Generator().manual_seed(0))
@@ -335,14 +410,14 @@ def main() -> None:
     configurations += [(isas[0], 1)] if options.threads > 1 else []
 
     watch = Processors()
-    records = [measure(*each, shape, master, options.rounds) for each in configurations]
+    records = [measure(*each, recipes, shape, master, options.rounds) for each in configurations]
     show_memory(records)
     show_casts(records, master.nbytes)
-    parts = measure_part(shape, master, options.rounds)
+    parts = measure_part(recipes, shape, master, options.rounds)
     for recipe, part in parts.items():
         share = judged(part, GOAL_PART, at_most=True, digits=2)
         console.print(f"{recipe}: amax and cast of 1/64 of the shard take {share} of the whole")
-    temporary = measure_temporary(shape, master)
+    temporary = measure_temporary(recipes, shape, master)
     for recipe, peak in temporary.items():
         share = "?" if peak is None else judged(peak, GOAL_TEMPORARY, at_most=True, digits=2)
         console.print(f"{recipe}: a plan's temporary memory peaks at {share} of the FP32 bytes")

@@ -189,7 +189,7 @@ def test_any_shape_and_partition(name, rows, blocks, ranks, kind, seed):
     assert_as_reference(scheme, masters, extents, isas=[ISAS[seed % len(ISAS)]])
 
 
-@pytest.mark.parametrize("threads, rows, cols", [(2, 35, 4128), (4, 1000, 288)])
+@pytest.mark.parametrize(("threads", "rows", "cols"), [(2, 35, 4128), (4, 1000, 288)])
 @pytest.mark.parametrize("name", SCHEMES)
 def test_threads_share_a_weight(name, threads, rows, cols):
     """Cuts between threads, with rows and columns longer than a strip: no byte differs."""
