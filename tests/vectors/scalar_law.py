@@ -16,7 +16,7 @@ FLT_MAX = F32(3.4028235e38)
 BLOCK = 16
 
 
-# --- section 0: rounding of the master ---
+# --- rounding of the master ---
 
 
 def round_bf16(x: np.float32) -> np.float32:
@@ -36,7 +36,7 @@ def round_fp16(x: np.float32) -> np.float32:
 ROUND_MASTER = {"bfloat16": round_bf16, "float16": round_fp16, "float32": lambda x: x}
 
 
-# --- section 1: element formats ---
+# --- element formats ---
 
 
 def e2m1(x: np.float32) -> int:
@@ -86,7 +86,7 @@ def e4m3_value(code: int) -> np.float32:
     return F32(np.nan) if code == 0x7F else F32(FLOAT8_VALUES["e4m3"][code])
 
 
-# --- sections 2 and 6: scales; section 7: what is not finite ---
+# --- scales, also of what is not finite ---
 
 
 def float8_scale(amax: np.float32, name: str, power_2: bool, eps: float) -> np.float32:

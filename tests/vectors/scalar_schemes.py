@@ -26,7 +26,7 @@ Scales = dict[tuple[int, int], np.generic | int]
 
 
 def rounded(master: np.ndarray, dtype: str) -> Matrix:
-    """Section 1."""
+    """The master, rounded first."""
     return {ij: ROUND_MASTER[dtype](master[ij]) for ij in np.ndindex(master.shape)}
 
 
@@ -85,7 +85,7 @@ def cast_float8(
 
 
 def fp32_scales(name: str, power_2: bool, eps: float) -> Callable[[np.float32], tuple]:
-    """Section 4."""
+    """FP8, one FP32 scale a block."""
 
     def scale_of(amax: np.float32) -> tuple:
         scale = float8_scale(amax, name, power_2, eps)
@@ -159,7 +159,7 @@ def e8m0(x: np.float32) -> int:
 
 
 def mxfp8_scales(name: str) -> Callable[[np.float32], tuple]:
-    """Section 7 of the page."""
+    """A power of two a block."""
     inverse = F32(1.0 / FLOAT8_VALUES[name][-1])
 
     def scale_of(amax: np.float32) -> tuple:
