@@ -152,8 +152,9 @@ def test_public_names_are_documented(module, name):
             for attribute, member in inspect.getmembers(value)
             if not attribute.startswith("_")
             and (inspect.isroutine(member) or isinstance(member, property))
-            and getattr(
-                inspect.unwrap(getattr(member, "fget", member)), "__module__", ""
+            and (
+                # None of what is inherited from a built-in class.
+                getattr(inspect.unwrap(getattr(member, "fget", member)), "__module__", "") or ""
             ).startswith("zerocast")
             and not inspect.getdoc(getattr(value, attribute))
         ]

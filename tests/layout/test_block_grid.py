@@ -90,10 +90,21 @@ def test_one_block_needs_one_amax_and_many_need_one_more():
         (ScaleLayout(BlockGrid(1, 9, 1, 9)), (1, 1), (1, 1)),
         (ScaleLayout(BlockGrid(300, 300, 128, 128), 1, 1, 4, 1.0), (3, 3), (3, 4)),
         (ScaleLayout(BlockGrid(5, 33, 1, 32), 1, 128, 4), (5, 2), (128, 4)),
+        # MXFP8: columnwise 32x1, and 32x32 in both planes.
+        (ScaleLayout(BlockGrid(70, 32, 32, 1), 1, 4, 128), (3, 32), (4, 128)),
+        (ScaleLayout(BlockGrid(70, 160, 32, 32), 32, 128, 4), (70, 5), (128, 8)),
+        (ScaleLayout(BlockGrid(70, 160, 32, 32), 1, 4, 128, col_repeat=32), (3, 160), (4, 256)),
+        # FP8 in 1x128: [5, 3] scales, stored [3, 5 padded to 4].
+        (ScaleLayout(BlockGrid(5, 300, 1, 128), 1, 1, 4, 1.0, transposed=True), (5, 3), (3, 8)),
+        # One scale a row, one a column.
+        (ScaleLayout(BlockGrid(6, 9, 1, 9)), (6, 1), (6, 1)),
+        (ScaleLayout(BlockGrid(6, 9, 6, 1)), (1, 9), (1, 9)),
     ],
     ids=str,
 )
 def test_the_shape_of_a_scale_plane(layout, rows_cols, shape):
-    """NVFP4 repeats a block's scale on the rows that exist; every other scheme has one row each."""
+    """A scale is repeated on the rows (NVFP4) or columns that exist, or has one of its own; then
+    the plane is turned, where it is, and padded.
+    """
     assert (layout.rows, layout.cols) == rows_cols
     assert layout.shape == shape
