@@ -331,6 +331,46 @@ def test_threads_have_regions_and_amaxes_of_their_own() -> None:
     assert not wrong
 
 
+def test_one_threads_leaving_is_not_anothers() -> None:
+    """A region that is left while another thread is inside its own, under the same group, reduces
+    nothing of that one.
+    """
+    inside, left = threading.Event(), threading.Event()
+    mine, other = Layer(), Layer()
+    seen: list[list[float]] = []
+
+    def work() -> None:
+        with zerocast.autocast(recipe=DELAYED):
+            other.forward(2.0)
+            inside.set()
+            left.wait(30)
+            seen.append(other.seen[0])
+        seen.append(other.seen[0])
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    inside.wait(30)
+    with zerocast.autocast(recipe=DELAYED):
+        mine.forward(1.0)
+    left.set()
+    thread.join(30)
+    assert (mine.seen[0], seen) == ([1.0], [[], [2.0]])
+
+
+def test_ranks_inside_a_region_of_their_parent_reduce_on_their_own() -> None:
+    """Threads that inherit a region see what is active in it; their own regions are outermost."""
+
+    def rank(comm: Communicator) -> list[float]:
+        assert context.current().recipe is DELAYED
+        layer = Layer()
+        with zerocast.autocast(recipe=DELAYED, amax_reduction_group=comm):
+            layer.forward(1.0 + comm.rank)
+        return layer.seen[0]
+
+    with zerocast.autocast(recipe=DELAYED):
+        assert run_in_process(3, rank) == [[3.0]] * 3
+
+
 def test_wrong_arguments_are_refused() -> None:
     """Before anything is active: what is no recipe, and what is no group."""
     for make in (zerocast.autocast, zerocast.model_init):

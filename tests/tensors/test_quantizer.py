@@ -359,6 +359,17 @@ def test_a_value_cannot_be_copied_into_a_tensor_that_lacks_its_state() -> None:
     assert_same_bytes(current.dequantize(), expected.dequantize(), "columnwise copy")
 
 
+@every_recipe
+def test_bytes_can_be_copied_in_every_usage(recipe: Recipe) -> None:
+    """copy_ between results of like quantizers takes over what both hold, a single copy, too."""
+    for usage in ({}, {"columnwise": False}, {"rowwise": False}):
+        quantizer = quantizer_for(recipe, "weight")
+        quantizer.set_usage(**usage)
+        into, source = quantizer.quantize(values()), quantizer.quantize(values() * 3)
+        into.copy_(source)
+        assert_same_buffers(into, source, f"copy {usage}")
+
+
 def test_every_cast_draws_anew() -> None:
     """Stochastic rounding: two casts of one quantizer differ, as do those of two layers' names and
     of two places in a layer; a state that starts alike gives the same bytes.
