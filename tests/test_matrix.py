@@ -1,0 +1,180 @@
+"""The matrix of the README is true: every cell that says yes is run."""
+
+import copy
+import io
+import re
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+
+import zerocast
+from tests.cuda_emulation.emulator import Emulator, needs_emulation
+from tests.support.same_bytes import assert_same_storage
+from tests.support.values import draw_values
+from zerocast.backends.cuda import CudaBackend
+from zerocast.comm import Communicator, run_in_process
+from zerocast.recipes import RECIPES, Recipe
+
+README = Path(__file__).resolve().parent.parent / "README.md"
+SHAPE = torch.Size((64, 96))
+NUMEL = SHAPE.numel()
+
+ROWS: dict[str, Recipe] = {
+    "`DelayedScaling`": zerocast.DelayedScaling(),
+    "`Float8CurrentScaling`": zerocast.Float8CurrentScaling(),
+    "`Float8RowwiseScaling`": zerocast.Float8RowwiseScaling(),
+    "`Float8BlockScaling`": zerocast.Float8BlockScaling(),
+    "`MXFP8BlockScaling`": zerocast.MXFP8BlockScaling(),
+    "... in blocks of 32x32": zerocast.MXFP8BlockScaling(enable_2d_quantization=True),
+    "`NVFP4BlockScaling`": zerocast.NVFP4BlockScaling(),
+    "... 4-over-6": zerocast.NVFP4BlockScaling(nvfp4_4over6="weights"),
+    "... stochastic rounding": zerocast.NVFP4BlockScaling(
+        fp4_quant_fwd_weight=zerocast.QParams(fp4_2d_quantization=True, stochastic_rounding=True)
+    ),
+}
+
+
+def whole(recipe: Recipe) -> zerocast.QuantizedTensor:
+    """The unsharded cast, by the reference."""
+    with zerocast.use_backend("reference"):
+        return zerocast.quantize(draw_values("wide", NUMEL, 3).view(SHAPE), recipe, name="w")
+
+
+def sharded(recipe: Recipe) -> None:
+    """Three ranks, cut inside rows, blocks and bytes, cast and gather the unsharded bytes."""
+    master, cuts = draw_values("wide", NUMEL, 3), (0, 1301, 1302, NUMEL)
+
+    def on_rank(comm: Communicator) -> zerocast.QuantizedTensor:
+        start, end = cuts[comm.rank], cuts[comm.rank + 1]
+        weight = zerocast.empty(SHAPE, recipe, dtype=torch.float32, name="w")
+        plan = zerocast.CastPlan([weight], [master[start:end]], [start], comm)
+        plan.cast()
+        plan.all_gather()
+        return weight
+
+    for rank, weight in enumerate(run_in_process(3, on_rank)):
+        assert_same_storage(weight, whole(recipe), f"rank {rank}")
+
+
+def quantized(recipe: Recipe) -> None:
+    """``quantize`` gives the reference's bytes, and values that resemble what was given."""
+    weight = zerocast.quantize(draw_values("wide", NUMEL, 3).view(SHAPE), recipe, name="w")
+    assert_same_storage(weight, whole(recipe), "quantize")
+
+
+def functional(recipe: Recipe) -> None:
+    """``quantize_master_weights`` and ``post_all_gather_processing`` give the unsharded bytes."""
+    weight = zerocast.empty(SHAPE, recipe, dtype=torch.float32, name="w")
+    zerocast.quantize_master_weights([weight], [draw_values("wide", NUMEL, 3)], [0])
+    zerocast.post_all_gather_processing([weight])
+    assert_same_storage(weight, whole(recipe), "quantize_master_weights")
+
+
+def zero(recipe: Recipe) -> None:
+    """Two ranks train a layer by ``ZeroOptimizer``, and hold the same bytes afterwards."""
+
+    def on_rank(comm: Communicator) -> zerocast.QuantizedTensor:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(SHAPE[1], SHAPE[0], bias=False)
+        zerocast.nn.convert(model, recipe)
+        before = model.weight.dequantize()
+        optimizer = zerocast.optim.ZeroOptimizer(model.parameters(), group=comm, lr=0.1)
+        model(torch.ones(2, SHAPE[1])).square().sum().backward()
+        optimizer.step()
+        assert not torch.equal(model.weight.dequantize(), before)
+        return model.weight
+
+    first, second = run_in_process(2, on_rank)
+    assert_same_storage(first, second, "the ranks' weights")
+
+
+def saved(recipe: Recipe) -> None:
+    """A state dict, through ``torch.save`` with safe types only, brings every byte back."""
+    layer = zerocast.nn.Linear(SHAPE[1], SHAPE[0], recipe=recipe)
+    file = io.BytesIO()
+    torch.save(layer.state_dict(), file)
+    file.seek(0)
+    other = zerocast.nn.Linear(SHAPE[1], SHAPE[0], recipe=recipe)
+    other.load_state_dict(torch.load(file, weights_only=True))
+    assert_same_storage(other.weight, layer.weight, "the loaded weight")
+    assert_same_storage(copy.deepcopy(layer).weight, layer.weight, "the copied weight")
+
+
+def autocast(recipe: Recipe) -> None:
+    """A layer's forward and backward run with quantized operands; gradients are there and
+    finite.
+    """
+    torch.manual_seed(0)
+    with zerocast.model_init(recipe=recipe):
+        layer = zerocast.nn.Linear(SHAPE[1], SHAPE[0])
+    x = torch.randn(32, SHAPE[1], requires_grad=True)
+    exact = layer(x)
+    with zerocast.autocast(recipe=recipe):
+        y = layer(x)
+    assert not torch.equal(y, exact)  # the input was quantized, too
+    y.square().sum().backward()
+    for gradient in (x.grad, layer.weight.grad):
+        assert gradient is not None
+        assert gradient.isfinite().all()
+        assert gradient.count_nonzero() > 0
+
+
+COLUMNS: dict[str, Callable[[Recipe], None]] = {
+    "`quantize`": quantized,
+    "functional cast": functional,
+    "`CastPlan`": sharded,
+    "`ZeroOptimizer`": zero,
+    "`state_dict`": saved,
+    "`autocast`": autocast,
+}
+"""What a cell claims; on the CPU, and but for the optimizer and the layers on CUDA."""
+
+
+def matrix() -> dict[str, dict[str, str]]:
+    """The README's: row -> column -> cell."""
+    tables = re.findall(r"(?:^\|.*\n)+", README.read_text(), re.MULTILINE)
+    table = next(t for t in tables if "`ZeroOptimizer`" in t.splitlines()[0])
+    head, _, *rows = [
+        [cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()
+    ]
+    return {row[0]: dict(zip(head[1:], row[1:], strict=True)) for row in rows}
+
+
+def test_the_matrix_has_every_recipe_and_no_empty_cell() -> None:
+    """Its rows are the recipes and their options; each cell says what runs."""
+    table = matrix()
+    assert list(table) == list(ROWS)
+    assert {type(recipe) for recipe in ROWS.values()} == set(RECIPES.values())
+    for row, cells in table.items():
+        assert list(cells) == list(COLUMNS), row
+        assert set(cells.values()) <= {"CPU, CUDA", "CPU"}, row
+
+
+@pytest.mark.parametrize("column", COLUMNS)
+@pytest.mark.parametrize("row", ROWS)
+def test_a_cell_runs_on_the_cpu(row: str, column: str) -> None:
+    """Every cell says CPU."""
+    assert "CPU" in matrix()[row][column]
+    COLUMNS[column](ROWS[row])
+
+
+@needs_emulation
+@pytest.mark.parametrize("column", COLUMNS)
+@pytest.mark.parametrize("row", ROWS)
+def test_a_cell_runs_on_cuda(row: str, column: str, emulated: CudaBackend) -> None:
+    """Where a cell says CUDA, our kernels do the arithmetic, under the emulation."""
+    with zerocast.use_backend(emulated) if "CUDA" in matrix()[row][column] else nullcontext():
+        if "CUDA" not in matrix()[row][column]:
+            pytest.skip("the cell says CPU")
+        before = emulated.launcher.launches
+        COLUMNS[column](ROWS[row])
+        assert emulated.launcher.launches > before
+
+
+@pytest.fixture(scope="module")
+def emulated() -> CudaBackend:
+    """Our kernels on the CPU."""
+    return CudaBackend(Emulator("forward"))
