@@ -72,6 +72,48 @@ def torchao_float8(x: torch.Tensor, dtype: torch.dtype, power_2: bool) -> dict[s
     return {"codes": hexadecimal(codes), "scale": hexadecimal(scale.reshape(1))}
 
 
+def torchao_rowwise(x: torch.Tensor, power_2: bool) -> dict[str, str]:
+    """The axiswise casts of torchao's float8 training, with a scale a row, and one a column."""
+    from torchao.float8.config import ScalingGranularity
+    from torchao.float8.float8_utils import tensor_to_scale, to_fp8_saturated
+
+    recorded = {}
+    for plane, dim in (("rowwise", -1), ("columnwise", 0)):
+        scale = tensor_to_scale(
+            x,
+            torch.float8_e4m3fn,
+            scaling_granularity=ScalingGranularity.AXISWISE,
+            axiswise_dim=dim,
+            round_scales_to_power_of_2=power_2,
+        )
+        codes = to_fp8_saturated(x.float() * scale, torch.float8_e4m3fn)
+        recorded[f"{plane} codes"] = hexadecimal(codes)
+        recorded[f"{plane} scales"] = hexadecimal(scale.flatten())
+    return recorded
+
+
+def torchao_mxfp8(x: torch.Tensor, dtype: torch.dtype) -> dict[str, str]:
+    """MX blocks of 32 along the rows, and along the columns; scales rounded up ("RCEIL")."""
+    from torchao.prototype.mx_formats.config import ScaleCalculationMode
+    from torchao.prototype.mx_formats.mx_tensor import to_mx
+
+    recorded = {}
+    for plane, data in (("rowwise", x), ("columnwise", x.t().contiguous())):
+        scales, codes = to_mx(data, dtype, 32, ScaleCalculationMode.RCEIL)
+        if plane == "columnwise":
+            scales, codes = scales.t(), codes.t()
+        recorded[f"{plane} codes"] = hexadecimal(codes)
+        recorded[f"{plane} scales"] = hexadecimal(scales)
+    return recorded
+
+
+def weight_of_many_magnitudes() -> torch.Tensor:
+    """[32, 64] BF16, rows and columns of which are scaled by up to 2^6 each way."""
+    generator = torch.Generator().manual_seed(9)
+    rows, cols = torch.randint(-6, 7, (32, 1), generator=generator), torch.arange(64) % 7 - 3
+    return torch.ldexp(torch.randn(32, 64, generator=generator), rows + cols).bfloat16()
+
+
 def hexadecimal(x: torch.Tensor) -> str:
     """The bytes of ``x``, row-major and little-endian."""
     return x.detach().contiguous().view(torch.uint8).numpy().tobytes().hex()
@@ -94,8 +136,18 @@ def main() -> None:
             "nvfp4": {project: quantize(x) for project, quantize in nvfp4.items()},
             "float8": {kind: quantize(x) for kind, quantize in float8.items()},
         }
+    x = weight_of_many_magnitudes()
+    blocks = {
+        "shape": x.shape,
+        "bf16": hexadecimal(x),
+        "rowwise": torchao_rowwise(x, power_2=False),
+        "rowwise, power of two": torchao_rowwise(x, power_2=True),
+        "mxfp8": torchao_mxfp8(x, torch.float8_e4m3fn),
+        "mxfp8, e5m2": torchao_mxfp8(x, torch.float8_e5m2),
+    }
     made_with = {name: version(name) for name in ("torch", "torchao", "compressed-tensors")}
-    FILE.write_text(json.dumps({"made with": made_with, "weights": weights}, indent=1) + "\n")
+    record = {"made with": made_with, "weights": weights, "blocks": blocks}
+    FILE.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import zerocast
 from tests.support.same_bytes import assert_same_bytes
 from tests.vectors.make_other_projects import FILE
 from zerocast.formats import E2M1, E4M3, ElementFormat, decode
+from zerocast.recipes import Float8RowwiseScaling, MXFP8BlockScaling, QParams, Recipe
 
 RECORD = json.loads(FILE.read_text())
 WEIGHTS = RECORD["weights"]
@@ -22,6 +23,13 @@ FLOAT8_RECIPES = {
     "e4m3": zerocast.Float8CurrentScaling(),
     "e5m2": zerocast.Float8CurrentScaling(fp8_format="e5m2"),
     "e4m3, power of two": zerocast.Float8CurrentScaling(use_power_2_scales=True),
+}
+
+BLOCKS = RECORD["blocks"]
+MXFP8_RECIPES = {"mxfp8": MXFP8BlockScaling(), "mxfp8, e5m2": MXFP8BlockScaling(fp8_format="e5m2")}
+ROWWISE_RECIPES = {
+    "rowwise": Float8RowwiseScaling(),
+    "rowwise, power of two": Float8RowwiseScaling(fp8_quant_fwd_weight=QParams(power_2_scale=True)),
 }
 
 # Their few roundings move a quotient by less than 2^-20 of itself; the data keeps 16 times that.
@@ -64,6 +72,41 @@ def test_float8_codes_and_scale_are_theirs(name, kind):
     scale = from_hex(theirs["scale"], torch.float32)
     assert_same_bytes(ours.rowwise_data, codes, "codes")
     assert_same_bytes(ours.rowwise_scale_inv, scale.reciprocal(), "scale_inv")
+
+
+def quantize_blocks(recipe: Recipe) -> tuple[torch.Tensor, zerocast.QuantizedTensor]:
+    """The [32, 64] BF16 matrix of many magnitudes, and what ``recipe`` makes of it."""
+    x = from_hex(BLOCKS["bf16"], torch.bfloat16).view(BLOCKS["shape"])
+    return x, zerocast.quantize(x, recipe)
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("kind", ROWWISE_RECIPES)
+def test_rowwise_codes_and_scales_are_theirs(kind):
+    """Both planes of torchao's axiswise casts; our stored scales are reciprocals of its scales."""
+    x, ours = quantize_blocks(ROWWISE_RECIPES[kind])
+    for plane in ("rowwise", "columnwise"):
+        codes = from_hex(BLOCKS[kind][f"{plane} codes"], torch.uint8).view(x.shape)
+        scales = from_hex(BLOCKS[kind][f"{plane} scales"], torch.float32)
+        assert_same_bytes(getattr(ours, f"{plane}_data"), codes, f"{plane} codes")
+        stored = getattr(ours, f"{plane}_scale_inv")
+        assert_same_bytes(stored, scales.reciprocal(), f"{plane} scales")
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("kind", MXFP8_RECIPES)
+def test_mxfp8_codes_and_scales_are_theirs(kind):
+    """Both planes of torchao's MX tensors with scales rounded up; its planes have no padding."""
+    x, ours = quantize_blocks(MXFP8_RECIPES[kind])
+    stored = {
+        "rowwise": ours.rowwise_scale_inv[: x.shape[0], : x.shape[1] // 32],
+        "columnwise": ours.columnwise_scale_inv[: x.shape[0] // 32, : x.shape[1]],
+    }
+    for plane, scales in stored.items():
+        codes = from_hex(BLOCKS[kind][f"{plane} codes"], torch.uint8).view(x.shape)
+        theirs = from_hex(BLOCKS[kind][f"{plane} scales"], torch.uint8).view(scales.shape)
+        assert_same_bytes(getattr(ours, f"{plane}_data"), codes, f"{plane} codes")
+        assert_same_bytes(scales.contiguous(), theirs, f"{plane} scales")
 
 
 def nearest_tie(x: torch.Tensor, fmt: ElementFormat) -> torch.Tensor:
