@@ -98,7 +98,9 @@ class Recipe(ABC):
 
     @abstractmethod
     def columnwise_scale_layout(self, shape: Sequence[int]) -> ScaleLayout:
-        """How the columnwise scales are stored; over the transposed grid."""
+        """How the columnwise scales are stored: over the transposed grid, or where the columnwise
+        copy is independent over its own (or over :meth:`grid`, whose scales serve both planes).
+        """
 
     @abstractmethod
     def buffers(self, shape: Sequence[int], *, columnwise: bool) -> dict[str, BufferSpec]:
