@@ -45,36 +45,22 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence, Sized
-from dataclasses import dataclass
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
 from zerocast.backends import backend_for
 from zerocast.cast.capture import check_capture, check_planning
+from zerocast.cast.exchange import Exchange
 from zerocast.cast.finite import raise_if_not_finite
 from zerocast.cast.gather import PLANES, CodeGather
+from zerocast.cast.launches import Launches
 from zerocast.cast.request import ShardRequest, as_tensors, check_rebind, check_request
 from zerocast.cast.world import exchange_extents, fingerprint, members_by_group, raise_in_all
 from zerocast.comm import Communicator, Group
 from zerocast.errors import InputError, ZerocastError
-from zerocast.layout import Cuts, Extent
-from zerocast.ops import Candidates, Launch, Masters, SelectTarget
-from zerocast.recipes import Recipe
+from zerocast.ops import Masters
 from zerocast.tensors import CastClock, QuantizedStorage, QuantizedTensor, rebuild_derived
-
-
-@dataclass(frozen=True, slots=True)
-class _GroupShare:
-    """The weights of one group: ``members`` are their places in the plan, ``amax`` their part of
-    the amax buffer.
-    """
-
-    comm: Communicator
-    members: list[int]
-    amax: torch.Tensor  # int32 [sum of the members' amax slots]
-    candidates: torch.Tensor  # int32, what the members' blocks choose their scales by
-    gathers: list[CodeGather]
 
 
 class CastPlan:
@@ -164,7 +150,16 @@ class CastPlan:
             fingerprint([self._requests[i] for i in indices], options, extents[comm])
             for comm, indices in members.items()
         ]
-        self._allocate(members, extents)
+        storages = [request.storage for request in self._requests]
+        device = storages[0].device if storages else torch.device("cpu")
+        self._members = members
+        self._exchange = Exchange(storages, members, extents, device)
+        self._gathers = [
+            CodeGather(comm, [self._requests[i] for i in indices], extents[comm], plane)
+            for comm, indices in members.items()
+            for plane in PLANES
+            if any(plane in storages[i].gathered for i in indices)
+        ]
         self._masters = Masters(len(self._requests))
         self._bind(master_weights)
         self._clock = CastClock(rebuild_on_use=not manual_post_all_gather_processing)
@@ -173,7 +168,7 @@ class CastPlan:
             request.storage.watch(self._clock)
             if request.is_named:
                 request.storage.name_weight(request.name)
-        self._backend = backend_for(self._amax.device)
+        self._device, self._backend = device, backend_for(device)
         self._prepare()
 
     # --- the sentence ---
@@ -184,7 +179,7 @@ class CastPlan:
         ``cast()``.
         """
         steps = {"partial_amax": self._partial_amax, "reduce_amax": self._reduce_amax}
-        if self._launches["select"]:
+        if self._launches.chooses_scales:
             steps |= {
                 "partial_select": self._partial_select,
                 "reduce_candidates": self._reduce_candidates,
@@ -222,16 +217,15 @@ class CastPlan:
         """Bring every rank's codes to every rank, then rebuild the derived copies. Right for every
         partition.
         """
-        check_capture(self._amax.device, self._comms)
-        for share in self._shares:
-            for gather in share.gathers:
-                gather.run()
+        check_capture(self._device, self._comms)
+        for gather in self._gathers:
+            gather.run()
         self.post_all_gather_processing()
 
     def post_all_gather_processing(self) -> None:
         """Rebuild the derived copies of all weights of the plan from their gathered codes."""
         self._follow_moves()
-        self._run("transpose")
+        self._launches.run("transpose")
         for request in self._requests:
             request.storage.mark_rebuilt()
 
@@ -281,97 +275,42 @@ class CastPlan:
 
     def _partial_amax(self) -> None:
         self._follow_moves()
-        self._amax.zero_()
-        if self._writes_early:
+        self._exchange.amax.zero_()
+        if self._launches.writes_early:
             self._clock.tick()
-        self._run("partial_amax")
+        self._launches.run("partial_amax")
 
     def _reduce_amax(self) -> None:
-        check_capture(self._amax.device, self._comms, check_finite=self._check_finite)
-        for share in self._shares:
-            share.comm.all_reduce_max_(share.amax)
+        check_capture(self._device, self._comms, check_finite=self._check_finite)
+        self._exchange.reduce_amax()
         if self._check_finite:
+            requests, amax_of, masters = (
+                self._requests, self._exchange.amax_of, self._masters.tensors
+            )  # fmt: skip
             raise_if_not_finite(
                 [
-                    (
-                        share.comm,
-                        [
-                            (self._requests[i], self._slots[i], self._masters.tensors[i])
-                            for i in share.members
-                        ],
-                    )
-                    for share in self._shares
+                    (comm, [(requests[i], amax_of[i], masters[i]) for i in indices])
+                    for comm, indices in self._members.items()
                 ]
             )
 
     def _partial_select(self) -> None:
-        self._exchanged.zero_()
-        self._run("partial_select")
+        self._exchange.candidates.zero_()
+        self._launches.run("partial_select")
 
     def _reduce_candidates(self) -> None:
-        for share in self._shares:
-            if len(share.candidates):
-                share.comm.all_reduce_sum_(share.candidates)
-        self._run("select")
+        self._exchange.reduce_candidates()
+        self._launches.run("select")
 
     def _compute_scale(self) -> None:
-        if not self._writes_early:
+        if not self._launches.writes_early:
             self._clock.tick()
-        self._run("compute_scale")
+        self._launches.run("compute_scale")
 
     def _partial_cast(self) -> None:
-        self._run("partial_cast")
-
-    def _run(self, step: str) -> None:
-        for launch in self._launches[step]:
-            launch()
+        self._launches.run("partial_cast")
 
     # --- planning ---
-
-    def _allocate(
-        self, members: dict[Communicator, list[int]], extents: dict[Communicator, torch.Tensor]
-    ) -> None:
-        """One amax buffer and one of candidates, group after group; ``_slots[i]`` and
-        ``_candidates[i]`` are the parts of weight i.
-        """
-        storages = [request.storage for request in self._requests]
-        device = storages[0].device if storages else torch.device("cpu")
-        cuts: dict[int, Cuts] = {}
-        for comm, indices in members.items():
-            for place, i in enumerate(indices):
-                if storages[i].recipe.chooses_scales:
-                    owned = extents[comm][:, place].tolist()
-                    cuts[i] = Cuts.of(storages[i].grid, [Extent(*pair) for pair in owned])
-        order = [i for indices in members.values() for i in indices]
-        slots = _parts([storages[i].amax_slots for i in order], device)
-        words = [Candidates.words(storages[i].grid, cuts[i]) if i in cuts else 0 for i in order]
-        exchanged = _parts(words, device)
-        self._amax, self._exchanged = slots.whole, exchanged.whole
-        self._slots = dict(zip(order, slots.parts, strict=True))
-        self._candidates = {
-            i: Candidates.carve(part, storages[i].grid, cuts[i])
-            for i, part in zip(order, exchanged.parts, strict=True)
-            if i in cuts
-        }
-        self._shares: list[_GroupShare] = []
-        first = 0
-        for comm, indices in members.items():
-            requests = [self._requests[i] for i in indices]
-            last = first + len(indices)
-            self._shares.append(
-                _GroupShare(
-                    comm,
-                    indices,
-                    slots.join(first, last),
-                    exchanged.join(first, last),
-                    [
-                        CodeGather(comm, requests, extents[comm], plane)
-                        for plane in PLANES
-                        if any(plane in request.storage.gathered for request in requests)
-                    ],
-                )
-            )
-            first = last
 
     def _bind(self, master_weights: Sequence[torch.Tensor | None]) -> None:
         self._masters.bind(
@@ -382,67 +321,17 @@ class CastPlan:
         )
 
     def _prepare(self) -> None:
-        """Prepare the launches: one a step and recipe, for the buffers as they lie now."""
-        check_planning(self._amax.device)
+        """Prepare the launches for the buffers as they lie now."""
+        check_planning(self._device)
         self._move = QuantizedStorage.last_move
         self._addresses = self._buffer_addresses()
-        self._launches: dict[str, list[Launch]] = {
-            "partial_amax": [], "partial_select": [], "select": [],
-            "compute_scale": [], "partial_cast": [], "transpose": []
-        }  # fmt: skip
-        self._writes_early = False
-        by_recipe: dict[Recipe, list[int]] = {}
-        for i, request in enumerate(self._requests):
-            by_recipe.setdefault(request.storage.recipe, []).append(i)
-        for recipe, indices in by_recipe.items():
-            self._prepare_recipe(recipe, indices)
-
-    def _prepare_recipe(self, recipe: Recipe, indices: Sequence[int]) -> None:
-        backend, masters, launches = self._backend, self._masters, self._launches
-        requests = [(i, self._requests[i]) for i in indices]
-        shards = [
-            shard
-            for i, r in requests
-            for shard in r.storage.cast_shards(
-                i,
-                r.extent,
-                self._slots[i],
-                codes=r.codes.get("rowwise_data"),
-                columnwise_codes=r.codes.get("columnwise_data"),
-                codes_start=r.codes_start,
-                candidates=self._candidates.get(i),
-            )
-        ]
-        scales = [
-            target
-            for i, r in requests
-            for target in r.storage.scale_targets(self._slots[i], self._candidates.get(i))
-        ]
-        copies = [r.storage.transpose_target() for _, r in requests if r.storage.derived_names]
-        amax = recipe.partial_amax(backend, shards, masters)
-        scale = recipe.compute_scale(backend, scales)
-        cast = recipe.partial_cast(backend, shards, masters)
-        if not recipe.casts_before_reduction:
-            launches["partial_amax"].append(amax)
-            launches["compute_scale"].append(scale)
-            launches["partial_cast"].append(cast)
-        elif self._check_finite:
-            # Nothing may be written before the amaxes were judged, so they take a pass of their
-            # own; and the scale that the cast uses must not have moved on yet.
-            launches["partial_amax"].append(amax)
-            launches["compute_scale"] += [cast, scale]
-        else:
-            self._writes_early = True
-            launches["partial_amax"].append(cast)
-            launches["compute_scale"].append(scale)
-        if recipe.chooses_scales:
-            choices = [
-                SelectTarget(r.storage.grid, *_ends(r.storage, self._slots[i]), self._candidates[i])
-                for i, r in requests
-            ]
-            launches["partial_select"].append(recipe.partial_select(backend, shards, masters))
-            launches["select"].append(recipe.select(backend, choices))
-        launches["transpose"].append(recipe.post_all_gather_processing(backend, copies))
+        self._launches = Launches(
+            self._backend,
+            self._requests,
+            self._exchange,
+            self._masters,
+            check_finite=self._check_finite,
+        )
 
     def _buffer_addresses(self) -> list[int]:
         return [
@@ -457,27 +346,3 @@ class CastPlan:
             if self._addresses != self._buffer_addresses():
                 self._prepare()
             self._move = QuantizedStorage.last_move
-
-
-@dataclass(frozen=True, slots=True)
-class _Parts:
-    """An int32 buffer, and its parts end to end."""
-
-    whole: torch.Tensor
-    parts: list[torch.Tensor]
-
-    def join(self, first: int, last: int) -> torch.Tensor:
-        """Parts ``first`` to ``last``, exclusive, as one tensor."""
-        sizes = [part.numel() for part in self.parts]
-        return self.whole[sum(sizes[:first]) : sum(sizes[:last])]
-
-
-def _parts(sizes: Sequence[int], device: torch.device) -> _Parts:
-    whole = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
-    return _Parts(whole, list(whole.split(list(sizes))))
-
-
-def _ends(storage: QuantizedStorage, amax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """A weight's rowwise block amaxes, and the tensor's."""
-    block_amax, _, tensor_amax = storage.split_amax(amax)
-    return block_amax, tensor_amax

@@ -1,0 +1,88 @@
+"""What the ranks of a plan exchange before its codes are cast: amaxes, and 4-over-6's candidates.
+
+Both lie in one buffer each, group after group and weight after weight, so that a group's part is
+one contiguous tensor: one all-reduce.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from zerocast.comm import Communicator
+from zerocast.layout import Cuts, Extent
+from zerocast.ops import Candidates
+from zerocast.tensors import QuantizedStorage
+
+
+class Exchange:
+    """The buffers of one plan.
+
+    Args:
+        storages: the plan's weights.
+        members: by group the places of its weights, all weights once.
+        extents: by group int64 [size, members, 2], who owns what.
+        device: where the buffers are.
+
+    Attributes:
+        amax: int32, every weight's amaxes.
+        candidates: int32, what the blocks of 4-over-6 weights choose their scales by.
+        amax_of: by weight, its part of ``amax``: int32 [storage.amax_slots].
+        candidates_of: by weight that chooses scales, its part of ``candidates``.
+    """
+
+    def __init__(
+        self,
+        storages: Sequence[QuantizedStorage],
+        members: Mapping[Communicator, Sequence[int]],
+        extents: Mapping[Communicator, torch.Tensor],
+        device: torch.device,
+    ) -> None:
+        cuts = {
+            i: Cuts.of(storages[i].grid, [Extent(*pair) for pair in extents[comm][:, at].tolist()])
+            for comm, indices in members.items()
+            for at, i in enumerate(indices)
+            if storages[i].recipe.chooses_scales
+        }
+        words = {i: Candidates.words(storages[i].grid, cuts[i]) for i in cuts}
+        self.amax, self.amax_of, self._amax_parts = _cut(
+            {i: storage.amax_slots for i, storage in enumerate(storages)}, members, device
+        )
+        self.candidates, parts, self._candidate_parts = _cut(words, members, device)
+        self.candidates_of = {
+            i: Candidates.carve(parts[i], storages[i].grid, cuts[i]) for i in cuts
+        }
+
+    def reduce_amax(self) -> None:
+        """Make every group's amaxes the largest of its ranks."""
+        for comm, part in self._amax_parts.items():
+            comm.all_reduce_max_(part)
+
+    def reduce_candidates(self) -> None:
+        """Put every group's candidates together."""
+        for comm, part in self._candidate_parts.items():
+            if len(part):
+                comm.all_reduce_sum_(part)
+
+
+def _cut(
+    sizes: Mapping[int, int],
+    members: Mapping[Communicator, Sequence[int]],
+    device: torch.device,
+) -> tuple[torch.Tensor, dict[int, torch.Tensor], dict[Communicator, torch.Tensor]]:
+    """A buffer of int32 zeros, its parts by weight, and by group; ``sizes`` leaves out weights that
+    have no part.
+    """
+    whole = torch.zeros(sum(sizes.values()), dtype=torch.int32, device=device)
+    by_weight: dict[int, torch.Tensor] = {}
+    by_group: dict[Communicator, torch.Tensor] = {}
+    end = 0
+    for comm, indices in members.items():
+        start = end
+        for i in indices:
+            if i in sizes:
+                by_weight[i] = whole[end : end + sizes[i]]
+                end += sizes[i]
+        by_group[comm] = whole[start:end]
+    return whole, by_weight, by_group
