@@ -44,10 +44,10 @@ def step(layer: torch.nn.Module, x: torch.Tensor, recipe: Recipe) -> dict[str, t
     with autocast(recipe=recipe):
         y = layer(x)
     y.square().sum().backward()
-    return results(layer, x, y)
+    return results_of(layer, x, y)
 
 
-def results(layer: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
+def results_of(layer: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
     """Output and all gradients, copied."""
     grads = {name: parameter.grad.clone() for name, parameter in layer.named_parameters()}
     return {"output": y.detach().clone(), "input": x.grad.clone(), **grads}
@@ -84,7 +84,7 @@ def test_the_backward_reads_nothing_that_the_state_became_since(kind: str, recip
     with torch.no_grad(), autocast(recipe=Float8CurrentScaling(use_power_2_scales=True)):
         layer(x)
     y.square().sum().backward()
-    assert_same(results(layer, x, y), expected)
+    assert_same(results_of(layer, x, y), expected)
 
 
 def _rounding_to_nearest(recipe: Recipe) -> Recipe:
@@ -472,3 +472,59 @@ def test_delayed_scaling_of_another_configuration_starts_anew() -> None:
     step(layer, x, DELAYED)
     step(layer, x, DelayedScaling(amax_history_len=2))
     assert layer._states[0].amax_history.shape == (3, 2)
+
+
+@pytest.mark.parametrize("recipe", [DELAYED, CURRENT], ids=["delayed", "current"])
+@every_layer
+def test_a_compiled_layer_gives_the_eager_results(kind: str, recipe: Recipe) -> None:
+    """Compiled outside of a region or inside, run outside or inside: the graph breaks there."""
+    torch._dynamo.reset()
+    results = []
+    for compiles in (False, True):
+        layer, x = make(kind), torch.ones(4, 32, requires_grad=True)
+        run = torch.compile(layer, backend="aot_eager") if compiles else layer
+        for enabled in (False, True, False, True):
+            layer.zero_grad()
+            x.grad = None
+            with autocast(enabled=enabled, recipe=recipe):
+                y = run(x)
+            y.square().sum().backward()
+            results.append(results_of(layer, x, y))
+    for eager, compiled in zip(results[:4], results[4:], strict=True):
+        torch.testing.assert_close(compiled, eager)
+
+
+def test_a_rank_without_rows_enrols_its_states_like_the_others() -> None:
+    """An empty batch joins the reduction of amaxes, in the same order as a full one."""
+    layer = make("LayerNormMLP")
+    with autocast(recipe=DELAYED):
+        assert layer(torch.empty(0, 32)).shape == (0, 32)
+        assert all(state.reduction is not None for state in layer._states)
+    assert (layer._states[0].amax_history == 0).all()
+
+
+def test_convert_names_layers_for_stochastic_rounding() -> None:
+    """Those that have no name; so two layers draw different words."""
+    model = torch.nn.Sequential(
+        torch.nn.Linear(32, 32), nn.LayerNormMLP(32, 64), nn.Linear(32, 32, name="head")
+    )
+    nn.convert(model, CURRENT)
+    assert [module.name for module in model] == ["0", "1", "head"]
+    with autocast(recipe=NVFP4BlockScaling()):
+        model(torch.randn(4, 32))
+    hashes = [int(module._states[1].tensors["rounding_counter"][0, 0]) for module in model]
+    assert len(set(hashes)) == 3
+
+
+def test_convert_can_leave_weights_in_high_precision() -> None:
+    """They are the same parameters, quantized on the fly under autocast; tied ones, too."""
+    model = torch.nn.Sequential(torch.nn.Embedding(7, 32), torch.nn.Linear(32, 7, bias=False))
+    model[1].weight = model[0].weight
+    report = nn.convert(model, CURRENT, weights="high_precision")
+    assert report.converted == ("1",)
+    assert model[1].weight is model[0].weight
+    assert type(model[1]) is nn.Linear
+    with autocast(recipe=CURRENT):
+        model(torch.arange(7)).sum().backward()
+    assert model[0].weight.grad.shape == (7, 32)
+    assert nn.convert(model, RECIPES["nvfp4"]).left.keys() == {"1"}  # tied

@@ -42,6 +42,16 @@ def layer_by_layer(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+def torchs_alone(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """torch's own function and nothing else."""
+    return torch_checkpoint(model, x, use_reentrant=False)
+
+
+def torchs_alone_reentrant(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """The same in its older mode."""
+    return torch_checkpoint(model, x, use_reentrant=True)
+
+
 def nested(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
     """A checkpoint inside a checkpoint."""
     first, rest = model[:2], model[2:]
@@ -99,6 +109,19 @@ def test_gradients_and_state_are_those_without_recomputation(
     backward inside the region or after it.
     """
     assert_same(train(recipe, run, inside=inside), train(recipe, plain, inside=inside))
+
+
+@every_recipe
+@pytest.mark.parametrize("run", [torchs_alone, torchs_alone_reentrant])
+def test_inside_the_region_torchs_own_function_is_enough(recipe: Recipe, run: Run) -> None:
+    """There the scales have not moved yet, and the second run sees the region."""
+    assert_same(train(recipe, run, inside=True), train(recipe, plain, inside=True))
+
+
+def test_after_the_region_torchs_own_function_notices() -> None:
+    """The second run sees no region and saves other tensors: an error, not other gradients."""
+    with pytest.raises(torch.utils.checkpoint.CheckpointError):
+        train(RECIPES["current"], torchs_alone)
 
 
 @every_way

@@ -16,6 +16,7 @@ import torch
 from zerocast.errors import InputError
 from zerocast.nn.initialization import quantized_parameter
 from zerocast.nn.linear import Linear
+from zerocast.nn.quantized_module import QuantizedModule
 from zerocast.nn.small_layers import read_filter, why_small
 from zerocast.recipes import NOMINAL_DTYPES, Recipe
 from zerocast.tensors import QuantizedTensor
@@ -55,7 +56,8 @@ def convert(
     Call it before the optimizer and any wrapper take hold of the parameters: converted weights are
     new parameters. Each keeps its value before quantization on the CPU until an optimizer has made
     its masters from it. Weights that several layers share stay shared. Gradients and attributes of
-    the parameters are carried over.
+    the parameters are carried over. Layers of zerocast that have no name take their name in the
+    model, by which stochastic rounding tells them apart.
 
     Args:
         model: any module, the Linear itself included.
@@ -94,12 +96,14 @@ def convert(
         if reason is None:
             old = module.weight
             module.__class__ = Linear
-            module.name = linears[module][0]  # type: ignore[assignment]
             if weights == "high_precision":
                 continue
             if old not in replacements:
                 replacements[old] = _replacement(old, recipe)
             module.weight = replacements[old]
+    for fqn, layer in model.named_modules():
+        if isinstance(layer, QuantizedModule):
+            layer.name = layer.name or fqn
     return ConversionReport(
         recipe,
         tuple(linears[module][0] for module, reason in reasons.items() if reason is None),

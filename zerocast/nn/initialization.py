@@ -33,8 +33,8 @@ def quantized_parameter(
 
 
 def quantized_if_asked(
-    weight: torch.nn.Parameter, recipe: Recipe | None, *, columnwise: bool = True
-) -> torch.nn.Parameter:
+    weight: torch.Tensor, recipe: Recipe | None, *, columnwise: bool = True
+) -> torch.Tensor:
     """``weight`` quantized by ``recipe``, or by that of :func:`zerocast.model_init`; where there is
     neither, itself.
 
@@ -75,5 +75,9 @@ def linear_parameters(
     dtype: torch.dtype | None,
 ) -> tuple[torch.nn.Parameter, torch.nn.Parameter | None]:
     """Weight [M, K] and bias [M], or None, as ``torch.nn.Linear`` starts them."""
-    layer = torch.nn.Linear(in_features, out_features, bias, device=device, dtype=dtype)
-    return layer.weight, layer.bias
+    parameters = torch.nn.Linear(
+        in_features, out_features, bias, device=device, dtype=dtype
+    )._parameters
+    weight = parameters["weight"]
+    assert weight is not None
+    return weight, parameters["bias"]

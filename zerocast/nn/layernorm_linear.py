@@ -15,7 +15,7 @@ from zerocast.nn.activation import Activation, activate, check_activation, width
 from zerocast.nn.initialization import linear_parameters, quantized_if_asked, reset_linear
 from zerocast.nn.normalization import Normalization, check_normalization, normalize
 from zerocast.nn.quantized_functions import QuantizedActivation, QuantizedNorm
-from zerocast.nn.quantized_module import QuantizedModule
+from zerocast.nn.quantized_module import QuantizedModule, eager_in_regions
 from zerocast.ops import Activation as Function
 from zerocast.recipes import Recipe
 
@@ -139,6 +139,7 @@ class LayerNormLinear(_Normalized):
         self._reset_norm()
         reset_linear(self.weight, self.bias)
 
+    @eager_in_regions
     def forward(
         self, input: torch.Tensor, *, fp8_output: bool = False
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -225,6 +226,7 @@ class LayerNormMLP(_Normalized):
         reset_linear(self.fc1_weight, self.fc1_bias)
         reset_linear(self.fc2_weight, self.fc2_bias)
 
+    @eager_in_regions
     def forward(self, input: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """[..., H] -> [..., H], and what the norm made, [..., H], where that was asked for."""
         wants_norm = self.return_layernorm_output

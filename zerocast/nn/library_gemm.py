@@ -220,8 +220,8 @@ def arguments(kind: Kind, side: Side, storage: QuantizedStorage) -> Arguments:
     assert isinstance(law, NVFP4Law)
     # The decoding factor of a matrix: an element is E2M1 * E4M3 * amax / (6 * scale_max).
     matrix_scale = storage.buffers["amax"].view(()) / (law.fmt.max * law.scale_max)
-    scales = (plane.view(torch.float8_e4m3fn), matrix_scale)
-    return Arguments(codes, scales, ("BlockWise1x16", "TensorWise"))
+    block_scales = plane.view(torch.float8_e4m3fn)
+    return Arguments(codes, (block_scales, matrix_scale), ("BlockWise1x16", "TensorWise"))
 
 
 def multiply(

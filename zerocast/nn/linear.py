@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from zerocast.nn.initialization import quantized_if_asked, reset_linear
-from zerocast.nn.quantized_module import QuantizedModule
+from zerocast.nn.quantized_module import QuantizedModule, eager_in_regions
 from zerocast.recipes import Recipe
 from zerocast.tensors import QuantizedTensor
 
@@ -28,7 +28,8 @@ class Linear(QuantizedModule, torch.nn.Linear):
         device: where the parameters are; not meta where the weight is quantized.
         dtype: the nominal dtype of the weight, and the bias's dtype: FP32, BF16 or FP16.
         columnwise: whether a quantized weight holds the columnwise copy.
-        name: under stochastic rounding, layers of different names draw different random words.
+        name: under stochastic rounding, layers of different names draw different random words;
+            :func:`zerocast.nn.convert` names those of a model that have none.
 
     Raises:
         InputError: where the recipe cannot hold the weight; by a forward under autocast, where the
@@ -57,6 +58,7 @@ class Linear(QuantizedModule, torch.nn.Linear):
         """Draw weight and bias anew, as ``torch.nn.Linear`` does, and quantize the weight."""
         reset_linear(self.weight, self.bias)
 
+    @eager_in_regions
     def forward(self, input: torch.Tensor, *, fp8_output: bool = False) -> torch.Tensor:
         """[..., K] -> [..., M].
 

@@ -15,13 +15,14 @@ Which of three ways a product goes:
 In the last two, amaxes are recorded beside it where autocast calibrates.
 
 Inside ``torch.compile`` a quantized weight is decoded in the graph, and nobody looks whether its
-derived copies are stale, for no product there reads them. Autocast breaks the graph.
+derived copies are stale, for no product there reads them. A region of autocast breaks the graph.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar, cast
 
 import torch
 
@@ -34,7 +35,7 @@ from zerocast.nn.weight_only import WeightOnlyLinear
 from zerocast.recipes import Recipe
 from zerocast.tensors import QuantizedTensor, Quantizer, RecipeState, rebuild_derived
 
-Result = TypeVar("Result")
+Forward = TypeVar("Forward", bound=Callable[..., Any])
 
 _EXTRA_STATE = "_extra_state"  # torch's name, which follows the module's prefix
 
@@ -86,24 +87,8 @@ class QuantizedModule(torch.nn.Module):
                 hold a tensor that has to be quantized.
         """
         leading = tuple(input.shape[:-1] if leading is None else leading)
-        if torch.compiler.is_compiling():
-            # A graph holds the product of values, and is guarded against use inside a region.
-            if not context.open_regions and not fp8_output:
-                return torch.nn.functional.linear(input, weight, bias)
-            return _outside_of_graphs(
-                self._linear_here, gemm, input, weight, bias, leading, fp8_output
-            )
-        return self._linear_here(gemm, input, weight, bias, leading, fp8_output)
-
-    def _linear_here(
-        self,
-        gemm: int,
-        input: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        leading: tuple[int, ...],
-        fp8_output: bool,
-    ) -> torch.Tensor:
+        if torch.compiler.is_compiling() and not fp8_output:  # no region is open: eager_in_regions
+            return torch.nn.functional.linear(input, weight, bias)
         region = context.current()
         if region.enabled and input.numel():
             return self._quantized_linear(region, gemm, input, weight, bias, leading, fp8_output)
@@ -162,14 +147,7 @@ class QuantizedModule(torch.nn.Module):
         where it is not.
         """
         if torch.compiler.is_compiling():
-            if not context.open_regions:
-                return None
-            return _outside_of_graphs(self._quantizing_here, gemm, source, weight)
-        return self._quantizing_here(gemm, source, weight)
-
-    def _quantizing_here(
-        self, gemm: int, source: torch.Tensor, weight: torch.Tensor
-    ) -> Quantizing | None:
+            return None
         region = context.current()
         if not region.enabled or not source.numel():
             return None
@@ -212,7 +190,7 @@ class QuantizedModule(torch.nn.Module):
         """What the recipe remembers for this layer; None where it remembers nothing."""
         if self._states is None:
             return None
-        saved = {state.mode: state.state_dict() for state in self._states}
+        saved: dict[str, Any] = {state.mode: state.state_dict() for state in self._states}
         return {"recipe": self._states[0].recipe, **saved} if any(saved.values()) else None
 
     def set_extra_state(self, state: dict[str, Any] | None) -> None:
@@ -250,10 +228,21 @@ class QuantizedModule(torch.nn.Module):
             missing_keys.remove(prefix + _EXTRA_STATE)
 
 
-def _outside_of_graphs(function: Callable[..., Result], *args: Any) -> Result:
-    """``function(*args)``, not traced. (Not a decorator, which would load the compiler.)"""
-    torch._dynamo.graph_break()
-    return torch.compiler.disable(function)(*args)
+def eager_in_regions(forward: Forward) -> Forward:
+    """Let torch.compile leave out a layer's ``forward`` where a region of autocast is open.
+
+    A graph that holds the layer is guarded by there being none. (``torch.compiler.disable`` as a
+    decorator would load the compiler with the package.)
+    """
+
+    @functools.wraps(forward)
+    def run(self: QuantizedModule, *args: Any, **options: Any) -> Any:
+        if torch.compiler.is_compiling() and context.open_regions:
+            torch._dynamo.graph_break()
+            return torch.compiler.disable(forward)(self, *args, **options)
+        return forward(self, *args, **options)
+
+    return cast("Forward", run)
 
 
 def _cast(
