@@ -65,9 +65,10 @@ def _decode(law: Law, target: DequantizeTarget) -> torch.Tensor:
 )
 def _traceable_decode(buffers: list[torch.Tensor], shape: list[int], meaning: str) -> torch.Tensor:
     law, layout = _from_text(meaning)
-    codes, scale_inv, *amax = buffers
+    codes, scale_inv = buffers[:2]
+    amax = buffers[2] if len(buffers) == 3 else None
     out = torch.empty(shape, dtype=torch.float32, device=codes.device)
-    return _decode(law, DequantizeTarget(layout, codes, scale_inv, *(amax or [None]), out))
+    return _decode(law, DequantizeTarget(layout, codes, scale_inv, amax, out))
 
 
 @_traceable_decode.register_fake
