@@ -9,6 +9,7 @@
 // every row is stored as often as it repeats. Part 1's tiles are 128 columns of some rows of
 // blocks.
 #include <zerocast/planes.h>
+#include <zerocast/transpose.h>
 
 using namespace zerocast;
 
@@ -28,16 +29,6 @@ struct Part {
     int quad, at;
     ZEROCAST_FN explicit Part(int thread) : quad(thread / 8), at(thread % 8) {}
 };
-
-// Four words, the rows of 4x4 bytes, become the columns.
-static ZEROCAST_FN void transpose_4x4(u32 (&w)[4]) {
-    u32 low01 = __byte_perm(w[0], w[1], 0x5140), high01 = __byte_perm(w[0], w[1], 0x7362);
-    u32 low23 = __byte_perm(w[2], w[3], 0x5140), high23 = __byte_perm(w[2], w[3], 0x7362);
-    w[0] = __byte_perm(low01, low23, 0x5410);
-    w[1] = __byte_perm(low01, low23, 0x7632);
-    w[2] = __byte_perm(high01, high23, 0x5410);
-    w[3] = __byte_perm(high01, high23, 0x7632);
-}
 
 // Puts the thread's part, four rows of four words, into the square's columns.
 static ZEROCAST_FN void put_transposed(Square& square, const Part& part, const uint4 (&rows)[4]) {

@@ -20,6 +20,7 @@
 // --- the language ---
 
 #define __global__
+#define __grid_constant__
 #define __launch_bounds__(...)
 #define __shared__ static __attribute__((section("emulated_shared"), used))
 

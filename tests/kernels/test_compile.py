@@ -21,6 +21,9 @@ pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING)
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100a", "sm_120a")
 KINDS = [f"{kind}_{fmt}" for kind in ("float8", "mxfp8") for fmt in ("e4m3", "e5m2")]
 DRAWS = ["nvfp4", "nvfp4_drawn"]
+ACTIVATIONS = [
+    "values", *KINDS, "tall_e4m3", "tall_e5m2", "delayed_e4m3", "delayed_e5m2", "nvfp4_e2m1",
+]  # fmt: skip
 KERNELS = {
     "partial_amax": {"partial_amax"},
     "partial_amax_fine": {"partial_amax_fine"},
@@ -36,6 +39,8 @@ KERNELS = {
     "dequantize": {
         f"dequantize_{shape}{law}" for law in [*KINDS, "nvfp4"] for shape in ("", "fine_")
     },
+    "activation": {f"activation_{ending}" for ending in ACTIVATIONS},
+    "normalization": {f"normalization_{ending}" for ending in ACTIVATIONS},
     "write_words": {"write_words"},
     "probe": {"probe_read"},
 }
@@ -43,7 +48,9 @@ KERNELS = {
 RESIDENT = {
     "partial_amax": (128, 6), "partial_amax_fine": (128, 5), "partial_select": (128, 6),
     "partial_cast": (128, 6), "partial_cast_nvfp4_drawn": (128, 5), "partial_cast_fine": (128, 4),
-    "transpose": (256, 3),
+    "transpose": (256, 3), "activation": (256, 3), "normalization": (256, 2),
+    **{f"{name}_tall_{fmt}": (512, 1) for name in ("activation", "normalization")
+       for fmt in ("e4m3", "e5m2")},
 }  # fmt: skip
 
 USAGE = re.compile(

@@ -120,7 +120,7 @@ def cast_values(
     # Without planes there is still an amax to take, of one block.
     everything = ScaleLayout(BlockGrid(target.rows, target.cols, target.rows, target.cols))
     planes = target.planes or (CastPlane(everything, None, None),)
-    shards, masters = _shards(target, planes, values, tensor_amax)
+    shards, masters = _shards(law, target, planes, values, tensor_amax)
     with_codes = [s for s, p in zip(shards, planes, strict=True) if p.codes is not None]
     if law is None:
         backend.partial_amax(shards, masters)()
@@ -133,6 +133,9 @@ def cast_values(
         backend.partial_amax(shards, masters)()
         _compute_scales(backend, law, planes, shards)
         backend.partial_cast(law, with_codes, masters)()
+        for plane in planes:  # a block that is not finite has codes even where no element is
+            if plane.codes is not None and _missing_nibbles(law, plane):
+                plane.codes.view(plane.layout.grid.rows, -1)[:, -1] &= 0x0F
     if target.amax is not None:
         target.amax.copy_(tensor_amax.view(torch.float32))
     if target.tensor_amax is not None:
@@ -140,6 +143,7 @@ def cast_values(
 
 
 def _shards(
+    law: Law | None,
     target: ActivationTarget,
     planes: Sequence[CastPlane],
     values: torch.Tensor,
@@ -147,22 +151,33 @@ def _shards(
 ) -> tuple[list[CastShard], Masters]:
     """The whole tensor as the operands of casts, one a plane."""
     masters = Masters(len(planes))
-    masters.bind([values.t().contiguous() if plane.transposed else values for plane in planes])
     no_codes = torch.empty(0, dtype=torch.uint8, device=values.device)
     delayed = None
     if target.scale is not None:  # the cast reads the scale; the rest is scratch
         unused = torch.zeros(2, device=values.device)
         delayed = DelayedState(target.scale.clone(), unused[:1], unused[1:])
-    shards = []
+    shards, sources = [], []
     for slot, plane in enumerate(planes):
-        grid = plane.layout.grid
+        grid, source = plane.layout.grid, values.t() if plane.transposed else values
+        if (missing := _missing_nibbles(law, plane)) > 0:
+            source = torch.nn.functional.pad(source, (0, missing))
+            grid = BlockGrid(grid.rows, grid.cols + missing, grid.block_h, grid.block_w)
+        sources.append(source.contiguous())
         amax = torch.zeros(grid.num_blocks, dtype=torch.int32, device=values.device)
         codes = no_codes if plane.codes is None else plane.codes.view(-1)
         whole = Extent(0, grid.numel)
         shards.append(
             CastShard(slot, whole, grid, target.round_to, amax, tensor_amax, codes, delayed=delayed)
         )
+    masters.bind(sources)
     return shards, masters
+
+
+def _missing_nibbles(law: Law | None, plane: CastPlane) -> int:
+    """1 where a row of 4-bit codes ends in the middle of a byte."""
+    if law is None or law.fmt.bits == 8 or plane.codes is None:
+        return 0
+    return plane.layout.grid.cols % 2
 
 
 def _compute_scales(

@@ -44,8 +44,8 @@ struct ActivationTable {
     ZEROCAST_FN float eps_value() const { return Scalar::value((i32)eps); }
 };
 
-// mantissa * 2^exponent, exponent from LEAST_EXPONENT to 0. Where the value is below 2^LEAST_EXPONENT
-// the mantissa is 0: times any finite number FP32 has no place for it.
+// mantissa * 2^exponent, exponent from LEAST_EXPONENT to 0. Where the value is below
+// 2^LEAST_EXPONENT the mantissa is 0: times any finite number FP32 has no place for it.
 template <class L>
 struct Power {
     typename L::Float mantissa;
@@ -85,7 +85,7 @@ template <class L>
 ZEROCAST_FN Power<L> exp_of_minus(typename L::Float y) {
     typedef typename L::Float Float;
     constexpr float LOG2_E = 1.442695f, LN2_HIGH = 0.693359375f, LN2_LOW = -0.00021219444f;
-    constexpr float FAR = 207.9f;  // below -LEAST_EXPONENT * ln 2
+    constexpr float FAR = 207.9f;             // below -LEAST_EXPONENT * ln 2
     constexpr i32 ROUNDER_BITS = 0x4B400000;  // 1.5 * 2^23
     Float near = L::select(y < L::splat(FAR), y, L::splat(FAR));
     Float shifted = constant<L>(ROUNDER_BITS) - near * L::splat(LOG2_E);
@@ -140,9 +140,9 @@ ZEROCAST_FN typename L::Float gelu_tanh(typename L::Float x) {
     return times_power<L>(g.mantissa, g.exponent);
 }
 
-// With t = |x|, Phi(-t) = e^(-t^2 / 2) * tail(t), where tail(t) = e^(t^2 / 2) * erfc(t / sqrt(2)) / 2
-// falls slowly, from 1/2 to about 0.4 / t: a polynomial in s = 1 / (1 + 0.3 t), minimax in relative
-// error, 6e-8, as far as t = 14.6, where the product is below the smallest number.
+// With t = |x|, Phi(-t) = e^(-t^2 / 2) * tail(t), where tail(t) = e^(t^2 / 2) * erfc(t / sqrt(2)) /
+// 2 falls slowly, from 1/2 to about 0.4 / t: a polynomial in s = 1 / (1 + 0.3 t), minimax in
+// relative error, 6e-8, as far as t = 14.6, where the product is below the smallest number.
 template <class L>
 ZEROCAST_FN typename L::Float gelu(typename L::Float x) {
     typedef typename L::Float Float;
@@ -179,6 +179,17 @@ struct Sum {
     }
 };
 
+// a * b in two numbers (Dekker's exact product, from halves of 12 bits).
+ZEROCAST_FN Sum exact_product(float a, float b) {
+    constexpr float SPLITTER = 4097.0f;  // 2^12 + 1
+    float a_shifted = SPLITTER * a, b_shifted = SPLITTER * b;
+    float a_high = a_shifted - (a_shifted - a), a_low = a - a_high;
+    float b_high = b_shifted - (b_shifted - b), b_low = b - b_high;
+    float high = a * b;
+    float low = ((a_high * b_high - high) + a_high * b_low + a_low * b_high) + a_low * b_low;
+    return Sum{high, low};
+}
+
 // The sums of a row are taken in PARTIAL_SUMS parts, element k into part k % PARTIAL_SUMS, then
 // part i takes part i + n for n = PARTIAL_SUMS / 2, ..., 2, 1: by any number of threads the same.
 constexpr int PARTIAL_SUMS = 128;
@@ -198,10 +209,12 @@ struct RowStatistics {
         return largest_bits < SMALL && eps < NO_EPS ? power_of_2<Scalar>(80) : 1.0f;
     }
 
+    // The sum divided by the number of terms; mean_low is what rounding the quotient lost.
     ZEROCAST_FN void set_mean(const Sum& sum, i64 cols) {
-        double exact = ((double)sum.high + (double)sum.low) / (double)cols;
-        mean = (float)exact;
-        mean_low = (float)(exact - (double)mean);
+        float n = (float)(i32)cols;
+        mean = Scalar::divide(sum.high, n);
+        Sum product = exact_product(mean, n);
+        mean_low = Scalar::divide(((sum.high - product.high) - product.low) + sum.low, n);
     }
 
     // From the sum of squares of centered elements.

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
+from zerocast.backends.cuda.activation import activate
 from zerocast.backends.cuda.delayed import scales_by_callable
 from zerocast.backends.cuda.launcher import Kernel, Launcher
 from zerocast.backends.cuda.laws import cast_kernel, choice_kernel, decode_kernel, scale_kernel
@@ -40,6 +41,7 @@ from zerocast.errors import BackendError
 from zerocast.formats import packed_columns
 from zerocast.layout import BlockGrid, Extent, ScaleLayout
 from zerocast.ops import (
+    ActivationTarget,
     CastShard,
     DequantizeTarget,
     Float8DelayedLaw,
@@ -157,6 +159,9 @@ class CudaBackend:
         ]
         cuts = [[_cut(fine, grid, None, Extent(0, grid.numel))] for grid in grids]
         return self._tables.launch(kernel, rows, cuts, scalars, targets)
+
+    def activate(self, law: Law | None, target: ActivationTarget) -> Launch:
+        return activate(self.launcher, self._address, law, target)
 
     # --- from operands to launches ---
 
