@@ -63,17 +63,17 @@ static ZEROCAST_FN void once_a_weight(const ScaleTarget& target) {
     if (target.rounding_counter) target.rounding_counter[1]++;
 }
 
-// stored_of(target, amax_bits, block) is the law.
-template <class Stored, class StoredOf>
+// law_of(target) is made once a strip; law.stored(amax_bits, block) is then the stored scale.
+template <class Stored, class LawOf>
 static ZEROCAST_FN void scale_strips(const ScaleTarget* targets, const PlaneTile* tiles, i64 count,
-                                     const StoredOf& stored_of) {
+                                     const LawOf& law_of) {
     for (i64 t = blockIdx.x; t < count; t += gridDim.x) {
         PlaneTile tile = tiles[t];
         const ScaleTarget& target = targets[tile.weight];
         const ScalePlane& plane = tile.part == 0 ? target.rowwise : target.columnwise;
-        scale_strip<Stored>(plane, tile, [&](i64 block) {
-            return stored_of(target, plane.block_amax[block], block);
-        });
+        auto law = law_of(target);
+        scale_strip<Stored>(plane, tile,
+                            [&](i64 block) { return law.stored(plane.block_amax[block], block); });
         if (tile.part == 0 && tile.row == 0 && tile.col == 0 && threadIdx.x == 0)
             once_a_weight(target);
     }
@@ -81,13 +81,31 @@ static ZEROCAST_FN void scale_strips(const ScaleTarget* targets, const PlaneTile
 
 // --- one kernel a law ---
 
+// Of a law that needs the block's amax only.
+template <class Law>
+struct OfBlocks {
+    Law law;
+
+    ZEROCAST_FN i32 stored(i32 amax_bits, i64) const {
+        return law.template stored<Scalar>(amax_bits);
+    }
+};
+
+struct OfNVFP4 {
+    FourOverSixScaling law;
+    const u8* choices;  // or null
+
+    ZEROCAST_FN i32 stored(i32 amax_bits, i64 block) const {
+        if (choices) return law.stored<Scalar>(amax_bits, choices[block]);
+        return law.NVFP4Scaling::stored<Scalar>(amax_bits);
+    }
+};
+
 template <class Law>
 static ZEROCAST_FN void scales_of_blocks(const ScaleTarget* targets, const PlaneTile* tiles,
                                          i64 count, const Law& law) {
     scale_strips<typename Law::Stored>(targets, tiles, count,
-                                       [&](const ScaleTarget&, i32 amax_bits, i64) {
-                                           return law.template stored<Scalar>(amax_bits);
-                                       });
+                                       [=](const ScaleTarget&) { return OfBlocks<Law>{law}; });
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
@@ -121,12 +139,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 extern "C" __global__ void __launch_bounds__(THREADS)
     compute_scale_nvfp4(const ScaleTarget* __restrict__ targets,
                         const PlaneTile* __restrict__ tiles, i64 count, i64 scale_max) {
-    scale_strips<u8>(targets, tiles, count,
-                     [=](const ScaleTarget& target, i32 amax_bits, i64 block) {
-                         i32 tensor_amax = *target.tensor_amax;
-                         if (target.choices)
-                             return FourOverSixScaling(tensor_amax, scale_max)
-                                 .stored<Scalar>(amax_bits, target.choices[block]);
-                         return NVFP4Scaling(tensor_amax, scale_max).stored<Scalar>(amax_bits);
-                     });
+    scale_strips<u8>(targets, tiles, count, [=](const ScaleTarget& target) {
+        return OfNVFP4{FourOverSixScaling(*target.tensor_amax, scale_max), target.choices};
+    });
 }

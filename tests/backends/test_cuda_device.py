@@ -9,6 +9,7 @@ import torch
 
 import zerocast
 from tests.backends.test_cuda_emulated import many_weights
+from tests.cast.test_first_law import RECIPES as EVERY_RECIPE
 from tests.cast.test_first_law import Case
 from tests.support.same_bytes import assert_same_bytes
 from tests.support.values import KINDS, draw_values
@@ -17,8 +18,9 @@ from zerocast.backends.cuda import CudaBackend
 from zerocast.comm import Communicator, run_in_process
 from zerocast.errors import BackendError
 from zerocast.layout import Extent
-from zerocast.ops import CastShard, Float8Law, Masters, NVFP4Law
-from zerocast.recipes import Recipe
+from zerocast.ops import Float8Law, Masters, NVFP4Law
+from zerocast.recipes import Recipe, Role
+from zerocast.tensors import QuantizedStorage
 
 pytestmark = [
     pytest.mark.cuda,
@@ -30,6 +32,7 @@ RECIPES: list[Recipe] = [
     zerocast.Float8CurrentScaling(),
     zerocast.Float8CurrentScaling(fp8_format="e5m2", use_power_2_scales=True),
 ]
+ROLES: tuple[Role, ...] = ("weight", "input", "grad_output")
 SHAPES = [(1, 16), (3, 80), (17, 96), (33, 112), (128, 128), (257, 1040), (300, 4096), (1000, 528)]
 
 
@@ -74,6 +77,44 @@ def test_quantize_equals_the_reference(recipe: Recipe, kind: str) -> None:
             assert_same_bytes(actual.dequantize(torch.float32).cpu(), values, f"{what} decoded")
 
 
+@pytest.mark.parametrize("role", ROLES)
+@pytest.mark.parametrize("recipe", EVERY_RECIPE, ids=str)
+def test_every_recipe_and_role_equals_the_reference(recipe: Recipe, role: Role) -> None:
+    """What a recipe makes of weights, activations and gradients: both copies, scales, padding, what
+    it remembers, and decoded values, of every kind of values.
+    """
+    recipe = recipe.for_role(role)
+    dtypes = (torch.bfloat16, torch.float16, torch.float32)
+    for i, kind in enumerate(KINDS):
+        for rows, cols in ((1, 32), (33, 544), (130, 288)):
+            master = draw_values(kind, rows * cols, i).view(rows, cols)
+            actual = zerocast.quantize(master.cuda(), recipe, dtype=dtypes[i % 3])
+            expected = reference(master, recipe, dtypes[i % 3])
+            what = f"{recipe} {(rows, cols)} {kind}"
+            assert_same(actual, expected, what)
+            values = actual.dequantize(torch.float32).cpu()
+            with zerocast.use_backend("reference"):
+                assert_same_bytes(values, expected.dequantize(torch.float32), f"{what} decoded")
+
+
+@pytest.mark.parametrize("recipe", EVERY_RECIPE, ids=str)
+def test_masters_at_any_address(recipe: Recipe) -> None:
+    """A master that does not lie at a multiple of 16 bytes gives the same bytes."""
+    if recipe.casts_transpose:
+        pytest.skip("whole tensors only")
+    master = draw_values("normal", 70 * 544, 3)
+    for words in range(4):
+        moved = torch.empty(master.numel() + words, device="cuda")[words:].copy_(master)
+        weight = zerocast.empty((70, 544), recipe, device="cuda", name="weight")
+        zerocast.quantize_master_weights([weight], [moved], [0])
+        zerocast.post_all_gather_processing([weight])
+        with zerocast.use_backend("reference"):
+            expected = zerocast.empty((70, 544), recipe, name="weight")
+            zerocast.quantize_master_weights([expected], [master], [0])
+            zerocast.post_all_gather_processing([expected])
+        assert_same(weight, expected, f"{recipe} {words} words off")
+
+
 @pytest.mark.parametrize("law", [NVFP4Law(), Float8Law(RECIPES[1].law.fmt)], ids=["nvfp4", "fp8"])
 def test_every_bf16_value(law: NVFP4Law | Float8Law) -> None:
     """All 65,536 BF16 values, and both their neighbours in FP32, get the reference's codes."""
@@ -91,52 +132,52 @@ def test_every_bf16_value(law: NVFP4Law | Float8Law) -> None:
 
 
 def gathered(comm: Communicator, case: Case) -> list[torch.Tensor]:
-    """One rank's weights on the GPU, after a plan's cast and all-gather."""
-    weights = [
-        zerocast.empty(s, r, dtype=d, columnwise=c, device="cuda")
-        for s, r, d, c in zip(case.shapes, case.recipes, case.dtypes, case.columnwise, strict=True)
-    ]
+    """One rank's weights on the GPU, after a plan's casts and all-gathers."""
+    with torch.device("cuda"):
+        weights = case.unfilled()
     masters, starts = case.shards(comm.rank)
     masters = [None if m is None else m.cuda() for m in masters]
     plan = zerocast.CastPlan(weights, masters, starts, comm)
-    plan.cast()
-    plan.all_gather()
+    for _ in range(case.casts):
+        plan.cast()
+        plan.all_gather()
     return weights
+
+
+def check_on_gpu(case: Case, world_size: int) -> None:
+    """Every rank, a thread, holds the unsharded bytes."""
+    expected = case.whole()
+    by_rank = run_in_process(world_size, lambda comm: gathered(comm, case))
+    for rank, weights in enumerate(by_rank):
+        for i, weight in enumerate(weights):
+            what = f"seed {case.seed}, rank {rank}, weight {i} {weight.recipe}"
+            assert_same(weight, expected[i], what)
 
 
 def test_random_partitions() -> None:
     """60 drawn cases on 1 to 9 ranks, which are threads, give the unsharded bytes."""
     for seed in range(60):
-        world_size = 1 + seed % 9
-        case = Case(seed, world_size)
-        by_rank = run_in_process(world_size, lambda comm, case=case: gathered(comm, case))
-        for i, (master, shape) in enumerate(zip(case.masters, case.shapes, strict=True)):
-            expected = reference(master.view(shape), case.recipes[i], case.dtypes[i])
-            for rank, weights in enumerate(by_rank):
-                for name, buffer in on_host(weights[i]).items():
-                    what = f"seed {seed}, rank {rank}, weight {i}.{name}"
-                    assert_same_bytes(buffer, expected.storage.buffers[name], what)
+        check_on_gpu(Case(seed, 1 + seed % 9), 1 + seed % 9)
 
 
 def test_a_plan_of_many_weights() -> None:
     """160 weights of three recipes on 4 ranks, most shards of them empty."""
-    case = many_weights(11, 4)
-    for weights in run_in_process(4, lambda comm: gathered(comm, case)):
-        for i, weight in enumerate(weights):
-            expected = reference(
-                case.masters[i].view(case.shapes[i]), case.recipes[i], case.dtypes[i]
-            )
-            assert_same(weight, expected, f"weight {i}")
+    check_on_gpu(many_weights(11, 4), 4)
 
 
 def test_sanitized() -> None:
-    """A small mixed plan on 3 ranks: what scripts/gpu_check.sh runs under compute-sanitizer."""
-    case = many_weights(5, 3, count=12)
-    for weights in run_in_process(3, lambda comm: gathered(comm, case)):
-        for i, weight in enumerate(weights):
-            master = case.masters[i].view(case.shapes[i])
-            expected = reference(master, case.recipes[i], case.dtypes[i])
-            assert_same(weight, expected, f"weight {i}")
+    """A small mixed plan on 3 ranks, and one weight of each recipe: what scripts/gpu_check.sh runs
+    under compute-sanitizer.
+    """
+    check_on_gpu(many_weights(5, 3, count=12), 3)
+    case = Case(6, 2)
+    case.recipes = [recipe for recipe in EVERY_RECIPE if not recipe.casts_transpose]
+    count = len(case.recipes)
+    case.shapes, case.dtypes = [torch.Size((40, 96))] * count, [torch.bfloat16] * count
+    case.columnwise, case.own_buffers = [True] * count, False
+    case.masters = [draw_values("normal", 40 * 96, seed) for seed in range(count)]
+    case.partitions = [[Extent(0, 1801), Extent(1801, 40 * 96)]] * count
+    check_on_gpu(case, 2)
 
 
 def plan_of(count: int) -> tuple[zerocast.CastPlan, list[torch.Tensor], list[torch.Tensor]]:
@@ -184,6 +225,51 @@ def test_a_graph_replays_a_step() -> None:
             master.copy_(torch.randn_like(master) * (step + 1))
         graph.replay()
         assert_cast(weights, masters)
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        zerocast.NVFP4BlockScaling(disable_stochastic_rounding=True),
+        zerocast.MXFP8BlockScaling(),
+        zerocast.Float8BlockScaling(),
+        zerocast.Float8CurrentScaling(),
+    ],
+    ids=str,
+)
+def test_a_graph_replays_an_activation(recipe: Recipe) -> None:
+    """Quantizing and decoding, done once outside and then captured, do at a replay whatever the
+    tensor holds then.
+    """
+    source = torch.randn(96, 512, device="cuda")
+    recipe = recipe.for_role("input")
+
+    def step() -> tuple[torch.Tensor, torch.Tensor]:
+        quantized = zerocast.quantize(source, recipe, dtype=torch.bfloat16)
+        return quantized, quantized.dequantize(torch.float32)
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        quantized, values = step()
+    for i in range(3):
+        source.copy_(torch.randn_like(source) * (i + 1))
+        graph.replay()
+        torch.cuda.synchronize()
+        expected = reference(source, recipe, torch.bfloat16)
+        assert_same(quantized, expected, "activation")
+        decoded = expected.dequantize(torch.float32)
+        assert_same_bytes(values.cpu(), decoded, "activation decoded")
+
+
+def test_a_new_shape_in_a_capture_is_refused() -> None:
+    """A tensor of a shape never seen, too large for its tiles to go with a launch, says so."""
+    source = torch.randn(1048, 1072, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with pytest.raises(BackendError, match="a tensor of a new shape"), torch.cuda.graph(graph):
+        zerocast.quantize(source, RECIPES[0], dtype=torch.bfloat16)
+    torch.cuda.synchronize()
+    zerocast.quantize(source, RECIPES[0], dtype=torch.bfloat16)
 
 
 def test_a_capture_of_other_masters_is_refused() -> None:
@@ -249,6 +335,31 @@ def test_decoding_does_not_wait() -> None:
     assert_same_bytes(values.cpu(), expected, "values")
 
 
+def test_a_scale_of_the_callers_does_not_wait() -> None:
+    """Delayed scaling by a function of the caller's makes the host wait for nothing, either."""
+    recipe = zerocast.DelayedScaling(amax_compute_algo=lambda history: history.mean())
+    weights = [zerocast.empty((64, 256), recipe, device="cuda") for _ in range(3)]
+    masters = [torch.randn(64, 256, device="cuda") for _ in weights]
+    plan = zerocast.CastPlan(weights, masters, [0] * 3)
+    plan.cast()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        torch.cuda._sleep(2_000_000_000)
+        plan.cast()
+        assert not torch.cuda.current_stream().query()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    with zerocast.use_backend("reference"):
+        for i, master in enumerate(masters):
+            expected = zerocast.empty((64, 256), recipe)
+            for _ in range(2):
+                zerocast.quantize_master_weights([expected], [master.cpu()], [0])
+            zerocast.post_all_gather_processing([weights[i]])
+            zerocast.post_all_gather_processing([expected])
+            assert_same(weights[i], expected, f"weight {i}")
+
+
 def test_a_plan_made_on_another_stream() -> None:
     """A launch on one stream waits for the tables that a plan has sent on another."""
     streams = [torch.cuda.Stream() for _ in range(2)]
@@ -278,36 +389,38 @@ def test_launches_are_constant(kernels: CudaBackend, count: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bits", [4, 8])
-def test_more_than_2_to_31_elements(bits: int) -> None:
+@pytest.mark.parametrize(
+    "recipe", [RECIPES[0], RECIPES[1], zerocast.MXFP8BlockScaling()], ids=["nvfp4", "fp8", "mxfp8"]
+)
+def test_more_than_2_to_31_elements(recipe: Recipe) -> None:
     """A shard past element 2^31 of one weight gets the codes that it gets at the start of one."""
     cols = 65536
     rows = 2**31 // cols + 32
-    recipe = RECIPES[0] if bits == 4 else RECIPES[1]
     size = 16 * cols + 7
-    start = rows * cols - size
-    weight = zerocast.empty((rows, cols), recipe, device="cuda", columnwise=False)
-    storage = weight.storage
     master = torch.randn(size, device="cuda")
-    amax = torch.zeros(storage.grid.amax_slots, dtype=torch.int32, device="cuda")
     masters = Masters(1)
     masters.bind([master])
-    shard = storage.cast_shard(0, Extent(start, start + size), amax)
-    backend = backend_for(storage.device)
-    recipe.partial_amax(backend, [shard], masters)()
-    recipe.partial_cast(backend, [shard], masters)()
-    # The same shard of a weight that is only its last rows.
-    few = zerocast.empty((48, cols), recipe, device="cuda", columnwise=False).storage
-    small = torch.zeros(few.grid.amax_slots, dtype=torch.int32, device="cuda")
-    moved = few.cast_shard(0, Extent(48 * cols - size, 48 * cols), small)
-    assert isinstance(moved, CastShard)
-    recipe.partial_amax(backend, [moved], masters)()
-    recipe.partial_cast(backend, [moved], masters)()
-    assert_same_bytes(amax[-len(small) :].cpu(), small.cpu(), "amax")
-    codes = storage.buffers["rowwise_data"].view(-1)
-    tail = few.buffers["rowwise_data"].view(-1)
-    assert_same_bytes(codes[-len(tail) :].cpu(), tail.cpu(), "codes")
-    assert not codes[: len(codes) - len(tail)].any()
+
+    def cast_end_of(height: int) -> tuple[torch.Tensor, QuantizedStorage]:
+        independent = recipe.columnwise_grid((height, cols)) is not None
+        weight = zerocast.empty((height, cols), recipe, device="cuda", columnwise=independent)
+        storage, end = weight.storage, height * cols
+        amax = torch.zeros(storage.amax_slots, dtype=torch.int32, device="cuda")
+        shards = storage.cast_shards(0, Extent(end - size, end), amax)
+        backend = backend_for(storage.device)
+        recipe.partial_amax(backend, shards, masters)()
+        recipe.partial_cast(backend, shards, masters)()
+        return amax, storage
+
+    (amax, storage), (small, few) = cast_end_of(rows), cast_end_of(64)
+    for grid in ("grid", "columnwise_grid"):
+        if getattr(storage, grid) is not None:
+            parts = [s.split_amax(a)[grid != "grid"] for s, a in ((storage, amax), (few, small))]
+            assert_same_bytes(parts[0][-len(parts[1]) :].cpu(), parts[1].cpu(), f"amax of {grid}")
+    for name in storage.gathered:
+        codes, tail = storage.buffers[name].view(-1), few.buffers[name].view(-1)
+        assert_same_bytes(codes[-len(tail) :].cpu(), tail.cpu(), name)
+        assert not codes[: len(codes) - len(tail)].any()
 
 
 RANK = """
