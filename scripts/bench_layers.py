@@ -33,7 +33,7 @@ from zerocast.nn import LayerNormLinear, explain
 from zerocast.nn.small_layers import MEASUREMENTS, device_name, smallest_gains
 from zerocast.recipes import RECIPES, Recipe
 
-SIZES = (1024, 2048, 4096, 8192, 16384)
+SIZES = {"cuda": (1024, 2048, 4096, 8192, 16384), "cpu": (256, 512, 1024)}
 console = Console()
 
 
@@ -59,9 +59,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--recipe", nargs="+", choices=RECIPES, default=["current", "rowwise"])
     for name in ("m", "k", "n"):
-        parser.add_argument(
-            f"--{name}", nargs="+", type=int, default=SIZES, help="default: %(default)s"
-        )
+        sizes = "1024 to 16384 on a GPU, 256 to 1024 on a CPU"
+        parser.add_argument(f"--{name}", nargs="+", type=int, help=f"by default {sizes}")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--weights", choices=["quantized", "high_precision"], default="quantized")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -71,7 +70,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--measurements", type=Path, default=MEASUREMENTS, help="where --update writes"
     )
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    for name in ("m", "k", "n"):
+        if getattr(options, name) is None:
+            setattr(options, name, SIZES[torch.device(options.device).type])
+    return options
 
 
 # --- measuring ---
