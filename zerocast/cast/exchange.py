@@ -23,12 +23,14 @@ class Exchange:
         storages: the plan's weights.
         members: by group the places of its weights, all weights once.
         extents: by group int64 [size, members, 2], who owns what.
+        amax_groups: by weight the label of its amax group, or None.
         device: where the buffers are.
 
     Attributes:
         amax: int32, every weight's amaxes.
         candidates: int32, what the blocks of 4-over-6 weights choose their scales by.
         amax_of: by weight, its part of ``amax``: int32 [storage.amax_slots].
+        tensor_amax_of: by weight of an amax group, int32 [1]: the entry that its group shares.
         candidates_of: by weight that chooses scales, its part of ``candidates``.
     """
 
@@ -37,6 +39,7 @@ class Exchange:
         storages: Sequence[QuantizedStorage],
         members: Mapping[Communicator, Sequence[int]],
         extents: Mapping[Communicator, torch.Tensor],
+        amax_groups: Sequence[str | None],
         device: torch.device,
     ) -> None:
         cuts = {
@@ -49,10 +52,20 @@ class Exchange:
         self.amax, self.amax_of, self._amax_parts = _cut(
             {i: storage.amax_slots for i, storage in enumerate(storages)}, members, device
         )
+        leaders: dict[str, torch.Tensor] = {}
+        self.tensor_amax_of = {
+            i: leaders.setdefault(label, self.amax_of[i][-1:])
+            for i, label in enumerate(amax_groups)
+            if label is not None and storages[i].recipe.scales_tensor
+        }
         self.candidates, parts, self._candidate_parts = _cut(words, members, device)
         self.candidates_of = {
             i: Candidates.carve(parts[i], storages[i].grid, cuts[i]) for i in cuts
         }
+
+    def tensor_amax(self, i: int) -> torch.Tensor:
+        """int32 [1]: the entry of weight i's tensor amax."""
+        return self.tensor_amax_of.get(i, self.amax_of[i][-1:])
 
     def reduce_amax(self) -> None:
         """Make every group's amaxes the largest of its ranks."""

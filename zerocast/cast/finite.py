@@ -14,11 +14,10 @@ from zerocast.cast.request import ShardRequest
 from zerocast.cast.world import raise_in_all
 from zerocast.comm import Communicator
 from zerocast.errors import NonFiniteError
-from zerocast.ops import INFINITY_BITS, NAN_BITS
+from zerocast.ops import INFINITY_BITS
 
 Candidate = tuple[ShardRequest, torch.Tensor, torch.Tensor | None]
-"""A weight, its reduced amaxes (int32; the last one is the tensor's), and this rank's FP32 master
-of it."""
+"""A weight, its reduced tensor amax (int32 [1]), and this rank's FP32 master of it."""
 
 
 def raise_if_not_finite(groups: Sequence[tuple[Communicator, Sequence[Candidate]]]) -> None:
@@ -32,7 +31,7 @@ def raise_if_not_finite(groups: Sequence[tuple[Communicator, Sequence[Candidate]
     for comm, candidates in groups:
         if not candidates:
             continue
-        amaxes = torch.stack([amax[-1] for _, amax, _ in candidates]).cpu()
+        amaxes = torch.cat([amax for _, amax, _ in candidates]).cpu()
         bad = [
             c for c, amax in zip(candidates, amaxes.tolist(), strict=True) if amax >= INFINITY_BITS
         ]
@@ -51,23 +50,32 @@ def raise_if_not_finite(groups: Sequence[tuple[Communicator, Sequence[Candidate]
 
 
 def _explain(comm: Communicator, bad: Sequence[Candidate]) -> list[str]:
-    """What is wrong with each weight; whether FP32 itself is not finite is asked of the ranks that
-    own it.
+    """What is wrong with which weight: asked of the ranks that own it, because weights may share
+    an amax.
     """
-    in_fp32 = torch.tensor(
-        [master is not None and not bool(master.isfinite().all()) for _, _, master in bad],
-        dtype=torch.int32,
-        device="cpu",
-    )
-    comm.all_reduce_max_(in_fp32)
-    reasons = []
-    for (request, amax, _), already in zip(bad, in_fp32.tolist(), strict=True):
-        kind = "a NaN" if int(amax[-1]) == NAN_BITS else "an infinity"
-        if already:
-            reasons.append(f"{request.name} holds {kind}")
-        else:
-            reasons.append(
-                f"{request.name} holds finite values that overflow {request.storage.dtype} to an "
-                "infinity"
-            )
-    return reasons
+    mine = [_trouble(request, master) for request, _, master in bad]
+    found = torch.tensor(mine, dtype=torch.int32, device="cpu")
+    comm.all_reduce_max_(found)
+    return [
+        f"{request.name} holds {_TROUBLES[trouble].format(request.storage.dtype)}"
+        for (request, _, _), trouble in zip(bad, found.tolist(), strict=True)
+        if trouble
+    ]
+
+
+_TROUBLES = {
+    1: "finite values that overflow {} to an infinity",
+    2: "an infinity",
+    3: "a NaN",
+}
+
+
+def _trouble(request: ShardRequest, master: torch.Tensor | None) -> int:
+    """The worst of :data:`_TROUBLES` in this rank's shard, or 0."""
+    if master is None:
+        return 0
+    if bool(master.isnan().any()):
+        return 3
+    if bool(master.isinf().any()):
+        return 2
+    return int(master.to(request.storage.recipe.round_to(request.storage.dtype)).isinf().any())

@@ -143,7 +143,7 @@ def _cast(
     try:
         master_weights = as_tensors(master_weights)
         requests = check_request(
-            model_weights, master_weights, start_offsets, fsdp_shard_model_weights, None, manual
+            model_weights, master_weights, start_offsets, fsdp_shard_model_weights, None
         )
         _check_laws(requests, laws)
         key = _key(requests, comm, manual, check_finite)

@@ -50,6 +50,7 @@ class Launches:
     def _prepare(self, recipe: Recipe, indices: Sequence[int]) -> None:
         backend, masters, steps = self._backend, self._masters, self._by_step
         amax_of, candidates_of = self._exchange.amax_of, self._exchange.candidates_of
+        shared = self._exchange.tensor_amax_of
         requests = [(i, self._requests[i]) for i in indices]
         shards = [
             shard
@@ -58,6 +59,7 @@ class Launches:
                 i,
                 r.extent,
                 amax_of[i],
+                tensor_amax=shared.get(i),
                 codes=r.codes.get("rowwise_data"),
                 columnwise_codes=r.codes.get("columnwise_data"),
                 codes_start=r.codes_start,
@@ -67,7 +69,9 @@ class Launches:
         scales = [
             target
             for i, r in requests
-            for target in r.storage.scale_targets(amax_of[i], candidates_of.get(i))
+            for target in r.storage.scale_targets(
+                amax_of[i], candidates_of.get(i), tensor_amax=shared.get(i)
+            )
         ]
         copies = [r.storage.transpose_target() for _, r in requests if r.storage.derived_names]
         scale = recipe.compute_scale(backend, scales)
@@ -88,7 +92,7 @@ class Launches:
         if recipe.chooses_scales:
             choices = []
             for i, r in requests:
-                block_amax, _, tensor_amax = r.storage.split_amax(amax_of[i])
+                block_amax, _, tensor_amax = r.storage.split_amax(amax_of[i], shared.get(i))
                 grid = r.storage.grid
                 choices.append(SelectTarget(grid, block_amax, tensor_amax, candidates_of[i]))
             steps["partial_select"].append(recipe.partial_select(backend, shards, masters))

@@ -50,12 +50,19 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from zerocast.backends import backend_for
+from zerocast.cast.amax_groups import Patterns
 from zerocast.cast.capture import check_capture, check_planning
 from zerocast.cast.exchange import Exchange
 from zerocast.cast.finite import raise_if_not_finite
 from zerocast.cast.gather import PLANES, CodeGather
 from zerocast.cast.launches import Launches
-from zerocast.cast.request import ShardRequest, as_tensors, check_rebind, check_request
+from zerocast.cast.request import (
+    ShardRequest,
+    as_tensors,
+    check_amax_groups,
+    check_rebind,
+    check_request,
+)
 from zerocast.cast.world import exchange_extents, fingerprint, members_by_group, raise_in_all
 from zerocast.comm import Communicator, Group
 from zerocast.errors import InputError, ZerocastError
@@ -93,6 +100,10 @@ class CastPlan:
         check_finite: raise :class:`NonFiniteError` on every rank, before any code or scale is
             written, where a master holds a NaN or an infinity after rounding to the weight's dtype.
             Costs a host synchronisation a cast.
+        amax_groups: weights that a server will fuse and that therefore share one tensor amax, by
+            patterns of their ``names``: ``[["*.wq", "*.wk", "*.wv"], ["*.w1", "*.w3"]]``; see
+            :mod:`zerocast.cast.amax_groups`. Weights that :func:`zerocast.nn.convert` grouped are
+            grouped here, too.
 
     Attributes:
         fingerprints: a number for each group; ranks of one plan have the same one.
@@ -114,6 +125,7 @@ class CastPlan:
         fsdp_shard_model_weights: Sequence[torch.Tensor | None] | None = None,
         manual_post_all_gather_processing: bool = True,
         check_finite: bool = False,
+        amax_groups: Patterns = (),
     ) -> None:
         # What has no length is refused below, on all ranks together.
         count = len(model_weights) if isinstance(model_weights, Sized) else 0
@@ -130,8 +142,9 @@ class CastPlan:
                 start_offsets,
                 fsdp_shard_model_weights,
                 names,
-                manual_post_all_gather_processing,
+                amax_groups,
             )
+            check_amax_groups(self._requests, members)
         except ZerocastError as e:
             error = e
         raise_in_all(self._comms, error)
@@ -153,7 +166,8 @@ class CastPlan:
         storages = [request.storage for request in self._requests]
         device = storages[0].device if storages else torch.device("cpu")
         self._members = members
-        self._exchange = Exchange(storages, members, extents, device)
+        labels = [request.amax_group for request in self._requests]
+        self._exchange = Exchange(storages, members, extents, labels, device)
         self._gathers = [
             CodeGather(comm, [self._requests[i] for i in indices], extents[comm], plane)
             for comm, indices in members.items()
@@ -284,12 +298,12 @@ class CastPlan:
         check_capture(self._device, self._comms, check_finite=self._check_finite)
         self._exchange.reduce_amax()
         if self._check_finite:
-            requests, amax_of, masters = (
-                self._requests, self._exchange.amax_of, self._masters.tensors
+            requests, amax, masters = (
+                self._requests, self._exchange.tensor_amax, self._masters.tensors
             )  # fmt: skip
             raise_if_not_finite(
                 [
-                    (comm, [(requests[i], amax_of[i], masters[i]) for i in indices])
+                    (comm, [(requests[i], amax(i), masters[i]) for i in indices])
                     for comm, indices in self._members.items()
                 ]
             )

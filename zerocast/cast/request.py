@@ -13,6 +13,8 @@ from typing import Any, SupportsIndex
 
 import torch
 
+from zerocast.cast.amax_groups import Patterns, amax_group_labels
+from zerocast.comm import Communicator
 from zerocast.errors import InputError
 from zerocast.formats import byte_span
 from zerocast.layout import Extent
@@ -30,6 +32,7 @@ class ShardRequest:
         extent: the elements that this rank's master holds.
         codes: by the names of the weight's gathered buffers, uint8 buffers that receive the shard's
             codes instead of the weight; empty where the weight receives them.
+        amax_group: weights with the same one share their tensor amax; None for a weight of its own.
     """
 
     name: str
@@ -37,6 +40,7 @@ class ShardRequest:
     storage: QuantizedStorage
     extent: Extent
     codes: Mapping[str, torch.Tensor]
+    amax_group: str | None
 
     @property
     def codes_start(self) -> int:
@@ -55,7 +59,7 @@ def check_request(
     start_offsets: Sequence[int | None],
     fsdp_shard_model_weights: Sequence[torch.Tensor | None] | None,
     names: Sequence[str] | None,
-    manual_post_all_gather_processing: bool,
+    amax_groups: Patterns = (),
 ) -> list[ShardRequest]:
     """The requests, one a weight, in order; the arguments are those of :class:`zerocast.CastPlan`.
 
@@ -77,6 +81,11 @@ def check_request(
                 f"model_weights, got {len(given)} entries; give None where this rank owns nothing "
                 "of a weight."
             )
+    if amax_groups and names is None:
+        raise InputError(
+            "amax_groups are patterns of the weights' names, got no names; give the plan names."
+        )
+    labels = amax_group_labels(amax_groups, names or ())
     requests: list[ShardRequest] = []
     first_use: dict[int, str] = {}
     for i, weight in enumerate(model_weights):
@@ -97,7 +106,8 @@ def check_request(
         extent = _check_master(name, storage, master_weights[i], start_offsets[i])
         own = fsdp_shard_model_weights[i] if fsdp_shard_model_weights is not None else None
         codes = _check_shard_codes(name, storage, extent, own)
-        requests.append(ShardRequest(name, names is not None, storage, extent, codes))
+        label = (labels[i] if labels else None) or storage.amax_group
+        requests.append(ShardRequest(name, names is not None, storage, extent, codes, label))
     return requests
 
 
@@ -272,3 +282,25 @@ def _check_shard_codes(
                 f"{extent}, got {codes.numel()}."
             )
     return {plane: codes.view(-1) for plane, codes in zip(planes, buffers, strict=True)}
+
+
+def check_amax_groups(
+    requests: Sequence[ShardRequest], members: Mapping[Communicator, Sequence[int]]
+) -> None:
+    """Raise :class:`InputError` where weights of one amax group differ in recipe or dtype, or are
+    not sharded over one group of ranks.
+    """
+    comm_of = {i: comm for comm, indices in members.items() for i in indices}
+    leaders: dict[str, int] = {}
+    for i, request in enumerate(requests):
+        if request.amax_group is None:
+            continue
+        first = leaders.setdefault(request.amax_group, i)
+        leader = requests[first]
+        given, wanted = ((r.storage.recipe, r.storage.dtype) for r in (request, leader))
+        if given != wanted or comm_of[i] != comm_of[first]:
+            raise InputError(
+                "weights of one amax group must have one recipe and one dtype and be sharded over "
+                f"one group, got {leader.name} ({wanted[0]}, {wanted[1]}, {comm_of[first]}) and "
+                f"{request.name} ({given[0]}, {given[1]}, {comm_of[i]})."
+            )

@@ -107,7 +107,8 @@ def _describe(request: ShardRequest) -> str:
     storage = request.storage
     name = f"{request.name}: " if request.is_named else ""
     recipe = describe_recipe(storage.recipe)
-    return f"{name}{tuple(storage.shape)} {storage.dtype} {recipe}{_state(storage)}"
+    group = "" if request.amax_group is None else f", amax group {request.amax_group}"
+    return f"{name}{tuple(storage.shape)} {storage.dtype} {recipe}{_state(storage)}{group}"
 
 
 def describe_recipe(recipe: Recipe) -> str:

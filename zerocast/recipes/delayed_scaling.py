@@ -76,6 +76,10 @@ class DelayedScaling(Recipe):
         return ("scale", "cast_scale", "amax_history", "amax")
 
     @property
+    def scales_tensor(self) -> bool:
+        return True
+
+    @property
     def casts_before_reduction(self) -> bool:
         return True
 

@@ -33,6 +33,10 @@ class Float8CurrentScaling(Float8Recipe):
     def power_2_scale(self, params: QParams) -> bool:
         return self.use_power_2_scales or params.power_2_scale
 
+    @property
+    def scales_tensor(self) -> bool:
+        return True
+
     def check_shape(self, shape: Sequence[int]) -> None:
         require_elements("Float8CurrentScaling", shape, "one dimension or more")
 

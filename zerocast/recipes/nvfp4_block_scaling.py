@@ -119,6 +119,10 @@ class NVFP4BlockScaling(Recipe):
         return ("rounding_counter",) if self._draws else ()
 
     @property
+    def scales_tensor(self) -> bool:
+        return True
+
+    @property
     def chooses_scales(self) -> bool:
         return self.nvfp4_4over6 == "weights"
 

@@ -136,6 +136,11 @@ class Recipe(ABC):
         return False
 
     @property
+    def scales_tensor(self) -> bool:
+        """Whether an amax of the whole tensor enters every scale, so that weights can share it."""
+        return False
+
+    @property
     def chooses_scales(self) -> bool:
         """Whether blocks choose between two scales (4-over-6), which takes one more exchange."""
         return False

@@ -69,6 +69,8 @@ class QuantizedStorage:
         shape, dtype: the nominal ones, which the weight presents to torch.
         recipe: the scheme that gives the bytes their meaning.
         buffers: the stored tensors, by the names of :meth:`Recipe.buffers`.
+        amax_group: weights with the same one share their tensor amax in every cast; None for a
+            weight of its own.
     """
 
     last_move: int = 0
@@ -86,6 +88,7 @@ class QuantizedStorage:
         self.dtype = dtype
         self.recipe = recipe
         self.buffers = buffers
+        self.amax_group: str | None = None
         # Plans that functional calls made for weights of which this is the first. Kept here, and
         # not in a global table, so that they live as long as the weights and no longer. Not copied,
         # not saved.
@@ -307,6 +310,7 @@ class QuantizedStorage:
         buffers = {name: b.to(device or b.device, copy=True) for name, b in self.buffers.items()}
         copy = QuantizedStorage(self.shape, dtype or self.dtype, self.recipe, buffers)
         copy._set_staleness(self._staleness)
+        copy.amax_group = self.amax_group
         copy.high_precision_init_val = self.high_precision_init_val
         return copy
 
@@ -321,7 +325,8 @@ class QuantizedStorage:
             name: b if b.untyped_storage().nbytes() == b.nbytes else b.clone()
             for name, b in self.buffers.items()
         }
-        return restore_storage, (self.shape, self.dtype, self.recipe, buffers, self._staleness)
+        fields = self.shape, self.dtype, self.recipe, buffers, self._staleness, self.amax_group
+        return restore_storage, fields
 
     @property
     def _staleness(self) -> bool | None:
@@ -349,15 +354,17 @@ class QuantizedStorage:
         return blocks + (blocks > 1)
 
     def split_amax(
-        self, amax: torch.Tensor
+        self, amax: torch.Tensor, tensor_amax: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
         """int32 [amax_slots] -> rowwise block amaxes, columnwise ones or None, and as [1] the
-        tensor's.
+        tensor's, which is ``tensor_amax`` where that is given: an entry that weights share.
         """
         blocks, columnwise = self.grid.num_blocks, self.columnwise_grid
+        if tensor_amax is None:
+            tensor_amax = amax[-1:]
         if columnwise is None:
-            return amax[:blocks], None, amax[-1:]
-        return amax[:blocks], amax[blocks : blocks + columnwise.num_blocks], amax[-1:]
+            return tensor_amax if blocks == 1 else amax[:blocks], None, tensor_amax
+        return amax[:blocks], amax[blocks : blocks + columnwise.num_blocks], tensor_amax
 
     def cast_shards(
         self,
@@ -365,6 +372,7 @@ class QuantizedStorage:
         extent: Extent,
         amax: torch.Tensor,
         *,
+        tensor_amax: torch.Tensor | None = None,
         codes: torch.Tensor | None = None,
         columnwise_codes: torch.Tensor | None = None,
         codes_start: int = 0,
@@ -377,6 +385,7 @@ class QuantizedStorage:
             slot: the place of the master.
             extent: the elements that it holds.
             amax: int32 [amax_slots].
+            tensor_amax: int32 [1], the tensor's amax where weights share it.
             codes, columnwise_codes: flat buffers that receive the shard's codes instead of the
                 weight's own.
             codes_start: the element at which these buffers start.
@@ -384,7 +393,7 @@ class QuantizedStorage:
             transposed_slot: the place of the transposed master, where there is one.
         """
         recipe, buffers = self.recipe, self.buffers
-        block_amax, columnwise_amax, tensor_amax = self.split_amax(amax)
+        block_amax, columnwise_amax, tensor_amax = self.split_amax(amax, tensor_amax)
         round_to = recipe.round_to(self.dtype)
         columnwise = None
         grid = self.columnwise_grid
@@ -427,10 +436,14 @@ class QuantizedStorage:
         ]
 
     def scale_targets(
-        self, amax: torch.Tensor, candidates: Candidates | None = None
+        self,
+        amax: torch.Tensor,
+        candidates: Candidates | None = None,
+        *,
+        tensor_amax: torch.Tensor | None = None,
     ) -> list[ScaleTarget]:
         """The weight's scales as operands, as many as :meth:`cast_shards` gives."""
-        block_amax, columnwise_amax, tensor_amax = self.split_amax(amax)
+        block_amax, columnwise_amax, tensor_amax = self.split_amax(amax, tensor_amax)
         recipe, buffers = self.recipe, self.buffers
         if not (recipe.casts_transpose and self.has_columnwise):
             return [
@@ -473,8 +486,10 @@ def restore_storage(
     recipe: Recipe,
     buffers: dict[str, torch.Tensor],
     rebuild_on_use: bool | None,
+    amax_group: str | None,
 ) -> QuantizedStorage:
     """The storage that :meth:`QuantizedStorage.__reduce__` took apart."""
     storage = QuantizedStorage(shape, dtype, recipe, buffers)
     storage._set_staleness(rebuild_on_use)
+    storage.amax_group = amax_group
     return storage

@@ -1,0 +1,181 @@
+"""Weights that share one tensor amax are cast as the one weight that a server makes of them."""
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+
+import zerocast
+from tests.support.same_bytes import assert_same_bytes, assert_same_storage
+from tests.support.values import draw_values
+from zerocast.comm import Communicator, RecordingCommunicator, run_in_process
+from zerocast.errors import InputError, NonFiniteError, RankMismatchError
+
+ROWS, COLS = (32, 16, 48), 64
+NAMES = ["layers.0.wq.weight", "layers.0.wk.weight", "layers.0.wv.weight"]
+GROUPS = [["*.wq", "*.wk", "*.wv"]]
+RECIPES = (
+    zerocast.NVFP4BlockScaling(),
+    zerocast.NVFP4BlockScaling(nvfp4_4over6="weights"),
+    zerocast.Float8CurrentScaling(),
+    zerocast.Float8BlockScaling(),
+)
+
+
+def masters(seed: int = 0) -> list[torch.Tensor]:
+    """One for each weight, their amaxes far apart."""
+    scales = (1.0, 30.0, 0.01)
+    return [
+        draw_values("normal", rows * COLS, seed + i).view(rows, COLS) * scale
+        for i, (rows, scale) in enumerate(zip(ROWS, scales, strict=True))
+    ]
+
+
+@pytest.mark.parametrize("recipe", RECIPES[:3])
+def test_a_group_is_cast_as_the_fused_weight(ranks: Any, recipe: zerocast.Recipe) -> None:
+    """Codes and scales of each member are those of its rows in the fused weight, for any
+    partition.
+    """
+    whole = masters()
+    fused = zerocast.quantize(torch.cat(whole), recipe, dtype=torch.bfloat16)
+
+    def on_rank(comm: Communicator) -> None:
+        weights, shards, starts = [], [], []
+        for master in whole:
+            flat = master.view(-1)
+            cuts = [flat.numel() * r // comm.size | 1 for r in range(comm.size)]
+            cuts = [0, *cuts[1:], flat.numel()]
+            weights.append(zerocast.empty(master.shape, recipe))
+            shards.append(flat[cuts[comm.rank] : cuts[comm.rank + 1]])
+            starts.append(cuts[comm.rank])
+        plan = zerocast.CastPlan(weights, shards, starts, comm, names=NAMES, amax_groups=GROUPS)
+        plan.cast()
+        plan.all_gather()
+        row = 0
+        for weight, rows, name in zip(weights, ROWS, NAMES, strict=True):
+            assert_same_bytes(weight.rowwise_data, fused.rowwise_data[row : row + rows], name)
+            if "amax" in fused.storage.buffers:
+                assert_same_bytes(weight.amax, fused.amax, name)
+                ours, theirs = (t[r : r + rows] for t, r in (
+                    (weight.rowwise_scale_inv, 0), (fused.rowwise_scale_inv, row)
+                ))  # fmt: skip
+                assert_same_bytes(ours, theirs, name)
+            else:
+                assert_same_bytes(weight.rowwise_scale_inv, fused.rowwise_scale_inv, name)
+            row += rows
+
+    ranks.run(on_rank)
+
+
+def test_layers_are_groups_of_their_own() -> None:
+    """The wildcard tells groups apart; a weight that no pattern matches is alone."""
+    recipe = zerocast.Float8CurrentScaling()
+    names = ["a.wq", "a.wk", "b.wq", "b.wk", "b.wo"]
+    given = [torch.full((4, 4), float(i + 1)) for i in range(5)]
+    weights = [zerocast.empty((4, 4), recipe) for _ in names]
+    zerocast.CastPlan(weights, given, [0] * 5, names=names, amax_groups=[["*.wq", "*.wk"]]).cast()
+    amaxes = [round(448 * w.rowwise_scale_inv.item(), 4) for w in weights]
+    assert amaxes == [2, 2, 4, 4, 5]
+
+
+def test_delayed_members_remember_the_same() -> None:
+    """Under delayed scaling members have one history, and so one scale from the second cast on."""
+    recipe = zerocast.DelayedScaling(amax_history_len=4)
+    given = masters()
+    weights = [zerocast.empty(master.shape, recipe) for master in given]
+    plan = zerocast.CastPlan(weights, given, [0] * 3, names=NAMES, amax_groups=GROUPS)
+    for _ in range(2):
+        plan.cast()
+    largest = max(master.bfloat16().abs().max().item() for master in given)
+    for weight in weights:
+        assert weight.storage.buffers["amax_history"][0].item() == largest
+        assert_same_bytes(weight.rowwise_scale_inv, weights[0].rowwise_scale_inv, "scale_inv")
+
+
+def test_a_scheme_without_a_tensor_scale_keeps_its_bytes() -> None:
+    """Blockwise weights fuse as they are: a group changes none of their bytes."""
+    given = masters()
+    weights = [zerocast.empty(master.shape, RECIPES[3]) for master in given]
+    plan = zerocast.CastPlan(weights, given, [0] * 3, names=NAMES, amax_groups=GROUPS)
+    plan.cast()
+    plan.all_gather()
+    for weight, master in zip(weights, given, strict=True):
+        alone = zerocast.quantize(master, RECIPES[3], dtype=torch.bfloat16)
+        assert_same_storage(weight, alone, "a grouped weight")
+
+
+def test_a_group_costs_no_collective() -> None:
+    """One all-reduce, as without groups."""
+    comm = RecordingCommunicator(zerocast.as_communicator(None))
+    given = masters()
+    weights = [zerocast.empty(master.shape, RECIPES[0]) for master in given]
+    plan = zerocast.CastPlan(weights, given, [0] * 3, comm, names=NAMES, amax_groups=GROUPS)
+    comm.reset()
+    plan.cast()
+    assert comm.total().calls == 1
+
+
+def test_the_weight_that_is_not_finite_is_named() -> None:
+    """With ``check_finite`` the message names the member that holds the NaN, and no other."""
+    given = masters()
+    given[1][0, 0] = math.nan
+    weights = [zerocast.empty(master.shape, RECIPES[0]) for master in given]
+    plan = zerocast.CastPlan(
+        weights, given, [0] * 3, names=NAMES, amax_groups=GROUPS, check_finite=True
+    )
+    with pytest.raises(NonFiniteError, match=r"but layers\.0\.wk\.weight holds a NaN\. Nothing"):
+        plan.cast()
+
+
+@pytest.mark.parametrize(
+    ("groups", "text"),
+    [
+        ([["*.wx"]], r"got '\*\.wx', which matches none of layers\.0\.wq\.weight"),
+        ([["*.wq", "*.wk"], ["*.wq", "*.wv"]], r"got layers\.0\.wq\.weight in two of them"),
+        (["*.wq"], r"amax_groups\[0\] must be a list of patterns"),
+    ],
+)
+def test_wrong_patterns_are_refused(groups: Any, text: str) -> None:
+    """A pattern that matches nothing, a weight in two groups, and no list are refused."""
+    given = masters()
+    weights = [zerocast.empty(master.shape, RECIPES[0]) for master in given]
+    with pytest.raises(InputError, match=text):
+        zerocast.CastPlan(weights, given, [0] * 3, names=NAMES, amax_groups=groups)
+
+
+def test_groups_need_names_and_one_recipe() -> None:
+    """Patterns need names, and members one recipe."""
+    given = masters()
+    weights = [
+        zerocast.empty(master.shape, recipe)
+        for master, recipe in zip(given, RECIPES[:3], strict=True)
+    ]
+    with pytest.raises(InputError, match="got no names"):
+        zerocast.CastPlan(weights, given, [0] * 3, amax_groups=GROUPS)
+    with pytest.raises(InputError, match="must have one recipe and one dtype"):
+        zerocast.CastPlan(weights, given, [0] * 3, names=NAMES, amax_groups=GROUPS)
+
+
+def test_ranks_that_group_differently_are_told_apart() -> None:
+    """A group on one rank only is refused on both."""
+    given = masters()
+
+    def on_rank(comm: Communicator) -> None:
+        weights = [zerocast.empty(master.shape, RECIPES[0]) for master in given]
+        mine = [m.view(-1) if comm.rank == 0 else None for m in given]
+        starts = [0 if comm.rank == 0 else None] * 3
+        with pytest.raises(RankMismatchError, match="amax group 0:layers"):
+            zerocast.CastPlan(
+                weights, mine, starts, comm, names=NAMES, amax_groups=GROUPS[: comm.rank]
+            )
+
+    run_in_process(2, on_rank)
+
+
+def test_a_copied_weight_keeps_its_group() -> None:
+    """Copies and pickles of a weight stay in its group."""
+    weight = zerocast.empty((16, 16), RECIPES[0])
+    weight.storage.amax_group = "g"
+    assert copy.deepcopy(weight).storage.amax_group == "g"
