@@ -18,10 +18,14 @@ from zerocast.backends.cuda import Arguments, CudaBackend, Kernel, compiler
 from zerocast.backends.cuda.device import WORDS, DeviceLauncher
 from zerocast.backends.cuda.sources import cuda_sources
 from zerocast.backends.cuda.tiling import (
+    FINE_COLS,
+    FINE_ROWS,
     FLAT_COLS,
     MAX_TILE_BLOCKS,
     TALL_COLS,
     TALL_ROWS,
+    fine_tiles,
+    is_fine,
     shard_tiles,
     tiled_grid,
 )
@@ -63,6 +67,48 @@ def test_tiles_cover_the_shard_and_nothing_else(data: st.DataObject) -> None:
         assert numbers.min() == first_block
         assert numbers.max() == first_block + count - 1 <= first_block + MAX_TILE_BLOCKS - 1
         assert count == 1 or offset == col % grid.block_w
+    assert seen.max() == 1
+    assert bool((seen.view(-1) >= owned).all())
+
+
+@settings(max_examples=150)
+@given(st.data())
+def test_fine_tiles_cover_the_shard_and_nothing_else(data: st.DataObject) -> None:
+    """The same of fine tiles, which know their blocks in both planes, and cut none but one that is
+    alone.
+    """
+    rows, cols = data.draw(st.integers(1, 140)), data.draw(st.integers(1, 700))
+    grid = BlockGrid(rows, cols, 1, data.draw(st.sampled_from((16, 32, 64, 128, 256, 512, cols))))
+    second = BlockGrid(rows, cols, data.draw(st.sampled_from((1, 5, 32, 33, 128, rows))), 1)
+    assert is_fine(grid, second)
+    start = data.draw(st.integers(0, grid.numel - 1))
+    extent = Extent(start, data.draw(st.integers(start + 1, grid.numel)))
+
+    seen = torch.zeros(rows, cols, dtype=torch.int32)
+    owned = torch.zeros(grid.numel, dtype=torch.int32)
+    owned[extent.start : extent.end] = 1
+    number = torch.arange(grid.numel).view(rows, cols)
+    for first, second_word, third, first_block in fine_tiles(
+        3, grid, second.block_h, extent
+    ).tolist():
+        height, width = first >> 32 & 0xFFFF, first >> 48
+        row, col = second_word & 0xFFFFFFFF, second_word >> 32
+        count, block_row = third & 0xFFFFFFFF, third >> 32
+        here = (slice(row, row + height), slice(col, col + width))
+        seen[here] += 1
+        assert first & 0xFFFFFFFF == 3
+        assert owned.view_as(seen)[here].any(), f"a tile at {row, col} of nothing of {extent}"
+        assert height <= FINE_ROWS
+        assert width <= FINE_COLS
+        numbers = grid.block_of(number[here])
+        across = torch.zeros(width, dtype=torch.int64)
+        if count > 1:
+            across = torch.arange(width) // grid.block_w
+        down = torch.arange(height)[:, None] * grid.blocks_w
+        assert torch.equal(numbers, first_block + down + across)
+        assert int(across[-1]) == count - 1
+        columns = block_row * cols + col + torch.arange(width)
+        assert torch.equal(second.block_of(number[here]), columns.expand(height, width))
     assert seen.max() == 1
     assert bool((seen.view(-1) >= owned).all())
 

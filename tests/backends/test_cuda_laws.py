@@ -12,7 +12,7 @@ from tests.backends.test_cuda_emulated import BACKENDS, DTYPES, GUARD, REFERENCE
 from tests.cuda_emulation.emulator import ORDERS, Emulator, needs_emulation
 from tests.support.same_bytes import assert_same_bytes
 from tests.support.values import KINDS, draw_values
-from zerocast.backends.cuda import CudaBackend
+from zerocast.backends.cuda import CudaBackend, prepared
 from zerocast.backends.cuda.device import WORDS
 from zerocast.errors import BackendError
 from zerocast.formats import E2M1, E4M3, E5M2, byte_span
@@ -415,6 +415,26 @@ def test_an_activation_finds_its_tiles() -> None:
             tensor = draw_values("normal", 64 * 4096, seed).view(64, 4096)
             zerocast.quantize(tensor, recipe, dtype=torch.bfloat16).dequantize()
     assert max(sent) <= WORDS
+
+
+def test_few_tables_of_tiles_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shapes that were not used for long give way, and are cut anew when they come again."""
+    monkeypatch.setattr(prepared, "KEPT_TILES", 2)
+    emulator = Emulator()
+    sent: list[int] = []
+    upload = emulator.upload
+    emulator.upload = lambda table: (sent.append(1), upload(table))[1]
+    backend = CudaBackend(emulator)
+
+    def uploads(rows: int) -> int:
+        sent.clear()
+        layout = ScaleLayout(BlockGrid(rows, 4, rows, 4))
+        codes, values = torch.zeros(rows, 4, dtype=torch.uint8), torch.zeros(rows, 4)
+        target = DequantizeTarget(layout, codes, torch.ones(1, 1), None, values)
+        backend.dequantize(Float8Law(E4M3), [target])()
+        return len(sent)
+
+    assert [uploads(rows) for rows in (1, 2, 1, 3, 1, 2)] == [2, 2, 1, 2, 1, 2]
 
 
 # --- what is refused ---
