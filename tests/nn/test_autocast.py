@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from tests.nn.quantized_layers import RECIPES, every_recipe, recorded_products
+from tests.support.layers import RECIPES, every_recipe, recorded_products
 from tests.support.same_bytes import assert_same_bytes
 from zerocast import nn
 from zerocast.context import autocast, model_init

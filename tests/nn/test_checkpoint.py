@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from tests.nn.quantized_layers import RECIPES, every_recipe
+from tests.support.layers import RECIPES, every_recipe
 from tests.support.same_bytes import assert_same_bytes
 from zerocast import nn
 from zerocast.context import autocast, checkpoint_contexts

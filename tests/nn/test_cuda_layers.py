@@ -7,8 +7,8 @@ Blackwell; where the device lacks a kind, the test is skipped with the reason th
 import pytest
 import torch
 
-from tests.nn.quantized_layers import RECIPES, assert_close, every_recipe
 from tests.nn.test_library_gemm import KINDS, every_kind, every_product, operands, sides
+from tests.support.layers import RECIPES, assert_close, every_recipe
 from zerocast import nn
 from zerocast.context import autocast
 from zerocast.nn.gemm import Product, engine, gemm

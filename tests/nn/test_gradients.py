@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.nn.quantized_layers import (
+from tests.support.layers import (
     RECIPES,
     TOLERANCE,
     Made,
@@ -95,6 +95,55 @@ def test_linear(
     if bias:
         expected = grad.view(T, M).double().sum(0)
         assert_close(layer.bias.grad, expected, tolerance, "gradient of the bias")
+
+
+FREE = [(1, 1, 1), (1, 7, 3), (5, 33, 17), (3, 130, 257), (129, 5, 4)]
+OF_32 = [(1, 32, 32), (33, 96, 160), (130, 32, 64)]
+OF_16 = [(1, 16, 16), (3, 48, 80), (17, 112, 96), (129, 16, 144)]
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "in_features", "out_features"),
+    [
+        (name, *shape)
+        for name in RECIPES
+        for shape in (OF_32 if "mxfp8" in name else OF_16 if "nvfp4" in name else FREE)
+    ],
+)
+def test_linear_of_awkward_sizes(
+    name: str,
+    rows: int,
+    in_features: int,
+    out_features: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One row, one feature, primes, one past a block."""
+    layer = make(nn.Linear, in_features, out_features)
+    x = torch.randn(rows, in_features, requires_grad=True)
+    y, _, (out, dx, dw) = run(layer, x, RECIPES[name], monkeypatch)
+    assert_close(y, out.a @ out.b.t() + layer.bias.detach().double(), 1e-5, "output")
+    assert_close(x.grad, dx.a @ dx.b, 1e-5, "gradient of the input")
+    assert_close(layer.weight.grad, dw.a.t() @ dw.b, 1e-5, "gradient of the weight")
+
+
+@every_recipe
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_not_finite_is_loud(recipe: Recipe, bad: float) -> None:
+    """One such input makes its output and its weight's gradient NaN; a zero gradient is zero."""
+    layer = make(nn.Linear, 64, 64, False)
+    x = torch.randn(8, 64)
+    x[3, 5] = bad
+    with autocast(recipe=recipe):
+        y = layer(x)
+    assert y[3].isnan().any()
+    y.backward(torch.ones_like(y))
+    assert layer.weight.grad.isnan().any()
+    layer.zero_grad()
+    with autocast(recipe=recipe):
+        y = layer(torch.zeros(8, 64))
+    y.backward(torch.zeros_like(y))
+    assert (y == 0).all()
+    assert (layer.weight.grad == 0).all()
 
 
 def columnwise_values(tensor: torch.Tensor, recipe: Recipe) -> torch.Tensor:

@@ -8,7 +8,7 @@ documentation defines them, scale by scale.
 import pytest
 import torch
 
-from tests.nn.quantized_layers import RECIPES, assert_close
+from tests.support.layers import RECIPES, assert_close
 from zerocast.nn import library_gemm, unswizzle
 from zerocast.nn.gemm import Product, engine, gemm
 from zerocast.nn.library_gemm import BLOCKWISE, MXFP8, NVFP4, ROWWISE, TENSORWISE, Arguments, Kind

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.nn.quantized_layers import RECIPES, every_recipe
+from tests.support.layers import RECIPES, every_recipe
 from zerocast import nn
 from zerocast.context import autocast
 from zerocast.errors import InputError

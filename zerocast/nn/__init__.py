@@ -10,7 +10,8 @@ swizzle, unswizzle                  scales in the order that block-scaled GEMMs 
 from zerocast.nn.checkpoint import checkpoint
 from zerocast.nn.convert import ConversionReport, convert
 from zerocast.nn.explanation import Explanation, ProductExplanation, explain
-from zerocast.nn.layernorm_linear import LayerNormLinear, LayerNormMLP
+from zerocast.nn.layernorm_linear import LayerNormLinear
+from zerocast.nn.layernorm_mlp import LayerNormMLP
 from zerocast.nn.linear import Linear
 from zerocast.nn.normalization import LayerNorm, RMSNorm
 from zerocast.nn.statistics import Counts, Statistics, statistics

@@ -1,0 +1,120 @@
+"""LayerNormMLP: a transformer's MLP with the norm before it, named as in TransformerEngine.
+
+What the activation makes is quantized as what the norm makes is: where it is made.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+
+from zerocast.nn.activation import Activation, activate, check_activation, widths
+from zerocast.nn.initialization import linear_parameters, quantized_if_asked, reset_linear
+from zerocast.nn.normalization import check_normalization
+from zerocast.nn.normalized_module import NormalizedModule
+from zerocast.nn.quantized_functions import QuantizedActivation
+from zerocast.nn.quantized_module import eager_in_regions
+from zerocast.ops import Activation as Operation
+from zerocast.recipes import Recipe
+
+
+class LayerNormMLP(NormalizedModule):
+    """``fc2(activation(fc1(norm(x))))``: a transformer's MLP with the norm before it.
+
+    Parameters are ``layer_norm_weight`` [H], ``layer_norm_bias`` [H] (None for "RMSNorm"),
+    ``fc1_weight`` [F, H] ([2F, H] for "swiglu"), ``fc1_bias``, ``fc2_weight`` [H, F] and
+    ``fc2_bias``; they start as torch's layers start theirs.
+
+    Args:
+        hidden_size: H.
+        ffn_hidden_size: F.
+        eps: added to the variance.
+        bias: whether both linear layers add a bias.
+        normalization: ``"LayerNorm"`` or ``"RMSNorm"``.
+        activation: ``"gelu"``, ``"gelu_tanh"``, ``"relu"``, ``"silu"`` or ``"swiglu"``, as
+            :data:`zerocast.nn.activation.Activation` defines them.
+        return_layernorm_output: whether the forward returns what the norm made, too.
+        zero_centered_gamma: multiply by ``1 + layer_norm_weight``, which starts at 0.
+        params_dtype: of the parameters: FP32, BF16 or FP16.
+        device: where they are.
+        recipe, columnwise, name: as in :class:`zerocast.nn.Linear`, for both weights.
+
+    Raises:
+        InputError: for another normalization or activation, and as :class:`zerocast.nn.Linear`.
+    """
+
+    gemms: ClassVar[int] = 2
+
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        eps: float = 1e-5,
+        bias: bool = True,
+        normalization: str = "LayerNorm",
+        activation: str = "gelu",
+        return_layernorm_output: bool = False,
+        zero_centered_gamma: bool = False,
+        params_dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        *,
+        recipe: Recipe | None = None,
+        columnwise: bool = True,
+        name: str = "",
+    ) -> None:
+        super().__init__()
+        self.hidden_size, self.ffn_hidden_size, self.eps = hidden_size, ffn_hidden_size, eps
+        self.normalization = check_normalization(normalization)
+        self.activation: Activation = check_activation(activation)
+        self.return_layernorm_output = return_layernorm_output
+        self.zero_centered_gamma = zero_centered_gamma
+        self.name = name
+        self._make_norm(hidden_size, device, params_dtype)
+        self._reset_norm()
+        width = widths(self.activation) * ffn_hidden_size
+        fc1, self.fc1_bias = linear_parameters(hidden_size, width, bias, device, params_dtype)
+        fc2, self.fc2_bias = linear_parameters(
+            ffn_hidden_size, hidden_size, bias, device, params_dtype
+        )
+        self.fc1_weight = quantized_if_asked(fc1, recipe, columnwise=columnwise)
+        self.fc2_weight = quantized_if_asked(fc2, recipe, columnwise=columnwise)
+
+    def reset_parameters(self) -> None:
+        """Draw all parameters anew."""
+        self._reset_norm()
+        reset_linear(self.fc1_weight, self.fc1_bias)
+        reset_linear(self.fc2_weight, self.fc2_bias)
+
+    @eager_in_regions
+    def forward(self, input: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """[..., H] -> [..., H], and what the norm made, [..., H], where that was asked for."""
+        wants_norm = self.return_layernorm_output
+        hidden, normed = self._normed_linear(
+            input, self.fc1_weight, self.fc1_bias, wants_norm=wants_norm
+        )
+        out = self._activated_linear(hidden)
+        if not wants_norm:
+            return out
+        assert normed is not None
+        return out, normed
+
+    def _activated_linear(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Product number 1, of what the activation makes."""
+        weight, bias = self.fc2_weight, self.fc2_bias
+        quantizing = self._quantizing(1, hidden, weight)
+        if quantizing is None:
+            return self._linear(1, activate(self.activation, hidden), weight, bias)
+        codes = QuantizedActivation.apply(
+            hidden.reshape(-1, hidden.shape[-1]),
+            Operation(self.activation),
+            quantizing.quantizer,
+            quantizing.watch,
+        )
+        return self._linear(1, codes, weight, bias, leading=hidden.shape[:-1])
+
+    def extra_repr(self) -> str:
+        """Sizes, bias, norm and activation."""
+        sizes = f"hidden_size={self.hidden_size}, ffn_hidden_size={self.ffn_hidden_size}"
+        bias = f"bias={self.fc1_bias is not None}"
+        return f"{sizes}, {bias}, {self._repr_norm()}, activation={self.activation!r}"
