@@ -12,11 +12,12 @@ from rich.table import Table
 
 from gpt.training import Run, Settings
 
-# The rows of the closing table, and the phases of a step that each adds up. Delayed scaling casts
-# in the pass that takes the amaxes; 4-over-6 chooses scales, and exchanges what it chooses by.
+# The rows of the closing table, and the phases of a step that each adds up. Clipping begins with
+# the reduce-scatter, which the step then has behind it. Delayed scaling casts in the pass that
+# takes the amaxes; 4-over-6 chooses scales, and exchanges what it chooses by.
 PHASES = {
     "forward and backward": ["forward_backward"],
-    "reduce-scatter": ["reduce_scatter"],
+    "reduce-scatter and clipping": ["clip", "reduce_scatter"],
     "optimizer": ["optimizer"],
     "amax": ["partial_amax", "partial_select"],
     "all-reduce": ["reduce_amax", "reduce_candidates"],

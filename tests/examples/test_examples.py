@@ -72,7 +72,7 @@ def test_training_on_one_rank_leaves_table_record_and_picture(tmp_path: Path) ->
         "held, masters",
         "held, optimizer state",
         "time a step, forward and backward",
-        "time a step, reduce-scatter",
+        "time a step, reduce-scatter and clipping",
         "time a step, optimizer",
         "time a step, amax",
         "time a step, all-reduce",
