@@ -267,9 +267,8 @@ class QuantizedStorage:
     @property
     def is_stale(self) -> bool:
         """Whether a cast has changed codes since the derived copies were rebuilt."""
-        return bool(self.derived_names) and any(
-            clock.ticks != seen for clock, seen in self._seen.items()
-        )
+        was_cast = any(clock.ticks != seen for clock, seen in self._seen.items())
+        return was_cast and bool(self.derived_names)
 
     def mark_rebuilt(self) -> None:
         """The derived copies have just been made from the present codes."""
