@@ -38,6 +38,8 @@ class Format(str, Enum):
         Raises:
             InputError: where there is none.
         """
+        if isinstance(value, cls):
+            return value
         for member in cls:
             if isinstance(value, str) and value.lower() == member.value:
                 return member
