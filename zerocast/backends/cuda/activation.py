@@ -124,6 +124,8 @@ def _ending(law: Law, height: int) -> str:
 
 def _height(law: Law, planes: list[_Plane]) -> int:
     """Of the tiles in which every block lies that is scaled by itself."""
+    if isinstance(law, Float8DelayedLaw):
+        return LOW  # no block is scaled by itself
     tall = [plane for plane in planes if plane.height == TALL]
     if tall and not isinstance(law, Float8Law):
         raise BackendError(

@@ -1,0 +1,204 @@
+"""What the functions of layers give lies within 2 units of BF16's last place of float64, on every
+backend; compiled ones give the same bits.
+"""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from tests.cuda_emulation.emulator import Emulator, needs_emulation
+from tests.support.activations import (
+    ELEMENT_WISE,
+    NORMS,
+    every_bfloat16,
+    float64_target,
+    rows_of_every_kind,
+    ulps,
+)
+from tests.support.same_bytes import assert_same_bytes
+from zerocast.backends import native_library
+from zerocast.backends.cpu import CpuBackend
+from zerocast.backends.cuda import CudaBackend
+from zerocast.backends.reference import ReferenceBackend
+from zerocast.errors import BackendError
+from zerocast.ops import Activation, Backend
+
+try:
+    ISAS = native_library.instruction_sets(native_library.load())
+except BackendError as error:
+    pytest.skip(str(error), allow_module_level=True)
+
+BACKENDS: dict[str, Callable[[], Backend]] = {
+    "reference": ReferenceBackend,
+    "cuda": lambda: CudaBackend(Emulator("random", max_grid=5)),
+    **{isa: (lambda isa=isa: CpuBackend(isa, threads=1)) for isa in ISAS},
+}
+NOMINALS = (torch.bfloat16, torch.float32, torch.float16)
+
+
+@pytest.fixture(
+    params=[pytest.param(n, marks=needs_emulation if n == "cuda" else ()) for n in BACKENDS],
+    scope="module",
+)
+def backend(request: pytest.FixtureRequest) -> Backend:
+    """Each backend; CUDA's kernels on the CPU."""
+    return BACKENDS[request.param]()
+
+
+def exact_element_wise(function: str, x: torch.Tensor) -> torch.Tensor:
+    """The formulas in float64, by other ways than the backends'."""
+    x = x.double()
+    if function == "relu":
+        return torch.where(x.isnan(), x, x.clamp(min=0.0))
+    if function == "gelu":  # the logarithm of Phi keeps its digits at both ends
+        return x * torch.special.log_ndtr(x).exp()
+    if function == "gelu_tanh":
+        u = (2 / torch.pi) ** 0.5 * (x + 0.044715 * x * x * x)
+        return x * torch.nn.functional.logsigmoid(2 * u).exp()
+    if function == "silu":
+        return x * torch.nn.functional.logsigmoid(x).exp()
+    return x
+
+
+def run(backend: Backend, activation: Activation, x: torch.Tensor, round_to: torch.dtype,
+        **given: torch.Tensor) -> torch.Tensor:  # fmt: skip
+    """The rounded result."""
+    target = float64_target(activation, x, round_to, **given)
+    backend.activate(None, target)()
+    assert target.output is not None
+    return target.output
+
+
+# --- functions of one element ---
+
+
+@pytest.mark.parametrize("function", ELEMENT_WISE)
+def test_every_bfloat16_input(backend: Backend, function: str) -> None:
+    """All 65,536 inputs, rounded to BF16: half a unit from float64, and a little; NaN and
+    infinities where float64 has them.
+    """
+    x = every_bfloat16()
+    exact = exact_element_wise(function, x)
+    assert ulps(run(backend, Activation(function), x, torch.bfloat16), exact) <= 0.51
+    # What is rounded is far closer, so FP32 results are good to about 5 digits more.
+    assert ulps(run(backend, Activation(function), x, torch.float32), exact) <= 0.004
+
+
+@pytest.mark.parametrize("round_to", NOMINALS)
+@pytest.mark.parametrize("dtype", NOMINALS)
+def test_dtypes_in_and_out(backend: Backend, dtype: torch.dtype, round_to: torch.dtype) -> None:
+    """A source of any dtype is read exactly, and a result is rounded once to any other, at any
+    alignment.
+    """
+    for shape in ((3, 5), (1, 1), (33, 129), (2, 64)):
+        x = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+        x[0, 0] = 2.0**-24  # FP16's smallest
+        made = run(backend, Activation("identity"), x, round_to)
+        assert_same_bytes(made, x.float().to(round_to), f"{dtype} to {round_to}")
+
+
+def test_swiglu(backend: Backend) -> None:
+    """Both halves of a row, where silu of the first alone is too small for FP32, too."""
+    first = torch.linspace(-200.0, 200.0, 401).bfloat16()
+    second = torch.tensor([1.0, -3.0, 2.0**-60, 2.0**100, -(2.0**127), 1e-30]).bfloat16()
+    x = torch.stack(torch.broadcast_tensors(first[:, None], second[None, :]), dim=1).reshape(
+        401, 12
+    )
+    exact = exact_element_wise("silu", x[:, :6]) * x[:, 6:].double()
+    assert ulps(run(backend, Activation("swiglu"), x, torch.bfloat16), exact) <= 0.51
+
+
+# --- functions of a row ---
+
+
+def exact_norm(
+    activation: Activation, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The result, and the magnitude of its larger term."""
+    x = x.double()
+    if activation.function == "layernorm":
+        x = x - x.mean(dim=1, keepdim=True)
+    y = x / (x.square().mean(dim=1, keepdim=True) + activation.eps).sqrt()
+    if weight is not None:
+        y = y * (weight.double() + (1 if activation.zero_centered_gamma else 0))
+    if bias is None:
+        return y, torch.zeros_like(y)
+    return y + bias.double(), torch.maximum(y.abs(), bias.double().abs())
+
+
+@pytest.mark.parametrize("cols", [1, 2, 5, 64, 127, 128, 129, 515, 2048])
+@pytest.mark.parametrize("function", NORMS)
+def test_norms(backend: Backend, function: str, cols: int) -> None:
+    """Rows of any length and any kind: far from zero, with outliers, tiny, up to FLT_MAX."""
+    for kind, x in rows_of_every_kind(cols):
+        for eps in (1e-5, 0.0):
+            activation = Activation(function, eps)
+            exact, _ = exact_norm(activation, x, None, None)
+            if function == "layernorm":
+                # An element equal to the mean is 0, and all of a row of one: what is left of it in
+                # float64, too, is noise.
+                noise = x.double().abs().amax(dim=1, keepdim=True) * 2.0**-44
+                x_centered = (x.double() - x.double().mean(dim=1, keepdim=True)).abs()
+                exact = torch.where(x_centered <= noise, torch.nan, exact)
+            made = run(backend, activation, x, torch.bfloat16)
+            made = torch.where(exact.isnan(), torch.nan, made)
+            worst = ulps(made, exact)
+            assert worst <= 2.0, f"{kind}, eps {eps}: {worst} units"
+
+
+@pytest.mark.parametrize("zero_centered", [False, True])
+@pytest.mark.parametrize("function", NORMS)
+def test_weight_and_bias(backend: Backend, function: str, zero_centered: bool) -> None:
+    """With a weight, and a bias, of other dtypes: within 2 units of the larger term of the sum."""
+    g = torch.Generator().manual_seed(3)
+    for cols in (3, 300):
+        x = torch.randn(37, cols, generator=g).half()
+        weight = torch.randn(cols, generator=g).bfloat16()
+        bias = torch.randn(cols, generator=g) if function == "layernorm" else None
+        activation = Activation(function, 1e-3, zero_centered)
+        given = {"weight": weight} | ({} if bias is None else {"bias": bias})
+        exact, term = exact_norm(activation, x, weight, bias)
+        assert ulps(run(backend, activation, x, torch.bfloat16, **given), exact, term) <= 2.0
+
+
+def test_statistics(backend: Backend) -> None:
+    """Mean and 1 / deviation of each row come with the result, as a backward needs them."""
+    x = torch.randn(70, 200, generator=torch.Generator().manual_seed(4)) * 3 + 1
+    mean, rstd = torch.full((70,), torch.nan), torch.full((70,), torch.nan)
+    run(backend, Activation("layernorm", 1e-5), x, torch.float32, mean=mean, rstd=rstd)
+    exact = x.double()
+    torch.testing.assert_close(mean.double(), exact.mean(dim=1), rtol=1e-6, atol=0)
+    deviation = (exact.var(dim=1, correction=0) + 1e-5).sqrt()
+    torch.testing.assert_close(rstd.double(), 1 / deviation, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("special", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("function", NORMS)
+def test_a_row_that_is_not_finite(backend: Backend, function: str, special: float) -> None:
+    """One NaN or infinity is what float64 makes of it, and other rows do not see it."""
+    x = torch.randn(5, 300, generator=torch.Generator().manual_seed(5))
+    x[2, 77] = special
+    made = run(backend, Activation(function), x, torch.bfloat16)
+    exact, _ = exact_norm(Activation(function), x, None, None)
+    assert torch.equal(made.isnan(), exact.isnan())
+    assert not made[[0, 1, 3, 4]].isnan().any()
+
+
+# --- the same bits ---
+
+
+@needs_emulation
+@pytest.mark.parametrize("function", [*ELEMENT_WISE, "swiglu", *NORMS])
+def test_compiled_backends_give_the_same_bits(function: str) -> None:
+    """CUDA's kernels and the CPU's loops, whatever the instruction set and the order of threads."""
+    g = torch.Generator().manual_seed(6)
+    for cols in (5, 130, 1000):
+        x = torch.randn(9, cols * (2 if function == "swiglu" else 1), generator=g) * 4
+        made = {
+            name: run(make(), Activation(function), x, torch.float32)
+            for name, make in BACKENDS.items()
+            if name != "reference"
+        }
+        for name, result in made.items():
+            assert_same_bytes(result, made["baseline"], f"{function} of {cols} columns on {name}")

@@ -1,0 +1,185 @@
+"""The fused kernels, run on the CPU: codes, scales and amaxes of every recipe are exactly those
+that the reference gives for the rounded result.
+"""
+
+import pytest
+import torch
+
+import zerocast
+from tests.cuda_emulation.emulator import ORDERS, Emulator, needs_emulation
+from tests.support.activations import (
+    FUNCTIONS,
+    NORMS,
+    RECIPES,
+    USAGES,
+    parameters,
+    quantizer_of,
+)
+from tests.support.same_bytes import assert_same_bytes, assert_same_storage
+from tests.support.values import draw_values
+from zerocast.backends.cuda import CudaBackend
+from zerocast.errors import BackendError
+from zerocast.formats import E4M3
+from zerocast.layout import BlockGrid, ScaleLayout
+from zerocast.nn.functional import activate
+from zerocast.ops import Activation, ActivationTarget, CastPlane, Float8Law, MXFP8Law
+from zerocast.tensors import Quantizer
+
+pytestmark = needs_emulation
+
+EMULATORS = {order: Emulator(order, max_grid=3) for order in ORDERS}
+BACKENDS = {order: CudaBackend(emulator) for order, emulator in EMULATORS.items()}
+
+
+def source(function: str, shape: tuple[int, int], kind: str, seed: int) -> torch.Tensor:
+    """FP32 [M, S] that a function of ``shape`` takes."""
+    rows, cols = shape
+    cols *= 2 if function == "swiglu" else 1
+    return draw_values(kind, rows * cols, seed).view(rows, cols)
+
+
+def assert_fused(
+    backend: CudaBackend, function: str, quantizer: Quantizer, x: torch.Tensor, what: str
+) -> None:
+    """One call gives the rounded result, and of it the codes that the reference gives."""
+    cols = x.shape[1] // (2 if function == "swiglu" else 1)
+    given = parameters(function, cols, 9)
+    recorded = None if quantizer.memory is None else quantizer.memory._state.amaxes  # type: ignore[attr-defined]
+    with zerocast.use_backend(backend):
+        made = activate(Activation(function), x, quantizer, output=True, **given)
+    assert made.quantized is not None
+    assert made.output is not None
+    amax = None if recorded is None else recorded.clone()
+    with zerocast.use_backend("reference"):
+        expected = quantizer.quantize(made.output)
+    assert_same_storage(made.quantized, expected, what)
+    if amax is not None:
+        assert_same_bytes(amax, recorded, f"recorded amax of {what}")
+    with zerocast.use_backend(backend):  # the same codes where the result is not wanted
+        alone = activate(Activation(function), x, quantizer, **given)
+    assert alone.output is None
+    assert alone.quantized is not None
+    assert_same_storage(alone.quantized, expected, f"{what}, no output")
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_codes_of_every_recipe(function: str, name: str) -> None:
+    """Every function under every recipe, both copies and each alone, in tiles that are cut at the
+    right and below; BF16 in and out.
+    """
+    x = source(function, (70, 160), "normal", 1).bfloat16()
+    for order, usage in zip(ORDERS, USAGES, strict=True):
+        quantizer = quantizer_of(RECIPES[name], usage)
+        assert_fused(BACKENDS[order], function, quantizer, x, f"{function}, {name}, {usage}")
+
+
+@pytest.mark.parametrize("kind", ["zeros", "ties", "subnormal", "wide", "huge", "underflow"])
+@pytest.mark.parametrize("name", RECIPES)
+def test_values_of_every_kind(name: str, kind: str) -> None:
+    """Blocks of zeros, scales that underflow, infinities by rounding: as the reference."""
+    for dtype, order in zip((torch.bfloat16, torch.float32, torch.float16), ORDERS, strict=True):
+        x = source("identity", (36, 144 if "mxfp8" not in name else 160), kind, 2).to(dtype)
+        quantizer = quantizer_of(RECIPES[name])
+        assert_fused(BACKENDS[order], "identity", quantizer, x, f"{kind} of {dtype}, {name}")
+
+
+@pytest.mark.parametrize("kind", ["nan", "infinity"])
+@pytest.mark.parametrize("function", ["identity", "silu", "layernorm"])
+@pytest.mark.parametrize("name", RECIPES)
+def test_what_is_not_finite(name: str, function: str, kind: str) -> None:
+    """One NaN or infinity makes NaN of all under its scale, and of nothing else."""
+    x = source(function, (34, 160), kind, 3)
+    for order in ORDERS:
+        quantizer = quantizer_of(RECIPES[name])
+        assert_fused(BACKENDS[order], function, quantizer, x, f"{function} of {kind}, {name}")
+
+
+SHAPES = [(1, 32), (2, 96), (33, 32), (128, 128), (130, 288), (257, 160), (32, 512), (16, 32)]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("name", RECIPES)
+def test_shapes_around_the_tiles(name: str, shape: tuple[int, int]) -> None:
+    """Matrices smaller than a tile, of whole tiles, and one more."""
+    for function, order in zip(("gelu", "rmsnorm", "swiglu"), ORDERS, strict=True):
+        x = source(function, shape, "normal", 4).bfloat16()
+        quantizer = quantizer_of(RECIPES[name])
+        assert_fused(BACKENDS[order], function, quantizer, x, f"{function} {shape}, {name}")
+
+
+@pytest.mark.parametrize(
+    "shape", [(1, 1), (3, 5), (129, 1), (1, 131), (31, 33), (5, 130), (127, 131)], ids=str
+)
+@pytest.mark.parametrize(
+    "name", ["delayed", "current", "rowwise", "blocks 1x128", "blocks 128x128"]
+)
+def test_odd_shapes(name: str, shape: tuple[int, int]) -> None:
+    """Rows of any length where the recipe holds them, at addresses that are not aligned."""
+    for function, order in zip(("relu", "layernorm", "swiglu"), ORDERS, strict=True):
+        x = source(function, shape, "normal", 5).bfloat16()
+        quantizer = quantizer_of(RECIPES[name])
+        assert_fused(BACKENDS[order], function, quantizer, x, f"{function} {shape}, {name}")
+
+
+def test_dimensions_are_flattened() -> None:
+    """Leading dimensions count as rows."""
+    x = torch.randn(3, 5, 64, generator=torch.Generator().manual_seed(6)).bfloat16()
+    quantizer = quantizer_of(RECIPES["current"])
+    with zerocast.use_backend(BACKENDS["random"]):
+        made = activate(Activation("gelu"), x, quantizer, output=True)
+    assert made.quantized is not None
+    assert made.quantized.shape == made.output.shape == x.shape
+    assert_same_storage(made.quantized, quantizer.quantize(made.output), "three dimensions")
+
+
+# --- launches ---
+
+ONE_PASS = ("delayed", "blocks 1x128", "blocks 128x128", "mxfp8", "mxfp8 32x32")
+
+
+@pytest.mark.parametrize("function", ["gelu", *NORMS])
+@pytest.mark.parametrize("name", RECIPES)
+def test_how_many_launches(name: str, function: str) -> None:
+    """One kernel where no scale waits for the whole tensor, else two, whatever else is wanted."""
+    emulator = Emulator()
+    x = source(function, (40, 64), "normal", 7)
+    quantizer = quantizer_of(RECIPES[name])
+    with zerocast.use_backend(CudaBackend(emulator)):
+        activate(Activation(function), x, quantizer, output=True, statistics=True)
+    passes = 1 if name in ONE_PASS else 2
+    assert emulator.launches == passes, emulator.names
+    assert all(n.split("_")[0] in ("activation", "normalization") for n in emulator.names)
+
+
+def test_nothing_is_uploaded() -> None:
+    """A call sends no table to the device: all that a kernel is told is its argument."""
+    emulator = Emulator()
+    emulator.upload = None  # type: ignore[assignment,method-assign]
+    with zerocast.use_backend(CudaBackend(emulator)):
+        activate(Activation("silu"), torch.randn(8, 64), quantizer_of(RECIPES["mxfp8"]))
+
+
+# --- what it refuses ---
+
+
+def plane(grid: BlockGrid) -> CastPlane:
+    """Of 8-bit codes."""
+    codes = torch.empty(grid.rows, grid.cols, dtype=torch.uint8)
+    layout = ScaleLayout(grid)
+    return CastPlane(layout, codes, torch.empty(layout.shape))
+
+
+@pytest.mark.parametrize(
+    ("law", "grid", "message"),
+    [
+        (Float8Law(E4M3), BlockGrid(64, 64, 8, 8), "blocks of 1, 16, 32 or 128"),
+        (MXFP8Law(), BlockGrid(256, 256, 128, 128), "blocks of 128 rows for FP8 with FP32 scales"),
+    ],
+)
+def test_other_blocks_are_refused(law: object, grid: BlockGrid, message: str) -> None:
+    """Blocks that no tile holds are refused when the operation is prepared, with the way out."""
+    x = torch.zeros(grid.rows, grid.cols)
+    target = ActivationTarget(Activation("relu"), x, torch.float32, planes=(plane(grid),))
+    with pytest.raises(BackendError, match=message):
+        BACKENDS["forward"].activate(law, target)  # type: ignore[arg-type]

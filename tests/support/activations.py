@@ -1,0 +1,107 @@
+"""Activations for tests: what they are given, who quantizes them, how far they are from float64."""
+
+from collections.abc import Iterator
+
+import torch
+
+from zerocast.ops import Activation, ActivationTarget
+from zerocast.recipes import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Float8RowwiseScaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    Recipe,
+)
+from zerocast.tensors import Quantizer, RecipeState
+
+ELEMENT_WISE = ("identity", "relu", "gelu", "gelu_tanh", "silu")
+NORMS = ("layernorm", "rmsnorm")
+FUNCTIONS = (*ELEMENT_WISE, "swiglu", *NORMS)
+
+# Of inputs, unless the comment says otherwise; every way in which the kernels cut planes is here.
+RECIPES: dict[str, Recipe] = {
+    "delayed": DelayedScaling(),
+    "current": Float8CurrentScaling(fp8_format="e5m2"),
+    "rowwise": Float8RowwiseScaling(),
+    "blocks 1x128": Float8BlockScaling().for_role("input"),
+    "blocks 128x128": Float8BlockScaling(),  # of weights
+    "mxfp8": MXFP8BlockScaling().for_role("input"),
+    "mxfp8 32x32": MXFP8BlockScaling(enable_2d_quantization=True),  # of weights
+    "nvfp4 1x16": NVFP4BlockScaling().for_role("input"),
+    "nvfp4 16x16": NVFP4BlockScaling(),  # of weights
+}
+
+USAGES = ((True, True), (True, False), (False, True))
+"""Rowwise, columnwise."""
+
+
+def quantizer_of(recipe: Recipe, usage: tuple[bool, bool] = (True, True)) -> Quantizer:
+    """A quantizer with a memory of its own, where the recipe needs one; its scale is no 1."""
+    if recipe.state:
+        state = RecipeState.create(recipe, "forward", 1)
+        if "scale" in state.tensors:
+            state.tensors["scale"].fill_(37.5)
+        quantizer = state.make_quantizers()[0]
+        quantizer.set_usage(rowwise=usage[0], columnwise=usage[1])
+        return quantizer
+    return Quantizer(recipe, rowwise=usage[0], columnwise=usage[1])
+
+
+def parameters(function: str, cols: int, seed: int) -> dict[str, torch.Tensor]:
+    """Weight and bias [cols] of a norm, of different dtypes."""
+    g = torch.Generator().manual_seed(seed)
+    if function not in NORMS:
+        return {}
+    given = {"weight": torch.randn(cols, generator=g).bfloat16()}
+    if function == "layernorm":
+        given["bias"] = torch.randn(cols, generator=g)
+    return given
+
+
+def every_bfloat16() -> torch.Tensor:
+    """[256, 256]: every BF16 value, NaNs and infinities included."""
+    return torch.arange(65536).to(torch.int16).view(torch.bfloat16).view(256, 256)
+
+
+def ulps(actual: torch.Tensor, exact: torch.Tensor, scale: torch.Tensor | None = None) -> float:
+    """The largest error, in units of the last place of BF16 at ``exact`` (or at ``scale``); NaN and
+    infinities must be where they are.
+    """
+    rounded = exact.to(actual.dtype)
+    finite = rounded.isfinite()
+    assert torch.equal(actual.isnan(), rounded.isnan())
+    others = ~finite & ~rounded.isnan()
+    assert torch.equal(actual[others], rounded[others])
+    at = exact.abs() if scale is None else torch.maximum(exact.abs(), scale.double())
+    unit = torch.exp2(torch.floor(torch.log2(at.clamp(min=2.0**-126))) - 7)
+    errors = ((actual.double() - exact).abs() / unit)[finite & exact.isfinite()]
+    return float(errors.max()) if errors.numel() else 0.0
+
+
+def rows_of_every_kind(cols: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """FP32 [8, cols] for the norms, by what is hard about them."""
+    g = torch.Generator().manual_seed(cols)
+    x = torch.randn(8, cols, generator=g)
+    yield "normal", x
+    yield "far from zero", x * 0.01 + 1000.0
+    outlier = x.clone()
+    outlier[:, cols // 2] = 3e4
+    yield "an outlier", outlier
+    yield "first element an outlier", torch.cat((outlier[:, cols // 2 :], x[:, : cols // 2]), dim=1)
+    yield "tiny", x * 1e-30
+    yield "huge", x * 1e37
+    largest = torch.finfo(torch.float32).max
+    yield "FP32's largest", torch.where(x > 0, largest, -largest)
+    yield "wide", x * torch.exp2(torch.randint(-40, 41, x.shape, generator=g).float())
+    yield "bfloat16", x.bfloat16().float()
+
+
+def float64_target(
+    activation: Activation, x: torch.Tensor, round_to: torch.dtype, **given: torch.Tensor
+) -> ActivationTarget:
+    """A target with an output."""
+    cols = x.shape[1] // (2 if activation.function == "swiglu" else 1)
+    output = torch.empty(x.shape[0], cols, dtype=round_to)
+    return ActivationTarget(activation, x, round_to, output=output, **given)
