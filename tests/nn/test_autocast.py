@@ -528,3 +528,37 @@ def test_convert_can_leave_weights_in_high_precision() -> None:
         model(torch.arange(7)).sum().backward()
     assert model[0].weight.grad.shape == (7, 32)
     assert nn.convert(model, RECIPES["nvfp4"]).left.keys() == {"1"}  # tied
+
+
+@every_recipe
+@pytest.mark.parametrize("weights", RECIPES)
+def test_weights_of_one_recipe_under_autocast_of_another(recipe: Recipe, weights: str) -> None:
+    """The products are those of the operands as they are quantized, whatever each is."""
+    layer, x = make("Linear", recipe=RECIPES[weights]), torch.randn(4, 32, requires_grad=True)
+    found = step(layer, x, recipe)
+    plain = torch.nn.functional.linear(x, layer.weight.dequantize(), layer.bias)
+    torch.testing.assert_close(found["output"], plain.detach(), rtol=0.3, atol=0.5)
+
+
+@every_layer
+@every_recipe
+def test_a_layer_that_met_its_recipe_in_inference_mode_trains_on(kind: str, recipe: Recipe) -> None:
+    """Its state is not frozen by that, and records nothing of it."""
+    layer, x = make(kind), torch.randn(4, 32, requires_grad=True)
+    with torch.inference_mode(), autocast(recipe=recipe):
+        layer(100 * x)
+    twin = make(kind)
+    for _ in range(2):
+        assert_same(step(layer, x, recipe), step(twin, x, recipe))
+
+
+@every_recipe
+def test_a_whole_module_is_pickled_with_its_state(recipe: Recipe) -> None:
+    """torch.save of the module; it goes on as the original does."""
+    layer, x = make("LayerNormMLP"), torch.randn(4, 32, requires_grad=True)
+    step(layer, x, recipe)
+    file = io.BytesIO()
+    torch.save(layer, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    assert_same(step(loaded, x, recipe), step(layer, x, recipe))

@@ -9,11 +9,12 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import prune
 
+from tests.support.layers import every_recipe
 from tests.support.same_bytes import assert_same_bytes, assert_same_storage
 from tests.support.weights import FP8, NVFP4, both_recipes
 from zerocast.errors import InputError
 from zerocast.nn import Linear, convert
-from zerocast.recipes import Recipe
+from zerocast.recipes import MXFP8BlockScaling, Recipe
 from zerocast.tensors import QuantizedTensor, quantize
 
 
@@ -268,3 +269,18 @@ def test_a_converted_model_saves_loads_and_learns(recipe: Recipe) -> None:
     convert(twin, recipe)
     twin.load_state_dict(model.state_dict())
     assert_same_bytes(twin(x), model(x), "output of the loaded model")
+
+
+@every_recipe
+def test_every_recipe_is_converted_to(recipe: Recipe) -> None:
+    """Codes as quantize makes them; forward and backward run."""
+    model = Block()
+    original = copy.deepcopy(model)
+    if isinstance(recipe, MXFP8BlockScaling):  # 48 is no multiple of 32
+        assert convert(model, recipe).converted == ("up",)
+    else:
+        assert convert(model, recipe).converted == ("up", "down")
+    expected = quantize(original.up.weight, recipe)
+    assert_same_bytes(model.up.weight.rowwise_data, expected.rowwise_data, "up.weight")
+    model(torch.randn(3, 32)).sum().backward()
+    assert model.up.weight.grad.shape == (48, 32)
