@@ -234,6 +234,7 @@ class NoLauncher:
 
     device = torch.device("cpu")
     max_grid = 2**31 - 1
+    capturing = False
 
     def __init__(self) -> None:
         self.launches = 0
