@@ -337,6 +337,44 @@ def test_choices_equal_the_reference(order: str, data: st.DataObject) -> None:
     assert_equal(run(BACKENDS[order]), run(REFERENCE), what)
 
 
+# --- layers ---
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        zerocast.NVFP4BlockScaling(),
+        zerocast.NVFP4BlockScaling(nvfp4_4over6="weights"),
+        zerocast.MXFP8BlockScaling(fp8_format="hybrid"),
+        zerocast.Float8BlockScaling(),
+        zerocast.Float8CurrentScaling(),
+        zerocast.Float8RowwiseScaling(),
+        zerocast.DelayedScaling(amax_history_len=4),
+    ],
+    ids=str,
+)
+def test_a_layer_equals_the_reference(recipe: Recipe) -> None:
+    """A linear layer's outputs and gradients over two steps of autocast, activations and gradients
+    quantized, are the reference's.
+    """
+
+    def run(backend: Backend) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        made = {}
+        with zerocast.use_backend(backend):
+            layer = zerocast.nn.Linear(64, 96)
+            for step in range(2):
+                x = torch.randn(32, 64, requires_grad=True)
+                with zerocast.autocast(enabled=True, recipe=recipe):
+                    y = layer(x)
+                y.square().sum().backward()
+                made |= {f"output {step}": y.detach(), f"gradient {step}": x.grad}
+            made["weight's gradient"] = layer.weight.grad
+        return made
+
+    assert_equal(run(BACKENDS["random"]), run(REFERENCE), str(recipe))
+
+
 # --- launches ---
 
 FP32_SCALES = zerocast.QParams(power_2_scale=False)
