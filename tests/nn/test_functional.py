@@ -1,0 +1,236 @@
+"""Operations of layers whose result is quantized as it is made: what a user is given."""
+
+import pytest
+import torch
+
+import zerocast
+from tests.support.activations import RECIPES, USAGES, quantizer_of
+from tests.support.same_bytes import assert_same_bytes, assert_same_storage
+from zerocast.errors import InputError
+from zerocast.nn import functional as F
+from zerocast.ops import Activation
+from zerocast.recipes import DelayedScaling, NVFP4BlockScaling
+from zerocast.tensors import QuantizedTensor, Quantizer, RecipeState
+
+
+@pytest.fixture(params=["reference", "cpu"], autouse=True)
+def backend(request: pytest.FixtureRequest) -> None:
+    """All of this file on the backends of the CPU."""
+    with zerocast.use_backend(request.param):
+        yield
+
+
+def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """Normal values."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+WEIGHT, BIAS = draw(64, seed=1), draw(64, seed=2)
+CALLS = {
+    "relu": lambda x, q, **k: F.relu(x, q, **k),
+    "gelu": lambda x, q, **k: F.gelu(x, q, **k),
+    "gelu, tanh": lambda x, q, **k: F.gelu(x, q, approximate="tanh", **k),
+    "silu": lambda x, q, **k: F.silu(x, q, **k),
+    "swiglu": lambda x, q, **k: F.swiglu(torch.cat((x, -x), dim=-1), q, **k),
+    "layernorm": lambda x, q, **k: F.layernorm(x, WEIGHT, BIAS, 1e-5, q, **k),
+    "rmsnorm": lambda x, q, **k: F.rmsnorm(x, WEIGHT, 1e-5, q, zero_centered_gamma=True, **k),
+    "linear": lambda x, q, **k: F.linear(x, draw(64, 64, seed=3), BIAS, q, **k),
+}
+TORCH = {
+    "relu": torch.relu,
+    "gelu": torch.nn.functional.gelu,
+    "gelu, tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
+    "silu": torch.nn.functional.silu,
+    "swiglu": lambda x: torch.nn.functional.silu(x) * -x,
+    "layernorm": lambda x: torch.nn.functional.layer_norm(
+        x, (64,), WEIGHT.to(x.dtype), BIAS.to(x.dtype), 1e-5
+    ),
+    "rmsnorm": lambda x: torch.nn.functional.rms_norm(x, (64,), 1 + WEIGHT.to(x.dtype), 1e-5),
+    "linear": lambda x: x @ draw(64, 64, seed=3).to(x.dtype).t() + BIAS.to(x.dtype),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_without_a_quantizer_it_is_torchs(name: str) -> None:
+    """Near torch's function in float64, in the dtype and shape of the input."""
+    x = draw(3, 5, 64)
+    made = CALLS[name](x, None)
+    assert (made.dtype, made.shape) == (x.dtype, x.shape)
+    torch.testing.assert_close(made.double(), TORCH[name](x.double()), rtol=2**-7, atol=2**-8)
+
+
+@pytest.mark.parametrize("usage", USAGES, ids=["both", "rowwise", "columnwise"])
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("name", CALLS)
+def test_codes_are_those_of_the_rounded_result(
+    name: str, recipe: str, usage: tuple[bool, bool]
+) -> None:
+    """One call gives the bytes that quantizing the rounded result gives, and that result where it
+    is asked for.
+    """
+    x = draw(48, 64)
+    quantizer = quantizer_of(RECIPES[recipe], usage)
+    quantized, output = CALLS[name](x, quantizer, output=True)
+    assert_same_bytes(output, CALLS[name](x, None), f"output of {name}")
+    assert_same_storage(quantized, quantizer.quantize(output), f"{name}, {recipe}")
+    alone = CALLS[name](x, quantizer)
+    assert isinstance(alone, QuantizedTensor)
+    assert_same_storage(alone, quantized, f"{name}, {recipe}, alone")
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        NVFP4BlockScaling(nvfp4_4over6="weights"),
+        NVFP4BlockScaling().for_role("grad_output"),
+    ],
+    ids=["4-over-6", "stochastic rounding"],
+)
+def test_recipes_that_are_cast_after_the_result(recipe: zerocast.Recipe) -> None:
+    """4-over-6 and stochastic rounding cast the rounded result as weights are cast."""
+    x = draw(32, 64)
+    first, second = quantizer_of(recipe), quantizer_of(recipe)
+    quantized, output = F.silu(x, first, output=True)
+    assert_same_storage(quantized, second.quantize(output), str(recipe))
+
+
+def test_straight_from_fp32() -> None:
+    """With ``round_master=False`` codes come from the result as it was computed."""
+    x = draw(32, 64)
+    quantizer = Quantizer(zerocast.Float8CurrentScaling(round_master=False))
+    quantized, output = F.gelu(x, quantizer, output=True)
+    assert output.dtype == quantized.dtype == torch.bfloat16
+    exact = F.activate(Activation("gelu"), x, dtype=torch.float32).output
+    assert_same_bytes(
+        quantized.rowwise_data, quantizer.quantize(exact).rowwise_data, "codes of FP32 values"
+    )
+
+
+# --- scale_inv belongs to the data ---
+
+
+def delayed() -> tuple[RecipeState, Quantizer]:
+    """A state of one input, and its quantizer."""
+    state = RecipeState.create(DelayedScaling(amax_history_len=4), "forward", 1)
+    return state, state.make_quantizers()[0]
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_state_that_moves_on_leaves_what_was_quantized(name: str) -> None:
+    """What was quantized keeps its codes and scales when the state changes, and the same call then
+    gives others.
+    """
+    state, quantizer = delayed()
+    x = draw(32, 64)
+    quantized = CALLS[name](x, quantizer)
+    before = {key: buffer.clone() for key, buffer in quantized.storage.buffers.items()}
+    state.scale.fill_(3.0)
+    state.amax_history.fill_(7.0)
+    later = CALLS[name](x, quantizer)
+    for key, buffer in before.items():
+        assert_same_bytes(quantized.storage.buffers[key], buffer, f"{name}, {key}")
+    assert quantized.rowwise_scale_inv.item() == 1.0
+    torch.testing.assert_close(later.rowwise_scale_inv, torch.tensor([1 / 3.0]))
+    assert not torch.equal(later.rowwise_data, quantized.rowwise_data)
+    buffers = {b.data_ptr() for b in quantized.storage.buffers.values()}
+    assert buffers.isdisjoint(t.data_ptr() for t in state.tensors.values())
+
+
+def test_the_amax_is_recorded() -> None:
+    """Under delayed scaling the largest magnitude of the rounded result, over several calls."""
+    state, quantizer = delayed()
+    outputs = [F.gelu(draw(8, 64, seed=seed), quantizer, output=True)[1] for seed in (1, 2)]
+    largest = max(float(output.abs().max()) for output in outputs)
+    assert state.amaxes.view(torch.float32).item() == largest
+    assert state.scale.item() == 1.0
+
+
+def test_an_amax_that_is_not_finite() -> None:
+    """Makes this tensor's scale NaN, and no later one's."""
+    _, quantizer = delayed()
+    x = draw(8, 64)
+    x[3, 3] = torch.inf
+    assert F.silu(x, quantizer).rowwise_scale_inv.isnan()
+    assert F.silu(draw(8, 64), quantizer).rowwise_scale_inv.item() == 1.0
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_tensor_is_overwritten(recipe: str) -> None:
+    """``out`` receives codes, scales and nothing of what it held; its buffers stay where they are,
+    and its version changes.
+    """
+    quantizer = quantizer_of(RECIPES[recipe])
+    out = F.cast(draw(48, 64, seed=5) * 100, quantizer)
+    places = {key: b.data_ptr() for key, b in out.storage.buffers.items()}
+    version = out.storage.version
+    x = draw(48, 64)
+    made = F.activate(Activation("silu"), x, quantizer, out=out)
+    assert made.quantized is out
+    assert_same_storage(out, F.silu(x, quantizer), recipe)
+    assert {key: b.data_ptr() for key, b in out.storage.buffers.items()} == places
+    assert out.storage.version != version
+
+
+# --- the rest ---
+
+
+def test_quantized_operands() -> None:
+    """``linear`` takes codes, and other functions the value of a quantized tensor."""
+    quantizer = quantizer_of(RECIPES["mxfp8"])
+    x, w = quantizer.quantize(draw(32, 64)), quantizer.quantize(draw(96, 64, seed=1))
+    made = F.linear(x, w)
+    expected = x.dequantize(torch.float64) @ w.dequantize(torch.float64).t()
+    torch.testing.assert_close(made.double(), expected, rtol=2**-6, atol=2**-6)
+    assert_same_bytes(F.relu(x), F.relu(x.dequantize()), "relu of a quantized tensor")
+
+
+def test_no_rows() -> None:
+    """A tensor without rows has a result without rows."""
+    made = F.activate(Activation("layernorm"), draw(0, 64), statistics=True)
+    assert made.output.shape == (0, 64)
+    assert made.mean.shape == made.rstd.shape == (0,)
+
+
+def test_no_gradient_flows() -> None:
+    """Results are cut off from their inputs: layers write the backward."""
+    x = draw(4, 64).requires_grad_()
+    for name, call in CALLS.items():
+        assert not call(x, None).requires_grad, name
+        assert not call(x, quantizer_of(RECIPES["current"])).requires_grad, name
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: F.gelu(torch.zeros(2, 2, dtype=torch.int32)), "a source of torch.float32.*int32"),
+        (lambda: F.gelu(torch.zeros(())), r"at least one element, got shape \(\)"),
+        (lambda: F.gelu(torch.zeros(2, 0)), r"at least one element, got shape \(2, 0\)"),
+        (lambda: F.swiglu(torch.zeros(2, 5)), r"two halves, 2 K, got shape \(2, 5\)"),
+        (lambda: F.gelu(torch.zeros(2, 2), approximate="fast"), "'none' or 'tanh', got 'fast'"),
+        (lambda: F.layernorm(torch.zeros(2, 4), torch.ones(3)), r"of shape \(4,\).*\(3,\)"),
+        (lambda: F.layernorm(torch.zeros(2, 4), None, torch.ones(4).int()), "bias.*int32"),
+        (
+            lambda: F.activate(Activation("relu"), torch.zeros(2, 4), weight=torch.ones(4)),
+            "relu has no weight, got one; leave it out",
+        ),
+        (
+            lambda: F.activate(Activation("relu"), torch.zeros(2, 4), dtype=torch.int8),
+            "a result of torch.float32.*int8",
+        ),
+        (
+            lambda: F.silu(torch.zeros(2, 40), quantizer_of(RECIPES["mxfp8"])),
+            "multiple of 32",
+        ),
+        (
+            lambda: F.activate(
+                Activation("relu"), torch.zeros(2, 4), quantizer_of(RECIPES["current"]),
+                out=quantizer_of(RECIPES["current"]).make_empty((4, 2), dtype=torch.float32),
+            ),
+            r"out must have shape \(2, 4\)",
+        ),
+    ],
+)  # fmt: skip
+def test_what_is_refused(call: object, message: str) -> None:
+    """Arguments that do not fit are refused before anything is written, with what is required."""
+    with pytest.raises(InputError, match=message):
+        call()  # type: ignore[operator]
