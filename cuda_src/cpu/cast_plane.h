@@ -52,10 +52,11 @@ class PlaneCast {
         for_each_strip(grid(), begin, end, open, work, [](const Strip&) {});
     }
 
-    // What the elements of `count` blocks side by side are multiplied by.
-    void fill_multipliers(i64 first_block, i64 count, float* multipliers) const {
+    // What the elements of `count` blocks side by side are multiplied by. Returns whether no
+    // multiplier is NaN: then no element is.
+    bool fill_multipliers(i64 first_block, i64 count, float* multipliers) const {
         const u8* choices = choices_ ? choices_ + first_block : nullptr;
-        multipliers_.fill(plane_.block_amax + first_block, choices, count, multipliers);
+        return multipliers_.fill(plane_.block_amax + first_block, choices, count, multipliers);
     }
 
     // count elements of one row, the first of them col columns into the strip.

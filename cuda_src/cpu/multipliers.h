@@ -18,34 +18,45 @@ class Multipliers {
     template <class Law>
     explicit Multipliers(const Law& law) : law_(&law), fill_(fill_under<Law>) {}
 
-    // choices: of the same blocks, where the law CHOOSES.
-    void fill(const i32* amax, const u8* choices, i64 count, float* multipliers) const {
-        fill_(law_, amax, choices, count, multipliers);
+    // choices: of the same blocks, where the law CHOOSES. Returns whether no multiplier is NaN:
+    // then no element under them is.
+    bool fill(const i32* amax, const u8* choices, i64 count, float* multipliers) const {
+        return fill_(law_, amax, choices, count, multipliers);
     }
 
   private:
     static constexpr int W = Native::WIDTH;
     const void* law_;
-    void (*fill_)(const void*, const i32*, const u8*, i64, float*);
+    bool (*fill_)(const void*, const i32*, const u8*, i64, float*);
 
     template <class Law>
-    static void fill_under(const void* erased, const i32* amax, const u8* choices, i64 count,
+    static bool fill_under(const void* erased, const i32* amax, const u8* choices, i64 count,
                            float* multipliers) {
         const Law& law = *(const Law*)erased;
-        for (i64 b = 0; b < count; b += W) {
-            i64 n = min_of(W, count - b);
-            Native::Int amaxes{};
-            memcpy(&amaxes, amax + b, n * sizeof(i32));
+        Native::Int numbers = Native::splat(-1);  // 0 where a multiplier was none
+        auto fill = [&](const i32* amaxes, const u8* chosen, float* to) {
+            auto loaded = Native::load_as<Native::Int>(amaxes);
             Native::Float made;
-            if constexpr (Law::CHOOSES) {
-                u8 chosen[W] = {};
-                memcpy(chosen, choices + b, n);
-                made = law.template multiplier<Native>(amaxes, load_bytes<Native>(chosen));
-            } else {
-                made = law.template multiplier<Native>(amaxes);
-            }
-            memcpy(multipliers + b, &made, n * sizeof(float));
+            if constexpr (Law::CHOOSES)
+                made = law.template multiplier<Native>(loaded, load_bytes<Native>(chosen));
+            else
+                made = law.template multiplier<Native>(loaded);
+            numbers &= (Native::Int)(made == made);
+            Native::store(to, made);
+        };
+        i64 b = 0;
+        for (; b + W <= count; b += W)
+            fill(amax + b, Law::CHOOSES ? choices + b : nullptr, multipliers + b);
+        if (b < count) {
+            i32 last_amaxes[W] = {};
+            u8 last_choices[W] = {};
+            float last[W];
+            memcpy(last_amaxes, amax + b, (count - b) * sizeof(i32));
+            if (Law::CHOOSES) memcpy(last_choices, choices + b, count - b);
+            fill(last_amaxes, last_choices, last);
+            memcpy(multipliers + b, last, (count - b) * sizeof(float));
         }
+        return reduce_max<Native>(~numbers & 1) == 0;
     }
 };
 

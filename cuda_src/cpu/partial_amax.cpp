@@ -1,5 +1,7 @@
 // partial_amax: raise block and tensor amaxes to the largest magnitudes of this rank's rounded
 // elements.
+#include <string.h>
+
 #include "amax.h"
 #include "strips.h"
 
@@ -52,21 +54,21 @@ void raise_panel(Int* largest, const Grid& grid, const Panel& panel, const float
     }
 }
 
-// The maxima of a strip's blocks into the buffer, a register of blocks at a time; returns the
-// largest of all.
-i32 flush(Int* largest, i64 blocks, i32* slots, i64 nominal, bool shared) {
+// The maxima of blocks side by side into the buffer, a register of blocks at a time; returns the
+// largest of all, over the elements of a register.
+ZEROCAST_FN Int flush(const Int* largest, i64 blocks, i32* slots, i64 nominal, bool shared) {
     constexpr int W = Native::WIDTH;
-    Int strip{};
+    Int all{};
     for (i64 b = 0; b < blocks; b += W) {
         Int amax = rounded<Native>(reduce_max_each<Native>(largest + b), nominal);
-        strip = Native::max(strip, amax);
+        all = Native::max(all, amax);
         if (!shared && b + W <= blocks) {
             Native::store(slots + b, Native::max(Native::load_as<Int>(slots + b), amax));
         } else {
             for (i64 i = 0; i < min_of(W, blocks - b); i++) raise_shared(slots + b + i, amax[i]);
         }
     }
-    return reduce_max<Native>(strip);
+    return all;
 }
 
 // Where the amaxes of one plane of codes go.
@@ -81,7 +83,7 @@ i32 many_blocks(const CastShard& shard, const Slots& slots, i64 begin, i64 end) 
     const float* master = *shard.master - shard.start;
     Int largest[STRIP_BLOCKS];  // by block; all that flush takes together are set, the last ones
                                 // unused
-    i32 tensor = 0;
+    Int tensor{};
     auto open = [&](const Strip& strip) {
         for (i64 b = 0; b < min_of(STRIP_BLOCKS, strip.blocks + Native::WIDTH); b++)
             largest[b] = Int{};
@@ -92,24 +94,29 @@ i32 many_blocks(const CastShard& shard, const Slots& slots, i64 begin, i64 end) 
     auto close = [&](const Strip& strip) {
         i32* at = slots.block_amax + strip.first_block;
         tensor =
-            Scalar::max(tensor, flush(largest, strip.blocks, at, shard.round_to, slots.shared));
+            Native::max(tensor, flush(largest, strip.blocks, at, shard.round_to, slots.shared));
     };
     for_each_strip(slots.grid, begin, end, open, work, close);
-    return tensor;
+    return reduce_max<Native>(tensor);
 }
 
-// The elements of a piece of a row into the maxima of their columns. Those below are asked for.
-ZEROCAST_FN void raise_columns(i32* largest, const float* x, i64 n, i64 row) {
+// n elements of a row into the maxima of their columns; returns their own, over a register.
+ZEROCAST_FN Int raise_columns(i32* by_column, const float* x, i64 n) {
     constexpr int W = Native::WIDTH;
+    Int largest{};
     i64 c = 0;
-    for (; c + GROUP <= n; c += GROUP) {
-        for (int i = 0; i < GROUP; i += 16) __builtin_prefetch(x + c + i + row);
-        for (int i = 0; i < GROUP; i += W) {
-            Int raised = Native::max(Native::load_as<Int>(largest + c + i), magnitudes(x + c + i));
-            Native::store(largest + c + i, raised);
-        }
+    for (; c + W <= n; c += W) {
+        if (c % 16 == 0) __builtin_prefetch(x + c + PREFETCH_AHEAD);
+        Int magnitude = magnitudes(x + c);
+        Native::store(by_column + c, Native::max(Native::load_as<Int>(by_column + c), magnitude));
+        largest = Native::max(largest, magnitude);
     }
-    for (; c < n; c++) largest[c] = Scalar::max(largest[c], Scalar::bits(x[c]) & MAGNITUDE_MASK);
+    for (; c < n; c++) {
+        i32 magnitude = Scalar::bits(x[c]) & MAGNITUDE_MASK;
+        by_column[c] = Scalar::max(by_column[c], magnitude);
+        largest[0] = Scalar::max(largest[0], magnitude);
+    }
+    return largest;
 }
 
 // The maxima of columns side by side into the buffer.
@@ -123,29 +130,37 @@ void flush_columns(const i32* largest, i64 n, i32* slots, i64 nominal, bool shar
     for (; c < n; c++) raise_shared(slots + c, rounded<Scalar>(largest[c], nominal));
 }
 
-// Blocks of one row and blocks of one column, in one pass over the master: a strip holds columns,
-// and each piece of a row in it is read from the nearest cache the second time.
+// Blocks of one row and blocks of one column, in one pass over the master. Returns the largest of
+// all.
 i32 rows_and_columns(const CastShard& shard, const Slots& rows, const Slots& columns, i64 begin,
                      i64 end) {
+    constexpr int W = Native::WIDTH;
     const float* master = *shard.master - shard.start;
     const Grid& grid = rows.grid;
+    i64 block_w = grid.block_w;
     alignas(64) i32 by_column[STRIP_COLUMNS];
-    Int by_block[STRIP_COLUMNS / ROW_BLOCK + 2 + Native::WIDTH];
-    i32 tensor = 0;
-    auto open = [&](const Strip& strip) {
-        for (i64 c = 0; c < strip.blocks; c++) by_column[c] = 0;
+    Int tensor{};
+    auto open = [&](const Strip& strip) { memset(by_column, 0, strip.blocks * sizeof(i32)); };
+    auto piece = [&](i64 element, i64 col, i64 count, i32* of_columns) {
+        i32* slot = rows.block_amax + element / grid.cols * grid.blocks_w() + col / block_w;
+        const float* x = master + element;
+        for (i64 c = 0, n; c < count; slot += W) {  // a register of blocks at a time
+            Int largest[W] = {};
+            i64 blocks = 0;
+            for (; blocks < W && c < count; blocks++, c += n) {
+                n = min_of(block_w - (col + c) % block_w, count - c);
+                if (block_w == 32 && n == 32)
+                    largest[blocks] = raise_columns(of_columns + c, x + c, 32);
+                else
+                    largest[blocks] = raise_columns(of_columns + c, x + c, n);
+            }
+            tensor = Native::max(tensor, flush(largest, blocks, slot, shard.round_to, rows.shared));
+        }
     };
     auto work = [&](const Strip& strip, const Panel& panel) {
-        i64 row = panel.element / grid.cols, col = strip.col + panel.col;
-        i64 first = col / grid.block_w, last = (col + panel.count - 1) / grid.block_w;
         for (i64 r = 0; r < panel.rows; r++) {
-            Panel piece{panel.element + r * grid.cols, col % grid.block_w, panel.count, 1};
-            raise_columns(by_column + panel.col, master + piece.element, panel.count, grid.cols);
-            for (i64 b = 0; b <= last - first + Native::WIDTH; b++) by_block[b] = Int{};
-            raise_panel(by_block, grid, piece, master + piece.element);
-            i32* at = rows.block_amax + (row + r) * grid.blocks_w() + first;
-            tensor = Scalar::max(
-                tensor, flush(by_block, last - first + 1, at, shard.round_to, rows.shared));
+            piece(panel.element + r * grid.cols, strip.col + panel.col, panel.count,
+                  by_column + panel.col);
         }
     };
     auto close = [&](const Strip& strip) {
@@ -153,7 +168,7 @@ i32 rows_and_columns(const CastShard& shard, const Slots& rows, const Slots& col
                       shard.round_to, columns.shared);
     };
     for_each_strip(columns.grid, begin, end, open, work, close, STRIP_COLUMNS);
-    return tensor;
+    return reduce_max<Native>(tensor);
 }
 
 void amaxes(const CastShard& shard, i64 begin, i64 end, i64 parts) {

@@ -11,63 +11,79 @@ namespace {
 // Elements that delayed scaling reads for the amax, and then again, from the nearest cache.
 constexpr i64 CHUNK = 2048;
 
-// The size of a block that all elements of a strip are in.
+// The size of a block that all elements of a piece are in.
 constexpr int ONE_BLOCK = 1 << 30;
 
 // Both planes of a shard, blocks of one row and blocks of one column, in one pass over the master.
-template <class Plane>
+template <class F, class Rounded>
 class RowsAndColumns {
   public:
+    typedef PlaneCast<Rounded, Nearest<F>> Plane;
+
     RowsAndColumns(const Plane& rows, const Plane& columns) : rows_(rows), columns_(columns) {}
 
     void operator()(i64 begin, i64 end) const {
         float by_column[STRIP_COLUMNS], by_block[STRIP_COLUMNS / ROW_BLOCK + 2];
+        bool numbers = false;  // in all columns of the strip
         auto open = [&](const Strip& strip) {
-            columns_.fill_multipliers(strip.first_block, strip.blocks, by_column);
+            numbers = columns_.fill_multipliers(strip.first_block, strip.blocks, by_column);
         };
         auto work = [&](const Strip& strip, const Panel& panel) {
             const Grid& grid = rows_.grid();
             i64 row = panel.element / grid.cols, col = strip.col + panel.col;
             i64 first = col / grid.block_w, last = (col + panel.count - 1) / grid.block_w;
             for (i64 r = 0; r < panel.rows; r++) {
-                rows_.fill_multipliers((row + r) * grid.blocks_w() + first, last - first + 1,
-                                       by_block);
+                bool all = rows_.fill_multipliers((row + r) * grid.blocks_w() + first,
+                                                  last - first + 1, by_block)
+                           && numbers;
                 cast_row(panel.element + r * grid.cols, col % grid.block_w, panel.count, by_block,
-                         by_column + panel.col);
+                         by_column + panel.col, all);
             }
         };
         for_each_strip(columns_.grid(), begin, end, open, work, [](const Strip&) {}, STRIP_COLUMNS);
     }
 
   private:
+    static constexpr int W = Native::WIDTH;
+
     Plane rows_, columns_;
 
     // count elements of one row, the first of them col columns into its first block.
-    void cast_row(i64 element, i64 col, i64 count, const float* by_block,
-                  const float* by_column) const {
+    void cast_row(i64 element, i64 col, i64 count, const float* by_block, const float* by_column,
+                  bool numbers) const {
         i64 block_w = rows_.grid().block_w, done = 0;
-        if (col == 0 && block_w == 32)
+        if (numbers && col == 0 && block_w == 32)
             done = groups<32>(element, count, by_block, by_column);
-        else if (col + count <= block_w)
+        else if (numbers && col + count <= block_w)
             done = groups<ONE_BLOCK>(element, count, by_block, by_column);
         rows_.cast_row(element + done, col + done, count - done, by_block);
         columns_.cast_row(element + done, 0, count - done, by_column + done);
     }
 
-    // The whole groups of a row, of blocks of BLOCK elements; returns how many elements they hold.
+    // The whole groups of a row without a NaN, of blocks of BLOCK elements; returns how many
+    // elements they hold. What does not depend on the plane is done once.
     template <int BLOCK>
     ZEROCAST_FN i64 groups(i64 element, i64 count, const float* by_block,
                            const float* by_column) const {
         const float* x = rows_.master(element);
         u8 *to_rows = rows_.codes(element), *to_columns = columns_.codes(element);
-        i64 below = rows_.grid().cols, i = 0;
+        i64 i = 0;
         for (; i + GROUP <= count; i += GROUP) {
-            for (int j = 0; j < GROUP; j += 16) __builtin_prefetch(x + i + j + below);
-            Native::Float rounded[4];
-            Plane::round_group(x + i, rounded);
-            rows_.template encode_group<BLOCK>(element + i, rounded, by_block + i / BLOCK,
-                                               to_rows + i);
-            columns_.template encode_group<1>(element + i, rounded, by_column + i, to_columns + i);
+            prefetch(x + i);
+            Native::Int rows[4], columns[4];
+            for (int k = 0; k < 4; k++) {
+                auto rounded = Rounding<Rounded, Native>::of_number(Native::load(x + i + k * W));
+                Native::Int bits = Native::bits(rounded);
+                auto magnitude = Native::value(bits & MAGNITUDE_MASK);
+                auto of_row = Native::splat(by_block[(i + k * W) / BLOCK]);
+                auto of_columns = Native::load(by_column + i + k * W);
+                rows[k] =
+                    with_sign<F, Native>(encode_magnitude<F, Native>(magnitude * of_row), bits);
+                columns[k] =
+                    with_sign<F, Native>(encode_magnitude<F, Native>(magnitude * of_columns), bits);
+            }
+            store_bytes(to_rows + i, rows);
+            store_bytes(to_columns + i, columns);
         }
         return i;
     }
@@ -97,7 +113,8 @@ void cast_rounded(const CastShard& shard, const Multipliers& law, const Encoder&
         encoder);
     if constexpr (Encoder::Format::BITS == 8) {
         if (in_rows_and_columns(shard))
-            return RowsAndColumns<Plane>(rowwise, columnwise)(begin, end);
+            return RowsAndColumns<typename Encoder::Format, Rounded>(rowwise, columnwise)(begin,
+                                                                                          end);
     }
     rowwise(begin, end);
     columnwise(begin, end);

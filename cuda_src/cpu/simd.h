@@ -174,10 +174,12 @@ ZEROCAST_FN typename L::Int every_second(typename L::Int a, typename L::Int b, I
     return __builtin_shufflevector(a, b, (2 * I + FIRST)...);
 }
 
-// The largest element of each of WIDTH registers. Overwrites them.
+// The largest element of each of WIDTH registers.
 template <class L>
-ZEROCAST_FN typename L::Int reduce_max_each(typename L::Int* x) {
+ZEROCAST_FN typename L::Int reduce_max_each(const typename L::Int* from) {
     typedef typename IndicesTo<L::WIDTH>::Type All;
+    typename L::Int x[L::WIDTH];  // stays in registers
+    for (int i = 0; i < L::WIDTH; i++) x[i] = from[i];
     for (int n = L::WIDTH / 2; n > 0; n /= 2) {
         for (int i = 0; i < n; i++) {
             x[i] = L::max(every_second<L, 0>(x[2 * i], x[2 * i + 1], All{}),

@@ -15,8 +15,9 @@ inline namespace ZEROCAST_ISA {
 constexpr i64 STRIP_BLOCKS = 512;
 
 // Columns side by side in one strip of a plane whose blocks are one column wide: what is kept for
-// them all is 8 KiB.
-constexpr i64 STRIP_COLUMNS = 2048;
+// them all is 32 KiB. Rows of up to so many elements are read from end to end, which is worth more
+// than what would stay in the first-level cache beside them.
+constexpr i64 STRIP_COLUMNS = 8192;
 
 struct Strip {
     i64 first_block;   // number of its first block

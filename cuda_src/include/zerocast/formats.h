@@ -49,33 +49,43 @@ struct Derived {
 
 // --- codes ---
 
-// Round to the nearest code of F, ties to even, saturating; the code is all that the result holds.
+// Round a magnitude that is no NaN to the nearest code of F, ties to even, saturating.
 //
 // With 2^e the magnitude's power of two, or the smallest normal where that is larger, adding 2^(e +
 // DROPPED) leaves no mantissa bits below F's last place: the addition itself rounds, to even,
 // normal and subnormal alike. The sum's mantissa then counts steps of that last place, and its
 // exponent field, shifted down beside them, adds the steps of all smaller exponents. OFFSET, added
 // with the power, makes the smallest normal's field count as none; it is even, so ties fall as
-// before.
-//
-// A NaN has to be positive, as round_to leaves it: where the largest code is NaN's too (E2M1),
-// saturating does it all.
+// before. Above the code's bits the result holds others.
 template <class F, class L>
-ZEROCAST_FN typename L::Int encode(typename L::Float x) {
+ZEROCAST_FN typename L::Int encode_magnitude(typename L::Float magnitude) {
     typedef Derived<F> D;
     typedef typename L::Unsigned Unsigned;
     constexpr i32 FIRST_FIELD = (D::MIN_NORMAL_BITS >> MANTISSA_BITS) + D::DROPPED;
     constexpr i32 OFFSET = -(FIRST_FIELD << F::MANTISSA) & ((1 << F::BITS) - 1);
     static_assert(OFFSET % 2 == 0, "an odd offset would send ties to odd codes");
-    typename L::Int bits = L::bits(x);
-    typename L::Int magnitude = bits & MAGNITUDE_MASK;
-    typename L::Int clamped = L::min(magnitude, L::splat(D::MAX_BITS));
+    typename L::Int clamped = L::min(L::bits(magnitude), L::splat(D::MAX_BITS));
     typename L::Int power = L::max(clamped, L::splat(D::MIN_NORMAL_BITS)) & EXPONENT_MASK;
     constexpr i32 RAISE = (D::DROPPED << MANTISSA_BITS) + OFFSET;
     typename L::Int sum = L::bits(L::value(clamped) + L::value(power + RAISE));
-    typename L::Int steps = sum + (typename L::Int)((Unsigned)sum >> D::DROPPED);
-    typename L::Int sign = (typename L::Int)((Unsigned)bits >> (32 - F::BITS));
-    typename L::Int code = L::merge(D::SIGN - 1, steps, sign);
+    return sum + (typename L::Int)((Unsigned)sum >> D::DROPPED);
+}
+
+// A magnitude's code, and the sign of x, which has these bits: the code is all that the result
+// holds.
+template <class F, class L>
+ZEROCAST_FN typename L::Int with_sign(typename L::Int code, typename L::Int bits) {
+    auto sign = (typename L::Int)((typename L::Unsigned)bits >> (32 - F::BITS));
+    return L::merge(Derived<F>::SIGN - 1, code, sign);
+}
+
+// Round to the nearest code of F. A NaN has to be positive, as round_to leaves it: where the
+// largest code is NaN's too (E2M1), saturating does it all.
+template <class F, class L>
+ZEROCAST_FN typename L::Int encode(typename L::Float x) {
+    typename L::Int bits = L::bits(x);
+    typename L::Int magnitude = bits & MAGNITUDE_MASK;
+    typename L::Int code = with_sign<F, L>(encode_magnitude<F, L>(L::value(magnitude)), bits);
     if constexpr (F::NAN_CODE == F::MAX_CODE) return code;
     return L::select(magnitude > INFINITY_BITS, L::splat(F::NAN_CODE), code);
 }
@@ -149,7 +159,6 @@ ZEROCAST_FN typename L::Float decode_e8m0(typename L::Int code) {
 template <class L>
 ZEROCAST_FN typename L::Int encode_e2m1_stochastic(typename L::Float x, typename L::Unsigned word) {
     typedef Derived<E2M1> D;
-    typedef typename L::Unsigned Unsigned;
     typename L::Int bits = L::bits(x);
     typename L::Int clamped = L::min(bits & MAGNITUDE_MASK, L::splat(D::MAX_BITS));
     typename L::Float y = L::value(clamped);
@@ -163,8 +172,7 @@ ZEROCAST_FN typename L::Int encode_e2m1_stochastic(typename L::Float x, typename
     typename L::Float distance = (y - decode<E2M1, L>(lower)) * steps;
     typename L::Float drawn =
         L::to_float((typename L::Int)(word >> 8)) * L::splat(1.0f / (1 << 24));
-    typename L::Int code = L::select(drawn < distance, lower + 1, lower);
-    return L::merge(D::SIGN - 1, code, (typename L::Int)((Unsigned)bits >> (32 - E2M1::BITS)));
+    return with_sign<E2M1, L>(L::select(drawn < distance, lower + 1, lower), bits);
 }
 
 // --- nominal dtypes: what a master element is rounded to first; every NaN becomes the canonical,
@@ -175,29 +183,27 @@ struct Bf16 {};
 struct Fp16 {};
 
 template <class Nominal, class L>
-struct Rounding;
+struct Rounding;  // of_number(x): of anything but NaN
 
 template <class L>
 struct Rounding<Fp32, L> {
-    static ZEROCAST_FN typename L::Float round(typename L::Float x) {
-        return L::select(x == x, x, constant<L>(NAN_BITS));
-    }
+    static ZEROCAST_FN typename L::Float of_number(typename L::Float x) { return x; }
 };
 
 template <class L>
 struct Rounding<Bf16, L> {
-    static ZEROCAST_FN typename L::Float round(typename L::Float x) {
+    static ZEROCAST_FN typename L::Float of_number(typename L::Float x) {
         // Half of the last place that stays, less one where that place is even: the carry rounds,
         // into infinity too.
         typename L::Unsigned bits = (typename L::Unsigned)L::bits(x);
         typename L::Unsigned rounded = (bits + 0x7FFFu + ((bits >> 16) & 1u)) & 0xFFFF0000u;
-        return L::select(x == x, L::value((typename L::Int)rounded), constant<L>(NAN_BITS));
+        return L::value((typename L::Int)rounded);
     }
 };
 
 template <class L>
 struct Rounding<Fp16, L> {
-    static ZEROCAST_FN typename L::Float round(typename L::Float x) {
+    static ZEROCAST_FN typename L::Float of_number(typename L::Float x) {
         typename L::Int bits = L::bits(x);
         typename L::Int magnitude = bits & MAGNITUDE_MASK;
         // Normal: as for BF16, with 10 mantissa bits. From 65520, half way past the largest, the
@@ -211,14 +217,13 @@ struct Rounding<Fp16, L> {
         typename L::Int subnormal = L::bits((L::value(magnitude) + half) - half);
         constexpr i32 MIN_NORMAL = (EXPONENT_BIAS - 14) << MANTISSA_BITS;
         typename L::Int rounded = L::select(magnitude < MIN_NORMAL, subnormal, normal);
-        rounded = rounded | (bits & ~MAGNITUDE_MASK);
-        return L::select(x == x, L::value(rounded), constant<L>(NAN_BITS));
+        return L::value(rounded | (bits & ~MAGNITUDE_MASK));
     }
 };
 
 template <class Nominal, class L>
 ZEROCAST_FN typename L::Float round_to(typename L::Float x) {
-    return Rounding<Nominal, L>::round(x);
+    return L::select(x == x, Rounding<Nominal, L>::of_number(x), constant<L>(NAN_BITS));
 }
 
 // The bit pattern that enters an amax buffer: of the magnitude, every NaN canonical.
