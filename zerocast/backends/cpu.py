@@ -113,20 +113,26 @@ class CpuBackend:
         values = torch.empty(target.rows, target.cols)
         if target.output is not None and target.round_to == torch.float32:
             values = target.output
-        given = {"source": target.source, "weight": target.weight, "bias": target.bias}
-        staged = {
-            name: (tensor, torch.empty(tensor.shape))
-            for name, tensor in given.items()
-            if tensor is not None and tensor.dtype != torch.float32
-        }
+        staged: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+        def in_fp32(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.dtype == torch.float32:
+                return tensor
+            staged.append((torch.empty(tensor.shape), tensor))
+            return staged[-1][0]
+
         operands = replace(
-            target, output=values, **{name: fp32 for name, (_, fp32) in staged.items()}
+            target,
+            source=in_fp32(target.source),
+            weight=None if target.weight is None else in_fp32(target.weight),
+            bias=None if target.bias is None else in_fp32(target.bias),
+            output=values,
         )
         fields = activation_fields(operands, _address)
         compute = self._launch("activate", None, [fields], (operands,))
 
         def launch() -> None:
-            for tensor, fp32 in staged.values():
+            for fp32, tensor in staged:
                 fp32.copy_(tensor)
             compute()
             if target.output is not None and target.output is not values:

@@ -294,12 +294,12 @@ ZEROCAST_FN void raise_tensor_amax(i32* tensor_amax, const Place<HEIGHT>& place,
     if (place.lane == 0 && largest > 0) atomicMax(tensor_amax, largest);
 }
 
-// Raises the amaxes of blocks that do not fit into a tile.
+// Raises the amaxes of blocks that do not fit into a tile. A thread clears what it alone has read, so
+// one call may follow another without a barrier between them.
 template <int HEIGHT>
 ZEROCAST_FN void raise_block_amaxes(const CastPlane& plane, const Place<HEIGHT>& place,
                                     const Patch<HEIGHT>& patch, TileMemory<HEIGHT>& memory) {
     TileBlocks<HEIGHT> blocks(plane, place);
-    __syncthreads();  // what was in memory has been read
     take_amaxes(blocks, place, patch, memory);
     for (int b = threadIdx.x; b < blocks.count; b += Place<HEIGHT>::THREADS) {
         if (!blocks.exists(b, place)) continue;

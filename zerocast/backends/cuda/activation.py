@@ -69,7 +69,8 @@ def activate(
         zeros.append(torch.zeros(count, dtype=torch.int32, device=launcher.device))
         return zeros[-1]
 
-    tensor_amax, block_amaxes = target.tensor_amax, [None] * len(planes)
+    tensor_amax = target.tensor_amax
+    block_amaxes: list[torch.Tensor | None] = [None] * len(planes)
     if isinstance(law, Float8DelayedLaw):
         zeros += [plane.scale_inv for plane in target.planes if plane.scale_inv is not None]
     elif law is not None:
