@@ -262,6 +262,30 @@ def test_a_graph_replays_an_activation(recipe: Recipe) -> None:
         assert_same_bytes(values.cpu(), decoded, "activation decoded")
 
 
+@pytest.mark.parametrize("recipe", [RECIPES[0], zerocast.MXFP8BlockScaling()], ids=str)
+def test_a_graph_replays_a_layer(recipe: Recipe) -> None:
+    """The forward of a layer with a quantized weight, captured once, decodes at a replay what the
+    weight holds then.
+    """
+    model = torch.nn.Sequential(torch.nn.Linear(512, 96, device="cuda", dtype=torch.bfloat16))
+    zerocast.nn.convert(model, recipe)
+    weight = model[0].weight
+    master = torch.randn(96, 512, device="cuda")
+    plan = zerocast.CastPlan([weight], [master], [0])
+    x = torch.randn(32, 512, device="cuda", dtype=torch.bfloat16)
+    with torch.no_grad():
+        model(x)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = model(x)
+        for step in range(2):
+            master.copy_(torch.randn_like(master) * (step + 1))
+            plan.cast()
+            plan.post_all_gather_processing()
+            graph.replay()
+            assert_same_bytes(y.cpu(), model(x).cpu(), f"outputs of step {step}")
+
+
 def test_a_new_shape_in_a_capture_is_refused() -> None:
     """A tensor of a shape never seen, too large for its tiles to go with a launch, says so."""
     source = torch.randn(1048, 1072, device="cuda")
