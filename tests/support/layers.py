@@ -67,10 +67,11 @@ def recorded_products(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Made]]:
         bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
         result = gemm(product, a, b, dtype, bias)
-        operands = [
-            dequantize(storage, columnwise=columnwise and storage.has_columnwise).double()
-            for storage, columnwise in zip((a, b), product.value, strict=True)
-        ]
+        pairs = list(zip((a, b), product.value, strict=True))
+        assert all(storage.has_columnwise or not columnwise for storage, columnwise in pairs), (
+            f"an operand of the {product.title} lacks its columnwise copy"
+        )
+        operands = [dequantize(storage, columnwise=c).double() for storage, c in pairs]
         made.append(Made(product, *operands, result.detach().clone()))
         return result
 
