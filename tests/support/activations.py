@@ -37,10 +37,12 @@ USAGES = ((True, True), (True, False), (False, True))
 """Rowwise, columnwise."""
 
 
-def quantizer_of(recipe: Recipe, usage: tuple[bool, bool] = (True, True)) -> Quantizer:
+def quantizer_of(
+    recipe: Recipe, usage: tuple[bool, bool] = (True, True), device: str = "cpu"
+) -> Quantizer:
     """A quantizer with a memory of its own, where the recipe needs one; its scale is no 1."""
     if recipe.state:
-        state = RecipeState.create(recipe, "forward", 1)
+        state = RecipeState.create(recipe, "forward", 1, device)
         if "scale" in state.tensors:
             state.tensors["scale"].fill_(37.5)
         quantizer = state.make_quantizers()[0]

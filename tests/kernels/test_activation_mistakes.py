@@ -1,0 +1,168 @@
+"""Mistakes planted in the fused kernels are caught by what the tests compare; and the kernels stay
+inside of their tensors.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import zerocast
+from tests.cuda_emulation.emulator import ORDERS, Emulator, KernelFault, Mistake, needs_emulation
+from tests.support.activations import RECIPES, parameters, quantizer_of
+from tests.support.values import draw_values
+from zerocast.backends.cuda import CudaBackend
+from zerocast.backends.cuda.sources import cuda_sources
+from zerocast.nn.functional import activate
+from zerocast.ops import Activation
+
+pytestmark = needs_emulation
+
+ROOT = Path(__file__).parents[2]
+TILE, ARITHMETIC = "include/zerocast/activation_tile.h", "include/zerocast/activation.h"
+NORMALIZATION = "kernels/normalization.cu"
+BARRIER = "__syncthreads();"
+# The last barrier keeps delayed scaling's transposed codes of two tiles apart. Warp functions stand
+# between them, at which the emulation lets all threads come up, and a device need not.
+BARRIERS = range((cuda_sources() / TILE).read_text().count(BARRIER) - 1)
+ANY_COLS = ("delayed", "current", "rowwise", "blocks 1x128", "blocks 128x128")
+
+
+def run(backend: CudaBackend, function: str, alone: bool = False) -> dict[str, torch.Tensor]:
+    """All that is written, under every recipe, in more than one tile of a thread block.
+
+    ``alone``: with a source that is an allocation of its own, and small, for the sanitizer is slow.
+    """
+    written = {}
+    for name, recipe in RECIPES.items():
+        rows, cols = (133, 163) if name in ANY_COLS else (136, 160)
+        if alone:
+            cols = 35 if name in ANY_COLS else 32
+        kind = "wide" if function == "silu" else "normal"
+        x = draw_values(kind, rows * cols, 1).view(rows, cols)
+        x = x.clone() if alone else x
+        quantizer = quantizer_of(recipe)
+        with zerocast.use_backend(backend):
+            made = activate(
+                Activation(function), x, quantizer, output=True,
+                statistics=True, **parameters(function, cols, 2),
+            )  # fmt: skip
+        assert made.quantized is not None
+        written |= {f"{name} {key}": b for key, b in made.quantized.storage.buffers.items()}
+        others = {"output": made.output, "mean": made.mean, "rstd": made.rstd}
+        written |= {f"{name} {key}": t for key, t in others.items() if t is not None}
+        if quantizer.memory is not None:
+            written[f"{name} amax"] = quantizer.memory._state.amaxes.clone()  # type: ignore[attr-defined]
+    return written
+
+
+FUNCTION = {"activation": "silu", "normalization": "layernorm"}
+EXPECTED: dict[str, dict[str, torch.Tensor]] = {}
+
+
+def is_caught(mistake: Mistake) -> bool:
+    """Whether any order of threads shows other bytes, or a fault."""
+    function = FUNCTION[mistake.source]
+    if function not in EXPECTED:
+        EXPECTED[function] = run(CudaBackend(Emulator()), function)
+    for order in ORDERS:
+        try:
+            made = run(CudaBackend(Emulator(order, max_grid=2, mistake=mistake)), function)
+        except KernelFault:
+            return True
+        for name, tensor in EXPECTED[function].items():
+            if not torch.equal(made[name].view(torch.uint8), tensor.view(torch.uint8)):
+                return True
+    return False
+
+
+@pytest.mark.parametrize("source", FUNCTION)
+def test_without_a_mistake_nothing_is_seen(source: str) -> None:
+    """An edit that changes nothing passes, so what the other tests see is the mistake."""
+    assert not is_caught(Mistake(source, TILE, "zerocast {", "zerocast {"))
+
+
+@pytest.mark.parametrize("nth", BARRIERS)
+def test_a_missing_barrier(nth: int) -> None:
+    """Each barrier of a tile is needed, and its absence shows in some order of threads."""
+    assert is_caught(Mistake("activation", TILE, BARRIER, "", nth))
+
+
+def test_a_missing_barrier_of_a_warp() -> None:
+    """So is the barrier between the statistics of a warp's rows and their use."""
+    assert is_caught(Mistake("normalization", NORMALIZATION, "__syncwarp();", "", 1))
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        Mistake("activation", TILE, "count >= 4 ? 4", "count >= 3 ? 4"),
+        Mistake("activation", TILE, "row(i) < place.rows ? existing", "row(i) <= 0 ? existing"),
+        Mistake("activation", TILE, "largest >= INFINITY_BITS", "largest > 0"),
+        Mistake("activation", TILE, "r < plane.down_entries", "r + 1 < plane.down_entries"),
+        Mistake("activation", TILE, "log2_w == 0 ? j : 0", "log2_w == 0 ? 0 : 0"),
+        Mistake("activation", ARITHMETIC, "x * e.mantissa, x)", "x, x)"),
+        Mistake("normalization", ARITHMETIC, "+ eps * power * power", "+ eps * 2.0f"),
+        Mistake("normalization", NORMALIZATION, "if (j < left) part", "part"),
+        Mistake("normalization", NORMALIZATION, "part[1].add(part[3]", "part[1].add(part[2]"),
+    ],
+    ids=lambda mistake: mistake.wrong,
+)
+def test_a_wrong_line(mistake: Mistake) -> None:
+    """Wrong edges, indices and arithmetic show as other bytes."""
+    assert is_caught(mistake)
+
+
+# --- under the address sanitizer, in a process of its own ---
+
+PROGRAM = """
+import sys
+from tests.cuda_emulation.emulator import Emulator, Mistake
+from tests.kernels.test_activation_mistakes import run
+from zerocast.backends.cuda import CudaBackend
+mistake = Mistake(*sys.argv[1:]) if len(sys.argv) > 1 else None
+flags = ("-fsanitize=address,alignment,bounds,shift", "-fno-sanitize-recover=all")
+backend = CudaBackend(Emulator("random", max_grid=7, mistake=mistake, flags=flags))
+run(backend, "silu", alone=True)
+run(backend, "layernorm", alone=True)
+print("clean")
+"""
+
+
+def under_the_sanitizer(*mistake: str) -> subprocess.CompletedProcess[str]:
+    """All recipes, with a mistake planted or without."""
+    library = subprocess.run(
+        ["g++", "-print-file-name=libasan.so"], capture_output=True, text=True, check=True
+    ).stdout.strip()
+    if not Path(library).is_absolute():
+        pytest.skip("g++ has no address sanitizer here")
+    environment = {
+        **os.environ,
+        "LD_PRELOAD": library,
+        "ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_return=0",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), *sys.path])),
+    }
+    return subprocess.run(
+        [sys.executable, "-c", PROGRAM, *mistake],
+        capture_output=True, text=True, env=environment, timeout=250,
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+def test_kernels_stay_inside_of_their_tensors() -> None:
+    """No kernel reads or writes past the end of a tensor that it was given."""
+    done = under_the_sanitizer()
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout == "clean\n"
+
+
+@pytest.mark.slow
+def test_a_write_past_the_end_is_seen() -> None:
+    """A tile that writes rows past the last one is found by the sanitizer itself."""
+    done = under_the_sanitizer("activation", TILE, "if (place.row(i) >= place.rows) continue;", "")
+    assert done.returncode != 0
+    assert "AddressSanitizer: heap-buffer-overflow" in done.stderr, done.stderr[-3000:]
