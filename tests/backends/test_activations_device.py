@@ -1,4 +1,4 @@
-"""Fused operations on a GPU: the bits of the CPU's loops, and codes exact for the rounded result."""
+"""Fused operations on a GPU: the bits of the CPU's loops, codes exact for the rounded result."""
 
 import pytest
 import torch
