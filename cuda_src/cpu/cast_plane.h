@@ -34,40 +34,63 @@ class PlaneCast {
 
     // Elements [begin, end) of the weight.
     void operator()(i64 begin, i64 end) const {
+        float multipliers[STRIP_BLOCKS];
         if (grid().num_blocks() == 1) {
-            float multiplier;
-            fill_multipliers(0, 1, &multiplier);
-            run(begin, end - begin, multiplier);
+            bool positive = fill_multipliers(0, 1, multipliers);
+            run(begin, end - begin, *multipliers, positive);
             return;
         }
-        float multipliers[STRIP_BLOCKS];
+        bool positive = false;
         auto open = [&](const Strip& strip) {
-            fill_multipliers(strip.first_block, strip.blocks, multipliers);
+            positive = fill_multipliers(strip.first_block, strip.blocks, multipliers);
         };
         auto work = [&](const Strip&, const Panel& panel) {
             for (i64 r = 0; r < panel.rows; r++) {
-                cast_row(panel.element + r * grid().cols, panel.col, panel.count, multipliers);
+                cast_row(panel.element + r * grid().cols, panel.col, panel.count, multipliers,
+                         positive);
             }
         };
         for_each_strip(grid(), begin, end, open, work, [](const Strip&) {});
     }
 
-    // What the elements of `count` blocks side by side are multiplied by. Returns whether no
-    // multiplier is NaN: then no element is.
+    // What the elements of `count` blocks side by side are multiplied by. Returns whether all are
+    // positive, neither NaN nor 0.
     bool fill_multipliers(i64 first_block, i64 count, float* multipliers) const {
         const u8* choices = choices_ ? choices_ + first_block : nullptr;
         return multipliers_.fill(plane_.block_amax + first_block, choices, count, multipliers);
     }
 
-    // count elements of one row, the first of them col columns into the strip.
-    ZEROCAST_FN void cast_row(i64 element, i64 col, i64 count, const float* multipliers) const {
+    // n elements under one multiplier. `positive`: neither NaN nor 0.
+    void run(i64 element, i64 n, float multiplier, bool positive) const {
+        i64 end = element + n;
+        while (!starts_group(element) && element < end) single(element++, multiplier);
+        const float* x = master(element);
+        u8* to = codes(element);
+        i64 left = end - element;
+        for (; left >= GROUP; left -= GROUP, x += GROUP, to += bytes(GROUP)) {
+            prefetch(x);
+            group<GROUP>(end - left, x, &multiplier, to, positive);
+        }
+        if (left > 1) {  // what is no whole group goes through buffers of one
+            float last[GROUP] = {};
+            u8 last_codes[GROUP];
+            memcpy(last, x, left * sizeof(float));
+            group<GROUP>(end - left, last, &multiplier, last_codes, positive);
+            memcpy(to, last_codes, bytes(left));
+        }
+        if (left == 1 || bytes(left) * 8 != left * F::BITS) single(end - 1, multiplier);
+    }
+
+    // count elements of one row, the first of them col columns into the strip. `positive` says that
+    // all multipliers are.
+    void cast_row(i64 element, i64 col, i64 count, const float* multipliers, bool positive) const {
         i64 block_w = grid().block_w;
         const float* multiplier = multipliers + col / block_w;
         i64 in_block = col % block_w;
         if (in_block == 0 && starts_group(element)) {  // but for the start of a shard
-            i64 done = block_w == 16   ? groups<16>(element, count, multiplier)
-                       : block_w == 32 ? groups<32>(element, count, multiplier)
-                       : block_w == 1  ? groups<1>(element, count, multiplier)
+            i64 done = block_w == 16   ? groups<16>(element, count, multiplier, positive)
+                       : block_w == 32 ? groups<32>(element, count, multiplier, positive)
+                       : block_w == 1  ? groups<1>(element, count, multiplier, positive)
                                        : 0;
             multiplier += done / block_w;
             element += done;
@@ -75,37 +98,12 @@ class PlaneCast {
         }
         while (count > 0) {
             i64 n = min_of(block_w - in_block, count);
-            run(element, n, *multiplier);
+            run(element, n, *multiplier, positive);
             multiplier++;
             element += n;
             count -= n;
             in_block = 0;
         }
-    }
-
-    // Whether GROUP elements from `element` on can be encoded together.
-    static ZEROCAST_FN bool starts_group(i64 element) { return element % Encoder::ALIGNMENT == 0; }
-
-    ZEROCAST_FN static void round_group(const float* x, Native::Float (&rounded)[4]) {
-        for (int i = 0; i < 4; i++) rounded[i] = round_to<Rounded, Native>(Native::load(x + i * W));
-    }
-
-    // GROUP rounded elements, a multiplier for each BLOCK of them.
-    template <int BLOCK>
-    ZEROCAST_FN void encode_group(i64 element, const Native::Float (&rounded)[4],
-                                  const float* multiplier, u8* to) const {
-        Native::Float scaled[4];
-        for (int i = 0; i < 4; i++) {
-            scaled[i] = rounded[i]
-                        * (BLOCK == 1 ? Native::load(multiplier + i * W)
-                                      : Native::splat(multiplier[i * W / BLOCK]));
-        }
-        Native::Int code[4];
-        encoder_.group(element, scaled, code);
-        if constexpr (F::BITS == 4)
-            store_nibbles(to, code);
-        else
-            store_bytes(to, code);
     }
 
     ZEROCAST_FN static i64 bytes(i64 elements) { return F::BITS == 4 ? elements >> 1 : elements; }
@@ -118,6 +116,9 @@ class PlaneCast {
     typedef typename Encoder::Format F;
     static constexpr int W = Native::WIDTH;
 
+    // Whether groups without a NaN have a way of their own: of E2M1 it would hardly be faster.
+    static constexpr bool SKIPS_NAN = F::BITS == 8;
+
     CodePlane plane_;
     const u8* choices_;
     i64 codes_start_;
@@ -125,45 +126,49 @@ class PlaneCast {
     Multipliers multipliers_;
     Encoder encoder_;
 
+    // Whether GROUP elements from `element` on can be encoded together.
+    static ZEROCAST_FN bool starts_group(i64 element) { return element % Encoder::ALIGNMENT == 0; }
+
     // The whole groups of a row; returns how many elements they hold.
     template <int BLOCK>
-    ZEROCAST_FN i64 groups(i64 element, i64 count, const float* multiplier) const {
+    ZEROCAST_FN i64 groups(i64 element, i64 count, const float* multiplier, bool positive) const {
         i64 grouped = count / GROUP * GROUP;
         const float* x = master(element);
         u8* to = codes(element);
         for (i64 i = 0; i < grouped; i += GROUP) {
             prefetch(x + i);
-            group<BLOCK>(element + i, x + i, multiplier + i / BLOCK, to + bytes(i));
+            group<BLOCK>(element + i, x + i, multiplier + i / BLOCK, to + bytes(i), positive);
         }
         return grouped;
     }
 
-    // n elements under one multiplier.
-    ZEROCAST_FN void run(i64 element, i64 n, float multiplier) const {
-        i64 end = element + n;
-        while (!starts_group(element) && element < end) single(element++, multiplier);
-        const float* x = master(element);
-        u8* to = codes(element);
-        i64 left = end - element;
-        for (; left >= GROUP; left -= GROUP, x += GROUP, to += bytes(GROUP)) {
-            prefetch(x);
-            group<GROUP>(end - left, x, &multiplier, to);
-        }
-        if (left > 1) {  // what is no whole group goes through buffers of one
-            float last[GROUP] = {};
-            u8 last_codes[GROUP];
-            memcpy(last, x, left * sizeof(float));
-            group<GROUP>(end - left, last, &multiplier, last_codes);
-            memcpy(to, last_codes, bytes(left));
-        }
-        if (left == 1 || bytes(left) * 8 != left * F::BITS) single(end - 1, multiplier);
-    }
-
+    // GROUP elements, a multiplier for each BLOCK of them.
     template <int BLOCK>
-    ZEROCAST_FN void group(i64 element, const float* x, const float* multiplier, u8* to) const {
-        Native::Float rounded[4];
-        round_group(x, rounded);
-        encode_group<BLOCK>(element, rounded, multiplier, to);
+    ZEROCAST_FN void group(i64 element, const float* x, const float* multiplier, u8* to,
+                           bool positive) const {
+        Native::Float loaded[4], scaled[4];
+        for (int i = 0; i < 4; i++) loaded[i] = Native::load(x + i * W);
+        auto scale = [&](int i, Native::Float rounded) {
+            return rounded
+                   * (BLOCK == 1 ? Native::load(multiplier + i * W)
+                                 : Native::splat(multiplier[i * W / BLOCK]));
+        };
+        Native::Int code[4];
+        if constexpr (SKIPS_NAN) {
+            if (positive && !any_nan(loaded)) {
+                for (int i = 0; i < 4; i++) {
+                    auto rounded = Rounding<Rounded, Native>::of_number(loaded[i]);
+                    code[i] = encode_number<F, Native>(scale(i, rounded));
+                }
+                return store_bytes(to, code);
+            }
+        }
+        for (int i = 0; i < 4; i++) scaled[i] = scale(i, round_to<Rounded, Native>(loaded[i]));
+        encoder_.group(element, scaled, code);
+        if constexpr (F::BITS == 4)
+            store_nibbles(to, code);
+        else
+            store_bytes(to, code);
     }
 
     ZEROCAST_FN void single(i64 element, float multiplier) const {

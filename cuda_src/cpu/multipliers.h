@@ -18,8 +18,8 @@ class Multipliers {
     template <class Law>
     explicit Multipliers(const Law& law) : law_(&law), fill_(fill_under<Law>) {}
 
-    // choices: of the same blocks, where the law CHOOSES. Returns whether no multiplier is NaN:
-    // then no element under them is.
+    // choices: of the same blocks, where the law CHOOSES. Returns whether all are positive, neither
+    // NaN nor 0: then what they multiply stays a number, if it is one.
     bool fill(const i32* amax, const u8* choices, i64 count, float* multipliers) const {
         return fill_(law_, amax, choices, count, multipliers);
     }
@@ -33,7 +33,7 @@ class Multipliers {
     static bool fill_under(const void* erased, const i32* amax, const u8* choices, i64 count,
                            float* multipliers) {
         const Law& law = *(const Law*)erased;
-        Native::Int numbers = Native::splat(-1);  // 0 where a multiplier was none
+        Native::Int positive = Native::splat(-1);  // 0 where one is not positive
         auto fill = [&](const i32* amaxes, const u8* chosen, float* to) {
             auto loaded = Native::load_as<Native::Int>(amaxes);
             Native::Float made;
@@ -41,7 +41,7 @@ class Multipliers {
                 made = law.template multiplier<Native>(loaded, load_bytes<Native>(chosen));
             else
                 made = law.template multiplier<Native>(loaded);
-            numbers &= (Native::Int)(made == made);
+            positive &= (Native::Int)(made > Native::splat(0.0f));
             Native::store(to, made);
         };
         i64 b = 0;
@@ -56,7 +56,7 @@ class Multipliers {
             fill(last_amaxes, last_choices, last);
             memcpy(multipliers + b, last, (count - b) * sizeof(float));
         }
-        return reduce_max<Native>(~numbers & 1) == 0;
+        return reduce_max<Native>(~positive & 1) == 0;
     }
 };
 

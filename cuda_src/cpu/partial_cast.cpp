@@ -24,9 +24,9 @@ class RowsAndColumns {
 
     void operator()(i64 begin, i64 end) const {
         float by_column[STRIP_COLUMNS], by_block[STRIP_COLUMNS / ROW_BLOCK + 2];
-        bool numbers = false;  // in all columns of the strip
+        bool positive = false;  // whether all multipliers of columns are
         auto open = [&](const Strip& strip) {
-            numbers = columns_.fill_multipliers(strip.first_block, strip.blocks, by_column);
+            positive = columns_.fill_multipliers(strip.first_block, strip.blocks, by_column);
         };
         auto work = [&](const Strip& strip, const Panel& panel) {
             const Grid& grid = rows_.grid();
@@ -35,7 +35,7 @@ class RowsAndColumns {
             for (i64 r = 0; r < panel.rows; r++) {
                 bool all = rows_.fill_multipliers((row + r) * grid.blocks_w() + first,
                                                   last - first + 1, by_block)
-                           && numbers;
+                           && positive;
                 cast_row(panel.element + r * grid.cols, col % grid.block_w, panel.count, by_block,
                          by_column + panel.col, all);
             }
@@ -50,18 +50,18 @@ class RowsAndColumns {
 
     // count elements of one row, the first of them col columns into its first block.
     void cast_row(i64 element, i64 col, i64 count, const float* by_block, const float* by_column,
-                  bool numbers) const {
+                  bool positive) const {
         i64 block_w = rows_.grid().block_w, done = 0;
-        if (numbers && col == 0 && block_w == 32)
+        if (positive && col == 0 && block_w == 32)
             done = groups<32>(element, count, by_block, by_column);
-        else if (numbers && col + count <= block_w)
+        else if (positive && col + count <= block_w)
             done = groups<ONE_BLOCK>(element, count, by_block, by_column);
-        rows_.cast_row(element + done, col + done, count - done, by_block);
-        columns_.cast_row(element + done, 0, count - done, by_column + done);
+        rows_.cast_row(element + done, col + done, count - done, by_block, positive);
+        columns_.cast_row(element + done, 0, count - done, by_column + done, positive);
     }
 
-    // The whole groups of a row without a NaN, of blocks of BLOCK elements; returns how many
-    // elements they hold. What does not depend on the plane is done once.
+    // The whole groups of a row, of blocks of BLOCK elements, up to one that has a NaN; returns how
+    // many elements they hold. What does not depend on the plane is done once.
     template <int BLOCK>
     ZEROCAST_FN i64 groups(i64 element, i64 count, const float* by_block,
                            const float* by_column) const {
@@ -70,10 +70,12 @@ class RowsAndColumns {
         i64 i = 0;
         for (; i + GROUP <= count; i += GROUP) {
             prefetch(x + i);
+            Native::Float loaded[4];
+            for (int k = 0; k < 4; k++) loaded[k] = Native::load(x + i + k * W);
+            if (any_nan(loaded)) break;
             Native::Int rows[4], columns[4];
             for (int k = 0; k < 4; k++) {
-                auto rounded = Rounding<Rounded, Native>::of_number(Native::load(x + i + k * W));
-                Native::Int bits = Native::bits(rounded);
+                Native::Int bits = Native::bits(Rounding<Rounded, Native>::of_number(loaded[k]));
                 auto magnitude = Native::value(bits & MAGNITUDE_MASK);
                 auto of_row = Native::splat(by_block[(i + k * W) / BLOCK]);
                 auto of_columns = Native::load(by_column + i + k * W);
@@ -95,11 +97,13 @@ void cast_rounded(const CastShard& shard, const Multipliers& law, const Encoder&
     typedef PlaneCast<Rounded, Encoder> Plane;
     Plane rowwise(shard, CodePlane{shard.grid, shard.block_amax, shard.codes}, law, encoder);
     if (shard.delayed.scale) {
+        float multiplier;
+        bool positive = rowwise.fill_multipliers(0, 1, &multiplier);
         i32 largest = 0;
-        for (i64 at = begin; at < end; at += CHUNK) {
-            i64 chunk_end = min_of(at + CHUNK, end);
-            largest = Scalar::max(largest, largest_of(rowwise.master(at), chunk_end - at));
-            rowwise(at, chunk_end);
+        for (i64 at = begin, n; at < end; at += n) {
+            n = min_of(CHUNK, end - at);
+            largest = Scalar::max(largest, largest_of(rowwise.master(at), n));
+            rowwise.run(at, n, multiplier, positive);
         }
         i32 amax = rounded<Scalar>(largest, shard.round_to);
         raise_shared(shard.block_amax, amax);

@@ -130,6 +130,27 @@ ZEROCAST_FN void prefetch(const float* x) {
     for (int i = 0; i < GROUP; i += 16) __builtin_prefetch(x + PREFETCH_AHEAD + i);
 }
 
+// Whether any of GROUP elements is a NaN.
+ZEROCAST_FN bool any_nan(const Native::Float (&x)[4]) {
+#if defined(__AVX512F__)
+    // One comparison looks at two registers.
+    return _mm512_cmp_ps_mask((__m512)x[0], (__m512)x[1], _CMP_UNORD_Q)
+           | _mm512_cmp_ps_mask((__m512)x[2], (__m512)x[3], _CMP_UNORD_Q);
+#elif defined(__AVX__)
+    return _mm256_movemask_ps(
+        _mm256_or_ps(_mm256_cmp_ps((__m256)x[0], (__m256)x[1], _CMP_UNORD_Q),
+                     _mm256_cmp_ps((__m256)x[2], (__m256)x[3], _CMP_UNORD_Q)));
+#elif defined(__SSE2__)
+    return _mm_movemask_ps(_mm_or_ps(_mm_cmpunord_ps((__m128)x[0], (__m128)x[1]),
+                                     _mm_cmpunord_ps((__m128)x[2], (__m128)x[3])));
+#else
+    Native::Int nan = (x[0] != x[0]) | (x[1] != x[1]) | (x[2] != x[2]) | (x[3] != x[3]);
+    bool any = false;
+    for (int i = 0; i < Native::WIDTH; i++) any |= nan[i] != 0;
+    return any;
+#endif
+}
+
 // 64 bytes to an address that is a multiple of 64, past the caches. stream_fence() makes them
 // visible to other threads.
 ZEROCAST_FN void stream_line(u8* to, const u8* line) {

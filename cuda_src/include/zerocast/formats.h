@@ -79,15 +79,21 @@ ZEROCAST_FN typename L::Int with_sign(typename L::Int code, typename L::Int bits
     return L::merge(Derived<F>::SIGN - 1, code, sign);
 }
 
+// Round what is no NaN to the nearest code of F.
+template <class F, class L>
+ZEROCAST_FN typename L::Int encode_number(typename L::Float x) {
+    typename L::Int bits = L::bits(x);
+    auto magnitude = L::value(bits & MAGNITUDE_MASK);
+    return with_sign<F, L>(encode_magnitude<F, L>(magnitude), bits);
+}
+
 // Round to the nearest code of F. A NaN has to be positive, as round_to leaves it: where the
 // largest code is NaN's too (E2M1), saturating does it all.
 template <class F, class L>
 ZEROCAST_FN typename L::Int encode(typename L::Float x) {
-    typename L::Int bits = L::bits(x);
-    typename L::Int magnitude = bits & MAGNITUDE_MASK;
-    typename L::Int code = with_sign<F, L>(encode_magnitude<F, L>(L::value(magnitude)), bits);
+    typename L::Int code = encode_number<F, L>(x);
     if constexpr (F::NAN_CODE == F::MAX_CODE) return code;
-    return L::select(magnitude > INFINITY_BITS, L::splat(F::NAN_CODE), code);
+    return L::select((L::bits(x) & MAGNITUDE_MASK) > INFINITY_BITS, L::splat(F::NAN_CODE), code);
 }
 
 // The FP32 value of a code: exact.
