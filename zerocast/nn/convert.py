@@ -13,13 +13,16 @@ from dataclasses import dataclass
 
 import torch
 
+from zerocast.cast import CastPlan
+from zerocast.cast.amax_groups import Patterns, amax_group_labels
+from zerocast.comm import SingleRank
 from zerocast.errors import InputError
 from zerocast.nn.initialization import quantized_parameter
 from zerocast.nn.linear import Linear
 from zerocast.nn.quantized_module import QuantizedModule
 from zerocast.nn.small_layers import read_filter, why_small
 from zerocast.recipes import NOMINAL_DTYPES, Recipe
-from zerocast.tensors import QuantizedTensor
+from zerocast.tensors import QuantizedTensor, rebuild_derived
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,7 @@ def convert(
     *,
     weights: str = "quantized",
     filter_fqns: Sequence[str] = (),
+    amax_groups: Patterns = (),
 ) -> ConversionReport:
     """Quantize the weights of a model's ``torch.nn.Linear`` layers, in place.
 
@@ -68,6 +72,10 @@ def convert(
             ``"auto_filter_small_kn"`` among them leaves out the layers that are too small to gain
             by quantized products, as measured on their device, or else by the published H100 table
             (:mod:`zerocast.nn.small_layers`); the report says by which.
+        amax_groups: layers that a server will fuse and whose weights therefore share one tensor
+            amax, from this conversion on and in every cast: patterns of fully qualified names,
+            ``[["*.wq", "*.wk", "*.wv"], ["*.w1", "*.w3"]]``; see
+            :mod:`zerocast.cast.amax_groups`.
 
     Returns:
         What was converted, and what was left and why: filtered, too small, a shape that the recipe
@@ -79,6 +87,11 @@ def convert(
         InputError: for a wrong argument. Nothing has been changed.
     """
     _check_arguments(model, recipe, weights, filter_fqns)
+    if amax_groups and weights != "quantized":
+        raise InputError(
+            f"amax_groups are for weights that hold codes, got weights={weights!r}; those are "
+            "quantized one by one in each forward."
+        )
     linears: dict[torch.nn.Linear, list[str]] = {}  # a module may have several names
     for fqn, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, torch.nn.Linear):
@@ -91,22 +104,26 @@ def convert(
     if weights == "quantized":
         _keep_tied_with_the_rest(model, reasons)
 
-    replacements: dict[torch.Tensor, torch.nn.Parameter] = {}
-    for module, reason in reasons.items():
-        if reason is None:
-            old = module.weight
-            module.__class__ = Linear
-            if weights == "high_precision":
-                continue
-            if old not in replacements:
-                replacements[old] = _replacement(old, recipe)
-            module.weight = replacements[old]
+    converted = {linears[module][0]: module for module, why in reasons.items() if why is None}
+    labels = amax_group_labels(amax_groups, list(converted))
+
+    replacements: dict[torch.Tensor, QuantizedTensor] = {}
+    for (fqn, module), label in zip(converted.items(), labels, strict=True):
+        old = module.weight
+        module.__class__ = Linear
+        if weights == "high_precision":
+            continue
+        if old not in replacements:
+            replacements[old] = _replacement(old, recipe, f"{fqn}.weight".lstrip("."))
+            replacements[old].storage.amax_group = label
+        module.weight = replacements[old]
+    _share_amaxes([w for w in replacements.values() if w.storage.amax_group is not None])
     for fqn, layer in model.named_modules():
         if isinstance(layer, QuantizedModule):
             layer.name = layer.name or fqn
     return ConversionReport(
         recipe,
-        tuple(linears[module][0] for module, reason in reasons.items() if reason is None),
+        tuple(converted),
         {linears[module][0]: reason for module, reason in reasons.items() if reason is not None},
     )
 
@@ -179,9 +196,26 @@ def _keep_tied_with_the_rest(
             reasons[linear] = f"its weight is tied with {tied}, which stays as it is"
 
 
-def _replacement(old: torch.Tensor, recipe: Recipe) -> torch.nn.Parameter:
+def _replacement(old: torch.Tensor, recipe: Recipe, name: str) -> QuantizedTensor:
     """The quantized parameter in the place of ``old``, with its gradient and its attributes."""
-    new = quantized_parameter(old, recipe)
+    new = quantized_parameter(old, recipe, name=name)
     vars(new).update(vars(old))
     new.grad = old.grad
+    assert isinstance(new, QuantizedTensor)
     return new
+
+
+def _share_amaxes(weights: Sequence[QuantizedTensor]) -> None:
+    """Cast weights of amax groups again from the same values, now with their groups' amaxes."""
+    by_device: dict[torch.device, list[QuantizedTensor]] = {}
+    for weight in weights:
+        by_device.setdefault(weight.device, []).append(weight)
+    for device, group in by_device.items():
+        values = [weight.get_high_precision_init_val() for weight in group]
+        masters = [None if v is None else v.to(device, torch.float32) for v in values]
+        for weight in group:
+            weight.recipe.rewind(weight.storage.buffers)  # the same cast, not one more
+        CastPlan(group, masters, [0] * len(group), SingleRank()).cast()
+        rebuild_derived([weight.storage for weight in group])
+        for weight, value in zip(group, values, strict=True):
+            weight.storage.high_precision_init_val = value

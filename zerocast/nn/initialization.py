@@ -13,9 +13,16 @@ from zerocast.tensors import quantize
 
 
 def quantized_parameter(
-    weight: torch.Tensor, recipe: Recipe, *, columnwise: bool = True, keep_init_val: bool = True
+    weight: torch.Tensor,
+    recipe: Recipe,
+    *,
+    columnwise: bool = True,
+    keep_init_val: bool = True,
+    name: str | None = None,
 ) -> torch.nn.Parameter:
     """``weight`` quantized; its present value is kept, on the CPU, for an optimizer's masters.
+
+    ``name`` is what the random words of stochastic rounding depend on.
 
     Raises:
         InputError: where it is on the meta device, or the recipe cannot hold it.
@@ -25,7 +32,7 @@ def quantized_parameter(
             "a quantized weight is made from its initial value, so its layer needs a device with "
             "memory, got 'meta'; build it on 'cpu' and move it."
         )
-    quantized = quantize(weight, recipe, columnwise=columnwise)
+    quantized = quantize(weight, recipe, columnwise=columnwise, name=name)
     if keep_init_val:
         value = weight.detach().to("cpu", copy=True).contiguous()
         quantized.storage.high_precision_init_val = value
