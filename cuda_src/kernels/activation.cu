@@ -1,6 +1,6 @@
 // activation: a function of each element (relu, gelu, silu, swiglu, or nothing), rounded, and cast,
 // rowwise and columnwise, in one pass.
-#include <zerocast/activation_tile.h>
+#include <zerocast/activation_kernels.h>
 
 using namespace zerocast;
 

@@ -5,7 +5,7 @@
 // largest magnitude, the mean, the squares), of which the first-level cache serves the later ones.
 // Thread blocks that share a strip of rows take them once each: reading again is cheaper than
 // waiting for each other.
-#include <zerocast/activation_tile.h>
+#include <zerocast/activation_kernels.h>
 
 using namespace zerocast;
 

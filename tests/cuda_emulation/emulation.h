@@ -305,10 +305,11 @@ extern "C" {
 extern unsigned char __start_emulated_shared[] __attribute__((weak, visibility("hidden")));
 extern unsigned char __stop_emulated_shared[] __attribute__((weak, visibility("hidden")));
 
-// arguments: addresses of `count` 64-bit values, or of one struct of `fields` of them. 0, or 1 with a
-// message in `message`.
+// arguments: addresses of `count` 64-bit values, or of one struct of `fields` of them. 0, or 1 with
+// a message in `message`.
 int emulation_launch(void* function, unsigned grid, unsigned threads, void** values, int count,
-                     int fields, int order, unsigned long long seed, char* message, size_t message_size) {
+                     int fields, int order, unsigned long long seed, char* message,
+                     size_t message_size) {
     using namespace emulation;
     static unsigned* blocks;
     error = message;

@@ -22,12 +22,13 @@ from zerocast.ops import Activation
 pytestmark = needs_emulation
 
 ROOT = Path(__file__).parents[2]
-TILE, ARITHMETIC = "include/zerocast/activation_tile.h", "include/zerocast/activation.h"
+TILE, PLANE = "include/zerocast/activation_tile.h", "include/zerocast/activation_plane.h"
+ARITHMETIC = "include/zerocast/activation.h"
 NORMALIZATION = "kernels/normalization.cu"
 BARRIER = "__syncthreads();"
 # The last barrier keeps delayed scaling's transposed codes of two tiles apart. Warp functions stand
 # between them, at which the emulation lets all threads come up, and a device need not.
-BARRIERS = range((cuda_sources() / TILE).read_text().count(BARRIER) - 1)
+BARRIERS = range((cuda_sources() / PLANE).read_text().count(BARRIER) - 1)
 ANY_COLS = ("delayed", "current", "rowwise", "blocks 1x128", "blocks 128x128")
 
 
@@ -88,7 +89,7 @@ def test_without_a_mistake_nothing_is_seen(source: str) -> None:
 @pytest.mark.parametrize("nth", BARRIERS)
 def test_a_missing_barrier(nth: int) -> None:
     """Each barrier of a tile is needed, and its absence shows in some order of threads."""
-    assert is_caught(Mistake("activation", TILE, BARRIER, "", nth))
+    assert is_caught(Mistake("activation", PLANE, BARRIER, "", nth))
 
 
 def test_a_missing_barrier_of_a_warp() -> None:
@@ -100,10 +101,10 @@ def test_a_missing_barrier_of_a_warp() -> None:
     "mistake",
     [
         Mistake("activation", TILE, "count >= 4 ? 4", "count >= 3 ? 4"),
-        Mistake("activation", TILE, "row(i) < place.rows ? existing", "row(i) <= 0 ? existing"),
-        Mistake("activation", TILE, "largest >= INFINITY_BITS", "largest > 0"),
-        Mistake("activation", TILE, "r < plane.down_entries", "r + 1 < plane.down_entries"),
-        Mistake("activation", TILE, "log2_w == 0 ? j : 0", "log2_w == 0 ? 0 : 0"),
+        Mistake("activation", PLANE, "row(i) < place.rows ? existing", "row(i) <= 0 ? existing"),
+        Mistake("activation", PLANE, "largest >= INFINITY_BITS", "largest > 0"),
+        Mistake("activation", PLANE, "r < plane.down_entries", "r + 1 < plane.down_entries"),
+        Mistake("activation", PLANE, "log2_w == 0 ? j : 0", "log2_w == 0 ? 0 : 0"),
         Mistake("activation", ARITHMETIC, "x * e.mantissa, x)", "x, x)"),
         Mistake("normalization", ARITHMETIC, "+ eps * power * power", "+ eps * 2.0f"),
         Mistake("normalization", NORMALIZATION, "if (j < left) part", "part"),
