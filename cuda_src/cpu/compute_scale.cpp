@@ -55,27 +55,37 @@ class PlaneScales {
 
     // The scales of n blocks side by side.
     void scales(i64 block, i64 n, Stored* to) const {
-        for (i64 b = 0; b < n; b += GROUP) {
-            i64 count = min_of(GROUP, n - b);
-            Native::Int amaxes[4] = {}, stored[4];
-            memcpy(amaxes, plane_.block_amax + block + b, count * sizeof(i32));
+        const i32* amax = plane_.block_amax + block;
+        const u8* choices = Law::CHOOSES ? choices_ + block : nullptr;
+        i64 b = 0;
+        for (; b + GROUP <= n; b += GROUP)
+            group(amax + b, Law::CHOOSES ? choices + b : nullptr, to + b);
+        if (b == n) return;
+        i32 last_amaxes[GROUP] = {};
+        u8 last_choices[GROUP] = {};
+        Stored last[GROUP];
+        memcpy(last_amaxes, amax + b, (n - b) * sizeof(i32));
+        if (Law::CHOOSES) memcpy(last_choices, choices + b, n - b);
+        group(last_amaxes, last_choices, last);
+        memcpy(to + b, last, (n - b) * sizeof(Stored));
+    }
+
+    // Those of GROUP blocks.
+    ZEROCAST_FN void group(const i32* amax, const u8* choices, Stored* to) const {
+        Native::Int stored[4];
+        for (int v = 0; v < 4; v++) {
+            auto loaded = Native::load_as<Native::Int>(amax + v * Native::WIDTH);
             if constexpr (Law::CHOOSES) {
-                u8 choices[GROUP] = {};
-                memcpy(choices, choices_ + block + b, count);
-                for (int v = 0; v < 4; v++) {
-                    auto chosen = load_bytes<Native>(choices + v * Native::WIDTH);
-                    stored[v] = law_.template stored<Native>(amaxes[v], chosen);
-                }
+                auto chosen = load_bytes<Native>(choices + v * Native::WIDTH);
+                stored[v] = law_.template stored<Native>(loaded, chosen);
             } else {
-                for (int v = 0; v < 4; v++) stored[v] = law_.template stored<Native>(amaxes[v]);
+                stored[v] = law_.template stored<Native>(loaded);
             }
-            Stored group[GROUP];
-            if constexpr (sizeof(Stored) == 1)
-                store_bytes(group, stored);
-            else
-                memcpy(group, stored, sizeof stored);
-            memcpy(to + b, group, count * sizeof(Stored));
         }
+        if constexpr (sizeof(Stored) == 1)
+            store_bytes(to, stored);
+        else
+            memcpy(to, stored, sizeof stored);
     }
 
     void rows(i64 first, i64 last) const {
