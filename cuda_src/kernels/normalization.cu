@@ -1,7 +1,7 @@
 // normalization: layernorm or rmsnorm of each row, rounded, and cast, rowwise and columnwise, in
 // one pass.
 //
-// A warp takes the statistics of its four rows before the first tile, each in three readings (the
+// A warp takes the statistics of its rows before the first tile, each in three readings (the
 // largest magnitude, the mean, the squares), of which the first-level cache serves the later ones.
 // Thread blocks that share a strip of rows take them once each: reading again is cheaper than
 // waiting for each other.

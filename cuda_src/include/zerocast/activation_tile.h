@@ -3,9 +3,10 @@
 // activation_plane.h for the cast, and activation_kernels.h for what a launch runs.
 //
 // A tile is 128 columns wide and 32 rows high, or 128 (TALL) where FP8 blocks are: no block that is
-// scaled by itself is larger. A thread holds a patch of 4x4 elements from the function to the
-// codes; a warp four rows. So nothing in high precision touches memory, a tile's amaxes take one
-// trip through shared memory, and so do codes that are stored transposed.
+// scaled by itself is larger. A thread holds a patch of 4x4 elements, 8x4 in a tall tile, from the
+// function to the codes; a warp whole rows of the tile. So nothing in high precision touches
+// memory, a tile's amaxes take one trip through shared memory, and so do codes that are stored
+// transposed.
 //
 // Blocks that do not fit into a tile (the whole tensor, a row, a column) have their amaxes taken by
 // a launch of its own, activation_values, before the one that casts.
