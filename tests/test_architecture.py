@@ -26,12 +26,13 @@ LAYERS = (
     ("tensors",),
     ("context",),
     ("cast",),
-    ("nn", "optim", "fsdp"),
+    ("fsdp",),
+    ("nn", "optim"),
     ("checkpoint", "cli", "__init__"),
 )
 LEVEL = {name: level for level, line in enumerate(LAYERS) for name in line}
 
-PUBLIC_MODULES = ("zerocast", "zerocast.comm", "zerocast.nn", "zerocast.optim")
+PUBLIC_MODULES = ("zerocast", "zerocast.comm", "zerocast.fsdp", "zerocast.nn", "zerocast.optim")
 
 
 # --- imports run one way ---

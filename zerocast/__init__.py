@@ -13,7 +13,7 @@ Whatever the partition of the masters over ranks, the gathered weights are byte 
     zerocast.comm                   the ranks: threads, MPI, torch.distributed
 """
 
-from zerocast import comm, nn, optim
+from zerocast import comm, fsdp, nn, optim
 from zerocast.backends import use_backend
 from zerocast.backends.availability import (
     is_fp8_available,
@@ -101,6 +101,7 @@ __all__ = [
     "empty",
     "fp8_autocast",
     "fp8_model_init",
+    "fsdp",
     "get_default_recipe",
     "is_fp8_available",
     "is_fp8_block_scaling_available",

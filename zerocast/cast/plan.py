@@ -57,6 +57,7 @@ from zerocast.cast.finite import raise_if_not_finite
 from zerocast.cast.gather import PLANES, CodeGather
 from zerocast.cast.launches import Launches
 from zerocast.cast.request import (
+    OwnCodes,
     ShardRequest,
     as_tensors,
     check_amax_groups,
@@ -122,7 +123,7 @@ class CastPlan:
         group: Group | Sequence[Group] = None,
         *,
         names: Sequence[str] | None = None,
-        fsdp_shard_model_weights: Sequence[torch.Tensor | None] | None = None,
+        fsdp_shard_model_weights: OwnCodes | None = None,
         manual_post_all_gather_processing: bool = True,
         check_finite: bool = False,
         amax_groups: Patterns = (),

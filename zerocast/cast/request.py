@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, SupportsIndex
+from typing import Any, SupportsIndex, TypeAlias
 
 import torch
 
@@ -19,6 +19,10 @@ from zerocast.errors import InputError
 from zerocast.formats import byte_span
 from zerocast.layout import Extent
 from zerocast.tensors import QuantizedStorage, QuantizedTensor
+
+OwnCodes: TypeAlias = "Sequence[torch.Tensor | Sequence[torch.Tensor] | None]"
+"""By weight None, or the buffer that receives the codes of this rank's shard; a pair of buffers for
+a weight with two planes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +61,7 @@ def check_request(
     model_weights: Sequence[torch.Tensor],
     master_weights: Sequence[torch.Tensor | None],
     start_offsets: Sequence[int | None],
-    fsdp_shard_model_weights: Sequence[torch.Tensor | None] | None,
+    fsdp_shard_model_weights: OwnCodes | None,
     names: Sequence[str] | None,
     amax_groups: Patterns = (),
 ) -> list[ShardRequest]:
@@ -102,9 +106,9 @@ def check_request(
                 f"all weights of a cast must be on one device, got {requests[0].name} on "
                 f"{first_device} and {name} on {storage.device}; make one plan a device."
             )
-        check_castable(name, storage)
-        extent = _check_master(name, storage, master_weights[i], start_offsets[i])
         own = fsdp_shard_model_weights[i] if fsdp_shard_model_weights is not None else None
+        check_castable(name, storage, holds_codes=own is None)
+        extent = _check_master(name, storage, master_weights[i], start_offsets[i])
         codes = _check_shard_codes(name, storage, extent, own)
         label = (labels[i] if labels else None) or storage.amax_group
         requests.append(ShardRequest(name, names is not None, storage, extent, codes, label))
@@ -128,15 +132,17 @@ def _check_weight(name: str, weight: torch.Tensor) -> QuantizedStorage:
     return weight.storage
 
 
-def check_castable(name: str, storage: QuantizedStorage) -> None:
-    """Raise :class:`InputError` where a cast from shards of its master cannot fill the weight."""
+def check_castable(name: str, storage: QuantizedStorage, *, holds_codes: bool = True) -> None:
+    """Raise :class:`InputError` where a cast from shards of its master cannot fill the weight, or
+    without ``holds_codes`` what of it is no code.
+    """
     if storage.recipe.casts_transpose and storage.has_columnwise:
         raise InputError(
             f"{name}: under {storage.recipe} the columnwise copy is quantized from the transposed "
             "tensor, of which no rank has a shard; make the weight with columnwise=False, or give "
             "weights blocks of two dimensions."
         )
-    if not storage.is_whole:
+    if not (storage.is_whole if holds_codes else storage.has_scales):
         raise InputError(
             f"{name} must hold rowwise codes and what {storage.recipe} remembers between casts, "
             f"and holds {', '.join(storage.buffers)} only, as a quantizer makes tensors of a "

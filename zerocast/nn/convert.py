@@ -17,8 +17,11 @@ from zerocast.cast import CastPlan
 from zerocast.cast.amax_groups import Patterns, amax_group_labels
 from zerocast.comm import SingleRank
 from zerocast.errors import InputError
+from zerocast.fsdp.master_weight import MasterWeight
+from zerocast.fsdp.report import note_reason
 from zerocast.nn.initialization import quantized_parameter
 from zerocast.nn.linear import Linear
+from zerocast.nn.masters import check_gathers, master_parameter
 from zerocast.nn.quantized_module import QuantizedModule
 from zerocast.nn.small_layers import read_filter, why_small
 from zerocast.recipes import NOMINAL_DTYPES, Recipe
@@ -54,6 +57,7 @@ def convert(
     weights: str = "quantized",
     filter_fqns: Sequence[str] = (),
     amax_groups: Patterns = (),
+    low_bit_all_gather: bool = True,
 ) -> ConversionReport:
     """Quantize the weights of a model's ``torch.nn.Linear`` layers, in place.
 
@@ -67,7 +71,9 @@ def convert(
         model: any module, the Linear itself included.
         recipe: the scheme.
         weights: ``"quantized"``: the parameters themselves hold codes; ``"high_precision"``: they
-            stay as they are, and are quantized by each forward under :class:`zerocast.autocast`.
+            stay as they are, and are quantized by each forward under :class:`zerocast.autocast`;
+            ``"master"``: they stay in high precision, sharded by torch's ``fully_shard``, and are
+            all-gathered in codes (:mod:`zerocast.fsdp`).
         filter_fqns: a layer stays as it is where its fully qualified name contains any of these.
             ``"auto_filter_small_kn"`` among them leaves out the layers that are too small to gain
             by quantized products, as measured on their device, or else by the published H100 table
@@ -76,6 +82,8 @@ def convert(
             amax, from this conversion on and in every cast: patterns of fully qualified names,
             ``[["*.wq", "*.wk", "*.wv"], ["*.w1", "*.w3"]]``; see
             :mod:`zerocast.cast.amax_groups`.
+        low_bit_all_gather: for ``"master"``; False gathers in high precision, and then it is what
+            ``"high_precision"`` is.
 
     Returns:
         What was converted, and what was left and why: filtered, too small, a shape that the recipe
@@ -87,6 +95,8 @@ def convert(
         InputError: for a wrong argument. Nothing has been changed.
     """
     _check_arguments(model, recipe, weights, filter_fqns)
+    if weights == "master" and not low_bit_all_gather:
+        weights = "high_precision"
     if amax_groups and weights != "quantized":
         raise InputError(
             f"amax_groups are for weights that hold codes, got weights={weights!r}; those are "
@@ -98,26 +108,36 @@ def convert(
             linears.setdefault(module, []).append(fqn)
     parts, filters_small = read_filter(filter_fqns)
     reasons = {
-        module: _why_not(module, names, recipe, parts, filters_small)
+        module: _why_not(module, names, recipe, parts, filters_small, weights)
         for module, names in linears.items()
     }
-    if weights == "quantized":
+    if weights != "high_precision":
         _keep_tied_with_the_rest(model, reasons)
 
     converted = {linears[module][0]: module for module, why in reasons.items() if why is None}
     labels = amax_group_labels(amax_groups, list(converted))
 
-    replacements: dict[torch.Tensor, QuantizedTensor] = {}
+    replacements: dict[torch.Tensor, torch.nn.Parameter] = {}
     for (fqn, module), label in zip(converted.items(), labels, strict=True):
         old = module.weight
         module.__class__ = Linear
         if weights == "high_precision":
+            note_reason(module, "it is quantized by each forward under autocast, not before")
             continue
         if old not in replacements:
-            replacements[old] = _replacement(old, recipe, f"{fqn}.weight".lstrip("."))
-            replacements[old].storage.amax_group = label
+            make = master_parameter if weights == "master" else quantized_parameter
+            replacements[old] = new = make(old, recipe, name=f"{fqn}.weight".lstrip("."))
+            if isinstance(new, QuantizedTensor):
+                new.storage.amax_group = label
+            _carry_over(old, new)
         module.weight = replacements[old]
-    _share_amaxes([w for w in replacements.values() if w.storage.amax_group is not None])
+        assert isinstance(module, Linear)
+        module.low_bit_all_gather = weights == "master"
+    for module, reason in reasons.items():
+        if reason is not None:
+            note_reason(module, reason)
+    quantized = [weight for weight in replacements.values() if isinstance(weight, QuantizedTensor)]
+    _share_amaxes([weight for weight in quantized if weight.storage.amax_group is not None])
     for fqn, layer in model.named_modules():
         if isinstance(layer, QuantizedModule):
             layer.name = layer.name or fqn
@@ -135,11 +155,13 @@ def _check_arguments(model: object, recipe: object, weights: object, filter_fqns
         raise InputError(
             f"recipe must be a zerocast recipe such as NVFP4BlockScaling(), got {recipe!r}."
         )
-    if weights not in ("quantized", "high_precision"):
+    if weights not in ("quantized", "high_precision", "master"):
         raise InputError(
-            f"weights must be 'quantized' (the parameters hold codes) or 'high_precision' (they "
-            f"are quantized under autocast), got {weights!r}."
+            f"weights must be 'quantized' (the parameters hold codes), 'high_precision' (they are "
+            f"quantized under autocast) or 'master' (FSDP2 gathers them in codes), got {weights!r}."
         )
+    if weights == "master":
+        check_gathers(recipe)
     if isinstance(filter_fqns, str) or not all(isinstance(part, str) for part in filter_fqns):  # type: ignore[attr-defined]
         raise InputError(
             f"filter_fqns must be a sequence of strings such as ['head'], got {filter_fqns!r}."
@@ -152,6 +174,7 @@ def _why_not(
     recipe: Recipe,
     filter_fqns: Sequence[str],
     filters_small: bool,
+    weights: str,
 ) -> str | None:
     """Why this layer stays as it is, judged by itself; None where it can be converted."""
     for part in filter_fqns:
@@ -160,13 +183,15 @@ def _why_not(
     weight = module._parameters.get("weight")
     if isinstance(weight, QuantizedTensor):
         return "is quantized already"
+    if isinstance(weight, MasterWeight):
+        return "is gathered in codes already"
     if weight is None:
         return "its weight is computed from other parameters (a parametrization, pruning)"
     if type(module) not in (torch.nn.Linear, Linear):
         return f"is a {type(module).__name__}, a subclass that may use its weight in another way"
     if type(weight) is not torch.nn.Parameter:
         return f"its weight is a {type(weight).__name__}"
-    if weight.is_meta:
+    if weight.is_meta and weights == "quantized":
         return "its weight is on the meta device, so it has no value yet"
     if weight.dtype not in NOMINAL_DTYPES:
         return f"its weight is {weight.dtype}, and a quantized one presents FP32, BF16 or FP16"
@@ -196,13 +221,10 @@ def _keep_tied_with_the_rest(
             reasons[linear] = f"its weight is tied with {tied}, which stays as it is"
 
 
-def _replacement(old: torch.Tensor, recipe: Recipe, name: str) -> QuantizedTensor:
-    """The quantized parameter in the place of ``old``, with its gradient and its attributes."""
-    new = quantized_parameter(old, recipe, name=name)
+def _carry_over(old: torch.Tensor, new: torch.nn.Parameter) -> None:
+    """Give the parameter that takes the place of ``old`` its gradient and its attributes."""
     vars(new).update(vars(old))
     new.grad = old.grad
-    assert isinstance(new, QuantizedTensor)
-    return new
 
 
 def _share_amaxes(weights: Sequence[QuantizedTensor]) -> None:

@@ -9,7 +9,7 @@ import torch
 from zerocast.context import current_model_init
 from zerocast.errors import InputError
 from zerocast.recipes import Recipe
-from zerocast.tensors import quantize
+from zerocast.tensors import QuantizedTensor, quantize
 
 
 def quantized_parameter(
@@ -65,10 +65,13 @@ def reset_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> None:
     """Draw weight [M, K] and bias [M] anew, as ``torch.nn.Linear`` does; a quantized weight is
     quantized.
     """
-    fresh = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
-    torch.nn.init.kaiming_uniform_(fresh, a=math.sqrt(5))
-    with torch.no_grad():
-        weight.copy_(fresh)
+    if isinstance(weight, QuantizedTensor):
+        fresh = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
+        torch.nn.init.kaiming_uniform_(fresh, a=math.sqrt(5))
+        with torch.no_grad():
+            weight.copy_(fresh)
+    else:  # in place, for it may be sharded
+        torch.nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
     if bias is not None:
         bound = 1 / math.sqrt(weight.shape[1]) if weight.shape[1] else 0
         torch.nn.init.uniform_(bias, -bound, bound)

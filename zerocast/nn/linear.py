@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
+from zerocast.fsdp.master_weight import as_master_like, as_plain, is_master, not_gathered
 from zerocast.nn.initialization import quantized_if_asked, reset_linear
 from zerocast.nn.quantized_module import QuantizedModule, eager_in_regions
 from zerocast.recipes import Recipe
@@ -36,7 +39,14 @@ class Linear(QuantizedModule, torch.nn.Linear):
             recipe cannot hold the input or the gradient.
         StaleCopyError: by the forward, between a cast and its post-all-gather processing.
         ChangedWeightError: by the backward, where the weight was written since the forward.
+
+    Attributes:
+        low_bit_all_gather: whether FSDP2 gathers the weight in codes, so that a forward with
+            anything else is an error.
     """
+
+    # On the class, so that a module which convert turns into this one has it, too.
+    low_bit_all_gather: bool = False
 
     def __init__(
         self,
@@ -65,7 +75,25 @@ class Linear(QuantizedModule, torch.nn.Linear):
         With ``fp8_output`` the output is a :class:`zerocast.QuantizedTensor`, which the next layer
         multiplies as it is; only under autocast.
         """
+        if self.low_bit_all_gather and not isinstance(self.weight, QuantizedTensor):
+            raise not_gathered(self.name)
         return self._linear(0, input, self.weight, self.bias, fp8_output=fp8_output)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        name = f"{prefix}weight"
+        if not keep_vars and name in destination:
+            # Dictionaries hold plain tensors, for any model and any checkpoint format.
+            destination[name] = as_plain(destination[name])
+
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, local_metadata: Any, *others: Any
+    ) -> None:
+        name = f"{prefix}weight"
+        assigns = local_metadata.get("assign_to_params_buffers", False)
+        if assigns and name in state_dict and is_master(self.weight):
+            state_dict[name] = as_master_like(self.weight, state_dict[name])
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *others)
 
     def extra_repr(self) -> str:
         """Features and bias, as torch says them, and the recipe of a quantized weight."""

@@ -196,6 +196,11 @@ class QuantizedStorage:
         return self.has_rowwise and all(name in self.buffers for name in self.recipe.state)
 
     @property
+    def has_scales(self) -> bool:
+        """Whether a cast whose codes go elsewhere finds here all else that it writes."""
+        return all(name in self.buffers for name in ("rowwise_scale_inv", *self.recipe.state))
+
+    @property
     def has_columnwise(self) -> bool:
         """Whether this weight holds a columnwise copy at all."""
         return "columnwise_data" in self.buffers or "columnwise_scale_inv" in self.buffers

@@ -1,0 +1,230 @@
+"""LowBitGather: one weight's way from the sharded master through FSDP2's all-gather.
+
+FSDP2 asks for what to send (:meth:`LowBitGather.codes_to_send`) and hands over what has arrived
+(:meth:`LowBitGather.gathered_weight`). In between lies the sentence of :mod:`zerocast.cast`: a
+:class:`zerocast.CastPlan` over the ranks that share the weight, whose codes go into this rank's
+part of the gather and nowhere else, so no rank holds whole codes while the weight is sharded.
+Scales do not travel: every rank derives them from the all-reduced amaxes.
+
+Note: one cast for one value
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+A weight may be gathered several times between two steps of the optimizer: in the forward, again in
+the backward, for every microbatch. The codes are those of one cast, so what a recipe remembers
+moves on once and the backward multiplies by what the forward did. A cast is due where the master
+was written since the latest one: operations on the master are counted, and torch counts those on
+its memory through other tensors. So all ranks must write a master, or none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from zerocast.cast import CastPlan
+from zerocast.comm import Communicator, as_communicator
+from zerocast.fsdp.row_shards import RowShards
+from zerocast.recipes import Recipe
+from zerocast.tensors import QuantizedStorage, QuantizedTensor, rebuild_derived
+from zerocast.tensors.quantize import plain_fp32
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+class ShardCodes:
+    """The codes of this rank's rows of one weight, and the scales of all of it.
+
+    Attributes:
+        comm: the ranks that share the weight.
+        rows: who has which.
+        dtype: the nominal dtype of the gathered weight.
+        storage: scales, tensor amax and what the recipe remembers; no codes.
+        sent: by gathered plane, uint8 [rows.sent_bytes]: what this rank sends.
+        casts: how many there have been.
+    """
+
+    def __init__(
+        self, gather: LowBitGather, comm: Communicator, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.comm, self.dtype = comm, dtype
+        recipe, shape = gather.recipe, gather.shape
+        self.rows = RowShards(shape, comm.size, recipe.law.fmt)
+        # A columnwise copy that is derived needs nothing before the gather.
+        independent = recipe.columnwise_grid(shape) is not None
+        planes = recipe.gathered(shape, columnwise=independent)
+        buffers = {
+            name: torch.full(spec.shape, spec.fill, dtype=spec.dtype, device=device)
+            for name, spec in recipe.buffers(shape, columnwise=independent).items()
+            if name not in planes
+        }
+        self.storage = QuantizedStorage(shape, dtype, recipe, buffers)
+        self.sent = {
+            plane: torch.zeros(self.rows.sent_bytes, dtype=torch.uint8, device=device)
+            for plane in planes
+        }
+        self.casts = 0
+
+    @property
+    def own(self) -> list[torch.Tensor]:
+        """By gathered plane: the part of ``sent`` that this rank's codes fill."""
+        size = self.rows.code_bytes(self.comm.rank)
+        return [codes[:size] for codes in self.sent.values()]
+
+
+class LowBitGather:
+    """What all pieces of one master (whole, shard, alias) have in common.
+
+    Args:
+        shape: [M, K], of the whole weight.
+        recipe: the scheme.
+        name: the weight's, for messages, and for the random words of stochastic rounding.
+
+    Attributes:
+        shards: as the latest gather needs them; None before the first.
+        writes: operations that have written the master.
+    """
+
+    def __init__(self, shape: Sequence[int], recipe: Recipe, name: str) -> None:
+        self.shape = torch.Size(shape)
+        self.recipe = recipe
+        self.name = name
+        self.shards: ShardCodes | None = None
+        self.writes = 0
+        self._cast_at: tuple[int, int] | None = None
+        self._plan: CastPlan | None = None
+        self._gathered: int | None = None  # the cast whose codes the gathered weight holds
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LowBitGather:
+        """For a copy of the master, which has never been gathered."""
+        copy = memo[id(self)] = LowBitGather(self.shape, self.recipe, self.name)
+        return copy
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return LowBitGather, (self.shape, self.recipe, self.name)
+
+    # --- when a cast is due ---
+
+    def is_due(self, master: torch.Tensor) -> bool:
+        """Whether ``master``, this rank's rows, was written since the latest cast."""
+        return self._cast_at != self._written(master)
+
+    def mark_cast(self, master: torch.Tensor) -> None:
+        """The codes are those of ``master`` now."""
+        assert self.shards is not None
+        self.shards.casts += 1
+        self._cast_at = self._written(master)
+
+    def mark_moved(self, old: torch.Tensor, new: torch.Tensor) -> None:
+        """``old`` was copied into ``new``: no cast is due that was not due before.
+
+        FSDP2 does so on ranks whose rows it pads, and those must not be alone in casting again.
+        """
+        if self._cast_at is not None and self._cast_at == self._written(old):
+            self._cast_at = self._written(new)
+
+    def _written(self, master: torch.Tensor) -> tuple[int, int]:
+        return self.writes, 0 if master.is_inference() else master._version
+
+    # --- before the all-gather ---
+
+    def codes_to_send(
+        self, master: torch.Tensor, mesh: DeviceMesh, dtype: torch.dtype
+    ) -> tuple[tuple[torch.Tensor, ...], ShardCodes]:
+        """What this rank sends of its rows ``master``, cast where a cast is due, and what the ranks
+        know besides. Collective.
+        """
+        with torch.inference_mode(False):  # else only inference could ever write the buffers
+            shards = self._prepared(as_communicator(mesh), dtype, master.device)
+            if self.is_due(master):
+                if self._plan is None:
+                    self._plan = plan_casts([self], [master])
+                run_casts(self._plan, [self], [master])
+        return tuple(shards.rows.to_send(codes) for codes in shards.sent.values()), shards
+
+    def forget_plan(self) -> None:
+        """Give back the memory of the plan by which this weight alone was cast."""
+        self._plan = None
+
+    def _prepared(self, comm: Communicator, dtype: torch.dtype, device: torch.device) -> ShardCodes:
+        """For these ranks, this nominal dtype and this device; made anew where one is another."""
+        old = self.shards
+        if old is not None and (old.comm, old.dtype, old.storage.device) == (comm, dtype, device):
+            return old
+        self.shards = ShardCodes(self, comm, dtype, device)
+        if old is not None:
+            for name in self.recipe.state:
+                self.shards.storage.buffers[name].copy_(old.storage.buffers[name])
+        self._plan = self._cast_at = None
+        return self.shards
+
+    # --- after the all-gather ---
+
+    def gathered_weight(
+        self, outputs: Sequence[torch.Tensor], shards: ShardCodes
+    ) -> tuple[QuantizedTensor, list[torch.Tensor]]:
+        """The weight around the gathered codes ``outputs``, and all other tensors that it is made
+        of, which FSDP2 frees and allocates as it does ``outputs``.
+        """
+        with torch.inference_mode(False):
+            views = shards.rows.views(list(shards.sent), outputs)
+            buffers = {
+                name: views[name].view(spec.shape)
+                if name in views
+                else torch.empty(spec.shape, dtype=spec.dtype, device=shards.storage.device)
+                for name, spec in self.recipe.buffers(self.shape, columnwise=True).items()
+                if name not in self.recipe.state
+            }
+            weight = QuantizedTensor(
+                QuantizedStorage(self.shape, shards.dtype, self.recipe, buffers)
+            )
+            self.refill(weight.storage, outputs, shards)
+        return weight, [buffer for name, buffer in buffers.items() if name not in views]
+
+    def refill(
+        self, weight: QuantizedStorage, outputs: Sequence[torch.Tensor], shards: ShardCodes
+    ) -> None:
+        """Let a weight of :meth:`gathered_weight`, whose ``outputs`` were gathered again, be
+        whole.
+        """
+        for name, buffer in shards.storage.buffers.items():
+            if name in weight.buffers:
+                weight.buffers[name].copy_(buffer)
+        shards.rows.store(shards.sent, outputs, weight.buffers)
+        if self._gathered != shards.casts:
+            self._gathered = shards.casts
+            weight.mark_written()
+        rebuild_derived([weight])
+
+
+def plan_casts(gathers: Sequence[LowBitGather], masters: Sequence[torch.Tensor]) -> CastPlan:
+    """One plan for the casts of these weights, from this rank's rows of each. Collective.
+
+    All have been prepared for a gather, on one device.
+    """
+    shards = [gather.shards for gather in gathers if gather.shards is not None]
+    assert len(shards) == len(gathers)
+    extents = [s.rows.extent(s.comm.rank) for s in shards]
+    return CastPlan(
+        [QuantizedTensor(s.storage) for s in shards],
+        [_as_master(master) for master in masters],
+        [extent.start if extent else None for extent in extents],
+        [s.comm for s in shards],
+        names=[gather.name for gather in gathers],
+        fsdp_shard_model_weights=[s.own for s in shards],
+    )
+
+
+def run_casts(
+    plan: CastPlan, gathers: Sequence[LowBitGather], masters: Sequence[torch.Tensor]
+) -> None:
+    """Run what :func:`plan_casts` made. Collective: one all-reduce a group of ranks."""
+    plan.cast_and_release([_as_master(master) for master in masters])
+    for gather, master in zip(gathers, masters, strict=True):
+        gather.mark_cast(master)
+
+
+def _as_master(rows: torch.Tensor) -> torch.Tensor | None:
+    """FP32, as a plan reads it; None where this rank has no rows."""
+    return plain_fp32(rows, rows.device) if rows.numel() else None

@@ -1,0 +1,230 @@
+"""MasterWeight: a parameter in high precision that FSDP2 all-gathers in codes.
+
+It is a tensor of the master's values, which optimizers, initialisation and checkpoints read and
+write as ever; FSDP2 shards it by rows like any other. What makes it different are the two methods
+by which FSDP2 asks a tensor what to send and what to make of what arrived, and that every piece of
+it (a shard, an alias, the same rows on another device) knows the :class:`LowBitGather` of the
+whole.
+
+All that is computed from it is a plain tensor. It does not enter a product itself: a layer whose
+weight was not gathered would work in high precision where codes were asked for.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from zerocast.errors import UnsupportedError
+from zerocast.fsdp.low_bit_gather import LowBitGather, ShardCodes
+from zerocast.fsdp.sharded import local_part, sharded_like
+from zerocast.tensors import QuantizedTensor
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+aten = torch.ops.aten
+
+_PIECES = {
+    aten.alias.default, aten.as_strided.default, aten.clone.default, aten.detach.default,
+    aten.empty_like.default, aten.new_zeros.default, aten.slice.Tensor, aten.split.Tensor,
+    aten.split_with_sizes.default, aten.view.default, aten._to_copy.default,
+    aten._pin_memory.default,
+}  # fmt: skip
+"""Operations whose results are masters again: those by which FSDP2 and ``Module`` make parameters
+from parameters."""
+
+_PRODUCTS = {
+    aten.linear.default, aten.mm.default, aten.addmm.default, aten.bmm.default, aten.t.default,
+    aten.matmul.default,
+}  # fmt: skip
+
+
+class MasterWeight(torch.Tensor):
+    """A master, whole or in part; made by :func:`zerocast.nn.convert` with ``weights="master"``.
+
+    Attributes:
+        value: the plain tensor of the same shape, dtype and device.
+        low_bit_gather: of the whole weight; all pieces share it.
+    """
+
+    value: torch.Tensor
+    low_bit_gather: LowBitGather
+
+    # Torch's functions are not intercepted, only the operations below them: results would be
+    # wrapped a second time, and torch.compile would give up.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, value: torch.Tensor, gather: LowBitGather) -> MasterWeight:
+        master = torch.Tensor._make_wrapper_subclass(
+            cls,
+            value.shape,
+            strides=value.stride(),
+            storage_offset=value.storage_offset(),
+            dtype=value.dtype,
+            device=value.device,
+        )
+        master.value = value
+        master.low_bit_gather = gather
+        return master
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        first = args[0] if args else None
+        if isinstance(first, MasterWeight) and _cuts_columns(func, args, kwargs):
+            raise UnsupportedError(
+                f"{first.low_bit_gather.name}: a low-bit all-gather needs masters sharded by rows, "
+                f"got a split of dimension 1; leave shard_placement_fn out for this parameter, or "
+                f"leave its layer out of zerocast.nn.convert by filter_fqns."
+            )
+        if func in _PRODUCTS:
+            raise not_gathered(_first_master(args).low_bit_gather.name)
+        plain_args, plain_kwargs = tree_map_only(
+            MasterWeight, lambda master: master.value, (tuple(args), kwargs)
+        )
+        out = func(*plain_args, **plain_kwargs)
+        if func in _PIECES and isinstance(first, MasterWeight):
+            return tree_map_only(torch.Tensor, lambda t: MasterWeight(t, first.low_bit_gather), out)
+        written = _written(func, args, kwargs)
+        source = args[1] if func is aten.copy_.default else None
+        for master in written:
+            if isinstance(source, MasterWeight) and source.low_bit_gather is master.low_bit_gather:
+                master.low_bit_gather.mark_moved(source.value, master.value)
+            else:
+                master.low_bit_gather.writes += 1
+        return first if written and isinstance(out, torch.Tensor) else out
+
+    # --- what FSDP2 asks for ---
+
+    def fsdp_pre_all_gather(
+        self,
+        mesh: DeviceMesh,
+        outer_size: torch.Size,
+        outer_stride: tuple[int, ...],
+        module: torch.nn.Module,
+        mp_policy: MixedPrecisionPolicy,
+    ) -> tuple[tuple[torch.Tensor, ...], ShardCodes]:
+        """What this rank sends of its rows."""
+        return self.low_bit_gather.codes_to_send(
+            self.value, mesh, mp_policy.param_dtype or self.dtype
+        )
+
+    def fsdp_post_all_gather(
+        self,
+        all_gather_outputs: tuple[torch.Tensor, ...],
+        metadata: ShardCodes,
+        param_dtype: torch.dtype,
+        *,
+        out: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, list[torch.Tensor]] | None:
+        """The weight of what all ranks sent; in ``out``, where it was made before."""
+        if out is None:
+            return self.low_bit_gather.gathered_weight(all_gather_outputs, metadata)
+        assert isinstance(out, QuantizedTensor)
+        self.low_bit_gather.refill(out.storage, all_gather_outputs, metadata)
+        return None
+
+    # --- copying and saving ---
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"MasterWeight({self.value}, recipe={self.low_bit_gather.recipe})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> MasterWeight:
+        if id(self) in memo:
+            return memo[id(self)]
+        value, gather = copy.deepcopy((self.value, self.low_bit_gather), memo)
+        copied = restore(value, gather, self.requires_grad, isinstance(self, torch.nn.Parameter))
+        memo[id(self)] = copied
+        if self.grad is not None:
+            copied.grad = copy.deepcopy(self.grad, memo)
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        is_parameter = isinstance(self, torch.nn.Parameter)
+        return restore, (self.value, self.low_bit_gather, self.requires_grad, is_parameter)
+
+    def __tensor_flatten__(self) -> tuple[list[str], LowBitGather]:
+        return ["value"], self.low_bit_gather
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, torch.Tensor], gather: LowBitGather, outer_size: Any, outer_stride: Any
+    ) -> MasterWeight:
+        return MasterWeight(inner["value"], gather)
+
+
+def restore(
+    value: torch.Tensor, gather: LowBitGather, requires_grad: bool, is_parameter: bool
+) -> MasterWeight:
+    """A master around ``value``, as unpickling and deepcopy make it."""
+    master = MasterWeight(value, gather)
+    if is_parameter:
+        return torch.nn.Parameter(master, requires_grad)  # type: ignore[return-value]
+    return master.requires_grad_(requires_grad)  # type: ignore[return-value]
+
+
+def is_master(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` is a master, sharded or not."""
+    return isinstance(local_part(tensor), MasterWeight)
+
+
+def as_plain(tensor: torch.Tensor) -> torch.Tensor:
+    """A master as a plain tensor of the same memory, sharded as it is; any other as it is."""
+    local = local_part(tensor)
+    if not isinstance(local, MasterWeight):
+        return tensor
+    return sharded_like(tensor, local.value.detach())
+
+
+def as_master_like(master: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor``, which takes the place of ``master``, as a master of the same gather, sharded as
+    ``tensor`` is.
+    """
+    local = local_part(master)
+    assert isinstance(local, MasterWeight)
+    if is_master(tensor):
+        return tensor
+    local.low_bit_gather.writes += 1
+    return sharded_like(tensor, MasterWeight(local_part(tensor).detach(), local.low_bit_gather))
+
+
+def not_gathered(name: str) -> UnsupportedError:
+    """The error of a product with a weight that should have been gathered in codes, and was not."""
+    return UnsupportedError(
+        f"{name} was to be all-gathered in codes before its layer runs, and FSDP2 has not gathered "
+        f"it; call torch.distributed.fsdp.fully_shard on the layer or a module around it, without "
+        f"the parameter among ignored_params, and run it by that module's forward. (For a model "
+        f"that is not sharded, convert with weights='quantized' or 'high_precision'.)"
+    )
+
+
+def _first_master(args: Any) -> MasterWeight:
+    return next(a for a in args if isinstance(a, MasterWeight))
+
+
+def _cuts_columns(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether ``func`` splits a matrix by its columns, as FSDP2 does where it shards those."""
+    if func not in (aten.split.Tensor, aten.split_with_sizes.default):
+        return False
+    dim = args[2] if len(args) > 2 else kwargs.get("dim", 0)
+    return args[0].dim() == 2 and dim % 2 == 1
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[MasterWeight]:
+    """The masters that ``func`` writes."""
+    found: list[MasterWeight] = []
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = args[i] if i < len(args) else kwargs.get(argument.name)
+            for leaf in given if isinstance(given, list | tuple) else [given]:
+                if isinstance(leaf, MasterWeight):
+                    found.append(leaf)  # noqa: PERF401
+    return found

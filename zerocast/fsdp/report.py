@@ -1,0 +1,130 @@
+"""What FSDP2's all-gather sends for each parameter of a model, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from zerocast.fsdp.low_bit_gather import LowBitGather
+from zerocast.fsdp.master_weight import MasterWeight
+from zerocast.fsdp.row_shards import RowShards
+from zerocast.fsdp.sharded import (
+    gather_dtypes,
+    is_sharded,
+    local_part,
+    ranks_that_shard,
+    reshard,
+)
+from zerocast.recipes import Recipe
+
+_REASON = "_zerocast_gathered_in_high_precision_because"
+
+
+@dataclass(frozen=True)
+class ParameterGather:
+    """How one parameter is gathered.
+
+    Attributes:
+        name: fully qualified.
+        shape: of the whole parameter.
+        recipe: of its codes; None where it travels in high precision.
+        bytes_per_element: that each all-gather moves, what fills up uneven shards included; 0 where
+            there is no gather.
+        all_reduced_bytes_per_element: of amaxes, once for each value of the master.
+        why: what travels, or why not codes.
+    """
+
+    name: str
+    shape: torch.Size
+    recipe: Recipe | None
+    bytes_per_element: float
+    all_reduced_bytes_per_element: float
+    why: str
+
+    def __str__(self) -> str:
+        shape = "x".join(map(str, self.shape))
+        return f"{self.name} [{shape}]: {self.bytes_per_element:.3f} bytes an element, {self.why}"
+
+
+@dataclass(frozen=True)
+class GatherReport:
+    """What :func:`report` found.
+
+    Attributes:
+        parameters: in the model's order.
+    """
+
+    parameters: tuple[ParameterGather, ...]
+
+    @property
+    def gathered_bytes(self) -> float:
+        """That gathering every parameter once moves."""
+        return sum(p.bytes_per_element * p.shape.numel() for p in self.parameters)
+
+    def __str__(self) -> str:
+        low = sum(p.recipe is not None for p in self.parameters)
+        head = f"{low} of {len(self.parameters)} parameters are all-gathered in codes"
+        return "\n".join([head, *(f"  {parameter}" for parameter in self.parameters)])
+
+
+def report(model: torch.nn.Module) -> GatherReport:
+    """What FSDP2 all-gathers for every parameter of ``model``, and why.
+
+    Args:
+        model: on which ``torch.distributed.fsdp.fully_shard`` was called; a parameter that it has
+            not sharded is reported as that.
+    """
+    reshard(model)  # for only a sharded parameter says how it is gathered
+    return GatherReport(tuple(_gathers(model)))
+
+
+def note_reason(module: torch.nn.Module, reason: str) -> None:
+    """Remember in ``module`` why its weight is not gathered in codes."""
+    setattr(module, _REASON, reason)
+
+
+def _gathers(model: torch.nn.Module) -> Iterator[ParameterGather]:
+    dtypes = gather_dtypes(model)
+    for fqn, module in model.named_modules():
+        for own_name, parameter in module.named_parameters(recurse=False):
+            name = f"{fqn}.{own_name}".lstrip(".")
+            if not is_sharded(parameter):
+                why = "not sharded: fully_shard was not called on its module, or ignores it"
+                yield ParameterGather(name, parameter.shape, None, 0, 0, why)
+                continue
+            rows = local_part(parameter)
+            if isinstance(rows, MasterWeight):
+                yield _low_bit(name, rows.low_bit_gather, ranks_that_shard(parameter))
+                continue
+            dtype = dtypes[_owner(fqn, dtypes)] or parameter.dtype
+            why = f"{dtype}: {_why(module, own_name)}"
+            yield ParameterGather(name, parameter.shape, None, dtype.itemsize, 0, why)
+
+
+def _low_bit(name: str, gather: LowBitGather, world_size: int) -> ParameterGather:
+    recipe, shape = gather.recipe, gather.shape
+    second = recipe.columnwise_grid(shape)
+    planes = len(recipe.gathered(shape, columnwise=True))
+    sent = RowShards(shape, world_size, recipe.law.fmt).sent_bytes * world_size * planes
+    blocks = recipe.grid(shape).num_blocks + (0 if second is None else second.num_blocks)
+    scales = "of the tensor" if blocks == 1 else f"of {blocks} blocks"
+    why = (
+        f"{recipe.law.fmt.name} codes{' in two planes' if planes > 1 else ''} under "
+        f"{type(recipe).__name__}; scales {scales} follow from all-reduced amaxes"
+    )
+    amaxes = 4 * (blocks + (blocks > 1))
+    return ParameterGather(name, shape, recipe, sent / shape.numel(), amaxes / shape.numel(), why)
+
+
+def _owner(fqn: str, dtypes: dict[str, torch.dtype | None]) -> str:
+    """The innermost sharded module around ``fqn``."""
+    around = [name for name in dtypes if not name or f"{fqn}.".startswith(f"{name}.")]
+    return max(around, key=len)
+
+
+def _why(module: torch.nn.Module, name: str) -> str:
+    if name == "weight" and isinstance(module, torch.nn.Linear):
+        return getattr(module, _REASON, "its layer was not converted with weights='master'")
+    return "only weights of linear layers are gathered in codes"

@@ -1,0 +1,120 @@
+"""RowShards: which rows FSDP2 gives each rank, and the bytes that travel for them.
+
+FSDP2 gives each of D ranks ceil(M / D) rows of a weight [M, K], the last ones fewer or none, and
+gathers equal parts: a rank with fewer rows fills up. Where M does not divide by D it asks that what
+is sent present itself in the padded shape [ceil(M / D), K], also where an element is half a byte,
+and cuts what arrives into rows of K bytes. So there the part of a rank is rounded up to whole rows
+of bytes, which with 4-bit codes may leave half a row unused between the parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from zerocast.formats import ElementFormat, packed_columns
+from zerocast.layout import Extent, ceil_div, round_up
+
+
+@dataclass(frozen=True, slots=True)
+class RowShards:
+    """The rows of a weight [M, K] over ``world_size`` ranks, its codes in ``fmt``."""
+
+    shape: torch.Size
+    world_size: int
+    fmt: ElementFormat
+
+    @property
+    def rows(self) -> int:
+        """Rows of a rank that has most: the padded shape's."""
+        return ceil_div(self.shape[0], self.world_size)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row of codes."""
+        return packed_columns(self.fmt, self.shape[1])
+
+    @property
+    def is_even(self) -> bool:
+        """Whether every rank has the same number of rows."""
+        return self.shape[0] % self.world_size == 0
+
+    @property
+    def sent_bytes(self) -> int:
+        """What each rank sends."""
+        size = self.rows * self.row_bytes
+        return size if self.is_even else round_up(size, self.shape[1])
+
+    @property
+    def has_gaps(self) -> bool:
+        """Whether what arrives is not the codes as they lie in memory."""
+        return self.sent_bytes != self.rows * self.row_bytes
+
+    def extent(self, rank: int) -> Extent:
+        """The elements of ``rank``'s rows."""
+        start, end = (min(r * self.rows, self.shape[0]) for r in (rank, rank + 1))
+        return Extent(start * self.shape[1], end * self.shape[1])
+
+    def code_bytes(self, rank: int) -> int:
+        """Bytes of ``rank``'s codes, filling not counted."""
+        return self.extent(rank).size // self.shape[1] * self.row_bytes
+
+    def to_send(self, codes: torch.Tensor) -> torch.Tensor:
+        """uint8 [sent_bytes] in the shape in which FSDP2 takes it."""
+        if self.is_even:
+            return codes.view(self.rows, self.row_bytes)
+        return PaddedCodes(codes, (self.rows, self.shape[1]))
+
+    def views(
+        self, planes: Sequence[str], outputs: Sequence[torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """By plane its codes, where they lie in what was gathered as they lie in a weight."""
+        if self.has_gaps:
+            return {}
+        size = self.shape[0] * self.row_bytes
+        # On one rank FSDP2 hands over the first plane alone.
+        return {p: out.view(-1)[:size] for p, out in zip(planes, outputs, strict=False)}
+
+    def store(
+        self,
+        sent: Mapping[str, torch.Tensor],
+        outputs: Sequence[torch.Tensor],
+        weight: Mapping[str, torch.Tensor],
+    ) -> None:
+        """Copy the planes for which there is no view from what was gathered into ``weight``."""
+        for i, (plane, own) in enumerate(sent.items()):
+            if i < len(outputs) and not self.has_gaps:
+                continue
+            arrived = (outputs[i] if i < len(outputs) else own).view(self.world_size, -1)
+            place = weight[plane].view(-1)
+            start = 0
+            for rank in range(self.world_size):
+                size = self.code_bytes(rank)
+                place[start : start + size] = arrived[rank, :size]
+                start += size
+
+
+class PaddedCodes(torch.Tensor):
+    """Codes that present themselves in the shape of the padded shard; flat they are bytes."""
+
+    codes: torch.Tensor
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, codes: torch.Tensor, shape: Sequence[int]) -> PaddedCodes:
+        padded = torch.Tensor._make_wrapper_subclass(
+            cls, torch.Size(shape), dtype=torch.uint8, device=codes.device
+        )
+        padded.codes = codes
+        return padded
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        assert func is torch.ops.aten.view.default, func  # FSDP2 flattens it, and that is all
+        return args[0].codes.view(-1)

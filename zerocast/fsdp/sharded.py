@@ -1,0 +1,65 @@
+"""What is asked of torch's FSDP2 and DTensor, which are imported when somebody asks."""
+
+from __future__ import annotations
+
+import torch
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of ``tensor`` on this rank; itself where it is not sharded."""
+    from torch.distributed.tensor import DTensor
+
+    with torch.no_grad():
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` is a DTensor, as FSDP2 makes of parameters."""
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(tensor, DTensor)
+
+
+def ranks_that_shard(tensor: torch.Tensor) -> int:
+    """Over how many ranks FSDP2 has sharded ``tensor``: a mesh's last dimension shards, one before
+    it replicates.
+    """
+    return tensor.device_mesh.size(-1)  # type: ignore[attr-defined]
+
+
+def sharded_like(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """``local``, as the part on this rank of what is sharded as ``tensor`` is."""
+    from torch.distributed.tensor import DTensor
+
+    if not isinstance(tensor, DTensor):
+        return local
+    return DTensor.from_local(
+        local,
+        tensor.device_mesh,
+        tensor.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )
+
+
+def reshard(model: torch.nn.Module) -> None:
+    """Let all parameters of ``model`` be the sharded ones."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def gather_dtypes(model: torch.nn.Module) -> dict[str, torch.dtype | None]:
+    """By the name of each module that was given to ``fully_shard``, what its policy casts
+    parameters to; None for no policy.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    return {
+        name: module._get_fsdp_state()._mp_policy.param_dtype
+        for name, module in model.named_modules()
+        if isinstance(module, FSDPModule)
+    }
