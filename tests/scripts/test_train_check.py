@@ -30,7 +30,7 @@ def record_of_all(path: Path, change: Change | None = None) -> None:
         result = train_check.Result(2.5 if job.planted else 2.3, not job.planted)
         results[job] = change(job, result) if change else result
     results = {job: result for job, result in results.items() if result is not None}
-    train_check.write_record(path, {"steps": 150, "ranks": 2}, results)
+    train_check.write_record(path, {"steps": 200, "ranks": 2}, results)
 
 
 def check(path: Path, *options: str) -> subprocess.CompletedProcess[str]:
