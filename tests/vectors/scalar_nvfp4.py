@@ -43,9 +43,9 @@ def philox(counter: tuple[int, ...], key: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def word(index: int, seed: int, name_hash: int, step: int) -> int:
-    """The random word of an element."""
+    """The random word of an element; of the step 32 bits count."""
     group = index // 4
-    counter = (group & 0xFFFFFFFF, group >> 32, name_hash, step)
+    counter = (group & 0xFFFFFFFF, group >> 32, name_hash, step & 0xFFFFFFFF)
     return philox(counter, (seed & 0xFFFFFFFF, seed >> 32))[index % 4]
 
 

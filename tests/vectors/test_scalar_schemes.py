@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import zerocast
@@ -82,6 +82,8 @@ def test_four_over_six_equals_the_scalar_law(master, dtype, mode, use_256):
 
 
 @FEWER
+@example(torch.linspace(-1, 1, 16).view(1, 16), torch.float32, False, False, 1, 2, 2**32 - 1)
+@example(torch.linspace(-1, 1, 16).view(1, 16), torch.float32, True, False, 1, 2, 2**33 + 6)
 @given(
     matrices((16, 48)), DTYPES, FLAGS, FLAGS,
     st.integers(0, 2**64 - 1), st.integers(0, 2**32 - 1), st.integers(0, 2**33),
