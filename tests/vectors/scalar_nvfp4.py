@@ -143,7 +143,8 @@ def cast_nvfp4(
 def nvfp4(master: np.ndarray, dtype: str, h: int, **options) -> Expected:
     """16x16 with its transpose, or 1x16 with the cast of the transpose.
 
-    Rows of the transposed cast are whole bytes: an odd one is filled up with a zero.
+    Rows of the transposed cast are whole bytes: an odd one is filled up with a zero, whose nibble
+    is 0 under any scale.
     """
     rows, cols = master.shape
     with np.errstate(all="ignore"):
@@ -154,6 +155,7 @@ def nvfp4(master: np.ndarray, dtype: str, h: int, **options) -> Expected:
         else:
             y = transposed(x) | ({(j, rows): F32(0) for j in range(cols)} if rows % 2 else {})
             second, _, by_col, _ = cast_nvfp4(y, h, **options)
+            second = second[:, :rows]
     by_row = {(i, j // 16): scales[i // h, j // 16] for i, j in x}
     buffers = {
         "rowwise_data": pack(codes),
