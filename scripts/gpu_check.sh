@@ -20,7 +20,7 @@ export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 mkdir -p "$RESULTS"
 LOGS=$(mktemp -d)
 trap 'rm -rf "$LOGS"' EXIT
-DEVICE_TESTS=tests/backends/test_cuda_device.py
+DEVICE_TESTS=(tests/backends/test_cuda_device.py tests/backends/test_activations_device.py tests/nn/test_cuda_layers.py)
 DEADLINE=590  # seconds for all stages together
 RESERVED=200  # of these, for the benchmark
 FAILED=0
@@ -80,12 +80,12 @@ if [ -n "$CHECKOUT" ]; then
 fi
 
 stage build 60 bash -c build
-stage tests 160 "${PYTEST[@]}" "$DEVICE_TESTS"
+stage tests 160 "${PYTEST[@]}" "${DEVICE_TESTS[@]}"
 if command -v compute-sanitizer >/dev/null; then
     # Without torch's pool every tensor has an allocation of its own, whose bounds the tool knows.
     export PYTORCH_NO_CUDA_MEMORY_CACHING=1
     for tool in memcheck racecheck initcheck synccheck; do
-        stage "$tool" 60 compute-sanitizer --tool "$tool" --error-exitcode 9 "${PYTEST[@]}" "$DEVICE_TESTS" \
+        stage "$tool" 60 compute-sanitizer --tool "$tool" --error-exitcode 9 "${PYTEST[@]}" "${DEVICE_TESTS[@]}" \
             -k sanitized
     done
     unset PYTORCH_NO_CUDA_MEMORY_CACHING

@@ -163,13 +163,15 @@ def write_record(path: Path, settings: dict[str, object], results: Results) -> N
 # --- judgement ---
 
 
-def mean_loss(results: Results, recipe: str, mode: str, *, planted: bool = False) -> float:
-    """Over seeds."""
-    return mean(
-        result.validation_loss
+def away_from_bf16(results: Results, recipe: str, mode: str, *, planted: bool = False) -> float:
+    """How far the mean loss is from bf16's of the same seeds, as a share of that."""
+    losses = {
+        job.seed: result.validation_loss
         for job, result in results.items()
         if (job.recipe, job.mode, job.planted) == (recipe, mode, planted)
-    )
+    }
+    bf16 = [results[Job("bf16", "weights", seed)].validation_loss for seed in losses]
+    return mean(losses.values()) / mean(bf16) - 1
 
 
 def print_losses(results: Results) -> None:
@@ -178,24 +180,23 @@ def print_losses(results: Results) -> None:
     rows: dict[tuple[str, str, bool], list[float]] = {}
     for job, result in results.items():
         rows.setdefault((job.recipe, job.mode, job.planted), []).append(result.validation_loss)
-    print("\nvalidation loss, nats a byte")
+    print("\nvalidation loss, nats a byte; beside it how far from bf16's of the same seeds")
     for (recipe, mode, planted), losses in rows.items():
         seeds = "  ".join(f"{loss:.3f}" for loss in losses)
         what = "wrong scale planted" if planted else mode
-        away = f"{mean(losses) / mean_loss(results, 'bf16', 'weights') - 1:+7.2%}"
-        print(
-            f"  {recipe:12}  {what:19}  {seeds:21}   mean {mean(losses):.3f}"
-            + f"  {away}" * has_bf16
-        )
+        line = f"  {recipe:12}  {what:19}  {seeds:21}   mean {mean(losses):.3f}"
+        if has_bf16:
+            line += f"  {away_from_bf16(results, recipe, mode, planted=planted):+7.2%}"
+        print(line)
 
 
 def judge(results: Results) -> dict[str, bool]:
     """Every claim and whether it holds; ``results`` have bf16's."""
-    bf16 = mean_loss(results, "bf16", "weights")
+    bf16 = mean(r.validation_loss for job, r in results.items() if job.recipe == "bf16")
 
     def within(job: Job) -> bool:
-        loss = mean_loss(results, job.recipe, job.mode, planted=job.planted)
-        return abs(loss / bf16 - 1) < job.tolerance
+        away = away_from_bf16(results, job.recipe, job.mode, planted=job.planted)
+        return abs(away) < job.tolerance
 
     claims = {f"bf16 is below {BF16_LIMIT} nats a byte": bf16 < BF16_LIMIT}
     for job in results:
