@@ -92,7 +92,7 @@ class MasterWeight(torch.Tensor):
         )
         out = func(*plain_args, **plain_kwargs)
         if func in _PIECES and isinstance(first, MasterWeight):
-            return tree_map_only(torch.Tensor, lambda t: MasterWeight(t, first.low_bit_gather), out)
+            return tree_map_only(torch.Tensor, lambda piece: _piece(func, first, piece), out)
         written = _written(func, args, kwargs)
         source = args[1] if func is aten.copy_.default else None
         for master in written:
@@ -203,6 +203,17 @@ def not_gathered(name: str) -> UnsupportedError:
         f"it; call torch.distributed.fsdp.fully_shard on the layer or a module around it, without "
         f"the parameter among ignored_params, and run it by that module's forward. (For a model "
         f"that is not sharded, convert with weights='quantized' or 'high_precision'.)"
+    )
+
+
+def _piece(func: Any, master: MasterWeight, value: torch.Tensor) -> MasterWeight:
+    """What ``func`` made of ``master``: where that is a view of all of it, around the same tensor,
+    whose version torch counts.
+    """
+    whole = master.value
+    places = [(t.shape, t.stride(), t.storage_offset()) for t in (value, whole)]
+    return MasterWeight(
+        whole if func.is_view and places[0] == places[1] else value, master.low_bit_gather
     )
 
 

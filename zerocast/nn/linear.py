@@ -84,7 +84,7 @@ class Linear(QuantizedModule, torch.nn.Linear):
         name = f"{prefix}weight"
         if not keep_vars and name in destination:
             # Dictionaries hold plain tensors, for any model and any checkpoint format.
-            destination[name] = as_plain(destination[name])
+            destination[name] = as_plain(self.weight)
 
     def _load_from_state_dict(
         self, state_dict: Any, prefix: str, local_metadata: Any, *others: Any

@@ -138,7 +138,10 @@ class QuantizedModule(torch.nn.Module):
         watch = observer(self, gemm)
         output_shape = (*leading, weight.shape[0]) if fp8_output else None
         out = QuantizedLinear.apply(input, weight, bias, quantizers, dtype, output_shape, watch)
-        return out if fp8_output else out.view(*leading, weight.shape[0])
+        if fp8_output:
+            return out
+        # Not a view, as torch's own is none: FSDP2 warns of modules that return views.
+        return torch.ops.aten._unsafe_view(out, (*leading, weight.shape[0]))
 
     def _quantizing(
         self, gemm: int, source: torch.Tensor, weight: torch.Tensor
