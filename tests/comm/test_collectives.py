@@ -170,6 +170,39 @@ def test_all_gather_without_counts_has_equal_parts(ranks):
     assert ranks.run(body) == [[r + 1 for r in range(ranks.size) for _ in range(3)]] * ranks.size
 
 
+@pytest.mark.parametrize("order", ["as started", "last first"])
+def test_started_gathers_end_when_they_are_waited_for(ranks, order):
+    """Three gathers, of equal, uneven and no parts, are begun before the first is waited for, with
+    an all-reduce among them; waited for in any order, each leaves what ``all_gather_`` leaves.
+    """
+    cases = [None, [(3 * r * r + 2) % 7 for r in range(ranks.size)], [0] * ranks.size]
+
+    def contents(case):
+        counts = cases[case] or [100_003] * ranks.size
+        return [random_elements(n, torch.bfloat16, 7 * case + r) for r, n in enumerate(counts)]
+
+    def body(comm):
+        buffers, waits = [], []
+        for case, counts in enumerate(cases):
+            mine = [part if r == comm.rank else torch.zeros_like(part)
+                    for r, part in enumerate(contents(case))]  # fmt: skip
+            buffer, whole = guarded(torch.cat(mine))
+            waits.append(comm.start_all_gather_(buffer, counts))
+            buffers.append((buffer, whole))
+            total = torch.ones(1)
+            comm.all_reduce_sum_(total)
+            assert total == comm.size
+        for wait in waits if order == "as started" else reversed(waits):
+            wait()
+        for _, whole in buffers:
+            assert_guards_stand(whole)
+        return [buffer.clone() for buffer, _ in buffers]
+
+    for rank, results in enumerate(ranks.run(body)):
+        for case, result in enumerate(results):
+            assert_same_bytes(result, torch.cat(contents(case)), f"rank {rank}, case {case}")
+
+
 @pytest.mark.parametrize("numel", [0, 1, 1001])
 @pytest.mark.parametrize("output_is", ["its own tensor", "a part of the buffer"])
 def test_reduce_scatter_gives_each_rank_its_part_of_the_sum(ranks, numel, output_is):

@@ -26,6 +26,10 @@ def test_it_passes_everything_on(ranks):
         parts = torch.zeros(2 * comm.size)
         parts[2 * comm.rank : 2 * comm.rank + 2] = 1.0
         recording.all_gather_(parts)
+        started = torch.zeros(comm.size)
+        started[comm.rank] = 1.0
+        recording.start_all_gather_(started)()
+        assert started.sum() == comm.size
         output = torch.empty(1)
         recording.reduce_scatter_sum(output, torch.arange(float(comm.size)))
         root = torch.tensor([comm.rank])
@@ -49,7 +53,7 @@ def test_bytes_sent_follow_the_ring():
         recording.all_reduce_sum_(torch.zeros(12))
         recording.reduce_scatter_sum(torch.zeros(3), torch.zeros(12))
         recording.all_gather_(torch.zeros(48, dtype=torch.uint8), [8, 40, 0, 0])
-        recording.all_gather_(torch.zeros(12))
+        recording.start_all_gather_(torch.zeros(12))()
         recording.broadcast_(torch.zeros(12), root=1)
         recording.barrier()
         return {kind: numbers(traffic) for (_, kind), traffic in recording.traffic.items()}

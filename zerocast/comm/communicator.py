@@ -9,7 +9,7 @@ taken above it, so all communicators give the same bytes.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -57,6 +57,24 @@ class Communicator(ABC):
                 buffer's length is a multiple of ``size``.
         """
 
+    def start_all_gather_(
+        self, buffer: torch.Tensor, counts: Sequence[int] | None = None
+    ) -> Callable[[], None]:
+        """Begin :meth:`all_gather_`; other collectives may follow before it is waited for.
+
+        It is ordered among the collectives by its start. Where the transport cannot do it beside
+        other work, the gather is over when this returns.
+
+        Args:
+            buffer, counts: as for :meth:`all_gather_`. Until the wait this rank's part may be read
+                and the others' may not; nothing may be written.
+
+        Returns:
+            What waits until ``buffer`` holds every part; it is called once.
+        """
+        self.all_gather_(buffer, counts)
+        return _nothing_to_wait_for
+
     @abstractmethod
     def reduce_scatter_sum(self, output: torch.Tensor, buffer: torch.Tensor) -> None:
         """Sum ``buffer`` over all ranks; rank r's part of the sum becomes its ``output``.
@@ -95,3 +113,7 @@ class Communicator(ABC):
     @abstractmethod
     def barrier(self) -> None:
         """Return when every rank has come here."""
+
+
+def _nothing_to_wait_for() -> None:
+    """The wait for a gather that is over."""

@@ -11,7 +11,7 @@ length work the same with every MPI library, not only with one that has MPI-4's 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -122,6 +122,21 @@ class MpiCommunicator(Communicator):
             # turn, still in place, and no more bytes travel than in a gather.
             for root, part in enumerate(host.split(parts)):
                 self._broadcast(part, root)
+
+    def start_all_gather_(
+        self, buffer: torch.Tensor, counts: Sequence[int] | None = None
+    ) -> Callable[[], None]:
+        flat = as_bytes("all_gather_", buffer)
+        parts = part_bytes(buffer, counts, self.size)
+        if self.stages(flat.device) or flat.numel() > self._chunk:
+            return super().start_all_gather_(buffer, counts)
+        memory, _, kind = self._memory(_settled(flat))
+        request = self._comm.Iallgatherv(self._mpi.IN_PLACE, [memory, parts, kind])
+
+        def wait(memory: torch.Tensor = flat) -> None:  # alive as long as MPI writes into it
+            request.Wait()
+
+        return wait
 
     def reduce_scatter_sum(self, output: torch.Tensor, buffer: torch.Tensor) -> None:
         output, flat = scatter_operands(output, buffer, self.size)

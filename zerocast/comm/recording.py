@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -105,6 +105,22 @@ class RecordingCommunicator(Communicator):
         sent = buffer.nbytes - parts[(self.rank + 1) % self.size]
         with self._count("all_gather", buffer.nbytes, sent):
             self.comm.all_gather_(buffer, counts)
+
+    def start_all_gather_(
+        self, buffer: torch.Tensor, counts: Sequence[int] | None = None
+    ) -> Callable[[], None]:
+        parts = part_bytes(buffer, counts, self.size)
+        sent = buffer.nbytes - parts[(self.rank + 1) % self.size]
+        with self._count("all_gather", buffer.nbytes, sent):
+            wait = self.comm.start_all_gather_(buffer, counts)
+        counted = self.traffic[self._label, "all_gather"]
+
+        def timed_wait() -> None:
+            start = time.perf_counter()
+            wait()
+            counted.seconds += time.perf_counter() - start
+
+        return timed_wait
 
     def reduce_scatter_sum(self, output: torch.Tensor, buffer: torch.Tensor) -> None:
         sent = (self.size - 1) * buffer.nbytes // self.size

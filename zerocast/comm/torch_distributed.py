@@ -8,7 +8,7 @@ once, since gloo gathers only equal ones.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -68,17 +68,34 @@ class TorchDistributedCommunicator(Communicator):
         if not flat.numel():
             return
         with self._served(flat) as served:
-            pieces = served.split(parts)
-            if len(set(parts)) == 1:
-                _all_gather(served, pieces[self.rank], group=self._group)
-                return
+            self._start_all_gather(served, parts)()
+
+    def start_all_gather_(
+        self, buffer: torch.Tensor, counts: Sequence[int] | None = None
+    ) -> Callable[[], None]:
+        flat = as_bytes("all_gather_", buffer)
+        parts = part_bytes(buffer, counts, self.size)
+        if not flat.numel() or self.stages(flat.device):
+            return super().start_all_gather_(buffer, counts)
+        return self._start_all_gather(flat, parts)
+
+    def _start_all_gather(self, flat: torch.Tensor, parts: Sequence[int]) -> Callable[[], None]:
+        """Begin the gather of ``parts`` bytes a rank; what is returned waits for it."""
+        pieces = flat.split(parts)
+        if len(set(parts)) == 1:
+            works = [_all_gather(flat, pieces[self.rank], group=self._group, async_op=True)]
+        else:
             works = [
                 dist.broadcast(piece, self._global(root), group=self._group, async_op=True)
                 for root, piece in enumerate(pieces)
                 if piece.numel()
             ]
+
+        def wait() -> None:
             for work in works:
                 work.wait()
+
+        return wait
 
     def reduce_scatter_sum(self, output: torch.Tensor, buffer: torch.Tensor) -> None:
         output, flat = scatter_operands(output, buffer, self.size)
