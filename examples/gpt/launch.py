@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import socket
 import sys
 import time
 import traceback
@@ -38,6 +40,38 @@ def launched_ranks() -> Iterator[Communicator]:
             MPI.COMM_WORLD.Abort(1)
     else:
         yield as_communicator(None)
+
+
+@contextmanager
+def launched_process_group() -> Iterator[Communicator]:
+    """The ranks of this job as torch.distributed's default group, whoever started them.
+
+    What is sharded over the group is out of reach when the context ends.
+    """
+    with launched_ranks() as comm:
+        store = None
+        if not torch.distributed.is_initialized():
+            store = common_store(comm)
+            torch.distributed.init_process_group(
+                "gloo", store=store, rank=comm.rank, world_size=comm.size
+            )
+        yield as_communicator(None)
+        gc.collect()  # a model's cycles would keep the group alive until Python is gone
+        comm.barrier()  # a rank that leaves at once can cut off one that still connects
+        if store is not None:
+            torch.distributed.destroy_process_group()
+            comm.barrier()  # and rank 0 takes the store along
+
+
+def common_store(comm: Communicator) -> torch.distributed.Store:
+    """A store of rank 0 that all ranks reach."""
+    if comm.size == 1:
+        return torch.distributed.HashStore()
+    host, store = socket.gethostname(), None
+    if comm.rank == 0:
+        store = torch.distributed.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+    host, port = comm.all_gather_object((host, store.port if store else None))[0]
+    return store or torch.distributed.TCPStore(host, port, is_master=False)
 
 
 def share_cores(comm: Communicator) -> Communicator:
