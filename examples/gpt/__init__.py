@@ -1,1 +1,1 @@
-"""The parts of ``train_gpt.py``: model, data, launcher, check and report."""
+"""The GPT of the examples, its data, launcher and check; training and report of ``train_gpt.py``."""

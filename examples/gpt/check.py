@@ -7,20 +7,26 @@ recipes remember, plain weights too.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 import zerocast
 from zerocast.comm import Communicator
-from zerocast.optim import ZeroOptimizer
 
 
 def check_weights(
-    model: torch.nn.Module, optimizer: ZeroOptimizer, comm: Communicator
+    model: torch.nn.Module,
+    gather_master: Callable[[torch.Tensor], torch.Tensor],
+    comm: Communicator,
 ) -> tuple[bool, str]:
-    """Whether the weights are right on every rank, and that in one line. Collective."""
+    """Whether the weights are right on every rank, and that in one line. Collective.
+
+    ``gather_master`` gives the whole FP32 master of a parameter on every rank.
+    """
     compared, difference = 0, None
     for name, parameter in model.named_parameters():
-        master = optimizer.gather_master(parameter)
+        master = gather_master(parameter)
         for buffer, (stored, expected) in stored_and_expected(parameter, master).items():
             compared += stored.nbytes
             difference = difference or first_difference(f"{name}.{buffer}", stored, expected)

@@ -137,7 +137,7 @@ def train(recipe: str, settings: Settings, corpus: Corpus, comm: Communicator) -
         },
         held_bytes=held_bytes(model, optimizer),
         seconds={name: total / settings.steps for name, total in clock.seconds.items()},
-        verdict=check_weights(model, optimizer, comm) if settings.check else None,
+        verdict=check_weights(model, optimizer.gather_master, comm) if settings.check else None,
     )
 
 
