@@ -1,1 +1,1 @@
-"""The GPT of the examples, its data, launcher and check; training and report of ``train_gpt.py``."""
+"""What the examples share: a GPT, data, launcher and check; how ``train_gpt.py`` trains."""
