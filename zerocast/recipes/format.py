@@ -21,6 +21,12 @@ class Format(str, Enum):
     HYBRID = "hybrid"
     """E4M3 in the forward pass, for its precision; E5M2 in the backward, for its range."""
 
+    def __reduce_ex__(self, protocol: object) -> tuple[type[Format], tuple[str]]:
+        """By value in every Python: some versions name ``getattr``, which ``torch.load`` refuses
+        where it reads ``weights_only``.
+        """
+        return Format, (self.value,)
+
     @property
     def forward(self) -> ElementFormat:
         """Of weights, inputs and outputs."""
