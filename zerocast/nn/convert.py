@@ -99,8 +99,8 @@ def convert(
         weights = "high_precision"
     if amax_groups and weights != "quantized":
         raise InputError(
-            f"amax_groups are for weights that hold codes, got weights={weights!r}; those are "
-            "quantized one by one in each forward."
+            f"amax_groups are for weights that hold codes (weights='quantized'), got "
+            f"weights={weights!r}; those are quantized one by one."
         )
     linears: dict[torch.nn.Linear, list[str]] = {}  # a module may have several names
     for fqn, module in model.named_modules(remove_duplicate=False):
