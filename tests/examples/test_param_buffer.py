@@ -2,17 +2,17 @@
 
 import re
 import sys
-from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
 import zerocast
+from tests.support.late_gathers import GathersLate
 from tests.support.programs import mpiexec, run
 from tests.support.ranks import run_ranks
 from tests.support.same_bytes import assert_same_bytes
-from zerocast.comm import Communicator, RecordingCommunicator, run_in_process
+from zerocast.comm import Communicator, run_in_process
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 PROGRAM = EXAMPLES / "param_buffer.py"
@@ -31,18 +31,6 @@ def example():
         import param_buffer
 
         yield param_buffer
-
-
-class GathersLate(RecordingCommunicator):
-    """Begins no gather before it is waited for, and spoils what has not arrived until then."""
-
-    def start_all_gather_(
-        self, buffer: torch.Tensor, counts: Sequence[int] | None = None
-    ) -> Callable[[], None]:
-        own = buffer.view(self.size, -1)[self.rank].clone()
-        buffer.fill_(0x55)
-        buffer.view(self.size, -1)[self.rank] = own
-        return lambda: self.all_gather_(buffer, counts)
 
 
 def small_model(recipe: str) -> torch.nn.Sequential:

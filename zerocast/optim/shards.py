@@ -17,7 +17,7 @@ and so are its reduced gradients. Every rank has as many columns, so a gradient 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -26,7 +26,12 @@ import torch
 from zerocast.comm import Communicator
 from zerocast.layout import Extent, FlatLayout
 from zerocast.optim.weights import StorageKind, Weight, planes
-from zerocast.tensors import QuantizedStorage, QuantizedTensor, replace_raw_data
+from zerocast.tensors import (
+    QuantizedStorage,
+    QuantizedTensor,
+    rebuild_derived,
+    replace_raw_data,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +48,17 @@ class Shard:
 
 
 class Bucket:
-    """The weights of one storage kind, end to end.
+    """The weights of one storage kind, end to end; where layers wait for theirs, those of one layer
+    too.
 
     Attributes:
         kind: how they are stored.
+        late: whether a layer waits for them, and not the step.
         members: their places in the optimizer's list of weights.
         layout: where each lies and who owns what, in elements.
         first_column: where the owner's range begins in its columns.
         flats: the buffers, one a plane, whole on every rank, of ``kind.dtype``.
+        arrivals: what waits for gathers that are under way.
     """
 
     def __init__(
@@ -62,6 +70,8 @@ class Bucket:
         first_column: int,
     ) -> None:
         self.kind = kind
+        self.late = weights[members[0]].layer is not None
+        self.arrivals: list[Callable[[], None]] = []
         self.members = members
         self.layout = FlatLayout(
             tuple(weights[i].param.numel() for i in members), size, kind.alignment
@@ -108,7 +118,7 @@ class ShardedWeights:
     Attributes:
         comm: the ranks.
         weights: in the order of ``param_groups``.
-        buckets: one a storage kind.
+        buckets: one a storage kind, of weights that a step waits for; then the same of every layer.
         num_columns: elements that a rank owns, padding included.
         masters: FP32 [num_columns], this rank's.
     """
@@ -116,12 +126,13 @@ class ShardedWeights:
     def __init__(self, comm: Communicator, weights: Sequence[Weight]) -> None:
         self.comm = comm
         self.weights = weights
-        members: dict[StorageKind, list[int]] = {}
+        members: dict[tuple[int, StorageKind], list[int]] = {}
         for i, weight in enumerate(weights):
-            members.setdefault(weight.kind, []).append(i)
+            layer = -1 if weight.layer is None else weight.layer
+            members.setdefault((layer, weight.kind), []).append(i)
         self.buckets: list[Bucket] = []
         self.num_columns = 0
-        for kind, indices in members.items():
+        for (_, kind), indices in sorted(members.items(), key=lambda item: item[0][0]):
             bucket = Bucket(kind, indices, weights, comm.size, self.num_columns)
             self.buckets.append(bucket)
             self.num_columns += bucket.layout.rank_numel
@@ -173,10 +184,39 @@ class ShardedWeights:
                 bucket.store(self.comm.rank, self.masters)
 
     def all_gather(self) -> None:
-        """Bring every rank's part to every rank: in place, one collective a buffer."""
+        """Bring every rank's part to every rank: in place, one collective a buffer. Of layers that
+        wait it is only begun.
+        """
         for bucket in self.buckets:
-            for flat in bucket.flats:
-                self.comm.all_gather_(flat)
+            if bucket.late:
+                bucket.arrivals = [self.comm.start_all_gather_(flat) for flat in bucket.flats]
+            else:
+                for flat in bucket.flats:
+                    self.comm.all_gather_(flat)
+
+    def rebuild_derived(self) -> None:
+        """Make the derived copies of weights that no layer waits for, from gathered codes."""
+        rebuild_derived(
+            storage for bucket in self.buckets if not bucket.late for storage in self._codes(bucket)
+        )
+
+    def arrive(self, places: Iterable[int] | None = None) -> None:
+        """Wait for the buckets at ``places``, or all, where they are under way; then make what is
+        derived from their codes.
+        """
+        arrived = []
+        for place in range(len(self.buckets)) if places is None else places:
+            bucket = self.buckets[place]
+            waits, bucket.arrivals = bucket.arrivals, []
+            for wait in waits:
+                wait()
+            if waits:
+                arrived += self._codes(bucket)
+        rebuild_derived(arrived)
+
+    def _codes(self, bucket: Bucket) -> list[QuantizedStorage]:
+        params = [self.weights[i].param for i in bucket.members]
+        return [param.storage for param in params if isinstance(param, QuantizedTensor)]
 
     # --- what recipes remember ---
 

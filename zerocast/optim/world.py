@@ -25,7 +25,7 @@ def check_same_world(
         options = {name: value for name, value in group.items() if _is_plain(value)}
         lines.append(f"param_groups[{g}] with {options}")
     lines += [
-        f"{w.name}: {tuple(w.param.shape)} of {_stored(w)} in param_groups[{w.group}]"
+        f"{w.name}: {tuple(w.param.shape)} of {_stored(w)} in param_groups[{w.group}]{_late(w)}"
         for w in weights
     ]
 
@@ -39,6 +39,10 @@ def check_same_world(
                     "every rank must optimize the same weights in the same order with the same "
                     f"options: rank 0 has '{first}' where rank {rank} has '{other}'."
                 )
+
+
+def _late(weight: Weight) -> str:
+    return "" if weight.layer is None else f" and layer {weight.layer} of overlap_all_gather"
 
 
 def _stored(weight: Weight) -> str:

@@ -46,6 +46,7 @@ from zerocast.optim.elementwise import check_elementwise
 from zerocast.optim.found_inf import FoundInf
 from zerocast.optim.gradients import GradientReducer
 from zerocast.optim.inner import InnerOptimizer, copy_options
+from zerocast.optim.layers import checked_layers, wait_in_forwards
 from zerocast.optim.shards import ShardedWeights
 from zerocast.optim.weights import Param, collect_weights, trainable_groups
 from zerocast.optim.world import check_same_world
@@ -79,6 +80,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         optimizer_class: an element-wise optimizer. Any class will do that updates each element from
             that element alone; it is tried on a small tensor, and refused where it does not.
         group: the ranks, as for :class:`zerocast.CastPlan`.
+        overlap_all_gather: layers, such as ``model.layers``, whose weights a step sends without
+            waiting for them: the layer's next forward waits. (Called as a module, so that its hooks
+            run.) The weights are the same, to the bit. Call :meth:`wait_for_all_gather` before
+            anything else reads them, such as ``model.state_dict()``.
         **defaults: options of ``optimizer_class``.
 
     Attributes:
@@ -106,13 +111,16 @@ class ZeroOptimizer(torch.optim.Optimizer):
         params: Iterable[Param] | Iterable[dict[str, Any]],
         optimizer_class: type[torch.optim.Optimizer] = torch.optim.AdamW,
         group: Group = None,
+        *,
+        overlap_all_gather: Iterable[torch.nn.Module] = (),
         **defaults: Any,
     ) -> None:
         self.comm = as_communicator(group)
         error: ZerocastError | None = None
         try:
             super().__init__(trainable_groups(params), {})
-            weights = collect_weights(self.param_groups)
+            layers = checked_layers(overlap_all_gather)
+            weights = collect_weights(self.param_groups, layers)
             check_elementwise(optimizer_class, defaults, weights[0].param.device)
             self._shards = ShardedWeights(self.comm, weights)
             self._inner = InnerOptimizer(optimizer_class, defaults, self.param_groups, self._shards)
@@ -136,6 +144,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._shards.share_recipe_states()
         self._plan = self._make_plan()
         self._publish()
+        wait_in_forwards(layers, self._shards)
 
     def _make_plan(self) -> CastPlan | None:
         """The cast of the quantized weights, or None where there are none."""
@@ -172,8 +181,16 @@ class ZeroOptimizer(torch.optim.Optimizer):
             **self._plan.steps,
             "store_plain": store,
             "all_gather": gather,
-            "post_all_gather_processing": self._plan.post_all_gather_processing,
+            "post_all_gather_processing": self._rebuild_derived,
         }
+
+    def _rebuild_derived(self) -> None:
+        """Make the derived copies of all weights that have arrived when a step ends."""
+        assert self._plan is not None
+        if any(bucket.late for bucket in self._shards.buckets):
+            self._shards.rebuild_derived()
+        else:
+            self._plan.post_all_gather_processing()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -184,6 +201,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 loss = closure()
         found_inf = getattr(self, "found_inf", None)  # set by a GradScaler; agreed on by all ranks
         if found_inf is None or not found_inf.item():
+            self.wait_for_all_gather()  # of a step that no forward came after
             for name, run in self.phases.items():
                 with self.on_phase(name):
                     run()
@@ -195,9 +213,18 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Let every rank's weights follow from the masters as they are. That is no new cast: of
         what recipes remember nothing moves on.
         """
+        self.wait_for_all_gather()
         with self._shards.repeating_the_latest_cast():
             for run in self._publishing_phases.values():
                 run()
+        self.wait_for_all_gather()
+
+    @torch.no_grad()
+    def wait_for_all_gather(self) -> None:
+        """Return when every weight has arrived, with ``overlap_all_gather``; the forwards of layers
+        then have nothing to wait for.
+        """
+        self._shards.arrive()
 
     def _reduce_gradients(self) -> None:
         if not self._gradients_are_reduced:

@@ -1,0 +1,36 @@
+"""A communicator on which a mistake about a gather that is under way shows."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from zerocast.comm import Communicator, RecordingCommunicator
+
+
+class GathersLate(RecordingCommunicator):
+    """Begins no gather before it is waited for, and spoils what has not arrived until then. Fails
+    where a buffer is written, or gathered again, before the wait. Parts are equal.
+    """
+
+    def __init__(self, comm: Communicator) -> None:
+        super().__init__(comm)
+        self._under_way: set[int] = set()
+
+    def start_all_gather_(
+        self, buffer: torch.Tensor, counts: Sequence[int] | None = None
+    ) -> Callable[[], None]:
+        assert counts is None
+        assert buffer.data_ptr() not in self._under_way, "gathered again before the wait"
+        self._under_way.add(buffer.data_ptr())
+        entries = buffer.view(torch.uint8)
+        own = entries.view(self.size, -1)[self.rank].clone()
+        entries.fill_(0x55)
+        entries.view(self.size, -1)[self.rank] = own
+        begun = entries.clone()
+
+        def wait() -> None:
+            assert torch.equal(entries, begun), "written before the wait"
+            self.all_gather_(buffer)
+            self._under_way.remove(buffer.data_ptr())
+
+        return wait
