@@ -27,8 +27,9 @@ def launched_ranks() -> Iterator[Communicator]:
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         torch.distributed.init_process_group("gloo")
-        yield share_cores(as_communicator(None))
-        torch.distributed.destroy_process_group()  # not after an error: it would wait for others
+        comm = share_cores(as_communicator(None))
+        yield comm
+        leave(comm)  # not after an error: it would wait for others
     elif any(name in os.environ for name in MPI_VARIABLES):
         from mpi4py import MPI
 
@@ -56,11 +57,18 @@ def launched_process_group() -> Iterator[Communicator]:
                 "gloo", store=store, rank=comm.rank, world_size=comm.size
             )
         yield as_communicator(None)
-        gc.collect()  # a model's cycles would keep the group alive until Python is gone
-        comm.barrier()  # a rank that leaves at once can cut off one that still connects
         if store is not None:
-            torch.distributed.destroy_process_group()
-            comm.barrier()  # and rank 0 takes the store along
+            leave(as_communicator(None))
+            comm.barrier()  # rank 0 takes the store along
+
+
+def leave(comm: Communicator) -> None:
+    """Destroy torch.distributed's default group. Collective: gloo connects when ranks first meet,
+    and one that leaves at once can cut off another that still connects, which aborts.
+    """
+    gc.collect()  # a model's cycles would keep the group alive until Python is gone
+    comm.barrier()
+    torch.distributed.destroy_process_group()
 
 
 def common_store(comm: Communicator) -> torch.distributed.Store:
