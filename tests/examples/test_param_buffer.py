@@ -80,12 +80,14 @@ def trained_alone(example, recipe: str) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("bucket_size", [SMALL, 3000, LARGE])
 def test_any_number_of_ranks_trains_the_same_bytes(example, comm_kind, recipe, bucket_size):
-    """On 2, 3 and 4 ranks, of threads also on 5 and 7, three steps leave on every rank the bytes of
-    one rank, and those of the unsharded cast, in buckets of one weight and of all: some ranks own
+    """On 3 ranks, of threads also on 5 and 7, three steps leave on every rank the bytes of one
+    rank, and those of the unsharded cast, in buckets of one weight and of all: some ranks own
     nothing of a small weight, or of a whole bucket but padding.
     """
+    if comm_kind != "in_process" and bucket_size != 3000:
+        pytest.skip("processes gather as threads do; one size of buckets is enough to show it")
     expected = trained_alone(example, recipe)
-    for size in (3, 5, 7) if comm_kind == "in_process" else (2, 3, 4):
+    for size in (3, 5, 7) if comm_kind == "in_process" else (3,):
         for rank, stored in enumerate(
             run_ranks(comm_kind, size, lambda comm: train(example, recipe, comm, bucket_size))
         ):

@@ -19,7 +19,7 @@ from tests.fsdp.sharded import (
 from tests.support.ranks import run_ranks
 from tests.support.same_bytes import assert_same_bytes
 
-pytestmark = pytest.mark.mpi(min_size=4)
+pytestmark = [pytest.mark.mpi(min_size=4), pytest.mark.slow]
 
 
 def assert_is_unsharded_cast(model: torch.nn.Module, whole: Unsharded, when: str) -> None:

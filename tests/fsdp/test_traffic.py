@@ -11,7 +11,7 @@ import zerocast
 from tests.fsdp.sharded import RECIPES, adamw, bank, batch, feed
 from tests.support.ranks import run_ranks
 
-pytestmark = pytest.mark.mpi(min_size=4)
+pytestmark = [pytest.mark.mpi(min_size=4), pytest.mark.slow]
 
 
 class Collectives(TorchDispatchMode):
