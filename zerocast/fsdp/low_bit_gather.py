@@ -17,13 +17,14 @@ its memory through other tensors. So all ranks must write a master, or none.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from zerocast.cast import CastPlan
 from zerocast.comm import Communicator, as_communicator
+from zerocast.fsdp.recipe_state import State, check_state, fresh_state, state_before_cast
 from zerocast.fsdp.row_shards import RowShards
 from zerocast.recipes import Recipe
 from zerocast.tensors import QuantizedStorage, QuantizedTensor, rebuild_derived
@@ -40,7 +41,8 @@ class ShardCodes:
         comm: the ranks that share the weight.
         rows: who has which.
         dtype: the nominal dtype of the gathered weight.
-        storage: scales, tensor amax and what the recipe remembers; no codes.
+        storage: scales, tensor amax and what the recipe remembers (the tensors of the gather's
+            ``state``); no codes.
         sent: by gathered plane, uint8 [rows.sent_bytes]: what this rank sends.
         casts: how many there have been.
     """
@@ -57,9 +59,9 @@ class ShardCodes:
         buffers = {
             name: torch.full(spec.shape, spec.fill, dtype=spec.dtype, device=device)
             for name, spec in recipe.buffers(shape, columnwise=independent).items()
-            if name not in planes
+            if name not in (*planes, *recipe.state)
         }
-        self.storage = QuantizedStorage(shape, dtype, recipe, buffers)
+        self.storage = QuantizedStorage(shape, dtype, recipe, buffers | gather.state)
         self.sent = {
             plane: torch.zeros(self.rows.sent_bytes, dtype=torch.uint8, device=device)
             for plane in planes
@@ -80,29 +82,59 @@ class LowBitGather:
         shape: [M, K], of the whole weight.
         recipe: the scheme.
         name: the weight's, for messages, and for the random words of stochastic rounding.
+        state: what the recipe remembers of earlier casts, where there were any.
 
     Attributes:
+        state: the same, by the names of :attr:`Recipe.state`, as the latest cast left it.
         shards: as the latest gather needs them; None before the first.
         writes: operations that have written the master.
     """
 
-    def __init__(self, shape: Sequence[int], recipe: Recipe, name: str) -> None:
+    def __init__(
+        self,
+        shape: Sequence[int],
+        recipe: Recipe,
+        name: str,
+        state: State | None = None,
+    ) -> None:
         self.shape = torch.Size(shape)
         self.recipe = recipe
         self.name = name
+        self.state = fresh_state(recipe) if state is None else state
         self.shards: ShardCodes | None = None
         self.writes = 0
         self._cast_at: tuple[int, int] | None = None
         self._plan: CastPlan | None = None
         self._gathered: int | None = None  # the cast whose codes the gathered weight holds
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> LowBitGather:
-        """For a copy of the master, which has never been gathered."""
-        copy = memo[id(self)] = LowBitGather(self.shape, self.recipe, self.name)
-        return copy
+    def copy_for(self, master: torch.Tensor) -> LowBitGather:
+        """For a copy of ``master``, which has never been gathered: its first cast makes the codes
+        that ``master`` has.
+        """
+        state = self.state_before_cast(is_due=self.is_due(master))
+        return LowBitGather(self.shape, self.recipe, self.name, state)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return LowBitGather, (self.shape, self.recipe, self.name)
+        return LowBitGather, (self.shape, self.recipe, self.name, self.state)
+
+    # --- what the recipe remembers ---
+
+    def state_before_cast(self, *, is_due: bool) -> State:
+        """A copy of ``state`` from which the cast of the master as it is starts; ``is_due`` says
+        whether that is still to be made.
+        """
+        return state_before_cast(self.recipe, self.state, is_due=is_due)
+
+    def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Go on from what :meth:`state_before_cast` gave: a cast is due.
+
+        Raises:
+            InputError: where it was of another recipe. Nothing has been changed.
+        """
+        check_state(self.name, self.state, state)
+        for name, tensor in self.state.items():
+            tensor.copy_(state[name])
+        self._cast_at = None
 
     # --- when a cast is due ---
 
@@ -136,7 +168,7 @@ class LowBitGather:
         know besides. Collective.
         """
         with torch.inference_mode(False):  # else only inference could ever write the buffers
-            shards = self._prepared(as_communicator(mesh), dtype, master.device)
+            shards = self._prepared(as_communicator(mesh), dtype, master)
             if self.is_due(master):
                 if self._plan is None:
                     self._plan = plan_casts([self], [master])
@@ -147,15 +179,16 @@ class LowBitGather:
         """Give back the memory of the plan by which this weight alone was cast."""
         self._plan = None
 
-    def _prepared(self, comm: Communicator, dtype: torch.dtype, device: torch.device) -> ShardCodes:
-        """For these ranks, this nominal dtype and this device; made anew where one is another."""
-        old = self.shards
+    def _prepared(self, comm: Communicator, dtype: torch.dtype, master: torch.Tensor) -> ShardCodes:
+        """For these ranks, this nominal dtype and the master's device; made anew where one is
+        another.
+        """
+        old, device = self.shards, master.device
         if old is not None and (old.comm, old.dtype, old.storage.device) == (comm, dtype, device):
             return old
+        state = self.state_before_cast(is_due=self.is_due(master))
+        self.state = {name: tensor.to(device) for name, tensor in state.items()}
         self.shards = ShardCodes(self, comm, dtype, device)
-        if old is not None:
-            for name in self.recipe.state:
-                self.shards.storage.buffers[name].copy_(old.storage.buffers[name])
         self._plan = self._cast_at = None
         return self.shards
 

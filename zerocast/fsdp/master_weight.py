@@ -140,7 +140,8 @@ class MasterWeight(torch.Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> MasterWeight:
         if id(self) in memo:
             return memo[id(self)]
-        value, gather = copy.deepcopy((self.value, self.low_bit_gather), memo)
+        gather = memo.setdefault(id(self.low_bit_gather), self.low_bit_gather.copy_for(self.value))
+        value = copy.deepcopy(self.value, memo)
         copied = restore(value, gather, self.requires_grad, isinstance(self, torch.nn.Parameter))
         memo[id(self)] = copied
         if self.grad is not None:
@@ -149,7 +150,8 @@ class MasterWeight(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         is_parameter = isinstance(self, torch.nn.Parameter)
-        return restore, (self.value, self.low_bit_gather, self.requires_grad, is_parameter)
+        gather = self.low_bit_gather.copy_for(self.value)
+        return restore, (self.value, gather, self.requires_grad, is_parameter)
 
     def __tensor_flatten__(self) -> tuple[list[str], LowBitGather]:
         return ["value"], self.low_bit_gather

@@ -8,9 +8,12 @@ import torch
 
 from zerocast.fsdp.master_weight import as_master_like, as_plain, is_master, not_gathered
 from zerocast.nn.initialization import quantized_if_asked, reset_linear
+from zerocast.nn.masters import load_saved_state, state_to_save
 from zerocast.nn.quantized_module import QuantizedModule, eager_in_regions
 from zerocast.recipes import Recipe
 from zerocast.tensors import QuantizedTensor
+
+_WEIGHT = "weight"  # in the extra state: what a master's recipe remembers
 
 
 class Linear(QuantizedModule, torch.nn.Linear):
@@ -78,6 +81,24 @@ class Linear(QuantizedModule, torch.nn.Linear):
         if self.low_bit_all_gather and not isinstance(self.weight, QuantizedTensor):
             raise not_gathered(self.name)
         return self._linear(0, input, self.weight, self.bias, fp8_output=fp8_output)
+
+    def get_extra_state(self) -> dict[str, Any] | None:
+        """What recipes remember for this layer; that of a master's also before its first cast, so
+        that the state dict of a model has the same entries from its beginning.
+        """
+        state, weight = super().get_extra_state(), state_to_save(self.weight)
+        return {**(state or {}), _WEIGHT: weight} if weight else state
+
+    def set_extra_state(self, state: dict[str, Any] | None) -> None:
+        """Go on from what :meth:`get_extra_state` gave.
+
+        Raises:
+            InputError: where it was made by another kind of layer, or a master's by another recipe.
+        """
+        others = {name: entry for name, entry in (state or {}).items() if name != _WEIGHT}
+        super().set_extra_state(others or None)
+        if state is not None and _WEIGHT in state:
+            load_saved_state(self.weight, state[_WEIGHT])
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from zerocast.errors import InputError
 from zerocast.fsdp.low_bit_gather import LowBitGather
 from zerocast.fsdp.master_weight import MasterWeight
+from zerocast.fsdp.recipe_state import State
+from zerocast.fsdp.sharded import local_part
 from zerocast.recipes import Recipe
 
 
@@ -26,3 +30,25 @@ def check_gathers(recipe: Recipe) -> None:
             f"from shards of the master, got {recipe}, which casts the transposed tensor; give "
             f"weights blocks of two dimensions."
         )
+
+
+def state_to_save(weight: torch.Tensor) -> State:
+    """What the recipe of a master remembers, for a state dict that holds the master, too; nothing
+    for any other weight.
+    """
+    master = local_part(weight)
+    if not isinstance(master, MasterWeight):
+        return {}
+    gather = master.low_bit_gather
+    return gather.state_before_cast(is_due=gather.is_due(master.value))
+
+
+def load_saved_state(weight: torch.Tensor, state: Mapping[str, torch.Tensor]) -> None:
+    """Go on from what :func:`state_to_save` gave. A weight that is no master has no use for it.
+
+    Raises:
+        InputError: where it was saved under another recipe. Nothing has been changed.
+    """
+    master = local_part(weight)
+    if isinstance(master, MasterWeight):
+        master.low_bit_gather.load_state(state)
