@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from typing import Any
+
 import torch
 
 
@@ -14,10 +17,10 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` is a DTensor, as FSDP2 makes of parameters."""
-    from torch.distributed.tensor import DTensor
-
-    return isinstance(tensor, DTensor)
+    """Whether ``tensor`` is a DTensor, as FSDP2 and tensor parallelism make of parameters."""
+    # A layer asks in every forward, also where nobody has loaded this large package.
+    loaded: Any = sys.modules.get("torch.distributed.tensor")
+    return loaded is not None and isinstance(tensor, loaded.DTensor)
 
 
 def ranks_that_shard(tensor: torch.Tensor) -> int:

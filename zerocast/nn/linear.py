@@ -6,9 +6,12 @@ from typing import Any
 
 import torch
 
+from zerocast.errors import InputError, UnsupportedError
 from zerocast.fsdp.master_weight import as_master_like, as_plain, is_master, not_gathered
+from zerocast.fsdp.sharded import is_sharded
 from zerocast.nn.initialization import quantized_if_asked, reset_linear
 from zerocast.nn.masters import load_saved_state, state_to_save
+from zerocast.nn.parallel_linear import parallel_linear
 from zerocast.nn.quantized_module import QuantizedModule, eager_in_regions
 from zerocast.recipes import Recipe
 from zerocast.tensors import QuantizedTensor
@@ -67,6 +70,22 @@ class Linear(QuantizedModule, torch.nn.Linear):
         self.name = name
         self.weight = quantized_if_asked(self.weight, recipe, columnwise=columnwise)
 
+    def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
+        """As torch's; a weight that holds codes cannot be split over a mesh.
+
+        Raises:
+            UnsupportedError: where a DTensor would take its place, which would hold no codes.
+        """
+        codes = isinstance(self._parameters.get(name), QuantizedTensor)
+        if codes and param is not None and is_sharded(param):
+            raise UnsupportedError(
+                f"{self.name or type(self).__name__}: a weight that holds codes cannot be "
+                f"tensor-parallel, for it was cast whole and an optimizer would need its master; "
+                f"convert the model with weights='master', or with 'high_precision' and "
+                f"zerocast.autocast, before it is parallelized."
+            )
+        super().register_parameter(name, param)
+
     def reset_parameters(self) -> None:
         """Draw weight and bias anew, as ``torch.nn.Linear`` does, and quantize the weight."""
         reset_linear(self.weight, self.bias)
@@ -78,9 +97,25 @@ class Linear(QuantizedModule, torch.nn.Linear):
         With ``fp8_output`` the output is a :class:`zerocast.QuantizedTensor`, which the next layer
         multiplies as it is; only under autocast.
         """
-        if self.low_bit_all_gather and not isinstance(self.weight, QuantizedTensor):
+        if not is_sharded(self.weight):
+            return self._multiply(input, self.weight, self.bias, fp8_output=fp8_output)
+        if fp8_output:
+            raise InputError(
+                f"{self.name}: fp8_output=True is for layers that are not tensor-parallel."
+            )
+        return parallel_linear(self.name, input, self.weight, self.bias, self._multiply)
+
+    def _multiply(
+        self,
+        input: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        *,
+        fp8_output: bool = False,
+    ) -> torch.Tensor:
+        if self.low_bit_all_gather and not isinstance(weight, QuantizedTensor):
             raise not_gathered(self.name)
-        return self._linear(0, input, self.weight, self.bias, fp8_output=fp8_output)
+        return self._linear(0, input, weight, bias, fp8_output=fp8_output)
 
     def get_extra_state(self) -> dict[str, Any] | None:
         """What recipes remember for this layer; that of a master's also before its first cast, so

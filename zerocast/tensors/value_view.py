@@ -77,6 +77,10 @@ class ValueView(torch.Tensor):
 
     apply_ = map_ = map2_ = refuse_function  # type: ignore[assignment]
 
+    def contiguous(self, memory_format: torch.memory_format = torch.contiguous_format) -> Any:
+        """A plain copy: who asks for this may read memory past torch, as collectives do."""
+        return self.value.clone(memory_format=memory_format)
+
     def numpy(self, *, force: bool = False) -> Any:
         """As :meth:`torch.Tensor.numpy`, but read-only."""
         array = self.value.detach().requires_grad_(self.requires_grad).numpy(force=force)
