@@ -61,6 +61,7 @@ from zerocast.recipes import (
     Recipe,
 )
 from zerocast.tensors import (
+    Part,
     QuantizedTensor,
     Quantizer,
     RecipeState,
@@ -83,6 +84,7 @@ __all__ = [
     "MissingDataError",
     "NVFP4BlockScaling",
     "NonFiniteError",
+    "Part",
     "QParams",
     "QuantizedTensor",
     "Quantizer",

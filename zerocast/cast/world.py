@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import re
 from collections.abc import Sequence
 
 import torch
@@ -19,7 +18,7 @@ from zerocast.comm import Communicator, Group, as_communicator, lines_that_diffe
 from zerocast.errors import InputError, RankMismatchError, ZerocastError
 from zerocast.layout import Extent, check_partition
 from zerocast.ops import NUMERICS_VERSION
-from zerocast.recipes import Recipe
+from zerocast.recipes import describe_recipe
 from zerocast.tensors import QuantizedStorage
 
 
@@ -109,13 +108,6 @@ def _describe(request: ShardRequest) -> str:
     recipe = describe_recipe(storage.recipe)
     group = "" if request.amax_group is None else f", amax group {request.amax_group}"
     return f"{name}{tuple(storage.shape)} {storage.dtype} {recipe}{_state(storage)}{group}"
-
-
-def describe_recipe(recipe: Recipe) -> str:
-    """The recipe as a text that is the same on every rank: without addresses of functions, which
-    are a process's own.
-    """
-    return re.sub(r" at 0x[0-9a-f]+", "", str(recipe))
 
 
 def _state(storage: QuantizedStorage) -> str:

@@ -29,7 +29,9 @@ def round_up(a: int, multiple: int) -> int:
 class BlockGrid:
     """A [rows, cols] matrix cut into blocks of [block_h, block_w].
 
-    Block ``(i, j)`` has the number ``i * blocks_w + j``; that is its place in an amax buffer.
+    Block ``(i, j)`` has the number ``i * blocks_w + j``; that is its place in an amax buffer. A
+    matrix without rows (an empty part of a weight) has no block, unless blocks are as high as the
+    matrix, ``block_h == rows``: then it has that one. Columns likewise.
     """
 
     rows: int
@@ -45,12 +47,12 @@ class BlockGrid:
     @property
     def blocks_h(self) -> int:
         """Blocks along a column."""
-        return ceil_div(self.rows, self.block_h)
+        return ceil_div(self.rows, self.block_h) if self.block_h else 1
 
     @property
     def blocks_w(self) -> int:
         """Blocks along a row."""
-        return ceil_div(self.cols, self.block_w)
+        return ceil_div(self.cols, self.block_w) if self.block_w else 1
 
     @property
     def num_blocks(self) -> int:
@@ -60,9 +62,9 @@ class BlockGrid:
     @property
     def amax_slots(self) -> int:
         """Entries of these blocks in an amax buffer of their own: one each, then the tensor's where
-        there are many blocks.
+        there is not just one.
         """
-        return self.num_blocks + (self.num_blocks > 1)
+        return self.num_blocks + (self.num_blocks != 1)
 
     def block_of(self, index: Index) -> Index:
         """The number of the block that holds the element with flat index ``index``: an int, or a

@@ -71,11 +71,12 @@ class FlatLayout:
         ]
 
 
-def check_partition(numel: int, extents: Sequence[Extent]) -> str | None:
+def check_partition(numel: int, extents: Sequence[Extent], unit: str = "elements") -> str | None:
     """What is wrong with ``extents`` (by rank) as a partition of ``numel`` elements, or None where
     nothing is.
 
-    A partition covers every element exactly once. Empty extents may stand anywhere.
+    A partition covers every element exactly once. Empty extents may stand anywhere. ``unit`` is
+    what a message calls the elements.
     """
     reached, last_rank = 0, 0
     for rank, extent in sorted(enumerate(extents), key=lambda item: item[1]):
@@ -83,14 +84,14 @@ def check_partition(numel: int, extents: Sequence[Extent]) -> str | None:
             continue
         if extent.start < reached:
             return (
-                f"elements {Extent(extent.start, min(reached, extent.end))} are owned twice: rank "
+                f"{unit} {Extent(extent.start, min(reached, extent.end))} are owned twice: rank "
                 f"{last_rank} holds {extents[last_rank]} and rank {rank} holds {extent}"
             )
         if extent.start > reached:
-            return f"elements {Extent(reached, extent.start)} are owned by no rank"
+            return f"{unit} {Extent(reached, extent.start)} are owned by no rank"
         reached, last_rank = extent.end, rank
     if reached < numel:
-        return f"elements {Extent(reached, numel)} are owned by no rank"
+        return f"{unit} {Extent(reached, numel)} are owned by no rank"
     if reached > numel:
-        return f"rank {last_rank} holds {extents[last_rank]}, past the end of {numel} elements"
+        return f"rank {last_rank} holds {extents[last_rank]}, past the end of {numel} {unit}"
     return None

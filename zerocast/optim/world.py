@@ -5,10 +5,10 @@ from __future__ import annotations
 from itertools import zip_longest
 from typing import Any
 
-from zerocast.cast.world import describe_recipe
 from zerocast.comm import Communicator, lines_that_differ
 from zerocast.errors import RankMismatchError
 from zerocast.optim.weights import Weight
+from zerocast.recipes import describe_recipe
 from zerocast.tensors import QuantizedTensor
 
 

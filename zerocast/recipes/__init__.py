@@ -7,7 +7,14 @@ from zerocast.recipes.float8_rowwise_scaling import Float8RowwiseScaling
 from zerocast.recipes.format import Format, QParams
 from zerocast.recipes.mxfp8_block_scaling import MXFP8BlockScaling
 from zerocast.recipes.nvfp4_block_scaling import NVFP4BlockScaling
-from zerocast.recipes.recipe import NOMINAL_DTYPES, Buffers, BufferSpec, Recipe, Role
+from zerocast.recipes.recipe import (
+    NOMINAL_DTYPES,
+    Buffers,
+    BufferSpec,
+    Recipe,
+    Role,
+    describe_recipe,
+)
 
 RECIPES: dict[str, type[Recipe]] = {
     "delayed": DelayedScaling,
@@ -34,4 +41,5 @@ __all__ = [
     "QParams",
     "Recipe",
     "Role",
+    "describe_recipe",
 ]

@@ -17,6 +17,7 @@ The columnwise copy of a weight is one of three things:
 from __future__ import annotations
 
 import math
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -322,6 +323,13 @@ class Recipe(ABC):
         if columnwise:
             specs["columnwise_data"] = BufferSpec((cols, packed_columns(fmt, rows)), torch.uint8)
         return specs
+
+
+def describe_recipe(recipe: Recipe) -> str:
+    """The recipe as a text that is the same on every rank: without addresses of functions, which
+    are a process's own.
+    """
+    return re.sub(r" at 0x[0-9a-f]+", "", str(recipe))
 
 
 def require_elements(name: str, shape: Sequence[int], dims: str) -> None:

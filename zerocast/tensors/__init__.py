@@ -7,6 +7,7 @@ from zerocast.recipes import RECIPES, Format, QParams
 from zerocast.tensors import operations as _operations  # noqa: F401
 from zerocast.tensors.amax_reduction import AmaxReduction
 from zerocast.tensors.dequantize import dequantize
+from zerocast.tensors.part import Part
 from zerocast.tensors.quantize import (
     empty,
     quantize,
@@ -20,11 +21,14 @@ from zerocast.tensors.recipe_state import RecipeState
 from zerocast.tensors.storage import CastClock, QuantizedStorage, restore_storage
 
 # What a saved weight is made of, so that torch.load(..., weights_only=True) accepts it.
-torch.serialization.add_safe_globals([restore, restore_storage, Format, QParams, *RECIPES.values()])
+torch.serialization.add_safe_globals(
+    [restore, restore_storage, Format, Part, QParams, *RECIPES.values()]
+)
 
 __all__ = [
     "AmaxReduction",
     "CastClock",
+    "Part",
     "QuantizedStorage",
     "QuantizedTensor",
     "Quantizer",

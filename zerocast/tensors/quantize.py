@@ -11,10 +11,11 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from zerocast.backends import backend_for
-from zerocast.errors import InputError
+from zerocast.errors import InputError, ZerocastError
 from zerocast.layout import BlockGrid, Cuts, Extent
 from zerocast.ops import Candidates, Masters
-from zerocast.recipes import NOMINAL_DTYPES, Recipe
+from zerocast.recipes import NOMINAL_DTYPES, Recipe, describe_recipe
+from zerocast.tensors.part import Part
 from zerocast.tensors.quantized_tensor import QuantizedTensor
 from zerocast.tensors.storage import QuantizedStorage
 
@@ -37,6 +38,7 @@ def quantize(
     dtype: torch.dtype | None = None,
     columnwise: bool = True,
     name: str | None = None,
+    part: Part | None = None,
 ) -> QuantizedTensor:
     """Cast a whole tensor: the law that every sharded cast must equal, byte for byte.
 
@@ -50,6 +52,9 @@ def quantize(
         columnwise: whether the weight holds the columnwise copy.
         name: the weight's name, on which the random words of stochastic rounding depend; without
             one, all weights draw the same words.
+        part: where ``tensor`` is some rows or columns of a larger weight, which of them. The call
+            is then collective over the ranks that hold the others, and gives the bytes that this
+            part has in the cast of the whole.
 
     Returns:
         A weight of its own bytes on the tensor's device. A NaN or an infinity makes everything
@@ -57,31 +62,56 @@ def quantize(
 
     Raises:
         InputError: for another dtype, a shape that the recipe cannot hold, or a quantizer together
-            with ``columnwise`` or ``name``.
+            with ``columnwise``, ``name`` or ``part``; of a part on every rank.
+        RankMismatchError: on every rank, where the ranks' parts do not make up one weight.
     """
     given = getattr(tensor, "dtype", type(tensor).__name__)
-    if given not in NOMINAL_DTYPES:
-        raise InputError(
-            f"quantize needs a tensor of {_NOMINAL_NAMES}, got {given}; convert it first."
-        )
-    if isinstance(recipe, Quantizes):
-        if not columnwise or name is not None:
+    if isinstance(recipe, Quantizes) and given in NOMINAL_DTYPES:
+        if not columnwise or name is not None or part is not None:
             raise InputError(
-                f"a quantizer decides on columnwise copies and names by itself, got "
-                f"columnwise={columnwise} and name={name!r}; use quantizer.set_usage(...) and "
-                f"RecipeState.create(..., name=...)."
+                f"a quantizer decides on columnwise copies, names and parts by itself, got "
+                f"columnwise={columnwise}, name={name!r} and part={part}; use "
+                f"quantizer.set_usage(...), RecipeState.create(..., name=...) and quantizer.part."
             )
         return recipe.quantize(tensor if dtype is None else tensor.to(dtype))
-    weight = empty(
-        tensor.shape,
-        recipe,
-        dtype=tensor.dtype if dtype is None else dtype,
-        device=tensor.device,
-        columnwise=columnwise,
-        name=name,
-    )
+    weight: QuantizedTensor | None = None
+    error: ZerocastError | None = None
+    try:
+        if given not in NOMINAL_DTYPES:
+            raise InputError(
+                f"quantize needs a tensor of {_NOMINAL_NAMES}, got {given}; convert it first."
+            )
+        assert isinstance(recipe, Recipe)
+        weight = empty(
+            tensor.shape,
+            recipe,
+            dtype=tensor.dtype if dtype is None else dtype,
+            device=tensor.device,
+            columnwise=columnwise,
+            name=name,
+            part=part,
+        )
+    except ZerocastError as e:
+        error = e
+    _raise_on_all_parts(part, weight, error)
+    assert weight is not None
     quantize_into(weight.storage, tensor)
     return weight
+
+
+def _raise_on_all_parts(
+    part: Part | None, weight: QuantizedTensor | None, error: ZerocastError | None
+) -> None:
+    """Raise what is wrong on any rank that holds a part, on all; the parts make up one weight."""
+    if part is None:
+        if error is not None:
+            raise error
+        return
+    line = ""
+    if weight is not None:
+        names = ", ".join(weight.storage.buffers)
+        line = f"{describe_recipe(weight.recipe)} {weight.dtype} with {names}"
+    part.check_group(line, error)
 
 
 def empty(
@@ -92,6 +122,7 @@ def empty(
     device: torch.device | str | None = None,
     columnwise: bool = True,
     name: str | None = None,
+    part: Part | None = None,
 ) -> QuantizedTensor:
     """An unfilled quantized weight: every code and every scale is 0, so it decodes to zeros.
 
@@ -102,9 +133,12 @@ def empty(
         device: where the bytes are; torch's default device by default.
         columnwise: whether the weight holds the columnwise copy.
         name: as for :func:`quantize`.
+        part: which rows or columns of a larger weight it is, of ``part.shape``; every cast of it is
+            then collective over the ranks that hold the others. Not collective.
 
     Raises:
-        InputError: for another dtype, or a shape that the recipe cannot hold.
+        InputError: for another dtype, a shape that the recipe cannot hold, or a part that begins or
+            ends inside a block.
     """
     if not isinstance(recipe, Recipe):
         raise InputError(
@@ -115,9 +149,13 @@ def empty(
         raise InputError(
             f"the nominal dtype of a quantized weight must be {_NOMINAL_NAMES}, got {dtype}."
         )
-    recipe.check_shape(shape)
+    if part is None:
+        recipe.check_shape(shape)
+    else:
+        part.check(recipe, shape, columnwise=columnwise)
     device = torch.get_default_device() if device is None else torch.device(device)
     storage = QuantizedStorage.empty(shape, dtype, recipe, device, columnwise=columnwise)
+    storage.part = part
     if name is not None:
         storage.name_weight(name)
     return QuantizedTensor(storage)
@@ -125,6 +163,8 @@ def empty(
 
 def quantize_into(storage: QuantizedStorage, source: torch.Tensor) -> torch.Tensor:
     """Cast ``source`` into an existing weight: codes, scales, amax and derived copies.
+
+    Collective where the weight is a part: all ranks of its group cast theirs, alike.
 
     Args:
         storage: the weight's bytes; written in place, so buffers stay where they are.
@@ -166,11 +206,13 @@ def quantize_into(storage: QuantizedStorage, source: torch.Tensor) -> torch.Tens
     )
     if not recipe.casts_before_reduction:
         recipe.partial_amax(backend, shards, masters)()
+        reduce_shared(storage, amax)
         if candidates is not None:
             recipe.partial_select(backend, shards, masters)()
         recipe.compute_scale(backend, storage.scale_targets(amax, candidates))()
     recipe.partial_cast(backend, shards, masters)()
     if recipe.casts_before_reduction:
+        reduce_shared(storage, amax)
         recipe.compute_scale(backend, storage.scale_targets(amax))()
     if transposes and recipe.transposed_grid(storage.shape).cols > storage.grid.rows:
         # The element that fills a row's last byte is none, and keeps code 0 under a NaN scale, too.
@@ -178,6 +220,24 @@ def quantize_into(storage: QuantizedStorage, source: torch.Tensor) -> torch.Tens
     storage.mark_written()
     rebuild_derived([storage])
     return amax
+
+
+def reduce_shared(storage: QuantizedStorage, amax: torch.Tensor) -> None:
+    """Make the amaxes that a part shares with others the largest of all: one all-reduce, none where
+    it shares none.
+
+    Args:
+        storage: the weight's bytes.
+        amax: int32 [storage.amax_slots], the amaxes of this rank's part.
+    """
+    ranges = storage.shared_amaxes()
+    if ranges:
+        assert storage.part is not None
+        entries = [amax[each.start : each.stop] for each in ranges]
+        buffer = torch.cat(entries)
+        storage.part.require_comm().all_reduce_max_(buffer)
+        for entry, reduced in zip(entries, buffer.split([len(e) for e in entries]), strict=True):
+            entry.copy_(reduced)
 
 
 def _transposed(master: torch.Tensor, grid: BlockGrid) -> torch.Tensor:

@@ -28,6 +28,7 @@ from zerocast.formats import ElementFormat
 from zerocast.layout import Extent
 from zerocast.ops import CastShard, Masters
 from zerocast.recipes import NOMINAL_DTYPES, Recipe
+from zerocast.tensors.part import Part
 from zerocast.tensors.quantize import plain_fp32, quantize_into
 from zerocast.tensors.quantized_tensor import QuantizedTensor
 from zerocast.tensors.storage import QuantizedStorage
@@ -58,6 +59,8 @@ class Quantizer:
 
     Attributes:
         recipe, rowwise, columnwise, memory: as given.
+        part: the rows or columns that the next tensors are of a larger one, or None; then casts are
+            collective over ``part.comm``, and all its ranks make them alike.
 
     Raises:
         InputError: where a recipe with state is given without a memory, or no codes at all are
@@ -83,6 +86,7 @@ class Quantizer:
             )
         self.recipe = recipe
         self.memory = memory
+        self.part: Part | None = None
         self._closing_recipe = _closing_recipe(recipe) if recipe.casts_before_reduction else None
         self.rowwise = self.columnwise = True
         self.set_usage(rowwise=rowwise, columnwise=columnwise)
@@ -122,9 +126,9 @@ class Quantizer:
         self._check(shape, dtype)
         device = torch.get_default_device() if device is None else torch.device(device)
         usage = {"rowwise": self.rowwise, "columnwise": self.columnwise}
-        return QuantizedTensor(
-            QuantizedStorage.empty(shape, dtype, self.recipe, device, state=False, **usage)
-        )
+        storage = QuantizedStorage.empty(shape, dtype, self.recipe, device, state=False, **usage)
+        storage.part = self.part
+        return QuantizedTensor(storage)
 
     def quantize(
         self, tensor: torch.Tensor, *, out: QuantizedTensor | None = None
@@ -175,6 +179,8 @@ class Quantizer:
         grid = self.recipe.grid(tensor.shape)
         shard = CastShard(0, whole, grid, round_to, amax, amax, no_codes)
         self.recipe.partial_amax(backend_for(master.device), [shard], masters)()
+        if self.part is not None:
+            self.part.require_comm().all_reduce_max_(amax)
         self.record(amax)
 
     # --- the parts of quantize(), for an operation that makes what it casts (a fused kernel) ---
@@ -216,7 +222,10 @@ class Quantizer:
                 f"a quantizer takes torch.float32, torch.bfloat16 or torch.float16, got {dtype}; "
                 f"convert the tensor first."
             )
-        self.recipe.check_shape(shape)
+        if self.part is None:
+            self.recipe.check_shape(shape)
+        else:
+            self.part.check(self.recipe, shape, columnwise=self.columnwise)
 
     def check_out(self, out: QuantizedTensor, tensor: torch.Tensor) -> None:
         """Raise :class:`InputError` where ``out`` is not what this quantizer would make of
@@ -225,10 +234,12 @@ class Quantizer:
         if not isinstance(out, QuantizedTensor):
             raise InputError(f"out must be a zerocast.QuantizedTensor, got {type(out).__name__}.")
         held = (out.storage.has_rowwise, out.storage.has_columnwise)
-        given = (out.recipe, tuple(out.shape), out.dtype, out.device, *held)
+        given = (out.recipe, tuple(out.shape), out.dtype, out.device, *held, out.storage.part)
         usage = (self.rowwise, self.columnwise)
-        required = (self.recipe, tuple(tensor.shape), tensor.dtype, tensor.device, *usage)
-        names = ("recipe", "shape", "dtype", "device", "rowwise", "columnwise")
+        required = (
+            self.recipe, tuple(tensor.shape), tensor.dtype, tensor.device, *usage, self.part
+        )  # fmt: skip
+        names = ("recipe", "shape", "dtype", "device", "rowwise", "columnwise", "part")
         for name, has, wanted in zip(names, given, required, strict=True):
             if has != wanted:
                 raise InputError(

@@ -33,6 +33,7 @@ from zerocast.ops import (
     TransposeTarget,
 )
 from zerocast.recipes import Recipe
+from zerocast.tensors.part import Part
 
 _moves = itertools.count(1)
 
@@ -71,6 +72,8 @@ class QuantizedStorage:
         buffers: the stored tensors, by the names of :meth:`Recipe.buffers`.
         amax_group: weights with the same one share their tensor amax in every cast; None for a
             weight of its own.
+        part: the rows or columns that this weight is of a larger one; None for a whole weight. A
+            cast of a part is collective over its ranks, too.
     """
 
     last_move: int = 0
@@ -89,6 +92,7 @@ class QuantizedStorage:
         self.recipe = recipe
         self.buffers = buffers
         self.amax_group: str | None = None
+        self.part: Part | None = None
         # Plans that functional calls made for weights of which this is the first. Kept here, and
         # not in a global table, so that they live as long as the weights and no longer. Not copied,
         # not saved.
@@ -146,7 +150,9 @@ class QuantizedStorage:
                 buffers[name] = torch.full(
                     spec.shape, spec.fill, dtype=spec.dtype, device=self.device
                 )
-        return QuantizedStorage(self.shape, self.dtype, recipe, buffers)
+        whole = QuantizedStorage(self.shape, self.dtype, recipe, buffers)
+        whole.part = self.part
+        return whole
 
     def drop(self, *, rowwise: bool = False, columnwise: bool = False) -> None:
         """Give the memory back of what only rowwise, or only columnwise, codes are read with."""
@@ -314,7 +320,7 @@ class QuantizedStorage:
         buffers = {name: b.to(device or b.device, copy=True) for name, b in self.buffers.items()}
         copy = QuantizedStorage(self.shape, dtype or self.dtype, self.recipe, buffers)
         copy._set_staleness(self._staleness)
-        copy.amax_group = self.amax_group
+        copy.amax_group, copy.part = self.amax_group, self.part
         copy.high_precision_init_val = self.high_precision_init_val
         return copy
 
@@ -324,13 +330,15 @@ class QuantizedStorage:
         return copy
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Shape, dtype, recipe and bytes; a slice of a gather buffer without the rest of it."""
+        """Shape, dtype, recipe and bytes; a slice of a gather buffer without the rest of it, and a
+        part without its group.
+        """
         buffers = {
             name: b if b.untyped_storage().nbytes() == b.nbytes else b.clone()
             for name, b in self.buffers.items()
         }
         fields = self.shape, self.dtype, self.recipe, buffers, self._staleness, self.amax_group
-        return restore_storage, fields
+        return restore_storage, (*fields, self.part)
 
     @property
     def _staleness(self) -> bool | None:
@@ -351,11 +359,19 @@ class QuantizedStorage:
     @property
     def amax_slots(self) -> int:
         """Entries of this weight in an amax buffer: those of its rowwise blocks, of the blocks of a
-        columnwise copy with amaxes of its own, and where that is more than one the tensor's.
+        columnwise copy with amaxes of its own, and unless that is one the tensor's.
         """
         columnwise = self.columnwise_grid
         blocks = self.grid.num_blocks + (0 if columnwise is None else columnwise.num_blocks)
-        return blocks + (blocks > 1)
+        return blocks + (blocks != 1)
+
+    def shared_amaxes(self, *, tensor: bool = False) -> list[range]:
+        """The entries of :attr:`amax_slots` that are amaxes over other parts of the whole weight,
+        too; see :meth:`Part.shared` for ``tensor``. None for a weight that is no part.
+        """
+        if self.part is None:
+            return []
+        return self.part.shared(self.recipe, columnwise=self.has_columnwise, tensor=tensor)
 
     def split_amax(
         self, amax: torch.Tensor, tensor_amax: torch.Tensor | None = None
@@ -491,9 +507,10 @@ def restore_storage(
     buffers: dict[str, torch.Tensor],
     rebuild_on_use: bool | None,
     amax_group: str | None,
+    part: Part | None = None,
 ) -> QuantizedStorage:
     """The storage that :meth:`QuantizedStorage.__reduce__` took apart."""
     storage = QuantizedStorage(shape, dtype, recipe, buffers)
     storage._set_staleness(rebuild_on_use)
-    storage.amax_group = amax_group
+    storage.amax_group, storage.part = amax_group, part
     return storage
