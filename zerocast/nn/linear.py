@@ -130,10 +130,12 @@ class Linear(QuantizedModule, torch.nn.Linear):
         Raises:
             InputError: where it was made by another kind of layer, or a master's by another recipe.
         """
-        others = {name: entry for name, entry in (state or {}).items() if name != _WEIGHT}
-        super().set_extra_state(others or None)
-        if state is not None and _WEIGHT in state:
+        if not isinstance(state, dict):
+            return
+        if _WEIGHT in state:
             load_saved_state(self.weight, state[_WEIGHT])
+        of_layer = {name: entry for name, entry in state.items() if name != _WEIGHT}
+        super().set_extra_state(of_layer or None)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

@@ -199,10 +199,13 @@ class QuantizedModule(torch.nn.Module):
     def set_extra_state(self, state: dict[str, Any] | None) -> None:
         """Go on from what :meth:`get_extra_state` gave.
 
+        Anything but a dictionary stands for no state, as does the placeholder of torch's
+        ``set_model_state_dict`` for an entry that a full state dict lacks.
+
         Raises:
             InputError: where it was made by another kind of layer.
         """
-        if state is None:
+        if not isinstance(state, dict):
             return
         device = next((parameter.device for parameter in self.parameters()), None)
         self._remember(state["recipe"], torch.device("cpu") if device is None else device)
