@@ -65,7 +65,7 @@ from zerocast.cast.request import (
     check_request,
 )
 from zerocast.cast.world import exchange_extents, fingerprint, members_by_group, raise_in_all
-from zerocast.comm import Communicator, Group
+from zerocast.comm import Group
 from zerocast.errors import InputError, ZerocastError
 from zerocast.ops import Masters
 from zerocast.tensors import CastClock, QuantizedStorage, QuantizedTensor, rebuild_derived
@@ -148,17 +148,8 @@ class CastPlan:
             check_amax_groups(self._requests, members)
         except ZerocastError as e:
             error = e
-        raise_in_all(self._comms, error)
-
         options = f"check_finite={check_finite}"
-        extents: dict[Communicator, torch.Tensor] = {}
-        for comm, indices in members.items():
-            shares = [self._requests[i] for i in indices]
-            try:
-                extents[comm] = exchange_extents(comm, shares, options)
-            except ZerocastError as e:
-                error = error or e
-        raise_in_all(self._comms, error)
+        extents = exchange_extents(members, self._requests, options, error)
 
         self.fingerprints = [
             fingerprint([self._requests[i] for i in indices], options, extents[comm])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -67,22 +67,50 @@ def raise_in_all(comms: Sequence[Communicator], error: ZerocastError | None) -> 
 
 
 def exchange_extents(
-    comm: Communicator, requests: Sequence[ShardRequest], options: str
-) -> torch.Tensor:
-    """Compare what all ranks were given; return who owns what.
+    members: Mapping[Communicator, Sequence[int]],
+    requests: Sequence[ShardRequest],
+    options: str,
+    error: ZerocastError | None,
+) -> dict[Communicator, torch.Tensor]:
+    """Compare what all ranks of all groups were given; return who owns what. Collective: for a plan
+    of one group two exchanges, of a digest and of the extents.
 
     Args:
-        requests: this rank's weights of the group, in order.
+        members: by group the places of its weights among ``requests``.
+        requests: this rank's weights, in order; of no matter where there is an ``error``.
         options: whatever else must be the same on every rank, readable.
+        error: what is wrong with this rank's weights, if anything.
 
     Returns:
-        int64 [size, len(requests), 2] on the CPU: start and end of each rank's shard of each
+        By group int64 [size, members, 2] on the CPU: start and end of each rank's shard of each
         weight.
 
     Raises:
-        RankMismatchError: on every rank, naming both sides of the disagreement.
+        ZerocastError: on every rank of every group, where one has an ``error``.
+        RankMismatchError: on every rank of every group, naming both sides of the disagreement.
     """
-    _check_descriptions(comm, [_describe(request) for request in requests], options)
+    comms = list(members)
+    if len(comms) == 1:
+        return {comms[0]: _exchange(comms[0], requests, options, error)}
+    raise_in_all(comms, error)
+    extents: dict[Communicator, torch.Tensor] = {}
+    for comm, indices in members.items():
+        try:
+            extents[comm] = _exchange(comm, [requests[i] for i in indices], options, None)
+        except ZerocastError as e:  # noqa: PERF203  (the loop goes on: others wait in it)
+            error = error or e
+    raise_in_all(comms, error)
+    return extents
+
+
+def _exchange(
+    comm: Communicator,
+    requests: Sequence[ShardRequest],
+    options: str,
+    error: ZerocastError | None,
+) -> torch.Tensor:
+    """Within one group."""
+    _check_descriptions(comm, [_describe(request) for request in requests], options, error)
     extents = torch.zeros(comm.size, len(requests), 2, dtype=torch.int64, device="cpu")
     pairs = [[request.extent.start, request.extent.end] for request in requests]
     mine = torch.tensor(pairs, dtype=torch.int64, device="cpu")
@@ -122,9 +150,11 @@ def _state(storage: QuantizedStorage) -> str:
     return f", {', '.join(names)} {digest.hexdigest()[:8]}"
 
 
-def _check_descriptions(comm: Communicator, lines: list[str], options: str) -> None:
+def _check_descriptions(
+    comm: Communicator, lines: list[str], options: str, error: ZerocastError | None
+) -> None:
     lines = [f"zerocast numerics version {NUMERICS_VERSION}, {options}", *lines]
-    by_rank = lines_that_differ(comm, lines)
+    by_rank = lines_that_differ(comm, lines, error)
     if by_rank is None:
         return
     for rank, theirs in enumerate(by_rank):

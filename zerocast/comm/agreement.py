@@ -7,6 +7,7 @@ fail on one rank only is caught there, and handed to :func:`raise_together`, whi
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 
 import torch
 
@@ -14,6 +15,8 @@ from zerocast.comm.communicator import Communicator
 from zerocast.errors import InputError, ZerocastError
 
 _ERROR_VOTE = 2**31 - 1
+_DIGEST_WORDS = 5
+"""Words of 30 bits by which texts are compared: none is the vote of an error."""
 
 
 def raise_together(comm: Communicator, error: ZerocastError | None) -> None:
@@ -42,9 +45,34 @@ def agree(comm: Communicator, answer: int, error: ZerocastError | None = None) -
     """
     if not 0 <= answer < _ERROR_VOTE:
         raise InputError(f"agree takes an answer from 0 to {_ERROR_VOTE - 1}, got {answer}.")
+    return _all_same(comm, [answer], error)
+
+
+def lines_that_differ(
+    comm: Communicator, lines: Sequence[str], error: ZerocastError | None = None
+) -> list[list[str]] | None:
+    """Collective: every rank's ``lines``, where any two ranks' differ; None where all are the same.
+
+    Digests are compared, so it costs one small all-reduce as long as they agree.
+
+    Args:
+        lines: short texts; of no matter where there is an ``error``.
+        error: what went wrong on this rank, if anything.
+
+    Raises:
+        ZerocastError: as :func:`raise_together`.
+    """
+    digest = hashlib.sha256("\n".join(lines).encode()).digest()
+    words = [int.from_bytes(digest[4 * i : 4 * i + 4], "big") >> 2 for i in range(_DIGEST_WORDS)]
+    return None if _all_same(comm, words, error) else comm.all_gather_object(list(lines))
+
+
+def _all_same(comm: Communicator, answers: Sequence[int], error: ZerocastError | None) -> bool:
+    """Whether all ranks give the same answers, in one all-reduce."""
     largest = _ERROR_VOTE - 1
-    highest, mirrored_lowest = _highest(comm, [answer, largest - answer], error)
-    return highest == largest - mirrored_lowest
+    votes = _highest(comm, [*answers, *(largest - answer for answer in answers)], error)
+    highest, mirrored_lowest = votes[: len(answers)], votes[len(answers) :]
+    return highest == [largest - lowest for lowest in mirrored_lowest]
 
 
 def _highest(comm: Communicator, votes: list[int], error: ZerocastError | None) -> list[int]:
@@ -59,17 +87,6 @@ def _highest(comm: Communicator, votes: list[int], error: ZerocastError | None) 
     if int(ballot[0]) == _ERROR_VOTE:
         raise _common_error(comm, error) from error
     return ballot.tolist()
-
-
-def lines_that_differ(comm: Communicator, lines: list[str]) -> list[list[str]] | None:
-    """Every rank's ``lines``, where any two ranks' differ; None where all are the same. Collective.
-
-    Only digests are exchanged as long as they agree.
-    """
-    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
-    if len(set(comm.all_gather_object(digest))) == 1:
-        return None
-    return comm.all_gather_object(lines)
 
 
 def _common_error(comm: Communicator, error: ZerocastError | None) -> ZerocastError:
