@@ -23,8 +23,8 @@ class Pair(torch.nn.Module):
         self.down = torch.nn.Linear(hidden, K, bias=bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``down(gelu(up(x)))``."""
-        return self.down(torch.nn.functional.gelu(self.up(x)))
+        """``x + down(gelu(up(x)))``."""
+        return x + self.down(torch.nn.functional.gelu(self.up(x)))
 
 
 def pair(recipe=None, weights="high_precision", *, seed=0, **options) -> Pair:

@@ -6,6 +6,10 @@ FSDP2 asks for what to send (:meth:`LowBitGather.codes_to_send`) and hands over 
 part of the gather and nowhere else, so no rank holds whole codes while the weight is sharded.
 Scales do not travel: every rank derives them from the all-reduced amaxes.
 
+Under tensor parallelism a rank's weight is a part of a larger one (:class:`zerocast.Part`), whose
+amaxes its ranks reduce, too. Where FSDP2 does not shard it beside, there is nothing to gather, and
+the part is cast where it is (:meth:`LowBitGather.ungathered_weight`).
+
 Note: one cast for one value
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 A weight may be gathered several times between two steps of the optimizer: in the forward, again in
@@ -18,24 +22,23 @@ its memory through other tensors. So all ranks must write a master, or none.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from zerocast.cast import CastPlan
-from zerocast.comm import Communicator, as_communicator
+from zerocast.comm import Communicator, Group, SingleRank, as_communicator
+from zerocast.fsdp.parts import check_cuts
 from zerocast.fsdp.recipe_state import State, check_state, fresh_state, state_before_cast
 from zerocast.fsdp.row_shards import RowShards
 from zerocast.recipes import Recipe
-from zerocast.tensors import QuantizedStorage, QuantizedTensor, rebuild_derived
+from zerocast.tensors import Part, QuantizedStorage, QuantizedTensor, rebuild_derived
 from zerocast.tensors.quantize import plain_fp32
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 
 class ShardCodes:
-    """The codes of this rank's rows of one weight, and the scales of all of it.
+    """The codes of this rank's rows of one weight, or part of a weight, and the scales of all of
+    it.
 
     Attributes:
         comm: the ranks that share the weight.
@@ -48,10 +51,15 @@ class ShardCodes:
     """
 
     def __init__(
-        self, gather: LowBitGather, comm: Communicator, dtype: torch.dtype, device: torch.device
+        self,
+        gather: LowBitGather,
+        comm: Communicator,
+        dtype: torch.dtype,
+        device: torch.device,
+        part: Part | None,
     ) -> None:
         self.comm, self.dtype = comm, dtype
-        recipe, shape = gather.recipe, gather.shape
+        recipe, shape = gather.recipe, gather.shape if part is None else part.shape
         self.rows = RowShards(shape, comm.size, recipe.law.fmt)
         # A columnwise copy that is derived needs nothing before the gather.
         independent = recipe.columnwise_grid(shape) is not None
@@ -62,6 +70,7 @@ class ShardCodes:
             if name not in (*planes, *recipe.state)
         }
         self.storage = QuantizedStorage(shape, dtype, recipe, buffers | gather.state)
+        self.storage.part = part
         self.sent = {
             plane: torch.zeros(self.rows.sent_bytes, dtype=torch.uint8, device=device)
             for plane in planes
@@ -79,7 +88,7 @@ class LowBitGather:
     """What all pieces of one master (whole, shard, alias) have in common.
 
     Args:
-        shape: [M, K], of the whole weight.
+        shape: [M, K], of the whole weight, also where tensor parallelism splits it.
         recipe: the scheme.
         name: the weight's, for messages, and for the random words of stochastic rounding.
         state: what the recipe remembers of earlier casts, where there were any.
@@ -88,6 +97,7 @@ class LowBitGather:
         state: the same, by the names of :attr:`Recipe.state`, as the latest cast left it.
         shards: as the latest gather needs them; None before the first.
         writes: operations that have written the master.
+        is_gathered: whether FSDP2 has made shards of the master, which it gathers.
     """
 
     def __init__(
@@ -103,16 +113,20 @@ class LowBitGather:
         self.state = fresh_state(recipe) if state is None else state
         self.shards: ShardCodes | None = None
         self.writes = 0
+        self.is_gathered = False
         self._cast_at: tuple[int, int] | None = None
         self._plan: CastPlan | None = None
         self._gathered: int | None = None  # the cast whose codes the gathered weight holds
+        self._ungathered: QuantizedStorage | None = None
 
     def copy_for(self, master: torch.Tensor) -> LowBitGather:
         """For a copy of ``master``, which has never been gathered: its first cast makes the codes
         that ``master`` has.
         """
         state = self.state_before_cast(is_due=self.is_due(master))
-        return LowBitGather(self.shape, self.recipe, self.name, state)
+        copy = LowBitGather(self.shape, self.recipe, self.name, state)
+        copy.is_gathered = self.is_gathered
+        return copy
 
     def __reduce__(self) -> tuple[Any, ...]:
         return LowBitGather, (self.shape, self.recipe, self.name, self.state)
@@ -147,6 +161,8 @@ class LowBitGather:
         assert self.shards is not None
         self.shards.casts += 1
         self._cast_at = self._written(master)
+        if self._ungathered is not None:
+            self.refill(self._ungathered, list(self.shards.sent.values()), self.shards)
 
     def mark_moved(self, old: torch.Tensor, new: torch.Tensor) -> None:
         """``old`` was copied into ``new``: no cast is due that was not due before.
@@ -162,13 +178,16 @@ class LowBitGather:
     # --- before the all-gather ---
 
     def codes_to_send(
-        self, master: torch.Tensor, mesh: DeviceMesh, dtype: torch.dtype
+        self, master: torch.Tensor, group: Group, dtype: torch.dtype, part: Part | None
     ) -> tuple[tuple[torch.Tensor, ...], ShardCodes]:
         """What this rank sends of its rows ``master``, cast where a cast is due, and what the ranks
-        know besides. Collective.
+        know besides. Collective over ``group``, and over that of a ``part``.
+
+        Raises:
+            InputError: on every rank, where parts begin or end inside a block.
         """
         with torch.inference_mode(False):  # else only inference could ever write the buffers
-            shards = self._prepared(as_communicator(mesh), dtype, master)
+            shards = self._prepared(as_communicator(group), dtype, master, part)
             if self.is_due(master):
                 if self._plan is None:
                     self._plan = plan_casts([self], [master])
@@ -179,18 +198,34 @@ class LowBitGather:
         """Give back the memory of the plan by which this weight alone was cast."""
         self._plan = None
 
-    def _prepared(self, comm: Communicator, dtype: torch.dtype, master: torch.Tensor) -> ShardCodes:
-        """For these ranks, this nominal dtype and the master's device; made anew where one is
-        another.
+    def _prepared(
+        self, comm: Communicator, dtype: torch.dtype, master: torch.Tensor, part: Part | None
+    ) -> ShardCodes:
+        """For these ranks, this nominal dtype, the master's device and this part; made anew where
+        one is another.
         """
         old, device = self.shards, master.device
-        if old is not None and (old.comm, old.dtype, old.storage.device) == (comm, dtype, device):
+        wanted = comm, dtype, device, part
+        if old and (old.comm, old.dtype, old.storage.device, old.storage.part) == wanted:
             return old
+        if part is not None:
+            check_cuts(self.name, part, self.recipe)
         state = self.state_before_cast(is_due=self.is_due(master))
         self.state = {name: tensor.to(device) for name, tensor in state.items()}
-        self.shards = ShardCodes(self, comm, dtype, device)
-        self._plan = self._cast_at = None
+        self.shards = ShardCodes(self, comm, dtype, device, part)
+        self._plan = self._cast_at = self._ungathered = None
         return self.shards
+
+    # --- where there is nothing to gather ---
+
+    def ungathered_weight(self, master: torch.Tensor, part: Part | None) -> QuantizedTensor:
+        """The weight of ``master``, which FSDP2 does not shard, in the master's dtype; cast where a
+        cast is due. Collective over the group of a ``part``.
+        """
+        codes, shards = self.codes_to_send(master, SingleRank(), master.dtype, part)
+        if self._ungathered is None:
+            self._ungathered = self.gathered_weight(codes, shards)[0].storage
+        return QuantizedTensor(self._ungathered)
 
     # --- after the all-gather ---
 
@@ -200,18 +235,17 @@ class LowBitGather:
         """The weight around the gathered codes ``outputs``, and all other tensors that it is made
         of, which FSDP2 frees and allocates as it does ``outputs``.
         """
+        shape = shards.storage.shape
         with torch.inference_mode(False):
             views = shards.rows.views(list(shards.sent), outputs)
             buffers = {
                 name: views[name].view(spec.shape)
                 if name in views
                 else torch.empty(spec.shape, dtype=spec.dtype, device=shards.storage.device)
-                for name, spec in self.recipe.buffers(self.shape, columnwise=True).items()
+                for name, spec in self.recipe.buffers(shape, columnwise=True).items()
                 if name not in self.recipe.state
             }
-            weight = QuantizedTensor(
-                QuantizedStorage(self.shape, shards.dtype, self.recipe, buffers)
-            )
+            weight = QuantizedTensor(QuantizedStorage(shape, shards.dtype, self.recipe, buffers))
             self.refill(weight.storage, outputs, shards)
         return weight, [buffer for name, buffer in buffers.items() if name not in views]
 

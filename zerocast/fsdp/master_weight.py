@@ -13,6 +13,7 @@ weight was not gathered would work in high precision where codes were asked for.
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,8 +21,9 @@ from torch.utils._pytree import tree_map_only
 
 from zerocast.errors import UnsupportedError
 from zerocast.fsdp.low_bit_gather import LowBitGather, ShardCodes
-from zerocast.fsdp.sharded import local_part, sharded_like
-from zerocast.tensors import QuantizedTensor
+from zerocast.fsdp.parts import part_of
+from zerocast.fsdp.sharded import is_sharded, local_part, sharded_like
+from zerocast.tensors import Part, QuantizedTensor
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -79,12 +81,8 @@ class MasterWeight(torch.Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         first = args[0] if args else None
-        if isinstance(first, MasterWeight) and _cuts_columns(func, args, kwargs):
-            raise UnsupportedError(
-                f"{first.low_bit_gather.name}: a low-bit all-gather needs masters sharded by rows, "
-                f"got a split of dimension 1; leave shard_placement_fn out for this parameter, or "
-                f"leave its layer out of zerocast.nn.convert by filter_fqns."
-            )
+        if func is aten.new_zeros.default and isinstance(first, MasterWeight):
+            _note_shard(first, args[1])
         if func in _PRODUCTS:
             raise not_gathered(_first_master(args).low_bit_gather.name)
         plain_args, plain_kwargs = tree_map_only(
@@ -114,8 +112,20 @@ class MasterWeight(torch.Tensor):
     ) -> tuple[tuple[torch.Tensor, ...], ShardCodes]:
         """What this rank sends of its rows."""
         return self.low_bit_gather.codes_to_send(
-            self.value, mesh, mp_policy.param_dtype or self.dtype
+            self.value, mesh, mp_policy.param_dtype or self.dtype, self._part_in(module)
         )
+
+    def _part_in(self, module: torch.nn.Module) -> Part | None:
+        """What this rank holds, once it is gathered, of the parameter of ``module`` of which this
+        is a shard.
+        """
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                shard = local_part(parameter)
+                if isinstance(shard, MasterWeight) and shard.low_bit_gather is self.low_bit_gather:
+                    name = self.low_bit_gather.name
+                    return part_of(name, parameter, is_fsdp_sharded=True)
+        raise AssertionError("FSDP2 names the module whose parameter it gathers")
 
     def fsdp_post_all_gather(
         self,
@@ -128,8 +138,9 @@ class MasterWeight(torch.Tensor):
         """The weight of what all ranks sent; in ``out``, where it was made before."""
         if out is None:
             return self.low_bit_gather.gathered_weight(all_gather_outputs, metadata)
-        assert isinstance(out, QuantizedTensor)
-        self.low_bit_gather.refill(out.storage, all_gather_outputs, metadata)
+        weight = local_part(out)  # a DTensor under tensor parallelism
+        assert isinstance(weight, QuantizedTensor)
+        self.low_bit_gather.refill(weight.storage, all_gather_outputs, metadata)
         return None
 
     # --- copying and saving ---
@@ -198,6 +209,18 @@ def as_master_like(master: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     return sharded_like(tensor, MasterWeight(local_part(tensor).detach(), local.low_bit_gather))
 
 
+def holds_codes(weight: torch.Tensor) -> bool:
+    """Whether a layer can multiply with the codes of ``weight``: they were gathered, or it is a
+    master that is distributed and not by FSDP2, of which the layer casts what its rank holds.
+    """
+    if not is_sharded(weight):
+        return isinstance(weight, QuantizedTensor)
+    local = local_part(weight)
+    if isinstance(local, MasterWeight):
+        return not local.low_bit_gather.is_gathered
+    return isinstance(local, QuantizedTensor)
+
+
 def not_gathered(name: str) -> UnsupportedError:
     """The error of a product with a weight that should have been gathered in codes, and was not."""
     return UnsupportedError(
@@ -223,12 +246,19 @@ def _first_master(args: Any) -> MasterWeight:
     return next(a for a in args if isinstance(a, MasterWeight))
 
 
-def _cuts_columns(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether ``func`` splits a matrix by its columns, as FSDP2 does where it shards those."""
-    if func not in (aten.split.Tensor, aten.split_with_sizes.default):
-        return False
-    dim = args[2] if len(args) > 2 else kwargs.get("dim", 0)
-    return args[0].dim() == 2 and dim % 2 == 1
+def _note_shard(master: MasterWeight, shape: Sequence[int]) -> None:
+    """FSDP2 makes memory for its shard of ``master``. Nobody else makes masters by ``new_zeros``.
+
+    Raises:
+        UnsupportedError: where it shards by columns.
+    """
+    if master.dim() == 2 and shape[1] != master.shape[1]:
+        raise UnsupportedError(
+            f"{master.low_bit_gather.name}: a low-bit all-gather needs masters sharded by rows, "
+            f"got a split of dimension 1; leave shard_placement_fn out for this parameter, or "
+            f"leave its layer out of zerocast.nn.convert by filter_fqns."
+        )
+    master.low_bit_gather.is_gathered = True
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[MasterWeight]:

@@ -23,11 +23,17 @@ def is_sharded(tensor: torch.Tensor) -> bool:
     return loaded is not None and isinstance(tensor, loaded.DTensor)
 
 
-def ranks_that_shard(tensor: torch.Tensor) -> int:
-    """Over how many ranks FSDP2 has sharded ``tensor``: a mesh's last dimension shards, one before
-    it replicates.
+def sharding_dimension(tensor: torch.Tensor) -> int:
+    """The dimension of its mesh over which FSDP2 has sharded ``tensor``: the first that shards. One
+    before it replicates; those behind it are of tensor parallelism.
     """
-    return tensor.device_mesh.size(-1)  # type: ignore[attr-defined]
+    placements: Any = tensor.placements  # type: ignore[attr-defined]
+    return next(i for i, placement in enumerate(placements) if not placement.is_replicate())
+
+
+def ranks_that_shard(tensor: torch.Tensor) -> int:
+    """Over how many ranks FSDP2 has sharded ``tensor``."""
+    return tensor.device_mesh.size(sharding_dimension(tensor))  # type: ignore[attr-defined]
 
 
 def sharded_like(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:

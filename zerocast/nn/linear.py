@@ -7,10 +7,18 @@ from typing import Any
 import torch
 
 from zerocast.errors import InputError, UnsupportedError
-from zerocast.fsdp.master_weight import as_master_like, as_plain, is_master, not_gathered
+from zerocast.fsdp.master_weight import (
+    MasterWeight,
+    as_master_like,
+    as_plain,
+    holds_codes,
+    is_master,
+    not_gathered,
+)
+from zerocast.fsdp.parts import part_of
 from zerocast.fsdp.sharded import is_sharded
 from zerocast.nn.initialization import quantized_if_asked, reset_linear
-from zerocast.nn.masters import load_saved_state, state_to_save
+from zerocast.nn.masters import CastMaster, load_saved_state, state_to_save
 from zerocast.nn.parallel_linear import parallel_linear
 from zerocast.nn.quantized_module import QuantizedModule, eager_in_regions
 from zerocast.recipes import Recipe
@@ -97,25 +105,24 @@ class Linear(QuantizedModule, torch.nn.Linear):
         With ``fp8_output`` the output is a :class:`zerocast.QuantizedTensor`, which the next layer
         multiplies as it is; only under autocast.
         """
+        if self.low_bit_all_gather and not holds_codes(self.weight):
+            raise not_gathered(self.name)
         if not is_sharded(self.weight):
-            return self._multiply(input, self.weight, self.bias, fp8_output=fp8_output)
+            return self._linear(0, input, self.weight, self.bias, fp8_output=fp8_output)
         if fp8_output:
             raise InputError(
                 f"{self.name}: fp8_output=True is for layers that are not tensor-parallel."
             )
-        return parallel_linear(self.name, input, self.weight, self.bias, self._multiply)
+        part = part_of(self.name, self.weight, is_fsdp_sharded=False)
 
-    def _multiply(
-        self,
-        input: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        *,
-        fp8_output: bool = False,
-    ) -> torch.Tensor:
-        if self.low_bit_all_gather and not isinstance(weight, QuantizedTensor):
-            raise not_gathered(self.name)
-        return self._linear(0, input, weight, bias, fp8_output=fp8_output)
+        def multiply(
+            input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+        ) -> torch.Tensor:
+            if isinstance(weight, MasterWeight):
+                weight = CastMaster.apply(weight, part)
+            return self._linear(0, input, weight, bias, part=part)
+
+        return parallel_linear(self.name, input, self.weight, self.bias, multiply)
 
     def get_extra_state(self) -> dict[str, Any] | None:
         """What recipes remember for this layer; that of a master's also before its first cast, so

@@ -1,10 +1,14 @@
-"""Layers whose weight is a master that FSDP2 all-gathers in codes (:mod:`zerocast.fsdp`)."""
+"""Layers whose weight is a master that FSDP2 all-gathers in codes (:mod:`zerocast.fsdp`), or, where
+tensor parallelism alone splits it, that the layer itself casts.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from zerocast.errors import InputError
 from zerocast.fsdp.low_bit_gather import LowBitGather
@@ -12,6 +16,26 @@ from zerocast.fsdp.master_weight import MasterWeight
 from zerocast.fsdp.recipe_state import State
 from zerocast.fsdp.sharded import local_part
 from zerocast.recipes import Recipe
+from zerocast.tensors import Part
+
+
+class CastMaster(torch.autograd.Function):
+    """``CastMaster.apply(master, part)``: the codes of a :class:`MasterWeight` [M, K] that nobody
+    gathers, of a ``part`` of a weight or a whole one; the gradient flows through as it is
+    (straight-through).
+
+    They are cast once for each value of the master, and ahead of the forward where
+    :func:`zerocast.fsdp.precompute_scales_for_fsdp` is called.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, master: MasterWeight, part: Part | None) -> torch.Tensor:
+        return master.low_bit_gather.ungathered_weight(master.value, part)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad, None
 
 
 def master_parameter(weight: torch.Tensor, recipe: Recipe, *, name: str) -> torch.nn.Parameter:

@@ -21,6 +21,7 @@ derived copies are stale, for no product there reads them. A region of autocast 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple, TypeVar, cast
 
@@ -29,11 +30,12 @@ import torch
 from zerocast import context
 from zerocast.context import Autocast
 from zerocast.errors import InputError
+from zerocast.fsdp.parts import all_parts, check_cuts
 from zerocast.nn.products import GemmQuantizers, QuantizedLinear, Watch
 from zerocast.nn.statistics import observer
 from zerocast.nn.weight_only import WeightOnlyLinear
 from zerocast.recipes import Recipe
-from zerocast.tensors import QuantizedTensor, Quantizer, RecipeState, rebuild_derived
+from zerocast.tensors import Part, QuantizedTensor, Quantizer, RecipeState, rebuild_derived
 
 Forward = TypeVar("Forward", bound=Callable[..., Any])
 
@@ -76,11 +78,12 @@ class QuantizedModule(torch.nn.Module):
         *,
         leading: Sequence[int] | None = None,
         fp8_output: bool = False,
+        part: Part | None = None,
     ) -> torch.Tensor:
         """Product number ``gemm`` of this module: [..., K] -> [..., M].
 
         ``leading`` are the leading dimensions of the result, where those of ``input`` were
-        flattened.
+        flattened; ``part`` says which part of a larger one the weight is.
 
         Raises:
             InputError: for ``fp8_output`` outside of autocast; under it, where the recipe cannot
@@ -90,8 +93,11 @@ class QuantizedModule(torch.nn.Module):
         if torch.compiler.is_compiling() and not fp8_output:  # no region is open: eager_in_regions
             return torch.nn.functional.linear(input, weight, bias)
         region = context.current()
-        if region.enabled and input.numel():
-            return self._quantized_linear(region, gemm, input, weight, bias, leading, fp8_output)
+        # Where the weight is cut, a rank may have no columns of rows that there are.
+        if region.enabled and (input.numel() or (part and math.prod(leading))):
+            return self._quantized_linear(
+                region, gemm, input, weight, bias, leading, fp8_output, part
+            )
         if fp8_output:
             raise InputError(
                 "fp8_output=True needs zerocast.autocast(enabled=True) around the layer, whose "
@@ -106,6 +112,7 @@ class QuantizedModule(torch.nn.Module):
         if region.enabled or region.calibrating:
             # A rank without rows takes part, too: the states of all ranks join in one order.
             quantizers = self._enrolled(region, input.device)[gemm]
+            quantizers.weight.part = part
             if input.numel():
                 _calibrate(quantizers, input, weight, out)
         return out
@@ -119,10 +126,12 @@ class QuantizedModule(torch.nn.Module):
         bias: torch.Tensor | None,
         leading: tuple[int, ...],
         fp8_output: bool,
+        part: Part | None,
     ) -> torch.Tensor:
         if isinstance(weight, QuantizedTensor):
             _prepare(weight)
         quantizers = self._enrolled(region, input.device)[gemm]
+        quantizers.weight.part = part
         if isinstance(input, QuantizedTensor):
             dtype = input.dtype
             bias = None if bias is None else bias.to(dtype)
@@ -134,7 +143,7 @@ class QuantizedModule(torch.nn.Module):
                     f"{dtype}; convert the input, or use torch.autocast."
                 )
             input = input.reshape(-1, input.shape[-1])
-        _check_shapes(quantizers, input, weight)
+        _check_shapes(quantizers, input, weight, part)
         watch = observer(self, gemm)
         output_shape = (*leading, weight.shape[0]) if fp8_output else None
         out = QuantizedLinear.apply(input, weight, bias, quantizers, dtype, output_shape, watch)
@@ -268,20 +277,30 @@ def _prepare(weight: QuantizedTensor) -> None:
     weight.storage.prepare_for_forward(lambda storage: rebuild_derived([storage]))
 
 
-def _check_shapes(quantizers: GemmQuantizers, input: torch.Tensor, weight: torch.Tensor) -> None:
+def _check_shapes(
+    quantizers: GemmQuantizers, input: torch.Tensor, weight: torch.Tensor, part: Part | None
+) -> None:
     """Raise where a tensor that forward or backward will quantize is not one that it can hold.
 
-    Of the gradient, too: the backward would be too late.
+    Of the gradient, too: the backward would be too late. Of the other parts of a weight, too: their
+    ranks wait for this one.
     """
-    rows = input.numel() // input.shape[-1]
+    rows = input.numel() // input.shape[-1] if input.shape[-1] else 1
+    shapes = [tuple(weight.shape)]
+    if part is not None:
+        shapes = list(dict.fromkeys(tuple(each.shape) for each in all_parts(part)))
+        if not isinstance(weight, QuantizedTensor):
+            check_cuts("the layer's weight", part, quantizers.weight.recipe)
     wanted: list[tuple[str, Recipe, tuple[int, ...]]] = []
-    if not isinstance(input, QuantizedTensor):
-        wanted.append(("input", quantizers.input.recipe, (rows, input.shape[-1])))
-    if not isinstance(weight, QuantizedTensor):
-        wanted.append(("weight", quantizers.weight.recipe, tuple(weight.shape)))
-    if torch.is_grad_enabled() and (input.requires_grad or weight.requires_grad):
-        recipe = quantizers.grad_output.recipe
-        wanted.append(("gradient of the output", recipe, (rows, weight.shape[0])))
+    for shape in shapes:
+        if not isinstance(input, QuantizedTensor):
+            wanted.append(("input", quantizers.input.recipe, (rows, shape[1])))
+        if not isinstance(weight, QuantizedTensor) and part is None:
+            wanted.append(("weight", quantizers.weight.recipe, shape))
+        if torch.is_grad_enabled() and (input.requires_grad or weight.requires_grad):
+            wanted.append(
+                ("gradient of the output", quantizers.grad_output.recipe, (rows, shape[0]))
+            )
     for what, recipe, shape in wanted:
         _require_holds(recipe, shape, what)
 
