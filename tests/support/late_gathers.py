@@ -1,10 +1,12 @@
-"""A communicator on which a mistake about a gather that is under way shows."""
+"""Communicators on which a mistake about a gather that is under way shows."""
 
 from collections.abc import Callable, Sequence
 
 import torch
 
 from zerocast.comm import Communicator, RecordingCommunicator
+
+SPOILT = 0x55
 
 
 class GathersLate(RecordingCommunicator):
@@ -24,7 +26,7 @@ class GathersLate(RecordingCommunicator):
         self._under_way.add(buffer.data_ptr())
         entries = buffer.view(torch.uint8)
         own = entries.view(self.size, -1)[self.rank].clone()
-        entries.fill_(0x55)
+        entries.fill_(SPOILT)
         entries.view(self.size, -1)[self.rank] = own
         begun = entries.clone()
 
@@ -32,5 +34,35 @@ class GathersLate(RecordingCommunicator):
             assert torch.equal(entries, begun), "written before the wait"
             self.all_gather_(buffer)
             self._under_way.remove(buffer.data_ptr())
+
+        return wait
+
+
+class TakesAway(RecordingCommunicator):
+    """As one rank sees it that owns nothing: a gather spoils its whole buffer until it is waited
+    for. Fails where the buffer is written before.
+
+    Attributes:
+        waits: the gathers that were waited for.
+        before_wait: called at the beginning of each wait.
+    """
+
+    def __init__(self, comm: Communicator) -> None:
+        assert comm.size == 1
+        super().__init__(comm)
+        self.waits = 0
+        self.before_wait: Callable[[], None] = lambda: None
+
+    def start_all_gather_(
+        self, buffer: torch.Tensor, counts: Sequence[int] | None = None
+    ) -> Callable[[], None]:
+        whole = buffer.clone()
+        buffer.view(torch.uint8).fill_(SPOILT)
+
+        def wait() -> None:
+            self.before_wait()
+            assert bool((buffer.view(torch.uint8) == SPOILT).all()), "written before the wait"
+            buffer.copy_(whole)
+            self.waits += 1
 
         return wait

@@ -2,12 +2,12 @@
 
 Note: columns
 ~~~~~~~~~~~~~
-Weights of one storage kind lie end to end in one flat buffer (a :class:`Bucket`; one buffer for
-each plane of codes) of which each rank owns one equal, contiguous range; a weight's codes are a
-view into it, so the cast writes a byte where the all-gather moves it. What a rank owns of all
-buckets, one range after the other, are its *columns*: its masters are one FP32 tensor [columns],
-and so are its reduced gradients. Every rank has as many columns, so a gradient buffer is a matrix
-[ranks, columns] and one reduce-scatter serves all kinds of weights::
+Weights of one storage kind lie end to end in one flat buffer or in several (a :class:`Bucket`; one
+buffer for each plane of codes), of which each rank owns one equal, contiguous range; a weight's
+codes are a view into it, so the cast writes a byte where the all-gather moves it. What a rank owns
+of all buckets, one range after the other, are its *columns*: its masters are one FP32 tensor
+[columns], and so are its reduced gradients. Every rank has as many columns, so a gradient buffer is
+a matrix [ranks, columns] and one reduce-scatter serves all kinds of weights::
 
     bucket of 4-bit codes   |  rank 0  |  rank 1  |        bucket of BF16   | rank 0 | rank 1 |
                                  |          |                                   |        |
@@ -17,7 +17,8 @@ and so are its reduced gradients. Every rank has as many columns, so a gradient 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -25,13 +26,17 @@ import torch
 
 from zerocast.comm import Communicator
 from zerocast.layout import Extent, FlatLayout
+from zerocast.optim.arrival import Arrival
 from zerocast.optim.weights import StorageKind, Weight, planes
 from zerocast.tensors import (
     QuantizedStorage,
     QuantizedTensor,
-    rebuild_derived,
     replace_raw_data,
 )
+
+BUCKET_SIZE = 1 << 23
+"""Elements of a bucket that is waited for by itself: 4 MiB of 4-bit codes. In larger ones the first
+layers wait for codes of later ones; of smaller ones latency takes a part."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,17 +53,15 @@ class Shard:
 
 
 class Bucket:
-    """The weights of one storage kind, end to end; where layers wait for theirs, those of one layer
-    too.
+    """Weights of one storage kind, end to end.
 
     Attributes:
         kind: how they are stored.
-        late: whether a layer waits for them, and not the step.
         members: their places in the optimizer's list of weights.
         layout: where each lies and who owns what, in elements.
         first_column: where the owner's range begins in its columns.
         flats: the buffers, one a plane, whole on every rank, of ``kind.dtype``.
-        arrivals: what waits for gathers that are under way.
+        arrival: what uses of the weights wait for; None where the step does.
     """
 
     def __init__(
@@ -70,8 +73,7 @@ class Bucket:
         first_column: int,
     ) -> None:
         self.kind = kind
-        self.late = weights[members[0]].layer is not None
-        self.arrivals: list[Callable[[], None]] = []
+        self.arrival: Arrival | None = None
         self.members = members
         self.layout = FlatLayout(
             tuple(weights[i].param.numel() for i in members), size, kind.alignment
@@ -118,21 +120,28 @@ class ShardedWeights:
     Attributes:
         comm: the ranks.
         weights: in the order of ``param_groups``.
-        buckets: one a storage kind, of weights that a step waits for; then the same of every layer.
+        buckets: of each storage kind one or several, in the order of the weights; those that hold
+            codes come last.
         num_columns: elements that a rank owns, padding included.
         masters: FP32 [num_columns], this rank's.
     """
 
-    def __init__(self, comm: Communicator, weights: Sequence[Weight]) -> None:
+    def __init__(
+        self,
+        comm: Communicator,
+        weights: Sequence[Weight],
+        *,
+        overlaps: bool = False,
+        bucket_size: int | None = None,
+    ) -> None:
         self.comm = comm
         self.weights = weights
-        members: dict[tuple[int, StorageKind], list[int]] = {}
-        for i, weight in enumerate(weights):
-            layer = -1 if weight.layer is None else weight.layer
-            members.setdefault((layer, weight.kind), []).append(i)
+        self._overlaps = overlaps
+        if overlaps and bucket_size is None:
+            bucket_size = BUCKET_SIZE
         self.buckets: list[Bucket] = []
         self.num_columns = 0
-        for (_, kind), indices in sorted(members.items(), key=lambda item: item[0][0]):
+        for kind, indices in fill_buckets(weights, bucket_size):
             bucket = Bucket(kind, indices, weights, comm.size, self.num_columns)
             self.buckets.append(bucket)
             self.num_columns += bucket.layout.rank_numel
@@ -168,6 +177,8 @@ class ShardedWeights:
         """Move every weight into its bucket."""
         for bucket in self.buckets:
             bucket.adopt(self.weights)
+            if self._overlaps and bucket.kind.is_codes:
+                bucket.arrival = Arrival(self._codes(bucket))
         self._addresses = [_addresses(weight) for weight in self.weights]
 
     def moved_weight(self) -> str | None:
@@ -184,35 +195,21 @@ class ShardedWeights:
                 bucket.store(self.comm.rank, self.masters)
 
     def all_gather(self) -> None:
-        """Bring every rank's part to every rank: in place, one collective a buffer. Of layers that
-        wait it is only begun.
+        """Bring every rank's part to every rank: in place, one collective a buffer. Where uses of
+        the weights wait it is only begun.
         """
         for bucket in self.buckets:
-            if bucket.late:
-                bucket.arrivals = [self.comm.start_all_gather_(flat) for flat in bucket.flats]
+            if bucket.arrival is not None:
+                bucket.arrival.begin(self.comm.start_all_gather_(flat) for flat in bucket.flats)
             else:
                 for flat in bucket.flats:
                     self.comm.all_gather_(flat)
 
-    def rebuild_derived(self) -> None:
-        """Make the derived copies of weights that no layer waits for, from gathered codes."""
-        rebuild_derived(
-            storage for bucket in self.buckets if not bucket.late for storage in self._codes(bucket)
-        )
-
-    def arrive(self, places: Iterable[int] | None = None) -> None:
-        """Wait for the buckets at ``places``, or all, where they are under way; then make what is
-        derived from their codes.
-        """
-        arrived = []
-        for place in range(len(self.buckets)) if places is None else places:
-            bucket = self.buckets[place]
-            waits, bucket.arrivals = bucket.arrivals, []
-            for wait in waits:
-                wait()
-            if waits:
-                arrived += self._codes(bucket)
-        rebuild_derived(arrived)
+    def wait(self) -> None:
+        """Return when every weight is here."""
+        for bucket in self.buckets:
+            if bucket.arrival is not None:
+                bucket.arrival.wait()
 
     def _codes(self, bucket: Bucket) -> list[QuantizedStorage]:
         params = [self.weights[i].param for i in bucket.members]
@@ -276,6 +273,28 @@ class ShardedWeights:
         whole[mine.start : mine.end] = part
         self.comm.all_gather_(whole, [extent.size for extent in owned])
         return whole.view(self.weights[index].param.shape)
+
+
+def fill_buckets(
+    weights: Sequence[Weight], size: int | None
+) -> list[tuple[StorageKind, list[int]]]:
+    """The places of the weights of each bucket, in order, and how they are stored.
+
+    A bucket is closed as soon as it holds ``size`` elements; never where that is None. Plain
+    weights come first, so that a step that waits for them alone need not wait for codes.
+    """
+    buckets: list[tuple[StorageKind, list[int]]] = []
+    filling: dict[StorageKind, list[int]] = {}
+    held = Counter[StorageKind]()
+    for i, weight in enumerate(weights):
+        if weight.kind not in filling:
+            filling[weight.kind] = []
+            buckets.append((weight.kind, filling[weight.kind]))
+        filling[weight.kind].append(i)
+        held[weight.kind] += weight.param.numel()
+        if size is not None and held[weight.kind] >= size:
+            del filling[weight.kind], held[weight.kind]
+    return sorted(buckets, key=lambda bucket: bucket[0].is_codes)
 
 
 def _addresses(weight: Weight) -> list[int]:

@@ -59,14 +59,12 @@ class Weight:
         param: the parameter that the model holds, whole on every rank.
         group: its place in ``param_groups``.
         kind: how it is stored.
-        layer: the place of the layer whose forward waits for it; None where the step does.
     """
 
     name: str
     param: torch.Tensor
     group: int
     kind: StorageKind
-    layer: int | None = None
 
 
 def planes(param: torch.Tensor) -> list[torch.Tensor]:
@@ -107,17 +105,14 @@ def _trainable(params: torch.Tensor | Iterable[Param]) -> Iterator[Param]:
             yield item
 
 
-def collect_weights(
-    param_groups: Sequence[dict[str, Any]], layers: Sequence[torch.nn.Module] = ()
-) -> list[Weight]:
-    """The weights of all groups in order; ``layers`` wait for theirs.
+def collect_weights(param_groups: Sequence[dict[str, Any]]) -> list[Weight]:
+    """The weights of all groups in order.
 
     Raises:
         InputError: for a weight of another dtype or device than can be served, one that no sharded
-            cast can fill, two weights that share memory, or none; for a layer that has none.
+            cast can fill, two weights that share memory, or none.
     """
     weights = []
-    places = _layer_of_each((p for group in param_groups for p in group["params"]), layers)
     for g, group in enumerate(param_groups):
         for i, param in enumerate(group["params"]):
             name = (
@@ -125,7 +120,7 @@ def collect_weights(
                 if "param_names" in group
                 else f"param_groups[{g}]['params'][{i}]"
             )
-            weights.append(Weight(name, param, g, _kind(name, param), places.get(param)))
+            weights.append(Weight(name, param, g, _kind(name, param)))
     if not weights:
         raise InputError(
             "ZeroOptimizer needs at least one parameter that requires a gradient, got none."
@@ -140,28 +135,6 @@ def collect_weights(
             )
     _check_memory(weights)
     return weights
-
-
-def _layer_of_each(
-    params: Iterable[torch.Tensor], layers: Iterable[torch.nn.Module]
-) -> dict[torch.Tensor, int]:
-    """By parameter the place of the first layer that has it; those in no layer are left out.
-
-    Raises:
-        InputError: for a layer with none of ``params``.
-    """
-    known = set(params)
-    places: dict[torch.Tensor, int] = {}
-    for place, layer in enumerate(layers):
-        mine = known.intersection(layer.parameters())
-        if not mine:
-            raise InputError(
-                f"every layer of overlap_all_gather must have a trainable weight of this "
-                f"optimizer, and layer {place}, a {type(layer).__name__}, has none; leave it out."
-            )
-        for param in mine:
-            places.setdefault(param, place)
-    return places
 
 
 def _kind(name: str, param: torch.Tensor) -> StorageKind:

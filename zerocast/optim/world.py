@@ -17,6 +17,9 @@ def check_same_world(
 ) -> None:
     """Compare optimizer, options and weights of all ranks, once. Collective.
 
+    Args:
+        optimizer: what describes the optimizer and its own options.
+
     Raises:
         RankMismatchError: on every rank, naming both sides of the first disagreement.
     """
@@ -25,7 +28,7 @@ def check_same_world(
         options = {name: value for name, value in group.items() if _is_plain(value)}
         lines.append(f"param_groups[{g}] with {options}")
     lines += [
-        f"{w.name}: {tuple(w.param.shape)} of {_stored(w)} in param_groups[{w.group}]{_late(w)}"
+        f"{w.name}: {tuple(w.param.shape)} of {_stored(w)} in param_groups[{w.group}]"
         for w in weights
     ]
 
@@ -39,10 +42,6 @@ def check_same_world(
                     "every rank must optimize the same weights in the same order with the same "
                     f"options: rank 0 has '{first}' where rank {rank} has '{other}'."
                 )
-
-
-def _late(weight: Weight) -> str:
-    return "" if weight.layer is None else f" and layer {weight.layer} of overlap_all_gather"
 
 
 def _stored(weight: Weight) -> str:

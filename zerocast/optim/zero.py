@@ -46,7 +46,6 @@ from zerocast.optim.elementwise import check_elementwise
 from zerocast.optim.found_inf import FoundInf
 from zerocast.optim.gradients import GradientReducer
 from zerocast.optim.inner import InnerOptimizer, copy_options
-from zerocast.optim.layers import checked_layers, wait_in_forwards
 from zerocast.optim.shards import ShardedWeights
 from zerocast.optim.weights import Param, collect_weights, trainable_groups
 from zerocast.optim.world import check_same_world
@@ -80,10 +79,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
         optimizer_class: an element-wise optimizer. Any class will do that updates each element from
             that element alone; it is tried on a small tensor, and refused where it does not.
         group: the ranks, as for :class:`zerocast.CastPlan`.
-        overlap_all_gather: layers, such as ``model.layers``, whose weights a step sends without
-            waiting for them: the layer's next forward waits. (Called as a module, so that its hooks
-            run.) The weights are the same, to the bit. Call :meth:`wait_for_all_gather` before
-            anything else reads them, such as ``model.state_dict()``.
+        overlap_all_gather: whether a step returns while codes are on their way. Each quantized
+            weight is waited for when it is first used, layer by layer in the next forward; plain
+            weights have arrived when the step returns. The weights are the same, to the bit. See
+            "Note: gathers that overlap the forward" in :mod:`zerocast.optim.arrival`.
+        bucket_size: weights of one kind are gathered together in the order of ``params``, until
+            they are so many elements; give parameters in the order in which they are used. By
+            default 2^23 with ``overlap_all_gather``, and else all of a kind at once.
         **defaults: options of ``optimizer_class``.
 
     Attributes:
@@ -112,17 +114,21 @@ class ZeroOptimizer(torch.optim.Optimizer):
         optimizer_class: type[torch.optim.Optimizer] = torch.optim.AdamW,
         group: Group = None,
         *,
-        overlap_all_gather: Iterable[torch.nn.Module] = (),
+        overlap_all_gather: bool = False,
+        bucket_size: int | None = None,
         **defaults: Any,
     ) -> None:
         self.comm = as_communicator(group)
+        self._overlaps = overlap_all_gather
         error: ZerocastError | None = None
         try:
             super().__init__(trainable_groups(params), {})
-            layers = checked_layers(overlap_all_gather)
-            weights = collect_weights(self.param_groups, layers)
+            _check_gathers(overlap_all_gather, bucket_size)
+            weights = collect_weights(self.param_groups)
             check_elementwise(optimizer_class, defaults, weights[0].param.device)
-            self._shards = ShardedWeights(self.comm, weights)
+            self._shards = ShardedWeights(
+                self.comm, weights, overlaps=overlap_all_gather, bucket_size=bucket_size
+            )
             self._inner = InnerOptimizer(optimizer_class, defaults, self.param_groups, self._shards)
         except ZerocastError as e:
             error = e
@@ -133,7 +139,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.inner = self._inner.optimizer
         self.defaults = self.inner.defaults
         copy_options(self.inner.param_groups, self.param_groups)
-        check_same_world(self.comm, optimizer_class.__name__, self.param_groups, weights)
+        check_same_world(
+            self.comm,
+            f"{optimizer_class.__name__} with {overlap_all_gather=}, {bucket_size=}",
+            self.param_groups,
+            weights,
+        )
         self._gradients = GradientReducer(self._shards)
         found_inf = FoundInf(self._agree_on_found_inf, self._shards.masters.device)
         self.param_groups[-1]["params"].append(found_inf)
@@ -144,7 +155,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._shards.share_recipe_states()
         self._plan = self._make_plan()
         self._publish()
-        wait_in_forwards(layers, self._shards)
 
     def _make_plan(self) -> CastPlan | None:
         """The cast of the quantized weights, or None where there are none."""
@@ -177,20 +187,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         store, gather = self._shards.store_plain, self._shards.all_gather
         if self._plan is None:
             return {"store_plain": store, "all_gather": gather}
-        return {
-            **self._plan.steps,
-            "store_plain": store,
-            "all_gather": gather,
-            "post_all_gather_processing": self._rebuild_derived,
-        }
-
-    def _rebuild_derived(self) -> None:
-        """Make the derived copies of all weights that have arrived when a step ends."""
-        assert self._plan is not None
-        if any(bucket.late for bucket in self._shards.buckets):
-            self._shards.rebuild_derived()
-        else:
-            self._plan.post_all_gather_processing()
+        phases = {**self._plan.steps, "store_plain": store, "all_gather": gather}
+        if not self._overlaps:  # else what waits for the codes does it
+            phases["post_all_gather_processing"] = self._plan.post_all_gather_processing
+        return phases
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -201,7 +201,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 loss = closure()
         found_inf = getattr(self, "found_inf", None)  # set by a GradScaler; agreed on by all ranks
         if found_inf is None or not found_inf.item():
-            self.wait_for_all_gather()  # of a step that no forward came after
+            self.wait_for_all_gather()  # for what nobody has used since the last step
             for name, run in self.phases.items():
                 with self.on_phase(name):
                     run()
@@ -221,10 +221,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def wait_for_all_gather(self) -> None:
-        """Return when every weight has arrived, with ``overlap_all_gather``; the forwards of layers
-        then have nothing to wait for.
+        """Return when every weight has arrived, with ``overlap_all_gather``: before a CUDA graph
+        is captured, or a buffer used that was taken out of a weight earlier.
         """
-        self._shards.arrive()
+        self._shards.wait()
 
     def _reduce_gradients(self) -> None:
         if not self._gradients_are_reduced:
@@ -342,3 +342,16 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 "ranks; make a new one with all groups."
             )
         super().add_param_group(param_group)
+
+
+def _check_gathers(overlap_all_gather: object, bucket_size: object) -> None:
+    """Raise :class:`InputError` for options of the all-gather that are none."""
+    if not isinstance(overlap_all_gather, bool):
+        raise InputError(
+            f"overlap_all_gather must be True or False, got {overlap_all_gather!r}; every quantized "
+            "weight is then waited for at its first use, in whatever layer."
+        )
+    if bucket_size is not None and not (type(bucket_size) is int and bucket_size > 0):
+        raise InputError(
+            f"bucket_size must be a positive number of elements, or None, got {bucket_size!r}."
+        )

@@ -11,6 +11,13 @@ processing the copy is *stale*: reading it is refused, because it would be rebui
 have not arrived. A plan casts thousands of weights, so it does not mark them one by one: it owns a
 :class:`CastClock` that ticks once a cast, each weight remembers the tick at which its copies were
 last rebuilt, and a copy is stale where any clock has ticked since.
+
+Note: codes that are on their way
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+Who gathers codes may return before they have arrived, and give :attr:`QuantizedStorage.arrive` what
+waits for them. Every use of the bytes goes through :attr:`QuantizedStorage.buffers` or asks whether
+copies are stale, and both call it first. A tensor that was taken out of there before, such as
+``weight.rowwise_data``, is live memory, whose use nobody sees.
 """
 
 from __future__ import annotations
@@ -69,7 +76,8 @@ class QuantizedStorage:
     Attributes:
         shape, dtype: the nominal ones, which the weight presents to torch.
         recipe: the scheme that gives the bytes their meaning.
-        buffers: the stored tensors, by the names of :meth:`Recipe.buffers`.
+        arrive: called before the buffers are used; returns when codes that are on their way have
+            arrived. None where nobody sends any.
         amax_group: weights with the same one share their tensor amax in every cast; None for a
             weight of its own.
         part: the rows or columns that this weight is of a larger one; None for a whole weight. A
@@ -77,8 +85,8 @@ class QuantizedStorage:
     """
 
     last_move: int = 0
-    """Changes whenever any storage's buffers are replaced, so that a plan knows in one comparison
-    that its addresses may be out of date."""
+    """Changes whenever any storage's buffers are replaced, or begin to be gathered by somebody who
+    does not wait, so that a plan knows in one comparison that it has to look at them."""
 
     def __init__(
         self,
@@ -90,7 +98,8 @@ class QuantizedStorage:
         self.shape = torch.Size(shape)
         self.dtype = dtype
         self.recipe = recipe
-        self.buffers = buffers
+        self._buffers = buffers
+        self.arrive: Callable[[], None] | None = None
         self.amax_group: str | None = None
         self.part: Part | None = None
         # Plans that functional calls made for weights of which this is the first. Kept here, and
@@ -166,12 +175,19 @@ class QuantizedStorage:
         for name in names:
             del self.buffers[name]
         if names:
-            QuantizedStorage.last_move = next(_moves)
+            self.note_move()
+
+    @property
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """The stored tensors, by the names of :meth:`Recipe.buffers`, once their codes are here."""
+        if self.arrive is not None:
+            self.arrive()
+        return self._buffers
 
     @property
     def device(self) -> torch.device:
         """Where the bytes are."""
-        return next(iter(self.buffers.values())).device
+        return next(iter(self._buffers.values())).device
 
     @property
     def grid(self) -> BlockGrid:
@@ -194,7 +210,7 @@ class QuantizedStorage:
         """Whether rowwise codes and scales are there, as they are unless a quantizer was told
         otherwise.
         """
-        return "rowwise_data" in self.buffers and "rowwise_scale_inv" in self.buffers
+        return "rowwise_data" in self._buffers and "rowwise_scale_inv" in self._buffers
 
     @property
     def is_whole(self) -> bool:
@@ -209,7 +225,7 @@ class QuantizedStorage:
     @property
     def has_columnwise(self) -> bool:
         """Whether this weight holds a columnwise copy at all."""
-        return "columnwise_data" in self.buffers or "columnwise_scale_inv" in self.buffers
+        return "columnwise_data" in self._buffers or "columnwise_scale_inv" in self._buffers
 
     @property
     def gathered(self) -> tuple[str, ...]:
@@ -238,6 +254,13 @@ class QuantizedStorage:
         old = self.buffers[name]
         assert (tensor.shape, tensor.dtype, tensor.device) == (old.shape, old.dtype, old.device)
         self.buffers[name] = tensor
+        self.note_move()
+
+    @staticmethod
+    def note_move() -> None:
+        """Let plans look at the buffers before they use them again: some were replaced, or are
+        being written by a gather that has begun.
+        """
         QuantizedStorage.last_move = next(_moves)
 
     # --- versions ---
@@ -278,6 +301,8 @@ class QuantizedStorage:
     @property
     def is_stale(self) -> bool:
         """Whether a cast has changed codes since the derived copies were rebuilt."""
+        if self.arrive is not None:
+            self.arrive()
         was_cast = any(clock.ticks != seen for clock, seen in self._seen.items())
         return was_cast and bool(self.derived_names)
 
