@@ -15,10 +15,10 @@ style() {
 
 # Run by mpi4py, so that a rank that fails ends the others, which wait for it in a collective. The
 # launcher is that of mpi4py's MPI; another would start four jobs of one rank (tests/conftest.py
-# refuses that). The slow ones, those of FSDP2, are run by hand: CONTRIBUTING.md says how.
+# refuses that).
 tests_on_ranks() {
     OMP_NUM_THREADS=1 "$MPIEXEC" -n "$RANKS" python -m mpi4py -m pytest -q -x -p no:cacheprovider \
-        --with-mpi -m "mpi and not slow" tests
+        --with-mpi -m mpi tests
 }
 
 environment "${1:-.venv}" dev

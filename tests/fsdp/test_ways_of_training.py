@@ -28,7 +28,7 @@ from tests.fsdp.sharded import (
 from tests.support.ranks import run_ranks
 from tests.support.same_bytes import assert_same_bytes
 
-pytestmark = [pytest.mark.mpi(min_size=4), pytest.mark.slow]
+pytestmark = pytest.mark.mpi(min_size=4)
 
 NVFP4, DELAYED = RECIPES["nvfp4"], RECIPES["delayed"]
 
