@@ -348,8 +348,8 @@ def _check_gathers(overlap_all_gather: object, bucket_size: object) -> None:
     """Raise :class:`InputError` for options of the all-gather that are none."""
     if not isinstance(overlap_all_gather, bool):
         raise InputError(
-            f"overlap_all_gather must be True or False, got {overlap_all_gather!r}; every quantized "
-            "weight is then waited for at its first use, in whatever layer."
+            f"overlap_all_gather must be True or False, got {overlap_all_gather!r}; quantized "
+            "weights are waited for one by one, whatever layers use them."
         )
     if bucket_size is not None and not (type(bucket_size) is int and bucket_size > 0):
         raise InputError(
