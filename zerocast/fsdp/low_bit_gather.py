@@ -28,12 +28,13 @@ import torch
 
 from zerocast.cast import CastPlan
 from zerocast.comm import Communicator, Group, SingleRank, as_communicator
+from zerocast.errors import InputError
+from zerocast.fsdp.casts import Unit, plan_casts, run_casts
 from zerocast.fsdp.parts import check_cuts
 from zerocast.fsdp.recipe_state import State, check_state, fresh_state, state_before_cast
 from zerocast.fsdp.row_shards import RowShards
 from zerocast.recipes import Recipe
 from zerocast.tensors import Part, QuantizedStorage, QuantizedTensor, rebuild_derived
-from zerocast.tensors.quantize import plain_fp32
 
 
 class ShardCodes:
@@ -48,6 +49,8 @@ class ShardCodes:
             ``state``); no codes.
         sent: by gathered plane, uint8 [rows.sent_bytes]: what this rank sends.
         casts: how many there have been.
+        was_asked_for: whether the weight itself was gathered from here, and not only cast with
+            others.
     """
 
     def __init__(
@@ -76,6 +79,7 @@ class ShardCodes:
             for plane in planes
         }
         self.casts = 0
+        self.was_asked_for = False
 
     @property
     def own(self) -> list[torch.Tensor]:
@@ -178,25 +182,52 @@ class LowBitGather:
     # --- before the all-gather ---
 
     def codes_to_send(
-        self, master: torch.Tensor, group: Group, dtype: torch.dtype, part: Part | None
+        self, unit: Unit, group: Group, dtype: torch.dtype
     ) -> tuple[tuple[torch.Tensor, ...], ShardCodes]:
-        """What this rank sends of its rows ``master``, cast where a cast is due, and what the ranks
-        know besides. Collective over ``group``, and over that of a ``part``.
+        """What this rank sends of its rows, cast where a cast is due, and what the ranks know
+        besides. Collective over ``group``, and over that of a part.
+
+        Args:
+            unit: this weight, and those that are cast with it.
+            group: the ranks that share them.
+            dtype: the nominal one.
 
         Raises:
-            InputError: on every rank, where parts begin or end inside a block.
+            InputError: on every rank, where parts begin or end inside a block, or where weights of
+                one unit are gathered in several dtypes.
         """
         with torch.inference_mode(False):  # else only inference could ever write the buffers
-            shards = self._prepared(as_communicator(group), dtype, master, part)
-            if self.is_due(master):
+            comm = as_communicator(group)
+            self._check_agrees(unit, comm, dtype)
+            for member in unit:
+                member.gather._prepared(comm, dtype, member.master, member.part)
+            if any(member.is_due for member in unit):
                 if self._plan is None:
-                    self._plan = plan_casts([self], [master])
-                run_casts(self._plan, [self], [master])
+                    self._plan = plan_casts([unit])
+                run_casts(self._plan, [unit])
+        shards = self.shards
+        assert shards is not None
+        shards.was_asked_for = True
         return tuple(shards.rows.to_send(codes) for codes in shards.sent.values()), shards
 
     def forget_plan(self) -> None:
-        """Give back the memory of the plan by which this weight alone was cast."""
+        """Give back the memory of the plan that this weight was cast with when it was gathered."""
         self._plan = None
+
+    def _check_agrees(self, unit: Unit, comm: Communicator, dtype: torch.dtype) -> None:
+        """Raise where this weight was cast by another of its unit, for ranks or in a dtype that are
+        not those that it is gathered over and in. All ranks are told the same by FSDP2.
+        """
+        shards = self.shards
+        if shards is None or shards.was_asked_for or (shards.comm, shards.dtype) == (comm, dtype):
+            return
+        others = ", ".join(gather.name for gather, _, _ in unit if gather is not self)
+        raise InputError(
+            f"weights of one amax group are cast together, so they must be gathered over the same "
+            f"ranks in one dtype, got {shards.dtype} over {shards.comm} for {others} and {dtype} "
+            f"over {comm} for {self.name}; give their modules one MixedPrecisionPolicy, or leave "
+            f"one out of amax_groups."
+        )
 
     def _prepared(
         self, comm: Communicator, dtype: torch.dtype, master: torch.Tensor, part: Part | None
@@ -218,11 +249,11 @@ class LowBitGather:
 
     # --- where there is nothing to gather ---
 
-    def ungathered_weight(self, master: torch.Tensor, part: Part | None) -> QuantizedTensor:
-        """The weight of ``master``, which FSDP2 does not shard, in the master's dtype; cast where a
-        cast is due. Collective over the group of a ``part``.
+    def ungathered_weight(self, unit: Unit, dtype: torch.dtype) -> QuantizedTensor:
+        """The weight of a master that FSDP2 does not shard, in the nominal ``dtype``; cast with its
+        ``unit`` where a cast is due. Collective over the group of its part.
         """
-        codes, shards = self.codes_to_send(master, SingleRank(), master.dtype, part)
+        codes, shards = self.codes_to_send(unit, SingleRank(), dtype)
         if self._ungathered is None:
             self._ungathered = self.gathered_weight(codes, shards)[0].storage
         return QuantizedTensor(self._ungathered)
@@ -263,35 +294,3 @@ class LowBitGather:
             self._gathered = shards.casts
             weight.mark_written()
         rebuild_derived([weight])
-
-
-def plan_casts(gathers: Sequence[LowBitGather], masters: Sequence[torch.Tensor]) -> CastPlan:
-    """One plan for the casts of these weights, from this rank's rows of each. Collective.
-
-    All have been prepared for a gather, on one device.
-    """
-    shards = [gather.shards for gather in gathers if gather.shards is not None]
-    assert len(shards) == len(gathers)
-    extents = [s.rows.extent(s.comm.rank) for s in shards]
-    return CastPlan(
-        [QuantizedTensor(s.storage) for s in shards],
-        [_as_master(master) for master in masters],
-        [extent.start if extent else None for extent in extents],
-        [s.comm for s in shards],
-        names=[gather.name for gather in gathers],
-        fsdp_shard_model_weights=[s.own for s in shards],
-    )
-
-
-def run_casts(
-    plan: CastPlan, gathers: Sequence[LowBitGather], masters: Sequence[torch.Tensor]
-) -> None:
-    """Run what :func:`plan_casts` made. Collective: one all-reduce a group of ranks."""
-    plan.cast_and_release([_as_master(master) for master in masters])
-    for gather, master in zip(gathers, masters, strict=True):
-        gather.mark_cast(master)
-
-
-def _as_master(rows: torch.Tensor) -> torch.Tensor | None:
-    """FP32, as a plan reads it; None where this rank has no rows."""
-    return plain_fp32(rows, rows.device) if rows.numel() else None

@@ -20,10 +20,10 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from zerocast.errors import UnsupportedError
+from zerocast.fsdp.casts import Member, Unit
 from zerocast.fsdp.low_bit_gather import LowBitGather, ShardCodes
-from zerocast.fsdp.parts import part_of
 from zerocast.fsdp.sharded import is_sharded, local_part, sharded_like
-from zerocast.tensors import Part, QuantizedTensor
+from zerocast.tensors import QuantizedTensor
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -112,19 +112,19 @@ class MasterWeight(torch.Tensor):
     ) -> tuple[tuple[torch.Tensor, ...], ShardCodes]:
         """What this rank sends of its rows."""
         return self.low_bit_gather.codes_to_send(
-            self.value, mesh, mp_policy.param_dtype or self.dtype, self._part_in(module)
+            self._unit_in(module), mesh, mp_policy.param_dtype or self.dtype
         )
 
-    def _part_in(self, module: torch.nn.Module) -> Part | None:
-        """What this rank holds, once it is gathered, of the parameter of ``module`` of which this
-        is a shard.
-        """
+    def _unit_in(self, module: torch.nn.Module) -> Unit:
+        """The parameter of ``module`` of which this is a shard, and what is cast with it."""
+        group = getattr(module, "amax_group", None)
+        if group is not None:
+            return group.members()
         for parameter in module._parameters.values():
             if parameter is not None:
                 shard = local_part(parameter)
                 if isinstance(shard, MasterWeight) and shard.low_bit_gather is self.low_bit_gather:
-                    name = self.low_bit_gather.name
-                    return part_of(name, parameter, is_fsdp_sharded=True)
+                    return [Member(self.low_bit_gather, self.value, parameter)]
         raise AssertionError("FSDP2 names the module whose parameter it gathers")
 
     def fsdp_post_all_gather(

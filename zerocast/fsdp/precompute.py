@@ -9,7 +9,8 @@ import torch
 
 from zerocast.cast import CastPlan
 from zerocast.errors import InputError
-from zerocast.fsdp.low_bit_gather import LowBitGather, ShardCodes, plan_casts, run_casts
+from zerocast.fsdp.casts import Member, Unit, plan_casts, run_casts
+from zerocast.fsdp.low_bit_gather import ShardCodes
 from zerocast.fsdp.master_weight import MasterWeight
 from zerocast.fsdp.sharded import is_sharded, local_part, reshard
 
@@ -42,45 +43,51 @@ def precompute_scales_for_fsdp(model: torch.nn.Module) -> None:
         InputError: where no parameter is all-gathered in codes.
     """
     reshard(model)
-    found = sharded_masters(model)
-    if not found:
+    units = sharded_units(model)
+    if not units:
         raise InputError(
             "precompute_scales_for_fsdp needs a model with parameters that FSDP2 all-gathers in "
             "codes, got one with none; convert it by zerocast.nn.convert(model, recipe, "
             "weights='master'), then call torch.distributed.fsdp.fully_shard."
         )
-    due = [(gather, master) for gather, master in found.values() if _is_due(gather, master)]
+    due = [unit for unit in units if _is_due(unit)]
     if due:
-        gathers, masters = [gather for gather, _ in due], [master for _, master in due]
-        run_casts(_plan(model, gathers, masters), gathers, masters)
-        for gather in gathers:
-            gather.forget_plan()  # this one casts from now on
+        run_casts(_plan(model, due), due)
+        for unit in due:
+            for member in unit:
+                member.gather.forget_plan()  # this one casts from now on
 
 
-def sharded_masters(model: torch.nn.Module) -> dict[str, tuple[LowBitGather, torch.Tensor]]:
-    """By parameter name, the masters that are sharded now: their gather and this rank's rows."""
-    found = {}
-    for name, parameter in model.named_parameters():
-        rows = local_part(parameter)
-        if is_sharded(parameter) and isinstance(rows, MasterWeight):
-            found[name] = rows.low_bit_gather, rows.value
-    return found
+def sharded_units(model: torch.nn.Module) -> list[Unit]:
+    """The masters that are sharded now, those of an amax group together."""
+    units: dict[object, Unit] = {}
+    for module in model.modules():
+        group = getattr(module, "amax_group", None)
+        for parameter in module.parameters(recurse=False):
+            rows = local_part(parameter)
+            if is_sharded(parameter) and isinstance(rows, MasterWeight):
+                key = group or rows.low_bit_gather
+                if key not in units:
+                    alone = Member(rows.low_bit_gather, rows.value, parameter)
+                    units[key] = group.members() if group else [alone]
+    return list(units.values())
 
 
-def _is_due(gather: LowBitGather, master: torch.Tensor) -> bool:
-    return gather.shards is not None and gather.is_due(master)
+def _is_due(unit: Unit) -> bool:
+    return all(member.gather.shards is not None for member in unit) and any(
+        member.is_due for member in unit
+    )
 
 
-def _plan(
-    model: torch.nn.Module, gathers: list[LowBitGather], masters: list[torch.Tensor]
-) -> CastPlan:
+def _plan(model: torch.nn.Module, units: list[Unit]) -> CastPlan:
     """The plan for these weights that an earlier step has made, or a new one."""
-    shards = [gather.shards for gather in gathers if gather.shards is not None]
+    found = (member.gather.shards for unit in units for member in unit)
+    shards = [each for each in found if each is not None]
     plans = _plans.setdefault(model, [])
     for known, plan in plans:
         if len(known) == len(shards) and all(map(operator.is_, known, shards)):
             return plan
-    plan = plan_casts(gathers, masters)
+    plan = plan_casts(units)
     plans.insert(0, (shards, plan))
     del plans[PLANS_KEPT:]
     return plan

@@ -17,6 +17,7 @@ from zerocast.cast import CastPlan
 from zerocast.cast.amax_groups import Patterns, amax_group_labels
 from zerocast.comm import SingleRank
 from zerocast.errors import InputError
+from zerocast.fsdp.amax_group import AmaxGroup
 from zerocast.fsdp.master_weight import MasterWeight
 from zerocast.fsdp.report import note_reason
 from zerocast.nn.initialization import quantized_parameter
@@ -81,7 +82,8 @@ def convert(
         amax_groups: layers that a server will fuse and whose weights therefore share one tensor
             amax, from this conversion on and in every cast: patterns of fully qualified names,
             ``[["*.wq", "*.wk", "*.wv"], ["*.w1", "*.w3"]]``; see
-            :mod:`zerocast.cast.amax_groups`.
+            :mod:`zerocast.cast.amax_groups`. With ``weights="master"`` they must be sharded over
+            the same ranks and gathered in one dtype.
         low_bit_all_gather: for ``"master"``; False gathers in high precision, and then it is what
             ``"high_precision"`` is.
 
@@ -97,10 +99,11 @@ def convert(
     _check_arguments(model, recipe, weights, filter_fqns)
     if weights == "master" and not low_bit_all_gather:
         weights = "high_precision"
-    if amax_groups and weights != "quantized":
+    if amax_groups and weights == "high_precision":
         raise InputError(
-            f"amax_groups are for weights that hold codes (weights='quantized'), got "
-            f"weights={weights!r}; those are quantized one by one."
+            "amax_groups are for weights that hold codes (weights='quantized') or are gathered in "
+            "codes (weights='master'), got weights='high_precision'; those are quantized one by "
+            "one."
         )
     linears: dict[torch.nn.Linear, list[str]] = {}  # a module may have several names
     for fqn, module in model.named_modules(remove_duplicate=False):
@@ -118,6 +121,8 @@ def convert(
     labels = amax_group_labels(amax_groups, list(converted))
 
     replacements: dict[torch.Tensor, torch.nn.Parameter] = {}
+    groups: dict[torch.Tensor, AmaxGroup] = {}  # of masters
+    by_label: dict[str, AmaxGroup] = {}
     for (fqn, module), label in zip(converted.items(), labels, strict=True):
         old = module.weight
         module.__class__ = Linear
@@ -129,10 +134,14 @@ def convert(
             replacements[old] = new = make(old, recipe, name=f"{fqn}.weight".lstrip("."))
             if isinstance(new, QuantizedTensor):
                 new.storage.amax_group = label
+            elif label is not None and recipe.scales_tensor:
+                groups[old] = by_label.setdefault(label, AmaxGroup())
+                by_label[label].layers.append(module)
             _carry_over(old, new)
         module.weight = replacements[old]
         assert isinstance(module, Linear)
         module.low_bit_all_gather = weights == "master"
+        module.amax_group = groups.get(old)
     for module, reason in reasons.items():
         if reason is not None:
             note_reason(module, reason)

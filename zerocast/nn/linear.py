@@ -7,6 +7,8 @@ from typing import Any
 import torch
 
 from zerocast.errors import InputError, UnsupportedError
+from zerocast.fsdp.amax_group import AmaxGroup
+from zerocast.fsdp.casts import Member
 from zerocast.fsdp.master_weight import (
     MasterWeight,
     as_master_like,
@@ -57,10 +59,13 @@ class Linear(QuantizedModule, torch.nn.Linear):
     Attributes:
         low_bit_all_gather: whether FSDP2 gathers the weight in codes, so that a forward with
             anything else is an error.
+        amax_group: the layers whose masters share one tensor amax with this one's; None for a
+            weight of its own.
     """
 
     # On the class, so that a module which convert turns into this one has it, too.
     low_bit_all_gather: bool = False
+    amax_group: AmaxGroup | None = None
 
     def __init__(
         self,
@@ -119,7 +124,9 @@ class Linear(QuantizedModule, torch.nn.Linear):
             input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
         ) -> torch.Tensor:
             if isinstance(weight, MasterWeight):
-                weight = CastMaster.apply(weight, part)
+                alone = [Member(weight.low_bit_gather, weight.value, self.weight)]
+                unit = alone if self.amax_group is None else self.amax_group.members()
+                weight = CastMaster.apply(weight, unit)
             return self._linear(0, input, weight, bias, part=part)
 
         return parallel_linear(self.name, input, self.weight, self.bias, multiply)
@@ -128,7 +135,7 @@ class Linear(QuantizedModule, torch.nn.Linear):
         """What recipes remember for this layer; that of a master's also before its first cast, so
         that the state dict of a model has the same entries from its beginning.
         """
-        state, weight = super().get_extra_state(), state_to_save(self.weight)
+        state, weight = super().get_extra_state(), state_to_save(self.weight, self.amax_group)
         return {**(state or {}), _WEIGHT: weight} if weight else state
 
     def set_extra_state(self, state: dict[str, Any] | None) -> None:

@@ -11,17 +11,18 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from zerocast.errors import InputError
+from zerocast.fsdp.amax_group import AmaxGroup
+from zerocast.fsdp.casts import Unit
 from zerocast.fsdp.low_bit_gather import LowBitGather
 from zerocast.fsdp.master_weight import MasterWeight
 from zerocast.fsdp.recipe_state import State
 from zerocast.fsdp.sharded import local_part
 from zerocast.recipes import Recipe
-from zerocast.tensors import Part
 
 
 class CastMaster(torch.autograd.Function):
-    """``CastMaster.apply(master, part)``: the codes of a :class:`MasterWeight` [M, K] that nobody
-    gathers, of a ``part`` of a weight or a whole one; the gradient flows through as it is
+    """``CastMaster.apply(master, unit)``: the codes of a :class:`MasterWeight` [M, K] that nobody
+    gathers, cast with the others of its ``unit``; the gradient flows through as it is
     (straight-through).
 
     They are cast once for each value of the master, and ahead of the forward where
@@ -29,8 +30,8 @@ class CastMaster(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, master: MasterWeight, part: Part | None) -> torch.Tensor:
-        return master.low_bit_gather.ungathered_weight(master.value, part)
+    def forward(ctx: Any, master: MasterWeight, unit: Unit) -> torch.Tensor:
+        return master.low_bit_gather.ungathered_weight(unit, master.dtype)
 
     @staticmethod
     @once_differentiable
@@ -56,15 +57,16 @@ def check_gathers(recipe: Recipe) -> None:
         )
 
 
-def state_to_save(weight: torch.Tensor) -> State:
-    """What the recipe of a master remembers, for a state dict that holds the master, too; nothing
-    for any other weight.
+def state_to_save(weight: torch.Tensor, group: AmaxGroup | None) -> State:
+    """What the recipe of a master, of an amax ``group`` or none, remembers, for a state dict that
+    holds the master, too; nothing for any other weight.
     """
     master = local_part(weight)
     if not isinstance(master, MasterWeight):
         return {}
     gather = master.low_bit_gather
-    return gather.state_before_cast(is_due=gather.is_due(master.value))
+    is_due = gather.is_due(master.value) or (group is not None and group.is_due)
+    return gather.state_before_cast(is_due=is_due)
 
 
 def load_saved_state(weight: torch.Tensor, state: Mapping[str, torch.Tensor]) -> None:
