@@ -28,11 +28,19 @@ LAYERS = (
     ("cast",),
     ("fsdp",),
     ("nn", "optim"),
+    ("tensor_parallel",),
     ("checkpoint", "cli", "__init__"),
 )
 LEVEL = {name: level for level, line in enumerate(LAYERS) for name in line}
 
-PUBLIC_MODULES = ("zerocast", "zerocast.comm", "zerocast.fsdp", "zerocast.nn", "zerocast.optim")
+PUBLIC_MODULES = (
+    "zerocast",
+    "zerocast.comm",
+    "zerocast.fsdp",
+    "zerocast.nn",
+    "zerocast.optim",
+    "zerocast.tensor_parallel",
+)
 
 
 # --- imports run one way ---

@@ -1,0 +1,246 @@
+"""Inputs that are split in time and gathered in codes are the cast of the gathered tensor."""
+
+import collections
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    parallelize_module,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import zerocast
+from tests.fsdp.sharded import RECIPES
+from tests.support.ranks import run_ranks
+from tests.support.same_bytes import assert_same_bytes
+from tests.tensor_parallel.parallel import K, batch, mesh_of, whole
+from zerocast.nn.gathered_input import gather_input
+from zerocast.tensor_parallel import Float8ColwiseParallel, PrepareFloat8ModuleInput
+
+on_ranks = pytest.mark.mpi(min_size=4)
+CURRENT, DELAYED = RECIPES["current"], RECIPES["delayed"]
+HYBRID = zerocast.DelayedScaling(fp8_format=zerocast.Format.HYBRID, amax_history_len=2)
+
+
+class Attention(torch.nn.Module):
+    """Three layers that share their input; what they give is added up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wq, self.wk, self.wv = (torch.nn.Linear(K, 96, bias=False) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[batch, time, K] -> [batch, time, 96]."""
+        return self.wq(x) * self.wk(x) + self.wv(x)
+
+
+def attention(mesh, *, in_codes: bool) -> Attention:
+    """Converted, its layers split by rows, its input gathered once, in codes or in BF16."""
+    torch.manual_seed(0)
+    model = Attention().bfloat16()
+    zerocast.nn.convert(model, CURRENT, weights="high_precision")
+    style = PrepareFloat8ModuleInput if in_codes else PrepareModuleInput
+    plan = {
+        "": style(input_layouts=Shard(1), desired_input_layouts=Replicate()),
+        **dict.fromkeys(("wq", "wk", "wv"), ColwiseParallel()),
+    }
+    parallelize_module(model, mesh, plan.pop(""))
+    return parallelize_module(model, mesh, plan)
+
+
+class Gathers(TorchDispatchMode):
+    """Counts what is all-gathered within the context: calls, and bytes of what arrives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: collections.Counter[str] = collections.Counter()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        name = func._schema.name
+        if "c10d" in name and "gather" in name and "reduce" not in name:
+            self.calls[name] += 1
+            tensors = tree_leaves((args, out))
+            self.bytes += max(t.nbytes for t in tensors if isinstance(t, torch.Tensor))
+        return out
+
+
+# --- the bytes ---
+
+
+@on_ranks
+@pytest.mark.parametrize("recipe", ["current", "delayed"])
+@pytest.mark.parametrize(("shape", "dim"), [((2, 30, K), 1), ((5, 7, K), 0), ((3, K), 0)])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_gathered_codes_are_those_of_the_gathered_input(world_size, shape, dim, recipe):
+    """Codes, scale and columnwise copy of an input that is split, unevenly or with empty parts,
+    are those of one rank that has it whole, in each of three forwards.
+    """
+    scheme = RECIPES[recipe]
+    draw = torch.Generator().manual_seed(3)
+    inputs = [torch.randn(shape, generator=draw).bfloat16() * 3**i for i in range(3)]
+
+    def run(comm):
+        mesh = mesh_of(comm.size)
+        layer, alone = (zerocast.nn.Linear(K, 16, dtype=torch.bfloat16) for _ in range(2))
+        for step, values in enumerate(inputs):
+            with zerocast.autocast(recipe=scheme, amax_reduction_group=zerocast.comm.SingleRank()):
+                expected = alone._quantizing(0, values, alone.weight).quantizer.quantize(values)
+            with zerocast.autocast(recipe=scheme):
+                split = distribute_tensor(values, mesh, [Shard(dim)])
+                gathered = gather_input("a test", layer, split).to_local()
+            for name, buffer in expected.storage.buffers.items():
+                what = f"step {step}, {name}"
+                assert_same_bytes(gathered.storage.buffers[name], buffer, what)
+
+    run_ranks("torch_distributed", world_size, run)
+
+
+@on_ranks
+@pytest.mark.parametrize("recipe", [CURRENT, HYBRID], ids=["current", "delayed"])
+def test_training_is_that_of_an_input_gathered_in_high_precision(recipe):
+    """Outputs and all gradients are bit for bit those of torch's ColwiseParallel, which gathers
+    BF16 and leaves quantizing to the layer, over three steps.
+    """
+
+    def run(comm):
+        results = []
+        for style in (ColwiseParallel, Float8ColwiseParallel):
+            torch.manual_seed(0)
+            layer = zerocast.nn.Linear(K, 96, bias=True, dtype=torch.bfloat16)
+            parallelize_module(layer, mesh_of(comm.size), style(input_layouts=Shard(1)))
+            trace = []
+            for step in range(3):
+                x = batch(step).bfloat16().chunk(comm.size, 1)[comm.rank].requires_grad_()
+                with zerocast.autocast(recipe=recipe):
+                    out = layer(x)
+                (out.float() * torch.linspace(-1, 1, out.shape[-1])).sum().backward()
+                trace += [
+                    out.detach(),
+                    x.grad.clone(),
+                    *(whole(p.grad) for p in layer.parameters()),
+                ]
+                layer.zero_grad()
+            results.append(trace)
+        for i, (expected, actual) in enumerate(zip(*results, strict=True)):
+            assert_same_bytes(actual, expected, f"value {i}")
+
+    run_ranks("torch_distributed", 4, run)
+
+
+@on_ranks
+def test_one_gather_of_one_byte_an_element_serves_three_layers():
+    """PrepareFloat8ModuleInput gathers an input of wq, wk and wv once, at half the bytes of BF16,
+    to the same outputs and gradients.
+    """
+
+    def run(comm):
+        mesh, seen = mesh_of(comm.size), []
+        for in_codes in (False, True):
+            model = attention(mesh, in_codes=in_codes)
+            x = batch().bfloat16().chunk(comm.size, 1)[comm.rank].requires_grad_()
+            with zerocast.autocast(recipe=CURRENT), Gathers() as gathers:
+                out = model(x)
+            out.float().square().sum().backward()
+            grads = [whole(p.grad) for p in model.parameters()]
+            seen.append(
+                (dict(gathers.calls), gathers.bytes, [out.detach(), x.grad.clone(), *grads])
+            )
+        for i, (expected, actual) in enumerate(zip(seen[0][2], seen[1][2], strict=True)):
+            assert_same_bytes(actual, expected, f"value {i}")
+        return [entry[:2] for entry in seen]
+
+    numel = batch().numel()
+    for plain, in_codes in run_ranks("torch_distributed", 4, run):
+        assert sum(plain[0].values()) == sum(in_codes[0].values()) == 1
+        assert plain[1] == 2 * numel
+        assert in_codes[1] == numel
+
+
+# --- what is refused ---
+
+
+def message_of(action, error) -> str:
+    """What the ``error`` that ``action`` raises says."""
+    with pytest.raises(error) as raised:
+        action()
+    return str(raised.value)
+
+
+@on_ranks
+def test_a_gather_in_high_precision_is_refused():
+    """Outside of autocast, and under recipes whose inputs cannot be gathered in codes, the forward
+    raises on every rank.
+    """
+
+    def run(comm):
+        layer = zerocast.nn.Linear(K, 96, name="wq")
+        parallelize_module(layer, mesh_of(comm.size), Float8ColwiseParallel(input_layouts=Shard(1)))
+        outside = message_of(lambda: layer(batch()), zerocast.InputError)
+        with zerocast.autocast(recipe=RECIPES["mxfp8"]):
+            under = message_of(lambda: layer(batch()), zerocast.UnsupportedError)
+        with zerocast.autocast(recipe=CURRENT):
+            x = DTensor.from_local(batch(), mesh_of(comm.size), [Replicate()])
+            placed = message_of(lambda: layer(x), zerocast.InputError)
+        return outside, under, placed
+
+    for outside, under, placed in run_ranks("torch_distributed", 2, run):
+        assert outside == (
+            "Float8ColwiseParallel of wq gathers its input in codes, which needs "
+            "zerocast.autocast(enabled=True) around the forward and an input with elements, got "
+            "one without the other or neither; for forwards in high precision use torch's style."
+        )
+        assert under == (
+            f"Float8ColwiseParallel of wq gathers codes under recipes that quantize an input with "
+            f"one scale (Float8CurrentScaling, DelayedScaling), got {RECIPES['mxfp8']}; use "
+            f"torch's style, which gathers in high precision and leaves quantizing to the layer."
+        )
+        assert placed == (
+            "Float8ColwiseParallel of wq gathers an input that is split in a leading dimension, "
+            "Shard(d), over a mesh of one dimension, got (Replicate(),) of shape (2, 32, 64); "
+            "state its input_layouts, or use torch's style."
+        )
+
+
+def test_a_style_that_would_gather_nothing_is_refused():
+    """Layouts under which nothing travels are refused when the style is made."""
+    assert message_of(lambda: Float8ColwiseParallel(), zerocast.InputError) == (
+        "Float8ColwiseParallel gathers an input that is split, input_layouts=Shard(d), got None; "
+        "where nothing is gathered use ColwiseParallel."
+    )
+    layouts = {"input_layouts": Shard(1), "desired_input_layouts": Shard(1)}
+    message = message_of(lambda: PrepareFloat8ModuleInput(**layouts), zerocast.InputError)
+    assert message == (
+        "PrepareFloat8ModuleInput gathers an input that is Shard(d) and desired as Replicate(), "
+        "got [(Shard(dim=1), Shard(dim=1))]; where nothing is gathered use PrepareModuleInput."
+    )
+
+
+@on_ranks
+def test_layers_that_were_not_converted_are_refused():
+    """A style on a module that has no layer of zerocast raises when it is applied."""
+
+    def run(comm):
+        mesh, plain = mesh_of(comm.size), torch.nn.Linear(K, K)
+        split = {"input_layouts": Shard(1)}
+        whole = {**split, "desired_input_layouts": Replicate()}
+        return [
+            message_of(lambda s=style: parallelize_module(plain, mesh, s), zerocast.InputError)
+            for style in (Float8ColwiseParallel(**split), PrepareFloat8ModuleInput(**whole))
+        ]
+
+    for column, module in run_ranks("torch_distributed", 2, run):
+        assert column == (
+            "Float8ColwiseParallel is for zerocast.nn.Linear, got Linear; convert the model by "
+            "zerocast.nn.convert first, or use ColwiseParallel."
+        )
+        assert module == (
+            "PrepareFloat8ModuleInput needs a zerocast.nn.Linear that says how the input is "
+            "quantized, got none: the module is Linear; convert the model by zerocast.nn.convert "
+            "first, or use PrepareModuleInput."
+        )

@@ -1,0 +1,172 @@
+"""Parallel styles that gather inputs in codes (:mod:`zerocast.nn.gathered_input`)."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput
+
+from zerocast.errors import InputError
+from zerocast.nn import Linear
+from zerocast.nn.gathered_input import gather_input
+
+
+class Float8ColwiseParallel(ColwiseParallel):
+    """torch's ``ColwiseParallel`` for an input that is split in time, gathered in FP8 codes.
+
+    Only under :class:`zerocast.autocast` with a recipe that has one scale a tensor
+    (``Float8CurrentScaling``, ``DelayedScaling``); anything else is an error, for then the gather
+    that was asked for would not happen.
+
+    Args:
+        input_layouts: ``Shard(d)``, d not the last dimension: how an input is split that is no
+            DTensor yet.
+        output_layouts, use_local_output: as torch's.
+
+    Raises:
+        InputError: for other ``input_layouts``; when applied to anything but a
+            :class:`zerocast.nn.Linear`; by the forward, outside of autocast.
+        UnsupportedError: by the forward, under another recipe.
+    """
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
+    ) -> None:
+        if not _is_split(input_layouts):
+            raise InputError(
+                f"Float8ColwiseParallel gathers an input that is split, input_layouts=Shard(d), "
+                f"got {input_layouts}; where nothing is gathered use ColwiseParallel."
+            )
+        super().__init__(
+            input_layouts=input_layouts,
+            output_layouts=output_layouts,
+            use_local_output=use_local_output,
+        )
+
+    @staticmethod
+    def _prepare_input_fn(
+        input_layouts: Any, desired_input_layouts: Any, mod: Any, inputs: Any, device_mesh: Any
+    ) -> DTensor:
+        input = _distributed(inputs[0], device_mesh, input_layouts[0])
+        return gather_input(_title("Float8ColwiseParallel", mod), mod, input)
+
+    def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
+        if not isinstance(module, Linear):
+            raise InputError(
+                f"Float8ColwiseParallel is for zerocast.nn.Linear, got {type(module).__name__}; "
+                f"convert the model by zerocast.nn.convert first, or use ColwiseParallel."
+            )
+        return super()._apply(module, device_mesh)
+
+
+class PrepareFloat8ModuleInput(PrepareModuleInput):
+    """torch's ``PrepareModuleInput``, where an input that is split in time and desired whole is
+    gathered in FP8 codes: once, for all layers in the module that multiply with it.
+
+    Conditions and errors are those of :class:`Float8ColwiseParallel`. The layers themselves are
+    parallelized by torch's ``ColwiseParallel()``.
+
+    Args:
+        input_layouts, desired_input_layouts, input_kwarg_layouts, desired_input_kwarg_layouts,
+            use_local_output: as torch's. At least one input is ``Shard(d)`` and desired as
+            ``Replicate()``; others are prepared as torch does.
+        fwd_config_submodule_fqn: the layer, by its name in the module, whose quantizer makes the
+            codes and remembers amaxes; the first :class:`zerocast.nn.Linear` by default.
+
+    Raises:
+        InputError: where no input would be gathered; when applied, where the module has no such
+            layer.
+    """
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | tuple[Placement | None, ...] | None = None,
+        desired_input_layouts: Placement | tuple[Placement | None, ...] | None = None,
+        input_kwarg_layouts: dict[str, Placement] | None = None,
+        desired_input_kwarg_layouts: dict[str, Placement] | None = None,
+        use_local_output: bool = False,
+        fwd_config_submodule_fqn: str | None = None,
+    ) -> None:
+        super().__init__(
+            input_layouts=input_layouts,
+            desired_input_layouts=desired_input_layouts,
+            input_kwarg_layouts=input_kwarg_layouts,
+            desired_input_kwarg_layouts=desired_input_kwarg_layouts,
+            use_local_output=use_local_output,
+        )
+        pairs = list(zip(self.input_layouts or (), self.desired_input_layouts or (), strict=True))
+        pairs += [
+            (layout, self.desired_input_kwarg_layouts.get(name))
+            for name, layout in self.input_kwarg_layouts.items()
+        ]
+        if not any(_is_gathered(*pair) for pair in pairs):
+            raise InputError(
+                f"PrepareFloat8ModuleInput gathers an input that is Shard(d) and desired as "
+                f"Replicate(), got {pairs}; where nothing is gathered use PrepareModuleInput."
+            )
+        self.fwd_config_submodule_fqn = fwd_config_submodule_fqn
+        self._layer: Linear | None = None
+
+    def _prepare_input_arg(
+        self,
+        input: Any,
+        mesh: DeviceMesh,
+        input_layout: Placement | None,
+        desired_layout: Placement | None,
+    ) -> Any:
+        if not _is_gathered(input_layout, desired_layout):
+            return super()._prepare_input_arg(input, mesh, input_layout, desired_layout)
+        assert self._layer is not None
+        title = _title("PrepareFloat8ModuleInput", self._layer)
+        gathered = gather_input(title, self._layer, _distributed(input, mesh, input_layout))
+        return gathered.to_local() if self.use_local_output else gathered
+
+    def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
+        style = copy.copy(self)  # one style may be applied to many modules, each with its layer
+        style._layer = self._layer_in(module)
+        return super(PrepareFloat8ModuleInput, style)._apply(module, device_mesh)
+
+    def _layer_in(self, module: torch.nn.Module) -> Linear:
+        """The layer whose quantizer makes the codes."""
+        name = self.fwd_config_submodule_fqn
+        modules = module.modules() if name is None else [module.get_submodule(name)]
+        for found in modules:
+            if isinstance(found, Linear):
+                return found
+        where = "the module" if name is None else f"its {name!r}"
+        raise InputError(
+            f"PrepareFloat8ModuleInput needs a zerocast.nn.Linear that says how the input is "
+            f"quantized, got none: {where} is {type(module).__name__}; convert the model by "
+            f"zerocast.nn.convert first, or use PrepareModuleInput."
+        )
+
+
+def _is_split(layout: Placement | None) -> bool:
+    return isinstance(layout, Shard)
+
+
+def _is_gathered(layout: Placement | None, desired: Placement | None) -> bool:
+    return _is_split(layout) and desired == Replicate()
+
+
+def _distributed(input: Any, mesh: DeviceMesh, layout: Placement | None) -> DTensor:
+    """``input`` as a DTensor; one that is none yet is what this rank holds of it."""
+    if isinstance(input, DTensor):
+        return input
+    if not isinstance(input, torch.Tensor):
+        raise InputError(f"an input that is gathered must be a tensor, got {type(input).__name__}.")
+    assert layout is not None
+    return DTensor.from_local(input, mesh, (layout,), run_check=False)
+
+
+def _title(style: str, layer: Linear) -> str:
+    return f"{style} of {layer.name}" if layer.name else style
