@@ -1,5 +1,7 @@
 """Two layers one after the other, on one rank or split over several."""
 
+import collections
+
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -8,6 +10,8 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import zerocast
 
@@ -58,3 +62,21 @@ def batch(seed: int = 0) -> torch.Tensor:
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """A distributed tensor gathered, any other as it is. Collective."""
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+class Gathers(TorchDispatchMode):
+    """Counts what is all-gathered within the context: calls, and bytes of what arrives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: collections.Counter[str] = collections.Counter()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        name = func._schema.name
+        if "c10d" in name and "gather" in name and "reduce" not in name:
+            self.calls[name] += 1
+            tensors = tree_leaves((args, out))
+            self.bytes += max(t.nbytes for t in tensors if isinstance(t, torch.Tensor))
+        return out

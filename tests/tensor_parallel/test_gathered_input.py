@@ -1,7 +1,5 @@
 """Inputs that are split in time and gathered in codes are the cast of the gathered tensor."""
 
-import collections
-
 import pytest
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -10,14 +8,12 @@ from torch.distributed.tensor.parallel import (
     PrepareModuleInput,
     parallelize_module,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import zerocast
 from tests.fsdp.sharded import RECIPES
 from tests.support.ranks import run_ranks
 from tests.support.same_bytes import assert_same_bytes
-from tests.tensor_parallel.parallel import K, batch, mesh_of, whole
+from tests.tensor_parallel.parallel import Gathers, K, batch, mesh_of, whole
 from zerocast.nn.gathered_input import gather_input
 from zerocast.tensor_parallel import Float8ColwiseParallel, PrepareFloat8ModuleInput
 
@@ -50,24 +46,6 @@ def attention(mesh, *, in_codes: bool) -> Attention:
     }
     parallelize_module(model, mesh, plan.pop(""))
     return parallelize_module(model, mesh, plan)
-
-
-class Gathers(TorchDispatchMode):
-    """Counts what is all-gathered within the context: calls, and bytes of what arrives."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: collections.Counter[str] = collections.Counter()
-        self.bytes = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        name = func._schema.name
-        if "c10d" in name and "gather" in name and "reduce" not in name:
-            self.calls[name] += 1
-            tensors = tree_leaves((args, out))
-            self.bytes += max(t.nbytes for t in tensors if isinstance(t, torch.Tensor))
-        return out
 
 
 # --- the bytes ---

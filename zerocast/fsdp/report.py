@@ -12,6 +12,7 @@ from zerocast.fsdp.master_weight import MasterWeight
 from zerocast.fsdp.row_shards import RowShards
 from zerocast.fsdp.sharded import (
     gather_dtypes,
+    gathered_shape,
     is_sharded,
     local_part,
     ranks_that_shard,
@@ -28,11 +29,13 @@ class ParameterGather:
 
     Attributes:
         name: fully qualified.
-        shape: of the whole parameter.
+        shape: of what a gather gives a rank: the whole parameter, or under tensor parallelism its
+            part, of ranks with unequal ones the largest.
         recipe: of its codes; None where it travels in high precision.
-        bytes_per_element: that each all-gather moves, what fills up uneven shards included; 0 where
-            there is no gather.
-        all_reduced_bytes_per_element: of amaxes, once for each value of the master.
+        bytes_per_element: of ``shape``, that each all-gather moves, what fills up uneven shards
+            included; 0 where there is no gather.
+        all_reduced_bytes_per_element: of amaxes, once for each value of the master, over the ranks
+            that shard it.
         why: what travels, or why not codes.
     """
 
@@ -60,7 +63,9 @@ class GatherReport:
 
     @property
     def gathered_bytes(self) -> float:
-        """That gathering every parameter once moves."""
+        """That gathering every parameter once moves, among the ranks that share this rank's part
+        of the model.
+        """
         return sum(p.bytes_per_element * p.shape.numel() for p in self.parameters)
 
     def __str__(self) -> str:
@@ -90,21 +95,25 @@ def _gathers(model: torch.nn.Module) -> Iterator[ParameterGather]:
     for fqn, module in model.named_modules():
         for own_name, parameter in module.named_parameters(recurse=False):
             name = f"{fqn}.{own_name}".lstrip(".")
-            if not is_sharded(parameter):
+            owner, rows = _owner(fqn, dtypes), local_part(parameter)
+            is_left = isinstance(rows, MasterWeight) and not rows.low_bit_gather.is_gathered
+            if owner is None or is_left or not is_sharded(parameter):
                 why = "not sharded: fully_shard was not called on its module, or ignores it"
-                yield ParameterGather(name, parameter.shape, None, 0, 0, why)
+                yield ParameterGather(name, rows.shape, None, 0, 0, why)
                 continue
-            rows = local_part(parameter)
+            shape = gathered_shape(parameter)
             if isinstance(rows, MasterWeight):
-                yield _low_bit(name, rows.low_bit_gather, ranks_that_shard(parameter))
+                yield _low_bit(name, rows.low_bit_gather, shape, ranks_that_shard(parameter))
                 continue
-            dtype = dtypes[_owner(fqn, dtypes)] or parameter.dtype
+            dtype = dtypes[owner] or parameter.dtype
             why = f"{dtype}: {_why(module, own_name)}"
-            yield ParameterGather(name, parameter.shape, None, dtype.itemsize, 0, why)
+            yield ParameterGather(name, shape, None, dtype.itemsize, 0, why)
 
 
-def _low_bit(name: str, gather: LowBitGather, world_size: int) -> ParameterGather:
-    recipe, shape = gather.recipe, gather.shape
+def _low_bit(
+    name: str, gather: LowBitGather, shape: torch.Size, world_size: int
+) -> ParameterGather:
+    recipe = gather.recipe
     second = recipe.columnwise_grid(shape)
     planes = len(recipe.gathered(shape, columnwise=True))
     sent = RowShards(shape, world_size, recipe.law.fmt).sent_bytes * world_size * planes
@@ -118,10 +127,10 @@ def _low_bit(name: str, gather: LowBitGather, world_size: int) -> ParameterGathe
     return ParameterGather(name, shape, recipe, sent / shape.numel(), amaxes / shape.numel(), why)
 
 
-def _owner(fqn: str, dtypes: dict[str, torch.dtype | None]) -> str:
-    """The innermost sharded module around ``fqn``."""
+def _owner(fqn: str, dtypes: dict[str, torch.dtype | None]) -> str | None:
+    """The innermost sharded module around ``fqn``; None where there is none."""
     around = [name for name in dtypes if not name or f"{fqn}.".startswith(f"{name}.")]
-    return max(around, key=len)
+    return max(around, key=len, default=None)
 
 
 def _why(module: torch.nn.Module, name: str) -> str:

@@ -36,6 +36,20 @@ def ranks_that_shard(tensor: torch.Tensor) -> int:
     return tensor.device_mesh.size(sharding_dimension(tensor))  # type: ignore[attr-defined]
 
 
+def gathered_shape(tensor: torch.Tensor) -> torch.Size:
+    """The shape of what FSDP2's gather of ``tensor`` gives a rank: under tensor parallelism that of
+    the largest part.
+    """
+    mesh: Any = tensor.device_mesh  # type: ignore[attr-defined]
+    placements: Any = tensor.placements  # type: ignore[attr-defined]
+    shape = list(tensor.shape)
+    for dim in range(sharding_dimension(tensor) + 1, mesh.ndim):
+        if not placements[dim].is_replicate():
+            split = placements[dim].dim
+            shape[split] = -(-shape[split] // mesh.size(dim))
+    return torch.Size(shape)
+
+
 def sharded_like(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     """``local``, as the part on this rank of what is sharded as ``tensor`` is."""
     from torch.distributed.tensor import DTensor
