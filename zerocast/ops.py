@@ -151,7 +151,8 @@ class NVFP4Law:
     ``(word >> 8) * 2^-24 < (y - lo) / step``, both sides exact; the sign stays. The word of an
     element is number ``index % 4`` of Philox 4x32-10 with the key (low, high half of ``seed``) and
     the counter (low, high half of ``index / 4``, the hash of the weight's name, the step), where
-    ``index`` is the element's flat index in the whole weight; see :class:`Rounding`.
+    ``index`` is the element's flat index in the whole weight, also where this one is a part of it;
+    see :class:`Rounding`.
 
     Attributes:
         scale_max: the largest E4M3 scale in use: 448, or 256.
@@ -243,9 +244,15 @@ class Rounding:
         counter: int64 [2], the weight's own memory: the 32-bit hash of its name, and the step,
             which counts its casts: :meth:`Backend.compute_scale` adds one, and the cast that
             follows uses the sum (of which 32 bits enter the counter).
+        origin, skip: of a part of a weight: the place of its first element in the flattened whole,
+            and the elements of the whole between a row of the part and the next. So element ``i``
+            of a part with ``cols`` columns is ``index = i + origin + i // cols * skip`` of the
+            whole. Both are even: no byte of codes is cut.
     """
 
     counter: torch.Tensor
+    origin: int = 0
+    skip: int = 0
 
 
 @dataclass(frozen=True, slots=True)

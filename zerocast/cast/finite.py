@@ -20,47 +20,63 @@ Candidate = tuple[ShardRequest, torch.Tensor, torch.Tensor | None]
 """A weight, its reduced tensor amax (int32 [1]), and this rank's FP32 master of it."""
 
 
-def raise_if_not_finite(groups: Sequence[tuple[Communicator, Sequence[Candidate]]]) -> None:
+def raise_if_not_finite(
+    comms: Sequence[Communicator], groups: Sequence[tuple[Communicator, Sequence[Candidate]]]
+) -> None:
     """Raise :class:`NonFiniteError`, the same on every rank of every group, where an amax is not
     finite.
 
     The amax is taken after rounding to the weight's nominal dtype, so a finite FP32 master can fail
     here by overflowing FP16 or BF16; the message tells the two apart. Collective.
+
+    Args:
+        comms: all groups of the cast.
+        groups: those that share weights, with these.
     """
-    problems: list[str] = []
+    bad: list[ShardRequest] = []
+    troubles: list[int] = []
     for comm, candidates in groups:
         if not candidates:
             continue
         amaxes = torch.cat([amax for _, amax, _ in candidates]).cpu()
-        bad = [
+        found = [
             c for c, amax in zip(candidates, amaxes.tolist(), strict=True) if amax >= INFINITY_BITS
         ]
-        if bad:
-            problems += _explain(comm, bad)
+        # Asked of the ranks that own it, because weights may share an amax; and then of those that
+        # own other parts of it.
+        bad += [request for request, _, _ in found]
+        troubles += _worst(comm, [_trouble(request, master) for request, _, master in found])
+    parts: dict[Communicator, list[int]] = {}
+    for i, request in enumerate(bad):
+        if request.storage.part is not None:
+            parts.setdefault(request.storage.part.require_comm(), []).append(i)
+    for comm, indices in parts.items():
+        worst = _worst(comm, [troubles[i] for i in indices])
+        for i, trouble in zip(indices, worst, strict=True):
+            troubles[i] = trouble
+    problems = [
+        f"{request.name} holds {_TROUBLES[trouble].format(request.storage.dtype)}"
+        for request, trouble in zip(bad, troubles, strict=True)
+        if trouble
+    ]
     error = None
     if problems:
         error = NonFiniteError(
             f"check_finite requires finite master weights, but {'; '.join(problems)}. Nothing was "
             "written; skip this step, or cast without check_finite to let the loss show NaN."
         )
-    if len(groups) > 1:
-        raise_in_all([comm for comm, _ in groups], error)
+    if len(comms) > 1:
+        raise_in_all(comms, error)
     elif error is not None:  # all ranks of the one group have read the same amaxes
         raise error
 
 
-def _explain(comm: Communicator, bad: Sequence[Candidate]) -> list[str]:
-    """What is wrong with which weight: asked of the ranks that own it, because weights may share
-    an amax.
-    """
-    mine = [_trouble(request, master) for request, _, master in bad]
-    found = torch.tensor(mine, dtype=torch.int32, device="cpu")
-    comm.all_reduce_max_(found)
-    return [
-        f"{request.name} holds {_TROUBLES[trouble].format(request.storage.dtype)}"
-        for (request, _, _), trouble in zip(bad, found.tolist(), strict=True)
-        if trouble
-    ]
+def _worst(comm: Communicator, troubles: Sequence[int]) -> list[int]:
+    """The largest numbers of the group's ranks; none are asked for where there are none."""
+    found = torch.tensor(troubles, dtype=torch.int32, device="cpu")
+    if troubles:
+        comm.all_reduce_max_(found)
+    return found.tolist()
 
 
 _TROUBLES = {

@@ -14,7 +14,8 @@ import torch
 
 from zerocast.cast.plan import CastPlan
 from zerocast.cast.request import ShardRequest, as_tensors, check_request
-from zerocast.comm import Communicator, Group, agree, as_communicator
+from zerocast.cast.world import agree_in_all, parts_by_group
+from zerocast.comm import Communicator, Group, as_communicator
 from zerocast.errors import InputError, ZerocastError
 from zerocast.ops import Float8DelayedLaw, Float8Law, MXFP8Law, NVFP4Law
 from zerocast.tensors import QuantizedTensor, rebuild_derived
@@ -153,7 +154,9 @@ def _cast(
 
     # One all-reduce opens the call: does any rank have an error, have all found the same plan?
     # Ranks that each found another one disagree about the call: making a plan tells them so.
-    in_step = agree(comm, plan.fingerprints[0] if plan is not None else 0, error)
+    comms = [comm, *parts_by_group(model_weights)]
+    found = [0] * len(comms) if plan is None else plan.fingerprints
+    in_step = agree_in_all(list(zip(comms, found, strict=True)), error)
     if plan is None or not in_step:
         plan = CastPlan(
             model_weights, master_weights, start_offsets, comm,
@@ -180,7 +183,12 @@ def _key(
     requests: Sequence[ShardRequest], comm: Communicator, manual: bool, check_finite: bool
 ) -> Hashable:
     weights = tuple(
-        (id(r.storage), r.extent, tuple(codes.data_ptr() for codes in r.codes.values()))
+        (
+            id(r.storage),
+            r.storage.part,
+            r.extent,
+            tuple(codes.data_ptr() for codes in r.codes.values()),
+        )
         for r in requests
     )
     return comm, manual, check_finite, weights

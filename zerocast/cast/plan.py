@@ -64,7 +64,13 @@ from zerocast.cast.request import (
     check_rebind,
     check_request,
 )
-from zerocast.cast.world import exchange_extents, fingerprint, members_by_group, raise_in_all
+from zerocast.cast.world import (
+    exchange_extents,
+    fingerprint,
+    members_by_group,
+    parts_by_group,
+    raise_in_all,
+)
 from zerocast.comm import Group
 from zerocast.errors import InputError, ZerocastError
 from zerocast.ops import Masters
@@ -78,6 +84,10 @@ class CastPlan:
     same order. The ranks compare what they were given; an error of one is raised on all, and
     nothing is written. After that :meth:`cast` is a constant number of launches and one all-reduce
     a group, whatever the number of weights, and allocates nothing.
+
+    Weights may be parts of larger ones (:class:`zerocast.Part`): their casts take one small
+    all-reduce more for each tensor-parallel group, and plan and casts are collective over these
+    groups, too. Masters and offsets are those of the part.
 
     Args:
         model_weights: the quantized weights, whole on every rank. A tied weight is given once.
@@ -107,7 +117,8 @@ class CastPlan:
             grouped here, too.
 
     Attributes:
-        fingerprints: a number for each group; ranks of one plan have the same one.
+        fingerprints: a number for each group, and then for each tensor-parallel group; ranks of one
+            plan have the same one.
 
     Raises:
         InputError: on every rank, for a wrong argument on any.
@@ -131,7 +142,8 @@ class CastPlan:
         # What has no length is refused below, on all ranks together.
         count = len(model_weights) if isinstance(model_weights, Sized) else 0
         members = members_by_group(group, count)
-        self._comms = list(members)
+        parts = parts_by_group(model_weights)
+        self._comms = [*members, *parts]
         self._check_finite = check_finite
         self._requests: list[ShardRequest] = []
         error: ZerocastError | None = None
@@ -149,17 +161,20 @@ class CastPlan:
         except ZerocastError as e:
             error = e
         options = f"check_finite={check_finite}"
-        extents = exchange_extents(members, self._requests, options, error)
+        extents, places = exchange_extents(members, parts, self._requests, options, error)
 
         self.fingerprints = [
-            fingerprint([self._requests[i] for i in indices], options, extents[comm])
-            for comm, indices in members.items()
+            fingerprint([self._requests[i] for i in indices], options, found[comm], parts=cut)
+            for groups, found, cut in ((members, extents, False), (parts, places, True))
+            for comm, indices in groups.items()
         ]
         storages = [request.storage for request in self._requests]
         device = storages[0].device if storages else torch.device("cpu")
         self._members = members
         labels = [request.amax_group for request in self._requests]
-        self._exchange = Exchange(storages, members, extents, labels, device)
+        self._exchange = Exchange(
+            storages, members, extents, parts, labels, judges=check_finite, device=device
+        )
         self._gathers = [
             CodeGather(comm, [self._requests[i] for i in indices], extents[comm], plane)
             for comm, indices in members.items()
@@ -223,7 +238,7 @@ class CastPlan:
         """Bring every rank's codes to every rank, then rebuild the derived copies. Right for every
         partition.
         """
-        check_capture(self._device, self._comms)
+        check_capture(self._device, self._members)
         for gather in self._gathers:
             gather.run()
         self.post_all_gather_processing()
@@ -294,10 +309,11 @@ class CastPlan:
                 self._requests, self._exchange.tensor_amax, self._masters.tensors
             )  # fmt: skip
             raise_if_not_finite(
+                self._comms,
                 [
                     (comm, [(requests[i], amax(i), masters[i]) for i in indices])
                     for comm, indices in self._members.items()
-                ]
+                ],
             )
 
     def _partial_select(self) -> None:

@@ -108,6 +108,9 @@ def check_request(
             )
         own = fsdp_shard_model_weights[i] if fsdp_shard_model_weights is not None else None
         check_castable(name, storage, holds_codes=own is None)
+        if storage.part is not None:
+            storage.part.require_comm()
+            storage.part.check(storage.recipe, storage.shape, columnwise=storage.has_columnwise)
         extent = _check_master(name, storage, master_weights[i], start_offsets[i])
         codes = _check_shard_codes(name, storage, extent, own)
         label = (labels[i] if labels else None) or storage.amax_group
@@ -293,11 +296,12 @@ def _check_shard_codes(
 def check_amax_groups(
     requests: Sequence[ShardRequest], members: Mapping[Communicator, Sequence[int]]
 ) -> None:
-    """Raise :class:`InputError` where weights of one amax group differ in recipe or dtype, or are
-    not sharded over one group of ranks.
+    """Raise :class:`InputError` where weights of one amax group differ in recipe or dtype, are not
+    sharded over one group of ranks, or are parts that different groups of ranks hold.
     """
     comm_of = {i: comm for comm, indices in members.items() for i in indices}
     leaders: dict[str, int] = {}
+    cut: dict[str, ShardRequest] = {}
     for i, request in enumerate(requests):
         if request.amax_group is None:
             continue
@@ -310,3 +314,12 @@ def check_amax_groups(
                 f"one group, got {leader.name} ({wanted[0]}, {wanted[1]}, {comm_of[first]}) and "
                 f"{request.name} ({given[0]}, {given[1]}, {comm_of[i]})."
             )
+        if (part := request.storage.part) is not None:
+            other = cut.setdefault(request.amax_group, request)
+            assert other.storage.part is not None
+            if part.comm != other.storage.part.comm:
+                raise InputError(
+                    "weights of one amax group must be cut over one tensor-parallel group, or not "
+                    f"at all, got {other.name} ({other.storage.part.comm}) and {request.name} "
+                    f"({part.comm})."
+                )

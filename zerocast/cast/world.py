@@ -1,5 +1,5 @@
 """The world check: do the ranks of a group mean the same weights, and do their shards cover each
-exactly once?
+exactly once? Of weights that a tensor-parallel group holds in parts: do the parts?
 
 It runs once, when a plan is made. Every rank computes the verdict from the same exchanged data, so
 all ranks raise the same error or none does.
@@ -14,12 +14,20 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from zerocast.cast.request import ShardRequest
-from zerocast.comm import Communicator, Group, as_communicator, lines_that_differ, raise_together
+from zerocast.comm import (
+    Communicator,
+    Group,
+    agree,
+    as_communicator,
+    lines_that_differ,
+    raise_together,
+)
 from zerocast.errors import InputError, RankMismatchError, ZerocastError
-from zerocast.layout import Extent, check_partition
+from zerocast.layout import Extent, check_partition, first_wrong_partition
 from zerocast.ops import NUMERICS_VERSION
 from zerocast.recipes import describe_recipe
-from zerocast.tensors import QuantizedStorage
+from zerocast.tensors import QuantizedStorage, QuantizedTensor
+from zerocast.tensors.part import LINES, check_parts
 
 
 def members_by_group(group: Group | Sequence[Group], weights: int) -> dict[Communicator, list[int]]:
@@ -66,48 +74,88 @@ def raise_in_all(comms: Sequence[Communicator], error: ZerocastError | None) -> 
         raise agreed
 
 
+def parts_by_group(model_weights: object) -> dict[Communicator, list[int]]:
+    """The places of the weights that are parts of larger ones, by the tensor-parallel group that
+    holds them, in the order in which these first appear. What is no list or no weight is passed
+    over: the groups are asked for before anything is checked, so that all of them hear of errors.
+    """
+    parts: dict[Communicator, list[int]] = {}
+    for i, weight in enumerate(model_weights if isinstance(model_weights, Sequence) else ()):
+        part = weight.storage.part if isinstance(weight, QuantizedTensor) else None
+        if part is not None and part.comm is not None:
+            parts.setdefault(part.comm, []).append(i)
+    return parts
+
+
+def agree_in_all(votes: Sequence[tuple[Communicator, int]], error: ZerocastError | None) -> bool:
+    """Whether the ranks of each group give the same answer, beside :func:`zerocast.comm.agree` on
+    one group; where ranks of any group do not, no rank hears yes.
+
+    Args:
+        votes: by group this rank's answer, 1 or more, or 0 for a rank that has none.
+
+    Raises:
+        ZerocastError: as :func:`raise_in_all`.
+    """
+    if len(votes) == 1:
+        return agree(*votes[0], error)
+    in_step, agreed = True, None
+    for comm, answer in (*votes, *votes):
+        try:
+            in_step = agree(comm, answer if in_step else 0, agreed or error) and in_step
+        except ZerocastError as e:  # noqa: PERF203  (the loop goes on: others must hear of it)
+            agreed = agreed or e
+    if agreed is not None:
+        raise agreed
+    return in_step
+
+
 def exchange_extents(
     members: Mapping[Communicator, Sequence[int]],
+    parts: Mapping[Communicator, Sequence[int]],
     requests: Sequence[ShardRequest],
     options: str,
     error: ZerocastError | None,
-) -> dict[Communicator, torch.Tensor]:
+) -> tuple[dict[Communicator, torch.Tensor], dict[Communicator, torch.Tensor]]:
     """Compare what all ranks of all groups were given; return who owns what. Collective: for a plan
     of one group two exchanges, of a digest and of the extents.
 
     Args:
         members: by group the places of its weights among ``requests``.
+        parts: by tensor-parallel group the places of the weights that it holds in parts.
         requests: this rank's weights, in order; of no matter where there is an ``error``.
         options: whatever else must be the same on every rank, readable.
         error: what is wrong with this rank's weights, if anything.
 
     Returns:
         By group int64 [size, members, 2] on the CPU: start and end of each rank's shard of each
-        weight.
+        weight. By tensor-parallel group the same of each rank's part, in rows or columns.
 
     Raises:
         ZerocastError: on every rank of every group, where one has an ``error``.
         RankMismatchError: on every rank of every group, naming both sides of the disagreement.
     """
-    comms = list(members)
+    comms = [*members, *parts]
     if len(comms) == 1:
-        return {comms[0]: _exchange(comms[0], requests, options, error)}
+        return {comms[0]: _exchange(comms[0], requests, options, error)}, {}
     raise_in_all(comms, error)
-    extents: dict[Communicator, torch.Tensor] = {}
-    for comm, indices in members.items():
-        try:
-            extents[comm] = _exchange(comm, [requests[i] for i in indices], options, None)
-        except ZerocastError as e:  # noqa: PERF203  (the loop goes on: others wait in it)
-            error = error or e
+    by_group: tuple[dict[Communicator, torch.Tensor], dict[Communicator, torch.Tensor]] = ({}, {})
+    steps = ((members, _exchange), (parts, _exchange_parts))
+    for found, (groups, exchange) in zip(by_group, steps, strict=True):
+        for comm, indices in groups.items():
+            try:
+                found[comm] = exchange(comm, [requests[i] for i in indices], options)
+            except ZerocastError as e:  # noqa: PERF203  (the loop goes on: others wait in it)
+                error = error or e
     raise_in_all(comms, error)
-    return extents
+    return by_group
 
 
 def _exchange(
     comm: Communicator,
     requests: Sequence[ShardRequest],
     options: str,
-    error: ZerocastError | None,
+    error: ZerocastError | None = None,
 ) -> torch.Tensor:
     """Within one group."""
     _check_descriptions(comm, [_describe(request) for request in requests], options, error)
@@ -120,22 +168,52 @@ def _exchange(
     return extents
 
 
-def fingerprint(requests: Sequence[ShardRequest], options: str, extents: torch.Tensor) -> int:
-    """What :func:`exchange_extents` compared and returned, as a number from 1 to 2**31 - 2.
+def _exchange_parts(
+    comm: Communicator, requests: Sequence[ShardRequest], options: str
+) -> torch.Tensor:
+    """Within one tensor-parallel group."""
+    _check_descriptions(comm, [_describe_whole(request) for request in requests], options, None)
+    parts = [request.storage.part for request in requests]
+    return check_parts(comm, [r.name for r in requests], [part for part in parts if part])
+
+
+def fingerprint(
+    requests: Sequence[ShardRequest], options: str, extents: torch.Tensor, *, parts: bool
+) -> int:
+    """What :func:`exchange_extents` compared and returned, of a group that shares weights or holds
+    them in ``parts``, as a number from 1 to 2**31 - 2.
 
     Ranks whose numbers differ are not in the same world.
     """
-    digest = hashlib.sha256("\n".join([options, *map(_describe, requests)]).encode())
+    describe = _describe_whole if parts else _describe
+    digest = hashlib.sha256("\n".join([options, *map(describe, requests)]).encode())
     digest.update(ctypes.string_at(extents.data_ptr(), extents.nbytes))
     return int.from_bytes(digest.digest()[:8], "big") % (2**31 - 2) + 1
 
 
 def _describe(request: ShardRequest) -> str:
+    """What the ranks that share a weight have in common."""
+    part = request.storage.part
+    place = "" if part is None else f", {part}"
+    return _described(request, tuple(request.storage.shape), place)
+
+
+def _describe_whole(request: ShardRequest) -> str:
+    """What the ranks that hold parts of a weight have in common."""
+    storage = request.storage
+    assert storage.part is not None
+    # Amaxes of the columnwise copy are exchanged, too.
+    copies = " and a columnwise copy" if storage.has_columnwise else ""
+    cut = f" cut by {LINES[storage.part.dim]}{copies}"
+    return _described(request, tuple(storage.part.whole), cut)
+
+
+def _described(request: ShardRequest, shape: tuple[int, ...], place: str) -> str:
     storage = request.storage
     name = f"{request.name}: " if request.is_named else ""
     recipe = describe_recipe(storage.recipe)
     group = "" if request.amax_group is None else f", amax group {request.amax_group}"
-    return f"{name}{tuple(storage.shape)} {storage.dtype} {recipe}{_state(storage)}{group}"
+    return f"{name}{shape} {storage.dtype} {recipe}{_state(storage)}{group}{place}"
 
 
 def _state(storage: QuantizedStorage) -> str:
@@ -177,22 +255,13 @@ def _check_descriptions(
 
 
 def _check_coverage(requests: Sequence[ShardRequest], extents: torch.Tensor) -> None:
-    """Raise where the shards of a weight leave a gap or overlap; all weights are tested at once."""
+    """Raise where the shards of a weight leave a gap or overlap."""
     numels = [r.storage.shape.numel() for r in requests]
-    numel = torch.tensor(numels, dtype=torch.int64, device="cpu")
-    start, end = extents.unbind(-1)  # [size, weights]
-    empty = start == end
-    start, end = torch.where(empty, numel, start), torch.where(empty, numel, end)
-    start, order = start.sort(dim=0)
-    end = end.gather(0, order)
-    # Where each shard must start, then where all must end.
-    edges = torch.cat((torch.zeros_like(numel)[None], end))
-    wrong = (edges != torch.cat((start, numel[None]))).any(dim=0)
-    if wrong.any():
-        i = int(wrong.nonzero()[0])
+    i = first_wrong_partition(numels, extents)
+    if i is not None:
         request = requests[i]
-        problem = check_partition(int(numel[i]), [Extent(*e) for e in extents[:, i].tolist()])
+        problem = check_partition(numels[i], [Extent(*e) for e in extents[:, i].tolist()])
         raise RankMismatchError(
             f"the ranks' shards of {request.name} {tuple(request.storage.shape)} must cover each "
-            f"of its {int(numel[i])} elements exactly once: {problem}."
+            f"of its {numels[i]} elements exactly once: {problem}."
         )

@@ -5,7 +5,7 @@ ranks.
 from zerocast.layout.block_grid import BlockGrid, ScaleLayout, ceil_div, round_up
 from zerocast.layout.cuts import Cuts
 from zerocast.layout.extent import Extent
-from zerocast.layout.flat_layout import FlatLayout, check_partition
+from zerocast.layout.flat_layout import FlatLayout, check_partition, first_wrong_partition
 
 __all__ = [
     "BlockGrid",
@@ -15,5 +15,6 @@ __all__ = [
     "ScaleLayout",
     "ceil_div",
     "check_partition",
+    "first_wrong_partition",
     "round_up",
 ]

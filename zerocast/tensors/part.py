@@ -15,17 +15,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
-from zerocast.comm import Communicator, lines_that_differ, raise_together
+from zerocast.comm import Communicator, lines_that_differ
 from zerocast.errors import InputError, RankMismatchError, ZerocastError
-from zerocast.layout import BlockGrid, Extent, check_partition
+from zerocast.layout import BlockGrid, Extent, check_partition, first_wrong_partition
 from zerocast.recipes import Recipe
 
 ROWS, COLUMNS = 0, 1
-_LINES = ("rows", "columns")
+LINES = ("rows", "columns")
+"""What is cut, by :attr:`Part.dim`."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ class Part:
             )
         if not 0 <= self.start <= self.start + self.size <= self.lines:
             raise InputError(
-                f"a part must lie inside its whole, {self.lines} {_LINES[self.dim]} of shape "
+                f"a part must lie inside its whole, {self.lines} {LINES[self.dim]} of shape "
                 f"{tuple(self.whole)}, got start {self.start} and size {self.size}."
             )
         if self.start % self._step or self.size % self._step:
@@ -144,8 +145,9 @@ class Part:
         """Raise :class:`InputError` where a tensor of ``shape`` is not this part, ``recipe`` cannot
         hold the whole, or this part begins or ends inside a block.
 
-        The last part may end wherever the whole does. Blocks that reach across the whole weight
-        (FP8 with one scale, or with one a row) are cut anywhere: their amaxes are shared.
+        The last part may end wherever the whole does, and an empty one lie anywhere. Blocks that
+        reach across the whole weight (FP8 with one scale, or with one a row) are cut anywhere:
+        their amaxes are shared.
         """
         recipe.check_shape(self.whole)
         if tuple(shape) != tuple(self.shape):
@@ -153,12 +155,11 @@ class Part:
         for plane in _planes(recipe, self.dim, columnwise=columnwise):
             block = plane.block(self.whole)
             end = self.start + self.size
-            if not plane.spans(self.whole) and (
-                self.start % block or (end % block and end != self.lines)
-            ):
+            within = self.start % block or (end % block and end != self.lines)
+            if self.size and within and not plane.spans(self.whole):
                 raise InputError(
                     f"a part of a weight under {type(recipe).__name__} must begin and end between "
-                    f"blocks, at multiples of {block} {_LINES[self.dim]}, got {self}; choose "
+                    f"blocks, at multiples of {block} {LINES[self.dim]}, got {self}; choose "
                     f"another number of ranks, or leave the weight uncut or in high precision."
                 )
 
@@ -191,9 +192,8 @@ class Part:
                 matter where there is an ``error``.
         """
         comm = self.require_comm()
-        line = f"{tuple(self.whole)} cut by {_LINES[self.dim]}, {line}"
-        raise_together(comm, error)
-        by_rank = lines_that_differ(comm, [line])
+        line = f"{tuple(self.whole)} cut by {LINES[self.dim]}, {line}"
+        by_rank = lines_that_differ(comm, [line], error)
         if by_rank is not None:
             rank = next(r for r, lines in enumerate(by_rank) if lines != by_rank[0])
             raise RankMismatchError(
@@ -202,13 +202,8 @@ class Part:
             )
         check_parts(comm, ["the weight"], [self])
 
-    def transposed(self) -> Part:
-        """The same part of the transposed matrix."""
-        rows = math.prod(self.whole[:-1])
-        return replace(self, whole=torch.Size((self.whole[-1], rows)), dim=1 - self.dim)
-
     def __str__(self) -> str:
-        lines = f"{_LINES[self.dim]} [{self.start}, {self.start + self.size})"
+        lines = f"{LINES[self.dim]} [{self.start}, {self.start + self.size})"
         return f"{lines} of {tuple(self.whole)}"
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -270,15 +265,15 @@ def check_parts(comm: Communicator, names: Sequence[str], parts: Sequence[Part])
         int64 [size, len(parts), 2] on the CPU: where each rank's parts start and end.
     """
     places = torch.zeros(comm.size, len(parts), 2, dtype=torch.int64, device="cpu")
-    for i, part in enumerate(parts):
-        places[comm.rank, i, 0], places[comm.rank, i, 1] = part.start, part.start + part.size
+    mine = [[part.start, part.start + part.size] for part in parts]
+    places[comm.rank] = torch.tensor(mine, dtype=torch.int64, device="cpu").view(len(parts), 2)
     comm.all_gather_(places.view(-1))
-    for i, (name, part) in enumerate(zip(names, parts, strict=True)):
-        extents = [Extent(*pair) for pair in places[:, i].tolist()]
-        problem = check_partition(part.lines, extents, _LINES[part.dim])
-        if problem is not None:
-            raise RankMismatchError(
-                f"the parts of {name} must cover each of the {part.lines} {_LINES[part.dim]} of "
-                f"{tuple(part.whole)} exactly once: {problem}."
-            )
+    i = first_wrong_partition([part.lines for part in parts], places)
+    if i is not None:
+        part, extents = parts[i], [Extent(*pair) for pair in places[:, i].tolist()]
+        problem = check_partition(part.lines, extents, LINES[part.dim])
+        raise RankMismatchError(
+            f"the parts of {names[i]} must cover each of the {part.lines} {LINES[part.dim]} of "
+            f"{tuple(part.whole)} exactly once: {problem}."
+        )
     return places

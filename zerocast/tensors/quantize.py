@@ -65,8 +65,8 @@ def quantize(
             with ``columnwise``, ``name`` or ``part``; of a part on every rank.
         RankMismatchError: on every rank, where the ranks' parts do not make up one weight.
     """
-    given = getattr(tensor, "dtype", type(tensor).__name__)
-    if isinstance(recipe, Quantizes) and given in NOMINAL_DTYPES:
+    if isinstance(recipe, Quantizes):
+        _check_dtype(tensor)
         if not columnwise or name is not None or part is not None:
             raise InputError(
                 f"a quantizer decides on columnwise copies, names and parts by itself, got "
@@ -77,11 +77,7 @@ def quantize(
     weight: QuantizedTensor | None = None
     error: ZerocastError | None = None
     try:
-        if given not in NOMINAL_DTYPES:
-            raise InputError(
-                f"quantize needs a tensor of {_NOMINAL_NAMES}, got {given}; convert it first."
-            )
-        assert isinstance(recipe, Recipe)
+        _check_dtype(tensor)
         weight = empty(
             tensor.shape,
             recipe,
@@ -97,6 +93,14 @@ def quantize(
     assert weight is not None
     quantize_into(weight.storage, tensor)
     return weight
+
+
+def _check_dtype(tensor: torch.Tensor) -> None:
+    given = getattr(tensor, "dtype", type(tensor).__name__)
+    if given not in NOMINAL_DTYPES:
+        raise InputError(
+            f"quantize needs a tensor of {_NOMINAL_NAMES}, got {given}; convert it first."
+        )
 
 
 def _raise_on_all_parts(
@@ -242,7 +246,7 @@ def reduce_shared(storage: QuantizedStorage, amax: torch.Tensor) -> None:
 
 def _transposed(master: torch.Tensor, grid: BlockGrid) -> torch.Tensor:
     """FP32 [M, K], or more dimensions -> [grid.rows, grid.cols]: [K, M], rows ended with zeros."""
-    flipped = master.view(-1, master.shape[-1]).t()
+    flipped = master.flatten(end_dim=-2).t()
     if flipped.shape[1] == grid.cols:
         return flipped.contiguous()
     return torch.nn.functional.pad(flipped, (0, grid.cols - flipped.shape[1]))

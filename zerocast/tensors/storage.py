@@ -25,6 +25,7 @@ from __future__ import annotations
 import itertools
 import zlib
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -36,11 +37,12 @@ from zerocast.ops import (
     CastShard,
     ColumnwiseShard,
     DequantizeTarget,
+    Rounding,
     ScaleTarget,
     TransposeTarget,
 )
 from zerocast.recipes import Recipe
-from zerocast.tensors.part import Part
+from zerocast.tensors.part import COLUMNS, ROWS, Part
 
 _moves = itertools.count(1)
 
@@ -235,8 +237,8 @@ class QuantizedStorage:
     @property
     def derived_names(self) -> tuple[str, ...]:
         """The names of the buffers that post-all-gather processing rebuilds."""
-        if not self.has_rowwise:
-            return ()  # nothing is left that they could be derived from
+        if not self.has_rowwise or not self.shape.numel():
+            return ()  # there is nothing that they could be derived from
         return self.recipe.derived(self.shape, columnwise=self.has_columnwise)
 
     def name_weight(self, name: str) -> None:
@@ -459,7 +461,7 @@ class QuantizedStorage:
             columnwise,
             recipe.delayed_state(buffers),
             candidates,
-            recipe.rounding(buffers),
+            self._rounding(self.grid),
         )
         if transposed_slot is None:
             return [rowwise]
@@ -476,9 +478,23 @@ class QuantizedStorage:
                 columnwise_amax,
                 tensor_amax,
                 buffers["columnwise_data"].view(-1),
-                rounding=recipe.rounding(buffers),
+                rounding=self._rounding(grid, transposed=True),
             ),
         ]
+
+    def _rounding(self, grid: BlockGrid, *, transposed: bool = False) -> Rounding | None:
+        """Where random words come from for the weight, or its transposed tensor, under ``grid``."""
+        rounding, part = self.recipe.rounding(self.buffers), self.part
+        if rounding is None or part is None:
+            return rounding
+        whole = (
+            self.recipe.transposed_grid(part.whole)
+            if transposed
+            else (self.recipe.grid(part.whole))
+        )
+        cuts_columns = part.dim == (ROWS if transposed else COLUMNS)
+        origin = part.start if cuts_columns else part.start * whole.cols
+        return replace(rounding, origin=origin, skip=whole.cols - grid.cols)
 
     def scale_targets(
         self,

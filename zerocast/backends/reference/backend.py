@@ -157,8 +157,10 @@ def _cast(law: Law, shard: CastShard, x: torch.Tensor) -> None:
         y = x * multiplier
         if isinstance(law, NVFP4Law) and law.stochastic_rounding:
             assert shard.rounding is not None
-            name_hash, step = shard.rounding.counter.tolist()
-            drawn = element_words(index, law.seed, name_hash, step)
+            rounding = shard.rounding
+            name_hash, step = rounding.counter.tolist()
+            in_whole = index + rounding.origin + index // grid.cols * rounding.skip
+            drawn = element_words(in_whole, law.seed, name_hash, step)
             encoded = encode_stochastic(y, law.fmt, drawn)
         else:
             encoded = encode(y, law.fmt)

@@ -1,0 +1,70 @@
+"""What a part of a weight has to hold: the slice of the whole weight's cast, stored as the part's
+own layout has it.
+"""
+
+import torch
+
+from tests.support.same_bytes import assert_same_bytes
+from zerocast import Part, QuantizedTensor
+from zerocast.backends.reference.planes import read_plane, write_plane
+from zerocast.formats import pack_nibbles, unpack_nibbles
+from zerocast.layout import ScaleLayout
+
+
+def assert_is_part(weight: QuantizedTensor, whole: QuantizedTensor, where: str = "") -> None:
+    """Every buffer of ``weight`` holds what its part of ``whole`` does."""
+    part = weight.storage.part
+    assert part is not None
+    expected = part_of(whole, part)
+    assert set(weight.storage.buffers) == set(expected), where
+    for name, buffer in weight.storage.buffers.items():
+        assert_same_bytes(buffer, expected[name], f"{part}, {name}, {where}")
+
+
+def part_of(whole: QuantizedTensor, part: Part) -> dict[str, torch.Tensor]:
+    """The buffers of ``part``, cut out of those of ``whole``."""
+    storage, recipe = whole.storage, whole.recipe
+    transposed = recipe.casts_transpose or (
+        "columnwise_data" in recipe.derived(whole.shape, columnwise=True)
+    )
+    columnwise_dim = 1 - part.dim if transposed else part.dim
+    expected = dict(storage.buffers)  # what is the same for all parts
+    for name, dim in (("rowwise_data", part.dim), ("columnwise_data", columnwise_dim)):
+        if name in expected:
+            cut = _codes(expected[name], part, dim, recipe.law.fmt.bits)
+            columns = name == "columnwise_data" and transposed
+            expected[name] = cut if columns else cut.reshape(*part.shape[:-1], cut.shape[-1])
+    layouts = (
+        ("rowwise_scale_inv", recipe.scale_layout, part.dim),
+        ("columnwise_scale_inv", recipe.columnwise_scale_layout, columnwise_dim),
+    )
+    for name, layout, dim in layouts:
+        if name in expected:
+            by_block = read_plane(expected[name], layout(whole.shape))
+            plane = torch.empty(layout(part.shape).shape, dtype=expected[name].dtype)
+            cut = _blocks(by_block, layout(whole.shape), part, dim)
+            write_plane(cut, layout(part.shape), plane)
+            expected[name] = plane.view(recipe.buffers(part.shape, columnwise=True)[name].shape)
+    return expected
+
+
+def _codes(codes: torch.Tensor, part: Part, dim: int, bits: int) -> torch.Tensor:
+    """Rows or columns of a plane of codes, [rows, columns * bits / 8]."""
+    plane = codes.reshape(-1, codes.shape[-1])
+    if dim == 0:
+        return plane[part.start : part.start + part.size]
+    if bits == 8:
+        return plane[:, part.start : part.start + part.size]
+    nibbles = unpack_nibbles(plane, 2 * plane.shape[1])
+    return pack_nibbles(nibbles[:, part.start : part.start + part.size])
+
+
+def _blocks(by_block: torch.Tensor, layout: ScaleLayout, part: Part, dim: int) -> torch.Tensor:
+    """Of the scales of all blocks those of the part's."""
+    grid = layout.grid
+    block, lines = (grid.block_w, grid.cols) if dim else (grid.block_h, grid.rows)
+    if block >= lines:
+        return by_block  # one scale for all parts
+    first = part.start // block
+    last = -(-(part.start + part.size) // block) if part.size else first
+    return by_block[:, first:last] if dim else by_block[first:last]
