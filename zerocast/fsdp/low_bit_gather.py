@@ -193,12 +193,12 @@ class LowBitGather:
             dtype: the nominal one.
 
         Raises:
-            InputError: on every rank, where parts begin or end inside a block, or where weights of
-                one unit are gathered in several dtypes.
+            InputError: on every rank, where parts begin or end inside a block, or where the unit
+                was cast for a gather in another dtype.
         """
         with torch.inference_mode(False):  # else only inference could ever write the buffers
             comm = as_communicator(group)
-            self._check_agrees(unit, comm, dtype)
+            self._check_dtype(unit, dtype)
             for member in unit:
                 member.gather._prepared(comm, dtype, member.master, member.part)
             if any(member.is_due for member in unit):
@@ -214,19 +214,18 @@ class LowBitGather:
         """Give back the memory of the plan that this weight was cast with when it was gathered."""
         self._plan = None
 
-    def _check_agrees(self, unit: Unit, comm: Communicator, dtype: torch.dtype) -> None:
-        """Raise where this weight was cast by another of its unit, for ranks or in a dtype that are
-        not those that it is gathered over and in. All ranks are told the same by FSDP2.
+    def _check_dtype(self, unit: Unit, dtype: torch.dtype) -> None:
+        """Raise where others of its unit, gathered in another dtype, had this weight cast for that.
+        FSDP2 says the same on every rank.
         """
         shards = self.shards
-        if shards is None or shards.was_asked_for or (shards.comm, shards.dtype) == (comm, dtype):
+        if shards is None or shards.was_asked_for or shards.dtype == dtype:
             return
-        others = ", ".join(gather.name for gather, _, _ in unit if gather is not self)
+        others = ", ".join(member.gather.name for member in unit if member.gather is not self)
         raise InputError(
-            f"weights of one amax group are cast together, so they must be gathered over the same "
-            f"ranks in one dtype, got {shards.dtype} over {shards.comm} for {others} and {dtype} "
-            f"over {comm} for {self.name}; give their modules one MixedPrecisionPolicy, or leave "
-            f"one out of amax_groups."
+            f"weights of one amax group are cast together, so they must be gathered in one dtype, "
+            f"got {shards.dtype} for {others} and {dtype} for {self.name}; give their modules one "
+            f"MixedPrecisionPolicy, or leave one out of amax_groups."
         )
 
     def _prepared(
