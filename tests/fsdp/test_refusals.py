@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
 import zerocast
@@ -56,21 +56,139 @@ def test_a_layer_that_is_not_sharded_is_refused():
 
 @on_ranks
 def test_ignored_parameters_and_bypassed_hooks_are_refused():
-    """A parameter that fully_shard ignores, and a layer whose module's forward did not run, would
-    be high precision: an error on every rank.
+    """A parameter that fully_shard ignores, a layer whose module's forward did not run, and one
+    that DistributedDataParallel wraps would be high precision: an error on every rank.
     """
 
     def run(comm):
         model = Bank((48,))
         zerocast.nn.convert(model, NVFP4, weights="master")
+        wrapped = torch.nn.parallel.DistributedDataParallel(model)
+        replicated = caught(lambda: wrapped(batch()), zerocast.UnsupportedError)
         fully_shard(model, ignored_params=set(model.parameters()))
         ignored = caught(lambda: model(batch()), zerocast.UnsupportedError)
         model = bank(NVFP4, (48,), wrap_layers=False)
         layer = model.layers[0]
-        return ignored, caught(lambda: layer(batch()), zerocast.UnsupportedError)
+        return replicated, ignored, caught(lambda: layer(batch()), zerocast.UnsupportedError)
 
     for messages in run_ranks("torch_distributed", 2, run):
-        assert messages == (NOT_GATHERED, NOT_GATHERED)
+        assert messages == (NOT_GATHERED, NOT_GATHERED, NOT_GATHERED)
+
+
+@on_ranks
+@pytest.mark.parametrize("recipe", ["nvfp4", "current", "mxfp8"])
+def test_resharding_to_fewer_ranks_is_refused_by_the_first_gather(recipe):
+    """An integer for reshard_after_forward, which torch's FSDP2 does not do for weights that are
+    gathered in other bytes than their own, is refused in the first forward; True, set instead, is
+    carried out by the next.
+    """
+
+    def run(comm):
+        model = bank(RECIPES[recipe], (48, 1), wrap_layers=False, reshard_after_forward=2)
+        message = caught(lambda: model(batch()), zerocast.UnsupportedError)
+        model.reset_iter_state()
+        model.set_reshard_after_forward(True)
+        model(batch()).backward()
+        return message
+
+    (message,) = set(run_ranks("torch_distributed", 4, run))
+    assert message == (
+        "layers.0.weight: after a forward torch's FSDP2 can keep all of a weight that was "
+        "all-gathered in codes, or this rank's rows, got an int for reshard_after_forward, by "
+        "which it would keep the rows of several ranks; give fully_shard True or False."
+    )
+
+
+@on_ranks
+def test_masters_that_every_rank_holds_whole_are_refused_by_the_first_gather():
+    """torch's replicate shards nothing, so there would be nothing to gather in codes."""
+    from torch.distributed._composable.replicate_with_fsdp import replicate
+
+    def run(comm):
+        model = Bank((48,))
+        zerocast.nn.convert(model, NVFP4, weights="master")
+        replicate(model)
+        return caught(lambda: model(batch()), zerocast.UnsupportedError)
+
+    (message,) = set(run_ranks("torch_distributed", 2, run))
+    assert message == (
+        "layers.0.weight: a low-bit all-gather needs a master that FSDP2 shards over the ranks, "
+        "got one that every rank holds whole; call torch.distributed.fsdp.fully_shard, or convert "
+        "with weights='quantized' or 'high_precision'."
+    )
+
+
+@on_ranks
+def test_a_policy_of_another_dtype_is_refused_by_the_first_gather():
+    """A weight of codes cannot present every dtype that a policy may name."""
+
+    def run(comm):
+        model = bank(NVFP4, (48,), policy=MixedPrecisionPolicy(param_dtype=torch.float64))
+        return caught(lambda: model(batch()), zerocast.UnsupportedError)
+
+    (message,) = set(run_ranks("torch_distributed", 2, run))
+    assert message == (
+        "layers.0.weight: a weight that is all-gathered in codes presents FP32, BF16 or FP16, got "
+        "torch.float64; give fully_shard a MixedPrecisionPolicy with such a param_dtype."
+    )
+
+
+@on_ranks
+def test_a_model_that_is_sharded_already_is_not_converted():
+    """To leave its layers as they are would be a gather in high precision where codes were asked
+    for: convert refuses, unless told to leave them out, or to gather in high precision.
+    """
+
+    def run(comm):
+        model = fully_shard(Bank((48, 5)))
+
+        def convert(**options):
+            return zerocast.nn.convert(model, NVFP4, weights="master", **options)
+
+        assert set(convert(filter_fqns=["layers"]).left) == {"layers.0", "layers.1"}
+        assert set(convert(low_bit_all_gather=False).left) == {"layers.0", "layers.1"}
+        message = caught(convert, zerocast.InputError)
+        assert type(model.layers[0]) is torch.nn.Linear
+        left = zerocast.nn.convert(bank(NVFP4, (48,)), NVFP4, weights="master").left
+        assert left == {"layers.0": "is gathered in codes already"}
+        return message
+
+    (message,) = set(run_ranks("torch_distributed", 2, run))
+    assert message == (
+        "weights='master' needs layers whose weights are whole, got layers.0, whose weight is "
+        "sharded; call zerocast.nn.convert before fully_shard or parallelize_module, or leave the "
+        "layer out by filter_fqns."
+    )
+
+
+@on_ranks
+def test_planning_for_masters_that_only_some_ranks_wrote_is_an_error_on_all():
+    """Ranks that have written different masters are told so when they plan the cast, and it can be
+    made once all have.
+    """
+
+    def run(comm):
+        model = bank(NVFP4, (48, 16))
+        model(batch()).backward()
+        first, second = (layer.weight for layer in model.layers)
+        with torch.no_grad():
+            first.mul_(2)
+            if comm.rank:
+                second.to_local().mul_(2)
+            message = caught(
+                lambda: zerocast.fsdp.precompute_scales_for_fsdp(model), zerocast.RankMismatchError
+            )
+            if not comm.rank:
+                second.to_local().mul_(2)
+        zerocast.fsdp.precompute_scales_for_fsdp(model)
+        model(batch()).backward()
+        return message
+
+    (message,) = set(run_ranks("torch_distributed", 3, run))
+    assert message == (
+        "every rank must give the same weights in the same order with the same recipes: rank 0 has "
+        "1 weights and rank 1 has 2."
+    )
 
 
 def test_a_product_with_a_master_is_refused():
@@ -109,3 +227,11 @@ def test_a_recipe_that_casts_the_transpose_is_refused():
         f"blocks of two dimensions."
     )
     assert type(model.layers[0]) is torch.nn.Linear
+
+
+def test_a_recipe_that_casts_the_transpose_is_taken_where_nothing_is_cast_ahead():
+    """Gathered in high precision, weights are quantized by the forward, from the whole."""
+    recipe = zerocast.NVFP4BlockScaling(disable_2d_quantization=True)
+    model = Bank((48,))
+    zerocast.nn.convert(model, recipe, weights="master", low_bit_all_gather=False)
+    assert type(model.layers[0]) is zerocast.nn.Linear

@@ -4,11 +4,12 @@ import collections
 
 import pytest
 import torch
+from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import zerocast
-from tests.fsdp.sharded import RECIPES, bank, batch, feed
+from tests.fsdp.sharded import BF16, RECIPES, Bank, bank, batch, feed
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.mpi(min_size=4)
@@ -105,6 +106,24 @@ def test_bytes_gathered_an_element(recipe, bound):
     for moved, said in run_ranks("torch_distributed", 4, run):
         assert moved / numel <= bound
         assert moved == said
+
+
+def test_a_weight_that_layers_share_is_gathered_and_reported_once():
+    """Two layers with one weight cost one gather of it, and the report has it under its first
+    name.
+    """
+
+    def run(comm):
+        model = Bank((128, 128))
+        model.layers[1].weight = model.layers[0].weight
+        zerocast.nn.convert(model, RECIPES["nvfp4"], weights="master")
+        fully_shard(model, mp_policy=BF16)
+        seen = step_twice(model, comm, precompute=True)
+        (parameter,) = zerocast.fsdp.report(model).parameters
+        return seen.bytes["_allgather_base_"], parameter.name, parameter.bytes_per_element
+
+    for moved, name, said in run_ranks("torch_distributed", 2, run):
+        assert (moved, name, said) == (128 * 96 // 2, "layers.0.weight", 0.5)
 
 
 def test_the_report_counts_uneven_shards():

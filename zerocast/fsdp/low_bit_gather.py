@@ -30,6 +30,7 @@ from zerocast.cast import CastPlan
 from zerocast.comm import Communicator, Group, SingleRank, as_communicator
 from zerocast.errors import InputError
 from zerocast.fsdp.casts import Unit, plan_casts, run_casts
+from zerocast.fsdp.gather_checks import check_dtype
 from zerocast.fsdp.parts import check_cuts
 from zerocast.fsdp.recipe_state import State, check_state, fresh_state, state_before_cast
 from zerocast.fsdp.row_shards import RowShards
@@ -238,6 +239,7 @@ class LowBitGather:
         wanted = comm, dtype, device, part
         if old and (old.comm, old.dtype, old.storage.device, old.storage.part) == wanted:
             return old
+        check_dtype(self.name, dtype)
         if part is not None:
             check_cuts(self.name, part, self.recipe)
         state = self.state_before_cast(is_due=self.is_due(master))

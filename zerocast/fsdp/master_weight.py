@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_map_only
 
 from zerocast.errors import UnsupportedError
 from zerocast.fsdp.casts import Member, Unit
+from zerocast.fsdp.gather_checks import check_placement
 from zerocast.fsdp.low_bit_gather import LowBitGather, ShardCodes
 from zerocast.fsdp.sharded import is_sharded, local_part, sharded_like
 from zerocast.tensors import QuantizedTensor
@@ -110,8 +111,16 @@ class MasterWeight(torch.Tensor):
         module: torch.nn.Module,
         mp_policy: MixedPrecisionPolicy,
     ) -> tuple[tuple[torch.Tensor, ...], ShardCodes]:
-        """What this rank sends of its rows."""
-        return self.low_bit_gather.codes_to_send(
+        """What this rank sends of its rows.
+
+        Raises:
+            UnsupportedError: on every rank, at the first gather, for what cannot be gathered in
+                codes.
+        """
+        gather = self.low_bit_gather
+        if gather.shards is None or not gather.shards.was_asked_for:
+            check_placement(gather.name, self._parameter_of(module))
+        return gather.codes_to_send(
             self._unit_in(module), mesh, mp_policy.param_dtype or self.dtype
         )
 
@@ -120,11 +129,15 @@ class MasterWeight(torch.Tensor):
         group = getattr(module, "amax_group", None)
         if group is not None:
             return group.members()
+        return [Member(self.low_bit_gather, self.value, self._parameter_of(module))]
+
+    def _parameter_of(self, module: torch.nn.Module) -> torch.Tensor:
+        """The parameter of ``module`` of which this is a shard."""
         for parameter in module._parameters.values():
             if parameter is not None:
                 shard = local_part(parameter)
                 if isinstance(shard, MasterWeight) and shard.low_bit_gather is self.low_bit_gather:
-                    return [Member(self.low_bit_gather, self.value, parameter)]
+                    return parameter
         raise AssertionError("FSDP2 names the module whose parameter it gathers")
 
     def fsdp_post_all_gather(

@@ -92,8 +92,12 @@ def note_reason(module: torch.nn.Module, reason: str) -> None:
 
 def _gathers(model: torch.nn.Module) -> Iterator[ParameterGather]:
     dtypes = gather_dtypes(model)
+    seen: set[torch.Tensor] = set()  # one that layers share is gathered once
     for fqn, module in model.named_modules():
         for own_name, parameter in module.named_parameters(recurse=False):
+            if parameter in seen:
+                continue
+            seen.add(parameter)
             name = f"{fqn}.{own_name}".lstrip(".")
             owner, rows = _owner(fqn, dtypes), local_part(parameter)
             is_left = isinstance(rows, MasterWeight) and not rows.low_bit_gather.is_gathered

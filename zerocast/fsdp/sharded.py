@@ -31,6 +31,12 @@ def sharding_dimension(tensor: torch.Tensor) -> int:
     return next(i for i, placement in enumerate(placements) if not placement.is_replicate())
 
 
+def is_divided(tensor: torch.Tensor) -> bool:
+    """Whether the ranks hold different parts of ``tensor``, a DTensor."""
+    placements: Any = tensor.placements  # type: ignore[attr-defined]
+    return not all(placement.is_replicate() for placement in placements)
+
+
 def ranks_that_shard(tensor: torch.Tensor) -> int:
     """Over how many ranks FSDP2 has sharded ``tensor``."""
     return tensor.device_mesh.size(sharding_dimension(tensor))  # type: ignore[attr-defined]
@@ -73,6 +79,31 @@ def reshard(model: torch.nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+def keeps_a_part(parameter: torch.Tensor) -> bool:
+    """Whether FSDP2 keeps several ranks' rows of ``parameter``, a sharded one, after a forward: for
+    an integer ``reshard_after_forward``.
+    """
+    # A parameter does not know the module that was given to fully_shard; torch knows all of those.
+    from torch.distributed._composable_state import _module_state_mapping
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in list(_module_state_mapping):
+        if isinstance(module, FSDPModule):
+            for group in _parameter_groups(module):
+                if any(each.sharded_param is parameter for each in group.fsdp_params):
+                    return group._use_post_forward_mesh
+    return False
+
+
+def _parameter_groups(module: Any) -> list[Any]:
+    """FSDP2's groups of parameters that are gathered before ``module`` runs."""
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:  # in torch versions that know one for a module, or none
+        groups = [state._fsdp_param_group]
+    return [group for group in groups if group is not None]
 
 
 def gather_dtypes(model: torch.nn.Module) -> dict[str, torch.dtype | None]:

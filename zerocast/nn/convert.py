@@ -18,8 +18,9 @@ from zerocast.cast.amax_groups import Patterns, amax_group_labels
 from zerocast.comm import SingleRank
 from zerocast.errors import InputError
 from zerocast.fsdp.amax_group import AmaxGroup
-from zerocast.fsdp.master_weight import MasterWeight
+from zerocast.fsdp.master_weight import is_master
 from zerocast.fsdp.report import note_reason
+from zerocast.fsdp.sharded import is_sharded
 from zerocast.nn.initialization import quantized_parameter
 from zerocast.nn.linear import Linear
 from zerocast.nn.masters import check_gathers, master_parameter
@@ -94,11 +95,12 @@ def convert(
         quantized weight cannot present.
 
     Raises:
-        InputError: for a wrong argument. Nothing has been changed.
+        InputError: for a wrong argument, or under ``"master"`` for a layer whose weight is sharded
+            already. Nothing has been changed.
     """
-    _check_arguments(model, recipe, weights, filter_fqns)
     if weights == "master" and not low_bit_all_gather:
         weights = "high_precision"
+    _check_arguments(model, recipe, weights, filter_fqns)
     if amax_groups and weights == "high_precision":
         raise InputError(
             "amax_groups are for weights that hold codes (weights='quantized') or are gathered in "
@@ -192,10 +194,17 @@ def _why_not(
     weight = module._parameters.get("weight")
     if isinstance(weight, QuantizedTensor):
         return "is quantized already"
-    if isinstance(weight, MasterWeight):
-        return "is gathered in codes already"
     if weight is None:
         return "its weight is computed from other parameters (a parametrization, pruning)"
+    if is_master(weight):
+        return "is gathered in codes already"
+    if weights == "master" and is_sharded(weight):
+        # To leave it would be a gather in high precision where one in codes was asked for.
+        raise InputError(
+            f"weights='master' needs layers whose weights are whole, got {names[0]}, whose weight "
+            f"is sharded; call zerocast.nn.convert before fully_shard or parallelize_module, or "
+            f"leave the layer out by filter_fqns."
+        )
     if type(module) not in (torch.nn.Linear, Linear):
         return f"is a {type(module).__name__}, a subclass that may use its weight in another way"
     if type(weight) is not torch.nn.Parameter:
