@@ -1,0 +1,437 @@
+"""Masters that tensor parallelism splits: their codes are those of the whole weight's cast."""
+
+import contextlib
+import tempfile
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import zerocast
+from tests.fsdp.sharded import BF16, RECIPES, Unsharded, adamw, gathered, reshard, whole_masters
+from tests.support import parts
+from tests.support.ranks import run_ranks
+from tests.support.same_bytes import assert_same_bytes
+from tests.tensor_parallel.parallel import Gathers, Pair, batch, mesh_of, pair, split, whole
+from zerocast.fsdp.parts import part_of
+from zerocast.nn import quantized_module
+
+pytestmark = pytest.mark.mpi(min_size=4)
+
+NVFP4 = RECIPES["nvfp4"]
+UNDRAWN = [name for name in RECIPES if name != "nvfp4-drawn"]
+
+
+def parallel(recipe, dp: int, tp: int, **options) -> Pair:
+    """The two layers with masters, over a mesh of both kinds of parallelism, or of one."""
+    return shard(pair(recipe, "master", bias=False, **options), dp, tp)
+
+
+def shard(model: Pair, dp: int, tp: int) -> Pair:
+    """Split over ``tp`` ranks, and each part sharded by FSDP2 over ``dp``, unless that is one."""
+    mesh = init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp"))
+    split(model, mesh["tp"])
+    return fully_shard(model, mesh=mesh["dp"], mp_policy=BF16) if dp > 1 else model
+
+
+def dtype_of(dp: int) -> torch.dtype:
+    """That of the weights: what FSDP2's policy says, or the masters' own."""
+    return torch.bfloat16 if dp > 1 else torch.float32
+
+
+def input_of(replica: int, dp: int) -> torch.Tensor:
+    """The same for all ranks of one replica."""
+    return batch(replica).to(dtype_of(dp))
+
+
+def multiplied(parameter: torch.Tensor) -> zerocast.QuantizedTensor:
+    """The weight that a layer multiplies with, this rank's part, of a parameter as the layer has
+    it.
+    """
+    local = parameter.to_local()
+    if isinstance(local, zerocast.QuantizedTensor):
+        return local
+    return zerocast.QuantizedTensor(local.low_bit_gather._ungathered)
+
+
+def assert_parts_of_cast(model: torch.nn.Module, whole: Unsharded, when: str) -> None:
+    """Every weight that a layer multiplies with has the bytes of its part of the unsharded cast."""
+    for name, parameter in gathered(model).items():
+        part, weight = part_of(name, parameter, is_fsdp_sharded=False), multiplied(parameter)
+        expected = parts.part_of(whole.weights[name], part)
+        assert weight.shape == part.shape
+        assert set(weight.storage.buffers) == set(expected) - set(weight.recipe.state)
+        for buffer, actual in weight.storage.buffers.items():
+            assert_same_bytes(actual, expected[buffer], f"{when}, {name}.{buffer}")
+    reshard(model)
+
+
+def feed(model: torch.nn.Module, step: int) -> None:
+    """Let every parameter have a gradient that is the same whatever it is split over."""
+    for i, p in enumerate(model.parameters()):
+        draw = torch.Generator().manual_seed(step * 1000 + i)
+        p.grad = as_split(torch.randn(p.shape, generator=draw), p)
+
+
+def as_split(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """``whole``, placed as ``like`` is."""
+    if not isinstance(like, DTensor):
+        return whole
+    part = part_of("", like, is_fsdp_sharded=like.device_mesh.ndim > 1)
+    own = part.slice_of(whole)
+    if like.device_mesh.ndim > 1:
+        own = own.chunk(like.device_mesh.size(0))[like.device_mesh.get_local_rank(0)]
+    return DTensor.from_local(
+        own.contiguous(),
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
+    )
+
+
+@contextlib.contextmanager
+def watching(weights: dict):
+    """Within the context, note what layers quantize of their weights, by the layers' names."""
+    plain = quantized_module.observer
+
+    def noting(layer, gemm):
+        def watch(role, tensor, quantized):
+            if role == "weight":
+                weights[layer.name] = quantized
+
+        return watch
+
+    quantized_module.observer = noting
+    try:
+        yield
+    finally:
+        quantized_module.observer = plain
+
+
+class Reductions(TorchDispatchMode):
+    """Counts all-reduces within the context."""
+
+    calls = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls += func._schema.name in ("c10d::allreduce_", "_c10d_functional::all_reduce")
+        return func(*args, **(kwargs or {}))
+
+
+MESHES = pytest.mark.parametrize(
+    ("dp", "tp"), [(1, 2), pytest.param(1, 4, marks=pytest.mark.slow), (2, 2)]
+)
+
+
+@MESHES
+@pytest.mark.parametrize("recipe", UNDRAWN)
+def test_codes_are_the_parts_of_the_unsharded_cast(recipe, dp, tp):
+    """After each of 3 steps codes, scales, amax, padding and columnwise copies on every rank are
+    those of its part of ``quantize(full master)``, in forward and backward, cast by the layers or
+    ahead of them.
+    """
+    if recipe == "block" and tp == 4:
+        pytest.skip("256 rows are two blocks")
+
+    def run(comm):
+        model = parallel(RECIPES[recipe], dp, tp)
+        whole = Unsharded(model, RECIPES[recipe], dtype_of(dp))
+        optimizer = adamw(model.parameters())
+        for step in range(3):
+            whole.cast(whole_masters(model))
+            loss = model(input_of(comm.rank // tp, dp)).square().mean()
+            assert_parts_of_cast(model, whole, f"forward of step {step}")
+            loss.backward()
+            assert_parts_of_cast(model, whole, f"backward of step {step}")
+            feed(model, step)
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 1:
+                zerocast.fsdp.precompute_scales_for_fsdp(model)
+
+    run_ranks("torch_distributed", dp * tp, run)
+
+
+# --- training ---
+
+
+@MESHES
+@pytest.mark.parametrize("recipe", ["nvfp4", "delayed"])
+def test_equal_gradients_train_equal_weights_however_they_are_split(recipe, dp, tp):
+    """With the same gradients fed, masters after 20 steps of foreach AdamW are bit for bit those of
+    plain unsplit tensors.
+    """
+    plain = pair(bias=False)
+    optimizer = adamw(plain.parameters())
+    for step in range(20):
+        feed(plain, step)
+        optimizer.step()
+
+    def run(comm):
+        model = parallel(RECIPES[recipe], dp, tp)
+        optimizer = adamw(model.parameters())
+        for step in range(20):
+            model(input_of(comm.rank // tp, dp)).square().mean().backward()
+            feed(model, step)
+            optimizer.step()
+            optimizer.zero_grad()
+            zerocast.fsdp.precompute_scales_for_fsdp(model)
+        return whole_masters(model)
+
+    for masters in run_ranks("torch_distributed", dp * tp, run):
+        for name, expected in plain.named_parameters():
+            assert_same_bytes(masters[name], expected.detach(), f"{name} after 20 steps")
+
+
+@MESHES
+def test_loss_and_gradients_are_those_of_one_rank(dp, tp):
+    """Loss and gradients with split masters are those of unsplit layers with the decoded weights,
+    up to the order of sums.
+    """
+    alone = pair(bias=False)
+    for p in alone.parameters():
+        p.data = zerocast.quantize(p.data, NVFP4, dtype=dtype_of(dp)).dequantize(torch.float32)
+    x = torch.cat([batch(seed) for seed in range(dp)])
+    expected = alone(x).square().mean()
+    expected.backward()
+
+    def run(comm):
+        model = parallel(NVFP4, dp, tp)
+        loss = model(input_of(comm.rank // tp, dp)).float().square().mean()
+        loss.backward()
+        gradients = {name: whole(p.grad) for name, p in model.named_parameters()}
+        return loss.detach(), gradients
+
+    found = run_ranks("torch_distributed", dp * tp, run)
+    near = {"rtol": 2e-2, "atol": 2e-3} if dp > 1 else {"rtol": 1e-4, "atol": 1e-5}
+    losses = torch.stack([loss for loss, _ in found])
+    torch.testing.assert_close(losses.mean(), expected.detach(), **near)
+    for _, gradients in found:
+        for name, p in alone.named_parameters():
+            torch.testing.assert_close(gradients[name].float(), p.grad, **near)
+
+
+@MESHES
+@pytest.mark.parametrize("recipe", ["current", "delayed", "nvfp4"])
+def test_quantized_products_go_on_with_the_parts_codes(recipe, dp, tp):
+    """Under autocast, too, where inputs and gradients are quantized, the weights are the parts of
+    the unsharded cast, and the loss is near that of high precision.
+    """
+
+    def run(comm):
+        model = parallel(RECIPES[recipe], dp, tp)
+        whole = Unsharded(model, RECIPES[recipe], dtype_of(dp))
+        whole.cast(whole_masters(model))
+        exact = pair(bias=False)(batch(comm.rank // tp)).square().mean().item()
+        for _ in range(2):
+            with zerocast.autocast(recipe=RECIPES[recipe]):
+                loss = model(input_of(comm.rank // tp, dp)).float().square().mean()
+            loss.backward()
+        assert_parts_of_cast(model, whole, "after the backward")
+        return loss.item() / exact
+
+    for ratio in run_ranks("torch_distributed", dp * tp, run):
+        assert 0.9 < ratio < 1.1
+
+
+# --- weights in high precision, quantized by each forward ---
+
+
+@pytest.mark.parametrize("recipe", UNDRAWN)
+@pytest.mark.parametrize("tp", [2, 4])
+def test_weights_that_each_forward_quantizes_are_parts_of_the_whole_cast(recipe, tp):
+    """weights="high_precision": what a forward under autocast quantizes of a split weight has the
+    bytes of its part of the whole weight's, in each of three steps.
+    """
+    if recipe == "block" and tp == 4:
+        pytest.skip("256 rows are two blocks")
+    scheme = RECIPES[recipe]
+
+    def run(comm):
+        model, alone = pair(scheme), pair(scheme)
+        split(model, mesh_of(comm.size))
+        for step in range(3):
+            found, expected = {}, {}
+            group = {"amax_reduction_group": zerocast.comm.SingleRank()}
+            with watching(found), zerocast.autocast(recipe=scheme):
+                model(batch(step)).square().mean().backward()
+            with watching(expected), zerocast.autocast(recipe=scheme, **group):
+                alone(batch(step)).square().mean().backward()
+            for name, storage in found.items():
+                layer = model.get_submodule(name)
+                part = part_of(name, layer.weight, is_fsdp_sharded=False)
+                buffers = parts.part_of(zerocast.QuantizedTensor(expected[name]), part)
+                for buffer, actual in storage.buffers.items():
+                    assert_same_bytes(actual, buffers[buffer], f"step {step}, {name}.{buffer}")
+            for p in (*model.parameters(), *alone.parameters()):
+                p.grad = None
+            with torch.no_grad():
+                for p in (*model.parameters(), *alone.parameters()):
+                    p.mul_(1.5)
+        return len(found)
+
+    assert run_ranks("torch_distributed", tp, run) == [2] * tp
+
+
+# --- the ways there ---
+
+
+def test_a_model_starts_on_the_meta_device():
+    """Converted, split and sharded without memory, then given some and initialised: the masters
+    are parts of what was drawn, and so are the codes.
+    """
+
+    def run(comm):
+        with torch.device("meta"):
+            model = Pair(bias=False)
+        zerocast.nn.convert(model, NVFP4, weights="master")
+        shard(model, 2, 2)
+        model.to_empty(device="cpu")
+        values = dict(pair(bias=False, seed=5).named_parameters())
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                p.copy_(as_split(values[name].detach(), p))
+        whole = Unsharded(model, NVFP4)
+        whole.cast({name: value.detach() for name, value in values.items()})
+        model(input_of(comm.rank // 2, 2)).square().mean().backward()
+        assert_parts_of_cast(model, whole, "after the backward")
+
+    run_ranks("torch_distributed", 4, run)
+
+
+def test_checkpoints_hold_plain_masters():
+    """A state dict of masters that are split and sharded on 2 x 2 ranks is saved by
+    torch.distributed.checkpoint and loaded on 1 x 2, 2 x 2 and on one rank that never heard of
+    codes.
+    """
+
+    def save(comm):
+        folder = comm.all_gather_object(tempfile.mkdtemp() if comm.rank == 0 else None)[0]
+        model = parallel(NVFP4, 2, 2)
+        model(input_of(comm.rank // 2, 2)).square().mean().backward()
+        adamw(model.parameters()).step()
+        state = model.state_dict()
+        assert all(type(tensor.to_local()) is torch.Tensor for tensor in state.values())
+        dcp.save(state, checkpoint_id=folder)
+        return folder, whole_masters(model)
+
+    folder, saved = run_ranks("torch_distributed", 4, save)[0]
+
+    def load(comm, dp, tp):
+        model = parallel(NVFP4, dp, tp, seed=1) if tp > 1 else pair(bias=False, seed=1)
+        state = model.state_dict()
+        dcp.load(state, checkpoint_id=folder)
+        model.load_state_dict(state)
+        for name, p in model.named_parameters():
+            assert_same_bytes(whole(p), saved[name], name)
+        if tp > 1:
+            expected = Unsharded(model, NVFP4, dtype_of(dp))
+            expected.cast(saved)
+            model(input_of(comm.rank // tp, dp))
+            assert_parts_of_cast(model, expected, "after loading")
+
+    for dp, tp in ((1, 1), (1, 2), (2, 2)):
+        run_ranks("torch_distributed", dp * tp, lambda comm, dp=dp, tp=tp: load(comm, dp, tp))
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4", "mxfp8", "current"])
+def test_the_report_counts_what_a_gather_of_parts_moves(recipe):
+    """On 2 x 2 ranks the report says what the gathers among the ranks of one part move, which is
+    what they do.
+    """
+
+    def run(comm):
+        model = parallel(RECIPES[recipe], 2, 2)
+        model(input_of(comm.rank // 2, 2)).square().mean().backward()
+        reshard(model)
+        with Gathers() as seen:
+            gathered(model)
+        report = zerocast.fsdp.report(model)
+        return seen.bytes, report.gathered_bytes, [tuple(p.shape) for p in report.parameters]
+
+    for moved, said, shapes in run_ranks("torch_distributed", 4, run):
+        assert moved == said
+        assert shapes == [(128, 64), (64, 128)]
+
+
+def test_one_all_reduce_for_each_kind_of_ranks():
+    """With precompute_scales_for_fsdp the cast of all parameters is one all-reduce among the ranks
+    that share a part and one among the parts.
+    """
+
+    def run(comm):
+        model = parallel(NVFP4, 2, 2)
+        optimizer = adamw(model.parameters())
+        for _ in range(2):
+            model(input_of(comm.rank // 2, 2)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with Reductions() as seen:
+                zerocast.fsdp.precompute_scales_for_fsdp(model)
+        return seen.calls
+
+    for calls in run_ranks("torch_distributed", 4, run):
+        assert calls == 2
+
+
+# --- what is refused ---
+
+
+@pytest.mark.parametrize("weights", ["master", "high_precision"])
+def test_cuts_through_blocks_are_refused(weights):
+    """Rows that a recipe's blocks cannot be cut by raise in the first forward, on every rank, also
+    on those whose own part would do.
+    """
+    recipe = RECIPES["block"]
+
+    def run(comm):
+        model = split(pair(recipe, weights, bias=False, hidden=192), mesh_of(comm.size))
+        with zerocast.autocast(recipe=recipe), pytest.raises(zerocast.InputError) as raised:
+            model(batch())
+        return str(raised.value)
+
+    (message,) = set(run_ranks("torch_distributed", 3, run))
+    what = "up.weight" if weights == "master" else "the layer's weight"
+    assert message == (
+        f"{what}: a part of a weight under Float8BlockScaling must begin and end between blocks, "
+        f"at multiples of 128 rows, got rows [0, 64) of (192, 64); choose another number of ranks, "
+        f"or leave the weight uncut or in high precision."
+    )
+
+
+def test_sharding_parts_by_columns_is_refused():
+    """FSDP2 must shard parts by rows, too; fully_shard says so on every rank."""
+
+    def run(comm):
+        model = pair(NVFP4, "master", bias=False)
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        split(model, mesh["tp"])
+        with pytest.raises(zerocast.UnsupportedError) as raised:
+            fully_shard(model, mesh=mesh["dp"], shard_placement_fn=lambda p: Shard(1))
+        return str(raised.value)
+
+    (message,) = set(run_ranks("torch_distributed", 4, run))
+    assert message.startswith(
+        "up.weight: a low-bit all-gather needs masters sharded by rows, got a split of dimension 1;"
+    )
+
+
+def test_masters_that_fsdp_shards_and_nobody_gathers_are_refused():
+    """A layer whose module's forward does not run has shards of its part: an error on every
+    rank.
+    """
+
+    def run(comm):
+        model = parallel(NVFP4, 2, 2)
+        with pytest.raises(zerocast.UnsupportedError) as raised:
+            model.up(batch())
+        return str(raised.value)
+
+    (message,) = set(run_ranks("torch_distributed", 4, run))
+    assert message.startswith("up was to be all-gathered in codes before its layer runs")
