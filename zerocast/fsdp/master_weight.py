@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from zerocast.errors import UnsupportedError
+from zerocast.errors import InputError, UnsupportedError
 from zerocast.fsdp.casts import Member, Unit
 from zerocast.fsdp.gather_checks import check_placement
 from zerocast.fsdp.low_bit_gather import LowBitGather, ShardCodes
@@ -155,6 +155,35 @@ class MasterWeight(torch.Tensor):
         assert isinstance(weight, QuantizedTensor)
         self.low_bit_gather.refill(weight.storage, all_gather_outputs, metadata)
         return None
+
+    # --- what torch answers from memory, which a wrapper does not have ---
+
+    @property
+    def data(self) -> torch.Tensor:
+        """An alias without a gradient. What is assigned to it takes the place of ``value``, in its
+        own dtype.
+        """
+        return self.detach()
+
+    @data.setter
+    def data(self, given: torch.Tensor) -> None:
+        gather = self.low_bit_gather
+        if given.shape != self.shape:
+            raise InputError(
+                f"what is assigned to .data of {gather.name} must be of its shape "
+                f"{list(self.shape)}, got {list(given.shape)}."
+            )
+        value = given.value if isinstance(given, MasterWeight) else given.detach()
+        torch.Tensor.data.__set__(self, MasterWeight(value, gather))  # type: ignore[attr-defined]
+        self.value = value
+        gather.writes += 1
+
+    def data_ptr(self) -> int:
+        """The address of ``value``: by it wrappers recognise a parameter that they replace."""
+        return self.value.data_ptr()
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self.value.__dlpack__(**options)
 
     # --- copying and saving ---
 

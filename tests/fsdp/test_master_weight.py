@@ -1,0 +1,55 @@
+"""A master is its values to whoever asks for its memory or puts another tensor in its place."""
+
+import pytest
+import torch
+
+import zerocast
+from tests.support.same_bytes import assert_same_bytes
+
+
+def master(dtype: torch.dtype = torch.float32) -> torch.nn.Parameter:
+    """A layer's weight [32, 48], converted."""
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(48, 32, bias=False, dtype=dtype)
+    zerocast.nn.convert(layer, zerocast.NVFP4BlockScaling(), weights="master")
+    return layer.weight
+
+
+def test_masters_have_addresses():
+    """Wrappers that exchange the parameters of an optimizer tell them apart by data_ptr."""
+    weight, other = master(), master()
+    assert weight.data_ptr() == weight.value.data_ptr()
+    assert weight.data_ptr() not in (0, other.data_ptr())
+
+
+def test_what_is_assigned_to_data_is_the_master():
+    """A parameter that is given another dtype in place has it, and its gather counts a write."""
+    weight = master(torch.bfloat16)
+    value, gather = weight.value.clone(), weight.low_bit_gather
+    weight.data = weight.data.float()
+    assert (weight.dtype, weight.value.dtype) == (torch.float32, torch.float32)
+    assert isinstance(weight, torch.nn.Parameter)
+    assert weight.requires_grad
+    assert_same_bytes(weight.value, value.float(), "a widened master")
+    weight.data = torch.ones(32, 48)
+    assert_same_bytes(weight.detach().clone().value, torch.ones(32, 48), "a plain tensor")
+    assert (weight.low_bit_gather, gather.writes) == (gather, 2)
+
+
+def test_another_shape_is_refused():
+    """Assigning to .data cannot change which weight a master is of."""
+    weight = master()
+    with pytest.raises(zerocast.InputError) as raised:
+        weight.data = torch.ones(48, 32)
+    assert str(raised.value) == (
+        "what is assigned to .data of weight must be of its shape [32, 48], got [48, 32]."
+    )
+    assert weight.value.shape == (32, 48)
+
+
+def test_a_master_can_be_handed_to_another_library():
+    """DLPack gives the memory of the values."""
+    weight = master().detach()
+    shared = torch.from_dlpack(weight)
+    assert_same_bytes(shared, weight.value, "by DLPack")
+    assert shared.data_ptr() == weight.value.data_ptr()
