@@ -28,7 +28,7 @@ LAYERS = (
     ("cast",),
     ("fsdp",),
     ("nn", "optim"),
-    ("tensor_parallel",),
+    ("tensor_parallel", "torchtitan"),
     ("checkpoint", "cli", "__init__"),
 )
 LEVEL = {name: level for level, line in enumerate(LAYERS) for name in line}

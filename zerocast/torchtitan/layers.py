@@ -1,0 +1,66 @@
+"""AutocastLinear: a layer that opens a region of autocast around itself.
+
+The note in :mod:`zerocast.torchtitan.options` says why.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from zerocast.comm import SingleRank
+from zerocast.context import autocast
+from zerocast.errors import InputError, UnsupportedError
+from zerocast.fsdp import precompute_scales_for_fsdp
+from zerocast.nn import Linear
+from zerocast.recipes import Recipe
+
+logger = logging.getLogger(__name__)
+
+_NO_AMAXES = SingleRank()
+"""Over whom regions reduce amaxes: nobody, for no scheme that is served remembers any."""
+
+
+class AutocastLinear(Linear):
+    """:class:`zerocast.nn.Linear`, inside and outside of any region.
+
+    Attributes:
+        product_recipe: by which its products are quantized; None for products in high precision,
+            with the decoded weight where that was gathered in codes.
+    """
+
+    product_recipe: Recipe | None = None
+
+    def forward(self, input: torch.Tensor, *, fp8_output: bool = False) -> torch.Tensor:
+        """[..., K] -> [..., M], as :meth:`zerocast.nn.Linear.forward`."""
+        if self.product_recipe is None:
+            return super().forward(input, fp8_output=fp8_output)
+        if torch.compiler.is_compiling():
+            raise UnsupportedError(
+                f"{self.name}: quantized products cannot be traced by torch.compile; tell the "
+                f"converter by model_compile_enabled=True that torchtitan compiles the model."
+            )
+        with autocast(recipe=self.product_recipe, amax_reduction_group=_NO_AMAXES):
+            return super().forward(input, fp8_output=fp8_output)
+
+
+def product_recipe(recipe: Recipe, fqn: str, out_features: int) -> Recipe | None:
+    """``recipe``, for the products of the layer ``fqn``; None, with a line in the log, where it
+    cannot hold the gradient of the output though it can hold the weight.
+    """
+    try:
+        recipe.for_role("grad_output").check_shape((1, out_features))
+    except InputError as error:
+        logger.info("%s: its products stay in high precision; of its gradient: %s", fqn, error)
+        return None
+    return recipe
+
+
+def precompute(model_parts: torch.nn.Module | list[torch.nn.Module]) -> None:
+    """After a step of the optimizer: one all-reduce for the scales of each part of the model that
+    gathers codes.
+    """
+    for part in [model_parts] if isinstance(model_parts, torch.nn.Module) else model_parts:
+        if any(isinstance(m, AutocastLinear) and m.low_bit_all_gather for m in part.modules()):
+            precompute_scales_for_fsdp(part)

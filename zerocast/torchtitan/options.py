@@ -1,0 +1,98 @@
+"""What torchtitan's options mean here: one scheme for a name, and what cannot be served, refused.
+
+Note: why no region stands around the model
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+torchtitan's trainer knows no :class:`zerocast.autocast`, calls parts of a model by themselves (the
+head in chunks, inside of the loss), and computes activations again in the backward, when a region
+around the forward would have been left. So each converted layer opens a region of its own. That is
+right for schemes whose scales follow from the tensors at hand. Delayed scaling would reduce amaxes
+on leaving every layer, and compute again with other scales, so it is refused.
+"""
+
+from __future__ import annotations
+
+from zerocast.errors import InputError, UnsupportedError
+from zerocast.recipes import (
+    RECIPES,
+    Float8CurrentScaling,
+    Float8RowwiseScaling,
+    MXFP8BlockScaling,
+    QParams,
+    Recipe,
+)
+
+_POWER_OF_2 = QParams(power_2_scale=True)
+
+TORCHTITAN_RECIPES: dict[str, Recipe] = {
+    "tensorwise": Float8CurrentScaling(),
+    # torchao, whose schemes these are, rounds the scales of this one to powers of two.
+    "rowwise": Float8RowwiseScaling(
+        fp8_quant_fwd_inp=_POWER_OF_2,
+        fp8_quant_fwd_weight=_POWER_OF_2,
+        fp8_quant_bwd_grad=_POWER_OF_2,
+    ),
+    "mxfp8_cublas_rceil": MXFP8BlockScaling(),
+    "mxfp8_rceil": MXFP8BlockScaling(),
+}
+"""torchtitan's own names. "rowwise" is the one that is also a name of ``zerocast.recipes.RECIPES``,
+and means what torchtitan's users know."""
+
+_MIXED = "it computes the gradient of the weight from operands in high precision"
+_REFUSED = {
+    "rowwise_with_gw_hp": f"{_MIXED}; 'rowwise' quantizes those, too",
+    "mxfp8_rceil_wgrad_with_hp": f"{_MIXED}; 'mxfp8_rceil' quantizes those, too",
+    "mxfp8_cublas": "it rounds scales down, and MXFP8 here rounds them up; 'mxfp8_cublas_rceil' is "
+    "that scheme",
+    "delayed": "torchtitan computes activations again in the backward, when the scales of the "
+    "forward are gone; 'tensorwise' makes its scales from the tensors at hand",
+}
+
+
+def recipe_named(name: str) -> Recipe:
+    """The scheme of this ``recipe_name``: torchtitan's own, or else zerocast's short ones.
+
+    Raises:
+        UnsupportedError: for one that is known and not served.
+        InputError: for an unknown one.
+    """
+    if name in _REFUSED:
+        raise UnsupportedError(f"recipe_name={name!r} is not served here: {_REFUSED[name]}.")
+    if name in TORCHTITAN_RECIPES:
+        return TORCHTITAN_RECIPES[name]
+    if name in RECIPES:
+        return RECIPES[name]()
+    known = [*TORCHTITAN_RECIPES, *(key for key in RECIPES if key not in _REFUSED)]
+    raise InputError(f"recipe_name must be one of {list(dict.fromkeys(known))}, got {name!r}.")
+
+
+def check_combination(
+    *, gathers_codes: bool, precomputes: bool, weights_only: bool, compiles: bool
+) -> None:
+    """Raise where options contradict each other, or torchtitan's use of them.
+
+    Args:
+        gathers_codes: ``enable_fsdp_float8_all_gather``.
+        precomputes: ``precompute_float8_dynamic_scale_for_fsdp``.
+        weights_only: whether products are not quantized.
+        compiles: whether torchtitan compiles the model's blocks.
+
+    Raises:
+        InputError: for an option that would do nothing.
+        UnsupportedError: for quantized products in a compiled model.
+    """
+    if precomputes and not gathers_codes:
+        raise InputError(
+            "precompute_float8_dynamic_scale_for_fsdp=True needs "
+            "enable_fsdp_float8_all_gather=True: it casts the codes that FSDP2 will gather."
+        )
+    if weights_only and not gathers_codes:
+        raise InputError(
+            "weights_only=True needs enable_fsdp_float8_all_gather=True: without codes in the "
+            "gathers there would be nothing quantized."
+        )
+    if compiles and not weights_only:
+        raise UnsupportedError(
+            "quantized products cannot be traced, and torchtitan compiles whole blocks "
+            "(fullgraph=True); leave 'model' out of compile.components, or give weights_only=True "
+            "(torchtitan 0.2 has it with zerocast.torchtitan.job_config)."
+        )
