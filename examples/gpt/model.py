@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -14,11 +16,18 @@ class GPT(nn.Module):
 
     context = 128
 
-    def __init__(self, layers: int = 4, width: int = 256, heads: int = 4) -> None:
+    def __init__(
+        self,
+        layers: int = 4,
+        width: int = 256,
+        heads: int = 4,
+        block: Callable[[int, int], nn.Module] | None = None,
+    ) -> None:
         super().__init__()
+        block = Block if block is None else block
         self.bytes = nn.Embedding(VOCABULARY, width)
         self.positions = nn.Embedding(self.context, width)
-        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.blocks = nn.ModuleList(block(width, heads) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, VOCABULARY, bias=False)
         for name, parameter in self.named_parameters():
@@ -57,5 +66,18 @@ class Block(nn.Module):
     def attend(self, qkv: torch.Tensor) -> torch.Tensor:
         """[batch, time, 3 * width] -> [batch, time, width]."""
         q, k, v = qkv.unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return mixed.transpose(1, 2).flatten(-2)
+
+
+class HeadByHead(Block):
+    """A block whose ``attention_in`` gives query, key and value of one head after the other, so
+    that ranks can have some of the heads each.
+    """
+
+    def attend(self, qkv: torch.Tensor) -> torch.Tensor:
+        """[batch, time, 3 * width of the heads here] -> [batch, time, width of the heads here]."""
+        head_width = self.attention_in.in_features // self.heads
+        q, k, v = qkv.unflatten(-1, (-1, 3, head_width)).permute(3, 0, 2, 1, 4)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return mixed.transpose(1, 2).flatten(-2)

@@ -1,0 +1,247 @@
+"""Train the byte-level GPT with tensor parallelism and FSDP2: each rank casts its part of a weight.
+
+    torchrun --nproc-per-node 4 examples/tensor_parallel.py --recipe nvfp4 --tensor-parallel 2
+    mpirun -n 4 python examples/tensor_parallel.py --recipe current --autocast --tensor-parallel 4
+
+The styles are torch's, with sequence parallelism: between the layers the stream is split in time.
+With ``--autocast`` and a recipe of one scale a tensor, the inputs of layers are gathered in codes,
+too, by zerocast's styles. It ends with what gathers of weights and of inputs move, and compares
+every code that a rank multiplies with, and every value, with its part of the unsharded cast of the
+whole masters by the reference backend; the exit code is 1 where one differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from gpt.check import first_difference
+from gpt.data import load_corpus, sample
+from gpt.launch import fast_dtype, launched_process_group
+from gpt.model import GPT, HeadByHead
+from gpt.training import RECIPES
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import zerocast
+from zerocast.comm import Communicator
+from zerocast.tensor_parallel import Float8ColwiseParallel
+
+IN_CODES = ("current", "delayed")
+"""Recipes with which inputs can be gathered in codes: those of one scale a tensor."""
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    recipes = [name for name, recipe in RECIPES.items() if recipe is not None]
+    parser.add_argument("--recipe", choices=recipes, default="nvfp4", help="of the weights")
+    parser.add_argument("--tensor-parallel", type=int, default=2, help="ranks that share a layer")
+    parser.add_argument(
+        "--autocast", action="store_true", help="quantize activations and gradients, too"
+    )
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--batch", type=int, default=8, help="sequences a step, over all replicas")
+    parser.add_argument("--lr", type=float, default=1e-3)
+    return parser.parse_args()
+
+
+def parallel_model(arguments: argparse.Namespace, mesh: DeviceMesh, dtype: torch.dtype) -> GPT:
+    """The same on any number of ranks: FP32 masters, each layer's split over ``mesh["tp"]``, each
+    part sharded over ``mesh["dp"]`` and gathered in codes.
+    """
+    torch.manual_seed(0)
+    model = GPT(block=HeadByHead)
+    zerocast.nn.convert(model, RECIPES[arguments.recipe], weights="master", filter_fqns=["head"])
+    in_codes = arguments.autocast and arguments.recipe in IN_CODES
+    column = Float8ColwiseParallel if in_codes else ColwiseParallel
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    replicated, in_time = Replicate(), Shard(1)
+    for block in model.blocks:
+        plan = {
+            "attention_norm": SequenceParallel(),
+            "attention_in": column(input_layouts=in_time),
+            "attention_out": RowwiseParallel(output_layouts=in_time),
+            "mlp_norm": SequenceParallel(),
+            "mlp_in": column(input_layouts=in_time),
+            "mlp_out": RowwiseParallel(output_layouts=in_time),
+        }
+        parallelize_module(block, mesh["tp"], plan)
+    ends = {
+        "bytes": RowwiseParallel(input_layouts=replicated, use_local_output=False),
+        "blocks.0": PrepareModuleInput(
+            input_layouts=replicated, desired_input_layouts=in_time, use_local_output=True
+        ),
+        "norm": SequenceParallel(),
+        "head": ColwiseParallel(input_layouts=in_time, output_layouts=replicated),
+    }
+    parallelize_module(model, mesh["tp"], ends)
+    distribute_module(model.positions, mesh["tp"])
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=mesh["dp"], mp_policy=policy)
+    return model
+
+
+def region(arguments: argparse.Namespace, comm: Communicator) -> AbstractContextManager[Any]:
+    """Where forwards run."""
+    if not arguments.autocast:
+        return nullcontext()
+    return zerocast.autocast(recipe=RECIPES[arguments.recipe], amax_reduction_group=comm)
+
+
+def train(model: GPT, arguments: argparse.Namespace, mesh: DeviceMesh, comm: Communicator) -> None:
+    """Steps of torch's AdamW on the masters; the loss every now and then."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.lr)
+    corpus, replica = load_corpus(), mesh.get_local_rank("dp")
+    draw = torch.Generator().manual_seed(replica)  # ranks that share layers read the same text
+    for step in range(arguments.steps):
+        text = sample(corpus.training, arguments.batch // mesh["dp"].size(), GPT.context, draw)
+        with region(arguments, comm):
+            loss = model(*text)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        zerocast.fsdp.precompute_scales_for_fsdp(model)
+        if step % 20 == 0 or step == arguments.steps - 1:
+            mean = loss.detach().reshape(1).float()
+            comm.all_reduce_sum_(mean)
+            if comm.rank == 0:
+                print(f"step {step}: loss {mean.item() / comm.size:.3f} nats a byte", flush=True)
+
+
+class Gathers(TorchDispatchMode):
+    """Adds up what is all-gathered within the context.
+
+    Attributes:
+        bytes, elements: of what arrives.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = self.elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if "c10d" in func.namespace and "gather" in func._schema.name:
+            tensors = [t for t in tree_leaves((args, out)) if isinstance(t, torch.Tensor)]
+            self.bytes += max(t.nbytes for t in tensors)
+            self.elements += max(t.numel() for t in tensors)
+        return out
+
+
+def gathered_inputs(
+    model: GPT, arguments: argparse.Namespace, mesh: DeviceMesh, comm: Communicator
+) -> Gathers:
+    """What one forward gathers besides weights. Collective."""
+    for module in (*model.blocks, model):
+        module.unshard()
+    draw = torch.Generator().manual_seed(mesh.get_local_rank("dp"))
+    corpus, sequences = load_corpus(), arguments.batch // mesh["dp"].size()
+    text = sample(corpus.validation, sequences, GPT.context, draw)
+    with torch.no_grad(), region(arguments, comm), Gathers() as gathers:
+        model(*text)
+    return gathers
+
+
+def wrong_byte(model: GPT, mesh: DeviceMesh) -> tuple[int, str | None]:
+    """How many bytes of codes and values were compared with this rank's part of the unsharded cast,
+    and the first that differs. Collective.
+    """
+    zerocast.fsdp.precompute_scales_for_fsdp(model)  # resharded, and cast where a step was skipped
+    expected = {}
+    for name, parameter in model.named_parameters():
+        shard = parameter.to_local()
+        if isinstance(shard, zerocast.fsdp.MasterWeight):
+            expected[name] = unsharded_cast(parameter.full_tensor(), shard.low_bit_gather)
+    for module in (*model.blocks, model):
+        module.unshard()
+    compared, difference = 0, None
+    weights = dict(model.named_parameters())
+    for name, whole in expected.items():
+        own = weights[name].to_local()
+        pairs = {
+            "rowwise_data": (own.rowwise_data, whole.rowwise_data),
+            "value": (own.dequantize(torch.float32), whole.dequantize(torch.float32)),
+        }
+        for what, (stored, unsplit) in pairs.items():
+            place = weights[name].placements
+            part = distribute_tensor(unsplit, mesh["tp"], place, src_data_rank=None).to_local()
+            compared += stored.nbytes
+            difference = difference or first_difference(f"{name}.{what}", stored, part)
+    return compared, difference
+
+
+def unsharded_cast(
+    master: torch.Tensor, gather: zerocast.fsdp.LowBitGather
+) -> zerocast.QuantizedTensor:
+    """The cast of a whole master on this rank alone, by the reference backend."""
+    sharded = gather.shards.storage
+    whole = zerocast.empty(master.shape, gather.recipe, dtype=sharded.dtype)
+    buffers = whole.storage.buffers
+    for name in gather.recipe.state:  # what the latest cast began with: delayed scaling's history
+        buffers[name].copy_(sharded.buffers[name])
+    gather.recipe.rewind(buffers)
+    with zerocast.use_backend("reference"):
+        whole.copy_(master)
+    return whole
+
+
+def run(arguments: argparse.Namespace, comm: Communicator) -> int:
+    """Train, say what travels, compare; 0, or 1 where a byte is wrong."""
+    split = arguments.tensor_parallel
+    names = ("dp", "tp")
+    mesh = init_device_mesh("cpu", (comm.size // split, split), mesh_dim_names=names)
+    model = parallel_model(arguments, mesh, fast_dtype(comm))
+    report = zerocast.fsdp.report(model)
+    if comm.rank == 0:
+        print(report, flush=True)
+    train(model, arguments, mesh, comm)
+    inputs = gathered_inputs(model, arguments, mesh, comm)
+    compared, mine = wrong_byte(model, mesh)
+    difference = next(filter(None, comm.all_gather_object(mine)), None)
+    bf16 = 2 * sum(parameter.shape.numel() for parameter in report.parameters)
+    lines = [
+        f"an all-gather of all weights, split over {split} ranks, moves "
+        f"{report.gathered_bytes / 1e3:,.1f} kB among {comm.size // split}; in BF16 it would be "
+        f"{bf16 / 1e3:,.1f} kB",
+        f"all-gathers of the inputs of a forward move {inputs.bytes / 1e3:,.1f} kB; in BF16 it "
+        f"would be {2 * inputs.elements / 1e3:,.1f} kB",
+        f"The weights' parts equal the unsharded cast on every rank: {compared:,} bytes compared "
+        f"on each of {comm.size}."
+        if difference is None
+        else f"WRONG: {difference}",
+    ]
+    if comm.rank == 0:
+        print("\n".join(lines), flush=True)
+    return int(difference is not None)
+
+
+def main() -> int:
+    """The exit code of :func:`run` on the ranks of this job."""
+    arguments = parse_arguments()
+    with launched_process_group() as comm:
+        split = arguments.tensor_parallel
+        if comm.size % split:
+            raise SystemExit(f"--tensor-parallel {split} must divide {comm.size} ranks")
+        if arguments.batch % (comm.size // split):
+            replicas = comm.size // split
+            raise SystemExit(f"--batch {arguments.batch} must divide over {replicas} replicas")
+        return run(arguments, comm)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
