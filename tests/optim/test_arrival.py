@@ -306,6 +306,23 @@ def test_weights_outlive_their_optimizer():
     assert_all_same(stored(model), stored(on_their_way(overlap_all_gather=False)[0]))
 
 
+def test_columnwise_copies_that_move_or_go_between_steps():
+    """They are rebuilt where they lie, and not where they lay."""
+    results = []
+    for overlap in (True, False):
+        model, optimizer, _ = on_their_way(overlap_all_gather=overlap, bucket_size=ALL_TOGETHER)
+        train(model, optimizer, range(1))
+        moved, without = model.first.weight, model.layers[1][1].weight
+        old = moved.columnwise_data
+        moved.storage.replace("columnwise_data", old.clone())
+        without.update_usage(columnwise_usage=False)
+        old.fill_(0x77)
+        train(model, optimizer, range(2))
+        results.append(stored(model))
+        assert (old == 0x77).all()
+    assert_all_same(*results)
+
+
 def test_another_optimizer_takes_weights_over():
     """It waits for what the first has sent, and its steps for what it has sent itself."""
     results = []
@@ -341,7 +358,10 @@ def test_memory_is_given_back_when_nobody_writes_it_any_more():
 class StorageOnGpu(SimpleNamespace):
     """As far as the host's part goes."""
 
-    device, derived_names = torch.device("cuda"), ()
+    device, derived_names, buffers = torch.device("cuda"), (), {}
+
+    def mark_rebuilt(self) -> None:
+        """Nothing is derived."""
 
 
 def graph_device_arrival():

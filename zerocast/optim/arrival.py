@@ -27,7 +27,8 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from zerocast.errors import UnsupportedError
-from zerocast.tensors import QuantizedStorage, rebuild_derived
+from zerocast.ops import Launch
+from zerocast.tensors import QuantizedStorage, prepare_rebuild
 
 
 class Arrival:
@@ -47,6 +48,8 @@ class Arrival:
         self._lock = threading.RLock()
         self._under_way = self._finishing = self._captured = False
         self._failure: Exception | None = None
+        self._launches: list[Launch] = []
+        self._addresses: list[int] | None = None
         weakref.finalize(self, _finish, self._waits)
         for storage in storages:
             storage.arrive = self.wait
@@ -109,14 +112,24 @@ class Arrival:
                 # Modes that watch or replace torch's operations are about the caller's own.
                 with _disable_current_modes():
                     _finish(self._waits)
-                    present = (reference() for reference in self._storages)
-                    rebuild_derived([storage for storage in present if storage is not None])
+                    self._rebuild_derived()
             except Exception as error:
                 self._failure = error
                 raise
             finally:
                 self._finishing = False
             self._under_way = False
+
+    def _rebuild_derived(self) -> None:
+        """By launches that are prepared once, and again where a weight has moved or gone."""
+        storages = [storage for each in self._storages if (storage := each()) is not None]
+        addresses = [b.data_ptr() for storage in storages for b in storage.buffers.values()]
+        if addresses != self._addresses:
+            self._addresses, self._launches = addresses, prepare_rebuild(storages)
+        for launch in self._launches:
+            launch()
+        for storage in storages:
+            storage.mark_rebuilt()
 
     def _is_capturing(self) -> bool:
         return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()

@@ -7,12 +7,12 @@ from zerocast.recipes import RECIPES, Format, QParams
 from zerocast.tensors import operations as _operations  # noqa: F401
 from zerocast.tensors.amax_reduction import AmaxReduction
 from zerocast.tensors.dequantize import dequantize
+from zerocast.tensors.derived import prepare_rebuild, rebuild_derived
 from zerocast.tensors.part import Part
 from zerocast.tensors.quantize import (
     empty,
     quantize,
     quantize_into,
-    rebuild_derived,
     replace_raw_data,
 )
 from zerocast.tensors.quantized_tensor import QuantizedTensor, restore
@@ -35,6 +35,7 @@ __all__ = [
     "RecipeState",
     "dequantize",
     "empty",
+    "prepare_rebuild",
     "quantize",
     "quantize_into",
     "rebuild_derived",

@@ -14,7 +14,8 @@ from torch.utils._pytree import tree_map_only
 
 from zerocast.errors import InputError
 from zerocast.recipes import NOMINAL_DTYPES
-from zerocast.tensors.quantize import quantize_into, rebuild_derived
+from zerocast.tensors.derived import rebuild_derived
+from zerocast.tensors.quantize import quantize_into
 from zerocast.tensors.quantized_tensor import Operation, QuantizedTensor
 from zerocast.tensors.value_view import ValueView, refuse_writes
 

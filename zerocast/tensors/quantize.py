@@ -5,7 +5,7 @@ whole weight and no reduction between them; so a sharded cast has something to b
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -15,6 +15,7 @@ from zerocast.errors import InputError, ZerocastError
 from zerocast.layout import BlockGrid, Cuts, Extent
 from zerocast.ops import Candidates, Masters
 from zerocast.recipes import NOMINAL_DTYPES, Recipe, describe_recipe
+from zerocast.tensors.derived import rebuild_derived
 from zerocast.tensors.part import Part
 from zerocast.tensors.quantized_tensor import QuantizedTensor
 from zerocast.tensors.storage import QuantizedStorage
@@ -258,22 +259,6 @@ def plain_fp32(source: torch.Tensor, device: torch.device) -> torch.Tensor:
         return source.detach().to(device, torch.float32).contiguous()
     # A subclass may have no memory of its own (a quantized weight, a view of one) but can be read.
     return torch.empty(source.shape, dtype=torch.float32, device=device).copy_(source.detach())
-
-
-def rebuild_derived(storages: Iterable[QuantizedStorage]) -> None:
-    """Make the derived copies of weights from their present codes.
-
-    One launch for each recipe and device. Weights without a columnwise copy are skipped.
-    """
-    groups: dict[tuple[Recipe, torch.device], list[QuantizedStorage]] = {}
-    for storage in storages:
-        if storage.derived_names:
-            groups.setdefault((storage.recipe, storage.device), []).append(storage)
-    for (recipe, device), group in groups.items():
-        targets = [storage.transpose_target() for storage in group]
-        recipe.post_all_gather_processing(backend_for(device), targets)()
-        for storage in group:
-            storage.mark_rebuilt()
 
 
 def replace_raw_data(
