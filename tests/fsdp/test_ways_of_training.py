@@ -330,18 +330,29 @@ def test_loading_nothing_casts_nothing():
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-def test_compiled_blocks_give_the_same_gradients():
-    """Blocks that torch.compile compiles under FSDP2 use the gathered codes."""
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # inductor's, of torch.jit
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled_blocks_give_the_same_gradients(backend):
+    """Blocks that torch.compile compiles under FSDP2 use the gathered codes, also those of the
+    second step, which are not compiled again.
+    """
 
     def run(comm):
         results = []
         for compiles in (False, True):
+            torch.compiler.reset()
             model = blocks(NVFP4)
+            optimizer = adamw(model.parameters())
             if compiles:
                 for block in model.blocks:
-                    block.compile(backend="aot_eager")
-            model(batch(comm)).backward()
-            results.append(gradients(model))
+                    block.compile(backend=backend)
+            trace = {}
+            for step in range(2):
+                model(batch(comm)).backward()
+                trace |= {f"{name}, step {step}": g for name, g in gradients(model).items()}
+                optimizer.step()
+                optimizer.zero_grad()
+            results.append(trace)
         assert_same_gradients(*results)
 
     run_ranks("torch_distributed", 2, run)
