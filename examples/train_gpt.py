@@ -8,8 +8,9 @@
 Every rank holds the whole model and its part of the masters. A step is an ordinary PyTorch step:
 ``loss.backward()``, ``optimizer.step()``; what happens in it is in :mod:`gpt.training` and in
 :class:`zerocast.optim.ZeroOptimizer`. With ``--autocast`` the layers quantize activations and
-gradients by the same recipe. It ends with a table, and leaves a JSON record and a picture of the
-loss curves in ``--out``. With ``--check`` every byte of every weight is compared with the
+gradients by the same recipe; with ``--overlap`` they wait for their codes one by one, and a step
+does not. It ends with a table, and leaves a JSON record and a picture of the loss curves in
+``--out``. With ``--check`` every byte of every weight is compared with the
 unsharded cast on every rank, and the exit code is 1 where one differs.
 """
 
@@ -34,6 +35,9 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument(
         "--autocast", action="store_true", help="quantize activations and gradients, too"
+    )
+    parser.add_argument(
+        "--overlap", action="store_true", help="gather codes while the next forward runs"
     )
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--batch", type=int, default=8, help="sequences a step, over all ranks")
@@ -66,6 +70,7 @@ def main() -> int:
             lr=arguments.lr,
             dtype=fast_dtype(comm),
             autocast=arguments.autocast,
+            overlap=arguments.overlap,
             check=arguments.check,
         )
         corpus = load_corpus()

@@ -37,6 +37,7 @@ def print_table(runs: Sequence[Run], settings: Settings, ranks: int) -> None:
         title=f"{ranks} rank{'s' * (ranks > 1)}, {settings.steps} steps of {settings.batch} "
         f"sequences, seed {settings.seed}, {dtype}"
         + ("; activations and gradients quantized" if settings.autocast else "")
+        + ("; gathers overlap the forward" if settings.overlap else "")
     )
     table.add_column("per rank")
     for run in runs:

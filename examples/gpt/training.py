@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -31,6 +32,9 @@ MAX_NORM = 1.0
 """Of all gradients. The first steps at the full rate give norms of 20; without clipping some runs
 lose a hundred steps there, and it is luck which."""
 
+BUCKET_SIZE = 2**19
+"""Elements of a bucket that is waited for by itself: most of a block."""
+
 VALIDATION_BATCHES = 16
 """Batches of the size of a training batch, the same ones for every run."""
 
@@ -44,6 +48,7 @@ class Settings:
         lr: the learning rate, at its highest.
         dtype: of all that is not quantized.
         autocast: whether activations and gradients are quantized, too.
+        overlap: whether a step returns while codes are on their way to the next forward.
         check: whether the weights are compared byte for byte at the end.
     """
 
@@ -53,6 +58,7 @@ class Settings:
     lr: float
     dtype: torch.dtype
     autocast: bool
+    overlap: bool
     check: bool
 
     def region(self, recipe: str, comm: Communicator) -> AbstractContextManager[object]:
@@ -92,7 +98,13 @@ def train(recipe: str, settings: Settings, corpus: Corpus, comm: Communicator) -
     if RECIPES[recipe] is not None:
         zerocast.nn.convert(model, RECIPES[recipe], filter_fqns=["head"])
     model.to(settings.dtype)
-    optimizer = ZeroOptimizer(model.named_parameters(), group=comm, lr=settings.lr)
+    overlap: dict[str, Any] = {"overlap_all_gather": True, "bucket_size": BUCKET_SIZE}
+    optimizer = ZeroOptimizer(
+        model.named_parameters(),
+        group=comm,
+        lr=settings.lr,
+        **(overlap if settings.overlap else {}),
+    )
     schedule = torch.optim.lr_scheduler.SequentialLR(
         optimizer,
         [

@@ -86,9 +86,12 @@ def test_training_on_mpi_ranks_shards_what_it_holds(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_torchrun_starts_the_same_training(tmp_path: Path) -> None:
-    """Under torchrun the ranks are found through torch.distributed."""
+    """Under torchrun the ranks are found through torch.distributed, which gathers beside the
+    forward, too.
+    """
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", 2, TRAIN]
-    finished = run([*command, "--recipe", "current", "--steps", 2, "--check", "--out", tmp_path])
+    options = ["--recipe", "current", "--overlap", "--steps", 2, "--check", "--out", tmp_path]
+    finished = run([*command, *options])
     assert finished.returncode == 0, finished.stderr
     assert "2 ranks, 2 steps" in finished.stdout
     assert "equal the unsharded cast on every rank" in finished.stdout
@@ -96,12 +99,13 @@ def test_torchrun_starts_the_same_training(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_every_recipe_trains_on_ranks(tmp_path: Path) -> None:
-    """Two steps on 2 ranks under each recipe, weights only and with ``--autocast``: the loss falls,
-    every byte is that of the unsharded cast, what recipes remember included. Quantized activations
-    give other losses, and only delayed scaling sends amaxes of theirs.
+    """Two steps on 2 ranks under each recipe, weights only, whose gathers overlap the forward, and
+    with ``--autocast``: the loss falls, every byte is that of the unsharded cast, what recipes
+    remember included. Quantized activations give other losses, and only delayed scaling sends
+    amaxes of theirs.
     """
     runs = {}
-    for mode in ("--check", "--autocast"):
+    for mode in ("--overlap", "--autocast"):
         options = ["--compare", ",".join(RECIPES), "--steps", 2, "--check", mode, "--out", tmp_path]
         finished = run([mpiexec(), "-n", 2, sys.executable, TRAIN, *options])
         assert finished.returncode == 0, finished.stderr
