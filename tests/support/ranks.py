@@ -8,6 +8,7 @@ Kinds:
 """
 
 import io
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -95,6 +96,16 @@ def _run_mpi(world: Any, world_size: int, fn: Callable[[Communicator], Any]) -> 
     return None if group is None else fn(MpiCommunicator(group))
 
 
+def _forget_meshes() -> None:
+    """DTensor remembers results of its operations, and with them a mesh that equals later ones and
+    whose groups are gone.
+    """
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+        _clear_sharding_prop_cache()
+
+
 def _run_gloo(world: Any, world_size: int, fn: Callable[[Communicator], Any]) -> Any:
     # A fresh default group each time, and none left behind: to other tests, group=None is one rank.
     with tempfile.TemporaryDirectory() as directory:
@@ -109,6 +120,7 @@ def _run_gloo(world: Any, world_size: int, fn: Callable[[Communicator], Any]) ->
                 comm.barrier()  # a rank that leaves at once can cut off one that still connects
             finally:
                 dist.destroy_process_group()
+                _forget_meshes()
                 Path(f"{path}.done").touch()
         while world.rank >= world_size and not Path(f"{path}.done").exists():
             time.sleep(2e-3)  # MPI's barrier waits busily, on the cores of those that work

@@ -31,6 +31,18 @@ class Pair(torch.nn.Module):
         return x + self.down(torch.nn.functional.gelu(self.up(x)))
 
 
+class Attention(torch.nn.Module):
+    """Three layers that share their input; what they give is added up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wq, self.wk, self.wv = (torch.nn.Linear(K, 96, bias=False) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[batch, time, K] -> [batch, time, 96]."""
+        return self.wq(x) * self.wk(x) + self.wv(x)
+
+
 def pair(recipe=None, weights="high_precision", *, seed=0, **options) -> Pair:
     """The same values on every rank; converted where there is a recipe."""
     torch.manual_seed(seed)

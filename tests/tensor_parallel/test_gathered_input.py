@@ -13,25 +13,13 @@ import zerocast
 from tests.fsdp.sharded import RECIPES
 from tests.support.ranks import run_ranks
 from tests.support.same_bytes import assert_same_bytes
-from tests.tensor_parallel.parallel import Gathers, K, batch, mesh_of, whole
+from tests.tensor_parallel.parallel import Attention, Gathers, K, batch, mesh_of, whole
 from zerocast.nn.gathered_input import gather_input
 from zerocast.tensor_parallel import Float8ColwiseParallel, PrepareFloat8ModuleInput
 
 on_ranks = pytest.mark.mpi(min_size=4)
 CURRENT, DELAYED = RECIPES["current"], RECIPES["delayed"]
 HYBRID = zerocast.DelayedScaling(fp8_format=zerocast.Format.HYBRID, amax_history_len=2)
-
-
-class Attention(torch.nn.Module):
-    """Three layers that share their input; what they give is added up."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.wq, self.wk, self.wv = (torch.nn.Linear(K, 96, bias=False) for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[batch, time, K] -> [batch, time, 96]."""
-        return self.wq(x) * self.wk(x) + self.wv(x)
 
 
 def attention(mesh, *, in_codes: bool) -> Attention:

@@ -9,6 +9,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import zerocast
@@ -16,13 +17,22 @@ from tests.fsdp.sharded import BF16, RECIPES, Unsharded, adamw, gathered, reshar
 from tests.support import parts
 from tests.support.ranks import run_ranks
 from tests.support.same_bytes import assert_same_bytes
-from tests.tensor_parallel.parallel import Gathers, Pair, batch, mesh_of, pair, split, whole
+from tests.tensor_parallel.parallel import (
+    Attention,
+    Gathers,
+    Pair,
+    batch,
+    mesh_of,
+    pair,
+    split,
+    whole,
+)
 from zerocast.fsdp.parts import part_of
 from zerocast.nn import quantized_module
 
 pytestmark = pytest.mark.mpi(min_size=4)
 
-NVFP4 = RECIPES["nvfp4"]
+NVFP4, CURRENT = RECIPES["nvfp4"], RECIPES["current"]
 UNDRAWN = [name for name in RECIPES if name != "nvfp4-drawn"]
 
 
@@ -124,12 +134,10 @@ class Reductions(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-MESHES = pytest.mark.parametrize(
-    ("dp", "tp"), [(1, 2), pytest.param(1, 4, marks=pytest.mark.slow), (2, 2)]
-)
+MESHES = pytest.mark.parametrize(("dp", "tp"), [(1, 2), (2, 2)])
 
 
-@MESHES
+@pytest.mark.parametrize(("dp", "tp"), [(1, 2), (1, 4), (2, 2)])
 @pytest.mark.parametrize("recipe", UNDRAWN)
 def test_codes_are_the_parts_of_the_unsharded_cast(recipe, dp, tp):
     """After each of 3 steps codes, scales, amax, padding and columnwise copies on every rank are
@@ -156,6 +164,83 @@ def test_codes_are_the_parts_of_the_unsharded_cast(recipe, dp, tp):
                 zerocast.fsdp.precompute_scales_for_fsdp(model)
 
     run_ranks("torch_distributed", dp * tp, run)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "dp", "tp", "hidden"),
+    [
+        ("current", 1, 3, 100),
+        ("delayed", 1, 3, 100),
+        ("rowwise", 1, 3, 100),
+        ("current", 2, 2, 101),
+    ],
+)
+def test_parts_need_not_be_equal(recipe, dp, tp, hidden):
+    """Rows and columns that do not divide over the ranks have the codes of the unsharded cast, in
+    two steps.
+    """
+
+    def run(comm):
+        model = parallel(RECIPES[recipe], dp, tp, hidden=hidden)
+        whole = Unsharded(model, RECIPES[recipe], dtype_of(dp))
+        optimizer = adamw(model.parameters())
+        for step in range(2):
+            whole.cast(whole_masters(model))
+            model(input_of(comm.rank // tp, dp)).square().mean().backward()
+            assert_parts_of_cast(model, whole, f"backward of step {step}")
+            optimizer.step()
+            optimizer.zero_grad()
+            zerocast.fsdp.precompute_scales_for_fsdp(model)
+
+    run_ranks("torch_distributed", dp * tp, run)
+
+
+def test_replicas_of_parts_have_equal_codes():
+    """On a mesh of three dimensions (HSDP and tensor parallelism) parts are those of the unsharded
+    cast.
+    """
+
+    def run(comm):
+        model = pair(NVFP4, "master", bias=False)
+        names = ("replicate", "shard", "tp")
+        mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=names)
+        split(model, mesh["tp"])
+        fully_shard(model, mesh=mesh["replicate", "shard"], mp_policy=BF16)
+        whole = Unsharded(model, NVFP4)
+        whole.cast(whole_masters(model))
+        model(input_of(comm.rank // 2, 2)).square().mean().backward()
+        assert_parts_of_cast(model, whole, "after the backward")
+
+    run_ranks("torch_distributed", 4, run)
+
+
+@pytest.mark.parametrize("dp", [1, 2])
+def test_parts_of_an_amax_group_share_the_amax_of_all_wholes(dp):
+    """wq, wk and wv in one amax group have the largest amax of the three whole weights, on every
+    rank.
+    """
+
+    def grouped():
+        torch.manual_seed(0)
+        model = Attention()
+        with torch.no_grad():
+            model.wk.weight.mul_(3)
+        zerocast.nn.convert(model, NVFP4, weights="master", amax_groups=[["wq", "wk", "wv"]])
+        return model
+
+    def run(comm):
+        model = grouped()
+        mesh = init_device_mesh("cpu", (dp, 2), mesh_dim_names=("dp", "tp"))
+        layers = dict.fromkeys(("wq", "wk", "wv"), ColwiseParallel())
+        parallelize_module(model, mesh["tp"], layers)
+        if dp > 1:
+            fully_shard(model, mesh=mesh["dp"], mp_policy=BF16)
+        model(input_of(0, dp)).square().mean().backward()
+        return {float(multiplied(weight).amax) for weight in gathered(model).values()}
+
+    values = [p.detach().to(dtype_of(dp)).abs().max().item() for p in grouped().parameters()]
+    for amaxes in run_ranks("torch_distributed", 2 * dp, run):
+        assert amaxes == {max(values)}
 
 
 # --- training ---
@@ -277,6 +362,27 @@ def test_weights_that_each_forward_quantizes_are_parts_of_the_whole_cast(recipe,
         return len(found)
 
     assert run_ranks("torch_distributed", tp, run) == [2] * tp
+
+
+@pytest.mark.parametrize("weights", ["master", "high_precision"])
+def test_compiled_models_give_the_same_gradients(weights):
+    """A model that torch.compile compiles under FSDP2 and tensor parallelism gives the output and
+    the gradients of one that it does not.
+    """
+
+    def run(comm):
+        results = []
+        for compiles in (False, True):
+            model = shard(pair(NVFP4, weights, bias=False), 2, 2)
+            if compiles:
+                model.compile(backend="aot_eager")
+            out = model(input_of(comm.rank // 2, 2))
+            out.square().mean().backward()
+            results.append([out.detach(), *(whole(p.grad) for p in model.parameters())])
+        for expected, actual in zip(*results, strict=True):
+            assert_same_bytes(actual, expected, "output or gradient")
+
+    run_ranks("torch_distributed", 4, run)
 
 
 # --- the ways there ---
@@ -402,6 +508,24 @@ def test_cuts_through_blocks_are_refused(weights):
         f"{what}: a part of a weight under Float8BlockScaling must begin and end between blocks, "
         f"at multiples of 128 rows, got rows [0, 64) of (192, 64); choose another number of ranks, "
         f"or leave the weight uncut or in high precision."
+    )
+
+
+@pytest.mark.parametrize("weights", ["master", "high_precision"])
+def test_ranks_without_a_part_are_refused(weights):
+    """Fewer rows than ranks raise in the first forward, on every rank."""
+
+    def run(comm):
+        model = split(pair(CURRENT, weights, bias=False, hidden=5), mesh_of(comm.size))
+        with zerocast.autocast(recipe=CURRENT), pytest.raises(zerocast.InputError) as raised:
+            model(batch())
+        return str(raised.value)
+
+    (message,) = set(run_ranks("torch_distributed", 4, run))
+    what = "up.weight" if weights == "master" else "the layer's weight"
+    assert message == (
+        f"{what}: each of 4 tensor-parallel ranks must have a part of the weight, got rows [5, 5) "
+        f"of (5, 64); choose fewer ranks, or leave the weight uncut."
     )
 
 

@@ -125,24 +125,31 @@ def test_an_input_that_is_not_distributed_is_refused():
 
 
 def test_a_mesh_of_two_dimensions_is_refused():
-    """A weight split over two dimensions of a mesh raises on every rank."""
+    """A weight on a mesh of two dimensions, split over one or over both, raises on every rank."""
 
     def run(comm):
         mesh = init_device_mesh("cpu", (2, 2))
         layer = zerocast.nn.Linear(K, K, bias=False)
-        layer.name = "head"
-        layer.weight = torch.nn.Parameter(
-            distribute_tensor(layer.weight, mesh, [Shard(0), Shard(1)])
-        )
+        layer.name, values = "head", layer.weight.detach()
         x = distribute_tensor(batch(), mesh, [Replicate(), Replicate()])
-        return message_of(lambda: layer(x), zerocast.UnsupportedError)
+        messages = []
+        for other in (Replicate(), Shard(1)):
+            weight = distribute_tensor(values, mesh, [Shard(0), other])
+            layer.weight = torch.nn.Parameter(weight)
+            messages.append(message_of(lambda: layer(x), zerocast.UnsupportedError))
+        return messages
 
-    (message,) = set(run_ranks("torch_distributed", 4, run))
-    assert message == (
-        "head: the weight of a tensor-parallel layer must be Shard(0), Shard(1) or Replicate() "
-        "over a mesh of one dimension, got (Shard(dim=0), Shard(dim=1)) on a mesh of shape "
-        "(2, 2); parallelize it by ColwiseParallel or RowwiseParallel."
-    )
+    for once, twice in run_ranks("torch_distributed", 4, run):
+        assert once == (
+            "head: the weight of a tensor-parallel layer must be Shard(0), Shard(1) or Replicate() "
+            "over a mesh of one dimension, got (Shard(dim=0), Replicate()) on a mesh of shape "
+            "(2, 2); parallelize it by ColwiseParallel or RowwiseParallel."
+        )
+        assert twice == (
+            "head: the weight of a tensor-parallel layer must be split by rows or by columns over "
+            "one dimension of the mesh, Shard(0) or Shard(1), got (Shard(dim=0), Shard(dim=1)); "
+            "parallelize it by ColwiseParallel or RowwiseParallel."
+        )
 
 
 def test_quantized_outputs_are_refused():

@@ -82,7 +82,7 @@ class MasterWeight(torch.Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         first = args[0] if args else None
-        if func is aten.new_zeros.default and isinstance(first, MasterWeight):
+        if func is aten.new_zeros.default and isinstance(first, MasterWeight) and all(args[1]):
             _note_shard(first, args[1])
         if func in _PRODUCTS:
             raise not_gathered(_first_master(args).low_bit_gather.name)
@@ -289,7 +289,8 @@ def _first_master(args: Any) -> MasterWeight:
 
 
 def _note_shard(master: MasterWeight, shape: Sequence[int]) -> None:
-    """FSDP2 makes memory for its shard of ``master``. Nobody else makes masters by ``new_zeros``.
+    """FSDP2 makes memory for its shard of ``master``. Nobody else makes masters by ``new_zeros``,
+    but DTensor such without elements.
 
     Raises:
         UnsupportedError: where it shards by columns.

@@ -69,9 +69,15 @@ def all_parts(part: Part) -> tuple[Part, ...]:
 
 @functools.lru_cache(maxsize=1024)
 def check_cuts(name: str, part: Part, recipe: Recipe) -> None:
-    """Raise :class:`InputError` on every rank where any rank's part begins or ends inside a
-    block.
+    """Raise :class:`InputError` on every rank where any rank's part is empty, or begins or ends
+    inside a block.
     """
+    *_, last = all_parts(part)
+    if not last.size:
+        raise InputError(
+            f"{name}: each of {last.require_comm().size} tensor-parallel ranks must have a part of "
+            f"the weight, got {last}; choose fewer ranks, or leave the weight uncut."
+        )
     try:
         for other in all_parts(part):
             other.check(recipe, other.shape)
