@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import zerocast
 from tests.fsdp.sharded import (
@@ -23,6 +24,8 @@ from tests.fsdp.sharded import (
 from tests.fsdp.test_traffic import Collectives
 from tests.support.ranks import run_ranks
 from tests.support.same_bytes import assert_same_bytes
+from zerocast.fsdp.casts import Member, unit_of
+from zerocast.fsdp.sharded import local_part
 
 on_ranks = pytest.mark.mpi(min_size=4)
 ROWS = (48, 37, 130, 1, 32)
@@ -49,11 +52,9 @@ def grouped(recipe, rows=ROWS, groups=GROUPS, *, mesh=None, wrap_layers=True, **
 class OneRank:
     """What the weights must be: cast by one plan on one rank that has the whole masters."""
 
-    def __init__(self, model, recipe, groups=GROUPS) -> None:
+    def __init__(self, model, recipe, groups=GROUPS, dtype=torch.bfloat16) -> None:
         self.names = [name for name, _ in model.named_parameters()]
-        self.weights = [
-            zerocast.empty(p.shape, recipe, dtype=torch.bfloat16) for p in model.parameters()
-        ]
+        self.weights = [zerocast.empty(p.shape, recipe, dtype=dtype) for p in model.parameters()]
         self.plan = zerocast.CastPlan(
             self.weights,
             [torch.zeros(p.shape) for p in model.parameters()],
@@ -165,6 +166,51 @@ def test_ways_of_sharding_a_group(options):
         train(model, comm, one_rank, range(3), microbatches=2, precompute=(1,))
 
     run_ranks("torch_distributed", 4, run)
+
+
+@on_ranks
+@pytest.mark.parametrize("dp", [1, 2], ids=["alone", "FSDP2 beside"])
+def test_groups_of_tensor_parallel_layers(dp):
+    """Layers that two ranks split by rows, with and without shards of FSDP2, have the codes of
+    their rows and the scale of all rows of the group, over two steps.
+    """
+    groups, recipe = [["*.0", "*.1"]], RECIPES["current"]
+
+    def run(comm):
+        mesh = init_device_mesh("cpu", (dp, 2), mesh_dim_names=("dp", "tp"))
+        model = Bank((64, 32, 16))
+        zerocast.nn.convert(model, recipe, weights="master", amax_groups=groups)
+        parallelize_module(model, mesh["tp"], {"layers.*": ColwiseParallel()})
+        if dp > 1:
+            fully_shard(model, mesh=mesh["dp"])
+        one_rank = OneRank(model, recipe, groups, dtype=torch.float32)
+        for step in range(2):
+            one_rank.cast(model)
+            model(batch(comm).float()).backward()
+            if dp > 1:
+                model.unshard()
+            for layer, expected in zip(model.layers, one_rank.weights, strict=True):
+                weight = codes_of(layer)
+                start = mesh["tp"].get_local_rank() * weight.shape[0]
+                rows = expected.rowwise_data[start : start + weight.shape[0]]
+                assert_same_bytes(weight.rowwise_data, rows, f"codes of step {step}")
+                scale = expected.rowwise_scale_inv
+                assert_same_bytes(weight.rowwise_scale_inv, scale, f"scale of step {step}")
+            reshard(model)
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(1.5 + parameter.shape[0])
+
+    run_ranks("torch_distributed", 2 * dp, run)
+
+
+def codes_of(layer) -> zerocast.QuantizedTensor:
+    """What a tensor-parallel layer multiplies with: gathered, or cast where it is."""
+    weight = local_part(layer.weight)
+    if not isinstance(weight, zerocast.fsdp.MasterWeight):
+        return weight
+    unit = unit_of(layer, Member(weight.low_bit_gather, weight.value, layer.weight))
+    return weight.low_bit_gather.ungathered_weight(unit, weight)
 
 
 @on_ranks

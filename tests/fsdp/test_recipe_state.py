@@ -18,7 +18,17 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import zerocast
-from tests.fsdp.sharded import RECIPES, Bank, bank, batch, feed, gathered, reshard, whole_masters
+from tests.fsdp.sharded import (
+    BF16,
+    RECIPES,
+    Bank,
+    bank,
+    batch,
+    feed,
+    gathered,
+    reshard,
+    whole_masters,
+)
 from tests.support.ranks import run_ranks
 from tests.support.same_bytes import assert_same_bytes
 from zerocast.fsdp.sharded import local_part
@@ -183,6 +193,32 @@ def test_a_gather_in_another_dtype_repeats_the_cast():
             amax = remembered(model)["layers.0.weight amax"]
             assert torch.equal(amax, weight.full_tensor().to(dtype).float().abs().max()[None])
         assert_same(remembered(model), once, "cast again")
+
+    run_ranks("torch_distributed", 2, run)
+
+
+@on_ranks
+def test_copies_on_another_device_are_cast_once():
+    """FSDP2's CPU offload gathers a new copy of a shard each time: the cast is that of the shard
+    itself, made once for each of its values.
+    """
+
+    def run(comm):
+        model = bank(DELAYED, (37, 1))
+        train(model, comm, 0, 2, stop_at="stepped")
+        for writes in (1, 2):
+            for layer in model.layers:
+                weight = layer.weight
+                for _ in range(2):
+                    copied = local_part(weight).clone()
+                    copied.fsdp_pre_all_gather(
+                        weight.device_mesh, weight.shape, weight.stride(), layer, BF16
+                    )
+                assert local_part(weight).low_bit_gather.shards.casts == 2 + writes
+                amax = local_part(weight).low_bit_gather.state["amax_history"][0]
+                assert amax == weight.full_tensor().bfloat16().abs().max()
+                with torch.no_grad():
+                    weight.mul_(1.5)
 
     run_ranks("torch_distributed", 2, run)
 

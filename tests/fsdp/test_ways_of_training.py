@@ -27,6 +27,7 @@ from tests.fsdp.sharded import (
 )
 from tests.support.ranks import run_ranks
 from tests.support.same_bytes import assert_same_bytes
+from zerocast.fsdp.sharded import local_part
 
 pytestmark = pytest.mark.mpi(min_size=4)
 
@@ -327,6 +328,27 @@ def test_loading_nothing_casts_nothing():
         assert_unsharded_cast(model, DELAYED)  # one cast, on all ranks
 
     run_ranks("torch_distributed", 4, run)
+
+
+def test_values_that_a_clone_kept_are_cast():
+    """Averaged masters that are copied into a master are gathered in codes, also where both were
+    written as often.
+    """
+
+    def run(comm):
+        model = bank(NVFP4, (37,))
+        weight = model.layers[0].weight
+        with torch.no_grad():
+            average = weight.detach().clone().mul_(3)
+            writes = [local_part(tensor).value._version for tensor in (weight, average)]
+            for _ in range(abs(writes[0] - writes[1])):
+                (weight if writes[0] < writes[1] else average).mul_(1)
+            model(batch(comm))
+            reshard(model)
+            weight.copy_(average)
+        assert_unsharded_cast(model, NVFP4)
+
+    run_ranks("torch_distributed", 2, run)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")

@@ -26,7 +26,8 @@ class Member(NamedTuple):
 
     Attributes:
         gather: what all pieces of its master have in common.
-        master: this rank's rows.
+        master: this rank's rows, where they are between two steps: under FSDP2's CPU offload on
+            another device than the codes.
         weight: the parameter of which they are, a DTensor.
     """
 
@@ -45,9 +46,24 @@ class Member(NamedTuple):
         """Whether the master was written since its latest cast."""
         return self.gather.is_due(self.master)
 
+    @property
+    def fp32(self) -> torch.Tensor | None:
+        """The master as a plan reads it, on the device of the codes; None where this rank has no
+        rows.
+        """
+        assert self.gather.shards is not None
+        device = self.gather.shards.storage.device
+        return plain_fp32(self.master, device) if self.master.numel() else None
+
 
 Unit: TypeAlias = Sequence[Member]
 """Weights that are cast together: one, or those of an amax group."""
+
+
+def unit_of(layer: torch.nn.Module, weight: Member) -> Unit:
+    """What is cast with ``weight``, the weight of ``layer``; in an amax group all of it."""
+    group = getattr(layer, "amax_group", None)
+    return [weight] if group is None else group.members()
 
 
 def plan_casts(units: Sequence[Unit]) -> CastPlan:
@@ -65,7 +81,7 @@ def plan_casts(units: Sequence[Unit]) -> CastPlan:
     extents = [s.rows.extent(s.comm.rank) for s in shards]
     return CastPlan(
         [QuantizedTensor(s.storage) for s in shards],
-        [_as_master(master) for _, master, _ in members],
+        [member.fp32 for member in members],
         [extent.start if extent else None for extent in extents],
         [s.comm for s in shards],
         names=[gather.name for gather, _, _ in members],
@@ -76,11 +92,6 @@ def plan_casts(units: Sequence[Unit]) -> CastPlan:
 def run_casts(plan: CastPlan, units: Sequence[Unit]) -> None:
     """Run what :func:`plan_casts` made. Collective: one all-reduce a group of ranks."""
     members = [member for unit in units for member in unit]
-    plan.cast_and_release([_as_master(master) for _, master, _ in members])
+    plan.cast_and_release([member.fp32 for member in members])
     for gather, master, _ in members:
         gather.mark_cast(master)
-
-
-def _as_master(rows: torch.Tensor) -> torch.Tensor | None:
-    """FP32, as a plan reads it; None where this rank has no rows."""
-    return plain_fp32(rows, rows.device) if rows.numel() else None

@@ -15,8 +15,8 @@ Note: one cast for one value
 A weight may be gathered several times between two steps of the optimizer: in the forward, again in
 the backward, for every microbatch. The codes are those of one cast, so what a recipe remembers
 moves on once and the backward multiplies by what the forward did. A cast is due where the master
-was written since the latest one: operations on the master are counted, and torch counts those on
-its memory through other tensors. So all ranks must write a master, or none.
+was written since the latest one (:mod:`zerocast.fsdp.cast_values`). So all ranks must write a
+master, or none.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ import torch
 from zerocast.cast import CastPlan
 from zerocast.comm import Communicator, Group, SingleRank, as_communicator
 from zerocast.errors import InputError
-from zerocast.fsdp.casts import Unit, plan_casts, run_casts
+from zerocast.fsdp.cast_values import CastValues
+from zerocast.fsdp.casts import Member, Unit, plan_casts, run_casts
 from zerocast.fsdp.gather_checks import check_dtype
 from zerocast.fsdp.parts import check_cuts
 from zerocast.fsdp.recipe_state import State, check_state, fresh_state, state_before_cast
@@ -101,7 +102,7 @@ class LowBitGather:
     Attributes:
         state: the same, by the names of :attr:`Recipe.state`, as the latest cast left it.
         shards: as the latest gather needs them; None before the first.
-        writes: operations that have written the master.
+        cast_values: where the values are that were cast last; elsewhere a cast is due.
         is_gathered: whether FSDP2 has made shards of the master, which it gathers.
     """
 
@@ -117,9 +118,8 @@ class LowBitGather:
         self.name = name
         self.state = fresh_state(recipe) if state is None else state
         self.shards: ShardCodes | None = None
-        self.writes = 0
+        self.cast_values = CastValues()
         self.is_gathered = False
-        self._cast_at: tuple[int, int] | None = None
         self._plan: CastPlan | None = None
         self._gathered: int | None = None  # the cast whose codes the gathered weight holds
         self._ungathered: QuantizedStorage | None = None
@@ -153,37 +153,26 @@ class LowBitGather:
         check_state(self.name, self.state, state)
         for name, tensor in self.state.items():
             tensor.copy_(state[name])
-        self._cast_at = None
+        self.cast_values.forget()
 
     # --- when a cast is due ---
 
     def is_due(self, master: torch.Tensor) -> bool:
         """Whether ``master``, this rank's rows, was written since the latest cast."""
-        return self._cast_at != self._written(master)
+        return not self.cast_values.are_in(master)
 
     def mark_cast(self, master: torch.Tensor) -> None:
         """The codes are those of ``master`` now."""
         assert self.shards is not None
         self.shards.casts += 1
-        self._cast_at = self._written(master)
+        self.cast_values.set_to(master)
         if self._ungathered is not None:
             self.refill(self._ungathered, list(self.shards.sent.values()), self.shards)
-
-    def mark_moved(self, old: torch.Tensor, new: torch.Tensor) -> None:
-        """``old`` was copied into ``new``: no cast is due that was not due before.
-
-        FSDP2 does so on ranks whose rows it pads, and those must not be alone in casting again.
-        """
-        if self._cast_at is not None and self._cast_at == self._written(old):
-            self._cast_at = self._written(new)
-
-    def _written(self, master: torch.Tensor) -> tuple[int, int]:
-        return self.writes, 0 if master.is_inference() else master._version
 
     # --- before the all-gather ---
 
     def codes_to_send(
-        self, unit: Unit, group: Group, dtype: torch.dtype
+        self, unit: Unit, group: Group, dtype: torch.dtype, device: torch.device
     ) -> tuple[tuple[torch.Tensor, ...], ShardCodes]:
         """What this rank sends of its rows, cast where a cast is due, and what the ranks know
         besides. Collective over ``group``, and over that of a part.
@@ -192,6 +181,7 @@ class LowBitGather:
             unit: this weight, and those that are cast with it.
             group: the ranks that share them.
             dtype: the nominal one.
+            device: where the codes are; masters elsewhere are moved there for the cast.
 
         Raises:
             InputError: on every rank, where parts begin or end inside a block, or where the unit
@@ -199,9 +189,9 @@ class LowBitGather:
         """
         with torch.inference_mode(False):  # else only inference could ever write the buffers
             comm = as_communicator(group)
-            self._check_dtype(unit, dtype)
+            self._check_unit(unit, dtype)
             for member in unit:
-                member.gather._prepared(comm, dtype, member.master, member.part)
+                member.gather._prepare(comm, dtype, device, member)
             if any(member.is_due for member in unit):
                 if self._plan is None:
                     self._plan = plan_casts([unit])
@@ -215,7 +205,7 @@ class LowBitGather:
         """Give back the memory of the plan that this weight was cast with when it was gathered."""
         self._plan = None
 
-    def _check_dtype(self, unit: Unit, dtype: torch.dtype) -> None:
+    def _check_unit(self, unit: Unit, dtype: torch.dtype) -> None:
         """Raise where others of its unit, gathered in another dtype, had this weight cast for that.
         FSDP2 says the same on every rank.
         """
@@ -229,32 +219,32 @@ class LowBitGather:
             f"MixedPrecisionPolicy, or leave one out of amax_groups."
         )
 
-    def _prepared(
-        self, comm: Communicator, dtype: torch.dtype, master: torch.Tensor, part: Part | None
-    ) -> ShardCodes:
-        """For these ranks, this nominal dtype, the master's device and this part; made anew where
+    def _prepare(
+        self, comm: Communicator, dtype: torch.dtype, device: torch.device, member: Member
+    ) -> None:
+        """Let ``shards`` be for these ranks, this nominal dtype, device and part; made anew where
         one is another.
         """
-        old, device = self.shards, master.device
+        old, part = self.shards, member.part
         wanted = comm, dtype, device, part
         if old and (old.comm, old.dtype, old.storage.device, old.storage.part) == wanted:
-            return old
+            return
         check_dtype(self.name, dtype)
         if part is not None:
             check_cuts(self.name, part, self.recipe)
-        state = self.state_before_cast(is_due=self.is_due(master))
+        state = self.state_before_cast(is_due=member.is_due)
         self.state = {name: tensor.to(device) for name, tensor in state.items()}
         self.shards = ShardCodes(self, comm, dtype, device, part)
-        self._plan = self._cast_at = self._ungathered = None
-        return self.shards
+        self._plan = self._ungathered = None
+        self.cast_values.forget()
 
     # --- where there is nothing to gather ---
 
-    def ungathered_weight(self, unit: Unit, dtype: torch.dtype) -> QuantizedTensor:
-        """The weight of a master that FSDP2 does not shard, in the nominal ``dtype``; cast with its
+    def ungathered_weight(self, unit: Unit, master: torch.Tensor) -> QuantizedTensor:
+        """The weight of ``master``, which FSDP2 does not shard, in its dtype; cast with its
         ``unit`` where a cast is due. Collective over the group of its part.
         """
-        codes, shards = self.codes_to_send(unit, SingleRank(), dtype)
+        codes, shards = self.codes_to_send(unit, SingleRank(), master.dtype, master.device)
         if self._ungathered is None:
             self._ungathered = self.gathered_weight(codes, shards)[0].storage
         return QuantizedTensor(self._ungathered)

@@ -20,7 +20,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from zerocast.errors import InputError, UnsupportedError
-from zerocast.fsdp.casts import Member, Unit
+from zerocast.fsdp.casts import Member, unit_of
 from zerocast.fsdp.gather_checks import check_placement
 from zerocast.fsdp.low_bit_gather import LowBitGather, ShardCodes
 from zerocast.fsdp.sharded import is_sharded, local_part, sharded_like
@@ -96,9 +96,9 @@ class MasterWeight(torch.Tensor):
         source = args[1] if func is aten.copy_.default else None
         for master in written:
             if isinstance(source, MasterWeight) and source.low_bit_gather is master.low_bit_gather:
-                master.low_bit_gather.mark_moved(source.value, master.value)
+                master.low_bit_gather.cast_values.copied(source.value, master.value)
             else:
-                master.low_bit_gather.writes += 1
+                master.low_bit_gather.cast_values.written(master.value)
         return first if written and isinstance(out, torch.Tensor) else out
 
     # --- what FSDP2 asks for ---
@@ -117,27 +117,21 @@ class MasterWeight(torch.Tensor):
             UnsupportedError: on every rank, at the first gather, for what cannot be gathered in
                 codes.
         """
-        gather = self.low_bit_gather
+        gather, member = self.low_bit_gather, self._member_in(module)
         if gather.shards is None or not gather.shards.was_asked_for:
-            check_placement(gather.name, self._parameter_of(module))
-        return gather.codes_to_send(
-            self._unit_in(module), mesh, mp_policy.param_dtype or self.dtype
-        )
+            check_placement(gather.name, member.weight)
+        dtype = mp_policy.param_dtype or self.dtype
+        return gather.codes_to_send(unit_of(module, member), mesh, dtype, self.device)
 
-    def _unit_in(self, module: torch.nn.Module) -> Unit:
-        """The parameter of ``module`` of which this is a shard, and what is cast with it."""
-        group = getattr(module, "amax_group", None)
-        if group is not None:
-            return group.members()
-        return [Member(self.low_bit_gather, self.value, self._parameter_of(module))]
-
-    def _parameter_of(self, module: torch.nn.Module) -> torch.Tensor:
-        """The parameter of ``module`` of which this is a shard."""
+    def _member_in(self, module: torch.nn.Module) -> Member:
+        """The parameter of ``module`` of which this is a shard, or a copy on the device of the
+        gather.
+        """
         for parameter in module._parameters.values():
             if parameter is not None:
                 shard = local_part(parameter)
                 if isinstance(shard, MasterWeight) and shard.low_bit_gather is self.low_bit_gather:
-                    return parameter
+                    return Member(shard.low_bit_gather, shard.value, parameter)
         raise AssertionError("FSDP2 names the module whose parameter it gathers")
 
     def fsdp_post_all_gather(
@@ -176,7 +170,6 @@ class MasterWeight(torch.Tensor):
         value = given.value if isinstance(given, MasterWeight) else given.detach()
         torch.Tensor.data.__set__(self, MasterWeight(value, gather))  # type: ignore[attr-defined]
         self.value = value
-        gather.writes += 1
 
     def data_ptr(self) -> int:
         """The address of ``value``: by it wrappers recognise a parameter that they replace."""
@@ -247,7 +240,6 @@ def as_master_like(master: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     assert isinstance(local, MasterWeight)
     if is_master(tensor):
         return tensor
-    local.low_bit_gather.writes += 1
     return sharded_like(tensor, MasterWeight(local_part(tensor).detach(), local.low_bit_gather))
 
 

@@ -9,8 +9,8 @@ import torch
 
 from zerocast.cast import CastPlan
 from zerocast.errors import InputError
-from zerocast.fsdp.casts import Member, Unit, plan_casts, run_casts
-from zerocast.fsdp.low_bit_gather import ShardCodes
+from zerocast.fsdp.casts import Member, Unit, plan_casts, run_casts, unit_of
+from zerocast.fsdp.low_bit_gather import LowBitGather, ShardCodes
 from zerocast.fsdp.master_weight import MasterWeight
 from zerocast.fsdp.sharded import is_sharded, local_part, reshard
 
@@ -60,16 +60,14 @@ def precompute_scales_for_fsdp(model: torch.nn.Module) -> None:
 
 def sharded_units(model: torch.nn.Module) -> list[Unit]:
     """The masters that are sharded now, those of an amax group together."""
-    units: dict[object, Unit] = {}
+    units: dict[LowBitGather, Unit] = {}  # by the first weight of each
     for module in model.modules():
-        group = getattr(module, "amax_group", None)
         for parameter in module.parameters(recurse=False):
             rows = local_part(parameter)
             if is_sharded(parameter) and isinstance(rows, MasterWeight):
-                key = group or rows.low_bit_gather
-                if key not in units:
-                    alone = Member(rows.low_bit_gather, rows.value, parameter)
-                    units[key] = group.members() if group else [alone]
+                member = Member(rows.low_bit_gather, rows.value, parameter)
+                unit = unit_of(module, member)
+                units.setdefault(unit[0].gather, unit)
     return list(units.values())
 
 

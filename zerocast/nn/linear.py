@@ -8,7 +8,7 @@ import torch
 
 from zerocast.errors import InputError, UnsupportedError
 from zerocast.fsdp.amax_group import AmaxGroup
-from zerocast.fsdp.casts import Member
+from zerocast.fsdp.casts import Member, unit_of
 from zerocast.fsdp.master_weight import (
     MasterWeight,
     as_master_like,
@@ -124,9 +124,8 @@ class Linear(QuantizedModule, torch.nn.Linear):
             input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
         ) -> torch.Tensor:
             if isinstance(weight, MasterWeight):
-                alone = [Member(weight.low_bit_gather, weight.value, self.weight)]
-                unit = alone if self.amax_group is None else self.amax_group.members()
-                weight = CastMaster.apply(weight, unit)
+                member = Member(weight.low_bit_gather, weight.value, self.weight)
+                weight = CastMaster.apply(weight, unit_of(self, member))
             return self._linear(0, input, weight, bias, part=part)
 
         return parallel_linear(self.name, input, self.weight, self.bias, multiply)

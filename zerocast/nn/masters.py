@@ -31,7 +31,7 @@ class CastMaster(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, master: MasterWeight, unit: Unit) -> torch.Tensor:
-        return master.low_bit_gather.ungathered_weight(unit, master.dtype)
+        return master.low_bit_gather.ungathered_weight(unit, master)
 
     @staticmethod
     @once_differentiable
