@@ -240,6 +240,27 @@ def test_a_group_is_cast_once_by_whoever_is_gathered_first():
 
 
 @on_ranks
+def test_the_report_names_the_others_of_a_group():
+    """For each member the layers whose amax it shares; for other weights none."""
+
+    def run(comm):
+        return [str(one) for one in zerocast.fsdp.report(grouped(NVFP4)).parameters]
+
+    lines = run_ranks("torch_distributed", 2, run)[0]
+    shared = [line.partition("amaxes")[2] for line in lines]
+    assert shared == [
+        f", the tensor's shared with {others}"
+        for others in (
+            "layers.1, layers.3",
+            "layers.0, layers.3",
+            "layers.4",
+            "layers.0, layers.1",
+            "layers.2",
+        )
+    ]
+
+
+@on_ranks
 @pytest.mark.parametrize("precompute", [(), range(9)], ids=["in hooks", "ahead"])
 def test_a_frozen_member_is_cast_with_its_group(precompute):
     """A master that nobody writes has the scale of its group all the same, also in a run that is

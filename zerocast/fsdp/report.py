@@ -107,7 +107,9 @@ def _gathers(model: torch.nn.Module) -> Iterator[ParameterGather]:
                 continue
             shape = gathered_shape(parameter)
             if isinstance(rows, MasterWeight):
-                yield _low_bit(name, rows.low_bit_gather, shape, ranks_that_shard(parameter))
+                shared = _shares_amax_with(module, parameter)
+                world_size = ranks_that_shard(parameter)
+                yield _low_bit(name, rows.low_bit_gather, shape, world_size, shared)
                 continue
             dtype = dtypes[owner] or parameter.dtype
             why = f"{dtype}: {_why(module, own_name)}"
@@ -115,7 +117,7 @@ def _gathers(model: torch.nn.Module) -> Iterator[ParameterGather]:
 
 
 def _low_bit(
-    name: str, gather: LowBitGather, shape: torch.Size, world_size: int
+    name: str, gather: LowBitGather, shape: torch.Size, world_size: int, shared: list[str]
 ) -> ParameterGather:
     recipe = gather.recipe
     second = recipe.columnwise_grid(shape)
@@ -127,8 +129,17 @@ def _low_bit(
         f"{recipe.law.fmt.name} codes{' in two planes' if planes > 1 else ''} under "
         f"{type(recipe).__name__}; scales {scales} follow from all-reduced amaxes"
     )
+    if shared:
+        why += f", the tensor's shared with {', '.join(shared)}"
     amaxes = 4 * (blocks + (blocks > 1))
     return ParameterGather(name, shape, recipe, sent / shape.numel(), amaxes / shape.numel(), why)
+
+
+def _shares_amax_with(module: torch.nn.Module, parameter: torch.Tensor) -> list[str]:
+    """The layers whose masters share a tensor amax with ``parameter``, the weight of ``module``."""
+    group = getattr(module, "amax_group", None)
+    layers = [] if group is None else group.layers
+    return [layer.name for layer in layers if layer.weight is not parameter]
 
 
 def _owner(fqn: str, dtypes: dict[str, torch.dtype | None]) -> str | None:
