@@ -12,7 +12,7 @@ from tests.support.late_gathers import GathersLate
 from tests.support.programs import mpiexec, run
 from tests.support.ranks import run_ranks
 from tests.support.same_bytes import assert_same_bytes
-from zerocast.comm import Communicator, run_in_process
+from zerocast.comm import Communicator, RecordingCommunicator, run_in_process
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 PROGRAM = EXAMPLES / "param_buffer.py"
@@ -185,6 +185,29 @@ def test_byte_shards_tile_every_plane(example, recipe, size):
             assert start == end < stop
             end = stop
         assert all(lengths == {end} for _, _, lengths in owned)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_step_sends_codes_once(example, recipe):
+    """One all-reduce a step; and per plane of codes half a byte an element under NVFP4 and one
+    under the others, 4128 elements padded to 4224; and 224 BF16 weights, padded to 384.
+    """
+
+    def body(comm):
+        recording = RecordingCommunicator(comm)
+        model = small_model(recipe)
+        buffer = example.ParamBuffer(model, [(layer,) for layer in model], recording, LARGE, lr=0.1)
+        recording.reset()
+        for _ in range(2):
+            model(torch.ones(1, 32).bfloat16()).sum().backward()
+            buffer.step()
+        example.arrive(buffer.buckets)
+        gathers = recording.total(kind="all_gather")
+        return recording.total(kind="all_reduce").calls, gathers.calls, gathers.payload_bytes
+
+    planes = 2 if recipe in ("mxfp8", "rowwise") else 1
+    codes = 4224 // 2 if recipe == "nvfp4" else planes * 4224
+    assert run_in_process(3, body) == [(2, 2 * (planes + 1), 2 * (codes + 2 * 384))] * 3
 
 
 def test_a_weight_without_a_unit_is_refused(example):
