@@ -70,7 +70,7 @@ class Banks(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.banks = torch.nn.ModuleDict({name: Bank((48, 37, 1)) for name in RECIPES})
+        self.banks = torch.nn.ModuleDict({name: Bank((48, 5)) for name in RECIPES})
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[batch, K] -> a number."""
