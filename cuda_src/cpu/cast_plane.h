@@ -35,7 +35,7 @@ class PlaneCast {
     // Elements [begin, end) of the weight.
     void operator()(i64 begin, i64 end) const {
         float multipliers[STRIP_BLOCKS];
-        if (grid().num_blocks() == 1) {
+        if (grid().num_blocks() == 1 && encoder_.spans_rows()) {
             bool positive = fill_multipliers(0, 1, multipliers);
             run(begin, end - begin, *multipliers, positive);
             return;
@@ -63,7 +63,7 @@ class PlaneCast {
     // n elements under one multiplier. `positive`: neither NaN nor 0.
     void run(i64 element, i64 n, float multiplier, bool positive) const {
         i64 end = element + n;
-        while (!starts_group(element) && element < end) single(element++, multiplier);
+        while (element < end && !encoder_.starts_group(element)) single(element++, multiplier);
         const float* x = master(element);
         u8* to = codes(element);
         i64 left = end - element;
@@ -87,7 +87,7 @@ class PlaneCast {
         i64 block_w = grid().block_w;
         const float* multiplier = multipliers + col / block_w;
         i64 in_block = col % block_w;
-        if (in_block == 0 && starts_group(element)) {  // but for the start of a shard
+        if (in_block == 0 && encoder_.starts_group(element)) {  // but for the start of a shard
             i64 done = block_w == 16   ? groups<16>(element, count, multiplier, positive)
                        : block_w == 32 ? groups<32>(element, count, multiplier, positive)
                        : block_w == 1  ? groups<1>(element, count, multiplier, positive)
@@ -125,9 +125,6 @@ class PlaneCast {
     const float* master_;  // as if it were the whole weight
     Multipliers multipliers_;
     Encoder encoder_;
-
-    // Whether GROUP elements from `element` on can be encoded together.
-    static ZEROCAST_FN bool starts_group(i64 element) { return element % Encoder::ALIGNMENT == 0; }
 
     // The whole groups of a row; returns how many elements they hold.
     template <int BLOCK>

@@ -1,11 +1,12 @@
 // How scaled elements become codes: to the nearest one, or to one that is drawn.
 //
-// An encoder takes GROUP elements in four registers, the first of them at a multiple of ALIGNMENT
-// in the whole weight, or a single one.
+// An encoder takes GROUP elements in four registers, of one row and from one on at which
+// starts_group(), or a single one.
 #pragma once
 
 #include <zerocast/formats.h>
 #include <zerocast/philox.h>
+#include <zerocast/tables.h>
 
 #include "turn.h"
 
@@ -15,8 +16,11 @@ inline namespace ZEROCAST_ISA {
 template <class F>
 struct Nearest {
     typedef F Format;
-    static constexpr i64 ALIGNMENT = F::BITS == 4 ? 2 : 1;  // whole bytes
 
+    // Whether a group may begin with this element: whole bytes.
+    ZEROCAST_FN bool starts_group(i64 element) const { return F::BITS == 8 || element % 2 == 0; }
+    // Whether a group may go on from one row to the next.
+    ZEROCAST_FN bool spans_rows() const { return true; }
     ZEROCAST_FN void group(i64, const Native::Float (&x)[4], Native::Int (&codes)[4]) const {
         for (int i = 0; i < 4; i++) codes[i] = encode<F, Native>(x[i]);
     }
@@ -25,13 +29,17 @@ struct Nearest {
 
 struct Stochastic {
     typedef E2M1 Format;
-    static constexpr i64 ALIGNMENT = 4;  // the words of four elements are made together
     RandomWords random;
+    Draws draws;
+
+    // The words of four elements of the whole weight are made together.
+    ZEROCAST_FN bool starts_group(i64 element) const { return draws.in_whole(element) % 4 == 0; }
+    ZEROCAST_FN bool spans_rows() const { return !draws.skip; }
 
     ZEROCAST_FN void group(i64 element, const Native::Float (&x)[4],
                            Native::Int (&codes)[4]) const {
         typedef typename IndicesTo<Native::WIDTH>::Type All;
-        u64 first = (u64)element / 4;
+        u64 first = (u64)draws.in_whole(element) / 4;
         // WIDTH fours side by side; their number may carry into its high half on the way.
         Native::Unsigned low = counting(All{}) + (u32)first;
         Native::Unsigned carry = (Native::Unsigned)(low < (u32)first);  // -1 where it does
@@ -48,10 +56,11 @@ struct Stochastic {
         codes[3] = encode_e2m1_stochastic<Native>(x[3], interleaved<Native, 1>(c, d, All{}));
     }
     ZEROCAST_FN i32 single(i64 element, float x) const {
-        u64 four = (u64)element / 4;
+        i64 place = draws.in_whole(element);
+        u64 four = (u64)place / 4;
         u32 words[4];
         random.of_four<Scalar>((u32)four, (u32)(four >> 32), words);
-        return encode_e2m1_stochastic<Scalar>(x, words[element % 4]);
+        return encode_e2m1_stochastic<Scalar>(x, words[place % 4]);
     }
 
   private:

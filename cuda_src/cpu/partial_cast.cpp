@@ -139,7 +139,7 @@ void cast(const LawTable& table, const CastShard& shard, i64 begin, i64 end) {
     with_law(table, shard.tensor_amax, shard.delayed, [&](auto law) {
         Multipliers multipliers(law);
         if (table.stochastic_rounding) {
-            Stochastic drawn{RandomWords((u64)table.seed, shard.rounding_counter)};
+            Stochastic drawn{RandomWords((u64)table.seed, shard.draws.counter), shard.draws};
             cast_encoded(shard, multipliers, drawn, begin, end);
         } else {
             Nearest<typename decltype(law)::Format> nearest;

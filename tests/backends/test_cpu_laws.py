@@ -226,6 +226,30 @@ def test_blocks_too_large_to_choose_for_are_refused():
         run_scheme(CpuBackend(), scheme, [torch.zeros(2560)], [Extent(0, 2560)])
 
 
+@pytest.mark.parametrize("isa", ISAS)
+@settings(max_examples=60)
+@given(data=st.data())
+def test_a_part_draws_by_its_place_in_the_whole(isa: str, data: st.DataObject) -> None:
+    """Any shard of a part, wherever it lies in its whole weight: the reference's codes."""
+    rows, cols = data.draw(st.integers(1, 40)), 16 * data.draw(st.integers(1, 20))
+    grid = BlockGrid(rows, cols, data.draw(st.sampled_from((1, 16))), 16)
+    place = data.draw(st.sampled_from(((48, 0), (48, 96), (2, 38), (2**34 - 640, 0), (0, 2**33))))
+    start, end = sorted(data.draw(st.integers(0, grid.numel)) for _ in range(2))
+    extent = Extent(start, end)
+    masters = Masters(1)
+    masters.bind([draw_values("normal", extent.size, rows)])
+    amax = draw_values("normal", grid.num_blocks, cols).abs().view(torch.int32)
+    results = []
+    for backend in (REFERENCE, CpuBackend(isa, 1)):
+        codes = torch.full((grid.numel // 2,), 0xA5, dtype=torch.uint8)
+        rounding = Rounding(torch.tensor([7, 1]), *place)
+        shard = CastShard(0, extent, grid, torch.bfloat16, amax, amax.max()[None], codes,
+                          rounding=rounding)  # fmt: skip
+        backend.partial_cast(DRAWN, [shard], masters)()
+        results.append(codes)
+    assert_same_bytes(results[1], results[0], f"codes of {grid} {extent} at {place}")
+
+
 def test_a_counter_that_carries_between_its_halves():
     """Elements on both sides of number 2^34, where the low half of index / 4 wraps."""
     # A weight of that size is never made: the shard has codes of its own.

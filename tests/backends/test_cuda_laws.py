@@ -84,9 +84,13 @@ def planes(draw: st.DrawFn) -> tuple[Law, BlockGrid, BlockGrid | None]:
     return law, BlockGrid(rows, cols, 1, width), second
 
 
+PLACES = ((0, 0), (2**34 - 64, 0), (48, 96), (16, 2**33), (2, 38))
+"""Of a part of a weight in the whole, for random words: the origin, and what rows skip."""
+
+
 def both_planes(
     backend: Backend, law: Law, grid: BlockGrid, second: BlockGrid | None, extent: Extent,
-    master: torch.Tensor, round_to: torch.dtype, own_buffer: bool,
+    master: torch.Tensor, round_to: torch.dtype, own_buffer: bool, place: tuple[int, int],
 ) -> dict[str, torch.Tensor]:  # fmt: skip
     """What an amax and a cast of one shard write, on top of bytes that must stay."""
     first, last = byte_span(law.fmt, extent.start, extent.end)
@@ -106,7 +110,7 @@ def both_planes(
     shard = CastShard(
         0, extent, grid, round_to, written["block_amax"], written["tensor_amax"], written["codes"],
         first * 8 // law.fmt.bits if own_buffer else 0, columnwise,
-        rounding=Rounding(torch.tensor([0xDEADBEEF, 2**32 + 7])),
+        rounding=Rounding(torch.tensor([0xDEADBEEF, 2**32 + 7]), *place),
     )  # fmt: skip
     masters = Masters(1)
     masters.bind([master])
@@ -129,7 +133,7 @@ def test_planes_of_one_dimension_equal_the_reference(order: str, data: st.DataOb
     master = draw_values(kind, extent.size + odd_words, seed)[odd_words:]
     arguments = (
         law, grid, second, extent, master, data.draw(st.sampled_from(DTYPES)),
-        data.draw(st.booleans()),
+        data.draw(st.booleans()), data.draw(st.sampled_from(PLACES)),
     )  # fmt: skip
     expected = both_planes(REFERENCE, *arguments)
     actual = both_planes(BACKENDS[order], *arguments)
@@ -147,7 +151,10 @@ def test_square_blocks_equal_the_reference(law: Law, data: st.DataObject) -> Non
     )
     extent = data.draw(extents(grid.numel))
     master = draw_values(data.draw(st.sampled_from(KINDS)), extent.size, 4)
-    arguments = (law, grid, None, extent, master, data.draw(st.sampled_from(DTYPES)), True)
+    arguments = (
+        law, grid, None, extent, master, data.draw(st.sampled_from(DTYPES)), True,
+        data.draw(st.sampled_from(PLACES)),
+    )  # fmt: skip
     expected = both_planes(REFERENCE, *arguments)
     assert_equal(both_planes(BACKENDS["random"], *arguments), expected, f"{law} {grid} {extent}")
 

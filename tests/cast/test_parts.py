@@ -20,7 +20,7 @@ from zerocast.layout import Extent
 from zerocast.recipes import Recipe
 from zerocast.tensors import quantize_into
 
-BACKENDS = ("reference",)
+BACKENDS = ("reference", "cpu")
 DIMS = ("rows", "columns")
 CASTS = 3
 """In a row: what a recipe remembers of one shows in the next."""

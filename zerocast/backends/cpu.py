@@ -16,6 +16,7 @@ import torch
 
 from zerocast.backends import native_library
 from zerocast.backends.activations import activation_fields, cast_values
+from zerocast.backends.empty_parts import with_empty_parts
 from zerocast.backends.reference import ReferenceBackend
 from zerocast.backends.tables import (
     cast_row,
@@ -89,6 +90,9 @@ class CpuBackend:
         return self._launch("select", law, rows, targets)
 
     def compute_scale(self, law: Law, targets: Sequence[ScaleTarget]) -> Launch:
+        return with_empty_parts(self._compute_scale, law, targets)
+
+    def _compute_scale(self, law: Law, targets: Sequence[ScaleTarget]) -> Launch:
         if isinstance(law, Float8DelayedLaw) and callable(law.amax_compute_algo):
             # Python is called for every tensor, which torch does as well.
             return ReferenceBackend().compute_scale(law, targets)

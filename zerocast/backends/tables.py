@@ -26,7 +26,6 @@ from zerocast.ops import (
     Law,
     MXFP8Law,
     NVFP4Law,
-    Rounding,
     ScaleTarget,
     SelectTarget,
     TransposeTarget,
@@ -106,7 +105,7 @@ def cast_row(
         *second,
         *delayed_fields(shard.delayed, address),
         *candidate_fields(shard.candidates, address, list_address),
-        counter_field(shard.rounding, address),
+        *draw_fields(shard, address),
     ]
 
 
@@ -139,9 +138,12 @@ def candidate_fields(
     ]
 
 
-def counter_field(rounding: Rounding | None, address: Address) -> int:
-    """The address of the counter of stochastic rounding."""
-    return 0 if rounding is None else address(rounding.counter)
+def draw_fields(shard: CastShard, address: Address) -> list[int]:
+    """Draws."""
+    rounding = shard.rounding
+    if rounding is None:
+        return [0] * 4
+    return [address(rounding.counter), rounding.origin, rounding.skip, shard.grid.cols]
 
 
 def scale_row(target: ScaleTarget, address: Address) -> list[int]:
@@ -155,7 +157,7 @@ def scale_row(target: ScaleTarget, address: Address) -> list[int]:
         0 if target.amax is None else address(target.amax),
         *delayed_fields(target.delayed, address),
         0 if candidates is None else address(candidates.choices),
-        counter_field(target.rounding, address),
+        0 if target.rounding is None else address(target.rounding.counter),
     ]
 
 

@@ -35,6 +35,8 @@ def dequantize(storage: QuantizedStorage, *, columnwise: bool = False) -> torch.
     name = "columnwise_data" if "columnwise_data" in storage.buffers else "rowwise_data"
     if columnwise:
         storage.derived(name)
+    if not storage.shape.numel():  # an empty part of a weight
+        return torch.empty(storage.shape, dtype=torch.float32, device=storage.device)
     rows, cols = storage.grid.rows, storage.grid.cols
     transposed = columnwise and name == "columnwise_data" and name not in storage.gathered
     shape = (cols, rows) if transposed else (rows, cols)

@@ -58,7 +58,7 @@ struct DelayedMultipliers {
     ZEROCAST_FN float of(const CastShard& shard, i32, i64) const { return *shard.delayed.scale; }
 };
 
-// --- encoders: the code of a scaled element, which is element number `element` of its weight ---
+// --- encoders: the code of a scaled element, which is element number `element` of its matrix ---
 
 // The nearest one.
 template <class F>
@@ -75,21 +75,25 @@ struct Nearest {
 struct Drawn {
     typedef E2M1 Format;
     RandomWords words;
+    const Draws& draws;
 
-    ZEROCAST_FN Drawn(const CastShard& shard, u64 seed) : words(seed, shard.rounding_counter) {}
+    ZEROCAST_FN Drawn(const CastShard& shard, u64 seed)
+        : words(seed, shard.draws.counter), draws(shard.draws) {}
 
     // The four elements of a quad share one draw where the weight's elements are counted so.
     ZEROCAST_FN bool takes_quads(const Tile& tile, const Grid& grid) const {
-        return tile.element % 4 == 0 && (tile.rows == 1 || grid.cols % 4 == 0);
+        return tile.element % 4 == 0 && (tile.rows == 1 || grid.cols % 4 == 0)
+               && draws.keeps_fours();
     }
 
-    ZEROCAST_FN void draw(i64 element, u32 (&word)[4]) const {
-        words.of_four<Scalar>((u32)(element / 4), (u32)((u64)element >> 34), word);
+    // Of the four elements of the whole weight that `place` is one of.
+    ZEROCAST_FN void draw(i64 place, u32 (&word)[4]) const {
+        words.of_four<Scalar>((u32)(place / 4), (u32)((u64)place >> 34), word);
     }
 
     ZEROCAST_FN u32 encode_quad_at(i64 element, const Quad& scaled) const {
         u32 word[4], codes = 0;
-        draw(element, word);
+        draw(draws.in_whole(element), word);
 #pragma unroll
         for (int i = 0; i < 4; i++)
             codes |= (u32)encode_e2m1_stochastic<Scalar>(scaled.x[i], word[i]) << 4 * i;
@@ -98,10 +102,9 @@ struct Drawn {
 
     ZEROCAST_FN u32 encode_at(i64 element, float scaled) const {
         u32 word[4];
-        draw(element, word);
-        u32 mine = element & 2   ? (element & 1 ? word[3] : word[2])
-                   : element & 1 ? word[1]
-                                 : word[0];
+        i64 place = draws.in_whole(element);
+        draw(place, word);
+        u32 mine = place & 2 ? (place & 1 ? word[3] : word[2]) : place & 1 ? word[1] : word[0];
         return (u32)encode_e2m1_stochastic<Scalar>(scaled, mine);
     }
 };

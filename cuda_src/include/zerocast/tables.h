@@ -65,6 +65,24 @@ struct Candidates {
     }
 };
 
+// Where the random words of a weight come from; the counter is null without stochastic rounding.
+struct Draws {
+    const i64* counter;  // [2]: the hash of the weight's name, the step
+    // Of a part of a weight: the place of its first element in the whole, the elements of the whole
+    // between one of its rows and the next, and its columns.
+    i64 origin, skip, cols;
+
+    // The place in the whole weight of an element of the part.
+    ZEROCAST_FN i64 in_whole(i64 element) const {
+        return element + origin + (skip ? element / cols * skip : 0);
+    }
+
+    // Whether four elements from a multiple of four on, of one row, are so in the whole, too.
+    ZEROCAST_FN bool keeps_fours() const {
+        return (origin | skip) % 4 == 0 && (!skip || cols % 4 == 0);
+    }
+};
+
 struct CastShard {
     const float* const*
         master;      // where the address of the FP32 shard is found when the launch runs
@@ -81,7 +99,7 @@ struct CastShard {
     u8* columnwise_codes;        // of the elements from codes_start on
     DelayedState delayed;
     Candidates candidates;
-    const i64* rounding_counter;  // [2]: the hash of the weight's name, the step
+    Draws draws;
 
     ZEROCAST_FN i64 size() const { return end - start; }
 };

@@ -29,6 +29,7 @@ from zerocast.backends.cuda.tiling import (
     shard_tiles,
     tiled_grid,
 )
+from zerocast.backends.empty_parts import with_empty_parts
 from zerocast.backends.tables import (
     cast_row,
     dequantize_row,
@@ -127,6 +128,9 @@ class CudaBackend:
         return self._tables.launch(kernel, rows, cuts, scalars, (targets, lists))
 
     def compute_scale(self, law: Law, targets: Sequence[ScaleTarget]) -> Launch:
+        return with_empty_parts(self._compute_scale, law, targets)
+
+    def _compute_scale(self, law: Law, targets: Sequence[ScaleTarget]) -> Launch:
         rows = [scale_row(target, self._address) for target in targets]
         if isinstance(law, Float8DelayedLaw):
             return self._close_delayed(law, rows, targets)

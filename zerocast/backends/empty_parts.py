@@ -1,0 +1,33 @@
+"""Scales of an empty part of a weight: it has amaxes in common with other parts, and no element.
+
+Compiled code cuts its work by stored scales, of which an empty part may have none. There is next to
+nothing to do, so plain torch does it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from zerocast.backends.reference import ReferenceBackend
+from zerocast.ops import Launch, Law, ScaleTarget
+
+
+def with_empty_parts(
+    compute_scale: Callable[[Law, Sequence[ScaleTarget]], Launch],
+    law: Law,
+    targets: Sequence[ScaleTarget],
+) -> Launch:
+    """The launch of ``compute_scale`` for ``targets`` that have elements, and of the reference for
+    those that have none.
+    """
+    empty = [target for target in targets if not target.layout.grid.numel]
+    if not empty:
+        return compute_scale(law, targets)
+    compiled = compute_scale(law, [target for target in targets if target.layout.grid.numel])
+    plain = ReferenceBackend().compute_scale(law, empty)
+
+    def launch() -> None:
+        compiled()
+        plain()
+
+    return launch
