@@ -30,7 +30,9 @@ def precompute_scales_for_fsdp(model: torch.nn.Module) -> None:
     Call it after ``optimizer.step()``. The all-gathers that follow send the codes that it made. It
     is never needed: without it each parameter is cast when it is gathered, with a small all-reduce
     of its own, to the same bytes. Collective over the ranks that shard the model, and like
-    ``optimizer.step()`` it leaves the parameters sharded.
+    ``optimizer.step()`` it leaves the parameters sharded. Under tensor parallelism there is one
+    all-reduce more, over the ranks that hold parts of a weight; where it alone distributes the
+    model, that is the only one.
 
     A parameter that no forward has gathered yet is left to its first gather, for only FSDP2 knows
     which dtype it will be gathered for.
