@@ -51,8 +51,14 @@ def product_recipe(recipe: Recipe, fqn: str, out_features: int) -> Recipe | None
     """
     try:
         recipe.for_role("grad_output").check_shape((1, out_features))
-    except InputError as error:
-        logger.info("%s: its products stay in high precision; of its gradient: %s", fqn, error)
+    except InputError:
+        logger.info(
+            "%s: its products stay in high precision; %s cannot hold the gradient of its output, "
+            "[..., %d]",
+            fqn,
+            type(recipe).__name__,
+            out_features,
+        )
         return None
     return recipe
 

@@ -1,0 +1,87 @@
+"""What is recorded of torchtitan's interface, and how a package is asked for the same facts.
+
+``interface.json`` holds, by release, signatures and fields with their defaults, as they were read
+out of the packages on PyPI by ``python -m tests.torchtitan.interface`` with one installed. They are
+facts about what converters are given and asked, no code.
+"""
+
+import dataclasses
+import importlib
+import importlib.metadata
+import inspect
+import json
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+RECORD = Path(__file__).with_name("interface.json")
+
+ASKED = {
+    "0.2.2": (
+        "torchtitan.protocols.model_converter:ModelConverter.__init__",
+        "torchtitan.protocols.model_converter:ModelConverter.convert",
+        "torchtitan.protocols.model_converter:ModelConverter.post_optimizer_hook",
+        "torchtitan.protocols.model_converter:register_model_converter",
+        "torchtitan.config.job_config:Float8Linear",
+        "torchtitan.config.job_config:Compile",
+        "torchtitan.distributed.parallel_dims:ParallelDims.fsdp_enabled",
+    ),
+    "0.3.0": (
+        "torchtitan.protocols.model:ModelConfigConverter.convert",
+        "torchtitan.components.quantization:QuantizationConverter.Config",
+        "torchtitan.models.common.linear:Linear.Config",
+        "torchtitan.models.common.linear:Linear.Config.traverse",
+        "torchtitan.models.common.linear:Linear.Config.build",
+        "torchtitan.protocols.module:Module.Config",
+        "torchtitan.protocols.module:Module.init_states",
+        "torchtitan.components.optimizer:OptimizersContainer.__init__",
+        "torchtitan.models.llama3:model_registry",
+    ),
+}
+"""By release, what is recorded: ``module:name``."""
+
+
+def recorded(release: str) -> dict[str, Any]:
+    """The facts of a release."""
+    return json.loads(RECORD.read_text())[release]
+
+
+def installed() -> str | None:
+    """The release of torchtitan that is installed; None where none is."""
+    try:
+        return importlib.metadata.version("torchtitan")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def fact(name: str) -> Any:
+    """A signature without annotations, or by field its default; of the package, as it is now."""
+    module, _, path = name.partition(":")
+    value = reduce(getattr, path.split("."), importlib.import_module(module))
+    if dataclasses.is_dataclass(value):
+        return {field.name: _default(field) for field in dataclasses.fields(value)}
+    if isinstance(value, property):
+        return "a property"
+    return signature(value)
+
+
+def signature(function: Any) -> str:
+    """``(self, model)``: names, kinds and defaults of the parameters."""
+    found = inspect.signature(function)
+    bare = [p.replace(annotation=p.empty) for p in found.parameters.values()]
+    return str(found.replace(parameters=bare, return_annotation=found.empty))
+
+
+def _default(field: "dataclasses.Field[Any]") -> str:
+    if field.default is not dataclasses.MISSING:
+        return repr(field.default)
+    if field.default_factory is not dataclasses.MISSING:
+        return repr(field.default_factory())
+    return "required"
+
+
+if __name__ == "__main__":
+    release = installed()
+    facts = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    facts[release] = {name: fact(name) for name in ASKED[str(release)]}
+    RECORD.write_text(json.dumps(facts, indent=2, sort_keys=True) + "\n")

@@ -1,0 +1,84 @@
+"""A layer that opens a region of autocast around itself."""
+
+import logging
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import zerocast
+from tests.support.same_bytes import assert_same_bytes
+from zerocast.recipes import RECIPES
+from zerocast.torchtitan.layers import AutocastLinear, product_recipe
+
+SERVED = [name for name in RECIPES if name != "delayed"]
+
+
+def layer_and_twin(recipe) -> tuple[AutocastLinear, zerocast.nn.Linear]:
+    """Two layers of one weight, of which the first one opens its own regions."""
+    torch.manual_seed(0)
+    layer = AutocastLinear(64, 96, dtype=torch.bfloat16, name="w1")
+    layer.product_recipe = recipe
+    twin = zerocast.nn.Linear(64, 96, dtype=torch.bfloat16, name="w1")
+    twin.load_state_dict(layer.state_dict())
+    return layer, twin
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_products_are_those_of_a_region(name):
+    """Output and gradients are, to the bit, those of a zerocast layer in a region around it, and
+    not those outside of one; also where the forward is computed again in the backward.
+    """
+    recipe = RECIPES[name]()
+    x = torch.randn(2, 16, 64, dtype=torch.bfloat16, generator=torch.Generator().manual_seed(1))
+
+    def results(layer, run, region):
+        own = x.clone().requires_grad_()
+        with zerocast.autocast(enabled=region, recipe=recipe):
+            out = run(layer, own)
+        out.float().square().sum().backward()
+        return out.detach(), own.grad, layer.weight.grad, layer.bias.grad
+
+    def again(layer, x):
+        return checkpoint(layer, x, use_reentrant=False)
+
+    layer, twin = layer_and_twin(recipe)
+    expected = results(twin, zerocast.nn.Linear.__call__, True)
+    plain = torch.nn.functional.linear(x, twin.weight, twin.bias)
+    assert not torch.equal(expected[0], plain)
+    for run in (AutocastLinear.__call__, again):
+        layer, _ = layer_and_twin(recipe)
+        for i, (actual, wanted) in enumerate(
+            zip(results(layer, run, False), expected, strict=True)
+        ):
+            assert_same_bytes(actual, wanted, f"result {i}")
+
+
+def test_a_gradient_that_cannot_be_held(caplog):
+    """A layer whose output is no multiple of a block multiplies in high precision, and the log says
+    so.
+    """
+    recipe = zerocast.MXFP8BlockScaling()
+    with caplog.at_level(logging.INFO, "zerocast.torchtitan"):
+        assert product_recipe(recipe, "gate", 8) is None
+    assert product_recipe(recipe, "w1", 96) is recipe
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "gate: its products stay in high precision; MXFP8BlockScaling cannot hold the gradient of "
+        "its output, [..., 8]"
+    )
+    layer, twin = layer_and_twin(None)
+    x = torch.randn(4, 64, dtype=torch.bfloat16)
+    assert_same_bytes(layer(x), twin(x), "output")
+
+
+def test_tracing_is_refused():
+    """torch.compile of a whole block, which the converter was not told of, says what to do."""
+    layer, _ = layer_and_twin(zerocast.NVFP4BlockScaling())
+    compiled = torch.compile(layer, backend="eager", fullgraph=True)
+    with pytest.raises(RuntimeError) as raised:
+        compiled(torch.randn(32, 64, dtype=torch.bfloat16))
+    assert (
+        "w1: quantized products cannot be traced by torch.compile; tell the converter by "
+        "model_compile_enabled=True that torchtitan compiles the model."
+    ) in str(raised.value)

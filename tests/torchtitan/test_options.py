@@ -1,0 +1,109 @@
+"""What options mean, and the text of every refusal."""
+
+import pytest
+
+import zerocast
+from zerocast.recipes import RECIPES
+from zerocast.torchtitan.options import check_combination, recipe_named
+
+
+def test_torchtitan_s_schemes():
+    """torchtitan's names are the schemes of torchao: "tensorwise" has gradients in E5M2, "rowwise"
+    has E4M3 and powers of two everywhere, MXFP8 rounds its scales up.
+    """
+    assert recipe_named("tensorwise") == zerocast.Float8CurrentScaling(fp8_format="HYBRID")
+    rowwise = recipe_named("rowwise")
+    assert isinstance(rowwise, zerocast.Float8RowwiseScaling)
+    for role in ("input", "weight", "grad_output"):
+        law = rowwise.for_role(role).law
+        assert (law.fmt.name, law.power_2_scale) == ("e4m3", True)
+    for name in ("mxfp8_rceil", "mxfp8_cublas_rceil"):
+        assert recipe_named(name) == zerocast.MXFP8BlockScaling(fp8_format="E4M3")
+
+
+@pytest.mark.parametrize("name", ["current", "block", "mxfp8", "nvfp4"])
+def test_short_names(name):
+    """zerocast's short names mean what they mean everywhere."""
+    assert recipe_named(name) == RECIPES[name]()
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        (
+            "rowwise_with_gw_hp",
+            "it computes the gradient of the weight from operands in high precision; 'rowwise' "
+            "quantizes those, too.",
+        ),
+        (
+            "mxfp8_rceil_wgrad_with_hp",
+            "it computes the gradient of the weight from operands in high precision; 'mxfp8_rceil' "
+            "quantizes those, too.",
+        ),
+        (
+            "mxfp8_cublas",
+            "it rounds scales down, and MXFP8 here rounds them up; 'mxfp8_cublas_rceil' is that "
+            "scheme.",
+        ),
+        (
+            "delayed",
+            "torchtitan computes activations again in the backward, when the scales of the forward "
+            "are gone; 'tensorwise' makes its scales from the tensors at hand.",
+        ),
+    ],
+)
+def test_schemes_that_are_not_served(name, why):
+    """A scheme that is known and not served is refused with what to choose instead."""
+    with pytest.raises(zerocast.UnsupportedError) as raised:
+        recipe_named(name)
+    assert str(raised.value) == f"recipe_name={name!r} is not served here: {why}"
+
+
+def test_an_unknown_scheme():
+    """An unknown name is answered with the known ones."""
+    with pytest.raises(zerocast.InputError) as raised:
+        recipe_named("int8")
+    assert str(raised.value) == (
+        "recipe_name must be one of ['tensorwise', 'rowwise', 'mxfp8_cublas_rceil', 'mxfp8_rceil', "
+        "'current', 'block', 'mxfp8', 'nvfp4'], got 'int8'."
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        (
+            {"precomputes": True},
+            zerocast.InputError,
+            "precompute_float8_dynamic_scale_for_fsdp=True needs "
+            "enable_fsdp_float8_all_gather=True: it casts the codes that FSDP2 will gather.",
+        ),
+        (
+            {"weights_only": True},
+            zerocast.InputError,
+            "weights_only=True needs enable_fsdp_float8_all_gather=True: without codes in the "
+            "gathers there would be nothing quantized.",
+        ),
+        (
+            {"compiles": True},
+            zerocast.UnsupportedError,
+            "quantized products cannot be traced, and torchtitan compiles whole blocks "
+            "(fullgraph=True); leave 'model' out of compile.components, or give weights_only=True "
+            "(torchtitan 0.2 has it with zerocast.torchtitan.job_config).",
+        ),
+    ],
+)
+def test_options_that_would_do_nothing(options, error, message):
+    """An option that would do nothing, or cannot be served beside the others, is refused."""
+    off = dict.fromkeys(("gathers_codes", "precomputes", "weights_only", "compiles"), False)
+    with pytest.raises(error) as raised:
+        check_combination(**(off | options))
+    assert str(raised.value) == message
+
+
+def test_options_that_go_together():
+    """Gathers in codes with scales made ahead, quantized products or compiled blocks."""
+    for weights_only in (False, True):
+        check_combination(
+            gathers_codes=True, precomputes=True, weights_only=weights_only, compiles=weights_only
+        )

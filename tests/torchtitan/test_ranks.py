@@ -1,0 +1,124 @@
+"""A converted decoder on two ranks, sharded, checkpointed, compiled and stepped as torchtitan does
+it.
+"""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import zerocast
+from tests.fsdp.test_traffic import Collectives
+from tests.support.ranks import run_ranks
+from tests.support.same_bytes import assert_same_bytes
+from tests.torchtitan.decoder import ALL_LAYERS, OptimizersContainer, loss, shard
+from tests.torchtitan.plain_decoder import Decoder as PlainDecoder
+from tests.torchtitan.test_conversion import SHARDED, job_config
+from zerocast.torchtitan.layers import AutocastLinear
+from zerocast.torchtitan.model_converter import ModelConverter
+from zerocast.torchtitan.options import recipe_named
+
+pytestmark = pytest.mark.mpi(min_size=4)
+
+LOW_BIT = {
+    "enable_fsdp_float8_all_gather": True,
+    "precompute_float8_dynamic_scale_for_fsdp": True,
+}
+
+
+def trainer(release: str, *, checkpoints: bool = False, compiles: bool = False, **options):
+    """A model and its optimizer, made in the order of torchtitan's trainer of that release."""
+    options = LOW_BIT | options
+    if release == "0.2":
+        converter = ModelConverter(job_config(compiles=compiles, **options), SHARDED)
+        with torch.device("meta"):
+            model = PlainDecoder()
+        converter.convert(model)
+    else:
+        pytest.importorskip("torchtitan.models.common.linear")
+        from tests.torchtitan.built_decoder import Decoder
+        from zerocast.torchtitan.config_converter import LinearConverter
+
+        config = LinearConverter.Config(model_compile_enabled=compiles, **options)
+        tree = config.build().convert(Decoder.Config())
+        with torch.device("meta"):
+            model = tree.build()
+    shard(model, checkpoints=checkpoints, compiles=compiles)
+    model.to_empty(device="cpu")
+    torch.manual_seed(0)
+    with torch.no_grad():
+        model.init_states()
+    optimizer = OptimizersContainer([model])
+    if release == "0.2":
+        optimizer.register_step_post_hook(lambda *_: converter.post_optimizer_hook([model]))
+    return SimpleNamespace(model=model, optimizer=optimizer, recipe=options.get("recipe_name"))
+
+
+def assert_whole_casts(model: torch.nn.Module, recipe: zerocast.Recipe) -> None:
+    """What every converted layer gathers is, to the byte, the cast of its whole master."""
+    layers = [m for m in model.modules() if isinstance(m, AutocastLinear)]
+    assert {layer.name for layer in layers} == ALL_LAYERS - {"lm_head"}
+    whole = {
+        layer: zerocast.quantize(layer.weight.full_tensor(), recipe, dtype=torch.bfloat16)
+        for layer in layers
+    }
+    for module in model.modules():
+        if hasattr(module, "unshard"):
+            module.unshard()
+    for layer, expected in whole.items():
+        for name, buffer in layer.weight.storage.buffers.items():
+            assert_same_bytes(buffer, expected.storage.buffers[name], f"{layer.name} {name}")
+    for module in model.modules():
+        if hasattr(module, "reshard"):
+            module.reshard()
+
+
+@pytest.mark.filterwarnings("ignore:DTensor random operators may not have complete support")
+@pytest.mark.parametrize(("release", "recipe_name"), [("0.2", "tensorwise"), ("0.3", "nvfp4")])
+def test_trained_in_codes(release, recipe_name):
+    """Three steps: what is gathered are the codes of the whole masters, a step of the optimizer is
+    followed by one all-reduce for all scales, and forward and backward have none.
+    """
+
+    def run(comm):
+        t = trainer(release, recipe_name=recipe_name, filter_fqns=["lm_head"])
+        counted = []
+        for _ in range(3):
+            with Collectives() as forth:
+                loss(t.model, comm.rank).backward()
+            with Collectives() as after:
+                t.optimizer.step()
+                t.optimizer.zero_grad()
+            counted.append((forth.calls["allreduce_"], after.calls["allreduce_"]))
+        assert_whole_casts(t.model, recipe_named(recipe_name))
+        return counted
+
+    for counted in run_ranks("torch_distributed", 2, run):
+        assert counted[1:] == [(0, 1), (0, 1)]
+
+
+@pytest.mark.filterwarnings("ignore:DTensor random operators may not have complete support")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize(
+    ("release", "wrapped", "options"),
+    [
+        ("0.2", "checkpoints", {"recipe_name": "nvfp4"}),
+        ("0.3", "checkpoints", {"recipe_name": "mxfp8"}),
+        ("0.3", "compiles", {"weights_only": True}),
+    ],
+)
+def test_wrapped_blocks_give_the_same_gradients(release, wrapped, options):
+    """Blocks that are computed again in the backward, and compiled blocks, give the gradients of
+    blocks as they are, to the bit.
+    """
+
+    def run(comm):
+        gradients = []
+        for wraps in (False, True):
+            t = trainer(release, **{wrapped: wraps}, **options)
+            loss(t.model, comm.rank).backward()
+            gradients.append([p.grad.full_tensor() for p in t.model.parameters()])
+        for i, (actual, expected) in enumerate(zip(*gradients, strict=True)):
+            assert_same_bytes(actual, expected, f"gradient {i}")
+
+    run_ranks("torch_distributed", 2, run)
