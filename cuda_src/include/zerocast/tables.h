@@ -3,7 +3,7 @@
 // padding rules.
 //
 // The rows mirror CastShard, ScaleTarget, SelectTarget, TransposeTarget and DequantizeTarget of
-// zerocast/ops.py, and the index arithmetic is here too: an element's flat index in its whole
+// zerocast/ops, and the index arithmetic is here too: an element's flat index in its whole
 // weight decides its block, its byte and its nibble. What a weight has none of is 0 in its row.
 #pragma once
 
