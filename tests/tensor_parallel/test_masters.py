@@ -138,7 +138,7 @@ MESHES = pytest.mark.parametrize(("dp", "tp"), [(1, 2), (2, 2)])
 
 
 @pytest.mark.parametrize(("dp", "tp"), [(1, 2), (1, 4), (2, 2)])
-@pytest.mark.parametrize("recipe", UNDRAWN)
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_codes_are_the_parts_of_the_unsharded_cast(recipe, dp, tp):
     """After each of 3 steps codes, scales, amax, padding and columnwise copies on every rank are
     those of its part of ``quantize(full master)``, in forward and backward, cast by the layers or
