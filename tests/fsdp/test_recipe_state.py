@@ -85,7 +85,13 @@ def assert_same(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
 
 
 @on_ranks
-@each_recipe
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        pytest.param(DELAYED, id="delayed"),
+        pytest.param(DRAWN, id="drawn", marks=pytest.mark.slow),
+    ],
+)
 def test_a_resumed_run_is_the_uninterrupted_one(recipe):
     """Saved by torch.distributed.checkpoint on 4 ranks in the middle of a step, between step and
     cast, or after it, and loaded on 3 into a model that has run nothing and on 2 into one that has
