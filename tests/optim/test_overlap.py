@@ -52,6 +52,25 @@ def test_nothing_is_used_before_it_has_arrived(recipe, size, bucket_size):
         assert_all_same(result, expected)
 
 
+@pytest.mark.parametrize("size", [1, 3, 4, 6])
+@pytest.mark.parametrize("bucket_size", [EACH_ITS_OWN, SOME_TOGETHER, ALL_TOGETHER])
+def test_any_number_of_ranks_and_any_size_of_buckets(size, bucket_size):
+    """The same as above, for NVFP4 and MXFP8 weights in one model."""
+
+    def body(comm, overlap):
+        model = Model("nvfp4")
+        model.layers[1][1] = Model("mxfp8").layers[1][1]
+        optimizer = optimizer_of(
+            model, GathersLate(comm), overlap_all_gather=overlap, bucket_size=bucket_size
+        )
+        train(model, optimizer, range(2))
+        return stored(model)
+
+    expected = run_in_process(1, lambda comm: body(comm, overlap=False))[0]
+    for result in run_in_process(size, lambda comm: body(comm, overlap=True)):
+        assert_all_same(result, expected)
+
+
 @pytest.mark.parametrize("recipe", ["current", "mxfp8", "nvfp4"])
 def test_quantized_products_wait_too(recipe):
     """Under autocast, where forward and backward read codes and columnwise copies as they are, the
@@ -123,8 +142,8 @@ def test_ranks_use_weights_in_orders_of_their_own(comm_kind):
 
 
 def test_a_step_sends_each_weight_once():
-    """Two buckets of BF16 weights and two of codes: four gathers a step, of which two are over when
-    it returns; one all-reduce; and nothing is sent by a forward.
+    """Two buckets of BF16 weights and four of codes are six gathers a step, beside one all-reduce
+    and one reduce-scatter; nothing is sent by a forward.
     """
 
     def body(comm):
