@@ -16,6 +16,7 @@ from zerocast.errors import InputError, NonFiniteError, RankMismatchError
 ROWS, COLS = (32, 16, 48), 64
 NAMES = ["layers.0.wq.weight", "layers.0.wk.weight", "layers.0.wv.weight"]
 GROUPS = [["*.wq", "*.wk", "*.wv"]]
+PAIR = [["*.wq", "*.wk"]]
 RECIPES = (
     zerocast.NVFP4BlockScaling(),
     zerocast.NVFP4BlockScaling(nvfp4_4over6="weights"),
@@ -67,6 +68,23 @@ def test_a_group_is_cast_as_the_fused_weight(ranks: Any, recipe: zerocast.Recipe
             row += rows
 
     ranks.run(on_rank)
+
+
+def test_a_member_of_one_block_keeps_its_blocks_amax() -> None:
+    """A weight of 16x16 elements has one scale for its block, by the block's own amax, under the
+    amax of its group.
+    """
+    given = [torch.full((16, 16), value) for value in (1.0, 64.0)]
+    fused = zerocast.quantize(torch.cat(given), RECIPES[0], columnwise=False)
+    weights = [zerocast.empty((16, 16), RECIPES[0], columnwise=False) for _ in given]
+    plan = zerocast.CastPlan(weights, given, [0] * 2, names=NAMES[:2], amax_groups=PAIR)
+    plan.cast()
+    for i, weight in enumerate(weights):
+        rows = slice(16 * i, 16 * i + 16)
+        assert_same_bytes(weight.rowwise_data, fused.rowwise_data[rows], f"codes {i}")
+        assert_same_bytes(
+            weight.rowwise_scale_inv[:16], fused.rowwise_scale_inv[rows], f"scales {i}"
+        )
 
 
 def test_layers_are_groups_of_their_own() -> None:

@@ -12,7 +12,7 @@ import torch
 import zerocast
 from tests.cast.test_first_law import RECIPES
 from tests.support.partitions import draw_partition
-from tests.support.parts import assert_is_part
+from tests.support.parts import assert_is_part, shape_of, unit
 from tests.support.values import draw_values
 from zerocast import Part
 from zerocast.comm import Communicator, run_in_process
@@ -24,22 +24,6 @@ BACKENDS = ("reference", "cpu")
 DIMS = ("rows", "columns")
 CASTS = 3
 """In a row: what a recipe remembers of one shows in the next."""
-
-
-def unit(recipe: Recipe) -> int:
-    """Rows, or columns, that no cut may divide."""
-    if isinstance(recipe, zerocast.NVFP4BlockScaling):
-        return 16
-    if isinstance(recipe, zerocast.MXFP8BlockScaling):
-        return 32
-    return 128 if isinstance(recipe, zerocast.Float8BlockScaling) else 1
-
-
-def shape_of(recipe: Recipe) -> torch.Size:
-    """A small shape of several blocks; the last rows, and where the recipe lets them the last
-    columns, are no whole block.
-    """
-    return torch.Size({16: (76, 112), 32: (132, 160), 128: (300, 270), 1: (13, 11)}[unit(recipe)])
 
 
 @cache

@@ -4,11 +4,29 @@ own layout has it.
 
 import torch
 
+import zerocast
 from tests.support.same_bytes import assert_same_bytes
 from zerocast import Part, QuantizedTensor
 from zerocast.backends.reference.planes import read_plane, write_plane
 from zerocast.formats import pack_nibbles, unpack_nibbles
 from zerocast.layout import ScaleLayout
+from zerocast.recipes import Recipe
+
+
+def unit(recipe: Recipe) -> int:
+    """Rows, or columns, that no cut may divide."""
+    if isinstance(recipe, zerocast.NVFP4BlockScaling):
+        return 16
+    if isinstance(recipe, zerocast.MXFP8BlockScaling):
+        return 32
+    return 128 if isinstance(recipe, zerocast.Float8BlockScaling) else 1
+
+
+def shape_of(recipe: Recipe) -> torch.Size:
+    """A small shape of several blocks; the last rows, and where the recipe lets them the last
+    columns, are no whole block.
+    """
+    return torch.Size({16: (77, 112), 32: (133, 160), 128: (300, 270), 1: (13, 11)}[unit(recipe)])
 
 
 def assert_is_part(weight: QuantizedTensor, whole: QuantizedTensor, where: str = "") -> None:

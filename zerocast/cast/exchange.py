@@ -28,7 +28,6 @@ class Exchange:
         extents: by group int64 [size, members, 2], who owns what.
         parts: by tensor-parallel group the places of the weights that it holds in parts.
         amax_groups: by weight the label of its amax group, or None.
-        judges: whether the tensors' amaxes are looked at, even where no scale depends on them.
         device: where the buffers are.
 
     Attributes:
@@ -46,8 +45,6 @@ class Exchange:
         extents: Mapping[Communicator, torch.Tensor],
         parts: Mapping[Communicator, Sequence[int]],
         amax_groups: Sequence[str | None],
-        *,
-        judges: bool,
         device: torch.device,
     ) -> None:
         cuts = {
@@ -70,10 +67,7 @@ class Exchange:
         self.candidates_of = {
             i: Candidates.carve(carved[i], storages[i].grid, cuts[i]) for i in cuts
         }
-        shared = {
-            comm: self._shared_entries(storages, indices, judges=judges)
-            for comm, indices in parts.items()
-        }
+        shared = {comm: self._shared_entries(storages, indices) for comm, indices in parts.items()}
         entries = list(itertools.chain.from_iterable(shared.values()))
         self._shared = torch.tensor(entries, dtype=torch.int64, device=device)
         self._reduced = torch.zeros(len(self._shared), dtype=torch.int32, device=device)
@@ -83,13 +77,13 @@ class Exchange:
         ]
 
     def _shared_entries(
-        self, storages: Sequence[QuantizedStorage], indices: Sequence[int], *, judges: bool
+        self, storages: Sequence[QuantizedStorage], indices: Sequence[int]
     ) -> list[int]:
         """The places in ``amax`` of what the parts ``indices`` share with the other parts."""
         entries: dict[int, None] = {}
         for i in indices:
             start = int(self.amax_of[i].storage_offset())
-            for each in storages[i].shared_amaxes(tensor=judges):
+            for each in storages[i].shared_amaxes():
                 entries |= dict.fromkeys(range(start + each.start, start + each.stop))
             if i in self.tensor_amax_of:
                 entries[int(self.tensor_amax_of[i].storage_offset())] = None

@@ -48,7 +48,8 @@ def raise_if_not_finite(
         troubles += _worst(comm, [_trouble(request, master) for request, _, master in found])
     parts: dict[Communicator, list[int]] = {}
     for i, request in enumerate(bad):
-        if request.storage.part is not None:
+        # Under other schemes a part's tensor amax is its own, and these ranks know alone.
+        if request.storage.part is not None and request.storage.recipe.scales_tensor:
             parts.setdefault(request.storage.part.require_comm(), []).append(i)
     for comm, indices in parts.items():
         worst = _worst(comm, [troubles[i] for i in indices])

@@ -172,9 +172,7 @@ class CastPlan:
         device = storages[0].device if storages else torch.device("cpu")
         self._members = members
         labels = [request.amax_group for request in self._requests]
-        self._exchange = Exchange(
-            storages, members, extents, parts, labels, judges=check_finite, device=device
-        )
+        self._exchange = Exchange(storages, members, extents, parts, labels, device)
         self._gathers = [
             CodeGather(comm, [self._requests[i] for i in indices], extents[comm], plane)
             for comm, indices in members.items()

@@ -14,6 +14,7 @@ from zerocast.recipes.recipe import (
     Recipe,
     Role,
     describe_recipe,
+    reaches_across,
 )
 
 RECIPES: dict[str, type[Recipe]] = {
@@ -42,4 +43,5 @@ __all__ = [
     "Recipe",
     "Role",
     "describe_recipe",
+    "reaches_across",
 ]

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -152,6 +152,11 @@ class Recipe(ABC):
         return False
 
     # --- what follows from it ---
+
+    @property
+    def has_one_block(self) -> bool:
+        """Whether the tensor is one block, whatever its shape: then its amax is the tensor's."""
+        return all(reaches_across(self.grid, dim) for dim in (0, 1))
 
     def transposed_grid(self, shape: Sequence[int]) -> BlockGrid:
         """The blocks of the transposed tensor, where that is cast. Its rows are whole bytes: of
@@ -323,6 +328,14 @@ class Recipe(ABC):
         if columnwise:
             specs["columnwise_data"] = BufferSpec((cols, packed_columns(fmt, rows)), torch.uint8)
         return specs
+
+
+def reaches_across(grid_of: Callable[[Sequence[int]], BlockGrid], dim: int) -> bool:
+    """Whether the blocks that a scheme's ``grid_of`` a shape gives reach across the matrix, from
+    its first to its last row (``dim`` 0) or column (1), however many there are.
+    """
+    small, large = grid_of((1, 1)), grid_of((2, 2))
+    return small.block_w != large.block_w if dim else small.block_h != large.block_h
 
 
 def describe_recipe(recipe: Recipe) -> str:

@@ -16,13 +16,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 
 from zerocast.comm import Communicator, lines_that_differ
 from zerocast.errors import InputError, RankMismatchError, ZerocastError
 from zerocast.layout import BlockGrid, Extent, check_partition, first_wrong_partition
-from zerocast.recipes import Recipe
+from zerocast.recipes import Recipe, reaches_across
+
+GridOf = Callable[[Sequence[int]], BlockGrid]
 
 ROWS, COLUMNS = 0, 1
 LINES = ("rows", "columns")
@@ -152,35 +155,31 @@ class Part:
         recipe.check_shape(self.whole)
         if tuple(shape) != tuple(self.shape):
             raise InputError(f"{self} have shape {tuple(self.shape)}, got {tuple(shape)}.")
-        for plane in _planes(recipe, self.dim, columnwise=columnwise):
-            block = plane.block(self.whole)
-            end = self.start + self.size
-            within = self.start % block or (end % block and end != self.lines)
-            if self.size and within and not plane.spans(self.whole):
+        for grid_of, dim in _planes(recipe, self.dim, columnwise=columnwise):
+            if reaches_across(grid_of, dim) or not self.size:
+                continue
+            grid, end = grid_of(self.whole), self.start + self.size
+            block = grid.block_w if dim == COLUMNS else grid.block_h
+            if self.start % block or (end % block and end != self.lines):
                 raise InputError(
                     f"a part of a weight under {type(recipe).__name__} must begin and end between "
                     f"blocks, at multiples of {block} {LINES[self.dim]}, got {self}; choose "
                     f"another number of ranks, or leave the weight uncut or in high precision."
                 )
 
-    def shared(self, recipe: Recipe, *, columnwise: bool, tensor: bool) -> list[range]:
+    def shared(self, recipe: Recipe, *, columnwise: bool) -> list[range]:
         """Which entries of the part's amaxes (:attr:`QuantizedStorage.amax_slots`) are amaxes over
-        other parts, too; the same on all ranks, but for where in its buffer a rank has them.
-
-        Args:
-            recipe: the scheme.
-            columnwise: whether the weight holds the columnwise copy.
-            tensor: whether the tensor's amax is asked for even where no scale depends on it.
+        other parts, too: of blocks that reach across parts, and the tensor's where scales depend on
+        it. The same on all ranks, but for where in its buffer a rank has them.
         """
-        ranges, at, slots = [], 0, 0
-        for plane in _planes(recipe, self.dim, columnwise=columnwise):
-            blocks = plane.grid(self.shape).num_blocks
-            if plane.spans(self.whole):
+        ranges, at = [], 0
+        for grid_of, dim in _planes(recipe, self.dim, columnwise=columnwise):
+            blocks = grid_of(self.shape).num_blocks
+            if reaches_across(grid_of, dim):
                 ranges.append(range(at, at + blocks))
             at += blocks
-        slots = at + (at != 1)
-        if (tensor or recipe.scales_tensor) and slots > at:
-            ranges.append(range(at, slots))
+        if recipe.scales_tensor and not recipe.has_one_block:
+            ranges.append(range(at, at + 1))
         return ranges
 
     def check_group(self, line: str, error: ZerocastError | None) -> None:
@@ -214,43 +213,16 @@ class Part:
         return self
 
 
-@dataclass(frozen=True)
-class _Plane:
-    """The blocks of one plane of codes, as a function of the weight's shape, and the dimension of
-    its grid in which the weight is cut.
+def _planes(recipe: Recipe, dim: int, *, columnwise: bool) -> list[tuple[GridOf, int]]:
+    """The planes of codes that have amaxes of their own, in the order of the amax buffer: the grid
+    of a shape, and the dimension of the grid in which the weight is cut.
     """
-
-    grid: Callable[[Sequence[int]], BlockGrid]
-    dim: int
-
-    def block(self, shape: Sequence[int]) -> int:
-        """Lines of a block in the dimension that is cut."""
-        grid = self.grid(shape)
-        return grid.block_w if self.dim == COLUMNS else grid.block_h
-
-    def spans(self, shape: Sequence[int]) -> bool:
-        """Whether a block reaches across the weight, however long that is."""
-        larger = tuple(2 * n for n in shape)
-        return self.block(larger) != self.block(shape)
-
-
-def _planes(recipe: Recipe, dim: int, *, columnwise: bool) -> list[_Plane]:
-    """The planes of codes that have amaxes of their own, in the order of the amax buffer."""
-    planes = [_Plane(recipe.grid, dim)]
+    planes: list[tuple[GridOf, int]] = [(recipe.grid, dim)]
     if columnwise and recipe.casts_transpose:
-        planes.append(_Plane(recipe.transposed_grid, 1 - dim))
+        planes.append((recipe.transposed_grid, 1 - dim))
     elif columnwise and recipe.columnwise_grid((1, 1)) is not None:
-        planes.append(_Plane(_columnwise_grid(recipe), dim))
+        planes.append((cast("GridOf", recipe.columnwise_grid), dim))
     return planes
-
-
-def _columnwise_grid(recipe: Recipe) -> Callable[[Sequence[int]], BlockGrid]:
-    def grid(shape: Sequence[int]) -> BlockGrid:
-        found = recipe.columnwise_grid(shape)
-        assert found is not None
-        return found
-
-    return grid
 
 
 def check_parts(comm: Communicator, names: Sequence[str], parts: Sequence[Part]) -> torch.Tensor:

@@ -386,19 +386,19 @@ class QuantizedStorage:
     @property
     def amax_slots(self) -> int:
         """Entries of this weight in an amax buffer: those of its rowwise blocks, of the blocks of a
-        columnwise copy with amaxes of its own, and unless that is one the tensor's.
+        columnwise copy with amaxes of its own, and the tensor's unless that is one block.
         """
         columnwise = self.columnwise_grid
         blocks = self.grid.num_blocks + (0 if columnwise is None else columnwise.num_blocks)
-        return blocks + (blocks != 1)
+        return blocks + (not self.recipe.has_one_block)
 
-    def shared_amaxes(self, *, tensor: bool = False) -> list[range]:
+    def shared_amaxes(self) -> list[range]:
         """The entries of :attr:`amax_slots` that are amaxes over other parts of the whole weight,
-        too; see :meth:`Part.shared` for ``tensor``. None for a weight that is no part.
+        too; none of a weight that is no part.
         """
         if self.part is None:
             return []
-        return self.part.shared(self.recipe, columnwise=self.has_columnwise, tensor=tensor)
+        return self.part.shared(self.recipe, columnwise=self.has_columnwise)
 
     def split_amax(
         self, amax: torch.Tensor, tensor_amax: torch.Tensor | None = None
@@ -410,7 +410,8 @@ class QuantizedStorage:
         if tensor_amax is None:
             tensor_amax = amax[-1:]
         if columnwise is None:
-            return tensor_amax if blocks == 1 else amax[:blocks], None, tensor_amax
+            block_amax = tensor_amax if self.recipe.has_one_block else amax[:blocks]
+            return block_amax, None, tensor_amax
         return amax[:blocks], amax[blocks : blocks + columnwise.num_blocks], tensor_amax
 
     def cast_shards(
