@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import zerocast
-from tests.torchtitan.decoder import ALL_LAYERS, DIM, loss
+from tests.torchtitan.decoder import ALL_LAYERS, DIM, OptimizersContainer, loss
 from tests.torchtitan.interface import recorded
 from tests.torchtitan.plain_decoder import Decoder as PlainDecoder
 from zerocast.fsdp import MasterWeight
@@ -132,6 +132,19 @@ def test_converted_configurations_are_plain_values(built):
     tree, _ = converted(built, built.Tree(), recipe_name="nvfp4")
     tree.lm_head.param_init = None
     assert json.loads(json.dumps(asdict(tree.lm_head)))["recipe_name"] == "nvfp4"
+
+
+def test_other_optimizers_are_passed_over(built):
+    """The hook that makes scales after a step leaves optimizers of other models alone."""
+    low_bit = {
+        "enable_fsdp_float8_all_gather": True,
+        "precompute_float8_dynamic_scale_for_fsdp": True,
+    }
+    converted(built, built.Tree(), **low_bit)
+    model = PlainDecoder()
+    loss(model).backward()
+    OptimizersContainer([model]).step()
+    torch.optim.SGD(model.parameters()).step()
 
 
 # --- 0.2: the built model ---

@@ -82,3 +82,12 @@ def test_tracing_is_refused():
         "w1: quantized products cannot be traced by torch.compile; tell the converter by "
         "model_compile_enabled=True that torchtitan compiles the model."
     ) in str(raised.value)
+
+
+def test_state_dicts_hold_tensors_alone():
+    """A layer that has counted its draws saves what torch's own layer saves."""
+    layer, twin = layer_and_twin(zerocast.NVFP4BlockScaling())
+    layer(torch.randn(32, 64, dtype=torch.bfloat16)).float().sum().backward()
+    assert layer.state_dict().keys() == torch.nn.Linear(64, 96).state_dict().keys()
+    twin.load_state_dict(layer.state_dict())
+    layer.load_state_dict(twin.state_dict())

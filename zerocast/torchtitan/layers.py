@@ -44,6 +44,11 @@ class AutocastLinear(Linear):
         with autocast(recipe=self.product_recipe, amax_reduction_group=_NO_AMAXES):
             return super().forward(input, fp8_output=fp8_output)
 
+    def get_extra_state(self) -> None:
+        """Nothing: torchtitan takes every entry of a state dict for a tensor. So where gradients
+        are rounded stochastically, their draws are counted from 0 again on resuming.
+        """
+
 
 def product_recipe(recipe: Recipe, fqn: str, out_features: int) -> Recipe | None:
     """``recipe``, for the products of the layer ``fqn``; None, with a line in the log, where it
