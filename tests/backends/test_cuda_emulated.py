@@ -2,6 +2,7 @@
 
 import random
 from itertools import pairwise
+from typing import Any
 
 import hypothesis.strategies as st
 import pytest
@@ -10,12 +11,13 @@ from hypothesis import given, settings
 
 import zerocast
 from tests.cast.test_first_law import Case, cast_and_gather, check
+from tests.cast.test_parts import cast_parts
 from tests.cuda_emulation.emulator import ORDERS, Emulator, needs_emulation
 from tests.support.same_bytes import assert_same_bytes
 from tests.support.values import KINDS, draw_values
 from zerocast.backends.cuda import CudaBackend
 from zerocast.backends.reference import ReferenceBackend
-from zerocast.comm import run_in_process
+from zerocast.comm import SingleRank, run_in_process
 from zerocast.errors import BackendError
 from zerocast.formats import E2M1, E4M3, E5M2, byte_span
 from zerocast.layout import BlockGrid, Extent, ScaleLayout
@@ -204,6 +206,17 @@ def test_random_partitions(block: int) -> None:
         case = Case(seed, world_size)
         with zerocast.use_backend(BACKENDS[ORDERS[seed % 3]]):
             check(case, all_ranks(case, world_size))
+
+
+@pytest.mark.parametrize("dim", [0, 1], ids=["rows", "columns"])
+def test_parts_of_weights(dim: int) -> None:
+    """Every recipe, cut over three ranks in drawn places: the slices of the unsharded bytes."""
+
+    def on_rank(comm: Any) -> None:
+        cast_parts(comm, SingleRank(), dim)
+
+    with zerocast.use_backend(BACKENDS["random"]):
+        run_in_process(3, on_rank)
 
 
 def many_weights(seed: int, world_size: int, count: int = 160) -> Case:

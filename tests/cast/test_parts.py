@@ -13,9 +13,11 @@ import zerocast
 from tests.cast.test_first_law import RECIPES
 from tests.support.partitions import draw_partition
 from tests.support.parts import assert_is_part, shape_of, unit
+from tests.support.ranks import run_ranks, split_ranks
+from tests.support.same_bytes import assert_same_bytes, assert_same_storage
 from tests.support.values import draw_values
 from zerocast import Part
-from zerocast.comm import Communicator, run_in_process
+from zerocast.comm import Communicator, RecordingCommunicator, SingleRank, run_in_process
 from zerocast.layout import Extent
 from zerocast.recipes import Recipe
 from zerocast.tensors import quantize_into
@@ -109,3 +111,168 @@ def test_gathered_parts_are_the_slices_of_the_whole(backend: str, dim: int, size
         whole(i)
     with zerocast.use_backend(backend):
         run_in_process(2 * size, on_rank)
+
+
+def test_on_ranks_of_every_kind(comm_kind: str) -> None:
+    """The same on 2 x 2 ranks of every communicator, cut by rows and by columns."""
+
+    def on_rank(comm: Communicator) -> None:
+        groups = split_ranks(comm, comm.rank // 2), split_ranks(comm, comm.rank % 2)
+        for dim in (0, 1):
+            cast_parts(*groups, dim)
+
+    run_ranks(comm_kind, 4, on_rank)
+
+
+def test_parts_that_are_not_sharded() -> None:
+    """Tensor parallelism alone: the group that shares each part is one rank."""
+
+    def on_rank(comm: Communicator) -> None:
+        cast_parts(comm, SingleRank(), 0)
+
+    run_in_process(3, on_rank)
+
+
+def test_a_plan_of_parts_over_several_groups_and_of_whole_weights() -> None:
+    """On 2 x 2 ranks: a weight that all four hold in parts, one that pairs hold in parts, one that
+    all share, one of another pair; each has its whole weight's bytes.
+    """
+    recipe = zerocast.NVFP4BlockScaling()
+    masters = [draw_values("normal", 128 * 64, i).view(128, 64) * 10.0**i for i in range(4)]
+
+    def on_rank(comm: Any) -> None:
+        tensor_parallel, data_parallel = two_groups(comm, 2)
+        parts = [
+            Part.chunk((128, 64), 0, comm), Part.chunk((128, 64), 1, tensor_parallel), None,
+            Part.chunk((128, 64), 0, data_parallel),
+        ]  # fmt: skip
+        groups = [SingleRank(), data_parallel, comm, tensor_parallel]
+        weights, shards, starts = [], [], []
+        for x, part, group in zip(masters, parts, groups, strict=True):
+            mine = (x if part is None else part.slice_of(x)).contiguous().view(-1)
+            start, end = (mine.numel() * r // group.size for r in (group.rank, group.rank + 1))
+            shape = (128, 64) if part is None else part.shape
+            weights.append(zerocast.empty(shape, recipe, part=part))
+            shards.append(mine[start:end])
+            starts.append(start)
+        plan = zerocast.CastPlan(weights, shards, starts, groups)
+        plan.cast()
+        plan.all_gather()
+        for x, weight in zip(masters, weights, strict=True):
+            expected = zerocast.quantize(x, recipe, dtype=torch.bfloat16)
+            if weight.storage.part is None:
+                assert_same_storage(weight, expected, "the whole weight")
+            else:
+                assert_is_part(weight, expected)
+
+    run_in_process(4, on_rank)
+
+
+@pytest.mark.parametrize("count", [1, 30])
+def test_one_collective_a_group_and_cast(count: int) -> None:
+    """However many weights: one all-reduce of all amaxes over the ranks that share them, and one of
+    the shared entries over those that hold the parts.
+    """
+
+    def on_rank(comm: Any) -> None:
+        tensor_parallel, data_parallel = map(RecordingCommunicator, two_groups(comm, 2))
+        recipes = [zerocast.NVFP4BlockScaling(), zerocast.Float8BlockScaling()] * count
+        part = Part.chunk((256, 32), 0, tensor_parallel)
+        weights = [zerocast.empty(part.shape, recipe, part=part) for recipe in recipes]
+        half = part.shape.numel() // 2
+        shards = [torch.randn(half) for _ in weights]
+        starts = [half * data_parallel.rank] * len(weights)
+        plan = zerocast.CastPlan(weights, shards, starts, data_parallel)
+        for recorded in (tensor_parallel, data_parallel):
+            recorded.reset()
+        plan.cast()
+        slots = sum(weight.storage.amax_slots for weight in weights)
+        for recorded, entries in ((tensor_parallel, count), (data_parallel, slots)):
+            total = recorded.total()
+            assert (total.calls, total.payload_bytes) == (1, 4 * entries)
+
+    run_in_process(4, on_rank)
+
+
+@pytest.mark.parametrize(
+    "recipe", [zerocast.NVFP4BlockScaling(), zerocast.Float8CurrentScaling()], ids=["nvfp4", "fp8"]
+)
+def test_parts_of_an_amax_group(recipe: Recipe) -> None:
+    """Grouped weights that are cut, and one beside them that every rank has whole, are cast under
+    the amax of them all.
+    """
+    names = ["l.wq", "l.wk", "l.wv"]
+    masters = [draw_values("normal", 64 * 32, i).view(64, 32) * 10.0**i for i in range(3)]
+    fused = zerocast.quantize(torch.cat(masters), recipe, dtype=torch.bfloat16)
+
+    def on_rank(comm: Communicator) -> None:
+        # The first one is whole, and the last one has the largest values.
+        parts = [None, *(Part.chunk((64, 32), 0, comm) for _ in names[1:])]
+        weights = [
+            zerocast.empty((64, 32) if part is None else part.shape, recipe, part=part)
+            for part in parts
+        ]
+        shards = [
+            x if part is None else part.slice_of(x) for x, part in zip(masters, parts, strict=True)
+        ]
+        plan = zerocast.CastPlan(
+            weights,
+            shards,
+            [0] * 3,
+            SingleRank(),
+            names=names,
+            amax_groups=[["*.w" + c for c in "qkv"]],
+        )
+        plan.cast()
+        for i, (weight, part) in enumerate(zip(weights, parts, strict=True)):
+            rows = fused.rowwise_data[64 * i : 64 * i + 64]
+            expected = rows if part is None else part.slice_of(rows)
+            assert_same_bytes(weight.rowwise_data, expected, names[i])
+
+    run_in_process(2, on_rank)
+
+
+def test_the_functional_cast_finds_plans_of_parts_again() -> None:
+    """And where one rank has forgotten its plan, all of both groups make one."""
+    recipe = zerocast.Float8CurrentScaling()
+    x = draw_values("normal", 12 * 8, 0).view(12, 8)
+
+    def on_rank(comm: Any) -> None:
+        tensor_parallel, data_parallel = two_groups(comm, 2)
+        part = Part.chunk((12, 8), 0, tensor_parallel)
+        weight = zerocast.empty(part.shape, recipe, part=part, columnwise=False)
+        start, end = ((0, 13), (13, part.shape.numel()))[data_parallel.rank]
+        plans = []
+        for call in range(3):
+            shard = part.slice_of(x * 2**call).reshape(-1)[start:end]
+            if call == 2 and comm.rank == 3:
+                weight.storage.plans.clear()
+            zerocast.quantize_master_weights([weight], [shard], [start], data_parallel)
+            plans.append(next(iter(weight.storage.plans.values())))
+            whole = zerocast.quantize(x * 2**call, recipe, dtype=torch.bfloat16)
+            mine = part.slice_of(whole.rowwise_data).reshape(-1)[start:end]
+            assert_same_bytes(weight.rowwise_data.view(-1)[start:end], mine, "codes")
+            assert_same_bytes(weight.rowwise_scale_inv, whole.rowwise_scale_inv, "scale")
+        assert plans[0] is plans[1]
+        assert plans[1] is not plans[2]
+
+    run_in_process(4, on_rank)
+
+
+def test_a_capture_asks_both_kinds_of_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a CUDA graph cannot hold of the second reduction is said, too; the all-gather has no
+    part in it.
+    """
+    asked: list[list[Communicator]] = []
+
+    def record(device: torch.device, comms: Any, **_: Any) -> None:
+        asked.append(list(comms))
+
+    monkeypatch.setattr("zerocast.cast.plan.check_capture", record)
+    parts_of = RecordingCommunicator(SingleRank())
+    part = Part((16, 16), 0, 0, 16, parts_of)
+    weight = zerocast.empty((16, 16), zerocast.NVFP4BlockScaling(), part=part)
+    plan = zerocast.CastPlan([weight], [torch.randn(16, 16)], [0], SingleRank())
+    plan.cast()
+    plan.all_gather()
+    assert asked == [[SingleRank(), parts_of], [SingleRank()]]

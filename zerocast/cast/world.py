@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -74,13 +75,14 @@ def raise_in_all(comms: Sequence[Communicator], error: ZerocastError | None) -> 
         raise agreed
 
 
-def parts_by_group(model_weights: object) -> dict[Communicator, list[int]]:
+def parts_by_group(model_weights: Any) -> dict[Communicator, list[int]]:
     """The places of the weights that are parts of larger ones, by the tensor-parallel group that
     holds them, in the order in which these first appear. What is no list or no weight is passed
     over: the groups are asked for before anything is checked, so that all of them hear of errors.
     """
     parts: dict[Communicator, list[int]] = {}
-    for i, weight in enumerate(model_weights if isinstance(model_weights, Sequence) else ()):
+    is_list = hasattr(model_weights, "__iter__") and not isinstance(model_weights, torch.Tensor)
+    for i, weight in enumerate(model_weights if is_list else ()):
         part = weight.storage.part if isinstance(weight, QuantizedTensor) else None
         if part is not None and part.comm is not None:
             parts.setdefault(part.comm, []).append(i)
