@@ -168,6 +168,21 @@ def test_a_plan_of_parts_over_several_groups_and_of_whole_weights() -> None:
     run_in_process(4, on_rank)
 
 
+def test_weights_may_come_in_any_list() -> None:
+    """Their parts are found in a ParameterList, as in a list."""
+    x = torch.tensor([[1.0, 2.0], [3.0, 400.0]])
+
+    def on_rank(comm: Communicator) -> None:
+        recipe = zerocast.Float8CurrentScaling()
+        part = Part.chunk((2, 2), 0, comm)
+        weight = torch.nn.Parameter(zerocast.empty(part.shape, recipe, part=part))
+        weights: Any = torch.nn.ParameterList([weight])
+        zerocast.CastPlan(weights, [part.slice_of(x)], [0], SingleRank()).cast()
+        assert weights[0].rowwise_scale_inv * 448 == 400
+
+    run_in_process(2, on_rank)
+
+
 @pytest.mark.parametrize("count", [1, 30])
 def test_one_collective_a_group_and_cast(count: int) -> None:
     """However many weights: one all-reduce of all amaxes over the ranks that share them, and one of

@@ -253,6 +253,24 @@ def test_delayed_quantizers_record_the_amax_of_the_whole() -> None:
     run_in_process(2, on_rank)
 
 
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("recipe", [CURRENT, DELAYED, MXFP8, NVFP4], ids=str)
+def test_a_fused_function_casts_parts(recipe: Recipe) -> None:
+    """What gelu makes of a part is the part of what it makes of the whole; so is what it records."""
+    x = draw_values("normal", 128 * 64, 5).view(128, 64).bfloat16()
+    x[100:] *= 50
+
+    def on_rank(comm: Communicator) -> None:
+        states = [RecipeState.create(recipe, "forward", 1, name="layer") for _ in range(2)]
+        alone, parted = (state.make_quantizers()[0] for state in states)
+        parted.part = Part.chunk(x.shape, 0, comm)
+        whole = zerocast.nn.functional.gelu(x, alone)
+        assert_is_part(zerocast.nn.functional.gelu(parted.part.slice_of(x), parted), whole)
+        assert_same_bytes(states[1].amaxes, states[0].amaxes, "amaxes")
+
+    run_in_process(2, on_rank)
+
+
 def test_one_collective_a_cast() -> None:
     """Of the shared amaxes alone, and none where parts share none."""
 

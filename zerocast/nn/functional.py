@@ -220,7 +220,10 @@ def activate(
         quantizer.check_out(out, torch.empty((), dtype=dtype, device=x.device).expand(shape))
     recipe = None if quantizer is None else quantizer.recipe
     round_to = dtype if recipe is None else recipe.round_to(dtype)
-    law = recipe.law if recipe is not None and can_activate(recipe.law) else None
+    law = None
+    if quantizer is not None and can_activate(quantizer.recipe.law):
+        # The scales of a part wait for the amaxes of other ranks.
+        law = quantizer.recipe.law if quantizer.part is None else None
     source = _plain(x).reshape(-1, x.shape[-1]).contiguous()
     rows = source.shape[0]
     wanted = output or law is None
