@@ -256,7 +256,7 @@ def test_delayed_quantizers_record_the_amax_of_the_whole() -> None:
 @pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("recipe", [CURRENT, DELAYED, MXFP8, NVFP4], ids=str)
 def test_a_fused_function_casts_parts(recipe: Recipe) -> None:
-    """What gelu makes of a part is the part of what it makes of the whole; so is what it records."""
+    """What gelu makes of a part is the part of what it makes of the whole; so is its amax."""
     x = draw_values("normal", 128 * 64, 5).view(128, 64).bfloat16()
     x[100:] *= 50
 
