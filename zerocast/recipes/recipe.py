@@ -21,6 +21,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -153,7 +154,7 @@ class Recipe(ABC):
 
     # --- what follows from it ---
 
-    @property
+    @cached_property
     def has_one_block(self) -> bool:
         """Whether the tensor is one block, whatever its shape: then its amax is the tensor's."""
         return all(reaches_across(self.grid, dim) for dim in (0, 1))
