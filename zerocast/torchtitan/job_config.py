@@ -28,7 +28,7 @@ from zerocast.torchtitan.model_converter import ModelConverter
 
 
 @dataclass
-class Float8Linear:
+class Float8Section:
     """``quantize.linear.float8``, in addition to its own fields.
 
     Attributes:
@@ -42,24 +42,24 @@ class Float8Linear:
 
 
 @dataclass
-class QuantizedLinear:
+class LinearSection:
     """``quantize.linear``."""
 
-    float8: Float8Linear = field(default_factory=Float8Linear)
+    float8: Float8Section = field(default_factory=Float8Section)
 
 
 @dataclass
-class Quantize:
+class QuantizeSection:
     """``quantize``."""
 
-    linear: QuantizedLinear = field(default_factory=QuantizedLinear)
+    linear: LinearSection = field(default_factory=LinearSection)
 
 
 @dataclass
 class JobConfig:
     """What torchtitan merges into its ``JobConfig``."""
 
-    quantize: Quantize = field(default_factory=Quantize)
+    quantize: QuantizeSection = field(default_factory=QuantizeSection)
 
 
 register_model_converter(ModelConverter, "zerocast")
