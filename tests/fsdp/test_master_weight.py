@@ -4,6 +4,8 @@ import pytest
 import torch
 
 import zerocast
+from tests.fsdp.sharded import RECIPES, bank, batch, whole_masters
+from tests.support.ranks import run_ranks
 from tests.support.same_bytes import assert_same_bytes
 
 
@@ -55,3 +57,31 @@ def test_a_master_can_be_handed_to_another_library():
     shared = torch.from_dlpack(weight)
     assert_same_bytes(shared, weight.value, "by DLPack")
     assert shared.data_ptr() == weight.value.data_ptr()
+
+
+@pytest.mark.mpi(min_size=4)
+@pytest.mark.parametrize("first", ["training", "inference"])
+def test_codes_are_gathered_in_inference_mode(first):
+    """A forward in inference mode gives the output of one without gradients, whether the model has
+    been trained before or never gathered; training goes on as without it.
+    """
+    recipe = RECIPES["nvfp4"]
+
+    def run(comm):
+        results = []
+        for mode in (torch.no_grad, torch.inference_mode):
+            model = bank(recipe)
+            if first == "training":
+                model(batch(comm)).backward()
+            with mode():
+                results.append({"output": model(batch(comm)).clone()})
+            if first == "training":
+                optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+                optimizer.step()
+                model(batch(comm)).backward()
+                optimizer.step()
+                results[-1] |= whole_masters(model)
+        for name, expected in results[0].items():
+            assert_same_bytes(results[1][name], expected, name)
+
+    run_ranks("torch_distributed", 3, run)

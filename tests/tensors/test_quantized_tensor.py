@@ -70,6 +70,31 @@ def test_it_works_in_inference_mode_and_under_autocast(recipe: Recipe) -> None:
     assert weight.grad.dtype == torch.float32
 
 
+VIEWS = {
+    "detach": lambda w: w.detach(),
+    "view_as": lambda w: w.view_as(w),
+    "as_strided": lambda w: torch.as_strided(w, (17, 48), (48, 1)),
+    "to": lambda w: w.to(torch.bfloat16),
+    "t": lambda w: w.t(),
+    "rows": lambda w: w[3:5].narrow(1, 0, 7),
+}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_a_weight_made_outside_is_the_same_in_inference_mode(view: str) -> None:
+    """Aliases, copies and views are of the classes and values that they have outside, and views
+    can be used there.
+    """
+    weight = torch.nn.Parameter(make(NVFP4))
+    outside = VIEWS[view](weight)
+    with torch.inference_mode():
+        inside = VIEWS[view](weight)
+    assert type(inside) is type(outside)
+    assert_same_bytes(inside.clone(), outside.detach().clone(), view)
+    if view != "to":
+        (inside * torch.ones(1, requires_grad=True)).sum().backward()
+
+
 @both_recipes
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_gradient_of_full_shape_reaches_the_weight(recipe: Recipe, dtype: torch.dtype) -> None:

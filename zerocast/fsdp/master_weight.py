@@ -25,6 +25,7 @@ from zerocast.fsdp.gather_checks import check_placement
 from zerocast.fsdp.low_bit_gather import LowBitGather, ShardCodes
 from zerocast.fsdp.sharded import is_sharded, local_part, sharded_like
 from zerocast.tensors import QuantizedTensor
+from zerocast.tensors.inference import decomposed, where_made
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -86,12 +87,16 @@ class MasterWeight(torch.Tensor):
             _note_shard(first, args[1])
         if func in _PRODUCTS:
             raise not_gathered(_first_master(args).low_bit_gather.name)
+        if (out := decomposed(func, args, kwargs)) is not NotImplemented:
+            return out
         plain_args, plain_kwargs = tree_map_only(
             MasterWeight, lambda master: master.value, (tuple(args), kwargs)
         )
-        out = func(*plain_args, **plain_kwargs)
         if func in _PIECES and isinstance(first, MasterWeight):
-            return tree_map_only(torch.Tensor, lambda piece: _piece(func, first, piece), out)
+            with where_made(first):
+                out = func(*plain_args, **plain_kwargs)
+                return tree_map_only(torch.Tensor, lambda piece: _piece(func, first, piece), out)
+        out = func(*plain_args, **plain_kwargs)
         written = _written(func, args, kwargs)
         source = args[1] if func is aten.copy_.default else None
         for master in written:

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -28,6 +29,7 @@ import torch
 from zerocast.errors import InputError, MissingDataError, UnsupportedError
 from zerocast.recipes import Recipe
 from zerocast.tensors.dequantize import dequantize
+from zerocast.tensors.inference import decomposed, where_made
 from zerocast.tensors.storage import QuantizedStorage
 from zerocast.tensors.value_view import refuse_function
 
@@ -67,10 +69,13 @@ class QuantizedTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        operation = cls.operations.get(func)
-        if operation is None:
-            return cls.fallback(func, args, kwargs or {})
-        return operation(func, *args, **(kwargs or {}))
+        operation, kwargs = cls.operations.get(func), kwargs or {}
+        if operation is None and (out := decomposed(func, args, kwargs)) is not NotImplemented:
+            return out
+        with where_made(args[0]) if func.is_view else nullcontext():
+            if operation is None:
+                return cls.fallback(func, args, kwargs)
+            return operation(func, *args, **kwargs)
 
     # --- what it holds ---
 

@@ -8,12 +8,14 @@ sound: it is refused instead. Reading is like reading any tensor; results are pl
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from zerocast.errors import UnsupportedError
+from zerocast.tensors.inference import decomposed, where_made
 
 
 def refuse_writes(
@@ -71,9 +73,12 @@ class ValueView(torch.Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         refuse_writes(func, args, kwargs, cls)
-        args, kwargs = tree_map_only(cls, lambda view: view.value, (args, kwargs))
-        out = func(*args, **kwargs)
-        return tree_map_only(torch.Tensor, cls, out) if func.is_view else out
+        if (out := decomposed(func, args, kwargs)) is not NotImplemented:
+            return out
+        with where_made(args[0]) if func.is_view else nullcontext():
+            args, kwargs = tree_map_only(cls, lambda view: view.value, (args, kwargs))
+            out = func(*args, **kwargs)
+            return tree_map_only(torch.Tensor, cls, out) if func.is_view else out
 
     apply_ = map_ = map2_ = refuse_function  # type: ignore[assignment]
 
