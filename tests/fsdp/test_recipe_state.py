@@ -229,6 +229,31 @@ def test_copies_on_another_device_are_cast_once():
     run_ranks("torch_distributed", 2, run)
 
 
+@on_ranks
+def test_full_state_dicts_hold_what_autocast_remembers():
+    """A full state dict of a sharded model that ran under autocast has the layers' histories, and
+    gives them to a fresh model.
+    """
+    full = StateDictOptions(full_state_dict=True)
+
+    def run(comm):
+        model, fresh = bank(NVFP4, (16, 32)), bank(NVFP4, (16, 32), seed=1)
+        with zerocast.autocast(recipe=DELAYED):
+            loss = model(torch.cat([batch(comm)] * 4))
+        loss.backward()
+        saved = get_model_state_dict(model, options=full)
+        histories = [saved[f"layers.{i}._extra_state"]["forward"]["amax_history"] for i in (0, 1)]
+        assert all(history.any() for history in histories)
+        set_model_state_dict(fresh, saved, options=full)
+        again = get_model_state_dict(fresh, options=full)
+        for i, history in enumerate(histories):
+            state = again[f"layers.{i}._extra_state"]
+            assert state["recipe"] == saved[f"layers.{i}._extra_state"]["recipe"]
+            assert_same_bytes(state["forward"]["amax_history"], history, f"history of layer {i}")
+
+    run_ranks("torch_distributed", 2, run)
+
+
 def converted(recipe, weights="master") -> Bank:
     """On one rank, not sharded."""
     torch.manual_seed(0)

@@ -32,6 +32,7 @@ from zerocast.context import Autocast
 from zerocast.errors import InputError
 from zerocast.fsdp.parts import all_parts, check_cuts
 from zerocast.nn.products import GemmQuantizers, QuantizedLinear, Watch
+from zerocast.nn.saved_recipe import recipe_from_values, recipe_to_values
 from zerocast.nn.statistics import observer
 from zerocast.nn.weight_only import WeightOnlyLinear
 from zerocast.recipes import Recipe
@@ -203,7 +204,9 @@ class QuantizedModule(torch.nn.Module):
         if self._states is None:
             return None
         saved: dict[str, Any] = {state.mode: state.state_dict() for state in self._states}
-        return {"recipe": self._states[0].recipe, **saved} if any(saved.values()) else None
+        if not any(saved.values()):
+            return None
+        return {"recipe": recipe_to_values(self._states[0].recipe), **saved}
 
     def set_extra_state(self, state: dict[str, Any] | None) -> None:
         """Go on from what :meth:`get_extra_state` gave.
@@ -217,7 +220,8 @@ class QuantizedModule(torch.nn.Module):
         if not isinstance(state, dict):
             return
         device = next((parameter.device for parameter in self.parameters()), None)
-        self._remember(state["recipe"], torch.device("cpu") if device is None else device)
+        recipe = recipe_from_values(state["recipe"])
+        self._remember(recipe, torch.device("cpu") if device is None else device)
         assert self._states is not None
         for own in self._states:
             own.load_state_dict(state[own.mode])
