@@ -33,13 +33,15 @@ def recipe_from_values(values: Mapping[str, Any]) -> Recipe:
         InputError: where its class is none of zerocast's.
     """
     classes = {cls.__name__: cls for cls in RECIPES.values()}
-    fields = dict(values)
-    name = fields.pop(_CLASS, None)
+    name = values.get(_CLASS)
     if name not in classes:
         raise InputError(
             f"a saved layer must name one of the recipes {sorted(classes)}, got {name!r}; take its "
             f"'_extra_state' out of the state dict to start anew."
         )
-    return classes[name](
-        **{key: QParams(**v) if isinstance(v, Mapping) else v for key, v in fields.items()}
-    )
+    fields: dict[str, Any] = {
+        key: QParams(**value) if isinstance(value, Mapping) else value
+        for key, value in values.items()
+        if key != _CLASS
+    }
+    return classes[name](**fields)
