@@ -143,8 +143,8 @@ def test_a_trained_llama_is_resumed(options, recipe, steps, saved_on, resumed_on
 
 def test_a_gathered_llama_is_a_pretrained_one():
     """save_pretrained of the gathered state dict makes a plain model of the masters; converted and
-    sharded again on other ranks it gathers the same codes. As it is being sharded its logits and
-    what it generates are those of a plain model of the decoded weights.
+    sharded again on other ranks it gathers the same codes. Sharded, its logits and what it
+    generates are those of a plain model of the decoded weights.
     """
     from transformers import LlamaForCausalLM
 
@@ -161,7 +161,7 @@ def test_a_gathered_llama_is_a_pretrained_one():
 
     def inference(model):
         model.eval()
-        with torch.no_grad():
+        with torch.inference_mode():
             logits = model(input_ids=tokens(50)).logits
         return logits, model.generate(tokens(50)[:1, :5], max_new_tokens=6, do_sample=False)
 
