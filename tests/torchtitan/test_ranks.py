@@ -111,9 +111,9 @@ def test_trained_in_codes(release, recipe_name):
 @pytest.mark.parametrize(
     ("release", "wrapped", "options"),
     [
-        ("0.2", "checkpoints", {"recipe_name": "nvfp4"}),
-        ("0.3", "checkpoints", {"recipe_name": "mxfp8"}),
-        ("0.3", "compiles", {"weights_only": True}),
+        ("0.2", ("checkpoints",), {"recipe_name": "nvfp4"}),
+        ("0.3", ("checkpoints",), {"recipe_name": "mxfp8"}),
+        ("0.3", ("checkpoints", "compiles"), {"weights_only": True}),
     ],
     indirect=["release"],
 )
@@ -125,7 +125,7 @@ def test_wrapped_blocks_give_the_same_gradients(release, wrapped, options):
     def run(comm):
         gradients = []
         for wraps in (False, True):
-            t = trainer(release, **{wrapped: wraps}, **options)
+            t = trainer(release, **dict.fromkeys(wrapped, wraps), **options)
             loss(t.model, comm.rank).backward()
             gradients.append([p.grad.full_tensor() for p in t.model.parameters()])
         for i, (actual, expected) in enumerate(zip(*gradients, strict=True)):

@@ -277,11 +277,15 @@ class LowBitGather:
         """Let a weight of :meth:`gathered_weight`, whose ``outputs`` were gathered again, be
         whole.
         """
-        for name, buffer in shards.storage.buffers.items():
-            if name in weight.buffers:
-                weight.buffers[name].copy_(buffer)
-        shards.rows.store(shards.sent, outputs, weight.buffers)
         if self._gathered != shards.casts:
             self._gathered = shards.casts
             weight.mark_written()
-        rebuild_derived([weight])
+            unchanged: tuple[torch.Tensor, ...] = ()
+        else:  # the same bytes as before: a backward that saved these tensors may read them
+            unchanged = tuple(weight.buffers.values())
+        with torch.autograd._unsafe_preserve_version_counter(unchanged):
+            for name, buffer in shards.storage.buffers.items():
+                if name in weight.buffers:
+                    weight.buffers[name].copy_(buffer)
+            shards.rows.store(shards.sent, outputs, weight.buffers)
+            rebuild_derived([weight])
