@@ -26,6 +26,7 @@ from zerocast.layout import BlockGrid, Extent, check_partition, first_wrong_part
 from zerocast.recipes import Recipe, reaches_across
 
 GridOf = Callable[[Sequence[int]], BlockGrid]
+"""The blocks of one plane of codes, as a function of the weight's shape."""
 
 ROWS, COLUMNS = 0, 1
 LINES = ("rows", "columns")
