@@ -491,7 +491,7 @@ def test_second_planes_of_other_blocks_are_refused() -> None:
     with pytest.raises(BackendError, match="blocks of one column beside blocks of one row, 16"):
         both_planes(
             BACKENDS["forward"], Float8Law(E4M3), grid, BlockGrid(8, 40, 8, 1), Extent(0, 320),
-            torch.ones(320), torch.float32, False,
+            torch.ones(320), torch.float32, False, PLACES[0],
         )  # fmt: skip
 
 

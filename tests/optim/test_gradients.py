@@ -41,7 +41,7 @@ def test_a_step_is_one_reduce_scatter_one_all_reduce_and_one_all_gather_a_storag
         return {kind: (t.calls, t.payload_bytes) for (_, kind), t in spy.traffic.items()}
 
     blocks = 3 * 3 + 1 + 2 * 5  # 33x48, 1x16, 20x80 in blocks of 16x16
-    amaxes = blocks + 2  # the weight of one block needs no amax of its own
+    amaxes = blocks + 3  # and one for each weight
     columns = 1664 + 32 + 16  # 3200 + 38 + 15 elements, halved and rounded up to 64 bytes
     for seen in run_in_process(2, step):
         flags = 6 + 1  # a gradient is there, for each weight; a weight has moved
