@@ -124,14 +124,14 @@ def _low_bit(
     planes = len(recipe.gathered(shape, columnwise=True))
     sent = RowShards(shape, world_size, recipe.law.fmt).sent_bytes * world_size * planes
     blocks = recipe.grid(shape).num_blocks + (0 if second is None else second.num_blocks)
-    scales = "of the tensor" if blocks == 1 else f"of {blocks} blocks"
+    scales = "of the tensor" if recipe.has_one_block else f"of {blocks} blocks"
     why = (
         f"{recipe.law.fmt.name} codes{' in two planes' if planes > 1 else ''} under "
         f"{type(recipe).__name__}; scales {scales} follow from all-reduced amaxes"
     )
     if shared:
         why += f", the tensor's shared with {', '.join(shared)}"
-    amaxes = 4 * (blocks + (blocks > 1))
+    amaxes = 4 * (blocks + (not recipe.has_one_block))
     return ParameterGather(name, shape, recipe, sent / shape.numel(), amaxes / shape.numel(), why)
 
 
