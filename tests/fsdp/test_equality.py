@@ -38,7 +38,10 @@ def assert_is_unsharded_cast(model: torch.nn.Module, whole: Unsharded, when: str
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    "world_size",
+    [pytest.param(size, marks=[] if size == 3 else pytest.mark.slow) for size in (1, 2, 3, 4)],
+)
 def test_what_is_gathered_is_the_unsharded_cast(world_size, recipe):
     """After each of 4 steps codes, scales, amax, padding and columnwise copies on every rank are
     those of ``quantize(full master)``, in forward and backward: with even, uneven and empty shards,
@@ -77,6 +80,7 @@ class Banks(torch.nn.Module):
         return sum(bank(x) for bank in self.banks.values())
 
 
+@pytest.mark.slow
 def test_equal_gradients_train_equal_weights_on_any_number_of_ranks():
     """With the same gradients fed, masters of every recipe, side by side in one gather, are after
     20 steps of foreach AdamW bit for bit those of plain unsharded tensors, on 1, 2, 3 and 4 ranks,

@@ -20,7 +20,7 @@ from tests.support.llama import HIDDEN_96, TIED_160, checkpoint_activations, lla
 from tests.support.ranks import run_ranks
 from tests.support.same_bytes import assert_same_bytes, assert_same_storage
 
-pytestmark = pytest.mark.mpi(min_size=4)
+pytestmark = [pytest.mark.mpi(min_size=4), pytest.mark.slow]
 
 NVFP4, DELAYED = RECIPES["nvfp4"], RECIPES["delayed"]
 PROJECTIONS = 14

@@ -29,7 +29,7 @@ from tests.support.ranks import run_ranks
 from tests.support.same_bytes import assert_same_bytes
 from zerocast.fsdp.sharded import local_part
 
-pytestmark = pytest.mark.mpi(min_size=4)
+pytestmark = [pytest.mark.mpi(min_size=4), pytest.mark.slow]
 
 NVFP4, DELAYED = RECIPES["nvfp4"], RECIPES["delayed"]
 

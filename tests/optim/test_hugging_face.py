@@ -10,7 +10,7 @@ from tests.support.llama import TIED_160, checkpoint_activations, llama, tokens
 from tests.support.ranks import run_ranks
 from tests.support.same_bytes import assert_same_bytes, assert_same_storage
 
-pytestmark = pytest.mark.mpi(min_size=4)
+pytestmark = [pytest.mark.mpi(min_size=4), pytest.mark.slow]
 
 RECIPE = zerocast.NVFP4BlockScaling()
 

@@ -134,10 +134,12 @@ class Reductions(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-MESHES = pytest.mark.parametrize(("dp", "tp"), [(1, 2), (2, 2)])
+MESHES = pytest.mark.parametrize(("dp", "tp"), [pytest.param(1, 2, marks=pytest.mark.slow), (2, 2)])
 
 
-@pytest.mark.parametrize(("dp", "tp"), [(1, 2), (1, 4), (2, 2)])
+@pytest.mark.parametrize(
+    ("dp", "tp"), [*(pytest.param(1, tp, marks=pytest.mark.slow) for tp in (2, 4)), (2, 2)]
+)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_codes_are_the_parts_of_the_unsharded_cast(recipe, dp, tp):
     """After each of 3 steps codes, scales, amax, padding and columnwise copies on every rank are
@@ -166,6 +168,7 @@ def test_codes_are_the_parts_of_the_unsharded_cast(recipe, dp, tp):
     run_ranks("torch_distributed", dp * tp, run)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "dp", "tp", "hidden"),
     [
@@ -259,6 +262,7 @@ class Pairs(torch.nn.Module):
         return sum(pair(x).square().mean() for pair in self.pairs.values())
 
 
+@pytest.mark.slow
 @MESHES
 def test_equal_gradients_train_equal_weights_however_they_are_split(dp, tp):
     """With the same gradients fed, masters of every recipe, side by side, are after 20 steps of
@@ -292,6 +296,7 @@ def test_equal_gradients_train_equal_weights_however_they_are_split(dp, tp):
             assert_same_bytes(masters[name], expected.detach(), f"{name} after 20 steps")
 
 
+@pytest.mark.slow
 @MESHES
 def test_loss_and_gradients_are_those_of_one_rank(dp, tp):
     """Loss and gradients with split masters are those of unsplit layers with the decoded weights,
@@ -320,6 +325,7 @@ def test_loss_and_gradients_are_those_of_one_rank(dp, tp):
             torch.testing.assert_close(gradients[name].float(), p.grad, **near)
 
 
+@pytest.mark.slow
 @MESHES
 @pytest.mark.parametrize("recipe", ["current", "delayed", "nvfp4"])
 def test_quantized_products_go_on_with_the_parts_codes(recipe, dp, tp):
@@ -346,6 +352,7 @@ def test_quantized_products_go_on_with_the_parts_codes(recipe, dp, tp):
 # --- weights in high precision, quantized by each forward ---
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", UNDRAWN)
 @pytest.mark.parametrize("tp", [2, 4])
 def test_weights_that_each_forward_quantizes_are_parts_of_the_whole_cast(recipe, tp):
@@ -382,6 +389,7 @@ def test_weights_that_each_forward_quantizes_are_parts_of_the_whole_cast(recipe,
     assert run_ranks("torch_distributed", tp, run) == [2] * tp
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", ["master", "high_precision"])
 def test_compiled_models_give_the_same_gradients(weights):
     """A model that torch.compile compiles under FSDP2 and tensor parallelism gives the output and
