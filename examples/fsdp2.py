@@ -17,7 +17,7 @@ import sys
 from contextlib import nullcontext
 
 import torch
-from gpt.check import first_difference
+from gpt.check import first_difference, unsharded_cast
 from gpt.data import load_corpus, sample
 from gpt.launch import fast_dtype, launched_process_group
 from gpt.model import GPT
@@ -89,7 +89,8 @@ def wrong_byte(model: GPT) -> tuple[int, str | None]:
     for name, parameter in model.named_parameters():
         shard = parameter.to_local()
         if isinstance(shard, zerocast.fsdp.MasterWeight):
-            expected[name] = unsharded_cast(parameter.full_tensor(), shard.low_bit_gather)
+            codes = shard.low_bit_gather.shards.storage
+            expected[name] = unsharded_cast(parameter.full_tensor(), codes).storage.buffers
     for module in (*model.blocks, model):
         module.unshard()
     compared, difference = 0, None
@@ -99,21 +100,6 @@ def wrong_byte(model: GPT) -> tuple[int, str | None]:
             compared += stored.nbytes
             difference = difference or first_difference(f"{name}.{buffer}", stored, buffers[buffer])
     return compared, difference
-
-
-def unsharded_cast(
-    master: torch.Tensor, gather: zerocast.fsdp.LowBitGather
-) -> dict[str, torch.Tensor]:
-    """The buffers of the cast of a whole master on this rank alone, by the reference backend."""
-    sharded = gather.shards.storage
-    whole = zerocast.empty(master.shape, gather.recipe, dtype=sharded.dtype)
-    buffers = whole.storage.buffers
-    for name in gather.recipe.state:  # what the latest cast began with: delayed scaling's history
-        buffers[name].copy_(sharded.buffers[name])
-    gather.recipe.rewind(buffers)
-    with zerocast.use_backend("reference"):
-        whole.copy_(master)
-    return buffers
 
 
 def run(arguments: argparse.Namespace, comm: Communicator) -> int:

@@ -15,9 +15,9 @@ style() {
 
 # Run by mpi4py, so that a rank that fails ends the others, which wait for it in a collective. The
 # launcher is that of mpi4py's MPI; another would start four jobs of one rank (tests/conftest.py
-# refuses that). The slow ones are run by hand: CONTRIBUTING.md says how. Those that load all of
-# torch's distributed packages have a session of their own, for their threads slow down the others.
-SHARDED="tests/fsdp tests/tensor_parallel tests/torchtitan"
+# refuses that). The slow ones are run by hand: CONTRIBUTING.md says how. Those of
+# sharded models have a session of their own: what followed them in one was seen to run much slower.
+SHARDED=(tests/fsdp tests/tensor_parallel tests/torchtitan)
 tests_on_ranks() {
     OMP_NUM_THREADS=1 "$MPIEXEC" -n "$RANKS" python -m mpi4py -m pytest -q -x -p no:cacheprovider \
         --with-mpi -m "mpi and not slow" "$@"
@@ -27,9 +27,7 @@ environment "${1:-.venv}" dev
 MPIEXEC=$(dirname "$(command -v python)")/mpiexec
 stage "style and types" style
 stage "tests" python -m pytest -q -m "not mpi" --ignore tests/test_wheel.py
-# shellcheck disable=SC2086  # a list
-stage "tests on $RANKS MPI ranks" tests_on_ranks ${SHARDED//tests/--ignore=tests} tests
-# shellcheck disable=SC2086
-stage "sharded models on $RANKS ranks" tests_on_ranks $SHARDED
+stage "tests on $RANKS MPI ranks" tests_on_ranks "${SHARDED[@]/#/--ignore=}" tests
+stage "sharded models on $RANKS ranks" tests_on_ranks "${SHARDED[@]}"
 stage "tests of the built wheel" python -m pytest -q tests/test_wheel.py
 printf 'all passed in %d s\n' "$SECONDS"

@@ -45,15 +45,25 @@ def stored_and_expected(
     """By name every buffer of a weight, and what the unsharded cast of ``master`` puts there."""
     if not isinstance(parameter, zerocast.QuantizedTensor):
         return {"data": (parameter.detach(), master.to(parameter.dtype))}
-    recipe, stored = parameter.recipe, parameter.storage.buffers
-    whole = zerocast.empty(parameter.shape, recipe, dtype=parameter.dtype)
-    expected = whole.storage.buffers
-    for name in recipe.state:  # what the latest cast began with: delayed scaling's history, say
-        expected[name].copy_(stored[name])
-    recipe.rewind(expected)
+    stored = parameter.storage.buffers
+    expected = unsharded_cast(master, parameter.storage).storage.buffers
+    return {name: (stored[name], buffer) for name, buffer in expected.items()}
+
+
+def unsharded_cast(
+    master: torch.Tensor, sharded: zerocast.tensors.QuantizedStorage
+) -> zerocast.QuantizedTensor:
+    """What the latest cast of ``sharded``, or of a part, makes of the whole ``master`` on this rank
+    alone, by the reference backend.
+    """
+    whole = zerocast.empty(master.shape, sharded.recipe, dtype=sharded.dtype)
+    buffers = whole.storage.buffers
+    for name in sharded.recipe.state:  # what that cast began with: delayed scaling's history, say
+        buffers[name].copy_(sharded.buffers[name])
+    sharded.recipe.rewind(buffers)
     with zerocast.use_backend("reference"):
         whole.copy_(master)
-    return {name: (stored[name], buffer) for name, buffer in expected.items()}
+    return whole
 
 
 def first_difference(name: str, stored: torch.Tensor, expected: torch.Tensor) -> str | None:
