@@ -1,4 +1,4 @@
-"""The cast by hand, for an optimizer of your own. Run: mpirun -n 4 python examples/cast_only.py"""
+"""The cast by hand, for an optimizer of your own: mpirun -n 4 python -m mpi4py <this file>."""
 
 import torch
 from mpi4py import MPI
@@ -48,6 +48,8 @@ for weight, values in zip(weights, initial, strict=True):
     for _ in range(3):
         values.mul_(0.9).add_(0.01)
     whole = zerocast.quantize(values, recipe, dtype=torch.bfloat16)
-    for name, expected in whole.storage.buffers.items():
-        assert torch.equal(weight.storage.buffers[name], expected), f"rank {comm.rank}: {name}"
+    for name, expected in whole.quantized_storage.buffers.items():
+        assert torch.equal(weight.quantized_storage.buffers[name], expected), (
+            f"rank {comm.rank}: {name}"
+        )
 print(f"rank {comm.rank} of {comm.size}: every byte equals the unsharded cast")

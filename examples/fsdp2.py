@@ -1,7 +1,7 @@
 """Train the byte-level GPT under torch's FSDP2, whose all-gathers move codes instead of BF16.
 
     torchrun --nproc-per-node 4 examples/fsdp2.py --recipe nvfp4
-    mpirun -n 4 python examples/fsdp2.py --recipe block --autocast
+    mpirun -n 4 python -m mpi4py examples/fsdp2.py --recipe block --autocast
     python examples/fsdp2.py --recipe bf16                      # one rank, nothing quantized
 
 Three lines differ from a script without zerocast: the conversion, ``precompute_scales_for_fsdp``
@@ -90,13 +90,15 @@ def wrong_byte(model: GPT) -> tuple[int, str | None]:
         shard = parameter.to_local()
         if isinstance(shard, zerocast.fsdp.MasterWeight):
             codes = shard.low_bit_gather.shards.storage
-            expected[name] = unsharded_cast(parameter.full_tensor(), codes).storage.buffers
+            expected[name] = unsharded_cast(
+                parameter.full_tensor(), codes
+            ).quantized_storage.buffers
     for module in (*model.blocks, model):
         module.unshard()
     compared, difference = 0, None
     weights = dict(model.named_parameters())
     for name, buffers in expected.items():
-        for buffer, stored in weights[name].storage.buffers.items():
+        for buffer, stored in weights[name].quantized_storage.buffers.items():
             compared += stored.nbytes
             difference = difference or first_difference(f"{name}.{buffer}", stored, buffers[buffer])
     return compared, difference

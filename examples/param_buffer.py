@@ -1,6 +1,6 @@
 """Train on a parameter buffer of codes, gathered bucket by bucket while the forward runs.
 
-    mpirun -n 3 python examples/param_buffer.py --recipe nvfp4
+    mpirun -n 3 python -m mpi4py examples/param_buffer.py --recipe nvfp4
     torchrun --nproc-per-node 3 examples/param_buffer.py --recipe mxfp8
 
 The distributed optimizer of Megatron-LM by hand, for a framework of your own: weights lie end to
@@ -60,7 +60,7 @@ class Bucket:
         for weight, place, extent in zip(weights, places, extents, strict=True):
             self.master[place] = initial_values(weight).view(-1)[extent.start : extent.end]
         size = self.bytes_of(Extent(0, self.layout.numel)).stop
-        planes = len(self.codes[0].storage.gathered) if self.codes else 1
+        planes = len(self.codes[0].quantized_storage.gathered) if self.codes else 1
         self.planes = [torch.zeros(size, dtype=torch.uint8) for _ in range(planes)]
         for weight, extent in zip(weights, self.layout.weight_extents(), strict=True):
             places = [plane[self.bytes_of(extent)] for plane in self.planes]
@@ -217,9 +217,11 @@ def initial_values(weight: torch.nn.Parameter) -> torch.Tensor:
     """What a weight was before it was quantized; a plain one as it is."""
     if not isinstance(weight, zerocast.QuantizedTensor):
         return weight.detach()
+    if not hasattr(weight, "get_high_precision_init_val"):  # none was kept
+        return weight.dequantize(torch.float32)
     values = weight.get_high_precision_init_val()
     weight.clear_high_precision_init_val()
-    return weight.dequantize(torch.float32) if values is None else values
+    return values
 
 
 def train(recipe: str, steps: int, bucket_size: int, comm: RecordingCommunicator) -> bool:

@@ -1,7 +1,7 @@
 """Train the byte-level GPT with tensor parallelism and FSDP2: each rank casts its part of a weight.
 
     torchrun --nproc-per-node 4 examples/tensor_parallel.py --recipe nvfp4 --tensor-parallel 2
-    mpirun -n 4 python examples/tensor_parallel.py --recipe current --autocast --tensor-parallel 4
+    mpirun -n 4 python -m mpi4py examples/tensor_parallel.py --recipe current --tensor-parallel 4
 
 The styles are torch's, with sequence parallelism: between the layers the stream is split in time.
 With ``--autocast`` and a recipe of one scale a tensor, the inputs of layers are gathered in codes,

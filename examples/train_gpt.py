@@ -1,7 +1,7 @@
 """Train a byte-level GPT on sharded FP32 masters with BF16 weights or those of any recipe.
 
-    mpirun -n 4 python examples/train_gpt.py --recipe nvfp4
-    mpirun -n 4 python examples/train_gpt.py --recipe mxfp8 --autocast
+    mpirun -n 4 python -m mpi4py examples/train_gpt.py --recipe nvfp4
+    mpirun -n 4 python -m mpi4py examples/train_gpt.py --recipe mxfp8 --autocast
     torchrun --nproc-per-node 4 examples/train_gpt.py --compare bf16,current,nvfp4 --check
     python examples/train_gpt.py --recipe delayed                       # one rank
 

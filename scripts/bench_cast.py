@@ -39,7 +39,7 @@ import zerocast
 from zerocast.backends import native_library
 from zerocast.backends.cpu import CpuBackend
 from zerocast.layout import Cuts, Extent
-from zerocast.ops import Candidates, CastShard, ColumnwiseShard, Masters
+from zerocast.ops import Candidates, Masters, NVFP4Law
 from zerocast.recipes import (
     DelayedScaling,
     Float8BlockScaling,
@@ -50,6 +50,8 @@ from zerocast.recipes import (
     QParams,
     Recipe,
 )
+from zerocast.tensors import QuantizedStorage
+from zerocast.tensors.operands import CastOperand, transpose_target
 
 RECIPES: dict[str, Recipe] = {
     "NVFP4": NVFP4BlockScaling(),
@@ -150,57 +152,31 @@ class CastWork:
     def __init__(
         self, backend: CpuBackend, recipe: Recipe, shape: tuple[int, int], master: torch.Tensor
     ) -> None:
-        grid, columnwise_grid = recipe.grid(shape), recipe.columnwise_grid(shape)
-        buffers = {
-            name: torch.full(spec.shape, spec.fill, dtype=spec.dtype)
-            for name, spec in recipe.buffers(shape, columnwise=True).items()
-        }
-        blocks = grid.num_blocks
-        columnwise_blocks = 0 if columnwise_grid is None else columnwise_grid.num_blocks
-        many = blocks + columnwise_blocks > 1
-        amax = torch.zeros(blocks + columnwise_blocks + many, dtype=torch.int32)
-        block_amax, columnwise_amax = amax[:blocks], amax[blocks : blocks + columnwise_blocks]
-        second = candidates = None
-        if columnwise_grid is not None:
-            codes = buffers["columnwise_data"].view(-1)
-            second = ColumnwiseShard(columnwise_grid, columnwise_amax, codes)
+        storage = QuantizedStorage.empty(
+            shape, torch.bfloat16, recipe, master.device, columnwise=True
+        )
+        candidates = None
         if recipe.chooses_scales:
-            words = torch.zeros(Candidates.words(grid, Cuts()), dtype=torch.int32)
-            candidates = Candidates.carve(words, grid, Cuts())
-        gathered = recipe.gathered(shape, columnwise=True)
-        derived = recipe.derived(shape, columnwise=True)
-        self.code_bytes = sum(buffers[name].nbytes for name in gathered)
+            words = torch.zeros(Candidates.words(storage.grid, Cuts()), dtype=torch.int32)
+            candidates = Candidates.carve(words, storage.grid, Cuts())
+        buffers, derived = storage.buffers, storage.derived_names
+        self.code_bytes = sum(buffers[name].nbytes for name in storage.gathered)
         self.columnwise_bytes = sum(buffers[name].nbytes for name in derived)
-
-        shard = CastShard(
-            0,
-            Extent(0, master.numel()),
-            grid,
-            recipe.round_to(torch.bfloat16),
-            block_amax,
-            amax[-1:],
-            buffers["rowwise_data"].view(-1),
-            columnwise=second,
-            delayed=recipe.delayed_state(buffers),
-            candidates=candidates,
-            rounding=recipe.rounding(buffers),
-        )
-        target = recipe.scale_target(
-            shape, buffers, block_amax, amax[-1:], columnwise_amax if second else None, candidates
-        )
+        amax = torch.zeros(storage.amax_slots, dtype=torch.int32)
+        extent = Extent(0, master.numel())
+        operand = CastOperand(storage, 0, extent, amax, candidates=candidates)
+        shards = operand.shards()
         masters = Masters(1)
         masters.bind([master])
         self.steps: dict[str, Work] = {}
         if not recipe.casts_before_reduction:
-            self.steps["amax"] = recipe.partial_amax(backend, [shard], masters)
-        if recipe.chooses_scales:
-            self.steps["select"] = recipe.partial_select(backend, [shard], masters)
-        self.steps["scale"] = recipe.compute_scale(backend, [target])
-        self.steps["cast"] = recipe.partial_cast(backend, [shard], masters)
+            self.steps["amax"] = backend.partial_amax(shards, masters)
+        if isinstance(recipe.law, NVFP4Law) and recipe.chooses_scales:
+            self.steps["select"] = backend.partial_select(recipe.law, shards, masters)
+        self.steps["scale"] = backend.compute_scale(recipe.law, operand.scale_targets())
+        self.steps["cast"] = backend.partial_cast(recipe.law, shards, masters)
         if derived:
-            self.steps["transpose"] = recipe.post_all_gather_processing(
-                backend, [recipe.transpose_target(shape, buffers)]
-            )
+            self.steps["transpose"] = backend.transpose([transpose_target(storage)])
 
     def read_steps(self) -> None:
         """The steps whose work follows the shard."""
@@ -299,7 +275,7 @@ def measure_temporary(
         small = zerocast.empty((32, 32), recipe)  # so that what is imported late is there
         zerocast.CastPlan([small], [torch.zeros(1024)], [0]).cast()
         weight = zerocast.empty(shape, recipe)
-        for buffer in weight.storage.buffers.values():
+        for buffer in weight.quantized_storage.buffers.values():
             buffer.zero_()  # or its pages would first be touched by the cast
         peak = temporary_memory(
             lambda weight=weight: zerocast.CastPlan([weight], [master], [0]).cast()

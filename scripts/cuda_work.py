@@ -16,6 +16,7 @@ from zerocast.backends.cuda import CudaBackend, Launcher
 from zerocast.ops import CastShard, Launch, Masters
 from zerocast.recipes import Recipe
 from zerocast.tensors import QuantizedStorage
+from zerocast.tensors.operands import CastOperand, transpose_target
 
 Work = Callable[[], object]
 
@@ -73,11 +74,11 @@ def prepare(
     slots = [storage.amax_slots for storage in storages]
     amax = torch.zeros(sum(slots), dtype=torch.int32, device=device)
     parts = amax.split(slots)
-    shards = [
-        shard
+    operands = [
+        CastOperand(storage, i, extent, part)
         for i, (storage, extent, part) in enumerate(zip(storages, extents, parts, strict=True))
-        for shard in storage.cast_shards(i, extent, part)
     ]
+    shards = [shard for operand in operands for shard in operand.shards()]
     counting = Uploads(backend.launcher)
     counted = CudaBackend(counting)
 
@@ -87,14 +88,14 @@ def prepare(
         return launch
 
     uploaded: list[int] = []
-    scales = [t for s, part in zip(storages, parts, strict=True) for t in s.scale_targets(part)]
-    copies = [s.transpose_target() for s in storages]
+    scales = [target for operand in operands for target in operand.scale_targets()]
+    copies = [transpose_target(s) for s in storages]
     steps: dict[str, Work] = {
         "memset": lambda: amax.zero_(),
-        "amax": tables_of(recipe.partial_amax(counted, shards, masters)),
-        "scale": tables_of(recipe.compute_scale(counted, scales)),
-        "cast": tables_of(recipe.partial_cast(counted, shards, masters)),
-        "transpose": tables_of(recipe.post_all_gather_processing(counted, copies)),
+        "amax": tables_of(counted.partial_amax(shards, masters)),
+        "scale": tables_of(counted.compute_scale(recipe.law, scales)),
+        "cast": tables_of(counted.partial_cast(recipe.law, shards, masters)),
+        "transpose": tables_of(counted.transpose(copies)),
     }
     codes = owned * recipe.law.fmt.bits // 8
     planes = {
@@ -103,7 +104,7 @@ def prepare(
             "rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv",
         )
     }  # fmt: skip
-    repeat = recipe.columnwise_scale_layout(shapes[0]).row_repeat
+    repeat = storages[0].planes[1].scales.row_repeat
     read = {
         "memset": 0,
         "amax": 4 * owned,
@@ -130,8 +131,8 @@ def one_by_one(backend: CudaBackend, recipe: Recipe, work: Prepared) -> Launch:
         for shard in work.shards
         if shard.extent
         for launch in (
-            recipe.partial_amax(backend, [shard], work.masters),
-            recipe.partial_cast(backend, [shard], work.masters),
+            backend.partial_amax([shard], work.masters),
+            backend.partial_cast(recipe.law, [shard], work.masters),
         )
     ]
 

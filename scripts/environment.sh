@@ -19,6 +19,7 @@ stage() {
     if "$@" >"$log" 2>&1 </dev/null; then
         summary=$(grep -Eo '[0-9]+ passed.*' "$log" | tail -n 1 || true)
         printf 'ok %5d s%s\n' $((SECONDS - started)) "${summary:+   ${summary%% in *}}"
+        grep -E '^[0-9.]+s (call|setup)' "$log" || true  # the slowest tests, where a stage lists them
         rm -f "$log"
     else
         printf 'FAILED after %d s\n\n' $((SECONDS - started))

@@ -9,4 +9,4 @@ cd "$(dirname "$0")/.."
 
 environment "${1:-.venv}" mpi,examples
 # One thread a rank: four ranks on two cores have nothing to gain from more.
-OMP_NUM_THREADS=1 mpiexec -n 4 python examples/train_gpt.py --compare bf16,current,nvfp4 --check </dev/null
+OMP_NUM_THREADS=1 mpiexec -n 4 python -m mpi4py examples/train_gpt.py --compare bf16,current,nvfp4 --check </dev/null

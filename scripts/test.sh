@@ -23,10 +23,17 @@ tests_on_ranks() {
         --with-mpi -m "mpi and not slow" "$@"
 }
 
+# One process a core. Threads that wait do so passively, for others need their core.
+tests() {
+    OMP_WAIT_POLICY=passive python -m pytest -q -n auto --maxprocesses 8 --dist worksteal \
+        --durations 15 -m "not mpi and not integration and not nightly" "$@"
+}
+
 environment "${1:-.venv}" dev
 MPIEXEC=$(dirname "$(command -v python)")/mpiexec
 stage "style and types" style
-stage "tests" python -m pytest -q -m "not mpi" --ignore tests/test_wheel.py
+stage "tests" tests --ignore tests/test_wheel.py --ignore tests/examples tests
+stage "tests of the examples" python -m pytest -q -m "not mpi and not nightly" tests/examples
 stage "tests on $RANKS MPI ranks" tests_on_ranks "${SHARDED[@]/#/--ignore=}" tests
 stage "sharded models on $RANKS ranks" tests_on_ranks "${SHARDED[@]}"
 stage "tests of the built wheel" python -m pytest -q tests/test_wheel.py

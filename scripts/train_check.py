@@ -115,7 +115,7 @@ def run(jobs: Sequence[Job], steps: int, ranks: int, out: Path) -> Results:
     options += ["--steps", str(steps), "--check", "--out", str(out)]
     options += ["--autocast"] if job.mode == "autocast" else []
     finished = subprocess.run(
-        [mpiexec, "-n", str(ranks), sys.executable, *program, *options],
+        [mpiexec, "-n", str(ranks), sys.executable, "-m", "mpi4py", *program, *options],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,

@@ -1,6 +1,6 @@
 """Run a program with a wrong scale planted in every cast: a fault to be found.
 
-    mpirun -n 4 python scripts/with_wrong_scale.py examples/train_gpt.py --recipe current --check
+    mpirun -n 4 python -m mpi4py scripts/with_wrong_scale.py examples/train_gpt.py --check
 
 The all-reduce gives amaxes that are 2^20 times too large, so scales are, and every code rounds to
 zero. Ranks still agree with each other. A smaller fault would not do for a check of the loss:

@@ -18,6 +18,7 @@ PACKAGE = ROOT / "zerocast"
 # never import each other.
 LAYERS = (
     ("errors",),
+    ("arguments",),
     ("formats",),
     ("layout",),
     ("ops",),
@@ -27,7 +28,7 @@ LAYERS = (
     ("context",),
     ("cast",),
     ("fsdp",),
-    ("nn", "optim"),
+    ("nn", "optim", "verification"),
     ("tensor_parallel", "torchtitan"),
     ("checkpoint", "cli", "__init__"),
 )

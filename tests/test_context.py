@@ -374,7 +374,7 @@ def test_ranks_inside_a_region_of_their_parent_reduce_on_their_own() -> None:
 def test_wrong_arguments_are_refused() -> None:
     """Before anything is active: what is no recipe, and what is no group."""
     for make in (zerocast.autocast, zerocast.model_init):
-        with pytest.raises(InputError, match=r"recipe such as DelayedScaling\(\).*got 'fp8'"):
+        with pytest.raises(InputError, match="recipe must be a zerocast recipe .*got 'fp8'"):
             make(recipe="fp8").__enter__()  # type: ignore[arg-type]
     with pytest.raises(InputError, match="a group must be"):
         zerocast.autocast(amax_reduction_group="all").__enter__()  # type: ignore[arg-type]
@@ -541,9 +541,7 @@ def test_model_init_says_how_layers_are_made() -> None:
 
 
 def test_names_and_orders_of_parameters() -> None:
-    """Those of the issue for autocast and model_init, and TransformerEngine's for fp8_autocast and
-    fp8_model_init, defaults included.
-    """
+    """TransformerEngine's, defaults included."""
 
     def parameters(function: Callable[..., Any]) -> dict[str, Any]:
         found = inspect.signature(function).parameters.values()
@@ -551,13 +549,14 @@ def test_names_and_orders_of_parameters() -> None:
 
     init = {"enabled": True, "recipe": None, "preserve_high_precision_init_val": False}
     autocast = {
-        "enabled": True, "recipe": None, "calibrating": False, "amax_reduction_group": None,
+        "enabled": True, "calibrating": False, "recipe": None, "amax_reduction_group": None,
     }  # fmt: skip
     fp8 = {"enabled": True, "calibrating": False, "fp8_recipe": None, "fp8_group": None}
     for function, expected in (
         (zerocast.autocast, autocast),
         (zerocast.fp8_autocast, fp8),
         (zerocast.model_init, init),
+        (zerocast.quantized_model_init, init),
         (zerocast.fp8_model_init, init),
     ):
         given = parameters(function)
@@ -570,25 +569,45 @@ def test_the_earlier_names_open_the_same_regions() -> None:
     with zerocast.fp8_autocast(False, True, recipe, group) as region:
         given = (region.enabled, region.calibrating, region.recipe, region.group)
         assert given == (False, True, recipe, group)
-    with zerocast.fp8_model_init(True, recipe, True):
-        assert context.current_model_init() == context.ModelInit(True, recipe, True)
+    for init in (zerocast.fp8_model_init, zerocast.quantized_model_init):
+        with init(True, recipe, True):
+            assert context.current_model_init() == context.ModelInit(True, recipe, True)
 
 
-def test_availability_is_a_pair_with_a_reason() -> None:
-    """What a machine cannot multiply has its reason, which is empty where it can; without a GPU
-    the default recipe is delayed scaling, and it works.
+def test_recipe_and_calibrating_may_change_places() -> None:
+    """One is a bool and the other is none, so either order means one thing; two of a kind are
+    refused.
     """
-    for available, reason in (
-        zerocast.is_fp8_available(),
-        zerocast.is_mxfp8_available(),
-        zerocast.is_nvfp4_available(),
-        zerocast.is_fp8_block_scaling_available(),
+    recipe = Float8CurrentScaling()
+    for given in ((True, True, recipe), (True, recipe, True), (True, "current", True)):
+        with zerocast.autocast(*given) as region:
+            assert (region.enabled, region.calibrating, region.recipe) == (True, True, recipe)
+    for given in ((False, recipe), (False, False, recipe)):
+        with zerocast.autocast(*given) as region:
+            assert (region.enabled, region.calibrating, region.recipe) == (False, False, recipe)
+    with pytest.raises(InputError, match="calibrating must be True or False"):
+        zerocast.autocast(True, recipe, recipe)
+    with pytest.raises(InputError, match="recipe must be"):
+        zerocast.autocast(True, True, False)
+
+
+def test_availability_has_its_reason_on_demand() -> None:
+    """A bool; with return_reason a pair: what a machine cannot multiply has its reason, which is
+    empty where it can. Without a GPU the default recipe is delayed scaling, and it works.
+    """
+    for question in (
+        zerocast.is_fp8_available,
+        zerocast.is_mxfp8_available,
+        zerocast.is_nvfp4_available,
+        zerocast.is_fp8_block_scaling_available,
     ):
+        available, reason = question(return_reason=True)
         assert isinstance(available, bool)
+        assert question() is available
         assert bool(reason) is not available
     if not torch.cuda.is_available():
         assert zerocast.get_default_recipe() == DelayedScaling()
-        assert "CUDA device" in zerocast.is_fp8_available()[1]
+        assert "CUDA device" in zerocast.is_fp8_available(return_reason=True)[1]
     with zerocast.autocast() as region:
         assert region.recipe == zerocast.get_default_recipe()
 
@@ -611,10 +630,10 @@ def test_availability_by_compute_capability(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(torch.version, "cuda", "12.9")
     answers = {
-        "fp8": zerocast.is_fp8_available(),
-        "mxfp8": zerocast.is_mxfp8_available(),
-        "nvfp4": zerocast.is_nvfp4_available(),
-        "block": zerocast.is_fp8_block_scaling_available(),
+        "fp8": zerocast.is_fp8_available(True),
+        "mxfp8": zerocast.is_mxfp8_available(True),
+        "nvfp4": zerocast.is_nvfp4_available(True),
+        "block": zerocast.is_fp8_block_scaling_available(True),
     }
     assert [name for name in answers if answers[name][0]] == available.split()
     assert all(
@@ -622,7 +641,7 @@ def test_availability_by_compute_capability(
     )
     assert type(zerocast.get_default_recipe()).__name__ == recipe
     monkeypatch.setattr(torch.version, "cuda", "12.8")
-    assert not zerocast.is_fp8_block_scaling_available()[0]
+    assert not zerocast.is_fp8_block_scaling_available()
 
 
 def test_the_amaxes_of_the_plain_rule_are_awkward() -> None:

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+import zerocast
+
 ROOT = Path(__file__).resolve().parent.parent
 
 pytestmark = pytest.mark.slow
@@ -141,6 +143,14 @@ def test_the_installed_wheel_imports_light(clean_python):
     assert Path(file).is_relative_to(clean_python.parent.parent)
 
 
+def test_the_installed_wheel_knows_its_version(clean_python):
+    """`zerocast.__version__` is the version of the wheel's metadata, and of this tree."""
+    code = (
+        "import importlib.metadata as m, zerocast as z; print(z.__version__, m.version(z.__name__))"
+    )
+    assert run_clean(clean_python, code).split()[-2:] == [zerocast.__version__] * 2
+
+
 @pytest.mark.parametrize("recipe", ["NVFP4BlockScaling()", "Float8CurrentScaling()"])
 def test_the_installed_wheel_quantizes_natively(clean_python, recipe):
     """Without a compiler the native library serves `quantize`, with the reference's bytes."""
@@ -155,7 +165,7 @@ weight = torch.randn(37, 80)
 native = zerocast.quantize(weight, {recipe}, dtype=torch.bfloat16)
 with zerocast.use_backend("reference"):
     reference = zerocast.quantize(weight, {recipe}, dtype=torch.bfloat16)
-for name, buffer in reference.storage.buffers.items():
-    assert torch.equal(native.storage.buffers[name], buffer), name
+for name, buffer in reference.quantized_storage.buffers.items():
+    assert torch.equal(native.quantized_storage.buffers[name], buffer), name
 """,
     )

@@ -7,6 +7,7 @@ Whatever the partition of the masters over ranks, the gathered weights are byte 
     quantize, empty                 quantized weights from values, or unfilled
     quantize_master_weights         the sharded cast as a function; CastPlan: planned once
     post_all_gather_processing      what is derived, after the all-gather of the codes
+    verify                          proves that all ranks hold the same bytes
     autocast, model_init            where layers quantize, and how they are made
     zerocast.optim.ZeroOptimizer    a sharded optimizer around it
     zerocast.nn                     layers on quantized weights
@@ -36,6 +37,7 @@ from zerocast.context import (
     fp8_model_init,
     get_default_recipe,
     model_init,
+    quantized_model_init,
     reduce_amaxes,
 )
 from zerocast.errors import (
@@ -46,6 +48,7 @@ from zerocast.errors import (
     NonFiniteError,
     RankMismatchError,
     StaleCopyError,
+    UnfinishedStepError,
     UnsupportedError,
     ZerocastError,
 )
@@ -69,6 +72,9 @@ from zerocast.tensors import (
     quantize,
     replace_raw_data,
 )
+from zerocast.verification import verify
+
+__version__ = "0.1.0"  # pyproject.toml reads it here
 
 __all__ = [
     "BackendError",
@@ -92,6 +98,7 @@ __all__ = [
     "Recipe",
     "RecipeState",
     "StaleCopyError",
+    "UnfinishedStepError",
     "UnsupportedError",
     "ZerocastError",
     "as_communicator",
@@ -115,7 +122,9 @@ __all__ = [
     "post_all_gather_processing",
     "quantize",
     "quantize_master_weights",
+    "quantized_model_init",
     "reduce_amaxes",
     "replace_raw_data",
     "use_backend",
+    "verify",
 ]

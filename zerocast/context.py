@@ -26,6 +26,7 @@ all, leaves histories and scales alone.
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ContextDecorator, ExitStack, contextmanager
@@ -36,11 +37,19 @@ from typing import Any
 
 import torch
 
+from zerocast.arguments import check_flag
 from zerocast.backends.availability import compute_capability, is_mxfp8_available
-from zerocast.comm import Communicator, as_communicator
+from zerocast.comm import Communicator, SingleRank, as_communicator
 from zerocast.comm.groups import Group
 from zerocast.errors import InputError
-from zerocast.recipes import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, Recipe
+from zerocast.recipes import (
+    DelayedScaling,
+    Float8CurrentScaling,
+    MXFP8BlockScaling,
+    Recipe,
+    as_recipe,
+    recipe_from_text,
+)
 from zerocast.tensors import AmaxReduction, RecipeState
 from zerocast.tensors.tape import Tape, noting, replaying
 
@@ -84,6 +93,8 @@ class _Region:
         if failed:
             for state in self.recorded:
                 state.amaxes.zero_()
+        elif torch._C._current_graph_task_id() != -1:
+            return  # A forward that a backward computes again has been reduced before.
         elif self.recorded or torch.is_grad_enabled():
             for group in self.groups:
                 if group in self.reductions:
@@ -135,20 +146,146 @@ _active: ContextVar[Autocast] = ContextVar("zerocast_autocast", default=_OUTSIDE
 
 def current() -> Autocast:
     """What is active here; ``enabled`` and ``calibrating`` are False outside of any region."""
+    if (
+        _here.traced.inside and _here.traced.recipe != UNTRACEABLE
+    ):  # a compiled function goes on uncompiled
+        return _of_compiled(_here.traced.recipe)
     return _active.get()
 
 
-open_regions = 0
-"""Regions that are open in any thread. torch.compile can guard on this number and cannot read a
-context variable: a graph that was traced at 0 is not used inside a region."""
+def regions_were_entered() -> bool:
+    """Whether any region has been entered in this process."""
+    return _entered
 
+
+@contextmanager
+def resumed(active: Autocast) -> Iterator[None]:
+    """Within the context ``active`` is active once more; leaving it reduces nothing."""
+    token = _active.set(active)
+    _show(active)
+    try:
+        yield
+    finally:
+        _active.reset(token)
+        _hide()
+
+
+_entered = False
+
+
+# --- what torch.compile sees ---
+
+NO_REGION = ""
+HIGH_PRECISION = "high precision"
+UNTRACEABLE = "untraceable"
+
+
+class _Traced:
+    """What a compiled function can be guarded by: it can read an attribute of a thread, and neither
+    a context variable nor an object that each region has anew.
+
+    Attributes:
+        recipe: the text of the recipe by which products are quantized here; or
+            :data:`HIGH_PRECISION` in a region that is not enabled, :data:`NO_REGION` outside of
+            any, :data:`UNTRACEABLE` where a graph could not hold what the region does.
+        entries: for each region that is open, whether a compiled function has entered it, and what
+            ``recipe`` was before.
+        inside: how many of them compiled functions have entered.
+    """
+
+    def __init__(self) -> None:
+        self.recipe = NO_REGION
+        self.entries: list[tuple[bool, str]] = []
+        self.inside = 0
+
+    def enter(self, recipe: str, *, compiled: bool) -> None:
+        """A region of this recipe is entered."""
+        self.entries.append((compiled, self.recipe))
+        self.recipe = recipe
+        self.inside += compiled
+
+    def leave(self) -> bool:
+        """The innermost region is left; gives whether a compiled function had entered it."""
+        compiled, self.recipe = self.entries.pop()
+        self.inside -= compiled
+        return compiled
+
+
+_WHY_UNTRACEABLE = (
+    "a compiled graph cannot hold what zerocast's delayed scaling, stochastic rounding and "
+    "calibration remember: leave fullgraph=False, or use a recipe without them"
+)
+
+
+class _Here(threading.local):
+    """Of each thread. (Attributes of such an object itself a compiled function reads, but does not
+    write.)
+    """
+
+    def __init__(self) -> None:
+        self.traced = _Traced()
+
+
+_here = _Here()
 _counting = threading.Lock()
+_open = 0  # regions that are open in any thread
+any_open = False
+"""Whether any thread has a region open. A worker thread or a task may be in a region of another
+one, which :class:`_Traced` does not show."""
 
 
-def _count_regions(change: int) -> None:
-    global open_regions
+def traced_recipe() -> str:
+    """For a function that is being compiled: what counts here, as ``_Traced.recipe``."""
+    if any_open and _here.traced.recipe == NO_REGION:
+        return UNTRACEABLE
+    return _here.traced.recipe
+
+
+def _show(active: Autocast) -> None:
+    """Let compiled functions see that ``active`` is active now."""
+    global _open, any_open, _entered
     with _counting:
-        open_regions += change
+        _open += 1
+        any_open = _entered = True
+    asyncio = sys.modules.get("asyncio")
+    in_task = asyncio is not None and asyncio._get_running_loop() is not None
+    # Tasks of one thread are in regions of their own.
+    recipe = UNTRACEABLE if in_task else _shown(active.enabled, active.calibrating, active.recipe)
+    _here.traced.enter(recipe, compiled=False)
+
+
+def _hide() -> None:
+    """Let them see that the innermost one is not active any more."""
+    global _open, any_open
+    _here.traced.leave()
+    with _counting:
+        _open -= 1
+        any_open = _open > 0
+    if not any_open and not _here.traced.entries:
+        _here.traced.recipe = NO_REGION
+
+
+def _of_compiled(recipe: str) -> Autocast:
+    """What is active in a region that a compiled function has entered."""
+    if recipe in (NO_REGION, HIGH_PRECISION):
+        return _OUTSIDE
+    return Autocast(True, recipe_from_text(recipe), False, SingleRank(), None, _Region())
+
+
+def _shown(enabled: bool, calibrating: bool, recipe: Recipe | None) -> str:
+    if not enabled:
+        return UNTRACEABLE if calibrating else HIGH_PRECISION
+    return text_of(recipe)
+
+
+def text_of(recipe: Recipe | None) -> str:
+    """What a region of this recipe shows to functions that are being compiled."""
+    recipe = get_default_recipe() if recipe is None else recipe
+    return UNTRACEABLE if recipe.remembers else recipe.text
+
+
+# torch.compiler.assume_constant_result sets this, and loads the compiler with the package.
+text_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 class autocast(ContextDecorator):
@@ -161,9 +298,10 @@ class autocast(ContextDecorator):
 
     Args:
         enabled: whether layers quantize.
-        recipe: how; :func:`get_default_recipe` by default.
         calibrating: record amaxes, for the state of delayed scaling, where ``enabled=False`` keeps
-            the layers in high precision, and without gradients, too.
+            the layers in high precision, and without gradients, too. It may change places with
+            ``recipe``.
+        recipe: how, or its name; :func:`get_default_recipe` by default.
         amax_reduction_group: the ranks whose amaxes are reduced: whatever
             :func:`zerocast.as_communicator` takes. All of them run the same layers, in the same
             order when those run for the first time. With ``zerocast.comm.SingleRank()`` every rank
@@ -176,16 +314,33 @@ class autocast(ContextDecorator):
     def __init__(
         self,
         enabled: bool = True,
-        recipe: Recipe | None = None,
-        calibrating: bool = False,
+        calibrating: bool | Recipe | str | None = False,
+        recipe: Recipe | str | bool | None = None,
         amax_reduction_group: Group = None,
     ) -> None:
-        _check_recipe(recipe)
-        self._enabled, self._recipe, self._calibrating = enabled, recipe, calibrating
+        if not isinstance(calibrating, bool):  # the recipe comes first
+            recipe, calibrating = calibrating, False if recipe is None else recipe
+        if not isinstance(calibrating, bool):
+            raise InputError(
+                f"calibrating must be True or False and recipe a recipe or its name, got "
+                f"{calibrating!r} and {recipe!r}; pass them by name."
+            )
+        self._enabled, self._calibrating = check_flag("enabled", enabled), calibrating
+        self._recipe = None if recipe is None else as_recipe(recipe)  # type: ignore[arg-type]
         self._group = amax_reduction_group
 
     def __enter__(self) -> Autocast:
         """Returns what is active now."""
+        if not torch.compiler.is_compiling():
+            return self._enter()
+        shown = _shown(self._enabled, self._calibrating, self._recipe)
+        if shown == UNTRACEABLE:
+            torch._dynamo.graph_break(msg=_WHY_UNTRACEABLE)
+            return torch.compiler.disable(self._enter)()
+        _here.traced.enter(shown, compiled=True)
+        return Autocast(self._enabled, self._recipe, self._calibrating)
+
+    def _enter(self) -> Autocast:
         recipe = get_default_recipe() if self._recipe is None else self._recipe
         group = as_communicator(self._group)
         outer = _active.get()
@@ -195,7 +350,7 @@ class autocast(ContextDecorator):
         region.groups[group] = None
         active = Autocast(self._enabled, recipe, self._calibrating, group, outer, region)
         _active.set(active)
-        _count_regions(+1)
+        _show(active)
         return active
 
     def __exit__(
@@ -204,25 +359,32 @@ class autocast(ContextDecorator):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        if _here.traced.entries[-1][0]:
+            _here.traced.leave()
+        elif torch.compiler.is_compiling():
+            torch._dynamo.graph_break(msg=_WHY_UNTRACEABLE)
+            torch.compiler.disable(self._leave)(kind is not None)
+        else:
+            self._leave(kind is not None)
+
+    def _leave(self, failed: bool) -> None:
         left = _active.get()
         assert left._outer is not None
         assert left._region is not None
         _active.set(left._outer)
-        _count_regions(-1)
+        _hide()
         if left._region is not left._outer._region:
-            left._region.leave(failed=kind is not None)
+            left._region.leave(failed=failed)
 
 
 def fp8_autocast(
     enabled: bool = True,
     calibrating: bool = False,
-    fp8_recipe: Recipe | None = None,
+    fp8_recipe: Recipe | str | None = None,
     fp8_group: Group = None,
 ) -> autocast:
-    """:class:`autocast` under TransformerEngine's earlier name, with its parameters in its
-    order.
-    """
-    return autocast(enabled, fp8_recipe, calibrating, fp8_group)
+    """:class:`autocast` under TransformerEngine's earlier name, and those of its parameters."""
+    return autocast(enabled, calibrating, fp8_recipe, fp8_group)
 
 
 def reduce_amaxes(amax_reduction_group: Group = None) -> None:
@@ -244,10 +406,7 @@ class _Recomputation(AbstractContextManager[None]):
         self._stack = ExitStack()
 
     def __enter__(self) -> None:
-        token = _active.set(self._active)
-        self._stack.callback(_active.reset, token)
-        _count_regions(+1)
-        self._stack.callback(_count_regions, -1)
+        self._stack.enter_context(resumed(self._active))
         self._stack.enter_context(replaying(self._tape))
 
     def __exit__(self, *error: Any) -> None:
@@ -257,10 +416,12 @@ class _Recomputation(AbstractContextManager[None]):
 def checkpoint_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """For activation checkpointing: a forward that is computed again gives the same codes.
 
-    Pass it where a layer of zerocast is checkpointed inside :class:`autocast`::
+    zerocast's layers see to that by themselves under ``torch.utils.checkpoint``. Pass this where a
+    function that is checkpointed inside :class:`autocast` uses quantizers of its own, or where
+    something else that takes it computes the function again::
 
         torch.utils.checkpoint.checkpoint(
-            block, x, use_reentrant=False, context_fn=zerocast.checkpoint_contexts
+            function, x, use_reentrant=False, context_fn=zerocast.checkpoint_contexts
         )
 
     The second run happens in the backward, when the region has usually been left and delayed scales
@@ -301,14 +462,14 @@ def current_model_init() -> ModelInit:
 @contextmanager
 def model_init(
     enabled: bool = True,
-    recipe: Recipe | None = None,
+    recipe: Recipe | str | None = None,
     preserve_high_precision_init_val: bool = False,
 ) -> Iterator[None]:
     """Within the context, zerocast's layers are made with weights that hold codes.
 
     Args:
         enabled: False, inside another region, makes them in high precision.
-        recipe: the scheme; :func:`get_default_recipe` by default.
+        recipe: the scheme, or its name; :func:`get_default_recipe` by default.
         preserve_high_precision_init_val: keep each weight's initial value, on the CPU, so that an
             optimizer's masters start from it and not from its rounded form; the first cast clears
             it.
@@ -316,8 +477,9 @@ def model_init(
     Raises:
         InputError: for another recipe.
     """
-    _check_recipe(recipe)
-    recipe = get_default_recipe() if recipe is None else recipe
+    check_flag("enabled", enabled)
+    check_flag("preserve_high_precision_init_val", preserve_high_precision_init_val)
+    recipe = get_default_recipe() if recipe is None else as_recipe(recipe)
     token = _model_init.set(ModelInit(enabled, recipe, preserve_high_precision_init_val))
     try:
         yield
@@ -325,13 +487,11 @@ def model_init(
         _model_init.reset(token)
 
 
-def fp8_model_init(
-    enabled: bool = True,
-    recipe: Recipe | None = None,
-    preserve_high_precision_init_val: bool = False,
-) -> AbstractContextManager[None]:
-    """:func:`model_init` under TransformerEngine's earlier name."""
-    return model_init(enabled, recipe, preserve_high_precision_init_val)
+quantized_model_init = model_init
+"""TransformerEngine's name for :func:`model_init`."""
+
+fp8_model_init = model_init
+"""TransformerEngine's earlier name for :func:`model_init`."""
 
 
 def get_default_recipe() -> Recipe:
@@ -339,16 +499,9 @@ def get_default_recipe() -> Recipe:
     (:func:`zerocast.is_mxfp8_available`), current scaling on newer devices that do not, delayed
     scaling everywhere else, the CPU included.
     """
-    if is_mxfp8_available()[0]:
+    if is_mxfp8_available():
         return MXFP8BlockScaling()
     capability = compute_capability()
     return (
         DelayedScaling() if capability is None or capability < (12, 0) else Float8CurrentScaling()
     )
-
-
-def _check_recipe(recipe: object) -> None:
-    if recipe is not None and not isinstance(recipe, Recipe):
-        raise InputError(
-            f"recipe must be a zerocast recipe such as DelayedScaling() or None, got {recipe!r}."
-        )

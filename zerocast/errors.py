@@ -51,3 +51,9 @@ class ChangedWeightError(ZerocastError, RuntimeError):
     """A backward needs the weight that its forward used, and a cast or a copy has written it
     since.
     """
+
+
+class UnfinishedStepError(ZerocastError, RuntimeError):
+    """A step of an optimizer failed after it had begun to change masters, so masters, optimizer
+    state and weights belong to different steps.
+    """

@@ -5,29 +5,34 @@
 // is rounded once a block.
 #pragma once
 
-#include <zerocast/formats.h>
-#include <zerocast/tables.h>
-
-#include "simd.h"
+#include "masters.h"
 
 namespace zerocast {
 inline namespace ZEROCAST_ISA {
 
-ZEROCAST_FN Native::Int magnitudes(const float* x) {
-    return Native::load_as<Native::Int>(x) & MAGNITUDE_MASK;
+template <class T>
+ZEROCAST_FN Native::Int magnitudes(const T* x) {
+    return Native::bits(load(x)) & MAGNITUDE_MASK;
+}
+
+template <class T>
+ZEROCAST_FN i32 magnitude(T x) {
+    return Scalar::bits(value_of(x)) & MAGNITUDE_MASK;
 }
 
 // The largest magnitude of x[0, n) and of `largest`, element by element of a register.
-ZEROCAST_FN Native::Int raise(Native::Int largest, const float* x, i64 n) {
+template <class T>
+ZEROCAST_FN Native::Int raise(Native::Int largest, const T* x, i64 n) {
     constexpr int W = Native::WIDTH;
     i64 i = 0;
     for (; i + W <= n; i += W) largest = Native::max(largest, magnitudes(x + i));
-    for (; i < n; i++) largest[0] = Scalar::max(largest[0], Scalar::bits(x[i]) & MAGNITUDE_MASK);
+    for (; i < n; i++) largest[0] = Scalar::max(largest[0], magnitude(x[i]));
     return largest;
 }
 
 // One long run: four independent maxima, so that the loop waits for memory and not for itself.
-ZEROCAST_FN i32 largest_of(const float* x, i64 n) {
+template <class T>
+ZEROCAST_FN i32 largest_of(const T* x, i64 n) {
     constexpr int W = Native::WIDTH;
     Native::Int a{}, b{}, c{}, d{};
     i64 i = 0;

@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "encoders.h"
+#include "masters.h"
 #include "multipliers.h"
 #include "pack.h"
 #include "strips.h"
@@ -17,16 +18,16 @@ struct CodePlane {
     u8* codes;  // of the elements from codes_start on
 };
 
-// Encodes by Encoder what was rounded to Rounded and multiplied.
-template <class Rounded, class Encoder>
+// Encodes by Encoder what was read as T (masters.h), rounded to Rounded and multiplied.
+template <class T, class Rounded, class Encoder>
 class PlaneCast {
   public:
-    PlaneCast(const CastShard& shard, const CodePlane& plane, const Multipliers& multipliers,
-              const Encoder& encoder)
+    PlaneCast(const CastShard& shard, const T* master, const CodePlane& plane,
+              const Multipliers& multipliers, const Encoder& encoder)
         : plane_(plane),
           choices_(shard.candidates.choices),
           codes_start_(shard.codes_start),
-          master_(*shard.master - shard.start),
+          master_(master),
           multipliers_(multipliers),
           encoder_(encoder) {}
 
@@ -64,7 +65,7 @@ class PlaneCast {
     void run(i64 element, i64 n, float multiplier, bool positive) const {
         i64 end = element + n;
         while (element < end && !encoder_.starts_group(element)) single(element++, multiplier);
-        const float* x = master(element);
+        const T* x = master(element);
         u8* to = codes(element);
         i64 left = end - element;
         for (; left >= GROUP; left -= GROUP, x += GROUP, to += bytes(GROUP)) {
@@ -72,9 +73,9 @@ class PlaneCast {
             group<GROUP>(end - left, x, &multiplier, to, positive);
         }
         if (left > 1) {  // what is no whole group goes through buffers of one
-            float last[GROUP] = {};
+            T last[GROUP] = {};
             u8 last_codes[GROUP];
-            memcpy(last, x, left * sizeof(float));
+            memcpy(last, x, left * sizeof(T));
             group<GROUP>(end - left, last, &multiplier, last_codes, positive);
             memcpy(to, last_codes, bytes(left));
         }
@@ -110,7 +111,7 @@ class PlaneCast {
     ZEROCAST_FN u8* codes(i64 element) const {
         return plane_.codes + bytes(element - codes_start_);
     }
-    ZEROCAST_FN const float* master(i64 element) const { return master_ + element; }
+    ZEROCAST_FN const T* master(i64 element) const { return master_ + element; }
 
   private:
     typedef typename Encoder::Format F;
@@ -122,7 +123,7 @@ class PlaneCast {
     CodePlane plane_;
     const u8* choices_;
     i64 codes_start_;
-    const float* master_;  // as if it were the whole weight
+    const T* master_;  // as if it were the whole weight
     Multipliers multipliers_;
     Encoder encoder_;
 
@@ -130,7 +131,7 @@ class PlaneCast {
     template <int BLOCK>
     ZEROCAST_FN i64 groups(i64 element, i64 count, const float* multiplier, bool positive) const {
         i64 grouped = count / GROUP * GROUP;
-        const float* x = master(element);
+        const T* x = master(element);
         u8* to = codes(element);
         for (i64 i = 0; i < grouped; i += GROUP) {
             prefetch(x + i);
@@ -141,10 +142,10 @@ class PlaneCast {
 
     // GROUP elements, a multiplier for each BLOCK of them.
     template <int BLOCK>
-    ZEROCAST_FN void group(i64 element, const float* x, const float* multiplier, u8* to,
+    ZEROCAST_FN void group(i64 element, const T* x, const float* multiplier, u8* to,
                            bool positive) const {
         Native::Float loaded[4], scaled[4];
-        for (int i = 0; i < 4; i++) loaded[i] = Native::load(x + i * W);
+        for (int i = 0; i < 4; i++) loaded[i] = load(x + i * W);
         auto scale = [&](int i, Native::Float rounded) {
             return rounded
                    * (BLOCK == 1 ? Native::load(multiplier + i * W)
@@ -169,7 +170,7 @@ class PlaneCast {
     }
 
     ZEROCAST_FN void single(i64 element, float multiplier) const {
-        float x = round_to<Rounded, Scalar>(master_[element]);
+        float x = round_to<Rounded, Scalar>(value_of(master_[element]));
         u8 code = (u8)encoder_.single(element, x * multiplier);
         u8* to = codes(element);
         if constexpr (F::BITS == 4) {

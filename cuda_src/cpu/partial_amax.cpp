@@ -11,21 +11,23 @@ namespace {
 
 typedef Native::Int Int;
 
-void one_block(const CastShard& shard, i64 begin, i64 end) {
-    i32 amax = rounded<Scalar>(largest_of(*shard.master + (begin - shard.start), end - begin),
-                               shard.round_to);
+// Below, a `master` is as if it were the whole weight.
+
+template <class T>
+void one_block(const CastShard& shard, const T* master, i64 begin, i64 end) {
+    i32 amax = rounded<Scalar>(largest_of(master + begin, end - begin), shard.round_to);
     raise_shared(shard.block_amax, amax);
     raise_shared(shard.tensor_amax, amax);
 }
 
 // ROWS rows of a panel whose blocks are 16 wide and whole. More than one, so that a block's maxima
 // are fetched and stored less often.
-template <int ROWS>
-ZEROCAST_FN void raise_rows(Int* largest, const Grid& grid, const Panel& panel, const float* x) {
+template <int ROWS, class T>
+ZEROCAST_FN void raise_rows(Int* largest, const Grid& grid, const Panel& panel, const T* x) {
     for (i64 c = 0; c < panel.count; c += 16) {
         Int in_block = largest[c / 16];
         for (int r = 0; r < ROWS; r++) {
-            const float* at = x + r * grid.cols + c;
+            const T* at = x + r * grid.cols + c;
             __builtin_prefetch(at + PREFETCH_AHEAD / ROWS);
             in_block = raise(in_block, at, 16);
         }
@@ -34,7 +36,8 @@ ZEROCAST_FN void raise_rows(Int* largest, const Grid& grid, const Panel& panel, 
 }
 
 // The elements of one panel, into the maxima of the strip's blocks.
-void raise_panel(Int* largest, const Grid& grid, const Panel& panel, const float* x) {
+template <class T>
+void raise_panel(Int* largest, const Grid& grid, const Panel& panel, const T* x) {
     i64 block = panel.col / grid.block_w, in_block = panel.col % grid.block_w;
     if (grid.block_w == 16 && in_block == 0
         && panel.count % 16 == 0) {  // NVFP4, but for the ends of a shard
@@ -79,8 +82,8 @@ struct Slots {
 };
 
 // Returns the largest of all.
-i32 many_blocks(const CastShard& shard, const Slots& slots, i64 begin, i64 end) {
-    const float* master = *shard.master - shard.start;
+template <class T>
+i32 many_blocks(const CastShard& shard, const T* master, const Slots& slots, i64 begin, i64 end) {
     Int largest[STRIP_BLOCKS];  // by block; all that flush takes together are set, the last ones
                                 // unused
     Int tensor{};
@@ -101,20 +104,21 @@ i32 many_blocks(const CastShard& shard, const Slots& slots, i64 begin, i64 end) 
 }
 
 // n elements of a row into the maxima of their columns; returns their own, over a register.
-ZEROCAST_FN Int raise_columns(i32* by_column, const float* x, i64 n) {
+template <class T>
+ZEROCAST_FN Int raise_columns(i32* by_column, const T* x, i64 n) {
     constexpr int W = Native::WIDTH;
     Int largest{};
     i64 c = 0;
     for (; c + W <= n; c += W) {
         if (c % 16 == 0) __builtin_prefetch(x + c + PREFETCH_AHEAD);
-        Int magnitude = magnitudes(x + c);
-        Native::store(by_column + c, Native::max(Native::load_as<Int>(by_column + c), magnitude));
-        largest = Native::max(largest, magnitude);
+        Int found = magnitudes(x + c);
+        Native::store(by_column + c, Native::max(Native::load_as<Int>(by_column + c), found));
+        largest = Native::max(largest, found);
     }
     for (; c < n; c++) {
-        i32 magnitude = Scalar::bits(x[c]) & MAGNITUDE_MASK;
-        by_column[c] = Scalar::max(by_column[c], magnitude);
-        largest[0] = Scalar::max(largest[0], magnitude);
+        i32 found = magnitude(x[c]);
+        by_column[c] = Scalar::max(by_column[c], found);
+        largest[0] = Scalar::max(largest[0], found);
     }
     return largest;
 }
@@ -132,10 +136,10 @@ void flush_columns(const i32* largest, i64 n, i32* slots, i64 nominal, bool shar
 
 // Blocks of one row and blocks of one column, in one pass over the master. Returns the largest of
 // all.
-i32 rows_and_columns(const CastShard& shard, const Slots& rows, const Slots& columns, i64 begin,
-                     i64 end) {
+template <class T>
+i32 rows_and_columns(const CastShard& shard, const T* master, const Slots& rows,
+                     const Slots& columns, i64 begin, i64 end) {
     constexpr int W = Native::WIDTH;
-    const float* master = *shard.master - shard.start;
     const Grid& grid = rows.grid;
     i64 block_w = grid.block_w;
     alignas(64) i32 by_column[STRIP_COLUMNS];
@@ -143,7 +147,7 @@ i32 rows_and_columns(const CastShard& shard, const Slots& rows, const Slots& col
     auto open = [&](const Strip& strip) { memset(by_column, 0, strip.blocks * sizeof(i32)); };
     auto piece = [&](i64 element, i64 col, i64 count, i32* of_columns) {
         i32* slot = rows.block_amax + element / grid.cols * grid.blocks_w() + col / block_w;
-        const float* x = master + element;
+        const T* x = master + element;
         for (i64 c = 0, n; c < count; slot += W) {  // a register of blocks at a time
             Int largest[W] = {};
             i64 blocks = 0;
@@ -171,20 +175,21 @@ i32 rows_and_columns(const CastShard& shard, const Slots& rows, const Slots& col
     return reduce_max<Native>(tensor);
 }
 
-void amaxes(const CastShard& shard, i64 begin, i64 end, i64 parts) {
+template <class T>
+void amaxes(const CastShard& shard, const T* master, i64 begin, i64 end, i64 parts) {
     if (!shard.columnwise_codes && shard.grid.num_blocks() == 1)
-        return one_block(shard, begin, end);
+        return one_block(shard, master, begin, end);
     bool shared = parts > 1 && !cut_between_blocks(shard, parts);
     Slots rows{shard.grid, shard.block_amax, shared};
     if (!shard.columnwise_codes)
-        return raise_shared(shard.tensor_amax, many_blocks(shard, rows, begin, end));
+        return raise_shared(shard.tensor_amax, many_blocks(shard, master, rows, begin, end));
     Slots columns{shard.columnwise_grid, shard.columnwise_block_amax, shared};
     i32 tensor;
     if (in_rows_and_columns(shard)) {
-        tensor = rows_and_columns(shard, rows, columns, begin, end);
+        tensor = rows_and_columns(shard, master, rows, columns, begin, end);
     } else {
-        tensor = many_blocks(shard, rows, begin, end);
-        many_blocks(shard, columns, begin, end);
+        tensor = many_blocks(shard, master, rows, begin, end);
+        many_blocks(shard, master, columns, begin, end);
     }
     raise_shared(shard.tensor_amax, tensor);
 }
@@ -201,8 +206,10 @@ ZEROCAST_EXPORT(partial_amax)(const void* table, long long count, long long thre
     if (total == 0) return;
     in_parallel(total, threads, [&](i64 part, i64 parts) {
         auto span = [&](const CastShard& shard) { return shard_span(shard, parts); };
-        share(
-            shards, count, total, part, parts, span,
-            [&](const CastShard& shard, i64 begin, i64 end) { amaxes(shard, begin, end, parts); });
+        share(shards, count, total, part, parts, span,
+              [&](const CastShard& shard, i64 begin, i64 end) {
+                  with_master(shard,
+                              [&](auto* master) { amaxes(shard, master, begin, end, parts); });
+              });
     });
 }

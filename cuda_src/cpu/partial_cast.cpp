@@ -15,10 +15,10 @@ constexpr i64 CHUNK = 2048;
 constexpr int ONE_BLOCK = 1 << 30;
 
 // Both planes of a shard, blocks of one row and blocks of one column, in one pass over the master.
-template <class F, class Rounded>
+template <class F, class T, class Rounded>
 class RowsAndColumns {
   public:
-    typedef PlaneCast<Rounded, Nearest<F>> Plane;
+    typedef PlaneCast<T, Rounded, Nearest<F>> Plane;
 
     RowsAndColumns(const Plane& rows, const Plane& columns) : rows_(rows), columns_(columns) {}
 
@@ -65,13 +65,13 @@ class RowsAndColumns {
     template <int BLOCK>
     ZEROCAST_FN i64 groups(i64 element, i64 count, const float* by_block,
                            const float* by_column) const {
-        const float* x = rows_.master(element);
+        const T* x = rows_.master(element);
         u8 *to_rows = rows_.codes(element), *to_columns = columns_.codes(element);
         i64 i = 0;
         for (; i + GROUP <= count; i += GROUP) {
             prefetch(x + i);
             Native::Float loaded[4];
-            for (int k = 0; k < 4; k++) loaded[k] = Native::load(x + i + k * W);
+            for (int k = 0; k < 4; k++) loaded[k] = load(x + i + k * W);
             if (any_nan(loaded)) break;
             Native::Int rows[4], columns[4];
             for (int k = 0; k < 4; k++) {
@@ -91,11 +91,12 @@ class RowsAndColumns {
     }
 };
 
-template <class Rounded, class Encoder>
-void cast_rounded(const CastShard& shard, const Multipliers& law, const Encoder& encoder, i64 begin,
-                  i64 end) {
-    typedef PlaneCast<Rounded, Encoder> Plane;
-    Plane rowwise(shard, CodePlane{shard.grid, shard.block_amax, shard.codes}, law, encoder);
+template <class Rounded, class T, class Encoder>
+void cast_rounded(const CastShard& shard, const T* master, const Multipliers& law,
+                  const Encoder& encoder, i64 begin, i64 end) {
+    typedef PlaneCast<T, Rounded, Encoder> Plane;
+    Plane rowwise(shard, master, CodePlane{shard.grid, shard.block_amax, shard.codes}, law,
+                  encoder);
     if (shard.delayed.scale) {
         float multiplier;
         bool positive = rowwise.fill_multipliers(0, 1, &multiplier);
@@ -112,13 +113,13 @@ void cast_rounded(const CastShard& shard, const Multipliers& law, const Encoder&
     }
     if (!shard.columnwise_codes) return rowwise(begin, end);
     Plane columnwise(
-        shard,
+        shard, master,
         CodePlane{shard.columnwise_grid, shard.columnwise_block_amax, shard.columnwise_codes}, law,
         encoder);
     if constexpr (Encoder::Format::BITS == 8) {
         if (in_rows_and_columns(shard))
-            return RowsAndColumns<typename Encoder::Format, Rounded>(rowwise, columnwise)(begin,
-                                                                                          end);
+            return RowsAndColumns<typename Encoder::Format, T, Rounded>(rowwise, columnwise)(begin,
+                                                                                             end);
     }
     rowwise(begin, end);
     columnwise(begin, end);
@@ -127,12 +128,9 @@ void cast_rounded(const CastShard& shard, const Multipliers& law, const Encoder&
 template <class Encoder>
 void cast_encoded(const CastShard& shard, const Multipliers& law, const Encoder& encoder, i64 begin,
                   i64 end) {
-    if (shard.round_to == NOMINAL_BF16)
-        cast_rounded<Bf16>(shard, law, encoder, begin, end);
-    else if (shard.round_to == NOMINAL_FP16)
-        cast_rounded<Fp16>(shard, law, encoder, begin, end);
-    else
-        cast_rounded<Fp32>(shard, law, encoder, begin, end);
+    with_rounded_master(shard, [&](auto* master, auto nominal) {
+        cast_rounded<decltype(nominal)>(shard, master, law, encoder, begin, end);
+    });
 }
 
 void cast(const LawTable& table, const CastShard& shard, i64 begin, i64 end) {

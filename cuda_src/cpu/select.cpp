@@ -8,6 +8,7 @@
 
 #include <zerocast/scaling.h>
 
+#include "masters.h"
 #include "strips.h"
 #include "turn.h"
 
@@ -60,10 +61,10 @@ ZEROCAST_FN void row_errors(const FourOverSixScaling& law, const CandidateScales
 }
 
 // Column c of WIDTH blocks side by side in register c, rounded.
-template <class Rounded>
-ZEROCAST_FN void load_columns(const float* x, Float (&columns)[COLS]) {
+template <class Rounded, class T>
+ZEROCAST_FN void load_columns(const T* x, Float (&columns)[COLS]) {
     for (int c = 0; c < COLS; c += W) {
-        for (int b = 0; b < W; b++) columns[c + b] = Native::load(x + b * COLS + c);
+        for (int b = 0; b < W; b++) columns[c + b] = load(x + b * COLS + c);
         turn<Native>(columns + c);
     }
     for (int c = 0; c < COLS; c++) columns[c] = round_to<Rounded, Native>(columns[c]);
@@ -85,11 +86,11 @@ ZEROCAST_FN Int choose(float (*rows)[ROWS][ACROSS], i64 block) {
 }
 
 // One shard's part of the decision.
-template <class Rounded, bool SQUARED>
+template <class T, class Rounded, bool SQUARED>
 class PartialSelect {
   public:
-    PartialSelect(const CastShard& shard, const FourOverSixScaling& law)
-        : shard_(shard), grid_(shard.grid), law_(law), master_(*shard.master - shard.start) {}
+    PartialSelect(const CastShard& shard, const T* master, const FourOverSixScaling& law)
+        : shard_(shard), grid_(shard.grid), law_(law), master_(master) {}
 
     // Rows of blocks, as far as they are in [begin, end).
     void operator()(i64 begin, i64 end) {
@@ -116,8 +117,8 @@ class PartialSelect {
     const CastShard& shard_;
     const Grid& grid_;
     FourOverSixScaling law_;
-    const float* master_;  // as if it were the whole weight
-    i64 cut_;              // the strip's place among the rows of blocks that are cut, or -1
+    const T* master_;  // as if it were the whole weight
+    i64 cut_;          // the strip's place among the rows of blocks that are cut, or -1
     CandidateScales scales_[ACROSS / W];
     alignas(64) float errors_[2][ROWS][ACROSS];  // of map4 and of map6
 
@@ -142,13 +143,13 @@ class PartialSelect {
     // n blocks of one row from block column `block` on, which is number `at` of the strip; they lie
     // in one register.
     void blocks(i64 row, i64 block, i64 at, i64 n) {
-        const float* x = master_ + row * grid_.cols + block * grid_.block_w;
-        alignas(64) float copy[W * COLS];
+        const T* x = master_ + row * grid_.cols + block * grid_.block_w;
+        alignas(64) T copy[W * COLS];
         if (n < W || grid_.block_w < COLS || (block + n) * COLS > grid_.cols) {
             memset(copy, 0, sizeof copy);
             for (i64 b = 0; b < n; b++) {
                 i64 width = min_of(grid_.block_w, grid_.cols - (block + b) * grid_.block_w);
-                memcpy(copy + (at % W + b) * COLS, x + b * grid_.block_w, width * sizeof(float));
+                memcpy(copy + (at % W + b) * COLS, x + b * grid_.block_w, width * sizeof(T));
             }
             x = copy;
         } else {
@@ -176,7 +177,8 @@ class PartialSelect {
         const Candidates& candidates = shard_.candidates;
         i64 s = find(candidates.segments, candidates.segment_count, row_start + first);
         float* to = candidates.elements + s * grid_.block_w - first;
-        for (i64 c = col; c < end; c++) to[c] = round_to<Rounded, Scalar>(master_[row_start + c]);
+        for (i64 c = col; c < end; c++)
+            to[c] = round_to<Rounded, Scalar>(value_of(master_[row_start + c]));
     }
 
     void choose_strip(const Strip& strip) {
@@ -188,14 +190,17 @@ class PartialSelect {
     }
 };
 
+template <class Rounded, bool SQUARED, class T>
+void select_rounded(const CastShard& shard, const T* master, const FourOverSixScaling& law,
+                    i64 begin, i64 end) {
+    PartialSelect<T, Rounded, SQUARED>(shard, master, law)(begin, end);
+}
+
 template <bool SQUARED>
 void partial_select(const CastShard& shard, const FourOverSixScaling& law, i64 begin, i64 end) {
-    if (shard.round_to == NOMINAL_BF16)
-        PartialSelect<Bf16, SQUARED>(shard, law)(begin, end);
-    else if (shard.round_to == NOMINAL_FP16)
-        PartialSelect<Fp16, SQUARED>(shard, law)(begin, end);
-    else
-        PartialSelect<Fp32, SQUARED>(shard, law)(begin, end);
+    with_rounded_master(shard, [&](auto* master, auto nominal) {
+        select_rounded<decltype(nominal), SQUARED>(shard, master, law, begin, end);
+    });
 }
 
 // The errors of a segment, from the elements that its ranks put together.

@@ -33,8 +33,9 @@ struct Simd {
     typedef u32 Unsigned __attribute__((vector_size(4 * W)));
     typedef u8 Bytes __attribute__((vector_size(W)));  // one an element
     typedef u8 HalfBytes __attribute__((vector_size(W / 2)));
-    typedef u64 Pairs __attribute__((vector_size(4 * W)));  // two elements each
-    typedef u8 Bytes4 __attribute__((vector_size(4 * W)));  // a whole register of them
+    typedef unsigned short Halves __attribute__((vector_size(2 * W)));  // 16 bits an element
+    typedef u64 Pairs __attribute__((vector_size(4 * W)));              // two elements each
+    typedef u8 Bytes4 __attribute__((vector_size(4 * W)));              // a whole register of them
 
     static ZEROCAST_FN Int bits(Float x) { return (Int)x; }
     static ZEROCAST_FN Float value(Int i) { return (Float)i; }
@@ -126,8 +127,10 @@ constexpr int GROUP = 4 * Native::WIDTH;
 // more than that. One long run is as fast with any of them, and without.
 constexpr int PREFETCH_AHEAD = 2048;
 
-ZEROCAST_FN void prefetch(const float* x) {
-    for (int i = 0; i < GROUP; i += 16) __builtin_prefetch(x + PREFETCH_AHEAD + i);
+template <class T>
+ZEROCAST_FN void prefetch(const T* x) {
+    constexpr int LINE = 64 / sizeof(T);
+    for (int i = 0; i < GROUP; i += LINE) __builtin_prefetch(x + PREFETCH_AHEAD + i);
 }
 
 // Whether any of GROUP elements is a NaN.
@@ -176,6 +179,12 @@ ZEROCAST_FN typename L::Int load_bytes(const u8* from) {
     typename L::Bytes bytes;
     __builtin_memcpy(&bytes, from, sizeof bytes);
     return __builtin_convertvector(bytes, typename L::Int);
+}
+
+// Read 16 bits an element.
+template <class L>
+ZEROCAST_FN typename L::Int load_halves(const void* from) {
+    return __builtin_convertvector(L::template load_as<typename L::Halves>(from), typename L::Int);
 }
 
 // Read one nibble an element, the even element from the low one: WIDTH / 2 bytes.

@@ -8,19 +8,21 @@
 using namespace zerocast;
 
 // The quads of `whole`, each read at once.
-static ZEROCAST_FN void take_quads(const CastShard& shard, const Tile& tile, const float* master,
-                                   const Quads& quads, u32 whole, bool aligned, i32* largest) {
-    const float* from = master + quads.element;
+template <class T>
+static ZEROCAST_FN void take_quads(const CastShard& shard, const Tile& tile, const T* master,
+                                   const Quads& quads, u32 whole, i32* largest) {
+    bool aligned = quads_aligned(master + tile.element, 4 * sizeof(T), tile, shard.grid);
+    const T* from = master + quads.element;
     bool one_block = tile.blocks == 1 || quads.col_step == 0;  // of this thread's quads
     i32 value = 0;
 #pragma unroll 1
     for (int first = 0; first < TILE_QUADS; first += AMAX_IN_FLIGHT) {
-        Quad q[AMAX_IN_FLIGHT];
-        load_quads(q, from, quads.step, whole, aligned);
+        Four<T> four[AMAX_IN_FLIGHT];
+        load_quads(four, from, quads.step, whole, aligned);
 #pragma unroll
         for (int k = 0; k < AMAX_IN_FLIGHT; k++) {
             i32 magnitude[4];
-            magnitudes_of(q[k], magnitude);
+            magnitudes_of(four[k].values(), magnitude);
             value = Scalar::max(value, largest_of(magnitude));
             if (one_block || !(whole >> k & 1)) continue;
             atomicMax(&largest[block_in_tile(tile, shard.grid, quads.col_of(first + k))], value);
@@ -38,13 +40,14 @@ static ZEROCAST_FN void take_quads(const CastShard& shard, const Tile& tile, con
 }
 
 // The elements of all other quads, one by one.
-static ZEROCAST_FN void take_elements(const CastShard& shard, const Tile& tile, const float* master,
+template <class T>
+static ZEROCAST_FN void take_elements(const CastShard& shard, const Tile& tile, const T* master,
                                       const Quads& quads, u32 whole, i32* largest) {
 #pragma unroll 1
     for (int at = 0; at < 4 * TILE_QUADS; at++) {
         int i = at / 4, j = at % 4;
         if (whole >> i & 1 || !owns(quads, shard.start, shard.end, i, j)) continue;
-        i32 value = Scalar::bits(master[quads.at(i) + j]) & MAGNITUDE_MASK;
+        i32 value = Scalar::bits(value_of(master[quads.at(i) + j])) & MAGNITUDE_MASK;
         atomicMax(&largest[block_in_tile(tile, shard.grid, quads.col_of(i) + j)], value);
     }
 }
@@ -58,14 +61,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 6)
         for (int b = threadIdx.x; b < tile.blocks; b += THREADS) largest[b] = 0;
         __syncthreads();
 
-        const float* master = *shard.master - shard.start;  // as if it were the whole weight
         Quads quads(tile, shard.grid, threadIdx.x);
-        bool aligned = quads_aligned(master + tile.element, 16, tile, shard.grid);
         u32 whole = quads_keep_to_blocks(tile, shard.grid)
                         ? whole_quads(quads, tile, shard.grid, shard.start, shard.end)
                         : 0;
-        take_quads(shard, tile, master, quads, whole, aligned, largest);
-        if (whole != ALL_QUADS) take_elements(shard, tile, master, quads, whole, largest);
+        with_master(shard, [&](auto* master) {
+            take_quads(shard, tile, master, quads, whole, largest);
+            if (whole != ALL_QUADS) take_elements(shard, tile, master, quads, whole, largest);
+        });
         __syncthreads();
 
         // Each entry is read here by the thread that clears it for the next tile, so no barrier

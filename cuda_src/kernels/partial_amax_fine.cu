@@ -8,22 +8,23 @@ using namespace zerocast;
 
 // The quads of `whole`. across: [rows, blocks], the rowwise blocks; down: [columns], the second
 // plane's.
-static ZEROCAST_FN void take_quads(const CastShard& shard, const Tile& tile, const float* master,
-                                   const Quads& quads, u32 whole, bool aligned, i32* across,
-                                   i32* down) {
-    const float* from = master + quads.element;
+template <class T>
+static ZEROCAST_FN void take_quads(const CastShard& shard, const Tile& tile, const T* master,
+                                   const Quads& quads, u32 whole, i32* across, i32* down) {
+    bool aligned = quads_aligned(master + tile.element, 4 * sizeof(T), tile, shard.grid);
+    const T* from = master + quads.element;
     int block = block_in_tile(tile, shard.grid, quads.col);
     // Neighbouring lanes whose quads lie in one block, a power of two.
     int lanes = tile.blocks == 1 || shard.grid.block_w >= 128 ? 32 : (int)shard.grid.block_w / 4;
     i32 columns[4] = {0, 0, 0, 0};
 #pragma unroll 1
     for (int first = 0; first < TILE_QUADS; first += AMAX_IN_FLIGHT) {
-        Quad q[AMAX_IN_FLIGHT];
-        load_quads(q, from, quads.step, whole, aligned);
+        Four<T> four[AMAX_IN_FLIGHT];
+        load_quads(four, from, quads.step, whole, aligned);
 #pragma unroll
         for (int k = 0; k < AMAX_IN_FLIGHT; k++) {
             i32 magnitude[4];
-            magnitudes_of(q[k], magnitude);
+            magnitudes_of(four[k].values(), magnitude);
 #pragma unroll
             for (int j = 0; j < 4; j++) columns[j] = Scalar::max(columns[j], magnitude[j]);
             i32 value = largest_of(magnitude);
@@ -40,13 +41,14 @@ static ZEROCAST_FN void take_quads(const CastShard& shard, const Tile& tile, con
     for (int j = 0; j < 4; j++) atomicMax(&down[quads.col + j], columns[j]);
 }
 
-static ZEROCAST_FN void take_elements(const CastShard& shard, const Tile& tile, const float* master,
+template <class T>
+static ZEROCAST_FN void take_elements(const CastShard& shard, const Tile& tile, const T* master,
                                       const Quads& quads, u32 whole, i32* across, i32* down) {
 #pragma unroll 1
     for (int at = 0; at < 4 * TILE_QUADS; at++) {
         int i = at / 4, j = at % 4;
         if (whole >> i & 1 || !owns(quads, shard.start, shard.end, i, j)) continue;
-        i32 value = Scalar::bits(master[quads.at(i) + j]) & MAGNITUDE_MASK;
+        i32 value = Scalar::bits(value_of(master[quads.at(i) + j])) & MAGNITUDE_MASK;
         int col = quads.col_of(i) + j;
         atomicMax(&across[quads.row_of(i) * tile.blocks + block_in_tile(tile, shard.grid, col)],
                   value);
@@ -68,12 +70,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 5)
         for (int c = threadIdx.x; c < FINE_COLS; c += THREADS) down[c] = 0;
         __syncthreads();
 
-        const float* master = *shard.master - shard.start;  // as if it were the whole weight
         Quads quads = Quads::of_fine(tile, shard.grid, threadIdx.x);
-        bool aligned = quads_aligned(master + tile.element, 16, tile, shard.grid);
         u32 whole = whole_quads(quads, tile, shard.grid, shard.start, shard.end);
-        take_quads(shard, tile, master, quads, whole, aligned, across, down);
-        if (whole != ALL_QUADS) take_elements(shard, tile, master, quads, whole, across, down);
+        with_master(shard, [&](auto* master) {
+            take_quads(shard, tile, master, quads, whole, across, down);
+            if (whole != ALL_QUADS) take_elements(shard, tile, master, quads, whole, across, down);
+        });
         __syncthreads();
 
         // Each entry is read here by the thread that clears it for the next tile, so no barrier

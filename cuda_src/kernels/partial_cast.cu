@@ -9,13 +9,13 @@ using namespace zerocast;
 
 // The quads of `whole`, each read and written at once. Calls derive(), which fills the multipliers
 // and has a barrier, between the first reads and their use.
-template <class Nominal, bool TAKES_AMAX, class Encoder, class Derive>
-static ZEROCAST_FN void cast_quads(const CastShard& shard, const Tile& tile, const float* master,
+template <class Nominal, bool TAKES_AMAX, class T, class Encoder, class Derive>
+static ZEROCAST_FN void cast_quads(const CastShard& shard, const Tile& tile, const T* master,
                                    const Quads& quads, u32 whole, const float* multipliers,
                                    const Encoder& encoder, const Derive& derive, i32& largest) {
     typedef typename Encoder::Format F;
-    const float* from = master + quads.element;
-    bool aligned = quads_aligned(master + tile.element, 16, tile, shard.grid);
+    const T* from = master + quads.element;
+    bool aligned = quads_aligned(master + tile.element, 4 * sizeof(T), tile, shard.grid);
     bool aligned_codes = quads_aligned(shard.codes + place_of<F>(shard, tile.element), F::BITS / 2,
                                        tile, shard.grid);
     u8* to = shard.codes + place_of<F>(shard, quads.element);
@@ -24,8 +24,8 @@ static ZEROCAST_FN void cast_quads(const CastShard& shard, const Tile& tile, con
     float multiplier = 0;
 #pragma unroll 1
     for (int first = 0; first < TILE_QUADS; first += CAST_IN_FLIGHT) {
-        Quad q[CAST_IN_FLIGHT];
-        load_quads(q, from, quads.step, whole, aligned);
+        Four<T> four[CAST_IN_FLIGHT];
+        load_quads(four, from, quads.step, whole, aligned);
         if (first == 0) {
             derive();
             multiplier =
@@ -35,14 +35,15 @@ static ZEROCAST_FN void cast_quads(const CastShard& shard, const Tile& tile, con
 #pragma unroll
         for (int k = 0; k < CAST_IN_FLIGHT; k++) {
             if (!(whole >> k & 1)) continue;
+            Quad x = four[k].values();
             if constexpr (TAKES_AMAX) {
                 i32 magnitude[4];
-                magnitudes_of(q[k], magnitude);
+                magnitudes_of(x, magnitude);
                 largest = Scalar::max(largest, largest_of(magnitude));
             }
             if (!one_block)
                 multiplier = multipliers[block_in_tile(tile, shard.grid, quads.col_of(first + k))];
-            Quad scaled = round_quad<Nominal>(q[k]);
+            Quad scaled = round_quad<Nominal>(x);
             for (int j = 0; j < 4; j++) scaled.x[j] *= multiplier;
             store_codes<F>(to + k * step, encoder.encode_quad_at(quads.at(first + k), scaled),
                            aligned_codes);
@@ -54,15 +55,15 @@ static ZEROCAST_FN void cast_quads(const CastShard& shard, const Tile& tile, con
 }
 
 // The elements of all other quads.
-template <class Encoder>
-static ZEROCAST_FN void cast_elements(const CastShard& shard, const Tile& tile, const float* master,
+template <class T, class Encoder>
+static ZEROCAST_FN void cast_elements(const CastShard& shard, const Tile& tile, const T* master,
                                       const Quads& quads, u32 whole, const float* multipliers,
                                       const Encoder& encoder, i32& largest) {
     typedef typename Encoder::Format F;
     auto code_of = [&](int i, int j) {
         float multiplier = multipliers[block_in_tile(tile, shard.grid, quads.col_of(i) + j)];
         i64 element = quads.at(i) + j;
-        float x = master[element];
+        float x = value_of(master[element]);
         largest = Scalar::max(largest, Scalar::bits(x) & MAGNITUDE_MASK);
         return encoder.encode_at(element, round_element(x, shard.round_to) * multiplier);
     };
@@ -83,23 +84,19 @@ static ZEROCAST_FN void cast_tile(const CastShard& shard, const Tile& tile, cons
         __syncthreads();
     };
     constexpr bool AMAX = Multipliers::TAKES_AMAX;
-    const float* master = *shard.master - shard.start;  // as if it were the whole weight
     Quads quads(tile, shard.grid, threadIdx.x);
     bool at_once = quads_keep_to_blocks(tile, shard.grid) && encoder.takes_quads(tile, shard.grid);
     u32 whole = at_once ? whole_quads(quads, tile, shard.grid, shard.start, shard.end) : 0;
     i32 largest = 0;
-    auto cast = [&](auto nominal) {
+    with_rounded_master(shard, [&](auto* master, auto nominal) {
         cast_quads<decltype(nominal), AMAX>(shard, tile, master, quads, whole, multipliers, encoder,
                                             derive, largest);
-    };
-    if (shard.round_to == NOMINAL_BF16)
-        cast(Bf16{});
-    else if (shard.round_to == NOMINAL_FP16)
-        cast(Fp16{});
-    else
-        cast(Fp32{});
-    if (whole != ALL_QUADS)
-        cast_elements(shard, tile, master, quads, whole, multipliers, encoder, largest);
+    });
+    if (whole != ALL_QUADS) {
+        with_master(shard, [&](auto* master) {
+            cast_elements(shard, tile, master, quads, whole, multipliers, encoder, largest);
+        });
+    }
     if constexpr (AMAX) {
         largest = __reduce_max_sync(ALL_LANES, largest);
         if (threadIdx.x % 32 == 0) {

@@ -19,15 +19,15 @@ struct TileMultipliers {
 
 // The quads of `whole`, each read at once, and written to both planes. Calls derive(), which fills
 // the multipliers and has a barrier, between the first reads and their use.
-template <class Nominal, class Encoder, class Derive>
-static ZEROCAST_FN void cast_quads(const CastShard& shard, const Tile& tile, const float* master,
+template <class Nominal, class T, class Encoder, class Derive>
+static ZEROCAST_FN void cast_quads(const CastShard& shard, const Tile& tile, const T* master,
                                    const Quads& quads, u32 whole,
                                    const TileMultipliers& multipliers, const Encoder& encoder,
                                    const Derive& derive) {
     typedef typename Encoder::Format F;
     u8* second = second_plane<F>(shard);
-    const float* from = master + quads.element;
-    bool aligned = quads_aligned(master + tile.element, 16, tile, shard.grid);
+    const T* from = master + quads.element;
+    bool aligned = quads_aligned(master + tile.element, 4 * sizeof(T), tile, shard.grid);
     i64 at = place_of<F>(shard, tile.element), step = bytes_of<F>(quads.step);
     bool aligned_codes = quads_aligned(shard.codes + at, F::BITS / 2, tile, shard.grid)
                          && (!second || (u64)(second + at) % (F::BITS / 2) == 0);
@@ -36,8 +36,8 @@ static ZEROCAST_FN void cast_quads(const CastShard& shard, const Tile& tile, con
     float down[4] = {};
 #pragma unroll 1
     for (int first = 0; first < TILE_QUADS; first += CAST_IN_FLIGHT) {
-        Quad q[CAST_IN_FLIGHT];
-        load_quads(q, from, quads.step, whole, aligned);
+        Four<T> four[CAST_IN_FLIGHT];
+        load_quads(four, from, quads.step, whole, aligned);
         if (first == 0) {
             derive();
 #pragma unroll
@@ -48,7 +48,7 @@ static ZEROCAST_FN void cast_quads(const CastShard& shard, const Tile& tile, con
             if (!(whole >> k & 1)) continue;
             int i = first + k;
             float across = multipliers.across[quads.row_of(i) * tile.blocks + block];
-            Quad x = round_quad<Nominal>(q[k]), scaled;
+            Quad x = round_quad<Nominal>(four[k].values()), scaled;
             for (int j = 0; j < 4; j++) scaled.x[j] = x.x[j] * across;
             store_codes<F>(shard.codes + place + k * step,
                            encoder.encode_quad_at(quads.at(i), scaled), aligned_codes);
@@ -64,15 +64,15 @@ static ZEROCAST_FN void cast_quads(const CastShard& shard, const Tile& tile, con
 }
 
 // The elements of all other quads.
-template <class Encoder>
-static ZEROCAST_FN void cast_elements(const CastShard& shard, const Tile& tile, const float* master,
+template <class T, class Encoder>
+static ZEROCAST_FN void cast_elements(const CastShard& shard, const Tile& tile, const T* master,
                                       const Quads& quads, u32 whole,
                                       const TileMultipliers& multipliers, const Encoder& encoder) {
     typedef typename Encoder::Format F;
     auto code_under = [&](int i, int j, float multiplier) {
         i64 element = quads.at(i) + j;
-        return encoder.encode_at(element,
-                                 round_element(master[element], shard.round_to) * multiplier);
+        return encoder.encode_at(
+            element, round_element(value_of(master[element]), shard.round_to) * multiplier);
     };
     auto across = [&](int i, int j) {
         int block = block_in_tile(tile, shard.grid, quads.col_of(i) + j);
@@ -109,21 +109,18 @@ static ZEROCAST_FN void cast_tile(const CastShard& shard, const FineTile& fine,
         }
         __syncthreads();
     };
-    const float* master = *shard.master - shard.start;  // as if it were the whole weight
     Quads quads = Quads::of_fine(tile, shard.grid, threadIdx.x);
     bool at_once = encoder.takes_quads(tile, shard.grid);
     u32 whole = at_once ? whole_quads(quads, tile, shard.grid, shard.start, shard.end) : 0;
-    auto cast = [&](auto nominal) {
+    with_rounded_master(shard, [&](auto* master, auto nominal) {
         cast_quads<decltype(nominal)>(shard, tile, master, quads, whole, multipliers, encoder,
                                       derive);
-    };
-    if (shard.round_to == NOMINAL_BF16)
-        cast(Bf16{});
-    else if (shard.round_to == NOMINAL_FP16)
-        cast(Fp16{});
-    else
-        cast(Fp32{});
-    if (whole != ALL_QUADS) cast_elements(shard, tile, master, quads, whole, multipliers, encoder);
+    });
+    if (whole != ALL_QUADS) {
+        with_master(shard, [&](auto* master) {
+            cast_elements(shard, tile, master, quads, whole, multipliers, encoder);
+        });
+    }
 }
 
 template <class MakeEncoder, class Multipliers>

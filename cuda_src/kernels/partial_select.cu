@@ -24,8 +24,8 @@ struct Row {
 };
 
 // `master` is as if it were the whole weight.
-template <bool SQUARED>
-static ZEROCAST_FN Errors errors_of(const CastShard& shard, const float* master, const Row& row,
+template <bool SQUARED, class T>
+static ZEROCAST_FN Errors errors_of(const CastShard& shard, const T* master, const Row& row,
                                     const BlockCandidates<SQUARED>& candidates) {
     Errors sum{0, 0};
 #pragma unroll 1
@@ -33,25 +33,26 @@ static ZEROCAST_FN Errors errors_of(const CastShard& shard, const float* master,
 #pragma unroll
         for (int j = 0; j < 4; j++) {
             if (first + j >= row.width) continue;
-            float x = round_element(master[row.element + first + j], shard.round_to);
+            float x = round_element(value_of(master[row.element + first + j]), shard.round_to);
             candidates.add(x, sum);
         }
     }
     return sum;
 }
 
-static ZEROCAST_FN void leave_elements(const CastShard& shard, const float* master,
-                                       const Row& row) {
+template <class T>
+static ZEROCAST_FN void leave_elements(const CastShard& shard, const T* master, const Row& row) {
     const Candidates& candidates = shard.candidates;
     i64 segment = find(candidates.segments, candidates.segment_count, row.element);
     float* to = candidates.elements + segment * CHOICE_SIDE - row.element;
-    for (i64 e = row.begin; e < row.end; e++) to[e] = round_element(master[e], shard.round_to);
+    for (i64 e = row.begin; e < row.end; e++)
+        to[e] = round_element(value_of(master[e]), shard.round_to);
 }
 
-template <bool SQUARED>
-static ZEROCAST_FN void select_tile(const CastShard& shard, const Tile& tile, i64 scale_max) {
+template <bool SQUARED, class T>
+static ZEROCAST_FN void select_tile(const CastShard& shard, const T* master, const Tile& tile,
+                                    i64 scale_max) {
     const Grid& grid = shard.grid;
-    const float* master = *shard.master - shard.start;
     i64 blocks_w = grid.blocks_w(), block_row = tile.first_block / blocks_w;
     i64 cut = find(shard.candidates.cut, shard.candidates.cuts, block_row);
     int r = threadIdx.x % CHOICE_SIDE;
@@ -87,7 +88,9 @@ static ZEROCAST_FN void select_tiles(const CastShard* shards, const Tile* tiles,
                                      i64 scale_max) {
     for (i64 t = blockIdx.x; t < count; t += gridDim.x) {
         Tile tile = tiles[t];
-        select_tile<SQUARED>(shards[tile.weight], tile, scale_max);
+        const CastShard& shard = shards[tile.weight];
+        with_master(shard,
+                    [&](auto* master) { select_tile<SQUARED>(shard, master, tile, scale_max); });
     }
 }
 

@@ -45,8 +45,8 @@ def stored_and_expected(
     """By name every buffer of a weight, and what the unsharded cast of ``master`` puts there."""
     if not isinstance(parameter, zerocast.QuantizedTensor):
         return {"data": (parameter.detach(), master.to(parameter.dtype))}
-    stored = parameter.storage.buffers
-    expected = unsharded_cast(master, parameter.storage).storage.buffers
+    stored = parameter.quantized_storage.buffers
+    expected = unsharded_cast(master, parameter.quantized_storage).quantized_storage.buffers
     return {name: (stored[name], buffer) for name, buffer in expected.items()}
 
 
@@ -57,7 +57,7 @@ def unsharded_cast(
     alone, by the reference backend.
     """
     whole = zerocast.empty(master.shape, sharded.recipe, dtype=sharded.dtype)
-    buffers = whole.storage.buffers
+    buffers = whole.quantized_storage.buffers
     for name in sharded.recipe.state:  # what that cast began with: delayed scaling's history, say
         buffers[name].copy_(sharded.buffers[name])
     sharded.recipe.rewind(buffers)

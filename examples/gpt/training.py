@@ -174,7 +174,7 @@ def held_bytes(model: torch.nn.Module, optimizer: ZeroOptimizer) -> dict[str, in
     weights = 0
     for parameter in model.parameters():
         if isinstance(parameter, zerocast.QuantizedTensor):
-            weights += sum(buffer.nbytes for buffer in parameter.storage.buffers.values())
+            weights += sum(buffer.nbytes for buffer in parameter.quantized_storage.buffers.values())
         else:
             weights += parameter.nbytes
     held = {"weights": weights, "masters": 0, "optimizer_state": 0}

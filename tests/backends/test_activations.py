@@ -147,6 +147,32 @@ def test_norms(backend: Backend, function: str, cols: int) -> None:
             assert worst <= 2.0, f"{kind}, eps {eps}: {worst} units"
 
 
+@pytest.mark.parametrize("cols", [1, 3, 96, 129, 1000])
+def test_rows_of_equal_elements(backend: Backend, cols: int) -> None:
+    """layernorm of a row of equal elements is 0, with 1 / sqrt(eps) for a backward, whatever the
+    element: FP32's ends, too.
+    """
+    ends = torch.tensor([[2.0**50], [-3.3e20], [torch.finfo(torch.float32).max], [1e-45], [7.1]])
+    x = ends.expand(-1, cols).contiguous()
+    mean, rstd = torch.full((5,), torch.nan), torch.full((5,), torch.nan)
+    y = run(backend, Activation("layernorm", 1e-5), x, torch.float32, mean=mean, rstd=rstd)
+    assert torch.equal(y, torch.zeros_like(y))
+    assert torch.equal(mean, ends.view(-1))
+    torch.testing.assert_close(rstd, torch.full((5,), 1e-5**-0.5), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("eps", [1e-5, 1e-12, 1e-29, 1e-38, 1.0, 1e30])
+def test_differences_that_are_subnormal(backend: Backend, eps: float) -> None:
+    """layernorm of elements that differ by FP32's last bits near 0 is as near to float64 as any."""
+    g = torch.Generator().manual_seed(7)
+    steps = torch.randint(0, 9, (16, 200), generator=g, dtype=torch.int32)
+    from_zero, far = steps.view(torch.float32), (steps + (7 << 23)).view(torch.float32)  # 2^-120
+    activation = Activation("layernorm", eps)
+    for x in (from_zero, far):
+        exact, _ = exact_norm(activation, x, None, None)
+        assert ulps(run(backend, activation, x, torch.bfloat16), exact) <= 2.0
+
+
 @pytest.mark.parametrize("zero_centered", [False, True])
 @pytest.mark.parametrize("function", NORMS)
 def test_weight_and_bias(backend: Backend, function: str, zero_centered: bool) -> None:

@@ -57,6 +57,6 @@ def test_codes_are_exact(function: str, recipe: str, shape: tuple[int, int]) -> 
         made = run(function, x.cuda(), recipe, usage, output=True)
         with zerocast.use_backend("reference"):
             expected = quantizer_of(RECIPES[recipe], usage).quantize(made.output.cpu())
-        for name, buffer in expected.storage.buffers.items():
-            actual = made.quantized.storage.buffers[name].cpu()
+        for name, buffer in expected.quantized_storage.buffers.items():
+            actual = made.quantized.quantized_storage.buffers[name].cpu()
             assert_same_bytes(actual, buffer, f"{function}, {recipe}, {shape}, {usage}: {name}")

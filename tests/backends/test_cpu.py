@@ -75,11 +75,14 @@ def cast_under_ones(law: Law, x: torch.Tensor, round_to: torch.dtype) -> None:
         assert_same_bytes(got, codes[0], f"codes of {law} rounded to {round_to} on {isa}")
 
 
-def bf16_neighbourhoods() -> Iterator[torch.Tensor]:
-    """FP32 values at a distance from each BF16 pattern: 0, the ties of rounding to BF16 and of
-    rounding to FP16, and one float to either side of these.
+def patterns_and_neighbourhoods() -> Iterator[torch.Tensor]:
+    """Each BF16 and each FP16 pattern; and FP32 values at a distance from each BF16 pattern: 0, the
+    ties of rounding to BF16 and of rounding to FP16, and one float to either side of these.
     """
-    patterns = torch.arange(2**16, dtype=torch.int64) << 16
+    halves = torch.arange(2**16, dtype=torch.int64)
+    for dtype in (torch.bfloat16, torch.float16):
+        yield halves.to(torch.int16).view(dtype)
+    patterns = halves << 16
     for tie in (0, 0x8000, 0x1000, 0xF000):
         for step in (-1, 0, 1):
             bits = (patterns + tie + step) % 2**32
@@ -88,16 +91,18 @@ def bf16_neighbourhoods() -> Iterator[torch.Tensor]:
 
 @pytest.mark.parametrize("round_to", NOMINALS, ids=str)
 @pytest.mark.parametrize("law", LAWS[:3], ids=str)
-def test_all_bf16_patterns_and_their_float_neighbours(law, round_to):
-    """65,536 BF16 patterns, the floats around them and around the ties between them, one by one."""
-    for x in bf16_neighbourhoods():
+def test_all_patterns_and_their_float_neighbours(law, round_to):
+    """65,536 patterns of BF16 and of FP16 masters, and in FP32 the floats around BF16's and around
+    the ties between them, one by one.
+    """
+    for x in patterns_and_neighbourhoods():
         cast_under_ones(law, x, round_to)
 
 
 @pytest.mark.parametrize("round_to", NOMINALS, ids=str)
-def test_the_amax_of_each_bf16_pattern_and_its_float_neighbours(round_to):
+def test_the_amax_of_each_pattern_and_its_float_neighbours(round_to):
     """Every element is a block of its own, so each amax is one rounded magnitude."""
-    for x in bf16_neighbourhoods():
+    for x in patterns_and_neighbourhoods():
         grid, amaxes = BlockGrid(1, x.numel(), 1, 1), []
         for backend in (REFERENCE, *(CpuBackend(isa, 1) for isa in ISAS)):
             case = Case(Float8Law(E4M3), grid, Extent(0, x.numel()), round_to)
@@ -161,8 +166,11 @@ def cases(draw: st.DrawFn) -> Case:
 
 @given(case=cases(), kind=st.sampled_from(KINDS), seed=st.integers(0, 1000))
 def test_any_extent(case, kind, seed):
-    """Any start and end, odd ones too; what lies outside keeps its value to the nibble."""
-    assert_as_reference(case, draw_values(kind, case.extent.size, seed))
+    """Any start and end, odd ones too, of a master of any dtype whose address is odd in its
+    elements; what lies outside keeps its value to the nibble.
+    """
+    master = draw_values(kind, case.extent.size + 1, seed).to(NOMINALS[seed % 3])
+    assert_as_reference(case, master[1:])
 
 
 @pytest.mark.parametrize("threads", THREADS)

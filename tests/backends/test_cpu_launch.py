@@ -1,11 +1,13 @@
 """A native launch: what it looks up when it runs, what it refuses, where its library lies."""
 
 import gc
+import sys
 
 import pytest
 import torch
 
 from tests.support.operations import nvfp4, per_tensor
+from tests.support.programs import run
 from tests.support.same_bytes import assert_same_bytes
 from zerocast.backends import native_library
 from zerocast.backends.cpu import CpuBackend
@@ -127,3 +129,26 @@ def test_a_stale_library_is_refused(monkeypatch):
     monkeypatch.setattr(native_library, "INTERFACE", 10_000)
     with pytest.raises(BackendError, match=r"must have interface 10000, and .* has \d+: it was"):
         native_library.open_library(native_library.find_library())
+
+
+FORKS = """
+import os, signal, torch, zerocast
+torch.set_num_threads(2)
+weight = zerocast.empty((512, 512), "nvfp4")
+plan = zerocast.CastPlan([weight], [torch.linspace(-3, 3, 512 * 512)], [0])
+plan.cast()
+codes = weight.rowwise_data.tolist()
+child = os.fork()
+if child == 0:
+    signal.alarm(30)
+    weight.rowwise_data[0, 0] = 0
+    plan.cast()
+    os._exit(weight.rowwise_data.tolist() != codes)
+raise SystemExit(os.waitpid(child, 0)[1])
+"""
+
+
+def test_a_forked_process_casts():
+    """It does not wait for threads that its parent had."""
+    done = run([sys.executable, "-c", FORKS])
+    assert done.returncode == 0, done.stderr

@@ -180,12 +180,14 @@ def test_values_of_every_kind(name, kind):
     seed=st.integers(0, 1000),
 )
 def test_any_shape_and_partition(name, rows, blocks, ranks, kind, seed):
-    """Ragged edges, shards of one element, cuts inside rows, blocks and bytes."""
+    """Ragged edges, shards of one element, cuts inside rows, blocks and bytes; masters of any
+    dtype.
+    """
     width = 32 if "mxfp8" in name else 16 if "nvfp4" in name or "4" in name else 11
     cols = width * blocks
     scheme = replace(SCHEMES[name](rows, cols), round_to=NOMINALS[seed % 3])
     extents = draw_partition(rows * cols, ranks, random.Random(seed))
-    masters = [draw_values(kind, rows * cols, seed)]
+    masters = [draw_values(kind, rows * cols, seed).to(NOMINALS[seed // 3 % 3])]
     assert_as_reference(scheme, masters, extents, isas=[ISAS[seed % len(ISAS)]])
 
 
@@ -211,7 +213,7 @@ def test_delayed_scaling_over_twelve_casts():
     """A history of five that fills, forgets, and sees zeros and what is not finite."""
     kinds = ["normal", "huge", "zeros", "nan", "subnormal", "infinity", "wide", "normal", "ties",
              "underflow", "bits", "normal"]  # fmt: skip
-    masters = [draw_values(kind, 300, seed) for seed, kind in enumerate(kinds)]
+    masters = [draw_values(kind, 300, i).to(NOMINALS[i % 3]) for i, kind in enumerate(kinds)]
     masters[2] *= 0
     for law in (Float8DelayedLaw(E4M3), Float8DelayedLaw(E5M2, 200),
                 Float8DelayedLaw(E4M3, -100, "most_recent")):  # fmt: skip

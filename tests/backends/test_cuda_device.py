@@ -17,10 +17,11 @@ from zerocast.backends import backend_for
 from zerocast.backends.cuda import CudaBackend
 from zerocast.comm import Communicator, run_in_process
 from zerocast.errors import BackendError
-from zerocast.layout import Extent
+from zerocast.layout import Extent, Source
 from zerocast.ops import Float8Law, Masters, NVFP4Law
 from zerocast.recipes import Recipe, Role
 from zerocast.tensors import QuantizedStorage
+from zerocast.tensors.operands import CastOperand
 
 pytestmark = [
     pytest.mark.cuda,
@@ -46,7 +47,7 @@ def kernels() -> CudaBackend:
 
 def on_host(weight: torch.Tensor) -> dict[str, torch.Tensor]:
     """The bytes of a weight."""
-    return {name: buffer.cpu() for name, buffer in weight.storage.buffers.items()}
+    return {name: buffer.cpu() for name, buffer in weight.quantized_storage.buffers.items()}
 
 
 def assert_same(actual: torch.Tensor, expected: torch.Tensor, what: str) -> None:
@@ -100,7 +101,7 @@ def test_every_recipe_and_role_equals_the_reference(recipe: Recipe, role: Role) 
 @pytest.mark.parametrize("recipe", EVERY_RECIPE, ids=str)
 def test_masters_at_any_address(recipe: Recipe) -> None:
     """A master that does not lie at a multiple of 16 bytes gives the same bytes."""
-    if recipe.casts_transpose:
+    if recipe.columnwise_source is Source.TRANSPOSED_MASTER:
         pytest.skip("whole tensors only")
     master = draw_values("normal", 70 * 544, 3)
     for words in range(4):
@@ -171,7 +172,11 @@ def test_sanitized() -> None:
     """
     check_on_gpu(many_weights(5, 3, count=12), 3)
     case = Case(6, 2)
-    case.recipes = [recipe for recipe in EVERY_RECIPE if not recipe.casts_transpose]
+    case.recipes = [
+        recipe
+        for recipe in EVERY_RECIPE
+        if recipe.columnwise_source is not Source.TRANSPOSED_MASTER
+    ]
     count = len(case.recipes)
     case.shapes, case.dtypes = [torch.Size((40, 96))] * count, [torch.bfloat16] * count
     case.columnwise, case.own_buffers = [True] * count, False
@@ -425,22 +430,21 @@ def test_more_than_2_to_31_elements(recipe: Recipe) -> None:
     masters = Masters(1)
     masters.bind([master])
 
-    def cast_end_of(height: int) -> tuple[torch.Tensor, QuantizedStorage]:
-        independent = recipe.columnwise_grid((height, cols)) is not None
+    def cast_end_of(height: int) -> tuple[list[torch.Tensor], QuantizedStorage]:
+        independent = recipe.columnwise_source is Source.MASTER
         weight = zerocast.empty((height, cols), recipe, device="cuda", columnwise=independent)
-        storage, end = weight.storage, height * cols
+        storage, end = weight.quantized_storage, height * cols
         amax = torch.zeros(storage.amax_slots, dtype=torch.int32, device="cuda")
-        shards = storage.cast_shards(0, Extent(end - size, end), amax)
+        operand = CastOperand(storage, 0, Extent(end - size, end), amax)
+        shards = operand.shards()
         backend = backend_for(storage.device)
-        recipe.partial_amax(backend, shards, masters)()
-        recipe.partial_cast(backend, shards, masters)()
-        return amax, storage
+        backend.partial_amax(shards, masters)()
+        backend.partial_cast(recipe.law, shards, masters)()
+        return operand.block_amaxes, storage
 
-    (amax, storage), (small, few) = cast_end_of(rows), cast_end_of(64)
-    for grid in ("grid", "columnwise_grid"):
-        if getattr(storage, grid) is not None:
-            parts = [s.split_amax(a)[grid != "grid"] for s, a in ((storage, amax), (few, small))]
-            assert_same_bytes(parts[0][-len(parts[1]) :].cpu(), parts[1].cpu(), f"amax of {grid}")
+    (amaxes, storage), (expected, few) = cast_end_of(rows), cast_end_of(64)
+    for plane, whole, tail in zip(storage.cast_planes, amaxes, expected, strict=True):
+        assert_same_bytes(whole[-len(tail) :].cpu(), tail.cpu(), f"{plane.name} amaxes")
     for name in storage.gathered:
         codes, tail = storage.buffers[name].view(-1), few.buffers[name].view(-1)
         assert_same_bytes(codes[-len(tail) :].cpu(), tail.cpu(), name)
@@ -462,8 +466,8 @@ plan.cast()
 plan.all_gather()
 with zerocast.use_backend("reference"):
     whole = zerocast.quantize(master.view(100, 96), recipe, dtype=torch.bfloat16)
-for name, buffer in whole.storage.buffers.items():
-    assert torch.equal(weight.storage.buffers[name].cpu(), buffer), (world.rank, name)
+for name, buffer in whole.quantized_storage.buffers.items():
+    assert torch.equal(weight.quantized_storage.buffers[name].cpu(), buffer), (world.rank, name)
 print("same bytes on", world.size)
 """
 

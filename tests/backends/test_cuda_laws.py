@@ -128,9 +128,10 @@ def test_planes_of_one_dimension_equal_the_reference(order: str, data: st.DataOb
     """
     law, grid, second = data.draw(planes())
     extent = data.draw(extents(grid.numel))
-    odd_words = data.draw(st.integers(0, 3))  # the master's distance from a multiple of 16 bytes
+    odd_words = data.draw(st.integers(0, 3))  # elements between an aligned address and the master
     kind, seed = data.draw(st.sampled_from(KINDS)), data.draw(st.integers(0, 99))
-    master = draw_values(kind, extent.size + odd_words, seed)[odd_words:]
+    stored = data.draw(st.sampled_from(DTYPES))
+    master = draw_values(kind, extent.size + odd_words, seed).to(stored)[odd_words:]
     arguments = (
         law, grid, second, extent, master, data.draw(st.sampled_from(DTYPES)),
         data.draw(st.booleans()), data.draw(st.sampled_from(PLACES)),
@@ -151,6 +152,7 @@ def test_square_blocks_equal_the_reference(law: Law, data: st.DataObject) -> Non
     )
     extent = data.draw(extents(grid.numel))
     master = draw_values(data.draw(st.sampled_from(KINDS)), extent.size, 4)
+    master = master.to(data.draw(st.sampled_from(DTYPES)))
     arguments = (
         law, grid, None, extent, master, data.draw(st.sampled_from(DTYPES)), True,
         data.draw(st.sampled_from(PLACES)),
@@ -273,7 +275,8 @@ def test_delayed_scaling_equals_the_reference(order: str, length: int, algorithm
             cast = backend.partial_cast(law, shards, masters)
             close = backend.compute_scale(law, targets)
             for step, kind in enumerate(kinds):
-                values = [draw_values(kind, s.extent.size, step) for s in shards]
+                dtype = DTYPES[step % 3]
+                values = [draw_values(kind, s.extent.size, step).to(dtype) for s in shards]
                 masters.bind(values)
                 amax.zero_()
                 cast()
@@ -313,6 +316,7 @@ def test_choices_equal_the_reference(order: str, data: st.DataObject) -> None:
     round_to = data.draw(st.sampled_from(DTYPES))
     cuts_at = data.draw(st.lists(st.integers(0, grid.numel), max_size=3))
     master = draw_values(kind, grid.numel, data.draw(st.integers(0, 99)))
+    master = master.to(data.draw(st.sampled_from(DTYPES)))
     owned = [Extent(a, b) for a, b in pairwise([0, *sorted(cuts_at), grid.numel]) if b > a]
     cuts = Cuts.of(grid, owned)
     amax = torch.zeros(grid.amax_slots, dtype=torch.int32)

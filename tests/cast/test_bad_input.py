@@ -1,5 +1,6 @@
 """Bad input is refused with the reason, on every rank or on none, and nothing is written."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -52,13 +53,13 @@ def refuse(
         def on_rank(comm: Communicator, call: Callable[..., object] = call) -> str:
             kwargs = arguments(comm)
             held = [w for w in kwargs["model_weights"] if isinstance(w, zerocast.QuantizedTensor)]
-            before = [{k: v.clone() for k, v in w.storage.buffers.items()} for w in held]
+            before = [{k: v.clone() for k, v in w.quantized_storage.buffers.items()} for w in held]
             spoil(kwargs, comm)
             with pytest.raises(error) as raised:
                 call(**kwargs)
             for w, buffers in zip(held, before, strict=True):
                 for name, buffer in buffers.items():
-                    assert_same_bytes(w.storage.buffers[name], buffer, name)
+                    assert_same_bytes(w.quantized_storage.buffers[name], buffer, name)
             return str(raised.value)
 
         messages = run_in_process(world_size, on_rank)
@@ -84,9 +85,10 @@ class TestOneRankIsWrong:
     """The last rank gives a wrong argument; every rank hears of it."""
 
     def test_master_dtype(self, world_size: int) -> None:
-        """A BF16 master is refused: masters are FP32."""
-        bad = set_entry("master_weights", 1, torch.ones(4, dtype=torch.bfloat16), world_size - 1)
-        refuse(world_size, bad, InputError, "model_weights[1]", "torch.float32", "torch.bfloat16")
+        """A float64 master is refused, with the dtypes that are read."""
+        bad = set_entry("master_weights", 1, torch.ones(4, dtype=torch.float64), world_size - 1)
+        texts = "model_weights[1]", "torch.float32, torch.bfloat16 or torch.float16, got", "float64"
+        refuse(world_size, bad, InputError, *texts)
 
     def test_master_device(self, world_size: int) -> None:
         """A master on another device than its weight is refused."""
@@ -294,7 +296,8 @@ def test_check_finite(world_size: int, value: float) -> None:
     def on_rank(comm: Communicator) -> list[str]:
         kwargs = arguments(comm)
         held = [
-            {k: v.clone() for k, v in w.storage.buffers.items()} for w in kwargs["model_weights"]
+            {k: v.clone() for k, v in w.quantized_storage.buffers.items()}
+            for w in kwargs["model_weights"]
         ]
         plan = zerocast.CastPlan(**kwargs, check_finite=True)
         if comm.rank == comm.size - 1:
@@ -377,7 +380,7 @@ def test_shapes_that_nvfp4_cannot_hold(recipe: zerocast.Recipe, shape: tuple[int
     ("master", "text"),
     [
         (torch.ones(5), "the plan was made for a master of 768 elements, got 5"),
-        (3.0, "must be a torch.float32 tensor, got float"),
+        (3.0, "torch.bfloat16 or torch.float16, got float; keep it in one"),
     ],
     ids=["size", "no tensor"],
 )
@@ -431,3 +434,94 @@ def test_a_group_for_each_weight() -> None:
     """A list of groups of another length than the weights is refused."""
     with pytest.raises(InputError, match="one entry for each of the 2 model_weights, got 1"):
         zerocast.CastPlan([weight(), weight()], [None, None], [None, None], [None])
+
+
+class TestWhatDiffers:
+    """A disagreement names what differs, on both sides, and no more."""
+
+    def test_a_message_holds_what_differs_only(self) -> None:
+        """Other recipes at one place: their names, and not their fields."""
+
+        def on_rank(comm: Communicator) -> str:
+            kwargs = arguments(comm)
+            if comm.rank == 1:
+                kwargs["model_weights"].reverse()
+            with pytest.raises(RankMismatchError) as raised:
+                zerocast.CastPlan(**kwargs)
+            return str(raised.value)
+
+        message = run_in_process(2, on_rank)[0]
+        assert "recipe=NVFP4BlockScaling where rank 1 has recipe=Float8CurrentScaling" in message
+        assert len(message) < 300
+
+    @pytest.mark.parametrize(
+        "recipe", [zerocast.MXFP8BlockScaling(), zerocast.Float8RowwiseScaling()]
+    )
+    def test_columnwise_copies(self, recipe: zerocast.Recipe) -> None:
+        """Two weights of which each rank holds another one's columnwise copy: sizes balance, and
+        without a comparison all ranks would write wrong bytes.
+        """
+
+        def spoil(kwargs: dict[str, Any], comm: Communicator) -> None:
+            kwargs["model_weights"] = [
+                zerocast.empty((32, 64), recipe, columnwise=comm.rank == k) for k in (0, 1)
+            ]
+            kwargs["master_weights"] = [torch.ones(1024), torch.ones(1024)]
+            kwargs["start_offsets"] = [1024 * comm.rank] * 2
+
+        refuse(2, spoil, RankMismatchError, "columnwise copy=yes", "columnwise copy=none")
+
+    @pytest.mark.parametrize("differ", ["code", "constant", "closure", "default", "partial"])
+    def test_functions(self, differ: str) -> None:
+        """Functions that print alike and compute other amaxes are told apart."""
+
+        def make(rank: int) -> Callable[..., torch.Tensor]:
+            if differ == "code":
+                return (lambda h: h.max()) if rank else (lambda h: h.sum())
+            if differ == "constant":
+                return (lambda h: h.max() * 2) if rank else (lambda h: h.max() * 3)
+            if differ == "closure":
+                return lambda h: h.max() * (rank + 1)
+            if differ == "default":
+                return lambda h, factor=rank + 1: h.max() * factor
+            return functools.partial(torch.quantile, q=0.5 + rank / 4)
+
+        def spoil(kwargs: dict[str, Any], comm: Communicator) -> None:
+            recipe = zerocast.DelayedScaling(amax_compute_algo=make(comm.rank))
+            kwargs["model_weights"][0] = zerocast.empty(SHAPE, recipe)
+
+        refuse(2, spoil, RankMismatchError, "amax_compute_algo=")
+
+    def test_the_same_function_made_twice_is_the_same(self) -> None:
+        """Ranks that run the same source hold equal functions that are other objects."""
+
+        def on_rank(comm: Communicator) -> None:
+            scale = torch.tensor([2.0])
+            recipe = zerocast.DelayedScaling(amax_compute_algo=lambda h: h.max() * scale)
+            kwargs = arguments(comm)
+            kwargs["model_weights"][0] = zerocast.empty(SHAPE, recipe)
+            zerocast.CastPlan(**kwargs).cast()
+
+        run_in_process(2, on_rank)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "sizes", "starts", "cause"),
+    [
+        (1, [NUMEL // 2], [0], "The group has one rank; give group="),
+        (2, [NUMEL, NUMEL], [0, 0], "group=zerocast.comm.SingleRank()"),
+        (2, [NUMEL // 2] * 2, [0, 0], "Every start offset is 0"),
+        (2, [NUMEL // 2] * 2, [0, NUMEL // 4], "The start offsets are bytes"),
+    ],
+    ids=["no group", "replicated", "no offsets", "bytes"],
+)
+def test_the_likely_cause_of_a_wrong_partition(
+    world_size: int, sizes: list[int], starts: list[int], cause: str
+) -> None:
+    """What users get wrong most often is named with what to do."""
+
+    def spoil(kwargs: dict[str, Any], comm: Communicator) -> None:
+        kwargs["master_weights"][0] = torch.ones(sizes[comm.rank])
+        kwargs["start_offsets"][0] = starts[comm.rank]
+
+    refuse(world_size, spoil, RankMismatchError, "model_weights[0]", cause)

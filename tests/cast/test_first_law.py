@@ -4,6 +4,7 @@ unsharded cast.
 
 import random
 from collections.abc import Mapping
+from itertools import product
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from tests.support.partitions import draw_partition
 from tests.support.same_bytes import assert_same_storage
 from tests.support.values import KINDS, draw_values
 from zerocast.comm import Communicator, run_in_process
-from zerocast.layout import Extent
+from zerocast.layout import Extent, Source
 from zerocast.recipes import Recipe
 from zerocast.tensors import quantize_into
 
@@ -64,13 +65,20 @@ class Case:
         self.shapes = [self._shape(recipe, rng) for recipe in self.recipes]
         self.dtypes = [rng.choice(DTYPES) for _ in self.recipes]
         # A columnwise copy that is cast from the transposed tensor cannot be sharded.
-        self.columnwise = [rng.random() < 0.8 and not r.casts_transpose for r in self.recipes]
+        self.columnwise = [
+            rng.random() < 0.8 and r.columnwise_source is not Source.TRANSPOSED_MASTER
+            for r in self.recipes
+        ]
         self.masters = [
             draw_values(rng.choice(KINDS), shape.numel(), seed + i)
             for i, shape in enumerate(self.shapes)
         ]
         self.partitions = [draw_partition(m.numel(), world_size, rng) for m in self.masters]
         self.own_buffers = rng.random() < 0.3
+
+    def stored(self, i: int) -> torch.Tensor:
+        """The whole master of weight ``i`` in the dtype that ranks hold it in."""
+        return self.masters[i].to(DTYPES[(self.seed + i) % 3])
 
     @property
     def casts(self) -> int:
@@ -89,14 +97,15 @@ class Case:
         return torch.Size(rng.choice(((rows, 7), (rows * 5,), (3, rows, 10), (rows, 48))))
 
     def whole(self) -> list[torch.Tensor]:
-        """What the law demands: the unsharded cast, as often as the sharded one is made, by the
-        reference backend.
+        """What the law demands: the unsharded cast of FP32 masters, as often as the sharded one is
+        made, by the reference backend.
         """
         with zerocast.use_backend("reference"):
             weights = self._empty()
             for _ in range(self.casts):
-                for weight, master in zip(weights, self.masters, strict=True):
-                    quantize_into(weight.storage, master.view(weight.shape))
+                for i, weight in enumerate(weights):
+                    master = self.stored(i).float().view(weight.shape)
+                    quantize_into(weight.quantized_storage, master)
             return weights
 
     def unfilled(self) -> list[torch.Tensor]:
@@ -105,7 +114,7 @@ class Case:
         """
         weights = self._empty()
         for weight in weights:
-            for name, buffer in weight.storage.buffers.items():
+            for name, buffer in weight.quantized_storage.buffers.items():
                 if name not in weight.recipe.state:
                     buffer.view(torch.uint8).fill_(0xA5)
         return weights
@@ -119,17 +128,21 @@ class Case:
         ]
 
     def shards(self, rank: int) -> tuple[list[torch.Tensor | None], list[int | None]]:
-        """This rank's masters and start offsets; an empty shard is absent, or present with no
-        elements.
+        """This rank's masters and start offsets. Masters of 16 bits begin at any element of the
+        whole, and a third of the ranks holds the same values in FP32; an empty shard is absent, or
+        present with no elements.
         """
         extents = [partition[rank] for partition in self.partitions]
         absent = (self.seed + rank) % 2 == 0
         masters = [
-            m[e.start : e.end].clone() if e or not absent else None
-            for m, e in zip(self.masters, extents, strict=True)
+            self._shard(i, rank, e) if e or not absent else None for i, e in enumerate(extents)
         ]
         starts = [None if m is None else e.start for m, e in zip(masters, extents, strict=True)]
         return masters, starts
+
+    def _shard(self, i: int, rank: int, extent: Extent) -> torch.Tensor:
+        own = self.stored(i)[extent.start : extent.end]
+        return own.float().clone() if (self.seed + rank) % 3 == 0 else own
 
 
 def cast_and_gather(comm: Communicator, case: Case) -> list[torch.Tensor]:
@@ -150,7 +163,9 @@ def _shard_buffers(case: Case, rank: int) -> list[Any]:
         e = partition[rank]
         four_bits = weight.recipe.law.fmt.bits == 4
         size = ((e.end + 1) // 2 - e.start // 2 if four_bits else e.size) if e else 0
-        planes = [torch.full((size,), 0x5A, dtype=torch.uint8) for _ in weight.storage.gathered]
+        planes = [
+            torch.full((size,), 0x5A, dtype=torch.uint8) for _ in weight.quantized_storage.gathered
+        ]
         buffers.append(planes if len(planes) > 1 else planes[0])
     return buffers
 
@@ -172,6 +187,11 @@ def check_in_process(case: Case, world_size: int) -> None:
     check(case, dict(enumerate(by_rank)))
 
 
+def nightly(*values: Any) -> Any:
+    """A parameter of a test that only the nightly run takes."""
+    return pytest.param(*values, marks=pytest.mark.nightly)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_random_partitions_on_every_communicator(ranks: Any, backend: str) -> None:
     """25 drawn cases give the unsharded bytes on every kind of communicator and world size."""
@@ -186,10 +206,10 @@ def test_random_partitions_on_every_communicator(ranks: Any, backend: str) -> No
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("block", range(10))
+@pytest.mark.parametrize("block", [*range(5), *map(nightly, range(5, 10))])
 def test_random_partitions_in_process(backend: str, block: int) -> None:
     """60 drawn cases of up to 3 weights on 1 to 9 ranks give the unsharded bytes; 1,200 cases over
-    all parameters.
+    all parameters, half of them nightly.
     """
     for seed in range(1000 * block, 1000 * block + 60):
         world_size = 1 + seed % 9
@@ -198,8 +218,9 @@ def test_random_partitions_in_process(backend: str, block: int) -> None:
             check_in_process(case, world_size)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("world_size", [64, 257])
+@pytest.mark.parametrize(
+    ("backend", "world_size"), [*product(BACKENDS, [64]), ("cpu", 257), nightly("reference", 257)]
+)
 def test_many_ranks(backend: str, world_size: int) -> None:
     """More ranks than rows, and more than elements of some weights, still give the unsharded
     bytes.

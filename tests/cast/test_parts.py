@@ -18,7 +18,7 @@ from tests.support.same_bytes import assert_same_bytes, assert_same_storage
 from tests.support.values import draw_values
 from zerocast import Part
 from zerocast.comm import Communicator, RecordingCommunicator, SingleRank, run_in_process
-from zerocast.layout import Extent
+from zerocast.layout import Extent, Source
 from zerocast.recipes import Recipe
 from zerocast.tensors import quantize_into
 
@@ -37,7 +37,7 @@ def master(i: int) -> torch.Tensor:
 
 def columnwise(recipe: Recipe) -> bool:
     """A columnwise copy that is cast from the transposed tensor cannot be sharded."""
-    return not recipe.casts_transpose
+    return recipe.columnwise_source is not Source.TRANSPOSED_MASTER
 
 
 @cache
@@ -50,7 +50,7 @@ def whole(i: int) -> zerocast.QuantizedTensor:
             shape_of(recipe), recipe, columnwise=columnwise(recipe), name=f"weight.{i}"
         )
         for _ in range(CASTS):
-            quantize_into(weight.storage, master(i))
+            quantize_into(weight.quantized_storage, master(i))
         return weight
 
     with zerocast.use_backend("reference"):
@@ -160,7 +160,7 @@ def test_a_plan_of_parts_over_several_groups_and_of_whole_weights() -> None:
         plan.all_gather()
         for x, weight in zip(masters, weights, strict=True):
             expected = zerocast.quantize(x, recipe, dtype=torch.bfloat16)
-            if weight.storage.part is None:
+            if weight.quantized_storage.part is None:
                 assert_same_storage(weight, expected, "the whole weight")
             else:
                 assert_is_part(weight, expected)
@@ -201,7 +201,7 @@ def test_one_collective_a_group_and_cast(count: int) -> None:
         for recorded in (tensor_parallel, data_parallel):
             recorded.reset()
         plan.cast()
-        slots = sum(weight.storage.amax_slots for weight in weights)
+        slots = sum(weight.quantized_storage.amax_slots for weight in weights)
         for recorded, entries in ((tensor_parallel, count), (data_parallel, slots)):
             total = recorded.total()
             assert (total.calls, total.payload_bytes) == (1, 4 * entries)
@@ -261,9 +261,9 @@ def test_the_functional_cast_finds_plans_of_parts_again() -> None:
         for call in range(3):
             shard = part.slice_of(x * 2**call).reshape(-1)[start:end]
             if call == 2 and comm.rank == 3:
-                weight.storage.plans.clear()
+                weight.quantized_storage.plans.clear()
             zerocast.quantize_master_weights([weight], [shard], [start], data_parallel)
-            plans.append(next(iter(weight.storage.plans.values())))
+            plans.append(next(iter(weight.quantized_storage.plans.values())))
             whole = zerocast.quantize(x * 2**call, recipe, dtype=torch.bfloat16)
             mine = part.slice_of(whole.rowwise_data).reshape(-1)[start:end]
             assert_same_bytes(weight.rowwise_data.view(-1)[start:end], mine, "codes")

@@ -48,7 +48,8 @@ def test_a_wrong_master_is_heard_of_in_both_groups() -> None:
     refused(
         lambda comm, t, d: {"dtype": torch.float64 if (t, d) == (1, 1) else None},
         InputError,
-        "w: the master weight must be a torch.float32 tensor, got torch.float64.",
+        "w: the master weight must be a tensor of torch.float32, torch.bfloat16 or torch.float16, "
+        "got torch.float64; keep it in one of these.",
     )
 
 
@@ -57,16 +58,16 @@ def test_a_wrong_master_is_heard_of_in_both_groups() -> None:
     [
         (
             lambda comm, t, d: {"recipe": EIGHT_BITS if t else FOUR_BITS},
-            "(32, 32) torch.bfloat16 Float8CurrentScaling(",
+            "recipe=NVFP4BlockScaling where rank 1 has recipe=Float8CurrentScaling for weight 0",
         ),
-        (lambda comm, t, d: {"name": f"w{t}"}, "rank 0 has 'w0: (32, 32) torch.bfloat16 NVFP4"),
+        (lambda comm, t, d: {"name": f"w{t}"}, "rank 0 has name=w0 where rank 1 has name=w1"),
         (
             lambda comm, t, d: {"part": Part.chunk((32, 32), t, comm)},
-            "cut by columns and a columnwise",
+            "dimension cut=rows where rank 1 has dimension cut=columns",
         ),
         (
             lambda comm, t, d: {"part": Part((32 + 32 * t, 32), 0, 16 * t, 16, comm)},
-            "(64, 32) torch.bfloat16 NVFP4",
+            "shape=(32, 32) where rank 1 has shape=(64, 32)",
         ),
         (
             lambda comm, t, d: {"part": Part((64, 32), 0, 16 * ((t + d) % 2), 16, comm)},

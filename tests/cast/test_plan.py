@@ -234,9 +234,9 @@ def test_a_weight_in_two_plans_is_stale_after_either() -> None:
     plans = [zerocast.CastPlan([weight], [master], [0]) for _ in range(2)]
     for plan in plans:
         plan.cast()
-        assert weight.storage.is_stale
+        assert weight.quantized_storage.is_stale
         plan.post_all_gather_processing()
-        assert not weight.storage.is_stale
+        assert not weight.quantized_storage.is_stale
 
 
 def test_automatic_rebuild_in_the_next_forward() -> None:
@@ -369,8 +369,8 @@ def test_functional_calls_keep_nothing_alive() -> None:
     weight = zerocast.empty(SHAPE, NVFP4)
     master = torch.ones(NUMEL)
     zerocast.quantize_master_weights([weight], [master], [0])
-    (plan,) = weight.storage.plans.values()
-    refs = [weakref.ref(master), weakref.ref(plan), weakref.ref(weight.storage)]
+    (plan,) = weight.quantized_storage.plans.values()
+    refs = [weakref.ref(master), weakref.ref(plan), weakref.ref(weight.quantized_storage)]
     del master
     gc.collect()
     assert refs[0]() is None
@@ -424,3 +424,35 @@ def test_steps_are_the_cast() -> None:
         step()
     plan.all_gather()
     assert_same_storage(weight, whole(master, NVFP4), "steps")
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_masters_of_other_dtypes_are_bound(backend: str) -> None:
+    """A plan made with FP32 masters casts BF16 and FP16 ones, a dtype a weight, of which each rank
+    may hold another: the bytes of FP32 masters of the same values. They are not copied.
+    """
+    recipes = (zerocast.NVFP4BlockScaling(), zerocast.MXFP8BlockScaling())
+    numel = 32 * 64
+    values = [draw_values("ties", numel, seed) for seed in range(2)]  # exact in every dtype
+    stored = (torch.bfloat16, torch.float16), (torch.float32, torch.bfloat16)
+
+    def on_rank(comm: Communicator) -> None:
+        start, end = ((0, 999), (999, numel))[comm.rank]
+        weights = [zerocast.empty((32, 64), r) for r in recipes]
+        first = [torch.zeros(end - start) for _ in recipes]
+        plan = zerocast.CastPlan(weights, first, [start] * 2, comm)
+        dtypes = stored[comm.rank]
+        masters = [v[start:end].to(d, copy=True) for v, d in zip(values, dtypes, strict=True)]
+        for factor in (1, 2):
+            for master in masters:
+                master *= factor
+            plan.cast(masters) if factor == 1 else plan.cast()
+            plan.all_gather()
+            for weight, value, recipe in zip(weights, values, recipes, strict=True):
+                expected = zerocast.quantize(
+                    value.view(32, 64) * factor, recipe, dtype=torch.bfloat16
+                )
+                assert_same_storage(weight, expected, f"rank {comm.rank} times {factor}")
+
+    with zerocast.use_backend(backend):
+        run_in_process(2, on_rank)

@@ -6,10 +6,10 @@ import zerocast
 from zerocast.comm import RecordingCommunicator, run_in_process
 
 
-def test_a_plan_costs_two_exchanges_whatever_its_weights():
+def test_a_plan_costs_three_exchanges_whatever_its_weights():
     """Errors and everything that must be the same travel as one digest in one all-reduce, both ways
-    round (2 x 5 words); then each rank's start and end of each weight: nothing else, for 1 weight
-    and for 30.
+    round (2 x 5 words); then each rank's start and end of each weight; then whether all could
+    prepare (1 word): nothing else, for 1 weight and for 30.
     """
 
     def run(comm):
@@ -29,5 +29,5 @@ def test_a_plan_costs_two_exchanges_whatever_its_weights():
         return counted
 
     for few, many in run_in_process(3, run):
-        assert few == {"all_reduce": (1, 40), "all_gather": (1, 3 * 16)}
-        assert many == {"all_reduce": (1, 40), "all_gather": (1, 30 * 3 * 16)}
+        assert few == {"all_reduce": (2, 44), "all_gather": (1, 3 * 16)}
+        assert many == {"all_reduce": (2, 44), "all_gather": (1, 30 * 3 * 16)}

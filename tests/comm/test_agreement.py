@@ -2,7 +2,7 @@
 
 import pytest
 
-from zerocast.comm import RecordingCommunicator, agree, raise_together, run_in_process
+from zerocast.comm import Attempt, RecordingCommunicator, agree, raise_together, run_in_process
 from zerocast.errors import InputError, NonFiniteError, RankMismatchError, ZerocastError
 
 
@@ -95,3 +95,63 @@ def test_agreeing_costs_one_all_reduce_of_four_bytes():
         return {kind: (t.calls, t.payload_bytes) for (_, kind), t in recording.traffic.items()}
 
     assert run_in_process(3, body) == [{"all_reduce": (1, 4)}] * 3
+
+
+@pytest.mark.parametrize(
+    ("foreign", "kind"),
+    [
+        (KeyError("rowwise"), InputError),
+        (UnicodeEncodeError("utf-8", "\ud800", 0, 1, "surrogates"), InputError),
+        (MemoryError("no more"), ZerocastError),
+        (RuntimeError("torch says no"), ZerocastError),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_any_exception_of_one_rank_is_an_error_of_all(ranks, foreign, kind):
+    """What an Attempt held back is raised on every rank as a ZerocastError; where it was raised
+    first, it is in the chain of causes.
+    """
+    last = ranks.size - 1
+
+    def body(comm):
+        attempt = Attempt()
+        with attempt:
+            if comm.rank == last:
+                raise foreign
+        with pytest.raises(ZerocastError) as caught:
+            raise_together(comm, attempt.error)
+        if comm.rank == last:
+            wrapped = caught.value if comm.size == 1 else caught.value.__cause__
+            assert wrapped.__cause__ is foreign
+        comm.barrier()
+        return type(caught.value), str(caught.value)
+
+    prefix = f"on rank {last}: " if ranks.size > 1 else ""
+    said = f"{prefix}{type(foreign).__name__}: {foreign}"
+    assert ranks.run(body) == [(kind, said)] * ranks.size
+
+
+def test_an_attempt_lets_an_interrupt_through():
+    """Ctrl-C leaves the block at once; a block that ends well leaves no error."""
+    attempt = Attempt()
+    with pytest.raises(KeyboardInterrupt), attempt:
+        raise KeyboardInterrupt
+    with attempt:
+        pass
+    assert attempt.error is None
+
+
+def test_an_error_of_the_callers_own_type_is_told_by_its_base(ranks):
+    """A subclass that other ranks may not have, or cannot make of one text, arrives as its base."""
+
+    class Mine(InputError):
+        def __init__(self, place, text):
+            super().__init__(f"{place}: {text}")
+
+    def body(comm):
+        with pytest.raises(InputError) as caught:
+            raise_together(comm, Mine("here", "no") if comm.rank == 0 else None)
+        return str(caught.value)
+
+    prefix = "on rank 0: " if ranks.size > 1 else ""
+    assert ranks.run(body) == [f"{prefix}here: no"] * ranks.size

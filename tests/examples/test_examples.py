@@ -97,7 +97,7 @@ def test_torchrun_starts_the_same_training(tmp_path: Path) -> None:
     assert "equal the unsharded cast on every rank" in finished.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_every_recipe_trains_on_ranks(tmp_path: Path) -> None:
     """Two steps on 2 ranks under each recipe, weights only, whose gathers overlap the forward, and
     with ``--autocast``: the loss falls, every byte is that of the unsharded cast, what recipes

@@ -7,6 +7,7 @@ import pytest
 from tests.examples.test_examples import ROOT, mpiexec, run
 
 FSDP2 = ROOT / "examples" / "fsdp2.py"
+NIGHTLY = [pytest.param(name, marks=pytest.mark.nightly) for name in ("delayed", "mxfp8")]
 
 WRONGLY = """
 import runpy, sys
@@ -44,7 +45,7 @@ def test_fsdp2_gathers_codes_on_mpi_ranks() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["delayed", "mxfp8", "nvfp4-4over6"])
+@pytest.mark.parametrize("recipe", [*NIGHTLY, "nvfp4-4over6"])
 def test_fsdp2_runs_under_torchrun(recipe: str) -> None:
     """With quantized activations and gradients, too."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", 2, FSDP2]

@@ -64,7 +64,9 @@ def train(example, recipe: str, comm: Communicator, bucket_size: int) -> dict[st
     stored = {}
     for name, weight in model.named_parameters():
         if isinstance(weight, zerocast.QuantizedTensor):
-            stored |= {f"{name}.{key}": b.clone() for key, b in weight.storage.buffers.items()}
+            stored |= {
+                f"{name}.{key}": b.clone() for key, b in weight.quantized_storage.buffers.items()
+            }
         else:
             stored[name] = weight.detach().clone()
     return stored

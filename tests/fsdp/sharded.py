@@ -5,6 +5,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 import zerocast
+from tests.support.same_bytes import assert_same_bytes
 from zerocast.comm import Communicator
 from zerocast.tensors.quantize import quantize_into
 
@@ -15,6 +16,7 @@ RECIPES = {
     "rowwise": zerocast.Float8RowwiseScaling(),
     "block": zerocast.Float8BlockScaling(),
     "mxfp8": zerocast.MXFP8BlockScaling(),
+    "mxfp8-2d": zerocast.MXFP8BlockScaling(enable_2d_quantization=True),
     "nvfp4": zerocast.NVFP4BlockScaling(),
     "nvfp4-4over6": zerocast.NVFP4BlockScaling(nvfp4_4over6="weights"),
     "nvfp4-drawn": zerocast.NVFP4BlockScaling(fp4_quant_fwd_weight=DRAWN),
@@ -97,7 +99,7 @@ class Unsharded:
     def cast(self, masters: dict[str, torch.Tensor]) -> None:
         """Cast every master once."""
         for name, weight in self.weights.items():
-            quantize_into(weight.storage, masters[name])
+            quantize_into(weight.quantized_storage, masters[name])
 
 
 def whole_masters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -118,3 +120,15 @@ def reshard(model: torch.nn.Module) -> None:
     for module in model.modules():
         if hasattr(module, "reshard"):
             module.reshard()
+
+
+def assert_unsharded_cast(model, recipe, when="", *, dtype=torch.bfloat16) -> None:
+    """What is gathered are the bytes of one cast of the whole masters as they are."""
+    whole = Unsharded(model, recipe, dtype)
+    whole.cast(whole_masters(model))
+    for name, weight in gathered(model).items():
+        assert weight.dtype == dtype
+        for buffer, actual in weight.quantized_storage.buffers.items():
+            expected = whole.weights[name].quantized_storage.buffers[buffer]
+            assert_same_bytes(actual, expected, f"{name} {buffer} {when}".rstrip())
+    reshard(model)

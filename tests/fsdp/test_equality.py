@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_param
 
 import zerocast
 from tests.fsdp.sharded import (
@@ -24,15 +25,31 @@ from tests.support.same_bytes import assert_same_bytes
 pytestmark = pytest.mark.mpi(min_size=4)
 
 
+@pytest.fixture(autouse=True)
+def fresh_memory_is_garbage(monkeypatch):
+    """Neither ``torch.empty`` nor what FSDP2 allocates again before a gather gives zeros."""
+
+    def alloc_garbage(tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if storage.size() != tensor.nbytes:
+            storage.resize_(tensor.nbytes)
+            torch.empty(0, dtype=torch.uint8).set_(storage).fill_(0xA5)
+
+    monkeypatch.setattr(_fsdp_param, "alloc_storage", alloc_garbage)
+    torch.use_deterministic_algorithms(True)  # which lets torch.empty be filled with NaN or 255
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 def assert_is_unsharded_cast(model: torch.nn.Module, whole: Unsharded, when: str) -> None:
     """Every gathered weight has the bytes of the unsharded one, in every buffer that a layer
     reads.
     """
     for name, weight in gathered(model).items():
-        expected = whole.weights[name].storage.buffers
+        expected = whole.weights[name].quantized_storage.buffers
         state = set(weight.recipe.state)
-        assert set(weight.storage.buffers) == set(expected) - state
-        for buffer, actual in weight.storage.buffers.items():
+        assert set(weight.quantized_storage.buffers) == set(expected) - state
+        for buffer, actual in weight.quantized_storage.buffers.items():
             assert_same_bytes(actual, expected[buffer], f"{when}, {name}.{buffer}")
     reshard(model)
 
@@ -109,7 +126,7 @@ def test_equal_gradients_train_equal_weights_on_any_number_of_ranks():
         return {
             f"{name}.{buffer}": tensor
             for name, weight in gathered(model).items()
-            for buffer, tensor in weight.storage.buffers.items()
+            for buffer, tensor in weight.quantized_storage.buffers.items()
         }
 
     (one_rank,) = run_ranks("torch_distributed", 1, run)

@@ -79,7 +79,7 @@ def everything(model) -> dict[str, torch.Tensor]:
     """Masters, and what is gathered of them. Collective."""
     found = {f"master {name}": master for name, master in whole_masters(model).items()}
     for name, weight in gathered_codes(model).items():
-        buffers = weight.storage.buffers.items()
+        buffers = weight.quantized_storage.buffers.items()
         found |= {f"{name} {buffer}": tensor for buffer, tensor in buffers}
     return found
 

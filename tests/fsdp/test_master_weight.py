@@ -7,6 +7,7 @@ import zerocast
 from tests.fsdp.sharded import RECIPES, bank, batch, whole_masters
 from tests.support.ranks import run_ranks
 from tests.support.same_bytes import assert_same_bytes
+from zerocast.fsdp.master_weight import restore
 
 
 def master(dtype: torch.dtype = torch.float32) -> torch.nn.Parameter:
@@ -59,6 +60,45 @@ def test_a_master_can_be_handed_to_another_library():
     assert shared.data_ptr() == weight.value.data_ptr()
 
 
+def test_compiled_functions_take_masters():
+    """torch.compile compiles a function of masters once for all that are alike, with eager's
+    results; a write in it makes a cast due.
+    """
+
+    def average(mean, weight):
+        mean.lerp_(weight, 0.25)
+
+    compiled = torch.compile(average, backend="aot_eager", fullgraph=True)
+    weights = [master().detach(), torch.nn.init.normal_(master()).detach()]
+    means = [torch.nn.init.ones_(master()).detach() for _ in range(2)]
+    gather = means[0].low_bit_gather
+    gather.cast_values.set_to(means[0].value)
+    with torch.no_grad():
+        compiled(means[0], weights[0])
+        average(means[1], weights[0])
+        assert gather.is_due(means[0].value)
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            compiled(means[0], weights[1])
+        average(means[1], weights[1])
+    assert_same_bytes(means[0].value, means[1].value, "averaged")
+    assert means[0].low_bit_gather is gather
+
+
+def test_compiled_foreach_functions_take_masters():
+    """As optimizers are compiled: lists of masters of several shapes."""
+    masters = {how: [master().detach(), master()[:5].detach()] for how in ("eager", "compiled")}
+
+    def step(weights):
+        torch._foreach_mul_(weights, 0.5)
+        torch._foreach_add_(weights, [torch.ones(weight.shape) for weight in weights])
+
+    with torch.no_grad():
+        step(masters["eager"])
+        torch.compile(step, backend="aot_eager")(masters["compiled"])
+    for actual, expected in zip(masters["compiled"], masters["eager"], strict=True):
+        assert_same_bytes(actual.value, expected.value, "stepped")
+
+
 @pytest.mark.mpi(min_size=4)
 @pytest.mark.parametrize("first", ["training", "inference"])
 def test_codes_are_gathered_in_inference_mode(first):
@@ -85,3 +125,17 @@ def test_codes_are_gathered_in_inference_mode(first):
             assert_same_bytes(results[1][name], expected, name)
 
     run_ranks("torch_distributed", 3, run)
+
+
+def test_a_damaged_master_is_not_loaded() -> None:
+    """What unpickling gives is compared with what a master is made of."""
+    gather = master().low_bit_gather
+    assert restore(torch.zeros(16, 32), gather, True, True).requires_grad
+    for value, given in (
+        (torch.zeros(16, 32, dtype=torch.int32), gather),
+        ([0.0], gather),
+        (torch.zeros(16, 32), "w"),
+        (zerocast.quantize(torch.zeros(16, 32), zerocast.NVFP4BlockScaling()), gather),
+    ):
+        with pytest.raises(zerocast.errors.InputError, match="needs a plain tensor"):
+            restore(value, given, True, True)

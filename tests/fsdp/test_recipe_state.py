@@ -32,6 +32,7 @@ from tests.fsdp.sharded import (
 from tests.support.ranks import run_ranks
 from tests.support.same_bytes import assert_same_bytes
 from zerocast.fsdp.sharded import local_part
+from zerocast.nn.saved_state import pack, unpack
 
 on_ranks = pytest.mark.mpi(min_size=4)
 ROWS = (37, 5)
@@ -71,7 +72,7 @@ def everything(model) -> dict[str, torch.Tensor]:
     """Masters, what is gathered of them, and what the recipes remember then. Collective."""
     found = {f"{name} master": master for name, master in whole_masters(model).items()}
     for name, weight in gathered(model).items():
-        buffers = weight.storage.buffers.items()
+        buffers = weight.quantized_storage.buffers.items()
         found |= {f"{name} {buffer}": tensor.clone() for buffer, tensor in buffers}
     reshard(model)
     return found | remembered(model)
@@ -131,10 +132,11 @@ def test_a_resumed_run_is_the_uninterrupted_one(recipe):
 
 
 FULL = {"full_state_dict": True}
+FROM_0 = FULL | {"broadcast_from_rank0": True}
 
 
 @on_ranks
-@pytest.mark.parametrize("options", [{}, FULL, FULL | {"broadcast_from_rank0": True}])
+@pytest.mark.parametrize("options", [{}, FULL, FROM_0, FROM_0 | {"cpu_offload": True}])
 def test_state_dict_functions_carry_what_recipes_remember(options):
     """torch's get_model_state_dict and set_model_state_dict, sharded, full, and full from rank 0
     alone, carry a run on; without anything to remember they work as well.
@@ -168,7 +170,7 @@ def test_a_copied_master_repeats_its_cast(recipe):
         model = bank(recipe, (37,))
         for moment in MOMENTS:
             train(model, comm, 0, 2, stop_at=moment)
-            expected = model.state_dict()["layers.0._extra_state"]["weight"]
+            expected = saved_state(model)
             master = local_part(model.layers[0].weight)
             buffer = io.BytesIO()
             torch.save(master, buffer)
@@ -242,14 +244,12 @@ def test_full_state_dicts_hold_what_autocast_remembers():
             loss = model(torch.cat([batch(comm)] * 4))
         loss.backward()
         saved = get_model_state_dict(model, options=full)
-        histories = [saved[f"layers.{i}._extra_state"]["forward"]["amax_history"] for i in (0, 1)]
-        assert all(history.any() for history in histories)
+        histories = [saved[f"layers.{i}._extra_state"] for i in (0, 1)]
+        assert all(unpack(each, "")[1]["forward.amax_history"].any() for each in histories)
         set_model_state_dict(fresh, saved, options=full)
         again = get_model_state_dict(fresh, options=full)
         for i, history in enumerate(histories):
-            state = again[f"layers.{i}._extra_state"]
-            assert state["recipe"] == saved[f"layers.{i}._extra_state"]["recipe"]
-            assert_same_bytes(state["forward"]["amax_history"], history, f"history of layer {i}")
+            assert_same_bytes(again[f"layers.{i}._extra_state"], history, f"layer {i}")
 
     run_ranks("torch_distributed", 2, run)
 
@@ -262,10 +262,15 @@ def converted(recipe, weights="master") -> Bank:
     return model
 
 
-def extra_state(recipe) -> dict[str, dict[str, torch.Tensor]]:
-    """Of a layer whose master was cast some times."""
-    state = converted(recipe).state_dict()["layers.0._extra_state"]["weight"]
-    return {"weight": {name: tensor + i + 1 for i, (name, tensor) in enumerate(state.items())}}
+def saved_state(model) -> dict[str, torch.Tensor]:
+    """What the state dict says that the recipe of the first layer's master remembers."""
+    return unpack(model.state_dict()["layers.0.weight_state"], "layers.0.weight").tensors
+
+
+def later_state(recipe) -> torch.Tensor:
+    """The state of a layer whose master was cast some times."""
+    state = saved_state(converted(recipe))
+    return pack({}, {name: tensor + i + 1 for i, (name, tensor) in enumerate(state.items())})
 
 
 @each_recipe
@@ -273,16 +278,31 @@ def test_a_state_that_was_loaded_is_saved_and_copied(recipe):
     """Before the first gather, too: by state_dict, deepcopy and pickle, on no memory of the
     original's.
     """
-    model, given = converted(recipe), extra_state(recipe)
-    model.load_state_dict(model.state_dict() | {"layers.0._extra_state": given})
+    model, given = converted(recipe), later_state(recipe)
+    model.load_state_dict(model.state_dict() | {"layers.0.weight_state": given})
     buffer = io.BytesIO()
     torch.save(model, buffer)
     loaded = torch.load(io.BytesIO(buffer.getvalue()), weights_only=False)
     twin = copy.deepcopy(model)
     for one in (model, twin, loaded):
-        assert_same(one.state_dict()["layers.0._extra_state"]["weight"], given["weight"], "saved")
+        assert_same_bytes(one.state_dict()["layers.0.weight_state"], given, "saved")
     twin.load_state_dict(converted(recipe).state_dict())
-    assert_same(model.state_dict()["layers.0._extra_state"]["weight"], given["weight"], "after")
+    assert_same_bytes(model.state_dict()["layers.0.weight_state"], given, "after")
+
+
+@each_recipe
+def test_a_model_on_the_meta_device_has_the_entries_and_takes_the_state(recipe):
+    """accelerate's memory-saving loading looks at the state dict of a model that has no values,
+    and assigns it one.
+    """
+    model, given = converted(recipe), later_state(recipe)
+    saved = converted(recipe).state_dict() | {"layers.0.weight_state": given}
+    model.to("meta")
+    assert model.state_dict().keys() == saved.keys()
+    assert all(model.state_dict()[name].shape == tensor.shape for name, tensor in saved.items())
+    model.load_state_dict(saved, assign=True)
+    assert_same_bytes(model.state_dict()["layers.0.weight_state"], given, "assigned")
+    assert not any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
 
 
 def test_without_a_state_dictionaries_are_those_of_torch():
@@ -303,7 +323,7 @@ def test_without_a_state_dictionaries_are_those_of_torch():
 def test_weights_that_are_no_masters_pass_over_what_a_master_remembered(weights):
     """A checkpoint of masters loads strictly where weights hold codes, or stay as they are."""
     saved = converted(DELAYED).state_dict()
-    saved["layers.0._extra_state"] = extra_state(DELAYED)
+    saved["layers.0.weight_state"] = later_state(DELAYED)
     model = converted(DELAYED, weights)
     before = model.state_dict().keys()
     model.load_state_dict(saved, strict=True)
@@ -321,7 +341,7 @@ def test_the_state_of_another_recipe_is_refused():
         ),
         (DRAWN, "rounding_counter torch.int64 [2]"),
     ):
-        state = model.state_dict() | {"layers.0._extra_state": extra_state(recipe)}
+        state = model.state_dict() | {"layers.0.weight_state": later_state(recipe)}
         with pytest.raises(zerocast.InputError) as raised:
             model.load_state_dict(state)
         assert str(raised.value) == (
@@ -329,6 +349,6 @@ def test_the_state_of_another_recipe_is_refused():
             f"layers.0.weight remembers amax torch.float32 [1], amax_history torch.float32 [3], "
             f"cast_scale torch.float32 [1], scale torch.float32 [1], and the state dict has "
             f"{theirs} for it; convert with the recipe that it was saved under, or take the "
-            f"layer's '_extra_state' out of the state dict to start anew."
+            f"layer's 'weight_state' out of the state dict to start anew."
         )
-    assert not model.state_dict()["layers.0._extra_state"]["weight"]["amax_history"].any()
+    assert not saved_state(model)["amax_history"].any()

@@ -133,6 +133,43 @@ def test_a_policy_of_another_dtype_is_refused_by_the_first_gather():
     )
 
 
+HOLDS_CODES = (
+    "fully_shard would decode a weight that holds codes, gather it in high precision and train it "
+    "from rounded values; before fully_shard, make the layers outside of zerocast.model_init and "
+    "call zerocast.nn.convert(model, recipe, weights='master'). Weights that hold codes are "
+    "trained by zerocast.optim.ZeroOptimizer."
+)
+
+
+@on_ranks
+def test_weights_that_hold_codes_are_refused_when_the_model_is_wrapped():
+    """fully_shard refuses every parameter that holds codes, of a converted layer, of one made under
+    model_init and of a module of one's own, also under a default device; for other memory of its
+    kind such a weight can be asked as ever.
+    """
+
+    def run(comm):
+        own, another = torch.nn.Module(), torch.nn.Module()
+        weight = torch.nn.Parameter(zerocast.quantize(torch.randn(48, K), NVFP4))
+        own.weight = another.weight = weight
+        converted = Bank((48,))
+        zerocast.nn.convert(converted, NVFP4, weights="quantized")
+        with zerocast.model_init(recipe=NVFP4):
+            made = zerocast.nn.LayerNormMLP(K, 48)
+
+        def refused(model):
+            return caught(lambda: fully_shard(model), zerocast.UnsupportedError)
+
+        messages = [refused(model) for model in (own, converted, made)]
+        with torch.device("cpu"):
+            messages.append(refused(another))
+        assert weight.new_zeros(48, K).shape == (48, K)
+        return messages
+
+    for messages in run_ranks("torch_distributed", 2, run):
+        assert messages == [HOLDS_CODES] * 4
+
+
 @on_ranks
 def test_a_model_that_is_sharded_already_is_not_converted():
     """To leave its layers as they are would be a gather in high precision where codes were asked
@@ -158,36 +195,6 @@ def test_a_model_that_is_sharded_already_is_not_converted():
         "weights='master' needs layers whose weights are whole, got layers.0, whose weight is "
         "sharded; call zerocast.nn.convert before fully_shard or parallelize_module, or leave the "
         "layer out by filter_fqns."
-    )
-
-
-@on_ranks
-def test_planning_for_masters_that_only_some_ranks_wrote_is_an_error_on_all():
-    """Ranks that have written different masters are told so when they plan the cast, and it can be
-    made once all have.
-    """
-
-    def run(comm):
-        model = bank(NVFP4, (48, 16))
-        model(batch()).backward()
-        first, second = (layer.weight for layer in model.layers)
-        with torch.no_grad():
-            first.mul_(2)
-            if comm.rank:
-                second.to_local().mul_(2)
-            message = caught(
-                lambda: zerocast.fsdp.precompute_scales_for_fsdp(model), zerocast.RankMismatchError
-            )
-            if not comm.rank:
-                second.to_local().mul_(2)
-        zerocast.fsdp.precompute_scales_for_fsdp(model)
-        model(batch()).backward()
-        return message
-
-    (message,) = set(run_ranks("torch_distributed", 3, run))
-    assert message == (
-        "every rank must give the same weights in the same order with the same recipes: rank 0 has "
-        "1 weights and rank 1 has 2."
     )
 
 

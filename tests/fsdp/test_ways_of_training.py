@@ -16,12 +16,11 @@ from tests.fsdp.sharded import (
     RECIPES,
     Bank,
     K,
-    Unsharded,
     adamw,
+    assert_unsharded_cast,
     bank,
     batch,
     feed,
-    gathered,
     reshard,
     whole_masters,
 )
@@ -32,19 +31,6 @@ from zerocast.fsdp.sharded import local_part
 pytestmark = [pytest.mark.mpi(min_size=4), pytest.mark.slow]
 
 NVFP4, DELAYED = RECIPES["nvfp4"], RECIPES["delayed"]
-
-
-def assert_unsharded_cast(model, recipe, dtype=torch.bfloat16) -> None:
-    """What is gathered are the bytes of one cast of the whole masters as they are."""
-    whole = Unsharded(model, recipe, dtype)
-    whole.cast(whole_masters(model))
-    for name, weight in gathered(model).items():
-        assert weight.dtype == dtype
-        for buffer, actual in weight.storage.buffers.items():
-            assert_same_bytes(
-                actual, whole.weights[name].storage.buffers[buffer], f"{name} {buffer}"
-            )
-    reshard(model)
 
 
 def gradients(model) -> dict[str, torch.Tensor]:
@@ -121,7 +107,7 @@ def test_a_policy_says_what_masters_are_rounded_to(policy, dtype):
     def run(comm):
         model = bank(NVFP4, (37, 48), policy=policy)
         loss = model(batch(comm).to(dtype))
-        assert_unsharded_cast(model, NVFP4, dtype)
+        assert_unsharded_cast(model, NVFP4, dtype=dtype)
         loss.backward()
         assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
 

@@ -52,7 +52,9 @@ def run(backend: CudaBackend, function: str, alone: bool = False) -> dict[str, t
                 statistics=True, **parameters(function, cols, 2),
             )  # fmt: skip
         assert made.quantized is not None
-        written |= {f"{name} {key}": b for key, b in made.quantized.storage.buffers.items()}
+        written |= {
+            f"{name} {key}": b for key, b in made.quantized.quantized_storage.buffers.items()
+        }
         others = {"output": made.output, "mean": made.mean, "rstd": made.rstd}
         written |= {f"{name} {key}": t for key, t in others.items() if t is not None}
         if quantizer.memory is not None:
@@ -153,7 +155,7 @@ def under_the_sanitizer(*mistake: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_kernels_stay_inside_of_their_tensors() -> None:
     """No kernel reads or writes past the end of a tensor that it was given."""
     done = under_the_sanitizer()
@@ -161,7 +163,7 @@ def test_kernels_stay_inside_of_their_tensors() -> None:
     assert done.stdout == "clean\n"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_write_past_the_end_is_seen() -> None:
     """A tile that writes rows past the last one is found by the sanitizer itself."""
     done = under_the_sanitizer("activation", TILE, "if (place.row(i) >= place.rows) continue;", "")

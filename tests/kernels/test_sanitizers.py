@@ -1,10 +1,12 @@
-"""The kernels under the address sanitizer: nothing is touched outside of what a launch was given.
+"""The kernels and the CPU library under sanitizers: nothing is touched outside of what a launch was
+given, and nothing is computed whose result C++ leaves open.
 
 In a process of its own, into which the sanitizer is loaded first; every tensor is an allocation
 whose bounds it knows.
 """
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from tests.cuda_emulation.emulator import needs_emulation
+from zerocast.backends import native_library
 
-pytestmark = [needs_emulation, pytest.mark.slow]
+pytestmark = [needs_emulation, pytest.mark.nightly]
 
 ROOT = Path(__file__).parents[2]
 
@@ -31,7 +34,45 @@ print("clean")
 """
 
 
-def under_the_sanitizer(*mistake: str) -> subprocess.CompletedProcess[str]:
+CPU_PROGRAM = """
+import sys
+from pathlib import Path
+import torch
+from tests.kernels.subjects import SUBJECTS
+from tests.support.activations import FUNCTIONS, float64_target
+from zerocast.backends import native_library
+native_library.find_library = lambda: Path(sys.argv[1])
+from zerocast.backends.cpu import CpuBackend
+from zerocast.layout import BlockGrid, Extent
+from zerocast.ops import Activation, CastShard, Masters
+# NaNs and infinities of both signs, with the smallest and the largest payloads, and FP32's ends.
+bits = [0x7F800000, 0x7F800001, 0x7FC00000, 0x7FFFF000, 0x7FFFFFFF, 0x7F7FFFFF, 1, 0, 0x477FF000]
+ends = torch.tensor(bits * 4 + [b - 2**31 for b in bits * 4], dtype=torch.int32)
+ends = ends.view(torch.float32)
+grid = BlockGrid(2, 36, 2, 36)
+for isa in native_library.instruction_sets(native_library.load()):
+    backend = CpuBackend(isa, threads=1)
+    for subject in SUBJECTS.values():
+        subject(backend, alone=True)
+    for nominal in (torch.float32, torch.bfloat16, torch.float16):
+        masters, amaxes = Masters(1), torch.zeros(2, dtype=torch.int32)
+        masters.bind([ends])
+        none = torch.empty(0, dtype=torch.uint8)
+        whole = Extent(0, 72)
+        shard = CastShard(0, whole, grid, nominal, amaxes[:1], amaxes[1:], none)
+        backend.partial_amax([shard], masters)()
+        for function in FUNCTIONS:
+            target = float64_target(Activation(function, 1e-5), ends.view(2, 36), nominal)
+            backend.activate(None, target)()
+print("clean")
+"""
+
+CPU_FLAGS = "-O1 -g0 -fsanitize=address,undefined -fno-sanitize-recover=all"
+
+
+def under_the_sanitizer(
+    *arguments: str, program: str = PROGRAM
+) -> subprocess.CompletedProcess[str]:
     """All operations on all cases, with a mistake planted or without."""
     library = subprocess.run(
         ["g++", "-print-file-name=libasan.so"], capture_output=True, text=True, check=True
@@ -46,8 +87,8 @@ def under_the_sanitizer(*mistake: str) -> subprocess.CompletedProcess[str]:
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), *sys.path])),
     }
     return subprocess.run(
-        [sys.executable, "-c", PROGRAM, *mistake],
-        capture_output=True, text=True, env=environment, timeout=250,
+        [sys.executable, "-c", program, *arguments],
+        capture_output=True, text=True, env=environment, timeout=900,
     )  # fmt: skip
 
 
@@ -65,3 +106,21 @@ def test_a_read_past_the_end_is_seen() -> None:
     )
     assert done.returncode != 0
     assert "AddressSanitizer: heap-buffer-overflow" in done.stderr, done.stderr[-3000:]
+
+
+@pytest.mark.timeout(1800)
+def test_the_cpu_library_stays_inside_and_is_well_defined(tmp_path: Path) -> None:
+    """No loop of any instruction set reads or writes past the end of a tensor, overflows a signed
+    integer or shifts too far, for NaNs of any payload either.
+    """
+    if shutil.which("cmake") is None:
+        pytest.skip("cmake, which builds the library, is not here")
+    configure = ["-S", ROOT, "-B", tmp_path, "-DCMAKE_BUILD_TYPE=None"]
+    for command in (
+        [*configure, f"-DCMAKE_CXX_FLAGS={CPU_FLAGS}"],
+        ["--build", tmp_path, "--parallel", "4"],
+    ):
+        subprocess.run(["cmake", *command], capture_output=True, text=True, check=True)
+    done = under_the_sanitizer(str(tmp_path / native_library.LIBRARY), program=CPU_PROGRAM)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout == "clean\n"

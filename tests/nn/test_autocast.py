@@ -175,8 +175,8 @@ def test_what_a_recipe_remembers_is_saved_and_loaded_with_the_module(kind: str) 
     file.seek(0)
     twin = make(kind, seed=1)
     twin.load_state_dict(torch.load(file, weights_only=True))
-    for own, loaded in zip(layer._states, twin._states, strict=True):
-        assert_same(loaded.state_dict(), own.state_dict())
+    saved = (one.state_dict()["_extra_state"] for one in (twin, layer))
+    assert_same_bytes(*saved, "what the recipe remembers")
     for _ in range(2):
         assert_same(step(twin, x, DELAYED), step(layer, x, DELAYED))
 
@@ -397,21 +397,12 @@ def test_model_init_makes_quantized_weights(kind: str, recipe: Recipe, preserve:
         if is_weight:
             expected = quantize(value, recipe)
             assert_same_bytes(parameter.rowwise_data, expected.rowwise_data, name)
-            kept = parameter.get_high_precision_init_val()
-            assert (kept is not None) == preserve
+            assert hasattr(parameter, "get_high_precision_init_val") == preserve
             if preserve:
-                assert_same_bytes(kept, value, name)
+                assert_same_bytes(parameter.get_high_precision_init_val(), value, name)
         else:
             assert_same_bytes(parameter, value, name)
     step(layer, torch.randn(4, 32, requires_grad=True), recipe)
-
-
-@every_layer
-def test_a_layer_on_meta_cannot_be_quantized_and_says_so(kind: str) -> None:
-    """Without model_init it is an ordinary meta layer."""
-    assert next(make(kind, device="meta").parameters()).is_meta
-    with model_init(recipe=CURRENT), pytest.raises(InputError, match="got 'meta'"):
-        make(kind, device="meta")
 
 
 @every_layer

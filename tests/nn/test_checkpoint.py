@@ -7,9 +7,11 @@ import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from tests.support.layers import RECIPES, every_recipe
+from tests.support.llama import HIDDEN_96, checkpoint_activations, llama, tokens
 from tests.support.same_bytes import assert_same_bytes
 from zerocast import nn
 from zerocast.context import autocast, checkpoint_contexts
+from zerocast.errors import UnsupportedError
 from zerocast.recipes import NVFP4BlockScaling, QParams, Recipe
 
 Run = Callable[[torch.nn.Module, torch.Tensor], torch.Tensor]
@@ -52,13 +54,37 @@ def torchs_alone_reentrant(model: torch.nn.Module, x: torch.Tensor) -> torch.Ten
     return torch_checkpoint(model, x, use_reentrant=True)
 
 
+def torchs_wrapper(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """What accelerate wraps layers with."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    for module in model:
+        x = checkpoint_wrapper(module)(x)
+    return x
+
+
+def torchs_nested(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """Its two modes around each other."""
+    first, rest = model[:2], model[2:]
+    y = torchs_alone(lambda x: rest(torchs_alone_reentrant(first, x)), x)
+    return torchs_alone_reentrant(lambda y: torchs_alone(model, torchs_alone(model, y)), y)
+
+
+def not_nested(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """What :func:`torchs_nested` computes."""
+    return model(model(model(x)))
+
+
 def nested(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
     """A checkpoint inside a checkpoint."""
     first, rest = model[:2], model[2:]
     return nn.checkpoint(lambda x: rest(nn.checkpoint(first, x)), x)
 
 
-every_way = pytest.mark.parametrize("run", [ours, ours_reentrant, torchs, layer_by_layer, nested])
+WAYS = [ours, ours_reentrant, torchs, layer_by_layer, nested]
+WAYS += [torchs_alone, torchs_alone_reentrant, torchs_wrapper]
+every_way = pytest.mark.parametrize("run", WAYS)
+torchs_ways = pytest.mark.parametrize("run", [torchs_alone, torchs_alone_reentrant])
 
 
 def make() -> torch.nn.Module:
@@ -112,16 +138,101 @@ def test_gradients_and_state_are_those_without_recomputation(
 
 
 @every_recipe
-@pytest.mark.parametrize("run", [torchs_alone, torchs_alone_reentrant])
-def test_inside_the_region_torchs_own_function_is_enough(recipe: Recipe, run: Run) -> None:
-    """There the scales have not moved yet, and the second run sees the region."""
-    assert_same(train(recipe, run, inside=True), train(recipe, plain, inside=True))
+def test_checkpoints_inside_of_checkpoints(recipe: Recipe) -> None:
+    """Of both kinds, each layer three times."""
+    assert_same(train(recipe, torchs_nested), train(recipe, not_nested))
 
 
-def test_after_the_region_torchs_own_function_notices() -> None:
-    """The second run sees no region and saves other tensors: an error, not other gradients."""
-    with pytest.raises(torch.utils.checkpoint.CheckpointError):
-        train(RECIPES["current"], torchs_alone)
+@torchs_ways
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+def test_each_run_of_a_layer_is_under_its_own_region(recipe: str, run: Run) -> None:
+    """Regions inside of the function, a layer that runs under several of them, and outside."""
+
+    def regions(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+        with autocast(enabled=False, recipe=RECIPES[recipe]):
+            y = model(x)
+        with autocast(recipe=RECIPES["mxfp8"]):
+            y = model(y)
+        return model(y)
+
+    def checkpointed(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return run(lambda x: regions(model, x), x)
+
+    assert_same(train(RECIPES[recipe], checkpointed), train(RECIPES[recipe], regions))
+
+
+@torchs_ways
+def test_a_region_of_the_function_itself_reduces_once(run: Run) -> None:
+    """Delayed scaling: amaxes are reduced on leaving the first run's region and not again."""
+    results = []
+    for wrapped in (False, True):
+        model, grads = make(), {}
+
+        def function(x: torch.Tensor, model: torch.nn.Module = model) -> torch.Tensor:
+            with autocast(recipe=RECIPES["delayed"]):
+                return model(x)
+
+        for i in range(3):
+            x = (torch.linspace(-1, 1, 128).view(4, 32) * 2**i).requires_grad_()
+            (run(function, x) if wrapped else function(x)).square().sum().backward()
+            grads[f"step {i}"] = x.grad
+        results.append(grads)
+    assert_same(*results)
+
+
+@torchs_ways
+def test_microbatches_before_their_backwards(run: Run) -> None:
+    """Several forwards, each in a region with another recipe, then the backwards in reverse."""
+    results = []
+    for way in (plain, run):
+        model, grads, losses = make(), {}, []
+        for i, name in enumerate(["delayed", "current", "delayed"]):
+            x = (torch.linspace(-1, 1, 128).view(4, 32) * 4**i).requires_grad_()
+            with autocast(recipe=RECIPES[name]):
+                losses.append((x, way(model, x).square().sum()))
+        for i, (x, loss) in reversed(list(enumerate(losses))):
+            loss.backward()
+            grads[f"microbatch {i}"] = x.grad
+        grads |= {name: parameter.grad for name, parameter in model.named_parameters()}
+        results.append(grads)
+    assert_same(*results)
+
+
+class Foreign(torch.autograd.Function):
+    """A checkpoint of somebody's own."""
+
+    @staticmethod
+    def forward(ctx, function, x):
+        ctx.function = function
+        ctx.save_for_backward(x)
+        return function(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            y = ctx.function(x)
+        torch.autograd.backward(y, grad)
+        return None, x.grad
+
+
+def foreign(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """A framework's own checkpoint."""
+    return Foreign.apply(model, x)
+
+
+def test_another_checkpoint_is_refused_where_it_gives_other_codes() -> None:
+    """Outside of the region, or under scales that may have moved on; inside it, without such scales
+    it is right.
+    """
+    with pytest.raises(UnsupportedError, match=r"outside of that region.*checkpoint_contexts"):
+        train(RECIPES["current"], foreign)
+    with pytest.raises(UnsupportedError, match=r"DelayedScaling.*zerocast\.checkpoint"):
+        train(RECIPES["delayed"], foreign, inside=True)
+    inside = {"inside": True}
+    assert_same(
+        train(RECIPES["current"], foreign, **inside), train(RECIPES["current"], plain, **inside)
+    )
 
 
 @every_way
@@ -213,3 +324,25 @@ def test_an_evaluation_inside_a_checkpoint_records_nothing(use_reentrant: bool) 
     with torch.no_grad(), autocast(recipe=recipe):
         nn.checkpoint(model, torch.randn(4, 32, requires_grad=True), use_reentrant=use_reentrant)
     assert all((m._states[0].amax_history == 0).all() for m in (model[0], model[1], model[3]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["delayed", "nvfp4"])
+def test_transformers_own_switch_is_enough(recipe: str) -> None:
+    """Llama with gradient_checkpointing_enable, as its trainer calls it and in both modes: loss and
+    gradients are those without checkpoints.
+    """
+    pytest.importorskip("transformers")
+    results = []
+    for options in ("none", None, {"use_reentrant": True}, {"use_reentrant": False}):
+        model = llama(HIDDEN_96)
+        nn.convert(model, RECIPES["current"], weights="high_precision", filter_fqns=["lm_head"])
+        if options != "none":
+            checkpoint_activations(model, options)
+        for step in range(2):
+            with autocast(recipe=RECIPES[recipe]):
+                loss = model(input_ids=tokens(step), labels=tokens(step)).loss
+            loss.backward()
+        results.append({n: p.grad for n, p in model.named_parameters()} | {"loss": loss.detach()})
+    for result in results[1:]:
+        assert_same(result, results[0])

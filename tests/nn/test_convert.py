@@ -67,7 +67,7 @@ def test_the_initial_value_is_kept_before_rounding_on_the_cpu() -> None:
     assert_same_bytes(value, before, "initial value")
     assert value.device.type == "cpu"
     layer.weight.clear_high_precision_init_val()
-    assert layer.weight.get_high_precision_init_val() is None
+    assert not hasattr(layer.weight, "get_high_precision_init_val")
 
 
 def test_a_model_that_is_a_linear_is_converted_itself() -> None:
@@ -76,7 +76,7 @@ def test_a_model_that_is_a_linear_is_converted_itself() -> None:
     assert convert(model, FP8).converted == ("",)
     assert type(model) is Linear
     left = convert(nn.Linear(10, 8), NVFP4)
-    assert "left (the model itself): NVFP4BlockScaling needs K" in str(left)
+    assert "left: weight [8x10], 90.9 %: NVFP4BlockScaling needs K" in str(left)
 
 
 def test_filter_fqns_match_by_substring() -> None:
@@ -89,7 +89,57 @@ def test_filter_fqns_match_by_substring() -> None:
         "head": "its name contains 'head' of filter_fqns",
     }
     assert type(model["head"]) is nn.Linear
-    assert convert(nn.Linear(16, 1), NVFP4, filter_fqns=["head"]).converted == ("",)
+
+
+def test_a_filter_that_matches_nothing_is_refused_with_near_names() -> None:
+    """For the layer that was meant would be converted; names of other modules and parameters are
+    names, too.
+    """
+    model = nn.ModuleDict({"block": Block(), "lm_head": nn.Linear(32, 16)})
+    with pytest.raises(InputError) as raised:
+        convert(model, NVFP4, filter_fqns=["block.norm", "lm_haed"])
+    assert str(raised.value) == (
+        "each part of a name in filter_fqns must be in one of the model's names, got 'lm_haed', "
+        "which is in none of them (near it: lm_head, lm_head.bias, lm_head.weight); correct it, or "
+        "take it out. 'auto_filter_small_kn' filters by size."
+    )
+    assert type(model["lm_head"]) is nn.Linear
+
+
+def test_a_function_says_which_layers_are_converted() -> None:
+    """As torchao's module_filter_fn: of a layer and its name, True to convert it."""
+    model, seen = nn.ModuleDict({"block": Block(), "head": nn.Linear(32, 16)}), []
+
+    def wanted(module: nn.Module, fqn: str) -> bool:
+        seen.append((fqn, type(module)))
+        return fqn != "head" and module.out_features > 32
+
+    report = convert(model, NVFP4, filter_fqns=wanted)
+    assert seen == [(name, nn.Linear) for name in ("block.up", "block.down", "head")]
+    assert report.converted == ("block.up",)
+    assert report.left["head"] == "the function that was given as filter_fqns says so"
+
+
+class Adapted(nn.Module):
+    """As a layer of peft names its own parts."""
+
+    adapter_layer_names = ("lora_A", "lora_B", "lora_other")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base_layer = nn.Linear(32, 48)
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(32, 16, bias=False)})
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(16, 48, bias=False)})
+
+
+def test_adapters_are_not_quantized_and_what_they_adapt_is() -> None:
+    """Nobody asked for it by converting the model; who converts an adapter itself asks."""
+    model = nn.Sequential(Adapted())
+    report = convert(model, NVFP4)
+    assert report.converted == ("0.base_layer",)
+    why = "is part of an adapter, which is trained in high precision"
+    assert report.left == dict.fromkeys(("0.lora_A.default", "0.lora_B.default"), why)
+    assert convert(model[0].lora_A, NVFP4).converted == ("default",)
 
 
 def test_a_layer_that_the_recipe_cannot_hold_stays() -> None:
@@ -100,8 +150,14 @@ def test_a_layer_that_the_recipe_cannot_hold_stays() -> None:
     assert "got K = 10 in shape (32, 10)" in report.left["1"]
     assert type(model[1]) is nn.Linear
     lines = str(report).splitlines()
-    assert lines[0] == f"1 of 2 linear layers quantized with {NVFP4}"
-    assert lines[1].startswith("  left 1: NVFP4BlockScaling needs K, the last dimension")
+    assert lines[:3] == [
+        "1 of 2 linear layers converted, with NVFP4BlockScaling()",
+        "682 parameters, 46.9 % held in codes; they take 2,796 bytes, 1,348 of "
+        "them codes and scales",
+        "  0.weight [10x32]: held in codes by NVFP4BlockScaling()",
+    ]
+    assert lines[3].startswith("  left: 1.weight [32x10], 46.9 %: NVFP4BlockScaling needs K, the")
+    assert lines[4] == "  left: 2 smaller ones (embeddings, norms, biases), 6.2 %"
     assert convert(nn.Sequential(nn.Linear(10, 32)), FP8).converted == ("0",)
 
 
@@ -131,7 +187,6 @@ def _hooked() -> nn.Module:
         (_pruned, "its weight is computed from other parameters"),
         (_hooked, "its weight has gradient hooks"),
         (lambda: nn.Linear(16, 16, dtype=torch.float64), "its weight is torch.float64"),
-        (lambda: nn.Linear(16, 16, device="meta"), "its weight is on the meta device"),
         (lambda: Linear(16, 16, recipe=FP8), "is quantized already"),
     ],
 )
@@ -231,10 +286,12 @@ def test_converting_twice_changes_nothing() -> None:
     ("arguments", "message"),
     [
         ({"model": "gpt"}, "needs a torch.nn.Module, got str"),
-        ({"recipe": "nvfp4"}, "recipe must be a zerocast recipe"),
+        ({"recipe": "nvfp5"}, "recipe must be a zerocast recipe"),
         ({"weights": "fp8"}, "weights must be 'quantized'"),
-        ({"filter_fqns": "head"}, r"a sequence of strings such as \['head'\], got 'head'"),
+        ({"filter_fqns": "head"}, r"a sequence of strings such as \['head'\], .*got 'head'"),
         ({"filter_fqns": [1]}, r"got \[1\]"),
+        ({"filter_fqns": 1}, r"or a function of a layer and its name .*, got 1\."),
+        ({"filter_fqns": ["hed"]}, r"got 'hed', which is in none of them \(near it: nothing\)"),
     ],
 )
 def test_bad_arguments_are_refused_and_nothing_is_changed(arguments: dict, message: str) -> None:
@@ -284,3 +341,34 @@ def test_every_recipe_is_converted_to(recipe: Recipe) -> None:
     assert_same_bytes(model.up.weight.rowwise_data, expected.rowwise_data, "up.weight")
     model(torch.randn(3, 32)).sum().backward()
     assert model.up.weight.grad.shape == (48, 32)
+
+
+def test_adapters_of_peft_are_not_quantized_whichever_comes_first() -> None:
+    """With the real package: LoRA's own layers stay in high precision, and what they adapt is
+    converted, or was before.
+    """
+    peft = pytest.importorskip("peft", reason="needs the extra [integration]")
+    config = peft.LoraConfig(r=16, target_modules=["up"])
+    first = peft.get_peft_model(Block(), config)
+    report = convert(first, NVFP4)
+    layer = first.base_model.model.up
+    assert type(layer.base_layer) is Linear
+    assert type(layer.lora_A["default"]) is type(layer.lora_B["default"]) is nn.Linear
+    assert sorted(name.rpartition("up.")[2] for name in report.left) == [
+        "lora_A.default", "lora_B.default",
+    ]  # fmt: skip
+    second = Block()
+    convert(second, NVFP4)
+    second = peft.get_peft_model(second, config)
+    assert isinstance(second.base_model.model.up.base_layer.weight, QuantizedTensor)
+    first(torch.randn(4, 32)).sum().backward()
+    assert layer.lora_B["default"].weight.grad is not None
+    assert layer.base_layer.weight.grad is None
+
+
+def test_lazy_modules_are_refused() -> None:
+    """Before anything is converted, and by name."""
+    model = nn.Sequential(nn.Linear(16, 16), nn.LazyLinear(16))
+    with pytest.raises(InputError, match=r"got 1\.weight of a lazy module"):
+        convert(model, FP8)
+    assert type(model[0]) is nn.Linear

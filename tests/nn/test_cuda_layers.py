@@ -36,9 +36,9 @@ def test_the_librarys_product_is_that_of_the_dequantized_operands(
     assert chosen.kind is KINDS[name]
     rows = product is Product.OUTPUT
     bias = torch.randn(tensors[1].shape[0], dtype=torch.bfloat16, device=CUDA) if rows else None
-    out = gemm(product, *(tensor.storage for tensor in tensors), torch.bfloat16, bias)
+    out = gemm(product, *(tensor.quantized_storage for tensor in tensors), torch.bfloat16, bias)
     a, b = (
-        dequantize(tensor.storage, columnwise=columnwise).double()
+        dequantize(tensor.quantized_storage, columnwise=columnwise).double()
         for tensor, columnwise in zip(tensors, product.value, strict=True)
     )
     expected = a @ b.t() if rows else (a @ b if product is Product.INPUT_GRADIENT else a.t() @ b)

@@ -123,16 +123,16 @@ def test_a_state_that_moves_on_leaves_what_was_quantized(name: str) -> None:
     state, quantizer = delayed()
     x = draw(32, 64)
     quantized = CALLS[name](x, quantizer)
-    before = {key: buffer.clone() for key, buffer in quantized.storage.buffers.items()}
+    before = {key: buffer.clone() for key, buffer in quantized.quantized_storage.buffers.items()}
     state.scale.fill_(3.0)
     state.amax_history.fill_(7.0)
     later = CALLS[name](x, quantizer)
     for key, buffer in before.items():
-        assert_same_bytes(quantized.storage.buffers[key], buffer, f"{name}, {key}")
+        assert_same_bytes(quantized.quantized_storage.buffers[key], buffer, f"{name}, {key}")
     assert quantized.rowwise_scale_inv.item() == 1.0
     torch.testing.assert_close(later.rowwise_scale_inv, torch.tensor([1 / 3.0]))
     assert not torch.equal(later.rowwise_data, quantized.rowwise_data)
-    buffers = {b.data_ptr() for b in quantized.storage.buffers.values()}
+    buffers = {b.data_ptr() for b in quantized.quantized_storage.buffers.values()}
     assert buffers.isdisjoint(t.data_ptr() for t in state.tensors.values())
 
 
@@ -161,14 +161,14 @@ def test_a_tensor_is_overwritten(recipe: str) -> None:
     """
     quantizer = quantizer_of(RECIPES[recipe])
     out = F.cast(draw(48, 64, seed=5) * 100, quantizer)
-    places = {key: b.data_ptr() for key, b in out.storage.buffers.items()}
-    version = out.storage.version
+    places = {key: b.data_ptr() for key, b in out.quantized_storage.buffers.items()}
+    version = out.quantized_storage.version
     x = draw(48, 64)
     made = F.activate(Activation("silu"), x, quantizer, out=out)
     assert made.quantized is out
     assert_same_storage(out, F.silu(x, quantizer), recipe)
-    assert {key: b.data_ptr() for key, b in out.storage.buffers.items()} == places
-    assert out.storage.version != version
+    assert {key: b.data_ptr() for key, b in out.quantized_storage.buffers.items()} == places
+    assert out.quantized_storage.version != version
 
 
 # --- the rest ---

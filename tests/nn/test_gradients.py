@@ -151,11 +151,12 @@ def columnwise_values(tensor: torch.Tensor, recipe: Recipe) -> torch.Tensor:
     one dimension downwards are blocks to the right there. Square blocks need no transpose.
     """
     rowwise = quantize(tensor, recipe, columnwise=False)
-    independent = recipe.columnwise_grid(tensor.shape) is not None
-    if not (independent or recipe.casts_transpose):
-        return dequantize(rowwise.storage)
+    if not recipe.planes(tensor.shape)[1].is_cast:
+        return dequantize(rowwise.quantized_storage)
     padded = F.pad(tensor.t(), (0, -len(tensor) % 32))  # zeros change no amax
-    return dequantize(quantize(padded, recipe, columnwise=False).storage)[:, : len(tensor)].t()
+    return dequantize(quantize(padded, recipe, columnwise=False).quantized_storage)[
+        :, : len(tensor)
+    ].t()
 
 
 @every_recipe

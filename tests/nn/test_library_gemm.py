@@ -129,8 +129,8 @@ def test_arguments_mean_what_the_operands_mean(name: str, product: Product) -> N
     """Read by the library's documented layout they decode to the dequantized operand."""
     tensors = operands(name, product)
     for tensor, side in zip(tensors, sides(product, tensors), strict=True):
-        given = library_gemm.arguments(KINDS[name], side, tensor.storage)
-        expected = dequantize(tensor.storage, columnwise=side.columnwise)
+        given = library_gemm.arguments(KINDS[name], side, tensor.quantized_storage)
+        expected = dequantize(tensor.quantized_storage, columnwise=side.columnwise)
         expected = expected.t() if side.columnwise else expected
         actual = decode(given, side.rows, side.contraction)
         torch.testing.assert_close(actual, expected.double(), rtol=1e-6, atol=0)
@@ -146,12 +146,12 @@ def test_the_real_call_gives_the_product_of_the_dequantized_operands(
     kind = KINDS[name]
     tensors = operands(name, product)
     given = [
-        library_gemm.arguments(kind, side, tensor.storage)
+        library_gemm.arguments(kind, side, tensor.quantized_storage)
         for side, tensor in zip(sides(product, tensors), tensors, strict=True)
     ]
     bias = torch.randn(M, dtype=dtype) if product is Product.OUTPUT else None
     out = library_gemm.multiply(kind, *given, dtype, bias, fast_accumulation=False)
-    expected = gemm(product, *(t.storage for t in tensors), torch.float32, None).double()
+    expected = gemm(product, *(t.quantized_storage for t in tensors), torch.float32, None).double()
     expected = expected if bias is None else expected + bias.double()
     assert out.dtype == dtype
     assert_close(out, expected, 1e-2 if dtype == torch.bfloat16 else 1e-4, "product")

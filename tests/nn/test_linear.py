@@ -100,8 +100,8 @@ def test_it_stands_where_torch_nn_linear_stands() -> None:
     layer = Linear(32, 16, bias=False, recipe=FP8, columnwise=False)
     assert isinstance(layer, torch.nn.Linear)
     assert (layer.in_features, layer.out_features, layer.bias) == (32, 16, None)
-    assert not layer.weight.storage.has_columnwise
-    assert repr(layer) == f"Linear(in_features=32, out_features=16, bias=False, recipe={FP8!r})"
+    assert not layer.weight.quantized_storage.has_columnwise
+    assert repr(layer) == f"Linear(in_features=32, out_features=16, bias=False, recipe={FP8})"
     assert list(Linear(32, 16, recipe=FP8).state_dict()) == ["weight", "bias"]
 
 
@@ -123,7 +123,7 @@ def test_a_changed_weight_between_forward_and_backward_is_an_error() -> None:
     """By a cast, which torch's version counter does not see, and by a copy_, which it does."""
     clock = CastClock(rebuild_on_use=True)
     layer, x = Linear(32, 16, recipe=NVFP4), torch.randn(4, 32, requires_grad=True)
-    layer.weight.storage.watch(clock)
+    layer.weight.quantized_storage.watch(clock)
     for change in (clock.tick, lambda: layer.weight.data.zero_()):
         y = layer(x)
         change()
@@ -149,16 +149,16 @@ def test_a_stale_weight_is_refused_or_rebuilt_as_the_plan_says() -> None:
     layer, x = Linear(32, 16, recipe=NVFP4), torch.randn(4, 32)
     expected = layer(x)
     manual = CastClock(rebuild_on_use=False)
-    layer.weight.storage.watch(manual)
+    layer.weight.quantized_storage.watch(manual)
     manual.tick()
     with pytest.raises(StaleCopyError, match="post_all_gather_processing"):
         layer(x)
-    rebuild_derived([layer.weight.storage])
+    rebuild_derived([layer.weight.quantized_storage])
     assert_same_bytes(layer(x), expected, "output")
 
     layer = Linear(32, 16, recipe=NVFP4)
     automatic = CastClock(rebuild_on_use=True)
-    layer.weight.storage.watch(automatic)
+    layer.weight.quantized_storage.watch(automatic)
     true = layer.weight.columnwise_data.clone()
     layer.weight.columnwise_data.fill_(0x77)
     automatic.tick()
@@ -245,7 +245,7 @@ def test_a_layer_survives_deepcopy_and_to(recipe: Recipe) -> None:
     layer, x = Linear(32, 16, recipe=recipe), torch.randn(4, 32)
     twin = copy.deepcopy(layer)
     assert_same_bytes(twin(x), layer(x), "output")
-    assert twin.weight.storage is not layer.weight.storage
+    assert twin.weight.quantized_storage is not layer.weight.quantized_storage
     twin.to(torch.bfloat16)
     assert isinstance(twin.weight, QuantizedTensor)
     assert twin(x.bfloat16()).dtype == torch.bfloat16
@@ -257,20 +257,11 @@ def test_a_layer_survives_deepcopy_and_to(recipe: Recipe) -> None:
     ("arguments", "message"),
     [
         ({"in_features": 10, "recipe": NVFP4}, "multiple of 16 .* got K = 10"),
-        ({"in_features": 16, "recipe": NVFP4, "device": "meta"}, "got 'meta'"),
         ({"in_features": 16, "recipe": NVFP4, "dtype": torch.float64}, "got torch.float64"),
-        ({"in_features": 16, "recipe": "nvfp4"}, "recipe must be a zerocast recipe"),
+        ({"in_features": 16, "recipe": "nvfp5"}, "recipe must be a zerocast recipe"),
     ],
 )
 def test_what_cannot_be_quantized_is_refused(arguments: dict, message: str) -> None:
     """When the layer is made, with what is required."""
     with pytest.raises(InputError, match=message):
         Linear(**{"out_features": 8, **arguments})
-
-
-def test_second_derivatives_are_refused_rather_than_wrong() -> None:
-    """Differentiating the gradient raises."""
-    layer, x = Linear(16, 8, recipe=FP8), torch.randn(2, 16, requires_grad=True)
-    (grad,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        grad.sum().backward()

@@ -54,7 +54,9 @@ def stored(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     tensors = {}
     for name, weight in model.named_parameters():
         if isinstance(weight, zerocast.QuantizedTensor):
-            tensors |= {f"{name}.{key}": b.clone() for key, b in weight.storage.buffers.items()}
+            tensors |= {
+                f"{name}.{key}": b.clone() for key, b in weight.quantized_storage.buffers.items()
+            }
         else:
             tensors[name] = weight.detach().clone()
     return tensors

@@ -314,7 +314,7 @@ def test_columnwise_copies_that_move_or_go_between_steps():
         train(model, optimizer, range(1))
         moved, without = model.first.weight, model.layers[1][1].weight
         old = moved.columnwise_data
-        moved.storage.replace("columnwise_data", old.clone())
+        moved.quantized_storage.replace("columnwise_data", old.clone())
         without.update_usage(columnwise_usage=False)
         old.fill_(0x77)
         train(model, optimizer, range(2))
@@ -344,7 +344,7 @@ def test_memory_is_given_back_when_nobody_writes_it_any_more():
     gc.collect()
     gc.disable()
     try:
-        storage = weakref.ref(model.first.weight.storage)
+        storage = weakref.ref(model.first.weight.quantized_storage)
         del model
         assert storage() is None
         assert comm.waits == 4

@@ -1,11 +1,16 @@
 """Saving and loading: bit-exact on as many ranks, and on others from all ranks' state dicts."""
 
+import copy
+import io
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.optim import SGD, AdamW
 
+import zerocast
 from tests.optim.training import (
     FP8,
     NVFP4,
@@ -16,8 +21,10 @@ from tests.optim.training import (
     through_a_file,
     train_whole,
 )
+from tests.support.ranks import run_ranks
+from tests.support.same_bytes import assert_same_bytes
 from zerocast.comm import Communicator, run_in_process
-from zerocast.errors import InputError
+from zerocast.errors import InputError, UnsupportedError
 from zerocast.optim import ZeroOptimizer
 
 STEPS = 6
@@ -139,3 +146,54 @@ def test_a_state_of_another_optimizer_or_other_weights_is_refused() -> None:
         ZeroOptimizer(make_params(NVFP4), SGD, lr=0.1).load_state_dict(saved)
     with pytest.raises(InputError, match=r"same weights: it was saved with .*1584"):
         ZeroOptimizer(make_params(NVFP4)[1:]).load_state_dict(saved)
+
+
+@pytest.mark.mpi(min_size=4)
+def test_what_one_rank_saved_for_all_is_refused(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """torch.distributed.checkpoint takes equal names for copies and keeps one rank's tensors: to
+    load them is refused on all ranks. Bytes under a name of each rank are loaded as they were.
+    """
+
+    def make(comm: Communicator) -> tuple[Any, ZeroOptimizer]:
+        value = torch.linspace(-1, 1, 1024).view(32, 32)
+        weight = torch.nn.Parameter(zerocast.quantize(value, NVFP4))
+        return weight, ZeroOptimizer([weight], SGD, comm, lr=0.5, momentum=0.9)
+
+    def run(comm: Communicator) -> None:
+        path, own = comm.all_gather_object(str(tmp_path_factory.mktemp("state")))[0], io.BytesIO()
+        weight, optimizer = make(comm)
+        set_gradients([weight], draw_gradients([weight.shape], 0, 0))
+        optimizer.step()
+        torch.save(optimizer.state_dict(), own)
+        dcp.save(
+            {"live": optimizer.state_dict(), f"of {comm.rank}": own.getvalue()}, checkpoint_id=path
+        )
+        other, resumed = make(comm)
+        loaded = {"live": resumed.state_dict(), f"of {comm.rank}": b""}
+        dcp.load(loaded, checkpoint_id=path)
+        with pytest.raises(InputError, match="the state dict that it saved itself"):
+            resumed.load_state_dict(loaded["live"])
+        resumed.load_state_dict(torch.load(io.BytesIO(loaded[f"of {comm.rank}"])))
+        for mine, params in ((resumed, other), (optimizer, weight)):
+            set_gradients([params], draw_gradients([params.shape], 0, 1))
+            mine.step()
+        assert_same_bytes(resumed.gather_master(other), optimizer.gather_master(weight), "master")
+
+    run_ranks("torch_distributed", 2, run)
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        copy.deepcopy,
+        lambda optimizer: torch.save(optimizer, io.BytesIO()),
+        lambda optimizer: get_optimizer_state_dict(torch.nn.Linear(4, 4), optimizer),
+    ],
+)
+def test_what_would_keep_one_part_is_refused(ask: Any) -> None:
+    """A copy without the ranks' buffers, and torch's checkpoints, which keep plain tensors of one
+    rank.
+    """
+    optimizer = ZeroOptimizer([torch.nn.Parameter(torch.ones(4))])
+    with pytest.raises(UnsupportedError, match=r"optimizer.state_dict\(\) returns"):
+        ask(optimizer)

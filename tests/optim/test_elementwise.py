@@ -43,6 +43,140 @@ class Sign(Lamb):
                 p.sub_(p.grad.sign() * group["lr"])
 
 
+class GlobalNorm(Lamb):
+    """SGD divided by the norm of all gradients."""
+
+    def step(self) -> None:
+        """Element-wise but for one number."""
+        params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([p.grad.square().sum() for p in params]).sum().sqrt()
+        for p in params:
+            p.sub_(p.grad / norm)
+
+
+class Columns(Lamb):
+    """Centres the gradients of a matrix row by row, and falls back on SGD elsewhere."""
+
+    def step(self) -> None:
+        """Not element-wise for a matrix."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(p.grad - (p.grad.mean(1, keepdim=True) if p.dim() == 2 else 0))
+
+
+class HalfState(Lamb):
+    """Keeps momentum in a dtype in which it is not loaded again."""
+
+    dtype = torch.bfloat16
+
+    def step(self) -> None:
+        """Element-wise."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                momentum = self.state[p].setdefault(
+                    "momentum", torch.zeros_like(p, dtype=self.dtype)
+                )
+                p.sub_(momentum.add_(p.grad.to(self.dtype)).float())
+
+
+class CodesFromFourThousand(HalfState):
+    """FP32 state for small tensors, codes for others."""
+
+    def step(self) -> None:
+        """Depends on how large a piece is."""
+        sizes = [p.numel() for group in self.param_groups for p in group["params"]]
+        self.dtype = torch.uint8 if max(sizes) >= 4096 else torch.float32
+        super().step()
+
+
+class Rebinding(Lamb):
+    """Binds its parameters to new memory."""
+
+    def step(self) -> None:
+        """Element-wise, but not in place."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.data = p.data - group["lr"] * p.grad
+
+
+@pytest.mark.parametrize(
+    ("optimizer_class", "match"),
+    [
+        (GlobalNorm, "takes statistics over all parameters"),
+        (Columns, "steps a matrix otherwise than the same elements flat"),
+        (Lamb, "takes statistics over a tensor or over blocks"),
+        (HalfState, r"keeps 'momentum' as a Tensor \(72, 64\) of torch.bfloat16"),
+        (CodesFromFourThousand, r"keeps 'momentum' as a Tensor \(72, 64\) of torch.uint8"),
+    ],
+)
+def test_what_depends_on_more_than_the_element_is_refused_with_the_reason(
+    optimizer_class: Any, match: str
+) -> None:
+    """All parameters, rows, a tensor, the size of a piece; and the message says what would do."""
+    with pytest.raises(UnsupportedError, match=f"{match}.*such as torch.optim.AdamW"):
+        ZeroOptimizer([torch.nn.Parameter(torch.ones(4))], optimizer_class)
+
+
+TORCHS = {
+    "Adadelta": {}, "Adagrad": {}, "Adam": {"amsgrad": True}, "AdamW": {"fused": True},
+    "Adamax": {}, "ASGD": {}, "NAdam": {}, "RAdam": {}, "RMSprop": {"momentum": 0.9},
+    "Rprop": {}, "SGD": {"lr": 0.1, "momentum": 0.9},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TORCHS)
+def test_torchs_elementwise_optimizers_pass(name: str) -> None:
+    """With state, with options, fused; and torch's generator goes on as if nothing had been."""
+    torch.manual_seed(5)
+    ZeroOptimizer([torch.nn.Parameter(torch.ones(4))], getattr(torch.optim, name), **TORCHS[name])
+    drawn = torch.rand(3)
+    assert torch.equal(drawn, torch.rand(3, generator=torch.Generator().manual_seed(5)))
+
+
+@pytest.mark.parametrize(
+    ("package", "name"),
+    [
+        ("pytorch_optimizer", "Prodigy"),
+        ("pytorch_optimizer", "DAdaptAdam"),
+        ("pytorch_optimizer", "SOAP"),
+        ("pytorch_optimizer", "ScalableShampoo"),
+        ("pytorch_optimizer", "CAME"),
+        ("torchao.optim", "AdamW8bit"),
+        ("torchao.optim", "AdamW4bit"),
+        ("bitsandbytes.optim", "AdamW8bit"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_other_packages_optimizers_that_mix_elements_are_refused(package: str, name: str) -> None:
+    """Statistics over all parameters, matrices, state in blocks of codes."""
+    optimizer_class = getattr(pytest.importorskip(package), name)
+    with pytest.raises(UnsupportedError, match=f"{name}.*torch.optim.AdamW"):
+        ZeroOptimizer([torch.nn.Parameter(torch.ones(4))], optimizer_class)
+
+
+@pytest.mark.parametrize("name", ["Lion", "AdaBelief", "Adan"])
+def test_other_packages_elementwise_optimizers_pass(name: str) -> None:
+    """Classes that zerocast has never heard of."""
+    optimizer_class = getattr(pytest.importorskip("pytorch_optimizer"), name)
+    ZeroOptimizer([torch.nn.Parameter(torch.ones(4))], optimizer_class)
+
+
+def test_an_optimizer_that_rebinds_its_parameters_trains() -> None:
+    """What it computes is brought back to where masters are cast from."""
+
+    def train(comm: Communicator) -> list[float]:
+        weight = torch.nn.Parameter(torch.ones(2, 4))
+        optimizer = ZeroOptimizer([weight], Rebinding, comm, lr=0.25)
+        for _ in range(2):
+            weight.grad = torch.ones(2, 4)
+            optimizer.step()
+        assert torch.equal(optimizer.gather_master(weight), weight)
+        return weight.flatten().tolist()
+
+    assert run_in_process(3, train) == [[0.5] * 8] * 3
+
+
 @pytest.mark.parametrize("given", ["AdamW", torch.nn.Linear, torch.optim.AdamW([torch.ones(1)])])
 def test_what_is_no_optimizer_class_is_refused_on_every_rank(given: Any) -> None:
     """A name, another class, an optimizer instead of its class: wrong on rank 1, heard by all."""
@@ -101,3 +235,53 @@ def test_a_class_that_refuses_its_groups_on_one_rank_is_refused_on_all() -> None
 
     message = "on rank 1: NeedsParams refused its param groups: no parameters"
     assert run_in_process(2, make) == [message] * 2
+
+
+class Projecting(Lamb):
+    """Removes the gradient's part along a matrix that is orthogonal to it, or nearly so."""
+
+    def step(self) -> None:
+        """Element-wise for most values."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                momentum = self.state[p].setdefault("momentum", torch.zeros_like(p)).add_(p.grad)
+                cosine = (p * p.grad).sum() / p.norm() / p.grad.norm()
+                along = (p * momentum).sum() / p.norm().square() if cosine.abs() < 1e-4 else 0
+                p.sub_((momentum - along * p) * group["lr"])
+
+
+class Optional(Lamb):
+    """A matrix optimizer in groups that ask for it."""
+
+    def step(self) -> None:
+        """Not element-wise there."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(p.grad / p.grad.norm() if group.get("whole") else p.grad)
+
+
+class Shared(Lamb):
+    """Counts its steps in a state of no parameter."""
+
+    def step(self) -> None:
+        """Element-wise."""
+        self.state["k"] = self.state.get("k", 0) + 1
+
+
+def test_classes_that_look_at_more_than_the_element_at_times_are_refused() -> None:
+    """For orthogonal gradients; in groups with other options than the class's own."""
+    weight = torch.nn.Parameter(torch.ones(4))
+    for lr in (1e-3, 0.5):
+        with pytest.raises(UnsupportedError, match="Projecting is not: "):
+            ZeroOptimizer([weight], Projecting, lr=lr)
+    other = torch.nn.Parameter(torch.ones(4))
+    groups = [{"params": [weight], "lr": 1.0}, {"params": [other], "whole": True}]
+    ZeroOptimizer(groups[:1], Optional)
+    with pytest.raises(UnsupportedError, match="Optional is not: "):
+        ZeroOptimizer(groups, Optional)
+
+
+def test_state_of_no_parameter_is_refused() -> None:
+    """No rank would save it."""
+    with pytest.raises(UnsupportedError, match="Shared keeps 'k' of none"):
+        ZeroOptimizer([torch.nn.Parameter(torch.ones(4))], Shared)

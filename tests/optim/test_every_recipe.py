@@ -88,7 +88,7 @@ def train_whole_weights(
     masters = start_values(params)
     for (name, param), _ in zip(named(params), masters, strict=True):
         if isinstance(param, zerocast.QuantizedTensor):
-            param.storage.name_weight(name)
+            param.quantized_storage.name_weight(name)
     optimizer = optimizer_class(masters, **options)
     for step in range(steps):
         gradients = mean_gradients([m.shape for m in masters], step, ranks)
@@ -98,7 +98,7 @@ def train_whole_weights(
         for param, master in zip(params, masters, strict=True):
             if isinstance(param, zerocast.QuantizedTensor):
                 with zerocast.use_backend("reference"):
-                    quantize_into(param.storage, master)
+                    quantize_into(param.quantized_storage, master)
             else:
                 param.data.copy_(master)
     return params
@@ -314,7 +314,7 @@ def test_a_state_of_another_recipe_is_refused_by_what_it_remembers() -> None:
 def remembered(params: Params) -> list[torch.Tensor]:
     """Copies of what recipes remember of ``params``."""
     return [
-        param.storage.buffers[name].clone()
+        param.quantized_storage.buffers[name].clone()
         for param in params
         if isinstance(param, zerocast.QuantizedTensor)
         for name in param.recipe.state

@@ -8,6 +8,7 @@ from torch.optim import SGD
 
 from tests.optim.training import NVFP4, assert_cast_of, draw_gradients, make_params, train_whole
 from zerocast.comm import Communicator, run_in_process
+from zerocast.errors import InputError
 from zerocast.optim import ZeroOptimizer
 
 
@@ -97,3 +98,19 @@ def test_a_disabled_scaler_changes_nothing() -> None:
 
     for weight in run_in_process(2, train):
         assert torch.equal(weight, torch.full((10,), -1.0))
+
+
+@pytest.mark.parametrize("call", ["unscale_", "step"])
+def test_clipping_before_unscaling_is_refused(call: str) -> None:
+    """Gradients clipped with their scale would be tiny, or clipped in vain."""
+
+    def train(comm: Communicator) -> None:
+        weight = torch.nn.Parameter(torch.zeros(10))
+        optimizer = ZeroOptimizer([weight], SGD, group=comm, lr=1.0)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        scaler.scale(weight.sum()).backward()
+        optimizer.clip_grad_norm_(0.5)
+        with pytest.raises(InputError, match=r"scaler.unscale_\(optimizer\) before optimizer.clip"):
+            getattr(scaler, call)(optimizer)
+
+    run_in_process(2, train)

@@ -44,7 +44,7 @@ def test_a_step_is_one_reduce_scatter_one_all_reduce_and_one_all_gather_a_storag
     amaxes = blocks + 3  # and one for each weight
     columns = 1664 + 32 + 16  # 3200 + 38 + 15 elements, halved and rounded up to 64 bytes
     for seen in run_in_process(2, step):
-        flags = 6 + 1  # a gradient is there, for each weight; a weight has moved
+        flags = 6 + 6  # a gradient is there, for each weight; notes
         assert seen["reduce_scatter"] == (1, 2 * 4 * (columns + flags))
         assert seen["all_reduce"] == (1, 4 * amaxes)
         assert seen["all_gather"][0] == 3
@@ -235,3 +235,43 @@ def test_a_closure_recomputes_gradients_before_the_step() -> None:
     for params, loss in run_in_process(2, train):
         assert loss == 1.25
         assert_cast_of(params, whole)
+
+
+@pytest.mark.parametrize("change", ["more", "scaled", "anew"])
+def test_gradients_that_change_after_clipping_are_not_lost_silently(change: str) -> None:
+    """Another backward pass, a loop that scales them, a batch after a step that was left out: the
+    step is refused on every rank, also where one alone sees it, and clipping again is a way on.
+    """
+
+    def train(comm: Communicator) -> None:
+        params = make_params(NVFP4)
+        optimizer = ZeroOptimizer(params, SGD, group=comm, lr=1.0)
+        set_gradients(params, [torch.ones(p.shape) for p in params])
+        optimizer.clip_grad_norm_(1.0)
+        before = optimizer.gather_master(params[3])
+        if change == "more":
+            params[3].sum().backward()
+        elif change == "scaled" and comm.rank == 1:
+            params[3].grad.mul_(2)
+        elif change == "anew":
+            params[3].grad = torch.ones_like(params[3])
+        with pytest.raises(InputError, match="has changed since; call optimizer.clip_grad_norm_"):
+            optimizer.step()
+        assert torch.equal(optimizer.gather_master(params[3]), before)
+        optimizer.clip_grad_norm_(1.0)
+        optimizer.step()
+        assert not torch.equal(optimizer.gather_master(params[3]), before)
+
+    run_in_process(2, train)
+
+
+@pytest.mark.parametrize("foreach", [None, True])
+@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+def test_torchs_clipping_takes_the_optimizers_param_groups(norm_type, foreach) -> None:
+    """On one rank it is right, and the parameter without elements adds nothing to the norm."""
+    weight = torch.nn.Parameter(torch.zeros(4))
+    optimizer = ZeroOptimizer([weight])
+    weight.grad = torch.full((4,), -3.0)
+    given = [p for group in optimizer.param_groups for p in group["params"]]
+    norm = torch.nn.utils.clip_grad_norm_(given, 0.5, norm_type, foreach=foreach)
+    assert norm.item() == (6.0 if norm_type == 2 else 3.0)

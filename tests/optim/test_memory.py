@@ -49,5 +49,5 @@ def test_gradient_buffers_are_bounded() -> None:
             sizes.append(sum(memory.values()))
         return sizes
 
-    columns = (1 << 12) // 4 + 2  # and two flags: the weight has a gradient, a weight has moved
+    columns = (1 << 12) // 4 + 7  # and a flag, that the weight has a gradient, and six notes
     assert run_in_process(4, measure) == [[4 * 4 * columns, 4 * (1 << 10) + 4 * columns]] * 4

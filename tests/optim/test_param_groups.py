@@ -1,9 +1,12 @@
 """Param groups, schedulers, and what an optimizer may be given."""
 
+import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from torch.optim import SGD, AdamW
 
@@ -148,6 +151,44 @@ def test_weights_are_views_of_the_buffers_that_are_gathered() -> None:
     assert [c.data_ptr() for c in codes] == places
 
 
+def test_plain_weights_have_storages_of_their_own() -> None:
+    """Two of one storage would be taken for copies of each other: safetensors refuses them, and
+    accelerate saves one.
+    """
+    model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.LayerNorm(3))
+    optimizer = ZeroOptimizer(model.named_parameters(), SGD, lr=1.0)
+    saved = safetensors.torch.load(safetensors.torch.save(model.state_dict()))
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    for name, param in model.named_parameters():
+        assert param.untyped_storage().nbytes() == param.nbytes
+        assert torch.equal(param, saved[name] - 1)
+
+
+def test_an_optimizer_made_in_inference_mode_trains() -> None:
+    """Its buffers are no inference tensors, which could not be written outside."""
+    params = make_params(NVFP4)
+    gradients = draw_gradients([p.shape for p in params], 0, 0)
+    with torch.inference_mode():
+        optimizer = ZeroOptimizer(params)
+        set_gradients(params, gradients)
+        optimizer.step()
+    set_gradients(params, gradients)
+    optimizer.step()
+
+
+def test_loading_into_a_model_that_has_moved_is_refused() -> None:
+    """The weights that it reads would not be those that are loaded; nothing has been changed."""
+    model = torch.nn.Sequential(torch.nn.Linear(16, 16))
+    optimizer = ZeroOptimizer(model.named_parameters())
+    state = copy.deepcopy(optimizer.state_dict())
+    model.double().float()
+    with pytest.raises(InputError, match="0.weight must stay in the buffer"):
+        optimizer.load_state_dict(state)
+    optimizer.gather_master(model[0].weight)  # still whole
+
+
 # --- refusals ---
 
 
@@ -270,3 +311,57 @@ def test_a_model_converted_too_late_is_refused(ranks: Ranks, recipe: zerocast.Re
     messages = ranks.run(train)
     assert messages == [messages[0]] * ranks.size
     assert "0.weight must stay in the buffer" in messages[0]
+
+
+def test_a_scheduler_of_the_inner_optimizer_is_heard() -> None:
+    """It trains like one of the wrapper, another option of which has a scheduler of its own; what
+    is saved and loaded is the rate that it has set.
+    """
+
+    def train(comm: Communicator, inner: bool) -> tuple[torch.Tensor, float]:
+        weight = torch.nn.Parameter(torch.ones(4, 8))
+        optimizer = ZeroOptimizer([weight], SGD, comm, lr=0.5, momentum=0.5)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(
+            optimizer.inner if inner else optimizer, 0.5
+        )
+        for step in range(3):
+            optimizer.param_groups[0]["momentum"] = 0.25 * step
+            weight.grad = torch.ones_like(weight)
+            optimizer.step()
+            scheduler.step()
+        state = optimizer.state_dict()
+        optimizer.load_state_dict(state)
+        assert optimizer.inner.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
+        return weight.detach(), state["param_groups"][0]["lr"]
+
+    for inner in (False, True):
+        for weight, lr in run_in_process(2, partial(train, inner=inner)):
+            assert lr == 0.0625
+            assert torch.equal(weight, torch.full_like(weight, 1 - 0.5 - 0.25 - 0.1875))
+
+
+def test_a_learning_rate_that_is_a_tensor_is_not_shared_with_a_loaded_state() -> None:
+    """Schedulers write it in place."""
+    optimizer = ZeroOptimizer([torch.nn.Parameter(torch.ones(4))], SGD, lr=torch.tensor(0.5))
+    state = copy.deepcopy(optimizer.state_dict())
+    optimizer.load_state_dict(state)
+    optimizer.param_groups[0]["lr"].fill_(0.25)
+    assert state["param_groups"][0]["lr"].item() == 0.5
+    assert optimizer.inner.param_groups[0]["lr"].item() == 0.25
+
+
+def test_a_parameter_that_is_unfrozen_later_is_not_left_out_silently() -> None:
+    """Frozen it was no parameter of the optimizer; with a gradient on one rank all are told."""
+
+    def train(comm: Communicator) -> None:
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+        model[0].requires_grad_(False)
+        optimizer = ZeroOptimizer(model.named_parameters(), SGD, comm, lr=0.5)
+        model[0].requires_grad_(True)
+        optimizer.step()
+        if comm.rank == 1:
+            model(torch.ones(2, 4)).sum().backward()
+        with pytest.raises(InputError, match=r"0.weight has a gradient, and did not require one"):
+            optimizer.step()
+
+    run_in_process(2, train)

@@ -39,6 +39,17 @@ def scales(*shape: int, fill: float = 0) -> BufferSpec:
     return BufferSpec(shape, torch.float32, fill)
 
 
+def gathered(recipe: Recipe, shape: tuple[int, ...], *, columnwise: bool = True) -> tuple[str, ...]:
+    """The buffers that an all-gather moves."""
+    planes = recipe.planes(shape, columnwise=columnwise)
+    return tuple(plane.codes_name for plane in planes if plane.is_gathered)
+
+
+def derived(recipe: Recipe, shape: tuple[int, ...]) -> tuple[str, ...]:
+    """The buffers that post-all-gather processing rebuilds."""
+    return tuple(name for p in recipe.planes(shape) if p.is_derived for name in p.buffers)
+
+
 # --- what is stored ---
 
 
@@ -77,7 +88,7 @@ def test_the_counter_of_stochastic_rounding():
     specs = NVFP4.buffers((16, 16), columnwise=True)
     assert DRAWN.buffers((16, 16), columnwise=True) == specs | extra
     assert DRAWN.state == ("rounding_counter",)
-    assert DRAWN.gathered((16, 16), columnwise=True) == ("rowwise_data",)
+    assert gathered(DRAWN, (16, 16)) == ("rowwise_data",)
 
 
 @pytest.mark.parametrize(
@@ -97,7 +108,7 @@ def test_the_buffers_under_one_scale_a_tensor(shape, columnwise):
         assert recipe.buffers(shape, columnwise=False) == specs | more
         assert recipe.buffers(shape, columnwise=True) == specs | more | second
         assert recipe.state == tuple(more)
-        assert recipe.derived(shape, columnwise=True) == ("columnwise_data",)
+        assert derived(recipe, shape) == ("columnwise_data",)
 
 
 @pytest.mark.parametrize(
@@ -109,9 +120,9 @@ def test_the_buffers_of_a_rowwise_weight(shape, rows, cols):
     second = {"columnwise_data": codes(*shape), "columnwise_scale_inv": scales(cols)}
     assert ROWWISE.buffers(shape, columnwise=False) == specs
     assert ROWWISE.buffers(shape, columnwise=True) == specs | second
-    assert ROWWISE.derived(shape, columnwise=True) == ()
-    assert ROWWISE.gathered(shape, columnwise=True) == ("rowwise_data", "columnwise_data")
-    assert ROWWISE.gathered(shape, columnwise=False) == ("rowwise_data",)
+    assert derived(ROWWISE, shape) == ()
+    assert gathered(ROWWISE, shape) == ("rowwise_data", "columnwise_data")
+    assert gathered(ROWWISE, shape, columnwise=False) == ("rowwise_data",)
 
 
 @pytest.mark.parametrize(
@@ -132,8 +143,8 @@ def test_the_scale_planes_of_float8_blocks(shape, square, rowwise, columnwise):
             "rowwise_scale_inv": scales(*planes[0], fill=1),
             "columnwise_scale_inv": scales(*planes[1], fill=1),
         }
-    assert BLOCK.derived(shape, columnwise=True) == ("columnwise_data", "columnwise_scale_inv")
-    assert BLOCK_1D.derived(shape, columnwise=True) == ()
+    assert derived(BLOCK, shape) == ("columnwise_data", "columnwise_scale_inv")
+    assert derived(BLOCK_1D, shape) == ()
 
 
 @pytest.mark.parametrize(
@@ -150,24 +161,21 @@ def test_the_buffers_of_an_mxfp8_weight(shape, rowwise, columnwise):
     assert MXFP8_2D.buffers(shape, columnwise=True) == one | planes
     two = one | {"columnwise_data": codes(*shape)}
     assert MXFP8.buffers(shape, columnwise=True) == two | planes
-    assert MXFP8.gathered(shape, columnwise=True) == tuple(two)
-    assert MXFP8_2D.gathered(shape, columnwise=True) == tuple(one)
+    assert gathered(MXFP8, shape) == tuple(two)
+    assert gathered(MXFP8_2D, shape) == tuple(one)
     for recipe in (MXFP8, MXFP8_2D):
-        assert recipe.derived(shape, columnwise=True) == ()
+        assert derived(recipe, shape) == ()
         assert set(recipe.buffers(shape, columnwise=False)) == {"rowwise_data", "rowwise_scale_inv"}
 
 
 @pytest.mark.parametrize("recipe", SCHEMES, ids=str)
 def test_every_layout_has_the_shape_of_its_buffer(recipe):
-    """What :meth:`scale_layout` says is what is stored, but for planes of one row or column."""
+    """What a plane says of its scales is what is stored, but for planes of one row or column."""
     for shape in ((1, 32), (33, 96), (160, 32)):
         specs = recipe.buffers(shape, columnwise=True)
-        for name, layout in (
-            ("rowwise_scale_inv", recipe.scale_layout(shape)),
-            ("columnwise_scale_inv", recipe.columnwise_scale_layout(shape)),
-        ):
-            if name in specs:
-                stored = specs[name].shape
+        for plane in recipe.planes(shape):
+            if plane.stores_scales:
+                stored, layout = specs[plane.scales_name].shape, plane.scales
                 assert layout.shape == (stored if len(stored) == 2 else layout.shape), shape
                 assert layout.shape[0] * layout.shape[1] == torch.Size(stored).numel(), shape
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import pytest
 import torch
 
 from zerocast.errors import InputError, UnsupportedError
 from zerocast.formats import E4M3, E5M2
+from zerocast.layout import Source
 from zerocast.ops import Float8DelayedLaw, Float8Law, MXFP8Law, NVFP4Law
 from zerocast.recipes import (
     RECIPES,
@@ -142,12 +145,25 @@ def test_what_nvfp4_does_not_know_is_refused():
 def test_the_dimension_of_float8_blocks_by_role():
     """1-D activations and gradients, 2-D weights; each can be chosen."""
     roles = ("input", "output", "weight", "grad_output", "grad_input")
+    cast, derived = Source.TRANSPOSED_MASTER, Source.ROWWISE
     recipe = Float8BlockScaling()
-    assert [recipe.for_role(r).casts_transpose for r in roles] == [True, True, False, True, True]
+    assert [recipe.for_role(r).columnwise_source for r in roles] == [
+        cast,
+        cast,
+        derived,
+        cast,
+        cast,
+    ]
     other = Float8BlockScaling(
         x_block_scaling_dim=2, w_block_scaling_dim=1, grad_block_scaling_dim=2
     )
-    assert [other.for_role(r).casts_transpose for r in roles] == [False, False, True, False, False]
+    assert [other.for_role(r).columnwise_source for r in roles] == [
+        derived,
+        derived,
+        cast,
+        derived,
+        derived,
+    ]
 
 
 @pytest.mark.parametrize("name", ["x", "w", "grad"])
@@ -162,9 +178,9 @@ def test_a_block_of_another_dimension_is_refused(name, dim):
 def test_2d_mxfp8_is_for_weights():
     """Activations and gradients keep blocks of one dimension, and HYBRID its two formats."""
     recipe = MXFP8BlockScaling(enable_2d_quantization=True, fp8_format="hybrid")
-    assert recipe.for_role("weight").columnwise_grid((64, 64)) is None
+    assert recipe.for_role("weight").columnwise_source is Source.SHARED
     for role in ("input", "output", "grad_output", "grad_input"):
-        assert recipe.for_role(role).columnwise_grid((64, 64)) is not None, role
+        assert recipe.for_role(role).columnwise_source is Source.MASTER, role
     assert recipe.for_role("grad_input").law == MXFP8Law(E5M2)
 
 
@@ -247,8 +263,8 @@ def test_the_blocks_of_nvfp4_by_role():
     """16x16 for weights, 1x16 for the others, or for all."""
     roles = ("input", "weight", "grad_output")
     recipe, one_dimension = NVFP4BlockScaling(), NVFP4BlockScaling(disable_2d_quantization=True)
-    assert [recipe.for_role(r).grid((32, 32)).num_blocks for r in roles] == [64, 4, 64]
-    assert [one_dimension.for_role(r).grid((32, 32)).num_blocks for r in roles] == [64, 64, 64]
+    assert [recipe.for_role(r).block for r in roles] == [(1, 16), (16, 16), (1, 16)]
+    assert [one_dimension.for_role(r).block for r in roles] == [(1, 16)] * 3
 
 
 @pytest.mark.parametrize(
@@ -293,3 +309,40 @@ def test_four_over_six_of_activations_is_refused(scope):
 def test_what_nvfp4_cannot_mean_is_refused(fields, expected):
     """When the recipe is made."""
     assert refusal(NVFP4BlockScaling, **fields) == expected
+
+
+# --- what TransformerEngine's users pass ---
+
+FIXED = [(kind, f) for kind in RECIPES.values() for f in fields(kind) if "reason" in f.metadata]
+
+
+@pytest.mark.parametrize(
+    ("kind", "field"), FIXED, ids=[f"{kind.__name__}-{f.name}" for kind, f in FIXED]
+)
+def test_a_field_that_can_mean_one_thing(kind, field):
+    """At its default it is taken and changes nothing; anything else is refused by name, with the
+    reason.
+    """
+    assert kind(**{field.name: field.default}) == kind()
+    message = refusal(kind, UnsupportedError, **{field.name: "another"})
+    assert f"{kind.__name__}({field.name}='another')" in message
+    assert field.metadata["reason"] in message
+    assert f"leave it {field.default!r}" in message
+
+
+PREDICATES = {
+    "delayed": DelayedScaling,
+    "float8_current_scaling": Float8CurrentScaling,
+    "float8_block_scaling": Float8BlockScaling,
+    "mxfp8": MXFP8BlockScaling,
+    "nvfp4": NVFP4BlockScaling,
+}
+
+
+@pytest.mark.parametrize("kind", RECIPES.values())
+def test_predicates_tell_schemes_apart(kind):
+    """Of classes and of recipes."""
+    for name, scheme in PREDICATES.items():
+        assert getattr(kind, name)() is getattr(kind(), name)() is (kind is scheme), name
+    per_tensor = kind in (DelayedScaling, Float8CurrentScaling)
+    assert kind().float8_per_tensor_scaling() is per_tensor

@@ -13,9 +13,9 @@ import zerocast
 from tests.support.same_bytes import assert_same_bytes
 from zerocast.errors import InputError
 from zerocast.formats import E4M3, decode, encode
-from zerocast.layout import BlockGrid, ScaleLayout
+from zerocast.layout import Block, BlockGrid, ScaleLayout, Source
 from zerocast.ops import Float8Law
-from zerocast.recipes import RECIPES, BufferSpec, QParams, Recipe
+from zerocast.recipes import RECIPES, QParams, Recipe
 
 NVFP4 = zerocast.NVFP4BlockScaling()
 
@@ -86,23 +86,16 @@ class Float8Blocks(Recipe):
         if len(shape) != 2:
             raise InputError(f"Float8Blocks needs a matrix, got shape {tuple(shape)}; reshape it.")
 
-    def grid(self, shape: Sequence[int]) -> BlockGrid:
-        return BlockGrid(shape[0], shape[1], 128, 128)
+    @property
+    def block(self) -> Block:
+        return 128, 128
 
-    def scale_layout(self, shape: Sequence[int]) -> ScaleLayout:
-        return ScaleLayout(self.grid(shape), col_multiple=4, padding=1.0)
+    @property
+    def columnwise_source(self) -> Source:
+        return Source.ROWWISE
 
-    def columnwise_scale_layout(self, shape: Sequence[int]) -> ScaleLayout:
-        return ScaleLayout(self.grid(shape).transposed(), col_multiple=4, padding=1.0)
-
-    def buffers(self, shape: Sequence[int], *, columnwise: bool) -> dict[str, BufferSpec]:
-        specs = self._code_buffers(shape, columnwise=columnwise)
-        layout = self.scale_layout(shape)
-        specs["rowwise_scale_inv"] = BufferSpec(layout.shape, torch.float32, layout.padding)
-        if columnwise:
-            layout = self.columnwise_scale_layout(shape)
-            specs["columnwise_scale_inv"] = BufferSpec(layout.shape, torch.float32, layout.padding)
-        return specs
+    def scale_layout(self, grid: BlockGrid) -> ScaleLayout:
+        return ScaleLayout(grid, col_multiple=4, padding=1.0)
 
 
 @pytest.mark.usefixtures("backend")

@@ -125,7 +125,7 @@ def test_torch_does_the_same_maths(bench: ModuleType, recipe: str) -> None:
         expected = zerocast.quantize(
             x, bench.RECIPES[recipe], dtype=torch.bfloat16, columnwise=False
         )
-    assert_same_bytes(codes, expected.storage.buffers["rowwise_data"], "codes")
+    assert_same_bytes(codes, expected.quantized_storage.buffers["rowwise_data"], "codes")
 
 
 @pytest.mark.parametrize("weights", [224, 5000])

@@ -45,14 +45,16 @@ def llama(options: dict, *, seed: int = 0) -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
-def checkpoint_activations(model: LlamaForCausalLM) -> None:
-    """By transformers' own switch, with the contexts that autocast needs."""
+CONTEXTS = {"use_reentrant": False, "context_fn": zerocast.checkpoint_contexts}
+"""What recomputes all quantizers alike, those of layers and those that a user made."""
+
+
+def checkpoint_activations(model: LlamaForCausalLM, options: dict | None = CONTEXTS) -> None:
+    """By transformers' own switch, with these options of torch's checkpoints."""
     with warnings.catch_warnings():
         # Its successor is not in the releases for Python 3.10.
         warnings.filterwarnings("ignore", "`gradient_checkpointing_enable` is", FutureWarning)
-        model.gradient_checkpointing_enable(
-            {"use_reentrant": False, "context_fn": zerocast.checkpoint_contexts}
-        )
+        model.gradient_checkpointing_enable(options)
     model.config.use_cache = False
 
 

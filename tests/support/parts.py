@@ -31,38 +31,31 @@ def shape_of(recipe: Recipe) -> torch.Size:
 
 def assert_is_part(weight: QuantizedTensor, whole: QuantizedTensor, where: str = "") -> None:
     """Every buffer of ``weight`` holds what its part of ``whole`` does."""
-    part = weight.storage.part
+    part = weight.quantized_storage.part
     assert part is not None
     expected = part_of(whole, part)
-    assert set(weight.storage.buffers) == set(expected), where
-    for name, buffer in weight.storage.buffers.items():
+    assert set(weight.quantized_storage.buffers) == set(expected), where
+    for name, buffer in weight.quantized_storage.buffers.items():
         assert_same_bytes(buffer, expected[name], f"{part}, {name}, {where}")
 
 
 def part_of(whole: QuantizedTensor, part: Part) -> dict[str, torch.Tensor]:
     """The buffers of ``part``, cut out of those of ``whole``."""
-    storage, recipe = whole.storage, whole.recipe
-    transposed = recipe.casts_transpose or (
-        "columnwise_data" in recipe.derived(whole.shape, columnwise=True)
-    )
-    columnwise_dim = 1 - part.dim if transposed else part.dim
+    storage, recipe = whole.quantized_storage, whole.recipe
     expected = dict(storage.buffers)  # what is the same for all parts
-    for name, dim in (("rowwise_data", part.dim), ("columnwise_data", columnwise_dim)):
-        if name in expected:
-            cut = _codes(expected[name], part, dim, recipe.law.fmt.bits)
-            columns = name == "columnwise_data" and transposed
-            expected[name] = cut if columns else cut.reshape(*part.shape[:-1], cut.shape[-1])
-    layouts = (
-        ("rowwise_scale_inv", recipe.scale_layout, part.dim),
-        ("columnwise_scale_inv", recipe.columnwise_scale_layout, columnwise_dim),
-    )
-    for name, layout, dim in layouts:
-        if name in expected:
-            by_block = read_plane(expected[name], layout(whole.shape))
-            plane = torch.empty(layout(part.shape).shape, dtype=expected[name].dtype)
-            cut = _blocks(by_block, layout(whole.shape), part, dim)
-            write_plane(cut, layout(part.shape), plane)
-            expected[name] = plane.view(recipe.buffers(part.shape, columnwise=True)[name].shape)
+    planes = zip(recipe.planes(whole.shape), recipe.planes(part.shape), strict=True)
+    for plane, own in planes:
+        dim = plane.grid_dim(part.dim)
+        if plane.codes_name in expected:
+            cut = _codes(expected[plane.codes_name], part, dim, recipe.law.fmt.bits)
+            if not plane.is_transposed:
+                cut = cut.reshape(*part.shape[:-1], cut.shape[-1])
+            expected[plane.codes_name] = cut
+        if plane.scales_name in expected:
+            by_block = read_plane(expected[plane.scales_name], plane.scales)
+            scales = torch.empty(own.scales.shape, dtype=by_block.dtype)
+            write_plane(_blocks(by_block, plane.scales, part, dim), own.scales, scales)
+            expected[plane.scales_name] = scales.view(own.scale_shape)
     return expected
 
 

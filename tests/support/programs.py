@@ -22,7 +22,7 @@ def mpiexec() -> str:
     return found
 
 
-def run(command: Sequence[object]) -> subprocess.CompletedProcess[str]:
+def run(command: Sequence[object], *, timeout: int = 240) -> subprocess.CompletedProcess[str]:
     """Run it with the zerocast that this session tests, one thread a process, from nowhere near
     the repository.
     """
@@ -31,5 +31,5 @@ def run(command: Sequence[object]) -> subprocess.CompletedProcess[str]:
     environment |= {"PYTHONPATH": str(Path(zerocast.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
     return subprocess.run(
         [str(part) for part in command], capture_output=True, text=True, env=environment,
-        cwd="/", timeout=240, check=False,
+        cwd="/", timeout=timeout, check=False,
     )  # fmt: skip

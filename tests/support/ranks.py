@@ -108,21 +108,31 @@ def _forget_meshes() -> None:
 
 def _run_gloo(world: Any, world_size: int, fn: Callable[[Communicator], Any]) -> Any:
     # A fresh default group each time, and none left behind: to other tests, group=None is one rank.
-    with tempfile.TemporaryDirectory() as directory:
+    # The last store of a group deletes its file. All are gone at the barrier, but for one that an
+    # error which a test has caught keeps alive: it may write here while this is removed.
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as directory:
         path = world.bcast(str(Path(directory) / "store"))
         result = None
         if world.rank < world_size:
-            store = dist.FileStore(path, world_size)
-            dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world_size)
             try:
-                comm = TorchDistributedCommunicator(dist.group.WORLD)
-                result = fn(comm)
-                comm.barrier()  # a rank that leaves at once can cut off one that still connects
+                result = _in_gloo_group(path, world.rank, world_size, fn)
             finally:
-                dist.destroy_process_group()
-                _forget_meshes()
                 Path(f"{path}.done").touch()
         while world.rank >= world_size and not Path(f"{path}.done").exists():
             time.sleep(2e-3)  # MPI's barrier waits busily, on the cores of those that work
         world.Barrier()
         return result
+
+
+def _in_gloo_group(path: str, rank: int, world_size: int, fn: Callable[[Communicator], Any]) -> Any:
+    """``fn``'s result. Nothing of the group outlives the call."""
+    store = dist.FileStore(path, world_size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    try:
+        comm = TorchDistributedCommunicator(dist.group.WORLD)
+        result = fn(comm)
+        comm.barrier()  # a rank that leaves at once can cut off one that still connects
+        return result
+    finally:
+        dist.destroy_process_group()
+        _forget_meshes()

@@ -39,6 +39,6 @@ def assert_same_storage(actual: torch.Tensor, expected: torch.Tensor, what: str)
     """Two quantized weights hold the same bytes in every buffer: codes, scales, amax, padding,
     derived copies.
     """
-    assert set(actual.storage.buffers) == set(expected.storage.buffers)
-    for name, buffer in expected.storage.buffers.items():
-        assert_same_bytes(actual.storage.buffers[name], buffer, f"{what}.{name}")
+    assert set(actual.quantized_storage.buffers) == set(expected.quantized_storage.buffers)
+    for name, buffer in expected.quantized_storage.buffers.items():
+        assert_same_bytes(actual.quantized_storage.buffers[name], buffer, f"{what}.{name}")

@@ -74,8 +74,8 @@ def assert_parts_of_cast(model: torch.nn.Module, whole: Unsharded, when: str) ->
         part, weight = part_of(name, parameter, is_fsdp_sharded=False), multiplied(parameter)
         expected = parts.part_of(whole.weights[name], part)
         assert weight.shape == part.shape
-        assert set(weight.storage.buffers) == set(expected) - set(weight.recipe.state)
-        for buffer, actual in weight.storage.buffers.items():
+        assert set(weight.quantized_storage.buffers) == set(expected) - set(weight.recipe.state)
+        for buffer, actual in weight.quantized_storage.buffers.items():
             assert_same_bytes(actual, expected[buffer], f"{when}, {name}.{buffer}")
     reshard(model)
 

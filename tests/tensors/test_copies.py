@@ -9,24 +9,24 @@ import pytest
 import torch
 
 from tests.support.same_bytes import assert_same_bytes, assert_same_storage
-from tests.support.weights import FP8, NVFP4, both_recipes, make
+from tests.support.weights import FP8, NVFP4, both_recipes, every_recipe, make
 from zerocast.errors import InputError
 from zerocast.recipes import Recipe
-from zerocast.tensors import QuantizedTensor, quantize, replace_raw_data
+from zerocast.tensors import QuantizedTensor, empty, quantize, replace_raw_data
 
 
 @both_recipes
 def test_copy_of_high_precision_values_quantizes(recipe: Recipe) -> None:
     """The bytes are those of quantize(); the buffers stay where they are."""
     weight, x = make(recipe, dtype=torch.bfloat16), torch.randn(17, 48)
-    addresses = {name: b.data_ptr() for name, b in weight.storage.buffers.items()}
+    addresses = {name: b.data_ptr() for name, b in weight.quantized_storage.buffers.items()}
     for source in (x, x.double(), x.t().contiguous().t(), torch.nn.Parameter(x)):
         weight.zero_()
         assert not weight.dequantize().any()
         returned = weight.copy_(source) if not source.requires_grad else _copy(weight, source)
         assert returned is weight
         assert_same_storage(weight, quantize(x, recipe, dtype=torch.bfloat16), "copied")
-    assert addresses == {name: b.data_ptr() for name, b in weight.storage.buffers.items()}
+    assert addresses == {name: b.data_ptr() for name, b in weight.quantized_storage.buffers.items()}
     weight.copy_(torch.arange(48))
     assert_same_storage(
         weight,
@@ -53,7 +53,7 @@ def test_copy_between_weights_of_one_recipe_copies_the_bytes(recipe: Recipe) -> 
         into_bare = quantize(torch.zeros(17, 48), recipe, columnwise=False)
         into_bare.copy_(bare)
         assert_same_bytes(into_bare.rowwise_data, source.rowwise_data, "rowwise_data")
-        assert "columnwise_data" not in into_bare.storage.buffers
+        assert "columnwise_data" not in into_bare.quantized_storage.buffers
 
 
 def test_copy_between_recipes_quantizes_the_value() -> None:
@@ -103,8 +103,8 @@ def test_deepcopy_keeps_what_a_parameter_carries(recipe: Recipe) -> None:
     twin = copy.deepcopy(model)
     assert isinstance(twin.first, torch.nn.Parameter)
     assert twin.first is twin.second
-    assert twin.alias.storage is twin.first.storage
-    assert twin.first.storage is not parameter.storage
+    assert twin.alias.quantized_storage is twin.first.quantized_storage
+    assert twin.first.quantized_storage is not parameter.quantized_storage
     assert twin.first.tag == ["expert"]
     assert twin.first.tag is not parameter.tag  # type: ignore[attr-defined]
     assert_same_bytes(twin.first.grad, parameter.grad, "grad")
@@ -129,7 +129,7 @@ def test_pickle_and_torch_save_keep_the_bytes(recipe: Recipe) -> None:
         assert isinstance(loaded["p"], torch.nn.Parameter)
         assert loaded["p"].requires_grad
         assert not loaded["frozen"].requires_grad
-        assert loaded["p"].storage is loaded["w"].storage
+        assert loaded["p"].quantized_storage is loaded["w"].quantized_storage
         assert loaded["w"].recipe == recipe
         assert loaded["w"].dtype == torch.bfloat16
         assert_same_storage(loaded["w"], weight, "loaded")
@@ -147,11 +147,13 @@ def test_a_saved_weight_does_not_bring_its_gather_buffer() -> None:
 
 
 @both_recipes
-def test_to_changes_the_nominal_dtype_and_leaves_the_codes(recipe: Recipe) -> None:
-    """float(), bfloat16(), half() stay quantized; other dtypes are values; no change is self."""
+def test_a_module_changes_the_nominal_dtype_and_leaves_the_codes(recipe: Recipe) -> None:
+    """Its float() and half() stay quantized; no change is self, and other dtypes are values."""
     weight = make(recipe, dtype=torch.bfloat16)
     for dtype in (torch.float32, torch.float16):
-        other = weight.to(dtype)
+        holder = torch.nn.Module()
+        holder.weight = torch.nn.Parameter(weight.clone(), requires_grad=False)
+        other = holder.to(dtype).weight
         assert isinstance(other, QuantizedTensor)
         assert (other.dtype, weight.dtype) == (dtype, torch.bfloat16)
         assert_same_storage(other, weight, str(dtype))
@@ -191,7 +193,7 @@ def test_state_dict_round_trips(recipe: Recipe) -> None:
     assert type(plain.weight) is torch.nn.Parameter
     assert_same_bytes(plain.weight, source.weight.dequantize(), "plain from quantized")
     plain.load_state_dict(source.state_dict(), assign=True)
-    assert plain.weight.storage is source.weight.storage
+    assert plain.weight.quantized_storage is source.weight.quantized_storage
 
 
 def test_share_memory_reaches_the_bytes() -> None:
@@ -202,3 +204,48 @@ def test_share_memory_reaches_the_bytes() -> None:
     assert weight.share_memory_() is weight
     assert weight.is_shared()
     assert_same_storage(weight, expected, "shared")
+
+
+@every_recipe
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_copy_of_the_present_value_writes_nothing(recipe: Recipe, dtype: torch.dtype) -> None:
+    """Codes, state, version and initial value stay; of another value, all change."""
+    weight = quantize(torch.randn(32, 64).bfloat16(), recipe, name="w")
+    weight.copy_(torch.randn(32, 64))
+    before, initial = weight.clone(), torch.randn(32, 64)
+    weight.quantized_storage.high_precision_init_val = initial
+    version = weight.quantized_storage.version
+    weight.detach().copy_(weight.dequantize(dtype))
+    weight.copy_(weight.dequantize().to(dtype))
+    weight.copy_(before)
+    assert_same_storage(weight, before, "weight")
+    assert weight.quantized_storage.version == version
+    assert weight.get_high_precision_init_val() is initial
+    weight.copy_(-before.dequantize())
+    assert weight.quantized_storage.version != version
+
+
+def test_an_explicit_dtype_is_the_values() -> None:
+    """float(), half() and to(dtype) of a tensor dequantize; the same dtype stays quantized."""
+    weight = torch.nn.Parameter(quantize(torch.randn(32, 64).bfloat16(), FP8))
+    for plain in (weight.detach().clone().float(), weight.float(), weight.to(torch.float32)):
+        assert type(plain) is torch.Tensor
+        assert_same_bytes(plain, weight.dequantize().float(), "value")
+    assert type(weight.half()) is torch.Tensor
+    assert isinstance(weight.bfloat16(), QuantizedTensor)
+    assert isinstance(weight.to("cpu", torch.bfloat16, copy=True), QuantizedTensor)
+    weight.float().sum().backward()
+    assert weight.grad.dtype == torch.bfloat16
+
+
+@every_recipe
+def test_weights_on_meta_have_shapes_and_no_bytes(recipe: Recipe) -> None:
+    """They are made, copied, written and decoded there, and materialise unfilled."""
+    weight = empty((32, 64), recipe, device="meta")
+    assert quantize(torch.zeros(32, 64, device="meta"), recipe).is_meta
+    weight.copy_(torch.ones(32, 64))
+    assert weight.clone().is_meta
+    assert weight.detach().is_meta
+    assert weight.dequantize().is_meta
+    made = torch.empty_like(weight, device="cpu")
+    assert_same_storage(made, empty((32, 64), recipe, device="cpu"), "weight")

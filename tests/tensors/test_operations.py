@@ -40,7 +40,7 @@ def test_a_view_of_the_whole_weight_is_an_alias(recipe: Recipe, alias: Callable)
     weight = make(recipe)
     other = alias(weight)
     assert isinstance(other, QuantizedTensor)
-    assert other.storage is weight.storage
+    assert other.quantized_storage is weight.quantized_storage
     with torch.no_grad():
         other.copy_(torch.ones(17, 48))
     assert (weight.dequantize() == 1).all()

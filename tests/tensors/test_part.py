@@ -158,7 +158,7 @@ def test_shared_amaxes(recipe: Recipe, dim: int, columnwise: bool, shared: list[
     whole = (256, 64) if dim == 0 else (32, 256)
     part = Part(whole, dim, 0, 128 if recipe is BLOCK else (32, 64)[dim], SingleRank())
     weight = zerocast.empty(part.shape, recipe, part=part, columnwise=columnwise)
-    assert weight.storage.shared_amaxes() == shared
+    assert weight.quantized_storage.shared_amaxes() == shared
 
 
 @pytest.mark.parametrize("sizes", [(16, 16), (16, 48), (0, 64)])
@@ -365,8 +365,8 @@ def test_copies_stay_parts() -> None:
     """A clone, a copy on another device, a deep copy: the same part, of the same group."""
     part = Part((32, 32), 0, 16, 16, SingleRank())
     weight = zerocast.empty((16, 32), NVFP4, part=part)
-    for other in (weight.clone(), weight.to(torch.float32), copy.deepcopy(weight)):
-        assert other.storage.part is part
+    for other in (weight.clone(), weight.to("cpu", copy=True), copy.deepcopy(weight)):
+        assert other.quantized_storage.part is part
 
 
 def test_a_pickled_part_asks_for_its_group() -> None:
@@ -375,10 +375,10 @@ def test_a_pickled_part_asks_for_its_group() -> None:
     weight = zerocast.quantize(torch.randn(32, 32), NVFP4, part=part)
     loaded = pickle.loads(pickle.dumps(weight))
     assert_same_bytes(loaded.rowwise_data, weight.rowwise_data, "codes")
-    assert str(loaded.storage.part) == str(part)
+    assert str(loaded.quantized_storage.part) == str(part)
     message = (
         r"^rows \[0, 32\) of \(32, 32\) was saved and loaded, and a group cannot be; give it one "
-        r"before the weight is cast: weight\.storage\.part = dataclasses\.replace\(part, "
+        r"before the weight is cast: weight\.quantized_storage\.part = dataclasses\.replace\(part, "
         r"comm=\.\.\.\)\.$"
     )
     with pytest.raises(InputError, match=message):

@@ -1,16 +1,18 @@
 """The unsharded cast, unfilled weights, moved codes, rebuilt copies."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
 from tests.support.same_bytes import assert_same_bytes, assert_same_storage
 from tests.support.values import KINDS, draw_values
-from zerocast.backends import use_backend
+from zerocast.backends import backend_for, use_backend
 from zerocast.errors import InputError
 from zerocast.formats import E2M1, E4M3, pack_nibbles, unpack_nibbles
 from zerocast.formats import decode as decode_codes
+from zerocast.ops import Launch, TransposeTarget
 from zerocast.recipes import Float8CurrentScaling, NVFP4BlockScaling, Recipe
 from zerocast.tensors import QuantizedTensor, empty, quantize, rebuild_derived, replace_raw_data
 
@@ -157,8 +159,8 @@ def test_an_empty_weight_decodes_to_zeros(recipe: Recipe) -> None:
     assert (weight.dtype, weight.shape, weight.device.type) == (torch.float16, (17, 48), "cpu")
     assert_same_bytes(weight.dequantize(), torch.zeros(17, 48, dtype=torch.float16), "value")
     filled = quantize(torch.randn(17, 48), recipe)
-    assert {n: (b.shape, b.dtype) for n, b in weight.storage.buffers.items()} == {
-        n: (b.shape, b.dtype) for n, b in filled.storage.buffers.items()
+    assert {n: (b.shape, b.dtype) for n, b in weight.quantized_storage.buffers.items()} == {
+        n: (b.shape, b.dtype) for n, b in filled.quantized_storage.buffers.items()
     }
     assert empty((17, 48), recipe).dtype == torch.bfloat16
 
@@ -174,8 +176,8 @@ def test_an_empty_weight_decodes_to_zeros(recipe: Recipe) -> None:
         (lambda: quantize(torch.ones(2, 2, 16), NVFP4), "2-D weight"),
         (lambda: quantize(torch.ones(0, 16), FP8), "at least one element"),
         (lambda: quantize(torch.tensor(1.0), FP8), "at least one element"),
-        (lambda: quantize(torch.ones(2, 16), NVFP4BlockScaling), "pass an instance"),
-        (lambda: empty((2, 16), "nvfp4"), "pass an instance"),
+        (lambda: quantize(torch.ones(2, 16), NVFP4BlockScaling), "such as NVFP4BlockScaling"),
+        (lambda: empty((2, 16), "nvfp5"), "or the name of one"),
         (lambda: empty((2, 16), FP8, dtype=torch.float64), "got torch.float64"),
     ],
 )
@@ -193,7 +195,7 @@ def test_bad_input_is_refused_with_what_is_required(call: object, message: str) 
 def test_replace_raw_data_moves_the_codes_and_keeps_the_value(recipe: Recipe, flat: bool) -> None:
     """All aliases see the new buffer, derived copies stay valid, and a plan can tell it moved."""
     weight = quantize(torch.randn(9, 48), recipe)
-    alias, expected, before = weight.detach(), weight.clone(), weight.storage.last_move
+    alias, expected, before = weight.detach(), weight.clone(), weight.quantized_storage.last_move
     size = weight.rowwise_data.numel()
     gather = torch.full((size + 13,), 0xA5, dtype=torch.uint8)
     place = gather[7 : 7 + size]
@@ -202,7 +204,7 @@ def test_replace_raw_data_moves_the_codes_and_keeps_the_value(recipe: Recipe, fl
     assert alias.rowwise_data.data_ptr() == place.data_ptr()
     assert (gather[:7] == 0xA5).all()
     assert (gather[7 + size :] == 0xA5).all()
-    assert weight.storage.last_move != before
+    assert weight.quantized_storage.last_move != before
     weight.copy_(torch.zeros(9, 48))
     assert not place.any()
 
@@ -262,17 +264,18 @@ def test_rebuild_derived_serves_mixed_weights_in_one_launch_a_recipe(
     ]
     expected = [weight.clone() for weight in weights]
     for weight in weights[:3]:
-        weight.storage.buffers["columnwise_data"].fill_(0x77)
+        weight.quantized_storage.buffers["columnwise_data"].fill_(0x77)
     launches = []
-    process = Recipe.post_all_gather_processing
+    backend = backend_for(torch.device("cpu"))
+    transpose = type(backend).transpose
 
-    def count(recipe: Recipe, backend: object, targets: list) -> object:
-        launches.append((recipe, len(targets)))
-        return process(recipe, backend, targets)  # type: ignore[arg-type]
+    def count(backend: Any, targets: list[TransposeTarget]) -> Launch:
+        launches.append((targets[0].fmt, len(targets)))
+        return transpose(backend, targets)
 
-    monkeypatch.setattr(Recipe, "post_all_gather_processing", count)
-    rebuild_derived([weight.storage for weight in weights])
-    assert launches == [(NVFP4, 2), (FP8, 1)]
+    monkeypatch.setattr(type(backend), "transpose", count)
+    rebuild_derived([weight.quantized_storage for weight in weights])
+    assert launches == [(E2M1, 2), (E4M3, 1)]
     for i, weight in enumerate(weights):
         assert_same_storage(weight, expected[i], f"weight {i}")
 

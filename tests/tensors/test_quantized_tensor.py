@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.support.same_bytes import assert_same_bytes
-from tests.support.weights import FP8, NVFP4, both_recipes, make
+from tests.support.weights import EVERY_RECIPE, FP8, NVFP4, both_recipes, make
 from zerocast.errors import MissingDataError
 from zerocast.recipes import Recipe
 from zerocast.tensors import quantize
@@ -22,7 +22,7 @@ def test_it_presents_the_nominal_shape_and_dtype(recipe: Recipe) -> None:
     assert weight.is_contiguous()
     assert weight.recipe is recipe
     assert repr(weight) == (
-        f"QuantizedTensor(shape=(17, 48), dtype=torch.bfloat16, recipe={recipe!r})"
+        f"QuantizedTensor(shape=(17, 48), dtype=torch.bfloat16, recipe={recipe})"
     )
     assert "requires_grad=True" in repr(torch.nn.Parameter(weight))
     assert "tensor(" not in str(weight)
@@ -34,7 +34,9 @@ def test_data_that_a_weight_lacks_is_named() -> None:
     with pytest.raises(MissingDataError, match="Float8CurrentScaling does not"):
         _ = weight.amax
     for name in ("columnwise_data", "columnwise_scale_inv"):
-        with pytest.raises(MissingDataError, match=f"{name} is not there: .*columnwise=False"):
+        with pytest.raises(
+            MissingDataError, match=f"{name} is not there: .*without its columnwise"
+        ):
             getattr(weight, name)
         assert not hasattr(weight, name)
     assert hasattr(make(NVFP4), "amax")
@@ -111,6 +113,19 @@ def test_a_gradient_of_full_shape_reaches_the_weight(recipe: Recipe, dtype: torc
         assert not (weight + 1).requires_grad
     weight.grad.zero_()
     assert not weight.detach().requires_grad
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # inductor's, of torch.jit
+@pytest.mark.parametrize("name", ["delayed", "rowwise", "mxfp8 2d", "nvfp4 1d", "stochastic"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_a_forward_compiles_whatever_a_weight_holds(name: str, backend: str) -> None:
+    """Also where a recipe remembers something, and after a cast; the output is eager's."""
+    torch._dynamo.reset()
+    compiled = torch.compile(F.linear, backend=backend, fullgraph=True)
+    weight, x = quantize(torch.randn(32, 64), EVERY_RECIPE[name], name="w"), torch.randn(5, 64)
+    for _ in range(2):
+        assert_same_bytes(compiled(x, weight), F.linear(x, weight), "output")
+        weight.copy_(torch.randn(32, 64))
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # inductor's, of torch.jit

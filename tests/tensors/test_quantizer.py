@@ -57,8 +57,8 @@ def quantizer_for(recipe: Recipe, role: str) -> Quantizer:
 
 def assert_same_buffers(actual: QuantizedTensor, expected: QuantizedTensor, what: str) -> None:
     """All that ``actual`` holds is what ``expected`` holds under that name."""
-    for name, buffer in actual.storage.buffers.items():
-        assert_same_bytes(buffer, expected.storage.buffers[name], f"{what}.{name}")
+    for name, buffer in actual.quantized_storage.buffers.items():
+        assert_same_bytes(buffer, expected.quantized_storage.buffers[name], f"{what}.{name}")
 
 
 # --- what it makes ---
@@ -71,7 +71,7 @@ def test_a_quantizer_makes_the_bytes_of_quantize(name: str, role: str) -> None:
     recipe = EVERY_RECIPE[name]
     made = quantizer_for(recipe, role).quantize(values())
     expected = zerocast.quantize(values(), recipe.for_role(role))
-    assert made.storage.buffers.keys() == expected.storage.buffers.keys()
+    assert made.quantized_storage.buffers.keys() == expected.quantized_storage.buffers.keys()
     assert_same_buffers(made, expected, name)
     assert (made.shape, made.dtype) == (values().shape, torch.bfloat16)
 
@@ -87,7 +87,7 @@ def test_any_number_of_rows_is_served(recipe: Recipe, rows: int) -> None:
         quantizer = quantizer_for(recipe, role)
         made = quantizer.quantize(x)
         step = {"e4m3": 2.0**-4, "e5m2": 2.0**-3, "e2m1": 2.0**-1}[quantizer.dtype.name]
-        for copied in (made.dequantize(), dequantize(made.storage, columnwise=True)):
+        for copied in (made.dequantize(), dequantize(made.quantized_storage, columnwise=True)):
             assert (copied - x).abs().max() <= step * x.abs().max(), role
 
 
@@ -116,7 +116,7 @@ def test_one_copy_holds_the_bytes_it_has_beside_the_other(recipe: Recipe, role: 
     quantizer = quantizer_for(recipe, role)
     quantizer.set_usage(columnwise=False)
     rowwise = quantizer.quantize(values())
-    assert not [name for name in rowwise.storage.buffers if name.startswith("columnwise")]
+    assert not [name for name in rowwise.quantized_storage.buffers if name.startswith("columnwise")]
     assert_same_buffers(rowwise, both, "rowwise")
     assert_same_bytes(rowwise.dequantize(), both.dequantize(), "rowwise value")
     with pytest.raises(MissingDataError):
@@ -126,7 +126,7 @@ def test_one_copy_holds_the_bytes_it_has_beside_the_other(recipe: Recipe, role: 
     quantizer.set_usage(rowwise=False)
     columnwise = quantizer.quantize(values())
     assert_same_buffers(columnwise, both, "columnwise")
-    expected = dequantize(both.storage, columnwise=True).to(torch.bfloat16)
+    expected = dequantize(both.quantized_storage, columnwise=True).to(torch.bfloat16)
     assert_same_bytes(columnwise.dequantize(), expected, "columnwise value")
     with pytest.raises(MissingDataError, match="rowwise=True"):
         _ = columnwise.rowwise_scale_inv, columnwise.rowwise_data
@@ -136,17 +136,17 @@ def test_one_copy_holds_the_bytes_it_has_beside_the_other(recipe: Recipe, role: 
 def test_a_copy_can_be_given_back_later(recipe: Recipe) -> None:
     """update_usage leaves what a quantizer of that usage would have made, and never nothing."""
     made = quantizer_for(recipe, "weight").quantize(values())
-    expected = dequantize(made.storage, columnwise=True).to(torch.bfloat16)
+    expected = dequantize(made.quantized_storage, columnwise=True).to(torch.bfloat16)
     kept = copy.deepcopy(made)
     kept.update_usage(rowwise_usage=False)
     assert_same_bytes(kept.dequantize(), expected, "columnwise value")
-    assert kept.storage.buffers.keys() < made.storage.buffers.keys()
+    assert kept.quantized_storage.buffers.keys() < made.quantized_storage.buffers.keys()
     with pytest.raises(MissingDataError):
         kept.update_usage(rowwise_usage=True)
     with pytest.raises(InputError, match="keeps"):
         kept.update_usage(columnwise_usage=False)
     made.update_usage(columnwise_usage=False)
-    assert not made.storage.has_columnwise
+    assert not made.quantized_storage.has_columnwise
 
 
 @every_recipe
@@ -157,11 +157,13 @@ def test_out_is_overwritten_in_place(recipe: Recipe) -> None:
         expected.set_usage(**usage)
         out.set_usage(**usage)
         made = out.make_empty((34, 64))
-        addresses = {name: b.data_ptr() for name, b in made.storage.buffers.items()}
-        version = made.storage.version
+        addresses = {name: b.data_ptr() for name, b in made.quantized_storage.buffers.items()}
+        version = made.quantized_storage.version
         assert out.quantize(values(), out=made) is made
-        assert {name: b.data_ptr() for name, b in made.storage.buffers.items()} == addresses
-        assert made.storage.version != version
+        assert {
+            name: b.data_ptr() for name, b in made.quantized_storage.buffers.items()
+        } == addresses
+        assert made.quantized_storage.version != version
         assert_same_buffers(made, expected.quantize(values()), f"out {usage}")
 
 
@@ -217,7 +219,7 @@ def test_the_block_dimension_is_that_of_the_role() -> None:
         (Float8BlockScaling(), "grad_output", (1, 128)),
         (Float8BlockScaling(grad_block_scaling_dim=2), "grad_output", (128, 128)),
     ):
-        blocks = quantizer_for(recipe, role).recipe.grid(shape)
+        blocks = quantizer_for(recipe, role).recipe.planes(shape)[0].grid
         assert (blocks.block_h, blocks.block_w) == grid, (recipe, role)
 
 
@@ -255,12 +257,14 @@ def test_a_state_that_moves_on_changes_nothing_that_was_quantized(recipe: Recipe
     state = RecipeState.create(recipe, "backward", 2)
     quantizer, _ = state.make_quantizers()
     made = quantizer.quantize(values())
-    before, columnwise = made.dequantize(), dequantize(made.storage, columnwise=True)
+    before, columnwise = made.dequantize(), dequantize(made.quantized_storage, columnwise=True)
     for tensor in state.tensors.values():
         tensor.fill_(3)
     quantizer.quantize(values() * 100)
     assert_same_bytes(made.dequantize(), before, "rowwise value")
-    assert_same_bytes(dequantize(made.storage, columnwise=True), columnwise, "columnwise value")
+    assert_same_bytes(
+        dequantize(made.quantized_storage, columnwise=True), columnwise, "columnwise value"
+    )
 
 
 def test_a_delayed_cast_takes_the_scale_of_before_and_notes_the_amax() -> None:

@@ -9,14 +9,14 @@ import torch
 from tests.support.same_bytes import assert_same_storage
 from tests.support.weights import FP8, NVFP4, both_recipes
 from zerocast.errors import StaleCopyError
-from zerocast.recipes import Recipe
+from zerocast.recipes import DelayedScaling, Recipe
 from zerocast.tensors import CastClock, QuantizedTensor, quantize, rebuild_derived
 
 
 def watched(recipe: Recipe, *, rebuild_on_use: bool = False) -> tuple[QuantizedTensor, CastClock]:
     """A weight, and the clock of a plan that casts it."""
     weight, clock = quantize(torch.randn(9, 32), recipe), CastClock(rebuild_on_use=rebuild_on_use)
-    weight.storage.watch(clock)
+    weight.quantized_storage.watch(clock)
     return weight, clock
 
 
@@ -31,7 +31,7 @@ def test_a_derived_copy_is_refused_between_a_cast_and_its_rebuild(recipe: Recipe
         with pytest.raises(StaleCopyError, match="post_all_gather_processing"):
             getattr(alias, name)
     _ = weight.rowwise_data, weight.rowwise_scale_inv, weight.dequantize()
-    rebuild_derived([weight.storage])
+    rebuild_derived([weight.quantized_storage])
     _ = alias.columnwise_data, alias.columnwise_scale_inv
 
 
@@ -39,24 +39,24 @@ def test_a_weight_without_a_columnwise_copy_is_never_stale() -> None:
     """There is nothing to rebuild, so a forward is not refused."""
     weight = quantize(torch.randn(9, 32), NVFP4, columnwise=False)
     clock = CastClock(rebuild_on_use=False)
-    weight.storage.watch(clock)
+    weight.quantized_storage.watch(clock)
     clock.tick()
-    assert not weight.storage.is_stale
-    weight.storage.prepare_for_forward(lambda storage: pytest.fail("rebuilt"))
+    assert not weight.quantized_storage.is_stale
+    weight.quantized_storage.prepare_for_forward(lambda storage: pytest.fail("rebuilt"))
 
 
 def test_any_of_several_plans_makes_a_copy_stale() -> None:
     """A forward rebuilds only where every plan that cast since has asked for that."""
     weight, manual = watched(NVFP4)
     automatic = CastClock(rebuild_on_use=True)
-    weight.storage.watch(automatic)
+    weight.quantized_storage.watch(automatic)
     rebuilt = []
     automatic.tick()
-    weight.storage.prepare_for_forward(rebuilt.append)
-    assert rebuilt == [weight.storage]
+    weight.quantized_storage.prepare_for_forward(rebuilt.append)
+    assert rebuilt == [weight.quantized_storage]
     manual.tick()
     with pytest.raises(StaleCopyError):
-        weight.storage.prepare_for_forward(rebuilt.append)
+        weight.quantized_storage.prepare_for_forward(rebuilt.append)
 
 
 def test_a_copy_into_a_stale_weight_makes_it_true_again() -> None:
@@ -81,11 +81,11 @@ def test_a_copy_of_a_stale_weight_is_stale(duplicate: object, rebuild_on_use: bo
         _ = twin.columnwise_data
     if not rebuild_on_use:
         with pytest.raises(StaleCopyError):
-            twin.storage.prepare_for_forward(lambda storage: None)
-    rebuild_derived([twin.storage])
+            twin.quantized_storage.prepare_for_forward(lambda storage: None)
+    rebuild_derived([twin.quantized_storage])
     clock.tick()
     _ = twin.columnwise_data
-    rebuild_derived([weight.storage])
+    rebuild_derived([weight.quantized_storage])
     with_true_copies = duplicate(weight)  # type: ignore[operator]
     clock.tick()
     _ = with_true_copies.columnwise_data
@@ -94,7 +94,7 @@ def test_a_copy_of_a_stale_weight_is_stale(duplicate: object, rebuild_on_use: bo
 def test_the_version_changes_exactly_when_codes_are_written() -> None:
     """By casts, copies and zero_; not by watching, rebuilding, moving or the end of a plan."""
     weight, clock = watched(FP8)
-    storage = weight.storage
+    storage = weight.quantized_storage
     seen = [storage.version]
     clock.tick()
     seen.append(storage.version)
@@ -118,23 +118,40 @@ def test_the_version_changes_exactly_when_codes_are_written() -> None:
 
 
 def test_the_high_precision_initial_value_lasts_until_the_next_write() -> None:
-    """A cast, or a copy of quantized bytes, ends it; loading values into it replaces it."""
+    """A cast, or a copy of other quantized bytes, ends it; loading values into it replaces it."""
     weight, clock = watched(FP8)
-    assert weight.get_high_precision_init_val() is None
+    assert not hasattr(weight, "get_high_precision_init_val")
     x = torch.randn(9, 32)
-    weight.storage.high_precision_init_val = x
+    weight.quantized_storage.high_precision_init_val = x
     assert weight.detach().get_high_precision_init_val() is x
     weight.copy_(2 * x)
     assert torch.equal(weight.get_high_precision_init_val(), 2 * x)
     assert torch.equal(copy.deepcopy(weight).get_high_precision_init_val(), 2 * x)
     other = quantize(torch.zeros(9, 32), FP8)
-    other.storage.high_precision_init_val = torch.zeros(9, 32)
+    other.quantized_storage.high_precision_init_val = torch.zeros(9, 32)
     other.copy_(weight)
     assert torch.equal(other.get_high_precision_init_val(), 2 * x)
     clock.tick()
-    assert weight.get_high_precision_init_val() is None
+    assert not hasattr(weight, "get_high_precision_init_val")
+    weight.copy_(3 * x)
     other.copy_(weight)
-    assert other.get_high_precision_init_val() is None
-    other.storage.high_precision_init_val = x
+    assert not hasattr(other, "get_high_precision_init_val")
+    other.quantized_storage.high_precision_init_val = x
     other.clear_high_precision_init_val()
-    assert other.get_high_precision_init_val() is None
+    assert not hasattr(other, "get_high_precision_init_val")
+
+
+def test_a_copy_of_exactly_the_present_value_writes_nothing() -> None:
+    """Codes, the value that they were made from and what delayed scaling remembers stay, as where
+    DistributedDataParallel gives every weight its own value; of another value nothing is left out.
+    """
+    x = torch.linspace(-3, 3, 16 * 32).view(16, 32)
+    weight = quantize(x, DelayedScaling(), dtype=torch.bfloat16)
+    weight.quantized_storage.high_precision_init_val = x
+    before = {name: b.clone() for name, b in weight.quantized_storage.buffers.items()}
+    weight.copy_(weight.dequantize())
+    for name, buffer in weight.quantized_storage.buffers.items():
+        assert torch.equal(buffer, before[name]), name
+    assert weight.get_high_precision_init_val() is x
+    weight.copy_(weight.dequantize() + 1)
+    assert not torch.equal(weight.rowwise_data, before["rowwise_data"])

@@ -72,16 +72,18 @@ def test_a_gradient_that_cannot_be_held(caplog):
     assert_same_bytes(layer(x), twin(x), "output")
 
 
-def test_tracing_is_refused():
-    """torch.compile of a whole block, which the converter was not told of, says what to do."""
-    layer, _ = layer_and_twin(zerocast.NVFP4BlockScaling())
-    compiled = torch.compile(layer, backend="eager", fullgraph=True)
-    with pytest.raises(RuntimeError) as raised:
-        compiled(torch.randn(32, 64, dtype=torch.bfloat16))
-    assert (
-        "w1: quantized products cannot be traced by torch.compile; tell the converter by "
-        "model_compile_enabled=True that torchtitan compiles the model."
-    ) in str(raised.value)
+def test_a_compiled_layer_gives_the_bytes_of_an_uncompiled_one():
+    """In one graph, with gradients."""
+    results = []
+    for compiles in (False, True):
+        layer, _ = layer_and_twin(zerocast.Float8CurrentScaling())
+        run = torch.compile(layer, backend="aot_eager", fullgraph=True) if compiles else layer
+        x = torch.linspace(-1, 1, 2048, dtype=torch.bfloat16).view(32, 64).requires_grad_()
+        out = run(x)
+        out.float().square().sum().backward()
+        results.append((out.detach(), x.grad, layer.weight.grad, layer.bias.grad))
+    for eager, compiled in zip(*results, strict=True):
+        assert_same_bytes(compiled, eager, "result")
 
 
 def test_state_dicts_hold_tensors_alone():

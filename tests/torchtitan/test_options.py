@@ -64,8 +64,9 @@ def test_an_unknown_scheme():
     with pytest.raises(zerocast.InputError) as raised:
         recipe_named("int8")
     assert str(raised.value) == (
-        "recipe_name must be one of ['tensorwise', 'rowwise', 'mxfp8_cublas_rceil', 'mxfp8_rceil', "
-        "'current', 'block', 'mxfp8', 'nvfp4'], got 'int8'."
+        "recipe_name must be a zerocast recipe such as NVFP4BlockScaling(), or the name of one "
+        "('current', 'rowwise', 'block', 'mxfp8', 'nvfp4', 'tensorwise', 'mxfp8_cublas_rceil', "
+        "'mxfp8_rceil'), got 'int8'."
     )
 
 
@@ -87,9 +88,11 @@ def test_an_unknown_scheme():
         (
             {"compiles": True},
             zerocast.UnsupportedError,
-            "quantized products cannot be traced, and torchtitan compiles whole blocks "
-            "(fullgraph=True); leave 'model' out of compile.components, or give weights_only=True "
-            "(torchtitan 0.2 has it with zerocast.torchtitan.job_config).",
+            "torchtitan compiles whole blocks (fullgraph=True), and quantized products of "
+            "NVFP4BlockScaling cannot be traced: with stochastic rounding a graph would have to "
+            "hold what was drawn. Leave 'model' out of compile.components, choose another "
+            "recipe_name, or give weights_only=True (torchtitan 0.2 has it with "
+            "zerocast.torchtitan.job_config).",
         ),
     ],
 )
@@ -97,7 +100,7 @@ def test_options_that_would_do_nothing(options, error, message):
     """An option that would do nothing, or cannot be served beside the others, is refused."""
     off = dict.fromkeys(("gathers_codes", "precomputes", "weights_only", "compiles"), False)
     with pytest.raises(error) as raised:
-        check_combination(**(off | options))
+        check_combination(zerocast.NVFP4BlockScaling(), **(off | options))
     assert str(raised.value) == message
 
 
@@ -105,5 +108,11 @@ def test_options_that_go_together():
     """Gathers in codes with scales made ahead, quantized products or compiled blocks."""
     for weights_only in (False, True):
         check_combination(
-            gathers_codes=True, precomputes=True, weights_only=weights_only, compiles=weights_only
+            zerocast.NVFP4BlockScaling(),
+            gathers_codes=True,
+            precomputes=True,
+            weights_only=weights_only,
+            compiles=weights_only,
         )
+    every = dict.fromkeys(("gathers_codes", "precomputes", "compiles"), True)
+    check_combination(zerocast.Float8CurrentScaling(), weights_only=False, **every)

@@ -73,8 +73,10 @@ def assert_whole_casts(model: torch.nn.Module, recipe: zerocast.Recipe) -> None:
         if hasattr(module, "unshard"):
             module.unshard()
     for layer, expected in whole.items():
-        for name, buffer in layer.weight.storage.buffers.items():
-            assert_same_bytes(buffer, expected.storage.buffers[name], f"{layer.name} {name}")
+        for name, buffer in layer.weight.quantized_storage.buffers.items():
+            assert_same_bytes(
+                buffer, expected.quantized_storage.buffers[name], f"{layer.name} {name}"
+            )
     for module in model.modules():
         if hasattr(module, "reshard"):
             module.reshard()
@@ -114,6 +116,8 @@ def test_trained_in_codes(release, recipe_name):
         ("0.2", ("checkpoints",), {"recipe_name": "nvfp4"}),
         ("0.3", ("checkpoints",), {"recipe_name": "mxfp8"}),
         ("0.3", ("checkpoints", "compiles"), {"weights_only": True}),
+        ("0.3", ("compiles",), {"recipe_name": "mxfp8"}),
+        ("0.3", ("checkpoints", "compiles"), {"recipe_name": "tensorwise"}),
     ],
     indirect=["release"],
 )

@@ -49,9 +49,9 @@ def check(master: torch.Tensor, recipe: Recipe, dtype: torch.dtype, expected: Ex
 
 def check_weight(weight: QuantizedTensor, expected: Expected) -> None:
     """Every stored byte, and every value, is as expected."""
-    assert set(weight.storage.buffers) == set(expected.buffers)
+    assert set(weight.quantized_storage.buffers) == set(expected.buffers)
     for name, array in expected.buffers.items():
-        assert_same_bytes(weight.storage.buffers[name], torch.from_numpy(array), name)
+        assert_same_bytes(weight.quantized_storage.buffers[name], torch.from_numpy(array), name)
     values = canonical(weight.dequantize(torch.float32))
     assert_same_bytes(values, canonical(torch.from_numpy(expected.values)), "values")
 

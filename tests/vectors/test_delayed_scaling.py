@@ -81,7 +81,7 @@ def test_fifty_casts_of_one_tensor(recipe, dtype):
     weight = zerocast.empty(SHAPE, recipe, dtype=dtype)
     expected = restated(recipe, str(dtype).removeprefix("torch."))
     for x, step in zip(masters(), expected, strict=True):
-        quantize_into(weight.storage, x)
+        quantize_into(weight.quantized_storage, x)
         check_weight(weight, step)
 
 
@@ -117,11 +117,11 @@ def test_a_rewound_cast_is_the_same_cast(step):
     recipe = DelayedScaling(amax_history_len=3)
     weight = zerocast.empty(SHAPE, recipe, dtype=torch.float32)
     for x in masters()[: step + 1]:
-        quantize_into(weight.storage, x)
+        quantize_into(weight.quantized_storage, x)
     expected = restated(recipe)[step]
     check_weight(weight, expected)
-    recipe.rewind(weight.storage.buffers)
-    quantize_into(weight.storage, masters()[step])
+    recipe.rewind(weight.quantized_storage.buffers)
+    quantize_into(weight.quantized_storage, masters()[step])
     check_weight(weight, expected)
 
 
@@ -135,8 +135,8 @@ def test_the_scale_worked_out_by_hand():
     weight = zerocast.empty((1,), recipe, dtype=torch.float32)
     seen = []
     for amax in (2.0, 8.0, 4.0, 4.0):
-        quantize_into(weight.storage, torch.tensor([amax]))
-        buffers = weight.storage.buffers
+        quantize_into(weight.quantized_storage, torch.tensor([amax]))
+        buffers = weight.quantized_storage.buffers
         seen.append((int(weight.rowwise_data), weight.dequantize(torch.float32).item(),
                      buffers["scale"].item(), buffers["amax_history"].tolist()))  # fmt: skip
     assert seen == [

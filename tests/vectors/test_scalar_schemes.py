@@ -101,8 +101,8 @@ def test_stochastic_rounding_equals_the_scalar_law(
         seed=seed,
     )
     weight = zerocast.empty(master.shape, recipe, dtype=dtype)
-    weight.storage.buffers["rounding_counter"].copy_(torch.tensor([name_hash, step]))
-    quantize_into(weight.storage, master)
+    weight.quantized_storage.buffers["rounding_counter"].copy_(torch.tensor([name_hash, step]))
+    quantize_into(weight.quantized_storage, master)
     options = {"scale_max": 256, "mode": "mae"} if four_over_six else {}
     expected = scalar_nvfp4.nvfp4(
         master.numpy(), name_of(dtype, recipe), 1 if one_dimension else 16,

@@ -38,7 +38,7 @@ def draw(steps: int, rows: int) -> torch.Tensor:
     weight = zerocast.empty((rows, 160), RECIPE, dtype=torch.float32, columnwise=False)
     x, codes = repeated(rows), []
     for _ in range(steps):
-        quantize_into(weight.storage, x)
+        quantize_into(weight.quantized_storage, x)
         codes.append(unpack_nibbles(weight.rowwise_data, 160)[:, 16:].clone())
     used = weight.rowwise_scale_inv[:rows, 1:10]
     assert used.eq(0x38).all(), "the multipliers are not 1"
@@ -97,15 +97,15 @@ def test_what_is_too_large_saturates():
 def test_the_step_advances_and_can_be_taken_back():
     """A second cast draws anew; rewound, it draws the same again."""
     weight = zerocast.empty((48, 160), RECIPE, dtype=torch.float32)
-    counter = weight.storage.buffers["rounding_counter"]
-    quantize_into(weight.storage, repeated(48))
+    counter = weight.quantized_storage.buffers["rounding_counter"]
+    quantize_into(weight.quantized_storage, repeated(48))
     first, after_first = weight.rowwise_data.clone(), counter.tolist()
-    quantize_into(weight.storage, repeated(48))
+    quantize_into(weight.quantized_storage, repeated(48))
     second = weight.rowwise_data.clone()
     assert counter[1] == after_first[1] + 1
     assert (first != second).sum() > 1000
-    RECIPE.rewind(weight.storage.buffers)
-    quantize_into(weight.storage, repeated(48))
+    RECIPE.rewind(weight.quantized_storage.buffers)
+    quantize_into(weight.quantized_storage, repeated(48))
     assert_same_bytes(weight.rowwise_data, second, "codes")
 
 
@@ -115,8 +115,10 @@ def test_the_name_and_the_seed_choose_the_draws():
     def cast(name: str, seed: int) -> torch.Tensor:
         recipe = NVFP4BlockScaling(fp4_quant_fwd_weight=DRAWN, seed=seed)
         weight = zerocast.empty((48, 160), recipe, dtype=torch.float32, name=name)
-        quantize_into(weight.storage, repeated(48))
-        assert int(weight.storage.buffers["rounding_counter"][0]) == zlib.crc32(name.encode())
+        quantize_into(weight.quantized_storage, repeated(48))
+        assert int(weight.quantized_storage.buffers["rounding_counter"][0]) == zlib.crc32(
+            name.encode()
+        )
         return weight.rowwise_data
 
     assert_same_bytes(cast("layers.0.ä", 5), cast("layers.0.ä", 5), "codes")

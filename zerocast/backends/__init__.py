@@ -14,6 +14,7 @@ from functools import cache
 
 import torch
 
+from zerocast.arguments import shown
 from zerocast.backends.cpu import CpuBackend
 from zerocast.backends.cuda import CudaBackend
 from zerocast.backends.cuda.device import DeviceLauncher
@@ -62,6 +63,11 @@ def use_backend(backend: str | Backend) -> Iterator[None]:
                 f"{backend!r}."
             )
         _named(backend, None)  # raises here rather than at the first cast
+    elif isinstance(backend, type) or not isinstance(backend, Backend):
+        raise InputError(
+            f"use_backend takes the name of a backend, {', '.join(map(repr, NAMES))}, or an object "
+            f"with the methods of zerocast.ops.Backend, got {shown(backend)}."
+        )
     token = _forced.set(backend)
     try:
         yield

@@ -10,9 +10,10 @@ from dataclasses import replace
 
 import torch
 
-from zerocast.backends.tables import NOMINALS, Address, float_bits
+from zerocast.backends.tables import Address, float_bits
 from zerocast.layout import BlockGrid, Extent, ScaleLayout
 from zerocast.ops import (
+    NOMINALS,
     Activation,
     ActivationTarget,
     Backend,
@@ -154,7 +155,7 @@ def _shards(
     no_codes = torch.empty(0, dtype=torch.uint8, device=values.device)
     delayed = None
     if target.scale is not None:  # the cast reads the scale; the rest is scratch
-        unused = torch.zeros(2, device=values.device)
+        unused = target.scale.new_zeros(2)
         delayed = DelayedState(target.scale.clone(), unused[:1], unused[1:])
     shards, sources = [], []
     for slot, plane in enumerate(planes):

@@ -9,42 +9,49 @@ from __future__ import annotations
 
 import torch
 
+from zerocast.arguments import check_flag
 
-def is_fp8_available() -> tuple[bool, str]:
-    """Whether the current CUDA device multiplies FP8 matrices, and if not, the reason.
+Answer = bool | tuple[bool, str]
+"""Whether, or with ``return_reason=True`` that and the reason why not, which is empty where it
+does."""
+
+
+def is_fp8_available(return_reason: bool = False) -> Answer:
+    """Whether the current CUDA device multiplies FP8 matrices; with ``return_reason``, that and the
+    reason why not.
 
     Where it does not, the CPU included, FP8 recipes still work: products are those of the values
     that the codes mean.
     """
-    return _available((8, 9), "FP8")
+    return _answer(_lacks((8, 9), "FP8"), return_reason)
 
 
-def is_mxfp8_available() -> tuple[bool, str]:
+def is_mxfp8_available(return_reason: bool = False) -> Answer:
     """As :func:`is_fp8_available`, for MXFP8."""
-    capability = compute_capability()
+    lacks, capability = _lacks((10, 0), "MXFP8"), compute_capability()
     if capability is not None and capability >= (12, 0):
-        return False, (
+        lacks = (
             f"MXFP8 products in all the directions that training needs are those of compute "
             f"capability 10, and this device has {_text(capability)}."
         )
-    return _available((10, 0), "MXFP8")
+    return _answer(lacks, return_reason)
 
 
-def is_nvfp4_available() -> tuple[bool, str]:
+def is_nvfp4_available(return_reason: bool = False) -> Answer:
     """As :func:`is_fp8_available`, for NVFP4."""
-    return _available((10, 0), "NVFP4")
+    return _answer(_lacks((10, 0), "NVFP4"), return_reason)
 
 
-def is_fp8_block_scaling_available() -> tuple[bool, str]:
+def is_fp8_block_scaling_available(return_reason: bool = False) -> Answer:
     """As :func:`is_fp8_available`, for FP8 with a scale a block."""
+    lacks = _lacks((9, 0), "blockwise FP8")
     version = tuple(int(part) for part in (torch.version.cuda or "0").split(".")[:2])
-    available, reason = _available((9, 0), "blockwise FP8")
-    if available and version < (12, 9):
-        return False, (
+    if not lacks and version < (12, 9):
+        lacks = (
             f"blockwise FP8 products need CUDA 12.9 or newer, and this torch was built with CUDA "
             f"{torch.version.cuda}."
         )
-    return available, reason
+    return _answer(lacks, return_reason)
 
 
 def compute_capability() -> tuple[int, int] | None:
@@ -52,16 +59,21 @@ def compute_capability() -> tuple[int, int] | None:
     return torch.cuda.get_device_capability() if torch.cuda.is_available() else None
 
 
-def _available(needed: tuple[int, int], what: str) -> tuple[bool, str]:
+def _answer(lacks: str, return_reason: bool) -> Answer:
+    return (not lacks, lacks) if check_flag("return_reason", return_reason) else not lacks
+
+
+def _lacks(needed: tuple[int, int], what: str) -> str:
+    """What is missing to multiply ``what`` on the current device; empty where nothing is."""
     capability = compute_capability()
     if capability is None:
-        return False, f"{what} products need a CUDA device, and torch sees none."
+        return f"{what} products need a CUDA device, and torch sees none."
     if capability < needed:
-        return False, (
+        return (
             f"{what} products need compute capability {_text(needed)} or higher, and this device "
             f"has {_text(capability)}."
         )
-    return True, ""
+    return ""
 
 
 def _text(capability: tuple[int, int]) -> str:

@@ -3,14 +3,16 @@
 Preparing an operation writes one table of 64-bit integers, a row a weight, as laid out in
 ``cuda_src/include/zerocast/tables.h``. A launch is one C call over the whole table: it releases the
 GIL, splits the elements of all weights over threads, and keeps a small one on the calling thread.
-Masters' addresses are looked up when it runs, so they may be re-bound between launches.
+Masters' addresses and dtypes are looked up when it runs, so they may be re-bound between launches.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Sequence
 from dataclasses import replace
+from threading import get_ident
 
 import torch
 
@@ -50,7 +52,7 @@ class CpuBackend:
         isa: the instruction set whose code runs: ``"avx512"``, ``"avx2"`` or ``"baseline"``; None
             for the best that this machine has. All give the same bytes.
         threads: at most so many threads a launch; None for ``torch.get_num_threads()`` as it is
-            when the launch runs.
+            when the launch runs. A forked process casts on one.
 
     Raises:
         BackendError: where the library is missing, stale or cannot be loaded, or this machine does
@@ -114,7 +116,7 @@ class CpuBackend:
 
     def activate(self, law: Law | None, target: ActivationTarget) -> Launch:
         # The function in a pass over FP32 memory, then the casts of weights.
-        values = torch.empty(target.rows, target.cols)
+        values = torch.empty(target.rows, target.cols, dtype=torch.float32, device="cpu")
         if target.output is not None and target.round_to == torch.float32:
             values = target.output
         staged: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -122,7 +124,7 @@ class CpuBackend:
         def in_fp32(tensor: torch.Tensor) -> torch.Tensor:
             if tensor.dtype == torch.float32:
                 return tensor
-            staged.append((torch.empty(tensor.shape), tensor))
+            staged.append((tensor.new_empty(tensor.shape, dtype=torch.float32), tensor))
             return staged[-1][0]
 
         operands = replace(
@@ -173,7 +175,23 @@ class _NativeLaunch:
 
     def __call__(self) -> None:
         threads = self._threads or torch.get_num_threads()
+        if get_ident() == _forked:
+            threads = 1
         self._function(*self._arguments, ctypes.c_int64(threads))
+
+
+_forked: int | None = None
+"""The thread that a forked process began with. OpenMP would wait there for the threads that it had
+in the parent, and forever, as it does for torch's own operations.
+"""
+
+
+def _note_fork() -> None:
+    global _forked
+    _forked = get_ident()
+
+
+os.register_at_fork(after_in_child=_note_fork)
 
 
 def _nothing() -> None:
@@ -186,9 +204,8 @@ def _table(rows: list[list[int]]) -> ctypes.Array[ctypes.c_int64]:
 
 
 def _cast_rows(shards: Sequence[CastShard], masters: Masters) -> list[list[int]]:
-    first_slot, slot_bytes = masters.pointers.data_ptr(), masters.pointers.element_size()
     return [
-        cast_row(shard, shard.grid, first_slot + shard.slot * slot_bytes, _address, _address)
+        cast_row(shard, shard.grid, masters.place(shard.slot, masters.table), _address, _address)
         for shard in shards
         if shard.extent
     ]

@@ -16,6 +16,7 @@ from zerocast.errors import BackendError
 from zerocast.formats import E2M1, E4M3, E5M2
 from zerocast.layout import BlockGrid, ScaleLayout
 from zerocast.ops import (
+    NOMINALS,
     Candidates,
     CastShard,
     ColumnwiseScales,
@@ -34,9 +35,8 @@ from zerocast.ops import (
 Address = Callable[[torch.Tensor], int]
 """A tensor's address, or BackendError where the backend cannot take the tensor."""
 
-# The numbers of the C side: FormatId, Nominal, LawKind and ErrorKind in tables.h.
+# The numbers of the C side: FormatId, LawKind and ErrorKind in tables.h.
 FORMATS = {E2M1: 0, E4M3: 1, E5M2: 2}
-NOMINALS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 LAWS: dict[type[Law], int] = {Float8Law: 0, Float8DelayedLaw: 1, MXFP8Law: 2, NVFP4Law: 3}
 ERRORS = {None: 0, "mae": 1, "mse": 2}
 
@@ -80,9 +80,9 @@ def grid_fields(grid: BlockGrid) -> list[int]:
 
 
 def cast_row(
-    shard: CastShard, grid: BlockGrid, master_slot: int, address: Address, list_address: Address
+    shard: CastShard, grid: BlockGrid, master: int, address: Address, list_address: Address
 ) -> list[int]:
-    """CastShard, seen under ``grid``; ``master_slot`` is where the master's address will stand, and
+    """CastShard, seen under ``grid``; ``master`` is where compiled code finds its Master, and
     ``list_address`` finds a list of integers, given on the CPU, where compiled code can read it.
     """
     second = [0] * 6
@@ -93,7 +93,7 @@ def cast_row(
             address(columnwise.codes),
         ]
     return [
-        master_slot,
+        master,
         shard.extent.start,
         shard.extent.end,
         *grid_fields(grid),

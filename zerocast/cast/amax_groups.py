@@ -17,6 +17,15 @@ Patterns = Sequence[Sequence[str]]
 """For each group the patterns of its members' names, such as ``["*.wq", "*.wk", "*.wv"]``."""
 
 
+def check_patterns(patterns: Patterns) -> None:
+    """Raise :class:`InputError` where ``patterns`` is no list, of whatever."""
+    if isinstance(patterns, str) or not isinstance(patterns, Sequence):
+        raise InputError(
+            "amax_groups must be a list of lists of patterns such as [['*.wq', '*.wk']], got "
+            f"{patterns!r}."
+        )
+
+
 def amax_group_labels(patterns: Patterns, names: Sequence[str]) -> list[str | None]:
     """For each name the label of its group, or None: the members of a group are the names that
     match its patterns with the same text in the place of the wildcards.
@@ -28,9 +37,11 @@ def amax_group_labels(patterns: Patterns, names: Sequence[str]) -> list[str | No
     Raises:
         InputError: for a pattern that is none or matches no name, or a name in two groups.
     """
+    check_patterns(patterns)
     labels: list[str | None] = [None] * len(names)
     for g, group in enumerate(patterns):
-        if isinstance(group, str) or not all(isinstance(pattern, str) for pattern in group):
+        is_list = isinstance(group, Sequence) and not isinstance(group, str)
+        if not is_list or not all(isinstance(pattern, str) for pattern in group):
             raise InputError(
                 f"amax_groups[{g}] must be a list of patterns such as ['*.wq', '*.wk'], got "
                 f"{group!r}."

@@ -4,6 +4,17 @@ Both lie in one buffer each, group after group and weight after weight, so that 
 are one contiguous tensor: one all-reduce. Of weights that are parts of larger ones some amaxes
 belong to the other parts, too; these few are reduced once more, over the ranks that hold the parts,
 in a buffer of their own.
+
+Note: a rank in trouble
+~~~~~~~~~~~~~~~~~~~~~~~
+A rank that cannot cast (a master was resized, a launch failed) still takes part in the reduction of
+amaxes, and gives :data:`TROUBLE` for every one of its own. That is larger than any amax, so every
+rank of its groups finds it in the first entry, where it would otherwise find an amax: nobody waits
+for a rank that has left, and while all is well nothing is sent for it. Ranks of a group that does
+not meet a rank in trouble hear of it from those who do, in the reductions that follow.
+
+Where the host takes no part in a reduction (NCCL on a GPU) it does not wait to read that entry. The
+other ranks' scales and codes become NaN there, and the rank in trouble raises by itself.
 """
 
 from __future__ import annotations
@@ -17,6 +28,9 @@ from zerocast.comm import Communicator
 from zerocast.layout import Cuts, Extent
 from zerocast.ops import Candidates
 from zerocast.tensors import QuantizedStorage
+
+TROUBLE = 2**31 - 1
+"""Every amax of a rank that cannot cast: the bits of a NaN, and above those of any amax."""
 
 
 class Exchange:
@@ -36,6 +50,7 @@ class Exchange:
         amax_of: by weight, its part of ``amax``: int32 [storage.amax_slots].
         tensor_amax_of: by weight of an amax group, int32 [1]: the entry that its group shares.
         candidates_of: by weight that chooses scales, its part of ``candidates``.
+        heard_by: the groups whose ranks all hear of a rank in trouble.
     """
 
     def __init__(
@@ -70,11 +85,21 @@ class Exchange:
         shared = {comm: self._shared_entries(storages, indices) for comm, indices in parts.items()}
         entries = list(itertools.chain.from_iterable(shared.values()))
         self._shared = torch.tensor(entries, dtype=torch.int64, device=device)
-        self._reduced = torch.zeros(len(self._shared), dtype=torch.int32, device=device)
-        split = self._reduced.split([len(group) for group in shared.values()])
-        self._reduced_parts = [
-            (comm, part) for comm, part in zip(shared, split, strict=True) if len(part)
+        groups = (*members.items(), *parts.items())
+        hearing = [
+            comm
+            for comm, indices in groups
+            if (device.type == "cpu" or not comm.captures(device))
+            and any(storages[i].amax_slots for i in indices)
         ]
+        self.heard_by = hearing
+        # Parts that share no amax share one entry that says whether a rank is in trouble.
+        idle = [comm for comm, group in shared.items() if not group and comm in hearing]
+        sizes = {comm: len(group) for comm, group in shared.items() if group}
+        sizes |= dict.fromkeys(idle, 1)
+        self._reduced = torch.zeros(sum(sizes.values()), dtype=torch.int32, device=device)
+        split = self._reduced.split(list(sizes.values()))
+        self._reduced_parts = list(zip(sizes, split, strict=True))
 
     def _shared_entries(
         self, storages: Sequence[QuantizedStorage], indices: Sequence[int]
@@ -93,17 +118,33 @@ class Exchange:
         """int32 [1]: the entry of weight i's tensor amax."""
         return self.tensor_amax_of.get(i, self.amax_of[i][-1:])
 
-    def reduce_amax(self) -> None:
+    def reduce_amax(self, *, in_trouble: bool = False) -> bool:
         """Make every group's amaxes the largest of its ranks, and then those that parts share the
         largest of all parts.
+
+        Args:
+            in_trouble: whether this rank cannot cast; its amaxes are of no matter then.
+
+        Returns:
+            Whether any rank is in trouble that this one has heard of.
         """
+        heard = in_trouble
         for comm, part in self._amax_parts.items():
-            comm.all_reduce_max_(part)
+            heard = self._reduce(comm, part, heard)
         if self._reduced_parts:
-            torch.index_select(self.amax, 0, self._shared, out=self._reduced)
+            shared = self._reduced[: len(self._shared)]
+            torch.index_select(self.amax, 0, self._shared, out=shared)
+            self._reduced[len(self._shared) :].zero_()
             for comm, part in self._reduced_parts:
-                comm.all_reduce_max_(part)
-            self.amax.index_copy_(0, self._shared, self._reduced)
+                heard = self._reduce(comm, part, heard)
+            self.amax.index_copy_(0, self._shared, shared)
+        return heard
+
+    def _reduce(self, comm: Communicator, part: torch.Tensor, heard: bool) -> bool:
+        if heard:
+            part.fill_(TROUBLE)
+        comm.all_reduce_max_(part)
+        return heard or (comm in self.heard_by and int(part[0]) == TROUBLE)
 
     def reduce_candidates(self) -> None:
         """Put every group's candidates together."""

@@ -17,7 +17,7 @@ from zerocast.errors import NonFiniteError
 from zerocast.ops import INFINITY_BITS
 
 Candidate = tuple[ShardRequest, torch.Tensor, torch.Tensor | None]
-"""A weight, its reduced tensor amax (int32 [1]), and this rank's FP32 master of it."""
+"""A weight, its reduced tensor amax (int32 [1]), and this rank's master of it."""
 
 
 def raise_if_not_finite(

@@ -8,15 +8,18 @@ Plans are found by the weights, not by the masters' addresses.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 
 import torch
 
+from zerocast.arguments import check_flag
+from zerocast.backends import backend_for
+from zerocast.cast.masters import as_tensors
 from zerocast.cast.plan import CastPlan
-from zerocast.cast.request import ShardRequest, as_tensors, check_request
+from zerocast.cast.request import ShardRequest, check_request
 from zerocast.cast.world import agree_in_all, parts_by_group
-from zerocast.comm import Communicator, Group, as_communicator
-from zerocast.errors import InputError, ZerocastError
+from zerocast.comm import Attempt, Communicator, Group, as_communicator
+from zerocast.errors import InputError
 from zerocast.ops import Float8DelayedLaw, Float8Law, MXFP8Law, NVFP4Law
 from zerocast.tensors import QuantizedTensor, rebuild_derived
 
@@ -28,6 +31,7 @@ PLANS_KEPT = 4
 few."""
 
 
+@torch._disable_dynamo  # as the steps of a plan
 def quantize_master_weights(
     model_weights: Sequence[torch.Tensor],
     master_weights: Sequence[torch.Tensor | None],
@@ -38,8 +42,7 @@ def quantize_master_weights(
     *,
     check_finite: bool = False,
 ) -> None:
-    """Cast sharded FP32 master weights into quantized model weights. Collective; recipes may be
-    mixed.
+    """Cast sharded master weights into quantized model weights. Collective; recipes may be mixed.
 
     Afterwards scales, amax and padding of every weight are right on every rank, and so are the
     codes of the elements that this rank owns; the codes of other elements are untouched, to the
@@ -48,8 +51,8 @@ def quantize_master_weights(
 
     Args:
         model_weights: quantized weights, whole on every rank.
-        master_weights: for each weight this rank's FP32 shard, contiguous, of any shape; None where
-            it owns nothing.
+        master_weights: for each weight this rank's shard, FP32, BF16 or FP16, contiguous, of any
+            shape; None where it owns nothing.
         start_offsets: for each weight the element, in the flattened weight, at which the master
             starts.
         group: the ranks: a zerocast or mpi4py communicator, a torch.distributed ProcessGroup, or
@@ -107,24 +110,37 @@ def cast_master_weights_to_fp8(
     )  # fmt: skip
 
 
-def post_all_gather_processing(model_weights: Sequence[torch.Tensor]) -> None:
+@torch._disable_dynamo  # as the steps of a plan
+def post_all_gather_processing(model_weights: torch.Tensor | Iterable[torch.Tensor]) -> None:
     """Rebuild what is derived from gathered codes: columnwise codes and scales, padding included.
 
-    Call it once the codes of all ranks have arrived in ``rowwise_data``. Not collective. Weights
-    without a columnwise copy are passed over.
+    Call it once the codes of all ranks have arrived in ``rowwise_data``. Not collective.
+
+    Args:
+        model_weights: weights, or one of them. Plain tensors, and weights without a columnwise
+            copy, are passed over.
 
     Raises:
-        InputError: for anything that is not a quantized weight; nothing has been written.
+        InputError: for anything that is no tensor; nothing has been written.
     """
-    for i, weight in enumerate(model_weights):
-        if not isinstance(weight, QuantizedTensor):
+    given = [model_weights] if isinstance(model_weights, torch.Tensor) else model_weights
+    if not isinstance(given, Iterable) or isinstance(given, str | bytes | Mapping):
+        raise InputError(
+            f"model_weights must be a tensor or a list of tensors, got {type(given).__name__}."
+        )
+    attempt = Attempt()
+    weights: list[torch.Tensor] = []
+    with attempt:
+        weights += given
+    if attempt.error is not None:
+        raise attempt.error
+    for i, weight in enumerate(weights):
+        if not isinstance(weight, torch.Tensor):
             raise InputError(
-                f"model_weights[{i}] must be a zerocast.QuantizedTensor, got "
-                f"{type(weight).__name__}; leave weights that are not quantized out."
+                f"model_weights[{i}] must be a tensor, got {type(weight).__name__}; give the "
+                "weights themselves."
             )
-    rebuild_derived(
-        [weight.storage for weight in model_weights if isinstance(weight, QuantizedTensor)]
-    )
+    rebuild_derived([w.quantized_storage for w in weights if isinstance(w, QuantizedTensor)])
 
 
 def _cast(
@@ -138,10 +154,14 @@ def _cast(
     laws: tuple[type, ...] | None,
 ) -> None:
     comm = as_communicator(group)
+    comms = [comm]
     requests: list[ShardRequest] = []
     plan: CastPlan | None = None
-    error: ZerocastError | None = None
-    try:
+    attempt = Attempt()
+    with attempt:
+        check_flag("check_finite", check_finite)
+        check_flag("manual_post_all_gather_processing", manual)
+        comms += parts_by_group(model_weights)
         master_weights = as_tensors(master_weights)
         requests = check_request(
             model_weights, master_weights, start_offsets, fsdp_shard_model_weights, None
@@ -149,14 +169,11 @@ def _cast(
         _check_laws(requests, laws)
         key = _key(requests, comm, manual, check_finite)
         plan = _plans(requests).get(key)
-    except ZerocastError as e:
-        error = e
 
     # One all-reduce opens the call: does any rank have an error, have all found the same plan?
     # Ranks that each found another one disagree about the call: making a plan tells them so.
-    comms = [comm, *parts_by_group(model_weights)]
     found = [0] * len(comms) if plan is None else plan.fingerprints
-    in_step = agree_in_all(list(zip(comms, found, strict=True)), error)
+    in_step = agree_in_all(list(zip(comms, found, strict=True)), attempt.error)
     if plan is None or not in_step:
         plan = CastPlan(
             model_weights, master_weights, start_offsets, comm,
@@ -191,7 +208,10 @@ def _key(
         )
         for r in requests
     )
-    return comm, manual, check_finite, weights
+    # A plan keeps the backend that it was made with.
+    backend = backend_for(requests[0].storage.device) if requests else None
+    served_by = backend and (type(backend), backend.name)
+    return comm, manual, check_finite, served_by, weights
 
 
 def _plans(requests: Sequence[ShardRequest]) -> dict[Hashable, CastPlan]:

@@ -18,6 +18,7 @@ import torch
 
 from zerocast.cast.request import ShardRequest
 from zerocast.comm import Communicator
+from zerocast.errors import InputError
 from zerocast.formats import byte_span, store_span
 from zerocast.layout import Extent
 
@@ -60,6 +61,7 @@ class CodeGather:
         self._plane = plane
         self._parts: list[_Part] = []
         self._counts: list[int] = []
+        self._codes = [request.storage.buffers.get(plane) for request in requests]
         offset = 0
         for rank, owned in enumerate(extents.tolist()):
             begin = offset
@@ -73,10 +75,20 @@ class CodeGather:
                     offset = staged.stop
             self._counts.append(offset - begin)
 
+    def look(self) -> None:
+        """Find the weights' codes where they lie now. Those that a rank has dropped since the cast
+        are gathered as ever, for the other ranks' sake.
+        """
+        for i, request in enumerate(self._requests):
+            codes = request.storage.buffers.get(self._plane)
+            if codes is not None:
+                self._codes[i] = codes
+
     def run(self) -> None:
         """Make every rank hold the codes of all of them."""
         if not self._parts:
             return
+        self.look()
         in_place = self._contiguous_codes()
         if in_place is not None:
             self._comm.all_gather_(in_place, self._counts)
@@ -86,9 +98,9 @@ class CodeGather:
         )
         mine = [part for part in self._parts if part.rank == self._comm.rank]
         for part in mine:
-            codes = self._requests[part.weight].codes.get(self._plane)
+            codes = self._requests[part.weight].own_codes(self._plane)
             staging[part.staged] = (
-                self._codes(part.weight)[part.first : part.last] if codes is None else codes
+                self._flat(part.weight)[part.first : part.last] if codes is None else codes
             )
         self._comm.all_gather_(staging, self._counts)
         for part in self._parts:
@@ -97,23 +109,29 @@ class CodeGather:
                 fmt = request.storage.recipe.law.fmt
                 store_span(
                     fmt,
-                    self._codes(part.weight),
+                    self._flat(part.weight),
                     staging[part.staged],
                     part.extent.start,
                     part.extent.end,
                 )
 
-    def _codes(self, weight: int) -> torch.Tensor:
-        return self._requests[weight].storage.buffers[self._plane].view(-1)
+    def _flat(self, weight: int) -> torch.Tensor:
+        codes = self._codes[weight]
+        if codes is None:
+            raise InputError(
+                f"{self._requests[weight].name} must hold {self._plane} to receive the gathered "
+                "codes, and was made without; gather fsdp_shard_model_weights by yourself."
+            )
+        return codes.view(-1)
 
     def _contiguous_codes(self) -> torch.Tensor | None:
         """The codes as one flat tensor in gather order, where that is how they lie in memory."""
         if any(self._plane in request.codes for request in self._requests):
             return None
-        head = self._codes(self._parts[0].weight)
+        head = self._flat(self._parts[0].weight)
         base = head.data_ptr() + self._parts[0].first
         for part in self._parts:
-            codes = self._codes(part.weight)
+            codes = self._flat(part.weight)
             if codes.untyped_storage().data_ptr() != head.untyped_storage().data_ptr():
                 return None
             # This also tells a shared byte: it stands in two parts, but once in memory.

@@ -2,12 +2,12 @@
 
 Note: casting a sharded weight
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-An FP32 *master weight* is split over the ranks of a data-parallel group; the *model weight* is its
-quantized form, whole on every rank. A cast is one sentence::
+A *master weight*, FP32 as a rule, is split over the ranks of a data-parallel group; the *model
+weight* is its quantized form, whole on every rank. A cast is one sentence::
 
             rank r                                          all ranks
     grad --reduce_scatter--> grad shard
-              | optimizer             FP32, only the elements I own
+              | optimizer             in high precision, only the elements I own
             master shard
               | partial_amax          over my extent; blocks I do not touch stay 0
             amax ------------ reduce_amax: ONE all-reduce MAX ----------- amax
@@ -43,27 +43,23 @@ The law: whatever the partition, the gathered shards are exactly the codes, scal
 
 from __future__ import annotations
 
+import threading
 import weakref
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence, Sized
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from zerocast.arguments import check_flag
 from zerocast.backends import backend_for
+from zerocast.cast.addresses import Addresses, lie_of
 from zerocast.cast.amax_groups import Patterns
 from zerocast.cast.capture import check_capture, check_planning
 from zerocast.cast.exchange import Exchange
 from zerocast.cast.finite import raise_if_not_finite
 from zerocast.cast.gather import PLANES, CodeGather
-from zerocast.cast.launches import Launches
-from zerocast.cast.request import (
-    OwnCodes,
-    ShardRequest,
-    as_tensors,
-    check_amax_groups,
-    check_rebind,
-    check_request,
-)
+from zerocast.cast.masters import as_tensors, check_rebind
+from zerocast.cast.request import OwnCodes, ShardRequest, check_amax_groups, check_request
 from zerocast.cast.world import (
     exchange_extents,
     fingerprint,
@@ -71,14 +67,20 @@ from zerocast.cast.world import (
     parts_by_group,
     raise_in_all,
 )
-from zerocast.comm import Group
-from zerocast.errors import InputError, ZerocastError
-from zerocast.ops import Masters
+from zerocast.comm import Attempt, Communicator, Group
+from zerocast.errors import InputError
+from zerocast.ops import Float8DelayedLaw, Masters
 from zerocast.tensors import CastClock, QuantizedStorage, QuantizedTensor, rebuild_derived
+from zerocast.tensors.cast_steps import CastSteps
+from zerocast.tensors.operands import CastOperand
+
+_untraced = torch._disable_dynamo
+"""A step that is compiled runs these as they are: they read addresses and launch kernels, which
+torch.compile cannot trace."""
 
 
 class CastPlan:
-    """A cast of sharded FP32 masters into quantized model weights, planned once.
+    """A cast of sharded masters into quantized model weights, planned once.
 
     Making a plan is collective: every rank of every group makes it, with the same weights in the
     same order. The ranks compare what they were given; an error of one is raised on all, and
@@ -91,10 +93,11 @@ class CastPlan:
 
     Args:
         model_weights: the quantized weights, whole on every rank. A tied weight is given once.
-        master_weights: for each weight this rank's FP32 shard, contiguous, any shape, as a torch
-            tensor or anything that speaks DLPack (a CuPy array); None or no elements where the rank
-            owns nothing. Read by every :meth:`cast`, so update it in place,
-            or hand new ones to :meth:`cast`.
+        master_weights: for each weight this rank's shard, FP32, BF16 or FP16, contiguous, any
+            shape, as a torch tensor or anything that speaks DLPack (a CuPy array); None or no
+            elements where the rank owns nothing. Values of 16 bits are read as they are, and give
+            the bytes of the same values in FP32; weights, and ranks, may differ in dtype. Read by
+            every :meth:`cast`, so update it in place, or hand new ones to :meth:`cast`.
         start_offsets: for each weight the element, in the flattened weight, at which the master
             starts; None with a master of None.
         group: the ranks that share the weights: a zerocast communicator, an mpi4py communicator, a
@@ -142,12 +145,13 @@ class CastPlan:
         # What has no length is refused below, on all ranks together.
         count = len(model_weights) if isinstance(model_weights, Sized) else 0
         members = members_by_group(group, count)
-        parts = parts_by_group(model_weights)
-        self._comms = [*members, *parts]
-        self._check_finite = check_finite
+        parts: dict[Communicator, list[int]] = {}
         self._requests: list[ShardRequest] = []
-        error: ZerocastError | None = None
-        try:
+        attempt = Attempt()
+        with attempt:
+            check_flag("check_finite", check_finite)
+            check_flag("manual_post_all_gather_processing", manual_post_all_gather_processing)
+            parts = parts_by_group(model_weights)
             master_weights = as_tensors(master_weights)
             self._requests = check_request(
                 model_weights,
@@ -158,37 +162,26 @@ class CastPlan:
                 amax_groups,
             )
             check_amax_groups(self._requests, members)
-        except ZerocastError as e:
-            error = e
+        self._comms, self._check_finite = [*members, *parts], check_finite
         options = f"check_finite={check_finite}"
-        extents, places = exchange_extents(members, parts, self._requests, options, error)
+        extents, places = exchange_extents(members, parts, self._requests, options, attempt.error)
 
         self.fingerprints = [
             fingerprint([self._requests[i] for i in indices], options, found[comm], parts=cut)
             for groups, found, cut in ((members, extents, False), (parts, places, True))
             for comm, indices in groups.items()
         ]
-        storages = [request.storage for request in self._requests]
-        device = storages[0].device if storages else torch.device("cpu")
-        self._members = members
-        labels = [request.amax_group for request in self._requests]
-        self._exchange = Exchange(storages, members, extents, parts, labels, device)
-        self._gathers = [
-            CodeGather(comm, [self._requests[i] for i in indices], extents[comm], plane)
-            for comm, indices in members.items()
-            for plane in PLANES
-            if any(plane in storages[i].gathered for i in indices)
-        ]
-        self._masters = Masters(len(self._requests))
-        self._bind(master_weights)
+        with attempt:
+            self._plan(model_weights, master_weights, members, extents, parts)
+        raise_in_all(self._comms, attempt.error)
+        self._attempt = attempt
+        self._one_thread = threading.RLock()
         self._clock = CastClock(rebuild_on_use=not manual_post_all_gather_processing)
         weakref.finalize(self, self._clock.retire)
         for request in self._requests:
             request.storage.watch(self._clock)
             if request.is_named:
                 request.storage.name_weight(request.name)
-        self._device, self._backend = device, backend_for(device)
-        self._prepare()
 
     # --- the sentence ---
 
@@ -198,40 +191,49 @@ class CastPlan:
         ``cast()``.
         """
         steps = {"partial_amax": self._partial_amax, "reduce_amax": self._reduce_amax}
-        if self._launches.chooses_scales:
+        if self._cast_steps.chooses_scales:
             steps |= {
                 "partial_select": self._partial_select,
                 "reduce_candidates": self._reduce_candidates,
             }
         return steps | {"compute_scale": self._compute_scale, "partial_cast": self._partial_cast}
 
+    @_untraced
     def cast(self, master_weights: Sequence[torch.Tensor | None] | None = None) -> None:
         """Cast this rank's shards: afterwards scales, amax and padding are right on every rank, and
         this rank's codes.
 
         Args:
             master_weights: other tensors to read the masters from, from now on; of the sizes that
-                the plan was made with. Checked on all ranks together.
+                the plan was made with. Some ranks may give them and others not: they travel with
+                no collective of their own.
 
         Raises:
-            InputError: on every rank, for ``master_weights`` that do not fit.
+            InputError: on every rank, for ``master_weights`` that do not fit, or masters and
+                weights that are no longer what the plan was made for, on any; see "Note: a rank in
+                trouble" in :mod:`zerocast.cast.exchange` for where only that rank can raise. No
+                scale has been written, and no code but those that delayed scaling casts before the
+                reduction; the next cast writes them again.
             NonFiniteError: on every rank, with ``check_finite``; nothing has been written.
         """
-        if master_weights is not None:
-            self.bind(master_weights)
+        self._attempt = Attempt()
+        with self._attempt:
+            if master_weights is not None:
+                self._rebind(as_tensors(master_weights))
         for step in self.steps.values():
             step()
 
     def cast_and_release(self, master_weights: Sequence[torch.Tensor | None]) -> None:
         """Cast from masters that are known to fit, and keep none of them alive: what the functional
-        calls do.
+        calls do, of several threads one after another.
         """
-        self._bind(master_weights)
-        try:
-            self.cast()
-        finally:
-            self._bind([None] * len(self._requests))
+        with self._one_thread:
+            try:
+                self.cast(master_weights)
+            finally:
+                self._bind([None] * len(self._requests))
 
+    @_untraced
     def all_gather(self) -> None:
         """Bring every rank's codes to every rank, then rebuild the derived copies. Right for every
         partition.
@@ -241,12 +243,17 @@ class CastPlan:
             gather.run()
         self.post_all_gather_processing()
 
+    @_untraced
     def post_all_gather_processing(self) -> None:
         """Rebuild the derived copies of all weights of the plan from their gathered codes."""
+        storages = [request.storage for request in self._requests]
+        if self._addresses.hold_other_copies():
+            rebuild_derived(storages)  # as functional calls do; the next cast is refused
+            return
         self._follow_moves()
-        self._launches.run("transpose")
-        for request in self._requests:
-            request.storage.mark_rebuilt()
+        self._cast_steps.run("transpose")
+        for storage in storages:
+            storage.mark_rebuilt()
 
     def post_all_gather_hook(self, module: torch.nn.Module) -> RemovableHandle:
         """Let ``module`` rebuild stale derived copies before its forward, once a cast; returns the
@@ -258,11 +265,15 @@ class CastPlan:
         Raises:
             InputError: where ``module`` has no parameter that belongs to this plan.
         """
+        if not isinstance(module, torch.nn.Module):
+            raise InputError(
+                f"post_all_gather_hook needs a torch.nn.Module, got {type(module).__name__}."
+            )
         planned = {id(request.storage) for request in self._requests}
         storages = [
-            p.storage
+            p.quantized_storage
             for p in module.parameters()
-            if isinstance(p, QuantizedTensor) and id(p.storage) in planned
+            if isinstance(p, QuantizedTensor) and id(p.quantized_storage) in planned
         ]
         if not storages:
             raise InputError(
@@ -276,32 +287,37 @@ class CastPlan:
         return module.register_forward_pre_hook(rebuild_stale)
 
     def bind(self, master_weights: Sequence[torch.Tensor | None]) -> None:
-        """Read the masters from these tensors from now on: dtype, device and sizes as when the plan
-        was made.
+        """Read the masters from these tensors from now on: FP32, BF16 or FP16, on the device and of
+        the sizes that the plan was made with.
 
         Collective. Raises :class:`InputError` on every rank, for a wrong tensor on any.
         """
-        error: ZerocastError | None = None
-        try:
-            master_weights = as_tensors(master_weights)
-            check_rebind(self._requests, master_weights)
-        except ZerocastError as e:
-            error = e
-        raise_in_all(self._comms, error)
-        self._bind(master_weights)
+        attempt = Attempt()
+        with attempt:
+            self._rebind(as_tensors(master_weights))
+        raise_in_all(self._comms, attempt.error)
 
     # --- the steps ---
 
+    @_untraced
     def _partial_amax(self) -> None:
-        self._follow_moves()
-        self._exchange.amax.zero_()
-        if self._launches.writes_early:
-            self._clock.tick()
-        self._launches.run("partial_amax")
+        if self._attempt.error is not None:
+            return
+        with self._attempt:
+            self._follow_moves()
+            if self._bound_lie != lie_of(self._bound):
+                self._rebind(self._masters.tensors)
+            self._exchange.amax.zero_()
+            if self._cast_steps.writes_early:
+                self._clock.tick(self._addresses.written)
+            self._cast_steps.run("partial_amax")
 
+    @_untraced
     def _reduce_amax(self) -> None:
         check_capture(self._device, self._comms, check_finite=self._check_finite)
-        self._exchange.reduce_amax()
+        error, self._attempt = self._attempt.error, Attempt()
+        if self._exchange.reduce_amax(in_trouble=error is not None):
+            raise_in_all(self._exchange.heard_by, error)
         if self._check_finite:
             requests, amax, masters = (
                 self._requests, self._exchange.tensor_amax, self._masters.tensors
@@ -314,23 +330,76 @@ class CastPlan:
                 ],
             )
 
+    @_untraced
     def _partial_select(self) -> None:
         self._exchange.candidates.zero_()
-        self._launches.run("partial_select")
+        self._cast_steps.run("partial_select")
 
+    @_untraced
     def _reduce_candidates(self) -> None:
         self._exchange.reduce_candidates()
-        self._launches.run("select")
+        self._cast_steps.run("select")
 
+    @_untraced
     def _compute_scale(self) -> None:
-        if not self._launches.writes_early:
-            self._clock.tick()
-        self._launches.run("compute_scale")
+        attempt = Attempt()
+        with attempt:
+            if not self._cast_steps.writes_early:
+                self._clock.tick(self._addresses.written)
+            self._cast_steps.run("compute_scale")
+        # A caller's function may fail on one rank; nothing else here is a caller's.
+        if self._calls_functions:
+            raise_in_all(self._comms, attempt.error)
+        elif attempt.error is not None:
+            raise attempt.error
 
+    @_untraced
     def _partial_cast(self) -> None:
-        self._launches.run("partial_cast")
+        self._cast_steps.run("partial_cast")
 
     # --- planning ---
+
+    # What is made in inference mode could not be written outside of it.
+    @torch.inference_mode(False)
+    def _plan(
+        self,
+        model_weights: Sequence[torch.Tensor],
+        master_weights: Sequence[torch.Tensor | None],
+        members: Mapping[Communicator, Sequence[int]],
+        extents: Mapping[Communicator, torch.Tensor],
+        parts: Mapping[Communicator, Sequence[int]],
+    ) -> None:
+        """Make the buffers and launches; whatever of it may fail on this rank alone."""
+        storages = [request.storage for request in self._requests]
+        self._device = storages[0].device if storages else torch.device("cpu")
+        self._backend = backend_for(self._device)
+        self._members = members
+        labels = [request.amax_group for request in self._requests]
+        self._exchange = Exchange(storages, members, extents, parts, labels, self._device)
+        self._gathers = [
+            CodeGather(comm, [self._requests[i] for i in indices], extents[comm], plane)
+            for comm, indices in members.items()
+            for plane in PLANES
+            if any(plane in storages[i].gathered for i in indices)
+        ]
+        weights = [weight for weight in model_weights if isinstance(weight, QuantizedTensor)]
+        self._addresses = Addresses(weights, self._requests)
+        self._calls_functions = sum(map(_try_function, storages)) > 0
+        self._masters = Masters(len(self._requests))
+        self._rebind(master_weights)
+        self._prepare()
+
+    def _rebind(self, master_weights: Sequence[torch.Tensor | None]) -> None:
+        """Read these masters from now on, if they fit."""
+        shards = [(request.name, request.storage, request.extent) for request in self._requests]
+        check_rebind(shards, master_weights)
+        named = [
+            (name, master)
+            for (name, _, _), master in zip(shards, master_weights, strict=True)
+            if master is not None
+        ]
+        self._addresses.check_masters(named)
+        self._bind(master_weights)
 
     def _bind(self, master_weights: Sequence[torch.Tensor | None]) -> None:
         self._masters.bind(
@@ -339,30 +408,49 @@ class CastPlan:
                 for request, master in zip(self._requests, master_weights, strict=True)
             ]
         )
+        self._bound = [master for master in self._masters.tensors if master is not None]
+        self._bound_lie = lie_of(self._bound)
 
+    @torch.inference_mode(False)
     def _prepare(self) -> None:
         """Prepare the launches for the buffers as they lie now."""
         check_planning(self._device)
-        self._move = QuantizedStorage.last_move
-        self._addresses = self._buffer_addresses()
-        self._launches = Launches(
-            self._backend,
-            self._requests,
-            self._exchange,
-            self._masters,
-            check_finite=self._check_finite,
+        exchange = self._exchange
+        operands = [
+            CastOperand(
+                request.storage,
+                i,
+                request.extent,
+                exchange.amax_of[i],
+                exchange.tensor_amax_of.get(i),
+                request.own_codes("rowwise_data"),
+                request.own_codes("columnwise_data"),
+                request.codes_start,
+                exchange.candidates_of.get(i),
+            )
+            for i, request in enumerate(self._requests)
+        ]
+        self._cast_steps = CastSteps(
+            self._backend, operands, self._masters, judges_amaxes=self._check_finite
         )
 
-    def _buffer_addresses(self) -> list[int]:
-        return [
-            t.data_ptr() for request in self._requests for t in request.storage.buffers.values()
-        ]
-
     def _follow_moves(self) -> None:
-        """Prepare anew where ``replace_raw_data`` has moved a weight of this plan since the last
-        time.
+        """Prepare anew where a weight of this plan has moved (``replace_raw_data``, ``.data =``)
+        since the last time.
         """
-        if self._move != QuantizedStorage.last_move:
-            if self._addresses != self._buffer_addresses():
-                self._prepare()
-            self._move = QuantizedStorage.last_move
+        if self._addresses.have_moved():
+            self._addresses.look()
+            for gather in self._gathers:
+                gather.look()
+            self._prepare()
+
+
+def _try_function(storage: QuantizedStorage) -> bool:
+    """Whether a function of the caller's makes the weight's scales. It is called once, on a copy of
+    what it will be given: :class:`InputError` where it does not give what it has to.
+    """
+    law = storage.recipe.law
+    if not (isinstance(law, Float8DelayedLaw) and callable(law.amax_compute_algo)):
+        return False
+    law.amax_by_callable(storage.buffers["amax_history"].clone())
+    return True

@@ -6,21 +6,22 @@ are in :mod:`zerocast.cast.world`.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, SupportsIndex, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
 from zerocast.cast.amax_groups import Patterns, amax_group_labels
+from zerocast.cast.masters import check_list, extent_of
 from zerocast.comm import Communicator
 from zerocast.errors import InputError
 from zerocast.formats import byte_span
-from zerocast.layout import Extent
+from zerocast.layout import Extent, Source
+from zerocast.ops import why_no_memory
 from zerocast.tensors import QuantizedStorage, QuantizedTensor
 
-OwnCodes: TypeAlias = "Sequence[torch.Tensor | Sequence[torch.Tensor] | None]"
+OwnCodes: TypeAlias = "Sequence[torch.Tensor | Sequence[torch.Tensor | None] | None]"
 """By weight None, or the buffer that receives the codes of this rank's shard; a pair of buffers for
 a weight with two planes."""
 
@@ -34,8 +35,8 @@ class ShardRequest:
         is_named: whether the caller gave that name, so that ranks can compare it.
         storage: the weight's bytes.
         extent: the elements that this rank's master holds.
-        codes: by the names of the weight's gathered buffers, uint8 buffers that receive the shard's
-            codes instead of the weight; empty where the weight receives them.
+        codes: by the names of the weight's gathered buffers, uint8 buffers of the caller's that
+            receive the shard's codes instead of the weight; empty where the weight receives them.
         amax_group: weights with the same one share their tensor amax; None for a weight of its own.
     """
 
@@ -55,6 +56,18 @@ class ShardRequest:
             return 0
         fmt = self.storage.recipe.law.fmt
         return byte_span(fmt, self.extent.start, self.extent.end)[0] * 8 // fmt.bits
+
+    def own_codes(self, plane: str) -> torch.Tensor | None:
+        """The buffer of :attr:`codes` for ``plane``, flat, as it lies now."""
+        codes = self.codes.get(plane)
+        return None if codes is None else codes.view(-1)
+
+    def check_own_codes(self) -> None:
+        """Raise :class:`InputError` where :attr:`codes` are not what they have to be, or no
+        longer.
+        """
+        for codes in self.codes.values():
+            _check_buffer(self.name, self.storage, self.extent, codes)
 
 
 def check_request(
@@ -78,14 +91,17 @@ def check_request(
     optional = {"fsdp_shard_model_weights": fsdp_shard_model_weights, "names": names}
     lists = required | {key: given for key, given in optional.items() if given is not None}
     for argument, given in lists.items():
-        _check_list(argument, given)
+        check_list(argument, given)
         if len(given) != len(model_weights):
             raise InputError(
                 f"{argument} must have one entry for each of the {len(model_weights)} "
                 f"model_weights, got {len(given)} entries; give None where this rank owns nothing "
                 "of a weight."
             )
-    if amax_groups and names is None:
+    if names is not None:
+        _check_names(names)
+    grouped = not isinstance(amax_groups, list | tuple) or len(amax_groups) > 0
+    if grouped and names is None:
         raise InputError(
             "amax_groups are patterns of the weights' names, got no names; give the plan names."
         )
@@ -111,19 +127,20 @@ def check_request(
         if storage.part is not None:
             storage.part.require_comm()
             storage.part.check(storage.recipe, storage.shape, columnwise=storage.has_columnwise)
-        extent = _check_master(name, storage, master_weights[i], start_offsets[i])
-        codes = _check_shard_codes(name, storage, extent, own)
+        extent = extent_of(name, storage, master_weights[i], start_offsets[i])
+        codes = _shard_codes(name, storage, extent, own)
         label = (labels[i] if labels else None) or storage.amax_group
         requests.append(ShardRequest(name, names is not None, storage, extent, codes, label))
     return requests
 
 
-def _check_list(argument: str, given: object) -> None:
-    if not (hasattr(given, "__len__") and hasattr(given, "__getitem__")):
-        raise InputError(
-            f"{argument} must be a list with one entry a weight, got {type(given).__name__}; wrap "
-            "a single entry in [...], and an iterator in list(...)."
-        )
+def _check_names(names: Sequence[str]) -> None:
+    for i, name in enumerate(names):
+        if not isinstance(name, str) or any("\ud800" <= char <= "\udfff" for char in name):
+            raise InputError(
+                f"names must be texts that UTF-8 can hold, got {name!r} as names[{i}]; give what "
+                "named_parameters() calls the weights."
+            )
 
 
 def _check_weight(name: str, weight: torch.Tensor) -> QuantizedStorage:
@@ -132,14 +149,20 @@ def _check_weight(name: str, weight: torch.Tensor) -> QuantizedStorage:
             f"{name} must be a zerocast.QuantizedTensor, got {type(weight).__name__}; make one "
             "with zerocast.quantize(tensor, recipe) or zerocast.empty(shape, recipe)."
         )
-    return weight.storage
+    storage = weight.quantized_storage
+    if storage.device.type == "meta":
+        raise InputError(
+            f"{name} must hold bytes, got a weight on the meta device; move the module by to_empty "
+            "and plan after that."
+        )
+    return storage
 
 
 def check_castable(name: str, storage: QuantizedStorage, *, holds_codes: bool = True) -> None:
     """Raise :class:`InputError` where a cast from shards of its master cannot fill the weight, or
     without ``holds_codes`` what of it is no code.
     """
-    if storage.recipe.casts_transpose and storage.has_columnwise:
+    if Source.TRANSPOSED_MASTER in (plane.source for plane in storage.planes):
         raise InputError(
             f"{name}: under {storage.recipe} the columnwise copy is quantized from the transposed "
             "tensor, of which no rank has a shard; make the weight with columnwise=False, or give "
@@ -153,112 +176,10 @@ def check_castable(name: str, storage: QuantizedStorage, *, holds_codes: bool = 
         )
 
 
-def _check_master(
-    name: str, storage: QuantizedStorage, master: torch.Tensor | None, given: SupportsIndex | None
-) -> Extent:
-    numel = storage.shape.numel()
-    if master is None:
-        if given is not None:
-            raise InputError(
-                f"{name}: start_offsets is {given} but there is no master weight; give both, or "
-                "None for both where this rank owns nothing of the weight."
-            )
-        return Extent(0, 0)
-    check_master_tensor(name, storage, master)
-    if given is None and master.numel() == 0:
-        return Extent(0, 0)
-    start = _as_int(given)
-    if start is None:
-        raise InputError(
-            f"{name}: start_offsets must say, as an int, at which element of the weight the "
-            f"master of {master.numel()} elements starts, got {given!r}."
-        )
-    if start < 0 or start + master.numel() > numel:
-        raise InputError(
-            f"{name}: the master must lie inside the weight's {numel} elements, got start offset "
-            f"{start} and {master.numel()} elements, so [{start}, {start + master.numel()})."
-        )
-    return Extent(start, start + master.numel())
-
-
-def _as_int(value: object) -> int | None:
-    """The integer that ``value`` is, of numpy's or torch's types too; None where it is none."""
-    if value is None or isinstance(value, bool):
-        return None
-    try:
-        return operator.index(value)  # type: ignore[arg-type]  # the question is whether it can
-    except TypeError:
-        return None
-
-
-def as_tensors(master_weights: Any) -> Any:
-    """Masters that are no torch tensors but speak DLPack (CuPy arrays, say) as tensors of the same
-    memory; everything else as it is.
-
-    Raises:
-        InputError: for one whose memory cannot be shared.
-    """
-    if not isinstance(master_weights, list | tuple):
-        return master_weights
-    return [_as_tensor(i, master) for i, master in enumerate(master_weights)]
-
-
-def _as_tensor(i: int, master: Any) -> Any:
-    if isinstance(master, torch.Tensor) or not hasattr(master, "__dlpack__"):
-        return master
-    try:
-        return torch.from_dlpack(master)
-    except (BufferError, RuntimeError, TypeError) as error:
-        raise InputError(
-            f"master_weights[{i}] must be a torch tensor or share its memory by DLPack, got a "
-            f"{type(master).__name__} that does not: {error}; pass a torch tensor."
-        ) from error
-
-
-def check_master_tensor(name: str, storage: QuantizedStorage, master: torch.Tensor) -> None:
-    """Raise :class:`InputError` where ``master`` cannot be read as an FP32 shard of the weight."""
-    if not isinstance(master, torch.Tensor) or master.dtype != torch.float32:
-        given = master.dtype if isinstance(master, torch.Tensor) else type(master).__name__
-        raise InputError(f"{name}: the master weight must be a torch.float32 tensor, got {given}.")
-    if master.device != storage.device:
-        raise InputError(
-            f"{name}: the master weight must be on the weight's device {storage.device}, got "
-            f"{master.device}."
-        )
-    if not master.is_contiguous():
-        raise InputError(
-            f"{name}: the master weight must be contiguous, got shape {tuple(master.shape)} with "
-            f"strides {master.stride()}; call .contiguous() and keep the result as the master."
-        )
-
-
-def check_rebind(
-    requests: Sequence[ShardRequest], master_weights: Sequence[torch.Tensor | None]
-) -> None:
-    """Raise :class:`InputError` where other masters do not fit the shards that ``requests`` were
-    made for.
-    """
-    _check_list("master_weights", master_weights)
-    if len(master_weights) != len(requests):
-        raise InputError(
-            f"master_weights must have one entry for each of the plan's {len(requests)} weights, "
-            f"got {len(master_weights)}."
-        )
-    for request, master in zip(requests, master_weights, strict=True):
-        if master is not None:
-            check_master_tensor(request.name, request.storage, master)
-        size = 0 if master is None else master.numel()
-        if size != request.extent.size:
-            raise InputError(
-                f"{request.name}: the plan was made for a master of {request.extent.size} "
-                f"elements, got {size}; make a new plan for another partition."
-            )
-
-
-def _check_shard_codes(
+def _shard_codes(
     name: str, storage: QuantizedStorage, extent: Extent, given: Any
 ) -> dict[str, torch.Tensor]:
-    """The buffers for a shard's codes, flat, by the names of the weight's gathered buffers."""
+    """The buffers for a shard's codes, by the names of the weight's gathered buffers."""
     if given is None:
         return {}
     planes = storage.gathered
@@ -268,29 +189,40 @@ def _check_shard_codes(
             f"{name}: fsdp_shard_model_weights must be None, or a buffer for each of "
             f"{' and '.join(planes)}, got {len(buffers)}."
         )
-    first, last = byte_span(storage.recipe.law.fmt, extent.start, extent.end)
+    nothing = torch.empty(0, dtype=torch.uint8, device=storage.device)
+    buffers = [nothing if codes is None and not extent else codes for codes in buffers]
     for codes in buffers:
-        if not isinstance(codes, torch.Tensor):
-            raise InputError(
-                f"{name}: fsdp_shard_model_weights must be a torch.uint8 tensor or None, got "
-                f"{type(codes).__name__}."
-            )
-        if (
-            codes.dtype != torch.uint8
-            or codes.device != storage.device
-            or not codes.is_contiguous()
-        ):
-            raise InputError(
-                f"{name}: fsdp_shard_model_weights must be contiguous torch.uint8 on "
-                f"{storage.device}, got {codes.dtype} on {codes.device} with strides "
-                f"{codes.stride()}."
-            )
-        if codes.numel() != last - first:
-            raise InputError(
-                f"{name}: fsdp_shard_model_weights must hold the {last - first} bytes of elements "
-                f"{extent}, got {codes.numel()}."
-            )
-    return {plane: codes.view(-1) for plane, codes in zip(planes, buffers, strict=True)}
+        _check_buffer(name, storage, extent, codes)
+    return dict(zip(planes, buffers, strict=True))
+
+
+def _check_buffer(name: str, storage: QuantizedStorage, extent: Extent, codes: Any) -> None:
+    """Raise :class:`InputError` unless ``codes`` can receive the codes of ``extent``."""
+    if not isinstance(codes, torch.Tensor):
+        raise InputError(
+            f"{name}: fsdp_shard_model_weights must be a torch.uint8 tensor or None, got "
+            f"{type(codes).__name__}{' for a shard with elements' if codes is None else ''}."
+        )
+    if codes.dtype != torch.uint8 or codes.device != storage.device:
+        raise InputError(
+            f"{name}: fsdp_shard_model_weights must be torch.uint8 on {storage.device}, got "
+            f"{codes.dtype} on {codes.device}."
+        )
+    problem = why_no_memory(codes)
+    if problem is not None:
+        raise InputError(
+            f"{name}: fsdp_shard_model_weights must have memory of their own, got {problem}."
+        )
+    if not codes.is_contiguous():
+        raise InputError(
+            f"{name}: fsdp_shard_model_weights must be contiguous, got strides {codes.stride()}."
+        )
+    first, last = byte_span(storage.recipe.law.fmt, extent.start, extent.end)
+    if codes.numel() != last - first:
+        raise InputError(
+            f"{name}: fsdp_shard_model_weights must hold the {last - first} bytes of elements "
+            f"{extent}, got {codes.numel()}."
+        )
 
 
 def check_amax_groups(

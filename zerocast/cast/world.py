@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-from collections.abc import Mapping, Sequence
+import itertools
+import json
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from zerocast.cast.request import ShardRequest
 from zerocast.comm import (
+    Attempt,
     Communicator,
     Group,
     agree,
@@ -26,7 +29,7 @@ from zerocast.comm import (
 from zerocast.errors import InputError, RankMismatchError, ZerocastError
 from zerocast.layout import Extent, check_partition, first_wrong_partition
 from zerocast.ops import NUMERICS_VERSION
-from zerocast.recipes import describe_recipe
+from zerocast.recipes import recipe_fields
 from zerocast.tensors import QuantizedStorage, QuantizedTensor
 from zerocast.tensors.part import LINES, check_parts
 
@@ -83,7 +86,7 @@ def parts_by_group(model_weights: Any) -> dict[Communicator, list[int]]:
     parts: dict[Communicator, list[int]] = {}
     is_list = hasattr(model_weights, "__iter__") and not isinstance(model_weights, torch.Tensor)
     for i, weight in enumerate(model_weights if is_list else ()):
-        part = weight.storage.part if isinstance(weight, QuantizedTensor) else None
+        part = weight.quantized_storage.part if isinstance(weight, QuantizedTensor) else None
         if part is not None and part.comm is not None:
             parts.setdefault(part.comm, []).append(i)
     return parts
@@ -160,7 +163,7 @@ def _exchange(
     error: ZerocastError | None = None,
 ) -> torch.Tensor:
     """Within one group."""
-    _check_descriptions(comm, [_describe(request) for request in requests], options, error)
+    _check_descriptions(comm, _describe, requests, options, error)
     extents = torch.zeros(comm.size, len(requests), 2, dtype=torch.int64, device="cpu")
     pairs = [[request.extent.start, request.extent.end] for request in requests]
     mine = torch.tensor(pairs, dtype=torch.int64, device="cpu")
@@ -174,7 +177,7 @@ def _exchange_parts(
     comm: Communicator, requests: Sequence[ShardRequest], options: str
 ) -> torch.Tensor:
     """Within one tensor-parallel group."""
-    _check_descriptions(comm, [_describe_whole(request) for request in requests], options, None)
+    _check_descriptions(comm, _describe_whole, requests, options, None)
     parts = [request.storage.part for request in requests]
     return check_parts(comm, [r.name for r in requests], [part for part in parts if part])
 
@@ -195,65 +198,94 @@ def fingerprint(
 
 def _describe(request: ShardRequest) -> str:
     """What the ranks that share a weight have in common."""
-    part = request.storage.part
-    place = "" if part is None else f", {part}"
-    return _described(request, tuple(request.storage.shape), place)
+    storage = request.storage
+    described = {"shape": str(tuple(storage.shape)), **_described(request)}
+    if len(storage.cast_planes) > 1:
+        described["columnwise copy"] = "yes"  # amaxes and codes of its own, which are exchanged
+    if storage.part is not None:
+        described["part"] = str(storage.part)
+    return json.dumps(described)
 
 
 def _describe_whole(request: ShardRequest) -> str:
     """What the ranks that hold parts of a weight have in common."""
+    storage, part = request.storage, request.storage.part
+    assert part is not None
+    described = {
+        "shape": str(tuple(part.whole)),
+        "dimension cut": LINES[part.dim],
+        **_described(request),
+    }
+    if storage.has_columnwise:
+        described["columnwise copy"] = "yes"  # amaxes of it are exchanged
+    return json.dumps(described)
+
+
+def _described(request: ShardRequest) -> dict[str, str]:
     storage = request.storage
-    assert storage.part is not None
-    # Amaxes of the columnwise copy are exchanged, too.
-    copies = " and a columnwise copy" if storage.has_columnwise else ""
-    cut = f" cut by {LINES[storage.part.dim]}{copies}"
-    return _described(request, tuple(storage.part.whole), cut)
+    described = {"name": request.name} if request.is_named else {}
+    described |= {"dtype": str(storage.dtype), "recipe": type(storage.recipe).__name__}
+    described |= recipe_fields(storage.recipe) | _state(storage)
+    if request.amax_group is not None:
+        described["amax group"] = request.amax_group
+    return described
 
 
-def _described(request: ShardRequest, shape: tuple[int, ...], place: str) -> str:
-    storage = request.storage
-    name = f"{request.name}: " if request.is_named else ""
-    recipe = describe_recipe(storage.recipe)
-    group = "" if request.amax_group is None else f", amax group {request.amax_group}"
-    return f"{name}{shape} {storage.dtype} {recipe}{_state(storage)}{group}{place}"
-
-
-def _state(storage: QuantizedStorage) -> str:
-    """What casts have left in the weight and later casts go on from, as a short text."""
-    names = storage.recipe.state
-    if not names:
-        return ""
-    digest = hashlib.sha256()
-    for name in names:
+def _state(storage: QuantizedStorage) -> dict[str, str]:
+    """What casts have left in the weight and later casts go on from, as short texts."""
+    state = {}
+    for name in storage.recipe.state:
         buffer = storage.buffers[name].cpu()
-        digest.update(ctypes.string_at(buffer.data_ptr(), buffer.nbytes))
-    return f", {', '.join(names)} {digest.hexdigest()[:8]}"
+        digest = hashlib.sha256(ctypes.string_at(buffer.data_ptr(), buffer.nbytes))
+        state[name] = f"#{digest.hexdigest()[:8]}"
+    return state
 
 
 def _check_descriptions(
-    comm: Communicator, lines: list[str], options: str, error: ZerocastError | None
+    comm: Communicator,
+    describe: Callable[[ShardRequest], str],
+    requests: Sequence[ShardRequest],
+    options: str,
+    error: ZerocastError | None,
 ) -> None:
-    lines = [f"zerocast numerics version {NUMERICS_VERSION}, {options}", *lines]
-    by_rank = lines_that_differ(comm, lines, error)
+    attempt, lines = Attempt(), [""]
+    with attempt:
+        lines = [describe(request) for request in requests]
+    world = json.dumps({"zerocast numerics version": str(NUMERICS_VERSION), "options": options})
+    by_rank = lines_that_differ(comm, [world, *lines], error or attempt.error)
     if by_rank is None:
         return
-    for rank, theirs in enumerate(by_rank):
-        if theirs == by_rank[0]:
-            continue
-        if len(theirs) != len(by_rank[0]):
-            difference = (
-                f"rank 0 has {len(by_rank[0]) - 1} weights and rank {rank} has {len(theirs) - 1}"
-            )
-        else:
-            i = next(i for i, (a, b) in enumerate(zip(by_rank[0], theirs, strict=True)) if a != b)
-            place = "" if i == 0 else f" (weight {i - 1})"
-            difference = f"rank 0 has '{by_rank[0][i]}' where rank {rank} has '{theirs[i]}'{place}"
-            if sorted(theirs) == sorted(by_rank[0]):
-                difference += "; they hold the same weights in another order"
-        raise RankMismatchError(
-            "every rank must give the same weights in the same order with the same recipes: "
-            f"{difference}."
-        )
+    first = by_rank[0]
+    rank, theirs = next((r, lines) for r, lines in enumerate(by_rank) if lines != first)
+    if len(theirs) != len(first):
+        difference = f"rank 0 has {len(first) - 1} weights and rank {rank} has {len(theirs) - 1}"
+    else:
+        i = next(i for i, (a, b) in enumerate(zip(first, theirs, strict=True)) if a != b)
+        a, b = _differing(json.loads(first[i]), json.loads(theirs[i]))
+        place = "" if i == 0 else f" for weight {i - 1}{_name(first[i])}"
+        difference = f"rank 0 has {a} where rank {rank} has {b}{place}"
+        if sorted(theirs) == sorted(first):
+            difference += "; they hold the same weights in another order"
+    raise RankMismatchError(
+        "every rank must give the same weights in the same order with the same recipes and copies: "
+        f"{difference}."
+    )
+
+
+def _differing(a: dict[str, str], b: dict[str, str]) -> tuple[str, str]:
+    """The entries of both in which they differ; of two schemes no fields."""
+    keys = [key for key in a | b if a.get(key) != b.get(key)]
+    if "recipe" in keys:
+        keys = keys[: keys.index("recipe") + 1]
+    a_text, b_text = (
+        ", ".join(f"{key}={each.get(key, 'none')}" for key in keys) for each in (a, b)
+    )
+    return a_text, b_text
+
+
+def _name(line: str) -> str:
+    name = json.loads(line).get("name")
+    return "" if name is None else f", which rank 0 calls {name}"
 
 
 def _check_coverage(requests: Sequence[ShardRequest], extents: torch.Tensor) -> None:
@@ -262,8 +294,32 @@ def _check_coverage(requests: Sequence[ShardRequest], extents: torch.Tensor) -> 
     i = first_wrong_partition(numels, extents)
     if i is not None:
         request = requests[i]
-        problem = check_partition(numels[i], [Extent(*e) for e in extents[:, i].tolist()])
+        owned = [Extent(*pair) for pair in extents[:, i].tolist()]
+        problem = check_partition(numels[i], owned)
         raise RankMismatchError(
             f"the ranks' shards of {request.name} {tuple(request.storage.shape)} must cover each "
-            f"of its {numels[i]} elements exactly once: {problem}."
+            f"of its {numels[i]} elements exactly once: {problem}.{_likely_cause(numels[i], owned)}"
         )
+
+
+def _likely_cause(numel: int, owned: Sequence[Extent]) -> str:
+    """What most often makes a partition wrong in this way, with what to do; or nothing."""
+    held = [extent for extent in owned if extent]
+    if len(owned) == 1:
+        return (
+            " The group has one rank; give group= the ranks that hold the other shards (None means "
+            "this rank alone where torch.distributed is not initialised)."
+        )
+    if len(held) > 1 and all(extent.size == numel for extent in held):
+        return (
+            " Each of these ranks holds the whole weight: for replicated masters give "
+            "group=zerocast.comm.SingleRank()."
+        )
+    if len(held) > 1 and sum(extent.size for extent in held) == numel:
+        ends = list(itertools.accumulate(extent.size for extent in held))
+        starts = [extent.start for extent in held]
+        if not any(starts):
+            return " Every start offset is 0; give the element at which each shard starts."
+        if any(starts == [int(f * end) for end in (0, *ends[:-1])] for f in (0.5, 2, 4)):
+            return " The start offsets are bytes; give elements of the flattened weight."
+    return ""

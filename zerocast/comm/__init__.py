@@ -5,7 +5,7 @@ torch.distributed ProcessGroup serves. :func:`as_communicator` makes one of what
 their group.
 """
 
-from zerocast.comm.agreement import agree, lines_that_differ, raise_together
+from zerocast.comm.agreement import Attempt, agree, lines_that_differ, raise_together
 from zerocast.comm.communicator import Communicator
 from zerocast.comm.groups import Group, as_communicator
 from zerocast.comm.in_process import InProcessCommunicator, run_in_process
@@ -16,6 +16,7 @@ from zerocast.comm.single_rank import SingleRank
 from zerocast.comm.torch_distributed import TorchDistributedCommunicator
 
 __all__ = [
+    "Attempt",
     "Communicator",
     "Group",
     "InProcessCommunicator",

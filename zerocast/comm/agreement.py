@@ -1,13 +1,20 @@
 """Agreeing: what only some ranks can see is made known to all before anybody acts on it.
 
 An error that one rank raises alone leaves the others waiting in their next collective. So what may
-fail on one rank only is caught there, and handed to :func:`raise_together`, which every rank calls.
+fail on one rank only stands in an :class:`Attempt`, and its error is handed to
+:func:`raise_together`, which every rank calls::
+
+    attempt = Attempt()
+    with attempt:
+        ...                                   # no collective in here
+    raise_together(comm, attempt.error)
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from types import TracebackType
 
 import torch
 
@@ -17,6 +24,43 @@ from zerocast.errors import InputError, ZerocastError
 _ERROR_VOTE = 2**31 - 1
 _DIGEST_WORDS = 5
 """Words of 30 bits by which texts are compared: none is the vote of an error."""
+
+
+_WRONG_ARGUMENT = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
+"""What Python and torch raise for an argument that nobody has checked."""
+
+
+class Attempt:
+    """Holds back an exception of its ``with`` block, until all ranks can hear of it.
+
+    What ends a program (``KeyboardInterrupt``, ``SystemExit``) is not held back.
+
+    Attributes:
+        error: None; or what the block raised, where that was no :class:`ZerocastError` as the cause
+            of one: of an :class:`InputError` for what Python raises for a wrong argument.
+    """
+
+    def __init__(self) -> None:
+        self.error: ZerocastError | None = None
+
+    def __enter__(self) -> None:
+        """Begin what may fail."""
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> bool:
+        if not isinstance(error, Exception):
+            return False
+        if isinstance(error, ZerocastError):
+            self.error = error
+        else:
+            known = InputError if isinstance(error, _WRONG_ARGUMENT) else ZerocastError
+            self.error = known(f"{type(error).__name__}: {error}")
+            self.error.__cause__ = error
+        return True
 
 
 def raise_together(comm: Communicator, error: ZerocastError | None) -> None:
@@ -62,7 +106,7 @@ def lines_that_differ(
     Raises:
         ZerocastError: as :func:`raise_together`.
     """
-    digest = hashlib.sha256("\n".join(lines).encode()).digest()
+    digest = hashlib.sha256("\n".join(lines).encode(errors="surrogatepass")).digest()
     words = [int.from_bytes(digest[4 * i : 4 * i + 4], "big") >> 2 for i in range(_DIGEST_WORDS)]
     return None if _all_same(comm, words, error) else comm.all_gather_object(list(lines))
 
@@ -90,7 +134,7 @@ def _highest(comm: Communicator, votes: list[int], error: ZerocastError | None) 
 
 
 def _common_error(comm: Communicator, error: ZerocastError | None) -> ZerocastError:
-    said = comm.all_gather_object(None if error is None else (type(error), str(error)))
+    said = comm.all_gather_object(None if error is None else (_known_type(error), str(error)))
     ranks_of: dict[str, list[int]] = {}
     for rank, report in enumerate(said):
         if report is not None:
@@ -99,6 +143,11 @@ def _common_error(comm: Communicator, error: ZerocastError | None) -> ZerocastEr
     return kind(
         "\n".join(f"on {_name(ranks, comm.size)}: {message}" for message, ranks in ranks_of.items())
     )
+
+
+def _known_type(error: ZerocastError) -> type[ZerocastError]:
+    """The nearest type that every rank has and can make of one text: not a caller's subclass."""
+    return next(kind for kind in type(error).__mro__ if kind.__module__.startswith("zerocast."))
 
 
 def _name(ranks: list[int], size: int) -> str:

@@ -6,12 +6,16 @@ with the same words, and also on a single rank.
 
 from __future__ import annotations
 
+import operator
+import pickle
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
 from zerocast.errors import InputError
+from zerocast.ops import why_no_memory
 
 MAX_DTYPES = (torch.int32,)
 SUM_DTYPES = (torch.float32, torch.float64, torch.int32, torch.int64)
@@ -28,6 +32,7 @@ def operand(what: str, buffer: torch.Tensor, dtypes: Sequence[torch.dtype]) -> t
     Raises:
         InputError: where ``buffer`` is not contiguous, or of another dtype.
     """
+    _check_tensor(what, buffer)
     if buffer.dtype not in dtypes:
         names = ", ".join(str(dtype) for dtype in dtypes)
         raise InputError(
@@ -47,7 +52,16 @@ def as_bytes(what: str, buffer: torch.Tensor) -> torch.Tensor:
     return _flat(what, buffer).view(torch.uint8)
 
 
+def _check_tensor(what: str, buffer: object) -> None:
+    if not isinstance(buffer, torch.Tensor):
+        raise InputError(f"{what} takes a tensor, got {type(buffer).__name__}.")
+
+
 def _flat(what: str, buffer: torch.Tensor) -> torch.Tensor:
+    _check_tensor(what, buffer)
+    problem = why_no_memory(buffer)
+    if problem is not None:
+        raise InputError(f"{what} takes a tensor with memory of its own, got {problem}.")
     if not buffer.is_contiguous():
         raise InputError(
             f"{what} works in place on a contiguous tensor, got shape {tuple(buffer.shape)} with "
@@ -63,8 +77,9 @@ def part_bytes(buffer: torch.Tensor, counts: Sequence[int] | None, size: int) ->
         counts: the elements of each part; None means equal parts.
 
     Raises:
-        InputError: where the parts do not fill ``buffer``, or it is not 1-D.
+        InputError: where the parts do not fill ``buffer``, or it is not 1-D and contiguous.
     """
+    _flat("all_gather_", buffer)
     if buffer.dim() != 1:
         raise InputError(
             f"all_gather_ takes a 1-D tensor, got shape {tuple(buffer.shape)}; view(-1) first."
@@ -77,6 +92,12 @@ def part_bytes(buffer: torch.Tensor, counts: Sequence[int] | None, size: int) ->
                 f"rank, got {numel}; pad the buffer or give counts."
             )
         return [numel // size * itemsize] * size
+    try:
+        counts = [operator.index(count) for count in counts]
+    except TypeError as error:
+        raise InputError(
+            f"all_gather_ takes a list of ints or None as counts, got {counts!r}."
+        ) from error
     if len(counts) != size or sum(counts) != numel or min(counts) < 0:
         raise InputError(
             f"all_gather_ takes one count, 0 or more, for each of the {size} ranks, {numel} in all "
@@ -106,9 +127,9 @@ def scatter_operands(
 
 def check_root(root: int, size: int) -> None:
     """Raise :class:`InputError` unless ``root`` is a rank of the group."""
-    if not 0 <= root < size:
+    if not isinstance(root, int) or not 0 <= root < size:
         raise InputError(
-            f"broadcast_ takes a root from 0 to {size - 1}, a rank of this group, got {root}."
+            f"broadcast_ takes a root from 0 to {size - 1}, a rank of this group, got {root!r}."
         )
 
 
@@ -127,3 +148,17 @@ def on_device(buffer: torch.Tensor, device: torch.device | None) -> Iterator[tor
     staged.copy_(buffer)
     yield staged
     buffer.copy_(staged)
+
+
+def pickled(obj: Any) -> bytes:
+    """What an all-gather of objects sends of ``obj``.
+
+    Raises:
+        InputError: where it cannot be pickled.
+    """
+    try:
+        return pickle.dumps(obj)
+    except Exception as error:  # pickle calls methods of the object, which may raise anything
+        raise InputError(
+            f"all_gather_object takes what pickle can copy, got a {type(obj).__name__}: {error}"
+        ) from error

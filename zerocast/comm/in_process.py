@@ -14,7 +14,8 @@ from __future__ import annotations
 import pickle
 import reprlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import copy_context
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -28,6 +29,7 @@ from zerocast.comm.buffers import (
     check_root,
     operand,
     part_bytes,
+    pickled,
     scatter_operands,
 )
 from zerocast.comm.communicator import Communicator
@@ -125,7 +127,7 @@ class InProcessCommunicator(Communicator):
 
     def all_gather_object(self, obj: Any) -> list[Any]:
         # One copy by pickle, as on every other transport: peers never share the caller's object.
-        copy = pickle.loads(pickle.dumps(obj))
+        copy = pickle.loads(pickled(obj))
         return list(self._meet(_Call(("all_gather_object",), copy), list))
 
     def barrier(self) -> None:
@@ -136,6 +138,8 @@ class InProcessCommunicator(Communicator):
 
         Collective: every rank calls it.
         """
+        if not isinstance(color, int):
+            raise InputError(f"split takes an int as color, got {color!r}.")
 
         def begin(colors: list[int]) -> dict[int, Room]:
             members: dict[int, list[int]] = {}
@@ -228,8 +232,10 @@ def run_in_process(world_size: int, fn: Callable[[InProcessCommunicator], T]) ->
             waited for it are released. Different errors of further ranks follow it as context, so
             a traceback shows them all.
     """
-    if world_size < 1:
-        raise InputError(f"run_in_process takes a world_size of 1 or more, got {world_size}.")
+    if not isinstance(world_size, int) or world_size < 1:
+        raise InputError(f"run_in_process takes a world_size of 1 or more, got {world_size!r}.")
+    if not callable(fn):
+        raise InputError(f"run_in_process takes a function of a rank's communicator, got {fn!r}.")
     crew = Crew(world_size)
     room = Room(crew, range(world_size))
     results: list[Any] = [None] * world_size
@@ -250,20 +256,41 @@ def run_in_process(world_size: int, fn: Callable[[InProcessCommunicator], T]) ->
         )
         for rank in range(world_size)
     ]
-    torch_threads = torch.get_num_threads()
-    try:
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    except BaseException as error:  # Ctrl-C in the caller: let no rank wait for the ones to come
-        crew.fail("the caller", error)
-        raise
-    finally:
-        torch.set_num_threads(torch_threads)
+    with _torch_threads_kept():
+        try:
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        except BaseException as error:  # Ctrl-C in the caller: let no rank wait for others
+            crew.fail("the caller", error)
+            raise
     if errors:
         raise _one_error(errors, crew.released)
     return results
+
+
+class _Runs:
+    """The runs under way in this process, and how many threads torch had before the first."""
+
+    lock = threading.Lock()
+    count = 0
+    torch_threads = 1
+
+
+@contextmanager
+def _torch_threads_kept() -> Iterator[None]:
+    """Leave torch's number of threads as it was, which is one for all runs of the process."""
+    with _Runs.lock:
+        if not _Runs.count:
+            _Runs.torch_threads = torch.get_num_threads()
+        _Runs.count += 1
+    try:
+        yield
+    finally:
+        with _Runs.lock:
+            _Runs.count -= 1
+            torch.set_num_threads(_Runs.torch_threads)
 
 
 def _one_error(errors: dict[int, BaseException], released: set[int]) -> BaseException:

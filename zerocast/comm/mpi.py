@@ -11,6 +11,7 @@ length work the same with every MPI library, not only with one that has MPI-4's 
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ from zerocast.comm.buffers import (
     on_device,
     operand,
     part_bytes,
+    pickled,
     scatter_operands,
 )
 from zerocast.comm.communicator import Communicator
@@ -84,6 +86,8 @@ class MpiCommunicator(Communicator):
                 f"MpiCommunicator takes an mpi4py intracommunicator that this rank belongs to, got "
                 f"{given}; make one with Split, and use it on its members only."
             )
+        if not isinstance(chunk, int) or not 1 <= chunk < 2**31:
+            raise InputError(f"chunk must be an int from 1 to 2**31 - 1, got {chunk!r}.")
         self._mpi = mpi
         self._comm = comm
         self._chunk = chunk
@@ -157,7 +161,7 @@ class MpiCommunicator(Communicator):
             self._broadcast(host, root)
 
     def all_gather_object(self, obj: Any) -> list[Any]:
-        return self._comm.allgather(obj)
+        return [pickle.loads(each) for each in self._comm.allgather(pickled(obj))]
 
     def barrier(self) -> None:
         self._comm.Barrier()

@@ -16,7 +16,6 @@ the whole buffer::
 
 from __future__ import annotations
 
-import pickle
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,8 +24,9 @@ from typing import Any
 
 import torch
 
-from zerocast.comm.buffers import part_bytes
+from zerocast.comm.buffers import as_bytes, part_bytes, pickled
 from zerocast.comm.communicator import Communicator
+from zerocast.errors import InputError
 
 
 @dataclass(slots=True)
@@ -65,6 +65,11 @@ class RecordingCommunicator(Communicator):
     """
 
     def __init__(self, comm: Communicator) -> None:
+        if not isinstance(comm, Communicator):
+            raise InputError(
+                "RecordingCommunicator records a zerocast communicator, got "
+                f"{type(comm).__name__}; make one with zerocast.comm.as_communicator."
+            )
         self.comm = comm
         self.rank = comm.rank
         self.size = comm.size
@@ -93,11 +98,11 @@ class RecordingCommunicator(Communicator):
         self.traffic = {}
 
     def all_reduce_max_(self, buffer: torch.Tensor) -> None:
-        with self._all_reduce(buffer):
+        with self._all_reduce("all_reduce_max_", buffer):
             self.comm.all_reduce_max_(buffer)
 
     def all_reduce_sum_(self, buffer: torch.Tensor) -> None:
-        with self._all_reduce(buffer):
+        with self._all_reduce("all_reduce_sum_", buffer):
             self.comm.all_reduce_sum_(buffer)
 
     def all_gather_(self, buffer: torch.Tensor, counts: Sequence[int] | None = None) -> None:
@@ -123,17 +128,18 @@ class RecordingCommunicator(Communicator):
         return timed_wait
 
     def reduce_scatter_sum(self, output: torch.Tensor, buffer: torch.Tensor) -> None:
-        sent = (self.size - 1) * buffer.nbytes // self.size
-        with self._count("reduce_scatter", buffer.nbytes, sent):
+        payload = as_bytes("reduce_scatter_sum", buffer).nbytes
+        with self._count("reduce_scatter", payload, (self.size - 1) * payload // self.size):
             self.comm.reduce_scatter_sum(output, buffer)
 
     def broadcast_(self, buffer: torch.Tensor, root: int = 0) -> None:
         is_last = (self.rank + 1) % self.size == root
-        with self._count("broadcast", buffer.nbytes, 0 if is_last else buffer.nbytes):
+        payload = as_bytes("broadcast_", buffer).nbytes
+        with self._count("broadcast", payload, 0 if is_last else payload):
             self.comm.broadcast_(buffer, root)
 
     def all_gather_object(self, obj: Any) -> list[Any]:
-        payload = len(pickle.dumps(obj))
+        payload = len(pickled(obj))
         with self._count("all_gather_object", payload, (self.size - 1) * payload):
             return self.comm.all_gather_object(obj)
 
@@ -150,9 +156,9 @@ class RecordingCommunicator(Communicator):
     def __repr__(self) -> str:
         return f"RecordingCommunicator({self.comm!r})"
 
-    def _all_reduce(self, buffer: torch.Tensor) -> Any:
-        sent = 2 * (self.size - 1) * buffer.nbytes // self.size
-        return self._count("all_reduce", buffer.nbytes, sent)
+    def _all_reduce(self, what: str, buffer: torch.Tensor) -> Any:
+        payload = as_bytes(what, buffer).nbytes
+        return self._count("all_reduce", payload, 2 * (self.size - 1) * payload // self.size)
 
     @contextmanager
     def _count(self, kind: str, payload_bytes: int, sent_bytes: int) -> Iterator[None]:

@@ -15,6 +15,7 @@ from zerocast.comm.buffers import (
     check_root,
     operand,
     part_bytes,
+    pickled,
     scatter_operands,
 )
 from zerocast.comm.communicator import Communicator
@@ -45,7 +46,7 @@ class SingleRank(Communicator):
         check_root(root, self.size)
 
     def all_gather_object(self, obj: Any) -> list[Any]:
-        return [pickle.loads(pickle.dumps(obj))]
+        return [pickle.loads(pickled(obj))]
 
     def barrier(self) -> None:
         """Nobody to wait for."""

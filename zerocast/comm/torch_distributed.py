@@ -7,6 +7,7 @@ once, since gloo gathers only equal ones.
 
 from __future__ import annotations
 
+import pickle
 import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ from zerocast.comm.buffers import (
     on_device,
     operand,
     part_bytes,
+    pickled,
     scatter_operands,
 )
 from zerocast.comm.communicator import Communicator
@@ -42,6 +44,11 @@ class TorchDistributedCommunicator(Communicator):
     """
 
     def __init__(self, group: ProcessGroup) -> None:
+        if not isinstance(group, dist.ProcessGroup):
+            raise InputError(
+                "TorchDistributedCommunicator takes a torch.distributed ProcessGroup that this "
+                f"rank belongs to, got {type(group).__name__}."
+            )
         # Weak, because torch.distributed owns it: a gloo group that a plan in some global variable
         # kept past destroy_process_group() would abort the process when Python exits.
         self._reference = weakref.ref(group)
@@ -113,8 +120,8 @@ class TorchDistributedCommunicator(Communicator):
 
     def all_gather_object(self, obj: Any) -> list[Any]:
         objects: list[Any] = [None] * self.size
-        dist.all_gather_object(objects, obj, group=self._group)
-        return objects
+        dist.all_gather_object(objects, pickled(obj), group=self._group)
+        return [pickle.loads(each) for each in objects]
 
     def barrier(self) -> None:
         dist.barrier(self._group)

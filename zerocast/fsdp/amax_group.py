@@ -55,8 +55,8 @@ class AmaxGroup:
 
     @property
     def is_due(self) -> bool:
-        """Whether any of the masters was written since their latest cast."""
-        return any(member.is_due for member in self.members())
+        """Whether this rank has written any of the masters since their latest cast."""
+        return any(gather.is_due(master) for gather, master, _ in self.members())
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: the layers."""

@@ -14,9 +14,15 @@ Note: one cast for one value
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 A weight may be gathered several times between two steps of the optimizer: in the forward, again in
 the backward, for every microbatch. The codes are those of one cast, so what a recipe remembers
-moves on once and the backward multiplies by what the forward did. A cast is due where the master
-was written since the latest one (:mod:`zerocast.fsdp.cast_values`). So all ranks must write a
-master, or none.
+moves on once and the backward multiplies by what the forward did. A cast is due where any rank has
+written its rows since the latest one, whether torch saw that or not
+(:mod:`zerocast.fsdp.cast_values`), so the ranks ask each other by one small all-reduce. They do not
+ask
+
+* inside a backward, which gathers what its forward did;
+* the first time after a cast that was not the gather's own: that of another weight of its amax
+  group, or of :func:`zerocast.fsdp.precompute_scales_for_fsdp`. Only a rank on which torch sees a
+  write asks then, so all ranks must have made that write.
 """
 
 from __future__ import annotations
@@ -26,16 +32,17 @@ from typing import Any
 
 import torch
 
+from zerocast.arguments import check_shape, check_text
 from zerocast.cast import CastPlan
 from zerocast.comm import Communicator, Group, SingleRank, as_communicator
 from zerocast.errors import InputError
 from zerocast.fsdp.cast_values import CastValues
-from zerocast.fsdp.casts import Member, Unit, plan_casts, run_casts
+from zerocast.fsdp.casts import Unit, plan_casts, run_casts, written_units
 from zerocast.fsdp.gather_checks import check_dtype
 from zerocast.fsdp.parts import check_cuts
 from zerocast.fsdp.recipe_state import State, check_state, fresh_state, state_before_cast
 from zerocast.fsdp.row_shards import RowShards
-from zerocast.recipes import Recipe
+from zerocast.recipes import Recipe, as_recipe
 from zerocast.tensors import Part, QuantizedStorage, QuantizedTensor, rebuild_derived
 
 
@@ -66,19 +73,21 @@ class ShardCodes:
         self.comm, self.dtype = comm, dtype
         recipe, shape = gather.recipe, gather.shape if part is None else part.shape
         self.rows = RowShards(shape, comm.size, recipe.law.fmt)
-        # A columnwise copy that is derived needs nothing before the gather.
-        independent = recipe.columnwise_grid(shape) is not None
-        planes = recipe.gathered(shape, columnwise=independent)
+        planes = recipe.planes(shape)
+        gathered = [plane.codes_name for plane in planes if plane.is_gathered]
+        derived = [name for plane in planes if plane.is_derived for name in plane.buffers]
+        # All else of a gathered weight is known before the gather, or derived after it.
+        left_out = {*gathered, *derived, *recipe.state}
         buffers = {
             name: torch.full(spec.shape, spec.fill, dtype=spec.dtype, device=device)
-            for name, spec in recipe.buffers(shape, columnwise=independent).items()
-            if name not in (*planes, *recipe.state)
+            for name, spec in recipe.buffers(shape, columnwise=True).items()
+            if name not in left_out
         }
         self.storage = QuantizedStorage(shape, dtype, recipe, buffers | gather.state)
         self.storage.part = part
         self.sent = {
             plane: torch.zeros(self.rows.sent_bytes, dtype=torch.uint8, device=device)
-            for plane in planes
+            for plane in gathered
         }
         self.casts = 0
         self.was_asked_for = False
@@ -102,8 +111,9 @@ class LowBitGather:
     Attributes:
         state: the same, by the names of :attr:`Recipe.state`, as the latest cast left it.
         shards: as the latest gather needs them; None before the first.
-        cast_values: where the values are that were cast last; elsewhere a cast is due.
+        cast_values: those that were cast last.
         is_gathered: whether FSDP2 has made shards of the master, which it gathers.
+        is_settled: whether the next gather need not ask all ranks if a cast is due.
     """
 
     def __init__(
@@ -113,13 +123,14 @@ class LowBitGather:
         name: str,
         state: State | None = None,
     ) -> None:
-        self.shape = torch.Size(shape)
-        self.recipe = recipe
-        self.name = name
+        self.shape = check_shape("shape", shape)
+        self.recipe = as_recipe(recipe)
+        self.name = check_text("name", name)
         self.state = fresh_state(recipe) if state is None else state
         self.shards: ShardCodes | None = None
         self.cast_values = CastValues()
         self.is_gathered = False
+        self.is_settled = False
         self._plan: CastPlan | None = None
         self._gathered: int | None = None  # the cast whose codes the gathered weight holds
         self._ungathered: QuantizedStorage | None = None
@@ -158,8 +169,8 @@ class LowBitGather:
     # --- when a cast is due ---
 
     def is_due(self, master: torch.Tensor) -> bool:
-        """Whether ``master``, this rank's rows, was written since the latest cast."""
-        return not self.cast_values.are_in(master)
+        """Whether this rank has written ``master``, its rows, since the latest cast."""
+        return master.is_meta or bool(self.cast_values.differ_from(master))  # meta: no value yet
 
     def mark_cast(self, master: torch.Tensor) -> None:
         """The codes are those of ``master`` now."""
@@ -190,9 +201,12 @@ class LowBitGather:
         with torch.inference_mode(False):  # else only inference could ever write the buffers
             comm = as_communicator(group)
             self._check_unit(unit, dtype)
-            for member in unit:
-                member.gather._prepare(comm, dtype, device, member)
-            if any(member.is_due for member in unit):
+            is_due = self._is_due_anywhere(unit, comm)
+            prepared = [
+                member.gather._prepare(comm, dtype, device, member.part, is_due=is_due)
+                for member in unit
+            ]
+            if is_due or any(prepared):
                 if self._plan is None:
                     self._plan = plan_casts([unit])
                 run_casts(self._plan, [unit])
@@ -219,24 +233,47 @@ class LowBitGather:
             f"MixedPrecisionPolicy, or leave one out of amax_groups."
         )
 
-    def _prepare(
-        self, comm: Communicator, dtype: torch.dtype, device: torch.device, member: Member
-    ) -> None:
-        """Let ``shards`` be for these ranks, this nominal dtype, device and part; made anew where
-        one is another.
+    def _is_due_anywhere(self, unit: Unit, comm: Communicator) -> bool:
+        """Whether any rank of ``comm``, or of the parts' groups, has written a master of ``unit``
+        since its latest cast; see the note above on when they are asked.
         """
-        old, part = self.shards, member.part
+        is_settled, self.is_settled = self.is_settled, False
+        is_due = True
+        if all(member.gather.shards is not None for member in unit):
+            in_backward = torch._C._current_graph_task_id() != -1
+            is_seen = not all(gather.cast_values.are_in(master) for gather, master, _ in unit)
+            if in_backward or (is_settled and not is_seen):
+                return False
+            (is_due,) = written_units([unit], [comm])
+        for member in unit:
+            member.gather.is_settled = member.gather is not self
+        return is_due
+
+    def _prepare(
+        self,
+        comm: Communicator,
+        dtype: torch.dtype,
+        device: torch.device,
+        part: Part | None,
+        *,
+        is_due: bool,
+    ) -> bool:
+        """Let ``shards`` be for these ranks, this nominal dtype, device and part; whether they were
+        made anew. ``is_due`` says whether the master was written since its latest cast.
+        """
+        old = self.shards
         wanted = comm, dtype, device, part
         if old and (old.comm, old.dtype, old.storage.device, old.storage.part) == wanted:
-            return
+            return False
         check_dtype(self.name, dtype)
         if part is not None:
             check_cuts(self.name, part, self.recipe)
-        state = self.state_before_cast(is_due=member.is_due)
+        state = self.state_before_cast(is_due=is_due)
         self.state = {name: tensor.to(device) for name, tensor in state.items()}
         self.shards = ShardCodes(self, comm, dtype, device, part)
         self._plan = self._ungathered = None
         self.cast_values.forget()
+        return True
 
     # --- where there is nothing to gather ---
 
@@ -246,7 +283,7 @@ class LowBitGather:
         """
         codes, shards = self.codes_to_send(unit, SingleRank(), master.dtype, master.device)
         if self._ungathered is None:
-            self._ungathered = self.gathered_weight(codes, shards)[0].storage
+            self._ungathered = self.gathered_weight(codes, shards)[0].quantized_storage
         return QuantizedTensor(self._ungathered)
 
     # --- after the all-gather ---
@@ -268,7 +305,8 @@ class LowBitGather:
                 if name not in self.recipe.state
             }
             weight = QuantizedTensor(QuantizedStorage(shape, shards.dtype, self.recipe, buffers))
-            self.refill(weight.storage, outputs, shards)
+            weight.quantized_storage.gathered_from = self.name
+            self.refill(weight.quantized_storage, outputs, shards)
         return weight, [buffer for name, buffer in buffers.items() if name not in views]
 
     def refill(

@@ -6,7 +6,8 @@ by which FSDP2 asks a tensor what to send and what to make of what arrived, and 
 it (a shard, an alias, the same rows on another device) knows the :class:`LowBitGather` of the
 whole.
 
-All that is computed from it is a plain tensor. It does not enter a product itself: a layer whose
+Views of it are pieces of it, so that a write through any of them is seen; all else that is computed
+from it is a plain tensor. It does not enter a product itself: a layer whose
 weight was not gathered would work in high precision where codes were asked for.
 """
 
@@ -19,11 +20,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_map_only
 
+from zerocast.arguments import check_tensor
 from zerocast.errors import InputError, UnsupportedError
 from zerocast.fsdp.casts import Member, unit_of
 from zerocast.fsdp.gather_checks import check_placement
 from zerocast.fsdp.low_bit_gather import LowBitGather, ShardCodes
 from zerocast.fsdp.sharded import is_sharded, local_part, sharded_like
+from zerocast.recipes import NOMINAL_DTYPES, Recipe
 from zerocast.tensors import QuantizedTensor
 from zerocast.tensors.inference import decomposed, where_made
 
@@ -33,14 +36,12 @@ if TYPE_CHECKING:
 
 aten = torch.ops.aten
 
-_PIECES = {
-    aten.alias.default, aten.as_strided.default, aten.clone.default, aten.detach.default,
-    aten.empty_like.default, aten.new_zeros.default, aten.slice.Tensor, aten.split.Tensor,
-    aten.split_with_sizes.default, aten.view.default, aten._to_copy.default,
+_COPIES = {
+    aten.clone.default, aten.empty_like.default, aten.new_zeros.default, aten._to_copy.default,
     aten._pin_memory.default,
 }  # fmt: skip
-"""Operations whose results are masters again: those by which FSDP2 and ``Module`` make parameters
-from parameters."""
+"""Operations whose results are masters again, beside views: those by which FSDP2 and ``Module``
+make parameters from parameters."""
 
 _PRODUCTS = {
     aten.linear.default, aten.mm.default, aten.addmm.default, aten.bmm.default, aten.t.default,
@@ -65,6 +66,7 @@ class MasterWeight(torch.Tensor):
 
     @staticmethod
     def __new__(cls, value: torch.Tensor, gather: LowBitGather) -> MasterWeight:
+        check_tensor("value", value)
         master = torch.Tensor._make_wrapper_subclass(
             cls,
             value.shape,
@@ -92,7 +94,7 @@ class MasterWeight(torch.Tensor):
         plain_args, plain_kwargs = tree_map_only(
             MasterWeight, lambda master: master.value, (tuple(args), kwargs)
         )
-        if func in _PIECES and isinstance(first, MasterWeight):
+        if (func.is_view or func in _COPIES) and isinstance(first, MasterWeight):
             with where_made(first):
                 out = func(*plain_args, **plain_kwargs)
                 return tree_map_only(torch.Tensor, lambda piece: _piece(func, first, piece), out)
@@ -152,7 +154,7 @@ class MasterWeight(torch.Tensor):
             return self.low_bit_gather.gathered_weight(all_gather_outputs, metadata)
         weight = local_part(out)  # a DTensor under tensor parallelism
         assert isinstance(weight, QuantizedTensor)
-        self.low_bit_gather.refill(weight.storage, all_gather_outputs, metadata)
+        self.low_bit_gather.refill(weight.quantized_storage, all_gather_outputs, metadata)
         return None
 
     # --- what torch answers from memory, which a wrapper does not have ---
@@ -204,20 +206,42 @@ class MasterWeight(torch.Tensor):
         gather = self.low_bit_gather.copy_for(self.value)
         return restore, (self.value, gather, self.requires_grad, is_parameter)
 
-    def __tensor_flatten__(self) -> tuple[list[str], LowBitGather]:
-        return ["value"], self.low_bit_gather
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[torch.Size, Recipe]]:
+        """Not the gather: what torch.compile compiles for one master serves all alike, so what it
+        returns is nobody's piece.
+        """
+        return ["value"], (self.low_bit_gather.shape, self.low_bit_gather.recipe)
 
     @staticmethod
     def __tensor_unflatten__(
-        inner: dict[str, torch.Tensor], gather: LowBitGather, outer_size: Any, outer_stride: Any
+        inner: dict[str, torch.Tensor],
+        context: tuple[torch.Size, Recipe],
+        outer_size: Any,
+        outer_stride: Any,
     ) -> MasterWeight:
-        return MasterWeight(inner["value"], gather)
+        return MasterWeight(inner["value"], LowBitGather(*context, "weight"))
 
 
 def restore(
     value: torch.Tensor, gather: LowBitGather, requires_grad: bool, is_parameter: bool
 ) -> MasterWeight:
-    """A master around ``value``, as unpickling and deepcopy make it."""
+    """A master around ``value``, as unpickling and deepcopy make it.
+
+    Raises:
+        InputError: where they are not a plain tensor in high precision and a gather.
+    """
+    if (
+        not isinstance(value, torch.Tensor)
+        or isinstance(value, MasterWeight | QuantizedTensor)
+        or value.dtype not in NOMINAL_DTYPES
+        or not isinstance(gather, LowBitGather)
+    ):
+        raise InputError(
+            f"a master that is loaded needs a plain tensor of torch.float32, torch.bfloat16 or "
+            f"torch.float16 and a LowBitGather, got {type(value).__name__} of "
+            f"{getattr(value, 'dtype', None)} and {type(gather).__name__}; the file is damaged or "
+            f"was not written by zerocast."
+        )
     master = MasterWeight(value, gather)
     if is_parameter:
         return torch.nn.Parameter(master, requires_grad)  # type: ignore[return-value]
@@ -234,7 +258,8 @@ def as_plain(tensor: torch.Tensor) -> torch.Tensor:
     local = local_part(tensor)
     if not isinstance(local, MasterWeight):
         return tensor
-    return sharded_like(tensor, local.value.detach())
+    plain = sharded_like(tensor, local.value.detach())
+    return local.low_bit_gather.cast_values.lent(plain) if is_sharded(tensor) else plain
 
 
 def as_master_like(master: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:

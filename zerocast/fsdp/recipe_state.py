@@ -7,7 +7,8 @@ state *before* the cast of the masters beside it: as it is where that cast is du
 makes the one that was due, to the same codes and the same state, bit for bit, on any number of
 ranks.
 
-NOT here: where in a state dict it stands, which is the layer's affair (:mod:`zerocast.nn.linear`).
+NOT here: where in a state dict it stands, and how, which is the layer's affair
+(:mod:`zerocast.nn.linear`).
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def check_state(name: str, own: State, given: Mapping[str, torch.Tensor]) -> Non
         raise InputError(
             f"what a recipe remembers must be loaded into a weight of the same recipe: that of "
             f"{name} remembers {_say(ours)}, and the state dict has {_say(theirs)} for it; convert "
-            f"with the recipe that it was saved under, or take the layer's '_extra_state' out of "
+            f"with the recipe that it was saved under, or take the layer's 'weight_state' out of "
             f"the state dict to start anew."
         )
 

@@ -7,8 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
+from zerocast.arguments import check_module
+from zerocast.fsdp.grouped_names import grouped
 from zerocast.fsdp.low_bit_gather import LowBitGather
 from zerocast.fsdp.master_weight import MasterWeight
+from zerocast.fsdp.reasons import why_high_precision
 from zerocast.fsdp.row_shards import RowShards
 from zerocast.fsdp.sharded import (
     gather_dtypes,
@@ -19,8 +22,6 @@ from zerocast.fsdp.sharded import (
     reshard,
 )
 from zerocast.recipes import Recipe
-
-_REASON = "_zerocast_gathered_in_high_precision_because"
 
 
 @dataclass(frozen=True)
@@ -47,8 +48,12 @@ class ParameterGather:
     why: str
 
     def __str__(self) -> str:
+        return f"{self.name}{self._said}"
+
+    @property
+    def _said(self) -> str:
         shape = "x".join(map(str, self.shape))
-        return f"{self.name} [{shape}]: {self.bytes_per_element:.3f} bytes an element, {self.why}"
+        return f" [{shape}]: {self.bytes_per_element:.3f} bytes an element, {self.why}"
 
 
 @dataclass(frozen=True)
@@ -69,9 +74,15 @@ class GatherReport:
         return sum(p.bytes_per_element * p.shape.numel() for p in self.parameters)
 
     def __str__(self) -> str:
-        low = sum(p.recipe is not None for p in self.parameters)
-        head = f"{low} of {len(self.parameters)} parameters are all-gathered in codes"
-        return "\n".join([head, *(f"  {parameter}" for parameter in self.parameters)])
+        low = [p.shape.numel() for p in self.parameters if p.recipe is not None]
+        total = sum(p.shape.numel() for p in self.parameters)
+        head = (
+            f"{len(low)} of {len(self.parameters)} parameters are all-gathered in codes, "
+            f"{100 * sum(low) / max(total, 1):.1f} % of {total:,} elements; a gather of all moves "
+            f"{self.gathered_bytes:,.0f} bytes"
+        )
+        lines = grouped((p.name, p._said) for p in self.parameters)
+        return "\n".join([head, *(f"  {names}{said}" for names, _, said in lines)])
 
 
 def report(model: torch.nn.Module) -> GatherReport:
@@ -81,13 +92,9 @@ def report(model: torch.nn.Module) -> GatherReport:
         model: on which ``torch.distributed.fsdp.fully_shard`` was called; a parameter that it has
             not sharded is reported as that.
     """
+    check_module("model", model)
     reshard(model)  # for only a sharded parameter says how it is gathered
     return GatherReport(tuple(_gathers(model)))
-
-
-def note_reason(module: torch.nn.Module, reason: str) -> None:
-    """Remember in ``module`` why its weight is not gathered in codes."""
-    setattr(module, _REASON, reason)
 
 
 def _gathers(model: torch.nn.Module) -> Iterator[ParameterGather]:
@@ -112,7 +119,7 @@ def _gathers(model: torch.nn.Module) -> Iterator[ParameterGather]:
                 yield _low_bit(name, rows.low_bit_gather, shape, world_size, shared)
                 continue
             dtype = dtypes[owner] or parameter.dtype
-            why = f"{dtype}: {_why(module, own_name)}"
+            why = f"{dtype}: {why_high_precision(module, own_name)}"
             yield ParameterGather(name, shape, None, dtype.itemsize, 0, why)
 
 
@@ -120,10 +127,10 @@ def _low_bit(
     name: str, gather: LowBitGather, shape: torch.Size, world_size: int, shared: list[str]
 ) -> ParameterGather:
     recipe = gather.recipe
-    second = recipe.columnwise_grid(shape)
-    planes = len(recipe.gathered(shape, columnwise=True))
+    grids = [plane.grid for plane in recipe.planes(shape) if plane.is_gathered]
+    planes = len(grids)
     sent = RowShards(shape, world_size, recipe.law.fmt).sent_bytes * world_size * planes
-    blocks = recipe.grid(shape).num_blocks + (0 if second is None else second.num_blocks)
+    blocks = sum(grid.num_blocks for grid in grids)
     scales = "of the tensor" if recipe.has_one_block else f"of {blocks} blocks"
     why = (
         f"{recipe.law.fmt.name} codes{' in two planes' if planes > 1 else ''} under "
@@ -146,9 +153,3 @@ def _owner(fqn: str, dtypes: dict[str, torch.dtype | None]) -> str | None:
     """The innermost sharded module around ``fqn``; None where there is none."""
     around = [name for name in dtypes if not name or f"{fqn}.".startswith(f"{name}.")]
     return max(around, key=len, default=None)
-
-
-def _why(module: torch.nn.Module, name: str) -> str:
-    if name == "weight" and isinstance(module, torch.nn.Linear):
-        return getattr(module, _REASON, "its layer was not converted with weights='master'")
-    return "only weights of linear layers are gathered in codes"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -70,6 +71,35 @@ def sharded_like(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
         shape=tensor.shape,
         stride=tensor.stride(),
     )
+
+
+def write_counter(tensor: torch.Tensor) -> torch.Tensor:
+    """A DTensor as ``tensor`` is, without memory, for :func:`counted_with`."""
+    counter: Any = tensor.detach()
+    counter._local_tensor = counter._local_tensor.new_empty(0)
+    return counter
+
+
+def counted_with(counter: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor``, a DTensor, so that torch counts writes to it in ``counter._version``, too."""
+    counted: Any = counter.detach()
+    counted._spec = tensor._spec  # type: ignore[attr-defined]
+    counted._local_tensor = tensor._local_tensor  # type: ignore[attr-defined]
+    return counted
+
+
+def replicated_like(parameters: Iterable[torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor``, which all ranks hold alike, over the mesh of the first sharded one of
+    ``parameters``; where there is none, as it is.
+
+    Code that loads state dicts of sharded models asks every entry for its mesh.
+    """
+    mesh: Any = next((p.device_mesh for p in parameters if is_sharded(p)), None)  # type: ignore[attr-defined]
+    if mesh is None:
+        return tensor
+    from torch.distributed.tensor import DTensor, Replicate
+
+    return DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
 def reshard(model: torch.nn.Module) -> None:

@@ -6,15 +6,21 @@ from zerocast.layout.block_grid import BlockGrid, ScaleLayout, ceil_div, round_u
 from zerocast.layout.cuts import Cuts
 from zerocast.layout.extent import Extent
 from zerocast.layout.flat_layout import FlatLayout, check_partition, first_wrong_partition
+from zerocast.layout.plane import FULL, Block, Plane, Source, grid_of
 
 __all__ = [
+    "FULL",
+    "Block",
     "BlockGrid",
     "Cuts",
     "Extent",
     "FlatLayout",
+    "Plane",
     "ScaleLayout",
+    "Source",
     "ceil_div",
     "check_partition",
     "first_wrong_partition",
+    "grid_of",
     "round_up",
 ]

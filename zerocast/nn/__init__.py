@@ -2,13 +2,14 @@
 
 Linear, LayerNorm, RMSNorm          torch's, and more
 LayerNormLinear, LayerNormMLP       a norm and what follows it, as TransformerEngine names them
-convert, explain                    a model's layers to these; who computes their products
+convert, coverage, explain          a model's layers to these; what is in codes; who computes
 checkpoint, statistics              recomputed activations; what quantization loses
 swizzle, unswizzle                  scales in the order that block-scaled GEMMs read
 """
 
 from zerocast.nn.checkpoint import checkpoint
 from zerocast.nn.convert import ConversionReport, convert
+from zerocast.nn.coverage import Coverage, ParameterCoverage, coverage
 from zerocast.nn.explanation import Explanation, ProductExplanation, explain
 from zerocast.nn.layernorm_linear import LayerNormLinear
 from zerocast.nn.layernorm_mlp import LayerNormMLP
@@ -20,16 +21,19 @@ from zerocast.nn.swizzle import swizzle, unswizzle
 __all__ = [
     "ConversionReport",
     "Counts",
+    "Coverage",
     "Explanation",
     "LayerNorm",
     "LayerNormLinear",
     "LayerNormMLP",
     "Linear",
+    "ParameterCoverage",
     "ProductExplanation",
     "RMSNorm",
     "Statistics",
     "checkpoint",
     "convert",
+    "coverage",
     "explain",
     "statistics",
     "swizzle",

@@ -3,8 +3,9 @@
 Recomputation runs a forward a second time, in the backward, when the region of
 :class:`zerocast.autocast` has usually been left and the scales of delayed scaling have moved on.
 The second run must quantize as the first one did: under its recipe, from its scales, and without
-recording amaxes again. :func:`zerocast.context.checkpoint_contexts` does that for torch's mode
-without reentrance; this serves both modes.
+recording amaxes again. Layers see to that by themselves under torch's own checkpoints
+(:mod:`zerocast.nn.recomputation`); this serves quantizers outside of layers, too, in both modes of
+torch. :func:`zerocast.context.checkpoint_contexts` does so for the mode without reentrance.
 """
 
 from __future__ import annotations
@@ -45,9 +46,7 @@ def checkpoint(
             stack.enter_context(now)
             if now is first and records:
                 active = context.current()
-                stack.enter_context(
-                    context.autocast(True, active.recipe, True, amax_reduction_group=active.group)
-                )
+                stack.enter_context(context.autocast(True, True, active.recipe, active.group))
             return function(*args, **kwargs)
 
     return torch.utils.checkpoint.checkpoint(run, *args, use_reentrant=use_reentrant, **options)

@@ -13,20 +13,23 @@ from dataclasses import dataclass
 
 import torch
 
+from zerocast.arguments import check_flag
 from zerocast.cast import CastPlan
-from zerocast.cast.amax_groups import Patterns, amax_group_labels
+from zerocast.cast.amax_groups import Patterns, amax_group_labels, check_patterns
 from zerocast.comm import SingleRank
 from zerocast.errors import InputError
 from zerocast.fsdp.amax_group import AmaxGroup
 from zerocast.fsdp.master_weight import is_master
-from zerocast.fsdp.report import note_reason
+from zerocast.fsdp.reasons import note_reason
 from zerocast.fsdp.sharded import is_sharded
+from zerocast.nn.coverage import Coverage, check_initialized, coverage
 from zerocast.nn.initialization import quantized_parameter
+from zerocast.nn.layer_filter import Filter, LayerFilter
 from zerocast.nn.linear import Linear
-from zerocast.nn.masters import check_gathers, master_parameter
+from zerocast.nn.masters import check_gathers, master_parameter, reserve_state
 from zerocast.nn.quantized_module import QuantizedModule
-from zerocast.nn.small_layers import read_filter, why_small
-from zerocast.recipes import NOMINAL_DTYPES, Recipe
+from zerocast.nn.small_layers import why_small
+from zerocast.recipes import NOMINAL_DTYPES, Recipe, as_recipe
 from zerocast.tensors import QuantizedTensor, rebuild_derived
 
 
@@ -39,25 +42,27 @@ class ConversionReport:
         converted: the fully qualified names of the layers that are quantized now.
         left: the names of the ``torch.nn.Linear`` layers that stay as they are, each with the
             reason.
+        coverage: all parameters of the model, those that belong to no linear layer, too; None where
+            no model was converted but its configuration (:mod:`zerocast.torchtitan`).
     """
 
     recipe: Recipe
     converted: tuple[str, ...]
     left: dict[str, str]
+    coverage: Coverage | None = None
 
     def __str__(self) -> str:
         layers = len(self.converted) + len(self.left)
-        head = f"{len(self.converted)} of {layers} linear layers quantized with {self.recipe}"
-        left = [f"  left {name or '(the model itself)'}: {why}" for name, why in self.left.items()]
-        return "\n".join([head, *left])
+        head = f"{len(self.converted)} of {layers} linear layers converted, with {self.recipe}"
+        return head if self.coverage is None else f"{head}\n{self.coverage}"
 
 
 def convert(
     model: torch.nn.Module,
-    recipe: Recipe,
+    recipe: Recipe | str,
     *,
     weights: str = "quantized",
-    filter_fqns: Sequence[str] = (),
+    filter_fqns: Filter = (),
     amax_groups: Patterns = (),
     low_bit_all_gather: bool = True,
 ) -> ConversionReport:
@@ -71,15 +76,17 @@ def convert(
 
     Args:
         model: any module, the Linear itself included.
-        recipe: the scheme.
+        recipe: the scheme, or its name.
         weights: ``"quantized"``: the parameters themselves hold codes; ``"high_precision"``: they
             stay as they are, and are quantized by each forward under :class:`zerocast.autocast`;
             ``"master"``: they stay in high precision, sharded by torch's ``fully_shard``, and are
             all-gathered in codes (:mod:`zerocast.fsdp`).
-        filter_fqns: a layer stays as it is where its fully qualified name contains any of these.
-            ``"auto_filter_small_kn"`` among them leaves out the layers that are too small to gain
-            by quantized products, as measured on their device, or else by the published H100 table
-            (:mod:`zerocast.nn.small_layers`); the report says by which.
+        filter_fqns: a layer stays as it is where its fully qualified name contains any of these;
+            each must be in a name of the model. ``"auto_filter_small_kn"`` among them leaves out
+            the layers that are too small to gain by quantized products, as measured on their
+            device, or else by the published H100 table (:mod:`zerocast.nn.small_layers`); the
+            report says by which. Or a function of a layer and its name, which says whether to
+            convert it.
         amax_groups: layers that a server will fuse and whose weights therefore share one tensor
             amax, from this conversion on and in every cast: patterns of fully qualified names,
             ``[["*.wq", "*.wk", "*.wv"], ["*.w1", "*.w3"]]``; see
@@ -89,18 +96,22 @@ def convert(
             ``"high_precision"`` is.
 
     Returns:
-        What was converted, and what was left and why: filtered, too small, a shape that the recipe
-        cannot hold, a subclass of ``torch.nn.Linear``, a weight that is computed, shared with
-        another kind of layer, has gradient hooks, is on the meta device or of a dtype that a
-        quantized weight cannot present.
+        What was converted, and what was left and why: filtered, too small, an adapter of peft's
+        (what it adapts is converted), a shape that the recipe cannot hold, a subclass of
+        ``torch.nn.Linear``, a weight that is computed, shared with another kind of layer, has
+        gradient hooks, or is of a dtype that a quantized weight cannot present.
 
     Raises:
         InputError: for a wrong argument, or under ``"master"`` for a layer whose weight is sharded
             already. Nothing has been changed.
     """
+    check_flag("low_bit_all_gather", low_bit_all_gather)
     if weights == "master" and not low_bit_all_gather:
         weights = "high_precision"
-    _check_arguments(model, recipe, weights, filter_fqns)
+    recipe = as_recipe(recipe)
+    _check_arguments(model, recipe, weights)
+    wanted = LayerFilter(filter_fqns, model)
+    check_patterns(amax_groups)
     if amax_groups and weights == "high_precision":
         raise InputError(
             "amax_groups are for weights that hold codes (weights='quantized') or are gathered in "
@@ -111,9 +122,11 @@ def convert(
     for fqn, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, torch.nn.Linear):
             linears.setdefault(module, []).append(fqn)
-    parts, filters_small = read_filter(filter_fqns)
+    adapters = _adapters(model)
     reasons = {
-        module: _why_not(module, names, recipe, parts, filters_small, weights)
+        module: "is part of an adapter, which is trained in high precision"
+        if module in adapters
+        else _why_not(module, names, recipe, wanted, weights)
         for module, names in linears.items()
     }
     if weights != "high_precision":
@@ -135,7 +148,7 @@ def convert(
             make = master_parameter if weights == "master" else quantized_parameter
             replacements[old] = new = make(old, recipe, name=f"{fqn}.weight".lstrip("."))
             if isinstance(new, QuantizedTensor):
-                new.storage.amax_group = label
+                new.quantized_storage.amax_group = label
             elif label is not None and recipe.scales_tensor:
                 groups[old] = by_label.setdefault(label, AmaxGroup())
                 by_label[label].layers.append(module)
@@ -144,11 +157,15 @@ def convert(
         assert isinstance(module, Linear)
         module.low_bit_all_gather = weights == "master"
         module.amax_group = groups.get(old)
+        if weights == "master" and recipe.state:
+            reserve_state(module)
     for module, reason in reasons.items():
         if reason is not None:
             note_reason(module, reason)
     quantized = [weight for weight in replacements.values() if isinstance(weight, QuantizedTensor)]
-    _share_amaxes([weight for weight in quantized if weight.storage.amax_group is not None])
+    _share_amaxes(
+        [weight for weight in quantized if weight.quantized_storage.amax_group is not None]
+    )
     for fqn, layer in model.named_modules():
         if isinstance(layer, QuantizedModule):
             layer.name = layer.name or fqn
@@ -156,41 +173,44 @@ def convert(
         recipe,
         tuple(converted),
         {linears[module][0]: reason for module, reason in reasons.items() if reason is not None},
+        coverage(model),
     )
 
 
-def _check_arguments(model: object, recipe: object, weights: object, filter_fqns: object) -> None:
+def _check_arguments(model: object, recipe: Recipe, weights: object) -> None:
     if not isinstance(model, torch.nn.Module):
         raise InputError(f"convert needs a torch.nn.Module, got {type(model).__name__}.")
-    if not isinstance(recipe, Recipe):
-        raise InputError(
-            f"recipe must be a zerocast recipe such as NVFP4BlockScaling(), got {recipe!r}."
-        )
     if weights not in ("quantized", "high_precision", "master"):
         raise InputError(
             f"weights must be 'quantized' (the parameters hold codes), 'high_precision' (they are "
             f"quantized under autocast) or 'master' (FSDP2 gathers them in codes), got {weights!r}."
         )
+    check_initialized(model)
     if weights == "master":
         check_gathers(recipe)
-    if isinstance(filter_fqns, str) or not all(isinstance(part, str) for part in filter_fqns):  # type: ignore[attr-defined]
-        raise InputError(
-            f"filter_fqns must be a sequence of strings such as ['head'], got {filter_fqns!r}."
-        )
+
+
+def _adapters(model: torch.nn.Module) -> set[torch.nn.Module]:
+    """The modules of peft's adapters, by the attribute in which its layers name their own."""
+    return {
+        part
+        for module in model.modules()
+        for name in getattr(module, "adapter_layer_names", ())
+        if isinstance(adapter := getattr(module, name, None), torch.nn.Module)
+        for part in adapter.modules()
+    }
 
 
 def _why_not(
     module: torch.nn.Linear,
     names: Sequence[str],
     recipe: Recipe,
-    filter_fqns: Sequence[str],
-    filters_small: bool,
+    wanted: LayerFilter,
     weights: str,
 ) -> str | None:
     """Why this layer stays as it is, judged by itself; None where it can be converted."""
-    for part in filter_fqns:
-        if any(part in name for name in names):
-            return f"its name contains {part!r} of filter_fqns"
+    if (filtered := wanted.why_not(module, names)) is not None:
+        return filtered
     weight = module._parameters.get("weight")
     if isinstance(weight, QuantizedTensor):
         return "is quantized already"
@@ -209,8 +229,6 @@ def _why_not(
         return f"is a {type(module).__name__}, a subclass that may use its weight in another way"
     if type(weight) is not torch.nn.Parameter:
         return f"its weight is a {type(weight).__name__}"
-    if weight.is_meta and weights == "quantized":
-        return "its weight is on the meta device, so it has no value yet"
     if weight.dtype not in NOMINAL_DTYPES:
         return f"its weight is {weight.dtype}, and a quantized one presents FP32, BF16 or FP16"
     if weight._backward_hooks or weight._post_accumulate_grad_hooks:
@@ -219,7 +237,7 @@ def _why_not(
         recipe.check_shape(weight.shape)
     except InputError as error:
         return str(error)
-    return why_small(recipe, weight) if filters_small else None
+    return why_small(recipe, weight) if wanted.leaves_small else None
 
 
 def _keep_tied_with_the_rest(
@@ -249,13 +267,14 @@ def _share_amaxes(weights: Sequence[QuantizedTensor]) -> None:
     """Cast weights of amax groups again from the same values, now with their groups' amaxes."""
     by_device: dict[torch.device, list[QuantizedTensor]] = {}
     for weight in weights:
-        by_device.setdefault(weight.device, []).append(weight)
+        if not weight.is_meta:
+            by_device.setdefault(weight.device, []).append(weight)
     for device, group in by_device.items():
-        values = [weight.get_high_precision_init_val() for weight in group]
+        values = [weight.quantized_storage.high_precision_init_val for weight in group]
         masters = [None if v is None else v.to(device, torch.float32) for v in values]
         for weight in group:
-            weight.recipe.rewind(weight.storage.buffers)  # the same cast, not one more
+            weight.recipe.rewind(weight.quantized_storage.buffers)  # the same cast, not one more
         CastPlan(group, masters, [0] * len(group), SingleRank()).cast()
-        rebuild_derived([weight.storage for weight in group])
+        rebuild_derived([weight.quantized_storage for weight in group])
         for weight, value in zip(group, values, strict=True):
-            weight.storage.high_precision_init_val = value
+            weight.quantized_storage.high_precision_init_val = value

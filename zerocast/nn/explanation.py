@@ -1,7 +1,8 @@
 """explain: who computes the products of a model's layers, and why.
 
     >>> print(zerocast.nn.explain(model, recipe=zerocast.MXFP8BlockScaling()))
-    up, output: decoded operands: mxfp8 GEMMs need compute capability 10.0 or newer, and ...
+    0 of 192 products are computed by GEMMs on codes, under MXFP8BlockScaling()
+      layers.{0..31}.{up,down}, output: decoded operands: mxfp8 GEMMs need compute capability ...
 
 It answers from shapes, recipes and the device, without running anything: with the code that decides
 when a layer runs (:func:`zerocast.nn.gemm.engine`).
@@ -15,12 +16,14 @@ from typing import NamedTuple
 
 import torch
 
+from zerocast.arguments import check_device, check_dtype, check_integer, check_module
 from zerocast.context import current, get_default_recipe
 from zerocast.errors import InputError
+from zerocast.fsdp.grouped_names import grouped
 from zerocast.nn.gemm import Engine, Product, engine
 from zerocast.nn.library_gemm import Side
 from zerocast.nn.quantized_module import QuantizedModule
-from zerocast.recipes import Recipe
+from zerocast.recipes import Recipe, as_recipe
 from zerocast.tensors import QuantizedTensor
 
 
@@ -42,23 +45,37 @@ class ProductExplanation:
     reason: str
 
     def __str__(self) -> str:
-        return f"{self.layer or '(the model itself)'}, {self.product}: {self.reason}"
+        return f"{self._name}{self._said}"
+
+    @property
+    def _name(self) -> str:
+        return self.layer or "(the model itself)"
+
+    @property
+    def _said(self) -> str:
+        return f", {self.product}: {self.reason}"
 
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """What :func:`explain` found; printed, a line a product."""
+    """What :func:`explain` found; printed, totals first, equal layers in one line."""
 
     recipe: Recipe
     products: tuple[ProductExplanation, ...]
 
     def __str__(self) -> str:
-        return "\n".join(map(str, self.products))
+        library = sum(p.engine == "library" for p in self.products)
+        head = (
+            f"{library} of {len(self.products)} products are computed by GEMMs on codes, under "
+            f"{self.recipe}"
+        )
+        lines = grouped((p._name, p._said) for p in self.products)
+        return "\n".join([head, *(f"  {layers}{said}" for layers, _, said in lines)])
 
 
 def explain(
     model: torch.nn.Module,
-    recipe: Recipe | None = None,
+    recipe: Recipe | str | None = None,
     *,
     tokens: int = 4096,
     device: torch.device | str | None = None,
@@ -68,8 +85,8 @@ def explain(
 
     Args:
         model: any module; zerocast's layers in it are explained, itself included.
-        recipe: under which they run; by default that of the autocast around the call, or the one
-            that autocast takes by default.
+        recipe: under which they run, or its name; by default that of the autocast around the call,
+            or the one that autocast takes by default.
         tokens: rows of a layer's input, which have to fit, too.
         device: where they run; by default where each weight is.
         dtype: of their results; by default each weight's own.
@@ -77,13 +94,16 @@ def explain(
     Raises:
         InputError: for another recipe, or fewer than one token.
     """
-    recipe = recipe or current().recipe or get_default_recipe()
-    if not isinstance(recipe, Recipe):
-        raise InputError(
-            f"recipe must be a zerocast recipe such as DelayedScaling(), got {recipe!r}."
-        )
-    if tokens < 1:
+    if recipe is None:
+        recipe = current().recipe or get_default_recipe()
+    recipe = as_recipe(recipe)
+    check_module("model", model)
+    if check_integer("tokens", tokens, -(2**63), 2**63 - 1) < 1:
         raise InputError(f"tokens must be at least 1, got {tokens}.")
+    if device is not None:
+        device = check_device("device", device)
+    if dtype is not None:
+        check_dtype("dtype", dtype)
     products = [
         ProductExplanation(
             name + part,
@@ -122,7 +142,7 @@ def _engines(
     x = _Operand(recipe.for_role("input"), (tokens, cols))
     dy = _Operand(recipe.for_role("grad_output"), (tokens, rows))
     if isinstance(weight, QuantizedTensor):
-        w = _Operand(weight.recipe, (rows, cols), weight.storage.has_columnwise)
+        w = _Operand(weight.recipe, (rows, cols), weight.quantized_storage.has_columnwise)
     else:
         w = _Operand(recipe.for_role("weight"), (rows, cols))
     where = weight.device if device is None else torch.device(device)

@@ -28,6 +28,7 @@ from typing import Literal
 
 import torch
 
+from zerocast.arguments import check_flag, check_number, check_tensor, shown
 from zerocast.backends import backend_for
 from zerocast.errors import InputError
 from zerocast.nn.gemm import Product
@@ -143,8 +144,12 @@ def linear(
 
     The other arguments, the result and the errors are as for :func:`gelu`.
     """
+    _check_product(x, weight, bias)
+    _check_quantizer(quantizer, output)
     if isinstance(x, QuantizedTensor) and isinstance(weight, QuantizedTensor):
-        product = quantized_gemm(Product.OUTPUT, x.storage, weight.storage, x.dtype, bias)
+        product = quantized_gemm(
+            Product.OUTPUT, x.quantized_storage, weight.quantized_storage, x.dtype, bias
+        )
         product = product.view(*x.shape[:-1], weight.shape[0])
     else:
         plain_weight = _plain(weight).to(x.dtype)
@@ -210,6 +215,8 @@ def activate(
     Raises:
         InputError: where an argument is not that. Nothing has been written.
     """
+    check_tensor("x", x)
+    _check_quantizer(quantizer, output)
     dtype = x.dtype if dtype is None else dtype
     cols = _check(activation, x, dtype, weight, bias)
     shape = (*x.shape[:-1], cols)
@@ -230,7 +237,7 @@ def activate(
     rounded = torch.empty((rows, cols), dtype=round_to, device=x.device) if wanted else None
 
     def of_each_row(is_wanted: bool) -> torch.Tensor | None:
-        return torch.empty(rows, device=x.device) if is_wanted else None
+        return torch.empty(rows, dtype=torch.float32, device=x.device) if is_wanted else None
 
     target = ActivationTarget(
         activation,
@@ -248,12 +255,12 @@ def activate(
         if quantizer is not None:
             assert out is not None
             assert rounded is not None
-            with quantizer.cast_into(out.storage) as whole:
+            with quantizer.cast_into(out.quantized_storage) as whole:
                 quantizer.record(quantize_into(whole, rounded.view(shape)))
     else:
         assert out is not None
         assert quantizer is not None
-        _cast(target, quantizer, out.storage)
+        _cast(target, quantizer, out.quantized_storage)
     plain = None
     if rounded is not None and (output or quantizer is None):
         plain = rounded.view(shape).to(dtype)
@@ -281,24 +288,47 @@ def _cast(target: ActivationTarget, quantizer: Quantizer, storage: QuantizedStor
 
 def _planes(storage: QuantizedStorage) -> tuple[CastPlane, ...]:
     """The copies of its codes that ``storage`` holds."""
-    recipe, shape, buffers = storage.recipe, storage.shape, storage.buffers
-    transposed = recipe.casts_transpose or (
-        "columnwise_data" in recipe.derived(shape, columnwise=True)
-    )
+    buffers = storage.buffers
     planes = (
         CastPlane(
-            recipe.scale_layout(shape),
-            buffers.get("rowwise_data"),
-            buffers.get("rowwise_scale_inv"),
-        ),
-        CastPlane(
-            recipe.columnwise_scale_layout(shape),
-            buffers.get("columnwise_data"),
-            buffers.get("columnwise_scale_inv"),
-            transposed,
-        ),
+            plane.scales,
+            buffers.get(plane.codes_name),
+            buffers.get(plane.scales_name),
+            plane.is_transposed,
+        )
+        for plane in storage.recipe.planes(storage.shape)
     )
     return tuple(p for p in planes if p.codes is not None or p.scale_inv is not None)
+
+
+def _check_quantizer(quantizer: Quantizer | None, output: bool) -> None:
+    check_flag("output", output)
+    if quantizer is not None and not isinstance(quantizer, Quantizer):
+        raise InputError(f"quantizer must be a zerocast.Quantizer or None, got {shown(quantizer)}.")
+
+
+def _check_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    """``x`` [..., K], ``weight`` [M, K] and ``bias`` [M] can be multiplied and added."""
+    for name, given in (("x", x), ("weight", weight)):
+        if check_tensor(name, given).dtype not in NOMINAL_DTYPES:
+            raise InputError(
+                f"{name} must be of torch.float32, torch.bfloat16 or torch.float16, got "
+                f"{given.dtype}; convert it first."
+            )
+    cols = x.shape[-1:]
+    if weight.dim() != 2 or weight.shape[1:] != cols or weight.device != x.device:
+        raise InputError(
+            f"linear needs x [..., K] and weight [M, K] on one device, got {shown(x)} on "
+            f"{x.device} and {shown(weight)} on {weight.device}."
+        )
+    if bias is None:
+        return
+    has = (check_tensor("bias", bias).shape, bias.dtype, bias.device)
+    if has != (weight.shape[:1], x.dtype, x.device):
+        raise InputError(
+            f"bias must be {x.dtype} [{weight.shape[0]}] on {x.device}, got {shown(bias)} on "
+            f"{bias.device}."
+        )
 
 
 def _plain(x: torch.Tensor) -> torch.Tensor:
@@ -314,6 +344,8 @@ def _check(
 ) -> int:
     """K, where the arguments fit together."""
     name = activation.function
+    check_number("eps", activation.eps)
+    check_flag("zero_centered_gamma", activation.zero_centered_gamma)
     for what, given in (("a source", x.dtype), ("a result", dtype)):
         if given not in NOMINAL_DTYPES:
             raise InputError(
@@ -334,6 +366,7 @@ def _check(
     for what, parameter in (("weight", weight), ("bias", bias)):
         if parameter is None:
             continue
+        check_tensor(f"the {what} of {name}", parameter)
         if not activation.is_norm:
             raise InputError(f"{name} has no {what}, got one; leave it out.")
         if (

@@ -16,11 +16,13 @@ import math
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from zerocast.comm import as_communicator
 from zerocast.errors import InputError, UnsupportedError
+from zerocast.layout import Source
+from zerocast.nn.derivatives import first_derivatives_only
 from zerocast.nn.quantized_module import QuantizedModule, Quantizing
+from zerocast.nn.recomputation import as_in_first_run
 from zerocast.recipes import Recipe
 from zerocast.tensors import Part, QuantizedStorage, QuantizedTensor, rebuild_derived
 
@@ -54,22 +56,21 @@ def gather_input(name: str, layer: QuantizedModule, input: DTensor) -> DTensor:
             f"of one dimension, got {input.placements} of shape {tuple(input.shape)}; state its "
             f"input_layouts, or use torch's style."
         )
-    quantizing = layer._quantizing(0, input, layer.weight)  # type: ignore[arg-type]
-    if quantizing is None:
-        raise InputError(
-            f"{name} gathers its input in codes, which needs zerocast.autocast(enabled=True) "
-            f"around the forward and an input with elements, got one without the other or neither; "
-            f"for forwards in high precision use torch's style."
-        )
-    _check_recipe(name, quantizing.quantizer.recipe)
-    gathered: Any = _GatherInput.apply(input, dim, quantizing)
-    return gathered
+    with as_in_first_run(layer):
+        quantizing = layer._quantizing(0, input, layer.weight)  # type: ignore[arg-type]
+        if quantizing is None:
+            raise InputError(
+                f"{name} gathers its input in codes, which needs zerocast.autocast(enabled=True) "
+                f"around the forward and an input with elements, got one without the other or "
+                f"neither; for forwards in high precision use torch's style."
+            )
+        _check_recipe(name, quantizing.quantizer.recipe)
+        gathered: Any = _GatherInput.apply(input, dim, quantizing)
+        return gathered
 
 
 def _check_recipe(name: str, recipe: Recipe) -> None:
-    shape = (256, 256)
-    one_scale = recipe.grid(shape).num_blocks == 1
-    if not one_scale or recipe.casts_transpose or recipe.columnwise_grid(shape) is not None:
+    if not recipe.has_one_block or recipe.columnwise_source is not Source.ROWWISE:
         raise UnsupportedError(
             f"{name} gathers codes under recipes that quantize an input with one scale "
             f"(Float8CurrentScaling, DelayedScaling), got {recipe}; use torch's style, which "
@@ -95,11 +96,11 @@ class _GatherInput(torch.autograd.Function):
             (Replicate(),),
             run_check=False,
             shape=input.shape,
-            stride=torch.empty(input.shape, device="meta").stride(),
+            stride=torch.empty(input.shape, dtype=input.dtype, device="meta").stride(),
         )
 
     @staticmethod
-    @once_differentiable
+    @first_derivatives_only
     def backward(ctx: Any, grad: DTensor) -> tuple[DTensor, None, None]:
         return grad.redistribute(placements=ctx.placements), None, None
 
@@ -123,7 +124,7 @@ def _gathered_codes(input: DTensor, dim: int, quantizing: Quantizing) -> Quantiz
     start = min(others * ends[comm.rank], rows - len(own_rows))
     quantizer.part = Part(torch.Size((rows, features)), 0, start, len(own_rows), comm)
     try:
-        codes = quantizer.quantize(own_rows).storage
+        codes = quantizer.quantize(own_rows).quantized_storage
     finally:
         quantizer.part = None
         quantizer.set_usage(rowwise=True, columnwise=columnwise)

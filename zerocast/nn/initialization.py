@@ -6,15 +6,15 @@ import math
 
 import torch
 
+from zerocast.arguments import check_device, check_dtype, check_flag, check_shape
 from zerocast.context import current_model_init
-from zerocast.errors import InputError
 from zerocast.recipes import Recipe
 from zerocast.tensors import QuantizedTensor, quantize
 
 
 def quantized_parameter(
     weight: torch.Tensor,
-    recipe: Recipe,
+    recipe: Recipe | str,
     *,
     columnwise: bool = True,
     keep_init_val: bool = True,
@@ -22,25 +22,23 @@ def quantized_parameter(
 ) -> torch.nn.Parameter:
     """``weight`` quantized; its present value is kept, on the CPU, for an optimizer's masters.
 
+    Of a weight on the meta device that is the value which is copied into it once it has memory.
     ``name`` is what the random words of stochastic rounding depend on.
 
     Raises:
-        InputError: where it is on the meta device, or the recipe cannot hold it.
+        InputError: where the recipe cannot hold it.
     """
-    if weight.is_meta:
-        raise InputError(
-            "a quantized weight is made from its initial value, so its layer needs a device with "
-            "memory, got 'meta'; build it on 'cpu' and move it."
-        )
     quantized = quantize(weight, recipe, columnwise=columnwise, name=name)
-    if keep_init_val:
+    if weight.is_meta:
+        quantized.quantized_storage.keeps_source = keep_init_val
+    elif keep_init_val:
         value = weight.detach().to("cpu", copy=True).contiguous()
-        quantized.storage.high_precision_init_val = value
+        quantized.quantized_storage.high_precision_init_val = value
     return torch.nn.Parameter(quantized, weight.requires_grad)
 
 
 def quantized_if_asked(
-    weight: torch.Tensor, recipe: Recipe | None, *, columnwise: bool = True
+    weight: torch.Tensor, recipe: Recipe | str | None, *, columnwise: bool = True
 ) -> torch.Tensor:
     """``weight`` quantized by ``recipe``, or by that of :func:`zerocast.model_init`; where there is
     neither, itself.
@@ -77,6 +75,20 @@ def reset_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         torch.nn.init.uniform_(bias, -bound, bound)
 
 
+def check_linear(
+    in_features: int,
+    out_features: int,
+    bias: bool,
+    device: torch.device | str | None,
+    dtype: torch.dtype | None,
+) -> None:
+    """Raise :class:`InputError` where no linear layer can be made of these."""
+    check_shape("in_features and out_features", (in_features, out_features))
+    check_flag("bias", bias)
+    check_device("device", device)
+    check_dtype("dtype", dtype)
+
+
 def linear_parameters(
     in_features: int,
     out_features: int,
@@ -85,6 +97,7 @@ def linear_parameters(
     dtype: torch.dtype | None,
 ) -> tuple[torch.nn.Parameter, torch.nn.Parameter | None]:
     """Weight [M, K] and bias [M], or None, as ``torch.nn.Linear`` starts them."""
+    check_linear(in_features, out_features, bias, device, dtype)
     parameters = torch.nn.Linear(
         in_features, out_features, bias, device=device, dtype=dtype
     )._parameters

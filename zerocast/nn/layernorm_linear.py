@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from zerocast.arguments import check_flag, check_number, check_text
 from zerocast.nn.initialization import linear_parameters, quantized_if_asked, reset_linear
 from zerocast.nn.normalization import check_normalization
 from zerocast.nn.normalized_module import NormalizedModule
@@ -45,16 +46,19 @@ class LayerNormLinear(NormalizedModule):
         params_dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         *,
-        recipe: Recipe | None = None,
+        recipe: Recipe | str | None = None,
         columnwise: bool = True,
         name: str = "",
     ) -> None:
         super().__init__()
         self.in_features, self.out_features, self.eps = in_features, out_features, eps
         self.normalization = check_normalization(normalization)
-        self.return_layernorm_output = return_layernorm_output
-        self.zero_centered_gamma = zero_centered_gamma
-        self.name = name
+        self.return_layernorm_output = check_flag(
+            "return_layernorm_output", return_layernorm_output
+        )
+        self.zero_centered_gamma = check_flag("zero_centered_gamma", zero_centered_gamma)
+        self.name = check_text("name", name)
+        check_number("eps", eps)
         self._make_norm(in_features, device, params_dtype)
         self._reset_norm()
         weight, self.bias = linear_parameters(in_features, out_features, bias, device, params_dtype)

@@ -9,6 +9,7 @@ from typing import ClassVar
 
 import torch
 
+from zerocast.arguments import check_flag, check_number, check_shape, check_text
 from zerocast.nn.activation import Activation, activate, check_activation, widths
 from zerocast.nn.initialization import linear_parameters, quantized_if_asked, reset_linear
 from zerocast.nn.normalization import check_normalization
@@ -59,7 +60,7 @@ class LayerNormMLP(NormalizedModule):
         params_dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         *,
-        recipe: Recipe | None = None,
+        recipe: Recipe | str | None = None,
         columnwise: bool = True,
         name: str = "",
     ) -> None:
@@ -67,11 +68,15 @@ class LayerNormMLP(NormalizedModule):
         self.hidden_size, self.ffn_hidden_size, self.eps = hidden_size, ffn_hidden_size, eps
         self.normalization = check_normalization(normalization)
         self.activation: Activation = check_activation(activation)
-        self.return_layernorm_output = return_layernorm_output
-        self.zero_centered_gamma = zero_centered_gamma
-        self.name = name
+        self.return_layernorm_output = check_flag(
+            "return_layernorm_output", return_layernorm_output
+        )
+        self.zero_centered_gamma = check_flag("zero_centered_gamma", zero_centered_gamma)
+        self.name = check_text("name", name)
+        check_number("eps", eps)
         self._make_norm(hidden_size, device, params_dtype)
         self._reset_norm()
+        check_shape("hidden_size and ffn_hidden_size", (hidden_size, ffn_hidden_size))
         width = widths(self.activation) * ffn_hidden_size
         fc1, self.fc1_bias = linear_parameters(hidden_size, width, bias, device, params_dtype)
         fc2, self.fc2_bias = linear_parameters(

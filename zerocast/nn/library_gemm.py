@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from zerocast.formats import E4M3, E5M2, ElementFormat
-from zerocast.layout import BlockGrid
+from zerocast.layout import BlockGrid, Plane
 from zerocast.nn.swizzle import swizzle
 from zerocast.ops import Float8DelayedLaw, Float8Law, MXFP8Law, NVFP4Law
 from zerocast.recipes import Recipe
@@ -58,20 +58,21 @@ class Side:
         return self.shape[0] if self.columnwise else self.shape[1]
 
     @property
+    def plane(self) -> Plane:
+        """What the product reads."""
+        return self.recipe.planes(self.shape)[self.columnwise]
+
+    @property
     def stored_transposed(self) -> bool:
         """Whether the codes lie as [contraction, rows]: columnwise ones that are quantized
         independently, or that are the rowwise ones.
         """
-        codes = self.recipe.buffers(self.shape, columnwise=True).get("columnwise_data")
-        independent = self.recipe.columnwise_grid(self.shape) is not None
-        return self.columnwise and (codes is None or independent)
+        return self.columnwise and not self.plane.is_transposed
 
     @property
     def grid(self) -> BlockGrid:
         """The blocks over [rows, contraction]."""
-        if not self.columnwise:
-            return self.recipe.grid(self.shape)
-        grid = self.recipe.columnwise_scale_layout(self.shape).grid
+        grid = self.plane.grid
         return grid.transposed() if self.stored_transposed else grid
 
     @property

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from zerocast.arguments import check_text
 from zerocast.errors import InputError, UnsupportedError
 from zerocast.fsdp.amax_group import AmaxGroup
 from zerocast.fsdp.casts import Member, unit_of
@@ -19,14 +20,18 @@ from zerocast.fsdp.master_weight import (
 )
 from zerocast.fsdp.parts import part_of
 from zerocast.fsdp.sharded import is_sharded
-from zerocast.nn.initialization import quantized_if_asked, reset_linear
-from zerocast.nn.masters import CastMaster, load_saved_state, state_to_save
+from zerocast.nn.initialization import check_linear, quantized_if_asked, reset_linear
+from zerocast.nn.masters import (
+    WEIGHT_STATE,
+    CastMaster,
+    load_saved_state,
+    reserve_state,
+    state_to_save,
+)
 from zerocast.nn.parallel_linear import parallel_linear
 from zerocast.nn.quantized_module import QuantizedModule, eager_in_regions
 from zerocast.recipes import Recipe
 from zerocast.tensors import QuantizedTensor
-
-_WEIGHT = "weight"  # in the extra state: what a master's recipe remembers
 
 
 class Linear(QuantizedModule, torch.nn.Linear):
@@ -44,7 +49,7 @@ class Linear(QuantizedModule, torch.nn.Linear):
         out_features: M.
         bias: whether to add a bias [M], which stays in high precision.
         recipe: the scheme of a quantized weight; it must hold [M, K].
-        device: where the parameters are; not meta where the weight is quantized.
+        device: where the parameters are.
         dtype: the nominal dtype of the weight, and the bias's dtype: FP32, BF16 or FP16.
         columnwise: whether a quantized weight holds the columnwise copy.
         name: under stochastic rounding, layers of different names draw different random words;
@@ -75,12 +80,13 @@ class Linear(QuantizedModule, torch.nn.Linear):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         *,
-        recipe: Recipe | None = None,
+        recipe: Recipe | str | None = None,
         columnwise: bool = True,
         name: str = "",
     ) -> None:
+        check_linear(in_features, out_features, bias, device, dtype)
         super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
-        self.name = name
+        self.name = check_text("name", name)
         self.weight = quantized_if_asked(self.weight, recipe, columnwise=columnwise)
 
     def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
@@ -128,43 +134,50 @@ class Linear(QuantizedModule, torch.nn.Linear):
                 weight = CastMaster.apply(weight, unit_of(self, member))
             return self._linear(0, input, weight, bias, part=part)
 
-        return parallel_linear(self.name, input, self.weight, self.bias, multiply)
+        run = parallel_linear
+        if is_master(self.weight):  # whose cast torch.compile cannot trace, nor masters in a graph
+            run = torch._disable_dynamo(parallel_linear)
+        return run(self.name, input, self.weight, self.bias, multiply)
 
-    def get_extra_state(self) -> dict[str, Any] | None:
-        """What recipes remember for this layer; that of a master's also before its first cast, so
-        that the state dict of a model has the same entries from its beginning.
-        """
-        state, weight = super().get_extra_state(), state_to_save(self.weight, self.amax_group)
-        return {**(state or {}), _WEIGHT: weight} if weight else state
-
-    def set_extra_state(self, state: dict[str, Any] | None) -> None:
-        """Go on from what :meth:`get_extra_state` gave.
-
-        Raises:
-            InputError: where it was made by another kind of layer, or a master's by another recipe.
-        """
-        if not isinstance(state, dict):
-            return
-        if _WEIGHT in state:
-            load_saved_state(self.weight, state[_WEIGHT])
-        of_layer = {name: entry for name, entry in state.items() if name != _WEIGHT}
-        super().set_extra_state(of_layer or None)
+    # --- state dicts ---
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         name = f"{prefix}weight"
         if not keep_vars and name in destination:
             # Dictionaries hold plain tensors, for any model and any checkpoint format.
-            destination[name] = as_plain(self.weight)
+            destination[name] = as_plain(destination[name])
+        if WEIGHT_STATE in self._buffers:
+            destination[prefix + WEIGHT_STATE] = state_to_save(self.weight, self.amax_group)
 
     def _load_from_state_dict(
-        self, state_dict: Any, prefix: str, local_metadata: Any, *others: Any
+        self,
+        state_dict: Any,
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        *others: Any,
     ) -> None:
         name = f"{prefix}weight"
         assigns = local_metadata.get("assign_to_params_buffers", False)
         if assigns and name in state_dict and is_master(self.weight):
             state_dict[name] = as_master_like(self.weight, state_dict[name])
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, *others)
+        saved = state_dict.pop(prefix + WEIGHT_STATE, None)
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, *others
+        )
+        if saved is not None:
+            load_saved_state(self.weight, saved)
+        if prefix + WEIGHT_STATE in missing_keys:  # a state dict without it lets it start anew
+            missing_keys.remove(prefix + WEIGHT_STATE)
+        if WEIGHT_STATE in self._buffers:
+            reserve_state(self)  # anew, for the layer may have been on the meta device
+
+    @property
+    def is_traceable(self) -> bool:  # type: ignore[override]
+        """Whether torch.compile traces its quantized products: not where it is tensor-parallel."""
+        return not is_sharded(self.weight)
 
     def extra_repr(self) -> str:
         """Features and bias, as torch says them, and the recipe of a quantized weight."""

@@ -4,20 +4,22 @@ tensor parallelism alone splits it, that the layer itself casts.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from zerocast.errors import InputError
 from zerocast.fsdp.amax_group import AmaxGroup
 from zerocast.fsdp.casts import Unit
 from zerocast.fsdp.low_bit_gather import LowBitGather
 from zerocast.fsdp.master_weight import MasterWeight
-from zerocast.fsdp.recipe_state import State
-from zerocast.fsdp.sharded import local_part
+from zerocast.fsdp.sharded import local_part, replicated_like
+from zerocast.layout import Source
+from zerocast.nn.saved_state import pack, unpack
 from zerocast.recipes import Recipe
+
+WEIGHT_STATE = "weight_state"
+"""The entry of a layer's state dict that holds what its master's recipe remembers."""
 
 
 class CastMaster(torch.autograd.Function):
@@ -34,7 +36,6 @@ class CastMaster(torch.autograd.Function):
         return master.low_bit_gather.ungathered_weight(unit, master)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         return grad, None
 
@@ -49,7 +50,7 @@ def check_gathers(recipe: Recipe) -> None:
     """Raise :class:`InputError` where ``recipe`` cannot cast a weight from shards of its
     master.
     """
-    if recipe.casts_transpose:
+    if recipe.columnwise_source is Source.TRANSPOSED_MASTER:
         raise InputError(
             f"a weight that is all-gathered in codes needs a recipe whose columnwise copy follows "
             f"from shards of the master, got {recipe}, which casts the transposed tensor; give "
@@ -57,24 +58,35 @@ def check_gathers(recipe: Recipe) -> None:
         )
 
 
-def state_to_save(weight: torch.Tensor, group: AmaxGroup | None) -> State:
-    """What the recipe of a master, of an amax ``group`` or none, remembers, for a state dict that
-    holds the master, too; nothing for any other weight.
+def reserve_state(layer: torch.nn.Linear) -> None:
+    """Have an entry of the state dict for what the recipe of the layer's master remembers.
+
+    torch's functions for state dicts of sharded models look for each entry among parameters and
+    buffers. This buffer stands for that one and is empty: what is saved is made then.
+    """
+    empty = torch.empty(0, dtype=torch.uint8, device=layer.weight.device)
+    layer.register_buffer(WEIGHT_STATE, empty)
+
+
+def state_to_save(weight: torch.Tensor, group: AmaxGroup | None) -> torch.Tensor:
+    """What the recipe of a master, of an amax ``group`` or none, remembers, as one tensor
+    (:mod:`zerocast.nn.saved_state`) for a state dict that holds the master, too.
     """
     master = local_part(weight)
-    if not isinstance(master, MasterWeight):
-        return {}
+    assert isinstance(master, MasterWeight)
     gather = master.low_bit_gather
     is_due = gather.is_due(master.value) or (group is not None and group.is_due)
-    return gather.state_before_cast(is_due=is_due)
+    return replicated_like([weight], pack({}, gather.state_before_cast(is_due=is_due)))
 
 
-def load_saved_state(weight: torch.Tensor, state: Mapping[str, torch.Tensor]) -> None:
+def load_saved_state(weight: torch.Tensor, state: torch.Tensor) -> None:
     """Go on from what :func:`state_to_save` gave. A weight that is no master has no use for it.
 
     Raises:
-        InputError: where it was saved under another recipe. Nothing has been changed.
+        InputError: where it was saved under another recipe, or is no state at all. Nothing has
+            been changed.
     """
     master = local_part(weight)
     if isinstance(master, MasterWeight):
-        master.low_bit_gather.load_state(state)
+        gather = master.low_bit_gather
+        gather.load_state(unpack(state, gather.name).tensors)

@@ -12,6 +12,14 @@ from typing import Literal
 
 import torch
 
+from zerocast.arguments import (
+    check_device,
+    check_dtype,
+    check_flag,
+    check_number,
+    check_shape,
+    shown,
+)
 from zerocast.errors import InputError
 
 Normalization = Literal["LayerNorm", "RMSNorm"]
@@ -36,8 +44,9 @@ class LayerNorm(torch.nn.LayerNorm):
         *,
         zero_centered_gamma: bool = False,
     ) -> None:
-        self.zero_centered_gamma = zero_centered_gamma
-        shape = normalized_shape if isinstance(normalized_shape, int) else list(normalized_shape)
+        self.zero_centered_gamma = check_flag("zero_centered_gamma", zero_centered_gamma)
+        check_flag("bias", bias)
+        shape = _check_norm(normalized_shape, eps, elementwise_affine, device, dtype)
         super().__init__(shape, eps, elementwise_affine, bias, device, dtype)
 
     def reset_parameters(self) -> None:
@@ -81,8 +90,8 @@ class RMSNorm(torch.nn.RMSNorm):
         *,
         zero_centered_gamma: bool = False,
     ) -> None:
-        self.zero_centered_gamma = zero_centered_gamma
-        shape = normalized_shape if isinstance(normalized_shape, int) else list(normalized_shape)
+        self.zero_centered_gamma = check_flag("zero_centered_gamma", zero_centered_gamma)
+        shape = _check_norm(normalized_shape, eps, elementwise_affine, device, dtype)
         super().__init__(shape, eps, elementwise_affine, device, dtype)
 
     def reset_parameters(self) -> None:
@@ -108,6 +117,23 @@ class RMSNorm(torch.nn.RMSNorm):
         return super().extra_repr() + _says(self.zero_centered_gamma)
 
 
+def _check_norm(
+    normalized_shape: int | Sequence[int],
+    eps: float | None,
+    elementwise_affine: bool,
+    device: torch.device | str | None,
+    dtype: torch.dtype | None,
+) -> list[int]:
+    """The normalized dimensions, where a norm can be made of all these."""
+    if eps is not None:
+        check_number("eps", eps)
+    check_flag("elementwise_affine", elementwise_affine)
+    check_device("device", device)
+    check_dtype("dtype", dtype)
+    dimensions = (normalized_shape,) if isinstance(normalized_shape, int) else normalized_shape
+    return list(check_shape("normalized_shape", dimensions))
+
+
 def normalize(
     normalization: Normalization,
     input: torch.Tensor,
@@ -131,9 +157,9 @@ def check_normalization(normalization: str) -> Normalization:
     Raises:
         InputError: for another name.
     """
-    if normalization == "LayerNorm" or normalization == "RMSNorm":
+    if isinstance(normalization, str) and normalization in ("LayerNorm", "RMSNorm"):
         return normalization  # type: ignore[return-value]
-    raise InputError(f"normalization must be 'LayerNorm' or 'RMSNorm', got {normalization!r}.")
+    raise InputError(f"normalization must be 'LayerNorm' or 'RMSNorm', got {shown(normalization)}.")
 
 
 def _says(zero_centered_gamma: bool) -> str:

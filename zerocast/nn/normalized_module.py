@@ -10,6 +10,7 @@ from typing import Literal
 
 import torch
 
+from zerocast.arguments import check_device, check_dtype, check_shape
 from zerocast.nn.normalization import Normalization, normalize
 from zerocast.nn.quantized_functions import QuantizedNorm
 from zerocast.nn.quantized_module import QuantizedModule
@@ -26,7 +27,10 @@ class NormalizedModule(QuantizedModule):
     def _make_norm(
         self, features: int, device: torch.device | str | None, dtype: torch.dtype | None
     ) -> None:
-        weight = torch.empty(features, device=device, dtype=dtype)
+        shape = check_shape("the number of features", (features,))
+        weight = torch.empty(
+            shape, device=check_device("device", device), dtype=check_dtype("dtype", dtype)
+        )
         self.layer_norm_weight = torch.nn.Parameter(weight)
         bias = torch.nn.Parameter(torch.empty_like(weight))
         self.layer_norm_bias = bias if self.normalization == "LayerNorm" else None

@@ -83,7 +83,7 @@ def parallel_linear(
         (where.output,),
         run_check=False,
         shape=shape,
-        stride=torch.empty(shape, device="meta").stride(),
+        stride=torch.empty(shape, dtype=product.dtype, device="meta").stride(),
     )
 
 

@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from zerocast.errors import ChangedWeightError
+from zerocast.nn.derivatives import first_derivatives_only
 from zerocast.nn.gemm import Product, gemm
 from zerocast.recipes import Recipe, Role
 from zerocast.tensors import QuantizedStorage, QuantizedTensor, Quantizer
@@ -74,13 +74,13 @@ class QuantizedLinear(torch.autograd.Function):
     ) -> torch.Tensor:
         needs_input, needs_weight, *_ = ctx.needs_input_grad
         if isinstance(input, QuantizedTensor):
-            x = input.storage
+            x = input.quantized_storage
         else:
             quantizers.input.set_usage(rowwise=True, columnwise=needs_weight)
             x = _quantize("input", quantizers.input, input, watch)
         ctx.primary = isinstance(weight, QuantizedTensor)
         if isinstance(weight, QuantizedTensor):
-            w = weight.storage
+            w = weight.quantized_storage
             ctx.weight, ctx.version = w, w.version
         else:
             quantizers.weight.set_usage(rowwise=True, columnwise=needs_input)
@@ -100,7 +100,7 @@ class QuantizedLinear(torch.autograd.Function):
         )
 
     @staticmethod
-    @once_differentiable
+    @first_derivatives_only
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         needs_input, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         x, w = ctx.saved.restore(ctx.saved_tensors)
@@ -122,7 +122,7 @@ class QuantizedLinear(torch.autograd.Function):
 def _quantize(
     role: Role, quantizer: Quantizer, tensor: torch.Tensor, watch: Watch | None
 ) -> QuantizedStorage:
-    quantized = quantizer.quantize(tensor).storage
+    quantized = quantizer.quantize(tensor).quantized_storage
     if watch is not None:
         watch(role, tensor, quantized)
     return quantized

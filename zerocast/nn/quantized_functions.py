@@ -10,9 +10,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from zerocast.nn import functional
+from zerocast.nn.derivatives import first_derivatives_only
 from zerocast.nn.products import Watch
 from zerocast.ops import Activation
 from zerocast.tensors import Quantizer
@@ -63,13 +63,13 @@ class QuantizedNorm(torch.autograd.Function):
         assert made.quantized is not None
         if watch is not None:
             assert made.output is not None
-            watch("input", made.output, made.quantized.storage)
+            watch("input", made.output, made.quantized.quantized_storage)
         ctx.activation = activation
         ctx.save_for_backward(input, weight, bias, made.mean, made.rstd)
         return made.quantized, made.output if wants_output else None
 
     @staticmethod
-    @once_differentiable
+    @first_derivatives_only
     def backward(
         ctx: Any, grad: torch.Tensor, grad_output: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
@@ -108,13 +108,13 @@ class QuantizedActivation(torch.autograd.Function):
         assert made.quantized is not None
         if watch is not None:
             assert made.output is not None
-            watch("input", made.output, made.quantized.storage)
+            watch("input", made.output, made.quantized.quantized_storage)
         ctx.function = activation.function
         ctx.save_for_backward(input)
         return made.quantized
 
     @staticmethod
-    @once_differentiable
+    @first_derivatives_only
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (input,) = ctx.saved_tensors
         return _derivative(ctx.function, grad, input), None, None, None

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from zerocast.arguments import check_module
 from zerocast.formats import ElementFormat, unpack_nibbles
 from zerocast.nn.products import Watch
 from zerocast.recipes import Role
@@ -83,7 +84,7 @@ def statistics(model: torch.nn.Module) -> Iterator[Statistics]:
     Yields:
         The counts, which grow as layers run.
     """
-    names = {module: name for name, module in model.named_modules()}
+    names = {module: name for name, module in check_module("model", model).named_modules()}
     counts = Statistics()
     token = _counting.set((names, counts))
     try:
@@ -116,14 +117,14 @@ def observer(module: torch.nn.Module, gemm: int) -> Watch | None:
 def _count(tensor: torch.Tensor, quantized: QuantizedStorage) -> tuple[int, int]:
     """Underflowed and saturated elements."""
     columnwise = not quantized.has_rowwise
-    codes = quantized.buffers["columnwise_data" if columnwise else "rowwise_data"]
+    plane = quantized.planes[columnwise]
+    codes = quantized.buffers[plane.codes_name]
     fmt = quantized.recipe.law.fmt
     values = dequantize(quantized, columnwise=columnwise).abs()
-    transposed = columnwise and "columnwise_data" not in quantized.gathered
     if fmt.bits == 4:
-        grid = quantized.grid
-        codes = unpack_nibbles(codes, grid.rows if transposed else grid.cols)
-    codes = (codes.t() if transposed else codes).reshape(values.shape) & (2 ** (fmt.bits - 1) - 1)
+        codes = unpack_nibbles(codes, plane.grid.cols)
+    codes = (codes.t() if plane.is_transposed else codes).reshape(values.shape)
+    codes = codes & (2 ** (fmt.bits - 1) - 1)
     given = tensor.detach().to(torch.float32).abs()
     underflowed = (values == 0) & (given != 0)
     # A code is worth scale_inv times its own value, so the largest one's worth gives the bound.

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import torch
 
+from zerocast.arguments import check_shape, check_tensor
 from zerocast.errors import InputError
 
 TILE_ROWS, TILE_COLS = 128, 4
@@ -37,7 +38,7 @@ def swizzle(scales: torch.Tensor) -> torch.Tensor:
     Raises:
         InputError: where the plane is not made of whole tiles.
     """
-    rows, cols = _tiles(scales.shape)
+    rows, cols = _tiles(check_tensor("scales", scales).shape)
     tiles = scales.view(rows, _GROUPS, _GROUP_ROWS, cols, TILE_COLS)
     return tiles.permute(0, 3, 2, 1, 4).reshape(-1)
 
@@ -55,7 +56,8 @@ def unswizzle(scales: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
     Raises:
         InputError: where ``shape`` is not made of whole tiles, or holds another number of scales.
     """
-    rows, cols = _tiles(shape)
+    check_tensor("scales", scales)
+    rows, cols = _tiles(check_shape("shape", shape))
     if scales.numel() != shape[0] * shape[1]:
         raise InputError(
             f"unswizzle into {tuple(shape)} needs {shape[0] * shape[1]} scales, got "

@@ -6,7 +6,8 @@ backward decodes again rather than keep a high-precision copy of every layer ali
 and backward.
 
 The weight's gradient is that of the decoded value (straight-through), in the weight's shape and
-dtype, for the FP32 master from which the next codes are cast.
+dtype, for the FP32 master from which the next codes are cast. The backward is made of operations
+that have gradients, so it can be differentiated as torch's own can.
 """
 
 from __future__ import annotations
@@ -14,10 +15,31 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from zerocast.nn.products import unchanged
-from zerocast.tensors import QuantizedTensor, dequantize
+from zerocast.tensors import QuantizedStorage, QuantizedTensor, dequantize
+
+
+class _Decoded(torch.autograd.Function):
+    """``_Decoded.apply(weight, storage, dtype)``: the value of ``storage``, with its gradient
+    passed on to ``weight`` (straight-through).
+    """
+
+    generate_vmap_rule = True  # for is_grads_batched=True, which runs backwards under torch.vmap
+
+    @staticmethod
+    def forward(
+        weight: QuantizedTensor, storage: QuantizedStorage, dtype: torch.dtype
+    ) -> torch.Tensor:
+        return dequantize(storage).to(dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        ctx.dtype = inputs[0].dtype
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return grad.to(ctx.dtype), None, None
 
 
 class WeightOnlyLinear(torch.autograd.Function):
@@ -40,18 +62,19 @@ class WeightOnlyLinear(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(input if ctx.needs_input_grad[1] else None)
         # Not save_for_backward: hooks on saved tensors would pack the weight by its value.
-        ctx.storage, ctx.version, ctx.dtype = weight.storage, weight.storage.version, dtype
+        ctx.weight, ctx.storage, ctx.dtype = weight, weight.quantized_storage, dtype
+        ctx.version = ctx.storage.version
         return torch.nn.functional.linear(input, weight.dequantize(dtype), bias)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (input,) = ctx.saved_tensors
         needs_input, needs_weight, needs_bias, _ = ctx.needs_input_grad
         grad_input = grad_weight = grad_bias = None
         grad_rows = grad.reshape(-1, grad.shape[-1])  # [N, M]
         if needs_input:
-            grad_input = grad @ dequantize(unchanged(ctx.storage, ctx.version)).to(ctx.dtype)
+            storage = unchanged(ctx.storage, ctx.version)
+            grad_input = grad @ _Decoded.apply(ctx.weight, storage, ctx.dtype)
         if needs_weight:
             input_rows = input.reshape(-1, input.shape[-1])  # [N, K]
             grad_weight = (grad_rows.t() @ input_rows).to(ctx.storage.dtype)

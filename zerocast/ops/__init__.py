@@ -38,7 +38,9 @@ from zerocast.ops.laws import (
     MXFP8Law,
     NVFP4Law,
 )
+from zerocast.ops.memory import why_no_memory
 from zerocast.ops.operands import (
+    NOMINALS,
     Candidates,
     CastShard,
     ColumnwiseScales,
@@ -55,6 +57,7 @@ from zerocast.ops.operands import (
 __all__ = [
     "INFINITY_BITS",
     "NAN_BITS",
+    "NOMINALS",
     "NUMERICS_VERSION",
     "Activation",
     "ActivationTarget",
@@ -79,4 +82,5 @@ __all__ = [
     "SelectTarget",
     "TransposeTarget",
     "can_activate",
+    "why_no_memory",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from zerocast.ops.activations import ActivationTarget
 from zerocast.ops.laws import Law, NVFP4Law
@@ -20,6 +20,7 @@ Launch = Callable[[], None]
 """A prepared operation: runs it once on the buffers that it was prepared for."""
 
 
+@runtime_checkable
 class Backend(Protocol):
     """Who does the arithmetic. Each method prepares one operation for many weights and returns its
     launch.

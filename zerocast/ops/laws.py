@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from zerocast.errors import InputError
 from zerocast.formats import E2M1, E4M3, ElementFormat
 
 NUMERICS_VERSION = 1
@@ -70,6 +71,22 @@ class Float8DelayedLaw:
     amax_compute_algo: str | Callable[[torch.Tensor], torch.Tensor] = "max"
 
     scale_dtype = torch.float32
+
+    def amax_by_callable(self, history: torch.Tensor) -> torch.Tensor:
+        """FP32 [1]: what the function makes of ``history``.
+
+        Raises:
+            InputError: where that is no tensor of one element on the history's device.
+        """
+        assert callable(self.amax_compute_algo)
+        amax = self.amax_compute_algo(history)
+        given = getattr(amax, "shape", type(amax).__name__), getattr(amax, "device", None)
+        if not isinstance(amax, torch.Tensor) or amax.numel() != 1 or given[1] != history.device:
+            raise InputError(
+                "amax_compute_algo must make of the history a tensor of one element on its device "
+                f"{history.device}, got {given[0]} on {given[1]}; end it with .max() or reshape(1)."
+            )
+        return amax.detach().reshape(1).float()
 
 
 @dataclass(frozen=True, slots=True)

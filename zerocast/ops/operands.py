@@ -14,31 +14,39 @@ import torch
 from zerocast.formats import ElementFormat
 from zerocast.layout import BlockGrid, Cuts, Extent, ScaleLayout, ceil_div
 
+NOMINALS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""The dtypes of weights and of masters, by their numbers in compiled code: Nominal in tables.h."""
+
 
 class Masters:
-    """The FP32 shards that a step reads: one slot a weight, re-bound to other tensors without
-    preparing anew.
+    """The shards that a step reads, FP32, BF16 or FP16: one slot a weight, re-bound to other
+    tensors without preparing anew.
 
     An optimizer that keeps its masters in place binds once. ``version`` counts the bindings, for a
-    backend that keeps a copy of the addresses on its device.
+    backend that keeps a copy of the table on its device.
     """
 
     def __init__(self, slots: int) -> None:
         self.tensors: list[torch.Tensor | None] = [None] * slots
-        # Host addresses of the tensors, 0 for an empty shard; on the host whatever the default
-        # device is.
-        self.pointers = torch.zeros(slots, dtype=torch.int64, device="cpu")
+        # Master in tables.h: the address of each tensor, 0 for an empty shard, and the number of
+        # its dtype; on the host whatever the default device is.
+        self.table = torch.zeros(slots, 2, dtype=torch.int64, device="cpu")
         self.version = 0
 
     def bind(self, tensors: Sequence[torch.Tensor | None]) -> None:
-        """Let the next step read ``tensors``: FP32, contiguous, one a slot, of the shard's size;
-        None where empty.
+        """Let the next step read ``tensors``: of a dtype of :data:`NOMINALS`, which may be another
+        for each, contiguous, one a slot, of the shard's size; None where empty.
         """
         assert len(tensors) == len(self.tensors)
         self.tensors = list(tensors)
-        addresses = [0 if t is None else t.data_ptr() for t in tensors]
-        self.pointers.copy_(torch.tensor(addresses, dtype=torch.int64, device="cpu"))
+        rows = [(0, 0) if t is None else (t.data_ptr(), NOMINALS[t.dtype]) for t in tensors]
+        rows_of_slots = torch.tensor(rows, dtype=torch.int64, device="cpu")
+        self.table.copy_(rows_of_slots.view_as(self.table))
         self.version += 1
+
+    def place(self, slot: int, table: torch.Tensor) -> int:
+        """Where in ``table``, a copy of :attr:`table`, compiled code finds the master of a slot."""
+        return table.data_ptr() + slot * table.stride(0) * table.element_size()
 
 
 @dataclass(frozen=True, slots=True)

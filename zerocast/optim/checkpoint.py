@@ -4,10 +4,12 @@ A rank's state dict holds, for every weight that it owns a part of, the master o
 inner optimizer's state of it. Codes are not saved: one cast derives them from the masters. So the
 state dicts of all ranks together are the whole state, on any number of ranks::
 
-    state         weight's place -> master (FP32, flat), start (its first element), inner state
+    state         weight's place -> master (FP32, flat), start (its first element), inner state,
+                  averages of the master
     recipe_state  weight's place -> what its recipe remembers, the same on every rank
     param_groups  the options, and the places of the weights, as torch's optimizers save them
-    zero          optimizer, [elements, group] of every weight, rank, world_size
+    zero          optimizer, [elements, group] of every weight, rank, world_size, steps made, mode
+                  of the inner optimizer, decays of the averages
 """
 
 from __future__ import annotations
@@ -17,11 +19,14 @@ from typing import Any
 
 import torch
 
+from zerocast.comm import Communicator
 from zerocast.errors import InputError
 from zerocast.layout import Extent
+from zerocast.optim.average import Average
 from zerocast.optim.inner import InnerOptimizer, options
 from zerocast.optim.shards import ShardedWeights
 from zerocast.optim.weights import Weight
+from zerocast.optim.world import option_lines
 
 StateDict = dict[str, Any]
 
@@ -31,7 +36,11 @@ KEYS = {"state", "recipe_state", "param_groups", "zero"}
 
 
 def save(
-    shards: ShardedWeights, inner: InnerOptimizer, param_groups: Sequence[dict[str, Any]]
+    shards: ShardedWeights,
+    inner: InnerOptimizer,
+    param_groups: Sequence[dict[str, Any]],
+    averages: Sequence[Average],
+    steps: int,
 ) -> StateDict:
     """This rank's state dict. Its tensors are the live ones."""
     weights = shards.weights
@@ -41,7 +50,12 @@ def save(
     ]
     return {
         "state": {
-            i: {**inner.state(i), "master": master, "start": shards.own[i].extent.start}
+            i: {
+                **inner.state(i),
+                **{average.key: average.part(i) for average in averages},
+                "master": master,
+                "start": shards.own[i].extent.start,
+            }
             for i, master in inner.masters.items()
         },
         "recipe_state": shards.recipe_states(),
@@ -50,6 +64,9 @@ def save(
             **_identity(inner, weights),
             "rank": shards.comm.rank,
             "world_size": shards.comm.size,
+            "steps": steps,
+            "mode": inner.mode,
+            "averages": [average.decay for average in averages],
         },
     }
 
@@ -82,7 +99,36 @@ def checked(given: object, shards: ShardedWeights, inner: InnerOptimizer) -> lis
                 f"a state dict must be loaded into an optimizer of as many param groups: it has "
                 f"{groups}, and this one has {len(inner.optimizer.param_groups)}."
             )
+    steps = [state["zero"]["steps"] for state in saved]
+    if len(set(steps)) > 1:
+        raise InputError(
+            f"the state dicts of all ranks must be of the same step, got states of steps {steps}; "
+            "load what all ranks saved after the same step."
+        )
     return saved
+
+
+def in_common(saved: StateDict) -> list[str]:
+    """Texts of what every rank's state dict says alike."""
+    zero = saved["zero"]
+    lines = [f"{name} {zero[name]}" for name in ("steps", "mode", "averages")]
+    return lines + option_lines(saved["param_groups"])
+
+
+def check_own(saved: Sequence[StateDict], comm: Communicator) -> None:
+    """Raise :class:`InputError` where the one state dict in ``saved`` is that of another rank.
+
+    It may have the right sizes: who takes tensors of one name for copies of each other, as
+    torch.distributed.checkpoint does, saves those of one rank and loads them on all.
+    """
+    zero = saved[0]["zero"]
+    if len(saved) == 1 and zero["world_size"] == comm.size and zero["rank"] != comm.rank:
+        raise InputError(
+            f"each rank must load the state dict that it saved itself: rank {comm.rank} was given "
+            f"that of rank {zero['rank']}. Save a file of each rank by torch.save; "
+            f"torch.distributed.checkpoint keeps one rank's tensors of each name, so give it each "
+            f"rank's state dict as bytes (of an io.BytesIO, by torch.save) under a name of its own."
+        )
 
 
 def load_recipe_states(saved: StateDict, shards: ShardedWeights) -> None:

@@ -51,4 +51,8 @@ class FoundInf(torch.Tensor):
             if func is torch._amp_foreach_non_finite_check_and_unscale_:
                 gradients, found_inf, _ = args
                 return gradients[0].agree(found_inf)
+            if func is torch.linalg.vector_norm:  # torch has none of order inf
+                return args[0].sum().as_subclass(torch.Tensor)
+            if func is torch._foreach_norm:
+                return [each.sum().as_subclass(torch.Tensor) for each in args[0]]
             return func(*args, **(kwargs or {}))

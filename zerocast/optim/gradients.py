@@ -11,23 +11,26 @@ of all ranks each.
 A weight that no rank has a gradient for is left out of the step, as torch leaves it out; one that
 only some ranks have a gradient for counts as zero on the others. For that the ranks must know of
 each other, so every row of the matrix ends in flags, one entry a weight, 1 or 0, which the same
-reduce-scatter sums. A last flag says that a weight has left its buffer.
+reduce-scatter sums. After these come notes, numbers that ranks want to know of each other.
 """
 
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from zerocast.comm import raise_together
 from zerocast.errors import InputError
 from zerocast.optim.shards import Shard, ShardedWeights
 
 BUFFER_ELEMENTS = 1 << 24
 """The largest gradient buffer, in FP32 elements: 64 MiB, past which messages move no faster."""
+
+NOTES = 6
+"""Numbers that travel with the gradients."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +49,7 @@ class _Round:
     Attributes:
         pieces: what is copied into the buffer, for every rank.
         flags: the part of the round's columns [ranks, flags in it] that says which gradients are
-            there, and whether a weight has moved.
+            there, notes included.
         which_flags: those that it holds, counted from the first weight's.
         buffer: FP32, flat, [ranks * columns in this round].
         output: this rank's part of :attr:`GradientReducer.reduced`.
@@ -67,19 +70,20 @@ class GradientReducer:
         buffer_elements: the largest gradient buffer, in FP32 elements.
 
     Attributes:
-        reduced: FP32 [columns + weights + 1]: the mean gradients of this rank's shards, then for
-            each weight how many ranks, as a fraction, have a gradient for it, then how many have
-            lost a weight.
+        reduced: FP32 [columns + weights + NOTES]: the mean gradients of this rank's shards, then
+            for each weight how many ranks, as a fraction, have a gradient for it, then the means of
+            the notes.
     """
 
     def __init__(self, shards: ShardedWeights, buffer_elements: int = BUFFER_ELEMENTS) -> None:
         self._shards = shards
         size, rank, device = shards.comm.size, shards.comm.rank, shards.masters.device
-        width = shards.num_columns + len(shards.weights) + 1
+        width = shards.num_columns + len(shards.weights) + NOTES
         step = min(width, max(1, buffer_elements // size))
         buffer = torch.zeros(size * step, dtype=torch.float32, device=device)
         # A single round leaves its result where this rank's row lies.
         self.reduced = buffer.view(size, step)[rank] if step == width else buffer.new_zeros(width)
+        self._kept: list[tuple[weakref.ref[torch.Tensor], int] | None] | None = None
         owned = [shards.shards(r) for r in range(size)]
         self._rounds = [
             self._plan_round(owned, buffer, start, min(start + step, width))
@@ -109,19 +113,14 @@ class GradientReducer:
         flags = rows[:, max(0, base - start) :]
         return _Round(pieces, flags, which_flags, rows.view(-1), self.reduced[start:end])
 
-    def reduce_mean(self) -> None:
-        """Fill :attr:`reduced`. Collective: one reduce-scatter a round.
-
-        Raises:
-            InputError: where a weight no longer lies where the optimizer put it, so that a step
-                would change what nobody reads. On every rank; on a GPU, where the flag could be
-                read only by waiting for it, on the ranks that see it.
+    def reduce_mean(self, notes: Sequence[float] = (0.0,) * NOTES) -> None:
+        """Fill :attr:`reduced`, of gradients and ``notes``. Collective: one reduce-scatter a
+        round.
         """
         comm = self._shards.comm
-        moved = self._shards.moved_weight()
-        gradients = [_flat(weight.param.grad) for weight in self._shards.weights]
+        gradients = [_flat(grad) for grad in self._grads()]
         here = torch.tensor(
-            [*(g is not None for g in gradients), moved is not None],
+            [*(g is not None for g in gradients), *notes],
             dtype=torch.float32,
             device=self.reduced.device,
         )
@@ -136,32 +135,52 @@ class GradientReducer:
             comm.reduce_scatter_sum(part.output, part.buffer)
         if comm.size > 1:
             self.reduced.div_(comm.size)
-        self._refuse_moved(moved)
 
-    def _refuse_moved(self, name: str | None) -> None:
-        """Raise where this rank's weight ``name``, or another rank's, has left its buffer."""
-        error = None
-        if name is not None:
-            error = InputError(
-                f"{name} must stay in the buffer that ZeroOptimizer put it in, and no longer lies "
-                "there; convert or move a model (model.to, model.float) before making its "
-                "optimizer."
-            )
-        if self.reduced.device.type == "cpu":
-            if self.reduced[-1]:
-                raise_together(self._shards.comm, error)
-        elif error is not None:
-            raise error
+    def keep(self) -> None:
+        """Let the next step use what was reduced just now, of the gradients as they are."""
+        self._kept = [
+            None if grad is None else (weakref.ref(grad), grad._version) for grad in self._grads()
+        ]
+
+    def drop(self) -> None:
+        """Let the next step reduce the gradients anew."""
+        self._kept = None
+
+    @property
+    def kept(self) -> bool:
+        """Whether the next step uses what was reduced earlier."""
+        return self._kept is not None
+
+    def changed(self) -> InputError | None:
+        """What is wrong where a gradient is no longer the one that was reduced and kept."""
+        for weight, grad, kept in zip(
+            self._shards.weights, self._grads(), self._kept or (), strict=True
+        ):
+            version = None if grad is None else grad._version
+            if grad is not (kept and kept[0]()) or version != (kept and kept[1]):
+                return InputError(
+                    f"a step uses the gradients that clip_grad_norm_ has reduced, and that of "
+                    f"{weight.name} has changed since; call optimizer.clip_grad_norm_ last before "
+                    "optimizer.step(), or optimizer.zero_grad() where no step followed it."
+                )
+        return None
+
+    def notes(self) -> list[float]:
+        """The mean over ranks of each note."""
+        return self.reduced[-NOTES:].tolist()
 
     def gradients(self) -> list[torch.Tensor | None]:
         """Each weight's mean gradient on this rank's shard, a view; None where no rank has one."""
         # Asked only where this rank lacks one, for on a GPU the answer waits for the reduction.
-        missing = any(weight.param.grad is None for weight in self._shards.weights)
-        present = self.reduced[self._shards.num_columns : -1].tolist() if missing else None
+        missing = any(grad is None for grad in self._grads())
+        present = self.reduced[self._shards.num_columns : -NOTES].tolist() if missing else None
         return [
             self.reduced[shard.columns] if present is None or present[i] else None
             for i, shard in enumerate(self._shards.own)
         ]
+
+    def _grads(self) -> list[torch.Tensor | None]:
+        return [weight.param.grad for weight in self._shards.weights]
 
     def scale_(self, factor: torch.Tensor) -> None:
         """Multiply the mean gradients by ``factor``, FP32 []."""

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 import torch
 
 from zerocast.comm import Communicator
+from zerocast.errors import InputError
 from zerocast.layout import Extent, FlatLayout
 from zerocast.optim.arrival import Arrival
 from zerocast.optim.weights import StorageKind, Weight, planes
@@ -107,7 +108,7 @@ class Bucket:
                 replace_raw_data(param, *places)
             else:
                 places[0].copy_(param.detach().reshape(-1))
-                param.data = places[0].view(param.shape)
+                param.data = _storage_of_its_own(places[0]).view(param.shape)
 
     def store(self, rank: int, masters: torch.Tensor) -> None:
         """Round ``rank``'s masters, FP32 [columns], into its range: the cast of plain weights."""
@@ -165,13 +166,24 @@ class ShardedWeights:
 
     def start_masters(self) -> None:
         """Fill the masters: from the values that weights were made from, or else from theirs."""
-        for i, (weight, shard) in enumerate(zip(self.weights, self.own, strict=True)):
-            values = weight.param.detach()
-            if isinstance(weight.param, QuantizedTensor):
-                kept = weight.param.get_high_precision_init_val()
-                values = weight.param.dequantize(torch.float32) if kept is None else kept
-                weight.param.clear_high_precision_init_val()
-            self.master(i).copy_(values.reshape(-1)[shard.extent.start : shard.extent.end])
+        for i in range(len(self.weights)):
+            self.restart_master(i)
+
+    def restart_master(self, index: int) -> None:
+        """Let one weight's master start from the weight as it is: from the value that it was made
+        from, where it keeps that. A master whose rounding a plain weight holds stays.
+        """
+        param, master = self.weights[index].param, self.master(index)
+        extent = self.own[index].extent
+        if isinstance(param, QuantizedTensor):
+            kept = param.quantized_storage.high_precision_init_val
+            values = param.dequantize(torch.float32) if kept is None else kept
+            master.copy_(values.reshape(-1)[extent.start : extent.end])
+        else:
+            values = param.detach().reshape(-1)[extent.start : extent.end]
+            bits = torch.int16 if values.itemsize == 2 else torch.int32
+            kept_here = master.to(values.dtype).view(bits) == values.contiguous().view(bits)
+            master.copy_(torch.where(kept_here, master, values.float()))
 
     def adopt(self) -> None:
         """Move every weight into its bucket."""
@@ -181,18 +193,24 @@ class ShardedWeights:
                 bucket.arrival = Arrival(self._codes(bucket))
         self._addresses = [_addresses(weight) for weight in self.weights]
 
-    def moved_weight(self) -> str | None:
-        """The name of a weight that no longer lies in its bucket, as after ``model.float()``."""
+    def moved_weight(self) -> InputError | None:
+        """What is wrong where a weight no longer lies in its bucket, as after ``model.float()``."""
         for weight, addresses in zip(self.weights, self._addresses, strict=True):
             if _addresses(weight) != addresses:
-                return weight.name
+                return InputError(
+                    f"{weight.name} must stay in the buffer that ZeroOptimizer put it in, and no "
+                    "longer lies there; convert or move a model (model.to, model.float) before "
+                    "making its optimizer, and write weights in place (copy_)."
+                )
         return None
 
-    def store_plain(self) -> None:
-        """Round this rank's masters into its range of the buckets that hold no codes."""
+    def store_plain(self, columns: torch.Tensor) -> None:
+        """Round ``columns``, FP32 [num_columns], this rank's masters or what stands for them, into
+        its range of the buffers that hold no codes.
+        """
         for bucket in self.buckets:
             if not bucket.kind.is_codes:
-                bucket.store(self.comm.rank, self.masters)
+                bucket.store(self.comm.rank, columns)
 
     def all_gather(self) -> None:
         """Bring every rank's part to every rank: in place, one collective a buffer. Where uses of
@@ -213,7 +231,7 @@ class ShardedWeights:
 
     def _codes(self, bucket: Bucket) -> list[QuantizedStorage]:
         params = [self.weights[i].param for i in bucket.members]
-        return [param.storage for param in params if isinstance(param, QuantizedTensor)]
+        return [param.quantized_storage for param in params if isinstance(param, QuantizedTensor)]
 
     # --- what recipes remember ---
 
@@ -259,14 +277,16 @@ class ShardedWeights:
     def _remembering(self) -> dict[int, QuantizedStorage]:
         """By their places, the weights whose recipes remember something between casts."""
         return {
-            i: weight.param.storage
+            i: weight.param.quantized_storage
             for i, weight in enumerate(self.weights)
             if isinstance(weight.param, QuantizedTensor) and weight.param.recipe.state
         }
 
-    def gather_master(self, index: int) -> torch.Tensor:
-        """FP32, in the weight's shape: its master from all ranks. Collective."""
-        part = self.master(index)
+    def gather(self, index: int, columns: torch.Tensor) -> torch.Tensor:
+        """FP32, in the weight's shape: its elements in all ranks' ``columns``, FP32 [num_columns].
+        Collective.
+        """
+        part = columns[self.own[index].columns]
         owned = [self.shards(rank)[index].extent for rank in range(self.comm.size)]
         whole = part.new_empty(self.weights[index].param.numel())
         mine = owned[self.comm.rank]
@@ -295,6 +315,13 @@ def fill_buckets(
         if size is not None and held[weight.kind] >= size:
             del filling[weight.kind], held[weight.kind]
     return sorted(buckets, key=lambda bucket: bucket[0].is_codes)
+
+
+def _storage_of_its_own(part: torch.Tensor) -> torch.Tensor:
+    """The same memory, as a tensor whose storage is no more than that: those who save weights take
+    tensors of one storage for copies of each other (safetensors, accelerate).
+    """
+    return torch.from_dlpack(part) if part.numel() else part
 
 
 def _addresses(weight: Weight) -> list[int]:

@@ -12,6 +12,7 @@ import torch
 from zerocast.cast.request import check_castable
 from zerocast.errors import InputError
 from zerocast.tensors import QuantizedTensor
+from zerocast.tensors.digest import digest
 
 Param = torch.Tensor | tuple[str, torch.Tensor]
 """A parameter, or its name and the parameter, as ``model.named_parameters()`` gives them."""
@@ -70,13 +71,31 @@ class Weight:
 def planes(param: torch.Tensor) -> list[torch.Tensor]:
     """What an all-gather moves of a weight: its planes of codes, or a plain weight itself."""
     if isinstance(param, QuantizedTensor):
-        return [param.storage.buffers[name] for name in param.storage.gathered]
+        return [param.quantized_storage.buffers[name] for name in param.quantized_storage.gathered]
     return [param]
 
 
-def trainable_groups(params: Iterable[Param] | Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+def value_digests(params: Sequence[torch.Tensor]) -> list[str]:
+    """For each weight a text that is the same for the same value, under one recipe."""
+    digests = [_digest(param) for param in params]
+    # Read together, for on a GPU each reading would wait.
+    return [f"{number:x}" for number in torch.stack(digests).tolist()] if digests else []
+
+
+def _digest(param: torch.Tensor) -> torch.Tensor:
+    if not isinstance(param, QuantizedTensor):
+        return digest(param)
+    storage = param.quantized_storage
+    left_out = {*storage.derived_names, *storage.recipe.state}
+    stored = [digest(b) for name, b in storage.buffers.items() if name not in left_out]
+    return digest(torch.stack(stored))
+
+
+def trainable_groups(
+    params: Iterable[Param] | Iterable[dict[str, Any]],
+) -> tuple[list[dict[str, Any]], list[Param]]:
     """Param groups as torch knows them, without frozen parameters and with each parameter once in
-    its group.
+    its group; and the frozen ones.
 
     A group that becomes empty stays, so that the caller's groups keep their places.
 
@@ -91,18 +110,41 @@ def trainable_groups(params: Iterable[Param] | Iterable[dict[str, Any]]) -> list
                 f"param_groups[{g}] must be a dict with the key 'params', got {group!r}; give "
                 "parameters, or groups such as {'params': [...], 'lr': 1e-3}, not both."
             )
-    return [group | {"params": list(_trainable(group["params"]))} for group in groups]
+    frozen: list[Param] = []
+    return [
+        group | {"params": list(_trainable(group["params"], frozen))} for group in groups
+    ], frozen
 
 
-def _trainable(params: torch.Tensor | Iterable[Param]) -> Iterator[Param]:
+def _trainable(params: torch.Tensor | Iterable[Param], frozen: list[Param]) -> Iterator[Param]:
     seen: set[int] = set()
     for item in [params] if isinstance(params, torch.Tensor) else params:
-        param = item[1] if isinstance(item, tuple) else item
-        if (
-            getattr(param, "requires_grad", True) and id(param) not in seen
-        ):  # torch refuses what is no tensor
-            seen.add(id(param))
+        param = _tensor(item)
+        if id(param) in seen:
+            continue
+        seen.add(id(param))
+        if getattr(param, "requires_grad", True):  # torch refuses what is no tensor
             yield item
+        else:
+            frozen.append(item)
+
+
+def _tensor(param: Param) -> torch.Tensor:
+    return param[1] if isinstance(param, tuple) else param
+
+
+def unfrozen(frozen: Iterable[Param]) -> InputError | None:
+    """What is wrong where one of the parameters that were ``frozen`` has a gradient to step by."""
+    for param in frozen:
+        tensor = _tensor(param)
+        if tensor.requires_grad and tensor.grad is not None:
+            name = param[0] if isinstance(param, tuple) else f"a parameter {tuple(tensor.shape)}"
+            return InputError(
+                f"{name} has a gradient, and did not require one when the ZeroOptimizer was made, "
+                "which left it out; make a new optimizer once parameters are unfrozen, or freeze "
+                "them after it was made."
+            )
+    return None
 
 
 def collect_weights(param_groups: Sequence[dict[str, Any]]) -> list[Weight]:
@@ -133,14 +175,22 @@ def collect_weights(param_groups: Sequence[dict[str, Any]]) -> list[Weight]:
                 f"{first.param.device} and {weight.name} on {weight.param.device}; make an "
                 "optimizer for each device."
             )
+    if first.param.is_meta:
+        raise InputError(
+            f"the weights of a ZeroOptimizer must hold the values that masters start from, got "
+            f"{first.name} on the meta device; call model.to_empty(device=...) and load or reset "
+            f"its parameters first."
+        )
     _check_memory(weights)
     return weights
 
 
 def _kind(name: str, param: torch.Tensor) -> StorageKind:
     if isinstance(param, QuantizedTensor):
-        check_castable(name, param.storage)
-        return StorageKind(torch.uint8, param.recipe.law.fmt.bits, len(param.storage.gathered))
+        check_castable(name, param.quantized_storage)
+        return StorageKind(
+            torch.uint8, param.recipe.law.fmt.bits, len(param.quantized_storage.gathered)
+        )
     if param.dtype not in PLAIN_DTYPES:
         raise InputError(
             f"{name} must be a quantized weight, or plain bfloat16, float16 or float32, because "

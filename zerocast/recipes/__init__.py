@@ -1,11 +1,13 @@
 """How an amax becomes a scale: one scaling scheme a file, and the table of them."""
 
 from zerocast.recipes.delayed_scaling import DelayedScaling
+from zerocast.recipes.fields import recipe_fields
 from zerocast.recipes.float8_block_scaling import Float8BlockScaling
 from zerocast.recipes.float8_current_scaling import Float8CurrentScaling
 from zerocast.recipes.float8_rowwise_scaling import Float8RowwiseScaling
 from zerocast.recipes.format import Format, QParams
 from zerocast.recipes.mxfp8_block_scaling import MXFP8BlockScaling
+from zerocast.recipes.named import RECIPES, as_recipe, recipe_from_text
 from zerocast.recipes.nvfp4_block_scaling import NVFP4BlockScaling
 from zerocast.recipes.recipe import (
     NOMINAL_DTYPES,
@@ -14,18 +16,7 @@ from zerocast.recipes.recipe import (
     Recipe,
     Role,
     describe_recipe,
-    reaches_across,
 )
-
-RECIPES: dict[str, type[Recipe]] = {
-    "delayed": DelayedScaling,
-    "current": Float8CurrentScaling,
-    "rowwise": Float8RowwiseScaling,
-    "block": Float8BlockScaling,
-    "mxfp8": MXFP8BlockScaling,
-    "nvfp4": NVFP4BlockScaling,
-}
-"""Every scheme, by the short name that command lines use."""
 
 __all__ = [
     "NOMINAL_DTYPES",
@@ -42,6 +33,8 @@ __all__ = [
     "QParams",
     "Recipe",
     "Role",
+    "as_recipe",
     "describe_recipe",
-    "reaches_across",
+    "recipe_fields",
+    "recipe_from_text",
 ]

@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from zerocast.errors import InputError
-from zerocast.layout import BlockGrid, ScaleLayout
+from zerocast.layout import FULL, Block, Source
 from zerocast.ops import Float8DelayedLaw
 from zerocast.recipes.format import Format, replace_fields
-from zerocast.recipes.recipe import Buffers, BufferSpec, Recipe, Role, require_elements
+from zerocast.recipes.recipe import Buffers, BufferSpec, Recipe, Role, fixed, require_elements
 
 AmaxAlgorithm = Callable[[torch.Tensor], torch.Tensor]
 """From an amax history, FP32 [history length], newest first and 0 where there is none yet, to one
@@ -41,14 +41,31 @@ class DelayedScaling(Recipe):
         amax_history_len: how many amaxes are remembered.
         amax_compute_algo: which amax the history stands for: ``"max"``, ``"most_recent"``, or a
             function of the history.
+        interval: must stay 1: every step makes a new scale.
+        scaling_factor_compute_algo: must stay None: the scale is the format's largest value, less
+            the margin, over the amax.
+        override_linear_precision: must stay (False, False, False): all three products of a layer
+            are quantized.
+        reduce_amax: must stay True: over whom amaxes are reduced is the region's.
     """
 
     margin: int = 0
     fp8_format: Format | str = Format.HYBRID
     amax_history_len: int = 1024
     amax_compute_algo: str | AmaxAlgorithm = "max"
+    interval: int = fixed(1, "every step makes a new scale")
+    scaling_factor_compute_algo: None = fixed(None, "the scale follows from amax and margin")
+    override_linear_precision: tuple[bool, bool, bool] = fixed(
+        (False, False, False), "all three products of a layer are quantized"
+    )
+    reduce_amax: bool = fixed(
+        True,
+        "over whom amaxes are reduced is the region's, and autocast(amax_reduction_group="
+        "zerocast.comm.SingleRank()) keeps every rank to its own",
+    )
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         replace_fields(self, fp8_format=Format.of(self.fp8_format))
         if not isinstance(self.margin, int) or abs(self.margin) > MAX_MARGIN:
             raise InputError(
@@ -65,6 +82,10 @@ class DelayedScaling(Recipe):
                 f"amax_compute_algo must be 'max', 'most_recent' or a function of the amax "
                 f"history, got {algorithm!r}."
             )
+
+    @classmethod
+    def delayed(cls) -> bool:
+        return True
 
     @property
     def law(self) -> Float8DelayedLaw:
@@ -91,24 +112,21 @@ class DelayedScaling(Recipe):
     def check_shape(self, shape: Sequence[int]) -> None:
         require_elements("DelayedScaling", shape, "one dimension or more")
 
-    def grid(self, shape: Sequence[int]) -> BlockGrid:
-        rows, cols = self._matrix(shape)
-        return BlockGrid(rows, cols, rows, cols)
+    @property
+    def block(self) -> Block:
+        return FULL, FULL
 
-    def scale_layout(self, shape: Sequence[int]) -> ScaleLayout:
-        return ScaleLayout(self.grid(shape))
+    @property
+    def columnwise_source(self) -> Source:
+        return Source.ROWWISE
 
-    def columnwise_scale_layout(self, shape: Sequence[int]) -> ScaleLayout:
-        return ScaleLayout(self.grid(shape).transposed())
-
-    def buffers(self, shape: Sequence[int], *, columnwise: bool) -> dict[str, BufferSpec]:
-        specs = self._code_buffers(shape, columnwise=columnwise)
-        specs["rowwise_scale_inv"] = BufferSpec((1,), torch.float32)
-        specs["scale"] = BufferSpec((1,), torch.float32, 1.0)
-        specs["cast_scale"] = BufferSpec((1,), torch.float32, 1.0)
-        specs["amax_history"] = BufferSpec((self.amax_history_len,), torch.float32)
-        specs["amax"] = BufferSpec((1,), torch.float32)
-        return specs
+    def own_buffers(self) -> dict[str, BufferSpec]:
+        return {
+            "scale": BufferSpec((1,), torch.float32, 1.0),
+            "cast_scale": BufferSpec((1,), torch.float32, 1.0),
+            "amax_history": BufferSpec((self.amax_history_len,), torch.float32),
+            "amax": BufferSpec((1,), torch.float32),
+        }
 
     def rewind(self, buffers: Buffers) -> None:
         super().rewind(buffers)

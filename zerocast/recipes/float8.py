@@ -11,10 +11,11 @@ from typing import TypeVar
 
 from zerocast.ops import Float8Law
 from zerocast.recipes.format import Format, QParams, replace_fields
-from zerocast.recipes.recipe import Recipe, Role
+from zerocast.recipes.recipe import Recipe, Role, fixed
 
 _KNOWN = ("power_2_scale", "amax_epsilon")
 _ANY_SCALE = QParams()
+_ACCUMULATION = "the output is accumulated fast and the gradients exactly"
 
 Scheme = TypeVar("Scheme", bound="Float8Recipe")
 
@@ -29,14 +30,19 @@ class Float8Recipe(Recipe):
             ``amax_epsilon`` are known.
         fp8_quant_fwd_weight: for weights.
         fp8_quant_bwd_grad: for gradients of outputs and inputs.
+        fp8_gemm_fprop, fp8_gemm_dgrad, fp8_gemm_wgrad: must stay None.
     """
 
     fp8_format: Format | str = Format.HYBRID
     fp8_quant_fwd_inp: QParams = _ANY_SCALE
     fp8_quant_fwd_weight: QParams = _ANY_SCALE
     fp8_quant_bwd_grad: QParams = _ANY_SCALE
+    fp8_gemm_fprop: None = fixed(None, _ACCUMULATION)
+    fp8_gemm_dgrad: None = fixed(None, _ACCUMULATION)
+    fp8_gemm_wgrad: None = fixed(None, _ACCUMULATION)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         replace_fields(self, fp8_format=Format.of(self.fp8_format))
         for name in ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad"):
             QParams.check(name, getattr(self, name), _KNOWN)

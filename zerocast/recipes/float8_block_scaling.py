@@ -10,14 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import torch
-
 from zerocast.errors import InputError
-from zerocast.layout import BlockGrid, ScaleLayout
+from zerocast.layout import Block, BlockGrid, ScaleLayout, Source
 from zerocast.recipes.checks import require_matrix
 from zerocast.recipes.float8 import Float8Recipe
 from zerocast.recipes.format import Format, QParams
-from zerocast.recipes.recipe import BufferSpec, Role
+from zerocast.recipes.recipe import Role
 
 BLOCK = 128
 """Elements along a row of a block, and down a square one."""
@@ -62,8 +60,12 @@ class Float8BlockScaling(Float8Recipe):
         super().__post_init__()
         for name in ("x_block_scaling_dim", "w_block_scaling_dim", "grad_block_scaling_dim"):
             given = getattr(self, name)
-            if given not in (1, 2):
+            if not isinstance(given, int) or given not in (1, 2):
                 raise InputError(f"{name} must be 1 (1x128) or 2 (128x128), got {given!r}.")
+
+    @classmethod
+    def float8_block_scaling(cls) -> bool:
+        return True
 
     def power_2_scale(self, params: QParams) -> bool:
         return params.power_2_scale and not self.use_f32_scales
@@ -77,29 +79,20 @@ class Float8BlockScaling(Float8Recipe):
         return recipe
 
     @property
-    def casts_transpose(self) -> bool:
+    def _has_flat_blocks(self) -> bool:
+        """Whether blocks are 1x128."""
         return self.w_block_scaling_dim == 1
 
     def check_shape(self, shape: Sequence[int]) -> None:
         require_matrix("Float8BlockScaling", shape, 1, "any K")
 
-    def grid(self, shape: Sequence[int]) -> BlockGrid:
-        return BlockGrid(*self._matrix(shape), 1 if self.casts_transpose else BLOCK, BLOCK)
+    @property
+    def block(self) -> Block:
+        return 1 if self._has_flat_blocks else BLOCK, BLOCK
 
-    def scale_layout(self, shape: Sequence[int]) -> ScaleLayout:
-        return ScaleLayout(
-            self.grid(shape), col_multiple=4, padding=1.0, transposed=self.casts_transpose
-        )
+    @property
+    def columnwise_source(self) -> Source:
+        return Source.TRANSPOSED_MASTER if self._has_flat_blocks else Source.ROWWISE
 
-    def columnwise_scale_layout(self, shape: Sequence[int]) -> ScaleLayout:
-        rows, cols = self._matrix(shape)
-        return self.scale_layout((cols, rows))
-
-    def buffers(self, shape: Sequence[int], *, columnwise: bool) -> dict[str, BufferSpec]:
-        specs = self._code_buffers(shape, columnwise=columnwise)
-        layouts = {"rowwise_scale_inv": self.scale_layout(shape)}
-        if columnwise:
-            layouts["columnwise_scale_inv"] = self.columnwise_scale_layout(shape)
-        for name, layout in layouts.items():
-            specs[name] = BufferSpec(layout.shape, torch.float32, layout.padding)
-        return specs
+    def scale_layout(self, grid: BlockGrid) -> ScaleLayout:
+        return ScaleLayout(grid, col_multiple=4, padding=1.0, transposed=self._has_flat_blocks)

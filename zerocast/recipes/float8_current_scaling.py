@@ -8,12 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
-from zerocast.layout import BlockGrid, ScaleLayout
+from zerocast.layout import FULL, Block, Source
 from zerocast.recipes.float8 import Float8Recipe
 from zerocast.recipes.format import QParams
-from zerocast.recipes.recipe import BufferSpec, require_elements
+from zerocast.recipes.recipe import require_elements
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +28,10 @@ class Float8CurrentScaling(Float8Recipe):
 
     use_power_2_scales: bool = False
 
+    @classmethod
+    def float8_current_scaling(cls) -> bool:
+        return True
+
     def power_2_scale(self, params: QParams) -> bool:
         return self.use_power_2_scales or params.power_2_scale
 
@@ -40,17 +42,10 @@ class Float8CurrentScaling(Float8Recipe):
     def check_shape(self, shape: Sequence[int]) -> None:
         require_elements("Float8CurrentScaling", shape, "one dimension or more")
 
-    def grid(self, shape: Sequence[int]) -> BlockGrid:
-        rows, cols = self._matrix(shape)
-        return BlockGrid(rows, cols, rows, cols)
+    @property
+    def block(self) -> Block:
+        return FULL, FULL
 
-    def scale_layout(self, shape: Sequence[int]) -> ScaleLayout:
-        return ScaleLayout(self.grid(shape))
-
-    def columnwise_scale_layout(self, shape: Sequence[int]) -> ScaleLayout:
-        return ScaleLayout(self.grid(shape).transposed())
-
-    def buffers(self, shape: Sequence[int], *, columnwise: bool) -> dict[str, BufferSpec]:
-        specs = self._code_buffers(shape, columnwise=columnwise)
-        specs["rowwise_scale_inv"] = BufferSpec((1,), torch.float32)
-        return specs
+    @property
+    def columnwise_source(self) -> Source:
+        return Source.ROWWISE

@@ -11,12 +11,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
-from zerocast.layout import BlockGrid, ScaleLayout
+from zerocast.layout import FULL, Block, Source
 from zerocast.recipes.float8 import Float8Recipe
 from zerocast.recipes.format import Format
-from zerocast.recipes.recipe import BufferSpec, require_elements
+from zerocast.recipes.recipe import require_elements
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,27 +31,14 @@ class Float8RowwiseScaling(Float8Recipe):
     def check_shape(self, shape: Sequence[int]) -> None:
         require_elements("Float8RowwiseScaling", shape, "one dimension or more")
 
-    def grid(self, shape: Sequence[int]) -> BlockGrid:
-        rows, cols = self._matrix(shape)
-        return BlockGrid(rows, cols, 1, cols)
+    @property
+    def block(self) -> Block:
+        return 1, FULL
 
-    def columnwise_grid(self, shape: Sequence[int]) -> BlockGrid:
-        rows, cols = self._matrix(shape)
-        return BlockGrid(rows, cols, rows, 1)
+    @property
+    def columnwise_source(self) -> Source:
+        return Source.MASTER
 
-    def scale_layout(self, shape: Sequence[int]) -> ScaleLayout:
-        return ScaleLayout(self.grid(shape))
-
-    def columnwise_scale_layout(self, shape: Sequence[int]) -> ScaleLayout:
-        return ScaleLayout(self.columnwise_grid(shape))
-
-    def buffers(self, shape: Sequence[int], *, columnwise: bool) -> dict[str, BufferSpec]:
-        rows, cols = self._matrix(shape)
-        specs = {
-            "rowwise_data": BufferSpec(tuple(shape), torch.uint8),
-            "rowwise_scale_inv": BufferSpec((rows,), torch.float32),
-        }
-        if columnwise:
-            specs["columnwise_data"] = BufferSpec(tuple(shape), torch.uint8)
-            specs["columnwise_scale_inv"] = BufferSpec((cols,), torch.float32)
-        return specs
+    @property
+    def columnwise_block(self) -> Block:
+        return FULL, 1

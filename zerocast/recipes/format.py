@@ -7,6 +7,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields
 from enum import Enum
 
+from zerocast.arguments import check_fields, shown
 from zerocast.errors import InputError, UnsupportedError
 from zerocast.formats import E4M3, E5M2, FLT_MAX, ElementFormat
 
@@ -74,6 +75,7 @@ class QParams:
     fp4_2d_quantization: bool = False
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if self.random_hadamard_transform:
             refuse_hadamard("QParams(random_hadamard_transform=True)")
         if not 0 <= self.amax_epsilon <= FLT_MAX:
@@ -88,7 +90,7 @@ class QParams:
         sets what is not among ``known``.
         """
         if not isinstance(value, cls):
-            raise InputError(f"{field} must be a zerocast.recipes.QParams, got {value!r}.")
+            raise InputError(f"{field} must be a zerocast.recipes.QParams, got {shown(value)}.")
         for name, given in asdict(value).items():
             if name not in known and given != getattr(cls(), name):
                 raise InputError(

@@ -10,13 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import torch
-
-from zerocast.layout import BlockGrid, ScaleLayout
+from zerocast.layout import Block, BlockGrid, ScaleLayout, Source
 from zerocast.ops import MXFP8Law
 from zerocast.recipes.checks import require_matrix
 from zerocast.recipes.format import Format, replace_fields
-from zerocast.recipes.recipe import BufferSpec, Recipe, Role
+from zerocast.recipes.recipe import Recipe, Role, fixed
 
 BLOCK = 32
 """Elements that share a scale, along the dimension that a GEMM sums over."""
@@ -39,13 +37,20 @@ class MXFP8BlockScaling(Recipe):
         enable_2d_quantization: weights in blocks of 32x32, whose rowwise codes are the columnwise
             ones, too: ``columnwise_data`` is not stored. Activations and gradients keep blocks of
             one dimension.
+        margin: must stay 0.
     """
 
     fp8_format: Format | str = Format.E4M3
     enable_2d_quantization: bool = False
+    margin: int = fixed(0, "a scale of a power of two has no margin")
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         replace_fields(self, fp8_format=Format.of(self.fp8_format))
+
+    @classmethod
+    def mxfp8(cls) -> bool:
+        return True
 
     @property
     def law(self) -> MXFP8Law:
@@ -62,34 +67,24 @@ class MXFP8BlockScaling(Recipe):
     def check_shape(self, shape: Sequence[int]) -> None:
         require_matrix("MXFP8BlockScaling", shape, BLOCK, "a row is whole blocks")
 
-    def grid(self, shape: Sequence[int]) -> BlockGrid:
-        return BlockGrid(*self._matrix(shape), BLOCK if self.enable_2d_quantization else 1, BLOCK)
+    @property
+    def block(self) -> Block:
+        return BLOCK if self.enable_2d_quantization else 1, BLOCK
 
-    def columnwise_grid(self, shape: Sequence[int]) -> BlockGrid | None:
-        return None if self.enable_2d_quantization else BlockGrid(*self._matrix(shape), BLOCK, 1)
+    @property
+    def columnwise_source(self) -> Source:
+        return Source.SHARED if self.enable_2d_quantization else Source.MASTER
 
-    def scale_layout(self, shape: Sequence[int]) -> ScaleLayout:
-        grid = self.grid(shape)
+    @property
+    def columnwise_block(self) -> Block:
+        return BLOCK, BLOCK if self.enable_2d_quantization else 1
+
+    def scale_layout(self, grid: BlockGrid) -> ScaleLayout:
         return ScaleLayout(
             grid, row_repeat=grid.block_h, row_multiple=TILE, col_multiple=TILE_BLOCKS
         )
 
-    def columnwise_scale_layout(self, shape: Sequence[int]) -> ScaleLayout:
-        grid = self.columnwise_grid(shape) or self.grid(shape)
+    def columnwise_scale_layout(self, grid: BlockGrid) -> ScaleLayout:
         return ScaleLayout(
             grid, col_repeat=grid.block_w, row_multiple=TILE_BLOCKS, col_multiple=TILE
         )
-
-    def buffers(self, shape: Sequence[int], *, columnwise: bool) -> dict[str, BufferSpec]:
-        codes = BufferSpec(tuple(shape), torch.uint8)
-        scales = BufferSpec(self.scale_layout(shape).shape, torch.uint8)
-        specs = {"rowwise_data": codes, "rowwise_scale_inv": scales}
-        if columnwise:
-            if not self.enable_2d_quantization:
-                specs["columnwise_data"] = codes
-            scales = BufferSpec(self.columnwise_scale_layout(shape).shape, torch.uint8)
-            specs["columnwise_scale_inv"] = scales
-        return specs
-
-    def derived(self, shape: Sequence[int], *, columnwise: bool) -> tuple[str, ...]:
-        return ()  # a scale of 32x32 is written to both planes at once

@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 import torch
 
 from zerocast.errors import InputError, UnsupportedError
-from zerocast.layout import BlockGrid, ScaleLayout
+from zerocast.layout import Block, BlockGrid, ScaleLayout, Source
 from zerocast.ops import NVFP4Law
 from zerocast.recipes.checks import require_matrix
-from zerocast.recipes.format import QParams, refuse_hadamard, replace_fields
-from zerocast.recipes.recipe import BufferSpec, Recipe, Role
+from zerocast.recipes.format import Format, QParams, refuse_hadamard, replace_fields
+from zerocast.recipes.recipe import BufferSpec, Recipe, Role, fixed
 
 BLOCK = 16
 """Elements along a row of a block, and down a square one."""
@@ -58,6 +58,7 @@ class NVFP4BlockScaling(Recipe):
             value is 256, which leaves room for those that are half as large again; else 448.
         nvfp4_4over6_err_mode: ``"MAE"`` or ``"MSE"``: by which error the better one is judged.
         seed: of stochastic rounding, 64 bits.
+        fp4_format, fp8_format: must stay ``"e2m1"``, of codes, and E4M3, of their scales.
     """
 
     fp4_quant_fwd_inp: QParams = _NEAREST
@@ -70,8 +71,11 @@ class NVFP4BlockScaling(Recipe):
     nvfp4_4over6_e4m3_use_256: str = "all"
     nvfp4_4over6_err_mode: str = "MAE"
     seed: int = 0
+    fp4_format: str = fixed("e2m1", "NVFP4 has one format of codes")
+    fp8_format: str = fixed(Format.E4M3, "NVFP4 has one format of scales")
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name in ("fp4_quant_fwd_inp", "fp4_quant_fwd_weight", "fp4_quant_bwd_grad"):
             QParams.check(name, getattr(self, name), _KNOWN)
         if not self.disable_rht:
@@ -85,7 +89,7 @@ class NVFP4BlockScaling(Recipe):
                 f"4-over-6 is for weights: it reads the tensor once more, got "
                 f"nvfp4_4over6={self.nvfp4_4over6!r}; choose 'weights' or 'none'."
             )
-        if self.chooses_scales and self.casts_transpose:
+        if self.chooses_scales and self._has_flat_blocks:
             raise InputError(
                 "4-over-6 needs weights in 16x16 blocks, got nvfp4_4over6='weights' without 2-D "
                 "quantization; leave one of them."
@@ -96,6 +100,10 @@ class NVFP4BlockScaling(Recipe):
         replace_fields(self, nvfp4_4over6_err_mode=mode.upper())
         if not isinstance(self.seed, int) or not 0 <= self.seed < 2**64:
             raise InputError(f"seed must be an integer of 64 bits, 0 or more, got {self.seed!r}.")
+
+    @classmethod
+    def nvfp4(cls) -> bool:
+        return True
 
     @property
     def law(self) -> NVFP4Law:
@@ -127,7 +135,8 @@ class NVFP4BlockScaling(Recipe):
         return self.nvfp4_4over6 == "weights"
 
     @property
-    def casts_transpose(self) -> bool:
+    def _has_flat_blocks(self) -> bool:
+        """Whether blocks are 1x16."""
         return self.disable_2d_quantization or not self.fp4_quant_fwd_weight.fp4_2d_quantization
 
     def for_role(self, role: Role) -> Recipe:
@@ -141,27 +150,21 @@ class NVFP4BlockScaling(Recipe):
         reason = "a row is whole blocks and whole bytes"
         require_matrix("NVFP4BlockScaling", shape, BLOCK, reason)
 
-    def grid(self, shape: Sequence[int]) -> BlockGrid:
-        return BlockGrid(*self._matrix(shape), 1 if self.casts_transpose else BLOCK, BLOCK)
+    @property
+    def block(self) -> Block:
+        return 1 if self._has_flat_blocks else BLOCK, BLOCK
 
-    def scale_layout(self, shape: Sequence[int]) -> ScaleLayout:
-        grid = self.grid(shape)
+    @property
+    def columnwise_source(self) -> Source:
+        return Source.TRANSPOSED_MASTER if self._has_flat_blocks else Source.ROWWISE
+
+    def scale_layout(self, grid: BlockGrid) -> ScaleLayout:
         return ScaleLayout(
             grid, row_repeat=grid.block_h, row_multiple=TILE_ROWS, col_multiple=TILE_COLS
         )
 
-    def columnwise_scale_layout(self, shape: Sequence[int]) -> ScaleLayout:
-        rows, cols = self._matrix(shape)
-        return self.scale_layout((cols, rows))
-
-    def buffers(self, shape: Sequence[int], *, columnwise: bool) -> dict[str, BufferSpec]:
-        specs = self._code_buffers(shape, columnwise=columnwise)
-        specs["rowwise_scale_inv"] = BufferSpec(self.scale_layout(shape).shape, torch.uint8)
-        if columnwise:
-            specs["columnwise_scale_inv"] = BufferSpec(
-                self.columnwise_scale_layout(shape).shape, torch.uint8
-            )
-        specs["amax"] = BufferSpec((1,), torch.float32)
+    def own_buffers(self) -> dict[str, BufferSpec]:
+        specs = {"amax": BufferSpec((1,), torch.float32)}
         if self._draws:
             specs["rounding_counter"] = BufferSpec((2,), torch.int64)
         return specs

@@ -1,55 +1,34 @@
 """Recipe: how an amax becomes a scale, and where codes and scales of a weight are stored.
 
 A recipe is a frozen configuration, hashable and comparable, so weights of equal recipes are cast by
-the same launches. It composes the operations of :mod:`zerocast.ops` into the steps of a cast and
-knows no backend; a backend knows no recipe. A scheme states its law, its grid, its two scale
-layouts and its buffers; the base class makes the operands and the steps of them.
-
-The columnwise copy of a weight is one of three things:
-
-    derived        made from the gathered rowwise codes, after the all-gather: a transpose
-    independent    quantized from the master over blocks of its own (``columnwise_grid``), gathered
-                   beside the rowwise codes and stored as they are, [M, K]
-    of the transpose   the rowwise cast of the transposed tensor, stored [K, M]: blocks of one
-                   dimension, for activations and gradients, which nobody shards
+the same launches. It states arithmetic and planes: its law, its blocks, where columnwise codes come
+from, how scales are stored, what a weight stores beside them. It calls no operation and knows no
+backend; a backend knows no recipe.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal, get_args
 
 import torch
 
-from zerocast.errors import InputError
+from zerocast.arguments import check_fields, check_shape, shown
+from zerocast.errors import InputError, UnsupportedError
 from zerocast.formats import packed_columns
-from zerocast.layout import BlockGrid, ScaleLayout, round_up
-from zerocast.ops import (
-    Backend,
-    Candidates,
-    CastShard,
-    ColumnwiseScales,
-    DelayedState,
-    DequantizeTarget,
-    Launch,
-    Law,
-    Masters,
-    NVFP4Law,
-    Rounding,
-    ScaleTarget,
-    SelectTarget,
-    TransposeTarget,
-)
+from zerocast.layout import FULL, Block, BlockGrid, Plane, ScaleLayout, Source, grid_of
+from zerocast.ops import NOMINALS, DelayedState, Law, Rounding
 
 Role = Literal["input", "weight", "output", "grad_output", "grad_input"]
 """What a tensor is to a layer's GEMMs: three of the forward, two of the backward."""
 
-NOMINAL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+NOMINAL_DTYPES = tuple(NOMINALS)
 """What a quantized weight can present itself as."""
 
 Buffers = Mapping[str, torch.Tensor]
@@ -65,6 +44,16 @@ class BufferSpec:
     fill: float = 0
 
 
+def fixed(value: Any, reason: str) -> Any:
+    """A field that TransformerEngine's users pass and that means one thing here: only ``value`` is
+    taken, for the ``reason`` given.
+    """
+    return field(default=value, repr=False, metadata={"reason": reason})
+
+
+_NO_ATTENTION = "attention is not zerocast's"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Recipe(ABC):
     """A scaling scheme: how weights are quantized, and by :meth:`for_role` every other tensor.
@@ -73,9 +62,67 @@ class Recipe(ABC):
         round_master: round each FP32 master element to the weight's nominal dtype before the amax
             and the cast, as TransformerEngine and Megatron do; so a cast equals "cast to BF16, then
             quantize". False quantizes straight from FP32.
+        fp8_dpa, fp8_mha: must stay False: attention is not quantized.
+        backward_override: must stay None: the backward's products are quantized as the forward's.
+
+    Raises:
+        UnsupportedError: for another value of a field that must stay what it is.
     """
 
     round_master: bool = True
+    fp8_dpa: bool = fixed(False, _NO_ATTENTION)
+    fp8_mha: bool = fixed(False, _NO_ATTENTION)
+    backward_override: None = fixed(None, "the backward multiplies what the forward quantized")
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            given = getattr(self, each.name)
+            # A format may be given by its name.
+            same = isinstance(given, type(each.default) | str) and given == each.default
+            if "reason" in each.metadata and not same:
+                raise UnsupportedError(
+                    f"{type(self).__name__}({each.name}={shown(given)}) is not served: "
+                    f"{each.metadata['reason']}; leave it {each.default!r}."
+                )
+        check_fields(self)
+
+    def __str__(self) -> str:
+        """The class, and the fields that are not its defaults."""
+        own = ((each, getattr(self, each.name)) for each in fields(self))
+        given = (f"{each.name}={value!r}" for each, value in own if value != each.default)
+        return f"{type(self).__name__}({', '.join(given)})"
+
+    # --- which scheme it is, by TransformerEngine's names ---
+
+    @classmethod
+    def delayed(cls) -> bool:
+        """Whether this is :class:`zerocast.DelayedScaling`."""
+        return False
+
+    @classmethod
+    def float8_current_scaling(cls) -> bool:
+        """Whether this is :class:`zerocast.Float8CurrentScaling`."""
+        return False
+
+    @classmethod
+    def float8_per_tensor_scaling(cls) -> bool:
+        """Whether it is one of these two."""
+        return cls.delayed() or cls.float8_current_scaling()
+
+    @classmethod
+    def float8_block_scaling(cls) -> bool:
+        """Whether this is :class:`zerocast.Float8BlockScaling`."""
+        return False
+
+    @classmethod
+    def mxfp8(cls) -> bool:
+        """Whether this is :class:`zerocast.MXFP8BlockScaling`."""
+        return False
+
+    @classmethod
+    def nvfp4(cls) -> bool:
+        """Whether this is :class:`zerocast.NVFP4BlockScaling`."""
+        return False
 
     # --- what a scheme states ---
 
@@ -88,42 +135,40 @@ class Recipe(ABC):
     def check_shape(self, shape: Sequence[int]) -> None:
         """Raise :class:`InputError` where this scheme cannot hold a weight of ``shape``."""
 
+    @property
     @abstractmethod
-    def grid(self, shape: Sequence[int]) -> BlockGrid:
-        """The blocks of a weight of ``shape``, seen as the matrix [product of the leading
-        dimensions, last].
-        """
+    def block(self) -> Block:
+        """The blocks of the rowwise codes."""
 
+    @property
     @abstractmethod
-    def scale_layout(self, shape: Sequence[int]) -> ScaleLayout:
-        """How the rowwise scales are stored."""
-
-    @abstractmethod
-    def columnwise_scale_layout(self, shape: Sequence[int]) -> ScaleLayout:
-        """How the columnwise scales are stored: over the transposed grid, or where the columnwise
-        copy is independent over its own (or over :meth:`grid`, whose scales serve both planes).
-        """
-
-    @abstractmethod
-    def buffers(self, shape: Sequence[int], *, columnwise: bool) -> dict[str, BufferSpec]:
-        """Every tensor that a weight of ``shape`` stores, by name; with or without the columnwise
-        copy.
-
-        The names are the attributes of the weight: ``rowwise_data``, ``rowwise_scale_inv``,
-        ``columnwise_data``, ``columnwise_scale_inv``, ``amax``, and those of :attr:`state`.
-        """
+    def columnwise_source(self) -> Source:
+        """Where columnwise codes come from."""
 
     # --- what a scheme may state ---
+
+    def scale_layout(self, grid: BlockGrid) -> ScaleLayout:
+        """How the scales of ``grid`` are stored, rowwise ones and those of the transpose."""
+        return ScaleLayout(grid)
+
+    @property
+    def columnwise_block(self) -> Block:
+        """The blocks of the columnwise codes."""
+        return self.block
+
+    def columnwise_scale_layout(self, grid: BlockGrid) -> ScaleLayout:
+        """How the columnwise scales are stored."""
+        return self.scale_layout(grid)
+
+    def own_buffers(self) -> dict[str, BufferSpec]:
+        """What a weight stores beside codes and block scales, by name: ``amax``, and what
+        :attr:`state` names.
+        """
+        return {}
 
     def for_role(self, role: Role) -> Recipe:
         """The recipe that quantizes *its weights* as this one quantizes tensors of ``role``."""
         return self
-
-    def columnwise_grid(self, shape: Sequence[int]) -> BlockGrid | None:
-        """The blocks of an independent columnwise copy, over the same matrix; None for the other
-        kinds.
-        """
-        return None
 
     @property
     def state(self) -> tuple[str, ...]:
@@ -147,37 +192,59 @@ class Recipe(ABC):
         """Whether blocks choose between two scales (4-over-6), which takes one more exchange."""
         return False
 
-    @property
-    def casts_transpose(self) -> bool:
-        """Whether the columnwise copy is the rowwise cast of the transposed tensor."""
-        return False
-
     # --- what follows from it ---
 
-    @cached_property
+    def planes(self, shape: Sequence[int], *, columnwise: bool = True) -> tuple[Plane, ...]:
+        """The rowwise plane of a weight of ``shape``; with ``columnwise`` the other one, too."""
+        rows, cols = math.prod(shape[:-1]), shape[-1]
+        layout = self.scale_layout(grid_of(rows, cols, self.block))
+        rowwise = Plane("rowwise", Source.MASTER, self.block, layout)
+        if not columnwise:
+            return (rowwise,)
+        source, block = self.columnwise_source, self.columnwise_block
+        if source in (Source.TRANSPOSED_MASTER, Source.ROWWISE):
+            rows, cols = cols, rows
+        layout = self.columnwise_scale_layout(grid_of(rows, cols, block))
+        return rowwise, Plane("columnwise", source, block, layout)
+
+    def buffers(self, shape: Sequence[int], *, columnwise: bool) -> dict[str, BufferSpec]:
+        """Every tensor that a weight of ``shape`` stores, by name; with or without the columnwise
+        copy.
+
+        The names are the attributes of the weight: ``rowwise_data``, ``rowwise_scale_inv``,
+        ``columnwise_data``, ``columnwise_scale_inv``, ``amax``, and those of :attr:`state`. Codes
+        are in the weight's own shape, or [K, M] where their plane is transposed; 4-bit ones are
+        packed along the last dimension.
+        """
+        specs, fmt = {}, self.law.fmt
+        for plane in self.planes(shape, columnwise=columnwise):
+            if plane.stores_codes:
+                leading = (plane.grid.rows,) if plane.is_transposed else tuple(shape[:-1])
+                packed = (*leading, packed_columns(fmt, plane.grid.cols))
+                specs[plane.codes_name] = BufferSpec(packed, torch.uint8)
+            if plane.stores_scales:
+                dtype, fill = self.law.scale_dtype, plane.scales.padding
+                specs[plane.scales_name] = BufferSpec(plane.scale_shape, dtype, fill)
+        return specs | self.own_buffers()
+
+    @property
     def has_one_block(self) -> bool:
         """Whether the tensor is one block, whatever its shape: then its amax is the tensor's."""
-        return all(reaches_across(self.grid, dim) for dim in (0, 1))
+        return self.block == (FULL, FULL)
 
-    def transposed_grid(self, shape: Sequence[int]) -> BlockGrid:
-        """The blocks of the transposed tensor, where that is cast. Its rows are whole bytes: of
-        4-bit codes an odd one ends with a zero more.
+    @cached_property
+    def remembers(self) -> bool:
+        """Whether quantizing a layer's tensors, of whichever role, depends on earlier casts."""
+        return any(self.for_role(role).state for role in get_args(Role))
+
+    @cached_property
+    def text(self) -> str:
+        """The scheme and its fields, for :func:`zerocast.recipes.recipe_from_text`; of one that
+        holds no function.
         """
-        rows, cols = self._matrix(shape)
-        return self.grid((cols, round_up(rows, 8 // self.law.fmt.bits)))
-
-    def gathered(self, shape: Sequence[int], *, columnwise: bool) -> tuple[str, ...]:
-        """The buffers that an all-gather moves: codes, [M, K]."""
-        if columnwise and self.columnwise_grid(shape) is not None:
-            return ("rowwise_data", "columnwise_data")
-        return ("rowwise_data",)
-
-    def derived(self, shape: Sequence[int], *, columnwise: bool) -> tuple[str, ...]:
-        """The buffers that post-all-gather processing rebuilds."""
-        if self.casts_transpose or self.columnwise_grid(shape) is not None:
-            return ()
-        names = ("columnwise_data", "columnwise_scale_inv")
-        return tuple(name for name in names if name in self.buffers(shape, columnwise=columnwise))
+        given = {each.name: (getattr(self, each.name), each.default) for each in fields(self)}
+        changed = {name: value for name, (value, default) in given.items() if value != default}
+        return json.dumps([type(self).__name__, changed], default=asdict)
 
     def rewind(self, buffers: Buffers) -> None:
         """Put :attr:`state` back so that one more cast of the same masters gives the present codes,
@@ -193,43 +260,6 @@ class Recipe(ABC):
         """What a master element is rounded to first, for a weight of nominal dtype ``dtype``."""
         return dtype if self.round_master else torch.float32
 
-    def scale_target(
-        self,
-        shape: Sequence[int],
-        buffers: Buffers,
-        block_amax: torch.Tensor,
-        tensor_amax: torch.Tensor,
-        columnwise_amax: torch.Tensor | None = None,
-        candidates: Candidates | None = None,
-    ) -> ScaleTarget:
-        """A weight's scales, as the operand of :meth:`compute_scale`.
-
-        ``columnwise_amax``, int32, are the block amaxes of an independent columnwise copy.
-        """
-        columnwise = None
-        name = "columnwise_scale_inv"
-        if (
-            name in buffers
-            and not self.casts_transpose
-            and name not in self.derived(shape, columnwise=True)
-        ):
-            columnwise = ColumnwiseScales(
-                self.columnwise_scale_layout(shape),
-                block_amax if columnwise_amax is None else columnwise_amax,
-                buffers[name],
-            )
-        return ScaleTarget(
-            self.scale_layout(shape),
-            block_amax,
-            tensor_amax,
-            buffers["rowwise_scale_inv"],
-            buffers.get("amax"),
-            columnwise,
-            self.delayed_state(buffers),
-            candidates,
-            self.rounding(buffers),
-        )
-
     def delayed_state(self, buffers: Buffers) -> DelayedState | None:
         """What a weight remembers under delayed scaling."""
         if "amax_history" not in buffers:
@@ -241,115 +271,19 @@ class Recipe(ABC):
         counter = buffers.get("rounding_counter")
         return None if counter is None else Rounding(counter)
 
-    def transpose_target(self, shape: Sequence[int], buffers: Buffers) -> TransposeTarget:
-        """A weight's codes and its columnwise copy, as the operand of
-        :meth:`post_all_gather_processing`.
-        """
-        return TransposeTarget(
-            self.law.fmt,
-            self.scale_layout(shape),
-            buffers["rowwise_data"],
-            buffers["rowwise_scale_inv"],
-            self.columnwise_scale_layout(shape),
-            buffers["columnwise_data"],
-            buffers.get("columnwise_scale_inv"),
-        )
-
-    def dequantize_target(
-        self,
-        shape: Sequence[int],
-        buffers: Buffers,
-        out: torch.Tensor,
-        *,
-        columnwise: bool = False,
-    ) -> DequantizeTarget:
-        """A weight's codes, and the FP32 tensor that receives their values: [M, K]; with
-        ``columnwise`` the columnwise codes', as they are stored: [M, K] where they are independent
-        of the rowwise ones, [K, M] otherwise.
-        """
-        scale_inv = buffers.get("rowwise_scale_inv")
-        if columnwise:
-            scale_inv = buffers.get("columnwise_scale_inv", scale_inv)
-            layout = self.columnwise_scale_layout(shape)
-            codes = buffers["columnwise_data" if "columnwise_data" in buffers else "rowwise_data"]
-        else:
-            layout, codes = self.scale_layout(shape), buffers["rowwise_data"]
-        assert scale_inv is not None
-        return DequantizeTarget(layout, codes, scale_inv, buffers.get("amax"), out)
-
-    # --- the steps, in terms of operations ---
-
-    def partial_amax(
-        self, backend: Backend, shards: Sequence[CastShard], masters: Masters
-    ) -> Launch:
-        """Step 1, before the all-reduce."""
-        return backend.partial_amax(shards, masters)
-
-    def partial_select(
-        self, backend: Backend, shards: Sequence[CastShard], masters: Masters
-    ) -> Launch:
-        """4-over-6, between steps 1 and 2: this rank's part of the choice between two scales."""
-        assert isinstance(self.law, NVFP4Law)
-        return backend.partial_select(self.law, shards, masters)
-
-    def select(self, backend: Backend, targets: Sequence[SelectTarget]) -> Launch:
-        """4-over-6, after the exchange of candidates; the same on every rank."""
-        assert isinstance(self.law, NVFP4Law)
-        return backend.select(self.law, targets)
-
-    def compute_scale(self, backend: Backend, targets: Sequence[ScaleTarget]) -> Launch:
-        """Step 2, after the all-reduce; the same on every rank."""
-        return backend.compute_scale(self.law, targets)
-
-    def partial_cast(
-        self, backend: Backend, shards: Sequence[CastShard], masters: Masters
-    ) -> Launch:
-        """Step 3, this rank's codes."""
-        return backend.partial_cast(self.law, shards, masters)
-
-    def post_all_gather_processing(
-        self, backend: Backend, targets: Sequence[TransposeTarget]
-    ) -> Launch:
-        """Step 4, after the all-gather: the derived columnwise copies."""
-        return backend.transpose(targets)
-
-    # --- helpers for the schemes ---
-
-    def _matrix(self, shape: Sequence[int]) -> tuple[int, int]:
-        """[product of the leading dimensions, last dimension]."""
-        return math.prod(shape[:-1]), shape[-1]
-
-    def _code_buffers(self, shape: Sequence[int], *, columnwise: bool) -> dict[str, BufferSpec]:
-        """The rowwise codes in the weight's own shape, and the columnwise ones as the transposed
-        matrix.
-        """
-        rows, cols = self._matrix(shape)
-        fmt = self.law.fmt
-        specs = {"rowwise_data": BufferSpec((*shape[:-1], packed_columns(fmt, cols)), torch.uint8)}
-        if columnwise:
-            specs["columnwise_data"] = BufferSpec((cols, packed_columns(fmt, rows)), torch.uint8)
-        return specs
-
-
-def reaches_across(grid_of: Callable[[Sequence[int]], BlockGrid], dim: int) -> bool:
-    """Whether the blocks that a scheme's ``grid_of`` a shape gives reach across the matrix, from
-    its first to its last row (``dim`` 0) or column (1), however many there are.
-    """
-    small, large = grid_of((1, 1)), grid_of((2, 2))
-    return small.block_w != large.block_w if dim else small.block_h != large.block_h
-
 
 def describe_recipe(recipe: Recipe) -> str:
     """The recipe as a text that is the same on every rank: without addresses of functions, which
     are a process's own.
     """
-    return re.sub(r" at 0x[0-9a-f]+", "", str(recipe))
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(recipe))
 
 
 def require_elements(name: str, shape: Sequence[int], dims: str) -> None:
     """Raise :class:`InputError` for a weight without elements; ``dims`` says what ``name``
     accepts.
     """
+    shape = check_shape("shape", shape)
     if not shape or min(shape) < 1:
         raise InputError(
             f"{name} needs a weight of {dims} with at least one element, got shape {tuple(shape)}."

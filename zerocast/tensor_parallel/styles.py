@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput
 
+from zerocast.arguments import check_flag, check_text, shown
 from zerocast.errors import InputError
 from zerocast.nn import Linear
 from zerocast.nn.gathered_input import gather_input
@@ -45,6 +47,8 @@ class Float8ColwiseParallel(ColwiseParallel):
                 f"Float8ColwiseParallel gathers an input that is split, input_layouts=Shard(d), "
                 f"got {input_layouts}; where nothing is gathered use ColwiseParallel."
             )
+        _check_layouts("output_layouts", (output_layouts,))
+        check_flag("use_local_output", use_local_output)
         super().__init__(
             input_layouts=input_layouts,
             output_layouts=output_layouts,
@@ -96,6 +100,18 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
         use_local_output: bool = False,
         fwd_config_submodule_fqn: str | None = None,
     ) -> None:
+        inputs = _check_pair("input_layouts", input_layouts, desired_input_layouts, tuple)
+        kwargs = _check_pair(
+            "input_kwarg_layouts", input_kwarg_layouts, desired_input_kwarg_layouts, dict
+        )
+        if not inputs and not kwargs:
+            raise InputError(
+                "PrepareFloat8ModuleInput needs the layouts of one input or more, got none; where "
+                "nothing is gathered leave the module as it is."
+            )
+        check_flag("use_local_output", use_local_output)
+        if fwd_config_submodule_fqn is not None:
+            check_text("fwd_config_submodule_fqn", fwd_config_submodule_fqn)
         super().__init__(
             input_layouts=input_layouts,
             desired_input_layouts=desired_input_layouts,
@@ -148,6 +164,37 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
             f"quantized, got none: {where} is {type(module).__name__}; convert the model by "
             f"zerocast.nn.convert first, or use PrepareModuleInput."
         )
+
+
+def _check_layouts(name: str, layouts: Iterable[Any]) -> None:
+    for layout in layouts:
+        if layout is not None and not isinstance(layout, Placement):
+            raise InputError(
+                f"{name} takes placements such as Shard(0) and None, got {shown(layout)}."
+            )
+
+
+def _check_pair(name: str, given: Any, desired: Any, kind: type) -> int:
+    """The number of inputs whose layouts are given, by position or by name, and as they are
+    desired.
+    """
+    sizes = []
+    layouts: Any
+    for each, layouts in ((name, given), (f"desired_{name}", desired)):
+        if kind is tuple and isinstance(layouts, Placement):
+            layouts = (layouts,)
+        if layouts is None:
+            layouts = kind()
+        elif not isinstance(layouts, kind):
+            raise InputError(f"{each} must be a {kind.__name__} or None, got {shown(layouts)}.")
+        entries = list(layouts.values() if kind is dict else layouts)
+        _check_layouts(each, entries)
+        sizes.append(len(entries))
+    if sizes[0] != sizes[1]:
+        raise InputError(
+            f"{name} and desired_{name} must be of the same inputs, got {sizes[0]} and {sizes[1]}."
+        )
+    return sizes[0]
 
 
 def _is_split(layout: Placement | None) -> bool:

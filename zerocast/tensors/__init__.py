@@ -2,8 +2,10 @@
 
 import torch
 
-# operations is imported for its effect: it tells QuantizedTensor the operations that it knows.
+# Imported for their effects: operations tells QuantizedTensor the operations that it knows,
+# averaging tells torch what to ask before a module averages weights.
 from zerocast.recipes import RECIPES, Format, QParams
+from zerocast.tensors import averaging as _averaging  # noqa: F401
 from zerocast.tensors import operations as _operations  # noqa: F401
 from zerocast.tensors.amax_reduction import AmaxReduction
 from zerocast.tensors.dequantize import dequantize
@@ -18,7 +20,10 @@ from zerocast.tensors.quantize import (
 from zerocast.tensors.quantized_tensor import QuantizedTensor, restore
 from zerocast.tensors.quantizer import Quantizer
 from zerocast.tensors.recipe_state import RecipeState
-from zerocast.tensors.storage import CastClock, QuantizedStorage, restore_storage
+from zerocast.tensors.storage import CastClock, QuantizedStorage, counted_by_torch, restore_storage
+
+if torch.distributed.is_available():
+    from zerocast.tensors import collectives as _collectives  # noqa: F401  (for its effect, too)
 
 # What a saved weight is made of, so that torch.load(..., weights_only=True) accepts it.
 torch.serialization.add_safe_globals(
@@ -33,6 +38,7 @@ __all__ = [
     "QuantizedTensor",
     "Quantizer",
     "RecipeState",
+    "counted_by_torch",
     "dequantize",
     "empty",
     "prepare_rebuild",

@@ -15,9 +15,11 @@ from functools import cache
 import torch
 
 from zerocast.backends import backend_for
+from zerocast.errors import UnsupportedError
 from zerocast.formats import ELEMENT_FORMATS
 from zerocast.layout import BlockGrid, ScaleLayout
 from zerocast.ops import DequantizeTarget, Float8DelayedLaw, Float8Law, Law, MXFP8Law, NVFP4Law
+from zerocast.tensors.operands import dequantize_target
 from zerocast.tensors.storage import QuantizedStorage
 
 
@@ -31,18 +33,22 @@ def dequantize(storage: QuantizedStorage, *, columnwise: bool = False) -> torch.
 
     Raises:
         StaleCopyError: for columnwise codes that are stale.
+        UnsupportedError: under ``torch.jit.trace``.
     """
-    name = "columnwise_data" if "columnwise_data" in storage.buffers else "rowwise_data"
-    if columnwise:
-        storage.derived(name)
+    if torch.jit.is_tracing():
+        raise UnsupportedError(
+            "torch.jit.trace would hold the present value of quantized codes as a constant, "
+            "whatever is cast later; use torch.export or torch.compile, or trace a model with "
+            "torch.nn.Parameter(weight.dequantize()) in the place of each quantized weight."
+        )
+    plane = storage.planes[columnwise]
+    if columnwise and plane.stores_codes:
+        storage.derived(plane.codes_name)
     if not storage.shape.numel():  # an empty part of a weight
         return torch.empty(storage.shape, dtype=torch.float32, device=storage.device)
-    rows, cols = storage.grid.rows, storage.grid.cols
-    transposed = columnwise and name == "columnwise_data" and name not in storage.gathered
-    shape = (cols, rows) if transposed else (rows, cols)
-    target = storage.dequantize_target(
-        torch.empty(shape, dtype=torch.float32, device=storage.device), columnwise=columnwise
-    )
+    shape = [plane.grid.rows, plane.grid.cols]
+    values = torch.empty(shape, dtype=torch.float32, device=storage.device)
+    target = dequantize_target(storage, plane, values)
     # A tracer's tensors are of a class of its own. Outside it, the operation's detour through
     # torch's dispatcher costs more than decoding a small weight, and loads the compiler at first.
     if type(target.codes) is torch.Tensor and not torch.compiler.is_compiling():
@@ -51,8 +57,8 @@ def dequantize(storage: QuantizedStorage, *, columnwise: bool = False) -> torch.
         buffers = [target.codes, target.scale_inv]
         if target.amax is not None:
             buffers.append(target.amax)
-        out = _traceable_decode(buffers, list(shape), _to_text(storage.recipe.law, target.layout))
-    return (out.t() if transposed else out).reshape(storage.shape)
+        out = _traceable_decode(buffers, shape, _to_text(storage.recipe.law, target.layout))
+    return (out.t() if plane.is_transposed else out).reshape(storage.shape)
 
 
 def _decode(law: Law, target: DequantizeTarget) -> torch.Tensor:

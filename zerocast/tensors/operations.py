@@ -6,14 +6,16 @@ the dequantized value.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map_only
 
-from zerocast.errors import InputError
+from zerocast.errors import InputError, UnsupportedError
 from zerocast.recipes import NOMINAL_DTYPES
+from zerocast.tensors.dequantize import dequantize
 from zerocast.tensors.derived import rebuild_derived
 from zerocast.tensors.quantize import quantize_into
 from zerocast.tensors.quantized_tensor import Operation, QuantizedTensor
@@ -50,7 +52,7 @@ QuantizedTensor.fallback = staticmethod(_on_values)
 
 @_implements(aten.detach.default, aten.alias.default)
 def _alias(func: Any, tensor: QuantizedTensor) -> QuantizedTensor:
-    return QuantizedTensor(tensor.storage)
+    return QuantizedTensor(tensor.quantized_storage)
 
 
 @_implements(
@@ -69,7 +71,7 @@ def _view(func: Any, tensor: QuantizedTensor, *args: Any, **kwargs: Any) -> Any:
     for view in views if isinstance(views, (list, tuple)) else [views]:
         if (view.shape, view.stride(), view.storage_offset()) != (whole.shape, whole.stride(), 0):
             return _on_values(func, (tensor, *args), kwargs)
-    return tree_map_only(torch.Tensor, lambda _: QuantizedTensor(tensor.storage), views)
+    return tree_map_only(torch.Tensor, lambda _: QuantizedTensor(tensor.quantized_storage), views)
 
 
 # --- copies ---
@@ -77,15 +79,28 @@ def _view(func: Any, tensor: QuantizedTensor, *args: Any, **kwargs: Any) -> Any:
 
 @_implements(aten.clone.default)
 def _clone(func: Any, tensor: QuantizedTensor, *, memory_format: Any = None) -> QuantizedTensor:
-    return QuantizedTensor(tensor.storage.to())
+    return QuantizedTensor(tensor.quantized_storage.to())
 
 
 @_implements(aten._to_copy.default)
 def _to_copy(func: Any, tensor: QuantizedTensor, **kwargs: Any) -> torch.Tensor:
+    """Another device keeps the codes; another dtype is the value's, but where a module is converted
+    (``module.half()``), whose parameters stay quantized weights under another nominal dtype.
+    """
     dtype = kwargs.get("dtype") or tensor.dtype
-    if dtype not in NOMINAL_DTYPES:
+    if dtype not in NOMINAL_DTYPES or (dtype != tensor.dtype and not _converts_module()):
         return _on_values(func, (tensor,), kwargs)
-    return QuantizedTensor(tensor.storage.to(kwargs.get("device"), dtype))
+    return QuantizedTensor(tensor.quantized_storage.to(kwargs.get("device"), dtype))
+
+
+def _converts_module() -> bool:
+    """Whether ``Module._apply`` is under way, by which modules change device and dtype."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is torch.nn.Module._apply.__code__:
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
 
 
 # --- writes ---
@@ -98,9 +113,18 @@ def _copy_(
     if not isinstance(into, QuantizedTensor):
         assert isinstance(source, QuantizedTensor)
         return into.copy_(source.dequantize(), non_blocking)
-    keeps_init_val = into.storage.high_precision_init_val is not None
+    if into.device.type == "meta" or _holds(into, source):
+        return into
+    storage = into.quantized_storage
+    if storage.gathered_from is not None:
+        raise UnsupportedError(
+            f"a weight that was gathered cannot be written, for the next gather makes it from its "
+            f"master again: call reshard() on the module that shards {storage.gathered_from}, and "
+            f"write its parameter then, which is the master."
+        )
+    keeps_init_val = storage.keeps_source or storage.high_precision_init_val is not None
     if isinstance(source, QuantizedTensor):
-        init_val = source.storage.high_precision_init_val
+        init_val = source.quantized_storage.high_precision_init_val
         if source.recipe == into.recipe and source.shape == into.shape:
             _copy_bytes(into, source)
         else:
@@ -109,10 +133,50 @@ def _copy_(
         init_val = source
         _quantize_into(into, source)
     if keeps_init_val and init_val is not None:
-        # Masters that are made later must start from what was loaded, not from what it replaced.
+        # Masters that start later must start from what was loaded, not from what it replaced.
         value = init_val.detach().expand(into.shape).to("cpu", copy=True).contiguous()
-        into.storage.high_precision_init_val = value
+        storage.high_precision_init_val = value
     return into
+
+
+def _holds(into: QuantizedTensor, source: torch.Tensor) -> bool:
+    """Whether ``source`` is what ``into`` holds, to the bit: then a copy writes nothing, so that
+    wrappers that copy a model's values over themselves (torch's DistributedDataParallel) leave
+    codes, state, version and initial value as they are.
+
+    Collective where a cast of ``into`` is: all ranks of its part write, or none.
+    """
+    storage = into.quantized_storage
+    if isinstance(source, QuantizedTensor):
+        given, derived = source.quantized_storage, storage.derived_names
+        return (
+            (source.recipe, source.shape) == (into.recipe, into.shape)
+            and given.high_precision_init_val is None
+            and all(
+                name in given.buffers and _same_bits(buffer, given.buffers[name])
+                for name, buffer in storage.buffers.items()
+                if name not in derived
+            )
+        )
+    same = False
+    if source.shape == into.shape and source.dtype in NOMINAL_DTYPES and storage.has_rowwise:
+        value, plain = dequantize(storage), source.detach().to(storage.device)
+        same = any(
+            _same_bits(value.to(dtype).to(plain.dtype), plain)
+            for dtype in (storage.dtype, torch.float32)
+        )
+    if storage.shared_amaxes():
+        assert storage.part is not None
+        differs = torch.tensor([not same], dtype=torch.int32, device=storage.device)
+        storage.part.require_comm().all_reduce_max_(differs)
+        same = not bool(differs)
+    return same
+
+
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.device == b.device and torch.equal(
+        *(t.contiguous().view(-1).view(torch.uint8) for t in (a, b))
+    )
 
 
 def _quantize_into(into: QuantizedTensor, source: torch.Tensor) -> None:
@@ -123,20 +187,31 @@ def _quantize_into(into: QuantizedTensor, source: torch.Tensor) -> None:
             f"copy_ into a quantized weight of shape {tuple(into.shape)} needs that shape or one "
             f"that expands to it, got {tuple(source.shape)}."
         ) from error
-    quantize_into(into.storage, source)
+    quantize_into(into.quantized_storage, source)
 
 
 def _copy_bytes(into: QuantizedTensor, source: QuantizedTensor) -> None:
-    derived = into.storage.derived_names
-    given = source.storage.buffers
-    if not into.storage.buffers.keys() - set(derived) <= given.keys():
+    derived = into.quantized_storage.derived_names
+    given = source.quantized_storage.buffers
+    if not into.quantized_storage.buffers.keys() - set(derived) <= given.keys():
         _quantize_into(into, source.dequantize())  # the source lacks the columnwise copy
         return
-    for name, buffer in into.storage.buffers.items():
+    for name, buffer in into.quantized_storage.buffers.items():
         if name not in derived:
             buffer.copy_(given[name])
-    into.storage.mark_written()
-    rebuild_derived([into.storage])
+    into.quantized_storage.mark_written()
+    rebuild_derived([into.quantized_storage])
+
+
+@_implements(aten._foreach_copy_.default)
+def _foreach_copy_(
+    func: Any,
+    into: Sequence[torch.Tensor],
+    sources: Sequence[torch.Tensor],
+    non_blocking: bool = False,
+) -> None:
+    for each, source in zip(into, sources, strict=True):
+        each.copy_(source, non_blocking)
 
 
 @_implements(aten.zero_.default)
@@ -151,10 +226,34 @@ def _zero_(func: Any, tensor: QuantizedTensor) -> QuantizedTensor:
 @_implements(
     aten.empty_like.default, aten.zeros_like.default, aten.ones_like.default,
     aten.full_like.default, aten.rand_like.default, aten.randn_like.default,
-    aten.new_empty.default, aten.new_zeros.default, aten.new_ones.default,
-    aten.new_full.default, aten.new_empty_strided.default,
+    aten.new_empty.default, aten.new_ones.default, aten.new_full.default,
+    aten.new_empty_strided.default,
 )  # fmt: skip
 def _factory(func: Any, tensor: QuantizedTensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """A plain tensor: only shape, dtype and device are taken from the weight."""
+    """A plain tensor: only shape, dtype and device are taken from the weight. But what takes the
+    place of a weight on the meta device (``Module.to_empty``) is a weight, unfilled.
+    """
+    device = torch.device(kwargs.get("device") or tensor.device)
+    if func is aten.empty_like.default and tensor.device.type == "meta" and device.type != "meta":
+        return QuantizedTensor(tensor.quantized_storage.materialized(device))
     like = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
     return func(like, *args, **kwargs)
+
+
+@_implements(aten.new_zeros.default)
+def _new_zeros(func: Any, tensor: QuantizedTensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """A plain tensor; refused where it would be FSDP2's shard of the weight, for which
+    ``fully_shard`` asks in no other way.
+    """
+    frame = sys._getframe(2)  # who called torch, but for modes of torch in between
+    while frame is not None and frame.f_globals.get("__name__", "").startswith("torch."):
+        if frame.f_globals["__name__"].startswith("torch.distributed.fsdp."):
+            raise UnsupportedError(
+                "fully_shard would decode a weight that holds codes, gather it in high precision "
+                "and train it from rounded values; before fully_shard, make the layers outside of "
+                "zerocast.model_init and call zerocast.nn.convert(model, recipe, "
+                "weights='master'). Weights that hold codes are trained by "
+                "zerocast.optim.ZeroOptimizer."
+            )
+        frame = frame.f_back  # type: ignore[assignment]
+    return _factory(func, tensor, *args, **kwargs)

@@ -14,19 +14,16 @@ NOT here: who reduces those amaxes (:mod:`zerocast.tensors.quantize` for one wei
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 
+from zerocast.arguments import check_integer, check_shape, shown
 from zerocast.comm import Communicator, lines_that_differ
 from zerocast.errors import InputError, RankMismatchError, ZerocastError
-from zerocast.layout import BlockGrid, Extent, check_partition, first_wrong_partition
-from zerocast.recipes import Recipe, reaches_across
-
-GridOf = Callable[[Sequence[int]], BlockGrid]
-"""The blocks of one plane of codes, as a function of the weight's shape."""
+from zerocast.layout import Extent, Plane, check_partition, first_wrong_partition
+from zerocast.recipes import Recipe
 
 ROWS, COLUMNS = 0, 1
 LINES = ("rows", "columns")
@@ -60,16 +57,23 @@ class Part:
     comm: Communicator | None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "whole", torch.Size(self.whole))
+        object.__setattr__(self, "whole", check_shape("whole", self.whole))
+        if not isinstance(self.dim, int) or self.dim not in (ROWS, COLUMNS):
+            raise InputError(
+                f"dim must be 0 (rows are cut) or 1 (columns are), of the weight as a matrix "
+                f"[M, K], got {shown(self.dim)}."
+            )
+        for name in ("start", "size"):
+            check_integer(name, getattr(self, name), 0, 2**63 - 1)
+        if not isinstance(self.comm, Communicator | None):
+            raise InputError(
+                f"comm must be a zerocast communicator, which zerocast.as_communicator makes of a "
+                f"group, or None, got {shown(self.comm)}."
+            )
         if self.dim == ROWS and len(self.whole) < 2:
             raise InputError(
                 f"rows are cut of a weight of two dimensions or more, got shape "
                 f"{tuple(self.whole)}, one row; cut its columns, dim=1."
-            )
-        if self.dim not in (ROWS, COLUMNS):
-            raise InputError(
-                f"dim must be 0 (rows are cut) or 1 (columns are), of the weight as a matrix "
-                f"[M, K], got {self.dim!r}."
             )
         if not 0 <= self.start <= self.start + self.size <= self.lines:
             raise InputError(
@@ -119,7 +123,12 @@ class Part:
     @property
     def lines(self) -> int:
         """Rows, or columns, of the whole."""
-        return self.whole[-1] if self.dim == COLUMNS else math.prod(self.whole[:-1])
+        return self.matrix[self.dim]
+
+    @property
+    def matrix(self) -> tuple[int, int]:
+        """Rows and columns of the whole."""
+        return math.prod(self.whole[:-1]), self.whole[-1]
 
     @property
     def _step(self) -> int:
@@ -141,7 +150,8 @@ class Part:
         if self.comm is None:
             raise InputError(
                 f"{self} was saved and loaded, and a group cannot be; give it one before the "
-                f"weight is cast: weight.storage.part = dataclasses.replace(part, comm=...)."
+                f"weight is cast: weight.quantized_storage.part = dataclasses.replace(part, "
+                f"comm=...)."
             )
         return self.comm
 
@@ -156,11 +166,11 @@ class Part:
         recipe.check_shape(self.whole)
         if tuple(shape) != tuple(self.shape):
             raise InputError(f"{self} have shape {tuple(self.shape)}, got {tuple(shape)}.")
-        for grid_of, dim in _planes(recipe, self.dim, columnwise=columnwise):
-            if reaches_across(grid_of, dim) or not self.size:
+        end = self.start + self.size
+        for plane in _cast_planes(recipe, self.whole, columnwise=columnwise):
+            if plane.spans(self.dim) or not self.size:
                 continue
-            grid, end = grid_of(self.whole), self.start + self.size
-            block = grid.block_w if dim == COLUMNS else grid.block_h
+            block = plane.block[plane.grid_dim(self.dim)]
             if self.start % block or (end % block and end != self.lines):
                 raise InputError(
                     f"a part of a weight under {type(recipe).__name__} must begin and end between "
@@ -174,9 +184,9 @@ class Part:
         it. The same on all ranks, but for where in its buffer a rank has them.
         """
         ranges, at = [], 0
-        for grid_of, dim in _planes(recipe, self.dim, columnwise=columnwise):
-            blocks = grid_of(self.shape).num_blocks
-            if reaches_across(grid_of, dim):
+        for plane in _cast_planes(recipe, self.shape, columnwise=columnwise):
+            blocks = plane.grid.num_blocks
+            if plane.spans(self.dim):
                 ranges.append(range(at, at + blocks))
             at += blocks
         if recipe.scales_tensor and not recipe.has_one_block:
@@ -214,16 +224,9 @@ class Part:
         return self
 
 
-def _planes(recipe: Recipe, dim: int, *, columnwise: bool) -> list[tuple[GridOf, int]]:
-    """The planes of codes that have amaxes of their own, in the order of the amax buffer: the grid
-    of a shape, and the dimension of the grid in which the weight is cut.
-    """
-    planes: list[tuple[GridOf, int]] = [(recipe.grid, dim)]
-    if columnwise and recipe.casts_transpose:
-        planes.append((recipe.transposed_grid, 1 - dim))
-    elif columnwise and recipe.columnwise_grid((1, 1)) is not None:
-        planes.append((cast("GridOf", recipe.columnwise_grid), dim))
-    return planes
+def _cast_planes(recipe: Recipe, shape: Sequence[int], *, columnwise: bool) -> list[Plane]:
+    """The planes that have amaxes of their own, in the order of the amax buffer."""
+    return [plane for plane in recipe.planes(shape, columnwise=columnwise) if plane.is_cast]
 
 
 def check_parts(comm: Communicator, names: Sequence[str], parts: Sequence[Part]) -> torch.Tensor:

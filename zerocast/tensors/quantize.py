@@ -10,12 +10,15 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
+from zerocast.arguments import check_device, check_flag, check_tensor, check_text, shown
 from zerocast.backends import backend_for
+from zerocast.comm import Attempt
 from zerocast.errors import InputError, ZerocastError
-from zerocast.layout import BlockGrid, Cuts, Extent
+from zerocast.layout import BlockGrid, Cuts, Extent, Source
 from zerocast.ops import Candidates, Masters
-from zerocast.recipes import NOMINAL_DTYPES, Recipe, describe_recipe
-from zerocast.tensors.derived import rebuild_derived
+from zerocast.recipes import NOMINAL_DTYPES, Recipe, as_recipe, describe_recipe
+from zerocast.tensors.cast_steps import CastSteps
+from zerocast.tensors.operands import CastOperand, cast_grid
 from zerocast.tensors.part import Part
 from zerocast.tensors.quantized_tensor import QuantizedTensor
 from zerocast.tensors.storage import QuantizedStorage
@@ -34,7 +37,7 @@ class Quantizes(Protocol):
 
 def quantize(
     tensor: torch.Tensor,
-    recipe: Recipe | Quantizes,
+    recipe: Recipe | str | Quantizes,
     *,
     dtype: torch.dtype | None = None,
     columnwise: bool = True,
@@ -46,8 +49,8 @@ def quantize(
     Args:
         tensor: FP32, BF16 or FP16, of a shape that the recipe holds; any strides. A gradient does
             not flow through.
-        recipe: the scheme; or a quantizer, which decides by itself which copies it makes, and
-            remembers, for schemes with state, from one tensor to the next.
+        recipe: the scheme, or its name; or a quantizer, which decides by itself which copies it
+            makes, and remembers, for schemes with state, from one tensor to the next.
         dtype: the nominal dtype of the result, which elements are rounded to first; the tensor's
             own by default.
         columnwise: whether the weight holds the columnwise copy.
@@ -74,10 +77,10 @@ def quantize(
                 f"columnwise={columnwise}, name={name!r} and part={part}; use "
                 f"quantizer.set_usage(...), RecipeState.create(..., name=...) and quantizer.part."
             )
-        return recipe.quantize(tensor if dtype is None else tensor.to(dtype))
+        return recipe.quantize(tensor if dtype is None else tensor.to(_nominal(dtype)))
     weight: QuantizedTensor | None = None
-    error: ZerocastError | None = None
-    try:
+    attempt = Attempt()
+    with attempt:
         _check_dtype(tensor)
         weight = empty(
             tensor.shape,
@@ -88,40 +91,45 @@ def quantize(
             name=name,
             part=part,
         )
-    except ZerocastError as e:
-        error = e
-    _raise_on_all_parts(part, weight, error)
+    _raise_on_all_parts(part, weight, attempt.error)
     assert weight is not None
-    quantize_into(weight.storage, tensor)
+    quantize_into(weight.quantized_storage, tensor)
     return weight
 
 
 def _check_dtype(tensor: torch.Tensor) -> None:
-    given = getattr(tensor, "dtype", type(tensor).__name__)
-    if given not in NOMINAL_DTYPES:
+    if check_tensor("tensor", tensor).dtype not in NOMINAL_DTYPES:
         raise InputError(
-            f"quantize needs a tensor of {_NOMINAL_NAMES}, got {given}; convert it first."
+            f"quantize needs a tensor of {_NOMINAL_NAMES}, got {tensor.dtype}; convert it first."
         )
+
+
+def _nominal(dtype: object) -> torch.dtype:
+    if not isinstance(dtype, torch.dtype) or dtype not in NOMINAL_DTYPES:
+        raise InputError(
+            f"the nominal dtype of a quantized weight must be {_NOMINAL_NAMES}, got {shown(dtype)}."
+        )
+    return dtype
 
 
 def _raise_on_all_parts(
     part: Part | None, weight: QuantizedTensor | None, error: ZerocastError | None
 ) -> None:
     """Raise what is wrong on any rank that holds a part, on all; the parts make up one weight."""
-    if part is None:
+    if not isinstance(part, Part):
         if error is not None:
             raise error
         return
     line = ""
     if weight is not None:
-        names = ", ".join(weight.storage.buffers)
+        names = ", ".join(weight.quantized_storage.buffers)
         line = f"{describe_recipe(weight.recipe)} {weight.dtype} with {names}"
     part.check_group(line, error)
 
 
 def empty(
     shape: Sequence[int],
-    recipe: Recipe,
+    recipe: Recipe | str,
     *,
     dtype: torch.dtype = torch.bfloat16,
     device: torch.device | str | None = None,
@@ -133,7 +141,7 @@ def empty(
 
     Args:
         shape: the nominal shape.
-        recipe: the scheme.
+        recipe: the scheme, or its name.
         dtype: the nominal dtype: FP32, BF16 or FP16.
         device: where the bytes are; torch's default device by default.
         columnwise: whether the weight holds the columnwise copy.
@@ -142,23 +150,21 @@ def empty(
             then collective over the ranks that hold the others. Not collective.
 
     Raises:
-        InputError: for another dtype, a shape that the recipe cannot hold, or a part that begins or
-            ends inside a block.
+        InputError: for another recipe or dtype, a shape that the recipe cannot hold, or a part that
+            begins or ends inside a block.
     """
-    if not isinstance(recipe, Recipe):
-        raise InputError(
-            f"recipe must be a zerocast recipe such as NVFP4BlockScaling(), got {recipe!r}; pass "
-            f"an instance."
-        )
-    if dtype not in NOMINAL_DTYPES:
-        raise InputError(
-            f"the nominal dtype of a quantized weight must be {_NOMINAL_NAMES}, got {dtype}."
-        )
+    recipe = as_recipe(recipe)
+    check_flag("columnwise", columnwise)
+    if name is not None:
+        check_text("name", name)
+    _nominal(dtype)
     if part is None:
         recipe.check_shape(shape)
+    elif not isinstance(part, Part):
+        raise InputError(f"part must be a zerocast.Part or None, got {shown(part)}.")
     else:
         part.check(recipe, shape, columnwise=columnwise)
-    device = torch.get_default_device() if device is None else torch.device(device)
+    device = check_device("device", device)
     storage = QuantizedStorage.empty(shape, dtype, recipe, device, columnwise=columnwise)
     storage.part = part
     if name is not None:
@@ -173,8 +179,8 @@ def quantize_into(storage: QuantizedStorage, source: torch.Tensor) -> torch.Tens
 
     Args:
         storage: the weight's bytes; written in place, so buffers stay where they are.
-        source: of the weight's shape; any strides, real dtype and device. FP32 is what is cast:
-            other dtypes are converted to it first.
+        source: of the weight's shape; any strides, real dtype and device. FP32, BF16 and FP16 are
+            cast as they are; other dtypes are converted to FP32 first.
 
     Returns:
         int32 [storage.amax_slots]: the amaxes of what was cast, the tensor's last.
@@ -187,43 +193,35 @@ def quantize_into(storage: QuantizedStorage, source: torch.Tensor) -> torch.Tens
         amax = quantize_into(storage.whole(storage.recipe, {}), source)
         storage.mark_written()
         return amax
-    master = plain_fp32(source, storage.device)
+    if storage.device.type == "meta":
+        storage.mark_written()
+        return torch.zeros(storage.amax_slots, dtype=torch.int32, device=storage.device)
+    master = plain_master(source, storage.device)
     sources = [master]
-    recipe, backend = storage.recipe, backend_for(storage.device)
-    transposes = recipe.casts_transpose and storage.has_columnwise
-    if transposes:
-        sources.append(_transposed(master, recipe.transposed_grid(storage.shape)))
+    transposed = [p for p in storage.planes if p.source is Source.TRANSPOSED_MASTER]
+    sources += [_transposed(master, cast_grid(storage, plane)) for plane in transposed]
     masters = Masters(len(sources))
     masters.bind(sources)
     amax = torch.zeros(storage.amax_slots, dtype=torch.int32, device=storage.device)
     candidates = None
-    if recipe.chooses_scales:
+    if storage.recipe.chooses_scales:
         uncut = Cuts()
         words = Candidates.words(storage.grid, uncut)
         buffer = torch.zeros(words, dtype=torch.int32, device=storage.device)
         candidates = Candidates.carve(buffer, storage.grid, uncut)
-    shards = storage.cast_shards(
-        0,
-        Extent(0, master.numel()),
-        amax,
-        candidates=candidates,
-        transposed_slot=1 if transposes else None,
-    )
-    if not recipe.casts_before_reduction:
-        recipe.partial_amax(backend, shards, masters)()
-        reduce_shared(storage, amax)
-        if candidates is not None:
-            recipe.partial_select(backend, shards, masters)()
-        recipe.compute_scale(backend, storage.scale_targets(amax, candidates))()
-    recipe.partial_cast(backend, shards, masters)()
-    if recipe.casts_before_reduction:
-        reduce_shared(storage, amax)
-        recipe.compute_scale(backend, storage.scale_targets(amax))()
-    if transposes and recipe.transposed_grid(storage.shape).cols > storage.grid.rows:
-        # The element that fills a row's last byte is none, and keeps code 0 under a NaN scale, too.
-        storage.buffers["columnwise_data"][:, -1] &= 0x0F
+    extent, slot = Extent(0, master.numel()), 1 if transposed else None
+    operand = CastOperand(storage, 0, extent, amax, candidates=candidates, transposed_slot=slot)
+    steps = CastSteps(backend_for(storage.device), [operand], masters)
+    steps.run("partial_amax")
+    reduce_shared(storage, amax)
+    steps.run("partial_select", "select", "compute_scale", "partial_cast")
+    for plane in transposed:
+        if cast_grid(storage, plane).cols > plane.grid.cols:
+            # What fills a row's last byte is no element, and keeps code 0 under a NaN scale, too.
+            storage.buffers[plane.codes_name][:, -1] &= 0x0F
     storage.mark_written()
-    rebuild_derived([storage])
+    steps.run("transpose")
+    storage.mark_rebuilt()
     return amax
 
 
@@ -246,17 +244,20 @@ def reduce_shared(storage: QuantizedStorage, amax: torch.Tensor) -> None:
 
 
 def _transposed(master: torch.Tensor, grid: BlockGrid) -> torch.Tensor:
-    """FP32 [M, K], or more dimensions -> [grid.rows, grid.cols]: [K, M], rows ended with zeros."""
+    """[M, K], or more dimensions -> [grid.rows, grid.cols]: [K, M], rows ended with zeros."""
     flipped = master.flatten(end_dim=-2).t()
     if flipped.shape[1] == grid.cols:
         return flipped.contiguous()
     return torch.nn.functional.pad(flipped, (0, grid.cols - flipped.shape[1]))
 
 
-def plain_fp32(source: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """``source`` in memory that a backend can read: FP32, contiguous; itself where it is that."""
+def plain_master(source: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """``source`` in memory that a backend can read: contiguous FP32, BF16 or FP16; itself where it
+    is that.
+    """
     if type(source) in (torch.Tensor, torch.nn.Parameter):
-        return source.detach().to(device, torch.float32).contiguous()
+        dtype = source.dtype if source.dtype in NOMINAL_DTYPES else torch.float32
+        return source.detach().resolve_neg().to(device, dtype).contiguous()
     # A subclass may have no memory of its own (a quantized weight, a view of one) but can be read.
     return torch.empty(source.shape, dtype=torch.float32, device=device).copy_(source.detach())
 
@@ -284,7 +285,7 @@ def replace_raw_data(
     """
     if not isinstance(tensor, QuantizedTensor):
         raise InputError(f"replace_raw_data needs a QuantizedTensor, got {type(tensor).__name__}.")
-    storage = tensor.storage
+    storage = tensor.quantized_storage
     new = {"rowwise_data": _raw_data("new_raw_data", storage, "rowwise_data", new_raw_data)}
     if new_columnwise_data is not None:
         if "columnwise_data" not in storage.gathered:

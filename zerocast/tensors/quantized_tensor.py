@@ -10,8 +10,9 @@ holds is a :class:`QuantizedStorage`, which its aliases share. It is a good citi
 * ``copy_`` into it quantizes; bytes are copied where both sides have one recipe;
 * any other in-place operation is refused, through a view, too: the result would have to be
   quantized anew behind the caller's back;
-* ``to`` moves it between devices and nominal dtypes and leaves the codes alone; to any other dtype
-  it dequantizes.
+* ``to`` moves it between devices and leaves the codes alone; to another dtype it dequantizes. A
+  module's ``to``, ``half`` and others change the nominal dtype of its parameters and leave their
+  codes alone, too.
 
 NOT here: what each torch operation does (:mod:`zerocast.tensors.operations`), and how weights are
 made (:mod:`zerocast.tensors.quantize`).
@@ -29,9 +30,10 @@ import torch
 from zerocast.errors import InputError, MissingDataError, UnsupportedError
 from zerocast.recipes import Recipe
 from zerocast.tensors.dequantize import dequantize
+from zerocast.tensors.derived import rebuild_derived
 from zerocast.tensors.inference import decomposed, where_made
-from zerocast.tensors.storage import QuantizedStorage
-from zerocast.tensors.value_view import refuse_function
+from zerocast.tensors.storage import QuantizedStorage, checked_storage
+from zerocast.tensors.value_view import OTHER_NAMESPACES, refuse_function, refuse_memory
 
 Operation = Callable[..., Any]
 """``operation(func, *args, **kwargs)``: what the ATen operation ``func`` does."""
@@ -41,11 +43,10 @@ class QuantizedTensor(torch.Tensor):
     """A quantized weight; made by :func:`zerocast.quantize` or :func:`zerocast.empty`.
 
     Attributes:
-        storage: the bytes, shared by all aliases of the weight. (It hides torch's deprecated
-            ``Tensor.storage()``, which has no meaning here.)
+        quantized_storage: the bytes, shared by all aliases of the weight.
     """
 
-    storage: QuantizedStorage  # type: ignore[assignment]
+    quantized_storage: QuantizedStorage
 
     operations: ClassVar[dict[Any, Operation]] = {}
     """ATen operations that know quantized weights: :mod:`zerocast.tensors.operations` fills it."""
@@ -58,11 +59,22 @@ class QuantizedTensor(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls, storage: QuantizedStorage) -> QuantizedTensor:
+    def __new__(cls, storage: QuantizedStorage, *others: Any, **options: Any) -> QuantizedTensor:
+        if not isinstance(storage, QuantizedStorage) or others or options:
+            raise UnsupportedError(
+                "a quantized weight is made by zerocast.quantize or zerocast.empty. Code that "
+                "makes parameters anew by their class (accelerate's init_empty_weights and its "
+                "loading of checkpoints) needs a model without quantized weights: call "
+                "zerocast.nn.convert after it."
+            )
         tensor = torch.Tensor._make_wrapper_subclass(
             cls, storage.shape, dtype=storage.dtype, device=storage.device
         )
-        tensor.storage = storage
+        tensor.quantized_storage = storage
+        # C++ code that torch does not dispatch would read or write at address 0.
+        torch._C._set_throw_on_mutable_data_ptr(tensor)
+        # A compiled function is compiled for each shape: bytes of a shape that varies mean nothing.
+        tensor._dynamo_static_indices = set(range(len(storage.shape)))  # type: ignore[attr-defined]
         return tensor
 
     @classmethod
@@ -70,6 +82,8 @@ class QuantizedTensor(torch.Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         operation, kwargs = cls.operations.get(func), kwargs or {}
+        if (run := OTHER_NAMESPACES.get(func.namespace)) is not None:
+            return run(func, args, kwargs)
         if operation is None and (out := decomposed(func, args, kwargs)) is not NotImplemented:
             return out
         with where_made(args[0]) if func.is_view else nullcontext():
@@ -82,7 +96,7 @@ class QuantizedTensor(torch.Tensor):
     @property
     def recipe(self) -> Recipe:
         """The scheme that gives the bytes their meaning."""
-        return self.storage.recipe
+        return self.quantized_storage.recipe
 
     @property
     def rowwise_data(self) -> torch.Tensor:
@@ -113,8 +127,8 @@ class QuantizedTensor(torch.Tensor):
             StaleCopyError: a cast has changed the codes since.
         """
         self._require_columnwise("columnwise_data")
-        own = "columnwise_data" in self.storage.buffers
-        return self.storage.derived("columnwise_data" if own else "rowwise_data")
+        own = "columnwise_data" in self.quantized_storage.buffers
+        return self.quantized_storage.derived("columnwise_data" if own else "rowwise_data")
 
     @property
     def columnwise_scale_inv(self) -> torch.Tensor:
@@ -123,8 +137,10 @@ class QuantizedTensor(torch.Tensor):
         Where a recipe has one plane of scales for both, that is :attr:`rowwise_scale_inv`.
         """
         self._require_columnwise("columnwise_scale_inv")
-        own = "columnwise_scale_inv" in self.storage.buffers
-        return self.storage.derived("columnwise_scale_inv" if own else "rowwise_scale_inv")
+        own = "columnwise_scale_inv" in self.quantized_storage.buffers
+        return self.quantized_storage.derived(
+            "columnwise_scale_inv" if own else "rowwise_scale_inv"
+        )
 
     @property
     def amax(self) -> torch.Tensor:  # type: ignore[override]
@@ -133,12 +149,36 @@ class QuantizedTensor(torch.Tensor):
         Raises:
             MissingDataError: in the others.
         """
-        if "amax" not in self.storage.buffers:
+        if "amax" not in self.quantized_storage.buffers:
             raise MissingDataError(
                 f"amax is stored by recipes that decode with it, and {type(self.recipe).__name__} "
                 f"does not; its scale is rowwise_scale_inv."
             )
-        return self.storage.buffers["amax"]
+        return self.quantized_storage.buffers["amax"]
+
+    @property
+    def scale(self) -> torch.Tensor:
+        """FP32 [1]: the scale of the next cast, under delayed scaling.
+
+        Raises:
+            MissingDataError: under other recipes, as for the rest of what recipes remember.
+        """
+        return self._remembered("scale")
+
+    @property
+    def cast_scale(self) -> torch.Tensor:
+        """FP32 [1]: the scale of the latest cast, under delayed scaling."""
+        return self._remembered("cast_scale")
+
+    @property
+    def amax_history(self) -> torch.Tensor:
+        """FP32 [amax_history_len]: amaxes of earlier casts, under delayed scaling."""
+        return self._remembered("amax_history")
+
+    @property
+    def rounding_counter(self) -> torch.Tensor:
+        """int64 [2]: the name's hash and the count of casts, under stochastic rounding."""
+        return self._remembered("rounding_counter")
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The value as a plain tensor of ``dtype``, by default the nominal one.
@@ -146,20 +186,23 @@ class QuantizedTensor(torch.Tensor):
         The rowwise codes' value, or the columnwise ones' where only those are there. No gradient
         flows through it; torch's own operations on the weight have one.
         """
-        columnwise = not self.storage.has_rowwise
-        return dequantize(self.storage, columnwise=columnwise).to(dtype or self.storage.dtype)
+        columnwise = not self.quantized_storage.has_rowwise
+        return dequantize(self.quantized_storage, columnwise=columnwise).to(
+            dtype or self.quantized_storage.dtype
+        )
 
     def update_usage(
         self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None
     ) -> None:
         """Give the memory of the rowwise or of the columnwise copy back, by False; True makes sure
-        that it is there, and None is no wish.
+        that it is there, and None is no wish. A columnwise copy that the rowwise codes determine is
+        made anew.
 
         Raises:
             InputError: where nothing would be left.
-            MissingDataError: where a copy that is wished for is not there.
+            MissingDataError: where a copy that is wished for is not there and cannot be derived.
         """
-        held = (self.storage.has_rowwise, self.storage.has_columnwise)
+        held = (self.quantized_storage.has_rowwise, self.quantized_storage.has_columnwise)
         keeps_rowwise, keeps_columnwise = (
             has if wish is None else wish
             for has, wish in zip(held, (rowwise_usage, columnwise_usage), strict=True)
@@ -171,35 +214,71 @@ class QuantizedTensor(torch.Tensor):
             )
         if keeps_rowwise:
             self._rowwise("rowwise_data")
-        if keeps_columnwise:
-            self._require_columnwise("columnwise_data")
-        self.storage.drop(rowwise=not keeps_rowwise, columnwise=not keeps_columnwise)
+        if keeps_columnwise and not self.quantized_storage.has_columnwise:
+            self._derive_columnwise()
+        self.quantized_storage.drop(rowwise=not keeps_rowwise, columnwise=not keeps_columnwise)
 
-    def get_high_precision_init_val(self) -> torch.Tensor | None:
-        """The value that the codes were made from, on the CPU in its own dtype; None if not kept.
+    @property
+    def get_high_precision_init_val(self) -> Callable[[], torch.Tensor]:
+        """``weight.get_high_precision_init_val()`` is the value that the codes were made from, on
+        the CPU in its own dtype. An optimizer starts its masters from it. It is gone once the codes
+        have been cast again.
 
-        An optimizer starts its masters from it. It is gone once the codes have been cast again.
+        Raises:
+            MissingDataError: where none is kept. ``hasattr`` then says that there is no such
+                method, by which frameworks decide whether to call it.
         """
-        return self.storage.high_precision_init_val
+        value = self.quantized_storage.high_precision_init_val
+        if value is None:
+            raise MissingDataError(
+                "this weight keeps no high-precision initial value: none was kept when it was "
+                "made, or its codes changed since. Make it with "
+                "preserve_high_precision_init_val=True, or start from weight.dequantize()."
+            )
+        return lambda: value
 
     def clear_high_precision_init_val(self) -> None:
         """Give the memory of :meth:`get_high_precision_init_val` back."""
-        self.storage.high_precision_init_val = None
+        self.quantized_storage.high_precision_init_val = None
+
+    def _remembered(self, name: str) -> torch.Tensor:
+        if name not in self.quantized_storage.buffers:
+            raise MissingDataError(
+                f"{name} is remembered by weights of other recipes, and not by this one of "
+                f"{type(self.recipe).__name__}."
+            )
+        return self.quantized_storage.buffers[name]
 
     def _rowwise(self, name: str) -> torch.Tensor:
-        if not self.storage.has_rowwise:
+        if not self.quantized_storage.has_rowwise:
             raise MissingDataError(
                 f"{name} is not there: this tensor was made, or kept, with its columnwise copy "
                 f"only. Quantize it with rowwise=True."
             )
-        return self.storage.buffers[name]
+        return self.quantized_storage.buffers[name]
+
+    def _derive_columnwise(self) -> None:
+        storage = self.quantized_storage
+        if not storage.can_derive_columnwise:
+            self._require_columnwise("columnwise_data")
+        storage.add_columnwise()
+        if not storage.is_stale:
+            rebuild_derived([storage])
 
     def _require_columnwise(self, name: str) -> None:
-        if not self.storage.has_columnwise:
-            raise MissingDataError(
-                f"{name} is not there: this weight was made with columnwise=False and never holds "
-                f"a columnwise copy."
-            )
+        storage = self.quantized_storage
+        if storage.has_columnwise:
+            return
+        remedy = (
+            "weight.update_usage(columnwise_usage=True) makes it from the rowwise codes"
+            if storage.can_derive_columnwise
+            else f"under {type(self.recipe).__name__} it cannot be made from the rowwise codes; "
+            f"quantize the high-precision value anew, with columnwise=True"
+        )
+        raise MissingDataError(
+            f"{name} is not there: this weight was made, or kept, without its columnwise copy; "
+            f"{remedy}."
+        )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         parts = [f"shape={tuple(self.shape)}", f"dtype={self.dtype}", f"recipe={self.recipe}"]
@@ -236,21 +315,33 @@ class QuantizedTensor(torch.Tensor):
         """As :meth:`torch.Tensor.tolist`, of the value."""
         return self.dequantize().tolist()
 
-    def __dlpack__(self, **options: Any) -> Any:
-        raise UnsupportedError(
-            "a quantized weight has no memory of its nominal dtype to share; hand out "
-            "weight.dequantize(), or weight.rowwise_data for the codes."
-        )
+    data_ptr = storage = __dlpack__ = refuse_memory
+
+    def take_place_of(self, parameter: QuantizedTensor) -> None:
+        """Let ``parameter`` hold the bytes of this tensor, on its device and under its dtype.
+
+        It stays the same object: its attributes, its hooks and who refers to it are kept, as where
+        torch assigns to a plain parameter's ``.data``. Aliases that were made of it before keep
+        what it held.
+        """
+        if torch._has_compatible_shallow_copy_type(parameter, self):
+            torch.Tensor.data.__set__(parameter, self.detach())  # type: ignore[attr-defined]
+        else:  # to or from the meta device
+            hooks = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
+            fresh = self.detach().requires_grad_(parameter.requires_grad)
+            torch._C._swap_tensor_impl(parameter, fresh)
+            parameter._backward_hooks, parameter._post_accumulate_grad_hooks = hooks
+        parameter.quantized_storage = self.quantized_storage
 
     def share_memory_(self) -> QuantizedTensor:
         """Move the bytes into memory that child processes share."""
-        for name, buffer in self.storage.buffers.items():
-            self.storage.replace(name, buffer.share_memory_())
+        for name, buffer in self.quantized_storage.buffers.items():
+            self.quantized_storage.replace(name, buffer.share_memory_())
         return self
 
     def is_shared(self) -> bool:
         """Whether :meth:`share_memory_` has been called, or the device shares anyway."""
-        return all(buffer.is_shared() for buffer in self.storage.buffers.values())
+        return all(buffer.is_shared() for buffer in self.quantized_storage.buffers.values())
 
     # --- copying and saving ---
 
@@ -260,7 +351,9 @@ class QuantizedTensor(torch.Tensor):
         if not self.is_leaf:
             raise RuntimeError("only leaves of the autograd graph can be deep-copied, as in torch.")
         is_parameter = isinstance(self, torch.nn.Parameter)
-        copied = restore(copy.deepcopy(self.storage, memo), self.requires_grad, is_parameter)
+        copied = restore(
+            copy.deepcopy(self.quantized_storage, memo), self.requires_grad, is_parameter
+        )
         memo[id(self)] = copied
         attributes = {k: v for k, v in vars(self).items() if k not in vars(copied)}
         vars(copied).update(copy.deepcopy(attributes, memo))
@@ -268,15 +361,23 @@ class QuantizedTensor(torch.Tensor):
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return restore, (self.storage, self.requires_grad, isinstance(self, torch.nn.Parameter))
+        return restore, (
+            self.quantized_storage,
+            self.requires_grad,
+            isinstance(self, torch.nn.Parameter),
+        )
 
     # --- torch.compile ---
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Recipe, torch.dtype]]:
-        """The buffers that may be read now, and what they mean."""
-        unreadable = self.storage.derived_names if self.storage.is_stale else ()
-        names = [name for name in self.storage.buffers if name not in unreadable]
-        return names, (self.recipe, self.storage.dtype)
+        """The buffers, and what they mean.
+
+        Raises:
+            StaleCopyError: between a cast and its post-all-gather processing, as a layer's forward.
+        """
+        storage = self.quantized_storage
+        storage.prepare_for_forward(lambda stale: rebuild_derived([stale]))
+        return list(storage.buffers), (self.recipe, storage.dtype)
 
     @staticmethod
     def __tensor_unflatten__(
@@ -285,12 +386,26 @@ class QuantizedTensor(torch.Tensor):
         outer_size: Any,
         outer_stride: Any,
     ) -> QuantizedTensor:
+        """A weight of buffers that torch.compile made.
+
+        Raises:
+            InputError: where they are not those of such a weight.
+        """
         recipe, dtype = context
-        return QuantizedTensor(QuantizedStorage(outer_size, dtype, recipe, dict(inner)))
+        return QuantizedTensor(checked_storage(outer_size, dtype, recipe, inner))
 
 
 def restore(storage: QuantizedStorage, requires_grad: bool, is_parameter: bool) -> QuantizedTensor:
-    """A weight around ``storage``, as unpickling and deepcopy make it."""
+    """A weight around ``storage``, as unpickling and deepcopy make it.
+
+    Raises:
+        InputError: where it is no storage.
+    """
+    if not isinstance(storage, QuantizedStorage):
+        raise InputError(
+            f"a quantized weight that is loaded needs a QuantizedStorage, got "
+            f"{type(storage).__name__}; the file is damaged or was not written by zerocast."
+        )
     tensor = QuantizedTensor(storage)
     if is_parameter:
         return torch.nn.Parameter(tensor, requires_grad)  # type: ignore[return-value]

@@ -22,14 +22,15 @@ from typing import Any, Protocol
 
 import torch
 
+from zerocast.arguments import check_device, check_flag, check_tensor, shown
 from zerocast.backends import backend_for
 from zerocast.errors import InputError
 from zerocast.formats import ElementFormat
 from zerocast.layout import Extent
 from zerocast.ops import CastShard, Masters
-from zerocast.recipes import NOMINAL_DTYPES, Recipe
+from zerocast.recipes import NOMINAL_DTYPES, Recipe, as_recipe
 from zerocast.tensors.part import Part
-from zerocast.tensors.quantize import plain_fp32, quantize_into
+from zerocast.tensors.quantize import plain_master, quantize_into
 from zerocast.tensors.quantized_tensor import QuantizedTensor
 from zerocast.tensors.storage import QuantizedStorage
 from zerocast.tensors.tape import current_tape
@@ -51,7 +52,7 @@ class Quantizer:
     """Quantizes tensors of one role.
 
     Args:
-        recipe: the scheme, already for the role (:meth:`Recipe.for_role`).
+        recipe: the scheme, or its name; already for the role (:meth:`Recipe.for_role`).
         rowwise: whether results hold rowwise codes.
         columnwise: whether results hold columnwise codes.
         memory: of a recipe with :attr:`Recipe.state`; those quantizers are made by
@@ -69,22 +70,19 @@ class Quantizer:
 
     def __init__(
         self,
-        recipe: Recipe,
+        recipe: Recipe | str,
         *,
         rowwise: bool = True,
         columnwise: bool = True,
         memory: Memory | None = None,
     ) -> None:
-        if not isinstance(recipe, Recipe):
-            raise InputError(
-                f"recipe must be a zerocast recipe such as MXFP8BlockScaling(), got {recipe!r}."
-            )
+        recipe = as_recipe(recipe)
         if recipe.state and memory is None:
             raise InputError(
                 f"{recipe} remembers {', '.join(recipe.state)} between casts, so its quantizers "
                 f"come from RecipeState.create(recipe, ...).make_quantizers()."
             )
-        self.recipe = recipe
+        self.recipe: Recipe = recipe
         self.memory = memory
         self.part: Part | None = None
         self._closing_recipe = _closing_recipe(recipe) if recipe.casts_before_reduction else None
@@ -102,8 +100,8 @@ class Quantizer:
         Raises:
             InputError: where neither would be left.
         """
-        rowwise = self.rowwise if rowwise is None else rowwise
-        columnwise = self.columnwise if columnwise is None else columnwise
+        rowwise = self.rowwise if rowwise is None else check_flag("rowwise", rowwise)
+        columnwise = self.columnwise if columnwise is None else check_flag("columnwise", columnwise)
         if not (rowwise or columnwise):
             raise InputError(
                 "a quantizer makes rowwise codes, columnwise codes or both, got rowwise=False and "
@@ -124,7 +122,7 @@ class Quantizer:
             InputError: where the recipe cannot hold it.
         """
         self._check(shape, dtype)
-        device = torch.get_default_device() if device is None else torch.device(device)
+        device = check_device("device", device)
         usage = {"rowwise": self.rowwise, "columnwise": self.columnwise}
         storage = QuantizedStorage.empty(shape, dtype, self.recipe, device, state=False, **usage)
         storage.part = self.part
@@ -145,12 +143,12 @@ class Quantizer:
         Raises:
             InputError: for another dtype or shape, or an ``out`` that does not fit.
         """
-        dtype: Any = getattr(tensor, "dtype", type(tensor).__name__)
+        check_tensor("tensor", tensor)
         if out is None:
-            out = self.make_empty(tensor.shape, dtype=dtype, device=tensor.device)
+            out = self.make_empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
         else:
             self.check_out(out, tensor)
-        with self.cast_into(out.storage) as whole:
+        with self.cast_into(out.quantized_storage) as whole:
             amax = quantize_into(whole, tensor)
             self.record(amax)
         return out
@@ -169,16 +167,16 @@ class Quantizer:
         self._check(tensor.shape, dtype)
         if not self.recipe.casts_before_reduction:
             return
-        master = plain_fp32(tensor, tensor.device)
+        master = plain_master(tensor, tensor.device)
         masters = Masters(1)
         masters.bind([master])
         amax = torch.zeros(1, dtype=torch.int32, device=master.device)
         no_codes = torch.empty(0, dtype=torch.uint8, device=master.device)
         whole = Extent(0, master.numel())
         round_to = self.recipe.round_to(tensor.dtype)
-        grid = self.recipe.grid(tensor.shape)
+        grid = self.recipe.planes(tensor.shape)[0].grid
         shard = CastShard(0, whole, grid, round_to, amax, amax, no_codes)
-        self.recipe.partial_amax(backend_for(master.device), [shard], masters)()
+        backend_for(master.device).partial_amax([shard], masters)()
         if self.part is not None:
             self.part.require_comm().all_reduce_max_(amax)
         self.record(amax)
@@ -217,9 +215,10 @@ class Quantizer:
             self.memory.record(amax[-1:])
 
     def _check(self, shape: torch.Size | tuple[int, ...], dtype: object) -> None:
-        if dtype not in NOMINAL_DTYPES:
+        if not isinstance(dtype, torch.dtype) or dtype not in NOMINAL_DTYPES:
             raise InputError(
-                f"a quantizer takes torch.float32, torch.bfloat16 or torch.float16, got {dtype}; "
+                f"a quantizer takes torch.float32, torch.bfloat16 or torch.float16, got "
+                f"{shown(dtype)}; "
                 f"convert the tensor first."
             )
         if self.part is None:
@@ -233,8 +232,15 @@ class Quantizer:
         """
         if not isinstance(out, QuantizedTensor):
             raise InputError(f"out must be a zerocast.QuantizedTensor, got {type(out).__name__}.")
-        held = (out.storage.has_rowwise, out.storage.has_columnwise)
-        given = (out.recipe, tuple(out.shape), out.dtype, out.device, *held, out.storage.part)
+        held = (out.quantized_storage.has_rowwise, out.quantized_storage.has_columnwise)
+        given = (
+            out.recipe,
+            tuple(out.shape),
+            out.dtype,
+            out.device,
+            *held,
+            out.quantized_storage.part,
+        )
         usage = (self.rowwise, self.columnwise)
         required = (
             self.recipe, tuple(tensor.shape), tensor.dtype, tensor.device, *usage, self.part

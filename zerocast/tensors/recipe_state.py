@@ -22,10 +22,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from zerocast.arguments import check_device, check_integer, check_tensor, check_text, shown
 from zerocast.errors import InputError, MissingDataError
 from zerocast.formats import ElementFormat
+from zerocast.layout import BlockGrid, ScaleLayout
 from zerocast.ops import ScaleTarget
-from zerocast.recipes import Recipe, Role
+from zerocast.recipes import Recipe, Role, as_recipe
 from zerocast.tensors.quantizer import Quantizer
 
 if TYPE_CHECKING:
@@ -38,6 +40,10 @@ ROLES: dict[str, tuple[Role, ...]] = {
     "backward": ("grad_output", "grad_input"),
 }
 """The tensors of one GEMM in each direction, in the order of their quantizers."""
+
+
+_MOST_QUANTIZERS = 2**16
+"""More than any layer has: each is an object, and an entry of every tensor of the state."""
 
 
 class RecipeState:
@@ -84,14 +90,16 @@ class RecipeState:
                     )
         if "rounding_counter" in tensors:
             names = [f"{name}.{self.mode}.{i}".encode() for i in range(self.num_quantizers)]
-            hashes = torch.tensor([zlib.crc32(each) for each in names], dtype=torch.int64)
+            hashes = torch.tensor(
+                [zlib.crc32(each) for each in names], dtype=torch.int64, device="cpu"
+            )
             tensors["rounding_counter"][:, 0] = hashes
         return tensors
 
     @classmethod
     def create(
         cls,
-        recipe: Recipe,
+        recipe: Recipe | str,
         mode: Mode,
         num_quantizers: int = 1,
         device: torch.device | str | None = None,
@@ -101,7 +109,7 @@ class RecipeState:
         """The state that a layer of ``recipe`` starts with.
 
         Args:
-            recipe: the scheme.
+            recipe: the scheme, or its name.
             mode: ``"forward"``, three quantizers a GEMM (input, weight, output), or ``"backward"``,
                 two (gradients of output and input).
             num_quantizers: how many; those of several GEMMs follow each other.
@@ -112,16 +120,12 @@ class RecipeState:
         Raises:
             InputError: for anything else.
         """
-        if not isinstance(recipe, Recipe):
-            raise InputError(
-                f"recipe must be a zerocast recipe such as DelayedScaling(), got {recipe!r}."
-            )
-        if mode not in ROLES:
-            raise InputError(f"mode must be 'forward' or 'backward', got {mode!r}.")
-        if num_quantizers < 0:
-            raise InputError(f"num_quantizers must be 0 or more, got {num_quantizers}.")
-        device = torch.get_default_device() if device is None else torch.device(device)
-        return cls(recipe, mode, num_quantizers, device, name)
+        recipe = as_recipe(recipe)
+        if not isinstance(mode, str) or mode not in ROLES:
+            raise InputError(f"mode must be 'forward' or 'backward', got {shown(mode)}.")
+        check_integer("num_quantizers", num_quantizers, 0, _MOST_QUANTIZERS)
+        check_text("name", name)
+        return cls(recipe, mode, num_quantizers, check_device("device", device), name)
 
     # --- what it hands out ---
 
@@ -199,11 +203,13 @@ class RecipeState:
         ``scale_inv``, FP32 [num_quantizers], receives what nobody reads: casts have stored theirs.
         """
         return [
-            recipe.scale_target(
-                (1,),
-                {"rowwise_scale_inv": scale_inv[i : i + 1], **self.views(i)},
+            ScaleTarget(
+                ScaleLayout(BlockGrid(1, 1, 1, 1)),
                 self.amaxes[i : i + 1],
                 self.amaxes[i : i + 1],
+                scale_inv[i : i + 1],
+                self.views(i)["amax"],
+                delayed=recipe.delayed_state(self.views(i)),
             )
             for i, recipe in enumerate(self.recipes)
         ]
@@ -234,13 +240,18 @@ class RecipeState:
         own = dict(self.tensors)
         if self.is_delayed:
             own["amaxes"] = self.amaxes
+        if not isinstance(state_dict, Mapping):
+            raise InputError(
+                f"state_dict must be what RecipeState.state_dict() returned, got "
+                f"{shown(state_dict)}."
+            )
         if set(own) != set(state_dict):
             raise InputError(
                 f"the state of {self.recipe} holds {sorted(own)}, got {sorted(state_dict)}; load "
                 f"it into a state of the recipe that it was saved from."
             )
         for name, tensor in own.items():
-            given = state_dict[name]
+            given = check_tensor(name, state_dict[name])
             if (given.shape, given.dtype) != (tensor.shape, tensor.dtype):
                 raise InputError(
                     f"{name} must be {tensor.dtype} {list(tensor.shape)}, got {given.dtype} "

@@ -25,24 +25,23 @@ from __future__ import annotations
 import itertools
 import zlib
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 
 from zerocast.errors import InputError, StaleCopyError
-from zerocast.layout import BlockGrid, Extent
-from zerocast.ops import (
-    Candidates,
-    CastShard,
-    ColumnwiseShard,
-    DequantizeTarget,
-    Rounding,
-    ScaleTarget,
-    TransposeTarget,
-)
+from zerocast.layout import BlockGrid, Plane
 from zerocast.recipes import Recipe
-from zerocast.tensors.part import COLUMNS, ROWS, Part
+from zerocast.tensors.part import Part
+from zerocast.tensors.saved import (
+    check_buffers,
+    check_flags,
+    check_memory,
+    check_nominal,
+    checked_part,
+    checked_recipe,
+    hold_columnwise,
+)
 
 _moves = itertools.count(1)
 
@@ -67,9 +66,12 @@ class CastClock:
         """The plan is gone."""
         self.retired = True
 
-    def tick(self) -> None:
-        """A cast has begun to write: derived copies made before are stale."""
+    def tick(self, written: Iterable[torch.Tensor] = ()) -> None:
+        """A cast has begun to write, and derived copies made before are stale. torch counts the
+        write of the tensors ``written``, so that a backward which saved one of them is an error.
+        """
         self.ticks += 1
+        torch.autograd.graph.increment_version(written)
 
 
 class QuantizedStorage:
@@ -84,6 +86,10 @@ class QuantizedStorage:
             weight of its own.
         part: the rows or columns that this weight is of a larger one; None for a whole weight. A
             cast of a part is collective over its ranks, too.
+        keeps_source: whether a copy into the weight keeps the value that it was given as
+            :attr:`high_precision_init_val`, even where there was none before.
+        gathered_from: the name of the master from which others make this weight again and again, so
+            that nobody else may write it; None for a weight of its own.
     """
 
     last_move: int = 0
@@ -104,10 +110,14 @@ class QuantizedStorage:
         self.arrive: Callable[[], None] | None = None
         self.amax_group: str | None = None
         self.part: Part | None = None
+        self.keeps_source = False
+        self._name = ""  # of a weight on the meta device, whose state cannot hold it yet
+        self.gathered_from: str | None = None
         # Plans that functional calls made for weights of which this is the first. Kept here, and
         # not in a global table, so that they live as long as the weights and no longer. Not copied,
         # not saved.
         self.plans: dict[Hashable, Any] = {}
+        self._planes: dict[bool, tuple[Plane, ...]] = {}
         # The tick of each plan's clock at which the derived copies were true.
         self._seen: dict[CastClock, int] = {}
         self._writes = 0
@@ -180,6 +190,22 @@ class QuantizedStorage:
             self.note_move()
 
     @property
+    def can_derive_columnwise(self) -> bool:
+        """Whether a columnwise copy that is not there can be made from the rowwise codes."""
+        columnwise = self.recipe.planes(self.shape)[-1]
+        kept = self.recipe.buffers(self.shape, columnwise=True).keys() - set(columnwise.buffers)
+        return self.has_rowwise and columnwise.is_derived and kept <= set(self._buffers)
+
+    def add_columnwise(self) -> None:
+        """Make room for a columnwise copy, unfilled, that is not there and can be derived."""
+        for name, spec in self.recipe.buffers(self.shape, columnwise=True).items():
+            if name not in self.buffers:
+                self.buffers[name] = torch.full(
+                    spec.shape, spec.fill, dtype=spec.dtype, device=self.device
+                )
+        self.note_move()
+
+    @property
     def buffers(self) -> dict[str, torch.Tensor]:
         """The stored tensors, by the names of :meth:`Recipe.buffers`, once their codes are here."""
         if self.arrive is not None:
@@ -192,20 +218,22 @@ class QuantizedStorage:
         return next(iter(self._buffers.values())).device
 
     @property
-    def grid(self) -> BlockGrid:
-        """The blocks of this weight."""
-        return self.recipe.grid(self.shape)
+    def planes(self) -> tuple[Plane, ...]:
+        """The rowwise plane, and the columnwise one of a weight that holds one."""
+        columnwise = self.has_columnwise
+        if columnwise not in self._planes:
+            self._planes[columnwise] = self.recipe.planes(self.shape, columnwise=columnwise)
+        return self._planes[columnwise]
 
     @property
-    def columnwise_grid(self) -> BlockGrid | None:
-        """The blocks of a columnwise copy that has amaxes of its own: over the weight's matrix
-        where it is independent, over the transposed one where that is cast; None for other kinds.
-        """
-        if not self.has_columnwise:
-            return None
-        if self.recipe.casts_transpose:
-            return self.recipe.transposed_grid(self.shape)
-        return self.recipe.columnwise_grid(self.shape)
+    def cast_planes(self) -> list[Plane]:
+        """The planes whose codes a cast writes, the rowwise one first; they have amaxes."""
+        return [plane for plane in self.planes if plane.is_cast]
+
+    @property
+    def grid(self) -> BlockGrid:
+        """The blocks of the rowwise codes."""
+        return self.planes[0].grid
 
     @property
     def has_rowwise(self) -> bool:
@@ -230,16 +258,21 @@ class QuantizedStorage:
         return "columnwise_data" in self._buffers or "columnwise_scale_inv" in self._buffers
 
     @property
+    def codes(self) -> list[torch.Tensor]:
+        """The codes that are not derived from others, whether or not they have arrived."""
+        return [self._buffers[name] for name in self.gathered if name in self._buffers]
+
+    @property
     def gathered(self) -> tuple[str, ...]:
         """The names of the buffers that an all-gather moves."""
-        return self.recipe.gathered(self.shape, columnwise=self.has_columnwise)
+        return tuple(plane.codes_name for plane in self.planes if plane.is_gathered)
 
     @property
     def derived_names(self) -> tuple[str, ...]:
         """The names of the buffers that post-all-gather processing rebuilds."""
         if not self.has_rowwise or not self.shape.numel():
             return ()  # there is nothing that they could be derived from
-        return self.recipe.derived(self.shape, columnwise=self.has_columnwise)
+        return tuple(name for p in self.planes if p.is_derived for name in p.buffers)
 
     def name_weight(self, name: str) -> None:
         """Give the weight the name that its random words depend on, where it has none yet.
@@ -248,8 +281,10 @@ class QuantizedStorage:
         on who casts the weight later.
         """
         counter = self.buffers.get("rounding_counter")
-        if counter is not None and int(counter[0]) == 0:
-            counter[0] = zlib.crc32(name.encode())
+        if counter is not None and counter.is_meta:
+            self._name = self._name or name
+        elif counter is not None and int(counter[0]) == 0:
+            counter[0] = zlib.crc32(name.encode()) or 1  # 0 means that it has no name
 
     def replace(self, name: str, tensor: torch.Tensor) -> None:
         """Let ``tensor`` (same shape, dtype, device; contiguous) be the buffer ``name``."""
@@ -272,7 +307,8 @@ class QuantizedStorage:
         """Changes with every write of codes, by a plan's cast or by a copy.
 
         What was computed from the codes (a saved forward, say) holds while this stays what it was.
-        torch's own version counter sees copies only.
+        torch's version counters of weight and codes count these writes, too, for operations and
+        graphs of torch that save one of them.
         """
         return self._writes + sum(clock.ticks for clock in self._seen)
 
@@ -280,6 +316,7 @@ class QuantizedStorage:
         """The codes have just been written by something that has no clock."""
         self._writes += 1
         self._init_val = None
+        torch.autograd.graph.increment_version(counted_by_torch(self.codes))
 
     @property
     def high_precision_init_val(self) -> torch.Tensor | None:
@@ -297,8 +334,22 @@ class QuantizedStorage:
     def watch(self, clock: CastClock) -> None:
         """From now on a tick of ``clock`` makes the derived copies stale."""
         if clock not in self._seen:
+            self._forget_retired()
             self._seen[clock] = clock.ticks
             self._writes -= clock.ticks  # joining changes no code, so the version stays
+
+    def _forget_retired(self) -> None:
+        """Let one retired clock stand for all of them; version and staleness stay."""
+        retired = [clock for clock in self._seen if clock.retired]
+        if len(retired) < 2:
+            return
+        stale = [clock for clock in retired if clock.ticks != self._seen[clock]]
+        self._writes += sum(clock.ticks for clock in retired)
+        for clock in retired:
+            del self._seen[clock]
+        if stale:
+            self._set_staleness(all(clock.rebuild_on_use for clock in stale))
+            self._writes -= 1  # the tick of the one that stands for them
 
     @property
     def is_stale(self) -> bool:
@@ -320,7 +371,8 @@ class QuantizedStorage:
             raise StaleCopyError(
                 f"{name} was read after a cast and before its post-all-gather processing, so it "
                 "belongs to the weights before the cast. All-gather the codes, then call "
-                "zerocast.post_all_gather_processing([weight])."
+                "zerocast.post_all_gather_processing([weight]); zerocast.verify tells whether all "
+                "ranks then hold the same bytes."
             )
         return self.buffers[name]
 
@@ -347,9 +399,26 @@ class QuantizedStorage:
         buffers = {name: b.to(device or b.device, copy=True) for name, b in self.buffers.items()}
         copy = QuantizedStorage(self.shape, dtype or self.dtype, self.recipe, buffers)
         copy._set_staleness(self._staleness)
-        copy.amax_group, copy.part = self.amax_group, self.part
+        copy.amax_group, copy.part, copy._name = self.amax_group, self.part, self._name
         copy.high_precision_init_val = self.high_precision_init_val
         return copy
+
+    def materialized(self, device: torch.device) -> QuantizedStorage:
+        """An unfilled storage like this one, which is on the meta device, on ``device``."""
+        made = QuantizedStorage.empty(
+            self.shape,
+            self.dtype,
+            self.recipe,
+            device,
+            columnwise=self.has_columnwise,
+            rowwise=self.has_rowwise,
+            state=self.is_whole,
+        )
+        made.amax_group, made.part = self.amax_group, self.part
+        made.keeps_source = self.keeps_source
+        if self._name:
+            made.name_weight(self._name)
+        return made
 
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedStorage:
         """As :meth:`to`; aliases of one weight share one storage in the copy, too."""
@@ -388,8 +457,7 @@ class QuantizedStorage:
         """Entries of this weight in an amax buffer: those of its rowwise blocks, of the blocks of a
         columnwise copy with amaxes of its own, and the tensor's unless that is one block.
         """
-        columnwise = self.columnwise_grid
-        blocks = self.grid.num_blocks + (0 if columnwise is None else columnwise.num_blocks)
+        blocks = sum(plane.grid.num_blocks for plane in self.cast_planes)
         return blocks + (not self.recipe.has_one_block)
 
     def shared_amaxes(self) -> list[range]:
@@ -400,137 +468,10 @@ class QuantizedStorage:
             return []
         return self.part.shared(self.recipe, columnwise=self.has_columnwise)
 
-    def split_amax(
-        self, amax: torch.Tensor, tensor_amax: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-        """int32 [amax_slots] -> rowwise block amaxes, columnwise ones or None, and as [1] the
-        tensor's, which is ``tensor_amax`` where that is given: an entry that weights share.
-        """
-        blocks, columnwise = self.grid.num_blocks, self.columnwise_grid
-        if tensor_amax is None:
-            tensor_amax = amax[-1:]
-        if columnwise is None:
-            block_amax = tensor_amax if self.recipe.has_one_block else amax[:blocks]
-            return block_amax, None, tensor_amax
-        return amax[:blocks], amax[blocks : blocks + columnwise.num_blocks], tensor_amax
 
-    def cast_shards(
-        self,
-        slot: int,
-        extent: Extent,
-        amax: torch.Tensor,
-        *,
-        tensor_amax: torch.Tensor | None = None,
-        codes: torch.Tensor | None = None,
-        columnwise_codes: torch.Tensor | None = None,
-        codes_start: int = 0,
-        candidates: Candidates | None = None,
-        transposed_slot: int | None = None,
-    ) -> list[CastShard]:
-        """This rank's part of the weight as operands: one, or two where the transpose is cast, too.
-
-        Args:
-            slot: the place of the master.
-            extent: the elements that it holds.
-            amax: int32 [amax_slots].
-            tensor_amax: int32 [1], the tensor's amax where weights share it.
-            codes, columnwise_codes: flat buffers that receive the shard's codes instead of the
-                weight's own.
-            codes_start: the element at which these buffers start.
-            candidates: of a weight whose blocks choose their scales.
-            transposed_slot: the place of the transposed master, where there is one.
-        """
-        recipe, buffers = self.recipe, self.buffers
-        block_amax, columnwise_amax, tensor_amax = self.split_amax(amax, tensor_amax)
-        round_to = recipe.round_to(self.dtype)
-        columnwise = None
-        grid = self.columnwise_grid
-        if grid is not None and not recipe.casts_transpose:
-            assert columnwise_amax is not None
-            if columnwise_codes is None:
-                columnwise_codes = buffers["columnwise_data"].view(-1)
-            columnwise = ColumnwiseShard(grid, columnwise_amax, columnwise_codes)
-        rowwise = CastShard(
-            slot,
-            extent,
-            self.grid,
-            round_to,
-            block_amax,
-            tensor_amax,
-            buffers["rowwise_data"].view(-1) if codes is None else codes,
-            codes_start,
-            columnwise,
-            recipe.delayed_state(buffers),
-            candidates,
-            self._rounding(self.grid),
-        )
-        if transposed_slot is None:
-            return [rowwise]
-        assert grid is not None
-        assert columnwise_amax is not None
-        whole = Extent(0, grid.numel)
-        return [
-            rowwise,
-            CastShard(
-                transposed_slot,
-                whole,
-                grid,
-                round_to,
-                columnwise_amax,
-                tensor_amax,
-                buffers["columnwise_data"].view(-1),
-                rounding=self._rounding(grid, transposed=True),
-            ),
-        ]
-
-    def _rounding(self, grid: BlockGrid, *, transposed: bool = False) -> Rounding | None:
-        """Where random words come from for the weight, or its transposed tensor, under ``grid``."""
-        rounding, part = self.recipe.rounding(self.buffers), self.part
-        if rounding is None or part is None:
-            return rounding
-        whole = (
-            self.recipe.transposed_grid(part.whole)
-            if transposed
-            else (self.recipe.grid(part.whole))
-        )
-        cuts_columns = part.dim == (ROWS if transposed else COLUMNS)
-        origin = part.start if cuts_columns else part.start * whole.cols
-        return replace(rounding, origin=origin, skip=whole.cols - grid.cols)
-
-    def scale_targets(
-        self,
-        amax: torch.Tensor,
-        candidates: Candidates | None = None,
-        *,
-        tensor_amax: torch.Tensor | None = None,
-    ) -> list[ScaleTarget]:
-        """The weight's scales as operands, as many as :meth:`cast_shards` gives."""
-        block_amax, columnwise_amax, tensor_amax = self.split_amax(amax, tensor_amax)
-        recipe, buffers = self.recipe, self.buffers
-        if not (recipe.casts_transpose and self.has_columnwise):
-            return [
-                recipe.scale_target(
-                    self.shape, buffers, block_amax, tensor_amax, columnwise_amax, candidates
-                )
-            ]
-        assert columnwise_amax is not None
-        return [
-            recipe.scale_target(self.shape, buffers, block_amax, tensor_amax),
-            ScaleTarget(
-                recipe.columnwise_scale_layout(self.shape),
-                columnwise_amax,
-                tensor_amax,
-                buffers["columnwise_scale_inv"],
-            ),
-        ]
-
-    def transpose_target(self) -> TransposeTarget:
-        """The weight's codes and its columnwise copy as an operand."""
-        return self.recipe.transpose_target(self.shape, self.buffers)
-
-    def dequantize_target(self, out: torch.Tensor, *, columnwise: bool = False) -> DequantizeTarget:
-        """The weight's codes as an operand; see :meth:`Recipe.dequantize_target` for ``out``."""
-        return self.recipe.dequantize_target(self.shape, self.buffers, out, columnwise=columnwise)
+def counted_by_torch(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Those of ``tensors`` whose writes torch counts."""
+    return [tensor for tensor in tensors if not tensor.is_inference()]
 
 
 def _read_rowwise_only(names: Iterable[str]) -> set[str]:
@@ -551,8 +492,36 @@ def restore_storage(
     amax_group: str | None,
     part: Part | None = None,
 ) -> QuantizedStorage:
-    """The storage that :meth:`QuantizedStorage.__reduce__` took apart."""
-    storage = QuantizedStorage(shape, dtype, recipe, buffers)
+    """The storage that :meth:`QuantizedStorage.__reduce__` took apart.
+
+    Raises:
+        InputError: where a buffer, or anything else, is not what a weight of this recipe has.
+    """
+    recipe, part = checked_recipe(recipe), checked_part(part)
+    check_flags(rebuild_on_use, amax_group)
+    storage = checked_storage(shape, dtype, recipe, buffers, part)
+    check_memory(buffers)
     storage._set_staleness(rebuild_on_use)
-    storage.amax_group, storage.part = amax_group, part
+    storage.amax_group = amax_group
+    return storage
+
+
+def checked_storage(
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    recipe: Recipe,
+    buffers: dict[str, torch.Tensor],
+    part: Part | None = None,
+) -> QuantizedStorage:
+    """A storage of ``buffers``, which may come from anywhere.
+
+    Raises:
+        InputError: where they are not the buffers of such a weight.
+    """
+    columnwise = hold_columnwise(buffers)
+    check_nominal(shape, dtype, recipe, part, columnwise=columnwise)
+    names = _read_rowwise_only(recipe.buffers(shape, columnwise=columnwise))
+    check_buffers(shape, recipe, buffers, read_rowwise_only=names)
+    storage = QuantizedStorage(shape, dtype, recipe, buffers)
+    storage.part = part
     return storage

@@ -7,7 +7,7 @@ sound: it is refused instead. Reading is like reading any tensor; results are pl
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -17,9 +17,16 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from zerocast.errors import UnsupportedError
 from zerocast.tensors.inference import decomposed, where_made
 
+OTHER_NAMESPACES: dict[str, Callable[[Any, Any, Any], Any]] = {}
+"""``run(func, args, kwargs)`` for all of a namespace whose schemas do not say what they write:
+:mod:`zerocast.tensors.collectives` fills it."""
+
 
 def refuse_writes(
-    func: Any, args: Sequence[Any], kwargs: dict[str, Any], kind: type[torch.Tensor]
+    func: Any,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    kind: type[torch.Tensor] | tuple[type[torch.Tensor], ...],
 ) -> None:
     """Raise :class:`UnsupportedError` where ``func`` would write an argument of class ``kind``."""
     for i, argument in enumerate(func._schema.arguments):
@@ -40,6 +47,15 @@ def refuse_function(tensor: torch.Tensor, *arguments: Any) -> Any:
     raise UnsupportedError(
         "a quantized weight has no memory of its nominal dtype to apply a Python function to in "
         "place; compute the new value from weight.dequantize() and weight.copy_() it."
+    )
+
+
+def refuse_memory(tensor: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+    """``data_ptr``, ``storage`` and ``__dlpack__``, by which others reach a tensor's memory."""
+    raise UnsupportedError(
+        "a quantized weight has no memory of its nominal dtype whose address could be shared or "
+        "saved; save the FP32 masters, or weight.dequantize(), which other programs can load; hand "
+        "out weight.dequantize() for the value, or weight.rowwise_data for the codes."
     )
 
 
@@ -65,6 +81,7 @@ class ValueView(torch.Tensor):
             device=value.device,
         )
         view.value = value
+        torch._C._set_throw_on_mutable_data_ptr(view)  # as for a quantized weight
         return view
 
     @classmethod
@@ -72,6 +89,8 @@ class ValueView(torch.Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if (run := OTHER_NAMESPACES.get(func.namespace)) is not None:
+            return run(func, args, kwargs)
         refuse_writes(func, args, kwargs, cls)
         if (out := decomposed(func, args, kwargs)) is not NotImplemented:
             return out
@@ -81,6 +100,7 @@ class ValueView(torch.Tensor):
             return tree_map_only(torch.Tensor, cls, out) if func.is_view else out
 
     apply_ = map_ = map2_ = refuse_function  # type: ignore[assignment]
+    data_ptr = storage = __dlpack__ = refuse_memory
 
     def contiguous(self, memory_format: torch.memory_format = torch.contiguous_format) -> Any:
         """A plain copy: who asks for this may read memory past torch, as collectives do."""

@@ -91,7 +91,7 @@ class LinearConverter(QuantizationConverter):
     Raises:
         InputError: for an unknown ``recipe_name``, or an option that would do nothing.
         UnsupportedError: for a known ``recipe_name`` that is not served, and for quantized products
-            in a compiled model.
+            in a compiled model by a recipe that remembers something between casts.
 
     Attributes:
         report: what :meth:`convert` did; None before.
@@ -109,7 +109,7 @@ class LinearConverter(QuantizationConverter):
             filter_fqns: a layer stays as it is where its name contains any of these;
                 ``"auto_filter_small_kn"`` leaves out those that are too small to gain.
             weights_only: products are those of decoded weights and inputs as they are: the only
-                way under torch.compile.
+                way under torch.compile where the scheme rounds stochastically, as "nvfp4" does.
         """
 
         recipe_name: str = "tensorwise"
@@ -119,7 +119,9 @@ class LinearConverter(QuantizationConverter):
         weights_only: bool = False
 
     def __init__(self, config: Config) -> None:
+        self._recipe = recipe_named(config.recipe_name)
         check_combination(
+            self._recipe,
             gathers_codes=config.enable_fsdp_float8_all_gather,
             precomputes=config.precompute_float8_dynamic_scale_for_fsdp,
             weights_only=config.weights_only,
@@ -127,7 +129,6 @@ class LinearConverter(QuantizationConverter):
         )
         self.config = config
         self.report: ConversionReport | None = None
-        self._recipe = recipe_named(config.recipe_name)
         self._parts_of_names, self._filters_small = read_filter(config.filter_fqns)
 
     def convert(self, model_config: Any) -> Any:
@@ -169,7 +170,7 @@ class LinearConverter(QuantizationConverter):
         except InputError as error:
             return str(error)
         if self._filters_small:
-            return why_small(self._recipe, torch.empty(shape, device="meta"))
+            return why_small(self._recipe, torch.empty(shape, dtype=torch.float32, device="meta"))
         return None
 
     def _quantized(self, fqn: str, layer: Any) -> QuantizedLinear.Config:

@@ -34,7 +34,7 @@ class Float8Section:
     Attributes:
         recipe_name: None for "tensorwise".
         weights_only: products are those of decoded weights and inputs as they are: the only way
-            under torch.compile.
+            under torch.compile where the scheme rounds stochastically, as "nvfp4" does.
     """
 
     recipe_name: str | None = None

@@ -10,8 +10,8 @@ import logging
 import torch
 
 from zerocast.comm import SingleRank
-from zerocast.context import autocast
-from zerocast.errors import InputError, UnsupportedError
+from zerocast.context import UNTRACEABLE, autocast, text_of
+from zerocast.errors import InputError
 from zerocast.fsdp import precompute_scales_for_fsdp
 from zerocast.nn import Linear
 from zerocast.recipes import Recipe
@@ -36,13 +36,15 @@ class AutocastLinear(Linear):
         """[..., K] -> [..., M], as :meth:`zerocast.nn.Linear.forward`."""
         if self.product_recipe is None:
             return super().forward(input, fp8_output=fp8_output)
-        if torch.compiler.is_compiling():
-            raise UnsupportedError(
-                f"{self.name}: quantized products cannot be traced by torch.compile; tell the "
-                f"converter by model_compile_enabled=True that torchtitan compiles the model."
-            )
+        if torch.compiler.is_compiling() and self._traced_recipe() != UNTRACEABLE:
+            return super().forward(input, fp8_output=fp8_output)
         with autocast(recipe=self.product_recipe, amax_reduction_group=_NO_AMAXES):
             return super().forward(input, fp8_output=fp8_output)
+
+    def _traced_recipe(self) -> str:
+        """A compiled checkpoint cannot enter regions, so the graph has the recipe itself."""
+        recipe = self.product_recipe
+        return super()._traced_recipe() if recipe is None else text_of(recipe)
 
     def get_extra_state(self) -> None:
         """Nothing: torchtitan takes every entry of a state dict for a tensor. So where gradients

@@ -35,13 +35,15 @@ class ModelConverter:
     Raises:
         InputError: for an unknown ``recipe_name``, or an option that would do nothing.
         UnsupportedError: for a known ``recipe_name`` that is not served, ``emulate``, quantized
-            products in a compiled model.
+            products in a compiled model by a recipe that remembers something between casts.
     """
 
     def __init__(self, job_config: Any, parallel_dims: Any) -> None:
         options, compilation = job_config.quantize.linear.float8, job_config.compile
         weights_only = getattr(options, "weights_only", False)  # where job_config.py is merged in
+        self.recipe = recipe_named(options.recipe_name or "tensorwise")
         check_combination(
+            self.recipe,
             gathers_codes=options.enable_fsdp_float8_all_gather,
             precomputes=options.precompute_float8_dynamic_scale_for_fsdp,
             weights_only=weights_only,
@@ -52,7 +54,6 @@ class ModelConverter:
                 "emulate=True is not served: products are those of decoded operands wherever torch "
                 "has no GEMM on codes, and of codes where it has one; leave it False."
             )
-        self.recipe = recipe_named(options.recipe_name or "tensorwise")
         self.report: ConversionReport | None = None
         self._weights_only = weights_only
         self._filter_fqns = tuple(options.filter_fqns)

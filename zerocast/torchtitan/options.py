@@ -19,6 +19,7 @@ from zerocast.recipes import (
     MXFP8BlockScaling,
     QParams,
     Recipe,
+    as_recipe,
 )
 
 _POWER_OF_2 = QParams(power_2_scale=True)
@@ -57,20 +58,17 @@ def recipe_named(name: str) -> Recipe:
     """
     if name in _REFUSED:
         raise UnsupportedError(f"recipe_name={name!r} is not served here: {_REFUSED[name]}.")
-    if name in TORCHTITAN_RECIPES:
-        return TORCHTITAN_RECIPES[name]
-    if name in RECIPES:
-        return RECIPES[name]()
-    known = [*TORCHTITAN_RECIPES, *(key for key in RECIPES if key not in _REFUSED)]
-    raise InputError(f"recipe_name must be one of {list(dict.fromkeys(known))}, got {name!r}.")
+    ours = {key: scheme() for key, scheme in RECIPES.items() if key not in _REFUSED}
+    return as_recipe(name, names={**ours, **TORCHTITAN_RECIPES}, what="recipe_name")
 
 
 def check_combination(
-    *, gathers_codes: bool, precomputes: bool, weights_only: bool, compiles: bool
+    recipe: Recipe, *, gathers_codes: bool, precomputes: bool, weights_only: bool, compiles: bool
 ) -> None:
     """Raise where options contradict each other, or torchtitan's use of them.
 
     Args:
+        recipe: the scheme.
         gathers_codes: ``enable_fsdp_float8_all_gather``.
         precomputes: ``precompute_float8_dynamic_scale_for_fsdp``.
         weights_only: whether products are not quantized.
@@ -78,7 +76,8 @@ def check_combination(
 
     Raises:
         InputError: for an option that would do nothing.
-        UnsupportedError: for quantized products in a compiled model.
+        UnsupportedError: for quantized products in a compiled model, by a recipe that remembers
+            something between casts.
     """
     if precomputes and not gathers_codes:
         raise InputError(
@@ -90,9 +89,11 @@ def check_combination(
             "weights_only=True needs enable_fsdp_float8_all_gather=True: without codes in the "
             "gathers there would be nothing quantized."
         )
-    if compiles and not weights_only:
+    if compiles and not weights_only and recipe.remembers:
         raise UnsupportedError(
-            "quantized products cannot be traced, and torchtitan compiles whole blocks "
-            "(fullgraph=True); leave 'model' out of compile.components, or give weights_only=True "
-            "(torchtitan 0.2 has it with zerocast.torchtitan.job_config)."
+            f"torchtitan compiles whole blocks (fullgraph=True), and quantized products of "
+            f"{type(recipe).__name__} cannot be traced: with stochastic rounding a graph would "
+            f"have to hold what was drawn. Leave 'model' out of compile.components, choose another "
+            f"recipe_name, or give weights_only=True (torchtitan 0.2 has it with "
+            f"zerocast.torchtitan.job_config)."
         )

@@ -194,9 +194,9 @@ ZEROCAST_FN Sum exact_product(float a, float b) {
 // part i takes part i + n for n = PARTIAL_SUMS / 2, ..., 2, 1: by any number of threads the same.
 constexpr int PARTIAL_SUMS = 128;
 
-// What makes an element of a row: ((x * power - mean) - mean_low) * rstd. The power
-// of two keeps the squares of very large elements, and of very small ones where no eps covers them,
-// inside of FP32; nearly always it is 1.
+// What makes an element of a row: ((x * power - mean) - mean_low) * rstd. The power of two keeps
+// the squares of very large elements, and of very small ones where no eps covers them, inside of
+// FP32, and the differences of very small ones out of its subnormal numbers; nearly always it is 1.
 struct RowStatistics {
     float power, mean, mean_low, rstd;
 
@@ -206,7 +206,8 @@ struct RowStatistics {
         constexpr i32 SMALL = (EXPONENT_BIAS - 50) << MANTISSA_BITS;
         constexpr float NO_EPS = 1e-30f;
         if (largest_bits >= LARGE) return power_of_2<Scalar>(-80);
-        return largest_bits < SMALL && eps < NO_EPS ? power_of_2<Scalar>(80) : 1.0f;
+        if (largest_bits >= SMALL || eps >= 1.0f) return 1.0f;
+        return power_of_2<Scalar>(eps < NO_EPS ? 80 : 40);
     }
 
     // The sum divided by the number of terms; mean_low is what rounding the quotient lost.
@@ -220,16 +221,23 @@ struct RowStatistics {
     // From the sum of squares of centered elements.
     ZEROCAST_FN void set_rstd(float squares, i64 cols, float eps) {
         float variance = Scalar::divide(squares, (float)(i32)cols) + eps * power * power;
+        // Of equal elements only eps is left, and of very large ones eps * power * power is 0.
+        bool equal = squares == 0.0f;
+        if (equal) variance = eps;
 #ifdef __CUDA_ARCH__
         float root = __fsqrt_rn(variance);
 #else
         float root = __builtin_sqrtf(variance);
 #endif
+        if (equal) root = root * power;
         rstd = Scalar::divide(1.0f, root);
     }
 
     // Of the row as it is.
-    ZEROCAST_FN float plain_mean() const { return Scalar::divide(mean, power); }
+    ZEROCAST_FN float plain_mean() const {
+        float rounded = mean + mean_low;  // NaN for an infinite mean
+        return Scalar::divide(rounded == rounded ? rounded : mean, power);
+    }
     ZEROCAST_FN float plain_rstd() const { return rstd * power; }
 };
 
@@ -242,35 +250,6 @@ ZEROCAST_FN typename L::Float centered(const RowStatistics& row, typename L::Flo
 template <class L>
 ZEROCAST_FN typename L::Float gamma_of(typename L::Float weight, bool zero_centered) {
     return zero_centered ? L::splat(1.0f) + weight : weight;
-}
-
-// --- nominal dtypes in memory ---
-
-// The value of FP16 bits, in the low half of each element: exact.
-template <class L>
-ZEROCAST_FN typename L::Float from_fp16(typename L::Int half) {
-    typename L::Int magnitude = half & 0x7FFF;
-    typename L::Int sign = (half & 0x8000) << 16;
-    // Read as FP32, the fields mean a value too small by 2^112, a subnormal where FP16's is.
-    constexpr i32 REBIAS = (EXPONENT_BIAS + 112) << MANTISSA_BITS;
-    typename L::Float value = L::value(magnitude << 13) * constant<L>(REBIAS);
-    typename L::Int special = (magnitude << 13) | EXPONENT_MASK;
-    typename L::Int bits = L::select(magnitude >= 0x7C00, special, L::bits(value));
-    return L::value(bits | sign);
-}
-
-// The FP16 bits of a value that round_to<Fp16> made: exact.
-template <class L>
-ZEROCAST_FN typename L::Int to_fp16(typename L::Float x) {
-    typename L::Int bits = L::bits(x), magnitude = bits & MAGNITUDE_MASK;
-    constexpr i32 MIN_NORMAL = (EXPONENT_BIAS - 14) << MANTISSA_BITS;
-    // The last place of [0.5, 1) is FP16's subnormal step, 2^-24.
-    typename L::Int subnormal = L::bits(L::value(magnitude) + L::splat(0.5f)) & 0x7FF;
-    typename L::Int normal = (magnitude - (112 << MANTISSA_BITS)) >> 13;
-    typename L::Int special = (magnitude >> 13 & 0x3FF) | 0x7C00;
-    typename L::Int half = L::select(magnitude < MIN_NORMAL, subnormal, normal);
-    half = L::select(magnitude >= INFINITY_BITS, special, half);
-    return half | (bits >> 16 & 0x8000);
 }
 
 }  // namespace ZEROCAST_ISA

@@ -121,23 +121,16 @@ ZEROCAST_FN Quad load_nominal(const void* from, i64 type, i64 at, int left) {
         return q;
     }
     auto x = (const unsigned short*)from + at;
-    i32 half[4] = {};
+    u64 bits = 0;
     if (left == 4 && (u64)x % 8 == 0) {
-        u64 all = *(const u64*)x;
-#pragma unroll
-        for (int j = 0; j < 4; j++) half[j] = (i32)(all >> 16 * j & 0xFFFF);
+        bits = *(const u64*)x;
     } else {
 #pragma unroll
         for (int j = 0; j < 4; j++) {
-            if (j < left) half[j] = x[j];
+            if (j < left) bits |= (u64)x[j] << 16 * j;
         }
     }
-#pragma unroll
-    for (int j = 0; j < 4; j++) {
-        q.x[j] = type == NOMINAL_BF16 ? Scalar::value((i32)((u32)half[j] << 16))
-                                      : from_fp16<Scalar>(half[j]);
-    }
-    return q;
+    return type == NOMINAL_BF16 ? Four<Bf16>{bits}.values() : Four<Fp16>{bits}.values();
 }
 
 // The first `left` of four rounded elements, to element `at` of a matrix.

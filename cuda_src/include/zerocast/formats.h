@@ -185,8 +185,12 @@ ZEROCAST_FN typename L::Int encode_e2m1_stochastic(typename L::Float x, typename
 // positive one ---
 
 struct Fp32 {};
-struct Bf16 {};
-struct Fp16 {};
+struct Bf16 {
+    unsigned short bits;
+};
+struct Fp16 {
+    unsigned short bits;
+};
 
 template <class Nominal, class L>
 struct Rounding;  // of_number(x): of anything but NaN
@@ -212,9 +216,11 @@ struct Rounding<Fp16, L> {
     static ZEROCAST_FN typename L::Float of_number(typename L::Float x) {
         typename L::Int bits = L::bits(x);
         typename L::Int magnitude = bits & MAGNITUDE_MASK;
-        // Normal: as for BF16, with 10 mantissa bits. From 65520, half way past the largest, the
-        // result is infinity.
-        typename L::Int normal = (magnitude + 0xFFF + ((magnitude >> 13) & 1)) & ~0x1FFF;
+        // Normal: as for BF16, with 10 mantissa bits, unsigned since a NaN may carry past the sign.
+        // From 65520, half way past the largest, the result is infinity.
+        typename L::Unsigned number = (typename L::Unsigned)magnitude;
+        typename L::Unsigned carried = (number + 0xFFFu + ((number >> 13) & 1u)) & ~0x1FFFu;
+        typename L::Int normal = (typename L::Int)carried;
         constexpr i32 OVERFLOW_BITS = 0x477FF000;  // 65520
         normal = L::select(magnitude >= OVERFLOW_BITS, L::splat(INFINITY_BITS), normal);
         // Subnormal, below 2^-14: the last place of [0.5, 1) is FP16's step 2^-24, so adding 0.5
@@ -237,6 +243,43 @@ template <class L>
 ZEROCAST_FN typename L::Int magnitude_bits(typename L::Float x) {
     typename L::Int magnitude = L::bits(x) & MAGNITUDE_MASK;
     return L::select(magnitude > INFINITY_BITS, L::splat(NAN_BITS), magnitude);
+}
+
+// --- nominal dtypes in memory ---
+
+// The value of BF16 bits, in the low half of each element: exact.
+template <class L>
+ZEROCAST_FN typename L::Float from_bf16(typename L::Int half) {
+    return L::value((typename L::Int)((typename L::Unsigned)half << 16));
+}
+
+// The value of FP16 bits, in the low half of each element: exact.
+template <class L>
+ZEROCAST_FN typename L::Float from_fp16(typename L::Int half) {
+    typename L::Int magnitude = half & 0x7FFF;
+    typename L::Int sign = (half & 0x8000) << 16;
+    // The mantissa moves up and the exponent gets FP32's bias; infinity's and NaN's becomes the
+    // largest. A subnormal counts steps of 2^-24. (No FP32 subnormal is met, which some CPUs
+    // multiply slowly.)
+    typename L::Int normal = (magnitude << 13) + (112 << MANTISSA_BITS);
+    typename L::Int special = (magnitude << 13) | EXPONENT_MASK;
+    typename L::Int subnormal = L::bits(L::to_float(magnitude) * L::splat(1.0f / (1 << 24)));
+    typename L::Int bits = L::select(magnitude >= 0x7C00, special, normal);
+    return L::value(L::select(magnitude < 0x400, subnormal, bits) | sign);
+}
+
+// The FP16 bits of a value that round_to<Fp16> made: exact.
+template <class L>
+ZEROCAST_FN typename L::Int to_fp16(typename L::Float x) {
+    typename L::Int bits = L::bits(x), magnitude = bits & MAGNITUDE_MASK;
+    constexpr i32 MIN_NORMAL = (EXPONENT_BIAS - 14) << MANTISSA_BITS;
+    // The last place of [0.5, 1) is FP16's subnormal step, 2^-24.
+    typename L::Int subnormal = L::bits(L::value(magnitude) + L::splat(0.5f)) & 0x7FF;
+    typename L::Int normal = (magnitude - (112 << MANTISSA_BITS)) >> 13;
+    typename L::Int special = (magnitude >> 13 & 0x3FF) | 0x7C00;
+    typename L::Int half = L::select(magnitude < MIN_NORMAL, subnormal, normal);
+    half = L::select(magnitude >= INFINITY_BITS, special, half);
+    return half | (bits >> 16 & 0x8000);
 }
 
 }  // namespace ZEROCAST_ISA

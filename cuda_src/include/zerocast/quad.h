@@ -5,8 +5,7 @@
 // compiler sees the portable form only.
 #pragma once
 
-#include "formats.h"
-#include "tables.h"
+#include "masters.h"
 
 namespace zerocast {
 inline namespace ZEROCAST_ISA {
@@ -36,17 +35,59 @@ ZEROCAST_FN Quad load_elements(const float* from) {
     return Quad{{from[0], from[1], from[2], from[3]}};
 }
 
-// The N quads at `from` and every `step` elements on, as far as their bits of `wanted` are set, all
-// asked for before the first one is there; zeros for the others. `aligned`: to 16 bytes, all.
+// Four elements as they lie in memory.
+template <class T>
+struct Four {
+    u64 bits;  // 16 an element, the first one's lowest
+
+    ZEROCAST_FN Quad values() const {
+        Quad q;
+#pragma unroll
+        for (int j = 0; j < 4; j++) q.x[j] = value_of(T{(unsigned short)(bits >> 16 * j)});
+        return q;
+    }
+};
+template <>
+struct Four<float> {
+    Quad q;
+
+    ZEROCAST_FN Quad values() const { return q; }
+};
+
+// The N fours at `from` and every `step` elements on, as far as their bits of `wanted` are set, all
+// asked for before the first one is there; zeros for the others. `aligned`: to their bytes, all.
 template <int N>
-ZEROCAST_FN void load_quads(Quad (&q)[N], const float* from, i64 step, u32 wanted, bool aligned) {
+ZEROCAST_FN void load_quads(Four<float> (&four)[N], const float* from, i64 step, u32 wanted,
+                            bool aligned) {
     if (aligned) {
 #pragma unroll
-        for (int k = 0; k < N; k++) q[k] = wanted >> k & 1 ? load_quad(from + k * step) : Quad{};
+        for (int k = 0; k < N; k++)
+            four[k].q = wanted >> k & 1 ? load_quad(from + k * step) : Quad{};
     } else {
 #pragma unroll
         for (int k = 0; k < N; k++)
-            q[k] = wanted >> k & 1 ? load_elements(from + k * step) : Quad{};
+            four[k].q = wanted >> k & 1 ? load_elements(from + k * step) : Quad{};
+    }
+}
+
+template <int N, class T>
+ZEROCAST_FN void load_quads(Four<T> (&four)[N], const T* from, i64 step, u32 wanted, bool aligned) {
+    if (aligned) {
+#pragma unroll
+        for (int k = 0; k < N; k++)
+            four[k].bits = wanted >> k & 1 ? *(const u64*)(from + k * step) : 0;
+        return;
+    }
+#pragma unroll
+    for (int k = 0; k < N; k++) four[k].bits = 0;
+    // One element of each four a round: all of them together would take too many registers.
+#pragma unroll 1
+    for (int j = 0; j < 4; j++, from++) {
+#pragma unroll
+        for (int k = 0; k < N; k++) {
+            u64 element = wanted >> k & 1 ? from[k * step].bits : 0;
+            four[k].bits = four[k].bits >> 16 | element << 48;
+        }
     }
 }
 

@@ -83,9 +83,14 @@ struct Draws {
     }
 };
 
+// A shard of a master, found when the launch runs.
+struct Master {
+    const void* data;
+    i64 dtype;  // Nominal
+};
+
 struct CastShard {
-    const float* const*
-        master;      // where the address of the FP32 shard is found when the launch runs
+    const Master* master;
     i64 start, end;  // elements of the whole weight
     Grid grid;
     i64 round_to;      // Nominal

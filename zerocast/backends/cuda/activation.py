@@ -18,10 +18,11 @@ from zerocast.backends.activations import activation_fields
 from zerocast.backends.cuda.launcher import Arguments, Kernel, Launcher
 from zerocast.backends.cuda.laws import scale_kernel
 from zerocast.backends.cuda.prepared import nothing
-from zerocast.backends.tables import NOMINALS, Address
+from zerocast.backends.tables import Address
 from zerocast.errors import BackendError
 from zerocast.layout import ceil_div
 from zerocast.ops import (
+    NOMINALS,
     ActivationTarget,
     CastPlane,
     Float8DelayedLaw,

@@ -204,16 +204,16 @@ class CudaBackend:
         """The launch over ``shards``, none of them empty, seen under ``grids``."""
         if not shards:
             return nothing
-        pointers = self._tables.pointers(masters)
+        table = self._tables.masters(masters)
         lists = self._tables.lists([s.candidates for s in shards if s.candidates is not None])
         rows = [
-            cast_row(shard, grid, pointers.slot(shard.slot), self._address, lists.address)
+            cast_row(shard, grid, table.place(masters, shard.slot), self._address, lists.address)
             for shard, grid in zip(shards, grids, strict=True)
         ]
-        run = self._tables.launch(kernel, rows, cuts, scalars, (shards, masters, pointers, lists))
+        run = self._tables.launch(kernel, rows, cuts, scalars, (shards, masters, table, lists))
 
         def launch() -> None:
-            pointers.follow(masters)
+            table.follow(masters)
             run()
 
         return launch

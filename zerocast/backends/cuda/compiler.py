@@ -2,19 +2,17 @@
 
 CuPy's own compilation flushes subnormals and forgets the included headers in its cache key, so only
 its low-level interface to NVRTC is used. That needs no driver and no GPU. A compiled source is kept
-in a file named by everything that shapes it, and appears there at once and whole: ranks that start
-together may all compile, and each reads what any of them has finished.
+in a file named by everything that shapes it (kernel_cache.py): ranks that start together may all
+compile, and each reads what any of them has finished.
 """
 
 from __future__ import annotations
 
 import hashlib
-import os
-import tempfile
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from zerocast.backends.cuda.kernel_cache import default_cache, keep, kept
 from zerocast.backends.cuda.sources import cuda_sources
 from zerocast.errors import BackendError
 
@@ -41,11 +39,6 @@ def architecture(capability: tuple[int, int]) -> str:
         )
     major, minor = capability
     return f"sm_{major}{minor}{'a' if major >= 10 else ''}"
-
-
-def default_cache() -> Path:
-    """Where compiled kernels are kept: the user's cache directory (XDG), ``zerocast/kernels``."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zerocast" / "kernels"
 
 
 def import_nvrtc() -> Any:
@@ -117,37 +110,25 @@ def cache_key(source: str, arch: str) -> str:
     return f"{source}-{arch}-{digest[:24]}"
 
 
-def compiled(source: str, arch: str, cache: Path | None = None) -> bytes:
+def compiled(source: str, arch: str, cache: Path | None = None, *, afresh: bool = False) -> bytes:
     """The cubin of ``kernels/<source>.cu`` for ``arch``: from the cache, or compiled and kept.
 
-    A cache that cannot be written is done without.
-
     Args:
-        cache: a folder; None for :func:`default_cache`.
+        source: the name of the file.
+        arch: such as ``"sm_90"``.
+        cache: a folder; None for :func:`default_cache`, which a user may be without.
+        afresh: compile also what the cache has, and replace it.
 
     Raises:
         BackendError: where it is not kept and cannot be compiled.
     """
     folder = default_cache() if cache is None else cache
-    kept = folder / f"{cache_key(source, arch)}.cubin"
-    with suppress(OSError):
-        return kept.read_bytes()
+    file = None if folder is None else folder / f"{cache_key(source, arch)}.cubin"
+    if file is not None and not afresh and (cubin := kept(file)) is not None:
+        return cubin
     root = cuda_sources()
     text = (root / "kernels" / f"{source}.cu").read_text()
     cubin, _ = compile_text(text, source, arch, root / "include")
-    with suppress(OSError):
-        folder.mkdir(parents=True, exist_ok=True)
-        _publish(kept, cubin)
+    if file is not None:
+        keep(file, cubin)
     return cubin
-
-
-def _publish(path: Path, content: bytes) -> None:
-    """Let ``path`` hold ``content``, at no time a part of it."""
-    descriptor, draft = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
-        os.replace(draft, path)
-    except OSError:
-        os.unlink(draft)
-        raise

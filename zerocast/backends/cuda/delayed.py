@@ -8,7 +8,6 @@ enters is used.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import torch
 
@@ -20,7 +19,6 @@ from zerocast.ops import INFINITY_BITS, Float8DelayedLaw, Launch, ScaleTarget
 def scales_by_callable(law: Float8DelayedLaw, targets: list[ScaleTarget]) -> Launch:
     """The launch that makes each weight's next scale, after the kernel has moved the histories."""
     assert callable(law.amax_compute_algo)
-    algorithm: Callable[[torch.Tensor], torch.Tensor] = law.amax_compute_algo
     scaled_max = math.ldexp(law.fmt.max, -law.margin)
 
     @keeping_subnormals
@@ -28,7 +26,7 @@ def scales_by_callable(law: Float8DelayedLaw, targets: list[ScaleTarget]) -> Lau
         for target in targets:
             state, amax = target.delayed, target.tensor_amax
             assert state is not None
-            largest = algorithm(state.amax_history).reshape(1).float()
+            largest = law.amax_by_callable(state.amax_history)
             enters = (amax > 0) & (amax < INFINITY_BITS)
             usable = enters & largest.isfinite() & (largest > 0)
             scale = not_above_flt_max(divide(scaled_max, largest))

@@ -88,11 +88,11 @@ class DeviceLauncher:
 
     def prepare(self, kernel: Kernel) -> int:
         with torch.cuda.device(self.device):
-            torch.empty(1, device=self.device)  # torch makes the context that all of this shares
+            # torch makes the context that all of this shares.
+            torch.empty(1, dtype=torch.uint8, device=self.device)
             try:
                 if kernel.source not in self._modules:
-                    cubin = compiled(kernel.source, self._arch, self._cache)
-                    self._modules[kernel.source] = self._driver.moduleLoadData(cubin)
+                    self._modules[kernel.source] = self._load(kernel.source)
                 return int(
                     self._driver.moduleGetFunction(self._modules[kernel.source], kernel.name)
                 )
@@ -102,6 +102,13 @@ class DeviceLauncher:
                     f"driver older than the compiler does not take its code: install a newer "
                     f"driver, or an nvidia-cuda-nvrtc of the driver's version."
                 ) from error
+
+    def _load(self, source: str) -> int:
+        try:
+            return self._driver.moduleLoadData(compiled(source, self._arch, self._cache))
+        except self._driver.CUDADriverError:  # of a kept file, perhaps: a fresh one decides
+            cubin = compiled(source, self._arch, self._cache, afresh=True)
+            return self._driver.moduleLoadData(cubin)
 
     def launch(self, kernel: Kernel, handle: int, grid: int, arguments: Arguments) -> None:
         if torch.cuda.current_device() != self.device.index:

@@ -1,8 +1,8 @@
 """From rows and cuts to launches: the tables that a kernel is given, and where they lie.
 
 A launch points to two tables: the rows of the weights (``tables.h``), and the tiles that it visits.
-Both are copied to the device when the launch is prepared. The addresses of masters stand in a table
-of their own, which is sent again only after the masters were bound to other tensors.
+Both are copied to the device when the launch is prepared. Where the masters are and what dtypes
+they have stands in a table of its own, which is sent again only after they were bound anew.
 """
 
 from __future__ import annotations
@@ -31,9 +31,7 @@ class Tables:
 
     def __init__(self, launcher: Launcher) -> None:
         self._launcher = launcher
-        self._pointers: weakref.WeakKeyDictionary[Masters, MasterPointers] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._masters: weakref.WeakKeyDictionary[Masters, MasterTable] = weakref.WeakKeyDictionary()
         self._tiles: OrderedDict[tuple[tuple[Cut, ...], ...], torch.Tensor] = OrderedDict()
 
     def launch(
@@ -81,13 +79,13 @@ class Tables:
 
         return launch
 
-    def pointers(self, masters: Masters) -> MasterPointers:
-        """The addresses of ``masters``, one table for all launches."""
-        known = self._pointers.get(masters)
+    def masters(self, masters: Masters) -> MasterTable:
+        """Where ``masters`` are, one table for all launches."""
+        known = self._masters.get(masters)
         if known is None:
-            known = MasterPointers(self._launcher, masters)
+            known = MasterTable(self._launcher, masters)
             if not self._launcher.capturing:
-                self._pointers[masters] = known
+                self._masters[masters] = known
         return known
 
     def lists(self, candidates: Sequence[Candidates]) -> Lists:
@@ -108,22 +106,22 @@ class Tables:
         return tiles
 
 
-class MasterPointers:
-    """The addresses of masters where kernels can read them."""
+class MasterTable:
+    """``Masters.table`` where kernels can read it."""
 
     def __init__(self, launcher: Launcher, masters: Masters) -> None:
         self._launcher = launcher
         self._version = masters.version
-        self._table = launcher.upload(masters.pointers)
+        self._table = launcher.upload(masters.table)
 
-    def slot(self, index: int) -> int:
-        """Where the address of one master stands."""
-        return self._table.data_ptr() + index * self._table.element_size()
+    def place(self, masters: Masters, slot: int) -> int:
+        """Where a kernel finds the master of a slot."""
+        return masters.place(slot, self._table)
 
     def follow(self, masters: Masters) -> None:
-        """Send the addresses again where ``masters`` were bound anew."""
+        """Send the table again where ``masters`` were bound anew."""
         if self._version != masters.version:
-            self._launcher.refresh(self._table, masters.pointers)
+            self._launcher.refresh(self._table, masters.table)
             self._version = masters.version
 
 

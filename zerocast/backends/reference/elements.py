@@ -19,7 +19,7 @@ def rounded(shard: CastShard, masters: Masters) -> torch.Tensor:
     master = masters.tensors[shard.slot]
     assert master is not None
     assert master.numel() == shard.extent.size
-    return master.detach().reshape(-1).to(shard.round_to).float()
+    return master.detach().reshape(-1).float().to(shard.round_to).float()
 
 
 def magnitude_bits(x: torch.Tensor) -> torch.Tensor:

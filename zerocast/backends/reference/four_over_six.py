@@ -24,9 +24,9 @@ def write_own_part(law: NVFP4Law, shard: CastShard, masters: Masters) -> None:
     grid, candidates = shard.grid, shard.candidates
     assert candidates is not None
     index = indices(shard)
-    x = torch.zeros(grid.numel, device=index.device)
+    x = torch.zeros(grid.numel, dtype=torch.float32, device=index.device)
     x[index] = rounded(shard, masters)
-    owned = torch.zeros(grid.numel, device=index.device)
+    owned = torch.zeros_like(x)
     owned[index] = 1.0
     errors = _row_errors(law, grid, x, shard.block_amax, shard.tensor_amax)
     # [blocks_h, block_h, blocks_w], of each row of a block: how many of its elements this rank
@@ -52,7 +52,7 @@ def choose_in_cut_rows(law: NVFP4Law, target: SelectTarget) -> None:
     """Put the exchanged parts together: the choices of all blocks in cut rows of blocks."""
     grid, candidates = target.grid, target.candidates
     cut = candidates.cut.tolist()
-    x = torch.zeros(grid.numel, device=target.block_amax.device)
+    x = torch.zeros(grid.numel, dtype=torch.float32, device=target.block_amax.device)
     for s, start in enumerate(candidates.segments.tolist()):
         width = _segment_width(grid, start)
         x[start : start + width] = candidates.elements[s, :width]
@@ -107,7 +107,7 @@ def _row_errors(
 def _in_blocks(grid: BlockGrid, x: torch.Tensor) -> torch.Tensor:
     """[rows, cols], or flat -> [blocks_h, block_h, blocks_w, block_w], 0 where the matrix ends."""
     height, width = grid.blocks_h * grid.block_h, grid.blocks_w * grid.block_w
-    padded = torch.zeros(height, width, device=x.device)
+    padded = x.new_zeros(height, width)
     padded[: grid.rows, : grid.cols] = x.view(grid.rows, grid.cols)
     return padded.view(grid.blocks_h, grid.block_h, grid.blocks_w, grid.block_w)
 
@@ -115,7 +115,7 @@ def _in_blocks(grid: BlockGrid, x: torch.Tensor) -> torch.Tensor:
 def _choose(row_errors: torch.Tensor) -> torch.Tensor:
     """[n, block_h, blocks_w, 2] -> uint8 [n, blocks_w]: 1 where the sum of map4 is smaller."""
     n, height, width, _ = row_errors.shape
-    sums = torch.zeros(n, round_up(height, 16), width, 2, device=row_errors.device)
+    sums = row_errors.new_zeros(n, round_up(height, 16), width, 2)
     sums[:, :height] = row_errors
     for half in (8, 4, 2, 1):
         sums = sums[:, :half] + sums[:, half : 2 * half]

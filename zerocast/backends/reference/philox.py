@@ -47,4 +47,4 @@ def element_words(index: torch.Tensor, seed: int, name_hash: int, step: int) -> 
     low, high = group & _LOW, group >> 32
     counter = (low, high, torch.full_like(low, name_hash & _LOW), torch.full_like(low, step & _LOW))
     words = philox(counter, (seed & _LOW, seed >> 32 & _LOW))
-    return torch.stack(words)[index % 4, torch.arange(len(index), device=index.device)]
+    return torch.stack(words).gather(0, (index % 4).unsqueeze(0)).squeeze(0)

@@ -23,7 +23,9 @@ def encode_stochastic(x: torch.Tensor, fmt: ElementFormat, words: torch.Tensor) 
     Returns:
         [n] uint8 codes.
     """
-    values = decode(torch.arange(fmt.max_code + 1, device=x.device), fmt)  # ascending
+    values = decode(
+        torch.arange(fmt.max_code + 1, dtype=torch.int64, device=x.device), fmt
+    )  # ascending
     y = torch.nan_to_num(x).abs().clamp(max=fmt.max)
     # The last code has no upper neighbour: its values belong to the gap below it, at distance 1.
     lower = (torch.searchsorted(values, y, right=True) - 1).clamp(max=fmt.max_code - 1)

@@ -101,7 +101,7 @@ def advance(law: Float8DelayedLaw, state: DelayedState, tensor_amax: torch.Tenso
         return
     state.amax_history.copy_(torch.cat((amax, state.amax_history[:-1])))
     if callable(law.amax_compute_algo):
-        largest = law.amax_compute_algo(state.amax_history).reshape(1).float()
+        largest = law.amax_by_callable(state.amax_history)
     else:
         largest = amax if law.amax_compute_algo == "most_recent" else state.amax_history.max()[None]
     if largest.isfinite() and largest > 0:

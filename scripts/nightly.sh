@@ -1,0 +1,21 @@
+#!/usr/bin/env bash
+# Everything that scripts/test.sh checks, the slow tests on ranks, and those beside other packages (transformers' Trainer,
+# accelerate, peft, torchao), which it installs. Hours on a small machine.
+#
+#   scripts/nightly.sh [DIRECTORY]     the environment; default .venv
+cd "$(dirname "$0")/.."
+scripts/test.sh "${1:-.venv}" || exit
+. scripts/environment.sh
+
+slow_tests_on_ranks() {
+    OMP_NUM_THREADS=1 "$MPIEXEC" -n 4 python -m mpi4py -m pytest -q -x -p no:cacheprovider \
+        --with-mpi -m "mpi and slow" "$@"
+}
+
+environment "${1:-.venv}" integration
+MPIEXEC=$(dirname "$(command -v python)")/mpiexec
+stage "tests of minutes" python -m pytest -q -m nightly
+stage "slow tests on 4 MPI ranks" slow_tests_on_ranks
+stage "tests beside other packages" python -m pytest -q -m integration
+stage "adapters of peft" python -m pytest -q tests/nn/test_convert.py
+printf 'all passed in %d s\n' "$SECONDS"

@@ -1,0 +1,153 @@
+"""The cache of compiled kernels heals itself, and nobody else can put code there. The compiler is a
+stand-in, so no NVRTC is needed.
+"""
+
+import os
+import stat
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from zerocast.backends.cuda import compiler, kernel_cache
+
+CUBIN = b"\x7fELF machine code"
+
+
+@pytest.fixture
+def compile_count(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The sources that were compiled, in order."""
+    done: list[str] = []
+
+    def compile_text(text: str, name: str, *args: object) -> tuple[bytes, str]:
+        done.append(name)
+        return CUBIN, ""
+
+    monkeypatch.setattr(compiler, "compile_text", compile_text)
+    monkeypatch.setattr(compiler, "cache_key", lambda source, arch: f"{source}-{arch}")
+    return done
+
+
+@pytest.fixture
+def umask() -> Iterator[None]:
+    """Files and folders are open to everybody unless their maker says otherwise."""
+    before = os.umask(0)
+    yield
+    os.umask(before)
+
+
+def compiled(folder: Path) -> bytes:
+    """The stand-in's code, from the cache in ``folder`` or compiled."""
+    return compiler.compiled("transpose", "sm_90", folder)
+
+
+def cut(file: Path) -> None:
+    """Keep half of it."""
+    file.write_bytes(file.read_bytes()[:20])
+
+
+def flip(file: Path) -> None:
+    """Change the last byte."""
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
+
+
+def link(file: Path) -> None:
+    """Move it away, and leave a link to it."""
+    other = file.rename(file.parent.parent / "other")
+    file.symlink_to(other)
+
+
+def directory(file: Path) -> None:
+    """Put an empty folder in its place."""
+    file.unlink()
+    file.mkdir()
+
+
+def pipe(file: Path) -> None:
+    """Put a pipe in its place, which a reader would wait for."""
+    file.unlink()
+    os.mkfifo(file)
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda file: file.write_bytes(b""), cut, flip, link, directory, pipe, Path.unlink]
+)
+def test_what_is_damaged_is_compiled_anew(
+    damage: Callable[[Path], object], compile_count: list[str], tmp_path: Path
+) -> None:
+    """A file that is empty, cut, changed, or none is not used; the next one in its place is."""
+    assert compiled(tmp_path / "kernels") == compiled(tmp_path / "kernels") == CUBIN
+    assert len(compile_count) == 1
+    damage(tmp_path / "kernels" / "transpose-sm_90.cubin")
+    assert compiled(tmp_path / "kernels") == CUBIN
+    assert len(compile_count) == 2
+    compiled(tmp_path / "kernels")
+    assert len(compile_count) == (3 if damage is directory else 2)
+
+
+def test_what_the_driver_refuses_is_replaced(compile_count: list[str], tmp_path: Path) -> None:
+    """A file that is whole and yet not taken is compiled anew on demand, and kept."""
+    folder = tmp_path / "kernels"
+    folder.mkdir()
+    kernel_cache.keep(folder / "transpose-sm_90.cubin", b"another")
+    assert compiled(folder) == b"another"
+    assert compiler.compiled("transpose", "sm_90", folder, afresh=True) == CUBIN
+    assert compiled(folder) == CUBIN
+    assert compile_count == ["transpose"]
+
+
+def test_the_folder_is_closed_to_others(
+    umask: None, compile_count: list[str], tmp_path: Path
+) -> None:
+    """Whatever the umask, the folder, what is made above it and the file are the user's alone."""
+    compiled(tmp_path / "cache" / "zerocast" / "kernels")
+    made = sorted((tmp_path / "cache").rglob("*"))
+    assert len(made) == 3
+    assert [stat.S_IMODE(path.stat().st_mode) & 0o077 for path in (tmp_path / "cache", *made)] == (
+        [0] * 4
+    )
+    older = tmp_path / "older"
+    older.mkdir()
+    compiled(older)
+    assert stat.S_IMODE(older.stat().st_mode) == 0o700
+
+
+def test_what_belongs_to_others_is_not_used(
+    compile_count: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder of another owner, or a link in its place, is neither read nor written."""
+    real = tmp_path / "kernels"
+    compiled(real)
+    (tmp_path / "link").symlink_to(real)
+    before = sorted(real.iterdir())
+    compiled(tmp_path / "link")
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    compiled(real)
+    assert compile_count == ["transpose"] * 3
+    assert sorted(real.iterdir()) == before
+
+
+def test_drafts_of_killed_processes_are_removed(compile_count: list[str], tmp_path: Path) -> None:
+    """An old draft goes with the next file that is kept; one that may still be written stays."""
+    old, young = tmp_path / "a.cubin.draft", tmp_path / "b.cubin.draft"
+    for draft in (old, young):
+        draft.touch()
+    os.utime(old, (time.time() - 7200,) * 2)
+    compiled(tmp_path)
+    assert not old.exists()
+    assert young.exists()
+
+
+def test_a_user_without_a_home_does_without(
+    compile_count: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where there is no home directory, kernels are compiled and not kept."""
+
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+    assert compiler.compiled("transpose", "sm_90") == CUBIN
+    assert compile_count == ["transpose"]

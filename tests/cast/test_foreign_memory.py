@@ -1,0 +1,180 @@
+"""Masters and buffers that have no memory of their own, or share it, are refused on every rank
+before anything is written: never a segmentation fault, never wrong bytes.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import zerocast
+from tests.support.same_bytes import assert_same_storage
+from zerocast.comm import Communicator, SingleRank, run_in_process
+from zerocast.errors import InputError
+
+SHAPE = (32, 64)
+NUMEL = 32 * 64
+HALF = NUMEL // 2
+NVFP4 = zerocast.NVFP4BlockScaling()
+
+
+class Wrapped(torch.Tensor):
+    """A tensor that stands for another one, as DTensor does."""
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> "Wrapped":
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)  # type: ignore[return-value]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError
+
+
+def fake() -> torch.Tensor:
+    """A FakeTensor."""
+    with FakeTensorMode():
+        return torch.ones(HALF)
+
+
+def freed() -> torch.Tensor:
+    """A tensor without memory."""
+    tensor = torch.ones(HALF)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+MASTERS: dict[str, tuple[Callable[[], torch.Tensor], str]] = {
+    "wrapper": (lambda: Wrapped(torch.ones(HALF)), "to_local"),
+    "quantized": (
+        lambda: zerocast.quantize(torch.ones(32, 32), NVFP4, dtype=torch.float32),
+        "FP32 master in place of a quantized weight",
+    ),
+    "fake": (fake, "FakeTensor"),
+    "functional": (lambda: torch._to_functional_tensor(torch.ones(HALF)), "torch.func"),
+    "nested": (lambda: torch.nested.nested_tensor([torch.ones(HALF)]), "nested"),
+    "sparse": (lambda: torch.ones(HALF).to_sparse(), "to_dense"),
+    "csr": (lambda: torch.ones(32, 32).to_sparse_csr(), "to_dense"),
+    "mkldnn": (lambda: torch.ones(HALF).to_mkldnn(), "to_dense"),
+    "negative": (lambda: torch._neg_view(torch.ones(HALF)), "resolve_neg"),
+    "freed": (freed, "given back"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*(nested|CSR).*:UserWarning")
+@pytest.mark.parametrize("kind", MASTERS)
+def test_masters_without_memory_of_their_own(kind: str) -> None:
+    """A plan, a functional call, ``cast(masters)`` and ``bind`` refuse them on all ranks, and name
+    what to give.
+    """
+    make, text = MASTERS[kind]
+
+    def on_rank(comm: Communicator) -> list[str]:
+        weight = zerocast.empty(SHAPE, NVFP4)
+        right = torch.ones(HALF)
+        wrong = make() if comm.rank == 1 else right
+        start = HALF * comm.rank
+        plan = zerocast.CastPlan([weight], [right], [start], comm)
+        calls: list[Callable[[], Any]] = [
+            lambda: zerocast.CastPlan([weight], [wrong], [start], comm),
+            lambda: zerocast.quantize_master_weights([weight], [wrong], [start], comm),
+            lambda: plan.cast([wrong]),
+            lambda: plan.bind([wrong]),
+        ]
+        messages = []
+        for call in calls:
+            with pytest.raises(InputError) as refused:
+                call()
+            messages.append(str(refused.value))
+        plan.cast()
+        return messages
+
+    by_rank = run_in_process(2, on_rank)
+    assert by_rank[0] == by_rank[1]
+    assert all(text in message and "model_weights[0]" in message for message in by_rank[0])
+
+
+def test_quantize_reads_a_negative_view() -> None:
+    """``quantize`` resolves what torch would: the signs of a view with the negative bit."""
+    x = torch.randn(SHAPE)
+    for backend in ("reference", "cpu"):
+        with zerocast.use_backend(backend):
+            assert_same_storage(
+                zerocast.quantize(torch._neg_view(x), NVFP4), zerocast.quantize(-x, NVFP4), backend
+            )
+
+
+def two_weights_in_one_buffer() -> dict[str, Any]:
+    """Codes that overlap by a byte."""
+    weights = [zerocast.empty(SHAPE, NVFP4) for _ in range(2)]
+    flat = torch.zeros(NUMEL, dtype=torch.uint8)
+    zerocast.replace_raw_data(weights[0], flat[:HALF])
+    zerocast.replace_raw_data(weights[1], flat[HALF - 1 : NUMEL - 1])
+    return {"model_weights": weights}
+
+
+def a_master_in_codes() -> dict[str, Any]:
+    """A master that lies in the codes of another weight."""
+    weights = [zerocast.empty(SHAPE, NVFP4) for _ in range(2)]
+    flat = torch.zeros(4 * NUMEL)
+    zerocast.replace_raw_data(weights[1], flat.view(torch.uint8)[16 : 16 + HALF])
+    return {"model_weights": weights, "master_weights": [flat[:NUMEL], torch.ones(NUMEL)]}
+
+
+def one_shard_buffer_for_two() -> dict[str, Any]:
+    """One buffer that is to receive the codes of two weights."""
+    codes = torch.zeros(HALF, dtype=torch.uint8)
+    return {"fsdp_shard_model_weights": [codes, codes]}
+
+
+def the_codes_of_another_weight() -> dict[str, Any]:
+    """A shard's buffer that is another weight's codes."""
+    weights = [zerocast.empty(SHAPE, NVFP4) for _ in range(2)]
+    return {"model_weights": weights, "fsdp_shard_model_weights": [weights[1].rowwise_data, None]}
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        two_weights_in_one_buffer,
+        a_master_in_codes,
+        one_shard_buffer_for_two,
+        the_codes_of_another_weight,
+    ],
+)
+def test_overlapping_memory(spoil: Callable[[], dict[str, Any]]) -> None:
+    """What a cast writes is written once, and is no master; both are named."""
+    call = {
+        "model_weights": [zerocast.empty(SHAPE, NVFP4) for _ in range(2)],
+        "master_weights": [torch.ones(NUMEL), torch.ones(NUMEL)],
+        "start_offsets": [0, 0],
+        "group": SingleRank(),
+    }
+    for cast in (zerocast.CastPlan, zerocast.quantize_master_weights):
+        with pytest.raises(InputError, match="overlap"):
+            cast(**(call | spoil()))
+
+
+def test_a_shard_may_be_received_where_the_gather_puts_it() -> None:
+    """A shard's own buffer may be the slice of its weight's codes."""
+    x = torch.randn(NUMEL)
+
+    def on_rank(comm: Communicator) -> None:
+        weight = zerocast.empty(SHAPE, NVFP4, dtype=torch.float32)
+        start = HALF * comm.rank
+        own = weight.rowwise_data.view(-1)[start // 2 : (start + HALF) // 2]
+        mine = x[start : start + HALF].clone()
+        plan = zerocast.CastPlan([weight], [mine], [start], comm, fsdp_shard_model_weights=[own])
+        plan.cast()
+        plan.all_gather()
+        assert_same_storage(weight, zerocast.quantize(x.view(SHAPE), NVFP4), "gathered")
+
+    run_in_process(2, on_rank)
+
+
+def test_weights_on_the_meta_device() -> None:
+    """They hold no bytes to cast into."""
+    weight = zerocast.empty(SHAPE, NVFP4, device="meta")
+    with pytest.raises(InputError, match="meta"):
+        zerocast.CastPlan([weight], [torch.ones(NUMEL, device="meta")], [0], SingleRank())

@@ -1,0 +1,171 @@
+"""Whatever is given for an argument of a public call of the cast: the call is right, or ends in an
+error of zerocast, on one rank and on all of three of which one alone is wrong.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import zerocast
+from tests.support.same_bytes import assert_same_storage
+from zerocast.comm import Communicator, run_in_process
+from zerocast.errors import InputError, ZerocastError
+
+SHAPE = (32, 64)
+NUMEL = 32 * 64
+RECIPES = (zerocast.NVFP4BlockScaling(), zerocast.MXFP8BlockScaling())
+
+
+class Strange:
+    """An object whose every question is answered by an exception that is none of zerocast's."""
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: object) -> Any:
+        raise RuntimeError("no entries")
+
+    def __iter__(self) -> Iterator[Any]:
+        raise OSError("no iteration")
+
+    def __index__(self) -> int:
+        raise ValueError("no index")
+
+    def __dlpack__(self, **kwargs: Any) -> Any:
+        raise ValueError("no memory")
+
+
+def values() -> list[Any]:
+    """Things that are of no use anywhere, and things that are of use elsewhere."""
+    return [
+        None, 0, -1, 1.5, 2**70, "ab", "\ud800", b"ab", [], [[]], {}, {0: 1, 1: 2}, set(), object(),
+        Strange(), iter([1, 2]), range(2), [None, None], [1, 1], ["a", "b"], ["a", "a"], [1.5, 0],
+        ["\ud800", "b"], [Strange(), Strange()], [object(), None], [torch.ones(3), torch.ones(5)],
+        [torch.ones(NUMEL // 3, dtype=torch.float64)] * 2, torch.ones(2), torch.ones(2, 2),
+        torch.zeros(2, dtype=torch.int64), True, [True, False], [(None, None)] * 2, NotImplemented,
+        [torch.zeros(0, dtype=torch.uint8)] * 2, [2**70, 0], lambda: None, zerocast, type,
+        [["*"]], [["*.a"], ["*.b"]], [7], [[7]],
+    ]  # fmt: skip
+
+
+ARGUMENTS = (
+    "model_weights", "master_weights", "start_offsets", "fsdp_shard_model_weights",
+    "manual_post_all_gather_processing", "check_finite",
+)  # fmt: skip
+PLAN_ARGUMENTS = (*ARGUMENTS, "names", "amax_groups")
+
+
+def right(comm: Communicator) -> dict[str, Any]:
+    """A right call, of two weights, cut over the ranks."""
+    cuts = [NUMEL * r // comm.size // 2 * 2 for r in range(comm.size + 1)]
+    start, end = cuts[comm.rank], cuts[comm.rank + 1]
+    return {
+        "model_weights": [zerocast.empty(SHAPE, recipe) for recipe in RECIPES],
+        "master_weights": [torch.ones(end - start), torch.ones(end - start)],
+        "start_offsets": [start, start],
+        "group": comm,
+    }
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize(
+    ("call", "argument"),
+    [(zerocast.CastPlan, argument) for argument in PLAN_ARGUMENTS]
+    + [(zerocast.quantize_master_weights, argument) for argument in ARGUMENTS],
+)
+def test_any_value_of_any_argument(
+    call: Callable[..., Any], argument: str, world_size: int
+) -> None:
+    """Right or refused, by the same error on every rank; the group is as usable as before."""
+
+    def on_rank(comm: Communicator) -> list[str]:
+        said = []
+        for value in values():
+            kwargs = right(comm)
+            if comm.rank == world_size - 1:
+                kwargs[argument] = value
+            try:
+                call(**kwargs)
+                said.append("")
+            except ZerocastError as error:
+                said.append(str(error))
+            comm.barrier()
+        return said
+
+    by_rank = run_in_process(world_size, on_rank)
+    assert by_rank == [by_rank[0]] * world_size
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("call", ["cast", "bind"])
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_any_value_as_new_masters(call: str, world_size: int) -> None:
+    """The same of masters that a plan is given later; it goes on afterwards."""
+
+    def on_rank(comm: Communicator) -> list[str]:
+        kwargs, said = right(comm), []
+        plan = zerocast.CastPlan(**kwargs)
+        for value in values():
+            wrong = value if comm.rank == world_size - 1 else kwargs["master_weights"]
+            try:
+                getattr(plan, call)(wrong)
+                said.append("")
+            except ZerocastError as error:
+                said.append(str(error))
+        plan.cast(kwargs["master_weights"])
+        plan.all_gather()
+        law = [zerocast.quantize(torch.ones(SHAPE), r, dtype=torch.bfloat16) for r in RECIPES]
+        for weight, whole in zip(kwargs["model_weights"], law, strict=True):
+            assert_same_storage(weight, whole, "afterwards")
+        return said
+
+    by_rank = run_in_process(world_size, on_rank)
+    assert by_rank == [by_rank[0]] * world_size
+
+
+@pytest.mark.parametrize("value", values(), ids=lambda value: type(value).__name__)
+def test_any_value_that_is_processed(value: Any) -> None:
+    """post_all_gather_processing and the plan's hook refuse what is no tensor or no module."""
+    kwargs = right(zerocast.comm.SingleRank())
+    for call in (
+        zerocast.post_all_gather_processing,
+        zerocast.CastPlan(**kwargs).post_all_gather_hook,
+    ):
+        with contextlib.suppress(ZerocastError):
+            call(value)
+
+
+def test_one_weight_or_plain_tensors_are_processed() -> None:
+    """As in TransformerEngine, post_all_gather_processing takes one weight too, and passes plain
+    tensors by.
+    """
+    kwargs = right(zerocast.comm.SingleRank())
+    zerocast.quantize_master_weights(**kwargs)
+    weight, other = kwargs["model_weights"]
+    with pytest.raises(zerocast.StaleCopyError):
+        _ = weight.columnwise_data
+    zerocast.post_all_gather_processing(weight)
+    zerocast.post_all_gather_processing([torch.ones(3), other, torch.nn.Parameter(torch.ones(1))])
+    zerocast.post_all_gather_processing(torch.ones(3))
+    law = zerocast.quantize(torch.ones(SHAPE), RECIPES[0], dtype=torch.bfloat16)
+    assert_same_storage(weight, law, "one weight")
+
+
+def test_a_shard_of_nothing_takes_no_buffers() -> None:
+    """(None, None) stands for two buffers of nothing; for a shard with elements it is refused."""
+
+    def on_rank(comm: Communicator) -> None:
+        weight = zerocast.empty(SHAPE, RECIPES[1])
+        mine = torch.ones(NUMEL)
+        codes = [torch.zeros(NUMEL, dtype=torch.uint8) for _ in range(2)]
+        owner = comm.rank == 0
+        args = ([weight], [mine if owner else None], [0 if owner else None], comm)
+        zerocast.CastPlan(*args, fsdp_shard_model_weights=[codes if owner else (None, None)]).cast()
+        with pytest.raises(InputError, match="for a shard with elements"):
+            zerocast.CastPlan(*args, fsdp_shard_model_weights=[(None, None)])
+
+    run_in_process(2, on_rank)

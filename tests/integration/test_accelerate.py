@@ -1,0 +1,65 @@
+"""transformers' Trainer, accelerate, peft and torchao's optimizers, as they are, on 2 CPU ranks."""
+
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tests.support.programs import run
+
+pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(1000)]
+
+HERE = Path(__file__).parent
+
+
+def needs(*packages: str) -> None:
+    """A skip that names what is missing."""
+    for package in packages:
+        if find_spec(package) is None:
+            pytest.skip(f"needs {package}; pip install '.[integration]' brings it")
+
+
+def on_two_ranks(program: str, *arguments: object) -> str:
+    """What it printed, once it has ended well."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    done = run([*launcher, "--nproc-per-node", 2, HERE / program, *arguments], timeout=900)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    ("recipe", "kind", "ram_efficient"),
+    [
+        ("delayed", "FULL_STATE_DICT", "yes"),
+        ("delayed", "SHARDED_STATE_DICT", "no"),
+        ("nvfp4-drawn", "SHARDED_STATE_DICT", "yes"),
+        ("nvfp4", "FULL_STATE_DICT", "no"),
+    ],
+)
+def test_the_trainer_saves_and_resumes_under_fsdp2(recipe, kind, ram_efficient, tmp_path):
+    """A run of transformers' Trainer that is resumed from its checkpoint, full or sharded, ends
+    with the bytes of the uninterrupted one: masters, and what the recipe remembers of them.
+    """
+    needs("transformers", "accelerate")
+    out = on_two_ranks("train_by_trainer.py", tmp_path, recipe, kind, ram_efficient)
+    assert "the same bytes after resuming: " in out
+    assert f"{0 if recipe == 'nvfp4' else 14} states" in out
+
+
+def test_adapters_train_beside_codes_under_fsdp2():
+    """peft's LoRA around a converted Llama, sharded by accelerate: the adapters stay in high
+    precision and train, and the frozen base is gathered in the codes of the unsharded cast.
+    """
+    needs("transformers", "accelerate", "peft")
+    assert "14 weights are the unsharded cast" in on_two_ranks(
+        "train_by_accelerate.py", "peft", "nvfp4"
+    )
+
+
+def test_torchao_s_optimizer_steps_masters_under_fsdp2():
+    """AdamW8bit, whose step is compiled, writes masters, and what is gathered follows them."""
+    needs("transformers", "accelerate", "torchao")
+    assert "14 weights are the unsharded cast" in on_two_ranks(
+        "train_by_accelerate.py", "adamw8bit", "nvfp4"
+    )

@@ -1,0 +1,77 @@
+"""Trains adapters by accelerate under FSDP2, and quantized optimizer states, on ranks of torchrun.
+
+    train_by_accelerate.py peft|adamw8bit RECIPE
+
+``peft``: LoRA adapters around a converted model, whose base weights are frozen masters; they train
+and stay in high precision. ``adamw8bit``: torchao's AdamW8bit steps the masters. In both what is
+gathered is the unsharded cast of the masters at the end, and the loss has fallen.
+"""
+
+import sys
+
+import torch
+from accelerate import Accelerator, PartialState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+
+import zerocast
+from tests.fsdp.sharded import RECIPES, gathered, reshard, whole_masters
+from tests.support.llama import HIDDEN_96, llama, tokens
+from tests.support.same_bytes import assert_same_storage
+
+
+def prepared(model, make_optimizer):
+    """Model and optimizer, sharded block by block by accelerate."""
+    # accelerate has FSDP2 for processes with accelerators alone, and does nothing there that
+    # CPUs cannot do.
+    PartialState(cpu=True)
+    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
+        cpu_ram_efficient_loading=False,
+    )
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    return accelerator, *accelerator.prepare(model, make_optimizer(model.parameters()))
+
+
+def main(kind: str, name: str) -> None:
+    """Six steps."""
+    recipe, model = RECIPES[name], llama(HIDDEN_96)
+    zerocast.nn.convert(model, recipe, weights="master", filter_fqns=["lm_head"])
+    make_optimizer = torch.optim.AdamW
+    if kind == "peft":
+        from peft import LoraConfig, get_peft_model
+
+        model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+        again = zerocast.nn.convert(model, recipe, weights="master", filter_fqns=["lm_head"])
+        assert not again.converted
+    else:
+        from torchao.optim import AdamW8bit as make_optimizer
+    accelerator, model, optimizer = prepared(model, lambda p: make_optimizer(p, lr=1e-2))
+    losses = []
+    for step in range(6):
+        loss = model(input_ids=tokens(step), labels=tokens(step)).loss
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        zerocast.fsdp.precompute_scales_for_fsdp(model)
+        losses.append(loss.item())
+    assert losses[-1] < losses[0], losses
+    masters = whole_masters(model)
+    codes = {
+        key: weight
+        for key, weight in gathered(model).items()
+        if isinstance(weight, zerocast.QuantizedTensor)
+    }
+    assert len(codes) == 14
+    for key, weight in codes.items():
+        assert_same_storage(
+            weight, zerocast.quantize(masters[key], recipe, dtype=weight.dtype), key
+        )
+    reshard(model)
+    print(f"{len(codes)} weights are the unsharded cast; loss {losses[0]:.3f} to {losses[-1]:.3f}")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,293 @@
+"""Quantized products inside torch.compile: one graph, and the bytes of an uncompiled layer."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+import zerocast
+import zerocast.context
+from tests.support.layers import RECIPES
+from tests.support.same_bytes import assert_same_bytes
+from zerocast import nn
+from zerocast.recipes import NVFP4BlockScaling, Recipe
+
+# Of the compiler, where it takes up a function after a break, about a tensor that is no leaf.
+breaks = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+
+STATELESS = {name: r for name, r in RECIPES.items() if not r.remembers} | {
+    "nvfp4": NVFP4BlockScaling(disable_stochastic_rounding=True)
+}
+
+
+def make(weights: str, recipe: Recipe, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+    """Two layers, whose weights hold codes or are in high precision."""
+    torch.manual_seed(0)
+    of = recipe if weights == "quantized" else None
+    return torch.nn.Sequential(
+        nn.Linear(64, 96, recipe=of, dtype=dtype),
+        torch.nn.ReLU(),
+        nn.Linear(96, 32, bias=False, recipe=of, dtype=dtype),
+    )
+
+
+def results(model, run, rows=(6,), dtype=torch.float32):
+    """Outputs and gradients."""
+    found = {}
+    for i, count in enumerate(rows):
+        x = torch.linspace(-2, 3, count * 64, dtype=dtype).view(count, 64).requires_grad_()
+        model.zero_grad()
+        y = run(x)
+        y.float().square().sum().backward()
+        found |= {f"{i}, output": y.detach(), f"{i}, input": x.grad}
+        found |= {f"{i}, {name}": p.grad.clone() for name, p in model.named_parameters()}
+    return found
+
+
+def assert_same(actual, expected):
+    """Byte for byte, name by name."""
+    assert actual.keys() == expected.keys()
+    for name in expected:
+        assert_same_bytes(actual[name], expected[name], name)
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    """No graphs of earlier tests."""
+    torch._dynamo.reset()
+
+
+# Each recipe once; which weights, and where the region is entered, in turn.
+CASES = [
+    pytest.param(recipe, weights, entered, id=f"{name}-{weights}-{entered}")
+    for (name, recipe), weights, entered in zip(
+        STATELESS.items(),
+        ("quantized", "high_precision") * 3,
+        ("inside", "outside", "outside") * 2,
+        strict=True,
+    )
+]
+
+
+@pytest.mark.parametrize(("recipe", "weights", "entered"), CASES)
+def test_one_graph_with_the_bytes_of_an_uncompiled_model(recipe, weights, entered):
+    """Without a graph break, the region entered around the compiled function or in it; also after
+    the codes were written.
+    """
+    model = make(weights, recipe)
+
+    def inside(x):
+        with zerocast.autocast(recipe=recipe):
+            return model(x)
+
+    compiled = torch.compile(
+        inside if entered == "inside" else model, backend="aot_eager", fullgraph=True
+    )
+
+    def outside(x):
+        with zerocast.autocast(recipe=recipe):
+            return compiled(x)
+
+    for _ in range(2):
+        expected = results(model, inside)
+        assert_same(results(model, compiled if entered == "inside" else outside), expected)
+        with torch.no_grad():
+            model[0].weight.copy_(torch.randn(96, 64))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
+@pytest.mark.parametrize("weights", ["quantized", "high_precision"])
+def test_inductor_with_dynamic_shapes(weights):
+    """Three numbers of rows by graphs that are compiled once or twice; BF16."""
+    recipe = STATELESS["block"]
+    model = make(weights, recipe, torch.bfloat16)
+    compiled = torch.compile(model, backend="inductor", fullgraph=True, dynamic=True)
+
+    def in_region(run):
+        def run_in_region(x):
+            with zerocast.autocast(recipe=recipe):
+                return run(x)
+
+        return run_in_region
+
+    shapes = {"rows": (6, 8, 13), "dtype": torch.bfloat16}
+    expected = results(model, in_region(model), **shapes)
+    torch._dynamo.utils.counters.clear()
+    assert_same(results(model, in_region(compiled), **shapes), expected)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+@breaks
+def test_no_region_is_a_constant():
+    """Other recipes, none, a nested region that is not enabled, another thread: each call runs
+    under its own, and one recipe has one graph whatever the object.
+    """
+    model, x = make("high_precision", STATELESS["current"]), torch.ones(32, 64)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+
+    def run(module):
+        outputs = [module(x)]
+        for recipe in ("current", "mxfp8", "current"):
+            with zerocast.autocast(recipe=recipe):
+                outputs.append(module(x))
+                with zerocast.autocast(enabled=False):
+                    outputs.append(module(x))
+        outputs.append(module(x))
+        return dict(zip("abcdefgh", outputs, strict=True))
+
+    torch._dynamo.utils.counters.clear()
+    assert_same(run(compiled), run(model))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 4
+    with zerocast.autocast(recipe="current"), ThreadPoolExecutor(1) as pool:
+        in_no_region = pool.submit(torch.compile(model, backend="aot_eager"), x).result()
+    assert_same_bytes(in_no_region, model(x), "another thread")
+
+
+@breaks
+@pytest.mark.parametrize("recipe", ["delayed", "nvfp4"])
+def test_a_recipe_that_remembers_breaks_the_graph(recipe):
+    """The layer runs uncompiled, with the same bytes, whether the region is entered inside or
+    outside; fullgraph=True says why not.
+    """
+    models = [make("high_precision", RECIPES[recipe]) for _ in range(3)]
+
+    def inside(x, model):
+        with zerocast.autocast(recipe=RECIPES[recipe]):
+            return model(x)
+
+    compiled_inside = torch.compile(inside, backend="aot_eager")
+    compiled = torch.compile(models[2], backend="aot_eager")
+    runs = [
+        lambda x: inside(x, models[0]),
+        lambda x: compiled_inside(x, models[1]),
+        lambda x: inside(x, compiled),
+    ]
+    expected, *others = (
+        results(model, run, rows=(6, 6)) for model, run in zip(models, runs, strict=True)
+    )
+    for other in others:
+        assert_same(other, expected)
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="cannot hold what zerocast"):
+        torch.compile(inside, backend="aot_eager", fullgraph=True)(torch.ones(6, 64), models[0])
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="remember nothing between casts"):
+        inside(torch.ones(6, 64), torch.compile(models[0], fullgraph=True))
+
+
+@breaks
+def test_a_graph_that_breaks_inside_of_a_region():
+    """The rest of the function runs in the region all the same, compiled or not."""
+    model, recipe = make("high_precision", STATELESS["current"]), STATELESS["current"]
+
+    def broken(x):
+        with zerocast.autocast(recipe=recipe):
+            x = model[0](x)
+            torch._dynamo.graph_break()
+            return model[2](model[1](x))
+
+    def by_hand(x):
+        region = zerocast.autocast(recipe=recipe)
+        region.__enter__()
+        x = model[0](x)
+        torch._dynamo.graph_break()
+        x = torch.compiler.disable(model[2])(model[1](x))
+        region.__exit__(None, None, None)
+        return x
+
+    expected = results(model, broken)
+    assert_same(results(model, torch.compile(broken, backend="aot_eager")), expected)
+    assert_same(results(model, torch.compile(by_hand, backend="aot_eager")), expected)
+    assert not zerocast.context.current().enabled
+
+
+def test_a_compiled_function_takes_weights_of_several_shapes():
+    """It is compiled for each; a shape that varies would be that of no bytes."""
+    product = torch.compile(torch.nn.functional.linear, backend="eager")
+    for shape in ((48, 64), (32, 64), (64, 96)):
+        weight = zerocast.quantize(torch.randn(shape), STATELESS["nvfp4"])
+        x = torch.ones(2, shape[1])
+        assert_same_bytes(product(x, weight), torch.nn.functional.linear(x, weight), f"{shape}")
+
+
+def planned(model, **options):
+    """A plan for the model's quantized weights, on one rank, and their masters."""
+    weights = [p for p in model.parameters() if isinstance(p, zerocast.QuantizedTensor)]
+    masters = [w.dequantize().float().contiguous() for w in weights]
+    return zerocast.CastPlan(weights, masters, [0] * len(weights), **options), masters
+
+
+@pytest.mark.parametrize("in_region", [False, True])
+def test_a_cast_before_the_backward(in_region):
+    """The backward of a graph that saved codes, which a cast has written since, is an error; that
+    of one which saved the decoded weight has the gradients of its forward.
+    """
+    recipe = STATELESS["block"]
+    model = make("quantized", recipe)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    plan, masters = planned(model)
+
+    def loss_of(x):
+        with zerocast.autocast(enabled=in_region, recipe=recipe):
+            return compiled(x).square().sum()
+
+    x = torch.randn(6, 64, requires_grad=True)
+    (wanted,) = torch.autograd.grad(loss_of(x), x)
+    loss = loss_of(x)
+    masters[0].mul_(-3)
+    plan.cast()
+    plan.all_gather()
+    if in_region:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+    else:
+        assert_same_bytes(torch.autograd.grad(loss, x)[0], wanted, "gradient")
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_between_a_cast_and_its_all_gather(backend):
+    """A graph does not run on weights whose codes are those of other ranks' last step; where the
+    next forward may rebuild the copies derived from them, it does.
+    """
+    for is_manual in (True, False):
+        with zerocast.use_backend(backend):
+            model, x = make("quantized", STATELESS["nvfp4"]), torch.randn(6, 64)
+            compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+            plan, masters = planned(model, manual_post_all_gather_processing=is_manual)
+            compiled(x)
+            masters[0].mul_(-3)
+            plan.cast()
+            if is_manual:
+                with pytest.raises(Exception, match="StaleCopyError: .* All-gather the codes"):
+                    compiled(x)
+                plan.all_gather()
+            assert_same_bytes(compiled(x), model(x), "output")
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace:DeprecationWarning")
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_export_and_trace(recipe):
+    """torch.export holds codes, and quantized products where nothing is remembered; it is refused
+    elsewhere, as torch.jit.trace is, which would hold a constant.
+    """
+    model, x = make("quantized", RECIPES[recipe]), torch.randn(32, 64)
+    exported = torch.export.export(model, (x,)).module()
+    assert_same_bytes(exported(x), model(x), "output")
+
+    class InRegion(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = model
+
+        def forward(self, x):
+            with zerocast.autocast(recipe=RECIPES[recipe]):
+                return self.model(x)
+
+    if recipe in STATELESS and not RECIPES[recipe].remembers:
+        exported = torch.export.export(InRegion(), (x,)).module()
+        assert_same_bytes(exported(x), InRegion()(x), "output in a region")
+    else:
+        with pytest.raises(zerocast.UnsupportedError, match="outside of the region"):
+            torch.export.export(InRegion(), (x,), strict=False)
+    with pytest.raises(zerocast.UnsupportedError, match="as a constant"):
+        torch.jit.trace(model, x)

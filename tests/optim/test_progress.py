@@ -1,0 +1,197 @@
+"""A step is whole, or it is known not to be; a refused optimizer has changed nothing."""
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+
+import zerocast
+from tests.optim.training import NVFP4, draw_gradients, make_params, set_gradients, through_a_file
+from tests.support.same_bytes import assert_same_storage
+from zerocast.comm import Communicator, run_in_process
+from zerocast.errors import InputError, RankMismatchError, UnfinishedStepError, ZerocastError
+from zerocast.optim import ZeroOptimizer
+
+
+def one_step(params: list[Any], optimizer: ZeroOptimizer) -> None:
+    """With the same gradients on every rank."""
+    set_gradients(params, draw_gradients([p.shape for p in params], 0, 0))
+    optimizer.step()
+
+
+class Stop(Exception):
+    """Ends a step."""
+
+
+def stop_at(phase: str) -> Any:
+    """An ``on_phase`` that fails when ``phase`` begins."""
+
+    def on_phase(name: str) -> Any:
+        if name == phase:
+            raise Stop
+        return nullcontext()
+
+    return on_phase
+
+
+@pytest.mark.parametrize("phase", ["reduce_amax", "partial_cast", "all_gather"])
+def test_a_step_that_fails_behind_the_optimizer_is_left_by_loading_only(phase: str) -> None:
+    """Saving, reading masters and stepping say so on every rank, though one rank came to the step's
+    end; a loaded state ends it, and training goes on as if the step had not been.
+    """
+
+    def train(comm: Communicator) -> list[Any]:
+        params = make_params(NVFP4)
+        optimizer = ZeroOptimizer(params, group=comm)
+        one_step(params, optimizer)
+        saved = through_a_file(optimizer.state_dict())
+        optimizer.on_phase = stop_at(phase)
+        with pytest.raises(Stop):
+            one_step(params, optimizer)
+        optimizer.on_phase = nullcontext
+        with pytest.raises(UnfinishedStepError, match="step 2 failed after it had begun"):
+            optimizer.state_dict()
+        if comm.rank == 0:
+            optimizer._progress.end_step()  # as if it had failed on the others only
+        for call in (optimizer.step, lambda: optimizer.gather_master(params[0])):
+            with pytest.raises(UnfinishedStepError, match="on rank.* 1.*load the last checkpoint"):
+                call()
+        optimizer.load_state_dict(saved)
+        one_step(params, optimizer)
+        return params
+
+    straight = make_params(NVFP4)
+    optimizer = ZeroOptimizer(straight)
+    for _ in range(2):
+        one_step(straight, optimizer)
+    for params in run_in_process(3, train):
+        for mine, expected in zip(params[:3], straight[:3], strict=True):
+            assert_same_storage(mine, expected, "after loading")
+
+
+def test_a_step_that_fails_before_the_optimizer_can_be_made_again() -> None:
+    """Nothing has changed by then."""
+    params = make_params(NVFP4)
+    optimizer = ZeroOptimizer(params)
+    optimizer.on_phase = stop_at("reduce_scatter")
+    with pytest.raises(Stop):
+        one_step(params, optimizer)
+    optimizer.on_phase = nullcontext
+    one_step(params, optimizer)
+    assert optimizer.state_dict()["zero"]["steps"] == 1
+
+
+def test_ranks_that_have_made_different_numbers_of_steps_are_refused() -> None:
+    """An interrupt that reached one rank behind a step and another before it."""
+
+    def train(comm: Communicator) -> None:
+        params = make_params(NVFP4)
+        optimizer = ZeroOptimizer(params, group=comm)
+        one_step(params, optimizer)
+        optimizer._progress.steps += comm.rank == 2
+        with pytest.raises(RankMismatchError, match=r"\{0: 1, 1: 1, 2: 2\}; load the last"):
+            one_step(params, optimizer)
+
+    run_in_process(3, train)
+
+
+def test_a_scheduler_that_one_rank_steps_otherwise_is_refused() -> None:
+    """Every rank says whose learning rate differs, and nothing has changed: with the same on all
+    ranks the step is made.
+    """
+
+    def train(comm: Communicator) -> None:
+        params = make_params(NVFP4)
+        optimizer = ZeroOptimizer(params, group=comm, lr=0.5)
+        one_step(params, optimizer)
+        before = [optimizer.gather_master(p) for p in params[:3]]
+        optimizer.param_groups[0]["lr"] = 0.25 if comm.rank == 1 else 0.5
+        with pytest.raises(RankMismatchError, match="'lr': 0.5.*where rank 1 has.*'lr': 0.25"):
+            one_step(params, optimizer)
+        assert all(
+            torch.equal(optimizer.gather_master(p), b)
+            for p, b in zip(params[:3], before, strict=True)
+        )
+        optimizer.param_groups[0]["lr"] = 0.25
+        one_step(params, optimizer)
+
+    run_in_process(3, train)
+
+
+def test_states_of_different_steps_are_refused() -> None:
+    """A torn checkpoint: in a sequence, and where each rank loads its own."""
+
+    def train(comm: Communicator) -> None:
+        params = make_params(NVFP4)
+        optimizer = ZeroOptimizer(params, group=comm)
+        saved = []
+        for _ in range(2):
+            one_step(params, optimizer)
+            saved.append(through_a_file(optimizer.state_dict()))
+        with pytest.raises(RankMismatchError, match="rank 0 has 'steps 1' where rank 1 has"):
+            optimizer.load_state_dict(saved[comm.rank])
+        everyone = [
+            comm.all_gather_object(saved[comm.rank])[0],
+            comm.all_gather_object(saved[1])[1],
+        ]
+        with pytest.raises(InputError, match=r"of the same step, got states of steps \[1, 2\]"):
+            optimizer.load_state_dict(everyone)
+
+    run_in_process(2, train)
+
+
+def test_weights_in_another_order_on_one_rank_are_refused_without_names() -> None:
+    """Two of one shape cannot be told by their descriptions, but by their values."""
+
+    def make(comm: Communicator) -> None:
+        values = [torch.linspace(-1, i, 16 * 32).view(16, 32) for i in (1, 2)]
+        plain = [torch.nn.Parameter(value) for value in values]
+        quantized = [torch.nn.Parameter(zerocast.quantize(value, NVFP4)) for value in values]
+        for weights in (plain, quantized):
+            with pytest.raises(RankMismatchError, match=r"rank 1 gave as .*; give model.named_par"):
+                ZeroOptimizer(weights[:: -1 if comm.rank == 1 else 1], group=comm)
+
+    run_in_process(2, make)
+
+
+def test_weights_that_start_from_other_values_on_each_rank_are_accepted() -> None:
+    """Each rank gives its part, and afterwards all hold the same."""
+
+    def make(comm: Communicator) -> torch.Tensor:
+        param = torch.nn.Parameter(torch.full((4, 8), float(comm.rank)))
+        ZeroOptimizer([param], group=comm)
+        return param.detach()
+
+    first, second = run_in_process(2, make)
+    assert first.tolist() == second.tolist() == [[0.0] * 8] * 2 + [[1.0] * 8] * 2
+
+
+@pytest.mark.parametrize("differ", ["dtype", "columnwise", "amax_group", "recipe", "optimizer"])
+def test_a_refused_optimizer_has_touched_no_weight(differ: str) -> None:
+    """Weights lie where they lay, and keep the values that they were made from."""
+
+    def make(comm: Communicator) -> None:
+        odd = comm.rank == 1
+        recipe = zerocast.MXFP8BlockScaling()
+        if odd and differ == "recipe":
+            recipe = zerocast.MXFP8BlockScaling(fp8_format=zerocast.Format.E5M2)
+        dtype = torch.float16 if odd and differ == "dtype" else torch.bfloat16
+        columnwise = not (odd and differ == "columnwise")
+        value = torch.linspace(-3, 3, 64 * 32).view(64, 32)
+        weight = zerocast.quantize(value, recipe, dtype=dtype, columnwise=columnwise)
+        weight.quantized_storage.high_precision_init_val = value
+        if odd and differ == "amax_group":
+            weight.quantized_storage.amax_group = "qkv"
+        param = torch.nn.Parameter(weight)
+        plain = torch.nn.Parameter(torch.ones(5))
+        places = [b.data_ptr() for b in weight.quantized_storage.buffers.values()]
+        places.append(plain.data_ptr())
+        chosen = torch.optim.SGD if odd and differ == "optimizer" else torch.optim.AdamW
+        with pytest.raises(ZerocastError):
+            ZeroOptimizer([param, plain], chosen, comm)
+        now = [b.data_ptr() for b in param.quantized_storage.buffers.values()]
+        assert [*now, plain.data_ptr()] == places
+        assert torch.equal(param.get_high_precision_init_val(), value)
+
+    run_in_process(2, make)

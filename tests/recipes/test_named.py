@@ -1,0 +1,128 @@
+"""A recipe may be given by its short name, wherever one is taken."""
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+import zerocast
+from tests.support.same_bytes import assert_same_bytes
+from zerocast.errors import InputError
+from zerocast.recipes import RECIPES, QParams, as_recipe, recipe_from_text
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_name_stands_for_the_scheme_with_its_defaults(name):
+    """And a recipe for itself."""
+    recipe = RECIPES[name]()
+    assert as_recipe(name) == recipe
+    assert as_recipe(recipe) is recipe
+
+
+@pytest.mark.parametrize("given", ["nvfp5", "", None, 4, ["nvfp4"], zerocast.NVFP4BlockScaling])
+def test_an_unknown_name_is_answered_with_the_known_ones(given):
+    """A class and other types, too."""
+    with pytest.raises(InputError) as raised:
+        as_recipe(given)
+    assert str(raised.value) == (
+        f"recipe must be a zerocast recipe such as NVFP4BlockScaling(), or the name of one "
+        f"('delayed', 'current', 'rowwise', 'block', 'mxfp8', 'nvfp4'), got {given!r}."
+    )
+
+
+def autocast_recipe(region) -> zerocast.Recipe | None:
+    """The recipe that is active in ``region``."""
+    with region:
+        return zerocast.context.current().recipe
+
+
+def made_by(region) -> zerocast.Recipe:
+    """The recipe of a layer that is made in ``region``."""
+    with region:
+        return zerocast.nn.Linear(32, 32).weight.recipe
+
+
+def converted(recipe) -> zerocast.Recipe:
+    """The recipe of a converted layer."""
+    layer = torch.nn.Linear(32, 32)
+    zerocast.nn.convert(layer, recipe)
+    return layer.weight.recipe
+
+
+TAKERS = {
+    "quantize": lambda r: zerocast.quantize(torch.ones(32, 32), r).recipe,
+    "empty": lambda r: zerocast.empty((32, 32), r).recipe,
+    "Quantizer": lambda r: zerocast.Quantizer(r).recipe,
+    "RecipeState": lambda r: zerocast.RecipeState.create(r, "forward").recipe,
+    "convert": converted,
+    "Linear": lambda r: zerocast.nn.Linear(32, 32, recipe=r).weight.recipe,
+    "LayerNormLinear": lambda r: zerocast.nn.LayerNormLinear(32, 32, recipe=r).weight.recipe,
+    "LayerNormMLP": lambda r: zerocast.nn.LayerNormMLP(32, 32, recipe=r).fc2_weight.recipe,
+    "explain": lambda r: zerocast.nn.explain(torch.nn.Linear(1, 1), r).recipe,
+    "autocast": lambda r: autocast_recipe(zerocast.autocast(recipe=r)),
+    "fp8_autocast": lambda r: autocast_recipe(zerocast.fp8_autocast(fp8_recipe=r)),
+    "model_init": lambda r: made_by(zerocast.model_init(recipe=r)),
+    "fp8_model_init": lambda r: made_by(zerocast.fp8_model_init(recipe=r)),
+}
+
+
+@pytest.mark.parametrize("taker", TAKERS)
+def test_a_recipe_is_taken_by_name(taker):
+    """Every public call that takes a recipe takes its name, and refuses an unknown one."""
+    assert TAKERS[taker]("mxfp8") == zerocast.MXFP8BlockScaling()
+    with pytest.raises(InputError, match="'mxfp8', 'nvfp4'.*, got 'nvfp5'"):
+        TAKERS[taker]("nvfp5")
+
+
+def test_a_name_gives_the_bytes_of_its_recipe():
+    """Codes and scales of a quantized tensor."""
+    x = torch.randn(32, 48)
+    by_name, given = zerocast.quantize(x, "nvfp4"), zerocast.quantize(x, RECIPES["nvfp4"]())
+    for name, buffer in given.quantized_storage.buffers.items():
+        assert_same_bytes(by_name.quantized_storage.buffers[name], buffer, name)
+
+
+MADE = {
+    "ConversionReport", "Explanation", "LowBitGather", "ParameterCoverage", "ParameterGather",
+    "RecipeState",
+}  # fmt: skip
+"""Classes whose instances a public call makes, with the recipe that it was given."""
+
+
+def public_calls() -> Iterator[tuple[str, Callable]]:
+    """The functions and the constructors of classes that users are told of."""
+    for package in (zerocast, zerocast.nn, zerocast.fsdp, zerocast.optim):
+        for name in package.__all__:
+            value = getattr(package, name)
+            if inspect.isfunction(value) or inspect.isclass(value):
+                call = value if inspect.isfunction(value) else value.__init__
+                yield f"{package.__name__}.{name}", call
+
+
+def test_no_public_call_takes_a_recipe_and_no_name():
+    """Wherever a parameter is annotated as a Recipe, it may be a string, too."""
+    without = [
+        f"{where}({parameter.name})"
+        for where, call in public_calls()
+        for parameter in inspect.signature(call).parameters.values()
+        if "Recipe" in (kinds := str(parameter.annotation).split(" | "))
+        and "str" not in kinds
+        and where.rpartition(".")[2] not in MADE
+    ]
+    assert without == []
+
+
+@pytest.mark.parametrize("kind", RECIPES.values())
+def test_a_recipe_is_made_from_its_text(kind):
+    """By default and with other fields, those that are objects included."""
+    params = QParams(amax_epsilon=0.5)
+    for fields in (
+        {},
+        {"round_master": False},
+        {"fp8_quant_bwd_grad": params, "fp8_format": "e5m2"},
+    ):
+        if fields.keys() <= {field.name for field in dataclasses.fields(kind)}:
+            recipe = kind(**fields)
+            assert recipe_from_text(recipe.text) == recipe

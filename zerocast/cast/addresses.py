@@ -1,0 +1,185 @@
+"""Addresses: where the memory lies that a plan reads and writes, and whether it still does.
+
+The launches of a plan hold addresses. Torch lets the same tensor object have other memory at any
+time (``.data = ...``, ``set_``, ``resize_``, ``share_memory_``, ``Module.half``), and tells nobody.
+So each cast looks once at all of them, which takes one call for each tensor.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from zerocast.cast.request import ShardRequest
+from zerocast.errors import InputError
+from zerocast.ops import why_no_memory
+from zerocast.tensors import QuantizedStorage, QuantizedTensor, counted_by_torch
+
+Lie = tuple[list[int], list[int], list[bool], list[torch.dtype]]
+"""Addresses, numbers of elements, contiguity and dtypes of tensors."""
+
+
+def lie_of(tensors: Sequence[torch.Tensor]) -> Lie:
+    """How ``tensors`` lie in memory now; unequal where one of them has moved or changed."""
+    return (
+        list(map(torch.Tensor.data_ptr, tensors)),
+        list(map(torch.Tensor.numel, tensors)),
+        list(map(torch.Tensor.is_contiguous, tensors)),
+        [tensor.dtype for tensor in tensors],
+    )
+
+
+class Addresses:
+    """Of the buffers of a plan's weights.
+
+    Args:
+        weights: as they were given to the plan, so that it is noticed where one of them becomes
+            another weight.
+        requests: the same.
+
+    Attributes:
+        written: what torch may save for a backward and a cast writes: the weights and their codes.
+
+    Raises:
+        InputError: where two weights share memory, or a buffer is not what the recipe says.
+    """
+
+    def __init__(
+        self, weights: Sequence[QuantizedTensor], requests: Sequence[ShardRequest]
+    ) -> None:
+        self._weights, self._requests = weights, requests
+        self._storages = [request.storage for request in requests]
+        self._copies = [_copies(storage) for storage in self._storages]
+        self.look()
+
+    def look(self) -> None:
+        """Take the buffers as they lie now."""
+        for request in self._requests:
+            _check_buffers(request)
+            request.check_own_codes()
+        self._move = QuantizedStorage.last_move
+        self._buffers = [b for storage in self._storages for b in storage.buffers.values()]
+        self._count = len(self._buffers)
+        self._buffers += [codes for request in self._requests for codes in request.codes.values()]
+        codes = [buffer for storage in self._storages for buffer in storage.codes]
+        self.written = counted_by_torch([*self._weights, *codes])
+        self._pointers = list(map(torch.Tensor.data_ptr, self._buffers))
+        self._ranges = _disjoint(self._requests)
+        self._starts = [start for start, _, _ in self._ranges]
+
+    def have_moved(self) -> bool:
+        """Whether a weight's buffer, or a caller's for its codes, lies elsewhere than when it was
+        looked at.
+
+        Raises:
+            InputError: where a weight is no longer the one that the plan was made for.
+        """
+        if [weight.quantized_storage for weight in self._weights] != self._storages:
+            self._refuse_other_weights()
+        if self._move != QuantizedStorage.last_move:
+            self._refuse_other_copies()
+            now = [buffer for storage in self._storages for buffer in storage.buffers.values()]
+            if len(now) != self._count or any(map(operator.is_not, now, self._buffers)):
+                return True
+            self._move = QuantizedStorage.last_move
+        # Sizes are left out: whoever changes one keeps the memory or moves it.
+        return list(map(torch.Tensor.data_ptr, self._buffers)) != self._pointers
+
+    def hold_other_copies(self) -> bool:
+        """Whether a weight has dropped or taken on copies that a plan's casts depend on."""
+        return self._move != QuantizedStorage.last_move and self._copies != list(
+            map(_copies, self._storages)
+        )
+
+    def check_masters(self, masters: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Raise :class:`InputError` where a cast would write what it reads: where one of these
+        named masters lies in a buffer.
+        """
+        for name, master in masters:
+            start = master.data_ptr()
+            at = bisect_right(self._starts, start + master.nbytes - 1) - 1
+            if master.numel() and at >= 0 and self._ranges[at][1] > start:
+                raise InputError(
+                    f"{name}: the master weight must not share memory with what the cast writes, "
+                    f"got one that overlaps {self._ranges[at][2]}; give it memory of its own."
+                )
+
+    def _refuse_other_weights(self) -> None:
+        for weight, request in zip(self._weights, self._requests, strict=True):
+            if weight.quantized_storage is not request.storage:
+                raise InputError(
+                    f"{request.name} must be the weight that the plan was made for, got one that "
+                    "has been converted or moved since (Module.half, .to, _apply); make a new "
+                    "plan."
+                )
+
+    def _refuse_other_copies(self) -> None:
+        for request, planned in zip(self._requests, self._copies, strict=True):
+            if _copies(request.storage) != planned:
+                raise InputError(
+                    f"{request.name} must hold the copies of its codes that the plan was made for, "
+                    f"got {', '.join(request.storage.buffers)} after update_usage; make a new plan."
+                )
+
+
+def _copies(storage: QuantizedStorage) -> Any:
+    """What of a weight's copies of codes the exchanges and launches of a plan depend on."""
+    return storage.is_whole, storage.has_scales, [plane.source for plane in storage.cast_planes]
+
+
+def _check_buffers(request: ShardRequest) -> None:
+    """Raise :class:`InputError` where a buffer is no longer what the recipe says."""
+    storage = request.storage
+    specs = storage.recipe.buffers(storage.shape, columnwise=storage.has_columnwise)
+    for name, buffer in storage.buffers.items():
+        spec, problem = specs[name], why_no_memory(buffer)
+        if problem is None and (
+            (buffer.shape, buffer.dtype) != (torch.Size(spec.shape), spec.dtype)
+            or not buffer.is_contiguous()
+        ):
+            problem = f"{buffer.dtype} {list(buffer.shape)} with strides {buffer.stride()}"
+        if problem is not None:
+            raise InputError(
+                f"{request.name}: {name} must be {spec.dtype} {list(spec.shape)}, contiguous, got "
+                f"{problem}. Move codes by zerocast.replace_raw_data only."
+            )
+
+
+def _disjoint(requests: Sequence[ShardRequest]) -> list[tuple[int, int, str]]:
+    """Start, end and name of all memory that casts and gathers of these weights write, by start.
+
+    Raises:
+        InputError: where two of them overlap.
+    """
+    ranges: list[tuple[int, int, str]] = []
+    for request in requests:
+        for name, buffer in request.storage.buffers.items():
+            ranges.append(_range(buffer, f"{name} of {request.name}"))
+        for plane, codes in request.codes.items():
+            own = _range(codes, f"fsdp_shard_model_weights of {request.name}")
+            whole = request.storage.buffers.get(plane)
+            # A shard's codes may be received where the gather puts them.
+            if whole is None or not _lies_in(own, _range(whole, "")):
+                ranges.append(own)
+    ranges = sorted(each for each in ranges if each[0] < each[1])
+    for (_, end, name), (start, _, other) in itertools.pairwise(ranges):
+        if start < end:
+            raise InputError(
+                f"each weight of a cast must have memory of its own, got {name} and {other} that "
+                "overlap; give each its own slice (zerocast.replace_raw_data)."
+            )
+    return ranges
+
+
+def _range(tensor: torch.Tensor, name: str) -> tuple[int, int, str]:
+    start = tensor.data_ptr()
+    return start, start + tensor.nbytes, name
+
+
+def _lies_in(inner: tuple[int, int, str], outer: tuple[int, int, str]) -> bool:
+    return outer[0] <= inner[0] and inner[1] <= outer[1]

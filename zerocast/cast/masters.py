@@ -1,0 +1,143 @@
+"""The masters that a caller hands to a cast, checked on this rank alone."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any, SupportsIndex
+
+import torch
+
+from zerocast.errors import InputError
+from zerocast.layout import Extent
+from zerocast.ops import why_no_memory
+from zerocast.recipes import NOMINAL_DTYPES
+from zerocast.tensors import QuantizedStorage
+
+
+def check_list(argument: str, given: object) -> None:
+    """Raise :class:`InputError` where an argument is no list with entries in an order."""
+    is_list = hasattr(given, "__len__") and hasattr(given, "__getitem__")
+    if not is_list or isinstance(given, str | bytes | Mapping):
+        raise InputError(
+            f"{argument} must be a list with one entry a weight, got {type(given).__name__}; wrap "
+            "a single entry in [...], and an iterator in list(...)."
+        )
+
+
+def as_tensors(master_weights: Any) -> Any:
+    """Masters that are no torch tensors but speak DLPack (CuPy arrays, say) as tensors of the same
+    memory; everything else as it is.
+
+    Raises:
+        InputError: for one whose memory cannot be shared.
+    """
+    if not isinstance(master_weights, list | tuple):
+        return master_weights
+    return [_as_tensor(i, master) for i, master in enumerate(master_weights)]
+
+
+def _as_tensor(i: int, master: Any) -> Any:
+    if isinstance(master, torch.Tensor) or not hasattr(master, "__dlpack__"):
+        return master
+    try:
+        return torch.from_dlpack(master)
+    except (BufferError, RuntimeError, TypeError) as error:
+        raise InputError(
+            f"master_weights[{i}] must be a torch tensor or share its memory by DLPack, got a "
+            f"{type(master).__name__} that does not: {error}; pass a torch tensor."
+        ) from error
+
+
+def extent_of(
+    name: str, storage: QuantizedStorage, master: torch.Tensor | None, given: SupportsIndex | None
+) -> Extent:
+    """The elements of the weight that ``master`` holds, from its first, the one at ``given``.
+
+    Raises:
+        InputError: where they do not lie in the weight, or ``master`` cannot be read.
+    """
+    numel = storage.shape.numel()
+    if master is None:
+        if given is not None:
+            raise InputError(
+                f"{name}: start_offsets is {given} but there is no master weight; give both, or "
+                "None for both where this rank owns nothing of the weight."
+            )
+        return Extent(0, 0)
+    check_master_tensor(name, storage, master)
+    if given is None and master.numel() == 0:
+        return Extent(0, 0)
+    start = _as_int(given)
+    if start is None:
+        raise InputError(
+            f"{name}: start_offsets must say, as an int, at which element of the weight the "
+            f"master of {master.numel()} elements starts, got {given!r}."
+        )
+    if start < 0 or start + master.numel() > numel:
+        raise InputError(
+            f"{name}: the master must lie inside the weight's {numel} elements, got start offset "
+            f"{start} and {master.numel()} elements, so [{start}, {start + master.numel()}); "
+            "offsets count elements of the flattened weight, not bytes."
+        )
+    return Extent(start, start + master.numel())
+
+
+def _as_int(value: object) -> int | None:
+    """The integer that ``value`` is, of numpy's or torch's types too; None where it is none."""
+    if value is None or isinstance(value, bool):
+        return None
+    try:
+        return operator.index(value)  # type: ignore[arg-type]  # the question is whether it can
+    except TypeError:
+        return None
+
+
+def check_master_tensor(name: str, storage: QuantizedStorage, master: torch.Tensor) -> None:
+    """Raise :class:`InputError` where ``master`` cannot be read as a shard of the weight."""
+    if not isinstance(master, torch.Tensor) or master.dtype not in NOMINAL_DTYPES:
+        given = master.dtype if isinstance(master, torch.Tensor) else type(master).__name__
+        raise InputError(
+            f"{name}: the master weight must be a tensor of torch.float32, torch.bfloat16 or "
+            f"torch.float16, got {given}; keep it in one of these."
+        )
+    if master.device != storage.device:
+        raise InputError(
+            f"{name}: the master weight must be on the weight's device {storage.device}, got "
+            f"{master.device}."
+        )
+    problem = why_no_memory(master)
+    if problem is not None:
+        raise InputError(f"{name}: a master weight must have memory of its own, got {problem}.")
+    if not master.is_contiguous():
+        raise InputError(
+            f"{name}: the master weight must be contiguous, got shape {tuple(master.shape)} with "
+            f"strides {master.stride()}; call .contiguous() and keep the result as the master."
+        )
+
+
+def check_rebind(
+    shards: Sequence[tuple[str, QuantizedStorage, Extent]],
+    master_weights: Sequence[torch.Tensor | None],
+) -> None:
+    """Raise :class:`InputError` where other masters do not fit the ``shards`` that a plan was made
+    for.
+
+    Args:
+        shards: by weight its name, its bytes, and the elements that this rank's master holds.
+    """
+    check_list("master_weights", master_weights)
+    if len(master_weights) != len(shards):
+        raise InputError(
+            f"master_weights must have one entry for each of the plan's {len(shards)} weights, "
+            f"got {len(master_weights)}."
+        )
+    for (name, storage, extent), master in zip(shards, master_weights, strict=True):
+        if master is not None:
+            check_master_tensor(name, storage, master)
+        size = 0 if master is None else master.numel()
+        if size != extent.size:
+            raise InputError(
+                f"{name}: the plan was made for a master of {extent.size} "
+                f"elements, got {size}; make a new plan for another partition."
+            )

@@ -1,0 +1,171 @@
+"""coverage: which parameters of a model are in codes, counted as it is now, and why others are not.
+
+    >>> print(zerocast.nn.coverage(model))
+    86,848 parameters, 28.3 % held in codes; they take 271,464 bytes, 22,376 of them codes ...
+      model.layers.{0..1}.self_attn.{q_proj,o_proj}.weight [64x64]: held in codes by ...
+      left: model.layers.{0..1}.mlp.experts.down_proj [4x64x32], 18.9 %: a MixtralExperts ...
+      left: 9 smaller ones (embeddings, norms, biases), 0.7 %
+
+It looks at the model and remembers nothing, so that layers which were replaced since a conversion
+(a head, when tokens were added) are seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from zerocast.errors import InputError
+from zerocast.fsdp.grouped_names import grouped
+from zerocast.fsdp.master_weight import MasterWeight
+from zerocast.fsdp.reasons import why_high_precision
+from zerocast.fsdp.sharded import local_part
+from zerocast.nn.quantized_module import QuantizedModule
+from zerocast.recipes import Recipe
+from zerocast.tensors import QuantizedTensor
+
+How = Literal["held in codes", "gathered in codes", "quantized under autocast", "left"]
+
+_LARGE = 0.01
+"""The share of a model's parameters from which on one that is left is listed by itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterCoverage:
+    """How one parameter is kept.
+
+    Attributes:
+        name: fully qualified; of one that modules share, its name in a linear layer.
+        shape: of the whole, where it is sharded.
+        how: ``"held in codes"``; ``"gathered in codes"`` from a master of FSDP2; ``"quantized
+            under autocast"`` by each forward; ``"left"`` in high precision.
+        recipe: of the codes that are held or gathered; None for the others.
+        bytes: that it takes, on all ranks that shard it together: codes, scales and columnwise
+            copies, or values.
+        why: where it is left, the reason; else empty.
+        is_linear: whether it is the weight of a linear layer.
+    """
+
+    name: str
+    shape: torch.Size
+    how: How
+    recipe: Recipe | None
+    bytes: int
+    why: str
+    is_linear: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Coverage:
+    """What :func:`coverage` found; printed, totals first, equal layers in one line.
+
+    Attributes:
+        parameters: in the model's order, each once.
+    """
+
+    parameters: tuple[ParameterCoverage, ...]
+
+    def elements(self, how: How | None = None) -> int:
+        """In the parameters that are kept so; in all by default."""
+        return sum(p.shape.numel() for p in self.parameters if how in (None, p.how))
+
+    def bytes(self, how: How | None = None) -> int:
+        """That those parameters take."""
+        return sum(p.bytes for p in self.parameters if how in (None, p.how))
+
+    def __str__(self) -> str:
+        total = self.elements()
+        found = dict.fromkeys(p.how for p in self.parameters if p.how != "left")
+        shares = [f"{_percent(self.elements(how), total)} {how}" for how in found]
+        head = f"{total:,} parameters, {' and '.join(shares) or 'none in codes'}"
+        head += f"; they take {self.bytes():,} bytes"
+        if "held in codes" in found:
+            head += f", {self.bytes('held in codes'):,} of them codes and scales"
+        left = [p for p in self.parameters if p.how == "left"]
+        left.sort(key=lambda p: -p.shape.numel())
+        matrices = [p for p in left if len(p.shape) > 1]
+        large = [p for p in matrices if p.is_linear or p.shape.numel() >= _LARGE * total]
+        small = [p for p in left if p not in large]
+        lines = [
+            f"{names} [{dims}]: {how}"
+            for names, _, (dims, how) in grouped(
+                (p.name, (_dims(p.shape), p.how if p.recipe is None else f"{p.how} by {p.recipe}"))
+                for p in self.parameters
+                if p.how != "left"
+            )
+        ]
+        lines += [
+            f"left: {names} [{_dims(shape)}], {_percent(count * shape.numel(), total)}: {why}"
+            for names, count, (shape, why) in grouped((p.name, (p.shape, p.why)) for p in large)
+        ]
+        if small:
+            share = _percent(sum(p.shape.numel() for p in small), total)
+            lines.append(f"left: {len(small)} smaller ones (embeddings, norms, biases), {share}")
+        return "\n".join([head, *(f"  {line}" for line in lines)])
+
+
+def coverage(model: torch.nn.Module) -> Coverage:
+    """Say which parameters of ``model`` are in codes as it is now, and why the others are not.
+
+    Args:
+        model: any module, converted or not, sharded or not.
+
+    Raises:
+        InputError: for anything else, or a lazy module that has not run yet.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise InputError(f"coverage needs a torch.nn.Module, got {type(model).__name__}.")
+    check_initialized(model)
+    return Coverage(tuple(_parameters(model)))
+
+
+def check_initialized(model: torch.nn.Module) -> None:
+    """Raise :class:`InputError` where a parameter of ``model`` has no shape yet."""
+    for name, parameter in model.named_parameters():
+        if torch.nn.parameter.is_lazy(parameter):
+            raise InputError(
+                f"the parameters of a model must have shapes, got {name} of a lazy module that has "
+                f"not run yet; run a forward first."
+            )
+
+
+def _parameters(model: torch.nn.Module) -> Iterator[ParameterCoverage]:
+    owners: dict[torch.Tensor, tuple[str, torch.nn.Module, str]] = {}
+    for fqn, module in model.named_modules():
+        for own_name, parameter in module.named_parameters(recurse=False):
+            # Of modules that share it, a linear layer knows most of it.
+            if parameter not in owners or _is_linear(module, own_name):
+                owners[parameter] = f"{fqn}.{own_name}".lstrip("."), module, own_name
+    for parameter, (name, module, own_name) in owners.items():
+        own, shape = local_part(parameter), parameter.shape
+        is_linear = _is_linear(module, own_name)
+        how: How = "left"
+        recipe, why = None, ""
+        size = shape.numel() * parameter.dtype.itemsize
+        if isinstance(own, QuantizedTensor):
+            how, recipe = "held in codes", own.recipe
+            size = sum(buffer.nbytes for buffer in own.quantized_storage.buffers.values())
+        elif isinstance(own, MasterWeight):
+            how, recipe = "gathered in codes", own.low_bit_gather.recipe
+        elif is_linear and isinstance(module, QuantizedModule):
+            how = "quantized under autocast"
+        else:
+            why = why_high_precision(module, own_name)
+        yield ParameterCoverage(name, shape, how, recipe, size, why, is_linear)
+
+
+def _is_linear(module: torch.nn.Module, name: str) -> bool:
+    if isinstance(module, QuantizedModule):
+        return name.endswith("weight") and name != "layer_norm_weight"
+    return name == "weight" and isinstance(module, torch.nn.Linear)
+
+
+def _dims(shape: torch.Size) -> str:
+    return "x".join(map(str, shape))
+
+
+def _percent(part: int, whole: int) -> str:
+    return f"{100 * part / max(whole, 1):.1f} %"

@@ -1,0 +1,205 @@
+"""Layers inside activation checkpoints: the second run quantizes as the first one did.
+
+``torch.utils.checkpoint`` runs a function once in the forward and once more in the backward, when
+the region of :class:`zerocast.autocast` has usually been left and the scales of delayed scaling
+have moved on. Who calls it (a trainer, a model's own switch, a wrapper) seldom knows of regions.
+So a layer itself looks whether it runs inside such a function: in the first run it notes, with the
+checkpoint, under which region it runs and from which scales its casts start; in the second one it
+takes both from there, and records no amaxes.
+
+Note: how a checkpoint is found
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+torch says to nobody that a checkpoint is running, so the calls that have not returned yet are
+searched for its functions. Each has one object that lives as long as the checkpoint's graph: of the
+reentrant kind the node of the graph, of the other kind the frame that counts saved tensors. Notes
+are attributes of that object. Checkpoints inside of checkpoints are found in their order: the runs
+between the layer and the nearest recomputation are first runs, and take notes of their own.
+
+A recomputation by anybody else's function (a framework's own checkpoint) cannot be told from a
+forward. Where the layer could not give the codes of its first run there, it refuses.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
+from functools import cache
+from inspect import unwrap
+from types import CodeType, FrameType
+from typing import Any, Literal, NamedTuple, Protocol
+
+import torch
+
+from zerocast import context
+from zerocast.context import Autocast
+from zerocast.errors import UnsupportedError
+from zerocast.recipes import Recipe
+from zerocast.tensors.tape import Tape, current_tape, noting
+
+Run = Literal["first", "again"]
+
+_NOTES = "_zerocast_notes"
+
+
+class QuantizedLayer(Protocol):
+    """What is looked at of a :class:`zerocast.nn.quantized_module.QuantizedModule`."""
+
+    name: str
+    _states: Any
+    _quantizers: Any
+    _latest_recipe: Recipe | None
+
+
+class _Run(NamedTuple):
+    """One run of a layer: under which region, and what it remembered its amaxes in; a layer that
+    has met another recipe since then remembers elsewhere.
+    """
+
+    region: Autocast
+    states: Any
+    quantizers: Any
+
+
+class _Notes:
+    """What the layers inside one checkpoint ran under, in the order of their runs."""
+
+    def __init__(self) -> None:
+        self.tape = Tape()
+        self._runs: dict[QuantizedLayer, list[_Run]] = {}
+        self._unread: dict[QuantizedLayer, Iterator[_Run]] = {}
+        self._task: int | None = None
+
+    def add(self, layer: QuantizedLayer, region: Autocast) -> None:
+        run = _Run(region, layer._states, getattr(layer, "_quantizers", None))
+        self._runs.setdefault(layer, []).append(run)
+
+    def next(self, layer: QuantizedLayer) -> _Run | None:
+        """The layer's next run; each backward starts with the first one."""
+        task = torch._C._current_graph_task_id()
+        if task != self._task:
+            self._task = task
+            self.tape.rewind()
+            self._unread = {layer: iter(runs) for layer, runs in self._runs.items()}
+        return next(self._unread.get(layer, iter(())), None)
+
+
+def as_in_first_run(layer: QuantizedLayer) -> AbstractContextManager[None]:
+    """Within the context ``layer`` runs under the region that is active, or, in a recomputation,
+    under that of its first run.
+
+    Raises:
+        UnsupportedError: in a recomputation by another function than torch's, where the codes of
+            the first run cannot be made again.
+    """
+    if not context.regions_were_entered():
+        return nullcontext()
+    return _as_in_first_run(layer)
+
+
+@contextmanager
+def _as_in_first_run(layer: QuantizedLayer) -> Iterator[None]:
+    region, in_backward = context.current(), torch._C._current_graph_task_id() != -1
+    checkpoints = _checkpoints()
+    with ExitStack() as stack:
+        if checkpoints and checkpoints[0][0] == "again":
+            notes: _Notes | None = getattr(checkpoints.pop(0)[1], _NOTES, None)
+            noted = None if notes is None else notes.next(layer)
+            if notes is None or noted is None:
+                _refuse_other_codes(layer, region)
+            else:
+                region = noted.region
+                stack.enter_context(noting(notes.tape))
+                stack.enter_context(_remembering(layer, noted))
+        elif in_backward:
+            _refuse_other_codes(layer, region)
+        else:
+            layer._latest_recipe = region.recipe if region.enabled else None
+        active = region
+        for _, checkpoint in checkpoints:
+            notes = getattr(checkpoint, _NOTES, None)
+            if notes is None:
+                notes = _Notes()
+                setattr(checkpoint, _NOTES, notes)
+            stack.callback(notes.add, layer, region)
+            stack.enter_context(noting(notes.tape))
+            # The first run of the reentrant kind has gradients disabled; it is no evaluation.
+            if region.enabled and bool(getattr(checkpoint, "next_functions", None)):
+                active = replace(region, calibrating=True)
+        if active is not context.current():
+            stack.enter_context(context.resumed(active))
+        yield
+
+
+@contextmanager
+def _remembering(layer: QuantizedLayer, run: _Run) -> Iterator[None]:
+    """Within the context ``layer`` has the memory of ``run``."""
+    if run.states is None or run.states is layer._states:
+        yield
+        return
+    now = layer._states, layer._quantizers
+    layer._states, layer._quantizers = run.states, run.quantizers
+    try:
+        yield
+    finally:
+        layer._states, layer._quantizers = now
+
+
+def _refuse_other_codes(layer: QuantizedLayer, region: Autocast) -> None:
+    """Raise where ``region`` may give other codes than the layer's forward made."""
+    recipe, tape = layer._latest_recipe, current_tape()
+    if recipe is None or (tape is not None and tape.replays):
+        return
+    if region.enabled and region.recipe == recipe and not recipe.remembers:
+        return
+    raise UnsupportedError(
+        f"{layer.name or type(layer).__name__} ran under zerocast.autocast with "
+        f"{type(recipe).__name__}, and runs again inside a backward"
+        f"{'' if region.enabled else ', outside of that region'}: a recomputation that is not "
+        f"torch.utils.checkpoint's, which would make other codes than the forward did. Use "
+        f"zerocast.nn.checkpoint or torch.utils.checkpoint.checkpoint, or pass "
+        f"context_fn=zerocast.checkpoint_contexts to what takes that argument."
+    )
+
+
+def _checkpoints() -> list[tuple[Run, Any]]:
+    """The checkpoints whose function is running, the outermost first, beginning with the innermost
+    recomputation where there is one.
+    """
+    calls = _calls()
+    found: list[tuple[Run, Any]] = []
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        call = calls.get(id(frame.f_code))
+        if call is not None:
+            run, name = call
+            owner = frame.f_locals.get(name)
+            if name == "gen":  # the other kind's frame is a local of a generator that waits
+                waiting = getattr(owner, "gi_frame", None)
+                owner = None if waiting is None else waiting.f_locals.get("new_frame")
+            if owner is not None:
+                found.append((run, owner))
+                if run == "again":
+                    break
+        frame = frame.f_back
+    return found[::-1]
+
+
+@cache
+def _calls() -> dict[int, tuple[Run, str]]:
+    """torch's functions that run a checkpoint's function, by the id of their code: which run it is,
+    and the local variable that has the checkpoint.
+    """
+    from torch.utils import checkpoint as torchs
+
+    reentrant = torchs.CheckpointFunction
+    hook = torchs._checkpoint_hook.__init__.__code__
+    unpack = next(code for code in hook.co_consts if getattr(code, "co_name", "") == "unpack_hook")
+    codes: dict[CodeType, tuple[Run, str]] = {
+        reentrant.forward.__code__: ("first", "ctx"),
+        reentrant.backward.__code__: ("again", "ctx"),
+        unwrap(torchs.checkpoint).__code__: ("first", "gen"),
+        unpack: ("again", "frame"),
+    }
+    return {id(code): call for code, call in codes.items()}

@@ -1,0 +1,63 @@
+"""Every scheme by its short name, and what a ``recipe`` argument may be, everywhere."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from zerocast.arguments import shown
+from zerocast.errors import InputError
+from zerocast.recipes.delayed_scaling import DelayedScaling
+from zerocast.recipes.float8_block_scaling import Float8BlockScaling
+from zerocast.recipes.float8_current_scaling import Float8CurrentScaling
+from zerocast.recipes.float8_rowwise_scaling import Float8RowwiseScaling
+from zerocast.recipes.format import QParams
+from zerocast.recipes.mxfp8_block_scaling import MXFP8BlockScaling
+from zerocast.recipes.nvfp4_block_scaling import NVFP4BlockScaling
+from zerocast.recipes.recipe import Recipe
+
+RECIPES: dict[str, type[Recipe]] = {
+    "delayed": DelayedScaling,
+    "current": Float8CurrentScaling,
+    "rowwise": Float8RowwiseScaling,
+    "block": Float8BlockScaling,
+    "mxfp8": MXFP8BlockScaling,
+    "nvfp4": NVFP4BlockScaling,
+}
+"""Every scheme, by the short name that stands for it with its default fields."""
+
+
+def as_recipe(
+    recipe: Recipe | str, *, names: Mapping[str, Recipe] | None = None, what: str = "recipe"
+) -> Recipe:
+    """The scheme that an argument means: itself, or the one of that name.
+
+    Args:
+        recipe: as it was given.
+        names: the names that are known; those of :data:`RECIPES` by default.
+        what: the name of the argument.
+
+    Raises:
+        InputError: for an unknown name, or anything else; it lists the known names.
+    """
+    if isinstance(recipe, Recipe):
+        return recipe
+    if names is None:
+        names = {name: scheme() for name, scheme in RECIPES.items()}
+    if isinstance(recipe, str) and recipe in names:
+        return names[recipe]
+    known = ", ".join(map(repr, names))
+    raise InputError(
+        f"{what} must be a zerocast recipe such as NVFP4BlockScaling(), or the name of one "
+        f"({known}), got {shown(recipe)}."
+    )
+
+
+def recipe_from_text(text: str) -> Recipe:
+    """The recipe whose :attr:`Recipe.text` this is."""
+    name, values = json.loads(text)
+    kinds: dict[str, Any] = {kind.__name__: kind for kind in RECIPES.values()}
+    fields = {key: QParams(**v) if isinstance(v, dict) else v for key, v in values.items()}
+    recipe: Recipe = kinds[name](**fields)
+    return recipe

@@ -1,0 +1,42 @@
+"""Refuses modules that would average quantized weights by copying into a copy of them.
+
+Every copy into a quantized weight rounds, and an average moves by less than a rounding in a step,
+so it would stay or jump where it should creep. torch tells of every module that becomes a part of
+another, which is when such a module takes its copy. Not seen are averages that are no module (lists
+of copies): those that update in place (``lerp_``, ``add_``) are refused by the weights themselves,
+those that copy a computed value into one look like any write.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.modules.module import register_module_module_registration_hook
+
+from zerocast.errors import UnsupportedError
+from zerocast.tensors.quantized_tensor import QuantizedTensor
+
+_AVERAGES = {
+    "torch.optim.swa_utils.AveragedModel",
+    "timm.utils.model_ema.ModelEmaV2",
+    "timm.utils.model_ema.ModelEmaV3",
+}
+
+
+def _refuse_quantized(module: torch.nn.Module, name: str, part: torch.nn.Module | None) -> None:
+    """Called by torch for every ``part`` that ``module`` is given."""
+    if torch.compiler.is_compiling():
+        return  # No average is made in a graph, and a module that is traced has no parts yet.
+    kind = type(module)
+    if part is None or kind.__module__ == "torch.nn.modules.container":
+        return
+    if not _AVERAGES.isdisjoint(f"{c.__module__}.{c.__qualname__}" for c in kind.__mro__):
+        for weight, param in part.named_parameters():
+            if isinstance(param, QuantizedTensor):
+                raise UnsupportedError(
+                    f"{kind.__name__} needs weights in high precision, because it rounds its "
+                    f"average at every update, and {weight} is quantized; average the FP32 masters "
+                    "instead: ZeroOptimizer.ema(decay), or, under FSDP2, a model of masters."
+                )
+
+
+register_module_module_registration_hook(_refuse_quantized)

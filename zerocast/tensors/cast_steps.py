@@ -1,0 +1,99 @@
+"""CastSteps: the operations of a cast, in their order.
+
+    partial_amax     the amaxes of this rank's shards         then ranks take the maximum
+    partial_select   4-over-6: the errors of both scales      then ranks take the sum
+    select           4-over-6: the choice of blocks that ranks share
+    compute_scale    the scales of all blocks
+    partial_cast     the codes of this rank's shards          then ranks gather them
+    transpose        the derived columnwise copies
+
+Recipes state arithmetic and planes, backends run operations; this alone knows their order. Delayed
+scaling multiplies by a scale that earlier casts gave, so its codes and its amax take one pass, in
+``partial_amax``, and ``compute_scale`` closes the cast. Where nothing may be written before the
+amaxes were judged, the codes wait for ``compute_scale`` and come before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from zerocast.ops import Backend, Launch, Masters, NVFP4Law
+from zerocast.recipes import Recipe
+from zerocast.tensors.operands import CastOperand, transpose_target
+
+STEPS = (
+    "partial_amax", "partial_select", "select", "compute_scale", "partial_cast", "transpose"
+)  # fmt: skip
+
+
+class CastSteps:
+    """The launches of casting some weights: one a step and recipe, whatever their number.
+
+    They are prepared for the weights' buffers as they lie now.
+
+    Args:
+        backend: of the weights' device.
+        operands: one a weight.
+        masters: what is cast, in the slots of the operands.
+        judges_amaxes: whether nothing may be written before ``compute_scale``.
+
+    Attributes:
+        writes_early: whether the first step writes codes, as delayed scaling does.
+        chooses_scales: whether there are steps of 4-over-6.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        operands: Sequence[CastOperand],
+        masters: Masters,
+        *,
+        judges_amaxes: bool = False,
+    ) -> None:
+        self._launches: dict[str, list[Launch]] = {step: [] for step in STEPS}
+        self.writes_early = self.chooses_scales = False
+        by_recipe: dict[Recipe, list[CastOperand]] = {}
+        for operand in operands:
+            by_recipe.setdefault(operand.storage.recipe, []).append(operand)
+        for recipe, alike in by_recipe.items():
+            self._prepare(backend, recipe, alike, masters, judges_amaxes)
+
+    def run(self, *steps: str) -> None:
+        """Launch what there is to do in ``steps``."""
+        for step in steps:
+            for launch in self._launches[step]:
+                launch()
+
+    def _prepare(
+        self,
+        backend: Backend,
+        recipe: Recipe,
+        operands: Sequence[CastOperand],
+        masters: Masters,
+        judges_amaxes: bool,
+    ) -> None:
+        law, launches = recipe.law, self._launches
+        shards = [shard for operand in operands for shard in operand.shards()]
+        scales = [target for operand in operands for target in operand.scale_targets()]
+        copies = [transpose_target(o.storage) for o in operands if o.storage.derived_names]
+        scale = backend.compute_scale(law, scales)
+        cast = backend.partial_cast(law, shards, masters)
+        if recipe.casts_before_reduction and not judges_amaxes:
+            self.writes_early = True
+            launches["partial_amax"].append(cast)
+            launches["compute_scale"].append(scale)
+        elif recipe.casts_before_reduction:
+            launches["partial_amax"].append(backend.partial_amax(shards, masters))
+            # When the codes are written, their scale must not have moved on yet.
+            launches["compute_scale"] += [cast, scale]
+        else:
+            launches["partial_amax"].append(backend.partial_amax(shards, masters))
+            launches["compute_scale"].append(scale)
+            launches["partial_cast"].append(cast)
+        if recipe.chooses_scales:
+            assert isinstance(law, NVFP4Law)
+            self.chooses_scales = True
+            choices = [operand.select_target() for operand in operands]
+            launches["partial_select"].append(backend.partial_select(law, shards, masters))
+            launches["select"].append(backend.select(law, choices))
+        launches["transpose"].append(backend.transpose(copies))

@@ -1,0 +1,320 @@
+"""torch.distributed's collectives on quantized weights.
+
+Torch's schemas of them do not say which tensors they write, and a wrapper has no memory that a
+communication library could write. So each collective is known here by name:
+
+* those that move tensors whole (``broadcast``, ``send`` and ``recv``, ``scatter``, ``gather``, and
+  ``all_gather`` and ``all_to_all`` of lists) move all bytes of a weight: codes, scales and what its
+  recipe remembers. Derived copies are rebuilt where they arrive;
+* those that compute, or that fill a tensor from pieces, are refused where they would write a
+  quantized weight;
+* where a weight is only read and what is written is plain, its value is read.
+
+A weight travels as one message: a digest of what the bytes mean, the bytes, and padding that makes
+it longer than the value. Who waits for a plain tensor then fails in the communication library, and
+who waits for a weight recognises what is none.
+
+NOT here: the all-gather of a cast, which moves codes only (:mod:`zerocast.cast`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from zerocast.errors import RankMismatchError, UnsupportedError
+from zerocast.recipes import describe_recipe
+from zerocast.tensors.derived import rebuild_derived
+from zerocast.tensors.quantized_tensor import QuantizedTensor
+from zerocast.tensors.storage import QuantizedStorage
+from zerocast.tensors.value_view import OTHER_NAMESPACES, ValueView, refuse_writes
+
+
+class _Role(NamedTuple):
+    """Which arguments of a collective are written, and whether it moves them whole."""
+
+    written: tuple[int, ...]
+    moves: bool = False
+
+
+_ROLES = {
+    "c10d::broadcast_": _Role((0,), moves=True),
+    "c10d::send": _Role((), moves=True),
+    "c10d::recv_": _Role((0,), moves=True),
+    "c10d::recv_any_source_": _Role((0,), moves=True),
+    "c10d::scatter_": _Role((0,), moves=True),
+    "c10d::gather_": _Role((0,), moves=True),
+    "c10d::allgather_": _Role((0,), moves=True),
+    "c10d::alltoall_": _Role((0,), moves=True),
+    "c10d::alltoall_base_": _Role((0,)),
+    "c10d::_allgather_base_": _Role((0,)),
+    "c10d::allgather_coalesced_": _Role((0,)),
+    "c10d::allgather_into_tensor_coalesced_": _Role((0,)),
+    "c10d::allreduce_": _Role((0,)),
+    "c10d::allreduce_coalesced_": _Role((0,)),
+    "c10d::reduce_": _Role((0,)),
+    "c10d::reduce_scatter_": _Role((0,)),
+    "c10d::_reduce_scatter_base_": _Role((0,)),
+    "c10d::reduce_scatter_tensor_coalesced_": _Role((0,)),
+    "c10d::barrier": _Role(()),
+    "c10d::monitored_barrier_": _Role(()),
+    "c10d::check_for_nan": _Role(()),
+    "_c10d_functional::irecv": _Role((0,)),
+    "_c10d_functional::batch_p2p_ops": _Role((3,)),
+}
+_SENDS_BYTES = ("c10d::send", "c10d::gather_")
+"""Those by which a rank sends without knowing what others receive into: always bytes."""
+
+_DIGEST = 16
+_on_their_way: set[Arrival] = set()
+
+
+def collective(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Do what torch's collective ``func`` does, one of whose tensors is quantized, or a view of a
+    quantized one's value.
+
+    Raises:
+        UnsupportedError: where it would write such a tensor otherwise than as a whole weight.
+    """
+    name = func._schema.name
+    role = _ROLES.get(name)
+    if role is None and name.startswith("c10d::"):
+        role = _Role(tuple(range(len(args))))  # one that is not known may write anything
+    if role is None:  # functional ones give new tensors, and say in their schema what they write
+        return _on_values(func, args, kwargs)
+    outputs = _tensors([args[i] for i in role.written])
+    inputs = _tensors([arg for i, arg in enumerate(args) if i not in role.written])
+    writes_ours = any(isinstance(tensor, QuantizedTensor | ValueView) for tensor in outputs)
+    if not writes_ours and not (name in _SENDS_BYTES and _all_quantized(inputs)):
+        return _on_values(func, args, kwargs)
+    if not role.moves or (writes_ours and not _all_quantized([*outputs, *inputs])):
+        raise _refusal(name, outputs, moves=role.moves)
+    return _moved(func, args, kwargs, outputs, inputs)
+
+
+OTHER_NAMESPACES.update(dict.fromkeys(("c10d", "_c10d_functional"), collective))
+
+
+def _on_values(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    given = tuple(args), kwargs
+    refuse_writes(func, args, kwargs, (QuantizedTensor, ValueView))
+    given = tree_map_only(QuantizedTensor, lambda tensor: tensor.dequantize(), given)
+    args, kwargs = tree_map_only(ValueView, lambda view: view.value, given)
+    return func(*args, **kwargs)
+
+
+def _moved(
+    func: Any,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    outputs: list[torch.Tensor],
+    inputs: list[torch.Tensor],
+) -> Any:
+    """``func`` on messages in the place of weights."""
+    destinations: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def message_of(tensor: torch.Tensor) -> torch.Tensor:
+        # A plain output of a gather receives what all ranks send: a weight like this rank's own.
+        source = tensor if isinstance(tensor, QuantizedTensor) else inputs[0]
+        assert isinstance(source, QuantizedTensor)
+        message = _pack(source.quantized_storage)
+        if any(tensor is output for output in outputs):
+            destinations.append((tensor, message))
+        return message
+
+    args_sent, kwargs = tree_map_only(torch.Tensor, message_of, (tuple(args), kwargs))
+    out = func(*args_sent, **kwargs)
+    work = out[1] if isinstance(out, tuple) else out
+    if destinations:
+        work = Arrival(work, destinations, inputs[:1]).boxed()
+    return (args[0], work) if isinstance(out, tuple) else work
+
+
+class Arrival(torch.distributed.Work):
+    """A collective under way, at whose end the weights that it writes take their bytes over.
+
+    Whoever waits for it, or uses one of the weights before, sees them as they were sent.
+    """
+
+    def __init__(
+        self,
+        work: Any,
+        destinations: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        like: Sequence[torch.Tensor],
+    ) -> None:
+        super().__init__()
+        self._work = torch.distributed.Work.unbox(work)
+        self._destinations = list(destinations)
+        self._like = like
+        self._lock = threading.RLock()
+        # Torch holds the part of this that is C++; somebody has to hold the part that is Python.
+        _on_their_way.add(self)
+        self._earlier: list[tuple[QuantizedStorage, Callable[[], None] | None]] = []
+        for tensor, _ in destinations:
+            if isinstance(tensor, QuantizedTensor):
+                storage = tensor.quantized_storage
+                self._earlier.append((storage, storage.arrive))
+                storage.arrive = self._arrive
+        QuantizedStorage.note_move()
+
+    def wait(self, *timeout: Any) -> bool:
+        """As torch's; the weights have their bytes then.
+
+        Raises:
+            RankMismatchError: where what came is no weight like this one. None was written.
+        """
+        done = self._work.wait(*timeout)
+        self._take_over()
+        return done
+
+    def is_completed(self) -> bool:
+        """As torch's."""
+        return self._work.is_completed()
+
+    def is_success(self) -> bool:
+        """As torch's."""
+        return self._work.is_success()
+
+    def exception(self) -> Any:
+        """As torch's."""
+        return self._work.exception()
+
+    def source_rank(self) -> int:
+        """As torch's."""
+        return self._work._source_rank()
+
+    _source_rank = source_rank
+
+    def synchronize(self) -> None:
+        """As torch's."""
+        self.wait()
+
+    def result(self) -> list[torch.Tensor]:
+        """The tensors that were written."""
+        return [tensor for tensor, _ in self._destinations]
+
+    def get_future(self) -> Any:
+        """As torch's, of the tensors that were written."""
+        written = self.result()
+
+        def take_over(_: Any) -> list[torch.Tensor]:
+            self._take_over()
+            return written
+
+        return self._work.get_future().then(take_over)
+
+    def _arrive(self) -> None:
+        self.wait()
+
+    def _take_over(self) -> None:
+        with self._lock:  # a future runs this in a thread of the communication library
+            if self in _on_their_way:
+                _on_their_way.discard(self)
+                self._write()
+
+    def _write(self) -> None:
+        for storage, earlier in reversed(self._earlier):
+            if storage.arrive == self._arrive:
+                storage.arrive = earlier
+        parts = [(tensor, _storage_of(tensor, self._like)) for tensor, _ in self._destinations]
+        messages = [message for _, message in self._destinations]
+        for (_, storage), message in zip(parts, messages, strict=True):
+            _check_message(storage, message)
+        for (tensor, storage), message in zip(parts, messages, strict=True):
+            _unpack(message, storage)
+            if not isinstance(tensor, QuantizedTensor):
+                tensor.copy_(QuantizedTensor(storage).dequantize())
+
+
+def _storage_of(tensor: torch.Tensor, like: Sequence[torch.Tensor]) -> QuantizedStorage:
+    """Where the bytes for ``tensor`` go: its own storage, or for a plain one a copy of ``like``'s
+    one.
+    """
+    if isinstance(tensor, QuantizedTensor):
+        return tensor.quantized_storage
+    assert isinstance(like[0], QuantizedTensor)
+    return like[0].quantized_storage.to()
+
+
+def _pack(storage: QuantizedStorage) -> torch.Tensor:
+    """All that has to be sent of a weight, uint8."""
+    parts = [_digest(storage), *(_as_bytes(buffer) for buffer in _sent(storage))]
+    padding = storage.shape.numel() * storage.dtype.itemsize + 1 - sum(map(len, parts))
+    parts.append(torch.zeros(max(0, padding), dtype=torch.uint8, device=storage.device))
+    return torch.cat(parts)
+
+
+def _unpack(message: torch.Tensor, storage: QuantizedStorage) -> None:
+    """Write what arrived; nothing where the weight has these bytes already."""
+    buffers = [_as_bytes(buffer) for buffer in _sent(storage)]
+    given = message[_DIGEST : _DIGEST + sum(map(len, buffers))].split([len(b) for b in buffers])
+    if all(torch.equal(*pair) for pair in zip(buffers, given, strict=True)):
+        return
+    for buffer, arrived in zip(buffers, given, strict=True):
+        buffer.copy_(arrived)
+    storage.mark_written()
+    rebuild_derived([storage])
+
+
+def _check_message(storage: QuantizedStorage, message: torch.Tensor) -> None:
+    if not torch.equal(message[:_DIGEST], _digest(storage)):
+        raise RankMismatchError(
+            f"a quantized weight can be received from a weight of the same shape, recipe and "
+            f"buffers, and what arrived for this one, {_meaning(storage)}, is none; give the same "
+            f"kind of weight on every rank, or move weight.dequantize()."
+        )
+
+
+def _sent(storage: QuantizedStorage) -> list[torch.Tensor]:
+    derived = storage.derived_names
+    return [buffer for name, buffer in storage.buffers.items() if name not in derived]
+
+
+def _as_bytes(buffer: torch.Tensor) -> torch.Tensor:
+    return buffer.reshape(-1).view(torch.uint8)
+
+
+def _meaning(storage: QuantizedStorage) -> str:
+    names = ", ".join(name for name in storage.buffers if name not in storage.derived_names)
+    return f"{describe_recipe(storage.recipe)} {list(storage.shape)} with {names}"
+
+
+def _digest(storage: QuantizedStorage) -> torch.Tensor:
+    """uint8 [_DIGEST]: what the bytes mean."""
+    digest = hashlib.blake2b(_meaning(storage).encode(), digest_size=_DIGEST).digest()
+    return torch.tensor(list(digest), dtype=torch.uint8, device=storage.device)
+
+
+def _tensors(given: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor)]
+
+
+def _all_quantized(tensors: Sequence[torch.Tensor]) -> bool:
+    return all(isinstance(tensor, QuantizedTensor) for tensor in tensors)
+
+
+def _refusal(name: str, outputs: Sequence[torch.Tensor], *, moves: bool) -> UnsupportedError:
+    if not moves:
+        return UnsupportedError(
+            f"{name} would write a quantized weight by computing with, or putting together, "
+            f"values, and its codes cannot hold the result. Reduce gradients or FP32 masters and "
+            f"cast them (zerocast.CastPlan); to average or gather values, run the collective on "
+            f"weight.dequantize() and weight.copy_() the result; to move weights, use broadcast, "
+            f"all_gather into a list, scatter, or send and recv."
+        )
+    if any(isinstance(tensor, ValueView) for tensor in outputs):
+        return UnsupportedError(
+            f"{name} would write into a view of a quantized weight's value, which is decoded for "
+            f"the occasion, so what arrives would be lost. Give it the weight itself (the "
+            f"parameter, or its .data without .view()): all its bytes are moved then."
+        )
+    return UnsupportedError(
+        f"{name} moves quantized weights to and from quantized weights of the same kind, got "
+        f"{', '.join(type(tensor).__name__ for tensor in outputs)} to be written among others; "
+        f"give quantized weights on both sides, or plain tensors (weight.dequantize()) on both."
+    )
