@@ -1,4 +1,4 @@
-"""House rules that a machine can check: imports, docstrings of public names, the README's tree."""
+"""House rules that a machine can check: imports, docstrings of public names, the drawn tree."""
 
 import ast
 import importlib
@@ -171,15 +171,14 @@ def test_public_names_are_documented(module, name):
         assert not undocumented, f"{module}.{name}: no docstring on {undocumented}"
 
 
-# --- the README is true ---
+# --- the tree is true ---
 
 
-def readme_tree() -> dict[str, set[str]]:
-    """The README's drawing of the tree as directory -> entries; directories end in a slash."""
-    block = re.search(
-        r"## The tree\n.*?```\w*\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL
-    )
-    assert block, "README.md has no section 'The tree' with a drawing"
+def drawn_tree() -> dict[str, set[str]]:
+    """CONTRIBUTING.md's tree as directory -> entries; directories end in a slash."""
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    block = re.search(r"### The tree\n.*?```\w*\n(.*?)```", text, re.DOTALL)
+    assert block, "CONTRIBUTING.md has no section 'The tree' with a drawing"
     tree: dict[str, set[str]] = {"": set()}
     path: list[str] = []
     for line in block.group(1).splitlines():
@@ -208,14 +207,14 @@ def real_entries(directory: Path) -> set[str]:
     return {path.name + "/" * path.is_dir() for path in directory.iterdir() if is_kept(path)}
 
 
-def test_the_tree_in_the_readme_is_the_real_one():
-    """Every directory that the README opens holds what it shows, no more and no less."""
-    tree = readme_tree()
+def test_the_tree_that_is_drawn_is_the_real_one():
+    """Every directory that the drawing opens holds what it shows, no more and no less."""
+    tree = drawn_tree()
     assert "zerocast/" in tree, "the drawing must open zerocast/"
     for directory, drawn in tree.items():
         real = real_entries(ROOT / directory)
         assert drawn == real, (
-            f"README.md draws {directory or 'the root'} without {sorted(real - drawn)} "
+            f"CONTRIBUTING.md draws {directory or 'the root'} without {sorted(real - drawn)} "
             f"and with {sorted(drawn - real)}, which it has not"
         )
 

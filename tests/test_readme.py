@@ -1,13 +1,68 @@
+"""README.md, CONTRIBUTING.md and docs/: their Python runs, and their links lead somewhere."""
+
 import re
 from pathlib import Path
 
 import pytest
+import torch
 
-README = Path(__file__).resolve().parent.parent / "README.md"
-EXAMPLES = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+from tests.torchtitan import conftest as _torchtitan  # noqa: F401  (or what stands in for it)
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
-@pytest.mark.parametrize("code", EXAMPLES, ids=["cast", "train", "autocast"])
-def test_the_code_in_the_readme_runs(code):
-    """Each Python example of the README runs as it stands, by itself."""
-    exec(compile(code, str(README), "exec"), {"__name__": "__main__"})
+def blocks(page: Path) -> list[str]:
+    """The page's Python, each block behind as many empty lines as stand before it on the page."""
+    text = page.read_text()
+    found = re.finditer(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    return ["\n" * text.count("\n", 0, match.start(1)) + match.group(1) for match in found]
+
+
+@pytest.fixture
+def own_process_group():
+    """A page that makes the default process group leaves none behind."""
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p)], ids=lambda page: page.name)
+def test_the_python_of_a_page_runs(page, own_process_group, capsys):
+    """The blocks of a page run in order and share their names; those of the README run alone."""
+    names = {"__name__": "__main__"}
+    for code in blocks(page):
+        exec(compile(code, str(page), "exec"), names)
+        if page.name == "README.md":
+            names = {"__name__": "__main__"}
+
+
+def anchors(page: Path) -> set[str]:
+    """The headings of a page as GitHub and mkdocs name them in addresses."""
+    heads = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_of_a_page_leads_somewhere(page):
+    """Relative links name files that are there, and headings that they have; no other link is."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if not target.startswith("https://"):
+            file, _, anchor = target.partition("#")
+            aim = (page.parent / file).resolve() if file else page
+            assert aim.exists(), f"{page.name} links to {target}, which is not there"
+            assert not anchor or anchor in anchors(aim), f"{page.name}: no heading {target}"
+
+
+def test_the_readme_can_be_read_at_a_sitting():
+    """README.md has at most 200 lines."""
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 200
+
+
+def test_programs_that_pages_name_are_there():
+    """Every file of the repository that a shell block runs exists."""
+    for page in PAGES:
+        for block in re.findall(r"^```sh\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE):
+            for path in re.findall(r"(?:scripts|examples|tests)/[\w./]+", block):
+                assert (ROOT / path).exists(), f"{page.name} runs {path}, which is not there"
