@@ -15,6 +15,8 @@ A plain session runs the kind "in_process"; "mpi" and "torch_distributed" (gloo)
     mpiexec -n 4 python -m mpi4py -m pytest --with-mpi -x -m mpi
 """
 
+import os
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +26,7 @@ import pytest
 import torch
 
 import zerocast
+from tests.cuda_emulation.emulator import BUILDS
 from tests.support.ranks import KINDS, MPI_RANKS, run_ranks, split_ranks
 from zerocast.comm import Communicator
 
@@ -33,7 +36,14 @@ hypothesis.settings.load_profile("zerocast")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Refuse an MPI session of another size: its tests would be skipped, or run one rank each."""
+    """Make the folder of compiled kernels, which pytest-xdist's workers share. Refuse an MPI
+    session of another size: its tests would be skipped, or run one rank each.
+    """
+    if BUILDS not in os.environ:
+        folder = tempfile.TemporaryDirectory(prefix="zerocast-emulation-")
+        os.environ[BUILDS] = folder.name
+        config.add_cleanup(folder.cleanup)
+        config.add_cleanup(lambda: os.environ.pop(BUILDS))
     if not config.getoption("with_mpi", False):
         return
     from mpi4py import MPI

@@ -3,6 +3,7 @@
 import ctypes
 import hashlib
 import itertools
+import os
 import platform
 import shutil
 import subprocess
@@ -18,6 +19,10 @@ from zerocast.backends.cuda import Arguments, Kernel
 from zerocast.backends.cuda.sources import cuda_sources
 
 HEADER = Path(__file__).with_name("emulation.h")
+BUILDS = "ZEROCAST_EMULATION_BUILDS"
+"""Of the environment: the folder of the compiled kernels, which tests/conftest.py makes for the
+session and all of its processes.
+"""
 ORDERS = ("forward", "reverse", "random")
 
 needs_emulation = pytest.mark.skipif(
@@ -29,8 +34,6 @@ needs_emulation = pytest.mark.skipif(
 FLAGS = ("-std=c++17", "-g0", "-fPIC", "-shared", "-ffp-contract=off", "-w")
 SANITIZE = ("-fsanitize=alignment,bounds,shift,integer-divide-by-zero", "-fno-sanitize-recover=all")
 
-_folder = tempfile.TemporaryDirectory(prefix="zerocast-emulation-")  # gone with the session
-_builds = Path(_folder.name)
 _lock = threading.Lock()  # a library's fibers are the process's: one launch at a time
 
 
@@ -124,19 +127,23 @@ def _build(source: str, mistake: Mistake | None, flags: tuple[str, ...]) -> Path
     if mistake is not None and mistake.source != source:
         mistake = None
     key = hashlib.sha256(repr((mistake, flags)).encode()).hexdigest()[:16]
-    library = _builds / f"{source}-{key}.so"
+    builds = Path(os.environ[BUILDS])
+    library = builds / f"{source}-{key}.so"
     if library.exists():
         return library
+    # Processes that build the same at once put the same in its place.
+    made = Path(tempfile.mkdtemp(dir=builds))
     if mistake is not None:
-        root = shutil.copytree(root, _builds / key, dirs_exist_ok=True)
+        root = shutil.copytree(root, made / "sources")
         mistake.plant(root)
-    file = library.with_suffix(".cpp")
+    file = made / f"{source}.cpp"
     shutil.copy(root / "kernels" / f"{source}.cu", file)
     # What has a mistake runs one small case, and compiles in half the time without optimization.
     level = "-O1" if mistake is None else "-O0"
     command = ["g++", level, *FLAGS, *flags, f"-I{root / 'include'}", "-include", str(HEADER)]
     done = subprocess.run(
-        [*command, str(file), "-o", str(library)], capture_output=True, text=True, timeout=300
-    )
+        [*command, str(file), "-o", str(made / library.name)],
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    return library
+    return (made / library.name).replace(library)

@@ -5,6 +5,7 @@ inside of their tensors.
 import os
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 import zerocast
 from tests.cuda_emulation.emulator import ORDERS, Emulator, KernelFault, Mistake, needs_emulation
 from tests.support.activations import RECIPES, parameters, quantizer_of
+from tests.support.child_process import in_child
 from tests.support.values import draw_values
 from zerocast.backends.cuda import CudaBackend
 from zerocast.backends.cuda.sources import cuda_sources
@@ -63,23 +65,35 @@ def run(backend: CudaBackend, function: str, alone: bool = False) -> dict[str, t
 
 
 FUNCTION = {"activation": "silu", "normalization": "layernorm"}
-EXPECTED: dict[str, dict[str, torch.Tensor]] = {}
+
+
+@cache
+def expected(function: str) -> dict[str, bytes]:
+    """What kernels without a mistake write."""
+    return in_bytes(run(CudaBackend(Emulator()), function))
 
 
 def is_caught(mistake: Mistake) -> bool:
     """Whether any order of threads shows other bytes, or a fault."""
-    function = FUNCTION[mistake.source]
-    if function not in EXPECTED:
-        EXPECTED[function] = run(CudaBackend(Emulator()), function)
+    return in_child(shows, mistake, expected(FUNCTION[mistake.source])) is not False
+
+
+def shows(mistake: Mistake, expected: dict[str, bytes]) -> bool:
+    """As :func:`is_caught`, in a process whose memory the mistake may overwrite."""
     for order in ORDERS:
+        backend = CudaBackend(Emulator(order, max_grid=2, mistake=mistake))
         try:
-            made = run(CudaBackend(Emulator(order, max_grid=2, mistake=mistake)), function)
+            made = run(backend, FUNCTION[mistake.source])
         except KernelFault:
             return True
-        for name, tensor in EXPECTED[function].items():
-            if not torch.equal(made[name].view(torch.uint8), tensor.view(torch.uint8)):
-                return True
+        if in_bytes(made) != expected:
+            return True
     return False
+
+
+def in_bytes(written: dict[str, torch.Tensor]) -> dict[str, bytes]:
+    """The same, to be sent to another process."""
+    return {name: t.contiguous().view(torch.uint8).numpy().tobytes() for name, t in written.items()}
 
 
 @pytest.mark.parametrize("source", FUNCTION)

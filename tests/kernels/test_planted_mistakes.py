@@ -1,7 +1,6 @@
 """The emulation sees what it is for: kernels with a mistake planted in their sources are caught."""
 
 import re
-from functools import cache
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ from tests.cuda_emulation.emulator import (
     needs_emulation,
 )
 from tests.kernels.subjects import SUBJECTS, Written
+from tests.support.child_process import in_child
 from zerocast.backends.cuda import CudaBackend
 from zerocast.backends.cuda.sources import cuda_sources
 from zerocast.backends.reference import ReferenceBackend
@@ -37,22 +37,24 @@ SOURCES = {
 }
 
 
-@cache
-def expected(subject: str) -> Written:
-    """What the reference writes."""
-    return SUBJECTS[subject](ReferenceBackend())
-
-
 def is_caught(mistake: Mistake) -> bool:
     """Whether any order of threads shows other bytes than the reference's, or a fault."""
+    return in_child(shows, mistake) is not False
+
+
+def shows(mistake: Mistake) -> bool:
+    """As :func:`is_caught`, in a process whose memory the mistake may overwrite."""
+    expected: dict[str, Written] = {}
     for order in ORDERS:
         backend = CudaBackend(Emulator(order, max_grid=2, mistake=mistake))
         for subject in SOURCES[mistake.source]:
+            if subject not in expected:
+                expected[subject] = SUBJECTS[subject](ReferenceBackend())
             try:
                 actual = SUBJECTS[subject](backend)
             except KernelFault:
                 return True
-            for name, tensor in expected(subject).items():
+            for name, tensor in expected[subject].items():
                 if not torch.equal(actual[name].view(torch.uint8), tensor.view(torch.uint8)):
                     return True
     return False
@@ -147,11 +149,14 @@ def test_another_order_of_sums(source: str, right: str, wrong: str) -> None:
 
 def fault(right: str, wrong: str) -> str:
     """What the emulation says of partial_amax with a mistake in it."""
-    mistake = Mistake("partial_amax", "kernels/partial_amax.cu", right, wrong)
-    backend = CudaBackend(Emulator(mistake=mistake))
     with pytest.raises(KernelFault) as caught:
-        SUBJECTS["fp8"](backend)
+        in_child(run_fp8, Mistake("partial_amax", "kernels/partial_amax.cu", right, wrong))
     return str(caught.value)
+
+
+def run_fp8(mistake: Mistake) -> None:
+    """One subject, in one order."""
+    SUBJECTS["fp8"](CudaBackend(Emulator(mistake=mistake)))
 
 
 def test_a_divergent_barrier() -> None:
