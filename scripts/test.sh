@@ -32,6 +32,7 @@ tests() {
 environment "${1:-.venv}" dev
 MPIEXEC=$(dirname "$(command -v python)")/mpiexec
 stage "style and types" style
+stage "documentation" mkdocs build --strict
 stage "tests" tests --ignore tests/test_wheel.py --ignore tests/examples tests
 stage "tests of the examples" python -m pytest -q -m "not mpi and not nightly" tests/examples
 stage "tests on $RANKS MPI ranks" tests_on_ranks "${SHARDED[@]/#/--ignore=}" tests
