@@ -51,7 +51,7 @@ from zerocast.recipes import (
     Recipe,
 )
 from zerocast.tensors import QuantizedStorage
-from zerocast.tensors.operands import CastOperand, transpose_target
+from zerocast.tensors.operands import tensor_operand
 
 RECIPES: dict[str, Recipe] = {
     "NVFP4": NVFP4BlockScaling(),
@@ -164,19 +164,18 @@ class CastWork:
         self.columnwise_bytes = sum(buffers[name].nbytes for name in derived)
         amax = torch.zeros(storage.amax_slots, dtype=torch.int32)
         extent = Extent(0, master.numel())
-        operand = CastOperand(storage, 0, extent, amax, candidates=candidates)
-        shards = operand.shards()
+        operands = [tensor_operand(storage, 0, extent, amax, candidates=candidates)]
         masters = Masters(1)
         masters.bind([master])
         self.steps: dict[str, Work] = {}
         if not recipe.casts_before_reduction:
-            self.steps["amax"] = backend.partial_amax(shards, masters)
+            self.steps["amax"] = backend.partial_amax(operands, masters)
         if isinstance(recipe.law, NVFP4Law) and recipe.chooses_scales:
-            self.steps["select"] = backend.partial_select(recipe.law, shards, masters)
-        self.steps["scale"] = backend.compute_scale(recipe.law, operand.scale_targets())
-        self.steps["cast"] = backend.partial_cast(recipe.law, shards, masters)
+            self.steps["select"] = backend.partial_select(recipe.law, operands, masters)
+        self.steps["scale"] = backend.compute_scale(recipe.law, operands)
+        self.steps["cast"] = backend.partial_cast(recipe.law, operands, masters)
         if derived:
-            self.steps["transpose"] = backend.transpose([transpose_target(storage)])
+            self.steps["transpose"] = backend.transpose(recipe.law, operands)
 
     def read_steps(self) -> None:
         """The steps whose work follows the shard."""

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import torch
 
-from zerocast.ops import CastShard
+from zerocast.ops import TensorOperand
 from zerocast.tensors import QuantizedStorage
 
 SCHEMES = {"fp8": 0, "fp8_blockwise": 1, "nvfp4": 2}
@@ -145,7 +145,7 @@ class Operands:
 
 
 def operands(
-    recipe: str, storages: Sequence[QuantizedStorage], shards: Sequence[CastShard]
+    recipe: str, storages: Sequence[QuantizedStorage], shards: Sequence[TensorOperand]
 ) -> Operands:
     """Its own buffers for amaxes, scales and bytes; the gathered codes and scales are ours."""
     device = storages[0].device
@@ -193,7 +193,7 @@ def operands(
 def differing(
     recipe: str,
     storages: Sequence[QuantizedStorage],
-    shards: Sequence[CastShard],
+    shards: Sequence[TensorOperand],
     theirs: Operands,
 ) -> dict[str, int]:
     """By step, how many values of its results are not ours: amaxes, codes, columnwise bytes."""
@@ -206,7 +206,7 @@ def differing(
         codes = storage.buffers["rowwise_data"].view(-1)[first:last]
         columnwise = storage.buffers["columnwise_data"].view(-1)
         pairs = {
-            "amax": (amax.view(torch.int32), shard.block_amax),
+            "amax": (amax.view(torch.int32), shard.planes[0].block_amax),
             "cast": (theirs.tensors["codes"][i][: last - first], codes),
             "transpose": (theirs.tensors["columnwise"][i], columnwise),
         }
@@ -223,7 +223,7 @@ def compare(
     recipe: str,
     ours: dict[str, Callable[[], object]],
     storages: Sequence[QuantizedStorage],
-    shards: Sequence[CastShard],
+    shards: Sequence[TensorOperand],
     masters: Sequence[torch.Tensor | None],
     capability: tuple[int, int],
     seconds: Seconds,

@@ -13,10 +13,10 @@ import torch
 from cuda_sets import Shape, rank_0
 
 from zerocast.backends.cuda import CudaBackend, Launcher
-from zerocast.ops import CastShard, Launch, Masters
+from zerocast.ops import Launch, Masters, TensorOperand
 from zerocast.recipes import Recipe
 from zerocast.tensors import QuantizedStorage
-from zerocast.tensors.operands import CastOperand, transpose_target
+from zerocast.tensors.operands import tensor_operand
 
 Work = Callable[[], object]
 
@@ -53,7 +53,7 @@ class Prepared:
     written: dict[str, int]
     tables: dict[str, int]
     storages: list[QuantizedStorage]
-    shards: list[CastShard]
+    shards: list[TensorOperand]
     masters: Masters
 
 
@@ -74,11 +74,10 @@ def prepare(
     slots = [storage.amax_slots for storage in storages]
     amax = torch.zeros(sum(slots), dtype=torch.int32, device=device)
     parts = amax.split(slots)
-    operands = [
-        CastOperand(storage, i, extent, part)
+    shards = [
+        tensor_operand(storage, i, extent, part)
         for i, (storage, extent, part) in enumerate(zip(storages, extents, parts, strict=True))
     ]
-    shards = [shard for operand in operands for shard in operand.shards()]
     counting = Uploads(backend.launcher)
     counted = CudaBackend(counting)
 
@@ -88,14 +87,12 @@ def prepare(
         return launch
 
     uploaded: list[int] = []
-    scales = [target for operand in operands for target in operand.scale_targets()]
-    copies = [transpose_target(s) for s in storages]
     steps: dict[str, Work] = {
         "memset": lambda: amax.zero_(),
         "amax": tables_of(counted.partial_amax(shards, masters)),
-        "scale": tables_of(counted.compute_scale(recipe.law, scales)),
+        "scale": tables_of(counted.compute_scale(recipe.law, shards)),
         "cast": tables_of(counted.partial_cast(recipe.law, shards, masters)),
-        "transpose": tables_of(counted.transpose(copies)),
+        "transpose": tables_of(counted.transpose(recipe.law, shards)),
     }
     codes = owned * recipe.law.fmt.bits // 8
     planes = {

@@ -153,7 +153,7 @@ void advance(const DelayedState& state, i32 amax_bits, const LawTable& law) {
 // What is done once a weight.
 void finish(const ScaleTarget& target, const LawTable& law) {
     if (target.amax) *target.amax = *target.tensor_amax;
-    if (target.delayed.scale) advance(target.delayed, *target.tensor_amax, law);
+    if (target.delayed.cast_scale) advance(target.delayed, *target.tensor_amax, law);
     if (target.rounding_counter) target.rounding_counter[1]++;
 }
 

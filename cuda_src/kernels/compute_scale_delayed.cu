@@ -35,7 +35,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         const ScaleTarget& target = targets[w];
         const DelayedState& state = target.delayed;
         i32 amax_bits = *target.tensor_amax;
-        bool enters = enters_history(amax_bits);
+        bool enters = state.cast_scale && enters_history(amax_bits);
         if (threadIdx.x == 0) largest = 0;
         if (enters) {  // with a barrier, for `largest` too
             i32 value = take_into_history(state, amax_bits);
@@ -46,7 +46,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 
         // What a cast multiplied by belongs to its codes: it is kept before the next one is made.
         DelayedScaling<E4M3> law{*state.scale};
-        *state.cast_scale = law.scale;
+        if (state.cast_scale) *state.cast_scale = law.scale;
         *(i32*)target.rowwise.scale_inv = law.stored<Scalar>(amax_bits);
         if (target.amax) *target.amax = amax_bits;
         if (enters && algorithm != ALGORITHM_OUTSIDE)

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.operations import Case, nvfp4, per_tensor, run_operations
+from tests.support.operations import Case, nvfp4, operand, per_tensor, plane, run_operations
 from tests.support.same_bytes import assert_same_bytes
 from tests.support.values import KINDS, draw_values
 from zerocast.backends import native_library
@@ -16,8 +16,8 @@ from zerocast.backends.cpu import CpuBackend
 from zerocast.backends.reference import ReferenceBackend
 from zerocast.errors import BackendError
 from zerocast.formats import E4M3, E5M2, decode, packed_columns
-from zerocast.layout import BlockGrid, Extent
-from zerocast.ops import CastShard, Float8Law, Law, Masters, NVFP4Law, TransposeTarget
+from zerocast.layout import BlockGrid, Extent, Source
+from zerocast.ops import Float8Law, Law, Masters, NVFP4Law
 
 try:
     ISAS = native_library.instruction_sets(native_library.load())
@@ -68,8 +68,8 @@ def cast_under_ones(law: Law, x: torch.Tensor, round_to: torch.dtype) -> None:
     for backend in (REFERENCE, *(CpuBackend(isa, 1) for isa in ISAS)):
         codes.append(torch.zeros(x.numel() * law.fmt.bits // 8, dtype=torch.uint8))
         block = amax / 448 if isinstance(law, NVFP4Law) else amax
-        shard = CastShard(0, extent, grid, round_to, (block * 1.0).view(torch.int32),
-                          amax.view(torch.int32), codes[-1])  # fmt: skip
+        shard = operand(grid, (block * 1.0).view(torch.int32), amax.view(torch.int32), codes[-1],
+                        extent=extent, round_to=round_to)  # fmt: skip
         backend.partial_cast(law, [shard], masters)()
     for isa, got in zip(ISAS, codes[1:], strict=True):
         assert_same_bytes(got, codes[0], f"codes of {law} rounded to {round_to} on {isa}")
@@ -106,10 +106,10 @@ def test_the_amax_of_each_pattern_and_its_float_neighbours(round_to):
         grid, amaxes = BlockGrid(1, x.numel(), 1, 1), []
         for backend in (REFERENCE, *(CpuBackend(isa, 1) for isa in ISAS)):
             case = Case(Float8Law(E4M3), grid, Extent(0, x.numel()), round_to)
-            shard, masters = case.shard(case.codes()), Masters(1)
+            shard, masters = case.operand(case.codes()), Masters(1)
             masters.bind([x])
             backend.partial_amax([shard], masters)()
-            amaxes.append(shard.block_amax)
+            amaxes.append(shard.planes[0].block_amax)
         for isa, got in zip(ISAS, amaxes[1:], strict=True):
             assert_same_bytes(got, amaxes[0], f"amaxes rounded to {round_to} on {isa}")
 
@@ -198,9 +198,7 @@ def test_one_table_of_many_weights(threads):
         shards, bound = [], [None] * 40
         for slot, grid, end, x in zip(slots, grids, ends, values, strict=True):
             case = Case(NVFP4Law(), grid, Extent(0, end), torch.bfloat16)
-            made = case.shard(case.codes())
-            shards.append(CastShard(slot, made.extent, grid, made.round_to, made.block_amax,
-                                    made.tensor_amax, made.codes))  # fmt: skip
+            shards.append(case.operand(case.codes(), slot=slot))
             bound[slot] = x if end else None
         masters = Masters(40)
         masters.bind(bound)
@@ -208,7 +206,8 @@ def test_one_table_of_many_weights(threads):
         backend.partial_cast(NVFP4Law(), shards, masters)()
         results.append(shards)
     for isa, shards in zip(ISAS, results[1:], strict=True):
-        for i, (shard, expected) in enumerate(zip(shards, results[0], strict=True)):
+        for i, pair in enumerate(zip(shards, results[0], strict=True)):
+            shard, expected = (each.planes[0] for each in pair)
             assert_same_bytes(shard.block_amax, expected.block_amax, f"amaxes of weight {i}, {isa}")
             assert_same_bytes(shard.codes, expected.codes, f"codes of weight {i} on {isa}")
 
@@ -226,13 +225,14 @@ def test_a_shard_at_two_to_the_32_plus_5(law, isa):
     results = []
     for grid, first in ((BlockGrid(2**17, cols, 16, 16), start), (BlockGrid(16, cols, 16, 16), 5)):
         case = Case(law, grid, Extent(first, first + size), torch.bfloat16, own_codes=True)
-        shard, masters = case.shard(case.codes()), Masters(1)
+        shard, masters = case.operand(case.codes()), Masters(1)
         masters.bind([master])
         backend = CpuBackend(isa, 1)
         backend.partial_amax([shard], masters)()
         backend.partial_cast(law, [shard], masters)()
         block = grid.block_of(first)
-        results.append((shard.codes, shard.block_amax[block : block + 64], shard.tensor_amax))
+        made = shard.planes[0]
+        results.append((made.codes, made.block_amax[block : block + 64], shard.tensor_amax))
     for what, got, expected in zip(("codes", "block amaxes", "amax"), *results, strict=True):
         assert_same_bytes(got, expected, what)
     assert int(results[0][2]) > 0
@@ -253,8 +253,8 @@ def test_a_large_transpose_goes_past_the_caches_to_the_same_place(law, rows):
         shape = cols, packed_columns(law.fmt, rows)
         written.append(torch.empty(shape, dtype=torch.uint8))
         scales = torch.empty(columnwise.shape, dtype=law.scale_dtype)
-        target = TransposeTarget(law.fmt, whole.scale_layout, codes, scale_inv, columnwise,
-                                 written[-1], scales)  # fmt: skip
-        backend.transpose([target])()
+        second = plane(columnwise, None, written[-1], scales, Source.ROWWISE)
+        both = operand(whole.scale_layout, codes=codes, scale_inv=scale_inv, second=second)
+        backend.transpose(law, [both])()
     for isa, got in zip(ISAS, written[1:], strict=True):
         assert_same_bytes(got, written[0], f"columnwise codes on {isa}")

@@ -25,18 +25,18 @@ except BackendError as error:
 def test_a_launch_reads_the_masters_that_are_bound_when_it_runs():
     """Re-binding needs no new launch: the second run casts the second master."""
     case = per_tensor(Float8Law(E4M3), 3, 5)
-    shard, masters = case.shard(case.codes()), Masters(1)
+    shard, masters = case.operand(case.codes()), Masters(1)
     amax, cast = (
         CpuBackend().partial_amax([shard], masters),
         CpuBackend().partial_cast(case.law, [shard], masters),
     )
     for value in (448.0, 1.0):
-        shard.block_amax.fill_(torch.tensor(448.0).view(torch.int32))
+        shard.planes[0].block_amax.fill_(torch.tensor(448.0).view(torch.int32))
         masters.bind([torch.full((15,), value)])
         amax()
         cast()
         assert_same_bytes(
-            shard.codes,
+            shard.planes[0].codes,
             torch.full((15,), {448.0: 0x7E, 1.0: 0x38}[value], dtype=torch.uint8),
             "codes",
         )
@@ -49,7 +49,7 @@ def test_a_launch_keeps_alive_what_it_points_to():
     masters.bind([torch.ones(64 * 64)])
     launches = []
     for _ in range(2):
-        shard = case.shard(codes)
+        shard = case.operand(codes)
         launches += [
             CpuBackend().partial_amax([shard], masters),
             CpuBackend().partial_cast(case.law, [shard], masters),
@@ -69,12 +69,12 @@ def test_nothing_to_do_does_nothing():
     masters.bind([None])
     case = nvfp4(4, 16, Extent(3, 3))
     codes = case.codes()
-    empty = case.shard(codes)
+    empty = case.operand(codes)
     for shards in ([], [empty]):
         backend.partial_amax(shards, masters)()
         backend.partial_cast(NVFP4Law(), shards, masters)()
     backend.compute_scale(NVFP4Law(), [])()
-    backend.transpose([])()
+    backend.transpose(NVFP4Law(), [])()
     backend.dequantize(NVFP4Law(), [])()
     assert_same_bytes(codes, case.codes(), "codes")
 
@@ -104,7 +104,7 @@ def test_a_law_without_code_is_refused_when_it_is_prepared():
 def test_a_tensor_that_is_not_contiguous_is_refused_when_it_is_prepared():
     """Nothing has been read or written then."""
     case = per_tensor(Float8Law(E4M3), 4, 4)
-    shard = case.shard(torch.zeros(32, dtype=torch.uint8)[::2])
+    shard = case.operand(torch.zeros(32, dtype=torch.uint8)[::2])
     with pytest.raises(BackendError, match=r"contiguous CPU tensors, got .*strides \(2,\)"):
         CpuBackend().partial_cast(case.law, [shard], Masters(1))
 

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.operations import operand
 from tests.support.partitions import draw_partition
 from tests.support.same_bytes import assert_same_bytes
 from tests.support.schemes import Scheme, run_scheme
@@ -21,7 +22,6 @@ from zerocast.errors import BackendError
 from zerocast.formats import E4M3, E5M2
 from zerocast.layout import BlockGrid, Extent, ScaleLayout
 from zerocast.ops import (
-    CastShard,
     Float8DelayedLaw,
     Float8Law,
     Masters,
@@ -245,8 +245,8 @@ def test_a_part_draws_by_its_place_in_the_whole(isa: str, data: st.DataObject) -
     for backend in (REFERENCE, CpuBackend(isa, 1)):
         codes = torch.full((grid.numel // 2,), 0xA5, dtype=torch.uint8)
         rounding = Rounding(torch.tensor([7, 1]), *place)
-        shard = CastShard(0, extent, grid, torch.bfloat16, amax, amax.max()[None], codes,
-                          rounding=rounding)  # fmt: skip
+        shard = operand(grid, amax, amax.max()[None], codes, extent=extent,
+                        round_to=torch.bfloat16, rounding=rounding)  # fmt: skip
         backend.partial_cast(DRAWN, [shard], masters)()
         results.append(codes)
     assert_same_bytes(results[1], results[0], f"codes of {grid} {extent} at {place}")
@@ -263,8 +263,8 @@ def test_a_counter_that_carries_between_its_halves():
         amax = torch.tensor([3.0]).view(torch.int32)
         codes = torch.zeros(size // 2, dtype=torch.uint8)
         counter = Rounding(torch.tensor([7, 1]))
-        shard = CastShard(0, Extent(start, start + size), grid, torch.float32, amax, amax, codes,
-                          start, rounding=counter)  # fmt: skip
+        shard = operand(grid, amax, amax, codes, extent=Extent(start, start + size),
+                        codes_start=start, rounding=counter)  # fmt: skip
         masters = Masters(1)
         masters.bind([master])
         backend.partial_cast(DRAWN, [shard], masters)()

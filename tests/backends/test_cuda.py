@@ -15,6 +15,7 @@ from hypothesis import given, settings
 
 import zerocast
 from tests.cuda_emulation.emulator import Emulator, needs_emulation
+from tests.support.operations import operand
 from zerocast.backends.cuda import Arguments, CudaBackend, Kernel, compiler, kernel_cache
 from zerocast.backends.cuda.device import WORDS, DeviceLauncher
 from zerocast.backends.cuda.sources import cuda_sources
@@ -32,8 +33,8 @@ from zerocast.backends.cuda.tiling import (
 )
 from zerocast.errors import BackendError, InputError
 from zerocast.formats import E4M3
-from zerocast.layout import BlockGrid, Extent, ScaleLayout
-from zerocast.ops import DequantizeTarget, Float8Law
+from zerocast.layout import BlockGrid, Extent
+from zerocast.ops import Float8Law
 
 # --- tiles ---
 
@@ -352,10 +353,8 @@ def test_what_is_prepared_in_a_capture_stays_there() -> None:
     emulator.capturing = True
     backend = CudaBackend(emulator)
     grid = BlockGrid(4, 4, 4, 4)
-    target = DequantizeTarget(
-        ScaleLayout(grid), torch.zeros(4, 4, dtype=torch.uint8), torch.ones(1, 1), None,
-        torch.zeros(4, 4),
-    )  # fmt: skip
+    codes, ones = torch.zeros(4, 4, dtype=torch.uint8), torch.ones(1, 1)
+    target = operand(grid, codes=codes, scale_inv=ones, values=torch.zeros(4, 4))
     launch = backend.dequantize(Float8Law(E4M3), [target])
     launch()
     emulator.capturing = False

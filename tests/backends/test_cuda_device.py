@@ -21,7 +21,7 @@ from zerocast.layout import Extent, Source
 from zerocast.ops import Float8Law, Masters, NVFP4Law
 from zerocast.recipes import Recipe, Role
 from zerocast.tensors import QuantizedStorage
-from zerocast.tensors.operands import CastOperand
+from zerocast.tensors.operands import tensor_operand
 
 pytestmark = [
     pytest.mark.cuda,
@@ -435,12 +435,11 @@ def test_more_than_2_to_31_elements(recipe: Recipe) -> None:
         weight = zerocast.empty((height, cols), recipe, device="cuda", columnwise=independent)
         storage, end = weight.quantized_storage, height * cols
         amax = torch.zeros(storage.amax_slots, dtype=torch.int32, device="cuda")
-        operand = CastOperand(storage, 0, Extent(end - size, end), amax)
-        shards = operand.shards()
+        operand = tensor_operand(storage, 0, Extent(end - size, end), amax)
         backend = backend_for(storage.device)
-        backend.partial_amax(shards, masters)()
-        backend.partial_cast(recipe.law, shards, masters)()
-        return operand.block_amaxes, storage
+        backend.partial_amax([operand], masters)()
+        backend.partial_cast(recipe.law, [operand], masters)()
+        return [each.block_amax for each in operand.cast_planes], storage
 
     (amaxes, storage), (expected, few) = cast_end_of(rows), cast_end_of(64)
     for plane, whole, tail in zip(storage.cast_planes, amaxes, expected, strict=True):

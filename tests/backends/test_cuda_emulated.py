@@ -13,6 +13,7 @@ import zerocast
 from tests.cast.test_first_law import Case, cast_and_gather, check
 from tests.cast.test_parts import cast_parts
 from tests.cuda_emulation.emulator import ORDERS, Emulator, needs_emulation
+from tests.support.operations import operand, plane
 from tests.support.same_bytes import assert_same_bytes
 from tests.support.values import KINDS, draw_values
 from zerocast.backends.cuda import CudaBackend
@@ -20,18 +21,8 @@ from zerocast.backends.reference import ReferenceBackend
 from zerocast.comm import SingleRank, run_in_process
 from zerocast.errors import BackendError
 from zerocast.formats import E2M1, E4M3, E5M2, byte_span
-from zerocast.layout import BlockGrid, Extent, ScaleLayout
-from zerocast.ops import (
-    Backend,
-    CastShard,
-    DequantizeTarget,
-    Float8Law,
-    Law,
-    Masters,
-    NVFP4Law,
-    ScaleTarget,
-    TransposeTarget,
-)
+from zerocast.layout import BlockGrid, Extent, ScaleLayout, Source
+from zerocast.ops import Backend, Float8Law, Law, Masters, NVFP4Law
 
 pytestmark = needs_emulation
 
@@ -87,7 +78,8 @@ def amax_and_codes(
     codes = torch.full((size,), GUARD, dtype=torch.uint8)
     amax = torch.zeros(grid.amax_slots, dtype=torch.int32)
     start = first * 8 // law.fmt.bits if own_buffer else 0
-    shard = CastShard(0, extent, grid, round_to, amax[: grid.num_blocks], amax[-1:], codes, start)
+    shard = operand(grid, amax[: grid.num_blocks], amax[-1:], codes, extent=extent,
+                    round_to=round_to, codes_start=start)  # fmt: skip
     masters = Masters(1)
     masters.bind([master])
     backend.partial_amax([shard], masters)()
@@ -147,11 +139,13 @@ def scales_copies_and_values(
     if grid.num_blocks == 1 and bits == 8:
         copied_scales = None
     out = unfilled(grid.rows, grid.cols, dtype=torch.float32)
-    backend.compute_scale(law, [ScaleTarget(layout, amax, tensor_amax, scale_inv, stored_amax)])()
-    backend.transpose(
-        [TransposeTarget(law.fmt, layout, codes, scale_inv, columnwise, copied, copied_scales)]
-    )()
-    backend.dequantize(law, [DequantizeTarget(layout, codes, scale_inv, stored_amax, out)])()
+    whole = operand(
+        layout, amax, tensor_amax, codes, scale_inv, amax=stored_amax, values=out,
+        second=plane(columnwise, None, copied, copied_scales, Source.ROWWISE),
+    )  # fmt: skip
+    backend.compute_scale(law, [whole])()
+    backend.transpose(law, [whole])()
+    backend.dequantize(law, [whole])()
     made = {
         "scale_inv": scale_inv, "amax": stored_amax, "columnwise codes": copied,
         "columnwise scales": copied_scales, "values": out,
@@ -340,6 +334,6 @@ def test_a_tensor_elsewhere_is_refused() -> None:
     """A tensor that the launcher's device cannot read is refused by what it is."""
     layout = ScaleLayout(BlockGrid(4, 4, 4, 4))
     amax = torch.zeros(1, dtype=torch.int32, device="meta")
-    target = ScaleTarget(layout, amax, amax, torch.zeros(1, 1))
+    target = operand(layout, amax, amax, scale_inv=torch.zeros(1, 1))
     with pytest.raises(BackendError, match="contiguous tensors on cpu, got \\(1,\\) on meta"):
         BACKENDS["forward"].compute_scale(Float8Law(E4M3), [target])

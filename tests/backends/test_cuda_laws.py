@@ -10,6 +10,7 @@ from hypothesis import given, settings
 import zerocast
 from tests.backends.test_cuda_emulated import BACKENDS, DTYPES, GUARD, REFERENCE, extents
 from tests.cuda_emulation.emulator import ORDERS, Emulator, needs_emulation
+from tests.support.operations import operand, plane
 from tests.support.same_bytes import assert_same_bytes
 from tests.support.values import KINDS, draw_values
 from zerocast.backends.cuda import CudaBackend, prepared
@@ -20,11 +21,7 @@ from zerocast.layout import BlockGrid, Cuts, Extent, ScaleLayout
 from zerocast.ops import (
     Backend,
     Candidates,
-    CastShard,
-    ColumnwiseScales,
-    ColumnwiseShard,
     DelayedState,
-    DequantizeTarget,
     Float8DelayedLaw,
     Float8Law,
     Law,
@@ -32,8 +29,6 @@ from zerocast.ops import (
     MXFP8Law,
     NVFP4Law,
     Rounding,
-    ScaleTarget,
-    SelectTarget,
 )
 from zerocast.recipes import Recipe
 
@@ -104,12 +99,11 @@ def both_planes(
     if second is not None:
         written["columnwise_amax"] = torch.zeros(second.num_blocks, dtype=torch.int32)
         written["columnwise_codes"] = unfilled((size,))
-        columnwise = ColumnwiseShard(
-            second, written["columnwise_amax"], written["columnwise_codes"]
-        )
-    shard = CastShard(
-        0, extent, grid, round_to, written["block_amax"], written["tensor_amax"], written["codes"],
-        first * 8 // law.fmt.bits if own_buffer else 0, columnwise,
+        columnwise = plane(second, written["columnwise_amax"], written["columnwise_codes"])
+    shard = operand(
+        grid, written["block_amax"], written["tensor_amax"], written["codes"], extent=extent,
+        round_to=round_to, codes_start=first * 8 // law.fmt.bits if own_buffer else 0,
+        second=columnwise,
         rounding=Rounding(torch.tensor([0xDEADBEEF, 2**32 + 7]), *place),
     )  # fmt: skip
     masters = Masters(1)
@@ -208,25 +202,23 @@ def test_stored_scales_of_any_layout(order: str, data: st.DataObject) -> None:
         if second is not None:
             written["columnwise"] = unfilled(second.shape, law.scale_dtype)
             more = draw_values(kind, other.num_blocks, seed + 1).abs().view(torch.int32)
-            columnwise = ColumnwiseScales(second, more, written["columnwise"])
+            columnwise = plane(second, more, None, written["columnwise"])
         if isinstance(law, NVFP4Law) and law.four_over_six is not None:
             buffer = torch.zeros(Candidates.words(grid, Cuts()), dtype=torch.int32)
             candidates = Candidates.carve(buffer, grid, Cuts())
             candidates.choices[::3] = 1
         counter = torch.tensor([5, 41])
-        target = ScaleTarget(
-            layout, amax, amax.max().view(1).clone(), written["scale_inv"], stored, columnwise,
-            candidates=candidates, rounding=Rounding(counter),
-        )  # fmt: skip
-        backend.compute_scale(law, [target])()
         g = torch.Generator().manual_seed(seed)
         shape = (rows, cols * law.fmt.bits // 8)
         codes = torch.randint(256, shape, dtype=torch.uint8, generator=g)
         written["values"] = unfilled((rows, cols), torch.float32)
-        backend.dequantize(
-            law,
-            [DequantizeTarget(layout, codes, written["scale_inv"], stored, written["values"])],
-        )()
+        whole = operand(
+            layout, amax, amax.max().view(1).clone(), codes, written["scale_inv"], amax=stored,
+            second=columnwise, candidates=candidates, rounding=Rounding(counter),
+            values=written["values"],
+        )  # fmt: skip
+        backend.compute_scale(law, [whole])()
+        backend.dequantize(law, [whole])()
         if stored is not None:
             written["amax"] = stored
         return written | {"counter": counter}
@@ -260,20 +252,16 @@ def test_delayed_scaling_equals_the_reference(order: str, length: int, algorithm
             scale_inv = [torch.zeros(1) for _ in sizes]
             amax = torch.zeros(len(sizes), dtype=torch.int32)
             masters = Masters(len(sizes))
-            shards, targets = [], []
+            shards = []
             for i, size in enumerate(sizes):
                 grid = BlockGrid(1, size, 1, size)
                 own = Extent(size // 3, size)
                 shards.append(
-                    CastShard(i, own, grid, torch.bfloat16, amax[i : i + 1], amax[i : i + 1],
-                              codes[i], delayed=states[i])
-                )  # fmt: skip
-                targets.append(
-                    ScaleTarget(ScaleLayout(grid), amax[i : i + 1], amax[i : i + 1], scale_inv[i],
-                                delayed=states[i])
+                    operand(grid, amax[i : i + 1], amax[i : i + 1], codes[i], scale_inv[i],
+                            slot=i, extent=own, round_to=torch.bfloat16, delayed=states[i])
                 )  # fmt: skip
             cast = backend.partial_cast(law, shards, masters)
-            close = backend.compute_scale(law, targets)
+            close = backend.compute_scale(law, shards)
             for step, kind in enumerate(kinds):
                 dtype = DTYPES[step % 3]
                 values = [draw_values(kind, s.extent.size, step).to(dtype) for s in shards]
@@ -324,7 +312,7 @@ def test_choices_equal_the_reference(order: str, data: st.DataObject) -> None:
     whole = Masters(1)
     whole.bind([master])
     REFERENCE.partial_amax(
-        [CastShard(0, Extent(0, grid.numel), grid, round_to, blocks, tensor, torch.empty(0))], whole
+        [operand(grid, blocks, tensor, extent=Extent(0, grid.numel), round_to=round_to)], whole
     )()
 
     def run(backend: Backend) -> dict[str, torch.Tensor]:
@@ -333,13 +321,12 @@ def test_choices_equal_the_reference(order: str, data: st.DataObject) -> None:
         buffers = [torch.zeros(Candidates.words(grid, cuts), dtype=torch.int32) for _ in owned]
         parts = [Candidates.carve(buffer, grid, cuts) for buffer in buffers]
         shards = [
-            CastShard(i, extent, grid, round_to, blocks, tensor, torch.empty(0, dtype=torch.uint8),
-                      candidates=part)
+            operand(grid, blocks, tensor, slot=i, extent=extent, round_to=round_to, candidates=part)
             for i, (extent, part) in enumerate(zip(owned, parts, strict=True))
         ]  # fmt: skip
         backend.partial_select(law, shards, masters)()
         total = Candidates.carve(torch.stack(buffers).sum(0, dtype=torch.int32), grid, cuts)
-        backend.select(law, [SelectTarget(grid, blocks, tensor, total)])()
+        backend.select(law, [operand(grid, blocks, tensor, candidates=total)])()
         written = {f"part {i}": part.elements for i, part in enumerate(parts)}
         written |= {f"errors {i}": part.row_errors.nan_to_num(-1) for i, part in enumerate(parts)}
         return written | {"choices": total.choices, "errors": total.row_errors.nan_to_num(-1)}
@@ -479,7 +466,7 @@ def test_few_tables_of_tiles_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
         sent.clear()
         layout = ScaleLayout(BlockGrid(rows, 4, rows, 4))
         codes, values = torch.zeros(rows, 4, dtype=torch.uint8), torch.zeros(rows, 4)
-        target = DequantizeTarget(layout, codes, torch.ones(1, 1), None, values)
+        target = operand(layout, codes=codes, scale_inv=torch.ones(1, 1), values=values)
         backend.dequantize(Float8Law(E4M3), [target])()
         return len(sent)
 
@@ -505,9 +492,9 @@ def test_choices_of_other_blocks_are_refused() -> None:
     candidates = Candidates.carve(
         torch.zeros(Candidates.words(grid, Cuts()), dtype=torch.int32), grid, Cuts()
     )
-    shard = CastShard(
-        0, Extent(0, 512), grid, torch.float32, *2 * [torch.zeros(16, dtype=torch.int32)],
-        torch.zeros(256, dtype=torch.uint8), candidates=candidates,
+    shard = operand(
+        grid, *2 * [torch.zeros(16, dtype=torch.int32)], torch.zeros(256, dtype=torch.uint8),
+        extent=Extent(0, 512), candidates=candidates,
     )  # fmt: skip
     with pytest.raises(BackendError, match="16x16 blocks, got BlockGrid"):
         BACKENDS["forward"].partial_select(NVFP4Law(four_over_six="mae"), [shard], Masters(1))

@@ -6,17 +6,18 @@ That its bytes are right is the claim of tests/vectors.
 import pytest
 import torch
 
+from tests.support.operations import operand
 from tests.support.same_bytes import assert_same_bytes
 from zerocast.backends.reference import ReferenceBackend
 from zerocast.formats import E4M3, E5M2
 from zerocast.layout import BlockGrid, Extent
-from zerocast.ops import CastShard, Float8Law, Law, Masters, NVFP4Law
+from zerocast.ops import Float8Law, Law, Masters, NVFP4Law, TensorOperand
 
 REFERENCE = ReferenceBackend()
 
 
 def run_cast(
-    shard: CastShard, master: torch.Tensor, law: Law, reduced: torch.Tensor | None = None
+    shard: TensorOperand, master: torch.Tensor, law: Law, reduced: torch.Tensor | None = None
 ) -> None:
     """Amax, then codes, of one shard; with ``reduced`` as the tensor amax of all ranks."""
     masters = Masters(1)
@@ -44,8 +45,8 @@ def test_a_shard_at_two_to_the_32_plus_5(law, size):
         amax = torch.zeros(grid.amax_slots, dtype=torch.int32)
         aligned = first - first % (8 // bits)
         codes = torch.full((2 + size,), 0xA5, dtype=torch.uint8)
-        shard = CastShard(0, Extent(first, first + size), grid, torch.float32, amax[:-1], amax[-1:],
-                          codes, aligned)  # fmt: skip
+        shard = operand(grid, amax[:-1], amax[-1:], codes, extent=Extent(first, first + size),
+                        codes_start=aligned)  # fmt: skip
         run_cast(shard, master, law)
         touched = amax[:-1].nonzero().flatten()
         results.append((codes, touched - (grid is large) * 2**12, amax[:-1][touched], amax[-1:]))
@@ -62,7 +63,7 @@ def test_a_shard_writes_its_nibbles_and_no_other():
         for end in range(start, 6):
             codes = torch.full((3,), 0x55, dtype=torch.uint8)
             amax = torch.zeros(1, dtype=torch.int32)
-            shard = CastShard(0, Extent(start, end), grid, torch.float32, amax, amax, codes)
+            shard = operand(grid, amax, amax, codes, extent=Extent(start, end))
             run_cast(shard, torch.full((end - start,), -0.0), NVFP4Law())
             written = [b >> s & 15 for b in codes.tolist() for s in (0, 4)]
             assert written == [8 if start <= i < end else 5 for i in range(6)], (start, end)
@@ -75,7 +76,7 @@ def test_the_amax_takes_maxima_and_keeps_what_earlier_shards_left():
     masters = Masters(1)
     seen = []
     for pair in ([2.0, -1.0], [-4.0, 0.0], [1.0, -torch.inf], [-torch.nan, 1.0], [5.0, 5.0]):
-        shard = CastShard(0, Extent(1, 3), grid, torch.float32, amax[:2], amax[2:], torch.empty(0))
+        shard = operand(grid, amax[:2], amax[2:], extent=Extent(1, 3))
         masters.bind([torch.tensor(pair)])
         REFERENCE.partial_amax([shard], masters)()
         seen.append(amax.tolist())
@@ -100,11 +101,10 @@ def test_nothing_to_do_is_a_launch_that_does_nothing():
     amax, codes = torch.zeros(1, dtype=torch.int32), torch.full((16,), 7, dtype=torch.uint8)
     masters = Masters(1)
     masters.bind([None])
-    for shards in ([], [CastShard(0, Extent(9, 9), grid, torch.bfloat16, amax, amax, codes)]):
+    for shards in ([], [operand(grid, amax, amax, codes, extent=Extent(9, 9))]):
         REFERENCE.partial_amax(shards, masters)()
         REFERENCE.partial_cast(NVFP4Law(), shards, masters)()
-    for prepare in (REFERENCE.transpose, lambda t: REFERENCE.compute_scale(NVFP4Law(), t),
-                    lambda t: REFERENCE.dequantize(NVFP4Law(), t)):  # fmt: skip
-        prepare([])()
+    for prepare in (REFERENCE.transpose, REFERENCE.compute_scale, REFERENCE.dequantize):
+        prepare(NVFP4Law(), [])()
     assert amax.tolist() == [0]
     assert codes.tolist() == [7] * 16

@@ -10,11 +10,12 @@ import random
 import pytest
 import torch
 
+from tests.support.operations import operand
 from tests.support.partitions import draw_partition
 from tests.support.same_bytes import assert_same_bytes
 from zerocast.backends.reference import ReferenceBackend
 from zerocast.layout import BlockGrid, Cuts, Extent
-from zerocast.ops import Candidates, CastShard, Masters, NVFP4Law, SelectTarget
+from zerocast.ops import Candidates, Masters, NVFP4Law
 
 REFERENCE = ReferenceBackend()
 
@@ -31,8 +32,8 @@ def amaxes(grid: BlockGrid, x: torch.Tensor) -> torch.Tensor:
     amax = torch.zeros(grid.amax_slots, dtype=torch.int32)
     masters = Masters(1)
     masters.bind([x])
-    shard = CastShard(0, Extent(0, grid.numel), grid, torch.bfloat16, amax[: grid.num_blocks],
-                      amax[-1:], torch.empty(0))  # fmt: skip
+    shard = operand(grid, amax[: grid.num_blocks], amax[-1:], extent=Extent(0, grid.numel),
+                    round_to=torch.bfloat16)  # fmt: skip
     REFERENCE.partial_amax([shard], masters)()
     return amax
 
@@ -45,8 +46,9 @@ def part(
     amax = amaxes(grid, x)
     masters = Masters(1)
     masters.bind([x[extent.start : extent.end]])
-    shard = CastShard(0, extent, grid, torch.bfloat16, amax[: grid.num_blocks], amax[-1:],
-                      torch.empty(0), candidates=Candidates.carve(buffer, grid, cuts))  # fmt: skip
+    shard = operand(grid, amax[: grid.num_blocks], amax[-1:], extent=extent,
+                    round_to=torch.bfloat16,
+                    candidates=Candidates.carve(buffer, grid, cuts))  # fmt: skip
     REFERENCE.partial_select(law, [shard], masters)()
     return buffer
 
@@ -61,8 +63,8 @@ def exchanged(
     total = parts.sum(dim=0, dtype=torch.int32)
     amax = amaxes(grid, x)
     candidates = Candidates.carve(total, grid, cuts)
-    target = SelectTarget(grid, amax[: grid.num_blocks], amax[-1:], candidates)
-    REFERENCE.select(law, [target])()
+    whole = operand(grid, amax[: grid.num_blocks], amax[-1:], candidates=candidates)
+    REFERENCE.select(law, [whole])()
     return candidates.choices[: grid.num_blocks]
 
 

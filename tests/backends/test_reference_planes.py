@@ -5,17 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.support.operations import operand, plane
 from tests.support.same_bytes import assert_same_bytes
 from zerocast.backends.reference import ReferenceBackend
 from zerocast.backends.reference.philox import element_words
 from zerocast.backends.reference.planes import read_plane, write_plane
 from zerocast.backends.reference.rounding import encode_stochastic
 from zerocast.formats import E2M1, E4M3, encode, reciprocal_e8m0
-from zerocast.layout import BlockGrid, Extent, ScaleLayout
+from zerocast.layout import BlockGrid, Extent, ScaleLayout, Source
 from zerocast.ops import (
-    CastShard,
-    ColumnwiseScales,
-    ColumnwiseShard,
     DelayedState,
     Float8DelayedLaw,
     Float8Law,
@@ -23,7 +21,6 @@ from zerocast.ops import (
     MXFP8Law,
     NVFP4Law,
     Rounding,
-    ScaleTarget,
 )
 
 REFERENCE = ReferenceBackend()
@@ -90,9 +87,9 @@ def test_a_shard_writes_both_planes_and_no_other_byte(law, start, end):
     x = torch.randn(192, generator=torch.Generator().manual_seed(1))[start:end]
     amax = torch.zeros(6 + 64 + 1, dtype=torch.int32)
     codes = torch.full((2, end - start + 2), 0xA5, dtype=torch.uint8)
-    shard = CastShard(
-        0, Extent(start, end), grid, torch.float32, amax[:6], amax[-1:], codes[0], start,
-        ColumnwiseShard(second, amax[6:-1], codes[1]),
+    shard = operand(
+        grid, amax[:6], amax[-1:], codes[0], extent=Extent(start, end), codes_start=start,
+        second=plane(second, amax[6:-1], codes[1]),
     )  # fmt: skip
     REFERENCE.partial_amax([shard], masters_of(x))()
     REFERENCE.partial_cast(law, [shard], masters_of(x))()
@@ -124,9 +121,9 @@ def test_one_block_amax_serves_two_planes_of_scales():
     columnwise = torch.full((4, 128), 0xA5, dtype=torch.uint8)
     layout = ScaleLayout(grid, row_repeat=32, row_multiple=128, col_multiple=4)
     other = ScaleLayout(grid, col_repeat=32, row_multiple=4, col_multiple=128)
-    target = ScaleTarget(layout, amax[:4], amax[4:], rowwise,
-                         columnwise=ColumnwiseScales(other, amax[:4], columnwise))  # fmt: skip
-    REFERENCE.compute_scale(MXFP8Law(), [target])()
+    both = operand(layout, amax[:4], amax[4:], scale_inv=rowwise,
+                   second=plane(other, amax[:4], None, columnwise, Source.SHARED))  # fmt: skip
+    REFERENCE.compute_scale(MXFP8Law(), [both])()
     expected = torch.zeros(128, 4, dtype=torch.uint8)
     expected[:32, 0], expected[:32, 1], expected[32, 0], expected[32, 1] = 127, 128, 0, 255
     assert_same_bytes(rowwise, expected, "rowwise")
@@ -144,7 +141,7 @@ def test_a_delayed_cast_takes_the_amax_in_the_same_pass():
     state = DelayedState(torch.tensor([2.0]), torch.zeros(1), torch.zeros(3))
     amax = torch.tensor([3.0]).view(torch.int32)
     codes = torch.zeros(4, dtype=torch.uint8)
-    shard = CastShard(0, Extent(1, 3), grid, torch.float32, amax, amax, codes, delayed=state)
+    shard = operand(grid, amax, amax, codes, extent=Extent(1, 3), delayed=state)
     REFERENCE.partial_cast(law, [shard], masters_of(torch.tensor([-0.5, 1.0])))()
     assert codes.tolist() == [0, 0xB8, 0x40, 0]
     assert amax.view(torch.float32).tolist() == [3.0]
@@ -159,13 +156,13 @@ def test_closing_a_delayed_cast():
     law, layout = Float8DelayedLaw(E4M3, margin=1), ScaleLayout(BlockGrid(2, 2, 2, 2))
     state = DelayedState(torch.tensor([2.0]), torch.zeros(1), torch.tensor([8.0, 1.0, 5.0]))
     amax, scale_inv, stored = torch.tensor([4.0]).view(torch.int32), torch.zeros(1), torch.zeros(1)
-    target = ScaleTarget(layout, amax, amax, scale_inv, stored, delayed=state)
-    REFERENCE.compute_scale(law, [target])()
+    whole = operand(layout, amax, amax, scale_inv=scale_inv, amax=stored, delayed=state)
+    REFERENCE.compute_scale(law, [whole])()
     assert (scale_inv.item(), state.cast_scale.item(), stored.item()) == (0.5, 2.0, 4.0)
     assert state.amax_history.tolist() == [4.0, 8.0, 1.0]
     assert state.scale.item() == 224.0 / 8
     amax.copy_(torch.tensor([torch.inf]).view(torch.int32))
-    REFERENCE.compute_scale(law, [target])()
+    REFERENCE.compute_scale(law, [whole])()
     assert scale_inv.view(torch.int32).item() == 0x7FC00000
     assert (state.scale.item(), state.cast_scale.item()) == (28.0, 28.0)
     assert state.amax_history.tolist() == [4.0, 8.0, 1.0]
@@ -178,11 +175,10 @@ def test_words_follow_the_index_in_the_whole_weight():
     x = torch.rand(40, generator=torch.Generator().manual_seed(2)) * 6
     amax = torch.tensor([6.0]).view(torch.int32)
     codes, counter = torch.zeros(21, dtype=torch.uint8), torch.tensor([77, 11])
-    shard = CastShard(0, Extent(start, start + 40), grid, torch.float32, amax, amax, codes,
-                      start - 1, rounding=Rounding(counter))  # fmt: skip
     scale_inv = torch.zeros(1, 1, dtype=torch.uint8)
-    target = ScaleTarget(ScaleLayout(grid), amax, amax, scale_inv, rounding=Rounding(counter))
-    REFERENCE.compute_scale(law, [target])()
+    shard = operand(grid, amax, amax, codes, scale_inv, extent=Extent(start, start + 40),
+                    codes_start=start - 1, rounding=Rounding(counter))  # fmt: skip
+    REFERENCE.compute_scale(law, [shard])()
     assert counter.tolist() == [77, 12]
     REFERENCE.partial_cast(law, [shard], masters_of(x))()
     # g = 6: S_enc = 448, S_dec = 448 and the multiplier 1.

@@ -20,7 +20,7 @@ from zerocast.comm import (
     run_in_process,
 )
 from zerocast.errors import InputError, RankMismatchError, StaleCopyError
-from zerocast.ops import CastShard, Launch, Law, Masters
+from zerocast.ops import Launch, Law, Masters, TensorOperand
 
 NVFP4 = zerocast.NVFP4BlockScaling()
 FP8 = zerocast.Float8CurrentScaling()
@@ -135,9 +135,11 @@ def test_a_moved_weight_leaves_the_plan_its_backend() -> None:
     prepared: list[str] = []
 
     class Spy(ReferenceBackend):
-        def partial_cast(self, law: Law, shards: Sequence[CastShard], masters: Masters) -> Launch:
+        def partial_cast(
+            self, law: Law, operands: Sequence[TensorOperand], masters: Masters
+        ) -> Launch:
             prepared.append("spy")
-            return super().partial_cast(law, shards, masters)
+            return super().partial_cast(law, operands, masters)
 
     with zerocast.use_backend(Spy()):
         plan = zerocast.CastPlan([weight], [master], [0])

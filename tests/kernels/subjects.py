@@ -10,17 +10,14 @@ from functools import partial
 
 import torch
 
+from tests.support.operations import operand, plane
 from tests.support.values import draw_values
 from zerocast.formats import E4M3, E5M2
-from zerocast.layout import BlockGrid, Cuts, Extent, ScaleLayout
+from zerocast.layout import BlockGrid, Cuts, Extent, ScaleLayout, Source
 from zerocast.ops import (
     Backend,
     Candidates,
-    CastShard,
-    ColumnwiseScales,
-    ColumnwiseShard,
     DelayedState,
-    DequantizeTarget,
     Float8DelayedLaw,
     Float8Law,
     Law,
@@ -28,9 +25,6 @@ from zerocast.ops import (
     MXFP8Law,
     NVFP4Law,
     Rounding,
-    ScaleTarget,
-    SelectTarget,
-    TransposeTarget,
 )
 
 Written = dict[str, torch.Tensor]
@@ -93,17 +87,16 @@ def one_plane(
     copied_scales = torch.zeros(columnwise.shape, dtype=law.scale_dtype)
     out = torch.zeros(grid.rows, grid.cols)
     masters = bind_part(grid, extent, alone)
-    shard = CastShard(
-        0, extent, grid, torch.bfloat16, block_amax, tensor_amax, codes,
-        rounding=Rounding(torch.tensor([77, 3])),
+    made = operand(
+        layout, block_amax, tensor_amax, codes, scale_inv, extent=extent, round_to=torch.bfloat16,
+        second=plane(columnwise, None, copied, copied_scales, Source.ROWWISE), amax=stored,
+        rounding=Rounding(torch.tensor([77, 2])), values=out,
     )  # fmt: skip
-    backend.partial_amax([shard], masters)()
-    backend.compute_scale(law, [ScaleTarget(layout, block_amax, tensor_amax, scale_inv, stored)])()
-    backend.partial_cast(law, [shard], masters)()
-    backend.transpose(
-        [TransposeTarget(law.fmt, layout, codes, scale_inv, columnwise, copied, copied_scales)]
-    )()
-    backend.dequantize(law, [DequantizeTarget(layout, codes, scale_inv, stored, out)])()
+    backend.partial_amax([made], masters)()
+    backend.compute_scale(law, [made])()
+    backend.partial_cast(law, [made], masters)()
+    backend.transpose(law, [made])()
+    backend.dequantize(law, [made])()
     return {
         "block_amax": block_amax, "tensor_amax": tensor_amax, "codes": codes,
         "scale_inv": scale_inv, "columnwise codes": copied, "columnwise scales": copied_scales,
@@ -125,19 +118,17 @@ def two_planes(
     scales = [torch.zeros(layout.shape, dtype=law.scale_dtype) for layout in planes]
     values = [torch.zeros(grid.rows, grid.cols) for _ in planes]
     masters = bind_part(grid, extent, alone)
-    shard = CastShard(
-        0, extent, grid, torch.bfloat16, block_amax, tensor_amax, codes,
-        columnwise=ColumnwiseShard(second, columnwise_amax, columnwise_codes),
+    made = operand(
+        planes[0], block_amax, tensor_amax, codes, scales[0], extent=extent,
+        round_to=torch.bfloat16, values=values[0],
+        second=plane(planes[1], columnwise_amax, columnwise_codes, scales[1]),
     )  # fmt: skip
-    target = ScaleTarget(
-        planes[0], block_amax, tensor_amax, scales[0],
-        columnwise=ColumnwiseScales(planes[1], columnwise_amax, scales[1]),
-    )  # fmt: skip
-    backend.partial_amax([shard], masters)()
-    backend.compute_scale(law, [target])()
-    backend.partial_cast(law, [shard], masters)()
-    for i, plane in enumerate((codes, columnwise_codes)):
-        backend.dequantize(law, [DequantizeTarget(planes[i], plane, scales[i], None, values[i])])()
+    backend.partial_amax([made], masters)()
+    backend.compute_scale(law, [made])()
+    backend.partial_cast(law, [made], masters)()
+    backend.dequantize(law, [made])()
+    columnwise = operand(planes[1], codes=columnwise_codes, scale_inv=scales[1], values=values[1])
+    backend.dequantize(law, [columnwise])()
     return {
         "block_amax": block_amax, "tensor_amax": tensor_amax, "columnwise_amax": columnwise_amax,
         "codes": codes, "columnwise_codes": columnwise_codes, "scale_inv": scales[0],
@@ -152,7 +143,7 @@ def remembered(
     masters = Masters(3)
     amax = torch.zeros(3, 1, dtype=torch.int32)
     written: Written = {"amax": amax}
-    shards, targets = [], []
+    made = []
     for i in range(3):
         grid = BlockGrid(1, 20_011, 1, 20_011)
         codes, scale_inv = codes_of(law, grid), torch.zeros(1)
@@ -160,19 +151,18 @@ def remembered(
             torch.full((1,), 3.0), torch.zeros(1), torch.arange(length).remainder(200).float()
         )
         own = Extent(1 + i, 20_007 - i)
-        shards.append(
-            CastShard(i, own, grid, torch.bfloat16, amax[i], amax[i], codes, delayed=state)
-        )
-        layout = ScaleLayout(grid)
-        targets.append(ScaleTarget(layout, amax[i], amax[i], scale_inv, delayed=state))
+        made.append(
+            operand(grid, amax[i], amax[i], codes, scale_inv, slot=i, extent=own,
+                    round_to=torch.bfloat16, delayed=state)
+        )  # fmt: skip
         written |= {
             f"codes {i}": codes, f"scale_inv {i}": scale_inv, f"scale {i}": state.scale,
             f"cast_scale {i}": state.cast_scale, f"history {i}": state.amax_history,
         }  # fmt: skip
-    masters.bind([bind_part(s.grid, s.extent, alone).tensors[0] for s in shards])
+    masters.bind([bind_part(s.grid, s.extent, alone).tensors[0] for s in made])
     for _ in range(2):
-        backend.partial_cast(law, shards, masters)()
-        backend.compute_scale(law, targets)()
+        backend.partial_cast(law, made, masters)()
+        backend.compute_scale(law, made)()
     return written
 
 
@@ -190,8 +180,8 @@ def chosen(
     values, parts = master(grid.rows, grid.cols), []
     buffers = torch.zeros(len(owned), Candidates.words(grid, cuts), dtype=torch.int32)
     for own, buffer in zip(owned, buffers, strict=True):
-        shard = CastShard(
-            0, own, grid, torch.bfloat16, block_amax, tensor_amax, torch.empty(0),
+        shard = operand(
+            grid, block_amax, tensor_amax, torch.empty(0), extent=own, round_to=torch.bfloat16,
             candidates=Candidates.carve(buffer, grid, cuts),
         )  # fmt: skip
         masters = bind(values, own, alone)
@@ -200,7 +190,7 @@ def chosen(
     for shard, masters in parts:
         backend.partial_select(law, [shard], masters)()
     total = Candidates.carve(buffers.sum(0, dtype=torch.int32), grid, cuts)
-    backend.select(law, [SelectTarget(grid, block_amax, tensor_amax, total)])()
+    backend.select(law, [operand(grid, block_amax, tensor_amax, candidates=total)])()
     return {
         "parts": buffers, "choices": total.choices, "errors": total.row_errors,
         "block_amax": block_amax,

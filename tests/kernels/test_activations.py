@@ -15,14 +15,15 @@ from tests.support.activations import (
     parameters,
     quantizer_of,
 )
+from tests.support.operations import plane
 from tests.support.same_bytes import assert_same_bytes, assert_same_storage
 from tests.support.values import draw_values
 from zerocast.backends.cuda import CudaBackend
 from zerocast.errors import BackendError
 from zerocast.formats import E4M3
-from zerocast.layout import BlockGrid, ScaleLayout
+from zerocast.layout import BlockGrid
 from zerocast.nn.functional import activate
-from zerocast.ops import Activation, ActivationTarget, CastPlane, Float8Law, MXFP8Law
+from zerocast.ops import Activation, ActivationTarget, Float8Law, MXFP8Law
 from zerocast.tensors import Quantizer
 
 pytestmark = needs_emulation
@@ -163,13 +164,6 @@ def test_nothing_is_uploaded() -> None:
 # --- what it refuses ---
 
 
-def plane(grid: BlockGrid) -> CastPlane:
-    """Of 8-bit codes."""
-    codes = torch.empty(grid.rows, grid.cols, dtype=torch.uint8)
-    layout = ScaleLayout(grid)
-    return CastPlane(layout, codes, torch.empty(layout.shape))
-
-
 @pytest.mark.parametrize(
     ("law", "grid", "message"),
     [
@@ -180,6 +174,8 @@ def plane(grid: BlockGrid) -> CastPlane:
 def test_other_blocks_are_refused(law: object, grid: BlockGrid, message: str) -> None:
     """Blocks that no tile holds are refused when the operation is prepared, with the way out."""
     x = torch.zeros(grid.rows, grid.cols)
-    target = ActivationTarget(Activation("relu"), x, torch.float32, planes=(plane(grid),))
+    scale_inv = torch.empty(grid.blocks_h, grid.blocks_w)
+    planes = (plane(grid, None, x.to(torch.uint8), scale_inv),)
+    target = ActivationTarget(Activation("relu"), x, torch.float32, planes=planes)
     with pytest.raises(BackendError, match=message):
         BACKENDS["forward"].activate(law, target)  # type: ignore[arg-type]

@@ -91,7 +91,7 @@ class CopyingDriver:
                 for i in range(shard.grid.blocks_h):
                     ctypes.memmove(
                         row["block_amax"] + 4 * i * row["amax_cols"],
-                        shard.block_amax.data_ptr() + 4 * i * wide,
+                        shard.planes[0].block_amax.data_ptr() + 4 * i * wide,
                         4 * wide,
                     )
             elif name == "cast":

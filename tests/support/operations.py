@@ -1,22 +1,52 @@
-"""All five operations of a backend on one shard: what it writes, to be compared byte for byte."""
+"""Operands made by hand; and all five operations of a backend on one of them: what it writes, to be
+compared byte for byte.
+"""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from zerocast.formats import byte_span, packed_columns
-from zerocast.layout import BlockGrid, Extent, ScaleLayout
+from zerocast.layout import BlockGrid, Extent, Plane, ScaleLayout, Source
 from zerocast.ops import (
     Backend,
-    CastShard,
-    DequantizeTarget,
     Float8Law,
     Law,
     Masters,
     NVFP4Law,
-    ScaleTarget,
-    TransposeTarget,
+    PlaneBuffers,
+    TensorOperand,
 )
+
+
+def plane(
+    scales: ScaleLayout | BlockGrid,
+    block_amax: torch.Tensor | None = None,
+    codes: torch.Tensor | None = None,
+    scale_inv: torch.Tensor | None = None,
+    source: Source = Source.MASTER,
+) -> PlaneBuffers:
+    """A plane under these blocks, or scales, and its buffers."""
+    layout = ScaleLayout(scales) if isinstance(scales, BlockGrid) else scales
+    block = layout.grid.block_h, layout.grid.block_w
+    name = "rowwise" if source is Source.MASTER else "columnwise"
+    return PlaneBuffers(Plane(name, source, block, layout), block_amax, codes, scale_inv)
+
+
+def operand(
+    scales: ScaleLayout | BlockGrid,
+    block_amax: torch.Tensor | None = None,
+    tensor_amax: torch.Tensor | None = None,
+    codes: torch.Tensor | None = None,
+    scale_inv: torch.Tensor | None = None,
+    *,
+    second: PlaneBuffers | None = None,
+    **others: Any,
+) -> TensorOperand:
+    """A tensor with this rowwise plane, and where it has one a second."""
+    planes = (plane(scales, block_amax, codes, scale_inv), *([second] if second else []))
+    return TensorOperand(planes, tensor_amax=tensor_amax, **others)
 
 
 @dataclass(frozen=True)
@@ -44,13 +74,15 @@ class Case:
             return ScaleLayout(grid, row_repeat=grid.block_h, row_multiple=128, col_multiple=4)
         return ScaleLayout(grid, col_multiple=4, padding=1.0)
 
-    def shard(self, codes: torch.Tensor) -> CastShard:
-        """The operand, with amaxes of zero."""
+    def operand(self, codes: torch.Tensor, scale_inv: torch.Tensor | None = None,
+                **others: Any) -> TensorOperand:  # fmt: skip
+        """With amaxes of zero."""
         amax = torch.zeros(self.grid.amax_slots, dtype=torch.int32)
         start = self.extent.start
         codes_start = start - start % (8 // self.law.fmt.bits) if self.own_codes else 0
-        return CastShard(0, self.extent, self.grid, self.round_to, amax[: self.grid.num_blocks],
-                         amax[-1:], codes, codes_start)  # fmt: skip
+        return operand(self.scale_layout, amax[: self.grid.num_blocks], amax[-1:], codes, scale_inv,
+                       extent=self.extent, round_to=self.round_to, codes_start=codes_start,
+                       **others)  # fmt: skip
 
     def codes(self) -> torch.Tensor:
         """What the codes hold before the cast: bytes that differ from their neighbours."""
@@ -67,51 +99,36 @@ def run_operations(backend: Backend, case: Case, master: torch.Tensor) -> dict[s
     A whole matrix of codes, rows of whole bytes, is also transposed and dequantized, whatever the
     codes outside the shard are.
     """
-    law, layout = case.law, case.scale_layout
-    shard, masters = case.shard(case.codes()), Masters(1)
+    law, grid, masters = case.law, case.grid, Masters(1)
     masters.bind([master])
-    backend.partial_amax([shard], masters)()
-    scale_inv = torch.empty(layout.shape, dtype=law.scale_dtype)
+    codes, columnwise = case.codes(), case.columnwise_scale_layout
+    scale_inv = torch.empty(case.scale_layout.shape, dtype=law.scale_dtype)
     amax = torch.empty(1) if isinstance(law, NVFP4Law) else None
-    target = ScaleTarget(layout, shard.block_amax, shard.tensor_amax, scale_inv, amax)
-    backend.compute_scale(law, [target])()
-    backend.partial_cast(law, [shard], masters)()
+    copied = torch.empty(grid.cols, packed_columns(law.fmt, grid.rows), dtype=torch.uint8)
+    copied_scales = torch.empty(columnwise.shape, dtype=law.scale_dtype)
+    values = torch.empty(grid.rows, grid.cols)
+    second = plane(columnwise, None, copied, copied_scales, Source.ROWWISE)
+    made = case.operand(codes, scale_inv, second=second, amax=amax, values=values)
+    backend.partial_amax([made], masters)()
+    backend.compute_scale(law, [made])()
+    backend.partial_cast(law, [made], masters)()
     written = {
-        "block_amax": shard.block_amax,
-        "tensor_amax": shard.tensor_amax,
+        "block_amax": made.planes[0].block_amax,
+        "tensor_amax": made.tensor_amax,
         "scale_inv": scale_inv,
-        "codes": shard.codes,
+        "codes": codes,
     }
     if amax is not None:
         written["amax"] = amax
-    row_bytes = packed_columns(law.fmt, case.grid.cols)
-    if not case.own_codes and row_bytes * case.grid.rows == len(shard.codes):
-        codes = shard.codes.view(case.grid.rows, row_bytes)
-        written |= _read_back(backend, case, codes, scale_inv, amax)
+    if not case.own_codes and packed_columns(law.fmt, grid.cols) * grid.rows == len(codes):
+        backend.transpose(law, [made])()
+        backend.dequantize(law, [made])()
+        written |= {
+            "columnwise_codes": copied,
+            "columnwise_scale_inv": copied_scales,
+            "values": values,
+        }
     return written
-
-
-def _read_back(
-    backend: Backend,
-    case: Case,
-    codes: torch.Tensor,
-    scale_inv: torch.Tensor,
-    amax: torch.Tensor | None,
-) -> dict[str, torch.Tensor]:
-    law, grid, columnwise = case.law, case.grid, case.columnwise_scale_layout
-    columnwise_codes = torch.empty(grid.cols, packed_columns(law.fmt, grid.rows), dtype=torch.uint8)
-    columnwise_scale_inv = torch.empty(columnwise.shape, dtype=law.scale_dtype)
-    values = torch.empty(grid.rows, grid.cols)
-    backend.transpose([
-        TransposeTarget(law.fmt, case.scale_layout, codes, scale_inv, columnwise,
-                        columnwise_codes, columnwise_scale_inv)
-    ])()  # fmt: skip
-    backend.dequantize(law, [DequantizeTarget(case.scale_layout, codes, scale_inv, amax, values)])()
-    return {
-        "columnwise_codes": columnwise_codes,
-        "columnwise_scale_inv": columnwise_scale_inv,
-        "values": values,
-    }
 
 
 def per_tensor(law: Float8Law, rows: int, cols: int, extent: Extent | None = None) -> Case:

@@ -12,24 +12,20 @@ from dataclasses import dataclass
 
 import torch
 
+from tests.support.operations import operand, plane
 from zerocast.formats import packed_columns
-from zerocast.layout import BlockGrid, Cuts, Extent, ScaleLayout
+from zerocast.layout import BlockGrid, Cuts, Extent, ScaleLayout, Source
 from zerocast.ops import (
     INFINITY_BITS,
     Backend,
     Candidates,
-    CastShard,
-    ColumnwiseScales,
-    ColumnwiseShard,
     DelayedState,
-    DequantizeTarget,
     Float8DelayedLaw,
     Law,
     Masters,
     NVFP4Law,
     Rounding,
-    ScaleTarget,
-    SelectTarget,
+    TensorOperand,
 )
 
 
@@ -109,7 +105,7 @@ class _Weight:
         exchanged = [torch.zeros(words, dtype=torch.int32) for _ in self.extents]
         masters = Masters(len(self.extents))
         masters.bind([master[e.start : e.end].clone() for e in self.extents])
-        shards = [self._shard(i, amaxes[i], exchanged[i]) for i in range(len(self.extents))]
+        shards = [self._operand(i, amaxes[i], exchanged[i]) for i in range(len(self.extents))]
         if self.delayed is not None:
             backend.partial_cast(law, shards, masters)()
         else:
@@ -122,12 +118,9 @@ class _Weight:
             total = torch.stack(exchanged).sum(dim=0, dtype=torch.int32)
             for words_of_one in exchanged:
                 words_of_one.copy_(total)
-            targets = [
-                SelectTarget(s.grid, s.block_amax, s.tensor_amax, s.candidates) for s in shards
-            ]
-            backend.select(law, targets)()
+            backend.select(law, shards)()
         first = shards[0]
-        backend.compute_scale(law, [self._scale_target(first)])()
+        backend.compute_scale(law, [first])()
         if self.delayed is None:
             backend.partial_cast(law, shards, masters)()
         self.reduced, self.candidates = reduced, first.candidates
@@ -137,10 +130,9 @@ class _Weight:
         scheme, grid = self.scheme, self.scheme.grid
         shape = grid.rows, packed_columns(scheme.law.fmt, grid.cols)
         rowwise = torch.empty(grid.rows, grid.cols)
-        target = DequantizeTarget(
-            scheme.layout, self.codes.view(shape), self.scale_inv, self.amax, rowwise
-        )
-        backend.dequantize(scheme.law, [target])()
+        whole = operand(scheme.layout, codes=self.codes.view(shape), scale_inv=self.scale_inv,
+                        amax=self.amax, values=rowwise)  # fmt: skip
+        backend.dequantize(scheme.law, [whole])()
         written = {
             "amaxes": self.reduced,
             "codes": self.codes,
@@ -152,10 +144,9 @@ class _Weight:
         if scheme.columnwise is not None:
             columnwise = torch.empty(grid.rows, grid.cols)
             codes = self.codes if self.columnwise_codes is None else self.columnwise_codes
-            target = DequantizeTarget(
-                scheme.columnwise, codes.view(shape), self.columnwise_scale_inv, None, columnwise
-            )
-            backend.dequantize(scheme.law, [target])()
+            whole = operand(scheme.columnwise, codes=codes.view(shape),
+                            scale_inv=self.columnwise_scale_inv, values=columnwise)  # fmt: skip
+            backend.dequantize(scheme.law, [whole])()
             written |= {
                 "columnwise codes": codes,
                 "columnwise scale_inv": self.columnwise_scale_inv,
@@ -176,27 +167,19 @@ class _Weight:
                 written["elements"] = self.candidates.elements
         return written
 
-    def _shard(self, i: int, amax: torch.Tensor, exchanged: torch.Tensor) -> CastShard:
-        scheme, extent, blocks = self.scheme, self.extents[i], self.scheme.grid.num_blocks
-        second = None
-        if self.columnwise_grid is not None:
-            second = ColumnwiseShard(self.columnwise_grid, amax[blocks:-1], self.columnwise_codes)
-        candidates = None
+    def _operand(self, i: int, amax: torch.Tensor, exchanged: torch.Tensor) -> TensorOperand:
+        scheme, blocks = self.scheme, self.scheme.grid.num_blocks
+        second = candidates = None
+        if scheme.columnwise is not None:
+            source = Source.SHARED if scheme.one_copy else Source.MASTER
+            second = plane(scheme.columnwise, amax[:blocks] if scheme.one_copy else amax[blocks:-1],
+                           self.columnwise_codes, self.columnwise_scale_inv, source)  # fmt: skip
         if self.chooses:
             candidates = Candidates.carve(exchanged, scheme.grid, self.cuts)
-        return CastShard(
-            i, extent, scheme.grid, scheme.round_to, amax[:blocks], amax[-1:], self.codes, 0,
-            second, self.delayed, candidates, self.rounding,
-        )  # fmt: skip
-
-    def _scale_target(self, shard: CastShard) -> ScaleTarget:
-        second = None
-        if self.scheme.columnwise is not None:
-            amax = shard.block_amax if shard.columnwise is None else shard.columnwise.block_amax
-            second = ColumnwiseScales(self.scheme.columnwise, amax, self.columnwise_scale_inv)
-        return ScaleTarget(
-            self.scheme.layout, shard.block_amax, shard.tensor_amax, self.scale_inv, self.amax,
-            second, self.delayed, shard.candidates, self.rounding,
+        return operand(
+            scheme.layout, amax[:blocks], amax[-1:], self.codes, self.scale_inv, second=second,
+            slot=i, extent=self.extents[i], round_to=scheme.round_to, amax=self.amax,
+            delayed=self.delayed, candidates=candidates, rounding=self.rounding,
         )  # fmt: skip
 
 

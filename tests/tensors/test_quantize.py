@@ -12,7 +12,7 @@ from zerocast.backends import backend_for, use_backend
 from zerocast.errors import InputError
 from zerocast.formats import E2M1, E4M3, pack_nibbles, unpack_nibbles
 from zerocast.formats import decode as decode_codes
-from zerocast.ops import Launch, TransposeTarget
+from zerocast.ops import Launch, Law, TensorOperand
 from zerocast.recipes import Float8CurrentScaling, NVFP4BlockScaling, Recipe
 from zerocast.tensors import QuantizedTensor, empty, quantize, rebuild_derived, replace_raw_data
 
@@ -269,9 +269,9 @@ def test_rebuild_derived_serves_mixed_weights_in_one_launch_a_recipe(
     backend = backend_for(torch.device("cpu"))
     transpose = type(backend).transpose
 
-    def count(backend: Any, targets: list[TransposeTarget]) -> Launch:
-        launches.append((targets[0].fmt, len(targets)))
-        return transpose(backend, targets)
+    def count(backend: Any, law: Law, operands: list[TensorOperand]) -> Launch:
+        launches.append((law.fmt, len(operands)))
+        return transpose(backend, law, operands)
 
     monkeypatch.setattr(type(backend), "transpose", count)
     rebuild_derived([weight.quantized_storage for weight in weights])

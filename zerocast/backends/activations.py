@@ -5,25 +5,22 @@ cast of values that stand in memory, for backends that cast in a pass of its own
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
 from zerocast.backends.tables import Address, float_bits
-from zerocast.layout import BlockGrid, Extent, ScaleLayout
+from zerocast.layout import FULL, Extent, Plane, ScaleLayout, Source, grid_of
 from zerocast.ops import (
     NOMINALS,
     Activation,
     ActivationTarget,
     Backend,
-    CastPlane,
-    CastShard,
-    DelayedState,
     Float8DelayedLaw,
     Law,
     Masters,
-    ScaleTarget,
+    PlaneBuffers,
+    TensorOperand,
     can_activate,
 )
 
@@ -118,83 +115,57 @@ def cast_values(
     if law is None and target.tensor_amax is None:
         return
     tensor_amax = torch.zeros(1, dtype=torch.int32, device=values.device)
-    # Without planes there is still an amax to take, of one block.
-    everything = ScaleLayout(BlockGrid(target.rows, target.cols, target.rows, target.cols))
-    planes = target.planes or (CastPlane(everything, None, None),)
-    shards, masters = _shards(law, target, planes, values, tensor_amax)
-    with_codes = [s for s, p in zip(shards, planes, strict=True) if p.codes is not None]
-    if law is None:
-        backend.partial_amax(shards, masters)()
-    elif isinstance(law, Float8DelayedLaw):
-        law = replace(law, amax_compute_algo="most_recent")
+    operands, masters = _operands(law, target, values, tensor_amax)
+    with_codes = [each for each in operands if each.planes[0].codes is not None]
+    with_scales = [each for each in operands if each.planes[0].scale_inv is not None]
+    if isinstance(law, Float8DelayedLaw):
         backend.partial_cast(law, with_codes, masters)()
-        _compute_scales(backend, law, planes, shards)
+        backend.compute_scale(law, with_scales)()
     else:
-        assert can_activate(law)
-        backend.partial_amax(shards, masters)()
-        _compute_scales(backend, law, planes, shards)
-        backend.partial_cast(law, with_codes, masters)()
-        for plane in planes:  # a block that is not finite has codes even where no element is
-            if plane.codes is not None and _missing_nibbles(law, plane):
-                plane.codes.view(plane.layout.grid.rows, -1)[:, -1] &= 0x0F
+        backend.partial_amax(operands, masters)()
+        if law is not None:
+            assert can_activate(law)
+            backend.compute_scale(law, with_scales)()
+            backend.partial_cast(law, with_codes, masters)()
+    for given, each in zip(target.planes, operands, strict=False):
+        # A block that is not finite has codes even where no element is.
+        if given.codes is not None and each.grid.cols > given.plane.grid.cols:
+            given.codes.view(each.grid.rows, -1)[:, -1] &= 0x0F
     if target.amax is not None:
         target.amax.copy_(tensor_amax.view(torch.float32))
     if target.tensor_amax is not None:
         target.tensor_amax.copy_(torch.maximum(target.tensor_amax, tensor_amax))
 
 
-def _shards(
-    law: Law | None,
-    target: ActivationTarget,
-    planes: Sequence[CastPlane],
-    values: torch.Tensor,
-    tensor_amax: torch.Tensor,
-) -> tuple[list[CastShard], Masters]:
-    """The whole tensor as the operands of casts, one a plane."""
-    masters = Masters(len(planes))
-    no_codes = torch.empty(0, dtype=torch.uint8, device=values.device)
-    delayed = None
-    if target.scale is not None:  # the cast reads the scale; the rest is scratch
-        unused = target.scale.new_zeros(2)
-        delayed = DelayedState(target.scale.clone(), unused[:1], unused[1:])
-    shards, sources = [], []
-    for slot, plane in enumerate(planes):
-        grid, source = plane.layout.grid, values.t() if plane.transposed else values
-        if (missing := _missing_nibbles(law, plane)) > 0:
+def _operands(
+    law: Law | None, target: ActivationTarget, values: torch.Tensor, tensor_amax: torch.Tensor
+) -> tuple[list[TensorOperand], Masters]:
+    """The whole tensor as the operands of casts, one a plane: of each its own master."""
+    planes = target.planes
+    if not planes:  # there is still an amax to take, of one block
+        everything = ScaleLayout(grid_of(target.rows, target.cols, (FULL, FULL)))
+        planes = (PlaneBuffers(Plane("rowwise", Source.MASTER, (FULL, FULL), everything)),)
+    operands, sources = [], []
+    for slot, given in enumerate(planes):
+        plane = replace(given.plane, source=Source.MASTER)
+        if law is not None and given.codes is not None:
+            plane = plane.in_whole_bytes(law.fmt.bits)
+        grid = plane.grid
+        source = values.t() if given.plane.is_transposed else values
+        if missing := grid.cols - source.shape[1]:
             source = torch.nn.functional.pad(source, (0, missing))
-            grid = BlockGrid(grid.rows, grid.cols + missing, grid.block_h, grid.block_w)
         sources.append(source.contiguous())
         amax = torch.zeros(grid.num_blocks, dtype=torch.int32, device=values.device)
-        codes = no_codes if plane.codes is None else plane.codes.view(-1)
-        whole = Extent(0, grid.numel)
-        shards.append(
-            CastShard(slot, whole, grid, target.round_to, amax, tensor_amax, codes, delayed=delayed)
+        operand = TensorOperand(
+            (PlaneBuffers(plane, amax, given.codes, given.scale_inv),),
+            slot,
+            Extent(0, grid.numel),
+            target.round_to,
+            tensor_amax=tensor_amax,
+            delayed=target.delayed,
+            advances=False,
         )
+        operands.append(operand)
+    masters = Masters(len(operands))
     masters.bind(sources)
-    return shards, masters
-
-
-def _missing_nibbles(law: Law | None, plane: CastPlane) -> int:
-    """1 where a row of 4-bit codes ends in the middle of a byte."""
-    if law is None or law.fmt.bits == 8 or plane.codes is None:
-        return 0
-    return plane.layout.grid.cols % 2
-
-
-def _compute_scales(
-    backend: Backend, law: Law, planes: Sequence[CastPlane], shards: Sequence[CastShard]
-) -> None:
-    backend.compute_scale(
-        law,
-        [
-            ScaleTarget(
-                plane.layout,
-                shard.block_amax,
-                shard.tensor_amax,
-                plane.scale_inv,
-                delayed=shard.delayed,
-            )
-            for plane, shard in zip(planes, shards, strict=True)
-            if plane.scale_inv is not None
-        ],
-    )()
+    return operands, masters

@@ -29,19 +29,14 @@ from zerocast.backends.tables import (
     transpose_row,
 )
 from zerocast.errors import BackendError
-from zerocast.layout import BlockGrid
 from zerocast.ops import (
     ActivationTarget,
-    CastShard,
-    DequantizeTarget,
     Float8DelayedLaw,
     Launch,
     Law,
     Masters,
     NVFP4Law,
-    ScaleTarget,
-    SelectTarget,
-    TransposeTarget,
+    TensorOperand,
 )
 
 
@@ -74,45 +69,44 @@ class CpuBackend:
         self.isa = isa or available[0]
         self.threads = threads
 
-    def partial_amax(self, shards: Sequence[CastShard], masters: Masters) -> Launch:
-        return self._launch("partial_amax", None, _cast_rows(shards, masters), (shards, masters))
+    def partial_amax(self, operands: Sequence[TensorOperand], masters: Masters) -> Launch:
+        rows = _cast_rows(operands, masters)
+        return self._launch("partial_amax", None, rows, (operands, masters))
 
     def partial_select(
-        self, law: NVFP4Law, shards: Sequence[CastShard], masters: Masters
+        self, law: NVFP4Law, operands: Sequence[TensorOperand], masters: Masters
     ) -> Launch:
-        for shard in shards:
-            _check_candidate_blocks(shard.grid)
-        rows = _cast_rows(shards, masters)
-        return self._launch("partial_select", law, rows, (shards, masters))
+        _check_candidate_blocks(operands)
+        rows = _cast_rows(operands, masters)
+        return self._launch("partial_select", law, rows, (operands, masters))
 
-    def select(self, law: NVFP4Law, targets: Sequence[SelectTarget]) -> Launch:
-        for target in targets:
-            _check_candidate_blocks(target.grid)
-        rows = [select_row(t, _address, _address) for t in targets]
-        return self._launch("select", law, rows, targets)
+    def select(self, law: NVFP4Law, operands: Sequence[TensorOperand]) -> Launch:
+        _check_candidate_blocks(operands)
+        rows = [select_row(t, _address, _address) for t in operands]
+        return self._launch("select", law, rows, operands)
 
-    def compute_scale(self, law: Law, targets: Sequence[ScaleTarget]) -> Launch:
-        return with_empty_parts(self._compute_scale, law, targets)
+    def compute_scale(self, law: Law, operands: Sequence[TensorOperand]) -> Launch:
+        return with_empty_parts(self._compute_scale, law, operands)
 
-    def _compute_scale(self, law: Law, targets: Sequence[ScaleTarget]) -> Launch:
-        if isinstance(law, Float8DelayedLaw) and callable(law.amax_compute_algo):
+    def _compute_scale(self, law: Law, operands: Sequence[TensorOperand]) -> Launch:
+        by_callable = isinstance(law, Float8DelayedLaw) and callable(law.amax_compute_algo)
+        if by_callable and any(operand.advances for operand in operands):
             # Python is called for every tensor, which torch does as well.
-            return ReferenceBackend().compute_scale(law, targets)
-        return self._launch(
-            "compute_scale", law, [scale_row(t, _address) for t in targets], targets
-        )
+            return ReferenceBackend().compute_scale(law, operands)
+        rows = [scale_row(t, _address) for t in operands]
+        return self._launch("compute_scale", law, rows, operands)
 
-    def partial_cast(self, law: Law, shards: Sequence[CastShard], masters: Masters) -> Launch:
-        return self._launch("partial_cast", law, _cast_rows(shards, masters), (shards, masters))
+    def partial_cast(self, law: Law, operands: Sequence[TensorOperand], masters: Masters) -> Launch:
+        rows = _cast_rows(operands, masters)
+        return self._launch("partial_cast", law, rows, (operands, masters))
 
-    def transpose(self, targets: Sequence[TransposeTarget]) -> Launch:
-        return self._launch(
-            "transpose", None, [transpose_row(t, _address) for t in targets], targets
-        )
+    def transpose(self, law: Law, operands: Sequence[TensorOperand]) -> Launch:
+        rows = [transpose_row(law, t, _address) for t in operands]
+        return self._launch("transpose", None, rows, operands)
 
-    def dequantize(self, law: Law, targets: Sequence[DequantizeTarget]) -> Launch:
-        rows = [dequantize_row(t, t.layout.grid, _address) for t in targets]
-        return self._launch("dequantize", law, rows, targets)
+    def dequantize(self, law: Law, operands: Sequence[TensorOperand]) -> Launch:
+        rows = [dequantize_row(t, t.grid, _address) for t in operands]
+        return self._launch("dequantize", law, rows, operands)
 
     def activate(self, law: Law | None, target: ActivationTarget) -> Launch:
         # The function in a pass over FP32 memory, then the casts of weights.
@@ -203,20 +197,21 @@ def _table(rows: list[list[int]]) -> ctypes.Array[ctypes.c_int64]:
     return (ctypes.c_int64 * len(fields))(*fields)
 
 
-def _cast_rows(shards: Sequence[CastShard], masters: Masters) -> list[list[int]]:
+def _cast_rows(operands: Sequence[TensorOperand], masters: Masters) -> list[list[int]]:
     return [
         cast_row(shard, shard.grid, masters.place(shard.slot, masters.table), _address, _address)
-        for shard in shards
+        for shard in operands
         if shard.extent
     ]
 
 
-def _check_candidate_blocks(grid: BlockGrid) -> None:
-    if grid.block_h > 16 or grid.block_w > 16:
-        raise BackendError(
-            f"the cpu backend has 4-over-6 for blocks of at most 16x16, got {grid.block_h}x"
-            f"{grid.block_w}; cast it under use_backend('reference')."
-        )
+def _check_candidate_blocks(operands: Sequence[TensorOperand]) -> None:
+    for grid in (operand.grid for operand in operands):
+        if grid.block_h > 16 or grid.block_w > 16:
+            raise BackendError(
+                f"the cpu backend has 4-over-6 for blocks of at most 16x16, got {grid.block_h}x"
+                f"{grid.block_w}; cast it under use_backend('reference')."
+            )
 
 
 def _address(tensor: torch.Tensor) -> int:

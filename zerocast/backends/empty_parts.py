@@ -9,21 +9,21 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from zerocast.backends.reference import ReferenceBackend
-from zerocast.ops import Launch, Law, ScaleTarget
+from zerocast.ops import Launch, Law, TensorOperand
 
 
 def with_empty_parts(
-    compute_scale: Callable[[Law, Sequence[ScaleTarget]], Launch],
+    compute_scale: Callable[[Law, Sequence[TensorOperand]], Launch],
     law: Law,
-    targets: Sequence[ScaleTarget],
+    operands: Sequence[TensorOperand],
 ) -> Launch:
-    """The launch of ``compute_scale`` for ``targets`` that have elements, and of the reference for
+    """The launch of ``compute_scale`` for ``operands`` that have elements, and of the reference for
     those that have none.
     """
-    empty = [target for target in targets if not target.layout.grid.numel]
+    empty = [operand for operand in operands if not operand.grid.numel]
     if not empty:
-        return compute_scale(law, targets)
-    compiled = compute_scale(law, [target for target in targets if target.layout.grid.numel])
+        return compute_scale(law, operands)
+    compiled = compute_scale(law, [operand for operand in operands if operand.grid.numel])
     plain = ReferenceBackend().compute_scale(law, empty)
 
     def launch() -> None:

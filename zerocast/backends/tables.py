@@ -18,18 +18,13 @@ from zerocast.layout import BlockGrid, ScaleLayout
 from zerocast.ops import (
     NOMINALS,
     Candidates,
-    CastShard,
-    ColumnwiseScales,
-    DelayedState,
-    DequantizeTarget,
     Float8DelayedLaw,
     Float8Law,
     Law,
     MXFP8Law,
     NVFP4Law,
-    ScaleTarget,
-    SelectTarget,
-    TransposeTarget,
+    PlaneBuffers,
+    TensorOperand,
 )
 
 Address = Callable[[torch.Tensor], int]
@@ -80,39 +75,45 @@ def grid_fields(grid: BlockGrid) -> list[int]:
 
 
 def cast_row(
-    shard: CastShard, grid: BlockGrid, master: int, address: Address, list_address: Address
+    shard: TensorOperand, grid: BlockGrid, master: int, address: Address, list_address: Address
 ) -> list[int]:
     """CastShard, seen under ``grid``; ``master`` is where compiled code finds its Master, and
     ``list_address`` finds a list of integers, given on the CPU, where compiled code can read it.
     """
-    second = [0] * 6
-    if (columnwise := shard.columnwise) is not None:
-        second = [
-            *grid_fields(columnwise.grid),
-            address(columnwise.block_amax),
-            address(columnwise.codes),
-        ]
+    first, *second = shard.cast_planes
+    planes = [
+        [*grid_fields(p.plane.grid), _of(p.block_amax, address), _of(p.codes, address)]
+        for p in second
+    ]
     return [
         master,
         shard.extent.start,
         shard.extent.end,
         *grid_fields(grid),
         NOMINALS[shard.round_to],
-        address(shard.block_amax),
-        address(shard.tensor_amax),
-        address(shard.codes),
+        _of(first.block_amax, address),
+        _of(shard.tensor_amax, address),
+        _of(first.codes, address),
         shard.codes_start,
-        *second,
-        *delayed_fields(shard.delayed, address),
+        *(planes[0] if planes else [0] * 6),
+        *delayed_fields(shard, address),
         *candidate_fields(shard.candidates, address, list_address),
         *draw_fields(shard, address),
     ]
 
 
-def delayed_fields(state: DelayedState | None, address: Address) -> list[int]:
+def _of(tensor: torch.Tensor | None, address: Address) -> int:
+    """Its address; 0 where there is none."""
+    return 0 if tensor is None else address(tensor)
+
+
+def delayed_fields(operand: TensorOperand, address: Address) -> list[int]:
     """DelayedState."""
+    state = operand.delayed
     if state is None:
         return [0] * 4
+    if not operand.advances:
+        return [address(state.scale), 0, 0, 0]
     return [
         address(state.scale),
         address(state.cast_scale),
@@ -138,7 +139,7 @@ def candidate_fields(
     ]
 
 
-def draw_fields(shard: CastShard, address: Address) -> list[int]:
+def draw_fields(shard: TensorOperand, address: Address) -> list[int]:
     """Draws."""
     rounding = shard.rounding
     if rounding is None:
@@ -146,26 +147,25 @@ def draw_fields(shard: CastShard, address: Address) -> list[int]:
     return [address(rounding.counter), rounding.origin, rounding.skip, shard.grid.cols]
 
 
-def scale_row(target: ScaleTarget, address: Address) -> list[int]:
+def scale_row(operand: TensorOperand, address: Address) -> list[int]:
     """ScaleTarget."""
-    rowwise = ColumnwiseScales(target.layout, target.block_amax, target.scale_inv)
-    candidates = target.candidates
+    first, *second = operand.scaled_planes
+    candidates, rounding = operand.candidates, operand.rounding if operand.advances else None
     return [
-        *plane_fields(rowwise, address),
-        *plane_fields(target.columnwise, address),
-        address(target.tensor_amax),
-        0 if target.amax is None else address(target.amax),
-        *delayed_fields(target.delayed, address),
+        *plane_fields(first, address),
+        *(plane_fields(second[0], address) if second else [0] * 14),
+        _of(operand.tensor_amax, address),
+        _of(operand.amax, address),
+        *delayed_fields(operand, address),
         0 if candidates is None else address(candidates.choices),
-        0 if target.rounding is None else address(target.rounding.counter),
+        0 if rounding is None else address(rounding.counter),
     ]
 
 
-def plane_fields(plane: ColumnwiseScales | None, address: Address) -> list[int]:
+def plane_fields(buffers: PlaneBuffers, address: Address) -> list[int]:
     """ScalePlane."""
-    if plane is None:
-        return [0] * 14
-    layout = plane.layout
+    layout = buffers.plane.scales
+    assert buffers.scale_inv is not None
     return [
         *grid_fields(layout.grid),
         layout.row_repeat,
@@ -174,67 +174,63 @@ def plane_fields(plane: ColumnwiseScales | None, address: Address) -> list[int]:
         layout.rows,
         layout.cols,
         *layout.shape,
-        padding_bits(layout, plane.scale_inv),
-        address(plane.block_amax),
-        address(plane.scale_inv),
+        padding_bits(layout, buffers.scale_inv),
+        _of(buffers.block_amax, address),
+        address(buffers.scale_inv),
     ]
 
 
-def select_row(target: SelectTarget, address: Address, list_address: Address) -> list[int]:
+def select_row(operand: TensorOperand, address: Address, list_address: Address) -> list[int]:
     """SelectTarget."""
     return [
-        *grid_fields(target.grid),
-        address(target.block_amax),
-        address(target.tensor_amax),
-        *candidate_fields(target.candidates, address, list_address),
+        *grid_fields(operand.grid),
+        _of(operand.planes[0].block_amax, address),
+        _of(operand.tensor_amax, address),
+        *candidate_fields(operand.candidates, address, list_address),
     ]
 
 
-def transpose_row(target: TransposeTarget, address: Address) -> list[int]:
+def transpose_row(law: Law, operand: TensorOperand, address: Address) -> list[int]:
     """TransposeTarget."""
-    rowwise, columnwise = target.layout, target.columnwise_layout
+    first, second = operand.planes
+    rowwise, columnwise = first.plane.scales, second.plane.scales
     for layout in (rowwise, columnwise):
         assert not layout.transposed
         assert layout.col_repeat == 1
     row = [
-        FORMATS[target.fmt],
+        FORMATS[law.fmt],
         rowwise.grid.rows,
         rowwise.grid.cols,
-        address(target.codes),
-        address(target.columnwise_codes),
+        _of(first.codes, address),
+        _of(second.codes, address),
     ]
-    if target.columnwise_scale_inv is None:
+    if second.scale_inv is None:
         return row + [0] * 12
     return [
         *row,
         rowwise.grid.blocks_h,
         rowwise.grid.blocks_w,
-        target.scale_inv.element_size(),
+        law.scale_dtype.itemsize,
         rowwise.row_repeat,
         rowwise.shape[1],
-        address(target.scale_inv),
+        _of(first.scale_inv, address),
         columnwise.row_repeat,
         columnwise.rows,
         *columnwise.shape,
-        padding_bits(columnwise, target.columnwise_scale_inv),
-        address(target.columnwise_scale_inv),
+        padding_bits(columnwise, second.scale_inv),
+        address(second.scale_inv),
     ]
 
 
-def dequantize_row(target: DequantizeTarget, grid: BlockGrid, address: Address) -> list[int]:
+def dequantize_row(operand: TensorOperand, grid: BlockGrid, address: Address) -> list[int]:
     """DequantizeTarget, seen under ``grid``."""
-    layout, stride = target.layout, target.layout.shape[1]
+    first, layout = operand.planes[0], operand.planes[0].plane.scales
+    stride = layout.shape[1]
     steps = layout.row_repeat * stride, layout.col_repeat
     if layout.transposed:
         steps = layout.row_repeat, layout.col_repeat * stride
-    return [
-        *grid_fields(grid),
-        *steps,
-        address(target.codes),
-        address(target.scale_inv),
-        0 if target.amax is None else address(target.amax),
-        address(target.out),
-    ]
+    tensors = (first.codes, first.scale_inv, operand.amax, operand.values)
+    return [*grid_fields(grid), *steps, *(_of(tensor, address) for tensor in tensors)]
 
 
 def padding_bits(layout: ScaleLayout, plane: torch.Tensor) -> int:

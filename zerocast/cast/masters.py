@@ -9,7 +9,7 @@ from typing import Any, SupportsIndex
 import torch
 
 from zerocast.errors import InputError
-from zerocast.layout import Extent
+from zerocast.layout import NOTHING, Extent
 from zerocast.ops import why_no_memory
 from zerocast.recipes import NOMINAL_DTYPES
 from zerocast.tensors import QuantizedStorage
@@ -64,10 +64,10 @@ def extent_of(
                 f"{name}: start_offsets is {given} but there is no master weight; give both, or "
                 "None for both where this rank owns nothing of the weight."
             )
-        return Extent(0, 0)
+        return NOTHING
     check_master_tensor(name, storage, master)
     if given is None and master.numel() == 0:
-        return Extent(0, 0)
+        return NOTHING
     start = _as_int(given)
     if start is None:
         raise InputError(

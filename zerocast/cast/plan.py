@@ -72,7 +72,7 @@ from zerocast.errors import InputError
 from zerocast.ops import Float8DelayedLaw, Masters
 from zerocast.tensors import CastClock, QuantizedStorage, QuantizedTensor, rebuild_derived
 from zerocast.tensors.cast_steps import CastSteps
-from zerocast.tensors.operands import CastOperand
+from zerocast.tensors.operands import tensor_operand
 
 _untraced = torch._disable_dynamo
 """A step that is compiled runs these as they are: they read addresses and launch kernels, which
@@ -417,16 +417,18 @@ class CastPlan:
         check_planning(self._device)
         exchange = self._exchange
         operands = [
-            CastOperand(
+            (
                 request.storage,
-                i,
-                request.extent,
-                exchange.amax_of[i],
-                exchange.tensor_amax_of.get(i),
-                request.own_codes("rowwise_data"),
-                request.own_codes("columnwise_data"),
-                request.codes_start,
-                exchange.candidates_of.get(i),
+                tensor_operand(
+                    request.storage,
+                    i,
+                    request.extent,
+                    exchange.amax_of[i],
+                    shared_amax=exchange.tensor_amax_of.get(i),
+                    own_codes=request.codes,
+                    codes_start=request.codes_start,
+                    candidates=exchange.candidates_of.get(i),
+                ),
             )
             for i, request in enumerate(self._requests)
         ]

@@ -38,3 +38,7 @@ class Extent:
         negative).
         """
         return Extent(self.start + offset, self.end + offset)
+
+
+NOTHING = Extent(0, 0)
+"""The extent of no element."""

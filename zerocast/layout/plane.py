@@ -6,11 +6,11 @@ holds the codes of that matrix. The product with the transposed matrix reads the
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Literal
 
-from zerocast.layout.block_grid import BlockGrid, ScaleLayout
+from zerocast.layout.block_grid import BlockGrid, ScaleLayout, round_up
 
 FULL = 0
 """A block's height or width that is the matrix's own, whatever its shape."""
@@ -107,6 +107,13 @@ class Plane:
         across its columns (1).
         """
         return self.block[self.grid_dim(dim)] == FULL
+
+    def in_whole_bytes(self, bits: int) -> Plane:
+        """This plane where every row ends with a whole byte: an odd number of 4-bit codes is
+        followed by one more. Scales are stored as they were.
+        """
+        grid = replace(self.grid, cols=round_up(self.grid.cols, 8 // bits))
+        return replace(self, scales=replace(self.scales, grid=grid))
 
     def grid_dim(self, dim: int) -> int:
         """The dimension of :attr:`grid` that the tensor's rows (``dim`` 0) or columns (1) are."""

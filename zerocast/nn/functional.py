@@ -33,7 +33,7 @@ from zerocast.backends import backend_for
 from zerocast.errors import InputError
 from zerocast.nn.gemm import Product
 from zerocast.nn.gemm import gemm as quantized_gemm
-from zerocast.ops import Activation, ActivationTarget, CastPlane, can_activate
+from zerocast.ops import Activation, ActivationTarget, PlaneBuffers, can_activate
 from zerocast.recipes import NOMINAL_DTYPES
 from zerocast.tensors import QuantizedStorage, QuantizedTensor, Quantizer
 from zerocast.tensors.quantize import quantize_into
@@ -256,7 +256,7 @@ def activate(
             assert out is not None
             assert rounded is not None
             with quantizer.cast_into(out.quantized_storage) as whole:
-                quantizer.record(quantize_into(whole, rounded.view(shape)))
+                quantizer.record(quantize_into(whole, rounded.view(shape), advances=False))
     else:
         assert out is not None
         assert quantizer is not None
@@ -276,7 +276,7 @@ def _cast(target: ActivationTarget, quantizer: Quantizer, storage: QuantizedStor
         operands = replace(
             target,
             planes=_planes(storage),
-            scale=None if amax is None else whole.buffers["scale"],
+            delayed=quantizer.recipe.delayed_state(whole.buffers),
             amax=storage.buffers.get("amax") if amax is None else None,
             tensor_amax=amax,
         )
@@ -286,15 +286,12 @@ def _cast(target: ActivationTarget, quantizer: Quantizer, storage: QuantizedStor
     storage.mark_written()
 
 
-def _planes(storage: QuantizedStorage) -> tuple[CastPlane, ...]:
+def _planes(storage: QuantizedStorage) -> tuple[PlaneBuffers, ...]:
     """The copies of its codes that ``storage`` holds."""
     buffers = storage.buffers
     planes = (
-        CastPlane(
-            plane.scales,
-            buffers.get(plane.codes_name),
-            buffers.get(plane.scales_name),
-            plane.is_transposed,
+        PlaneBuffers(
+            plane, codes=buffers.get(plane.codes_name), scale_inv=buffers.get(plane.scales_name)
         )
         for plane in storage.recipe.planes(storage.shape)
     )

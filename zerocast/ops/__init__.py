@@ -15,9 +15,9 @@ weights, and allocates nothing.
     dequantize      codes, scales           -> values
     activate        a layer's tensor        -> its rounded result, codes and scales, in one pass
 
-A weight has a rowwise plane of codes, and where a scheme quantizes its columnwise copy
-independently of the rowwise one (MXFP8, row-wise FP8) a second plane, cast in the same pass over
-the master.
+A weight is one operand with its planes. It has a rowwise plane of codes, and where a scheme
+quantizes its columnwise copy independently of the rowwise one (MXFP8, row-wise FP8) a second one,
+cast in the same pass over the master.
 
 The laws are those of the package's documentation, "Numerics": every backend gives the same bytes
 for every input.
@@ -26,7 +26,7 @@ NOT here: which operations a recipe needs (:mod:`zerocast.recipes`) and when the
 (:mod:`zerocast.cast`).
 """
 
-from zerocast.ops.activations import Activation, ActivationTarget, CastPlane, Function, can_activate
+from zerocast.ops.activations import Activation, ActivationTarget, Function, can_activate
 from zerocast.ops.backend import Backend, Launch
 from zerocast.ops.laws import (
     INFINITY_BITS,
@@ -42,16 +42,11 @@ from zerocast.ops.memory import why_no_memory
 from zerocast.ops.operands import (
     NOMINALS,
     Candidates,
-    CastShard,
-    ColumnwiseScales,
-    ColumnwiseShard,
     DelayedState,
-    DequantizeTarget,
     Masters,
+    PlaneBuffers,
     Rounding,
-    ScaleTarget,
-    SelectTarget,
-    TransposeTarget,
+    TensorOperand,
 )
 
 __all__ = [
@@ -63,12 +58,7 @@ __all__ = [
     "ActivationTarget",
     "Backend",
     "Candidates",
-    "CastPlane",
-    "CastShard",
-    "ColumnwiseScales",
-    "ColumnwiseShard",
     "DelayedState",
-    "DequantizeTarget",
     "Float8DelayedLaw",
     "Float8Law",
     "Function",
@@ -77,10 +67,9 @@ __all__ = [
     "MXFP8Law",
     "Masters",
     "NVFP4Law",
+    "PlaneBuffers",
     "Rounding",
-    "ScaleTarget",
-    "SelectTarget",
-    "TransposeTarget",
+    "TensorOperand",
     "can_activate",
     "why_no_memory",
 ]

@@ -7,8 +7,8 @@ from typing import Literal
 
 import torch
 
-from zerocast.layout import ScaleLayout
 from zerocast.ops.laws import Law, NVFP4Law
+from zerocast.ops.operands import DelayedState, PlaneBuffers
 
 Function = Literal[
     "identity", "relu", "gelu", "gelu_tanh", "silu", "swiglu", "layernorm", "rmsnorm"
@@ -53,26 +53,6 @@ class Activation:
 
 
 @dataclass(frozen=True, slots=True)
-class CastPlane:
-    """One copy of the codes of a tensor that is cast whole.
-
-    Attributes:
-        layout: how its scales are stored; ``layout.grid`` is the matrix [M, K], or its transpose
-            [K, M] where ``transposed``.
-        codes: uint8, [rows, cols * bits / 8 rounded up] of ``layout.grid``, contiguous; wholly
-            written, a missing last nibble is 0. None where only the scales are wanted.
-        scale_inv: ``layout.shape``, contiguous; what belongs to a block is written, and padding is
-            left as whoever made the buffer filled it. None where another plane has it.
-        transposed: whether the matrix is stored the other way round.
-    """
-
-    layout: ScaleLayout
-    codes: torch.Tensor | None
-    scale_inv: torch.Tensor | None
-    transposed: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class ActivationTarget:
     """One tensor and what becomes of it: what :meth:`Backend.activate` works on.
 
@@ -82,8 +62,10 @@ class ActivationTarget:
         weight, bias: [K], FP32, BF16 or FP16, contiguous; of the norms, or None.
         round_to: what the function's result is rounded to before anything else is done.
         output: [M, K] of ``round_to``, contiguous: receives the rounded result; or None.
-        planes: the copies of its codes.
-        scale: FP32 [1]: what to multiply by, under :class:`Float8DelayedLaw`.
+        planes: the copies of its codes. Codes are wholly written, a missing last nibble is 0; of
+            scales what belongs to a block is written, and padding is left as it was filled. Codes
+            are None where only scales are wanted, scales where another plane has them.
+        delayed: whose scale to multiply by, under :class:`Float8DelayedLaw`.
         amax: FP32 [1] that receives the tensor amax, or None for a law that stores none.
         tensor_amax: int32 [1], raised to the largest magnitude of the rounded result; or None.
         mean, rstd: FP32 [M] that receive what the norms made of each row: the mean (layernorm) and
@@ -96,8 +78,8 @@ class ActivationTarget:
     weight: torch.Tensor | None = None
     bias: torch.Tensor | None = None
     output: torch.Tensor | None = None
-    planes: tuple[CastPlane, ...] = ()
-    scale: torch.Tensor | None = None
+    planes: tuple[PlaneBuffers, ...] = ()
+    delayed: DelayedState | None = None
     amax: torch.Tensor | None = None
     tensor_amax: torch.Tensor | None = None
     mean: torch.Tensor | None = None

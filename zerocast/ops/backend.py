@@ -7,14 +7,7 @@ from typing import Protocol, runtime_checkable
 
 from zerocast.ops.activations import ActivationTarget
 from zerocast.ops.laws import Law, NVFP4Law
-from zerocast.ops.operands import (
-    CastShard,
-    DequantizeTarget,
-    Masters,
-    ScaleTarget,
-    SelectTarget,
-    TransposeTarget,
-)
+from zerocast.ops.operands import Masters, TensorOperand
 
 Launch = Callable[[], None]
 """A prepared operation: runs it once on the buffers that it was prepared for."""
@@ -33,9 +26,9 @@ class Backend(Protocol):
 
     name: str
 
-    def partial_amax(self, shards: Sequence[CastShard], masters: Masters) -> Launch:
-        """Raise ``block_amax`` and ``tensor_amax`` to the largest magnitudes of this rank's rounded
-        elements.
+    def partial_amax(self, operands: Sequence[TensorOperand], masters: Masters) -> Launch:
+        """Raise ``tensor_amax`` and the block amaxes of planes that are cast to the largest
+        magnitudes of this rank's rounded elements.
 
         The buffers must be zero, or hold what earlier shards left: the launch takes maxima, it does
         not clear. Infinities are kept as ``INFINITY_BITS``, every NaN becomes ``NAN_BITS``. Work
@@ -44,7 +37,7 @@ class Backend(Protocol):
         ...
 
     def partial_select(
-        self, law: NVFP4Law, shards: Sequence[CastShard], masters: Masters
+        self, law: NVFP4Law, operands: Sequence[TensorOperand], masters: Masters
     ) -> Launch:
         """4-over-6, this rank's part of the decision, from reduced amaxes: choices of its own
         blocks, errors and elements of the shared ones, in ``candidates``, whose exchanged tensors
@@ -52,33 +45,36 @@ class Backend(Protocol):
         """
         ...
 
-    def select(self, law: NVFP4Law, targets: Sequence[SelectTarget]) -> Launch:
+    def select(self, law: NVFP4Law, operands: Sequence[TensorOperand]) -> Launch:
         """4-over-6: the choices in cut rows of blocks, from the exchanged ``candidates``. Segments'
         errors are made from their elements, into ``row_errors``.
         """
         ...
 
-    def compute_scale(self, law: Law, targets: Sequence[ScaleTarget]) -> Launch:
-        """Make the stored scales of whole weights from reduced amaxes; padding included, repeats
-        included. What the law remembers of a weight is brought up to date.
+    def compute_scale(self, law: Law, operands: Sequence[TensorOperand]) -> Launch:
+        """Make ``amax`` and the stored scales of all planes that are not derived, of whole weights,
+        from reduced amaxes; padding included, repeats included. What the law remembers of a weight
+        that ``advances`` is brought up to date.
         """
         ...
 
-    def partial_cast(self, law: Law, shards: Sequence[CastShard], masters: Masters) -> Launch:
-        """Round, scale and encode this rank's elements into ``codes``; every other nibble keeps its
-        value.
+    def partial_cast(self, law: Law, operands: Sequence[TensorOperand], masters: Masters) -> Launch:
+        """Round, scale and encode this rank's elements into the codes of planes that are cast;
+        every other nibble keeps its value.
 
         Under :class:`Float8DelayedLaw` it raises the amaxes, too, as :meth:`partial_amax` does, in
         the same pass over the masters.
         """
         ...
 
-    def transpose(self, targets: Sequence[TransposeTarget]) -> Launch:
-        """Make the columnwise codes and scales from the gathered rowwise ones; padding included."""
+    def transpose(self, law: Law, operands: Sequence[TensorOperand]) -> Launch:
+        """Make codes and scales of the second plane, which is derived, from the gathered ones of
+        the first; padding included. Without ``scale_inv`` of its own one scale serves both.
+        """
         ...
 
-    def dequantize(self, law: Law, targets: Sequence[DequantizeTarget]) -> Launch:
-        """Decode whole weights to FP32. A NaN scale decodes to NaN."""
+    def dequantize(self, law: Law, operands: Sequence[TensorOperand]) -> Launch:
+        """Decode the first planes of whole weights to ``values``. A NaN scale decodes to NaN."""
         ...
 
     def activate(self, law: Law | None, target: ActivationTarget) -> Launch:

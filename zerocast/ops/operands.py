@@ -1,5 +1,4 @@
-"""What the operations of a cast work on: masters, shards, and the targets of scales, copies and
-values.
+"""What the operations of a cast work on: masters, and one operand a tensor with its planes.
 
 They hold tensors by reference, and geometry; nothing here computes.
 """
@@ -11,8 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from zerocast.formats import ElementFormat
-from zerocast.layout import BlockGrid, Cuts, Extent, ScaleLayout, ceil_div
+from zerocast.layout import NOTHING, BlockGrid, Cuts, Extent, Plane, ceil_div
 
 NOMINALS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """The dtypes of weights and of masters, by their numbers in compiled code: Nominal in tables.h."""
@@ -47,24 +45,6 @@ class Masters:
     def place(self, slot: int, table: torch.Tensor) -> int:
         """Where in ``table``, a copy of :attr:`table`, compiled code finds the master of a slot."""
         return table.data_ptr() + slot * table.stride(0) * table.element_size()
-
-
-@dataclass(frozen=True, slots=True)
-class ColumnwiseShard:
-    """The second plane of a weight whose columnwise codes are quantized independently.
-
-    Its codes are stored as the rowwise ones are, [M, K]: element ``i`` of the weight has its code
-    at ``i - CastShard.codes_start``.
-
-    Attributes:
-        grid: the blocks of this plane, over the same matrix.
-        block_amax: int32 [grid.num_blocks].
-        codes: uint8, flat and contiguous.
-    """
-
-    grid: BlockGrid
-    block_amax: torch.Tensor
-    codes: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,135 +135,78 @@ class Candidates:
 
 
 @dataclass(frozen=True, slots=True)
-class CastShard:
-    """One weight as one rank sees it: what :meth:`Backend.partial_amax` and
-    :meth:`Backend.partial_cast` work on.
+class PlaneBuffers:
+    """One plane of a tensor, and its buffers; None is what the operations at hand do not use.
 
     Attributes:
+        plane: where its codes come from, and how its scales are stored.
+        block_amax: int32 [plane.grid.num_blocks], the plane's part of the buffer that is reduced;
+            of a plane that shares the rowwise codes, that of those.
+        codes: uint8, contiguous, of the rows of ``plane.grid`` packed along its columns; of a cast
+            they begin at :attr:`TensorOperand.codes_start`. Where a transpose ends a row with half
+            a byte, the missing nibble is 0.
+        scale_inv: the law's ``scale_dtype``, ``plane.scales.shape`` (or as many entries),
+            contiguous.
+    """
+
+    plane: Plane
+    block_amax: torch.Tensor | None = None
+    codes: torch.Tensor | None = None
+    scale_inv: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TensorOperand:
+    """One tensor as one rank sees it: what every operation of a cast works on.
+
+    A tensor whose columnwise plane is cast from the transposed tensor takes two: that plane is
+    alone in a second one, over the transposed matrix, with a master of its own.
+
+    Attributes:
+        planes: the rowwise one first.
         slot: the place of its master in :class:`Masters`.
-        extent: the elements of the whole weight that this rank owns; may be empty, start and end
+        extent: the elements of the whole tensor that this rank owns; may be empty, start and end
             anywhere.
-        grid: the blocks of the whole weight.
         round_to: float32, bfloat16 or float16; a master element is rounded to it before anything
             else is done.
-        block_amax: int32 [grid.num_blocks], the weight's part of the buffer that is reduced.
-        tensor_amax: int32 [1]; may be the same memory as ``block_amax`` where the grid is one
-            block.
-        codes: uint8, flat and contiguous: the weight's codes, or a buffer for this shard's only.
-        codes_start: the element whose code is in the low bits of ``codes[0]``: 0 for the whole
-            weight, the extent's start rounded down to a whole byte for a shard's own buffer.
-        columnwise: the second plane, where it is quantized independently.
-        delayed: of a weight under :class:`Float8DelayedLaw`.
-        candidates: of a weight under 4-over-6.
-        rounding: of a weight under stochastic rounding.
+        codes_start: the element whose code is in the low bits of the first byte of ``codes``: 0 for
+            the whole tensor, the extent's start rounded down to a whole byte for buffers of the
+            shard's own.
+        tensor_amax: int32 [1]; may be the same memory as the block amaxes where there is one block.
+        amax: FP32 [1] that holds the tensor amax beside the scales, or None for a law that stores
+            none.
+        delayed: of a tensor under :class:`Float8DelayedLaw`.
+        candidates: of a tensor under 4-over-6.
+        rounding: of a tensor under stochastic rounding.
+        advances: whether :meth:`Backend.compute_scale` brings ``delayed`` and ``rounding`` up to
+            date. False where somebody else does.
+        values: FP32 [M, K], contiguous: receives what the codes of the first plane mean.
     """
 
-    slot: int
-    extent: Extent
-    grid: BlockGrid
-    round_to: torch.dtype
-    block_amax: torch.Tensor
-    tensor_amax: torch.Tensor
-    codes: torch.Tensor
+    planes: tuple[PlaneBuffers, ...]
+    slot: int = 0
+    extent: Extent = NOTHING
+    round_to: torch.dtype = torch.float32
     codes_start: int = 0
-    columnwise: ColumnwiseShard | None = None
-    delayed: DelayedState | None = None
-    candidates: Candidates | None = None
-    rounding: Rounding | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class ColumnwiseScales:
-    """The scales of a second plane that is quantized independently.
-
-    Attributes:
-        layout, block_amax, scale_inv: as in :class:`ScaleTarget`; ``layout.grid`` is that of
-            :class:`ColumnwiseShard`, or the rowwise one where one block amax serves both planes.
-    """
-
-    layout: ScaleLayout
-    block_amax: torch.Tensor
-    scale_inv: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class ScaleTarget:
-    """Where one weight's scales go: what :meth:`Backend.compute_scale` works on.
-
-    Attributes:
-        layout: how block scales are stored, padding included.
-        block_amax: int32 [layout.grid.num_blocks], reduced.
-        tensor_amax: int32 [1], reduced.
-        scale_inv: the law's ``scale_dtype``, ``layout.shape`` (or [1] for one block), contiguous.
-            Wholly written.
-        amax: FP32 [1] that receives the tensor amax, or None for a law that stores none.
-        columnwise: the second plane's scales, where it is quantized independently.
-        delayed, candidates, rounding: as in :class:`CastShard`.
-    """
-
-    layout: ScaleLayout
-    block_amax: torch.Tensor
-    tensor_amax: torch.Tensor
-    scale_inv: torch.Tensor
+    tensor_amax: torch.Tensor | None = None
     amax: torch.Tensor | None = None
-    columnwise: ColumnwiseScales | None = None
     delayed: DelayedState | None = None
     candidates: Candidates | None = None
     rounding: Rounding | None = None
+    advances: bool = True
+    values: torch.Tensor | None = None
 
+    @property
+    def grid(self) -> BlockGrid:
+        """The blocks of the first plane."""
+        return self.planes[0].plane.grid
 
-@dataclass(frozen=True, slots=True)
-class SelectTarget:
-    """One weight's exchanged errors: what :meth:`Backend.select` works on.
+    @property
+    def cast_planes(self) -> list[PlaneBuffers]:
+        """The planes whose codes are cast."""
+        return [each for each in self.planes if each.plane.is_cast]
 
-    Attributes:
-        grid, block_amax, tensor_amax: as in :class:`CastShard`, amaxes reduced.
-        candidates: reduced; ``choices`` of cut rows of blocks are written.
-    """
-
-    grid: BlockGrid
-    block_amax: torch.Tensor
-    tensor_amax: torch.Tensor
-    candidates: Candidates
-
-
-@dataclass(frozen=True, slots=True)
-class TransposeTarget:
-    """One weight's gathered codes and the columnwise copy: what :meth:`Backend.transpose` works on.
-
-    Attributes:
-        fmt: the codes' format.
-        layout: how the rowwise scales are stored; ``layout.grid`` is the matrix [M, K].
-        codes: uint8 [M, K * bits / 8], contiguous.
-        scale_inv: the rowwise scales, ``layout.shape``.
-        columnwise_layout: how the columnwise scales are stored; its grid is
-            ``layout.grid.transposed()``.
-        columnwise_codes: uint8 [K, ceil(M * bits / 8)], wholly written; a missing last nibble is 0.
-        columnwise_scale_inv: ``columnwise_layout.shape``, wholly written. None where one plane of
-            scales serves both.
-    """
-
-    fmt: ElementFormat
-    layout: ScaleLayout
-    codes: torch.Tensor
-    scale_inv: torch.Tensor
-    columnwise_layout: ScaleLayout
-    columnwise_codes: torch.Tensor
-    columnwise_scale_inv: torch.Tensor | None
-
-
-@dataclass(frozen=True, slots=True)
-class DequantizeTarget:
-    """One weight's codes and the values they mean: what :meth:`Backend.dequantize` works on.
-
-    Attributes:
-        layout, codes, scale_inv: as in :class:`TransposeTarget`.
-        amax: FP32 [1], or None for a law that stores none.
-        out: FP32 [M, K], contiguous, wholly written.
-    """
-
-    layout: ScaleLayout
-    codes: torch.Tensor
-    scale_inv: torch.Tensor
-    amax: torch.Tensor | None
-    out: torch.Tensor
+    @property
+    def scaled_planes(self) -> list[PlaneBuffers]:
+        """The planes whose scales are made from amaxes."""
+        return [each for each in self.planes if not each.plane.is_derived]

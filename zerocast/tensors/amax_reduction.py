@@ -17,7 +17,7 @@ import torch
 
 from zerocast.backends import backend_for
 from zerocast.comm import Communicator
-from zerocast.ops import Launch, Law, ScaleTarget
+from zerocast.ops import Launch, Law, TensorOperand
 from zerocast.tensors.recipe_state import RecipeState
 
 
@@ -74,7 +74,7 @@ class AmaxReduction:
             entries = [entry for entry in self._entries if entry.device == device]
             flat = torch.zeros(sum(e.size for e in entries), dtype=torch.int32, device=device)
             unread = torch.empty(flat.shape, dtype=torch.float32, device=device)
-            targets: dict[Law, list[ScaleTarget]] = {}
+            operands: dict[Law, list[TensorOperand]] = {}
             sizes = [entry.size for entry in entries]
             for entry, amaxes, scale_inv in zip(
                 entries, flat.split(sizes), unread.split(sizes), strict=True
@@ -83,12 +83,11 @@ class AmaxReduction:
                 if state is not None:
                     amaxes.copy_(state.amaxes)
                     state.amaxes = amaxes
-                    for recipe, target in zip(
-                        state.recipes, state.scale_targets(scale_inv), strict=True
-                    ):
-                        targets.setdefault(recipe.law, []).append(target)
+                    made = state.operands(scale_inv)
+                    for recipe, operand in zip(state.recipes, made, strict=True):
+                        operands.setdefault(recipe.law, []).append(operand)
             backend = backend_for(device)
-            steps.append((flat, [backend.compute_scale(law, t) for law, t in targets.items()]))
+            steps.append((flat, [backend.compute_scale(law, t) for law, t in operands.items()]))
         return steps
 
     def _present(self, entry: _Entry) -> RecipeState | None:

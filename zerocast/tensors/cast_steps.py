@@ -17,9 +17,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from zerocast.ops import Backend, Launch, Masters, NVFP4Law
+from zerocast.ops import Backend, Launch, Masters, NVFP4Law, TensorOperand
 from zerocast.recipes import Recipe
-from zerocast.tensors.operands import CastOperand, transpose_target
+from zerocast.tensors.operands import tensor_operand
+from zerocast.tensors.storage import QuantizedStorage
 
 STEPS = (
     "partial_amax", "partial_select", "select", "compute_scale", "partial_cast", "transpose"
@@ -33,7 +34,7 @@ class CastSteps:
 
     Args:
         backend: of the weights' device.
-        operands: one a weight.
+        operands: of each weight its bytes, and what is cast into them.
         masters: what is cast, in the slots of the operands.
         judges_amaxes: whether nothing may be written before ``compute_scale``.
 
@@ -45,18 +46,23 @@ class CastSteps:
     def __init__(
         self,
         backend: Backend,
-        operands: Sequence[CastOperand],
+        operands: Sequence[tuple[QuantizedStorage, TensorOperand]],
         masters: Masters,
         *,
         judges_amaxes: bool = False,
     ) -> None:
         self._launches: dict[str, list[Launch]] = {step: [] for step in STEPS}
         self.writes_early = self.chooses_scales = False
-        by_recipe: dict[Recipe, list[CastOperand]] = {}
-        for operand in operands:
-            by_recipe.setdefault(operand.storage.recipe, []).append(operand)
+        by_recipe: dict[Recipe, list[TensorOperand]] = {}
+        copies: dict[Recipe, list[TensorOperand]] = {}
+        for storage, operand in operands:
+            by_recipe.setdefault(storage.recipe, []).append(operand)
+            if storage.derived_names:  # from whole codes, wherever the cast writes its own
+                copies.setdefault(storage.recipe, []).append(tensor_operand(storage))
         for recipe, alike in by_recipe.items():
             self._prepare(backend, recipe, alike, masters, judges_amaxes)
+        for recipe, alike in copies.items():
+            self._launches["transpose"].append(backend.transpose(recipe.law, alike))
 
     def run(self, *steps: str) -> None:
         """Launch what there is to do in ``steps``."""
@@ -68,32 +74,27 @@ class CastSteps:
         self,
         backend: Backend,
         recipe: Recipe,
-        operands: Sequence[CastOperand],
+        operands: Sequence[TensorOperand],
         masters: Masters,
         judges_amaxes: bool,
     ) -> None:
         law, launches = recipe.law, self._launches
-        shards = [shard for operand in operands for shard in operand.shards()]
-        scales = [target for operand in operands for target in operand.scale_targets()]
-        copies = [transpose_target(o.storage) for o in operands if o.storage.derived_names]
-        scale = backend.compute_scale(law, scales)
-        cast = backend.partial_cast(law, shards, masters)
+        scale = backend.compute_scale(law, operands)
+        cast = backend.partial_cast(law, operands, masters)
         if recipe.casts_before_reduction and not judges_amaxes:
             self.writes_early = True
             launches["partial_amax"].append(cast)
             launches["compute_scale"].append(scale)
         elif recipe.casts_before_reduction:
-            launches["partial_amax"].append(backend.partial_amax(shards, masters))
+            launches["partial_amax"].append(backend.partial_amax(operands, masters))
             # When the codes are written, their scale must not have moved on yet.
             launches["compute_scale"] += [cast, scale]
         else:
-            launches["partial_amax"].append(backend.partial_amax(shards, masters))
+            launches["partial_amax"].append(backend.partial_amax(operands, masters))
             launches["compute_scale"].append(scale)
             launches["partial_cast"].append(cast)
         if recipe.chooses_scales:
             assert isinstance(law, NVFP4Law)
             self.chooses_scales = True
-            choices = [operand.select_target() for operand in operands]
-            launches["partial_select"].append(backend.partial_select(law, shards, masters))
-            launches["select"].append(backend.select(law, choices))
-        launches["transpose"].append(backend.transpose(copies))
+            launches["partial_select"].append(backend.partial_select(law, operands, masters))
+            launches["select"].append(backend.select(law, operands))

@@ -17,9 +17,17 @@ import torch
 from zerocast.backends import backend_for
 from zerocast.errors import UnsupportedError
 from zerocast.formats import ELEMENT_FORMATS
-from zerocast.layout import BlockGrid, ScaleLayout
-from zerocast.ops import DequantizeTarget, Float8DelayedLaw, Float8Law, Law, MXFP8Law, NVFP4Law
-from zerocast.tensors.operands import dequantize_target
+from zerocast.layout import BlockGrid, Plane, ScaleLayout, Source
+from zerocast.ops import (
+    Float8DelayedLaw,
+    Float8Law,
+    Law,
+    MXFP8Law,
+    NVFP4Law,
+    PlaneBuffers,
+    TensorOperand,
+)
+from zerocast.tensors.operands import decoded_operand
 from zerocast.tensors.storage import QuantizedStorage
 
 
@@ -48,22 +56,22 @@ def dequantize(storage: QuantizedStorage, *, columnwise: bool = False) -> torch.
         return torch.empty(storage.shape, dtype=torch.float32, device=storage.device)
     shape = [plane.grid.rows, plane.grid.cols]
     values = torch.empty(shape, dtype=torch.float32, device=storage.device)
-    target = dequantize_target(storage, plane, values)
+    operand = decoded_operand(storage, plane, values)
+    codes, scale_inv = operand.planes[0].codes, operand.planes[0].scale_inv
     # A tracer's tensors are of a class of its own. Outside it, the operation's detour through
     # torch's dispatcher costs more than decoding a small weight, and loads the compiler at first.
-    if type(target.codes) is torch.Tensor and not torch.compiler.is_compiling():
-        out = _decode(storage.recipe.law, target)
+    if type(codes) is torch.Tensor and not torch.compiler.is_compiling():
+        out = _decode(storage.recipe.law, operand)
     else:
-        buffers = [target.codes, target.scale_inv]
-        if target.amax is not None:
-            buffers.append(target.amax)
-        out = _traceable_decode(buffers, shape, _to_text(storage.recipe.law, target.layout))
+        buffers = [each for each in (codes, scale_inv, operand.amax) if each is not None]
+        out = _traceable_decode(buffers, shape, _to_text(storage.recipe.law, plane.scales))
     return (out.t() if plane.is_transposed else out).reshape(storage.shape)
 
 
-def _decode(law: Law, target: DequantizeTarget) -> torch.Tensor:
-    backend_for(target.out.device).dequantize(law, [target])()
-    return target.out
+def _decode(law: Law, operand: TensorOperand) -> torch.Tensor:
+    assert operand.values is not None
+    backend_for(operand.values.device).dequantize(law, [operand])()
+    return operand.values
 
 
 @torch.library.custom_op(
@@ -73,10 +81,12 @@ def _decode(law: Law, target: DequantizeTarget) -> torch.Tensor:
 )
 def _traceable_decode(buffers: list[torch.Tensor], shape: list[int], meaning: str) -> torch.Tensor:
     law, layout = _from_text(meaning)
-    codes, scale_inv = buffers[:2]
-    amax = buffers[2] if len(buffers) == 3 else None
-    out = torch.empty(shape, dtype=torch.float32, device=codes.device)
-    return _decode(law, DequantizeTarget(layout, codes, scale_inv, amax, out))
+    codes, scale_inv, *amax = buffers
+    values = torch.empty(shape, dtype=torch.float32, device=codes.device)
+    block = layout.grid.block_h, layout.grid.block_w
+    plane = Plane("rowwise", Source.MASTER, block, layout)
+    planes = (PlaneBuffers(plane, codes=codes, scale_inv=scale_inv),)
+    return _decode(law, TensorOperand(planes, amax=amax[0] if amax else None, values=values))
 
 
 @_traceable_decode.register_fake

@@ -9,7 +9,7 @@ import torch
 from zerocast.backends import backend_for
 from zerocast.ops import Launch
 from zerocast.recipes import Recipe
-from zerocast.tensors.operands import transpose_target
+from zerocast.tensors.operands import tensor_operand
 from zerocast.tensors.storage import QuantizedStorage
 
 
@@ -35,6 +35,6 @@ def prepare_rebuild(storages: Iterable[QuantizedStorage]) -> list[Launch]:
         if storage.derived_names:
             groups.setdefault((storage.recipe, storage.device), []).append(storage)
     return [
-        backend_for(device).transpose([transpose_target(storage) for storage in group])
-        for (_, device), group in groups.items()
+        backend_for(device).transpose(recipe.law, [tensor_operand(s) for s in group])
+        for (recipe, device), group in groups.items()
     ]

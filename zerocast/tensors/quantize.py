@@ -18,7 +18,7 @@ from zerocast.layout import BlockGrid, Cuts, Extent, Source
 from zerocast.ops import Candidates, Masters
 from zerocast.recipes import NOMINAL_DTYPES, Recipe, as_recipe, describe_recipe
 from zerocast.tensors.cast_steps import CastSteps
-from zerocast.tensors.operands import CastOperand, cast_grid
+from zerocast.tensors.operands import tensor_operand, transposed_operand
 from zerocast.tensors.part import Part
 from zerocast.tensors.quantized_tensor import QuantizedTensor
 from zerocast.tensors.storage import QuantizedStorage
@@ -172,7 +172,9 @@ def empty(
     return QuantizedTensor(storage)
 
 
-def quantize_into(storage: QuantizedStorage, source: torch.Tensor) -> torch.Tensor:
+def quantize_into(
+    storage: QuantizedStorage, source: torch.Tensor, *, advances: bool = True
+) -> torch.Tensor:
     """Cast ``source`` into an existing weight: codes, scales, amax and derived copies.
 
     Collective where the weight is a part: all ranks of its group cast theirs, alike.
@@ -181,6 +183,8 @@ def quantize_into(storage: QuantizedStorage, source: torch.Tensor) -> torch.Tens
         storage: the weight's bytes; written in place, so buffers stay where they are.
         source: of the weight's shape; any strides, real dtype and device. FP32, BF16 and FP16 are
             cast as they are; other dtypes are converted to FP32 first.
+        advances: whether delayed scaling moves on; where its state waits for a reduction over
+            ranks, it does so later.
 
     Returns:
         int32 [storage.amax_slots]: the amaxes of what was cast, the tensor's last.
@@ -190,18 +194,13 @@ def quantize_into(storage: QuantizedStorage, source: torch.Tensor) -> torch.Tens
     """
     assert source.shape == storage.shape, (source.shape, storage.shape)
     if not storage.is_whole:
-        amax = quantize_into(storage.whole(storage.recipe, {}), source)
+        amax = quantize_into(storage.whole({}), source)
         storage.mark_written()
         return amax
     if storage.device.type == "meta":
         storage.mark_written()
         return torch.zeros(storage.amax_slots, dtype=torch.int32, device=storage.device)
     master = plain_master(source, storage.device)
-    sources = [master]
-    transposed = [p for p in storage.planes if p.source is Source.TRANSPOSED_MASTER]
-    sources += [_transposed(master, cast_grid(storage, plane)) for plane in transposed]
-    masters = Masters(len(sources))
-    masters.bind(sources)
     amax = torch.zeros(storage.amax_slots, dtype=torch.int32, device=storage.device)
     candidates = None
     if storage.recipe.chooses_scales:
@@ -209,16 +208,25 @@ def quantize_into(storage: QuantizedStorage, source: torch.Tensor) -> torch.Tens
         words = Candidates.words(storage.grid, uncut)
         buffer = torch.zeros(words, dtype=torch.int32, device=storage.device)
         candidates = Candidates.carve(buffer, storage.grid, uncut)
-    extent, slot = Extent(0, master.numel()), 1 if transposed else None
-    operand = CastOperand(storage, 0, extent, amax, candidates=candidates, transposed_slot=slot)
-    steps = CastSteps(backend_for(storage.device), [operand], masters)
+    extent, sources = Extent(0, master.numel()), [master]
+    operands = [tensor_operand(storage, 0, extent, amax, candidates=candidates, advances=advances)]
+    for plane in storage.planes:
+        if plane.source is Source.TRANSPOSED_MASTER:
+            operands.append(transposed_operand(storage, plane, len(sources), amax))
+            sources.append(_transposed(master, operands[-1].grid))
+    masters = Masters(len(sources))
+    masters.bind(sources)
+    pairs = [(storage, operand) for operand in operands]
+    steps = CastSteps(backend_for(storage.device), pairs, masters)
     steps.run("partial_amax")
     reduce_shared(storage, amax)
     steps.run("partial_select", "select", "compute_scale", "partial_cast")
-    for plane in transposed:
-        if cast_grid(storage, plane).cols > plane.grid.cols:
+    for operand in operands[1:]:
+        if operand.grid.cols > storage.shape[:-1].numel():
             # What fills a row's last byte is no element, and keeps code 0 under a NaN scale, too.
-            storage.buffers[plane.codes_name][:, -1] &= 0x0F
+            codes = operand.planes[0].codes
+            assert codes is not None
+            codes[:, -1] &= 0x0F
     storage.mark_written()
     steps.run("transpose")
     storage.mark_rebuilt()

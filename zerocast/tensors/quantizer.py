@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -27,7 +26,7 @@ from zerocast.backends import backend_for
 from zerocast.errors import InputError
 from zerocast.formats import ElementFormat
 from zerocast.layout import Extent
-from zerocast.ops import CastShard, Masters
+from zerocast.ops import Masters, PlaneBuffers, TensorOperand
 from zerocast.recipes import NOMINAL_DTYPES, Recipe, as_recipe
 from zerocast.tensors.part import Part
 from zerocast.tensors.quantize import plain_master, quantize_into
@@ -85,7 +84,6 @@ class Quantizer:
         self.recipe: Recipe = recipe
         self.memory = memory
         self.part: Part | None = None
-        self._closing_recipe = _closing_recipe(recipe) if recipe.casts_before_reduction else None
         self.rowwise = self.columnwise = True
         self.set_usage(rowwise=rowwise, columnwise=columnwise)
 
@@ -149,8 +147,7 @@ class Quantizer:
         else:
             self.check_out(out, tensor)
         with self.cast_into(out.quantized_storage) as whole:
-            amax = quantize_into(whole, tensor)
-            self.record(amax)
+            self.record(quantize_into(whole, tensor, advances=False))
         return out
 
     __call__ = quantize
@@ -171,12 +168,10 @@ class Quantizer:
         masters = Masters(1)
         masters.bind([master])
         amax = torch.zeros(1, dtype=torch.int32, device=master.device)
-        no_codes = torch.empty(0, dtype=torch.uint8, device=master.device)
-        whole = Extent(0, master.numel())
-        round_to = self.recipe.round_to(tensor.dtype)
-        grid = self.recipe.planes(tensor.shape)[0].grid
-        shard = CastShard(0, whole, grid, round_to, amax, amax, no_codes)
-        backend_for(master.device).partial_amax([shard], masters)()
+        planes = (PlaneBuffers(self.recipe.planes(tensor.shape)[0], amax),)
+        round_to, whole = self.recipe.round_to(tensor.dtype), Extent(0, master.numel())
+        operand = TensorOperand(planes, 0, whole, round_to, tensor_amax=amax)
+        backend_for(master.device).partial_amax([operand], masters)()
         if self.part is not None:
             self.part.require_comm().all_reduce_max_(amax)
         self.record(amax)
@@ -188,19 +183,16 @@ class Quantizer:
         """Within the context, ``storage``, which :meth:`make_empty` made, with all that a cast
         reads and writes: scratch for copies that are not kept, and what the recipe remembers.
 
-        Under delayed scaling the state of the recipe is a scratch copy: closing the cast
-        (:meth:`Backend.compute_scale`) writes ``scale_inv`` and advances the copy, while the state
-        itself waits for the reduction. Afterwards :meth:`record` takes the amax.
+        Under delayed scaling the cast does not advance that: it waits for the reduction of the
+        amax, which :meth:`record` takes afterwards.
         """
-        recipe, state = self.recipe, {} if self.memory is None else self.memory.tensors()
+        state = {} if self.memory is None else self.memory.tensors()
         tape = current_tape()
         if state and tape is not None:
             tape.use(self, state)
-        if self._closing_recipe is not None:
-            recipe, state = self._closing_recipe, _closing_state(state)
         whole = storage
         if state or not storage.is_whole:
-            whole = storage.whole(recipe, state)
+            whole = storage.whole(state)
         yield whole
         if whole is not storage:
             storage.mark_written()
@@ -255,19 +247,3 @@ class Quantizer:
 
     def __repr__(self) -> str:
         return f"Quantizer({self.recipe}, rowwise={self.rowwise}, columnwise={self.columnwise})"
-
-
-def _closing_recipe(recipe: Recipe) -> Recipe:
-    """``recipe`` for a scratch copy of delayed state: a history of one entry, whose new scale
-    nobody looks at, so a user's own function of the history is left alone.
-    """
-    fields: dict[str, Any] = {"amax_history_len": 1, "amax_compute_algo": "most_recent"}
-    return replace(recipe, **fields)
-
-
-def _closing_state(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The scratch copy; of all the state a cast reads only the scale."""
-    scratch = torch.empty(len(state), dtype=torch.float32, device=state["scale"].device)
-    copies = dict(zip(state, scratch.split(1), strict=True))
-    copies["scale"].copy_(state["scale"])
-    return copies

@@ -25,8 +25,7 @@ import torch
 from zerocast.arguments import check_device, check_integer, check_tensor, check_text, shown
 from zerocast.errors import InputError, MissingDataError
 from zerocast.formats import ElementFormat
-from zerocast.layout import BlockGrid, ScaleLayout
-from zerocast.ops import ScaleTarget
+from zerocast.ops import PlaneBuffers, TensorOperand
 from zerocast.recipes import Recipe, Role, as_recipe
 from zerocast.tensors.quantizer import Quantizer
 
@@ -197,22 +196,25 @@ class RecipeState:
             self.reduction = reduction
             reduction.enrol(self)
 
-    def scale_targets(self, scale_inv: torch.Tensor) -> list[ScaleTarget]:
+    def operands(self, scale_inv: torch.Tensor) -> list[TensorOperand]:
         """The operands that advance history and scale from reduced :attr:`amaxes`.
 
         ``scale_inv``, FP32 [num_quantizers], receives what nobody reads: casts have stored theirs.
         """
-        return [
-            ScaleTarget(
-                ScaleLayout(BlockGrid(1, 1, 1, 1)),
-                self.amaxes[i : i + 1],
-                self.amaxes[i : i + 1],
-                scale_inv[i : i + 1],
-                self.views(i)["amax"],
-                delayed=recipe.delayed_state(self.views(i)),
+        made = []
+        for recipe, views, amax, scale in zip(
+            self.recipes,
+            map(self.views, range(self.num_quantizers)),
+            self.amaxes.split(1),
+            scale_inv.split(1),
+            strict=True,
+        ):
+            planes = (PlaneBuffers(recipe.planes((1, 1))[0], amax, scale_inv=scale),)
+            delayed = recipe.delayed_state(views)
+            made.append(
+                TensorOperand(planes, tensor_amax=amax, amax=views["amax"], delayed=delayed)
             )
-            for i, recipe in enumerate(self.recipes)
-        ]
+        return made
 
     def views(self, i: int) -> dict[str, torch.Tensor]:
         """What tensor ``i`` remembers, as live views."""

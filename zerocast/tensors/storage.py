@@ -150,28 +150,26 @@ class QuantizedStorage:
         }
         return cls(shape, dtype, recipe, buffers)
 
-    def whole(self, recipe: Recipe, state: Mapping[str, torch.Tensor]) -> QuantizedStorage:
+    def whole(self, state: Mapping[str, torch.Tensor]) -> QuantizedStorage:
         """What a cast writes: these buffers, ``state``, and scratch for the rest.
-
-        ``recipe`` may differ from the storage's own in what it remembers only.
 
         Raises:
             InputError: where the recipe remembers something that is in neither.
         """
         buffers = {**self.buffers, **state}
-        missing = [name for name in recipe.state if name not in buffers]
+        missing = [name for name in self.recipe.state if name not in buffers]
         if missing:
             raise InputError(
-                f"this tensor of recipe {recipe} does not hold what the recipe remembers between "
-                f"casts ({', '.join(missing)}), because a quantizer made it; cast into it with "
-                f"that quantizer: quantizer.quantize(value, out=tensor)."
+                f"this tensor of recipe {self.recipe} does not hold what the recipe remembers "
+                f"between casts ({', '.join(missing)}), because a quantizer made it; cast into it "
+                f"with that quantizer: quantizer.quantize(value, out=tensor)."
             )
-        for name, spec in recipe.buffers(self.shape, columnwise=self.has_columnwise).items():
+        for name, spec in self.recipe.buffers(self.shape, columnwise=self.has_columnwise).items():
             if name not in buffers:
                 buffers[name] = torch.full(
                     spec.shape, spec.fill, dtype=spec.dtype, device=self.device
                 )
-        whole = QuantizedStorage(self.shape, self.dtype, recipe, buffers)
+        whole = QuantizedStorage(self.shape, self.dtype, self.recipe, buffers)
         whole.part = self.part
         return whole
 

@@ -26,7 +26,8 @@ struct Grid {
 enum Nominal : i64 { NOMINAL_FP32 = 0, NOMINAL_BF16 = 1, NOMINAL_FP16 = 2 };
 enum FormatId : i64 { FORMAT_E2M1 = 0, FORMAT_E4M3 = 1, FORMAT_E5M2 = 2 };
 
-// What delayed scaling remembers of one tensor; scale is null under every other law.
+// What delayed scaling remembers of one tensor; scale is null under every other law, the rest where
+// closing a cast does not advance it.
 struct DelayedState {
     float* scale;       // [1]
     float* cast_scale;  // [1]

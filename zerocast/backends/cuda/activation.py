@@ -24,12 +24,12 @@ from zerocast.layout import ceil_div
 from zerocast.ops import (
     NOMINALS,
     ActivationTarget,
-    CastPlane,
     Float8DelayedLaw,
     Float8Law,
     Launch,
     Law,
     NVFP4Law,
+    PlaneBuffers,
     can_activate,
 )
 
@@ -43,7 +43,7 @@ THREADS = {LOW: 256, TALL: 512}
 """Of a block, by its tiles' rows."""
 
 PLANE_FIELDS = 14
-"""Of one ``CastPlane``."""
+"""Of one ``CastPlane`` of activation_tile.h."""
 
 UNITS = 256
 """Thread blocks that a norm is cut into at least, where it has the tiles: some for every
@@ -132,7 +132,7 @@ def _height(law: Law, planes: list[_Plane]) -> int:
     if tall and not isinstance(law, Float8Law):
         raise BackendError(
             f"the cuda backend has blocks of {TALL} rows for FP8 with FP32 scales, got {law} in "
-            f"{tall[0].plane.layout.grid}; use_backend('reference') takes it."
+            f"{tall[0].buffers.plane.grid}; use_backend('reference') takes it."
         )
     return TALL if tall else LOW
 
@@ -143,15 +143,16 @@ class _Plane:
     is as long as the matrix.
     """
 
-    plane: CastPlane
+    buffers: PlaneBuffers
     height: int  # of the lowest tile that holds its blocks
     log2_h: int | None  # None where a block is as high as the matrix
     log2_w: int | None
     num_blocks: int
 
     @classmethod
-    def of(cls, plane: CastPlane, target: ActivationTarget) -> _Plane:
-        grid = plane.layout.grid.transposed() if plane.transposed else plane.layout.grid
+    def of(cls, buffers: PlaneBuffers, target: ActivationTarget) -> _Plane:
+        plane = buffers.plane
+        grid = plane.grid.transposed() if plane.is_transposed else plane.grid
         assert (grid.rows, grid.cols) == (target.rows, target.cols)
         log2_h = _log2(grid.block_h, grid.rows, TALL)
         log2_w = _log2(grid.block_w, grid.cols, TILE_COLS)
@@ -163,7 +164,7 @@ class _Plane:
                 f"or all of them, got {grid}; use_backend('reference') takes it."
             )
         height = TALL if log2_h is not None and 1 << log2_h > LOW else LOW
-        return cls(plane, height, log2_h, log2_w, grid.num_blocks)
+        return cls(buffers, height, log2_h, log2_w, grid.num_blocks)
 
     @property
     def is_wide(self) -> bool:
@@ -172,23 +173,23 @@ class _Plane:
 
     def fields(self, height: int, amax: torch.Tensor | None, address: Address) -> list[int]:
         """CastPlane of activation_tile.h."""
-        plane, layout = self.plane, self.plane.layout
+        buffers, layout = self.buffers, self.buffers.plane.scales
         stride = layout.shape[1]
         steps = (1, stride) if layout.transposed else (stride, 1)
         entries = [
             (layout.row_repeat, layout.rows, steps[0]),
             (layout.col_repeat, layout.cols, steps[1]),
         ]
-        if plane.transposed:
+        if buffers.plane.is_transposed:
             entries.reverse()
         (down_repeat, down_entries, down_stride), (right_repeat, right_entries, right_stride) = (
             entries
         )
         return [
-            0 if plane.codes is None else address(plane.codes),
-            0 if plane.scale_inv is None else address(plane.scale_inv),
+            0 if buffers.codes is None else address(buffers.codes),
+            0 if buffers.scale_inv is None else address(buffers.scale_inv),
             0 if amax is None else address(amax),
-            int(plane.transposed),
+            int(buffers.plane.is_transposed),
             height.bit_length() - 1 if self.log2_h is None else self.log2_h,
             TILE_COLS.bit_length() - 1 if self.log2_w is None else self.log2_w,
             int(self.log2_h is not None),
@@ -215,7 +216,11 @@ class _Task:
             float8 = scale_kernel(law, "cuda")[1]
         elif isinstance(law, NVFP4Law):
             scale_max = law.scale_max
-        self._law = [*float8, scale_max, self._of(target.scale)]
+        self._law = [
+            *float8,
+            scale_max,
+            0 if target.delayed is None else address(target.delayed.scale),
+        ]
 
     def step(
         self, ending: str, height: int, tensor_amax: torch.Tensor | None, planes: list[list[int]]

@@ -43,16 +43,12 @@ from zerocast.formats import packed_columns
 from zerocast.layout import BlockGrid, Extent, ScaleLayout
 from zerocast.ops import (
     ActivationTarget,
-    CastShard,
-    DequantizeTarget,
     Float8DelayedLaw,
     Launch,
     Law,
     Masters,
     NVFP4Law,
-    ScaleTarget,
-    SelectTarget,
-    TransposeTarget,
+    TensorOperand,
 )
 
 THREADS = 128
@@ -78,26 +74,26 @@ class CudaBackend:
 
     # --- operations on shards ---
 
-    def partial_amax(self, shards: Sequence[CastShard], masters: Masters) -> Launch:
-        return self._cast("partial_amax", "", [], shards, masters)
+    def partial_amax(self, operands: Sequence[TensorOperand], masters: Masters) -> Launch:
+        return self._cast("partial_amax", "", [], operands, masters)
 
     def partial_select(
-        self, law: NVFP4Law, shards: Sequence[CastShard], masters: Masters
+        self, law: NVFP4Law, operands: Sequence[TensorOperand], masters: Masters
     ) -> Launch:
         ending, scalars = choice_kernel(law, self.name)
         kernel = Kernel("partial_select", f"partial_select_{ending}", THREADS)
-        shards = [shard for shard in shards if shard.extent]
+        shards = [shard for shard in operands if shard.extent]
         for shard in shards:
             _check_choosing(shard.grid)
         cuts: list[list[Cut]] = [[(shard_tiles, shard.grid, shard.extent)] for shard in shards]
         return self._on_masters(kernel, scalars, shards, [s.grid for s in shards], cuts, masters)
 
-    def partial_cast(self, law: Law, shards: Sequence[CastShard], masters: Masters) -> Launch:
+    def partial_cast(self, law: Law, operands: Sequence[TensorOperand], masters: Masters) -> Launch:
         ending, scalars = cast_kernel(law, self.name)
-        for shard in shards:
+        for shard in operands:
             if law.fmt.bits == 4:
                 _check_whole_bytes(shard.grid.cols)
-            if shard.columnwise is not None and (
+            if len(shard.cast_planes) > 1 and (
                 law.fmt.bits == 4 or isinstance(law, Float8DelayedLaw)
             ):
                 raise BackendError(
@@ -109,60 +105,71 @@ class CudaBackend:
                     f"the cuda backend takes delayed scaling of one block a tensor, got "
                     f"{shard.grid}; cast it under use_backend('reference')."
                 )
-        return self._cast("partial_cast", f"_{ending}", scalars, shards, masters)
+        return self._cast("partial_cast", f"_{ending}", scalars, operands, masters)
 
     # --- operations on whole weights ---
 
-    def select(self, law: NVFP4Law, targets: Sequence[SelectTarget]) -> Launch:
+    def select(self, law: NVFP4Law, operands: Sequence[TensorOperand]) -> Launch:
         ending, scalars = choice_kernel(law, self.name)
         kernel = Kernel("select", f"select_{ending}", THREADS)
-        targets = [target for target in targets if target.candidates.cut.numel()]
-        for target in targets:
-            _check_choosing(target.grid)
-        lists = self._tables.lists([target.candidates for target in targets])
-        rows = [select_row(target, self._address, lists.address) for target in targets]
-        cuts: list[list[Cut]] = [
-            [(choice_tiles, target.candidates.cut.numel(), target.grid.blocks_w)]
-            for target in targets
-        ]
-        return self._tables.launch(kernel, rows, cuts, scalars, (targets, lists))
+        chosen, cuts = [], []
+        for operand in operands:
+            assert operand.candidates is not None
+            if count := operand.candidates.cut.numel():
+                _check_choosing(operand.grid)
+                chosen.append(operand)
+                cuts.append([(choice_tiles, count, operand.grid.blocks_w)])
+        lists = self._tables.lists(chosen)
+        rows = [select_row(operand, self._address, lists.address) for operand in chosen]
+        return self._tables.launch(kernel, rows, cuts, scalars, (chosen, lists))
 
-    def compute_scale(self, law: Law, targets: Sequence[ScaleTarget]) -> Launch:
-        return with_empty_parts(self._compute_scale, law, targets)
+    def compute_scale(self, law: Law, operands: Sequence[TensorOperand]) -> Launch:
+        return with_empty_parts(self._compute_scale, law, operands)
 
-    def _compute_scale(self, law: Law, targets: Sequence[ScaleTarget]) -> Launch:
-        rows = [scale_row(target, self._address) for target in targets]
+    def _compute_scale(self, law: Law, operands: Sequence[TensorOperand]) -> Launch:
+        rows = [scale_row(operand, self._address) for operand in operands]
         if isinstance(law, Float8DelayedLaw):
-            return self._close_delayed(law, rows, targets)
+            return self._close_delayed(law, rows, operands)
         ending, scalars = scale_kernel(law, self.name)
         kernel = Kernel("compute_scale", f"compute_scale_{ending}", THREADS)
         cuts = [
-            [_scale_cut(part, layout) for part, layout in enumerate(_layouts(target))]
-            for target in targets
+            [_scale_cut(part, each.plane.scales) for part, each in enumerate(o.scaled_planes)]
+            for o in operands
         ]
-        return self._tables.launch(kernel, rows, cuts, scalars, targets)
+        return self._tables.launch(kernel, rows, cuts, scalars, operands)
 
-    def transpose(self, targets: Sequence[TransposeTarget]) -> Launch:
-        launches = []
-        for bits in (4, 8):
-            chosen = [target for target in targets if target.fmt.bits == bits]
-            if chosen:
-                launches.append(self._transpose(bits, chosen))
-        return in_turn(launches)
+    def transpose(self, law: Law, operands: Sequence[TensorOperand]) -> Launch:
+        bits = law.fmt.bits
+        kernel = Kernel("transpose", f"transpose_{bits}_bit", SQUARE_THREADS)
+        cuts: list[list[Cut]] = []
+        for operand in operands:
+            rows, cols = operand.grid.rows, operand.grid.cols
+            if bits == 4:
+                _check_whole_bytes(cols)
+            # Squares of bytes: for nibbles, of two rows by two columns a byte.
+            down = packed_columns(law.fmt, rows)
+            weight: list[Cut] = [(code_squares, down, packed_columns(law.fmt, cols))]
+            columnwise = operand.planes[1]
+            if columnwise.scale_inv is not None:
+                layout = columnwise.plane.scales
+                weight.insert(0, (copied_scale_tiles, layout.shape, layout.row_repeat))
+            cuts.append(weight)
+        table_rows = [transpose_row(law, operand, self._address) for operand in operands]
+        return self._tables.launch(kernel, table_rows, cuts, [], operands)
 
-    def dequantize(self, law: Law, targets: Sequence[DequantizeTarget]) -> Launch:
+    def dequantize(self, law: Law, operands: Sequence[TensorOperand]) -> Launch:
         ending, scalars = decode_kernel(law, self.name)
         if law.fmt.bits == 4:
-            for target in targets:
-                _check_whole_bytes(target.layout.grid.cols)
-        fine, grids = _tiled([(target.layout.grid, None) for target in targets])
+            for operand in operands:
+                _check_whole_bytes(operand.grid.cols)
+        fine, grids = _tiled([(operand.grid, None) for operand in operands])
         kernel = Kernel("dequantize", f"dequantize_{'fine_' if fine else ''}{ending}", THREADS)
         rows = [
-            dequantize_row(target, grid, self._address)
-            for target, grid in zip(targets, grids, strict=True)
+            dequantize_row(operand, grid, self._address)
+            for operand, grid in zip(operands, grids, strict=True)
         ]
         cuts = [[_cut(fine, grid, None, Extent(0, grid.numel))] for grid in grids]
-        return self._tables.launch(kernel, rows, cuts, scalars, targets)
+        return self._tables.launch(kernel, rows, cuts, scalars, operands)
 
     def activate(self, law: Law | None, target: ActivationTarget) -> Launch:
         return activate(self.launcher, self._address, law, target)
@@ -174,12 +181,12 @@ class CudaBackend:
         operation: str,
         ending: str,
         scalars: list[int],
-        shards: Sequence[CastShard],
+        operands: Sequence[TensorOperand],
         masters: Masters,
     ) -> Launch:
         """The launch of a kernel that reads masters, over the shape of tiles that serves them."""
-        shards = [shard for shard in shards if shard.extent]
-        seconds = [None if s.columnwise is None else s.columnwise.grid for s in shards]
+        shards = [shard for shard in operands if shard.extent]
+        seconds = [_second_grid(shard) for shard in shards]
         fine, grids = _tiled(
             [(shard.grid, second) for shard, second in zip(shards, seconds, strict=True)]
         )
@@ -196,7 +203,7 @@ class CudaBackend:
         self,
         kernel: Kernel,
         scalars: list[int],
-        shards: Sequence[CastShard],
+        shards: Sequence[TensorOperand],
         grids: Sequence[BlockGrid],
         cuts: Sequence[Sequence[Cut]],
         masters: Masters,
@@ -205,7 +212,7 @@ class CudaBackend:
         if not shards:
             return nothing
         table = self._tables.masters(masters)
-        lists = self._tables.lists([s.candidates for s in shards if s.candidates is not None])
+        lists = self._tables.lists(shards)
         rows = [
             cast_row(shard, grid, table.place(masters, shard.slot), self._address, lists.address)
             for shard, grid in zip(shards, grids, strict=True)
@@ -219,32 +226,15 @@ class CudaBackend:
         return launch
 
     def _close_delayed(
-        self, law: Float8DelayedLaw, rows: list[list[int]], targets: Sequence[ScaleTarget]
+        self, law: Float8DelayedLaw, rows: list[list[int]], operands: Sequence[TensorOperand]
     ) -> Launch:
         """One thread block a weight, and the caller's function where there is one."""
         fields = law_fields(law, self.name)
         outside = callable(law.amax_compute_algo)
         scalars = [fields[4], 2 if outside else fields[5]]
         kernel = Kernel("compute_scale_delayed", "compute_scale_delayed", THREADS)
-        run = self._tables.launch(kernel, rows, None, scalars, targets)
-        return in_turn([run, scales_by_callable(law, list(targets))]) if outside else run
-
-    def _transpose(self, bits: int, targets: Sequence[TransposeTarget]) -> Launch:
-        kernel = Kernel("transpose", f"transpose_{bits}_bit", SQUARE_THREADS)
-        cuts: list[list[Cut]] = []
-        for target in targets:
-            rows, cols = target.layout.grid.rows, target.layout.grid.cols
-            if bits == 4:
-                _check_whole_bytes(cols)
-            # Squares of bytes: for nibbles, of two rows by two columns a byte.
-            down = packed_columns(target.fmt, rows)
-            weight: list[Cut] = [(code_squares, down, packed_columns(target.fmt, cols))]
-            if target.columnwise_scale_inv is not None:
-                layout = target.columnwise_layout
-                weight.insert(0, (copied_scale_tiles, layout.shape, layout.row_repeat))
-            cuts.append(weight)
-        table_rows = [transpose_row(target, self._address) for target in targets]
-        return self._tables.launch(kernel, table_rows, cuts, [], targets)
+        run = self._tables.launch(kernel, rows, None, scalars, operands)
+        return in_turn([run, scales_by_callable(law, operands)]) if outside else run
 
     def _address(self, tensor: torch.Tensor) -> int:
         if tensor.device != self.launcher.device or not tensor.is_contiguous():
@@ -285,9 +275,10 @@ def _cut(fine: bool, grid: BlockGrid, second: BlockGrid | None, extent: Extent) 
     return fine_tiles, grid, grid.rows if second is None else second.block_h, extent
 
 
-def _layouts(target: ScaleTarget) -> list[ScaleLayout]:
-    """Of the planes of one weight."""
-    return [target.layout] + ([target.columnwise.layout] if target.columnwise else [])
+def _second_grid(shard: TensorOperand) -> BlockGrid | None:
+    """The blocks of a second plane that is cast."""
+    planes = shard.cast_planes
+    return planes[1].plane.grid if len(planes) > 1 else None
 
 
 def _scale_cut(part: int, layout: ScaleLayout) -> Cut:

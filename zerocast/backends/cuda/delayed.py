@@ -8,24 +8,26 @@ enters is used.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 
 from zerocast.backends.reference.arithmetic import divide, not_above_flt_max
 from zerocast.backends.subnormals import keeping_subnormals
-from zerocast.ops import INFINITY_BITS, Float8DelayedLaw, Launch, ScaleTarget
+from zerocast.ops import INFINITY_BITS, Float8DelayedLaw, Launch, TensorOperand
 
 
-def scales_by_callable(law: Float8DelayedLaw, targets: list[ScaleTarget]) -> Launch:
+def scales_by_callable(law: Float8DelayedLaw, operands: Sequence[TensorOperand]) -> Launch:
     """The launch that makes each weight's next scale, after the kernel has moved the histories."""
     assert callable(law.amax_compute_algo)
     scaled_max = math.ldexp(law.fmt.max, -law.margin)
 
     @keeping_subnormals
     def launch() -> None:
-        for target in targets:
-            state, amax = target.delayed, target.tensor_amax
+        for operand in (each for each in operands if each.advances):
+            state, amax = operand.delayed, operand.tensor_amax
             assert state is not None
+            assert amax is not None
             largest = law.amax_by_callable(state.amax_history)
             enters = (amax > 0) & (amax < INFINITY_BITS)
             usable = enters & largest.isfinite() & (largest > 0)

@@ -16,7 +16,7 @@ import torch
 from zerocast.backends.cuda.launcher import Arguments, Kernel, Launcher
 from zerocast.backends.cuda.tiling import Cut, tiles_of
 from zerocast.errors import BackendError
-from zerocast.ops import Candidates, Launch, Masters
+from zerocast.ops import Launch, Masters, TensorOperand
 
 KEPT_TILES = 256
 """Tables of tiles that stay on the device for the next launch of the same shapes."""
@@ -88,8 +88,9 @@ class Tables:
                 self._masters[masters] = known
         return known
 
-    def lists(self, candidates: Sequence[Candidates]) -> Lists:
+    def lists(self, operands: Sequence[TensorOperand]) -> Lists:
         """The lists of candidates, one table for one launch."""
+        candidates = [o.candidates for o in operands if o.candidates is not None]
         return Lists(self._launcher, [t for c in candidates for t in (c.cut, c.segments)])
 
     def _visited(self, cuts: Sequence[Sequence[Cut]]) -> torch.Tensor:

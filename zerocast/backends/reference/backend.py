@@ -9,7 +9,7 @@ import torch
 
 from zerocast.backends.activations import cast_values, float64_result
 from zerocast.backends.reference import four_over_six
-from zerocast.backends.reference.elements import indices, raise_amaxes, rounded, store
+from zerocast.backends.reference.elements import amax_of, indices, raise_amaxes, rounded, store
 from zerocast.backends.reference.philox import element_words
 from zerocast.backends.reference.planes import by_elements, read_plane, write_plane
 from zerocast.backends.reference.rounding import encode_stochastic
@@ -18,16 +18,13 @@ from zerocast.backends.subnormals import keeping_subnormals
 from zerocast.formats import decode, encode, pack_nibbles, packed_columns, unpack_nibbles
 from zerocast.ops import (
     ActivationTarget,
-    CastShard,
-    DequantizeTarget,
     Float8DelayedLaw,
     Launch,
     Law,
     Masters,
     NVFP4Law,
-    ScaleTarget,
-    SelectTarget,
-    TransposeTarget,
+    PlaneBuffers,
+    TensorOperand,
 )
 
 
@@ -36,59 +33,56 @@ class ReferenceBackend:
 
     name = "reference"
 
-    def partial_amax(self, shards: Sequence[CastShard], masters: Masters) -> Launch:
+    def partial_amax(self, operands: Sequence[TensorOperand], masters: Masters) -> Launch:
         @keeping_subnormals
         def launch() -> None:
-            for shard in shards:
+            for shard in operands:
                 if shard.extent:
                     raise_amaxes(shard, rounded(shard, masters))
 
         return launch
 
     def partial_select(
-        self, law: NVFP4Law, shards: Sequence[CastShard], masters: Masters
+        self, law: NVFP4Law, operands: Sequence[TensorOperand], masters: Masters
     ) -> Launch:
         @keeping_subnormals
         def launch() -> None:
-            for shard in shards:
+            for shard in operands:
                 if shard.extent:
                     four_over_six.write_own_part(law, shard, masters)
 
         return launch
 
-    def select(self, law: NVFP4Law, targets: Sequence[SelectTarget]) -> Launch:
+    def select(self, law: NVFP4Law, operands: Sequence[TensorOperand]) -> Launch:
         @keeping_subnormals
         def launch() -> None:
-            for target in targets:
-                four_over_six.choose_in_cut_rows(law, target)
+            for operand in operands:
+                four_over_six.choose_in_cut_rows(law, operand)
 
         return launch
 
-    def compute_scale(self, law: Law, targets: Sequence[ScaleTarget]) -> Launch:
+    def compute_scale(self, law: Law, operands: Sequence[TensorOperand]) -> Launch:
         @keeping_subnormals
         def launch() -> None:
-            for t in targets:
-                choices = None if t.candidates is None else t.candidates.choices
-                stored, _ = scales(law, t.block_amax, t.tensor_amax, choices, t.delayed)
-                write_plane(stored, t.layout, t.scale_inv)
-                if t.columnwise is not None:
-                    second = t.columnwise
-                    stored, _ = scales(law, second.block_amax, t.tensor_amax)
-                    write_plane(stored, second.layout, second.scale_inv)
+            for t in operands:
+                for each in t.scaled_planes:
+                    assert each.scale_inv is not None
+                    stored, _ = scales(law, t, each)
+                    write_plane(stored, each.plane.scales, each.scale_inv)
                 if t.amax is not None:
-                    t.amax.copy_(t.tensor_amax.view(torch.float32))
-                if t.delayed is not None:
+                    t.amax.copy_(amax_of(t).view(torch.float32))
+                if t.advances and t.delayed is not None:
                     assert isinstance(law, Float8DelayedLaw)
-                    advance(law, t.delayed, t.tensor_amax)
-                if t.rounding is not None:
+                    advance(law, t.delayed, amax_of(t))
+                if t.advances and t.rounding is not None:
                     t.rounding.counter[1] += 1
 
         return launch
 
-    def partial_cast(self, law: Law, shards: Sequence[CastShard], masters: Masters) -> Launch:
+    def partial_cast(self, law: Law, operands: Sequence[TensorOperand], masters: Masters) -> Launch:
         @keeping_subnormals
         def launch() -> None:
-            for shard in shards:
+            for shard in operands:
                 if shard.extent:
                     x = rounded(shard, masters)
                     if isinstance(law, Float8DelayedLaw):
@@ -97,36 +91,31 @@ class ReferenceBackend:
 
         return launch
 
-    def transpose(self, targets: Sequence[TransposeTarget]) -> Launch:
+    def transpose(self, law: Law, operands: Sequence[TensorOperand]) -> Launch:
         @keeping_subnormals
         def launch() -> None:
-            for t in targets:
-                rows, cols = t.layout.grid.rows, t.layout.grid.cols
-                codes = t.codes.view(rows, packed_columns(t.fmt, cols))
-                if t.fmt.bits == 4:
-                    transposed = pack_nibbles(unpack_nibbles(codes, cols).t())
-                else:
-                    transposed = codes.t()
-                t.columnwise_codes.view(transposed.shape).copy_(transposed)
-                if t.columnwise_scale_inv is not None:
-                    by_block = read_plane(t.scale_inv, t.layout)
-                    write_plane(by_block.t(), t.columnwise_layout, t.columnwise_scale_inv)
+            for t in operands:
+                rowwise, columnwise = t.planes
+                assert columnwise.codes is not None
+                codes = _codes(law, rowwise)
+                transposed = pack_nibbles(codes.t()) if law.fmt.bits == 4 else codes.t()
+                columnwise.codes.view(transposed.shape).copy_(transposed)
+                if columnwise.scale_inv is not None:
+                    write_plane(_scales(rowwise).t(), columnwise.plane.scales, columnwise.scale_inv)
 
         return launch
 
-    def dequantize(self, law: Law, targets: Sequence[DequantizeTarget]) -> Launch:
+    def dequantize(self, law: Law, operands: Sequence[TensorOperand]) -> Launch:
         @keeping_subnormals
         def launch() -> None:
-            for t in targets:
-                grid = t.layout.grid
-                codes = t.codes.view(grid.rows, packed_columns(law.fmt, grid.cols))
-                if law.fmt.bits == 4:
-                    codes = unpack_nibbles(codes, grid.cols)
-                multipliers = decode_multipliers(law, read_plane(t.scale_inv, t.layout), t.amax)
-                value = decode(codes, law.fmt) * by_elements(multipliers, grid)
+            for t in operands:
+                assert t.values is not None
+                multipliers = decode_multipliers(law, _scales(t.planes[0]), t.amax)
+                codes = _codes(law, t.planes[0])
+                value = decode(codes, law.fmt) * by_elements(multipliers, t.grid)
                 # An infinite scale times zero is a NaN whose sign the machine chooses: ours is
                 # canonical.
-                t.out.copy_(torch.where(value.isnan(), math.nan, value).view_as(t.out))
+                t.values.copy_(torch.where(value.isnan(), math.nan, value).view_as(t.values))
 
         return launch
 
@@ -143,16 +132,26 @@ class ReferenceBackend:
         return launch
 
 
-def _cast(law: Law, shard: CastShard, x: torch.Tensor) -> None:
+def _codes(law: Law, buffers: PlaneBuffers) -> torch.Tensor:
+    """uint8 [rows, cols] of the plane's grid: a code an element."""
+    grid = buffers.plane.grid
+    assert buffers.codes is not None
+    codes = buffers.codes.view(grid.rows, packed_columns(law.fmt, grid.cols))
+    return unpack_nibbles(codes, grid.cols) if law.fmt.bits == 4 else codes
+
+
+def _scales(buffers: PlaneBuffers) -> torch.Tensor:
+    """[blocks_h, blocks_w]: the stored scale of every block."""
+    assert buffers.scale_inv is not None
+    return read_plane(buffers.scale_inv, buffers.plane.scales)
+
+
+def _cast(law: Law, shard: TensorOperand, x: torch.Tensor) -> None:
     """Encode the shard's rounded elements ``x`` [n] into every plane of codes."""
     index = indices(shard)
-    choices = None if shard.candidates is None else shard.candidates.choices
-    planes = [(shard.grid, shard.block_amax, shard.codes)]
-    if shard.columnwise is not None:
-        second = shard.columnwise
-        planes.append((second.grid, second.block_amax, second.codes))
-    for grid, block_amax, codes in planes:
-        _, multipliers = scales(law, block_amax, shard.tensor_amax, choices, shard.delayed)
+    for each in shard.cast_planes:
+        grid = each.plane.grid
+        _, multipliers = scales(law, shard, each)
         multiplier = multipliers[grid.block_of(index)]
         y = x * multiplier
         if isinstance(law, NVFP4Law) and law.stochastic_rounding:
@@ -165,4 +164,5 @@ def _cast(law: Law, shard: CastShard, x: torch.Tensor) -> None:
         else:
             encoded = encode(y, law.fmt)
         encoded = torch.where(multiplier.isnan(), law.fmt.nan_code, encoded).to(torch.uint8)
-        store(codes, index - shard.codes_start, encoded, law.fmt.bits)
+        assert each.codes is not None
+        store(each.codes.view(-1), index - shard.codes_start, encoded, law.fmt.bits)

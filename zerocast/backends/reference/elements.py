@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import torch
 
-from zerocast.ops import INFINITY_BITS, NAN_BITS, CastShard, Masters
+from zerocast.ops import INFINITY_BITS, NAN_BITS, Masters, TensorOperand
 
 
-def indices(shard: CastShard) -> torch.Tensor:
+def indices(shard: TensorOperand) -> torch.Tensor:
     """[n] int64 flat indices, in the whole weight, of the shard's elements."""
-    return torch.arange(
-        shard.extent.start, shard.extent.end, dtype=torch.int64, device=shard.codes.device
-    )
+    start, end = shard.extent.start, shard.extent.end
+    return torch.arange(start, end, dtype=torch.int64, device=amax_of(shard).device)
 
 
-def rounded(shard: CastShard, masters: Masters) -> torch.Tensor:
+def amax_of(operand: TensorOperand) -> torch.Tensor:
+    """int32 [1]: the tensor amax, of an operand that has amaxes."""
+    assert operand.tensor_amax is not None
+    return operand.tensor_amax
+
+
+def rounded(shard: TensorOperand, masters: Masters) -> torch.Tensor:
     """[n] FP32: the shard's master elements, rounded to the weight's nominal dtype."""
     master = masters.tensors[shard.slot]
     assert master is not None
@@ -28,15 +33,15 @@ def magnitude_bits(x: torch.Tensor) -> torch.Tensor:
     return torch.where(bits > INFINITY_BITS, NAN_BITS, bits).to(torch.int32)
 
 
-def raise_amaxes(shard: CastShard, x: torch.Tensor) -> None:
+def raise_amaxes(shard: TensorOperand, x: torch.Tensor) -> None:
     """Take the shard's rounded elements ``x`` [n] into the amaxes of its blocks and its tensor."""
     bits, index = magnitude_bits(x), indices(shard)
-    planes = [(shard.grid, shard.block_amax)]
-    if shard.columnwise is not None:
-        planes.append((shard.columnwise.grid, shard.columnwise.block_amax))
-    for grid, block_amax in planes:
-        block_amax.scatter_reduce_(0, grid.block_of(index), bits, reduce="amax")
-    shard.tensor_amax.copy_(torch.maximum(shard.tensor_amax, bits.max()))
+    for each in shard.cast_planes:
+        assert each.block_amax is not None
+        blocks = each.plane.grid.block_of(index)
+        each.block_amax.scatter_reduce_(0, blocks, bits, reduce="amax")
+    tensor_amax = amax_of(shard)
+    tensor_amax.copy_(torch.maximum(tensor_amax, bits.max()))
 
 
 def store(codes: torch.Tensor, place: torch.Tensor, values: torch.Tensor, bits: int) -> None:

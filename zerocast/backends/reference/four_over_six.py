@@ -9,15 +9,15 @@ from __future__ import annotations
 import torch
 
 from zerocast.backends.reference.arithmetic import divide
-from zerocast.backends.reference.elements import indices, rounded
+from zerocast.backends.reference.elements import amax_of, indices, rounded
 from zerocast.backends.reference.planes import by_elements
 from zerocast.backends.reference.scales import nvfp4_scales
 from zerocast.formats import decode, encode
 from zerocast.layout import BlockGrid, round_up
-from zerocast.ops import CastShard, Masters, NVFP4Law, SelectTarget
+from zerocast.ops import Masters, NVFP4Law, TensorOperand
 
 
-def write_own_part(law: NVFP4Law, shard: CastShard, masters: Masters) -> None:
+def write_own_part(law: NVFP4Law, shard: TensorOperand, masters: Masters) -> None:
     """The choices of the blocks that this rank owns alone; of the others its row errors, and its
     elements of the rows that are cut, too.
     """
@@ -28,7 +28,7 @@ def write_own_part(law: NVFP4Law, shard: CastShard, masters: Masters) -> None:
     x[index] = rounded(shard, masters)
     owned = torch.zeros_like(x)
     owned[index] = 1.0
-    errors = _row_errors(law, grid, x, shard.block_amax, shard.tensor_amax)
+    errors = _row_errors(law, shard, x)
     # [blocks_h, block_h, blocks_w], of each row of a block: how many of its elements this rank
     # owns, and how many there are.
     own = _in_blocks(grid, owned).sum(dim=-1)
@@ -48,15 +48,16 @@ def write_own_part(law: NVFP4Law, shard: CastShard, masters: Masters) -> None:
         candidates.elements[s, :width][mine] = x[start : start + width][mine]
 
 
-def choose_in_cut_rows(law: NVFP4Law, target: SelectTarget) -> None:
+def choose_in_cut_rows(law: NVFP4Law, operand: TensorOperand) -> None:
     """Put the exchanged parts together: the choices of all blocks in cut rows of blocks."""
-    grid, candidates = target.grid, target.candidates
+    grid, candidates = operand.grid, operand.candidates
+    assert candidates is not None
     cut = candidates.cut.tolist()
-    x = torch.zeros(grid.numel, dtype=torch.float32, device=target.block_amax.device)
+    x = torch.zeros(grid.numel, dtype=torch.float32, device=amax_of(operand).device)
     for s, start in enumerate(candidates.segments.tolist()):
         width = _segment_width(grid, start)
         x[start : start + width] = candidates.elements[s, :width]
-    errors = _row_errors(law, grid, x, target.block_amax, target.tensor_amax)
+    errors = _row_errors(law, operand, x)
     for start in candidates.segments.tolist():
         row, j = start // grid.cols, start % grid.cols // grid.block_w
         i, r = row // grid.block_h, row % grid.block_h
@@ -72,17 +73,13 @@ def _segment_width(grid: BlockGrid, start: int) -> int:
     return min(grid.block_w, grid.cols - start % grid.cols)
 
 
-def _row_errors(
-    law: NVFP4Law,
-    grid: BlockGrid,
-    x: torch.Tensor,
-    block_amax: torch.Tensor,
-    tensor_amax: torch.Tensor,
-) -> torch.Tensor:
+def _row_errors(law: NVFP4Law, operand: TensorOperand, x: torch.Tensor) -> torch.Tensor:
     """[numel] rounded elements -> [blocks_h, block_h, blocks_w, 2]: of each row of each block the
     summed errors under map4 and under map6; 0 for rows that the matrix does not have.
     """
-    block, tensor = block_amax.view(torch.float32), tensor_amax.view(torch.float32)
+    grid, block_amax = operand.grid, operand.planes[0].block_amax
+    assert block_amax is not None
+    block, tensor = block_amax.view(torch.float32), amax_of(operand).view(torch.float32)
     x = x.view(grid.rows, grid.cols)
     both = []
     for choice in (1, 0):

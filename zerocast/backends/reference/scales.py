@@ -9,36 +9,36 @@ import math
 import torch
 
 from zerocast.backends.reference.arithmetic import divide, fl, not_above_flt_max
+from zerocast.backends.reference.elements import amax_of
 from zerocast.formats import decode, decode_e8m0, encode, encode_e8m0, reciprocal_e8m0
-from zerocast.ops import DelayedState, Float8DelayedLaw, Float8Law, Law, MXFP8Law, NVFP4Law
+from zerocast.ops import (
+    DelayedState,
+    Float8DelayedLaw,
+    Float8Law,
+    Law,
+    MXFP8Law,
+    NVFP4Law,
+    PlaneBuffers,
+    TensorOperand,
+)
 
 Scales = tuple[torch.Tensor, torch.Tensor]
 """Stored scales [blocks], and FP32 multipliers [blocks], NaN where everything under them is NaN."""
 
 
-def scales(
-    law: Law,
-    block_amax: torch.Tensor,
-    tensor_amax: torch.Tensor,
-    choices: torch.Tensor | None = None,
-    state: DelayedState | None = None,
-) -> Scales:
-    """Of all blocks of one plane.
-
-    Args:
-        law: how.
-        block_amax, tensor_amax: int32 [blocks] and [1], reduced.
-        choices: under 4-over-6, [blocks] or more: 1 for map4, 0 for map6.
-        state: under delayed scaling.
-    """
-    block, tensor = block_amax.view(torch.float32), tensor_amax.view(torch.float32)
+def scales(law: Law, operand: TensorOperand, buffers: PlaneBuffers) -> Scales:
+    """Of all blocks of one plane of ``operand``, from reduced amaxes."""
+    assert buffers.block_amax is not None
+    block = buffers.block_amax.view(torch.float32)
     if isinstance(law, NVFP4Law):
-        return nvfp4_scales(law, block, tensor, choices)
+        choices = None if operand.candidates is None else operand.candidates.choices
+        return nvfp4_scales(law, block, amax_of(operand).view(torch.float32), choices)
     if isinstance(law, MXFP8Law):
         return _mxfp8_scales(law, block)
     if isinstance(law, Float8DelayedLaw):
-        assert state is not None
-        return torch.where(block.isfinite(), divide(1.0, state.scale), math.nan), state.scale
+        assert operand.delayed is not None
+        scale = operand.delayed.scale
+        return torch.where(block.isfinite(), divide(1.0, scale), math.nan), scale
     return _float8_scales(law, block)
 
 
@@ -62,7 +62,9 @@ def _mxfp8_scales(law: MXFP8Law, amax: torch.Tensor) -> Scales:
 def nvfp4_scales(
     law: NVFP4Law, block: torch.Tensor, tensor: torch.Tensor, choices: torch.Tensor | None
 ) -> Scales:
-    """FP32 [blocks] and [1] amaxes; ``choices`` as in :func:`scales`."""
+    """FP32 [blocks] and [1] amaxes; under 4-over-6 ``choices``, [blocks] or more: 1 for map4, 0 for
+    map6.
+    """
     encode_scale = not_above_flt_max(divide(law.fmt.max * law.scale_max, tensor))
     encode_scale = torch.where(tensor == 0, 1.0, encode_scale)
     if law.four_over_six is None:
