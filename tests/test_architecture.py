@@ -30,7 +30,9 @@ LAYERS = (
     ("fsdp",),
     ("nn", "optim", "verification"),
     ("tensor_parallel", "torchtitan"),
-    ("checkpoint", "cli", "__init__"),
+    ("checkpoint", "__init__"),
+    ("cli",),
+    ("__main__",),
 )
 LEVEL = {name: level for level, line in enumerate(LAYERS) for name in line}
 

@@ -1,7 +1,9 @@
 """What is shipped: the sdist, the wheel built from it, and that wheel where nothing else is."""
 
 import importlib.metadata
+import json
 import os
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -126,11 +128,11 @@ def clean_python(wheel, tmp_path_factory) -> Path:
     return python
 
 
-def run_clean(python: Path, code: str) -> str:
+def run_clean(python: Path, code: str, cwd: Path | None = None) -> str:
     """Run ``code`` where PATH has no program (so no compiler) and a warning is an error."""
     environment = {"PATH": "", "HOME": os.devnull, "LC_ALL": "C"}
     return run(
-        python, "-W", "error::RuntimeWarning", "-c", code, env=environment, cwd=python.parent
+        python, "-W", "error::RuntimeWarning", "-c", code, env=environment, cwd=cwd or python.parent
     )
 
 
@@ -169,3 +171,24 @@ for name, buffer in reference.quantized_storage.buffers.items():
     assert torch.equal(native.quantized_storage.buffers[name], buffer), name
 """,
     )
+
+
+@pytest.mark.parametrize("place", ["wheel", "clone"])
+def test_doctor_needs_nothing_but_torch(clean_python, tmp_path, place):
+    """Without MPI, a compiler and NumPy, doctor finds the cast right, from the wheel natively, and
+    from a clone in which nothing was built by the reference; it says what is missing and why.
+    """
+    if place == "clone":
+        left_out = shutil.ignore_patterns("*.so", "__pycache__")
+        shutil.copytree(ROOT / "zerocast", tmp_path / "zerocast", ignore=left_out)
+    code = "import sys; from zerocast.cli import main; sys.exit(main(['doctor', '--json']))"
+    said = run_clean(clean_python, code, cwd=tmp_path)
+    findings = {f["name"]: f for f in json.loads(said[said.index("[\n") :])}
+    checked = [f["status"] for f in findings.values() if f["section"].startswith("Cast on 3 ranks")]
+    assert checked == ["ok"] * 9
+    for name in ("MPI", "mpi4py", "mpiexec", "cupy-cuda13x", "numpy"):
+        assert findings[name]["status"] == "missing", findings[name]
+    assert findings["cpu"]["status"] == ("ok" if place == "wheel" else "slow"), findings["cpu"]
+    if place == "clone":
+        assert "the native library is not built" in findings["cpu"]["text"]
+        assert findings["compiler"]["status"] == "missing"
