@@ -10,12 +10,16 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
-from zerocast.cli import doctor
+from zerocast.cli import doctor, inspection
+from zerocast.errors import ZerocastError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command of ``arguments``, by default those of the process; return its exit code."""
+    """Run the command of ``arguments``, by default those of the process; return its exit code: 1
+    where doctor finds something wrong, 2 where a command cannot do what it was asked to.
+    """
     parser = argparse.ArgumentParser(prog="python -m zerocast", description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     check = commands.add_parser(
@@ -23,7 +27,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     check.add_argument("--json", action="store_true", help="print JSON instead of text")
     check.set_defaults(run=lambda given: doctor.report(as_json=given.json))
+    look = commands.add_parser("inspect", help="the tensors of a checkpoint, and what they hold")
+    look.add_argument("path", type=Path, metavar="FILE_OR_DIR", help="see docs/command_line.md")
+    look.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    look.add_argument("--html", type=Path, metavar="FILE", help="write a page with pictures, too")
+    look.set_defaults(
+        run=lambda given: inspection.inspect(given.path, as_json=given.json, page=given.html)
+    )
     given = parser.parse_args(arguments)
-    text, code = given.run(given)
+    try:
+        text, code = given.run(given)
+    except (ZerocastError, OSError) as error:
+        sys.stderr.write(f"{parser.prog}: {error}\n")
+        return 2
     sys.stdout.write(text + "\n")
     return int(code)

@@ -1,0 +1,159 @@
+"""What inspect says of one tensor: ranges of its values, codes and scales, and how often codes are
+zero or at the end of their range.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from zerocast.formats import E4M3, E5M2, ElementFormat, decode, decode_e8m0, unpack_nibbles
+from zerocast.layout import Plane
+from zerocast.ops import MXFP8Law, NVFP4Law
+from zerocast.tensors import QuantizedStorage, QuantizedTensor
+
+PIECE = 2**22
+"""Elements that are counted at once, which bounds the memory that counting takes."""
+
+FLOAT8 = {torch.float8_e4m3fn: E4M3, torch.float8_e5m2: E5M2}
+"""torch's own dtypes whose elements are codes."""
+
+
+@dataclass
+class Description:
+    """One tensor of a checkpoint; None where a question has no meaning for it.
+
+    Attributes:
+        name, shape, dtype: to torch; of a quantized weight the nominal ones.
+        recipe: of a quantized weight; else empty.
+        nbytes: all that is stored.
+        amax: the largest finite magnitude of the values.
+        codes: the smallest and largest value of codes, without scales.
+        scales: the smallest and largest scale that is stored, ``scale_inv``, padding left out.
+        saturated: the share of codes at the largest magnitude of their format. A cast maps the amax
+            of each block there or near it, so it is not zero.
+        zeros: the share of elements that are zero.
+        not_finite: how many values, or scales, are NaN or infinite.
+        bars: a histogram of magnitudes, as shares: of codes by value (4 bits) or by exponent
+            (8 bits), of plain values by power of two.
+        labels: what each bar stands for.
+    """
+
+    name: str
+    shape: list[int]
+    dtype: str
+    recipe: str = ""
+    nbytes: int = 0
+    amax: float | None = None
+    codes: tuple[float, float] | None = None
+    scales: tuple[float, float] | None = None
+    saturated: float | None = None
+    zeros: float | None = None
+    not_finite: int = 0
+    bars: list[float] = field(default_factory=list)
+    labels: list[str] = field(default_factory=list)
+
+
+def describe(name: str, tensor: torch.Tensor) -> Description:
+    """Look at every element of ``tensor``."""
+    shape, dtype = list(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+    about = Description(name, shape, dtype, nbytes=tensor.nbytes)
+    if isinstance(tensor, QuantizedTensor):
+        _describe_quantized(about, tensor)
+    elif tensor.dtype in FLOAT8:
+        fmt = FLOAT8[tensor.dtype]
+        _describe_codes(about, _pieces(tensor.contiguous().view(torch.uint8)), fmt)
+        about.amax = max(map(abs, about.codes)) if about.codes else None
+    elif tensor.dtype.is_floating_point and tensor.layout == torch.strided:
+        _describe_values(about, tensor)
+    return about
+
+
+def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    return iter(tensor.detach().reshape(-1).split(PIECE))
+
+
+def _describe_quantized(about: Description, tensor: QuantizedTensor) -> None:
+    storage = tensor.quantized_storage
+    plane = storage.planes[0 if storage.has_rowwise else -1]
+    codes, fmt = storage.buffers[plane.codes_name], storage.recipe.law.fmt
+    about.recipe = str(storage.recipe)
+    about.nbytes = sum(buffer.nbytes for buffer in storage.buffers.values())
+    rows = max(1, PIECE // max(1, plane.grid.cols))
+    pieces = codes.reshape(-1, codes.shape[-1]).split(rows) if codes.numel() else ()
+    if fmt.bits == 4:
+        pieces = (unpack_nibbles(piece, plane.grid.cols) for piece in pieces)
+    _describe_codes(about, pieces, fmt)
+    scales = scales_of(storage, plane)
+    finite = scales[scales.isfinite()]
+    about.not_finite += scales.numel() - finite.numel()
+    if finite.numel():
+        about.scales = finite.min().item(), finite.max().item()
+    if tensor.numel():
+        values = tensor.dequantize(torch.float32).abs()
+        about.amax = values.nan_to_num(nan=0.0, posinf=0.0).max().item()
+
+
+def scales_of(storage: QuantizedStorage, plane: Plane) -> torch.Tensor:
+    """[blocks_h, blocks_w] FP32: the stored scale of every block, without padding and repeats."""
+    name = plane.scales_name if plane.stores_scales else "rowwise_scale_inv"
+    stored, law = storage.buffers[name], storage.recipe.law
+    if isinstance(law, NVFP4Law):
+        stored = decode(stored, law.scale_fmt)
+    elif isinstance(law, MXFP8Law):
+        stored = decode_e8m0(stored)
+    layout = plane.scales
+    if stored.numel() == plane.grid.num_blocks:
+        return stored.reshape(plane.grid.blocks_h, plane.grid.blocks_w)
+    entries = stored.reshape(layout.shape)
+    entries = entries.t() if layout.transposed else entries
+    return entries[: layout.rows : layout.row_repeat, : layout.cols : layout.col_repeat]
+
+
+def _describe_codes(about: Description, pieces: object, fmt: ElementFormat) -> None:
+    counts = torch.zeros(2**fmt.bits, dtype=torch.int64)
+    for piece in pieces:  # type: ignore[attr-defined]
+        counts += torch.bincount(piece.reshape(-1).to(torch.int64), minlength=2**fmt.bits)
+    total = int(counts.sum())
+    if not total:
+        return
+    values = decode(torch.arange(2**fmt.bits, dtype=torch.uint8), fmt)
+    seen = values[(counts > 0) & values.isfinite()]
+    about.not_finite += int(counts[~values.isfinite()].sum())
+    if seen.numel():
+        about.codes = seen.min().item(), seen.max().item()
+    half = 2 ** (fmt.bits - 1)
+    magnitudes = counts[:half] + counts[half:]
+    about.saturated = int(magnitudes[fmt.max_code]) / total
+    about.zeros = int(magnitudes[0]) / total
+    # 4 bits: a bar for each of 8 magnitudes; 8 bits: one for each exponent.
+    grouped = magnitudes if fmt.bits == 4 else magnitudes.view(-1, 2**fmt.mantissa_bits).sum(1)
+    firsts = values[:half] if fmt.bits == 4 else values[: half : 2**fmt.mantissa_bits]
+    about.bars = (grouped / total).tolist()
+    about.labels = [f"{value:g}" for value in firsts.tolist()]
+
+
+def _describe_values(about: Description, tensor: torch.Tensor) -> None:
+    amax, zeros, not_finite = 0.0, 0, 0
+    powers: dict[int, int] = {}
+    for piece in _pieces(tensor):
+        wide = piece.to(torch.float64 if piece.dtype == torch.float64 else torch.float32)
+        finite = wide[wide.isfinite()].abs()
+        not_finite += wide.numel() - finite.numel()
+        amax = max(amax, finite.max().item()) if finite.numel() else amax
+        positive = finite[finite > 0]
+        zeros += finite.numel() - positive.numel()
+        exponents, counts = torch.frexp(positive).exponent.unique(return_counts=True)
+        for power, count in zip(exponents.tolist(), counts.tolist(), strict=True):
+            powers[power - 1] = powers.get(power - 1, 0) + count
+    total = tensor.numel()
+    about.not_finite = not_finite
+    if total:
+        about.amax, about.zeros = amax, zeros / total
+    if powers:
+        every = list(itertools.chain(range(min(powers), max(powers) + 1)))[-24:]
+        about.bars = [powers.get(power, 0) / total for power in every]
+        about.labels = [f"2^{power}" for power in every]
