@@ -66,3 +66,13 @@ def test_programs_that_pages_name_are_there():
         for block in re.findall(r"^```sh\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE):
             for path in re.findall(r"(?:scripts|examples|tests)/[\w./]+", block):
                 assert (ROOT / path).exists(), f"{page.name} runs {path}, which is not there"
+
+
+def test_a_newcomers_questions_have_a_file_each():
+    """The 19 questions under "Where to look" in CONTRIBUTING.md: each is answered by a file."""
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    section = text.split("### Where to look\n")[1].split("\n### ")[0]
+    answers = dict(re.findall(r"^\| (.*?\?) \| \[[^\]]+\]\(([^)]+)\) \|", section, re.MULTILINE))
+    assert len(answers) == 19
+    missing = {question: path for question, path in answers.items() if not (ROOT / path).is_file()}
+    assert not missing
