@@ -12,12 +12,6 @@
 namespace zerocast {
 inline namespace ZEROCAST_ISA {
 
-struct CodePlane {
-    Grid grid;
-    const i32* block_amax;
-    u8* codes;  // of the elements from codes_start on
-};
-
 // Encodes by Encoder what was read as T (masters.h), rounded to Rounded and multiplied.
 template <class T, class Rounded, class Encoder>
 class PlaneCast {

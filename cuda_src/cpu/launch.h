@@ -114,24 +114,24 @@ constexpr i64 ROW_BLOCK = 16;
 // Whether a shard's two planes have blocks of one row and blocks of one column, which one pass
 // serves.
 ZEROCAST_FN bool in_rows_and_columns(const CastShard& shard) {
-    return shard.columnwise_codes && shard.grid.block_h == 1 && shard.grid.block_w >= ROW_BLOCK
-           && shard.columnwise_grid.block_w == 1;
+    return shard.columnwise.codes && shard.rowwise.grid.block_h == 1
+           && shard.rowwise.grid.block_w >= ROW_BLOCK && shard.columnwise.grid.block_w == 1;
 }
 
 // Elements of whole rows of blocks, of both planes.
 ZEROCAST_FN i64 block_rows(const CastShard& shard) {
-    i64 rows = shard.grid.block_h;
-    if (shard.columnwise_codes) {
-        i64 others = shard.columnwise_grid.block_h;
+    i64 rows = shard.rowwise.grid.block_h;
+    if (shard.columnwise.codes) {
+        i64 others = shard.columnwise.grid.block_h;
         rows = others % rows == 0 ? others : rows % others == 0 ? rows : rows * others;
     }
-    return rows * shard.grid.cols;
+    return rows * shard.rowwise.grid.cols;
 }
 
 // Whether a shard is cut between rows of blocks, so that no two threads touch one block: where
 // there is enough work for that to be even.
 ZEROCAST_FN bool cut_between_blocks(const CastShard& shard, i64 parts) {
-    return (shard.columnwise_codes || shard.grid.num_blocks() > 1)
+    return (shard.columnwise.codes || shard.rowwise.grid.num_blocks() > 1)
            && shard.size() / block_rows(shard) >= 4 * parts;
 }
 

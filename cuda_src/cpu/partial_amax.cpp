@@ -16,7 +16,7 @@ typedef Native::Int Int;
 template <class T>
 void one_block(const CastShard& shard, const T* master, i64 begin, i64 end) {
     i32 amax = rounded<Scalar>(largest_of(master + begin, end - begin), shard.round_to);
-    raise_shared(shard.block_amax, amax);
+    raise_shared(shard.rowwise.block_amax, amax);
     raise_shared(shard.tensor_amax, amax);
 }
 
@@ -177,13 +177,13 @@ i32 rows_and_columns(const CastShard& shard, const T* master, const Slots& rows,
 
 template <class T>
 void amaxes(const CastShard& shard, const T* master, i64 begin, i64 end, i64 parts) {
-    if (!shard.columnwise_codes && shard.grid.num_blocks() == 1)
+    if (!shard.columnwise.codes && shard.rowwise.grid.num_blocks() == 1)
         return one_block(shard, master, begin, end);
     bool shared = parts > 1 && !cut_between_blocks(shard, parts);
-    Slots rows{shard.grid, shard.block_amax, shared};
-    if (!shard.columnwise_codes)
+    Slots rows{shard.rowwise.grid, shard.rowwise.block_amax, shared};
+    if (!shard.columnwise.codes)
         return raise_shared(shard.tensor_amax, many_blocks(shard, master, rows, begin, end));
-    Slots columns{shard.columnwise_grid, shard.columnwise_block_amax, shared};
+    Slots columns{shard.columnwise.grid, shard.columnwise.block_amax, shared};
     i32 tensor;
     if (in_rows_and_columns(shard)) {
         tensor = rows_and_columns(shard, master, rows, columns, begin, end);

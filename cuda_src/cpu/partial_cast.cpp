@@ -95,8 +95,7 @@ template <class Rounded, class T, class Encoder>
 void cast_rounded(const CastShard& shard, const T* master, const Multipliers& law,
                   const Encoder& encoder, i64 begin, i64 end) {
     typedef PlaneCast<T, Rounded, Encoder> Plane;
-    Plane rowwise(shard, master, CodePlane{shard.grid, shard.block_amax, shard.codes}, law,
-                  encoder);
+    Plane rowwise(shard, master, shard.rowwise, law, encoder);
     if (shard.delayed.scale) {
         float multiplier;
         bool positive = rowwise.fill_multipliers(0, 1, &multiplier);
@@ -107,15 +106,12 @@ void cast_rounded(const CastShard& shard, const T* master, const Multipliers& la
             rowwise.run(at, n, multiplier, positive);
         }
         i32 amax = rounded<Scalar>(largest, shard.round_to);
-        raise_shared(shard.block_amax, amax);
+        raise_shared(shard.rowwise.block_amax, amax);
         raise_shared(shard.tensor_amax, amax);
         return;
     }
-    if (!shard.columnwise_codes) return rowwise(begin, end);
-    Plane columnwise(
-        shard, master,
-        CodePlane{shard.columnwise_grid, shard.columnwise_block_amax, shard.columnwise_codes}, law,
-        encoder);
+    if (!shard.columnwise.codes) return rowwise(begin, end);
+    Plane columnwise(shard, master, shard.columnwise, law, encoder);
     if constexpr (Encoder::Format::BITS == 8) {
         if (in_rows_and_columns(shard))
             return RowsAndColumns<typename Encoder::Format, T, Rounded>(rowwise, columnwise)(begin,

@@ -90,13 +90,13 @@ template <class T, class Rounded, bool SQUARED>
 class PartialSelect {
   public:
     PartialSelect(const CastShard& shard, const T* master, const FourOverSixScaling& law)
-        : shard_(shard), grid_(shard.grid), law_(law), master_(master) {}
+        : shard_(shard), grid_(shard.rowwise.grid), law_(law), master_(master) {}
 
     // Rows of blocks, as far as they are in [begin, end).
     void operator()(i64 begin, i64 end) {
         auto open = [&](const Strip& strip) {
             for (i64 b = 0; b < strip.blocks; b += W) {
-                const i32* amax = shard_.block_amax + strip.first_block + b;
+                const i32* amax = shard_.rowwise.block_amax + strip.first_block + b;
                 scales_[b / W] = CandidateScales(law_, load_amaxes(amax, strip.blocks - b));
             }
             memset(errors_, 0, sizeof errors_);
@@ -204,40 +204,39 @@ void partial_select(const CastShard& shard, const FourOverSixScaling& law, i64 b
 }
 
 // The errors of a segment, from the elements that its ranks put together.
-void segment_errors(const SelectTarget& target, const LawTable& table,
-                    const FourOverSixScaling& law, i64 cut, i64 segment) {
-    const Grid& grid = target.grid;
-    i64 start = target.candidates.segments[segment];
+void segment_errors(const CastShard& shard, const LawTable& table, const FourOverSixScaling& law,
+                    i64 cut, i64 segment) {
+    const Grid& grid = shard.rowwise.grid;
+    i64 start = shard.candidates.segments[segment];
     i64 row = start / grid.cols, block = start % grid.cols / grid.block_w;
     i64 width = min_of(grid.block_w, grid.cols - block * grid.block_w);
     Float x[COLS] = {}, map4, map6;  // in the first element of each register
-    for (i64 c = 0; c < width; c++)
-        x[c][0] = target.candidates.elements[segment * grid.block_w + c];
-    const i32* amax = target.block_amax + row / grid.block_h * grid.blocks_w() + block;
+    for (i64 c = 0; c < width; c++) x[c][0] = shard.candidates.elements[segment * grid.block_w + c];
+    const i32* amax = shard.rowwise.block_amax + row / grid.block_h * grid.blocks_w() + block;
     CandidateScales scales(law, load_amaxes(amax, 1));
     if (table.four_over_six == ERROR_MSE)
         row_errors<true>(law, scales, x, map4, map6);
     else
         row_errors<false>(law, scales, x, map4, map6);
-    float* to = target.candidates.errors_of(grid, cut, row % grid.block_h) + 2 * block;
+    float* to = shard.candidates.errors_of(grid, cut, row % grid.block_h) + 2 * block;
     to[0] = map4[0];
     to[1] = map6[0];
 }
 
 // The choices of one row of blocks that is cut.
-void select_row(const SelectTarget& target, const LawTable& table, i64 cut) {
-    const Grid& grid = target.grid;
-    const Candidates& candidates = target.candidates;
+void select_row(const CastShard& shard, const LawTable& table, i64 cut) {
+    const Grid& grid = shard.rowwise.grid;
+    const Candidates& candidates = shard.candidates;
     i64 block_row = candidates.cut[cut], blocks_w = grid.blocks_w();
     u8* choices = candidates.choices + block_row * blocks_w;
-    FourOverSixScaling law(*target.tensor_amax, table.scale_max);
+    FourOverSixScaling law(*shard.tensor_amax, table.scale_max);
     if (!law.finite) {
         memset(choices, 0, blocks_w);
         return;
     }
     for (i64 s = 0; s < candidates.segment_count; s++) {
         if (candidates.segments[s] / grid.cols / grid.block_h == block_row)
-            segment_errors(target, table, law, cut, s);
+            segment_errors(shard, table, law, cut, s);
     }
     alignas(64) float errors[2][ROWS][ACROSS];
     for (i64 first = 0; first < blocks_w; first += ACROSS) {
@@ -267,7 +266,7 @@ ZEROCAST_EXPORT(partial_select)(const void* law, const void* table, long long co
     auto& law_table = *(const LawTable*)law;
     auto shards = (const CastShard*)table;
     auto span = [](const CastShard& shard) {
-        return Span{shard.start, shard.end, shard.grid.block_h * shard.grid.cols};
+        return Span{shard.start, shard.end, shard.rowwise.grid.block_h * shard.rowwise.grid.cols};
     };
     i64 total = total_elements(shards, count, span);
     in_parallel(total, threads, [&](i64 part, i64 parts) {
@@ -285,18 +284,18 @@ ZEROCAST_EXPORT(partial_select)(const void* law, const void* table, long long co
 
 ZEROCAST_EXPORT(select)(const void* law, const void* table, long long count, long long threads) {
     using namespace zerocast;
-    auto targets = (const SelectTarget*)table;
-    auto rows = [](const SelectTarget& target) {
-        i64 row = target.grid.block_h * target.grid.cols;
-        return Span{0, target.candidates.cuts * row, row};
+    auto shards = (const CastShard*)table;
+    auto rows = [](const CastShard& shard) {
+        i64 row = shard.rowwise.grid.block_h * shard.rowwise.grid.cols;
+        return Span{0, shard.candidates.cuts * row, row};
     };
-    i64 total = total_elements(targets, count, rows);
+    i64 total = total_elements(shards, count, rows);
     in_parallel(total, threads, [&](i64 part, i64 parts) {
-        share(targets, count, total, part, parts, rows,
-              [&](const SelectTarget& target, i64 begin, i64 end) {
-                  i64 row = rows(target).granule;
+        share(shards, count, total, part, parts, rows,
+              [&](const CastShard& shard, i64 begin, i64 end) {
+                  i64 row = rows(shard).granule;
                   for (i64 cut = begin / row; cut < end / row; cut++)
-                      select_row(target, *(const LawTable*)law, cut);
+                      select_row(shard, *(const LawTable*)law, cut);
               });
     });
 }

@@ -11,7 +11,7 @@ using namespace zerocast;
 template <class T>
 static ZEROCAST_FN void take_quads(const CastShard& shard, const Tile& tile, const T* master,
                                    const Quads& quads, u32 whole, i32* largest) {
-    bool aligned = quads_aligned(master + tile.element, 4 * sizeof(T), tile, shard.grid);
+    bool aligned = quads_aligned(master + tile.element, 4 * sizeof(T), tile, shard.rowwise.grid);
     const T* from = master + quads.element;
     bool one_block = tile.blocks == 1 || quads.col_step == 0;  // of this thread's quads
     i32 value = 0;
@@ -25,7 +25,8 @@ static ZEROCAST_FN void take_quads(const CastShard& shard, const Tile& tile, con
             magnitudes_of(four[k].values(), magnitude);
             value = Scalar::max(value, largest_of(magnitude));
             if (one_block || !(whole >> k & 1)) continue;
-            atomicMax(&largest[block_in_tile(tile, shard.grid, quads.col_of(first + k))], value);
+            atomicMax(&largest[block_in_tile(tile, shard.rowwise.grid, quads.col_of(first + k))],
+                      value);
             value = 0;
         }
         whole >>= AMAX_IN_FLIGHT;
@@ -35,7 +36,7 @@ static ZEROCAST_FN void take_quads(const CastShard& shard, const Tile& tile, con
         value = __reduce_max_sync(ALL_LANES, value);
         if (threadIdx.x % 32 == 0) atomicMax(&largest[0], value);
     } else if (one_block && quads.col < quads.cols) {
-        atomicMax(&largest[block_in_tile(tile, shard.grid, quads.col)], value);
+        atomicMax(&largest[block_in_tile(tile, shard.rowwise.grid, quads.col)], value);
     }
 }
 
@@ -48,7 +49,7 @@ static ZEROCAST_FN void take_elements(const CastShard& shard, const Tile& tile, 
         int i = at / 4, j = at % 4;
         if (whole >> i & 1 || !owns(quads, shard.start, shard.end, i, j)) continue;
         i32 value = Scalar::bits(value_of(master[quads.at(i) + j])) & MAGNITUDE_MASK;
-        atomicMax(&largest[block_in_tile(tile, shard.grid, quads.col_of(i) + j)], value);
+        atomicMax(&largest[block_in_tile(tile, shard.rowwise.grid, quads.col_of(i) + j)], value);
     }
 }
 
@@ -61,9 +62,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 6)
         for (int b = threadIdx.x; b < tile.blocks; b += THREADS) largest[b] = 0;
         __syncthreads();
 
-        Quads quads(tile, shard.grid, threadIdx.x);
-        u32 whole = quads_keep_to_blocks(tile, shard.grid)
-                        ? whole_quads(quads, tile, shard.grid, shard.start, shard.end)
+        Quads quads(tile, shard.rowwise.grid, threadIdx.x);
+        u32 whole = quads_keep_to_blocks(tile, shard.rowwise.grid)
+                        ? whole_quads(quads, tile, shard.rowwise.grid, shard.start, shard.end)
                         : 0;
         with_master(shard, [&](auto* master) {
             take_quads(shard, tile, master, quads, whole, largest);
@@ -75,7 +76,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 6)
         // stands between the two.
         for (int b = threadIdx.x; b < (tile.blocks + 31) / 32 * 32; b += THREADS) {
             i32 amax = b < tile.blocks ? rounded_amax(largest[b], shard.round_to) : 0;
-            if (b < tile.blocks) atomicMax(&shard.block_amax[tile.first_block + b], amax);
+            if (b < tile.blocks) atomicMax(&shard.rowwise.block_amax[tile.first_block + b], amax);
             amax = __reduce_max_sync(ALL_LANES, amax);
             if (b % 32 == 0) atomicMax(shard.tensor_amax, amax);
         }

@@ -11,11 +11,13 @@ using namespace zerocast;
 template <class T>
 static ZEROCAST_FN void take_quads(const CastShard& shard, const Tile& tile, const T* master,
                                    const Quads& quads, u32 whole, i32* across, i32* down) {
-    bool aligned = quads_aligned(master + tile.element, 4 * sizeof(T), tile, shard.grid);
+    bool aligned = quads_aligned(master + tile.element, 4 * sizeof(T), tile, shard.rowwise.grid);
     const T* from = master + quads.element;
-    int block = block_in_tile(tile, shard.grid, quads.col);
+    int block = block_in_tile(tile, shard.rowwise.grid, quads.col);
     // Neighbouring lanes whose quads lie in one block, a power of two.
-    int lanes = tile.blocks == 1 || shard.grid.block_w >= 128 ? 32 : (int)shard.grid.block_w / 4;
+    int lanes = tile.blocks == 1 || shard.rowwise.grid.block_w >= 128
+                    ? 32
+                    : (int)shard.rowwise.grid.block_w / 4;
     i32 columns[4] = {0, 0, 0, 0};
 #pragma unroll 1
     for (int first = 0; first < TILE_QUADS; first += AMAX_IN_FLIGHT) {
@@ -50,8 +52,9 @@ static ZEROCAST_FN void take_elements(const CastShard& shard, const Tile& tile, 
         if (whole >> i & 1 || !owns(quads, shard.start, shard.end, i, j)) continue;
         i32 value = Scalar::bits(value_of(master[quads.at(i) + j])) & MAGNITUDE_MASK;
         int col = quads.col_of(i) + j;
-        atomicMax(&across[quads.row_of(i) * tile.blocks + block_in_tile(tile, shard.grid, col)],
-                  value);
+        atomicMax(
+            &across[quads.row_of(i) * tile.blocks + block_in_tile(tile, shard.rowwise.grid, col)],
+            value);
         atomicMax(&down[col], value);
     }
 }
@@ -64,14 +67,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 5)
     for (i64 t = blockIdx.x; t < count; t += gridDim.x) {
         FineTile fine = tiles[t];
         const CastShard& shard = shards[fine.weight];
-        Tile tile = fine.as_tile(shard.grid);
+        Tile tile = fine.as_tile(shard.rowwise.grid);
         int blocks = tile.rows * tile.blocks;
         for (int b = threadIdx.x; b < blocks; b += THREADS) across[b] = 0;
         for (int c = threadIdx.x; c < FINE_COLS; c += THREADS) down[c] = 0;
         __syncthreads();
 
-        Quads quads = Quads::of_fine(tile, shard.grid, threadIdx.x);
-        u32 whole = whole_quads(quads, tile, shard.grid, shard.start, shard.end);
+        Quads quads = Quads::of_fine(tile, shard.rowwise.grid, threadIdx.x);
+        u32 whole = whole_quads(quads, tile, shard.rowwise.grid, shard.start, shard.end);
         with_master(shard, [&](auto* master) {
             take_quads(shard, tile, master, quads, whole, across, down);
             if (whole != ALL_QUADS) take_elements(shard, tile, master, quads, whole, across, down);
@@ -80,17 +83,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 5)
 
         // Each entry is read here by the thread that clears it for the next tile, so no barrier
         // stands between the two.
-        i64 blocks_w = shard.grid.blocks_w();
+        i64 blocks_w = shard.rowwise.grid.blocks_w();
         for (int b = threadIdx.x; b < (blocks + 31) / 32 * 32; b += THREADS) {
             i32 amax = b < blocks ? rounded_amax(across[b], shard.round_to) : 0;
             i64 block = fine.first_block + b / tile.blocks * blocks_w + b % tile.blocks;
-            if (b < blocks) atomicMax(&shard.block_amax[block], amax);
+            if (b < blocks) atomicMax(&shard.rowwise.block_amax[block], amax);
             amax = __reduce_max_sync(ALL_LANES, amax);
             if (b % 32 == 0) atomicMax(shard.tensor_amax, amax);
         }
-        if (!shard.columnwise_block_amax) continue;
-        i32* columns =
-            shard.columnwise_block_amax + fine.columnwise_block_row * shard.grid.cols + fine.col;
+        if (!shard.columnwise.block_amax) continue;
+        i32* columns = shard.columnwise.block_amax
+                       + fine.columnwise_block_row * shard.rowwise.grid.cols + fine.col;
         for (int c = threadIdx.x; c < tile.cols; c += THREADS)
             atomicMax(&columns[c], rounded_amax(down[c], shard.round_to));
     }

@@ -15,10 +15,10 @@ static ZEROCAST_FN void cast_quads(const CastShard& shard, const Tile& tile, con
                                    const Encoder& encoder, const Derive& derive, i32& largest) {
     typedef typename Encoder::Format F;
     const T* from = master + quads.element;
-    bool aligned = quads_aligned(master + tile.element, 4 * sizeof(T), tile, shard.grid);
-    bool aligned_codes = quads_aligned(shard.codes + place_of<F>(shard, tile.element), F::BITS / 2,
-                                       tile, shard.grid);
-    u8* to = shard.codes + place_of<F>(shard, quads.element);
+    bool aligned = quads_aligned(master + tile.element, 4 * sizeof(T), tile, shard.rowwise.grid);
+    bool aligned_codes = quads_aligned(shard.rowwise.codes + place_of<F>(shard, tile.element),
+                                       F::BITS / 2, tile, shard.rowwise.grid);
+    u8* to = shard.rowwise.codes + place_of<F>(shard, quads.element);
     i64 step = bytes_of<F>(quads.step);
     bool one_block = tile.blocks == 1 || quads.col_step == 0;
     float multiplier = 0;
@@ -28,9 +28,9 @@ static ZEROCAST_FN void cast_quads(const CastShard& shard, const Tile& tile, con
         load_quads(four, from, quads.step, whole, aligned);
         if (first == 0) {
             derive();
-            multiplier =
-                multipliers[quads.col < quads.cols ? block_in_tile(tile, shard.grid, quads.col)
-                                                   : 0];
+            multiplier = multipliers[quads.col < quads.cols
+                                         ? block_in_tile(tile, shard.rowwise.grid, quads.col)
+                                         : 0];
         }
 #pragma unroll
         for (int k = 0; k < CAST_IN_FLIGHT; k++) {
@@ -42,7 +42,8 @@ static ZEROCAST_FN void cast_quads(const CastShard& shard, const Tile& tile, con
                 largest = Scalar::max(largest, largest_of(magnitude));
             }
             if (!one_block)
-                multiplier = multipliers[block_in_tile(tile, shard.grid, quads.col_of(first + k))];
+                multiplier =
+                    multipliers[block_in_tile(tile, shard.rowwise.grid, quads.col_of(first + k))];
             Quad scaled = round_quad<Nominal>(x);
             for (int j = 0; j < 4; j++) scaled.x[j] *= multiplier;
             store_codes<F>(to + k * step, encoder.encode_quad_at(quads.at(first + k), scaled),
@@ -61,7 +62,8 @@ static ZEROCAST_FN void cast_elements(const CastShard& shard, const Tile& tile, 
                                       const Encoder& encoder, i32& largest) {
     typedef typename Encoder::Format F;
     auto code_of = [&](int i, int j) {
-        float multiplier = multipliers[block_in_tile(tile, shard.grid, quads.col_of(i) + j)];
+        float multiplier =
+            multipliers[block_in_tile(tile, shard.rowwise.grid, quads.col_of(i) + j)];
         i64 element = quads.at(i) + j;
         float x = value_of(master[element]);
         largest = Scalar::max(largest, Scalar::bits(x) & MAGNITUDE_MASK);
@@ -69,7 +71,8 @@ static ZEROCAST_FN void cast_elements(const CastShard& shard, const Tile& tile, 
     };
 #pragma unroll 1
     for (int at = 0; at < 4 * TILE_QUADS; at += F::BITS == 4 ? 2 : 1) {
-        if (!(whole >> at / 4 & 1)) store_elements<F>(shard, shard.codes, quads, at, code_of);
+        if (!(whole >> at / 4 & 1))
+            store_elements<F>(shard, shard.rowwise.codes, quads, at, code_of);
     }
 }
 
@@ -79,14 +82,15 @@ static ZEROCAST_FN void cast_tile(const CastShard& shard, const Tile& tile, cons
     auto derive = [&] {
         for (int b = threadIdx.x; b < tile.blocks; b += THREADS) {
             i64 block = tile.first_block + b;
-            multipliers[b] = law.of(shard, shard.block_amax[block], block);
+            multipliers[b] = law.of(shard, shard.rowwise.block_amax[block], block);
         }
         __syncthreads();
     };
     constexpr bool AMAX = Multipliers::TAKES_AMAX;
-    Quads quads(tile, shard.grid, threadIdx.x);
-    bool at_once = quads_keep_to_blocks(tile, shard.grid) && encoder.takes_quads(tile, shard.grid);
-    u32 whole = at_once ? whole_quads(quads, tile, shard.grid, shard.start, shard.end) : 0;
+    Quads quads(tile, shard.rowwise.grid, threadIdx.x);
+    bool at_once = quads_keep_to_blocks(tile, shard.rowwise.grid)
+                   && encoder.takes_quads(tile, shard.rowwise.grid);
+    u32 whole = at_once ? whole_quads(quads, tile, shard.rowwise.grid, shard.start, shard.end) : 0;
     i32 largest = 0;
     with_rounded_master(shard, [&](auto* master, auto nominal) {
         cast_quads<decltype(nominal), AMAX>(shard, tile, master, quads, whole, multipliers, encoder,
@@ -101,7 +105,7 @@ static ZEROCAST_FN void cast_tile(const CastShard& shard, const Tile& tile, cons
         largest = __reduce_max_sync(ALL_LANES, largest);
         if (threadIdx.x % 32 == 0) {
             largest = rounded_amax(largest, shard.round_to);
-            atomicMax(shard.block_amax, largest);
+            atomicMax(shard.rowwise.block_amax, largest);
             atomicMax(shard.tensor_amax, largest);
         }
     }

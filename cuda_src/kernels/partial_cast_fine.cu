@@ -8,7 +8,7 @@ using namespace zerocast;
 // The second plane, where there is one: codes of 4 bits have none.
 template <class F>
 static ZEROCAST_FN u8* second_plane(const CastShard& shard) {
-    return F::BITS == 8 ? shard.columnwise_codes : nullptr;
+    return F::BITS == 8 ? shard.columnwise.codes : nullptr;
 }
 
 // The multipliers of a tile's blocks.
@@ -27,12 +27,13 @@ static ZEROCAST_FN void cast_quads(const CastShard& shard, const Tile& tile, con
     typedef typename Encoder::Format F;
     u8* second = second_plane<F>(shard);
     const T* from = master + quads.element;
-    bool aligned = quads_aligned(master + tile.element, 4 * sizeof(T), tile, shard.grid);
+    bool aligned = quads_aligned(master + tile.element, 4 * sizeof(T), tile, shard.rowwise.grid);
     i64 at = place_of<F>(shard, tile.element), step = bytes_of<F>(quads.step);
-    bool aligned_codes = quads_aligned(shard.codes + at, F::BITS / 2, tile, shard.grid)
-                         && (!second || (u64)(second + at) % (F::BITS / 2) == 0);
+    bool aligned_codes =
+        quads_aligned(shard.rowwise.codes + at, F::BITS / 2, tile, shard.rowwise.grid)
+        && (!second || (u64)(second + at) % (F::BITS / 2) == 0);
     i64 place = place_of<F>(shard, quads.element);
-    int block = block_in_tile(tile, shard.grid, quads.col);
+    int block = block_in_tile(tile, shard.rowwise.grid, quads.col);
     float down[4] = {};
 #pragma unroll 1
     for (int first = 0; first < TILE_QUADS; first += CAST_IN_FLIGHT) {
@@ -50,7 +51,7 @@ static ZEROCAST_FN void cast_quads(const CastShard& shard, const Tile& tile, con
             float across = multipliers.across[quads.row_of(i) * tile.blocks + block];
             Quad x = round_quad<Nominal>(four[k].values()), scaled;
             for (int j = 0; j < 4; j++) scaled.x[j] = x.x[j] * across;
-            store_codes<F>(shard.codes + place + k * step,
+            store_codes<F>(shard.rowwise.codes + place + k * step,
                            encoder.encode_quad_at(quads.at(i), scaled), aligned_codes);
             if (!second) continue;
             for (int j = 0; j < 4; j++) scaled.x[j] = x.x[j] * down[j];
@@ -75,7 +76,7 @@ static ZEROCAST_FN void cast_elements(const CastShard& shard, const Tile& tile, 
             element, round_element(value_of(master[element]), shard.round_to) * multiplier);
     };
     auto across = [&](int i, int j) {
-        int block = block_in_tile(tile, shard.grid, quads.col_of(i) + j);
+        int block = block_in_tile(tile, shard.rowwise.grid, quads.col_of(i) + j);
         return code_under(i, j, multipliers.across[quads.row_of(i) * tile.blocks + block]);
     };
     auto down = [&](int i, int j) {
@@ -84,7 +85,7 @@ static ZEROCAST_FN void cast_elements(const CastShard& shard, const Tile& tile, 
 #pragma unroll 1
     for (int at = 0; at < 4 * TILE_QUADS; at += F::BITS == 4 ? 2 : 1) {
         if (whole >> at / 4 & 1) continue;
-        store_elements<F>(shard, shard.codes, quads, at, across);
+        store_elements<F>(shard, shard.rowwise.codes, quads, at, across);
         if (u8* second = second_plane<F>(shard)) store_elements<F>(shard, second, quads, at, down);
     }
 }
@@ -93,25 +94,25 @@ template <class Encoder, class Multipliers>
 static ZEROCAST_FN void cast_tile(const CastShard& shard, const FineTile& fine,
                                   const Encoder& encoder, const Multipliers& law,
                                   TileMultipliers& multipliers) {
-    Tile tile = fine.as_tile(shard.grid);
+    Tile tile = fine.as_tile(shard.rowwise.grid);
     auto derive = [&] {
-        i64 blocks_w = shard.grid.blocks_w();
+        i64 blocks_w = shard.rowwise.grid.blocks_w();
         for (int b = threadIdx.x; b < tile.rows * tile.blocks; b += THREADS) {
             i64 block = fine.first_block + b / tile.blocks * blocks_w + b % tile.blocks;
-            multipliers.across[b] = law.of(shard, shard.block_amax[block], block);
+            multipliers.across[b] = law.of(shard, shard.rowwise.block_amax[block], block);
         }
         if (second_plane<typename Encoder::Format>(shard)) {
-            i64 first = fine.columnwise_block_row * shard.grid.cols + fine.col;
+            i64 first = fine.columnwise_block_row * shard.rowwise.grid.cols + fine.col;
             for (int c = threadIdx.x; c < tile.cols; c += THREADS) {
                 i64 block = first + c;
-                multipliers.down[c] = law.of(shard, shard.columnwise_block_amax[block], block);
+                multipliers.down[c] = law.of(shard, shard.columnwise.block_amax[block], block);
             }
         }
         __syncthreads();
     };
-    Quads quads = Quads::of_fine(tile, shard.grid, threadIdx.x);
-    bool at_once = encoder.takes_quads(tile, shard.grid);
-    u32 whole = at_once ? whole_quads(quads, tile, shard.grid, shard.start, shard.end) : 0;
+    Quads quads = Quads::of_fine(tile, shard.rowwise.grid, threadIdx.x);
+    bool at_once = encoder.takes_quads(tile, shard.rowwise.grid);
+    u32 whole = at_once ? whole_quads(quads, tile, shard.rowwise.grid, shard.start, shard.end) : 0;
     with_rounded_master(shard, [&](auto* master, auto nominal) {
         cast_quads<decltype(nominal)>(shard, tile, master, quads, whole, multipliers, encoder,
                                       derive);

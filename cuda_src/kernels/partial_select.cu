@@ -52,7 +52,7 @@ static ZEROCAST_FN void leave_elements(const CastShard& shard, const T* master, 
 template <bool SQUARED, class T>
 static ZEROCAST_FN void select_tile(const CastShard& shard, const T* master, const Tile& tile,
                                     i64 scale_max) {
-    const Grid& grid = shard.grid;
+    const Grid& grid = shard.rowwise.grid;
     i64 blocks_w = grid.blocks_w(), block_row = tile.first_block / blocks_w;
     i64 cut = find(shard.candidates.cut, shard.candidates.cuts, block_row);
     int r = threadIdx.x % CHOICE_SIDE;
@@ -66,7 +66,7 @@ static ZEROCAST_FN void select_tile(const CastShard& shard, const T* master, con
         if (b < tile.blocks && r < tile.rows && row.begin < row.end) {
             if (row.whole()) {
                 BlockCandidates<SQUARED> candidates(*shard.tensor_amax, scale_max,
-                                                    shard.block_amax[block]);
+                                                    shard.rowwise.block_amax[block]);
                 errors = errors_of(shard, master, row, candidates);
             } else {
                 leave_elements(shard, master, row);

@@ -7,6 +7,7 @@ import torch
 
 from tests.support.operations import operand, plane
 from tests.support.same_bytes import assert_same_bytes
+from zerocast.backends.cpu import CpuBackend
 from zerocast.backends.reference import ReferenceBackend
 from zerocast.backends.reference.philox import element_words
 from zerocast.backends.reference.planes import read_plane, write_plane
@@ -166,6 +167,20 @@ def test_closing_a_delayed_cast():
     assert scale_inv.view(torch.int32).item() == 0x7FC00000
     assert (state.scale.item(), state.cast_scale.item()) == (28.0, 28.0)
     assert state.amax_history.tolist() == [4.0, 8.0, 1.0]
+
+
+def test_closing_a_cast_whose_state_waits():
+    """scale_inv of what was cast; nothing is remembered, and no function of the caller's called."""
+    law = Float8DelayedLaw(E4M3, amax_compute_algo=lambda _: pytest.fail("called"))
+    state = DelayedState(torch.tensor([2.0]), torch.tensor([3.0]), torch.tensor([8.0, 1.0]))
+    for backend in (REFERENCE, CpuBackend()):
+        amax, scale_inv = torch.tensor([4.0]).view(torch.int32), torch.zeros(1)
+        grid = BlockGrid(2, 2, 2, 2)
+        whole = operand(grid, amax, amax, scale_inv=scale_inv, delayed=state, advances=False)
+        backend.compute_scale(law, [whole])()
+        assert scale_inv.item() == 0.5
+        assert (state.scale.item(), state.cast_scale.item()) == (2.0, 3.0)
+        assert state.amax_history.tolist() == [8.0, 1.0]
 
 
 def test_words_follow_the_index_in_the_whole_weight():

@@ -25,7 +25,6 @@ from zerocast.backends.tables import (
     dequantize_row,
     law_fields,
     scale_row,
-    select_row,
     transpose_row,
 )
 from zerocast.errors import BackendError
@@ -82,7 +81,7 @@ class CpuBackend:
 
     def select(self, law: NVFP4Law, operands: Sequence[TensorOperand]) -> Launch:
         _check_candidate_blocks(operands)
-        rows = [select_row(t, _address, _address) for t in operands]
+        rows = [cast_row(t, t.grid, 0, _address, _address) for t in operands]
         return self._launch("select", law, rows, operands)
 
     def compute_scale(self, law: Law, operands: Sequence[TensorOperand]) -> Launch:

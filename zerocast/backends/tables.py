@@ -81,25 +81,25 @@ def cast_row(
     ``list_address`` finds a list of integers, given on the CPU, where compiled code can read it.
     """
     first, *second = shard.cast_planes
-    planes = [
-        [*grid_fields(p.plane.grid), _of(p.block_amax, address), _of(p.codes, address)]
-        for p in second
-    ]
     return [
         master,
         shard.extent.start,
         shard.extent.end,
-        *grid_fields(grid),
         NOMINALS[shard.round_to],
-        _of(first.block_amax, address),
-        _of(shard.tensor_amax, address),
-        _of(first.codes, address),
         shard.codes_start,
-        *(planes[0] if planes else [0] * 6),
+        _of(shard.tensor_amax, address),
+        *code_fields(first, grid, address),
+        *(code_fields(second[0], second[0].plane.grid, address) if second else [0] * 6),
         *delayed_fields(shard, address),
         *candidate_fields(shard.candidates, address, list_address),
         *draw_fields(shard, address),
     ]
+
+
+def code_fields(buffers: PlaneBuffers, grid: BlockGrid, address: Address) -> list[int]:
+    """CodePlane, seen under ``grid``."""
+    tensors = buffers.block_amax, buffers.codes
+    return [*grid_fields(grid), *(_of(tensor, address) for tensor in tensors)]
 
 
 def _of(tensor: torch.Tensor | None, address: Address) -> int:
@@ -177,16 +177,6 @@ def plane_fields(buffers: PlaneBuffers, address: Address) -> list[int]:
         padding_bits(layout, buffers.scale_inv),
         _of(buffers.block_amax, address),
         address(buffers.scale_inv),
-    ]
-
-
-def select_row(operand: TensorOperand, address: Address, list_address: Address) -> list[int]:
-    """SelectTarget."""
-    return [
-        *grid_fields(operand.grid),
-        _of(operand.planes[0].block_amax, address),
-        _of(operand.tensor_amax, address),
-        *candidate_fields(operand.candidates, address, list_address),
     ]
 
 

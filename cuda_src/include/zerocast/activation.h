@@ -43,6 +43,7 @@ struct ActivationTable {
     ZEROCAST_FN i64 source_cols() const { return function == FUNCTION_SWIGLU ? 2 * cols : cols; }
     ZEROCAST_FN float eps_value() const { return Scalar::value((i32)eps); }
 };
+static_assert(sizeof(ActivationTable) == 12 * sizeof(i64), "a row that Python writes");
 
 // mantissa * 2^exponent, exponent from LEAST_EXPONENT to 0. Where the value is below
 // 2^LEAST_EXPONENT the mantissa is 0: times any finite number FP32 has no place for it.

@@ -37,6 +37,7 @@ struct CastPlane {
     i64 down_entries, right_entries;
     i64 down_stride, right_stride;
 };
+static_assert(sizeof(CastPlane) == 14 * sizeof(i64), "a row that Python writes");
 
 // A launch's only argument.
 struct ActivationTask {
@@ -50,6 +51,7 @@ struct ActivationTask {
     i32* amax;                                // FP32 [1] by its bits, or null
     CastPlane planes[2];
 };
+static_assert(sizeof(ActivationTask) == 50 * sizeof(i64), "a row that Python writes");
 
 // min(count, 4), and 0 for what is negative.
 ZEROCAST_FN int at_most_four(i64 count) { return count >= 4 ? 4 : count > 0 ? (int)count : 0; }

@@ -2,9 +2,10 @@
 // the device that reads it. Fields are 64 bits wide, addresses included, so the table needs no
 // padding rules.
 //
-// The rows mirror CastShard, ScaleTarget, SelectTarget, TransposeTarget and DequantizeTarget of
-// zerocast/ops, and the index arithmetic is here too: an element's flat index in its whole
-// weight decides its block, its byte and its nibble. What a weight has none of is 0 in its row.
+// A row holds what one operation reads of a TensorOperand (zerocast/ops), and is written by
+// zerocast/backends/tables.py. The index arithmetic is here too: an element's flat index in its
+// whole weight decides its block, its byte and its nibble. What a weight has none of is 0 in its
+// row.
 #pragma once
 
 #include "lanes.h"
@@ -89,26 +90,31 @@ struct Master {
     const void* data;
     i64 dtype;  // Nominal
 };
+static_assert(sizeof(Master) == 2 * sizeof(i64), "a row that Python writes");
 
+// One plane of codes that are cast.
+struct CodePlane {
+    Grid grid;
+    i32* block_amax;  // [blocks]
+    u8* codes;        // of the elements from codes_start on
+};
+
+// What 4-over-6 chooses by, too.
 struct CastShard {
     const Master* master;
-    i64 start, end;  // elements of the whole weight
-    Grid grid;
+    i64 start, end;    // elements of the whole weight
     i64 round_to;      // Nominal
-    i32* block_amax;   // [blocks]
-    i32* tensor_amax;  // [1]; may be block_amax where there is one block
-    u8* codes;         // of the elements from codes_start on
     i64 codes_start;   // even where codes are nibbles
-    // A second plane, quantized independently; its codes are null where there is none.
-    Grid columnwise_grid;        // over the same matrix
-    i32* columnwise_block_amax;  // [its blocks]
-    u8* columnwise_codes;        // of the elements from codes_start on
+    i32* tensor_amax;  // [1]; may be the block amax where there is one block
+    CodePlane rowwise;
+    CodePlane columnwise;  // over the same matrix; its codes are null where it is not cast
     DelayedState delayed;
     Candidates candidates;
     Draws draws;
 
     ZEROCAST_FN i64 size() const { return end - start; }
 };
+static_assert(sizeof(CastShard) == 33 * sizeof(i64), "a row that Python writes");
 
 // A stored plane of block scales: the scale of block (i, j) stands at entries (r, c) with r from
 // i * row_repeat and c from j * col_repeat on, as far as they are below rows and cols. Stored
@@ -133,13 +139,7 @@ struct ScaleTarget {
     const u8* choices;      // [blocks] under 4-over-6, else null
     i64* rounding_counter;  // [2], or null
 };
-
-struct SelectTarget {
-    Grid grid;
-    const i32* block_amax;   // [blocks]
-    const i32* tensor_amax;  // [1]
-    Candidates candidates;
-};
+static_assert(sizeof(ScaleTarget) == 36 * sizeof(i64), "a row that Python writes");
 
 struct TransposeTarget {
     i64 format;            // FormatId
@@ -157,6 +157,7 @@ struct TransposeTarget {
     i64 padding;
     u8* columnwise_scale_inv;
 };
+static_assert(sizeof(TransposeTarget) == 17 * sizeof(i64), "a row that Python writes");
 
 struct DequantizeTarget {
     Grid grid;
@@ -167,6 +168,7 @@ struct DequantizeTarget {
     const float* amax;  // [1], or null
     float* out;         // [rows, cols]
 };
+static_assert(sizeof(DequantizeTarget) == 10 * sizeof(i64), "a row that Python writes");
 
 enum LawKind : i64 { LAW_FLOAT8 = 0, LAW_DELAYED = 1, LAW_MXFP8 = 2, LAW_NVFP4 = 3 };
 enum ErrorKind : i64 { ERROR_NONE = 0, ERROR_MAE = 1, ERROR_MSE = 2 };
@@ -187,6 +189,7 @@ struct LawTable {
     i64 stochastic_rounding;
     i64 seed;
 };
+static_assert(sizeof(LawTable) == 10 * sizeof(i64), "a row that Python writes");
 
 }  // namespace ZEROCAST_ISA
 }  // namespace zerocast

@@ -35,7 +35,6 @@ from zerocast.backends.tables import (
     dequantize_row,
     law_fields,
     scale_row,
-    select_row,
     transpose_row,
 )
 from zerocast.errors import BackendError
@@ -120,7 +119,7 @@ class CudaBackend:
                 chosen.append(operand)
                 cuts.append([(choice_tiles, count, operand.grid.blocks_w)])
         lists = self._tables.lists(chosen)
-        rows = [select_row(operand, self._address, lists.address) for operand in chosen]
+        rows = [cast_row(o, o.grid, 0, self._address, lists.address) for o in chosen]
         return self._tables.launch(kernel, rows, cuts, scalars, (chosen, lists))
 
     def compute_scale(self, law: Law, operands: Sequence[TensorOperand]) -> Launch:

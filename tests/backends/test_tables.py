@@ -1,0 +1,99 @@
+"""A row that Python writes has the fields of the C struct that reads it."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.operations import operand, plane
+from zerocast.backends.activations import activation_fields
+from zerocast.backends.cuda import activation
+from zerocast.backends.tables import (
+    cast_row,
+    dequantize_row,
+    law_fields,
+    scale_row,
+    transpose_row,
+)
+from zerocast.formats import E4M3
+from zerocast.layout import BlockGrid, Cuts, Source
+from zerocast.ops import (
+    Activation,
+    ActivationTarget,
+    Candidates,
+    DelayedState,
+    Float8DelayedLaw,
+    Float8Law,
+    Masters,
+    MXFP8Law,
+    NVFP4Law,
+    Rounding,
+    TensorOperand,
+)
+
+HEADERS = Path(__file__).parents[2] / "cuda_src/include/zerocast"
+GRID = BlockGrid(16, 16, 16, 16)
+ONE = torch.zeros(1)
+FULL = plane(GRID, ONE, ONE, ONE)
+COPY = plane(GRID, None, ONE, ONE, Source.ROWWISE)
+BARE = operand(GRID, scale_inv=ONE)
+
+
+def sizes() -> dict[str, int]:
+    """Of each struct, as many words as the headers' own assertions say."""
+    text = "".join(path.read_text() for path in HEADERS.glob("*.h"))
+    found = re.findall(r"static_assert\(sizeof\((\w+)\) == (\d+) \* sizeof\(i64\)", text)
+    return {name: int(words) for name, words in found}
+
+
+def everything() -> TensorOperand:
+    """An operand that has all that a row can hold."""
+    candidates = Candidates.carve(torch.zeros(1, dtype=torch.int32), GRID, Cuts())
+    return TensorOperand(
+        (FULL, FULL), tensor_amax=ONE, amax=ONE, delayed=DelayedState(ONE, ONE, ONE),
+        candidates=candidates, rounding=Rounding(ONE), values=ONE,
+    )  # fmt: skip
+
+
+def address(tensor: torch.Tensor) -> int:
+    """Of no matter."""
+    return tensor.data_ptr()
+
+
+LAWS = (Float8Law(E4M3), Float8DelayedLaw(E4M3), MXFP8Law(), NVFP4Law())
+TARGET = ActivationTarget(Activation("relu"), torch.zeros(16, 16), torch.float32)
+PLANE = activation._Plane.of(FULL, TARGET)
+WRITERS = {
+    "Master": lambda o: Masters(1).table[0].tolist(),
+    "CastShard": lambda o: cast_row(o, GRID, 0, address, address),
+    "ScaleTarget": lambda o: scale_row(o, address),
+    "TransposeTarget": lambda o: transpose_row(
+        LAWS[0], replace(o, planes=(o.planes[0], COPY)), address
+    ),
+    "DequantizeTarget": lambda o: dequantize_row(o, GRID, address),
+    "ActivationTable": lambda o: activation_fields(TARGET, address),
+    "CastPlane": lambda o: PLANE.fields(activation.LOW, None, address),
+    "ActivationTask": lambda o: range(
+        activation._Task(TARGET, None, address).step("", activation.LOW, None, [])[2].struct_fields
+    ),
+}
+
+
+def test_every_row_is_here() -> None:
+    """What a header asserts of a row is compared below."""
+    assert sizes().keys() == {*WRITERS, "LawTable"}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_row_has_the_fields_of_its_struct(name: str) -> None:
+    """Of a tensor that has everything, and of one that has next to nothing."""
+    for each in (BARE, everything()):
+        assert len(WRITERS[name](each)) == sizes()[name]
+
+
+@pytest.mark.parametrize("law", LAWS, ids=str)
+def test_a_law_has_the_fields_of_its_struct(law: object) -> None:
+    """Whichever it is."""
+    assert len(law_fields(law, "cpu")) == sizes()["LawTable"]
