@@ -82,6 +82,59 @@ def test_a_step_that_fails_before_the_optimizer_can_be_made_again() -> None:
     assert optimizer.state_dict()["zero"]["steps"] == 1
 
 
+class Failing(torch.optim.SGD):
+    """Raises where asked to."""
+
+    fails = False
+
+    def step(self, closure: Any = None) -> Any:
+        """One more."""
+        if self.fails:
+            raise Stop("no memory left")
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_an_inner_optimizer_that_fails_on_one_rank(plain: bool) -> None:
+    """That rank raises what happened, the others say where; and the step was left half done."""
+
+    def train(comm: Communicator) -> None:
+        params = make_params(NVFP4)[3 if plain else 0 :]
+        optimizer = ZeroOptimizer(params, Failing, group=comm, lr=0.5)
+        one_step(params, optimizer)
+        optimizer.inner.fails = comm.rank == 1
+        raised = Stop if comm.rank == 1 else ZerocastError
+        with pytest.raises(raised, match="no memory left") as caught:
+            one_step(params, optimizer)
+        assert (str(caught.value) == "on rank 1: Stop: no memory left") == (comm.rank != 1)
+        optimizer.inner.fails = False
+        with pytest.raises(UnfinishedStepError, match="on every rank"):
+            one_step(params, optimizer)
+
+    run_in_process(3, train)
+
+
+def test_a_closure_that_fails_on_one_rank() -> None:
+    """So it is there; but nothing has changed, and the step can be made again."""
+
+    def train(comm: Communicator) -> None:
+        params = make_params(NVFP4)
+        optimizer = ZeroOptimizer(params, group=comm)
+        set_gradients(params, draw_gradients([p.shape for p in params], 0, 0))
+
+        def closure() -> float:
+            if comm.rank == 1:
+                raise Stop("no data left")
+            return 3.0
+
+        with pytest.raises(Stop if comm.rank == 1 else ZerocastError, match="no data left"):
+            optimizer.step(closure)
+        assert optimizer.step(lambda: 3.0) == 3.0
+        assert optimizer.state_dict()["zero"]["steps"] == 1
+
+    run_in_process(3, train)
+
+
 def test_ranks_that_have_made_different_numbers_of_steps_are_refused() -> None:
     """An interrupt that reached one rank behind a step and another before it."""
 

@@ -68,7 +68,7 @@ from zerocast.cast.world import (
     raise_in_all,
 )
 from zerocast.comm import Attempt, Communicator, Group
-from zerocast.errors import InputError
+from zerocast.errors import InputError, ZerocastError
 from zerocast.ops import Float8DelayedLaw, Masters
 from zerocast.tensors import CastClock, QuantizedStorage, QuantizedTensor, rebuild_derived
 from zerocast.tensors.cast_steps import CastSteps
@@ -296,6 +296,12 @@ class CastPlan:
         with attempt:
             self._rebind(as_tensors(master_weights))
         raise_in_all(self._comms, attempt.error)
+
+    def fail(self, error: ZerocastError) -> None:
+        """Let the next cast raise ``error``: on every rank that hears of it with the amaxes, so
+        that nobody waits for this one.
+        """
+        self._attempt.error = error
 
     # --- the steps ---
 

@@ -80,11 +80,20 @@ class Progress:
             f"failed after it had begun to change masters; {_LOAD}."
         )
 
-    def reduce(self, gradients: GradientReducer, param_groups: Sequence[Mapping[str, Any]]) -> None:
+    def reduce(
+        self,
+        gradients: GradientReducer,
+        param_groups: Sequence[Mapping[str, Any]],
+        error: ZerocastError | None,
+    ) -> None:
         """Reduce the gradients for a step with the options of ``param_groups``, and take as masters
         what others wrote. Collective.
 
+        Args:
+            error: what went wrong on this rank before.
+
         Raises:
+            ZerocastError: ``error``.
             InputError: where a weight no longer lies where the optimizer put it, so that a step
                 would change what nobody reads, or a parameter that was left out has a gradient.
             UnfinishedStepError: where the last step was left half done.
@@ -94,7 +103,8 @@ class Progress:
                 that see it.
         """
         comm = self._shards.comm
-        error = self.error("a step") or self._shards.moved_weight() or unfrozen(self._frozen)
+        error = error or self.error("a step") or self._shards.moved_weight()
+        error = error or unfrozen(self._frozen)
         options = option_lines(param_groups)
         told = self.steps % _WRAP
         # With the step in it, equal digests of different options differ in the steps that follow.
@@ -127,7 +137,7 @@ class Progress:
             raise error
         self._writes.take()
 
-    def reuse(self, gradients: GradientReducer) -> None:
+    def reuse(self, gradients: GradientReducer, error: ZerocastError | None) -> None:
         """Step from gradients that were kept when :meth:`reduce` had reduced them. Collective on a
         CPU.
 
@@ -135,7 +145,7 @@ class Progress:
             InputError: where they are no longer the weights' gradients, or a weight has moved. On
                 every rank, or on a GPU on the ranks that see it.
         """
-        error = gradients.changed() or self._shards.moved_weight()
+        error = error or gradients.changed() or self._shards.moved_weight()
         if gradients.reduced.device.type == "cpu":
             raise_together(self._shards.comm, error)
         elif error is not None:

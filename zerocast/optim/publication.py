@@ -8,6 +8,8 @@ from functools import partial
 import torch
 
 from zerocast.cast import CastPlan
+from zerocast.comm import raise_together
+from zerocast.errors import ZerocastError
 from zerocast.optim.shards import ShardedWeights
 
 
@@ -52,6 +54,17 @@ class Publication:
         if self._plan is not None and not self._overlaps:  # else what waits for the codes does it
             phases["post_all_gather_processing"] = self._plan.post_all_gather_processing
         return phases
+
+    def fail(self, error: ZerocastError | None) -> None:
+        """Let the phases raise ``error``, where there is one on this rank, on all ranks that can
+        hear of it. Collective where no weight holds codes.
+        """
+        if self._plan is None and self._shards.masters.device.type == "cpu":
+            raise_together(self._shards.comm, error)
+        elif self._plan is not None and error is not None:
+            self._plan.fail(error)
+        elif error is not None:
+            raise error
 
     @torch.no_grad()
     def run(self, columns: torch.Tensor | None = None) -> None:

@@ -58,7 +58,13 @@ from zerocast.comm import (
     lines_that_differ,
     raise_together,
 )
-from zerocast.errors import InputError, NonFiniteError, RankMismatchError, UnsupportedError
+from zerocast.errors import (
+    InputError,
+    NonFiniteError,
+    RankMismatchError,
+    UnsupportedError,
+    ZerocastError,
+)
 from zerocast.optim.average import Average, check_decay
 from zerocast.optim.checkpoint import (
     StateDict,
@@ -186,6 +192,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         found_inf = FoundInf(self._agree_on_found_inf, self._shards.masters.device)
         self.param_groups[-1]["params"].append(found_inf)
         self._averages: dict[float, Average] = {}
+        self._users_code = Attempt()
         self._complete = True
 
         # From here on weights change: whatever can be refused has been.
@@ -221,22 +228,38 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 different ranks, or ranks have not made the same number of steps or have other
                 options.
             UnfinishedStepError: on every rank, where the last step was left half done.
+            Exception: of ``closure`` or of the inner optimizer, on the ranks where it happened. On
+                a CPU the others raise a ZerocastError with its message; on a GPU they do not hear
+                of it.
         """
+        self._users_code = Attempt()
         loss = None
         if closure is not None:
-            with torch.enable_grad():
+            with self._users_code, torch.enable_grad():
                 loss = closure()
         found_inf = getattr(self, "found_inf", None)  # set by a GradScaler; agreed on by all ranks
         if found_inf is None or not found_inf.item():
             self._check_steppable()
             self.wait_for_all_gather()  # for what nobody has used since the last step
-            for name, run in self.phases.items():
-                with self.on_phase(name):
-                    run()
+            with self._raising_as_it_was():
+                for name, run in self.phases.items():
+                    with self.on_phase(name):
+                        run()
             self._writes.settle()
             self._progress.end_step()
         self._gradients.drop()
         return loss
+
+    @contextmanager
+    def _raising_as_it_was(self) -> Iterator[None]:
+        """What users' code raised on this rank is raised as it was, not as others hear of it."""
+        try:
+            yield
+        except ZerocastError:
+            error = self._users_code.error
+            if error is None or error.__cause__ is None:
+                raise
+            raise error.__cause__ from None
 
     def _check_steppable(self) -> None:
         """Every rank is in the same mode, because changing it is collective."""
@@ -259,21 +282,24 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._shards.wait()
 
     def _reduce_gradients(self) -> None:
+        error = self._users_code.error
         if self._gradients.kept:
-            self._progress.reuse(self._gradients)
+            self._progress.reuse(self._gradients, error)
         else:
-            self._reduce()
+            self._reduce(error)
         grad_scale = getattr(self, "grad_scale", None)  # set by a GradScaler that did not unscale
         if grad_scale is not None:
             self._gradients.scale_(1 / grad_scale)
 
-    def _reduce(self) -> None:
+    def _reduce(self, error: ZerocastError | None = None) -> None:
         self._inner.exchange_options(self.param_groups)  # before ranks compare them
-        self._progress.reduce(self._gradients, self.param_groups)
+        self._progress.reduce(self._gradients, self.param_groups, error)
 
     def _update_masters(self) -> None:
         self._progress.begin_change()
-        self._inner.step(self.param_groups, self._gradients.gradients())
+        with self._users_code:
+            self._inner.step(self.param_groups, self._gradients.gradients())
+        self._publication.fail(self._users_code.error)
         for average in self._averages.values():
             average.update()
 
