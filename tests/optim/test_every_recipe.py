@@ -10,7 +10,7 @@ import torch
 from torch.optim import SGD, AdamW
 
 import zerocast
-from tests.conftest import Ranks
+from tests.conftest import THREADS, Ranks, stamp
 from tests.optim.training import (
     draw_gradients,
     make_params,
@@ -19,6 +19,7 @@ from tests.optim.training import (
     start_values,
     through_a_file,
 )
+from tests.support.ranks import PROCESSES
 from tests.support.same_bytes import assert_same_bytes, assert_same_storage
 from zerocast.comm import Communicator, run_in_process
 from zerocast.errors import InputError
@@ -113,7 +114,16 @@ def assert_same_weights(params: Params, expected: Params, what: str) -> None:
             assert_same_bytes(param.detach(), other.detach(), f"{what}, {name}")
 
 
-@every_recipe
+# Each recipe on all numbers of threads, and on processes of one kind and number, in turn.
+@pytest.mark.parametrize(
+    ("recipe", "ranks"),
+    [
+        pytest.param(recipe, *on.values, marks=on.marks, id=f"{name}-{on.id}")
+        for i, (name, recipe) in enumerate(RECIPES.items())
+        for on in [*THREADS, stamp(PROCESSES[i % 2], 3 + i // 2 % 2)]
+    ],
+    indirect=["ranks"],
+)
 def test_sharded_training_gives_the_bytes_of_whole_weights(ranks: Ranks, recipe: Recipe) -> None:
     """5 steps on any ranks: codes of both planes, scales, padding, amaxes and what the recipe
     remembers are those of whole weights that are cast from whole masters after every step.

@@ -31,7 +31,10 @@ from zerocast.comm import (
 MPI_RANKS = 4
 """The ranks of an MPI session: ``mpiexec -n 4 python -m mpi4py -m pytest --with-mpi -x -m mpi``."""
 
-KINDS = ("in_process", "mpi", "torch_distributed")
+PROCESSES = ("mpi", "torch_distributed")
+"""Those of an MPI session."""
+
+KINDS = ("in_process", *PROCESSES)
 """Those that can be of any size."""
 
 
