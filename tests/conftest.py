@@ -1,6 +1,6 @@
 """What all tests share: one test body, stamped on every communicator.
 
-A test that takes ``ranks`` runs once for each kind of communicator and each small world size::
+A test that takes ``ranks`` runs once for each kind of communicator and several small world sizes::
 
     def test_ranks_agree(ranks):
         results = ranks.run(lambda comm: comm.all_gather_object(comm.rank))
@@ -27,12 +27,30 @@ import torch
 
 import zerocast
 from tests.cuda_emulation.emulator import BUILDS
-from tests.support.ranks import KINDS, MPI_RANKS, run_ranks, split_ranks
+from tests.support import other_defaults
+from tests.support.ranks import KINDS, MPI_RANKS, PROCESSES, run_ranks, split_ranks
 from zerocast.comm import Communicator
 
 # The same examples on every rank and in every run; nothing remembered between runs.
 hypothesis.settings.register_profile("zerocast", derandomize=True, database=None, deadline=None)
 hypothesis.settings.load_profile("zerocast")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """How the whole suite runs under another default dtype or device of torch."""
+    parser.addoption("--torch-default", choices=other_defaults.CHOICES, help=other_defaults.__doc__)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the tests that set the default themselves."""
+    if config.getoption("torch_default") is not None:
+        items[:] = [item for item in items if item.get_closest_marker("own_defaults") is None]
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Modules have been imported, and what they made is of torch's own defaults."""
+    if (name := session.config.getoption("torch_default")) is not None:
+        other_defaults.set_default(name)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -56,8 +74,9 @@ def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
 
 
-def _stamp(kind: str, *values: Any) -> Any:
-    marks = pytest.mark.mpi(min_size=MPI_RANKS) if kind in ("mpi", "torch_distributed") else ()
+def stamp(kind: str, *values: Any) -> Any:
+    """A parameter of the fixtures below: a kind, and a world size for ``ranks``."""
+    marks = pytest.mark.mpi(min_size=MPI_RANKS) if kind in PROCESSES else ()
     return pytest.param(
         (kind, *values) if values else kind, marks=marks, id="-".join(map(str, (kind, *values)))
     )
@@ -81,20 +100,17 @@ class Ranks:
         return split_ranks(comm, color)
 
 
-@pytest.fixture(
-    params=[_stamp("single_rank", 1)]
-    + [
-        _stamp(kind, size)
-        for kind in KINDS
-        for size in ((1, 2, 3, 4, 5) if kind == "in_process" else range(1, MPI_RANKS + 1))
-    ]
-)
+THREADS = [stamp("single_rank", 1), *(stamp("in_process", size) for size in (1, 2, 3, 4, 5))]
+
+
+# What communicators do on 1 and 2 processes, tests/comm shows.
+@pytest.fixture(params=THREADS + [stamp(kind, size) for kind in PROCESSES for size in (3, 4)])
 def ranks(request: pytest.FixtureRequest) -> Ranks:
-    """Every kind of communicator on 1 to 4 ranks, threads on 5 too, and SingleRank."""
+    """SingleRank, threads on 1 to 5 ranks, and every kind of processes on 3 and 4."""
     return Ranks(*request.param)
 
 
-@pytest.fixture(params=[_stamp(kind) for kind in KINDS])
+@pytest.fixture(params=[stamp(kind) for kind in KINDS])
 def comm_kind(request: pytest.FixtureRequest) -> str:
     """Every kind of communicator, for ``run_ranks``."""
     return request.param

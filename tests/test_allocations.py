@@ -22,6 +22,8 @@ from tests.support.values import draw_values
 from tests.test_matrix import ROWS
 from zerocast.recipes import Recipe
 
+pytestmark = pytest.mark.own_defaults
+
 PACKAGE = Path(zerocast.__file__).parent
 
 FACTORIES = {

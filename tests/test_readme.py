@@ -27,6 +27,7 @@ def own_process_group():
         torch.distributed.destroy_process_group()
 
 
+@pytest.mark.own_defaults
 @pytest.mark.parametrize("page", [p for p in PAGES if blocks(p)], ids=lambda page: page.name)
 def test_the_python_of_a_page_runs(page, own_process_group, capsys):
     """The blocks of a page run in order and share their names; those of the README run alone."""

@@ -322,7 +322,7 @@ def test_a_driver_error_names_the_kernel(launcher, monkeypatch) -> None:
 def test_a_small_table_goes_with_a_launch(launcher, monkeypatch) -> None:
     """Also in a capture: the words are arguments of a kernel, in the order of its parameters."""
     made = torch.zeros(2, 3, dtype=torch.int64)
-    monkeypatch.setattr(torch, "empty_like", lambda table, device: made)
+    monkeypatch.setattr("torch.empty_like", lambda table, device: made)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: Stream(0))

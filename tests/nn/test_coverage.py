@@ -35,7 +35,7 @@ def small(family: str, **options) -> nn.Module:
     config = getattr(transformers, f"{family}Config")(**options)
     torch.manual_seed(0)
     model = "GPT2LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM"
-    return getattr(transformers, model)(config)
+    return getattr(transformers, model)(config).float()
 
 
 WIDTHS = {

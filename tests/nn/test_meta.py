@@ -12,6 +12,8 @@ from zerocast import nn
 from zerocast.errors import InputError
 from zerocast.recipes import Recipe
 
+pytestmark = pytest.mark.own_defaults
+
 ROUNDED = zerocast.NVFP4BlockScaling(
     fp4_quant_fwd_weight=zerocast.recipes.QParams(stochastic_rounding=True)
 )

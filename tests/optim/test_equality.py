@@ -128,6 +128,7 @@ def test_identical_bf16_gradients_on_3_ranks_give_exactly_that_gradient() -> Non
             assert_same_bytes(after, expected, f"master {i}")
 
 
+@pytest.mark.own_defaults
 @pytest.mark.parametrize("recipe", [NVFP4, FP8], ids=["nvfp4", "fp8"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_masters_are_fp32_whatever_torchs_default_dtype(dtype: torch.dtype, recipe: Recipe) -> None:

@@ -58,7 +58,7 @@ def start_values(params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 def draw_gradients(shapes: Sequence[torch.Size], step: int, rank: int) -> list[torch.Tensor]:
     """FP32 gradients that BF16 holds, multiples of 1/64: any order of their sum is exact."""
     g = torch.Generator().manual_seed(1000 * step + rank)
-    return [torch.randint(-127, 128, shape, generator=g) / 64 for shape in shapes]
+    return [torch.randint(-127, 128, shape, generator=g).float() / 64 for shape in shapes]
 
 
 def mean_gradients(shapes: Sequence[torch.Size], step: int, ranks: int) -> list[torch.Tensor]:

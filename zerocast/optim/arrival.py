@@ -109,9 +109,8 @@ class Arrival:
                 raise self._failure
             self._finishing = True
             try:
-                # Modes that watch or replace torch's operations are about the caller's own.
+                _finish(self._waits)
                 with _disable_current_modes():
-                    _finish(self._waits)
                     self._rebuild_derived()
             except Exception as error:
                 self._failure = error
@@ -137,10 +136,13 @@ class Arrival:
 
 def _finish(waits: list[Callable[[], None]]) -> None:
     """Call each and forget it; one that fails, too, but not one that was interrupted."""
-    while waits:
-        try:
-            waits[0]()
-        except Exception:
+    # Modes that watch or replace torch's operations are about the caller's own; and a model may be
+    # collected in the middle of anything, such as the tracing of another.
+    with _disable_current_modes():
+        while waits:
+            try:
+                waits[0]()
+            except Exception:
+                del waits[0]
+                raise
             del waits[0]
-            raise
-        del waits[0]
