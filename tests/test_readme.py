@@ -1,11 +1,14 @@
 """README.md, CONTRIBUTING.md and docs/: their Python runs, and their links lead somewhere."""
 
+import dataclasses
+import importlib
 import re
 from pathlib import Path
 
 import pytest
 import torch
 
+import zerocast
 from tests.torchtitan import conftest as _torchtitan  # noqa: F401  (or what stands in for it)
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -61,12 +64,36 @@ def test_the_readme_can_be_read_at_a_sitting():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 200
 
 
-def test_programs_that_pages_name_are_there():
-    """Every file of the repository that a shell block runs exists."""
+def test_programs_that_pages_run_are_there():
+    """Every program of the repository that a shell block runs exists and knows the options that
+    follow it.
+    """
+    found = 0
     for page in PAGES:
         for block in re.findall(r"^```sh\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE):
-            for path in re.findall(r"(?:scripts|examples|tests)/[\w./]+", block):
-                assert (ROOT / path).exists(), f"{page.name} runs {path}, which is not there"
+            for path, options in re.findall(r"((?:scripts|examples)/[\w./]+)(.*)", block):
+                program = (ROOT / path).read_text()
+                for option in re.findall(r"--[\w-]+", options):
+                    assert f'"{option}"' in program, f"{page.name}: {path} has no {option}"
+                found += 1
+    assert found > 4
+
+
+def test_the_configuration_for_torchtitan_is_one():
+    """The TOML of docs/torchtitan.md names a module that can be imported, fields that it or
+    torchtitan has, and a recipe.
+    """
+    tomllib = pytest.importorskip("tomllib")
+    from zerocast.torchtitan.options import recipe_named
+
+    text = (ROOT / "docs" / "torchtitan.md").read_text()
+    configuration = tomllib.loads(re.search(r"^```toml\n(.*?)^```", text, re.DOTALL | re.M)[1])
+    module = importlib.import_module(configuration["job"]["custom_config_module"])
+    options = configuration["quantize"]["linear"]["float8"]
+    assert recipe_named(options["recipe_name"]) == zerocast.NVFP4BlockScaling()
+    ours = {field.name for field in dataclasses.fields(module.Float8Section)}
+    read = (ROOT / "zerocast" / "torchtitan" / "model_converter.py").read_text()
+    assert all(name in ours or f"options.{name}" in read for name in options)
 
 
 def test_a_newcomers_questions_have_a_file_each():

@@ -60,6 +60,8 @@ def test_the_numbers_are_right(kind, tmp_path, capsys):
     assert (nvfp4["amax"], nvfp4["codes"], nvfp4["scales"]) == (6, [-6, 6], [0, 448])
     assert (nvfp4["saturated"], nvfp4["zeros"]) == (2 / 1024, 1022 / 1024)
     assert (bias["amax"], bias["zeros"], bias["not_finite"], bias["recipe"]) == (3, 1 / 4, 1, "")
+    assert (bias["labels"], bias["bars"]) == (["2^-1", "2^0", "2^1"], [1 / 4, 0, 1 / 4])
+    assert nvfp4["bars"] == [1022 / 1024, 0, 0, 0, 0, 0, 0, 2 / 1024]
 
 
 @pytest.mark.parametrize("shape", [(48, 96), (33, 64)])
@@ -79,6 +81,15 @@ def test_codes_and_scales_of_every_recipe(shape, tmp_path, capsys):
         if name in ("current", "delayed"):
             largest = max(map(abs, about["codes"])) * about["scales"][0]
             assert largest == pytest.approx(about["amax"], rel=1e-6)
+
+
+def test_columnwise_codes_alone(tmp_path, capsys):
+    """A tensor of which only the columnwise codes are kept, whose rows have an odd length."""
+    recipe = zerocast.NVFP4BlockScaling()
+    weight = zerocast.quantize(torch.full((33, 64), 2.0), recipe)
+    weight.quantized_storage.drop(rowwise=True)
+    about = inspected(capsys, saved("torch.save", {"w": weight}, tmp_path))["w"]
+    assert (about["codes"], about["saturated"], about["zeros"]) == ([6, 6], 1, 0)
 
 
 def test_safetensors(tmp_path, capsys, monkeypatch):

@@ -4,13 +4,12 @@ zero or at the end of their range.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
 
-from zerocast.formats import E4M3, E5M2, ElementFormat, decode, decode_e8m0, unpack_nibbles
+from zerocast.formats import E4M3, E5M2, ElementFormat, decode, decode_e8m0
 from zerocast.layout import Plane
 from zerocast.ops import MXFP8Law, NVFP4Law
 from zerocast.tensors import QuantizedStorage, QuantizedTensor
@@ -65,7 +64,7 @@ def describe(name: str, tensor: torch.Tensor) -> Description:
         _describe_quantized(about, tensor)
     elif tensor.dtype in FLOAT8:
         fmt = FLOAT8[tensor.dtype]
-        _describe_codes(about, _pieces(tensor.contiguous().view(torch.uint8)), fmt)
+        _describe_codes(about, _counts(tensor.contiguous().view(torch.uint8)), fmt)
         about.amax = max(map(abs, about.codes)) if about.codes else None
     elif tensor.dtype.is_floating_point and tensor.layout == torch.strided:
         _describe_values(about, tensor)
@@ -76,17 +75,26 @@ def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     return iter(tensor.detach().reshape(-1).split(PIECE))
 
 
+def _counts(codes: torch.Tensor) -> torch.Tensor:
+    """[256] int64: how often each byte of ``codes`` occurs."""
+    counts = torch.zeros(256, dtype=torch.int64)
+    for piece in _pieces(codes):
+        counts += torch.bincount(piece, minlength=256)
+    return counts
+
+
 def _describe_quantized(about: Description, tensor: QuantizedTensor) -> None:
     storage = tensor.quantized_storage
     plane = storage.planes[0 if storage.has_rowwise else -1]
     codes, fmt = storage.buffers[plane.codes_name], storage.recipe.law.fmt
     about.recipe = str(storage.recipe)
     about.nbytes = sum(buffer.nbytes for buffer in storage.buffers.values())
-    rows = max(1, PIECE // max(1, plane.grid.cols))
-    pieces = codes.reshape(-1, codes.shape[-1]).split(rows) if codes.numel() else ()
-    if fmt.bits == 4:
-        pieces = (unpack_nibbles(piece, plane.grid.cols) for piece in pieces)
-    _describe_codes(about, pieces, fmt)
+    counts = _counts(codes)
+    if fmt.bits == 4:  # of bytes, which hold two; the last of an odd row holds one, and 0
+        counts = counts.view(16, 16)
+        counts = counts.sum(0) + counts.sum(1)
+        counts[0] -= plane.grid.rows * (plane.grid.cols % 2)
+    _describe_codes(about, counts, fmt)
     scales = scales_of(storage, plane)
     finite = scales[scales.isfinite()]
     about.not_finite += scales.numel() - finite.numel()
@@ -113,10 +121,8 @@ def scales_of(storage: QuantizedStorage, plane: Plane) -> torch.Tensor:
     return entries[: layout.rows : layout.row_repeat, : layout.cols : layout.col_repeat]
 
 
-def _describe_codes(about: Description, pieces: object, fmt: ElementFormat) -> None:
-    counts = torch.zeros(2**fmt.bits, dtype=torch.int64)
-    for piece in pieces:  # type: ignore[attr-defined]
-        counts += torch.bincount(piece.reshape(-1).to(torch.int64), minlength=2**fmt.bits)
+def _describe_codes(about: Description, counts: torch.Tensor, fmt: ElementFormat) -> None:
+    """``counts``, int64 [2^bits], says how often each code occurs."""
     total = int(counts.sum())
     if not total:
         return
@@ -138,22 +144,22 @@ def _describe_codes(about: Description, pieces: object, fmt: ElementFormat) -> N
 
 def _describe_values(about: Description, tensor: torch.Tensor) -> None:
     amax, zeros, not_finite = 0.0, 0, 0
-    powers: dict[int, int] = {}
+    exponents = torch.zeros(256, dtype=torch.int64)  # fields of FP32: 0 for 2^-127 and less
     for piece in _pieces(tensor):
-        wide = piece.to(torch.float64 if piece.dtype == torch.float64 else torch.float32)
-        finite = wide[wide.isfinite()].abs()
-        not_finite += wide.numel() - finite.numel()
-        amax = max(amax, finite.max().item()) if finite.numel() else amax
-        positive = finite[finite > 0]
-        zeros += finite.numel() - positive.numel()
-        exponents, counts = torch.frexp(positive).exponent.unique(return_counts=True)
-        for power, count in zip(exponents.tolist(), counts.tolist(), strict=True):
-            powers[power - 1] = powers.get(power - 1, 0) + count
+        finite = piece if bool(piece.isfinite().all()) else piece[piece.isfinite()]
+        not_finite += piece.numel() - finite.numel()
+        if finite.numel():
+            amax = max(amax, finite.abs().max().item())
+            zeros += finite.numel() - int(finite.count_nonzero())
+            bits = finite.to(torch.float32).view(torch.int32)
+            exponents += torch.bincount(((bits >> 23) & 0xFF).to(torch.uint8), minlength=256)
     total = tensor.numel()
     about.not_finite = not_finite
     if total:
         about.amax, about.zeros = amax, zeros / total
+    exponents[0] -= zeros
+    powers = exponents.nonzero().view(-1).tolist()
     if powers:
-        every = list(itertools.chain(range(min(powers), max(powers) + 1)))[-24:]
-        about.bars = [powers.get(power, 0) / total for power in every]
-        about.labels = [f"2^{power}" for power in every]
+        every = list(range(powers[0], powers[-1] + 1))[-24:]
+        about.bars = (exponents[every] / total).tolist()
+        about.labels = [f"2^{power - 127}" for power in every]
