@@ -24,11 +24,10 @@ from zerocast.fsdp.reasons import note_reason
 from zerocast.fsdp.sharded import is_sharded
 from zerocast.nn.coverage import Coverage, check_initialized, coverage
 from zerocast.nn.initialization import quantized_parameter
-from zerocast.nn.layer_filter import Filter, LayerFilter
+from zerocast.nn.layer_filter import Filter, LayerFilter, why_small
 from zerocast.nn.linear import Linear
 from zerocast.nn.masters import check_gathers, master_parameter, reserve_state
 from zerocast.nn.quantized_module import QuantizedModule
-from zerocast.nn.small_layers import why_small
 from zerocast.recipes import NOMINAL_DTYPES, Recipe, as_recipe
 from zerocast.tensors import QuantizedTensor, rebuild_derived
 
@@ -83,10 +82,9 @@ def convert(
             all-gathered in codes (:mod:`zerocast.fsdp`).
         filter_fqns: a layer stays as it is where its fully qualified name contains any of these;
             each must be in a name of the model. ``"auto_filter_small_kn"`` among them leaves out
-            the layers that are too small to gain by quantized products, as measured on their
-            device, or else by the published H100 table (:mod:`zerocast.nn.small_layers`); the
-            report says by which. Or a function of a layer and its name, which says whether to
-            convert it.
+            the layers that are too small to gain by quantized products on an H100, by torchao's
+            published table. Or a function of a layer and its name, which says whether to convert
+            it.
         amax_groups: layers that a server will fuse and whose weights therefore share one tensor
             amax, from this conversion on and in every cast: patterns of fully qualified names,
             ``[["*.wq", "*.wk", "*.wv"], ["*.w1", "*.w3"]]``; see
@@ -237,7 +235,7 @@ def _why_not(
         recipe.check_shape(weight.shape)
     except InputError as error:
         return str(error)
-    return why_small(recipe, weight) if wanted.leaves_small else None
+    return why_small(recipe, weight.shape) if wanted.leaves_small else None
 
 
 def _keep_tied_with_the_rest(

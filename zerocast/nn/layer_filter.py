@@ -1,4 +1,12 @@
-"""LayerFilter: what ``filter_fqns`` says of each layer, in every form that users have it in."""
+"""LayerFilter: what ``filter_fqns`` says of each layer, in every form that users have it in.
+
+A layer that is too small does not gain by quantized products: what a low-precision GEMM saves grows
+with M x K x N, and what quantizing its operands costs only with their sizes. From which K (the
+input width) and N (the output width) on it gains is known of NVIDIA's H100. Source: torchao,
+``torchao/float8/README.md`` ("Performance"), and the thresholds that ``_auto_filter_for_recipe``
+there draws from it for the recipes "tensorwise" and "rowwise". The latter are those of the recipes
+here whose scales belong to rows, the former those of all others.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +17,15 @@ from typing import TypeAlias
 import torch
 
 from zerocast.errors import InputError
-from zerocast.nn.small_layers import AUTO_FILTER, read_filter
+from zerocast.layout import FULL
+from zerocast.recipes import Recipe
+
+AUTO_FILTER = "auto_filter_small_kn"
+"""Among ``filter_fqns``: leave out the layers that are too small."""
+
+_TENSORWISE = ((4096, 1024),)
+_ROWWISE = ((None, 2048), (1024, None), (2048, 4096))
+"""No gain where K is at most the first and N at most the second; None is any."""
 
 Filter: TypeAlias = Sequence[str] | Callable[[torch.nn.Module, str], bool]
 """Parts of the names of layers to leave out; or a function (layer, name) that says whether to
@@ -55,6 +71,25 @@ class LayerFilter:
         if self._says is not None and not all(self._says(layer, name) for name in names):
             return "the function that was given as filter_fqns says so"
         return None
+
+
+def read_filter(filter_fqns: Sequence[str]) -> tuple[tuple[str, ...], bool]:
+    """The parts of names to leave out, and whether small layers are, too."""
+    return tuple(p for p in filter_fqns if p != AUTO_FILTER), AUTO_FILTER in filter_fqns
+
+
+def why_small(recipe: Recipe, shape: Sequence[int]) -> str | None:
+    """Why a layer whose weight is of this shape [N, K] does not gain; None where it may."""
+    n, k = shape
+    for most_k, most_n in _ROWWISE if recipe.block == (1, FULL) else _TENSORWISE:
+        if (most_k is None or k <= most_k) and (most_n is None or n <= most_n):
+            named = (("K", most_k), ("N", most_n))
+            bounds = " and ".join(f"{name} <= {most}" for name, most in named if most is not None)
+            return (
+                f"too small to gain by quantized products: K = {k} and N = {n}, and the H100 table "
+                f"that torchao publishes has no gain where {bounds}"
+            )
+    return None
 
 
 def _matches_nothing(part: str, names: Sequence[str]) -> InputError:

@@ -41,8 +41,8 @@ from torchtitan.protocols.module import Module
 
 from zerocast.errors import InputError
 from zerocast.nn import ConversionReport
+from zerocast.nn.layer_filter import read_filter, why_small
 from zerocast.nn.masters import master_parameter
-from zerocast.nn.small_layers import read_filter, why_small
 from zerocast.torchtitan.layers import AutocastLinear, logger, precompute, product_recipe
 from zerocast.torchtitan.options import check_combination, recipe_named
 
@@ -169,9 +169,7 @@ class LinearConverter(QuantizationConverter):
             self._recipe.check_shape(shape)
         except InputError as error:
             return str(error)
-        if self._filters_small:
-            return why_small(self._recipe, torch.empty(shape, dtype=torch.float32, device="meta"))
-        return None
+        return why_small(self._recipe, shape) if self._filters_small else None
 
     def _quantized(self, fqn: str, layer: Any) -> QuantizedLinear.Config:
         """What takes the place of ``layer``."""
