@@ -1,14 +1,11 @@
 """README.md, CONTRIBUTING.md and docs/: their Python runs, and their links lead somewhere."""
 
-import dataclasses
-import importlib
 import re
 from pathlib import Path
 
 import pytest
 import torch
 
-import zerocast
 from tests.torchtitan import conftest as _torchtitan  # noqa: F401  (or what stands in for it)
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -77,23 +74,6 @@ def test_programs_that_pages_run_are_there():
                     assert f'"{option}"' in program, f"{page.name}: {path} has no {option}"
                 found += 1
     assert found > 4
-
-
-def test_the_configuration_for_torchtitan_is_one():
-    """The TOML of docs/torchtitan.md names a module that can be imported, fields that it or
-    torchtitan has, and a recipe.
-    """
-    tomllib = pytest.importorskip("tomllib")
-    from zerocast.torchtitan.options import recipe_named
-
-    text = (ROOT / "docs" / "torchtitan.md").read_text()
-    configuration = tomllib.loads(re.search(r"^```toml\n(.*?)^```", text, re.DOTALL | re.M)[1])
-    module = importlib.import_module(configuration["job"]["custom_config_module"])
-    options = configuration["quantize"]["linear"]["float8"]
-    assert recipe_named(options["recipe_name"]) == zerocast.NVFP4BlockScaling()
-    ours = {field.name for field in dataclasses.fields(module.Float8Section)}
-    read = (ROOT / "zerocast" / "torchtitan" / "model_converter.py").read_text()
-    assert all(name in ours or f"options.{name}" in read for name in options)
 
 
 def test_a_newcomers_questions_have_a_file_each():

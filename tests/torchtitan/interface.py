@@ -17,15 +17,6 @@ from typing import Any
 RECORD = Path(__file__).with_name("interface.json")
 
 ASKED = {
-    "0.2.2": (
-        "torchtitan.protocols.model_converter:ModelConverter.__init__",
-        "torchtitan.protocols.model_converter:ModelConverter.convert",
-        "torchtitan.protocols.model_converter:ModelConverter.post_optimizer_hook",
-        "torchtitan.protocols.model_converter:register_model_converter",
-        "torchtitan.config.job_config:Float8Linear",
-        "torchtitan.config.job_config:Compile",
-        "torchtitan.distributed.parallel_dims:ParallelDims.fsdp_enabled",
-    ),
     "0.3.0": (
         "torchtitan.protocols.model:ModelConfigConverter.convert",
         "torchtitan.components.quantization:QuantizationConverter.Config",

@@ -1,6 +1,6 @@
 """Stands in for torchtitan's modules where it is not installed: the interface of interface.json.
 
-What zerocast's converters import and call, and as much behaviour as they rely on: configurations
+What zerocast's converter imports and calls, and as much behaviour as it relies on: configurations
 build their owners and are walked, modules initialise themselves. ``test_interface.py`` holds it to
 the record, and the record to the package where that is installed.
 """
@@ -119,32 +119,11 @@ class QuantizationConverter(ModelConfigConverter):
         model_compile_enabled: bool = False
 
 
-class ModelConverter:
-    """Converts a model, by the protocol of 0.2."""
-
-    def __init__(self, job_config, parallel_dims) -> None: ...
-
-    def convert(self, model):
-        """In place."""
-
-    def post_optimizer_hook(self, model):
-        """After a step."""
-
-
-registered: dict[str, type] = {}
-
-
-def register_model_converter(converter_cls, name):
-    """Let configurations name a converter."""
-    registered[name] = converter_cls
-
-
 MODULES = {
     "torchtitan.components.quantization": (QuantizationConverter,),
     "torchtitan.models.common.linear": (Linear,),
     "torchtitan.protocols.model": (ModelConfigConverter,),
     "torchtitan.protocols.module": (Module,),
-    "torchtitan.protocols.model_converter": (ModelConverter, register_model_converter),
 }
 
 

@@ -6,7 +6,6 @@ import pytest
 
 from tests.torchtitan import interface, stand_in
 from tests.torchtitan.interface import ASKED, fact, installed, recorded, signature
-from zerocast.torchtitan.model_converter import ModelConverter
 
 
 @pytest.mark.skipif(installed() is None, reason="torchtitan is not installed")
@@ -25,14 +24,7 @@ def test_what_stands_in_is_as_recorded(release):
     assert {name: fact(name) for name in there} == {name: recorded(release)[name] for name in there}
 
 
-@pytest.mark.parametrize("method", ["__init__", "convert", "post_optimizer_hook"])
-def test_the_protocol_of_0_2_is_served(method):
-    """ModelConverter's methods take what torchtitan 0.2 hands to a converter's."""
-    record = recorded("0.2.2")[f"torchtitan.protocols.model_converter:ModelConverter.{method}"]
-    assert signature(getattr(ModelConverter, method)) == record
-
-
-def test_the_protocol_of_0_3_is_served():
+def test_the_protocol_is_served():
     """LinearConverter is a quantizing converter of torchtitan's, and converts what those do."""
     pytest.importorskip("torchtitan.models.common.linear")
     from torchtitan.components.quantization import QuantizationConverter
@@ -47,19 +39,19 @@ def test_the_protocol_of_0_3_is_served():
 
 
 def test_options_have_torchtitan_s_names():
-    """The options are those of torchtitan's own converter, with its defaults; ``emulate`` is none,
-    and instead of no ``recipe_name`` there is the scheme that this means.
+    """The options are those of the ``Float8Linear`` that torchtitan 0.2 had, with its defaults, but
+    for ``emulate``; instead of no ``recipe_name`` there is the scheme that this means.
     """
     pytest.importorskip("torchtitan.models.common.linear")
     from zerocast.torchtitan.config_converter import LinearConverter
 
-    theirs = dict(recorded("0.2.2")["torchtitan.config.job_config:Float8Linear"])
-    del theirs["emulate"]
-    ours = {f.name: repr(getattr(LinearConverter.Config(), f.name)) for f in _own_fields()}
-    assert theirs.pop("recipe_name") == "None"
-    assert ours.pop("recipe_name") == "'tensorwise'"
-    assert ours.pop("weights_only") == "False"
-    assert ours == theirs
+    assert {f.name: getattr(LinearConverter.Config(), f.name) for f in _own_fields()} == {
+        "recipe_name": "tensorwise",
+        "enable_fsdp_float8_all_gather": False,
+        "precompute_float8_dynamic_scale_for_fsdp": False,
+        "filter_fqns": [],
+        "weights_only": False,
+    }
 
 
 def _own_fields() -> list["dataclasses.Field"]:
@@ -69,33 +61,3 @@ def _own_fields() -> list["dataclasses.Field"]:
 
     inherited = {f.name for f in dataclasses.fields(QuantizationConverter.Config)}
     return [f for f in dataclasses.fields(LinearConverter.Config) if f.name not in inherited]
-
-
-def test_a_job_config_registers_the_converter():
-    """Importing the module that a configuration of 0.2 names registers "zerocast"."""
-    protocol = pytest.importorskip("torchtitan.protocols.model_converter")
-    from zerocast.torchtitan import job_config
-
-    assert job_config.JobConfig().quantize.linear.float8.recipe_name is None
-    registry = getattr(protocol, "_registry_model_converter_cls", stand_in.registered)
-    assert registry["zerocast"] is ModelConverter
-
-
-@pytest.mark.skipif(not (installed() or "").startswith("0.2"), reason="needs torchtitan 0.2")
-def test_a_configuration_of_0_2_builds_the_converter(tmp_path):
-    """torchtitan 0.2 makes the converter, with all options, from a configuration alone."""
-    from torchtitan.config import ConfigManager
-    from torchtitan.protocols.model_converter import build_model_converters
-
-    path = tmp_path / "job.toml"
-    path.write_text(
-        '[job]\ncustom_config_module = "zerocast.torchtitan.job_config"\n'
-        '[model]\nconverters = ["zerocast"]\n'
-        '[quantize.linear.float8]\nrecipe_name = "nvfp4"\n'
-        "enable_fsdp_float8_all_gather = true\nweights_only = true\n"
-    )
-    config = ConfigManager().parse_args([f"--job.config_file={path}"])
-    ranks = type("ParallelDims", (), {"fsdp_enabled": True})
-    (converter,) = build_model_converters(config, ranks).converters
-    assert type(converter).__name__ == "ModelConverter"
-    assert type(converter.recipe).__name__ == "NVFP4BlockScaling"

@@ -91,8 +91,7 @@ def test_an_unknown_scheme():
             "torchtitan compiles whole blocks (fullgraph=True), and quantized products of "
             "NVFP4BlockScaling cannot be traced: with stochastic rounding a graph would have to "
             "hold what was drawn. Leave 'model' out of compile.components, choose another "
-            "recipe_name, or give weights_only=True (torchtitan 0.2 has it with "
-            "zerocast.torchtitan.job_config).",
+            "recipe_name, or give weights_only=True.",
         ),
     ],
 )

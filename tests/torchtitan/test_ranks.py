@@ -12,13 +12,11 @@ from tests.fsdp.test_traffic import Collectives
 from tests.support.ranks import run_ranks
 from tests.support.same_bytes import assert_same_bytes
 from tests.torchtitan.decoder import ALL_LAYERS, OptimizersContainer, loss, shard
-from tests.torchtitan.plain_decoder import Decoder as PlainDecoder
-from tests.torchtitan.test_conversion import SHARDED, job_config
 from zerocast.torchtitan.layers import AutocastLinear
-from zerocast.torchtitan.model_converter import ModelConverter
 from zerocast.torchtitan.options import recipe_named
 
 pytestmark = pytest.mark.mpi(min_size=4)
+pytest.importorskip("torchtitan.models.common.linear")
 
 LOW_BIT = {
     "enable_fsdp_float8_all_gather": True,
@@ -26,39 +24,21 @@ LOW_BIT = {
 }
 
 
-@pytest.fixture
-def release(request) -> str:
-    """Which torchtitan a test is of; skipped on all ranks where another one is installed."""
-    if request.param == "0.3":
-        pytest.importorskip("torchtitan.models.common.linear")
-    return request.param
+def trainer(*, checkpoints: bool = False, compiles: bool = False, **options):
+    """A model and its optimizer, made in the order of torchtitan's trainer."""
+    from tests.torchtitan.built_decoder import Decoder
+    from zerocast.torchtitan.config_converter import LinearConverter
 
-
-def trainer(release: str, *, checkpoints: bool = False, compiles: bool = False, **options):
-    """A model and its optimizer, made in the order of torchtitan's trainer of that release."""
-    options = LOW_BIT | options
-    if release == "0.2":
-        converter = ModelConverter(job_config(compiles=compiles, **options), SHARDED)
-        with torch.device("meta"):
-            model = PlainDecoder()
-        converter.convert(model)
-    else:
-        from tests.torchtitan.built_decoder import Decoder
-        from zerocast.torchtitan.config_converter import LinearConverter
-
-        config = LinearConverter.Config(model_compile_enabled=compiles, **options)
-        tree = config.build().convert(Decoder.Config())
-        with torch.device("meta"):
-            model = tree.build()
+    config = LinearConverter.Config(model_compile_enabled=compiles, **(LOW_BIT | options))
+    tree = config.build().convert(Decoder.Config())
+    with torch.device("meta"):
+        model = tree.build()
     shard(model, checkpoints=checkpoints, compiles=compiles)
     model.to_empty(device="cpu")
     torch.manual_seed(0)
     with torch.no_grad():
         model.init_states()
-    optimizer = OptimizersContainer([model])
-    if release == "0.2":
-        optimizer.register_step_post_hook(lambda *_: converter.post_optimizer_hook([model]))
-    return SimpleNamespace(model=model, optimizer=optimizer, recipe=options.get("recipe_name"))
+    return SimpleNamespace(model=model, optimizer=OptimizersContainer([model]))
 
 
 def assert_whole_casts(model: torch.nn.Module, recipe: zerocast.Recipe) -> None:
@@ -83,16 +63,14 @@ def assert_whole_casts(model: torch.nn.Module, recipe: zerocast.Recipe) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:DTensor random operators may not have complete support")
-@pytest.mark.parametrize(
-    ("release", "recipe_name"), [("0.2", "tensorwise"), ("0.3", "nvfp4")], indirect=["release"]
-)
-def test_trained_in_codes(release, recipe_name):
+@pytest.mark.parametrize("recipe_name", ["tensorwise", "nvfp4"])
+def test_trained_in_codes(recipe_name):
     """Three steps: what is gathered are the codes of the whole masters, a step of the optimizer is
     followed by one all-reduce for all scales, and forward and backward have none.
     """
 
     def run(comm):
-        t = trainer(release, recipe_name=recipe_name, filter_fqns=["lm_head"])
+        t = trainer(recipe_name=recipe_name, filter_fqns=["lm_head"])
         counted = []
         for _ in range(3):
             with Collectives() as forth:
@@ -111,17 +89,15 @@ def test_trained_in_codes(release, recipe_name):
 @pytest.mark.filterwarnings("ignore:DTensor random operators may not have complete support")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize(
-    ("release", "wrapped", "options"),
+    ("wrapped", "options"),
     [
-        ("0.2", ("checkpoints",), {"recipe_name": "nvfp4"}),
-        ("0.3", ("checkpoints",), {"recipe_name": "mxfp8"}),
-        ("0.3", ("checkpoints", "compiles"), {"weights_only": True}),
-        ("0.3", ("compiles",), {"recipe_name": "mxfp8"}),
-        ("0.3", ("checkpoints", "compiles"), {"recipe_name": "tensorwise"}),
+        (("checkpoints",), {"recipe_name": "nvfp4"}),
+        (("checkpoints", "compiles"), {"weights_only": True}),
+        (("compiles",), {"recipe_name": "mxfp8"}),
+        (("checkpoints", "compiles"), {"recipe_name": "tensorwise"}),
     ],
-    indirect=["release"],
 )
-def test_wrapped_blocks_give_the_same_gradients(release, wrapped, options):
+def test_wrapped_blocks_give_the_same_gradients(wrapped, options):
     """Blocks that are computed again in the backward, and compiled blocks, give the gradients of
     blocks as they are, to the bit.
     """
@@ -129,7 +105,7 @@ def test_wrapped_blocks_give_the_same_gradients(release, wrapped, options):
     def run(comm):
         gradients = []
         for wraps in (False, True):
-            t = trainer(release, **dict.fromkeys(wrapped, wraps), **options)
+            t = trainer(**dict.fromkeys(wrapped, wraps), **options)
             loss(t.model, comm.rank).backward()
             gradients.append([p.grad.full_tensor() for p in t.model.parameters()])
         for i, (actual, expected) in enumerate(zip(*gradients, strict=True)):

@@ -94,6 +94,5 @@ def check_combination(
             f"torchtitan compiles whole blocks (fullgraph=True), and quantized products of "
             f"{type(recipe).__name__} cannot be traced: with stochastic rounding a graph would "
             f"have to hold what was drawn. Leave 'model' out of compile.components, choose another "
-            f"recipe_name, or give weights_only=True (torchtitan 0.2 has it with "
-            f"zerocast.torchtitan.job_config)."
+            f"recipe_name, or give weights_only=True."
         )
