@@ -46,7 +46,9 @@ def anchors(page: Path) -> set[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_link_of_a_page_leads_somewhere(page):
-    """Relative links name files that are there, and headings that they have; no other link is."""
+    """Relative links, and paths in backticks, name files that are there, and headings that they
+    have; there is no other link.
+    """
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
         if not target.startswith("https://"):
@@ -54,6 +56,8 @@ def test_every_link_of_a_page_leads_somewhere(page):
             aim = (page.parent / file).resolve() if file else page
             assert aim.exists(), f"{page.name} links to {target}, which is not there"
             assert not anchor or anchor in anchors(aim), f"{page.name}: no heading {target}"
+    for path in re.findall(r"`((?:cuda_src|docs|examples|scripts|tests)/[\w./]*)`", text):
+        assert (ROOT / path).exists(), f"{page.name} names {path}, which is not there"
 
 
 def test_the_readme_can_be_read_at_a_sitting():

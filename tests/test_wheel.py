@@ -191,4 +191,5 @@ def test_doctor_needs_nothing_but_torch(clean_python, tmp_path, place):
     assert findings["cpu"]["status"] == ("ok" if place == "wheel" else "slow"), findings["cpu"]
     if place == "clone":
         assert "the native library is not built" in findings["cpu"]["text"]
+        assert "start Python in another directory" in findings["cpu"]["text"]
         assert findings["compiler"]["status"] == "missing"

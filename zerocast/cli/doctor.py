@@ -144,6 +144,11 @@ def backends() -> Iterator[Finding]:
         found = native_library.instruction_sets(native_library.load())
     except BackendError as error:
         text = f"CPU tensors are cast by the reference backend, because {error}"
+        if (built := installed_library()) is not None:
+            text += (
+                f" Or start Python in another directory: it took zerocast from this one, and the "
+                f"installed zerocast has {built}."
+            )
         yield Finding(section, "cpu", "slow", text)
         compiler = next(filter(shutil.which, ("c++", "g++", "clang++")), None)
         yield (
@@ -157,6 +162,18 @@ def backends() -> Iterator[Finding]:
     if status == "slow":
         text += "; without AVX2 its loops have no vector instructions"
     yield Finding(section, "cpu", status, text)
+
+
+def installed_library() -> Path | None:
+    """The native library of the zerocast that pip installed, which another one on Python's path, as
+    that of a clone, may hide; None where there is none.
+    """
+    try:
+        distribution = importlib.metadata.distribution("zerocast")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    path = Path(str(distribution.locate_file(f"zerocast/_native/{native_library.LIBRARY}")))
+    return path if path.is_file() else None
 
 
 def mpi() -> Iterator[Finding]:
