@@ -36,14 +36,15 @@ ZEROCAST_FN void decode_run(const u8* codes, i64 begin, i64 end, const float* mu
 // Whole rows of a weight: elements [begin, end). multiplier(stored scale) decodes one block.
 template <class F, class Stored, class Multiplier>
 void decode_rows(const DequantizeTarget& target, i64 begin, i64 end, const Multiplier& multiplier) {
-    const Grid& grid = target.grid;
+    const Grid& grid = target.plane.grid;
+    i64 down = target.plane.down(), right = target.plane.right();
     i64 row_bytes = (grid.cols * F::BITS + 7) / 8, blocks_w = grid.blocks_w();
     float multipliers[STRIP_BLOCKS];
     auto open = [&](const Strip& strip) {
         i64 row = strip.first_block / blocks_w, col = strip.first_block % blocks_w;
-        auto stored = (const Stored*)target.scale_inv + row * target.scale_row;
+        auto stored = (const Stored*)target.plane.scale_inv + row * down;
         for (i64 b = 0; b < strip.blocks; b++)
-            multipliers[b] = multiplier(stored[(col + b) * target.scale_col]);
+            multipliers[b] = multiplier(stored[(col + b) * right]);
     };
     auto work = [&](const Strip& strip, const Panel& panel) {
         i64 row = panel.element / grid.cols;
@@ -90,7 +91,9 @@ ZEROCAST_EXPORT(dequantize)(const void* law, const void* table, long long count,
     auto targets = (const DequantizeTarget*)table;
     auto& law_table = *(const LawTable*)law;
     bool e8m0 = law_table.kind == LAW_MXFP8;
-    auto elements = [](const DequantizeTarget& t) { return Span{0, t.grid.numel(), t.grid.cols}; };
+    auto elements = [](const DequantizeTarget& t) {
+        return Span{0, t.plane.grid.numel(), t.plane.grid.cols};
+    };
     i64 total = total_elements(targets, count, elements);
     in_parallel(total, threads, [&](i64 part, i64 parts) {
         share(targets, count, total, part, parts, elements,

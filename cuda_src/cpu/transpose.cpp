@@ -165,13 +165,14 @@ void transpose_nibbles(const Bytes& from, i64 first, i64 last, u8* to, bool stre
 }
 
 void codes(const TransposeTarget& t, i64 first, i64 last, bool stream) {
+    const Grid& grid = t.rowwise.grid;
     if (t.format == FORMAT_E2M1) {
-        i64 row_bytes = (t.cols + 1) / 2;
-        transpose_nibbles(Bytes{t.codes, t.rows, row_bytes, row_bytes}, first, last,
+        i64 row_bytes = (grid.cols + 1) / 2;
+        transpose_nibbles(Bytes{t.codes, grid.rows, row_bytes, row_bytes}, first, last,
                           t.columnwise_codes, stream);
     } else {
-        transpose_bytes(Bytes{t.codes, t.rows, t.cols, t.cols}, first, last, t.columnwise_codes,
-                        t.rows, stream);
+        transpose_bytes(Bytes{t.codes, grid.rows, grid.cols, grid.cols}, first, last,
+                        t.columnwise_codes, grid.rows, stream);
     }
 }
 
@@ -184,32 +185,31 @@ void fill(Stored* to, i64 n, i64 padding) {
 // Columnwise scales of block columns [first, last): each is a row there, repeated.
 template <class Stored>
 void scales(const TransposeTarget& t, i64 first, i64 last) {
-    auto from = (const Stored*)t.scale_inv;
-    auto plane = (Stored*)t.columnwise_scale_inv;
-    i64 from_stride = t.row_repeat * t.padded_cols,
-        to_stride = t.columnwise_row_repeat * t.columnwise_padded_cols;
+    const ScalePlane& to_plane = t.columnwise;
+    auto from = (const Stored*)t.rowwise.scale_inv;
+    auto plane = (Stored*)to_plane.scale_inv;
+    i64 from_stride = t.rowwise.down(), to_stride = to_plane.down();
+    i64 blocks_h = t.rowwise.grid.blocks_h(), blocks_w = t.rowwise.grid.blocks_w();
     if constexpr (sizeof(Stored) == 1) {
-        transpose_bytes(Bytes{from, t.blocks_h, t.blocks_w, from_stride}, first, last, plane,
-                        to_stride, false);
+        transpose_bytes(Bytes{from, blocks_h, blocks_w, from_stride}, first, last, plane, to_stride,
+                        false);
     } else {
         for (i64 c = first; c < last; c++) {
-            for (i64 r = 0; r < t.blocks_h; r++)
-                plane[c * to_stride + r] = from[r * from_stride + c];
+            for (i64 r = 0; r < blocks_h; r++) plane[c * to_stride + r] = from[r * from_stride + c];
         }
     }
     for (i64 c = first; c < last; c++) {
-        i64 row = c * t.columnwise_row_repeat,
-            row_end = min_of(row + t.columnwise_row_repeat, t.columnwise_rows);
-        Stored* to = plane + row * t.columnwise_padded_cols;
-        fill(to + t.blocks_h, t.columnwise_padded_cols - t.blocks_h, t.padding);
+        i64 row = c * to_plane.row_repeat;
+        i64 row_end = min_of(row + to_plane.row_repeat, to_plane.rows);
+        Stored* to = plane + row * to_plane.padded_cols;
+        fill(to + blocks_h, to_plane.padded_cols - blocks_h, to_plane.padding);
         for (i64 r = row + 1; r < row_end; r++) {
-            memcpy(plane + r * t.columnwise_padded_cols, to,
-                   t.columnwise_padded_cols * sizeof(Stored));
+            memcpy(plane + r * to_plane.padded_cols, to, to_plane.padded_cols * sizeof(Stored));
         }
     }
-    if (last == t.blocks_w) {
-        i64 used = t.columnwise_rows * t.columnwise_padded_cols;
-        fill(plane + used, t.columnwise_padded_rows * t.columnwise_padded_cols - used, t.padding);
+    if (last == blocks_w) {
+        i64 used = to_plane.rows * to_plane.padded_cols;
+        fill(plane + used, to_plane.padded_rows * to_plane.padded_cols - used, to_plane.padding);
     }
 }
 
@@ -222,10 +222,12 @@ ZEROCAST_EXPORT(transpose)(const void* table, long long count, long long threads
     auto targets = (const TransposeTarget*)table;
     // Cut between tiles of columns, which are whole rows of the columnwise copy.
     auto elements = [](const TransposeTarget& t) {
-        return Span{0, t.rows * t.cols, 2 * TILE * t.rows};
+        const Grid& grid = t.rowwise.grid;
+        return Span{0, grid.numel(), 2 * TILE * grid.rows};
     };
     auto scale_plane = [](const TransposeTarget& t) {
-        return Span{0, t.blocks_h * t.blocks_w, TILE * max_of(t.blocks_h, 1)};
+        const Grid& grid = t.rowwise.grid;
+        return Span{0, t.columnwise.scale_inv ? grid.num_blocks() : 0, TILE * grid.blocks_h()};
     };
     i64 total = total_elements(targets, count, elements);
     bool stream = total > STREAM_ELEMENTS;
@@ -233,14 +235,16 @@ ZEROCAST_EXPORT(transpose)(const void* table, long long count, long long threads
     in_parallel(total, threads, [&](i64 part, i64 parts) {
         share(targets, count, total, part, parts, elements,
               [&](const TransposeTarget& t, i64 begin, i64 end) {
-                  codes(t, begin / t.rows, end / t.rows, stream);
+                  i64 rows = t.rowwise.grid.rows;
+                  codes(t, begin / rows, end / rows, stream);
               });
         share(targets, count, total_scales, part, parts, scale_plane,
               [](const TransposeTarget& t, i64 begin, i64 end) {
+                  i64 blocks_h = t.rowwise.grid.blocks_h();
                   if (t.scale_bytes == 1)
-                      scales<u8>(t, begin / t.blocks_h, end / t.blocks_h);
+                      scales<u8>(t, begin / blocks_h, end / blocks_h);
                   else
-                      scales<u32>(t, begin / t.blocks_h, end / t.blocks_h);
+                      scales<u32>(t, begin / blocks_h, end / blocks_h);
               });
         if (stream) stream_fence();
     });

@@ -25,11 +25,11 @@ template <class F, class MultiplierAt>
 static ZEROCAST_FN void decode_tile(const DequantizeTarget& target, const Tile& tile,
                                     const Quads& quads, bool by_quads,
                                     const MultiplierAt& multiplier_at) {
-    bool aligned = quads_aligned(target.out + tile.element, 16, tile, target.grid);
-    bool aligned_codes =
-        quads_aligned(target.codes + tile.element * F::BITS / 8, F::BITS / 2, tile, target.grid);
-    i64 numel = target.grid.numel();
-    u32 whole = whole_quads(quads, tile, target.grid, 0, numel);
+    bool aligned = quads_aligned(target.out + tile.element, 16, tile, target.plane.grid);
+    bool aligned_codes = quads_aligned(target.codes + tile.element * F::BITS / 8, F::BITS / 2, tile,
+                                       target.plane.grid);
+    i64 numel = target.plane.grid.numel();
+    u32 whole = whole_quads(quads, tile, target.plane.grid, 0, numel);
 #pragma unroll 2
     for (int i = 0; i < TILE_QUADS; i++) {
         i64 e = quads.at(i);
@@ -62,16 +62,16 @@ static ZEROCAST_FN void decode_tiles(const DequantizeTarget* targets, const Tile
     for (i64 t = blockIdx.x; t < count; t += gridDim.x) {
         Tile tile = tiles[t];
         const DequantizeTarget& target = targets[tile.weight];
-        i64 blocks_w = target.grid.blocks_w();
-        i64 first = tile.first_block / blocks_w * target.scale_row
-                    + tile.first_block % blocks_w * target.scale_col;
+        i64 blocks_w = target.plane.grid.blocks_w();
+        i64 down = target.plane.down(), right = target.plane.right();
+        i64 first = tile.first_block / blocks_w * down + tile.first_block % blocks_w * right;
         for (int b = threadIdx.x; b < tile.blocks; b += THREADS)
-            multipliers[b] = multiplier_of(target, first + b * target.scale_col);
+            multipliers[b] = multiplier_of(target, first + b * right);
         __syncthreads();
-        Quads quads(tile, target.grid, threadIdx.x);
+        Quads quads(tile, target.plane.grid, threadIdx.x);
         decode_tile<F>(
-            target, tile, quads, quads_keep_to_blocks(tile, target.grid),
-            [&](int, int col) { return multipliers[block_in_tile(tile, target.grid, col)]; });
+            target, tile, quads, quads_keep_to_blocks(tile, target.plane.grid),
+            [&](int, int col) { return multipliers[block_in_tile(tile, target.plane.grid, col)]; });
         __syncthreads();  // before the next tile makes its multipliers
     }
 }
@@ -84,19 +84,18 @@ static ZEROCAST_FN void decode_fine_tiles(const DequantizeTarget* targets, const
     for (i64 t = blockIdx.x; t < count; t += gridDim.x) {
         FineTile fine = tiles[t];
         const DequantizeTarget& target = targets[fine.weight];
-        Tile tile = fine.as_tile(target.grid);
-        i64 first = fine.row * target.scale_row
-                    + fine.first_block % target.grid.blocks_w() * target.scale_col;
+        Tile tile = fine.as_tile(target.plane.grid);
+        i64 down = target.plane.down(), right = target.plane.right();
+        i64 first = fine.row * down + fine.first_block % target.plane.grid.blocks_w() * right;
         for (int b = threadIdx.x; b < tile.rows * tile.blocks; b += THREADS) {
             int row = b / tile.blocks, block = b % tile.blocks;
-            multipliers[b] =
-                multiplier_of(target, first + row * target.scale_row + block * target.scale_col);
+            multipliers[b] = multiplier_of(target, first + row * down + block * right);
         }
         __syncthreads();
         decode_tile<F>(
-            target, tile, Quads::of_fine(tile, target.grid, threadIdx.x), true,
+            target, tile, Quads::of_fine(tile, target.plane.grid, threadIdx.x), true,
             [&](int row, int col) {
-                return multipliers[row * tile.blocks + block_in_tile(tile, target.grid, col)];
+                return multipliers[row * tile.blocks + block_in_tile(tile, target.plane.grid, col)];
             });
         __syncthreads();  // before the next tile makes its multipliers
     }
@@ -105,11 +104,11 @@ static ZEROCAST_FN void decode_fine_tiles(const DequantizeTarget* targets, const
 // --- what the laws store ---
 
 static ZEROCAST_FN float fp32_at(const DequantizeTarget& target, i64 at) {
-    return ((const float*)target.scale_inv)[at];
+    return ((const float*)target.plane.scale_inv)[at];
 }
 
 static ZEROCAST_FN float e8m0_at(const DequantizeTarget& target, i64 at) {
-    return decode_e8m0<Scalar>(((const u8*)target.scale_inv)[at]);
+    return decode_e8m0<Scalar>(((const u8*)target.plane.scale_inv)[at]);
 }
 
 // --- one kernel a law and shape of tiles ---
@@ -147,7 +146,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 8)
                      i64 count, i64 scale_max) {
     __shared__ float multipliers[MAX_TILE_BLOCKS];
     auto e4m3_at = [=](const DequantizeTarget& target, i64 at) {
-        u8 stored = ((const u8*)target.scale_inv)[at];
+        u8 stored = ((const u8*)target.plane.scale_inv)[at];
         return nvfp4_decode_multiplier<Scalar>(stored, *target.amax, scale_max);
     };
     decode_tiles<E2M1>(targets, tiles, count, e4m3_at, multipliers);
@@ -186,7 +185,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 8)
                           const FineTile* __restrict__ tiles, i64 count, i64 scale_max) {
     __shared__ float multipliers[MAX_TILE_BLOCKS];
     auto e4m3_at = [=](const DequantizeTarget& target, i64 at) {
-        u8 stored = ((const u8*)target.scale_inv)[at];
+        u8 stored = ((const u8*)target.plane.scale_inv)[at];
         return nvfp4_decode_multiplier<Scalar>(stored, *target.amax, scale_max);
     };
     decode_fine_tiles<E2M1>(targets, tiles, count, e4m3_at, multipliers);

@@ -101,7 +101,8 @@ static ZEROCAST_FN void store_square(const Square& square, const Bytes<u8>& to, 
 
 static ZEROCAST_FN void transpose_bytes(const TransposeTarget& target, const PlaneTile& tile,
                                         Square& square) {
-    Bytes<const u8> from{target.codes, target.rows, target.cols, target.cols};
+    i64 height = target.rowwise.grid.rows, width = target.rowwise.grid.cols;
+    Bytes<const u8> from{target.codes, height, width, width};
     Part part(threadIdx.x);
     bool aligned = from.aligned();
     uint4 rows[4];
@@ -110,8 +111,8 @@ static ZEROCAST_FN void transpose_bytes(const TransposeTarget& target, const Pla
         rows[i] = load_16(from, aligned, tile.row + 4 * part.quad + i, tile.col + 16 * part.at);
     put_transposed(square, part, rows);
     __syncthreads();
-    store_square(square, Bytes<u8>{target.columnwise_codes, target.cols, target.rows, target.rows},
-                 tile.col, 1, tile.row);
+    store_square(square, Bytes<u8>{target.columnwise_codes, width, height, height}, tile.col, 1,
+                 tile.row);
 }
 
 // Low nibbles of a and b to one word, high ones to another; in each byte a's nibble is the low one.
@@ -124,7 +125,8 @@ static ZEROCAST_FN void split_nibbles(u32 a, u32 b, u32& even, u32& odd) {
 // byte.
 static ZEROCAST_FN void transpose_nibbles(const TransposeTarget& target, const PlaneTile& tile,
                                           Square& even, Square& odd) {
-    Bytes<const u8> from{target.codes, target.rows, (target.cols + 1) / 2, (target.cols + 1) / 2};
+    i64 height = target.rowwise.grid.rows, width = target.rowwise.grid.cols;
+    Bytes<const u8> from{target.codes, height, (width + 1) / 2, (width + 1) / 2};
     Part part(threadIdx.x);
     bool aligned = from.aligned();
     uint4 evens[4], odds[4];
@@ -140,8 +142,8 @@ static ZEROCAST_FN void transpose_nibbles(const TransposeTarget& target, const P
     put_transposed(even, part, evens);
     put_transposed(odd, part, odds);
     __syncthreads();
-    i64 stride = (target.rows + 1) / 2;
-    Bytes<u8> to{target.columnwise_codes, target.cols, stride, stride};
+    i64 stride = (height + 1) / 2;
+    Bytes<u8> to{target.columnwise_codes, width, stride, stride};
     store_square(even, to, 2 * tile.col, 2, tile.row);
     store_square(odd, to, 2 * tile.col + 1, 2, tile.row);
 }
@@ -151,27 +153,28 @@ static ZEROCAST_FN void transpose_nibbles(const TransposeTarget& target, const P
 // Rows of blocks [tile.row, tile.row_end) of the columnwise plane, 128 columns from tile.col on.
 template <class Stored>
 static ZEROCAST_FN void transpose_scales(const TransposeTarget& target, const PlaneTile& tile) {
-    auto from = (const Stored*)target.scale_inv;
-    auto plane = (Stored*)target.columnwise_scale_inv;
-    i64 from_stride = target.row_repeat * target.padded_cols, repeat = target.columnwise_row_repeat;
+    const ScalePlane& to = target.columnwise;
+    auto from = (const Stored*)target.rowwise.scale_inv;
+    auto plane = (Stored*)to.scale_inv;
+    i64 from_stride = target.rowwise.down(), repeat = to.row_repeat;
+    i64 blocks_h = target.rowwise.grid.blocks_h(), blocks_w = target.rowwise.grid.blocks_w();
     int quad = threadIdx.x % (SIDE / 4);
     i64 col = tile.col + 4 * quad;
-    if (col >= target.columnwise_padded_cols) return;
+    if (col >= to.padded_cols) return;
     for (i64 block = tile.row + threadIdx.x / (SIDE / 4); block < tile.row_end;
          block += SQUARE_THREADS / (SIDE / 4)) {
-        auto padding = (i32)target.padding;
+        auto padding = (i32)to.padding;
         Entries scales = four_times(padding);
 #pragma unroll
         for (int k = 0; k < 4; k++) {
-            if (col + k >= target.blocks_h || block >= target.blocks_w) continue;
+            if (col + k >= blocks_h || block >= blocks_w) continue;
             scales.bits[k] = bits_of(from[(col + k) * from_stride + block]);
         }
         for (i64 r = 0; r < repeat; r++) {
             i64 row = block * repeat + r;
-            if (row >= target.columnwise_padded_rows) break;
-            store_entries(plane + row * target.columnwise_padded_cols + col,
-                          row < target.columnwise_rows ? scales : four_times(padding),
-                          target.columnwise_padded_cols - col);
+            if (row >= to.padded_rows) break;
+            store_entries(plane + row * to.padded_cols + col,
+                          row < to.rows ? scales : four_times(padding), to.padded_cols - col);
         }
     }
 }

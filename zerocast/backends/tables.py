@@ -162,65 +162,48 @@ def scale_row(operand: TensorOperand, address: Address) -> list[int]:
     ]
 
 
-def plane_fields(buffers: PlaneBuffers, address: Address) -> list[int]:
-    """ScalePlane."""
-    layout = buffers.plane.scales
-    assert buffers.scale_inv is not None
+def plane_fields(
+    buffers: PlaneBuffers, address: Address, grid: BlockGrid | None = None
+) -> list[int]:
+    """ScalePlane, seen under ``grid`` where one is given."""
+    layout, stored = buffers.plane.scales, buffers.scale_inv
     return [
-        *grid_fields(layout.grid),
+        *grid_fields(layout.grid if grid is None else grid),
         layout.row_repeat,
         layout.col_repeat,
         int(layout.transposed),
         layout.rows,
         layout.cols,
         *layout.shape,
-        padding_bits(layout, buffers.scale_inv),
+        0 if stored is None else padding_bits(layout, stored),
         _of(buffers.block_amax, address),
-        address(buffers.scale_inv),
+        _of(stored, address),
     ]
 
 
 def transpose_row(law: Law, operand: TensorOperand, address: Address) -> list[int]:
     """TransposeTarget."""
     first, second = operand.planes
-    rowwise, columnwise = first.plane.scales, second.plane.scales
-    for layout in (rowwise, columnwise):
+    for layout in (first.plane.scales, second.plane.scales):
         assert not layout.transposed
         assert layout.col_repeat == 1
-    row = [
+    return [
         FORMATS[law.fmt],
-        rowwise.grid.rows,
-        rowwise.grid.cols,
+        law.scale_dtype.itemsize,
         _of(first.codes, address),
         _of(second.codes, address),
-    ]
-    if second.scale_inv is None:
-        return row + [0] * 12
-    return [
-        *row,
-        rowwise.grid.blocks_h,
-        rowwise.grid.blocks_w,
-        law.scale_dtype.itemsize,
-        rowwise.row_repeat,
-        rowwise.shape[1],
-        _of(first.scale_inv, address),
-        columnwise.row_repeat,
-        columnwise.rows,
-        *columnwise.shape,
-        padding_bits(columnwise, second.scale_inv),
-        address(second.scale_inv),
+        *plane_fields(first, address),
+        *plane_fields(second, address),
     ]
 
 
 def dequantize_row(operand: TensorOperand, grid: BlockGrid, address: Address) -> list[int]:
     """DequantizeTarget, seen under ``grid``."""
-    first, layout = operand.planes[0], operand.planes[0].plane.scales
-    stride = layout.shape[1]
-    steps = layout.row_repeat * stride, layout.col_repeat
-    if layout.transposed:
-        steps = layout.row_repeat, layout.col_repeat * stride
-    tensors = (first.codes, first.scale_inv, operand.amax, operand.values)
-    return [*grid_fields(grid), *steps, *(_of(tensor, address) for tensor in tensors)]
+    tensors = (operand.planes[0].codes, operand.amax, operand.values)
+    return [
+        *plane_fields(operand.planes[0], address, grid),
+        *(_of(tensor, address) for tensor in tensors),
+    ]
 
 
 def padding_bits(layout: ScaleLayout, plane: torch.Tensor) -> int:

@@ -432,7 +432,6 @@ class CastPlan:
                     exchange.amax_of[i],
                     shared_amax=exchange.tensor_amax_of.get(i),
                     own_codes=request.codes,
-                    codes_start=request.codes_start,
                     candidates=exchange.candidates_of.get(i),
                 ),
             )

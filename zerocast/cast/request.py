@@ -47,16 +47,6 @@ class ShardRequest:
     codes: Mapping[str, torch.Tensor]
     amax_group: str | None
 
-    @property
-    def codes_start(self) -> int:
-        """The element whose code is in the low bits of the first byte written to: the weight's
-        first, or that of ``codes``, the extent's start rounded down to a byte.
-        """
-        if not self.codes:
-            return 0
-        fmt = self.storage.recipe.law.fmt
-        return byte_span(fmt, self.extent.start, self.extent.end)[0] * 8 // fmt.bits
-
     def own_codes(self, plane: str) -> torch.Tensor | None:
         """The buffer of :attr:`codes` for ``plane``, flat, as it lies now."""
         codes = self.codes.get(plane)

@@ -23,7 +23,6 @@ def tensor_operand(
     *,
     shared_amax: torch.Tensor | None = None,
     own_codes: Mapping[str, torch.Tensor] | None = None,
-    codes_start: int = 0,
     candidates: Candidates | None = None,
     advances: bool = True,
 ) -> TensorOperand:
@@ -36,8 +35,8 @@ def tensor_operand(
         amax: int32 [storage.amax_slots], of a weight that is cast.
         shared_amax: int32 [1], the tensor's amax where weights share it; None for the last of
             ``amax``.
-        own_codes: by name of a buffer, a flat one that receives the shard's codes in its place.
-        codes_start: the element at which these start.
+        own_codes: by name of a buffer, one that receives the shard's codes in its place, from the
+            byte on in which the extent starts.
         candidates: of a weight whose blocks choose their scales.
         advances: whether delayed scaling moves on with the cast.
     """
@@ -56,13 +55,13 @@ def tensor_operand(
         for plane in storage.planes
         if plane.source is not Source.TRANSPOSED_MASTER
     )
-    delayed = recipe.delayed_state(buffers)
+    delayed, per_byte = recipe.delayed_state(buffers), 8 // recipe.law.fmt.bits
     return TensorOperand(
         planes,
         slot,
         extent,
         recipe.round_to(storage.dtype),
-        codes_start,
+        extent.start // per_byte * per_byte if own_codes else 0,
         shared_amax,
         buffers.get("amax") if advances or delayed is None else None,
         delayed,

@@ -216,8 +216,7 @@ def quantize_into(
             sources.append(_transposed(master, operands[-1].grid))
     masters = Masters(len(sources))
     masters.bind(sources)
-    pairs = [(storage, operand) for operand in operands]
-    steps = CastSteps(backend_for(storage.device), pairs, masters)
+    steps = CastSteps(backend_for(storage.device), [(storage, o) for o in operands], masters)
     steps.run("partial_amax")
     reduce_shared(storage, amax)
     steps.run("partial_select", "select", "compute_scale", "partial_cast")

@@ -128,6 +128,10 @@ struct ScalePlane {
     i64 padding;                   // bit pattern of entries that belong to no block
     const i32* block_amax;         // [blocks]
     void* scale_inv;               // [padded_rows, padded_cols]; null where there is no plane
+
+    // The scale of block (i, j) is the stored entry i * down() + j * right().
+    ZEROCAST_FN i64 down() const { return row_repeat * (transposed ? 1 : padded_cols); }
+    ZEROCAST_FN i64 right() const { return col_repeat * (transposed ? padded_cols : 1); }
 };
 
 struct ScaleTarget {
@@ -142,33 +146,22 @@ struct ScaleTarget {
 static_assert(sizeof(ScaleTarget) == 36 * sizeof(i64), "a row that Python writes");
 
 struct TransposeTarget {
-    i64 format;            // FormatId
-    i64 rows, cols;        // the matrix
-    const u8* codes;       // [rows, cols]
-    u8* columnwise_codes;  // [cols, rows]
-    // The scale plane, and the columnwise one; blocks_h is 0 where one plane serves both.
-    i64 blocks_h, blocks_w;
-    i64 scale_bytes;              // of one stored scale
-    i64 row_repeat, padded_cols;  // rowwise plane
-    const u8* scale_inv;
-    i64 columnwise_row_repeat,
-        columnwise_rows;  // columnwise plane: [columnwise_rows, blocks_h] hold scales
-    i64 columnwise_padded_rows, columnwise_padded_cols;
-    i64 padding;
-    u8* columnwise_scale_inv;
+    i64 format;             // FormatId
+    i64 scale_bytes;        // of one stored scale
+    const u8* codes;        // of the matrix of rowwise.grid
+    u8* columnwise_codes;   // of the transposed one
+    ScalePlane rowwise;     // neither is stored transposed, nor repeats to the right
+    ScalePlane columnwise;  // its scale_inv is null where one scale serves both
 };
-static_assert(sizeof(TransposeTarget) == 17 * sizeof(i64), "a row that Python writes");
+static_assert(sizeof(TransposeTarget) == 32 * sizeof(i64), "a row that Python writes");
 
 struct DequantizeTarget {
-    Grid grid;
-    // In the stored plane the scale of block (i, j) is entry i * scale_row + j * scale_col.
-    i64 scale_row, scale_col;
+    ScalePlane plane;
     const u8* codes;
-    const void* scale_inv;
     const float* amax;  // [1], or null
-    float* out;         // [rows, cols]
+    float* out;         // the matrix of plane.grid
 };
-static_assert(sizeof(DequantizeTarget) == 10 * sizeof(i64), "a row that Python writes");
+static_assert(sizeof(DequantizeTarget) == 17 * sizeof(i64), "a row that Python writes");
 
 enum LawKind : i64 { LAW_FLOAT8 = 0, LAW_DELAYED = 1, LAW_MXFP8 = 2, LAW_NVFP4 = 3 };
 enum ErrorKind : i64 { ERROR_NONE = 0, ERROR_MAE = 1, ERROR_MSE = 2 };
