@@ -382,7 +382,12 @@ def test_functional_calls_keep_nothing_alive() -> None:
     assert refs[2]() is None
 
 
-@pytest.mark.parametrize("integer", [int, numpy.int64, numpy.uint32, torch.tensor])
+def index_tensor(number: int) -> torch.Tensor:
+    """int64 []."""
+    return torch.tensor(number)
+
+
+@pytest.mark.parametrize("integer", [int, numpy.int64, numpy.uint32, index_tensor])
 def test_start_offsets_of_any_integer_type(integer: Callable[[int], Any]) -> None:
     """An offset may come from numpy's or torch's arithmetic; the codes land where it says."""
     x = torch.randn(16, 32)

@@ -327,6 +327,7 @@ def test_an_evaluation_inside_a_checkpoint_records_nothing(use_reentrant: bool) 
 
 
 @pytest.mark.slow
+@pytest.mark.own_defaults
 @pytest.mark.parametrize("recipe", ["delayed", "nvfp4"])
 def test_transformers_own_switch_is_enough(recipe: str) -> None:
     """Llama with gradient_checkpointing_enable, as its trainer calls it and in both modes: loss and

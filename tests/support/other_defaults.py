@@ -3,8 +3,8 @@
 ``pytest --torch-default bfloat16`` (or ``float64``, ``meta``) sets it. What a test itself makes
 stays as it wrote it: in the modules of the tests, and in torch's own layers, the name ``torch``
 then means a copy of the module whose factories make FP32 tensors on the CPU. So only what zerocast
-makes, and how it promotes numbers, can follow the default. Tests marked ``own_defaults``, which set
-torch's defaults themselves, are left out.
+makes, and how it promotes numbers, can follow the default. Tests marked ``own_defaults`` are left
+out: those that set torch's defaults themselves, or use a program that follows them.
 """
 
 import functools

@@ -138,7 +138,7 @@ def _distributed(path: Path) -> Iterator[Entry]:
         if len(tensors) == 1 and tensors[0][1].shape == described.size:
             yield name, tensors[0][1]
             continue
-        value = torch.zeros(described.size, dtype=described.properties.dtype)
+        value = torch.zeros(described.size, dtype=described.properties.dtype, device="cpu")
         try:
             for offset, tensor in tensors:
                 place = tuple(slice(o, o + n) for o, n in zip(offset, tensor.shape, strict=True))

@@ -77,7 +77,7 @@ def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 def _counts(codes: torch.Tensor) -> torch.Tensor:
     """[256] int64: how often each byte of ``codes`` occurs."""
-    counts = torch.zeros(256, dtype=torch.int64)
+    counts = torch.zeros(256, dtype=torch.int64, device="cpu")
     for piece in _pieces(codes):
         counts += torch.bincount(piece, minlength=256)
     return counts
@@ -126,7 +126,7 @@ def _describe_codes(about: Description, counts: torch.Tensor, fmt: ElementFormat
     total = int(counts.sum())
     if not total:
         return
-    values = decode(torch.arange(2**fmt.bits, dtype=torch.uint8), fmt)
+    values = decode(torch.arange(2**fmt.bits, dtype=torch.uint8, device="cpu"), fmt)
     seen = values[(counts > 0) & values.isfinite()]
     about.not_finite += int(counts[~values.isfinite()].sum())
     if seen.numel():
@@ -144,7 +144,9 @@ def _describe_codes(about: Description, counts: torch.Tensor, fmt: ElementFormat
 
 def _describe_values(about: Description, tensor: torch.Tensor) -> None:
     amax, zeros, not_finite = 0.0, 0, 0
-    exponents = torch.zeros(256, dtype=torch.int64)  # fields of FP32: 0 for 2^-127 and less
+    exponents = torch.zeros(
+        256, dtype=torch.int64, device="cpu"
+    )  # fields of FP32: 0 for 2^-127 and less
     for piece in _pieces(tensor):
         finite = piece if bool(piece.isfinite().all()) else piece[piece.isfinite()]
         not_finite += piece.numel() - finite.numel()

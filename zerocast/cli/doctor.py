@@ -127,7 +127,7 @@ def processor() -> Iterator[Finding]:
 
 def _product_time(dtype: torch.dtype) -> float:
     """Seconds of the fastest of ten products of small matrices."""
-    matrix, times = torch.ones(256, 256, dtype=dtype), []
+    matrix, times = torch.ones(256, 256, dtype=dtype, device="cpu"), []
     for _ in range(10):
         start = time.perf_counter()
         matrix @ matrix
