@@ -144,9 +144,8 @@ def _describe_codes(about: Description, counts: torch.Tensor, fmt: ElementFormat
 
 def _describe_values(about: Description, tensor: torch.Tensor) -> None:
     amax, zeros, not_finite = 0.0, 0, 0
-    exponents = torch.zeros(
-        256, dtype=torch.int64, device="cpu"
-    )  # fields of FP32: 0 for 2^-127 and less
+    # By the exponent field of FP32: 0 for 2^-127 and less.
+    exponents = torch.zeros(256, dtype=torch.int64, device="cpu")
     for piece in _pieces(tensor):
         finite = piece if bool(piece.isfinite().all()) else piece[piece.isfinite()]
         not_finite += piece.numel() - finite.numel()

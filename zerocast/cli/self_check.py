@@ -52,10 +52,10 @@ def self_check(device: torch.device) -> dict[str, Outcome]:
 
 
 def _check(recipe: Recipe, device: torch.device) -> Outcome:
-    seeded = torch.Generator().manual_seed(0)
-    values = torch.randn(SHAPE, generator=seeded, dtype=torch.float32, device="cpu")
-    sizes = torch.logspace(-6, 3, SHAPE[0], dtype=torch.float32, device="cpu")
-    master = (values * sizes.unsqueeze(1)).to(device)
+    generator = torch.Generator("cpu").manual_seed(0)
+    sizes = torch.logspace(-6, 3, SHAPE[0], dtype=torch.float32, device="cpu").unsqueeze(1)
+    values = torch.randn(SHAPE, generator=generator, dtype=torch.float32, device="cpu")
+    master = (values * sizes).to(device)
     try:
         with use_backend("reference"):
             whole = quantize(master, recipe, dtype=torch.bfloat16, name="w")
