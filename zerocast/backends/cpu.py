@@ -214,7 +214,7 @@ def _check_candidate_blocks(operands: Sequence[TensorOperand]) -> None:
 
 
 def _address(tensor: torch.Tensor) -> int:
-    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+    if not (tensor.is_cpu and tensor.is_contiguous()):  # .device costs more than all of it
         raise BackendError(
             f"the cpu backend needs contiguous CPU tensors, got one of shape {tuple(tensor.shape)} "
             f"with strides {tensor.stride()} on {tensor.device}; pass it as .cpu().contiguous()."

@@ -55,13 +55,16 @@ def tensor_operand(
         for plane in storage.planes
         if plane.source is not Source.TRANSPOSED_MASTER
     )
-    delayed, per_byte = recipe.delayed_state(buffers), 8 // recipe.law.fmt.bits
+    delayed, codes_start = recipe.delayed_state(buffers), 0
+    if own_codes:
+        per_byte = 8 // recipe.law.fmt.bits
+        codes_start = extent.start // per_byte * per_byte
     return TensorOperand(
         planes,
         slot,
         extent,
         recipe.round_to(storage.dtype),
-        extent.start // per_byte * per_byte if own_codes else 0,
+        codes_start,
         shared_amax,
         buffers.get("amax") if advances or delayed is None else None,
         delayed,
