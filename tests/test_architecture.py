@@ -25,6 +25,7 @@ LAYERS = (
     ("recipes",),
     ("backends", "comm"),
     ("tensors",),
+    ("quantized_init", "traced_regions"),
     ("context",),
     ("cast",),
     ("fsdp",),

@@ -24,6 +24,7 @@ from zerocast.comm import (
     run_in_process,
 )
 from zerocast.errors import InputError
+from zerocast.quantized_init import ModelInit, current_model_init
 from zerocast.recipes import DelayedScaling, Float8CurrentScaling, NVFP4BlockScaling
 from zerocast.tensors import RecipeState
 
@@ -515,26 +516,26 @@ def test_a_checkpointed_draw_is_the_same_draw() -> None:
 
 def test_model_init_says_how_layers_are_made() -> None:
     """Nested, left by exceptions, per thread; outside nothing is quantized."""
-    assert not context.current_model_init().enabled
+    assert not current_model_init().enabled
     recipe = Float8CurrentScaling()
 
     def fails() -> None:
         with zerocast.model_init(enabled=False):
-            assert not context.current_model_init().enabled
+            assert not current_model_init().enabled
             raise ValueError("x")
 
     with zerocast.model_init(recipe=recipe, preserve_high_precision_init_val=True):
-        outer = context.current_model_init()
-        assert outer == context.ModelInit(True, recipe, True)
+        outer = current_model_init()
+        assert outer == ModelInit(True, recipe, True)
         with pytest.raises(ValueError, match="x"):
             fails()
-        assert context.current_model_init() is outer
+        assert current_model_init() is outer
         seen: list[bool] = []
-        thread = threading.Thread(target=lambda: seen.append(context.current_model_init().enabled))
+        thread = threading.Thread(target=lambda: seen.append(current_model_init().enabled))
         thread.start()
         thread.join()
         assert seen == [False]
-    assert not context.current_model_init().enabled
+    assert not current_model_init().enabled
 
 
 # --- TransformerEngine's names ---
@@ -571,7 +572,7 @@ def test_the_earlier_names_open_the_same_regions() -> None:
         assert given == (False, True, recipe, group)
     for init in (zerocast.fp8_model_init, zerocast.quantized_model_init):
         with init(True, recipe, True):
-            assert context.current_model_init() == context.ModelInit(True, recipe, True)
+            assert current_model_init() == ModelInit(True, recipe, True)
 
 
 def test_recipe_and_calibrating_may_change_places() -> None:

@@ -34,10 +34,6 @@ from zerocast.context import (
     autocast,
     checkpoint_contexts,
     fp8_autocast,
-    fp8_model_init,
-    get_default_recipe,
-    model_init,
-    quantized_model_init,
     reduce_amaxes,
 )
 from zerocast.errors import (
@@ -51,6 +47,12 @@ from zerocast.errors import (
     UnfinishedStepError,
     UnsupportedError,
     ZerocastError,
+)
+from zerocast.quantized_init import (
+    fp8_model_init,
+    get_default_recipe,
+    model_init,
+    quantized_model_init,
 )
 from zerocast.recipes import (
     DelayedScaling,

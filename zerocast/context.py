@@ -1,8 +1,7 @@
-"""autocast and model_init: the regions of a program in which layers quantize.
+"""autocast: the regions of a program in which layers quantize the operands of their GEMMs.
 
-Inside :class:`autocast` zerocast's layers quantize the operands of their GEMMs; inside
-:func:`model_init` they are made with quantized weights. What is active belongs to the thread (or
-asyncio task) that entered the region, so ranks that are threads have regions of their own.
+What is active belongs to the thread (or asyncio task) that entered the region, so ranks that are
+threads have regions of their own.
 
 Note: when amaxes are reduced
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -26,7 +25,6 @@ all, leaves histories and scales alone.
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ContextDecorator, ExitStack, contextmanager
@@ -37,21 +35,16 @@ from typing import Any
 
 import torch
 
+from zerocast import traced_regions
 from zerocast.arguments import check_flag
-from zerocast.backends.availability import compute_capability, is_mxfp8_available
 from zerocast.comm import Communicator, SingleRank, as_communicator
 from zerocast.comm.groups import Group
 from zerocast.errors import InputError
-from zerocast.recipes import (
-    DelayedScaling,
-    Float8CurrentScaling,
-    MXFP8BlockScaling,
-    Recipe,
-    as_recipe,
-    recipe_from_text,
-)
+from zerocast.quantized_init import get_default_recipe
+from zerocast.recipes import Recipe, as_recipe, recipe_from_text
 from zerocast.tensors import AmaxReduction, RecipeState
 from zerocast.tensors.tape import Tape, noting, replaying
+from zerocast.traced_regions import HIGH_PRECISION, NO_REGION, UNTRACEABLE, here
 
 # --- autocast ---
 
@@ -146,16 +139,16 @@ _active: ContextVar[Autocast] = ContextVar("zerocast_autocast", default=_OUTSIDE
 
 def current() -> Autocast:
     """What is active here; ``enabled`` and ``calibrating`` are False outside of any region."""
-    if (
-        _here.traced.inside and _here.traced.recipe != UNTRACEABLE
-    ):  # a compiled function goes on uncompiled
-        return _of_compiled(_here.traced.recipe)
+    if here.traced.entries and here.traced.entries[-1][0]:  # a compiled function went on uncompiled
+        return _of_compiled(here.traced.recipe)
     return _active.get()
 
 
-def regions_were_entered() -> bool:
-    """Whether any region has been entered in this process."""
-    return _entered
+def entered() -> Autocast:
+    """What is active here but for regions that a compiled function has entered: what an operation
+    of its graph finds that was traced under none of those.
+    """
+    return _active.get()
 
 
 @contextmanager
@@ -167,102 +160,23 @@ def resumed(active: Autocast) -> Iterator[None]:
         yield
     finally:
         _active.reset(token)
-        _hide()
-
-
-_entered = False
+        traced_regions.hide()
 
 
 # --- what torch.compile sees ---
 
-NO_REGION = ""
-HIGH_PRECISION = "high precision"
-UNTRACEABLE = "untraceable"
-
-
-class _Traced:
-    """What a compiled function can be guarded by: it can read an attribute of a thread, and neither
-    a context variable nor an object that each region has anew.
-
-    Attributes:
-        recipe: the text of the recipe by which products are quantized here; or
-            :data:`HIGH_PRECISION` in a region that is not enabled, :data:`NO_REGION` outside of
-            any, :data:`UNTRACEABLE` where a graph could not hold what the region does.
-        entries: for each region that is open, whether a compiled function has entered it, and what
-            ``recipe`` was before.
-        inside: how many of them compiled functions have entered.
-    """
-
-    def __init__(self) -> None:
-        self.recipe = NO_REGION
-        self.entries: list[tuple[bool, str]] = []
-        self.inside = 0
-
-    def enter(self, recipe: str, *, compiled: bool) -> None:
-        """A region of this recipe is entered."""
-        self.entries.append((compiled, self.recipe))
-        self.recipe = recipe
-        self.inside += compiled
-
-    def leave(self) -> bool:
-        """The innermost region is left; gives whether a compiled function had entered it."""
-        compiled, self.recipe = self.entries.pop()
-        self.inside -= compiled
-        return compiled
-
-
 _WHY_UNTRACEABLE = (
-    "a compiled graph cannot hold what zerocast's delayed scaling, stochastic rounding and "
-    "calibration remember: leave fullgraph=False, or use a recipe without them"
+    "a compiled graph cannot hold the entering and leaving of a region of zerocast.autocast with "
+    "delayed scaling, stochastic rounding or calibration, which reduces amaxes: enter it around "
+    "the compiled function, leave fullgraph=False, or use a recipe without them"
 )
 
 
-class _Here(threading.local):
-    """Of each thread. (Attributes of such an object itself a compiled function reads, but does not
-    write.)
-    """
-
-    def __init__(self) -> None:
-        self.traced = _Traced()
-
-
-_here = _Here()
-_counting = threading.Lock()
-_open = 0  # regions that are open in any thread
-any_open = False
-"""Whether any thread has a region open. A worker thread or a task may be in a region of another
-one, which :class:`_Traced` does not show."""
-
-
-def traced_recipe() -> str:
-    """For a function that is being compiled: what counts here, as ``_Traced.recipe``."""
-    if any_open and _here.traced.recipe == NO_REGION:
-        return UNTRACEABLE
-    return _here.traced.recipe
-
-
 def _show(active: Autocast) -> None:
-    """Let compiled functions see that ``active`` is active now."""
-    global _open, any_open, _entered
-    with _counting:
-        _open += 1
-        any_open = _entered = True
-    asyncio = sys.modules.get("asyncio")
-    in_task = asyncio is not None and asyncio._get_running_loop() is not None
-    # Tasks of one thread are in regions of their own.
-    recipe = UNTRACEABLE if in_task else _shown(active.enabled, active.calibrating, active.recipe)
-    _here.traced.enter(recipe, compiled=False)
-
-
-def _hide() -> None:
-    """Let them see that the innermost one is not active any more."""
-    global _open, any_open
-    _here.traced.leave()
-    with _counting:
-        _open -= 1
-        any_open = _open > 0
-    if not any_open and not _here.traced.entries:
-        _here.traced.recipe = NO_REGION
+    shown = UNTRACEABLE if active.calibrating else HIGH_PRECISION
+    if active.enabled and active.recipe is not None:
+        shown = traced_regions.shown_recipe(active.recipe)
+    traced_regions.show(shown)
 
 
 def _of_compiled(recipe: str) -> Autocast:
@@ -279,7 +193,7 @@ def _shown(enabled: bool, calibrating: bool, recipe: Recipe | None) -> str:
 
 
 def text_of(recipe: Recipe | None) -> str:
-    """What a region of this recipe shows to functions that are being compiled."""
+    """What a region of this recipe shows that is entered inside of a compiled function."""
     recipe = get_default_recipe() if recipe is None else recipe
     return UNTRACEABLE if recipe.remembers else recipe.text
 
@@ -337,7 +251,7 @@ class autocast(ContextDecorator):
         if shown == UNTRACEABLE:
             torch._dynamo.graph_break(msg=_WHY_UNTRACEABLE)
             return torch.compiler.disable(self._enter)()
-        _here.traced.enter(shown, compiled=True)
+        here.traced.enter(shown, compiled=True)
         return Autocast(self._enabled, self._recipe, self._calibrating)
 
     def _enter(self) -> Autocast:
@@ -359,8 +273,8 @@ class autocast(ContextDecorator):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if _here.traced.entries[-1][0]:
-            _here.traced.leave()
+        if here.traced.entries[-1][0]:
+            here.traced.leave()
         elif torch.compiler.is_compiling():
             torch._dynamo.graph_break(msg=_WHY_UNTRACEABLE)
             torch.compiler.disable(self._leave)(kind is not None)
@@ -372,7 +286,7 @@ class autocast(ContextDecorator):
         assert left._outer is not None
         assert left._region is not None
         _active.set(left._outer)
-        _hide()
+        traced_regions.hide()
         if left._region is not left._outer._region:
             left._region.leave(failed=failed)
 
@@ -430,78 +344,3 @@ def checkpoint_contexts() -> tuple[AbstractContextManager[None], AbstractContext
     """
     tape = Tape()
     return noting(tape), _Recomputation(current(), tape)
-
-
-# --- model_init ---
-
-
-@dataclass(frozen=True)
-class ModelInit:
-    """How layers are made here; :func:`current_model_init` gives it.
-
-    Attributes:
-        enabled: whether their weights hold codes.
-        recipe: of which scheme; None outside of any region.
-        preserve_high_precision_init_val: whether a weight keeps the value that it was quantized
-            from, on the CPU (:meth:`zerocast.QuantizedTensor.get_high_precision_init_val`).
-    """
-
-    enabled: bool = False
-    recipe: Recipe | None = None
-    preserve_high_precision_init_val: bool = False
-
-
-_model_init: ContextVar[ModelInit] = ContextVar("zerocast_model_init", default=ModelInit())  # noqa: B039  # frozen
-
-
-def current_model_init() -> ModelInit:
-    """How layers are made here; ``enabled`` is False outside of any region."""
-    return _model_init.get()
-
-
-@contextmanager
-def model_init(
-    enabled: bool = True,
-    recipe: Recipe | str | None = None,
-    preserve_high_precision_init_val: bool = False,
-) -> Iterator[None]:
-    """Within the context, zerocast's layers are made with weights that hold codes.
-
-    Args:
-        enabled: False, inside another region, makes them in high precision.
-        recipe: the scheme, or its name; :func:`get_default_recipe` by default.
-        preserve_high_precision_init_val: keep each weight's initial value, on the CPU, so that an
-            optimizer's masters start from it and not from its rounded form; the first cast clears
-            it.
-
-    Raises:
-        InputError: for another recipe.
-    """
-    check_flag("enabled", enabled)
-    check_flag("preserve_high_precision_init_val", preserve_high_precision_init_val)
-    recipe = get_default_recipe() if recipe is None else as_recipe(recipe)
-    token = _model_init.set(ModelInit(enabled, recipe, preserve_high_precision_init_val))
-    try:
-        yield
-    finally:
-        _model_init.reset(token)
-
-
-quantized_model_init = model_init
-"""TransformerEngine's name for :func:`model_init`."""
-
-fp8_model_init = model_init
-"""TransformerEngine's earlier name for :func:`model_init`."""
-
-
-def get_default_recipe() -> Recipe:
-    """The recipe of a region that is given none: MXFP8 where the device multiplies it
-    (:func:`zerocast.is_mxfp8_available`), current scaling on newer devices that do not, delayed
-    scaling everywhere else, the CPU included.
-    """
-    if is_mxfp8_available():
-        return MXFP8BlockScaling()
-    capability = compute_capability()
-    return (
-        DelayedScaling() if capability is None or capability < (12, 0) else Float8CurrentScaling()
-    )

@@ -338,6 +338,23 @@ def compiled_model(subject: Subject) -> None:
     subject.train()
 
 
+@_way("`torch.compile(model)` under `autocast`")
+def compiled_products(subject: Subject) -> None:
+    """The gradients are those of the uncompiled model, to the bit."""
+
+    def in_region(model: torch.nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            with zerocast.autocast(recipe=subject.recipe):
+                return model(x)
+
+        return forward
+
+    wanted = _gradients(subject, in_region(subject.model))
+    compiled = torch.compile(subject.model, backend="aot_eager")
+    for actual, expected in zip(_gradients(subject, in_region(compiled)), wanted, strict=True):
+        assert_same_bytes(actual, expected, "gradient")
+
+
 @_way("activation checkpointing under `autocast`")
 def checkpointing(subject: Subject) -> None:
     """Either kind of torch's, with its own switches: the gradients are those without it."""

@@ -20,6 +20,23 @@ STATELESS = {name: r for name, r in RECIPES.items() if not r.remembers} | {
 }
 
 
+class Fused(torch.nn.Module):
+    """The fused layers, of which one returns what its norm made, too; and those of another model
+    behind them.
+    """
+
+    def __init__(self, weights: str, recipe: Recipe, model: torch.nn.Module):
+        super().__init__()
+        of = recipe if weights == "quantized" else None
+        self.norm = nn.LayerNormLinear(64, 64, recipe=of, return_layernorm_output=True)
+        self.mlp = nn.LayerNormMLP(64, 96, normalization="RMSNorm", recipe=of)
+        self.model = model
+
+    def forward(self, x):
+        y, normed = self.norm(x)
+        return self.model(self.mlp(y + normed))
+
+
 def make(weights: str, recipe: Recipe, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
     """Two layers, whose weights hold codes or are in high precision."""
     torch.manual_seed(0)
@@ -74,7 +91,8 @@ def test_one_graph_with_the_bytes_of_an_uncompiled_model(recipe, weights, entere
     """Without a graph break, the region entered around the compiled function or in it; also after
     the codes were written.
     """
-    model = make(weights, recipe)
+    layers = make(weights, recipe)
+    model = Fused(weights, recipe, layers)
 
     def inside(x):
         with zerocast.autocast(recipe=recipe):
@@ -92,7 +110,7 @@ def test_one_graph_with_the_bytes_of_an_uncompiled_model(recipe, weights, entere
         expected = results(model, inside)
         assert_same(results(model, compiled if entered == "inside" else outside), expected)
         with torch.no_grad():
-            model[0].weight.copy_(torch.randn(96, 64))
+            layers[0].weight.copy_(torch.randn(96, 64))
 
 
 @pytest.mark.slow
@@ -146,9 +164,9 @@ def test_no_region_is_a_constant():
 
 @breaks
 @pytest.mark.parametrize("recipe", ["delayed", "nvfp4"])
-def test_a_recipe_that_remembers_breaks_the_graph(recipe):
-    """The layer runs uncompiled, with the same bytes, whether the region is entered inside or
-    outside; fullgraph=True says why not.
+def test_a_region_that_remembers_breaks_the_graph_where_it_is_entered(recipe):
+    """With the same bytes; fullgraph=True says why not. Around the compiled function it does not.
+    (:mod:`tests.nn.test_compile_memory` has the rest.)
     """
     models = [make("high_precision", RECIPES[recipe]) for _ in range(3)]
 
@@ -157,7 +175,7 @@ def test_a_recipe_that_remembers_breaks_the_graph(recipe):
             return model(x)
 
     compiled_inside = torch.compile(inside, backend="aot_eager")
-    compiled = torch.compile(models[2], backend="aot_eager")
+    compiled = torch.compile(models[2], backend="aot_eager", fullgraph=True)
     runs = [
         lambda x: inside(x, models[0]),
         lambda x: compiled_inside(x, models[1]),
@@ -169,10 +187,13 @@ def test_a_recipe_that_remembers_breaks_the_graph(recipe):
     for other in others:
         assert_same(other, expected)
     torch._dynamo.reset()
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="cannot hold what zerocast"):
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="enter it around the compiled"):
         torch.compile(inside, backend="aot_eager", fullgraph=True)(torch.ones(6, 64), models[0])
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="remember nothing between casts"):
-        inside(torch.ones(6, 64), torch.compile(models[0], fullgraph=True))
+    with (
+        zerocast.autocast(enabled=False, calibrating=True, recipe=RECIPES[recipe]),
+        pytest.raises(torch._dynamo.exc.Unsupported, match="calibrating=True"),
+    ):
+        torch.compile(models[0], fullgraph=True)(torch.ones(6, 64))
 
 
 @breaks
@@ -289,5 +310,10 @@ def test_export_and_trace(recipe):
     else:
         with pytest.raises(zerocast.UnsupportedError, match="outside of the region"):
             torch.export.export(InRegion(), (x,), strict=False)
+        with (
+            zerocast.autocast(recipe=RECIPES[recipe]),
+            pytest.raises(Exception, match="outside of the region"),
+        ):
+            torch.export.export(model, (x,), strict=True)
     with pytest.raises(zerocast.UnsupportedError, match="as a constant"):
         torch.jit.trace(model, x)

@@ -28,6 +28,7 @@ from zerocast.nn.layer_filter import Filter, LayerFilter, why_small
 from zerocast.nn.linear import Linear
 from zerocast.nn.masters import check_gathers, master_parameter, reserve_state
 from zerocast.nn.quantized_module import QuantizedModule
+from zerocast.nn.traced_memory import new_handle
 from zerocast.recipes import NOMINAL_DTYPES, Recipe, as_recipe
 from zerocast.tensors import QuantizedTensor, rebuild_derived
 
@@ -139,6 +140,8 @@ def convert(
     for (fqn, module), label in zip(converted.items(), labels, strict=True):
         old = module.weight
         module.__class__ = Linear
+        assert isinstance(module, Linear)
+        module._handle = new_handle(module)
         if weights == "high_precision":
             note_reason(module, "it is quantized by each forward under autocast, not before")
             continue

@@ -15,7 +15,8 @@ from zerocast.nn.initialization import linear_parameters, quantized_if_asked, re
 from zerocast.nn.normalization import check_normalization
 from zerocast.nn.normalized_module import NormalizedModule
 from zerocast.nn.quantized_functions import QuantizedActivation
-from zerocast.nn.quantized_module import eager_in_regions
+from zerocast.nn.traced_layer import eager_in_regions
+from zerocast.nn.traced_product import source_to_text
 from zerocast.ops import Activation as Operation
 from zerocast.recipes import Recipe
 
@@ -107,7 +108,11 @@ class LayerNormMLP(NormalizedModule):
     def _activated_linear(self, hidden: torch.Tensor) -> torch.Tensor:
         """Product number 1, of what the activation makes."""
         weight, bias = self.fc2_weight, self.fc2_bias
-        quantizing = self._quantizing(1, hidden, weight)
+        if self._traces_quantized(hidden):
+            return self._traced(1, hidden, weight, bias, source_to_text(self.activation))[0]
+        quantizing = None
+        if not torch.compiler.is_compiling():
+            quantizing = self._quantizing(1, hidden, weight)
         if quantizing is None:
             return self._linear(1, activate(self.activation, hidden), weight, bias)
         codes = QuantizedActivation.apply(

@@ -29,7 +29,8 @@ from zerocast.nn.masters import (
     state_to_save,
 )
 from zerocast.nn.parallel_linear import parallel_linear
-from zerocast.nn.quantized_module import QuantizedModule, eager_in_regions
+from zerocast.nn.quantized_module import QuantizedModule
+from zerocast.nn.traced_layer import eager_in_regions
 from zerocast.recipes import Recipe
 from zerocast.tensors import QuantizedTensor
 
@@ -173,11 +174,6 @@ class Linear(QuantizedModule, torch.nn.Linear):
             missing_keys.remove(prefix + WEIGHT_STATE)
         if WEIGHT_STATE in self._buffers:
             reserve_state(self)  # anew, for the layer may have been on the meta device
-
-    @property
-    def is_traceable(self) -> bool:  # type: ignore[override]
-        """Whether torch.compile traces its quantized products: not where it is tensor-parallel."""
-        return not is_sharded(self.weight)
 
     def extra_repr(self) -> str:
         """Features and bias, as torch says them, and the recipe of a quantized weight."""

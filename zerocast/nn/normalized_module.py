@@ -14,6 +14,7 @@ from zerocast.arguments import check_device, check_dtype, check_shape
 from zerocast.nn.normalization import Normalization, normalize
 from zerocast.nn.quantized_functions import QuantizedNorm
 from zerocast.nn.quantized_module import QuantizedModule
+from zerocast.nn.traced_product import source_to_text
 from zerocast.ops import Activation
 
 
@@ -51,7 +52,17 @@ class NormalizedModule(QuantizedModule):
         fp8_output: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Product number 0 of what the norm makes, and that where it is wanted."""
-        quantizing = self._quantizing(0, input, weight)
+        function: Literal["layernorm", "rmsnorm"] = (
+            "layernorm" if self.normalization == "LayerNorm" else "rmsnorm"
+        )
+        if self._traces_quantized(input):
+            parameters = (self.layer_norm_weight, self.layer_norm_bias)
+            norm = [each for each in parameters if each is not None]
+            text = source_to_text(function, self.eps, self.zero_centered_gamma)
+            return self._traced(0, input, weight, bias, text, norm, wants_norm)
+        quantizing = None
+        if not torch.compiler.is_compiling():
+            quantizing = self._quantizing(0, input, weight)
         if quantizing is None:
             normed: torch.Tensor | None = normalize(
                 self.normalization,
@@ -64,9 +75,6 @@ class NormalizedModule(QuantizedModule):
             )
             assert normed is not None
             return self._linear(0, normed, weight, bias, fp8_output=fp8_output), normed
-        function: Literal["layernorm", "rmsnorm"] = (
-            "layernorm" if self.normalization == "LayerNorm" else "rmsnorm"
-        )
         codes, normed = QuantizedNorm.apply(
             input.reshape(-1, input.shape[-1]),
             self.layer_norm_weight,

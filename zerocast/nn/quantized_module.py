@@ -2,9 +2,7 @@
 
 A layer that runs under :class:`zerocast.autocast` has a :class:`RecipeState` for its forward and
 one for its backward, made when a recipe first meets it, and the quantizers of its GEMMs, which
-remember there. Both move, copy and save with the module: what a recipe remembers is the module's
-extra state. It is in a ``state_dict`` only where something is remembered, so that dictionaries are
-exchanged with torch's own layers.
+remember there (:mod:`zerocast.nn.stateful_module`).
 
 Which of three ways a product goes:
 
@@ -16,36 +14,33 @@ In the last two, amaxes are recorded beside it where autocast calibrates.
 
 Inside ``torch.compile`` a quantized weight is decoded in the graph, which is entered only where its
 derived copies are true. Under a region of autocast the products are operations of the graph
-(:mod:`zerocast.nn.traced_linear`), where the recipe remembers nothing; elsewhere it breaks there.
+(:mod:`zerocast.nn.traced_product`, and where the recipe remembers something
+:mod:`zerocast.nn.traced_memory`).
 """
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, NamedTuple, TypeVar, cast
+from typing import NamedTuple
 
 import torch
 
 from zerocast import context
 from zerocast.context import Autocast
-from zerocast.errors import InputError, UnsupportedError
+from zerocast.errors import InputError
 from zerocast.fsdp.parts import all_parts, check_cuts
-from zerocast.fsdp.sharded import replicated_like
+from zerocast.fsdp.sharded import is_sharded
 from zerocast.nn.derivatives import is_transformed, refuse_transforms
 from zerocast.nn.products import GemmQuantizers, QuantizedLinear, Watch
-from zerocast.nn.recomputation import as_in_first_run
-from zerocast.nn.saved_state import pack, recipe_to_values, unpack
+from zerocast.nn.stateful_module import StatefulModule
 from zerocast.nn.statistics import observer
-from zerocast.nn.traced_linear import traced_linear
+from zerocast.nn.traced_memory import enrol, remembers, traced_product_that_remembers
+from zerocast.nn.traced_product import traced_product
 from zerocast.nn.weight_only import WeightOnlyLinear
 from zerocast.recipes import Recipe
-from zerocast.tensors import Part, QuantizedTensor, Quantizer, RecipeState, rebuild_derived
-
-Forward = TypeVar("Forward", bound=Callable[..., Any])
-
-_EXTRA_STATE = "_extra_state"  # torch's name, which follows the module's prefix
+from zerocast.tensors import Part, QuantizedTensor, Quantizer, rebuild_derived
+from zerocast.traced_regions import HIGH_PRECISION, NO_REGION, traced_recipe
 
 
 class Quantizing(NamedTuple):
@@ -58,24 +53,19 @@ class Quantizing(NamedTuple):
     watch: Watch | None
 
 
-class QuantizedModule(torch.nn.Module):
+class QuantizedModule(StatefulModule):
     """A module whose linear products are quantized under autocast.
 
     Attributes:
         gemms: how many linear products it has.
         name: under stochastic rounding, layers of different names draw different random words.
             :func:`zerocast.nn.convert` gives each layer its name in the model.
-        is_traceable: whether torch.compile traces its quantized products.
     """
 
-    gemms: ClassVar[int] = 1
-    # On the class, so that a module which convert turns into this one has them, too.
-    name: str = ""
-    _states: tuple[RecipeState, RecipeState] | None = None
-    _loaded: torch.Tensor | None = None  # a saved state, until a forward under its recipe
-    _quantizers: list[GemmQuantizers]
-    is_traceable: bool = False
-    _latest_recipe: Recipe | None = None  # of the latest forward, where a region was active
+    @property
+    def is_traceable(self) -> bool:
+        """Whether torch.compile traces its quantized products: not where it is tensor-parallel."""
+        return not any(is_sharded(each) for each in self._parameters.values() if each is not None)
 
     # --- products ---
 
@@ -101,10 +91,7 @@ class QuantizedModule(torch.nn.Module):
         """
         leading = tuple(input.shape[:-1] if leading is None else leading)
         if torch.compiler.is_compiling() and not fp8_output:
-            recipe = self._traced_recipe()
-            if recipe in (context.NO_REGION, context.HIGH_PRECISION) or not input.numel():
-                return torch.nn.functional.linear(input, weight, bias)
-            return _traced(input, weight, bias, recipe)
+            return self._traced(gemm, input, weight, bias)[0]
         region = context.current()
         # Where the weight is cut, a rank may have no columns of rows that there are.
         if region.enabled and (input.numel() or (part and math.prod(leading))):
@@ -133,7 +120,49 @@ class QuantizedModule(torch.nn.Module):
 
     def _traced_recipe(self) -> str:
         """What counts for this layer in a function that is being compiled."""
-        return context.traced_recipe()
+        return traced_recipe()
+
+    def _traces_quantized(self, input: torch.Tensor) -> bool:
+        """Whether products of ``input`` are quantized in a function that is being compiled."""
+        if not torch.compiler.is_compiling() or not input.numel():
+            return False
+        return self._traced_recipe() not in (NO_REGION, HIGH_PRECISION)
+
+    def _traced(
+        self,
+        gemm: int,
+        input: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        source: str = "",
+        norm: Sequence[torch.Tensor] = (),
+        wants_norm: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """:meth:`_linear` in a function that is being compiled, of ``source(input)``, and what the
+        norm made where that is wanted (:mod:`zerocast.nn.traced_product`).
+        """
+        recipe = self._traced_recipe()
+        if not self._traces_quantized(input):
+            if recipe not in (NO_REGION, HIGH_PRECISION) and remembers(recipe):
+                assert self._handle is not None
+                enrol(self._handle, recipe)
+            return torch.nn.functional.linear(input, weight, bias), None
+        leading = input.shape[:-1]
+        if source:
+            dtype = _cast(input.new_empty(0), weight, None)[2] if norm else input.dtype
+            bias = None if bias is None else bias.to(dtype)
+        else:
+            input, bias, dtype = _cast(input, weight, bias)
+            _check_dtype(input, dtype)
+        rows = input.reshape(-1, input.shape[-1])
+        product = (rows, list(norm), weight, bias, recipe, source, dtype, wants_norm)
+        if remembers(recipe):
+            assert self._handle is not None
+            out, normed = traced_product_that_remembers(self._handle, gemm, *product)
+        else:
+            out, normed = traced_product(*product)
+        out = torch.ops.aten._unsafe_view(out, (*leading, weight.shape[0]))
+        return out, None if normed is None else normed.view(*leading, normed.shape[-1])
 
     def _quantized_linear(
         self,
@@ -172,8 +201,6 @@ class QuantizedModule(torch.nn.Module):
         """How the input of product ``gemm`` is quantized where it is made from ``source``; None
         where it is not.
         """
-        if torch.compiler.is_compiling():
-            return None
         region = context.current()
         if not region.enabled or not source.numel():
             return None
@@ -184,33 +211,6 @@ class QuantizedModule(torch.nn.Module):
         quantizers.input.set_usage(rowwise=True, columnwise=columnwise)
         dtype = _cast(source.new_empty(0), weight, None)[2]
         return Quantizing(quantizers.input, dtype, observer(self, gemm))
-
-    # --- moving and converting ---
-
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-        """As torch's, by which ``to``, ``cuda``, ``half`` and others work, but for quantized
-        parameters: torch would put another object's attributes and hooks in the place of theirs,
-        and refuse those that anybody refers to weakly.
-        """
-        own: dict[str, QuantizedTensor] = {}
-        for name, parameter in self._parameters.items():
-            if isinstance(parameter, QuantizedTensor):
-                grad = parameter.grad
-                with torch.no_grad():
-                    applied = fn(parameter)
-                    if not isinstance(applied, QuantizedTensor):
-                        continue  # another dtype than a weight can have: torch makes it plain
-                    if applied.quantized_storage is not parameter.quantized_storage:
-                        parameter.grad = None
-                        applied.take_place_of(parameter)
-                    if grad is not None:
-                        parameter.grad = fn(grad)
-                own[name] = parameter
-        self._parameters.update(dict.fromkeys(own))
-        try:
-            return super()._apply(fn, recurse)
-        finally:
-            self._parameters.update(own)  # type: ignore[arg-type]
 
     # --- the recipe's state ---
 
@@ -228,145 +228,6 @@ class QuantizedModule(torch.nn.Module):
             state.to(device)
         region.enrol(*self._states)
         return self._quantizers
-
-    def _remember(self, recipe: Recipe, device: torch.device) -> None:
-        """Start anew under ``recipe``."""
-        forward = RecipeState.create(recipe, "forward", 3 * self.gemms, device, name=self.name)
-        backward = RecipeState.create(recipe, "backward", 2 * self.gemms, device, name=self.name)
-        self._states = forward, backward
-        three, two = iter(forward.make_quantizers()), iter(backward.make_quantizers())
-        self._quantizers = [
-            GemmQuantizers(next(three), next(three), next(three), next(two), next(two))
-            for _ in range(self.gemms)
-        ]
-        self._go_on(self._states)
-
-    def _go_on(self, states: Sequence[RecipeState]) -> None:
-        """Load what was saved under the recipe of these new ``states``, where it was."""
-        loaded, self._loaded = self._loaded, None
-        if loaded is None:
-            return
-        owner, tensors = unpack(loaded, self.name)
-        if owner["recipe"] == recipe_to_values(states[0].recipe):
-            for state in states:
-                names = {f"{state.mode}.{name}": name for name in state.state_dict()}
-                state.load_state_dict({names[n]: t for n, t in tensors.items() if n in names})
-
-    def get_extra_state(self) -> torch.Tensor | None:
-        """What the recipe remembers for this layer, as one tensor
-        (:mod:`zerocast.nn.saved_state`); None where it remembers nothing.
-        """
-        packed = self._loaded
-        if self._states is not None:
-            tensors = {
-                f"{state.mode}.{name}": tensor
-                for state in self._states
-                for name, tensor in state.state_dict().items()
-            }
-            owner = {"gemms": self.gemms, "recipe": recipe_to_values(self._states[0].recipe)}
-            packed = pack(owner, tensors) if tensors else None
-        return None if packed is None else replicated_like(self.parameters(), packed)
-
-    def set_extra_state(self, state: object) -> None:
-        """Go on from what :meth:`get_extra_state` gave, from the next forward under its recipe on.
-
-        Anything but a tensor stands for no state, as does the placeholder of torch's
-        ``set_model_state_dict`` for an entry that a full state dict lacks.
-
-        Raises:
-            InputError: where it was made by another kind of layer, or is no state at all.
-        """
-        if not isinstance(state, torch.Tensor | dict):
-            return
-        owner, tensors = unpack(state, self.name)
-        if owner.get("gemms") != self.gemms:
-            raise InputError(
-                f"what recipes remember for {self.name} must be that of a {type(self).__name__}, "
-                f"of {self.gemms} products, got one of {owner.get('gemms')}; take its "
-                f"'_extra_state' out of the state dict to start anew."
-            )
-        self._states, self._loaded = None, pack(owner, tensors)
-
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        if destination[prefix + _EXTRA_STATE] is None:
-            del destination[prefix + _EXTRA_STATE]
-
-    def _load_from_state_dict(
-        self,
-        state_dict: Any,
-        prefix: str,
-        local_metadata: Any,
-        strict: bool,
-        missing_keys: list[str],
-        *others: Any,
-    ) -> None:
-        if local_metadata.get("assign_to_params_buffers", False):
-            self._fill_quantized(state_dict, prefix)
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing_keys, *others
-        )
-        if prefix + _EXTRA_STATE in missing_keys:
-            missing_keys.remove(prefix + _EXTRA_STATE)
-
-    def _fill_quantized(self, state_dict: Any, prefix: str) -> None:
-        """Copy into quantized parameters what torch would assign in their place, which would hold
-        no codes, and be none of the parameters that optimizers and plans know.
-        """
-        for name, parameter in self._parameters.items():
-            given = state_dict.get(prefix + name)
-            if not (isinstance(parameter, QuantizedTensor) and isinstance(given, torch.Tensor)):
-                continue
-            if given.shape == parameter.shape and given is not parameter:
-                if parameter.is_meta and not given.is_meta:
-                    torch.empty_like(parameter, device=given.device).take_place_of(parameter)
-                with torch.no_grad():
-                    parameter.copy_(given)
-                state_dict[prefix + name] = parameter
-
-
-def eager_in_regions(forward: Forward) -> Forward:
-    """Let torch.compile leave out a layer's ``forward`` where a region of autocast is open.
-
-    A graph that holds the layer is guarded by there being none. (``torch.compiler.disable`` as a
-    decorator would load the compiler with the package.)
-    """
-
-    @functools.wraps(forward)
-    def run(self: QuantizedModule, *args: Any, **options: Any) -> Any:
-        if torch.compiler.is_compiling():
-            recipe = self._traced_recipe()
-            if recipe in (context.NO_REGION, context.HIGH_PRECISION) or (
-                recipe != context.UNTRACEABLE and self.is_traceable
-            ):
-                return forward(self, *args, **options)
-            if not torch.compiler.is_dynamo_compiling():  # torch.export without torch.compile
-                raise UnsupportedError(
-                    f"torch.export cannot hold what a layer does under zerocast.autocast with a "
-                    f"recipe that remembers something between casts, nor layers other than "
-                    f"zerocast.nn.Linear, got {self.name or type(self).__name__}; export the model "
-                    f"outside of the region."
-                )
-            torch._dynamo.graph_break(
-                msg="under zerocast.autocast only layers of the type zerocast.nn.Linear, not "
-                "tensor-parallel, and recipes that remember nothing between casts, are traced"
-            )
-            return torch.compiler.disable(run)(self, *args, **options)
-        with as_in_first_run(self):
-            return forward(self, *args, **options)
-
-    return cast("Forward", run)
-
-
-def _traced(
-    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, recipe: str
-) -> torch.Tensor:
-    leading = input.shape[:-1]
-    input, bias, dtype = _cast(input, weight, bias)
-    _check_dtype(input, dtype)
-    rows = input.reshape(-1, input.shape[-1])
-    out = traced_linear(rows, weight, bias, recipe)
-    return torch.ops.aten._unsafe_view(out, (*leading, weight.shape[0]))
 
 
 def _check_dtype(input: torch.Tensor, dtype: torch.dtype) -> None:

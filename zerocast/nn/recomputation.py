@@ -13,7 +13,9 @@ torch says to nobody that a checkpoint is running, so the calls that have not re
 searched for its functions. Each has one object that lives as long as the checkpoint's graph: of the
 reentrant kind the node of the graph, of the other kind the frame that counts saved tensors. Notes
 are attributes of that object. Checkpoints inside of checkpoints are found in their order: the runs
-between the layer and the nearest recomputation are first runs, and take notes of their own.
+between the layer and the nearest recomputation are first runs, and take notes of their own. A
+compiled graph repeats in its backward what it chooses of the operations of its forward, so each of
+them has notes of its own, with the node of the graph.
 
 A recomputation by anybody else's function (a framework's own checkpoint) cannot be told from a
 forward. Where the layer could not give the codes of its first run there, it refuses.
@@ -32,7 +34,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 
-from zerocast import context
+from zerocast import context, traced_regions
 from zerocast.context import Autocast
 from zerocast.errors import UnsupportedError
 from zerocast.recipes import Recipe
@@ -85,26 +87,32 @@ class _Notes:
         return next(self._unread.get(layer, iter(())), None)
 
 
-def as_in_first_run(layer: QuantizedLayer) -> AbstractContextManager[None]:
+def as_in_first_run(layer: QuantizedLayer, site: int | None = None) -> AbstractContextManager[None]:
     """Within the context ``layer`` runs under the region that is active, or, in a recomputation,
     under that of its first run.
+
+    Args:
+        layer: which.
+        site: of an operation of a compiled graph, its number in there.
 
     Raises:
         UnsupportedError: in a recomputation by another function than torch's, where the codes of
             the first run cannot be made again.
     """
-    if not context.regions_were_entered():
+    if not traced_regions.were_entered:
         return nullcontext()
-    return _as_in_first_run(layer)
+    return _as_in_first_run(layer, site)
 
 
 @contextmanager
-def _as_in_first_run(layer: QuantizedLayer) -> Iterator[None]:
-    region, in_backward = context.current(), torch._C._current_graph_task_id() != -1
-    checkpoints = _checkpoints()
+def _as_in_first_run(layer: QuantizedLayer, site: int | None) -> Iterator[None]:
+    present = context.current() if site is None else context.entered()
+    region, in_backward = present, torch._C._current_graph_task_id() != -1
+    checkpoints = _checkpoints(site)
     with ExitStack() as stack:
-        if checkpoints and checkpoints[0][0] == "again":
-            notes: _Notes | None = getattr(checkpoints.pop(0)[1], _NOTES, None)
+        if checkpoints and checkpoints[0].run == "again":
+            _, owner, name = checkpoints.pop(0)
+            notes: _Notes | None = getattr(owner, name, None)
             noted = None if notes is None else notes.next(layer)
             if notes is None or noted is None:
                 _refuse_other_codes(layer, region)
@@ -117,17 +125,17 @@ def _as_in_first_run(layer: QuantizedLayer) -> Iterator[None]:
         else:
             layer._latest_recipe = region.recipe if region.enabled else None
         active = region
-        for _, checkpoint in checkpoints:
-            notes = getattr(checkpoint, _NOTES, None)
+        for _, owner, name in checkpoints:
+            notes = getattr(owner, name, None)
             if notes is None:
                 notes = _Notes()
-                setattr(checkpoint, _NOTES, notes)
+                setattr(owner, name, notes)
             stack.callback(notes.add, layer, region)
             stack.enter_context(noting(notes.tape))
             # The first run of the reentrant kind has gradients disabled; it is no evaluation.
-            if region.enabled and bool(getattr(checkpoint, "next_functions", None)):
+            if region.enabled and name == _NOTES and bool(getattr(owner, "next_functions", None)):
                 active = replace(region, calibrating=True)
-        if active is not context.current():
+        if active is not present:
             stack.enter_context(context.resumed(active))
         yield
 
@@ -163,12 +171,22 @@ def _refuse_other_codes(layer: QuantizedLayer, region: Autocast) -> None:
     )
 
 
-def _checkpoints() -> list[tuple[Run, Any]]:
+class _Checkpoint(NamedTuple):
+    """Which run of its function it is, the object that lives as long as its graph, and the
+    attribute of that object which has the notes.
+    """
+
+    run: Run
+    owner: Any
+    name: str
+
+
+def _checkpoints(site: int | None) -> list[_Checkpoint]:
     """The checkpoints whose function is running, the outermost first, beginning with the innermost
     recomputation where there is one.
     """
     calls = _calls()
-    found: list[tuple[Run, Any]] = []
+    found: list[_Checkpoint] = []
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         call = calls.get(id(frame.f_code))
@@ -179,11 +197,28 @@ def _checkpoints() -> list[tuple[Run, Any]]:
                 waiting = getattr(owner, "gi_frame", None)
                 owner = None if waiting is None else waiting.f_locals.get("new_frame")
             if owner is not None:
-                found.append((run, owner))
+                found.append(_Checkpoint(run, owner, _NOTES))
                 if run == "again":
                     break
+        elif site is not None and (compiled := _run_of_graph(frame.f_code)) is not None:
+            found.append(_Checkpoint(compiled, frame.f_locals["ctx"], f"{_NOTES}_{site}"))
+            if compiled == "again":
+                break
         frame = frame.f_back
     return found[::-1]
+
+
+@cache
+def _run_of_graph(code: CodeType) -> Run | None:
+    """Whether ``code`` runs the graph of a compiled function's forward or of its backward, which
+    computes again what is inside of checkpoints.
+    """
+    if code.co_filename.endswith("_aot_autograd/runtime_wrappers.py"):
+        if (code.co_name, *code.co_varnames[:1]) == ("forward", "ctx"):
+            return "first"
+        if (code.co_name, *code.co_varnames[:1]) == ("backward", "ctx"):
+            return "again"
+    return None
 
 
 @cache

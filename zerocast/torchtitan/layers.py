@@ -10,11 +10,12 @@ import logging
 import torch
 
 from zerocast.comm import SingleRank
-from zerocast.context import UNTRACEABLE, autocast, text_of
+from zerocast.context import autocast, text_of
 from zerocast.errors import InputError
 from zerocast.fsdp import precompute_scales_for_fsdp
 from zerocast.nn import Linear
 from zerocast.recipes import Recipe
+from zerocast.traced_regions import UNTRACEABLE
 
 logger = logging.getLogger(__name__)
 

@@ -1,0 +1,320 @@
+"""Compiled layers under every recipe, those that remember something among them: one graph, and the
+bytes of an uncompiled model, what the recipe remembers included.
+"""
+
+import contextvars
+import copy
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import zerocast
+import zerocast.traced_regions
+from tests.support.layers import RECIPES
+from tests.support.ranks import run_ranks
+from tests.support.same_bytes import assert_same_bytes
+from zerocast import nn
+from zerocast.comm import Communicator
+from zerocast.recipes import DelayedScaling, Recipe
+
+DELAYED, DRAWN = RECIPES["delayed"], RECIPES["nvfp4"]
+remembering = pytest.mark.parametrize("recipe", [DELAYED, DRAWN], ids=["delayed", "nvfp4"])
+
+Step = Callable[[Callable[..., torch.Tensor], torch.Tensor], torch.Tensor]
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    """No graphs of earlier tests."""
+    torch._dynamo.reset()
+
+
+def make(recipe: Recipe | None = None) -> torch.nn.Sequential:
+    """Every kind of layer with products, and one of torch's; weights of ``recipe`` hold codes."""
+    generator = torch.Generator().manual_seed(0)
+    model = torch.nn.Sequential(
+        nn.LayerNormMLP(64, 96, activation="swiglu", recipe=recipe, name="mlp"),
+        nn.LayerNormLinear(64, 96, normalization="RMSNorm", bias=False, recipe=recipe, name="norm"),
+        torch.nn.ReLU(),
+        nn.Linear(96, 64, recipe=recipe, name="linear"),
+    )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) / 8)
+    return model
+
+
+def data(seed: int, rows: int = 32) -> torch.Tensor:
+    """[rows, 64], larger by the seed."""
+    x = torch.randn(rows, 64, generator=torch.Generator().manual_seed(seed)) * 2**seed
+    return x.requires_grad_()
+
+
+def memory(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """All that its recipe remembers."""
+    return {
+        f"{name}, {state.mode}, {key}": tensor
+        for name, module in model.named_modules()
+        for state in getattr(module, "_states", None) or ()
+        for key, tensor in state.state_dict().items()
+    }
+
+
+def results(model, run, recipe, steps=3, batches=1, rows=32):
+    """Of each step: outputs and gradients of microbatches whose backwards come after all of their
+    forwards, the first one first, then an evaluation; and what is remembered after each.
+    """
+    found = {}
+    for i in range(steps):
+        model.zero_grad()
+        inputs, outputs = [data(i + j, rows) for j in range(batches)], []
+        for x in inputs:
+            with zerocast.autocast(recipe=recipe):
+                outputs.append(run(x))
+        for j, (x, y) in enumerate(zip(inputs, outputs, strict=True)):
+            y.square().sum().backward()
+            found |= {f"{i}, output {j}": y.detach(), f"{i}, input {j}": x.grad}
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                found[f"{i}, {name}"] = parameter.grad.clone()
+        found |= {f"{i}, {key}": tensor for key, tensor in memory(model).items()}
+        with torch.no_grad(), zerocast.autocast(recipe=recipe):
+            found[f"{i}, evaluation"] = run(inputs[0].detach())
+        found |= {f"{i}, evaluated, {key}": tensor for key, tensor in memory(model).items()}
+    return found
+
+
+def assert_same(actual, expected):
+    """Byte for byte, name by name."""
+    assert actual.keys() == expected.keys()
+    for name in expected:
+        assert_same_bytes(actual[name], expected[name], name)
+
+
+def assert_compiles(recipe, run, *, expected=None, backend="aot_eager", weights=None, **options):
+    """``run(model, x)`` compiled as one graph gives what ``expected`` gives uncompiled."""
+    model = make(weights)
+    twin, expected = copy.deepcopy(model), expected or run
+    wanted = results(model, lambda x: expected(model, x), recipe, **options)
+    compiled = torch.compile(lambda x: run(twin, x), backend=backend, fullgraph=True)
+    assert_same(results(twin, compiled, recipe, **options), wanted)
+
+
+# The others are in test_compile.py, too.
+CASES = [
+    pytest.param(
+        recipe,
+        recipe if i % 2 else None,
+        id=f"{name}-{'codes' if i % 2 else 'plain'}",
+        marks=() if recipe.remembers else pytest.mark.nightly,
+    )
+    for i, (name, recipe) in enumerate(RECIPES.items())
+]
+
+
+@pytest.mark.parametrize(("recipe", "weights"), CASES)
+def test_every_layer_under_every_recipe(recipe, weights):
+    """One graph of three layers: forward, backward, an evaluation; several steps."""
+    assert_compiles(recipe, lambda model, x: model(x), weights=weights, steps=2)
+
+
+def several(model, x, again=lambda model, x: model(x)):
+    """Two of the layers three times, in and out of checkpoints."""
+    model = model[1:]
+    return again(lambda x: -model(x), x) + again(model, model(x))
+
+
+def recomputed(model, x):
+    """:func:`several`, whose checkpoints compute half of it again."""
+    return several(model, x, lambda f, x: checkpoint(f, x, use_reentrant=False))
+
+
+@remembering
+def test_a_layer_that_runs_several_times(recipe):
+    """In one graph, in and out of activation checkpoints, with forwards of other steps before its
+    backward: draws come in the order of an uncompiled model's, and nothing is drawn or recorded
+    twice.
+    """
+    assert_compiles(recipe, recomputed, expected=several, steps=2, batches=2)
+
+
+@pytest.mark.nightly
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
+@pytest.mark.parametrize(
+    "recipe", [DELAYED, DRAWN, RECIPES["mxfp8"]], ids=["delayed", "nvfp4", "mxfp8"]
+)
+@pytest.mark.parametrize("weights", ["quantized", "high_precision"])
+def test_inductor(recipe, weights):
+    """As the two tests above; torch's own layers in between round as uncompiled ones."""
+    of = recipe if weights == "quantized" else None
+    options = {"backend": "inductor", "weights": of, "steps": 2, "batches": 2}
+    assert_compiles(recipe, recomputed, expected=several, **options)
+
+
+@remembering
+def test_a_checkpoint_around_a_compiled_function(recipe):
+    """Computed again in the backward, after its region: from the scales of the first run."""
+    model = make()[1:]
+    twin = copy.deepcopy(model)
+    compiled = torch.compile(twin, backend="aot_eager", fullgraph=True)
+    expected = results(model, model, recipe)
+    assert_same(results(twin, lambda x: nn.checkpoint(compiled, x), recipe), expected)
+
+
+def test_a_graph_is_for_all_layers_of_a_kind():
+    """Copies, loaded and unpickled ones as well, each with what it remembers itself; whose weights
+    are frozen is compiled for that.
+    """
+    models = [torch.nn.Sequential(nn.Linear(64, 64)) for _ in range(3)]
+    models += [copy.deepcopy(models[0]), copy.copy(models[1])]
+    twins = copy.deepcopy(models)
+    torch._dynamo.utils.counters.clear()
+    compiled = [torch.compile(twin, backend="aot_eager", fullgraph=True) for twin in twins]
+    for _ in range(2):
+        for model, twin, run in zip(models, twins, compiled, strict=True):
+            expected = results(model, model, DELAYED, steps=1)
+            assert_same(results(twin, run, DELAYED, steps=1), expected)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2  # and an evaluation
+    for each in (models[0], twins[0]):
+        each.load_state_dict(models[1].state_dict())
+        each.requires_grad_(False)
+    remembered = []
+    for model, run in ((models[0], models[0]), (twins[0], compiled[0])):
+        with zerocast.autocast(recipe=DELAYED):
+            y = run(data(1))
+        y.sum().backward()
+        remembered.append(memory(model))
+    assert_same(*remembered[::-1])
+
+
+def test_what_happens_between_forward_and_backward():
+    """A forward under another recipe, hooks on saved tensors, a rank without rows, a region that is
+    left by an error: as uncompiled.
+    """
+    model = make()[1:]
+    twin = copy.deepcopy(model)
+    found = []
+    for each, run in (
+        (model, model),
+        (twin, torch.compile(twin, backend="aot_eager", fullgraph=True)),
+    ):
+        grads = {}
+        for i, rows in enumerate((32, 0, 32)):
+            x, other = data(i, rows), data(2)
+            with zerocast.autocast(recipe=DELAYED):
+                y = run(x)
+            with zerocast.autocast(recipe=DELAYED), torch.autograd.graph.save_on_cpu():
+                z = run(other)
+            z.square().sum().backward()
+            with pytest.raises(KeyError), zerocast.autocast(recipe=DELAYED):
+                {}[run(data(5))]
+            grads |= {f"{i}, {key}": tensor for key, tensor in memory(each).items()}
+            with zerocast.autocast(recipe=DRAWN):
+                run(data(3)).sum().backward()
+            y.square().sum().backward()
+            grads |= {f"{i}, x": x.grad, f"{i}, other": other.grad}
+            grads |= {f"{i}, drawn, {key}": tensor for key, tensor in memory(each).items()}
+        found.append(grads | {name: p.grad for name, p in each.named_parameters()})
+    assert_same(*found[::-1])
+
+
+def test_statistics_are_counted():
+    """Of compiled layers, too."""
+    counts = []
+    for compiles in (False, True):
+        model = make()
+        run = torch.compile(model, backend="aot_eager", fullgraph=True) if compiles else model
+        with nn.statistics(model) as counted:
+            results(model, run, DELAYED, steps=2)
+        counts.append(str(counted))
+    assert counts[0] == counts[1]
+    assert "saturated" in counts[0]
+
+
+def test_a_function_of_the_history():
+    """A recipe that holds one is taken from the region, not from the graph."""
+    algorithm = DelayedScaling(amax_history_len=3, amax_compute_algo=lambda history: history.mean())
+    assert_compiles(algorithm, lambda model, x: model(x), steps=2)
+
+
+def test_a_region_that_the_function_cannot_see():
+    """A context of another time is refused: there is no region there to reduce amaxes."""
+    model = make()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    outside = contextvars.copy_context()
+    with (
+        zerocast.autocast(recipe=DELAYED),
+        pytest.raises(zerocast.UnsupportedError, match="runs under no region"),
+    ):
+        outside.run(compiled, data(0))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+def test_earlier_releases_of_torch_break_the_graph(monkeypatch):
+    """With the same bytes."""
+    monkeypatch.setattr(zerocast.traced_regions, "GRAPHS_REMEMBER", False)
+    model = make()
+    twin = copy.deepcopy(model)
+    compiled = torch.compile(twin, backend="aot_eager")
+    assert_same(results(twin, compiled, DELAYED, 2), results(model, model, DELAYED, 2))
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "in_process",
+        pytest.param("torch_distributed", marks=[pytest.mark.mpi(min_size=4), pytest.mark.slow]),
+    ],
+)
+def test_ranks_agree_on_scales(kind):
+    """Compiled on ranks of different rows, one of them without any at first."""
+
+    def train(comm: Communicator) -> dict[str, torch.Tensor]:
+        found = []
+        for compiles in (False, True):
+            model = make()
+            run = torch.compile(model, backend="aot_eager", fullgraph=True) if compiles else model
+            for step in range(3):
+                with zerocast.autocast(recipe=DELAYED, amax_reduction_group=comm):
+                    y = run(data(step + comm.rank, 0 if (comm.rank, step) == (1, 0) else 32))
+                y.sum().backward()
+                zerocast.reduce_amaxes(comm)
+            found.append(memory(model))
+        assert_same(*found[::-1])
+        return found[1]
+
+    first, second = run_ranks(kind, 2, train)
+    assert_same(first, second)
+
+
+PROGRAM = """
+import torch, zerocast
+from tests.nn.test_compile_memory import DELAYED, DRAWN, assert_compiles, recomputed, several
+for recipe in (DELAYED, DRAWN):
+    torch._dynamo.reset()
+    assert_compiles(recipe, recomputed, expected=several, backend="inductor", steps=2)
+found = torch._dynamo.utils.counters
+print(found["inductor"]["fxgraph_cache_hit"], found["aot_autograd"]["autograd_cache_hit"])
+"""
+
+
+@pytest.mark.nightly
+def test_graphs_that_another_process_made(tmp_path):
+    """Of the compiler's cache on disk: handles and places in the graph are this process's own."""
+    environment = os.environ | {
+        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path),
+        "PYTHONWARNINGS": "ignore",
+    }
+    hits = [
+        subprocess.run(
+            [sys.executable, "-c", PROGRAM],
+            env=environment, check=True, capture_output=True, text=True,
+        ).stdout.split()
+        for _ in range(2)
+    ]  # fmt: skip
+    assert hits[0] != hits[1], hits

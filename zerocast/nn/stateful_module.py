@@ -1,0 +1,171 @@
+"""StatefulModule: what a layer keeps from forward to forward, and how it moves and is saved.
+
+What a recipe remembers is the module's extra state. It is in a ``state_dict`` only where something
+is remembered, so that dictionaries are exchanged with torch's own layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import torch
+
+from zerocast.errors import InputError
+from zerocast.fsdp.sharded import replicated_like
+from zerocast.nn.products import GemmQuantizers
+from zerocast.nn.saved_state import pack, recipe_to_values, unpack
+from zerocast.nn.traced_memory import new_handle
+from zerocast.recipes import Recipe
+from zerocast.tensors import QuantizedTensor, RecipeState
+
+_EXTRA_STATE = "_extra_state"  # torch's name, which follows the module's prefix
+
+
+class StatefulModule(torch.nn.Module):
+    """A module with quantizers that remember; the attributes are those of
+    :class:`zerocast.nn.quantized_module.QuantizedModule`.
+    """
+
+    gemms: ClassVar[int] = 1
+    # On the class, so that a module which convert turns into this one has them, too.
+    name: str = ""
+    _states: tuple[RecipeState, RecipeState] | None = None
+    _loaded: torch.Tensor | None = None  # a saved state, until a forward under its recipe
+    _quantizers: list[GemmQuantizers]
+    _latest_recipe: Recipe | None = None  # of the latest forward, where a region was active
+    _handle: torch.Tensor | None = None  # by which compiled graphs refer to this layer
+
+    def __new__(cls, *_: Any, **__: Any) -> Any:
+        """With a handle, for copies and pickles, too; compiled functions cannot make one."""
+        made = super().__new__(cls)
+        made._handle = new_handle(made)
+        return made
+
+    def __getstate__(self) -> dict[str, Any]:
+        """All but the handle, of which a copy has its own."""
+        return {name: value for name, value in vars(self).items() if name != "_handle"}
+
+    # --- moving and converting ---
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        """As torch's, by which ``to``, ``cuda``, ``half`` and others work, but for quantized
+        parameters: torch would put another object's attributes and hooks in the place of theirs,
+        and refuse those that anybody refers to weakly.
+        """
+        own: dict[str, QuantizedTensor] = {}
+        for name, parameter in self._parameters.items():
+            if isinstance(parameter, QuantizedTensor):
+                grad = parameter.grad
+                with torch.no_grad():
+                    applied = fn(parameter)
+                    if not isinstance(applied, QuantizedTensor):
+                        continue  # another dtype than a weight can have: torch makes it plain
+                    if applied.quantized_storage is not parameter.quantized_storage:
+                        parameter.grad = None
+                        applied.take_place_of(parameter)
+                    if grad is not None:
+                        parameter.grad = fn(grad)
+                own[name] = parameter
+        self._parameters.update(dict.fromkeys(own))
+        try:
+            return super()._apply(fn, recurse)
+        finally:
+            self._parameters.update(own)  # type: ignore[arg-type]
+
+    # --- the recipe's state ---
+
+    def _remember(self, recipe: Recipe, device: torch.device) -> None:
+        """Start anew under ``recipe``."""
+        forward = RecipeState.create(recipe, "forward", 3 * self.gemms, device, name=self.name)
+        backward = RecipeState.create(recipe, "backward", 2 * self.gemms, device, name=self.name)
+        self._states = forward, backward
+        three, two = iter(forward.make_quantizers()), iter(backward.make_quantizers())
+        self._quantizers = [
+            GemmQuantizers(next(three), next(three), next(three), next(two), next(two))
+            for _ in range(self.gemms)
+        ]
+        self._go_on(self._states)
+
+    def _go_on(self, states: Sequence[RecipeState]) -> None:
+        """Load what was saved under the recipe of these new ``states``, where it was."""
+        loaded, self._loaded = self._loaded, None
+        if loaded is None:
+            return
+        owner, tensors = unpack(loaded, self.name)
+        if owner["recipe"] == recipe_to_values(states[0].recipe):
+            for state in states:
+                names = {f"{state.mode}.{name}": name for name in state.state_dict()}
+                state.load_state_dict({names[n]: t for n, t in tensors.items() if n in names})
+
+    def get_extra_state(self) -> torch.Tensor | None:
+        """What the recipe remembers for this layer, as one tensor
+        (:mod:`zerocast.nn.saved_state`); None where it remembers nothing.
+        """
+        packed = self._loaded
+        if self._states is not None:
+            tensors = {
+                f"{state.mode}.{name}": tensor
+                for state in self._states
+                for name, tensor in state.state_dict().items()
+            }
+            owner = {"gemms": self.gemms, "recipe": recipe_to_values(self._states[0].recipe)}
+            packed = pack(owner, tensors) if tensors else None
+        return None if packed is None else replicated_like(self.parameters(), packed)
+
+    def set_extra_state(self, state: object) -> None:
+        """Go on from what :meth:`get_extra_state` gave, from the next forward under its recipe on.
+
+        Anything but a tensor stands for no state, as does the placeholder of torch's
+        ``set_model_state_dict`` for an entry that a full state dict lacks.
+
+        Raises:
+            InputError: where it was made by another kind of layer, or is no state at all.
+        """
+        if not isinstance(state, torch.Tensor | dict):
+            return
+        owner, tensors = unpack(state, self.name)
+        if owner.get("gemms") != self.gemms:
+            raise InputError(
+                f"what recipes remember for {self.name} must be that of a {type(self).__name__}, "
+                f"of {self.gemms} products, got one of {owner.get('gemms')}; take its "
+                f"'_extra_state' out of the state dict to start anew."
+            )
+        self._states, self._loaded = None, pack(owner, tensors)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if destination[prefix + _EXTRA_STATE] is None:
+            del destination[prefix + _EXTRA_STATE]
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Any,
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        *others: Any,
+    ) -> None:
+        if local_metadata.get("assign_to_params_buffers", False):
+            self._fill_quantized(state_dict, prefix)
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, *others
+        )
+        if prefix + _EXTRA_STATE in missing_keys:
+            missing_keys.remove(prefix + _EXTRA_STATE)
+
+    def _fill_quantized(self, state_dict: Any, prefix: str) -> None:
+        """Copy into quantized parameters what torch would assign in their place, which would hold
+        no codes, and be none of the parameters that optimizers and plans know.
+        """
+        for name, parameter in self._parameters.items():
+            given = state_dict.get(prefix + name)
+            if not (isinstance(parameter, QuantizedTensor) and isinstance(given, torch.Tensor)):
+                continue
+            if given.shape == parameter.shape and given is not parameter:
+                if parameter.is_meta and not given.is_meta:
+                    torch.empty_like(parameter, device=given.device).take_place_of(parameter)
+                with torch.no_grad():
+                    parameter.copy_(given)
+                state_dict[prefix + name] = parameter
