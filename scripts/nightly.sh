@@ -18,7 +18,8 @@ stage "tests of minutes" python -m pytest -q -m nightly
 for default in bfloat16 float64 meta; do
     stage "tests under default $default" python -m pytest -q -n auto --maxprocesses 8 \
         --dist worksteal -m "not mpi and not integration and not nightly" \
-        --torch-default "$default" --ignore tests/test_wheel.py --ignore tests/examples tests
+        --torch-default "$default" --ignore tests/test_wheel.py --ignore tests/examples \
+        --ignore tests/scripts tests
 done
 stage "slow tests on 4 MPI ranks" slow_tests_on_ranks
 stage "tests beside other packages" python -m pytest -q -m integration

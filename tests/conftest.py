@@ -42,9 +42,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the tests that set the default themselves."""
-    if config.getoption("torch_default") is not None:
-        items[:] = [item for item in items if item.get_closest_marker("own_defaults") is None]
+    """Leave out the tests that set or follow the default themselves."""
+    name = config.getoption("torch_default")
+    if name is None:
+        return
+    marks = [item.get_closest_marker("own_defaults") for item in items]
+    items[:] = [
+        item
+        for item, mark in zip(items, marks, strict=True)
+        if mark is None or (mark.args and name not in mark.args)
+    ]
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -79,6 +79,7 @@ def test_loading_casts_the_weights_at_once() -> None:
         assert_cast_of(params, whole)
 
 
+@pytest.mark.own_defaults("meta")
 def test_loading_leaves_the_given_state_alone() -> None:
     """Further steps do not change the state dict that was loaded."""
     (saved,) = run_in_process(1, train_and_save)

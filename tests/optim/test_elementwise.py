@@ -125,6 +125,7 @@ TORCHS = {
 }  # fmt: skip
 
 
+@pytest.mark.own_defaults("meta")
 @pytest.mark.parametrize("name", TORCHS)
 def test_torchs_elementwise_optimizers_pass(name: str) -> None:
     """With state, with options, fused; and torch's generator goes on as if nothing had been."""

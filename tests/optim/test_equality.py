@@ -61,6 +61,7 @@ ELEMENTWISE = [
 ]
 
 
+@pytest.mark.own_defaults("meta")
 @pytest.mark.parametrize("optimizer_class", ELEMENTWISE)
 def test_every_elementwise_optimizer_of_torch_is_bit_identical(
     optimizer_class: type[Optimizer],

@@ -4,7 +4,8 @@
 stays as it wrote it: in the modules of the tests, and in torch's own layers, the name ``torch``
 then means a copy of the module whose factories make FP32 tensors on the CPU. So only what zerocast
 makes, and how it promotes numbers, can follow the default. Tests marked ``own_defaults`` are left
-out: those that set torch's defaults themselves, or use a program that follows them.
+out: those that set torch's defaults themselves, or use a program that follows them, as the step
+counters of torch's optimizers follow the device: ``own_defaults("meta")``.
 """
 
 import functools
