@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -156,14 +157,29 @@ def test_inductor(recipe, weights):
     assert_compiles(recipe, recomputed, expected=several, **options)
 
 
-@remembering
-def test_a_checkpoint_around_a_compiled_function(recipe):
-    """Computed again in the backward, after its region: from the scales of the first run."""
+@pytest.mark.parametrize("recipe", [DELAYED, DRAWN, RECIPES["block"]], ids=str)
+@pytest.mark.parametrize(
+    "recomputing",
+    [
+        nn.checkpoint,
+        partial(checkpoint, use_reentrant=True),
+        partial(checkpoint, use_reentrant=False),
+    ],
+    ids=["ours", "reentrant", "not reentrant"],
+)
+def test_a_checkpoint_around_a_compiled_function(recomputing, recipe):
+    """Computed again in the backward, after its region: under it, from the scales of the first
+    run.
+    """
     model = make()[1:]
     twin = copy.deepcopy(model)
     compiled = torch.compile(twin, backend="aot_eager", fullgraph=True)
     expected = results(model, model, recipe)
-    assert_same(results(twin, lambda x: nn.checkpoint(compiled, x), recipe), expected)
+
+    def run(x):
+        return recomputing(compiled, x) if x.requires_grad else compiled(x)
+
+    assert_same(results(twin, run, recipe), expected)
 
 
 def test_a_graph_is_for_all_layers_of_a_kind():

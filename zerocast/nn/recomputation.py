@@ -24,7 +24,7 @@ forward. Where the layer could not give the codes of its first run there, it ref
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache
@@ -152,6 +152,31 @@ def _remembering(layer: QuantizedLayer, run: _Run) -> Iterator[None]:
         yield
     finally:
         layer._states, layer._quantizers = now
+
+
+class _UnderRegion(NamedTuple):
+    """A checkpoint's function that runs under a region."""
+
+    function: Callable[..., Any]
+    region: Autocast
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        with context.resumed(self.region):
+            return self.function(*args, **options)
+
+
+def keep_region() -> None:
+    """Called by an operation of a compiled graph: let torch's checkpoints around that function
+    compute it again under the region that is active now, for it is compiled for this one.
+    """
+    region = context.entered()
+    if not region.enabled:
+        return
+    for run, owner, _ in _checkpoints(None):
+        for name in ("run_function", "recompute_fn"):  # of either kind of checkpoint
+            function = getattr(owner, name, None)
+            if run == "first" and function is not None and type(function) is not _UnderRegion:
+                setattr(owner, name, _UnderRegion(function, region))
 
 
 def _refuse_other_codes(layer: QuantizedLayer, region: Autocast) -> None:

@@ -37,7 +37,7 @@ import torch
 from zerocast import context
 from zerocast.errors import UnsupportedError
 from zerocast.nn.products import Watch
-from zerocast.nn.recomputation import as_in_first_run
+from zerocast.nn.recomputation import as_in_first_run, keep_region
 from zerocast.nn.statistics import observer
 from zerocast.nn.traced_functions import (
     fake_backward,
@@ -271,6 +271,7 @@ def _forward(
     site: int,
 ) -> tuple[torch.Tensor, ...]:
     """The result, what the norm made, the ticket, and what the backward reads."""
+    keep_region()
     layer = _running(handle)
     with as_in_first_run(layer, site):
         quantizers = _enrolled(layer, recipe, input.device, grads)[gemm]

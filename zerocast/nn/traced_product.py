@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from zerocast.nn.recomputation import keep_region
 from zerocast.nn.traced_functions import (
     Made,
     fake_backward,
@@ -124,6 +125,7 @@ def _linear(
     meaning: str,
 ) -> list[torch.Tensor]:
     """:class:`Made`, as a list."""
+    keep_region()
     made = run_forward(
         new_quantizers(recipe), None,
         input, norm, weight, bias, source, dtype, wants_norm, needs, meaning,
