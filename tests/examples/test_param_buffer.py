@@ -223,7 +223,7 @@ def test_a_weight_without_a_unit_is_refused(example):
 
 @pytest.mark.parametrize(
     "launcher",
-    ["mpiexec", pytest.param("torchrun", marks=pytest.mark.slow)],
+    ["mpiexec", pytest.param("torchrun", marks=pytest.mark.nightly)],
 )
 def test_the_program_says_what_it_trained(launcher):
     """On 3 ranks the GPT trains, sends less than half of BF16's bytes with NVFP4 codes, and holds

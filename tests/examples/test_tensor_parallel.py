@@ -36,7 +36,7 @@ def test_parts_of_weights_are_cast_and_gathered_on_mpi_ranks() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["current", "mxfp8"])
+@pytest.mark.parametrize("recipe", ["current", pytest.param("mxfp8", marks=pytest.mark.nightly)])
 def test_quantized_inputs_run_under_torchrun(recipe: str) -> None:
     """With quantized activations and gradients, too; recipes of one scale a tensor gather most
     inputs in codes.
