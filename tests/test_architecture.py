@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -116,6 +117,22 @@ def test_imports_run_one_way():
 def test_a_wrong_import_is_seen(module, source):
     """The check sees absolute, relative, local and type-only imports that go up or sideways."""
     assert len(violations(source, module)) == 1
+
+
+def test_no_modules_import_each_other():
+    """There is no circle of imports inside of a package either, local and type-only ones
+    included; that a module imports a name from its own package is none.
+    """
+    files = {module_of(file): file for file in PACKAGE.rglob("*.py")}
+    graph = {
+        module: {
+            name
+            for _, name in imports(file.read_text(), module, file.name == "__init__.py")
+            if name in files and files[name].name != "__init__.py"
+        }
+        for module, file in files.items()
+    }
+    TopologicalSorter(graph).prepare()  # raises a CycleError that names the circle
 
 
 def test_every_part_has_a_layer():

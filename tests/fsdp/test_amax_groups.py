@@ -24,7 +24,7 @@ from tests.fsdp.sharded import (
 from tests.fsdp.test_traffic import Collectives
 from tests.support.ranks import run_ranks
 from tests.support.same_bytes import assert_same_bytes
-from zerocast.fsdp.casts import Member, unit_of
+from zerocast.fsdp.casts import Member, ungathered_weight, unit_of
 from zerocast.fsdp.sharded import local_part
 
 on_ranks = pytest.mark.mpi(min_size=4)
@@ -210,7 +210,7 @@ def codes_of(layer) -> zerocast.QuantizedTensor:
     if not isinstance(weight, zerocast.fsdp.MasterWeight):
         return weight
     unit = unit_of(layer, Member(weight.low_bit_gather, weight.value, layer.weight))
-    return weight.low_bit_gather.ungathered_weight(unit, weight)
+    return ungathered_weight(weight.low_bit_gather, unit, weight)
 
 
 @on_ranks

@@ -3,24 +3,37 @@
 Most masters are cast alone, when they are gathered. Those of an amax group share one tensor amax,
 for which a cast needs them all: they are one *unit*, and are cast together as soon as one of them
 is due. :func:`zerocast.fsdp.precompute_scales_for_fsdp` casts many units with one plan.
+
+Note: one cast for one value
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+A weight may be gathered several times between two steps of the optimizer: in the forward, again in
+the backward, for every microbatch. The codes are those of one cast, so what a recipe remembers
+moves on once and the backward multiplies by what the forward did. A cast is due where any rank has
+written its rows since the latest one, whether torch saw that or not
+(:mod:`zerocast.fsdp.cast_values`), so the ranks ask each other by one small all-reduce. They do not
+ask
+
+* inside a backward, which gathers what its forward did;
+* the first time after a cast that was not the gather's own: that of another weight of its amax
+  group, or of :func:`zerocast.fsdp.precompute_scales_for_fsdp`. Only a rank on which torch sees a
+  write asks then, so all ranks must have made that write.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 
 from zerocast.cast import CastPlan
-from zerocast.comm import Communicator
+from zerocast.comm import Communicator, Group, SingleRank, as_communicator
+from zerocast.errors import InputError
+from zerocast.fsdp.low_bit_gather import LowBitGather, ShardCodes
 from zerocast.fsdp.parts import part_of
 from zerocast.tensors import Part, QuantizedTensor
 from zerocast.tensors.quantize import plain_master
-
-if TYPE_CHECKING:
-    from zerocast.fsdp.low_bit_gather import LowBitGather, ShardCodes
 
 
 class Member(NamedTuple):
@@ -123,3 +136,80 @@ def run_casts(plan: CastPlan, units: Sequence[Unit]) -> None:
     plan.cast_and_release([member.shard for member in members])
     for gather, master, _ in members:
         gather.mark_cast(master)
+
+
+def codes_to_send(
+    gather: LowBitGather, unit: Unit, group: Group, dtype: torch.dtype, device: torch.device
+) -> tuple[tuple[torch.Tensor, ...], ShardCodes]:
+    """What this rank sends of its rows of one weight, cast where a cast is due, and what the ranks
+    know besides. Collective over ``group``, and over that of a part.
+
+    Args:
+        gather: of the weight.
+        unit: the weight, and those that are cast with it.
+        group: the ranks that share them.
+        dtype: the nominal one.
+        device: where the codes are; masters elsewhere are moved there for the cast.
+
+    Raises:
+        InputError: on every rank, where parts begin or end inside a block, or where the unit was
+            cast for a gather in another dtype.
+    """
+    with torch.inference_mode(False):  # else only inference could ever write the buffers
+        comm = as_communicator(group)
+        _check_unit(gather, unit, dtype)
+        is_due = _is_due_anywhere(gather, unit, comm)
+        prepared = [
+            member.gather.prepare(comm, dtype, device, member.part, is_due=is_due)
+            for member in unit
+        ]
+        if is_due or any(prepared):
+            if gather.plan is None:
+                gather.plan = plan_casts([unit])
+            run_casts(gather.plan, [unit])
+    shards = gather.shards
+    assert shards is not None
+    shards.was_asked_for = True
+    return tuple(shards.rows.to_send(codes) for codes in shards.sent.values()), shards
+
+
+def ungathered_weight(gather: LowBitGather, unit: Unit, master: torch.Tensor) -> QuantizedTensor:
+    """The weight of ``master``, which FSDP2 does not shard, in its dtype; cast with its ``unit``
+    where a cast is due. Collective over the group of its part.
+    """
+    codes, shards = codes_to_send(gather, unit, SingleRank(), master.dtype, master.device)
+    if gather.ungathered is None:
+        gather.ungathered = gather.gathered_weight(codes, shards)[0].quantized_storage
+    return QuantizedTensor(gather.ungathered)
+
+
+def _check_unit(gather: LowBitGather, unit: Unit, dtype: torch.dtype) -> None:
+    """Raise where others of its unit, gathered in another dtype, had this weight cast for that.
+    FSDP2 says the same on every rank.
+    """
+    shards = gather.shards
+    if shards is None or shards.was_asked_for or shards.dtype == dtype:
+        return
+    others = ", ".join(member.gather.name for member in unit if member.gather is not gather)
+    raise InputError(
+        f"weights of one amax group are cast together, so they must be gathered in one dtype, got "
+        f"{shards.dtype} for {others} and {dtype} for {gather.name}; give their modules one "
+        f"MixedPrecisionPolicy, or leave one out of amax_groups."
+    )
+
+
+def _is_due_anywhere(gather: LowBitGather, unit: Unit, comm: Communicator) -> bool:
+    """Whether any rank of ``comm``, or of the parts' groups, has written a master of ``unit`` since
+    its latest cast; see the note above on when they are asked.
+    """
+    is_settled, gather.is_settled = gather.is_settled, False
+    is_due = True
+    if all(member.gather.shards is not None for member in unit):
+        in_backward = torch._C._current_graph_task_id() != -1
+        is_seen = not all(each.cast_values.are_in(master) for each, master, _ in unit)
+        if in_backward or (is_settled and not is_seen):
+            return False
+        (is_due,) = written_units([unit], [comm])
+    for member in unit:
+        member.gather.is_settled = member.gather is not gather
+    return is_due

@@ -1,28 +1,14 @@
 """LowBitGather: one weight's way from the sharded master through FSDP2's all-gather.
 
-FSDP2 asks for what to send (:meth:`LowBitGather.codes_to_send`) and hands over what has arrived
-(:meth:`LowBitGather.gathered_weight`). In between lies the sentence of :mod:`zerocast.cast`: a
-:class:`zerocast.CastPlan` over the ranks that share the weight, whose codes go into this rank's
-part of the gather and nowhere else, so no rank holds whole codes while the weight is sharded.
-Scales do not travel: every rank derives them from the all-reduced amaxes.
+FSDP2 asks for what to send (:func:`zerocast.fsdp.casts.codes_to_send`) and hands over what has
+arrived (:meth:`LowBitGather.gathered_weight`). A :class:`zerocast.CastPlan` over the ranks that
+share the weight casts the codes into this rank's part of the gather and nowhere else, so no rank
+holds whole codes while the weight is sharded. Scales do not travel: every rank derives them from
+the all-reduced amaxes.
 
 Under tensor parallelism a rank's weight is a part of a larger one (:class:`zerocast.Part`), whose
 amaxes its ranks reduce, too. Where FSDP2 does not shard it beside, there is nothing to gather, and
-the part is cast where it is (:meth:`LowBitGather.ungathered_weight`).
-
-Note: one cast for one value
-~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-A weight may be gathered several times between two steps of the optimizer: in the forward, again in
-the backward, for every microbatch. The codes are those of one cast, so what a recipe remembers
-moves on once and the backward multiplies by what the forward did. A cast is due where any rank has
-written its rows since the latest one, whether torch saw that or not
-(:mod:`zerocast.fsdp.cast_values`), so the ranks ask each other by one small all-reduce. They do not
-ask
-
-* inside a backward, which gathers what its forward did;
-* the first time after a cast that was not the gather's own: that of another weight of its amax
-  group, or of :func:`zerocast.fsdp.precompute_scales_for_fsdp`. Only a rank on which torch sees a
-  write asks then, so all ranks must have made that write.
+the part is cast where it is (:func:`zerocast.fsdp.casts.ungathered_weight`).
 """
 
 from __future__ import annotations
@@ -34,10 +20,8 @@ import torch
 
 from zerocast.arguments import check_shape, check_text
 from zerocast.cast import CastPlan
-from zerocast.comm import Communicator, Group, SingleRank, as_communicator
-from zerocast.errors import InputError
+from zerocast.comm import Communicator
 from zerocast.fsdp.cast_values import CastValues
-from zerocast.fsdp.casts import Unit, plan_casts, run_casts, written_units
 from zerocast.fsdp.gather_checks import check_dtype
 from zerocast.fsdp.parts import check_cuts
 from zerocast.fsdp.recipe_state import State, check_state, fresh_state, state_before_cast
@@ -114,6 +98,9 @@ class LowBitGather:
         cast_values: those that were cast last.
         is_gathered: whether FSDP2 has made shards of the master, which it gathers.
         is_settled: whether the next gather need not ask all ranks if a cast is due.
+        plan: by which the weight is cast when it is gathered; None before the first time, and where
+            :func:`zerocast.fsdp.precompute_scales_for_fsdp` casts it.
+        ungathered: the whole weight, where FSDP2 does not shard it.
     """
 
     def __init__(
@@ -131,9 +118,9 @@ class LowBitGather:
         self.cast_values = CastValues()
         self.is_gathered = False
         self.is_settled = False
-        self._plan: CastPlan | None = None
+        self.plan: CastPlan | None = None
+        self.ungathered: QuantizedStorage | None = None
         self._gathered: int | None = None  # the cast whose codes the gathered weight holds
-        self._ungathered: QuantizedStorage | None = None
 
     def copy_for(self, master: torch.Tensor) -> LowBitGather:
         """For a copy of ``master``, which has never been gathered: its first cast makes the codes
@@ -177,79 +164,12 @@ class LowBitGather:
         assert self.shards is not None
         self.shards.casts += 1
         self.cast_values.set_to(master)
-        if self._ungathered is not None:
-            self.refill(self._ungathered, list(self.shards.sent.values()), self.shards)
+        if self.ungathered is not None:
+            self.refill(self.ungathered, list(self.shards.sent.values()), self.shards)
 
     # --- before the all-gather ---
 
-    def codes_to_send(
-        self, unit: Unit, group: Group, dtype: torch.dtype, device: torch.device
-    ) -> tuple[tuple[torch.Tensor, ...], ShardCodes]:
-        """What this rank sends of its rows, cast where a cast is due, and what the ranks know
-        besides. Collective over ``group``, and over that of a part.
-
-        Args:
-            unit: this weight, and those that are cast with it.
-            group: the ranks that share them.
-            dtype: the nominal one.
-            device: where the codes are; masters elsewhere are moved there for the cast.
-
-        Raises:
-            InputError: on every rank, where parts begin or end inside a block, or where the unit
-                was cast for a gather in another dtype.
-        """
-        with torch.inference_mode(False):  # else only inference could ever write the buffers
-            comm = as_communicator(group)
-            self._check_unit(unit, dtype)
-            is_due = self._is_due_anywhere(unit, comm)
-            prepared = [
-                member.gather._prepare(comm, dtype, device, member.part, is_due=is_due)
-                for member in unit
-            ]
-            if is_due or any(prepared):
-                if self._plan is None:
-                    self._plan = plan_casts([unit])
-                run_casts(self._plan, [unit])
-        shards = self.shards
-        assert shards is not None
-        shards.was_asked_for = True
-        return tuple(shards.rows.to_send(codes) for codes in shards.sent.values()), shards
-
-    def forget_plan(self) -> None:
-        """Give back the memory of the plan that this weight was cast with when it was gathered."""
-        self._plan = None
-
-    def _check_unit(self, unit: Unit, dtype: torch.dtype) -> None:
-        """Raise where others of its unit, gathered in another dtype, had this weight cast for that.
-        FSDP2 says the same on every rank.
-        """
-        shards = self.shards
-        if shards is None or shards.was_asked_for or shards.dtype == dtype:
-            return
-        others = ", ".join(member.gather.name for member in unit if member.gather is not self)
-        raise InputError(
-            f"weights of one amax group are cast together, so they must be gathered in one dtype, "
-            f"got {shards.dtype} for {others} and {dtype} for {self.name}; give their modules one "
-            f"MixedPrecisionPolicy, or leave one out of amax_groups."
-        )
-
-    def _is_due_anywhere(self, unit: Unit, comm: Communicator) -> bool:
-        """Whether any rank of ``comm``, or of the parts' groups, has written a master of ``unit``
-        since its latest cast; see the note above on when they are asked.
-        """
-        is_settled, self.is_settled = self.is_settled, False
-        is_due = True
-        if all(member.gather.shards is not None for member in unit):
-            in_backward = torch._C._current_graph_task_id() != -1
-            is_seen = not all(gather.cast_values.are_in(master) for gather, master, _ in unit)
-            if in_backward or (is_settled and not is_seen):
-                return False
-            (is_due,) = written_units([unit], [comm])
-        for member in unit:
-            member.gather.is_settled = member.gather is not self
-        return is_due
-
-    def _prepare(
+    def prepare(
         self,
         comm: Communicator,
         dtype: torch.dtype,
@@ -271,20 +191,9 @@ class LowBitGather:
         state = self.state_before_cast(is_due=is_due)
         self.state = {name: tensor.to(device) for name, tensor in state.items()}
         self.shards = ShardCodes(self, comm, dtype, device, part)
-        self._plan = self._ungathered = None
+        self.plan = self.ungathered = None
         self.cast_values.forget()
         return True
-
-    # --- where there is nothing to gather ---
-
-    def ungathered_weight(self, unit: Unit, master: torch.Tensor) -> QuantizedTensor:
-        """The weight of ``master``, which FSDP2 does not shard, in its dtype; cast with its
-        ``unit`` where a cast is due. Collective over the group of its part.
-        """
-        codes, shards = self.codes_to_send(unit, SingleRank(), master.dtype, master.device)
-        if self._ungathered is None:
-            self._ungathered = self.gathered_weight(codes, shards)[0].quantized_storage
-        return QuantizedTensor(self._ungathered)
 
     # --- after the all-gather ---
 

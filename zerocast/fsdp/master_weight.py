@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map_only
 
 from zerocast.arguments import check_tensor
 from zerocast.errors import InputError, UnsupportedError
-from zerocast.fsdp.casts import Member, unit_of
+from zerocast.fsdp.casts import Member, codes_to_send, unit_of
 from zerocast.fsdp.gather_checks import check_placement
 from zerocast.fsdp.low_bit_gather import LowBitGather, ShardCodes
 from zerocast.fsdp.sharded import is_sharded, local_part, sharded_like
@@ -128,7 +128,7 @@ class MasterWeight(torch.Tensor):
         if gather.shards is None or not gather.shards.was_asked_for:
             check_placement(gather.name, member.weight)
         dtype = mp_policy.param_dtype or self.dtype
-        return gather.codes_to_send(unit_of(module, member), mesh, dtype, self.device)
+        return codes_to_send(gather, unit_of(module, member), mesh, dtype, self.device)
 
     def _member_in(self, module: torch.nn.Module) -> Member:
         """The parameter of ``module`` of which this is a shard, or a copy on the device of the

@@ -60,7 +60,7 @@ def precompute_scales_for_fsdp(model: torch.nn.Module, *, only_written: bool = F
     if due:
         run_casts(_plan(model, due), due)
         for member in itertools.chain(*due):
-            member.gather.forget_plan()  # this one casts from now on
+            member.gather.plan = None  # this one casts from now on
     for member in itertools.chain(*units):
         member.gather.is_settled = True
 

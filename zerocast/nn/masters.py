@@ -10,7 +10,7 @@ import torch
 
 from zerocast.errors import InputError
 from zerocast.fsdp.amax_group import AmaxGroup
-from zerocast.fsdp.casts import Unit
+from zerocast.fsdp.casts import Unit, ungathered_weight
 from zerocast.fsdp.low_bit_gather import LowBitGather
 from zerocast.fsdp.master_weight import MasterWeight
 from zerocast.fsdp.sharded import local_part, replicated_like
@@ -33,7 +33,7 @@ class CastMaster(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, master: MasterWeight, unit: Unit) -> torch.Tensor:
-        return master.low_bit_gather.ungathered_weight(unit, master)
+        return ungathered_weight(master.low_bit_gather, unit, master)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:

@@ -30,13 +30,13 @@ import struct
 import threading
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import torch
 
 from zerocast import context
 from zerocast.errors import UnsupportedError
-from zerocast.nn.products import Watch
+from zerocast.nn.products import GemmQuantizers, Watch
 from zerocast.nn.recomputation import as_in_first_run, keep_region
 from zerocast.nn.statistics import observer
 from zerocast.nn.traced_functions import (
@@ -50,11 +50,6 @@ from zerocast.nn.traced_product import BACKWARD, FORWARD, kept_weight, needed
 from zerocast.recipes import recipe_from_text
 from zerocast.tensors import QuantizedTensor, Quantizer
 from zerocast.traced_regions import shown_recipe
-
-if TYPE_CHECKING:
-    from zerocast.nn.products import GemmQuantizers
-    from zerocast.nn.quantized_module import QuantizedModule
-    from zerocast.nn.stateful_module import StatefulModule
 
 
 def _new_number(number: int) -> torch.Tensor:
@@ -73,7 +68,7 @@ _here = _Here()
 _order_of_grads = _new_number(0)
 
 _numbers = itertools.count(1)
-_layers: weakref.WeakValueDictionary[int, StatefulModule] = weakref.WeakValueDictionary()
+_layers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 _tickets: weakref.WeakValueDictionary[int, _Ticket] = weakref.WeakValueDictionary()
 _quantizers: weakref.WeakValueDictionary[int, Quantizer] = weakref.WeakValueDictionary()
 _numbers_of_quantizers: weakref.WeakKeyDictionary[Quantizer, int] = weakref.WeakKeyDictionary()
@@ -81,7 +76,7 @@ _numbers_of_quantizers: weakref.WeakKeyDictionary[Quantizer, int] = weakref.Weak
 _MOST_SAVED = 8  # mean, rstd, and three buffers of each operand
 
 
-def new_handle(layer: StatefulModule) -> torch.Tensor:
+def new_handle(layer: object) -> torch.Tensor:
     """int64 [1]: a number of its own for ``layer``."""
     number = next(_numbers)
     _layers[number] = layer
@@ -330,15 +325,13 @@ def _filled(tensors: list[torch.Tensor], like: torch.Tensor, count: int) -> list
     return [*tensors, *(like.new_empty(0) for _ in range(count - len(tensors)))]
 
 
-def _running(handle: torch.Tensor) -> QuantizedModule:
+def _running(handle: torch.Tensor) -> Any:
     """The layer of ``handle``; the run of its graph keeps what its operations write to itself."""
     _here.order = _new_number(0)
-    return cast("QuantizedModule", _layers[int(handle)])
+    return _layers[int(handle)]
 
 
-def _enrolled(
-    layer: QuantizedModule, recipe: str, device: torch.device, grads: bool
-) -> list[GemmQuantizers]:
+def _enrolled(layer: Any, recipe: str, device: torch.device, grads: bool) -> list[GemmQuantizers]:
     """The layer's quantizers in the region that is open around the compiled function."""
     region = context.entered()
     if not region.enabled or region.recipe is None or shown_recipe(region.recipe) != recipe:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -28,9 +28,6 @@ from zerocast.formats import ElementFormat
 from zerocast.ops import PlaneBuffers, TensorOperand
 from zerocast.recipes import Recipe, Role, as_recipe
 from zerocast.tensors.quantizer import Quantizer
-
-if TYPE_CHECKING:
-    from zerocast.tensors.amax_reduction import AmaxReduction
 
 Mode = Literal["forward", "backward"]
 
@@ -43,6 +40,18 @@ ROLES: dict[str, tuple[Role, ...]] = {
 
 _MOST_QUANTIZERS = 2**16
 """More than any layer has: each is an object, and an entry of every tensor of the state."""
+
+
+class Reduction(Protocol):
+    """What a state asks of the :class:`zerocast.tensors.AmaxReduction` that reduces its amaxes."""
+
+    def enrol(self, state: RecipeState) -> None:
+        """Reduce the amaxes of ``state`` from now on, where they are now."""
+        ...
+
+    def forget_layout(self) -> None:
+        """Look anew which states there are."""
+        ...
 
 
 class RecipeState:
@@ -71,7 +80,7 @@ class RecipeState:
         self.recipes = tuple(recipe.for_role(role) for role in self.roles)
         self.is_delayed = any(each.casts_before_reduction for each in self.recipes)
         self.records = True
-        self.reduction: AmaxReduction | None = None
+        self.reduction: Reduction | None = None
         with torch.inference_mode(False):  # else only inference could ever write it
             self.tensors = self._fresh_tensors(device, name)
             self.amaxes = torch.zeros(num_quantizers, dtype=torch.int32, device=device)
@@ -188,7 +197,7 @@ class RecipeState:
         """Where the memory is."""
         return self.amaxes.device
 
-    def join(self, reduction: AmaxReduction) -> None:
+    def join(self, reduction: Reduction) -> None:
         """From now on ``reduction`` reduces :attr:`amaxes`, and no other one."""
         if self.reduction is not reduction and self.is_delayed:
             if self.reduction is not None:
