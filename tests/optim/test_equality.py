@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from tests.conftest import Ranks
+from tests.conftest import Ranks, in_turn
 from tests.optim.training import (
     FP8,
     NVFP4,
@@ -26,15 +26,16 @@ from zerocast.nn import convert
 from zerocast.optim import ZeroOptimizer
 from zerocast.recipes import Recipe
 
+TRAININGS: dict[str, tuple[Recipe, type[Optimizer], dict[str, Any]]] = {
+    "nvfp4-adamw": (NVFP4, AdamW, {"lr": 1e-2, "foreach": False}),
+    "nvfp4-sgd": (NVFP4, SGD, {"lr": 0.1, "momentum": 0.9, "foreach": True}),
+    "fp8-adamw-foreach": (FP8, AdamW, {"lr": 1e-2, "foreach": True}),
+    "fp8-sgd": (FP8, SGD, {"lr": 0.1, "nesterov": True, "momentum": 0.9}),
+}
+
 
 @pytest.mark.parametrize(
-    ("recipe", "optimizer_class", "options"),
-    [
-        pytest.param(NVFP4, AdamW, {"lr": 1e-2, "foreach": False}, id="nvfp4-adamw"),
-        pytest.param(NVFP4, SGD, {"lr": 0.1, "momentum": 0.9, "foreach": True}, id="nvfp4-sgd"),
-        pytest.param(FP8, AdamW, {"lr": 1e-2, "foreach": True}, id="fp8-adamw-foreach"),
-        pytest.param(FP8, SGD, {"lr": 0.1, "nesterov": True, "momentum": 0.9}, id="fp8-sgd"),
-    ],
+    ("recipe", "optimizer_class", "options", "ranks"), in_turn(TRAININGS), indirect=["ranks"]
 )
 def test_100_steps_are_bit_identical_to_unsharded_training(
     ranks: Ranks, recipe: Recipe, optimizer_class: type[Optimizer], options: dict[str, Any]

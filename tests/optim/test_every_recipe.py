@@ -10,7 +10,7 @@ import torch
 from torch.optim import SGD, AdamW
 
 import zerocast
-from tests.conftest import THREADS, Ranks, stamp
+from tests.conftest import Ranks, in_turn
 from tests.optim.training import (
     draw_gradients,
     make_params,
@@ -19,7 +19,6 @@ from tests.optim.training import (
     start_values,
     through_a_file,
 )
-from tests.support.ranks import PROCESSES
 from tests.support.same_bytes import assert_same_bytes, assert_same_storage
 from zerocast.comm import Communicator, run_in_process
 from zerocast.errors import InputError
@@ -114,14 +113,9 @@ def assert_same_weights(params: Params, expected: Params, what: str) -> None:
             assert_same_bytes(param.detach(), other.detach(), f"{what}, {name}")
 
 
-# Each recipe on all numbers of threads, and on processes of one kind and number, in turn.
 @pytest.mark.parametrize(
     ("recipe", "ranks"),
-    [
-        pytest.param(recipe, *on.values, marks=on.marks, id=f"{name}-{on.id}")
-        for i, (name, recipe) in enumerate(RECIPES.items())
-        for on in [*THREADS, stamp(PROCESSES[i % 2], 3 + i // 2 % 2)]
-    ],
+    in_turn({name: (recipe,) for name, recipe in RECIPES.items()}),
     indirect=["ranks"],
 )
 def test_sharded_training_gives_the_bytes_of_whole_weights(ranks: Ranks, recipe: Recipe) -> None:
