@@ -9,7 +9,7 @@ Every rank holds the whole model and its part of the masters. A step is an ordin
 ``loss.backward()``, ``optimizer.step()``; what happens in it is in :mod:`gpt.training` and in
 :class:`zerocast.optim.ZeroOptimizer`. With ``--autocast`` the layers quantize activations and
 gradients by the same recipe; with ``--overlap`` they wait for their codes one by one, and a step
-does not. It ends with a table, and leaves a JSON record and a picture of the loss curves in
+does not. It ends with a table, and leaves a JSON record and a picture of losses and bytes in
 ``--out``. With ``--check`` every byte of every weight is compared with the
 unsharded cast on every rank, and the exit code is 1 where one differs.
 """
@@ -22,7 +22,7 @@ from pathlib import Path
 
 from gpt.data import load_corpus
 from gpt.launch import fast_dtype, launched_ranks
-from gpt.report import draw_losses, print_table, write_record
+from gpt.report import draw, print_table, write_record
 from gpt.training import RECIPES, Settings, train
 
 
@@ -81,7 +81,7 @@ def main() -> int:
         if comm.rank == 0:
             arguments.out.mkdir(parents=True, exist_ok=True)
             write_record(arguments.out / "record.json", runs, settings, comm.size)
-            draw_losses(arguments.out / "loss.png", runs)
+            draw(arguments.out / "comparison.png", runs)
             print_table(runs, settings, comm.size)
             print(f"Record and picture: {arguments.out}")
             for run in runs:

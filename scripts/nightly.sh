@@ -12,14 +12,17 @@ slow_tests_on_ranks() {
         --with-mpi -m "mpi and slow" "$@"
 }
 
+under_default() {
+    OMP_WAIT_POLICY=passive python -m pytest -q -n auto --maxprocesses 8 --dist worksteal \
+        -m "not mpi and not integration and not nightly" --torch-default "$1" \
+        --ignore tests/test_wheel.py --ignore tests/examples --ignore tests/scripts tests
+}
+
 environment "${1:-.venv}" integration
 MPIEXEC=$(dirname "$(command -v python)")/mpiexec
 stage "tests of minutes" python -m pytest -q -m nightly
 for default in bfloat16 float64 meta; do
-    stage "tests under default $default" python -m pytest -q -n auto --maxprocesses 8 \
-        --dist worksteal -m "not mpi and not integration and not nightly" \
-        --torch-default "$default" --ignore tests/test_wheel.py --ignore tests/examples \
-        --ignore tests/scripts tests
+    stage "tests under default $default" under_default "$default"
 done
 stage "slow tests on 4 MPI ranks" slow_tests_on_ranks
 stage "tests beside other packages" python -m pytest -q -m integration

@@ -1,4 +1,4 @@
-"""What a launch leaves behind: a table, a JSON record, a picture of the loss curves."""
+"""What a launch leaves behind: a table, a JSON record, a picture of losses and bytes."""
 
 from __future__ import annotations
 
@@ -75,25 +75,48 @@ def write_record(path: Path, runs: Sequence[Run], settings: Settings, ranks: int
     record = {
         "ranks": ranks,
         "settings": asdict(settings) | {"dtype": str(settings.dtype)},
-        "runs": [asdict(run) | {"training_loss": smoothed_losses(run)[-1]} for run in runs],
+        "runs": [
+            asdict(run)
+            | {"training_loss": smoothed_losses(run)[-1], "validation_loss": run.validation_loss}
+            for run in runs
+        ],
     }
     path.write_text(json.dumps(record, indent=1) + "\n")
 
 
-def draw_losses(path: Path, runs: Sequence[Run]) -> None:
-    """The loss curves, smoothed, with the validation loss as a dot at their end."""
+def draw(path: Path, runs: Sequence[Run]) -> None:
+    """The validation loss over steps, below it what each run has more than the first (bf16, where
+    that is compared), and beside them what a rank gathers and holds.
+    """
     import matplotlib
 
     matplotlib.use("Agg")  # no screen is needed
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
+    figure = pyplot.figure(figsize=(11, 6), layout="constrained")
+    grid = figure.add_gridspec(2, 2, width_ratios=(3, 2), height_ratios=(2, 1))
+    losses = figure.add_subplot(grid[0, 0])
+    gaps = figure.add_subplot(grid[1, 0], sharex=losses)
+    base = dict(runs[0].validation_losses)
     for run in runs:
-        losses = smoothed_losses(run)
-        (line,) = axes.plot(range(1, len(losses) + 1), losses, label=run.recipe)
-        axes.plot(len(losses), run.validation_loss, "o", color=line.get_color())
-    axes.set(xlabel="step", ylabel="loss (nats a byte)", title="training; dots: validation")
-    axes.legend()
-    axes.grid(alpha=0.3)
+        steps, values = zip(*run.validation_losses, strict=True)
+        losses.plot(steps, values, ".-", label=run.recipe)
+        gaps.plot(steps, [v - base[step] for step, v in run.validation_losses], ".-")
+    losses.set(ylabel="nats a byte", title="validation loss")
+    losses.legend()
+    gaps.set(xlabel="step", ylabel=f"more than {runs[0].recipe}")
+    for axes in (losses, gaps):
+        axes.grid(alpha=0.3)
+
+    names = [run.recipe for run in runs]
+    of_rank = {
+        "sent a step by the all-gather (kB)": [r.sent_bytes["all_gather"] / 1e3 for r in runs],
+        "held in weights (kB)": [r.held_bytes["weights"] / 1e3 for r in runs],
+    }
+    for place, (title, kilobytes) in enumerate(of_rank.items()):
+        axes = figure.add_subplot(grid[place, 1])
+        colors = [f"C{i}" for i in range(len(runs))]
+        axes.barh(names[::-1], kilobytes[::-1], color=colors[::-1])
+        axes.set(title=title)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)

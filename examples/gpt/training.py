@@ -38,6 +38,9 @@ BUCKET_SIZE = 2**19
 VALIDATION_BATCHES = 16
 """Batches of the size of a training batch, the same ones for every run."""
 
+VALIDATIONS = 10
+"""How often a run is validated; one of few steps every 10, and at the end."""
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -74,7 +77,8 @@ class Run:
 
     Attributes:
         losses: of every step, nats a byte, the mean over ranks.
-        validation_loss: after the last step.
+        validation_losses: pairs of a number of steps and the loss after them; the last one is
+            after all.
         sent_bytes: by kind of collective: what this rank sends a step.
         held_bytes: of weights, masters and optimizer state: what this rank holds.
         seconds: by phase: what this rank spends a step.
@@ -83,11 +87,16 @@ class Run:
 
     recipe: str
     losses: list[float]
-    validation_loss: float
+    validation_losses: list[tuple[int, float]]
     sent_bytes: dict[str, float]
     held_bytes: dict[str, int]
     seconds: dict[str, float]
     verdict: tuple[bool, str] | None
+
+    @property
+    def validation_loss(self) -> float:
+        """After the last step."""
+        return self.validation_losses[-1][1]
 
 
 def train(recipe: str, settings: Settings, corpus: Corpus, comm: Communicator) -> Run:
@@ -120,6 +129,8 @@ def train(recipe: str, settings: Settings, corpus: Corpus, comm: Communicator) -
     draw = torch.Generator().manual_seed(settings.seed * comm.size + comm.rank)
 
     losses = torch.zeros(settings.steps)
+    validation_losses: list[tuple[int, float]] = []
+    between = max(10, settings.steps // VALIDATIONS)
     progress = tqdm(range(settings.steps), desc=recipe, disable=comm.rank > 0, mininterval=1.0)
     for step in progress:
         with comm.label("step"):
@@ -137,12 +148,15 @@ def train(recipe: str, settings: Settings, corpus: Corpus, comm: Communicator) -
         if step % 10 == 0:
             mean = losses[max(0, step - 9) : step + 1].mean()
             progress.set_postfix_str(f"loss {mean:.3f}", refresh=False)
+        if (step + 1) % between == 0 or step + 1 == settings.steps:
+            loss_now = validate(model, recipe, settings, corpus, comm)
+            validation_losses.append((step + 1, loss_now))
 
     comm.all_reduce_sum_(losses)
     return Run(
         recipe=recipe,
         losses=(losses / comm.size).tolist(),
-        validation_loss=validate(model, recipe, settings, corpus, comm),
+        validation_losses=validation_losses,
         sent_bytes={
             kind: comm.total(kind=kind, label="step").sent_bytes / settings.steps
             for kind in ("reduce_scatter", "all_reduce", "all_gather")

@@ -63,7 +63,7 @@ def test_training_on_one_rank_leaves_table_record_and_picture(tmp_path: Path) ->
         assert trained["losses"][0] == pytest.approx(5.55, abs=0.2)  # ln 256, and what is random
         assert trained["losses"][2] < trained["losses"][0]
         assert trained["verdict"][0] is True
-    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "comparison.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.slow
