@@ -138,7 +138,7 @@ def _describe_codes(about: Description, counts: torch.Tensor, fmt: ElementFormat
     # 4 bits: a bar for each of 8 magnitudes; 8 bits: one for each exponent.
     grouped = magnitudes if fmt.bits == 4 else magnitudes.view(-1, 2**fmt.mantissa_bits).sum(1)
     firsts = values[:half] if fmt.bits == 4 else values[: half : 2**fmt.mantissa_bits]
-    about.bars = (grouped / total).tolist()
+    about.bars = [count / total for count in grouped.tolist()]
     about.labels = [f"{value:g}" for value in firsts.tolist()]
 
 
@@ -162,5 +162,5 @@ def _describe_values(about: Description, tensor: torch.Tensor) -> None:
     powers = exponents.nonzero().view(-1).tolist()
     if powers:
         every = list(range(powers[0], powers[-1] + 1))[-24:]
-        about.bars = (exponents[every] / total).tolist()
+        about.bars = [count / total for count in exponents[every].tolist()]
         about.labels = [f"2^{power - 127}" for power in every]
