@@ -117,6 +117,6 @@ def draw(path: Path, runs: Sequence[Run]) -> None:
         axes = figure.add_subplot(grid[place, 1])
         colors = [f"C{i}" for i in range(len(runs))]
         axes.barh(names[::-1], kilobytes[::-1], color=colors[::-1])
-        axes.set(title=title)
+        axes.set(title=title, xlim=(0, 1.05 * max(1.0, *kilobytes)))
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
