@@ -5,6 +5,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 import zerocast
+from tests.support.models import Bank
 from tests.support.same_bytes import assert_same_bytes
 from zerocast.comm import Communicator
 from zerocast.tensors.quantize import quantize_into
@@ -27,20 +28,6 @@ ROWS = (48, 130, 37, 5, 1)
 and three without any."""
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-
-
-class Bank(torch.nn.Module):
-    """Layers side by side: [batch, K] -> a number."""
-
-    def __init__(self, rows=ROWS, dtype=None) -> None:
-        super().__init__()
-        self.layers = torch.nn.ModuleList(
-            torch.nn.Linear(K, m, bias=False, dtype=dtype) for m in rows
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum of all outputs' means."""
-        return sum(layer(x).float().square().mean() for layer in self.layers)
 
 
 def bank(recipe, rows=ROWS, *, policy=BF16, seed=0, mesh=None, wrap_layers=True, **options):

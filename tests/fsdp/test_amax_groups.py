@@ -13,7 +13,6 @@ import zerocast
 from tests.fsdp.sharded import (
     BF16,
     RECIPES,
-    Bank,
     adamw,
     batch,
     feed,
@@ -22,6 +21,7 @@ from tests.fsdp.sharded import (
     whole_masters,
 )
 from tests.fsdp.test_traffic import Collectives
+from tests.support.models import Bank
 from tests.support.ranks import run_ranks
 from tests.support.same_bytes import assert_same_bytes
 from zerocast.fsdp.casts import Member, ungathered_weight, unit_of

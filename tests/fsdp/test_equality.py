@@ -9,7 +9,6 @@ import zerocast
 from tests.fsdp.sharded import (
     BF16,
     RECIPES,
-    Bank,
     Unsharded,
     adamw,
     bank,
@@ -19,6 +18,7 @@ from tests.fsdp.sharded import (
     reshard,
     whole_masters,
 )
+from tests.support.models import Bank, SideBySide
 from tests.support.ranks import run_ranks
 from tests.support.same_bytes import assert_same_bytes
 
@@ -84,17 +84,10 @@ def test_what_is_gathered_is_the_unsharded_cast(world_size, recipe):
     run_ranks("torch_distributed", world_size, run)
 
 
-class Banks(torch.nn.Module):
-    """A :class:`Bank` for each recipe."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.banks = torch.nn.ModuleDict({name: Bank((48, 5)) for name in RECIPES})
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[batch, K] -> a number."""
-        return sum(bank(x) for bank in self.banks.values())
+def banks() -> SideBySide:
+    """A :class:`Bank` for each recipe, of the same values at every call."""
+    torch.manual_seed(0)
+    return SideBySide(torch.nn.ModuleDict({name: Bank((48, 5)) for name in RECIPES}))
 
 
 @pytest.mark.slow
@@ -103,16 +96,16 @@ def test_equal_gradients_train_equal_weights_on_any_number_of_ranks():
     20 steps of foreach AdamW bit for bit those of plain unsharded tensors, on 1, 2, 3 and 4 ranks,
     with even, uneven and empty shards; and the bytes gathered then are those of one rank.
     """
-    plain = dict(Banks().named_parameters())
+    plain = dict(banks().named_parameters())
     optimizer = adamw(plain.values())
     for step in range(20):
         feed(plain.values(), step)
         optimizer.step()
 
     def run(comm):
-        model = Banks()
+        model = banks()
         for name, recipe in RECIPES.items():
-            zerocast.nn.convert(model.banks[name], recipe, weights="master")
+            zerocast.nn.convert(model.layers[name], recipe, weights="master")
         fully_shard(model, mp_policy=BF16)
         optimizer = adamw(model.parameters())
         for step in range(20):

@@ -21,7 +21,6 @@ import zerocast
 from tests.fsdp.sharded import (
     BF16,
     RECIPES,
-    Bank,
     bank,
     batch,
     feed,
@@ -29,6 +28,7 @@ from tests.fsdp.sharded import (
     reshard,
     whole_masters,
 )
+from tests.support.models import Bank
 from tests.support.ranks import run_ranks
 from tests.support.same_bytes import assert_same_bytes
 from zerocast.fsdp.sharded import local_part

@@ -8,13 +8,11 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.utils.checkpoint import checkpoint
 
 import zerocast
 from tests.fsdp.sharded import (
     BF16,
     RECIPES,
-    Bank,
     K,
     adamw,
     assert_unsharded_cast,
@@ -24,6 +22,7 @@ from tests.fsdp.sharded import (
     reshard,
     whole_masters,
 )
+from tests.support.models import Bank, Blocks
 from tests.support.ranks import run_ranks
 from tests.support.same_bytes import assert_same_bytes
 from zerocast.fsdp.sharded import local_part
@@ -114,28 +113,10 @@ def test_a_policy_says_what_masters_are_rounded_to(policy, dtype):
     run_ranks("torch_distributed", 3, run)
 
 
-class Blocks(torch.nn.Module):
-    """Two layers one after the other, twice; activations checkpointed, or not."""
-
-    def __init__(self, checkpoints: bool = False) -> None:
-        super().__init__()
-        self.blocks = torch.nn.ModuleList(
-            torch.nn.Sequential(torch.nn.Linear(K, 48), torch.nn.GELU(), torch.nn.Linear(48, K))
-            for _ in range(2)
-        )
-        self.checkpoints = checkpoints
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[batch, K] -> a number."""
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if self.checkpoints else block(x)
-        return x.float().square().mean()
-
-
 def blocks(recipe, checkpoints: bool = False, **options) -> Blocks:
     """Converted, each block sharded by itself."""
     torch.manual_seed(0)
-    model = Blocks(checkpoints)
+    model = Blocks(checkpoints=checkpoints)
     zerocast.nn.convert(model, recipe, weights="master")
     for block in model.blocks:
         fully_shard(block, mp_policy=BF16, **options)

@@ -8,6 +8,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from tests.support.layers import RECIPES, every_recipe
 from tests.support.llama import HIDDEN_96, checkpoint_activations, llama, tokens
+from tests.support.models import every_layer, recipe_state
 from tests.support.same_bytes import assert_same_bytes
 from zerocast import nn
 from zerocast.context import autocast, checkpoint_contexts
@@ -87,20 +88,12 @@ every_way = pytest.mark.parametrize("run", WAYS)
 torchs_ways = pytest.mark.parametrize("run", [torchs_alone, torchs_alone_reentrant])
 
 
-def make() -> torch.nn.Module:
-    """Every kind of layer with products, and one of torch's."""
-    torch.manual_seed(0)
-    return torch.nn.Sequential(
-        nn.LayerNormMLP(32, 64), nn.LayerNormLinear(32, 64), torch.nn.GELU(), nn.Linear(64, 32)
-    )
-
-
 def train(recipe: Recipe, run: Run, *, inside: bool = False) -> dict[str, torch.Tensor]:
     """Three steps, the backward after the region or inside; all gradients, and the final state."""
-    model, results = make(), {}
+    model, results = every_layer(), {}
     generator = torch.Generator().manual_seed(1)
     for i in range(3):
-        x = (torch.randn(6, 32, generator=generator) * 2**i).requires_grad_()
+        x = (torch.randn(6, 64, generator=generator) * 2**i).requires_grad_()
         model.zero_grad()
         with autocast(recipe=recipe):
             y = run(model, x)
@@ -111,11 +104,7 @@ def train(recipe: Recipe, run: Run, *, inside: bool = False) -> dict[str, torch.
         results |= {f"step {i}, output": y.detach(), f"step {i}, input": x.grad}
         for name, parameter in model.named_parameters():
             results[f"step {i}, {name}"] = parameter.grad.clone()
-    for name, module in model.named_modules():
-        for state in getattr(module, "_states", None) or ():
-            for key, tensor in state.state_dict().items():
-                results[f"state of {name}, {state.mode} {key}"] = tensor
-    return results
+    return results | recipe_state(model)
 
 
 def assert_same(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
@@ -166,14 +155,14 @@ def test_a_region_of_the_function_itself_reduces_once(run: Run) -> None:
     """Delayed scaling: amaxes are reduced on leaving the first run's region and not again."""
     results = []
     for wrapped in (False, True):
-        model, grads = make(), {}
+        model, grads = every_layer(), {}
 
         def function(x: torch.Tensor, model: torch.nn.Module = model) -> torch.Tensor:
             with autocast(recipe=RECIPES["delayed"]):
                 return model(x)
 
         for i in range(3):
-            x = (torch.linspace(-1, 1, 128).view(4, 32) * 2**i).requires_grad_()
+            x = (torch.linspace(-1, 1, 256).view(4, 64) * 2**i).requires_grad_()
             (run(function, x) if wrapped else function(x)).square().sum().backward()
             grads[f"step {i}"] = x.grad
         results.append(grads)
@@ -185,9 +174,9 @@ def test_microbatches_before_their_backwards(run: Run) -> None:
     """Several forwards, each in a region with another recipe, then the backwards in reverse."""
     results = []
     for way in (plain, run):
-        model, grads, losses = make(), {}, []
+        model, grads, losses = every_layer(), {}, []
         for i, name in enumerate(["delayed", "current", "delayed"]):
-            x = (torch.linspace(-1, 1, 128).view(4, 32) * 4**i).requires_grad_()
+            x = (torch.linspace(-1, 1, 256).view(4, 64) * 4**i).requires_grad_()
             with autocast(recipe=RECIPES[name]):
                 losses.append((x, way(model, x).square().sum()))
         for i, (x, loss) in reversed(list(enumerate(losses))):
@@ -249,9 +238,9 @@ def test_a_second_region_between_does_not_disturb(use_reentrant: bool) -> None:
     """
     results = []
     for wrapped in (False, True):
-        model, recipe = make(), RECIPES["delayed"]
+        model, recipe = every_layer(), RECIPES["delayed"]
         generator = torch.Generator().manual_seed(1)
-        xs = [torch.randn(6, 32, generator=generator, requires_grad=True) for _ in range(2)]
+        xs = [torch.randn(6, 64, generator=generator, requires_grad=True) for _ in range(2)]
         outputs = []
         for x in xs:
             with autocast(recipe=recipe):
@@ -269,7 +258,7 @@ def test_a_graph_that_is_kept_can_be_gone_through_twice() -> None:
     """retain_graph: the second backward recomputes once more, the same."""
     grads = []
     for run in (plain, ours):
-        model, x = make(), torch.ones(4, 32, requires_grad=True)
+        model, x = every_layer(), torch.ones(4, 64, requires_grad=True)
         for _ in range(2):
             with autocast(recipe=RECIPES["delayed"]):
                 y = run(model, x)
@@ -309,7 +298,7 @@ def test_activations_are_not_kept() -> None:
             saved.append(tensor.nbytes)
             return tensor
 
-        model, x = make(), torch.randn(64, 32, requires_grad=True)
+        model, x = every_layer(), torch.randn(64, 64, requires_grad=True)
         hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t)
         with hooks, autocast(recipe=RECIPES["current"]):
             run(model, x)
@@ -320,9 +309,9 @@ def test_activations_are_not_kept() -> None:
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_an_evaluation_inside_a_checkpoint_records_nothing(use_reentrant: bool) -> None:
     """Without gradients the histories stay as they are."""
-    model, recipe = make(), RECIPES["delayed"]
+    model, recipe = every_layer(), RECIPES["delayed"]
     with torch.no_grad(), autocast(recipe=recipe):
-        nn.checkpoint(model, torch.randn(4, 32, requires_grad=True), use_reentrant=use_reentrant)
+        nn.checkpoint(model, torch.randn(4, 64, requires_grad=True), use_reentrant=use_reentrant)
     assert all((m._states[0].amax_history == 0).all() for m in (model[0], model[1], model[3]))
 
 

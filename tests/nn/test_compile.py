@@ -8,6 +8,7 @@ import torch
 import zerocast
 import zerocast.context
 from tests.support.layers import RECIPES
+from tests.support.models import InRegion
 from tests.support.same_bytes import assert_same_bytes
 from zerocast import nn
 from zerocast.recipes import NVFP4BlockScaling, Recipe
@@ -295,21 +296,13 @@ def test_export_and_trace(recipe):
     exported = torch.export.export(model, (x,)).module()
     assert_same_bytes(exported(x), model(x), "output")
 
-    class InRegion(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.model = model
-
-        def forward(self, x):
-            with zerocast.autocast(recipe=RECIPES[recipe]):
-                return self.model(x)
-
+    in_region = InRegion(model, RECIPES[recipe])
     if recipe in STATELESS and not RECIPES[recipe].remembers:
-        exported = torch.export.export(InRegion(), (x,)).module()
-        assert_same_bytes(exported(x), InRegion()(x), "output in a region")
+        exported = torch.export.export(in_region, (x,)).module()
+        assert_same_bytes(exported(x), in_region(x), "output in a region")
     else:
         with pytest.raises(zerocast.UnsupportedError, match="outside of the region"):
-            torch.export.export(InRegion(), (x,), strict=False)
+            torch.export.export(in_region, (x,), strict=False)
         with (
             zerocast.autocast(recipe=RECIPES[recipe]),
             pytest.raises(Exception, match="outside of the region"),

@@ -17,11 +17,12 @@ from torch.utils.checkpoint import checkpoint
 import zerocast
 import zerocast.traced_regions
 from tests.support.layers import RECIPES
+from tests.support.models import every_layer, recipe_state
 from tests.support.ranks import run_ranks
 from tests.support.same_bytes import assert_same_bytes
 from zerocast import nn
 from zerocast.comm import Communicator
-from zerocast.recipes import DelayedScaling, Recipe
+from zerocast.recipes import DelayedScaling
 
 DELAYED, DRAWN = RECIPES["delayed"], RECIPES["nvfp4"]
 remembering = pytest.mark.parametrize("recipe", [DELAYED, DRAWN], ids=["delayed", "nvfp4"])
@@ -35,35 +36,10 @@ def fresh_compiler():
     torch._dynamo.reset()
 
 
-def make(recipe: Recipe | None = None) -> torch.nn.Sequential:
-    """Every kind of layer with products, and one of torch's; weights of ``recipe`` hold codes."""
-    generator = torch.Generator().manual_seed(0)
-    model = torch.nn.Sequential(
-        nn.LayerNormMLP(64, 96, activation="swiglu", recipe=recipe, name="mlp"),
-        nn.LayerNormLinear(64, 96, normalization="RMSNorm", bias=False, recipe=recipe, name="norm"),
-        torch.nn.ReLU(),
-        nn.Linear(96, 64, recipe=recipe, name="linear"),
-    )
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) / 8)
-    return model
-
-
 def data(seed: int, rows: int = 32) -> torch.Tensor:
     """[rows, 64], larger by the seed."""
     x = torch.randn(rows, 64, generator=torch.Generator().manual_seed(seed)) * 2**seed
     return x.requires_grad_()
-
-
-def memory(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """All that its recipe remembers."""
-    return {
-        f"{name}, {state.mode}, {key}": tensor
-        for name, module in model.named_modules()
-        for state in getattr(module, "_states", None) or ()
-        for key, tensor in state.state_dict().items()
-    }
 
 
 def results(model, run, recipe, steps=3, batches=1, rows=32):
@@ -83,10 +59,10 @@ def results(model, run, recipe, steps=3, batches=1, rows=32):
         for name, parameter in model.named_parameters():
             if parameter.grad is not None:
                 found[f"{i}, {name}"] = parameter.grad.clone()
-        found |= {f"{i}, {key}": tensor for key, tensor in memory(model).items()}
+        found |= {f"{i}, {key}": tensor for key, tensor in recipe_state(model).items()}
         with torch.no_grad(), zerocast.autocast(recipe=recipe):
             found[f"{i}, evaluation"] = run(inputs[0].detach())
-        found |= {f"{i}, evaluated, {key}": tensor for key, tensor in memory(model).items()}
+        found |= {f"{i}, evaluated, {key}": tensor for key, tensor in recipe_state(model).items()}
     return found
 
 
@@ -99,7 +75,7 @@ def assert_same(actual, expected):
 
 def assert_compiles(recipe, run, *, expected=None, backend="aot_eager", weights=None, **options):
     """``run(model, x)`` compiled as one graph gives what ``expected`` gives uncompiled."""
-    model = make(weights)
+    model = every_layer(weights)
     twin, expected = copy.deepcopy(model), expected or run
     wanted = results(model, lambda x: expected(model, x), recipe, **options)
     compiled = torch.compile(lambda x: run(twin, x), backend=backend, fullgraph=True)
@@ -171,7 +147,7 @@ def test_a_checkpoint_around_a_compiled_function(recomputing, recipe):
     """Computed again in the backward, after its region: under it, from the scales of the first
     run.
     """
-    model = make()[1:]
+    model = every_layer()[1:]
     twin = copy.deepcopy(model)
     compiled = torch.compile(twin, backend="aot_eager", fullgraph=True)
     expected = results(model, model, recipe)
@@ -204,7 +180,7 @@ def test_a_graph_is_for_all_layers_of_a_kind():
         with zerocast.autocast(recipe=DELAYED):
             y = run(data(1))
         y.sum().backward()
-        remembered.append(memory(model))
+        remembered.append(recipe_state(model))
     assert_same(*remembered[::-1])
 
 
@@ -212,7 +188,7 @@ def test_what_happens_between_forward_and_backward():
     """A forward under another recipe, hooks on saved tensors, a rank without rows, a region that is
     left by an error: as uncompiled.
     """
-    model = make()[1:]
+    model = every_layer()[1:]
     twin = copy.deepcopy(model)
     found = []
     for each, run in (
@@ -229,12 +205,12 @@ def test_what_happens_between_forward_and_backward():
             z.square().sum().backward()
             with pytest.raises(KeyError), zerocast.autocast(recipe=DELAYED):
                 {}[run(data(5))]
-            grads |= {f"{i}, {key}": tensor for key, tensor in memory(each).items()}
+            grads |= {f"{i}, {key}": tensor for key, tensor in recipe_state(each).items()}
             with zerocast.autocast(recipe=DRAWN):
                 run(data(3)).sum().backward()
             y.square().sum().backward()
             grads |= {f"{i}, x": x.grad, f"{i}, other": other.grad}
-            grads |= {f"{i}, drawn, {key}": tensor for key, tensor in memory(each).items()}
+            grads |= {f"{i}, drawn, {key}": tensor for key, tensor in recipe_state(each).items()}
         found.append(grads | {name: p.grad for name, p in each.named_parameters()})
     assert_same(*found[::-1])
 
@@ -243,7 +219,7 @@ def test_statistics_are_counted():
     """Of compiled layers, too."""
     counts = []
     for compiles in (False, True):
-        model = make()
+        model = every_layer()
         run = torch.compile(model, backend="aot_eager", fullgraph=True) if compiles else model
         with nn.statistics(model) as counted:
             results(model, run, DELAYED, steps=2)
@@ -260,7 +236,7 @@ def test_a_function_of_the_history():
 
 def test_a_region_that_the_function_cannot_see():
     """A context of another time is refused: there is no region there to reduce amaxes."""
-    model = make()
+    model = every_layer()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     outside = contextvars.copy_context()
     with (
@@ -274,7 +250,7 @@ def test_a_region_that_the_function_cannot_see():
 def test_earlier_releases_of_torch_break_the_graph(monkeypatch):
     """With the same bytes."""
     monkeypatch.setattr(zerocast.traced_regions, "GRAPHS_REMEMBER", False)
-    model = make()
+    model = every_layer()
     twin = copy.deepcopy(model)
     compiled = torch.compile(twin, backend="aot_eager")
     assert_same(results(twin, compiled, DELAYED, 2), results(model, model, DELAYED, 2))
@@ -293,14 +269,14 @@ def test_ranks_agree_on_scales(kind):
     def train(comm: Communicator) -> dict[str, torch.Tensor]:
         found = []
         for compiles in (False, True):
-            model = make()
+            model = every_layer()
             run = torch.compile(model, backend="aot_eager", fullgraph=True) if compiles else model
             for step in range(3):
                 with zerocast.autocast(recipe=DELAYED, amax_reduction_group=comm):
                     y = run(data(step + comm.rank, 0 if (comm.rank, step) == (1, 0) else 32))
                 y.sum().backward()
                 zerocast.reduce_amaxes(comm)
-            found.append(memory(model))
+            found.append(recipe_state(model))
         assert_same(*found[::-1])
         return found[1]
 

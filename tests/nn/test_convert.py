@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.utils import prune
 
 from tests.support.layers import every_recipe
+from tests.support.models import Pair
 from tests.support.same_bytes import assert_same_bytes, assert_same_storage
 from tests.support.weights import FP8, NVFP4, both_recipes
 from zerocast.errors import InputError
@@ -18,21 +19,15 @@ from zerocast.recipes import MXFP8BlockScaling, Recipe
 from zerocast.tensors import QuantizedTensor, quantize
 
 
-class Block(nn.Module):
-    """Two layers and a norm."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.norm, self.down = nn.Linear(32, 48), nn.LayerNorm(48), nn.Linear(48, 32)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(self.norm(self.up(x)).relu())
+def pair() -> Pair:
+    """Two layers and a norm: [..., 32] -> the same shape."""
+    return Pair(32, 48, norm=True)
 
 
 @both_recipes
 def test_every_linear_is_quantized_in_place_and_the_rest_is_untouched(recipe: Recipe) -> None:
     """The modules keep their identity; the output is that of the dequantized weights."""
-    model = nn.Sequential(nn.Embedding(7, 32), Block(), Block().eval())
+    model = nn.Sequential(nn.Embedding(7, 32), pair(), pair().eval())
     model[1].down.weight.requires_grad_(False)
     original = copy.deepcopy(model)
     modules = list(model.modules())
@@ -81,7 +76,7 @@ def test_a_model_that_is_a_linear_is_converted_itself() -> None:
 
 def test_filter_fqns_match_by_substring() -> None:
     """A layer stays where its fully qualified name contains any of them."""
-    model = nn.ModuleDict({"block": Block(), "head": nn.Linear(32, 16)})
+    model = nn.ModuleDict({"block": pair(), "head": nn.Linear(32, 16)})
     report = convert(model, NVFP4, filter_fqns=["head", "k.up"])
     assert report.converted == ("block.down",)
     assert report.left == {
@@ -95,7 +90,7 @@ def test_a_filter_that_matches_nothing_is_refused_with_near_names() -> None:
     """For the layer that was meant would be converted; names of other modules and parameters are
     names, too.
     """
-    model = nn.ModuleDict({"block": Block(), "lm_head": nn.Linear(32, 16)})
+    model = nn.ModuleDict({"block": pair(), "lm_head": nn.Linear(32, 16)})
     with pytest.raises(InputError) as raised:
         convert(model, NVFP4, filter_fqns=["block.norm", "lm_haed"])
     assert str(raised.value) == (
@@ -108,7 +103,7 @@ def test_a_filter_that_matches_nothing_is_refused_with_near_names() -> None:
 
 def test_a_function_says_which_layers_are_converted() -> None:
     """As torchao's module_filter_fn: of a layer and its name, True to convert it."""
-    model, seen = nn.ModuleDict({"block": Block(), "head": nn.Linear(32, 16)}), []
+    model, seen = nn.ModuleDict({"block": pair(), "head": nn.Linear(32, 16)}), []
 
     def wanted(module: nn.Module, fqn: str) -> bool:
         seen.append((fqn, type(module)))
@@ -306,7 +301,7 @@ def test_bad_arguments_are_refused_and_nothing_is_changed(arguments: dict, messa
 def test_a_converted_model_saves_loads_and_learns(recipe: Recipe) -> None:
     """One step of gradient descent on FP32 masters, cast by copy_, lowers the loss."""
     torch.manual_seed(0)
-    model = Block()
+    model = pair()
     convert(model, recipe)
     x, target = torch.randn(64, 32), torch.randn(64, 32)
     masters = {n: p.dequantize() if isinstance(p, QuantizedTensor) else p.detach().clone()
@@ -322,7 +317,7 @@ def test_a_converted_model_saves_loads_and_learns(recipe: Recipe) -> None:
                 masters[name] -= 0.5 * p.grad
                 p.copy_(masters[name])
     assert losses[-1] < 0.9 * losses[0]
-    twin = Block()
+    twin = pair()
     convert(twin, recipe)
     twin.load_state_dict(model.state_dict())
     assert_same_bytes(twin(x), model(x), "output of the loaded model")
@@ -331,7 +326,7 @@ def test_a_converted_model_saves_loads_and_learns(recipe: Recipe) -> None:
 @every_recipe
 def test_every_recipe_is_converted_to(recipe: Recipe) -> None:
     """Codes as quantize makes them; forward and backward run."""
-    model = Block()
+    model = pair()
     original = copy.deepcopy(model)
     if isinstance(recipe, MXFP8BlockScaling):  # 48 is no multiple of 32
         assert convert(model, recipe).converted == ("up",)
@@ -349,7 +344,7 @@ def test_adapters_of_peft_are_not_quantized_whichever_comes_first() -> None:
     """
     peft = pytest.importorskip("peft", reason="needs the extra [integration]")
     config = peft.LoraConfig(r=16, target_modules=["up"])
-    first = peft.get_peft_model(Block(), config)
+    first = peft.get_peft_model(pair(), config)
     report = convert(first, NVFP4)
     layer = first.base_model.model.up
     assert type(layer.base_layer) is Linear
@@ -357,7 +352,7 @@ def test_adapters_of_peft_are_not_quantized_whichever_comes_first() -> None:
     assert sorted(name.rpartition("up.")[2] for name in report.left) == [
         "lora_A.default", "lora_B.default",
     ]  # fmt: skip
-    second = Block()
+    second = pair()
     convert(second, NVFP4)
     second = peft.get_peft_model(second, config)
     assert isinstance(second.base_model.model.up.base_layer.weight, QuantizedTensor)

@@ -11,6 +11,7 @@ from torch.autograd import functional as autograd
 
 import zerocast
 from tests.support.layers import RECIPES
+from tests.support.models import InRegion
 from zerocast import nn
 from zerocast.recipes import Recipe
 
@@ -121,18 +122,8 @@ def test_quantized_products_refuse_all_but_the_gradient(
     recipe = RECIPES["delayed"]
     with zerocast.model_init(enabled=weights == "quantized", recipe=recipe):
         layer = kind(32, 4)
-
-    class InRegion(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = layer
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            with zerocast.autocast(recipe=recipe):
-                return self.layer(x)
-
     with pytest.raises(zerocast.UnsupportedError, match="enabled=False"):
-        DERIVATIVES[name](InRegion(), torch.randn(2, 32))
+        DERIVATIVES[name](InRegion(layer, recipe), torch.randn(2, 32))
 
 
 @pytest.mark.parametrize("recipe", ["nvfp4", "delayed"])

@@ -6,22 +6,18 @@ import pytest
 import torch
 
 import zerocast
+from tests.support.models import Attention
 from tests.support.weights import FP8, NVFP4
 from zerocast.comm import Communicator, run_in_process
 from zerocast.errors import InputError
 
 
-class Attention(torch.nn.Module):
-    """Three projections that a server fuses, and one that it does not."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.wq, self.wk, self.wv, self.wo = (torch.nn.Linear(32, 32, bias=False) for _ in range(4))
-        with torch.no_grad():
-            self.wk.weight *= 7
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.wo(self.wq(x) + self.wk(x) * self.wv(x))
+def attention() -> Attention:
+    """Three projections that a server fuses, of different amaxes, and one that it does not."""
+    model = Attention(32, 32, output=True)
+    with torch.no_grad():
+        model.wk.weight *= 7
+    return model
 
 
 @pytest.mark.parametrize("recipe", [NVFP4, FP8, zerocast.DelayedScaling(amax_history_len=2)])
@@ -29,7 +25,7 @@ def test_grouped_layers_share_their_tensor_amax(recipe: zerocast.Recipe) -> None
     """From the conversion on and after each step of a ZeroOptimizer, the weights of a group have
     one tensor scale, which is that of the fused weight; masters start from the initial values.
     """
-    template = torch.nn.ModuleList([Attention(), Attention()])
+    template = torch.nn.ModuleList([attention(), attention()])
 
     def on_rank(comm: Communicator) -> None:
         model = copy.deepcopy(template)
@@ -64,7 +60,7 @@ def _check_scales(
 
 def test_groups_are_for_weights_that_hold_codes() -> None:
     """Weights that are quantized in the forward cannot share an amax; nothing is converted."""
-    model = Attention()
+    model = attention()
     with pytest.raises(InputError, match="amax_groups are for weights that hold codes"):
         zerocast.nn.convert(
             model, NVFP4, weights="high_precision", amax_groups=[["*wq", "*wk", "*wv"]]
@@ -79,7 +75,7 @@ def test_converted_weights_are_named() -> None:
     recipe = zerocast.NVFP4BlockScaling(
         fp4_quant_fwd_weight=zerocast.QParams(fp4_2d_quantization=True, stochastic_rounding=True)
     )
-    model = Attention()
+    model = attention()
     with torch.no_grad():
         model.wv.weight.copy_(model.wq.weight)
     zerocast.nn.convert(model, recipe)

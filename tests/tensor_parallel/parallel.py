@@ -14,33 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import zerocast
+from tests.support.models import Pair
 
 K, HIDDEN = 64, 256
-
-
-class Pair(torch.nn.Module):
-    """[batch, time, K] -> the same shape, by way of HIDDEN."""
-
-    def __init__(self, hidden: int = HIDDEN, bias: bool = True) -> None:
-        super().__init__()
-        self.up = torch.nn.Linear(K, hidden, bias=bias)
-        self.down = torch.nn.Linear(hidden, K, bias=bias)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``x + down(gelu(up(x)))``."""
-        return x + self.down(torch.nn.functional.gelu(self.up(x)))
-
-
-class Attention(torch.nn.Module):
-    """Three layers that share their input; what they give is added up."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.wq, self.wk, self.wv = (torch.nn.Linear(K, 96, bias=False) for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[batch, time, K] -> [batch, time, 96]."""
-        return self.wq(x) * self.wk(x) + self.wv(x)
 
 
 def pair(recipe=None, weights="high_precision", *, seed=0, **options) -> Pair:

@@ -15,12 +15,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import zerocast
 from tests.fsdp.sharded import BF16, RECIPES, Unsharded, adamw, gathered, reshard, whole_masters
 from tests.support import parts
+from tests.support.models import Attention, Pair, SideBySide
 from tests.support.ranks import run_ranks
 from tests.support.same_bytes import assert_same_bytes
 from tests.tensor_parallel.parallel import (
-    Attention,
     Gathers,
-    Pair,
     batch,
     mesh_of,
     pair,
@@ -249,17 +248,10 @@ def test_parts_of_an_amax_group_share_the_amax_of_all_wholes(dp):
 # --- training ---
 
 
-class Pairs(torch.nn.Module):
-    """A pair of layers for each recipe, side by side: [batch, time, K] -> a number."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.pairs = torch.nn.ModuleDict({name: Pair(bias=False) for name in RECIPES})
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum of all outputs' means."""
-        return sum(pair(x).square().mean() for pair in self.pairs.values())
+def pairs() -> SideBySide:
+    """A pair of layers for each recipe, of the same values at every call."""
+    torch.manual_seed(0)
+    return SideBySide(torch.nn.ModuleDict({name: Pair(bias=False) for name in RECIPES}))
 
 
 @pytest.mark.slow
@@ -268,18 +260,18 @@ def test_equal_gradients_train_equal_weights_however_they_are_split(dp, tp):
     """With the same gradients fed, masters of every recipe, side by side, are after 20 steps of
     foreach AdamW bit for bit those of plain unsplit tensors.
     """
-    plain = Pairs()
+    plain = pairs()
     optimizer = adamw(plain.parameters())
     for step in range(20):
         feed(plain, step)
         optimizer.step()
 
     def run(comm):
-        model = Pairs()
+        model = pairs()
         mesh = init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp"))
         for name, recipe in RECIPES.items():
-            zerocast.nn.convert(model.pairs[name], recipe, weights="master")
-            split(model.pairs[name], mesh["tp"])
+            zerocast.nn.convert(model.layers[name], recipe, weights="master")
+            split(model.layers[name], mesh["tp"])
         if dp > 1:
             fully_shard(model, mesh=mesh["dp"], mp_policy=BF16)
         optimizer = adamw(model.parameters())
