@@ -7,8 +7,7 @@ holds what was there before; no byte that zerocast makes may follow any of them.
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,10 @@ import pytest
 import torch
 
 import zerocast
-from tests.support.same_bytes import assert_same_bytes
+from tests.support.claims import assert_same_tensors, stored
+from tests.support.recipes import every_recipe
+from tests.support.settings import default_dtype, deterministic
 from tests.support.values import draw_values
-from tests.test_matrix import ROWS
 from zerocast.recipes import Recipe
 
 pytestmark = pytest.mark.own_defaults
@@ -103,12 +103,7 @@ def casts(recipe: Recipe) -> Written:
     zerocast.quantize_master_weights([functional], [master], [0])
     zerocast.post_all_gather_processing([functional])
     weights = {"quantized": quantized, "planned": planned, "functional": functional}
-    written = {
-        f"{way}.{name}": buffer
-        for way, weight in weights.items()
-        for name, buffer in weight.quantized_storage.buffers.items()
-    }
-    return written | {way: weight.dequantize() for way, weight in weights.items()}
+    return stored(weights) | {way: weight.dequantize() for way, weight in weights.items()}
 
 
 def layers(recipe: Recipe) -> Written:
@@ -137,40 +132,12 @@ def layers(recipe: Recipe) -> Written:
     }
 
 
-@contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """torch's default dtype, put back afterwards."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
-@contextmanager
-def garbage() -> Iterator[None]:
-    """Fresh memory is filled with NaN, or the largest integer."""
-    strict = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
-    assert torch.utils.deterministic.fill_uninitialized_memory
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(strict)
-
-
 SETTINGS = {
     "bfloat16": lambda: default_dtype(torch.bfloat16),
     "float64": lambda: default_dtype(torch.float64),
     "meta": lambda: torch.device("meta"),
-    "garbage": garbage,
+    "garbage": deterministic,
 }
-
-
-every_recipe = pytest.mark.parametrize(
-    "recipe", [pytest.param(recipe, id=name.strip(".` ")) for name, recipe in ROWS.items()]
-)
 
 
 def assert_nothing_follows(work: Callable[[Recipe], Written], recipe: Recipe) -> None:
@@ -179,9 +146,7 @@ def assert_nothing_follows(work: Callable[[Recipe], Written], recipe: Recipe) ->
     for name, setting in SETTINGS.items():
         with setting():
             written = work(recipe)
-        assert written.keys() == expected.keys()
-        for what, tensor in expected.items():
-            assert_same_bytes(written[what], tensor, f"{what} under {name}")
+        assert_same_tensors(written, expected, f"under {name}")
 
 
 @every_recipe

@@ -12,29 +12,34 @@ import torch
 
 import zerocast
 from tests.cuda_emulation.emulator import Emulator, needs_emulation
+from tests.support.recipes import RECIPES
 from tests.support.same_bytes import assert_same_storage
 from tests.support.values import draw_values
 from zerocast.backends.cuda import CudaBackend
 from zerocast.comm import Communicator, run_in_process
-from zerocast.recipes import RECIPES, Recipe
+from zerocast.recipes import Recipe
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "concepts.md"
 SHAPE = torch.Size((64, 96))
 NUMEL = SHAPE.numel()
 
-ROWS: dict[str, Recipe] = {
-    "`DelayedScaling`": zerocast.DelayedScaling(),
-    "`Float8CurrentScaling`": zerocast.Float8CurrentScaling(),
-    "`Float8RowwiseScaling`": zerocast.Float8RowwiseScaling(),
-    "`Float8BlockScaling`": zerocast.Float8BlockScaling(),
-    "`MXFP8BlockScaling`": zerocast.MXFP8BlockScaling(),
-    "... in blocks of 32x32": zerocast.MXFP8BlockScaling(enable_2d_quantization=True),
-    "`NVFP4BlockScaling`": zerocast.NVFP4BlockScaling(),
-    "... 4-over-6": zerocast.NVFP4BlockScaling(nvfp4_4over6="weights"),
-    "... stochastic rounding": zerocast.NVFP4BlockScaling(
-        fp4_quant_fwd_weight=zerocast.QParams(fp4_2d_quantization=True, stochastic_rounding=True)
-    ),
-}
+ROWS: dict[str, Recipe] = dict(
+    zip(
+        (
+            "`DelayedScaling`",
+            "`Float8CurrentScaling`",
+            "`Float8RowwiseScaling`",
+            "`Float8BlockScaling`",
+            "`MXFP8BlockScaling`",
+            "... in blocks of 32x32",
+            "`NVFP4BlockScaling`",
+            "... 4-over-6",
+            "... stochastic rounding",
+        ),
+        RECIPES.values(),
+        strict=True,
+    )
+)
 
 
 def whole(recipe: Recipe) -> zerocast.QuantizedTensor:
@@ -147,7 +152,7 @@ def test_the_matrix_has_every_recipe_and_no_empty_cell() -> None:
     """Its rows are the recipes and their options; each cell says what runs."""
     table = matrix()
     assert list(table) == list(ROWS)
-    assert {type(recipe) for recipe in ROWS.values()} == set(RECIPES.values())
+    assert {type(recipe) for recipe in ROWS.values()} == set(zerocast.recipes.RECIPES.values())
     for row, cells in table.items():
         assert list(cells) == list(COLUMNS), row
         assert set(cells.values()) <= {"CPU, CUDA (emulated)", "CPU"}, row

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 import zerocast
-from tests.fsdp.sharded import RECIPES, bank, gathered
+from tests.fsdp.sharded import bank, gathered
 from tests.support.parts import part_of
 from tests.support.ranks import run_ranks
+from tests.support.recipes import RECIPES
 from tests.support.values import draw_values
 from zerocast.comm import Communicator, RecordingCommunicator, as_communicator, run_in_process
 from zerocast.errors import InputError, RankMismatchError

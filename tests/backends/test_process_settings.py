@@ -8,6 +8,7 @@ import torch
 
 import zerocast
 from tests.support.same_bytes import assert_same_bytes, assert_same_storage
+from tests.support.settings import default_dtype, deterministic
 from zerocast.backends.subnormals import keeping_subnormals
 from zerocast.comm import Communicator, run_in_process
 from zerocast.recipes import QParams, Recipe
@@ -59,27 +60,6 @@ def flushing() -> Iterator[None]:
         yield
     finally:
         torch.set_flush_denormal(False)
-
-
-@contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """What a factory without a dtype makes."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
-@contextmanager
-def deterministic() -> Iterator[None]:
-    """Refusing operations that are not deterministic, and filling fresh memory."""
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 PROCESS_SETTINGS = {

@@ -12,6 +12,7 @@ import torch
 
 import zerocast
 from tests.support.partitions import draw_partition
+from tests.support.recipes import VARIANTS
 from tests.support.same_bytes import assert_same_storage
 from tests.support.values import KINDS, draw_values
 from zerocast.comm import Communicator, run_in_process
@@ -20,35 +21,6 @@ from zerocast.recipes import Recipe
 from zerocast.tensors import quantize_into
 
 BACKENDS = ("reference", "cpu")
-DRAWN = zerocast.QParams(fp4_2d_quantization=True, stochastic_rounding=True)
-RECIPES: tuple[Recipe, ...] = (
-    zerocast.NVFP4BlockScaling(),
-    zerocast.NVFP4BlockScaling(round_master=False),
-    zerocast.NVFP4BlockScaling(nvfp4_4over6="weights"),
-    zerocast.NVFP4BlockScaling(
-        nvfp4_4over6="weights", nvfp4_4over6_e4m3_use_256="none", nvfp4_4over6_err_mode="MSE"
-    ),
-    zerocast.NVFP4BlockScaling(fp4_quant_fwd_weight=DRAWN, seed=2**63 + 5),
-    zerocast.NVFP4BlockScaling(fp4_quant_fwd_weight=DRAWN, nvfp4_4over6="weights"),
-    zerocast.NVFP4BlockScaling(disable_2d_quantization=True),
-    zerocast.Float8CurrentScaling(),
-    zerocast.Float8CurrentScaling(
-        fp8_format="e5m2", fp8_quant_fwd_weight=zerocast.QParams(power_2_scale=True)
-    ),
-    zerocast.Float8CurrentScaling(
-        fp8_quant_fwd_weight=zerocast.QParams(amax_epsilon=1e-3), round_master=False
-    ),
-    zerocast.DelayedScaling(amax_history_len=2, margin=1),
-    zerocast.DelayedScaling(amax_compute_algo="most_recent", fp8_format="e5m2"),
-    zerocast.Float8BlockScaling(),
-    zerocast.Float8BlockScaling(use_f32_scales=True, fp8_format="e5m2"),
-    zerocast.Float8BlockScaling(w_block_scaling_dim=1),
-    zerocast.Float8RowwiseScaling(),
-    zerocast.Float8RowwiseScaling(fp8_quant_fwd_weight=zerocast.QParams(power_2_scale=True)),
-    zerocast.MXFP8BlockScaling(),
-    zerocast.MXFP8BlockScaling(fp8_format="e5m2"),
-    zerocast.MXFP8BlockScaling(enable_2d_quantization=True),
-)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 WIDTHS = (16, 32, 48, 64, 80, 96, 112, 128, 144, 272)
 
@@ -61,7 +33,7 @@ class Case:
     def __init__(self, seed: int, world_size: int) -> None:
         rng = random.Random(seed)
         self.seed = seed
-        self.recipes = [rng.choice(RECIPES) for _ in range(rng.randint(1, 3))]
+        self.recipes = [VARIANTS[rng.choice(list(VARIANTS))] for _ in range(rng.randint(1, 3))]
         self.shapes = [self._shape(recipe, rng) for recipe in self.recipes]
         self.dtypes = [rng.choice(DTYPES) for _ in self.recipes]
         # A columnwise copy that is cast from the transposed tensor cannot be sharded.

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import zerocast
-from tests.cast.test_first_law import RECIPES
 from tests.support.partitions import draw_partition
 from tests.support.parts import assert_is_part, shape_of, unit
 from tests.support.ranks import run_ranks, split_ranks
+from tests.support.recipes import VARIANTS
 from tests.support.same_bytes import assert_same_bytes, assert_same_storage
 from tests.support.values import draw_values
 from zerocast import Part
@@ -29,10 +29,10 @@ CASTS = 3
 
 
 @cache
-def master(i: int) -> torch.Tensor:
-    """The whole master of recipe number i."""
-    shape = shape_of(RECIPES[i])
-    return draw_values("wide", shape.numel(), 70 + i).view(shape)
+def master(name: str) -> torch.Tensor:
+    """The whole master of the weight under this recipe."""
+    shape = shape_of(VARIANTS[name])
+    return draw_values("wide", shape.numel(), list(VARIANTS).index(name)).view(shape)
 
 
 def columnwise(recipe: Recipe) -> bool:
@@ -41,16 +41,14 @@ def columnwise(recipe: Recipe) -> bool:
 
 
 @cache
-def whole(i: int) -> zerocast.QuantizedTensor:
+def whole(name: str) -> zerocast.QuantizedTensor:
     """What the law demands: three unsharded casts of the whole weight, by the reference."""
 
     def on_rank(comm: Communicator) -> zerocast.QuantizedTensor:
-        recipe = RECIPES[i]
-        weight = zerocast.empty(
-            shape_of(recipe), recipe, columnwise=columnwise(recipe), name=f"weight.{i}"
-        )
+        recipe = VARIANTS[name]
+        weight = zerocast.empty(shape_of(recipe), recipe, columnwise=columnwise(recipe), name=name)
         for _ in range(CASTS):
-            quantize_into(weight.quantized_storage, master(i))
+            quantize_into(weight.quantized_storage, master(name))
         return weight
 
     with zerocast.use_backend("reference"):
@@ -70,25 +68,25 @@ def draw_part(recipe: Recipe, dim: int, comm: Communicator, rng: random.Random) 
 def cast_parts(tensor_parallel: Communicator, data_parallel: Communicator, dim: int) -> None:
     """Cast this rank's shards of its parts of all weights, in one plan; every byte is right."""
     weights, shards, starts = [], [], []
-    for i, recipe in enumerate(RECIPES):
-        rng = random.Random(i)
+    for name, recipe in VARIANTS.items():
+        rng = random.Random(name)
         part = draw_part(recipe, dim, tensor_parallel, rng)
         weights.append(zerocast.empty(part.shape, recipe, part=part, columnwise=columnwise(recipe)))
-        mine = part.slice_of(master(i)).contiguous().view(-1)
-        rng = random.Random(100 * i + tensor_parallel.rank)
+        mine = part.slice_of(master(name)).contiguous().view(-1)
+        rng = random.Random(f"{name} {tensor_parallel.rank}")
         extents = [Extent(0, 0)] * data_parallel.size
         if mine.numel():
             extents = draw_partition(mine.numel(), data_parallel.size, rng)
         extent = extents[data_parallel.rank]
         shards.append(mine[extent.start : extent.end])
         starts.append(extent.start)
-    names = [f"weight.{i}" for i in range(len(RECIPES))]
+    names = list(VARIANTS)
     plan = zerocast.CastPlan(weights, shards, starts, data_parallel, names=names)
     for _ in range(CASTS):
         plan.cast()
         plan.all_gather()
-    for i, weight in enumerate(weights):
-        assert_is_part(weight, whole(i), f"{RECIPES[i]}")
+    for name, weight in zip(names, weights, strict=True):
+        assert_is_part(weight, whole(name), name)
 
 
 def two_groups(comm: Any, tensor_parallel: int) -> tuple[Communicator, Communicator]:
@@ -107,8 +105,8 @@ def test_gathered_parts_are_the_slices_of_the_whole(backend: str, dim: int, size
     def on_rank(comm: Any) -> None:
         cast_parts(*two_groups(comm, size), dim)
 
-    for i in range(len(RECIPES)):
-        whole(i)
+    for name in VARIANTS:
+        whole(name)
     with zerocast.use_backend(backend):
         run_in_process(2 * size, on_rank)
 

@@ -10,18 +10,6 @@ from tests.support.same_bytes import assert_same_bytes
 from zerocast.comm import Communicator
 from zerocast.tensors.quantize import quantize_into
 
-DRAWN = zerocast.QParams(stochastic_rounding=True, fp4_2d_quantization=True)
-RECIPES = {
-    "delayed": zerocast.DelayedScaling(amax_history_len=3),
-    "current": zerocast.Float8CurrentScaling(),
-    "rowwise": zerocast.Float8RowwiseScaling(),
-    "block": zerocast.Float8BlockScaling(),
-    "mxfp8": zerocast.MXFP8BlockScaling(),
-    "mxfp8-2d": zerocast.MXFP8BlockScaling(enable_2d_quantization=True),
-    "nvfp4": zerocast.NVFP4BlockScaling(),
-    "nvfp4-4over6": zerocast.NVFP4BlockScaling(nvfp4_4over6="weights"),
-    "nvfp4-drawn": zerocast.NVFP4BlockScaling(fp4_quant_fwd_weight=DRAWN),
-}
 K = 96
 ROWS = (48, 130, 37, 5, 1)
 """On 2, 3 and 4 ranks: even, even or not, never even; on 4 ranks a last shard of one row or none,

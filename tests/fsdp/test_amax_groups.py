@@ -10,19 +10,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import zerocast
-from tests.fsdp.sharded import (
-    BF16,
-    RECIPES,
-    adamw,
-    batch,
-    feed,
-    gathered,
-    reshard,
-    whole_masters,
-)
+from tests.fsdp.sharded import BF16, adamw, batch, feed, gathered, reshard, whole_masters
 from tests.fsdp.test_traffic import Collectives
 from tests.support.models import Bank
 from tests.support.ranks import run_ranks
+from tests.support.recipes import RECIPES
 from tests.support.same_bytes import assert_same_bytes
 from zerocast.fsdp.casts import Member, ungathered_weight, unit_of
 from zerocast.fsdp.sharded import local_part

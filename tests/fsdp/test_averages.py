@@ -4,8 +4,9 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from tests.fsdp.sharded import RECIPES, adamw, bank, batch, feed, reshard
+from tests.fsdp.sharded import adamw, bank, batch, feed, reshard
 from tests.support.ranks import run_ranks
+from tests.support.recipes import RECIPES
 from tests.support.same_bytes import assert_same_bytes
 from zerocast.fsdp import MasterWeight
 

@@ -8,7 +8,6 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param
 import zerocast
 from tests.fsdp.sharded import (
     BF16,
-    RECIPES,
     Unsharded,
     adamw,
     bank,
@@ -20,6 +19,7 @@ from tests.fsdp.sharded import (
 )
 from tests.support.models import Bank, SideBySide
 from tests.support.ranks import run_ranks
+from tests.support.recipes import RECIPES
 from tests.support.same_bytes import assert_same_bytes
 
 pytestmark = pytest.mark.mpi(min_size=4)

@@ -15,9 +15,10 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import fully_shard
 
 import zerocast
-from tests.fsdp.sharded import BF16, RECIPES, gathered, reshard, whole_masters
+from tests.fsdp.sharded import BF16, gathered, reshard, whole_masters
 from tests.support.llama import HIDDEN_96, TIED_160, checkpoint_activations, llama, tokens
 from tests.support.ranks import run_ranks
+from tests.support.recipes import RECIPES
 from tests.support.same_bytes import assert_same_bytes, assert_same_storage
 
 pytestmark = [pytest.mark.mpi(min_size=4), pytest.mark.slow]

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 import zerocast
-from tests.fsdp.sharded import RECIPES, bank, batch, whole_masters
+from tests.fsdp.sharded import bank, batch, whole_masters
 from tests.support.ranks import run_ranks
+from tests.support.recipes import RECIPES
 from tests.support.same_bytes import assert_same_bytes
 from zerocast.fsdp.master_weight import restore
 

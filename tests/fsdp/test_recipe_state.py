@@ -18,18 +18,10 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import zerocast
-from tests.fsdp.sharded import (
-    BF16,
-    RECIPES,
-    bank,
-    batch,
-    feed,
-    gathered,
-    reshard,
-    whole_masters,
-)
+from tests.fsdp.sharded import BF16, bank, batch, feed, gathered, reshard, whole_masters
 from tests.support.models import Bank
 from tests.support.ranks import run_ranks
+from tests.support.recipes import RECIPES
 from tests.support.same_bytes import assert_same_bytes
 from zerocast.fsdp.sharded import local_part
 from zerocast.nn.saved_state import pack, unpack

@@ -6,9 +6,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
 import zerocast
-from tests.fsdp.sharded import RECIPES, K, bank, batch
+from tests.fsdp.sharded import K, bank, batch
 from tests.support.models import Bank
 from tests.support.ranks import run_ranks
+from tests.support.recipes import RECIPES
 
 on_ranks = pytest.mark.mpi(min_size=4)
 NVFP4 = RECIPES["nvfp4"]

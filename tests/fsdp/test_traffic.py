@@ -9,9 +9,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import zerocast
-from tests.fsdp.sharded import BF16, RECIPES, bank, batch, feed
+from tests.fsdp.sharded import BF16, bank, batch, feed
 from tests.support.models import Bank
 from tests.support.ranks import run_ranks
+from tests.support.recipes import RECIPES
 
 pytestmark = pytest.mark.mpi(min_size=4)
 

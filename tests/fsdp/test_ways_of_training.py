@@ -12,7 +12,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 import zerocast
 from tests.fsdp.sharded import (
     BF16,
-    RECIPES,
     K,
     adamw,
     assert_unsharded_cast,
@@ -24,6 +23,7 @@ from tests.fsdp.sharded import (
 )
 from tests.support.models import Bank, Blocks
 from tests.support.ranks import run_ranks
+from tests.support.recipes import RECIPES
 from tests.support.same_bytes import assert_same_bytes
 from zerocast.fsdp.sharded import local_part
 

@@ -10,7 +10,6 @@ import torch
 
 import zerocast
 from tests.fsdp.sharded import (
-    RECIPES,
     adamw,
     assert_unsharded_cast,
     bank,
@@ -20,6 +19,7 @@ from tests.fsdp.sharded import (
     whole_masters,
 )
 from tests.support.ranks import run_ranks
+from tests.support.recipes import RECIPES
 from tests.support.same_bytes import assert_same_bytes
 from zerocast.fsdp.sharded import local_part
 

@@ -14,8 +14,9 @@ from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
 import zerocast
-from tests.fsdp.sharded import RECIPES, gathered, reshard, whole_masters
+from tests.fsdp.sharded import gathered, reshard, whole_masters
 from tests.support.llama import HIDDEN_96, llama, tokens
+from tests.support.recipes import RECIPES
 from tests.support.same_bytes import assert_same_storage
 
 

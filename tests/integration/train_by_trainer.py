@@ -16,8 +16,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from transformers import Trainer, TrainingArguments
 
 import zerocast
-from tests.fsdp.sharded import RECIPES
 from tests.support.llama import HIDDEN_96, llama, tokens
+from tests.support.recipes import RECIPES
 from tests.support.same_bytes import assert_same_bytes
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import zerocast
-from tests.cast.test_first_law import RECIPES
+from tests.support.recipes import VARIANTS
 from tests.support.same_bytes import assert_same_bytes
 from zerocast.nn.saved_state import pack, recipe_to_values, unpack
 
@@ -26,10 +26,11 @@ def assert_plain(values) -> None:
 
 def test_recipes_are_told_apart_by_plain_values():
     """Those of two recipes are equal where the recipes are."""
-    values = [recipe_to_values(recipe) for recipe in RECIPES]
-    for recipe, given in zip(RECIPES, values, strict=True):
+    recipes = [recipe for name, recipe in VARIANTS.items() if name != "delayed-function"]
+    values = [recipe_to_values(recipe) for recipe in recipes]
+    for recipe, given in zip(recipes, values, strict=True):
         assert_plain(given)
-        assert values.count(given) == RECIPES.count(recipe)
+        assert values.count(given) == recipes.count(recipe)
 
 
 def test_tensors_come_back_from_bytes():

@@ -10,9 +10,9 @@ from torch.distributed.tensor.parallel import (
 )
 
 import zerocast
-from tests.fsdp.sharded import RECIPES
 from tests.support.models import Attention
 from tests.support.ranks import run_ranks
+from tests.support.recipes import RECIPES
 from tests.support.same_bytes import assert_same_bytes
 from tests.tensor_parallel.parallel import Gathers, K, batch, mesh_of, whole
 from zerocast.nn.gathered_input import gather_input

@@ -13,10 +13,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import zerocast
-from tests.fsdp.sharded import BF16, RECIPES, Unsharded, adamw, gathered, reshard, whole_masters
+from tests.fsdp.sharded import BF16, Unsharded, adamw, gathered, reshard, whole_masters
 from tests.support import parts
 from tests.support.models import Attention, Pair, SideBySide
 from tests.support.ranks import run_ranks
+from tests.support.recipes import RECIPES
 from tests.support.same_bytes import assert_same_bytes
 from tests.tensor_parallel.parallel import (
     Gathers,

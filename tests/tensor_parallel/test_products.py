@@ -7,8 +7,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import zerocast
-from tests.fsdp.sharded import RECIPES
 from tests.support.ranks import run_ranks
+from tests.support.recipes import RECIPES
 from tests.tensor_parallel.parallel import K, batch, mesh_of, pair, split, whole
 
 pytestmark = pytest.mark.mpi(min_size=4)

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import zerocast
-from tests.cast.test_first_law import RECIPES
 from tests.support.parts import assert_is_part, shape_of, unit
+from tests.support.recipes import VARIANTS
 from tests.support.same_bytes import assert_same_bytes
 from tests.support.values import draw_values
 from zerocast import Part
@@ -187,7 +187,7 @@ ONE_DIMENSION = {
 
 @pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("dim", [0, 1], ids=["rows", "columns"])
-@pytest.mark.parametrize("recipe", [*RECIPES, *ONE_DIMENSION.values()])
+@pytest.mark.parametrize("recipe", [*VARIANTS.values(), *ONE_DIMENSION.values()])
 def test_quantize_gives_the_slices_of_the_whole(recipe: Recipe, dim: int) -> None:
     """Three parts and an empty one between them; the last rows are no whole block and odd, and
     copies that are cast from the transposed tensor are there, too.
