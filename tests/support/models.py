@@ -49,11 +49,14 @@ class Pair(torch.nn.Module):
 
 
 class Blocks(torch.nn.Module):
-    """Two pairs one after the other, [..., k] -> a number; activations checkpointed, or not."""
+    """Two blocks one after the other, [..., k] -> a number; activations checkpointed, or not."""
 
     def __init__(self, k: int = 96, hidden: int = 48, *, checkpoints: bool = False) -> None:
         super().__init__()
-        self.blocks = torch.nn.ModuleList(Pair(k, hidden) for _ in range(2))
+        layers = ((torch.nn.Linear(k, hidden), torch.nn.Linear(hidden, k)) for _ in range(2))
+        self.blocks = torch.nn.ModuleList(
+            torch.nn.Sequential(up, torch.nn.GELU(), down) for up, down in layers
+        )
         self.checkpoints = checkpoints
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
