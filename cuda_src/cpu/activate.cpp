@@ -2,10 +2,9 @@
 // result.
 #include <string.h>
 
-#include <zerocast/activation.h>
-
-#include "launch.h"
-#include "simd.h"
+#include "arithmetic/activation.h"
+#include "cpu/launch.h"
+#include "cpu/simd.h"
 
 namespace zerocast {
 inline namespace ZEROCAST_ISA {

@@ -5,7 +5,7 @@
 // is rounded once a block.
 #pragma once
 
-#include "masters.h"
+#include "cpu/masters.h"
 
 namespace zerocast {
 inline namespace ZEROCAST_ISA {

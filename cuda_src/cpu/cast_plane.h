@@ -3,11 +3,11 @@
 
 #include <string.h>
 
-#include "encoders.h"
-#include "masters.h"
-#include "multipliers.h"
-#include "pack.h"
-#include "strips.h"
+#include "cpu/encoders.h"
+#include "cpu/masters.h"
+#include "cpu/multipliers.h"
+#include "cpu/pack.h"
+#include "cpu/strips.h"
 
 namespace zerocast {
 inline namespace ZEROCAST_ISA {

@@ -2,11 +2,10 @@
 // included; and what a law remembers of a weight is brought up to date.
 #include <string.h>
 
-#include <zerocast/scaling.h>
-
-#include "launch.h"
-#include "laws.h"
-#include "pack.h"
+#include "arithmetic/scaling.h"
+#include "cpu/launch.h"
+#include "cpu/laws.h"
+#include "cpu/pack.h"
 
 namespace zerocast {
 inline namespace ZEROCAST_ISA {

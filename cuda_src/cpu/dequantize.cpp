@@ -1,8 +1,7 @@
 // dequantize: decode whole weights to FP32.
-#include <zerocast/scaling.h>
-
-#include "simd.h"
-#include "strips.h"
+#include "arithmetic/scaling.h"
+#include "cpu/simd.h"
+#include "cpu/strips.h"
 
 namespace zerocast {
 inline namespace ZEROCAST_ISA {

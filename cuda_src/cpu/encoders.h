@@ -4,11 +4,10 @@
 // starts_group(), or a single one.
 #pragma once
 
-#include <zerocast/formats.h>
-#include <zerocast/philox.h>
-#include <zerocast/tables.h>
-
-#include "turn.h"
+#include "arithmetic/formats.h"
+#include "arithmetic/philox.h"
+#include "arithmetic/tables.h"
+#include "cpu/turn.h"
 
 namespace zerocast {
 inline namespace ZEROCAST_ISA {

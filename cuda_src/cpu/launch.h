@@ -2,7 +2,7 @@
 // over them.
 #pragma once
 
-#include <zerocast/tables.h>
+#include "arithmetic/tables.h"
 
 #if defined(_OPENMP)
 #include <omp.h>

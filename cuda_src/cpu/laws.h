@@ -1,8 +1,8 @@
 // From the table's description of a law to the type that computes it.
 #pragma once
 
-#include <zerocast/scaling.h>
-#include <zerocast/tables.h>
+#include "arithmetic/scaling.h"
+#include "arithmetic/tables.h"
 
 namespace zerocast {
 inline namespace ZEROCAST_ISA {

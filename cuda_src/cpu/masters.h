@@ -1,9 +1,8 @@
 // Reading masters, a register of elements at a time.
 #pragma once
 
-#include <zerocast/masters.h>
-
-#include "simd.h"
+#include "arithmetic/masters.h"
+#include "cpu/simd.h"
 
 namespace zerocast {
 inline namespace ZEROCAST_ISA {

@@ -3,10 +3,9 @@
 
 #include <string.h>
 
-#include <zerocast/scaling.h>
-
-#include "launch.h"
-#include "simd.h"
+#include "arithmetic/scaling.h"
+#include "cpu/launch.h"
+#include "cpu/simd.h"
 
 namespace zerocast {
 inline namespace ZEROCAST_ISA {

@@ -4,7 +4,7 @@
 // than encoding.
 #pragma once
 
-#include "simd.h"
+#include "cpu/simd.h"
 
 namespace zerocast {
 inline namespace ZEROCAST_ISA {

@@ -2,8 +2,8 @@
 // elements.
 #include <string.h>
 
-#include "amax.h"
-#include "strips.h"
+#include "cpu/amax.h"
+#include "cpu/strips.h"
 
 namespace zerocast {
 inline namespace ZEROCAST_ISA {

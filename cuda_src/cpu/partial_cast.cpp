@@ -1,8 +1,8 @@
 // partial_cast: round, scale and encode this rank's elements into their codes; every other nibble
 // keeps its value.
-#include "amax.h"
-#include "cast_plane.h"
-#include "laws.h"
+#include "cpu/amax.h"
+#include "cpu/cast_plane.h"
+#include "cpu/laws.h"
 
 namespace zerocast {
 inline namespace ZEROCAST_ISA {

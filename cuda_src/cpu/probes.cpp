@@ -1,7 +1,7 @@
 // The machine's memory, for scripts/bench_cast.py: what a launch that reads, writes or copies and
 // does nothing else takes, with the threads and the registers of the casts.
-#include "launch.h"
-#include "simd.h"
+#include "cpu/launch.h"
+#include "cpu/simd.h"
 
 namespace zerocast {
 inline namespace ZEROCAST_ISA {

@@ -6,11 +6,10 @@
 // by side: no sum goes across it.
 #include <string.h>
 
-#include <zerocast/scaling.h>
-
-#include "masters.h"
-#include "strips.h"
-#include "turn.h"
+#include "arithmetic/scaling.h"
+#include "cpu/masters.h"
+#include "cpu/strips.h"
+#include "cpu/turn.h"
 
 namespace zerocast {
 inline namespace ZEROCAST_ISA {

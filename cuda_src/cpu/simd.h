@@ -4,7 +4,7 @@
 // generic form beside it says what it does.
 #pragma once
 
-#include <zerocast/lanes.h>
+#include "arithmetic/lanes.h"
 
 #if defined(__SSE2__)
 #include <immintrin.h>

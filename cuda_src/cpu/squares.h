@@ -4,7 +4,7 @@
 
 #include <string.h>
 
-#include "simd.h"
+#include "cpu/simd.h"
 
 namespace zerocast {
 inline namespace ZEROCAST_ISA {

@@ -3,9 +3,8 @@
 // not once an element row.
 #pragma once
 
-#include <zerocast/tables.h>
-
-#include "launch.h"
+#include "arithmetic/tables.h"
+#include "cpu/launch.h"
 
 namespace zerocast {
 inline namespace ZEROCAST_ISA {

@@ -7,8 +7,8 @@
 // combined between the first step and the second.
 #include <string.h>
 
-#include "launch.h"
-#include "squares.h"
+#include "cpu/launch.h"
+#include "cpu/squares.h"
 
 namespace zerocast {
 inline namespace ZEROCAST_ISA {

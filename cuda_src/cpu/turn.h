@@ -1,7 +1,7 @@
 // Transposes a square of elements in the registers.
 #pragma once
 
-#include "simd.h"
+#include "cpu/simd.h"
 
 namespace zerocast {
 inline namespace ZEROCAST_ISA {

@@ -172,7 +172,7 @@ def test_the_key_holds_everything(nvrtc: object, tmp_path: Path, monkeypatch) ->
         keys.append(compiler.cache_key("transpose", "sm_90"))
         return len(set(keys)) == len(keys)
 
-    for file in ("kernels/transpose.cu", "include/zerocast/lanes.h"):
+    for file in ("cuda/transpose.cu", "cuda/quad.h", "arithmetic/lanes.h"):
         with (root / file).open("a") as f:
             f.write("// more\n")
         assert changed(), file
@@ -342,7 +342,7 @@ def test_a_small_table_goes_with_a_launch(launcher, monkeypatch) -> None:
     assert given[2] == [1, 2, 3, -4, 5, 2**62] + [0] * (WORDS - 6)
     assert (
         f"constexpr int WORDS = {WORDS};"
-        in (cuda_sources() / "kernels" / "write_words.cu").read_text()
+        in (cuda_sources() / "cuda" / "write_words.cu").read_text()
     )
 
 

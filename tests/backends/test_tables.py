@@ -33,7 +33,7 @@ from zerocast.ops import (
     TensorOperand,
 )
 
-HEADERS = Path(__file__).parents[2] / "cuda_src/include/zerocast"
+SOURCES = Path(__file__).parents[2] / "cuda_src"
 GRID = BlockGrid(16, 16, 16, 16)
 ONE = torch.zeros(1)
 FULL = plane(GRID, ONE, ONE, ONE)
@@ -43,7 +43,7 @@ BARE = operand(GRID, scale_inv=ONE)
 
 def sizes() -> dict[str, int]:
     """Of each struct, as many words as the headers' own assertions say."""
-    text = "".join(path.read_text() for path in HEADERS.glob("*.h"))
+    text = "".join(path.read_text() for path in SOURCES.rglob("*.h"))
     found = re.findall(r"static_assert\(sizeof\((\w+)\) == (\d+) \* sizeof\(i64\)", text)
     return {name: int(words) for name, words in found}
 

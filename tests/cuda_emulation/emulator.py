@@ -137,10 +137,10 @@ def _build(source: str, mistake: Mistake | None, flags: tuple[str, ...]) -> Path
         root = shutil.copytree(root, made / "sources")
         mistake.plant(root)
     file = made / f"{source}.cpp"
-    shutil.copy(root / "kernels" / f"{source}.cu", file)
+    shutil.copy(root / "cuda" / f"{source}.cu", file)
     # What has a mistake runs one small case, and compiles in half the time without optimization.
     level = "-O1" if mistake is None else "-O0"
-    command = ["g++", level, *FLAGS, *flags, f"-I{root / 'include'}", "-include", str(HEADER)]
+    command = ["g++", level, *FLAGS, *flags, f"-I{root}", "-include", str(HEADER)]
     done = subprocess.run(
         [*command, str(file), "-o", str(made / library.name)],
         capture_output=True, text=True, timeout=300,

@@ -24,9 +24,9 @@ from zerocast.ops import Activation
 pytestmark = needs_emulation
 
 ROOT = Path(__file__).parents[2]
-TILE, PLANE = "include/zerocast/activation_tile.h", "include/zerocast/activation_plane.h"
-ARITHMETIC = "include/zerocast/activation.h"
-NORMALIZATION = "kernels/normalization.cu"
+TILE, PLANE = "cuda/activation_tile.h", "cuda/activation_plane.h"
+ARITHMETIC = "arithmetic/activation.h"
+NORMALIZATION = "cuda/normalization.cu"
 BARRIER = "__syncthreads();"
 # The last barrier keeps delayed scaling's transposed codes of two tiles apart. Warp functions stand
 # between them, at which the emulation lets all threads come up, and a device need not.

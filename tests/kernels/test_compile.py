@@ -68,19 +68,19 @@ USAGE = re.compile(
 
 def source(name: str) -> str:
     """The text of a kernel file."""
-    return (cuda_sources() / "kernels" / f"{name}.cu").read_text()
+    return (cuda_sources() / "cuda" / f"{name}.cu").read_text()
 
 
 def test_every_source_is_listed() -> None:
     """KERNELS names every file of kernels."""
-    assert {file.stem for file in (cuda_sources() / "kernels").glob("*.cu")} == set(KERNELS)
+    assert {file.stem for file in (cuda_sources() / "cuda").glob("*.cu")} == set(KERNELS)
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("name", KERNELS)
 def test_kernels_stay_in_registers(name: str, arch: str) -> None:
     """Every kernel becomes a cubin without a stack frame and without a spilled register."""
-    include = cuda_sources() / "include"
+    include = cuda_sources()
     cubin, log = compile_text(source(name), name, arch, include, ("--ptxas-options=-v",))
     assert cubin.startswith(b"\x7fELF")
     used = {kernel: tuple(map(int, numbers)) for kernel, *numbers in USAGE.findall(log)}
@@ -96,7 +96,7 @@ def ptx(name: str, arch: str) -> str:
     """What the front end makes of a kernel file."""
     nvrtc = import_nvrtc()
     program = nvrtc.createProgram(source(name), f"{name}.cu", (), ())
-    include = f"--include-path={cuda_sources() / 'include'}"
+    include = f"--include-path={cuda_sources()}"
     try:
         nvrtc.compileProgram(program, (f"--gpu-architecture={arch}", *FLAGS, include))
         return nvrtc.getPTX(program).decode()

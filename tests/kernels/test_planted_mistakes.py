@@ -63,12 +63,12 @@ def shows(mistake: Mistake) -> bool:
 @pytest.mark.parametrize("source", SOURCES)
 def test_without_a_mistake_nothing_is_seen(source: str) -> None:
     """An edit that changes nothing passes, so what the other tests see is the mistake."""
-    assert not is_caught(Mistake(source, f"kernels/{source}.cu", "zerocast", "zerocast"))
+    assert not is_caught(Mistake(source, f"cuda/{source}.cu", "zerocast", "zerocast"))
 
 
 def barriers() -> list[tuple[str, int]]:
     """Every barrier of the kernels: its source, and its place among that one's."""
-    root = cuda_sources() / "kernels"
+    root = cuda_sources() / "cuda"
     return [
         (source, nth)
         for source in SOURCES
@@ -79,12 +79,12 @@ def barriers() -> list[tuple[str, int]]:
 @pytest.mark.parametrize(("source", "nth"), barriers())
 def test_a_missing_barrier(source: str, nth: int) -> None:
     """Each barrier of each kernel is needed, and its absence shows in some order of threads."""
-    assert is_caught(Mistake(source, f"kernels/{source}.cu", BARRIER, "", nth))
+    assert is_caught(Mistake(source, f"cuda/{source}.cu", BARRIER, "", nth))
 
 
 def test_every_barrier_is_tried() -> None:
     """No kernel outside of SOURCES has a barrier."""
-    files = (cuda_sources() / "kernels").glob("*.cu")
+    files = (cuda_sources() / "cuda").glob("*.cu")
     assert {f.stem for f in files if BARRIER in f.read_text()} <= set(SOURCES)
 
 
@@ -105,7 +105,7 @@ CASTS = ["partial_amax", "partial_amax_fine", "partial_cast", "partial_cast_fine
 )
 def test_an_element_too_many_or_too_few(source: str, right: str, wrong: str) -> None:
     """An off-by-one at either end of a shard shows."""
-    assert is_caught(Mistake(source, "include/zerocast/tiles.h", right, wrong))
+    assert is_caught(Mistake(source, "cuda/tiles.h", right, wrong))
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_an_element_too_many_or_too_few(source: str, right: str, wrong: str) -> 
 )
 def test_one_too_many_or_too_few(source: str, right: str, wrong: str) -> None:
     """An off-by-one in blocks, rows and histories shows."""
-    assert is_caught(Mistake(source, f"kernels/{source}.cu", right, wrong))
+    assert is_caught(Mistake(source, f"cuda/{source}.cu", right, wrong))
 
 
 @pytest.mark.parametrize(
@@ -144,13 +144,13 @@ def test_one_too_many_or_too_few(source: str, right: str, wrong: str) -> None:
 @pytest.mark.parametrize("source", ["partial_select", "select"])
 def test_another_order_of_sums(source: str, right: str, wrong: str) -> None:
     """Rows of a block that are added in another order, or left out, and another tie show."""
-    assert is_caught(Mistake(source, "include/zerocast/choices.h", right, wrong))
+    assert is_caught(Mistake(source, "cuda/choices.h", right, wrong))
 
 
 def fault(right: str, wrong: str) -> str:
     """What the emulation says of partial_amax with a mistake in it."""
     with pytest.raises(KernelFault) as caught:
-        in_child(run_fp8, Mistake("partial_amax", "kernels/partial_amax.cu", right, wrong))
+        in_child(run_fp8, Mistake("partial_amax", "cuda/partial_amax.cu", right, wrong))
     return str(caught.value)
 
 

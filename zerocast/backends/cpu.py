@@ -1,7 +1,7 @@
 """The native CPU backend: the loops of ``cuda_src/cpu``, over the arithmetic shared with CUDA.
 
 Preparing an operation writes one table of 64-bit integers, a row a weight, as laid out in
-``cuda_src/include/zerocast/tables.h``. A launch is one C call over the whole table: it releases the
+``cuda_src/arithmetic/tables.h``. A launch is one C call over the whole table: it releases the
 GIL, splits the elements of all weights over threads, and keeps a small one on the calling thread.
 Masters' addresses and dtypes are looked up when it runs, so they may be re-bound between launches.
 """

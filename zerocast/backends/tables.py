@@ -1,5 +1,5 @@
 """The tables that compiled code is given: one row a weight, as laid out in
-``cuda_src/include/zerocast/tables.h``.
+``cuda_src/arithmetic/tables.h``.
 
 Fields are int64, addresses included, in the order of the C structs. What a backend must check of a
 tensor before it takes its address is said by the ``address`` that it passes.

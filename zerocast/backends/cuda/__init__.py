@@ -9,7 +9,7 @@
     device       that interface on a GPU: CuPy's driver calls, torch's stream
     compiler     sources -> machine code, by NVRTC, kept on disk
 
-The kernels are in ``cuda_src/kernels``, their arithmetic in ``cuda_src/include/zerocast``. Nothing
+The kernels are in ``cuda_src/cuda``, their arithmetic in ``cuda_src/arithmetic``. Nothing
 here imports CuPy before a GPU is used.
 """
 

@@ -67,7 +67,7 @@ def compile_text(
         text: the source.
         name: what messages call it.
         arch: such as ``"sm_90"``.
-        include: the folder of ``zerocast/*.h``.
+        include: the folder that the sources include from, ``cuda_src``.
         options: beside FLAGS.
 
     Returns:
@@ -97,21 +97,22 @@ def compile_text(
 
 
 def cache_key(source: str, arch: str) -> str:
-    """A name for the cubin of ``kernels/<source>.cu``: a hash of all that shapes it.
+    """A name for the cubin of ``cuda/<source>.cu``: a hash of all that shapes it.
 
     Raises:
         BackendError: where CuPy, NVRTC or the sources are missing.
     """
     root = cuda_sources()
     parts = [arch, repr(FLAGS), repr(import_nvrtc().getVersion())]
-    for file in [root / "kernels" / f"{source}.cu", *sorted((root / "include").rglob("*.h"))]:
+    headers = sorted([*root.glob("arithmetic/*.h"), *root.glob("cuda/*.h")])
+    for file in [root / "cuda" / f"{source}.cu", *headers]:
         parts += [file.relative_to(root).as_posix(), file.read_text()]
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()
     return f"{source}-{arch}-{digest[:24]}"
 
 
 def compiled(source: str, arch: str, cache: Path | None = None, *, afresh: bool = False) -> bytes:
-    """The cubin of ``kernels/<source>.cu`` for ``arch``: from the cache, or compiled and kept.
+    """The cubin of ``cuda/<source>.cu`` for ``arch``: from the cache, or compiled and kept.
 
     Args:
         source: the name of the file.
@@ -127,8 +128,8 @@ def compiled(source: str, arch: str, cache: Path | None = None, *, afresh: bool 
     if file is not None and not afresh and (cubin := kept(file)) is not None:
         return cubin
     root = cuda_sources()
-    text = (root / "kernels" / f"{source}.cu").read_text()
-    cubin, _ = compile_text(text, source, arch, root / "include")
+    text = (root / "cuda" / f"{source}.cu").read_text()
+    cubin, _ = compile_text(text, source, arch, root)
     if file is not None:
         keep(file, cubin)
     return cubin

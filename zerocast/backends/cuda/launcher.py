@@ -50,7 +50,7 @@ class Arguments:
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """One kernel: the source file ``cuda_src/kernels/<source>.cu``, the function in it, and the
+    """One kernel: the source file ``cuda_src/cuda/<source>.cu``, the function in it, and the
     threads of a block.
     """
 

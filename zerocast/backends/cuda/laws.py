@@ -1,5 +1,5 @@
 """Which kernel computes a law, and what it is told of it: the names and the last arguments of the
-entry points in ``cuda_src/kernels``.
+entry points in ``cuda_src/cuda``.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from zerocast.errors import BackendError
 
 
 def cuda_sources() -> Path:
-    """The folder with ``include/`` and ``kernels/``.
+    """The folder with ``arithmetic/`` and ``cuda/``.
 
     A wheel carries it as ``zerocast/cuda_src``. In a checkout, installed editable or not, it stands
     beside the package.
@@ -21,7 +21,7 @@ def cuda_sources() -> Path:
     roots = [Path(root) for root in (spec.submodule_search_locations or ())] if spec else []
     places = [root / "cuda_src" for root in roots] + [root.parent / "cuda_src" for root in roots]
     for place in places:
-        if (place / "kernels").is_dir() and (place / "include" / "zerocast").is_dir():
+        if (place / "arithmetic").is_dir() and (place / "cuda").is_dir():
             return place
     raise BackendError(
         "the cuda backend needs the kernels' sources, and there are none in "

@@ -2,7 +2,7 @@
 
 A kernel takes one tile a thread block and divides nothing to find it. Amax and cast follow the
 shard: a tile in which this rank owns no element is not in the table. The constants and the fields
-of a row are those of ``cuda_src/include/zerocast/tiles.h`` and ``planes.h``.
+of a row are those of ``cuda_src/cuda/tiles.h`` and ``planes.h``.
 """
 
 from __future__ import annotations

@@ -1,0 +1,198 @@
+// How an amax becomes a scale: the laws of zerocast/ops.
+//
+// A law answers two questions about one block, given the bit pattern of its amax: what is stored,
+// and what its elements are multiplied by before they are encoded. A multiplier that is NaN says
+// that every code is NaN's. A law that CHOOSES asks for the block's choice, too.
+#pragma once
+
+#include "arithmetic/formats.h"
+
+namespace zerocast {
+inline namespace ZEROCAST_ISA {
+
+template <class L>
+ZEROCAST_FN typename L::Float not_above_flt_max(typename L::Float x) {
+    return L::select(x > constant<L>(FLT_MAX_BITS), constant<L>(FLT_MAX_BITS), x);  // NaN stays NaN
+}
+
+// FP8 with one FP32 scale a block; the tensor amax is not used.
+template <class F>
+struct Float8Scaling {
+    typedef F Format;
+    typedef float Stored;
+    static constexpr bool CHOOSES = false;
+    bool power_2_scale;
+    float amax_epsilon;
+
+    template <class L>
+    ZEROCAST_FN typename L::Float multiplier(typename L::Int amax_bits) const {
+        typedef typename L::Float Float;
+        Float amax = L::value(amax_bits);
+        Float clamped = L::select(amax < L::splat(amax_epsilon), L::splat(amax_epsilon), amax);
+        Float scale = not_above_flt_max<L>(L::divide(L::splat(F::MAX), clamped));
+        if (power_2_scale) scale = L::value(L::bits(scale) & ~((1 << MANTISSA_BITS) - 1));
+        scale = L::select(clamped == L::splat(0.0f), L::splat(1.0f), scale);
+        return L::select(amax_bits < INFINITY_BITS, scale, constant<L>(NAN_BITS));
+    }
+
+    // FP32 scale_inv, by its bit pattern.
+    template <class L>
+    ZEROCAST_FN typename L::Int stored(typename L::Int amax_bits) const {
+        typename L::Float inverse = L::divide(L::splat(1.0f), multiplier<L>(amax_bits));
+        return L::select(amax_bits < INFINITY_BITS, L::bits(inverse), L::splat(NAN_BITS));
+    }
+};
+
+// FP8 under the scale that earlier casts of the tensor left: made once a tensor, from that scale.
+template <class F>
+struct DelayedScaling {
+    typedef F Format;
+    typedef float Stored;
+    static constexpr bool CHOOSES = false;
+    float scale;
+
+    template <class L>
+    ZEROCAST_FN typename L::Float multiplier(typename L::Int) const {
+        return L::splat(scale);
+    }
+
+    // FP32 scale_inv, by its bit pattern; the amax is that of what was cast.
+    template <class L>
+    ZEROCAST_FN typename L::Int stored(typename L::Int amax_bits) const {
+        typename L::Float inverse = L::divide(L::splat(1.0f), L::splat(scale));
+        return L::select(amax_bits < INFINITY_BITS, L::bits(inverse), L::splat(NAN_BITS));
+    }
+};
+
+// Whether delayed scaling takes an amax of these bits into its history.
+ZEROCAST_FN bool enters_history(i32 amax_bits) {
+    return amax_bits > 0 && amax_bits < INFINITY_BITS;
+}
+
+// The scale of the next cast, from the largest of the history (or the newest) and the scale so far;
+// scaled_max is max * 2^-margin.
+ZEROCAST_FN float next_scale(float scaled_max, float largest, float scale) {
+    if (!enters_history(Scalar::bits(largest))) return scale;
+    return not_above_flt_max<Scalar>(Scalar::divide(scaled_max, largest));
+}
+
+// FP8 under an E8M0 scale a block; the tensor amax is not used.
+template <class F>
+struct MXFP8Scaling {
+    typedef F Format;
+    typedef u8 Stored;
+    static constexpr bool CHOOSES = false;
+
+    // The E8M0 code.
+    template <class L>
+    ZEROCAST_FN typename L::Int stored(typename L::Int amax_bits) const {
+        constexpr float INVERSE_MAX = 1.0f / F::MAX;
+        typename L::Int code = encode_e8m0<L>(L::value(amax_bits) * L::splat(INVERSE_MAX));
+        return L::select(amax_bits < INFINITY_BITS, code, L::splat(E8M0::NAN_CODE));
+    }
+
+    template <class L>
+    ZEROCAST_FN typename L::Float multiplier(typename L::Int amax_bits) const {
+        return reciprocal_e8m0<L>(stored<L>(amax_bits));
+    }
+};
+
+// NVFP4: an E4M3 scale a block under the tensor's amax. Made once a tensor.
+struct NVFP4Scaling {
+    typedef E2M1 Format;
+    typedef u8 Stored;
+    static constexpr bool CHOOSES = false;
+    float encode_scale;  // S_enc
+    float decode_scale;  // 1 / S_enc
+    float block_factor;  // S_enc * fl(1/6)
+    bool finite;
+
+    // 2688 for the whole range of E4M3, exact.
+    static ZEROCAST_FN float maxima(i64 scale_max) { return E2M1::MAX * (float)(i32)scale_max; }
+
+    ZEROCAST_FN NVFP4Scaling(i32 tensor_amax_bits, i64 scale_max) {
+        float amax = Scalar::value(tensor_amax_bits);
+        encode_scale = not_above_flt_max<Scalar>(Scalar::divide(maxima(scale_max), amax));
+        if (amax == 0.0f) encode_scale = 1.0f;
+        decode_scale = Scalar::divide(1.0f, encode_scale);
+        block_factor = encode_scale * (1.0f / 6.0f);
+        finite = tensor_amax_bits < INFINITY_BITS;
+    }
+
+    // The E4M3 code.
+    template <class L>
+    ZEROCAST_FN typename L::Int stored(typename L::Int amax_bits) const {
+        if (!finite) return L::splat(E4M3::NAN_CODE);
+        return encode<E4M3, L>(not_above_flt_max<L>(L::value(amax_bits) * L::splat(block_factor)));
+    }
+
+    template <class L>
+    ZEROCAST_FN typename L::Float multiplier(typename L::Int amax_bits) const {
+        return multiplier_under<L>(stored<L>(amax_bits));
+    }
+
+    // The multiplier of a block whose stored scale is known.
+    template <class L>
+    ZEROCAST_FN typename L::Float multiplier_under(typename L::Int stored) const {
+        if (!finite) return constant<L>(NAN_BITS);
+        typename L::Float decoded = decode<E4M3, L>(stored);
+        return not_above_flt_max<L>(L::divide(L::splat(1.0f), decoded * L::splat(decode_scale)));
+    }
+};
+
+// NVFP4 with the better one of two scales a block, map4 and map6.
+struct FourOverSixScaling : NVFP4Scaling {
+    static constexpr bool CHOOSES = true;
+    float tensor_amax, largest;  // largest: 6 * scale_max
+
+    ZEROCAST_FN FourOverSixScaling(i32 tensor_amax_bits, i64 scale_max)
+        : NVFP4Scaling(tensor_amax_bits, scale_max),
+          tensor_amax(Scalar::value(tensor_amax_bits)),
+          largest(maxima(scale_max)) {}
+
+    // The E4M3 code of map4 where choice is not 0, of map6 where it is. Encoding saturates at 448.
+    template <class L>
+    ZEROCAST_FN typename L::Int stored(typename L::Int amax_bits, typename L::Int choice) const {
+        if (!finite) return L::splat(E4M3::NAN_CODE);
+        typename L::Float base =
+            L::divide(L::value(amax_bits), L::splat(6.0f)) * L::splat(encode_scale);
+        return encode<E4M3, L>(L::select(choice != 0, base * L::splat(1.5f), base));
+    }
+
+    template <class L>
+    ZEROCAST_FN typename L::Float multiplier(typename L::Int amax_bits,
+                                             typename L::Int choice) const {
+        return multiplier_under<L>(stored<L>(amax_bits, choice));
+    }
+
+    // How far x is from what its code means, or the square of that, where the stored scale has the
+    // value `map` and x is multiplied by `multiplier`.
+    template <bool SQUARED, class L>
+    ZEROCAST_FN typename L::Float error(typename L::Float x, typename L::Float map,
+                                        typename L::Float multiplier) const {
+        typename L::Float value = decode<E2M1, L>(encode<E2M1, L>(x * multiplier)) * map;
+        value = L::divide(value * L::splat(tensor_amax), L::splat(largest));
+        typename L::Float distance = L::value(L::bits(value - x) & MAGNITUDE_MASK);
+        return SQUARED ? distance * distance : distance;
+    }
+};
+
+// What a code is multiplied by when it is decoded: from the stored scale of its block, and the
+// tensor's amax.
+template <class L>
+ZEROCAST_FN typename L::Float nvfp4_decode_multiplier(typename L::Int stored, float tensor_amax,
+                                                      i64 scale_max) {
+    float inverse_maxima = Scalar::divide(1.0f, NVFP4Scaling::maxima(scale_max));
+    return (decode<E4M3, L>(stored) * L::splat(tensor_amax)) * L::splat(inverse_maxima);
+}
+
+// A decoded element; every NaN is the canonical one, whatever the machine makes of infinity times
+// zero.
+template <class L>
+ZEROCAST_FN typename L::Float scaled(typename L::Float value, typename L::Float multiplier) {
+    typename L::Float product = value * multiplier;
+    return L::select(product == product, product, constant<L>(NAN_BITS));
+}
+
+}  // namespace ZEROCAST_ISA
+}  // namespace zerocast

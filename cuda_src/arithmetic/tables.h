@@ -1,0 +1,188 @@
+// What a launch is given: one row a weight, made in Python as an int64 table [weights, fields] on
+// the device that reads it. Fields are 64 bits wide, addresses included, so the table needs no
+// padding rules.
+//
+// A row holds what one operation reads of a TensorOperand (zerocast/ops), and is written by
+// zerocast/backends/tables.py. The index arithmetic is here too: an element's flat index in its
+// whole weight decides its block, its byte and its nibble. What a weight has none of is 0 in its
+// row.
+#pragma once
+
+#include "arithmetic/lanes.h"
+
+namespace zerocast {
+inline namespace ZEROCAST_ISA {
+
+// A [rows, cols] matrix cut into blocks; ragged edges are served.
+struct Grid {
+    i64 rows, cols;
+    i64 block_h, block_w;
+
+    ZEROCAST_FN i64 numel() const { return rows * cols; }
+    ZEROCAST_FN i64 blocks_h() const { return (rows + block_h - 1) / block_h; }
+    ZEROCAST_FN i64 blocks_w() const { return (cols + block_w - 1) / block_w; }
+    ZEROCAST_FN i64 num_blocks() const { return blocks_h() * blocks_w(); }
+};
+
+enum Nominal : i64 { NOMINAL_FP32 = 0, NOMINAL_BF16 = 1, NOMINAL_FP16 = 2 };
+enum FormatId : i64 { FORMAT_E2M1 = 0, FORMAT_E4M3 = 1, FORMAT_E5M2 = 2 };
+
+// What delayed scaling remembers of one tensor; scale is null under every other law, the rest where
+// closing a cast does not advance it.
+struct DelayedState {
+    float* scale;       // [1]
+    float* cast_scale;  // [1]
+    float* history;     // [length], newest first
+    i64 length;
+};
+
+// The place of `value` in a list that ascends, or -1.
+ZEROCAST_FN i64 find(const i64* list, i64 length, i64 value) {
+    i64 first = 0, last = length;
+    while (first < last) {
+        i64 middle = first + (last - first) / 2;
+        if (list[middle] < value)
+            first = middle + 1;
+        else
+            last = middle;
+    }
+    return first < length && list[first] == value ? first : -1;
+}
+
+// What 4-over-6 decides by; choices is null under every other law. Errors and elements stand for
+// FP32 values.
+struct Candidates {
+    u8* choices;     // [blocks]: 1 for map4, 0 for map6
+    const i64* cut;  // [cuts], ascending: the rows of blocks that are cut
+    i64 cuts;
+    float* row_errors;    // [cuts, block_h, blocks_w, 2]
+    const i64* segments;  // [segment_count], ascending: the first element of each segment
+    i64 segment_count;
+    float* elements;  // [segment_count, block_w]
+
+    // The errors of one row inside row `cut` of those rows of blocks, in its first block: of map4,
+    // then of map6; the next block's follow.
+    ZEROCAST_FN float* errors_of(const Grid& grid, i64 cut_row, i64 row_in_block) const {
+        return row_errors + (cut_row * grid.block_h + row_in_block) * grid.blocks_w() * 2;
+    }
+};
+
+// Where the random words of a weight come from; the counter is null without stochastic rounding.
+struct Draws {
+    const i64* counter;  // [2]: the hash of the weight's name, the step
+    // Of a part of a weight: the place of its first element in the whole, the elements of the whole
+    // between one of its rows and the next, and its columns.
+    i64 origin, skip, cols;
+
+    // The place in the whole weight of an element of the part.
+    ZEROCAST_FN i64 in_whole(i64 element) const {
+        return element + origin + (skip ? element / cols * skip : 0);
+    }
+
+    // Whether four elements from a multiple of four on, of one row, are so in the whole, too.
+    ZEROCAST_FN bool keeps_fours() const {
+        return (origin | skip) % 4 == 0 && (!skip || cols % 4 == 0);
+    }
+};
+
+// A shard of a master, found when the launch runs.
+struct Master {
+    const void* data;
+    i64 dtype;  // Nominal
+};
+static_assert(sizeof(Master) == 2 * sizeof(i64), "a row that Python writes");
+
+// One plane of codes that are cast.
+struct CodePlane {
+    Grid grid;
+    i32* block_amax;  // [blocks]
+    u8* codes;        // of the elements from codes_start on
+};
+
+// What 4-over-6 chooses by, too.
+struct CastShard {
+    const Master* master;
+    i64 start, end;    // elements of the whole weight
+    i64 round_to;      // Nominal
+    i64 codes_start;   // even where codes are nibbles
+    i32* tensor_amax;  // [1]; may be the block amax where there is one block
+    CodePlane rowwise;
+    CodePlane columnwise;  // over the same matrix; its codes are null where it is not cast
+    DelayedState delayed;
+    Candidates candidates;
+    Draws draws;
+
+    ZEROCAST_FN i64 size() const { return end - start; }
+};
+static_assert(sizeof(CastShard) == 33 * sizeof(i64), "a row that Python writes");
+
+// A stored plane of block scales: the scale of block (i, j) stands at entries (r, c) with r from
+// i * row_repeat and c from j * col_repeat on, as far as they are below rows and cols. Stored
+// transposed, entry (r, c) is found at (c, r).
+struct ScalePlane {
+    Grid grid;
+    i64 row_repeat, col_repeat;
+    i64 transposed;
+    i64 rows, cols;                // entries that hold scales, before the plane is transposed
+    i64 padded_rows, padded_cols;  // the plane as it is stored
+    i64 padding;                   // bit pattern of entries that belong to no block
+    const i32* block_amax;         // [blocks]
+    void* scale_inv;               // [padded_rows, padded_cols]; null where there is no plane
+
+    // The scale of block (i, j) is the stored entry i * down() + j * right().
+    ZEROCAST_FN i64 down() const { return row_repeat * (transposed ? 1 : padded_cols); }
+    ZEROCAST_FN i64 right() const { return col_repeat * (transposed ? padded_cols : 1); }
+};
+
+struct ScaleTarget {
+    ScalePlane rowwise;
+    ScalePlane columnwise;   // of a second plane, quantized independently
+    const i32* tensor_amax;  // [1]
+    i32* amax;               // FP32 [1] by its bits, or null
+    DelayedState delayed;
+    const u8* choices;      // [blocks] under 4-over-6, else null
+    i64* rounding_counter;  // [2], or null
+};
+static_assert(sizeof(ScaleTarget) == 36 * sizeof(i64), "a row that Python writes");
+
+struct TransposeTarget {
+    i64 format;             // FormatId
+    i64 scale_bytes;        // of one stored scale
+    const u8* codes;        // of the matrix of rowwise.grid
+    u8* columnwise_codes;   // of the transposed one
+    ScalePlane rowwise;     // neither is stored transposed, nor repeats to the right
+    ScalePlane columnwise;  // its scale_inv is null where one scale serves both
+};
+static_assert(sizeof(TransposeTarget) == 32 * sizeof(i64), "a row that Python writes");
+
+struct DequantizeTarget {
+    ScalePlane plane;
+    const u8* codes;
+    const float* amax;  // [1], or null
+    float* out;         // the matrix of plane.grid
+};
+static_assert(sizeof(DequantizeTarget) == 17 * sizeof(i64), "a row that Python writes");
+
+enum LawKind : i64 { LAW_FLOAT8 = 0, LAW_DELAYED = 1, LAW_MXFP8 = 2, LAW_NVFP4 = 3 };
+enum ErrorKind : i64 { ERROR_NONE = 0, ERROR_MAE = 1, ERROR_MSE = 2 };
+
+// Which law, and its parameters; those of other laws are 0.
+struct LawTable {
+    i64 kind;    // LawKind
+    i64 format;  // FormatId of the codes
+    // FP8 with an FP32 scale a block.
+    i64 power_2_scale;
+    i64 amax_epsilon;  // FP32 bit pattern
+    // Delayed scaling.
+    i64 scaled_max;  // FP32 bit pattern of max * 2^-margin
+    i64 most_recent;
+    // NVFP4.
+    i64 scale_max;
+    i64 four_over_six;  // ErrorKind
+    i64 stochastic_rounding;
+    i64 seed;
+};
+static_assert(sizeof(LawTable) == 10 * sizeof(i64), "a row that Python writes");
+
+}  // namespace ZEROCAST_ISA
+}  // namespace zerocast

@@ -1,0 +1,140 @@
+// What all casts of a tile share: what a block is multiplied by, where codes lie, how they are
+// made.
+#pragma once
+
+#include "arithmetic/philox.h"
+#include "arithmetic/scaling.h"
+#include "cuda/quad.h"
+#include "cuda/tiles.h"
+
+namespace zerocast {
+inline namespace ZEROCAST_ISA {
+
+template <class F>
+ZEROCAST_FN i64 bytes_of(i64 elements) {
+    return F::BITS == 4 ? elements / 2 : elements;
+}
+
+// The byte of a plane that holds an element's code.
+template <class F>
+ZEROCAST_FN i64 place_of(const CastShard& shard, i64 element) {
+    i64 at =
+        element - shard.codes_start;  // negative for elements of the tile that are not of the shard
+    return F::BITS == 4 ? at >> 1 : at;
+}
+
+// --- multipliers: of(shard, amax_bits, block) is what the elements of a block are multiplied by
+// ---
+
+// Under a law that needs the block's amax only.
+template <class Law>
+struct Multipliers {
+    static constexpr bool TAKES_AMAX = false;
+    Law law;
+
+    ZEROCAST_FN float of(const CastShard&, i32 amax_bits, i64) const {
+        return law.template multiplier<Scalar>(amax_bits);
+    }
+};
+
+struct NVFP4Multipliers {
+    static constexpr bool TAKES_AMAX = false;
+    i64 scale_max;
+
+    ZEROCAST_FN float of(const CastShard& shard, i32 amax_bits, i64 block) const {
+        i32 tensor_amax = *shard.tensor_amax;
+        const u8* choices = shard.candidates.choices;
+        if (choices)
+            return FourOverSixScaling(tensor_amax, scale_max)
+                .multiplier<Scalar>(amax_bits, choices[block]);
+        return NVFP4Scaling(tensor_amax, scale_max).multiplier<Scalar>(amax_bits);
+    }
+};
+
+// From what earlier casts left; the amax of this one is taken beside it.
+struct DelayedMultipliers {
+    static constexpr bool TAKES_AMAX = true;
+
+    ZEROCAST_FN float of(const CastShard& shard, i32, i64) const { return *shard.delayed.scale; }
+};
+
+// --- encoders: the code of a scaled element, which is element number `element` of its matrix ---
+
+// The nearest one.
+template <class F>
+struct Nearest {
+    typedef F Format;
+
+    // Whether quads may be encoded at once.
+    ZEROCAST_FN bool takes_quads(const Tile&, const Grid&) const { return true; }
+    ZEROCAST_FN u32 encode_quad_at(i64, const Quad& scaled) const { return encode_quad<F>(scaled); }
+    ZEROCAST_FN u32 encode_at(i64, float scaled) const { return (u32)encode<F, Scalar>(scaled); }
+};
+
+// One of the two neighbours, drawn.
+struct Drawn {
+    typedef E2M1 Format;
+    RandomWords words;
+    const Draws& draws;
+
+    ZEROCAST_FN Drawn(const CastShard& shard, u64 seed)
+        : words(seed, shard.draws.counter), draws(shard.draws) {}
+
+    // The four elements of a quad share one draw where the weight's elements are counted so.
+    ZEROCAST_FN bool takes_quads(const Tile& tile, const Grid& grid) const {
+        return tile.element % 4 == 0 && (tile.rows == 1 || grid.cols % 4 == 0)
+               && draws.keeps_fours();
+    }
+
+    // Of the four elements of the whole weight that `place` is one of.
+    ZEROCAST_FN void draw(i64 place, u32 (&word)[4]) const {
+        words.of_four<Scalar>((u32)(place / 4), (u32)((u64)place >> 34), word);
+    }
+
+    ZEROCAST_FN u32 encode_quad_at(i64 element, const Quad& scaled) const {
+        u32 word[4], codes = 0;
+        draw(draws.in_whole(element), word);
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            codes |= (u32)encode_e2m1_stochastic<Scalar>(scaled.x[i], word[i]) << 4 * i;
+        return codes;
+    }
+
+    ZEROCAST_FN u32 encode_at(i64 element, float scaled) const {
+        u32 word[4];
+        i64 place = draws.in_whole(element);
+        draw(place, word);
+        u32 mine = place & 2 ? (place & 1 ? word[3] : word[2]) : place & 1 ? word[1] : word[0];
+        return (u32)encode_e2m1_stochastic<Scalar>(scaled, mine);
+    }
+};
+
+// --- elements at the edges of a shard ---
+
+// Element `at` (and, of nibbles, the next) of a thread's quads: code_of(i, j) is the code of
+// element j of quad i, and is asked for owned ones only. A byte of two nibbles is written by one
+// thread, so a byte that this rank shares is read and written by that one.
+template <class F, class CodeOf>
+ZEROCAST_FN void store_elements(const CastShard& shard, u8* plane, const Quads& quads, int at,
+                                const CodeOf& code_of) {
+    constexpr int AT_ONCE = F::BITS == 4 ? 2 : 1;
+    int i = at / 4, j = at % 4;
+    u32 code[AT_ONCE];
+    bool mine[AT_ONCE];
+#pragma unroll
+    for (int k = 0; k < AT_ONCE; k++) {
+        mine[k] = owns(quads, shard.start, shard.end, i, j + k);
+        if (mine[k]) code[k] = code_of(i, j + k);
+    }
+    u8* to = plane + place_of<F>(shard, quads.at(i) + j);
+    if constexpr (F::BITS == 8) {
+        if (mine[0]) *to = (u8)code[0];
+    } else if (mine[0] || mine[1]) {
+        u32 low = mine[0] ? code[0] : *to & 0x0Fu;
+        u32 high = mine[1] ? code[1] << 4 : *to & 0xF0u;
+        *to = (u8)(low | high);
+    }
+}
+
+}  // namespace ZEROCAST_ISA
+}  // namespace zerocast

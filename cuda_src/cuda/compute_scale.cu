@@ -1,0 +1,145 @@
+// compute_scale: the stored scales of whole weights from reduced amaxes, padding and repeats
+// included.
+//
+// A stored plane is cut into strips: all stored rows of a few rows of blocks, 256 columns of them.
+// A thread makes the scales of four stored columns side by side and stores them in every row that
+// repeats them, four entries at a time where the plane's rows are whole groups of four.
+//
+// A weight has one plane (part 0), or a second one of blocks of its own (part 1). The first strip
+// of the first plane does what is done once a weight.
+#include "arithmetic/scaling.h"
+#include "cuda/planes.h"
+
+using namespace zerocast;
+
+// A plane as it is stored: rows and columns, repeats and blocks change places where it is stored
+// transposed.
+struct StoredPlane {
+    i64 rows, cols;              // that hold scales
+    i64 row_repeat, col_repeat;  // of one block
+    i64 row_blocks, col_blocks;  // from one block to the next, in numbers of blocks
+
+    explicit ZEROCAST_FN StoredPlane(const ScalePlane& plane) {
+        bool turned = plane.transposed;
+        i64 blocks_w = plane.grid.blocks_w();
+        rows = turned ? plane.cols : plane.rows;
+        cols = turned ? plane.rows : plane.cols;
+        row_repeat = turned ? plane.col_repeat : plane.row_repeat;
+        col_repeat = turned ? plane.row_repeat : plane.col_repeat;
+        row_blocks = turned ? 1 : blocks_w;
+        col_blocks = turned ? blocks_w : 1;
+    }
+};
+
+// stored_of(block) is the stored scale of a block, by its bit pattern.
+template <class Stored, class StoredOf>
+static ZEROCAST_FN void scale_strip(const ScalePlane& plane, const PlaneTile& tile,
+                                    const StoredOf& stored_of) {
+    StoredPlane stored(plane);
+    i64 col = tile.col + threadIdx.x % STRIP_THREADS * 4;
+    if (col >= plane.padded_cols) return;
+    auto padding = (i32)plane.padding;
+    for (i64 group = tile.row + threadIdx.x / STRIP_THREADS; group < tile.row_end;
+         group += THREADS / STRIP_THREADS) {
+        Entries scales = four_times(padding);
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+            if (col + k >= stored.cols || group * stored.row_repeat >= stored.rows) continue;
+            i64 across = stored.col_repeat == 1 ? col + k : (col + k) / stored.col_repeat;
+            scales.bits[k] = stored_of(group * stored.row_blocks + across * stored.col_blocks);
+        }
+        for (i64 r = 0; r < stored.row_repeat; r++) {
+            i64 row = group * stored.row_repeat + r;
+            if (row >= plane.padded_rows) break;
+            auto to = (Stored*)plane.scale_inv + row * plane.padded_cols + col;
+            store_entries(to, row < stored.rows ? scales : four_times(padding),
+                          plane.padded_cols - col);
+        }
+    }
+}
+
+static ZEROCAST_FN void once_a_weight(const ScaleTarget& target) {
+    if (target.amax) *target.amax = *target.tensor_amax;
+    if (target.rounding_counter) target.rounding_counter[1]++;
+}
+
+// law_of(target) is made once a strip; law.stored(amax_bits, block) is then the stored scale.
+template <class Stored, class LawOf>
+static ZEROCAST_FN void scale_strips(const ScaleTarget* targets, const PlaneTile* tiles, i64 count,
+                                     const LawOf& law_of) {
+    for (i64 t = blockIdx.x; t < count; t += gridDim.x) {
+        PlaneTile tile = tiles[t];
+        const ScaleTarget& target = targets[tile.weight];
+        const ScalePlane& plane = tile.part == 0 ? target.rowwise : target.columnwise;
+        auto law = law_of(target);
+        scale_strip<Stored>(plane, tile,
+                            [&](i64 block) { return law.stored(plane.block_amax[block], block); });
+        if (tile.part == 0 && tile.row == 0 && tile.col == 0 && threadIdx.x == 0)
+            once_a_weight(target);
+    }
+}
+
+// --- one kernel a law ---
+
+// Of a law that needs the block's amax only.
+template <class Law>
+struct OfBlocks {
+    Law law;
+
+    ZEROCAST_FN i32 stored(i32 amax_bits, i64) const {
+        return law.template stored<Scalar>(amax_bits);
+    }
+};
+
+struct OfNVFP4 {
+    FourOverSixScaling law;
+    const u8* choices;  // or null
+
+    ZEROCAST_FN i32 stored(i32 amax_bits, i64 block) const {
+        if (choices) return law.stored<Scalar>(amax_bits, choices[block]);
+        return law.NVFP4Scaling::stored<Scalar>(amax_bits);
+    }
+};
+
+template <class Law>
+static ZEROCAST_FN void scales_of_blocks(const ScaleTarget* targets, const PlaneTile* tiles,
+                                         i64 count, const Law& law) {
+    scale_strips<typename Law::Stored>(targets, tiles, count,
+                                       [=](const ScaleTarget&) { return OfBlocks<Law>{law}; });
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    compute_scale_float8_e4m3(const ScaleTarget* __restrict__ targets,
+                              const PlaneTile* __restrict__ tiles, i64 count, i64 power_2_scale,
+                              i64 amax_epsilon) {
+    scales_of_blocks(targets, tiles, count,
+                     Float8Scaling<E4M3>{power_2_scale != 0, Scalar::value((i32)amax_epsilon)});
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    compute_scale_float8_e5m2(const ScaleTarget* __restrict__ targets,
+                              const PlaneTile* __restrict__ tiles, i64 count, i64 power_2_scale,
+                              i64 amax_epsilon) {
+    scales_of_blocks(targets, tiles, count,
+                     Float8Scaling<E5M2>{power_2_scale != 0, Scalar::value((i32)amax_epsilon)});
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    compute_scale_mxfp8_e4m3(const ScaleTarget* __restrict__ targets,
+                             const PlaneTile* __restrict__ tiles, i64 count) {
+    scales_of_blocks(targets, tiles, count, MXFP8Scaling<E4M3>{});
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    compute_scale_mxfp8_e5m2(const ScaleTarget* __restrict__ targets,
+                             const PlaneTile* __restrict__ tiles, i64 count) {
+    scales_of_blocks(targets, tiles, count, MXFP8Scaling<E5M2>{});
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    compute_scale_nvfp4(const ScaleTarget* __restrict__ targets,
+                        const PlaneTile* __restrict__ tiles, i64 count, i64 scale_max) {
+    scale_strips<u8>(targets, tiles, count, [=](const ScaleTarget& target) {
+        return OfNVFP4{FourOverSixScaling(*target.tensor_amax, scale_max), target.choices};
+    });
+}

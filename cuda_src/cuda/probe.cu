@@ -1,0 +1,33 @@
+// probe_read: reads memory and does next to nothing with it: what a kernel could reach that only
+// reads. For scripts/bench_cuda.py.
+#include "cuda/quad.h"
+#include "cuda/tiles.h"
+
+using namespace zerocast;
+
+constexpr int IN_FLIGHT = 8;
+
+// from: 128 KiB for each of count pieces. to: [1], is written only if a value is the smallest NaN
+// pattern, so that the reads cannot be left out.
+extern "C" __global__ void __launch_bounds__(256)
+    probe_read(const float* __restrict__ from, u32* __restrict__ to, i64 count) {
+    for (i64 piece = blockIdx.x; piece < count; piece += gridDim.x) {
+        const float* at = from + piece * 32768 + threadIdx.x * 4;
+        u32 smallest = 0xFFFFFFFFu;
+#pragma unroll 1
+        for (int first = 0; first < 32; first += IN_FLIGHT) {
+            Quad q[IN_FLIGHT];
+#pragma unroll
+            for (int k = 0; k < IN_FLIGHT; k++) q[k] = load_quad(at + (first + k) * 1024);
+#pragma unroll
+            for (int k = 0; k < IN_FLIGHT; k++) {
+#pragma unroll
+                for (int j = 0; j < 4; j++) {
+                    u32 distance = (u32)Scalar::bits(q[k].x[j]) - 0x7F800001u;
+                    smallest = distance < smallest ? distance : smallest;
+                }
+            }
+        }
+        if (smallest == 0) *to = 1;
+    }
+}
