@@ -72,7 +72,7 @@ def train(model: GPT, arguments: argparse.Namespace, comm: Communicator) -> None
         optimizer.step()
         optimizer.zero_grad()
         if recipe is not None:
-            zerocast.fsdp.precompute_scales_for_fsdp(model)
+            zerocast.sharded.precompute_scales_for_fsdp(model)
         if step % 20 == 0 or step == arguments.steps - 1:
             mean = loss.detach().reshape(1)
             comm.all_reduce_sum_(mean)
@@ -84,12 +84,14 @@ def wrong_byte(model: GPT) -> tuple[int, str | None]:
     """How many bytes of gathered weights were compared with the unsharded cast, and the first that
     differs. Collective.
     """
-    zerocast.fsdp.precompute_scales_for_fsdp(model)  # resharded, and cast where a step was skipped
+    zerocast.sharded.precompute_scales_for_fsdp(
+        model
+    )  # resharded, and cast where a step was skipped
     expected = {}
     for name, parameter in model.named_parameters():
         shard = parameter.to_local()
-        if isinstance(shard, zerocast.fsdp.MasterWeight):
-            codes = shard.low_bit_gather.shards.storage
+        if isinstance(shard, zerocast.sharded.MasterWeight):
+            codes = shard.low_bit_all_gather.shards.storage
             expected[name] = unsharded_cast(
                 parameter.full_tensor(), codes
             ).quantized_storage.buffers
@@ -108,7 +110,7 @@ def run(arguments: argparse.Namespace, comm: Communicator) -> int:
     """Train, say what travels, compare; 0, or 1 where a byte is wrong."""
     recipe = RECIPES[arguments.recipe]
     model = sharded_model(recipe, fast_dtype(comm))
-    report = zerocast.fsdp.report(model)
+    report = zerocast.sharded.report(model)
     if comm.rank == 0:
         print(report, flush=True)
     train(model, arguments, comm)

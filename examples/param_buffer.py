@@ -73,7 +73,7 @@ class Bucket:
     def bytes_of(self, extent: Extent) -> slice:
         """Where elements of the bucket are stored in each of :attr:`planes`."""
         if self.codes:
-            return slice(*byte_span(self.codes[0].recipe.law.fmt, extent.start, extent.end))
+            return slice(*byte_span(self.codes[0].recipe.numerics.fmt, extent.start, extent.end))
         itemsize = self.weights[0].dtype.itemsize
         return slice(extent.start * itemsize, extent.end * itemsize)
 

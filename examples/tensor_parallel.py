@@ -38,7 +38,7 @@ from torch.utils._pytree import tree_leaves
 
 import zerocast
 from zerocast.comm import Communicator
-from zerocast.tensor_parallel import Float8ColwiseParallel
+from zerocast.nn.tensor_parallel import Float8ColwiseParallel
 
 IN_CODES = ("current", "delayed")
 """Recipes with which inputs can be gathered in codes: those of one scale a tensor."""
@@ -115,7 +115,7 @@ def train(model: GPT, arguments: argparse.Namespace, mesh: DeviceMesh, comm: Com
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        zerocast.fsdp.precompute_scales_for_fsdp(model)
+        zerocast.sharded.precompute_scales_for_fsdp(model)
         if step % 20 == 0 or step == arguments.steps - 1:
             mean = loss.detach().reshape(1).float()
             comm.all_reduce_sum_(mean)
@@ -161,12 +161,14 @@ def wrong_byte(model: GPT, mesh: DeviceMesh) -> tuple[int, str | None]:
     """How many bytes of codes and values were compared with this rank's part of the unsharded cast,
     and the first that differs. Collective.
     """
-    zerocast.fsdp.precompute_scales_for_fsdp(model)  # resharded, and cast where a step was skipped
+    zerocast.sharded.precompute_scales_for_fsdp(
+        model
+    )  # resharded, and cast where a step was skipped
     expected = {}
     for name, parameter in model.named_parameters():
         shard = parameter.to_local()
-        if isinstance(shard, zerocast.fsdp.MasterWeight):
-            codes = shard.low_bit_gather.shards.storage
+        if isinstance(shard, zerocast.sharded.MasterWeight):
+            codes = shard.low_bit_all_gather.shards.storage
             expected[name] = unsharded_cast(parameter.full_tensor(), codes)
     for module in (*model.blocks, model):
         module.unshard()
@@ -180,9 +182,9 @@ def wrong_byte(model: GPT, mesh: DeviceMesh) -> tuple[int, str | None]:
         }
         for what, (stored, unsplit) in pairs.items():
             place = weights[name].placements
-            part = distribute_tensor(unsplit, mesh["tp"], place, src_data_rank=None).to_local()
+            tp_shard = distribute_tensor(unsplit, mesh["tp"], place, src_data_rank=None).to_local()
             compared += stored.nbytes
-            difference = difference or first_difference(f"{name}.{what}", stored, part)
+            difference = difference or first_difference(f"{name}.{what}", stored, tp_shard)
     return compared, difference
 
 
@@ -192,7 +194,7 @@ def run(arguments: argparse.Namespace, comm: Communicator) -> int:
     names = ("dp", "tp")
     mesh = init_device_mesh("cpu", (comm.size // split, split), mesh_dim_names=names)
     model = parallel_model(arguments, mesh, fast_dtype(comm))
-    report = zerocast.fsdp.report(model)
+    report = zerocast.sharded.report(model)
     if comm.rank == 0:
         print(report, flush=True)
     train(model, arguments, mesh, comm)

@@ -38,8 +38,8 @@ from rich.table import Table
 import zerocast
 from zerocast.backends import native_library
 from zerocast.backends.cpu import CpuBackend
-from zerocast.layout import Cuts, Extent
-from zerocast.ops import Candidates, Masters, NVFP4Law
+from zerocast.layout import Extent, SharedBlocks
+from zerocast.numerics import FourOverSixErrors, Masters, NVFP4Numerics
 from zerocast.recipes import (
     DelayedScaling,
     Float8BlockScaling,
@@ -157,8 +157,10 @@ class CastWork:
         )
         candidates = None
         if recipe.chooses_scales:
-            words = torch.zeros(Candidates.words(storage.grid, Cuts()), dtype=torch.int32)
-            candidates = Candidates.carve(words, storage.grid, Cuts())
+            words = torch.zeros(
+                FourOverSixErrors.words(storage.grid, SharedBlocks()), dtype=torch.int32
+            )
+            candidates = FourOverSixErrors.carve(words, storage.grid, SharedBlocks())
         buffers, derived = storage.buffers, storage.derived_names
         self.code_bytes = sum(buffers[name].nbytes for name in storage.gathered)
         self.columnwise_bytes = sum(buffers[name].nbytes for name in derived)
@@ -170,12 +172,12 @@ class CastWork:
         self.steps: dict[str, Work] = {}
         if not recipe.casts_before_reduction:
             self.steps["amax"] = backend.partial_amax(operands, masters)
-        if isinstance(recipe.law, NVFP4Law) and recipe.chooses_scales:
-            self.steps["select"] = backend.partial_select(recipe.law, operands, masters)
-        self.steps["scale"] = backend.compute_scale(recipe.law, operands)
-        self.steps["cast"] = backend.partial_cast(recipe.law, operands, masters)
+        if isinstance(recipe.numerics, NVFP4Numerics) and recipe.chooses_scales:
+            self.steps["select"] = backend.partial_select(recipe.numerics, operands, masters)
+        self.steps["scale"] = backend.compute_scale(recipe.numerics, operands)
+        self.steps["cast"] = backend.partial_cast(recipe.numerics, operands, masters)
         if derived:
-            self.steps["transpose"] = backend.transpose(recipe.law, operands)
+            self.steps["transpose"] = backend.transpose(recipe.numerics, operands)
 
     def read_steps(self) -> None:
         """The steps whose work follows the shard."""

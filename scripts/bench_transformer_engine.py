@@ -9,7 +9,7 @@ one run, over the same shapes, shards, masters and gathered codes, in two ways:
     BF16    as its users call it: torch rounds each master to BF16 into a tensor of its own, and the
             kernels read that; this gives the bytes that ours give, so it is the same work
 
-Where both give the same bytes by law, they are compared, and differing ones counted.
+Where both give the same bytes by numerics, they are compared, and differing ones counted.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pathlib import Path
 
 import torch
 
-from zerocast.ops import TensorOperand
+from zerocast.numerics import TensorOperand
 from zerocast.tensors import QuantizedStorage
 
 SCHEMES = {"fp8": 0, "fp8_blockwise": 1, "nvfp4": 2}

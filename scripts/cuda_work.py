@@ -13,7 +13,7 @@ import torch
 from cuda_sets import Shape, rank_0
 
 from zerocast.backends.cuda import CudaBackend, Launcher
-from zerocast.ops import Launch, Masters, TensorOperand
+from zerocast.numerics import Launch, Masters, TensorOperand
 from zerocast.recipes import Recipe
 from zerocast.tensors import QuantizedStorage
 from zerocast.tensors.operands import tensor_operand
@@ -90,11 +90,11 @@ def prepare(
     steps: dict[str, Work] = {
         "memset": lambda: amax.zero_(),
         "amax": tables_of(counted.partial_amax(shards, masters)),
-        "scale": tables_of(counted.compute_scale(recipe.law, shards)),
-        "cast": tables_of(counted.partial_cast(recipe.law, shards, masters)),
-        "transpose": tables_of(counted.transpose(recipe.law, shards)),
+        "scale": tables_of(counted.compute_scale(recipe.numerics, shards)),
+        "cast": tables_of(counted.partial_cast(recipe.numerics, shards, masters)),
+        "transpose": tables_of(counted.transpose(recipe.numerics, shards)),
     }
-    codes = owned * recipe.law.fmt.bits // 8
+    codes = owned * recipe.numerics.fmt.bits // 8
     planes = {
         name: sum(s.buffers[name].nbytes for s in storages if name in s.buffers)
         for name in (
@@ -129,7 +129,7 @@ def one_by_one(backend: CudaBackend, recipe: Recipe, work: Prepared) -> Launch:
         if shard.extent
         for launch in (
             backend.partial_amax([shard], work.masters),
-            backend.partial_cast(recipe.law, [shard], work.masters),
+            backend.partial_cast(recipe.numerics, [shard], work.masters),
         )
     ]
 

@@ -17,7 +17,7 @@ style() {
 # launcher is that of mpi4py's MPI; another would start four jobs of one rank (tests/conftest.py
 # refuses that). The slow ones are run by hand: CONTRIBUTING.md says how. Those of
 # sharded models have a session of their own: what followed them in one was seen to run much slower.
-SHARDED=(tests/fsdp tests/tensor_parallel tests/torchtitan)
+SHARDED=(tests/sharded tests/tensor_parallel tests/torchtitan)
 tests_on_ranks() {
     OMP_NUM_THREADS=1 "$MPIEXEC" -n "$RANKS" python -m mpi4py -m pytest -q -x -p no:cacheprovider \
         --with-mpi -m "mpi and not slow" "$@"

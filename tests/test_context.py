@@ -15,7 +15,6 @@ import zerocast
 from tests.conftest import Ranks
 from tests.support.delayed import AMAXES, PlainDelayed
 from tests.support.same_bytes import assert_same_bytes
-from zerocast import context
 from zerocast.comm import (
     Communicator,
     PeerFailedError,
@@ -24,9 +23,10 @@ from zerocast.comm import (
     run_in_process,
 )
 from zerocast.errors import InputError
-from zerocast.quantized_init import ModelInit, current_model_init
+from zerocast.nn import autocast
+from zerocast.nn.model_init import ModelInit, current_model_init
+from zerocast.nn.recipe_state import RecipeState
 from zerocast.recipes import DelayedScaling, Float8CurrentScaling, NVFP4BlockScaling
-from zerocast.tensors import RecipeState
 
 HISTORY = 4
 DELAYED = DelayedScaling(amax_history_len=HISTORY)
@@ -48,9 +48,9 @@ class Layer:
 
     def forward(self, amax: float) -> None:
         """Quantize, or calibrate, as what is active here says; nothing outside of a region."""
-        region = context.current()
+        region = autocast.current()
         if region.enabled or region.calibrating:
-            region.enrol(self.forward_state, self.backward_state)
+            region.register(self.forward_state, self.backward_state)
             act = self.input.quantize if region.enabled else self.input.calibrate
             act(with_amax(amax))
 
@@ -201,40 +201,40 @@ def test_each_group_reduces_its_own_layers(ranks: Ranks) -> None:
 
 def test_the_innermost_region_counts() -> None:
     """Its recipe, its enabled; what was active before is active again afterwards."""
-    assert (context.current().enabled, context.current().calibrating) == (False, False)
+    assert (autocast.current().enabled, autocast.current().calibrating) == (False, False)
     other = Float8CurrentScaling()
     with zerocast.autocast(recipe=DELAYED) as active:
-        assert context.current() is active
+        assert autocast.current() is active
         assert (active.enabled, active.recipe, active.group) == (True, DELAYED, SingleRank())
         with zerocast.autocast(recipe=other):
-            assert context.current().recipe is other
+            assert autocast.current().recipe is other
             with zerocast.autocast(enabled=False):
-                assert not context.current().enabled
-            assert context.current().enabled
-        assert context.current() is active
-    assert not context.current().enabled
+                assert not autocast.current().enabled
+            assert autocast.current().enabled
+        assert autocast.current() is active
+    assert not autocast.current().enabled
 
 
 def test_a_region_may_be_kept_entered_again_and_decorate() -> None:
     """One object, entered twice in a row, inside itself, in two threads, around a function."""
     region = zerocast.autocast(recipe=DELAYED)
     with region, region:
-        assert context.current().recipe is DELAYED
-    assert not context.current().enabled
+        assert autocast.current().recipe is DELAYED
+    assert not autocast.current().enabled
 
     @region
     def enabled() -> bool:
-        return context.current().enabled
+        return autocast.current().enabled
 
     with region:
         seen: list[bool] = []
         thread = threading.Thread(
-            target=lambda: seen.extend((context.current().enabled, enabled()))
+            target=lambda: seen.extend((autocast.current().enabled, enabled()))
         )
         thread.start()
         thread.join()
     assert seen == [False, True]
-    assert (enabled(), context.current().enabled) == (True, False)
+    assert (enabled(), autocast.current().enabled) == (True, False)
 
 
 def test_an_exception_leaves_the_region_and_reduces_nothing() -> None:
@@ -258,7 +258,7 @@ def test_an_exception_leaves_the_region_and_reduces_nothing() -> None:
 
     with pytest.raises(KeyError, match="inner"):
         fails()
-    assert not context.current().enabled
+    assert not autocast.current().enabled
     assert recording.total().calls == 0
     assert layer.seen == ([1.0], [])
     with region():
@@ -317,11 +317,11 @@ def test_threads_have_regions_and_amaxes_of_their_own() -> None:
             with zerocast.autocast(recipe=recipe):
                 layer.forward(1.0 + i + step)
                 together.wait()
-                if context.current().recipe is not recipe:
-                    wrong.append(context.current())
+                if autocast.current().recipe is not recipe:
+                    wrong.append(autocast.current())
             if layer.seen[0][0] != 1.0 + i + step:
                 wrong.append(layer.seen)
-            if context.current().enabled:
+            if autocast.current().enabled:
                 wrong.append("left")
 
     threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
@@ -362,7 +362,7 @@ def test_ranks_inside_a_region_of_their_parent_reduce_on_their_own() -> None:
     """Threads that inherit a region see what is active in it; their own regions are outermost."""
 
     def rank(comm: Communicator) -> list[float]:
-        assert context.current().recipe is DELAYED
+        assert autocast.current().recipe is DELAYED
         layer = Layer()
         with zerocast.autocast(recipe=DELAYED, amax_reduction_group=comm):
             layer.forward(1.0 + comm.rank)
@@ -379,7 +379,7 @@ def test_wrong_arguments_are_refused() -> None:
             make(recipe="fp8").__enter__()  # type: ignore[arg-type]
     with pytest.raises(InputError, match="a group must be"):
         zerocast.autocast(amax_reduction_group="all").__enter__()  # type: ignore[arg-type]
-    assert not context.current().enabled
+    assert not autocast.current().enabled
 
 
 # --- calibrating, and not training ---
@@ -463,7 +463,7 @@ def test_a_checkpointed_forward_repeats_its_codes(depth: int) -> None:
         layer, shown = Layer(), []
 
         def block(x: torch.Tensor) -> torch.Tensor:
-            context.current().enrol(layer.forward_state, layer.backward_state)
+            autocast.current().register(layer.forward_state, layer.backward_state)
             return _Codes.apply(_Codes.apply(x, layer, shown) * 2, layer, shown)
 
         def nested(x: torch.Tensor, depth: int) -> torch.Tensor:
@@ -489,7 +489,7 @@ def test_a_checkpointed_forward_repeats_its_codes(depth: int) -> None:
         assert_same_bytes(again, once, "codes and scale_inv")
     assert layer.seen == plain.seen
     assert not layer.forward_state.amaxes.any()
-    assert not context.current().enabled
+    assert not autocast.current().enabled
 
 
 def test_a_checkpointed_draw_is_the_same_draw() -> None:

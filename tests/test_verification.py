@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import zerocast
-from tests.fsdp.sharded import bank, gathered
-from tests.support.parts import part_of
+from tests.sharded.sharded import bank, gathered
 from tests.support.ranks import run_ranks
 from tests.support.recipes import RECIPES
+from tests.support.tp_shards import tp_shard_of
 from tests.support.values import draw_values
 from zerocast.comm import Communicator, RecordingCommunicator, as_communicator, run_in_process
 from zerocast.errors import InputError, RankMismatchError
@@ -179,9 +179,9 @@ def test_parts_are_compared_over_the_data_parallel_group() -> None:
     def on_rank(comm: Communicator) -> None:
         tensor_parallel = comm.split(comm.rank // 2)
         data_parallel = comm.split(comm.rank % 2)
-        part = zerocast.Part.chunk((64, 96), 0, tensor_parallel)
-        weight = zerocast.empty((32, 96), recipe, part=part)
-        for name, buffer in part_of(whole, part).items():
+        tp_shard = zerocast.TensorParallelShard.chunk((64, 96), 0, tensor_parallel)
+        weight = zerocast.empty((32, 96), recipe, tp_shard=tp_shard)
+        for name, buffer in tp_shard_of(whole, tp_shard).items():
             weight.quantized_storage.buffers[name].copy_(buffer)
         zerocast.verify(weight, data_parallel)
         assert "give the data-parallel group" in refusal(

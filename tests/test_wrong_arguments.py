@@ -17,7 +17,7 @@ from torch.distributed.tensor import Replicate, Shard
 import zerocast
 from zerocast.comm import SingleRank
 from zerocast.errors import ZerocastError
-from zerocast.tensor_parallel import Float8ColwiseParallel, PrepareFloat8ModuleInput
+from zerocast.nn.tensor_parallel import Float8ColwiseParallel, PrepareFloat8ModuleInput
 
 functional = zerocast.nn.functional
 SHAPE = (32, 64)
@@ -180,8 +180,8 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = {
     "Format": (
         lambda **given: use(zerocast.Float8CurrentScaling(**given)), lambda: {"fp8_format": "e4m3"},
     ),
-    "Part": (
-        zerocast.Part,
+    "TensorParallelShard": (
+        zerocast.TensorParallelShard,
         lambda: {
             "whole": torch.Size((64, 64)), "dim": 0, "start": 0, "size": 32, "comm": SingleRank(),
         },
@@ -288,18 +288,18 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = {
         lambda: {"x": x(), "quantizer": quantizer(), "approximate": "tanh", "output": True},
     ),
     "linear": (functional.linear, lambda: {"x": x(), "weight": weight(), "bias": x(32)}),
-    "report": (zerocast.fsdp.report, lambda: {"model": linear(weights="master")}),
-    "LowBitGather": (
-        zerocast.fsdp.LowBitGather,
+    "report": (zerocast.sharded.report, lambda: {"model": linear(weights="master")}),
+    "LowBitAllGather": (
+        zerocast.sharded.LowBitAllGather,
         lambda: {
             "shape": SHAPE, "recipe": zerocast.MXFP8BlockScaling(), "name": "w", "state": None,
         },
     ),
     "MasterWeight": (
-        zerocast.fsdp.MasterWeight,
+        zerocast.sharded.MasterWeight,
         lambda: {
             "value": x(),
-            "gather": zerocast.fsdp.LowBitGather(SHAPE, zerocast.MXFP8BlockScaling(), "w"),
+            "gather": zerocast.sharded.LowBitAllGather(SHAPE, zerocast.MXFP8BlockScaling(), "w"),
         },
     ),
     "ZeroOptimizer": (

@@ -14,7 +14,7 @@ Whatever the partition of the masters over ranks, the gathered weights are byte 
     zerocast.comm                   the ranks: threads, MPI, torch.distributed
 """
 
-from zerocast import comm, fsdp, nn, optim
+from zerocast import comm, nn, optim, sharded
 from zerocast.backends import use_backend
 from zerocast.backends.availability import (
     is_fp8_available,
@@ -30,12 +30,6 @@ from zerocast.cast import (
     quantize_master_weights,
 )
 from zerocast.comm import as_communicator
-from zerocast.context import (
-    autocast,
-    checkpoint_contexts,
-    fp8_autocast,
-    reduce_amaxes,
-)
 from zerocast.errors import (
     BackendError,
     ChangedWeightError,
@@ -48,12 +42,20 @@ from zerocast.errors import (
     UnsupportedError,
     ZerocastError,
 )
-from zerocast.quantized_init import (
+from zerocast.nn.autocast import (
+    autocast,
+    checkpoint_contexts,
+    fp8_autocast,
+    reduce_amaxes,
+)
+from zerocast.nn.model_init import (
     fp8_model_init,
     get_default_recipe,
     model_init,
     quantized_model_init,
 )
+from zerocast.nn.quantizer import Quantizer
+from zerocast.nn.recipe_state import RecipeState
 from zerocast.recipes import (
     DelayedScaling,
     Float8BlockScaling,
@@ -65,15 +67,7 @@ from zerocast.recipes import (
     QParams,
     Recipe,
 )
-from zerocast.tensors import (
-    Part,
-    QuantizedTensor,
-    Quantizer,
-    RecipeState,
-    empty,
-    quantize,
-    replace_raw_data,
-)
+from zerocast.tensors import QuantizedTensor, TensorParallelShard, empty, quantize, replace_raw_data
 from zerocast.verification import verify
 
 __version__ = "0.1.0"  # pyproject.toml reads it here
@@ -92,7 +86,7 @@ __all__ = [
     "MissingDataError",
     "NVFP4BlockScaling",
     "NonFiniteError",
-    "Part",
+    "TensorParallelShard",
     "QParams",
     "QuantizedTensor",
     "Quantizer",

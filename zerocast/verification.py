@@ -16,10 +16,10 @@ import torch
 
 from zerocast.comm import Attempt, Group, as_communicator, lines_that_differ
 from zerocast.errors import InputError, RankMismatchError
-from zerocast.fsdp import MasterWeight
-from zerocast.fsdp.sharded import is_sharded, local_part
-from zerocast.ops import why_no_memory
+from zerocast.numerics import why_no_memory
 from zerocast.recipes import describe_recipe
+from zerocast.sharded import MasterWeight
+from zerocast.sharded.dtensor import is_sharded, to_local
 from zerocast.tensors import QuantizedTensor
 from zerocast.tensors.digest import digest
 
@@ -132,13 +132,13 @@ def _described(name: str, weight: torch.Tensor) -> tuple[str, dict[str, torch.Te
     place = ""
     if is_sharded(weight):
         place = f" at {_coordinate(weight)} of {weight.placements}"  # type: ignore[attr-defined]
-    local = local_part(weight)
+    local = to_local(weight)
     description = f"{tuple(local.shape)} {local.dtype}"
     if isinstance(local, QuantizedTensor):
         storage = local.quantized_storage
         stale = storage.derived_names if storage.is_stale else ()
-        part = "" if storage.part is None else f", {storage.part}"
-        return f"{description} {describe_recipe(storage.recipe)}{part}{place}", {
+        tp_shard = "" if storage.tp_shard is None else f", {storage.tp_shard}"
+        return f"{description} {describe_recipe(storage.recipe)}{tp_shard}{place}", {
             field: None if field in stale else buffer for field, buffer in storage.buffers.items()
         }
     if isinstance(local, MasterWeight):

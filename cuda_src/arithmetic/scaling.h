@@ -1,4 +1,4 @@
-// How an amax becomes a scale: the laws of zerocast/ops.
+// How an amax becomes a scale: the laws of zerocast/numerics.
 //
 // A law answers two questions about one block, given the bit pattern of its amax: what is stored,
 // and what its elements are multiplied by before they are encoded. A multiplier that is NaN says

@@ -2,7 +2,7 @@
 // the device that reads it. Fields are 64 bits wide, addresses included, so the table needs no
 // padding rules.
 //
-// A row holds what one operation reads of a TensorOperand (zerocast/ops), and is written by
+// A row holds what one operation reads of a TensorOperand (zerocast/numerics), and is written by
 // zerocast/backends/tables.py. The index arithmetic is here too: an element's flat index in its
 // whole weight decides its block, its byte and its nibble. What a weight has none of is 0 in its
 // row.

@@ -1,8 +1,8 @@
 """Is what training left on this rank really the cast of the masters?
 
-The FP32 masters are gathered whole, cast unsharded by the reference backend (plain torch, the law
-written out), and every stored byte is compared: codes, scales, amaxes and columnwise copies, what
-recipes remember, plain weights too.
+The FP32 masters are gathered whole, cast unsharded by the reference backend (plain torch, the
+numerics written out), and every stored byte is compared: codes, scales, amaxes and columnwise
+copies, what recipes remember, plain weights too.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from zerocast.backends.cpu import CpuBackend
 from zerocast.backends.cuda import CudaBackend
 from zerocast.backends.reference import ReferenceBackend
 from zerocast.errors import BackendError
-from zerocast.ops import Activation, Backend
+from zerocast.numerics import Activation, Backend
 
 try:
     ISAS = native_library.instruction_sets(native_library.load())

@@ -15,7 +15,7 @@ from tests.support.activations import (
 from tests.support.same_bytes import assert_same_bytes
 from zerocast.backends.cpu import CpuBackend
 from zerocast.nn.functional import Activated, activate
-from zerocast.ops import Activation
+from zerocast.numerics import Activation
 
 pytestmark = [
     pytest.mark.cuda,

@@ -14,7 +14,7 @@ from zerocast.backends.cpu import CpuBackend
 from zerocast.errors import BackendError
 from zerocast.formats import E4M3
 from zerocast.layout import Extent
-from zerocast.ops import Float8Law, Masters, NVFP4Law
+from zerocast.numerics import Float8Numerics, Masters, NVFP4Numerics
 
 try:
     CpuBackend()
@@ -24,11 +24,11 @@ except BackendError as error:
 
 def test_a_launch_reads_the_masters_that_are_bound_when_it_runs():
     """Re-binding needs no new launch: the second run casts the second master."""
-    case = per_tensor(Float8Law(E4M3), 3, 5)
+    case = per_tensor(Float8Numerics(E4M3), 3, 5)
     shard, masters = case.operand(case.codes()), Masters(1)
     amax, cast = (
         CpuBackend().partial_amax([shard], masters),
-        CpuBackend().partial_cast(case.law, [shard], masters),
+        CpuBackend().partial_cast(case.numerics, [shard], masters),
     )
     for value in (448.0, 1.0):
         shard.planes[0].block_amax.fill_(torch.tensor(448.0).view(torch.int32))
@@ -52,7 +52,7 @@ def test_a_launch_keeps_alive_what_it_points_to():
         shard = case.operand(codes)
         launches += [
             CpuBackend().partial_amax([shard], masters),
-            CpuBackend().partial_cast(case.law, [shard], masters),
+            CpuBackend().partial_cast(case.numerics, [shard], masters),
         ]
     del shard, masters
     gc.collect()
@@ -72,10 +72,10 @@ def test_nothing_to_do_does_nothing():
     empty = case.operand(codes)
     for shards in ([], [empty]):
         backend.partial_amax(shards, masters)()
-        backend.partial_cast(NVFP4Law(), shards, masters)()
-    backend.compute_scale(NVFP4Law(), [])()
-    backend.transpose(NVFP4Law(), [])()
-    backend.dequantize(NVFP4Law(), [])()
+        backend.partial_cast(NVFP4Numerics(), shards, masters)()
+    backend.compute_scale(NVFP4Numerics(), [])()
+    backend.transpose(NVFP4Numerics(), [])()
+    backend.dequantize(NVFP4Numerics(), [])()
     assert_same_bytes(codes, case.codes(), "codes")
 
 
@@ -96,17 +96,17 @@ def test_an_instruction_set_that_is_not_there_is_refused():
 
 def test_a_law_without_code_is_refused_when_it_is_prepared():
     """Before any launch, and with the backend that does have it."""
-    unknown = NVFP4Law(scale_fmt=NVFP4Law().fmt)
+    unknown = NVFP4Numerics(scale_fmt=NVFP4Numerics().fmt)
     with pytest.raises(BackendError, match=r"cpu backend.*use_backend\('reference'\)"):
         CpuBackend().partial_cast(unknown, [], Masters(0))
 
 
 def test_a_tensor_that_is_not_contiguous_is_refused_when_it_is_prepared():
     """Nothing has been read or written then."""
-    case = per_tensor(Float8Law(E4M3), 4, 4)
+    case = per_tensor(Float8Numerics(E4M3), 4, 4)
     shard = case.operand(torch.zeros(32, dtype=torch.uint8)[::2])
     with pytest.raises(BackendError, match=r"contiguous CPU tensors, got .*strides \(2,\)"):
-        CpuBackend().partial_cast(case.law, [shard], Masters(1))
+        CpuBackend().partial_cast(case.numerics, [shard], Masters(1))
 
 
 def test_a_missing_library_names_the_place_and_the_remedy(monkeypatch):

@@ -34,7 +34,7 @@ from zerocast.backends.cuda.tiling import (
 from zerocast.errors import BackendError, InputError
 from zerocast.formats import E4M3
 from zerocast.layout import BlockGrid, Extent
-from zerocast.ops import Float8Law
+from zerocast.numerics import Float8Numerics
 
 # --- tiles ---
 
@@ -355,7 +355,7 @@ def test_what_is_prepared_in_a_capture_stays_there() -> None:
     grid = BlockGrid(4, 4, 4, 4)
     codes, ones = torch.zeros(4, 4, dtype=torch.uint8), torch.ones(1, 1)
     target = operand(grid, codes=codes, scale_inv=ones, values=torch.zeros(4, 4))
-    launch = backend.dequantize(Float8Law(E4M3), [target])
+    launch = backend.dequantize(Float8Numerics(E4M3), [target])
     launch()
     emulator.capturing = False
     with pytest.raises(BackendError, match="in that capture, got dequantize_float8_e4m3 outside"):
@@ -363,7 +363,7 @@ def test_what_is_prepared_in_a_capture_stays_there() -> None:
     uploads = []
     upload = emulator.upload
     emulator.upload = lambda table: (uploads.append(1), upload(table))[1]
-    backend.dequantize(Float8Law(E4M3), [target])()
+    backend.dequantize(Float8Numerics(E4M3), [target])()
     assert len(uploads) == 2, "the tiles of the capture were taken for tiles that are there"
 
 

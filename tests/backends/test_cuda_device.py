@@ -9,7 +9,7 @@ import torch
 
 import zerocast
 from tests.backends.test_cuda_emulated import many_weights
-from tests.cast.test_first_law import Case
+from tests.cast.test_bitwise_guarantee import Case
 from tests.support.recipes import SHARDABLE, VARIANTS
 from tests.support.same_bytes import assert_same_bytes
 from tests.support.values import KINDS, draw_values
@@ -18,7 +18,7 @@ from zerocast.backends.cuda import CudaBackend
 from zerocast.comm import Communicator, run_in_process
 from zerocast.errors import BackendError
 from zerocast.layout import Extent, Source
-from zerocast.ops import Float8Law, Masters, NVFP4Law
+from zerocast.numerics import Float8Numerics, Masters, NVFP4Numerics
 from zerocast.recipes import Recipe, Role
 from zerocast.tensors import QuantizedStorage
 from zerocast.tensors.operands import tensor_operand
@@ -116,15 +116,17 @@ def test_masters_at_any_address(recipe: Recipe) -> None:
         assert_same(weight, expected, f"{recipe} {words} words off")
 
 
-@pytest.mark.parametrize("law", [NVFP4Law(), Float8Law(RECIPES[1].law.fmt)], ids=["nvfp4", "fp8"])
-def test_every_bf16_value(law: NVFP4Law | Float8Law) -> None:
+@pytest.mark.parametrize(
+    "numerics", [NVFP4Numerics(), Float8Numerics(RECIPES[1].numerics.fmt)], ids=["nvfp4", "fp8"]
+)
+def test_every_bf16_value(numerics: NVFP4Numerics | Float8Numerics) -> None:
     """All 65,536 BF16 values, and both their neighbours in FP32, get the reference's codes."""
     values = (torch.arange(65536, dtype=torch.int32) << 16).view(torch.float32)
     bits = values[values.isfinite()].view(torch.int32)
     master = torch.cat([bits - 1, bits, bits + 1]).view(torch.float32)
     master = torch.where(master.isfinite(), master, 0)
     master = torch.cat([master, torch.zeros(-len(master) % 4096)]).view(-1, 4096)
-    recipe = RECIPES[0] if isinstance(law, NVFP4Law) else RECIPES[1]
+    recipe = RECIPES[0] if isinstance(numerics, NVFP4Numerics) else RECIPES[1]
     # Scaled so that the largest is not so large that all others vanish under its scale.
     for scale in (1.0, 2.0**-60, 2.0**-100, 2.0**-118):
         scaled = (master.double() * scale).clamp(-6, 6).float()
@@ -434,7 +436,7 @@ def test_more_than_2_to_31_elements(recipe: Recipe) -> None:
         operand = tensor_operand(storage, 0, Extent(end - size, end), amax)
         backend = backend_for(storage.device)
         backend.partial_amax([operand], masters)()
-        backend.partial_cast(recipe.law, [operand], masters)()
+        backend.partial_cast(recipe.numerics, [operand], masters)()
         return [each.block_amax for each in operand.cast_planes], storage
 
     (amaxes, storage), (expected, few) = cast_end_of(rows), cast_end_of(64)

@@ -8,10 +8,10 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given, settings
+from tests.cast.test_parts import cast_parts
 
 import zerocast
-from tests.cast.test_first_law import Case, cast_and_gather, check
-from tests.cast.test_parts import cast_parts
+from tests.cast.test_bitwise_guarantee import Case, cast_and_gather, check
 from tests.cuda_emulation.emulator import ORDERS, Emulator, needs_emulation
 from tests.support.operations import operand, plane
 from tests.support.same_bytes import assert_same_bytes
@@ -22,7 +22,7 @@ from zerocast.comm import SingleRank, run_in_process
 from zerocast.errors import BackendError
 from zerocast.formats import E2M1, E4M3, E5M2, byte_span
 from zerocast.layout import BlockGrid, Extent, ScaleLayout, Source
-from zerocast.ops import Backend, Float8Law, Law, Masters, NVFP4Law
+from zerocast.numerics import Backend, Float8Numerics, Masters, Numerics, NVFP4Numerics
 
 pytestmark = needs_emulation
 
@@ -49,13 +49,13 @@ def grids(draw: st.DrawFn, nvfp4: bool) -> BlockGrid:
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[Law, BlockGrid]:
-    """A law and a grid that it can serve."""
+def cases(draw: st.DrawFn) -> tuple[Numerics, BlockGrid]:
+    """numerics and a grid that it can serve."""
     nvfp4 = draw(st.booleans())
-    eight_bits = Float8Law(
+    eight_bits = Float8Numerics(
         draw(st.sampled_from((E4M3, E5M2))), draw(st.booleans()), draw(st.sampled_from((0.0, 1e-3)))
     )
-    return NVFP4Law() if nvfp4 else eight_bits, draw(grids(nvfp4))
+    return NVFP4Numerics() if nvfp4 else eight_bits, draw(grids(nvfp4))
 
 
 @st.composite
@@ -69,21 +69,21 @@ def extents(draw: st.DrawFn, numel: int) -> Extent:
 
 
 def amax_and_codes(
-    backend: Backend, law: Law, grid: BlockGrid, extent: Extent, master: torch.Tensor,
+    backend: Backend, numerics: Numerics, grid: BlockGrid, extent: Extent, master: torch.Tensor,
     round_to: torch.dtype, own_buffer: bool,
 ) -> dict[str, torch.Tensor]:  # fmt: skip
     """What an amax and a cast of one shard write, on top of bytes that must stay."""
-    first, last = byte_span(law.fmt, extent.start, extent.end)
-    size = last - first if own_buffer else -(-grid.numel * law.fmt.bits // 8)
+    first, last = byte_span(numerics.fmt, extent.start, extent.end)
+    size = last - first if own_buffer else -(-grid.numel * numerics.fmt.bits // 8)
     codes = torch.full((size,), GUARD, dtype=torch.uint8)
     amax = torch.zeros(grid.amax_slots, dtype=torch.int32)
-    start = first * 8 // law.fmt.bits if own_buffer else 0
+    start = first * 8 // numerics.fmt.bits if own_buffer else 0
     shard = operand(grid, amax[: grid.num_blocks], amax[-1:], codes, extent=extent,
                     round_to=round_to, codes_start=start)  # fmt: skip
     masters = Masters(1)
     masters.bind([master])
     backend.partial_amax([shard], masters)()
-    backend.partial_cast(law, [shard], masters)()
+    backend.partial_cast(numerics, [shard], masters)()
     return {"amax": amax, "codes": codes}
 
 
@@ -94,35 +94,40 @@ def test_amax_and_cast_equal_the_reference(order: str, data: st.DataObject) -> N
     """Any shard of any grid, its master of any dtype and alignment: the reference's amaxes and
     codes, and every other nibble as it was.
     """
-    law, grid = data.draw(cases())
+    numerics, grid = data.draw(cases())
     extent = data.draw(extents(grid.numel))
     odd_words = data.draw(st.integers(0, 3))  # elements between an aligned address and the master
     kind, seed = data.draw(st.sampled_from(KINDS)), data.draw(st.integers(0, 99))
     stored = data.draw(st.sampled_from(DTYPES))
     master = draw_values(kind, extent.size + odd_words, seed).to(stored)[odd_words:]
     arguments = (
-        law, grid, extent, master, data.draw(st.sampled_from(DTYPES)), data.draw(st.booleans()),
-    )  # fmt: skip
+        numerics,
+        grid,
+        extent,
+        master,
+        data.draw(st.sampled_from(DTYPES)),
+        data.draw(st.booleans()),
+    )
     expected = amax_and_codes(REFERENCE, *arguments)
     for name, actual in amax_and_codes(BACKENDS[order], *arguments).items():
-        assert_same_bytes(actual, expected[name], f"{name} of {law} {grid} {extent} {kind}")
+        assert_same_bytes(actual, expected[name], f"{name} of {numerics} {grid} {extent} {kind}")
 
 
-def layouts(law: Law, grid: BlockGrid, padded: bool) -> ScaleLayout:
+def layouts(numerics: Numerics, grid: BlockGrid, padded: bool) -> ScaleLayout:
     """A plane as a GEMM wants it, with repeats and padding, or a bare one."""
-    if isinstance(law, NVFP4Law):
+    if isinstance(numerics, NVFP4Numerics):
         return ScaleLayout(grid, grid.block_h, 128, 4)
     multiples = (2, 4) if padded and grid.num_blocks > 1 else (1, 1)
     return ScaleLayout(grid, 1, *multiples, padding=1.0)
 
 
 def scales_copies_and_values(
-    backend: Backend, law: Law, grid: BlockGrid, padded: bool, kind: str, seed: int
+    backend: Backend, numerics: Numerics, grid: BlockGrid, padded: bool, kind: str, seed: int
 ) -> dict[str, torch.Tensor]:
     """What the operations on whole weights write, where every byte was another."""
-    layout = layouts(law, grid, padded)
-    columnwise = layouts(law, grid.transposed(), padded)
-    bits = law.fmt.bits
+    layout = layouts(numerics, grid, padded)
+    columnwise = layouts(numerics, grid.transposed(), padded)
+    bits = numerics.fmt.bits
     amax = draw_values(kind, grid.num_blocks, seed).abs().view(torch.int32)
     tensor_amax = amax.max().view(1).clone()
     g = torch.Generator().manual_seed(seed)
@@ -132,10 +137,10 @@ def scales_copies_and_values(
         nbytes = torch.empty(shape, dtype=dtype).nbytes
         return torch.full((nbytes,), GUARD, dtype=torch.uint8).view(dtype).view(shape)
 
-    scale_inv = unfilled(*layout.shape, dtype=law.scale_dtype)
+    scale_inv = unfilled(*layout.shape, dtype=numerics.scale_dtype)
     stored_amax = unfilled(1, dtype=torch.float32) if bits == 4 else None
     copied = unfilled(grid.cols, -(-grid.rows * bits // 8))
-    copied_scales = unfilled(*columnwise.shape, dtype=law.scale_dtype)
+    copied_scales = unfilled(*columnwise.shape, dtype=numerics.scale_dtype)
     if grid.num_blocks == 1 and bits == 8:
         copied_scales = None
     out = unfilled(grid.rows, grid.cols, dtype=torch.float32)
@@ -143,9 +148,9 @@ def scales_copies_and_values(
         layout, amax, tensor_amax, codes, scale_inv, amax=stored_amax, values=out,
         second=plane(columnwise, None, copied, copied_scales, Source.ROWWISE),
     )  # fmt: skip
-    backend.compute_scale(law, [whole])()
-    backend.transpose(law, [whole])()
-    backend.dequantize(law, [whole])()
+    backend.compute_scale(numerics, [whole])()
+    backend.transpose(numerics, [whole])()
+    backend.dequantize(numerics, [whole])()
     made = {
         "scale_inv": scale_inv, "amax": stored_amax, "columnwise codes": copied,
         "columnwise scales": copied_scales, "values": out,
@@ -157,29 +162,29 @@ def scales_copies_and_values(
 @settings(max_examples=100)
 @given(case=cases(), padded=st.booleans(), kind=st.sampled_from(KINDS), seed=st.integers(0, 99))
 def test_scales_copies_and_values_equal_the_reference(
-    order: str, case: tuple[Law, BlockGrid], padded: bool, kind: str, seed: int
+    order: str, case: tuple[Numerics, BlockGrid], padded: bool, kind: str, seed: int
 ) -> None:
     """Scales, padding, columnwise copies and decoded values of any grid are the reference's, from
     any codes.
     """
-    law, grid = case
-    expected = scales_copies_and_values(REFERENCE, law, grid, padded, kind, seed)
-    actual = scales_copies_and_values(BACKENDS[order], law, grid, padded, kind, seed)
+    numerics, grid = case
+    expected = scales_copies_and_values(REFERENCE, numerics, grid, padded, kind, seed)
+    actual = scales_copies_and_values(BACKENDS[order], numerics, grid, padded, kind, seed)
     for name in expected:
-        assert_same_bytes(actual[name], expected[name], f"{name} of {law} {grid} {kind}")
+        assert_same_bytes(actual[name], expected[name], f"{name} of {numerics} {grid} {kind}")
 
 
 @pytest.mark.parametrize("rows", [127, 128, 129, 255, 256, 257, 300])
 @pytest.mark.parametrize("cols", [256, 272, 512])
-@pytest.mark.parametrize("law", [NVFP4Law(), Float8Law(E4M3)], ids=["nvfp4", "fp8"])
-def test_copies_of_several_squares(law: Law, rows: int, cols: int) -> None:
+@pytest.mark.parametrize("numerics", [NVFP4Numerics(), Float8Numerics(E4M3)], ids=["nvfp4", "fp8"])
+def test_copies_of_several_squares(numerics: Numerics, rows: int, cols: int) -> None:
     """Matrices around the edges of the 128-byte squares are transposed as the reference does, also
     where a row is moved 16 bytes at a time.
     """
-    block = 16 if law.fmt is E2M1 else 128
+    block = 16 if numerics.fmt is E2M1 else 128
     grid = BlockGrid(rows, cols, block, block)
-    expected = scales_copies_and_values(REFERENCE, law, grid, True, "normal", rows)
-    actual = scales_copies_and_values(BACKENDS["random"], law, grid, True, "normal", rows)
+    expected = scales_copies_and_values(REFERENCE, numerics, grid, True, "normal", rows)
+    actual = scales_copies_and_values(BACKENDS["random"], numerics, grid, True, "normal", rows)
     for name in expected:
         assert_same_bytes(actual[name], expected[name], f"{name} of {grid}")
 
@@ -325,9 +330,14 @@ def test_nibbles_in_half_bytes_are_refused() -> None:
     grid = BlockGrid(4, 5, 16, 16)
     with pytest.raises(BackendError, match="whole bytes, got 5 columns"):
         amax_and_codes(
-            BACKENDS["forward"], NVFP4Law(), grid, Extent(0, 20), torch.ones(20), torch.float32,
+            BACKENDS["forward"],
+            NVFP4Numerics(),
+            grid,
+            Extent(0, 20),
+            torch.ones(20),
+            torch.float32,
             False,
-        )  # fmt: skip
+        )
 
 
 def test_a_tensor_elsewhere_is_refused() -> None:
@@ -336,4 +346,4 @@ def test_a_tensor_elsewhere_is_refused() -> None:
     amax = torch.zeros(1, dtype=torch.int32, device="meta")
     target = operand(layout, amax, amax, scale_inv=torch.zeros(1, 1))
     with pytest.raises(BackendError, match="contiguous tensors on cpu, got \\(1,\\) on meta"):
-        BACKENDS["forward"].compute_scale(Float8Law(E4M3), [target])
+        BACKENDS["forward"].compute_scale(Float8Numerics(E4M3), [target])

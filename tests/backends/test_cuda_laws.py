@@ -1,4 +1,6 @@
-"""The CUDA kernels of every law, run on the CPU by the emulation, against the reference backend."""
+"""The CUDA kernels of every numerics, run on the CPU by the emulation, against the reference
+backend.
+"""
 
 from itertools import pairwise
 
@@ -17,17 +19,17 @@ from zerocast.backends.cuda import CudaBackend, prepared
 from zerocast.backends.cuda.device import WORDS
 from zerocast.errors import BackendError
 from zerocast.formats import E2M1, E4M3, E5M2, byte_span
-from zerocast.layout import BlockGrid, Cuts, Extent, ScaleLayout
-from zerocast.ops import (
+from zerocast.layout import BlockGrid, Extent, ScaleLayout, SharedBlocks
+from zerocast.numerics import (
     Backend,
-    Candidates,
     DelayedState,
-    Float8DelayedLaw,
-    Float8Law,
-    Law,
+    Float8DelayedNumerics,
+    Float8Numerics,
+    FourOverSixErrors,
     Masters,
-    MXFP8Law,
-    NVFP4Law,
+    MXFP8Numerics,
+    Numerics,
+    NVFP4Numerics,
     Rounding,
 )
 from zerocast.recipes import Recipe
@@ -52,31 +54,31 @@ def assert_equal(
 
 # --- blocks of one row, and a second plane beside them ---
 
-EIGHT_BITS: tuple[Law, ...] = (
-    Float8Law(E4M3),
-    Float8Law(E5M2, power_2_scale=True, amax_epsilon=1e-3),
-    MXFP8Law(E4M3),
-    MXFP8Law(E5M2),
+EIGHT_BITS: tuple[Numerics, ...] = (
+    Float8Numerics(E4M3),
+    Float8Numerics(E5M2, power_2_scale=True, amax_epsilon=1e-3),
+    MXFP8Numerics(E4M3),
+    MXFP8Numerics(E5M2),
 )
-FOUR_BITS: tuple[Law, ...] = (
-    NVFP4Law(),
-    NVFP4Law(scale_max=256),
-    NVFP4Law(stochastic_rounding=True, seed=2**63 + 99),
+FOUR_BITS: tuple[Numerics, ...] = (
+    NVFP4Numerics(),
+    NVFP4Numerics(scale_max=256),
+    NVFP4Numerics(stochastic_rounding=True, seed=2**63 + 99),
 )
 
 
 @st.composite
-def planes(draw: st.DrawFn) -> tuple[Law, BlockGrid, BlockGrid | None]:
-    """A law, the blocks of its rowwise plane, and where it has one of the second."""
+def planes(draw: st.DrawFn) -> tuple[Numerics, BlockGrid, BlockGrid | None]:
+    """numerics, the blocks of its rowwise plane, and where it has one of the second."""
     rows = draw(st.integers(1, 75))
     if draw(st.booleans()) and draw(st.booleans()):
-        law = draw(st.sampled_from(FOUR_BITS))
-        return law, BlockGrid(rows, 2 * draw(st.integers(1, 200)), 1, 16), None
-    law, cols = draw(st.sampled_from(EIGHT_BITS)), draw(st.integers(1, 600))
+        numerics = draw(st.sampled_from(FOUR_BITS))
+        return numerics, BlockGrid(rows, 2 * draw(st.integers(1, 200)), 1, 16), None
+    numerics, cols = draw(st.sampled_from(EIGHT_BITS)), draw(st.integers(1, 600))
     width = draw(st.sampled_from((16, 32, 64, 128, 256, 512, cols, cols + 3)))
     height = draw(st.sampled_from((None, 1, 5, 32, 33, rows, 128)))
     second = None if height is None else BlockGrid(rows, cols, height, 1)
-    return law, BlockGrid(rows, cols, 1, width), second
+    return numerics, BlockGrid(rows, cols, 1, width), second
 
 
 PLACES = ((0, 0), (2**34 - 64, 0), (48, 96), (16, 2**33), (2, 38))
@@ -84,12 +86,12 @@ PLACES = ((0, 0), (2**34 - 64, 0), (48, 96), (16, 2**33), (2, 38))
 
 
 def both_planes(
-    backend: Backend, law: Law, grid: BlockGrid, second: BlockGrid | None, extent: Extent,
+    backend: Backend, numerics: Numerics, grid: BlockGrid, second: BlockGrid | None, extent: Extent,
     master: torch.Tensor, round_to: torch.dtype, own_buffer: bool, place: tuple[int, int],
 ) -> dict[str, torch.Tensor]:  # fmt: skip
     """What an amax and a cast of one shard write, on top of bytes that must stay."""
-    first, last = byte_span(law.fmt, extent.start, extent.end)
-    size = last - first if own_buffer else -(-grid.numel * law.fmt.bits // 8)
+    first, last = byte_span(numerics.fmt, extent.start, extent.end)
+    size = last - first if own_buffer else -(-grid.numel * numerics.fmt.bits // 8)
     written = {
         "block_amax": torch.zeros(grid.num_blocks, dtype=torch.int32),
         "tensor_amax": torch.zeros(1, dtype=torch.int32),
@@ -102,14 +104,14 @@ def both_planes(
         columnwise = plane(second, written["columnwise_amax"], written["columnwise_codes"])
     shard = operand(
         grid, written["block_amax"], written["tensor_amax"], written["codes"], extent=extent,
-        round_to=round_to, codes_start=first * 8 // law.fmt.bits if own_buffer else 0,
+        round_to=round_to, codes_start=first * 8 // numerics.fmt.bits if own_buffer else 0,
         second=columnwise,
         rounding=Rounding(torch.tensor([0xDEADBEEF, 2**32 + 7]), *place),
     )  # fmt: skip
     masters = Masters(1)
     masters.bind([master])
     backend.partial_amax([shard], masters)()
-    backend.partial_cast(law, [shard], masters)()
+    backend.partial_cast(numerics, [shard], masters)()
     return written
 
 
@@ -120,27 +122,29 @@ def test_planes_of_one_dimension_equal_the_reference(order: str, data: st.DataOb
     """Any shard under blocks of one row, a second plane of blocks of one column beside them or not:
     the reference's amaxes and codes of both, and every other nibble as it was.
     """
-    law, grid, second = data.draw(planes())
+    numerics, grid, second = data.draw(planes())
     extent = data.draw(extents(grid.numel))
     odd_words = data.draw(st.integers(0, 3))  # elements between an aligned address and the master
     kind, seed = data.draw(st.sampled_from(KINDS)), data.draw(st.integers(0, 99))
     stored = data.draw(st.sampled_from(DTYPES))
     master = draw_values(kind, extent.size + odd_words, seed).to(stored)[odd_words:]
     arguments = (
-        law, grid, second, extent, master, data.draw(st.sampled_from(DTYPES)),
+        numerics, grid, second, extent, master, data.draw(st.sampled_from(DTYPES)),
         data.draw(st.booleans()), data.draw(st.sampled_from(PLACES)),
     )  # fmt: skip
     expected = both_planes(REFERENCE, *arguments)
     actual = both_planes(BACKENDS[order], *arguments)
-    assert_equal(actual, expected, f"{law} {grid} {second} {extent} {kind}")
+    assert_equal(actual, expected, f"{numerics} {grid} {second} {extent} {kind}")
 
 
-@pytest.mark.parametrize("law", [MXFP8Law(), NVFP4Law(stochastic_rounding=True, seed=3)], ids=str)
+@pytest.mark.parametrize(
+    "numerics", [MXFP8Numerics(), NVFP4Numerics(stochastic_rounding=True, seed=3)], ids=str
+)
 @settings(max_examples=30)
 @given(data=st.data())
-def test_square_blocks_equal_the_reference(law: Law, data: st.DataObject) -> None:
+def test_square_blocks_equal_the_reference(numerics: Numerics, data: st.DataObject) -> None:
     """Blocks of 32x32 under E8M0 scales, and drawn codes of 16x16 blocks: the reference's codes."""
-    side = 32 if isinstance(law, MXFP8Law) else 16
+    side = 32 if isinstance(numerics, MXFP8Numerics) else 16
     grid = BlockGrid(
         data.draw(st.integers(1, 70)), side * data.draw(st.integers(1, 40)), side, side
     )
@@ -148,11 +152,13 @@ def test_square_blocks_equal_the_reference(law: Law, data: st.DataObject) -> Non
     master = draw_values(data.draw(st.sampled_from(KINDS)), extent.size, 4)
     master = master.to(data.draw(st.sampled_from(DTYPES)))
     arguments = (
-        law, grid, None, extent, master, data.draw(st.sampled_from(DTYPES)), True,
+        numerics, grid, None, extent, master, data.draw(st.sampled_from(DTYPES)), True,
         data.draw(st.sampled_from(PLACES)),
     )  # fmt: skip
     expected = both_planes(REFERENCE, *arguments)
-    assert_equal(both_planes(BACKENDS["random"], *arguments), expected, f"{law} {grid} {extent}")
+    assert_equal(
+        both_planes(BACKENDS["random"], *arguments), expected, f"{numerics} {grid} {extent}"
+    )
 
 
 # --- stored planes of any layout ---
@@ -172,7 +178,7 @@ def layouts(draw: st.DrawFn, grid: BlockGrid, padding: float) -> ScaleLayout:
     )
 
 
-LAYOUT_LAWS = (*EIGHT_BITS, *FOUR_BITS, NVFP4Law(scale_max=256, four_over_six="mae"))
+LAYOUT_LAWS = (*EIGHT_BITS, *FOUR_BITS, NVFP4Numerics(scale_max=256, four_over_six="mae"))
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -182,34 +188,34 @@ def test_stored_scales_of_any_layout(order: str, data: st.DataObject) -> None:
     """Planes with repeats and padding in both dimensions, stored transposed or not, alone or beside
     a second plane, are the reference's, and so are the values that codes under them mean.
     """
-    law = data.draw(st.sampled_from(LAYOUT_LAWS))
-    padding = 1.0 if law.scale_dtype == torch.float32 else 0
+    numerics = data.draw(st.sampled_from(LAYOUT_LAWS))
+    padding = 1.0 if numerics.scale_dtype == torch.float32 else 0
     rows, cols = data.draw(st.integers(1, 50)), 2 * data.draw(st.integers(1, 150))
     blocks = ((1, 16), (16, 1), (16, 16), (1, 32), (32, 32), (1, 128), (rows, cols), (1, cols))
     grid = BlockGrid(rows, cols, *data.draw(st.sampled_from(blocks)))
     layout = data.draw(layouts(grid, padding))
     other = BlockGrid(rows, cols, 32, 1)
     second = data.draw(st.sampled_from((None, data.draw(layouts(other, padding)))))
-    if law.fmt is E2M1:
+    if numerics.fmt is E2M1:
         second = None
     kind, seed = data.draw(st.sampled_from(KINDS)), data.draw(st.integers(0, 99))
 
     def run(backend: Backend) -> dict[str, torch.Tensor]:
         amax = draw_values(kind, grid.num_blocks, seed).abs().view(torch.int32)
-        written = {"scale_inv": unfilled(layout.shape, law.scale_dtype)}
-        stored = unfilled((1,), torch.float32) if law.fmt is E2M1 else None
+        written = {"scale_inv": unfilled(layout.shape, numerics.scale_dtype)}
+        stored = unfilled((1,), torch.float32) if numerics.fmt is E2M1 else None
         columnwise = candidates = None
         if second is not None:
-            written["columnwise"] = unfilled(second.shape, law.scale_dtype)
+            written["columnwise"] = unfilled(second.shape, numerics.scale_dtype)
             more = draw_values(kind, other.num_blocks, seed + 1).abs().view(torch.int32)
             columnwise = plane(second, more, None, written["columnwise"])
-        if isinstance(law, NVFP4Law) and law.four_over_six is not None:
-            buffer = torch.zeros(Candidates.words(grid, Cuts()), dtype=torch.int32)
-            candidates = Candidates.carve(buffer, grid, Cuts())
+        if isinstance(numerics, NVFP4Numerics) and numerics.four_over_six is not None:
+            buffer = torch.zeros(FourOverSixErrors.words(grid, SharedBlocks()), dtype=torch.int32)
+            candidates = FourOverSixErrors.carve(buffer, grid, SharedBlocks())
             candidates.choices[::3] = 1
         counter = torch.tensor([5, 41])
         g = torch.Generator().manual_seed(seed)
-        shape = (rows, cols * law.fmt.bits // 8)
+        shape = (rows, cols * numerics.fmt.bits // 8)
         codes = torch.randint(256, shape, dtype=torch.uint8, generator=g)
         written["values"] = unfilled((rows, cols), torch.float32)
         whole = operand(
@@ -217,13 +223,13 @@ def test_stored_scales_of_any_layout(order: str, data: st.DataObject) -> None:
             second=columnwise, candidates=candidates, rounding=Rounding(counter),
             values=written["values"],
         )  # fmt: skip
-        backend.compute_scale(law, [whole])()
-        backend.dequantize(law, [whole])()
+        backend.compute_scale(numerics, [whole])()
+        backend.dequantize(numerics, [whole])()
         if stored is not None:
             written["amax"] = stored
         return written | {"counter": counter}
 
-    assert_equal(run(BACKENDS[order]), run(REFERENCE), f"{law} {layout} {second} {kind}")
+    assert_equal(run(BACKENDS[order]), run(REFERENCE), f"{numerics} {layout} {second} {kind}")
 
 
 # --- what delayed scaling remembers ---
@@ -239,12 +245,14 @@ def test_delayed_scaling_equals_the_reference(order: str, length: int, algorithm
     scale_inv are the reference's after each.
     """
     kinds = ("normal", "zeros", "wide", "nan", "huge", "subnormal", "infinity", "normal", "ties")
-    laws = [Float8DelayedLaw(fmt, margin, algorithm) for fmt, margin in ((E4M3, 0), (E5M2, 3))]
+    numerics_types = [
+        Float8DelayedNumerics(fmt, margin, algorithm) for fmt, margin in ((E4M3, 0), (E5M2, 3))
+    ]
     sizes = (1, 5, 600, 9000)
 
     def run(backend: Backend) -> list[dict[str, torch.Tensor]]:
         steps = []
-        for law in laws:
+        for numerics in numerics_types:
             states = [
                 DelayedState(torch.ones(1), torch.ones(1), torch.zeros(length)) for _ in sizes
             ]
@@ -260,8 +268,8 @@ def test_delayed_scaling_equals_the_reference(order: str, length: int, algorithm
                     operand(grid, amax[i : i + 1], amax[i : i + 1], codes[i], scale_inv[i],
                             slot=i, extent=own, round_to=torch.bfloat16, delayed=states[i])
                 )  # fmt: skip
-            cast = backend.partial_cast(law, shards, masters)
-            close = backend.compute_scale(law, shards)
+            cast = backend.partial_cast(numerics, shards, masters)
+            close = backend.compute_scale(numerics, shards)
             for step, kind in enumerate(kinds):
                 dtype = DTYPES[step % 3]
                 values = [draw_values(kind, s.extent.size, step).to(dtype) for s in shards]
@@ -295,7 +303,7 @@ def test_choices_equal_the_reference(order: str, data: st.DataObject) -> None:
     """Each rank's part of the choice, and what select makes of all parts, are the reference's; a
     NaN's sign apart.
     """
-    law = NVFP4Law(
+    numerics = NVFP4Numerics(
         scale_max=data.draw(st.sampled_from((448, 256))),
         four_over_six=data.draw(st.sampled_from(("mae", "mse"))),
     )
@@ -306,7 +314,7 @@ def test_choices_equal_the_reference(order: str, data: st.DataObject) -> None:
     master = draw_values(kind, grid.numel, data.draw(st.integers(0, 99)))
     master = master.to(data.draw(st.sampled_from(DTYPES)))
     owned = [Extent(a, b) for a, b in pairwise([0, *sorted(cuts_at), grid.numel]) if b > a]
-    cuts = Cuts.of(grid, owned)
+    cuts = SharedBlocks.of(grid, owned)
     amax = torch.zeros(grid.amax_slots, dtype=torch.int32)
     blocks, tensor = amax[: grid.num_blocks], amax[-1:]
     whole = Masters(1)
@@ -318,20 +326,22 @@ def test_choices_equal_the_reference(order: str, data: st.DataObject) -> None:
     def run(backend: Backend) -> dict[str, torch.Tensor]:
         masters = Masters(len(owned))
         masters.bind([master[e.start : e.end] for e in owned])
-        buffers = [torch.zeros(Candidates.words(grid, cuts), dtype=torch.int32) for _ in owned]
-        parts = [Candidates.carve(buffer, grid, cuts) for buffer in buffers]
+        buffers = [
+            torch.zeros(FourOverSixErrors.words(grid, cuts), dtype=torch.int32) for _ in owned
+        ]
+        parts = [FourOverSixErrors.carve(buffer, grid, cuts) for buffer in buffers]
         shards = [
             operand(grid, blocks, tensor, slot=i, extent=extent, round_to=round_to, candidates=part)
             for i, (extent, part) in enumerate(zip(owned, parts, strict=True))
         ]  # fmt: skip
-        backend.partial_select(law, shards, masters)()
-        total = Candidates.carve(torch.stack(buffers).sum(0, dtype=torch.int32), grid, cuts)
-        backend.select(law, [operand(grid, blocks, tensor, candidates=total)])()
+        backend.partial_select(numerics, shards, masters)()
+        total = FourOverSixErrors.carve(torch.stack(buffers).sum(0, dtype=torch.int32), grid, cuts)
+        backend.select(numerics, [operand(grid, blocks, tensor, candidates=total)])()
         written = {f"part {i}": part.elements for i, part in enumerate(parts)}
         written |= {f"errors {i}": part.row_errors.nan_to_num(-1) for i, part in enumerate(parts)}
         return written | {"choices": total.choices, "errors": total.row_errors.nan_to_num(-1)}
 
-    what = f"{law} {grid} {cuts} {kind}"
+    what = f"{numerics} {grid} {cuts} {kind}"
     assert_equal(run(BACKENDS[order]), run(REFERENCE), what)
 
 
@@ -467,7 +477,7 @@ def test_few_tables_of_tiles_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
         layout = ScaleLayout(BlockGrid(rows, 4, rows, 4))
         codes, values = torch.zeros(rows, 4, dtype=torch.uint8), torch.zeros(rows, 4)
         target = operand(layout, codes=codes, scale_inv=torch.ones(1, 1), values=values)
-        backend.dequantize(Float8Law(E4M3), [target])()
+        backend.dequantize(Float8Numerics(E4M3), [target])()
         return len(sent)
 
     assert [uploads(rows) for rows in (1, 2, 1, 3, 1, 2)] == [2, 2, 1, 2, 1, 2]
@@ -481,7 +491,7 @@ def test_second_planes_of_other_blocks_are_refused() -> None:
     grid = BlockGrid(8, 40, 1, 20)
     with pytest.raises(BackendError, match="blocks of one column beside blocks of one row, 16"):
         both_planes(
-            BACKENDS["forward"], Float8Law(E4M3), grid, BlockGrid(8, 40, 8, 1), Extent(0, 320),
+            BACKENDS["forward"], Float8Numerics(E4M3), grid, BlockGrid(8, 40, 8, 1), Extent(0, 320),
             torch.ones(320), torch.float32, False, PLACES[0],
         )  # fmt: skip
 
@@ -489,12 +499,14 @@ def test_second_planes_of_other_blocks_are_refused() -> None:
 def test_choices_of_other_blocks_are_refused() -> None:
     """4-over-6 in blocks that are not 16x16 is refused when the operation is prepared."""
     grid = BlockGrid(8, 64, 1, 32)
-    candidates = Candidates.carve(
-        torch.zeros(Candidates.words(grid, Cuts()), dtype=torch.int32), grid, Cuts()
+    candidates = FourOverSixErrors.carve(
+        torch.zeros(FourOverSixErrors.words(grid, SharedBlocks()), dtype=torch.int32),
+        grid,
+        SharedBlocks(),
     )
     shard = operand(
         grid, *2 * [torch.zeros(16, dtype=torch.int32)], torch.zeros(256, dtype=torch.uint8),
         extent=Extent(0, 512), candidates=candidates,
     )  # fmt: skip
     with pytest.raises(BackendError, match="16x16 blocks, got BlockGrid"):
-        BACKENDS["forward"].partial_select(NVFP4Law(four_over_six="mae"), [shard], Masters(1))
+        BACKENDS["forward"].partial_select(NVFP4Numerics(four_over_six="mae"), [shard], Masters(1))

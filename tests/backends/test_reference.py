@@ -11,13 +11,16 @@ from tests.support.same_bytes import assert_same_bytes
 from zerocast.backends.reference import ReferenceBackend
 from zerocast.formats import E4M3, E5M2
 from zerocast.layout import BlockGrid, Extent
-from zerocast.ops import Float8Law, Law, Masters, NVFP4Law, TensorOperand
+from zerocast.numerics import Float8Numerics, Masters, Numerics, NVFP4Numerics, TensorOperand
 
 REFERENCE = ReferenceBackend()
 
 
 def run_cast(
-    shard: TensorOperand, master: torch.Tensor, law: Law, reduced: torch.Tensor | None = None
+    shard: TensorOperand,
+    master: torch.Tensor,
+    numerics: Numerics,
+    reduced: torch.Tensor | None = None,
 ) -> None:
     """Amax, then codes, of one shard; with ``reduced`` as the tensor amax of all ranks."""
     masters = Masters(1)
@@ -25,12 +28,14 @@ def run_cast(
     REFERENCE.partial_amax([shard], masters)()
     if reduced is not None:
         shard.tensor_amax.copy_(reduced)
-    REFERENCE.partial_cast(law, [shard], masters)()
+    REFERENCE.partial_cast(numerics, [shard], masters)()
 
 
-@pytest.mark.parametrize("law", [NVFP4Law(), Float8Law(E4M3), Float8Law(E5M2)], ids=str)
+@pytest.mark.parametrize(
+    "numerics", [NVFP4Numerics(), Float8Numerics(E4M3), Float8Numerics(E5M2)], ids=str
+)
 @pytest.mark.parametrize("size", [0, 1, 2, 1000])
-def test_a_shard_at_two_to_the_32_plus_5(law, size):
+def test_a_shard_at_two_to_the_32_plus_5(numerics, size):
     """Its codes are those of the same elements at offset 5, in a buffer of the shard's own.
 
     The matrix has 2^16 columns and blocks of [2^16, 16]: the elements start at column 5 of row
@@ -38,7 +43,7 @@ def test_a_shard_at_two_to_the_32_plus_5(law, size):
     """
     start, cols = 2**32 + 5, 2**16
     large, small = BlockGrid(2**17, cols, 2**16, 16), BlockGrid(1, cols, 1, 16)
-    bits = law.fmt.bits
+    bits = numerics.fmt.bits
     master = torch.randn(size, generator=torch.Generator().manual_seed(0))
     results = []
     for grid, first in ((large, start), (small, 5)):
@@ -47,7 +52,7 @@ def test_a_shard_at_two_to_the_32_plus_5(law, size):
         codes = torch.full((2 + size,), 0xA5, dtype=torch.uint8)
         shard = operand(grid, amax[:-1], amax[-1:], codes, extent=Extent(first, first + size),
                         codes_start=aligned)  # fmt: skip
-        run_cast(shard, master, law)
+        run_cast(shard, master, numerics)
         touched = amax[:-1].nonzero().flatten()
         results.append((codes, touched - (grid is large) * 2**12, amax[:-1][touched], amax[-1:]))
     for what, got, expected in zip(("codes", "blocks", "amaxes", "amax"), *results, strict=True):
@@ -64,7 +69,7 @@ def test_a_shard_writes_its_nibbles_and_no_other():
             codes = torch.full((3,), 0x55, dtype=torch.uint8)
             amax = torch.zeros(1, dtype=torch.int32)
             shard = operand(grid, amax, amax, codes, extent=Extent(start, end))
-            run_cast(shard, torch.full((end - start,), -0.0), NVFP4Law())
+            run_cast(shard, torch.full((end - start,), -0.0), NVFP4Numerics())
             written = [b >> s & 15 for b in codes.tolist() for s in (0, 4)]
             assert written == [8 if start <= i < end else 5 for i in range(6)], (start, end)
 
@@ -103,8 +108,8 @@ def test_nothing_to_do_is_a_launch_that_does_nothing():
     masters.bind([None])
     for shards in ([], [operand(grid, amax, amax, codes, extent=Extent(9, 9))]):
         REFERENCE.partial_amax(shards, masters)()
-        REFERENCE.partial_cast(NVFP4Law(), shards, masters)()
+        REFERENCE.partial_cast(NVFP4Numerics(), shards, masters)()
     for prepare in (REFERENCE.transpose, REFERENCE.compute_scale, REFERENCE.dequantize):
-        prepare(NVFP4Law(), [])()
+        prepare(NVFP4Numerics(), [])()
     assert amax.tolist() == [0]
     assert codes.tolist() == [7] * 16

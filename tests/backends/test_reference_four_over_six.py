@@ -14,8 +14,8 @@ from tests.support.operations import operand
 from tests.support.partitions import draw_partition
 from tests.support.same_bytes import assert_same_bytes
 from zerocast.backends.reference import ReferenceBackend
-from zerocast.layout import BlockGrid, Cuts, Extent
-from zerocast.ops import Candidates, Masters, NVFP4Law
+from zerocast.layout import BlockGrid, Extent, SharedBlocks
+from zerocast.numerics import FourOverSixErrors, Masters, NVFP4Numerics
 
 REFERENCE = ReferenceBackend()
 
@@ -39,32 +39,32 @@ def amaxes(grid: BlockGrid, x: torch.Tensor) -> torch.Tensor:
 
 
 def part(
-    law: NVFP4Law, grid: BlockGrid, x: torch.Tensor, extent: Extent, cuts: Cuts
+    numerics: NVFP4Numerics, grid: BlockGrid, x: torch.Tensor, extent: Extent, cuts: SharedBlocks
 ) -> torch.Tensor:
     """int32 [words]: what the owner of ``extent`` writes."""
-    buffer = torch.zeros(Candidates.words(grid, cuts), dtype=torch.int32)
+    buffer = torch.zeros(FourOverSixErrors.words(grid, cuts), dtype=torch.int32)
     amax = amaxes(grid, x)
     masters = Masters(1)
     masters.bind([x[extent.start : extent.end]])
     shard = operand(grid, amax[: grid.num_blocks], amax[-1:], extent=extent,
                     round_to=torch.bfloat16,
-                    candidates=Candidates.carve(buffer, grid, cuts))  # fmt: skip
-    REFERENCE.partial_select(law, [shard], masters)()
+                    candidates=FourOverSixErrors.carve(buffer, grid, cuts))  # fmt: skip
+    REFERENCE.partial_select(numerics, [shard], masters)()
     return buffer
 
 
 def exchanged(
-    law: NVFP4Law, grid: BlockGrid, x: torch.Tensor, extents: list[Extent]
+    numerics: NVFP4Numerics, grid: BlockGrid, x: torch.Tensor, extents: list[Extent]
 ) -> torch.Tensor:
     """uint8 [num_blocks]: the choices after all ranks' parts are added."""
-    cuts = Cuts.of(grid, extents)
-    parts = torch.stack([part(law, grid, x, extent, cuts) for extent in extents])
+    cuts = SharedBlocks.of(grid, extents)
+    parts = torch.stack([part(numerics, grid, x, extent, cuts) for extent in extents])
     assert (parts != 0).sum(dim=0).max() <= 1, "two ranks filled one entry"
     total = parts.sum(dim=0, dtype=torch.int32)
     amax = amaxes(grid, x)
-    candidates = Candidates.carve(total, grid, cuts)
+    candidates = FourOverSixErrors.carve(total, grid, cuts)
     whole = operand(grid, amax[: grid.num_blocks], amax[-1:], candidates=candidates)
-    REFERENCE.select(law, [whole])()
+    REFERENCE.select(numerics, [whole])()
     return candidates.choices[: grid.num_blocks]
 
 
@@ -72,32 +72,32 @@ def exchanged(
 @pytest.mark.parametrize("shape", [(1, 16), (16, 48), (17, 80), (33, 32), (50, 96)])
 def test_any_partition_makes_the_same_choices(mode, shape):
     """Of 12 random ones over 1 to 7 ranks; both choices occur."""
-    grid, law = BlockGrid(*shape, 16, 16), NVFP4Law(scale_max=256, four_over_six=mode)
+    grid, numerics = BlockGrid(*shape, 16, 16), NVFP4Numerics(scale_max=256, four_over_six=mode)
     rng = random.Random(shape[0])
     for seed in range(12):
         x = values(grid, seed)
-        whole = exchanged(law, grid, x, [Extent(0, grid.numel)])
+        whole = exchanged(numerics, grid, x, [Extent(0, grid.numel)])
         assert whole.max() <= 1
         extents = draw_partition(grid.numel, rng.randint(1, 7), rng)
-        assert_same_bytes(exchanged(law, grid, x, extents), whole, f"choices under {extents}")
+        assert_same_bytes(exchanged(numerics, grid, x, extents), whole, f"choices under {extents}")
 
 
 def test_both_choices_occur():
     """So the claim above is no claim about zeros."""
-    grid, law = BlockGrid(50, 96, 16, 16), NVFP4Law(scale_max=256, four_over_six="mae")
-    choices = exchanged(law, grid, values(grid, 0), [Extent(0, grid.numel)])
+    grid, numerics = BlockGrid(50, 96, 16, 16), NVFP4Numerics(scale_max=256, four_over_six="mae")
+    choices = exchanged(numerics, grid, values(grid, 0), [Extent(0, grid.numel)])
     assert 0 < choices.sum() < len(choices)
 
 
 def test_every_rank_has_one_element():
     """[2, 16] over 32 ranks: both rows are segments, and all elements travel."""
-    grid, law = BlockGrid(2, 16, 16, 16), NVFP4Law(four_over_six="mse")
+    grid, numerics = BlockGrid(2, 16, 16, 16), NVFP4Numerics(four_over_six="mse")
     for seed in range(8):
         x = values(grid, seed)
         extents = [Extent(i, i + 1) for i in range(32)]
-        assert Cuts.of(grid, extents).segments == (0, 16)
-        whole = exchanged(law, grid, x, [Extent(0, 32)])
-        assert_same_bytes(exchanged(law, grid, x, extents), whole, "choices")
+        assert SharedBlocks.of(grid, extents).segments == (0, 16)
+        whole = exchanged(numerics, grid, x, [Extent(0, 32)])
+        assert_same_bytes(exchanged(numerics, grid, x, extents), whole, "choices")
 
 
 def test_what_a_rank_writes_of_a_cut_row_of_blocks():
@@ -105,12 +105,12 @@ def test_what_a_rank_writes_of_a_cut_row_of_blocks():
 
     It writes the row errors of the first, its elements of the second, and no choice.
     """
-    grid, law = BlockGrid(2, 32, 16, 16), NVFP4Law(four_over_six="mae")
+    grid, numerics = BlockGrid(2, 32, 16, 16), NVFP4Numerics(four_over_six="mae")
     x = values(grid, 3)
-    cuts = Cuts.of(grid, [Extent(0, 20), Extent(20, 64)])
-    assert cuts == Cuts(rows=(0,), segments=(16,))
+    cuts = SharedBlocks.of(grid, [Extent(0, 20), Extent(20, 64)])
+    assert cuts == SharedBlocks(rows=(0,), segments=(16,))
     first, second = (
-        Candidates.carve(part(law, grid, x, extent, cuts), grid, cuts)
+        FourOverSixErrors.carve(part(numerics, grid, x, extent, cuts), grid, cuts)
         for extent in (Extent(0, 20), Extent(20, 64))
     )
     for mine in (first, second):
@@ -127,8 +127,8 @@ def test_what_a_rank_writes_of_a_cut_row_of_blocks():
 @pytest.mark.parametrize("bad", [torch.inf, torch.nan])
 def test_a_tensor_that_is_not_finite_chooses_map6(bad):
     """Its scales are NaN whatever is chosen; the choice is the same for every partition."""
-    grid, law = BlockGrid(17, 32, 16, 16), NVFP4Law(four_over_six="mae")
+    grid, numerics = BlockGrid(17, 32, 16, 16), NVFP4Numerics(four_over_six="mae")
     x = values(grid, 5)
     x[100] = bad
     for extents in ([Extent(0, 544)], [Extent(0, 99), Extent(99, 101), Extent(101, 544)]):
-        assert exchanged(law, grid, x, extents).tolist() == [0] * 4
+        assert exchanged(numerics, grid, x, extents).tolist() == [0] * 4

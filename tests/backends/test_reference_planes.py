@@ -1,4 +1,4 @@
-"""The reference backend's second planes, stored planes, and what remembering laws leave behind."""
+"""The reference backend's second planes, stored planes, and what remembering numerics leave behind."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from zerocast.backends.reference.planes import read_plane, write_plane
 from zerocast.backends.reference.rounding import encode_stochastic
 from zerocast.formats import E2M1, E4M3, encode, reciprocal_e8m0
 from zerocast.layout import BlockGrid, Extent, ScaleLayout, Source
-from zerocast.ops import (
+from zerocast.numerics import (
     DelayedState,
-    Float8DelayedLaw,
-    Float8Law,
+    Float8DelayedNumerics,
+    Float8Numerics,
     Masters,
-    MXFP8Law,
-    NVFP4Law,
+    MXFP8Numerics,
+    NVFP4Numerics,
     Rounding,
 )
 
@@ -80,9 +80,9 @@ def test_a_vector_is_a_plane_of_one_row_or_column():
 # --- the second plane ---
 
 
-@pytest.mark.parametrize("law", [MXFP8Law(), Float8Law(E4M3)], ids=["mxfp8", "fp8"])
+@pytest.mark.parametrize("numerics", [MXFP8Numerics(), Float8Numerics(E4M3)], ids=["mxfp8", "fp8"])
 @pytest.mark.parametrize(("start", "end"), [(0, 192), (5, 6), (31, 97), (64, 128), (7, 7)])
-def test_a_shard_writes_both_planes_and_no_other_byte(law, start, end):
+def test_a_shard_writes_both_planes_and_no_other_byte(numerics, start, end):
     """Into buffers of its own, that start with the shard; amaxes of the blocks that it touches."""
     grid, second = BlockGrid(6, 32, 1, 32), BlockGrid(6, 32, 3, 1)
     x = torch.randn(192, generator=torch.Generator().manual_seed(1))[start:end]
@@ -93,7 +93,7 @@ def test_a_shard_writes_both_planes_and_no_other_byte(law, start, end):
         second=plane(second, amax[6:-1], codes[1]),
     )  # fmt: skip
     REFERENCE.partial_amax([shard], masters_of(x))()
-    REFERENCE.partial_cast(law, [shard], masters_of(x))()
+    REFERENCE.partial_cast(numerics, [shard], masters_of(x))()
 
     for row, blocks, part in ((0, grid, amax[:6]), (1, second, amax[6:-1])):
         expected = torch.zeros(blocks.num_blocks)
@@ -103,7 +103,7 @@ def test_a_shard_writes_both_planes_and_no_other_byte(law, start, end):
         assert_same_bytes(part.view(torch.float32), expected, f"amaxes of plane {row}")
         for i, value in zip(range(start, end), x, strict=True):
             a = expected[blocks.block_of(i)]
-            if isinstance(law, MXFP8Law):
+            if isinstance(numerics, MXFP8Numerics):
                 exponent = torch.frexp(a * torch.tensor(1 / 448)).exponent.int()
                 mantissa = torch.frexp(a * torch.tensor(1 / 448)).mantissa
                 multiplier = reciprocal_e8m0((126 + exponent + (mantissa > 0.5)).byte())
@@ -124,7 +124,7 @@ def test_one_block_amax_serves_two_planes_of_scales():
     other = ScaleLayout(grid, col_repeat=32, row_multiple=4, col_multiple=128)
     both = operand(layout, amax[:4], amax[4:], scale_inv=rowwise,
                    second=plane(other, amax[:4], None, columnwise, Source.SHARED))  # fmt: skip
-    REFERENCE.compute_scale(MXFP8Law(), [both])()
+    REFERENCE.compute_scale(MXFP8Numerics(), [both])()
     expected = torch.zeros(128, 4, dtype=torch.uint8)
     expected[:32, 0], expected[:32, 1], expected[32, 0], expected[32, 1] = 127, 128, 0, 255
     assert_same_bytes(rowwise, expected, "rowwise")
@@ -133,20 +133,20 @@ def test_one_block_amax_serves_two_planes_of_scales():
     assert_same_bytes(columnwise, expected, "columnwise")
 
 
-# --- laws that remember ---
+# --- numerics that remember ---
 
 
 def test_a_delayed_cast_takes_the_amax_in_the_same_pass():
     """It raises, as partial_amax does, and multiplies by the state's scale whatever the amax is."""
-    grid, law = BlockGrid(1, 4, 1, 4), Float8DelayedLaw(E4M3)
+    grid, numerics = BlockGrid(1, 4, 1, 4), Float8DelayedNumerics(E4M3)
     state = DelayedState(torch.tensor([2.0]), torch.zeros(1), torch.zeros(3))
     amax = torch.tensor([3.0]).view(torch.int32)
     codes = torch.zeros(4, dtype=torch.uint8)
     shard = operand(grid, amax, amax, codes, extent=Extent(1, 3), delayed=state)
-    REFERENCE.partial_cast(law, [shard], masters_of(torch.tensor([-0.5, 1.0])))()
+    REFERENCE.partial_cast(numerics, [shard], masters_of(torch.tensor([-0.5, 1.0])))()
     assert codes.tolist() == [0, 0xB8, 0x40, 0]
     assert amax.view(torch.float32).tolist() == [3.0]
-    REFERENCE.partial_cast(law, [shard], masters_of(torch.tensor([-7.0, torch.nan])))()
+    REFERENCE.partial_cast(numerics, [shard], masters_of(torch.tensor([-7.0, torch.nan])))()
     assert amax.tolist() == [0x7FC00000]
     assert codes.tolist() == [0, 0xD6, 0x7F, 0]
     assert (state.scale.item(), state.cast_scale.item()) == (2.0, 0.0)
@@ -154,16 +154,16 @@ def test_a_delayed_cast_takes_the_amax_in_the_same_pass():
 
 def test_closing_a_delayed_cast():
     """scale_inv of what was cast, then the next scale; the tensor's amax where it is asked for."""
-    law, layout = Float8DelayedLaw(E4M3, margin=1), ScaleLayout(BlockGrid(2, 2, 2, 2))
+    numerics, layout = Float8DelayedNumerics(E4M3, margin=1), ScaleLayout(BlockGrid(2, 2, 2, 2))
     state = DelayedState(torch.tensor([2.0]), torch.zeros(1), torch.tensor([8.0, 1.0, 5.0]))
     amax, scale_inv, stored = torch.tensor([4.0]).view(torch.int32), torch.zeros(1), torch.zeros(1)
     whole = operand(layout, amax, amax, scale_inv=scale_inv, amax=stored, delayed=state)
-    REFERENCE.compute_scale(law, [whole])()
+    REFERENCE.compute_scale(numerics, [whole])()
     assert (scale_inv.item(), state.cast_scale.item(), stored.item()) == (0.5, 2.0, 4.0)
     assert state.amax_history.tolist() == [4.0, 8.0, 1.0]
     assert state.scale.item() == 224.0 / 8
     amax.copy_(torch.tensor([torch.inf]).view(torch.int32))
-    REFERENCE.compute_scale(law, [whole])()
+    REFERENCE.compute_scale(numerics, [whole])()
     assert scale_inv.view(torch.int32).item() == 0x7FC00000
     assert (state.scale.item(), state.cast_scale.item()) == (28.0, 28.0)
     assert state.amax_history.tolist() == [4.0, 8.0, 1.0]
@@ -171,13 +171,13 @@ def test_closing_a_delayed_cast():
 
 def test_closing_a_cast_whose_state_waits():
     """scale_inv of what was cast; nothing is remembered, and no function of the caller's called."""
-    law = Float8DelayedLaw(E4M3, amax_compute_algo=lambda _: pytest.fail("called"))
+    numerics = Float8DelayedNumerics(E4M3, amax_compute_algo=lambda _: pytest.fail("called"))
     state = DelayedState(torch.tensor([2.0]), torch.tensor([3.0]), torch.tensor([8.0, 1.0]))
     for backend in (REFERENCE, CpuBackend()):
         amax, scale_inv = torch.tensor([4.0]).view(torch.int32), torch.zeros(1)
         grid = BlockGrid(2, 2, 2, 2)
         whole = operand(grid, amax, amax, scale_inv=scale_inv, delayed=state, advances=False)
-        backend.compute_scale(law, [whole])()
+        backend.compute_scale(numerics, [whole])()
         assert scale_inv.item() == 0.5
         assert (state.scale.item(), state.cast_scale.item()) == (2.0, 3.0)
         assert state.amax_history.tolist() == [8.0, 1.0]
@@ -185,7 +185,7 @@ def test_closing_a_cast_whose_state_waits():
 
 def test_words_follow_the_index_in_the_whole_weight():
     """A shard at 2^34 + 5 draws what its elements draw anywhere; scales advance the step by one."""
-    start, law = 2**34 + 5, NVFP4Law(stochastic_rounding=True, seed=2**63 + 9)
+    start, numerics = 2**34 + 5, NVFP4Numerics(stochastic_rounding=True, seed=2**63 + 9)
     grid = BlockGrid(2**15, 2**20, 2**15, 2**20)
     x = torch.rand(40, generator=torch.Generator().manual_seed(2)) * 6
     amax = torch.tensor([6.0]).view(torch.int32)
@@ -193,12 +193,12 @@ def test_words_follow_the_index_in_the_whole_weight():
     scale_inv = torch.zeros(1, 1, dtype=torch.uint8)
     shard = operand(grid, amax, amax, codes, scale_inv, extent=Extent(start, start + 40),
                     codes_start=start - 1, rounding=Rounding(counter))  # fmt: skip
-    REFERENCE.compute_scale(law, [shard])()
+    REFERENCE.compute_scale(numerics, [shard])()
     assert counter.tolist() == [77, 12]
-    REFERENCE.partial_cast(law, [shard], masters_of(x))()
+    REFERENCE.partial_cast(numerics, [shard], masters_of(x))()
     # g = 6: S_enc = 448, S_dec = 448 and the multiplier 1.
     assert scale_inv.item() == 0x7E
-    words = element_words(torch.arange(start, start + 40), law.seed, 77, 12)
+    words = element_words(torch.arange(start, start + 40), numerics.seed, 77, 12)
     drawn = encode_stochastic(x, E2M1, words)
     nibbles = torch.stack((codes & 15, codes >> 4), dim=1).flatten()
     assert_same_bytes(nibbles[1:41], drawn, "codes")

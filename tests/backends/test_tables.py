@@ -13,22 +13,22 @@ from zerocast.backends.cuda import activation
 from zerocast.backends.tables import (
     cast_row,
     dequantize_row,
-    law_fields,
+    numerics_fields,
     scale_row,
     transpose_row,
 )
 from zerocast.formats import E4M3
-from zerocast.layout import BlockGrid, Cuts, Source
-from zerocast.ops import (
+from zerocast.layout import BlockGrid, SharedBlocks, Source
+from zerocast.numerics import (
     Activation,
     ActivationTarget,
-    Candidates,
     DelayedState,
-    Float8DelayedLaw,
-    Float8Law,
+    Float8DelayedNumerics,
+    Float8Numerics,
+    FourOverSixErrors,
     Masters,
-    MXFP8Law,
-    NVFP4Law,
+    MXFP8Numerics,
+    NVFP4Numerics,
     Rounding,
     TensorOperand,
 )
@@ -50,7 +50,7 @@ def sizes() -> dict[str, int]:
 
 def everything() -> TensorOperand:
     """An operand that has all that a row can hold."""
-    candidates = Candidates.carve(torch.zeros(1, dtype=torch.int32), GRID, Cuts())
+    candidates = FourOverSixErrors.carve(torch.zeros(1, dtype=torch.int32), GRID, SharedBlocks())
     return TensorOperand(
         (FULL, FULL), tensor_amax=ONE, amax=ONE, delayed=DelayedState(ONE, ONE, ONE),
         candidates=candidates, rounding=Rounding(ONE), values=ONE,
@@ -62,7 +62,7 @@ def address(tensor: torch.Tensor) -> int:
     return tensor.data_ptr()
 
 
-LAWS = (Float8Law(E4M3), Float8DelayedLaw(E4M3), MXFP8Law(), NVFP4Law())
+LAWS = (Float8Numerics(E4M3), Float8DelayedNumerics(E4M3), MXFP8Numerics(), NVFP4Numerics())
 TARGET = ActivationTarget(Activation("relu"), torch.zeros(16, 16), torch.float32)
 PLANE = activation._Plane.of(FULL, TARGET)
 WRITERS = {
@@ -93,7 +93,7 @@ def test_a_row_has_the_fields_of_its_struct(name: str) -> None:
         assert len(WRITERS[name](each)) == sizes()[name]
 
 
-@pytest.mark.parametrize("law", LAWS, ids=str)
-def test_a_law_has_the_fields_of_its_struct(law: object) -> None:
+@pytest.mark.parametrize("numerics", LAWS, ids=str)
+def test_a_law_has_the_fields_of_its_struct(numerics: object) -> None:
     """Whichever it is."""
-    assert len(law_fields(law, "cpu")) == sizes()["LawTable"]
+    assert len(numerics_fields(numerics, "cpu")) == sizes()["LawTable"]

@@ -99,8 +99,8 @@ def test_a_master_of_another_dtype_in_the_same_memory() -> None:
     master.data = master.data.view(torch.float16)
     plan.cast()
     plan.all_gather()
-    law = zerocast.quantize(master.view(SHAPE), RECIPES["nvfp4"], dtype=torch.bfloat16)
-    assert_same_storage(weight, law, "read as FP16")
+    numerics = zerocast.quantize(master.view(SHAPE), RECIPES["nvfp4"], dtype=torch.bfloat16)
+    assert_same_storage(weight, numerics, "read as FP16")
 
 
 def cut_short(master: torch.Tensor) -> None:
@@ -215,9 +215,13 @@ def test_dropped_copies_after_planning(recipe: str, usage: str) -> None:
         if recipe == "mxfp8":
             plan.all_gather()
             if comm.rank == 0:
-                law = zerocast.quantize(values(1).view(SHAPE), RECIPES[recipe], dtype=weight.dtype)
-                assert_same_bytes(weight.rowwise_data, law.rowwise_data, "rowwise_data")
-                assert_same_bytes(weight.columnwise_data, law.columnwise_data, "columnwise_data")
+                numerics = zerocast.quantize(
+                    values(1).view(SHAPE), RECIPES[recipe], dtype=weight.dtype
+                )
+                assert_same_bytes(weight.rowwise_data, numerics.rowwise_data, "rowwise_data")
+                assert_same_bytes(
+                    weight.columnwise_data, numerics.columnwise_data, "columnwise_data"
+                )
         if (recipe, usage) == ("nvfp4", "columnwise_usage"):
             plan.cast()
             plan.all_gather()
@@ -244,8 +248,10 @@ def test_codes_in_other_memory() -> None:
         master.mul_(2)
         plan.cast()
         plan.all_gather()
-        law = zerocast.quantize(values(1).view(SHAPE) * 2, RECIPES["nvfp4"], dtype=torch.bfloat16)
-        assert_same_bytes(codes, law.rowwise_data, "rowwise_data")
+        numerics = zerocast.quantize(
+            values(1).view(SHAPE) * 2, RECIPES["nvfp4"], dtype=torch.bfloat16
+        )
+        assert_same_bytes(codes, numerics.rowwise_data, "rowwise_data")
         if comm.rank == 0:
             codes.untyped_storage().resize_(0)
         with pytest.raises(InputError) as refused:

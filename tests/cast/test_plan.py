@@ -20,7 +20,7 @@ from zerocast.comm import (
     run_in_process,
 )
 from zerocast.errors import InputError, RankMismatchError, StaleCopyError
-from zerocast.ops import Launch, Law, Masters, TensorOperand
+from zerocast.numerics import Launch, Masters, Numerics, TensorOperand
 
 NVFP4 = zerocast.NVFP4BlockScaling()
 FP8 = zerocast.Float8CurrentScaling()
@@ -136,10 +136,10 @@ def test_a_moved_weight_leaves_the_plan_its_backend() -> None:
 
     class Spy(ReferenceBackend):
         def partial_cast(
-            self, law: Law, operands: Sequence[TensorOperand], masters: Masters
+            self, numerics: Numerics, operands: Sequence[TensorOperand], masters: Masters
         ) -> Launch:
             prepared.append("spy")
-            return super().partial_cast(law, operands, masters)
+            return super().partial_cast(numerics, operands, masters)
 
     with zerocast.use_backend(Spy()):
         plan = zerocast.CastPlan([weight], [master], [0])

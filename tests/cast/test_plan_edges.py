@@ -22,7 +22,7 @@ NVFP4 = zerocast.NVFP4BlockScaling()
 def test_a_plan_made_in_inference_mode_works_outside(call: str, backend: str) -> None:
     """What it allocates there is written outside of it, and the other way round."""
     x = torch.randn(NUMEL)
-    law = zerocast.quantize(x.view(SHAPE), NVFP4, dtype=torch.bfloat16)
+    numerics = zerocast.quantize(x.view(SHAPE), NVFP4, dtype=torch.bfloat16)
     weight = zerocast.empty(SHAPE, NVFP4)
     args = ([weight], [x], [0], SingleRank())
     with zerocast.use_backend(backend):
@@ -37,7 +37,7 @@ def test_a_plan_made_in_inference_mode_works_outside(call: str, backend: str) ->
         with torch.inference_mode():
             cast()
         zerocast.post_all_gather_processing([weight])
-    assert_same_storage(weight, law, call)
+    assert_same_storage(weight, numerics, call)
 
 
 def test_a_functional_call_keeps_to_use_backend(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,7 +148,7 @@ def test_a_cast_that_fails_before_the_reduction_draws_nothing() -> None:
         fp4_quant_fwd_weight=zerocast.QParams(stochastic_rounding=True, fp4_2d_quantization=True)
     )
     x = torch.randn(NUMEL)
-    law = zerocast.quantize(x.view(SHAPE), recipe, dtype=torch.bfloat16, name="w")
+    numerics = zerocast.quantize(x.view(SHAPE), recipe, dtype=torch.bfloat16, name="w")
 
     def on_rank(comm: Communicator) -> None:
         weight = zerocast.empty(SHAPE, recipe, name="w")
@@ -167,7 +167,7 @@ def test_a_cast_that_fails_before_the_reduction_draws_nothing() -> None:
         plan._cast_steps.run = run  # type: ignore[method-assign]
         plan.cast()
         plan.all_gather()
-        assert_same_storage(weight, law, "tried again")
+        assert_same_storage(weight, numerics, "tried again")
 
     run_in_process(2, on_rank)
 

@@ -118,8 +118,8 @@ def test_any_value_as_new_masters(call: str, world_size: int) -> None:
                 said.append(str(error))
         plan.cast(kwargs["master_weights"])
         plan.all_gather()
-        law = [zerocast.quantize(torch.ones(SHAPE), r, dtype=torch.bfloat16) for r in RECIPES]
-        for weight, whole in zip(kwargs["model_weights"], law, strict=True):
+        numerics = [zerocast.quantize(torch.ones(SHAPE), r, dtype=torch.bfloat16) for r in RECIPES]
+        for weight, whole in zip(kwargs["model_weights"], numerics, strict=True):
             assert_same_storage(weight, whole, "afterwards")
         return said
 
@@ -151,8 +151,8 @@ def test_one_weight_or_plain_tensors_are_processed() -> None:
     zerocast.post_all_gather_processing(weight)
     zerocast.post_all_gather_processing([torch.ones(3), other, torch.nn.Parameter(torch.ones(1))])
     zerocast.post_all_gather_processing(torch.ones(3))
-    law = zerocast.quantize(torch.ones(SHAPE), RECIPES[0], dtype=torch.bfloat16)
-    assert_same_storage(weight, law, "one weight")
+    numerics = zerocast.quantize(torch.ones(SHAPE), RECIPES[0], dtype=torch.bfloat16)
+    assert_same_storage(weight, numerics, "one weight")
 
 
 def test_a_shard_of_nothing_takes_no_buffers() -> None:

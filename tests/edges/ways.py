@@ -102,7 +102,7 @@ def in_place(subject: Subject) -> None:
 @_way("an entry of `model.state_dict()`")
 def entry_of_a_state_dict(subject: Subject) -> None:
     """A plain DTensor of the same memory, written between a cast ahead and the next gather."""
-    zerocast.fsdp.precompute_scales_for_fsdp(subject.model)
+    zerocast.sharded.precompute_scales_for_fsdp(subject.model)
     for entry in subject.model.state_dict().values():
         entry.mul_(-1.5)
     subject.publish()

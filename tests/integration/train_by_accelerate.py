@@ -14,7 +14,7 @@ from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
 import zerocast
-from tests.fsdp.sharded import gathered, reshard, whole_masters
+from tests.sharded.sharded import gathered, reshard, whole_masters
 from tests.support.llama import HIDDEN_96, llama, tokens
 from tests.support.recipes import RECIPES
 from tests.support.same_bytes import assert_same_storage
@@ -56,7 +56,7 @@ def main(kind: str, name: str) -> None:
         accelerator.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
-        zerocast.fsdp.precompute_scales_for_fsdp(model)
+        zerocast.sharded.precompute_scales_for_fsdp(model)
         losses.append(loss.item())
     assert losses[-1] < losses[0], losses
     masters = whole_masters(model)

@@ -58,7 +58,7 @@ def trained(arguments: list[str], seed: int, resume: str | None) -> dict[str, to
     rows = [{"input_ids": row, "labels": row} for step in range(8) for row in tokens(step)]
     trainer = Trainer(model=model, args=options, train_dataset=rows)
     trainer.train(resume_from_checkpoint=resume)
-    report = zerocast.fsdp.report(trainer.model)
+    report = zerocast.sharded.report(trainer.model)
     assert sum(p.recipe is not None for p in report.parameters) == 14
     return get_model_state_dict(trainer.model, options=StateDictOptions(full_state_dict=True))
 

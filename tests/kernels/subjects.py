@@ -13,17 +13,17 @@ import torch
 from tests.support.operations import operand, plane
 from tests.support.values import draw_values
 from zerocast.formats import E4M3, E5M2
-from zerocast.layout import BlockGrid, Cuts, Extent, ScaleLayout, Source
-from zerocast.ops import (
+from zerocast.layout import BlockGrid, Extent, ScaleLayout, SharedBlocks, Source
+from zerocast.numerics import (
     Backend,
-    Candidates,
     DelayedState,
-    Float8DelayedLaw,
-    Float8Law,
-    Law,
+    Float8DelayedNumerics,
+    Float8Numerics,
+    FourOverSixErrors,
     Masters,
-    MXFP8Law,
-    NVFP4Law,
+    MXFP8Numerics,
+    Numerics,
+    NVFP4Numerics,
     Rounding,
 )
 
@@ -66,25 +66,25 @@ def amaxes_of(grid: BlockGrid) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.zeros(grid.num_blocks, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
 
 
-def codes_of(law: Law, grid: BlockGrid) -> torch.Tensor:
+def codes_of(numerics: Numerics, grid: BlockGrid) -> torch.Tensor:
     """Codes that a cast writes over."""
-    return torch.full((grid.numel * law.fmt.bits // 8,), 0x5A, dtype=torch.uint8)
+    return torch.full((grid.numel * numerics.fmt.bits // 8,), 0x5A, dtype=torch.uint8)
 
 
 def one_plane(
-    law: Law, grid: BlockGrid, extent: Extent, backend: Backend, alone: bool = False
+    numerics: Numerics, grid: BlockGrid, extent: Extent, backend: Backend, alone: bool = False
 ) -> Written:
     """Amax, scale, cast, transpose and decoding of a weight with one plane."""
-    bits = law.fmt.bits
+    bits = numerics.fmt.bits
     repeats = (grid.block_h, 128, 4) if bits == 4 else (1, 1, 1)
     layout = ScaleLayout(grid, *repeats)
     columnwise = ScaleLayout(grid.transposed(), *repeats)
     block_amax, tensor_amax = amaxes_of(grid)
-    codes = codes_of(law, grid)
-    scale_inv = torch.zeros(layout.shape, dtype=law.scale_dtype)
+    codes = codes_of(numerics, grid)
+    scale_inv = torch.zeros(layout.shape, dtype=numerics.scale_dtype)
     stored = torch.zeros(1)
     copied = torch.zeros(grid.cols, -(-grid.rows * bits // 8), dtype=torch.uint8)
-    copied_scales = torch.zeros(columnwise.shape, dtype=law.scale_dtype)
+    copied_scales = torch.zeros(columnwise.shape, dtype=numerics.scale_dtype)
     out = torch.zeros(grid.rows, grid.cols)
     masters = bind_part(grid, extent, alone)
     made = operand(
@@ -93,10 +93,10 @@ def one_plane(
         rounding=Rounding(torch.tensor([77, 2])), values=out,
     )  # fmt: skip
     backend.partial_amax([made], masters)()
-    backend.compute_scale(law, [made])()
-    backend.partial_cast(law, [made], masters)()
-    backend.transpose(law, [made])()
-    backend.dequantize(law, [made])()
+    backend.compute_scale(numerics, [made])()
+    backend.partial_cast(numerics, [made], masters)()
+    backend.transpose(numerics, [made])()
+    backend.dequantize(numerics, [made])()
     return {
         "block_amax": block_amax, "tensor_amax": tensor_amax, "codes": codes,
         "scale_inv": scale_inv, "columnwise codes": copied, "columnwise scales": copied_scales,
@@ -105,7 +105,12 @@ def one_plane(
 
 
 def two_planes(
-    law: Law, grid: BlockGrid, height: int, extent: Extent, backend: Backend, alone: bool = False
+    numerics: Numerics,
+    grid: BlockGrid,
+    height: int,
+    extent: Extent,
+    backend: Backend,
+    alone: bool = False,
 ) -> Written:
     """Amax, scale, cast and decoding of a weight whose second plane has blocks of ``height`` rows
     and one column.
@@ -114,8 +119,8 @@ def two_planes(
     planes = [ScaleLayout(grid, row_multiple=4), ScaleLayout(second, col_multiple=4)]
     block_amax, tensor_amax = amaxes_of(grid)
     columnwise_amax, _ = amaxes_of(second)
-    codes, columnwise_codes = codes_of(law, grid), codes_of(law, grid)
-    scales = [torch.zeros(layout.shape, dtype=law.scale_dtype) for layout in planes]
+    codes, columnwise_codes = codes_of(numerics, grid), codes_of(numerics, grid)
+    scales = [torch.zeros(layout.shape, dtype=numerics.scale_dtype) for layout in planes]
     values = [torch.zeros(grid.rows, grid.cols) for _ in planes]
     masters = bind_part(grid, extent, alone)
     made = operand(
@@ -124,11 +129,11 @@ def two_planes(
         second=plane(planes[1], columnwise_amax, columnwise_codes, scales[1]),
     )  # fmt: skip
     backend.partial_amax([made], masters)()
-    backend.compute_scale(law, [made])()
-    backend.partial_cast(law, [made], masters)()
-    backend.dequantize(law, [made])()
+    backend.compute_scale(numerics, [made])()
+    backend.partial_cast(numerics, [made], masters)()
+    backend.dequantize(numerics, [made])()
     columnwise = operand(planes[1], codes=columnwise_codes, scale_inv=scales[1], values=values[1])
-    backend.dequantize(law, [columnwise])()
+    backend.dequantize(numerics, [columnwise])()
     return {
         "block_amax": block_amax, "tensor_amax": tensor_amax, "columnwise_amax": columnwise_amax,
         "codes": codes, "columnwise_codes": columnwise_codes, "scale_inv": scales[0],
@@ -137,7 +142,7 @@ def two_planes(
 
 
 def remembered(
-    law: Float8DelayedLaw, length: int, backend: Backend, alone: bool = False
+    numerics: Float8DelayedNumerics, length: int, backend: Backend, alone: bool = False
 ) -> Written:
     """Two casts in a row of three weights under delayed scaling."""
     masters = Masters(3)
@@ -146,7 +151,7 @@ def remembered(
     made = []
     for i in range(3):
         grid = BlockGrid(1, 20_011, 1, 20_011)
-        codes, scale_inv = codes_of(law, grid), torch.zeros(1)
+        codes, scale_inv = codes_of(numerics, grid), torch.zeros(1)
         state = DelayedState(
             torch.full((1,), 3.0), torch.zeros(1), torch.arange(length).remainder(200).float()
         )
@@ -161,13 +166,13 @@ def remembered(
         }  # fmt: skip
     masters.bind([bind_part(s.grid, s.extent, alone).tensors[0] for s in made])
     for _ in range(2):
-        backend.partial_cast(law, made, masters)()
-        backend.compute_scale(law, made)()
+        backend.partial_cast(numerics, made, masters)()
+        backend.compute_scale(numerics, made)()
     return written
 
 
 def chosen(
-    law: NVFP4Law,
+    numerics: NVFP4Numerics,
     grid: BlockGrid,
     owned: list[Extent],
     master: Callable[[int, int], torch.Tensor],
@@ -175,22 +180,22 @@ def chosen(
     alone: bool = False,
 ) -> Written:
     """The choices under 4-over-6, of ranks that own ``owned``, and what they exchanged."""
-    cuts = Cuts.of(grid, owned)
+    cuts = SharedBlocks.of(grid, owned)
     block_amax, tensor_amax = amaxes_of(grid)
-    values, parts = master(grid.rows, grid.cols), []
-    buffers = torch.zeros(len(owned), Candidates.words(grid, cuts), dtype=torch.int32)
+    values, tp_shards = master(grid.rows, grid.cols), []
+    buffers = torch.zeros(len(owned), FourOverSixErrors.words(grid, cuts), dtype=torch.int32)
     for own, buffer in zip(owned, buffers, strict=True):
         shard = operand(
             grid, block_amax, tensor_amax, torch.empty(0), extent=own, round_to=torch.bfloat16,
-            candidates=Candidates.carve(buffer, grid, cuts),
+            candidates=FourOverSixErrors.carve(buffer, grid, cuts),
         )  # fmt: skip
         masters = bind(values, own, alone)
         backend.partial_amax([shard], masters)()
-        parts.append((shard, masters))
-    for shard, masters in parts:
-        backend.partial_select(law, [shard], masters)()
-    total = Candidates.carve(buffers.sum(0, dtype=torch.int32), grid, cuts)
-    backend.select(law, [operand(grid, block_amax, tensor_amax, candidates=total)])()
+        tp_shards.append((shard, masters))
+    for shard, masters in tp_shards:
+        backend.partial_select(numerics, [shard], masters)()
+    total = FourOverSixErrors.carve(buffers.sum(0, dtype=torch.int32), grid, cuts)
+    backend.select(numerics, [operand(grid, block_amax, tensor_amax, candidates=total)])()
     return {
         "parts": buffers, "choices": total.choices, "errors": total.row_errors,
         "block_amax": block_amax,
@@ -201,35 +206,41 @@ def chosen(
 # end of one.
 SUBJECTS: dict[str, Subject] = {
     "nvfp4": partial(
-        one_plane, NVFP4Law(), BlockGrid(70, 1040, 16, 16), Extent(16_641, 47 * 1040 + 1023)
+        one_plane, NVFP4Numerics(), BlockGrid(70, 1040, 16, 16), Extent(16_641, 47 * 1040 + 1023)
     ),
     "nvfp4 rows": partial(
-        one_plane, NVFP4Law(), BlockGrid(70, 1040, 16, 16), Extent(1041, 1040 * 66 + 3)
+        one_plane, NVFP4Numerics(), BlockGrid(70, 1040, 16, 16), Extent(1041, 1040 * 66 + 3)
     ),
     "fp8 blocks": partial(
-        one_plane, Float8Law(E4M3), BlockGrid(140, 259, 128, 128), Extent(1, 35_001)
+        one_plane, Float8Numerics(E4M3), BlockGrid(140, 259, 128, 128), Extent(1, 35_001)
     ),
-    "fp8": partial(one_plane, Float8Law(E4M3), BlockGrid(140, 259, 140, 259), Extent(5, 36_002)),
+    "fp8": partial(
+        one_plane, Float8Numerics(E4M3), BlockGrid(140, 259, 140, 259), Extent(5, 36_002)
+    ),
     "nvfp4 drawn": partial(
         one_plane,
-        NVFP4Law(stochastic_rounding=True, seed=9),
+        NVFP4Numerics(stochastic_rounding=True, seed=9),
         BlockGrid(70, 1040, 1, 16),
         Extent(1, 64 * 1040 - 1),
     ),
     "mxfp8": partial(
         two_planes,
-        MXFP8Law(),
+        MXFP8Numerics(),
         BlockGrid(70, 1056, 1, 32),
         32,
         Extent(32 * 1056 + 1, 63 * 1056 + 1023),
     ),
     "fp8 rows": partial(
-        two_planes, Float8Law(E5M2), BlockGrid(70, 1027, 1, 1027), 70, Extent(1029, 66 * 1027 + 3)
+        two_planes,
+        Float8Numerics(E5M2),
+        BlockGrid(70, 1027, 1, 1027),
+        70,
+        Extent(1029, 66 * 1027 + 3),
     ),
-    "delayed": partial(remembered, Float8DelayedLaw(E4M3), 257),
+    "delayed": partial(remembered, Float8DelayedNumerics(E4M3), 257),
     "4-over-6": partial(
         chosen,
-        NVFP4Law(four_over_six="mse"),
+        NVFP4Numerics(four_over_six="mse"),
         BlockGrid(70, 1040, 16, 16),
         [
             Extent(0, 16 * 1040),
@@ -241,14 +252,14 @@ SUBJECTS: dict[str, Subject] = {
     ),
     "4-over-6, whole": partial(
         chosen,
-        NVFP4Law(four_over_six="mae"),
+        NVFP4Numerics(four_over_six="mae"),
         BlockGrid(16, 8192, 16, 16),
         [Extent(0, 16 * 8192)],
         near_ties,
     ),
     "4-over-6, cut": partial(
         chosen,
-        NVFP4Law(four_over_six="mae"),
+        NVFP4Numerics(four_over_six="mae"),
         BlockGrid(16, 8192, 16, 16),
         [Extent(0, 17), Extent(17, 16 * 8192)],
         near_ties,

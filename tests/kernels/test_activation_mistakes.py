@@ -19,7 +19,7 @@ from tests.support.values import draw_values
 from zerocast.backends.cuda import CudaBackend
 from zerocast.backends.cuda.sources import cuda_sources
 from zerocast.nn.functional import activate
-from zerocast.ops import Activation
+from zerocast.numerics import Activation
 
 pytestmark = needs_emulation
 

@@ -23,8 +23,8 @@ from zerocast.errors import BackendError
 from zerocast.formats import E4M3
 from zerocast.layout import BlockGrid
 from zerocast.nn.functional import activate
-from zerocast.ops import Activation, ActivationTarget, Float8Law, MXFP8Law
-from zerocast.tensors import Quantizer
+from zerocast.nn.quantizer import Quantizer
+from zerocast.numerics import Activation, ActivationTarget, Float8Numerics, MXFP8Numerics
 
 pytestmark = needs_emulation
 
@@ -165,17 +165,21 @@ def test_nothing_is_uploaded() -> None:
 
 
 @pytest.mark.parametrize(
-    ("law", "grid", "message"),
+    ("numerics", "grid", "message"),
     [
-        (Float8Law(E4M3), BlockGrid(64, 64, 8, 8), "blocks of 1, 16, 32 or 128"),
-        (MXFP8Law(), BlockGrid(256, 256, 128, 128), "blocks of 128 rows for FP8 with FP32 scales"),
+        (Float8Numerics(E4M3), BlockGrid(64, 64, 8, 8), "blocks of 1, 16, 32 or 128"),
+        (
+            MXFP8Numerics(),
+            BlockGrid(256, 256, 128, 128),
+            "blocks of 128 rows for FP8 with FP32 scales",
+        ),
     ],
 )
-def test_other_blocks_are_refused(law: object, grid: BlockGrid, message: str) -> None:
+def test_other_blocks_are_refused(numerics: object, grid: BlockGrid, message: str) -> None:
     """Blocks that no tile holds are refused when the operation is prepared, with the way out."""
     x = torch.zeros(grid.rows, grid.cols)
     scale_inv = torch.empty(grid.blocks_h, grid.blocks_w)
     planes = (plane(grid, None, x.to(torch.uint8), scale_inv),)
     target = ActivationTarget(Activation("relu"), x, torch.float32, planes=planes)
     with pytest.raises(BackendError, match=message):
-        BACKENDS["forward"].activate(law, target)  # type: ignore[arg-type]
+        BACKENDS["forward"].activate(numerics, target)  # type: ignore[arg-type]

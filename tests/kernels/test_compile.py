@@ -35,15 +35,15 @@ KERNELS = {
     "partial_amax_fine": {"partial_amax_fine"},
     "partial_select": {"partial_select_mae", "partial_select_mse"},
     "select": {"select_mae", "select_mse"},
-    "compute_scale": {f"compute_scale_{law}" for law in [*KINDS, "nvfp4"]},
+    "compute_scale": {f"compute_scale_{numerics}" for numerics in [*KINDS, "nvfp4"]},
     "compute_scale_delayed": {"compute_scale_delayed"},
     "partial_cast": {
-        f"partial_cast_{law}" for law in [*KINDS, "delayed_e4m3", "delayed_e5m2", *DRAWS]
+        f"partial_cast_{numerics}" for numerics in [*KINDS, "delayed_e4m3", "delayed_e5m2", *DRAWS]
     },
-    "partial_cast_fine": {f"partial_cast_fine_{law}" for law in [*KINDS, *DRAWS]},
+    "partial_cast_fine": {f"partial_cast_fine_{numerics}" for numerics in [*KINDS, *DRAWS]},
     "transpose": {"transpose_4_bit", "transpose_8_bit"},
     "dequantize": {
-        f"dequantize_{shape}{law}" for law in [*KINDS, "nvfp4"] for shape in ("", "fine_")
+        f"dequantize_{shape}{numerics}" for numerics in [*KINDS, "nvfp4"] for shape in ("", "fine_")
     },
     "activation": {f"activation_{ending}" for ending in ACTIVATIONS},
     "normalization": {f"normalization_{ending}" for ending in ACTIVATIONS},

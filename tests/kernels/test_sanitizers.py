@@ -45,7 +45,7 @@ from zerocast.backends import native_library
 native_library.find_library = lambda: Path(sys.argv[1])
 from zerocast.backends.cpu import CpuBackend
 from zerocast.layout import BlockGrid, Extent
-from zerocast.ops import Activation, Masters
+from zerocast.numerics import Activation, Masters
 # NaNs and infinities of both signs, with the smallest and the largest payloads, and FP32's ends.
 bits = [0x7F800000, 0x7F800001, 0x7FC00000, 0x7FFFF000, 0x7FFFFFFF, 0x7F7FFFFF, 1, 0, 0x477FF000]
 ends = torch.tensor(bits * 4 + [b - 2**31 for b in bits * 4], dtype=torch.int32)

@@ -10,9 +10,9 @@ import torch
 from tests.support.layers import RECIPES, every_recipe, recorded_products
 from tests.support.same_bytes import assert_same_bytes
 from zerocast import nn
-from zerocast.context import autocast
 from zerocast.errors import ChangedWeightError, InputError
-from zerocast.quantized_init import model_init
+from zerocast.nn.autocast import autocast
+from zerocast.nn.model_init import model_init
 from zerocast.recipes import (
     DelayedScaling,
     Float8CurrentScaling,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import zerocast
-import zerocast.context
+import zerocast.nn.autocast
 from tests.support.layers import RECIPES
 from tests.support.models import InRegion
 from tests.support.same_bytes import assert_same_bytes
@@ -220,7 +220,7 @@ def test_a_graph_that_breaks_inside_of_a_region():
     expected = results(model, broken)
     assert_same(results(model, torch.compile(broken, backend="aot_eager")), expected)
     assert_same(results(model, torch.compile(by_hand, backend="aot_eager")), expected)
-    assert not zerocast.context.current().enabled
+    assert not zerocast.nn.autocast.current().enabled
 
 
 def test_a_compiled_function_takes_weights_of_several_shapes():

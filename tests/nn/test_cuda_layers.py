@@ -10,7 +10,7 @@ import torch
 from tests.nn.test_library_gemm import KINDS, every_kind, every_product, operands, sides
 from tests.support.layers import RECIPES, assert_close, every_recipe
 from zerocast import nn
-from zerocast.context import autocast
+from zerocast.nn.autocast import autocast
 from zerocast.nn.gemm import Product, engine, gemm
 from zerocast.recipes import Recipe
 from zerocast.tensors import dequantize

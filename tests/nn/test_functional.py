@@ -8,9 +8,11 @@ from tests.support.activations import RECIPES, USAGES, quantizer_of
 from tests.support.same_bytes import assert_same_bytes, assert_same_storage
 from zerocast.errors import InputError
 from zerocast.nn import functional as F
-from zerocast.ops import Activation
+from zerocast.nn.quantizer import Quantizer
+from zerocast.nn.recipe_state import RecipeState
+from zerocast.numerics import Activation
 from zerocast.recipes import DelayedScaling, NVFP4BlockScaling
-from zerocast.tensors import QuantizedTensor, Quantizer, RecipeState
+from zerocast.tensors import QuantizedTensor
 
 
 @pytest.fixture(params=["reference", "cpu"], autouse=True)

@@ -18,7 +18,7 @@ from tests.support.layers import (
     recorded_products,
 )
 from zerocast import nn
-from zerocast.context import autocast
+from zerocast.nn.autocast import autocast
 from zerocast.nn.gemm import Product
 from zerocast.recipes import NVFP4BlockScaling, Recipe
 from zerocast.tensors import QuantizedTensor, dequantize, quantize

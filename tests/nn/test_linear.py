@@ -12,7 +12,7 @@ from tests.support.weights import FP8, NVFP4, both_recipes
 from zerocast.errors import ChangedWeightError, InputError, StaleCopyError
 from zerocast.nn import Linear
 from zerocast.recipes import Recipe
-from zerocast.tensors import CastClock, QuantizedTensor, quantize, rebuild_derived
+from zerocast.tensors import CastVersion, QuantizedTensor, quantize, rebuild_derived
 
 
 @both_recipes
@@ -121,7 +121,7 @@ def test_state_dicts_are_exchanged_with_torch_nn_linear(recipe: Recipe) -> None:
 
 def test_a_changed_weight_between_forward_and_backward_is_an_error() -> None:
     """By a cast, which torch's version counter does not see, and by a copy_, which it does."""
-    clock = CastClock(rebuild_on_use=True)
+    clock = CastVersion(rebuild_on_use=True)
     layer, x = Linear(32, 16, recipe=NVFP4), torch.randn(4, 32, requires_grad=True)
     layer.weight.quantized_storage.watch(clock)
     for change in (clock.tick, lambda: layer.weight.data.zero_()):
@@ -148,7 +148,7 @@ def test_a_stale_weight_is_refused_or_rebuilt_as_the_plan_says() -> None:
     """Manual processing: refused until it is done. Automatic: the forward rebuilds, once."""
     layer, x = Linear(32, 16, recipe=NVFP4), torch.randn(4, 32)
     expected = layer(x)
-    manual = CastClock(rebuild_on_use=False)
+    manual = CastVersion(rebuild_on_use=False)
     layer.weight.quantized_storage.watch(manual)
     manual.tick()
     with pytest.raises(StaleCopyError, match="post_all_gather_processing"):
@@ -157,7 +157,7 @@ def test_a_stale_weight_is_refused_or_rebuilt_as_the_plan_says() -> None:
     assert_same_bytes(layer(x), expected, "output")
 
     layer = Linear(32, 16, recipe=NVFP4)
-    automatic = CastClock(rebuild_on_use=True)
+    automatic = CastVersion(rebuild_on_use=True)
     layer.weight.quantized_storage.watch(automatic)
     true = layer.weight.columnwise_data.clone()
     layer.weight.columnwise_data.fill_(0x77)

@@ -9,7 +9,7 @@ from tests.support.layers import RECIPES
 from tests.support.same_bytes import assert_same_bytes
 from zerocast import nn
 from zerocast.comm import Communicator, run_in_process
-from zerocast.context import autocast, reduce_amaxes
+from zerocast.nn.autocast import autocast, reduce_amaxes
 
 DELAYED = RECIPES["delayed"]
 STEPS = 3

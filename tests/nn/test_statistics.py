@@ -5,9 +5,9 @@ import torch
 
 from tests.support.layers import RECIPES, every_recipe
 from zerocast import nn
-from zerocast.context import autocast
 from zerocast.errors import InputError
 from zerocast.formats import E2M1, E4M3, E5M2, ElementFormat
+from zerocast.nn.autocast import autocast
 from zerocast.recipes import DelayedScaling, Float8CurrentScaling, Format, NVFP4BlockScaling
 
 E4M3_ONLY = DelayedScaling(fp8_format=Format.E4M3)

@@ -70,7 +70,7 @@ def optimizer_of(model: torch.nn.Module, comm: Communicator, **options: Any) -> 
 
 def pending(optimizer: ZeroOptimizer) -> str:
     """A letter for each bucket of codes: ``x`` where nobody has waited for it, else ``.``."""
-    arrivals = [bucket.arrival for bucket in optimizer._shards.buckets if bucket.arrival]
+    arrivals = [bucket.pending for bucket in optimizer._shards.buckets if bucket.pending]
     return "".join("x" if arrival.under_way else "." for arrival in arrivals)
 
 

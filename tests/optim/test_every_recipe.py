@@ -83,7 +83,7 @@ def run_steps(optimizer: ZeroOptimizer, params: Params, steps: range, rank: int)
 def train_whole_weights(
     recipe: Recipe, steps: int, ranks: int, optimizer_class: Any = AdamW, **options: Any
 ) -> Params:
-    """What the law demands: whole weights, cast from whole masters after every step."""
+    """What the numerics demands: whole weights, cast from whole masters after every step."""
     params = make_params(recipe)
     masters = start_values(params)
     for (name, param), _ in zip(named(params), masters, strict=True):

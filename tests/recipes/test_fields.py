@@ -10,7 +10,7 @@ import torch
 from zerocast.errors import InputError, UnsupportedError
 from zerocast.formats import E4M3, E5M2
 from zerocast.layout import Source
-from zerocast.ops import Float8DelayedLaw, Float8Law, MXFP8Law, NVFP4Law
+from zerocast.numerics import Float8DelayedNumerics, Float8Numerics, MXFP8Numerics, NVFP4Numerics
 from zerocast.recipes import (
     RECIPES,
     DelayedScaling,
@@ -52,11 +52,11 @@ def test_a_format_is_a_member_or_its_name(kind, name):
 def test_the_format_of_each_role(kind, fmt, forward, backward):
     """HYBRID is E4M3 forward and E5M2 backward."""
     recipe = kind(fp8_format=fmt)
-    assert recipe.law.fmt is forward
+    assert recipe.numerics.fmt is forward
     for role in ("input", "weight", "output"):
-        assert recipe.for_role(role).law.fmt is forward, role
+        assert recipe.for_role(role).numerics.fmt is forward, role
     for role in ("grad_output", "grad_input"):
-        assert recipe.for_role(role).law.fmt is backward, role
+        assert recipe.for_role(role).numerics.fmt is backward, role
 
 
 @pytest.mark.parametrize("given", ["e3m4", "", 4, None, E4M3])
@@ -80,24 +80,26 @@ def test_each_role_has_parameters_of_its_own(kind):
         fp8_quant_bwd_grad=QParams(power_2_scale=True),
     )
     expected = {
-        "input": Float8Law(E4M3, True, 0.25), "output": Float8Law(E4M3, True, 0.25),
-        "weight": Float8Law(E4M3, False, 0.5),
-        "grad_output": Float8Law(E4M3, True), "grad_input": Float8Law(E4M3, True),
+        "input": Float8Numerics(E4M3, True, 0.25), "output": Float8Numerics(E4M3, True, 0.25),
+        "weight": Float8Numerics(E4M3, False, 0.5),
+        "grad_output": Float8Numerics(E4M3, True), "grad_input": Float8Numerics(E4M3, True),
     }  # fmt: skip
-    assert {role: recipe.for_role(role).law for role in expected} == expected
+    assert {role: recipe.for_role(role).numerics for role in expected} == expected
     assert recipe.for_role("weight") is recipe
 
 
 def test_the_default_laws():
     """As TransformerEngine's: powers of two in blocks only, HYBRID where a tensor has one scale."""
-    assert Float8CurrentScaling().law == Float8RowwiseScaling().law == Float8Law(E4M3)
-    assert Float8BlockScaling().law == Float8Law(E4M3, power_2_scale=True)
-    assert DelayedScaling().law == Float8DelayedLaw(E4M3, 0, "max")
+    assert (
+        Float8CurrentScaling().numerics == Float8RowwiseScaling().numerics == Float8Numerics(E4M3)
+    )
+    assert Float8BlockScaling().numerics == Float8Numerics(E4M3, power_2_scale=True)
+    assert DelayedScaling().numerics == Float8DelayedNumerics(E4M3, 0, "max")
     assert DelayedScaling().amax_history_len == 1024
-    assert MXFP8BlockScaling().law == MXFP8Law(E4M3)
-    assert NVFP4BlockScaling().law == NVFP4Law()
+    assert MXFP8BlockScaling().numerics == MXFP8Numerics(E4M3)
+    assert NVFP4BlockScaling().numerics == NVFP4Numerics()
     gradients = {
-        name: kind().for_role("grad_output").law.fmt.name for name, kind in RECIPES.items()
+        name: kind().for_role("grad_output").numerics.fmt.name for name, kind in RECIPES.items()
     }
     assert gradients == {"delayed": "e5m2", "current": "e5m2", "rowwise": "e4m3", "block": "e4m3",
                          "mxfp8": "e4m3", "nvfp4": "e2m1"}  # fmt: skip
@@ -106,8 +108,8 @@ def test_the_default_laws():
 def test_one_switch_for_all_tensors():
     """use_power_2_scales and use_f32_scales go before what the tensors' own parameters say."""
     for role in ("input", "weight", "grad_output"):
-        assert Float8CurrentScaling(use_power_2_scales=True).for_role(role).law.power_2_scale
-        assert not Float8BlockScaling(use_f32_scales=True).for_role(role).law.power_2_scale
+        assert Float8CurrentScaling(use_power_2_scales=True).for_role(role).numerics.power_2_scale
+        assert not Float8BlockScaling(use_f32_scales=True).for_role(role).numerics.power_2_scale
 
 
 @pytest.mark.parametrize("epsilon", [-1.0, float("nan"), float("inf"), 1e39])
@@ -181,7 +183,7 @@ def test_2d_mxfp8_is_for_weights():
     assert recipe.for_role("weight").columnwise_source is Source.SHARED
     for role in ("input", "output", "grad_output", "grad_input"):
         assert recipe.for_role(role).columnwise_source is Source.MASTER, role
-    assert recipe.for_role("grad_input").law == MXFP8Law(E5M2)
+    assert recipe.for_role("grad_input").numerics == MXFP8Numerics(E5M2)
 
 
 # --- delayed scaling ---
@@ -194,9 +196,11 @@ def test_the_fields_of_delayed_scaling_reach_its_law():
         return history.mean()
 
     recipe = DelayedScaling(margin=2, amax_history_len=3, amax_compute_algo=mean, fp8_format="E5M2")
-    assert recipe.law == Float8DelayedLaw(E5M2, 2, mean)
+    assert recipe.numerics == Float8DelayedNumerics(E5M2, 2, mean)
     assert recipe.buffers((4,), columnwise=False)["amax_history"].shape == (3,)
-    assert DelayedScaling(amax_compute_algo="most_recent").law.amax_compute_algo == "most_recent"
+    assert (
+        DelayedScaling(amax_compute_algo="most_recent").numerics.amax_compute_algo == "most_recent"
+    )
 
 
 @pytest.mark.parametrize(
@@ -222,12 +226,12 @@ def test_what_delayed_scaling_cannot_mean_is_refused(fields, expected):
 def test_four_over_six_is_for_weights():
     """Other roles are rounded as without it, and weights keep their maximum and error."""
     recipe = NVFP4BlockScaling(nvfp4_4over6="weights")
-    assert recipe.law == NVFP4Law(scale_max=256, four_over_six="mae")
+    assert recipe.numerics == NVFP4Numerics(scale_max=256, four_over_six="mae")
     assert recipe.chooses_scales
     for role in ("input", "output", "grad_output", "grad_input"):
         other = recipe.for_role(role)
         assert not other.chooses_scales
-        assert other.law == NVFP4BlockScaling().for_role(role).law
+        assert other.numerics == NVFP4BlockScaling().for_role(role).numerics
 
 
 @pytest.mark.parametrize(
@@ -237,25 +241,25 @@ def test_four_over_six_is_for_weights():
 def test_the_maximum_and_the_error_of_four_over_six(use_256, scale_max, mode):
     """TransformerEngine's fields: 256 unless told otherwise; without 4-over-6 always 448."""
     fields = {"nvfp4_4over6_e4m3_use_256": use_256, "nvfp4_4over6_err_mode": mode}
-    law = NVFP4BlockScaling(nvfp4_4over6="weights", **fields).law
-    assert law == NVFP4Law(scale_max=scale_max, four_over_six=mode.lower())
-    assert NVFP4BlockScaling(**fields).law == NVFP4Law()
+    numerics = NVFP4BlockScaling(nvfp4_4over6="weights", **fields).numerics
+    assert numerics == NVFP4Numerics(scale_max=scale_max, four_over_six=mode.lower())
+    assert NVFP4BlockScaling(**fields).numerics == NVFP4Numerics()
 
 
 def test_stochastic_rounding_is_for_gradients_unless_weights_ask():
-    """As TransformerEngine has it; the seed belongs to the law of what is drawn."""
-    drawn = NVFP4Law(stochastic_rounding=True, seed=7)
+    """As TransformerEngine has it; the seed belongs to the numerics of what is drawn."""
+    drawn = NVFP4Numerics(stochastic_rounding=True, seed=7)
     recipe = NVFP4BlockScaling(seed=7)
     roles = ("input", "weight", "output", "grad_output", "grad_input")
-    nearest = NVFP4Law()
-    laws = [recipe.for_role(role).law for role in roles]
-    assert laws == [nearest, nearest, nearest, drawn, drawn]
+    nearest = NVFP4Numerics()
+    numerics_types = [recipe.for_role(role).numerics for role in roles]
+    assert numerics_types == [nearest, nearest, nearest, drawn, drawn]
     weights = QParams(stochastic_rounding=True, fp4_2d_quantization=True)
-    assert NVFP4BlockScaling(seed=7, fp4_quant_fwd_weight=weights).law == drawn
+    assert NVFP4BlockScaling(seed=7, fp4_quant_fwd_weight=weights).numerics == drawn
     disabled = NVFP4BlockScaling(
         seed=7, fp4_quant_fwd_weight=weights, disable_stochastic_rounding=True
     )
-    assert {disabled.for_role(role).law for role in roles} == {nearest}
+    assert {disabled.for_role(role).numerics for role in roles} == {nearest}
     assert disabled.state == ()
 
 

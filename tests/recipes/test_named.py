@@ -35,7 +35,7 @@ def test_an_unknown_name_is_answered_with_the_known_ones(given):
 def autocast_recipe(region) -> zerocast.Recipe | None:
     """The recipe that is active in ``region``."""
     with region:
-        return zerocast.context.current().recipe
+        return zerocast.nn.autocast.current().recipe
 
 
 def made_by(region) -> zerocast.Recipe:
@@ -85,7 +85,7 @@ def test_a_name_gives_the_bytes_of_its_recipe():
 
 
 MADE = {
-    "ConversionReport", "Explanation", "LowBitGather", "ParameterCoverage", "ParameterGather",
+    "ConversionReport", "Explanation", "LowBitAllGather", "ParameterCoverage", "ParameterGather",
     "RecipeState",
 }  # fmt: skip
 """Classes whose instances a public call makes, with the recipe that it was given."""
@@ -93,7 +93,7 @@ MADE = {
 
 def public_calls() -> Iterator[tuple[str, Callable]]:
     """The functions and the constructors of classes that users are told of."""
-    for package in (zerocast, zerocast.nn, zerocast.fsdp, zerocast.optim):
+    for package in (zerocast, zerocast.nn, zerocast.sharded, zerocast.optim):
         for name in package.__all__:
             value = getattr(package, name)
             if inspect.isfunction(value) or inspect.isclass(value):

@@ -14,7 +14,7 @@ from tests.support.same_bytes import assert_same_bytes
 from zerocast.errors import InputError
 from zerocast.formats import E4M3, decode, encode
 from zerocast.layout import Block, BlockGrid, ScaleLayout, Source
-from zerocast.ops import Float8Law
+from zerocast.numerics import Float8Numerics
 from zerocast.recipes import RECIPES, QParams, Recipe
 
 NVFP4 = zerocast.NVFP4BlockScaling()
@@ -79,8 +79,8 @@ class Float8Blocks(Recipe):
     """E4M3 in blocks of 128x128 under powers of two; scale columns padded to 4 with 1.0."""
 
     @property
-    def law(self) -> Float8Law:
-        return Float8Law(E4M3, power_2_scale=True)
+    def numerics(self) -> Float8Numerics:
+        return Float8Numerics(E4M3, power_2_scale=True)
 
     def check_shape(self, shape: Sequence[int]) -> None:
         if len(shape) != 2:

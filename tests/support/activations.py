@@ -4,7 +4,9 @@ from collections.abc import Iterator
 
 import torch
 
-from zerocast.ops import Activation, ActivationTarget
+from zerocast.nn.quantizer import Quantizer
+from zerocast.nn.recipe_state import RecipeState
+from zerocast.numerics import Activation, ActivationTarget
 from zerocast.recipes import (
     DelayedScaling,
     Float8BlockScaling,
@@ -14,7 +16,6 @@ from zerocast.recipes import (
     NVFP4BlockScaling,
     Recipe,
 )
-from zerocast.tensors import Quantizer, RecipeState
 
 ELEMENT_WISE = ("identity", "relu", "gelu", "gelu_tanh", "silu")
 NORMS = ("layernorm", "rmsnorm")

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import zerocast
-from tests.support.parts import part_of
 from tests.support.same_bytes import assert_same_bytes
+from tests.support.tp_shards import tp_shard_of
 from zerocast import QuantizedTensor
 
 Tensors = Mapping[str, torch.Tensor]
@@ -58,8 +58,8 @@ def assert_unsharded_cast(
     if not isinstance(whole, QuantizedTensor):
         whole = zerocast.quantize(whole, weight.recipe, dtype=weight.dtype)
     assert weight.dtype == whole.dtype, f"{what}: {weight.dtype}, expected {whole.dtype}"
-    part = weight.quantized_storage.part
-    expected = dict(whole.quantized_storage.buffers) if part is None else part_of(whole, part)
+    part = weight.quantized_storage.tp_shard
+    expected = dict(whole.quantized_storage.buffers) if part is None else tp_shard_of(whole, part)
     if not with_state:
         expected = {k: b for k, b in expected.items() if k not in weight.recipe.state}
     assert_same_tensors(weight.quantized_storage.buffers, expected, f"of {what}")

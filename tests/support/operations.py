@@ -9,12 +9,12 @@ import torch
 
 from zerocast.formats import byte_span, packed_columns
 from zerocast.layout import BlockGrid, Extent, Plane, ScaleLayout, Source
-from zerocast.ops import (
+from zerocast.numerics import (
     Backend,
-    Float8Law,
-    Law,
+    Float8Numerics,
     Masters,
-    NVFP4Law,
+    Numerics,
+    NVFP4Numerics,
     PlaneBuffers,
     TensorOperand,
 )
@@ -51,9 +51,9 @@ def operand(
 
 @dataclass(frozen=True)
 class Case:
-    """One weight under one law, and the part of it that one rank owns."""
+    """One weight under one numerics, and the part of it that one rank owns."""
 
-    law: Law
+    numerics: Numerics
     grid: BlockGrid
     extent: Extent
     round_to: torch.dtype = torch.float32
@@ -61,7 +61,7 @@ class Case:
 
     @property
     def scale_layout(self) -> ScaleLayout:
-        """NVFP4's for its law, else one FP32 scale a block, columns padded to 4 with 1.0."""
+        """NVFP4's for its numerics, else one FP32 scale a block, columns padded to 4 with 1.0."""
         return self._layout(self.grid)
 
     @property
@@ -70,7 +70,7 @@ class Case:
         return self._layout(self.grid.transposed())
 
     def _layout(self, grid: BlockGrid) -> ScaleLayout:
-        if isinstance(self.law, NVFP4Law):
+        if isinstance(self.numerics, NVFP4Numerics):
             return ScaleLayout(grid, row_repeat=grid.block_h, row_multiple=128, col_multiple=4)
         return ScaleLayout(grid, col_multiple=4, padding=1.0)
 
@@ -79,7 +79,7 @@ class Case:
         """With amaxes of zero."""
         amax = torch.zeros(self.grid.amax_slots, dtype=torch.int32)
         start = self.extent.start
-        codes_start = start - start % (8 // self.law.fmt.bits) if self.own_codes else 0
+        codes_start = start - start % (8 // self.numerics.fmt.bits) if self.own_codes else 0
         return operand(self.scale_layout, amax[: self.grid.num_blocks], amax[-1:], codes, scale_inv,
                        extent=self.extent, round_to=self.round_to, codes_start=codes_start,
                        **others)  # fmt: skip
@@ -87,9 +87,9 @@ class Case:
     def codes(self) -> torch.Tensor:
         """What the codes hold before the cast: bytes that differ from their neighbours."""
         if self.own_codes:
-            first, last = byte_span(self.law.fmt, self.extent.start, self.extent.end)
+            first, last = byte_span(self.numerics.fmt, self.extent.start, self.extent.end)
         else:
-            first, last = byte_span(self.law.fmt, 0, self.grid.numel)
+            first, last = byte_span(self.numerics.fmt, 0, self.grid.numel)
         return (torch.arange(last - first) * 37 % 251).to(torch.uint8)
 
 
@@ -99,19 +99,19 @@ def run_operations(backend: Backend, case: Case, master: torch.Tensor) -> dict[s
     A whole matrix of codes, rows of whole bytes, is also transposed and dequantized, whatever the
     codes outside the shard are.
     """
-    law, grid, masters = case.law, case.grid, Masters(1)
+    numerics, grid, masters = case.numerics, case.grid, Masters(1)
     masters.bind([master])
     codes, columnwise = case.codes(), case.columnwise_scale_layout
-    scale_inv = torch.empty(case.scale_layout.shape, dtype=law.scale_dtype)
-    amax = torch.empty(1) if isinstance(law, NVFP4Law) else None
-    copied = torch.empty(grid.cols, packed_columns(law.fmt, grid.rows), dtype=torch.uint8)
-    copied_scales = torch.empty(columnwise.shape, dtype=law.scale_dtype)
+    scale_inv = torch.empty(case.scale_layout.shape, dtype=numerics.scale_dtype)
+    amax = torch.empty(1) if isinstance(numerics, NVFP4Numerics) else None
+    copied = torch.empty(grid.cols, packed_columns(numerics.fmt, grid.rows), dtype=torch.uint8)
+    copied_scales = torch.empty(columnwise.shape, dtype=numerics.scale_dtype)
     values = torch.empty(grid.rows, grid.cols)
     second = plane(columnwise, None, copied, copied_scales, Source.ROWWISE)
     made = case.operand(codes, scale_inv, second=second, amax=amax, values=values)
     backend.partial_amax([made], masters)()
-    backend.compute_scale(law, [made])()
-    backend.partial_cast(law, [made], masters)()
+    backend.compute_scale(numerics, [made])()
+    backend.partial_cast(numerics, [made], masters)()
     written = {
         "block_amax": made.planes[0].block_amax,
         "tensor_amax": made.tensor_amax,
@@ -120,9 +120,9 @@ def run_operations(backend: Backend, case: Case, master: torch.Tensor) -> dict[s
     }
     if amax is not None:
         written["amax"] = amax
-    if not case.own_codes and packed_columns(law.fmt, grid.cols) * grid.rows == len(codes):
-        backend.transpose(law, [made])()
-        backend.dequantize(law, [made])()
+    if not case.own_codes and packed_columns(numerics.fmt, grid.cols) * grid.rows == len(codes):
+        backend.transpose(numerics, [made])()
+        backend.dequantize(numerics, [made])()
         written |= {
             "columnwise_codes": copied,
             "columnwise_scale_inv": copied_scales,
@@ -131,13 +131,15 @@ def run_operations(backend: Backend, case: Case, master: torch.Tensor) -> dict[s
     return written
 
 
-def per_tensor(law: Float8Law, rows: int, cols: int, extent: Extent | None = None) -> Case:
+def per_tensor(
+    numerics: Float8Numerics, rows: int, cols: int, extent: Extent | None = None
+) -> Case:
     """FP8 under one scale a tensor; the whole of it where no extent is given."""
     extent = Extent(0, rows * cols) if extent is None else extent
-    return Case(law, BlockGrid(rows, cols, rows, cols), extent)
+    return Case(numerics, BlockGrid(rows, cols, rows, cols), extent)
 
 
 def nvfp4(rows: int, cols: int, extent: Extent | None = None) -> Case:
     """NVFP4 in 16x16 blocks; the whole of it where no extent is given."""
     extent = Extent(0, rows * cols) if extent is None else extent
-    return Case(NVFP4Law(), BlockGrid(rows, cols, 16, 16), extent)
+    return Case(NVFP4Numerics(), BlockGrid(rows, cols, 16, 16), extent)

@@ -1,4 +1,4 @@
-"""Partitions of weights over ranks, as awkward as the law allows."""
+"""Partitions of weights over ranks, as awkward as the numerics allows."""
 
 import random
 from itertools import pairwise

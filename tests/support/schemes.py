@@ -1,5 +1,5 @@
-"""All operations of a backend on one weight under any law, its elements cut into any shards: what
-they write, to be compared byte for byte.
+"""All operations of a backend on one weight under any numerics, its elements cut into any shards:
+what they write, to be compared byte for byte.
 
 The exchanges between ranks are restated on one process: a maximum over the shards' amaxes, a sum
 over what 4-over-6 exchanges. One set of codes receives every shard's cast.
@@ -14,16 +14,16 @@ import torch
 
 from tests.support.operations import operand, plane
 from zerocast.formats import packed_columns
-from zerocast.layout import BlockGrid, Cuts, Extent, ScaleLayout, Source
-from zerocast.ops import (
+from zerocast.layout import BlockGrid, Extent, ScaleLayout, SharedBlocks, Source
+from zerocast.numerics import (
     INFINITY_BITS,
     Backend,
-    Candidates,
     DelayedState,
-    Float8DelayedLaw,
-    Law,
+    Float8DelayedNumerics,
+    FourOverSixErrors,
     Masters,
-    NVFP4Law,
+    Numerics,
+    NVFP4Numerics,
     Rounding,
     TensorOperand,
 )
@@ -31,7 +31,7 @@ from zerocast.ops import (
 
 @dataclass(frozen=True)
 class Scheme:
-    """A weight: its law, its blocks and stored scales, and those of a second plane.
+    """A weight: its numerics, its blocks and stored scales, and those of a second plane.
 
     Attributes:
         columnwise: how the scales of a second plane are stored; its grid is the plane's. None
@@ -39,7 +39,7 @@ class Scheme:
         one_copy: whether the rowwise codes and amaxes serve the second plane, too.
     """
 
-    law: Law
+    numerics: Numerics
     layout: ScaleLayout
     columnwise: ScaleLayout | None = None
     one_copy: bool = False
@@ -74,65 +74,65 @@ class _Weight:
 
     def __init__(self, scheme: Scheme, extents: Sequence[Extent]) -> None:
         self.scheme, self.extents = scheme, [e for e in extents if e]
-        law, grid = scheme.law, scheme.grid
-        size = grid.rows * packed_columns(law.fmt, grid.cols)
+        numerics, grid = scheme.numerics, scheme.grid
+        size = grid.rows * packed_columns(numerics.fmt, grid.cols)
         self.codes = _filled(size)
-        self.scale_inv = torch.empty(scheme.layout.shape, dtype=law.scale_dtype)
-        self.amax = torch.empty(1) if isinstance(law, NVFP4Law) else None
+        self.scale_inv = torch.empty(scheme.layout.shape, dtype=numerics.scale_dtype)
+        self.amax = torch.empty(1) if isinstance(numerics, NVFP4Numerics) else None
         self.columnwise_codes = self.columnwise_scale_inv = None
         self.columnwise_grid = None
         if scheme.columnwise is not None:
             shape = scheme.columnwise.shape
-            self.columnwise_scale_inv = torch.empty(shape, dtype=law.scale_dtype)
+            self.columnwise_scale_inv = torch.empty(shape, dtype=numerics.scale_dtype)
             if not scheme.one_copy:
                 self.columnwise_codes = _filled(size)
                 self.columnwise_grid = scheme.columnwise.grid
         self.delayed = self.rounding = None
-        if isinstance(law, Float8DelayedLaw):
+        if isinstance(numerics, Float8DelayedNumerics):
             self.delayed = DelayedState(torch.ones(1), torch.ones(1), torch.zeros(5))
-        if isinstance(law, NVFP4Law) and law.stochastic_rounding:
+        if isinstance(numerics, NVFP4Numerics) and numerics.stochastic_rounding:
             self.rounding = Rounding(torch.tensor([0xDEADBEEF, 2**32 - 1]))
-        self.chooses = isinstance(law, NVFP4Law) and law.four_over_six is not None
-        self.cuts = Cuts.of(grid, self.extents)
+        self.chooses = isinstance(numerics, NVFP4Numerics) and numerics.four_over_six is not None
+        self.cuts = SharedBlocks.of(grid, self.extents)
 
     def cast(self, backend: Backend, master: torch.Tensor) -> None:
         """The steps of a cast, every shard's in turn."""
-        law = self.scheme.law
+        numerics = self.scheme.numerics
         blocks = self.scheme.grid.num_blocks
         seconds = self.columnwise_grid.num_blocks if self.columnwise_grid else 0
         amaxes = [torch.zeros(blocks + seconds + 1, dtype=torch.int32) for _ in self.extents]
-        words = Candidates.words(self.scheme.grid, self.cuts) if self.chooses else 0
+        words = FourOverSixErrors.words(self.scheme.grid, self.cuts) if self.chooses else 0
         exchanged = [torch.zeros(words, dtype=torch.int32) for _ in self.extents]
         masters = Masters(len(self.extents))
         masters.bind([master[e.start : e.end].clone() for e in self.extents])
         shards = [self._operand(i, amaxes[i], exchanged[i]) for i in range(len(self.extents))]
         if self.delayed is not None:
-            backend.partial_cast(law, shards, masters)()
+            backend.partial_cast(numerics, shards, masters)()
         else:
             backend.partial_amax(shards, masters)()
         reduced = torch.stack(amaxes).amax(dim=0)
         for amax in amaxes:
             amax.copy_(reduced)
         if self.chooses:
-            backend.partial_select(law, shards, masters)()
+            backend.partial_select(numerics, shards, masters)()
             total = torch.stack(exchanged).sum(dim=0, dtype=torch.int32)
             for words_of_one in exchanged:
                 words_of_one.copy_(total)
-            backend.select(law, shards)()
+            backend.select(numerics, shards)()
         first = shards[0]
-        backend.compute_scale(law, [first])()
+        backend.compute_scale(numerics, [first])()
         if self.delayed is None:
-            backend.partial_cast(law, shards, masters)()
+            backend.partial_cast(numerics, shards, masters)()
         self.reduced, self.candidates = reduced, first.candidates
 
     def values(self, backend: Backend) -> Written:
         """Everything that is stored, and what it decodes to."""
         scheme, grid = self.scheme, self.scheme.grid
-        shape = grid.rows, packed_columns(scheme.law.fmt, grid.cols)
+        shape = grid.rows, packed_columns(scheme.numerics.fmt, grid.cols)
         rowwise = torch.empty(grid.rows, grid.cols)
         whole = operand(scheme.layout, codes=self.codes.view(shape), scale_inv=self.scale_inv,
                         amax=self.amax, values=rowwise)  # fmt: skip
-        backend.dequantize(scheme.law, [whole])()
+        backend.dequantize(scheme.numerics, [whole])()
         written = {
             "amaxes": self.reduced,
             "codes": self.codes,
@@ -146,7 +146,7 @@ class _Weight:
             codes = self.codes if self.columnwise_codes is None else self.columnwise_codes
             whole = operand(scheme.columnwise, codes=codes.view(shape),
                             scale_inv=self.columnwise_scale_inv, values=columnwise)  # fmt: skip
-            backend.dequantize(scheme.law, [whole])()
+            backend.dequantize(scheme.numerics, [whole])()
             written |= {
                 "columnwise codes": codes,
                 "columnwise scale_inv": self.columnwise_scale_inv,
@@ -175,7 +175,7 @@ class _Weight:
             second = plane(scheme.columnwise, amax[:blocks] if scheme.one_copy else amax[blocks:-1],
                            self.columnwise_codes, self.columnwise_scale_inv, source)  # fmt: skip
         if self.chooses:
-            candidates = Candidates.carve(exchanged, scheme.grid, self.cuts)
+            candidates = FourOverSixErrors.carve(exchanged, scheme.grid, self.cuts)
         return operand(
             scheme.layout, amax[:blocks], amax[-1:], self.codes, self.scale_inv, second=second,
             slot=i, extent=self.extents[i], round_to=scheme.round_to, amax=self.amax,

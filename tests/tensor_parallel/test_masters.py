@@ -13,8 +13,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import zerocast
-from tests.fsdp.sharded import BF16, Unsharded, adamw, gathered, reshard, whole_masters
-from tests.support import parts
+from tests.sharded.sharded import BF16, Unsharded, adamw, gathered, reshard, whole_masters
+from tests.support import tp_shards
 from tests.support.models import Attention, Pair, SideBySide
 from tests.support.ranks import run_ranks
 from tests.support.recipes import RECIPES
@@ -27,8 +27,8 @@ from tests.tensor_parallel.parallel import (
     split,
     whole,
 )
-from zerocast.fsdp.parts import part_of
 from zerocast.nn import quantized_module
+from zerocast.sharded.tp_shards import tp_shard_of
 
 pytestmark = pytest.mark.mpi(min_size=4)
 
@@ -65,15 +65,18 @@ def multiplied(parameter: torch.Tensor) -> zerocast.QuantizedTensor:
     local = parameter.to_local()
     if isinstance(local, zerocast.QuantizedTensor):
         return local
-    return zerocast.QuantizedTensor(local.low_bit_gather.ungathered)
+    return zerocast.QuantizedTensor(local.low_bit_all_gather.ungathered)
 
 
 def assert_parts_of_cast(model: torch.nn.Module, whole: Unsharded, when: str) -> None:
     """Every weight that a layer multiplies with has the bytes of its part of the unsharded cast."""
     for name, parameter in gathered(model).items():
-        part, weight = part_of(name, parameter, is_fsdp_sharded=False), multiplied(parameter)
-        expected = parts.part_of(whole.weights[name], part)
-        assert weight.shape == part.shape
+        tp_shard, weight = (
+            tp_shard_of(name, parameter, is_fsdp_sharded=False),
+            multiplied(parameter),
+        )
+        expected = tp_shards.tp_shard_of(whole.weights[name], tp_shard)
+        assert weight.shape == tp_shard.shape
         assert set(weight.quantized_storage.buffers) == set(expected) - set(weight.recipe.state)
         for buffer, actual in weight.quantized_storage.buffers.items():
             assert_same_bytes(actual, expected[buffer], f"{when}, {name}.{buffer}")
@@ -91,8 +94,8 @@ def as_split(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """``whole``, placed as ``like`` is."""
     if not isinstance(like, DTensor):
         return whole
-    part = part_of("", like, is_fsdp_sharded=like.device_mesh.ndim > 1)
-    own = part.slice_of(whole)
+    tp_shard = tp_shard_of("", like, is_fsdp_sharded=like.device_mesh.ndim > 1)
+    own = tp_shard.slice_of(whole)
     if like.device_mesh.ndim > 1:
         own = own.chunk(like.device_mesh.size(0))[like.device_mesh.get_local_rank(0)]
     return DTensor.from_local(
@@ -110,14 +113,14 @@ def watching(weights: dict):
     """Within the context, note what layers quantize of their weights, by the layers' names."""
     plain = quantized_module.observer
 
-    def noting(layer, gemm):
+    def recording(layer, gemm):
         def watch(role, tensor, quantized):
             if role == "weight":
                 weights[layer.name] = quantized
 
         return watch
 
-    quantized_module.observer = noting
+    quantized_module.observer = recording
     try:
         yield
     finally:
@@ -163,7 +166,7 @@ def test_codes_are_the_parts_of_the_unsharded_cast(recipe, dp, tp):
             optimizer.step()
             optimizer.zero_grad()
             if step == 1:
-                zerocast.fsdp.precompute_scales_for_fsdp(model)
+                zerocast.sharded.precompute_scales_for_fsdp(model)
 
     run_ranks("torch_distributed", dp * tp, run)
 
@@ -193,7 +196,7 @@ def test_parts_need_not_be_equal(recipe, dp, tp, hidden):
             assert_parts_of_cast(model, whole, f"backward of step {step}")
             optimizer.step()
             optimizer.zero_grad()
-            zerocast.fsdp.precompute_scales_for_fsdp(model)
+            zerocast.sharded.precompute_scales_for_fsdp(model)
 
     run_ranks("torch_distributed", dp * tp, run)
 
@@ -281,7 +284,7 @@ def test_equal_gradients_train_equal_weights_however_they_are_split(dp, tp):
             feed(model, step)
             optimizer.step()
             optimizer.zero_grad()
-            zerocast.fsdp.precompute_scales_for_fsdp(model)
+            zerocast.sharded.precompute_scales_for_fsdp(model)
         return whole_masters(model)
 
     for masters in run_ranks("torch_distributed", dp * tp, run):
@@ -368,8 +371,8 @@ def test_weights_that_each_forward_quantizes_are_parts_of_the_whole_cast(recipe,
                 alone(batch(step)).square().mean().backward()
             for name, storage in found.items():
                 layer = model.get_submodule(name)
-                part = part_of(name, layer.weight, is_fsdp_sharded=False)
-                buffers = parts.part_of(zerocast.QuantizedTensor(expected[name]), part)
+                tp_shard = tp_shard_of(name, layer.weight, is_fsdp_sharded=False)
+                buffers = tp_shards.tp_shard_of(zerocast.QuantizedTensor(expected[name]), tp_shard)
                 for buffer, actual in storage.buffers.items():
                     assert_same_bytes(actual, buffers[buffer], f"step {step}, {name}.{buffer}")
             for p in (*model.parameters(), *alone.parameters()):
@@ -477,7 +480,7 @@ def test_the_report_counts_what_a_gather_of_parts_moves(recipe):
         reshard(model)
         with Gathers() as seen:
             gathered(model)
-        report = zerocast.fsdp.report(model)
+        report = zerocast.sharded.report(model)
         return seen.bytes, report.gathered_bytes, [tuple(p.shape) for p in report.parameters]
 
     for moved, said, shapes in run_ranks("torch_distributed", 4, run):
@@ -498,7 +501,7 @@ def test_one_all_reduce_for_each_kind_of_ranks():
             optimizer.step()
             optimizer.zero_grad()
             with Reductions() as seen:
-                zerocast.fsdp.precompute_scales_for_fsdp(model)
+                zerocast.sharded.precompute_scales_for_fsdp(model)
         return seen.calls
 
     for calls in run_ranks("torch_distributed", 4, run):

@@ -16,7 +16,7 @@ from tests.support.weights import EVERY_RECIPE, every_recipe
 from zerocast.comm import SingleRank
 from zerocast.errors import InputError
 from zerocast.recipes import DelayedScaling, MXFP8BlockScaling, NVFP4BlockScaling, QParams, Recipe
-from zerocast.tensors import Part, QuantizedTensor, empty, quantize
+from zerocast.tensors import QuantizedTensor, TensorParallelShard, empty, quantize
 from zerocast.tensors.quantized_tensor import restore
 from zerocast.tensors.storage import restore_storage
 
@@ -47,8 +47,12 @@ def test_a_weight_as_it_was_saved_is_accepted(recipe: Recipe) -> None:
     for rowwise, columnwise in ((True, False), (False, True)):
         weights.append(quantize(value, recipe))
         weights[-1].update_usage(rowwise_usage=rowwise, columnwise_usage=columnwise)
-    weights.append(empty((32, 64), recipe, part=Part((32, 64), 0, 0, 32, SingleRank())))
-    weights.append(empty((0, 64), recipe, part=Part((32, 64), 0, 32, 0, SingleRank())))
+    weights.append(
+        empty((32, 64), recipe, tp_shard=TensorParallelShard((32, 64), 0, 0, 32, SingleRank()))
+    )
+    weights.append(
+        empty((0, 64), recipe, tp_shard=TensorParallelShard((32, 64), 0, 32, 0, SingleRank()))
+    )
     for weight in weights:
         file = io.BytesIO()
         torch.save(torch.nn.Parameter(weight), file)
@@ -116,11 +120,13 @@ DAMAGED: dict[str, dict[str, Any]] = {
     "staleness that is none": {"rebuild_on_use": "yes"},
     "a group that is no text": {"amax_group": 3},
     "no part": {"part": (32, 64)},
-    "a part of another shape": {"part": Part((64, 64), 0, 0, 16, None)},
+    "a part of another shape": {"part": TensorParallelShard((64, 64), 0, 0, 16, None)},
     "a part outside of its whole": {
-        "part": bypassing(Part((32, 64), 0, 0, 32, None), start=16, size=32)
+        "part": bypassing(TensorParallelShard((32, 64), 0, 0, 32, None), start=16, size=32)
     },
-    "a part of another kind": {"part": bypassing(Part((32, 64), 0, 0, 32, None), dim="0")},
+    "a part of another kind": {
+        "part": bypassing(TensorParallelShard((32, 64), 0, 0, 32, None), dim="0")
+    },
 }
 
 

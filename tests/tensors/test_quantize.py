@@ -12,7 +12,7 @@ from zerocast.backends import backend_for, use_backend
 from zerocast.errors import InputError
 from zerocast.formats import E2M1, E4M3, pack_nibbles, unpack_nibbles
 from zerocast.formats import decode as decode_codes
-from zerocast.ops import Launch, Law, TensorOperand
+from zerocast.numerics import Launch, Numerics, TensorOperand
 from zerocast.recipes import Float8CurrentScaling, NVFP4BlockScaling, Recipe
 from zerocast.tensors import QuantizedTensor, empty, quantize, rebuild_derived, replace_raw_data
 
@@ -33,7 +33,7 @@ def _backend(request: pytest.FixtureRequest) -> Iterator[None]:
 
 def codes_of(weight: QuantizedTensor) -> torch.Tensor:
     """[M, K] uint8, one code an element."""
-    if weight.recipe.law.fmt.bits == 4:
+    if weight.recipe.numerics.fmt.bits == 4:
         return unpack_nibbles(weight.rowwise_data, weight.shape[-1])
     return weight.rowwise_data
 
@@ -80,7 +80,7 @@ def test_columnwise_codes_are_the_transposed_rowwise_codes(
     """columnwise_data decodes to the transpose, a missing last nibble being 0."""
     weight = quantize(torch.randn(shape), recipe)
     transposed = codes_of(weight).t().contiguous()
-    if recipe.law.fmt.bits == 4:
+    if recipe.numerics.fmt.bits == 4:
         transposed = pack_nibbles(transposed)
     assert_same_bytes(weight.columnwise_data, transposed, "columnwise_data")
 
@@ -148,7 +148,7 @@ def test_one_value_that_is_not_finite_makes_all_under_its_scale_nan(bad: float) 
     x[7, 13] = bad
     for recipe in (NVFP4, FP8):
         weight = quantize(x, recipe)
-        assert (codes_of(weight) == recipe.law.fmt.nan_code).all()
+        assert (codes_of(weight) == recipe.numerics.fmt.nan_code).all()
         assert weight.dequantize().isnan().all()
 
 
@@ -195,7 +195,11 @@ def test_bad_input_is_refused_with_what_is_required(call: object, message: str) 
 def test_replace_raw_data_moves_the_codes_and_keeps_the_value(recipe: Recipe, flat: bool) -> None:
     """All aliases see the new buffer, derived copies stay valid, and a plan can tell it moved."""
     weight = quantize(torch.randn(9, 48), recipe)
-    alias, expected, before = weight.detach(), weight.clone(), weight.quantized_storage.last_move
+    alias, expected, before = (
+        weight.detach(),
+        weight.clone(),
+        weight.quantized_storage.buffers_version,
+    )
     size = weight.rowwise_data.numel()
     gather = torch.full((size + 13,), 0xA5, dtype=torch.uint8)
     place = gather[7 : 7 + size]
@@ -204,7 +208,7 @@ def test_replace_raw_data_moves_the_codes_and_keeps_the_value(recipe: Recipe, fl
     assert alias.rowwise_data.data_ptr() == place.data_ptr()
     assert (gather[:7] == 0xA5).all()
     assert (gather[7 + size :] == 0xA5).all()
-    assert weight.quantized_storage.last_move != before
+    assert weight.quantized_storage.buffers_version != before
     weight.copy_(torch.zeros(9, 48))
     assert not place.any()
 
@@ -269,9 +273,9 @@ def test_rebuild_derived_serves_mixed_weights_in_one_launch_a_recipe(
     backend = backend_for(torch.device("cpu"))
     transpose = type(backend).transpose
 
-    def count(backend: Any, law: Law, operands: list[TensorOperand]) -> Launch:
-        launches.append((law.fmt, len(operands)))
-        return transpose(backend, law, operands)
+    def count(backend: Any, numerics: Numerics, operands: list[TensorOperand]) -> Launch:
+        launches.append((numerics.fmt, len(operands)))
+        return transpose(backend, numerics, operands)
 
     monkeypatch.setattr(type(backend), "transpose", count)
     rebuild_derived([weight.quantized_storage for weight in weights])

@@ -10,12 +10,12 @@ from tests.support.same_bytes import assert_same_storage
 from tests.support.weights import FP8, NVFP4, both_recipes
 from zerocast.errors import StaleCopyError
 from zerocast.recipes import DelayedScaling, Recipe
-from zerocast.tensors import CastClock, QuantizedTensor, quantize, rebuild_derived
+from zerocast.tensors import CastVersion, QuantizedTensor, quantize, rebuild_derived
 
 
-def watched(recipe: Recipe, *, rebuild_on_use: bool = False) -> tuple[QuantizedTensor, CastClock]:
+def watched(recipe: Recipe, *, rebuild_on_use: bool = False) -> tuple[QuantizedTensor, CastVersion]:
     """A weight, and the clock of a plan that casts it."""
-    weight, clock = quantize(torch.randn(9, 32), recipe), CastClock(rebuild_on_use=rebuild_on_use)
+    weight, clock = quantize(torch.randn(9, 32), recipe), CastVersion(rebuild_on_use=rebuild_on_use)
     weight.quantized_storage.watch(clock)
     return weight, clock
 
@@ -38,7 +38,7 @@ def test_a_derived_copy_is_refused_between_a_cast_and_its_rebuild(recipe: Recipe
 def test_a_weight_without_a_columnwise_copy_is_never_stale() -> None:
     """There is nothing to rebuild, so a forward is not refused."""
     weight = quantize(torch.randn(9, 32), NVFP4, columnwise=False)
-    clock = CastClock(rebuild_on_use=False)
+    clock = CastVersion(rebuild_on_use=False)
     weight.quantized_storage.watch(clock)
     clock.tick()
     assert not weight.quantized_storage.is_stale
@@ -48,7 +48,7 @@ def test_a_weight_without_a_columnwise_copy_is_never_stale() -> None:
 def test_any_of_several_plans_makes_a_copy_stale() -> None:
     """A forward rebuilds only where every plan that cast since has asked for that."""
     weight, manual = watched(NVFP4)
-    automatic = CastClock(rebuild_on_use=True)
+    automatic = CastVersion(rebuild_on_use=True)
     weight.quantized_storage.watch(automatic)
     rebuilt = []
     automatic.tick()
@@ -105,7 +105,7 @@ def test_the_version_changes_exactly_when_codes_are_written() -> None:
     weight.copy_(quantize(torch.ones(9, 32), FP8))
     seen.append(storage.version)
     assert len(set(seen)) == 5
-    late = CastClock(rebuild_on_use=True)
+    late = CastVersion(rebuild_on_use=True)
     late.ticks = 41
     storage.watch(late)
     storage.watch(clock)

@@ -9,7 +9,7 @@ import torch
 
 import zerocast
 from tests.torchtitan.decoder import ALL_LAYERS, DIM, OptimizersContainer, loss
-from zerocast.fsdp import MasterWeight
+from zerocast.sharded import MasterWeight
 
 IN_BLOCKS = sorted(ALL_LAYERS - {"lm_head"})
 
@@ -19,7 +19,7 @@ def built():
     """The modules that need torchtitan 0.3, or what stands in for it."""
     pytest.importorskip("torchtitan.models.common.linear")
     from tests.torchtitan import built_decoder
-    from zerocast.torchtitan import config_converter
+    from zerocast.integrations.torchtitan import config_converter
 
     return SimpleNamespace(
         Tree=built_decoder.Decoder.Config,
@@ -53,7 +53,7 @@ def test_a_tree_builds_quantized_layers(built):
     assert sorted(layers) == IN_BLOCKS
     for name, layer in layers.items():
         assert isinstance(layer.weight, MasterWeight)
-        assert layer.weight.low_bit_gather.name == f"{name}.weight"
+        assert layer.weight.low_bit_all_gather.name == f"{name}.weight"
         assert (layer.name, layer.bias) == (name, None)
         assert layer.product_recipe == zerocast.NVFP4BlockScaling()
     model.to_empty(device="cpu")

@@ -8,8 +8,8 @@ from torch.utils.checkpoint import checkpoint
 
 import zerocast
 from tests.support.same_bytes import assert_same_bytes
+from zerocast.integrations.torchtitan.layers import AutocastLinear, product_recipe
 from zerocast.recipes import RECIPES
-from zerocast.torchtitan.layers import AutocastLinear, product_recipe
 
 SERVED = [name for name in RECIPES if name != "delayed"]
 
@@ -59,7 +59,7 @@ def test_a_gradient_that_cannot_be_held(caplog):
     so.
     """
     recipe = zerocast.MXFP8BlockScaling()
-    with caplog.at_level(logging.INFO, "zerocast.torchtitan"):
+    with caplog.at_level(logging.INFO, "zerocast.integrations.torchtitan"):
         assert product_recipe(recipe, "gate", 8) is None
     assert product_recipe(recipe, "w1", 96) is recipe
     (record,) = caplog.records

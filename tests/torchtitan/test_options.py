@@ -3,8 +3,8 @@
 import pytest
 
 import zerocast
+from zerocast.integrations.torchtitan.options import check_combination, recipe_named
 from zerocast.recipes import RECIPES
-from zerocast.torchtitan.options import check_combination, recipe_named
 
 
 def test_torchtitan_s_schemes():
@@ -15,8 +15,8 @@ def test_torchtitan_s_schemes():
     rowwise = recipe_named("rowwise")
     assert isinstance(rowwise, zerocast.Float8RowwiseScaling)
     for role in ("input", "weight", "grad_output"):
-        law = rowwise.for_role(role).law
-        assert (law.fmt.name, law.power_2_scale) == ("e4m3", True)
+        numerics = rowwise.for_role(role).numerics
+        assert (numerics.fmt.name, numerics.power_2_scale) == ("e4m3", True)
     for name in ("mxfp8_rceil", "mxfp8_cublas_rceil"):
         assert recipe_named(name) == zerocast.MXFP8BlockScaling(fp8_format="E4M3")
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 import zerocast
-from tests.fsdp.test_traffic import Collectives
+from tests.sharded.test_traffic import Collectives
 from tests.support.ranks import run_ranks
 from tests.support.same_bytes import assert_same_bytes
 from tests.torchtitan.decoder import ALL_LAYERS, OptimizersContainer, loss, shard
-from zerocast.torchtitan.layers import AutocastLinear
-from zerocast.torchtitan.options import recipe_named
+from zerocast.integrations.torchtitan.layers import AutocastLinear
+from zerocast.integrations.torchtitan.options import recipe_named
 
 pytestmark = pytest.mark.mpi(min_size=4)
 pytest.importorskip("torchtitan.models.common.linear")
@@ -27,7 +27,7 @@ LOW_BIT = {
 def trainer(*, checkpoints: bool = False, compiles: bool = False, **options):
     """A model and its optimizer, made in the order of torchtitan's trainer."""
     from tests.torchtitan.built_decoder import Decoder
-    from zerocast.torchtitan.config_converter import LinearConverter
+    from zerocast.integrations.torchtitan.config_converter import LinearConverter
 
     config = LinearConverter.Config(model_compile_enabled=compiles, **(LOW_BIT | options))
     tree = config.build().convert(Decoder.Config())

@@ -1,4 +1,4 @@
-"""Matrices of arbitrary bit patterns, and the comparison of a cast with the scalar law's."""
+"""Matrices of arbitrary bit patterns, and the comparison of a cast with the scalar numerics'."""
 
 import numpy as np
 import torch
@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 import zerocast
 from tests.support.same_bytes import assert_same_bytes
-from tests.vectors.scalar_law import Expected
+from tests.vectors.scalar_numerics import Expected
 from zerocast.recipes import Recipe
 from zerocast.tensors import QuantizedTensor
 
@@ -62,5 +62,5 @@ def canonical(x: torch.Tensor) -> torch.Tensor:
 
 
 def name_of(dtype: torch.dtype, recipe: Recipe) -> str:
-    """What a master is rounded to, as the scalar law calls it."""
+    """What a master is rounded to, as the scalar numerics calls it."""
     return str(dtype if recipe.round_master else torch.float32).removeprefix("torch.")

@@ -1,11 +1,11 @@
-"""Delayed scaling, one cast after another: a companion of ``scalar_law.py``."""
+"""Delayed scaling, one cast after another: a companion of ``scalar_numerics.py``."""
 
 from collections.abc import Callable
 from math import isfinite, ldexp
 
 import numpy as np
 
-from tests.vectors.scalar_law import F32, FLOAT8_VALUES, FLT_MAX, Expected, float8, largest
+from tests.vectors.scalar_numerics import F32, FLOAT8_VALUES, FLT_MAX, Expected, float8, largest
 from tests.vectors.scalar_schemes import float8_value, rounded
 
 

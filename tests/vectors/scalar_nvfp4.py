@@ -1,4 +1,4 @@
-"""NVFP4 with its options, one element at a time: a companion of ``scalar_law.py``.
+"""NVFP4 with its options, one element at a time: a companion of ``scalar_numerics.py``.
 
 Blocks of one dimension, 4-over-6 and stochastic rounding, with Philox in Python's integers.
 """
@@ -7,7 +7,7 @@ from math import isfinite, isnan
 
 import numpy as np
 
-from tests.vectors.scalar_law import (
+from tests.vectors.scalar_numerics import (
     E2M1_VALUES,
     F32,
     FLT_MAX,

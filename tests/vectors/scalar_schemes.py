@@ -1,4 +1,4 @@
-"""The FP8 schemes with blocks, one element at a time: a companion of ``scalar_law.py``.
+"""The FP8 schemes with blocks, one element at a time: a companion of ``scalar_numerics.py``.
 
 Written from docs/NUMERICS.md in NumPy's FP32 scalars and Python's integers; no code of zerocast and
 no tensor operation. A matrix is a dictionary from (row, column) to its rounded element.
@@ -9,7 +9,7 @@ from math import isfinite, isnan, ldexp
 
 import numpy as np
 
-from tests.vectors.scalar_law import (
+from tests.vectors.scalar_numerics import (
     F32,
     FLOAT8_VALUES,
     ROUND_MASTER,
@@ -98,9 +98,9 @@ def rowwise(master: np.ndarray, dtype: str, name: str, power_2: bool, eps: float
     """A scale a row; and, from the master again, one a column."""
     rows, cols = master.shape
     with np.errstate(all="ignore"):
-        x, law = rounded(master, dtype), fp32_scales(name, power_2, eps)
-        codes, values, by_row = cast_float8(x, name, 1, cols, law)
-        second, _, by_col = cast_float8(x, name, rows, 1, law)
+        x, numerics = rounded(master, dtype), fp32_scales(name, power_2, eps)
+        codes, values, by_row = cast_float8(x, name, 1, cols, numerics)
+        second, _, by_col = cast_float8(x, name, rows, 1, numerics)
     return Expected(
         {
             "rowwise_data": codes,
@@ -119,16 +119,16 @@ def float8_blocks(
     rows, cols = master.shape
     tall, wide = -(-rows // 128), -(-cols // 128)
     with np.errstate(all="ignore"):
-        x, law = rounded(master, dtype), fp32_scales(name, power_2, eps)
+        x, numerics = rounded(master, dtype), fp32_scales(name, power_2, eps)
         h = 128 if dim == 2 else 1
-        codes, values, scales = cast_float8(x, name, h, 128, law)
+        codes, values, scales = cast_float8(x, name, h, 128, numerics)
         if dim == 2:
             second = np.ascontiguousarray(codes.T)
             first_plane = plane(scales, (tall, padded(wide, 4)), 1, F32)
             flipped: Scales = {(j, i): s for (i, j), s in scales.items()}
             second_plane = plane(flipped, (wide, padded(tall, 4)), 1, F32)
         else:
-            second, _, other = cast_float8(transposed(x), name, 1, 128, law)
+            second, _, other = cast_float8(transposed(x), name, 1, 128, numerics)
             flipped = {(j, i): s for (i, j), s in scales.items()}
             first_plane = plane(flipped, (wide, padded(rows, 4)), 1, F32)
             flipped = {(j, i): s for (i, j), s in other.items()}
@@ -177,14 +177,14 @@ def mxfp8(master: np.ndarray, dtype: str, name: str, two_dimensions: bool) -> Ex
     first_shape = (padded(rows, 128), padded(cols // 32, 4))
     second_shape = (padded(-(-rows // 32), 4), padded(cols, 128))
     with np.errstate(all="ignore"):
-        x, law = rounded(master, dtype), mxfp8_scales(name)
+        x, numerics = rounded(master, dtype), mxfp8_scales(name)
         if two_dimensions:
-            codes, values, scales = cast_float8(x, name, 32, 32, law)
+            codes, values, scales = cast_float8(x, name, 32, 32, numerics)
             by_row = {(i, j // 32): scales[i // 32, j // 32] for i, j in x}
             by_col = {(i // 32, j): scales[i // 32, j // 32] for i, j in x}
         else:
-            codes, values, by_row = cast_float8(x, name, 1, 32, law)
-            second, _, by_col = cast_float8(x, name, 32, 1, law)
+            codes, values, by_row = cast_float8(x, name, 1, 32, numerics)
+            second, _, by_col = cast_float8(x, name, 32, 1, numerics)
     buffers = {
         "rowwise_data": codes,
         "rowwise_scale_inv": plane(by_row, first_shape, 0, np.uint8),

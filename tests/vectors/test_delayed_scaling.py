@@ -69,8 +69,10 @@ CASES = {
 
 def restated(recipe: DelayedScaling, dtype: str = "float32") -> list:
     """What every step must give."""
-    law = recipe.law
-    plain = Delayed(law.fmt.name, law.margin, recipe.amax_history_len, law.amax_compute_algo)
+    numerics = recipe.numerics
+    plain = Delayed(
+        numerics.fmt.name, numerics.margin, recipe.amax_history_len, numerics.amax_compute_algo
+    )
     return [plain.cast(x.numpy(), dtype) for x in masters()]
 
 

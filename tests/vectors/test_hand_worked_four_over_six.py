@@ -100,16 +100,18 @@ def near_ties(mode: str, scale_max: int, pairs: int) -> torch.Tensor:
     There the two sums are as near as they come, and another order of adding would often turn them.
     """
     rng, g, amax = np.random.default_rng(scale_max), np.float32(1000), np.float32(200)
-    law = scalar_nvfp4.FourOverSix(amax, g, scale_max, mode)
+    numerics = scalar_nvfp4.FourOverSix(amax, g, scale_max, mode)
     found = [np.full((16, 16), g)]
 
     def gain(x: np.float32) -> float:
         """By how much map6 is better for an element."""
-        return float(law.error(x, law.maps[0])) - float(law.error(x, law.maps[1]))
+        return float(numerics.error(x, numerics.maps[0])) - float(
+            numerics.error(x, numerics.maps[1])
+        )
 
     def takes(value: np.float32, block: np.ndarray) -> int:
         x = {ij: block[ij] for ij in np.ndindex(16, 16)}
-        return law.better(x | {(7, 7): value})
+        return numerics.better(x | {(7, 7): value})
 
     while len(found) < 1 + 2 * pairs:
         block, balance = np.zeros((16, 16), np.float32), gain(amax)
@@ -133,7 +135,7 @@ def near_ties(mode: str, scale_max: int, pairs: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("mode", ["MAE", "MSE"])
 def test_sums_that_nearly_agree(mode):
-    """The choice turns between one float32 and the next, where the scalar law turns."""
+    """The choice turns between one float32 and the next, where the scalar numerics turns."""
     x = near_ties(mode.lower(), 256, 4)
     weight = zerocast.quantize(x, recipe(mode, "all"), dtype=torch.float32)
     expected = scalar_nvfp4.nvfp4(x.numpy(), "float32", 16, scale_max=256, mode=mode.lower())

@@ -87,7 +87,7 @@ def test_codes_are_the_casts_of_torch_and_ml_dtypes(kind, recipe):
     by_col = decode_e8m0(weight.columnwise_scale_inv[:2, :96]).double().repeat_interleave(32, dim=0)
     for name, scale in (("rowwise_data", by_row), ("columnwise_data", by_col[:40])):
         quotient = x.double() / scale
-        assert quotient.abs().max() <= recipe.law.fmt.max * (1 + 2.0**-23)
+        assert quotient.abs().max() <= recipe.numerics.fmt.max * (1 + 2.0**-23)
         # 0 / 2^-127 and the like are exact in FP32, as every quotient by a power of two is.
         quotient = quotient.float()
         codes = getattr(weight, name)

@@ -20,7 +20,7 @@ from zerocast.backends.cuda import CudaBackend
 from zerocast.backends.cuda.device import DeviceLauncher
 from zerocast.backends.reference import ReferenceBackend
 from zerocast.errors import BackendError, InputError
-from zerocast.ops import Backend
+from zerocast.numerics import Backend
 
 NAMES = ("reference", "cpu", "cuda")
 """The backends that :func:`use_backend` knows by name."""
@@ -47,7 +47,7 @@ def backend_for(device: torch.device) -> Backend:
 @contextmanager
 def use_backend(backend: str | Backend) -> Iterator[None]:
     """Within the context, prepare operations with this backend: ``"reference"``, ``"cpu"``,
-    ``"cuda"``, or a backend of your own (:class:`zerocast.ops.Backend`).
+    ``"cuda"``, or a backend of your own (:class:`zerocast.numerics.Backend`).
 
     A plan keeps the backend that it was made with. The choice belongs to this thread (or asyncio
     task).
@@ -66,7 +66,7 @@ def use_backend(backend: str | Backend) -> Iterator[None]:
     elif isinstance(backend, type) or not isinstance(backend, Backend):
         raise InputError(
             f"use_backend takes the name of a backend, {', '.join(map(repr, NAMES))}, or an object "
-            f"with the methods of zerocast.ops.Backend, got {shown(backend)}."
+            f"with the methods of zerocast.numerics.Backend, got {shown(backend)}."
         )
     token = _forced.set(backend)
     try:

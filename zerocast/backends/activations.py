@@ -1,5 +1,5 @@
-"""Activations for every backend: the table that compiled code is given, the law in float64, and the
-cast of values that stand in memory, for backends that cast in a pass of its own.
+"""Activations for every backend: the table that compiled code is given, the numerics in float64,
+and the cast of values that stand in memory, for backends that cast in a pass of its own.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import torch
 
 from zerocast.backends.tables import Address, float_bits
 from zerocast.layout import FULL, Extent, Plane, ScaleLayout, Source, grid_of
-from zerocast.ops import (
+from zerocast.numerics import (
     NOMINALS,
     Activation,
     ActivationTarget,
     Backend,
-    Float8DelayedLaw,
-    Law,
+    Float8DelayedNumerics,
     Masters,
+    Numerics,
     PlaneBuffers,
     TensorOperand,
     can_activate,
@@ -51,7 +51,7 @@ def activation_fields(target: ActivationTarget, address: Address) -> list[int]:
     ]
 
 
-# --- the law ---
+# --- the numerics ---
 
 
 def float64_result(target: ActivationTarget) -> torch.Tensor:
@@ -105,28 +105,28 @@ def _norm(activation: Activation, x: torch.Tensor, target: ActivationTarget) -> 
 
 
 def cast_values(
-    backend: Backend, law: Law | None, target: ActivationTarget, values: torch.Tensor
+    backend: Backend, numerics: Numerics | None, target: ActivationTarget, values: torch.Tensor
 ) -> None:
     """Write the codes, scales and amaxes of ``values``, FP32 [M, K], rounded already.
 
     Each plane is cast by itself, by the operations of weights: a transposed one is the cast of the
     transposed values.
     """
-    if law is None and target.tensor_amax is None:
+    if numerics is None and target.tensor_amax is None:
         return
     tensor_amax = torch.zeros(1, dtype=torch.int32, device=values.device)
-    operands, masters = _operands(law, target, values, tensor_amax)
+    operands, masters = _operands(numerics, target, values, tensor_amax)
     with_codes = [each for each in operands if each.planes[0].codes is not None]
     with_scales = [each for each in operands if each.planes[0].scale_inv is not None]
-    if isinstance(law, Float8DelayedLaw):
-        backend.partial_cast(law, with_codes, masters)()
-        backend.compute_scale(law, with_scales)()
+    if isinstance(numerics, Float8DelayedNumerics):
+        backend.partial_cast(numerics, with_codes, masters)()
+        backend.compute_scale(numerics, with_scales)()
     else:
         backend.partial_amax(operands, masters)()
-        if law is not None:
-            assert can_activate(law)
-            backend.compute_scale(law, with_scales)()
-            backend.partial_cast(law, with_codes, masters)()
+        if numerics is not None:
+            assert can_activate(numerics)
+            backend.compute_scale(numerics, with_scales)()
+            backend.partial_cast(numerics, with_codes, masters)()
     for given, each in zip(target.planes, operands, strict=False):
         # A block that is not finite has codes even where no element is.
         if given.codes is not None and each.grid.cols > given.plane.grid.cols:
@@ -138,7 +138,10 @@ def cast_values(
 
 
 def _operands(
-    law: Law | None, target: ActivationTarget, values: torch.Tensor, tensor_amax: torch.Tensor
+    numerics: Numerics | None,
+    target: ActivationTarget,
+    values: torch.Tensor,
+    tensor_amax: torch.Tensor,
 ) -> tuple[list[TensorOperand], Masters]:
     """The whole tensor as the operands of casts, one a plane: of each its own master."""
     planes = target.planes
@@ -148,8 +151,8 @@ def _operands(
     operands, sources = [], []
     for slot, given in enumerate(planes):
         plane = replace(given.plane, source=Source.MASTER)
-        if law is not None and given.codes is not None:
-            plane = plane.in_whole_bytes(law.fmt.bits)
+        if numerics is not None and given.codes is not None:
+            plane = plane.in_whole_bytes(numerics.fmt.bits)
         grid = plane.grid
         source = values.t() if given.plane.is_transposed else values
         if missing := grid.cols - source.shape[1]:

@@ -23,24 +23,25 @@ from zerocast.backends.reference import ReferenceBackend
 from zerocast.backends.tables import (
     cast_row,
     dequantize_row,
-    law_fields,
+    numerics_fields,
     scale_row,
     transpose_row,
 )
 from zerocast.errors import BackendError
-from zerocast.ops import (
+from zerocast.numerics import (
     ActivationTarget,
-    Float8DelayedLaw,
+    Float8DelayedNumerics,
     Launch,
-    Law,
     Masters,
-    NVFP4Law,
+    Numerics,
+    NVFP4Numerics,
     TensorOperand,
 )
 
 
 class CpuBackend:
-    """The native library on CPU tensors; :class:`zerocast.ops.Backend` says what the methods do.
+    """The native library on CPU tensors; :class:`zerocast.numerics.Backend` says what the methods
+    do.
 
     Args:
         isa: the instruction set whose code runs: ``"avx512"``, ``"avx2"`` or ``"baseline"``; None
@@ -73,41 +74,45 @@ class CpuBackend:
         return self._launch("partial_amax", None, rows, (operands, masters))
 
     def partial_select(
-        self, law: NVFP4Law, operands: Sequence[TensorOperand], masters: Masters
+        self, numerics: NVFP4Numerics, operands: Sequence[TensorOperand], masters: Masters
     ) -> Launch:
         _check_candidate_blocks(operands)
         rows = _cast_rows(operands, masters)
-        return self._launch("partial_select", law, rows, (operands, masters))
+        return self._launch("partial_select", numerics, rows, (operands, masters))
 
-    def select(self, law: NVFP4Law, operands: Sequence[TensorOperand]) -> Launch:
+    def select(self, numerics: NVFP4Numerics, operands: Sequence[TensorOperand]) -> Launch:
         _check_candidate_blocks(operands)
         rows = [cast_row(t, t.grid, 0, _address, _address) for t in operands]
-        return self._launch("select", law, rows, operands)
+        return self._launch("select", numerics, rows, operands)
 
-    def compute_scale(self, law: Law, operands: Sequence[TensorOperand]) -> Launch:
-        return with_empty_parts(self._compute_scale, law, operands)
+    def compute_scale(self, numerics: Numerics, operands: Sequence[TensorOperand]) -> Launch:
+        return with_empty_parts(self._compute_scale, numerics, operands)
 
-    def _compute_scale(self, law: Law, operands: Sequence[TensorOperand]) -> Launch:
-        by_callable = isinstance(law, Float8DelayedLaw) and callable(law.amax_compute_algo)
+    def _compute_scale(self, numerics: Numerics, operands: Sequence[TensorOperand]) -> Launch:
+        by_callable = isinstance(numerics, Float8DelayedNumerics) and callable(
+            numerics.amax_compute_algo
+        )
         if by_callable and any(operand.advances for operand in operands):
             # Python is called for every tensor, which torch does as well.
-            return ReferenceBackend().compute_scale(law, operands)
+            return ReferenceBackend().compute_scale(numerics, operands)
         rows = [scale_row(t, _address) for t in operands]
-        return self._launch("compute_scale", law, rows, operands)
+        return self._launch("compute_scale", numerics, rows, operands)
 
-    def partial_cast(self, law: Law, operands: Sequence[TensorOperand], masters: Masters) -> Launch:
+    def partial_cast(
+        self, numerics: Numerics, operands: Sequence[TensorOperand], masters: Masters
+    ) -> Launch:
         rows = _cast_rows(operands, masters)
-        return self._launch("partial_cast", law, rows, (operands, masters))
+        return self._launch("partial_cast", numerics, rows, (operands, masters))
 
-    def transpose(self, law: Law, operands: Sequence[TensorOperand]) -> Launch:
-        rows = [transpose_row(law, t, _address) for t in operands]
+    def transpose(self, numerics: Numerics, operands: Sequence[TensorOperand]) -> Launch:
+        rows = [transpose_row(numerics, t, _address) for t in operands]
         return self._launch("transpose", None, rows, operands)
 
-    def dequantize(self, law: Law, operands: Sequence[TensorOperand]) -> Launch:
+    def dequantize(self, numerics: Numerics, operands: Sequence[TensorOperand]) -> Launch:
         rows = [dequantize_row(t, t.grid, _address) for t in operands]
-        return self._launch("dequantize", law, rows, operands)
+        return self._launch("dequantize", numerics, rows, operands)
 
-    def activate(self, law: Law | None, target: ActivationTarget) -> Launch:
+    def activate(self, numerics: Numerics | None, target: ActivationTarget) -> Launch:
         # The function in a pass over FP32 memory, then the casts of weights.
         values = torch.empty(target.rows, target.cols, dtype=torch.float32, device="cpu")
         if target.output is not None and target.round_to == torch.float32:
@@ -136,15 +141,19 @@ class CpuBackend:
             compute()
             if target.output is not None and target.output is not values:
                 target.output.copy_(values)
-            cast_values(self, law, target, values)
+            cast_values(self, numerics, target, values)
 
         return launch
 
     def _launch(
-        self, operation: str, law: Law | None, rows: list[list[int]], operands: Sequence[object]
+        self,
+        operation: str,
+        numerics: Numerics | None,
+        rows: list[list[int]],
+        operands: Sequence[object],
     ) -> Launch:
         """The call of ``operation`` over a table of ``rows``, which point into ``operands``."""
-        tables = [_table([law_fields(law, self.name)])] if law is not None else []
+        tables = [_table([numerics_fields(numerics, self.name)])] if numerics is not None else []
         if not rows:
             return _nothing
         function = getattr(self._library, f"zerocast_{self.isa}_{operation}")

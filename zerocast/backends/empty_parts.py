@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from zerocast.backends.reference import ReferenceBackend
-from zerocast.ops import Launch, Law, TensorOperand
+from zerocast.numerics import Launch, Numerics, TensorOperand
 
 
 def with_empty_parts(
-    compute_scale: Callable[[Law, Sequence[TensorOperand]], Launch],
-    law: Law,
+    compute_scale: Callable[[Numerics, Sequence[TensorOperand]], Launch],
+    numerics: Numerics,
     operands: Sequence[TensorOperand],
 ) -> Launch:
     """The launch of ``compute_scale`` for ``operands`` that have elements, and of the reference for
@@ -22,9 +22,9 @@ def with_empty_parts(
     """
     empty = [operand for operand in operands if not operand.grid.numel]
     if not empty:
-        return compute_scale(law, operands)
-    compiled = compute_scale(law, [operand for operand in operands if operand.grid.numel])
-    plain = ReferenceBackend().compute_scale(law, empty)
+        return compute_scale(numerics, operands)
+    compiled = compute_scale(numerics, [operand for operand in operands if operand.grid.numel])
+    plain = ReferenceBackend().compute_scale(numerics, empty)
 
     def launch() -> None:
         compiled()

@@ -15,14 +15,14 @@ import torch
 from zerocast.errors import BackendError
 from zerocast.formats import E2M1, E4M3, E5M2
 from zerocast.layout import BlockGrid, ScaleLayout
-from zerocast.ops import (
+from zerocast.numerics import (
     NOMINALS,
-    Candidates,
-    Float8DelayedLaw,
-    Float8Law,
-    Law,
-    MXFP8Law,
-    NVFP4Law,
+    Float8DelayedNumerics,
+    Float8Numerics,
+    FourOverSixErrors,
+    MXFP8Numerics,
+    Numerics,
+    NVFP4Numerics,
     PlaneBuffers,
     TensorOperand,
 )
@@ -32,41 +32,47 @@ Address = Callable[[torch.Tensor], int]
 
 # The numbers of the C side: FormatId, LawKind and ErrorKind in tables.h.
 FORMATS = {E2M1: 0, E4M3: 1, E5M2: 2}
-LAWS: dict[type[Law], int] = {Float8Law: 0, Float8DelayedLaw: 1, MXFP8Law: 2, NVFP4Law: 3}
+LAWS: dict[type[Numerics], int] = {
+    Float8Numerics: 0,
+    Float8DelayedNumerics: 1,
+    MXFP8Numerics: 2,
+    NVFP4Numerics: 3,
+}
 ERRORS = {None: 0, "mae": 1, "mse": 2}
 
 
-def law_fields(law: Law, backend: str) -> list[int]:
+def numerics_fields(numerics: Numerics, backend: str) -> list[int]:
     """LawTable.
 
     Raises:
-        BackendError: where compiled code has no such law; ``backend`` is named.
+        BackendError: where compiled code has no such numerics; ``backend`` is named.
     """
-    if not _is_known(law):
+    if not _is_known(numerics):
         raise BackendError(
-            f"the {backend} backend has no code for {law}; cast it under use_backend('reference')."
+            f"the {backend} backend has no code for {numerics}; cast it under "
+            f"use_backend('reference')."
         )
     float8, delayed, nvfp4 = [0] * 2, [0] * 2, [0] * 4
-    if isinstance(law, Float8Law):
-        float8 = [int(law.power_2_scale), float_bits(law.amax_epsilon)]
-    elif isinstance(law, Float8DelayedLaw):
-        scaled_max = math.ldexp(law.fmt.max, -law.margin)
-        delayed = [float_bits(scaled_max), int(law.amax_compute_algo == "most_recent")]
-    elif isinstance(law, NVFP4Law):
-        seed = law.seed % 2**64
+    if isinstance(numerics, Float8Numerics):
+        float8 = [int(numerics.power_2_scale), float_bits(numerics.amax_epsilon)]
+    elif isinstance(numerics, Float8DelayedNumerics):
+        scaled_max = math.ldexp(numerics.fmt.max, -numerics.margin)
+        delayed = [float_bits(scaled_max), int(numerics.amax_compute_algo == "most_recent")]
+    elif isinstance(numerics, NVFP4Numerics):
+        seed = numerics.seed % 2**64
         nvfp4 = [
-            law.scale_max,
-            ERRORS[law.four_over_six],
-            int(law.stochastic_rounding),
+            numerics.scale_max,
+            ERRORS[numerics.four_over_six],
+            int(numerics.stochastic_rounding),
             seed - 2**64 if seed >= 2**63 else seed,
         ]
-    return [LAWS[type(law)], FORMATS[law.fmt], *float8, *delayed, *nvfp4]
+    return [LAWS[type(numerics)], FORMATS[numerics.fmt], *float8, *delayed, *nvfp4]
 
 
-def _is_known(law: Law) -> bool:
-    if isinstance(law, NVFP4Law):
-        return law.fmt is E2M1 and law.scale_fmt is E4M3
-    return type(law) in LAWS and law.fmt in (E4M3, E5M2)
+def _is_known(numerics: Numerics) -> bool:
+    if isinstance(numerics, NVFP4Numerics):
+        return numerics.fmt is E2M1 and numerics.scale_fmt is E4M3
+    return type(numerics) in LAWS and numerics.fmt in (E4M3, E5M2)
 
 
 def grid_fields(grid: BlockGrid) -> list[int]:
@@ -123,9 +129,9 @@ def delayed_fields(operand: TensorOperand, address: Address) -> list[int]:
 
 
 def candidate_fields(
-    candidates: Candidates | None, address: Address, list_address: Address
+    candidates: FourOverSixErrors | None, address: Address, list_address: Address
 ) -> list[int]:
-    """Candidates."""
+    """FourOverSixErrors."""
     if candidates is None:
         return [0] * 7
     return [
@@ -181,15 +187,15 @@ def plane_fields(
     ]
 
 
-def transpose_row(law: Law, operand: TensorOperand, address: Address) -> list[int]:
+def transpose_row(numerics: Numerics, operand: TensorOperand, address: Address) -> list[int]:
     """TransposeTarget."""
     first, second = operand.planes
     for layout in (first.plane.scales, second.plane.scales):
         assert not layout.transposed
         assert layout.col_repeat == 1
     return [
-        FORMATS[law.fmt],
-        law.scale_dtype.itemsize,
+        FORMATS[numerics.fmt],
+        numerics.scale_dtype.itemsize,
         _of(first.codes, address),
         _of(second.codes, address),
         *plane_fields(first, address),

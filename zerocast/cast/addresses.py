@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from zerocast.cast.request import ShardRequest
+from zerocast.cast.shard_spec import ShardSpec
 from zerocast.errors import InputError
-from zerocast.ops import why_no_memory
+from zerocast.numerics import why_no_memory
 from zerocast.tensors import QuantizedStorage, QuantizedTensor, counted_by_torch
 
 Lie = tuple[list[int], list[int], list[bool], list[torch.dtype]]
@@ -49,27 +49,27 @@ class Addresses:
         InputError: where two weights share memory, or a buffer is not what the recipe says.
     """
 
-    def __init__(
-        self, weights: Sequence[QuantizedTensor], requests: Sequence[ShardRequest]
-    ) -> None:
-        self._weights, self._requests = weights, requests
-        self._storages = [request.storage for request in requests]
+    def __init__(self, weights: Sequence[QuantizedTensor], specs: Sequence[ShardSpec]) -> None:
+        self._weights, self._specs = weights, specs
+        self._storages = [shard_spec.storage for shard_spec in specs]
         self._copies = [_copies(storage) for storage in self._storages]
         self.look()
 
     def look(self) -> None:
         """Take the buffers as they lie now."""
-        for request in self._requests:
-            _check_buffers(request)
-            request.check_own_codes()
-        self._move = QuantizedStorage.last_move
+        for shard_spec in self._specs:
+            _check_buffers(shard_spec)
+            shard_spec.check_own_codes()
+        self._move = QuantizedStorage.buffers_version
         self._buffers = [b for storage in self._storages for b in storage.buffers.values()]
         self._count = len(self._buffers)
-        self._buffers += [codes for request in self._requests for codes in request.codes.values()]
+        self._buffers += [
+            codes for shard_spec in self._specs for codes in shard_spec.codes.values()
+        ]
         codes = [buffer for storage in self._storages for buffer in storage.codes]
         self.written = counted_by_torch([*self._weights, *codes])
         self._pointers = list(map(torch.Tensor.data_ptr, self._buffers))
-        self._ranges = _disjoint(self._requests)
+        self._ranges = _disjoint(self._specs)
         self._starts = [start for start, _, _ in self._ranges]
 
     def have_moved(self) -> bool:
@@ -81,18 +81,18 @@ class Addresses:
         """
         if [weight.quantized_storage for weight in self._weights] != self._storages:
             self._refuse_other_weights()
-        if self._move != QuantizedStorage.last_move:
+        if self._move != QuantizedStorage.buffers_version:
             self._refuse_other_copies()
             now = [buffer for storage in self._storages for buffer in storage.buffers.values()]
             if len(now) != self._count or any(map(operator.is_not, now, self._buffers)):
                 return True
-            self._move = QuantizedStorage.last_move
+            self._move = QuantizedStorage.buffers_version
         # Sizes are left out: whoever changes one keeps the memory or moves it.
         return list(map(torch.Tensor.data_ptr, self._buffers)) != self._pointers
 
     def hold_other_copies(self) -> bool:
         """Whether a weight has dropped or taken on copies that a plan's casts depend on."""
-        return self._move != QuantizedStorage.last_move and self._copies != list(
+        return self._move != QuantizedStorage.buffers_version and self._copies != list(
             map(_copies, self._storages)
         )
 
@@ -110,20 +110,23 @@ class Addresses:
                 )
 
     def _refuse_other_weights(self) -> None:
-        for weight, request in zip(self._weights, self._requests, strict=True):
-            if weight.quantized_storage is not request.storage:
+        for weight, shard_spec in zip(self._weights, self._specs, strict=True):
+            if weight.quantized_storage is not shard_spec.storage:
                 raise InputError(
-                    f"{request.name} must be the weight that the plan was made for, got one that "
+                    f"{shard_spec.name} must be the weight that the plan was made for, got one "
+                    f"that "
                     "has been converted or moved since (Module.half, .to, _apply); make a new "
                     "plan."
                 )
 
     def _refuse_other_copies(self) -> None:
-        for request, planned in zip(self._requests, self._copies, strict=True):
-            if _copies(request.storage) != planned:
+        for shard_spec, planned in zip(self._specs, self._copies, strict=True):
+            if _copies(shard_spec.storage) != planned:
                 raise InputError(
-                    f"{request.name} must hold the copies of its codes that the plan was made for, "
-                    f"got {', '.join(request.storage.buffers)} after update_usage; make a new plan."
+                    f"{shard_spec.name} must hold the copies of its codes that the plan was "
+                    f"made for, "
+                    f"got {', '.join(shard_spec.storage.buffers)} after update_usage; make a "
+                    f"new plan."
                 )
 
 
@@ -132,9 +135,9 @@ def _copies(storage: QuantizedStorage) -> Any:
     return storage.is_whole, storage.has_scales, [plane.source for plane in storage.cast_planes]
 
 
-def _check_buffers(request: ShardRequest) -> None:
+def _check_buffers(shard_spec: ShardSpec) -> None:
     """Raise :class:`InputError` where a buffer is no longer what the recipe says."""
-    storage = request.storage
+    storage = shard_spec.storage
     specs = storage.recipe.buffers(storage.shape, columnwise=storage.has_columnwise)
     for name, buffer in storage.buffers.items():
         spec, problem = specs[name], why_no_memory(buffer)
@@ -145,24 +148,25 @@ def _check_buffers(request: ShardRequest) -> None:
             problem = f"{buffer.dtype} {list(buffer.shape)} with strides {buffer.stride()}"
         if problem is not None:
             raise InputError(
-                f"{request.name}: {name} must be {spec.dtype} {list(spec.shape)}, contiguous, got "
+                f"{shard_spec.name}: {name} must be {spec.dtype} {list(spec.shape)}, "
+                f"contiguous, got "
                 f"{problem}. Move codes by zerocast.replace_raw_data only."
             )
 
 
-def _disjoint(requests: Sequence[ShardRequest]) -> list[tuple[int, int, str]]:
+def _disjoint(specs: Sequence[ShardSpec]) -> list[tuple[int, int, str]]:
     """Start, end and name of all memory that casts and gathers of these weights write, by start.
 
     Raises:
         InputError: where two of them overlap.
     """
     ranges: list[tuple[int, int, str]] = []
-    for request in requests:
-        for name, buffer in request.storage.buffers.items():
-            ranges.append(_range(buffer, f"{name} of {request.name}"))
-        for plane, codes in request.codes.items():
-            own = _range(codes, f"fsdp_shard_model_weights of {request.name}")
-            whole = request.storage.buffers.get(plane)
+    for shard_spec in specs:
+        for name, buffer in shard_spec.storage.buffers.items():
+            ranges.append(_range(buffer, f"{name} of {shard_spec.name}"))
+        for plane, codes in shard_spec.codes.items():
+            own = _range(codes, f"fsdp_shard_model_weights of {shard_spec.name}")
+            whole = shard_spec.storage.buffers.get(plane)
             # A shard's codes may be received where the gather puts them.
             if whole is None or not _lies_in(own, _range(whole, "")):
                 ranges.append(own)

@@ -25,8 +25,8 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from zerocast.comm import Communicator
-from zerocast.layout import Cuts, Extent
-from zerocast.ops import Candidates
+from zerocast.layout import Extent, SharedBlocks
+from zerocast.numerics import FourOverSixErrors
 from zerocast.tensors import QuantizedStorage
 
 TROUBLE = 2**31 - 1
@@ -58,17 +58,19 @@ class Exchange:
         storages: Sequence[QuantizedStorage],
         members: Mapping[Communicator, Sequence[int]],
         extents: Mapping[Communicator, torch.Tensor],
-        parts: Mapping[Communicator, Sequence[int]],
+        tp_shards: Mapping[Communicator, Sequence[int]],
         amax_groups: Sequence[str | None],
         device: torch.device,
     ) -> None:
         cuts = {
-            i: Cuts.of(storages[i].grid, [Extent(*pair) for pair in extents[comm][:, at].tolist()])
+            i: SharedBlocks.of(
+                storages[i].grid, [Extent(*pair) for pair in extents[comm][:, at].tolist()]
+            )
             for comm, indices in members.items()
             for at, i in enumerate(indices)
             if storages[i].recipe.chooses_scales
         }
-        words = {i: Candidates.words(storages[i].grid, cuts[i]) for i in cuts}
+        words = {i: FourOverSixErrors.words(storages[i].grid, cuts[i]) for i in cuts}
         self.amax, self.amax_of, self._amax_parts = _cut(
             {i: storage.amax_slots for i, storage in enumerate(storages)}, members, device
         )
@@ -80,12 +82,14 @@ class Exchange:
         }
         self.candidates, carved, self._candidate_parts = _cut(words, members, device)
         self.candidates_of = {
-            i: Candidates.carve(carved[i], storages[i].grid, cuts[i]) for i in cuts
+            i: FourOverSixErrors.carve(carved[i], storages[i].grid, cuts[i]) for i in cuts
         }
-        shared = {comm: self._shared_entries(storages, indices) for comm, indices in parts.items()}
+        shared = {
+            comm: self._shared_entries(storages, indices) for comm, indices in tp_shards.items()
+        }
         entries = list(itertools.chain.from_iterable(shared.values()))
         self._shared = torch.tensor(entries, dtype=torch.int64, device=device)
-        groups = (*members.items(), *parts.items())
+        groups = (*members.items(), *tp_shards.items())
         hearing = [
             comm
             for comm, indices in groups
@@ -129,28 +133,28 @@ class Exchange:
             Whether any rank is in trouble that this one has heard of.
         """
         heard = in_trouble
-        for comm, part in self._amax_parts.items():
-            heard = self._reduce(comm, part, heard)
+        for comm, tp_shard in self._amax_parts.items():
+            heard = self._reduce(comm, tp_shard, heard)
         if self._reduced_parts:
             shared = self._reduced[: len(self._shared)]
             torch.index_select(self.amax, 0, self._shared, out=shared)
             self._reduced[len(self._shared) :].zero_()
-            for comm, part in self._reduced_parts:
-                heard = self._reduce(comm, part, heard)
+            for comm, tp_shard in self._reduced_parts:
+                heard = self._reduce(comm, tp_shard, heard)
             self.amax.index_copy_(0, self._shared, shared)
         return heard
 
-    def _reduce(self, comm: Communicator, part: torch.Tensor, heard: bool) -> bool:
+    def _reduce(self, comm: Communicator, tp_shard: torch.Tensor, heard: bool) -> bool:
         if heard:
-            part.fill_(TROUBLE)
-        comm.all_reduce_max_(part)
-        return heard or (comm in self.heard_by and int(part[0]) == TROUBLE)
+            tp_shard.fill_(TROUBLE)
+        comm.all_reduce_max_(tp_shard)
+        return heard or (comm in self.heard_by and int(tp_shard[0]) == TROUBLE)
 
     def reduce_candidates(self) -> None:
         """Put every group's candidates together."""
-        for comm, part in self._candidate_parts.items():
-            if len(part):
-                comm.all_reduce_sum_(part)
+        for comm, tp_shard in self._candidate_parts.items():
+            if len(tp_shard):
+                comm.all_reduce_sum_(tp_shard)
 
 
 def _cut(

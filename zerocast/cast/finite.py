@@ -10,18 +10,18 @@ from collections.abc import Sequence
 
 import torch
 
-from zerocast.cast.request import ShardRequest
-from zerocast.cast.world import raise_in_all
+from zerocast.cast.consistency import raise_in_all
+from zerocast.cast.shard_spec import ShardSpec
 from zerocast.comm import Communicator
 from zerocast.errors import NonFiniteError
-from zerocast.ops import INFINITY_BITS
+from zerocast.numerics import INFINITY_BITS
 
-Candidate = tuple[ShardRequest, torch.Tensor, torch.Tensor | None]
+FiniteCheck = tuple[ShardSpec, torch.Tensor, torch.Tensor | None]
 """A weight, its reduced tensor amax (int32 [1]), and this rank's master of it."""
 
 
 def raise_if_not_finite(
-    comms: Sequence[Communicator], groups: Sequence[tuple[Communicator, Sequence[Candidate]]]
+    comms: Sequence[Communicator], groups: Sequence[tuple[Communicator, Sequence[FiniteCheck]]]
 ) -> None:
     """Raise :class:`NonFiniteError`, the same on every rank of every group, where an amax is not
     finite.
@@ -33,7 +33,7 @@ def raise_if_not_finite(
         comms: all groups of the cast.
         groups: those that share weights, with these.
     """
-    bad: list[ShardRequest] = []
+    bad: list[ShardSpec] = []
     troubles: list[int] = []
     for comm, candidates in groups:
         if not candidates:
@@ -44,20 +44,20 @@ def raise_if_not_finite(
         ]
         # Asked of the ranks that own it, because weights may share an amax; and then of those that
         # own other parts of it.
-        bad += [request for request, _, _ in found]
-        troubles += _worst(comm, [_trouble(request, master) for request, _, master in found])
-    parts: dict[Communicator, list[int]] = {}
-    for i, request in enumerate(bad):
+        bad += [spec for spec, _, _ in found]
+        troubles += _worst(comm, [_trouble(spec, master) for spec, _, master in found])
+    tp_shards: dict[Communicator, list[int]] = {}
+    for i, spec in enumerate(bad):
         # Under other schemes a part's tensor amax is its own, and these ranks know alone.
-        if request.storage.part is not None and request.storage.recipe.scales_tensor:
-            parts.setdefault(request.storage.part.require_comm(), []).append(i)
-    for comm, indices in parts.items():
+        if spec.storage.tp_shard is not None and spec.storage.recipe.scales_tensor:
+            tp_shards.setdefault(spec.storage.tp_shard.require_comm(), []).append(i)
+    for comm, indices in tp_shards.items():
         worst = _worst(comm, [troubles[i] for i in indices])
         for i, trouble in zip(indices, worst, strict=True):
             troubles[i] = trouble
     problems = [
-        f"{request.name} holds {_TROUBLES[trouble].format(request.storage.dtype)}"
-        for request, trouble in zip(bad, troubles, strict=True)
+        f"{spec.name} holds {_TROUBLES[trouble].format(spec.storage.dtype)}"
+        for spec, trouble in zip(bad, troubles, strict=True)
         if trouble
     ]
     error = None
@@ -87,7 +87,7 @@ _TROUBLES = {
 }
 
 
-def _trouble(request: ShardRequest, master: torch.Tensor | None) -> int:
+def _trouble(spec: ShardSpec, master: torch.Tensor | None) -> int:
     """The worst of :data:`_TROUBLES` in this rank's shard, or 0."""
     if master is None:
         return 0
@@ -95,4 +95,4 @@ def _trouble(request: ShardRequest, master: torch.Tensor | None) -> int:
         return 3
     if bool(master.isinf().any()):
         return 2
-    return int(master.to(request.storage.recipe.round_to(request.storage.dtype)).isinf().any())
+    return int(master.to(spec.storage.recipe.round_to(spec.storage.dtype)).isinf().any())

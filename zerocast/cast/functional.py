@@ -14,16 +14,16 @@ import torch
 
 from zerocast.arguments import check_flag
 from zerocast.backends import backend_for
+from zerocast.cast.consistency import agree_in_all, tp_shards_by_group
 from zerocast.cast.masters import as_tensors
 from zerocast.cast.plan import CastPlan
-from zerocast.cast.request import ShardRequest, check_request
-from zerocast.cast.world import agree_in_all, parts_by_group
+from zerocast.cast.shard_spec import ShardSpec, check_specs
 from zerocast.comm import Attempt, Communicator, Group, as_communicator
 from zerocast.errors import InputError
-from zerocast.ops import Float8DelayedLaw, Float8Law, MXFP8Law, NVFP4Law
+from zerocast.numerics import Float8DelayedNumerics, Float8Numerics, MXFP8Numerics, NVFP4Numerics
 from zerocast.tensors import QuantizedTensor, rebuild_derived
 
-FLOAT8_LAWS = (Float8Law, Float8DelayedLaw, MXFP8Law)
+FLOAT8_LAWS = (Float8Numerics, Float8DelayedNumerics, MXFP8Numerics)
 """What :func:`cast_master_weights_to_fp8` takes."""
 
 PLANS_KEPT = 4
@@ -87,7 +87,7 @@ def cast_master_weights_to_nvfp4(
     """
     _cast(
         model_weights, master_weights, start_offsets, group, fsdp_shard_model_weights,
-        manual_post_all_gather_processing, check_finite, (NVFP4Law,),
+        manual_post_all_gather_processing, check_finite, (NVFP4Numerics,),
     )  # fmt: skip
 
 
@@ -151,24 +151,24 @@ def _cast(
     fsdp_shard_model_weights: Sequence[torch.Tensor | None] | None,
     manual: bool,
     check_finite: bool,
-    laws: tuple[type, ...] | None,
+    numerics_types: tuple[type, ...] | None,
 ) -> None:
     comm = as_communicator(group)
     comms = [comm]
-    requests: list[ShardRequest] = []
+    specs: list[ShardSpec] = []
     plan: CastPlan | None = None
     attempt = Attempt()
     with attempt:
         check_flag("check_finite", check_finite)
         check_flag("manual_post_all_gather_processing", manual)
-        comms += parts_by_group(model_weights)
+        comms += tp_shards_by_group(model_weights)
         master_weights = as_tensors(master_weights)
-        requests = check_request(
+        specs = check_specs(
             model_weights, master_weights, start_offsets, fsdp_shard_model_weights, None
         )
-        _check_laws(requests, laws)
-        key = _key(requests, comm, manual, check_finite)
-        plan = _plans(requests).get(key)
+        _check_numerics(specs, numerics_types)
+        key = _key(specs, comm, manual, check_finite)
+        plan = _plans(specs).get(key)
 
     # One all-reduce opens the call: does any rank have an error, have all found the same plan?
     # Ranks that each found another one disagree about the call: making a plan tells them so.
@@ -180,46 +180,46 @@ def _cast(
             fsdp_shard_model_weights=fsdp_shard_model_weights,
             manual_post_all_gather_processing=manual, check_finite=check_finite,
         )  # fmt: skip
-        _remember(requests, key, plan)
+        _remember(specs, key, plan)
     plan.cast_and_release(master_weights)
 
 
-def _check_laws(requests: Sequence[ShardRequest], laws: tuple[type, ...] | None) -> None:
-    for request in requests:
-        recipe = request.storage.recipe
-        if laws is not None and not isinstance(recipe.law, laws):
-            wanted = "NVFP4" if NVFP4Law in laws else "FP8"
+def _check_numerics(specs: Sequence[ShardSpec], numerics_types: tuple[type, ...] | None) -> None:
+    for spec in specs:
+        recipe = spec.storage.recipe
+        if numerics_types is not None and not isinstance(recipe.numerics, numerics_types):
+            wanted = "NVFP4" if NVFP4Numerics in numerics_types else "FP8"
             raise InputError(
                 f"cast_master_weights_to_{wanted.lower()} takes {wanted} weights only, but "
-                f"{request.name} has recipe {recipe}; use zerocast.quantize_master_weights for a "
+                f"{spec.name} has recipe {recipe}; use zerocast.quantize_master_weights for a "
                 "mixture."
             )
 
 
 def _key(
-    requests: Sequence[ShardRequest], comm: Communicator, manual: bool, check_finite: bool
+    specs: Sequence[ShardSpec], comm: Communicator, manual: bool, check_finite: bool
 ) -> Hashable:
     weights = tuple(
         (
             id(r.storage),
-            r.storage.part,
+            r.storage.tp_shard,
             r.extent,
             tuple(codes.data_ptr() for codes in r.codes.values()),
         )
-        for r in requests
+        for r in specs
     )
     # A plan keeps the backend that it was made with.
-    backend = backend_for(requests[0].storage.device) if requests else None
+    backend = backend_for(specs[0].storage.device) if specs else None
     served_by = backend and (type(backend), backend.name)
     return comm, manual, check_finite, served_by, weights
 
 
-def _plans(requests: Sequence[ShardRequest]) -> dict[Hashable, CastPlan]:
-    return requests[0].storage.plans if requests else {}
+def _plans(specs: Sequence[ShardSpec]) -> dict[Hashable, CastPlan]:
+    return specs[0].storage.plans if specs else {}
 
 
-def _remember(requests: Sequence[ShardRequest], key: Hashable, plan: CastPlan) -> None:
-    plans = _plans(requests)
+def _remember(specs: Sequence[ShardSpec], key: Hashable, plan: CastPlan) -> None:
+    plans = _plans(specs)
     plans[key] = plan
     while len(plans) > PLANS_KEPT:
         del plans[next(iter(plans))]

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from zerocast.cast.request import ShardRequest
+from zerocast.cast.shard_spec import ShardSpec
 from zerocast.comm import Communicator
 from zerocast.errors import InputError
 from zerocast.formats import byte_span, store_span
@@ -27,7 +27,7 @@ PLANES = ("rowwise_data", "columnwise_data")
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _Chunk:
     """One rank's bytes of one weight: ``staged`` is their range in the staging buffer."""
 
     rank: int
@@ -52,26 +52,26 @@ class CodeGather:
     def __init__(
         self,
         comm: Communicator,
-        requests: Sequence[ShardRequest],
+        specs: Sequence[ShardSpec],
         extents: torch.Tensor,
         plane: str,
     ) -> None:
         self._comm = comm
-        self._requests = requests
+        self._specs = specs
         self._plane = plane
-        self._parts: list[_Part] = []
+        self._chunks: list[_Chunk] = []
         self._counts: list[int] = []
-        self._codes = [request.storage.buffers.get(plane) for request in requests]
+        self._codes = [spec.storage.buffers.get(plane) for spec in specs]
         offset = 0
         for rank, owned in enumerate(extents.tolist()):
             begin = offset
             for i, (start, end) in enumerate(owned):
-                if plane not in requests[i].storage.gathered:
+                if plane not in specs[i].storage.gathered:
                     continue
-                first, last = byte_span(requests[i].storage.recipe.law.fmt, start, end)
+                first, last = byte_span(specs[i].storage.recipe.numerics.fmt, start, end)
                 if last > first:
                     staged = slice(offset, offset + last - first)
-                    self._parts.append(_Part(rank, i, Extent(start, end), first, last, staged))
+                    self._chunks.append(_Chunk(rank, i, Extent(start, end), first, last, staged))
                     offset = staged.stop
             self._counts.append(offset - begin)
 
@@ -79,14 +79,14 @@ class CodeGather:
         """Find the weights' codes where they lie now. Those that a rank has dropped since the cast
         are gathered as ever, for the other ranks' sake.
         """
-        for i, request in enumerate(self._requests):
-            codes = request.storage.buffers.get(self._plane)
+        for i, spec in enumerate(self._specs):
+            codes = spec.storage.buffers.get(self._plane)
             if codes is not None:
                 self._codes[i] = codes
 
     def run(self) -> None:
         """Make every rank hold the codes of all of them."""
-        if not self._parts:
+        if not self._chunks:
             return
         self.look()
         in_place = self._contiguous_codes()
@@ -94,49 +94,49 @@ class CodeGather:
             self._comm.all_gather_(in_place, self._counts)
             return
         staging = torch.empty(
-            sum(self._counts), dtype=torch.uint8, device=self._requests[0].storage.device
+            sum(self._counts), dtype=torch.uint8, device=self._specs[0].storage.device
         )
-        mine = [part for part in self._parts if part.rank == self._comm.rank]
-        for part in mine:
-            codes = self._requests[part.weight].own_codes(self._plane)
-            staging[part.staged] = (
-                self._flat(part.weight)[part.first : part.last] if codes is None else codes
+        mine = [chunk for chunk in self._chunks if chunk.rank == self._comm.rank]
+        for chunk in mine:
+            codes = self._specs[chunk.weight].own_codes(self._plane)
+            staging[chunk.staged] = (
+                self._flat(chunk.weight)[chunk.first : chunk.last] if codes is None else codes
             )
         self._comm.all_gather_(staging, self._counts)
-        for part in self._parts:
-            request = self._requests[part.weight]
-            if part.rank != self._comm.rank or self._plane in request.codes:
-                fmt = request.storage.recipe.law.fmt
+        for chunk in self._chunks:
+            spec = self._specs[chunk.weight]
+            if chunk.rank != self._comm.rank or self._plane in spec.codes:
+                fmt = spec.storage.recipe.numerics.fmt
                 store_span(
                     fmt,
-                    self._flat(part.weight),
-                    staging[part.staged],
-                    part.extent.start,
-                    part.extent.end,
+                    self._flat(chunk.weight),
+                    staging[chunk.staged],
+                    chunk.extent.start,
+                    chunk.extent.end,
                 )
 
     def _flat(self, weight: int) -> torch.Tensor:
         codes = self._codes[weight]
         if codes is None:
             raise InputError(
-                f"{self._requests[weight].name} must hold {self._plane} to receive the gathered "
+                f"{self._specs[weight].name} must hold {self._plane} to receive the gathered "
                 "codes, and was made without; gather fsdp_shard_model_weights by yourself."
             )
         return codes.view(-1)
 
     def _contiguous_codes(self) -> torch.Tensor | None:
         """The codes as one flat tensor in gather order, where that is how they lie in memory."""
-        if any(self._plane in request.codes for request in self._requests):
+        if any(self._plane in spec.codes for spec in self._specs):
             return None
-        head = self._flat(self._parts[0].weight)
-        base = head.data_ptr() + self._parts[0].first
-        for part in self._parts:
-            codes = self._flat(part.weight)
+        head = self._flat(self._chunks[0].weight)
+        base = head.data_ptr() + self._chunks[0].first
+        for chunk in self._chunks:
+            codes = self._flat(chunk.weight)
             if codes.untyped_storage().data_ptr() != head.untyped_storage().data_ptr():
                 return None
             # This also tells a shared byte: it stands in two parts, but once in memory.
-            if codes.data_ptr() + part.first != base + part.staged.start:
+            if codes.data_ptr() + chunk.first != base + chunk.staged.start:
                 return None
         return head.as_strided(
-            (sum(self._counts),), (1,), head.storage_offset() + self._parts[0].first
+            (sum(self._counts),), (1,), head.storage_offset() + self._chunks[0].first
         )

@@ -10,7 +10,7 @@ import torch
 
 from zerocast.errors import InputError
 from zerocast.layout import NOTHING, Extent
-from zerocast.ops import why_no_memory
+from zerocast.numerics import why_no_memory
 from zerocast.recipes import NOMINAL_DTYPES
 from zerocast.tensors import QuantizedStorage
 

@@ -37,8 +37,8 @@ The words, each used for nothing else:
     derived     what post-all-gather processing rebuilds; it may be *stale*, knows it, and refuses
                 to be read then
 
-The law: whatever the partition, the gathered shards are exactly the codes, scales and padding of
-``quantize`` on the whole weight, the same on every rank.
+The numerics: whatever the partition, the gathered shards are exactly the codes, scales and padding
+of ``quantize`` on the whole weight, the same on every rank.
 """
 
 from __future__ import annotations
@@ -55,22 +55,22 @@ from zerocast.backends import backend_for
 from zerocast.cast.addresses import Addresses, lie_of
 from zerocast.cast.amax_groups import Patterns
 from zerocast.cast.capture import check_capture, check_planning
+from zerocast.cast.consistency import (
+    exchange_extents,
+    fingerprint,
+    members_by_group,
+    raise_in_all,
+    tp_shards_by_group,
+)
 from zerocast.cast.exchange import Exchange
 from zerocast.cast.finite import raise_if_not_finite
 from zerocast.cast.gather import PLANES, CodeGather
 from zerocast.cast.masters import as_tensors, check_rebind
-from zerocast.cast.request import OwnCodes, ShardRequest, check_amax_groups, check_request
-from zerocast.cast.world import (
-    exchange_extents,
-    fingerprint,
-    members_by_group,
-    parts_by_group,
-    raise_in_all,
-)
+from zerocast.cast.shard_spec import OwnCodes, ShardSpec, check_amax_groups, check_specs
 from zerocast.comm import Attempt, Communicator, Group
 from zerocast.errors import InputError, ZerocastError
-from zerocast.ops import Float8DelayedLaw, Masters
-from zerocast.tensors import CastClock, QuantizedStorage, QuantizedTensor, rebuild_derived
+from zerocast.numerics import Float8DelayedNumerics, Masters
+from zerocast.tensors import CastVersion, QuantizedStorage, QuantizedTensor, rebuild_derived
 from zerocast.tensors.cast_steps import CastSteps
 from zerocast.tensors.operands import tensor_operand
 
@@ -87,9 +87,9 @@ class CastPlan:
     nothing is written. After that :meth:`cast` is a constant number of launches and one all-reduce
     a group, whatever the number of weights, and allocates nothing.
 
-    Weights may be parts of larger ones (:class:`zerocast.Part`): their casts take one small
-    all-reduce more for each tensor-parallel group, and plan and casts are collective over these
-    groups, too. Masters and offsets are those of the part.
+    Weights may be parts of larger ones (:class:`zerocast.TensorParallelShard`): their casts take
+    one small all-reduce more for each tensor-parallel group, and plan and casts are collective over
+    these groups, too. Masters and offsets are those of the part.
 
     Args:
         model_weights: the quantized weights, whole on every rank. A tied weight is given once.
@@ -145,15 +145,15 @@ class CastPlan:
         # What has no length is refused below, on all ranks together.
         count = len(model_weights) if isinstance(model_weights, Sized) else 0
         members = members_by_group(group, count)
-        parts: dict[Communicator, list[int]] = {}
-        self._requests: list[ShardRequest] = []
+        tp_shards: dict[Communicator, list[int]] = {}
+        self._specs: list[ShardSpec] = []
         attempt = Attempt()
         with attempt:
             check_flag("check_finite", check_finite)
             check_flag("manual_post_all_gather_processing", manual_post_all_gather_processing)
-            parts = parts_by_group(model_weights)
+            tp_shards = tp_shards_by_group(model_weights)
             master_weights = as_tensors(master_weights)
-            self._requests = check_request(
+            self._specs = check_specs(
                 model_weights,
                 master_weights,
                 start_offsets,
@@ -161,27 +161,27 @@ class CastPlan:
                 names,
                 amax_groups,
             )
-            check_amax_groups(self._requests, members)
-        self._comms, self._check_finite = [*members, *parts], check_finite
+            check_amax_groups(self._specs, members)
+        self._comms, self._check_finite = [*members, *tp_shards], check_finite
         options = f"check_finite={check_finite}"
-        extents, places = exchange_extents(members, parts, self._requests, options, attempt.error)
+        extents, places = exchange_extents(members, tp_shards, self._specs, options, attempt.error)
 
         self.fingerprints = [
-            fingerprint([self._requests[i] for i in indices], options, found[comm], parts=cut)
-            for groups, found, cut in ((members, extents, False), (parts, places, True))
+            fingerprint([self._specs[i] for i in indices], options, found[comm], tp_shards=cut)
+            for groups, found, cut in ((members, extents, False), (tp_shards, places, True))
             for comm, indices in groups.items()
         ]
         with attempt:
-            self._plan(model_weights, master_weights, members, extents, parts)
+            self._plan(model_weights, master_weights, members, extents, tp_shards)
         raise_in_all(self._comms, attempt.error)
         self._attempt = attempt
         self._one_thread = threading.RLock()
-        self._clock = CastClock(rebuild_on_use=not manual_post_all_gather_processing)
-        weakref.finalize(self, self._clock.retire)
-        for request in self._requests:
-            request.storage.watch(self._clock)
-            if request.is_named:
-                request.storage.name_weight(request.name)
+        self._version = CastVersion(rebuild_on_use=not manual_post_all_gather_processing)
+        weakref.finalize(self, self._version.retire)
+        for spec in self._specs:
+            spec.storage.watch(self._version)
+            if spec.is_named:
+                spec.storage.name_weight(spec.name)
 
     # --- the sentence ---
 
@@ -231,7 +231,7 @@ class CastPlan:
             try:
                 self.cast(master_weights)
             finally:
-                self._bind([None] * len(self._requests))
+                self._bind([None] * len(self._specs))
 
     @_untraced
     def all_gather(self) -> None:
@@ -246,7 +246,7 @@ class CastPlan:
     @_untraced
     def post_all_gather_processing(self) -> None:
         """Rebuild the derived copies of all weights of the plan from their gathered codes."""
-        storages = [request.storage for request in self._requests]
+        storages = [spec.storage for spec in self._specs]
         if self._addresses.hold_other_copies():
             rebuild_derived(storages)  # as functional calls do; the next cast is refused
             return
@@ -269,7 +269,7 @@ class CastPlan:
             raise InputError(
                 f"post_all_gather_hook needs a torch.nn.Module, got {type(module).__name__}."
             )
-        planned = {id(request.storage) for request in self._requests}
+        planned = {id(spec.storage) for spec in self._specs}
         storages = [
             p.quantized_storage
             for p in module.parameters()
@@ -315,7 +315,7 @@ class CastPlan:
                 self._rebind(self._masters.tensors)
             self._exchange.amax.zero_()
             if self._cast_steps.writes_early:
-                self._clock.tick(self._addresses.written)
+                self._version.tick(self._addresses.written)
             self._cast_steps.run("partial_amax")
 
     @_untraced
@@ -325,13 +325,13 @@ class CastPlan:
         if self._exchange.reduce_amax(in_trouble=error is not None):
             raise_in_all(self._exchange.heard_by, error)
         if self._check_finite:
-            requests, amax, masters = (
-                self._requests, self._exchange.tensor_amax, self._masters.tensors
+            specs, amax, masters = (
+                self._specs, self._exchange.tensor_amax, self._masters.tensors
             )  # fmt: skip
             raise_if_not_finite(
                 self._comms,
                 [
-                    (comm, [(requests[i], amax(i), masters[i]) for i in indices])
+                    (comm, [(specs[i], amax(i), masters[i]) for i in indices])
                     for comm, indices in self._members.items()
                 ],
             )
@@ -351,7 +351,7 @@ class CastPlan:
         attempt = Attempt()
         with attempt:
             if not self._cast_steps.writes_early:
-                self._clock.tick(self._addresses.written)
+                self._version.tick(self._addresses.written)
             self._cast_steps.run("compute_scale")
         # A caller's function may fail on one rank; nothing else here is a caller's.
         if self._calls_functions:
@@ -373,31 +373,31 @@ class CastPlan:
         master_weights: Sequence[torch.Tensor | None],
         members: Mapping[Communicator, Sequence[int]],
         extents: Mapping[Communicator, torch.Tensor],
-        parts: Mapping[Communicator, Sequence[int]],
+        tp_shards: Mapping[Communicator, Sequence[int]],
     ) -> None:
         """Make the buffers and launches; whatever of it may fail on this rank alone."""
-        storages = [request.storage for request in self._requests]
+        storages = [spec.storage for spec in self._specs]
         self._device = storages[0].device if storages else torch.device("cpu")
         self._backend = backend_for(self._device)
         self._members = members
-        labels = [request.amax_group for request in self._requests]
-        self._exchange = Exchange(storages, members, extents, parts, labels, self._device)
+        labels = [spec.amax_group for spec in self._specs]
+        self._exchange = Exchange(storages, members, extents, tp_shards, labels, self._device)
         self._gathers = [
-            CodeGather(comm, [self._requests[i] for i in indices], extents[comm], plane)
+            CodeGather(comm, [self._specs[i] for i in indices], extents[comm], plane)
             for comm, indices in members.items()
             for plane in PLANES
             if any(plane in storages[i].gathered for i in indices)
         ]
         weights = [weight for weight in model_weights if isinstance(weight, QuantizedTensor)]
-        self._addresses = Addresses(weights, self._requests)
+        self._addresses = Addresses(weights, self._specs)
         self._calls_functions = sum(map(_try_function, storages)) > 0
-        self._masters = Masters(len(self._requests))
+        self._masters = Masters(len(self._specs))
         self._rebind(master_weights)
         self._prepare()
 
     def _rebind(self, master_weights: Sequence[torch.Tensor | None]) -> None:
         """Read these masters from now on, if they fit."""
-        shards = [(request.name, request.storage, request.extent) for request in self._requests]
+        shards = [(spec.name, spec.storage, spec.extent) for spec in self._specs]
         check_rebind(shards, master_weights)
         named = [
             (name, master)
@@ -410,8 +410,8 @@ class CastPlan:
     def _bind(self, master_weights: Sequence[torch.Tensor | None]) -> None:
         self._masters.bind(
             [
-                master if request.extent else None
-                for request, master in zip(self._requests, master_weights, strict=True)
+                master if spec.extent else None
+                for spec, master in zip(self._specs, master_weights, strict=True)
             ]
         )
         self._bound = [master for master in self._masters.tensors if master is not None]
@@ -424,18 +424,18 @@ class CastPlan:
         exchange = self._exchange
         operands = [
             (
-                request.storage,
+                spec.storage,
                 tensor_operand(
-                    request.storage,
+                    spec.storage,
                     i,
-                    request.extent,
+                    spec.extent,
                     exchange.amax_of[i],
                     shared_amax=exchange.tensor_amax_of.get(i),
-                    own_codes=request.codes,
+                    own_codes=spec.codes,
                     candidates=exchange.candidates_of.get(i),
                 ),
             )
-            for i, request in enumerate(self._requests)
+            for i, spec in enumerate(self._specs)
         ]
         self._cast_steps = CastSteps(
             self._backend, operands, self._masters, judges_amaxes=self._check_finite
@@ -456,8 +456,8 @@ def _try_function(storage: QuantizedStorage) -> bool:
     """Whether a function of the caller's makes the weight's scales. It is called once, on a copy of
     what it will be given: :class:`InputError` where it does not give what it has to.
     """
-    law = storage.recipe.law
-    if not (isinstance(law, Float8DelayedLaw) and callable(law.amax_compute_algo)):
+    numerics = storage.recipe.numerics
+    if not (isinstance(numerics, Float8DelayedNumerics) and callable(numerics.amax_compute_algo)):
         return False
-    law.amax_by_callable(storage.buffers["amax_history"].clone())
+    numerics.amax_by_callable(storage.buffers["amax_history"].clone())
     return True

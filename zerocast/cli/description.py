@@ -11,7 +11,7 @@ import torch
 
 from zerocast.formats import E4M3, E5M2, ElementFormat, decode, decode_e8m0
 from zerocast.layout import Plane
-from zerocast.ops import MXFP8Law, NVFP4Law
+from zerocast.numerics import MXFP8Numerics, NVFP4Numerics
 from zerocast.tensors import QuantizedStorage, QuantizedTensor
 
 PIECE = 2**22
@@ -86,7 +86,7 @@ def _counts(codes: torch.Tensor) -> torch.Tensor:
 def _describe_quantized(about: Description, tensor: QuantizedTensor) -> None:
     storage = tensor.quantized_storage
     plane = storage.planes[0 if storage.has_rowwise else -1]
-    codes, fmt = storage.buffers[plane.codes_name], storage.recipe.law.fmt
+    codes, fmt = storage.buffers[plane.codes_name], storage.recipe.numerics.fmt
     about.recipe = str(storage.recipe)
     about.nbytes = sum(buffer.nbytes for buffer in storage.buffers.values())
     counts = _counts(codes)
@@ -108,10 +108,10 @@ def _describe_quantized(about: Description, tensor: QuantizedTensor) -> None:
 def scales_of(storage: QuantizedStorage, plane: Plane) -> torch.Tensor:
     """[blocks_h, blocks_w] FP32: the stored scale of every block, without padding and repeats."""
     name = plane.scales_name if plane.stores_scales else "rowwise_scale_inv"
-    stored, law = storage.buffers[name], storage.recipe.law
-    if isinstance(law, NVFP4Law):
-        stored = decode(stored, law.scale_fmt)
-    elif isinstance(law, MXFP8Law):
+    stored, numerics = storage.buffers[name], storage.recipe.numerics
+    if isinstance(numerics, NVFP4Numerics):
+        stored = decode(stored, numerics.scale_fmt)
+    elif isinstance(numerics, MXFP8Numerics):
         stored = decode_e8m0(stored)
     layout = plane.scales
     if stored.numel() == plane.grid.num_blocks:

@@ -9,9 +9,9 @@ from zerocast.comm.agreement import Attempt, agree, lines_that_differ, raise_tog
 from zerocast.comm.communicator import Communicator
 from zerocast.comm.groups import Group, as_communicator
 from zerocast.comm.in_process import InProcessCommunicator, run_in_process
-from zerocast.comm.meeting import PeerFailedError
 from zerocast.comm.mpi import MpiCommunicator
 from zerocast.comm.recording import RecordingCommunicator, Traffic
+from zerocast.comm.rendezvous import PeerFailedError
 from zerocast.comm.single_rank import SingleRank
 from zerocast.comm.torch_distributed import TorchDistributedCommunicator
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from zerocast.errors import InputError
-from zerocast.ops import why_no_memory
+from zerocast.numerics import why_no_memory
 
 MAX_DTYPES = (torch.int32,)
 SUM_DTYPES = (torch.float32, torch.float64, torch.int32, torch.int64)
@@ -70,7 +70,7 @@ def _flat(what: str, buffer: torch.Tensor) -> torch.Tensor:
     return buffer.detach().view(-1)
 
 
-def part_bytes(buffer: torch.Tensor, counts: Sequence[int] | None, size: int) -> list[int]:
+def chunk_bytes(buffer: torch.Tensor, counts: Sequence[int] | None, size: int) -> list[int]:
     """The bytes of each rank's part of an all-gather, in rank order.
 
     Args:

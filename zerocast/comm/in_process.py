@@ -27,13 +27,13 @@ from zerocast.comm.buffers import (
     SUM_DTYPES,
     as_bytes,
     check_root,
+    chunk_bytes,
     operand,
-    part_bytes,
     pickled,
     scatter_operands,
 )
 from zerocast.comm.communicator import Communicator
-from zerocast.comm.meeting import Crew, Room
+from zerocast.comm.rendezvous import ThreadGroup, ThreadWorld
 from zerocast.errors import InputError, RankMismatchError
 
 T = TypeVar("T")
@@ -82,10 +82,10 @@ def _signature(name: str, buffer: torch.Tensor, detail: Any = None) -> tuple[Any
 class InProcessCommunicator(Communicator):
     """One rank of a group of threads; made by :func:`run_in_process` and :meth:`split`."""
 
-    def __init__(self, room: Room, rank: int) -> None:
-        self._room = room
+    def __init__(self, group: ThreadGroup, rank: int) -> None:
+        self._group = group
         self.rank = rank
-        self.size = len(room.members)
+        self.size = len(group.members)
 
     def captures(self, device: torch.device) -> bool:
         return False  # the ranks are threads that wait for each other
@@ -100,9 +100,9 @@ class InProcessCommunicator(Communicator):
 
     def all_gather_(self, buffer: torch.Tensor, counts: Sequence[int] | None = None) -> None:
         flat = as_bytes("all_gather_", buffer)
-        parts = part_bytes(buffer, counts, self.size)
-        start = sum(parts[: self.rank])
-        mine = slice(start, start + parts[self.rank])
+        chunks = chunk_bytes(buffer, counts, self.size)
+        start = sum(chunks[: self.rank])
+        mine = slice(start, start + chunks[self.rank])
         detail = None if counts is None else tuple(counts)
 
         def fill(result: torch.Tensor, tensors: list[torch.Tensor]) -> None:
@@ -128,10 +128,10 @@ class InProcessCommunicator(Communicator):
     def all_gather_object(self, obj: Any) -> list[Any]:
         # One copy by pickle, as on every other transport: peers never share the caller's object.
         copy = pickle.loads(pickled(obj))
-        return list(self._meet(_Call(("all_gather_object",), copy), list))
+        return list(self._rendezvous(_Call(("all_gather_object",), copy), list))
 
     def barrier(self) -> None:
-        self._meet(_Call(("barrier",), None), list)
+        self._rendezvous(_Call(("barrier",), None), list)
 
     def split(self, color: int) -> InProcessCommunicator:
         """The communicator of the ranks that give the same ``color``, in the order they have here.
@@ -141,14 +141,16 @@ class InProcessCommunicator(Communicator):
         if not isinstance(color, int):
             raise InputError(f"split takes an int as color, got {color!r}.")
 
-        def begin(colors: list[int]) -> dict[int, Room]:
+        def begin(colors: list[int]) -> dict[int, ThreadGroup]:
             members: dict[int, list[int]] = {}
-            for chosen, rank in zip(colors, self._room.members, strict=True):
+            for chosen, rank in zip(colors, self._group.members, strict=True):
                 members.setdefault(chosen, []).append(rank)
-            return {chosen: Room(self._room.crew, ranks) for chosen, ranks in members.items()}
+            return {
+                chosen: ThreadGroup(self._group.world, ranks) for chosen, ranks in members.items()
+            }
 
-        room = self._meet(_Call(("split",), color), begin)[color]
-        return InProcessCommunicator(room, room.members.index(self._room.members[self.rank]))
+        group = self._rendezvous(_Call(("split",), color), begin)[color]
+        return InProcessCommunicator(group, group.members.index(self._group.members[self.rank]))
 
     def __repr__(self) -> str:
         return f"InProcessCommunicator(rank={self.rank}, size={self.size})"
@@ -164,11 +166,11 @@ class InProcessCommunicator(Communicator):
         mine = slice(self.rank * grain, (self.rank + 1) * grain)
 
         def fill(result: torch.Tensor, tensors: list[torch.Tensor]) -> None:
-            part = result[mine]
-            if part.numel():
-                part.copy_(tensors[0][mine])
+            chunk = result[mine]
+            if chunk.numel():
+                chunk.copy_(tensors[0][mine])
                 for tensor in tensors[1:]:
-                    combine(part, tensor[mine], out=part)
+                    combine(chunk, tensor[mine], out=chunk)
 
         return self._exchange(signature, flat, fill)
 
@@ -188,12 +190,12 @@ class InProcessCommunicator(Communicator):
             return torch.empty_like(flat), tensors
 
         call = _Call(signature, flat)
-        result, tensors = self._meet(call, begin)
+        result, tensors = self._rendezvous(call, begin)
         fill(result, tensors)
-        self._room.meet(self.rank, call, None, lambda brought: None)
+        self._group.rendezvous(self.rank, call, None, lambda brought: None)
         return result
 
-    def _meet(self, call: _Call, begin: Callable[[list[Any]], Any]) -> Any:
+    def _rendezvous(self, call: _Call, begin: Callable[[list[Any]], Any]) -> Any:
         """Meet for ``call``; what ``begin`` makes of all ranks' things, if they call the same."""
 
         def compare(calls: list[_Call]) -> Any:
@@ -205,7 +207,7 @@ class InProcessCommunicator(Communicator):
                     )
             return begin([each.brought for each in calls])
 
-        outcome = self._room.meet(self.rank, call, call, compare)
+        outcome = self._group.rendezvous(self.rank, call, call, compare)
         if isinstance(outcome, _Mismatch):
             raise RankMismatchError(outcome.message)
         return outcome
@@ -236,19 +238,19 @@ def run_in_process(world_size: int, fn: Callable[[InProcessCommunicator], T]) ->
         raise InputError(f"run_in_process takes a world_size of 1 or more, got {world_size!r}.")
     if not callable(fn):
         raise InputError(f"run_in_process takes a function of a rank's communicator, got {fn!r}.")
-    crew = Crew(world_size)
-    room = Room(crew, range(world_size))
+    world = ThreadWorld(world_size)
+    group = ThreadGroup(world, range(world_size))
     results: list[Any] = [None] * world_size
     errors: dict[int, BaseException] = {}
 
     def play(rank: int) -> None:
         try:
             torch.set_num_threads(1)
-            results[rank] = fn(InProcessCommunicator(room, rank))
-            crew.leave(rank)
+            results[rank] = fn(InProcessCommunicator(group, rank))
+            world.leave(rank)
         except BaseException as error:  # SystemExit and KeyboardInterrupt must not hang the others
             errors[rank] = error
-            crew.fail(f"rank {rank}", error)
+            world.fail(f"rank {rank}", error)
 
     threads = [
         threading.Thread(
@@ -263,10 +265,10 @@ def run_in_process(world_size: int, fn: Callable[[InProcessCommunicator], T]) ->
             for thread in threads:
                 thread.join()
         except BaseException as error:  # Ctrl-C in the caller: let no rank wait for others
-            crew.fail("the caller", error)
+            world.fail("the caller", error)
             raise
     if errors:
-        raise _one_error(errors, crew.released)
+        raise _one_error(errors, world.released)
     return results
 
 

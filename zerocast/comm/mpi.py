@@ -22,9 +22,9 @@ from zerocast.comm.buffers import (
     SUM_DTYPES,
     as_bytes,
     check_root,
+    chunk_bytes,
     on_device,
     operand,
-    part_bytes,
     pickled,
     scatter_operands,
 )
@@ -116,26 +116,26 @@ class MpiCommunicator(Communicator):
 
     def all_gather_(self, buffer: torch.Tensor, counts: Sequence[int] | None = None) -> None:
         flat = as_bytes("all_gather_", buffer)
-        parts = part_bytes(buffer, counts, self.size)
+        chunks = chunk_bytes(buffer, counts, self.size)
         with self._in_reach(flat) as host:
             if host.numel() <= self._chunk:
                 memory, _, kind = self._memory(host)
-                self._comm.Allgatherv(self._mpi.IN_PLACE, [memory, parts, kind])
+                self._comm.Allgatherv(self._mpi.IN_PLACE, [memory, chunks, kind])
                 return
             # MPI's int cannot say where the later parts begin: every rank broadcasts its part in
             # turn, still in place, and no more bytes travel than in a gather.
-            for root, part in enumerate(host.split(parts)):
-                self._broadcast(part, root)
+            for root, chunk in enumerate(host.split(chunks)):
+                self._broadcast(chunk, root)
 
     def start_all_gather_(
         self, buffer: torch.Tensor, counts: Sequence[int] | None = None
     ) -> Callable[[], None]:
         flat = as_bytes("all_gather_", buffer)
-        parts = part_bytes(buffer, counts, self.size)
+        chunks = chunk_bytes(buffer, counts, self.size)
         if self.stages(flat.device) or flat.numel() > self._chunk:
             return super().start_all_gather_(buffer, counts)
         memory, _, kind = self._memory(_settled(flat))
-        request = self._comm.Iallgatherv(self._mpi.IN_PLACE, [memory, parts, kind])
+        request = self._comm.Iallgatherv(self._mpi.IN_PLACE, [memory, chunks, kind])
 
         def wait(memory: torch.Tensor = flat) -> None:  # alive as long as MPI writes into it
             request.Wait()
@@ -151,8 +151,8 @@ class MpiCommunicator(Communicator):
         # A range of every rank's part at a time, brought together in a buffer of their own.
         width = max(1, self._chunk // self.size)
         columns = host.view(self.size, -1).split(width, dim=1)
-        for column, part in zip(columns, output.split(width), strict=True):
-            part.copy_(self._reduce_scatter(column.contiguous().view(-1)))
+        for column, chunk in zip(columns, output.split(width), strict=True):
+            chunk.copy_(self._reduce_scatter(column.contiguous().view(-1)))
 
     def broadcast_(self, buffer: torch.Tensor, root: int = 0) -> None:
         flat = as_bytes("broadcast_", buffer)
@@ -195,9 +195,9 @@ class MpiCommunicator(Communicator):
     def _reduce_scatter(self, flat: torch.Tensor) -> torch.Tensor:
         """This rank's part of the sum, in ``flat``'s memory: in place, MPI puts it at the front."""
         memory, count, kind = self._memory(flat)
-        part = count // self.size
-        self._comm.Reduce_scatter_block(self._mpi.IN_PLACE, [memory, part, kind], self._mpi.SUM)
-        return flat[:part]
+        chunk = count // self.size
+        self._comm.Reduce_scatter_block(self._mpi.IN_PLACE, [memory, chunk, kind], self._mpi.SUM)
+        return flat[:chunk]
 
     def _broadcast(self, flat: torch.Tensor, root: int) -> None:
         for chunk in flat.split(self._chunk):

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from zerocast.comm.buffers import as_bytes, part_bytes, pickled
+from zerocast.comm.buffers import as_bytes, chunk_bytes, pickled
 from zerocast.comm.communicator import Communicator
 from zerocast.errors import InputError
 
@@ -106,16 +106,16 @@ class RecordingCommunicator(Communicator):
             self.comm.all_reduce_sum_(buffer)
 
     def all_gather_(self, buffer: torch.Tensor, counts: Sequence[int] | None = None) -> None:
-        parts = part_bytes(buffer, counts, self.size)
-        sent = buffer.nbytes - parts[(self.rank + 1) % self.size]
+        chunks = chunk_bytes(buffer, counts, self.size)
+        sent = buffer.nbytes - chunks[(self.rank + 1) % self.size]
         with self._count("all_gather", buffer.nbytes, sent):
             self.comm.all_gather_(buffer, counts)
 
     def start_all_gather_(
         self, buffer: torch.Tensor, counts: Sequence[int] | None = None
     ) -> Callable[[], None]:
-        parts = part_bytes(buffer, counts, self.size)
-        sent = buffer.nbytes - parts[(self.rank + 1) % self.size]
+        chunks = chunk_bytes(buffer, counts, self.size)
+        sent = buffer.nbytes - chunks[(self.rank + 1) % self.size]
         with self._count("all_gather", buffer.nbytes, sent):
             wait = self.comm.start_all_gather_(buffer, counts)
         counted = self.traffic[self._label, "all_gather"]

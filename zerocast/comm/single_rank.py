@@ -13,8 +13,8 @@ from zerocast.comm.buffers import (
     SUM_DTYPES,
     as_bytes,
     check_root,
+    chunk_bytes,
     operand,
-    part_bytes,
     pickled,
     scatter_operands,
 )
@@ -35,7 +35,7 @@ class SingleRank(Communicator):
 
     def all_gather_(self, buffer: torch.Tensor, counts: Sequence[int] | None = None) -> None:
         as_bytes("all_gather_", buffer)
-        part_bytes(buffer, counts, self.size)
+        chunk_bytes(buffer, counts, self.size)
 
     def reduce_scatter_sum(self, output: torch.Tensor, buffer: torch.Tensor) -> None:
         output, buffer = scatter_operands(output, buffer, self.size)

@@ -20,9 +20,9 @@ from zerocast.comm.buffers import (
     SUM_DTYPES,
     as_bytes,
     check_root,
+    chunk_bytes,
     on_device,
     operand,
-    part_bytes,
     pickled,
     scatter_operands,
 )
@@ -71,25 +71,25 @@ class TorchDistributedCommunicator(Communicator):
 
     def all_gather_(self, buffer: torch.Tensor, counts: Sequence[int] | None = None) -> None:
         flat = as_bytes("all_gather_", buffer)
-        parts = part_bytes(buffer, counts, self.size)
+        chunks = chunk_bytes(buffer, counts, self.size)
         if not flat.numel():
             return
         with self._served(flat) as served:
-            self._start_all_gather(served, parts)()
+            self._start_all_gather(served, chunks)()
 
     def start_all_gather_(
         self, buffer: torch.Tensor, counts: Sequence[int] | None = None
     ) -> Callable[[], None]:
         flat = as_bytes("all_gather_", buffer)
-        parts = part_bytes(buffer, counts, self.size)
+        chunks = chunk_bytes(buffer, counts, self.size)
         if not flat.numel() or self.stages(flat.device):
             return super().start_all_gather_(buffer, counts)
-        return self._start_all_gather(flat, parts)
+        return self._start_all_gather(flat, chunks)
 
-    def _start_all_gather(self, flat: torch.Tensor, parts: Sequence[int]) -> Callable[[], None]:
+    def _start_all_gather(self, flat: torch.Tensor, chunks: Sequence[int]) -> Callable[[], None]:
         """Begin the gather of ``parts`` bytes a rank; what is returned waits for it."""
-        pieces = flat.split(parts)
-        if len(set(parts)) == 1:
+        pieces = flat.split(chunks)
+        if len(set(chunks)) == 1:
             works = [_all_gather(flat, pieces[self.rank], group=self._group, async_op=True)]
         else:
             works = [

@@ -1,4 +1,5 @@
-"""Encoding and decoding of elements in plain torch: the law in its slowest and most obvious form.
+"""Encoding and decoding of elements in plain torch: the numerics in its slowest and most obvious
+form.
 
 These are the rounding rules that the C++ headers restate for speed. They use no float8 cast of any
 library: torch's own overflow where ours saturate (E5M2), and the signs of NaN differ between

@@ -3,17 +3,17 @@ ranks.
 """
 
 from zerocast.layout.block_grid import BlockGrid, ScaleLayout, ceil_div, round_up
-from zerocast.layout.cuts import Cuts
 from zerocast.layout.extent import NOTHING, Extent
 from zerocast.layout.flat_layout import FlatLayout, check_partition, first_wrong_partition
 from zerocast.layout.plane import FULL, Block, Plane, Source, grid_of
+from zerocast.layout.shared_blocks import SharedBlocks
 
 __all__ = [
     "FULL",
     "NOTHING",
     "Block",
     "BlockGrid",
-    "Cuts",
+    "SharedBlocks",
     "Extent",
     "FlatLayout",
     "Plane",

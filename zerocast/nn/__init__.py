@@ -7,7 +7,7 @@ checkpoint, statistics              recomputed activations; what quantization lo
 swizzle, unswizzle                  scales in the order that block-scaled GEMMs read
 """
 
-from zerocast.nn.checkpoint import checkpoint
+from zerocast.nn.activation_checkpoint import checkpoint
 from zerocast.nn.convert import ConversionReport, convert
 from zerocast.nn.coverage import Coverage, ParameterCoverage, coverage
 from zerocast.nn.explanation import Explanation, ProductExplanation, explain

@@ -18,10 +18,6 @@ from zerocast.cast import CastPlan
 from zerocast.cast.amax_groups import Patterns, amax_group_labels, check_patterns
 from zerocast.comm import SingleRank
 from zerocast.errors import InputError
-from zerocast.fsdp.amax_group import AmaxGroup
-from zerocast.fsdp.master_weight import is_master
-from zerocast.fsdp.reasons import note_reason
-from zerocast.fsdp.sharded import is_sharded
 from zerocast.nn.coverage import Coverage, check_initialized, coverage
 from zerocast.nn.initialization import quantized_parameter
 from zerocast.nn.layer_filter import Filter, LayerFilter, why_small
@@ -30,6 +26,10 @@ from zerocast.nn.masters import check_gathers, master_parameter, reserve_state
 from zerocast.nn.quantized_module import QuantizedModule
 from zerocast.nn.traced_memory import new_handle
 from zerocast.recipes import NOMINAL_DTYPES, Recipe, as_recipe
+from zerocast.sharded.amax_group import AmaxGroup
+from zerocast.sharded.dtensor import is_sharded
+from zerocast.sharded.master_weight import is_master
+from zerocast.sharded.reasons import note_reason
 from zerocast.tensors import QuantizedTensor, rebuild_derived
 
 
@@ -43,7 +43,7 @@ class ConversionReport:
         left: the names of the ``torch.nn.Linear`` layers that stay as they are, each with the
             reason.
         coverage: all parameters of the model, those that belong to no linear layer, too; None where
-            no model was converted but its configuration (:mod:`zerocast.torchtitan`).
+            no model was converted but its configuration (:mod:`zerocast.integrations.torchtitan`).
     """
 
     recipe: Recipe
@@ -80,7 +80,7 @@ def convert(
         weights: ``"quantized"``: the parameters themselves hold codes; ``"high_precision"``: they
             stay as they are, and are quantized by each forward under :class:`zerocast.autocast`;
             ``"master"``: they stay in high precision, sharded by torch's ``fully_shard``, and are
-            all-gathered in codes (:mod:`zerocast.fsdp`).
+            all-gathered in codes (:mod:`zerocast.sharded`).
         filter_fqns: a layer stays as it is where its fully qualified name contains any of these;
             each must be in a name of the model. ``"auto_filter_small_kn"`` among them leaves out
             the layers that are too small to gain by quantized products on an H100, by torchao's

@@ -19,12 +19,12 @@ from typing import Literal
 import torch
 
 from zerocast.errors import InputError
-from zerocast.fsdp.grouped_names import grouped
-from zerocast.fsdp.master_weight import MasterWeight
-from zerocast.fsdp.reasons import why_high_precision
-from zerocast.fsdp.sharded import local_part
 from zerocast.nn.quantized_module import QuantizedModule
 from zerocast.recipes import Recipe
+from zerocast.sharded.dtensor import to_local
+from zerocast.sharded.grouped_names import grouped
+from zerocast.sharded.master_weight import MasterWeight
+from zerocast.sharded.reasons import why_high_precision
 from zerocast.tensors import QuantizedTensor
 
 How = Literal["held in codes", "gathered in codes", "quantized under autocast", "left"]
@@ -140,7 +140,7 @@ def _parameters(model: torch.nn.Module) -> Iterator[ParameterCoverage]:
             if parameter not in owners or _is_linear(module, own_name):
                 owners[parameter] = f"{fqn}.{own_name}".lstrip("."), module, own_name
     for parameter, (name, module, own_name) in owners.items():
-        own, shape = local_part(parameter), parameter.shape
+        own, shape = to_local(parameter), parameter.shape
         is_linear = _is_linear(module, own_name)
         how: How = "left"
         recipe, why = None, ""
@@ -149,7 +149,7 @@ def _parameters(model: torch.nn.Module) -> Iterator[ParameterCoverage]:
             how, recipe = "held in codes", own.recipe
             size = sum(buffer.nbytes for buffer in own.quantized_storage.buffers.values())
         elif isinstance(own, MasterWeight):
-            how, recipe = "gathered in codes", own.low_bit_gather.recipe
+            how, recipe = "gathered in codes", own.low_bit_all_gather.recipe
         elif is_linear and isinstance(module, QuantizedModule):
             how = "quantized under autocast"
         else:

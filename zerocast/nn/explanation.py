@@ -17,14 +17,14 @@ from typing import NamedTuple
 import torch
 
 from zerocast.arguments import check_device, check_dtype, check_integer, check_module
-from zerocast.context import current
 from zerocast.errors import InputError
-from zerocast.fsdp.grouped_names import grouped
+from zerocast.nn.autocast import current
 from zerocast.nn.gemm import Engine, Product, engine
 from zerocast.nn.library_gemm import Side
+from zerocast.nn.model_init import get_default_recipe
 from zerocast.nn.quantized_module import QuantizedModule
-from zerocast.quantized_init import get_default_recipe
 from zerocast.recipes import Recipe, as_recipe
+from zerocast.sharded.grouped_names import grouped
 from zerocast.tensors import QuantizedTensor
 
 

@@ -33,9 +33,10 @@ from zerocast.backends import backend_for
 from zerocast.errors import InputError
 from zerocast.nn.gemm import Product
 from zerocast.nn.gemm import gemm as quantized_gemm
-from zerocast.ops import Activation, ActivationTarget, PlaneBuffers, can_activate
+from zerocast.nn.quantizer import Quantizer
+from zerocast.numerics import Activation, ActivationTarget, PlaneBuffers, can_activate
 from zerocast.recipes import NOMINAL_DTYPES
-from zerocast.tensors import QuantizedStorage, QuantizedTensor, Quantizer
+from zerocast.tensors import QuantizedStorage, QuantizedTensor
 from zerocast.tensors.quantize import quantize_into
 
 Result = torch.Tensor | tuple[QuantizedTensor, torch.Tensor]
@@ -227,13 +228,13 @@ def activate(
         quantizer.check_out(out, torch.empty((), dtype=dtype, device=x.device).expand(shape))
     recipe = None if quantizer is None else quantizer.recipe
     round_to = dtype if recipe is None else recipe.round_to(dtype)
-    law = None
-    if quantizer is not None and can_activate(quantizer.recipe.law):
+    numerics = None
+    if quantizer is not None and can_activate(quantizer.recipe.numerics):
         # The scales of a part wait for the amaxes of other ranks.
-        law = quantizer.recipe.law if quantizer.part is None else None
+        numerics = quantizer.recipe.numerics if quantizer.tp_shard is None else None
     source = _plain(x).reshape(-1, x.shape[-1]).contiguous()
     rows = source.shape[0]
-    wanted = output or law is None
+    wanted = output or numerics is None
     rounded = torch.empty((rows, cols), dtype=round_to, device=x.device) if wanted else None
 
     def of_each_row(is_wanted: bool) -> torch.Tensor | None:
@@ -249,7 +250,7 @@ def activate(
         mean=of_each_row(statistics and activation.function == "layernorm"),
         rstd=of_each_row(statistics and activation.is_norm),
     )
-    if law is None:
+    if numerics is None:
         if rows > 0:
             backend_for(x.device).activate(None, target)()
         if quantizer is not None:
@@ -280,7 +281,7 @@ def _cast(target: ActivationTarget, quantizer: Quantizer, storage: QuantizedStor
             amax=storage.buffers.get("amax") if amax is None else None,
             tensor_amax=amax,
         )
-        backend_for(storage.device).activate(quantizer.recipe.law, operands)()
+        backend_for(storage.device).activate(quantizer.recipe.numerics, operands)()
         if amax is not None:
             quantizer.record(amax)
     storage.mark_written()

@@ -24,7 +24,7 @@ from zerocast.nn.derivatives import first_derivatives_only
 from zerocast.nn.quantized_module import QuantizedModule, Quantizing
 from zerocast.nn.recomputation import as_in_first_run
 from zerocast.recipes import Recipe
-from zerocast.tensors import Part, QuantizedStorage, QuantizedTensor, rebuild_derived
+from zerocast.tensors import QuantizedStorage, QuantizedTensor, TensorParallelShard, rebuild_derived
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -122,11 +122,13 @@ def _gathered_codes(input: DTensor, dim: int, quantizing: Quantizing) -> Quantiz
     if not own.numel():  # a rank without rows takes part in the amax, by one of zeros
         own_rows = own.new_zeros(1, features)
     start = min(others * ends[comm.rank], rows - len(own_rows))
-    quantizer.part = Part(torch.Size((rows, features)), 0, start, len(own_rows), comm)
+    quantizer.tp_shard = TensorParallelShard(
+        torch.Size((rows, features)), 0, start, len(own_rows), comm
+    )
     try:
         codes = quantizer.quantize(own_rows).quantized_storage
     finally:
-        quantizer.part = None
+        quantizer.tp_shard = None
         quantizer.set_usage(rowwise=True, columnwise=columnwise)
     if watch is not None:
         watch("input", own, codes)

@@ -7,7 +7,7 @@ import math
 import torch
 
 from zerocast.arguments import check_device, check_dtype, check_flag, check_shape
-from zerocast.quantized_init import current_model_init
+from zerocast.nn.model_init import current_model_init
 from zerocast.recipes import Recipe
 from zerocast.tensors import QuantizedTensor, quantize
 

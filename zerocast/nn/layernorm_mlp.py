@@ -17,7 +17,7 @@ from zerocast.nn.normalized_module import NormalizedModule
 from zerocast.nn.quantized_functions import QuantizedActivation
 from zerocast.nn.traced_layer import eager_in_regions
 from zerocast.nn.traced_product import source_to_text
-from zerocast.ops import Activation as Operation
+from zerocast.numerics import Activation as Operation
 from zerocast.recipes import Recipe
 
 

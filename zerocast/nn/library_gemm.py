@@ -27,7 +27,7 @@ import torch
 from zerocast.formats import E4M3, E5M2, ElementFormat
 from zerocast.layout import BlockGrid, Plane
 from zerocast.nn.swizzle import swizzle
-from zerocast.ops import Float8DelayedLaw, Float8Law, MXFP8Law, NVFP4Law
+from zerocast.numerics import Float8DelayedNumerics, Float8Numerics, MXFP8Numerics, NVFP4Numerics
 from zerocast.recipes import Recipe
 from zerocast.tensors import QuantizedStorage
 
@@ -78,7 +78,7 @@ class Side:
     @property
     def fmt(self) -> ElementFormat:
         """Of the codes."""
-        return self.recipe.law.fmt
+        return self.recipe.numerics.fmt
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,12 +114,14 @@ NVFP4 = Kind("nvfp4", (10, 0), _ANY, 32, _BF16, True)
 
 def kind_of(a: Side, b: Side) -> Kind | str:
     """The kind of GEMM whose operands these are, or why there is none."""
-    laws = (a.recipe.law, b.recipe.law)
-    if all(isinstance(law, NVFP4Law) for law in laws):
+    numerics_types = (a.recipe.numerics, b.recipe.numerics)
+    if all(isinstance(numerics, NVFP4Numerics) for numerics in numerics_types):
         return NVFP4
-    if all(isinstance(law, MXFP8Law) for law in laws):
+    if all(isinstance(numerics, MXFP8Numerics) for numerics in numerics_types):
         return MXFP8
-    if not all(isinstance(law, (Float8Law, Float8DelayedLaw)) for law in laws):
+    if not all(
+        isinstance(numerics, (Float8Numerics, Float8DelayedNumerics)) for numerics in numerics_types
+    ):
         return "its operands are quantized by schemes that no GEMM multiplies with each other"
     if all(side.grid.num_blocks == 1 for side in (a, b)):
         return TENSORWISE
@@ -217,10 +219,10 @@ def arguments(kind: Kind, side: Side, storage: QuantizedStorage) -> Arguments:
     if kind is MXFP8:
         return Arguments(codes, (plane.view(torch.float8_e8m0fnu),), ("BlockWise1x32",))
     assert kind is NVFP4
-    law = side.recipe.law
-    assert isinstance(law, NVFP4Law)
+    numerics = side.recipe.numerics
+    assert isinstance(numerics, NVFP4Numerics)
     # The decoding factor of a matrix: an element is E2M1 * E4M3 * amax / (6 * scale_max).
-    matrix_scale = storage.buffers["amax"].view(()) / (law.fmt.max * law.scale_max)
+    matrix_scale = storage.buffers["amax"].view(()) / (numerics.fmt.max * numerics.scale_max)
     block_scales = plane.view(torch.float8_e4m3fn)
     return Arguments(codes, (block_scales, matrix_scale), ("BlockWise1x16", "TensorWise"))
 

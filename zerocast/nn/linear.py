@@ -8,18 +8,6 @@ import torch
 
 from zerocast.arguments import check_text
 from zerocast.errors import InputError, UnsupportedError
-from zerocast.fsdp.amax_group import AmaxGroup
-from zerocast.fsdp.casts import Member, unit_of
-from zerocast.fsdp.master_weight import (
-    MasterWeight,
-    as_master_like,
-    as_plain,
-    holds_codes,
-    is_master,
-    not_gathered,
-)
-from zerocast.fsdp.parts import part_of
-from zerocast.fsdp.sharded import is_sharded
 from zerocast.nn.initialization import check_linear, quantized_if_asked, reset_linear
 from zerocast.nn.masters import (
     WEIGHT_STATE,
@@ -28,10 +16,22 @@ from zerocast.nn.masters import (
     reserve_state,
     state_to_save,
 )
-from zerocast.nn.parallel_linear import parallel_linear
 from zerocast.nn.quantized_module import QuantizedModule
 from zerocast.nn.traced_layer import eager_in_regions
 from zerocast.recipes import Recipe
+from zerocast.sharded.amax_group import AmaxGroup
+from zerocast.sharded.casts import CastGroupMember, cast_group_of
+from zerocast.sharded.dtensor import is_sharded
+from zerocast.sharded.master_weight import (
+    MasterWeight,
+    as_master_like,
+    as_plain,
+    holds_codes,
+    is_master,
+    not_gathered,
+)
+from zerocast.sharded.parallel_linear import parallel_linear
+from zerocast.sharded.tp_shards import tp_shard_of
 from zerocast.tensors import QuantizedTensor
 
 
@@ -125,15 +125,15 @@ class Linear(QuantizedModule, torch.nn.Linear):
             raise InputError(
                 f"{self.name}: fp8_output=True is for layers that are not tensor-parallel."
             )
-        part = part_of(self.name, self.weight, is_fsdp_sharded=False)
+        tp_shard = tp_shard_of(self.name, self.weight, is_fsdp_sharded=False)
 
         def multiply(
             input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
         ) -> torch.Tensor:
             if isinstance(weight, MasterWeight):
-                member = Member(weight.low_bit_gather, weight.value, self.weight)
-                weight = CastMaster.apply(weight, unit_of(self, member))
-            return self._linear(0, input, weight, bias, part=part)
+                member = CastGroupMember(weight.low_bit_all_gather, weight.value, self.weight)
+                weight = CastMaster.apply(weight, cast_group_of(self, member))
+            return self._linear(0, input, weight, bias, tp_shard=tp_shard)
 
         run = parallel_linear
         if is_master(self.weight):  # whose cast torch.compile cannot trace, nor masters in a graph

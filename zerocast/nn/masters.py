@@ -1,5 +1,5 @@
-"""Layers whose weight is a master that FSDP2 all-gathers in codes (:mod:`zerocast.fsdp`), or, where
-tensor parallelism alone splits it, that the layer itself casts.
+"""Layers whose weight is a master that FSDP2 all-gathers in codes (:mod:`zerocast.sharded`), or,
+where tensor parallelism alone splits it, that the layer itself casts.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ from typing import Any
 import torch
 
 from zerocast.errors import InputError
-from zerocast.fsdp.amax_group import AmaxGroup
-from zerocast.fsdp.casts import Unit, ungathered_weight
-from zerocast.fsdp.low_bit_gather import LowBitGather
-from zerocast.fsdp.master_weight import MasterWeight
-from zerocast.fsdp.sharded import local_part, replicated_like
 from zerocast.layout import Source
 from zerocast.nn.saved_state import pack, unpack
 from zerocast.recipes import Recipe
+from zerocast.sharded.amax_group import AmaxGroup
+from zerocast.sharded.casts import CastGroup, ungathered_weight
+from zerocast.sharded.dtensor import replicated_like, to_local
+from zerocast.sharded.low_bit_all_gather import LowBitAllGather
+from zerocast.sharded.master_weight import MasterWeight
 
 WEIGHT_STATE = "weight_state"
 """The entry of a layer's state dict that holds what its master's recipe remembers."""
@@ -28,12 +28,12 @@ class CastMaster(torch.autograd.Function):
     (straight-through).
 
     They are cast once for each value of the master, and ahead of the forward where
-    :func:`zerocast.fsdp.precompute_scales_for_fsdp` is called.
+    :func:`zerocast.sharded.precompute_scales_for_fsdp` is called.
     """
 
     @staticmethod
-    def forward(ctx: Any, master: MasterWeight, unit: Unit) -> torch.Tensor:
-        return ungathered_weight(master.low_bit_gather, unit, master)
+    def forward(ctx: Any, master: MasterWeight, cast_group: CastGroup) -> torch.Tensor:
+        return ungathered_weight(master.low_bit_all_gather, cast_group, master)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -42,7 +42,7 @@ class CastMaster(torch.autograd.Function):
 
 def master_parameter(weight: torch.Tensor, recipe: Recipe, *, name: str) -> torch.nn.Parameter:
     """``weight`` as a master: the same memory, shape and dtype."""
-    gather = LowBitGather(weight.shape, recipe, name)
+    gather = LowBitAllGather(weight.shape, recipe, name)
     return torch.nn.Parameter(MasterWeight(weight.detach(), gather), weight.requires_grad)
 
 
@@ -72,9 +72,9 @@ def state_to_save(weight: torch.Tensor, group: AmaxGroup | None) -> torch.Tensor
     """What the recipe of a master, of an amax ``group`` or none, remembers, as one tensor
     (:mod:`zerocast.nn.saved_state`) for a state dict that holds the master, too.
     """
-    master = local_part(weight)
+    master = to_local(weight)
     assert isinstance(master, MasterWeight)
-    gather = master.low_bit_gather
+    gather = master.low_bit_all_gather
     is_due = gather.is_due(master.value) or (group is not None and group.is_due)
     return replicated_like([weight], pack({}, gather.state_before_cast(is_due=is_due)))
 
@@ -86,7 +86,7 @@ def load_saved_state(weight: torch.Tensor, state: torch.Tensor) -> None:
         InputError: where it was saved under another recipe, or is no state at all. Nothing has
             been changed.
     """
-    master = local_part(weight)
+    master = to_local(weight)
     if isinstance(master, MasterWeight):
-        gather = master.low_bit_gather
+        gather = master.low_bit_all_gather
         gather.load_state(unpack(state, gather.name).tensors)

@@ -15,7 +15,7 @@ from zerocast.nn.normalization import Normalization, normalize
 from zerocast.nn.quantized_functions import QuantizedNorm
 from zerocast.nn.quantized_module import QuantizedModule
 from zerocast.nn.traced_product import source_to_text
-from zerocast.ops import Activation
+from zerocast.numerics import Activation
 
 
 class NormalizedModule(QuantizedModule):

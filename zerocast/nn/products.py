@@ -24,8 +24,9 @@ import torch
 from zerocast.errors import ChangedWeightError
 from zerocast.nn.derivatives import first_derivatives_only
 from zerocast.nn.gemm import Product, gemm
+from zerocast.nn.quantizer import Quantizer
 from zerocast.recipes import Recipe, Role
-from zerocast.tensors import QuantizedStorage, QuantizedTensor, Quantizer
+from zerocast.tensors import QuantizedStorage, QuantizedTensor
 
 Watch = Callable[[Role, torch.Tensor, QuantizedStorage], None]
 """``watch(role, tensor, quantized)`` is shown each tensor that a layer quantizes."""

@@ -14,8 +14,8 @@ import torch
 from zerocast.nn import functional
 from zerocast.nn.derivatives import first_derivatives_only
 from zerocast.nn.products import Watch
-from zerocast.ops import Activation
-from zerocast.tensors import Quantizer
+from zerocast.nn.quantizer import Quantizer
+from zerocast.numerics import Activation
 
 aten = torch.ops.aten
 

@@ -26,21 +26,22 @@ from typing import NamedTuple
 
 import torch
 
-from zerocast import context
-from zerocast.context import Autocast
 from zerocast.errors import InputError
-from zerocast.fsdp.parts import all_parts, check_cuts
-from zerocast.fsdp.sharded import is_sharded
+from zerocast.nn import autocast
+from zerocast.nn.autocast import Autocast
 from zerocast.nn.derivatives import is_transformed, refuse_transforms
 from zerocast.nn.products import GemmQuantizers, QuantizedLinear, Watch
+from zerocast.nn.quantizer import Quantizer
 from zerocast.nn.stateful_module import StatefulModule
 from zerocast.nn.statistics import observer
-from zerocast.nn.traced_memory import enrol, remembers, traced_product_that_remembers
+from zerocast.nn.traced_memory import register, remembers, traced_product_that_remembers
 from zerocast.nn.traced_product import traced_product
+from zerocast.nn.traced_regions import HIGH_PRECISION, NO_REGION, traced_recipe
 from zerocast.nn.weight_only import WeightOnlyLinear
 from zerocast.recipes import Recipe
-from zerocast.tensors import Part, QuantizedTensor, Quantizer, rebuild_derived
-from zerocast.traced_regions import HIGH_PRECISION, NO_REGION, traced_recipe
+from zerocast.sharded.dtensor import is_sharded
+from zerocast.sharded.tp_shards import all_tp_shards, check_tp_boundaries
+from zerocast.tensors import QuantizedTensor, TensorParallelShard, rebuild_derived
 
 
 class Quantizing(NamedTuple):
@@ -78,7 +79,7 @@ class QuantizedModule(StatefulModule):
         *,
         leading: Sequence[int] | None = None,
         fp8_output: bool = False,
-        part: Part | None = None,
+        tp_shard: TensorParallelShard | None = None,
     ) -> torch.Tensor:
         """Product number ``gemm`` of this module: [..., K] -> [..., M].
 
@@ -92,11 +93,11 @@ class QuantizedModule(StatefulModule):
         leading = tuple(input.shape[:-1] if leading is None else leading)
         if torch.compiler.is_compiling() and not fp8_output:
             return self._traced(gemm, input, weight, bias)[0]
-        region = context.current()
+        region = autocast.current()
         # Where the weight is cut, a rank may have no columns of rows that there are.
-        if region.enabled and (input.numel() or (part and math.prod(leading))):
+        if region.enabled and (input.numel() or (tp_shard and math.prod(leading))):
             return self._quantized_linear(
-                region, gemm, input, weight, bias, leading, fp8_output, part
+                region, gemm, input, weight, bias, leading, fp8_output, tp_shard
             )
         if fp8_output:
             raise InputError(
@@ -112,8 +113,8 @@ class QuantizedModule(StatefulModule):
             out = torch.nn.functional.linear(input, weight, bias)
         if region.enabled or region.calibrating:
             # A rank without rows takes part, too: the states of all ranks join in one order.
-            quantizers = self._enrolled(region, input.device)[gemm]
-            quantizers.weight.part = part
+            quantizers = self._registered(region, input.device)[gemm]
+            quantizers.weight.tp_shard = tp_shard
             if input.numel():
                 _calibrate(quantizers, input, weight, out)
         return out
@@ -145,7 +146,7 @@ class QuantizedModule(StatefulModule):
         if not self._traces_quantized(input):
             if recipe not in (NO_REGION, HIGH_PRECISION) and remembers(recipe):
                 assert self._handle is not None
-                enrol(self._handle, recipe)
+                register(self._handle, recipe)
             return torch.nn.functional.linear(input, weight, bias), None
         leading = input.shape[:-1]
         if source:
@@ -173,12 +174,12 @@ class QuantizedModule(StatefulModule):
         bias: torch.Tensor | None,
         leading: tuple[int, ...],
         fp8_output: bool,
-        part: Part | None,
+        tp_shard: TensorParallelShard | None,
     ) -> torch.Tensor:
         if isinstance(weight, QuantizedTensor):
             _prepare(weight)
-        quantizers = self._enrolled(region, input.device)[gemm]
-        quantizers.weight.part = part
+        quantizers = self._registered(region, input.device)[gemm]
+        quantizers.weight.tp_shard = tp_shard
         if isinstance(input, QuantizedTensor):
             dtype = input.dtype
             bias = None if bias is None else bias.to(dtype)
@@ -186,7 +187,7 @@ class QuantizedModule(StatefulModule):
             input, bias, dtype = _cast(input, weight, bias)
             _check_dtype(input, dtype)
             input = input.reshape(-1, input.shape[-1])
-        _check_shapes(quantizers, input, weight, part)
+        _check_shapes(quantizers, input, weight, tp_shard)
         watch = observer(self, gemm)
         output_shape = (*leading, weight.shape[0]) if fp8_output else None
         out = QuantizedLinear.apply(input, weight, bias, quantizers, dtype, output_shape, watch)
@@ -201,10 +202,10 @@ class QuantizedModule(StatefulModule):
         """How the input of product ``gemm`` is quantized where it is made from ``source``; None
         where it is not.
         """
-        region = context.current()
+        region = autocast.current()
         if not region.enabled or not source.numel():
             return None
-        quantizers = self._enrolled(region, source.device)[gemm]
+        quantizers = self._registered(region, source.device)[gemm]
         rows = source.numel() // source.shape[-1]
         _require_holds(quantizers.input.recipe, (rows, weight.shape[1]), "input")
         columnwise = torch.is_grad_enabled() and weight.requires_grad
@@ -214,7 +215,7 @@ class QuantizedModule(StatefulModule):
 
     # --- the recipe's state ---
 
-    def _enrolled(self, region: Autocast, device: torch.device) -> list[GemmQuantizers]:
+    def _registered(self, region: Autocast, device: torch.device) -> list[GemmQuantizers]:
         """The quantizers of each GEMM under the recipe of ``region``, which reduces their
         amaxes.
         """
@@ -226,7 +227,7 @@ class QuantizedModule(StatefulModule):
         assert self._states is not None
         for state in self._states:
             state.to(device)
-        region.enrol(*self._states)
+        region.register(*self._states)
         return self._quantizers
 
 
@@ -257,7 +258,10 @@ def _prepare(weight: QuantizedTensor) -> None:
 
 
 def _check_shapes(
-    quantizers: GemmQuantizers, input: torch.Tensor, weight: torch.Tensor, part: Part | None
+    quantizers: GemmQuantizers,
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    tp_shard: TensorParallelShard | None,
 ) -> None:
     """Raise where a tensor that forward or backward will quantize is not one that it can hold.
 
@@ -266,15 +270,15 @@ def _check_shapes(
     """
     rows = input.numel() // input.shape[-1] if input.shape[-1] else 1
     shapes = [tuple(weight.shape)]
-    if part is not None:
-        shapes = list(dict.fromkeys(tuple(each.shape) for each in all_parts(part)))
+    if tp_shard is not None:
+        shapes = list(dict.fromkeys(tuple(each.shape) for each in all_tp_shards(tp_shard)))
         if not isinstance(weight, QuantizedTensor):
-            check_cuts("the layer's weight", part, quantizers.weight.recipe)
+            check_tp_boundaries("the layer's weight", tp_shard, quantizers.weight.recipe)
     wanted: list[tuple[str, Recipe, tuple[int, ...]]] = []
     for shape in shapes:
         if not isinstance(input, QuantizedTensor):
             wanted.append(("input", quantizers.input.recipe, (rows, shape[1])))
-        if not isinstance(weight, QuantizedTensor) and part is None:
+        if not isinstance(weight, QuantizedTensor) and tp_shard is None:
             wanted.append(("weight", quantizers.weight.recipe, shape))
         if torch.is_grad_enabled() and (input.requires_grad or weight.requires_grad):
             wanted.append(

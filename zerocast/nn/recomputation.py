@@ -34,11 +34,11 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 
-from zerocast import context, traced_regions
-from zerocast.context import Autocast
 from zerocast.errors import UnsupportedError
+from zerocast.nn import autocast, traced_regions
+from zerocast.nn.autocast import Autocast
+from zerocast.nn.recompute_state import RecomputeState, current_recompute_state, recording
 from zerocast.recipes import Recipe
-from zerocast.tensors.tape import Tape, current_tape, noting
 
 Run = Literal["first", "again"]
 
@@ -68,7 +68,7 @@ class _Notes:
     """What the layers inside one checkpoint ran under, in the order of their runs."""
 
     def __init__(self) -> None:
-        self.tape = Tape()
+        self.tape = RecomputeState()
         self._runs: dict[QuantizedLayer, list[_Run]] = {}
         self._unread: dict[QuantizedLayer, Iterator[_Run]] = {}
         self._task: int | None = None
@@ -106,7 +106,7 @@ def as_in_first_run(layer: QuantizedLayer, site: int | None = None) -> AbstractC
 
 @contextmanager
 def _as_in_first_run(layer: QuantizedLayer, site: int | None) -> Iterator[None]:
-    present = context.current() if site is None else context.entered()
+    present = autocast.current() if site is None else autocast.entered()
     region, in_backward = present, torch._C._current_graph_task_id() != -1
     checkpoints = _checkpoints(site)
     with ExitStack() as stack:
@@ -118,7 +118,7 @@ def _as_in_first_run(layer: QuantizedLayer, site: int | None) -> Iterator[None]:
                 _refuse_other_codes(layer, region)
             else:
                 region = noted.region
-                stack.enter_context(noting(notes.tape))
+                stack.enter_context(recording(notes.tape))
                 stack.enter_context(_remembering(layer, noted))
         elif in_backward:
             _refuse_other_codes(layer, region)
@@ -131,12 +131,12 @@ def _as_in_first_run(layer: QuantizedLayer, site: int | None) -> Iterator[None]:
                 notes = _Notes()
                 setattr(owner, name, notes)
             stack.callback(notes.add, layer, region)
-            stack.enter_context(noting(notes.tape))
+            stack.enter_context(recording(notes.tape))
             # The first run of the reentrant kind has gradients disabled; it is no evaluation.
             if region.enabled and name == _NOTES and bool(getattr(owner, "next_functions", None)):
                 active = replace(region, calibrating=True)
         if active is not present:
-            stack.enter_context(context.resumed(active))
+            stack.enter_context(autocast.resumed(active))
         yield
 
 
@@ -161,7 +161,7 @@ class _UnderRegion(NamedTuple):
     region: Autocast
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        with context.resumed(self.region):
+        with autocast.resumed(self.region):
             return self.function(*args, **options)
 
 
@@ -169,7 +169,7 @@ def keep_region() -> None:
     """Called by an operation of a compiled graph: let torch's checkpoints around that function
     compute it again under the region that is active now, for it is compiled for this one.
     """
-    region = context.entered()
+    region = autocast.entered()
     if not region.enabled:
         return
     for run, owner, _ in _checkpoints(None):
@@ -181,8 +181,8 @@ def keep_region() -> None:
 
 def _refuse_other_codes(layer: QuantizedLayer, region: Autocast) -> None:
     """Raise where ``region`` may give other codes than the layer's forward made."""
-    recipe, tape = layer._latest_recipe, current_tape()
-    if recipe is None or (tape is not None and tape.replays):
+    recipe, recompute_state = layer._latest_recipe, current_recompute_state()
+    if recipe is None or (recompute_state is not None and recompute_state.replays):
         return
     if region.enabled and region.recipe == recipe and not recipe.remembers:
         return
@@ -191,7 +191,7 @@ def _refuse_other_codes(layer: QuantizedLayer, region: Autocast) -> None:
         f"{type(recipe).__name__}, and runs again inside a backward"
         f"{'' if region.enabled else ', outside of that region'}: a recomputation that is not "
         f"torch.utils.checkpoint's, which would make other codes than the forward did. Use "
-        f"zerocast.nn.checkpoint or torch.utils.checkpoint.checkpoint, or pass "
+        f"zerocast.nn.activation_checkpoint or torch.utils.checkpoint.checkpoint, or pass "
         f"context_fn=zerocast.checkpoint_contexts to what takes that argument."
     )
 

@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 import torch
 
 from zerocast.errors import InputError
-from zerocast.fsdp.sharded import is_sharded, local_part
 from zerocast.recipes import QParams, Recipe
+from zerocast.sharded.dtensor import is_sharded, to_local
 
 _LENGTH = 8  # bytes
 _DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.int32, torch.int64)}
@@ -55,7 +55,7 @@ def unpack(packed: Any, name: str) -> SavedState:
         InputError: for anything that :func:`pack` does not make.
     """
     try:
-        data = (local_part(packed) if is_sharded(packed) else packed).detach().cpu()
+        data = (to_local(packed) if is_sharded(packed) else packed).detach().cpu()
         head = bytes(data[:_LENGTH].tolist())
         end = _LENGTH + int.from_bytes(head, "little")
         header = json.loads(bytes(data[_LENGTH:end].tolist()))

@@ -12,12 +12,13 @@ from typing import Any, ClassVar
 import torch
 
 from zerocast.errors import InputError
-from zerocast.fsdp.sharded import replicated_like
 from zerocast.nn.products import GemmQuantizers
+from zerocast.nn.recipe_state import RecipeState
 from zerocast.nn.saved_state import pack, recipe_to_values, unpack
 from zerocast.nn.traced_memory import new_handle
 from zerocast.recipes import Recipe
-from zerocast.tensors import QuantizedTensor, RecipeState
+from zerocast.sharded.dtensor import replicated_like
+from zerocast.tensors import QuantizedTensor
 
 _EXTRA_STATE = "_extra_state"  # torch's name, which follows the module's prefix
 

@@ -119,7 +119,7 @@ def _count(tensor: torch.Tensor, quantized: QuantizedStorage) -> tuple[int, int]
     columnwise = not quantized.has_rowwise
     plane = quantized.planes[columnwise]
     codes = quantized.buffers[plane.codes_name]
-    fmt = quantized.recipe.law.fmt
+    fmt = quantized.recipe.numerics.fmt
     values = dequantize(quantized, columnwise=columnwise).abs()
     if fmt.bits == 4:
         codes = unpack_nibbles(codes, plane.grid.cols)

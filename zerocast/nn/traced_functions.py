@@ -19,10 +19,11 @@ import torch
 
 from zerocast.nn.products import GemmQuantizers, QuantizedLinear, Saved, Watch
 from zerocast.nn.quantized_functions import QuantizedActivation, QuantizedNorm
-from zerocast.ops import Activation
+from zerocast.nn.quantizer import Quantizer
+from zerocast.nn.recipe_state import ROLES
+from zerocast.numerics import Activation
 from zerocast.recipes import Recipe, recipe_from_text
-from zerocast.tensors import QuantizedStorage, QuantizedTensor, Quantizer
-from zerocast.tensors.recipe_state import ROLES
+from zerocast.tensors import QuantizedStorage, QuantizedTensor
 
 
 class Made(NamedTuple):

@@ -11,8 +11,8 @@ import torch
 from zerocast.errors import UnsupportedError
 from zerocast.nn.recomputation import as_in_first_run
 from zerocast.nn.traced_memory import remembers
+from zerocast.nn.traced_regions import HIGH_PRECISION, NO_REGION, UNTRACEABLE
 from zerocast.tensors import QuantizedTensor
-from zerocast.traced_regions import HIGH_PRECISION, NO_REGION, UNTRACEABLE
 
 if TYPE_CHECKING:
     from zerocast.nn.quantized_module import QuantizedModule

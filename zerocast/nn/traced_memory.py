@@ -34,9 +34,10 @@ from typing import Any
 
 import torch
 
-from zerocast import context
 from zerocast.errors import UnsupportedError
+from zerocast.nn import autocast
 from zerocast.nn.products import GemmQuantizers, Watch
+from zerocast.nn.quantizer import Quantizer
 from zerocast.nn.recomputation import as_in_first_run, keep_region
 from zerocast.nn.statistics import observer
 from zerocast.nn.traced_functions import (
@@ -47,9 +48,9 @@ from zerocast.nn.traced_functions import (
     run_forward,
 )
 from zerocast.nn.traced_product import BACKWARD, FORWARD, kept_weight, needed
+from zerocast.nn.traced_regions import shown_recipe
 from zerocast.recipes import recipe_from_text
-from zerocast.tensors import QuantizedTensor, Quantizer
-from zerocast.traced_regions import shown_recipe
+from zerocast.tensors import QuantizedTensor
 
 
 def _new_number(number: int) -> torch.Tensor:
@@ -146,9 +147,9 @@ _next_site._dynamo_marked_constant = True  # type: ignore[attr-defined]
 # --- what a layer calls where it is traced ---
 
 
-def enrol(handle: torch.Tensor, recipe: str) -> None:
+def register(handle: torch.Tensor, recipe: str) -> None:
     """Let the layer of ``handle`` take part in a region, without rows to quantize."""
-    _enrol(_here.order, handle, recipe, torch.is_grad_enabled(), _next_site())
+    _register(_here.order, handle, recipe, torch.is_grad_enabled(), _next_site())
 
 
 def traced_product_that_remembers(
@@ -231,13 +232,15 @@ class _Remembering(torch.autograd.Function):
     mutates_args=("order",),
     schema="(Tensor(a!) order, Tensor handle, str recipe, bool grads, int site) -> ()",
 )
-def _enrol(order: torch.Tensor, handle: torch.Tensor, recipe: str, grads: bool, site: int) -> None:
+def _register(
+    order: torch.Tensor, handle: torch.Tensor, recipe: str, grads: bool, site: int
+) -> None:
     layer = _running(handle)
     with as_in_first_run(layer, site):
-        _enrolled(layer, recipe, handle.device, grads)
+        _registered(layer, recipe, handle.device, grads)
 
 
-@_enrol.register_fake
+@_register.register_fake
 def _(*args: Any) -> None:
     return None
 
@@ -269,8 +272,8 @@ def _forward(
     keep_region()
     layer = _running(handle)
     with as_in_first_run(layer, site):
-        quantizers = _enrolled(layer, recipe, input.device, grads)[gemm]
-        quantizers.weight.part = None
+        quantizers = _registered(layer, recipe, input.device, grads)[gemm]
+        quantizers.weight.tp_shard = None
         watch = observer(layer, gemm)
         out, normed, saved = run_forward(
             quantizers, watch,
@@ -331,9 +334,9 @@ def _running(handle: torch.Tensor) -> Any:
     return _layers[int(handle)]
 
 
-def _enrolled(layer: Any, recipe: str, device: torch.device, grads: bool) -> list[GemmQuantizers]:
+def _registered(layer: Any, recipe: str, device: torch.device, grads: bool) -> list[GemmQuantizers]:
     """The layer's quantizers in the region that is open around the compiled function."""
-    region = context.entered()
+    region = autocast.entered()
     if not region.enabled or region.recipe is None or shown_recipe(region.recipe) != recipe:
         raise UnsupportedError(
             f"{layer.name or type(layer).__name__} was compiled for zerocast.autocast with "
@@ -341,4 +344,4 @@ def _enrolled(layer: Any, recipe: str, device: torch.device, grads: bool) -> lis
             f"contextvars.Context.run or the like. Enter the region where the function is called."
         )
     with torch.set_grad_enabled(grads):
-        return layer._enrolled(region, device)
+        return layer._registered(region, device)

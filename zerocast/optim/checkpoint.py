@@ -23,10 +23,10 @@ from zerocast.comm import Communicator
 from zerocast.errors import InputError
 from zerocast.layout import Extent
 from zerocast.optim.average import Average
+from zerocast.optim.consistency import option_lines
 from zerocast.optim.inner import InnerOptimizer, options
 from zerocast.optim.shards import ShardedWeights
 from zerocast.optim.weights import Weight
-from zerocast.optim.world import option_lines
 
 StateDict = dict[str, Any]
 

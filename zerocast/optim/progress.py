@@ -19,10 +19,10 @@ from typing import Any
 
 from zerocast.comm import lines_that_differ, raise_together
 from zerocast.errors import RankMismatchError, UnfinishedStepError, ZerocastError
+from zerocast.optim.consistency import option_lines, raise_first_difference
 from zerocast.optim.gradients import GradientReducer
 from zerocast.optim.shards import ShardedWeights
 from zerocast.optim.weights import Param, unfrozen
-from zerocast.optim.world import option_lines, raise_first_difference
 from zerocast.optim.writes import Writes
 
 _WRAP = 32

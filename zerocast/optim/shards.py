@@ -27,7 +27,7 @@ import torch
 from zerocast.comm import Communicator
 from zerocast.errors import InputError
 from zerocast.layout import Extent, FlatLayout
-from zerocast.optim.arrival import Arrival
+from zerocast.optim.pending_all_gather import PendingAllGather
 from zerocast.optim.weights import StorageKind, Weight, planes
 from zerocast.tensors import (
     QuantizedStorage,
@@ -74,7 +74,7 @@ class Bucket:
         first_column: int,
     ) -> None:
         self.kind = kind
-        self.arrival: Arrival | None = None
+        self.pending: PendingAllGather | None = None
         self.members = members
         self.layout = FlatLayout(
             tuple(weights[i].param.numel() for i in members), size, kind.alignment
@@ -190,7 +190,7 @@ class ShardedWeights:
         for bucket in self.buckets:
             bucket.adopt(self.weights)
             if self._overlaps and bucket.kind.is_codes:
-                bucket.arrival = Arrival(self._codes(bucket))
+                bucket.pending = PendingAllGather(self._codes(bucket))
         self._addresses = [_addresses(weight) for weight in self.weights]
 
     def moved_weight(self) -> InputError | None:
@@ -217,8 +217,8 @@ class ShardedWeights:
         the weights wait it is only begun.
         """
         for bucket in self.buckets:
-            if bucket.arrival is not None:
-                bucket.arrival.begin(self.comm.start_all_gather_(flat) for flat in bucket.flats)
+            if bucket.pending is not None:
+                bucket.pending.begin(self.comm.start_all_gather_(flat) for flat in bucket.flats)
             else:
                 for flat in bucket.flats:
                     self.comm.all_gather_(flat)
@@ -226,8 +226,8 @@ class ShardedWeights:
     def wait(self) -> None:
         """Return when every weight is here."""
         for bucket in self.buckets:
-            if bucket.arrival is not None:
-                bucket.arrival.wait()
+            if bucket.pending is not None:
+                bucket.pending.wait()
 
     def _codes(self, bucket: Bucket) -> list[QuantizedStorage]:
         params = [self.weights[i].param for i in bucket.members]

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from zerocast.cast.request import check_castable
+from zerocast.cast.shard_spec import check_castable
 from zerocast.errors import InputError
 from zerocast.tensors import QuantizedTensor
 from zerocast.tensors.digest import digest
@@ -189,7 +189,7 @@ def _kind(name: str, param: torch.Tensor) -> StorageKind:
     if isinstance(param, QuantizedTensor):
         check_castable(name, param.quantized_storage)
         return StorageKind(
-            torch.uint8, param.recipe.law.fmt.bits, len(param.quantized_storage.gathered)
+            torch.uint8, param.recipe.numerics.fmt.bits, len(param.quantized_storage.gathered)
         )
     if param.dtype not in PLAIN_DTYPES:
         raise InputError(

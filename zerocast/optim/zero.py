@@ -75,6 +75,7 @@ from zerocast.optim.checkpoint import (
     load_recipe_states,
     save,
 )
+from zerocast.optim.consistency import check_consistency, raise_first_difference
 from zerocast.optim.elementwise import check_elementwise
 from zerocast.optim.found_inf import FoundInf
 from zerocast.optim.gradients import GradientReducer
@@ -83,7 +84,6 @@ from zerocast.optim.progress import Progress
 from zerocast.optim.publication import Publication
 from zerocast.optim.shards import ShardedWeights
 from zerocast.optim.weights import Param, collect_weights, trainable_groups
-from zerocast.optim.world import check_same_world, raise_first_difference
 from zerocast.optim.writes import Writes, index_of
 
 
@@ -121,7 +121,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         overlap_all_gather: whether a step returns while codes are on their way. Each quantized
             weight is waited for when it is first used, layer by layer in the next forward; plain
             weights have arrived when the step returns. The weights are the same, to the bit. See
-            "Note: gathers that overlap the forward" in :mod:`zerocast.optim.arrival`.
+            "Note: gathers that overlap the forward" in :mod:`zerocast.optim.pending_all_gather`.
         bucket_size: weights of one kind are gathered together in the order of ``params``, until
             they are so many elements; give parameters in the order in which they are used. By
             default 2^23 with ``overlap_all_gather``, and else all of a kind at once.
@@ -177,7 +177,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.inner = self._inner.optimizer
         self.defaults = self.inner.defaults
         self._inner.exchange_options(self.param_groups)
-        check_same_world(
+        check_consistency(
             self.comm,
             f"{optimizer_class.__name__} with {overlap_all_gather=}, {bucket_size=}",
             self.param_groups,

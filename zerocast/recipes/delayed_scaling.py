@@ -2,7 +2,7 @@
 
 The scale is known before the data is, so one pass over the data casts it and takes its amax, and
 the reduction of that amax hides behind whatever comes next. The price is state: each tensor has a
-history of amaxes. The law is :class:`zerocast.ops.Float8DelayedLaw`.
+history of amaxes. The numerics is :class:`zerocast.numerics.Float8DelayedNumerics`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 from zerocast.errors import InputError
 from zerocast.layout import FULL, Block, Source
-from zerocast.ops import Float8DelayedLaw
+from zerocast.numerics import Float8DelayedNumerics
 from zerocast.recipes.format import Format, replace_fields
 from zerocast.recipes.recipe import Buffers, BufferSpec, Recipe, Role, fixed, require_elements
 
@@ -88,9 +88,9 @@ class DelayedScaling(Recipe):
         return True
 
     @property
-    def law(self) -> Float8DelayedLaw:
+    def numerics(self) -> Float8DelayedNumerics:
         fmt = Format.of(self.fp8_format).forward
-        return Float8DelayedLaw(fmt, self.margin, self.amax_compute_algo)
+        return Float8DelayedNumerics(fmt, self.margin, self.amax_compute_algo)
 
     @property
     def state(self) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
 """Float8Recipe: what the FP8 schemes with one FP32 scale a block have in common.
 
-They share a law, :class:`zerocast.ops.Float8Law`, and the choice of its parameters by what a tensor
-is to a layer; each is a grid of blocks and the place of its scales.
+They share numerics, :class:`zerocast.numerics.Float8Numerics`, and the choice of its parameters by
+what a tensor is to a layer; each is a grid of blocks and the place of its scales.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from zerocast.ops import Float8Law
+from zerocast.numerics import Float8Numerics
 from zerocast.recipes.format import Format, QParams, replace_fields
 from zerocast.recipes.recipe import Recipe, Role, fixed
 
@@ -52,10 +52,12 @@ class Float8Recipe(Recipe):
         return params.power_2_scale
 
     @property
-    def law(self) -> Float8Law:
+    def numerics(self) -> Float8Numerics:
         params = self.fp8_quant_fwd_weight
         power_2_scale = self.power_2_scale(params)
-        return Float8Law(Format.of(self.fp8_format).forward, power_2_scale, params.amax_epsilon)
+        return Float8Numerics(
+            Format.of(self.fp8_format).forward, power_2_scale, params.amax_epsilon
+        )
 
     def for_role(self: Scheme, role: Role) -> Scheme:
         if role in ("input", "output"):

@@ -2,7 +2,7 @@
 
 Square blocks let one scale serve the weight and its transpose. A block of one row serves one
 direction only, so the columnwise copy of an activation is the rowwise cast of its transpose. The
-law is :class:`zerocast.ops.Float8Law`, with powers of two unless asked otherwise.
+numerics is :class:`zerocast.numerics.Float8Numerics`, with powers of two unless asked otherwise.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """FP8 with one scale a tensor, made from the amax of the data being cast ("current scaling").
 
-The whole weight is one block, whatever its shape. The law is :class:`zerocast.ops.Float8Law`.
+The whole weight is one block, whatever its shape. The numerics is
+:class:`zerocast.numerics.Float8Numerics`.
 """
 
 from __future__ import annotations

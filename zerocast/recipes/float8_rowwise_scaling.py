@@ -2,8 +2,8 @@
 
 A row of a weight is one output feature, so an outlier costs precision in its own row only. The
 transposed GEMM reduces over the rows and needs scales along the columns, which no row's scale can
-give: its codes are cast from the master a second time. The law is
-:class:`zerocast.ops.Float8Law`.
+give: its codes are cast from the master a second time. The numerics is
+:class:`zerocast.numerics.Float8Numerics`.
 """
 
 from __future__ import annotations

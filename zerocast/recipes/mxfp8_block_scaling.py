@@ -2,7 +2,7 @@
 
 Rowwise blocks are 1x32 and columnwise ones 32x1. Neither copy is a transpose of the other: each is
 quantized from the master. Blocks of 32x32 are the option under which one copy of the codes serves
-both directions. The law is :class:`zerocast.ops.MXFP8Law`.
+both directions. The numerics is :class:`zerocast.numerics.MXFP8Numerics`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from zerocast.layout import Block, BlockGrid, ScaleLayout, Source
-from zerocast.ops import MXFP8Law
+from zerocast.numerics import MXFP8Numerics
 from zerocast.recipes.checks import require_matrix
 from zerocast.recipes.format import Format, replace_fields
 from zerocast.recipes.recipe import Recipe, Role, fixed
@@ -53,8 +53,8 @@ class MXFP8BlockScaling(Recipe):
         return True
 
     @property
-    def law(self) -> MXFP8Law:
-        return MXFP8Law(Format.of(self.fp8_format).forward)
+    def numerics(self) -> MXFP8Numerics:
+        return MXFP8Numerics(Format.of(self.fp8_format).forward)
 
     def for_role(self, role: Role) -> Recipe:
         if role == "weight":

@@ -3,7 +3,7 @@
 Weights have square blocks of 16x16: one scale serves the weight and its transpose, so the
 columnwise copy is a re-packing of the gathered rowwise one and never a second quantization.
 Activations and gradients have blocks of 1x16, and their columnwise copy is the rowwise cast of
-their transpose. The law is :class:`zerocast.ops.NVFP4Law`.
+their transpose. The numerics is :class:`zerocast.numerics.NVFP4Numerics`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 from zerocast.errors import InputError, UnsupportedError
 from zerocast.layout import Block, BlockGrid, ScaleLayout, Source
-from zerocast.ops import NVFP4Law
+from zerocast.numerics import NVFP4Numerics
 from zerocast.recipes.checks import require_matrix
 from zerocast.recipes.format import Format, QParams, refuse_hadamard, replace_fields
 from zerocast.recipes.recipe import BufferSpec, Recipe, Role, fixed
@@ -106,9 +106,9 @@ class NVFP4BlockScaling(Recipe):
         return True
 
     @property
-    def law(self) -> NVFP4Law:
+    def numerics(self) -> NVFP4Numerics:
         use_256 = self.chooses_scales and self.nvfp4_4over6_e4m3_use_256 in ("weights", "all")
-        return NVFP4Law(
+        return NVFP4Numerics(
             scale_max=256 if use_256 else 448,
             four_over_six=self.nvfp4_4over6_err_mode.lower() if self.chooses_scales else None,
             stochastic_rounding=self._draws,

@@ -1,9 +1,9 @@
 """Recipe: how an amax becomes a scale, and where codes and scales of a weight are stored.
 
 A recipe is a frozen configuration, hashable and comparable, so weights of equal recipes are cast by
-the same launches. It states arithmetic and planes: its law, its blocks, where columnwise codes come
-from, how scales are stored, what a weight stores beside them. It calls no operation and knows no
-backend; a backend knows no recipe.
+the same launches. It states arithmetic and planes: its numerics, its blocks, where columnwise codes
+come from, how scales are stored, what a weight stores beside them. It calls no operation and knows
+no backend; a backend knows no recipe.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from zerocast.arguments import check_fields, check_shape, shown
 from zerocast.errors import InputError, UnsupportedError
 from zerocast.formats import packed_columns
 from zerocast.layout import FULL, Block, BlockGrid, Plane, ScaleLayout, Source, grid_of
-from zerocast.ops import NOMINALS, DelayedState, Law, Rounding
+from zerocast.numerics import NOMINALS, DelayedState, Numerics, Rounding
 
 Role = Literal["input", "weight", "output", "grad_output", "grad_input"]
 """What a tensor is to a layer's GEMMs: three of the forward, two of the backward."""
@@ -128,7 +128,7 @@ class Recipe(ABC):
 
     @property
     @abstractmethod
-    def law(self) -> Law:
+    def numerics(self) -> Numerics:
         """The arithmetic."""
 
     @abstractmethod
@@ -216,14 +216,14 @@ class Recipe(ABC):
         are in the weight's own shape, or [K, M] where their plane is transposed; 4-bit ones are
         packed along the last dimension.
         """
-        specs, fmt = {}, self.law.fmt
+        specs, fmt = {}, self.numerics.fmt
         for plane in self.planes(shape, columnwise=columnwise):
             if plane.stores_codes:
                 leading = (plane.grid.rows,) if plane.is_transposed else tuple(shape[:-1])
                 packed = (*leading, packed_columns(fmt, plane.grid.cols))
                 specs[plane.codes_name] = BufferSpec(packed, torch.uint8)
             if plane.stores_scales:
-                dtype, fill = self.law.scale_dtype, plane.scales.padding
+                dtype, fill = self.numerics.scale_dtype, plane.scales.padding
                 specs[plane.scales_name] = BufferSpec(plane.scale_shape, dtype, fill)
         return specs | self.own_buffers()
 

@@ -2,15 +2,17 @@
 
 import torch
 
+from zerocast.nn.amax_reduction import AmaxReduction
+from zerocast.nn.quantizer import Quantizer
+from zerocast.nn.recipe_state import RecipeState
+
 # Imported for their effects: operations tells QuantizedTensor the operations that it knows,
 # averaging tells torch what to ask before a module averages weights.
 from zerocast.recipes import RECIPES, Format, QParams
 from zerocast.tensors import averaging as _averaging  # noqa: F401
 from zerocast.tensors import operations as _operations  # noqa: F401
-from zerocast.tensors.amax_reduction import AmaxReduction
 from zerocast.tensors.dequantize import dequantize
-from zerocast.tensors.derived import prepare_rebuild, rebuild_derived
-from zerocast.tensors.part import Part
+from zerocast.tensors.post_gather import prepare_rebuild, rebuild_derived
 from zerocast.tensors.quantize import (
     empty,
     quantize,
@@ -18,22 +20,26 @@ from zerocast.tensors.quantize import (
     replace_raw_data,
 )
 from zerocast.tensors.quantized_tensor import QuantizedTensor, restore
-from zerocast.tensors.quantizer import Quantizer
-from zerocast.tensors.recipe_state import RecipeState
-from zerocast.tensors.storage import CastClock, QuantizedStorage, counted_by_torch, restore_storage
+from zerocast.tensors.storage import (
+    CastVersion,
+    QuantizedStorage,
+    counted_by_torch,
+    restore_storage,
+)
+from zerocast.tensors.tp_shard import TensorParallelShard
 
 if torch.distributed.is_available():
     from zerocast.tensors import collectives as _collectives  # noqa: F401  (for its effect, too)
 
 # What a saved weight is made of, so that torch.load(..., weights_only=True) accepts it.
 torch.serialization.add_safe_globals(
-    [restore, restore_storage, Format, Part, QParams, *RECIPES.values()]
+    [restore, restore_storage, Format, TensorParallelShard, QParams, *RECIPES.values()]
 )
 
 __all__ = [
     "AmaxReduction",
-    "CastClock",
-    "Part",
+    "CastVersion",
+    "TensorParallelShard",
     "QuantizedStorage",
     "QuantizedTensor",
     "Quantizer",

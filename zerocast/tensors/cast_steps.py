@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from zerocast.ops import Backend, Launch, Masters, NVFP4Law, TensorOperand
+from zerocast.numerics import Backend, Launch, Masters, NVFP4Numerics, TensorOperand
 from zerocast.recipes import Recipe
 from zerocast.tensors.operands import tensor_operand
 from zerocast.tensors.storage import QuantizedStorage
@@ -62,7 +62,7 @@ class CastSteps:
         for recipe, alike in by_recipe.items():
             self._prepare(backend, recipe, alike, masters, judges_amaxes)
         for recipe, alike in copies.items():
-            self._launches["transpose"].append(backend.transpose(recipe.law, alike))
+            self._launches["transpose"].append(backend.transpose(recipe.numerics, alike))
 
     def run(self, *steps: str) -> None:
         """Launch what there is to do in ``steps``."""
@@ -78,9 +78,9 @@ class CastSteps:
         masters: Masters,
         judges_amaxes: bool,
     ) -> None:
-        law, launches = recipe.law, self._launches
-        scale = backend.compute_scale(law, operands)
-        cast = backend.partial_cast(law, operands, masters)
+        numerics, launches = recipe.numerics, self._launches
+        scale = backend.compute_scale(numerics, operands)
+        cast = backend.partial_cast(numerics, operands, masters)
         if recipe.casts_before_reduction and not judges_amaxes:
             self.writes_early = True
             launches["partial_amax"].append(cast)
@@ -94,7 +94,7 @@ class CastSteps:
             launches["compute_scale"].append(scale)
             launches["partial_cast"].append(cast)
         if recipe.chooses_scales:
-            assert isinstance(law, NVFP4Law)
+            assert isinstance(numerics, NVFP4Numerics)
             self.chooses_scales = True
-            launches["partial_select"].append(backend.partial_select(law, operands, masters))
-            launches["select"].append(backend.select(law, operands))
+            launches["partial_select"].append(backend.partial_select(numerics, operands, masters))
+            launches["select"].append(backend.select(numerics, operands))

@@ -29,10 +29,10 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from zerocast.errors import RankMismatchError, UnsupportedError
 from zerocast.recipes import describe_recipe
-from zerocast.tensors.derived import rebuild_derived
+from zerocast.tensors.dequantized_view import OTHER_NAMESPACES, DequantizedView, refuse_writes
+from zerocast.tensors.post_gather import rebuild_derived
 from zerocast.tensors.quantized_tensor import QuantizedTensor
 from zerocast.tensors.storage import QuantizedStorage
-from zerocast.tensors.value_view import OTHER_NAMESPACES, ValueView, refuse_writes
 
 
 class _Role(NamedTuple):
@@ -89,7 +89,7 @@ def collective(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         return _on_values(func, args, kwargs)
     outputs = _tensors([args[i] for i in role.written])
     inputs = _tensors([arg for i, arg in enumerate(args) if i not in role.written])
-    writes_ours = any(isinstance(tensor, QuantizedTensor | ValueView) for tensor in outputs)
+    writes_ours = any(isinstance(tensor, QuantizedTensor | DequantizedView) for tensor in outputs)
     if not writes_ours and not (name in _SENDS_BYTES and _all_quantized(inputs)):
         return _on_values(func, args, kwargs)
     if not role.moves or (writes_ours and not _all_quantized([*outputs, *inputs])):
@@ -102,9 +102,9 @@ OTHER_NAMESPACES.update(dict.fromkeys(("c10d", "_c10d_functional"), collective))
 
 def _on_values(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     given = tuple(args), kwargs
-    refuse_writes(func, args, kwargs, (QuantizedTensor, ValueView))
+    refuse_writes(func, args, kwargs, (QuantizedTensor, DequantizedView))
     given = tree_map_only(QuantizedTensor, lambda tensor: tensor.dequantize(), given)
-    args, kwargs = tree_map_only(ValueView, lambda view: view.value, given)
+    args, kwargs = tree_map_only(DequantizedView, lambda view: view.value, given)
     return func(*args, **kwargs)
 
 
@@ -158,9 +158,9 @@ class Arrival(torch.distributed.Work):
         for tensor, _ in destinations:
             if isinstance(tensor, QuantizedTensor):
                 storage = tensor.quantized_storage
-                self._earlier.append((storage, storage.arrive))
-                storage.arrive = self._arrive
-        QuantizedStorage.note_move()
+                self._earlier.append((storage, storage.wait_pending))
+                storage.wait_pending = self._arrive
+        QuantizedStorage.bump_buffers_version()
 
     def wait(self, *timeout: Any) -> bool:
         """As torch's; the weights have their bytes then.
@@ -219,8 +219,8 @@ class Arrival(torch.distributed.Work):
 
     def _write(self) -> None:
         for storage, earlier in reversed(self._earlier):
-            if storage.arrive == self._arrive:
-                storage.arrive = earlier
+            if storage.wait_pending == self._arrive:
+                storage.wait_pending = earlier
         parts = [(tensor, _storage_of(tensor, self._like)) for tensor, _ in self._destinations]
         messages = [message for _, message in self._destinations]
         for (_, storage), message in zip(parts, messages, strict=True):
@@ -307,7 +307,7 @@ def _refusal(name: str, outputs: Sequence[torch.Tensor], *, moves: bool) -> Unsu
             f"weight.dequantize() and weight.copy_() the result; to move weights, use broadcast, "
             f"all_gather into a list, scatter, or send and recv."
         )
-    if any(isinstance(tensor, ValueView) for tensor in outputs):
+    if any(isinstance(tensor, DequantizedView) for tensor in outputs):
         return UnsupportedError(
             f"{name} would write into a view of a quantized weight's value, which is decoded for "
             f"the occasion, so what arrives would be lost. Give it the weight itself (the "

@@ -1,9 +1,9 @@
 """Codes to values, also where torch.compile traces.
 
 A backend may call a native library, which a tracing compiler cannot look into; a registered torch
-operation it takes as one opaque call with known output. What the codes mean (law and scale layout)
-crosses that border as text, and all of it: a compiled graph may be loaded from a cache by a process
-that never traced it.
+operation it takes as one opaque call with known output. What the codes mean (numerics and scale
+layout) crosses that border as text, and all of it: a compiled graph may be loaded from a cache by a
+process that never traced it.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from zerocast.backends import backend_for
 from zerocast.errors import UnsupportedError
 from zerocast.formats import ELEMENT_FORMATS
 from zerocast.layout import BlockGrid, Plane, ScaleLayout, Source
-from zerocast.ops import (
-    Float8DelayedLaw,
-    Float8Law,
-    Law,
-    MXFP8Law,
-    NVFP4Law,
+from zerocast.numerics import (
+    Float8DelayedNumerics,
+    Float8Numerics,
+    MXFP8Numerics,
+    Numerics,
+    NVFP4Numerics,
     PlaneBuffers,
     TensorOperand,
 )
@@ -61,16 +61,16 @@ def dequantize(storage: QuantizedStorage, *, columnwise: bool = False) -> torch.
     # A tracer's tensors are of a class of its own. Outside it, the operation's detour through
     # torch's dispatcher costs more than decoding a small weight, and loads the compiler at first.
     if type(codes) is torch.Tensor and not torch.compiler.is_compiling():
-        out = _decode(storage.recipe.law, operand)
+        out = _decode(storage.recipe.numerics, operand)
     else:
         buffers = [each for each in (codes, scale_inv, operand.amax) if each is not None]
-        out = _traceable_decode(buffers, shape, _to_text(storage.recipe.law, plane.scales))
+        out = _traceable_decode(buffers, shape, _to_text(storage.recipe.numerics, plane.scales))
     return (out.t() if plane.is_transposed else out).reshape(storage.shape)
 
 
-def _decode(law: Law, operand: TensorOperand) -> torch.Tensor:
+def _decode(numerics: Numerics, operand: TensorOperand) -> torch.Tensor:
     assert operand.values is not None
-    backend_for(operand.values.device).dequantize(law, [operand])()
+    backend_for(operand.values.device).dequantize(numerics, [operand])()
     return operand.values
 
 
@@ -80,13 +80,13 @@ def _decode(law: Law, operand: TensorOperand) -> torch.Tensor:
     schema="(Tensor[] buffers, int[] shape, str meaning) -> Tensor",
 )
 def _traceable_decode(buffers: list[torch.Tensor], shape: list[int], meaning: str) -> torch.Tensor:
-    law, layout = _from_text(meaning)
+    numerics, layout = _from_text(meaning)
     codes, scale_inv, *amax = buffers
     values = torch.empty(shape, dtype=torch.float32, device=codes.device)
     block = layout.grid.block_h, layout.grid.block_w
     plane = Plane("rowwise", Source.MASTER, block, layout)
     planes = (PlaneBuffers(plane, codes=codes, scale_inv=scale_inv),)
-    return _decode(law, TensorOperand(planes, amax=amax[0] if amax else None, values=values))
+    return _decode(numerics, TensorOperand(planes, amax=amax[0] if amax else None, values=values))
 
 
 @_traceable_decode.register_fake
@@ -94,20 +94,20 @@ def _(buffers: list[torch.Tensor], shape: list[int], meaning: str) -> torch.Tens
     return torch.empty(shape, dtype=torch.float32, device=buffers[0].device)
 
 
-def _to_text(law: Law, layout: ScaleLayout) -> str:
-    """What of ``law`` a decoding needs, and ``layout``."""
-    scale_max = law.scale_max if isinstance(law, NVFP4Law) else None
-    return json.dumps([type(law).__name__, law.fmt.name, scale_max, asdict(layout)])
+def _to_text(numerics: Numerics, layout: ScaleLayout) -> str:
+    """What of ``numerics`` a decoding needs, and ``layout``."""
+    scale_max = numerics.scale_max if isinstance(numerics, NVFP4Numerics) else None
+    return json.dumps([type(numerics).__name__, numerics.fmt.name, scale_max, asdict(layout)])
 
 
 @cache
-def _from_text(text: str) -> tuple[Law, ScaleLayout]:
+def _from_text(text: str) -> tuple[Numerics, ScaleLayout]:
     kind, name, scale_max, fields = json.loads(text)
     fmt = ELEMENT_FORMATS[name]
-    laws: dict[str, Law] = {
-        "Float8Law": Float8Law(fmt),
-        "Float8DelayedLaw": Float8DelayedLaw(fmt),
-        "MXFP8Law": MXFP8Law(fmt),
-        "NVFP4Law": NVFP4Law(fmt, scale_max=scale_max),
+    numerics_types: dict[str, Numerics] = {
+        "Float8Numerics": Float8Numerics(fmt),
+        "Float8DelayedNumerics": Float8DelayedNumerics(fmt),
+        "MXFP8Numerics": MXFP8Numerics(fmt),
+        "NVFP4Numerics": NVFP4Numerics(fmt, scale_max=scale_max),
     }
-    return laws[kind], ScaleLayout(**fields | {"grid": BlockGrid(**fields["grid"])})
+    return numerics_types[kind], ScaleLayout(**fields | {"grid": BlockGrid(**fields["grid"])})

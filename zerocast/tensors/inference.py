@@ -21,7 +21,7 @@ def decomposed(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any
     return func.decompose(*args, **kwargs) if torch.is_inference_mode_enabled() else NotImplemented
 
 
-def where_made(tensor: torch.Tensor) -> AbstractContextManager[Any]:
+def inference_mode_of(tensor: torch.Tensor) -> AbstractContextManager[Any]:
     """The mode in which views of ``tensor`` have to be made: of inference if it was."""
     if not torch.is_inference_mode_enabled():
         return nullcontext()

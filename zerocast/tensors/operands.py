@@ -10,9 +10,9 @@ from dataclasses import replace
 import torch
 
 from zerocast.layout import NOTHING, Extent, Plane, Source, round_up
-from zerocast.ops import Candidates, PlaneBuffers, Rounding, TensorOperand
-from zerocast.tensors.part import COLUMNS
+from zerocast.numerics import FourOverSixErrors, PlaneBuffers, Rounding, TensorOperand
 from zerocast.tensors.storage import QuantizedStorage
+from zerocast.tensors.tp_shard import COLUMNS
 
 
 def tensor_operand(
@@ -23,7 +23,7 @@ def tensor_operand(
     *,
     shared_amax: torch.Tensor | None = None,
     own_codes: Mapping[str, torch.Tensor] | None = None,
-    candidates: Candidates | None = None,
+    candidates: FourOverSixErrors | None = None,
     advances: bool = True,
 ) -> TensorOperand:
     """A weight, without what is cast from the transposed tensor.
@@ -57,7 +57,7 @@ def tensor_operand(
     )
     delayed, codes_start = recipe.delayed_state(buffers), 0
     if own_codes:
-        per_byte = 8 // recipe.law.fmt.bits
+        per_byte = 8 // recipe.numerics.fmt.bits
         codes_start = extent.start // per_byte * per_byte
     return TensorOperand(
         planes,
@@ -80,7 +80,7 @@ def transposed_operand(
     """The transposed tensor, whose master is at ``slot``: what is cast into ``plane``. Its rows are
     whole bytes.
     """
-    buffers, whole = storage.buffers, plane.in_whole_bytes(storage.recipe.law.fmt.bits)
+    buffers, whole = storage.buffers, plane.in_whole_bytes(storage.recipe.numerics.fmt.bits)
     amaxes = block_amaxes(storage, amax, amax[-1:])
     given = amaxes[plane.name], buffers[plane.codes_name], buffers[plane.scales_name]
     return TensorOperand(
@@ -119,12 +119,12 @@ def block_amaxes(
 
 def _rounding(storage: QuantizedStorage, plane: Plane) -> Rounding | None:
     """Where the random words of what is cast into ``plane`` come from."""
-    recipe, part = storage.recipe, storage.part
+    recipe, part = storage.recipe, storage.tp_shard
     rounding = recipe.rounding(storage.buffers)
     if rounding is None or part is None:
         return rounding
     rows, cols = part.matrix
-    whole = round_up(rows, 8 // recipe.law.fmt.bits) if plane.is_transposed else cols
+    whole = round_up(rows, 8 // recipe.numerics.fmt.bits) if plane.is_transposed else cols
     cuts_columns = plane.grid_dim(part.dim) == COLUMNS
     origin = part.start if cuts_columns else part.start * whole
     return replace(rounding, origin=origin, skip=whole - plane.grid.cols)

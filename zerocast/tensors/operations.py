@@ -16,10 +16,10 @@ from torch.utils._pytree import tree_map_only
 from zerocast.errors import InputError, UnsupportedError
 from zerocast.recipes import NOMINAL_DTYPES
 from zerocast.tensors.dequantize import dequantize
-from zerocast.tensors.derived import rebuild_derived
+from zerocast.tensors.dequantized_view import DequantizedView, refuse_writes
+from zerocast.tensors.post_gather import rebuild_derived
 from zerocast.tensors.quantize import quantize_into
 from zerocast.tensors.quantized_tensor import Operation, QuantizedTensor
-from zerocast.tensors.value_view import ValueView, refuse_writes
 
 aten = torch.ops.aten
 
@@ -36,12 +36,12 @@ def _on_values(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Run ``func`` on dequantized values; refuse it where it would write one of them.
 
     What torch calls a view of the weight cannot be one of its value, which is made for this call;
-    it becomes a :class:`ValueView`, through which nothing can be written.
+    it becomes a :class:`DequantizedView`, through which nothing can be written.
     """
     refuse_writes(func, args, kwargs, QuantizedTensor)
     args, kwargs = tree_map_only(QuantizedTensor, lambda t: t.dequantize(), (tuple(args), kwargs))
     out = func(*args, **kwargs)
-    return tree_map_only(torch.Tensor, ValueView, out) if func.is_view else out
+    return tree_map_only(torch.Tensor, DequantizedView, out) if func.is_view else out
 
 
 QuantizedTensor.fallback = staticmethod(_on_values)
@@ -166,9 +166,9 @@ def _holds(into: QuantizedTensor, source: torch.Tensor) -> bool:
             for dtype in (storage.dtype, torch.float32)
         )
     if storage.shared_amaxes():
-        assert storage.part is not None
+        assert storage.tp_shard is not None
         differs = torch.tensor([not same], dtype=torch.int32, device=storage.device)
-        storage.part.require_comm().all_reduce_max_(differs)
+        storage.tp_shard.require_comm().all_reduce_max_(differs)
         same = not bool(differs)
     return same
 

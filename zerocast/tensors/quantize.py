@@ -14,14 +14,14 @@ from zerocast.arguments import check_device, check_flag, check_tensor, check_tex
 from zerocast.backends import backend_for
 from zerocast.comm import Attempt
 from zerocast.errors import InputError, ZerocastError
-from zerocast.layout import BlockGrid, Cuts, Extent, Source
-from zerocast.ops import Candidates, Masters
+from zerocast.layout import BlockGrid, Extent, SharedBlocks, Source
+from zerocast.numerics import FourOverSixErrors, Masters
 from zerocast.recipes import NOMINAL_DTYPES, Recipe, as_recipe, describe_recipe
 from zerocast.tensors.cast_steps import CastSteps
 from zerocast.tensors.operands import tensor_operand, transposed_operand
-from zerocast.tensors.part import Part
 from zerocast.tensors.quantized_tensor import QuantizedTensor
 from zerocast.tensors.storage import QuantizedStorage
+from zerocast.tensors.tp_shard import TensorParallelShard
 
 _NOMINAL_NAMES = "torch.float32, torch.bfloat16 or torch.float16"
 
@@ -42,9 +42,9 @@ def quantize(
     dtype: torch.dtype | None = None,
     columnwise: bool = True,
     name: str | None = None,
-    part: Part | None = None,
+    tp_shard: TensorParallelShard | None = None,
 ) -> QuantizedTensor:
-    """Cast a whole tensor: the law that every sharded cast must equal, byte for byte.
+    """Cast a whole tensor: the numerics that every sharded cast must equal, byte for byte.
 
     Args:
         tensor: FP32, BF16 or FP16, of a shape that the recipe holds; any strides. A gradient does
@@ -71,10 +71,10 @@ def quantize(
     """
     if isinstance(recipe, Quantizes):
         _check_dtype(tensor)
-        if not columnwise or name is not None or part is not None:
+        if not columnwise or name is not None or tp_shard is not None:
             raise InputError(
                 f"a quantizer decides on columnwise copies, names and parts by itself, got "
-                f"columnwise={columnwise}, name={name!r} and part={part}; use "
+                f"columnwise={columnwise}, name={name!r} and part={tp_shard}; use "
                 f"quantizer.set_usage(...), RecipeState.create(..., name=...) and quantizer.part."
             )
         return recipe.quantize(tensor if dtype is None else tensor.to(_nominal(dtype)))
@@ -89,9 +89,9 @@ def quantize(
             device=tensor.device,
             columnwise=columnwise,
             name=name,
-            part=part,
+            tp_shard=tp_shard,
         )
-    _raise_on_all_parts(part, weight, attempt.error)
+    _raise_on_all_tp_shards(tp_shard, weight, attempt.error)
     assert weight is not None
     quantize_into(weight.quantized_storage, tensor)
     return weight
@@ -112,11 +112,13 @@ def _nominal(dtype: object) -> torch.dtype:
     return dtype
 
 
-def _raise_on_all_parts(
-    part: Part | None, weight: QuantizedTensor | None, error: ZerocastError | None
+def _raise_on_all_tp_shards(
+    tp_shard: TensorParallelShard | None,
+    weight: QuantizedTensor | None,
+    error: ZerocastError | None,
 ) -> None:
     """Raise what is wrong on any rank that holds a part, on all; the parts make up one weight."""
-    if not isinstance(part, Part):
+    if not isinstance(tp_shard, TensorParallelShard):
         if error is not None:
             raise error
         return
@@ -124,7 +126,7 @@ def _raise_on_all_parts(
     if weight is not None:
         names = ", ".join(weight.quantized_storage.buffers)
         line = f"{describe_recipe(weight.recipe)} {weight.dtype} with {names}"
-    part.check_group(line, error)
+    tp_shard.check_group(line, error)
 
 
 def empty(
@@ -135,7 +137,7 @@ def empty(
     device: torch.device | str | None = None,
     columnwise: bool = True,
     name: str | None = None,
-    part: Part | None = None,
+    tp_shard: TensorParallelShard | None = None,
 ) -> QuantizedTensor:
     """An unfilled quantized weight: every code and every scale is 0, so it decodes to zeros.
 
@@ -158,15 +160,17 @@ def empty(
     if name is not None:
         check_text("name", name)
     _nominal(dtype)
-    if part is None:
+    if tp_shard is None:
         recipe.check_shape(shape)
-    elif not isinstance(part, Part):
-        raise InputError(f"part must be a zerocast.Part or None, got {shown(part)}.")
+    elif not isinstance(tp_shard, TensorParallelShard):
+        raise InputError(
+            f"part must be a zerocast.TensorParallelShard or None, got {shown(tp_shard)}."
+        )
     else:
-        part.check(recipe, shape, columnwise=columnwise)
+        tp_shard.check(recipe, shape, columnwise=columnwise)
     device = check_device("device", device)
     storage = QuantizedStorage.empty(shape, dtype, recipe, device, columnwise=columnwise)
-    storage.part = part
+    storage.tp_shard = tp_shard
     if name is not None:
         storage.name_weight(name)
     return QuantizedTensor(storage)
@@ -204,10 +208,10 @@ def quantize_into(
     amax = torch.zeros(storage.amax_slots, dtype=torch.int32, device=storage.device)
     candidates = None
     if storage.recipe.chooses_scales:
-        uncut = Cuts()
-        words = Candidates.words(storage.grid, uncut)
+        uncut = SharedBlocks()
+        words = FourOverSixErrors.words(storage.grid, uncut)
         buffer = torch.zeros(words, dtype=torch.int32, device=storage.device)
-        candidates = Candidates.carve(buffer, storage.grid, uncut)
+        candidates = FourOverSixErrors.carve(buffer, storage.grid, uncut)
     extent, sources = Extent(0, master.numel()), [master]
     operands = [tensor_operand(storage, 0, extent, amax, candidates=candidates, advances=advances)]
     for plane in storage.planes:
@@ -242,10 +246,10 @@ def reduce_shared(storage: QuantizedStorage, amax: torch.Tensor) -> None:
     """
     ranges = storage.shared_amaxes()
     if ranges:
-        assert storage.part is not None
+        assert storage.tp_shard is not None
         entries = [amax[each.start : each.stop] for each in ranges]
         buffer = torch.cat(entries)
-        storage.part.require_comm().all_reduce_max_(buffer)
+        storage.tp_shard.require_comm().all_reduce_max_(buffer)
         for entry, reduced in zip(entries, buffer.split([len(e) for e in entries]), strict=True):
             entry.copy_(reduced)
 

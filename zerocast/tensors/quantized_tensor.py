@@ -30,10 +30,10 @@ import torch
 from zerocast.errors import InputError, MissingDataError, UnsupportedError
 from zerocast.recipes import Recipe
 from zerocast.tensors.dequantize import dequantize
-from zerocast.tensors.derived import rebuild_derived
-from zerocast.tensors.inference import decomposed, where_made
+from zerocast.tensors.dequantized_view import OTHER_NAMESPACES, refuse_function, refuse_memory
+from zerocast.tensors.inference import decomposed, inference_mode_of
+from zerocast.tensors.post_gather import rebuild_derived
 from zerocast.tensors.storage import QuantizedStorage, checked_storage
-from zerocast.tensors.value_view import OTHER_NAMESPACES, refuse_function, refuse_memory
 
 Operation = Callable[..., Any]
 """``operation(func, *args, **kwargs)``: what the ATen operation ``func`` does."""
@@ -86,7 +86,7 @@ class QuantizedTensor(torch.Tensor):
             return run(func, args, kwargs)
         if operation is None and (out := decomposed(func, args, kwargs)) is not NotImplemented:
             return out
-        with where_made(args[0]) if func.is_view else nullcontext():
+        with inference_mode_of(args[0]) if func.is_view else nullcontext():
             if operation is None:
                 return cls.fallback(func, args, kwargs)
             return operation(func, *args, **kwargs)

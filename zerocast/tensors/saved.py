@@ -17,7 +17,7 @@ import torch
 from zerocast.errors import InputError, ZerocastError
 from zerocast.recipes import NOMINAL_DTYPES, RECIPES, Recipe
 from zerocast.recipes.format import QParams
-from zerocast.tensors.part import Part
+from zerocast.tensors.tp_shard import TensorParallelShard
 
 Fields = TypeVar("Fields")
 
@@ -39,24 +39,29 @@ def checked_recipe(recipe: Any) -> Recipe:
     return _made_anew(recipe, **fields)
 
 
-def checked_part(part: Any) -> Part | None:
+def checked_tp_shard(tp_shard: Any) -> TensorParallelShard | None:
     """``part`` made anew, without a group.
 
     Raises:
         InputError: where it is none.
     """
-    if part is None:
+    if tp_shard is None:
         return None
-    if type(part) is not Part:
-        raise _damaged("a Part or None", type(part).__name__)
-    numbers = [part.dim, part.start, part.size, *part.whole]
+    if type(tp_shard) is not TensorParallelShard:
+        raise _damaged("a TensorParallelShard or None", type(tp_shard).__name__)
+    numbers = [tp_shard.dim, tp_shard.start, tp_shard.size, *tp_shard.whole]
     if any(type(number) is not int or not 0 <= number < 2**62 for number in numbers):
         raise _damaged("a part of whole numbers", str(numbers))
-    return _made_anew(part, comm=None)
+    return _made_anew(tp_shard, comm=None)
 
 
 def check_nominal(
-    shape: Any, dtype: Any, recipe: Recipe, part: Part | None, *, columnwise: bool
+    shape: Any,
+    dtype: Any,
+    recipe: Recipe,
+    tp_shard: TensorParallelShard | None,
+    *,
+    columnwise: bool,
 ) -> None:
     """Raise :class:`InputError` unless ``recipe`` holds a weight of this shape and dtype."""
     if not isinstance(shape, Sequence) or any(
@@ -65,10 +70,10 @@ def check_nominal(
         raise _damaged("a shape of whole numbers", repr(shape))
     if dtype not in NOMINAL_DTYPES:
         raise _damaged(f"a nominal dtype of {', '.join(map(str, NOMINAL_DTYPES))}", repr(dtype))
-    if part is None:
+    if tp_shard is None:
         recipe.check_shape(shape)
     else:
-        part.check(recipe, shape, columnwise=columnwise)
+        tp_shard.check(recipe, shape, columnwise=columnwise)
 
 
 def hold_columnwise(buffers: Any) -> bool:

@@ -9,7 +9,7 @@ The columnwise copy is derived from the gathered rowwise codes. A cast changes t
 once and those of others arrive with the all-gather, so between a cast and post-all-gather
 processing the copy is *stale*: reading it is refused, because it would be rebuilt from bytes that
 have not arrived. A plan casts thousands of weights, so it does not mark them one by one: it owns a
-:class:`CastClock` that ticks once a cast, each weight remembers the tick at which its copies were
+:class:`CastVersion` that ticks once a cast, each weight remembers the tick at which its copies were
 last rebuilt, and a copy is stale where any clock has ticked since.
 
 Note: codes that are on their way
@@ -32,21 +32,21 @@ import torch
 from zerocast.errors import InputError, StaleCopyError
 from zerocast.layout import BlockGrid, Plane
 from zerocast.recipes import Recipe
-from zerocast.tensors.part import Part
 from zerocast.tensors.saved import (
     check_buffers,
     check_flags,
     check_memory,
     check_nominal,
-    checked_part,
     checked_recipe,
+    checked_tp_shard,
     hold_columnwise,
 )
+from zerocast.tensors.tp_shard import TensorParallelShard
 
 _moves = itertools.count(1)
 
 
-class CastClock:
+class CastVersion:
     """Counts the casts of one plan.
 
     Attributes:
@@ -92,7 +92,7 @@ class QuantizedStorage:
             that nobody else may write it; None for a weight of its own.
     """
 
-    last_move: int = 0
+    buffers_version: int = 0
     """Changes whenever any storage's buffers are replaced, or begin to be gathered by somebody who
     does not wait, so that a plan knows in one comparison that it has to look at them."""
 
@@ -107,9 +107,9 @@ class QuantizedStorage:
         self.dtype = dtype
         self.recipe = recipe
         self._buffers = buffers
-        self.arrive: Callable[[], None] | None = None
+        self.wait_pending: Callable[[], None] | None = None
         self.amax_group: str | None = None
-        self.part: Part | None = None
+        self.tp_shard: TensorParallelShard | None = None
         self.keeps_source = False
         self._name = ""  # of a weight on the meta device, whose state cannot hold it yet
         self.gathered_from: str | None = None
@@ -119,7 +119,7 @@ class QuantizedStorage:
         self.plans: dict[Hashable, Any] = {}
         self._planes: dict[bool, tuple[Plane, ...]] = {}
         # The tick of each plan's clock at which the derived copies were true.
-        self._seen: dict[CastClock, int] = {}
+        self._seen: dict[CastVersion, int] = {}
         self._writes = 0
         self._init_val: tuple[int, torch.Tensor] | None = None
 
@@ -170,7 +170,7 @@ class QuantizedStorage:
                     spec.shape, spec.fill, dtype=spec.dtype, device=self.device
                 )
         whole = QuantizedStorage(self.shape, self.dtype, self.recipe, buffers)
-        whole.part = self.part
+        whole.tp_shard = self.tp_shard
         return whole
 
     def drop(self, *, rowwise: bool = False, columnwise: bool = False) -> None:
@@ -185,7 +185,7 @@ class QuantizedStorage:
         for name in names:
             del self.buffers[name]
         if names:
-            self.note_move()
+            self.bump_buffers_version()
 
     @property
     def can_derive_columnwise(self) -> bool:
@@ -201,13 +201,13 @@ class QuantizedStorage:
                 self.buffers[name] = torch.full(
                     spec.shape, spec.fill, dtype=spec.dtype, device=self.device
                 )
-        self.note_move()
+        self.bump_buffers_version()
 
     @property
     def buffers(self) -> dict[str, torch.Tensor]:
         """The stored tensors, by the names of :meth:`Recipe.buffers`, once their codes are here."""
-        if self.arrive is not None:
-            self.arrive()
+        if self.wait_pending is not None:
+            self.wait_pending()
         return self._buffers
 
     @property
@@ -289,14 +289,14 @@ class QuantizedStorage:
         old = self.buffers[name]
         assert (tensor.shape, tensor.dtype, tensor.device) == (old.shape, old.dtype, old.device)
         self.buffers[name] = tensor
-        self.note_move()
+        self.bump_buffers_version()
 
     @staticmethod
-    def note_move() -> None:
+    def bump_buffers_version() -> None:
         """Let plans look at the buffers before they use them again: some were replaced, or are
         being written by a gather that has begun.
         """
-        QuantizedStorage.last_move = next(_moves)
+        QuantizedStorage.buffers_version = next(_moves)
 
     # --- versions ---
 
@@ -308,7 +308,7 @@ class QuantizedStorage:
         torch's version counters of weight and codes count these writes, too, for operations and
         graphs of torch that save one of them.
         """
-        return self._writes + sum(clock.ticks for clock in self._seen)
+        return self._writes + sum(version.ticks for version in self._seen)
 
     def mark_written(self) -> None:
         """The codes have just been written by something that has no clock."""
@@ -329,39 +329,39 @@ class QuantizedStorage:
 
     # --- derived copies ---
 
-    def watch(self, clock: CastClock) -> None:
+    def watch(self, version: CastVersion) -> None:
         """From now on a tick of ``clock`` makes the derived copies stale."""
-        if clock not in self._seen:
+        if version not in self._seen:
             self._forget_retired()
-            self._seen[clock] = clock.ticks
-            self._writes -= clock.ticks  # joining changes no code, so the version stays
+            self._seen[version] = version.ticks
+            self._writes -= version.ticks  # joining changes no code, so the version stays
 
     def _forget_retired(self) -> None:
         """Let one retired clock stand for all of them; version and staleness stay."""
-        retired = [clock for clock in self._seen if clock.retired]
+        retired = [version for version in self._seen if version.retired]
         if len(retired) < 2:
             return
-        stale = [clock for clock in retired if clock.ticks != self._seen[clock]]
-        self._writes += sum(clock.ticks for clock in retired)
-        for clock in retired:
-            del self._seen[clock]
+        stale = [version for version in retired if version.ticks != self._seen[version]]
+        self._writes += sum(version.ticks for version in retired)
+        for version in retired:
+            del self._seen[version]
         if stale:
-            self._set_staleness(all(clock.rebuild_on_use for clock in stale))
+            self._set_staleness(all(version.rebuild_on_use for version in stale))
             self._writes -= 1  # the tick of the one that stands for them
 
     @property
     def is_stale(self) -> bool:
         """Whether a cast has changed codes since the derived copies were rebuilt."""
-        if self.arrive is not None:
-            self.arrive()
-        was_cast = any(clock.ticks != seen for clock, seen in self._seen.items())
+        if self.wait_pending is not None:
+            self.wait_pending()
+        was_cast = any(version.ticks != seen for version, seen in self._seen.items())
         return was_cast and bool(self.derived_names)
 
     def mark_rebuilt(self) -> None:
         """The derived copies have just been made from the present codes."""
-        retired = sum(clock.ticks for clock in self._seen if clock.retired)
+        retired = sum(version.ticks for version in self._seen if version.retired)
         self._writes += retired  # leaving changes no code, either
-        self._seen = {clock: clock.ticks for clock in self._seen if not clock.retired}
+        self._seen = {version: version.ticks for version in self._seen if not version.retired}
 
     def derived(self, name: str) -> torch.Tensor:
         """The columnwise buffer ``name``; :class:`StaleCopyError` where it is stale."""
@@ -397,7 +397,7 @@ class QuantizedStorage:
         buffers = {name: b.to(device or b.device, copy=True) for name, b in self.buffers.items()}
         copy = QuantizedStorage(self.shape, dtype or self.dtype, self.recipe, buffers)
         copy._set_staleness(self._staleness)
-        copy.amax_group, copy.part, copy._name = self.amax_group, self.part, self._name
+        copy.amax_group, copy.tp_shard, copy._name = self.amax_group, self.tp_shard, self._name
         copy.high_precision_init_val = self.high_precision_init_val
         return copy
 
@@ -412,7 +412,7 @@ class QuantizedStorage:
             rowwise=self.has_rowwise,
             state=self.is_whole,
         )
-        made.amax_group, made.part = self.amax_group, self.part
+        made.amax_group, made.tp_shard = self.amax_group, self.tp_shard
         made.keeps_source = self.keeps_source
         if self._name:
             made.name_weight(self._name)
@@ -432,21 +432,21 @@ class QuantizedStorage:
             for name, b in self.buffers.items()
         }
         fields = self.shape, self.dtype, self.recipe, buffers, self._staleness, self.amax_group
-        return restore_storage, (*fields, self.part)
+        return restore_storage, (*fields, self.tp_shard)
 
     @property
     def _staleness(self) -> bool | None:
         """None where derived copies are true; else whether the next forward may rebuild them."""
-        stale = [clock for clock, seen in self._seen.items() if clock.ticks != seen]
-        return all(clock.rebuild_on_use for clock in stale) if stale else None
+        stale = [version for version, seen in self._seen.items() if version.ticks != seen]
+        return all(version.rebuild_on_use for version in stale) if stale else None
 
     def _set_staleness(self, rebuild_on_use: bool | None) -> None:
         """Take over another storage's staleness without its clocks, which tick for that one."""
         if rebuild_on_use is not None:
-            clock = CastClock(rebuild_on_use=rebuild_on_use)
-            self.watch(clock)
-            clock.tick()
-            clock.retired = True
+            version = CastVersion(rebuild_on_use=rebuild_on_use)
+            self.watch(version)
+            version.tick()
+            version.retired = True
 
     # --- operands ---
 
@@ -462,9 +462,9 @@ class QuantizedStorage:
         """The entries of :attr:`amax_slots` that are amaxes over other parts of the whole weight,
         too; none of a weight that is no part.
         """
-        if self.part is None:
+        if self.tp_shard is None:
             return []
-        return self.part.shared(self.recipe, columnwise=self.has_columnwise)
+        return self.tp_shard.shared(self.recipe, columnwise=self.has_columnwise)
 
 
 def counted_by_torch(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -488,16 +488,16 @@ def restore_storage(
     buffers: dict[str, torch.Tensor],
     rebuild_on_use: bool | None,
     amax_group: str | None,
-    part: Part | None = None,
+    tp_shard: TensorParallelShard | None = None,
 ) -> QuantizedStorage:
     """The storage that :meth:`QuantizedStorage.__reduce__` took apart.
 
     Raises:
         InputError: where a buffer, or anything else, is not what a weight of this recipe has.
     """
-    recipe, part = checked_recipe(recipe), checked_part(part)
+    recipe, tp_shard = checked_recipe(recipe), checked_tp_shard(tp_shard)
     check_flags(rebuild_on_use, amax_group)
-    storage = checked_storage(shape, dtype, recipe, buffers, part)
+    storage = checked_storage(shape, dtype, recipe, buffers, tp_shard)
     check_memory(buffers)
     storage._set_staleness(rebuild_on_use)
     storage.amax_group = amax_group
@@ -509,7 +509,7 @@ def checked_storage(
     dtype: torch.dtype,
     recipe: Recipe,
     buffers: dict[str, torch.Tensor],
-    part: Part | None = None,
+    tp_shard: TensorParallelShard | None = None,
 ) -> QuantizedStorage:
     """A storage of ``buffers``, which may come from anywhere.
 
@@ -517,9 +517,9 @@ def checked_storage(
         InputError: where they are not the buffers of such a weight.
     """
     columnwise = hold_columnwise(buffers)
-    check_nominal(shape, dtype, recipe, part, columnwise=columnwise)
+    check_nominal(shape, dtype, recipe, tp_shard, columnwise=columnwise)
     names = _read_rowwise_only(recipe.buffers(shape, columnwise=columnwise))
     check_buffers(shape, recipe, buffers, read_rowwise_only=names)
     storage = QuantizedStorage(shape, dtype, recipe, buffers)
-    storage.part = part
+    storage.tp_shard = tp_shard
     return storage

@@ -21,14 +21,14 @@ from zerocast.backends.cuda.prepared import nothing
 from zerocast.backends.tables import Address
 from zerocast.errors import BackendError
 from zerocast.layout import ceil_div
-from zerocast.ops import (
+from zerocast.numerics import (
     NOMINALS,
     ActivationTarget,
-    Float8DelayedLaw,
-    Float8Law,
+    Float8DelayedNumerics,
+    Float8Numerics,
     Launch,
-    Law,
-    NVFP4Law,
+    Numerics,
+    NVFP4Numerics,
     PlaneBuffers,
     can_activate,
 )
@@ -51,19 +51,19 @@ multiprocessor. Those side by side read the same rows for their statistics."""
 
 
 def activate(
-    launcher: Launcher, address: Address, law: Law | None, target: ActivationTarget
+    launcher: Launcher, address: Address, numerics: Numerics | None, target: ActivationTarget
 ) -> Launch:
-    """The launches of :meth:`zerocast.ops.Backend.activate`."""
+    """The launches of :meth:`zerocast.numerics.Backend.activate`."""
     if target.rows == 0:
         return nothing
-    assert law is None or can_activate(law)
+    assert numerics is None or can_activate(numerics)
     if max(target.rows, target.cols) >= LARGEST:
         raise BackendError(
             f"the cuda backend takes activations of fewer than {LARGEST} rows and columns, got "
             f"({target.rows}, {target.cols}); cut the tensor."
         )
     planes = [_Plane.of(plane, target) for plane in target.planes]
-    task = _Task(target, law, address)
+    task = _Task(target, numerics, address)
     zeros: list[torch.Tensor] = []  # cleared by the launch, then raised by kernels
 
     def amaxes(count: int) -> torch.Tensor:
@@ -72,14 +72,16 @@ def activate(
 
     tensor_amax = target.tensor_amax
     block_amaxes: list[torch.Tensor | None] = [None] * len(planes)
-    if isinstance(law, Float8DelayedLaw):
+    if isinstance(numerics, Float8DelayedNumerics):
         zeros += [plane.scale_inv for plane in target.planes if plane.scale_inv is not None]
-    elif law is not None:
+    elif numerics is not None:
         block_amaxes = [amaxes(plane.num_blocks) if plane.is_wide else None for plane in planes]
-        if isinstance(law, NVFP4Law):
+        if isinstance(numerics, NVFP4Numerics):
             assert tensor_amax is None  # the kernel that casts reads it, so it is our own
             tensor_amax = amaxes(1)
-    looks_first = law is None or (bool(zeros) and not isinstance(law, Float8DelayedLaw))
+    looks_first = numerics is None or (
+        bool(zeros) and not isinstance(numerics, Float8DelayedNumerics)
+    )
 
     steps = []
     if looks_first:
@@ -89,16 +91,16 @@ def activate(
             if amax is not None
         ]
         steps.append(task.step("values", LOW, tensor_amax, wide))
-    if law is not None:
-        height = _height(law, planes)
+    if numerics is not None:
+        height = _height(numerics, planes)
         every = [
             plane.fields(height, amax, address)
             for plane, amax in zip(planes, block_amaxes, strict=True)
         ]
         if looks_first:
             task.leave_out_outputs()
-            tensor_amax = tensor_amax if isinstance(law, NVFP4Law) else None
-        steps.append(task.step(_ending(law, height), height, tensor_amax, every))
+            tensor_amax = tensor_amax if isinstance(numerics, NVFP4Numerics) else None
+        steps.append(task.step(_ending(numerics, height), height, tensor_amax, every))
     launches = [
         (kernel, launcher.prepare(kernel), min(units, launcher.max_grid), arguments)
         for kernel, units, arguments in steps
@@ -115,23 +117,24 @@ def activate(
     return launch
 
 
-def _ending(law: Law, height: int) -> str:
+def _ending(numerics: Numerics, height: int) -> str:
     """Of the name of the kernel that casts."""
-    if isinstance(law, NVFP4Law):
+    if isinstance(numerics, NVFP4Numerics):
         return "nvfp4_e2m1"
-    if isinstance(law, Float8DelayedLaw):
-        return f"delayed_{law.fmt.name}"
-    return f"tall_{law.fmt.name}" if height == TALL else scale_kernel(law, "cuda")[0]
+    if isinstance(numerics, Float8DelayedNumerics):
+        return f"delayed_{numerics.fmt.name}"
+    return f"tall_{numerics.fmt.name}" if height == TALL else scale_kernel(numerics, "cuda")[0]
 
 
-def _height(law: Law, planes: list[_Plane]) -> int:
+def _height(numerics: Numerics, planes: list[_Plane]) -> int:
     """Of the tiles in which every block lies that is scaled by itself."""
-    if isinstance(law, Float8DelayedLaw):
+    if isinstance(numerics, Float8DelayedNumerics):
         return LOW  # no block is scaled by itself
     tall = [plane for plane in planes if plane.height == TALL]
-    if tall and not isinstance(law, Float8Law):
+    if tall and not isinstance(numerics, Float8Numerics):
         raise BackendError(
-            f"the cuda backend has blocks of {TALL} rows for FP8 with FP32 scales, got {law} in "
+            f"the cuda backend has blocks of {TALL} rows for FP8 with FP32 scales, got "
+            f"{numerics} in "
             f"{tall[0].buffers.plane.grid}; use_backend('reference') takes it."
         )
     return TALL if tall else LOW
@@ -206,17 +209,19 @@ class _Plane:
 class _Task:
     """``ActivationTask`` of activation_tile.h, for the steps of one target."""
 
-    def __init__(self, target: ActivationTarget, law: Law | None, address: Address) -> None:
+    def __init__(
+        self, target: ActivationTarget, numerics: Numerics | None, address: Address
+    ) -> None:
         self._target, self._address = target, address
         self._table = activation_fields(target, address)
         operands = (target.source, target.weight, target.bias)
         self._types = [0 if t is None else NOMINALS[t.dtype] for t in operands]
         float8, scale_max = [0, 0], 0
-        if isinstance(law, Float8Law):
-            float8 = scale_kernel(law, "cuda")[1]
-        elif isinstance(law, NVFP4Law):
-            scale_max = law.scale_max
-        self._law = [
+        if isinstance(numerics, Float8Numerics):
+            float8 = scale_kernel(numerics, "cuda")[1]
+        elif isinstance(numerics, NVFP4Numerics):
+            scale_max = numerics.scale_max
+        self._numerics = [
             *float8,
             scale_max,
             0 if target.delayed is None else address(target.delayed.scale),
@@ -234,7 +239,7 @@ class _Task:
         per_unit = ceil_div(across, groups)
         amaxes = [self._of(tensor_amax), self._of(self._target.amax)]
         missing = [0] * (PLANE_FIELDS * (2 - len(planes)))
-        fields = [*self._table, *self._types, per_unit, *self._law, *amaxes]
+        fields = [*self._table, *self._types, per_unit, *self._numerics, *amaxes]
         fields += [field for plane in planes for field in plane] + missing
         return kernel, strips * ceil_div(across, per_unit), Arguments(fields, as_struct=True)
 

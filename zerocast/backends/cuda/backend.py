@@ -1,4 +1,4 @@
-"""CudaBackend: the operations of :mod:`zerocast.ops` as launches of our kernels.
+"""CudaBackend: the operations of :mod:`zerocast.numerics` as launches of our kernels.
 
 Preparing an operation writes two tables, the rows of the weights (``tables.h``) and the tiles that
 the launch visits, and copies them to the device (:mod:`zerocast.backends.cuda.prepared`). A launch
@@ -33,20 +33,20 @@ from zerocast.backends.empty_parts import with_empty_parts
 from zerocast.backends.tables import (
     cast_row,
     dequantize_row,
-    law_fields,
+    numerics_fields,
     scale_row,
     transpose_row,
 )
 from zerocast.errors import BackendError
 from zerocast.formats import packed_columns
 from zerocast.layout import BlockGrid, Extent, ScaleLayout
-from zerocast.ops import (
+from zerocast.numerics import (
     ActivationTarget,
-    Float8DelayedLaw,
+    Float8DelayedNumerics,
     Launch,
-    Law,
     Masters,
-    NVFP4Law,
+    Numerics,
+    NVFP4Numerics,
     TensorOperand,
 )
 
@@ -58,7 +58,7 @@ SQUARE_THREADS = 256
 
 
 class CudaBackend:
-    """Our kernels through a launcher; see :class:`zerocast.ops.Backend` for what the methods
+    """Our kernels through a launcher; see :class:`zerocast.numerics.Backend` for what the methods
     promise.
 
     Args:
@@ -77,9 +77,9 @@ class CudaBackend:
         return self._cast("partial_amax", "", [], operands, masters)
 
     def partial_select(
-        self, law: NVFP4Law, operands: Sequence[TensorOperand], masters: Masters
+        self, numerics: NVFP4Numerics, operands: Sequence[TensorOperand], masters: Masters
     ) -> Launch:
-        ending, scalars = choice_kernel(law, self.name)
+        ending, scalars = choice_kernel(numerics, self.name)
         kernel = Kernel("partial_select", f"partial_select_{ending}", THREADS)
         shards = [shard for shard in operands if shard.extent]
         for shard in shards:
@@ -87,19 +87,21 @@ class CudaBackend:
         cuts: list[list[Cut]] = [[(shard_tiles, shard.grid, shard.extent)] for shard in shards]
         return self._on_masters(kernel, scalars, shards, [s.grid for s in shards], cuts, masters)
 
-    def partial_cast(self, law: Law, operands: Sequence[TensorOperand], masters: Masters) -> Launch:
-        ending, scalars = cast_kernel(law, self.name)
+    def partial_cast(
+        self, numerics: Numerics, operands: Sequence[TensorOperand], masters: Masters
+    ) -> Launch:
+        ending, scalars = cast_kernel(numerics, self.name)
         for shard in operands:
-            if law.fmt.bits == 4:
+            if numerics.fmt.bits == 4:
                 _check_whole_bytes(shard.grid.cols)
             if len(shard.cast_planes) > 1 and (
-                law.fmt.bits == 4 or isinstance(law, Float8DelayedLaw)
+                numerics.fmt.bits == 4 or isinstance(numerics, Float8DelayedNumerics)
             ):
                 raise BackendError(
                     f"the cuda backend casts a second plane of 8-bit codes under scales of this "
-                    f"cast, got one under {law}; cast it under use_backend('reference')."
+                    f"cast, got one under {numerics}; cast it under use_backend('reference')."
                 )
-            if isinstance(law, Float8DelayedLaw) and shard.grid.num_blocks != 1:
+            if isinstance(numerics, Float8DelayedNumerics) and shard.grid.num_blocks != 1:
                 raise BackendError(
                     f"the cuda backend takes delayed scaling of one block a tensor, got "
                     f"{shard.grid}; cast it under use_backend('reference')."
@@ -108,8 +110,8 @@ class CudaBackend:
 
     # --- operations on whole weights ---
 
-    def select(self, law: NVFP4Law, operands: Sequence[TensorOperand]) -> Launch:
-        ending, scalars = choice_kernel(law, self.name)
+    def select(self, numerics: NVFP4Numerics, operands: Sequence[TensorOperand]) -> Launch:
+        ending, scalars = choice_kernel(numerics, self.name)
         kernel = Kernel("select", f"select_{ending}", THREADS)
         chosen, cuts = [], []
         for operand in operands:
@@ -122,14 +124,14 @@ class CudaBackend:
         rows = [cast_row(o, o.grid, 0, self._address, lists.address) for o in chosen]
         return self._tables.launch(kernel, rows, cuts, scalars, (chosen, lists))
 
-    def compute_scale(self, law: Law, operands: Sequence[TensorOperand]) -> Launch:
-        return with_empty_parts(self._compute_scale, law, operands)
+    def compute_scale(self, numerics: Numerics, operands: Sequence[TensorOperand]) -> Launch:
+        return with_empty_parts(self._compute_scale, numerics, operands)
 
-    def _compute_scale(self, law: Law, operands: Sequence[TensorOperand]) -> Launch:
+    def _compute_scale(self, numerics: Numerics, operands: Sequence[TensorOperand]) -> Launch:
         rows = [scale_row(operand, self._address) for operand in operands]
-        if isinstance(law, Float8DelayedLaw):
-            return self._close_delayed(law, rows, operands)
-        ending, scalars = scale_kernel(law, self.name)
+        if isinstance(numerics, Float8DelayedNumerics):
+            return self._close_delayed(numerics, rows, operands)
+        ending, scalars = scale_kernel(numerics, self.name)
         kernel = Kernel("compute_scale", f"compute_scale_{ending}", THREADS)
         cuts = [
             [_scale_cut(part, each.plane.scales) for part, each in enumerate(o.scaled_planes)]
@@ -137,8 +139,8 @@ class CudaBackend:
         ]
         return self._tables.launch(kernel, rows, cuts, scalars, operands)
 
-    def transpose(self, law: Law, operands: Sequence[TensorOperand]) -> Launch:
-        bits = law.fmt.bits
+    def transpose(self, numerics: Numerics, operands: Sequence[TensorOperand]) -> Launch:
+        bits = numerics.fmt.bits
         kernel = Kernel("transpose", f"transpose_{bits}_bit", SQUARE_THREADS)
         cuts: list[list[Cut]] = []
         for operand in operands:
@@ -146,19 +148,19 @@ class CudaBackend:
             if bits == 4:
                 _check_whole_bytes(cols)
             # Squares of bytes: for nibbles, of two rows by two columns a byte.
-            down = packed_columns(law.fmt, rows)
-            weight: list[Cut] = [(code_squares, down, packed_columns(law.fmt, cols))]
+            down = packed_columns(numerics.fmt, rows)
+            weight: list[Cut] = [(code_squares, down, packed_columns(numerics.fmt, cols))]
             columnwise = operand.planes[1]
             if columnwise.scale_inv is not None:
                 layout = columnwise.plane.scales
                 weight.insert(0, (copied_scale_tiles, layout.shape, layout.row_repeat))
             cuts.append(weight)
-        table_rows = [transpose_row(law, operand, self._address) for operand in operands]
+        table_rows = [transpose_row(numerics, operand, self._address) for operand in operands]
         return self._tables.launch(kernel, table_rows, cuts, [], operands)
 
-    def dequantize(self, law: Law, operands: Sequence[TensorOperand]) -> Launch:
-        ending, scalars = decode_kernel(law, self.name)
-        if law.fmt.bits == 4:
+    def dequantize(self, numerics: Numerics, operands: Sequence[TensorOperand]) -> Launch:
+        ending, scalars = decode_kernel(numerics, self.name)
+        if numerics.fmt.bits == 4:
             for operand in operands:
                 _check_whole_bytes(operand.grid.cols)
         fine, grids = _tiled([(operand.grid, None) for operand in operands])
@@ -170,8 +172,8 @@ class CudaBackend:
         cuts = [[_cut(fine, grid, None, Extent(0, grid.numel))] for grid in grids]
         return self._tables.launch(kernel, rows, cuts, scalars, operands)
 
-    def activate(self, law: Law | None, target: ActivationTarget) -> Launch:
-        return activate(self.launcher, self._address, law, target)
+    def activate(self, numerics: Numerics | None, target: ActivationTarget) -> Launch:
+        return activate(self.launcher, self._address, numerics, target)
 
     # --- from operands to launches ---
 
@@ -225,15 +227,18 @@ class CudaBackend:
         return launch
 
     def _close_delayed(
-        self, law: Float8DelayedLaw, rows: list[list[int]], operands: Sequence[TensorOperand]
+        self,
+        numerics: Float8DelayedNumerics,
+        rows: list[list[int]],
+        operands: Sequence[TensorOperand],
     ) -> Launch:
         """One thread block a weight, and the caller's function where there is one."""
-        fields = law_fields(law, self.name)
-        outside = callable(law.amax_compute_algo)
+        fields = numerics_fields(numerics, self.name)
+        outside = callable(numerics.amax_compute_algo)
         scalars = [fields[4], 2 if outside else fields[5]]
         kernel = Kernel("compute_scale_delayed", "compute_scale_delayed", THREADS)
         run = self._tables.launch(kernel, rows, None, scalars, operands)
-        return in_turn([run, scales_by_callable(law, operands)]) if outside else run
+        return in_turn([run, scales_by_callable(numerics, operands)]) if outside else run
 
     def _address(self, tensor: torch.Tensor) -> int:
         if tensor.device != self.launcher.device or not tensor.is_contiguous():

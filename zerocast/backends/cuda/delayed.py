@@ -14,13 +14,15 @@ import torch
 
 from zerocast.backends.reference.arithmetic import divide, not_above_flt_max
 from zerocast.backends.subnormals import keeping_subnormals
-from zerocast.ops import INFINITY_BITS, Float8DelayedLaw, Launch, TensorOperand
+from zerocast.numerics import INFINITY_BITS, Float8DelayedNumerics, Launch, TensorOperand
 
 
-def scales_by_callable(law: Float8DelayedLaw, operands: Sequence[TensorOperand]) -> Launch:
+def scales_by_callable(
+    numerics: Float8DelayedNumerics, operands: Sequence[TensorOperand]
+) -> Launch:
     """The launch that makes each weight's next scale, after the kernel has moved the histories."""
-    assert callable(law.amax_compute_algo)
-    scaled_max = math.ldexp(law.fmt.max, -law.margin)
+    assert callable(numerics.amax_compute_algo)
+    scaled_max = math.ldexp(numerics.fmt.max, -numerics.margin)
 
     @keeping_subnormals
     def launch() -> None:
@@ -28,7 +30,7 @@ def scales_by_callable(law: Float8DelayedLaw, operands: Sequence[TensorOperand])
             state, amax = operand.delayed, operand.tensor_amax
             assert state is not None
             assert amax is not None
-            largest = law.amax_by_callable(state.amax_history)
+            largest = numerics.amax_by_callable(state.amax_history)
             enters = (amax > 0) & (amax < INFINITY_BITS)
             usable = enters & largest.isfinite() & (largest > 0)
             scale = not_above_flt_max(divide(scaled_max, largest))

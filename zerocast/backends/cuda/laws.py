@@ -1,52 +1,61 @@
-"""Which kernel computes a law, and what it is told of it: the names and the last arguments of the
-entry points in ``cuda_src/cuda``.
+"""Which kernel computes numerics, and what it is told of it: the names and the last arguments of
+the entry points in ``cuda_src/cuda``.
 """
 
 from __future__ import annotations
 
-from zerocast.backends.tables import float_bits, law_fields
-from zerocast.ops import Float8DelayedLaw, Float8Law, Law, MXFP8Law, NVFP4Law
+from zerocast.backends.tables import float_bits, numerics_fields
+from zerocast.numerics import (
+    Float8DelayedNumerics,
+    Float8Numerics,
+    MXFP8Numerics,
+    Numerics,
+    NVFP4Numerics,
+)
 
 
-def cast_kernel(law: Law, backend: str) -> tuple[str, list[int]]:
+def cast_kernel(numerics: Numerics, backend: str) -> tuple[str, list[int]]:
     """The ending of the name of the kernel that casts, and its scalars.
 
     Raises:
-        BackendError: where compiled code has no such law; ``backend`` is named.
+        BackendError: where compiled code has no such numerics; ``backend`` is named.
     """
-    fields = law_fields(law, backend)
-    if isinstance(law, NVFP4Law):
+    fields = numerics_fields(numerics, backend)
+    if isinstance(numerics, NVFP4Numerics):
         seed = fields[-1]
-        if law.stochastic_rounding:
-            return "nvfp4_drawn", [law.scale_max, seed]
-        return "nvfp4", [law.scale_max]
-    if isinstance(law, Float8DelayedLaw):
-        return f"delayed_{law.fmt.name}", []
-    return scale_kernel(law, backend)
+        if numerics.stochastic_rounding:
+            return "nvfp4_drawn", [numerics.scale_max, seed]
+        return "nvfp4", [numerics.scale_max]
+    if isinstance(numerics, Float8DelayedNumerics):
+        return f"delayed_{numerics.fmt.name}", []
+    return scale_kernel(numerics, backend)
 
 
-def scale_kernel(law: Law, backend: str) -> tuple[str, list[int]]:
+def scale_kernel(numerics: Numerics, backend: str) -> tuple[str, list[int]]:
     """The same for the kernel that makes scales from amaxes; delayed scaling has one of its own."""
-    law_fields(law, backend)
-    if isinstance(law, NVFP4Law):
-        return "nvfp4", [law.scale_max]
-    if isinstance(law, MXFP8Law):
-        return f"mxfp8_{law.fmt.name}", []
-    assert isinstance(law, Float8Law)
-    return f"float8_{law.fmt.name}", [int(law.power_2_scale), float_bits(law.amax_epsilon)]
+    numerics_fields(numerics, backend)
+    if isinstance(numerics, NVFP4Numerics):
+        return "nvfp4", [numerics.scale_max]
+    if isinstance(numerics, MXFP8Numerics):
+        return f"mxfp8_{numerics.fmt.name}", []
+    assert isinstance(numerics, Float8Numerics)
+    return f"float8_{numerics.fmt.name}", [
+        int(numerics.power_2_scale),
+        float_bits(numerics.amax_epsilon),
+    ]
 
 
-def decode_kernel(law: Law, backend: str) -> tuple[str, list[int]]:
+def decode_kernel(numerics: Numerics, backend: str) -> tuple[str, list[int]]:
     """The same for the kernel that decodes: it needs to know what a stored scale means."""
-    law_fields(law, backend)
-    if isinstance(law, NVFP4Law):
-        return "nvfp4", [law.scale_max]
-    kind = "mxfp8" if isinstance(law, MXFP8Law) else "float8"
-    return f"{kind}_{law.fmt.name}", []
+    numerics_fields(numerics, backend)
+    if isinstance(numerics, NVFP4Numerics):
+        return "nvfp4", [numerics.scale_max]
+    kind = "mxfp8" if isinstance(numerics, MXFP8Numerics) else "float8"
+    return f"{kind}_{numerics.fmt.name}", []
 
 
-def choice_kernel(law: NVFP4Law, backend: str) -> tuple[str, list[int]]:
+def choice_kernel(numerics: NVFP4Numerics, backend: str) -> tuple[str, list[int]]:
     """The same for the kernels that choose between two scales, under 4-over-6."""
-    law_fields(law, backend)
-    assert law.four_over_six is not None
-    return law.four_over_six, [law.scale_max]
+    numerics_fields(numerics, backend)
+    assert numerics.four_over_six is not None
+    return numerics.four_over_six, [numerics.scale_max]

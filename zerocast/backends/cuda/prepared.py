@@ -16,7 +16,7 @@ import torch
 from zerocast.backends.cuda.launcher import Arguments, Kernel, Launcher
 from zerocast.backends.cuda.tiling import Cut, tiles_of
 from zerocast.errors import BackendError
-from zerocast.ops import Launch, Masters, TensorOperand
+from zerocast.numerics import Launch, Masters, TensorOperand
 
 KEPT_TILES = 256
 """Tables of tiles that stay on the device for the next launch of the same shapes."""

@@ -1,5 +1,5 @@
-"""The reference backend: the law of every operation in plain torch, as slow and as obvious as it
-needs to be.
+"""The reference backend: the numerics of every operation in plain torch, as slow and as obvious as
+it needs to be.
 
 It runs on any device that torch runs on. Each element's block, byte and nibble are computed from
 its flat index in the whole weight, one formula each, and nothing is optimised: other backends are

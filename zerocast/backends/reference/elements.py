@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from zerocast.ops import INFINITY_BITS, NAN_BITS, Masters, TensorOperand
+from zerocast.numerics import INFINITY_BITS, NAN_BITS, Masters, TensorOperand
 
 
 def indices(shard: TensorOperand) -> torch.Tensor:

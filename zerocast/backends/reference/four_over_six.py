@@ -1,7 +1,7 @@
 """4-over-6: which of two scales each block takes, also where ranks share it.
 
 The errors of a block are summed in one fixed order, rows inside the block first, so that whoever
-adds them gets the same sum; see :class:`zerocast.ops.Candidates` for what is exchanged.
+adds them gets the same sum; see :class:`zerocast.numerics.FourOverSixErrors` for what is exchanged.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from zerocast.backends.reference.planes import by_elements
 from zerocast.backends.reference.scales import nvfp4_scales
 from zerocast.formats import decode, encode
 from zerocast.layout import BlockGrid, round_up
-from zerocast.ops import Masters, NVFP4Law, TensorOperand
+from zerocast.numerics import Masters, NVFP4Numerics, TensorOperand
 
 
-def write_own_part(law: NVFP4Law, shard: TensorOperand, masters: Masters) -> None:
+def write_own_part(numerics: NVFP4Numerics, shard: TensorOperand, masters: Masters) -> None:
     """The choices of the blocks that this rank owns alone; of the others its row errors, and its
     elements of the rows that are cut, too.
     """
@@ -28,7 +28,7 @@ def write_own_part(law: NVFP4Law, shard: TensorOperand, masters: Masters) -> Non
     x[index] = rounded(shard, masters)
     owned = torch.zeros_like(x)
     owned[index] = 1.0
-    errors = _row_errors(law, shard, x)
+    errors = _row_errors(numerics, shard, x)
     # [blocks_h, block_h, blocks_w], of each row of a block: how many of its elements this rank
     # owns, and how many there are.
     own = _in_blocks(grid, owned).sum(dim=-1)
@@ -48,7 +48,7 @@ def write_own_part(law: NVFP4Law, shard: TensorOperand, masters: Masters) -> Non
         candidates.elements[s, :width][mine] = x[start : start + width][mine]
 
 
-def choose_in_cut_rows(law: NVFP4Law, operand: TensorOperand) -> None:
+def choose_in_cut_rows(numerics: NVFP4Numerics, operand: TensorOperand) -> None:
     """Put the exchanged parts together: the choices of all blocks in cut rows of blocks."""
     grid, candidates = operand.grid, operand.candidates
     assert candidates is not None
@@ -57,7 +57,7 @@ def choose_in_cut_rows(law: NVFP4Law, operand: TensorOperand) -> None:
     for s, start in enumerate(candidates.segments.tolist()):
         width = _segment_width(grid, start)
         x[start : start + width] = candidates.elements[s, :width]
-    errors = _row_errors(law, operand, x)
+    errors = _row_errors(numerics, operand, x)
     for start in candidates.segments.tolist():
         row, j = start // grid.cols, start % grid.cols // grid.block_w
         i, r = row // grid.block_h, row % grid.block_h
@@ -73,7 +73,7 @@ def _segment_width(grid: BlockGrid, start: int) -> int:
     return min(grid.block_w, grid.cols - start % grid.cols)
 
 
-def _row_errors(law: NVFP4Law, operand: TensorOperand, x: torch.Tensor) -> torch.Tensor:
+def _row_errors(numerics: NVFP4Numerics, operand: TensorOperand, x: torch.Tensor) -> torch.Tensor:
     """[numel] rounded elements -> [blocks_h, block_h, blocks_w, 2]: of each row of each block the
     summed errors under map4 and under map6; 0 for rows that the matrix does not have.
     """
@@ -86,12 +86,12 @@ def _row_errors(law: NVFP4Law, operand: TensorOperand, x: torch.Tensor) -> torch
         choices = torch.full_like(block_amax, choice)
         stored, multiplier = (
             by_elements(scale.view(grid.blocks_h, grid.blocks_w), grid)
-            for scale in nvfp4_scales(law, block, tensor, choices)
+            for scale in nvfp4_scales(numerics, block, tensor, choices)
         )
-        code_value = decode(encode(x * multiplier, law.fmt), law.fmt)
-        scaled = code_value * decode(stored, law.scale_fmt) * tensor
-        error = (divide(scaled, law.fmt.max * law.scale_max) - x).abs()
-        if law.four_over_six == "mse":
+        code_value = decode(encode(x * multiplier, numerics.fmt), numerics.fmt)
+        scaled = code_value * decode(stored, numerics.scale_fmt) * tensor
+        error = (divide(scaled, numerics.fmt.max * numerics.scale_max) - x).abs()
+        if numerics.four_over_six == "mse":
             error = error * error
         by_block = _in_blocks(grid, error)
         total = by_block[..., 0]

@@ -1,0 +1,300 @@
+"""Weights that the ranks of a tensor-parallel group hold in parts: each part has the bytes that it
+has in the unsharded cast of the whole weight.
+"""
+
+import random
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+import zerocast
+from tests.support.partitions import draw_partition
+from tests.support.ranks import run_ranks, split_ranks
+from tests.support.recipes import VARIANTS
+from tests.support.same_bytes import assert_same_bytes, assert_same_storage
+from tests.support.tp_shards import assert_is_tp_shard, shape_of, unit
+from tests.support.values import draw_values
+from zerocast import TensorParallelShard
+from zerocast.comm import Communicator, RecordingCommunicator, SingleRank, run_in_process
+from zerocast.layout import Extent, Source
+from zerocast.recipes import Recipe
+from zerocast.tensors import quantize_into
+
+BACKENDS = ("reference", "cpu")
+DIMS = ("rows", "columns")
+CASTS = 3
+"""In a row: what a recipe remembers of one shows in the next."""
+
+
+@cache
+def master(name: str) -> torch.Tensor:
+    """The whole master of the weight under this recipe."""
+    shape = shape_of(VARIANTS[name])
+    return draw_values("wide", shape.numel(), list(VARIANTS).index(name)).view(shape)
+
+
+def columnwise(recipe: Recipe) -> bool:
+    """A columnwise copy that is cast from the transposed tensor cannot be sharded."""
+    return recipe.columnwise_source is not Source.TRANSPOSED_MASTER
+
+
+@cache
+def whole(name: str) -> zerocast.QuantizedTensor:
+    """What the numerics demands: three unsharded casts of the whole weight, by the reference."""
+
+    def on_rank(comm: Communicator) -> zerocast.QuantizedTensor:
+        recipe = VARIANTS[name]
+        weight = zerocast.empty(shape_of(recipe), recipe, columnwise=columnwise(recipe), name=name)
+        for _ in range(CASTS):
+            quantize_into(weight.quantized_storage, master(name))
+        return weight
+
+    with zerocast.use_backend("reference"):
+        return run_in_process(1, on_rank)[0]
+
+
+def draw_part(
+    recipe: Recipe, dim: int, comm: Communicator, rng: random.Random
+) -> TensorParallelShard:
+    """This rank's part of one weight: cut anywhere between blocks; parts may be empty."""
+    shape = shape_of(recipe)
+    lines, step = shape[dim], unit(recipe)
+    inner = [rng.randrange(0, lines + step, step) for _ in range(comm.size - 1)]
+    cuts = [0, *sorted(min(cut, lines) for cut in inner), lines]
+    start, end = cuts[comm.rank : comm.rank + 2]
+    return TensorParallelShard(shape, dim, start, end - start, comm)
+
+
+def cast_parts(tensor_parallel: Communicator, data_parallel: Communicator, dim: int) -> None:
+    """Cast this rank's shards of its parts of all weights, in one plan; every byte is right."""
+    weights, shards, starts = [], [], []
+    for name, recipe in VARIANTS.items():
+        rng = random.Random(name)
+        tp_shard = draw_part(recipe, dim, tensor_parallel, rng)
+        weights.append(
+            zerocast.empty(tp_shard.shape, recipe, tp_shard=tp_shard, columnwise=columnwise(recipe))
+        )
+        mine = tp_shard.slice_of(master(name)).contiguous().view(-1)
+        rng = random.Random(f"{name} {tensor_parallel.rank}")
+        extents = [Extent(0, 0)] * data_parallel.size
+        if mine.numel():
+            extents = draw_partition(mine.numel(), data_parallel.size, rng)
+        extent = extents[data_parallel.rank]
+        shards.append(mine[extent.start : extent.end])
+        starts.append(extent.start)
+    names = list(VARIANTS)
+    plan = zerocast.CastPlan(weights, shards, starts, data_parallel, names=names)
+    for _ in range(CASTS):
+        plan.cast()
+        plan.all_gather()
+    for name, weight in zip(names, weights, strict=True):
+        assert_is_tp_shard(weight, whole(name), name)
+
+
+def two_groups(comm: Any, tensor_parallel: int) -> tuple[Communicator, Communicator]:
+    """The tensor-parallel group of neighbours, and the data-parallel group across them."""
+    return comm.split(comm.rank // tensor_parallel), comm.split(comm.rank % tensor_parallel)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dim", [0, 1], ids=DIMS)
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_gathered_parts_are_the_slices_of_the_whole(backend: str, dim: int, size: int) -> None:
+    """Every recipe, each weight cut over 1 to 4 ranks in drawn places, each part sharded over two
+    ranks at any element.
+    """
+
+    def on_rank(comm: Any) -> None:
+        cast_parts(*two_groups(comm, size), dim)
+
+    for name in VARIANTS:
+        whole(name)
+    with zerocast.use_backend(backend):
+        run_in_process(2 * size, on_rank)
+
+
+def test_on_ranks_of_every_kind(comm_kind: str) -> None:
+    """The same on 2 x 2 ranks of every communicator, cut by rows and by columns."""
+
+    def on_rank(comm: Communicator) -> None:
+        groups = split_ranks(comm, comm.rank // 2), split_ranks(comm, comm.rank % 2)
+        for dim in (0, 1):
+            cast_parts(*groups, dim)
+
+    run_ranks(comm_kind, 4, on_rank)
+
+
+def test_parts_that_are_not_sharded() -> None:
+    """Tensor parallelism alone: the group that shares each part is one rank."""
+
+    def on_rank(comm: Communicator) -> None:
+        cast_parts(comm, SingleRank(), 0)
+
+    run_in_process(3, on_rank)
+
+
+def test_a_plan_of_parts_over_several_groups_and_of_whole_weights() -> None:
+    """On 2 x 2 ranks: a weight that all four hold in parts, one that pairs hold in parts, one that
+    all share, one of another pair; each has its whole weight's bytes.
+    """
+    recipe = zerocast.NVFP4BlockScaling()
+    masters = [draw_values("normal", 128 * 64, i).view(128, 64) * 10.0**i for i in range(4)]
+
+    def on_rank(comm: Any) -> None:
+        tensor_parallel, data_parallel = two_groups(comm, 2)
+        tp_shards = [
+            TensorParallelShard.chunk((128, 64), 0, comm),
+            TensorParallelShard.chunk((128, 64), 1, tensor_parallel),
+            None,
+            TensorParallelShard.chunk((128, 64), 0, data_parallel),
+        ]
+        groups = [SingleRank(), data_parallel, comm, tensor_parallel]
+        weights, shards, starts = [], [], []
+        for x, tp_shard, group in zip(masters, tp_shards, groups, strict=True):
+            mine = (x if tp_shard is None else tp_shard.slice_of(x)).contiguous().view(-1)
+            start, end = (mine.numel() * r // group.size for r in (group.rank, group.rank + 1))
+            shape = (128, 64) if tp_shard is None else tp_shard.shape
+            weights.append(zerocast.empty(shape, recipe, tp_shard=tp_shard))
+            shards.append(mine[start:end])
+            starts.append(start)
+        plan = zerocast.CastPlan(weights, shards, starts, groups)
+        plan.cast()
+        plan.all_gather()
+        for x, weight in zip(masters, weights, strict=True):
+            expected = zerocast.quantize(x, recipe, dtype=torch.bfloat16)
+            if weight.quantized_storage.tp_shard is None:
+                assert_same_storage(weight, expected, "the whole weight")
+            else:
+                assert_is_tp_shard(weight, expected)
+
+    run_in_process(4, on_rank)
+
+
+def test_weights_may_come_in_any_list() -> None:
+    """Their parts are found in a ParameterList, as in a list."""
+    x = torch.tensor([[1.0, 2.0], [3.0, 400.0]])
+
+    def on_rank(comm: Communicator) -> None:
+        recipe = zerocast.Float8CurrentScaling()
+        tp_shard = TensorParallelShard.chunk((2, 2), 0, comm)
+        weight = torch.nn.Parameter(zerocast.empty(tp_shard.shape, recipe, tp_shard=tp_shard))
+        weights: Any = torch.nn.ParameterList([weight])
+        zerocast.CastPlan(weights, [tp_shard.slice_of(x)], [0], SingleRank()).cast()
+        assert weights[0].rowwise_scale_inv * 448 == 400
+
+    run_in_process(2, on_rank)
+
+
+@pytest.mark.parametrize("count", [1, 30])
+def test_one_collective_a_group_and_cast(count: int) -> None:
+    """However many weights: one all-reduce of all amaxes over the ranks that share them, and one of
+    the shared entries over those that hold the parts.
+    """
+
+    def on_rank(comm: Any) -> None:
+        tensor_parallel, data_parallel = map(RecordingCommunicator, two_groups(comm, 2))
+        recipes = [zerocast.NVFP4BlockScaling(), zerocast.Float8BlockScaling()] * count
+        tp_shard = TensorParallelShard.chunk((256, 32), 0, tensor_parallel)
+        weights = [zerocast.empty(tp_shard.shape, recipe, tp_shard=tp_shard) for recipe in recipes]
+        half = tp_shard.shape.numel() // 2
+        shards = [torch.randn(half) for _ in weights]
+        starts = [half * data_parallel.rank] * len(weights)
+        plan = zerocast.CastPlan(weights, shards, starts, data_parallel)
+        for recorded in (tensor_parallel, data_parallel):
+            recorded.reset()
+        plan.cast()
+        slots = sum(weight.quantized_storage.amax_slots for weight in weights)
+        for recorded, entries in ((tensor_parallel, count), (data_parallel, slots)):
+            total = recorded.total()
+            assert (total.calls, total.payload_bytes) == (1, 4 * entries)
+
+    run_in_process(4, on_rank)
+
+
+@pytest.mark.parametrize(
+    "recipe", [zerocast.NVFP4BlockScaling(), zerocast.Float8CurrentScaling()], ids=["nvfp4", "fp8"]
+)
+def test_parts_of_an_amax_group(recipe: Recipe) -> None:
+    """Grouped weights that are cut, and one beside them that every rank has whole, are cast under
+    the amax of them all.
+    """
+    names = ["l.wq", "l.wk", "l.wv"]
+    masters = [draw_values("normal", 64 * 32, i).view(64, 32) * 10.0**i for i in range(3)]
+    fused = zerocast.quantize(torch.cat(masters), recipe, dtype=torch.bfloat16)
+
+    def on_rank(comm: Communicator) -> None:
+        # The first one is whole, and the last one has the largest values.
+        tp_shards = [None, *(TensorParallelShard.chunk((64, 32), 0, comm) for _ in names[1:])]
+        weights = [
+            zerocast.empty(
+                (64, 32) if tp_shard is None else tp_shard.shape, recipe, tp_shard=tp_shard
+            )
+            for tp_shard in tp_shards
+        ]
+        shards = [
+            x if tp_shard is None else tp_shard.slice_of(x)
+            for x, tp_shard in zip(masters, tp_shards, strict=True)
+        ]
+        plan = zerocast.CastPlan(
+            weights,
+            shards,
+            [0] * 3,
+            SingleRank(),
+            names=names,
+            amax_groups=[["*.w" + c for c in "qkv"]],
+        )
+        plan.cast()
+        for i, (weight, tp_shard) in enumerate(zip(weights, tp_shards, strict=True)):
+            rows = fused.rowwise_data[64 * i : 64 * i + 64]
+            expected = rows if tp_shard is None else tp_shard.slice_of(rows)
+            assert_same_bytes(weight.rowwise_data, expected, names[i])
+
+    run_in_process(2, on_rank)
+
+
+def test_the_functional_cast_finds_plans_of_parts_again() -> None:
+    """And where one rank has forgotten its plan, all of both groups make one."""
+    recipe = zerocast.Float8CurrentScaling()
+    x = draw_values("normal", 12 * 8, 0).view(12, 8)
+
+    def on_rank(comm: Any) -> None:
+        tensor_parallel, data_parallel = two_groups(comm, 2)
+        tp_shard = TensorParallelShard.chunk((12, 8), 0, tensor_parallel)
+        weight = zerocast.empty(tp_shard.shape, recipe, tp_shard=tp_shard, columnwise=False)
+        start, end = ((0, 13), (13, tp_shard.shape.numel()))[data_parallel.rank]
+        plans = []
+        for call in range(3):
+            shard = tp_shard.slice_of(x * 2**call).reshape(-1)[start:end]
+            if call == 2 and comm.rank == 3:
+                weight.quantized_storage.plans.clear()
+            zerocast.quantize_master_weights([weight], [shard], [start], data_parallel)
+            plans.append(next(iter(weight.quantized_storage.plans.values())))
+            whole = zerocast.quantize(x * 2**call, recipe, dtype=torch.bfloat16)
+            mine = tp_shard.slice_of(whole.rowwise_data).reshape(-1)[start:end]
+            assert_same_bytes(weight.rowwise_data.view(-1)[start:end], mine, "codes")
+            assert_same_bytes(weight.rowwise_scale_inv, whole.rowwise_scale_inv, "scale")
+        assert plans[0] is plans[1]
+        assert plans[1] is not plans[2]
+
+    run_in_process(4, on_rank)
+
+
+def test_a_capture_asks_both_kinds_of_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a CUDA graph cannot hold of the second reduction is said, too; the all-gather has no
+    part in it.
+    """
+    asked: list[list[Communicator]] = []
+
+    def record(device: torch.device, comms: Any, **_: Any) -> None:
+        asked.append(list(comms))
+
+    monkeypatch.setattr("zerocast.cast.plan.check_capture", record)
+    parts_of = RecordingCommunicator(SingleRank())
+    tp_shard = TensorParallelShard((16, 16), 0, 0, 16, parts_of)
+    weight = zerocast.empty((16, 16), zerocast.NVFP4BlockScaling(), tp_shard=tp_shard)
+    plan = zerocast.CastPlan([weight], [torch.randn(16, 16)], [0], SingleRank())
+    plan.cast()
+    plan.all_gather()
+    assert asked == [[SingleRank(), parts_of], [SingleRank()]]

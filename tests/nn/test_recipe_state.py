@@ -1,0 +1,264 @@
+"""RecipeState: roles and formats, the rule of delayed scaling, one reduction for all, saving."""
+
+import copy
+import gc
+import io
+import math
+import pickle
+import random
+
+import pytest
+import torch
+
+from tests.support.delayed import AMAXES, PlainDelayed
+from tests.support.same_bytes import assert_same_bytes
+from zerocast.comm import Communicator, RecordingCommunicator, SingleRank, run_in_process
+from zerocast.errors import InputError, MissingDataError
+from zerocast.formats import E4M3, E5M2
+from zerocast.nn.amax_reduction import AmaxReduction
+from zerocast.nn.recipe_state import RecipeState
+from zerocast.recipes import DelayedScaling, Float8CurrentScaling, NVFP4BlockScaling, Recipe
+
+pytestmark = pytest.mark.usefixtures("backend")
+
+HISTORY = 5
+DELAYED = DelayedScaling(amax_history_len=HISTORY)
+DRAWN = NVFP4BlockScaling()
+
+
+def with_amax(amax: float) -> torch.Tensor:
+    """[3, 2] FP32 values of which the largest magnitude is ``amax``, exactly."""
+    return torch.tensor([[0.0, amax / 2], [-amax, -amax / 4], [amax, -0.0]])
+
+
+def assert_same_states(actual: RecipeState, expected: RecipeState) -> None:
+    """All that both remember, bit for bit."""
+    ours, theirs = actual.state_dict(), expected.state_dict()
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        assert_same_bytes(ours[name], tensor, name)
+
+
+# --- what a state is ---
+
+
+def test_quantizers_follow_the_gemms() -> None:
+    """Forward: input, weight, output, of one GEMM after the other; backward: grad_output and
+    grad_input. Formats follow the direction.
+    """
+    forward = RecipeState.create(DELAYED, mode="forward", num_quantizers=6)
+    assert forward.roles == ("input", "weight", "output") * 2
+    backward = RecipeState.create(DELAYED, mode="backward", num_quantizers=4)
+    assert backward.roles == ("grad_output", "grad_input") * 2
+    assert [q.dtype for q in forward.make_quantizers()] == [E4M3] * 6
+    assert [q.dtype for q in backward.make_quantizers()] == [E5M2] * 4
+    assert (forward.qx_dtype, forward.qw_dtype, forward.qgrad_dtype) == (E4M3, E4M3, E5M2)
+    assert forward.scale.tolist() == [1.0] * 6
+    assert forward.amax_history.shape == (6, HISTORY)
+    assert not forward.amax_history.any()
+
+
+def test_a_recipe_without_state_has_none() -> None:
+    """Nothing to save, nothing to reduce, and its scales are in the tensors, as the error says."""
+    state = RecipeState.create(Float8CurrentScaling(), "forward", 3)
+    assert (state.state_dict(), state.is_delayed) == ({}, False)
+    with pytest.raises(MissingDataError, match="Float8CurrentScaling"):
+        _ = state.scale
+    assert [q.memory for q in state.make_quantizers()] == [None] * 3
+
+
+def test_wrong_arguments_are_refused() -> None:
+    """What is no recipe, another mode, a negative count."""
+    with pytest.raises(InputError, match="'nvfp4'.*, got 'fp8'"):
+        RecipeState.create("fp8", "forward")  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="'forward' or 'backward', got 'both'"):
+        RecipeState.create(DELAYED, "both")  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="got -1"):
+        RecipeState.create(DELAYED, "forward", -1)
+
+
+# --- the rule ---
+
+
+@pytest.mark.parametrize(("algorithm", "margin"), [("max", 0), ("max", 3), ("most_recent", -2)])
+def test_fifty_steps_are_those_of_the_plain_rule(algorithm: str, margin: int) -> None:
+    """History, scale, and the scale_inv of every cast, with zero, tiny, infinite and NaN amaxes
+    among them and up to three casts a step.
+    """
+    rng = random.Random(f"{algorithm} {margin}")
+    recipe = DelayedScaling(
+        amax_history_len=HISTORY, amax_compute_algo=algorithm, margin=margin, fp8_format="hybrid"
+    )
+    for mode, largest in (("forward", 448.0), ("backward", 57344.0)):
+        state = RecipeState.create(recipe, mode, 3)
+        quantizers = state.make_quantizers()
+        plain = [PlainDelayed(HISTORY, largest, margin, algorithm) for _ in quantizers]
+        reduction = AmaxReduction(SingleRank())
+        state.join(reduction)
+        for step in range(50):
+            for quantizer, rule in zip(quantizers, plain, strict=True):
+                amaxes = rng.choices(AMAXES, k=rng.randint(0, 3))
+                for amax in amaxes:
+                    made = quantizer.quantize(with_amax(amax))
+                    expected = torch.tensor([rule.scale_inv(amax)])
+                    if math.isnan(rule.scale_inv(amax)):
+                        assert made.rowwise_scale_inv.isnan()
+                    else:
+                        assert_same_bytes(made.rowwise_scale_inv, expected, f"step {step}")
+                rule.step(amaxes)
+            reduction.run()
+            scales = torch.tensor([rule.scale for rule in plain])
+            histories = torch.tensor([rule.history for rule in plain])
+            assert_same_bytes(state.scale, scales, f"{mode} scales, step {step}")
+            assert_same_bytes(state.amax_history, histories, f"{mode} histories, step {step}")
+            assert not state.amaxes.any()
+
+
+# --- one reduction for all ---
+
+
+def test_all_states_share_one_reduction() -> None:
+    """Whatever the number of states, one all-reduce of four bytes a tensor; ranks agree on the
+    largest amax of each, and each state moves on by its own numerics.
+    """
+
+    def rank(comm: Communicator) -> tuple[list[float], list[float], int, int]:
+        recording = RecordingCommunicator(comm)
+        reduction = AmaxReduction(recording)
+        recipes = [
+            DELAYED,
+            DelayedScaling(margin=1),
+            DelayedScaling(amax_compute_algo="most_recent"),
+        ]
+        states = [
+            RecipeState.create(recipe, mode, 3) for recipe in recipes
+            for mode in ("forward", "backward")
+        ]  # fmt: skip
+        for state in states:
+            state.join(reduction)
+        for i, state in enumerate(states):
+            for k, quantizer in enumerate(state.make_quantizers()):
+                quantizer.quantize(with_amax(1.0 + (comm.rank + i + k) % 3))
+        reduction.run()
+        traffic = recording.total()
+        newest = torch.cat([state.amax_history[:, 0] for state in states]).tolist()
+        scales = torch.cat([state.scale for state in states]).tolist()
+        return newest, scales, traffic.calls, traffic.payload_bytes
+
+    for newest, scales, calls, payload in run_in_process(3, rank):
+        assert (calls, payload) == (1, 4 * 18)
+        assert newest == [3.0] * 18
+        e4m3, e5m2 = torch.tensor(448.0) / 3, torch.tensor(57344.0) / 3
+        by_state = [e4m3, e5m2, e4m3 / 2, e5m2 / 2, e4m3, e5m2]
+        assert scales == [each.item() for each in by_state for _ in range(3)]
+
+
+def test_a_state_keeps_its_entry_when_others_go() -> None:
+    """A layer that one rank has dropped (or not yet) leaves a gap there: the others' amaxes still
+    meet their own.
+    """
+
+    def rank(comm: Communicator) -> list[float]:
+        reduction = AmaxReduction(comm)
+        first, second, third = (RecipeState.create(DELAYED, "forward", n) for n in (1, 2, 1))
+        for state in (first, second, third):
+            state.join(reduction)
+        reduction.run()
+        if comm.rank == 1:
+            del state, second
+            gc.collect()
+        third.make_quantizers()[0].calibrate(with_amax(4.0 + comm.rank))
+        first.make_quantizers()[0].calibrate(with_amax(2.0 - comm.rank))
+        reduction.run()
+        return [first.amax_history[0, 0].item(), third.amax_history[0, 0].item()]
+
+    assert run_in_process(2, rank) == [[2.0, 5.0]] * 2
+
+
+def test_a_state_belongs_to_the_reduction_that_it_joined_last() -> None:
+    """What it has recorded goes with it, and the other one leaves it alone, back and forth."""
+    state = RecipeState.create(DELAYED, "forward", 1)
+    (quantizer,) = state.make_quantizers()
+    reductions = [AmaxReduction(SingleRank()) for _ in range(2)]
+    for step in range(4):
+        mine, other = reductions[step % 2], reductions[1 - step % 2]
+        state.join(mine)
+        quantizer.calibrate(with_amax(1.0 + step))
+        other.run()
+        assert state.amaxes.view(torch.float32).tolist() == [1.0 + step]
+        mine.run()
+        assert state.amax_history[0, 0] == 1.0 + step
+
+
+def test_a_state_can_be_made_where_inference_runs() -> None:
+    """Made, joined and reduced in inference mode, it can be trained on afterwards."""
+    reduction = AmaxReduction(SingleRank())
+    with torch.inference_mode():
+        state = RecipeState.create(DELAYED, "forward", 1)
+        (quantizer,) = state.make_quantizers()
+        state.join(reduction)
+        quantizer.quantize(with_amax(2.0))
+        reduction.run()
+    quantizer.quantize(with_amax(4.0))
+    reduction.run()
+    assert state.amax_history[0, :2].tolist() == [4.0, 2.0]
+
+
+# --- saving and copying ---
+
+
+@pytest.mark.parametrize("recipe", [DELAYED, DRAWN], ids=["delayed", "nvfp4"])
+def test_a_loaded_state_goes_on_bit_for_bit(recipe: Recipe) -> None:
+    """Saved in the middle of a step, amaxes waiting, and loaded into a fresh state: everything that
+    follows is the same. So is it for deepcopy and pickle, and the original is not disturbed.
+    """
+    mode = "forward" if recipe is DELAYED else "backward"
+
+    def go_on(state: RecipeState, steps: range) -> list[torch.Tensor]:
+        reduction = AmaxReduction(SingleRank())
+        state.join(reduction)
+        made = []
+        for step in steps:
+            for quantizer in state.make_quantizers():
+                x = torch.randn(16, 32, generator=torch.Generator().manual_seed(step)) * step
+                made.append(quantizer.quantize(x).rowwise_data)
+            if step != steps[-1]:
+                reduction.run()
+        return made
+
+    state = RecipeState.create(recipe, mode, 2, name="layer")
+    go_on(state, range(3))
+    saved = io.BytesIO()
+    torch.save(state.state_dict(), saved)
+    saved.seek(0)
+    loaded = RecipeState.create(recipe, mode, 2)
+    loaded.load_state_dict(torch.load(saved, weights_only=True))
+    copies = [loaded, copy.deepcopy(state), pickle.loads(pickle.dumps(state))]
+    for other in copies:
+        assert_same_states(other, state)
+    expected = go_on(state, range(3, 7))
+    for other in copies:
+        for ours, theirs in zip(go_on(other, range(3, 7)), expected, strict=True):
+            assert_same_bytes(ours, theirs, "codes")
+        assert_same_states(other, state)
+
+
+def test_a_copied_layer_keeps_its_quantizers_with_its_state() -> None:
+    """deepcopy of a state and its quantizers together: the copies remember in the copy."""
+    state = RecipeState.create(DELAYED, "forward", 2)
+    both = copy.deepcopy({"quantizers": state.make_quantizers(), "state": state})
+    both["quantizers"][1].calibrate(with_amax(2.0))
+    assert both["state"].amaxes.view(torch.float32).tolist() == [0.0, 2.0]
+    assert not state.amaxes.any()
+
+
+def test_a_foreign_state_is_refused() -> None:
+    """Other names, shapes or dtypes; nothing is changed, and the message shows both sides."""
+    state = RecipeState.create(DELAYED, "forward", 2)
+    with pytest.raises(InputError, match=r"'scale'\], got \[\]"):
+        state.load_state_dict({})
+    other = RecipeState.create(DelayedScaling(amax_history_len=7), "forward", 2)
+    other.scale.fill_(5)
+    with pytest.raises(InputError, match=r"\[2, 5\], got torch\.float32 \[2, 7\]"):
+        state.load_state_dict(other.state_dict())
+    assert state.scale.tolist() == [1.0, 1.0]

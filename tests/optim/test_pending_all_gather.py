@@ -1,0 +1,406 @@
+"""Codes that are on their way are waited for by whoever uses them first, whatever the use."""
+
+import copy
+import functools
+import gc
+import io
+import pickle
+import threading
+import weakref
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+import zerocast
+from tests.optim.overlapping import (
+    ALL_TOGETHER,
+    Model,
+    assert_all_same,
+    backward,
+    optimizer_of,
+    pending,
+    stored,
+    train,
+)
+from tests.support.late_gathers import TakesAway
+from tests.support.same_bytes import assert_same_bytes
+from zerocast.comm import SingleRank
+from zerocast.optim.pending_all_gather import PendingAllGather
+
+
+def on_their_way(recipe="nvfp4", **options):
+    """A model after a step, its optimizer, and the communicator that holds its codes."""
+    comm = TakesAway(SingleRank())
+    model = Model(recipe)
+    optimizer = optimizer_of(model, comm, **options)
+    train(model, optimizer, range(1))
+    comm.waits = 0
+    return model, optimizer, comm
+
+
+def saved_and_loaded(value):
+    """By way of a file."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def moved(weight):
+    """To another buffer."""
+    zerocast.replace_raw_data(weight, torch.zeros(weight.rowwise_data.numel(), dtype=torch.uint8))
+    return weight.dequantize()
+
+
+def shared(weight):
+    """With child processes."""
+    return weight.share_memory_().dequantize()
+
+
+def without_rowwise(weight):
+    """What only rowwise codes are read with is dropped."""
+    weight.update_usage(rowwise_usage=False)
+    return weight.dequantize()
+
+
+INPUT = torch.ones(2, 64).bfloat16()
+
+USES = {
+    "a function without the module": lambda w: torch.nn.functional.linear(INPUT, w),
+    "an operand": lambda w: w + 1,
+    "a view": lambda w: w[3],
+    "dequantize": lambda w: w.dequantize(),
+    "float": lambda w: w.double(),
+    "a list": lambda w: torch.tensor(w.tolist()),
+    "numpy": lambda w: torch.tensor(w.float().numpy(force=True)),
+    "copied from": lambda w: torch.empty(w.shape).copy_(w),
+    "codes": lambda w: w.rowwise_data.clone(),
+    "columnwise codes": lambda w: w.columnwise_data.clone(),
+    "columnwise scales": lambda w: w.columnwise_scale_inv.clone(),
+    "data": lambda w: w.data.dequantize(),
+    "clone": lambda w: w.clone().columnwise_data,
+    "deepcopy": lambda w: copy.deepcopy(w).columnwise_data,
+    "pickle": lambda w: pickle.loads(pickle.dumps(w)).columnwise_data,
+    "torch.save": lambda w: saved_and_loaded(w).columnwise_data,
+    "copied into": lambda w: w.copy_(torch.ones(w.shape)).columnwise_data.clone(),
+    "copied into another": lambda w: torch.zeros_like(w).copy_(w),
+    "replace_raw_data": moved,
+    "share_memory_": shared,
+    "update_usage": without_rowwise,
+}
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4", "mxfp8"])
+@pytest.mark.parametrize("use", USES)
+def test_every_use_of_a_weight_waits_for_its_bucket(use, recipe):
+    """The use gives what it gives where nothing is on its way, leaves the weight the same, and
+    waits for one bucket.
+    """
+    results = []
+    for overlap in (True, False):
+        model, optimizer, _ = on_their_way(recipe, overlap_all_gather=overlap)
+        with torch.no_grad():
+            result = USES[use](model.layers[1][1].weight)
+        if overlap:
+            assert pending(optimizer) == "xx.x"
+        results.append({"result": result} | stored(model))
+    assert_all_same(*results)
+
+
+@pytest.mark.parametrize("step", ["cast", "all_gather", "post_all_gather_processing"])
+def test_another_plan_waits(step):
+    """One that was made before the codes were sent, and has their addresses."""
+    results = []
+    for overlap in (True, False):
+        model, optimizer, _ = on_their_way(overlap_all_gather=overlap)
+        weight = model.layers[1][1].weight
+        plan = zerocast.CastPlan([weight], [torch.ones(weight.numel())], [0], SingleRank())
+        train(model, optimizer, range(1))
+        getattr(plan, step)()
+        if overlap:
+            assert pending(optimizer) == "xx.x"
+        plan.all_gather()
+        results.append(stored(model))
+    assert_all_same(*results)
+
+
+def test_looking_at_a_weight_waits_for_nothing():
+    """Shape, dtype, device, recipe, repr, an alias, a state dict, a gradient: no byte is read."""
+    model, optimizer, _ = on_their_way()
+    for name, weight in model.state_dict().items():
+        assert repr(weight.detach()), name
+        assert weight.numel() == weight.shape.numel()
+        assert weight.device.type == "cpu"
+    model.zero_grad()
+    model.requires_grad_(True)
+    assert pending(optimizer) == "xxxx"
+
+
+def test_plain_weights_have_arrived_when_a_step_returns():
+    """Nobody sees their use."""
+    model, optimizer, _ = on_their_way()
+    expected = stored(on_their_way(overlap_all_gather=False)[0])
+    for name, weight in model.named_parameters():
+        if not isinstance(weight, zerocast.QuantizedTensor):
+            assert_same_bytes(weight.detach().clone(), expected[name], name)
+    assert pending(optimizer) == "xxxx"
+
+
+def test_a_state_dict_right_after_a_step():
+    """It is that of a model without overlap, saved to a file, and so is the evaluation."""
+    late, plain = (on_their_way(overlap_all_gather=overlap)[0] for overlap in (True, False))
+    saved, expected = saved_and_loaded(late.state_dict()), saved_and_loaded(plain.state_dict())
+    assert saved.keys() == expected.keys()
+    for name, weight in expected.items():
+        assert_same_bytes(saved[name].float(), weight.float(), name)
+    late, plain = (on_their_way(overlap_all_gather=overlap)[0] for overlap in (True, False))
+    with torch.inference_mode():
+        inputs = torch.ones(2, 32).bfloat16()
+        assert_same_bytes(late.eval()(inputs), plain.eval()(inputs), "output")
+    assert_all_same(stored(late), stored(plain))
+
+
+def test_a_state_dict_is_loaded_into_weights_on_their_way():
+    """The codes that arrive do not overwrite what was loaded."""
+    model, optimizer, _ = on_their_way()
+    other = Model("nvfp4")
+    model.load_state_dict(other.state_dict())
+    optimizer.wait_for_all_gather()
+    assert_all_same(stored(model), stored(other))
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4", "current"])
+def test_a_compiled_forward_waits(recipe):
+    """The graph decodes the weights itself, in one piece, and gives the same training; a weight is
+    waited for where the graph is entered, the first time and later.
+    """
+    torch._dynamo.reset()
+    results = []
+    for compiles in (True, False):
+        model, optimizer, comm = on_their_way(recipe)
+        run = torch.compile(model, backend="aot_eager", fullgraph=True) if compiles else model
+        for step in range(3):
+            inputs = torch.randn(8, 32, generator=torch.Generator().manual_seed(step)).bfloat16()
+            output = run(inputs)
+            assert pending(optimizer) == "...."
+            output.float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append(stored(model) | {"waits": torch.tensor(comm.waits)})
+    assert_all_same(*results)
+
+
+@pytest.mark.parametrize("selective", [False, True])
+def test_checkpointed_activations(selective):
+    """A forward that is run again in the backward gives the same training, also where torch keeps
+    results of operations of the first run: what is computed while waiting is none of them.
+    """
+
+    def policy(context, func, *args, **kwargs):
+        return CheckpointPolicy.MUST_SAVE
+
+    def normalize() -> None:  # as layers do, on as many elements
+        torch.nn.functional.layer_norm(torch.zeros(8, 64).bfloat16(), (64,))
+
+    options = {"use_reentrant": False}
+    if selective:
+        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, policy)
+    results = []
+    for overlap in (True, False):
+        model, comm = Model("nvfp4"), TakesAway(SingleRank())
+        comm.before_wait = normalize
+        optimizer = optimizer_of(model, comm, overlap_all_gather=overlap)
+        train(functools.partial(checkpoint, model, **options), optimizer, range(3))
+        results.append(stored(model))
+    assert_all_same(*results)
+
+
+def test_threads_wait_for_each_other():
+    """While one thread waits, another that uses a weight of the bucket waits, too."""
+    model, _, comm = on_their_way(bucket_size=ALL_TOGETHER)
+    expected = stored(on_their_way(overlap_all_gather=False)[0])
+    entered, go_on, seen = threading.Event(), threading.Event(), {}
+
+    def stay() -> None:
+        entered.set()
+        assert go_on.wait(60)
+
+    comm.before_wait = stay
+
+    def use(name: str) -> None:
+        seen[name] = model.get_parameter(f"{name}.weight").rowwise_data.clone()
+
+    threads = [threading.Thread(target=use, args=(name,)) for name in ("first", "layers.1.1")]
+    threads[0].start()
+    assert entered.wait(60)
+    threads[1].start()
+    threads[1].join(0.05)
+    assert threads[1].is_alive()
+    go_on.set()
+    for thread in threads:
+        thread.join(60)
+    for name, codes in seen.items():
+        assert_same_bytes(codes, expected[f"{name}.weight.rowwise_data"], name)
+    assert comm.waits == 1
+
+
+@pytest.mark.parametrize("where", ["start", "wait"])
+def test_a_gather_that_fails_is_an_error_at_every_use(where, monkeypatch):
+    """Of a weight in its bucket, and at the next step: what the transport raised, never bytes that
+    have not arrived. Other buckets are used as ever.
+    """
+    model, optimizer, comm = on_their_way()
+
+    def fail(*_: object) -> None:
+        raise OSError("a rank is gone")
+
+    if where == "wait":
+        comm.before_wait = fail
+        with pytest.raises(OSError, match="a rank is gone"):
+            model.first.weight.dequantize()
+        comm.before_wait = lambda: None
+        model.layers[0][1].weight.dequantize()
+    else:
+        optimizer.wait_for_all_gather()
+        monkeypatch.setattr(comm, "start_all_gather_", fail)
+        with pytest.raises(OSError, match="a rank is gone"):
+            optimizer.step()
+        monkeypatch.undo()
+    for _ in range(2):
+        with pytest.raises(OSError, match="a rank is gone"):
+            model.first.weight.dequantize()
+        with pytest.raises(OSError, match="a rank is gone"):
+            backward(model, 0)
+    with pytest.raises(OSError, match="a rank is gone"):
+        optimizer.step()
+
+
+def test_a_wait_that_was_interrupted_is_taken_up_again():
+    """After Ctrl-C in a wait the next use waits, and gives the right bytes."""
+    model, optimizer, comm = on_their_way(bucket_size=ALL_TOGETHER)
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    comm.before_wait = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        model.first.weight.dequantize()
+    assert pending(optimizer) == "x"
+    comm.before_wait = lambda: None
+    assert_all_same(stored(model), stored(on_their_way(overlap_all_gather=False)[0]))
+
+
+def test_weights_outlive_their_optimizer():
+    """Nothing of it is kept, and what it has sent arrives."""
+    model, optimizer, _ = on_their_way()
+    shards = weakref.ref(optimizer._shards)
+    del optimizer
+    gc.collect()
+    assert shards() is None
+    assert_all_same(stored(model), stored(on_their_way(overlap_all_gather=False)[0]))
+
+
+def test_columnwise_copies_that_move_or_go_between_steps():
+    """They are rebuilt where they lie, and not where they lay."""
+    results = []
+    for overlap in (True, False):
+        model, optimizer, _ = on_their_way(overlap_all_gather=overlap, bucket_size=ALL_TOGETHER)
+        train(model, optimizer, range(1))
+        moved, without = model.first.weight, model.layers[1][1].weight
+        old = moved.columnwise_data
+        moved.quantized_storage.replace("columnwise_data", old.clone())
+        without.update_usage(columnwise_usage=False)
+        old.fill_(0x77)
+        train(model, optimizer, range(2))
+        results.append(stored(model))
+        assert (old == 0x77).all()
+    assert_all_same(*results)
+
+
+def test_another_optimizer_takes_weights_over():
+    """It waits for what the first has sent, and its steps for what it has sent itself."""
+    results = []
+    for overlap in (True, False):
+        model, first, comm = on_their_way(overlap_all_gather=overlap)
+        second = optimizer_of(model, comm, overlap_all_gather=overlap, bucket_size=ALL_TOGETHER)
+        del first
+        train(model, second, range(2))
+        results.append(stored(model))
+    assert_all_same(*results)
+
+
+@pytest.mark.parametrize("mode", [nullcontext, FakeTensorMode])
+def test_memory_is_given_back_when_nobody_writes_it_any_more(mode):
+    """Weights that go while they are on their way are waited for then, each bucket once; no cycle
+    keeps them. So it is where they go while torch traces something else.
+    """
+    model, optimizer, comm = on_their_way()
+    del optimizer
+    gc.collect()
+    gc.disable()
+    try:
+        storage = weakref.ref(model.first.weight.quantized_storage)
+        with mode():
+            del model
+        assert storage() is None
+        assert comm.waits == 4
+    finally:
+        gc.enable()
+
+
+# --- CUDA graphs: what a stream that is being captured may do ---
+
+
+class StorageOnGpu(SimpleNamespace):
+    """As far as the host's part goes."""
+
+    device, derived_names, buffers = torch.device("cuda"), (), {}
+
+    def mark_rebuilt(self) -> None:
+        """Nothing is derived."""
+
+
+def graph_device_arrival():
+    """An arrival of one weight on a GPU."""
+    storage = StorageOnGpu()
+    return PendingAllGather([storage]), storage
+
+
+def test_a_use_that_a_graph_captures_is_refused_while_codes_are_on_their_way(monkeypatch):
+    """Replays would not wait."""
+    arrival, storage = graph_device_arrival()
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    arrival.begin([lambda: None])
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(zerocast.UnsupportedError, match=r"optimizer\.wait_for_all_gather\(\)"):
+        storage.wait_pending()
+
+
+def test_weights_that_a_graph_uses_arrive_within_the_step(monkeypatch):
+    """From the capture on, for its replays are seen by nobody."""
+    arrival, storage = graph_device_arrival()
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    storage.wait_pending()
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    waited = []
+    arrival.begin([lambda: waited.append(True)])
+    assert waited == [True]
+    assert not arrival.under_way
+
+
+def test_a_captured_step_is_refused(monkeypatch):
+    """Before anything is sent."""
+    arrival, _ = graph_device_arrival()
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    begun = []
+    with pytest.raises(zerocast.UnsupportedError, match="without overlap_all_gather"):
+        arrival.begin(begun.append(True) for _ in range(1))
+    assert begun == []

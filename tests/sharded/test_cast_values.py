@@ -1,0 +1,78 @@
+"""When a cast is due: a master knows whether it was written since the latest one."""
+
+import pytest
+import torch
+
+import zerocast
+from zerocast.sharded.low_bit_all_gather import LowBitAllGather
+
+
+def master(rows: int = 6) -> zerocast.sharded.MasterWeight:
+    """Rows of a weight, as if just cast."""
+    gather = LowBitAllGather((rows, 16), zerocast.NVFP4BlockScaling(), "weight")
+    made = zerocast.sharded.MasterWeight(torch.randn(rows, 16), gather)
+    gather.cast_values.set_to(made.value)
+    return made
+
+
+def is_due(tensor: zerocast.sharded.MasterWeight) -> bool:
+    """Whether a gather of ``tensor`` would cast."""
+    return tensor.low_bit_all_gather.is_due(tensor.value)
+
+
+@pytest.mark.parametrize("rows", [6, 0])
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda m: m.mul_(2),
+        lambda m: m.view(-1).mul_(2),
+        lambda m: m[1:].mul_(2),
+        lambda m: torch._foreach_add_([m], 1),
+        lambda m: m.value.mul_(2),  # as who was handed a plain tensor of the same memory
+        lambda m: m.detach().value.add_(1),
+        lambda m: m.copy_(torch.ones(m.shape)),
+        lambda m: m.copy_(m.detach().clone().mul_(2)),
+        lambda m: m[: len(m) // 2].copy_(m[len(m) // 2 :]),
+        lambda m: m.copy_(torch.empty_like(m).copy_(m).mul_(2)),
+    ],
+)
+def test_what_writes_a_master_makes_a_cast_due(write, rows):
+    """By any name of its memory, by other values of its own clones, on ranks without rows too."""
+    weight = master(rows)
+    assert not is_due(weight)
+    write(weight)
+    assert is_due(weight)
+    assert is_due(weight.detach())
+
+
+def test_rounded_values_that_come_back_are_due():
+    """A BF16 copy of a master is not its value."""
+    weight = master()
+    weight.copy_(torch.empty_like(weight, dtype=torch.bfloat16).copy_(weight))
+    assert is_due(weight)
+
+
+@pytest.mark.parametrize("rows", [6, 0])
+def test_moved_rows_are_not_due(rows):
+    """Rows that FSDP2 moves into memory that it pads, again and again, are those that were cast;
+    what is written to other copies does not matter to them.
+    """
+    weight = master(rows)
+    for _ in range(3):
+        padded = weight.new_zeros((8, 16))
+        padded.narrow(0, 0, rows).copy_(weight)
+        average = weight.clone().lerp_(torch.ones(rows, 16), 0.5)
+        average.copy_(weight)
+        average.mul_(2)
+        weight = padded.narrow(0, 0, rows)
+        assert not is_due(weight)
+        assert is_due(average)
+    weight.mul_(2)
+    assert is_due(weight)
+
+
+def test_due_rows_stay_due_where_they_are_moved():
+    """A write that no gather has seen is not forgotten by a move."""
+    weight = master()
+    weight.value.mul_(2)
+    assert is_due(weight.new_zeros((8, 16)).narrow(0, 0, 6).copy_(weight))

@@ -1,0 +1,207 @@
+"""Hugging Face's Llama under FSDP2, with codes in its gathers: nothing of it is changed."""
+
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
+from torch.distributed.fsdp import fully_shard
+
+import zerocast
+from tests.sharded.sharded import BF16, gathered, reshard, whole_masters
+from tests.support.llama import HIDDEN_96, TIED_160, checkpoint_activations, llama, tokens
+from tests.support.ranks import run_ranks
+from tests.support.recipes import RECIPES
+from tests.support.same_bytes import assert_same_bytes, assert_same_storage
+
+pytestmark = [pytest.mark.mpi(min_size=4), pytest.mark.slow]
+
+NVFP4, DELAYED = RECIPES["nvfp4"], RECIPES["delayed"]
+PROJECTIONS = 14
+"""Layers that are converted: seven in each of two blocks."""
+
+
+def sharded(model, recipe):
+    """Converted but for the head, and sharded block by block."""
+    report = zerocast.nn.convert(model, recipe, weights="master", filter_fqns=["lm_head"])
+    assert len(report.converted) == PROJECTIONS
+    for layer in model.model.layers:
+        fully_shard(layer, mp_policy=BF16)
+    return fully_shard(model, mp_policy=BF16)
+
+
+def adamw(model) -> torch.optim.Optimizer:
+    """torch's, by its foreach implementation."""
+    return torch.optim.AdamW(model.parameters(), lr=3e-3, foreach=True)
+
+
+def train(model, optimizer, start, end) -> list[float]:
+    """Steps ``start`` to ``end``; their losses."""
+    losses = []
+    for step in range(start, end):
+        loss = model(input_ids=tokens(step), labels=tokens(step)).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        zerocast.sharded.precompute_scales_for_fsdp(model)
+        losses.append(loss.item())
+    return losses
+
+
+def gathered_codes(model) -> dict[str, zerocast.QuantizedTensor]:
+    """A copy of every weight that is gathered in codes. Collective."""
+    weights = gathered(model).items()
+    codes = {
+        name: weight.detach().clone()
+        for name, weight in weights
+        if isinstance(weight, zerocast.QuantizedTensor)
+    }
+    reshard(model)
+    assert len(codes) == PROJECTIONS
+    return codes
+
+
+def assert_is_unsharded_cast(model, recipe) -> None:
+    """What is gathered is ``quantize`` of the whole masters, in every buffer."""
+    masters = whole_masters(model)
+    for name, weight in gathered_codes(model).items():
+        whole = zerocast.quantize(masters[name], recipe, dtype=torch.bfloat16)
+        assert_same_storage(weight, whole, name)
+
+
+def everything(model) -> dict[str, torch.Tensor]:
+    """Masters, and what is gathered of them. Collective."""
+    found = {f"master {name}": master for name, master in whole_masters(model).items()}
+    for name, weight in gathered_codes(model).items():
+        buffers = weight.quantized_storage.buffers.items()
+        found |= {f"{name} {buffer}": tensor for buffer, tensor in buffers}
+    return found
+
+
+def assert_same(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], when: str):
+    """Two dictionaries of tensors are the same bits."""
+    assert actual.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert_same_bytes(actual[name], tensor, f"{name} {when}")
+
+
+def a_folder(comm) -> Path:
+    """A new one, the same on every rank."""
+    return Path(comm.all_gather_object(tempfile.mkdtemp() if comm.rank == 0 else None)[0])
+
+
+@pytest.mark.parametrize(
+    ("options", "recipe", "steps", "saved_on", "resumed_on"),
+    [(HIDDEN_96, NVFP4, 20, 4, 2), (TIED_160, DELAYED, 4, 2, 4)],
+    ids=["nvfp4", "tied-delayed"],
+)
+def test_a_trained_llama_is_resumed(options, recipe, steps, saved_on, resumed_on):
+    """Training lowers the loss and gathers the unsharded cast. Masters and the state of AdamW,
+    saved by torch.distributed.checkpoint, go on as the run that was not interrupted, bit for bit,
+    on another number of ranks. (All ranks have the same batch, of whose gradients the mean over 2
+    and over 4 is exact.)
+    """
+
+    def save(comm):
+        model = sharded(llama(options), recipe)
+        optimizer = adamw(model)
+        losses = train(model, optimizer, 0, steps)
+        assert max(losses[-2:]) < min(losses[:2])
+        if not recipe.state:
+            assert_is_unsharded_cast(model, recipe)
+        folder = a_folder(comm)
+        states = get_state_dict(model, optimizer)
+        dcp.save(dict(zip(("model", "optimizer"), states, strict=True)), checkpoint_id=folder)
+        at_once = everything(model)
+        return folder, at_once, train(model, optimizer, steps, steps + 2), everything(model)
+
+    folder, at_once, losses, later = run_ranks("torch_distributed", saved_on, save)[0]
+
+    def resume(comm):
+        model = sharded(llama(options, seed=1), recipe)
+        optimizer = adamw(model)
+        saved = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+        dcp.load(saved, checkpoint_id=folder)
+        set_state_dict(
+            model,
+            optimizer,
+            model_state_dict=saved["model"],
+            optim_state_dict=saved["optimizer"],
+        )
+        assert_same(everything(model), at_once, "at once")
+        assert train(model, optimizer, steps, steps + 2) == losses
+        assert_same(everything(model), later, "after 2 steps")
+
+    run_ranks("torch_distributed", resumed_on, resume)
+
+
+def test_a_gathered_llama_is_a_pretrained_one():
+    """save_pretrained of the gathered state dict makes a plain model of the masters; converted and
+    sharded again on other ranks it gathers the same codes. Sharded, its logits and what it
+    generates are those of a plain model of the decoded weights.
+    """
+    from transformers import LlamaForCausalLM
+
+    def save(comm):
+        model = sharded(llama(HIDDEN_96), NVFP4)
+        optimizer = adamw(model)
+        train(model, optimizer, 0, 2)
+        folder = a_folder(comm)
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        state = get_model_state_dict(model, options=options)
+        if comm.rank == 0:
+            model.save_pretrained(folder, state_dict=state)
+        return folder, whole_masters(model), gathered_codes(model), *inference(model)
+
+    def inference(model):
+        model.eval()
+        with torch.inference_mode():
+            logits = model(input_ids=tokens(50)).logits
+        return logits, model.generate(tokens(50)[:1, :5], max_new_tokens=6, do_sample=False)
+
+    folder, masters, codes, *inferred = run_ranks("torch_distributed", 3, save)[0]
+
+    plain = LlamaForCausalLM.from_pretrained(folder)
+    assert not any(isinstance(module, zerocast.nn.Linear) for module in plain.modules())
+    assert_same(dict(plain.state_dict()), masters, "of the pretrained model")
+
+    def again(comm):
+        model = sharded(LlamaForCausalLM.from_pretrained(folder), NVFP4)
+        for name, weight in gathered_codes(model).items():
+            assert_same_storage(weight, codes[name], name)
+
+    run_ranks("torch_distributed", 2, again)
+
+    for name, parameter in plain.named_parameters():
+        weight = codes[name].dequantize() if name in codes else parameter.detach()
+        parameter.data = weight.bfloat16()
+    for value, expected in zip(inferred, inference(plain), strict=True):
+        assert_same_bytes(value, expected, "inferred")
+
+
+def test_checkpointed_blocks_quantize_alike():
+    """Under autocast, with transformers' own activation checkpointing and
+    zerocast.checkpoint_contexts, the loss and all gradients are those without it, bit for bit.
+    """
+
+    def run(comm):
+        results = []
+        for checkpoints in (False, True):
+            model = sharded(llama(HIDDEN_96), NVFP4)
+            if checkpoints:
+                checkpoint_activations(model)
+            with zerocast.autocast(recipe=DELAYED):
+                loss = model(input_ids=tokens(0), labels=tokens(0)).loss
+            loss.backward()
+            gradients = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+            results.append({"loss": loss.detach(), **gradients})
+        assert_same(results[1], results[0], "with checkpoints")
+
+    run_ranks("torch_distributed", 2, run)

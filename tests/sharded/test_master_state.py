@@ -1,0 +1,346 @@
+"""What recipes remember travels with checkpoints: a run that is resumed goes on as if it had not
+been interrupted, bit for bit.
+"""
+
+import copy
+import io
+import pickle
+import tempfile
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+import zerocast
+from tests.sharded.sharded import BF16, bank, batch, feed, gathered, reshard, whole_masters
+from tests.support.models import Bank
+from tests.support.ranks import run_ranks
+from tests.support.recipes import RECIPES
+from tests.support.same_bytes import assert_same_bytes
+from zerocast.nn.saved_state import pack, unpack
+from zerocast.sharded.dtensor import to_local
+
+on_ranks = pytest.mark.mpi(min_size=4)
+ROWS = (37, 5)
+NVFP4, DELAYED, DRAWN = (RECIPES[name] for name in ("nvfp4", "delayed", "nvfp4-drawn"))
+each_recipe = pytest.mark.parametrize("recipe", [DELAYED, DRAWN], ids=["delayed", "drawn"])
+
+MOMENTS = ("cast", "stepped", "precomputed")
+"""Of a step: its forward and backward are done; the optimizer has written the masters, whose cast
+is due; that cast is made ahead of the gathers."""
+
+
+def train(model, comm, start, end, stop_at="precomputed"):
+    """Steps ``start`` to ``end`` of SGD with given gradients, the last one up to a moment."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, foreach=True)
+    for step in range(start, end):
+        model(batch(comm)).backward()
+        if step == end - 1 and stop_at == "cast":
+            return
+        feed(model.parameters(), step)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == end - 1 and stop_at == "stepped":
+            return
+        zerocast.sharded.precompute_scales_for_fsdp(model)
+
+
+def remembered(model) -> dict[str, torch.Tensor]:
+    """What the recipes of all masters remember now."""
+    return {
+        f"{name} {key}": tensor.clone()
+        for name, parameter in model.named_parameters()
+        for key, tensor in to_local(parameter).low_bit_all_gather.state.items()
+    }
+
+
+def everything(model) -> dict[str, torch.Tensor]:
+    """Masters, what is gathered of them, and what the recipes remember then. Collective."""
+    found = {f"{name} master": master for name, master in whole_masters(model).items()}
+    for name, weight in gathered(model).items():
+        buffers = weight.quantized_storage.buffers.items()
+        found |= {f"{name} {buffer}": tensor.clone() for buffer, tensor in buffers}
+    reshard(model)
+    return found | remembered(model)
+
+
+def assert_same(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], when: str):
+    """Two dictionaries of tensors are the same bits."""
+    assert actual.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert_same_bytes(actual[name], tensor, f"{name}, {when}")
+
+
+@on_ranks
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        pytest.param(DELAYED, id="delayed"),
+        pytest.param(DRAWN, id="drawn", marks=pytest.mark.slow),
+    ],
+)
+def test_a_resumed_run_is_the_uninterrupted_one(recipe):
+    """Saved by torch.distributed.checkpoint on 4 ranks in the middle of a step, between step and
+    cast, or after it, and loaded on 3 into a model that has run nothing and on 2 into one that has
+    run something else: masters, codes, scales, histories and counters are those of the run that
+    went on, at once and after two steps more.
+    """
+
+    def run_through(comm, moment):
+        model = bank(recipe, ROWS)
+        train(model, comm, 0, 3, stop_at=moment)
+        folder = comm.all_gather_object(tempfile.mkdtemp() if comm.rank == 0 else None)[0]
+        dcp.save(model.state_dict(), checkpoint_id=folder)
+        at_once = everything(model)
+        train(model, comm, 3, 5)
+        return folder, at_once, everything(model)
+
+    def save(comm):
+        return {moment: run_through(comm, moment) for moment in MOMENTS}
+
+    saved = run_ranks("torch_distributed", 4, save)[0]
+
+    def resume(comm):
+        for moment, (folder, at_once, later) in saved.items():
+            model = bank(recipe, ROWS, seed=1)
+            if comm.size == 2:
+                train(model, comm, 7, 9)
+            state = model.state_dict()
+            dcp.load(state, checkpoint_id=folder)
+            model.load_state_dict(state)
+            when = f"saved {moment}, resumed on {comm.size}"
+            assert_same(everything(model), at_once, when)
+            train(model, comm, 3, 5)
+            assert_same(everything(model), later, f"{when} and trained")
+
+    for world_size in (3, 2):
+        run_ranks("torch_distributed", world_size, resume)
+
+
+FULL = {"full_state_dict": True}
+FROM_0 = FULL | {"broadcast_from_rank0": True}
+
+
+@on_ranks
+@pytest.mark.parametrize("options", [{}, FULL, FROM_0, FROM_0 | {"cpu_offload": True}])
+def test_state_dict_functions_carry_what_recipes_remember(options):
+    """torch's get_model_state_dict and set_model_state_dict, sharded, full, and full from rank 0
+    alone, carry a run on; without anything to remember they work as well.
+    """
+    options = StateDictOptions(**options)
+
+    def run(comm):
+        for recipe in (DELAYED, DRAWN, NVFP4):
+            model, other = bank(recipe, ROWS), bank(recipe, ROWS, seed=1)
+            train(model, comm, 0, 2)
+            state = get_model_state_dict(model, options=options)
+            if options.broadcast_from_rank0 and comm.rank:
+                state = {}
+            set_model_state_dict(other, state, options=options)
+            assert_same(everything(other), everything(model), "at once")
+            train(model, comm, 2, 3)
+            train(other, comm, 2, 3)
+            assert_same(everything(other), everything(model), "after a step")
+
+    run_ranks("torch_distributed", 3, run)
+
+
+@on_ranks
+@each_recipe
+def test_a_copied_master_repeats_its_cast(recipe):
+    """A deepcopy and a pickle of a shard remember what the next cast of its value starts from, as
+    a state dict does, whether the cast was made or is due.
+    """
+
+    def run(comm):
+        model = bank(recipe, (37,))
+        for moment in MOMENTS:
+            train(model, comm, 0, 2, stop_at=moment)
+            expected = saved_state(model)
+            master = to_local(model.layers[0].weight)
+            buffer = io.BytesIO()
+            torch.save(master, buffer)
+            loaded = torch.load(io.BytesIO(buffer.getvalue()), weights_only=False)
+            for twin in (copy.deepcopy(master), loaded, pickle.loads(pickle.dumps(master))):
+                assert twin.low_bit_all_gather is not master.low_bit_all_gather
+                assert_same(twin.low_bit_all_gather.state, expected, moment)
+
+    run_ranks("torch_distributed", 2, run)
+
+
+@on_ranks
+def test_a_gather_in_another_dtype_repeats_the_cast():
+    """One value that is gathered in one dtype after another is one entry of the history."""
+
+    def run(comm):
+        model = bank(DELAYED, (37,))
+        train(model, comm, 0, 1, stop_at="cast")
+        once = remembered(model)
+        reshard(model)
+        weight = model.layers[0].weight
+        master = to_local(weight)
+        for dtype in (torch.float32, torch.bfloat16):
+            policy = MixedPrecisionPolicy(param_dtype=dtype)
+            master.fsdp_pre_all_gather(
+                weight.device_mesh, weight.shape, weight.stride(), model.layers[0], policy
+            )
+            amax = remembered(model)["layers.0.weight amax"]
+            assert torch.equal(amax, weight.full_tensor().to(dtype).float().abs().max()[None])
+        assert_same(remembered(model), once, "cast again")
+
+    run_ranks("torch_distributed", 2, run)
+
+
+@on_ranks
+def test_copies_on_another_device_are_cast_once():
+    """FSDP2's CPU offload gathers a new copy of a shard each time: the cast is that of the shard
+    itself, made once for each of its values.
+    """
+
+    def run(comm):
+        model = bank(DELAYED, (37, 1))
+        train(model, comm, 0, 2, stop_at="stepped")
+        for writes in (1, 2):
+            for layer in model.layers:
+                weight = layer.weight
+                for _ in range(2):
+                    copied = to_local(weight).clone()
+                    copied.fsdp_pre_all_gather(
+                        weight.device_mesh, weight.shape, weight.stride(), layer, BF16
+                    )
+                assert to_local(weight).low_bit_all_gather.shards.casts == 2 + writes
+                amax = to_local(weight).low_bit_all_gather.state["amax_history"][0]
+                assert amax == weight.full_tensor().bfloat16().abs().max()
+                with torch.no_grad():
+                    weight.mul_(1.5)
+
+    run_ranks("torch_distributed", 2, run)
+
+
+@on_ranks
+def test_full_state_dicts_hold_what_autocast_remembers():
+    """A full state dict of a sharded model that ran under autocast has the layers' histories, and
+    gives them to a fresh model.
+    """
+    full = StateDictOptions(full_state_dict=True)
+
+    def run(comm):
+        model, fresh = bank(NVFP4, (16, 32)), bank(NVFP4, (16, 32), seed=1)
+        with zerocast.autocast(recipe=DELAYED):
+            loss = model(torch.cat([batch(comm)] * 4))
+        loss.backward()
+        saved = get_model_state_dict(model, options=full)
+        histories = [saved[f"layers.{i}._extra_state"] for i in (0, 1)]
+        assert all(unpack(each, "")[1]["forward.amax_history"].any() for each in histories)
+        set_model_state_dict(fresh, saved, options=full)
+        again = get_model_state_dict(fresh, options=full)
+        for i, history in enumerate(histories):
+            assert_same_bytes(again[f"layers.{i}._extra_state"], history, f"layer {i}")
+
+    run_ranks("torch_distributed", 2, run)
+
+
+def converted(recipe, weights="master") -> Bank:
+    """On one rank, not sharded."""
+    torch.manual_seed(0)
+    model = Bank((37,))
+    zerocast.nn.convert(model, recipe, weights=weights)
+    return model
+
+
+def saved_state(model) -> dict[str, torch.Tensor]:
+    """What the state dict says that the recipe of the first layer's master remembers."""
+    return unpack(model.state_dict()["layers.0.weight_state"], "layers.0.weight").tensors
+
+
+def later_state(recipe) -> torch.Tensor:
+    """The state of a layer whose master was cast some times."""
+    state = saved_state(converted(recipe))
+    return pack({}, {name: tensor + i + 1 for i, (name, tensor) in enumerate(state.items())})
+
+
+@each_recipe
+def test_a_state_that_was_loaded_is_saved_and_copied(recipe):
+    """Before the first gather, too: by state_dict, deepcopy and pickle, on no memory of the
+    original's.
+    """
+    model, given = converted(recipe), later_state(recipe)
+    model.load_state_dict(model.state_dict() | {"layers.0.weight_state": given})
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    loaded = torch.load(io.BytesIO(buffer.getvalue()), weights_only=False)
+    twin = copy.deepcopy(model)
+    for one in (model, twin, loaded):
+        assert_same_bytes(one.state_dict()["layers.0.weight_state"], given, "saved")
+    twin.load_state_dict(converted(recipe).state_dict())
+    assert_same_bytes(model.state_dict()["layers.0.weight_state"], given, "after")
+
+
+@each_recipe
+def test_a_model_on_the_meta_device_has_the_entries_and_takes_the_state(recipe):
+    """accelerate's memory-saving loading looks at the state dict of a model that has no values,
+    and assigns it one.
+    """
+    model, given = converted(recipe), later_state(recipe)
+    saved = converted(recipe).state_dict() | {"layers.0.weight_state": given}
+    model.to("meta")
+    assert model.state_dict().keys() == saved.keys()
+    assert all(model.state_dict()[name].shape == tensor.shape for name, tensor in saved.items())
+    model.load_state_dict(saved, assign=True)
+    assert_same_bytes(model.state_dict()["layers.0.weight_state"], given, "assigned")
+    assert not any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
+
+
+def test_without_a_state_dictionaries_are_those_of_torch():
+    """Masters of a recipe that remembers nothing have the state dict of plain layers, and load it
+    strictly; so does a model whose recipe starts anew.
+    """
+    plain = Bank((37,))
+    for recipe in (NVFP4, DELAYED):
+        model = converted(recipe)
+        model.load_state_dict(plain.state_dict(), strict=True)
+        assert_same_bytes(model.layers[0].weight.value, plain.layers[0].weight, "loaded")
+    state = converted(NVFP4).state_dict()
+    assert state.keys() == plain.state_dict().keys()
+    plain.load_state_dict(state, strict=True)
+
+
+@pytest.mark.parametrize("weights", ["quantized", "high_precision"])
+def test_weights_that_are_no_masters_pass_over_what_a_master_remembered(weights):
+    """A checkpoint of masters loads strictly where weights hold codes, or stay as they are."""
+    saved = converted(DELAYED).state_dict()
+    saved["layers.0.weight_state"] = later_state(DELAYED)
+    model = converted(DELAYED, weights)
+    before = model.state_dict().keys()
+    model.load_state_dict(saved, strict=True)
+    assert model.state_dict().keys() == before
+
+
+def test_the_state_of_another_recipe_is_refused():
+    """A history of another length, or none, is named on both sides; nothing is changed."""
+    model = converted(DELAYED)
+    for recipe, theirs in (
+        (
+            zerocast.DelayedScaling(amax_history_len=5),
+            "amax torch.float32 [1], amax_history torch.float32 [5], cast_scale torch.float32 [1], "
+            "scale torch.float32 [1]",
+        ),
+        (DRAWN, "rounding_counter torch.int64 [2]"),
+    ):
+        state = model.state_dict() | {"layers.0.weight_state": later_state(recipe)}
+        with pytest.raises(zerocast.InputError) as raised:
+            model.load_state_dict(state)
+        assert str(raised.value) == (
+            f"what a recipe remembers must be loaded into a weight of the same recipe: that of "
+            f"layers.0.weight remembers amax torch.float32 [1], amax_history torch.float32 [3], "
+            f"cast_scale torch.float32 [1], scale torch.float32 [1], and the state dict has "
+            f"{theirs} for it; convert with the recipe that it was saved under, or take the "
+            f"layer's 'weight_state' out of the state dict to start anew."
+        )
+    assert not saved_state(model)["amax_history"].any()

@@ -1,0 +1,83 @@
+"""What a part of a weight has to hold: the slice of the whole weight's cast, stored as the part's
+own layout has it.
+"""
+
+import torch
+
+import zerocast
+from tests.support.same_bytes import assert_same_bytes
+from zerocast import QuantizedTensor, TensorParallelShard
+from zerocast.backends.reference.planes import read_plane, write_plane
+from zerocast.formats import pack_nibbles, unpack_nibbles
+from zerocast.layout import ScaleLayout
+from zerocast.recipes import Recipe
+
+
+def unit(recipe: Recipe) -> int:
+    """Rows, or columns, that no cut may divide."""
+    if isinstance(recipe, zerocast.NVFP4BlockScaling):
+        return 16
+    if isinstance(recipe, zerocast.MXFP8BlockScaling):
+        return 32
+    return 128 if isinstance(recipe, zerocast.Float8BlockScaling) else 1
+
+
+def shape_of(recipe: Recipe) -> torch.Size:
+    """A small shape of several blocks; the last rows, and where the recipe lets them the last
+    columns, are no whole block.
+    """
+    return torch.Size({16: (77, 112), 32: (133, 160), 128: (300, 270), 1: (13, 11)}[unit(recipe)])
+
+
+def assert_is_tp_shard(weight: QuantizedTensor, whole: QuantizedTensor, where: str = "") -> None:
+    """Every buffer of ``weight`` holds what its part of ``whole`` does."""
+    tp_shard = weight.quantized_storage.tp_shard
+    assert tp_shard is not None
+    expected = tp_shard_of(whole, tp_shard)
+    assert set(weight.quantized_storage.buffers) == set(expected), where
+    for name, buffer in weight.quantized_storage.buffers.items():
+        assert_same_bytes(buffer, expected[name], f"{tp_shard}, {name}, {where}")
+
+
+def tp_shard_of(whole: QuantizedTensor, tp_shard: TensorParallelShard) -> dict[str, torch.Tensor]:
+    """The buffers of ``part``, cut out of those of ``whole``."""
+    storage, recipe = whole.quantized_storage, whole.recipe
+    expected = dict(storage.buffers)  # what is the same for all parts
+    planes = zip(recipe.planes(whole.shape), recipe.planes(tp_shard.shape), strict=True)
+    for plane, own in planes:
+        dim = plane.grid_dim(tp_shard.dim)
+        if plane.codes_name in expected:
+            cut = _codes(expected[plane.codes_name], tp_shard, dim, recipe.numerics.fmt.bits)
+            if not plane.is_transposed:
+                cut = cut.reshape(*tp_shard.shape[:-1], cut.shape[-1])
+            expected[plane.codes_name] = cut
+        if plane.scales_name in expected:
+            by_block = read_plane(expected[plane.scales_name], plane.scales)
+            scales = torch.empty(own.scales.shape, dtype=by_block.dtype)
+            write_plane(_blocks(by_block, plane.scales, tp_shard, dim), own.scales, scales)
+            expected[plane.scales_name] = scales.view(own.scale_shape)
+    return expected
+
+
+def _codes(codes: torch.Tensor, tp_shard: TensorParallelShard, dim: int, bits: int) -> torch.Tensor:
+    """Rows or columns of a plane of codes, [rows, columns * bits / 8]."""
+    plane = codes.reshape(-1, codes.shape[-1])
+    if dim == 0:
+        return plane[tp_shard.start : tp_shard.start + tp_shard.size]
+    if bits == 8:
+        return plane[:, tp_shard.start : tp_shard.start + tp_shard.size]
+    nibbles = unpack_nibbles(plane, 2 * plane.shape[1])
+    return pack_nibbles(nibbles[:, tp_shard.start : tp_shard.start + tp_shard.size])
+
+
+def _blocks(
+    by_block: torch.Tensor, layout: ScaleLayout, tp_shard: TensorParallelShard, dim: int
+) -> torch.Tensor:
+    """Of the scales of all blocks those of the part's."""
+    grid = layout.grid
+    block, lines = (grid.block_w, grid.cols) if dim else (grid.block_h, grid.rows)
+    if block >= lines:
+        return by_block  # one scale for all parts
+    first = tp_shard.start // block
+    last = -(-(tp_shard.start + tp_shard.size) // block) if tp_shard.size else first
+    return by_block[:, first:last] if dim else by_block[first:last]

@@ -1,0 +1,329 @@
+"""The world check: do the ranks of a group mean the same weights, and do their shards cover each
+exactly once? Of weights that a tensor-parallel group holds in parts: do the parts?
+
+It runs once, when a plan is made. Every rank computes the verdict from the same exchanged data, so
+all ranks raise the same error or none does.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import itertools
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from zerocast.cast.shard_spec import ShardSpec
+from zerocast.comm import (
+    Attempt,
+    Communicator,
+    Group,
+    agree,
+    as_communicator,
+    lines_that_differ,
+    raise_together,
+)
+from zerocast.errors import InputError, RankMismatchError, ZerocastError
+from zerocast.layout import Extent, check_partition, first_wrong_partition
+from zerocast.numerics import NUMERICS_VERSION
+from zerocast.recipes import recipe_fields
+from zerocast.tensors import QuantizedStorage, QuantizedTensor
+from zerocast.tensors.tp_shard import LINES, check_tp_shards
+
+
+def members_by_group(group: Group | Sequence[Group], weights: int) -> dict[Communicator, list[int]]:
+    """The places of the weights of each group, in the order in which the groups first appear.
+
+    Args:
+        group: one group for all weights, or a list or tuple with one a weight; see
+            :func:`zerocast.comm.as_communicator`.
+        weights: how many weights there are.
+
+    Raises:
+        InputError: for a list of another length, or for what is no group.
+    """
+    if not isinstance(group, Sequence):
+        return {as_communicator(group): list(range(weights))}
+    if len(group) != weights:
+        raise InputError(
+            f"group must be one group, or have one entry for each of the {weights} model_weights, "
+            f"got {len(group)}."
+        )
+    members: dict[Communicator, list[int]] = {}
+    for i, one in enumerate(group):
+        members.setdefault(as_communicator(one), []).append(i)
+    return members
+
+
+def raise_in_all(comms: Sequence[Communicator], error: ZerocastError | None) -> None:
+    """Every rank of every group raises where one rank has an error, even if it shares only some
+    groups with it. Ranks that share the group that hears of it first raise the same message.
+    """
+    if len(comms) == 1:
+        raise_together(comms[0], error)
+        return
+    agreed: ZerocastError | None = None
+    # Once through the groups tells the neighbours, the second time tells those who share an earlier
+    # group with them.
+    for comm in (*comms, *comms):
+        try:
+            raise_together(comm, agreed or error)
+        except ZerocastError as e:  # noqa: PERF203  (the loop goes on: others must hear of it)
+            agreed = agreed or e
+    agreed = agreed or error  # a plan of no group has nobody to tell
+    if agreed is not None:
+        raise agreed
+
+
+def tp_shards_by_group(model_weights: Any) -> dict[Communicator, list[int]]:
+    """The places of the weights that are parts of larger ones, by the tensor-parallel group that
+    holds them, in the order in which these first appear. What is no list or no weight is passed
+    over: the groups are asked for before anything is checked, so that all of them hear of errors.
+    """
+    tp_shards: dict[Communicator, list[int]] = {}
+    is_list = hasattr(model_weights, "__iter__") and not isinstance(model_weights, torch.Tensor)
+    for i, weight in enumerate(model_weights if is_list else ()):
+        tp_shard = (
+            weight.quantized_storage.tp_shard if isinstance(weight, QuantizedTensor) else None
+        )
+        if tp_shard is not None and tp_shard.comm is not None:
+            tp_shards.setdefault(tp_shard.comm, []).append(i)
+    return tp_shards
+
+
+def agree_in_all(votes: Sequence[tuple[Communicator, int]], error: ZerocastError | None) -> bool:
+    """Whether the ranks of each group give the same answer, beside :func:`zerocast.comm.agree` on
+    one group; where ranks of any group do not, no rank hears yes.
+
+    Args:
+        votes: by group this rank's answer, 1 or more, or 0 for a rank that has none.
+
+    Raises:
+        ZerocastError: as :func:`raise_in_all`.
+    """
+    if len(votes) == 1:
+        return agree(*votes[0], error)
+    in_step, agreed = True, None
+    for comm, answer in (*votes, *votes):
+        try:
+            in_step = agree(comm, answer if in_step else 0, agreed or error) and in_step
+        except ZerocastError as e:  # noqa: PERF203  (the loop goes on: others must hear of it)
+            agreed = agreed or e
+    if agreed is not None:
+        raise agreed
+    return in_step
+
+
+def exchange_extents(
+    members: Mapping[Communicator, Sequence[int]],
+    tp_shards: Mapping[Communicator, Sequence[int]],
+    specs: Sequence[ShardSpec],
+    options: str,
+    error: ZerocastError | None,
+) -> tuple[dict[Communicator, torch.Tensor], dict[Communicator, torch.Tensor]]:
+    """Compare what all ranks of all groups were given; return who owns what. Collective: for a plan
+    of one group two exchanges, of a digest and of the extents.
+
+    Args:
+        members: by group the places of its weights among ``requests``.
+        parts: by tensor-parallel group the places of the weights that it holds in parts.
+        requests: this rank's weights, in order; of no matter where there is an ``error``.
+        options: whatever else must be the same on every rank, readable.
+        error: what is wrong with this rank's weights, if anything.
+
+    Returns:
+        By group int64 [size, members, 2] on the CPU: start and end of each rank's shard of each
+        weight. By tensor-parallel group the same of each rank's part, in rows or columns.
+
+    Raises:
+        ZerocastError: on every rank of every group, where one has an ``error``.
+        RankMismatchError: on every rank of every group, naming both sides of the disagreement.
+    """
+    comms = [*members, *tp_shards]
+    if len(comms) == 1:
+        return {comms[0]: _exchange(comms[0], specs, options, error)}, {}
+    raise_in_all(comms, error)
+    by_group: tuple[dict[Communicator, torch.Tensor], dict[Communicator, torch.Tensor]] = ({}, {})
+    steps = ((members, _exchange), (tp_shards, _exchange_tp_shards))
+    for found, (groups, exchange) in zip(by_group, steps, strict=True):
+        for comm, indices in groups.items():
+            try:
+                found[comm] = exchange(comm, [specs[i] for i in indices], options)
+            except ZerocastError as e:  # noqa: PERF203  (the loop goes on: others wait in it)
+                error = error or e
+    raise_in_all(comms, error)
+    return by_group
+
+
+def _exchange(
+    comm: Communicator,
+    specs: Sequence[ShardSpec],
+    options: str,
+    error: ZerocastError | None = None,
+) -> torch.Tensor:
+    """Within one group."""
+    _check_descriptions(comm, _describe, specs, options, error)
+    extents = torch.zeros(comm.size, len(specs), 2, dtype=torch.int64, device="cpu")
+    pairs = [[spec.extent.start, spec.extent.end] for spec in specs]
+    mine = torch.tensor(pairs, dtype=torch.int64, device="cpu")
+    extents[comm.rank] = mine.view(len(specs), 2)
+    comm.all_gather_(extents.view(-1))
+    _check_coverage(specs, extents)
+    return extents
+
+
+def _exchange_tp_shards(
+    comm: Communicator, specs: Sequence[ShardSpec], options: str
+) -> torch.Tensor:
+    """Within one tensor-parallel group."""
+    _check_descriptions(comm, _describe_whole, specs, options, None)
+    tp_shards = [spec.storage.tp_shard for spec in specs]
+    return check_tp_shards(
+        comm, [r.name for r in specs], [tp_shard for tp_shard in tp_shards if tp_shard]
+    )
+
+
+def fingerprint(
+    specs: Sequence[ShardSpec], options: str, extents: torch.Tensor, *, tp_shards: bool
+) -> int:
+    """What :func:`exchange_extents` compared and returned, of a group that shares weights or holds
+    them in ``parts``, as a number from 1 to 2**31 - 2.
+
+    Ranks whose numbers differ are not in the same world.
+    """
+    describe = _describe_whole if tp_shards else _describe
+    digest = hashlib.sha256("\n".join([options, *map(describe, specs)]).encode())
+    digest.update(ctypes.string_at(extents.data_ptr(), extents.nbytes))
+    return int.from_bytes(digest.digest()[:8], "big") % (2**31 - 2) + 1
+
+
+def _describe(spec: ShardSpec) -> str:
+    """What the ranks that share a weight have in common."""
+    storage = spec.storage
+    described = {"shape": str(tuple(storage.shape)), **_described(spec)}
+    if len(storage.cast_planes) > 1:
+        described["columnwise copy"] = "yes"  # amaxes and codes of its own, which are exchanged
+    if storage.tp_shard is not None:
+        described["part"] = str(storage.tp_shard)
+    return json.dumps(described)
+
+
+def _describe_whole(spec: ShardSpec) -> str:
+    """What the ranks that hold parts of a weight have in common."""
+    storage, tp_shard = spec.storage, spec.storage.tp_shard
+    assert tp_shard is not None
+    described = {
+        "shape": str(tuple(tp_shard.whole)),
+        "dimension cut": LINES[tp_shard.dim],
+        **_described(spec),
+    }
+    if storage.has_columnwise:
+        described["columnwise copy"] = "yes"  # amaxes of it are exchanged
+    return json.dumps(described)
+
+
+def _described(spec: ShardSpec) -> dict[str, str]:
+    storage = spec.storage
+    described = {"name": spec.name} if spec.is_named else {}
+    described |= {"dtype": str(storage.dtype), "recipe": type(storage.recipe).__name__}
+    described |= recipe_fields(storage.recipe) | _state(storage)
+    if spec.amax_group is not None:
+        described["amax group"] = spec.amax_group
+    return described
+
+
+def _state(storage: QuantizedStorage) -> dict[str, str]:
+    """What casts have left in the weight and later casts go on from, as short texts."""
+    state = {}
+    for name in storage.recipe.state:
+        buffer = storage.buffers[name].cpu()
+        digest = hashlib.sha256(ctypes.string_at(buffer.data_ptr(), buffer.nbytes))
+        state[name] = f"#{digest.hexdigest()[:8]}"
+    return state
+
+
+def _check_descriptions(
+    comm: Communicator,
+    describe: Callable[[ShardSpec], str],
+    specs: Sequence[ShardSpec],
+    options: str,
+    error: ZerocastError | None,
+) -> None:
+    attempt, lines = Attempt(), [""]
+    with attempt:
+        lines = [describe(spec) for spec in specs]
+    world = json.dumps({"zerocast numerics version": str(NUMERICS_VERSION), "options": options})
+    by_rank = lines_that_differ(comm, [world, *lines], error or attempt.error)
+    if by_rank is None:
+        return
+    first = by_rank[0]
+    rank, theirs = next((r, lines) for r, lines in enumerate(by_rank) if lines != first)
+    if len(theirs) != len(first):
+        difference = f"rank 0 has {len(first) - 1} weights and rank {rank} has {len(theirs) - 1}"
+    else:
+        i = next(i for i, (a, b) in enumerate(zip(first, theirs, strict=True)) if a != b)
+        a, b = _differing(json.loads(first[i]), json.loads(theirs[i]))
+        place = "" if i == 0 else f" for weight {i - 1}{_name(first[i])}"
+        difference = f"rank 0 has {a} where rank {rank} has {b}{place}"
+        if sorted(theirs) == sorted(first):
+            difference += "; they hold the same weights in another order"
+    raise RankMismatchError(
+        "every rank must give the same weights in the same order with the same recipes and copies: "
+        f"{difference}."
+    )
+
+
+def _differing(a: dict[str, str], b: dict[str, str]) -> tuple[str, str]:
+    """The entries of both in which they differ; of two schemes no fields."""
+    keys = [key for key in a | b if a.get(key) != b.get(key)]
+    if "recipe" in keys:
+        keys = keys[: keys.index("recipe") + 1]
+    a_text, b_text = (
+        ", ".join(f"{key}={each.get(key, 'none')}" for key in keys) for each in (a, b)
+    )
+    return a_text, b_text
+
+
+def _name(line: str) -> str:
+    name = json.loads(line).get("name")
+    return "" if name is None else f", which rank 0 calls {name}"
+
+
+def _check_coverage(specs: Sequence[ShardSpec], extents: torch.Tensor) -> None:
+    """Raise where the shards of a weight leave a gap or overlap."""
+    numels = [r.storage.shape.numel() for r in specs]
+    i = first_wrong_partition(numels, extents)
+    if i is not None:
+        spec = specs[i]
+        owned = [Extent(*pair) for pair in extents[:, i].tolist()]
+        problem = check_partition(numels[i], owned)
+        raise RankMismatchError(
+            f"the ranks' shards of {spec.name} {tuple(spec.storage.shape)} must cover each "
+            f"of its {numels[i]} elements exactly once: {problem}.{_likely_cause(numels[i], owned)}"
+        )
+
+
+def _likely_cause(numel: int, owned: Sequence[Extent]) -> str:
+    """What most often makes a partition wrong in this way, with what to do; or nothing."""
+    held = [extent for extent in owned if extent]
+    if len(owned) == 1:
+        return (
+            " The group has one rank; give group= the ranks that hold the other shards (None means "
+            "this rank alone where torch.distributed is not initialised)."
+        )
+    if len(held) > 1 and all(extent.size == numel for extent in held):
+        return (
+            " Each of these ranks holds the whole weight: for replicated masters give "
+            "group=zerocast.comm.SingleRank()."
+        )
+    if len(held) > 1 and sum(extent.size for extent in held) == numel:
+        ends = list(itertools.accumulate(extent.size for extent in held))
+        starts = [extent.start for extent in held]
+        if not any(starts):
+            return " Every start offset is 0; give the element at which each shard starts."
+        if any(starts == [int(f * end) for end in (0, *ends[:-1])] for f in (0.5, 2, 4)):
+            return " The start offsets are bytes; give elements of the flattened weight."
+    return ""

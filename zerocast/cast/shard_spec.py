@@ -1,0 +1,247 @@
+"""What a caller hands to a cast, checked on this rank alone and before anything is written.
+
+The checks that need other ranks (does everybody mean the same weights, do the shards cover them)
+are in :mod:`zerocast.cast.consistency`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+
+from zerocast.cast.amax_groups import Patterns, amax_group_labels
+from zerocast.cast.masters import check_list, extent_of
+from zerocast.comm import Communicator
+from zerocast.errors import InputError
+from zerocast.formats import byte_span
+from zerocast.layout import Extent, Source
+from zerocast.numerics import why_no_memory
+from zerocast.tensors import QuantizedStorage, QuantizedTensor
+
+OwnCodes: TypeAlias = "Sequence[torch.Tensor | Sequence[torch.Tensor | None] | None]"
+"""By weight None, or the buffer that receives the codes of this rank's shard; a pair of buffers for
+a weight with two planes."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShardSpec:
+    """One weight and what this rank owns of it.
+
+    Attributes:
+        name: what error messages call the weight.
+        is_named: whether the caller gave that name, so that ranks can compare it.
+        storage: the weight's bytes.
+        extent: the elements that this rank's master holds.
+        codes: by the names of the weight's gathered buffers, uint8 buffers of the caller's that
+            receive the shard's codes instead of the weight; empty where the weight receives them.
+        amax_group: weights with the same one share their tensor amax; None for a weight of its own.
+    """
+
+    name: str
+    is_named: bool
+    storage: QuantizedStorage
+    extent: Extent
+    codes: Mapping[str, torch.Tensor]
+    amax_group: str | None
+
+    def own_codes(self, plane: str) -> torch.Tensor | None:
+        """The buffer of :attr:`codes` for ``plane``, flat, as it lies now."""
+        codes = self.codes.get(plane)
+        return None if codes is None else codes.view(-1)
+
+    def check_own_codes(self) -> None:
+        """Raise :class:`InputError` where :attr:`codes` are not what they have to be, or no
+        longer.
+        """
+        for codes in self.codes.values():
+            _check_buffer(self.name, self.storage, self.extent, codes)
+
+
+def check_specs(
+    model_weights: Sequence[torch.Tensor],
+    master_weights: Sequence[torch.Tensor | None],
+    start_offsets: Sequence[int | None],
+    fsdp_shard_model_weights: OwnCodes | None,
+    names: Sequence[str] | None,
+    amax_groups: Patterns = (),
+) -> list[ShardSpec]:
+    """The requests, one a weight, in order; the arguments are those of :class:`zerocast.CastPlan`.
+
+    Raises:
+        InputError: what is required, what was given and for which weight.
+    """
+    required = {
+        "model_weights": model_weights,
+        "master_weights": master_weights,
+        "start_offsets": start_offsets,
+    }
+    optional = {"fsdp_shard_model_weights": fsdp_shard_model_weights, "names": names}
+    lists = required | {key: given for key, given in optional.items() if given is not None}
+    for argument, given in lists.items():
+        check_list(argument, given)
+        if len(given) != len(model_weights):
+            raise InputError(
+                f"{argument} must have one entry for each of the {len(model_weights)} "
+                f"model_weights, got {len(given)} entries; give None where this rank owns nothing "
+                "of a weight."
+            )
+    if names is not None:
+        _check_names(names)
+    grouped = not isinstance(amax_groups, list | tuple) or len(amax_groups) > 0
+    if grouped and names is None:
+        raise InputError(
+            "amax_groups are patterns of the weights' names, got no names; give the plan names."
+        )
+    labels = amax_group_labels(amax_groups, names or ())
+    specs: list[ShardSpec] = []
+    first_use: dict[int, str] = {}
+    for i, weight in enumerate(model_weights):
+        name = names[i] if names is not None else f"model_weights[{i}]"
+        storage = _check_weight(name, weight)
+        if id(storage) in first_use:
+            raise InputError(
+                f"{name} is the same weight as {first_use[id(storage)]}; give a tied weight once."
+            )
+        first_use[id(storage)] = name
+        first_device = specs[0].storage.device if specs else storage.device
+        if storage.device != first_device:
+            raise InputError(
+                f"all weights of a cast must be on one device, got {specs[0].name} on "
+                f"{first_device} and {name} on {storage.device}; make one plan a device."
+            )
+        own = fsdp_shard_model_weights[i] if fsdp_shard_model_weights is not None else None
+        check_castable(name, storage, holds_codes=own is None)
+        if storage.tp_shard is not None:
+            storage.tp_shard.require_comm()
+            storage.tp_shard.check(storage.recipe, storage.shape, columnwise=storage.has_columnwise)
+        extent = extent_of(name, storage, master_weights[i], start_offsets[i])
+        codes = _shard_codes(name, storage, extent, own)
+        label = (labels[i] if labels else None) or storage.amax_group
+        specs.append(ShardSpec(name, names is not None, storage, extent, codes, label))
+    return specs
+
+
+def _check_names(names: Sequence[str]) -> None:
+    for i, name in enumerate(names):
+        if not isinstance(name, str) or any("\ud800" <= char <= "\udfff" for char in name):
+            raise InputError(
+                f"names must be texts that UTF-8 can hold, got {name!r} as names[{i}]; give what "
+                "named_parameters() calls the weights."
+            )
+
+
+def _check_weight(name: str, weight: torch.Tensor) -> QuantizedStorage:
+    if not isinstance(weight, QuantizedTensor):
+        raise InputError(
+            f"{name} must be a zerocast.QuantizedTensor, got {type(weight).__name__}; make one "
+            "with zerocast.quantize(tensor, recipe) or zerocast.empty(shape, recipe)."
+        )
+    storage = weight.quantized_storage
+    if storage.device.type == "meta":
+        raise InputError(
+            f"{name} must hold bytes, got a weight on the meta device; move the module by to_empty "
+            "and plan after that."
+        )
+    return storage
+
+
+def check_castable(name: str, storage: QuantizedStorage, *, holds_codes: bool = True) -> None:
+    """Raise :class:`InputError` where a cast from shards of its master cannot fill the weight, or
+    without ``holds_codes`` what of it is no code.
+    """
+    if Source.TRANSPOSED_MASTER in (plane.source for plane in storage.planes):
+        raise InputError(
+            f"{name}: under {storage.recipe} the columnwise copy is quantized from the transposed "
+            "tensor, of which no rank has a shard; make the weight with columnwise=False, or give "
+            "weights blocks of two dimensions."
+        )
+    if not (storage.is_whole if holds_codes else storage.has_scales):
+        raise InputError(
+            f"{name} must hold rowwise codes and what {storage.recipe} remembers between casts, "
+            f"and holds {', '.join(storage.buffers)} only, as a quantizer makes tensors of a "
+            "layer's inputs; make weights with zerocast.quantize(tensor, recipe)."
+        )
+
+
+def _shard_codes(
+    name: str, storage: QuantizedStorage, extent: Extent, given: Any
+) -> dict[str, torch.Tensor]:
+    """The buffers for a shard's codes, by the names of the weight's gathered buffers."""
+    if given is None:
+        return {}
+    planes = storage.gathered
+    buffers = list(given) if isinstance(given, list | tuple) else [given]
+    if len(buffers) != len(planes):
+        raise InputError(
+            f"{name}: fsdp_shard_model_weights must be None, or a buffer for each of "
+            f"{' and '.join(planes)}, got {len(buffers)}."
+        )
+    nothing = torch.empty(0, dtype=torch.uint8, device=storage.device)
+    buffers = [nothing if codes is None and not extent else codes for codes in buffers]
+    for codes in buffers:
+        _check_buffer(name, storage, extent, codes)
+    return dict(zip(planes, buffers, strict=True))
+
+
+def _check_buffer(name: str, storage: QuantizedStorage, extent: Extent, codes: Any) -> None:
+    """Raise :class:`InputError` unless ``codes`` can receive the codes of ``extent``."""
+    if not isinstance(codes, torch.Tensor):
+        raise InputError(
+            f"{name}: fsdp_shard_model_weights must be a torch.uint8 tensor or None, got "
+            f"{type(codes).__name__}{' for a shard with elements' if codes is None else ''}."
+        )
+    if codes.dtype != torch.uint8 or codes.device != storage.device:
+        raise InputError(
+            f"{name}: fsdp_shard_model_weights must be torch.uint8 on {storage.device}, got "
+            f"{codes.dtype} on {codes.device}."
+        )
+    problem = why_no_memory(codes)
+    if problem is not None:
+        raise InputError(
+            f"{name}: fsdp_shard_model_weights must have memory of their own, got {problem}."
+        )
+    if not codes.is_contiguous():
+        raise InputError(
+            f"{name}: fsdp_shard_model_weights must be contiguous, got strides {codes.stride()}."
+        )
+    first, last = byte_span(storage.recipe.numerics.fmt, extent.start, extent.end)
+    if codes.numel() != last - first:
+        raise InputError(
+            f"{name}: fsdp_shard_model_weights must hold the {last - first} bytes of elements "
+            f"{extent}, got {codes.numel()}."
+        )
+
+
+def check_amax_groups(
+    specs: Sequence[ShardSpec], members: Mapping[Communicator, Sequence[int]]
+) -> None:
+    """Raise :class:`InputError` where weights of one amax group differ in recipe or dtype, are not
+    sharded over one group of ranks, or are parts that different groups of ranks hold.
+    """
+    comm_of = {i: comm for comm, indices in members.items() for i in indices}
+    leaders: dict[str, int] = {}
+    cut: dict[str, ShardSpec] = {}
+    for i, spec in enumerate(specs):
+        if spec.amax_group is None:
+            continue
+        first = leaders.setdefault(spec.amax_group, i)
+        leader = specs[first]
+        given, wanted = ((r.storage.recipe, r.storage.dtype) for r in (spec, leader))
+        if given != wanted or comm_of[i] != comm_of[first]:
+            raise InputError(
+                "weights of one amax group must have one recipe and one dtype and be sharded over "
+                f"one group, got {leader.name} ({wanted[0]}, {wanted[1]}, {comm_of[first]}) and "
+                f"{spec.name} ({given[0]}, {given[1]}, {comm_of[i]})."
+            )
+        if (tp_shard := spec.storage.tp_shard) is not None:
+            other = cut.setdefault(spec.amax_group, spec)
+            assert other.storage.tp_shard is not None
+            if tp_shard.comm != other.storage.tp_shard.comm:
+                raise InputError(
+                    "weights of one amax group must be cut over one tensor-parallel group, or not "
+                    f"at all, got {other.name} ({other.storage.tp_shard.comm}) and {spec.name} "
+                    f"({tp_shard.comm})."
+                )

@@ -1,0 +1,137 @@
+"""Crew and Room: where threads that play ranks meet, and why they never wait for ever.
+
+A *crew* is all threads of one run, a *room* a group of them that meets again and again. A meeting
+begins when the last member has come: that thread runs what the meeting is for, then all go on.
+
+The crew knows who is waiting and who has returned. When nobody is left running, no meeting that
+lacks a member can ever begin, so this deadlock is seen the moment it arises and not by a timeout:
+every waiting rank is told who waits for what.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from zerocast.errors import RankMismatchError, ZerocastError
+
+
+class PeerFailedError(ZerocastError, RuntimeError):
+    """Another rank of the run raised, so the meeting this rank waited for cannot take place."""
+
+
+class ThreadWorld:
+    """All ranks of one run.
+
+    Attributes:
+        size: how many ranks started.
+        released: the ranks that were sent home by :class:`PeerFailedError`.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.released: set[int] = set()
+        self.condition = threading.Condition()  # one for all rooms: it guards every field here
+        self.waiting: dict[int, object] = {}  # rank -> what it waits in
+        self._returned: set[int] = set()
+        self._broken: tuple[type[ZerocastError], str] | None = None
+
+    def leave(self, rank: int) -> None:
+        """``rank`` has returned and comes to no further meeting."""
+        with self.condition:
+            self._returned.add(rank)
+            self.look_for_deadlock()
+
+    def fail(self, who: str, error: BaseException) -> None:
+        """``who`` has raised ``error``: release everybody who waits, and whoever comes later."""
+        with self.condition:
+            self._break(PeerFailedError, f"{who} raised {type(error).__name__}: {error}")
+
+    def look_for_deadlock(self) -> None:
+        """Break the crew where every rank waits or has returned, and somebody waits."""
+        if not self.waiting or len(self.waiting) + len(self._returned) < self.size:
+            return
+        states = {rank: f"waits in {what}" for rank, what in self.waiting.items()}
+        states |= dict.fromkeys(self._returned, "has returned")
+        said = "; ".join(f"rank {rank} {states[rank]}" for rank in sorted(states)[:8])
+        more = f"; and {self.size - 8} more" if self.size > 8 else ""
+        self._break(
+            RankMismatchError,
+            f"every rank of a group must call the same collectives in the same order, but no rank "
+            f"can go on: {said}{more}.",
+        )
+
+    def check(self, rank: int) -> None:
+        """Raise on ``rank`` what has broken the crew, if anything has."""
+        if self._broken is not None:
+            kind, message = self._broken
+            if kind is PeerFailedError:
+                self.released.add(rank)
+            raise kind(message)
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether no further meeting will take place."""
+        return self._broken is not None
+
+    def _break(self, kind: type[ZerocastError], message: str) -> None:
+        self._broken = self._broken or (kind, message)
+        self.condition.notify_all()
+
+
+class ThreadGroup:
+    """A group of a crew's ranks.
+
+    Args:
+        crew: whose ranks they are.
+        members: their ranks in the crew; a member's place in this list is its rank in the group.
+    """
+
+    def __init__(self, world: ThreadWorld, members: Sequence[int]) -> None:
+        self.world = world
+        self.members = members
+        self._brought: list[Any] = [None] * len(members)
+        self._arrived = 0
+        self._held = 0  # meetings so far
+        self._outcome: Any = None
+
+    def rendezvous(
+        self, place: int, what: object, brings: Any, begin: Callable[[list[Any]], Any]
+    ) -> Any:
+        """Wait for all members; return what ``begin`` made of the things they brought.
+
+        Args:
+            place: this member's place in the room.
+            what: what it has come for; its ``str`` follows "rank 3 waits in" in a message.
+            brings: its contribution.
+            begin: called once, by the last to arrive, with all contributions by place. It must not
+                raise, and should be quick: the whole crew stands still meanwhile.
+
+        Raises:
+            PeerFailedError: where another rank raised.
+            RankMismatchError: where it cannot take place because ranks wait for each other.
+        """
+        rank, world = self.members[place], self.world
+        with world.condition:
+            world.check(rank)
+            self._brought[place] = brings
+            self._arrived += 1
+            if self._arrived == len(self.members):
+                outcome = self._outcome = begin(self._brought)
+                self._brought = [None] * len(self.members)
+                self._arrived = 0
+                self._held += 1
+                for member in self.members:
+                    world.waiting.pop(member, None)
+                world.condition.notify_all()
+                return outcome
+            meeting = self._held
+            world.waiting[rank] = what
+            world.look_for_deadlock()
+            while self._held == meeting:
+                if world.is_broken:
+                    world.check(rank)
+                world.condition.wait()
+            # Not yet replaced: the next meeting needs this rank too.
+            return self._outcome

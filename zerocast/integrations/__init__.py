@@ -1,0 +1,1 @@
+"""What lets other projects use zerocast by their own configurations."""

@@ -1,0 +1,251 @@
+"""Quantizer: how the tensors of one place in a layer become codes.
+
+A layer has a quantizer for each tensor of its GEMMs: of the forward input, weight and output, of
+the backward the gradients of output and input. It says which scheme, which of the two copies, and,
+for schemes that remember something between casts, in whose memory (:class:`Memory`, which
+:class:`zerocast.tensors.RecipeState` implements).
+
+Note: scale_inv belongs to the data
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+What :meth:`Quantizer.quantize` returns holds its codes and the scales under which they mean
+something, and no reference to the quantizer or its memory. So whatever the recipe's state does next
+(advance, load a checkpoint), a tensor that was quantized before keeps its value, and a backward
+that reads it needs no copy of scales kept aside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+
+from zerocast.arguments import check_device, check_flag, check_tensor, shown
+from zerocast.backends import backend_for
+from zerocast.errors import InputError
+from zerocast.formats import ElementFormat
+from zerocast.layout import Extent
+from zerocast.nn.recompute_state import current_recompute_state
+from zerocast.numerics import Masters, PlaneBuffers, TensorOperand
+from zerocast.recipes import NOMINAL_DTYPES, Recipe, as_recipe
+from zerocast.tensors.quantize import plain_master, quantize_into
+from zerocast.tensors.quantized_tensor import QuantizedTensor
+from zerocast.tensors.storage import QuantizedStorage
+from zerocast.tensors.tp_shard import TensorParallelShard
+
+
+class Memory(Protocol):
+    """What one quantizer's recipe remembers between casts: a place in a RecipeState."""
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Live views, by the names of :attr:`Recipe.state`."""
+        ...
+
+    def record(self, amax: torch.Tensor) -> None:
+        """Note that data of this amax, int32 [1], was cast; the largest one counts."""
+        ...
+
+
+class Quantizer:
+    """Quantizes tensors of one role.
+
+    Args:
+        recipe: the scheme, or its name; already for the role (:meth:`Recipe.for_role`).
+        rowwise: whether results hold rowwise codes.
+        columnwise: whether results hold columnwise codes.
+        memory: of a recipe with :attr:`Recipe.state`; those quantizers are made by
+            :meth:`zerocast.tensors.RecipeState.make_quantizers`.
+
+    Attributes:
+        recipe, rowwise, columnwise, memory: as given.
+        part: the rows or columns that the next tensors are of a larger one, or None; then casts are
+            collective over ``part.comm``, and all its ranks make them alike.
+
+    Raises:
+        InputError: where a recipe with state is given without a memory, or no codes at all are
+            asked for.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe | str,
+        *,
+        rowwise: bool = True,
+        columnwise: bool = True,
+        memory: Memory | None = None,
+    ) -> None:
+        recipe = as_recipe(recipe)
+        if recipe.state and memory is None:
+            raise InputError(
+                f"{recipe} remembers {', '.join(recipe.state)} between casts, so its quantizers "
+                f"come from RecipeState.create(recipe, ...).make_quantizers()."
+            )
+        self.recipe: Recipe = recipe
+        self.memory = memory
+        self.tp_shard: TensorParallelShard | None = None
+        self.rowwise = self.columnwise = True
+        self.set_usage(rowwise=rowwise, columnwise=columnwise)
+
+    @property
+    def dtype(self) -> ElementFormat:
+        """The format of the codes."""
+        return self.recipe.numerics.fmt
+
+    def set_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> None:
+        """Which codes results hold from now on; None leaves it as it is.
+
+        Raises:
+            InputError: where neither would be left.
+        """
+        rowwise = self.rowwise if rowwise is None else check_flag("rowwise", rowwise)
+        columnwise = self.columnwise if columnwise is None else check_flag("columnwise", columnwise)
+        if not (rowwise or columnwise):
+            raise InputError(
+                "a quantizer makes rowwise codes, columnwise codes or both, got rowwise=False and "
+                "columnwise=False."
+            )
+        self.rowwise, self.columnwise = rowwise, columnwise
+
+    def make_empty(
+        self,
+        shape: torch.Size | tuple[int, ...],
+        *,
+        dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str | None = None,
+    ) -> QuantizedTensor:
+        """An unfilled tensor such as :meth:`quantize` writes: nominal ``shape`` and ``dtype``.
+
+        Raises:
+            InputError: where the recipe cannot hold it.
+        """
+        self._check(shape, dtype)
+        device = check_device("device", device)
+        usage = {"rowwise": self.rowwise, "columnwise": self.columnwise}
+        storage = QuantizedStorage.empty(shape, dtype, self.recipe, device, state=False, **usage)
+        storage.tp_shard = self.tp_shard
+        return QuantizedTensor(storage)
+
+    def quantize(
+        self, tensor: torch.Tensor, *, out: QuantizedTensor | None = None
+    ) -> QuantizedTensor:
+        """Cast ``tensor``: codes, and the scales that belong to them.
+
+        Under delayed scaling the amax of the tensor is recorded. A gradient does not flow through.
+
+        Args:
+            tensor: FP32, BF16 or FP16, of a shape that the recipe holds; any strides.
+            out: a tensor that this quantizer, or one like it, made of the same shape and dtype; it
+                is overwritten, and returned.
+
+        Raises:
+            InputError: for another dtype or shape, or an ``out`` that does not fit.
+        """
+        check_tensor("tensor", tensor)
+        if out is None:
+            out = self.make_empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        else:
+            self.check_out(out, tensor)
+        with self.cast_into(out.quantized_storage) as whole:
+            self.record(quantize_into(whole, tensor, advances=False))
+        return out
+
+    __call__ = quantize
+
+    def calibrate(self, tensor: torch.Tensor) -> None:
+        """Record the amax of ``tensor`` as :meth:`quantize` would, and nothing else.
+
+        Schemes that take their scales from the data have nothing to record.
+
+        Raises:
+            InputError: as :meth:`quantize`.
+        """
+        dtype: Any = getattr(tensor, "dtype", type(tensor).__name__)
+        self._check(tensor.shape, dtype)
+        if not self.recipe.casts_before_reduction:
+            return
+        master = plain_master(tensor, tensor.device)
+        masters = Masters(1)
+        masters.bind([master])
+        amax = torch.zeros(1, dtype=torch.int32, device=master.device)
+        planes = (PlaneBuffers(self.recipe.planes(tensor.shape)[0], amax),)
+        round_to, whole = self.recipe.round_to(tensor.dtype), Extent(0, master.numel())
+        operand = TensorOperand(planes, 0, whole, round_to, tensor_amax=amax)
+        backend_for(master.device).partial_amax([operand], masters)()
+        if self.tp_shard is not None:
+            self.tp_shard.require_comm().all_reduce_max_(amax)
+        self.record(amax)
+
+    # --- the parts of quantize(), for an operation that makes what it casts (a fused kernel) ---
+
+    @contextmanager
+    def cast_into(self, storage: QuantizedStorage) -> Iterator[QuantizedStorage]:
+        """Within the context, ``storage``, which :meth:`make_empty` made, with all that a cast
+        reads and writes: scratch for copies that are not kept, and what the recipe remembers.
+
+        Under delayed scaling the cast does not advance that: it waits for the reduction of the
+        amax, which :meth:`record` takes afterwards.
+        """
+        state = {} if self.memory is None else self.memory.tensors()
+        recompute_state = current_recompute_state()
+        if state and recompute_state is not None:
+            recompute_state.use(self, state)
+        whole = storage
+        if state or not storage.is_whole:
+            whole = storage.whole(state)
+        yield whole
+        if whole is not storage:
+            storage.mark_written()
+
+    def record(self, amax: torch.Tensor) -> None:
+        """Under delayed scaling, note the amaxes of a cast, int32 with the tensor's last; a forward
+        that is computed again has noted them before.
+        """
+        recompute_state = current_recompute_state()
+        if self.recipe.casts_before_reduction and not (
+            recompute_state is not None and recompute_state.replays
+        ):
+            assert self.memory is not None
+            self.memory.record(amax[-1:])
+
+    def _check(self, shape: torch.Size | tuple[int, ...], dtype: object) -> None:
+        if not isinstance(dtype, torch.dtype) or dtype not in NOMINAL_DTYPES:
+            raise InputError(
+                f"a quantizer takes torch.float32, torch.bfloat16 or torch.float16, got "
+                f"{shown(dtype)}; "
+                f"convert the tensor first."
+            )
+        if self.tp_shard is None:
+            self.recipe.check_shape(shape)
+        else:
+            self.tp_shard.check(self.recipe, shape, columnwise=self.columnwise)
+
+    def check_out(self, out: QuantizedTensor, tensor: torch.Tensor) -> None:
+        """Raise :class:`InputError` where ``out`` is not what this quantizer would make of
+        ``tensor``.
+        """
+        if not isinstance(out, QuantizedTensor):
+            raise InputError(f"out must be a zerocast.QuantizedTensor, got {type(out).__name__}.")
+        held = (out.quantized_storage.has_rowwise, out.quantized_storage.has_columnwise)
+        given = (
+            out.recipe,
+            tuple(out.shape),
+            out.dtype,
+            out.device,
+            *held,
+            out.quantized_storage.tp_shard,
+        )
+        usage = (self.rowwise, self.columnwise)
+        required = (
+            self.recipe, tuple(tensor.shape), tensor.dtype, tensor.device, *usage, self.tp_shard
+        )  # fmt: skip
+        names = ("recipe", "shape", "dtype", "device", "rowwise", "columnwise", "part")
+        for name, has, wanted in zip(names, given, required, strict=True):
+            if has != wanted:
+                raise InputError(
+                    f"out must have {name} {wanted} to be overwritten by this quantizer, got "
+                    f"{has}; leave it out, or make it with quantizer.make_empty(...)."
+                )
+
+    def __repr__(self) -> str:
+        return f"Quantizer({self.recipe}, rowwise={self.rowwise}, columnwise={self.columnwise})"

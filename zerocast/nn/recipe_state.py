@@ -1,0 +1,305 @@
+"""RecipeState: what a recipe remembers for the tensors of one layer, and their quantizers.
+
+Most schemes remember nothing: their scales come from the data. Delayed scaling keeps, for each
+tensor, the amaxes of earlier steps and the scale made from them; stochastic rounding counts its
+casts. One state holds that for all tensors of a layer's forward, or of its backward, as stacked
+tensors, and hands each quantizer its place in them.
+
+Note: when delayed scaling advances
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+A cast multiplies by ``scale`` and raises the tensor's entry in ``amaxes`` to the amax of what it
+cast, so the largest one counts where a layer runs more than once. Nothing else changes until
+:class:`zerocast.tensors.AmaxReduction` has reduced all entries over the ranks: then history and
+scale advance by :class:`zerocast.numerics.Float8DelayedNumerics`, and the entries are 0 again. An
+entry of 0 (a layer that did not run, a tensor of zeros) advances nothing.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from typing import Any, Literal, Protocol
+
+import torch
+
+from zerocast.arguments import check_device, check_integer, check_tensor, check_text, shown
+from zerocast.errors import InputError, MissingDataError
+from zerocast.formats import ElementFormat
+from zerocast.nn.quantizer import Quantizer
+from zerocast.numerics import PlaneBuffers, TensorOperand
+from zerocast.recipes import Recipe, Role, as_recipe
+
+Mode = Literal["forward", "backward"]
+
+ROLES: dict[str, tuple[Role, ...]] = {
+    "forward": ("input", "weight", "output"),
+    "backward": ("grad_output", "grad_input"),
+}
+"""The tensors of one GEMM in each direction, in the order of their quantizers."""
+
+
+_MOST_QUANTIZERS = 2**16
+"""More than any layer has: each is an object, and an entry of every tensor of the state."""
+
+
+class Reduction(Protocol):
+    """What a state asks of the :class:`zerocast.tensors.AmaxReduction` that reduces its amaxes."""
+
+    def register(self, state: RecipeState) -> None:
+        """Reduce the amaxes of ``state`` from now on, where they are now."""
+        ...
+
+    def forget_layout(self) -> None:
+        """Look anew which states there are."""
+        ...
+
+
+class RecipeState:
+    """What ``recipe`` remembers for ``num_quantizers`` tensors; made by :meth:`create`.
+
+    Attributes:
+        recipe: the scheme, not yet for any role.
+        mode: ``"forward"`` or ``"backward"``.
+        roles: what each tensor is to its GEMM.
+        recipes: the scheme of each tensor.
+        tensors: the memory, by the names of :attr:`Recipe.state`; the first dimension counts the
+            tensors.
+        amaxes: int32 [num_quantizers]: the largest amax of each tensor since the latest reduction.
+        is_delayed: whether there are amaxes to reduce.
+        records: whether casts raise ``amaxes``; off in an evaluation.
+        reduction: which reduces ``amaxes``, once the state has joined one.
+    """
+
+    def __init__(
+        self, recipe: Recipe, mode: Mode, num_quantizers: int, device: torch.device, name: str
+    ) -> None:
+        roles = ROLES[mode]
+        self.recipe = recipe
+        self.mode = mode
+        self.roles = tuple(roles[i % len(roles)] for i in range(num_quantizers))
+        self.recipes = tuple(recipe.for_role(role) for role in self.roles)
+        self.is_delayed = any(each.casts_before_reduction for each in self.recipes)
+        self.records = True
+        self.reduction: Reduction | None = None
+        with torch.inference_mode(False):  # else only inference could ever write it
+            self.tensors = self._fresh_tensors(device, name)
+            self.amaxes = torch.zeros(num_quantizers, dtype=torch.int32, device=device)
+
+    def _fresh_tensors(self, device: torch.device, name: str) -> dict[str, torch.Tensor]:
+        tensors: dict[str, torch.Tensor] = {}
+        for recipe in self.recipes:
+            # What is remembered does not depend on the shape of the tensor, so any will do.
+            specs = recipe.buffers((1, 1), columnwise=False)
+            for state in recipe.state:
+                shape, dtype = (self.num_quantizers, *specs[state].shape), specs[state].dtype
+                if state not in tensors:
+                    tensors[state] = torch.full(
+                        shape, specs[state].fill, dtype=dtype, device=device
+                    )
+        if "rounding_counter" in tensors:
+            names = [f"{name}.{self.mode}.{i}".encode() for i in range(self.num_quantizers)]
+            hashes = torch.tensor(
+                [zlib.crc32(each) for each in names], dtype=torch.int64, device="cpu"
+            )
+            tensors["rounding_counter"][:, 0] = hashes
+        return tensors
+
+    @classmethod
+    def create(
+        cls,
+        recipe: Recipe | str,
+        mode: Mode,
+        num_quantizers: int = 1,
+        device: torch.device | str | None = None,
+        *,
+        name: str = "",
+    ) -> RecipeState:
+        """The state that a layer of ``recipe`` starts with.
+
+        Args:
+            recipe: the scheme, or its name.
+            mode: ``"forward"``, three quantizers a GEMM (input, weight, output), or ``"backward"``,
+                two (gradients of output and input).
+            num_quantizers: how many; those of several GEMMs follow each other.
+            device: where the tensors to be quantized are; torch's default device by default.
+            name: of the layer; under stochastic rounding layers of different names draw different
+                random words.
+
+        Raises:
+            InputError: for anything else.
+        """
+        recipe = as_recipe(recipe)
+        if not isinstance(mode, str) or mode not in ROLES:
+            raise InputError(f"mode must be 'forward' or 'backward', got {shown(mode)}.")
+        check_integer("num_quantizers", num_quantizers, 0, _MOST_QUANTIZERS)
+        check_text("name", name)
+        return cls(recipe, mode, num_quantizers, check_device("device", device), name)
+
+    # --- what it hands out ---
+
+    def make_quantizers(self) -> list[Quantizer]:
+        """One quantizer for each tensor, in the order of :attr:`roles`; they remember here."""
+        return [
+            Quantizer(recipe, memory=_Place(self, i) if recipe.state else None)
+            for i, recipe in enumerate(self.recipes)
+        ]
+
+    @property
+    def num_quantizers(self) -> int:
+        """How many tensors it remembers for."""
+        return len(self.roles)
+
+    @property
+    def qx_dtype(self) -> ElementFormat:
+        """The format of inputs and outputs."""
+        return self.recipe.for_role("input").numerics.fmt
+
+    @property
+    def qw_dtype(self) -> ElementFormat:
+        """The format of weights."""
+        return self.recipe.for_role("weight").numerics.fmt
+
+    @property
+    def qgrad_dtype(self) -> ElementFormat:
+        """The format of gradients of outputs and inputs."""
+        return self.recipe.for_role("grad_output").numerics.fmt
+
+    @property
+    def scale(self) -> torch.Tensor:
+        """FP32 [num_quantizers]: what the next casts multiply by, under delayed scaling; a view.
+
+        Raises:
+            MissingDataError: under another scheme.
+        """
+        return self._tensor("scale").view(-1)
+
+    @property
+    def amax_history(self) -> torch.Tensor:
+        """FP32 [num_quantizers, amax_history_len]: under delayed scaling, newest first; a view.
+
+        Raises:
+            MissingDataError: under another scheme.
+        """
+        return self._tensor("amax_history")
+
+    def _tensor(self, name: str) -> torch.Tensor:
+        if name not in self.tensors:
+            raise MissingDataError(
+                f"{name} is remembered by delayed scaling, and {type(self.recipe).__name__} makes "
+                f"its scales from the data; each quantized tensor holds its own."
+            )
+        return self.tensors[name]
+
+    # --- delayed scaling: the reduction ---
+
+    @property
+    def device(self) -> torch.device:
+        """Where the memory is."""
+        return self.amaxes.device
+
+    def join(self, reduction: Reduction) -> None:
+        """From now on ``reduction`` reduces :attr:`amaxes`, and no other one."""
+        if self.reduction is not reduction and self.is_delayed:
+            if self.reduction is not None:
+                self.reduction.forget_layout()
+            self.reduction = reduction
+            reduction.register(self)
+
+    def operands(self, scale_inv: torch.Tensor) -> list[TensorOperand]:
+        """The operands that advance history and scale from reduced :attr:`amaxes`.
+
+        ``scale_inv``, FP32 [num_quantizers], receives what nobody reads: casts have stored theirs.
+        """
+        made = []
+        for recipe, views, amax, scale in zip(
+            self.recipes,
+            map(self.views, range(self.num_quantizers)),
+            self.amaxes.split(1),
+            scale_inv.split(1),
+            strict=True,
+        ):
+            planes = (PlaneBuffers(recipe.planes((1, 1))[0], amax, scale_inv=scale),)
+            delayed = recipe.delayed_state(views)
+            made.append(
+                TensorOperand(planes, tensor_amax=amax, amax=views["amax"], delayed=delayed)
+            )
+        return made
+
+    def views(self, i: int) -> dict[str, torch.Tensor]:
+        """What tensor ``i`` remembers, as live views."""
+        return {name: self.tensors[name][i] for name in self.recipes[i].state}
+
+    # --- saving, moving, copying ---
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """A copy of all that is remembered, with the amaxes that wait for their reduction.
+
+        Those are this rank's own. Where one rank saves for all, let all ranks call
+        :func:`zerocast.reduce_amaxes` first, after which none wait.
+        """
+        tensors = dict(self.tensors)
+        if self.is_delayed:
+            tensors["amaxes"] = self.amaxes
+        return {name: tensor.clone() for name, tensor in tensors.items()}
+
+    def load_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> None:
+        """Go on from where :meth:`state_dict` was called, bit for bit.
+
+        Raises:
+            InputError: where names, shapes or dtypes differ. Nothing has been changed.
+        """
+        own = dict(self.tensors)
+        if self.is_delayed:
+            own["amaxes"] = self.amaxes
+        if not isinstance(state_dict, Mapping):
+            raise InputError(
+                f"state_dict must be what RecipeState.state_dict() returned, got "
+                f"{shown(state_dict)}."
+            )
+        if set(own) != set(state_dict):
+            raise InputError(
+                f"the state of {self.recipe} holds {sorted(own)}, got {sorted(state_dict)}; load "
+                f"it into a state of the recipe that it was saved from."
+            )
+        for name, tensor in own.items():
+            given = check_tensor(name, state_dict[name])
+            if (given.shape, given.dtype) != (tensor.shape, tensor.dtype):
+                raise InputError(
+                    f"{name} must be {tensor.dtype} {list(tensor.shape)}, got {given.dtype} "
+                    f"{list(given.shape)}; the layer or the recipe is another one."
+                )
+        for name, tensor in own.items():
+            tensor.copy_(state_dict[name])
+
+    def to(self, device: torch.device | str) -> RecipeState:
+        """Move the memory to ``device``; quantizers follow. Returns this state."""
+        if torch.device(device) != self.device:
+            self.tensors = {name: tensor.to(device) for name, tensor in self.tensors.items()}
+            self.amaxes = self.amaxes.to(device)
+            if self.reduction is not None:
+                self.reduction.register(self)
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles: memory of its own, which has joined no reduction yet."""
+        tensors = {name: tensor.clone() for name, tensor in self.tensors.items()}
+        own = {"tensors": tensors, "amaxes": self.amaxes.clone(), "reduction": None}
+        return {**vars(self), **own}
+
+    def __repr__(self) -> str:
+        return f"RecipeState({self.recipe}, {self.mode!r}, {self.num_quantizers} quantizers)"
+
+
+class _Place:
+    """The memory of tensor ``index`` of a state."""
+
+    def __init__(self, state: RecipeState, index: int) -> None:
+        self._state, self._index = state, index
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return self._state.views(self._index)
+
+    def record(self, amax: torch.Tensor) -> None:
+        if self._state.records:
+            entry = self._state.amaxes[self._index : self._index + 1]
+            torch.maximum(entry, amax, out=entry)

@@ -1,0 +1,75 @@
+"""The operations that a cast is made of: what each computes, and the contract that every backend
+fulfils.
+
+An operation serves *many weights at once*. It is given everything that stays the same between steps
+(shapes, owners, buffers) when it is prepared, and returns a :data:`Launch`: a callable without
+arguments that a step calls. So a step is a constant number of launches, whatever the number of
+weights, and allocates nothing.
+
+    partial_amax    master shards           -> block and tensor amaxes (then one all-reduce MAX)
+    partial_select  master shards, amaxes   -> 4-over-6: errors of both candidates (then one SUM)
+    select          reduced errors          -> 4-over-6: the choice of every block
+    compute_scale   amaxes, choices         -> stored scales, tensor amax, recipe state
+    partial_cast    master shards, amaxes   -> this rank's codes, to the nibble
+    transpose       gathered codes, scales  -> columnwise codes and scales
+    dequantize      codes, scales           -> values
+    activate        a layer's tensor        -> its rounded result, codes and scales, in one pass
+
+A weight is one operand with its planes. It has a rowwise plane of codes, and where a scheme
+quantizes its columnwise copy independently of the rowwise one (MXFP8, row-wise FP8) a second one,
+cast in the same pass over the master.
+
+The numerics are those of the package's documentation, "Numerics": every backend gives the same
+bytes for every input.
+
+NOT here: which operations a recipe needs (:mod:`zerocast.recipes`) and when they run
+(:mod:`zerocast.cast`).
+"""
+
+from zerocast.numerics.activations import Activation, ActivationTarget, Function, can_activate
+from zerocast.numerics.backend import Backend, Launch
+from zerocast.numerics.memory import why_no_memory
+from zerocast.numerics.numerics import (
+    INFINITY_BITS,
+    NAN_BITS,
+    NUMERICS_VERSION,
+    Float8DelayedNumerics,
+    Float8Numerics,
+    MXFP8Numerics,
+    Numerics,
+    NVFP4Numerics,
+)
+from zerocast.numerics.operands import (
+    NOMINALS,
+    DelayedState,
+    FourOverSixErrors,
+    Masters,
+    PlaneBuffers,
+    Rounding,
+    TensorOperand,
+)
+
+__all__ = [
+    "INFINITY_BITS",
+    "NAN_BITS",
+    "NOMINALS",
+    "NUMERICS_VERSION",
+    "Activation",
+    "ActivationTarget",
+    "Backend",
+    "FourOverSixErrors",
+    "DelayedState",
+    "Float8DelayedNumerics",
+    "Float8Numerics",
+    "Function",
+    "Launch",
+    "Numerics",
+    "MXFP8Numerics",
+    "Masters",
+    "NVFP4Numerics",
+    "PlaneBuffers",
+    "Rounding",
+    "TensorOperand",
+    "can_activate",
+    "why_no_memory",
+]

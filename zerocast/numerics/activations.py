@@ -1,0 +1,107 @@
+"""Activations: an operation of a layer, and the cast of what it makes, as operands."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from zerocast.numerics.numerics import Numerics, NVFP4Numerics
+from zerocast.numerics.operands import DelayedState, PlaneBuffers
+
+Function = Literal[
+    "identity", "relu", "gelu", "gelu_tanh", "silu", "swiglu", "layernorm", "rmsnorm"
+]
+"""What is done to a tensor before it is cast; the formulas stand at :class:`Activation`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Activation:
+    """A function of a matrix [M, S], of rows of K elements each.
+
+    With ``x`` an element of the source and, of a row, ``mean`` and ``variance`` over its K
+    elements (divided by K)::
+
+        identity      x
+        relu          max(x, 0)
+        gelu          x * Phi(x), Phi the distribution function of the normal distribution
+        gelu_tanh     x / (1 + exp(-2 u)),   u = sqrt(2 / pi) * (x + 0.044715 * x^3)
+        silu          x / (1 + exp(-x))
+        swiglu        silu(x[:, :K]) * x[:, K:],   S = 2 K;  S = K for all others
+        layernorm     (x - mean) / sqrt(variance + eps) * gamma + bias
+        rmsnorm       x / sqrt(mean of squares + eps) * gamma
+
+    where ``gamma`` is the weight, or 1 + weight, or 1 where there is none. What is computed lies
+    within 2 units in the last place of BF16 of the same in float64; of a sum with a bias, within
+    2 units of its larger term. A result is then rounded, once, to ``round_to``.
+
+    Attributes:
+        function: which.
+        eps: of the last two.
+        zero_centered_gamma: whether the weight is stored less 1.
+    """
+
+    function: Function
+    eps: float = 1e-5
+    zero_centered_gamma: bool = False
+
+    @property
+    def is_norm(self) -> bool:
+        """Whether an element depends on its whole row."""
+        return self.function in ("layernorm", "rmsnorm")
+
+
+@dataclass(frozen=True, slots=True)
+class ActivationTarget:
+    """One tensor and what becomes of it: what :meth:`Backend.activate` works on.
+
+    Attributes:
+        activation: the function.
+        source: [M, S], FP32, BF16 or FP16, contiguous.
+        weight, bias: [K], FP32, BF16 or FP16, contiguous; of the norms, or None.
+        round_to: what the function's result is rounded to before anything else is done.
+        output: [M, K] of ``round_to``, contiguous: receives the rounded result; or None.
+        planes: the copies of its codes. Codes are wholly written, a missing last nibble is 0; of
+            scales what belongs to a block is written, and padding is left as it was filled. Codes
+            are None where only scales are wanted, scales where another plane has them.
+        delayed: whose scale to multiply by, under :class:`Float8DelayedNumerics`.
+        amax: FP32 [1] that receives the tensor amax, or None for numerics that stores none.
+        tensor_amax: int32 [1], raised to the largest magnitude of the rounded result; or None.
+        mean, rstd: FP32 [M] that receive what the norms made of each row: the mean (layernorm) and
+            1 / sqrt(... + eps); or None.
+    """
+
+    activation: Activation
+    source: torch.Tensor
+    round_to: torch.dtype
+    weight: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+    output: torch.Tensor | None = None
+    planes: tuple[PlaneBuffers, ...] = ()
+    delayed: DelayedState | None = None
+    amax: torch.Tensor | None = None
+    tensor_amax: torch.Tensor | None = None
+    mean: torch.Tensor | None = None
+    rstd: torch.Tensor | None = None
+
+    @property
+    def rows(self) -> int:
+        """M."""
+        return self.source.shape[0]
+
+    @property
+    def cols(self) -> int:
+        """K."""
+        return self.source.shape[1] // (2 if self.activation.function == "swiglu" else 1)
+
+
+def can_activate(numerics: Numerics) -> bool:
+    """Whether :meth:`Backend.activate` casts under ``numerics``: under any whose codes follow from
+    the rounded values and their amaxes alone. (4-over-6 decides by errors, and stochastic rounding
+    draws: there the rounded output is cast by the operations above.)
+    """
+    return not (
+        isinstance(numerics, NVFP4Numerics)
+        and (numerics.four_over_six or numerics.stochastic_rounding)
+    )

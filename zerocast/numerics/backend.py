@@ -1,0 +1,90 @@
+"""Backend: the contract that everybody fulfils who does the arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol, runtime_checkable
+
+from zerocast.numerics.activations import ActivationTarget
+from zerocast.numerics.numerics import Numerics, NVFP4Numerics
+from zerocast.numerics.operands import Masters, TensorOperand
+
+Launch = Callable[[], None]
+"""A prepared operation: runs it once on the buffers that it was prepared for."""
+
+
+@runtime_checkable
+class Backend(Protocol):
+    """Who does the arithmetic. Each method prepares one operation for many weights and returns its
+    launch.
+
+    All tensors of one call lie on one device. Nothing is read or written before the launch. A
+    launch with nothing to do (no weights, only empty shards) is a launch that does nothing. A
+    backend says here, before the first launch, what it cannot do: by
+    :class:`zerocast.errors.BackendError`.
+    """
+
+    name: str
+
+    def partial_amax(self, operands: Sequence[TensorOperand], masters: Masters) -> Launch:
+        """Raise ``tensor_amax`` and the block amaxes of planes that are cast to the largest
+        magnitudes of this rank's rounded elements.
+
+        The buffers must be zero, or hold what earlier shards left: the launch takes maxima, it does
+        not clear. Infinities are kept as ``INFINITY_BITS``, every NaN becomes ``NAN_BITS``. Work
+        follows the shard.
+        """
+        ...
+
+    def partial_select(
+        self, numerics: NVFP4Numerics, operands: Sequence[TensorOperand], masters: Masters
+    ) -> Launch:
+        """4-over-6, this rank's part of the decision, from reduced amaxes: choices of its own
+        blocks, errors and elements of the shared ones, in ``candidates``, whose exchanged tensors
+        hold 0.
+        """
+        ...
+
+    def select(self, numerics: NVFP4Numerics, operands: Sequence[TensorOperand]) -> Launch:
+        """4-over-6: the choices in cut rows of blocks, from the exchanged ``candidates``. Segments'
+        errors are made from their elements, into ``row_errors``.
+        """
+        ...
+
+    def compute_scale(self, numerics: Numerics, operands: Sequence[TensorOperand]) -> Launch:
+        """Make ``amax`` and the stored scales of all planes that are not derived, of whole weights,
+        from reduced amaxes; padding included, repeats included. What the numerics remembers of a
+        weight that ``advances`` is brought up to date.
+        """
+        ...
+
+    def partial_cast(
+        self, numerics: Numerics, operands: Sequence[TensorOperand], masters: Masters
+    ) -> Launch:
+        """Round, scale and encode this rank's elements into the codes of planes that are cast;
+        every other nibble keeps its value.
+
+        Under :class:`Float8DelayedNumerics` it raises the amaxes, too, as :meth:`partial_amax`
+        does, in the same pass over the masters.
+        """
+        ...
+
+    def transpose(self, numerics: Numerics, operands: Sequence[TensorOperand]) -> Launch:
+        """Make codes and scales of the second plane, which is derived, from the gathered ones of
+        the first; padding included. Without ``scale_inv`` of its own one scale serves both.
+        """
+        ...
+
+    def dequantize(self, numerics: Numerics, operands: Sequence[TensorOperand]) -> Launch:
+        """Decode the first planes of whole weights to ``values``. A NaN scale decodes to NaN."""
+        ...
+
+    def activate(self, numerics: Numerics | None, target: ActivationTarget) -> Launch:
+        """Compute, round and cast one tensor: its output, its codes and their scales at once.
+
+        Codes are exact with respect to the rounded result. Without numerics there are no planes,
+        and the launch writes the output alone. Under :class:`Float8DelayedNumerics` the stored
+        scale is ``1 / scale``, NaN where the tensor amax is not finite, and nothing remembers
+        anything. ``numerics`` must be one that :func:`can_activate`.
+        """
+        ...

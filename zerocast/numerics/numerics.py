@@ -1,0 +1,160 @@
+"""Scaling numerics: how an amax becomes a scale, and a value under it a code.
+
+Amaxes are the int32 bit patterns of non-negative FP32 values: those order like integers, so an
+integer maximum is exact and the same in every communicator, and NaN (canonical, ``0x7FC00000``) is
+the largest and wins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from zerocast.errors import InputError
+from zerocast.formats import E2M1, E4M3, ElementFormat
+
+NUMERICS_VERSION = 1
+"""Changes with any change of the bytes that some input gives; ranks of one cast must agree on
+it."""
+
+INFINITY_BITS = 0x7F800000
+"""The int32 bit pattern of +infinity: an amax that is not smaller is not finite."""
+
+NAN_BITS = 0x7FC00000
+"""The canonical NaN, which every NaN becomes before it enters an amax buffer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Float8Numerics:
+    """FP8 with one FP32 scale a block: ``scale = max / amax``, ``code = FP8(x * scale)``, stored
+    ``1 / scale``.
+
+    The order of the cases is: an amax that is not finite gives a NaN ``scale_inv`` and NaN codes;
+    an amax below ``amax_epsilon`` is replaced by it; amax 0 gives scale 1; an infinite scale
+    becomes FLT_MAX; ``power_2_scale`` clears the 23 mantissa bits of the scale. The tensor amax is
+    not used.
+    """
+
+    fmt: ElementFormat
+    power_2_scale: bool = False
+    amax_epsilon: float = 0.0
+
+    scale_dtype = torch.float32
+
+
+@dataclass(frozen=True, slots=True)
+class Float8DelayedNumerics:
+    """FP8 with one FP32 scale a tensor, made from the amaxes of *earlier* casts.
+
+    The cast multiplies by ``state.scale`` and takes the amax of what it casts in the same pass.
+    When the amax ``a`` has been reduced, :meth:`Backend.compute_scale` closes the cast::
+
+        cast_scale = scale;  scale_inv = 1 / scale      # NaN where a is not finite
+        if a is finite and not 0:
+            the history takes a as its newest entry and drops its oldest; entries stay in order,
+            newest first, 0 where there is none yet
+            m = max(history), or a itself ("most_recent"), or what the callable makes of the history
+            if m is finite and positive:
+                scale = min((max * 2^-margin) / m, FLT_MAX)
+
+    Attributes:
+        fmt: of the codes.
+        margin: how many powers of two the scale keeps below the largest.
+        amax_compute_algo: ``"max"``, ``"most_recent"``, or a function from the history, FP32
+            [history length], to an FP32 tensor of one element.
+    """
+
+    fmt: ElementFormat
+    margin: int = 0
+    amax_compute_algo: str | Callable[[torch.Tensor], torch.Tensor] = "max"
+
+    scale_dtype = torch.float32
+
+    def amax_by_callable(self, history: torch.Tensor) -> torch.Tensor:
+        """FP32 [1]: what the function makes of ``history``.
+
+        Raises:
+            InputError: where that is no tensor of one element on the history's device.
+        """
+        assert callable(self.amax_compute_algo)
+        amax = self.amax_compute_algo(history)
+        given = getattr(amax, "shape", type(amax).__name__), getattr(amax, "device", None)
+        if not isinstance(amax, torch.Tensor) or amax.numel() != 1 or given[1] != history.device:
+            raise InputError(
+                "amax_compute_algo must make of the history a tensor of one element on its device "
+                f"{history.device}, got {given[0]} on {given[1]}; end it with .max() or reshape(1)."
+            )
+        return amax.detach().reshape(1).float()
+
+
+@dataclass(frozen=True, slots=True)
+class MXFP8Numerics:
+    """FP8 codes under one E8M0 scale a block, a power of two rounded up.
+
+    With ``a`` the block's amax, every operation in FP32::
+
+        S    = E8M0(a * fl(1/max))             # stored; NaN's code 0xFF where a is not finite
+        code = FP8(x * reciprocal(S))          # NaN's code under a NaN scale
+
+    The tensor amax is not used.
+    """
+
+    fmt: ElementFormat = E4M3
+
+    scale_dtype = torch.uint8
+
+
+@dataclass(frozen=True, slots=True)
+class NVFP4Numerics:
+    """E2M1 codes under one E4M3 scale a block, under one amax a tensor.
+
+    With ``g`` the tensor amax and ``a`` the block's, every operation in FP32 and ``fl`` rounding to
+    FP32::
+
+        S_enc = min(6 * scale_max / g, FLT_MAX), or 1 where g == 0
+        S_dec = E4M3(min(a * (S_enc * fl(1/6)), FLT_MAX))          # stored
+        enc   = min(1 / (float(S_dec) * (1 / S_enc)), FLT_MAX)     # S_dec == 0 gives FLT_MAX
+        code  = E2M1(x * enc)
+        x     = E2M1(code) * ((float(S_dec) * g) * fl(1 / (6 * scale_max)))     # decoded
+
+    A ``g`` that is not finite makes every stored scale E4M3's NaN and every code 7.
+
+    *4-over-6* gives each block the better one of two scales::
+
+        base = (a / 6) * S_enc
+        map4 = E4M3(min(base * 1.5, 448));  map6 = E4M3(min(base, 448))
+        enc of each as above;  decoded of each = ((E2M1(code) * float(map)) * g) / (6 * scale_max)
+
+    An element's error is ``|decoded - x|`` ("mae") or its square ("mse"), with codes rounded to
+    nearest. The elements of a row inside the block are summed from left to right, then the rows
+    (missing ones count 0) by the tree 8, 4, 2, 1: row r takes row r + 8, then r + 4, ... Map4 is
+    taken only where its sum is strictly smaller.
+
+    *Stochastic rounding* draws the code from the two neighbours of ``y = min(|x * enc|, 6)``, lower
+    one ``lo`` and distance ``step`` between them: the upper one where
+    ``(word >> 8) * 2^-24 < (y - lo) / step``, both sides exact; the sign stays. The word of an
+    element is number ``index % 4`` of Philox 4x32-10 with the key (low, high half of ``seed``) and
+    the counter (low, high half of ``index / 4``, the hash of the weight's name, the step), where
+    ``index`` is the element's flat index in the whole weight, also where this one is a part of it;
+    see :class:`Rounding`.
+
+    Attributes:
+        scale_max: the largest E4M3 scale in use: 448, or 256.
+        four_over_six: None, ``"mae"`` or ``"mse"``.
+        stochastic_rounding: whether codes are drawn.
+        seed: 64 bits.
+    """
+
+    fmt: ElementFormat = E2M1
+    scale_fmt: ElementFormat = E4M3
+    scale_max: int = 448
+    four_over_six: str | None = None
+    stochastic_rounding: bool = False
+    seed: int = 0
+
+    scale_dtype = torch.uint8
+
+
+Numerics = Float8Numerics | Float8DelayedNumerics | MXFP8Numerics | NVFP4Numerics

@@ -1,0 +1,213 @@
+"""What the operations of a cast work on: masters, and one operand a tensor with its planes.
+
+They hold tensors by reference, and geometry; nothing here computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from zerocast.layout import NOTHING, BlockGrid, Extent, Plane, SharedBlocks, ceil_div
+
+NOMINALS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""The dtypes of weights and of masters, by their numbers in compiled code: Nominal in tables.h."""
+
+
+class Masters:
+    """The shards that a step reads, FP32, BF16 or FP16: one slot a weight, re-bound to other
+    tensors without preparing anew.
+
+    An optimizer that keeps its masters in place binds once. ``version`` counts the bindings, for a
+    backend that keeps a copy of the table on its device.
+    """
+
+    def __init__(self, slots: int) -> None:
+        self.tensors: list[torch.Tensor | None] = [None] * slots
+        # Master in tables.h: the address of each tensor, 0 for an empty shard, and the number of
+        # its dtype; on the host whatever the default device is.
+        self.table = torch.zeros(slots, 2, dtype=torch.int64, device="cpu")
+        self.version = 0
+
+    def bind(self, tensors: Sequence[torch.Tensor | None]) -> None:
+        """Let the next step read ``tensors``: of a dtype of :data:`NOMINALS`, which may be another
+        for each, contiguous, one a slot, of the shard's size; None where empty.
+        """
+        assert len(tensors) == len(self.tensors)
+        self.tensors = list(tensors)
+        rows = [(0, 0) if t is None else (t.data_ptr(), NOMINALS[t.dtype]) for t in tensors]
+        rows_of_slots = torch.tensor(rows, dtype=torch.int64, device="cpu")
+        self.table.copy_(rows_of_slots.view_as(self.table))
+        self.version += 1
+
+    def place(self, slot: int, table: torch.Tensor) -> int:
+        """Where in ``table``, a copy of :attr:`table`, compiled code finds the master of a slot."""
+        return table.data_ptr() + slot * table.stride(0) * table.element_size()
+
+
+@dataclass(frozen=True, slots=True)
+class DelayedState:
+    """What :class:`Float8DelayedNumerics` remembers of one tensor; the tensor's own memory.
+
+    Attributes:
+        scale: FP32 [1], what the next cast multiplies by; 1 at first.
+        cast_scale: FP32 [1], what the latest cast multiplied by.
+        amax_history: FP32 [history length], newest first; 0 at first.
+    """
+
+    scale: torch.Tensor
+    cast_scale: torch.Tensor
+    amax_history: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Rounding:
+    """Where the random words of a weight come from, beside the seed.
+
+    Attributes:
+        counter: int64 [2], the weight's own memory: the 32-bit hash of its name, and the step,
+            which counts its casts: :meth:`Backend.compute_scale` adds one, and the cast that
+            follows uses the sum (of which 32 bits enter the counter).
+        origin, skip: of a part of a weight: the place of its first element in the flattened whole,
+            and the elements of the whole between a row of the part and the next. So element ``i``
+            of a part with ``cols`` columns is ``index = i + origin + i // cols * skip`` of the
+            whole. Both are even: no byte of codes is cut.
+    """
+
+    counter: torch.Tensor
+    origin: int = 0
+    skip: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class FourOverSixErrors:
+    """What 4-over-6 decides by, and what ranks exchange of it, for one weight.
+
+    A row of blocks is *cut* where more than one rank owns elements of it. Every block of the others
+    belongs to one rank, which chooses and writes ``choices``. In a cut row of blocks the rank that
+    owns all elements of a block's row writes that row's errors; a block's row that ranks share is a
+    *segment*, and each rank writes its own elements of it. All else is 0 before the exchange, so
+    a SUM of int32 bit patterns puts everything together, exactly.
+
+    Attributes:
+        choices: uint8 [num_blocks rounded up to a multiple of 4]: 1 for map4, 0 for map6.
+        cut: int64 [cuts] on the CPU, ascending: the rows of blocks that are cut.
+        row_errors: FP32 [cuts, block_h, blocks_w, 2]: of each row of each block the summed errors
+            of map4 and map6.
+        segments: int64 [segments] on the CPU, ascending: the flat index of each segment's first
+            element.
+        elements: FP32 [segments, block_w], rounded; 0 where the matrix has no element.
+    """
+
+    choices: torch.Tensor
+    cut: torch.Tensor
+    row_errors: torch.Tensor
+    segments: torch.Tensor
+    elements: torch.Tensor
+
+    @staticmethod
+    def words(grid: BlockGrid, cuts: SharedBlocks) -> int:
+        """int32 entries that all exchanged tensors of one weight take."""
+        return sum(FourOverSixErrors._sizes(grid, cuts))
+
+    @classmethod
+    def carve(cls, buffer: torch.Tensor, grid: BlockGrid, cuts: SharedBlocks) -> FourOverSixErrors:
+        """The candidates of one weight in ``buffer``, int32 [words]."""
+        choices, row_errors, elements = buffer.split(cls._sizes(grid, cuts))
+        return cls(
+            choices.view(torch.uint8),
+            torch.tensor(cuts.rows, dtype=torch.int64, device="cpu"),
+            row_errors.view(torch.float32).view(len(cuts.rows), grid.block_h, grid.blocks_w, 2),
+            torch.tensor(cuts.segments, dtype=torch.int64, device="cpu"),
+            elements.view(torch.float32).view(len(cuts.segments), grid.block_w),
+        )
+
+    @staticmethod
+    def _sizes(grid: BlockGrid, cuts: SharedBlocks) -> list[int]:
+        """int32 entries of the choices, the row errors and the elements."""
+        return [
+            ceil_div(grid.num_blocks, 4),
+            len(cuts.rows) * grid.block_h * grid.blocks_w * 2,
+            len(cuts.segments) * grid.block_w,
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class PlaneBuffers:
+    """One plane of a tensor, and its buffers; None is what the operations at hand do not use.
+
+    Attributes:
+        plane: where its codes come from, and how its scales are stored.
+        block_amax: int32 [plane.grid.num_blocks], the plane's part of the buffer that is reduced;
+            of a plane that shares the rowwise codes, that of those.
+        codes: uint8, contiguous, of the rows of ``plane.grid`` packed along its columns; of a cast
+            they begin at :attr:`TensorOperand.codes_start`. Where a transpose ends a row with half
+            a byte, the missing nibble is 0.
+        scale_inv: the numerics' ``scale_dtype``, ``plane.scales.shape`` (or as many entries),
+            contiguous.
+    """
+
+    plane: Plane
+    block_amax: torch.Tensor | None = None
+    codes: torch.Tensor | None = None
+    scale_inv: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TensorOperand:
+    """One tensor as one rank sees it: what every operation of a cast works on.
+
+    A tensor whose columnwise plane is cast from the transposed tensor takes two: that plane is
+    alone in a second one, over the transposed matrix, with a master of its own.
+
+    Attributes:
+        planes: the rowwise one first.
+        slot: the place of its master in :class:`Masters`.
+        extent: the elements of the whole tensor that this rank owns; may be empty, start and end
+            anywhere.
+        round_to: float32, bfloat16 or float16; a master element is rounded to it before anything
+            else is done.
+        codes_start: the element whose code is in the low bits of the first byte of ``codes``: 0 for
+            the whole tensor, the extent's start rounded down to a whole byte for buffers of the
+            shard's own.
+        tensor_amax: int32 [1]; may be the same memory as the block amaxes where there is one block.
+        amax: FP32 [1] that holds the tensor amax beside the scales, or None for numerics that
+            stores
+            none.
+        delayed: of a tensor under :class:`Float8DelayedNumerics`.
+        candidates: of a tensor under 4-over-6.
+        rounding: of a tensor under stochastic rounding.
+        advances: whether :meth:`Backend.compute_scale` brings ``delayed`` and ``rounding`` up to
+            date. False where somebody else does.
+        values: FP32 [M, K], contiguous: receives what the codes of the first plane mean.
+    """
+
+    planes: tuple[PlaneBuffers, ...]
+    slot: int = 0
+    extent: Extent = NOTHING
+    round_to: torch.dtype = torch.float32
+    codes_start: int = 0
+    tensor_amax: torch.Tensor | None = None
+    amax: torch.Tensor | None = None
+    delayed: DelayedState | None = None
+    candidates: FourOverSixErrors | None = None
+    rounding: Rounding | None = None
+    advances: bool = True
+    values: torch.Tensor | None = None
+
+    @property
+    def grid(self) -> BlockGrid:
+        """The blocks of the first plane."""
+        return self.planes[0].plane.grid
+
+    @property
+    def cast_planes(self) -> list[PlaneBuffers]:
+        """The planes whose codes are cast."""
+        return [each for each in self.planes if each.plane.is_cast]
+
+    @property
+    def scaled_planes(self) -> list[PlaneBuffers]:
+        """The planes whose scales are made from amaxes."""
+        return [each for each in self.planes if not each.plane.is_derived]

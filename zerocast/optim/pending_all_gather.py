@@ -1,0 +1,148 @@
+"""Arrival: the gathers of a bucket's codes that a step begins and the codes' first use waits for.
+
+Note: gathers that overlap the forward
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+A model uses its layers one after another, so the codes of the last need not have arrived when the
+first begins. With ``overlap_all_gather`` a step begins to gather its buckets of codes and returns.
+Any use of a quantized weight's bytes (a layer's forward, an operation of torch on the weight,
+decoding, copying, saving, another cast) passes through its storage, which calls :meth:`wait`: for
+the weight's own bucket. The columnwise copies are then rebuilt, so the weights are what they would
+have been. A compiled graph takes its weights when it is entered, and waits for them there.
+
+Nobody sees the use of a plain weight (a bias, a norm, an embedding), so those are sent first and
+have arrived when a step returns. Nor does anybody see the use of a buffer that was taken out of a
+weight before the step (``weight.rowwise_data``), or the replay of a CUDA graph: who does the one
+calls :meth:`ZeroOptimizer.wait_for_all_gather`, and for the other see :meth:`wait`.
+
+Nothing is sent by a wait. So ranks may use their weights in different orders, or not at all.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from zerocast.errors import UnsupportedError
+from zerocast.numerics import Launch
+from zerocast.tensors import QuantizedStorage, prepare_rebuild
+
+
+class PendingAllGather:
+    """What the uses of some weights wait for, step after step.
+
+    It lives as long as one of the weights does. Gathers that nobody has waited for are waited for
+    when it goes, or Python does, because until then they write the weights' memory.
+
+    Args:
+        storages: the weights of a bucket, on one device.
+    """
+
+    def __init__(self, storages: Sequence[QuantizedStorage]) -> None:
+        self._device = storages[0].device
+        self._storages = [weakref.ref(storage) for storage in storages]  # which hold self.wait
+        self._waits: list[Callable[[], None]] = []
+        self._lock = threading.RLock()
+        self._under_way = self._finishing = self._captured = False
+        self._failure: Exception | None = None
+        self._launches: list[Launch] = []
+        self._addresses: list[int] | None = None
+        weakref.finalize(self, _finish, self._waits)
+        for storage in storages:
+            storage.wait_pending = self.wait
+
+    @property
+    def under_way(self) -> bool:
+        """Whether gathers have begun that nobody has waited for."""
+        return self._under_way
+
+    def begin(self, gathers: Iterable[Callable[[], None]]) -> None:
+        """Let the weights be on their way: ``gathers`` begins each gather and gives what waits for
+        it.
+
+        Raises:
+            UnsupportedError: in the capture of a CUDA graph; nothing has begun.
+        """
+        assert not self._under_way
+        if self._is_capturing():
+            raise UnsupportedError(
+                "a CUDA graph cannot hold a step with overlap_all_gather, whose gathers a later "
+                "forward waits for; capture forward and backward only, or make the optimizer "
+                "without overlap_all_gather."
+            )
+        self._under_way = True
+        QuantizedStorage.bump_buffers_version()
+        try:
+            self._waits.extend(gathers)
+        except Exception as error:
+            self._failure = error
+            raise
+        if self._captured:
+            self.wait()
+
+    def wait(self) -> None:
+        """Return when the codes are here and what is derived from them is rebuilt.
+
+        A use that a CUDA graph captures will not be seen when the graph is replayed. From then on
+        the bucket arrives within the step.
+
+        Raises:
+            UnsupportedError: for such a use of weights that are on their way.
+            Exception: what a gather failed with, at every use from then on.
+        """
+        if self._is_capturing():
+            self._captured = True
+            if self._under_way:
+                raise UnsupportedError(
+                    "a CUDA graph that is captured uses weights that are still on their way; call "
+                    "optimizer.wait_for_all_gather() before the capture."
+                )
+        if not self._under_way:
+            return
+        with self._lock:  # a use in another thread waits as well
+            if not self._under_way or self._finishing:  # here already; or called from below
+                return
+            if self._failure is not None:
+                raise self._failure
+            self._finishing = True
+            try:
+                _finish(self._waits)
+                with _disable_current_modes():
+                    self._rebuild_derived()
+            except Exception as error:
+                self._failure = error
+                raise
+            finally:
+                self._finishing = False
+            self._under_way = False
+
+    def _rebuild_derived(self) -> None:
+        """By launches that are prepared once, and again where a weight has moved or gone."""
+        storages = [storage for each in self._storages if (storage := each()) is not None]
+        addresses = [b.data_ptr() for storage in storages for b in storage.buffers.values()]
+        if addresses != self._addresses:
+            self._addresses, self._launches = addresses, prepare_rebuild(storages)
+        for launch in self._launches:
+            launch()
+        for storage in storages:
+            storage.mark_rebuilt()
+
+    def _is_capturing(self) -> bool:
+        return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def _finish(waits: list[Callable[[], None]]) -> None:
+    """Call each and forget it; one that fails, too, but not one that was interrupted."""
+    # Modes that watch or replace torch's operations are about the caller's own; and a model may be
+    # collected in the middle of anything, such as the tracing of another.
+    with _disable_current_modes():
+        while waits:
+            try:
+                waits[0]()
+            except Exception:
+                del waits[0]
+                raise
+            del waits[0]

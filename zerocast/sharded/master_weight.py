@@ -1,0 +1,347 @@
+"""MasterWeight: a parameter in high precision that FSDP2 all-gathers in codes.
+
+It is a tensor of the master's values, which optimizers, initialisation and checkpoints read and
+write as ever; FSDP2 shards it by rows like any other. What makes it different are the two methods
+by which FSDP2 asks a tensor what to send and what to make of what arrived, and that every piece of
+it (a shard, an alias, the same rows on another device) knows the :class:`LowBitAllGather` of the
+whole.
+
+Views of it are pieces of it, so that a write through any of them is seen; all else that is computed
+from it is a plain tensor. It does not enter a product itself: a layer whose
+weight was not gathered would work in high precision where codes were asked for.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from zerocast.arguments import check_tensor
+from zerocast.errors import InputError, UnsupportedError
+from zerocast.recipes import NOMINAL_DTYPES, Recipe
+from zerocast.sharded.casts import CastGroupMember, cast_group_of, codes_to_send
+from zerocast.sharded.dtensor import is_sharded, sharded_like, to_local
+from zerocast.sharded.gather_checks import check_placement
+from zerocast.sharded.low_bit_all_gather import AllGatherInput, LowBitAllGather
+from zerocast.tensors import QuantizedTensor
+from zerocast.tensors.inference import decomposed, inference_mode_of
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+aten = torch.ops.aten
+
+_COPIES = {
+    aten.clone.default, aten.empty_like.default, aten.new_zeros.default, aten._to_copy.default,
+    aten._pin_memory.default,
+}  # fmt: skip
+"""Operations whose results are masters again, beside views: those by which FSDP2 and ``Module``
+make parameters from parameters."""
+
+_PRODUCTS = {
+    aten.linear.default, aten.mm.default, aten.addmm.default, aten.bmm.default, aten.t.default,
+    aten.matmul.default,
+}  # fmt: skip
+
+
+class MasterWeight(torch.Tensor):
+    """A master, whole or in part; made by :func:`zerocast.nn.convert` with ``weights="master"``.
+
+    Attributes:
+        value: the plain tensor of the same shape, dtype and device.
+        low_bit_all_gather: of the whole weight; all pieces share it.
+    """
+
+    value: torch.Tensor
+    low_bit_all_gather: LowBitAllGather
+
+    # Torch's functions are not intercepted, only the operations below them: results would be
+    # wrapped a second time, and torch.compile would give up.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, value: torch.Tensor, gather: LowBitAllGather) -> MasterWeight:
+        check_tensor("value", value)
+        master = torch.Tensor._make_wrapper_subclass(
+            cls,
+            value.shape,
+            strides=value.stride(),
+            storage_offset=value.storage_offset(),
+            dtype=value.dtype,
+            device=value.device,
+        )
+        master.value = value
+        master.low_bit_all_gather = gather
+        return master
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        first = args[0] if args else None
+        if func is aten.new_zeros.default and isinstance(first, MasterWeight) and all(args[1]):
+            _note_shard(first, args[1])
+        if func in _PRODUCTS:
+            raise not_gathered(_first_master(args).low_bit_all_gather.name)
+        if (out := decomposed(func, args, kwargs)) is not NotImplemented:
+            return out
+        plain_args, plain_kwargs = tree_map_only(
+            MasterWeight, lambda master: master.value, (tuple(args), kwargs)
+        )
+        if (func.is_view or func in _COPIES) and isinstance(first, MasterWeight):
+            with inference_mode_of(first):
+                out = func(*plain_args, **plain_kwargs)
+                return tree_map_only(torch.Tensor, lambda piece: _piece(func, first, piece), out)
+        out = func(*plain_args, **plain_kwargs)
+        written = _written(func, args, kwargs)
+        source = args[1] if func is aten.copy_.default else None
+        for master in written:
+            if (
+                isinstance(source, MasterWeight)
+                and source.low_bit_all_gather is master.low_bit_all_gather
+            ):
+                master.low_bit_all_gather.cast_values.copied(source.value, master.value)
+            else:
+                master.low_bit_all_gather.cast_values.written(master.value)
+        return first if written and isinstance(out, torch.Tensor) else out
+
+    # --- what FSDP2 asks for ---
+
+    def fsdp_pre_all_gather(
+        self,
+        mesh: DeviceMesh,
+        outer_size: torch.Size,
+        outer_stride: tuple[int, ...],
+        module: torch.nn.Module,
+        mp_policy: MixedPrecisionPolicy,
+    ) -> tuple[tuple[torch.Tensor, ...], AllGatherInput]:
+        """What this rank sends of its rows.
+
+        Raises:
+            UnsupportedError: on every rank, at the first gather, for what cannot be gathered in
+                codes.
+        """
+        gather, member = self.low_bit_all_gather, self._member_in(module)
+        if gather.shards is None or not gather.shards.was_asked_for:
+            check_placement(gather.name, member.weight)
+        dtype = mp_policy.param_dtype or self.dtype
+        return codes_to_send(gather, cast_group_of(module, member), mesh, dtype, self.device)
+
+    def _member_in(self, module: torch.nn.Module) -> CastGroupMember:
+        """The parameter of ``module`` of which this is a shard, or a copy on the device of the
+        gather.
+        """
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                shard = to_local(parameter)
+                if (
+                    isinstance(shard, MasterWeight)
+                    and shard.low_bit_all_gather is self.low_bit_all_gather
+                ):
+                    return CastGroupMember(shard.low_bit_all_gather, shard.value, parameter)
+        raise AssertionError("FSDP2 names the module whose parameter it gathers")
+
+    def fsdp_post_all_gather(
+        self,
+        all_gather_outputs: tuple[torch.Tensor, ...],
+        metadata: AllGatherInput,
+        param_dtype: torch.dtype,
+        *,
+        out: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, list[torch.Tensor]] | None:
+        """The weight of what all ranks sent; in ``out``, where it was made before."""
+        if out is None:
+            return self.low_bit_all_gather.gathered_weight(all_gather_outputs, metadata)
+        weight = to_local(out)  # a DTensor under tensor parallelism
+        assert isinstance(weight, QuantizedTensor)
+        self.low_bit_all_gather.refill(weight.quantized_storage, all_gather_outputs, metadata)
+        return None
+
+    # --- what torch answers from memory, which a wrapper does not have ---
+
+    @property
+    def data(self) -> torch.Tensor:
+        """An alias without a gradient. What is assigned to it takes the place of ``value``, in its
+        own dtype.
+        """
+        return self.detach()
+
+    @data.setter
+    def data(self, given: torch.Tensor) -> None:
+        gather = self.low_bit_all_gather
+        if given.shape != self.shape:
+            raise InputError(
+                f"what is assigned to .data of {gather.name} must be of its shape "
+                f"{list(self.shape)}, got {list(given.shape)}."
+            )
+        value = given.value if isinstance(given, MasterWeight) else given.detach()
+        torch.Tensor.data.__set__(self, MasterWeight(value, gather))  # type: ignore[attr-defined]
+        self.value = value
+
+    def data_ptr(self) -> int:
+        """The address of ``value``: by it wrappers recognise a parameter that they replace."""
+        return self.value.data_ptr()
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self.value.__dlpack__(**options)
+
+    # --- copying and saving ---
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"MasterWeight({self.value}, recipe={self.low_bit_all_gather.recipe})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> MasterWeight:
+        if id(self) in memo:
+            return memo[id(self)]
+        gather = memo.setdefault(
+            id(self.low_bit_all_gather), self.low_bit_all_gather.copy_for(self.value)
+        )
+        value = copy.deepcopy(self.value, memo)
+        copied = restore(value, gather, self.requires_grad, isinstance(self, torch.nn.Parameter))
+        memo[id(self)] = copied
+        if self.grad is not None:
+            copied.grad = copy.deepcopy(self.grad, memo)
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        is_parameter = isinstance(self, torch.nn.Parameter)
+        gather = self.low_bit_all_gather.copy_for(self.value)
+        return restore, (self.value, gather, self.requires_grad, is_parameter)
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[torch.Size, Recipe]]:
+        """Not the gather: what torch.compile compiles for one master serves all alike, so what it
+        returns is nobody's piece.
+        """
+        return ["value"], (self.low_bit_all_gather.shape, self.low_bit_all_gather.recipe)
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, torch.Tensor],
+        context: tuple[torch.Size, Recipe],
+        outer_size: Any,
+        outer_stride: Any,
+    ) -> MasterWeight:
+        return MasterWeight(inner["value"], LowBitAllGather(*context, "weight"))
+
+
+def restore(
+    value: torch.Tensor, gather: LowBitAllGather, requires_grad: bool, is_parameter: bool
+) -> MasterWeight:
+    """A master around ``value``, as unpickling and deepcopy make it.
+
+    Raises:
+        InputError: where they are not a plain tensor in high precision and a gather.
+    """
+    if (
+        not isinstance(value, torch.Tensor)
+        or isinstance(value, MasterWeight | QuantizedTensor)
+        or value.dtype not in NOMINAL_DTYPES
+        or not isinstance(gather, LowBitAllGather)
+    ):
+        raise InputError(
+            f"a master that is loaded needs a plain tensor of torch.float32, torch.bfloat16 or "
+            f"torch.float16 and a LowBitAllGather, got {type(value).__name__} of "
+            f"{getattr(value, 'dtype', None)} and {type(gather).__name__}; the file is damaged or "
+            f"was not written by zerocast."
+        )
+    master = MasterWeight(value, gather)
+    if is_parameter:
+        return torch.nn.Parameter(master, requires_grad)  # type: ignore[return-value]
+    return master.requires_grad_(requires_grad)  # type: ignore[return-value]
+
+
+def is_master(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` is a master, sharded or not."""
+    return isinstance(to_local(tensor), MasterWeight)
+
+
+def as_plain(tensor: torch.Tensor) -> torch.Tensor:
+    """A master as a plain tensor of the same memory, sharded as it is; any other as it is."""
+    local = to_local(tensor)
+    if not isinstance(local, MasterWeight):
+        return tensor
+    plain = sharded_like(tensor, local.value.detach())
+    return local.low_bit_all_gather.cast_values.lent(plain) if is_sharded(tensor) else plain
+
+
+def as_master_like(master: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor``, which takes the place of ``master``, as a master of the same gather, sharded as
+    ``tensor`` is.
+    """
+    local = to_local(master)
+    assert isinstance(local, MasterWeight)
+    if is_master(tensor):
+        return tensor
+    return sharded_like(tensor, MasterWeight(to_local(tensor).detach(), local.low_bit_all_gather))
+
+
+def holds_codes(weight: torch.Tensor) -> bool:
+    """Whether a layer can multiply with the codes of ``weight``: they were gathered, or it is a
+    master that is distributed and not by FSDP2, of which the layer casts what its rank holds.
+    """
+    if not is_sharded(weight):
+        return isinstance(weight, QuantizedTensor)
+    local = to_local(weight)
+    if isinstance(local, MasterWeight):
+        return not local.low_bit_all_gather.is_gathered
+    return isinstance(local, QuantizedTensor)
+
+
+def not_gathered(name: str) -> UnsupportedError:
+    """The error of a product with a weight that should have been gathered in codes, and was not."""
+    return UnsupportedError(
+        f"{name} was to be all-gathered in codes before its layer runs, and FSDP2 has not gathered "
+        f"it; call torch.distributed.fsdp.fully_shard on the layer or a module around it, without "
+        f"the parameter among ignored_params, and run it by that module's forward. (For a model "
+        f"that is not sharded, convert with weights='quantized' or 'high_precision'.)"
+    )
+
+
+def _piece(func: Any, master: MasterWeight, value: torch.Tensor) -> MasterWeight:
+    """What ``func`` made of ``master``: where that is a view of all of it, around the same tensor,
+    whose version torch counts.
+    """
+    whole = master.value
+    places = [(t.shape, t.stride(), t.storage_offset()) for t in (value, whole)]
+    return MasterWeight(
+        whole if func.is_view and places[0] == places[1] else value, master.low_bit_all_gather
+    )
+
+
+def _first_master(args: Any) -> MasterWeight:
+    return next(a for a in args if isinstance(a, MasterWeight))
+
+
+def _note_shard(master: MasterWeight, shape: Sequence[int]) -> None:
+    """FSDP2 makes memory for its shard of ``master``. Nobody else makes masters by ``new_zeros``,
+    but DTensor such without elements.
+
+    Raises:
+        UnsupportedError: where it shards by columns.
+    """
+    if master.dim() == 2 and shape[1] != master.shape[1]:
+        raise UnsupportedError(
+            f"{master.low_bit_all_gather.name}: a low-bit all-gather needs masters sharded by "
+            f"rows, "
+            f"got a split of dimension 1; leave shard_placement_fn out for this parameter, or "
+            f"leave its layer out of zerocast.nn.convert by filter_fqns."
+        )
+    master.low_bit_all_gather.is_gathered = True
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[MasterWeight]:
+    """The masters that ``func`` writes."""
+    found: list[MasterWeight] = []
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = args[i] if i < len(args) else kwargs.get(argument.name)
+            for leaf in given if isinstance(given, list | tuple) else [given]:
+                if isinstance(leaf, MasterWeight):
+                    found.append(leaf)  # noqa: PERF401
+    return found

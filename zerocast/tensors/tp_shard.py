@@ -1,0 +1,258 @@
+"""Part: some rows, or some columns, of a weight that the ranks of a tensor-parallel group hold
+together.
+
+A rank of tensor parallelism has its part as a weight of its own, with codes and scales in a layout
+of its own. What makes it a part is where its scales come from: an amax over elements of several
+parts is an amax of them all. With that, a part has exactly the bytes that it would have in the cast
+of the whole weight.
+
+NOT here: who reduces those amaxes (:mod:`zerocast.tensors.quantize` for one weight,
+:mod:`zerocast.cast` for a plan), and how ranks agree that their parts make up a whole
+(:func:`check_parts` says what is compared).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from zerocast.arguments import check_integer, check_shape, shown
+from zerocast.comm import Communicator, lines_that_differ
+from zerocast.errors import InputError, RankMismatchError, ZerocastError
+from zerocast.layout import Extent, Plane, check_partition, first_wrong_partition
+from zerocast.recipes import Recipe
+
+ROWS, COLUMNS = 0, 1
+LINES = ("rows", "columns")
+"""What is cut, by :attr:`Part.dim`."""
+
+
+@dataclass(frozen=True)
+class TensorParallelShard:
+    """Rows or columns ``[start, start + size)`` of a weight of shape ``whole``, whose others the
+    other ranks of ``comm`` hold.
+
+    A weight is the matrix [M, K], M the product of the leading dimensions and K the last one. The
+    parts of a group are cut in the same dimension and cover the whole once; a part may be empty.
+
+    Attributes:
+        whole: the shape of the whole weight.
+        dim: 0 where rows are cut, 1 where columns are.
+        start, size: in rows, or columns, of the matrix.
+        comm: the tensor-parallel group. None in a part that was unpickled, for a group cannot be
+            saved; a cast then asks for it.
+
+    Raises:
+        InputError: for a range outside of the whole, or rows that are no multiple of those of one
+            entry of the first dimension.
+    """
+
+    whole: torch.Size
+    dim: int
+    start: int
+    size: int
+    comm: Communicator | None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "whole", check_shape("whole", self.whole))
+        if not isinstance(self.dim, int) or self.dim not in (ROWS, COLUMNS):
+            raise InputError(
+                f"dim must be 0 (rows are cut) or 1 (columns are), of the weight as a matrix "
+                f"[M, K], got {shown(self.dim)}."
+            )
+        for name in ("start", "size"):
+            check_integer(name, getattr(self, name), 0, 2**63 - 1)
+        if not isinstance(self.comm, Communicator | None):
+            raise InputError(
+                f"comm must be a zerocast communicator, which zerocast.as_communicator makes of a "
+                f"group, or None, got {shown(self.comm)}."
+            )
+        if self.dim == ROWS and len(self.whole) < 2:
+            raise InputError(
+                f"rows are cut of a weight of two dimensions or more, got shape "
+                f"{tuple(self.whole)}, one row; cut its columns, dim=1."
+            )
+        if not 0 <= self.start <= self.start + self.size <= self.lines:
+            raise InputError(
+                f"a part must lie inside its whole, {self.lines} {LINES[self.dim]} of shape "
+                f"{tuple(self.whole)}, got start {self.start} and size {self.size}."
+            )
+        if self.start % self._step or self.size % self._step:
+            raise InputError(
+                f"a part of shape {tuple(self.whole)} must be whole entries of its first "
+                f"dimension, {self._step} rows each, got {self}."
+            )
+
+    @classmethod
+    def chunk(cls, whole: Sequence[int], dim: int, comm: Communicator) -> TensorParallelShard:
+        """The part of ``comm``'s rank where a dimension is cut as ``torch.chunk`` and DTensor's
+        ``Shard(dim)`` cut it: ceil(n / size) entries each, later ranks fewer or none.
+
+        Args:
+            whole: the shape of the whole weight.
+            dim: the dimension of the tensor, the first or the last one; may count from the end.
+
+        Raises:
+            InputError: for a dimension between the two, whose parts are neither rows nor columns.
+        """
+        dims = len(whole)
+        at = dim + dims if dim < 0 else dim
+        if at not in (0, dims - 1):
+            raise InputError(
+                f"a weight can be cut in its first or its last dimension, got dimension {dim} of "
+                f"shape {tuple(whole)}; reshape it to a matrix first."
+            )
+        # The only dimension of a vector is its last one: the columns of a matrix of one row.
+        columns = at == dims - 1
+        step = 1 if columns else math.prod(whole[1:-1])
+        length = -(-whole[at] // comm.size)
+        start, end = (min(r * length, whole[at]) for r in (comm.rank, comm.rank + 1))
+        place = COLUMNS if columns else ROWS
+        return cls(torch.Size(whole), place, start * step, (end - start) * step, comm)
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of this part."""
+        if self.dim == COLUMNS:
+            return torch.Size((*self.whole[:-1], self.size))
+        return torch.Size((self.size // self._step, *self.whole[1:]))
+
+    @property
+    def lines(self) -> int:
+        """Rows, or columns, of the whole."""
+        return self.matrix[self.dim]
+
+    @property
+    def matrix(self) -> tuple[int, int]:
+        """Rows and columns of the whole."""
+        return math.prod(self.whole[:-1]), self.whole[-1]
+
+    @property
+    def _step(self) -> int:
+        """Rows of one entry of the first dimension."""
+        return 1 if self.dim == COLUMNS else math.prod(self.whole[1:-1])
+
+    def slice_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """This part of ``tensor``, of the whole's shape: a view."""
+        if self.dim == COLUMNS:
+            return tensor.narrow(-1, self.start, self.size)
+        return tensor.narrow(0, self.start // self._step, self.size // self._step)
+
+    def require_comm(self) -> Communicator:
+        """The group.
+
+        Raises:
+            InputError: where the part was unpickled.
+        """
+        if self.comm is None:
+            raise InputError(
+                f"{self} was saved and loaded, and a group cannot be; give it one before the "
+                f"weight is cast: weight.quantized_storage.part = dataclasses.replace(part, "
+                f"comm=...)."
+            )
+        return self.comm
+
+    def check(self, recipe: Recipe, shape: Sequence[int], *, columnwise: bool = True) -> None:
+        """Raise :class:`InputError` where a tensor of ``shape`` is not this part, ``recipe`` cannot
+        hold the whole, or this part begins or ends inside a block.
+
+        The last part may end wherever the whole does, and an empty one lie anywhere. Blocks that
+        reach across the whole weight (FP8 with one scale, or with one a row) are cut anywhere:
+        their amaxes are shared.
+        """
+        recipe.check_shape(self.whole)
+        if tuple(shape) != tuple(self.shape):
+            raise InputError(f"{self} have shape {tuple(self.shape)}, got {tuple(shape)}.")
+        end = self.start + self.size
+        for plane in _cast_planes(recipe, self.whole, columnwise=columnwise):
+            if plane.spans(self.dim) or not self.size:
+                continue
+            block = plane.block[plane.grid_dim(self.dim)]
+            if self.start % block or (end % block and end != self.lines):
+                raise InputError(
+                    f"a part of a weight under {type(recipe).__name__} must begin and end between "
+                    f"blocks, at multiples of {block} {LINES[self.dim]}, got {self}; choose "
+                    f"another number of ranks, or leave the weight uncut or in high precision."
+                )
+
+    def shared(self, recipe: Recipe, *, columnwise: bool) -> list[range]:
+        """Which entries of the part's amaxes (:attr:`QuantizedStorage.amax_slots`) are amaxes over
+        other parts, too: of blocks that reach across parts, and the tensor's where scales depend on
+        it. The same on all ranks, but for where in its buffer a rank has them.
+        """
+        ranges, at = [], 0
+        for plane in _cast_planes(recipe, self.shape, columnwise=columnwise):
+            blocks = plane.grid.num_blocks
+            if plane.spans(self.dim):
+                ranges.append(range(at, at + blocks))
+            at += blocks
+        if recipe.scales_tensor and not recipe.has_one_block:
+            ranges.append(range(at, at + 1))
+        return ranges
+
+    def check_group(self, line: str, error: ZerocastError | None) -> None:
+        """Raise on every rank of the group what is wrong on any: its ``error``, another ``line``,
+        or parts that do not cover the whole once. Collective.
+
+        Args:
+            line: what ranks must have in common beside the whole and the dimension, readable; of no
+                matter where there is an ``error``.
+        """
+        comm = self.require_comm()
+        line = f"{tuple(self.whole)} cut by {LINES[self.dim]}, {line}"
+        by_rank = lines_that_differ(comm, [line], error)
+        if by_rank is not None:
+            rank = next(r for r, lines in enumerate(by_rank) if lines != by_rank[0])
+            raise RankMismatchError(
+                f"every rank must cast its part of the same weight alike: rank 0 has "
+                f"'{by_rank[0][0]}' where rank {rank} has '{by_rank[rank][0]}'."
+            )
+        check_tp_shards(comm, ["the weight"], [self])
+
+    def __str__(self) -> str:
+        lines = f"{LINES[self.dim]} [{self.start}, {self.start + self.size})"
+        return f"{lines} of {tuple(self.whole)}"
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """The place without the group."""
+        return TensorParallelShard, (self.whole, self.dim, self.start, self.size, None)
+
+    def __deepcopy__(self, memo: object) -> TensorParallelShard:
+        return self
+
+
+def _cast_planes(recipe: Recipe, shape: Sequence[int], *, columnwise: bool) -> list[Plane]:
+    """The planes that have amaxes of their own, in the order of the amax buffer."""
+    return [plane for plane in recipe.planes(shape, columnwise=columnwise) if plane.is_cast]
+
+
+def check_tp_shards(
+    comm: Communicator, names: Sequence[str], tp_shards: Sequence[TensorParallelShard]
+) -> torch.Tensor:
+    """Raise :class:`RankMismatchError` on every rank where the parts of a weight do not cover the
+    whole once; collective over ``comm``. All ranks have agreed on everything else before.
+
+    Args:
+        names: what messages call the weights.
+        parts: this rank's, one a weight.
+
+    Returns:
+        int64 [size, len(parts), 2] on the CPU: where each rank's parts start and end.
+    """
+    places = torch.zeros(comm.size, len(tp_shards), 2, dtype=torch.int64, device="cpu")
+    mine = [[tp_shard.start, tp_shard.start + tp_shard.size] for tp_shard in tp_shards]
+    places[comm.rank] = torch.tensor(mine, dtype=torch.int64, device="cpu").view(len(tp_shards), 2)
+    comm.all_gather_(places.view(-1))
+    i = first_wrong_partition([tp_shard.lines for tp_shard in tp_shards], places)
+    if i is not None:
+        tp_shard, extents = tp_shards[i], [Extent(*pair) for pair in places[:, i].tolist()]
+        problem = check_partition(tp_shard.lines, extents, LINES[tp_shard.dim])
+        raise RankMismatchError(
+            f"the parts of {names[i]} must cover each of the {tp_shard.lines} "
+            f"{LINES[tp_shard.dim]} of "
+            f"{tuple(tp_shard.whole)} exactly once: {problem}."
+        )
+    return places
