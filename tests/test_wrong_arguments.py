@@ -114,14 +114,14 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = {
         zerocast.quantize,
         lambda: {
             "tensor": x(), "recipe": "nvfp4", "dtype": torch.bfloat16, "columnwise": True,
-            "name": "w", "part": None,
+            "name": "w", "tp_shard": None,
         },
     ),
     "empty": (
         zerocast.empty,
         lambda: {
             "shape": SHAPE, "recipe": "nvfp4", "dtype": torch.bfloat16, "device": "cpu",
-            "columnwise": True, "name": "w", "part": None,
+            "columnwise": True, "name": "w", "tp_shard": None,
         },
     ),
     "replace_raw_data": (

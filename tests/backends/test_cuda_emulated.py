@@ -8,10 +8,10 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given, settings
-from tests.cast.test_parts import cast_parts
 
 import zerocast
 from tests.cast.test_bitwise_guarantee import Case, cast_and_gather, check
+from tests.cast.test_tp_shards import cast_parts
 from tests.cuda_emulation.emulator import ORDERS, Emulator, needs_emulation
 from tests.support.operations import operand, plane
 from tests.support.same_bytes import assert_same_bytes

@@ -1,4 +1,6 @@
-"""The reference backend's second planes, stored planes, and what remembering numerics leave behind."""
+"""The reference backend's second planes, stored planes, and what remembering numerics leave
+behind.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""the bitwise guarantee: whatever the partition, gathered shards are the bytes, scales and padding
+"""The bitwise guarantee: whatever the partition, gathered shards are the bytes, scales and padding
 of the unsharded cast.
 """
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from tests.cast.test_parts import two_groups
 
 import zerocast
+from tests.cast.test_tp_shards import two_groups
 from zerocast import TensorParallelShard
 from zerocast.comm import SingleRank, run_in_process
 from zerocast.errors import InputError, NonFiniteError, RankMismatchError

@@ -193,7 +193,7 @@ for recipe in EVERY_RECIPE.values():
         storage = weight.quantized_storage
         assert storage.shape == (32, 64), storage.shape
         weight.dequantize()
-        if storage.part is None:
+        if storage.tp_shard is None:
             quantize_into(storage, torch.ones(32, 64))
             weight.dequantize()
 print(accepted, refused)

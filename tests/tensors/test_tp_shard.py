@@ -353,7 +353,7 @@ def test_a_quantizer_decides_on_parts_itself() -> None:
     """Its part is an attribute, and none can be given beside it."""
     tp_shard = TensorParallelShard((16, 16), 0, 0, 16, SingleRank())
     with pytest.raises(
-        InputError, match=r"and part=rows \[0, 16\) of \(16, 16\); use .* and quantizer"
+        InputError, match=r"and tp_shard=rows \[0, 16\) of \(16, 16\); use .* and quantizer"
     ):
         zerocast.quantize(torch.randn(16, 16), Quantizer(NVFP4), tp_shard=tp_shard)
     other, quantizer = Quantizer(NVFP4).make_empty((16, 16)), Quantizer(NVFP4)
@@ -384,8 +384,8 @@ def test_a_pickled_part_asks_for_its_group() -> None:
     assert str(loaded.quantized_storage.tp_shard) == str(tp_shard)
     message = (
         r"^rows \[0, 32\) of \(32, 32\) was saved and loaded, and a group cannot be; give it one "
-        r"before the weight is cast: weight\.quantized_storage\.part = dataclasses\.replace\(part, "
-        r"comm=\.\.\.\)\.$"
+        r"before the weight is cast: weight\.quantized_storage\.tp_shard = "
+        r"dataclasses\.replace\(tp_shard, comm=\.\.\.\)\.$"
     )
     with pytest.raises(InputError, match=message):
         loaded.copy_(torch.randn(32, 32))

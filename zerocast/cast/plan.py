@@ -37,7 +37,7 @@ The words, each used for nothing else:
     derived     what post-all-gather processing rebuilds; it may be *stale*, knows it, and refuses
                 to be read then
 
-The numerics: whatever the partition, the gathered shards are exactly the codes, scales and padding
+The guarantee: whatever the partition, the gathered shards are exactly the codes, scales and padding
 of ``quantize`` on the whole weight, the same on every rank.
 """
 

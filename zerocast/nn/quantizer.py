@@ -3,7 +3,7 @@
 A layer has a quantizer for each tensor of its GEMMs: of the forward input, weight and output, of
 the backward the gradients of output and input. It says which scheme, which of the two copies, and,
 for schemes that remember something between casts, in whose memory (:class:`Memory`, which
-:class:`zerocast.tensors.RecipeState` implements).
+:class:`zerocast.nn.recipe_state.RecipeState` implements).
 
 Note: scale_inv belongs to the data
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -55,7 +55,7 @@ class Quantizer:
         rowwise: whether results hold rowwise codes.
         columnwise: whether results hold columnwise codes.
         memory: of a recipe with :attr:`Recipe.state`; those quantizers are made by
-            :meth:`zerocast.tensors.RecipeState.make_quantizers`.
+            :meth:`zerocast.nn.recipe_state.RecipeState.make_quantizers`.
 
     Attributes:
         recipe, rowwise, columnwise, memory: as given.

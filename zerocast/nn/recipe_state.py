@@ -9,9 +9,9 @@ Note: when delayed scaling advances
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 A cast multiplies by ``scale`` and raises the tensor's entry in ``amaxes`` to the amax of what it
 cast, so the largest one counts where a layer runs more than once. Nothing else changes until
-:class:`zerocast.tensors.AmaxReduction` has reduced all entries over the ranks: then history and
-scale advance by :class:`zerocast.numerics.Float8DelayedNumerics`, and the entries are 0 again. An
-entry of 0 (a layer that did not run, a tensor of zeros) advances nothing.
+:class:`zerocast.nn.amax_reduction.AmaxReduction` has reduced all entries over the ranks: then
+history and scale advance by :class:`zerocast.numerics.Float8DelayedNumerics`, and the entries are 0
+again. An entry of 0 (a layer that did not run, a tensor of zeros) advances nothing.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ _MOST_QUANTIZERS = 2**16
 
 
 class Reduction(Protocol):
-    """What a state asks of the :class:`zerocast.tensors.AmaxReduction` that reduces its amaxes."""
+    """What a state asks of the :class:`zerocast.nn.amax_reduction.AmaxReduction` that reduces its
+    amaxes.
+    """
 
     def register(self, state: RecipeState) -> None:
         """Reduce the amaxes of ``state`` from now on, where they are now."""

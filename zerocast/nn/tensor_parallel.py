@@ -1,4 +1,20 @@
-"""Parallel styles that gather inputs in codes (:mod:`zerocast.nn.gathered_input`)."""
+"""Tensor parallelism with torch's DTensor styles.
+
+Layers that :func:`zerocast.nn.convert` made are parallelized by torch's own ``ColwiseParallel``,
+``RowwiseParallel``, ``SequenceParallel`` and ``PrepareModuleInput``, which know nothing of codes:
+
+    zerocast.nn.convert(model, recipe, weights="master")
+    parallelize_module(block, mesh["tp"], {"wq": ColwiseParallel(), "wo": RowwiseParallel()})
+    fully_shard(block, mesh=mesh["dp"])
+
+The codes and scales that a rank has are those of its shard of the whole weight's cast.
+
+What they gather, they gather in high precision. The styles here take the same arguments and gather
+an input that is split in time (sequence parallelism) in FP8 codes, half the bytes of BF16:
+
+Float8ColwiseParallel        for one layer
+PrepareFloat8ModuleInput     for a module whose layers share the input: one gather for all
+"""
 
 from __future__ import annotations
 
@@ -13,8 +29,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInpu
 
 from zerocast.arguments import check_flag, check_text, shown
 from zerocast.errors import InputError
-from zerocast.nn import Linear
 from zerocast.nn.gathered_input import gather_input
+from zerocast.nn.linear import Linear
+
+__all__ = ["Float8ColwiseParallel", "PrepareFloat8ModuleInput"]
 
 
 class Float8ColwiseParallel(ColwiseParallel):

@@ -60,7 +60,7 @@ def tp_shard_of(
 
 @functools.lru_cache(maxsize=1024)
 def all_tp_shards(tp_shard: TensorParallelShard) -> tuple[TensorParallelShard, ...]:
-    """By rank, the parts of the weight of which ``part`` is one of
+    """By rank, the parts of the weight of which ``tp_shard`` is one of
     :meth:`zerocast.TensorParallelShard.chunk`.
     """
     comm = tp_shard.require_comm()

@@ -2,10 +2,6 @@
 
 import torch
 
-from zerocast.nn.amax_reduction import AmaxReduction
-from zerocast.nn.quantizer import Quantizer
-from zerocast.nn.recipe_state import RecipeState
-
 # Imported for their effects: operations tells QuantizedTensor the operations that it knows,
 # averaging tells torch what to ask before a module averages weights.
 from zerocast.recipes import RECIPES, Format, QParams
@@ -37,13 +33,10 @@ torch.serialization.add_safe_globals(
 )
 
 __all__ = [
-    "AmaxReduction",
     "CastVersion",
-    "TensorParallelShard",
     "QuantizedStorage",
     "QuantizedTensor",
-    "Quantizer",
-    "RecipeState",
+    "TensorParallelShard",
     "counted_by_torch",
     "dequantize",
     "empty",

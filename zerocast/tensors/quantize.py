@@ -74,8 +74,9 @@ def quantize(
         if not columnwise or name is not None or tp_shard is not None:
             raise InputError(
                 f"a quantizer decides on columnwise copies, names and parts by itself, got "
-                f"columnwise={columnwise}, name={name!r} and part={tp_shard}; use "
-                f"quantizer.set_usage(...), RecipeState.create(..., name=...) and quantizer.part."
+                f"columnwise={columnwise}, name={name!r} and tp_shard={tp_shard}; use "
+                f"quantizer.set_usage(...), RecipeState.create(..., name=...) and "
+                f"quantizer.tp_shard."
             )
         return recipe.quantize(tensor if dtype is None else tensor.to(_nominal(dtype)))
     weight: QuantizedTensor | None = None

@@ -40,7 +40,7 @@ def checked_recipe(recipe: Any) -> Recipe:
 
 
 def checked_tp_shard(tp_shard: Any) -> TensorParallelShard | None:
-    """``part`` made anew, without a group.
+    """A new ``tp_shard``, without a group.
 
     Raises:
         InputError: where it is none.

@@ -14,10 +14,11 @@ last rebuilt, and a copy is stale where any clock has ticked since.
 
 Note: codes that are on their way
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-Who gathers codes may return before they have arrived, and give :attr:`QuantizedStorage.arrive` what
-waits for them. Every use of the bytes goes through :attr:`QuantizedStorage.buffers` or asks whether
-copies are stale, and both call it first. A tensor that was taken out of there before, such as
-``weight.rowwise_data``, is live memory, whose use nobody sees.
+Who gathers codes may return before they have arrived, and set
+:attr:`QuantizedStorage.wait_pending`, which waits for them. Every use of the bytes goes through
+:attr:`QuantizedStorage.buffers` or asks whether copies are stale, and both call it first. A tensor
+that was taken out of there before, such as ``weight.rowwise_data``, is live memory, whose use
+nobody sees.
 """
 
 from __future__ import annotations
@@ -80,12 +81,13 @@ class QuantizedStorage:
     Attributes:
         shape, dtype: the nominal ones, which the weight presents to torch.
         recipe: the scheme that gives the bytes their meaning.
-        arrive: called before the buffers are used; returns when codes that are on their way have
+        wait_pending: called before the buffers are used; returns when codes that are on their way
+            have
             arrived. None where nobody sends any.
         amax_group: weights with the same one share their tensor amax in every cast; None for a
             weight of its own.
-        part: the rows or columns that this weight is of a larger one; None for a whole weight. A
-            cast of a part is collective over its ranks, too.
+        tp_shard: the rows or columns that this weight is of a larger one; None for a whole weight.
+            A cast of it is collective over the tensor-parallel group, too.
         keeps_source: whether a copy into the weight keeps the value that it was given as
             :attr:`high_precision_init_val`, even where there was none before.
         gathered_from: the name of the master from which others make this weight again and again, so

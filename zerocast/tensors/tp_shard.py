@@ -150,7 +150,8 @@ class TensorParallelShard:
         if self.comm is None:
             raise InputError(
                 f"{self} was saved and loaded, and a group cannot be; give it one before the "
-                f"weight is cast: weight.quantized_storage.part = dataclasses.replace(part, "
+                f"weight is cast: weight.quantized_storage.tp_shard = "
+                f"dataclasses.replace(tp_shard, "
                 f"comm=...)."
             )
         return self.comm
