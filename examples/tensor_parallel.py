@@ -161,9 +161,8 @@ def wrong_byte(model: GPT, mesh: DeviceMesh) -> tuple[int, str | None]:
     """How many bytes of codes and values were compared with this rank's part of the unsharded cast,
     and the first that differs. Collective.
     """
-    zerocast.sharded.precompute_scales_for_fsdp(
-        model
-    )  # resharded, and cast where a step was skipped
+    # Reshards the parameters, and casts those of a skipped step.
+    zerocast.sharded.precompute_scales_for_fsdp(model)
     expected = {}
     for name, parameter in model.named_parameters():
         shard = parameter.to_local()

@@ -1,4 +1,4 @@
-"""Encoding and decoding of elements in plain torch: the numerics in its slowest and most obvious
+"""Encoding and decoding of elements in plain torch: the numerics in their slowest and most obvious
 form.
 
 These are the rounding rules that the C++ headers restate for speed. They use no float8 cast of any
