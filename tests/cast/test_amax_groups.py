@@ -8,6 +8,8 @@ import pytest
 import torch
 
 import zerocast
+from tests.support.planned import cut, unsharded
+from tests.support.recipes import RECIPES, each
 from tests.support.same_bytes import assert_same_bytes, assert_same_storage
 from tests.support.values import draw_values
 from zerocast.comm import Communicator, RecordingCommunicator, run_in_process
@@ -17,12 +19,7 @@ ROWS, COLS = (32, 16, 48), 64
 NAMES = ["layers.0.wq.weight", "layers.0.wk.weight", "layers.0.wv.weight"]
 GROUPS = [["*.wq", "*.wk", "*.wv"]]
 PAIR = [["*.wq", "*.wk"]]
-RECIPES = (
-    zerocast.NVFP4BlockScaling(),
-    zerocast.NVFP4BlockScaling(nvfp4_4over6="weights"),
-    zerocast.Float8CurrentScaling(),
-    zerocast.Float8BlockScaling(),
-)
+NVFP4 = RECIPES["nvfp4"]
 
 
 def masters(seed: int = 0) -> list[torch.Tensor]:
@@ -34,7 +31,18 @@ def masters(seed: int = 0) -> list[torch.Tensor]:
     ]
 
 
-@pytest.mark.parametrize("recipe", RECIPES[:3])
+def planned(
+    given: list[torch.Tensor], recipe: zerocast.Recipe = NVFP4, **options: Any
+) -> tuple[list[zerocast.QuantizedTensor], zerocast.CastPlan]:
+    """Weights of one rank that has these masters, and their plan; one group, unless ``options`` say
+    otherwise.
+    """
+    options = {"names": NAMES[: len(given)], "amax_groups": GROUPS} | options
+    weights = [zerocast.empty(master.shape, recipe) for master in given]
+    return weights, zerocast.CastPlan(weights, given, [0] * len(given), **options)
+
+
+@each("nvfp4", "nvfp4-4over6", "current")
 def test_a_group_is_cast_as_the_fused_weight(ranks: Any, recipe: zerocast.Recipe) -> None:
     """Codes and scales of each member are those of its rows in the fused weight, for any
     partition.
@@ -45,12 +53,10 @@ def test_a_group_is_cast_as_the_fused_weight(ranks: Any, recipe: zerocast.Recipe
     def on_rank(comm: Communicator) -> None:
         weights, shards, starts = [], [], []
         for master in whole:
-            flat = master.view(-1)
-            cuts = [flat.numel() * r // comm.size | 1 for r in range(comm.size)]
-            cuts = [0, *cuts[1:], flat.numel()]
+            start, end = cut(master.numel(), comm.size)[comm.rank :][:2]
             weights.append(zerocast.empty(master.shape, recipe))
-            shards.append(flat[cuts[comm.rank] : cuts[comm.rank + 1]])
-            starts.append(cuts[comm.rank])
+            shards.append(master.view(-1)[start:end])
+            starts.append(start)
         plan = zerocast.CastPlan(weights, shards, starts, comm, names=NAMES, amax_groups=GROUPS)
         plan.cast()
         plan.all_gather()
@@ -75,9 +81,8 @@ def test_a_member_of_one_block_keeps_its_blocks_amax() -> None:
     amax of its group.
     """
     given = [torch.full((16, 16), value) for value in (1.0, 64.0)]
-    fused = zerocast.quantize(torch.cat(given), RECIPES[0], columnwise=False)
-    weights = [zerocast.empty((16, 16), RECIPES[0], columnwise=False) for _ in given]
-    plan = zerocast.CastPlan(weights, given, [0] * 2, names=NAMES[:2], amax_groups=PAIR)
+    fused = zerocast.quantize(torch.cat(given), NVFP4, columnwise=False)
+    weights, plan = planned(given, amax_groups=PAIR)
     plan.cast()
     for i, weight in enumerate(weights):
         rows = slice(16 * i, 16 * i + 16)
@@ -89,21 +94,18 @@ def test_a_member_of_one_block_keeps_its_blocks_amax() -> None:
 
 def test_layers_are_groups_of_their_own() -> None:
     """The wildcard tells groups apart; a weight that no pattern matches is alone."""
-    recipe = zerocast.Float8CurrentScaling()
     names = ["a.wq", "a.wk", "b.wq", "b.wk", "b.wo"]
     given = [torch.full((4, 4), float(i + 1)) for i in range(5)]
-    weights = [zerocast.empty((4, 4), recipe) for _ in names]
-    zerocast.CastPlan(weights, given, [0] * 5, names=names, amax_groups=[["*.wq", "*.wk"]]).cast()
+    weights, plan = planned(given, RECIPES["current"], names=names, amax_groups=PAIR)
+    plan.cast()
     amaxes = [round(448 * w.rowwise_scale_inv.item(), 4) for w in weights]
     assert amaxes == [2, 2, 4, 4, 5]
 
 
 def test_delayed_members_remember_the_same() -> None:
     """Under delayed scaling members have one history, and so one scale from the second cast on."""
-    recipe = zerocast.DelayedScaling(amax_history_len=4)
     given = masters()
-    weights = [zerocast.empty(master.shape, recipe) for master in given]
-    plan = zerocast.CastPlan(weights, given, [0] * 3, names=NAMES, amax_groups=GROUPS)
+    weights, plan = planned(given, RECIPES["delayed"])
     for _ in range(2):
         plan.cast()
     largest = max(master.bfloat16().abs().max().item() for master in given)
@@ -115,21 +117,17 @@ def test_delayed_members_remember_the_same() -> None:
 def test_a_scheme_without_a_tensor_scale_keeps_its_bytes() -> None:
     """Blockwise weights fuse as they are: a group changes none of their bytes."""
     given = masters()
-    weights = [zerocast.empty(master.shape, RECIPES[3]) for master in given]
-    plan = zerocast.CastPlan(weights, given, [0] * 3, names=NAMES, amax_groups=GROUPS)
+    weights, plan = planned(given, RECIPES["block"])
     plan.cast()
     plan.all_gather()
     for weight, master in zip(weights, given, strict=True):
-        alone = zerocast.quantize(master, RECIPES[3], dtype=torch.bfloat16)
-        assert_same_storage(weight, alone, "a grouped weight")
+        assert_same_storage(weight, unsharded(master, RECIPES["block"]), "a grouped weight")
 
 
 def test_a_group_costs_no_collective() -> None:
     """One all-reduce, as without groups."""
     comm = RecordingCommunicator(zerocast.as_communicator(None))
-    given = masters()
-    weights = [zerocast.empty(master.shape, RECIPES[0]) for master in given]
-    plan = zerocast.CastPlan(weights, given, [0] * 3, comm, names=NAMES, amax_groups=GROUPS)
+    _, plan = planned(masters(), group=comm)
     comm.reset()
     plan.cast()
     assert comm.total().calls == 1
@@ -139,10 +137,7 @@ def test_the_weight_that_is_not_finite_is_named() -> None:
     """With ``check_finite`` the message names the member that holds the NaN, and no other."""
     given = masters()
     given[1][0, 0] = math.nan
-    weights = [zerocast.empty(master.shape, RECIPES[0]) for master in given]
-    plan = zerocast.CastPlan(
-        weights, given, [0] * 3, names=NAMES, amax_groups=GROUPS, check_finite=True
-    )
+    _, plan = planned(given, check_finite=True)
     with pytest.raises(NonFiniteError, match=r"but layers\.0\.wk\.weight holds a NaN\. Nothing"):
         plan.cast()
 
@@ -157,21 +152,17 @@ def test_the_weight_that_is_not_finite_is_named() -> None:
 )
 def test_wrong_patterns_are_refused(groups: Any, text: str) -> None:
     """A pattern that matches nothing, a weight in two groups, and no list are refused."""
-    given = masters()
-    weights = [zerocast.empty(master.shape, RECIPES[0]) for master in given]
     with pytest.raises(InputError, match=text):
-        zerocast.CastPlan(weights, given, [0] * 3, names=NAMES, amax_groups=groups)
+        planned(masters(), amax_groups=groups)
 
 
 def test_groups_need_names_and_one_recipe() -> None:
     """Patterns need names, and members one recipe."""
     given = masters()
-    weights = [
-        zerocast.empty(master.shape, recipe)
-        for master, recipe in zip(given, RECIPES[:3], strict=True)
-    ]
+    recipes = (NVFP4, RECIPES["nvfp4-4over6"], RECIPES["current"])
+    weights = [zerocast.empty(m.shape, r) for m, r in zip(given, recipes, strict=True)]
     with pytest.raises(InputError, match="got no names"):
-        zerocast.CastPlan(weights, given, [0] * 3, amax_groups=GROUPS)
+        planned(given, names=None)
     with pytest.raises(InputError, match="must have one recipe and one dtype"):
         zerocast.CastPlan(weights, given, [0] * 3, names=NAMES, amax_groups=GROUPS)
 
@@ -181,7 +172,7 @@ def test_ranks_that_group_differently_are_told_apart() -> None:
     given = masters()
 
     def on_rank(comm: Communicator) -> None:
-        weights = [zerocast.empty(master.shape, RECIPES[0]) for master in given]
+        weights = [zerocast.empty(master.shape, NVFP4) for master in given]
         mine = [m.view(-1) if comm.rank == 0 else None for m in given]
         starts = [0 if comm.rank == 0 else None] * 3
         with pytest.raises(RankMismatchError, match="amax group=0:layers"):
@@ -194,6 +185,6 @@ def test_ranks_that_group_differently_are_told_apart() -> None:
 
 def test_a_copied_weight_keeps_its_group() -> None:
     """Copies and pickles of a weight stay in its group."""
-    weight = zerocast.empty((16, 16), RECIPES[0])
+    weight = zerocast.empty((16, 16), NVFP4)
     weight.quantized_storage.amax_group = "g"
     assert copy.deepcopy(weight).quantized_storage.amax_group == "g"

@@ -9,20 +9,16 @@ import pytest
 import torch
 
 import zerocast
+from tests.support.claims import assert_same_tensors, message_of, one_message, stored
+from tests.support.planned import NUMEL, SHAPE, Planned, unsharded
+from tests.support.recipes import RECIPES
 from tests.support.same_bytes import assert_same_bytes, assert_same_storage
-from zerocast.comm import Communicator, run_in_process
+from zerocast.comm import Communicator, SingleRank, run_in_process
 from zerocast.errors import InputError
 
 pytestmark = pytest.mark.usefixtures("backend")
 
-SHAPE = (32, 64)
-NUMEL = 32 * 64
-RECIPES = {
-    "nvfp4": zerocast.NVFP4BlockScaling(),
-    "mxfp8": zerocast.MXFP8BlockScaling(),
-    "delayed": zerocast.DelayedScaling(),
-    "four_over_six": zerocast.NVFP4BlockScaling(nvfp4_4over6="weights"),
-}
+some_recipes = pytest.mark.parametrize("recipe", ["nvfp4", "mxfp8", "delayed", "nvfp4-4over6"])
 
 
 def values(seed: int) -> torch.Tensor:
@@ -31,16 +27,11 @@ def values(seed: int) -> torch.Tensor:
     return torch.randn(NUMEL, generator=g) * seed
 
 
-def planned(
-    comm: Communicator, recipe: zerocast.Recipe
-) -> tuple[zerocast.QuantizedTensor, torch.Tensor, zerocast.CastPlan]:
-    """A weight, this rank's master and their plan, after one cast."""
-    start, end = (NUMEL * r // comm.size for r in (comm.rank, comm.rank + 1))
-    weight = torch.nn.Parameter(zerocast.empty(SHAPE, recipe), requires_grad=False)
-    master = values(1)[start:end].clone()
-    plan = zerocast.CastPlan([weight], [master], [start], comm)
-    plan.cast()
-    return weight, master, plan  # type: ignore[return-value]
+def planned(comm: Communicator, recipe: str) -> Planned:
+    """A weight whose master was cast once."""
+    made = Planned(comm, RECIPES[recipe], values(1))
+    made.plan.cast()
+    return made
 
 
 def set_data(master: torch.Tensor, new: torch.Tensor) -> None:
@@ -63,29 +54,22 @@ def regrown(master: torch.Tensor, new: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("move", [set_data, torch.Tensor.set_, shared, regrown])
-@pytest.mark.parametrize("recipe", RECIPES)
+@some_recipes
 def test_a_master_in_other_memory_is_cast_from_there(
     recipe: str, move: Callable[[torch.Tensor, torch.Tensor], Any]
 ) -> None:
     """A master of the same size in other memory gives the bytes of what it holds now, though one
     rank alone has moved it.
     """
-    given = RECIPES[recipe]
-    expected = zerocast.empty(SHAPE, given)
-    whole = values(1)
-    plan = zerocast.CastPlan([expected], [whole], [0])
-    plan.cast()
-    whole[: NUMEL // 2] = values(3)[: NUMEL // 2]
-    plan.cast()
-    plan.all_gather()
+    whole, other = planned(SingleRank(), recipe), values(3)
+    whole.master[: NUMEL // 2 + 7] = other[: NUMEL // 2 + 7]
+    expected = whole.cast()
 
     def on_rank(comm: Communicator) -> None:
-        weight, master, plan = planned(comm, given)
+        ours = planned(comm, recipe)
         if comm.rank == 0:
-            move(master, values(3)[: NUMEL // 2].clone())
-        plan.cast()
-        plan.all_gather()
-        assert_same_storage(weight, expected, f"rank {comm.rank}")
+            move(ours.master, other[: ours.end].clone())
+        assert_same_storage(ours.cast(), expected, f"rank {comm.rank}")
 
     run_in_process(2, on_rank)
 
@@ -99,8 +83,7 @@ def test_a_master_of_another_dtype_in_the_same_memory() -> None:
     master.data = master.data.view(torch.float16)
     plan.cast()
     plan.all_gather()
-    numerics = zerocast.quantize(master.view(SHAPE), RECIPES["nvfp4"], dtype=torch.bfloat16)
-    assert_same_storage(weight, numerics, "read as FP16")
+    assert_same_storage(weight, unsharded(master, RECIPES["nvfp4"]), "read as FP16")
 
 
 def cut_short(master: torch.Tensor) -> None:
@@ -127,27 +110,27 @@ def refused_cast(comm: Communicator, recipe: str, spoil: Callable[[torch.Tensor]
     """What every rank is told where the last one spoils its master; the weight is as it was, but
     for codes of delayed scaling.
     """
-    weight, master, plan = planned(comm, RECIPES[recipe])
-    plan.all_gather()
-    before = {k: v.clone() for k, v in weight.quantized_storage.buffers.items()}
-    kept = master.clone()
+    ours = planned(comm, recipe)
+    ours.plan.all_gather()
+
+    def kept() -> dict[str, torch.Tensor]:
+        found = stored({"weight": ours.weight})
+        return {k: b for k, b in found.items() if recipe != "delayed" or not k.endswith("_data")}
+
+    before, master = kept(), ours.master.clone()
     if comm.rank == comm.size - 1:
-        spoil(master)
-    with pytest.raises(InputError) as refused:
-        plan.cast()
-    for name, buffer in weight.quantized_storage.buffers.items():
-        if recipe != "delayed" or not name.endswith("_data"):
-            assert_same_bytes(buffer, before[name], name)
-    master.data = kept  # mended: the plan goes on
-    plan.cast()
-    plan.all_gather()
-    for name in ("rowwise_data", "columnwise_data") if recipe != "delayed" else ():
-        assert_same_bytes(getattr(weight, name), before[name], name)
-    return str(refused.value)
+        spoil(ours.master)
+    message = message_of(InputError, ours.cast)
+    assert_same_tensors(kept(), before, "after the refusal")
+    ours.master.data = master  # mended: the plan goes on
+    ours.cast()
+    if recipe != "delayed":
+        assert_same_tensors(kept(), before, "once mended")
+    return message
 
 
 @pytest.mark.parametrize("spoil", [cut_short, given_back, strided, double])
-@pytest.mark.parametrize("recipe", RECIPES)
+@some_recipes
 def test_a_master_that_no_longer_fits_is_refused_on_every_rank(
     recipe: str, spoil: Callable[[torch.Tensor], None]
 ) -> None:
@@ -155,27 +138,23 @@ def test_a_master_that_no_longer_fits_is_refused_on_every_rank(
     the master mended the next cast is right.
     """
     messages = run_in_process(2, lambda comm: refused_cast(comm, recipe, spoil))
-    assert set(messages) == {messages[0]}
-    assert messages[0].startswith("on rank 1: model_weights[0]")
+    assert one_message(messages).startswith("on rank 1: model_weights[0]")
 
 
 def test_every_communicator_brings_the_trouble_of_a_rank(ranks: Any) -> None:
     """The refusal of a cast is the same on every rank of every communicator."""
     messages = ranks.run(lambda comm: refused_cast(comm, "nvfp4", cut_short))
-    assert set(messages) == {messages[0]}
-    assert "model_weights[0]" in messages[0]
+    assert "model_weights[0]" in one_message(messages)
 
 
 def test_one_rank_may_give_masters_and_another_none(ranks: Any) -> None:
     """``plan.cast(masters)`` and ``plan.cast()`` run the same collectives everywhere."""
-    expected = zerocast.quantize(values(1).view(SHAPE), RECIPES["mxfp8"], dtype=torch.bfloat16)
+    expected = unsharded(values(1), RECIPES["mxfp8"])
 
     def on_rank(comm: Communicator) -> None:
-        weight, master, plan = planned(comm, RECIPES["mxfp8"])
-        plan.cast([master.clone()] if comm.rank == 0 else None)
-        plan.all_gather()
-        for name in ("rowwise_data", "columnwise_data"):
-            assert_same_bytes(getattr(weight, name), getattr(expected, name), name)
+        ours = planned(comm, "mxfp8")
+        weight = ours.cast([ours.master.clone()] if comm.rank == 0 else None)
+        assert_same_storage(weight, expected, f"rank {comm.rank}")
 
     ranks.run(on_rank)
 
@@ -186,17 +165,15 @@ def test_a_converted_weight_is_refused() -> None:
     """
 
     def on_rank(comm: Communicator) -> str:
-        module = torch.nn.Module()
-        module.weight, _, plan = planned(comm, RECIPES["nvfp4"])
+        module = torch.nn.Linear(SHAPE[1], SHAPE[0])
+        module.weight = torch.nn.Parameter(zerocast.empty(SHAPE, RECIPES["nvfp4"]))
+        half = NUMEL // 2
+        plan = zerocast.CastPlan([module.weight], [torch.ones(half)], [half * comm.rank], comm)
         if comm.rank == 1:
             module.half()
-        with pytest.raises(InputError) as refused:
-            plan.cast()
-        return str(refused.value)
+        return message_of(InputError, plan.cast)
 
-    messages = run_in_process(2, on_rank)
-    assert set(messages) == {messages[0]}
-    assert "make a new plan" in messages[0]
+    assert "make a new plan" in one_message(run_in_process(2, on_rank))
 
 
 @pytest.mark.parametrize("recipe", ["nvfp4", "mxfp8"])
@@ -207,7 +184,8 @@ def test_dropped_copies_after_planning(recipe: str, usage: str) -> None:
     """
 
     def on_rank(comm: Communicator) -> str:
-        weight, _, plan = planned(comm, RECIPES[recipe])
+        ours = planned(comm, recipe)
+        weight, plan = ours.weight, ours.plan
         if recipe == "nvfp4":
             plan.all_gather()
         if comm.rank == 1:
@@ -215,24 +193,13 @@ def test_dropped_copies_after_planning(recipe: str, usage: str) -> None:
         if recipe == "mxfp8":
             plan.all_gather()
             if comm.rank == 0:
-                numerics = zerocast.quantize(
-                    values(1).view(SHAPE), RECIPES[recipe], dtype=weight.dtype
-                )
-                assert_same_bytes(weight.rowwise_data, numerics.rowwise_data, "rowwise_data")
-                assert_same_bytes(
-                    weight.columnwise_data, numerics.columnwise_data, "columnwise_data"
-                )
+                assert_same_storage(weight, unsharded(values(1), RECIPES[recipe]), "rank 0")
         if (recipe, usage) == ("nvfp4", "columnwise_usage"):
-            plan.cast()
-            plan.all_gather()
-            return ""
-        with pytest.raises(InputError) as refused:
-            plan.cast()
-        return str(refused.value)
+            ours.cast()
+            return "after update_usage nothing is missed"
+        return message_of(InputError, plan.cast)
 
-    messages = run_in_process(2, on_rank)
-    assert messages[0] == messages[1]
-    assert "after update_usage" in messages[0] or not messages[0]
+    assert "after update_usage" in one_message(run_in_process(2, on_rank))
 
 
 def test_codes_in_other_memory() -> None:
@@ -241,23 +208,16 @@ def test_codes_in_other_memory() -> None:
     """
 
     def on_rank(comm: Communicator) -> str:
-        weight, master, plan = planned(comm, RECIPES["nvfp4"])
-        codes = weight.quantized_storage.buffers["rowwise_data"]
+        ours = planned(comm, "nvfp4")
+        codes = ours.weight.quantized_storage.buffers["rowwise_data"]
         if comm.rank == 0:
             codes.set_(torch.zeros_like(codes))
-        master.mul_(2)
-        plan.cast()
-        plan.all_gather()
-        numerics = zerocast.quantize(
-            values(1).view(SHAPE) * 2, RECIPES["nvfp4"], dtype=torch.bfloat16
-        )
-        assert_same_bytes(codes, numerics.rowwise_data, "rowwise_data")
+        ours.master.mul_(2)
+        ours.cast()
+        expected = unsharded(values(1) * 2, RECIPES["nvfp4"])
+        assert_same_bytes(codes, expected.rowwise_data, "rowwise_data")
         if comm.rank == 0:
             codes.untyped_storage().resize_(0)
-        with pytest.raises(InputError) as refused:
-            plan.cast()
-        return str(refused.value)
+        return message_of(InputError, ours.cast)
 
-    messages = run_in_process(2, on_rank)
-    assert messages[0] == messages[1]
-    assert "replace_raw_data" in messages[0]
+    assert "replace_raw_data" in one_message(run_in_process(2, on_rank))

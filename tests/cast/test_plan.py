@@ -10,6 +10,9 @@ import pytest
 import torch
 
 import zerocast
+from tests.support.claims import message_of, one_message
+from tests.support.planned import NUMEL, SHAPE, Planned, unsharded
+from tests.support.recipes import RECIPES, each
 from tests.support.same_bytes import assert_same_bytes, assert_same_storage
 from tests.support.values import draw_values
 from zerocast.backends.reference import ReferenceBackend
@@ -22,45 +25,34 @@ from zerocast.comm import (
 from zerocast.errors import InputError, RankMismatchError, StaleCopyError
 from zerocast.numerics import Launch, Masters, Numerics, TensorOperand
 
-NVFP4 = zerocast.NVFP4BlockScaling()
-FP8 = zerocast.Float8CurrentScaling()
-SHAPE = torch.Size((40, 80))
-NUMEL = SHAPE.numel()
+NVFP4, FP8 = RECIPES["nvfp4"], RECIPES["current"]
+both = each("nvfp4", "current")
 
 
-def whole(master: torch.Tensor, recipe: zerocast.Recipe) -> zerocast.QuantizedTensor:
-    """What a cast of the whole master must give."""
-    return zerocast.quantize(master.view(SHAPE), recipe, dtype=torch.bfloat16)
-
-
-@pytest.mark.parametrize("recipe", [NVFP4, FP8])
+@both
 def test_a_plan_casts_every_step(recipe: zerocast.Recipe) -> None:
     """Masters updated in place are cast anew by each call: nothing of an earlier step is left in
     amaxes or scales.
     """
 
     def on_rank(comm: Communicator) -> None:
-        weight = zerocast.empty(SHAPE, recipe)
-        start = comm.rank * 1601 if comm.rank < 2 else NUMEL
-        shard = torch.empty((1601, NUMEL - 1601, 0)[comm.rank])
-        plan = zerocast.CastPlan([weight], [shard], [start], comm)
+        planned = Planned(comm, recipe, cuts=(0, 1001, NUMEL, NUMEL))
         for step, kind in enumerate(("huge", "wide", "nan", "zeros", "normal")):
             master = draw_values(kind, NUMEL, step)
-            shard.copy_(master[start : start + shard.numel()])
-            plan.cast()
-            plan.all_gather()
-            assert_same_storage(weight, whole(master, recipe), f"step {step} rank {comm.rank}")
+            planned.master.copy_(master[planned.start : planned.end])
+            expected = unsharded(master, recipe)
+            assert_same_storage(planned.cast(), expected, f"step {step} rank {comm.rank}")
 
     run_in_process(3, on_rank)
 
 
-@pytest.mark.parametrize("recipe", [NVFP4, FP8])
+@both
 def test_codes_of_others_are_untouched(recipe: zerocast.Recipe) -> None:
     """A cast without a gather changes the codes of its own elements only, to the nibble; scales are
     right already.
     """
     master = draw_values("normal", NUMEL, 3)
-    expected = whole(master, recipe)
+    expected = unsharded(master, recipe)
 
     def on_rank(comm: Communicator) -> None:
         weight = zerocast.empty(SHAPE, recipe)
@@ -69,13 +61,11 @@ def test_codes_of_others_are_untouched(recipe: zerocast.Recipe) -> None:
         zerocast.quantize_master_weights([weight], [master[start:end]], [start], comm)
         assert_same_bytes(weight.rowwise_scale_inv, expected.rowwise_scale_inv, "rowwise_scale_inv")
         codes, right = _codes(weight, recipe), _codes(expected, recipe)
-        before = (
-            torch.tensor([5, 10], dtype=torch.uint8).repeat(NUMEL // 2) if recipe is NVFP4 else 0xA5
-        )
-        mine = (torch.arange(NUMEL) >= start) & (torch.arange(NUMEL) < end)
-        assert_same_bytes(
-            codes, torch.where(mine, right, before).to(torch.uint8), f"codes on rank {comm.rank}"
-        )
+        before = torch.full_like(codes, 0xA5)
+        if recipe is NVFP4:
+            before = torch.tensor([5, 10], dtype=torch.uint8).repeat(NUMEL // 2)
+        before[start:end] = right[start:end]
+        assert_same_bytes(codes, before, f"codes on rank {comm.rank}")
 
     run_in_process(3, on_rank)
 
@@ -86,13 +76,13 @@ def _codes(weight: zerocast.QuantizedTensor, recipe: zerocast.Recipe) -> torch.T
     return torch.stack((data & 15, data >> 4), 1).view(-1) if recipe is NVFP4 else data
 
 
-@pytest.mark.parametrize("recipe", [NVFP4, FP8])
+@both
 def test_shard_buffers_receive_the_codes(recipe: zerocast.Recipe) -> None:
     """fsdp_shard_model_weights gets exactly the shard's codes; the weight's own codes stay as they
     are.
     """
     master = draw_values("wide", NUMEL, 5)
-    expected = _codes(whole(master, recipe), recipe)
+    expected = _codes(unsharded(master, recipe), recipe)
 
     def on_rank(comm: Communicator) -> None:
         weight = zerocast.empty(SHAPE, recipe)
@@ -120,10 +110,10 @@ def test_a_plan_follows_moved_weights() -> None:
     zerocast.replace_raw_data(weight, flat[64 : 64 + NUMEL // 2])
     plan.cast()
     plan.post_all_gather_processing()
-    assert_same_storage(weight, whole(master, NVFP4), "moved")
-    assert_same_storage(other, whole(master, FP8), "not moved")
+    assert_same_storage(weight, unsharded(master, NVFP4), "moved")
+    assert_same_storage(other, unsharded(master, FP8), "not moved")
     assert_same_bytes(
-        flat[64 : 64 + NUMEL // 2], whole(master, NVFP4).rowwise_data.view(-1), "buffer"
+        flat[64 : 64 + NUMEL // 2], unsharded(master, NVFP4).rowwise_data.view(-1), "buffer"
     )
     assert not old.any()
 
@@ -147,7 +137,7 @@ def test_a_moved_weight_leaves_the_plan_its_backend() -> None:
     plan.cast()
     plan.post_all_gather_processing()
     assert prepared == ["spy", "spy"]
-    assert_same_storage(weight, whole(master, NVFP4), "moved")
+    assert_same_storage(weight, unsharded(master, NVFP4), "moved")
 
 
 def test_gather_in_place_copies_nothing() -> None:
@@ -177,7 +167,7 @@ def test_gather_in_place_copies_nothing() -> None:
         plan.all_gather()
         assert gathered == [flat.data_ptr()]
         for weight, master in zip(weights, masters, strict=True):
-            assert_same_storage(weight, whole(master, NVFP4), f"rank {comm.rank}")
+            assert_same_storage(weight, unsharded(master, NVFP4), f"rank {comm.rank}")
 
     run_in_process(2, on_rank)
 
@@ -186,10 +176,7 @@ def test_experts_have_groups_of_their_own() -> None:
     """Weights of one plan in different groups: each expert is shared by two of the four ranks, the
     dense one by all.
     """
-    dense, experts = (
-        draw_values("normal", NUMEL, 0),
-        [draw_values("wide", NUMEL, 1 + i) for i in range(2)],
-    )
+    dense, *experts = (draw_values("wide", NUMEL, i) for i in range(3))
 
     def on_rank(world: InProcessCommunicator) -> None:
         expert = world.rank // 2
@@ -200,13 +187,12 @@ def test_experts_have_groups_of_their_own() -> None:
             dense[world.rank * quarter :][:quarter],
             experts[expert][pair.rank * half :][:half],
         ]
-        plan = zerocast.CastPlan(
-            weights, masters, [world.rank * quarter, pair.rank * half], [world, pair]
-        )
+        starts = [world.rank * quarter, pair.rank * half]
+        plan = zerocast.CastPlan(weights, masters, starts, [world, pair])
         plan.cast()
         plan.all_gather()
-        assert_same_storage(weights[0], whole(dense, NVFP4), f"dense on rank {world.rank}")
-        assert_same_storage(weights[1], whole(experts[expert], FP8), f"expert {expert}")
+        assert_same_storage(weights[0], unsharded(dense, NVFP4), f"dense on rank {world.rank}")
+        assert_same_storage(weights[1], unsharded(experts[expert], FP8), f"expert {expert}")
 
     run_in_process(4, on_rank)
 
@@ -214,7 +200,7 @@ def test_experts_have_groups_of_their_own() -> None:
 # --- derived copies ---
 
 
-@pytest.mark.parametrize("recipe", [NVFP4, FP8])
+@both
 def test_a_stale_copy_is_refused(recipe: zerocast.Recipe) -> None:
     """Between cast and post-processing the columnwise copy cannot be read; afterwards it is the
     unsharded one.
@@ -226,7 +212,7 @@ def test_a_stale_copy_is_refused(recipe: zerocast.Recipe) -> None:
         _ = weight.columnwise_data
     assert weight.rowwise_data is not None
     zerocast.post_all_gather_processing([weight])
-    assert_same_storage(weight, whole(master, recipe), "after post-processing")
+    assert_same_storage(weight, unsharded(master, recipe), "after post-processing")
 
 
 def test_a_weight_in_two_plans_is_stale_after_either() -> None:
@@ -251,7 +237,7 @@ def test_automatic_rebuild_in_the_next_forward() -> None:
     with pytest.raises(StaleCopyError):
         _ = layer.weight.columnwise_data
     layer(torch.ones(2, SHAPE[1], dtype=torch.bfloat16))
-    assert_same_storage(layer.weight, whole(master, NVFP4), "after forward")
+    assert_same_storage(layer.weight, unsharded(master, NVFP4), "after forward")
 
 
 def test_manual_mode_refuses_a_forward_before_processing() -> None:
@@ -272,7 +258,7 @@ def test_post_all_gather_hook() -> None:
     handle = plan.post_all_gather_hook(layer)
     plan.cast()
     layer(torch.ones(2, SHAPE[1], dtype=torch.bfloat16))
-    assert_same_storage(layer.weight, whole(master, FP8), "after forward")
+    assert_same_storage(layer.weight, unsharded(master, FP8), "after forward")
     handle.remove()
     plan.cast()
     with pytest.raises(StaleCopyError):
@@ -319,7 +305,7 @@ def test_one_rank_that_must_plan_makes_all_plan() -> None:
             fresh = [torch.zeros(half // 2, dtype=torch.uint8)] if comm.rank == 1 else None
             zerocast.quantize_master_weights([weight], [shard], [comm.rank * half], comm, fresh)
             if fresh:
-                expected = whole(master, NVFP4).rowwise_data.view(-1)[half // 2 :]
+                expected = unsharded(master, NVFP4).rowwise_data.view(-1)[half // 2 :]
                 assert_same_bytes(fresh[0], expected, f"step {step}")
 
     run_in_process(2, on_rank)
@@ -345,25 +331,18 @@ def test_ranks_that_find_different_plans_are_told(
         weights = [zerocast.empty(SHAPE, recipe) for recipe in (NVFP4, FP8)]
         starts = [comm.rank * NUMEL // 2, (1 - comm.rank) * NUMEL // 2]
 
-        def arguments() -> dict[str, Any]:
-            return {
-                "model_weights": [*weights],
-                "master_weights": [torch.ones(NUMEL // 2)] * 2,
-                "start_offsets": [*starts],
-                "group": comm,
-            }
-
-        plain, other = arguments(), arguments()
+        masters = [torch.ones(NUMEL // 2)] * 2
+        plain, other = (
+            {"model_weights": [*weights], "master_weights": masters, "start_offsets": [*starts]}
+            for _ in range(2)
+        )
         spoil(other)
         for kwargs in (plain, other):
-            zerocast.quantize_master_weights(**kwargs)
-        with pytest.raises(RankMismatchError) as raised:
-            zerocast.quantize_master_weights(**(plain, other)[comm.rank])
-        return str(raised.value)
+            zerocast.quantize_master_weights(**kwargs, group=comm)
+        call = zerocast.quantize_master_weights
+        return message_of(RankMismatchError, call, **(plain, other)[comm.rank], group=comm)
 
-    messages = run_in_process(2, on_rank)
-    assert messages[0] == messages[1]
-    assert text in messages[0]
+    assert text in one_message(run_in_process(2, on_rank))
 
 
 def test_functional_calls_keep_nothing_alive() -> None:
@@ -382,27 +361,13 @@ def test_functional_calls_keep_nothing_alive() -> None:
     assert refs[2]() is None
 
 
-def index_tensor(number: int) -> torch.Tensor:
-    """int64 []."""
-    return torch.tensor(number)
-
-
-@pytest.mark.parametrize("integer", [int, numpy.int64, numpy.uint32, index_tensor])
+@pytest.mark.parametrize("integer", [int, numpy.int64, numpy.uint32, torch.tensor])
 def test_start_offsets_of_any_integer_type(integer: Callable[[int], Any]) -> None:
     """An offset may come from numpy's or torch's arithmetic; the codes land where it says."""
-    x = torch.randn(16, 32)
-
-    def on_rank(comm: Communicator) -> zerocast.QuantizedTensor:
-        w = zerocast.empty(x.shape, NVFP4)
-        start, end = ((0, 101), (101, 512))[comm.rank]
-        masters, offsets = [x.view(-1)[start:end]], [integer(start)]
-        plan = zerocast.CastPlan([w], masters, offsets, comm)
-        plan.cast()
-        plan.all_gather()
-        return w
-
-    for w in run_in_process(2, on_rank):
-        assert_same_storage(w, zerocast.quantize(x, NVFP4, dtype=torch.bfloat16), "gathered")
+    x = draw_values("normal", NUMEL, 1)
+    cuts = [integer(each) for each in (0, 101, NUMEL)]
+    for w in run_in_process(2, lambda comm: Planned(comm, NVFP4, x, cuts=cuts).cast()):
+        assert_same_storage(w, unsharded(x, NVFP4), "gathered")
 
 
 def test_nothing_to_cast() -> None:
@@ -416,7 +381,7 @@ def test_nothing_to_cast() -> None:
         plan = zerocast.CastPlan([weight], mine, start, comm)
         plan.cast()
         plan.all_gather()
-        assert_same_storage(weight, whole(master, FP8), f"rank {comm.rank}")
+        assert_same_storage(weight, unsharded(master, FP8), f"rank {comm.rank}")
 
     run_in_process(3, on_rank)
 
@@ -430,7 +395,7 @@ def test_steps_are_the_cast() -> None:
     for step in plan.steps.values():
         step()
     plan.all_gather()
-    assert_same_storage(weight, whole(master, NVFP4), "steps")
+    assert_same_storage(weight, unsharded(master, NVFP4), "steps")
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
@@ -438,14 +403,13 @@ def test_masters_of_other_dtypes_are_bound(backend: str) -> None:
     """A plan made with FP32 masters casts BF16 and FP16 ones, a dtype a weight, of which each rank
     may hold another: the bytes of FP32 masters of the same values. They are not copied.
     """
-    recipes = (zerocast.NVFP4BlockScaling(), zerocast.MXFP8BlockScaling())
-    numel = 32 * 64
-    values = [draw_values("ties", numel, seed) for seed in range(2)]  # exact in every dtype
+    recipes = (NVFP4, RECIPES["mxfp8"])
+    values = [draw_values("ties", NUMEL, seed) for seed in range(2)]  # exact in every dtype
     stored = (torch.bfloat16, torch.float16), (torch.float32, torch.bfloat16)
 
     def on_rank(comm: Communicator) -> None:
-        start, end = ((0, 999), (999, numel))[comm.rank]
-        weights = [zerocast.empty((32, 64), r) for r in recipes]
+        start, end = ((0, 999), (999, NUMEL))[comm.rank]
+        weights = [zerocast.empty(SHAPE, r) for r in recipes]
         first = [torch.zeros(end - start) for _ in recipes]
         plan = zerocast.CastPlan(weights, first, [start] * 2, comm)
         dtypes = stored[comm.rank]
@@ -456,9 +420,7 @@ def test_masters_of_other_dtypes_are_bound(backend: str) -> None:
             plan.cast(masters) if factor == 1 else plan.cast()
             plan.all_gather()
             for weight, value, recipe in zip(weights, values, recipes, strict=True):
-                expected = zerocast.quantize(
-                    value.view(32, 64) * factor, recipe, dtype=torch.bfloat16
-                )
+                expected = unsharded(value * factor, recipe)
                 assert_same_storage(weight, expected, f"rank {comm.rank} times {factor}")
 
     with zerocast.use_backend(backend):

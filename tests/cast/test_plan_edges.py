@@ -8,13 +8,14 @@ import pytest
 import torch
 
 import zerocast
+from tests.support.claims import message_of, one_message
+from tests.support.planned import NUMEL, SHAPE, Planned, unsharded
+from tests.support.recipes import RECIPES
 from tests.support.same_bytes import assert_same_storage
 from zerocast.comm import Communicator, SingleRank, run_in_process
-from zerocast.errors import InputError
+from zerocast.errors import InputError, ZerocastError
 
-SHAPE = (32, 64)
-NUMEL = 32 * 64
-NVFP4 = zerocast.NVFP4BlockScaling()
+NVFP4, DRAWN = RECIPES["nvfp4"], RECIPES["nvfp4-drawn"]
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
@@ -22,7 +23,6 @@ NVFP4 = zerocast.NVFP4BlockScaling()
 def test_a_plan_made_in_inference_mode_works_outside(call: str, backend: str) -> None:
     """What it allocates there is written outside of it, and the other way round."""
     x = torch.randn(NUMEL)
-    numerics = zerocast.quantize(x.view(SHAPE), NVFP4, dtype=torch.bfloat16)
     weight = zerocast.empty(SHAPE, NVFP4)
     args = ([weight], [x], [0], SingleRank())
     with zerocast.use_backend(backend):
@@ -37,7 +37,7 @@ def test_a_plan_made_in_inference_mode_works_outside(call: str, backend: str) ->
         with torch.inference_mode():
             cast()
         zerocast.post_all_gather_processing([weight])
-    assert_same_storage(weight, numerics, call)
+    assert_same_storage(weight, unsharded(x, NVFP4), call)
 
 
 def test_a_functional_call_keeps_to_use_backend(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,37 +57,22 @@ def test_a_functional_call_keeps_to_use_backend(monkeypatch: pytest.MonkeyPatch)
     assert [each._backend.name for each in made] == ["cpu", "reference"]
 
 
-def no_tensor(history: torch.Tensor) -> Any:
-    """A number where a tensor is asked for."""
-    return float(history.max())
-
-
-def whole_history(history: torch.Tensor) -> torch.Tensor:
-    """More than one element."""
-    return history
-
-
 def broken(history: torch.Tensor) -> torch.Tensor:
     """An exception."""
     raise KeyError("amax")
 
 
-@pytest.mark.parametrize("function", [no_tensor, whole_history, broken])
+@pytest.mark.parametrize(
+    "function",
+    [lambda history: float(history.max()), lambda history: history, broken],
+    ids=["no tensor", "the whole history", "an exception"],
+)
 def test_a_function_that_gives_no_amax_is_refused_when_planning(
     function: Callable[[torch.Tensor], Any],
 ) -> None:
     """On every rank, though it is found by calling it on each."""
-
-    def on_rank(comm: Communicator) -> str:
-        recipe = zerocast.DelayedScaling(amax_compute_algo=function)
-        weight = zerocast.empty(SHAPE, recipe)
-        start = comm.rank * NUMEL // 2
-        with pytest.raises(InputError) as refused:
-            zerocast.CastPlan([weight], [torch.ones(NUMEL // 2)], [start], comm)
-        return str(refused.value)
-
-    first, second = run_in_process(2, on_rank)
-    assert first == second
+    recipe = zerocast.DelayedScaling(amax_compute_algo=function)
+    one_message(run_in_process(2, lambda comm: message_of(InputError, Planned, comm, recipe)))
 
 
 def test_a_function_that_fails_later_on_one_rank_is_an_error_of_all() -> None:
@@ -100,15 +85,11 @@ def test_a_function_that_fails_later_on_one_rank_is_an_error_of_all() -> None:
         return history.max()
 
     def on_rank(comm: Communicator) -> str:
-        weight = zerocast.empty(SHAPE, zerocast.DelayedScaling(amax_compute_algo=algorithm))
-        start = comm.rank * NUMEL // 2
-        plan = zerocast.CastPlan([weight], [torch.ones(NUMEL // 2)], [start], comm)
+        planned = Planned(comm, zerocast.DelayedScaling(amax_compute_algo=algorithm))
         comm.barrier()
         if comm.rank == 1:
             fails.append(threading.current_thread().name)
-        with pytest.raises(InputError) as raised:
-            plan.cast()
-        return str(raised.value)
+        return message_of(InputError, planned.cast)
 
     assert run_in_process(2, on_rank) == ["on rank 1: LookupError: lost"] * 2
 
@@ -116,12 +97,8 @@ def test_a_function_that_fails_later_on_one_rank_is_an_error_of_all() -> None:
 @pytest.mark.parametrize("name", ["", "yrgnbplsv;z6"])
 def test_every_name_is_a_name(name: str) -> None:
     """A name whose hash is 0 is one: the first name stays."""
-    recipe = zerocast.NVFP4BlockScaling(
-        fp4_quant_fwd_weight=zerocast.QParams(stochastic_rounding=True, fp4_2d_quantization=True)
-    )
-    weight = zerocast.empty(SHAPE, recipe, name=name)
-    zerocast.CastPlan([weight], [torch.ones(NUMEL)], [0], SingleRank(), names=["another"])
-    assert int(weight.quantized_storage.buffers["rounding_counter"][0]) == 1
+    planned = Planned(SingleRank(), DRAWN, empty={"name": name}, names=["another"])
+    assert int(planned.weight.quantized_storage.buffers["rounding_counter"][0]) == 1
 
 
 def test_plans_that_are_gone_leave_one_clock() -> None:
@@ -144,43 +121,29 @@ def test_a_cast_that_fails_before_the_reduction_draws_nothing() -> None:
     """Stochastic rounding: an exception on one rank is raised on all and counts for none, so that
     the cast that is tried again draws what it would have drawn.
     """
-    recipe = zerocast.NVFP4BlockScaling(
-        fp4_quant_fwd_weight=zerocast.QParams(stochastic_rounding=True, fp4_2d_quantization=True)
-    )
     x = torch.randn(NUMEL)
-    numerics = zerocast.quantize(x.view(SHAPE), recipe, dtype=torch.bfloat16, name="w")
+    expected = unsharded(x, DRAWN, name="w")
 
     def on_rank(comm: Communicator) -> None:
-        weight = zerocast.empty(SHAPE, recipe, name="w")
-        start = comm.rank * NUMEL // 2
-        mine = x[start : start + NUMEL // 2].clone()
-        plan = zerocast.CastPlan([weight], [mine], [start], comm)
-        run = plan._cast_steps.run
+        planned = Planned(comm, DRAWN, x, empty={"name": "w"})
+        steps = planned.plan._cast_steps
+        run = steps.run
 
         def out_of_memory(step: str) -> None:
             raise MemoryError(step)
 
         if comm.rank == 1:
-            plan._cast_steps.run = out_of_memory  # type: ignore[method-assign]
-        with pytest.raises(zerocast.ZerocastError, match="on rank 1: MemoryError"):
-            plan.cast()
-        plan._cast_steps.run = run  # type: ignore[method-assign]
-        plan.cast()
-        plan.all_gather()
-        assert_same_storage(weight, numerics, "tried again")
+            steps.run = out_of_memory  # type: ignore[method-assign]
+        with pytest.raises(ZerocastError, match="on rank 1: MemoryError"):
+            planned.cast()
+        steps.run = run  # type: ignore[method-assign]
+        assert_same_storage(planned.cast(), expected, "tried again")
 
     run_in_process(2, on_rank)
 
 
 def test_a_plan_that_one_rank_cannot_prepare(monkeypatch: pytest.MonkeyPatch) -> None:
     """What fails behind the exchange, such as memory for the buffers, is an error of all ranks."""
-
-    def on_rank(comm: Communicator) -> str:
-        weight = zerocast.empty(SHAPE, NVFP4)
-        start = comm.rank * NUMEL // 2
-        with pytest.raises(zerocast.ZerocastError) as raised:
-            zerocast.CastPlan([weight], [torch.ones(NUMEL // 2)], [start], comm)
-        return str(raised.value)
 
     def out_of_memory(*args: Any) -> Any:
         if threading.current_thread().name == "rank 1":
@@ -189,7 +152,8 @@ def test_a_plan_that_one_rank_cannot_prepare(monkeypatch: pytest.MonkeyPatch) ->
 
     made = zerocast.cast.plan.Exchange
     monkeypatch.setattr(zerocast.cast.plan, "Exchange", out_of_memory)
-    assert run_in_process(2, on_rank) == ["on rank 1: MemoryError: buffers"] * 2
+    messages = run_in_process(2, lambda comm: message_of(ZerocastError, Planned, comm, NVFP4))
+    assert one_message(messages) == "on rank 1: MemoryError: buffers"
 
 
 def test_a_recipe_that_cannot_be_described_on_one_rank() -> None:
@@ -206,14 +170,9 @@ def test_a_recipe_that_cannot_be_described_on_one_rank() -> None:
     def algorithm(history: torch.Tensor) -> torch.Tensor:
         return history.max() if secret else history
 
-    def on_rank(comm: Communicator) -> str:
-        weight = zerocast.empty(SHAPE, zerocast.DelayedScaling(amax_compute_algo=algorithm))
-        start = comm.rank * NUMEL // 2
-        with pytest.raises(zerocast.ZerocastError) as raised:
-            zerocast.CastPlan([weight], [torch.ones(NUMEL // 2)], [start], comm)
-        return str(raised.value)
-
-    assert run_in_process(2, on_rank) == ["on rank 1: OSError: no text"] * 2
+    recipe = zerocast.DelayedScaling(amax_compute_algo=algorithm)
+    messages = run_in_process(2, lambda comm: message_of(ZerocastError, Planned, comm, recipe))
+    assert one_message(messages) == "on rank 1: OSError: no text"
 
 
 @pytest.mark.parametrize("write", ["plan", "functional"])

@@ -10,11 +10,12 @@ import pytest
 import torch
 
 import zerocast
+from tests.support.claims import assert_unsharded_cast
 from tests.support.partitions import draw_partition
 from tests.support.ranks import run_ranks, split_ranks
-from tests.support.recipes import VARIANTS
-from tests.support.same_bytes import assert_same_bytes, assert_same_storage
-from tests.support.tp_shards import assert_is_tp_shard, shape_of, unit
+from tests.support.recipes import VARIANTS, each
+from tests.support.same_bytes import assert_same_bytes
+from tests.support.tp_shards import shape_of, unit
 from tests.support.values import draw_values
 from zerocast import TensorParallelShard
 from zerocast.comm import Communicator, RecordingCommunicator, SingleRank, run_in_process
@@ -90,7 +91,7 @@ def cast_parts(tensor_parallel: Communicator, data_parallel: Communicator, dim: 
         plan.cast()
         plan.all_gather()
     for name, weight in zip(names, weights, strict=True):
-        assert_is_tp_shard(weight, whole(name), name)
+        assert_unsharded_cast(weight, whole(name), name)
 
 
 def two_groups(comm: Any, tensor_parallel: int) -> tuple[Communicator, Communicator]:
@@ -139,7 +140,7 @@ def test_a_plan_of_parts_over_several_groups_and_of_whole_weights() -> None:
     """On 2 x 2 ranks: a weight that all four hold in parts, one that pairs hold in parts, one that
     all share, one of another pair; each has its whole weight's bytes.
     """
-    recipe = zerocast.NVFP4BlockScaling()
+    recipe = VARIANTS["nvfp4"]
     masters = [draw_values("normal", 128 * 64, i).view(128, 64) * 10.0**i for i in range(4)]
 
     def on_rank(comm: Any) -> None:
@@ -163,11 +164,7 @@ def test_a_plan_of_parts_over_several_groups_and_of_whole_weights() -> None:
         plan.cast()
         plan.all_gather()
         for x, weight in zip(masters, weights, strict=True):
-            expected = zerocast.quantize(x, recipe, dtype=torch.bfloat16)
-            if weight.quantized_storage.tp_shard is None:
-                assert_same_storage(weight, expected, "the whole weight")
-            else:
-                assert_is_tp_shard(weight, expected)
+            assert_unsharded_cast(weight, x, f"{weight.quantized_storage.tp_shard or 'whole'}")
 
     run_in_process(4, on_rank)
 
@@ -213,9 +210,7 @@ def test_one_collective_a_group_and_cast(count: int) -> None:
     run_in_process(4, on_rank)
 
 
-@pytest.mark.parametrize(
-    "recipe", [zerocast.NVFP4BlockScaling(), zerocast.Float8CurrentScaling()], ids=["nvfp4", "fp8"]
-)
+@each("nvfp4", "current")
 def test_parts_of_an_amax_group(recipe: Recipe) -> None:
     """Grouped weights that are cut, and one beside them that every rank has whole, are cast under
     the amax of them all.
@@ -237,13 +232,9 @@ def test_parts_of_an_amax_group(recipe: Recipe) -> None:
             x if tp_shard is None else tp_shard.slice_of(x)
             for x, tp_shard in zip(masters, tp_shards, strict=True)
         ]
+        groups = [["*.w" + c for c in "qkv"]]
         plan = zerocast.CastPlan(
-            weights,
-            shards,
-            [0] * 3,
-            SingleRank(),
-            names=names,
-            amax_groups=[["*.w" + c for c in "qkv"]],
+            weights, shards, [0] * 3, SingleRank(), names=names, amax_groups=groups
         )
         plan.cast()
         for i, (weight, tp_shard) in enumerate(zip(weights, tp_shards, strict=True)):

@@ -10,6 +10,7 @@ import torch
 
 import zerocast
 from tests.cast.test_tp_shards import two_groups
+from tests.support.claims import message_of
 from zerocast import TensorParallelShard
 from zerocast.comm import SingleRank, run_in_process
 from zerocast.errors import InputError, NonFiniteError, RankMismatchError
@@ -26,18 +27,19 @@ def refused(given: Callable[[Any, int, int], dict[str, Any]], error: type, messa
     def on_rank(comm: Any) -> str:
         tensor_parallel, data_parallel = two_groups(comm, 2)
         tp_shard = TensorParallelShard.chunk((32, 32), 0, tensor_parallel)
-        case = {"part": tp_shard, "recipe": FOUR_BITS, "name": "w", "value": 1.0, "names": True}
+        case = {"part": tp_shard, "recipe": FOUR_BITS, "name": "w", "value": 1.0}
         case |= given(tensor_parallel, tensor_parallel.rank, data_parallel.rank)
         tp_shard = case["part"]
         weight = zerocast.empty(tp_shard.shape, case["recipe"], tp_shard=tp_shard)
         half = tp_shard.shape.numel() // 2
         shard = torch.full((half,), case["value"], dtype=case.get("dtype"))
-        with pytest.raises(error) as raised:
-            zerocast.CastPlan(
+        return message_of(
+            error,
+            lambda: zerocast.CastPlan(
                 [weight], [shard], [half * data_parallel.rank], data_parallel,
-                names=[case["name"]] if case["names"] else None, check_finite=True,
-            ).cast()  # fmt: skip
-        return str(raised.value)
+                names=[case["name"]], check_finite=True,
+            ).cast()
+        )  # fmt: skip
 
     for text in run_in_process(4, on_rank):
         assert message in text

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 import zerocast
+from tests.support.claims import one_message
+from tests.support.planned import NUMEL, SHAPE, unsharded
 from tests.support.same_bytes import assert_same_storage
 from zerocast.comm import Communicator, run_in_process
 from zerocast.errors import InputError, ZerocastError
 
-SHAPE = (32, 64)
-NUMEL = 32 * 64
 RECIPES = (zerocast.NVFP4BlockScaling(), zerocast.MXFP8BlockScaling())
 
 
@@ -70,6 +70,15 @@ def right(comm: Communicator) -> dict[str, Any]:
     }
 
 
+def error_of(call: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
+    """What an error of zerocast said, if the call ended in one."""
+    try:
+        call(*args, **kwargs)
+    except ZerocastError as error:
+        return str(error)
+    return ""
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize(
@@ -82,22 +91,17 @@ def test_any_value_of_any_argument(
 ) -> None:
     """Right or refused, by the same error on every rank; the group is as usable as before."""
 
-    def on_rank(comm: Communicator) -> list[str]:
+    def on_rank(comm: Communicator) -> str:
         said = []
         for value in values():
             kwargs = right(comm)
             if comm.rank == world_size - 1:
                 kwargs[argument] = value
-            try:
-                call(**kwargs)
-                said.append("")
-            except ZerocastError as error:
-                said.append(str(error))
+            said.append(error_of(call, **kwargs))
             comm.barrier()
-        return said
+        return str(said)
 
-    by_rank = run_in_process(world_size, on_rank)
-    assert by_rank == [by_rank[0]] * world_size
+    one_message(run_in_process(world_size, on_rank))
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
@@ -106,25 +110,19 @@ def test_any_value_of_any_argument(
 def test_any_value_as_new_masters(call: str, world_size: int) -> None:
     """The same of masters that a plan is given later; it goes on afterwards."""
 
-    def on_rank(comm: Communicator) -> list[str]:
+    def on_rank(comm: Communicator) -> str:
         kwargs, said = right(comm), []
         plan = zerocast.CastPlan(**kwargs)
         for value in values():
             wrong = value if comm.rank == world_size - 1 else kwargs["master_weights"]
-            try:
-                getattr(plan, call)(wrong)
-                said.append("")
-            except ZerocastError as error:
-                said.append(str(error))
+            said.append(error_of(getattr(plan, call), wrong))
         plan.cast(kwargs["master_weights"])
         plan.all_gather()
-        numerics = [zerocast.quantize(torch.ones(SHAPE), r, dtype=torch.bfloat16) for r in RECIPES]
-        for weight, whole in zip(kwargs["model_weights"], numerics, strict=True):
-            assert_same_storage(weight, whole, "afterwards")
-        return said
+        for weight in kwargs["model_weights"]:
+            assert_same_storage(weight, unsharded(torch.ones(SHAPE), weight.recipe), "afterwards")
+        return str(said)
 
-    by_rank = run_in_process(world_size, on_rank)
-    assert by_rank == [by_rank[0]] * world_size
+    one_message(run_in_process(world_size, on_rank))
 
 
 @pytest.mark.parametrize("value", values(), ids=lambda value: type(value).__name__)
@@ -151,8 +149,7 @@ def test_one_weight_or_plain_tensors_are_processed() -> None:
     zerocast.post_all_gather_processing(weight)
     zerocast.post_all_gather_processing([torch.ones(3), other, torch.nn.Parameter(torch.ones(1))])
     zerocast.post_all_gather_processing(torch.ones(3))
-    numerics = zerocast.quantize(torch.ones(SHAPE), RECIPES[0], dtype=torch.bfloat16)
-    assert_same_storage(weight, numerics, "one weight")
+    assert_same_storage(weight, unsharded(torch.ones(SHAPE), RECIPES[0]), "one weight")
 
 
 def test_a_shard_of_nothing_takes_no_buffers() -> None:

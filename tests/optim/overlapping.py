@@ -1,20 +1,16 @@
 """A model whose weights are gathered while its forward runs, and what training leaves of it."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 import zerocast
-from tests.support.same_bytes import assert_same_bytes
+from tests.support.claims import assert_same_tensors, stored
+from tests.support.recipes import RECIPES
 from zerocast.comm import Communicator, run_in_process
 from zerocast.optim import ZeroOptimizer
-
-RECIPES = {
-    **zerocast.recipes.RECIPES,
-    "4over6": lambda: zerocast.NVFP4BlockScaling(nvfp4_4over6="weights"),
-}
 
 EACH_ITS_OWN, SOME_TOGETHER, ALL_TOGETHER = 1, 6000, None
 """Sizes of buckets, in elements, for :class:`Model`."""
@@ -38,7 +34,7 @@ class Model(torch.nn.Module):
         generator = torch.Generator().manual_seed(3)  # ranks are threads, torch's own is shared
         for weight in self.parameters():
             torch.nn.init.normal_(weight, std=0.2, generator=generator)
-        zerocast.nn.convert(self, RECIPES[recipe]())
+        zerocast.nn.convert(self, RECIPES[recipe])
         self.bfloat16()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -47,19 +43,6 @@ class Model(torch.nn.Module):
         for layer in self.layers:
             x = x + layer(x)
         return self.last(x)
-
-
-def stored(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Copies of every stored tensor of every weight, by name."""
-    tensors = {}
-    for name, weight in model.named_parameters():
-        if isinstance(weight, zerocast.QuantizedTensor):
-            tensors |= {
-                f"{name}.{key}": b.clone() for key, b in weight.quantized_storage.buffers.items()
-            }
-        else:
-            tensors[name] = weight.detach().clone()
-    return tensors
 
 
 def optimizer_of(model: torch.nn.Module, comm: Communicator, **options: Any) -> ZeroOptimizer:
@@ -106,8 +89,12 @@ def trained_alone(recipe: str) -> dict[str, torch.Tensor]:
     return run_in_process(1, lambda comm: trained(comm, recipe, overlap_all_gather=False))[0]
 
 
-def assert_all_same(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    """Every tensor, byte for byte."""
-    assert actual.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert_same_bytes(actual[name], tensor, name)
+def assert_same_as_alone(
+    by_rank: Sequence[dict[str, torch.Tensor]], body: Callable[..., dict[str, torch.Tensor]]
+) -> None:
+    """What ``body(comm, overlap)`` left on ranks that overlap is what it leaves on one that does
+    not.
+    """
+    (expected,) = run_in_process(1, lambda comm: body(comm, overlap=False))
+    for found in by_rank:
+        assert_same_tensors(found, expected, "with overlap")

@@ -2,52 +2,50 @@
 
 import copy
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from torch.optim import SGD
 
 import zerocast
 from tests.optim.training import (
     FP8,
     NVFP4,
+    Training,
     assert_cast_of,
-    draw_gradients,
+    assert_same_lists,
     make_params,
     mean_gradients,
     set_gradients,
     start_values,
-    through_a_file,
+    train_whole,
 )
-from tests.support.same_bytes import assert_same_bytes, assert_same_storage
+from tests.support.recipes import each
 from zerocast.comm import Communicator, run_in_process
 from zerocast.errors import InputError, RankMismatchError, UnsupportedError
 from zerocast.optim import ZeroOptimizer
 from zerocast.recipes import Recipe
 
-STOCHASTIC = zerocast.NVFP4BlockScaling(
-    fp4_quant_fwd_weight=zerocast.QParams(stochastic_rounding=True, fp4_2d_quantization=True)
-)
 DECAY, LR = 0.75, 0.125
+sgd = partial(SGD, lr=LR)
 
 
-def steps(params: list[Any], optimizer: ZeroOptimizer, which: range) -> None:
-    """With the same gradients on every rank."""
-    for step in which:
-        set_gradients(params, draw_gradients([p.shape for p in params], step, 0))
-        optimizer.step()
+def training(comm: Communicator | None = None, recipe: Recipe = NVFP4, **options: Any) -> Training:
+    """By SGD."""
+    return Training(comm, recipe, SGD, **({"lr": LR} | options))
 
 
 def expected(count: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Masters and their averages after ``count`` steps of whole tensors."""
-    masters = start_values(make_params(NVFP4))
-    averages = [master.clone() for master in masters]
-    for step in range(count):
-        gradients = mean_gradients([m.shape for m in masters], step, 1)
-        for master, average, gradient in zip(masters, averages, gradients, strict=True):
-            master.add_(gradient, alpha=-LR)
-            average.lerp_(master, 1 - DECAY)
-    return masters, averages
+    averages = start_values(make_params(NVFP4))
+
+    def take_in(masters: list[torch.Tensor]) -> None:
+        for master, average in zip(masters, averages, strict=True):
+            average.lerp_(master.detach(), 1 - DECAY)
+
+    return train_whole(NVFP4, count, 1, sgd, take_in), averages
 
 
 @pytest.mark.parametrize(("saved_on", "loaded_on"), [(1, 3), (3, 2), (2, 2)])
@@ -59,27 +57,23 @@ def test_averages_have_the_same_bits_for_every_cut_and_resume(
     """
 
     def save(comm: Communicator) -> Any:
-        params = make_params(NVFP4)
-        optimizer = ZeroOptimizer(params, torch.optim.SGD, comm, lr=LR)
-        optimizer.ema(DECAY)
-        steps(params, optimizer, range(3))
-        return through_a_file(optimizer.state_dict())
+        t = training(comm)
+        t.optimizer.ema(DECAY)
+        t.train(*range(3), alike=True)
+        return t.saved()
 
     saved = run_in_process(saved_on, save)
 
     def resume(comm: Communicator) -> list[torch.Tensor]:
-        params = make_params(NVFP4, seed=99)
-        optimizer = ZeroOptimizer(params, torch.optim.SGD, comm, lr=LR)
+        t = training(comm, seed=99)
         if loaded_on == 3:
-            optimizer.ema(DECAY)
-        optimizer.load_state_dict(saved)
-        steps(params, optimizer, range(3, 5))
-        return [optimizer.ema(DECAY).gather(p) for p in params]
+            t.optimizer.ema(DECAY)
+        t.optimizer.load_state_dict(saved)
+        return [t.optimizer.ema(DECAY).gather(p) for p in t.train(3, 4, alike=True)]
 
     _, averages = expected(5)
     for gathered in run_in_process(loaded_on, resume):
-        for mine, whole in zip(gathered, averages, strict=True):
-            assert_same_bytes(mine, whole, "average")
+        assert_same_lists(gathered, averages, "average")
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -89,69 +83,51 @@ def test_averages_in_the_weights_are_their_cast_and_leave_no_trace(overlap: bool
     """
 
     def train(comm: Communicator) -> None:
-        params = make_params(NVFP4)
-        optimizer = ZeroOptimizer(params, torch.optim.SGD, comm, overlap_all_gather=overlap, lr=LR)
-        average = optimizer.ema(DECAY)
-        steps(params, optimizer, range(2))
+        t = training(comm, overlap_all_gather=overlap)
+        average = t.optimizer.ema(DECAY)
+        params = t.train(0, 1, alike=True)
         masters, averages = expected(2)
         with average.in_weights():
             assert_cast_of(params, averages)
-            with pytest.raises(InputError, match="leave the context of in_weights"):
-                optimizer.step()
-            with pytest.raises(InputError, match="leave the context of in_weights"):
-                average.in_weights().__enter__()
+            for call in (t.optimizer.step, average.in_weights().__enter__):
+                with pytest.raises(InputError, match="leave the context of in_weights"):
+                    call()
         assert_cast_of(params, masters)
-        steps(params, optimizer, range(2, 3))
-        assert_cast_of(params, expected(3)[0])
+        assert_cast_of(t.train(2, alike=True), expected(3)[0])
 
     run_in_process(3, train)
 
 
-@pytest.mark.parametrize(
-    "recipe",
-    [
-        zerocast.DelayedScaling(amax_history_len=3),
-        STOCHASTIC,
-        zerocast.MXFP8BlockScaling(),
-    ],
-    ids=["delayed", "stochastic", "mxfp8"],
-)
+@each("delayed", "nvfp4-drawn", "mxfp8")
 def test_showing_averages_moves_nothing_that_recipes_remember(recipe: Recipe) -> None:
     """Codes, scales and state are those of a run that never showed them, then and a step later."""
 
     def train(comm: Communicator) -> Any:
         found = []
         for show in (False, True):
-            params = make_params(recipe)
-            optimizer = ZeroOptimizer(params, torch.optim.SGD, comm, lr=LR)
-            average = optimizer.ema(DECAY)
-            steps(params, optimizer, range(3))
+            t = training(comm, recipe)
+            average = t.optimizer.ema(DECAY)
+            t.train(*range(3), alike=True)
             if show:
                 with average.in_weights():
                     pass
-            found.append([p.detach().clone() for p in params])
-            steps(params, optimizer, range(3, 4))
-            found.append(params)
+            found.append([p.detach().clone() for p in t.params])
+            found.append(t.train(3, alike=True))
         return found
 
     for plain, plain_next, shown, shown_next in run_in_process(2, train):
-        for a, b in ((plain, shown), (plain_next, shown_next)):
-            for mine, other in zip(a, b, strict=True):
-                if isinstance(mine, zerocast.QuantizedTensor):
-                    assert_same_storage(other, mine, "shown")
-                else:
-                    assert_same_bytes(other.detach(), mine.detach(), "shown")
+        assert_same_lists(shown, plain, "once shown")
+        assert_same_lists(shown_next, plain_next, "a step later")
 
 
 def test_weights_that_are_written_while_averages_are_in_them_are_not_lost_silently() -> None:
     """Leaving the context says that they are the masters' cast again."""
-    params = make_params(FP8)
-    optimizer = ZeroOptimizer(params, torch.optim.SGD, lr=LR)
-    masters = [optimizer.gather_master(p) for p in params]
-    shown = optimizer.ema(DECAY).in_weights()
+    t = training(recipe=FP8)
+    masters = t.masters()
+    shown = t.optimizer.ema(DECAY).in_weights()
     with pytest.raises(InputError, match="weights were written while averages"), shown:
-        params[0].detach().copy_(torch.zeros(params[0].shape))
-    assert_cast_of(params, masters)
+        t.params[0].detach().copy_(torch.zeros(t.params[0].shape))
+    assert_cast_of(t.params, masters)
 
 
 def test_a_failure_on_one_rank_while_averages_are_in_the_weights_leaves_all_ranks_in_step() -> None:
@@ -160,15 +136,13 @@ def test_a_failure_on_one_rank_while_averages_are_in_the_weights_leaves_all_rank
     """
 
     def train(comm: Communicator) -> None:
-        params = make_params(NVFP4)
-        optimizer = ZeroOptimizer(params, torch.optim.SGD, comm, lr=LR)
-        average = optimizer.ema(DECAY)
-        steps(params, optimizer, range(2))
+        t = training(comm)
+        average = t.optimizer.ema(DECAY)
+        t.train(0, 1, alike=True)
         fails = pytest.raises(ZeroDivisionError) if comm.rank == 1 else nullcontext()
         with fails, average.in_weights():
             assert comm.rank != 1 or 1 / 0
-        steps(params, optimizer, range(2, 3))
-        assert_cast_of(params, expected(3)[0])
+        assert_cast_of(t.train(2, alike=True), expected(3)[0])
 
     run_in_process(3, train)
 
@@ -198,52 +172,41 @@ def test_schedule_free_optimizers_evaluate_their_average_and_go_on(name: str) ->
     optimizer_class = getattr(schedulefree, name)
 
     def train(comm: Communicator) -> Any:
-        params = make_params(NVFP4)
-        optimizer = ZeroOptimizer(params, optimizer_class, comm, lr=0.01)
-        steps(params, optimizer, range(3))
-        optimizer.eval()
-        evaluated = [optimizer.gather_master(p) for p in params]
-        assert_cast_of(params, evaluated)
-        with pytest.raises(InputError, match=r"call optimizer.train\(\) before"):
-            optimizer.step()
-        saved = through_a_file(optimizer.state_dict())
-        other = ZeroOptimizer(make_params(NVFP4), optimizer_class, comm, lr=0.01)
-        other.load_state_dict(saved)
-        with pytest.raises(InputError, match=r"call optimizer.train\(\) before"):
-            other.step()
-        optimizer.train()
-        steps(params, optimizer, range(3, 5))
-        return evaluated, [optimizer.gather_master(p) for p in params]
+        t = Training(comm, NVFP4, optimizer_class, lr=0.01)
+        t.train(*range(3), alike=True)
+        t.optimizer.eval()
+        evaluated = t.masters()
+        assert_cast_of(t.params, evaluated)
+        other = Training(comm, NVFP4, optimizer_class, lr=0.01)
+        other.optimizer.load_state_dict(t.saved())
+        for optimizer in (t.optimizer, other.optimizer):
+            with pytest.raises(InputError, match=r"call optimizer.train\(\) before"):
+                optimizer.step()
+        t.optimizer.train()
+        t.train(3, 4, alike=True)
+        return evaluated, t.masters()
 
     masters = start_values(make_params(NVFP4))
     whole = optimizer_class(masters, lr=0.01)
-    whole.train()
-    found = []
     for step in range(5):
         if step == 3:
             whole.eval()
-            found.append([master.clone() for master in masters])
-            whole.train()
-        for master, gradient in zip(
-            masters, mean_gradients([m.shape for m in masters], step, 1), strict=True
-        ):
-            master.grad = gradient
+            average = [master.detach().clone() for master in masters]
+        whole.train()
+        set_gradients(masters, mean_gradients([m.shape for m in masters], step, 1))
         whole.step()
-    found.append(masters)
     for size in (1, 3):
-        for rank in run_in_process(size, train):
-            for mine, expected in zip(rank, found, strict=True):
-                for a, b in zip(mine, expected, strict=True):
-                    assert_same_bytes(a, b, "master")
+        for evaluated, trained in run_in_process(size, train):
+            assert_same_lists(evaluated, average, "evaluated")
+            assert_same_lists(trained, masters, "trained")
 
 
 def test_train_and_eval_change_nothing_for_other_optimizers() -> None:
     """Frameworks call them where they are there."""
-    params = make_params(FP8)
-    optimizer = ZeroOptimizer(params, torch.optim.SGD, lr=LR)
-    optimizer.eval()
-    steps(params, optimizer, range(1))
-    optimizer.train()
+    t = training(recipe=FP8)
+    t.optimizer.eval()
+    t.train(0)
+    t.optimizer.train()
 
 
 def test_averaged_model_refuses_quantized_weights_and_names_ema() -> None:

@@ -2,92 +2,49 @@
 
 import copy
 import io
+import re
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-from torch.optim import SGD, AdamW
+from torch.optim import SGD
 
 import zerocast
 from tests.optim.training import (
     FP8,
     NVFP4,
-    assert_cast_of,
+    Training,
+    assert_same_lists,
     draw_gradients,
     make_params,
     set_gradients,
     through_a_file,
-    train_whole,
 )
+from tests.support.claims import message_of, one_message
 from tests.support.ranks import run_ranks
 from tests.support.same_bytes import assert_same_bytes
 from zerocast.comm import Communicator, run_in_process
 from zerocast.errors import InputError, UnsupportedError
 from zerocast.optim import ZeroOptimizer
 
-STEPS = 6
 
-
-def run_steps(optimizer: ZeroOptimizer, params: list[Any], steps: range, rank: int) -> None:
-    """Steps with the gradients of :func:`draw_gradients`, the same for every rank."""
-    for step in steps:
-        set_gradients(params, draw_gradients([p.shape for p in params], step, rank))
-        optimizer.step()
-
-
-def train_and_save(comm: Communicator) -> Any:
+def train_and_save(comm: Communicator | None = None) -> Any:
     """The state dict of this rank after 4 steps, every rank with the same gradients."""
-    params = make_params(NVFP4)
-    optimizer = ZeroOptimizer(params, group=comm, lr=1e-2, weight_decay=0.1)
-    run_steps(optimizer, params, range(4), rank=0)
-    return through_a_file(optimizer.state_dict())
-
-
-@pytest.mark.parametrize(("saved_on", "loaded_on"), [(3, 3), (4, 3), (1, 4), (5, 1)])
-def test_a_resumed_run_continues_bit_for_bit(saved_on: int, loaded_on: int) -> None:
-    """4 steps, save, load into an optimizer over other weights, 2 steps: the weights are those of 6
-    steps without a stop. On as many ranks each loads its own state dict, else all ranks'.
-    """
-    saved = run_in_process(saved_on, train_and_save)
-
-    def resume(comm: Communicator) -> list[torch.nn.Parameter]:
-        params = make_params(NVFP4, seed=99)
-        optimizer = ZeroOptimizer(params, group=comm)
-        optimizer.load_state_dict(saved[comm.rank] if saved_on == loaded_on else saved)
-        assert optimizer.param_groups[0]["lr"] == 1e-2
-        run_steps(optimizer, params, range(4, 6), rank=0)
-        return params
-
-    whole = train_whole(NVFP4, 6, 1, lambda masters: AdamW(masters, lr=1e-2, weight_decay=0.1))
-    for params in run_in_process(loaded_on, resume):
-        assert_cast_of(params, whole)
-
-
-def test_loading_casts_the_weights_at_once() -> None:
-    """The codes are not saved: after loading, weights are the cast of the loaded masters."""
-    (saved,) = run_in_process(1, train_and_save)
-
-    def load(comm: Communicator) -> list[torch.nn.Parameter]:
-        params = make_params(NVFP4, seed=99)
-        ZeroOptimizer(params, group=comm).load_state_dict([saved])
-        return params
-
-    whole = train_whole(NVFP4, 4, 1, lambda masters: AdamW(masters, lr=1e-2, weight_decay=0.1))
-    for params in run_in_process(2, load):
-        assert_cast_of(params, whole)
+    training = Training(comm, lr=1e-2, weight_decay=0.1)
+    training.train(*range(4), alike=True)
+    return training.saved()
 
 
 @pytest.mark.own_defaults("meta")
 def test_loading_leaves_the_given_state_alone() -> None:
     """Further steps do not change the state dict that was loaded."""
-    (saved,) = run_in_process(1, train_and_save)
+    saved = train_and_save()
     kept = through_a_file(saved)
-    params = make_params(NVFP4)
-    optimizer = ZeroOptimizer(params)
-    optimizer.load_state_dict(saved)
-    run_steps(optimizer, params, range(2), rank=0)
+    training = Training()
+    training.optimizer.load_state_dict(saved)
+    training.train(0, 1)
     for i, entry in kept["state"].items():
         for name, value in entry.items():
             assert torch.equal(torch.as_tensor(saved["state"][i][name]), torch.as_tensor(value))
@@ -126,23 +83,20 @@ def test_a_state_that_does_not_fit_is_refused_on_every_rank(spoil: Any, match: s
     saved = run_in_process(3, train_and_save)
 
     def load(comm: Communicator) -> str:
-        params = make_params(NVFP4)
-        optimizer = ZeroOptimizer(params, group=comm)
-        before = [optimizer.gather_master(p) for p in params]
-        with pytest.raises(InputError, match=match) as caught:
-            optimizer.load_state_dict(spoil(saved, comm.rank))
-        assert optimizer.param_groups[0]["lr"] == 1e-3
-        after = [optimizer.gather_master(p) for p in params]
-        assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
-        return str(caught.value)
+        training = Training(comm)
+        before = training.masters()
+        load = training.optimizer.load_state_dict
+        message = message_of(InputError, load, spoil(saved, comm.rank))
+        assert training.optimizer.param_groups[0]["lr"] == 1e-3
+        assert_same_lists(training.masters(), before, "after the refusal")
+        return message
 
-    messages = run_in_process(3, load)
-    assert messages == [messages[0]] * 3
+    assert re.search(match, one_message(run_in_process(3, load)))
 
 
 def test_a_state_of_another_optimizer_or_other_weights_is_refused() -> None:
     """Both sides of the disagreement are in the message."""
-    (saved,) = run_in_process(1, train_and_save)
+    saved = train_and_save()
     with pytest.raises(InputError, match=r"same optimizer: it was saved with AdamW, .* has SGD"):
         ZeroOptimizer(make_params(NVFP4), SGD, lr=0.1).load_state_dict(saved)
     with pytest.raises(InputError, match=r"same weights: it was saved with .*1584"):

@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.optim.training import NVFP4, assert_cast_of, draw_gradients, make_params, set_gradients
-from zerocast.optim import ZeroOptimizer
+from tests.optim.training import NVFP4, Training, assert_cast_of
 
 
 @pytest.mark.slow
@@ -16,21 +15,11 @@ def test_weights_are_the_cast_of_masters_that_inductor_wrote(what: str) -> None:
     """The inner optimizer's step or the whole step compiled: masters move at every step, and the
     weights are their cast.
     """
-    params: list[Any] = make_params(NVFP4)
-    optimizer = ZeroOptimizer(params, torch.optim.SGD, lr=0.125)
-    plain_params: list[Any] = make_params(NVFP4)
-    plain = ZeroOptimizer(plain_params, torch.optim.SGD, lr=0.125)
-    step = optimizer.step
-    if what == "inner":
-        optimizer.inner.step = torch.compile(optimizer.inner.step)  # type: ignore[method-assign]
-    else:
-        step = torch.compile(optimizer.step)
-    for n in range(3):
-        for ours in (params, plain_params):
-            set_gradients(ours, draw_gradients([p.shape for p in ours], n, 0))
-        step()
-        plain.step()
-        masters = [optimizer.gather_master(p) for p in params]
-        assert_cast_of(params, masters)
-    for mine, other in zip(masters, [plain.gather_master(p) for p in plain_params], strict=True):
+    compiled, plain = (Training(None, NVFP4, torch.optim.SGD, lr=0.125) for _ in range(2))
+    stepped: Any = compiled.optimizer if what == "step" else compiled.optimizer.inner
+    stepped.step = torch.compile(stepped.step)
+    for step in range(3):
+        assert_cast_of(compiled.train(step), compiled.masters())
+        plain.train(step)
+    for mine, other in zip(compiled.masters(), plain.masters(), strict=True):
         torch.testing.assert_close(mine, other)

@@ -5,9 +5,15 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.claims import message_of, one_message
 from zerocast.comm import Communicator, run_in_process
 from zerocast.errors import InputError, UnsupportedError
 from zerocast.optim import ZeroOptimizer
+
+
+def optimizer_of(*args: Any, **options: Any) -> ZeroOptimizer:
+    """For a weight of 4 elements."""
+    return ZeroOptimizer([torch.nn.Parameter(torch.ones(4))], *args, **options)
 
 
 @pytest.mark.parametrize(
@@ -17,7 +23,7 @@ from zerocast.optim import ZeroOptimizer
 def test_torchs_other_optimizers_are_refused_by_name(optimizer_class: Any) -> None:
     """They need a closure, a statistic of the tensor, sparse gradients, a matrix."""
     with pytest.raises(UnsupportedError, match=optimizer_class.__name__):
-        ZeroOptimizer([torch.nn.Parameter(torch.ones(4))], optimizer_class)
+        optimizer_of(optimizer_class)
 
 
 class Lamb(torch.optim.Optimizer):
@@ -105,7 +111,7 @@ class Rebinding(Lamb):
     [
         (GlobalNorm, "takes statistics over all parameters"),
         (Columns, "steps a matrix otherwise than the same elements flat"),
-        (Lamb, "takes statistics over a tensor or over blocks"),
+        (Lamb, r"Lamb is not: it gave element .* in two pieces and .*statistics over a tensor or"),
         (HalfState, r"keeps 'momentum' as a Tensor \(72, 64\) of torch.bfloat16"),
         (CodesFromFourThousand, r"keeps 'momentum' as a Tensor \(72, 64\) of torch.uint8"),
     ],
@@ -115,7 +121,7 @@ def test_what_depends_on_more_than_the_element_is_refused_with_the_reason(
 ) -> None:
     """All parameters, rows, a tensor, the size of a piece; and the message says what would do."""
     with pytest.raises(UnsupportedError, match=f"{match}.*such as torch.optim.AdamW"):
-        ZeroOptimizer([torch.nn.Parameter(torch.ones(4))], optimizer_class)
+        optimizer_of(optimizer_class)
 
 
 TORCHS = {
@@ -130,37 +136,34 @@ TORCHS = {
 def test_torchs_elementwise_optimizers_pass(name: str) -> None:
     """With state, with options, fused; and torch's generator goes on as if nothing had been."""
     torch.manual_seed(5)
-    ZeroOptimizer([torch.nn.Parameter(torch.ones(4))], getattr(torch.optim, name), **TORCHS[name])
+    optimizer_of(getattr(torch.optim, name), **TORCHS[name])
     drawn = torch.rand(3)
     assert torch.equal(drawn, torch.rand(3, generator=torch.Generator().manual_seed(5)))
 
 
+MIXING = {
+    "pytorch_optimizer": ("Prodigy", "DAdaptAdam", "SOAP", "ScalableShampoo", "CAME"),
+    "torchao.optim": ("AdamW8bit", "AdamW4bit"),
+    "bitsandbytes.optim": ("AdamW8bit",),
+}
+
+
 @pytest.mark.parametrize(
-    ("package", "name"),
-    [
-        ("pytorch_optimizer", "Prodigy"),
-        ("pytorch_optimizer", "DAdaptAdam"),
-        ("pytorch_optimizer", "SOAP"),
-        ("pytorch_optimizer", "ScalableShampoo"),
-        ("pytorch_optimizer", "CAME"),
-        ("torchao.optim", "AdamW8bit"),
-        ("torchao.optim", "AdamW4bit"),
-        ("bitsandbytes.optim", "AdamW8bit"),
-    ],
+    ("package", "name"), [(package, name) for package in MIXING for name in MIXING[package]]
 )
 @pytest.mark.filterwarnings("ignore")
 def test_other_packages_optimizers_that_mix_elements_are_refused(package: str, name: str) -> None:
     """Statistics over all parameters, matrices, state in blocks of codes."""
     optimizer_class = getattr(pytest.importorskip(package), name)
     with pytest.raises(UnsupportedError, match=f"{name}.*torch.optim.AdamW"):
-        ZeroOptimizer([torch.nn.Parameter(torch.ones(4))], optimizer_class)
+        optimizer_of(optimizer_class)
 
 
 @pytest.mark.parametrize("name", ["Lion", "AdaBelief", "Adan"])
 def test_other_packages_elementwise_optimizers_pass(name: str) -> None:
     """Classes that zerocast has never heard of."""
     optimizer_class = getattr(pytest.importorskip("pytorch_optimizer"), name)
-    ZeroOptimizer([torch.nn.Parameter(torch.ones(4))], optimizer_class)
+    optimizer_of(optimizer_class)
 
 
 def test_an_optimizer_that_rebinds_its_parameters_trains() -> None:
@@ -184,20 +187,9 @@ def test_what_is_no_optimizer_class_is_refused_on_every_rank(given: Any) -> None
 
     def make(comm: Communicator) -> str:
         chosen = given if comm.rank == 1 else torch.optim.AdamW
-        with pytest.raises(InputError, match="must be a class of torch optimizers") as caught:
-            ZeroOptimizer([torch.nn.Parameter(torch.ones(4))], chosen, comm)
-        return str(caught.value)
+        return message_of(InputError, optimizer_of, chosen, comm)
 
-    messages = run_in_process(2, make)
-    assert messages == [messages[0]] * 2
-
-
-def test_an_unknown_optimizer_that_looks_at_the_tensor_is_refused() -> None:
-    """It is tried, and the message shows an element that came out differently."""
-    with pytest.raises(
-        UnsupportedError, match=r"Lamb is not: it gave element .* in two pieces and"
-    ):
-        ZeroOptimizer([torch.nn.Parameter(torch.ones(4))], Lamb)
+    assert "must be a class of torch optimizers" in one_message(run_in_process(2, make))
 
 
 def test_an_unknown_optimizer_that_is_elementwise_is_accepted() -> None:
@@ -212,9 +204,9 @@ def test_an_unknown_optimizer_that_is_elementwise_is_accepted() -> None:
 def test_an_option_that_the_class_refuses_is_the_callers_mistake() -> None:
     """A wrong option is an InputError with the class's own words, not a refusal of the class."""
     with pytest.raises(InputError, match="AdamW refused its options: Invalid learning rate: -3"):
-        ZeroOptimizer([torch.nn.Parameter(torch.ones(4))], lr=-3)
+        optimizer_of(lr=-3)
     with pytest.raises(InputError, match=r"AdamW refused its options: .*'momentum'"):
-        ZeroOptimizer([torch.nn.Parameter(torch.ones(4))], momentum=0.9)
+        optimizer_of(momentum=0.9)
 
 
 class NeedsParams(Sign):
@@ -228,14 +220,12 @@ class NeedsParams(Sign):
 
 def test_a_class_that_refuses_its_groups_on_one_rank_is_refused_on_all() -> None:
     """Of 2 ranks the second owns none of 4 elements, and the first hears of it too."""
-
-    def make(comm: Communicator) -> str:
-        with pytest.raises(InputError, match="NeedsParams refused its param groups") as caught:
-            ZeroOptimizer([torch.nn.Parameter(torch.ones(4))], NeedsParams, group=comm)
-        return str(caught.value)
-
-    message = "on rank 1: NeedsParams refused its param groups: no parameters"
-    assert run_in_process(2, make) == [message] * 2
+    by_rank = run_in_process(
+        2, lambda comm: message_of(InputError, optimizer_of, NeedsParams, comm)
+    )
+    assert one_message(by_rank) == (
+        "on rank 1: NeedsParams refused its param groups: no parameters"
+    )
 
 
 class Projecting(Lamb):
@@ -285,4 +275,4 @@ def test_classes_that_look_at_more_than_the_element_at_times_are_refused() -> No
 def test_state_of_no_parameter_is_refused() -> None:
     """No rank would save it."""
     with pytest.raises(UnsupportedError, match="Shared keeps 'k' of none"):
-        ZeroOptimizer([torch.nn.Parameter(torch.ones(4))], Shared)
+        optimizer_of(Shared)

@@ -12,15 +12,18 @@ from tests.conftest import Ranks, in_turn
 from tests.optim.training import (
     FP8,
     NVFP4,
+    Training,
     assert_cast_of,
+    assert_same_lists,
     draw_gradients,
     make_params,
     set_gradients,
     start_values,
-    train_sharded,
     train_whole,
 )
+from tests.support.recipes import each
 from tests.support.same_bytes import assert_same_bytes
+from tests.support.settings import default_dtype
 from zerocast.comm import Communicator, run_in_process
 from zerocast.nn import convert
 from zerocast.optim import ZeroOptimizer
@@ -34,6 +37,22 @@ TRAININGS: dict[str, tuple[Recipe, type[Optimizer], dict[str, Any]]] = {
 }
 
 
+THREE = Ranks("in_process", 3)
+
+
+def assert_trains_as_a_whole(
+    ranks: Ranks, recipe: Recipe, steps: int, optimizer_class: type[Optimizer], **options: Any
+) -> None:
+    """After these steps every byte of every weight is, on every rank, what one rank without
+    sharding gets from the mean gradients.
+    """
+    whole = train_whole(recipe, steps, ranks.size, partial(optimizer_class, **options))
+    for params in ranks.run(
+        lambda comm: Training(comm, recipe, optimizer_class, **options).train(*range(steps))
+    ):
+        assert_cast_of(params, whole)
+
+
 @pytest.mark.parametrize(
     ("recipe", "optimizer_class", "options", "ranks"), in_turn(TRAININGS), indirect=["ranks"]
 )
@@ -43,10 +62,7 @@ def test_100_steps_are_bit_identical_to_unsharded_training(
     """After 100 steps every byte of every weight is, on every rank, what one rank without sharding
     gets from the mean gradients.
     """
-    trained = ranks.run(lambda comm: train_sharded(comm, recipe, 100, optimizer_class, **options))
-    whole = train_whole(recipe, 100, ranks.size, partial(optimizer_class, **options))
-    for params in trained:
-        assert_cast_of(params, whole)
+    assert_trains_as_a_whole(ranks, recipe, 100, optimizer_class, **options)
 
 
 ELEMENTWISE = [
@@ -68,30 +84,22 @@ def test_every_elementwise_optimizer_of_torch_is_bit_identical(
     optimizer_class: type[Optimizer],
 ) -> None:
     """20 steps on 3 ranks with torch's other element-wise optimizers and their default options."""
-    trained = run_in_process(3, lambda comm: train_sharded(comm, NVFP4, 20, optimizer_class))
-    whole = train_whole(NVFP4, 20, 3, optimizer_class)
-    for params in trained:
-        assert_cast_of(params, whole)
+    assert_trains_as_a_whole(THREE, NVFP4, 20, optimizer_class)
 
 
 @pytest.mark.parametrize("options", [{"maximize": True}, {"amsgrad": True, "weight_decay": 0.3}])
 def test_options_reach_the_inner_optimizer(options: dict[str, Any]) -> None:
     """``maximize`` and others mean what they mean to the inner optimizer."""
-    trained = run_in_process(2, lambda comm: train_sharded(comm, FP8, 10, AdamW, **options))
-    for params in trained:
-        assert_cast_of(params, train_whole(FP8, 10, 2, partial(AdamW, **options)))
+    assert_trains_as_a_whole(THREE, FP8, 10, AdamW, **options)
 
 
 def test_fused_optimizers_are_accepted_and_close() -> None:
     """Fused AdamW may round some elements otherwise when cut, by no more than a few ulps."""
 
     def train(comm: Communicator) -> list[torch.Tensor]:
-        params = make_params(NVFP4)
-        optimizer = ZeroOptimizer(params, AdamW, group=comm, fused=True)
-        for step in range(5):
-            set_gradients(params, draw_gradients([p.shape for p in params], step, comm.rank))
-            optimizer.step()
-        return [optimizer.gather_master(p) for p in params]
+        training = Training(comm, fused=True)
+        training.train(*range(5))
+        return training.masters()
 
     whole = train_whole(NVFP4, 5, 3, partial(AdamW, fused=True))
     for masters in run_in_process(3, train):
@@ -105,52 +113,42 @@ def test_more_ranks_than_a_weight_has_rows(world_size: int) -> None:
 
     128 codes of 4 bits are the least that a rank owns, so 25 ranks share the 3200 there are.
     """
-    trained = run_in_process(world_size, lambda comm: train_sharded(comm, NVFP4, 3, AdamW))
-    whole = train_whole(NVFP4, 3, world_size, AdamW)
-    for params in trained:
-        assert_cast_of(params, whole)
+    assert_trains_as_a_whole(Ranks("in_process", world_size), NVFP4, 3, AdamW)
 
 
 def test_identical_bf16_gradients_on_3_ranks_give_exactly_that_gradient() -> None:
     """For a BF16 g, g + g + g is exact in FP32 and a third of it is g again: SGD moves by lr g."""
 
-    def train(comm: Communicator) -> list[torch.Tensor]:
-        params = make_params(FP8)
-        optimizer = ZeroOptimizer(params, SGD, group=comm, lr=1.0)
-        before = [optimizer.gather_master(p) for p in params]
+    def train(comm: Communicator) -> None:
+        t = Training(comm, FP8, SGD, lr=1.0)
+        before = t.masters()
         g = torch.Generator().manual_seed(5)
-        gradients = [torch.randn(p.shape, generator=g).bfloat16() for p in params]
-        set_gradients(params, gradients)
-        optimizer.step()
-        after = [optimizer.gather_master(p) for p in params]
-        return [(b - gr.float(), a) for b, gr, a in zip(before, gradients, after, strict=True)]
+        gradients = [torch.randn(p.shape, generator=g).bfloat16() for p in t.params]
+        set_gradients(t.params, gradients)
+        t.optimizer.step()
+        expected = [b - g.float() for b, g in zip(before, gradients, strict=True)]
+        assert_same_lists(t.masters(), expected, "masters")
 
-    for moves in run_in_process(3, train):
-        for i, (expected, after) in enumerate(moves):
-            assert_same_bytes(after, expected, f"master {i}")
+    run_in_process(3, train)
 
 
 @pytest.mark.own_defaults
-@pytest.mark.parametrize("recipe", [NVFP4, FP8], ids=["nvfp4", "fp8"])
+@each("nvfp4", "current")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_masters_are_fp32_whatever_torchs_default_dtype(dtype: torch.dtype, recipe: Recipe) -> None:
     """Who builds models under set_default_dtype gets the same weights, and FP32 masters."""
     options = {"lr": 0.1, "momentum": 0.9}
     whole = train_whole(recipe, 3, 1, partial(SGD, **options))
     params = make_params(recipe)
-    torch.set_default_dtype(dtype)
-    try:
+    with default_dtype(dtype):
         optimizer = ZeroOptimizer(params, SGD, **options)
         for step in range(3):
             set_gradients(params, draw_gradients([p.shape for p in params], step, 0))
             optimizer.clip_grad_norm_(1e9, math.inf)
             optimizer.step()
         masters = [optimizer.gather_master(param) for param in params]
-    finally:
-        torch.set_default_dtype(torch.float32)
     assert_cast_of(params, whole)
-    for i, (master, expected) in enumerate(zip(masters, whole, strict=True)):
-        assert_same_bytes(master, expected, f"master {i}")
+    assert_same_lists(masters, whole, "masters")
 
 
 def test_ranks_that_start_differently_hold_the_same_weights() -> None:
@@ -159,9 +157,8 @@ def test_ranks_that_start_differently_hold_the_same_weights() -> None:
     """
 
     def start(comm: Communicator) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        params = make_params(NVFP4, seed=comm.rank)
-        optimizer = ZeroOptimizer(params, group=comm)
-        return params, [optimizer.gather_master(p) for p in params]
+        training = Training(comm, seed=comm.rank)
+        return training.params, training.masters()
 
     started = run_in_process(4, start)
     for params, masters in started:
@@ -174,37 +171,24 @@ def test_masters_start_from_the_values_before_quantization() -> None:
     it keeps it no longer.
     """
 
-    def start(comm: Communicator) -> tuple[torch.Tensor, torch.Tensor, object]:
-        torch_linear = torch.nn.Linear(48, 33, bias=False)
+    def start(comm: Communicator) -> None:
+        layer = torch.nn.Linear(48, 33, bias=False)
         with torch.no_grad():
-            torch_linear.weight.copy_(torch.linspace(-1, 1, 33 * 48).view(33, 48))
-        before = torch_linear.weight.detach().clone()
-        convert(torch_linear, NVFP4)
-        optimizer = ZeroOptimizer(torch_linear.parameters(), group=comm)
-        weight = torch_linear.weight
-        return (
-            before,
-            optimizer.gather_master(weight),
-            hasattr(weight, "get_high_precision_init_val"),
-        )
+            layer.weight.copy_(torch.linspace(-1, 1, 33 * 48).view(33, 48))
+        before = layer.weight.detach().clone()
+        convert(layer, NVFP4)
+        optimizer = ZeroOptimizer(layer.parameters(), group=comm)
+        assert_same_bytes(optimizer.gather_master(layer.weight), before, "master")
+        assert not hasattr(layer.weight, "get_high_precision_init_val")
 
-    for before, master, kept in run_in_process(3, start):
-        assert_same_bytes(master, before, "master")
-        assert not kept
+    run_in_process(3, start)
 
 
 def test_weights_without_a_kept_value_start_from_their_own() -> None:
     """A weight that was made by ``quantize`` starts from its dequantized value."""
-
-    def start(comm: Communicator) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        params = make_params(FP8)
-        values = start_values(params)
-        optimizer = ZeroOptimizer(params, group=comm)
-        return values, [optimizer.gather_master(p) for p in params]
-
-    for values, masters in run_in_process(2, start):
-        for i, (value, master) in enumerate(zip(values, masters, strict=True)):
-            assert_same_bytes(master, value, f"master {i}")
+    values = start_values(make_params(FP8))
+    for masters in run_in_process(2, lambda comm: Training(comm, FP8).masters()):
+        assert_same_lists(masters, values, "masters")
 
 
 def test_gradients_accumulate_over_backward_passes() -> None:

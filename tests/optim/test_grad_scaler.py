@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.optim import SGD
 
-from tests.optim.training import NVFP4, assert_cast_of, draw_gradients, make_params, train_whole
+from tests.optim.training import NVFP4, Training, assert_cast_of, train_whole
 from zerocast.comm import Communicator, run_in_process
 from zerocast.errors import InputError
 from zerocast.optim import ZeroOptimizer
@@ -19,23 +19,17 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(unscale_first: bool) -> N
     """
 
     def train(comm: Communicator) -> tuple[list[torch.nn.Parameter], list[float]]:
-        params = make_params(NVFP4)
-        optimizer = ZeroOptimizer(params, SGD, group=comm, lr=0.5, momentum=0.9)
+        training = Training(comm, NVFP4, SGD, lr=0.5, momentum=0.9)
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=100)
         scales = []
         for step in (0, None, 1):
-            optimizer.zero_grad()
-            gradients = draw_gradients([p.shape for p in params], step or 0, comm.rank)
-            if step is None and comm.rank == 1:
-                gradients[4][0, 0] = torch.inf
-            for param, gradient in zip(params, gradients, strict=True):
-                scaler.scale((param * gradient.to(param.dtype)).sum()).backward()
+            training.scaled_backward(scaler, step or 0, overflows=step is None and comm.rank == 1)
             if unscale_first:
-                scaler.unscale_(optimizer)
-            scaler.step(optimizer)
+                scaler.unscale_(training.optimizer)
+            scaler.step(training.optimizer)
             scaler.update()
             scales.append(scaler.get_scale())
-        return params, scales
+        return training.params, scales
 
     whole = train_whole(NVFP4, 2, 3, partial(SGD, lr=0.5, momentum=0.9))
     for params, scales in run_in_process(3, train):

@@ -9,6 +9,7 @@ from torch.optim import SGD, AdamW
 
 from tests.optim.training import (
     NVFP4,
+    Training,
     assert_cast_of,
     draw_gradients,
     make_params,
@@ -17,6 +18,7 @@ from tests.optim.training import (
     start_values,
     train_whole,
 )
+from tests.support.claims import message_of, one_message
 from tests.support.same_bytes import assert_same_bytes
 from zerocast.comm import Communicator, RecordingCommunicator, run_in_process
 from zerocast.errors import InputError, NonFiniteError
@@ -32,12 +34,10 @@ def test_a_step_is_one_reduce_scatter_one_all_reduce_and_one_all_gather_a_storag
     """
 
     def step(comm: Communicator) -> dict[str, tuple[int, int]]:
-        params = make_params(NVFP4)
         spy = RecordingCommunicator(comm)
-        optimizer = ZeroOptimizer(params, group=spy)
-        set_gradients(params, draw_gradients([p.shape for p in params], 0, comm.rank))
+        training = Training(spy)
         spy.reset()
-        optimizer.step()
+        training.train(0)
         return {kind: (t.calls, t.payload_bytes) for (_, kind), t in spy.traffic.items()}
 
     blocks = 3 * 3 + 1 + 2 * 5  # 33x48, 1x16, 20x80 in blocks of 16x16
@@ -86,16 +86,15 @@ def test_a_weight_without_a_gradient_anywhere_is_left_out_of_the_step() -> None:
     missing, partly = 0, 4
 
     def train(comm: Communicator) -> list[torch.nn.Parameter]:
-        params = make_params(NVFP4)
-        optimizer = ZeroOptimizer(params, group=comm, lr=1e-2, weight_decay=0.5)
+        t = Training(comm, lr=1e-2, weight_decay=0.5)
         for step in range(4):
-            set_gradients(params, draw_gradients([p.shape for p in params], step, comm.rank))
+            t.feed(step)
             if step % 2:
-                params[missing].grad = None
+                t.params[missing].grad = None
                 if comm.rank != 1:
-                    params[partly].grad = None
-            optimizer.step()
-        return params
+                    t.params[partly].grad = None
+            t.optimizer.step()
+        return t.params
 
     masters = start_values(make_params(NVFP4))
     optimizer = AdamW(masters, lr=1e-2, weight_decay=0.5)
@@ -143,14 +142,13 @@ def test_clipping_equals_torchs_on_the_whole(max_norm: float, norm_type: float) 
     """
 
     def clip(comm: Communicator) -> tuple[torch.Tensor, list[torch.Tensor], bool]:
-        params = make_params(NVFP4)
-        optimizer = ZeroOptimizer(params, SGD, group=comm, lr=1.0)
-        set_gradients(params, draw_gradients([p.shape for p in params], 0, comm.rank))
-        before = [p.grad.clone() for p in params]
-        norm = optimizer.clip_grad_norm_(max_norm, norm_type)
-        untouched = all(torch.equal(p.grad, b) for p, b in zip(params, before, strict=True))
-        optimizer.step()
-        return norm, [optimizer.gather_master(p) for p in params], untouched
+        t = Training(comm, NVFP4, SGD, lr=1.0)
+        t.feed(0)
+        before = [p.grad.clone() for p in t.params]
+        norm = t.optimizer.clip_grad_norm_(max_norm, norm_type)
+        untouched = all(torch.equal(p.grad, b) for p, b in zip(t.params, before, strict=True))
+        t.optimizer.step()
+        return norm, t.masters(), untouched
 
     masters = start_values(make_params(NVFP4))
     set_gradients(masters, mean_gradients([m.shape for m in masters], 0, 3))
@@ -170,17 +168,16 @@ def test_clipping_reduces_once_and_the_step_uses_it() -> None:
     """One reduce-scatter for clipping and step together, and a fresh one in the next step."""
 
     def count(comm: Communicator) -> list[int]:
-        params = make_params(NVFP4)
         spy = RecordingCommunicator(comm)
-        optimizer = ZeroOptimizer(params, SGD, group=spy, lr=1.0)
+        t = Training(spy, NVFP4, SGD, lr=1.0)
         counts = []
         for forget in (False, False, True):
-            set_gradients(params, draw_gradients([p.shape for p in params], 0, comm.rank))
+            t.feed(0)
             spy.reset()
-            optimizer.clip_grad_norm_(1.0)
+            t.optimizer.clip_grad_norm_(1.0)
             if forget:
-                optimizer.zero_grad()
-            optimizer.step()
+                t.optimizer.zero_grad()
+            t.optimizer.step()
             counts.append(spy.total(kind="reduce_scatter").calls)
         return counts
 
@@ -191,21 +188,17 @@ def test_clipping_reduces_once_and_the_step_uses_it() -> None:
 def test_a_gradient_that_is_not_finite_on_one_rank_is_refused_on_all(value: float) -> None:
     """``error_if_nonfinite`` raises the same error everywhere, for either kind of norm."""
 
-    def clip(comm: Communicator) -> list[str]:
-        params = make_params(NVFP4)
-        optimizer = ZeroOptimizer(params, group=comm)
-        set_gradients(params, [torch.ones(p.shape) for p in params])
+    def clip(comm: Communicator, norm_type: float) -> str:
+        t = Training(comm)
+        t.feed(0)
         if comm.rank == 1:
-            params[3].grad[5] = value
-        messages = []
-        for norm_type in (2.0, math.inf):
-            with pytest.raises(NonFiniteError, match="look for the loss that gave them") as caught:
-                optimizer.clip_grad_norm_(1.0, norm_type, error_if_nonfinite=True)
-            messages.append(str(caught.value))
-        return messages
+            t.params[3].grad[5] = value
+        call = t.optimizer.clip_grad_norm_
+        return message_of(NonFiniteError, call, 1.0, norm_type, error_if_nonfinite=True)
 
-    messages = run_in_process(3, clip)
-    assert messages == [messages[0]] * 3
+    for norm_type in (2.0, math.inf):
+        message = one_message(run_in_process(3, partial(clip, norm_type=norm_type)))
+        assert "look for the loss that gave them" in message
 
 
 def test_a_norm_type_must_be_positive() -> None:
@@ -221,15 +214,14 @@ def test_a_closure_recomputes_gradients_before_the_step() -> None:
     """
 
     def train(comm: Communicator) -> tuple[list[torch.nn.Parameter], float]:
-        params = make_params(NVFP4)
-        optimizer = ZeroOptimizer(params, SGD, group=comm, lr=1.0)
+        t = Training(comm, NVFP4, SGD, lr=1.0)
 
         def closure() -> float:
             assert torch.is_grad_enabled()
-            set_gradients(params, draw_gradients([p.shape for p in params], 0, comm.rank))
+            t.feed(0)
             return 1.25
 
-        return params, optimizer.step(closure)
+        return t.params, t.optimizer.step(closure)
 
     whole = train_whole(NVFP4, 1, 2, partial(SGD, lr=1.0))
     for params, loss in run_in_process(2, train):
@@ -244,9 +236,9 @@ def test_gradients_that_change_after_clipping_are_not_lost_silently(change: str)
     """
 
     def train(comm: Communicator) -> None:
-        params = make_params(NVFP4)
-        optimizer = ZeroOptimizer(params, SGD, group=comm, lr=1.0)
-        set_gradients(params, [torch.ones(p.shape) for p in params])
+        t = Training(comm, NVFP4, SGD, lr=1.0)
+        params, optimizer = t.params, t.optimizer
+        t.feed(0)
         optimizer.clip_grad_norm_(1.0)
         before = optimizer.gather_master(params[3])
         if change == "more":

@@ -1,5 +1,7 @@
 """Training with gathers that overlap the next forward: the same bytes, waited for when used."""
 
+from itertools import cycle
+
 import pytest
 import torch
 
@@ -7,19 +9,19 @@ import zerocast
 from tests.optim.overlapping import (
     ALL_TOGETHER,
     EACH_ITS_OWN,
-    RECIPES,
     SOME_TOGETHER,
     Model,
-    assert_all_same,
+    assert_same_as_alone,
     optimizer_of,
     pending,
-    stored,
     train,
     trained,
     trained_alone,
 )
+from tests.support.claims import assert_same_tensors, stored
 from tests.support.late_gathers import GathersLate
 from tests.support.ranks import run_ranks
+from tests.support.recipes import RECIPES
 from tests.support.same_bytes import assert_same_bytes
 from zerocast.comm import RecordingCommunicator, run_in_process
 from zerocast.optim import ZeroOptimizer
@@ -31,25 +33,25 @@ def test_overlapped_training_gives_the_same_bytes(comm_kind, recipe):
     rank, on 3 ranks of every communicator, in buckets of some weights.
     """
     expected = trained_alone(recipe)
-    for result in run_ranks(
+    for found in run_ranks(
         comm_kind, 3, lambda comm: trained(comm, recipe, bucket_size=SOME_TOGETHER)
     ):
-        assert_all_same(result, expected)
+        assert_same_tensors(found, expected)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize(
-    ("size", "bucket_size"), [(2, EACH_ITS_OWN), (5, SOME_TOGETHER), (7, ALL_TOGETHER)]
+    ("recipe", "size", "bucket_size"),
+    [*zip(RECIPES, cycle((2, 5, 7)), cycle((EACH_ITS_OWN, SOME_TOGETHER, ALL_TOGETHER)))],
 )
 def test_nothing_is_used_before_it_has_arrived(recipe, size, bucket_size):
     """Gathers that do nothing until they are waited for, with bytes spoilt until then, give the
     same training: a weight that two layers share and small weights in one large bucket included.
     """
     expected = trained_alone(recipe)
-    for result in run_in_process(
+    for found in run_in_process(
         size, lambda comm: trained(GathersLate(comm), recipe, bucket_size=bucket_size)
     ):
-        assert_all_same(result, expected)
+        assert_same_tensors(found, expected)
 
 
 @pytest.mark.parametrize("size", [1, 3, 4, 6])
@@ -57,7 +59,7 @@ def test_nothing_is_used_before_it_has_arrived(recipe, size, bucket_size):
 def test_any_number_of_ranks_and_any_size_of_buckets(size, bucket_size):
     """The same as above, for NVFP4 and MXFP8 weights in one model."""
 
-    def body(comm, overlap):
+    def body(comm, overlap=True):
         model = Model("nvfp4")
         model.layers[1][1] = Model("mxfp8").layers[1][1]
         optimizer = optimizer_of(
@@ -66,9 +68,7 @@ def test_any_number_of_ranks_and_any_size_of_buckets(size, bucket_size):
         train(model, optimizer, range(2))
         return stored(model)
 
-    expected = run_in_process(1, lambda comm: body(comm, overlap=False))[0]
-    for result in run_in_process(size, lambda comm: body(comm, overlap=True)):
-        assert_all_same(result, expected)
+    assert_same_as_alone(run_in_process(size, body), body)
 
 
 @pytest.mark.parametrize("recipe", ["current", "mxfp8", "nvfp4"])
@@ -81,19 +81,19 @@ def test_quantized_products_wait_too(recipe):
         model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Linear(64, 32))
         for weight in model.parameters():
             torch.nn.init.normal_(weight, generator=torch.Generator().manual_seed(3))
-        zerocast.nn.convert(model, RECIPES[recipe]())
+        zerocast.nn.convert(model, RECIPES[recipe])
         optimizer = optimizer_of(model, GathersLate(comm), overlap_all_gather=overlap)
         inputs = torch.randn(32, 32, generator=torch.Generator().manual_seed(4))
         for _ in range(3):
-            with zerocast.autocast(recipe=RECIPES[recipe]()):
+            with zerocast.autocast(recipe=RECIPES[recipe]):
                 model(inputs).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
         return stored(model)
 
     expected = run_in_process(3, lambda comm: body(comm, overlap=False))[0]
-    for result in run_in_process(3, lambda comm: body(comm, overlap=True)):
-        assert_all_same(result, expected)
+    for found in run_in_process(3, lambda comm: body(comm, overlap=True)):
+        assert_same_tensors(found, expected)
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_ranks_use_weights_in_orders_of_their_own(comm_kind):
     the bytes are those of a training without overlap.
     """
 
-    def body(comm, overlap):
+    def body(comm, overlap=True):
         model = Model("nvfp4")
         optimizer = optimizer_of(model, comm, overlap_all_gather=overlap)
         for step in range(3):
@@ -136,9 +136,7 @@ def test_ranks_use_weights_in_orders_of_their_own(comm_kind):
                 model.layers[(comm.rank + i) % 3](torch.ones(1, 64).bfloat16())
         return stored(model)
 
-    expected = run_in_process(1, lambda comm: body(comm, overlap=False))[0]
-    for result in run_ranks(comm_kind, 3, lambda comm: body(comm, overlap=True)):
-        assert_all_same(result, expected)
+    assert_same_as_alone(run_ranks(comm_kind, 3, body), body)
 
 
 def test_a_step_sends_each_weight_once():
@@ -174,18 +172,15 @@ def test_steps_without_a_forward_between_them():
             weight.grad = torch.full(weight.shape, 0.25, dtype=torch.bfloat16)
         optimizer.step()
         optimizer.step()
-        after_steps = stored(model)
+        after_steps = {f"{name} after steps": tensor for name, tensor in stored(model).items()}
         optimizer.step()
         optimizer.load_state_dict(states)
-        return after_steps, stored(model)
+        return after_steps | stored(model)
 
-    for late, plain in zip(
-        run_in_process(3, lambda comm: body(comm, overlap=True)),
-        run_in_process(3, lambda comm: body(comm, overlap=False)),
-        strict=True,
-    ):
-        assert_all_same(late[0], plain[0])
-        assert_all_same(late[1], plain[1])
+    late = run_in_process(3, lambda comm: body(comm, overlap=True))
+    plain = run_in_process(3, lambda comm: body(comm, overlap=False))
+    for found, expected in zip(late, plain, strict=True):
+        assert_same_tensors(found, expected)
 
 
 def test_unused_and_frozen_layers():
@@ -193,7 +188,7 @@ def test_unused_and_frozen_layers():
     the others train as without overlap.
     """
 
-    def body(comm, overlap):
+    def body(comm, overlap=True):
         model = Model("nvfp4")
         model.first.requires_grad_(False)
         unused = model.layers[1]
@@ -203,9 +198,7 @@ def test_unused_and_frozen_layers():
         train(model, optimizer, range(3))
         return stored(model)
 
-    expected = run_in_process(1, lambda comm: body(comm, overlap=False))[0]
-    for result in run_in_process(3, lambda comm: body(comm, overlap=True)):
-        assert_all_same(result, expected)
+    assert_same_as_alone(run_in_process(3, body), body)
 
 
 def test_an_error_between_two_layers_is_survived():
@@ -254,7 +247,7 @@ def test_a_checkpoint_is_resumed_the_other_way(overlap):
         return stored(model), stored(resumed)
 
     for uninterrupted, resumed in run_in_process(3, body):
-        assert_all_same(resumed, uninterrupted)
+        assert_same_tensors(resumed, uninterrupted)
 
 
 @pytest.mark.parametrize(
@@ -277,7 +270,7 @@ def test_wrong_options_are_refused(options, message):
         before = stored(model)
         with pytest.raises(zerocast.InputError, match=message):
             ZeroOptimizer(model.parameters(), group=comm, lr=0.1, **options)
-        assert_all_same(stored(model), before)
+        assert_same_tensors(stored(model), before)
 
     run_in_process(2, body)
 

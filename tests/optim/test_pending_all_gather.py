@@ -23,13 +23,12 @@ import zerocast
 from tests.optim.overlapping import (
     ALL_TOGETHER,
     Model,
-    assert_all_same,
     backward,
     optimizer_of,
     pending,
-    stored,
     train,
 )
+from tests.support.claims import assert_same_tensors, stored
 from tests.support.late_gathers import TakesAway
 from tests.support.same_bytes import assert_same_bytes
 from zerocast.comm import SingleRank
@@ -44,6 +43,11 @@ def on_their_way(recipe="nvfp4", **options):
     train(model, optimizer, range(1))
     comm.waits = 0
     return model, optimizer, comm
+
+
+def without_overlap(recipe="nvfp4"):
+    """The model after a step that waited for its gathers."""
+    return on_their_way(recipe, overlap_all_gather=False)[0]
 
 
 def saved_and_loaded(value):
@@ -104,22 +108,23 @@ def test_every_use_of_a_weight_waits_for_its_bucket(use, recipe):
     """The use gives what it gives where nothing is on its way, leaves the weight the same, and
     waits for one bucket.
     """
-    results = []
-    for overlap in (True, False):
+
+    def run(overlap):
         model, optimizer, _ = on_their_way(recipe, overlap_all_gather=overlap)
         with torch.no_grad():
             result = USES[use](model.layers[1][1].weight)
         if overlap:
             assert pending(optimizer) == "xx.x"
-        results.append({"result": result} | stored(model))
-    assert_all_same(*results)
+        return {"result": result} | stored(model)
+
+    assert_same_tensors(run(True), run(False))
 
 
 @pytest.mark.parametrize("step", ["cast", "all_gather", "post_all_gather_processing"])
 def test_another_plan_waits(step):
     """One that was made before the codes were sent, and has their addresses."""
-    results = []
-    for overlap in (True, False):
+
+    def run(overlap):
         model, optimizer, _ = on_their_way(overlap_all_gather=overlap)
         weight = model.layers[1][1].weight
         plan = zerocast.CastPlan([weight], [torch.ones(weight.numel())], [0], SingleRank())
@@ -128,8 +133,9 @@ def test_another_plan_waits(step):
         if overlap:
             assert pending(optimizer) == "xx.x"
         plan.all_gather()
-        results.append(stored(model))
-    assert_all_same(*results)
+        return stored(model)
+
+    assert_same_tensors(run(True), run(False))
 
 
 def test_looking_at_a_weight_waits_for_nothing():
@@ -147,25 +153,24 @@ def test_looking_at_a_weight_waits_for_nothing():
 def test_plain_weights_have_arrived_when_a_step_returns():
     """Nobody sees their use."""
     model, optimizer, _ = on_their_way()
-    expected = stored(on_their_way(overlap_all_gather=False)[0])
-    for name, weight in model.named_parameters():
-        if not isinstance(weight, zerocast.QuantizedTensor):
-            assert_same_bytes(weight.detach().clone(), expected[name], name)
+    quantized = {n for n, w in model.named_parameters() if isinstance(w, zerocast.QuantizedTensor)}
+    late, plain = (
+        {name: weight.detach() for name, weight in each.named_parameters() if name not in quantized}
+        for each in (model, without_overlap())
+    )
+    assert_same_tensors(late, plain)
     assert pending(optimizer) == "xxxx"
 
 
 def test_a_state_dict_right_after_a_step():
     """It is that of a model without overlap, saved to a file, and so is the evaluation."""
-    late, plain = (on_their_way(overlap_all_gather=overlap)[0] for overlap in (True, False))
-    saved, expected = saved_and_loaded(late.state_dict()), saved_and_loaded(plain.state_dict())
-    assert saved.keys() == expected.keys()
-    for name, weight in expected.items():
-        assert_same_bytes(saved[name].float(), weight.float(), name)
-    late, plain = (on_their_way(overlap_all_gather=overlap)[0] for overlap in (True, False))
+    late, plain = (saved_and_loaded(m.state_dict()) for m in (on_their_way()[0], without_overlap()))
+    assert_same_tensors(stored(late), stored(plain))
+    late, plain = on_their_way()[0], without_overlap()
     with torch.inference_mode():
         inputs = torch.ones(2, 32).bfloat16()
         assert_same_bytes(late.eval()(inputs), plain.eval()(inputs), "output")
-    assert_all_same(stored(late), stored(plain))
+    assert_same_tensors(stored(late), stored(plain))
 
 
 def test_a_state_dict_is_loaded_into_weights_on_their_way():
@@ -174,7 +179,7 @@ def test_a_state_dict_is_loaded_into_weights_on_their_way():
     other = Model("nvfp4")
     model.load_state_dict(other.state_dict())
     optimizer.wait_for_all_gather()
-    assert_all_same(stored(model), stored(other))
+    assert_same_tensors(stored(model), stored(other))
 
 
 @pytest.mark.parametrize("recipe", ["nvfp4", "current"])
@@ -183,8 +188,8 @@ def test_a_compiled_forward_waits(recipe):
     waited for where the graph is entered, the first time and later.
     """
     torch._dynamo.reset()
-    results = []
-    for compiles in (True, False):
+
+    def run_steps(compiles):
         model, optimizer, comm = on_their_way(recipe)
         run = torch.compile(model, backend="aot_eager", fullgraph=True) if compiles else model
         for step in range(3):
@@ -194,8 +199,9 @@ def test_a_compiled_forward_waits(recipe):
             output.float().square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-        results.append(stored(model) | {"waits": torch.tensor(comm.waits)})
-    assert_all_same(*results)
+        return stored(model) | {"waits": torch.tensor(comm.waits)}
+
+    assert_same_tensors(run_steps(True), run_steps(False))
 
 
 @pytest.mark.parametrize("selective", [False, True])
@@ -213,20 +219,21 @@ def test_checkpointed_activations(selective):
     options = {"use_reentrant": False}
     if selective:
         options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, policy)
-    results = []
-    for overlap in (True, False):
+
+    def run(overlap):
         model, comm = Model("nvfp4"), TakesAway(SingleRank())
         comm.before_wait = normalize
         optimizer = optimizer_of(model, comm, overlap_all_gather=overlap)
         train(functools.partial(checkpoint, model, **options), optimizer, range(3))
-        results.append(stored(model))
-    assert_all_same(*results)
+        return stored(model)
+
+    assert_same_tensors(run(True), run(False))
 
 
 def test_threads_wait_for_each_other():
     """While one thread waits, another that uses a weight of the bucket waits, too."""
     model, _, comm = on_their_way(bucket_size=ALL_TOGETHER)
-    expected = stored(on_their_way(overlap_all_gather=False)[0])
+    expected = stored(without_overlap())
     entered, go_on, seen = threading.Event(), threading.Event(), {}
 
     def stay() -> None:
@@ -274,13 +281,10 @@ def test_a_gather_that_fails_is_an_error_at_every_use(where, monkeypatch):
         with pytest.raises(OSError, match="a rank is gone"):
             optimizer.step()
         monkeypatch.undo()
-    for _ in range(2):
+    uses = (model.first.weight.dequantize, lambda: backward(model, 0))
+    for use in (*uses, *uses, optimizer.step):
         with pytest.raises(OSError, match="a rank is gone"):
-            model.first.weight.dequantize()
-        with pytest.raises(OSError, match="a rank is gone"):
-            backward(model, 0)
-    with pytest.raises(OSError, match="a rank is gone"):
-        optimizer.step()
+            use()
 
 
 def test_a_wait_that_was_interrupted_is_taken_up_again():
@@ -295,7 +299,7 @@ def test_a_wait_that_was_interrupted_is_taken_up_again():
         model.first.weight.dequantize()
     assert pending(optimizer) == "x"
     comm.before_wait = lambda: None
-    assert_all_same(stored(model), stored(on_their_way(overlap_all_gather=False)[0]))
+    assert_same_tensors(stored(model), stored(without_overlap()))
 
 
 def test_weights_outlive_their_optimizer():
@@ -305,13 +309,13 @@ def test_weights_outlive_their_optimizer():
     del optimizer
     gc.collect()
     assert shards() is None
-    assert_all_same(stored(model), stored(on_their_way(overlap_all_gather=False)[0]))
+    assert_same_tensors(stored(model), stored(without_overlap()))
 
 
 def test_columnwise_copies_that_move_or_go_between_steps():
     """They are rebuilt where they lie, and not where they lay."""
-    results = []
-    for overlap in (True, False):
+
+    def run(overlap):
         model, optimizer, _ = on_their_way(overlap_all_gather=overlap, bucket_size=ALL_TOGETHER)
         train(model, optimizer, range(1))
         moved, without = model.first.weight, model.layers[1][1].weight
@@ -320,21 +324,23 @@ def test_columnwise_copies_that_move_or_go_between_steps():
         without.update_usage(columnwise_usage=False)
         old.fill_(0x77)
         train(model, optimizer, range(2))
-        results.append(stored(model))
         assert (old == 0x77).all()
-    assert_all_same(*results)
+        return stored(model)
+
+    assert_same_tensors(run(True), run(False))
 
 
 def test_another_optimizer_takes_weights_over():
     """It waits for what the first has sent, and its steps for what it has sent itself."""
-    results = []
-    for overlap in (True, False):
+
+    def run(overlap):
         model, first, comm = on_their_way(overlap_all_gather=overlap)
         second = optimizer_of(model, comm, overlap_all_gather=overlap, bucket_size=ALL_TOGETHER)
         del first
         train(model, second, range(2))
-        results.append(stored(model))
-    assert_all_same(*results)
+        return stored(model)
+
+    assert_same_tensors(run(True), run(False))
 
 
 @pytest.mark.parametrize("mode", [nullcontext, FakeTensorMode])
@@ -368,38 +374,44 @@ class StorageOnGpu(SimpleNamespace):
         """Nothing is derived."""
 
 
-def graph_device_arrival():
-    """An arrival of one weight on a GPU."""
-    storage = StorageOnGpu()
-    return PendingAllGather([storage]), storage
+@pytest.fixture
+def capturing(monkeypatch):
+    """Says from then on whether the stream is being captured."""
+
+    def say(captures):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: captures)
+
+    return say
 
 
-def test_a_use_that_a_graph_captures_is_refused_while_codes_are_on_their_way(monkeypatch):
+def test_a_use_that_a_graph_captures_is_refused_while_codes_are_on_their_way(capturing):
     """Replays would not wait."""
-    arrival, storage = graph_device_arrival()
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    storage = StorageOnGpu()
+    arrival = PendingAllGather([storage])
+    capturing(False)
     arrival.begin([lambda: None])
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    capturing(True)
     with pytest.raises(zerocast.UnsupportedError, match=r"optimizer\.wait_for_all_gather\(\)"):
         storage.wait_pending()
 
 
-def test_weights_that_a_graph_uses_arrive_within_the_step(monkeypatch):
+def test_weights_that_a_graph_uses_arrive_within_the_step(capturing):
     """From the capture on, for its replays are seen by nobody."""
-    arrival, storage = graph_device_arrival()
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    storage = StorageOnGpu()
+    arrival = PendingAllGather([storage])
+    capturing(True)
     storage.wait_pending()
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    capturing(False)
     waited = []
     arrival.begin([lambda: waited.append(True)])
     assert waited == [True]
     assert not arrival.under_way
 
 
-def test_a_captured_step_is_refused(monkeypatch):
+def test_a_captured_step_is_refused(capturing):
     """Before anything is sent."""
-    arrival, _ = graph_device_arrival()
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    arrival = PendingAllGather([StorageOnGpu()])
+    capturing(True)
     begun = []
     with pytest.raises(zerocast.UnsupportedError, match="without overlap_all_gather"):
         arrival.begin(begun.append(True) for _ in range(1))

@@ -7,17 +7,17 @@ import pytest
 import torch
 
 import zerocast
-from tests.optim.training import NVFP4, draw_gradients, make_params, set_gradients, through_a_file
-from tests.support.same_bytes import assert_same_storage
+from tests.optim.training import (
+    NVFP4,
+    Training,
+    assert_same_lists,
+    draw_gradients,
+    make_params,
+    set_gradients,
+)
 from zerocast.comm import Communicator, run_in_process
 from zerocast.errors import InputError, RankMismatchError, UnfinishedStepError, ZerocastError
 from zerocast.optim import ZeroOptimizer
-
-
-def one_step(params: list[Any], optimizer: ZeroOptimizer) -> None:
-    """With the same gradients on every rank."""
-    set_gradients(params, draw_gradients([p.shape for p in params], 0, 0))
-    optimizer.step()
 
 
 class Stop(Exception):
@@ -42,44 +42,37 @@ def test_a_step_that_fails_behind_the_optimizer_is_left_by_loading_only(phase: s
     """
 
     def train(comm: Communicator) -> list[Any]:
-        params = make_params(NVFP4)
-        optimizer = ZeroOptimizer(params, group=comm)
-        one_step(params, optimizer)
-        saved = through_a_file(optimizer.state_dict())
+        t = Training(comm)
+        t.train(0, alike=True)
+        saved, optimizer = t.saved(), t.optimizer
         optimizer.on_phase = stop_at(phase)
         with pytest.raises(Stop):
-            one_step(params, optimizer)
+            t.train(0, alike=True)
         optimizer.on_phase = nullcontext
         with pytest.raises(UnfinishedStepError, match="step 2 failed after it had begun"):
             optimizer.state_dict()
         if comm.rank == 0:
             optimizer._progress.end_step()  # as if it had failed on the others only
-        for call in (optimizer.step, lambda: optimizer.gather_master(params[0])):
+        for call in (optimizer.step, t.masters):
             with pytest.raises(UnfinishedStepError, match="on rank.* 1.*load the last checkpoint"):
                 call()
         optimizer.load_state_dict(saved)
-        one_step(params, optimizer)
-        return params
+        return t.train(0, alike=True)
 
-    straight = make_params(NVFP4)
-    optimizer = ZeroOptimizer(straight)
-    for _ in range(2):
-        one_step(straight, optimizer)
+    straight = Training().train(0, 0)
     for params in run_in_process(3, train):
-        for mine, expected in zip(params[:3], straight[:3], strict=True):
-            assert_same_storage(mine, expected, "after loading")
+        assert_same_lists(params, straight, "after loading")
 
 
 def test_a_step_that_fails_before_the_optimizer_can_be_made_again() -> None:
     """Nothing has changed by then."""
-    params = make_params(NVFP4)
-    optimizer = ZeroOptimizer(params)
-    optimizer.on_phase = stop_at("reduce_scatter")
+    t = Training()
+    t.optimizer.on_phase = stop_at("reduce_scatter")
     with pytest.raises(Stop):
-        one_step(params, optimizer)
-    optimizer.on_phase = nullcontext
-    one_step(params, optimizer)
-    assert optimizer.state_dict()["zero"]["steps"] == 1
+        t.train(0)
+    t.optimizer.on_phase = nullcontext
+    t.train(0)
+    assert t.optimizer.state_dict()["zero"]["steps"] == 1
 
 
 class Failing(torch.optim.SGD):
@@ -92,6 +85,12 @@ class Failing(torch.optim.SGD):
         if self.fails:
             raise Stop("no memory left")
         return super().step(closure)
+
+
+def one_step(params: list[Any], optimizer: ZeroOptimizer) -> None:
+    """With the same gradients on every rank."""
+    set_gradients(params, draw_gradients([p.shape for p in params], 0, 0))
+    optimizer.step()
 
 
 @pytest.mark.parametrize("plain", [False, True])
@@ -118,9 +117,9 @@ def test_a_closure_that_fails_on_one_rank() -> None:
     """So it is there; but nothing has changed, and the step can be made again."""
 
     def train(comm: Communicator) -> None:
-        params = make_params(NVFP4)
-        optimizer = ZeroOptimizer(params, group=comm)
-        set_gradients(params, draw_gradients([p.shape for p in params], 0, 0))
+        t = Training(comm)
+        t.feed(0)
+        optimizer = t.optimizer
 
         def closure() -> float:
             if comm.rank == 1:
@@ -139,12 +138,11 @@ def test_ranks_that_have_made_different_numbers_of_steps_are_refused() -> None:
     """An interrupt that reached one rank behind a step and another before it."""
 
     def train(comm: Communicator) -> None:
-        params = make_params(NVFP4)
-        optimizer = ZeroOptimizer(params, group=comm)
-        one_step(params, optimizer)
-        optimizer._progress.steps += comm.rank == 2
+        t = Training(comm)
+        t.train(0)
+        t.optimizer._progress.steps += comm.rank == 2
         with pytest.raises(RankMismatchError, match=r"\{0: 1, 1: 1, 2: 2\}; load the last"):
-            one_step(params, optimizer)
+            t.train(0)
 
     run_in_process(3, train)
 
@@ -155,19 +153,15 @@ def test_a_scheduler_that_one_rank_steps_otherwise_is_refused() -> None:
     """
 
     def train(comm: Communicator) -> None:
-        params = make_params(NVFP4)
-        optimizer = ZeroOptimizer(params, group=comm, lr=0.5)
-        one_step(params, optimizer)
-        before = [optimizer.gather_master(p) for p in params[:3]]
-        optimizer.param_groups[0]["lr"] = 0.25 if comm.rank == 1 else 0.5
+        t = Training(comm, lr=0.5)
+        t.train(0)
+        before, (group,) = t.masters(), t.optimizer.param_groups
+        group["lr"] = 0.25 if comm.rank == 1 else 0.5
         with pytest.raises(RankMismatchError, match="'lr': 0.5.*where rank 1 has.*'lr': 0.25"):
-            one_step(params, optimizer)
-        assert all(
-            torch.equal(optimizer.gather_master(p), b)
-            for p, b in zip(params[:3], before, strict=True)
-        )
-        optimizer.param_groups[0]["lr"] = 0.25
-        one_step(params, optimizer)
+            t.train(0)
+        assert_same_lists(t.masters(), before, "after the refusal")
+        group["lr"] = 0.25
+        t.train(0)
 
     run_in_process(3, train)
 
@@ -176,12 +170,11 @@ def test_states_of_different_steps_are_refused() -> None:
     """A torn checkpoint: in a sequence, and where each rank loads its own."""
 
     def train(comm: Communicator) -> None:
-        params = make_params(NVFP4)
-        optimizer = ZeroOptimizer(params, group=comm)
-        saved = []
-        for _ in range(2):
-            one_step(params, optimizer)
-            saved.append(through_a_file(optimizer.state_dict()))
+        t = Training(comm)
+        optimizer, saved = t.optimizer, []
+        for step in range(2):
+            t.train(step)
+            saved.append(t.saved())
         with pytest.raises(RankMismatchError, match="rank 0 has 'steps 1' where rank 1 has"):
             optimizer.load_state_dict(saved[comm.rank])
         everyone = [

@@ -4,19 +4,20 @@ from typing import Any
 
 import pytest
 import torch
+from torch.optim import SGD
 
 import zerocast
 from tests.optim.training import (
-    FP8,
     NVFP4,
+    Training,
     assert_cast_of,
-    draw_gradients,
+    assert_same_lists,
     make_params,
     mean_gradients,
-    set_gradients,
-    through_a_file,
 )
+from tests.support.claims import message_of, one_message
 from tests.support.ranks import run_ranks
+from tests.support.recipes import each
 from tests.support.same_bytes import assert_same_bytes
 from zerocast.comm import Communicator, run_in_process
 from zerocast.errors import InputError, RankMismatchError
@@ -30,12 +31,6 @@ def values(seed: int, params: list[Any]) -> list[torch.Tensor]:
     return [torch.randn(p.shape, generator=g) for p in params]
 
 
-def one_step(params: list[Any], optimizer: ZeroOptimizer, step: int, rank: int) -> None:
-    """With gradients of :func:`draw_gradients`."""
-    set_gradients(params, draw_gradients([p.shape for p in params], step, rank))
-    optimizer.step()
-
-
 @torch.no_grad()
 def write(params: list[Any], given: list[torch.Tensor]) -> None:
     """As ``load_state_dict`` of a model does."""
@@ -43,7 +38,7 @@ def write(params: list[Any], given: list[torch.Tensor]) -> None:
         param.copy_(value)
 
 
-@pytest.mark.parametrize("recipe", [NVFP4, FP8], ids=["nvfp4", "fp8"])
+@each("nvfp4", "current")
 @pytest.mark.parametrize("clip", [False, True])
 @pytest.mark.parametrize("size", [1, 3])
 def test_the_next_step_starts_from_values_that_were_loaded(
@@ -54,16 +49,13 @@ def test_the_next_step_starts_from_values_that_were_loaded(
     """
 
     def train(comm: Communicator) -> Any:
-        params = make_params(recipe)
-        optimizer = ZeroOptimizer(params, torch.optim.SGD, comm, lr=0.125)
-        one_step(params, optimizer, 0, comm.rank)
-        write(params, values(7, params))
-        set_gradients(params, draw_gradients([p.shape for p in params], 1, comm.rank))
+        t = Training(comm, recipe, SGD, lr=0.125)
+        write(t.train(0), values(7, t.params))
+        t.feed(1)
         if clip:
-            optimizer.clip_grad_norm_(1e9)
-        optimizer.step()
-        one_step(params, optimizer, 2, comm.rank)
-        return params, [optimizer.gather_master(p) for p in params]
+            t.optimizer.clip_grad_norm_(1e9)
+        t.optimizer.step()
+        return t.train(2), t.masters()
 
     fresh = make_params(recipe)
     whole = [
@@ -71,47 +63,39 @@ def test_the_next_step_starts_from_values_that_were_loaded(
         for p, v in zip(fresh, values(7, fresh), strict=True)
     ]
     for step in (1, 2):
-        for master, g in zip(
-            whole, mean_gradients([p.shape for p in fresh], step, size), strict=True
-        ):
-            master.add_(g, alpha=-0.125)
+        gradients = mean_gradients([p.shape for p in fresh], step, size)
+        for master, gradient in zip(whole, gradients, strict=True):
+            master.add_(gradient, alpha=-0.125)
     for params, masters in run_in_process(size, train):
-        for mine, expected in zip(masters, whole, strict=True):
-            assert_same_bytes(mine, expected, "master")
+        assert_same_lists(masters, whole, "masters")
         assert_cast_of(params, whole)
 
 
 def test_masters_that_are_read_or_saved_are_the_loaded_values() -> None:
     """gather_master and state_dict directly after a load show it, and saving loses nothing."""
+    given = values(7, make_params(NVFP4))
 
     def load(comm: Communicator) -> Any:
-        params = make_params(NVFP4)
-        optimizer = ZeroOptimizer(params, group=comm)
-        given = values(7, params)
-        write(params, given)
-        saved = through_a_file(optimizer.state_dict())
-        assert_same_bytes(optimizer.gather_master(params[0]), given[0], "master")
-        return saved, given[0]
+        t = Training(comm)
+        write(t.params, given)
+        saved = t.saved()
+        assert_same_bytes(t.masters()[0], given[0], "master")
+        return saved
 
-    results = run_in_process(2, load)
-    params = make_params(NVFP4)
-    optimizer = ZeroOptimizer(params)
-    optimizer.load_state_dict([saved for saved, _ in results])
-    assert_same_bytes(optimizer.gather_master(params[0]), results[0][1], "master")
+    t = Training()
+    t.optimizer.load_state_dict(run_in_process(2, load))
+    assert_same_bytes(t.masters()[0], given[0], "master")
 
 
 def test_a_state_that_is_loaded_later_wins() -> None:
     """Masters come from the optimizer's state, not from weights that were written before it."""
-    params = make_params(NVFP4)
-    optimizer = ZeroOptimizer(params, lr=1e-2)
-    one_step(params, optimizer, 0, 0)
-    saved = through_a_file(optimizer.state_dict())
-    masters = [optimizer.gather_master(p) for p in params]
-    write(params, values(7, params))
-    optimizer.load_state_dict(saved)
-    for param, master in zip(params, masters, strict=True):
-        assert_same_bytes(optimizer.gather_master(param), master, "master")
-    assert_cast_of(params, masters)
+    t = Training(lr=1e-2)
+    t.train(0)
+    saved, masters = t.saved(), t.masters()
+    write(t.params, values(7, t.params))
+    t.optimizer.load_state_dict(saved)
+    assert_same_lists(t.masters(), masters, "masters")
+    assert_cast_of(t.params, masters)
 
 
 def test_elements_that_nobody_changed_keep_their_masters() -> None:
@@ -119,7 +103,7 @@ def test_elements_that_nobody_changed_keep_their_masters() -> None:
     other masters.
     """
     param = torch.nn.Parameter(torch.ones(4, 8, dtype=torch.bfloat16))
-    optimizer = ZeroOptimizer([param], torch.optim.SGD, lr=1e-4)
+    optimizer = ZeroOptimizer([param], SGD, lr=1e-4)
     param.grad = torch.ones_like(param)
     optimizer.step()
     before = optimizer.gather_master(param)
@@ -137,31 +121,26 @@ def test_a_weight_written_otherwise_on_one_rank_is_refused_on_every_rank() -> No
     """Its masters would be a patchwork. Writing all ranks alike puts it right."""
 
     def train(comm: Communicator) -> str:
-        params = make_params(NVFP4)
-        optimizer = ZeroOptimizer(params, torch.optim.SGD, comm, lr=0.125)
-        before = [optimizer.gather_master(p) for p in params]
+        t = Training(comm, NVFP4, SGD, lr=0.125)
+        masters, other = t.masters(), values(7, t.params[:1])
         if comm.rank == 1:
-            write(params[:1], values(7, params[:1]))
-        with pytest.raises(RankMismatchError, match="must hold the same value on every") as caught:
-            one_step(params, optimizer, 0, comm.rank)
-        write(params[:1], values(7, params[:1]))
-        assert_same_bytes(optimizer.gather_master(params[0]), values(7, params[:1])[0], "written")
-        assert_same_bytes(optimizer.gather_master(params[1]), before[1], "not written")
-        one_step(params, optimizer, 0, comm.rank)
-        return str(caught.value)
+            write(t.params[:1], other)
+        message = message_of(RankMismatchError, t.train, 0)
+        write(t.params[:1], other)
+        assert_same_lists(t.masters(), other + masters[1:], "one of them written")
+        t.train(0)
+        return message
 
-    messages = run_in_process(3, train)
-    assert messages == [messages[0]] * 3
+    assert "must hold the same value on every" in one_message(run_in_process(3, train))
 
 
 def test_a_broadcast_of_what_the_weights_are_changes_no_master() -> None:
     """Rank 0 gives others what they hold: bytes that were copied, and masters that stay."""
 
     def train(comm: Communicator) -> None:
-        params = make_params(NVFP4)
-        optimizer = ZeroOptimizer(params, torch.optim.SGD, comm, lr=0.01)
-        one_step(params, optimizer, 0, comm.rank)
-        before = [optimizer.gather_master(p) for p in params]
+        t = Training(comm, NVFP4, SGD, lr=0.01)
+        params = t.train(0)
+        before = t.masters()
         if comm.rank:
             with torch.no_grad():
                 for param in params:
@@ -169,8 +148,7 @@ def test_a_broadcast_of_what_the_weights_are_changes_no_master() -> None:
                         param.quantized_storage.mark_written()
                     else:
                         param.copy_(param.clone())
-        for param, master in zip(params, before, strict=True):
-            assert_same_bytes(optimizer.gather_master(param), master, "master")
+        assert_same_lists(t.masters(), before, "masters")
 
     run_in_process(3, train)
 
@@ -178,7 +156,7 @@ def test_a_broadcast_of_what_the_weights_are_changes_no_master() -> None:
 def test_writes_that_torch_does_not_count_are_named_by_mark_written() -> None:
     """Through ``.data`` of a plain weight nothing is counted; marked, it is taken all the same."""
     param = torch.nn.Parameter(torch.ones(4, 8))
-    optimizer = ZeroOptimizer([param], torch.optim.SGD, lr=0.5)
+    optimizer = ZeroOptimizer([param], SGD, lr=0.5)
     param.data.fill_(3.0)
     optimizer.mark_written([param])
     param.grad = torch.ones(4, 8)
@@ -190,11 +168,10 @@ def test_writes_that_torch_does_not_count_are_named_by_mark_written() -> None:
 
 def test_a_weight_that_was_replaced_is_refused() -> None:
     """Swapped with other memory, it is not where its codes are gathered."""
-    params = make_params(NVFP4)
-    optimizer = ZeroOptimizer(params)
-    params[3].data = torch.zeros_like(params[3])
+    t = Training()
+    t.params[3].data = torch.zeros_like(t.params[3])
     with pytest.raises(InputError, match="must stay in the buffer .* write weights in place"):
-        one_step(params, optimizer, 0, 0)
+        t.train(0)
 
 
 @pytest.mark.parametrize("optimizer_first", [False, True])
@@ -215,7 +192,7 @@ def test_ddp_around_the_model_trains_the_same_weights(optimizer_first: bool) -> 
             named = list(model.named_parameters())
             if wrap and not optimizer_first:
                 model = torch.nn.parallel.DistributedDataParallel(model)
-            optimizer = ZeroOptimizer(named, torch.optim.SGD, comm, lr=0.125)
+            optimizer = ZeroOptimizer(named, SGD, comm, lr=0.125)
             if wrap and optimizer_first:
                 model = torch.nn.parallel.DistributedDataParallel(model)
             for step in range(3):

@@ -2,18 +2,20 @@
 
 import io
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 import zerocast
-from tests.support.same_bytes import assert_same_bytes, assert_same_storage
+from tests.support.claims import assert_same_tensors, assert_unsharded_cast, stored
+from tests.support.recipes import RECIPES
 from zerocast.comm import Communicator
 from zerocast.optim import ZeroOptimizer
 from zerocast.recipes import Recipe
+from zerocast.tensors import quantize_into
 
-NVFP4 = zerocast.NVFP4BlockScaling()
-FP8 = zerocast.Float8CurrentScaling()
+NVFP4, FP8 = RECIPES["nvfp4"], RECIPES["current"]
 
 # Quantized: ragged blocks, one row, a K that fills no tile of scales. Plain: odd sizes, a scalar.
 QUANTIZED_SHAPES = ((33, 48), (1, 16), (20, 80))
@@ -67,16 +69,65 @@ def mean_gradients(shapes: Sequence[torch.Size], step: int, ranks: int) -> list[
     return [torch.stack(column).sum(0) / ranks for column in zip(*by_rank, strict=True)]
 
 
-def train_sharded(
-    comm: Communicator, recipe: Recipe, steps: int, *args: Any, **options: Any
-) -> list[torch.nn.Parameter]:
-    """The weights after ``steps``, every rank with gradients of its own."""
-    params = make_params(recipe)
-    optimizer = ZeroOptimizer(params, *args, group=comm, **options)
-    for step in range(steps):
-        set_gradients(params, draw_gradients([p.shape for p in params], step, comm.rank))
-        optimizer.step()
-    return params
+def named(params: Sequence[torch.nn.Parameter]) -> list[tuple[str, torch.nn.Parameter]]:
+    """Pairs as ``model.named_parameters()`` gives them."""
+    return [(f"layer.{i}", param) for i, param in enumerate(params)]
+
+
+class Training:
+    """The weights of :func:`make_params` under a sharded optimizer.
+
+    Args:
+        comm: the ranks, of which each has gradients of its own; one rank by default.
+        seed: of the weights' values.
+        options: those of the optimizer.
+
+    Attributes:
+        params: the weights.
+        optimizer: who steps them, under names.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator | None = None,
+        recipe: Recipe = NVFP4,
+        optimizer_class: Any = torch.optim.AdamW,
+        *,
+        seed: int = 0,
+        **options: Any,
+    ) -> None:
+        self.params = make_params(recipe, seed)
+        self.rank = comm.rank if comm else 0
+        self.optimizer = ZeroOptimizer(named(self.params), optimizer_class, group=comm, **options)
+
+    def feed(self, step: int, *, alike: bool = False) -> None:
+        """The gradients of this step; with ``alike`` the same ones on every rank."""
+        shapes = [p.shape for p in self.params]
+        set_gradients(self.params, draw_gradients(shapes, step, 0 if alike else self.rank))
+
+    def train(self, *steps: int, alike: bool = False) -> list[torch.nn.Parameter]:
+        """The weights after these steps."""
+        for step in steps:
+            self.feed(step, alike=alike)
+            self.optimizer.step()
+        return self.params
+
+    def scaled_backward(self, scaler: torch.amp.GradScaler, step: int, *, overflows: bool) -> None:
+        """Backward of a scaled loss that has the gradients of this step, or an infinite one."""
+        self.optimizer.zero_grad()
+        gradients = draw_gradients([p.shape for p in self.params], step, self.rank)
+        if overflows:
+            gradients[0][0, 0] = torch.inf
+        for param, gradient in zip(self.params, gradients, strict=True):
+            scaler.scale((param * gradient.to(param.dtype)).sum()).backward()
+
+    def masters(self) -> list[torch.Tensor]:
+        """All of them, gathered. Collective."""
+        return [self.optimizer.gather_master(p) for p in self.params]
+
+    def saved(self) -> Any:
+        """The optimizer's state dict, as it is loaded from a file."""
+        return through_a_file(self.optimizer.state_dict())
 
 
 def set_gradients(params: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
@@ -98,23 +149,48 @@ def train_whole(
     steps: int,
     ranks: int,
     make_optimizer: Callable[[list[torch.Tensor]], torch.optim.Optimizer],
+    after_step: Callable[[list[torch.Tensor]], object] = lambda masters: None,
 ) -> list[torch.Tensor]:
     """The whole FP32 masters after the same training, with the mean gradients of ``ranks``."""
     masters = start_values(make_params(recipe))
     optimizer = make_optimizer(masters)
     for step in range(steps):
-        gradients = mean_gradients([m.shape for m in masters], step, ranks)
-        for master, gradient in zip(masters, gradients, strict=True):
-            master.grad = gradient
+        set_gradients(masters, mean_gradients([m.shape for m in masters], step, ranks))
         optimizer.step()
+        after_step(masters)
     return masters
+
+
+def train_whole_weights(
+    recipe: Recipe, steps: int, ranks: int, optimizer_class: Any = torch.optim.AdamW, **options: Any
+) -> list[torch.nn.Parameter]:
+    """Whole weights, cast from whole masters after every step."""
+    params = make_params(recipe)
+    for name, param in named(params):
+        if isinstance(param, zerocast.QuantizedTensor):
+            param.quantized_storage.name_weight(name)
+
+    def cast(masters: list[torch.Tensor]) -> None:
+        for param, master in zip(params, masters, strict=True):
+            if isinstance(param, zerocast.QuantizedTensor):
+                with zerocast.use_backend("reference"):
+                    quantize_into(param.quantized_storage, master)
+            else:
+                param.data.copy_(master)
+
+    train_whole(recipe, steps, ranks, partial(optimizer_class, **options), cast)
+    return params
 
 
 def assert_cast_of(params: Sequence[torch.Tensor], masters: Sequence[torch.Tensor]) -> None:
     """Every weight holds, byte for byte, the unsharded cast of its whole master."""
     for i, (param, master) in enumerate(zip(params, masters, strict=True)):
-        if isinstance(param, zerocast.QuantizedTensor):
-            whole = zerocast.quantize(master, param.recipe, dtype=param.dtype)
-            assert_same_storage(param, whole, f"weight {i}")
-        else:
-            assert_same_bytes(param.detach(), master.to(param.dtype), f"weight {i}")
+        assert_unsharded_cast(param, master, f"weight {i}")
+
+
+def assert_same_lists(
+    actual: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], what: str
+) -> None:
+    """Tensors in one order, byte for byte: of a quantized one all that it holds."""
+    both = ({str(i): tensor for i, tensor in enumerate(given)} for given in (actual, expected))
+    assert_same_tensors(*map(stored, both), what)
