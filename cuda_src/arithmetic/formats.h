@@ -160,8 +160,8 @@ ZEROCAST_FN typename L::Float decode_e8m0(typename L::Int code) {
 
 // --- stochastic rounding ---
 
-// The code of E2M1 below x or the one above, drawn by a random word: above with the probability of
-// x's distance from the one below, in 2^-24. Saturates; what NaN becomes is as for encode.
+// The code of E2M1 below x or the one above, by a random word: above with the probability of x's
+// distance from the one below, in 2^-24. Saturates; what NaN becomes is as for encode.
 template <class L>
 ZEROCAST_FN typename L::Int encode_e2m1_stochastic(typename L::Float x, typename L::Unsigned word) {
     typedef Derived<E2M1> D;
@@ -176,9 +176,9 @@ ZEROCAST_FN typename L::Int encode_e2m1_stochastic(typename L::Float x, typename
     typename L::Float steps = L::select(y < L::splat(4.0f), L::splat(1.0f), L::splat(0.5f));
     steps = L::select(y < L::splat(2.0f), L::splat(2.0f), steps);  // in 1
     typename L::Float distance = (y - decode<E2M1, L>(lower)) * steps;
-    typename L::Float drawn =
+    typename L::Float random =
         L::to_float((typename L::Int)(word >> 8)) * L::splat(1.0f / (1 << 24));
-    return with_sign<E2M1, L>(L::select(drawn < distance, lower + 1, lower), bits);
+    return with_sign<E2M1, L>(L::select(random < distance, lower + 1, lower), bits);
 }
 
 // --- nominal dtypes: what a master element is rounded to first; every NaN becomes the canonical,

@@ -1,8 +1,8 @@
-// How an amax becomes a scale: the laws of zerocast/numerics.
+// How an amax becomes a scale: one class for each scheme's numerics.
 //
-// A law answers two questions about one block, given the bit pattern of its amax: what is stored,
-// and what its elements are multiplied by before they are encoded. A multiplier that is NaN says
-// that every code is NaN's. A law that CHOOSES asks for the block's choice, too.
+// Each class answers two questions about one block, given the bit pattern of its amax: what is
+// stored, and what its elements are multiplied by before they are encoded. A multiplier that is NaN
+// says that every code is NaN's. A class that CHOOSES asks for the block's choice, too.
 #pragma once
 
 #include "arithmetic/formats.h"
@@ -17,7 +17,7 @@ ZEROCAST_FN typename L::Float not_above_flt_max(typename L::Float x) {
 
 // FP8 with one FP32 scale a block; the tensor amax is not used.
 template <class F>
-struct Float8Scaling {
+struct Float8Numerics {
     typedef F Format;
     typedef float Stored;
     static constexpr bool CHOOSES = false;
@@ -45,7 +45,7 @@ struct Float8Scaling {
 
 // FP8 under the scale that earlier casts of the tensor left: made once a tensor, from that scale.
 template <class F>
-struct DelayedScaling {
+struct DelayedNumerics {
     typedef F Format;
     typedef float Stored;
     static constexpr bool CHOOSES = false;
@@ -78,7 +78,7 @@ ZEROCAST_FN float next_scale(float scaled_max, float largest, float scale) {
 
 // FP8 under an E8M0 scale a block; the tensor amax is not used.
 template <class F>
-struct MXFP8Scaling {
+struct MXFP8Numerics {
     typedef F Format;
     typedef u8 Stored;
     static constexpr bool CHOOSES = false;
@@ -98,7 +98,7 @@ struct MXFP8Scaling {
 };
 
 // NVFP4: an E4M3 scale a block under the tensor's amax. Made once a tensor.
-struct NVFP4Scaling {
+struct NVFP4Numerics {
     typedef E2M1 Format;
     typedef u8 Stored;
     static constexpr bool CHOOSES = false;
@@ -110,7 +110,7 @@ struct NVFP4Scaling {
     // 2688 for the whole range of E4M3, exact.
     static ZEROCAST_FN float maxima(i64 scale_max) { return E2M1::MAX * (float)(i32)scale_max; }
 
-    ZEROCAST_FN NVFP4Scaling(i32 tensor_amax_bits, i64 scale_max) {
+    ZEROCAST_FN NVFP4Numerics(i32 tensor_amax_bits, i64 scale_max) {
         float amax = Scalar::value(tensor_amax_bits);
         encode_scale = not_above_flt_max<Scalar>(Scalar::divide(maxima(scale_max), amax));
         if (amax == 0.0f) encode_scale = 1.0f;
@@ -141,12 +141,12 @@ struct NVFP4Scaling {
 };
 
 // NVFP4 with the better one of two scales a block, map4 and map6.
-struct FourOverSixScaling : NVFP4Scaling {
+struct FourOverSixNumerics : NVFP4Numerics {
     static constexpr bool CHOOSES = true;
     float tensor_amax, largest;  // largest: 6 * scale_max
 
-    ZEROCAST_FN FourOverSixScaling(i32 tensor_amax_bits, i64 scale_max)
-        : NVFP4Scaling(tensor_amax_bits, scale_max),
+    ZEROCAST_FN FourOverSixNumerics(i32 tensor_amax_bits, i64 scale_max)
+        : NVFP4Numerics(tensor_amax_bits, scale_max),
           tensor_amax(Scalar::value(tensor_amax_bits)),
           largest(maxima(scale_max)) {}
 
@@ -182,7 +182,7 @@ struct FourOverSixScaling : NVFP4Scaling {
 template <class L>
 ZEROCAST_FN typename L::Float nvfp4_decode_multiplier(typename L::Int stored, float tensor_amax,
                                                       i64 scale_max) {
-    float inverse_maxima = Scalar::divide(1.0f, NVFP4Scaling::maxima(scale_max));
+    float inverse_maxima = Scalar::divide(1.0f, NVFP4Numerics::maxima(scale_max));
     return (decode<E4M3, L>(stored) * L::splat(tensor_amax)) * L::splat(inverse_maxima);
 }
 

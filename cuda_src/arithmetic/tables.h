@@ -27,8 +27,8 @@ struct Grid {
 enum Nominal : i64 { NOMINAL_FP32 = 0, NOMINAL_BF16 = 1, NOMINAL_FP16 = 2 };
 enum FormatId : i64 { FORMAT_E2M1 = 0, FORMAT_E4M3 = 1, FORMAT_E5M2 = 2 };
 
-// What delayed scaling remembers of one tensor; scale is null under every other law, the rest where
-// closing a cast does not advance it.
+// What delayed scaling remembers of one tensor; scale is null under all other numerics, the
+// rest where closing a cast does not advance it.
 struct DelayedState {
     float* scale;       // [1]
     float* cast_scale;  // [1]
@@ -49,7 +49,7 @@ ZEROCAST_FN i64 find(const i64* list, i64 length, i64 value) {
     return first < length && list[first] == value ? first : -1;
 }
 
-// What 4-over-6 decides by; choices is null under every other law. Errors and elements stand for
+// What 4-over-6 decides by; choices is null under all other numerics. Errors and elements stand for
 // FP32 values.
 struct Candidates {
     u8* choices;     // [blocks]: 1 for map4, 0 for map6
@@ -67,14 +67,14 @@ struct Candidates {
     }
 };
 
-// Where the random words of a weight come from; the counter is null without stochastic rounding.
-struct Draws {
+// Where the random bits of a weight come from; the counter is null without stochastic rounding.
+struct RandomBits {
     const i64* counter;  // [2]: the hash of the weight's name, the step
-    // Of a part of a weight: the place of its first element in the whole, the elements of the whole
-    // between one of its rows and the next, and its columns.
+    // Of a tensor-parallel shard: the index of its first element in the whole weight, the elements
+    // of the whole between one of its rows and the next, and its columns.
     i64 origin, skip, cols;
 
-    // The place in the whole weight of an element of the part.
+    // The index in the whole weight of an element of the shard.
     ZEROCAST_FN i64 in_whole(i64 element) const {
         return element + origin + (skip ? element / cols * skip : 0);
     }
@@ -110,7 +110,7 @@ struct CastShard {
     CodePlane columnwise;  // over the same matrix; its codes are null where it is not cast
     DelayedState delayed;
     Candidates candidates;
-    Draws draws;
+    RandomBits random_bits;
 
     ZEROCAST_FN i64 size() const { return end - start; }
 };
@@ -163,12 +163,17 @@ struct DequantizeTarget {
 };
 static_assert(sizeof(DequantizeTarget) == 17 * sizeof(i64), "a row that Python writes");
 
-enum LawKind : i64 { LAW_FLOAT8 = 0, LAW_DELAYED = 1, LAW_MXFP8 = 2, LAW_NVFP4 = 3 };
+enum NumericsKind : i64 {
+    NUMERICS_FLOAT8 = 0,
+    NUMERICS_DELAYED = 1,
+    NUMERICS_MXFP8 = 2,
+    NUMERICS_NVFP4 = 3
+};
 enum ErrorKind : i64 { ERROR_NONE = 0, ERROR_MAE = 1, ERROR_MSE = 2 };
 
-// Which law, and its parameters; those of other laws are 0.
-struct LawTable {
-    i64 kind;    // LawKind
+// Which numerics, and their parameters; those of others are 0.
+struct NumericsTable {
+    i64 kind;    // NumericsKind
     i64 format;  // FormatId of the codes
     // FP8 with an FP32 scale a block.
     i64 power_2_scale;
@@ -182,7 +187,7 @@ struct LawTable {
     i64 stochastic_rounding;
     i64 seed;
 };
-static_assert(sizeof(LawTable) == 10 * sizeof(i64), "a row that Python writes");
+static_assert(sizeof(NumericsTable) == 10 * sizeof(i64), "a row that Python writes");
 
 }  // namespace ZEROCAST_ISA
 }  // namespace zerocast

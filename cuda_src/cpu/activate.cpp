@@ -146,8 +146,9 @@ ZEROCAST_EXPORT(activate)(const void* tables, long long, long long threads) {
     using namespace zerocast;
     auto& table = *(const ActivationTable*)tables;
     bool is_norm = table.function >= FUNCTION_LAYERNORM;
-    in_parallel(table.rows * table.source_cols(), threads, [&](i64 part, i64 parts) {
-        i64 first = table.rows * part / parts, last = table.rows * (part + 1) / parts;
+    in_parallel(table.rows * table.source_cols(), threads, [&](i64 thread, i64 num_threads) {
+        i64 first = table.rows * thread / num_threads,
+            last = table.rows * (thread + 1) / num_threads;
         for (i64 row = first; row < last; row++) {
             if (is_norm)
                 norm(table, row);

@@ -17,7 +17,7 @@ template <class T, class Rounded, class Encoder>
 class PlaneCast {
   public:
     PlaneCast(const CastShard& shard, const T* master, const CodePlane& plane,
-              const Multipliers& multipliers, const Encoder& encoder)
+              const BlockMultipliers& multipliers, const Encoder& encoder)
         : plane_(plane),
           choices_(shard.candidates.choices),
           codes_start_(shard.codes_start),
@@ -118,7 +118,7 @@ class PlaneCast {
     const u8* choices_;
     i64 codes_start_;
     const T* master_;  // as if it were the whole weight
-    Multipliers multipliers_;
+    BlockMultipliers multipliers_;
     Encoder encoder_;
 
     // The whole groups of a row; returns how many elements they hold.

@@ -1,10 +1,10 @@
 // compute_scale: the stored scales of whole weights from reduced amaxes, padding and repeats
-// included; and what a law remembers of a weight is brought up to date.
+// included; and what delayed scaling remembers of a weight is brought up to date.
 #include <string.h>
 
 #include "arithmetic/scaling.h"
+#include "cpu/dispatch.h"
 #include "cpu/launch.h"
-#include "cpu/laws.h"
 #include "cpu/pack.h"
 
 namespace zerocast {
@@ -21,11 +21,14 @@ void fill(Stored* to, i64 n, Stored value) {
 }
 
 // One plane of one weight.
-template <class Law>
+template <class Numerics>
 class PlaneScales {
   public:
-    PlaneScales(const ScalePlane& plane, const u8* choices, const Law& law)
-        : plane_(plane), choices_(choices), law_(law), entries_((Stored*)plane.scale_inv) {
+    PlaneScales(const ScalePlane& plane, const u8* choices, const Numerics& numerics)
+        : plane_(plane),
+          choices_(choices),
+          numerics_(numerics),
+          entries_((Stored*)plane.scale_inv) {
         auto padding = (i32)plane.padding;
         memcpy(&padding_, &padding,
                sizeof padding_);  // little-endian: a byte's code is the low one
@@ -44,27 +47,27 @@ class PlaneScales {
     }
 
   private:
-    typedef typename Law::Stored Stored;
+    typedef typename Numerics::Stored Stored;
 
     const ScalePlane& plane_;
     const u8* choices_;
-    Law law_;
+    Numerics numerics_;
     Stored* entries_;
     Stored padding_;
 
     // The scales of n blocks side by side.
     void scales(i64 block, i64 n, Stored* to) const {
         const i32* amax = plane_.block_amax + block;
-        const u8* choices = Law::CHOOSES ? choices_ + block : nullptr;
+        const u8* choices = Numerics::CHOOSES ? choices_ + block : nullptr;
         i64 b = 0;
         for (; b + GROUP <= n; b += GROUP)
-            group(amax + b, Law::CHOOSES ? choices + b : nullptr, to + b);
+            group(amax + b, Numerics::CHOOSES ? choices + b : nullptr, to + b);
         if (b == n) return;
         i32 last_amaxes[GROUP] = {};
         u8 last_choices[GROUP] = {};
         Stored last[GROUP];
         memcpy(last_amaxes, amax + b, (n - b) * sizeof(i32));
-        if (Law::CHOOSES) memcpy(last_choices, choices + b, n - b);
+        if (Numerics::CHOOSES) memcpy(last_choices, choices + b, n - b);
         group(last_amaxes, last_choices, last);
         memcpy(to + b, last, (n - b) * sizeof(Stored));
     }
@@ -74,11 +77,11 @@ class PlaneScales {
         Native::Int stored[4];
         for (int v = 0; v < 4; v++) {
             auto loaded = Native::load_as<Native::Int>(amax + v * Native::WIDTH);
-            if constexpr (Law::CHOOSES) {
+            if constexpr (Numerics::CHOOSES) {
                 auto chosen = load_bytes<Native>(choices + v * Native::WIDTH);
-                stored[v] = law_.template stored<Native>(loaded, chosen);
+                stored[v] = numerics_.template stored<Native>(loaded, chosen);
             } else {
-                stored[v] = law_.template stored<Native>(loaded);
+                stored[v] = numerics_.template stored<Native>(loaded);
             }
         }
         if constexpr (sizeof(Stored) == 1)
@@ -136,23 +139,23 @@ class PlaneScales {
 };
 
 // Delayed scaling: the history takes the amax of what was cast, and the next cast's scale follows.
-void advance(const DelayedState& state, i32 amax_bits, const LawTable& law) {
+void advance(const DelayedState& state, i32 amax_bits, const NumericsTable& numerics) {
     float scale = *state.scale;
     *state.cast_scale = scale;
     if (!enters_history(amax_bits)) return;
     memmove(state.history + 1, state.history, (state.length - 1) * sizeof(float));
     state.history[0] = Scalar::value(amax_bits);
     float largest = state.history[0];
-    for (i64 i = 1; !law.most_recent && i < state.length; i++) {
+    for (i64 i = 1; !numerics.most_recent && i < state.length; i++) {
         if (state.history[i] > largest) largest = state.history[i];
     }
-    *state.scale = next_scale(Scalar::value((i32)law.scaled_max), largest, scale);
+    *state.scale = next_scale(Scalar::value((i32)numerics.scaled_max), largest, scale);
 }
 
 // What is done once a weight.
-void finish(const ScaleTarget& target, const LawTable& law) {
+void finish(const ScaleTarget& target, const NumericsTable& numerics) {
     if (target.amax) *target.amax = *target.tensor_amax;
-    if (target.delayed.cast_scale) advance(target.delayed, *target.tensor_amax, law);
+    if (target.delayed.cast_scale) advance(target.delayed, *target.tensor_amax, numerics);
     if (target.rounding_counter) target.rounding_counter[1]++;
 }
 
@@ -163,17 +166,17 @@ Span plane_span(const ScalePlane& plane) {
     return Span{0, plane.grid.blocks_h() * row, row};
 }
 
-// This part's share of one plane of each weight; done(target) where that holds its last rows.
+// This thread's share of one plane of each weight; done(target) where that holds its last rows.
 template <class Done>
-void planes(const LawTable& law, const ScaleTarget* targets, i64 count, i64 part, i64 parts,
-            ScalePlane ScaleTarget::* which, const Done& done) {
+void planes(const NumericsTable& numerics, const ScaleTarget* targets, i64 count, i64 thread,
+            i64 num_threads, ScalePlane ScaleTarget::* which, const Done& done) {
     auto span = [&](const ScaleTarget& target) { return plane_span(target.*which); };
     i64 total = total_elements(targets, count, span);
-    share(targets, count, total, part, parts, span,
+    share(targets, count, total, thread, num_threads, span,
           [&](const ScaleTarget& target, i64 begin, i64 end) {
               const ScalePlane& plane = target.*which;
               i64 row = span(target).granule;
-              with_law(law, target.tensor_amax, target.delayed, [&](auto scaling) {
+              with_numerics(numerics, target.tensor_amax, target.delayed, [&](auto scaling) {
                   PlaneScales<decltype(scaling)> scales(plane, target.choices, scaling);
                   scales(begin / row, end / row);
               });
@@ -185,19 +188,19 @@ void planes(const LawTable& law, const ScaleTarget* targets, i64 count, i64 part
 }  // namespace ZEROCAST_ISA
 }  // namespace zerocast
 
-ZEROCAST_EXPORT(compute_scale)(const void* law, const void* table, long long count,
+ZEROCAST_EXPORT(compute_scale)(const void* numerics, const void* table, long long count,
                                long long threads) {
     using namespace zerocast;
-    auto& law_table = *(const LawTable*)law;
+    auto& numerics_table = *(const NumericsTable*)numerics;
     auto targets = (const ScaleTarget*)table;
     i64 total = total_elements(targets, count, [](const ScaleTarget& target) {
         return Span{0, plane_span(target.rowwise).size() + plane_span(target.columnwise).size(), 1};
     });
     // Most stored scales are copies of the one above: sixteen are as much work as one element.
-    in_parallel(total / 16, threads, [&](i64 part, i64 parts) {
-        planes(law_table, targets, count, part, parts, &ScaleTarget::columnwise,
+    in_parallel(total / 16, threads, [&](i64 thread, i64 num_threads) {
+        planes(numerics_table, targets, count, thread, num_threads, &ScaleTarget::columnwise,
                [](const ScaleTarget&) {});
-        planes(law_table, targets, count, part, parts, &ScaleTarget::rowwise,
-               [&](const ScaleTarget& target) { finish(target, law_table); });
+        planes(numerics_table, targets, count, thread, num_threads, &ScaleTarget::rowwise,
+               [&](const ScaleTarget& target) { finish(target, numerics_table); });
     });
 }

@@ -84,22 +84,22 @@ void nvfp4_rows(const DequantizeTarget& target, i64 scale_max, i64 begin, i64 en
 }  // namespace ZEROCAST_ISA
 }  // namespace zerocast
 
-ZEROCAST_EXPORT(dequantize)(const void* law, const void* table, long long count,
+ZEROCAST_EXPORT(dequantize)(const void* numerics, const void* table, long long count,
                             long long threads) {
     using namespace zerocast;
     auto targets = (const DequantizeTarget*)table;
-    auto& law_table = *(const LawTable*)law;
-    bool e8m0 = law_table.kind == LAW_MXFP8;
+    auto& numerics_table = *(const NumericsTable*)numerics;
+    bool e8m0 = numerics_table.kind == NUMERICS_MXFP8;
     auto elements = [](const DequantizeTarget& t) {
         return Span{0, t.plane.grid.numel(), t.plane.grid.cols};
     };
     i64 total = total_elements(targets, count, elements);
-    in_parallel(total, threads, [&](i64 part, i64 parts) {
-        share(targets, count, total, part, parts, elements,
+    in_parallel(total, threads, [&](i64 thread, i64 num_threads) {
+        share(targets, count, total, thread, num_threads, elements,
               [&](const DequantizeTarget& target, i64 begin, i64 end) {
-                  if (law_table.kind == LAW_NVFP4)
-                      nvfp4_rows(target, law_table.scale_max, begin, end);
-                  else if (law_table.format == FORMAT_E4M3)
+                  if (numerics_table.kind == NUMERICS_NVFP4)
+                      nvfp4_rows(target, numerics_table.scale_max, begin, end);
+                  else if (numerics_table.format == FORMAT_E4M3)
                       float8_rows<E4M3>(target, e8m0, begin, end);
                   else
                       float8_rows<E5M2>(target, e8m0, begin, end);

@@ -1,4 +1,4 @@
-// How scaled elements become codes: to the nearest one, or to one that is drawn.
+// How scaled elements become codes: by rounding to nearest, or by stochastic rounding.
 //
 // An encoder takes GROUP elements in four registers, of one row and from one on at which
 // starts_group(), or a single one.
@@ -7,13 +7,13 @@
 #include "arithmetic/formats.h"
 #include "arithmetic/philox.h"
 #include "arithmetic/tables.h"
-#include "cpu/turn.h"
+#include "cpu/transpose_lanes.h"
 
 namespace zerocast {
 inline namespace ZEROCAST_ISA {
 
 template <class F>
-struct Nearest {
+struct NearestGroup {
     typedef F Format;
 
     // Whether a group may begin with this element: whole bytes.
@@ -26,19 +26,21 @@ struct Nearest {
     ZEROCAST_FN i32 single(i64, float x) const { return encode<F, Scalar>(x); }
 };
 
-struct Stochastic {
+struct StochasticGroup {
     typedef E2M1 Format;
     RandomWords random;
-    Draws draws;
+    RandomBits random_bits;
 
     // The words of four elements of the whole weight are made together.
-    ZEROCAST_FN bool starts_group(i64 element) const { return draws.in_whole(element) % 4 == 0; }
-    ZEROCAST_FN bool spans_rows() const { return !draws.skip; }
+    ZEROCAST_FN bool starts_group(i64 element) const {
+        return random_bits.in_whole(element) % 4 == 0;
+    }
+    ZEROCAST_FN bool spans_rows() const { return !random_bits.skip; }
 
     ZEROCAST_FN void group(i64 element, const Native::Float (&x)[4],
                            Native::Int (&codes)[4]) const {
         typedef typename IndicesTo<Native::WIDTH>::Type All;
-        u64 first = (u64)draws.in_whole(element) / 4;
+        u64 first = (u64)random_bits.in_whole(element) / 4;
         // WIDTH fours side by side; their number may carry into its high half on the way.
         Native::Unsigned low = counting(All{}) + (u32)first;
         Native::Unsigned carry = (Native::Unsigned)(low < (u32)first);  // -1 where it does
@@ -55,11 +57,11 @@ struct Stochastic {
         codes[3] = encode_e2m1_stochastic<Native>(x[3], interleaved<Native, 1>(c, d, All{}));
     }
     ZEROCAST_FN i32 single(i64 element, float x) const {
-        i64 place = draws.in_whole(element);
-        u64 four = (u64)place / 4;
+        i64 index = random_bits.in_whole(element);
+        u64 four = (u64)index / 4;
         u32 words[4];
         random.of_four<Scalar>((u32)four, (u32)(four >> 32), words);
-        return encode_e2m1_stochastic<Scalar>(x, words[place % 4]);
+        return encode_e2m1_stochastic<Scalar>(x, words[index % 4]);
     }
 
   private:

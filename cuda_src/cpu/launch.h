@@ -52,9 +52,9 @@ class IeeeMode {
 // microseconds.
 constexpr i64 ELEMENTS_PER_THREAD = 1 << 16;
 
-// Runs work(part, parts) for every part, on at most max_threads threads: as many as the elements
-// are worth. Little work stays on the calling thread and makes no team, so hundreds of in-process
-// ranks may cast at once.
+// Runs work(thread, num_threads) on each of at most max_threads threads: as many as the elements
+// are worth. Little work stays on the calling thread and makes no team, so hundreds of
+// in-process ranks may cast at once.
 template <class Work>
 void in_parallel(i64 elements, i64 max_threads, const Work& work) {
     i64 threads = min_of(max_threads, elements / ELEMENTS_PER_THREAD);
@@ -86,13 +86,14 @@ struct Span {
     ZEROCAST_FN i64 size() const { return end - begin; }
 };
 
-// Gives this part its even share of all items' elements: calls work(item, begin, end) for each item
-// it touches. Cuts lie on multiples of the item's granule, and every part computes the same ones.
+// Gives this thread its even share of all items' elements: calls work(item, begin, end) for each
+// item it touches. Cuts lie on multiples of the item's granule, and every thread computes the same
+// ones.
 template <class Item, class Range, class Work>
-void share(const Item* items, i64 count, i64 total, i64 part, i64 parts, const Range& range,
+void share(const Item* items, i64 count, i64 total, i64 thread, i64 num_threads, const Range& range,
            const Work& work) {
-    i64 first = (i64)((__int128)total * part / parts);
-    i64 last = (i64)((__int128)total * (part + 1) / parts);
+    i64 first = (i64)((__int128)total * thread / num_threads);
+    i64 last = (i64)((__int128)total * (thread + 1) / num_threads);
     i64 before = 0;  // elements of the items so far
     for (i64 i = 0; i < count && before < last; i++) {
         Span span = range(items[i]);
@@ -130,15 +131,15 @@ ZEROCAST_FN i64 block_rows(const CastShard& shard) {
 
 // Whether a shard is cut between rows of blocks, so that no two threads touch one block: where
 // there is enough work for that to be even.
-ZEROCAST_FN bool cut_between_blocks(const CastShard& shard, i64 parts) {
+ZEROCAST_FN bool cut_between_blocks(const CastShard& shard, i64 num_threads) {
     return (shard.columnwise.codes || shard.rowwise.grid.num_blocks() > 1)
-           && shard.size() / block_rows(shard) >= 4 * parts;
+           && shard.size() / block_rows(shard) >= 4 * num_threads;
 }
 
 // Elements of a shard. However it is cut, no byte of codes is shared: granules are even.
-ZEROCAST_FN Span shard_span(const CastShard& shard, i64 parts) {
+ZEROCAST_FN Span shard_span(const CastShard& shard, i64 num_threads) {
     i64 rows = block_rows(shard);
-    i64 granule = cut_between_blocks(shard, parts) ? rows << (rows & 1) : 128;
+    i64 granule = cut_between_blocks(shard, num_threads) ? rows << (rows & 1) : 128;
     return Span{shard.start, shard.end, granule};
 }
 

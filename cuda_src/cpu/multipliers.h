@@ -1,4 +1,4 @@
-// What elements are multiplied by before they are encoded, whatever the law.
+// What elements are multiplied by before they are encoded, whatever the scheme.
 #pragma once
 
 #include <string.h>
@@ -11,47 +11,48 @@ namespace zerocast {
 inline namespace ZEROCAST_ISA {
 
 // Makes the multipliers of blocks side by side: called once a strip, so that the loops over
-// elements are compiled once for all laws. Points to a law that has to outlive it.
-class Multipliers {
+// elements are compiled once for all numerics. Points to numerics that have to outlive it.
+class BlockMultipliers {
   public:
-    template <class Law>
-    explicit Multipliers(const Law& law) : law_(&law), fill_(fill_under<Law>) {}
+    template <class Numerics>
+    explicit BlockMultipliers(const Numerics& numerics)
+        : numerics_(&numerics), fill_(fill_under<Numerics>) {}
 
-    // choices: of the same blocks, where the law CHOOSES. Returns whether all are positive, neither
-    // NaN nor 0: then what they multiply stays a number, if it is one.
+    // choices: of the same blocks, where the numerics CHOOSE. Returns whether all are positive,
+    // neither NaN nor 0: then what they multiply stays a number, if it is one.
     bool fill(const i32* amax, const u8* choices, i64 count, float* multipliers) const {
-        return fill_(law_, amax, choices, count, multipliers);
+        return fill_(numerics_, amax, choices, count, multipliers);
     }
 
   private:
     static constexpr int W = Native::WIDTH;
-    const void* law_;
+    const void* numerics_;
     bool (*fill_)(const void*, const i32*, const u8*, i64, float*);
 
-    template <class Law>
+    template <class Numerics>
     static bool fill_under(const void* erased, const i32* amax, const u8* choices, i64 count,
                            float* multipliers) {
-        const Law& law = *(const Law*)erased;
+        const Numerics& numerics = *(const Numerics*)erased;
         Native::Int positive = Native::splat(-1);  // 0 where one is not positive
         auto fill = [&](const i32* amaxes, const u8* chosen, float* to) {
             auto loaded = Native::load_as<Native::Int>(amaxes);
             Native::Float made;
-            if constexpr (Law::CHOOSES)
-                made = law.template multiplier<Native>(loaded, load_bytes<Native>(chosen));
+            if constexpr (Numerics::CHOOSES)
+                made = numerics.template multiplier<Native>(loaded, load_bytes<Native>(chosen));
             else
-                made = law.template multiplier<Native>(loaded);
+                made = numerics.template multiplier<Native>(loaded);
             positive &= (Native::Int)(made > Native::splat(0.0f));
             Native::store(to, made);
         };
         i64 b = 0;
         for (; b + W <= count; b += W)
-            fill(amax + b, Law::CHOOSES ? choices + b : nullptr, multipliers + b);
+            fill(amax + b, Numerics::CHOOSES ? choices + b : nullptr, multipliers + b);
         if (b < count) {
             i32 last_amaxes[W] = {};
             u8 last_choices[W] = {};
             float last[W];
             memcpy(last_amaxes, amax + b, (count - b) * sizeof(i32));
-            if (Law::CHOOSES) memcpy(last_choices, choices + b, count - b);
+            if (Numerics::CHOOSES) memcpy(last_choices, choices + b, count - b);
             fill(last_amaxes, last_choices, last);
             memcpy(multipliers + b, last, (count - b) * sizeof(float));
         }

@@ -176,10 +176,10 @@ i32 rows_and_columns(const CastShard& shard, const T* master, const Slots& rows,
 }
 
 template <class T>
-void amaxes(const CastShard& shard, const T* master, i64 begin, i64 end, i64 parts) {
+void amaxes(const CastShard& shard, const T* master, i64 begin, i64 end, i64 num_threads) {
     if (!shard.columnwise.codes && shard.rowwise.grid.num_blocks() == 1)
         return one_block(shard, master, begin, end);
-    bool shared = parts > 1 && !cut_between_blocks(shard, parts);
+    bool shared = num_threads > 1 && !cut_between_blocks(shard, num_threads);
     Slots rows{shard.rowwise.grid, shard.rowwise.block_amax, shared};
     if (!shard.columnwise.codes)
         return raise_shared(shard.tensor_amax, many_blocks(shard, master, rows, begin, end));
@@ -204,12 +204,12 @@ ZEROCAST_EXPORT(partial_amax)(const void* table, long long count, long long thre
     auto whole = [](const CastShard& shard) { return shard_span(shard, 1); };
     i64 total = total_elements(shards, count, whole);
     if (total == 0) return;
-    in_parallel(total, threads, [&](i64 part, i64 parts) {
-        auto span = [&](const CastShard& shard) { return shard_span(shard, parts); };
-        share(shards, count, total, part, parts, span,
+    in_parallel(total, threads, [&](i64 thread, i64 num_threads) {
+        auto span = [&](const CastShard& shard) { return shard_span(shard, num_threads); };
+        share(shards, count, total, thread, num_threads, span,
               [&](const CastShard& shard, i64 begin, i64 end) {
-                  with_master(shard,
-                              [&](auto* master) { amaxes(shard, master, begin, end, parts); });
+                  with_master(
+                      shard, [&](auto* master) { amaxes(shard, master, begin, end, num_threads); });
               });
     });
 }

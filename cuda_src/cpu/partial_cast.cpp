@@ -2,7 +2,7 @@
 // keeps its value.
 #include "cpu/amax.h"
 #include "cpu/cast_plane.h"
-#include "cpu/laws.h"
+#include "cpu/dispatch.h"
 
 namespace zerocast {
 inline namespace ZEROCAST_ISA {
@@ -18,7 +18,7 @@ constexpr int ONE_BLOCK = 1 << 30;
 template <class F, class T, class Rounded>
 class RowsAndColumns {
   public:
-    typedef PlaneCast<T, Rounded, Nearest<F>> Plane;
+    typedef PlaneCast<T, Rounded, NearestGroup<F>> Plane;
 
     RowsAndColumns(const Plane& rows, const Plane& columns) : rows_(rows), columns_(columns) {}
 
@@ -92,10 +92,10 @@ class RowsAndColumns {
 };
 
 template <class Rounded, class T, class Encoder>
-void cast_rounded(const CastShard& shard, const T* master, const Multipliers& law,
+void cast_rounded(const CastShard& shard, const T* master, const BlockMultipliers& multipliers,
                   const Encoder& encoder, i64 begin, i64 end) {
     typedef PlaneCast<T, Rounded, Encoder> Plane;
-    Plane rowwise(shard, master, shard.rowwise, law, encoder);
+    Plane rowwise(shard, master, shard.rowwise, multipliers, encoder);
     if (shard.delayed.scale) {
         float multiplier;
         bool positive = rowwise.fill_multipliers(0, 1, &multiplier);
@@ -111,7 +111,7 @@ void cast_rounded(const CastShard& shard, const T* master, const Multipliers& la
         return;
     }
     if (!shard.columnwise.codes) return rowwise(begin, end);
-    Plane columnwise(shard, master, shard.columnwise, law, encoder);
+    Plane columnwise(shard, master, shard.columnwise, multipliers, encoder);
     if constexpr (Encoder::Format::BITS == 8) {
         if (in_rows_and_columns(shard))
             return RowsAndColumns<typename Encoder::Format, T, Rounded>(rowwise, columnwise)(begin,
@@ -122,21 +122,22 @@ void cast_rounded(const CastShard& shard, const T* master, const Multipliers& la
 }
 
 template <class Encoder>
-void cast_encoded(const CastShard& shard, const Multipliers& law, const Encoder& encoder, i64 begin,
-                  i64 end) {
+void cast_encoded(const CastShard& shard, const BlockMultipliers& multipliers,
+                  const Encoder& encoder, i64 begin, i64 end) {
     with_rounded_master(shard, [&](auto* master, auto nominal) {
-        cast_rounded<decltype(nominal)>(shard, master, law, encoder, begin, end);
+        cast_rounded<decltype(nominal)>(shard, master, multipliers, encoder, begin, end);
     });
 }
 
-void cast(const LawTable& table, const CastShard& shard, i64 begin, i64 end) {
-    with_law(table, shard.tensor_amax, shard.delayed, [&](auto law) {
-        Multipliers multipliers(law);
+void cast(const NumericsTable& table, const CastShard& shard, i64 begin, i64 end) {
+    with_numerics(table, shard.tensor_amax, shard.delayed, [&](auto numerics) {
+        BlockMultipliers multipliers(numerics);
         if (table.stochastic_rounding) {
-            Stochastic drawn{RandomWords((u64)table.seed, shard.draws.counter), shard.draws};
-            cast_encoded(shard, multipliers, drawn, begin, end);
+            StochasticGroup stochastic{RandomWords((u64)table.seed, shard.random_bits.counter),
+                                       shard.random_bits};
+            cast_encoded(shard, multipliers, stochastic, begin, end);
         } else {
-            Nearest<typename decltype(law)::Format> nearest;
+            NearestGroup<typename decltype(numerics)::Format> nearest;
             cast_encoded(shard, multipliers, nearest, begin, end);
         }
     });
@@ -146,18 +147,18 @@ void cast(const LawTable& table, const CastShard& shard, i64 begin, i64 end) {
 }  // namespace ZEROCAST_ISA
 }  // namespace zerocast
 
-ZEROCAST_EXPORT(partial_cast)(const void* law, const void* table, long long count,
+ZEROCAST_EXPORT(partial_cast)(const void* numerics, const void* table, long long count,
                               long long threads) {
     using namespace zerocast;
     auto shards = (const CastShard*)table;
     auto whole = [](const CastShard& shard) { return shard_span(shard, 1); };
     i64 total = total_elements(shards, count, whole);
     if (total == 0) return;
-    in_parallel(total, threads, [&](i64 part, i64 parts) {
-        auto span = [&](const CastShard& shard) { return shard_span(shard, parts); };
-        share(shards, count, total, part, parts, span,
+    in_parallel(total, threads, [&](i64 thread, i64 num_threads) {
+        auto span = [&](const CastShard& shard) { return shard_span(shard, num_threads); };
+        share(shards, count, total, thread, num_threads, span,
               [&](const CastShard& shard, i64 begin, i64 end) {
-                  cast(*(const LawTable*)law, shard, begin, end);
+                  cast(*(const NumericsTable*)numerics, shard, begin, end);
               });
     });
 }

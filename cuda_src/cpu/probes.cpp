@@ -10,12 +10,12 @@ namespace {
 typedef Native::Int Int;
 constexpr i64 STEP = 4 * sizeof(Int);
 
-// [begin, end) of this part, in steps; bytes that make no whole step are left out.
-struct Part {
+// [begin, end) of this thread, in steps; bytes that make no whole step are left out.
+struct Share {
     i64 begin, end;
-    Part(i64 bytes, i64 part, i64 parts)
-        : begin(bytes / STEP * part / parts * STEP),
-          end(bytes / STEP * (part + 1) / parts * STEP) {}
+    Share(i64 bytes, i64 thread, i64 num_threads)
+        : begin(bytes / STEP * thread / num_threads * STEP),
+          end(bytes / STEP * (thread + 1) / num_threads * STEP) {}
 };
 
 }  // namespace
@@ -24,8 +24,8 @@ struct Part {
 
 ZEROCAST_EXPORT(probe_read)(const unsigned char* from, long long bytes, long long threads) {
     using namespace zerocast;
-    in_parallel(bytes, threads, [&](i64 part, i64 parts) {
-        Part mine(bytes, part, parts);
+    in_parallel(bytes, threads, [&](i64 thread, i64 num_threads) {
+        Share mine(bytes, thread, num_threads);
         Int a{}, b{}, c{}, d{};
         for (i64 i = mine.begin; i < mine.end; i += STEP) {
             prefetch((const float*)(from + i));  // as the casts do: the best that is known here
@@ -41,17 +41,17 @@ ZEROCAST_EXPORT(probe_read)(const unsigned char* from, long long bytes, long lon
 
 ZEROCAST_EXPORT(probe_write)(unsigned char* to, long long bytes, long long threads) {
     using namespace zerocast;
-    in_parallel(bytes, threads, [&](i64 part, i64 parts) {
-        Part mine(bytes, part, parts);
-        __builtin_memset(to + mine.begin, (int)part, mine.end - mine.begin);
+    in_parallel(bytes, threads, [&](i64 thread, i64 num_threads) {
+        Share mine(bytes, thread, num_threads);
+        __builtin_memset(to + mine.begin, (int)thread, mine.end - mine.begin);
     });
 }
 
 ZEROCAST_EXPORT(probe_copy)(unsigned char* to, const unsigned char* from, long long bytes,
                             long long threads) {
     using namespace zerocast;
-    in_parallel(bytes, threads, [&](i64 part, i64 parts) {
-        Part mine(bytes, part, parts);
+    in_parallel(bytes, threads, [&](i64 thread, i64 num_threads) {
+        Share mine(bytes, thread, num_threads);
         __builtin_memcpy(to + mine.begin, from + mine.begin, mine.end - mine.begin);
     });
 }

@@ -9,7 +9,7 @@
 #include "arithmetic/scaling.h"
 #include "cpu/masters.h"
 #include "cpu/strips.h"
-#include "cpu/turn.h"
+#include "cpu/transpose_lanes.h"
 
 namespace zerocast {
 inline namespace ZEROCAST_ISA {
@@ -30,13 +30,13 @@ struct CandidateScales {
     Float map4, multiplier4, map6, multiplier6;
 
     CandidateScales() = default;
-    CandidateScales(const FourOverSixScaling& law, Int amax) {
-        Int stored4 = law.stored<Native>(amax, Native::splat(1));
-        Int stored6 = law.stored<Native>(amax, Native::splat(0));
+    CandidateScales(const FourOverSixNumerics& numerics, Int amax) {
+        Int stored4 = numerics.stored<Native>(amax, Native::splat(1));
+        Int stored6 = numerics.stored<Native>(amax, Native::splat(0));
         map4 = decode<E4M3, Native>(stored4);
         map6 = decode<E4M3, Native>(stored6);
-        multiplier4 = law.multiplier_under<Native>(stored4);
-        multiplier6 = law.multiplier_under<Native>(stored6);
+        multiplier4 = numerics.multiplier_under<Native>(stored4);
+        multiplier6 = numerics.multiplier_under<Native>(stored6);
     }
 };
 
@@ -49,11 +49,11 @@ ZEROCAST_FN Int load_amaxes(const i32* amax, i64 n) {
 
 // The summed errors of one row inside WIDTH blocks, of rounded elements x [WIDTH, COLS].
 template <bool SQUARED>
-ZEROCAST_FN void row_errors(const FourOverSixScaling& law, const CandidateScales& scales,
+ZEROCAST_FN void row_errors(const FourOverSixNumerics& numerics, const CandidateScales& scales,
                             const Float (&x)[COLS], Float& map4, Float& map6) {
     for (int c = 0; c < COLS; c++) {
-        Float error4 = law.error<SQUARED, Native>(x[c], scales.map4, scales.multiplier4);
-        Float error6 = law.error<SQUARED, Native>(x[c], scales.map6, scales.multiplier6);
+        Float error4 = numerics.error<SQUARED, Native>(x[c], scales.map4, scales.multiplier4);
+        Float error6 = numerics.error<SQUARED, Native>(x[c], scales.map6, scales.multiplier6);
         map4 = c == 0 ? error4 : map4 + error4;
         map6 = c == 0 ? error6 : map6 + error6;
     }
@@ -64,7 +64,7 @@ template <class Rounded, class T>
 ZEROCAST_FN void load_columns(const T* x, Float (&columns)[COLS]) {
     for (int c = 0; c < COLS; c += W) {
         for (int b = 0; b < W; b++) columns[c + b] = load(x + b * COLS + c);
-        turn<Native>(columns + c);
+        transpose_lanes<Native>(columns + c);
     }
     for (int c = 0; c < COLS; c++) columns[c] = round_to<Rounded, Native>(columns[c]);
 }
@@ -88,15 +88,15 @@ ZEROCAST_FN Int choose(float (*rows)[ROWS][ACROSS], i64 block) {
 template <class T, class Rounded, bool SQUARED>
 class PartialSelect {
   public:
-    PartialSelect(const CastShard& shard, const T* master, const FourOverSixScaling& law)
-        : shard_(shard), grid_(shard.rowwise.grid), law_(law), master_(master) {}
+    PartialSelect(const CastShard& shard, const T* master, const FourOverSixNumerics& numerics)
+        : shard_(shard), grid_(shard.rowwise.grid), numerics_(numerics), master_(master) {}
 
     // Rows of blocks, as far as they are in [begin, end).
     void operator()(i64 begin, i64 end) {
         auto open = [&](const Strip& strip) {
             for (i64 b = 0; b < strip.blocks; b += W) {
                 const i32* amax = shard_.rowwise.block_amax + strip.first_block + b;
-                scales_[b / W] = CandidateScales(law_, load_amaxes(amax, strip.blocks - b));
+                scales_[b / W] = CandidateScales(numerics_, load_amaxes(amax, strip.blocks - b));
             }
             memset(errors_, 0, sizeof errors_);
             cut_ = find(shard_.candidates.cut, shard_.candidates.cuts,
@@ -115,7 +115,7 @@ class PartialSelect {
   private:
     const CastShard& shard_;
     const Grid& grid_;
-    FourOverSixScaling law_;
+    FourOverSixNumerics numerics_;
     const T* master_;  // as if it were the whole weight
     i64 cut_;          // the strip's place among the rows of blocks that are cut, or -1
     CandidateScales scales_[ACROSS / W];
@@ -156,7 +156,7 @@ class PartialSelect {
         }
         Float columns[COLS], map4, map6;
         load_columns<Rounded>(x, columns);
-        row_errors<SQUARED>(law_, scales_[at / W], columns, map4, map6);
+        row_errors<SQUARED>(numerics_, scales_[at / W], columns, map4, map6);
         i64 in_block = row % grid_.block_h;
         if (cut_ < 0) {
             memcpy(&errors_[0][in_block][at / W * W], &map4, sizeof map4);
@@ -190,21 +190,22 @@ class PartialSelect {
 };
 
 template <class Rounded, bool SQUARED, class T>
-void select_rounded(const CastShard& shard, const T* master, const FourOverSixScaling& law,
+void select_rounded(const CastShard& shard, const T* master, const FourOverSixNumerics& numerics,
                     i64 begin, i64 end) {
-    PartialSelect<T, Rounded, SQUARED>(shard, master, law)(begin, end);
+    PartialSelect<T, Rounded, SQUARED>(shard, master, numerics)(begin, end);
 }
 
 template <bool SQUARED>
-void partial_select(const CastShard& shard, const FourOverSixScaling& law, i64 begin, i64 end) {
+void partial_select(const CastShard& shard, const FourOverSixNumerics& numerics, i64 begin,
+                    i64 end) {
     with_rounded_master(shard, [&](auto* master, auto nominal) {
-        select_rounded<decltype(nominal), SQUARED>(shard, master, law, begin, end);
+        select_rounded<decltype(nominal), SQUARED>(shard, master, numerics, begin, end);
     });
 }
 
 // The errors of a segment, from the elements that its ranks put together.
-void segment_errors(const CastShard& shard, const LawTable& table, const FourOverSixScaling& law,
-                    i64 cut, i64 segment) {
+void segment_errors(const CastShard& shard, const NumericsTable& table,
+                    const FourOverSixNumerics& numerics, i64 cut, i64 segment) {
     const Grid& grid = shard.rowwise.grid;
     i64 start = shard.candidates.segments[segment];
     i64 row = start / grid.cols, block = start % grid.cols / grid.block_w;
@@ -212,30 +213,30 @@ void segment_errors(const CastShard& shard, const LawTable& table, const FourOve
     Float x[COLS] = {}, map4, map6;  // in the first element of each register
     for (i64 c = 0; c < width; c++) x[c][0] = shard.candidates.elements[segment * grid.block_w + c];
     const i32* amax = shard.rowwise.block_amax + row / grid.block_h * grid.blocks_w() + block;
-    CandidateScales scales(law, load_amaxes(amax, 1));
+    CandidateScales scales(numerics, load_amaxes(amax, 1));
     if (table.four_over_six == ERROR_MSE)
-        row_errors<true>(law, scales, x, map4, map6);
+        row_errors<true>(numerics, scales, x, map4, map6);
     else
-        row_errors<false>(law, scales, x, map4, map6);
+        row_errors<false>(numerics, scales, x, map4, map6);
     float* to = shard.candidates.errors_of(grid, cut, row % grid.block_h) + 2 * block;
     to[0] = map4[0];
     to[1] = map6[0];
 }
 
 // The choices of one row of blocks that is cut.
-void select_row(const CastShard& shard, const LawTable& table, i64 cut) {
+void select_row(const CastShard& shard, const NumericsTable& table, i64 cut) {
     const Grid& grid = shard.rowwise.grid;
     const Candidates& candidates = shard.candidates;
     i64 block_row = candidates.cut[cut], blocks_w = grid.blocks_w();
     u8* choices = candidates.choices + block_row * blocks_w;
-    FourOverSixScaling law(*shard.tensor_amax, table.scale_max);
-    if (!law.finite) {
+    FourOverSixNumerics numerics(*shard.tensor_amax, table.scale_max);
+    if (!numerics.finite) {
         memset(choices, 0, blocks_w);
         return;
     }
     for (i64 s = 0; s < candidates.segment_count; s++) {
         if (candidates.segments[s] / grid.cols / grid.block_h == block_row)
-            segment_errors(shard, table, law, cut, s);
+            segment_errors(shard, table, numerics, cut, s);
     }
     alignas(64) float errors[2][ROWS][ACROSS];
     for (i64 first = 0; first < blocks_w; first += ACROSS) {
@@ -259,29 +260,30 @@ void select_row(const CastShard& shard, const LawTable& table, i64 cut) {
 }  // namespace ZEROCAST_ISA
 }  // namespace zerocast
 
-ZEROCAST_EXPORT(partial_select)(const void* law, const void* table, long long count,
+ZEROCAST_EXPORT(partial_select)(const void* numerics, const void* table, long long count,
                                 long long threads) {
     using namespace zerocast;
-    auto& law_table = *(const LawTable*)law;
+    auto& numerics_table = *(const NumericsTable*)numerics;
     auto shards = (const CastShard*)table;
     auto span = [](const CastShard& shard) {
         return Span{shard.start, shard.end, shard.rowwise.grid.block_h * shard.rowwise.grid.cols};
     };
     i64 total = total_elements(shards, count, span);
-    in_parallel(total, threads, [&](i64 part, i64 parts) {
-        share(shards, count, total, part, parts, span,
+    in_parallel(total, threads, [&](i64 thread, i64 num_threads) {
+        share(shards, count, total, thread, num_threads, span,
               [&](const CastShard& shard, i64 begin, i64 end) {
-                  FourOverSixScaling law(*shard.tensor_amax, law_table.scale_max);
-                  if (!law.finite) return;  // everything is NaN whatever is chosen
-                  if (law_table.four_over_six == ERROR_MSE)
-                      partial_select<true>(shard, law, begin, end);
+                  FourOverSixNumerics numerics(*shard.tensor_amax, numerics_table.scale_max);
+                  if (!numerics.finite) return;  // everything is NaN whatever is chosen
+                  if (numerics_table.four_over_six == ERROR_MSE)
+                      partial_select<true>(shard, numerics, begin, end);
                   else
-                      partial_select<false>(shard, law, begin, end);
+                      partial_select<false>(shard, numerics, begin, end);
               });
     });
 }
 
-ZEROCAST_EXPORT(select)(const void* law, const void* table, long long count, long long threads) {
+ZEROCAST_EXPORT(select)(const void* numerics, const void* table, long long count,
+                        long long threads) {
     using namespace zerocast;
     auto shards = (const CastShard*)table;
     auto rows = [](const CastShard& shard) {
@@ -289,12 +291,12 @@ ZEROCAST_EXPORT(select)(const void* law, const void* table, long long count, lon
         return Span{0, shard.candidates.cuts * row, row};
     };
     i64 total = total_elements(shards, count, rows);
-    in_parallel(total, threads, [&](i64 part, i64 parts) {
-        share(shards, count, total, part, parts, rows,
+    in_parallel(total, threads, [&](i64 thread, i64 num_threads) {
+        share(shards, count, total, thread, num_threads, rows,
               [&](const CastShard& shard, i64 begin, i64 end) {
                   i64 row = rows(shard).granule;
                   for (i64 cut = begin / row; cut < end / row; cut++)
-                      select_row(shard, *(const LawTable*)law, cut);
+                      select_row(shard, *(const NumericsTable*)numerics, cut);
               });
     });
 }

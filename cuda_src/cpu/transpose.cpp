@@ -1,14 +1,14 @@
 // transpose: the columnwise codes and scales from the gathered rowwise ones, padding included.
 //
 // Bytes are transposed in three steps, which touch both sides of the memory in whole cache lines
-// and long runs: 16 rows at a time, squares of 16x16 bytes turn within the registers; a block of
-// them is collected in the nearest caches; then the rows of `to` leave the block, the squares put
-// side by side on the way out. Nibbles go the same way: what were two rows of them is
+// and long runs: 16 rows at a time, squares of 16x16 bytes are transposed within the registers; a
+// block of them is collected in the nearest caches; then the rows of `to` leave the block, the
+// squares put side by side on the way out. Nibbles go the same way: what were two rows of them is
 // combined between the first step and the second.
 #include <string.h>
 
 #include "cpu/launch.h"
-#include "cpu/squares.h"
+#include "cpu/transpose_bytes.h"
 
 namespace zerocast {
 inline namespace ZEROCAST_ISA {
@@ -21,9 +21,10 @@ namespace {
 constexpr int TILES_DOWN = 4, TILES_ACROSS = 2;
 constexpr i64 BLOCK_ROWS = TILES_DOWN * TILE, BLOCK_COLS = TILES_ACROSS * TILE;
 
-// Lines are asked for so many rows before they are turned: half a block, for two whole ones of rows
-// that are a power of two apart crowd each other out of the second-level cache, too. 8192x8192, two
-// threads: 69 to 89 % of the copy rate for nibbles, 72 to 82 % for bytes; 32 rows gain less.
+// Lines are asked for so many rows before they are transposed: half a block, for two whole ones of
+// rows that are a power of two apart crowd each other out of the second-level cache, too.
+// 8192x8192, two threads: 69 to 89 % of the copy rate for nibbles, 72 to 82 % for bytes; 32 rows
+// gain less.
 constexpr i64 ROWS_AHEAD = 128;
 
 // Launches of more elements write past the caches, as a copy of that size does: what they write
@@ -97,12 +98,13 @@ ZEROCAST_FN Lines lines_of(const Bytes& from, i64 row, i64 col, i64 ahead, Line*
 }
 
 // Goes through columns [first, last) of `from` block by block, to the right and then down. Calls
-//     turn(lines, c, r)          for ROWS * 16 lines, which make 16 bytes of each row of `to`: in
+//     transpose(lines, c, r)     for ROWS * 16 lines, which make 16 bytes of each row of `to`: in
 //                                tile c across the block, from byte r down it on
-//     store(row, col, rows, c)   when tile c is turned, all `rows` bytes down it: it began at row
+//     store(row, col, rows, c)   when tile c is complete, all `rows` bytes down it: it began at row
 //                                `row` and column `col` of the matrix
-template <int ROWS, class Turn, class Store>
-void for_each_block(const Bytes& from, i64 first, i64 last, const Turn& turn, const Store& store) {
+template <int ROWS, class Transpose, class Store>
+void for_each_block(const Bytes& from, i64 first, i64 last, const Transpose& transpose,
+                    const Store& store) {
     alignas(TILE) Line scratch[ROWS * SQUARE];
     i64 height = ROWS * BLOCK_ROWS * from.stride;
     for (i64 row = 0; row < from.rows; row += ROWS * BLOCK_ROWS) {
@@ -115,8 +117,9 @@ void for_each_block(const Bytes& from, i64 first, i64 last, const Turn& turn, co
                 i64 ahead = r + down < rows ? down * ROWS * from.stride
                                             : (down - rows) * ROWS * from.stride + next_block;
                 for (i64 c = 0; c < min_of(BLOCK_COLS, last - col); c += TILE)
-                    turn(lines_of<ROWS * SQUARE>(from, row + ROWS * r, col + c, ahead, scratch),
-                         c / TILE, r);
+                    transpose(
+                        lines_of<ROWS * SQUARE>(from, row + ROWS * r, col + c, ahead, scratch),
+                        c / TILE, r);
             }
             for (i64 c = 0; c < min_of(BLOCK_COLS, last - col); c += TILE)
                 store(row, col + c, rows, c / TILE);
@@ -127,14 +130,14 @@ void for_each_block(const Bytes& from, i64 first, i64 last, const Turn& turn, co
 // to[c][r] = from[r][c] for columns [first, last) of `from`.
 void transpose_bytes(const Bytes& from, i64 first, i64 last, u8* to, i64 stride, bool stream) {
     alignas(TILE) Line tiles[TILES_ACROSS][BLOCK_ROWS];
-    auto turn = [&](const Lines& lines, i64 c, i64 r) {
-        turn_squares(lines.at, lines.stride, &tiles[c][r]);
+    auto transpose = [&](const Lines& lines, i64 c, i64 r) {
+        transpose_squares(lines.at, lines.stride, &tiles[c][r]);
     };
     auto store = [&](i64 row, i64 col, i64 rows, i64 c) {
         store_rows(tiles[c], min_of(TILE, last - col), rows, to + col * stride + row, stride,
                    stream);
     };
-    for_each_block<1>(from, first, last, turn, store);
+    for_each_block<1>(from, first, last, transpose, store);
 }
 
 // The same for nibbles: columns [first, last) count elements, and first is even. Rows of `to` hold
@@ -143,9 +146,9 @@ void transpose_nibbles(const Bytes& from, i64 first, i64 last, u8* to, bool stre
     alignas(TILE) Line even[TILES_ACROSS][BLOCK_ROWS], odd[TILES_ACROSS][BLOCK_ROWS];
     alignas(TILE) Line upper[SQUARE], lower[SQUARE];
     i64 stride = (from.rows + 1) / 2;
-    auto turn = [&](const Lines& lines, i64 c, i64 r) {
-        turn_squares(lines.at, 2 * lines.stride, upper);
-        turn_squares(lines.at + lines.stride, 2 * lines.stride, lower);
+    auto transpose = [&](const Lines& lines, i64 c, i64 r) {
+        transpose_squares(lines.at, 2 * lines.stride, upper);
+        transpose_squares(lines.at + lines.stride, 2 * lines.stride, lower);
         for (int i = 0; i < SQUARE; i++) {
             for (int j = 0; j < TILE; j += WIDE) {
                 auto a = Native::load_as<Native::Unsigned>(&upper[i][j]);
@@ -161,7 +164,7 @@ void transpose_nibbles(const Bytes& from, i64 first, i64 last, u8* to, bool stre
         store_rows(even[c], (columns + 1) / 2, size, at, 2 * stride, stream);
         store_rows(odd[c], columns / 2, size, at + stride, 2 * stride, stream);
     };
-    for_each_block<2>(from, first / 2, (last + 1) / 2, turn, store);
+    for_each_block<2>(from, first / 2, (last + 1) / 2, transpose, store);
 }
 
 void codes(const TransposeTarget& t, i64 first, i64 last, bool stream) {
@@ -232,13 +235,13 @@ ZEROCAST_EXPORT(transpose)(const void* table, long long count, long long threads
     i64 total = total_elements(targets, count, elements);
     bool stream = total > STREAM_ELEMENTS;
     i64 total_scales = total_elements(targets, count, scale_plane);
-    in_parallel(total, threads, [&](i64 part, i64 parts) {
-        share(targets, count, total, part, parts, elements,
+    in_parallel(total, threads, [&](i64 thread, i64 num_threads) {
+        share(targets, count, total, thread, num_threads, elements,
               [&](const TransposeTarget& t, i64 begin, i64 end) {
                   i64 rows = t.rowwise.grid.rows;
                   codes(t, begin / rows, end / rows, stream);
               });
-        share(targets, count, total_scales, part, parts, scale_plane,
+        share(targets, count, total_scales, thread, num_threads, scale_plane,
               [](const TransposeTarget& t, i64 begin, i64 end) {
                   i64 blocks_h = t.rowwise.grid.blocks_h();
                   if (t.scale_bytes == 1)

@@ -6,32 +6,35 @@ using namespace zerocast;
 
 template <int HEIGHT>
 struct ElementWise {
-    ZEROCAST_FN void open(const ActivationTask&, const Place<HEIGHT>&, bool) const {}
+    ZEROCAST_FN void open(const ActivationTask&, const TilePosition<HEIGHT>&, bool) const {}
 
-    // f(element) of the patch.
+    // f of each element.
     template <class F>
-    static ZEROCAST_FN void map(Patch<HEIGHT>& patch, const F& f) {
-        patch.for_each_row([&](int, const Quad& x) {
-            Quad y;
+    static ZEROCAST_FN void map(ThreadTile<HEIGHT>& elements, const F& f) {
+        elements.for_each_row([&](int, const Vec4& x) {
+            Vec4 y;
 #pragma unroll
-            for (int j = 0; j < PATCH_COLS; j++) y.x[j] = f(x.x[j]);
+            for (int j = 0; j < THREAD_COLS; j++) y.x[j] = f(x.x[j]);
             return y;
         });
     }
 
-    // Of row i of the patch, the quad of the source that stands `offset` columns further right.
-    static ZEROCAST_FN Quad load_row(const ActivationTask& task, const Place<HEIGHT>& place,
-                                     i64 offset, int i) {
-        if (place.row(i) >= place.rows || place.left() == 0) return Quad{};
-        i64 at = place.row(i) * task.table.source_cols() + offset + place.col();
-        return load_nominal(task.table.source, task.source_type, at, place.left());
+    // Of row i of the thread, the vector of the source that stands `offset` columns further
+    // right.
+    static ZEROCAST_FN Vec4 load_row(const ActivationTask& task,
+                                     const TilePosition<HEIGHT>& position, i64 offset, int i) {
+        if (position.row(i) >= position.rows || position.left() == 0) return Vec4{};
+        i64 at = position.row(i) * task.table.source_cols() + offset + position.col();
+        return load_nominal(task.table.source, task.source_type, at, position.left());
     }
 
     // Every function is 0 of 0, so nothing comes of elements that the matrix does not have.
-    ZEROCAST_FN Patch<HEIGHT> patch(const ActivationTask& task, const Place<HEIGHT>& place) const {
-        Patch<HEIGHT> x;
+    ZEROCAST_FN ThreadTile<HEIGHT> elements(const ActivationTask& task,
+                                            const TilePosition<HEIGHT>& position) const {
+        ThreadTile<HEIGHT> x;
 #pragma unroll
-        for (int i = 0; i < Place<HEIGHT>::ROWS; i++) x.row[i] = load_row(task, place, 0, i);
+        for (int i = 0; i < TilePosition<HEIGHT>::ROWS; i++)
+            x.row[i] = load_row(task, position, 0, i);
         switch (task.table.function) {
             case FUNCTION_RELU:
                 map(x, [](float v) { return relu<Scalar>(v); });
@@ -46,10 +49,10 @@ struct ElementWise {
                 map(x, [](float v) { return silu<Scalar>(v); });
                 break;
             case FUNCTION_SWIGLU: {
-                x.for_each_row([&](int i, const Quad& first) {
-                    Quad second = load_row(task, place, place.cols, i), y;
+                x.for_each_row([&](int i, const Vec4& first) {
+                    Vec4 second = load_row(task, position, position.cols, i), y;
 #pragma unroll
-                    for (int j = 0; j < PATCH_COLS; j++)
+                    for (int j = 0; j < THREAD_COLS; j++)
                         y.x[j] = swiglu<Scalar>(first.x[j], second.x[j]);
                     return y;
                 });

@@ -1,4 +1,4 @@
-// The kernels of one producer of tiles: all tiles of a launch, under the law of the codes.
+// The kernels of one producer of tiles: all tiles of a launch, under the numerics of the codes.
 #pragma once
 
 #include "cuda/activation_plane.h"
@@ -6,8 +6,8 @@
 namespace zerocast {
 inline namespace ZEROCAST_ISA {
 
-// Calls work(place, patch) with every tile of this thread block. A producer opens strips of rows
-// and computes patches, not yet rounded.
+// Calls work(position, elements) with every tile of this thread block. A producer opens strips of
+// rows and computes elements, not yet rounded.
 template <int HEIGHT, class Producer, class Work>
 ZEROCAST_FN void for_each_tile(const ActivationTask& task, const Producer& producer,
                                const Work& work) {
@@ -18,14 +18,14 @@ ZEROCAST_FN void for_each_tile(const ActivationTask& task, const Producer& produ
     for (u32 unit = blockIdx.x; unit < strips * groups; unit += gridDim.x) {
         u32 first = unit % groups * per_unit;
         u32 last = first + per_unit < across ? first + per_unit : across;
-        Place<HEIGHT> place(table, (int)(unit / groups));
-        producer.open(task, place, first == 0);
+        TilePosition<HEIGHT> position(table, (int)(unit / groups));
+        producer.open(task, position, first == 0);
         for (u32 tile = first; tile < last; tile++) {
-            place.tile_col = (int)tile * TILE_COLS;
-            Patch<HEIGHT> patch = producer.patch(task, place);
-            round_patch(patch, table.round_to);
-            store_patch(table, place, patch);
-            work(place, patch);
+            position.tile_col = (int)tile * TILE_COLS;
+            ThreadTile<HEIGHT> elements = producer.elements(task, position);
+            round_elements(elements, table.round_to);
+            store_output(table, position, elements);
+            work(position, elements);
         }
     }
 }
@@ -35,13 +35,15 @@ template <template <int> class Producer>
 ZEROCAST_FN void produce_values(const ActivationTask& task) {
     __shared__ TileMemory<LOW> memory;
     Producer<LOW> producer;
-    for_each_tile<LOW>(task, producer, [&](const Place<LOW>& place, const Patch<LOW>& patch) {
-        raise_tensor_amax(task.tensor_amax, place, patch);
+    for_each_tile<LOW>(task, producer,
+                       [&](const TilePosition<LOW>& position, const ThreadTile<LOW>& elements) {
+                           raise_tensor_amax(task.tensor_amax, position, elements);
 #pragma unroll
-        for (int p = 0; p < 2; p++) {
-            if (task.planes[p].block_amax) raise_block_amaxes(task.planes[p], place, patch, memory);
-        }
-    });
+                           for (int p = 0; p < 2; p++) {
+                               if (task.planes[p].block_amax)
+                                   raise_block_amaxes(task.planes[p], position, elements, memory);
+                           }
+                       });
 }
 
 // All that is wanted.
@@ -50,50 +52,51 @@ ZEROCAST_FN void produce_codes(const ActivationTask& task, const Scaling& scalin
                                i32* raised_amax) {
     __shared__ TileMemory<HEIGHT> memory;
     Producer<HEIGHT> producer;
-    for_each_tile<HEIGHT>(task, producer,
-                          [&](const Place<HEIGHT>& place, const Patch<HEIGHT>& patch) {
-                              raise_tensor_amax(raised_amax, place, patch);
+    for_each_tile<HEIGHT>(
+        task, producer,
+        [&](const TilePosition<HEIGHT>& position, const ThreadTile<HEIGHT>& elements) {
+            raise_tensor_amax(raised_amax, position, elements);
 #pragma unroll
-                              for (int p = 0; p < 2; p++) {
-                                  if (task.planes[p].codes || task.planes[p].scale_inv)
-                                      cast_plane(task.planes[p], place, patch, scaling, memory);
-                              }
-                          });
+            for (int p = 0; p < 2; p++) {
+                if (task.planes[p].codes || task.planes[p].scale_inv)
+                    cast_plane(task.planes[p], position, elements, scaling, memory);
+            }
+        });
 }
 
 template <template <int> class Producer, int HEIGHT, class F>
 ZEROCAST_FN void produce_float8(const ActivationTask& task) {
-    Float8Scaling<F> scaling{task.power_2_scale != 0, Scalar::value((i32)task.amax_epsilon)};
+    Float8Numerics<F> scaling{task.power_2_scale != 0, Scalar::value((i32)task.amax_epsilon)};
     produce_codes<Producer, HEIGHT>(task, scaling, task.tensor_amax);
 }
 
 template <template <int> class Producer, class F>
 ZEROCAST_FN void produce_delayed(const ActivationTask& task) {
-    produce_codes<Producer, LOW>(task, DelayedScaling<F>{*task.scale}, task.tensor_amax);
+    produce_codes<Producer, LOW>(task, DelayedNumerics<F>{*task.scale}, task.tensor_amax);
 }
 
 template <template <int> class Producer, class F>
 ZEROCAST_FN void produce_mxfp8(const ActivationTask& task) {
-    produce_codes<Producer, LOW>(task, MXFP8Scaling<F>{}, task.tensor_amax);
+    produce_codes<Producer, LOW>(task, MXFP8Numerics<F>{}, task.tensor_amax);
 }
 
 template <template <int> class Producer>
 ZEROCAST_FN void produce_nvfp4(const ActivationTask& task) {
     if (task.amax && blockIdx.x == 0 && threadIdx.x == 0) *task.amax = *task.tensor_amax;
-    NVFP4Scaling scaling(*task.tensor_amax, task.scale_max);
+    NVFP4Numerics scaling(*task.tensor_amax, task.scale_max);
     produce_codes<Producer, LOW>(task, scaling, nullptr);
 }
 
 }  // namespace ZEROCAST_ISA
 }  // namespace zerocast
 
-#define ZEROCAST_KERNEL(height, resident, name)                                              \
-    extern "C" __global__ void __launch_bounds__(zerocast::Place<zerocast::height>::THREADS, \
-                                                 resident)                                   \
+#define ZEROCAST_KERNEL(height, resident, name)                      \
+    extern "C" __global__ void __launch_bounds__(                    \
+        zerocast::TilePosition<zerocast::height>::THREADS, resident) \
         name(const __grid_constant__ zerocast::ActivationTask task)
 
-// The kernels of one producer, by the law of the codes; registers are to do for `resident` thread
-// blocks with low tiles.
+// The kernels of one producer, by the numerics of the codes; registers are to do for `resident`
+// thread blocks with low tiles.
 #define ZEROCAST_ACTIVATION_KERNELS(name, Producer, resident)                                      \
     ZEROCAST_KERNEL(LOW, resident, name##_values) { produce_values<Producer>(task); }              \
     ZEROCAST_KERNEL(LOW, resident, name##_float8_e4m3) {                                           \

@@ -3,8 +3,8 @@
 // activation_plane.h for the cast, and activation_kernels.h for what a launch runs.
 //
 // A tile is 128 columns wide and 32 rows high, or 128 (TALL) where FP8 blocks are: no block that is
-// scaled by itself is larger. A thread holds a patch of 4x4 elements, 8x4 in a tall tile, from the
-// function to the codes; a warp whole rows of the tile. So nothing in high precision touches
+// scaled by itself is larger. A thread holds 4x4 elements, 8x4 in a tall tile, from
+// the function to the codes; a warp whole rows of the tile. So nothing in high precision touches
 // memory, a tile's amaxes take one trip through shared memory, and so do codes that are stored
 // transposed.
 //
@@ -13,15 +13,15 @@
 #pragma once
 
 #include "arithmetic/activation.h"
-#include "cuda/quad.h"
+#include "cuda/vec4.h"
 
 namespace zerocast {
 inline namespace ZEROCAST_ISA {
 
 constexpr int TILE_COLS = 128, LOW = 32, TALL = 128;
-constexpr int PATCH_COLS = 4;  // of a thread; it has as many rows, or twice as many in a tall tile
+constexpr int THREAD_COLS = 4;  // of a thread; it has as many rows, or twice as many in a tall tile
 constexpr int LANES = 32;
-static_assert(TILE_COLS == PATCH_COLS * LANES, "a warp is as wide as a tile");
+static_assert(TILE_COLS == THREAD_COLS * LANES, "a warp is as wide as a tile");
 
 // One copy of the codes. A block is seen within the tile: of one that does not fit, the tile's
 // part.
@@ -44,11 +44,11 @@ struct ActivationTask {
     ActivationTable table;
     i64 source_type, weight_type, bias_type;  // Nominal
     i64 tiles_per_unit;                       // side by side, by one thread block
-    i64 power_2_scale, amax_epsilon;          // of Float8Scaling
-    i64 scale_max;                            // of NVFP4Scaling
-    const float* scale;                       // [1] of DelayedScaling
-    i32* tensor_amax;                         // [1] or null; NVFP4Scaling reads it, others raise it
-    i32* amax;                                // FP32 [1] by its bits, or null
+    i64 power_2_scale, amax_epsilon;          // of Float8Numerics
+    i64 scale_max;                            // of NVFP4Numerics
+    const float* scale;                       // [1] of DelayedNumerics
+    i32* tensor_amax;  // [1] or null; NVFP4Numerics reads it, others raise it
+    i32* amax;         // FP32 [1] by its bits, or null
     CastPlane planes[2];
 };
 static_assert(sizeof(ActivationTask) == 50 * sizeof(i64), "a row that Python writes");
@@ -56,16 +56,16 @@ static_assert(sizeof(ActivationTask) == 50 * sizeof(i64), "a row that Python wri
 // min(count, 4), and 0 for what is negative.
 ZEROCAST_FN int at_most_four(i64 count) { return count >= 4 ? 4 : count > 0 ? (int)count : 0; }
 
-// Where a thread's patch lies in the matrix, and its block's tile, HEIGHT rows high.
+// Where a thread's elements lie in the matrix, and its block's tile, HEIGHT rows high.
 template <int HEIGHT>
-struct Place {
+struct TilePosition {
     static constexpr int ROWS = HEIGHT == TALL ? 8 : 4;  // of a thread
     static constexpr int THREADS = HEIGHT / ROWS * LANES;
     int tile_row, tile_col;  // of the tile's first element; Python keeps matrices below 2^30
     int rows, cols;          // of the matrix
     int warp, lane;
 
-    ZEROCAST_FN Place(const ActivationTable& table, int strip)
+    ZEROCAST_FN TilePosition(const ActivationTable& table, int strip)
         : tile_row(strip * HEIGHT),
           tile_col(0),
           rows((int)table.rows),
@@ -74,16 +74,16 @@ struct Place {
           lane(threadIdx.x % LANES) {}
 
     ZEROCAST_FN int row(int i) const { return tile_row + ROWS * warp + i; }
-    ZEROCAST_FN int col() const { return tile_col + PATCH_COLS * lane; }
-    // Columns of the patch that the matrix has.
+    ZEROCAST_FN int col() const { return tile_col + THREAD_COLS * lane; }
+    // Columns of the thread that the matrix has.
     ZEROCAST_FN int left() const { return at_most_four(cols - col()); }
     ZEROCAST_FN bool first() const { return tile_row == 0 && tile_col == 0; }
 };
 
 template <int HEIGHT>
-struct Patch {
-    static constexpr int ROWS = Place<HEIGHT>::ROWS;
-    Quad row[ROWS];  // 0 where the matrix has no element
+struct ThreadTile {
+    static constexpr int ROWS = TilePosition<HEIGHT>::ROWS;
+    Vec4 row[ROWS];  // 0 where the matrix has no element
 
     // row[i] = f(i, row[i]) for each i, by one copy of the code of f: rows go round, because
     // registers cannot be indexed.
@@ -91,7 +91,7 @@ struct Patch {
     ZEROCAST_FN void for_each_row(const F& f) {
 #pragma unroll 1
         for (int i = 0; i < ROWS; i++) {
-            Quad made = f(i, row[0]);
+            Vec4 made = f(i, row[0]);
 #pragma unroll
             for (int k = 1; k < ROWS; k++) row[k - 1] = row[k];
             row[ROWS - 1] = made;
@@ -111,11 +111,11 @@ struct TileMemory {
 // --- elements in memory ---
 
 // Elements [at, at + 4) of a matrix, zeros past the first `left`.
-ZEROCAST_FN Quad load_nominal(const void* from, i64 type, i64 at, int left) {
-    Quad q{};
+ZEROCAST_FN Vec4 load_nominal(const void* from, i64 type, i64 at, int left) {
+    Vec4 q{};
     if (type == NOMINAL_FP32) {
         const float* x = (const float*)from + at;
-        if (left == 4 && (u64)x % 16 == 0) return load_quad(x);
+        if (left == 4 && (u64)x % 16 == 0) return load_vec4(x);
 #pragma unroll
         for (int j = 0; j < 4; j++) {
             if (j < left) q.x[j] = x[j];
@@ -136,10 +136,10 @@ ZEROCAST_FN Quad load_nominal(const void* from, i64 type, i64 at, int left) {
 }
 
 // The first `left` of four rounded elements, to element `at` of a matrix.
-ZEROCAST_FN void store_nominal(void* to, i64 type, i64 at, int left, const Quad& q) {
+ZEROCAST_FN void store_nominal(void* to, i64 type, i64 at, int left, const Vec4& q) {
     if (type == NOMINAL_FP32) {
         float* x = (float*)to + at;
-        if (left == 4 && (u64)x % 16 == 0) return store_quad(x, q, true);
+        if (left == 4 && (u64)x % 16 == 0) return store_vec4(x, q, true);
 #pragma unroll
         for (int j = 0; j < 4; j++) {
             if (j < left) x[j] = q.x[j];
@@ -165,27 +165,28 @@ ZEROCAST_FN void store_nominal(void* to, i64 type, i64 at, int left, const Quad&
 }
 
 template <int HEIGHT>
-ZEROCAST_FN void round_patch(Patch<HEIGHT>& patch, i64 nominal) {
+ZEROCAST_FN void round_elements(ThreadTile<HEIGHT>& elements, i64 nominal) {
 #pragma unroll
-    for (int i = 0; i < Place<HEIGHT>::ROWS; i++) {
+    for (int i = 0; i < TilePosition<HEIGHT>::ROWS; i++) {
         if (nominal == NOMINAL_BF16)
-            patch.row[i] = round_quad<Bf16>(patch.row[i]);
+            elements.row[i] = round_vec4<Bf16>(elements.row[i]);
         else if (nominal == NOMINAL_FP16)
-            patch.row[i] = round_quad<Fp16>(patch.row[i]);
+            elements.row[i] = round_vec4<Fp16>(elements.row[i]);
         else
-            patch.row[i] = round_quad<Fp32>(patch.row[i]);
+            elements.row[i] = round_vec4<Fp32>(elements.row[i]);
     }
 }
 
 template <int HEIGHT>
-ZEROCAST_FN void store_patch(const ActivationTable& table, const Place<HEIGHT>& place,
-                             const Patch<HEIGHT>& patch) {
-    if (!table.output || place.left() == 0) return;
+ZEROCAST_FN void store_output(const ActivationTable& table, const TilePosition<HEIGHT>& position,
+                              const ThreadTile<HEIGHT>& elements) {
+    if (!table.output || position.left() == 0) return;
 #pragma unroll
-    for (int i = 0; i < Place<HEIGHT>::ROWS; i++) {
-        if (place.row(i) >= place.rows) continue;
-        store_nominal(table.output, table.round_to, (i64)place.row(i) * place.cols + place.col(),
-                      place.left(), patch.row[i]);
+    for (int i = 0; i < TilePosition<HEIGHT>::ROWS; i++) {
+        if (position.row(i) >= position.rows) continue;
+        store_nominal(table.output, table.round_to,
+                      (i64)position.row(i) * position.cols + position.col(), position.left(),
+                      elements.row[i]);
     }
 }
 

@@ -4,8 +4,8 @@
 
 #include "arithmetic/philox.h"
 #include "arithmetic/scaling.h"
-#include "cuda/quad.h"
 #include "cuda/tiles.h"
+#include "cuda/vec4.h"
 
 namespace zerocast {
 inline namespace ZEROCAST_ISA {
@@ -17,7 +17,7 @@ ZEROCAST_FN i64 bytes_of(i64 elements) {
 
 // The byte of a plane that holds an element's code.
 template <class F>
-ZEROCAST_FN i64 place_of(const CastShard& shard, i64 element) {
+ZEROCAST_FN i64 byte_of(const CastShard& shard, i64 element) {
     i64 at =
         element - shard.codes_start;  // negative for elements of the tile that are not of the shard
     return F::BITS == 4 ? at >> 1 : at;
@@ -26,14 +26,14 @@ ZEROCAST_FN i64 place_of(const CastShard& shard, i64 element) {
 // --- multipliers: of(shard, amax_bits, block) is what the elements of a block are multiplied by
 // ---
 
-// Under a law that needs the block's amax only.
-template <class Law>
-struct Multipliers {
+// Under numerics that need the block's amax only.
+template <class Numerics>
+struct AmaxMultipliers {
     static constexpr bool TAKES_AMAX = false;
-    Law law;
+    Numerics numerics;
 
     ZEROCAST_FN float of(const CastShard&, i32 amax_bits, i64) const {
-        return law.template multiplier<Scalar>(amax_bits);
+        return numerics.template multiplier<Scalar>(amax_bits);
     }
 };
 
@@ -45,9 +45,9 @@ struct NVFP4Multipliers {
         i32 tensor_amax = *shard.tensor_amax;
         const u8* choices = shard.candidates.choices;
         if (choices)
-            return FourOverSixScaling(tensor_amax, scale_max)
+            return FourOverSixNumerics(tensor_amax, scale_max)
                 .multiplier<Scalar>(amax_bits, choices[block]);
-        return NVFP4Scaling(tensor_amax, scale_max).multiplier<Scalar>(amax_bits);
+        return NVFP4Numerics(tensor_amax, scale_max).multiplier<Scalar>(amax_bits);
     }
 };
 
@@ -60,40 +60,41 @@ struct DelayedMultipliers {
 
 // --- encoders: the code of a scaled element, which is element number `element` of its matrix ---
 
-// The nearest one.
+// By rounding to nearest.
 template <class F>
-struct Nearest {
+struct NearestVec4 {
     typedef F Format;
 
-    // Whether quads may be encoded at once.
-    ZEROCAST_FN bool takes_quads(const Tile&, const Grid&) const { return true; }
-    ZEROCAST_FN u32 encode_quad_at(i64, const Quad& scaled) const { return encode_quad<F>(scaled); }
+    // Whether vectors may be encoded at once.
+    ZEROCAST_FN bool takes_vectors(const Tile&, const Grid&) const { return true; }
+    ZEROCAST_FN u32 encode_vec4_at(i64, const Vec4& scaled) const { return encode_vec4<F>(scaled); }
     ZEROCAST_FN u32 encode_at(i64, float scaled) const { return (u32)encode<F, Scalar>(scaled); }
 };
 
-// One of the two neighbours, drawn.
-struct Drawn {
+// By stochastic rounding.
+struct StochasticVec4 {
     typedef E2M1 Format;
     RandomWords words;
-    const Draws& draws;
+    const RandomBits& random_bits;
 
-    ZEROCAST_FN Drawn(const CastShard& shard, u64 seed)
-        : words(seed, shard.draws.counter), draws(shard.draws) {}
+    ZEROCAST_FN StochasticVec4(const CastShard& shard, u64 seed)
+        : words(seed, shard.random_bits.counter), random_bits(shard.random_bits) {}
 
-    // The four elements of a quad share one draw where the weight's elements are counted so.
-    ZEROCAST_FN bool takes_quads(const Tile& tile, const Grid& grid) const {
+    // The four elements of a vector share one call of Philox where the weight's elements are
+    // counted so.
+    ZEROCAST_FN bool takes_vectors(const Tile& tile, const Grid& grid) const {
         return tile.element % 4 == 0 && (tile.rows == 1 || grid.cols % 4 == 0)
-               && draws.keeps_fours();
+               && random_bits.keeps_fours();
     }
 
-    // Of the four elements of the whole weight that `place` is one of.
-    ZEROCAST_FN void draw(i64 place, u32 (&word)[4]) const {
-        words.of_four<Scalar>((u32)(place / 4), (u32)((u64)place >> 34), word);
+    // Of the four elements of the whole weight that element `index` is one of.
+    ZEROCAST_FN void draw(i64 index, u32 (&word)[4]) const {
+        words.of_four<Scalar>((u32)(index / 4), (u32)((u64)index >> 34), word);
     }
 
-    ZEROCAST_FN u32 encode_quad_at(i64 element, const Quad& scaled) const {
+    ZEROCAST_FN u32 encode_vec4_at(i64 element, const Vec4& scaled) const {
         u32 word[4], codes = 0;
-        draw(draws.in_whole(element), word);
+        draw(random_bits.in_whole(element), word);
 #pragma unroll
         for (int i = 0; i < 4; i++)
             codes |= (u32)encode_e2m1_stochastic<Scalar>(scaled.x[i], word[i]) << 4 * i;
@@ -102,31 +103,31 @@ struct Drawn {
 
     ZEROCAST_FN u32 encode_at(i64 element, float scaled) const {
         u32 word[4];
-        i64 place = draws.in_whole(element);
-        draw(place, word);
-        u32 mine = place & 2 ? (place & 1 ? word[3] : word[2]) : place & 1 ? word[1] : word[0];
+        i64 index = random_bits.in_whole(element);
+        draw(index, word);
+        u32 mine = index & 2 ? (index & 1 ? word[3] : word[2]) : index & 1 ? word[1] : word[0];
         return (u32)encode_e2m1_stochastic<Scalar>(scaled, mine);
     }
 };
 
 // --- elements at the edges of a shard ---
 
-// Element `at` (and, of nibbles, the next) of a thread's quads: code_of(i, j) is the code of
-// element j of quad i, and is asked for owned ones only. A byte of two nibbles is written by one
+// Element `at` (and, of nibbles, the next) of a thread's vectors: code_of(i, j) is the code of
+// element j of vector i, and is asked for owned ones only. A byte of two nibbles is written by one
 // thread, so a byte that this rank shares is read and written by that one.
 template <class F, class CodeOf>
-ZEROCAST_FN void store_elements(const CastShard& shard, u8* plane, const Quads& quads, int at,
-                                const CodeOf& code_of) {
+ZEROCAST_FN void store_elements(const CastShard& shard, u8* plane, const ThreadVectors& vectors,
+                                int at, const CodeOf& code_of) {
     constexpr int AT_ONCE = F::BITS == 4 ? 2 : 1;
     int i = at / 4, j = at % 4;
     u32 code[AT_ONCE];
     bool mine[AT_ONCE];
 #pragma unroll
     for (int k = 0; k < AT_ONCE; k++) {
-        mine[k] = owns(quads, shard.start, shard.end, i, j + k);
+        mine[k] = owns(vectors, shard.start, shard.end, i, j + k);
         if (mine[k]) code[k] = code_of(i, j + k);
     }
-    u8* to = plane + place_of<F>(shard, quads.at(i) + j);
+    u8* to = plane + byte_of<F>(shard, vectors.at(i) + j);
     if constexpr (F::BITS == 8) {
         if (mine[0]) *to = (u8)code[0];
     } else if (mine[0] || mine[1]) {

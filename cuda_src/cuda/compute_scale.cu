@@ -5,8 +5,8 @@
 // A thread makes the scales of four stored columns side by side and stores them in every row that
 // repeats them, four entries at a time where the plane's rows are whole groups of four.
 //
-// A weight has one plane (part 0), or a second one of blocks of its own (part 1). The first strip
-// of the first plane does what is done once a weight.
+// A weight has one plane (number 0), or a second one with blocks of its own (number 1). The first
+// strip of the first plane does what is done once a weight.
 #include "arithmetic/scaling.h"
 #include "cuda/planes.h"
 
@@ -20,14 +20,14 @@ struct StoredPlane {
     i64 row_blocks, col_blocks;  // from one block to the next, in numbers of blocks
 
     explicit ZEROCAST_FN StoredPlane(const ScalePlane& plane) {
-        bool turned = plane.transposed;
+        bool transposed = plane.transposed;
         i64 blocks_w = plane.grid.blocks_w();
-        rows = turned ? plane.cols : plane.rows;
-        cols = turned ? plane.rows : plane.cols;
-        row_repeat = turned ? plane.col_repeat : plane.row_repeat;
-        col_repeat = turned ? plane.row_repeat : plane.col_repeat;
-        row_blocks = turned ? 1 : blocks_w;
-        col_blocks = turned ? blocks_w : 1;
+        rows = transposed ? plane.cols : plane.rows;
+        cols = transposed ? plane.rows : plane.cols;
+        row_repeat = transposed ? plane.col_repeat : plane.row_repeat;
+        col_repeat = transposed ? plane.row_repeat : plane.col_repeat;
+        row_blocks = transposed ? 1 : blocks_w;
+        col_blocks = transposed ? blocks_w : 1;
     }
 };
 
@@ -63,49 +63,51 @@ static ZEROCAST_FN void once_a_weight(const ScaleTarget& target) {
     if (target.rounding_counter) target.rounding_counter[1]++;
 }
 
-// law_of(target) is made once a strip; law.stored(amax_bits, block) is then the stored scale.
-template <class Stored, class LawOf>
+// numerics_of(target) is made once a strip; numerics.stored(amax_bits, block) is then the stored
+// scale.
+template <class Stored, class NumericsOf>
 static ZEROCAST_FN void scale_strips(const ScaleTarget* targets, const PlaneTile* tiles, i64 count,
-                                     const LawOf& law_of) {
+                                     const NumericsOf& numerics_of) {
     for (i64 t = blockIdx.x; t < count; t += gridDim.x) {
         PlaneTile tile = tiles[t];
         const ScaleTarget& target = targets[tile.weight];
-        const ScalePlane& plane = tile.part == 0 ? target.rowwise : target.columnwise;
-        auto law = law_of(target);
-        scale_strip<Stored>(plane, tile,
-                            [&](i64 block) { return law.stored(plane.block_amax[block], block); });
-        if (tile.part == 0 && tile.row == 0 && tile.col == 0 && threadIdx.x == 0)
+        const ScalePlane& plane = tile.plane == 0 ? target.rowwise : target.columnwise;
+        auto numerics = numerics_of(target);
+        scale_strip<Stored>(plane, tile, [&](i64 block) {
+            return numerics.stored(plane.block_amax[block], block);
+        });
+        if (tile.plane == 0 && tile.row == 0 && tile.col == 0 && threadIdx.x == 0)
             once_a_weight(target);
     }
 }
 
-// --- one kernel a law ---
+// --- one kernel for each scheme's numerics ---
 
-// Of a law that needs the block's amax only.
-template <class Law>
+// Of numerics that need the block's amax only.
+template <class Numerics>
 struct OfBlocks {
-    Law law;
+    Numerics numerics;
 
     ZEROCAST_FN i32 stored(i32 amax_bits, i64) const {
-        return law.template stored<Scalar>(amax_bits);
+        return numerics.template stored<Scalar>(amax_bits);
     }
 };
 
 struct OfNVFP4 {
-    FourOverSixScaling law;
+    FourOverSixNumerics numerics;
     const u8* choices;  // or null
 
     ZEROCAST_FN i32 stored(i32 amax_bits, i64 block) const {
-        if (choices) return law.stored<Scalar>(amax_bits, choices[block]);
-        return law.NVFP4Scaling::stored<Scalar>(amax_bits);
+        if (choices) return numerics.stored<Scalar>(amax_bits, choices[block]);
+        return numerics.NVFP4Numerics::stored<Scalar>(amax_bits);
     }
 };
 
-template <class Law>
+template <class Numerics>
 static ZEROCAST_FN void scales_of_blocks(const ScaleTarget* targets, const PlaneTile* tiles,
-                                         i64 count, const Law& law) {
-    scale_strips<typename Law::Stored>(targets, tiles, count,
-                                       [=](const ScaleTarget&) { return OfBlocks<Law>{law}; });
+                                         i64 count, const Numerics& numerics) {
+    scale_strips<typename Numerics::Stored>(
+        targets, tiles, count, [=](const ScaleTarget&) { return OfBlocks<Numerics>{numerics}; });
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
@@ -113,7 +115,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                               const PlaneTile* __restrict__ tiles, i64 count, i64 power_2_scale,
                               i64 amax_epsilon) {
     scales_of_blocks(targets, tiles, count,
-                     Float8Scaling<E4M3>{power_2_scale != 0, Scalar::value((i32)amax_epsilon)});
+                     Float8Numerics<E4M3>{power_2_scale != 0, Scalar::value((i32)amax_epsilon)});
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
@@ -121,25 +123,25 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                               const PlaneTile* __restrict__ tiles, i64 count, i64 power_2_scale,
                               i64 amax_epsilon) {
     scales_of_blocks(targets, tiles, count,
-                     Float8Scaling<E5M2>{power_2_scale != 0, Scalar::value((i32)amax_epsilon)});
+                     Float8Numerics<E5M2>{power_2_scale != 0, Scalar::value((i32)amax_epsilon)});
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     compute_scale_mxfp8_e4m3(const ScaleTarget* __restrict__ targets,
                              const PlaneTile* __restrict__ tiles, i64 count) {
-    scales_of_blocks(targets, tiles, count, MXFP8Scaling<E4M3>{});
+    scales_of_blocks(targets, tiles, count, MXFP8Numerics<E4M3>{});
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     compute_scale_mxfp8_e5m2(const ScaleTarget* __restrict__ targets,
                              const PlaneTile* __restrict__ tiles, i64 count) {
-    scales_of_blocks(targets, tiles, count, MXFP8Scaling<E5M2>{});
+    scales_of_blocks(targets, tiles, count, MXFP8Numerics<E5M2>{});
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     compute_scale_nvfp4(const ScaleTarget* __restrict__ targets,
                         const PlaneTile* __restrict__ tiles, i64 count, i64 scale_max) {
     scale_strips<u8>(targets, tiles, count, [=](const ScaleTarget& target) {
-        return OfNVFP4{FourOverSixScaling(*target.tensor_amax, scale_max), target.choices};
+        return OfNVFP4{FourOverSixNumerics(*target.tensor_amax, scale_max), target.choices};
     });
 }

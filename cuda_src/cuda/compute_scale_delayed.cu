@@ -12,7 +12,7 @@ using namespace zerocast;
 // the caller, from the history.
 enum Algorithm : i64 { ALGORITHM_MAX = 0, ALGORITHM_MOST_RECENT = 1, ALGORITHM_OUTSIDE = 2 };
 
-// Puts `newest` in front, drops the last; this thread's part of the largest.
+// Puts `newest` in front, drops the last; the largest that this thread has met.
 static ZEROCAST_FN i32 take_into_history(const DelayedState& state, i32 newest) {
     i32 largest = newest;
     for (i64 first = (state.length - 1) / THREADS * THREADS; first >= 0; first -= THREADS) {
@@ -45,12 +45,12 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         if (threadIdx.x != 0) continue;
 
         // What a cast multiplied by belongs to its codes: it is kept before the next one is made.
-        DelayedScaling<E4M3> law{*state.scale};
-        if (state.cast_scale) *state.cast_scale = law.scale;
-        *(i32*)target.rowwise.scale_inv = law.stored<Scalar>(amax_bits);
+        DelayedNumerics<E4M3> numerics{*state.scale};
+        if (state.cast_scale) *state.cast_scale = numerics.scale;
+        *(i32*)target.rowwise.scale_inv = numerics.stored<Scalar>(amax_bits);
         if (target.amax) *target.amax = amax_bits;
         if (enters && algorithm != ALGORITHM_OUTSIDE)
             *state.scale =
-                next_scale(Scalar::value((i32)scaled_max), Scalar::value(largest), law.scale);
+                next_scale(Scalar::value((i32)scaled_max), Scalar::value(largest), numerics.scale);
     }
 }

@@ -3,8 +3,8 @@
 // The tiles are those of a cast of the whole weight; the multipliers of a tile's blocks are made
 // once a tile.
 #include "arithmetic/scaling.h"
-#include "cuda/quad.h"
 #include "cuda/tiles.h"
+#include "cuda/vec4.h"
 
 using namespace zerocast;
 
@@ -19,36 +19,36 @@ static ZEROCAST_FN float value_of(u32 code, float multiplier) {
     return scaled<Scalar>(decode<F, Scalar>((i32)code), multiplier);
 }
 
-// multiplier_at(row, col) is that of an element of the tile; `by_quads` says that the four elements
-// of a quad share one.
+// multiplier_at(row, col) is that of an element of the tile; `by_vectors` says that the four
+// elements of a vector share one.
 template <class F, class MultiplierAt>
 static ZEROCAST_FN void decode_tile(const DequantizeTarget& target, const Tile& tile,
-                                    const Quads& quads, bool by_quads,
+                                    const ThreadVectors& vectors, bool by_vectors,
                                     const MultiplierAt& multiplier_at) {
-    bool aligned = quads_aligned(target.out + tile.element, 16, tile, target.plane.grid);
-    bool aligned_codes = quads_aligned(target.codes + tile.element * F::BITS / 8, F::BITS / 2, tile,
-                                       target.plane.grid);
+    bool aligned = vectors_aligned(target.out + tile.element, 16, tile, target.plane.grid);
+    bool aligned_codes = vectors_aligned(target.codes + tile.element * F::BITS / 8, F::BITS / 2,
+                                         tile, target.plane.grid);
     i64 numel = target.plane.grid.numel();
-    u32 whole = whole_quads(quads, tile, target.plane.grid, 0, numel);
+    u32 whole = whole_vectors(vectors, tile, target.plane.grid, 0, numel);
 #pragma unroll 2
-    for (int i = 0; i < TILE_QUADS; i++) {
-        i64 e = quads.at(i);
-        int row = quads.row_of(i), col = quads.col_of(i);
+    for (int i = 0; i < TILE_VECTORS; i++) {
+        i64 e = vectors.at(i);
+        int row = vectors.row_of(i), col = vectors.col_of(i);
         if (whole >> i & 1) {
             u32 codes = load_codes<F>(target.codes + e * F::BITS / 8, aligned_codes);
             float multiplier = multiplier_at(row, col);
-            Quad q;
+            Vec4 q;
 #pragma unroll
             for (int j = 0; j < 4; j++) {
-                if (!by_quads) multiplier = multiplier_at(row, col + j);
+                if (!by_vectors) multiplier = multiplier_at(row, col + j);
                 q.x[j] = value_of<F>(codes >> F::BITS * j & ((1u << F::BITS) - 1), multiplier);
             }
-            store_quad(target.out + e, q, aligned);
+            store_vec4(target.out + e, q, aligned);
             continue;
         }
 #pragma unroll 1
         for (int j = 0; j < 4; j++) {
-            if (!owns(quads, 0, numel, i, j)) continue;
+            if (!owns(vectors, 0, numel, i, j)) continue;
             u32 code = (u32)code_of<F>(target.codes, e + j);
             target.out[e + j] = value_of<F>(code, multiplier_at(row, col + j));
         }
@@ -68,9 +68,9 @@ static ZEROCAST_FN void decode_tiles(const DequantizeTarget* targets, const Tile
         for (int b = threadIdx.x; b < tile.blocks; b += THREADS)
             multipliers[b] = multiplier_of(target, first + b * right);
         __syncthreads();
-        Quads quads(tile, target.plane.grid, threadIdx.x);
+        ThreadVectors vectors(tile, target.plane.grid, threadIdx.x);
         decode_tile<F>(
-            target, tile, quads, quads_keep_to_blocks(tile, target.plane.grid),
+            target, tile, vectors, vectors_keep_to_blocks(tile, target.plane.grid),
             [&](int, int col) { return multipliers[block_in_tile(tile, target.plane.grid, col)]; });
         __syncthreads();  // before the next tile makes its multipliers
     }
@@ -93,7 +93,7 @@ static ZEROCAST_FN void decode_fine_tiles(const DequantizeTarget* targets, const
         }
         __syncthreads();
         decode_tile<F>(
-            target, tile, Quads::of_fine(tile, target.plane.grid, threadIdx.x), true,
+            target, tile, ThreadVectors::of_fine(tile, target.plane.grid, threadIdx.x), true,
             [&](int row, int col) {
                 return multipliers[row * tile.blocks + block_in_tile(tile, target.plane.grid, col)];
             });
@@ -101,7 +101,7 @@ static ZEROCAST_FN void decode_fine_tiles(const DequantizeTarget* targets, const
     }
 }
 
-// --- what the laws store ---
+// --- what is stored as a scale ---
 
 static ZEROCAST_FN float fp32_at(const DequantizeTarget& target, i64 at) {
     return ((const float*)target.plane.scale_inv)[at];
@@ -111,7 +111,7 @@ static ZEROCAST_FN float e8m0_at(const DequantizeTarget& target, i64 at) {
     return decode_e8m0<Scalar>(((const u8*)target.plane.scale_inv)[at]);
 }
 
-// --- one kernel a law and shape of tiles ---
+// --- one kernel for each scheme's numerics and shape of tiles ---
 
 extern "C" __global__ void __launch_bounds__(THREADS, 8)
     dequantize_float8_e4m3(const DequantizeTarget* __restrict__ targets,

@@ -12,7 +12,7 @@ using namespace zerocast;
 constexpr u32 ALL_LANES = 0xFFFFFFFFu;
 
 // Element k of a row is part k % PARTIAL_SUMS of its sums: lane k / 4 % 32 has it.
-static_assert(PARTIAL_SUMS == PATCH_COLS * LANES, "a lane keeps the sums of its four columns");
+static_assert(PARTIAL_SUMS == THREAD_COLS * LANES, "a lane keeps the sums of its four columns");
 
 static ZEROCAST_FN float shuffle(float x, int lanes) {
     return Scalar::value(__shfl_xor_sync(ALL_LANES, Scalar::bits(x), lanes));
@@ -24,12 +24,12 @@ struct Row {
     i64 row;
     int lane;
 
-    // Calls work(quad, left) for every quad of this lane; left of its elements exist.
+    // Calls work(vector, left) for every vector of this lane; left of its elements exist.
     template <class Work>
-    ZEROCAST_FN void for_each_quad(const Work& work) const {
+    ZEROCAST_FN void for_each_vector(const Work& work) const {
         i64 cols = task.table.cols;
 #pragma unroll 1
-        for (i64 k = PATCH_COLS * lane; k < cols; k += PARTIAL_SUMS)
+        for (i64 k = THREAD_COLS * lane; k < cols; k += PARTIAL_SUMS)
             work(load_nominal(task.table.source, task.source_type, row * cols + k,
                               at_most_four(cols - k)),
                  at_most_four(cols - k));
@@ -37,7 +37,7 @@ struct Row {
 
     ZEROCAST_FN i32 largest() const {
         i32 largest = 0;
-        for_each_quad([&](const Quad& q, int) {
+        for_each_vector([&](const Vec4& q, int) {
             i32 magnitude[4];
             magnitudes_of(q, magnitude);
             largest = Scalar::max(largest, largest_of(magnitude));
@@ -47,7 +47,7 @@ struct Row {
 
     ZEROCAST_FN Sum sum(float power) const {
         Sum part[4] = {};
-        for_each_quad([&](const Quad& q, int) {
+        for_each_vector([&](const Vec4& q, int) {
 #pragma unroll
             for (int j = 0; j < 4; j++) part[j].add(q.x[j] * power);
         });
@@ -65,7 +65,7 @@ struct Row {
 
     ZEROCAST_FN float squares(const RowStatistics& statistics) const {
         float part[4] = {};
-        for_each_quad([&](const Quad& q, int left) {
+        for_each_vector([&](const Vec4& q, int left) {
 #pragma unroll
             for (int j = 0; j < 4; j++) {
                 float distance = centered<Scalar>(statistics, q.x[j]);
@@ -99,61 +99,62 @@ struct Norm {
         rows = shared;
     }
 
-    ZEROCAST_FN void open(const ActivationTask& task, const Place<HEIGHT>& place,
+    ZEROCAST_FN void open(const ActivationTask& task, const TilePosition<HEIGHT>& position,
                           bool writes) const {
         __syncwarp();  // the rows before have been read
 #pragma unroll 1
-        for (int i = 0; i < Place<HEIGHT>::ROWS; i++) {
-            if (place.row(i) >= place.rows) break;
-            RowStatistics made = Row{task, place.row(i), place.lane}.statistics();
-            if (place.lane != 0) continue;
-            rows[Place<HEIGHT>::ROWS * place.warp + i] = made;
-            if (writes && task.table.mean) task.table.mean[place.row(i)] = made.plain_mean();
-            if (writes && task.table.rstd) task.table.rstd[place.row(i)] = made.plain_rstd();
+        for (int i = 0; i < TilePosition<HEIGHT>::ROWS; i++) {
+            if (position.row(i) >= position.rows) break;
+            RowStatistics made = Row{task, position.row(i), position.lane}.statistics();
+            if (position.lane != 0) continue;
+            rows[TilePosition<HEIGHT>::ROWS * position.warp + i] = made;
+            if (writes && task.table.mean) task.table.mean[position.row(i)] = made.plain_mean();
+            if (writes && task.table.rstd) task.table.rstd[position.row(i)] = made.plain_rstd();
         }
         __syncwarp();
     }
 
-    // Calls work(element, column of the patch) with the elements of rows that the matrix has.
+    // Calls work(element, column of the thread) with the elements of rows that the matrix has.
     template <class Work>
-    static ZEROCAST_FN void for_each_existing(const Place<HEIGHT>& place, Patch<HEIGHT>& patch,
-                                              const Work& work) {
+    static ZEROCAST_FN void for_each_existing(const TilePosition<HEIGHT>& position,
+                                              ThreadTile<HEIGHT>& elements, const Work& work) {
 #pragma unroll
-        for (int i = 0; i < Place<HEIGHT>::ROWS; i++) {
-            if (place.row(i) >= place.rows) continue;
+        for (int i = 0; i < TilePosition<HEIGHT>::ROWS; i++) {
+            if (position.row(i) >= position.rows) continue;
 #pragma unroll
-            for (int j = 0; j < PATCH_COLS; j++) work(patch.row[i].x[j], j);
+            for (int j = 0; j < THREAD_COLS; j++) work(elements.row[i].x[j], j);
         }
     }
 
-    ZEROCAST_FN Patch<HEIGHT> patch(const ActivationTask& task, const Place<HEIGHT>& place) const {
+    ZEROCAST_FN ThreadTile<HEIGHT> elements(const ActivationTask& task,
+                                            const TilePosition<HEIGHT>& position) const {
         const ActivationTable& table = task.table;
-        Patch<HEIGHT> patch{};
-        int left = place.left();
-        if (left == 0) return patch;
-        patch.for_each_row([&](int i, const Quad&) {
-            Quad y{};
-            if (place.row(i) >= place.rows) return y;
-            RowStatistics row = rows[Place<HEIGHT>::ROWS * place.warp + i];
-            Quad x = load_nominal(table.source, task.source_type,
-                                  (i64)place.row(i) * place.cols + place.col(), left);
+        ThreadTile<HEIGHT> elements{};
+        int left = position.left();
+        if (left == 0) return elements;
+        elements.for_each_row([&](int i, const Vec4&) {
+            Vec4 y{};
+            if (position.row(i) >= position.rows) return y;
+            RowStatistics row = rows[TilePosition<HEIGHT>::ROWS * position.warp + i];
+            Vec4 x = load_nominal(table.source, task.source_type,
+                                  (i64)position.row(i) * position.cols + position.col(), left);
 #pragma unroll
-            for (int j = 0; j < PATCH_COLS; j++) {
+            for (int j = 0; j < THREAD_COLS; j++) {
                 if (j < left) y.x[j] = centered<Scalar>(row, x.x[j]) * row.rstd;
             }
             return y;
         });
         if (table.weight) {
-            Quad weight = load_nominal(table.weight, task.weight_type, place.col(), left);
-            for_each_existing(place, patch, [&](float& y, int j) {
+            Vec4 weight = load_nominal(table.weight, task.weight_type, position.col(), left);
+            for_each_existing(position, elements, [&](float& y, int j) {
                 y = y * gamma_of<Scalar>(weight.x[j], table.zero_centered_gamma != 0);
             });
         }
         if (table.bias) {
-            Quad bias = load_nominal(table.bias, task.bias_type, place.col(), left);
-            for_each_existing(place, patch, [&](float& y, int j) { y = y + bias.x[j]; });
+            Vec4 bias = load_nominal(table.bias, task.bias_type, position.col(), left);
+            for_each_existing(position, elements, [&](float& y, int j) { y = y + bias.x[j]; });
         }
-        return patch;
+        return elements;
     }
 };
 

@@ -1,28 +1,29 @@
 // partial_amax_fine: partial_amax over fine tiles: blocks of one row, and where a weight has a
 // second plane, quantized independently over blocks of one column, that one in the same pass over
 // the masters.
-#include "cuda/quad.h"
 #include "cuda/tiles.h"
+#include "cuda/vec4.h"
 
 using namespace zerocast;
 
-// The quads of `whole`. across: [rows, blocks], the rowwise blocks; down: [columns], the second
+// The vectors of `whole`. across: [rows, blocks], the rowwise blocks; down: [columns], the second
 // plane's.
 template <class T>
-static ZEROCAST_FN void take_quads(const CastShard& shard, const Tile& tile, const T* master,
-                                   const Quads& quads, u32 whole, i32* across, i32* down) {
-    bool aligned = quads_aligned(master + tile.element, 4 * sizeof(T), tile, shard.rowwise.grid);
-    const T* from = master + quads.element;
-    int block = block_in_tile(tile, shard.rowwise.grid, quads.col);
-    // Neighbouring lanes whose quads lie in one block, a power of two.
+static ZEROCAST_FN void take_vectors(const CastShard& shard, const Tile& tile, const T* master,
+                                     const ThreadVectors& vectors, u32 whole, i32* across,
+                                     i32* down) {
+    bool aligned = vectors_aligned(master + tile.element, 4 * sizeof(T), tile, shard.rowwise.grid);
+    const T* from = master + vectors.element;
+    int block = block_in_tile(tile, shard.rowwise.grid, vectors.col);
+    // Neighbouring lanes whose vectors lie in one block, a power of two.
     int lanes = tile.blocks == 1 || shard.rowwise.grid.block_w >= 128
                     ? 32
                     : (int)shard.rowwise.grid.block_w / 4;
     i32 columns[4] = {0, 0, 0, 0};
 #pragma unroll 1
-    for (int first = 0; first < TILE_QUADS; first += AMAX_IN_FLIGHT) {
+    for (int first = 0; first < TILE_VECTORS; first += AMAX_IN_FLIGHT) {
         Four<T> four[AMAX_IN_FLIGHT];
-        load_quads(four, from, quads.step, whole, aligned);
+        load_vectors(four, from, vectors.step, whole, aligned);
 #pragma unroll
         for (int k = 0; k < AMAX_IN_FLIGHT; k++) {
             i32 magnitude[4];
@@ -34,26 +35,27 @@ static ZEROCAST_FN void take_quads(const CastShard& shard, const Tile& tile, con
                 value = Scalar::max(value, __shfl_xor_sync(ALL_LANES, value, apart));
             // Past the tile's edge the value is 0, which changes nothing.
             if (threadIdx.x % lanes == 0)
-                atomicMax(&across[quads.row_of(first + k) * tile.blocks + block], value);
+                atomicMax(&across[vectors.row_of(first + k) * tile.blocks + block], value);
         }
         whole >>= AMAX_IN_FLIGHT;
-        from += AMAX_IN_FLIGHT * quads.step;
+        from += AMAX_IN_FLIGHT * vectors.step;
     }
 #pragma unroll
-    for (int j = 0; j < 4; j++) atomicMax(&down[quads.col + j], columns[j]);
+    for (int j = 0; j < 4; j++) atomicMax(&down[vectors.col + j], columns[j]);
 }
 
 template <class T>
 static ZEROCAST_FN void take_elements(const CastShard& shard, const Tile& tile, const T* master,
-                                      const Quads& quads, u32 whole, i32* across, i32* down) {
+                                      const ThreadVectors& vectors, u32 whole, i32* across,
+                                      i32* down) {
 #pragma unroll 1
-    for (int at = 0; at < 4 * TILE_QUADS; at++) {
+    for (int at = 0; at < 4 * TILE_VECTORS; at++) {
         int i = at / 4, j = at % 4;
-        if (whole >> i & 1 || !owns(quads, shard.start, shard.end, i, j)) continue;
-        i32 value = Scalar::bits(value_of(master[quads.at(i) + j])) & MAGNITUDE_MASK;
-        int col = quads.col_of(i) + j;
+        if (whole >> i & 1 || !owns(vectors, shard.start, shard.end, i, j)) continue;
+        i32 value = Scalar::bits(value_of(master[vectors.at(i) + j])) & MAGNITUDE_MASK;
+        int col = vectors.col_of(i) + j;
         atomicMax(
-            &across[quads.row_of(i) * tile.blocks + block_in_tile(tile, shard.rowwise.grid, col)],
+            &across[vectors.row_of(i) * tile.blocks + block_in_tile(tile, shard.rowwise.grid, col)],
             value);
         atomicMax(&down[col], value);
     }
@@ -73,11 +75,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 5)
         for (int c = threadIdx.x; c < FINE_COLS; c += THREADS) down[c] = 0;
         __syncthreads();
 
-        Quads quads = Quads::of_fine(tile, shard.rowwise.grid, threadIdx.x);
-        u32 whole = whole_quads(quads, tile, shard.rowwise.grid, shard.start, shard.end);
+        ThreadVectors vectors = ThreadVectors::of_fine(tile, shard.rowwise.grid, threadIdx.x);
+        u32 whole = whole_vectors(vectors, tile, shard.rowwise.grid, shard.start, shard.end);
         with_master(shard, [&](auto* master) {
-            take_quads(shard, tile, master, quads, whole, across, down);
-            if (whole != ALL_QUADS) take_elements(shard, tile, master, quads, whole, across, down);
+            take_vectors(shard, tile, master, vectors, whole, across, down);
+            if (whole != ALL_VECTORS)
+                take_elements(shard, tile, master, vectors, whole, across, down);
         });
         __syncthreads();
 

@@ -17,135 +17,141 @@ struct TileMultipliers {
     float down[FINE_COLS];          // of the second plane
 };
 
-// The quads of `whole`, each read at once, and written to both planes. Calls derive(), which fills
-// the multipliers and has a barrier, between the first reads and their use.
+// The vectors of `whole`, each read at once, and written to both planes. Calls derive(), which
+// fills the multipliers and has a barrier, between the first reads and their use.
 template <class Nominal, class T, class Encoder, class Derive>
-static ZEROCAST_FN void cast_quads(const CastShard& shard, const Tile& tile, const T* master,
-                                   const Quads& quads, u32 whole,
-                                   const TileMultipliers& multipliers, const Encoder& encoder,
-                                   const Derive& derive) {
+static ZEROCAST_FN void cast_vectors(const CastShard& shard, const Tile& tile, const T* master,
+                                     const ThreadVectors& vectors, u32 whole,
+                                     const TileMultipliers& multipliers, const Encoder& encoder,
+                                     const Derive& derive) {
     typedef typename Encoder::Format F;
     u8* second = second_plane<F>(shard);
-    const T* from = master + quads.element;
-    bool aligned = quads_aligned(master + tile.element, 4 * sizeof(T), tile, shard.rowwise.grid);
-    i64 at = place_of<F>(shard, tile.element), step = bytes_of<F>(quads.step);
+    const T* from = master + vectors.element;
+    bool aligned = vectors_aligned(master + tile.element, 4 * sizeof(T), tile, shard.rowwise.grid);
+    i64 at = byte_of<F>(shard, tile.element), step = bytes_of<F>(vectors.step);
     bool aligned_codes =
-        quads_aligned(shard.rowwise.codes + at, F::BITS / 2, tile, shard.rowwise.grid)
+        vectors_aligned(shard.rowwise.codes + at, F::BITS / 2, tile, shard.rowwise.grid)
         && (!second || (u64)(second + at) % (F::BITS / 2) == 0);
-    i64 place = place_of<F>(shard, quads.element);
-    int block = block_in_tile(tile, shard.rowwise.grid, quads.col);
+    i64 first_byte = byte_of<F>(shard, vectors.element);
+    int block = block_in_tile(tile, shard.rowwise.grid, vectors.col);
     float down[4] = {};
 #pragma unroll 1
-    for (int first = 0; first < TILE_QUADS; first += CAST_IN_FLIGHT) {
+    for (int first = 0; first < TILE_VECTORS; first += CAST_IN_FLIGHT) {
         Four<T> four[CAST_IN_FLIGHT];
-        load_quads(four, from, quads.step, whole, aligned);
+        load_vectors(four, from, vectors.step, whole, aligned);
         if (first == 0) {
             derive();
 #pragma unroll
-            for (int j = 0; j < 4; j++) down[j] = second ? multipliers.down[quads.col + j] : 0;
+            for (int j = 0; j < 4; j++) down[j] = second ? multipliers.down[vectors.col + j] : 0;
         }
 #pragma unroll
         for (int k = 0; k < CAST_IN_FLIGHT; k++) {
             if (!(whole >> k & 1)) continue;
             int i = first + k;
-            float across = multipliers.across[quads.row_of(i) * tile.blocks + block];
-            Quad x = round_quad<Nominal>(four[k].values()), scaled;
+            float across = multipliers.across[vectors.row_of(i) * tile.blocks + block];
+            Vec4 x = round_vec4<Nominal>(four[k].values()), scaled;
             for (int j = 0; j < 4; j++) scaled.x[j] = x.x[j] * across;
-            store_codes<F>(shard.rowwise.codes + place + k * step,
-                           encoder.encode_quad_at(quads.at(i), scaled), aligned_codes);
+            store_codes<F>(shard.rowwise.codes + first_byte + k * step,
+                           encoder.encode_vec4_at(vectors.at(i), scaled), aligned_codes);
             if (!second) continue;
             for (int j = 0; j < 4; j++) scaled.x[j] = x.x[j] * down[j];
-            store_codes<F>(second + place + k * step, encoder.encode_quad_at(quads.at(i), scaled),
-                           aligned_codes);
+            store_codes<F>(second + first_byte + k * step,
+                           encoder.encode_vec4_at(vectors.at(i), scaled), aligned_codes);
         }
         whole >>= CAST_IN_FLIGHT;
-        from += CAST_IN_FLIGHT * quads.step;
-        place += CAST_IN_FLIGHT * step;
+        from += CAST_IN_FLIGHT * vectors.step;
+        first_byte += CAST_IN_FLIGHT * step;
     }
 }
 
-// The elements of all other quads.
+// The elements of all other vectors.
 template <class T, class Encoder>
 static ZEROCAST_FN void cast_elements(const CastShard& shard, const Tile& tile, const T* master,
-                                      const Quads& quads, u32 whole,
+                                      const ThreadVectors& vectors, u32 whole,
                                       const TileMultipliers& multipliers, const Encoder& encoder) {
     typedef typename Encoder::Format F;
     auto code_under = [&](int i, int j, float multiplier) {
-        i64 element = quads.at(i) + j;
+        i64 element = vectors.at(i) + j;
         return encoder.encode_at(
             element, round_element(value_of(master[element]), shard.round_to) * multiplier);
     };
     auto across = [&](int i, int j) {
-        int block = block_in_tile(tile, shard.rowwise.grid, quads.col_of(i) + j);
-        return code_under(i, j, multipliers.across[quads.row_of(i) * tile.blocks + block]);
+        int block = block_in_tile(tile, shard.rowwise.grid, vectors.col_of(i) + j);
+        return code_under(i, j, multipliers.across[vectors.row_of(i) * tile.blocks + block]);
     };
     auto down = [&](int i, int j) {
-        return code_under(i, j, multipliers.down[quads.col_of(i) + j]);
+        return code_under(i, j, multipliers.down[vectors.col_of(i) + j]);
     };
 #pragma unroll 1
-    for (int at = 0; at < 4 * TILE_QUADS; at += F::BITS == 4 ? 2 : 1) {
+    for (int at = 0; at < 4 * TILE_VECTORS; at += F::BITS == 4 ? 2 : 1) {
         if (whole >> at / 4 & 1) continue;
-        store_elements<F>(shard, shard.rowwise.codes, quads, at, across);
-        if (u8* second = second_plane<F>(shard)) store_elements<F>(shard, second, quads, at, down);
+        store_elements<F>(shard, shard.rowwise.codes, vectors, at, across);
+        if (u8* second = second_plane<F>(shard))
+            store_elements<F>(shard, second, vectors, at, down);
     }
 }
 
 template <class Encoder, class Multipliers>
 static ZEROCAST_FN void cast_tile(const CastShard& shard, const FineTile& fine,
-                                  const Encoder& encoder, const Multipliers& law,
+                                  const Encoder& encoder, const Multipliers& block_multiplier,
                                   TileMultipliers& multipliers) {
     Tile tile = fine.as_tile(shard.rowwise.grid);
     auto derive = [&] {
         i64 blocks_w = shard.rowwise.grid.blocks_w();
         for (int b = threadIdx.x; b < tile.rows * tile.blocks; b += THREADS) {
             i64 block = fine.first_block + b / tile.blocks * blocks_w + b % tile.blocks;
-            multipliers.across[b] = law.of(shard, shard.rowwise.block_amax[block], block);
+            multipliers.across[b] =
+                block_multiplier.of(shard, shard.rowwise.block_amax[block], block);
         }
         if (second_plane<typename Encoder::Format>(shard)) {
             i64 first = fine.columnwise_block_row * shard.rowwise.grid.cols + fine.col;
             for (int c = threadIdx.x; c < tile.cols; c += THREADS) {
                 i64 block = first + c;
-                multipliers.down[c] = law.of(shard, shard.columnwise.block_amax[block], block);
+                multipliers.down[c] =
+                    block_multiplier.of(shard, shard.columnwise.block_amax[block], block);
             }
         }
         __syncthreads();
     };
-    Quads quads = Quads::of_fine(tile, shard.rowwise.grid, threadIdx.x);
-    bool at_once = encoder.takes_quads(tile, shard.rowwise.grid);
-    u32 whole = at_once ? whole_quads(quads, tile, shard.rowwise.grid, shard.start, shard.end) : 0;
+    ThreadVectors vectors = ThreadVectors::of_fine(tile, shard.rowwise.grid, threadIdx.x);
+    bool at_once = encoder.takes_vectors(tile, shard.rowwise.grid);
+    u32 whole =
+        at_once ? whole_vectors(vectors, tile, shard.rowwise.grid, shard.start, shard.end) : 0;
     with_rounded_master(shard, [&](auto* master, auto nominal) {
-        cast_quads<decltype(nominal)>(shard, tile, master, quads, whole, multipliers, encoder,
-                                      derive);
+        cast_vectors<decltype(nominal)>(shard, tile, master, vectors, whole, multipliers, encoder,
+                                        derive);
     });
-    if (whole != ALL_QUADS) {
+    if (whole != ALL_VECTORS) {
         with_master(shard, [&](auto* master) {
-            cast_elements(shard, tile, master, quads, whole, multipliers, encoder);
+            cast_elements(shard, tile, master, vectors, whole, multipliers, encoder);
         });
     }
 }
 
 template <class MakeEncoder, class Multipliers>
 static ZEROCAST_FN void cast_tiles(const CastShard* shards, const FineTile* tiles, i64 count,
-                                   const MakeEncoder& encoder_of, const Multipliers& law,
+                                   const MakeEncoder& encoder_of,
+                                   const Multipliers& block_multiplier,
                                    TileMultipliers& multipliers) {
     for (i64 t = blockIdx.x; t < count; t += gridDim.x) {
         FineTile tile = tiles[t];
         const CastShard& shard = shards[tile.weight];
-        cast_tile(shard, tile, encoder_of(shard), law, multipliers);
+        cast_tile(shard, tile, encoder_of(shard), block_multiplier, multipliers);
         __syncthreads();  // before the next tile derives its multipliers
     }
 }
 
-// --- one kernel a law ---
+// --- one kernel for each scheme's numerics ---
 
 extern "C" __global__ void __launch_bounds__(THREADS, 4)
     partial_cast_fine_float8_e4m3(const CastShard* __restrict__ shards,
                                   const FineTile* __restrict__ tiles, i64 count, i64 power_2_scale,
                                   i64 amax_epsilon) {
     __shared__ TileMultipliers multipliers;
-    Multipliers<Float8Scaling<E4M3>> law{{power_2_scale != 0, Scalar::value((i32)amax_epsilon)}};
-    auto encoder_of = [](const CastShard&) { return Nearest<E4M3>{}; };
-    cast_tiles(shards, tiles, count, encoder_of, law, multipliers);
+    AmaxMultipliers<Float8Numerics<E4M3>> block_multiplier{
+        {power_2_scale != 0, Scalar::value((i32)amax_epsilon)}};
+    auto encoder_of = [](const CastShard&) { return NearestVec4<E4M3>{}; };
+    cast_tiles(shards, tiles, count, encoder_of, block_multiplier, multipliers);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 4)
@@ -153,32 +159,35 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4)
                                   const FineTile* __restrict__ tiles, i64 count, i64 power_2_scale,
                                   i64 amax_epsilon) {
     __shared__ TileMultipliers multipliers;
-    Multipliers<Float8Scaling<E5M2>> law{{power_2_scale != 0, Scalar::value((i32)amax_epsilon)}};
-    auto encoder_of = [](const CastShard&) { return Nearest<E5M2>{}; };
-    cast_tiles(shards, tiles, count, encoder_of, law, multipliers);
+    AmaxMultipliers<Float8Numerics<E5M2>> block_multiplier{
+        {power_2_scale != 0, Scalar::value((i32)amax_epsilon)}};
+    auto encoder_of = [](const CastShard&) { return NearestVec4<E5M2>{}; };
+    cast_tiles(shards, tiles, count, encoder_of, block_multiplier, multipliers);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 4)
     partial_cast_fine_mxfp8_e4m3(const CastShard* __restrict__ shards,
                                  const FineTile* __restrict__ tiles, i64 count) {
     __shared__ TileMultipliers multipliers;
-    auto encoder_of = [](const CastShard&) { return Nearest<E4M3>{}; };
-    cast_tiles(shards, tiles, count, encoder_of, Multipliers<MXFP8Scaling<E4M3>>{}, multipliers);
+    auto encoder_of = [](const CastShard&) { return NearestVec4<E4M3>{}; };
+    cast_tiles(shards, tiles, count, encoder_of, AmaxMultipliers<MXFP8Numerics<E4M3>>{},
+               multipliers);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 4)
     partial_cast_fine_mxfp8_e5m2(const CastShard* __restrict__ shards,
                                  const FineTile* __restrict__ tiles, i64 count) {
     __shared__ TileMultipliers multipliers;
-    auto encoder_of = [](const CastShard&) { return Nearest<E5M2>{}; };
-    cast_tiles(shards, tiles, count, encoder_of, Multipliers<MXFP8Scaling<E5M2>>{}, multipliers);
+    auto encoder_of = [](const CastShard&) { return NearestVec4<E5M2>{}; };
+    cast_tiles(shards, tiles, count, encoder_of, AmaxMultipliers<MXFP8Numerics<E5M2>>{},
+               multipliers);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 4)
     partial_cast_fine_nvfp4(const CastShard* __restrict__ shards,
                             const FineTile* __restrict__ tiles, i64 count, i64 scale_max) {
     __shared__ TileMultipliers multipliers;
-    auto encoder_of = [](const CastShard&) { return Nearest<E2M1>{}; };
+    auto encoder_of = [](const CastShard&) { return NearestVec4<E2M1>{}; };
     cast_tiles(shards, tiles, count, encoder_of, NVFP4Multipliers{scale_max}, multipliers);
 }
 
@@ -187,6 +196,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4)
                                   const FineTile* __restrict__ tiles, i64 count, i64 scale_max,
                                   i64 seed) {
     __shared__ TileMultipliers multipliers;
-    auto encoder_of = [=](const CastShard& shard) { return Drawn(shard, (u64)seed); };
+    auto encoder_of = [=](const CastShard& shard) { return StochasticVec4(shard, (u64)seed); };
     cast_tiles(shards, tiles, count, encoder_of, NVFP4Multipliers{scale_max}, multipliers);
 }

@@ -1,11 +1,11 @@
-// partial_select: 4-over-6, this rank's part of the choice between two scales a block.
+// partial_select: 4-over-6, what this rank knows for the choice between two scales a block.
 //
 // A lane takes one row inside a block, sixteen elements from left to right, and the sixteen lanes
 // of a block add up their rows. In a row of blocks that ranks share, a row inside a block that is
 // whole leaves its errors, and one that is cut its elements, for select to put together.
-#include "cuda/choices.h"
-#include "cuda/quad.h"
+#include "cuda/four_over_six.h"
 #include "cuda/tiles.h"
+#include "cuda/vec4.h"
 
 using namespace zerocast;
 

@@ -16,7 +16,7 @@ constexpr int STRIP_THREADS = 64;
 
 struct PlaneTile {
     i32 weight;  // row of the table
-    i32 part;    // which of the weight's planes
+    i32 plane;   // which of the weight's planes
     i64 row, row_end, col;
 };
 static_assert(sizeof(PlaneTile) == 32, "four words of the table that Python makes");

@@ -1,7 +1,7 @@
 // probe_read: reads memory and does next to nothing with it: what a kernel could reach that only
 // reads. For scripts/bench_cuda.py.
-#include "cuda/quad.h"
 #include "cuda/tiles.h"
+#include "cuda/vec4.h"
 
 using namespace zerocast;
 
@@ -16,9 +16,9 @@ extern "C" __global__ void __launch_bounds__(256)
         u32 smallest = 0xFFFFFFFFu;
 #pragma unroll 1
         for (int first = 0; first < 32; first += IN_FLIGHT) {
-            Quad q[IN_FLIGHT];
+            Vec4 q[IN_FLIGHT];
 #pragma unroll
-            for (int k = 0; k < IN_FLIGHT; k++) q[k] = load_quad(at + (first + k) * 1024);
+            for (int k = 0; k < IN_FLIGHT; k++) q[k] = load_vec4(at + (first + k) * 1024);
 #pragma unroll
             for (int k = 0; k < IN_FLIGHT; k++) {
 #pragma unroll

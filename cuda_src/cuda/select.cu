@@ -2,7 +2,7 @@
 // elements; the same on every rank.
 //
 // A lane takes one row inside a block, and the sixteen lanes of a block add up their rows.
-#include "cuda/choices.h"
+#include "cuda/four_over_six.h"
 #include "cuda/planes.h"
 
 using namespace zerocast;

@@ -5,9 +5,9 @@
 // become two rows of bytes, one for the even and one for the odd columns, whose bytes already hold
 // the two rows side by side.
 //
-// A weight has two planes: codes (part 0) in squares of 128x128 bytes, and scales (part 1), where
-// every row is stored as often as it repeats. Part 1's tiles are 128 columns of some rows of
-// blocks.
+// A weight has two planes: codes (number 0) in squares of 128x128 bytes, and scales (number 1),
+// where every row is stored as often as it repeats. The scales' tiles are 128 columns of some rows
+// of blocks.
 #include "cuda/planes.h"
 #include "cuda/transpose.h"
 
@@ -17,21 +17,22 @@ constexpr int SIDE = 128;            // bytes of a square
 constexpr int SQUARE_THREADS = 256;  // each holds 4 rows of 16 bytes
 
 struct Square {
-    uint4 row[SIDE][SIDE / 16];  // 16 KiB; which 16 bytes are where, is a matter of place()
+    uint4 row[SIDE][SIDE / 16];  // 16 KiB; which 16 bytes are where, is a matter of swizzled()
 };
 
 // Where bytes [16 * at, 16 * at + 16) of a row lie: threads that fill one word of 32 rows each, and
 // threads that read 16 bytes of a row, then touch all banks evenly.
-static ZEROCAST_FN int place(int row, int at) { return at ^ (row >> 4 & 7); }
+static ZEROCAST_FN int swizzled(int row, int at) { return at ^ (row >> 4 & 7); }
 
-// The thread's part of a square: rows 4 * quad to 4 * quad + 3, bytes 16 * at to 16 * at + 15.
-struct Part {
-    int quad, at;
-    ZEROCAST_FN explicit Part(int thread) : quad(thread / 8), at(thread % 8) {}
+// The thread's share of a square: rows 4 * group to 4 * group + 3, bytes 16 * at to 16 * at + 15.
+struct ThreadShare {
+    int group, at;
+    ZEROCAST_FN explicit ThreadShare(int thread) : group(thread / 8), at(thread % 8) {}
 };
 
-// Puts the thread's part, four rows of four words, into the square's columns.
-static ZEROCAST_FN void put_transposed(Square& square, const Part& part, const uint4 (&rows)[4]) {
+// Puts the thread's share, four rows of four words, into the square's columns.
+static ZEROCAST_FN void put_transposed(Square& square, const ThreadShare& share,
+                                       const uint4 (&rows)[4]) {
     const u32 words[4][4] = {{rows[0].x, rows[1].x, rows[2].x, rows[3].x},
                              {rows[0].y, rows[1].y, rows[2].y, rows[3].y},
                              {rows[0].z, rows[1].z, rows[2].z, rows[3].z},
@@ -42,8 +43,8 @@ static ZEROCAST_FN void put_transposed(Square& square, const Part& part, const u
         transpose_4x4(columns);
 #pragma unroll
         for (int k = 0; k < 4; k++) {
-            int row = 16 * part.at + 4 * j + k;
-            ((u32*)&square.row[row][place(row, part.quad / 4)])[part.quad % 4] = columns[k];
+            int row = 16 * share.at + 4 * j + k;
+            ((u32*)&square.row[row][swizzled(row, share.group / 4)])[share.group % 4] = columns[k];
         }
     }
 }
@@ -93,7 +94,7 @@ static ZEROCAST_FN void store_square(const Square& square, const Bytes<u8>& to, 
     for (int i = threadIdx.x; i < SIDE * (SIDE / 16); i += SQUARE_THREADS) {
         int row = i / (SIDE / 16), at = i % (SIDE / 16);
         store_16(to, aligned, first + (i64)row * step, col + 16 * at,
-                 square.row[row][place(row, at)]);
+                 square.row[row][swizzled(row, at)]);
     }
 }
 
@@ -103,13 +104,13 @@ static ZEROCAST_FN void transpose_bytes(const TransposeTarget& target, const Pla
                                         Square& square) {
     i64 height = target.rowwise.grid.rows, width = target.rowwise.grid.cols;
     Bytes<const u8> from{target.codes, height, width, width};
-    Part part(threadIdx.x);
+    ThreadShare share(threadIdx.x);
     bool aligned = from.aligned();
     uint4 rows[4];
 #pragma unroll
     for (int i = 0; i < 4; i++)
-        rows[i] = load_16(from, aligned, tile.row + 4 * part.quad + i, tile.col + 16 * part.at);
-    put_transposed(square, part, rows);
+        rows[i] = load_16(from, aligned, tile.row + 4 * share.group + i, tile.col + 16 * share.at);
+    put_transposed(square, share, rows);
     __syncthreads();
     store_square(square, Bytes<u8>{target.columnwise_codes, width, height, height}, tile.col, 1,
                  tile.row);
@@ -127,20 +128,20 @@ static ZEROCAST_FN void transpose_nibbles(const TransposeTarget& target, const P
                                           Square& even, Square& odd) {
     i64 height = target.rowwise.grid.rows, width = target.rowwise.grid.cols;
     Bytes<const u8> from{target.codes, height, (width + 1) / 2, (width + 1) / 2};
-    Part part(threadIdx.x);
+    ThreadShare share(threadIdx.x);
     bool aligned = from.aligned();
     uint4 evens[4], odds[4];
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-        i64 row = 2 * (tile.row + 4 * part.quad + i), col = tile.col + 16 * part.at;
+        i64 row = 2 * (tile.row + 4 * share.group + i), col = tile.col + 16 * share.at;
         uint4 a = load_16(from, aligned, row, col), b = load_16(from, aligned, row + 1, col);
         split_nibbles(a.x, b.x, evens[i].x, odds[i].x);
         split_nibbles(a.y, b.y, evens[i].y, odds[i].y);
         split_nibbles(a.z, b.z, evens[i].z, odds[i].z);
         split_nibbles(a.w, b.w, evens[i].w, odds[i].w);
     }
-    put_transposed(even, part, evens);
-    put_transposed(odd, part, odds);
+    put_transposed(even, share, evens);
+    put_transposed(odd, share, odds);
     __syncthreads();
     i64 stride = (height + 1) / 2;
     Bytes<u8> to{target.columnwise_codes, width, stride, stride};
@@ -158,8 +159,8 @@ static ZEROCAST_FN void transpose_scales(const TransposeTarget& target, const Pl
     auto plane = (Stored*)to.scale_inv;
     i64 from_stride = target.rowwise.down(), repeat = to.row_repeat;
     i64 blocks_h = target.rowwise.grid.blocks_h(), blocks_w = target.rowwise.grid.blocks_w();
-    int quad = threadIdx.x % (SIDE / 4);
-    i64 col = tile.col + 4 * quad;
+    int vector = threadIdx.x % (SIDE / 4);
+    i64 col = tile.col + 4 * vector;
     if (col >= to.padded_cols) return;
     for (i64 block = tile.row + threadIdx.x / (SIDE / 4); block < tile.row_end;
          block += SQUARE_THREADS / (SIDE / 4)) {
@@ -191,7 +192,7 @@ extern "C" __global__ void __launch_bounds__(SQUARE_THREADS)
                     const PlaneTile* __restrict__ tiles, i64 count) {
     __shared__ Square square;
     for (i64 t = blockIdx.x; t < count; t += gridDim.x) {
-        if (tiles[t].part == 0)
+        if (tiles[t].plane == 0)
             transpose_bytes(targets[tiles[t].weight], tiles[t], square);
         else
             scales_of(targets[tiles[t].weight], tiles[t]);
@@ -204,7 +205,7 @@ extern "C" __global__ void __launch_bounds__(SQUARE_THREADS, 3)
                     const PlaneTile* __restrict__ tiles, i64 count) {
     __shared__ Square even, odd;
     for (i64 t = blockIdx.x; t < count; t += gridDim.x) {
-        if (tiles[t].part == 0)
+        if (tiles[t].plane == 0)
             transpose_nibbles(targets[tiles[t].weight], tiles[t], even, odd);
         else
             scales_of(targets[tiles[t].weight], tiles[t]);

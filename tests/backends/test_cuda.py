@@ -172,7 +172,7 @@ def test_the_key_holds_everything(nvrtc: object, tmp_path: Path, monkeypatch) ->
         keys.append(compiler.cache_key("transpose", "sm_90"))
         return len(set(keys)) == len(keys)
 
-    for file in ("cuda/transpose.cu", "cuda/quad.h", "arithmetic/lanes.h"):
+    for file in ("cuda/transpose.cu", "cuda/vec4.h", "arithmetic/lanes.h"):
         with (root / file).open("a") as f:
             f.write("// more\n")
         assert changed(), file

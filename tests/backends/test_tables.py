@@ -83,7 +83,7 @@ WRITERS = {
 
 def test_every_row_is_here() -> None:
     """What a header asserts of a row is compared below."""
-    assert sizes().keys() == {*WRITERS, "LawTable"}
+    assert sizes().keys() == {*WRITERS, "NumericsTable"}
 
 
 @pytest.mark.parametrize("name", WRITERS)
@@ -96,4 +96,4 @@ def test_a_row_has_the_fields_of_its_struct(name: str) -> None:
 @pytest.mark.parametrize("numerics", LAWS, ids=str)
 def test_a_law_has_the_fields_of_its_struct(numerics: object) -> None:
     """Whichever it is."""
-    assert len(numerics_fields(numerics, "cpu")) == sizes()["LawTable"]
+    assert len(numerics_fields(numerics, "cpu")) == sizes()["NumericsTable"]

@@ -117,7 +117,7 @@ def test_a_missing_barrier_of_a_warp() -> None:
     "mistake",
     [
         Mistake("activation", TILE, "count >= 4 ? 4", "count >= 3 ? 4"),
-        Mistake("activation", PLANE, "row(i) < place.rows ? existing", "row(i) <= 0 ? existing"),
+        Mistake("activation", PLANE, "row(i) < position.rows ? existing", "row(i) <= 0 ? existing"),
         Mistake("activation", PLANE, "largest >= INFINITY_BITS", "largest > 0"),
         Mistake("activation", PLANE, "r < plane.down_entries", "r + 1 < plane.down_entries"),
         Mistake("activation", PLANE, "log2_w == 0 ? j : 0", "log2_w == 0 ? 0 : 0"),
@@ -180,6 +180,8 @@ def test_kernels_stay_inside_of_their_tensors() -> None:
 @pytest.mark.nightly
 def test_a_write_past_the_end_is_seen() -> None:
     """A tile that writes rows past the last one is found by the sanitizer itself."""
-    done = under_the_sanitizer("activation", TILE, "if (place.row(i) >= place.rows) continue;", "")
+    done = under_the_sanitizer(
+        "activation", TILE, "if (position.row(i) >= position.rows) continue;", ""
+    )
     assert done.returncode != 0
     assert "AddressSanitizer: heap-buffer-overflow" in done.stderr, done.stderr[-3000:]

@@ -144,7 +144,7 @@ def test_one_too_many_or_too_few(source: str, right: str, wrong: str) -> None:
 @pytest.mark.parametrize("source", ["partial_select", "select"])
 def test_another_order_of_sums(source: str, right: str, wrong: str) -> None:
     """Rows of a block that are added in another order, or left out, and another tie show."""
-    assert is_caught(Mistake(source, "cuda/choices.h", right, wrong))
+    assert is_caught(Mistake(source, "cuda/four_over_six.h", right, wrong))
 
 
 def fault(right: str, wrong: str) -> str:

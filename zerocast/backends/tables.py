@@ -30,7 +30,7 @@ from zerocast.numerics import (
 Address = Callable[[torch.Tensor], int]
 """A tensor's address, or BackendError where the backend cannot take the tensor."""
 
-# The numbers of the C side: FormatId, LawKind and ErrorKind in tables.h.
+# The numbers of the C side: FormatId, NumericsKind and ErrorKind in tables.h.
 FORMATS = {E2M1: 0, E4M3: 1, E5M2: 2}
 LAWS: dict[type[Numerics], int] = {
     Float8Numerics: 0,
@@ -42,7 +42,7 @@ ERRORS = {None: 0, "mae": 1, "mse": 2}
 
 
 def numerics_fields(numerics: Numerics, backend: str) -> list[int]:
-    """LawTable.
+    """NumericsTable.
 
     Raises:
         BackendError: where compiled code has no such numerics; ``backend`` is named.
@@ -146,7 +146,7 @@ def candidate_fields(
 
 
 def draw_fields(shard: TensorOperand, address: Address) -> list[int]:
-    """Draws."""
+    """RandomBits."""
     rounding = shard.rounding
     if rounding is None:
         return [0] * 4

@@ -134,7 +134,7 @@ class CudaBackend:
         ending, scalars = scale_kernel(numerics, self.name)
         kernel = Kernel("compute_scale", f"compute_scale_{ending}", THREADS)
         cuts = [
-            [_scale_cut(part, each.plane.scales) for part, each in enumerate(o.scaled_planes)]
+            [_scale_cut(number, each.plane.scales) for number, each in enumerate(o.scaled_planes)]
             for o in operands
         ]
         return self._tables.launch(kernel, rows, cuts, scalars, operands)
@@ -285,10 +285,10 @@ def _second_grid(shard: TensorOperand) -> BlockGrid | None:
     return planes[1].plane.grid if len(planes) > 1 else None
 
 
-def _scale_cut(part: int, layout: ScaleLayout) -> Cut:
+def _scale_cut(plane: int, layout: ScaleLayout) -> Cut:
     """How a stored plane is cut: by the stored rows of a block."""
     repeat = layout.col_repeat if layout.transposed else layout.row_repeat
-    return scale_tiles, part, layout.shape, repeat
+    return scale_tiles, plane, layout.shape, repeat
 
 
 def _check_choosing(grid: BlockGrid) -> None:

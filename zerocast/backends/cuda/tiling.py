@@ -108,13 +108,13 @@ def fine_tiles(weight: int, grid: BlockGrid, block_h: int, extent: Extent) -> to
     return torch.stack(fields, dim=1)
 
 
-def scale_tiles(weight: int, part: int, shape: tuple[int, int], row_repeat: int) -> torch.Tensor:
+def scale_tiles(weight: int, plane: int, shape: tuple[int, int], row_repeat: int) -> torch.Tensor:
     """The tiles of a stored plane of scales; int64 [tiles, 4], the fields of ``PlaneTile``.
 
     Rows count groups of ``row_repeat`` stored rows, columns stored columns.
     """
     rows, cols = ceil_div(shape[0], row_repeat), shape[1]
-    return _plane_tiles(weight, part, (rows, cols), SCALE_GROUPS, SCALE_COLS)
+    return _plane_tiles(weight, plane, (rows, cols), SCALE_GROUPS, SCALE_COLS)
 
 
 def choice_tiles(weight: int, cuts: int, blocks_w: int) -> torch.Tensor:
@@ -179,10 +179,10 @@ def _met_tiles(
 
 
 def _plane_tiles(
-    weight: int, part: int, shape: tuple[int, int], height: int, width: int
+    weight: int, plane: int, shape: tuple[int, int], height: int, width: int
 ) -> torch.Tensor:
     down, across = ceil_div(shape[0], height), ceil_div(shape[1], width)
     row = torch.arange(down, dtype=torch.int64, device="cpu").repeat_interleave(across) * height
     col = torch.arange(across, dtype=torch.int64, device="cpu").repeat(down) * width
-    first = torch.full_like(row, weight + (part << 32))
+    first = torch.full_like(row, weight + (plane << 32))
     return torch.stack([first, row, (row + height).clamp(max=shape[0]), col], dim=1)

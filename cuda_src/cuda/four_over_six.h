@@ -17,23 +17,24 @@ struct Errors {
 // Both candidates of one block, ready to be applied to its elements.
 template <bool SQUARED>
 struct BlockCandidates {
-    FourOverSixScaling law;
+    FourOverSixNumerics numerics;
     float map4, map6;                // the stored scales' values
     float multiplier4, multiplier6;  // what elements are multiplied by
 
     ZEROCAST_FN BlockCandidates(i32 tensor_amax, i64 scale_max, i32 amax_bits)
-        : law(tensor_amax, scale_max) {
-        i32 stored4 = law.stored<Scalar>(amax_bits, 1), stored6 = law.stored<Scalar>(amax_bits, 0);
+        : numerics(tensor_amax, scale_max) {
+        i32 stored4 = numerics.stored<Scalar>(amax_bits, 1),
+            stored6 = numerics.stored<Scalar>(amax_bits, 0);
         map4 = decode<E4M3, Scalar>(stored4);
         map6 = decode<E4M3, Scalar>(stored6);
-        multiplier4 = law.multiplier_under<Scalar>(stored4);
-        multiplier6 = law.multiplier_under<Scalar>(stored6);
+        multiplier4 = numerics.multiplier_under<Scalar>(stored4);
+        multiplier6 = numerics.multiplier_under<Scalar>(stored6);
     }
 
     // Adds the errors of one more element, rounded, to those on its left.
     ZEROCAST_FN void add(float x, Errors& sum) const {
-        sum.map4 = sum.map4 + law.error<SQUARED, Scalar>(x, map4, multiplier4);
-        sum.map6 = sum.map6 + law.error<SQUARED, Scalar>(x, map6, multiplier6);
+        sum.map4 = sum.map4 + numerics.error<SQUARED, Scalar>(x, map4, multiplier4);
+        sum.map6 = sum.map6 + numerics.error<SQUARED, Scalar>(x, map6, multiplier6);
     }
 };
 

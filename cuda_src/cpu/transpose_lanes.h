@@ -16,7 +16,7 @@ ZEROCAST_FN T interleaved(T a, T b, Indices<I...>) {
 // Element c of register r goes to element r of register c. Each round interleaves registers half of
 // them apart, which moves one bit of the register's number into the element's.
 template <class L, class T>
-ZEROCAST_FN void turn(T* x) {
+ZEROCAST_FN void transpose_lanes(T* x) {
     typedef typename IndicesTo<L::WIDTH>::Type All;
     constexpr int W = L::WIDTH;
     T y[W];

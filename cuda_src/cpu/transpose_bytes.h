@@ -32,7 +32,7 @@ ZEROCAST_FN Bytes4 every_second_square(Bytes4 a, Bytes4 b, Indices<I...>) {
 
 // 16 lines: in each 16 columns of them, byte (row r, column c) moves to (row c, column r). Four
 // rounds of interleaving rows i and i + 8 do that.
-inline void turn_squares(const u8* from, i64 stride, Line* to) {
+inline void transpose_squares(const u8* from, i64 stride, Line* to) {
     for (int col = 0; col < TILE; col += WIDE) {
         Bytes4 a[SQUARE], b[SQUARE];
         for (int i = 0; i < SQUARE; i++) memcpy(&a[i], from + i * stride + col, WIDE);
@@ -47,8 +47,9 @@ inline void turn_squares(const u8* from, i64 stride, Line* to) {
     }
 }
 
-// Rows i, 16 + i, 32 + i and 48 + i of the transpose of a tile, whose squares are turned: what a
-// register holds are pieces of so many rows, and rounds of taking every second one sort them.
+// Rows i, 16 + i, 32 + i and 48 + i of the transpose of a tile, whose squares are transposed within
+// themselves: a register holds pieces of so many rows, and rounds of taking every second one sort
+// them.
 ZEROCAST_FN void rows_of(const Line* tile, int i, Line* rows) {
     constexpr int N = WIDE / SQUARE, REGISTERS = TILE / WIDE;
     for (int across = 0; across < REGISTERS; across++) {

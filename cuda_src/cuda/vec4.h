@@ -1,8 +1,8 @@
 // Four elements side by side in the registers of one CUDA thread: read, rounded, encoded, written.
 //
-// The law is formats.h. Where the device converts by an instruction of its own, that instruction
-// stands here, beside the portable form that it has to agree with; a compiler that is no CUDA
-// compiler sees the portable form only.
+// formats.h says what the codes are. Where the device converts by an instruction of its own, that
+// instruction stands here, beside the portable form that it has to agree with; a compiler that is
+// no CUDA compiler sees the portable form only.
 #pragma once
 
 #include "arithmetic/masters.h"
@@ -10,29 +10,29 @@
 namespace zerocast {
 inline namespace ZEROCAST_ISA {
 
-struct Quad {
+struct Vec4 {
     float x[4];
 };
 
 // 16 bytes from an address that is a multiple of 16, which no thread of the launch writes.
-ZEROCAST_FN Quad load_quad(const float* from) {
+ZEROCAST_FN Vec4 load_vec4(const float* from) {
 #ifdef __CUDA_ARCH__
     // Read once and not again: it need not take a place in the first-level cache. Volatile, so
     // that the compiler does not move one read after the use of another.
-    Quad q;
+    Vec4 q;
     asm volatile("ld.global.nc.L1::no_allocate.v4.f32 {%0, %1, %2, %3}, [%4];"
                  : "=f"(q.x[0]), "=f"(q.x[1]), "=f"(q.x[2]), "=f"(q.x[3])
                  : "l"(__cvta_generic_to_global(from)));
     return q;
 #else
     float4 v = *(const float4*)from;
-    return Quad{{v.x, v.y, v.z, v.w}};
+    return Vec4{{v.x, v.y, v.z, v.w}};
 #endif
 }
 
 // From any address of a float.
-ZEROCAST_FN Quad load_elements(const float* from) {
-    return Quad{{from[0], from[1], from[2], from[3]}};
+ZEROCAST_FN Vec4 load_elements(const float* from) {
+    return Vec4{{from[0], from[1], from[2], from[3]}};
 }
 
 // Four elements as they lie in memory.
@@ -40,8 +40,8 @@ template <class T>
 struct Four {
     u64 bits;  // 16 an element, the first one's lowest
 
-    ZEROCAST_FN Quad values() const {
-        Quad q;
+    ZEROCAST_FN Vec4 values() const {
+        Vec4 q;
 #pragma unroll
         for (int j = 0; j < 4; j++) q.x[j] = value_of(T{(unsigned short)(bits >> 16 * j)});
         return q;
@@ -49,29 +49,30 @@ struct Four {
 };
 template <>
 struct Four<float> {
-    Quad q;
+    Vec4 q;
 
-    ZEROCAST_FN Quad values() const { return q; }
+    ZEROCAST_FN Vec4 values() const { return q; }
 };
 
 // The N fours at `from` and every `step` elements on, as far as their bits of `wanted` are set, all
 // asked for before the first one is there; zeros for the others. `aligned`: to their bytes, all.
 template <int N>
-ZEROCAST_FN void load_quads(Four<float> (&four)[N], const float* from, i64 step, u32 wanted,
-                            bool aligned) {
+ZEROCAST_FN void load_vectors(Four<float> (&four)[N], const float* from, i64 step, u32 wanted,
+                              bool aligned) {
     if (aligned) {
 #pragma unroll
         for (int k = 0; k < N; k++)
-            four[k].q = wanted >> k & 1 ? load_quad(from + k * step) : Quad{};
+            four[k].q = wanted >> k & 1 ? load_vec4(from + k * step) : Vec4{};
     } else {
 #pragma unroll
         for (int k = 0; k < N; k++)
-            four[k].q = wanted >> k & 1 ? load_elements(from + k * step) : Quad{};
+            four[k].q = wanted >> k & 1 ? load_elements(from + k * step) : Vec4{};
     }
 }
 
 template <int N, class T>
-ZEROCAST_FN void load_quads(Four<T> (&four)[N], const T* from, i64 step, u32 wanted, bool aligned) {
+ZEROCAST_FN void load_vectors(Four<T> (&four)[N], const T* from, i64 step, u32 wanted,
+                              bool aligned) {
     if (aligned) {
 #pragma unroll
         for (int k = 0; k < N; k++)
@@ -91,7 +92,7 @@ ZEROCAST_FN void load_quads(Four<T> (&four)[N], const T* from, i64 step, u32 wan
     }
 }
 
-ZEROCAST_FN void store_quad(float* to, const Quad& q, bool aligned) {
+ZEROCAST_FN void store_vec4(float* to, const Vec4& q, bool aligned) {
     if (aligned) {
         *(float4*)to = float4{q.x[0], q.x[1], q.x[2], q.x[3]};
     } else {
@@ -105,11 +106,11 @@ ZEROCAST_FN void store_quad(float* to, const Quad& q, bool aligned) {
 #ifdef __CUDA_ARCH__
 // A NaN becomes another NaN here, which no code shows: it lies under a scale that is NaN.
 template <class Nominal>
-ZEROCAST_FN Quad round_quad(Quad q) {
+ZEROCAST_FN Vec4 round_vec4(Vec4 q) {
     return q;
 }
 template <>
-ZEROCAST_FN Quad round_quad<Bf16>(Quad q) {
+ZEROCAST_FN Vec4 round_vec4<Bf16>(Vec4 q) {
     for (int i = 0; i < 4; i += 2) {
         u32 pair;
         asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(q.x[i + 1]), "f"(q.x[i]));
@@ -119,7 +120,7 @@ ZEROCAST_FN Quad round_quad<Bf16>(Quad q) {
     return q;
 }
 template <>
-ZEROCAST_FN Quad round_quad<Fp16>(Quad q) {
+ZEROCAST_FN Vec4 round_vec4<Fp16>(Vec4 q) {
     for (int i = 0; i < 4; i++) {
         asm("{.reg .b16 h; cvt.rn.f16.f32 h, %1; cvt.f32.f16 %0, h;}" : "=f"(q.x[i]) : "f"(q.x[i]));
     }
@@ -127,7 +128,7 @@ ZEROCAST_FN Quad round_quad<Fp16>(Quad q) {
 }
 #else
 template <class Nominal>
-ZEROCAST_FN Quad round_quad(Quad q) {
+ZEROCAST_FN Vec4 round_vec4(Vec4 q) {
     for (int i = 0; i < 4; i++) q.x[i] = round_to<Nominal, Scalar>(q.x[i]);
     return q;
 }
@@ -143,7 +144,7 @@ ZEROCAST_FN float round_element(float x, i64 nominal) {
 // --- magnitudes ---
 
 // Bit patterns of the four magnitudes; they order like integers, a NaN being the largest.
-ZEROCAST_FN void magnitudes_of(const Quad& q, i32 (&magnitude)[4]) {
+ZEROCAST_FN void magnitudes_of(const Vec4& q, i32 (&magnitude)[4]) {
 #pragma unroll
     for (int j = 0; j < 4; j++) magnitude[j] = Scalar::bits(q.x[j]) & MAGNITUDE_MASK;
 }
@@ -171,17 +172,17 @@ ZEROCAST_FN i32 rounded_amax(i32 magnitude, i64 nominal) {
 #endif
 
 template <class F>
-ZEROCAST_FN u32 encode_portable(const Quad& q) {
+ZEROCAST_FN u32 encode_portable(const Vec4& q) {
     u32 word = 0;
     for (int i = 0; i < 4; i++) word |= (u32)encode<F, Scalar>(q.x[i]) << F::BITS * i;
     return word;
 }
 
 template <class F>
-ZEROCAST_FN u32 encode_quad(const Quad& q);
+ZEROCAST_FN u32 encode_vec4(const Vec4& q);
 
 template <>
-ZEROCAST_FN u32 encode_quad<E4M3>(const Quad& q) {
+ZEROCAST_FN u32 encode_vec4<E4M3>(const Vec4& q) {
 #ifdef ZEROCAST_CONVERTS_FP8
     u32 word;
     asm("{.reg .b16 low, high;\n"
@@ -197,7 +198,7 @@ ZEROCAST_FN u32 encode_quad<E4M3>(const Quad& q) {
 }
 
 template <>
-ZEROCAST_FN u32 encode_quad<E5M2>(const Quad& q) {
+ZEROCAST_FN u32 encode_vec4<E5M2>(const Vec4& q) {
 #ifdef ZEROCAST_CONVERTS_FP8
     u32 word;
     asm("{.reg .b16 low, high;\n"
@@ -213,7 +214,7 @@ ZEROCAST_FN u32 encode_quad<E5M2>(const Quad& q) {
 }
 
 template <>
-ZEROCAST_FN u32 encode_quad<E2M1>(const Quad& q) {
+ZEROCAST_FN u32 encode_vec4<E2M1>(const Vec4& q) {
 #ifdef ZEROCAST_CONVERTS_E2M1
     u32 word;
     asm("{.reg .b8 low, high;\n"
