@@ -4,7 +4,6 @@ import inspect
 import math
 import random
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,11 +11,9 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import zerocast
-from tests.conftest import Ranks
 from tests.support.delayed import AMAXES, PlainDelayed
 from tests.support.same_bytes import assert_same_bytes
 from zerocast.comm import (
-    Communicator,
     PeerFailedError,
     RecordingCommunicator,
     SingleRank,
@@ -69,13 +66,13 @@ class Layer:
 # --- the rule, over ranks ---
 
 
-def test_fifty_steps_equal_the_plain_rule_on_every_rank(ranks: Ranks) -> None:
+def test_fifty_steps_equal_the_plain_rule_on_every_rank(ranks):
     """Histories and scales of three layers, forward and backward, with zero, tiny, infinite and
     NaN amaxes among them, layers that run twice, layers that some ranks skip, and steps that all
     skip: after every region they are the restated rule's, the same on all ranks.
     """
 
-    def rank(comm: Communicator) -> None:
+    def rank(comm):
         rng = random.Random(ranks.size)  # all ranks draw the same plan, and each follows its part
         layers = [Layer() for _ in range(3)]
         plain = [(PlainDelayed(HISTORY, 448.0), PlainDelayed(HISTORY, 57344.0)) for _ in layers]
@@ -111,10 +108,10 @@ def test_fifty_steps_equal_the_plain_rule_on_every_rank(ranks: Ranks) -> None:
     ranks.run(rank)
 
 
-def test_a_step_of_any_size_is_one_all_reduce() -> None:
+def test_a_step_of_any_size_is_one_all_reduce():
     """However many layers and nested regions: one collective, on leaving the outermost."""
 
-    def rank(comm: Communicator) -> int:
+    def rank(comm):
         recording = RecordingCommunicator(comm)
         layers = [Layer() for _ in range(7)]
         for _ in range(3):
@@ -131,12 +128,12 @@ def test_a_step_of_any_size_is_one_all_reduce() -> None:
     assert run_in_process(2, rank) == [1, 1]
 
 
-def test_gradients_ride_with_the_next_region_or_with_reduce_amaxes(ranks: Ranks) -> None:
+def test_gradients_ride_with_the_next_region_or_with_reduce_amaxes(ranks):
     """A backward after its region waits; the next leaving takes it along, before the next backward
     could use it. reduce_amaxes takes it at once, and leaves nothing for later.
     """
 
-    def rank(comm: Communicator) -> None:
+    def rank(comm):
         layer = Layer()
         for step in (1.0, 2.0):
             with zerocast.autocast(recipe=DELAYED, amax_reduction_group=comm):
@@ -154,7 +151,7 @@ def test_gradients_ride_with_the_next_region_or_with_reduce_amaxes(ranks: Ranks)
     ranks.run(rank)
 
 
-def test_a_step_without_the_layer_advances_nothing() -> None:
+def test_a_step_without_the_layer_advances_nothing():
     """Nor does one whose tensors are zeros; histories stay, bit for bit."""
     layer = Layer()
     with zerocast.autocast(recipe=DELAYED):
@@ -168,14 +165,14 @@ def test_a_step_without_the_layer_advances_nothing() -> None:
         assert_same_bytes(layer.forward_state.state_dict()[name], before[name], name)
 
 
-def test_each_group_reduces_its_own_layers(ranks: Ranks) -> None:
+def test_each_group_reduces_its_own_layers(ranks):
     """Two groups in turn: a region reduces over its own, and gradients of the other group's layers
     wait for theirs.
     """
     if ranks.size < 2:
         pytest.skip("takes two groups")
 
-    def rank(comm: Communicator) -> None:
+    def rank(comm):
         half = ranks.split(comm, comm.rank % 2)
         in_all, in_half = Layer(), Layer()
         for layer, group in ((in_all, comm), (in_half, half)):
@@ -199,7 +196,7 @@ def test_each_group_reduces_its_own_layers(ranks: Ranks) -> None:
 # --- regions ---
 
 
-def test_the_innermost_region_counts() -> None:
+def test_the_innermost_region_counts():
     """Its recipe, its enabled; what was active before is active again afterwards."""
     assert (autocast.current().enabled, autocast.current().calibrating) == (False, False)
     other = Float8CurrentScaling()
@@ -215,7 +212,7 @@ def test_the_innermost_region_counts() -> None:
     assert not autocast.current().enabled
 
 
-def test_a_region_may_be_kept_entered_again_and_decorate() -> None:
+def test_a_region_may_be_kept_entered_again_and_decorate():
     """One object, entered twice in a row, inside itself, in two threads, around a function."""
     region = zerocast.autocast(recipe=DELAYED)
     with region, region:
@@ -223,7 +220,7 @@ def test_a_region_may_be_kept_entered_again_and_decorate() -> None:
     assert not autocast.current().enabled
 
     @region
-    def enabled() -> bool:
+    def enabled():
         return autocast.current().enabled
 
     with region:
@@ -237,13 +234,13 @@ def test_a_region_may_be_kept_entered_again_and_decorate() -> None:
     assert (enabled(), autocast.current().enabled) == (True, False)
 
 
-def test_an_exception_leaves_the_region_and_reduces_nothing() -> None:
+def test_an_exception_leaves_the_region_and_reduces_nothing():
     """What was active before is active; the forward's amaxes are dropped, gradients that wait do
     not mind, no collective runs, and the next step is an ordinary one.
     """
     layer, recording = Layer(), RecordingCommunicator(SingleRank())
 
-    def region() -> zerocast.autocast:
+    def region():
         return zerocast.autocast(recipe=DELAYED, amax_reduction_group=recording)
 
     with region():
@@ -251,7 +248,7 @@ def test_an_exception_leaves_the_region_and_reduces_nothing() -> None:
     layer.backward(7.0)
     recording.reset()
 
-    def fails() -> None:
+    def fails():
         with region(), region():
             layer.forward(64.0)
             raise KeyError("inner")
@@ -266,11 +263,11 @@ def test_an_exception_leaves_the_region_and_reduces_nothing() -> None:
     assert layer.seen == ([2.0, 1.0], [7.0])
 
 
-def test_an_exception_inside_that_is_caught_inside_is_no_failure() -> None:
+def test_an_exception_inside_that_is_caught_inside_is_no_failure():
     """The outermost region was left in order, so it reduces what its layers have seen."""
     layer = Layer()
 
-    def fails() -> None:
+    def fails():
         with zerocast.autocast(recipe=DELAYED):
             raise ValueError("inner")
 
@@ -281,11 +278,11 @@ def test_an_exception_inside_that_is_caught_inside_is_no_failure() -> None:
     assert layer.seen[0] == [1.0]
 
 
-def test_ranks_that_wait_for_a_failed_one_are_told() -> None:
+def test_ranks_that_wait_for_a_failed_one_are_told():
     """One rank leaves its region by an error: it raises that error, and the others do not hang."""
     told: list[type[BaseException]] = []
 
-    def rank(comm: Communicator) -> None:
+    def rank(comm):
         layer = Layer()
         try:
             with zerocast.autocast(recipe=DELAYED, amax_reduction_group=comm):
@@ -302,14 +299,14 @@ def test_ranks_that_wait_for_a_failed_one_are_told() -> None:
     assert PeerFailedError in told
 
 
-def test_threads_have_regions_and_amaxes_of_their_own() -> None:
+def test_threads_have_regions_and_amaxes_of_their_own():
     """Eight threads in their regions at the same time: none sees another's recipe, and none reduces
     another's layers.
     """
     together = threading.Barrier(8)
     wrong: list[Any] = []
 
-    def work(i: int) -> None:
+    def work(i):
         layer = Layer()
         recipe = DelayedScaling(margin=i)
         for step in range(5):
@@ -332,7 +329,7 @@ def test_threads_have_regions_and_amaxes_of_their_own() -> None:
     assert not wrong
 
 
-def test_one_threads_leaving_is_not_anothers() -> None:
+def test_one_threads_leaving_is_not_anothers():
     """A region that is left while another thread is inside its own, under the same group, reduces
     nothing of that one.
     """
@@ -340,7 +337,7 @@ def test_one_threads_leaving_is_not_anothers() -> None:
     mine, other = Layer(), Layer()
     seen: list[list[float]] = []
 
-    def work() -> None:
+    def work():
         with zerocast.autocast(recipe=DELAYED):
             other.forward(2.0)
             inside.set()
@@ -358,10 +355,10 @@ def test_one_threads_leaving_is_not_anothers() -> None:
     assert (mine.seen[0], seen) == ([1.0], [[], [2.0]])
 
 
-def test_ranks_inside_a_region_of_their_parent_reduce_on_their_own() -> None:
+def test_ranks_inside_a_region_of_their_parent_reduce_on_their_own():
     """Threads that inherit a region see what is active in it; their own regions are outermost."""
 
-    def rank(comm: Communicator) -> list[float]:
+    def rank(comm):
         assert autocast.current().recipe is DELAYED
         layer = Layer()
         with zerocast.autocast(recipe=DELAYED, amax_reduction_group=comm):
@@ -372,7 +369,7 @@ def test_ranks_inside_a_region_of_their_parent_reduce_on_their_own() -> None:
         assert run_in_process(3, rank) == [[3.0]] * 3
 
 
-def test_wrong_arguments_are_refused() -> None:
+def test_wrong_arguments_are_refused():
     """Before anything is active: what is no recipe, and what is no group."""
     for make in (zerocast.autocast, zerocast.model_init):
         with pytest.raises(InputError, match="recipe must be a zerocast recipe .*got 'fp8'"):
@@ -386,7 +383,7 @@ def test_wrong_arguments_are_refused() -> None:
 
 
 @pytest.mark.parametrize("gradients", [True, False])
-def test_calibrating_records_without_quantizing(gradients: bool) -> None:
+def test_calibrating_records_without_quantizing(gradients):
     """A calibrating region quantizes nothing, and its amaxes become scales when it is left, also
     where gradients are disabled.
     """
@@ -402,12 +399,12 @@ def test_calibrating_records_without_quantizing(gradients: bool) -> None:
     assert layer.forward_state.scale.item() == 448 / 7
 
 
-def test_an_evaluation_leaves_the_state_alone() -> None:
+def test_an_evaluation_leaves_the_state_alone():
     """Without gradients nothing is recorded and nothing reduced, whether the region is inside
     no_grad or around it: so one rank may evaluate while the others do something else.
     """
 
-    def rank(comm: Communicator) -> None:
+    def rank(comm):
         layer = Layer()
         with zerocast.autocast(recipe=DELAYED, amax_reduction_group=comm):
             layer.forward(1.0)
@@ -452,28 +449,28 @@ class _Codes(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
-def test_a_checkpointed_forward_repeats_its_codes(depth: int) -> None:
+def test_a_checkpointed_forward_repeats_its_codes(depth):
     """The backward's second run of a forward gives the bytes of the first, though the scale has
     moved on since; it records nothing; and it can be run for two backwards. So is it for a
     checkpoint inside a checkpoint, whose forward is run more often still.
     """
     x = torch.tensor([[1.1, 301.0]], requires_grad=True)
 
-    def run(call: Callable[..., torch.Tensor]) -> tuple[torch.Tensor, Layer, list[torch.Tensor]]:
+    def run(call):
         layer, shown = Layer(), []
 
-        def block(x: torch.Tensor) -> torch.Tensor:
+        def block(x):
             autocast.current().register(layer.forward_state, layer.backward_state)
             return _Codes.apply(_Codes.apply(x, layer, shown) * 2, layer, shown)
 
-        def nested(x: torch.Tensor, depth: int) -> torch.Tensor:
+        def nested(x, depth):
             return block(call(nested, x, depth - 1) / 3) if depth else block(x)
 
         with zerocast.autocast(recipe=DELAYED):
             out = call(nested, x, depth - 1)
         return out, layer, shown
 
-    def checkpointed(function: Callable[..., torch.Tensor], *args: Any) -> torch.Tensor:
+    def checkpointed(function, *args):
         return checkpoint(
             function, *args, use_reentrant=False, context_fn=zerocast.checkpoint_contexts
         )
@@ -492,7 +489,7 @@ def test_a_checkpointed_forward_repeats_its_codes(depth: int) -> None:
     assert not autocast.current().enabled
 
 
-def test_a_checkpointed_draw_is_the_same_draw() -> None:
+def test_a_checkpointed_draw_is_the_same_draw():
     """Under stochastic rounding the second run draws the words of the first, and the counter stands
     where one run leaves it.
     """
@@ -514,12 +511,12 @@ def test_a_checkpointed_draw_is_the_same_draw() -> None:
 # --- model_init ---
 
 
-def test_model_init_says_how_layers_are_made() -> None:
+def test_model_init_says_how_layers_are_made():
     """Nested, left by exceptions, per thread; outside nothing is quantized."""
     assert not current_model_init().enabled
     recipe = Float8CurrentScaling()
 
-    def fails() -> None:
+    def fails():
         with zerocast.model_init(enabled=False):
             assert not current_model_init().enabled
             raise ValueError("x")
@@ -541,10 +538,10 @@ def test_model_init_says_how_layers_are_made() -> None:
 # --- TransformerEngine's names ---
 
 
-def test_names_and_orders_of_parameters() -> None:
+def test_names_and_orders_of_parameters():
     """TransformerEngine's, defaults included."""
 
-    def parameters(function: Callable[..., Any]) -> dict[str, Any]:
+    def parameters(function):
         found = inspect.signature(function).parameters.values()
         return {p.name: p.default for p in found if p.name != "self"}
 
@@ -564,7 +561,7 @@ def test_names_and_orders_of_parameters() -> None:
         assert (list(given), given) == (list(expected), expected)
 
 
-def test_the_earlier_names_open_the_same_regions() -> None:
+def test_the_earlier_names_open_the_same_regions():
     """Every parameter arrives where it belongs."""
     group, recipe = RecordingCommunicator(SingleRank()), Float8CurrentScaling()
     with zerocast.fp8_autocast(False, True, recipe, group) as region:
@@ -575,7 +572,7 @@ def test_the_earlier_names_open_the_same_regions() -> None:
             assert current_model_init() == ModelInit(True, recipe, True)
 
 
-def test_recipe_and_calibrating_may_change_places() -> None:
+def test_recipe_and_calibrating_may_change_places():
     """One is a bool and the other is none, so either order means one thing; two of a kind are
     refused.
     """
@@ -592,7 +589,7 @@ def test_recipe_and_calibrating_may_change_places() -> None:
         zerocast.autocast(True, True, False)
 
 
-def test_availability_has_its_reason_on_demand() -> None:
+def test_availability_has_its_reason_on_demand():
     """A bool; with return_reason a pair: what a machine cannot multiply has its reason, which is
     empty where it can. Without a GPU the default recipe is delayed scaling, and it works.
     """
@@ -623,9 +620,7 @@ def test_availability_has_its_reason_on_demand() -> None:
         ((12, 0), "fp8 nvfp4 block", "Float8CurrentScaling"),
     ],
 )
-def test_availability_by_compute_capability(
-    capability: tuple[int, int], available: str, recipe: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_availability_by_compute_capability(capability, available, recipe, monkeypatch):
     """From Ada to Blackwell; a device that says no names its own capability."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
@@ -645,7 +640,7 @@ def test_availability_by_compute_capability(
     assert not zerocast.is_fp8_block_scaling_available()
 
 
-def test_the_amaxes_of_the_plain_rule_are_awkward() -> None:
+def test_the_amaxes_of_the_plain_rule_are_awkward():
     """The values that the 50 steps draw from hold a zero, a NaN, an infinity, and amaxes whose
     scale overflows.
     """

@@ -16,18 +16,12 @@ from tests.support.activations import (
     rows_of_every_kind,
     ulps,
 )
+from tests.support.instruction_sets import ISAS
 from tests.support.same_bytes import assert_same_bytes
-from zerocast.backends import native_library
 from zerocast.backends.cpu import CpuBackend
 from zerocast.backends.cuda import CudaBackend
 from zerocast.backends.reference import ReferenceBackend
-from zerocast.errors import BackendError
 from zerocast.numerics import Activation, Backend
-
-try:
-    ISAS = native_library.instruction_sets(native_library.load())
-except BackendError as error:
-    pytest.skip(str(error), allow_module_level=True)
 
 BACKENDS: dict[str, Callable[[], Backend]] = {
     "reference": ReferenceBackend,
@@ -74,7 +68,7 @@ def run(backend: Backend, activation: Activation, x: torch.Tensor, round_to: tor
 
 
 @pytest.mark.parametrize("function", ELEMENT_WISE)
-def test_every_bfloat16_input(backend: Backend, function: str) -> None:
+def test_every_bfloat16_input(backend, function):
     """All 65,536 inputs, rounded to BF16: half a unit from float64, and a little; NaN and
     infinities where float64 has them.
     """
@@ -87,7 +81,7 @@ def test_every_bfloat16_input(backend: Backend, function: str) -> None:
 
 @pytest.mark.parametrize("round_to", NOMINALS)
 @pytest.mark.parametrize("dtype", NOMINALS)
-def test_dtypes_in_and_out(backend: Backend, dtype: torch.dtype, round_to: torch.dtype) -> None:
+def test_dtypes_in_and_out(backend, dtype, round_to):
     """A source of any dtype is read exactly, and a result is rounded once to any other, at any
     alignment.
     """
@@ -98,7 +92,7 @@ def test_dtypes_in_and_out(backend: Backend, dtype: torch.dtype, round_to: torch
         assert_same_bytes(made, x.float().to(round_to), f"{dtype} to {round_to}")
 
 
-def test_swiglu(backend: Backend) -> None:
+def test_swiglu(backend):
     """Both halves of a row, where silu of the first alone is too small for FP32, too."""
     first = torch.linspace(-200.0, 200.0, 401).bfloat16()
     second = torch.tensor([1.0, -3.0, 2.0**-60, 2.0**100, -(2.0**127), 1e-30]).bfloat16()
@@ -129,7 +123,7 @@ def exact_norm(
 
 @pytest.mark.parametrize("cols", [1, 2, 5, 64, 127, 128, 129, 515, 2048])
 @pytest.mark.parametrize("function", NORMS)
-def test_norms(backend: Backend, function: str, cols: int) -> None:
+def test_norms(backend, function, cols):
     """Rows of any length and any kind: far from zero, with outliers, tiny, up to FLT_MAX."""
     for kind, x in rows_of_every_kind(cols):
         for eps in (1e-5, 0.0):
@@ -148,7 +142,7 @@ def test_norms(backend: Backend, function: str, cols: int) -> None:
 
 
 @pytest.mark.parametrize("cols", [1, 3, 96, 129, 1000])
-def test_rows_of_equal_elements(backend: Backend, cols: int) -> None:
+def test_rows_of_equal_elements(backend, cols):
     """layernorm of a row of equal elements is 0, with 1 / sqrt(eps) for a backward, whatever the
     element: FP32's ends, too.
     """
@@ -162,7 +156,7 @@ def test_rows_of_equal_elements(backend: Backend, cols: int) -> None:
 
 
 @pytest.mark.parametrize("eps", [1e-5, 1e-12, 1e-29, 1e-38, 1.0, 1e30])
-def test_differences_that_are_subnormal(backend: Backend, eps: float) -> None:
+def test_differences_that_are_subnormal(backend, eps):
     """layernorm of elements that differ by FP32's last bits near 0 is as near to float64 as any."""
     g = torch.Generator().manual_seed(7)
     steps = torch.randint(0, 9, (16, 200), generator=g, dtype=torch.int32)
@@ -175,7 +169,7 @@ def test_differences_that_are_subnormal(backend: Backend, eps: float) -> None:
 
 @pytest.mark.parametrize("zero_centered", [False, True])
 @pytest.mark.parametrize("function", NORMS)
-def test_weight_and_bias(backend: Backend, function: str, zero_centered: bool) -> None:
+def test_weight_and_bias(backend, function, zero_centered):
     """With a weight, and a bias, of other dtypes: within 2 units of the larger term of the sum."""
     g = torch.Generator().manual_seed(3)
     for cols in (3, 300):
@@ -188,7 +182,7 @@ def test_weight_and_bias(backend: Backend, function: str, zero_centered: bool) -
         assert ulps(run(backend, activation, x, torch.bfloat16, **given), exact, term) <= 2.0
 
 
-def test_statistics(backend: Backend) -> None:
+def test_statistics(backend):
     """Mean and 1 / deviation of each row come with the result, as a backward needs them."""
     x = torch.randn(70, 200, generator=torch.Generator().manual_seed(4)) * 3 + 1
     mean, rstd = torch.full((70,), torch.nan), torch.full((70,), torch.nan)
@@ -201,7 +195,7 @@ def test_statistics(backend: Backend) -> None:
 
 @pytest.mark.parametrize("special", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("function", NORMS)
-def test_a_row_that_is_not_finite(backend: Backend, function: str, special: float) -> None:
+def test_a_row_that_is_not_finite(backend, function, special):
     """One NaN or infinity is what float64 makes of it, and other rows do not see it."""
     x = torch.randn(5, 300, generator=torch.Generator().manual_seed(5))
     x[2, 77] = special
@@ -216,7 +210,7 @@ def test_a_row_that_is_not_finite(backend: Backend, function: str, special: floa
 
 @needs_emulation
 @pytest.mark.parametrize("function", [*ELEMENT_WISE, "swiglu", *NORMS])
-def test_compiled_backends_give_the_same_bits(function: str) -> None:
+def test_compiled_backends_give_the_same_bits(function):
     """CUDA's kernels and the CPU's loops, whatever the instruction set and the order of threads."""
     g = torch.Generator().manual_seed(6)
     for cols in (5, 130, 1000):

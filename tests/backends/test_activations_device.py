@@ -33,7 +33,7 @@ def run(function: str, x: torch.Tensor, recipe: str | None, usage: tuple[bool, b
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_the_bits_of_the_cpu(function: str) -> None:
+def test_the_bits_of_the_cpu(function):
     """Every BF16 input, and rows of normal values: the same bits as the native loops give."""
     generator = torch.Generator().manual_seed(1)
     inputs = [torch.randn(77, 4098, generator=generator), torch.randn(5, 10, generator=generator)]
@@ -49,7 +49,7 @@ def test_the_bits_of_the_cpu(function: str) -> None:
 @pytest.mark.parametrize("shape", [(1, 32), (130, 288), (257, 4096), (1000, 544)], ids=str)
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_codes_are_exact(function: str, recipe: str, shape: tuple[int, int]) -> None:
+def test_codes_are_exact(function, recipe, shape):
     """Both copies, and each alone, are what the reference makes of the rounded result."""
     cols = shape[1] * (2 if function == "swiglu" else 1)
     x = torch.randn(shape[0], cols, generator=torch.Generator().manual_seed(2)).bfloat16()

@@ -1,65 +1,163 @@
-"""The native backend writes the reference's bytes, on every instruction set and thread count."""
+"""The native backend writes the reference's bytes, under every numerics, on every instruction set
+and thread count, over any shape, partition and kind of value.
+"""
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.operations import Case, nvfp4, operand, per_tensor, plane, run_operations
-from tests.support.same_bytes import assert_same_bytes
+from tests.support.claims import assert_same_tensors
+from tests.support.instruction_sets import ISAS, assert_as_reference
+from tests.support.operations import (
+    Scheme,
+    Written,
+    masters_of,
+    nvfp4,
+    operand,
+    per_tensor,
+    plane,
+    run_operations,
+)
+from tests.support.partitions import draw_partition
 from tests.support.values import KINDS, draw_values
-from zerocast.backends import native_library
 from zerocast.backends.cpu import CpuBackend
-from zerocast.backends.reference import ReferenceBackend
 from zerocast.errors import BackendError
 from zerocast.formats import E4M3, E5M2, decode, packed_columns
-from zerocast.layout import BlockGrid, Extent, Source
-from zerocast.numerics import Float8Numerics, Masters, Numerics, NVFP4Numerics
-
-try:
-    ISAS = native_library.instruction_sets(native_library.load())
-except BackendError as error:
-    pytest.skip(str(error), allow_module_level=True)
-
-REFERENCE = ReferenceBackend()
-NOMINALS = (torch.float32, torch.bfloat16, torch.float16)
-LAWS = (
-    NVFP4Numerics(),
-    Float8Numerics(E4M3),
-    Float8Numerics(E5M2),
-    Float8Numerics(E4M3, True, 1e-3),
+from zerocast.layout import BlockGrid, Extent, ScaleLayout, Source
+from zerocast.numerics import (
+    Backend,
+    Float8DelayedNumerics,
+    Float8Numerics,
+    MXFP8Numerics,
+    Numerics,
+    NVFP4Numerics,
+    Rounding,
 )
-THREADS = (1, 2, 3)
+
+NOMINALS = (torch.float32, torch.bfloat16, torch.float16)
+PER_TENSOR = {
+    "e4m3": Float8Numerics(E4M3),
+    "e5m2": Float8Numerics(E5M2),
+    "powers of two": Float8Numerics(E4M3, True, 1e-3),
+    "delayed": Float8DelayedNumerics(E4M3),
+    "delayed, most recent": Float8DelayedNumerics(E5M2, 3, "most_recent"),
+    "delayed, callable": Float8DelayedNumerics(E4M3, -1, lambda history: history.mean()),
+}
+MXFP8 = MXFP8Numerics()
+LAWS = (NVFP4Numerics(), PER_TENSOR["e4m3"], PER_TENSOR["e5m2"])
+every_law = pytest.mark.parametrize("numerics", LAWS, ids=str)
 
 
-def assert_as_reference(case: Case, master: torch.Tensor, threads: tuple[int, ...] = (1,)) -> None:
-    """Every operation, on every instruction set."""
-    expected = run_operations(REFERENCE, case, master)
-    for isa in ISAS:
-        for n in threads:
-            actual = run_operations(CpuBackend(isa, n), case, master)
-            for name, tensor in expected.items():
-                assert_same_bytes(actual[name], tensor, f"{name} on {isa}, {n} threads, {case}")
+# --- the schemes, by name: from a shape to a weight ---
 
 
-def as_matrix(numerics: Numerics, master: torch.Tensor, round_to: torch.dtype) -> Case:
-    """All of ``master``, a multiple of 256 elements, as rows of 256."""
-    rows = master.numel() // 256
-    whole = (
-        nvfp4(rows, 256) if isinstance(numerics, NVFP4Numerics) else per_tensor(numerics, rows, 256)
-    )
-    return Case(numerics, whole.grid, whole.extent, round_to)
+def mxfp8(rows: int, cols: int, numerics: Numerics = MXFP8) -> Scheme:
+    """Blocks of 1x32 and of 32x1."""
+    rowwise = ScaleLayout(BlockGrid(rows, cols, 1, 32), row_multiple=128, col_multiple=4)
+    columnwise = ScaleLayout(BlockGrid(rows, cols, 32, 1), row_multiple=4, col_multiple=128)
+    return Scheme(numerics, rowwise, columnwise)
 
 
-@pytest.fixture(params=[False, True], ids=["subnormals kept", "subnormals flushed"])
-def flushing(request: pytest.FixtureRequest) -> Iterator[None]:
-    """With and without what torch.set_flush_denormal(True) does to the calling thread."""
-    torch.set_flush_denormal(request.param)
-    yield
-    torch.set_flush_denormal(False)
+def mxfp8_square(rows: int, cols: int) -> Scheme:
+    """Blocks of 32x32, whose codes serve both planes."""
+    grid = BlockGrid(rows, cols, 32, 32)
+    rowwise = ScaleLayout(grid, row_repeat=32, row_multiple=128, col_multiple=4)
+    columnwise = ScaleLayout(grid, col_repeat=32, row_multiple=4, col_multiple=128)
+    return Scheme(MXFP8Numerics(), rowwise, columnwise, Source.SHARED)
+
+
+def rowwise(rows: int, cols: int, numerics: Numerics = PER_TENSOR["e4m3"]) -> Scheme:
+    """One scale a row, and one a column."""
+    return Scheme(numerics, ScaleLayout(BlockGrid(rows, cols, 1, cols)),
+                  ScaleLayout(BlockGrid(rows, cols, rows, 1)))  # fmt: skip
+
+
+def any_planes(rows: int, cols: int) -> Scheme:
+    """Two planes that share no pass: blocks of 3x5 and of 4x7."""
+    return Scheme(Float8Numerics(E4M3), ScaleLayout(BlockGrid(rows, cols, 3, 5)),
+                  ScaleLayout(BlockGrid(rows, cols, 4, 7)))  # fmt: skip
+
+
+def blockwise(rows: int, cols: int) -> Scheme:
+    """128x128 under powers of two."""
+    grid = BlockGrid(rows, cols, 128, 128)
+    return Scheme(Float8Numerics(E4M3, power_2_scale=True),
+                  ScaleLayout(grid, col_multiple=4, padding=1.0))  # fmt: skip
+
+
+def blockwise_rows(rows: int, cols: int) -> Scheme:
+    """1x128, the scales stored transposed; bounded from below."""
+    grid = BlockGrid(rows, cols, 1, 128)
+    numerics = Float8Numerics(E5M2, power_2_scale=True, amax_epsilon=1e-3)
+    return Scheme(numerics, ScaleLayout(grid, transposed=True, col_multiple=4, padding=1.0))
+
+
+def transposed_repeats(rows: int, cols: int) -> Scheme:
+    """Repeats in both directions, stored transposed and padded."""
+    layout = ScaleLayout(BlockGrid(rows, cols, 5, 9), row_repeat=5, col_repeat=9, transposed=True,
+                         row_multiple=8, col_multiple=16, padding=3)  # fmt: skip
+    return Scheme(MXFP8Numerics(E5M2), layout)
+
+
+FOUR_OVER_SIX = [
+    NVFP4Numerics(scale_max=scale_max, four_over_six=error)
+    for scale_max in (448, 256)
+    for error in ("mae", "mse")
+]
+DRAWN = NVFP4Numerics(stochastic_rounding=True, seed=0x1234_5678_9ABC_DEF0)
+
+SCHEMES = {
+    "mxfp8": mxfp8,
+    "mxfp8 e5m2": lambda m, k: mxfp8(m, k, MXFP8Numerics(E5M2)),
+    "mxfp8 32x32": mxfp8_square,
+    "rowwise": rowwise,
+    "rowwise e5m2": lambda m, k: rowwise(m, k, Float8Numerics(E5M2, True)),
+    "any planes": any_planes,
+    "blockwise": blockwise,
+    "blockwise 1x128": blockwise_rows,
+    "transposed repeats": transposed_repeats,
+    **{
+        name: lambda m, k, numerics=numerics: per_tensor(m, k, numerics)
+        for name, numerics in PER_TENSOR.items()
+    },
+    "nvfp4": nvfp4,
+    "nvfp4 256": lambda m, k: nvfp4(m, k, NVFP4Numerics(scale_max=256)),
+    "nvfp4 1x16": lambda m, k: nvfp4(m, k, height=1),
+    **{
+        f"4-over-6 {numerics.scale_max} {numerics.four_over_six}": lambda m, k, numerics=numerics: (
+            nvfp4(m, k, numerics)
+        )
+        for numerics in FOUR_OVER_SIX
+    },
+    "4-over-6 1x16": lambda m, k: nvfp4(m, k, FOUR_OVER_SIX[0], height=1),
+    "nvfp4 drawn": lambda m, k: nvfp4(m, k, DRAWN),
+    "4-over-6 drawn": lambda m, k: nvfp4(
+        m, k, replace(FOUR_OVER_SIX[3], stochastic_rounding=True, seed=-1)
+    ),
+    "nvfp4 1x16 drawn": lambda m, k: nvfp4(m, k, DRAWN, height=1),
+}
+every_scheme = pytest.mark.parametrize("name", SCHEMES)
+
+
+def columns(name: str, blocks: int) -> int:
+    """As many as the scheme of this name takes."""
+    return blocks * (32 if "mxfp8" in name else 16 if "nvfp4" in name or "-over-" in name else 11)
+
+
+def assert_casts_as_reference(scheme, masters, extents, own_codes=False, **options) -> None:
+    """Everything that is stored."""
+    assert_as_reference(
+        lambda backend: run_operations(backend, scheme, masters, extents, own_codes=own_codes),
+        f"{scheme}, {extents}", **options,
+    )  # fmt: skip
+
+
+# --- every element and every amax by itself ---
 
 
 def cast_under_ones(numerics: Numerics, x: torch.Tensor, round_to: torch.dtype) -> None:
@@ -69,17 +167,17 @@ def cast_under_ones(numerics: Numerics, x: torch.Tensor, round_to: torch.dtype) 
     that comes from earlier data.
     """
     amax = torch.tensor([numerics.fmt.max * (448 if isinstance(numerics, NVFP4Numerics) else 1)])
+    block = amax / 448 if isinstance(numerics, NVFP4Numerics) else amax
     grid, extent = BlockGrid(1, x.numel(), 1, x.numel()), Extent(0, x.numel())
-    masters, codes = Masters(1), []
-    masters.bind([x])
-    for backend in (REFERENCE, *(CpuBackend(isa, 1) for isa in ISAS)):
-        codes.append(torch.zeros(x.numel() * numerics.fmt.bits // 8, dtype=torch.uint8))
-        block = amax / 448 if isinstance(numerics, NVFP4Numerics) else amax
-        shard = operand(grid, (block * 1.0).view(torch.int32), amax.view(torch.int32), codes[-1],
+
+    def run(backend: Backend) -> Written:
+        codes = torch.zeros(x.numel() * numerics.fmt.bits // 8, dtype=torch.uint8)
+        shard = operand(grid, (block * 1.0).view(torch.int32), amax.view(torch.int32), codes,
                         extent=extent, round_to=round_to)  # fmt: skip
-        backend.partial_cast(numerics, [shard], masters)()
-    for isa, got in zip(ISAS, codes[1:], strict=True):
-        assert_same_bytes(got, codes[0], f"codes of {numerics} rounded to {round_to} on {isa}")
+        backend.partial_cast(numerics, [shard], masters_of(x))()
+        return {"codes": codes}
+
+    assert_as_reference(run, f"{numerics} rounded to {round_to}")
 
 
 def patterns_and_neighbourhoods() -> Iterator[torch.Tensor]:
@@ -97,7 +195,7 @@ def patterns_and_neighbourhoods() -> Iterator[torch.Tensor]:
 
 
 @pytest.mark.parametrize("round_to", NOMINALS, ids=str)
-@pytest.mark.parametrize("numerics", LAWS[:3], ids=str)
+@every_law
 def test_all_patterns_and_their_float_neighbours(numerics, round_to):
     """65,536 patterns of BF16 and of FP16 masters, and in FP32 the floats around BF16's and around
     the ties between them, one by one.
@@ -110,18 +208,18 @@ def test_all_patterns_and_their_float_neighbours(numerics, round_to):
 def test_the_amax_of_each_pattern_and_its_float_neighbours(round_to):
     """Every element is a block of its own, so each amax is one rounded magnitude."""
     for x in patterns_and_neighbourhoods():
-        grid, amaxes = BlockGrid(1, x.numel(), 1, 1), []
-        for backend in (REFERENCE, *(CpuBackend(isa, 1) for isa in ISAS)):
-            case = Case(Float8Numerics(E4M3), grid, Extent(0, x.numel()), round_to)
-            shard, masters = case.operand(case.codes()), Masters(1)
-            masters.bind([x])
-            backend.partial_amax([shard], masters)()
-            amaxes.append(shard.planes[0].block_amax)
-        for isa, got in zip(ISAS, amaxes[1:], strict=True):
-            assert_same_bytes(got, amaxes[0], f"amaxes rounded to {round_to} on {isa}")
+        layout = ScaleLayout(BlockGrid(1, x.numel(), 1, 1))
+        scheme = Scheme(PER_TENSOR["e4m3"], layout, round_to=round_to)
+
+        def run(backend, scheme=scheme, x=x):
+            shard = scheme.operand(scheme.codes(), scheme.whole)
+            backend.partial_amax([shard], masters_of(x))()
+            return {"amaxes": shard.planes[0].block_amax}
+
+        assert_as_reference(run, f"rounded to {round_to}")
 
 
-@pytest.mark.parametrize("numerics", LAWS[:3], ids=str)
+@every_law
 def test_every_tie_between_codes_and_its_neighbours(numerics):
     """Half-way between two codes, and one FP32 step to either side, of both signs."""
     codes = torch.arange(numerics.fmt.max_code + 1, dtype=torch.uint8)
@@ -132,144 +230,227 @@ def test_every_tie_between_codes_and_its_neighbours(numerics):
     cast_under_ones(numerics, x, torch.float32)
 
 
-@pytest.mark.usefixtures("flushing")
+# --- whole casts ---
+
+
+@pytest.mark.parametrize("flushes", [False, True], ids=["subnormals kept", "subnormals flushed"])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("numerics", LAWS, ids=str)
-def test_values_of_every_kind(numerics, kind):
-    """Whole weights of normal, tiny, huge, tied, zero, subnormal and non-finite values."""
-    for seed, round_to in enumerate(NOMINALS):
-        master = draw_values(kind, 256 * 33, seed)
-        assert_as_reference(as_matrix(numerics, master, round_to), master)
+@every_scheme
+def test_values_of_every_kind(name, kind, flushes):
+    """Whole weights and cut ones, of normal, tiny, huge, tied, zero, subnormal and non-finite
+    values; with and without what torch.set_flush_denormal(True) does to the calling thread.
+    """
+    torch.set_flush_denormal(flushes)
+    try:
+        for seed, round_to in enumerate(NOMINALS):
+            scheme = replace(SCHEMES[name](35, 96), round_to=round_to)
+            masters = [draw_values(each, 35 * 96, seed) for each in (kind, "normal")]
+            extents = [scheme.whole] if seed == 0 else draw_partition(3360, 4, random.Random(9))
+            assert_casts_as_reference(scheme, masters, extents)
+    finally:
+        torch.set_flush_denormal(False)
 
 
-@pytest.mark.parametrize("numerics", LAWS, ids=str)
-def test_random_bit_patterns(numerics):
+@pytest.mark.parametrize("name", ["nvfp4", "e4m3", "e5m2", "powers of two"])
+def test_random_bit_patterns(name):
     """FP32 of all classes side by side: amaxes are not finite, and what is made of them agrees."""
     bits = torch.randint(-(2**31), 2**31, (256 * 64,), generator=torch.Generator().manual_seed(1))
     master = bits.to(torch.int32).view(torch.float32)
     for round_to in NOMINALS:
-        assert_as_reference(as_matrix(numerics, master, round_to), master)
-        cast_under_ones(numerics, master, round_to)
+        scheme = replace(SCHEMES[name](64, 256), round_to=round_to)
+        assert_casts_as_reference(scheme, [master], [scheme.whole])
+        cast_under_ones(scheme.numerics, master, round_to)
 
 
-@st.composite
-def cases(draw: st.DrawFn) -> Case:
-    """numerics over a grid, and any part of it, in the whole weight's codes or in its own."""
-    numerics = draw(st.sampled_from(LAWS))
-    rows = draw(st.integers(1, 70))
-    if isinstance(numerics, NVFP4Numerics):
-        cols = 16 * draw(st.integers(1, 20))
-        grid = BlockGrid(rows, cols, 16, 16)
-    else:
-        cols = draw(st.integers(1, 300))
-        block_h, block_w = draw(st.sampled_from([(rows, cols), (1, 32), (1, cols), (7, 16), (3, 5),
-                                                 (128, 128)]))  # fmt: skip
-        grid = BlockGrid(rows, cols, block_h, block_w)
-    numel = grid.numel
-    start, end = sorted((draw(st.integers(0, numel)), draw(st.integers(0, numel))))
-    round_to, own = draw(st.sampled_from(NOMINALS)), draw(st.booleans())
-    return Case(numerics, grid, Extent(start, end), round_to, own)
-
-
-@given(case=cases(), kind=st.sampled_from(KINDS), seed=st.integers(0, 1000))
-def test_any_extent(case, kind, seed):
-    """Any start and end, odd ones too, of a master of any dtype whose address is odd in its
-    elements; what lies outside keeps its value to the nibble.
+@every_scheme
+@settings(max_examples=40)
+@given(
+    rows=st.integers(1, 70),
+    blocks=st.integers(1, 12),
+    ranks=st.integers(1, 9),
+    kind=st.sampled_from(KINDS),
+    seed=st.integers(0, 1000),
+)
+def test_any_shape_and_partition(name, rows, blocks, ranks, kind, seed):
+    """Ragged edges, shards of one element, cuts inside rows, blocks and bytes; masters of any
+    dtype.
     """
-    master = draw_values(kind, case.extent.size + 1, seed).to(NOMINALS[seed % 3])
-    assert_as_reference(case, master[1:])
+    cols = columns(name, blocks)
+    scheme = replace(SCHEMES[name](rows, cols), round_to=NOMINALS[seed % 3])
+    extents = draw_partition(rows * cols, ranks, random.Random(seed))
+    masters = [draw_values(kind, rows * cols, seed).to(NOMINALS[seed // 3 % 3])]
+    assert_casts_as_reference(scheme, masters, extents, isas=[ISAS[seed % len(ISAS)]])
 
 
-@pytest.mark.parametrize("threads", THREADS)
-@pytest.mark.parametrize("numerics", LAWS[:2], ids=str)
-@pytest.mark.parametrize("shape", [(3, 80_016), (1100, 176), (260, 1040)], ids=str)
-def test_threads_share_a_weight(numerics, shape, threads):
-    """Cuts between threads fall inside one row of blocks, or between many: no byte differs."""
-    rows, cols = shape
-    whole = (
-        nvfp4(rows, cols)
-        if isinstance(numerics, NVFP4Numerics)
-        else per_tensor(numerics, rows, cols)
-    )
-    extent = Extent(1, whole.grid.numel - 2)
-    master = draw_values("wide", extent.size, 3)
-    assert_as_reference(Case(numerics, whole.grid, extent, torch.bfloat16), master, (threads,))
+@pytest.mark.parametrize("name", [name for name in SCHEMES if "-over-" not in name])
+@settings(max_examples=20)
+@given(data=st.data(), kind=st.sampled_from(KINDS), seed=st.integers(0, 1000))
+def test_any_extent(name, data, kind, seed):
+    """Any start and end, odd ones too, of a master whose address is odd in its elements, in the
+    whole weight's codes or in its own; what lies outside keeps its value to the nibble.
+    """
+    rows, cols = data.draw(st.integers(1, 70)), columns(name, data.draw(st.integers(1, 20)))
+    scheme = replace(SCHEMES[name](rows, cols), round_to=NOMINALS[seed % 3])
+    start, end = sorted(data.draw(st.integers(0, rows * cols)) for _ in range(2))
+    master = draw_values(kind, rows * cols + 1, seed).to(NOMINALS[seed // 3 % 3])[1:]
+    own_codes = scheme.source is Source.ROWWISE and data.draw(st.booleans())
+    assert_casts_as_reference(scheme, [master], [Extent(start, end)], own_codes)
 
 
-@pytest.mark.parametrize("threads", THREADS)
+@pytest.mark.parametrize(
+    ("threads", "rows", "cols"), [(2, 35, 4128), (4, 1000, 288), (3, 3, 80_032), (1, 1100, 160)]
+)
+@every_scheme
+def test_threads_share_a_weight(name, threads, rows, cols):
+    """Cuts between threads fall inside one row of blocks, or between many, of rows and columns
+    longer than a strip: no byte differs.
+    """
+    numel = rows * cols
+    masters = [draw_values("wide", numel, 3)]
+    extents = [Extent(0, 1001), Extent(1001, numel - 3), Extent(numel - 3, numel)]
+    isas = ISAS if name in ("nvfp4", "e4m3") else ISAS[:1]
+    scheme = SCHEMES[name](rows, cols)
+    assert_casts_as_reference(scheme, masters, extents, threads=[threads], isas=isas)
+
+
+def test_a_second_plane_of_large_weights_agrees_on_every_instruction_set():
+    """Rows of several strips of columns, whose last one is ragged."""
+    for scheme in (mxfp8(70, 4128), rowwise(70, 4131)):
+        numel = scheme.grid.numel
+        extents = [Extent(0, numel // 3), Extent(numel // 3, numel)]
+        assert_casts_as_reference(scheme, [draw_values("wide", numel, 0)], extents)
+
+
+def test_delayed_scaling_over_twelve_casts():
+    """A history of five that fills, forgets, and sees zeros and what is not finite."""
+    kinds = ["normal", "huge", "zeros", "nan", "subnormal", "infinity", "wide", "normal", "ties",
+             "underflow", "bits", "normal"]  # fmt: skip
+    masters = [draw_values(kind, 300, i).to(NOMINALS[i % 3]) for i, kind in enumerate(kinds)]
+    masters[2] *= 0
+    for numerics in (Float8DelayedNumerics(E4M3), Float8DelayedNumerics(E5M2, 200),
+                Float8DelayedNumerics(E4M3, -100, "most_recent")):  # fmt: skip
+        scheme = per_tensor(10, 30, numerics)
+        assert_casts_as_reference(scheme, masters, [Extent(0, 7), Extent(7, 300)])
+
+
+def test_blocks_too_large_to_choose_for_are_refused():
+    """Before any launch, and with the backend that takes them."""
+    scheme = Scheme(FOUR_OVER_SIX[0], ScaleLayout(BlockGrid(40, 64, 32, 32)))
+    with pytest.raises(BackendError, match=r"at most 16x16, got 32x32; .*use_backend"):
+        run_operations(CpuBackend(), scheme, [torch.zeros(2560)], [scheme.whole])
+
+
+# --- operands by themselves ---
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
 def test_one_table_of_many_weights(threads):
     """Work is split over all weights together: large, tiny and empty ones, masters in any slot."""
     rng = random.Random(5)
-    grids = [BlockGrid(rng.randint(1, 90), 16 * rng.randint(1, 90), 16, 16) for _ in range(40)]
-    ends = [rng.randrange(0, grid.numel + 1) for grid in grids]
-    values = [draw_values("normal", end, seed) for seed, end in enumerate(ends)]
+    schemes = [nvfp4(rng.randint(1, 90), 16 * rng.randint(1, 90)) for _ in range(40)]
+    ends = [rng.randrange(0, scheme.grid.numel + 1) for scheme in schemes]
     slots = rng.sample(range(40), 40)
-    results = []
-    for backend in (REFERENCE, *(CpuBackend(isa, threads) for isa in ISAS)):
-        shards, bound = [], [None] * 40
-        for slot, grid, end, x in zip(slots, grids, ends, values, strict=True):
-            case = Case(NVFP4Numerics(), grid, Extent(0, end), torch.bfloat16)
-            shards.append(case.operand(case.codes(), slot=slot))
-            bound[slot] = x if end else None
-        masters = Masters(40)
-        masters.bind(bound)
+    bound = {
+        slot: draw_values("normal", end, seed) if end else None
+        for seed, (slot, end) in enumerate(zip(slots, ends, strict=True))
+    }
+
+    def run(backend):
+        shards = [
+            scheme.operand(scheme.codes(), Extent(0, end), slot=slot)
+            for scheme, end, slot in zip(schemes, ends, slots, strict=True)
+        ]
+        masters = masters_of(*(bound[slot] for slot in range(40)))
         backend.partial_amax(shards, masters)()
         backend.partial_cast(NVFP4Numerics(), shards, masters)()
-        results.append(shards)
-    for isa, shards in zip(ISAS, results[1:], strict=True):
-        for i, pair in enumerate(zip(shards, results[0], strict=True)):
-            shard, expected = (each.planes[0] for each in pair)
-            assert_same_bytes(shard.block_amax, expected.block_amax, f"amaxes of weight {i}, {isa}")
-            assert_same_bytes(shard.codes, expected.codes, f"codes of weight {i} on {isa}")
+        planes = [(i, shard.planes[0]) for i, shard in enumerate(shards)]
+        return {f"amaxes of weight {i}": p.block_amax for i, p in planes} | {
+            f"codes of weight {i}": p.codes for i, p in planes
+        }
+
+    assert_as_reference(run, threads=[threads])
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("numerics", LAWS[:3], ids=str)
+@every_law
 def test_a_shard_at_two_to_the_32_plus_5(numerics, isa):
     """1,000 elements there have the codes and amaxes of the same elements at offset 5.
 
     Rows have 2^16 elements, so the shard starts at column 5 of row 2^16. Neither the codes nor the
     masters of the weight are ever allocated; the block amaxes are zero pages but for one.
     """
-    start, cols, size = 2**32 + 5, 2**16, 1000
-    master = draw_values("normal", size, 0)
-    results = []
-    for grid, first in ((BlockGrid(2**17, cols, 16, 16), start), (BlockGrid(16, cols, 16, 16), 5)):
-        case = Case(numerics, grid, Extent(first, first + size), torch.bfloat16, own_codes=True)
-        shard, masters = case.operand(case.codes()), Masters(1)
-        masters.bind([master])
-        backend = CpuBackend(isa, 1)
+    cols, size, backend = 2**16, 1000, CpuBackend(isa, 1)
+    masters, results = masters_of(draw_values("normal", size, 0)), []
+    for rows, first in ((2**17, 2**32 + 5), (16, 5)):
+        scheme, extent = nvfp4(rows, cols, numerics), Extent(first, first + size)
+        shard = scheme.operand(scheme.codes(extent), extent, own_codes=True)
         backend.partial_amax([shard], masters)()
         backend.partial_cast(numerics, [shard], masters)()
-        block = grid.block_of(first)
-        made = shard.planes[0]
-        results.append((made.codes, made.block_amax[block : block + 64], shard.tensor_amax))
-    for what, got, expected in zip(("codes", "block amaxes", "amax"), *results, strict=True):
-        assert_same_bytes(got, expected, what)
-    assert int(results[0][2]) > 0
+        block, made = scheme.grid.block_of(first), shard.planes[0]
+        blocks = made.block_amax[block : block + 64]
+        results.append({"codes": made.codes, "blocks": blocks, "amax": shard.tensor_amax})
+    assert_same_tensors(*results)
+    assert int(results[0]["amax"]) > 0
 
 
 @pytest.mark.parametrize("rows", [4224, 4233], ids=["whole lines", "ragged lines"])
-@pytest.mark.parametrize("numerics", LAWS[:2], ids=str)
-def test_a_large_transpose_goes_past_the_caches_to_the_same_place(numerics, rows):
+@pytest.mark.parametrize("make", [nvfp4, SCHEMES["e4m3"]], ids=["nvfp4", "fp8"])
+def test_a_large_transpose_goes_past_the_caches_to_the_same_place(make, rows):
     """More than 2^23 elements are written by other instructions, where rows are whole lines."""
-    cols = 2064
-    whole = (
-        nvfp4(rows, cols)
-        if isinstance(numerics, NVFP4Numerics)
-        else per_tensor(numerics, rows, cols)
-    )
-    columns, columnwise = packed_columns(numerics.fmt, cols), whole.columnwise_scale_layout
-    codes = torch.randint(256, (rows, columns), dtype=torch.uint8,
-                          generator=torch.Generator().manual_seed(0))  # fmt: skip
-    scale_inv = torch.ones(whole.scale_layout.shape).to(numerics.scale_dtype)
-    written = []
-    for backend in (REFERENCE, *(CpuBackend(isa, 2) for isa in ISAS)):
-        shape = cols, packed_columns(numerics.fmt, rows)
-        written.append(torch.empty(shape, dtype=torch.uint8))
-        scales = torch.empty(columnwise.shape, dtype=numerics.scale_dtype)
-        second = plane(columnwise, None, written[-1], scales, Source.ROWWISE)
-        both = operand(whole.scale_layout, codes=codes, scale_inv=scale_inv, second=second)
+    scheme = make(rows, 2064)
+    numerics, generator = scheme.numerics, torch.Generator().manual_seed(0)
+    codes = torch.randint(256, scheme.code_shape, dtype=torch.uint8, generator=generator)
+    scale_inv = torch.ones(scheme.layout.shape).to(numerics.scale_dtype)
+
+    def run(backend):
+        written = torch.empty(2064, packed_columns(numerics.fmt, rows), dtype=torch.uint8)
+        scales = torch.empty(scheme.second.shape, dtype=numerics.scale_dtype)
+        second = plane(scheme.second, None, written, scales, Source.ROWWISE)
+        both = operand(scheme.layout, codes=codes, scale_inv=scale_inv, second=second)
         backend.transpose(numerics, [both])()
-    for isa, got in zip(ISAS, written[1:], strict=True):
-        assert_same_bytes(got, written[0], f"columnwise codes on {isa}")
+        return {"columnwise codes": written}
+
+    assert_as_reference(run, threads=[2])
+
+
+# --- stochastic rounding ---
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@settings(max_examples=60)
+@given(data=st.data())
+def test_a_part_draws_by_its_place_in_the_whole(isa, data):
+    """Any shard of a part, wherever it lies in its whole weight: the reference's codes."""
+    rows, cols = data.draw(st.integers(1, 40)), 16 * data.draw(st.integers(1, 20))
+    grid = BlockGrid(rows, cols, data.draw(st.sampled_from((1, 16))), 16)
+    place = data.draw(st.sampled_from(((48, 0), (48, 96), (2, 38), (2**34 - 640, 0), (0, 2**33))))
+    start, end = sorted(data.draw(st.integers(0, grid.numel)) for _ in range(2))
+    masters = masters_of(draw_values("normal", end - start, rows))
+    amax = draw_values("normal", grid.num_blocks, cols).abs().view(torch.int32)
+
+    def run(backend):
+        codes = torch.full((grid.numel // 2,), 0xA5, dtype=torch.uint8)
+        rounding = Rounding(torch.tensor([7, 1]), *place)
+        shard = operand(grid, amax, amax.max()[None], codes, extent=Extent(start, end),
+                        round_to=torch.bfloat16, rounding=rounding)  # fmt: skip
+        backend.partial_cast(DRAWN, [shard], masters)()
+        return {"codes": codes}
+
+    assert_as_reference(run, f"{grid} [{start}, {end}) at {place}", isas=[isa])
+
+
+def test_a_counter_that_carries_between_its_halves():
+    """Elements on both sides of number 2^34, where the low half of index / 4 wraps."""
+    # A weight of that size is never made: the shard has codes of its own.
+    start, size, cols = 2**34 - 3 * 1024, 6 * 1024, 1024
+    grid, amax = BlockGrid(2**25, cols, 2**25, cols), torch.tensor([3.0]).view(torch.int32)
+    masters = masters_of(draw_values("normal", size, 0))
+
+    def run(backend):
+        codes, counter = torch.zeros(size // 2, dtype=torch.uint8), Rounding(torch.tensor([7, 1]))
+        shard = operand(grid, amax, amax, codes, extent=Extent(start, start + size),
+                        codes_start=start, rounding=counter)  # fmt: skip
+        backend.partial_cast(DRAWN, [shard], masters)()
+        return {"codes": codes}
+
+    assert_as_reference(run)

@@ -5,7 +5,7 @@ stand-in, so no NVRTC is needed.
 import os
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -73,9 +73,7 @@ def pipe(file: Path) -> None:
 @pytest.mark.parametrize(
     "damage", [lambda file: file.write_bytes(b""), cut, flip, link, directory, pipe, Path.unlink]
 )
-def test_what_is_damaged_is_compiled_anew(
-    damage: Callable[[Path], object], compile_count: list[str], tmp_path: Path
-) -> None:
+def test_what_is_damaged_is_compiled_anew(damage, compile_count, tmp_path):
     """A file that is empty, cut, changed, or none is not used; the next one in its place is."""
     assert compiled(tmp_path / "kernels") == compiled(tmp_path / "kernels") == CUBIN
     assert len(compile_count) == 1
@@ -86,7 +84,7 @@ def test_what_is_damaged_is_compiled_anew(
     assert len(compile_count) == (3 if damage is directory else 2)
 
 
-def test_what_the_driver_refuses_is_replaced(compile_count: list[str], tmp_path: Path) -> None:
+def test_what_the_driver_refuses_is_replaced(compile_count, tmp_path):
     """A file that is whole and yet not taken is compiled anew on demand, and kept."""
     folder = tmp_path / "kernels"
     folder.mkdir()
@@ -97,9 +95,7 @@ def test_what_the_driver_refuses_is_replaced(compile_count: list[str], tmp_path:
     assert compile_count == ["transpose"]
 
 
-def test_the_folder_is_closed_to_others(
-    umask: None, compile_count: list[str], tmp_path: Path
-) -> None:
+def test_the_folder_is_closed_to_others(umask, compile_count, tmp_path):
     """Whatever the umask, the folder, what is made above it and the file are the user's alone."""
     compiled(tmp_path / "cache" / "zerocast" / "kernels")
     made = sorted((tmp_path / "cache").rglob("*"))
@@ -113,9 +109,7 @@ def test_the_folder_is_closed_to_others(
     assert stat.S_IMODE(older.stat().st_mode) == 0o700
 
 
-def test_what_belongs_to_others_is_not_used(
-    compile_count: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_belongs_to_others_is_not_used(compile_count, tmp_path, monkeypatch):
     """A folder of another owner, or a link in its place, is neither read nor written."""
     real = tmp_path / "kernels"
     compiled(real)
@@ -128,7 +122,7 @@ def test_what_belongs_to_others_is_not_used(
     assert sorted(real.iterdir()) == before
 
 
-def test_drafts_of_killed_processes_are_removed(compile_count: list[str], tmp_path: Path) -> None:
+def test_drafts_of_killed_processes_are_removed(compile_count, tmp_path):
     """An old draft goes with the next file that is kept; one that may still be written stays."""
     old, young = tmp_path / "a.cubin.draft", tmp_path / "b.cubin.draft"
     for draft in (old, young):
@@ -139,12 +133,10 @@ def test_drafts_of_killed_processes_are_removed(compile_count: list[str], tmp_pa
     assert young.exists()
 
 
-def test_a_user_without_a_home_does_without(
-    compile_count: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_user_without_a_home_does_without(compile_count, monkeypatch):
     """Where there is no home directory, kernels are compiled and not kept."""
 
-    def no_home() -> Path:
+    def no_home():
         raise RuntimeError("Could not determine home directory.")
 
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)

@@ -127,7 +127,7 @@ def test_subnormals_of_a_tensor_that_torch_shares_among_threads(recipe):
 
 
 @pytest.mark.parametrize("epsilon", [1e-45, 2.0**-126 * (1 - 2.0**-30), 3e-39])
-def test_an_amax_epsilon_below_the_normal_numbers(epsilon: float) -> None:
+def test_an_amax_epsilon_below_the_normal_numbers(epsilon):
     """It is rounded to FP32 as ever, also by a thread that flushes: scale_inv is of it, not 1."""
     recipe = zerocast.Float8CurrentScaling(
         fp8_quant_fwd_weight=QParams(power_2_scale=True, amax_epsilon=epsilon)
@@ -149,11 +149,11 @@ def test_the_guard_restores_flag_and_threads():
     seen = []
 
     @keeping_subnormals
-    def launch() -> None:
+    def launch():
         seen.append((smallest_normal_halved(), torch.get_num_threads()))
 
     @keeping_subnormals
-    def fail() -> None:
+    def fail():
         launch()
         raise RuntimeError("on purpose")
 

@@ -6,7 +6,7 @@ That its bytes are right is the claim of tests/vectors.
 import pytest
 import torch
 
-from tests.support.operations import operand
+from tests.support.operations import masters_of, operand
 from tests.support.same_bytes import assert_same_bytes
 from zerocast.backends.reference import ReferenceBackend
 from zerocast.formats import E4M3, E5M2
@@ -23,8 +23,7 @@ def run_cast(
     reduced: torch.Tensor | None = None,
 ) -> None:
     """Amax, then codes, of one shard; with ``reduced`` as the tensor amax of all ranks."""
-    masters = Masters(1)
-    masters.bind([master])
+    masters = masters_of(master)
     REFERENCE.partial_amax([shard], masters)()
     if reduced is not None:
         shard.tensor_amax.copy_(reduced)
@@ -104,8 +103,7 @@ def test_nothing_to_do_is_a_launch_that_does_nothing():
     """No weights, and shards without elements whose slots are bound to None."""
     grid = BlockGrid(2, 16, 16, 16)
     amax, codes = torch.zeros(1, dtype=torch.int32), torch.full((16,), 7, dtype=torch.uint8)
-    masters = Masters(1)
-    masters.bind([None])
+    masters = masters_of(None)
     for shards in ([], [operand(grid, amax, amax, codes, extent=Extent(9, 9))]):
         REFERENCE.partial_amax(shards, masters)()
         REFERENCE.partial_cast(NVFP4Numerics(), shards, masters)()

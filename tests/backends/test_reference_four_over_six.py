@@ -10,12 +10,12 @@ import random
 import pytest
 import torch
 
-from tests.support.operations import operand
+from tests.support.operations import masters_of, operand
 from tests.support.partitions import draw_partition
 from tests.support.same_bytes import assert_same_bytes
 from zerocast.backends.reference import ReferenceBackend
 from zerocast.layout import BlockGrid, Extent, SharedBlocks
-from zerocast.numerics import FourOverSixErrors, Masters, NVFP4Numerics
+from zerocast.numerics import FourOverSixErrors, NVFP4Numerics
 
 REFERENCE = ReferenceBackend()
 
@@ -30,8 +30,7 @@ def values(grid: BlockGrid, seed: int) -> torch.Tensor:
 def amaxes(grid: BlockGrid, x: torch.Tensor) -> torch.Tensor:
     """int32 [amax_slots], of the rounded values."""
     amax = torch.zeros(grid.amax_slots, dtype=torch.int32)
-    masters = Masters(1)
-    masters.bind([x])
+    masters = masters_of(x)
     shard = operand(grid, amax[: grid.num_blocks], amax[-1:], extent=Extent(0, grid.numel),
                     round_to=torch.bfloat16)  # fmt: skip
     REFERENCE.partial_amax([shard], masters)()
@@ -44,8 +43,7 @@ def part(
     """int32 [words]: what the owner of ``extent`` writes."""
     buffer = torch.zeros(FourOverSixErrors.words(grid, cuts), dtype=torch.int32)
     amax = amaxes(grid, x)
-    masters = Masters(1)
-    masters.bind([x[extent.start : extent.end]])
+    masters = masters_of(x[extent.start : extent.end])
     shard = operand(grid, amax[: grid.num_blocks], amax[-1:], extent=extent,
                     round_to=torch.bfloat16,
                     candidates=FourOverSixErrors.carve(buffer, grid, cuts))  # fmt: skip
@@ -74,19 +72,14 @@ def test_any_partition_makes_the_same_choices(mode, shape):
     """Of 12 random ones over 1 to 7 ranks; both choices occur."""
     grid, numerics = BlockGrid(*shape, 16, 16), NVFP4Numerics(scale_max=256, four_over_six=mode)
     rng = random.Random(shape[0])
+    chosen = set()
     for seed in range(12):
         x = values(grid, seed)
         whole = exchanged(numerics, grid, x, [Extent(0, grid.numel)])
-        assert whole.max() <= 1
+        chosen |= set(whole.tolist())
         extents = draw_partition(grid.numel, rng.randint(1, 7), rng)
         assert_same_bytes(exchanged(numerics, grid, x, extents), whole, f"choices under {extents}")
-
-
-def test_both_choices_occur():
-    """So the claim above is no claim about zeros."""
-    grid, numerics = BlockGrid(50, 96, 16, 16), NVFP4Numerics(scale_max=256, four_over_six="mae")
-    choices = exchanged(numerics, grid, values(grid, 0), [Extent(0, grid.numel)])
-    assert 0 < choices.sum() < len(choices)
+    assert chosen == {0, 1} or grid.num_blocks < 20
 
 
 def test_every_rank_has_one_element():

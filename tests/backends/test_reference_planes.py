@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.support.operations import operand, plane
+from tests.support.operations import masters_of, operand, plane
 from tests.support.same_bytes import assert_same_bytes
 from zerocast.backends.cpu import CpuBackend
 from zerocast.backends.reference import ReferenceBackend
@@ -20,20 +20,12 @@ from zerocast.numerics import (
     DelayedState,
     Float8DelayedNumerics,
     Float8Numerics,
-    Masters,
     MXFP8Numerics,
     NVFP4Numerics,
     Rounding,
 )
 
 REFERENCE = ReferenceBackend()
-
-
-def masters_of(x: torch.Tensor) -> Masters:
-    """One slot."""
-    masters = Masters(1)
-    masters.bind([x])
-    return masters
 
 
 # --- stored planes ---

@@ -81,19 +81,19 @@ WRITERS = {
 }
 
 
-def test_every_row_is_here() -> None:
+def test_every_row_is_here():
     """What a header asserts of a row is compared below."""
     assert sizes().keys() == {*WRITERS, "NumericsTable"}
 
 
 @pytest.mark.parametrize("name", WRITERS)
-def test_a_row_has_the_fields_of_its_struct(name: str) -> None:
+def test_a_row_has_the_fields_of_its_struct(name):
     """Of a tensor that has everything, and of one that has next to nothing."""
     for each in (BARE, everything()):
         assert len(WRITERS[name](each)) == sizes()[name]
 
 
 @pytest.mark.parametrize("numerics", LAWS, ids=str)
-def test_a_law_has_the_fields_of_its_struct(numerics: object) -> None:
+def test_a_law_has_the_fields_of_its_struct(numerics):
     """Whichever it is."""
     assert len(numerics_fields(numerics, "cpu")) == sizes()["NumericsTable"]

@@ -78,7 +78,7 @@ def test_store_span_writes_its_elements_and_no_other(fmt):
     """Every range within 7 elements, with neighbouring nibbles that disagree on both sides."""
     ours, theirs = torch.full((7,), 0x5), torch.full((7,), 0xA)
 
-    def pack(codes: torch.Tensor) -> torch.Tensor:
+    def pack(codes):
         return pack_nibbles(codes.byte()) if fmt.bits == 4 else codes.byte()
 
     for start in range(8):

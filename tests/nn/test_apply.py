@@ -33,7 +33,7 @@ def model() -> nn.Sequential:
 
 
 @pytest.mark.parametrize("name", CONVERSIONS)
-def test_a_converted_weight_stays_the_same_parameter(name: str) -> None:
+def test_a_converted_weight_stays_the_same_parameter(name):
     """Its attributes, hooks, weak references, gradient and codes are kept, whatever changes."""
     made = model()
     weight = made[0].weight
@@ -66,7 +66,7 @@ def test_a_converted_weight_stays_the_same_parameter(name: str) -> None:
     assert isinstance(weight, nn.Parameter)
 
 
-def test_a_dtype_that_no_weight_has_is_refused() -> None:
+def test_a_dtype_that_no_weight_has_is_refused():
     """Module.double says how to make a model in high precision, and the weight is what it was."""
     made = model()
     codes = made[0].weight.detach().clone()
@@ -75,7 +75,7 @@ def test_a_dtype_that_no_weight_has_is_refused() -> None:
     assert_same_storage(made[0].weight, codes, "weight")
 
 
-def test_a_quantized_weight_of_torchs_layer_keeps_its_codes() -> None:
+def test_a_quantized_weight_of_torchs_layer_keeps_its_codes():
     """Where a module is converted, not where a tensor is."""
     layer = nn.Linear(32, 32, bias=False)
     layer.weight = nn.Parameter(quantize(torch.randn(32, 32).bfloat16(), NVFP4BlockScaling()))
@@ -86,7 +86,7 @@ def test_a_quantized_weight_of_torchs_layer_keeps_its_codes() -> None:
     assert_same_bytes(layer.weight.rowwise_data, codes.rowwise_data, "codes")
 
 
-def test_a_layer_moves_to_meta_and_back() -> None:
+def test_a_layer_moves_to_meta_and_back():
     """to_empty materialises quantized weights, unfilled, as the same parameter."""
     made, seen = model(), []
     weight = made[0].weight

@@ -7,7 +7,16 @@ import itertools
 import pytest
 import torch
 
-from tests.support.layers import RECIPES, every_recipe, recorded_products
+from tests.support.claims import assert_same_tensors
+from tests.support.layers import (
+    RECIPES,
+    every_recipe,
+    gradients,
+    kept_for_backward,
+    recorded_products,
+    step,
+    to_nearest,
+)
 from tests.support.same_bytes import assert_same_bytes
 from zerocast import nn
 from zerocast.errors import ChangedWeightError, InputError
@@ -18,9 +27,8 @@ from zerocast.recipes import (
     Float8CurrentScaling,
     MXFP8BlockScaling,
     NVFP4BlockScaling,
-    Recipe,
 )
-from zerocast.tensors import QuantizedTensor, quantize
+from zerocast.tensors import CastVersion, QuantizedTensor, quantize
 
 DELAYED, CURRENT = RECIPES["delayed"], RECIPES["current"]
 
@@ -30,6 +38,7 @@ LAYERS = {
     "LayerNormMLP": lambda **o: nn.LayerNormMLP(32, 64, **o),
 }
 every_layer = pytest.mark.parametrize("kind", LAYERS)
+both_regions = pytest.mark.parametrize("region", [True, False], ids=["inside", "outside"])
 
 
 def make(kind: str, seed: int = 0, **options: object) -> torch.nn.Module:
@@ -38,39 +47,16 @@ def make(kind: str, seed: int = 0, **options: object) -> torch.nn.Module:
     return LAYERS[kind](**options)
 
 
-def step(layer: torch.nn.Module, x: torch.Tensor, recipe: Recipe) -> dict[str, torch.Tensor]:
-    """One forward and backward; output and all gradients."""
-    layer.zero_grad()
-    x.grad = None
-    with autocast(recipe=recipe):
-        y = layer(x)
-    y.square().sum().backward()
-    return results_of(layer, x, y)
-
-
-def results_of(layer: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Output and all gradients, copied."""
-    grads = {name: parameter.grad.clone() for name, parameter in layer.named_parameters()}
-    return {"output": y.detach().clone(), "input": x.grad.clone(), **grads}
-
-
-def assert_same(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    """Byte for byte, name by name."""
-    assert actual.keys() == expected.keys()
-    for name in expected:
-        assert_same_bytes(actual[name], expected[name], name)
-
-
 # --- scale_inv belongs to the data ---
 
 
 @every_layer
 @every_recipe
-def test_the_backward_reads_nothing_that_the_state_became_since(kind: str, recipe: Recipe) -> None:
+def test_the_backward_reads_nothing_that_the_state_became_since(kind, recipe):
     """Between forward and backward the state advances, is overwritten by nonsense, and the layer
     runs under another recipe. The backward of the first forward does not notice.
     """
-    recipe = _rounding_to_nearest(recipe)
+    recipe = to_nearest(recipe)
     x = torch.randn(6, 32, requires_grad=True)
     undisturbed, layer = make(kind), make(kind)
     expected = step(undisturbed, x, recipe)
@@ -85,28 +71,16 @@ def test_the_backward_reads_nothing_that_the_state_became_since(kind: str, recip
     with torch.no_grad(), autocast(recipe=Float8CurrentScaling(use_power_2_scales=True)):
         layer(x)
     y.square().sum().backward()
-    assert_same(results_of(layer, x, y), expected)
-
-
-def _rounding_to_nearest(recipe: Recipe) -> Recipe:
-    if not isinstance(recipe, NVFP4BlockScaling):
-        return recipe
-    return NVFP4BlockScaling(nvfp4_4over6=recipe.nvfp4_4over6, disable_stochastic_rounding=True)
+    assert_same_tensors(gradients(layer, x, y), expected)
 
 
 @pytest.mark.parametrize("recipe", [DELAYED, CURRENT], ids=["delayed", "current"])
-def test_no_scale_is_copied_and_no_high_precision_operand_is_kept(recipe: Recipe) -> None:
+def test_no_scale_is_copied_and_no_high_precision_operand_is_kept(recipe):
     """Autograd saves codes and scales of the input and of a weight quantized on the fly: for each
     its columnwise codes and the very scale that was stored with them.
     """
-    saved: list[torch.Tensor] = []
     layer, x = make("Linear"), torch.randn(6, 32, requires_grad=True)
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        saved.append(tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), autocast(recipe=recipe):
+    with kept_for_backward() as saved, autocast(recipe=recipe):
         layer(x)
     shapes = sorted((str(t.dtype), tuple(t.shape)) for t in saved)
     assert shapes == [
@@ -118,23 +92,32 @@ def test_no_scale_is_copied_and_no_high_precision_operand_is_kept(recipe: Recipe
 
 
 @every_layer
-def test_a_written_weight_between_forward_and_backward_is_an_error(kind: str) -> None:
-    """A quantized weight is kept by reference, so its codes must not change."""
+@both_regions
+@pytest.mark.parametrize("by", ["cast", "copy_"])
+def test_a_written_weight_between_forward_and_backward_is_an_error(kind, region, by):
+    """A quantized weight is kept by reference, so its codes must not change: by a cast, which
+    torch's version counter does not see, or by a copy_, which it does.
+    """
     layer, x = make(kind, recipe=CURRENT), torch.randn(4, 32, requires_grad=True)
-    with autocast(recipe=CURRENT):
-        y = layer(x)
     weight = next(p for p in layer.parameters() if isinstance(p, QuantizedTensor))
-    with torch.no_grad():
-        weight.copy_(torch.ones(weight.shape))
-    with pytest.raises(ChangedWeightError, match="codes have been written since"):
+    clock = CastVersion(rebuild_on_use=True)
+    weight.quantized_storage.watch(clock)
+    with autocast(enabled=region, recipe=CURRENT):
+        y = layer(x)
+    if by == "cast":
+        clock.tick()
+    else:
+        weight.data.copy_(torch.ones(weight.shape))
+    with pytest.raises(ChangedWeightError, match=r"the weight \(64, 32\) .* been written since"):
         y.sum().backward()
+    step(layer, x, CURRENT if region else None)
 
 
 # --- state ---
 
 
 @every_layer
-def test_a_layer_that_runs_twice_in_a_region_counts_its_largest_amax(kind: str) -> None:
+def test_a_layer_that_runs_twice_in_a_region_counts_its_largest_amax(kind):
     """And both runs' gradients add up."""
     x, larger = torch.randn(4, 32), 3 * torch.randn(4, 32)
     apart = [make(kind), make(kind)]
@@ -153,7 +136,7 @@ def test_a_layer_that_runs_twice_in_a_region_counts_its_largest_amax(kind: str) 
         torch.testing.assert_close(parameter.grad, expected)
 
 
-def test_gradients_accumulate_over_backwards() -> None:
+def test_gradients_accumulate_over_backwards():
     """Two backwards without zero_grad give the sum; .grad is plain."""
     layer, x = make("Linear"), torch.randn(6, 32, requires_grad=True)
     once = step(layer, x, CURRENT)
@@ -166,7 +149,7 @@ def test_gradients_accumulate_over_backwards() -> None:
 
 
 @every_layer
-def test_what_a_recipe_remembers_is_saved_and_loaded_with_the_module(kind: str) -> None:
+def test_what_a_recipe_remembers_is_saved_and_loaded_with_the_module(kind):
     """A loaded layer goes on bit for bit, through a file read with weights_only=True."""
     layer, x = make(kind), torch.randn(6, 32, requires_grad=True)
     for scale in (1, 5):
@@ -179,12 +162,12 @@ def test_what_a_recipe_remembers_is_saved_and_loaded_with_the_module(kind: str) 
     saved = (one.state_dict()["_extra_state"] for one in (twin, layer))
     assert_same_bytes(*saved, "what the recipe remembers")
     for _ in range(2):
-        assert_same(step(twin, x, DELAYED), step(layer, x, DELAYED))
+        assert_same_tensors(step(twin, x, DELAYED), step(layer, x, DELAYED))
 
 
 @every_layer
 @pytest.mark.parametrize("recipe", [CURRENT, RECIPES["mxfp8"]], ids=["current", "mxfp8"])
-def test_a_recipe_without_memory_adds_nothing_to_a_state_dict(kind: str, recipe: Recipe) -> None:
+def test_a_recipe_without_memory_adds_nothing_to_a_state_dict(kind, recipe):
     """So dictionaries are those of layers that never ran under autocast, and load strictly."""
     layer, fresh = make(kind), make(kind, seed=1)
     step(layer, torch.randn(4, 32, requires_grad=True), recipe)
@@ -199,18 +182,18 @@ def test_a_recipe_without_memory_adds_nothing_to_a_state_dict(kind: str, recipe:
 
 @every_layer
 @every_recipe
-def test_a_deep_copy_has_a_state_of_its_own(kind: str, recipe: Recipe) -> None:
+def test_a_deep_copy_has_a_state_of_its_own(kind, recipe):
     """It goes on as the original does, and what it then learns stays its own."""
     layer, x = make(kind), torch.randn(6, 32, requires_grad=True)
     step(layer, x, recipe)
     twin = copy.deepcopy(layer)
-    assert_same(step(twin, x, recipe), step(layer, x, recipe))
+    assert_same_tensors(step(twin, x, recipe), step(layer, x, recipe))
     step(twin, (100 * x.detach()).requires_grad_(), recipe)
     if layer._states[0].is_delayed:
         assert layer._states[0].amax_history.max() < twin._states[0].amax_history.max()
 
 
-def test_calibration_records_what_quantizing_would_and_changes_no_result() -> None:
+def test_calibration_records_what_quantizing_would_and_changes_no_result():
     """Amaxes of input, weight and gradient, with the layer in high precision."""
     layer, twin, x = make("Linear"), make("Linear"), torch.randn(6, 32, requires_grad=True)
     plain = torch.nn.Linear(32, 64)
@@ -239,7 +222,7 @@ def test_calibration_records_what_quantizing_would_and_changes_no_result() -> No
 
 @every_layer
 @every_recipe
-def test_autocast_disabled_is_high_precision(kind: str, recipe: Recipe) -> None:
+def test_autocast_disabled_is_high_precision(kind, recipe):
     """Inside an enabled region, too; a quantized weight then is decoded."""
     layer, x = make(kind), torch.randn(6, 32)
     expected = layer(x)
@@ -248,47 +231,49 @@ def test_autocast_disabled_is_high_precision(kind: str, recipe: Recipe) -> None:
     assert layer._states is None
 
 
+@both_regions
 @pytest.mark.parametrize("primary", [True, False])
 @pytest.mark.parametrize("needs", list(itertools.product([True, False], repeat=3)))
-def test_only_the_gradients_asked_for_are_made(
-    needs: tuple[bool, ...], primary: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_the_gradients_asked_for_are_made(needs, primary, region, monkeypatch):
     """No product is computed for the others, and without any there is no graph."""
     layer = make("Linear", recipe=CURRENT if primary else None)
     x = torch.randn(4, 32, requires_grad=needs[0])
     layer.weight.requires_grad_(needs[1])
     layer.bias.requires_grad_(needs[2])
     with recorded_products(monkeypatch) as made:
-        with autocast(recipe=CURRENT):
+        with autocast(enabled=region, recipe=CURRENT):
             y = layer(x)
+            with torch.no_grad():
+                assert not layer(x).requires_grad
         assert y.requires_grad == any(needs)
         if any(needs):
             y.sum().backward()
-    assert len(made) == 1 + needs[0] + needs[1]
+    assert len(made) == (2 + needs[0] + needs[1] if region else 0)
     for tensor, needed in zip((x, layer.weight, layer.bias), needs, strict=True):
         assert (tensor.grad is not None) == needed
 
 
 @every_layer
+@both_regions
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("primary", [True, False])
-def test_torch_autocast_decides_the_dtype(kind: str, dtype: torch.dtype, primary: bool) -> None:
-    """Output in its dtype, gradients in the parameters' own."""
+def test_torch_autocast_decides_the_dtype(kind, region, dtype, primary):
+    """Output in its dtype, gradients in the parameters' own, in a region or outside."""
     layer = make(kind, recipe=CURRENT if primary else None)
     x = torch.randn(6, 32, requires_grad=True)
-    with autocast(recipe=CURRENT), torch.autocast("cpu", dtype):
+    with autocast(enabled=region, recipe=CURRENT), torch.autocast("cpu", dtype):
         y = layer(x)
         y.sum().backward()
     assert y.dtype == dtype
     assert {p.grad.dtype for p in layer.parameters()} == {x.grad.dtype} == {torch.float32}
-    with autocast(recipe=CURRENT):
+    with autocast(enabled=region, recipe=CURRENT):
         exact = layer(x)
     torch.testing.assert_close(y.float(), exact, rtol=0.1, atol=0.1)
 
 
 @every_layer
 @pytest.mark.parametrize("leading", [(), (5,), (2, 3), (2, 1, 3), (0,), (2, 0)])
-def test_inputs_of_any_shape(kind: str, leading: tuple[int, ...]) -> None:
+def test_inputs_of_any_shape(kind, leading):
     """One vector, a batch, a batch of sequences, nothing at all; the rows are quantized alone."""
     layer = make(kind)
     x = torch.randn(*leading, 32, requires_grad=True)
@@ -302,7 +287,7 @@ def test_inputs_of_any_shape(kind: str, leading: tuple[int, ...]) -> None:
 
 
 @every_layer
-def test_a_strided_input_and_gradient(kind: str) -> None:
+def test_a_strided_input_and_gradient(kind):
     """Transposed in memory, and an expanded gradient."""
     layer = make(kind)
     x = torch.randn(32, 6).t().requires_grad_()
@@ -314,7 +299,7 @@ def test_a_strided_input_and_gradient(kind: str) -> None:
     assert x.grad.shape == x.shape
 
 
-def test_a_shape_that_a_recipe_cannot_hold_is_refused_by_the_forward() -> None:
+def test_a_shape_that_a_recipe_cannot_hold_is_refused_by_the_forward():
     """Input, weight, and the gradient, which would be too late to refuse; without gradients that
     one is no obstacle.
     """
@@ -335,14 +320,14 @@ def test_a_shape_that_a_recipe_cannot_hold_is_refused_by_the_forward() -> None:
         assert narrow(x).shape == (2, 10)
 
 
-def test_an_input_of_another_dtype_is_refused() -> None:
+def test_an_input_of_another_dtype_is_refused():
     """As in torch, and with what to do."""
     with autocast(recipe=CURRENT), pytest.raises(InputError, match="one dtype, got torch.bfloat16"):
         make("Linear")(torch.randn(4, 32, dtype=torch.bfloat16))
 
 
 @pytest.mark.parametrize("recipe", [DELAYED, CURRENT], ids=["delayed", "current"])
-def test_a_quantized_output_is_multiplied_by_the_next_layer_as_it_is(recipe: Recipe) -> None:
+def test_a_quantized_output_is_multiplied_by_the_next_layer_as_it_is(recipe):
     """Its codes are the cast of the ordinary output; its gradient flows back."""
     first, second = make("Linear"), nn.Linear(64, 16)
     twin = make("Linear")
@@ -361,7 +346,7 @@ def test_a_quantized_output_is_multiplied_by_the_next_layer_as_it_is(recipe: Rec
         first(x, fp8_output=True)
 
 
-def test_return_layernorm_output_gives_what_the_norm_made() -> None:
+def test_return_layernorm_output_gives_what_the_norm_made():
     """Under autocast and outside, with a gradient of its own."""
     torch.manual_seed(0)
     layer = nn.LayerNormLinear(32, 16, return_layernorm_output=True)
@@ -383,7 +368,7 @@ def test_return_layernorm_output_gives_what_the_norm_made() -> None:
 @pytest.mark.parametrize("preserve", [True, False])
 @every_layer
 @every_recipe
-def test_model_init_makes_quantized_weights(kind: str, recipe: Recipe, preserve: bool) -> None:
+def test_model_init_makes_quantized_weights(kind, recipe, preserve):
     """From the numbers that the layer has without it, kept where asked for; biases and norms stay
     in high precision. Nested and disabled, it does not.
     """
@@ -407,7 +392,7 @@ def test_model_init_makes_quantized_weights(kind: str, recipe: Recipe, preserve:
 
 
 @every_layer
-def test_reset_parameters_draws_anew(kind: str) -> None:
+def test_reset_parameters_draws_anew(kind):
     """As the constructor does from the same seed, quantized or not."""
     for recipe in (None, CURRENT):
         layer, again = make(kind, seed=3, recipe=recipe), make(kind, seed=4, recipe=recipe)
@@ -418,7 +403,7 @@ def test_reset_parameters_draws_anew(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", [nn.LayerNormLinear, nn.LayerNormMLP])
-def test_unknown_names_are_refused(kind: type[torch.nn.Module]) -> None:
+def test_unknown_names_are_refused(kind):
     """With those that are known."""
     with pytest.raises(InputError, match="'LayerNorm' or 'RMSNorm', got 'BatchNorm'"):
         kind(32, 32, normalization="BatchNorm")
@@ -426,7 +411,7 @@ def test_unknown_names_are_refused(kind: type[torch.nn.Module]) -> None:
         nn.LayerNormMLP(32, 32, activation="tanh")
 
 
-def test_layers_are_named_and_sized_as_in_transformer_engine() -> None:
+def test_layers_are_named_and_sized_as_in_transformer_engine():
     """Parameters, shapes, repr."""
     mlp = nn.LayerNormMLP(32, 64, activation="swiglu", normalization="RMSNorm")
     assert {n: tuple(p.shape) for n, p in mlp.named_parameters()} == {
@@ -445,7 +430,7 @@ def test_layers_are_named_and_sized_as_in_transformer_engine() -> None:
 
 
 @pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
-def test_norms_stand_where_torchs_stand(kind: str) -> None:
+def test_norms_stand_where_torchs_stand(kind):
     """Same constructor, names, repr and results; state_dicts are exchanged."""
     ours, torchs = getattr(nn, kind)(32), getattr(torch.nn, kind)(32)
     assert isinstance(ours, getattr(torch.nn, kind))
@@ -458,7 +443,7 @@ def test_norms_stand_where_torchs_stand(kind: str) -> None:
     assert (getattr(nn, kind)(32, zero_centered_gamma=True).weight == 0).all()
 
 
-def test_delayed_scaling_of_another_configuration_starts_anew() -> None:
+def test_delayed_scaling_of_another_configuration_starts_anew():
     """What one recipe remembers is not another's."""
     layer, x = make("Linear"), torch.randn(4, 32, requires_grad=True)
     step(layer, x, DELAYED)
@@ -466,27 +451,7 @@ def test_delayed_scaling_of_another_configuration_starts_anew() -> None:
     assert layer._states[0].amax_history.shape == (3, 2)
 
 
-@pytest.mark.parametrize("recipe", [DELAYED, CURRENT], ids=["delayed", "current"])
-@every_layer
-def test_a_compiled_layer_gives_the_eager_results(kind: str, recipe: Recipe) -> None:
-    """Compiled outside of a region or inside, run outside or inside: the graph breaks there."""
-    torch._dynamo.reset()
-    results = []
-    for compiles in (False, True):
-        layer, x = make(kind), torch.ones(4, 32, requires_grad=True)
-        run = torch.compile(layer, backend="aot_eager") if compiles else layer
-        for enabled in (False, True, False, True):
-            layer.zero_grad()
-            x.grad = None
-            with autocast(enabled=enabled, recipe=recipe):
-                y = run(x)
-            y.square().sum().backward()
-            results.append(results_of(layer, x, y))
-    for eager, compiled in zip(results[:4], results[4:], strict=True):
-        torch.testing.assert_close(compiled, eager)
-
-
-def test_a_rank_without_rows_enrols_its_states_like_the_others() -> None:
+def test_a_rank_without_rows_enrols_its_states_like_the_others():
     """An empty batch joins the reduction of amaxes, in the same order as a full one."""
     layer = make("LayerNormMLP")
     with autocast(recipe=DELAYED):
@@ -495,7 +460,7 @@ def test_a_rank_without_rows_enrols_its_states_like_the_others() -> None:
     assert (layer._states[0].amax_history == 0).all()
 
 
-def test_convert_names_layers_for_stochastic_rounding() -> None:
+def test_convert_names_layers_for_stochastic_rounding():
     """Those that have no name; so two layers draw different words."""
     model = torch.nn.Sequential(
         torch.nn.Linear(32, 32), nn.LayerNormMLP(32, 64), nn.Linear(32, 32, name="head")
@@ -508,7 +473,7 @@ def test_convert_names_layers_for_stochastic_rounding() -> None:
     assert len(set(hashes)) == 3
 
 
-def test_convert_can_leave_weights_in_high_precision() -> None:
+def test_convert_can_leave_weights_in_high_precision():
     """They are the same parameters, quantized on the fly under autocast; tied ones, too."""
     model = torch.nn.Sequential(torch.nn.Embedding(7, 32), torch.nn.Linear(32, 7, bias=False))
     model[1].weight = model[0].weight
@@ -524,7 +489,7 @@ def test_convert_can_leave_weights_in_high_precision() -> None:
 
 @every_recipe
 @pytest.mark.parametrize("weights", RECIPES)
-def test_weights_of_one_recipe_under_autocast_of_another(recipe: Recipe, weights: str) -> None:
+def test_weights_of_one_recipe_under_autocast_of_another(recipe, weights):
     """The products are those of the operands as they are quantized, whatever each is."""
     layer, x = make("Linear", recipe=RECIPES[weights]), torch.randn(4, 32, requires_grad=True)
     found = step(layer, x, recipe)
@@ -534,18 +499,18 @@ def test_weights_of_one_recipe_under_autocast_of_another(recipe: Recipe, weights
 
 @every_layer
 @every_recipe
-def test_a_layer_that_met_its_recipe_in_inference_mode_trains_on(kind: str, recipe: Recipe) -> None:
+def test_a_layer_that_met_its_recipe_in_inference_mode_trains_on(kind, recipe):
     """Its state is not frozen by that, and records nothing of it."""
     layer, x = make(kind), torch.randn(4, 32, requires_grad=True)
     with torch.inference_mode(), autocast(recipe=recipe):
         layer(100 * x)
     twin = make(kind)
     for _ in range(2):
-        assert_same(step(layer, x, recipe), step(twin, x, recipe))
+        assert_same_tensors(step(layer, x, recipe), step(twin, x, recipe))
 
 
 @every_recipe
-def test_a_whole_module_is_pickled_with_its_state(recipe: Recipe) -> None:
+def test_a_whole_module_is_pickled_with_its_state(recipe):
     """torch.save of the module; it goes on as the original does."""
     layer, x = make("LayerNormMLP"), torch.randn(4, 32, requires_grad=True)
     step(layer, x, recipe)
@@ -553,4 +518,4 @@ def test_a_whole_module_is_pickled_with_its_state(recipe: Recipe) -> None:
     torch.save(layer, file)
     file.seek(0)
     loaded = torch.load(file, weights_only=False)
-    assert_same(step(loaded, x, recipe), step(layer, x, recipe))
+    assert_same_tensors(step(loaded, x, recipe), step(layer, x, recipe))

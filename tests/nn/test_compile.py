@@ -7,7 +7,8 @@ import torch
 
 import zerocast
 import zerocast.nn.autocast
-from tests.support.layers import RECIPES
+from tests.support.claims import assert_same_tensors
+from tests.support.layers import RECIPES, step
 from tests.support.models import InRegion
 from tests.support.same_bytes import assert_same_bytes
 from zerocast import nn
@@ -54,19 +55,18 @@ def results(model, run, rows=(6,), dtype=torch.float32):
     found = {}
     for i, count in enumerate(rows):
         x = torch.linspace(-2, 3, count * 64, dtype=dtype).view(count, 64).requires_grad_()
-        model.zero_grad()
-        y = run(x)
-        y.float().square().sum().backward()
-        found |= {f"{i}, output": y.detach(), f"{i}, input": x.grad}
-        found |= {f"{i}, {name}": p.grad.clone() for name, p in model.named_parameters()}
+        found |= step(model, x, run=run, when=f"{i}, ")
     return found
 
 
-def assert_same(actual, expected):
-    """Byte for byte, name by name."""
-    assert actual.keys() == expected.keys()
-    for name in expected:
-        assert_same_bytes(actual[name], expected[name], name)
+def in_region(run, recipe):
+    """``run`` inside of a region."""
+
+    def run_in_region(x):
+        with zerocast.autocast(recipe=recipe):
+            return run(x)
+
+    return run_in_region
 
 
 @pytest.fixture(autouse=True)
@@ -85,31 +85,22 @@ CASES = [
         strict=True,
     )
 ]
+CASES.append(pytest.param(STATELESS["nvfp4"], "quantized", "nowhere", id="nvfp4-nowhere"))
 
 
 @pytest.mark.parametrize(("recipe", "weights", "entered"), CASES)
 def test_one_graph_with_the_bytes_of_an_uncompiled_model(recipe, weights, entered):
-    """Without a graph break, the region entered around the compiled function or in it; also after
-    the codes were written.
+    """Without a graph break, the region entered around the compiled function or in it, or none;
+    also after the codes were written.
     """
     layers = make(weights, recipe)
     model = Fused(weights, recipe, layers)
-
-    def inside(x):
-        with zerocast.autocast(recipe=recipe):
-            return model(x)
-
-    compiled = torch.compile(
-        inside if entered == "inside" else model, backend="aot_eager", fullgraph=True
-    )
-
-    def outside(x):
-        with zerocast.autocast(recipe=recipe):
-            return compiled(x)
-
+    eager = model if entered == "nowhere" else in_region(model, recipe)
+    inside = eager if entered == "inside" else model
+    compiled = torch.compile(inside, backend="aot_eager", fullgraph=True)
+    run = in_region(compiled, recipe) if entered == "outside" else compiled
     for _ in range(2):
-        expected = results(model, inside)
-        assert_same(results(model, compiled if entered == "inside" else outside), expected)
+        assert_same_tensors(results(model, run), results(model, eager))
         with torch.no_grad():
             layers[0].weight.copy_(torch.randn(96, 64))
 
@@ -123,17 +114,10 @@ def test_inductor_with_dynamic_shapes(weights):
     model = make(weights, recipe, torch.bfloat16)
     compiled = torch.compile(model, backend="inductor", fullgraph=True, dynamic=True)
 
-    def in_region(run):
-        def run_in_region(x):
-            with zerocast.autocast(recipe=recipe):
-                return run(x)
-
-        return run_in_region
-
     shapes = {"rows": (6, 8, 13), "dtype": torch.bfloat16}
-    expected = results(model, in_region(model), **shapes)
+    expected = results(model, in_region(model, recipe), **shapes)
     torch._dynamo.utils.counters.clear()
-    assert_same(results(model, in_region(compiled), **shapes), expected)
+    assert_same_tensors(results(model, in_region(compiled, recipe), **shapes), expected)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
@@ -156,7 +140,7 @@ def test_no_region_is_a_constant():
         return dict(zip("abcdefgh", outputs, strict=True))
 
     torch._dynamo.utils.counters.clear()
-    assert_same(run(compiled), run(model))
+    assert_same_tensors(run(compiled), run(model))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 4
     with zerocast.autocast(recipe="current"), ThreadPoolExecutor(1) as pool:
         in_no_region = pool.submit(torch.compile(model, backend="aot_eager"), x).result()
@@ -171,25 +155,21 @@ def test_a_region_that_remembers_breaks_the_graph_where_it_is_entered(recipe):
     """
     models = [make("high_precision", RECIPES[recipe]) for _ in range(3)]
 
-    def inside(x, model):
-        with zerocast.autocast(recipe=RECIPES[recipe]):
-            return model(x)
-
-    compiled_inside = torch.compile(inside, backend="aot_eager")
+    entered = [in_region(model, RECIPES[recipe]) for model in models[:2]]
     compiled = torch.compile(models[2], backend="aot_eager", fullgraph=True)
     runs = [
-        lambda x: inside(x, models[0]),
-        lambda x: compiled_inside(x, models[1]),
-        lambda x: inside(x, compiled),
+        entered[0],
+        torch.compile(entered[1], backend="aot_eager"),
+        in_region(compiled, RECIPES[recipe]),
     ]
     expected, *others = (
         results(model, run, rows=(6, 6)) for model, run in zip(models, runs, strict=True)
     )
     for other in others:
-        assert_same(other, expected)
+        assert_same_tensors(other, expected)
     torch._dynamo.reset()
     with pytest.raises(torch._dynamo.exc.Unsupported, match="enter it around the compiled"):
-        torch.compile(inside, backend="aot_eager", fullgraph=True)(torch.ones(6, 64), models[0])
+        torch.compile(entered[0], backend="aot_eager", fullgraph=True)(torch.ones(6, 64))
     with (
         zerocast.autocast(enabled=False, calibrating=True, recipe=RECIPES[recipe]),
         pytest.raises(torch._dynamo.exc.Unsupported, match="calibrating=True"),
@@ -218,8 +198,8 @@ def test_a_graph_that_breaks_inside_of_a_region():
         return x
 
     expected = results(model, broken)
-    assert_same(results(model, torch.compile(broken, backend="aot_eager")), expected)
-    assert_same(results(model, torch.compile(by_hand, backend="aot_eager")), expected)
+    assert_same_tensors(results(model, torch.compile(broken, backend="aot_eager")), expected)
+    assert_same_tensors(results(model, torch.compile(by_hand, backend="aot_eager")), expected)
     assert not zerocast.nn.autocast.current().enabled
 
 
@@ -296,13 +276,13 @@ def test_export_and_trace(recipe):
     exported = torch.export.export(model, (x,)).module()
     assert_same_bytes(exported(x), model(x), "output")
 
-    in_region = InRegion(model, RECIPES[recipe])
+    region = InRegion(model, RECIPES[recipe])
     if recipe in STATELESS and not RECIPES[recipe].remembers:
-        exported = torch.export.export(in_region, (x,)).module()
-        assert_same_bytes(exported(x), in_region(x), "output in a region")
+        exported = torch.export.export(region, (x,)).module()
+        assert_same_bytes(exported(x), region(x), "output in a region")
     else:
         with pytest.raises(zerocast.UnsupportedError, match="outside of the region"):
-            torch.export.export(in_region, (x,), strict=False)
+            torch.export.export(region, (x,), strict=False)
         with (
             zerocast.autocast(recipe=RECIPES[recipe]),
             pytest.raises(Exception, match="outside of the region"),

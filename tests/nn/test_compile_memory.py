@@ -16,12 +16,11 @@ from torch.utils.checkpoint import checkpoint
 
 import zerocast
 import zerocast.nn.traced_regions
+from tests.support.claims import assert_same_tensors
 from tests.support.layers import RECIPES
 from tests.support.models import every_layer, recipe_state
 from tests.support.ranks import run_ranks
-from tests.support.same_bytes import assert_same_bytes
 from zerocast import nn
-from zerocast.comm import Communicator
 from zerocast.recipes import DelayedScaling
 
 DELAYED, DRAWN = RECIPES["delayed"], RECIPES["nvfp4"]
@@ -66,20 +65,13 @@ def results(model, run, recipe, steps=3, batches=1, rows=32):
     return found
 
 
-def assert_same(actual, expected):
-    """Byte for byte, name by name."""
-    assert actual.keys() == expected.keys()
-    for name in expected:
-        assert_same_bytes(actual[name], expected[name], name)
-
-
 def assert_compiles(recipe, run, *, expected=None, backend="aot_eager", weights=None, **options):
     """``run(model, x)`` compiled as one graph gives what ``expected`` gives uncompiled."""
     model = every_layer(weights)
     twin, expected = copy.deepcopy(model), expected or run
     wanted = results(model, lambda x: expected(model, x), recipe, **options)
     compiled = torch.compile(lambda x: run(twin, x), backend=backend, fullgraph=True)
-    assert_same(results(twin, compiled, recipe, **options), wanted)
+    assert_same_tensors(results(twin, compiled, recipe, **options), wanted)
 
 
 # The others are in test_compile.py, too.
@@ -155,7 +147,7 @@ def test_a_checkpoint_around_a_compiled_function(recomputing, recipe):
     def run(x):
         return recomputing(compiled, x) if x.requires_grad else compiled(x)
 
-    assert_same(results(twin, run, recipe), expected)
+    assert_same_tensors(results(twin, run, recipe), expected)
 
 
 def test_a_graph_is_for_all_layers_of_a_kind():
@@ -170,7 +162,7 @@ def test_a_graph_is_for_all_layers_of_a_kind():
     for _ in range(2):
         for model, twin, run in zip(models, twins, compiled, strict=True):
             expected = results(model, model, DELAYED, steps=1)
-            assert_same(results(twin, run, DELAYED, steps=1), expected)
+            assert_same_tensors(results(twin, run, DELAYED, steps=1), expected)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2  # and an evaluation
     for each in (models[0], twins[0]):
         each.load_state_dict(models[1].state_dict())
@@ -181,7 +173,7 @@ def test_a_graph_is_for_all_layers_of_a_kind():
             y = run(data(1))
         y.sum().backward()
         remembered.append(recipe_state(model))
-    assert_same(*remembered[::-1])
+    assert_same_tensors(*remembered[::-1])
 
 
 def test_what_happens_between_forward_and_backward():
@@ -212,7 +204,7 @@ def test_what_happens_between_forward_and_backward():
             grads |= {f"{i}, x": x.grad, f"{i}, other": other.grad}
             grads |= {f"{i}, drawn, {key}": tensor for key, tensor in recipe_state(each).items()}
         found.append(grads | {name: p.grad for name, p in each.named_parameters()})
-    assert_same(*found[::-1])
+    assert_same_tensors(*found[::-1])
 
 
 def test_statistics_are_counted():
@@ -253,7 +245,7 @@ def test_earlier_releases_of_torch_break_the_graph(monkeypatch):
     model = every_layer()
     twin = copy.deepcopy(model)
     compiled = torch.compile(twin, backend="aot_eager")
-    assert_same(results(twin, compiled, DELAYED, 2), results(model, model, DELAYED, 2))
+    assert_same_tensors(results(twin, compiled, DELAYED, 2), results(model, model, DELAYED, 2))
 
 
 @pytest.mark.parametrize(
@@ -266,7 +258,7 @@ def test_earlier_releases_of_torch_break_the_graph(monkeypatch):
 def test_ranks_agree_on_scales(kind):
     """Compiled on ranks of different rows, one of them without any at first."""
 
-    def train(comm: Communicator) -> dict[str, torch.Tensor]:
+    def train(comm):
         found = []
         for compiles in (False, True):
             model = every_layer()
@@ -277,11 +269,11 @@ def test_ranks_agree_on_scales(kind):
                 y.sum().backward()
                 zerocast.reduce_amaxes(comm)
             found.append(recipe_state(model))
-        assert_same(*found[::-1])
+        assert_same_tensors(*found[::-1])
         return found[1]
 
     first, second = run_ranks(kind, 2, train)
-    assert_same(first, second)
+    assert_same_tensors(first, second)
 
 
 PROGRAM = """

@@ -1,7 +1,6 @@
 """convert swaps what it can, leaves what it must, and says which."""
 
 import copy
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from tests.support.same_bytes import assert_same_bytes, assert_same_storage
 from tests.support.weights import FP8, NVFP4, both_recipes
 from zerocast.errors import InputError
 from zerocast.nn import Linear, convert
-from zerocast.recipes import MXFP8BlockScaling, Recipe
+from zerocast.recipes import MXFP8BlockScaling
 from zerocast.tensors import QuantizedTensor, quantize
 
 
@@ -25,7 +24,7 @@ def pair() -> Pair:
 
 
 @both_recipes
-def test_every_linear_is_quantized_in_place_and_the_rest_is_untouched(recipe: Recipe) -> None:
+def test_every_linear_is_quantized_in_place_and_the_rest_is_untouched(recipe):
     """The modules keep their identity; the output is that of the dequantized weights."""
     model = nn.Sequential(nn.Embedding(7, 32), pair(), pair().eval())
     model[1].down.weight.requires_grad_(False)
@@ -53,7 +52,7 @@ def test_every_linear_is_quantized_in_place_and_the_rest_is_untouched(recipe: Re
     assert [n for n, _ in model.named_parameters()] == [n for n, _ in original.named_parameters()]
 
 
-def test_the_initial_value_is_kept_before_rounding_on_the_cpu() -> None:
+def test_the_initial_value_is_kept_before_rounding_on_the_cpu():
     """In the layer's dtype, as a copy; clearing it gives the memory back."""
     layer = nn.Linear(16, 4).to(torch.float16)
     before = layer.weight.detach().clone()
@@ -65,7 +64,7 @@ def test_the_initial_value_is_kept_before_rounding_on_the_cpu() -> None:
     assert not hasattr(layer.weight, "get_high_precision_init_val")
 
 
-def test_a_model_that_is_a_linear_is_converted_itself() -> None:
+def test_a_model_that_is_a_linear_is_converted_itself():
     """Its name is empty, in the report, too."""
     model = nn.Linear(32, 8)
     assert convert(model, FP8).converted == ("",)
@@ -74,7 +73,7 @@ def test_a_model_that_is_a_linear_is_converted_itself() -> None:
     assert "left: weight [8x10], 90.9 %: NVFP4BlockScaling needs K" in str(left)
 
 
-def test_filter_fqns_match_by_substring() -> None:
+def test_filter_fqns_match_by_substring():
     """A layer stays where its fully qualified name contains any of them."""
     model = nn.ModuleDict({"block": pair(), "head": nn.Linear(32, 16)})
     report = convert(model, NVFP4, filter_fqns=["head", "k.up"])
@@ -86,7 +85,7 @@ def test_filter_fqns_match_by_substring() -> None:
     assert type(model["head"]) is nn.Linear
 
 
-def test_a_filter_that_matches_nothing_is_refused_with_near_names() -> None:
+def test_a_filter_that_matches_nothing_is_refused_with_near_names():
     """For the layer that was meant would be converted; names of other modules and parameters are
     names, too.
     """
@@ -101,11 +100,11 @@ def test_a_filter_that_matches_nothing_is_refused_with_near_names() -> None:
     assert type(model["lm_head"]) is nn.Linear
 
 
-def test_a_function_says_which_layers_are_converted() -> None:
+def test_a_function_says_which_layers_are_converted():
     """As torchao's module_filter_fn: of a layer and its name, True to convert it."""
     model, seen = nn.ModuleDict({"block": pair(), "head": nn.Linear(32, 16)}), []
 
-    def wanted(module: nn.Module, fqn: str) -> bool:
+    def wanted(module, fqn):
         seen.append((fqn, type(module)))
         return fqn != "head" and module.out_features > 32
 
@@ -127,7 +126,7 @@ class Adapted(nn.Module):
         self.lora_B = nn.ModuleDict({"default": nn.Linear(16, 48, bias=False)})
 
 
-def test_adapters_are_not_quantized_and_what_they_adapt_is() -> None:
+def test_adapters_are_not_quantized_and_what_they_adapt_is():
     """Nobody asked for it by converting the model; who converts an adapter itself asks."""
     model = nn.Sequential(Adapted())
     report = convert(model, NVFP4)
@@ -137,7 +136,7 @@ def test_adapters_are_not_quantized_and_what_they_adapt_is() -> None:
     assert convert(model[0].lora_A, NVFP4).converted == ("default",)
 
 
-def test_a_layer_that_the_recipe_cannot_hold_stays() -> None:
+def test_a_layer_that_the_recipe_cannot_hold_stays():
     """K = 10 for NVFP4; FP8 holds it. The report is readable."""
     model = nn.Sequential(nn.Linear(32, 10), nn.Linear(10, 32))
     report = convert(model, NVFP4)
@@ -185,9 +184,7 @@ def _hooked() -> nn.Module:
         (lambda: Linear(16, 16, recipe=FP8), "is quantized already"),
     ],
 )
-def test_what_would_change_its_meaning_stays_with_a_reason(
-    make: Callable[[], nn.Module], reason: str
-) -> None:
+def test_what_would_change_its_meaning_stays_with_a_reason(make, reason):
     """The module is not touched and the others are converted."""
     module = make()
     kind, parameters = type(module), list(module.parameters())
@@ -199,7 +196,7 @@ def test_what_would_change_its_meaning_stays_with_a_reason(
     assert all(a is b for a, b in zip(module.parameters(), parameters, strict=True))
 
 
-def test_multihead_attention_keeps_working() -> None:
+def test_multihead_attention_keeps_working():
     """Its output projection is a subclass that torch reads by hand, so it stays."""
     attention = nn.MultiheadAttention(32, 4, batch_first=True)
     report = convert(attention, NVFP4)
@@ -209,7 +206,7 @@ def test_multihead_attention_keeps_working() -> None:
     assert attention(x, x, x)[0].shape == (2, 3, 32)
 
 
-def test_hooks_of_the_module_stay_and_run() -> None:
+def test_hooks_of_the_module_stay_and_run():
     """The module is the same object, so forward hooks and references to it hold."""
     layer, calls = nn.Linear(16, 16), []
     layer.register_forward_hook(lambda *_: calls.append("forward"))
@@ -220,7 +217,7 @@ def test_hooks_of_the_module_stay_and_run() -> None:
 
 
 @both_recipes
-def test_tied_linears_stay_tied(recipe: Recipe) -> None:
+def test_tied_linears_stay_tied(recipe):
     """Two layers of one Parameter share the new one, and both contribute to its gradient."""
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
     model[1].weight = model[0].weight
@@ -233,7 +230,7 @@ def test_tied_linears_stay_tied(recipe: Recipe) -> None:
     assert model[0].weight.grad.shape == value.shape
 
 
-def test_a_linear_tied_with_something_else_stays() -> None:
+def test_a_linear_tied_with_something_else_stays():
     """With an embedding, or with a layer that is filtered: all holders keep the one Parameter."""
     model = nn.ModuleDict({"tokens": nn.Embedding(48, 32), "head": nn.Linear(32, 48, bias=False)})
     model["head"].weight = model["tokens"].weight
@@ -248,7 +245,7 @@ def test_a_linear_tied_with_something_else_stays() -> None:
     assert pair["a"].weight is pair["b"].weight
 
 
-def test_a_module_with_two_names_is_converted_once() -> None:
+def test_a_module_with_two_names_is_converted_once():
     """It is reported under its first name, and a filter on either name holds it."""
     shared = nn.Linear(16, 16)
     model = nn.ModuleDict({"first": shared, "second": shared})
@@ -257,7 +254,7 @@ def test_a_module_with_two_names_is_converted_once() -> None:
     assert model["first"] is model["second"]
 
 
-def test_gradients_and_attributes_of_the_parameter_are_carried_over() -> None:
+def test_gradients_and_attributes_of_the_parameter_are_carried_over():
     """What an optimizer or a framework has put on it."""
     layer = nn.Linear(16, 16)
     layer.weight.grad = torch.ones(16, 16)
@@ -267,7 +264,7 @@ def test_gradients_and_attributes_of_the_parameter_are_carried_over() -> None:
     assert layer.weight.tensor_parallel
 
 
-def test_converting_twice_changes_nothing() -> None:
+def test_converting_twice_changes_nothing():
     """The second report says so."""
     model = nn.Sequential(nn.Linear(16, 16))
     convert(model, NVFP4)
@@ -289,7 +286,7 @@ def test_converting_twice_changes_nothing() -> None:
         ({"filter_fqns": ["hed"]}, r"got 'hed', which is in none of them \(near it: nothing\)"),
     ],
 )
-def test_bad_arguments_are_refused_and_nothing_is_changed(arguments: dict, message: str) -> None:
+def test_bad_arguments_are_refused_and_nothing_is_changed(arguments, message):
     """The message says what is required and what was given."""
     model = nn.Sequential(nn.Linear(16, 16))
     with pytest.raises(InputError, match=message):
@@ -298,7 +295,7 @@ def test_bad_arguments_are_refused_and_nothing_is_changed(arguments: dict, messa
 
 
 @both_recipes
-def test_a_converted_model_saves_loads_and_learns(recipe: Recipe) -> None:
+def test_a_converted_model_saves_loads_and_learns(recipe):
     """One step of gradient descent on FP32 masters, cast by copy_, lowers the loss."""
     torch.manual_seed(0)
     model = pair()
@@ -324,7 +321,7 @@ def test_a_converted_model_saves_loads_and_learns(recipe: Recipe) -> None:
 
 
 @every_recipe
-def test_every_recipe_is_converted_to(recipe: Recipe) -> None:
+def test_every_recipe_is_converted_to(recipe):
     """Codes as quantize makes them; forward and backward run."""
     model = pair()
     original = copy.deepcopy(model)
@@ -338,7 +335,7 @@ def test_every_recipe_is_converted_to(recipe: Recipe) -> None:
     assert model.up.weight.grad.shape == (48, 32)
 
 
-def test_adapters_of_peft_are_not_quantized_whichever_comes_first() -> None:
+def test_adapters_of_peft_are_not_quantized_whichever_comes_first():
     """With the real package: LoRA's own layers stay in high precision, and what they adapt is
     converted, or was before.
     """
@@ -361,7 +358,7 @@ def test_adapters_of_peft_are_not_quantized_whichever_comes_first() -> None:
     assert layer.base_layer.weight.grad is None
 
 
-def test_lazy_modules_are_refused() -> None:
+def test_lazy_modules_are_refused():
     """Before anything is converted, and by name."""
     model = nn.Sequential(nn.Linear(16, 16), nn.LazyLinear(16))
     with pytest.raises(InputError, match=r"got 1\.weight of a lazy module"):

@@ -12,7 +12,6 @@ from tests.support.layers import RECIPES, assert_close, every_recipe
 from zerocast import nn
 from zerocast.nn.autocast import autocast
 from zerocast.nn.gemm import Product, engine, gemm
-from zerocast.recipes import Recipe
 from zerocast.tensors import dequantize
 
 pytestmark = [
@@ -25,9 +24,7 @@ CUDA = torch.device("cuda")
 
 @every_kind
 @every_product
-def test_the_librarys_product_is_that_of_the_dequantized_operands(
-    name: str, product: Product
-) -> None:
+def test_the_librarys_product_is_that_of_the_dequantized_operands(name, product):
     """All three products of each kind that the device has, with a bias where there is one."""
     tensors = [tensor.to(CUDA) for tensor in operands(name, product)]
     chosen = engine(*sides(product, tensors), torch.bfloat16, CUDA)
@@ -49,9 +46,7 @@ def test_the_librarys_product_is_that_of_the_dequantized_operands(
 @every_recipe
 @pytest.mark.parametrize("kind", ["Linear", "LayerNormLinear", "LayerNormMLP"])
 @pytest.mark.parametrize("primary", [True, False])
-def test_a_layer_does_on_a_gpu_what_it_does_on_a_cpu(
-    recipe: Recipe, kind: str, primary: bool
-) -> None:
+def test_a_layer_does_on_a_gpu_what_it_does_on_a_cpu(recipe, kind, primary):
     """Two steps: output and gradients, whoever computes the products."""
     results = []
     for device in ("cpu", "cuda"):
@@ -74,12 +69,12 @@ def test_a_layer_does_on_a_gpu_what_it_does_on_a_cpu(
         assert_close(results[1][name], expected.double(), coarse, name)
 
 
-def test_explain_agrees_with_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_explain_agrees_with_what_runs(monkeypatch):
     """Where it says library, torch's function is called, and only there."""
     calls: list[str] = []
     real = torch._scaled_mm
 
-    def spy(*args: object, **options: object) -> torch.Tensor:
+    def spy(*args, **options):
         calls.append("library")
         return real(*args, **options)
 

@@ -94,7 +94,7 @@ def make(recipe: Recipe | None) -> torch.nn.Sequential:
 
 @every_derivative
 @pytest.mark.parametrize("recipe", ["nvfp4", "delayed", "block", "mxfp8"])
-def test_a_decoded_weight_has_every_derivative(recipe: str, name: str) -> None:
+def test_a_decoded_weight_has_every_derivative(recipe, name):
     """Of layers with quantized weights they are those of torch's layers with the decoded ones."""
     model, x = make(RECIPES[recipe]), torch.randn(2, 32)
     plain = make(None)
@@ -115,9 +115,7 @@ def test_a_decoded_weight_has_every_derivative(recipe: str, name: str) -> None:
         (nn.LayerNormMLP, "high_precision"),
     ],
 )
-def test_quantized_products_refuse_all_but_the_gradient(
-    name: str, kind: type[torch.nn.Module], weights: str
-) -> None:
+def test_quantized_products_refuse_all_but_the_gradient(name, kind, weights):
     """Inside autocast no derivative is zero because torch does not know of it."""
     recipe = RECIPES["delayed"]
     with zerocast.model_init(enabled=weights == "quantized", recipe=recipe):
@@ -127,7 +125,7 @@ def test_quantized_products_refuse_all_but_the_gradient(
 
 
 @pytest.mark.parametrize("recipe", ["nvfp4", "delayed"])
-def test_a_cast_inside_of_a_transform_is_refused(recipe: str) -> None:
+def test_a_cast_inside_of_a_transform_is_refused(recipe):
     """Tensors of torch.func have no memory that could be cast."""
     x = torch.randn(2, 32, 64)
     for function in (

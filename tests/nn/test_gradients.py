@@ -15,7 +15,9 @@ from tests.support.layers import (
     assert_close,
     both_dtypes,
     every_recipe,
+    gradients,
     recorded_products,
+    to_nearest,
 )
 from zerocast import nn
 from zerocast.nn.autocast import autocast
@@ -24,26 +26,21 @@ from zerocast.recipes import NVFP4BlockScaling, Recipe
 from zerocast.tensors import QuantizedTensor, dequantize, quantize
 
 both_weights = pytest.mark.parametrize("primary", [True, False], ids=["primary", "on-the-fly"])
+both_norms = pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
 
 K, M, T = 64, 96, 21
 
 
-def inputs(dtype: torch.dtype, width: int = K) -> torch.Tensor:
-    """[3, 7, width]: 21 rows, a multiple of nothing that schemes care about."""
-    return torch.randn(3, T // 3, width, dtype=dtype, requires_grad=True)
+def inputs(dtype: torch.dtype) -> torch.Tensor:
+    """[3, 7, K]: 21 rows, a multiple of nothing that schemes care about."""
+    return torch.randn(3, T // 3, K, dtype=dtype, requires_grad=True)
 
 
-def run(
-    layer: torch.nn.Module,
-    x: torch.Tensor,
-    recipe: Recipe,
-    monkeypatch: pytest.MonkeyPatch,
-) -> tuple[torch.Tensor, torch.Tensor, list[Made]]:
+def run(layer, x, recipe, monkeypatch) -> tuple[torch.Tensor, torch.Tensor, list[Made]]:
     """Output, its gradient, and the products of a forward and backward. (The second step, so that
     delayed scaling has a history.)
     """
     torch.manual_seed(1)
-    grad = torch.empty(0)
     for _ in range(2):
         layer.zero_grad()
         x.grad = None
@@ -65,36 +62,32 @@ def make(kind: type[torch.nn.Module], *arguments: object, **options: object) -> 
     return layer
 
 
+def assert_linear(layer, x, y, grad, products, tolerance) -> None:
+    """Output, and the gradients of input, weight and bias, from the products' operands."""
+    rows, (m, k) = x.numel() // x.shape[-1], layer.weight.shape
+    out, dx, dw = products
+    exact = {"output": out.a @ out.b.t(), "input": dx.a @ dx.b, "weight": dw.a.t() @ dw.b}
+    if layer.bias is not None:
+        exact["output"] += layer.bias.detach().double()
+        exact["bias"] = grad.view(rows, m).double().sum(0)
+    found = gradients(layer, x, y)
+    found |= {"output": y.view(rows, m), "input": x.grad.view(rows, k)}
+    for name, expected in exact.items():
+        assert_close(found[name], expected, tolerance, name)
+
+
 @every_recipe
 @both_dtypes
 @both_weights
 @pytest.mark.parametrize("bias", [True, False])
-def test_linear(
-    recipe: Recipe,
-    dtype: torch.dtype,
-    primary: bool,
-    bias: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_linear(recipe, dtype, primary, bias, monkeypatch):
     """Output, and the gradients of input, weight and bias."""
     layer = make(nn.Linear, K, M, bias, dtype=dtype, recipe=recipe if primary else None)
     x = inputs(dtype)
     y, grad, made = run(layer, x, recipe, monkeypatch)
-    out, dx, dw = made
-    assert [each.product for each in made] == [
-        Product.OUTPUT,
-        Product.INPUT_GRADIENT,
-        Product.WEIGHT_GRADIENT,
-    ]
-    b = layer.bias.double() if bias else 0
-    tolerance = TOLERANCE[dtype]
+    assert [each.product for each in made] == list(Product)
     assert y.dtype == x.grad.dtype == layer.weight.grad.dtype == dtype
-    assert_close(y.view(T, M), out.a @ out.b.t() + b, tolerance, "output")
-    assert_close(x.grad.view(T, K), dx.a @ dx.b, tolerance, "gradient of the input")
-    assert_close(layer.weight.grad, dw.a.t() @ dw.b, tolerance, "gradient of the weight")
-    if bias:
-        expected = grad.view(T, M).double().sum(0)
-        assert_close(layer.bias.grad, expected, tolerance, "gradient of the bias")
+    assert_linear(layer, x, y, grad, made, TOLERANCE[dtype])
 
 
 FREE = [(1, 1, 1), (1, 7, 3), (5, 33, 17), (3, 130, 257), (129, 5, 4)]
@@ -110,25 +103,16 @@ OF_16 = [(1, 16, 16), (3, 48, 80), (17, 112, 96), (129, 16, 144)]
         for shape in (OF_32 if "mxfp8" in name else OF_16 if "nvfp4" in name else FREE)
     ],
 )
-def test_linear_of_awkward_sizes(
-    name: str,
-    rows: int,
-    in_features: int,
-    out_features: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_linear_of_awkward_sizes(name, rows, in_features, out_features, monkeypatch):
     """One row, one feature, primes, one past a block."""
     layer = make(nn.Linear, in_features, out_features)
     x = torch.randn(rows, in_features, requires_grad=True)
-    y, _, (out, dx, dw) = run(layer, x, RECIPES[name], monkeypatch)
-    assert_close(y, out.a @ out.b.t() + layer.bias.detach().double(), 1e-5, "output")
-    assert_close(x.grad, dx.a @ dx.b, 1e-5, "gradient of the input")
-    assert_close(layer.weight.grad, dw.a.t() @ dw.b, 1e-5, "gradient of the weight")
+    assert_linear(layer, x, *run(layer, x, RECIPES[name], monkeypatch), 1e-5)
 
 
 @every_recipe
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_what_is_not_finite_is_loud(recipe: Recipe, bad: float) -> None:
+def test_what_is_not_finite_is_loud(recipe, bad):
     """One such input makes its output and its weight's gradient NaN; a zero gradient is zero."""
     layer = make(nn.Linear, 64, 64, False)
     x = torch.randn(8, 64)
@@ -160,16 +144,11 @@ def columnwise_values(tensor: torch.Tensor, recipe: Recipe) -> torch.Tensor:
 
 
 @every_recipe
-def test_the_operands_are_the_recipes_casts_of_the_right_tensors(
-    recipe: Recipe, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_operands_are_the_recipes_casts_of_the_right_tensors(recipe, monkeypatch):
     """Rowwise Q(x) and Q(w); rowwise Q(dy) and columnwise Q(w); columnwise Q(dy) and Q(x). Each by
     the recipe of its role.
     """
-    if isinstance(recipe, NVFP4BlockScaling):
-        recipe = NVFP4BlockScaling(
-            nvfp4_4over6=recipe.nvfp4_4over6, disable_stochastic_rounding=True
-        )
+    recipe = to_nearest(recipe)
     layer = make(nn.Linear, K, M, False, dtype=torch.float32)
     x, w, grad = torch.randn(T, K, requires_grad=True), layer.weight.detach(), torch.randn(T, M)
     with recorded_products(monkeypatch) as (made):
@@ -216,31 +195,16 @@ def assert_norm(
         assert_close(layer.layer_norm_bias.grad, expected, tolerance, "gradient of the norm's bias")
 
 
-both_norms = pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
-
-
 @every_recipe
 @both_dtypes
 @both_norms
 @pytest.mark.parametrize("zero_centered_gamma", [True, False])
-def test_layer_norm_linear(
-    recipe: Recipe,
-    dtype: torch.dtype,
-    normalization: str,
-    zero_centered_gamma: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_layer_norm_linear(recipe, dtype, normalization, zero_centered_gamma, monkeypatch):
     """Output and the gradients of input, gamma, the norm's bias, weight and bias; and what is
     multiplied is the norm, to within its quantization.
     """
-    layer = make(
-        nn.LayerNormLinear,
-        K,
-        M,
-        normalization=normalization,
-        zero_centered_gamma=zero_centered_gamma,
-        params_dtype=dtype,
-    )
+    options = {"normalization": normalization, "zero_centered_gamma": zero_centered_gamma}
+    layer = make(nn.LayerNormLinear, K, M, params_dtype=dtype, **options)
     x = inputs(dtype)
     y, grad, (out, dx, dw) = run(layer, x, recipe, monkeypatch)
     tolerance = TOLERANCE[dtype]
@@ -253,27 +217,19 @@ def test_layer_norm_linear(
     assert_norm(layer, x, dx.a @ dx.b, tolerance)
 
 
-def activate64(activation: str, h: torch.Tensor) -> torch.Tensor:
-    """Written out."""
-    if activation == "swiglu":
-        first, second = h.chunk(2, dim=-1)
-        return first / (1 + torch.exp(-first)) * second
-    if activation == "relu":
-        return h.clamp(min=0)
-    if activation == "silu":
-        return h / (1 + torch.exp(-h))
-    if activation == "gelu":
-        return h * 0.5 * (1 + torch.erf(h / 2**0.5))
-    return h * 0.5 * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (h + 0.044715 * h**3)))
+ACTIVATIONS = {
+    "gelu": lambda h: h * 0.5 * (1 + torch.erf(h / 2**0.5)),
+    "gelu_tanh": lambda h: (
+        h * 0.5 * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (h + 0.044715 * h**3)))
+    ),
+    "relu": lambda h: h.clamp(min=0),
+    "silu": lambda h: h / (1 + torch.exp(-h)),
+    "swiglu": lambda h: h[:, :M] / (1 + torch.exp(-h[:, :M])) * h[:, M:],
+}
+"""Written out."""
 
 
-def check_mlp(
-    layer: nn.LayerNormMLP,
-    x: torch.Tensor,
-    recipe: Recipe,
-    tolerance: float,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def check_mlp(layer, x, recipe, tolerance, monkeypatch) -> None:
     """All of an MLP: both products, the activation between them, the norm before."""
     y, grad, made = run(layer, x, recipe, monkeypatch)
     out1, out2, dx2, dw2, dx1, dw1 = made
@@ -286,7 +242,8 @@ def check_mlp(
         layer.fc2_bias.grad, grad.view(T, -1).double().sum(0), tolerance, "gradient of fc2_bias"
     )
     hidden = out1.result.double().requires_grad_()
-    (of_hidden,) = torch.autograd.grad(activate64(layer.activation, hidden), hidden, dx2.a @ dx2.b)
+    activated = ACTIVATIONS[layer.activation](hidden)
+    (of_hidden,) = torch.autograd.grad(activated, hidden, dx2.a @ dx2.b)
     assert_close(layer.fc1_bias.grad, of_hidden.sum(0), tolerance, "gradient of fc1_bias")
     assert_close(layer.fc1_weight.grad, dw1.a.t() @ dw1.b, tolerance, "gradient of fc1_weight")
     assert_norm(layer, x, dx1.a @ dx1.b, tolerance)
@@ -295,9 +252,7 @@ def check_mlp(
 @every_recipe
 @both_dtypes
 @both_weights
-def test_layer_norm_mlp(
-    recipe: Recipe, dtype: torch.dtype, primary: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_layer_norm_mlp(recipe, dtype, primary, monkeypatch):
     """Every recipe, with GELU and LayerNorm."""
     layer = make(nn.LayerNormMLP, K, M, params_dtype=dtype, recipe=recipe if primary else None)
     assert isinstance(layer.fc1_weight, QuantizedTensor) == primary
@@ -307,30 +262,18 @@ def test_layer_norm_mlp(
 @both_dtypes
 @both_norms
 @pytest.mark.parametrize("name", ["delayed", "nvfp4"])
-@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "relu", "silu", "swiglu"])
-def test_layer_norm_mlp_with_every_activation(
-    name: str,
-    dtype: torch.dtype,
-    normalization: str,
-    activation: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_layer_norm_mlp_with_every_activation(name, dtype, normalization, activation, monkeypatch):
     """And both norms."""
-    layer = make(
-        nn.LayerNormMLP,
-        K,
-        M,
-        normalization=normalization,
-        activation=activation,
-        params_dtype=dtype,
-    )
+    options = {"normalization": normalization, "activation": activation}
+    layer = make(nn.LayerNormMLP, K, M, params_dtype=dtype, **options)
     check_mlp(layer, inputs(dtype), RECIPES[name], TOLERANCE[dtype], monkeypatch)
 
 
 @both_dtypes
 @pytest.mark.parametrize("zero_centered_gamma", [True, False])
 @pytest.mark.parametrize("kind", [nn.LayerNorm, nn.RMSNorm])
-def test_norms(kind: type[torch.nn.Module], zero_centered_gamma: bool, dtype: torch.dtype) -> None:
+def test_norms(kind, zero_centered_gamma, dtype):
     """They quantize nothing by themselves: output and gradients are those of float64."""
     torch.manual_seed(0)
     layer = kind(K, 1e-5, dtype=dtype, zero_centered_gamma=zero_centered_gamma)

@@ -8,7 +8,7 @@ import torch
 import zerocast
 from tests.support.models import Attention
 from tests.support.weights import FP8, NVFP4
-from zerocast.comm import Communicator, run_in_process
+from zerocast.comm import run_in_process
 from zerocast.errors import InputError
 
 
@@ -21,13 +21,13 @@ def attention() -> Attention:
 
 
 @pytest.mark.parametrize("recipe", [NVFP4, FP8, zerocast.DelayedScaling(amax_history_len=2)])
-def test_grouped_layers_share_their_tensor_amax(recipe: zerocast.Recipe) -> None:
+def test_grouped_layers_share_their_tensor_amax(recipe):
     """From the conversion on and after each step of a ZeroOptimizer, the weights of a group have
     one tensor scale, which is that of the fused weight; masters start from the initial values.
     """
     template = torch.nn.ModuleList([attention(), attention()])
 
-    def on_rank(comm: Communicator) -> None:
+    def on_rank(comm):
         model = copy.deepcopy(template)
         initial = [p.detach().clone() for p in model.parameters()]
         zerocast.nn.convert(model, recipe, amax_groups=[["*.wq", "*.wk", "*.wv"]])
@@ -58,7 +58,7 @@ def _check_scales(
         assert torch.equal(getattr(layer.wo.weight, name), getattr(alone, name))
 
 
-def test_groups_are_for_weights_that_hold_codes() -> None:
+def test_groups_are_for_weights_that_hold_codes():
     """Weights that are quantized in the forward cannot share an amax; nothing is converted."""
     model = attention()
     with pytest.raises(InputError, match="amax_groups are for weights that hold codes"):
@@ -70,7 +70,7 @@ def test_groups_are_for_weights_that_hold_codes() -> None:
     assert type(model.wq) is torch.nn.Linear
 
 
-def test_converted_weights_are_named() -> None:
+def test_converted_weights_are_named():
     """Weights draw by their names in the model, so equal weights draw different codes."""
     recipe = zerocast.NVFP4BlockScaling(
         fp4_quant_fwd_weight=zerocast.QParams(fp4_2d_quantization=True, stochastic_rounding=True)

@@ -5,7 +5,7 @@ import torch
 
 from zerocast.nn import convert
 from zerocast.nn.layer_filter import AUTO_FILTER, why_small
-from zerocast.recipes import Float8CurrentScaling, Float8RowwiseScaling, Recipe
+from zerocast.recipes import Float8CurrentScaling, Float8RowwiseScaling
 from zerocast.tensors import QuantizedTensor
 
 CURRENT, ROWWISE = Float8CurrentScaling(), Float8RowwiseScaling()
@@ -33,14 +33,14 @@ def linear(k: int, n: int) -> torch.nn.Linear:
         (ROWWISE, 1040, 4112, False),
     ],
 )
-def test_the_published_bounds(recipe: Recipe, k: int, n: int, small: bool) -> None:
+def test_the_published_bounds(recipe, k, n, small):
     """torchao's: tensorwise K <= 4096 and N <= 1024; rowwise N <= 2048, K <= 1024, or K <= 2048 and
     N <= 4096.
     """
     assert (why_small(recipe, (n, k)) is not None) == small
 
 
-def test_convert_leaves_small_layers() -> None:
+def test_convert_leaves_small_layers():
     """The report says why; other filters work beside it."""
     model = torch.nn.ModuleDict(
         {"small": linear(64, 32), "large": linear(16, 1040), "head": linear(16, 1040)}
@@ -57,7 +57,7 @@ def test_convert_leaves_small_layers() -> None:
     assert reason in str(report)
 
 
-def test_a_layer_called_after_the_filter_is_not_left_by_its_name() -> None:
+def test_a_layer_called_after_the_filter_is_not_left_by_its_name():
     """The word is an instruction and not a part of names."""
     model = torch.nn.ModuleDict({AUTO_FILTER: linear(16, 1040)})
     assert convert(model, CURRENT, filter_fqns=[AUTO_FILTER]).converted == (AUTO_FILTER,)

@@ -8,12 +8,12 @@ documentation defines them, scale by scale.
 import pytest
 import torch
 
-from tests.support.layers import RECIPES, assert_close
+from tests.support.layers import RECIPES, assert_close, to_nearest
 from zerocast.nn import library_gemm, unswizzle
 from zerocast.nn.gemm import Product, engine, gemm
 from zerocast.nn.library_gemm import BLOCKWISE, MXFP8, NVFP4, ROWWISE, TENSORWISE, Arguments, Kind
 from zerocast.nn.library_gemm import Side as Operand
-from zerocast.recipes import NVFP4BlockScaling, Recipe
+from zerocast.recipes import Recipe
 from zerocast.tensors import QuantizedTensor, dequantize, quantize
 
 T, K, M = 160, 192, 320
@@ -24,7 +24,7 @@ KINDS: dict[str, Kind] = {
     "rowwise": ROWWISE,
     "block": BLOCKWISE,
     "mxfp8": MXFP8,
-    "mxfp8-32x32": MXFP8,
+    "mxfp8-2d": MXFP8,
     "nvfp4": NVFP4,
     "nvfp4-4over6": NVFP4,
 }
@@ -35,11 +35,7 @@ CPU = torch.device("cpu")
 
 def role(recipe: Recipe, role: str) -> Recipe:
     """The recipe of a role; gradients rounded to nearest, which needs no state."""
-    if isinstance(recipe, NVFP4BlockScaling):
-        recipe = NVFP4BlockScaling(
-            nvfp4_4over6=recipe.nvfp4_4over6, disable_stochastic_rounding=True
-        )
-    return recipe.for_role(role)
+    return to_nearest(recipe).for_role(role)
 
 
 def operands(name: str, product: Product) -> list[QuantizedTensor]:
@@ -70,7 +66,7 @@ def sides(product: Product, tensors: list[QuantizedTensor]) -> list[Operand]:
 
 @every_kind
 @every_product
-def test_every_recipe_has_its_kind_of_gemm(name: str, product: Product) -> None:
+def test_every_recipe_has_its_kind_of_gemm(name, product):
     """All three products of each."""
     assert library_gemm.kind_of(*sides(product, operands(name, product))) is KINDS[name]
 
@@ -125,7 +121,7 @@ def decode(given: Arguments, rows: int, contraction: int) -> torch.Tensor:
 
 @every_kind
 @every_product
-def test_arguments_mean_what_the_operands_mean(name: str, product: Product) -> None:
+def test_arguments_mean_what_the_operands_mean(name, product):
     """Read by the library's documented layout they decode to the dequantized operand."""
     tensors = operands(name, product)
     for tensor, side in zip(tensors, sides(product, tensors), strict=True):
@@ -139,9 +135,7 @@ def test_arguments_mean_what_the_operands_mean(name: str, product: Product) -> N
 @pytest.mark.parametrize("name", ["delayed", "current", "rowwise"])
 @every_product
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_the_real_call_gives_the_product_of_the_dequantized_operands(
-    name: str, product: Product, dtype: torch.dtype
-) -> None:
+def test_the_real_call_gives_the_product_of_the_dequantized_operands(name, product, dtype):
     """torch._scaled_mm on the CPU, with a bias where there is one."""
     kind = KINDS[name]
     tensors = operands(name, product)
@@ -182,9 +176,7 @@ CAPABLE = {
 
 @every_kind
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (10, 0), (12, 0)])
-def test_each_kind_runs_where_hardware_has_it(
-    name: str, capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_kind_runs_where_hardware_has_it(name, capability, monkeypatch):
     """And elsewhere the reason names both capabilities."""
     device = pretend(monkeypatch, capability)
     a, b = sides(Product.OUTPUT, operands(name, Product.OUTPUT))
@@ -200,7 +192,7 @@ def test_each_kind_runs_where_hardware_has_it(
 
 
 @every_kind
-def test_a_cpu_decodes(name: str) -> None:
+def test_a_cpu_decodes(name):
     """The reason says that its library would, too."""
     a, b = sides(Product.OUTPUT, operands(name, Product.OUTPUT))
     assert "slower than decoding" in engine(a, b, torch.bfloat16, CPU).reason
@@ -226,15 +218,13 @@ def side(name: str, shape: tuple[int, int], columnwise: bool = False) -> Operand
          "FP8 in blocks of 1x128 by FP8 in blocks of 1x256"),
     ],
 )  # fmt: skip
-def test_operands_that_do_not_fit_are_decoded(
-    a: Operand, b: Operand, dtype: torch.dtype, reason: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_operands_that_do_not_fit_are_decoded(a, b, dtype, reason, monkeypatch):
     """On a device that has every kind for the purpose."""
     device = pretend(monkeypatch, (10, 0))
     assert reason in engine(a, b, dtype, device).reason
 
 
-def test_blockwise_rows_must_fill_the_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blockwise_rows_must_fill_the_padding(monkeypatch):
     """Scales of 1x128 stand in columns of whole fours."""
     device = pretend(monkeypatch, (9, 0))
     w = Operand(RECIPES["block"], (256, 256), False)
@@ -245,14 +235,14 @@ def test_blockwise_rows_must_fill_the_padding(monkeypatch: pytest.MonkeyPatch) -
     assert engine(side("block", (64, 256)), w, torch.bfloat16, device).kind is BLOCKWISE
 
 
-def test_two_gradients_in_e5m2_are_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_gradients_in_e5m2_are_decoded(monkeypatch):
     """No tensor core multiplies them with each other."""
     device = pretend(monkeypatch, (9, 0))
     dy = Operand(RECIPES["current"].for_role("grad_output"), (64, 64), False)
     assert engine(dy, dy, torch.bfloat16, device).reason == "no GEMM multiplies E5M2 by E5M2"
 
 
-def test_an_older_torch_lacks_the_block_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_older_torch_lacks_the_block_kinds(monkeypatch):
     """And says which one has them."""
     device = pretend(monkeypatch, (10, 0), functional=False)
     operand = side("mxfp8", (64, 64))

@@ -1,7 +1,5 @@
 """A model that is built on the meta device and filled later has the weights of one built whole."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 
@@ -63,7 +61,7 @@ def reset(model: torch.nn.Module) -> None:
     [(converted, "quantized"), (converted, "master"), (initialized, "quantized")],
 )
 @pytest.mark.parametrize("recipe", ["nvfp4", "delayed", "block"])
-def test_a_model_filled_later(fill: Callable, build: Callable, weights: str, recipe: str) -> None:
+def test_a_model_filled_later(fill, build, weights, recipe):
     """Codes, masters and initial values are those of a model that was never on meta."""
     wanted = converted(RECIPES[recipe], weights)
     with torch.device("meta"):
@@ -80,7 +78,7 @@ def test_a_model_filled_later(fill: Callable, build: Callable, weights: str, rec
             assert_same_bytes(actual.detach(), expected.detach(), "parameter")
 
 
-def test_random_words_are_those_of_the_weights_name() -> None:
+def test_random_words_are_those_of_the_weights_name():
     """Under stochastic rounding, too."""
     wanted = converted(ROUNDED, "quantized")
     with torch.device("meta"):
@@ -92,7 +90,7 @@ def test_random_words_are_those_of_the_weights_name() -> None:
 
 @pytest.mark.parametrize("weights", ["quantized", "high_precision"])
 @pytest.mark.parametrize("recipe", ["nvfp4", "block"])
-def test_shapes_flow_on_meta(weights: str, recipe: str) -> None:
+def test_shapes_flow_on_meta(weights, recipe):
     """Forward and backward, as torch's layers do it; in a region of autocast, too."""
     with torch.device("meta"):
         model = converted(RECIPES[recipe], weights)
@@ -105,14 +103,14 @@ def test_shapes_flow_on_meta(weights: str, recipe: str) -> None:
         assert x.grad is not None
 
 
-def test_masters_do_not_start_on_meta() -> None:
+def test_masters_do_not_start_on_meta():
     """The optimizer says what to do first."""
     model = converted(RECIPES["nvfp4"], "quantized").to("meta")
     with pytest.raises(InputError, match="to_empty"):
         zerocast.optim.ZeroOptimizer(model.named_parameters(), torch.optim.AdamW, lr=1.0)
 
 
-def test_assigning_keeps_the_parameter() -> None:
+def test_assigning_keeps_the_parameter():
     """``load_state_dict(assign=True)`` fills the weight that plans and optimizers know."""
     model, value = converted(RECIPES["block"], "quantized"), plain().state_dict()
     weight = model[0].weight
@@ -123,7 +121,7 @@ def test_assigning_keeps_the_parameter() -> None:
     assert_same_storage(weight, wanted, "weight")
 
 
-def test_a_class_that_is_called_as_a_parameter_is_refused() -> None:
+def test_a_class_that_is_called_as_a_parameter_is_refused():
     """As accelerate's init_empty_weights calls it."""
     weight = converted(RECIPES["block"], "quantized")[0].weight
     with pytest.raises(zerocast.UnsupportedError, match=r"zerocast\.nn\.convert after it"):

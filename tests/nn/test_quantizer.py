@@ -68,7 +68,7 @@ def assert_same_buffers(actual: QuantizedTensor, expected: QuantizedTensor, what
 
 @each_role
 @pytest.mark.parametrize("name", WITHOUT_STATE)
-def test_a_quantizer_makes_the_bytes_of_quantize(name: str, role: str) -> None:
+def test_a_quantizer_makes_the_bytes_of_quantize(name, role):
     """For every role: those of the recipe for that role, in every buffer, padding included."""
     recipe = EVERY_RECIPE[name]
     made = quantizer_for(recipe, role).quantize(values())
@@ -80,7 +80,7 @@ def test_a_quantizer_makes_the_bytes_of_quantize(name: str, role: str) -> None:
 
 @pytest.mark.parametrize("rows", [1, 17, 33])
 @every_recipe
-def test_any_number_of_rows_is_served(recipe: Recipe, rows: int) -> None:
+def test_any_number_of_rows_is_served(recipe, rows):
     """Odd ones, of which packed columns end in half a byte, and less than a block: either copy lies
     as near to the values as the format allows.
     """
@@ -93,7 +93,7 @@ def test_any_number_of_rows_is_served(recipe: Recipe, rows: int) -> None:
             assert (copied - x).abs().max() <= step * x.abs().max(), role
 
 
-def test_quantize_takes_a_quantizer() -> None:
+def test_quantize_takes_a_quantizer():
     """zerocast.quantize with a quantizer is its quantize, state and all; what the quantizer decides
     cannot be asked for beside it.
     """
@@ -109,7 +109,7 @@ def test_quantize_takes_a_quantizer() -> None:
 
 @each_role
 @every_recipe
-def test_one_copy_holds_the_bytes_it_has_beside_the_other(recipe: Recipe, role: str) -> None:
+def test_one_copy_holds_the_bytes_it_has_beside_the_other(recipe, role):
     """Rowwise only and columnwise only; each decodes to what its codes mean, the other is not
     there.
     """
@@ -135,7 +135,7 @@ def test_one_copy_holds_the_bytes_it_has_beside_the_other(recipe: Recipe, role: 
 
 
 @every_recipe
-def test_a_copy_can_be_given_back_later(recipe: Recipe) -> None:
+def test_a_copy_can_be_given_back_later(recipe):
     """update_usage leaves what a quantizer of that usage would have made, and never nothing."""
     made = quantizer_for(recipe, "weight").quantize(values())
     expected = dequantize(made.quantized_storage, columnwise=True).to(torch.bfloat16)
@@ -152,7 +152,7 @@ def test_a_copy_can_be_given_back_later(recipe: Recipe) -> None:
 
 
 @every_recipe
-def test_out_is_overwritten_in_place(recipe: Recipe) -> None:
+def test_out_is_overwritten_in_place(recipe):
     """In every usage: the bytes of a fresh result, at the old addresses."""
     for usage in ({}, {"columnwise": False}, {"rowwise": False}):
         expected, out = (quantizer_for(recipe, "weight") for _ in range(2))
@@ -169,7 +169,7 @@ def test_out_is_overwritten_in_place(recipe: Recipe) -> None:
         assert_same_buffers(made, expected.quantize(values()), f"out {usage}")
 
 
-def test_an_out_that_does_not_fit_is_refused() -> None:
+def test_an_out_that_does_not_fit_is_refused():
     """Each wrong property is named, with both values, and nothing is written."""
     quantizer = Quantizer(Float8CurrentScaling())
     made = quantizer.quantize(values())
@@ -189,7 +189,7 @@ def test_an_out_that_does_not_fit_is_refused() -> None:
     assert_same_bytes(made.rowwise_data, before, "codes")
 
 
-def test_dtypes_follow_the_direction() -> None:
+def test_dtypes_follow_the_direction():
     """HYBRID is E4M3 forward and E5M2 backward, as the quantizers say."""
     hybrid = DelayedScaling()
     assert [quantizer_for(hybrid, role).dtype for role in FORWARD] == [E4M3] * 3
@@ -197,7 +197,7 @@ def test_dtypes_follow_the_direction() -> None:
     assert quantizer_for(NVFP4BlockScaling(), "input").dtype == E2M1
 
 
-def test_amax_epsilon_and_powers_of_two_are_those_of_the_role() -> None:
+def test_amax_epsilon_and_powers_of_two_are_those_of_the_role():
     """An epsilon for inputs leaves weights alone; a forced power of two for gradients, too."""
     recipe = Float8CurrentScaling(
         fp8_quant_fwd_inp=QParams(amax_epsilon=7.0), fp8_quant_bwd_grad=QParams(power_2_scale=True)
@@ -212,7 +212,7 @@ def test_amax_epsilon_and_powers_of_two_are_those_of_the_role() -> None:
     assert inverse["grad_output"] == inverse["grad_input"] == 2.0**-16  # 57344 / 0.75 rounded down
 
 
-def test_the_block_dimension_is_that_of_the_role() -> None:
+def test_the_block_dimension_is_that_of_the_role():
     """Blockwise FP8: 1x128 for inputs, 128x128 for weights, unless the recipe says otherwise."""
     shape = (256, 384)
     for recipe, role, grid in (
@@ -225,7 +225,7 @@ def test_the_block_dimension_is_that_of_the_role() -> None:
         assert (blocks.block_h, blocks.block_w) == grid, (recipe, role)
 
 
-def test_wrong_tensors_are_refused() -> None:
+def test_wrong_tensors_are_refused():
     """Another dtype, and a shape that the recipe cannot hold; by quantize and by calibrate."""
     for act in ("quantize", "calibrate"):
         with pytest.raises(InputError, match=r"torch\.float32.*int64"):
@@ -242,7 +242,7 @@ def test_wrong_tensors_are_refused() -> None:
 
 
 @every_recipe
-def test_what_was_quantized_outlives_the_quantizer(recipe: Recipe) -> None:
+def test_what_was_quantized_outlives_the_quantizer(recipe):
     """A result refers neither to its quantizer nor to the state behind it."""
     quantizer = quantizer_for(recipe, "grad_output")
     gone = weakref.ref(quantizer), weakref.ref(quantizer.memory or quantizer)
@@ -254,7 +254,7 @@ def test_what_was_quantized_outlives_the_quantizer(recipe: Recipe) -> None:
 
 
 @every_recipe
-def test_a_state_that_moves_on_changes_nothing_that_was_quantized(recipe: Recipe) -> None:
+def test_a_state_that_moves_on_changes_nothing_that_was_quantized(recipe):
     """scale_inv belongs to the data: whatever the recipe's state does next."""
     state = RecipeState.create(recipe, "backward", 2)
     quantizer, _ = state.make_quantizers()
@@ -269,7 +269,7 @@ def test_a_state_that_moves_on_changes_nothing_that_was_quantized(recipe: Recipe
     )
 
 
-def test_a_delayed_cast_takes_the_scale_of_before_and_notes_the_amax() -> None:
+def test_a_delayed_cast_takes_the_scale_of_before_and_notes_the_amax():
     """scale_inv is 1 / scale; codes are x * scale; scale and history wait for the reduction."""
     state = RecipeState.create(DelayedScaling(amax_history_len=4), "forward", 3)
     state.scale.copy_(torch.tensor([1.0, 2.0, 3.0]))
@@ -284,7 +284,7 @@ def test_a_delayed_cast_takes_the_scale_of_before_and_notes_the_amax() -> None:
     assert_same_bytes(state.amax_history, history, "history")
 
 
-def test_amaxes_accumulate_by_maximum() -> None:
+def test_amaxes_accumulate_by_maximum():
     """Of several casts and calibrations the largest amax counts, wherever it comes."""
     state = RecipeState.create(DelayedScaling(), "forward", 3)
     first, second, third = state.make_quantizers()
@@ -296,7 +296,7 @@ def test_amaxes_accumulate_by_maximum() -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_what_is_not_finite_is_loud_and_does_not_spread(bad: float) -> None:
+def test_what_is_not_finite_is_loud_and_does_not_spread(bad):
     """A delayed tensor with a NaN or an infinity decodes to NaN; the next one, before any
     reduction, does not.
     """
@@ -308,7 +308,7 @@ def test_what_is_not_finite_is_loud_and_does_not_spread(bad: float) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_calibrating_notes_what_quantizing_would(dtype: torch.dtype) -> None:
+def test_calibrating_notes_what_quantizing_would(dtype):
     """The same amax bits for normal values, subnormals, zeros, infinities and NaN of any shape and
     strides; a scheme without state notes nothing and keeps quiet.
     """
@@ -330,11 +330,11 @@ def test_calibrating_notes_what_quantizing_would(dtype: torch.dtype) -> None:
     Quantizer(Float8CurrentScaling()).calibrate(tensors[0])
 
 
-def test_a_users_function_sees_only_whole_histories() -> None:
+def test_a_users_function_sees_only_whole_histories():
     """amax_compute_algo is called when the state advances, never by a cast."""
     seen: list[list[float]] = []
 
-    def middle(history: torch.Tensor) -> torch.Tensor:
+    def middle(history):
         seen.append(history.tolist())
         return history.max()
 
@@ -351,7 +351,7 @@ def test_a_users_function_sees_only_whole_histories() -> None:
     assert state.scale.item() == 448 / 4
 
 
-def test_a_value_cannot_be_copied_into_a_tensor_that_lacks_its_state() -> None:
+def test_a_value_cannot_be_copied_into_a_tensor_that_lacks_its_state():
     """copy_ would have no scale to cast with; the error says how to. Bytes can be copied."""
     quantizer = quantizer_for(DelayedScaling(), "input")
     made, other = quantizer.quantize(values()), quantizer.quantize(values() * 2)
@@ -366,7 +366,7 @@ def test_a_value_cannot_be_copied_into_a_tensor_that_lacks_its_state() -> None:
 
 
 @every_recipe
-def test_bytes_can_be_copied_in_every_usage(recipe: Recipe) -> None:
+def test_bytes_can_be_copied_in_every_usage(recipe):
     """copy_ between results of like quantizers takes over what both hold, a single copy, too."""
     for usage in ({}, {"columnwise": False}, {"rowwise": False}):
         quantizer = quantizer_for(recipe, "weight")
@@ -376,13 +376,13 @@ def test_bytes_can_be_copied_in_every_usage(recipe: Recipe) -> None:
         assert_same_buffers(into, source, f"copy {usage}")
 
 
-def test_every_cast_draws_anew() -> None:
+def test_every_cast_draws_anew():
     """Stochastic rounding: two casts of one quantizer differ, as do those of two layers' names and
     of two places in a layer; a state that starts alike gives the same bytes.
     """
     recipe, x = NVFP4BlockScaling(), values()
 
-    def casts(name: str, place: int = 0) -> list[torch.Tensor]:
+    def casts(name, place=0):
         state = RecipeState.create(recipe, "backward", 2, name=name)
         quantizer = state.make_quantizers()[place]
         return [quantizer.quantize(x).rowwise_data for _ in range(2)]

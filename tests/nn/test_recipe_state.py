@@ -12,12 +12,12 @@ import torch
 
 from tests.support.delayed import AMAXES, PlainDelayed
 from tests.support.same_bytes import assert_same_bytes
-from zerocast.comm import Communicator, RecordingCommunicator, SingleRank, run_in_process
+from zerocast.comm import RecordingCommunicator, SingleRank, run_in_process
 from zerocast.errors import InputError, MissingDataError
 from zerocast.formats import E4M3, E5M2
 from zerocast.nn.amax_reduction import AmaxReduction
 from zerocast.nn.recipe_state import RecipeState
-from zerocast.recipes import DelayedScaling, Float8CurrentScaling, NVFP4BlockScaling, Recipe
+from zerocast.recipes import DelayedScaling, Float8CurrentScaling, NVFP4BlockScaling
 
 pytestmark = pytest.mark.usefixtures("backend")
 
@@ -42,7 +42,7 @@ def assert_same_states(actual: RecipeState, expected: RecipeState) -> None:
 # --- what a state is ---
 
 
-def test_quantizers_follow_the_gemms() -> None:
+def test_quantizers_follow_the_gemms():
     """Forward: input, weight, output, of one GEMM after the other; backward: grad_output and
     grad_input. Formats follow the direction.
     """
@@ -58,7 +58,7 @@ def test_quantizers_follow_the_gemms() -> None:
     assert not forward.amax_history.any()
 
 
-def test_a_recipe_without_state_has_none() -> None:
+def test_a_recipe_without_state_has_none():
     """Nothing to save, nothing to reduce, and its scales are in the tensors, as the error says."""
     state = RecipeState.create(Float8CurrentScaling(), "forward", 3)
     assert (state.state_dict(), state.is_delayed) == ({}, False)
@@ -67,7 +67,7 @@ def test_a_recipe_without_state_has_none() -> None:
     assert [q.memory for q in state.make_quantizers()] == [None] * 3
 
 
-def test_wrong_arguments_are_refused() -> None:
+def test_wrong_arguments_are_refused():
     """What is no recipe, another mode, a negative count."""
     with pytest.raises(InputError, match="'nvfp4'.*, got 'fp8'"):
         RecipeState.create("fp8", "forward")  # type: ignore[arg-type]
@@ -81,7 +81,7 @@ def test_wrong_arguments_are_refused() -> None:
 
 
 @pytest.mark.parametrize(("algorithm", "margin"), [("max", 0), ("max", 3), ("most_recent", -2)])
-def test_fifty_steps_are_those_of_the_plain_rule(algorithm: str, margin: int) -> None:
+def test_fifty_steps_are_those_of_the_plain_rule(algorithm, margin):
     """History, scale, and the scale_inv of every cast, with zero, tiny, infinite and NaN amaxes
     among them and up to three casts a step.
     """
@@ -117,12 +117,12 @@ def test_fifty_steps_are_those_of_the_plain_rule(algorithm: str, margin: int) ->
 # --- one reduction for all ---
 
 
-def test_all_states_share_one_reduction() -> None:
+def test_all_states_share_one_reduction():
     """Whatever the number of states, one all-reduce of four bytes a tensor; ranks agree on the
     largest amax of each, and each state moves on by its own numerics.
     """
 
-    def rank(comm: Communicator) -> tuple[list[float], list[float], int, int]:
+    def rank(comm):
         recording = RecordingCommunicator(comm)
         reduction = AmaxReduction(recording)
         recipes = [
@@ -153,12 +153,12 @@ def test_all_states_share_one_reduction() -> None:
         assert scales == [each.item() for each in by_state for _ in range(3)]
 
 
-def test_a_state_keeps_its_entry_when_others_go() -> None:
+def test_a_state_keeps_its_entry_when_others_go():
     """A layer that one rank has dropped (or not yet) leaves a gap there: the others' amaxes still
     meet their own.
     """
 
-    def rank(comm: Communicator) -> list[float]:
+    def rank(comm):
         reduction = AmaxReduction(comm)
         first, second, third = (RecipeState.create(DELAYED, "forward", n) for n in (1, 2, 1))
         for state in (first, second, third):
@@ -175,7 +175,7 @@ def test_a_state_keeps_its_entry_when_others_go() -> None:
     assert run_in_process(2, rank) == [[2.0, 5.0]] * 2
 
 
-def test_a_state_belongs_to_the_reduction_that_it_joined_last() -> None:
+def test_a_state_belongs_to_the_reduction_that_it_joined_last():
     """What it has recorded goes with it, and the other one leaves it alone, back and forth."""
     state = RecipeState.create(DELAYED, "forward", 1)
     (quantizer,) = state.make_quantizers()
@@ -190,7 +190,7 @@ def test_a_state_belongs_to_the_reduction_that_it_joined_last() -> None:
         assert state.amax_history[0, 0] == 1.0 + step
 
 
-def test_a_state_can_be_made_where_inference_runs() -> None:
+def test_a_state_can_be_made_where_inference_runs():
     """Made, joined and reduced in inference mode, it can be trained on afterwards."""
     reduction = AmaxReduction(SingleRank())
     with torch.inference_mode():
@@ -208,13 +208,13 @@ def test_a_state_can_be_made_where_inference_runs() -> None:
 
 
 @pytest.mark.parametrize("recipe", [DELAYED, DRAWN], ids=["delayed", "nvfp4"])
-def test_a_loaded_state_goes_on_bit_for_bit(recipe: Recipe) -> None:
+def test_a_loaded_state_goes_on_bit_for_bit(recipe):
     """Saved in the middle of a step, amaxes waiting, and loaded into a fresh state: everything that
     follows is the same. So is it for deepcopy and pickle, and the original is not disturbed.
     """
     mode = "forward" if recipe is DELAYED else "backward"
 
-    def go_on(state: RecipeState, steps: range) -> list[torch.Tensor]:
+    def go_on(state, steps):
         reduction = AmaxReduction(SingleRank())
         state.join(reduction)
         made = []
@@ -243,7 +243,7 @@ def test_a_loaded_state_goes_on_bit_for_bit(recipe: Recipe) -> None:
         assert_same_states(other, state)
 
 
-def test_a_copied_layer_keeps_its_quantizers_with_its_state() -> None:
+def test_a_copied_layer_keeps_its_quantizers_with_its_state():
     """deepcopy of a state and its quantizers together: the copies remember in the copy."""
     state = RecipeState.create(DELAYED, "forward", 2)
     both = copy.deepcopy({"quantizers": state.make_quantizers(), "state": state})
@@ -252,7 +252,7 @@ def test_a_copied_layer_keeps_its_quantizers_with_its_state() -> None:
     assert not state.amaxes.any()
 
 
-def test_a_foreign_state_is_refused() -> None:
+def test_a_foreign_state_is_refused():
     """Other names, shapes or dtypes; nothing is changed, and the message shows both sides."""
     state = RecipeState.create(DELAYED, "forward", 2)
     with pytest.raises(InputError, match=r"'scale'\], got \[\]"):

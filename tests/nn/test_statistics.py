@@ -6,7 +6,7 @@ import torch
 from tests.support.layers import RECIPES, every_recipe
 from zerocast import nn
 from zerocast.errors import InputError
-from zerocast.formats import E2M1, E4M3, E5M2, ElementFormat
+from zerocast.formats import E2M1, E4M3, E5M2
 from zerocast.nn.autocast import autocast
 from zerocast.recipes import DelayedScaling, Float8CurrentScaling, Format, NVFP4BlockScaling
 
@@ -21,7 +21,7 @@ def counts(x: torch.Tensor, recipe: DelayedScaling = E4M3_ONLY) -> nn.Counts:
     return counted.layers[""]["input"]
 
 
-def test_the_ends_of_e4m3() -> None:
+def test_the_ends_of_e4m3():
     """Half a step above 448 is 464, a tie that rounds down to it: saturated is what lies above.
     Half the smallest, 2^-10, is a tie that rounds to zero; zeros themselves do not count.
     """
@@ -31,14 +31,14 @@ def test_the_ends_of_e4m3() -> None:
     assert str(counted) == "16 elements, 3 underflowed, 3 saturated"
 
 
-def test_the_upper_end_of_e5m2() -> None:
+def test_the_upper_end_of_e5m2():
     """57344 and half a step: 61440."""
     x = torch.tensor([[57344, 61440, 61441, -62000, *[1.0] * 12]])
     assert counts(x, DelayedScaling(fp8_format=Format.E5M2)).saturated == 2
 
 
 @pytest.mark.parametrize("fmt", [E4M3, E5M2, E2M1], ids=lambda f: f.name)
-def test_rounding_ends_half_a_step_above_the_largest(fmt: ElementFormat) -> None:
+def test_rounding_ends_half_a_step_above_the_largest(fmt):
     """464, 61440 and 7."""
     from zerocast.nn.statistics import _cut
 
@@ -46,7 +46,7 @@ def test_rounding_ends_half_a_step_above_the_largest(fmt: ElementFormat) -> None
 
 
 @every_recipe
-def test_every_role_of_every_layer_is_counted(recipe: object) -> None:
+def test_every_role_of_every_layer_is_counted(recipe):
     """Inputs, weights in high precision and gradients, forward and a later backward; by name."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(nn.LayerNormMLP(32, 64), nn.Linear(32, 32, recipe=RECIPES["block"]))
@@ -68,7 +68,7 @@ def test_every_role_of_every_layer_is_counted(recipe: object) -> None:
 
 
 @every_recipe
-def test_scales_from_the_data_saturate_nothing(recipe: object) -> None:
+def test_scales_from_the_data_saturate_nothing(recipe):
     """Whatever the range; a scale that a block shares lets small elements underflow."""
     torch.manual_seed(0)
     layer = nn.Linear(64, 32)
@@ -82,7 +82,7 @@ def test_scales_from_the_data_saturate_nothing(recipe: object) -> None:
         assert found.saturated == 0
 
 
-def test_counting_changes_no_result() -> None:
+def test_counting_changes_no_result():
     """Neither outputs nor gradients."""
     torch.manual_seed(0)
     layer, x = nn.LayerNormMLP(32, 64), torch.randn(6, 32, requires_grad=True)
@@ -99,7 +99,7 @@ def test_counting_changes_no_result() -> None:
 # --- explain ---
 
 
-def test_explain_names_every_product_and_its_reason() -> None:
+def test_explain_names_every_product_and_its_reason():
     """On a CPU every product is decoded; other modules are not mentioned."""
     model = torch.nn.Sequential(torch.nn.Linear(8, 32), nn.LayerNormMLP(32, 64), nn.Linear(32, 16))
     found = nn.explain(model, RECIPES["mxfp8"])
@@ -117,7 +117,7 @@ def test_explain_names_every_product_and_its_reason() -> None:
         assert "  (the model itself), output" in str(nn.explain(model[2]))
 
 
-def test_explain_says_which_call_a_gpu_makes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_explain_says_which_call_a_gpu_makes(monkeypatch):
     """Hopper multiplies FP8 and not FP4; a weight without its columnwise copy is decoded."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "H200")
@@ -134,7 +134,7 @@ def test_explain_says_which_call_a_gpu_makes(monkeypatch: pytest.MonkeyPatch) ->
     assert "a contraction of a multiple of 16" in found.products[2].reason
 
 
-def test_explain_refuses_nonsense() -> None:
+def test_explain_refuses_nonsense():
     """With what it needs."""
     with pytest.raises(InputError, match="recipe must be a zerocast recipe"):
         nn.explain(nn.Linear(8, 8), "mxfp9")

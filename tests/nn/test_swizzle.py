@@ -15,7 +15,7 @@ def offset(row: int, col: int, cols: int) -> int:
 
 
 @pytest.mark.parametrize("shape", [(128, 4), (128, 12), (384, 4), (256, 8)])
-def test_every_scale_stands_at_its_documented_offset(shape: tuple[int, int]) -> None:
+def test_every_scale_stands_at_its_documented_offset(shape):
     """All of them, each by the formula; so the layout is a permutation, too."""
     rows, cols = shape
     plane = torch.arange(rows * cols, dtype=torch.int32).view(shape)
@@ -27,7 +27,7 @@ def test_every_scale_stands_at_its_documented_offset(shape: tuple[int, int]) -> 
     assert_same_bytes(swizzled, expected, "swizzled scales")
 
 
-def test_two_offsets_that_nvidia_publishes() -> None:
+def test_two_offsets_that_nvidia_publishes():
     """nvmath-python's manual: of 8 scales a row, (5, 2) stands at 82 and (5, 5) at 593."""
     plane = torch.arange(128 * 8, dtype=torch.int32).view(128, 8)
     swizzled = swizzle(plane)
@@ -37,7 +37,7 @@ def test_two_offsets_that_nvidia_publishes() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
 @pytest.mark.parametrize("shape", [(128, 4), (256, 20), (640, 8)])
-def test_unswizzle_is_the_inverse(shape: tuple[int, int], dtype: torch.dtype) -> None:
+def test_unswizzle_is_the_inverse(shape, dtype):
     """Both ways round, bytes and floats, of a transposed plane, too."""
     generator = torch.Generator().manual_seed(0)
     plane = torch.randint(0, 256, shape, generator=generator).to(dtype)
@@ -49,14 +49,14 @@ def test_unswizzle_is_the_inverse(shape: tuple[int, int], dtype: torch.dtype) ->
 
 
 @pytest.mark.parametrize("shape", [(127, 4), (128, 3), (128,), (0, 2)])
-def test_a_plane_of_broken_tiles_is_refused(shape: tuple[int, ...]) -> None:
+def test_a_plane_of_broken_tiles_is_refused(shape):
     """With the shape that was given."""
     with pytest.raises(InputError, match="whole tiles") as caught:
         swizzle(torch.zeros(shape))
     assert str(tuple(shape)) in str(caught.value)
 
 
-def test_the_wrong_number_of_scales_is_refused() -> None:
+def test_the_wrong_number_of_scales_is_refused():
     """512 scales are not a plane of 128 by 8."""
     with pytest.raises(InputError, match=r"into \(128, 8\) needs 1024 scales, got 512"):
         unswizzle(torch.zeros(512), (128, 8))

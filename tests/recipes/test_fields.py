@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import fields
 
 import pytest
-import torch
 
 from zerocast.errors import InputError, UnsupportedError
 from zerocast.formats import E4M3, E5M2
@@ -192,7 +191,7 @@ def test_2d_mxfp8_is_for_weights():
 def test_the_fields_of_delayed_scaling_reach_its_law():
     """Margin and algorithm, a function too; the history's length is that of the buffer."""
 
-    def mean(history: torch.Tensor) -> torch.Tensor:
+    def mean(history):
         return history.mean()
 
     recipe = DelayedScaling(margin=2, amax_history_len=3, amax_compute_algo=mean, fp8_format="E5M2")

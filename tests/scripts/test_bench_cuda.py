@@ -24,7 +24,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return bench_cuda
 
 
-def test_the_sets(bench: ModuleType) -> None:
+def test_the_sets(bench):
     """Llama-3-8B has 224 linear weights of 6.98 G elements; the experts are thousands."""
     from cuda_sets import rank_0
 
@@ -42,7 +42,7 @@ def test_the_sets(bench: ModuleType) -> None:
 @needs_emulation
 @pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize("recipe", ["nvfp4", "fp8", "fp8_blockwise"])
-def test_what_is_timed_is_the_cast(bench: ModuleType, recipe: str, world_size: int) -> None:
+def test_what_is_timed_is_the_cast(bench, recipe, world_size):
     """The steps of the benchmark write what one by one they write, and their bytes are counted."""
     backend = CudaBackend(Emulator())
     work = bench.prepare(
@@ -67,7 +67,7 @@ def test_what_is_timed_is_the_cast(bench: ModuleType, recipe: str, world_size: i
     assert work.read["transpose"] == must
 
 
-def test_the_bound(bench: ModuleType) -> None:
+def test_the_bound(bench):
     """The bound of a read is the read rate's, that of a copy the copy rate's where it is
     shorter.
     """
@@ -77,7 +77,7 @@ def test_the_bound(bench: ModuleType) -> None:
     assert bench.Memory(read=4.0, write=2.0, copy=1.0).seconds(8, 8) == 6.0
 
 
-def test_the_report(bench: ModuleType) -> None:
+def test_the_report(bench):
     """The page holds every row, and says of each goal whether it was met."""
     step = {"seconds": 1e-3, "bytes": 8e8, "moved_over_must": 1.01, "of_bound": 0.87, "launches": 1}
     row = {
@@ -100,10 +100,10 @@ def test_the_report(bench: ModuleType) -> None:
     assert "nvfp4 cast: 87% of its bound, 85% met" in page
 
 
-def test_the_goal_of_64_ranks(bench: ModuleType) -> None:
+def test_the_goal_of_64_ranks(bench):
     """Amax and cast at rank 0 of 64 are held against those of 1 rank: 1/50 of them or less."""
 
-    def row(world_size: int, seconds: float) -> dict:
+    def row(world_size, seconds):
         step = {"seconds": seconds, "of_bound": 1}
         return {
             "set": "llama", "recipe": "fp8", "world_size": world_size,
@@ -117,7 +117,7 @@ def test_the_goal_of_64_ranks(bench: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("recipe", ["nvfp4", "fp8", "fp8_blockwise"])
-def test_torch_does_the_same_maths(bench: ModuleType, recipe: str) -> None:
+def test_torch_does_the_same_maths(bench, recipe):
     """What torch is timed at gives the codes of our recipe, on normal data."""
     x = torch.randn(256, 384, generator=torch.Generator().manual_seed(3))
     codes = bench.PLAIN[recipe](x)[0].view(torch.uint8)
@@ -129,14 +129,14 @@ def test_torch_does_the_same_maths(bench: ModuleType, recipe: str) -> None:
 
 
 @pytest.mark.parametrize("weights", [224, 5000])
-def test_a_step_is_six_launches_of_two_recipes(bench: ModuleType, weights: int) -> None:
+def test_a_step_is_six_launches_of_two_recipes(bench, weights):
     """With launches that do nothing, plan.cast() of two recipes still makes 6 of them."""
     stubbed = CudaBackend(bench.NoLauncher())
     assert bench.host_time(stubbed, weights, 3)["launches"] == 6
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu(bench: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_gpu(bench, capsys):
     """It says what it needs, and what it can do without."""
     assert bench.main([]) == 1
     assert "--host" in capsys.readouterr().out

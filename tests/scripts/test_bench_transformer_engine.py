@@ -38,7 +38,7 @@ def scripts(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     )
 
 
-def test_the_table_is_the_drivers(scripts: SimpleNamespace) -> None:
+def test_the_table_is_the_drivers(scripts):
     """Python names the fields of a row, the steps and the schemes as the C++ driver declares
     them.
     """
@@ -113,7 +113,7 @@ def run_once(work: Callable[[], object]) -> float:
 @needs_emulation
 @pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize("recipe", ["nvfp4", "fp8", "fp8_blockwise"])
-def test_compares_the_same_tensors(scripts: SimpleNamespace, recipe: str, world_size: int) -> None:
+def test_compares_the_same_tensors(scripts, recipe, world_size):
     """The library is given our masters, shards and gathered codes; equal results are found equal,
     one byte of each kind changed is found once.
     """
@@ -128,7 +128,7 @@ def test_compares_the_same_tensors(scripts: SimpleNamespace, recipe: str, world_
     assert driver.ran == [(bf16, step) for bf16 in (False, True) for step in scripts.beside.STEPS]
 
     class WrongDriver(CopyingDriver):
-        def step(self, rows: list[dict[str, int]], bf16: bool, name: str) -> None:
+        def step(self, rows, bf16, name):
             super().step(rows, bf16, name)
             field = {"amax": "block_amax", "cast": "codes", "transpose": "columnwise"}.get(name)
             if field is not None:
@@ -141,7 +141,7 @@ def test_compares_the_same_tensors(scripts: SimpleNamespace, recipe: str, world_
 
 
 @needs_emulation
-def test_says_what_did_not_run(scripts: SimpleNamespace) -> None:
+def test_says_what_did_not_run(scripts):
     """A kernel that the device cannot run is not launched, one that fails ends no other: each has
     its reason on the page, and its goal stays open.
     """
@@ -150,7 +150,7 @@ def test_says_what_did_not_run(scripts: SimpleNamespace) -> None:
     )
 
     class FailingDriver(CopyingDriver):
-        def step(self, rows: list[dict[str, int]], bf16: bool, name: str) -> None:
+        def step(self, rows, bf16, name):
             assert name != "cast", "capability 9.0 has no FP4 conversion"
             if name == "scale":
                 raise RuntimeError("out of luck")
@@ -175,7 +175,7 @@ def test_says_what_did_not_run(scripts: SimpleNamespace) -> None:
     ]
 
 
-def test_the_verdict_counts_the_rounding(scripts: SimpleNamespace) -> None:
+def test_the_verdict_counts_the_rounding(scripts):
     """The goal is held against the BF16 way, its rounding counted in: (1 + 1 + 2) / 0.4 is 10."""
     ours = {"amax": 0.2, "scale": 0.1, "cast": 0.2, "transpose": 0.1}
     theirs = {"amax": 1.0, "scale": 0.1, "cast": 2.0, "transpose": 0.1}
@@ -242,9 +242,7 @@ def compiler(scripts: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.Monke
     return compiler
 
 
-def test_compiles_what_the_casts_call(
-    scripts: SimpleNamespace, compiler: Compiler, tmp_path: Path
-) -> None:
+def test_compiles_what_the_casts_call(scripts, compiler, tmp_path):
     """Each source is compiled for the one architecture, outside the checkout, once; a change in the
     checkout, or another architecture, makes another library.
     """
@@ -267,7 +265,7 @@ def test_compiles_what_the_casts_call(
     assert scripts.build.library(root, "90", tmp_path / "build") != made
 
 
-def test_links_what_is_built(scripts: SimpleNamespace, compiler: Compiler, tmp_path: Path) -> None:
+def test_links_what_is_built(scripts, compiler, tmp_path):
     """Where the checkout holds its library, only the driver is compiled."""
     root = checkout(scripts.build, tmp_path / "checkout")
     ready = root / "libtransformer_engine.so"
@@ -278,12 +276,7 @@ def test_links_what_is_built(scripts: SimpleNamespace, compiler: Compiler, tmp_p
     assert str(ready) in compiler.commands[-1]
 
 
-def test_says_why_there_is_no_library(
-    scripts: SimpleNamespace,
-    compiler: Compiler,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_says_why_there_is_no_library(scripts, compiler, tmp_path, capsys):
     """A folder that is no checkout, and a source that does not compile, give one line."""
     (tmp_path / "empty").mkdir()
     assert scripts.build.main([str(tmp_path / "empty")]) == 1
@@ -298,7 +291,7 @@ def test_says_why_there_is_no_library(
     assert list((tmp_path / "build").iterdir()) == [], "work files stayed behind"
 
 
-def test_architectures(scripts: SimpleNamespace) -> None:
+def test_architectures(scripts):
     """From capability 10.0 on a device has a target of its own."""
     assert scripts.build.architecture((9, 0)) == "90"
     assert scripts.build.architecture((10, 0)) == "100a"

@@ -41,7 +41,7 @@ def check(path: Path, *options: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-def test_a_complete_record_is_judged_without_training(tmp_path: Path) -> None:
+def test_a_complete_record_is_judged_without_training(tmp_path):
     """Every recipe in both modes has its claim, and all hold."""
     record_of_all(tmp_path / "record.json")
     finished = check(tmp_path / "record.json")
@@ -64,9 +64,7 @@ def test_a_complete_record_is_judged_without_training(tmp_path: Path) -> None:
         (("delayed", "weights", 0, True), (2.5, True), "every comparison of bytes fails"),
     ],
 )
-def test_one_run_that_is_off_breaks_its_claim_and_no_other(
-    tmp_path: Path, job: tuple[Any, ...], result: tuple[float, bool], broken: str
-) -> None:
+def test_one_run_that_is_off_breaks_its_claim_and_no_other(tmp_path, job, result, broken):
     """A mean that is too large or too small, wrong bytes, a planted fault that is not noticed."""
     off = train_check.Job(*job)
     record_of_all(
@@ -79,7 +77,7 @@ def test_one_run_that_is_off_breaks_its_claim_and_no_other(
     assert broken in line
 
 
-def test_missing_runs_are_counted_and_others_are_kept(tmp_path: Path) -> None:
+def test_missing_runs_are_counted_and_others_are_kept(tmp_path):
     """Without two of its runs the check is no verdict: exit code 2, and it says how many."""
     path = tmp_path / "record.json"
     record_of_all(
@@ -93,7 +91,7 @@ def test_missing_runs_are_counted_and_others_are_kept(tmp_path: Path) -> None:
     assert check(path, "--seeds", "0,1").returncode == 0
 
 
-def test_a_record_of_other_settings_is_refused(tmp_path: Path) -> None:
+def test_a_record_of_other_settings_is_refused(tmp_path):
     """Losses after other numbers of steps are not to be compared."""
     record_of_all(tmp_path / "record.json")
     finished = check(tmp_path / "record.json", "--steps", "100")
@@ -102,7 +100,7 @@ def test_a_record_of_other_settings_is_refused(tmp_path: Path) -> None:
     assert "delete it" in finished.stderr
 
 
-def test_a_launch_holds_runs_that_differ_in_the_recipe_only() -> None:
+def test_a_launch_holds_runs_that_differ_in_the_recipe_only():
     """And no more than a few, so that a call ends in time."""
     jobs = list(train_check.all_jobs(train_check.RECIPES, train_check.MODES, [0, 1]))
     together = list(train_check.launches(jobs))

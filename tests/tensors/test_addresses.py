@@ -5,12 +5,12 @@ import torch
 
 from tests.support.weights import both_recipes, make
 from zerocast.errors import MissingDataError, UnsupportedError
-from zerocast.recipes import NVFP4BlockScaling, Recipe
+from zerocast.recipes import NVFP4BlockScaling
 from zerocast.tensors import quantize
 
 
 @both_recipes
-def test_addresses_are_refused(recipe: Recipe) -> None:
+def test_addresses_are_refused(recipe):
     """data_ptr, storages and the interfaces of other libraries say what to do, for views, too."""
     weight = make(recipe)
     for tensor in (weight, torch.nn.Parameter(weight), weight.detach(), weight.view(-1), weight[0]):
@@ -28,7 +28,7 @@ def test_addresses_are_refused(recipe: Recipe) -> None:
 
 
 @both_recipes
-def test_numpy_is_read_only(recipe: Recipe) -> None:
+def test_numpy_is_read_only(recipe):
     """NumPy reads the value and cannot write it."""
     for tensor in (make(recipe), make(recipe).view(-1)):
         array = tensor.numpy()
@@ -36,7 +36,7 @@ def test_numpy_is_read_only(recipe: Recipe) -> None:
             array[0] = 0
 
 
-def test_safetensors_says_what_to_save(tmp_path: object) -> None:
+def test_safetensors_says_what_to_save(tmp_path):
     """safetensors, which writes plain memory, is refused with what to save in its place."""
     safetensors = pytest.importorskip("safetensors.torch")
     weights = {"a": make(NVFP4BlockScaling()), "b": make(NVFP4BlockScaling(), rows=18)}
@@ -44,7 +44,7 @@ def test_safetensors_says_what_to_save(tmp_path: object) -> None:
         safetensors.save_file(weights, f"{tmp_path}/model.safetensors")
 
 
-def test_save_pretrained_says_what_to_save(tmp_path: object) -> None:
+def test_save_pretrained_says_what_to_save(tmp_path):
     """So is transformers' save_pretrained of a converted model."""
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
@@ -58,7 +58,7 @@ def test_save_pretrained_says_what_to_save(tmp_path: object) -> None:
         model.save_pretrained(tmp_path)
 
 
-def test_an_initial_value_that_was_not_kept_is_absent() -> None:
+def test_an_initial_value_that_was_not_kept_is_absent():
     """hasattr tells whether there is one, as frameworks ask; asking anyway raises."""
     weight = make(NVFP4BlockScaling())
     assert not hasattr(weight, "get_high_precision_init_val")
@@ -72,7 +72,7 @@ def test_an_initial_value_that_was_not_kept_is_absent() -> None:
 
 
 @both_recipes
-def test_a_dropped_columnwise_copy_comes_back(recipe: Recipe) -> None:
+def test_a_dropped_columnwise_copy_comes_back(recipe):
     """update_usage derives it from the codes, and it has the bytes that it had."""
     weight = make(recipe)
     data, scale_inv = weight.columnwise_data.clone(), weight.columnwise_scale_inv.clone()

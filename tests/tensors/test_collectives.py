@@ -51,10 +51,10 @@ def wait(work: dist.Work | None) -> None:
 
 @every_recipe
 @pytest.mark.parametrize("async_op", [False, True])
-def test_broadcast_moves_all_bytes(recipe: Recipe, async_op: bool) -> None:
+def test_broadcast_moves_all_bytes(recipe, async_op):
     """After a broadcast every rank has rank 0's codes, scales, state and derived copies."""
 
-    def body(comm: Communicator) -> None:
+    def body(comm):
         mine = torch.nn.Parameter(weight(comm.rank, recipe))
         version = mine.quantized_storage.version
         wait(dist.broadcast(mine.data, 0, async_op=async_op))
@@ -64,10 +64,10 @@ def test_broadcast_moves_all_bytes(recipe: Recipe, async_op: bool) -> None:
     on_ranks(body)
 
 
-def test_an_unawaited_weight_waits_when_it_is_read() -> None:
+def test_an_unawaited_weight_waits_when_it_is_read():
     """Who reads a weight before waiting for the broadcast sees what was sent."""
 
-    def body(comm: Communicator) -> None:
+    def body(comm):
         mine = weight(comm.rank)
         work = dist.broadcast(mine, 0, async_op=True)
         check(mine, weight(0))
@@ -82,10 +82,10 @@ def test_an_unawaited_weight_waits_when_it_is_read() -> None:
 
 
 @every_recipe
-def test_send_and_recv_move_all_bytes(recipe: Recipe) -> None:
+def test_send_and_recv_move_all_bytes(recipe):
     """Point to point, blocking or not, from a named rank or any, one by one or in a batch."""
 
-    def body(comm: Communicator) -> None:
+    def body(comm):
         other = 1 - comm.rank
         mine, theirs = weight(comm.rank, recipe), weight(2, recipe)
         if comm.rank:
@@ -111,10 +111,10 @@ def test_send_and_recv_move_all_bytes(recipe: Recipe) -> None:
 
 
 @every_recipe
-def test_lists_of_weights_move_all_bytes(recipe: Recipe) -> None:
+def test_lists_of_weights_move_all_bytes(recipe):
     """all_gather, all_to_all, gather and scatter between lists of weights and a weight."""
 
-    def body(comm: Communicator) -> None:
+    def body(comm):
         mine = weight(comm.rank, recipe)
         everyone = [weight(7, recipe) for _ in range(RANKS)]
         wait(dist.all_gather(everyone, mine, async_op=True))
@@ -138,10 +138,10 @@ def test_lists_of_weights_move_all_bytes(recipe: Recipe) -> None:
     on_ranks(body)
 
 
-def test_objects_are_pickled_whole() -> None:
+def test_objects_are_pickled_whole():
     """Object collectives give weights of the same bytes."""
 
-    def body(comm: Communicator) -> None:
+    def body(comm):
         objects = [weight(4) if comm.rank == 0 else None]
         dist.broadcast_object_list(objects, 0)
         check(objects[0], weight(4))
@@ -153,10 +153,10 @@ def test_objects_are_pickled_whole() -> None:
     on_ranks(body)
 
 
-def test_equal_bytes_write_nothing() -> None:
+def test_equal_bytes_write_nothing():
     """A broadcast of what every rank has leaves version and initial value."""
 
-    def body(comm: Communicator) -> None:
+    def body(comm):
         mine = weight(0)
         initial = torch.randn(32, 64)
         mine.quantized_storage.high_precision_init_val = initial
@@ -168,10 +168,10 @@ def test_equal_bytes_write_nothing() -> None:
     on_ranks(body)
 
 
-def test_a_weight_of_another_kind_is_refused() -> None:
+def test_a_weight_of_another_kind_is_refused():
     """Bytes that mean something else, a value among them, are not taken for the weight's."""
 
-    def body(comm: Communicator) -> None:
+    def body(comm):
         mine = weight(1, NVFP4BlockScaling(seed=comm.rank))
         if comm.rank == 0:
             dist.broadcast(mine, 0)
@@ -189,12 +189,12 @@ def test_a_weight_of_another_kind_is_refused() -> None:
 
 
 @every_recipe
-def test_wrapping_by_ddp_leaves_weights_as_they_are(recipe: Recipe) -> None:
+def test_wrapping_by_ddp_leaves_weights_as_they_are(recipe):
     """It copies rank 0's values over every rank's; where they are equal, codes, state, version and
     initial value stay.
     """
 
-    def body(comm: Communicator) -> None:
+    def body(comm):
         layer = torch.nn.Linear(64, 32, dtype=torch.bfloat16)
         layer.weight = torch.nn.Parameter(weight(0, recipe))
         storage, initial = layer.weight.quantized_storage, torch.randn(32, 64)
@@ -212,14 +212,14 @@ def test_wrapping_by_ddp_leaves_weights_as_they_are(recipe: Recipe) -> None:
 # --- those that read a weight's value ---
 
 
-def test_plain_outputs_receive_values() -> None:
+def test_plain_outputs_receive_values():
     """Where what is written is plain, the value of a weight, or of a view of it, is read."""
 
-    def body(comm: Communicator) -> None:
+    def body(comm):
         mine = weight(comm.rank)
         values = [weight(r).dequantize() for r in range(RANKS)]
 
-        def plain(*shape: int) -> torch.Tensor:
+        def plain(*shape):
             return torch.empty(shape, dtype=torch.bfloat16)
 
         for source in (mine, mine.view(2048).view(32, 64)):
@@ -265,10 +265,10 @@ COMPUTING = {
 
 
 @pytest.mark.parametrize("name", COMPUTING)
-def test_computing_collectives_are_refused(name: str) -> None:
+def test_computing_collectives_are_refused(name):
     """One that computes or puts pieces together in a weight says so, and writes nothing."""
 
-    def body(comm: Communicator) -> None:
+    def body(comm):
         mine = weight(comm.rank)
         plain = torch.ones(32, 64, dtype=torch.bfloat16)
         for given in (mine, torch.nn.Parameter(mine).data, mine[:], mine.view(64, 32).view(32, 64)):
@@ -279,10 +279,10 @@ def test_computing_collectives_are_refused(name: str) -> None:
     on_ranks(body)
 
 
-def test_views_of_values_are_not_received_into() -> None:
+def test_views_of_values_are_not_received_into():
     """A broadcast or receive into ``weight.data.view(torch.uint8)`` names the weight to give."""
 
-    def body(comm: Communicator) -> None:
+    def body(comm):
         mine = weight(comm.rank)
         for view in (mine.data.view(torch.uint8), mine.view(-1), mine.t(), mine[3]):
             with pytest.raises(UnsupportedError, match="Give it the weight itself"):

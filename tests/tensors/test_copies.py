@@ -3,7 +3,6 @@
 import copy
 import io
 import pickle
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -11,12 +10,11 @@ import torch
 from tests.support.same_bytes import assert_same_bytes, assert_same_storage
 from tests.support.weights import FP8, NVFP4, both_recipes, every_recipe, make
 from zerocast.errors import InputError
-from zerocast.recipes import Recipe
 from zerocast.tensors import QuantizedTensor, empty, quantize, replace_raw_data
 
 
 @both_recipes
-def test_copy_of_high_precision_values_quantizes(recipe: Recipe) -> None:
+def test_copy_of_high_precision_values_quantizes(recipe):
     """The bytes are those of quantize(); the buffers stay where they are."""
     weight, x = make(recipe, dtype=torch.bfloat16), torch.randn(17, 48)
     addresses = {name: b.data_ptr() for name, b in weight.quantized_storage.buffers.items()}
@@ -41,7 +39,7 @@ def _copy(weight: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
 
 
 @both_recipes
-def test_copy_between_weights_of_one_recipe_copies_the_bytes(recipe: Recipe) -> None:
+def test_copy_between_weights_of_one_recipe_copies_the_bytes(recipe):
     """Also into another nominal dtype, and where only one side holds a columnwise copy."""
     x = torch.randn(17, 48)
     source = quantize(x, recipe)
@@ -56,7 +54,7 @@ def test_copy_between_weights_of_one_recipe_copies_the_bytes(recipe: Recipe) -> 
         assert "columnwise_data" not in into_bare.quantized_storage.buffers
 
 
-def test_copy_between_recipes_quantizes_the_value() -> None:
+def test_copy_between_recipes_quantizes_the_value():
     """NVFP4 <- FP8 is NVFP4 <- dequantized FP8."""
     source, weight = make(FP8), make(NVFP4)
     weight.copy_(source)
@@ -66,7 +64,7 @@ def test_copy_between_recipes_quantizes_the_value() -> None:
     assert_same_bytes(plain, source.dequantize().bfloat16(), "plain from fp8")
 
 
-def test_copy_of_another_shape_is_refused_and_writes_nothing() -> None:
+def test_copy_of_another_shape_is_refused_and_writes_nothing():
     """The message names both shapes."""
     weight = make(NVFP4)
     expected = weight.clone()
@@ -79,7 +77,7 @@ def test_copy_of_another_shape_is_refused_and_writes_nothing() -> None:
 
 @both_recipes
 @pytest.mark.parametrize("duplicate", [torch.clone, copy.deepcopy, copy.copy])
-def test_a_copy_has_bytes_of_its_own(recipe: Recipe, duplicate: Callable) -> None:
+def test_a_copy_has_bytes_of_its_own(recipe, duplicate):
     """Equal bytes, and writing one leaves the other alone; copy.copy is an alias, as in torch."""
     weight = make(recipe)
     expected = weight.clone()
@@ -92,7 +90,7 @@ def test_a_copy_has_bytes_of_its_own(recipe: Recipe, duplicate: Callable) -> Non
 
 
 @both_recipes
-def test_deepcopy_keeps_what_a_parameter_carries(recipe: Recipe) -> None:
+def test_deepcopy_keeps_what_a_parameter_carries(recipe):
     """Parameter-ness, gradient, attributes, and the sharing of one storage by aliases."""
     parameter = torch.nn.Parameter(make(recipe))
     parameter.grad = torch.randn(17, 48)
@@ -114,7 +112,7 @@ def test_deepcopy_keeps_what_a_parameter_carries(recipe: Recipe) -> None:
 
 
 @both_recipes
-def test_pickle_and_torch_save_keep_the_bytes(recipe: Recipe) -> None:
+def test_pickle_and_torch_save_keep_the_bytes(recipe):
     """By safe types only; parameters stay parameters; aliases still share a storage."""
     weight = make(recipe, dtype=torch.bfloat16)
     saved = {
@@ -135,7 +133,7 @@ def test_pickle_and_torch_save_keep_the_bytes(recipe: Recipe) -> None:
         assert_same_storage(loaded["w"], weight, "loaded")
 
 
-def test_a_saved_weight_does_not_bring_its_gather_buffer() -> None:
+def test_a_saved_weight_does_not_bring_its_gather_buffer():
     """A weight whose codes are a slice of a large flat buffer is saved by its own bytes."""
     weight = make(FP8)
     replace_raw_data(weight, torch.zeros(10_000_000, dtype=torch.uint8)[5 : 5 + 17 * 48])
@@ -147,7 +145,7 @@ def test_a_saved_weight_does_not_bring_its_gather_buffer() -> None:
 
 
 @both_recipes
-def test_a_module_changes_the_nominal_dtype_and_leaves_the_codes(recipe: Recipe) -> None:
+def test_a_module_changes_the_nominal_dtype_and_leaves_the_codes(recipe):
     """Its float() and half() stay quantized; no change is self, and other dtypes are values."""
     weight = make(recipe, dtype=torch.bfloat16)
     for dtype in (torch.float32, torch.float16):
@@ -166,7 +164,7 @@ def test_a_module_changes_the_nominal_dtype_and_leaves_the_codes(recipe: Recipe)
 
 
 @both_recipes
-def test_a_module_moves_its_quantized_parameters(recipe: Recipe) -> None:
+def test_a_module_moves_its_quantized_parameters(recipe):
     """module.to(dtype) keeps them quantized parameters with the same bytes."""
     module = torch.nn.Module()
     module.weight = torch.nn.Parameter(make(recipe))
@@ -179,7 +177,7 @@ def test_a_module_moves_its_quantized_parameters(recipe: Recipe) -> None:
 
 
 @both_recipes
-def test_state_dict_round_trips(recipe: Recipe) -> None:
+def test_state_dict_round_trips(recipe):
     """Quantized into quantized keeps the bytes; high precision quantizes; the way back decodes."""
     source, target, plain = (torch.nn.Module() for _ in range(3))
     source.weight = torch.nn.Parameter(make(recipe))
@@ -196,7 +194,7 @@ def test_state_dict_round_trips(recipe: Recipe) -> None:
     assert plain.weight.quantized_storage is source.weight.quantized_storage
 
 
-def test_share_memory_reaches_the_bytes() -> None:
+def test_share_memory_reaches_the_bytes():
     """The buffers are in shared memory afterwards, with their values."""
     weight = make(NVFP4)
     expected = weight.clone()
@@ -208,7 +206,7 @@ def test_share_memory_reaches_the_bytes() -> None:
 
 @every_recipe
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_a_copy_of_the_present_value_writes_nothing(recipe: Recipe, dtype: torch.dtype) -> None:
+def test_a_copy_of_the_present_value_writes_nothing(recipe, dtype):
     """Codes, state, version and initial value stay; of another value, all change."""
     weight = quantize(torch.randn(32, 64).bfloat16(), recipe, name="w")
     weight.copy_(torch.randn(32, 64))
@@ -225,7 +223,7 @@ def test_a_copy_of_the_present_value_writes_nothing(recipe: Recipe, dtype: torch
     assert weight.quantized_storage.version != version
 
 
-def test_an_explicit_dtype_is_the_values() -> None:
+def test_an_explicit_dtype_is_the_values():
     """float(), half() and to(dtype) of a tensor dequantize; the same dtype stays quantized."""
     weight = torch.nn.Parameter(quantize(torch.randn(32, 64).bfloat16(), FP8))
     for plain in (weight.detach().clone().float(), weight.float(), weight.to(torch.float32)):
@@ -239,7 +237,7 @@ def test_an_explicit_dtype_is_the_values() -> None:
 
 
 @every_recipe
-def test_weights_on_meta_have_shapes_and_no_bytes(recipe: Recipe) -> None:
+def test_weights_on_meta_have_shapes_and_no_bytes(recipe):
     """They are made, copied, written and decoded there, and materialise unfilled."""
     weight = empty((32, 64), recipe, device="meta")
     assert quantize(torch.zeros(32, 64, device="meta"), recipe).is_meta

@@ -40,7 +40,7 @@ def bypassing(recipe: Any, **changes: Any) -> Any:
 
 
 @every_recipe
-def test_a_weight_as_it_was_saved_is_accepted(recipe: Recipe) -> None:
+def test_a_weight_as_it_was_saved_is_accepted(recipe):
     """Whole, without its columnwise copy, without its rowwise one, as a part, and empty."""
     value = torch.linspace(-1, 1, 2048).view(32, 64)
     weights = [quantize(value, recipe), quantize(value, recipe, columnwise=False)]
@@ -131,13 +131,13 @@ DAMAGED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", DAMAGED)
-def test_what_a_weight_cannot_be_made_of_is_refused(name: str) -> None:
+def test_what_a_weight_cannot_be_made_of_is_refused(name):
     """By InputError, before anything reads it."""
     with pytest.raises(InputError):
         restore_storage(*fields(**DAMAGED[name]))
 
 
-def test_a_recipe_is_made_anew() -> None:
+def test_a_recipe_is_made_anew():
     """What was cached beside its fields in the file is not trusted."""
     crafted = bypassing(NVFP4, remembers=True, unknown=1)
     assert "remembers" in vars(crafted)
@@ -146,13 +146,13 @@ def test_a_recipe_is_made_anew() -> None:
     assert vars(loaded).keys() == {field.name for field in dataclasses.fields(NVFP4)}
 
 
-def test_no_storage_is_no_weight() -> None:
+def test_no_storage_is_no_weight():
     """The function that unpickling calls for the tensor checks what it is given, too."""
     with pytest.raises(InputError, match="needs a QuantizedStorage, got list"):
         restore([1], False, True)
 
 
-def test_a_compiled_graph_gives_whole_weights_only() -> None:
+def test_a_compiled_graph_gives_whole_weights_only():
     """__tensor_unflatten__ compares what it is given with the recipe."""
     weight = quantize(torch.randn(32, 64), NVFP4)
     names, context = weight.__tensor_flatten__()
@@ -200,7 +200,7 @@ print(accepted, refused)
 """
 
 
-def test_damaged_files_never_crash() -> None:
+def test_damaged_files_never_crash():
     """Files with bytes changed are refused, or hold a whole weight that can be decoded and cast."""
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", FUZZ, "15"],

@@ -1,7 +1,5 @@
 """Views read, unknown operations decode, and nothing writes a quantized weight but copy_."""
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 import torch
@@ -10,7 +8,6 @@ import torch.nn.functional as F
 from tests.support.same_bytes import assert_same_bytes, assert_same_storage
 from tests.support.weights import FP8, both_recipes, make
 from zerocast.errors import UnsupportedError
-from zerocast.recipes import Recipe
 from zerocast.tensors import QuantizedTensor, replace_raw_data
 
 # --- aliases and views ---
@@ -35,7 +32,7 @@ from zerocast.tensors import QuantizedTensor, replace_raw_data
         lambda w: torch.nn.Parameter(w),
     ],
 )
-def test_a_view_of_the_whole_weight_is_an_alias(recipe: Recipe, alias: Callable) -> None:
+def test_a_view_of_the_whole_weight_is_an_alias(recipe, alias):
     """It shares the storage: a copy into one and a moved buffer are seen by the other."""
     weight = make(recipe)
     other = alias(weight)
@@ -68,7 +65,7 @@ VIEWS = [
 
 @both_recipes
 @pytest.mark.parametrize("view", VIEWS)
-def test_any_other_view_has_the_values(recipe: Recipe, view: Callable) -> None:
+def test_any_other_view_has_the_values(recipe, view):
     """Values, shape and strides are those of the same view of the dequantized value."""
     weight = make(recipe)
     expected = view(weight.dequantize())
@@ -81,7 +78,7 @@ def test_any_other_view_has_the_values(recipe: Recipe, view: Callable) -> None:
 
 @both_recipes
 @pytest.mark.parametrize("view", VIEWS)
-def test_nothing_can_be_written_through_a_view(recipe: Recipe, view: Callable) -> None:
+def test_nothing_can_be_written_through_a_view(recipe, view):
     """A write would reach a value decoded for the occasion, so it is refused, not lost."""
     weight = make(recipe)
     expected = weight.clone()
@@ -123,9 +120,7 @@ def test_nothing_can_be_written_through_a_view(recipe: Recipe, view: Callable) -
         lambda w: w.index_select(0, torch.tensor([3, 1])),
     ],
 )
-def test_an_unknown_operation_works_on_the_dequantized_value(
-    recipe: Recipe, operation: Callable
-) -> None:
+def test_an_unknown_operation_works_on_the_dequantized_value(recipe, operation):
     """The result is plain and bit for bit that of the dequantized tensor."""
     weight = make(recipe)
     actual = operation(weight)
@@ -152,7 +147,7 @@ def test_an_unknown_operation_works_on_the_dequantized_value(
         lambda w: torch.nn.init.xavier_uniform_(w),
     ],
 )
-def test_writing_in_place_is_refused_with_the_reason(recipe: Recipe, write: Callable) -> None:
+def test_writing_in_place_is_refused_with_the_reason(recipe, write):
     """The error says what to do instead, and the weight is what it was."""
     weight = make(recipe)
     expected = weight.clone()
@@ -161,7 +156,7 @@ def test_writing_in_place_is_refused_with_the_reason(recipe: Recipe, write: Call
     assert_same_storage(weight, expected, "weight")
 
 
-def test_torch_optimizers_are_refused_rather_than_wrong() -> None:
+def test_torch_optimizers_are_refused_rather_than_wrong():
     """SGD on a quantized parameter raises; it does not train a temporary."""
     weight = torch.nn.Parameter(make(FP8))
     weight.grad = torch.ones(17, 48)
@@ -169,7 +164,7 @@ def test_torch_optimizers_are_refused_rather_than_wrong() -> None:
         torch.optim.SGD([weight], lr=1.0).step()
 
 
-def test_what_needs_memory_of_the_nominal_dtype_is_refused() -> None:
+def test_what_needs_memory_of_the_nominal_dtype_is_refused():
     """Assigning .data and handing out a pointer would bypass the codes."""
     weight = make(FP8)
     with pytest.raises(UnsupportedError, match=r"use weight.copy_\(value\)"):
@@ -185,7 +180,7 @@ def test_what_needs_memory_of_the_nominal_dtype_is_refused() -> None:
 
 
 @both_recipes
-def test_numpy_and_lists_are_of_the_value(recipe: Recipe) -> None:
+def test_numpy_and_lists_are_of_the_value(recipe):
     """As for any tensor, numpy() needs a detach() where a gradient is required."""
     weight = make(recipe)
     expected = weight.dequantize()
@@ -198,7 +193,7 @@ def test_numpy_and_lists_are_of_the_value(recipe: Recipe) -> None:
 
 
 @both_recipes
-def test_factories_make_plain_tensors(recipe: Recipe) -> None:
+def test_factories_make_plain_tensors(recipe):
     """zeros_like and its kind take shape, dtype and device, and new_* dtype and device."""
     weight = make(recipe, dtype=torch.bfloat16)
     for made in (
@@ -219,7 +214,7 @@ def test_factories_make_plain_tensors(recipe: Recipe) -> None:
 
 @both_recipes
 @pytest.mark.parametrize("world_size", [1, 2, 3, 16, 20])
-def test_what_fsdp2_does_to_cut_a_parameter(recipe: Recipe, world_size: int) -> None:
+def test_what_fsdp2_does_to_cut_a_parameter(recipe, world_size):
     """Chunk, new_zeros, narrow, copy_, view: the shards end to end are the dequantized value."""
     weight = torch.nn.Parameter(make(recipe)).data
     chunks = list(torch.chunk(weight, world_size))

@@ -1,7 +1,6 @@
 """The unsharded cast, unfilled weights, moved codes, rebuilt copies."""
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -12,8 +11,7 @@ from zerocast.backends import backend_for, use_backend
 from zerocast.errors import InputError
 from zerocast.formats import E2M1, E4M3, pack_nibbles, unpack_nibbles
 from zerocast.formats import decode as decode_codes
-from zerocast.numerics import Launch, Numerics, TensorOperand
-from zerocast.recipes import Float8CurrentScaling, NVFP4BlockScaling, Recipe
+from zerocast.recipes import Float8CurrentScaling, NVFP4BlockScaling
 from zerocast.tensors import QuantizedTensor, empty, quantize, rebuild_derived, replace_raw_data
 
 NVFP4, FP8 = NVFP4BlockScaling(), Float8CurrentScaling()
@@ -42,9 +40,7 @@ def codes_of(weight: QuantizedTensor) -> torch.Tensor:
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_both_backends_quantize_to_the_reference_bytes(
-    kind: str, shape: tuple[int, int], recipe: Recipe
-) -> None:
+def test_both_backends_quantize_to_the_reference_bytes(kind, shape, recipe):
     """Every buffer of a quantized weight, padding included, is the reference backend's."""
     x = draw_values(kind, shape[0] * shape[1], seed=1).view(shape)
     weight = quantize(x, recipe, dtype=torch.bfloat16)
@@ -53,7 +49,7 @@ def test_both_backends_quantize_to_the_reference_bytes(
     assert_same_storage(weight, expected, kind)
 
 
-def test_nvfp4_block_by_hand() -> None:
+def test_nvfp4_block_by_hand():
     """Amax 6: S_enc = 2688 / 6 = 448, S_dec = E4M3(6 * 448 / 6) = 448, so x is its own code."""
     row = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
     weight = quantize(row[None], NVFP4)
@@ -64,7 +60,7 @@ def test_nvfp4_block_by_hand() -> None:
     assert int(weight.rowwise_scale_inv.count_nonzero()) == 1  # everything else is padding
 
 
-def test_fp8_by_hand() -> None:
+def test_fp8_by_hand():
     """Amax 7 gives scale 448 / 7 = 64 exactly: 7 is 448 = 0x7E and 1 is 64 = 2^6 = 0x68."""
     weight = quantize(torch.tensor([[7.0, 1.0, -7.0]]), FP8)
     assert weight.rowwise_data.tolist() == [[0x7E, 0x68, 0xFE]]
@@ -74,9 +70,7 @@ def test_fp8_by_hand() -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_columnwise_codes_are_the_transposed_rowwise_codes(
-    shape: tuple[int, int], recipe: Recipe
-) -> None:
+def test_columnwise_codes_are_the_transposed_rowwise_codes(shape, recipe):
     """columnwise_data decodes to the transpose, a missing last nibble being 0."""
     weight = quantize(torch.randn(shape), recipe)
     transposed = codes_of(weight).t().contiguous()
@@ -85,7 +79,7 @@ def test_columnwise_codes_are_the_transposed_rowwise_codes(
     assert_same_bytes(weight.columnwise_data, transposed, "columnwise_data")
 
 
-def test_fp8_serves_any_number_of_dimensions() -> None:
+def test_fp8_serves_any_number_of_dimensions():
     """A 3-D weight is cast like the matrix [product of leading dimensions, last]."""
     x = torch.randn(3, 5, 7)
     weight, matrix = quantize(x, FP8), quantize(x.view(15, 7), FP8)
@@ -99,7 +93,7 @@ def test_fp8_serves_any_number_of_dimensions() -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_nominal_dtype_rounds_the_elements_first(dtype: torch.dtype, recipe: Recipe) -> None:
+def test_nominal_dtype_rounds_the_elements_first(dtype, recipe):
     """quantize(x, dtype=d) is quantize of x rounded to d, and the default dtype is the tensor's."""
     x = torch.randn(20, 48)
     weight = quantize(x, recipe, dtype=dtype)
@@ -108,7 +102,7 @@ def test_nominal_dtype_rounds_the_elements_first(dtype: torch.dtype, recipe: Rec
     assert_same_storage(weight, quantize(x.to(dtype).float(), recipe), "already rounded")
 
 
-def test_round_master_false_quantizes_from_fp32() -> None:
+def test_round_master_false_quantizes_from_fp32():
     """With round_master=False the nominal dtype does not change the bytes."""
     x = torch.randn(64, 64) * 3
     exact = NVFP4BlockScaling(round_master=False)
@@ -118,7 +112,7 @@ def test_round_master_false_quantizes_from_fp32() -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_strides_and_gradients_of_the_source_do_not_matter(recipe: Recipe) -> None:
+def test_strides_and_gradients_of_the_source_do_not_matter(recipe):
     """A transposed, expanded or gradient-requiring source is cast by its values."""
     x = torch.randn(48, 32)
     expected = quantize(x.t().contiguous(), recipe)
@@ -133,7 +127,7 @@ def test_strides_and_gradients_of_the_source_do_not_matter(recipe: Recipe) -> No
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_quantized_weights_and_their_views_can_be_sources(recipe: Recipe) -> None:
+def test_quantized_weights_and_their_views_can_be_sources(recipe):
     """A source without memory of its own is read by its value."""
     weight = quantize(torch.randn(32, 48), NVFP4)
     assert_same_storage(quantize(weight, recipe), quantize(weight.dequantize(), recipe), "weight")
@@ -142,7 +136,7 @@ def test_quantized_weights_and_their_views_can_be_sources(recipe: Recipe) -> Non
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_one_value_that_is_not_finite_makes_all_under_its_scale_nan(bad: float) -> None:
+def test_one_value_that_is_not_finite_makes_all_under_its_scale_nan(bad):
     """One tensor amax is over the whole weight in both recipes, so every element decodes to NaN."""
     x = torch.randn(20, 48)
     x[7, 13] = bad
@@ -153,7 +147,7 @@ def test_one_value_that_is_not_finite_makes_all_under_its_scale_nan(bad: float) 
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_an_empty_weight_decodes_to_zeros(recipe: Recipe) -> None:
+def test_an_empty_weight_decodes_to_zeros(recipe):
     """empty() has the buffers of quantize(), and a value."""
     weight = empty((17, 48), recipe, dtype=torch.float16)
     assert (weight.dtype, weight.shape, weight.device.type) == (torch.float16, (17, 48), "cpu")
@@ -181,7 +175,7 @@ def test_an_empty_weight_decodes_to_zeros(recipe: Recipe) -> None:
         (lambda: empty((2, 16), FP8, dtype=torch.float64), "got torch.float64"),
     ],
 )
-def test_bad_input_is_refused_with_what_is_required(call: object, message: str) -> None:
+def test_bad_input_is_refused_with_what_is_required(call, message):
     """The error names what was given."""
     with pytest.raises(InputError, match=message):
         call()  # type: ignore[operator]
@@ -192,7 +186,7 @@ def test_bad_input_is_refused_with_what_is_required(call: object, message: str) 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("flat", [True, False])
-def test_replace_raw_data_moves_the_codes_and_keeps_the_value(recipe: Recipe, flat: bool) -> None:
+def test_replace_raw_data_moves_the_codes_and_keeps_the_value(recipe, flat):
     """All aliases see the new buffer, derived copies stay valid, and a plan can tell it moved."""
     weight = quantize(torch.randn(9, 48), recipe)
     alias, expected, before = (
@@ -213,7 +207,7 @@ def test_replace_raw_data_moves_the_codes_and_keeps_the_value(recipe: Recipe, fl
     assert not place.any()
 
 
-def test_replace_raw_data_may_move_within_one_buffer() -> None:
+def test_replace_raw_data_may_move_within_one_buffer():
     """A new place that overlaps the old one keeps the codes."""
     weight = quantize(torch.randn(8, 32), FP8)
     buffer = torch.zeros(300, dtype=torch.uint8)
@@ -234,7 +228,7 @@ def test_replace_raw_data_may_move_within_one_buffer() -> None:
         ([9] * 384, "got list"),
     ],
 )
-def test_replace_raw_data_refuses_a_buffer_that_does_not_fit(new: object, message: str) -> None:
+def test_replace_raw_data_refuses_a_buffer_that_does_not_fit(new, message):
     """Nothing has been written: neither the buffer nor the weight."""
     weight = quantize(torch.randn(8, 48), FP8)
     expected, codes = weight.clone(), weight.rowwise_data
@@ -246,7 +240,7 @@ def test_replace_raw_data_refuses_a_buffer_that_does_not_fit(new: object, messag
         assert (new == 9).all()
 
 
-def test_replace_raw_data_refuses_a_plain_tensor() -> None:
+def test_replace_raw_data_refuses_a_plain_tensor():
     """There are no codes to move."""
     with pytest.raises(InputError, match="needs a QuantizedTensor, got Tensor"):
         replace_raw_data(torch.ones(3), torch.zeros(3, dtype=torch.uint8))  # type: ignore[arg-type]
@@ -255,9 +249,7 @@ def test_replace_raw_data_refuses_a_plain_tensor() -> None:
 # --- derived copies ---
 
 
-def test_rebuild_derived_serves_mixed_weights_in_one_launch_a_recipe(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_rebuild_derived_serves_mixed_weights_in_one_launch_a_recipe(monkeypatch):
     """Copies are made from the present codes; weights without a copy are skipped."""
     sources = [torch.randn(5, 48), torch.randn(16, 16), torch.randn(3, 32), torch.randn(4, 32)]
     weights = [
@@ -273,7 +265,7 @@ def test_rebuild_derived_serves_mixed_weights_in_one_launch_a_recipe(
     backend = backend_for(torch.device("cpu"))
     transpose = type(backend).transpose
 
-    def count(backend: Any, numerics: Numerics, operands: list[TensorOperand]) -> Launch:
+    def count(backend, numerics, operands):
         launches.append((numerics.fmt, len(operands)))
         return transpose(backend, numerics, operands)
 
@@ -284,7 +276,7 @@ def test_rebuild_derived_serves_mixed_weights_in_one_launch_a_recipe(
         assert_same_storage(weight, expected[i], f"weight {i}")
 
 
-def test_every_code_decodes_to_its_value() -> None:
+def test_every_code_decodes_to_its_value():
     """All 256 E4M3 and all 16 E2M1 codes, under a scale of exactly one."""
     weight = empty((16, 16), FP8, dtype=torch.float32)
     weight.rowwise_data.copy_(torch.arange(256).view(16, 16))

@@ -7,14 +7,13 @@ import torch.nn.functional as F
 from tests.support.same_bytes import assert_same_bytes
 from tests.support.weights import EVERY_RECIPE, FP8, NVFP4, both_recipes, make
 from zerocast.errors import MissingDataError
-from zerocast.recipes import Recipe
 from zerocast.tensors import quantize
 
 # --- what it presents ---
 
 
 @both_recipes
-def test_it_presents_the_nominal_shape_and_dtype(recipe: Recipe) -> None:
+def test_it_presents_the_nominal_shape_and_dtype(recipe):
     """Shape, dtype, strides and device are those of a plain tensor; its repr prints no bytes."""
     weight = make(recipe, dtype=torch.bfloat16)
     assert isinstance(weight, torch.Tensor)
@@ -28,7 +27,7 @@ def test_it_presents_the_nominal_shape_and_dtype(recipe: Recipe) -> None:
     assert "tensor(" not in str(weight)
 
 
-def test_data_that_a_weight_lacks_is_named() -> None:
+def test_data_that_a_weight_lacks_is_named():
     """The amax of FP8 and the columnwise copy of columnwise=False raise, and hasattr says False."""
     weight = quantize(torch.randn(4, 16), FP8, columnwise=False)
     with pytest.raises(MissingDataError, match="Float8CurrentScaling does not"):
@@ -43,7 +42,7 @@ def test_data_that_a_weight_lacks_is_named() -> None:
 
 
 @both_recipes
-def test_dequantize_gives_a_plain_tensor_of_any_dtype(recipe: Recipe) -> None:
+def test_dequantize_gives_a_plain_tensor_of_any_dtype(recipe):
     """By default of the nominal dtype; other dtypes are the FP32 value rounded once."""
     weight = make(recipe, dtype=torch.bfloat16)
     value = weight.dequantize()
@@ -58,7 +57,7 @@ def test_dequantize_gives_a_plain_tensor_of_any_dtype(recipe: Recipe) -> None:
 
 
 @both_recipes
-def test_it_works_in_inference_mode_and_under_autocast(recipe: Recipe) -> None:
+def test_it_works_in_inference_mode_and_under_autocast(recipe):
     """Made and used in inference mode; autocast casts it as it casts any weight."""
     with torch.inference_mode():
         weight = make(recipe)
@@ -83,7 +82,7 @@ VIEWS = {
 
 
 @pytest.mark.parametrize("view", VIEWS)
-def test_a_weight_made_outside_is_the_same_in_inference_mode(view: str) -> None:
+def test_a_weight_made_outside_is_the_same_in_inference_mode(view):
     """Aliases, copies and views are of the classes and values that they have outside, and views
     can be used there.
     """
@@ -99,7 +98,7 @@ def test_a_weight_made_outside_is_the_same_in_inference_mode(view: str) -> None:
 
 @both_recipes
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_gradient_of_full_shape_reaches_the_weight(recipe: Recipe, dtype: torch.dtype) -> None:
+def test_a_gradient_of_full_shape_reaches_the_weight(recipe, dtype):
     """Straight-through: it is the gradient of the dequantized value, in the nominal dtype."""
     x = torch.randn(5, 48, dtype=dtype)
     weight = torch.nn.Parameter(make(recipe, dtype=dtype))
@@ -118,7 +117,7 @@ def test_a_gradient_of_full_shape_reaches_the_weight(recipe: Recipe, dtype: torc
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # inductor's, of torch.jit
 @pytest.mark.parametrize("name", ["delayed", "rowwise", "mxfp8 2d", "nvfp4 1d", "stochastic"])
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_a_forward_compiles_whatever_a_weight_holds(name: str, backend: str) -> None:
+def test_a_forward_compiles_whatever_a_weight_holds(name, backend):
     """Also where a recipe remembers something, and after a cast; the output is eager's."""
     torch._dynamo.reset()
     compiled = torch.compile(F.linear, backend=backend, fullgraph=True)
@@ -131,11 +130,11 @@ def test_a_forward_compiles_whatever_a_weight_holds(name: str, backend: str) -> 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # inductor's, of torch.jit
 @both_recipes
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_a_function_of_the_weight_compiles(recipe: Recipe, backend: str) -> None:
+def test_a_function_of_the_weight_compiles(recipe, backend):
     """Without a graph break; values and gradients are the eager ones, also after a copy_."""
     torch._dynamo.reset()
 
-    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    def function(x, w):
         return F.linear(x, w).relu() + w[2].sum()
 
     compiled = torch.compile(function, backend=backend, fullgraph=True)

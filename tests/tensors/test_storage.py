@@ -21,7 +21,7 @@ def watched(recipe: Recipe, *, rebuild_on_use: bool = False) -> tuple[QuantizedT
 
 
 @both_recipes
-def test_a_derived_copy_is_refused_between_a_cast_and_its_rebuild(recipe: Recipe) -> None:
+def test_a_derived_copy_is_refused_between_a_cast_and_its_rebuild(recipe):
     """Both columnwise buffers, through every alias; the rowwise ones can always be read."""
     weight, clock = watched(recipe)
     alias = weight.detach()
@@ -35,7 +35,7 @@ def test_a_derived_copy_is_refused_between_a_cast_and_its_rebuild(recipe: Recipe
     _ = alias.columnwise_data, alias.columnwise_scale_inv
 
 
-def test_a_weight_without_a_columnwise_copy_is_never_stale() -> None:
+def test_a_weight_without_a_columnwise_copy_is_never_stale():
     """There is nothing to rebuild, so a forward is not refused."""
     weight = quantize(torch.randn(9, 32), NVFP4, columnwise=False)
     clock = CastVersion(rebuild_on_use=False)
@@ -45,7 +45,7 @@ def test_a_weight_without_a_columnwise_copy_is_never_stale() -> None:
     weight.quantized_storage.prepare_for_forward(lambda storage: pytest.fail("rebuilt"))
 
 
-def test_any_of_several_plans_makes_a_copy_stale() -> None:
+def test_any_of_several_plans_makes_a_copy_stale():
     """A forward rebuilds only where every plan that cast since has asked for that."""
     weight, manual = watched(NVFP4)
     automatic = CastVersion(rebuild_on_use=True)
@@ -59,7 +59,7 @@ def test_any_of_several_plans_makes_a_copy_stale() -> None:
         weight.quantized_storage.prepare_for_forward(rebuilt.append)
 
 
-def test_a_copy_into_a_stale_weight_makes_it_true_again() -> None:
+def test_a_copy_into_a_stale_weight_makes_it_true_again():
     """copy_ writes every code, so nothing is missing any more."""
     weight, clock = watched(NVFP4)
     clock.tick()
@@ -72,7 +72,7 @@ def test_a_copy_into_a_stale_weight_makes_it_true_again() -> None:
 @pytest.mark.parametrize(
     "duplicate", [torch.clone, copy.deepcopy, lambda w: pickle.loads(pickle.dumps(w))]
 )
-def test_a_copy_of_a_stale_weight_is_stale(duplicate: object, rebuild_on_use: bool) -> None:
+def test_a_copy_of_a_stale_weight_is_stale(duplicate, rebuild_on_use):
     """Until it is rebuilt; the plan's later casts do not concern it."""
     weight, clock = watched(NVFP4, rebuild_on_use=rebuild_on_use)
     clock.tick()
@@ -91,7 +91,7 @@ def test_a_copy_of_a_stale_weight_is_stale(duplicate: object, rebuild_on_use: bo
     _ = with_true_copies.columnwise_data
 
 
-def test_the_version_changes_exactly_when_codes_are_written() -> None:
+def test_the_version_changes_exactly_when_codes_are_written():
     """By casts, copies and zero_; not by watching, rebuilding, moving or the end of a plan."""
     weight, clock = watched(FP8)
     storage = weight.quantized_storage
@@ -117,7 +117,7 @@ def test_the_version_changes_exactly_when_codes_are_written() -> None:
     assert storage.version != seen[-1]
 
 
-def test_the_high_precision_initial_value_lasts_until_the_next_write() -> None:
+def test_the_high_precision_initial_value_lasts_until_the_next_write():
     """A cast, or a copy of other quantized bytes, ends it; loading values into it replaces it."""
     weight, clock = watched(FP8)
     assert not hasattr(weight, "get_high_precision_init_val")
@@ -141,7 +141,7 @@ def test_the_high_precision_initial_value_lasts_until_the_next_write() -> None:
     assert not hasattr(other, "get_high_precision_init_val")
 
 
-def test_a_copy_of_exactly_the_present_value_writes_nothing() -> None:
+def test_a_copy_of_exactly_the_present_value_writes_nothing():
     """Codes, the value that they were made from and what delayed scaling remembers stay, as where
     DistributedDataParallel gives every weight its own value; of another value nothing is left out.
     """

@@ -2,8 +2,6 @@
 
 import copy
 import pickle
-from collections.abc import Callable, Sequence
-from typing import Any
 
 import pytest
 import torch
@@ -14,11 +12,10 @@ from tests.support.same_bytes import assert_same_bytes
 from tests.support.tp_shards import assert_is_tp_shard, shape_of, unit
 from tests.support.values import draw_values
 from zerocast import TensorParallelShard
-from zerocast.comm import Communicator, RecordingCommunicator, SingleRank, run_in_process
+from zerocast.comm import RecordingCommunicator, SingleRank, run_in_process
 from zerocast.errors import InputError, RankMismatchError
 from zerocast.nn.quantizer import Quantizer
 from zerocast.nn.recipe_state import RecipeState
-from zerocast.recipes import Recipe
 
 NVFP4, MXFP8 = zerocast.NVFP4BlockScaling(), zerocast.MXFP8BlockScaling()
 CURRENT, DELAYED = zerocast.Float8CurrentScaling(), zerocast.DelayedScaling(amax_history_len=3)
@@ -38,7 +35,7 @@ class Rank(SingleRank):
 @pytest.mark.parametrize("shape", [(7, 5), (2, 9), (12,), (6, 3, 4), (1, 1)])
 @pytest.mark.parametrize("dim", [0, -1])
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
-def test_chunks_are_those_of_torch(shape: Sequence[int], dim: int, size: int) -> None:
+def test_chunks_are_those_of_torch(shape, dim, size):
     """Rank r has the r-th piece of torch.chunk, and nothing where there are fewer pieces."""
     whole = torch.arange(torch.Size(shape).numel()).view(shape)
     pieces = [*torch.chunk(whole, size, dim)]
@@ -79,7 +76,7 @@ def test_chunks_are_those_of_torch(shape: Sequence[int], dim: int, size: int) ->
         ),
     ],
 )
-def test_what_is_no_part_is_refused(make: Callable[[], TensorParallelShard], message: str) -> None:
+def test_what_is_no_part_is_refused(make, message):
     """With what is required and what was given."""
     with pytest.raises(InputError, match=message):
         make()
@@ -92,7 +89,7 @@ def test_what_is_no_part_is_refused(make: Callable[[], TensorParallelShard], mes
         (BLOCK, 1, 128), (CURRENT, 0, 1), (CURRENT, 1, 1), (ROWWISE, 0, 1), (ROWWISE, 1, 1),
     ],
 )  # fmt: skip
-def test_parts_begin_and_end_between_blocks(recipe: Recipe, dim: int, unit: int) -> None:
+def test_parts_begin_and_end_between_blocks(recipe, dim, unit):
     """The last one ends where the whole does; blocks that reach across are cut anywhere; an empty
     part may lie inside a block.
     """
@@ -115,7 +112,7 @@ def test_parts_begin_and_end_between_blocks(recipe: Recipe, dim: int, unit: int)
         assert str(refusal.value) == message
 
 
-def test_a_copy_less_is_a_block_less() -> None:
+def test_a_copy_less_is_a_block_less():
     """Without the columnwise copy MXFP8 has no block of several rows, and takes any rows."""
     tp_shard = TensorParallelShard((70, 64), 0, 3, 30, SingleRank())
     assert zerocast.empty((30, 64), MXFP8, tp_shard=tp_shard, columnwise=False).shape == (30, 64)
@@ -123,7 +120,7 @@ def test_a_copy_less_is_a_block_less() -> None:
         zerocast.empty((30, 64), MXFP8, tp_shard=tp_shard)
 
 
-def test_a_tensor_of_another_shape_is_refused() -> None:
+def test_a_tensor_of_another_shape_is_refused():
     """And so is a whole that the recipe cannot hold."""
     tp_shard = TensorParallelShard((64, 64), 0, 16, 32, SingleRank())
     with pytest.raises(
@@ -154,7 +151,7 @@ def test_a_tensor_of_another_shape_is_refused() -> None:
         (BLOCK, 0, True, []),
     ],
 )
-def test_shared_amaxes(recipe: Recipe, dim: int, columnwise: bool, shared: list[range]) -> None:
+def test_shared_amaxes(recipe, dim, columnwise, shared):
     """The tensor's where a scale depends on it, and those of blocks that reach across parts."""
     whole = (256, 64) if dim == 0 else (32, 256)
     tp_shard = TensorParallelShard(
@@ -165,12 +162,12 @@ def test_shared_amaxes(recipe: Recipe, dim: int, columnwise: bool, shared: list[
 
 
 @pytest.mark.parametrize("sizes", [(16, 16), (16, 48), (0, 64)])
-def test_a_part_of_one_block(sizes: Sequence[int]) -> None:
+def test_a_part_of_one_block(sizes):
     """Its block's amax is its own, and the tensor's is that of the whole."""
     x = torch.ones(64, 16)
     x[-1] = 100.0
 
-    def on_rank(comm: Communicator) -> None:
+    def on_rank(comm):
         whole = x[: sum(sizes)]
         tp_shard = TensorParallelShard(whole.shape, 0, comm.rank * sizes[0], sizes[comm.rank], comm)
         weight = zerocast.quantize(tp_shard.slice_of(whole), NVFP4, tp_shard=tp_shard)
@@ -191,7 +188,7 @@ ONE_DIMENSION = {
 @pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("dim", [0, 1], ids=["rows", "columns"])
 @pytest.mark.parametrize("recipe", [*VARIANTS.values(), *ONE_DIMENSION.values()])
-def test_quantize_gives_the_slices_of_the_whole(recipe: Recipe, dim: int) -> None:
+def test_quantize_gives_the_slices_of_the_whole(recipe, dim):
     """Three parts and an empty one between them; the last rows are no whole block and odd, and
     copies that are cast from the transposed tensor are there, too.
     """
@@ -199,7 +196,7 @@ def test_quantize_gives_the_slices_of_the_whole(recipe: Recipe, dim: int) -> Non
     x = draw_values("wide", shape.numel(), 3).view(shape)
     cuts = [0, step, step, 2 * step, shape[dim]]
 
-    def on_rank(comm: Communicator) -> None:
+    def on_rank(comm):
         whole = zerocast.quantize(x, recipe, dtype=torch.bfloat16, name="w")
         start, end = cuts[comm.rank : comm.rank + 2]
         tp_shard = TensorParallelShard(shape, dim, start, end - start, comm)
@@ -215,18 +212,18 @@ def test_quantize_gives_the_slices_of_the_whole(recipe: Recipe, dim: int) -> Non
 @pytest.mark.parametrize("role", ["input", "grad_output"])
 @pytest.mark.parametrize("recipe", [NVFP4, MXFP8, CURRENT, ROWWISE, BLOCK])
 @pytest.mark.parametrize("dim", [0, 1], ids=["rows", "columns"])
-def test_a_quantizer_casts_parts(recipe: Recipe, role: Any, dim: int) -> None:
+def test_a_quantizer_casts_parts(recipe, role, dim):
     """What a quantizer makes of a part is the part of what it makes of the whole, cast after cast;
     drawn words of gradients, too.
     """
     shape, step = shape_of(recipe), unit(recipe)
     x = draw_values("normal", shape.numel(), 4).view(shape)
 
-    def quantizer() -> Quantizer:
+    def quantizer():
         mode = "forward" if role == "input" else "backward"
         return RecipeState.create(recipe, mode, 1, name="layer").make_quantizers()[0]
 
-    def on_rank(comm: Communicator) -> None:
+    def on_rank(comm):
         alone, parted = quantizer(), quantizer()
         start, end = (0, step, shape[dim])[comm.rank : comm.rank + 2]
         parted.tp_shard = TensorParallelShard(shape, dim, start, end - start, comm)
@@ -239,13 +236,13 @@ def test_a_quantizer_casts_parts(recipe: Recipe, role: Any, dim: int) -> None:
     run_in_process(2, on_rank)
 
 
-def test_delayed_quantizers_record_the_amax_of_the_whole() -> None:
+def test_delayed_quantizers_record_the_amax_of_the_whole():
     """All ranks of a part note the same amax, by a cast and by a calibration; so their next scales
     are the same.
     """
     x = torch.tensor([[1.0, -3.0], [0.5, 8.0]])
 
-    def on_rank(comm: Communicator) -> None:
+    def on_rank(comm):
         for record in ("quantize", "calibrate"):
             state = RecipeState.create(DELAYED, "forward", 1)
             quantizer = state.make_quantizers()[0]
@@ -258,12 +255,12 @@ def test_delayed_quantizers_record_the_amax_of_the_whole() -> None:
 
 @pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("recipe", [CURRENT, DELAYED, MXFP8, NVFP4], ids=str)
-def test_a_fused_function_casts_parts(recipe: Recipe) -> None:
+def test_a_fused_function_casts_parts(recipe):
     """What gelu makes of a part is the part of what it makes of the whole; so is its amax."""
     x = draw_values("normal", 128 * 64, 5).view(128, 64).bfloat16()
     x[100:] *= 50
 
-    def on_rank(comm: Communicator) -> None:
+    def on_rank(comm):
         states = [RecipeState.create(recipe, "forward", 1, name="layer") for _ in range(2)]
         alone, parted = (state.make_quantizers()[0] for state in states)
         parted.tp_shard = TensorParallelShard.chunk(x.shape, 0, comm)
@@ -274,10 +271,10 @@ def test_a_fused_function_casts_parts(recipe: Recipe) -> None:
     run_in_process(2, on_rank)
 
 
-def test_one_collective_a_cast() -> None:
+def test_one_collective_a_cast():
     """Of the shared amaxes alone, and none where parts share none."""
 
-    def on_rank(comm: Communicator) -> None:
+    def on_rank(comm):
         recorded = RecordingCommunicator(comm)
         quantizer, payload = Quantizer(NVFP4), {NVFP4: 4, CURRENT: 4, ROWWISE: 4 * 96, BLOCK: 0}
         for recipe, nbytes in payload.items():
@@ -294,10 +291,10 @@ def test_one_collective_a_cast() -> None:
 # --- errors that all ranks hear of ---
 
 
-def test_an_error_of_one_rank_is_raised_on_all() -> None:
+def test_an_error_of_one_rank_is_raised_on_all():
     """A part that rank 1 cannot cast is rank 0's error, too."""
 
-    def on_rank(comm: Communicator) -> None:
+    def on_rank(comm):
         x = torch.randn(16, 32) if comm.rank == 0 else torch.randn(16, 32, dtype=torch.float64)
         with pytest.raises(
             InputError,
@@ -338,10 +335,10 @@ def test_an_error_of_one_rank_is_raised_on_all() -> None:
     ],
     ids=["recipes", "dimensions", "twice", "gap"],
 )
-def test_parts_that_make_no_whole_are_refused(given: Callable[..., Any], message: str) -> None:
+def test_parts_that_make_no_whole_are_refused(given, message):
     """On every rank, with both sides of the disagreement."""
 
-    def on_rank(comm: Communicator) -> None:
+    def on_rank(comm):
         recipe, tp_shard = given(comm)
         with pytest.raises(RankMismatchError, match=message):
             zerocast.quantize(torch.randn(tp_shard.shape), recipe, tp_shard=tp_shard)
@@ -349,7 +346,7 @@ def test_parts_that_make_no_whole_are_refused(given: Callable[..., Any], message
     run_in_process(2, on_rank)
 
 
-def test_a_quantizer_decides_on_parts_itself() -> None:
+def test_a_quantizer_decides_on_parts_itself():
     """Its part is an attribute, and none can be given beside it."""
     tp_shard = TensorParallelShard((16, 16), 0, 0, 16, SingleRank())
     with pytest.raises(
@@ -367,7 +364,7 @@ def test_a_quantizer_decides_on_parts_itself() -> None:
 # --- copies ---
 
 
-def test_copies_stay_parts() -> None:
+def test_copies_stay_parts():
     """A clone, a copy on another device, a deep copy: the same part, of the same group."""
     tp_shard = TensorParallelShard((32, 32), 0, 16, 16, SingleRank())
     weight = zerocast.empty((16, 32), NVFP4, tp_shard=tp_shard)
@@ -375,7 +372,7 @@ def test_copies_stay_parts() -> None:
         assert other.quantized_storage.tp_shard is tp_shard
 
 
-def test_a_pickled_part_asks_for_its_group() -> None:
+def test_a_pickled_part_asks_for_its_group():
     """A group cannot be saved: the place is, and a cast that would need the group says so."""
     tp_shard = TensorParallelShard((32, 32), 0, 0, 32, SingleRank())
     weight = zerocast.quantize(torch.randn(32, 32), NVFP4, tp_shard=tp_shard)

@@ -39,7 +39,7 @@ REFUSED: dict[str, Callable[[nn.Parameter], object]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_other_writes_are_refused(name: str) -> None:
+def test_other_writes_are_refused(name):
     """By a message that says what to do; nothing is written."""
     weight = parameter()
     with pytest.raises(UnsupportedError, match="weight.copy_"):
@@ -48,7 +48,7 @@ def test_other_writes_are_refused(name: str) -> None:
 
 
 @every_recipe
-def test_foreach_copy_quantizes(recipe: Recipe) -> None:
+def test_foreach_copy_quantizes(recipe):
     """It is copy_ of each pair, where some are plain, too."""
     weight, expected, plain = parameter(recipe), parameter(recipe), torch.zeros(4)
     value = torch.randn(32, 64)
@@ -59,7 +59,7 @@ def test_foreach_copy_quantizes(recipe: Recipe) -> None:
     assert plain.sum() == 4
 
 
-def test_swapped_tensors_swap_everything() -> None:
+def test_swapped_tensors_swap_everything():
     """swap_tensors exchanges values, codes and classes."""
     weight, plain = parameter(), nn.Parameter(torch.ones(32, 64))
     torch.utils.swap_tensors(weight, plain)
@@ -69,7 +69,7 @@ def test_swapped_tensors_swap_everything() -> None:
 
 
 @every_recipe
-def test_copies_in_other_processes_hold_the_bytes(recipe: Recipe) -> None:
+def test_copies_in_other_processes_hold_the_bytes(recipe):
     """Pickled, deep-copied, or sent by torch.multiprocessing, which shares the memory."""
     weight = parameter(recipe)
     for other in (copy.deepcopy(weight), pickle.loads(pickle.dumps(weight))):
@@ -83,7 +83,7 @@ def test_copies_in_other_processes_hold_the_bytes(recipe: Recipe) -> None:
     assert_same_storage(sent, weight, "shared")
 
 
-def test_functional_call_uses_a_weight_without_writing_it() -> None:
+def test_functional_call_uses_a_weight_without_writing_it():
     """torch.func runs a module on quantized weights, and with values in their place."""
     layer, weight = nn.Linear(64, 32, bias=False), parameter()
     x = torch.randn(3, 64).bfloat16()
