@@ -19,7 +19,7 @@ from zerocast.errors import InputError, RankMismatchError
 from zerocast.numerics import why_no_memory
 from zerocast.recipes import describe_recipe
 from zerocast.sharded import MasterWeight
-from zerocast.sharded.dtensor import is_sharded, to_local
+from zerocast.sharded.placement import is_sharded, to_local
 from zerocast.tensors import QuantizedTensor
 from zerocast.tensors.digest import digest
 
@@ -131,7 +131,7 @@ def _described(name: str, weight: torch.Tensor) -> tuple[str, dict[str, torch.Te
     """What ``weight`` is, and its buffers: plain tensors, or None for a stale one."""
     place = ""
     if is_sharded(weight):
-        place = f" at {_coordinate(weight)} of {weight.placements}"  # type: ignore[attr-defined]
+        place = f" at {_coordinate(weight)} of {weight.placements}"
     local = to_local(weight)
     description = f"{tuple(local.shape)} {local.dtype}"
     if isinstance(local, QuantizedTensor):

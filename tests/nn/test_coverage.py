@@ -7,7 +7,7 @@ from torch import nn
 import zerocast
 from tests.support.llama import HIDDEN_96, llama
 from zerocast.nn import convert, coverage, explain
-from zerocast.sharded.grouped_names import grouped_names
+from zerocast.sharded.report import grouped_names
 
 NVFP4 = zerocast.NVFP4BlockScaling()
 

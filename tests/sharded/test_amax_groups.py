@@ -17,7 +17,7 @@ from tests.support.ranks import run_ranks
 from tests.support.recipes import RECIPES
 from tests.support.same_bytes import assert_same_bytes
 from zerocast.sharded.casts import CastGroupMember, cast_group_of, ungathered_weight
-from zerocast.sharded.dtensor import to_local
+from zerocast.sharded.placement import to_local
 
 on_ranks = pytest.mark.mpi(min_size=4)
 ROWS = (48, 37, 130, 1, 32)

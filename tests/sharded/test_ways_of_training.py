@@ -25,7 +25,7 @@ from tests.support.models import Bank, Blocks
 from tests.support.ranks import run_ranks
 from tests.support.recipes import RECIPES
 from tests.support.same_bytes import assert_same_bytes
-from zerocast.sharded.dtensor import to_local
+from zerocast.sharded.placement import to_local
 
 pytestmark = [pytest.mark.mpi(min_size=4), pytest.mark.slow]
 

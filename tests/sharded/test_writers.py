@@ -21,7 +21,7 @@ from tests.sharded.sharded import (
 from tests.support.ranks import run_ranks
 from tests.support.recipes import RECIPES
 from tests.support.same_bytes import assert_same_bytes
-from zerocast.sharded.dtensor import to_local
+from zerocast.sharded.placement import to_local
 
 pytestmark = pytest.mark.mpi(min_size=4)
 NVFP4, DELAYED = RECIPES["nvfp4"], RECIPES["delayed"]

@@ -28,7 +28,7 @@ from tests.tensor_parallel.parallel import (
     whole,
 )
 from zerocast.nn import quantized_module
-from zerocast.sharded.tp_shards import tp_shard_of
+from zerocast.sharded.placement import tp_shard_of
 
 pytestmark = pytest.mark.mpi(min_size=4)
 

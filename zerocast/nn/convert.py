@@ -27,9 +27,9 @@ from zerocast.nn.quantized_module import QuantizedModule
 from zerocast.nn.traced_memory import new_handle
 from zerocast.recipes import NOMINAL_DTYPES, Recipe, as_recipe
 from zerocast.sharded.amax_group import AmaxGroup
-from zerocast.sharded.dtensor import is_sharded
 from zerocast.sharded.master_weight import is_master
-from zerocast.sharded.reasons import note_reason
+from zerocast.sharded.placement import is_sharded
+from zerocast.sharded.report import note_reason
 from zerocast.tensors import QuantizedTensor, rebuild_derived
 
 

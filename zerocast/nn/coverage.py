@@ -21,10 +21,9 @@ import torch
 from zerocast.errors import InputError
 from zerocast.nn.quantized_module import QuantizedModule
 from zerocast.recipes import Recipe
-from zerocast.sharded.dtensor import to_local
-from zerocast.sharded.grouped_names import grouped
 from zerocast.sharded.master_weight import MasterWeight
-from zerocast.sharded.reasons import why_high_precision
+from zerocast.sharded.placement import to_local
+from zerocast.sharded.report import grouped, why_high_precision
 from zerocast.tensors import QuantizedTensor
 
 How = Literal["held in codes", "gathered in codes", "quantized under autocast", "left"]

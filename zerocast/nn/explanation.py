@@ -24,7 +24,7 @@ from zerocast.nn.library_gemm import Side
 from zerocast.nn.model_init import get_default_recipe
 from zerocast.nn.quantized_module import QuantizedModule
 from zerocast.recipes import Recipe, as_recipe
-from zerocast.sharded.grouped_names import grouped
+from zerocast.sharded.report import grouped
 from zerocast.tensors import QuantizedTensor
 
 

@@ -21,7 +21,6 @@ from zerocast.nn.traced_layer import eager_in_regions
 from zerocast.recipes import Recipe
 from zerocast.sharded.amax_group import AmaxGroup
 from zerocast.sharded.casts import CastGroupMember, cast_group_of
-from zerocast.sharded.dtensor import is_sharded
 from zerocast.sharded.master_weight import (
     MasterWeight,
     as_master_like,
@@ -31,7 +30,7 @@ from zerocast.sharded.master_weight import (
     not_gathered,
 )
 from zerocast.sharded.parallel_linear import parallel_linear
-from zerocast.sharded.tp_shards import tp_shard_of
+from zerocast.sharded.placement import is_sharded, tp_shard_of
 from zerocast.tensors import QuantizedTensor
 
 

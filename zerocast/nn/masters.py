@@ -14,9 +14,9 @@ from zerocast.nn.saved_state import pack, unpack
 from zerocast.recipes import Recipe
 from zerocast.sharded.amax_group import AmaxGroup
 from zerocast.sharded.casts import CastGroup, ungathered_weight
-from zerocast.sharded.dtensor import replicated_like, to_local
 from zerocast.sharded.low_bit_all_gather import LowBitAllGather
 from zerocast.sharded.master_weight import MasterWeight
+from zerocast.sharded.placement import replicated_like, to_local
 
 WEIGHT_STATE = "weight_state"
 """The entry of a layer's state dict that holds what its master's recipe remembers."""

@@ -39,8 +39,7 @@ from zerocast.nn.traced_product import traced_product
 from zerocast.nn.traced_regions import HIGH_PRECISION, NO_REGION, traced_recipe
 from zerocast.nn.weight_only import WeightOnlyLinear
 from zerocast.recipes import Recipe
-from zerocast.sharded.dtensor import is_sharded
-from zerocast.sharded.tp_shards import all_tp_shards, check_tp_boundaries
+from zerocast.sharded.placement import all_tp_shards, check_tp_boundaries, is_sharded
 from zerocast.tensors import QuantizedTensor, TensorParallelShard, rebuild_derived
 
 

@@ -24,7 +24,7 @@ import torch
 
 from zerocast.errors import InputError
 from zerocast.recipes import QParams, Recipe
-from zerocast.sharded.dtensor import is_sharded, to_local
+from zerocast.sharded.placement import is_sharded, to_local
 
 _LENGTH = 8  # bytes
 _DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.int32, torch.int64)}

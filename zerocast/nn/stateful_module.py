@@ -17,7 +17,7 @@ from zerocast.nn.recipe_state import RecipeState
 from zerocast.nn.saved_state import pack, recipe_to_values, unpack
 from zerocast.nn.traced_memory import new_handle
 from zerocast.recipes import Recipe
-from zerocast.sharded.dtensor import replicated_like
+from zerocast.sharded.placement import replicated_like
 from zerocast.tensors import QuantizedTensor
 
 _EXTRA_STATE = "_extra_state"  # torch's name, which follows the module's prefix

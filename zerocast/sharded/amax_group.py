@@ -18,8 +18,8 @@ import torch
 
 from zerocast.errors import InputError
 from zerocast.sharded.casts import CastGroupMember
-from zerocast.sharded.dtensor import is_sharded, to_local
 from zerocast.sharded.master_weight import MasterWeight
+from zerocast.sharded.placement import is_sharded, to_local
 
 
 class AmaxGroup:
@@ -65,7 +65,7 @@ class AmaxGroup:
 
 def _place(weight: torch.Tensor) -> object:
     """Over which ranks a weight is sharded, and how."""
-    return (weight.device_mesh, weight.placements) if is_sharded(weight) else None  # type: ignore[attr-defined]
+    return (weight.device_mesh, weight.placements) if is_sharded(weight) else None
 
 
 def _not_alike(*weights: torch.Tensor) -> InputError:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from zerocast.sharded.dtensor import counted_with, write_counter
+from zerocast.sharded.placement import counted_with, write_counter
 from zerocast.tensors.digest import digest
 
 

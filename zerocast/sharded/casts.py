@@ -31,7 +31,7 @@ from zerocast.cast import CastPlan
 from zerocast.comm import Communicator, Group, SingleRank, as_communicator
 from zerocast.errors import InputError
 from zerocast.sharded.low_bit_all_gather import AllGatherInput, LowBitAllGather
-from zerocast.sharded.tp_shards import tp_shard_of
+from zerocast.sharded.placement import tp_shard_of
 from zerocast.tensors import QuantizedTensor, TensorParallelShard
 from zerocast.tensors.quantize import plain_master
 

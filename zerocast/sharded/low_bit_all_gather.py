@@ -22,12 +22,12 @@ import torch
 from zerocast.arguments import check_shape, check_text
 from zerocast.cast import CastPlan
 from zerocast.comm import Communicator
-from zerocast.recipes import Recipe, as_recipe
+from zerocast.errors import UnsupportedError
+from zerocast.recipes import NOMINAL_DTYPES, Recipe, as_recipe
 from zerocast.sharded.cast_values import CastValues
-from zerocast.sharded.gather_checks import check_dtype
 from zerocast.sharded.master_state import State, check_state, fresh_state, state_before_cast
+from zerocast.sharded.placement import check_tp_boundaries
 from zerocast.sharded.row_shards import RowShards
-from zerocast.sharded.tp_shards import check_tp_boundaries
 from zerocast.tensors import QuantizedStorage, QuantizedTensor, TensorParallelShard, rebuild_derived
 
 
@@ -186,7 +186,11 @@ class LowBitAllGather:
         wanted = comm, dtype, device, tp_shard
         if old and (old.comm, old.dtype, old.storage.device, old.storage.tp_shard) == wanted:
             return False
-        check_dtype(self.name, dtype)
+        if dtype not in NOMINAL_DTYPES:
+            raise UnsupportedError(
+                f"{self.name}: a weight that is all-gathered in codes presents FP32, BF16 or FP16, "
+                f"got {dtype}; give fully_shard a MixedPrecisionPolicy with such a param_dtype."
+            )
         if tp_shard is not None:
             check_tp_boundaries(self.name, tp_shard, self.recipe)
         state = self.state_before_cast(is_due=is_due)

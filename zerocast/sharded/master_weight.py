@@ -24,9 +24,8 @@ from zerocast.arguments import check_tensor
 from zerocast.errors import InputError, UnsupportedError
 from zerocast.recipes import NOMINAL_DTYPES, Recipe
 from zerocast.sharded.casts import CastGroupMember, cast_group_of, codes_to_send
-from zerocast.sharded.dtensor import is_sharded, sharded_like, to_local
-from zerocast.sharded.gather_checks import check_placement
 from zerocast.sharded.low_bit_all_gather import AllGatherInput, LowBitAllGather
+from zerocast.sharded.placement import check_placement, is_sharded, sharded_like, to_local
 from zerocast.tensors import QuantizedTensor
 from zerocast.tensors.inference import decomposed, inference_mode_of
 

@@ -18,9 +18,9 @@ from zerocast.sharded.casts import (
     run_casts,
     written_groups,
 )
-from zerocast.sharded.dtensor import is_sharded, reshard, to_local
 from zerocast.sharded.low_bit_all_gather import AllGatherInput, LowBitAllGather
 from zerocast.sharded.master_weight import MasterWeight
+from zerocast.sharded.placement import is_sharded, reshard, to_local
 
 PLANS_KEPT = 4
 """Plans remembered with a model: one for all masters, a few where steps alternate between some of

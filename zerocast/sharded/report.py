@@ -1,26 +1,29 @@
-"""What FSDP2's all-gather sends for each parameter of a model, and why."""
+"""report: what FSDP2's all-gather sends for each parameter of a model, and why.
+
+Reports name equal things in few lines: ``layers.{0..31}.mlp.{up,down}`` stands for those of a
+model (:func:`grouped`). Those of :mod:`zerocast.nn` use the same names and reasons.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
 from zerocast.arguments import check_module
 from zerocast.recipes import Recipe
-from zerocast.sharded.dtensor import (
+from zerocast.sharded.low_bit_all_gather import LowBitAllGather
+from zerocast.sharded.master_weight import MasterWeight
+from zerocast.sharded.placement import (
+    fsdp_dimension,
     gather_dtypes,
     gathered_shape,
     is_sharded,
-    ranks_that_shard,
     reshard,
     to_local,
 )
-from zerocast.sharded.grouped_names import grouped
-from zerocast.sharded.low_bit_all_gather import LowBitAllGather
-from zerocast.sharded.master_weight import MasterWeight
-from zerocast.sharded.reasons import why_high_precision
 from zerocast.sharded.row_shards import RowShards
 
 
@@ -31,10 +34,10 @@ class ParameterGather:
     Attributes:
         name: fully qualified.
         shape: of what a gather gives a rank: the whole parameter, or under tensor parallelism its
-            part, of ranks with unequal ones the largest.
-        recipe: of its codes; None where it travels in high precision.
+            shard, of ranks with unequal ones the largest.
+        recipe: of its codes; None if it travels in high precision.
         bytes_per_element: of ``shape``, that each all-gather moves, what fills up uneven shards
-            included; 0 where there is no gather.
+            included; 0 if there is no gather.
         all_reduced_bytes_per_element: of amaxes, once for each value of the master, over the ranks
             that shard it.
         why: what travels, or why not codes.
@@ -48,10 +51,10 @@ class ParameterGather:
     why: str
 
     def __str__(self) -> str:
-        return f"{self.name}{self._said}"
+        return f"{self.name}{self._description}"
 
     @property
-    def _said(self) -> str:
+    def _description(self) -> str:
         shape = "x".join(map(str, self.shape))
         return f" [{shape}]: {self.bytes_per_element:.3f} bytes an element, {self.why}"
 
@@ -68,8 +71,8 @@ class GatherReport:
 
     @property
     def gathered_bytes(self) -> float:
-        """That gathering every parameter once moves, among the ranks that share this rank's part
-        of the model.
+        """The bytes that gathering every parameter once moves, among the ranks that share this
+        rank's part of the model.
         """
         return sum(p.bytes_per_element * p.shape.numel() for p in self.parameters)
 
@@ -81,12 +84,12 @@ class GatherReport:
             f"{100 * sum(low) / max(total, 1):.1f} % of {total:,} elements; a gather of all moves "
             f"{self.gathered_bytes:,.0f} bytes"
         )
-        lines = grouped((p.name, p._said) for p in self.parameters)
-        return "\n".join([head, *(f"  {names}{said}" for names, _, said in lines)])
+        lines = grouped((p.name, p._description) for p in self.parameters)
+        return "\n".join([head, *(f"  {names}{text}" for names, _, text in lines)])
 
 
 def report(model: torch.nn.Module) -> GatherReport:
-    """What FSDP2 all-gathers for every parameter of ``model``, and why.
+    """Say what FSDP2 all-gathers for every parameter of ``model``, and why.
 
     Args:
         model: on which ``torch.distributed.fsdp.fully_shard`` was called; a parameter that it has
@@ -106,50 +109,127 @@ def _gathers(model: torch.nn.Module) -> Iterator[ParameterGather]:
                 continue
             seen.add(parameter)
             name = f"{fqn}.{own_name}".lstrip(".")
-            owner, rows = _owner(fqn, dtypes), to_local(parameter)
-            is_left = isinstance(rows, MasterWeight) and not rows.low_bit_all_gather.is_gathered
-            if owner is None or is_left or not is_sharded(parameter):
+            rows = to_local(parameter)
+            gather = rows.low_bit_all_gather if isinstance(rows, MasterWeight) else None
+            owners = [n for n in dtypes if not n or f"{fqn}.".startswith(f"{n}.")]
+            if not owners or not is_sharded(parameter) or (gather and not gather.is_gathered):
                 why = "not sharded: fully_shard was not called on its module, or ignores it"
                 yield ParameterGather(name, rows.shape, None, 0, 0, why)
                 continue
             shape = gathered_shape(parameter)
-            if isinstance(rows, MasterWeight):
-                shared = _shares_amax_with(module, parameter)
-                world_size = ranks_that_shard(parameter)
-                yield _low_bit(name, rows.low_bit_all_gather, shape, world_size, shared)
+            if gather is not None:
+                group = getattr(module, "amax_group", None)
+                layers = [] if group is None else group.layers
+                others = [layer.name for layer in layers if layer.weight is not parameter]
+                world_size = parameter.device_mesh.size(fsdp_dimension(parameter))
+                yield _low_bit(name, gather, shape, world_size, others)
                 continue
-            dtype = dtypes[owner] or parameter.dtype
+            dtype = dtypes[max(owners, key=len)] or parameter.dtype  # the innermost module's
             why = f"{dtype}: {why_high_precision(module, own_name)}"
             yield ParameterGather(name, shape, None, dtype.itemsize, 0, why)
 
 
 def _low_bit(
-    name: str, gather: LowBitAllGather, shape: torch.Size, world_size: int, shared: list[str]
+    name: str, gather: LowBitAllGather, shape: torch.Size, world_size: int, others: list[str]
 ) -> ParameterGather:
+    """Describe the gather of a master; ``others`` share the amax of its tensor."""
     recipe = gather.recipe
     grids = [plane.grid for plane in recipe.planes(shape) if plane.is_gathered]
-    planes = len(grids)
-    sent = RowShards(shape, world_size, recipe.numerics.fmt).sent_bytes * world_size * planes
+    sent = RowShards(shape, world_size, recipe.numerics.fmt).sent_bytes * world_size * len(grids)
     blocks = sum(grid.num_blocks for grid in grids)
     scales = "of the tensor" if recipe.has_one_block else f"of {blocks} blocks"
     why = (
-        f"{recipe.numerics.fmt.name} codes{' in two planes' if planes > 1 else ''} under "
+        f"{recipe.numerics.fmt.name} codes{' in two planes' if len(grids) > 1 else ''} under "
         f"{type(recipe).__name__}; scales {scales} follow from all-reduced amaxes"
     )
-    if shared:
-        why += f", the tensor's shared with {', '.join(shared)}"
+    if others:
+        why += f", the tensor's shared with {', '.join(others)}"
     amaxes = 4 * (blocks + (not recipe.has_one_block))
     return ParameterGather(name, shape, recipe, sent / shape.numel(), amaxes / shape.numel(), why)
 
 
-def _shares_amax_with(module: torch.nn.Module, parameter: torch.Tensor) -> list[str]:
-    """The layers whose masters share a tensor amax with ``parameter``, the weight of ``module``."""
-    group = getattr(module, "amax_group", None)
-    layers = [] if group is None else group.layers
-    return [layer.name for layer in layers if layer.weight is not parameter]
+# --- why a parameter stays in high precision ---
+
+_REASON = "_zerocast_gathered_in_high_precision_because"
 
 
-def _owner(fqn: str, dtypes: dict[str, torch.dtype | None]) -> str | None:
-    """The innermost sharded module around ``fqn``; None where there is none."""
-    around = [name for name in dtypes if not name or f"{fqn}.".startswith(f"{name}.")]
-    return max(around, key=len, default=None)
+def note_reason(module: torch.nn.Module, reason: str) -> None:
+    """Keep in ``module``, a linear layer, why its weight stays in high precision."""
+    setattr(module, _REASON, reason)
+
+
+def why_high_precision(module: torch.nn.Module, name: str) -> str:
+    """Say why the parameter ``name`` of ``module`` itself stays in high precision."""
+    parameter = module._parameters[name]
+    assert parameter is not None
+    if name == "weight" and isinstance(module, torch.nn.Linear):
+        unknown = "its layer was made after zerocast.nn.convert, or never given to it"
+        return getattr(module, _REASON, unknown)
+    if isinstance(module, torch.nn.Embedding):
+        return "an embedding is looked up, not multiplied"
+    if parameter.dim() > 2:
+        return (
+            f"a {type(module).__name__} keeps it as one parameter of {parameter.dim()} dimensions "
+            f"(experts, a convolution), and only weights of torch.nn.Linear layers are converted"
+        )
+    if parameter.dim() == 2:
+        return (
+            f"it belongs to a {type(module).__name__}, and only weights of torch.nn.Linear layers "
+            f"are converted"
+        )
+    return "only weights of linear layers are converted, not biases or norms"
+
+
+# --- names of equal things ---
+
+Description = TypeVar("Description", bound=Hashable)
+
+
+def grouped(
+    described: Iterable[tuple[str, Description]],
+) -> Iterator[tuple[str, int, Description]]:
+    """Group names of modules or parameters that have the same description. Yield a pattern, how
+    many names it stands for, and the description, in the order of the first of each.
+    """
+    names: dict[Description, list[str]] = {}
+    for name, description in described:
+        names.setdefault(description, []).append(name)
+    for description, alike in names.items():
+        for pattern, count in grouped_names(alike):
+            yield pattern, count, description
+
+
+def grouped_names(names: Iterable[str]) -> list[tuple[str, int]]:
+    """Return patterns that stand for ``names``, each with how many it stands for: names that differ
+    in one component only are one, with the components in braces. Numbers are put together first.
+    """
+    groups = {tuple(name.split(".")): 1 for name in names}
+    places = range(max(map(len, groups), default=0))
+    for is_kind in (str.isdecimal, str.isidentifier):
+        for place in reversed(places):
+            alike: dict[tuple[str | None, ...], list[tuple[str, int]]] = {}
+            for name, count in groups.items():
+                own = name[place] if place < len(name) else ""
+                key = (*name[:place], None, *name[place + 1 :]) if is_kind(own) else name
+                alike.setdefault(key, []).append((own, count))
+            groups = {
+                tuple(_braces([own for own, _ in found]) if each is None else each for each in key):
+                sum(count for _, count in found)
+                for key, found in alike.items()
+            }  # fmt: skip
+    return [(".".join(name), count) for name, count in groups.items()]
+
+
+def _braces(components: Sequence[str]) -> str:
+    """Return ``{0..3,7}`` or ``{up,down}``; the component itself if it is the only one."""
+    if len(components) == 1:
+        return components[0]
+    if not components[0].isdecimal():
+        return f"{{{','.join(components)}}}"
+    runs: list[list[int]] = []
+    for number in sorted(map(int, components)):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return f"{{{','.join(str(r[0]) if len(r) == 1 else f'{r[0]}..{r[-1]}' for r in runs)}}}"

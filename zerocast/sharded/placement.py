@@ -1,0 +1,239 @@
+"""Where a weight lies: what torch's DTensor and FSDP2 say about it, read here alone.
+
+FSDP2 puts its dimensions of the mesh before those of tensor parallelism: one that shards, and
+before it perhaps one that replicates. So the first dimension that shards is FSDP2's, and those
+behind it are of tensor parallelism.
+
+A layer asks :func:`is_sharded` in every forward. torch's DTensor is a large package, so it is
+imported by functions that need it, and not by this module.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import sys
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from zerocast.comm import as_communicator
+from zerocast.errors import InputError, UnsupportedError
+from zerocast.layout import ceil_div
+from zerocast.recipes import Recipe
+from zerocast.tensors import TensorParallelShard
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+    from typing_extensions import TypeIs
+
+
+# --- DTensors ---
+
+
+def is_sharded(tensor: torch.Tensor) -> TypeIs[DTensor]:
+    """Say whether ``tensor`` is a DTensor, as FSDP2 and tensor parallelism make of parameters."""
+    loaded: Any = sys.modules.get("torch.distributed.tensor")  # else there is no DTensor yet
+    return loaded is not None and isinstance(tensor, loaded.DTensor)
+
+
+def to_local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what this rank holds of ``tensor``; itself if it is not a DTensor."""
+    with torch.no_grad():
+        return tensor.to_local() if is_sharded(tensor) else tensor
+
+
+def sharded_like(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that is placed as ``tensor`` is and of which this rank holds ``local``."""
+    if not is_sharded(tensor):
+        return local
+    from torch.distributed.tensor import DTensor
+
+    places: Any = tensor.device_mesh, tensor.placements
+    shape, stride = tensor.shape, tensor.stride()
+    return DTensor.from_local(local, *places, run_check=False, shape=shape, stride=stride)
+
+
+def replicated_like(parameters: Iterable[torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
+    """Replicate ``tensor``, which all ranks hold alike, over the mesh of the first DTensor among
+    ``parameters``; return it as it is if there is none.
+
+    Code that loads state dicts of sharded models asks every entry for its mesh.
+    """
+    mesh = next((p.device_mesh for p in parameters if is_sharded(p)), None)
+    if mesh is None:
+        return tensor
+    from torch.distributed.tensor import DTensor, Replicate
+
+    return DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
+def write_counter(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a DTensor like ``tensor`` that takes no memory, for :func:`counted_with`."""
+    counter: Any = tensor.detach()
+    counter._local_tensor = counter._local_tensor.new_empty(0)
+    return counter
+
+
+def counted_with(counter: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """Return an alias of ``tensor``, a DTensor, whose writes torch counts in ``counter._version``,
+    too.
+    """
+    counted: Any = counter.detach()
+    counted._spec = tensor._spec  # type: ignore[attr-defined]
+    counted._local_tensor = tensor._local_tensor  # type: ignore[attr-defined]
+    return counted
+
+
+# --- FSDP2 ---
+
+
+def fsdp_dimension(tensor: DTensor) -> int:
+    """Return the dimension of the mesh over which FSDP2 has sharded ``tensor``."""
+    return next(i for i, placement in enumerate(tensor.placements) if not placement.is_replicate())
+
+
+def gathered_shape(tensor: DTensor) -> torch.Size:
+    """Return the shape of what FSDP2's gather of ``tensor`` gives a rank: under tensor parallelism
+    that of the largest shard.
+    """
+    mesh, shape = tensor.device_mesh, list(tensor.shape)
+    for dim in range(fsdp_dimension(tensor) + 1, mesh.ndim):
+        placement: Any = tensor.placements[dim]
+        if not placement.is_replicate():
+            shape[placement.dim] = ceil_div(shape[placement.dim], mesh.size(dim))
+    return torch.Size(shape)
+
+
+def reshard(model: torch.nn.Module) -> None:
+    """Free the gathered parameters of ``model``, so that its parameters are the sharded ones."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def gather_dtypes(model: torch.nn.Module) -> dict[str, torch.dtype | None]:
+    """Return, by the name of each module that was given to ``fully_shard``, the dtype to which its
+    policy casts parameters; None if it has no policy.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    return {
+        name: module._get_fsdp_state()._mp_policy.param_dtype
+        for name, module in model.named_modules()
+        if isinstance(module, FSDPModule)
+    }
+
+
+def check_placement(name: str, weight: torch.Tensor) -> None:
+    """Raise :class:`UnsupportedError` if FSDP2 cannot gather ``weight``, the parameter of a layer,
+    in codes.
+
+    Nothing tells a parameter how ``fully_shard`` was called before FSDP2 gathers it for the first
+    time, in the first forward. All ranks find the same then, and raise before anything travels.
+    """
+    assert is_sharded(weight)  # by FSDP2, which gathers it
+    if all(placement.is_replicate() for placement in weight.placements):
+        raise UnsupportedError(
+            f"{name}: a low-bit all-gather needs a master that FSDP2 shards over the ranks, got "
+            f"one that every rank holds whole; call torch.distributed.fsdp.fully_shard, or convert "
+            f"with weights='quantized' or 'high_precision'."
+        )
+    if _keeps_rows_of_several_ranks(weight):
+        raise UnsupportedError(
+            f"{name}: after a forward torch's FSDP2 can keep all of a weight that was all-gathered "
+            f"in codes, or this rank's rows, got an int for reshard_after_forward, by which it "
+            f"would keep the rows of several ranks; give fully_shard True or False."
+        )
+
+
+def _keeps_rows_of_several_ranks(parameter: torch.Tensor) -> bool:
+    """Say whether an integer was given for ``reshard_after_forward``."""
+    # A parameter does not know the module that was given to fully_shard; torch knows all of those.
+    from torch.distributed._composable_state import _module_state_mapping
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in list(_module_state_mapping):
+        if isinstance(module, FSDPModule):
+            state: Any = module._get_fsdp_state()
+            # Some versions of torch know one group of parameters for a module, or none.
+            one = getattr(state, "_fsdp_param_group", None)
+            for group in filter(None, getattr(state, "_fsdp_param_groups", [one])):
+                if any(each.sharded_param is parameter for each in group.fsdp_params):
+                    return group._use_post_forward_mesh
+    return False
+
+
+# --- tensor parallelism ---
+
+
+def tp_shard_of(
+    name: str, tensor: torch.Tensor, *, is_fsdp_sharded: bool
+) -> TensorParallelShard | None:
+    """Return what this rank holds of ``tensor``, a weight [M, K], once FSDP2 has gathered it; None
+    if that is all of it.
+
+    Args:
+        name: the weight's, for messages.
+        tensor: a DTensor, or one that is not distributed.
+        is_fsdp_sharded: whether FSDP2 has sharded it.
+
+    Raises:
+        UnsupportedError: if it is split otherwise than by rows or columns, or twice.
+    """
+    if not is_sharded(tensor):
+        return None
+    from torch.distributed.tensor import Shard
+
+    first = fsdp_dimension(tensor) + 1 if is_fsdp_sharded else 0
+    splits = [
+        (dim, placement)
+        for dim, placement in enumerate(tensor.placements)
+        if dim >= first and not placement.is_replicate()
+    ]
+    if not splits:
+        return None
+    ((dim, placement), *more) = splits
+    if more or type(placement) is not Shard:
+        raise UnsupportedError(
+            f"{name}: the weight of a tensor-parallel layer must be split by rows or by columns "
+            f"over one dimension of the mesh, Shard(0) or Shard(1), got {tensor.placements}; "
+            f"parallelize it by ColwiseParallel or RowwiseParallel."
+        )
+    comm = as_communicator(tensor.device_mesh.get_group(dim))
+    return TensorParallelShard.chunk(tensor.shape, placement.dim, comm)
+
+
+@functools.lru_cache(maxsize=1024)
+def all_tp_shards(tp_shard: TensorParallelShard) -> tuple[TensorParallelShard, ...]:
+    """Return, by rank, the shards of the weight of which ``tp_shard`` is one of
+    :meth:`zerocast.TensorParallelShard.chunk`.
+    """
+    lines, size = tp_shard.lines, tp_shard.require_comm().size
+    bounds = [min(rank * ceil_div(lines, size), lines) for rank in range(size + 1)]
+    return tuple(
+        dataclasses.replace(tp_shard, start=start, size=end - start)
+        for start, end in itertools.pairwise(bounds)
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def check_tp_boundaries(name: str, tp_shard: TensorParallelShard, recipe: Recipe) -> None:
+    """Raise :class:`InputError` on every rank if the shard of any rank is empty, or begins or ends
+    inside a block.
+    """
+    *_, last = all_tp_shards(tp_shard)
+    if not last.size:
+        raise InputError(
+            f"{name}: each of {last.require_comm().size} tensor-parallel ranks must have a part of "
+            f"the weight, got {last}; choose fewer ranks, or leave the weight uncut."
+        )
+    try:
+        for other in all_tp_shards(tp_shard):
+            other.check(recipe, other.shape)
+    except InputError as error:
+        raise InputError(f"{name}: {error}") from None
