@@ -18,7 +18,7 @@ from zerocast.errors import InputError
 from zerocast.recipes import DelayedScaling, MXFP8BlockScaling, NVFP4BlockScaling, QParams, Recipe
 from zerocast.tensors import QuantizedTensor, TensorParallelShard, empty, quantize
 from zerocast.tensors.quantized_tensor import restore
-from zerocast.tensors.storage import restore_storage
+from zerocast.tensors.saved import reduce_storage, restore_storage
 
 FIELDS = ["shape", "dtype", "recipe", "buffers", "rebuild_on_use", "amax_group", "part"]
 NVFP4 = EVERY_RECIPE["nvfp4"]
@@ -27,7 +27,7 @@ NVFP4 = EVERY_RECIPE["nvfp4"]
 def fields(of: Recipe = NVFP4, /, **changes: Any) -> list[Any]:
     """What a weight [32, 64] is saved as, some of it changed."""
     weight = quantize(torch.linspace(-1, 1, 2048).view(32, 64), of, name="w")
-    saved = weight.quantized_storage.__reduce__()[1]
+    saved = reduce_storage(weight.quantized_storage)[1]
     return list((dict(zip(FIELDS, saved, strict=True)) | changes).values())
 
 

@@ -17,6 +17,7 @@ from zerocast.backends import backend_for
 from zerocast.cast.consistency import agree_in_all, tp_shards_by_group
 from zerocast.cast.masters import as_tensors
 from zerocast.cast.plan import CastPlan
+from zerocast.cast.plan_cache import find_plan, keep_plan
 from zerocast.cast.shard_spec import ShardSpec, check_specs
 from zerocast.comm import Attempt, Communicator, Group, as_communicator
 from zerocast.errors import InputError
@@ -25,10 +26,6 @@ from zerocast.tensors import QuantizedTensor, rebuild_derived
 
 FLOAT8_LAWS = (Float8Numerics, Float8DelayedNumerics, MXFP8Numerics)
 """What :func:`cast_master_weights_to_fp8` takes."""
-
-PLANS_KEPT = 4
-"""Plans remembered with the first weight of a call: an optimizer needs one, an alternating caller a
-few."""
 
 
 @torch._disable_dynamo  # as the steps of a plan
@@ -167,8 +164,9 @@ def _cast(
             model_weights, master_weights, start_offsets, fsdp_shard_model_weights, None
         )
         _check_numerics(specs, numerics_types)
+        storages = [spec.storage for spec in specs]
         key = _key(specs, comm, manual, check_finite)
-        plan = _plans(specs).get(key)
+        plan = find_plan(storages, key)
 
     # One all-reduce opens the call: does any rank have an error, have all found the same plan?
     # Ranks that each found another one disagree about the call: making a plan tells them so.
@@ -180,7 +178,7 @@ def _cast(
             fsdp_shard_model_weights=fsdp_shard_model_weights,
             manual_post_all_gather_processing=manual, check_finite=check_finite,
         )  # fmt: skip
-        _remember(specs, key, plan)
+        keep_plan(storages, key, plan)
     plan.cast_and_release(master_weights)
 
 
@@ -199,27 +197,14 @@ def _check_numerics(specs: Sequence[ShardSpec], numerics_types: tuple[type, ...]
 def _key(
     specs: Sequence[ShardSpec], comm: Communicator, manual: bool, check_finite: bool
 ) -> Hashable:
-    weights = tuple(
+    shards = tuple(
         (
-            id(r.storage),
-            r.storage.tp_shard,
-            r.extent,
-            tuple(codes.data_ptr() for codes in r.codes.values()),
+            spec.storage.tp_shard,
+            spec.extent,
+            tuple(codes.data_ptr() for codes in spec.codes.values()),
         )
-        for r in specs
+        for spec in specs
     )
     # A plan keeps the backend that it was made with.
     backend = backend_for(specs[0].storage.device) if specs else None
-    served_by = backend and (type(backend), backend.name)
-    return comm, manual, check_finite, served_by, weights
-
-
-def _plans(specs: Sequence[ShardSpec]) -> dict[Hashable, CastPlan]:
-    return specs[0].storage.plans if specs else {}
-
-
-def _remember(specs: Sequence[ShardSpec], key: Hashable, plan: CastPlan) -> None:
-    plans = _plans(specs)
-    plans[key] = plan
-    while len(plans) > PLANS_KEPT:
-        del plans[next(iter(plans))]
+    return comm, manual, check_finite, backend and (type(backend), backend.name), shards

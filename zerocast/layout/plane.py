@@ -123,3 +123,8 @@ class Plane:
 def grid_of(rows: int, cols: int, block: Block) -> BlockGrid:
     """The blocks of a matrix [rows, cols]."""
     return BlockGrid(rows, cols, block[0] or rows, block[1] or cols)
+
+
+ONE_BLOCK = Plane("rowwise", Source.MASTER, (FULL, FULL), ScaleLayout(BlockGrid(1, 1, 1, 1)))
+"""The plane of a tensor under one scale, as far as its scale alone is computed: that depends on the
+amax and on no shape."""

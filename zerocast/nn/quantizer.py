@@ -121,9 +121,16 @@ class Quantizer:
         """
         self._check(shape, dtype)
         device = check_device("device", device)
-        usage = {"rowwise": self.rowwise, "columnwise": self.columnwise}
-        storage = QuantizedStorage.empty(shape, dtype, self.recipe, device, state=False, **usage)
-        storage.tp_shard = self.tp_shard
+        storage = QuantizedStorage.empty(
+            shape,
+            dtype,
+            self.recipe,
+            device,
+            rowwise=self.rowwise,
+            columnwise=self.columnwise,
+            state=False,
+            tp_shard=self.tp_shard,
+        )
         return QuantizedTensor(storage)
 
     def quantize(

@@ -25,6 +25,7 @@ import torch
 from zerocast.arguments import check_device, check_integer, check_tensor, check_text, shown
 from zerocast.errors import InputError, MissingDataError
 from zerocast.formats import ElementFormat
+from zerocast.layout import ONE_BLOCK
 from zerocast.nn.quantizer import Quantizer
 from zerocast.numerics import PlaneBuffers, TensorOperand
 from zerocast.recipes import Recipe, Role, as_recipe
@@ -90,14 +91,10 @@ class RecipeState:
     def _fresh_tensors(self, device: torch.device, name: str) -> dict[str, torch.Tensor]:
         tensors: dict[str, torch.Tensor] = {}
         for recipe in self.recipes:
-            # What is remembered does not depend on the shape of the tensor, so any will do.
-            specs = recipe.buffers((1, 1), columnwise=False)
+            specs = recipe.own_buffers()
             for state in recipe.state:
-                shape, dtype = (self.num_quantizers, *specs[state].shape), specs[state].dtype
                 if state not in tensors:
-                    tensors[state] = torch.full(
-                        shape, specs[state].fill, dtype=dtype, device=device
-                    )
+                    tensors[state] = specs[state].allocate(device, self.num_quantizers)
         if "rounding_counter" in tensors:
             names = [f"{name}.{self.mode}.{i}".encode() for i in range(self.num_quantizers)]
             hashes = torch.tensor(
@@ -220,7 +217,7 @@ class RecipeState:
             scale_inv.split(1),
             strict=True,
         ):
-            planes = (PlaneBuffers(recipe.planes((1, 1))[0], amax, scale_inv=scale),)
+            planes = (PlaneBuffers(ONE_BLOCK, amax, scale_inv=scale),)
             delayed = recipe.delayed_state(views)
             made.append(
                 TensorOperand(planes, tensor_amax=amax, amax=views["amax"], delayed=delayed)

@@ -43,6 +43,10 @@ class BufferSpec:
     dtype: torch.dtype
     fill: float = 0
 
+    def allocate(self, device: torch.device, *leading: int) -> torch.Tensor:
+        """One that is unfilled, of shape [*leading, *shape]."""
+        return torch.full((*leading, *self.shape), self.fill, dtype=self.dtype, device=device)
+
 
 def fixed(value: Any, reason: str) -> Any:
     """A field that TransformerEngine's users pass and that means one thing here: only ``value`` is

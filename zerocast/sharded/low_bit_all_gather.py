@@ -64,12 +64,11 @@ class AllGatherInput:
         # All else of a gathered weight is known before the gather, or derived after it.
         left_out = {*gathered, *derived, *recipe.state}
         buffers = {
-            name: torch.full(spec.shape, spec.fill, dtype=spec.dtype, device=device)
+            name: spec.allocate(device)
             for name, spec in recipe.buffers(shape, columnwise=True).items()
             if name not in left_out
         }
-        self.storage = QuantizedStorage(shape, dtype, recipe, buffers | gather.state)
-        self.storage.tp_shard = tp_shard
+        self.storage = QuantizedStorage(shape, dtype, recipe, buffers | gather.state, tp_shard)
         self.sent = {
             plane: torch.zeros(self.rows.sent_bytes, dtype=torch.uint8, device=device)
             for plane in gathered

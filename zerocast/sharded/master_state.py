@@ -26,17 +26,9 @@ State = dict[str, torch.Tensor]
 
 def fresh_state(recipe: Recipe) -> State:
     """What ``recipe`` remembers before the first cast, on the CPU."""
-    # It does not depend on the shape of the tensor, so any will do.
-    specs = {
-        name: spec
-        for name, spec in recipe.buffers((1, 1), columnwise=False).items()
-        if name in recipe.state
-    }
+    specs = recipe.own_buffers()
     with torch.inference_mode(False):  # else only inference could ever write it
-        return {
-            name: torch.full(spec.shape, spec.fill, dtype=spec.dtype, device="cpu")
-            for name, spec in specs.items()
-        }
+        return {name: specs[name].allocate(torch.device("cpu")) for name in recipe.state}
 
 
 def state_before_cast(recipe: Recipe, state: Mapping[str, torch.Tensor], *, is_due: bool) -> State:

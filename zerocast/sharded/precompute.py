@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import operator
-import weakref
 
 import torch
 
-from zerocast.cast import CastPlan
+from zerocast.cast.plan_cache import find_plan, keep_plan
 from zerocast.errors import InputError
 from zerocast.sharded.casts import (
     CastGroup,
@@ -18,17 +16,9 @@ from zerocast.sharded.casts import (
     run_casts,
     written_groups,
 )
-from zerocast.sharded.low_bit_all_gather import AllGatherInput, LowBitAllGather
+from zerocast.sharded.low_bit_all_gather import LowBitAllGather
 from zerocast.sharded.master_weight import MasterWeight
 from zerocast.sharded.placement import is_sharded, reshard, to_local
-
-PLANS_KEPT = 4
-"""Plans remembered with a model: one for all masters, a few where steps alternate between some of
-them (``only_written``)."""
-
-_plans: weakref.WeakKeyDictionary[torch.nn.Module, list[tuple[list[AllGatherInput], CastPlan]]] = (
-    weakref.WeakKeyDictionary()
-)
 
 
 @torch.no_grad()
@@ -65,7 +55,9 @@ def precompute_scales_for_fsdp(model: torch.nn.Module, *, only_written: bool = F
         comms = [cast_group[0].shards.comm for cast_group in cast_groups]
         due = list(itertools.compress(cast_groups, written_groups(cast_groups, comms)))
     if due:
-        run_casts(_plan(model, due), due)
+        storages = [member.shards.storage for member in itertools.chain(*due)]
+        plan = find_plan(storages, "sharded")
+        run_casts(plan or keep_plan(storages, "sharded", plan_casts(due)), due)
         for member in itertools.chain(*due):
             member.gather.plan = None  # this one casts from now on
     for member in itertools.chain(*cast_groups):
@@ -117,16 +109,3 @@ def sharded_cast_groups(model: torch.nn.Module) -> list[CastGroup]:
                 cast_group = cast_group_of(module, member)
                 cast_groups.setdefault(cast_group[0].gather, cast_group)
     return list(cast_groups.values())
-
-
-def _plan(model: torch.nn.Module, cast_groups: list[CastGroup]) -> CastPlan:
-    """The plan for these weights that an earlier step has made, or a new one."""
-    shards = [member.shards for cast_group in cast_groups for member in cast_group]
-    plans = _plans.setdefault(model, [])
-    for known, plan in plans:
-        if len(known) == len(shards) and all(map(operator.is_, known, shards)):
-            return plan
-    plan = plan_casts(cast_groups)
-    plans.insert(0, (shards, plan))
-    del plans[PLANS_KEPT:]
-    return plan

@@ -16,12 +16,9 @@ from zerocast.tensors.quantize import (
     replace_raw_data,
 )
 from zerocast.tensors.quantized_tensor import QuantizedTensor, restore
-from zerocast.tensors.storage import (
-    CastVersion,
-    QuantizedStorage,
-    counted_by_torch,
-    restore_storage,
-)
+from zerocast.tensors.saved import restore_storage
+from zerocast.tensors.staleness import CastVersion
+from zerocast.tensors.storage import QuantizedStorage, counted_by_torch
 from zerocast.tensors.tp_shard import TensorParallelShard
 
 if torch.distributed.is_available():

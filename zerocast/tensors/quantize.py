@@ -170,8 +170,9 @@ def empty(
     else:
         tp_shard.check(recipe, shape, columnwise=columnwise)
     device = check_device("device", device)
-    storage = QuantizedStorage.empty(shape, dtype, recipe, device, columnwise=columnwise)
-    storage.tp_shard = tp_shard
+    storage = QuantizedStorage.empty(
+        shape, dtype, recipe, device, columnwise=columnwise, tp_shard=tp_shard
+    )
     if name is not None:
         storage.name_weight(name)
     return QuantizedTensor(storage)

@@ -33,7 +33,8 @@ from zerocast.tensors.dequantize import dequantize
 from zerocast.tensors.dequantized_view import OTHER_NAMESPACES, refuse_function, refuse_memory
 from zerocast.tensors.inference import decomposed, inference_mode_of
 from zerocast.tensors.post_gather import rebuild_derived
-from zerocast.tensors.storage import QuantizedStorage, checked_storage
+from zerocast.tensors.saved import checked_storage
+from zerocast.tensors.storage import QuantizedStorage
 
 Operation = Callable[..., Any]
 """``operation(func, *args, **kwargs)``: what the ATen operation ``func`` does."""

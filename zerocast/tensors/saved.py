@@ -1,12 +1,13 @@
-"""Whether a quantized weight that came out of a file, or out of a compiled graph, is one.
+"""Storages that are saved and loaded, or made of buffers from anywhere, such as a compiled graph.
 
 Kernels trust the shapes of buffers, so a damaged or crafted file must not get as far as a storage:
-everything that a weight is made of is compared with what its recipe says here, and recipes are made
-anew from their fields, for unpickling looks at none.
+everything that a weight is made of is compared with what its recipe says here. Recipes are made
+again by their constructors, because unpickling checks no field.
 """
 
 from __future__ import annotations
 
+import copyreg
 import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
@@ -15,8 +16,9 @@ from typing import Any, TypeVar
 import torch
 
 from zerocast.errors import InputError, ZerocastError
-from zerocast.recipes import NOMINAL_DTYPES, RECIPES, Recipe
+from zerocast.recipes import NOMINAL_DTYPES, RECIPES, BufferSpec, Recipe
 from zerocast.recipes.format import QParams
+from zerocast.tensors.storage import QuantizedStorage, read_rowwise_only
 from zerocast.tensors.tp_shard import TensorParallelShard
 
 Fields = TypeVar("Fields")
@@ -24,7 +26,68 @@ Fields = TypeVar("Fields")
 _ADVICE = "the file is damaged or was not written by zerocast; save the weight again."
 
 
-def checked_recipe(recipe: Any) -> Recipe:
+def reduce_storage(storage: QuantizedStorage) -> tuple[Any, ...]:
+    """Shape, dtype, recipe and bytes; a slice of a gather buffer without the rest of it, and a
+    tensor-parallel shard without its group.
+    """
+    buffers = {
+        name: b if b.untyped_storage().nbytes() == b.nbytes else b.clone()
+        for name, b in storage.buffers.items()
+    }
+    fields = storage.shape, storage.dtype, storage.recipe, buffers, storage.rebuild_on_use
+    return restore_storage, (*fields, storage.amax_group, storage.tp_shard)
+
+
+copyreg.pickle(QuantizedStorage, reduce_storage)
+
+
+def restore_storage(
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    recipe: Recipe,
+    buffers: dict[str, torch.Tensor],
+    rebuild_on_use: bool | None,
+    amax_group: str | None,
+    tp_shard: TensorParallelShard | None = None,
+) -> QuantizedStorage:
+    """The storage that was saved.
+
+    Raises:
+        InputError: where a buffer, or anything else, is not what a weight of this recipe has.
+    """
+    recipe, tp_shard = _checked_recipe(recipe), _checked_tp_shard(tp_shard)
+    if rebuild_on_use not in (None, True, False):
+        raise _damaged("rebuild_on_use to be a bool or None", repr(rebuild_on_use))
+    if not isinstance(amax_group, str | None):
+        raise _damaged("amax_group to be a text or None", repr(amax_group))
+    storage = checked_storage(shape, dtype, recipe, buffers, tp_shard)
+    _check_memory(buffers)
+    storage.take_over_staleness(rebuild_on_use)
+    storage.amax_group = amax_group
+    return storage
+
+
+def checked_storage(
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    recipe: Recipe,
+    buffers: dict[str, torch.Tensor],
+    tp_shard: TensorParallelShard | None = None,
+) -> QuantizedStorage:
+    """A storage of ``buffers``, which may come from anywhere.
+
+    Raises:
+        InputError: where they are not the buffers of such a weight.
+    """
+    if not isinstance(buffers, dict) or not buffers:
+        raise _damaged("a dictionary of buffers", type(buffers).__name__)
+    columnwise = any(str(name).startswith("columnwise_") for name in buffers)
+    _check_nominal(shape, dtype, recipe, tp_shard, columnwise=columnwise)
+    _check_buffers(recipe.buffers(shape, columnwise=columnwise), buffers, recipe)
+    return QuantizedStorage(shape, dtype, recipe, buffers, tp_shard)
+
+
+def _checked_recipe(recipe: Any) -> Recipe:
     """``recipe`` made anew by its constructor.
 
     Raises:
@@ -39,7 +102,7 @@ def checked_recipe(recipe: Any) -> Recipe:
     return _made_anew(recipe, **fields)
 
 
-def checked_tp_shard(tp_shard: Any) -> TensorParallelShard | None:
+def _checked_tp_shard(tp_shard: Any) -> TensorParallelShard | None:
     """A new ``tp_shard``, without a group.
 
     Raises:
@@ -55,7 +118,7 @@ def checked_tp_shard(tp_shard: Any) -> TensorParallelShard | None:
     return _made_anew(tp_shard, comm=None)
 
 
-def check_nominal(
+def _check_nominal(
     shape: Any,
     dtype: Any,
     recipe: Recipe,
@@ -76,32 +139,16 @@ def check_nominal(
         tp_shard.check(recipe, shape, columnwise=columnwise)
 
 
-def hold_columnwise(buffers: Any) -> bool:
-    """Whether ``buffers`` have a columnwise copy among them.
-
-    Raises:
-        InputError: where they are no dictionary, or an empty one.
-    """
-    if not isinstance(buffers, dict) or not buffers:
-        raise _damaged("a dictionary of buffers", type(buffers).__name__)
-    return any(str(name).startswith("columnwise_") for name in buffers)
-
-
-def check_buffers(
-    shape: Sequence[int],
-    recipe: Recipe,
-    buffers: dict[str, torch.Tensor],
-    *,
-    read_rowwise_only: set[str],
+def _check_buffers(
+    specs: Mapping[str, BufferSpec], buffers: Mapping[str, torch.Tensor], recipe: Recipe
 ) -> None:
     """Raise :class:`InputError` unless ``buffers`` are what a weight stores.
 
-    They may lack all that only rowwise codes are read with, ``read_rowwise_only``, and all that the
-    recipe remembers, as tensors of quantizers do.
+    They may lack all that only rowwise codes are read with, and all that the recipe remembers, as
+    tensors of quantizers do.
     """
-    specs = recipe.buffers(shape, columnwise=hold_columnwise(buffers))
     missing = specs.keys() - buffers.keys()
-    for left_out in (read_rowwise_only & specs.keys(), set(recipe.state)):
+    for left_out in (read_rowwise_only(specs), set(recipe.state)):
         if left_out <= missing:
             missing -= left_out
     if missing or not buffers.keys() <= specs.keys():
@@ -121,7 +168,7 @@ def check_buffers(
         raise _damaged("all buffers on one device", ", ".join(sorted(map(str, devices))))
 
 
-def check_memory(buffers: Mapping[str, torch.Tensor]) -> None:
+def _check_memory(buffers: Mapping[str, torch.Tensor]) -> None:
     """Raise :class:`InputError` unless every buffer is plain memory of its own."""
     spans = []
     for name, buffer in buffers.items():
@@ -137,14 +184,6 @@ def check_memory(buffers: Mapping[str, torch.Tensor]) -> None:
     for (_, end, name), (start, _, after) in itertools.pairwise(spans):
         if start < end:
             raise _damaged("memory of its own for every buffer", f"{name} and {after} in one place")
-
-
-def check_flags(rebuild_on_use: Any, amax_group: Any) -> None:
-    """Raise :class:`InputError` for values that no weight has."""
-    if rebuild_on_use not in (None, True, False):
-        raise _damaged("rebuild_on_use to be a bool or None", repr(rebuild_on_use))
-    if not isinstance(amax_group, str | None):
-        raise _damaged("amax_group to be a text or None", repr(amax_group))
 
 
 def _fields(value: Any) -> dict[str, Any]:

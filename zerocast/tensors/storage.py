@@ -1,24 +1,17 @@
 """QuantizedStorage: the bytes of one quantized weight, and whether its derived copies are true.
 
 All tensors that alias one weight (the parameter, its ``.data``, its ``detach()``) share one
-storage, so a cast, a moved buffer or a stale copy is seen by all of them.
+storage, so a cast, a moved buffer or a stale copy is seen by all of them. When copies are stale is
+said in "Note: derived copies" in :mod:`zerocast.tensors.staleness`.
 
-Note: derived copies
-~~~~~~~~~~~~~~~~~~~~
-The columnwise copy is derived from the gathered rowwise codes. A cast changes this rank's codes at
-once and those of others arrive with the all-gather, so between a cast and post-all-gather
-processing the copy is *stale*: reading it is refused, because it would be rebuilt from bytes that
-have not arrived. A plan casts thousands of weights, so it does not mark them one by one: it owns a
-:class:`CastVersion` that ticks once a cast, each weight remembers the tick at which its copies were
-last rebuilt, and a copy is stale where any clock has ticked since.
+Note: codes that are being gathered
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+A gather may return before the codes are there, and set :attr:`QuantizedStorage.wait_pending`, which
+waits for them. Every use of the bytes goes through :attr:`QuantizedStorage.buffers` or asks whether
+copies are stale, and both call it first. A tensor that was taken out of there before, such as
+``weight.rowwise_data``, is live memory, whose use nobody sees.
 
-Note: codes that are on their way
-~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-Who gathers codes may return before they have arrived, and set
-:attr:`QuantizedStorage.wait_pending`, which waits for them. Every use of the bytes goes through
-:attr:`QuantizedStorage.buffers` or asks whether copies are stale, and both call it first. A tensor
-that was taken out of there before, such as ``weight.rowwise_data``, is live memory, whose use
-nobody sees.
+NOT here: whether buffers from a file are those of a weight (:mod:`zerocast.tensors.saved`).
 """
 
 from __future__ import annotations
@@ -32,47 +25,11 @@ import torch
 
 from zerocast.errors import InputError, StaleCopyError
 from zerocast.layout import BlockGrid, Plane
-from zerocast.recipes import Recipe
-from zerocast.tensors.saved import (
-    check_buffers,
-    check_flags,
-    check_memory,
-    check_nominal,
-    checked_recipe,
-    checked_tp_shard,
-    hold_columnwise,
-)
+from zerocast.recipes import BufferSpec, Recipe
+from zerocast.tensors.staleness import CastVersion, Writes
 from zerocast.tensors.tp_shard import TensorParallelShard
 
 _moves = itertools.count(1)
-
-
-class CastVersion:
-    """Counts the casts of one plan.
-
-    Attributes:
-        ticks: casts so far.
-        rebuild_on_use: whether the next forward may rebuild derived copies by itself, because the
-            caller promised that the all-gather is done by then
-            (``manual_post_all_gather_processing=False``).
-        retired: the plan is gone and will not tick again.
-    """
-
-    def __init__(self, *, rebuild_on_use: bool) -> None:
-        self.ticks = 0
-        self.rebuild_on_use = rebuild_on_use
-        self.retired = False
-
-    def retire(self) -> None:
-        """The plan is gone."""
-        self.retired = True
-
-    def tick(self, written: Iterable[torch.Tensor] = ()) -> None:
-        """A cast has begun to write, and derived copies made before are stale. torch counts the
-        write of the tensors ``written``, so that a backward which saved one of them is an error.
-        """
-        self.ticks += 1
-        torch.autograd.graph.increment_version(written)
 
 
 class QuantizedStorage:
@@ -81,17 +38,19 @@ class QuantizedStorage:
     Attributes:
         shape, dtype: the nominal ones, which the weight presents to torch.
         recipe: the scheme that gives the bytes their meaning.
-        wait_pending: called before the buffers are used; returns when codes that are on their way
-            have
-            arrived. None where nobody sends any.
-        amax_group: weights with the same one share their tensor amax in every cast; None for a
-            weight of its own.
         tp_shard: the rows or columns that this weight is of a larger one; None for a whole weight.
             A cast of it is collective over the tensor-parallel group, too.
+        wait_pending: called before the buffers are used; returns when codes that are being gathered
+            are there. None where no gather is under way.
+        amax_group: weights with the same one share their tensor amax in every cast; None for a
+            weight that shares none.
         keeps_source: whether a copy into the weight keeps the value that it was given as
             :attr:`high_precision_init_val`, even where there was none before.
-        gathered_from: the name of the master from which others make this weight again and again, so
-            that nobody else may write it; None for a weight of its own.
+        gathered_from: the name of the master from which every gather makes this weight, so that
+            nothing else may write it; None for a weight that is not made so.
+        plans: the plans of :mod:`zerocast.cast.plan_cache` of which this weight is the first. They
+            refer to it, so they live here, as long as the weight and no longer; a table elsewhere
+            would keep both alive. Neither copied nor saved.
     """
 
     buffers_version: int = 0
@@ -104,25 +63,21 @@ class QuantizedStorage:
         dtype: torch.dtype,
         recipe: Recipe,
         buffers: dict[str, torch.Tensor],
+        tp_shard: TensorParallelShard | None = None,
     ) -> None:
         self.shape = torch.Size(shape)
         self.dtype = dtype
         self.recipe = recipe
-        self._buffers = buffers
+        self.tp_shard = tp_shard
         self.wait_pending: Callable[[], None] | None = None
         self.amax_group: str | None = None
-        self.tp_shard: TensorParallelShard | None = None
         self.keeps_source = False
-        self._name = ""  # of a weight on the meta device, whose state cannot hold it yet
         self.gathered_from: str | None = None
-        # Plans that functional calls made for weights of which this is the first. Kept here, and
-        # not in a global table, so that they live as long as the weights and no longer. Not copied,
-        # not saved.
         self.plans: dict[Hashable, Any] = {}
+        self._buffers = buffers
+        self._name = ""  # of a weight on the meta device, whose state cannot hold it yet
         self._planes: dict[bool, tuple[Plane, ...]] = {}
-        # The tick of each plan's clock at which the derived copies were true.
-        self._seen: dict[CastVersion, int] = {}
-        self._writes = 0
+        self._writes = Writes()
         self._init_val: tuple[int, torch.Tensor] | None = None
 
     @classmethod
@@ -136,6 +91,7 @@ class QuantizedStorage:
         columnwise: bool,
         rowwise: bool = True,
         state: bool = True,
+        tp_shard: TensorParallelShard | None = None,
     ) -> QuantizedStorage:
         """An unfilled storage: every buffer holds its fill value (codes 0, padding right).
 
@@ -144,13 +100,9 @@ class QuantizedStorage:
         """
         specs = recipe.buffers(shape, columnwise=columnwise)
         left_out = set() if state else set(recipe.state)
-        left_out |= set() if rowwise else _read_rowwise_only(specs)
-        buffers = {
-            name: torch.full(spec.shape, spec.fill, dtype=spec.dtype, device=device)
-            for name, spec in specs.items()
-            if name not in left_out
-        }
-        return cls(shape, dtype, recipe, buffers)
+        left_out |= set() if rowwise else read_rowwise_only(specs)
+        buffers = {n: spec.allocate(device) for n, spec in specs.items() if n not in left_out}
+        return cls(shape, dtype, recipe, buffers, tp_shard)
 
     def whole(self, state: Mapping[str, torch.Tensor]) -> QuantizedStorage:
         """What a cast writes: these buffers, ``state``, and scratch for the rest.
@@ -166,14 +118,13 @@ class QuantizedStorage:
                 f"between casts ({', '.join(missing)}), because a quantizer made it; cast into it "
                 f"with that quantizer: quantizer.quantize(value, out=tensor)."
             )
-        for name, spec in self.recipe.buffers(self.shape, columnwise=self.has_columnwise).items():
-            if name not in buffers:
-                buffers[name] = torch.full(
-                    spec.shape, spec.fill, dtype=spec.dtype, device=self.device
-                )
-        whole = QuantizedStorage(self.shape, self.dtype, self.recipe, buffers)
-        whole.tp_shard = self.tp_shard
-        return whole
+        buffers |= self._lacking(buffers, columnwise=self.has_columnwise)
+        return QuantizedStorage(self.shape, self.dtype, self.recipe, buffers, self.tp_shard)
+
+    def _lacking(self, held: Mapping[str, Any], *, columnwise: bool) -> dict[str, torch.Tensor]:
+        """Those of a weight's buffers, unfilled, that ``held`` lacks."""
+        specs: Mapping[str, BufferSpec] = self.recipe.buffers(self.shape, columnwise=columnwise)
+        return {n: spec.allocate(self.device) for n, spec in specs.items() if n not in held}
 
     def drop(self, *, rowwise: bool = False, columnwise: bool = False) -> None:
         """Give the memory back of what only rowwise, or only columnwise, codes are read with."""
@@ -183,7 +134,7 @@ class QuantizedStorage:
         if rowwise:
             if self.is_stale:
                 self.derived("columnwise_data")
-            names |= _read_rowwise_only(self.buffers)
+            names |= read_rowwise_only(self.buffers)
         for name in names:
             del self.buffers[name]
         if names:
@@ -198,11 +149,7 @@ class QuantizedStorage:
 
     def add_columnwise(self) -> None:
         """Make room for a columnwise copy, unfilled, that is not there and can be derived."""
-        for name, spec in self.recipe.buffers(self.shape, columnwise=True).items():
-            if name not in self.buffers:
-                self.buffers[name] = torch.full(
-                    spec.shape, spec.fill, dtype=spec.dtype, device=self.device
-                )
+        self.buffers.update(self._lacking(self.buffers, columnwise=True))
         self.bump_buffers_version()
 
     @property
@@ -259,7 +206,7 @@ class QuantizedStorage:
 
     @property
     def codes(self) -> list[torch.Tensor]:
-        """The codes that are not derived from others, whether or not they have arrived."""
+        """The codes that are not derived from others, also while a gather is under way."""
         return [self._buffers[name] for name in self.gathered if name in self._buffers]
 
     @property
@@ -310,11 +257,11 @@ class QuantizedStorage:
         torch's version counters of weight and codes count these writes, too, for operations and
         graphs of torch that save one of them.
         """
-        return self._writes + sum(version.ticks for version in self._seen)
+        return self._writes.version
 
     def mark_written(self) -> None:
-        """The codes have just been written by something that has no clock."""
-        self._writes += 1
+        """Note that something other than a plan has just written the codes."""
+        self._writes.others += 1
         self._init_val = None
         torch.autograd.graph.increment_version(counted_by_torch(self.codes))
 
@@ -332,38 +279,24 @@ class QuantizedStorage:
     # --- derived copies ---
 
     def watch(self, version: CastVersion) -> None:
-        """From now on a tick of ``clock`` makes the derived copies stale."""
-        if version not in self._seen:
-            self._forget_retired()
-            self._seen[version] = version.ticks
-            self._writes -= version.ticks  # joining changes no code, so the version stays
-
-    def _forget_retired(self) -> None:
-        """Let one retired clock stand for all of them; version and staleness stay."""
-        retired = [version for version in self._seen if version.retired]
-        if len(retired) < 2:
-            return
-        stale = [version for version in retired if version.ticks != self._seen[version]]
-        self._writes += sum(version.ticks for version in retired)
-        for version in retired:
-            del self._seen[version]
-        if stale:
-            self._set_staleness(all(version.rebuild_on_use for version in stale))
-            self._writes -= 1  # the tick of the one that stands for them
+        """Let a tick of ``version`` make the derived copies stale from now on."""
+        self._writes.watch(version)
 
     @property
     def is_stale(self) -> bool:
         """Whether a cast has changed codes since the derived copies were rebuilt."""
         if self.wait_pending is not None:
             self.wait_pending()
-        was_cast = any(version.ticks != seen for version, seen in self._seen.items())
-        return was_cast and bool(self.derived_names)
+        return self._writes.were_cast and bool(self.derived_names)
 
     def mark_rebuilt(self) -> None:
-        """The derived copies have just been made from the present codes."""
-        retired = sum(version.ticks for version in self._seen if version.retired)
-        self._writes += retired  # leaving changes no code, either
-        self._seen = {version: version.ticks for version in self._seen if not version.retired}
+        """Note that the derived copies have just been made from the present codes."""
+        self._writes.mark_rebuilt()
+
+    @property
+    def rebuild_on_use(self) -> bool | None:
+        """Whether the next forward may rebuild stale copies; None where there are none."""
+        return self._writes.rebuild_on_use
 
     def derived(self, name: str) -> torch.Tensor:
         """The columnwise buffer ``name``; :class:`StaleCopyError` where it is stale."""
@@ -377,12 +310,11 @@ class QuantizedStorage:
         return self.buffers[name]
 
     def prepare_for_forward(self, rebuild: Callable[[QuantizedStorage], None]) -> None:
-        """Called where a layer is about to use the weight.
-
-        Stale copies are rebuilt where the plan's caller asked for that, and refused otherwise.
+        """Rebuild stale copies where the plan's caller asked for that, and refuse them otherwise; a
+        layer that is about to use the weight calls this.
         """
         if self.is_stale:
-            if not self._staleness:
+            if not self.rebuild_on_use:
                 self.derived("columnwise_data")
             rebuild(self)
 
@@ -397,11 +329,17 @@ class QuantizedStorage:
         value is shared, because it is only read.
         """
         buffers = {name: b.to(device or b.device, copy=True) for name, b in self.buffers.items()}
-        copy = QuantizedStorage(self.shape, dtype or self.dtype, self.recipe, buffers)
-        copy._set_staleness(self._staleness)
-        copy.amax_group, copy.tp_shard, copy._name = self.amax_group, self.tp_shard, self._name
+        copy = QuantizedStorage(
+            self.shape, dtype or self.dtype, self.recipe, buffers, self.tp_shard
+        )
+        copy.take_over_staleness(self.rebuild_on_use)
+        copy.amax_group, copy._name = self.amax_group, self._name
         copy.high_precision_init_val = self.high_precision_init_val
         return copy
+
+    def take_over_staleness(self, rebuild_on_use: bool | None) -> None:
+        """Be stale as the weight is whose :attr:`rebuild_on_use` is given."""
+        self._writes.take_over(rebuild_on_use)
 
     def materialized(self, device: torch.device) -> QuantizedStorage:
         """An unfilled storage like this one, which is on the meta device, on ``device``."""
@@ -413,9 +351,9 @@ class QuantizedStorage:
             columnwise=self.has_columnwise,
             rowwise=self.has_rowwise,
             state=self.is_whole,
+            tp_shard=self.tp_shard,
         )
-        made.amax_group, made.tp_shard = self.amax_group, self.tp_shard
-        made.keeps_source = self.keeps_source
+        made.amax_group, made.keeps_source = self.amax_group, self.keeps_source
         if self._name:
             made.name_weight(self._name)
         return made
@@ -425,32 +363,7 @@ class QuantizedStorage:
         copy = memo[id(self)] = self.to()
         return copy
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Shape, dtype, recipe and bytes; a slice of a gather buffer without the rest of it, and a
-        part without its group.
-        """
-        buffers = {
-            name: b if b.untyped_storage().nbytes() == b.nbytes else b.clone()
-            for name, b in self.buffers.items()
-        }
-        fields = self.shape, self.dtype, self.recipe, buffers, self._staleness, self.amax_group
-        return restore_storage, (*fields, self.tp_shard)
-
-    @property
-    def _staleness(self) -> bool | None:
-        """None where derived copies are true; else whether the next forward may rebuild them."""
-        stale = [version for version, seen in self._seen.items() if version.ticks != seen]
-        return all(version.rebuild_on_use for version in stale) if stale else None
-
-    def _set_staleness(self, rebuild_on_use: bool | None) -> None:
-        """Take over another storage's staleness without its clocks, which tick for that one."""
-        if rebuild_on_use is not None:
-            version = CastVersion(rebuild_on_use=rebuild_on_use)
-            self.watch(version)
-            version.tick()
-            version.retired = True
-
-    # --- operands ---
+    # --- amaxes ---
 
     @property
     def amax_slots(self) -> int:
@@ -461,8 +374,8 @@ class QuantizedStorage:
         return blocks + (not self.recipe.has_one_block)
 
     def shared_amaxes(self) -> list[range]:
-        """The entries of :attr:`amax_slots` that are amaxes over other parts of the whole weight,
-        too; none of a weight that is no part.
+        """The entries of :attr:`amax_slots` that are amaxes over other shards of the whole weight,
+        too; none of a weight that is no tensor-parallel shard.
         """
         if self.tp_shard is None:
             return []
@@ -474,54 +387,10 @@ def counted_by_torch(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     return [tensor for tensor in tensors if not tensor.is_inference()]
 
 
-def _read_rowwise_only(names: Iterable[str]) -> set[str]:
-    """Which of a weight's buffers nothing but its rowwise codes is read with."""
+def read_rowwise_only(names: Iterable[str]) -> set[str]:
+    """Those of a weight's buffers that only its rowwise codes are read with."""
     held = set(names)
     return {
         name for name in ("rowwise_data", "rowwise_scale_inv")
         if name in held and name.replace("rowwise", "columnwise") in held
     }  # fmt: skip
-
-
-def restore_storage(
-    shape: Sequence[int],
-    dtype: torch.dtype,
-    recipe: Recipe,
-    buffers: dict[str, torch.Tensor],
-    rebuild_on_use: bool | None,
-    amax_group: str | None,
-    tp_shard: TensorParallelShard | None = None,
-) -> QuantizedStorage:
-    """The storage that :meth:`QuantizedStorage.__reduce__` took apart.
-
-    Raises:
-        InputError: where a buffer, or anything else, is not what a weight of this recipe has.
-    """
-    recipe, tp_shard = checked_recipe(recipe), checked_tp_shard(tp_shard)
-    check_flags(rebuild_on_use, amax_group)
-    storage = checked_storage(shape, dtype, recipe, buffers, tp_shard)
-    check_memory(buffers)
-    storage._set_staleness(rebuild_on_use)
-    storage.amax_group = amax_group
-    return storage
-
-
-def checked_storage(
-    shape: Sequence[int],
-    dtype: torch.dtype,
-    recipe: Recipe,
-    buffers: dict[str, torch.Tensor],
-    tp_shard: TensorParallelShard | None = None,
-) -> QuantizedStorage:
-    """A storage of ``buffers``, which may come from anywhere.
-
-    Raises:
-        InputError: where they are not the buffers of such a weight.
-    """
-    columnwise = hold_columnwise(buffers)
-    check_nominal(shape, dtype, recipe, tp_shard, columnwise=columnwise)
-    names = _read_rowwise_only(recipe.buffers(shape, columnwise=columnwise))
-    check_buffers(shape, recipe, buffers, read_rowwise_only=names)
-    storage = QuantizedStorage(shape, dtype, recipe, buffers)
-    storage.tp_shard = tp_shard
-    return storage

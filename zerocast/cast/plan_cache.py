@@ -1,0 +1,40 @@
+"""The plans that calls without one made earlier for the same weights.
+
+A plan holds its weights, so no table may hold the plan: it lies with the first of its weights
+(:attr:`QuantizedStorage.plans`) and is freed together with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import TYPE_CHECKING
+
+from zerocast.tensors import QuantizedStorage
+
+if TYPE_CHECKING:
+    from zerocast.cast.plan import CastPlan
+
+PLANS_KEPT = 4
+"""Plans kept with a weight: an optimizer needs one, a caller that alternates a few."""
+
+
+def find_plan(storages: Sequence[QuantizedStorage], key: Hashable) -> CastPlan | None:
+    """The plan that was kept for these weights under ``key``, which says all else that it depends
+    on.
+    """
+    return storages[0].plans.get(_key(storages, key)) if storages else None
+
+
+def keep_plan(storages: Sequence[QuantizedStorage], key: Hashable, plan: CastPlan) -> CastPlan:
+    """Keep ``plan``, in the place of the oldest one where there are :data:`PLANS_KEPT`."""
+    if storages:
+        plans = storages[0].plans
+        plans[_key(storages, key)] = plan
+        while len(plans) > PLANS_KEPT:
+            del plans[next(iter(plans))]
+    return plan
+
+
+def _key(storages: Sequence[QuantizedStorage], key: Hashable) -> Hashable:
+    # No other weight has one of these numbers as long as the plan holds these weights.
+    return tuple(map(id, storages)), key
