@@ -7,6 +7,8 @@ Kinds:
     torch_distributed   the same processes, as a gloo group
 """
 
+import functools
+import inspect
 import io
 import sys
 import tempfile
@@ -61,6 +63,24 @@ def run_ranks(kind: str, world_size: int, fn: Callable[[Communicator], Any]) -> 
     torch.save(run(world, world_size, fn), results)
     by_rank = world.allgather(results.getvalue())[:world_size]
     return [torch.load(io.BytesIO(result), weights_only=False) for result in by_rank]
+
+
+def on_ranks(kind: str, world_size: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a test of a body that runs on every rank: ``comm`` is the rank's communicator, all other
+    parameters are the test's.
+    """
+
+    def decorate(body: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(body)
+        def test(**given: Any) -> None:
+            run_ranks(kind, world_size, lambda comm: body(comm=comm, **given))
+
+        signature = inspect.signature(body)
+        others = [p for name, p in signature.parameters.items() if name != "comm"]
+        test.__signature__ = signature.replace(parameters=others)
+        return test
+
+    return decorate
 
 
 def split_ranks(comm: Communicator, color: int) -> Communicator:

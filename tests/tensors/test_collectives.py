@@ -1,15 +1,12 @@
 """What torch.distributed's collectives do with quantized weights: each in each role, on gloo."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks
 from tests.support.same_bytes import assert_same_bytes, assert_same_storage
 from tests.support.weights import NVFP4, every_recipe
-from zerocast.comm import Communicator
 from zerocast.errors import RankMismatchError, UnsupportedError
 from zerocast.recipes import NVFP4BlockScaling, Recipe
 from zerocast.tensors import QuantizedTensor, quantize
@@ -20,6 +17,7 @@ pytestmark = [
 ]
 
 RANKS = 2
+on_two_ranks = on_ranks("torch_distributed", RANKS)
 
 
 def weight(seed: int, recipe: Recipe = NVFP4) -> QuantizedTensor:
@@ -28,11 +26,6 @@ def weight(seed: int, recipe: Recipe = NVFP4) -> QuantizedTensor:
     made = quantize(torch.randn(32, 64, generator=generator).bfloat16(), recipe, name=f"w{seed}")
     made.copy_(torch.randn(32, 64, generator=generator) * (seed + 1))
     return made
-
-
-def on_ranks(body: Callable[[Communicator], None]) -> None:
-    """``body`` on two ranks of a gloo group."""
-    run_ranks("torch_distributed", RANKS, body)
 
 
 def check(actual: QuantizedTensor, expected: QuantizedTensor) -> None:
@@ -51,204 +44,177 @@ def wait(work: dist.Work | None) -> None:
 
 @every_recipe
 @pytest.mark.parametrize("async_op", [False, True])
-def test_broadcast_moves_all_bytes(recipe, async_op):
+@on_two_ranks
+def test_broadcast_moves_all_bytes(comm, recipe, async_op):
     """After a broadcast every rank has rank 0's codes, scales, state and derived copies."""
-
-    def body(comm):
-        mine = torch.nn.Parameter(weight(comm.rank, recipe))
-        version = mine.quantized_storage.version
-        wait(dist.broadcast(mine.data, 0, async_op=async_op))
-        check(mine, weight(0, recipe))
-        assert (mine.quantized_storage.version != version) == (comm.rank != 0)
-
-    on_ranks(body)
+    mine = torch.nn.Parameter(weight(comm.rank, recipe))
+    version = mine.quantized_storage.version
+    wait(dist.broadcast(mine.data, 0, async_op=async_op))
+    check(mine, weight(0, recipe))
+    assert (mine.quantized_storage.version != version) == (comm.rank != 0)
 
 
-def test_an_unawaited_weight_waits_when_it_is_read():
+@on_two_ranks
+def test_an_unawaited_weight_waits_when_it_is_read(comm):
     """Who reads a weight before waiting for the broadcast sees what was sent."""
-
-    def body(comm):
-        mine = weight(comm.rank)
-        work = dist.broadcast(mine, 0, async_op=True)
-        check(mine, weight(0))
-        work.wait()
-        assert work.is_completed()
-        mine = weight(comm.rank)
-        future = dist.broadcast(mine, 1, async_op=True).get_future()
-        assert future.wait()[0] is mine
-        check(mine, weight(1))
-
-    on_ranks(body)
+    mine = weight(comm.rank)
+    work = dist.broadcast(mine, 0, async_op=True)
+    check(mine, weight(0))
+    work.wait()
+    assert work.is_completed()
+    mine = weight(comm.rank)
+    future = dist.broadcast(mine, 1, async_op=True).get_future()
+    assert future.wait()[0] is mine
+    check(mine, weight(1))
 
 
 @every_recipe
-def test_send_and_recv_move_all_bytes(recipe):
+@on_two_ranks
+def test_send_and_recv_move_all_bytes(comm, recipe):
     """Point to point, blocking or not, from a named rank or any, one by one or in a batch."""
-
-    def body(comm):
-        other = 1 - comm.rank
-        mine, theirs = weight(comm.rank, recipe), weight(2, recipe)
-        if comm.rank:
-            dist.send(mine, 0)
-            dist.recv(theirs)
-        else:
-            assert dist.recv(theirs, 1) == 1
-            dist.send(mine, 1)
-        check(theirs, weight(other, recipe))
-        theirs = weight(2, recipe)
-        works = [dist.irecv(theirs, other), dist.isend(mine, other)]
-        for work in works:
-            wait(work)
-        check(theirs, weight(other, recipe))
-        theirs = weight(2, recipe)
-        ops = [dist.P2POp(dist.irecv, theirs, other), dist.P2POp(dist.isend, mine, other)]
-        for work in dist.batch_isend_irecv(ops):
-            work.wait()
-        check(theirs, weight(other, recipe))
-        check(mine, weight(comm.rank, recipe))
-
-    on_ranks(body)
+    other = 1 - comm.rank
+    mine, theirs = weight(comm.rank, recipe), weight(2, recipe)
+    if comm.rank:
+        dist.send(mine, 0)
+        dist.recv(theirs)
+    else:
+        assert dist.recv(theirs, 1) == 1
+        dist.send(mine, 1)
+    check(theirs, weight(other, recipe))
+    theirs = weight(2, recipe)
+    works = [dist.irecv(theirs, other), dist.isend(mine, other)]
+    for work in works:
+        wait(work)
+    check(theirs, weight(other, recipe))
+    theirs = weight(2, recipe)
+    ops = [dist.P2POp(dist.irecv, theirs, other), dist.P2POp(dist.isend, mine, other)]
+    for work in dist.batch_isend_irecv(ops):
+        work.wait()
+    check(theirs, weight(other, recipe))
+    check(mine, weight(comm.rank, recipe))
 
 
 @every_recipe
-def test_lists_of_weights_move_all_bytes(recipe):
+@on_two_ranks
+def test_lists_of_weights_move_all_bytes(comm, recipe):
     """all_gather, all_to_all, gather and scatter between lists of weights and a weight."""
+    mine = weight(comm.rank, recipe)
+    everyone = [weight(7, recipe) for _ in range(RANKS)]
+    wait(dist.all_gather(everyone, mine, async_op=True))
+    for rank, each in enumerate(everyone):
+        check(each, weight(rank, recipe))
 
-    def body(comm):
-        mine = weight(comm.rank, recipe)
-        everyone = [weight(7, recipe) for _ in range(RANKS)]
-        wait(dist.all_gather(everyone, mine, async_op=True))
-        for rank, each in enumerate(everyone):
-            check(each, weight(rank, recipe))
+    received = [weight(7, recipe) for _ in range(RANKS)]
+    dist.all_to_all(received, [weight(10 * comm.rank + r, recipe) for r in range(RANKS)])
+    for rank, each in enumerate(received):
+        check(each, weight(10 * rank + comm.rank, recipe))
 
-        received = [weight(7, recipe) for _ in range(RANKS)]
-        dist.all_to_all(received, [weight(10 * comm.rank + r, recipe) for r in range(RANKS)])
-        for rank, each in enumerate(received):
-            check(each, weight(10 * rank + comm.rank, recipe))
+    gathered = [weight(7, recipe) for _ in range(RANKS)]
+    dist.gather(mine, gathered if comm.rank == 1 else None, dst=1)
+    for rank, each in enumerate(gathered):
+        check(each, weight(rank if comm.rank == 1 else 7, recipe))
 
-        gathered = [weight(7, recipe) for _ in range(RANKS)]
-        dist.gather(mine, gathered if comm.rank == 1 else None, dst=1)
-        for rank, each in enumerate(gathered):
-            check(each, weight(rank if comm.rank == 1 else 7, recipe))
-
-        into = weight(7, recipe)
-        dist.scatter(into, [weight(3 + r, recipe) for r in range(RANKS)] if comm.rank else None, 1)
-        check(into, weight(3 + comm.rank, recipe))
-
-    on_ranks(body)
+    into = weight(7, recipe)
+    dist.scatter(into, [weight(3 + r, recipe) for r in range(RANKS)] if comm.rank else None, 1)
+    check(into, weight(3 + comm.rank, recipe))
 
 
-def test_objects_are_pickled_whole():
+@on_two_ranks
+def test_objects_are_pickled_whole(comm):
     """Object collectives give weights of the same bytes."""
-
-    def body(comm):
-        objects = [weight(4) if comm.rank == 0 else None]
-        dist.broadcast_object_list(objects, 0)
-        check(objects[0], weight(4))
-        everyone: list[object] = [None] * RANKS
-        dist.all_gather_object(everyone, weight(comm.rank))
-        for rank, each in enumerate(everyone):
-            check(each, weight(rank))
-
-    on_ranks(body)
+    objects = [weight(4) if comm.rank == 0 else None]
+    dist.broadcast_object_list(objects, 0)
+    check(objects[0], weight(4))
+    everyone: list[object] = [None] * RANKS
+    dist.all_gather_object(everyone, weight(comm.rank))
+    for rank, each in enumerate(everyone):
+        check(each, weight(rank))
 
 
-def test_equal_bytes_write_nothing():
+@on_two_ranks
+def test_equal_bytes_write_nothing(comm):
     """A broadcast of what every rank has leaves version and initial value."""
-
-    def body(comm):
-        mine = weight(0)
-        initial = torch.randn(32, 64)
-        mine.quantized_storage.high_precision_init_val = initial
-        version = mine.quantized_storage.version
-        dist.broadcast(mine, 0)
-        assert mine.quantized_storage.version == version
-        assert mine.get_high_precision_init_val() is initial
-
-    on_ranks(body)
+    mine = weight(0)
+    initial = torch.randn(32, 64)
+    mine.quantized_storage.high_precision_init_val = initial
+    version = mine.quantized_storage.version
+    dist.broadcast(mine, 0)
+    assert mine.quantized_storage.version == version
+    assert mine.get_high_precision_init_val() is initial
 
 
-def test_a_weight_of_another_kind_is_refused():
+@on_two_ranks
+def test_a_weight_of_another_kind_is_refused(comm):
     """Bytes that mean something else, a value among them, are not taken for the weight's."""
-
-    def body(comm):
-        mine = weight(1, NVFP4BlockScaling(seed=comm.rank))
-        if comm.rank == 0:
+    mine = weight(1, NVFP4BlockScaling(seed=comm.rank))
+    if comm.rank == 0:
+        dist.broadcast(mine, 0)
+        dist.send(torch.ones(32, 64, dtype=torch.bfloat16), 1)
+    else:
+        version = mine.quantized_storage.version
+        with pytest.raises(RankMismatchError, match="of the same shape, recipe and buffers"):
             dist.broadcast(mine, 0)
-            dist.send(torch.ones(32, 64, dtype=torch.bfloat16), 1)
-        else:
-            version = mine.quantized_storage.version
-            with pytest.raises(RankMismatchError, match="of the same shape, recipe and buffers"):
-                dist.broadcast(mine, 0)
-            with pytest.raises(RankMismatchError, match="give the same kind of weight"):
-                dist.recv(mine, 0)
-            assert mine.quantized_storage.version == version
-            check(mine, weight(1, NVFP4BlockScaling(seed=1)))
-
-    on_ranks(body)
+        with pytest.raises(RankMismatchError, match="give the same kind of weight"):
+            dist.recv(mine, 0)
+        assert mine.quantized_storage.version == version
+        check(mine, weight(1, NVFP4BlockScaling(seed=1)))
 
 
 @every_recipe
-def test_wrapping_by_ddp_leaves_weights_as_they_are(recipe):
+@on_two_ranks
+def test_wrapping_by_ddp_leaves_weights_as_they_are(comm, recipe):
     """It copies rank 0's values over every rank's; where they are equal, codes, state, version and
     initial value stay.
     """
-
-    def body(comm):
-        layer = torch.nn.Linear(64, 32, dtype=torch.bfloat16)
-        layer.weight = torch.nn.Parameter(weight(0, recipe))
-        storage, initial = layer.weight.quantized_storage, torch.randn(32, 64)
-        storage.high_precision_init_val, version = initial, storage.version
-        wrapped = torch.nn.parallel.DistributedDataParallel(layer)
-        check(wrapped.module.weight, weight(0, recipe))
-        assert storage.version == version
-        assert wrapped.module.weight.get_high_precision_init_val() is initial
-        wrapped(torch.randn(3, 64).bfloat16()).sum().backward()
-        check(wrapped.module.weight, weight(0, recipe))
-
-    on_ranks(body)
+    layer = torch.nn.Linear(64, 32, dtype=torch.bfloat16)
+    layer.weight = torch.nn.Parameter(weight(0, recipe))
+    storage, initial = layer.weight.quantized_storage, torch.randn(32, 64)
+    storage.high_precision_init_val, version = initial, storage.version
+    wrapped = torch.nn.parallel.DistributedDataParallel(layer)
+    check(wrapped.module.weight, weight(0, recipe))
+    assert storage.version == version
+    assert wrapped.module.weight.get_high_precision_init_val() is initial
+    wrapped(torch.randn(3, 64).bfloat16()).sum().backward()
+    check(wrapped.module.weight, weight(0, recipe))
 
 
 # --- those that read a weight's value ---
 
 
-def test_plain_outputs_receive_values():
+@on_two_ranks
+def test_plain_outputs_receive_values(comm):
     """Where what is written is plain, the value of a weight, or of a view of it, is read."""
+    mine = weight(comm.rank)
+    values = [weight(r).dequantize() for r in range(RANKS)]
 
-    def body(comm):
-        mine = weight(comm.rank)
-        values = [weight(r).dequantize() for r in range(RANKS)]
+    def plain(*shape):
+        return torch.empty(shape, dtype=torch.bfloat16)
 
-        def plain(*shape):
-            return torch.empty(shape, dtype=torch.bfloat16)
-
-        for source in (mine, mine.view(2048).view(32, 64)):
-            everyone = [plain(32, 64) for _ in range(RANKS)]
-            dist.all_gather(everyone, source)
-            assert_same_bytes(torch.stack(everyone), torch.stack(values), "all_gather")
-            whole = plain(RANKS * 32, 64)
-            dist.all_gather_into_tensor(whole, source)
-            assert_same_bytes(whole, torch.cat(values), "all_gather_into_tensor")
-            everyone = [plain(32, 64) for _ in range(RANKS)]
-            dist.gather(source, everyone if comm.rank == 0 else None, dst=0)
-            if comm.rank == 0:
-                assert_same_bytes(torch.stack(everyone), torch.stack(values), "gather")
-            rows = plain(32, 64)
-            dist.all_to_all_single(rows, source)
-            expected = torch.cat([value.chunk(RANKS)[comm.rank] for value in values])
-            assert_same_bytes(rows, expected, "all_to_all_single")
-            half = plain(16, 64)
-            dist.reduce_scatter_tensor(half, source)
-            expected = (values[0] + values[1]).chunk(RANKS)[comm.rank]
-            assert_same_bytes(half, expected, "reduce_scatter_tensor")
-        assert_same_bytes(
-            torch.distributed._functional_collectives.broadcast(mine, 1, dist.group.WORLD).wait(),
-            values[1],
-            "functional broadcast",
-        )
-        check(mine, weight(comm.rank))
-
-    on_ranks(body)
+    for source in (mine, mine.view(2048).view(32, 64)):
+        everyone = [plain(32, 64) for _ in range(RANKS)]
+        dist.all_gather(everyone, source)
+        assert_same_bytes(torch.stack(everyone), torch.stack(values), "all_gather")
+        whole = plain(RANKS * 32, 64)
+        dist.all_gather_into_tensor(whole, source)
+        assert_same_bytes(whole, torch.cat(values), "all_gather_into_tensor")
+        everyone = [plain(32, 64) for _ in range(RANKS)]
+        dist.gather(source, everyone if comm.rank == 0 else None, dst=0)
+        if comm.rank == 0:
+            assert_same_bytes(torch.stack(everyone), torch.stack(values), "gather")
+        rows = plain(32, 64)
+        dist.all_to_all_single(rows, source)
+        expected = torch.cat([value.chunk(RANKS)[comm.rank] for value in values])
+        assert_same_bytes(rows, expected, "all_to_all_single")
+        half = plain(16, 64)
+        dist.reduce_scatter_tensor(half, source)
+        expected = (values[0] + values[1]).chunk(RANKS)[comm.rank]
+        assert_same_bytes(half, expected, "reduce_scatter_tensor")
+    assert_same_bytes(
+        torch.distributed._functional_collectives.broadcast(mine, 1, dist.group.WORLD).wait(),
+        values[1],
+        "functional broadcast",
+    )
+    check(mine, weight(comm.rank))
 
 
 # --- those that would write otherwise ---
@@ -265,33 +231,27 @@ COMPUTING = {
 
 
 @pytest.mark.parametrize("name", COMPUTING)
-def test_computing_collectives_are_refused(name):
+@on_two_ranks
+def test_computing_collectives_are_refused(comm, name):
     """One that computes or puts pieces together in a weight says so, and writes nothing."""
-
-    def body(comm):
-        mine = weight(comm.rank)
-        plain = torch.ones(32, 64, dtype=torch.bfloat16)
-        for given in (mine, torch.nn.Parameter(mine).data, mine[:], mine.view(64, 32).view(32, 64)):
-            with pytest.raises(UnsupportedError, match="Reduce gradients or FP32 masters"):
-                COMPUTING[name](given, plain)
-        check(mine, weight(comm.rank))
-
-    on_ranks(body)
+    mine = weight(comm.rank)
+    plain = torch.ones(32, 64, dtype=torch.bfloat16)
+    for given in (mine, torch.nn.Parameter(mine).data, mine[:], mine.view(64, 32).view(32, 64)):
+        with pytest.raises(UnsupportedError, match="Reduce gradients or FP32 masters"):
+            COMPUTING[name](given, plain)
+    check(mine, weight(comm.rank))
 
 
-def test_views_of_values_are_not_received_into():
+@on_two_ranks
+def test_views_of_values_are_not_received_into(comm):
     """A broadcast or receive into ``weight.data.view(torch.uint8)`` names the weight to give."""
-
-    def body(comm):
-        mine = weight(comm.rank)
-        for view in (mine.data.view(torch.uint8), mine.view(-1), mine.t(), mine[3]):
-            with pytest.raises(UnsupportedError, match="Give it the weight itself"):
-                dist.broadcast(view, 0)
-            with pytest.raises(UnsupportedError, match="Give it the weight itself"):
-                dist.recv(view, 1 - comm.rank)
-        other = torch.ones(32, 64, dtype=torch.bfloat16)
-        with pytest.raises(UnsupportedError, match="give quantized weights on both sides"):
-            dist.all_gather([mine, other], mine)
-        check(mine, weight(comm.rank))
-
-    on_ranks(body)
+    mine = weight(comm.rank)
+    for view in (mine.data.view(torch.uint8), mine.view(-1), mine.t(), mine[3]):
+        with pytest.raises(UnsupportedError, match="Give it the weight itself"):
+            dist.broadcast(view, 0)
+        with pytest.raises(UnsupportedError, match="Give it the weight itself"):
+            dist.recv(view, 1 - comm.rank)
+    other = torch.ones(32, 64, dtype=torch.bfloat16)
+    with pytest.raises(UnsupportedError, match="give quantized weights on both sides"):
+        dist.all_gather([mine, other], mine)
+    check(mine, weight(comm.rank))

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import zerocast
+from tests.support.ranks import on_ranks
 from tests.support.recipes import VARIANTS
 from tests.support.same_bytes import assert_same_bytes
 from tests.support.tp_shards import assert_is_tp_shard, shape_of, unit
@@ -20,6 +21,9 @@ from zerocast.nn.recipe_state import RecipeState
 NVFP4, MXFP8 = zerocast.NVFP4BlockScaling(), zerocast.MXFP8BlockScaling()
 CURRENT, DELAYED = zerocast.Float8CurrentScaling(), zerocast.DelayedScaling(amax_history_len=3)
 ROWWISE, BLOCK = zerocast.Float8RowwiseScaling(), zerocast.Float8BlockScaling()
+
+
+on_two_ranks = on_ranks("in_process", 2)
 
 
 class Rank(SingleRank):
@@ -271,39 +275,33 @@ def test_a_fused_function_casts_parts(recipe):
     run_in_process(2, on_rank)
 
 
-def test_one_collective_a_cast():
+@on_two_ranks
+def test_one_collective_a_cast(comm):
     """Of the shared amaxes alone, and none where parts share none."""
-
-    def on_rank(comm):
-        recorded = RecordingCommunicator(comm)
-        quantizer, payload = Quantizer(NVFP4), {NVFP4: 4, CURRENT: 4, ROWWISE: 4 * 96, BLOCK: 0}
-        for recipe, nbytes in payload.items():
-            quantizer = Quantizer(recipe)
-            quantizer.tp_shard = TensorParallelShard.chunk((256, 96), 0, recorded)
-            recorded.reset()
-            quantizer.quantize(torch.randn(128, 96))
-            total = recorded.total()
-            assert (total.calls, total.payload_bytes) == (int(nbytes > 0), nbytes)
-
-    run_in_process(2, on_rank)
+    recorded = RecordingCommunicator(comm)
+    quantizer, payload = Quantizer(NVFP4), {NVFP4: 4, CURRENT: 4, ROWWISE: 4 * 96, BLOCK: 0}
+    for recipe, nbytes in payload.items():
+        quantizer = Quantizer(recipe)
+        quantizer.tp_shard = TensorParallelShard.chunk((256, 96), 0, recorded)
+        recorded.reset()
+        quantizer.quantize(torch.randn(128, 96))
+        total = recorded.total()
+        assert (total.calls, total.payload_bytes) == (int(nbytes > 0), nbytes)
 
 
 # --- errors that all ranks hear of ---
 
 
-def test_an_error_of_one_rank_is_raised_on_all():
+@on_two_ranks
+def test_an_error_of_one_rank_is_raised_on_all(comm):
     """A part that rank 1 cannot cast is rank 0's error, too."""
-
-    def on_rank(comm):
-        x = torch.randn(16, 32) if comm.rank == 0 else torch.randn(16, 32, dtype=torch.float64)
-        with pytest.raises(
-            InputError,
-            match=r"^on rank 1: quantize needs a tensor of torch.float32, torch.bfloat16 or "
-            r"torch.float16, got torch.float64; convert it first\.$",
-        ):
-            zerocast.quantize(x, NVFP4, tp_shard=TensorParallelShard.chunk((32, 32), 0, comm))
-
-    run_in_process(2, on_rank)
+    x = torch.randn(16, 32) if comm.rank == 0 else torch.randn(16, 32, dtype=torch.float64)
+    with pytest.raises(
+        InputError,
+        match=r"^on rank 1: quantize needs a tensor of torch.float32, torch.bfloat16 or "
+        r"torch.float16, got torch.float64; convert it first\.$",
+    ):
+        zerocast.quantize(x, NVFP4, tp_shard=TensorParallelShard.chunk((32, 32), 0, comm))
 
 
 @pytest.mark.parametrize(
@@ -335,15 +333,12 @@ def test_an_error_of_one_rank_is_raised_on_all():
     ],
     ids=["recipes", "dimensions", "twice", "gap"],
 )
-def test_parts_that_make_no_whole_are_refused(given, message):
+@on_two_ranks
+def test_parts_that_make_no_whole_are_refused(comm, given, message):
     """On every rank, with both sides of the disagreement."""
-
-    def on_rank(comm):
-        recipe, tp_shard = given(comm)
-        with pytest.raises(RankMismatchError, match=message):
-            zerocast.quantize(torch.randn(tp_shard.shape), recipe, tp_shard=tp_shard)
-
-    run_in_process(2, on_rank)
+    recipe, tp_shard = given(comm)
+    with pytest.raises(RankMismatchError, match=message):
+        zerocast.quantize(torch.randn(tp_shard.shape), recipe, tp_shard=tp_shard)
 
 
 def test_a_quantizer_decides_on_parts_itself():
