@@ -11,7 +11,7 @@ from tests.support.same_bytes import assert_same_bytes, assert_same_storage
 from zerocast.errors import UnsupportedError
 from zerocast.nn import convert
 from zerocast.recipes import NVFP4BlockScaling
-from zerocast.tensors import QuantizedTensor, empty, quantize
+from zerocast.tensors import empty
 
 CONVERSIONS = {
     "nothing changes": lambda m: m.to("cpu"),
@@ -73,17 +73,6 @@ def test_a_dtype_that_no_weight_has_is_refused():
     with pytest.raises(UnsupportedError, match=r"Parameter\(weight\.dequantize\(dtype\)\)"):
         made.double()
     assert_same_storage(made[0].weight, codes, "weight")
-
-
-def test_a_quantized_weight_of_torchs_layer_keeps_its_codes():
-    """Where a module is converted, not where a tensor is."""
-    layer = nn.Linear(32, 32, bias=False)
-    layer.weight = nn.Parameter(quantize(torch.randn(32, 32).bfloat16(), NVFP4BlockScaling()))
-    codes = layer.weight.detach().clone()
-    layer.float()
-    assert isinstance(layer.weight, QuantizedTensor)
-    assert layer.weight.dtype == torch.float32
-    assert_same_bytes(layer.weight.rowwise_data, codes.rowwise_data, "codes")
 
 
 def test_a_layer_moves_to_meta_and_back():

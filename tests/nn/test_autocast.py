@@ -149,23 +149,6 @@ def test_gradients_accumulate_over_backwards():
 
 
 @every_layer
-def test_what_a_recipe_remembers_is_saved_and_loaded_with_the_module(kind):
-    """A loaded layer goes on bit for bit, through a file read with weights_only=True."""
-    layer, x = make(kind), torch.randn(6, 32, requires_grad=True)
-    for scale in (1, 5):
-        step(layer, (scale * x.detach()).requires_grad_(), DELAYED)
-    file = io.BytesIO()
-    torch.save(layer.state_dict(), file)
-    file.seek(0)
-    twin = make(kind, seed=1)
-    twin.load_state_dict(torch.load(file, weights_only=True))
-    saved = (one.state_dict()["_extra_state"] for one in (twin, layer))
-    assert_same_bytes(*saved, "what the recipe remembers")
-    for _ in range(2):
-        assert_same_tensors(step(twin, x, DELAYED), step(layer, x, DELAYED))
-
-
-@every_layer
 @pytest.mark.parametrize("recipe", [CURRENT, RECIPES["mxfp8"]], ids=["current", "mxfp8"])
 def test_a_recipe_without_memory_adds_nothing_to_a_state_dict(kind, recipe):
     """So dictionaries are those of layers that never ran under autocast, and load strictly."""

@@ -59,20 +59,6 @@ def test_it_stands_where_torch_nn_linear_stands():
     assert list(Linear(32, 16, recipe=FP8).state_dict()) == ["weight", "bias"]
 
 
-@both_recipes
-def test_state_dicts_are_exchanged_with_torch_nn_linear(recipe):
-    """Values of a torch layer are quantized; a torch layer gets the dequantized values."""
-    plain, layer = torch.nn.Linear(48, 20), Linear(48, 20, recipe=recipe)
-    layer.load_state_dict(plain.state_dict())
-    assert_same_storage(layer.weight, quantize(plain.weight, recipe), "weight")
-    assert_same_bytes(layer.weight.get_high_precision_init_val(), plain.weight, "initial value")
-    twin = Linear(48, 20, recipe=recipe)
-    twin.load_state_dict(layer.state_dict())
-    assert_same_storage(twin.weight, layer.weight, "weight")
-    plain.load_state_dict(layer.state_dict())
-    assert_same_bytes(plain.weight, layer.weight.dequantize(), "plain weight")
-
-
 def test_a_changed_weight_does_not_matter_to_the_weight_gradient():
     """It is grad.T @ input: where no input gradient is needed, the backward runs, as in torch."""
     layer = Linear(32, 16, recipe=NVFP4)

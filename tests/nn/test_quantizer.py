@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import zerocast
+from tests.support.layers import RECIPES, to_nearest
 from tests.support.same_bytes import assert_same_bytes
 from zerocast.errors import InputError, MissingDataError
 from zerocast.formats import E2M1, E4M3, E5M2
@@ -27,17 +28,8 @@ from zerocast.tensors import QuantizedTensor, dequantize
 
 FORWARD = ("input", "weight", "output")
 BACKWARD = ("grad_output", "grad_input")
-EVERY_RECIPE = {
-    "delayed": DelayedScaling(amax_history_len=4),
-    "current": Float8CurrentScaling(),
-    "block": Float8BlockScaling(),
-    "rowwise": Float8RowwiseScaling(),
-    "mxfp8": MXFP8BlockScaling(),
-    "mxfp8-2d": MXFP8BlockScaling(enable_2d_quantization=True),
-    "nvfp4": NVFP4BlockScaling(disable_stochastic_rounding=True),
-    "nvfp4-4over6": NVFP4BlockScaling(nvfp4_4over6="weights", disable_stochastic_rounding=True),
-    "nvfp4-drawn": NVFP4BlockScaling(),
-}
+EVERY_RECIPE = {name: to_nearest(recipe) for name, recipe in RECIPES.items()}
+EVERY_RECIPE["nvfp4-drawn"] = NVFP4BlockScaling()  # of gradients
 WITHOUT_STATE = [name for name in EVERY_RECIPE if name not in ("delayed", "nvfp4-drawn")]
 
 pytestmark = pytest.mark.usefixtures("backend")

@@ -10,6 +10,7 @@ import random
 import pytest
 import torch
 
+from tests.support.claims import assert_same_tensors
 from tests.support.delayed import AMAXES, PlainDelayed
 from tests.support.same_bytes import assert_same_bytes
 from zerocast.comm import RecordingCommunicator, SingleRank, run_in_process
@@ -29,14 +30,6 @@ DRAWN = NVFP4BlockScaling()
 def with_amax(amax: float) -> torch.Tensor:
     """[3, 2] FP32 values of which the largest magnitude is ``amax``, exactly."""
     return torch.tensor([[0.0, amax / 2], [-amax, -amax / 4], [amax, -0.0]])
-
-
-def assert_same_states(actual: RecipeState, expected: RecipeState) -> None:
-    """All that both remember, bit for bit."""
-    ours, theirs = actual.state_dict(), expected.state_dict()
-    assert ours.keys() == theirs.keys()
-    for name, tensor in theirs.items():
-        assert_same_bytes(ours[name], tensor, name)
 
 
 # --- what a state is ---
@@ -235,12 +228,12 @@ def test_a_loaded_state_goes_on_bit_for_bit(recipe):
     loaded.load_state_dict(torch.load(saved, weights_only=True))
     copies = [loaded, copy.deepcopy(state), pickle.loads(pickle.dumps(state))]
     for other in copies:
-        assert_same_states(other, state)
+        assert_same_tensors(other.state_dict(), state.state_dict())
     expected = go_on(state, range(3, 7))
     for other in copies:
         for ours, theirs in zip(go_on(other, range(3, 7)), expected, strict=True):
             assert_same_bytes(ours, theirs, "codes")
-        assert_same_states(other, state)
+        assert_same_tensors(other.state_dict(), state.state_dict())
 
 
 def test_a_copied_layer_keeps_its_quantizers_with_its_state():

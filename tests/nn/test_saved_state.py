@@ -8,6 +8,8 @@ import pytest
 import torch
 
 import zerocast
+from tests.support.claims import assert_same_tensors
+from tests.support.layers import step
 from tests.support.recipes import VARIANTS
 from tests.support.same_bytes import assert_same_bytes
 from zerocast.nn.saved_state import pack, recipe_to_values, unpack
@@ -80,9 +82,9 @@ def test_what_is_no_state_is_refused(given):
 def trained(recipe, layer=None, steps=1) -> zerocast.nn.Linear:
     """A layer that ran under autocast."""
     layer = layer or zerocast.nn.Linear(32, 32, bias=False)
-    for step in range(steps):
+    for i in range(steps):
         with zerocast.autocast(recipe=recipe):
-            layer(torch.full((32, 32), 1.0 + step)).sum().backward()
+            layer(torch.full((32, 32), 1.0 + i)).sum().backward()
     return layer
 
 
@@ -95,23 +97,28 @@ def through_a_file(state):
 
 
 @pytest.mark.parametrize("own", [None, torch.amax, functools.partial(torch.amax, dim=0)])
-def test_a_layer_goes_on_from_a_tensor(own):
-    """A layer's state dict holds plain tensors only; one that loads it has the same state, before
-    it runs and after, with a recipe of a function of the user's, too.
+@pytest.mark.parametrize("kind", ["Linear", "LayerNormLinear", "LayerNormMLP"])
+def test_a_layer_goes_on_from_a_tensor(kind, own):
+    """A layer's state dict holds plain tensors only; one that loads it from a file read with
+    weights_only=True has the same state, and goes on bit for bit, with a recipe of a function of
+    the user's, too.
     """
     recipe = DELAYED if own is None else zerocast.DelayedScaling(amax_compute_algo=own)
-    layer, loaded = (zerocast.nn.Linear(32, 32, bias=False) for _ in range(2))
-    trained(recipe, layer)
+    layer, loaded = (getattr(zerocast.nn, kind)(32, 32) for _ in range(2))
+    trained(recipe, layer, steps=2)
     state = layer.state_dict()
     assert all(type(tensor) is torch.Tensor for tensor in state.values())
     loaded.load_state_dict(through_a_file(state))
     for one in (loaded, copy.deepcopy(loaded)):
         assert_same_bytes(one.state_dict()["_extra_state"], state["_extra_state"], "loaded")
-    assert_same_bytes(
-        trained(recipe, loaded).state_dict()["_extra_state"],
-        trained(recipe, layer).state_dict()["_extra_state"],
-        "after a step",
-    )
+    x, states = torch.randn(6, 32, requires_grad=True), []
+    for i in range(2):
+        outputs = []
+        for one in (loaded, layer):
+            outputs.append(step(one, x, recipe))
+            states.append(one.get_extra_state())
+        assert_same_tensors(*outputs, f"after {i + 1} steps")
+    assert_same_bytes(states[0], states[1], "after a step")
 
 
 def test_a_state_survives_a_change_of_dtype():

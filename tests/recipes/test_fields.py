@@ -6,6 +6,7 @@ from dataclasses import fields
 
 import pytest
 
+from tests.support.claims import message_of
 from zerocast.errors import InputError, UnsupportedError
 from zerocast.formats import E4M3, E5M2
 from zerocast.layout import Source
@@ -24,13 +25,6 @@ from zerocast.recipes import (
 
 FLOAT8 = (Float8CurrentScaling, Float8BlockScaling, Float8RowwiseScaling)
 WITH_FORMAT = (*FLOAT8, DelayedScaling, MXFP8BlockScaling)
-
-
-def refusal(kind: type, error: type[Exception] = InputError, **fields: object) -> str:
-    """The message with which ``kind`` refuses its fields."""
-    with pytest.raises(error) as raised:
-        kind(**fields)
-    return str(raised.value)
 
 
 # --- formats ---
@@ -61,7 +55,7 @@ def test_the_format_of_each_role(kind, fmt, forward, backward):
 @pytest.mark.parametrize("given", ["e3m4", "", 4, None, E4M3])
 def test_an_unknown_format_is_refused(given):
     """When the recipe is made, not at the first cast."""
-    assert refusal(Float8CurrentScaling, fp8_format=given) == (
+    assert message_of(InputError, Float8CurrentScaling, fp8_format=given) == (
         f"fp8_format must be one of ['e4m3', 'e5m2', 'hybrid'], got {given!r}."
     )
 
@@ -114,7 +108,7 @@ def test_one_switch_for_all_tensors():
 @pytest.mark.parametrize("epsilon", [-1.0, float("nan"), float("inf"), 1e39])
 def test_an_epsilon_that_fp32_does_not_hold_is_refused(epsilon):
     """Negative, or not finite once it is FP32, as 1e39 is not."""
-    assert refusal(QParams, amax_epsilon=epsilon) == (
+    assert message_of(InputError, QParams, amax_epsilon=epsilon) == (
         f"amax_epsilon must be finite in FP32 and not negative, got {epsilon}; 0 keeps every amax "
         f"as it is."
     )
@@ -123,18 +117,20 @@ def test_an_epsilon_that_fp32_does_not_hold_is_refused(epsilon):
 @pytest.mark.parametrize("kind", FLOAT8)
 def test_what_float8_does_not_know_is_refused(kind):
     """An option that would do nothing is an error."""
-    assert refusal(kind, fp8_quant_fwd_inp=QParams(stochastic_rounding=True)) == (
+    assert message_of(InputError, kind, fp8_quant_fwd_inp=QParams(stochastic_rounding=True)) == (
         "fp8_quant_fwd_inp takes power_2_scale and amax_epsilon, got stochastic_rounding=True, "
         "which this recipe does not know; leave it out."
     )
-    assert refusal(kind, fp8_quant_bwd_grad={"power_2_scale": True}) == (
+    assert message_of(InputError, kind, fp8_quant_bwd_grad={"power_2_scale": True}) == (
         "fp8_quant_bwd_grad must be a zerocast.recipes.QParams, got {'power_2_scale': True}."
     )
 
 
 def test_what_nvfp4_does_not_know_is_refused():
     """Its scales are no powers of two."""
-    assert refusal(NVFP4BlockScaling, fp4_quant_fwd_weight=QParams(power_2_scale=True)) == (
+    assert message_of(
+        InputError, NVFP4BlockScaling, fp4_quant_fwd_weight=QParams(power_2_scale=True)
+    ) == (
         "fp4_quant_fwd_weight takes stochastic_rounding and fp4_2d_quantization, got "
         "power_2_scale=True, which this recipe does not know; leave it out."
     )
@@ -173,7 +169,7 @@ def test_a_block_of_another_dimension_is_refused(name, dim):
     """One or two."""
     field = f"{name}_block_scaling_dim"
     expected = f"{field} must be 1 (1x128) or 2 (128x128), got {dim!r}."
-    assert refusal(Float8BlockScaling, **{field: dim}) == expected
+    assert message_of(InputError, Float8BlockScaling, **{field: dim}) == expected
 
 
 def test_2d_mxfp8_is_for_weights():
@@ -216,7 +212,7 @@ def test_the_fields_of_delayed_scaling_reach_its_law():
 )  # fmt: skip
 def test_what_delayed_scaling_cannot_mean_is_refused(fields, expected):
     """When the recipe is made."""
-    assert refusal(DelayedScaling, **fields) == expected
+    assert message_of(InputError, DelayedScaling, **fields) == expected
 
 
 # --- NVFP4's options ---
@@ -279,7 +275,7 @@ def test_the_blocks_of_nvfp4_by_role():
 )
 def test_the_random_hadamard_transform_is_refused_by_name(kind, fields, given):
     """It belongs to activations and gradients."""
-    assert refusal(kind, UnsupportedError, **fields) == (
+    assert message_of(UnsupportedError, kind, **fields) == (
         f"the random Hadamard transform is not available, got {given}: it smooths activations and "
         f"gradients of NVFP4 training and is never applied to weights, which zerocast is about; "
         f"leave it disabled (disable_rht=True)."
@@ -289,7 +285,7 @@ def test_the_random_hadamard_transform_is_refused_by_name(kind, fields, given):
 @pytest.mark.parametrize("scope", ["activations", "all"])
 def test_four_over_six_of_activations_is_refused(scope):
     """It would take a second pass over every activation."""
-    assert refusal(NVFP4BlockScaling, UnsupportedError, nvfp4_4over6=scope) == (
+    assert message_of(UnsupportedError, NVFP4BlockScaling, nvfp4_4over6=scope) == (
         f"4-over-6 is for weights: it reads the tensor once more, got nvfp4_4over6={scope!r}; "
         f"choose 'weights' or 'none'."
     )
@@ -311,7 +307,7 @@ def test_four_over_six_of_activations_is_refused(scope):
 )  # fmt: skip
 def test_what_nvfp4_cannot_mean_is_refused(fields, expected):
     """When the recipe is made."""
-    assert refusal(NVFP4BlockScaling, **fields) == expected
+    assert message_of(InputError, NVFP4BlockScaling, **fields) == expected
 
 
 # --- what TransformerEngine's users pass ---
@@ -327,7 +323,7 @@ def test_a_field_that_can_mean_one_thing(kind, field):
     reason.
     """
     assert kind(**{field.name: field.default}) == kind()
-    message = refusal(kind, UnsupportedError, **{field.name: "another"})
+    message = message_of(UnsupportedError, kind, **{field.name: "another"})
     assert f"{kind.__name__}({field.name}='another')" in message
     assert field.metadata["reason"] in message
     assert f"leave it {field.default!r}" in message

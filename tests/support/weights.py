@@ -1,41 +1,16 @@
 """Quantized weights to test with."""
 
-import pytest
 import torch
 
-from zerocast.recipes import (
-    DelayedScaling,
-    Float8BlockScaling,
-    Float8CurrentScaling,
-    Float8RowwiseScaling,
-    MXFP8BlockScaling,
-    NVFP4BlockScaling,
-    QParams,
-    Recipe,
-)
+from tests.support.recipes import RECIPES, VARIANTS, each
+from zerocast.recipes import Recipe
 from zerocast.tensors import QuantizedTensor, quantize
 
-NVFP4, FP8 = NVFP4BlockScaling(), Float8CurrentScaling()
+NVFP4, FP8 = RECIPES["nvfp4"], RECIPES["current"]
+EVERY_RECIPE = RECIPES | {"nvfp4-1x16": VARIANTS["nvfp4-1x16"]}
 
-both_recipes = pytest.mark.parametrize(
-    "recipe", [pytest.param(NVFP4, id="nvfp4"), pytest.param(FP8, id="fp8")]
-)
-
-EVERY_RECIPE = {
-    "delayed": DelayedScaling(amax_history_len=4),
-    "current": Float8CurrentScaling(),
-    "rowwise": Float8RowwiseScaling(),
-    "block": Float8BlockScaling(),
-    "mxfp8": MXFP8BlockScaling(),
-    "mxfp8 2d": MXFP8BlockScaling(enable_2d_quantization=True),
-    "nvfp4": NVFP4BlockScaling(),
-    "nvfp4 1d": NVFP4BlockScaling(disable_2d_quantization=True),
-    "4-over-6": NVFP4BlockScaling(nvfp4_4over6="weights"),
-    "stochastic": NVFP4BlockScaling(
-        fp4_quant_fwd_weight=QParams(fp4_2d_quantization=True, stochastic_rounding=True)
-    ),
-}
-every_recipe = pytest.mark.parametrize("recipe", EVERY_RECIPE.values(), ids=list(EVERY_RECIPE))
+both_recipes = each("nvfp4", "current")
+every_recipe = each(*EVERY_RECIPE)
 
 
 def make(recipe: Recipe, rows: int = 17, dtype: torch.dtype = torch.float32) -> QuantizedTensor:

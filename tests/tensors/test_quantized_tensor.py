@@ -115,7 +115,7 @@ def test_a_gradient_of_full_shape_reaches_the_weight(recipe, dtype):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # inductor's, of torch.jit
-@pytest.mark.parametrize("name", ["delayed", "rowwise", "mxfp8 2d", "nvfp4 1d", "stochastic"])
+@pytest.mark.parametrize("name", ["delayed", "rowwise", "mxfp8-2d", "nvfp4-1x16", "nvfp4-drawn"])
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_forward_compiles_whatever_a_weight_holds(name, backend):
     """Also where a recipe remembers something, and after a cast; the output is eager's."""

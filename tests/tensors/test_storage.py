@@ -9,7 +9,7 @@ import torch
 from tests.support.same_bytes import assert_same_storage
 from tests.support.weights import FP8, NVFP4, both_recipes
 from zerocast.errors import StaleCopyError
-from zerocast.recipes import DelayedScaling, Recipe
+from zerocast.recipes import Recipe
 from zerocast.tensors import CastVersion, QuantizedTensor, quantize, rebuild_derived
 
 
@@ -139,19 +139,3 @@ def test_the_high_precision_initial_value_lasts_until_the_next_write():
     other.quantized_storage.high_precision_init_val = x
     other.clear_high_precision_init_val()
     assert not hasattr(other, "get_high_precision_init_val")
-
-
-def test_a_copy_of_exactly_the_present_value_writes_nothing():
-    """Codes, the value that they were made from and what delayed scaling remembers stay, as where
-    DistributedDataParallel gives every weight its own value; of another value nothing is left out.
-    """
-    x = torch.linspace(-3, 3, 16 * 32).view(16, 32)
-    weight = quantize(x, DelayedScaling(), dtype=torch.bfloat16)
-    weight.quantized_storage.high_precision_init_val = x
-    before = {name: b.clone() for name, b in weight.quantized_storage.buffers.items()}
-    weight.copy_(weight.dequantize())
-    for name, buffer in weight.quantized_storage.buffers.items():
-        assert torch.equal(buffer, before[name]), name
-    assert weight.get_high_precision_init_val() is x
-    weight.copy_(weight.dequantize() + 1)
-    assert not torch.equal(weight.rowwise_data, before["rowwise_data"])
