@@ -20,8 +20,8 @@ from zerocast.comm import (
     run_in_process,
 )
 from zerocast.errors import InputError
-from zerocast.nn import autocast
-from zerocast.nn.model_init import ModelInit, current_model_init
+from zerocast.nn import regions
+from zerocast.nn.autocast import ModelInit, current_model_init
 from zerocast.nn.recipe_state import RecipeState
 from zerocast.recipes import DelayedScaling, Float8CurrentScaling, NVFP4BlockScaling
 
@@ -45,7 +45,7 @@ class Layer:
 
     def forward(self, amax: float) -> None:
         """Quantize, or calibrate, as what is active here says; nothing outside of a region."""
-        region = autocast.current()
+        region = regions.current()
         if region.enabled or region.calibrating:
             region.register(self.forward_state, self.backward_state)
             act = self.input.quantize if region.enabled else self.input.calibrate
@@ -198,40 +198,40 @@ def test_each_group_reduces_its_own_layers(ranks):
 
 def test_the_innermost_region_counts():
     """Its recipe, its enabled; what was active before is active again afterwards."""
-    assert (autocast.current().enabled, autocast.current().calibrating) == (False, False)
+    assert (regions.current().enabled, regions.current().calibrating) == (False, False)
     other = Float8CurrentScaling()
     with zerocast.autocast(recipe=DELAYED) as active:
-        assert autocast.current() is active
+        assert regions.current() is active
         assert (active.enabled, active.recipe, active.group) == (True, DELAYED, SingleRank())
         with zerocast.autocast(recipe=other):
-            assert autocast.current().recipe is other
+            assert regions.current().recipe is other
             with zerocast.autocast(enabled=False):
-                assert not autocast.current().enabled
-            assert autocast.current().enabled
-        assert autocast.current() is active
-    assert not autocast.current().enabled
+                assert not regions.current().enabled
+            assert regions.current().enabled
+        assert regions.current() is active
+    assert not regions.current().enabled
 
 
 def test_a_region_may_be_kept_entered_again_and_decorate():
     """One object, entered twice in a row, inside itself, in two threads, around a function."""
     region = zerocast.autocast(recipe=DELAYED)
     with region, region:
-        assert autocast.current().recipe is DELAYED
-    assert not autocast.current().enabled
+        assert regions.current().recipe is DELAYED
+    assert not regions.current().enabled
 
     @region
     def enabled():
-        return autocast.current().enabled
+        return regions.current().enabled
 
     with region:
         seen: list[bool] = []
         thread = threading.Thread(
-            target=lambda: seen.extend((autocast.current().enabled, enabled()))
+            target=lambda: seen.extend((regions.current().enabled, enabled()))
         )
         thread.start()
         thread.join()
     assert seen == [False, True]
-    assert (enabled(), autocast.current().enabled) == (True, False)
+    assert (enabled(), regions.current().enabled) == (True, False)
 
 
 def test_an_exception_leaves_the_region_and_reduces_nothing():
@@ -255,7 +255,7 @@ def test_an_exception_leaves_the_region_and_reduces_nothing():
 
     with pytest.raises(KeyError, match="inner"):
         fails()
-    assert not autocast.current().enabled
+    assert not regions.current().enabled
     assert recording.total().calls == 0
     assert layer.seen == ([1.0], [])
     with region():
@@ -314,11 +314,11 @@ def test_threads_have_regions_and_amaxes_of_their_own():
             with zerocast.autocast(recipe=recipe):
                 layer.forward(1.0 + i + step)
                 together.wait()
-                if autocast.current().recipe is not recipe:
-                    wrong.append(autocast.current())
+                if regions.current().recipe is not recipe:
+                    wrong.append(regions.current())
             if layer.seen[0][0] != 1.0 + i + step:
                 wrong.append(layer.seen)
-            if autocast.current().enabled:
+            if regions.current().enabled:
                 wrong.append("left")
 
     threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
@@ -359,7 +359,7 @@ def test_ranks_inside_a_region_of_their_parent_reduce_on_their_own():
     """Threads that inherit a region see what is active in it; their own regions are outermost."""
 
     def rank(comm):
-        assert autocast.current().recipe is DELAYED
+        assert regions.current().recipe is DELAYED
         layer = Layer()
         with zerocast.autocast(recipe=DELAYED, amax_reduction_group=comm):
             layer.forward(1.0 + comm.rank)
@@ -376,7 +376,7 @@ def test_wrong_arguments_are_refused():
             make(recipe="fp8").__enter__()  # type: ignore[arg-type]
     with pytest.raises(InputError, match="a group must be"):
         zerocast.autocast(amax_reduction_group="all").__enter__()  # type: ignore[arg-type]
-    assert not autocast.current().enabled
+    assert not regions.current().enabled
 
 
 # --- calibrating, and not training ---
@@ -460,7 +460,7 @@ def test_a_checkpointed_forward_repeats_its_codes(depth):
         layer, shown = Layer(), []
 
         def block(x):
-            autocast.current().register(layer.forward_state, layer.backward_state)
+            regions.current().register(layer.forward_state, layer.backward_state)
             return _Codes.apply(_Codes.apply(x, layer, shown) * 2, layer, shown)
 
         def nested(x, depth):
@@ -486,7 +486,7 @@ def test_a_checkpointed_forward_repeats_its_codes(depth):
         assert_same_bytes(again, once, "codes and scale_inv")
     assert layer.seen == plain.seen
     assert not layer.forward_state.amaxes.any()
-    assert not autocast.current().enabled
+    assert not regions.current().enabled
 
 
 def test_a_checkpointed_draw_is_the_same_draw():

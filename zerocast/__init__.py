@@ -44,18 +44,16 @@ from zerocast.errors import (
 )
 from zerocast.nn.autocast import (
     autocast,
-    checkpoint_contexts,
     fp8_autocast,
-    reduce_amaxes,
-)
-from zerocast.nn.model_init import (
     fp8_model_init,
     get_default_recipe,
     model_init,
     quantized_model_init,
+    reduce_amaxes,
 )
 from zerocast.nn.quantizer import Quantizer
 from zerocast.nn.recipe_state import RecipeState
+from zerocast.nn.recompute import checkpoint_contexts
 from zerocast.recipes import (
     DelayedScaling,
     Float8BlockScaling,

@@ -14,7 +14,8 @@ from tests.support.models import every_layer, recipe_state
 from tests.support.same_bytes import assert_same_bytes
 from zerocast import nn
 from zerocast.errors import UnsupportedError
-from zerocast.nn.autocast import autocast, checkpoint_contexts
+from zerocast.nn.autocast import autocast
+from zerocast.nn.recompute import checkpoint_contexts
 from zerocast.recipes import NVFP4BlockScaling, QParams
 
 

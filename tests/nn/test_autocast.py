@@ -20,8 +20,7 @@ from tests.support.layers import (
 from tests.support.same_bytes import assert_same_bytes
 from zerocast import nn
 from zerocast.errors import ChangedWeightError, InputError
-from zerocast.nn.autocast import autocast
-from zerocast.nn.model_init import model_init
+from zerocast.nn.autocast import autocast, model_init
 from zerocast.recipes import (
     DelayedScaling,
     Float8CurrentScaling,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import zerocast
-import zerocast.nn.autocast
+import zerocast.nn.regions
 from tests.support.claims import assert_same_tensors
 from tests.support.layers import RECIPES, step
 from tests.support.models import InRegion
@@ -200,7 +200,7 @@ def test_a_graph_that_breaks_inside_of_a_region():
     expected = results(model, broken)
     assert_same_tensors(results(model, torch.compile(broken, backend="aot_eager")), expected)
     assert_same_tensors(results(model, torch.compile(by_hand, backend="aot_eager")), expected)
-    assert not zerocast.nn.autocast.current().enabled
+    assert not zerocast.nn.regions.current().enabled
 
 
 def test_a_compiled_function_takes_weights_of_several_shapes():

@@ -15,7 +15,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import zerocast
-import zerocast.nn.traced_regions
+import zerocast.nn.regions
 from tests.support.claims import assert_same_tensors
 from tests.support.layers import RECIPES
 from tests.support.models import every_layer, recipe_state
@@ -241,7 +241,7 @@ def test_a_region_that_the_function_cannot_see():
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 def test_earlier_releases_of_torch_break_the_graph(monkeypatch):
     """With the same bytes."""
-    monkeypatch.setattr(zerocast.nn.traced_regions, "GRAPHS_REMEMBER", False)
+    monkeypatch.setattr(zerocast.nn.regions, "GRAPHS_REMEMBER", False)
     model = every_layer()
     twin = copy.deepcopy(model)
     compiled = torch.compile(twin, backend="aot_eager")

@@ -7,11 +7,11 @@ Blackwell; where the device lacks a kind, the test is skipped with the reason th
 import pytest
 import torch
 
-from tests.nn.test_library_gemm import KINDS, every_kind, every_product, operands, sides
+from tests.nn.test_scaled_mm import KINDS, every_kind, every_product, operands, sides
 from tests.support.layers import RECIPES, assert_close, every_recipe
 from zerocast import nn
 from zerocast.nn.autocast import autocast
-from zerocast.nn.gemm import Product, engine, gemm
+from zerocast.nn.scaled_mm import Product, engine, gemm
 from zerocast.tensors import dequantize
 
 pytestmark = [

@@ -336,7 +336,7 @@ def test_a_users_function_sees_only_whole_histories():
     (quantizer,) = state.make_quantizers()
     quantizer.quantize(torch.full((2, 2), 4.0))
     assert seen == []
-    reduction = zerocast.nn.amax_reduction.AmaxReduction(zerocast.as_communicator(None))
+    reduction = zerocast.nn.recipe_state.AmaxReduction(zerocast.as_communicator(None))
     state.join(reduction)
     reduction.run()
     assert seen == [[4.0, 0.0, 0.0]]

@@ -16,8 +16,7 @@ from tests.support.same_bytes import assert_same_bytes
 from zerocast.comm import RecordingCommunicator, SingleRank, run_in_process
 from zerocast.errors import InputError, MissingDataError
 from zerocast.formats import E4M3, E5M2
-from zerocast.nn.amax_reduction import AmaxReduction
-from zerocast.nn.recipe_state import RecipeState
+from zerocast.nn.recipe_state import AmaxReduction, RecipeState
 from zerocast.recipes import DelayedScaling, Float8CurrentScaling, NVFP4BlockScaling
 
 pytestmark = pytest.mark.usefixtures("backend")

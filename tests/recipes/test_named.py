@@ -35,7 +35,7 @@ def test_an_unknown_name_is_answered_with_the_known_ones(given):
 def autocast_recipe(region) -> zerocast.Recipe | None:
     """The recipe that is active in ``region``."""
     with region:
-        return zerocast.nn.autocast.current().recipe
+        return zerocast.nn.regions.current().recipe
 
 
 def made_by(region) -> zerocast.Recipe:

@@ -11,8 +11,8 @@ import torch
 
 import zerocast
 from tests.support import recipes
-from zerocast.nn import products
-from zerocast.nn.gemm import Product, gemm
+from zerocast.nn import linear_functions
+from zerocast.nn.scaled_mm import Product, gemm
 from zerocast.recipes import NVFP4BlockScaling, Recipe
 from zerocast.tensors import QuantizedStorage, dequantize
 
@@ -114,7 +114,7 @@ def recorded_products(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Made]]:
         return result
 
     with monkeypatch.context() as patch:
-        patch.setattr(products, "gemm", record)
+        patch.setattr(linear_functions, "gemm", record)
         yield made
 
 

@@ -15,8 +15,11 @@ from tests.support.ranks import run_ranks
 from tests.support.recipes import RECIPES
 from tests.support.same_bytes import assert_same_bytes
 from tests.tensor_parallel.parallel import Gathers, K, batch, mesh_of, whole
-from zerocast.nn.gathered_input import gather_input
-from zerocast.nn.tensor_parallel import Float8ColwiseParallel, PrepareFloat8ModuleInput
+from zerocast.nn.tensor_parallel import (
+    Float8ColwiseParallel,
+    PrepareFloat8ModuleInput,
+    gather_input,
+)
 
 on_ranks = pytest.mark.mpi(min_size=4)
 CURRENT, DELAYED = RECIPES["current"], RECIPES["delayed"]

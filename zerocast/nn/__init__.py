@@ -7,14 +7,20 @@ checkpoint, statistics              recomputed activations; what quantization lo
 swizzle, unswizzle                  scales in the order that block-scaled GEMMs read
 """
 
-from zerocast.nn.activation_checkpoint import checkpoint
 from zerocast.nn.convert import ConversionReport, convert
-from zerocast.nn.coverage import Coverage, ParameterCoverage, coverage
-from zerocast.nn.explanation import Explanation, ProductExplanation, explain
 from zerocast.nn.layernorm_linear import LayerNormLinear
 from zerocast.nn.layernorm_mlp import LayerNormMLP
 from zerocast.nn.linear import Linear
-from zerocast.nn.normalization import LayerNorm, RMSNorm
+from zerocast.nn.norm import LayerNorm, RMSNorm
+from zerocast.nn.recompute import checkpoint
+from zerocast.nn.reports import (
+    Coverage,
+    Explanation,
+    ParameterCoverage,
+    ProductExplanation,
+    coverage,
+    explain,
+)
 from zerocast.nn.statistics import Counts, Statistics, statistics
 from zerocast.nn.swizzle import swizzle, unswizzle
 

@@ -31,9 +31,9 @@ import torch
 from zerocast.arguments import check_flag, check_number, check_tensor, shown
 from zerocast.backends import backend_for
 from zerocast.errors import InputError
-from zerocast.nn.gemm import Product
-from zerocast.nn.gemm import gemm as quantized_gemm
 from zerocast.nn.quantizer import Quantizer
+from zerocast.nn.scaled_mm import Product
+from zerocast.nn.scaled_mm import gemm as quantized_gemm
 from zerocast.numerics import Activation, ActivationTarget, PlaneBuffers, can_activate
 from zerocast.recipes import NOMINAL_DTYPES
 from zerocast.tensors import QuantizedStorage, QuantizedTensor

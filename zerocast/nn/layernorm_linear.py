@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 
 from zerocast.arguments import check_flag, check_number, check_text
-from zerocast.nn.initialization import linear_parameters, quantized_if_asked, reset_linear
-from zerocast.nn.normalization import check_normalization
-from zerocast.nn.normalized_module import NormalizedModule
+from zerocast.nn.linear import linear_parameters, quantized_if_asked, reset_linear
+from zerocast.nn.norm import NormalizedModule, check_normalization
 from zerocast.nn.traced_layer import eager_in_regions
 from zerocast.recipes import Recipe
 

@@ -5,20 +5,61 @@ What the activation makes is quantized as what the norm makes is: where it is ma
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Literal, cast, get_args
 
 import torch
 
 from zerocast.arguments import check_flag, check_number, check_shape, check_text
-from zerocast.nn.activation import Activation, activate, check_activation, widths
-from zerocast.nn.initialization import linear_parameters, quantized_if_asked, reset_linear
-from zerocast.nn.normalization import check_normalization
-from zerocast.nn.normalized_module import NormalizedModule
+from zerocast.errors import InputError
+from zerocast.nn.linear import linear_parameters, quantized_if_asked, reset_linear
+from zerocast.nn.norm import NormalizedModule, check_normalization
 from zerocast.nn.quantized_functions import QuantizedActivation
 from zerocast.nn.traced_layer import eager_in_regions
 from zerocast.nn.traced_product import source_to_text
 from zerocast.numerics import Activation as Operation
 from zerocast.recipes import Recipe
+
+Activation = Literal["gelu", "gelu_tanh", "relu", "silu", "swiglu"]
+"""Of an MLP:
+
+    gelu        x * Phi(x), exactly, as torch's (TransformerEngine's is the next one)
+    gelu_tanh   its approximation by tanh
+    relu        max(x, 0)
+    silu        x / (1 + exp(-x))
+    swiglu      silu(x[..., :F]) * x[..., F:], of an input that is twice as wide
+"""
+
+
+def check_activation(activation: str) -> Activation:
+    """``activation`` where it is one.
+
+    Raises:
+        InputError: for another name.
+    """
+    if activation not in get_args(Activation):
+        raise InputError(
+            f"activation must be one of {list(get_args(Activation))}, got {activation!r}."
+        )
+    return cast("Activation", activation)
+
+
+def widths(activation: Activation) -> int:
+    """How many elements go into one that comes out."""
+    return 2 if activation == "swiglu" else 1
+
+
+def activate(activation: Activation, input: torch.Tensor) -> torch.Tensor:
+    """[..., F], or [..., 2F] for "swiglu" -> [..., F], in the input's dtype."""
+    if activation == "swiglu":
+        gated, gate = input.chunk(2, dim=-1)
+        return torch.nn.functional.silu(gated) * gate
+    if activation == "relu":
+        return torch.nn.functional.relu(input)
+    if activation == "silu":
+        return torch.nn.functional.silu(input)
+    return torch.nn.functional.gelu(
+        input, approximate="tanh" if activation == "gelu_tanh" else "none"
+    )
 
 
 class LayerNormMLP(NormalizedModule):
@@ -35,7 +76,7 @@ class LayerNormMLP(NormalizedModule):
         bias: whether both linear layers add a bias.
         normalization: ``"LayerNorm"`` or ``"RMSNorm"``.
         activation: ``"gelu"``, ``"gelu_tanh"``, ``"relu"``, ``"silu"`` or ``"swiglu"``, as
-            :data:`zerocast.nn.activation.Activation` defines them.
+            :data:`zerocast.nn.layernorm_mlp.Activation` defines them.
         return_layernorm_output: whether the forward returns what the norm made, too.
         zero_centered_gamma: multiply by ``1 + layer_norm_weight``, which starts at 0.
         params_dtype: of the parameters: FP32, BF16 or FP16.

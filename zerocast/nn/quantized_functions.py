@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from zerocast.nn import functional
-from zerocast.nn.derivatives import first_derivatives_only
-from zerocast.nn.products import Watch
+from zerocast.nn.linear_functions import Watch, first_derivatives_only
 from zerocast.nn.quantizer import Quantizer
 from zerocast.numerics import Activation
 

@@ -6,7 +6,7 @@ remember there (:mod:`zerocast.nn.stateful_module`).
 
 Which of three ways a product goes:
 
-    autocast             both operands quantized (:class:`zerocast.nn.products.QuantizedLinear`)
+    autocast             both operands quantized (:class:`QuantizedLinear`)
     a quantized weight   decoded, times the input as it is (:class:`WeightOnlyLinear`)
     neither              ``torch.nn.functional.linear``
 
@@ -27,17 +27,21 @@ from typing import NamedTuple
 import torch
 
 from zerocast.errors import InputError
-from zerocast.nn import autocast
-from zerocast.nn.autocast import Autocast
-from zerocast.nn.derivatives import is_transformed, refuse_transforms
-from zerocast.nn.products import GemmQuantizers, QuantizedLinear, Watch
+from zerocast.nn import regions
+from zerocast.nn.linear_functions import (
+    GemmQuantizers,
+    QuantizedLinear,
+    Watch,
+    WeightOnlyLinear,
+    is_transformed,
+    refuse_transforms,
+)
 from zerocast.nn.quantizer import Quantizer
+from zerocast.nn.regions import HIGH_PRECISION, NO_REGION, Autocast, traced_recipe
 from zerocast.nn.stateful_module import StatefulModule
 from zerocast.nn.statistics import observer
 from zerocast.nn.traced_memory import register, remembers, traced_product_that_remembers
 from zerocast.nn.traced_product import traced_product
-from zerocast.nn.traced_regions import HIGH_PRECISION, NO_REGION, traced_recipe
-from zerocast.nn.weight_only import WeightOnlyLinear
 from zerocast.recipes import Recipe
 from zerocast.sharded.placement import all_tp_shards, check_tp_boundaries, is_sharded
 from zerocast.tensors import QuantizedTensor, TensorParallelShard, rebuild_derived
@@ -92,7 +96,7 @@ class QuantizedModule(StatefulModule):
         leading = tuple(input.shape[:-1] if leading is None else leading)
         if torch.compiler.is_compiling() and not fp8_output:
             return self._traced(gemm, input, weight, bias)[0]
-        region = autocast.current()
+        region = regions.current()
         # Where the weight is cut, a rank may have no columns of rows that there are.
         if region.enabled and (input.numel() or (tp_shard and math.prod(leading))):
             return self._quantized_linear(
@@ -201,7 +205,7 @@ class QuantizedModule(StatefulModule):
         """How the input of product ``gemm`` is quantized where it is made from ``source``; None
         where it is not.
         """
-        region = autocast.current()
+        region = regions.current()
         if not region.enabled or not source.numel():
             return None
         quantizers = self._registered(region, source.device)[gemm]

@@ -2,7 +2,7 @@
 
 The operations (:mod:`zerocast.nn.traced_product`, :mod:`zerocast.nn.traced_memory`) are given
 tensors and texts. What is here makes of them the arguments of
-:class:`zerocast.nn.products.QuantizedLinear` and of the functions before it
+:class:`zerocast.nn.linear_functions.QuantizedLinear` and of the functions before it
 (:mod:`zerocast.nn.quantized_functions`), and an object in the place of autograd's context. The
 ``fake_`` functions say shapes and dtypes of the results.
 """
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from zerocast.nn.products import GemmQuantizers, QuantizedLinear, Saved, Watch
+from zerocast.nn.linear_functions import GemmQuantizers, QuantizedLinear, Saved, Watch
 from zerocast.nn.quantized_functions import QuantizedActivation, QuantizedNorm
 from zerocast.nn.quantizer import Quantizer
 from zerocast.nn.recipe_state import ROLES

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 
 from zerocast.errors import UnsupportedError
-from zerocast.nn.recomputation import as_in_first_run
+from zerocast.nn.recompute import as_in_first_run
+from zerocast.nn.regions import HIGH_PRECISION, NO_REGION, UNTRACEABLE
 from zerocast.nn.traced_memory import remembers
-from zerocast.nn.traced_regions import HIGH_PRECISION, NO_REGION, UNTRACEABLE
 from zerocast.tensors import QuantizedTensor
 
 if TYPE_CHECKING:

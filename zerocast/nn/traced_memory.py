@@ -20,7 +20,7 @@ of its own for the forward, for a graph with checkpoints saves it. (``torch.libr
 for the purpose; torch 2.13 reorders them in a backward, and cannot compile them in a checkpoint.)
 
 Repeated are operations inside of a checkpoint, in the backward. Each has the number of its place in
-the graph, *site*, by which :mod:`zerocast.nn.recomputation` finds what its first run started from.
+the graph, *site*, by which :mod:`zerocast.nn.recompute` finds what its first run started from.
 """
 
 from __future__ import annotations
@@ -35,10 +35,11 @@ from typing import Any
 import torch
 
 from zerocast.errors import UnsupportedError
-from zerocast.nn import autocast
-from zerocast.nn.products import GemmQuantizers, Watch
+from zerocast.nn import regions
+from zerocast.nn.linear_functions import GemmQuantizers, Watch
 from zerocast.nn.quantizer import Quantizer
-from zerocast.nn.recomputation import as_in_first_run, keep_region
+from zerocast.nn.recompute import as_in_first_run, keep_region
+from zerocast.nn.regions import shown_recipe
 from zerocast.nn.statistics import observer
 from zerocast.nn.traced_functions import (
     fake_backward,
@@ -48,7 +49,6 @@ from zerocast.nn.traced_functions import (
     run_forward,
 )
 from zerocast.nn.traced_product import BACKWARD, FORWARD, kept_weight, needed
-from zerocast.nn.traced_regions import shown_recipe
 from zerocast.recipes import recipe_from_text
 from zerocast.tensors import QuantizedTensor
 
@@ -336,7 +336,7 @@ def _running(handle: torch.Tensor) -> Any:
 
 def _registered(layer: Any, recipe: str, device: torch.device, grads: bool) -> list[GemmQuantizers]:
     """The layer's quantizers in the region that is open around the compiled function."""
-    region = autocast.entered()
+    region = regions.entered()
     if not region.enabled or region.recipe is None or shown_recipe(region.recipe) != recipe:
         raise UnsupportedError(
             f"{layer.name or type(layer).__name__} was compiled for zerocast.autocast with "

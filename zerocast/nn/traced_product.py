@@ -3,10 +3,10 @@
 Inside a compiled function a product is ``zerocast::quantized_linear``, whose backward is
 ``zerocast::quantized_linear_backward``; of a fused layer they hold the norm or the activation
 before it, too. Both run the functions of an uncompiled layer
-(:class:`zerocast.nn.products.QuantizedLinear` and :mod:`zerocast.nn.quantized_functions`) on the
-tensors that they are given, so their results are the same, bit for bit. What the tensors mean
-crosses the border as text, and all of it: a compiled graph may be loaded from a cache by a process
-that never traced it.
+(:class:`zerocast.nn.linear_functions.QuantizedLinear` and :mod:`zerocast.nn.quantized_functions`)
+on the tensors that they are given, so their results are the same, bit for bit. What the tensors
+mean crosses the border as text, and all of it: a compiled graph may be loaded from a cache by a
+process that never traced it.
 
 These operations are for recipes that remember nothing between casts. The others are served by
 :mod:`zerocast.nn.traced_memory`, which runs the same functions with the layer's own quantizers.
@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from zerocast.nn.recomputation import keep_region
+from zerocast.nn.recompute import keep_region
 from zerocast.nn.traced_functions import (
     Made,
     fake_backward,

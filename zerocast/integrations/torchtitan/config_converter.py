@@ -48,7 +48,7 @@ from zerocast.integrations.torchtitan.layers import (
 )
 from zerocast.integrations.torchtitan.options import check_combination, recipe_named
 from zerocast.nn import ConversionReport
-from zerocast.nn.layer_filter import read_filter, why_small
+from zerocast.nn.convert import read_filter, why_small
 from zerocast.nn.masters import master_parameter
 
 

@@ -13,7 +13,7 @@ from zerocast.comm import SingleRank
 from zerocast.errors import InputError
 from zerocast.nn import Linear
 from zerocast.nn.autocast import autocast, text_of
-from zerocast.nn.traced_regions import UNTRACEABLE
+from zerocast.nn.regions import UNTRACEABLE
 from zerocast.recipes import Recipe
 from zerocast.sharded import precompute_scales_for_fsdp
 

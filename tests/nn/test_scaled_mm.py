@@ -9,10 +9,20 @@ import pytest
 import torch
 
 from tests.support.layers import RECIPES, assert_close, to_nearest
-from zerocast.nn import library_gemm, unswizzle
-from zerocast.nn.gemm import Product, engine, gemm
-from zerocast.nn.library_gemm import BLOCKWISE, MXFP8, NVFP4, ROWWISE, TENSORWISE, Arguments, Kind
-from zerocast.nn.library_gemm import Side as Operand
+from zerocast.nn import scaled_mm, unswizzle
+from zerocast.nn.scaled_mm import (
+    BLOCKWISE,
+    MXFP8,
+    NVFP4,
+    ROWWISE,
+    TENSORWISE,
+    Arguments,
+    Kind,
+    Product,
+    engine,
+    gemm,
+)
+from zerocast.nn.scaled_mm import Side as Operand
 from zerocast.recipes import Recipe
 from zerocast.tensors import QuantizedTensor, dequantize, quantize
 
@@ -68,7 +78,7 @@ def sides(product: Product, tensors: list[QuantizedTensor]) -> list[Operand]:
 @every_product
 def test_every_recipe_has_its_kind_of_gemm(name, product):
     """All three products of each."""
-    assert library_gemm.kind_of(*sides(product, operands(name, product))) is KINDS[name]
+    assert scaled_mm.kind_of(*sides(product, operands(name, product))) is KINDS[name]
 
 
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
@@ -125,7 +135,7 @@ def test_arguments_mean_what_the_operands_mean(name, product):
     """Read by the library's documented layout they decode to the dequantized operand."""
     tensors = operands(name, product)
     for tensor, side in zip(tensors, sides(product, tensors), strict=True):
-        given = library_gemm.arguments(KINDS[name], side, tensor.quantized_storage)
+        given = scaled_mm.arguments(KINDS[name], side, tensor.quantized_storage)
         expected = dequantize(tensor.quantized_storage, columnwise=side.columnwise)
         expected = expected.t() if side.columnwise else expected
         actual = decode(given, side.rows, side.contraction)
@@ -140,11 +150,11 @@ def test_the_real_call_gives_the_product_of_the_dequantized_operands(name, produ
     kind = KINDS[name]
     tensors = operands(name, product)
     given = [
-        library_gemm.arguments(kind, side, tensor.quantized_storage)
+        scaled_mm.arguments(kind, side, tensor.quantized_storage)
         for side, tensor in zip(sides(product, tensors), tensors, strict=True)
     ]
     bias = torch.randn(M, dtype=dtype) if product is Product.OUTPUT else None
-    out = library_gemm.multiply(kind, *given, dtype, bias, fast_accumulation=False)
+    out = scaled_mm.multiply(kind, *given, dtype, bias, fast_accumulation=False)
     expected = gemm(product, *(t.quantized_storage for t in tensors), torch.float32, None).double()
     expected = expected if bias is None else expected + bias.double()
     assert out.dtype == dtype

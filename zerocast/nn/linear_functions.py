@@ -15,18 +15,63 @@ that is quantized itself is kept by reference, and a write since then is an erro
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
-from zerocast.errors import ChangedWeightError
-from zerocast.nn.derivatives import first_derivatives_only
-from zerocast.nn.gemm import Product, gemm
+from zerocast.errors import ChangedWeightError, UnsupportedError
 from zerocast.nn.quantizer import Quantizer
+from zerocast.nn.scaled_mm import Product, gemm
 from zerocast.recipes import Recipe, Role
-from zerocast.tensors import QuantizedStorage, QuantizedTensor
+from zerocast.tensors import QuantizedStorage, QuantizedTensor, dequantize
+
+Backward = Callable[..., Any]
+
+
+def is_transformed() -> bool:
+    """Whether a transform of torch.func, or forward-mode differentiation, is under way."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+def refuse_transforms(name: str) -> None:
+    """Raise :class:`UnsupportedError` under such a transform, for a layer of this ``name``."""
+    if is_transformed():
+        raise UnsupportedError(
+            f"{name} quantizes its operands under zerocast.autocast, where it has the gradient of "
+            f"a backward and nothing else, and torch.func or forward-mode differentiation asks for "
+            f"more; leave the region, or use zerocast.autocast(enabled=False), where a weight is "
+            f"decoded and has all derivatives."
+        )
+
+
+def first_derivatives_only(backward: Backward) -> Backward:
+    """Let a ``backward`` of an autograd.Function refuse to be differentiated itself."""
+
+    @functools.wraps(backward)
+    def run(ctx: Any, *grads: Any) -> Any:
+        if torch.is_grad_enabled() or any(map(_is_batched, grads)):
+            raise UnsupportedError(
+                "the backward of a layer under zerocast.autocast quantizes gradients and has no "
+                "derivative, so create_graph=True, is_grads_batched=True and what uses them "
+                "(Hessians, penalties on gradients) need the layer's forward outside of the "
+                "region, or under zerocast.autocast(enabled=False)."
+            )
+        return backward(ctx, *grads)
+
+    return run
+
+
+def _is_batched(grad: torch.Tensor | None) -> bool:
+    """Whether many gradients go through one backward, by either of torch's ways."""
+    functorch = torch._C._functorch
+    return grad is not None and (
+        functorch.is_functorch_wrapped_tensor(grad) or functorch.is_legacy_batchedtensor(grad)
+    )
+
 
 Watch = Callable[[Role, torch.Tensor, QuantizedStorage], None]
 """``watch(role, tensor, quantized)`` is shown each tensor that a layer quantizes."""
@@ -175,3 +220,66 @@ class Saved:
             else QuantizedStorage(*meaning[:3], {name: next(left) for name in meaning[3]})
             for meaning in self._meanings
         ]
+
+
+class _Decoded(torch.autograd.Function):
+    """``_Decoded.apply(weight, storage, dtype)``: the value of ``storage``, with its gradient
+    passed on to ``weight`` (straight-through).
+    """
+
+    generate_vmap_rule = True  # for is_grads_batched=True, which runs backwards under torch.vmap
+
+    @staticmethod
+    def forward(
+        weight: QuantizedTensor, storage: QuantizedStorage, dtype: torch.dtype
+    ) -> torch.Tensor:
+        return dequantize(storage).to(dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        ctx.dtype = inputs[0].dtype
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return grad.to(ctx.dtype), None, None
+
+
+class WeightOnlyLinear(torch.autograd.Function):
+    """``WeightOnlyLinear.apply(input, weight, bias, dtype)``: [..., K] -> [..., M].
+
+    Between forward and backward lives a reference to the codes, and the input where the weight's
+    gradient is asked for.
+
+    Raises:
+        ChangedWeightError: by the backward, where the weight was written since the forward.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: torch.Tensor,  # [..., K]
+        weight: QuantizedTensor,  # [M, K]
+        bias: torch.Tensor | None,  # [M]
+        dtype: torch.dtype,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(input if ctx.needs_input_grad[1] else None)
+        # Not save_for_backward: hooks on saved tensors would pack the weight by its value.
+        ctx.weight, ctx.storage, ctx.dtype = weight, weight.quantized_storage, dtype
+        ctx.version = ctx.storage.version
+        return torch.nn.functional.linear(input, weight.dequantize(dtype), bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (input,) = ctx.saved_tensors
+        needs_input, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        grad_input = grad_weight = grad_bias = None
+        grad_rows = grad.reshape(-1, grad.shape[-1])  # [N, M]
+        if needs_input:
+            storage = unchanged(ctx.storage, ctx.version)
+            grad_input = grad @ _Decoded.apply(ctx.weight, storage, ctx.dtype)
+        if needs_weight:
+            input_rows = input.reshape(-1, input.shape[-1])  # [N, K]
+            grad_weight = (grad_rows.t() @ input_rows).to(ctx.storage.dtype)
+        if needs_bias:
+            grad_bias = grad_rows.sum(0)
+        return grad_input, grad_weight, grad_bias, None

@@ -25,7 +25,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import (
+    AbstractContextManager,
+    ExitStack,
+    contextmanager,
+    nullcontext,
+)
 from dataclasses import replace
 from functools import cache
 from inspect import unwrap
@@ -35,9 +40,10 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 
 from zerocast.errors import UnsupportedError
-from zerocast.nn import autocast, traced_regions
-from zerocast.nn.autocast import Autocast
-from zerocast.nn.recompute_state import RecomputeState, current_recompute_state, recording
+from zerocast.nn import regions
+from zerocast.nn.autocast import autocast
+from zerocast.nn.quantizer import RecomputeState, current_recompute_state, recording, replaying
+from zerocast.nn.regions import Autocast
 from zerocast.recipes import Recipe
 
 Run = Literal["first", "again"]
@@ -99,14 +105,14 @@ def as_in_first_run(layer: QuantizedLayer, site: int | None = None) -> AbstractC
         UnsupportedError: in a recomputation by another function than torch's, where the codes of
             the first run cannot be made again.
     """
-    if not traced_regions.were_entered:
+    if not regions.were_entered:
         return nullcontext()
     return _as_in_first_run(layer, site)
 
 
 @contextmanager
 def _as_in_first_run(layer: QuantizedLayer, site: int | None) -> Iterator[None]:
-    present = autocast.current() if site is None else autocast.entered()
+    present = regions.current() if site is None else regions.entered()
     region, in_backward = present, torch._C._current_graph_task_id() != -1
     checkpoints = _checkpoints(site)
     with ExitStack() as stack:
@@ -136,7 +142,7 @@ def _as_in_first_run(layer: QuantizedLayer, site: int | None) -> Iterator[None]:
             if region.enabled and name == _NOTES and bool(getattr(owner, "next_functions", None)):
                 active = replace(region, calibrating=True)
         if active is not present:
-            stack.enter_context(autocast.resumed(active))
+            stack.enter_context(regions.resumed(active))
         yield
 
 
@@ -161,7 +167,7 @@ class _UnderRegion(NamedTuple):
     region: Autocast
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        with autocast.resumed(self.region):
+        with regions.resumed(self.region):
             return self.function(*args, **options)
 
 
@@ -169,7 +175,7 @@ def keep_region() -> None:
     """Called by an operation of a compiled graph: let torch's checkpoints around that function
     compute it again under the region that is active now, for it is compiled for this one.
     """
-    region = autocast.entered()
+    region = regions.entered()
     if not region.enabled:
         return
     for run, owner, _ in _checkpoints(None):
@@ -191,7 +197,7 @@ def _refuse_other_codes(layer: QuantizedLayer, region: Autocast) -> None:
         f"{type(recipe).__name__}, and runs again inside a backward"
         f"{'' if region.enabled else ', outside of that region'}: a recomputation that is not "
         f"torch.utils.checkpoint's, which would make other codes than the forward did. Use "
-        f"zerocast.nn.activation_checkpoint or torch.utils.checkpoint.checkpoint, or pass "
+        f"zerocast.nn.checkpoint or torch.utils.checkpoint.checkpoint, or pass "
         f"context_fn=zerocast.checkpoint_contexts to what takes that argument."
     )
 
@@ -263,3 +269,70 @@ def _calls() -> dict[int, tuple[Run, str]]:
         unpack: ("again", "frame"),
     }
     return {id(code): call for code, call in codes.items()}
+
+
+class _Recomputation(AbstractContextManager[None]):
+    """What was active in a forward, for computing it again; may be entered once a backward."""
+
+    def __init__(self, active: Autocast, recompute_state: RecomputeState) -> None:
+        self._active, self._recompute_state = active, recompute_state
+        self._stack = ExitStack()
+
+    def __enter__(self) -> None:
+        self._stack.enter_context(regions.resumed(self._active))
+        self._stack.enter_context(replaying(self._recompute_state))
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.close()
+
+
+def checkpoint_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """For activation checkpointing: a forward that is computed again gives the same codes.
+
+    zerocast's layers see to that by themselves under ``torch.utils.checkpoint``. Pass this where a
+    function that is checkpointed inside :class:`autocast` uses quantizers of its own, or where
+    something else that takes it computes the function again::
+
+        torch.utils.checkpoint.checkpoint(
+            function, x, use_reentrant=False, context_fn=zerocast.checkpoint_contexts
+        )
+
+    The second run happens in the backward, when the region has usually been left and delayed scales
+    have moved on. It runs under what was active in the first one, from the scales that the first
+    one used, and records no amaxes.
+    """
+    recompute_state = RecomputeState()
+    return recording(recompute_state), _Recomputation(regions.current(), recompute_state)
+
+
+def checkpoint(
+    function: Callable[..., Any], *args: Any, use_reentrant: bool = False, **options: Any
+) -> Any:
+    """``torch.utils.checkpoint.checkpoint`` for functions with zerocast's layers in them.
+
+    Args:
+        function: what to compute, now and again in the backward.
+        args: its arguments.
+        use_reentrant: torch's mode; either gives the gradients of no checkpoint at all, bit for
+            bit.
+        options: torch's further options and, without reentrance, the function's keyword arguments.
+
+    Returns:
+        What ``function`` returns.
+    """
+    first, again = checkpoint_contexts()
+    has_run = False
+    # A reentrant first run has gradients disabled, and is not an evaluation for all that.
+    records = use_reentrant and torch.is_grad_enabled() and regions.current().enabled
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        nonlocal has_run
+        now, has_run = (again if has_run else first), True
+        with ExitStack() as stack:
+            stack.enter_context(now)
+            if now is first and records:
+                active = regions.current()
+                stack.enter_context(autocast(True, True, active.recipe, active.group))
+            return function(*args, **kwargs)
+
+    return torch.utils.checkpoint.checkpoint(run, *args, use_reentrant=use_reentrant, **options)

@@ -1,0 +1,264 @@
+"""The regions that :class:`zerocast.autocast` enters: which one is active where a layer runs.
+
+What is active belongs to the thread (or asyncio task) that entered the region, so ranks that are
+threads have regions of their own. Layers ask :func:`current`.
+
+A compiled function is guarded by what it has read. It can read an attribute of a thread, but
+neither a context variable nor an object that each region makes anew. So every region also shows
+itself to torch.compile, as the text of its recipe (:data:`here`).
+
+Note: when amaxes are reduced
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+Delayed scaling (:class:`zerocast.DelayedScaling`) makes scales from amaxes that all ranks agree on.
+They are reduced on leaving the *outermost* region of a thread, by one all-reduce for all tensors of
+all layers that have run under that group. It carries
+
+* the amaxes of inputs, weights and outputs that the region has seen, the largest one where a layer
+  ran more than once, and
+* the amaxes of gradients that have come in since the last reduction. A backward usually runs after
+  its region was left, so those of one step travel with the next one. That is in time: what they
+  change is the scale of the next backward, which comes after the next region.
+
+Nothing is reduced, and nothing waits for other ranks, where a region is left by an exception: a
+collective then would hang if the others failed elsewhere or not at all. What its forward had
+recorded is dropped. Ranks that did not fail wait in the reduction, as they would in any collective
+that a failing rank does not come to, until the communicator tells them that it is gone. Nor where a
+region is left with gradients disabled and nothing was recorded: an evaluation, on one rank or on
+all, leaves histories and scales alone.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from zerocast.comm import Communicator, SingleRank
+from zerocast.nn.recipe_state import AmaxReduction, RecipeState
+from zerocast.recipes import DelayedScaling, Recipe, recipe_from_text
+
+NO_REGION = ""
+HIGH_PRECISION = "high precision"
+UNTRACEABLE = "untraceable"
+
+GRAPHS_REMEMBER = torch.__version__ >= (2, 13)  # type: ignore[operator]
+"""Whether torch.compile holds operations of recipes that remember something; with earlier releases
+of torch the graph breaks there."""
+
+
+class _Traced:
+    """What a compiled function can be guarded by.
+
+    Attributes:
+        recipe: the text of the recipe by which products are quantized here; or
+            :data:`HIGH_PRECISION` in a region that is not enabled, :data:`NO_REGION` outside of
+            any, :data:`UNTRACEABLE` where a graph could not hold what the region does.
+        entries: for each region that is open, whether a compiled function has entered it, and what
+            ``recipe`` was before.
+    """
+
+    def __init__(self) -> None:
+        self.recipe = NO_REGION
+        self.entries: list[tuple[bool, str]] = []
+
+    def enter(self, recipe: str, *, compiled: bool) -> None:
+        """A region of this recipe is entered."""
+        self.entries.append((compiled, self.recipe))
+        self.recipe = recipe
+
+    def leave(self) -> bool:
+        """The innermost region is left; gives whether a compiled function had entered it."""
+        compiled, self.recipe = self.entries.pop()
+        return compiled
+
+
+class _Here(threading.local):
+    """What a thread keeps from region to region.
+
+    Attributes:
+        traced: what compiled functions see; an object of its own, for they can read attributes of a
+            thread-local object but not write them.
+        reductions: of amaxes, by group.
+    """
+
+    def __init__(self) -> None:
+        self.traced = _Traced()
+        self.reductions: dict[Communicator, AmaxReduction] = {}
+
+
+here = _Here()
+_lock = threading.Lock()
+_open = 0  # regions that are open in any thread
+any_open = False
+"""Whether any thread has a region open. A worker thread or a task may be in a region of another
+one, which :class:`_Traced` does not show."""
+were_entered = False
+"""Whether any region has been entered in this process."""
+
+
+def traced_recipe() -> str:
+    """For a function that is being compiled: what counts here, as ``_Traced.recipe``."""
+    if any_open and here.traced.recipe == NO_REGION:
+        return UNTRACEABLE
+    return here.traced.recipe
+
+
+def shown_recipe(recipe: Recipe) -> str:
+    """What a region of this recipe shows that was entered outside of compiled functions. Its
+    operations take the recipe itself from the region, so a function of its own is left out.
+    """
+    if isinstance(recipe, DelayedScaling) and callable(recipe.amax_compute_algo):
+        recipe = replace(recipe, amax_compute_algo="max")
+    if recipe.remembers and not GRAPHS_REMEMBER:
+        return UNTRACEABLE
+    return recipe.text
+
+
+def show(recipe: str) -> None:
+    """Let compiled functions see that a region is entered, which shows ``recipe``."""
+    global _open, any_open, were_entered
+    with _lock:
+        _open += 1
+        any_open = were_entered = True
+    asyncio = sys.modules.get("asyncio")
+    in_task = asyncio is not None and asyncio._get_running_loop() is not None
+    # Tasks of one thread are in regions of their own.
+    here.traced.enter(UNTRACEABLE if in_task else recipe, compiled=False)
+
+
+def hide() -> None:
+    """Let them see that the innermost one is not active any more."""
+    global _open, any_open
+    here.traced.leave()
+    with _lock:
+        _open -= 1
+        any_open = _open > 0
+    if not any_open and not here.traced.entries:
+        here.traced.recipe = NO_REGION
+
+
+# --- regions ---
+
+
+class Region:
+    """An outermost region of one thread, with all that is nested in it.
+
+    Attributes:
+        thread: which.
+        reductions: those of the thread.
+        groups: those of this region and of the nested ones, in order.
+        recorded: the states of forwards that record amaxes in here.
+    """
+
+    def __init__(self) -> None:
+        self.thread = threading.get_ident()
+        self.reductions = here.reductions
+        self.groups: dict[Communicator, None] = {}
+        self.recorded: dict[RecipeState, None] = {}
+
+    def reduction(self, group: Communicator) -> AmaxReduction:
+        """The reduction over ``group``."""
+        if group not in self.reductions:
+            self.reductions[group] = AmaxReduction(group)
+        return self.reductions[group]
+
+    def leave(self, *, failed: bool) -> None:
+        """Reduce, or drop what a failed region has recorded."""
+        if failed:
+            for state in self.recorded:
+                state.amaxes.zero_()
+        elif torch._C._current_graph_task_id() != -1:
+            return  # A forward that a backward computes again has been reduced before.
+        elif self.recorded or torch.is_grad_enabled():
+            for group in self.groups:
+                if group in self.reductions:
+                    self.reductions[group].run()
+
+
+@dataclass(frozen=True, eq=False)
+class Autocast:
+    """What is active where a layer runs; :func:`current` gives it.
+
+    Attributes:
+        enabled: whether operands of GEMMs are to be quantized.
+        recipe: how; None outside of any region.
+        calibrating: whether amaxes are to be recorded, also where nothing is quantized.
+        group: over which amaxes are reduced; None outside of any region.
+    """
+
+    enabled: bool = False
+    recipe: Recipe | None = None
+    calibrating: bool = False
+    group: Communicator | None = None
+    _outer: Autocast | None = field(default=None, repr=False)
+    _region: Region | None = field(default=None, repr=False)
+
+    def register(self, *states: RecipeState) -> None:
+        """Called by a layer's forward, before it quantizes, with the states of its forward and its
+        backward: leaving the region reduces their amaxes. Where a rank has no rows for the layer it
+        calls this all the same, so that the ranks' states join in one order.
+
+        Without gradients the forward records none, unless the region is calibrating. So call it
+        from a module's forward, not from an autograd.Function's, inside of which torch has
+        gradients disabled.
+        """
+        assert self._region is not None, "only a layer that runs in a region registers states"
+        assert self.group is not None
+        records = self.calibrating or torch.is_grad_enabled()
+        for state in states:
+            if state.is_delayed:
+                state.join(self._region.reduction(self.group))
+                if state.mode == "forward":
+                    state.records = records
+                    if records:
+                        self._region.recorded[state] = None
+
+
+_OUTSIDE = Autocast()
+active_region: ContextVar[Autocast] = ContextVar("zerocast_autocast", default=_OUTSIDE)
+
+
+def current() -> Autocast:
+    """What is active here; ``enabled`` and ``calibrating`` are False outside of any region."""
+    if here.traced.entries and here.traced.entries[-1][0]:  # a compiled function went on uncompiled
+        return _of_compiled(here.traced.recipe)
+    return active_region.get()
+
+
+def entered() -> Autocast:
+    """What is active here but for regions that a compiled function has entered: what an operation
+    of its graph finds that was traced under none of those.
+    """
+    return active_region.get()
+
+
+@contextmanager
+def resumed(active: Autocast) -> Iterator[None]:
+    """Within the context ``active`` is active once more; leaving it reduces nothing."""
+    token = active_region.set(active)
+    show_region(active)
+    try:
+        yield
+    finally:
+        active_region.reset(token)
+        hide()
+
+
+def show_region(active: Autocast) -> None:
+    """Let compiled functions see that ``active`` is active from here on."""
+    shown = UNTRACEABLE if active.calibrating else HIGH_PRECISION
+    if active.enabled and active.recipe is not None:
+        shown = shown_recipe(active.recipe)
+    show(shown)
+
+
+def _of_compiled(recipe: str) -> Autocast:
+    """What is active in a region that a compiled function has entered."""
+    if recipe in (NO_REGION, HIGH_PRECISION):
+        return _OUTSIDE
+    return Autocast(True, recipe_from_text(recipe), False, SingleRank(), None, Region())
