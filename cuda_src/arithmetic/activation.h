@@ -1,5 +1,5 @@
 // The functions of layers: relu, gelu, silu, swiglu, and what layernorm and rmsnorm do to an
-// element. The formulas are those of Activation in zerocast/numerics.
+// element. The formulas are those of FusedOp in zerocast/numerics.
 //
 // Made of the operations that lanes.h allows (no fused multiply-add, no library), so they give the
 // same bits in a CUDA thread and in a CPU loop. Far to the left gelu and silu fall below the
@@ -13,7 +13,7 @@
 namespace zerocast {
 inline namespace ZEROCAST_ISA {
 
-// What is computed; the numbers of zerocast/backends/activations.py.
+// What is computed; the numbers of zerocast/backends/fused_ops.py.
 enum FunctionId : i64 {
     FUNCTION_IDENTITY = 0,
     FUNCTION_RELU = 1,

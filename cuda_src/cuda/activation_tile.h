@@ -1,5 +1,5 @@
 // How a CUDA thread block holds a tile of a layer's result, from the function to the codes: the
-// operation Backend.activate of zerocast/numerics. This is the tile, and elements in memory; see
+// operation Backend.fused_op of zerocast/numerics. This is the tile, and elements in memory; see
 // activation_plane.h for the cast, and activation_kernels.h for what a launch runs.
 //
 // A tile is 128 columns wide and 32 rows high, or 128 (TALL) where FP8 blocks are: no block that is

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tests.support.operations import operand, plane
-from zerocast.backends.activations import activation_fields
-from zerocast.backends.cuda import activation
+from zerocast.backends.cuda import fused_ops
+from zerocast.backends.fused_ops import fused_fields
 from zerocast.backends.tables import (
     cast_row,
     dequantize_row,
@@ -20,12 +20,12 @@ from zerocast.backends.tables import (
 from zerocast.formats import E4M3
 from zerocast.layout import BlockGrid, SharedBlocks, Source
 from zerocast.numerics import (
-    Activation,
-    ActivationTarget,
     DelayedState,
     Float8DelayedNumerics,
     Float8Numerics,
     FourOverSixErrors,
+    FusedOp,
+    FusedOperand,
     Masters,
     MXFP8Numerics,
     NVFP4Numerics,
@@ -63,8 +63,8 @@ def address(tensor: torch.Tensor) -> int:
 
 
 LAWS = (Float8Numerics(E4M3), Float8DelayedNumerics(E4M3), MXFP8Numerics(), NVFP4Numerics())
-TARGET = ActivationTarget(Activation("relu"), torch.zeros(16, 16), torch.float32)
-PLANE = activation._Plane.of(FULL, TARGET)
+TARGET = FusedOperand(FusedOp("relu"), torch.zeros(16, 16), torch.float32)
+PLANE = fused_ops._Plane.of(FULL, TARGET)
 WRITERS = {
     "Master": lambda o: Masters(1).table[0].tolist(),
     "CastShard": lambda o: cast_row(o, GRID, 0, address, address),
@@ -73,10 +73,10 @@ WRITERS = {
         LAWS[0], replace(o, planes=(o.planes[0], COPY)), address
     ),
     "DequantizeTarget": lambda o: dequantize_row(o, GRID, address),
-    "ActivationTable": lambda o: activation_fields(TARGET, address),
-    "CastPlane": lambda o: PLANE.fields(activation.LOW, None, address),
+    "ActivationTable": lambda o: fused_fields(TARGET, address),
+    "CastPlane": lambda o: PLANE.fields(fused_ops.LOW, None, address),
     "ActivationTask": lambda o: range(
-        activation._Task(TARGET, None, address).step("", activation.LOW, None, [])[2].struct_fields
+        fused_ops._Task(TARGET, None, address).step("", fused_ops.LOW, None, [])[2].struct_fields
     ),
 }
 

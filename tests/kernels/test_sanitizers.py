@@ -39,13 +39,13 @@ import sys
 from pathlib import Path
 import torch
 from tests.kernels.subjects import SUBJECTS
-from tests.support.activations import FUNCTIONS, float64_target
+from tests.support.fused_ops import FUNCTIONS, float64_target
 from tests.support.operations import operand
 from zerocast.backends import native_library
 native_library.find_library = lambda: Path(sys.argv[1])
 from zerocast.backends.cpu import CpuBackend
 from zerocast.layout import BlockGrid, Extent
-from zerocast.numerics import Activation, Masters
+from zerocast.numerics import FusedOp, Masters
 # NaNs and infinities of both signs, with the smallest and the largest payloads, and FP32's ends.
 bits = [0x7F800000, 0x7F800001, 0x7FC00000, 0x7FFFF000, 0x7FFFFFFF, 0x7F7FFFFF, 1, 0, 0x477FF000]
 ends = torch.tensor(bits * 4 + [b - 2**31 for b in bits * 4], dtype=torch.int32)
@@ -61,8 +61,8 @@ for isa in native_library.instruction_sets(native_library.load()):
         shard = operand(grid, amaxes[:1], amaxes[1:], extent=Extent(0, 72), round_to=nominal)
         backend.partial_amax([shard], masters)()
         for function in FUNCTIONS:
-            target = float64_target(Activation(function, 1e-5), ends.view(2, 36), nominal)
-            backend.activate(None, target)()
+            target = float64_target(FusedOp(function, 1e-5), ends.view(2, 36), nominal)
+            backend.fused_op(None, target)()
 print("clean")
 """
 

@@ -4,13 +4,13 @@ import pytest
 import torch
 
 import zerocast
-from tests.support.activations import RECIPES, USAGES, quantizer_of
+from tests.support.fused_ops import RECIPES, USAGES, quantizer_of
 from tests.support.same_bytes import assert_same_bytes, assert_same_storage
 from zerocast.errors import InputError
 from zerocast.nn import functional as F
 from zerocast.nn.quantizer import Quantizer
 from zerocast.nn.recipe_state import RecipeState
-from zerocast.numerics import Activation
+from zerocast.numerics import FusedOp
 from zerocast.recipes import DelayedScaling, NVFP4BlockScaling
 from zerocast.tensors import QuantizedTensor
 
@@ -92,7 +92,7 @@ def test_straight_from_fp32():
     quantizer = Quantizer(zerocast.Float8CurrentScaling(round_master=False))
     quantized, output = F.gelu(x, quantizer, output=True)
     assert output.dtype == quantized.dtype == torch.bfloat16
-    exact = F.activate(Activation("gelu"), x, dtype=torch.float32).output
+    exact = F.apply_fused(FusedOp("gelu"), x, dtype=torch.float32).output
     assert_same_bytes(
         quantized.rowwise_data, quantizer.quantize(exact).rowwise_data, "codes of FP32 values"
     )
@@ -156,7 +156,7 @@ def test_a_tensor_is_overwritten(recipe):
     places = {key: b.data_ptr() for key, b in out.quantized_storage.buffers.items()}
     version = out.quantized_storage.version
     x = draw(48, 64)
-    made = F.activate(Activation("silu"), x, quantizer, out=out)
+    made = F.apply_fused(FusedOp("silu"), x, quantizer, out=out)
     assert made.quantized is out
     assert_same_storage(out, F.silu(x, quantizer), recipe)
     assert {key: b.data_ptr() for key, b in out.quantized_storage.buffers.items()} == places
@@ -178,7 +178,7 @@ def test_quantized_operands():
 
 def test_no_rows():
     """A tensor without rows has a result without rows."""
-    made = F.activate(Activation("layernorm"), draw(0, 64), statistics=True)
+    made = F.apply_fused(FusedOp("layernorm"), draw(0, 64), statistics=True)
     assert made.output.shape == (0, 64)
     assert made.mean.shape == made.rstd.shape == (0,)
 
@@ -202,11 +202,11 @@ def test_no_gradient_flows():
         (lambda: F.layernorm(torch.zeros(2, 4), torch.ones(3)), r"of shape \(4,\).*\(3,\)"),
         (lambda: F.layernorm(torch.zeros(2, 4), None, torch.ones(4).int()), "bias.*int32"),
         (
-            lambda: F.activate(Activation("relu"), torch.zeros(2, 4), weight=torch.ones(4)),
+            lambda: F.apply_fused(FusedOp("relu"), torch.zeros(2, 4), weight=torch.ones(4)),
             "relu has no weight, got one; leave it out",
         ),
         (
-            lambda: F.activate(Activation("relu"), torch.zeros(2, 4), dtype=torch.int8),
+            lambda: F.apply_fused(FusedOp("relu"), torch.zeros(2, 4), dtype=torch.int8),
             "a result of torch.float32.*int8",
         ),
         (
@@ -214,8 +214,8 @@ def test_no_gradient_flows():
             "multiple of 32",
         ),
         (
-            lambda: F.activate(
-                Activation("relu"), torch.zeros(2, 4), quantizer_of(RECIPES["current"]),
+            lambda: F.apply_fused(
+                FusedOp("relu"), torch.zeros(2, 4), quantizer_of(RECIPES["current"]),
                 out=quantizer_of(RECIPES["current"]).make_empty((4, 2), dtype=torch.float32),
             ),
             r"out must have shape \(2, 4\)",

@@ -17,8 +17,8 @@ from threading import get_ident
 import torch
 
 from zerocast.backends import native_library
-from zerocast.backends.activations import activation_fields, cast_values
 from zerocast.backends.empty_parts import with_empty_parts
+from zerocast.backends.fused_ops import cast_values, fused_fields
 from zerocast.backends.reference import ReferenceBackend
 from zerocast.backends.tables import (
     cast_row,
@@ -29,8 +29,8 @@ from zerocast.backends.tables import (
 )
 from zerocast.errors import BackendError
 from zerocast.numerics import (
-    ActivationTarget,
     Float8DelayedNumerics,
+    FusedOperand,
     Launch,
     Masters,
     Numerics,
@@ -112,7 +112,7 @@ class CpuBackend:
         rows = [dequantize_row(t, t.grid, _address) for t in operands]
         return self._launch("dequantize", numerics, rows, operands)
 
-    def activate(self, numerics: Numerics | None, target: ActivationTarget) -> Launch:
+    def fused_op(self, numerics: Numerics | None, target: FusedOperand) -> Launch:
         # The function in a pass over FP32 memory, then the casts of weights.
         values = torch.empty(target.rows, target.cols, dtype=torch.float32, device="cpu")
         if target.output is not None and target.round_to == torch.float32:
@@ -132,7 +132,7 @@ class CpuBackend:
             bias=None if target.bias is None else in_fp32(target.bias),
             output=values,
         )
-        fields = activation_fields(operands, _address)
+        fields = fused_fields(operands, _address)
         compute = self._launch("activate", None, [fields], (operands,))
 
         def launch() -> None:

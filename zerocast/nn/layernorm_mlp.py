@@ -16,7 +16,7 @@ from zerocast.nn.norm import NormalizedModule, check_normalization
 from zerocast.nn.quantized_functions import QuantizedActivation
 from zerocast.nn.traced_layer import eager_in_regions
 from zerocast.nn.traced_product import source_to_text
-from zerocast.numerics import Activation as Operation
+from zerocast.numerics import FusedOp
 from zerocast.recipes import Recipe
 
 Activation = Literal["gelu", "gelu_tanh", "relu", "silu", "swiglu"]
@@ -158,7 +158,7 @@ class LayerNormMLP(NormalizedModule):
             return self._linear(1, activate(self.activation, hidden), weight, bias)
         codes = QuantizedActivation.apply(
             hidden.reshape(-1, hidden.shape[-1]),
-            Operation(self.activation),
+            FusedOp(self.activation),
             quantizing.quantizer,
             quantizing.watch,
         )

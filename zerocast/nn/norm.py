@@ -24,7 +24,7 @@ from zerocast.errors import InputError
 from zerocast.nn.quantized_functions import QuantizedNorm
 from zerocast.nn.quantized_module import QuantizedModule
 from zerocast.nn.traced_product import source_to_text
-from zerocast.numerics import Activation
+from zerocast.numerics import FusedOp
 
 Normalization = Literal["LayerNorm", "RMSNorm"]
 
@@ -231,7 +231,7 @@ class NormalizedModule(QuantizedModule):
             input.reshape(-1, input.shape[-1]),
             self.layer_norm_weight,
             self.layer_norm_bias,
-            Activation(function, self.eps, self.zero_centered_gamma),
+            FusedOp(function, self.eps, self.zero_centered_gamma),
             quantizing.quantizer,
             quantizing.dtype,
             wants_norm,

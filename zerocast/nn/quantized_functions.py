@@ -11,23 +11,23 @@ from typing import Any
 
 import torch
 
-from zerocast.nn import functional
+from zerocast.nn.fused import apply_fused
 from zerocast.nn.linear_functions import Watch, first_derivatives_only
 from zerocast.nn.quantizer import Quantizer
-from zerocast.numerics import Activation
+from zerocast.numerics import FusedOp
 
 aten = torch.ops.aten
 
 
 class QuantizedNorm(torch.autograd.Function):
-    """``QuantizedNorm.apply(input, weight, bias, activation, quantizer, dtype, wants_output,
+    """``QuantizedNorm.apply(input, weight, bias, op, quantizer, dtype, wants_output,
     watch)``.
 
     Args:
         input: [T, K].
         weight: [K].
         bias: [K], or None.
-        activation: ``"layernorm"`` or ``"rmsnorm"``, with eps and where gamma is centred.
+        op: ``"layernorm"`` or ``"rmsnorm"``, with eps and where gamma is centred.
         quantizer: of the result.
         dtype: that the result is rounded to.
         wants_output: whether the rounded result is returned, too.
@@ -43,14 +43,14 @@ class QuantizedNorm(torch.autograd.Function):
         input: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        activation: Activation,
+        op: FusedOp,
         quantizer: Quantizer,
         dtype: torch.dtype,
         wants_output: bool,
         watch: Watch | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        made = functional.activate(
-            activation,
+        made = apply_fused(
+            op,
             input,
             quantizer,
             weight=weight,
@@ -63,7 +63,7 @@ class QuantizedNorm(torch.autograd.Function):
         if watch is not None:
             assert made.output is not None
             watch("input", made.output, made.quantized.quantized_storage)
-        ctx.activation = activation
+        ctx.op = op
         ctx.save_for_backward(input, weight, bias, made.mean, made.rstd)
         return made.quantized, made.output if wants_output else None
 
@@ -76,7 +76,7 @@ class QuantizedNorm(torch.autograd.Function):
         dy = grad.float() if grad_output is None else grad.float() + grad_output.float()
         centred = input.float() if mean is None else input.float() - mean[:, None]
         normed = centred * rstd[:, None]
-        gamma = weight.float() + 1 if ctx.activation.zero_centered_gamma else weight.float()
+        gamma = weight.float() + 1 if ctx.op.zero_centered_gamma else weight.float()
         needs_input, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         grad_input = grad_weight = grad_bias = None
         if needs_input:
@@ -93,22 +93,22 @@ class QuantizedNorm(torch.autograd.Function):
 
 
 class QuantizedActivation(torch.autograd.Function):
-    """``QuantizedActivation.apply(input, activation, quantizer, watch)``: [T, S] -> [T, K]."""
+    """``QuantizedActivation.apply(input, op, quantizer, watch)``: [T, S] -> [T, K]."""
 
     @staticmethod
     def forward(
         ctx: Any,
         input: torch.Tensor,
-        activation: Activation,
+        op: FusedOp,
         quantizer: Quantizer,
         watch: Watch | None,
     ) -> torch.Tensor:
-        made = functional.activate(activation, input, quantizer, output=watch is not None)
+        made = apply_fused(op, input, quantizer, output=watch is not None)
         assert made.quantized is not None
         if watch is not None:
             assert made.output is not None
             watch("input", made.output, made.quantized.quantized_storage)
-        ctx.function = activation.function
+        ctx.function = op.function
         ctx.save_for_backward(input)
         return made.quantized
 

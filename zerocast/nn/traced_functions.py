@@ -21,7 +21,7 @@ from zerocast.nn.linear_functions import GemmQuantizers, QuantizedLinear, Saved,
 from zerocast.nn.quantized_functions import QuantizedActivation, QuantizedNorm
 from zerocast.nn.quantizer import Quantizer
 from zerocast.nn.recipe_state import ROLES
-from zerocast.numerics import Activation
+from zerocast.numerics import FusedOp
 from zerocast.recipes import Recipe, recipe_from_text
 from zerocast.tensors import QuantizedStorage, QuantizedTensor
 
@@ -228,8 +228,8 @@ class _Context(SimpleNamespace):
 
 
 @cache
-def _source(text: str) -> Activation:
-    return Activation(*json.loads(text))
+def _source(text: str) -> FusedOp:
+    return FusedOp(*json.loads(text))
 
 
 @cache

@@ -98,7 +98,7 @@ def needed(
 
 
 def source_to_text(function: str, eps: float = 0.0, zero_centered_gamma: bool = False) -> str:
-    """For :func:`traced_product`: a norm or an activation, by the fields of :class:`Activation`."""
+    """For :func:`traced_product`: a norm or an activation, by the fields of :class:`FusedOp`."""
     return json.dumps([function, eps, zero_centered_gamma])
 
 

@@ -13,7 +13,7 @@ weights, and allocates nothing.
     partial_cast    master shards, amaxes   -> this rank's codes, to the nibble
     transpose       gathered codes, scales  -> columnwise codes and scales
     dequantize      codes, scales           -> values
-    activate        a layer's tensor        -> its rounded result, codes and scales, in one pass
+    fused_op        a layer's tensor        -> its rounded result, codes and scales, in one pass
 
 A weight is one operand with its planes. It has a rowwise plane of codes, and where a scheme
 quantizes its columnwise copy independently of the rowwise one (MXFP8, row-wise FP8) a second one,
@@ -26,8 +26,8 @@ NOT here: which operations a recipe needs (:mod:`zerocast.recipes`) and when the
 (:mod:`zerocast.cast`).
 """
 
-from zerocast.numerics.activations import Activation, ActivationTarget, Function, can_activate
 from zerocast.numerics.backend import Backend, Launch
+from zerocast.numerics.fused_ops import Function, FusedOp, FusedOperand, can_fuse
 from zerocast.numerics.memory import why_no_memory
 from zerocast.numerics.numerics import (
     INFINITY_BITS,
@@ -54,14 +54,14 @@ __all__ = [
     "NAN_BITS",
     "NOMINALS",
     "NUMERICS_VERSION",
-    "Activation",
-    "ActivationTarget",
     "Backend",
     "DelayedState",
     "Float8DelayedNumerics",
     "Float8Numerics",
     "FourOverSixErrors",
     "Function",
+    "FusedOp",
+    "FusedOperand",
     "Launch",
     "MXFP8Numerics",
     "Masters",
@@ -70,6 +70,6 @@ __all__ = [
     "PlaneBuffers",
     "Rounding",
     "TensorOperand",
-    "can_activate",
+    "can_fuse",
     "why_no_memory",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
 
-from zerocast.numerics.activations import ActivationTarget
+from zerocast.numerics.fused_ops import FusedOperand
 from zerocast.numerics.numerics import Numerics, NVFP4Numerics
 from zerocast.numerics.operands import Masters, TensorOperand
 
@@ -79,12 +79,12 @@ class Backend(Protocol):
         """Decode the first planes of whole weights to ``values``. A NaN scale decodes to NaN."""
         ...
 
-    def activate(self, numerics: Numerics | None, target: ActivationTarget) -> Launch:
+    def fused_op(self, numerics: Numerics | None, target: FusedOperand) -> Launch:
         """Compute, round and cast one tensor: its output, its codes and their scales at once.
 
         Codes are exact with respect to the rounded result. Without numerics there are no planes,
         and the launch writes the output alone. Under :class:`Float8DelayedNumerics` the stored
         scale is ``1 / scale``, NaN where the tensor amax is not finite, and nothing remembers
-        anything. ``numerics`` must be one that :func:`can_activate`.
+        anything. ``numerics`` must be one that :func:`can_fuse`.
         """
         ...

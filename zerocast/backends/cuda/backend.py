@@ -13,8 +13,8 @@ from collections.abc import Sequence
 
 import torch
 
-from zerocast.backends.cuda.activation import activate
 from zerocast.backends.cuda.delayed import scales_by_callable
+from zerocast.backends.cuda.fused_ops import fused_op
 from zerocast.backends.cuda.launcher import Kernel, Launcher
 from zerocast.backends.cuda.laws import cast_kernel, choice_kernel, decode_kernel, scale_kernel
 from zerocast.backends.cuda.prepared import Tables, in_turn, nothing
@@ -41,8 +41,8 @@ from zerocast.errors import BackendError
 from zerocast.formats import packed_columns
 from zerocast.layout import BlockGrid, Extent, ScaleLayout
 from zerocast.numerics import (
-    ActivationTarget,
     Float8DelayedNumerics,
+    FusedOperand,
     Launch,
     Masters,
     Numerics,
@@ -172,8 +172,8 @@ class CudaBackend:
         cuts = [[_cut(fine, grid, None, Extent(0, grid.numel))] for grid in grids]
         return self._tables.launch(kernel, rows, cuts, scalars, operands)
 
-    def activate(self, numerics: Numerics | None, target: ActivationTarget) -> Launch:
-        return activate(self.launcher, self._address, numerics, target)
+    def fused_op(self, numerics: Numerics | None, target: FusedOperand) -> Launch:
+        return fused_op(self.launcher, self._address, numerics, target)
 
     # --- from operands to launches ---
 

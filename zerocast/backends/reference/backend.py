@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from zerocast.backends.activations import cast_values, float64_result
+from zerocast.backends.fused_ops import cast_values, float64_result
 from zerocast.backends.reference import four_over_six
 from zerocast.backends.reference.elements import amax_of, indices, raise_amaxes, rounded, store
 from zerocast.backends.reference.philox import element_words
@@ -17,8 +17,8 @@ from zerocast.backends.reference.scales import advance, decode_multipliers, scal
 from zerocast.backends.subnormals import keeping_subnormals
 from zerocast.formats import decode, encode, pack_nibbles, packed_columns, unpack_nibbles
 from zerocast.numerics import (
-    ActivationTarget,
     Float8DelayedNumerics,
+    FusedOperand,
     Launch,
     Masters,
     Numerics,
@@ -123,7 +123,7 @@ class ReferenceBackend:
 
         return launch
 
-    def activate(self, numerics: Numerics | None, target: ActivationTarget) -> Launch:
+    def fused_op(self, numerics: Numerics | None, target: FusedOperand) -> Launch:
         @keeping_subnormals
         def launch() -> None:
             # Rounded once more on the way, to FP32, where that is not the aim.

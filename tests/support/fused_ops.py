@@ -6,7 +6,7 @@ import torch
 
 from zerocast.nn.quantizer import Quantizer
 from zerocast.nn.recipe_state import RecipeState
-from zerocast.numerics import Activation, ActivationTarget
+from zerocast.numerics import FusedOp, FusedOperand
 from zerocast.recipes import (
     DelayedScaling,
     Float8BlockScaling,
@@ -102,9 +102,9 @@ def rows_of_every_kind(cols: int) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def float64_target(
-    activation: Activation, x: torch.Tensor, round_to: torch.dtype, **given: torch.Tensor
-) -> ActivationTarget:
+    op: FusedOp, x: torch.Tensor, round_to: torch.dtype, **given: torch.Tensor
+) -> FusedOperand:
     """A target with an output."""
-    cols = x.shape[1] // (2 if activation.function == "swiglu" else 1)
+    cols = x.shape[1] // (2 if op.function == "swiglu" else 1)
     output = torch.empty(x.shape[0], cols, dtype=round_to)
-    return ActivationTarget(activation, x, round_to, output=output, **given)
+    return FusedOperand(op, x, round_to, output=output, **given)

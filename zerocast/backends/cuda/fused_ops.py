@@ -14,23 +14,23 @@ from dataclasses import dataclass
 
 import torch
 
-from zerocast.backends.activations import activation_fields
 from zerocast.backends.cuda.launcher import Arguments, Kernel, Launcher
 from zerocast.backends.cuda.laws import scale_kernel
 from zerocast.backends.cuda.prepared import nothing
+from zerocast.backends.fused_ops import fused_fields
 from zerocast.backends.tables import Address
 from zerocast.errors import BackendError
 from zerocast.layout import ceil_div
 from zerocast.numerics import (
     NOMINALS,
-    ActivationTarget,
     Float8DelayedNumerics,
     Float8Numerics,
+    FusedOperand,
     Launch,
     Numerics,
     NVFP4Numerics,
     PlaneBuffers,
-    can_activate,
+    can_fuse,
 )
 
 TILE_COLS, LOW, TALL = 128, 32, 128
@@ -50,13 +50,13 @@ UNITS = 256
 multiprocessor. Those side by side read the same rows for their statistics."""
 
 
-def activate(
-    launcher: Launcher, address: Address, numerics: Numerics | None, target: ActivationTarget
+def fused_op(
+    launcher: Launcher, address: Address, numerics: Numerics | None, target: FusedOperand
 ) -> Launch:
-    """The launches of :meth:`zerocast.numerics.Backend.activate`."""
+    """The launches of :meth:`zerocast.numerics.Backend.fused_op`."""
     if target.rows == 0:
         return nothing
-    assert numerics is None or can_activate(numerics)
+    assert numerics is None or can_fuse(numerics)
     if max(target.rows, target.cols) >= LARGEST:
         raise BackendError(
             f"the cuda backend takes activations of fewer than {LARGEST} rows and columns, got "
@@ -153,7 +153,7 @@ class _Plane:
     num_blocks: int
 
     @classmethod
-    def of(cls, buffers: PlaneBuffers, target: ActivationTarget) -> _Plane:
+    def of(cls, buffers: PlaneBuffers, target: FusedOperand) -> _Plane:
         plane = buffers.plane
         grid = plane.grid.transposed() if plane.is_transposed else plane.grid
         assert (grid.rows, grid.cols) == (target.rows, target.cols)
@@ -209,11 +209,9 @@ class _Plane:
 class _Task:
     """``ActivationTask`` of activation_tile.h, for the steps of one target."""
 
-    def __init__(
-        self, target: ActivationTarget, numerics: Numerics | None, address: Address
-    ) -> None:
+    def __init__(self, target: FusedOperand, numerics: Numerics | None, address: Address) -> None:
         self._target, self._address = target, address
-        self._table = activation_fields(target, address)
+        self._table = fused_fields(target, address)
         operands = (target.source, target.weight, target.bias)
         self._types = [0 if t is None else NOMINALS[t.dtype] for t in operands]
         float8, scale_max = [0, 0], 0
@@ -231,7 +229,7 @@ class _Task:
         self, ending: str, height: int, tensor_amax: torch.Tensor | None, planes: list[list[int]]
     ) -> tuple[Kernel, int, Arguments]:
         """One launch in tiles of ``height``: the kernel, how many thread blocks, the argument."""
-        is_norm = self._target.activation.is_norm
+        is_norm = self._target.op.is_norm
         source = "normalization" if is_norm else "activation"
         kernel = Kernel(source, f"{source}_{ending}", THREADS[height])
         strips, across = ceil_div(self._target.rows, height), ceil_div(self._target.cols, TILE_COLS)

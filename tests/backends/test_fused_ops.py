@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.cuda_emulation.emulator import Emulator, needs_emulation
-from tests.support.activations import (
+from tests.support.fused_ops import (
     ELEMENT_WISE,
     NORMS,
     every_bfloat16,
@@ -21,7 +21,7 @@ from tests.support.same_bytes import assert_same_bytes
 from zerocast.backends.cpu import CpuBackend
 from zerocast.backends.cuda import CudaBackend
 from zerocast.backends.reference import ReferenceBackend
-from zerocast.numerics import Activation, Backend
+from zerocast.numerics import Backend, FusedOp
 
 BACKENDS: dict[str, Callable[[], Backend]] = {
     "reference": ReferenceBackend,
@@ -55,11 +55,11 @@ def exact_element_wise(function: str, x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def run(backend: Backend, activation: Activation, x: torch.Tensor, round_to: torch.dtype,
+def run(backend: Backend, op: FusedOp, x: torch.Tensor, round_to: torch.dtype,
         **given: torch.Tensor) -> torch.Tensor:  # fmt: skip
     """The rounded result."""
-    target = float64_target(activation, x, round_to, **given)
-    backend.activate(None, target)()
+    target = float64_target(op, x, round_to, **given)
+    backend.fused_op(None, target)()
     assert target.output is not None
     return target.output
 
@@ -74,9 +74,9 @@ def test_every_bfloat16_input(backend, function):
     """
     x = every_bfloat16()
     exact = exact_element_wise(function, x)
-    assert ulps(run(backend, Activation(function), x, torch.bfloat16), exact) <= 0.51
+    assert ulps(run(backend, FusedOp(function), x, torch.bfloat16), exact) <= 0.51
     # What is rounded is far closer, so FP32 results are good to about 5 digits more.
-    assert ulps(run(backend, Activation(function), x, torch.float32), exact) <= 0.004
+    assert ulps(run(backend, FusedOp(function), x, torch.float32), exact) <= 0.004
 
 
 @pytest.mark.parametrize("round_to", NOMINALS)
@@ -88,7 +88,7 @@ def test_dtypes_in_and_out(backend, dtype, round_to):
     for shape in ((3, 5), (1, 1), (33, 129), (2, 64)):
         x = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
         x[0, 0] = 2.0**-24  # FP16's smallest
-        made = run(backend, Activation("identity"), x, round_to)
+        made = run(backend, FusedOp("identity"), x, round_to)
         assert_same_bytes(made, x.float().to(round_to), f"{dtype} to {round_to}")
 
 
@@ -100,22 +100,22 @@ def test_swiglu(backend):
         401, 12
     )
     exact = exact_element_wise("silu", x[:, :6]) * x[:, 6:].double()
-    assert ulps(run(backend, Activation("swiglu"), x, torch.bfloat16), exact) <= 0.51
+    assert ulps(run(backend, FusedOp("swiglu"), x, torch.bfloat16), exact) <= 0.51
 
 
 # --- functions of a row ---
 
 
 def exact_norm(
-    activation: Activation, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None
+    op: FusedOp, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The result, and the magnitude of its larger term."""
     x = x.double()
-    if activation.function == "layernorm":
+    if op.function == "layernorm":
         x = x - x.mean(dim=1, keepdim=True)
-    y = x / (x.square().mean(dim=1, keepdim=True) + activation.eps).sqrt()
+    y = x / (x.square().mean(dim=1, keepdim=True) + op.eps).sqrt()
     if weight is not None:
-        y = y * (weight.double() + (1 if activation.zero_centered_gamma else 0))
+        y = y * (weight.double() + (1 if op.zero_centered_gamma else 0))
     if bias is None:
         return y, torch.zeros_like(y)
     return y + bias.double(), torch.maximum(y.abs(), bias.double().abs())
@@ -127,15 +127,15 @@ def test_norms(backend, function, cols):
     """Rows of any length and any kind: far from zero, with outliers, tiny, up to FLT_MAX."""
     for kind, x in rows_of_every_kind(cols):
         for eps in (1e-5, 0.0):
-            activation = Activation(function, eps)
-            exact, _ = exact_norm(activation, x, None, None)
+            op = FusedOp(function, eps)
+            exact, _ = exact_norm(op, x, None, None)
             if function == "layernorm":
                 # An element equal to the mean is 0, and all of a row of one: what is left of it in
                 # float64, too, is noise.
                 noise = x.double().abs().amax(dim=1, keepdim=True) * 2.0**-44
                 x_centered = (x.double() - x.double().mean(dim=1, keepdim=True)).abs()
                 exact = torch.where(x_centered <= noise, torch.nan, exact)
-            made = run(backend, activation, x, torch.bfloat16)
+            made = run(backend, op, x, torch.bfloat16)
             made = torch.where(exact.isnan(), torch.nan, made)
             worst = ulps(made, exact)
             assert worst <= 2.0, f"{kind}, eps {eps}: {worst} units"
@@ -149,7 +149,7 @@ def test_rows_of_equal_elements(backend, cols):
     ends = torch.tensor([[2.0**50], [-3.3e20], [torch.finfo(torch.float32).max], [1e-45], [7.1]])
     x = ends.expand(-1, cols).contiguous()
     mean, rstd = torch.full((5,), torch.nan), torch.full((5,), torch.nan)
-    y = run(backend, Activation("layernorm", 1e-5), x, torch.float32, mean=mean, rstd=rstd)
+    y = run(backend, FusedOp("layernorm", 1e-5), x, torch.float32, mean=mean, rstd=rstd)
     assert torch.equal(y, torch.zeros_like(y))
     assert torch.equal(mean, ends.view(-1))
     torch.testing.assert_close(rstd, torch.full((5,), 1e-5**-0.5), rtol=1e-6, atol=0)
@@ -161,10 +161,10 @@ def test_differences_that_are_subnormal(backend, eps):
     g = torch.Generator().manual_seed(7)
     steps = torch.randint(0, 9, (16, 200), generator=g, dtype=torch.int32)
     from_zero, far = steps.view(torch.float32), (steps + (7 << 23)).view(torch.float32)  # 2^-120
-    activation = Activation("layernorm", eps)
+    op = FusedOp("layernorm", eps)
     for x in (from_zero, far):
-        exact, _ = exact_norm(activation, x, None, None)
-        assert ulps(run(backend, activation, x, torch.bfloat16), exact) <= 2.0
+        exact, _ = exact_norm(op, x, None, None)
+        assert ulps(run(backend, op, x, torch.bfloat16), exact) <= 2.0
 
 
 @pytest.mark.parametrize("zero_centered", [False, True])
@@ -176,17 +176,17 @@ def test_weight_and_bias(backend, function, zero_centered):
         x = torch.randn(37, cols, generator=g).half()
         weight = torch.randn(cols, generator=g).bfloat16()
         bias = torch.randn(cols, generator=g) if function == "layernorm" else None
-        activation = Activation(function, 1e-3, zero_centered)
+        op = FusedOp(function, 1e-3, zero_centered)
         given = {"weight": weight} | ({} if bias is None else {"bias": bias})
-        exact, term = exact_norm(activation, x, weight, bias)
-        assert ulps(run(backend, activation, x, torch.bfloat16, **given), exact, term) <= 2.0
+        exact, term = exact_norm(op, x, weight, bias)
+        assert ulps(run(backend, op, x, torch.bfloat16, **given), exact, term) <= 2.0
 
 
 def test_statistics(backend):
     """Mean and 1 / deviation of each row come with the result, as a backward needs them."""
     x = torch.randn(70, 200, generator=torch.Generator().manual_seed(4)) * 3 + 1
     mean, rstd = torch.full((70,), torch.nan), torch.full((70,), torch.nan)
-    run(backend, Activation("layernorm", 1e-5), x, torch.float32, mean=mean, rstd=rstd)
+    run(backend, FusedOp("layernorm", 1e-5), x, torch.float32, mean=mean, rstd=rstd)
     exact = x.double()
     torch.testing.assert_close(mean.double(), exact.mean(dim=1), rtol=1e-6, atol=0)
     deviation = (exact.var(dim=1, correction=0) + 1e-5).sqrt()
@@ -199,8 +199,8 @@ def test_a_row_that_is_not_finite(backend, function, special):
     """One NaN or infinity is what float64 makes of it, and other rows do not see it."""
     x = torch.randn(5, 300, generator=torch.Generator().manual_seed(5))
     x[2, 77] = special
-    made = run(backend, Activation(function), x, torch.bfloat16)
-    exact, _ = exact_norm(Activation(function), x, None, None)
+    made = run(backend, FusedOp(function), x, torch.bfloat16)
+    exact, _ = exact_norm(FusedOp(function), x, None, None)
     assert torch.equal(made.isnan(), exact.isnan())
     assert not made[[0, 1, 3, 4]].isnan().any()
 
@@ -216,7 +216,7 @@ def test_compiled_backends_give_the_same_bits(function):
     for cols in (5, 130, 1000):
         x = torch.randn(9, cols * (2 if function == "swiglu" else 1), generator=g) * 4
         made = {
-            name: run(make(), Activation(function), x, torch.float32)
+            name: run(make(), FusedOp(function), x, torch.float32)
             for name, make in BACKENDS.items()
             if name != "reference"
         }

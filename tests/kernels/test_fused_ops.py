@@ -7,7 +7,7 @@ import torch
 
 import zerocast
 from tests.cuda_emulation.emulator import ORDERS, Emulator, needs_emulation
-from tests.support.activations import (
+from tests.support.fused_ops import (
     FUNCTIONS,
     NORMS,
     RECIPES,
@@ -22,9 +22,9 @@ from zerocast.backends.cuda import CudaBackend
 from zerocast.errors import BackendError
 from zerocast.formats import E4M3
 from zerocast.layout import BlockGrid
-from zerocast.nn.functional import activate
+from zerocast.nn.fused import apply_fused
 from zerocast.nn.quantizer import Quantizer
-from zerocast.numerics import Activation, ActivationTarget, Float8Numerics, MXFP8Numerics
+from zerocast.numerics import Float8Numerics, FusedOp, FusedOperand, MXFP8Numerics
 
 pytestmark = needs_emulation
 
@@ -47,7 +47,7 @@ def assert_fused(
     given = parameters(function, cols, 9)
     recorded = None if quantizer.memory is None else quantizer.memory._state.amaxes  # type: ignore[attr-defined]
     with zerocast.use_backend(backend):
-        made = activate(Activation(function), x, quantizer, output=True, **given)
+        made = apply_fused(FusedOp(function), x, quantizer, output=True, **given)
     assert made.quantized is not None
     assert made.output is not None
     amax = None if recorded is None else recorded.clone()
@@ -57,7 +57,7 @@ def assert_fused(
     if amax is not None:
         assert_same_bytes(amax, recorded, f"recorded amax of {what}")
     with zerocast.use_backend(backend):  # the same codes where the result is not wanted
-        alone = activate(Activation(function), x, quantizer, **given)
+        alone = apply_fused(FusedOp(function), x, quantizer, **given)
     assert alone.output is None
     assert alone.quantized is not None
     assert_same_storage(alone.quantized, expected, f"{what}, no output")
@@ -128,7 +128,7 @@ def test_dimensions_are_flattened() -> None:
     x = torch.randn(3, 5, 64, generator=torch.Generator().manual_seed(6)).bfloat16()
     quantizer = quantizer_of(RECIPES["current"])
     with zerocast.use_backend(BACKENDS["random"]):
-        made = activate(Activation("gelu"), x, quantizer, output=True)
+        made = apply_fused(FusedOp("gelu"), x, quantizer, output=True)
     assert made.quantized is not None
     assert made.quantized.shape == made.output.shape == x.shape
     assert_same_storage(made.quantized, quantizer.quantize(made.output), "three dimensions")
@@ -147,7 +147,7 @@ def test_how_many_launches(name: str, function: str) -> None:
     x = source(function, (40, 64), "normal", 7)
     quantizer = quantizer_of(RECIPES[name])
     with zerocast.use_backend(CudaBackend(emulator)):
-        activate(Activation(function), x, quantizer, output=True, statistics=True)
+        apply_fused(FusedOp(function), x, quantizer, output=True, statistics=True)
     passes = 1 if name in ONE_PASS else 2
     assert emulator.launches == passes, emulator.names
     assert all(n.split("_")[0] in ("activation", "normalization") for n in emulator.names)
@@ -158,7 +158,7 @@ def test_nothing_is_uploaded() -> None:
     emulator = Emulator()
     emulator.upload = None  # type: ignore[assignment,method-assign]
     with zerocast.use_backend(CudaBackend(emulator)):
-        activate(Activation("silu"), torch.randn(8, 64), quantizer_of(RECIPES["mxfp8"]))
+        apply_fused(FusedOp("silu"), torch.randn(8, 64), quantizer_of(RECIPES["mxfp8"]))
 
 
 # --- what it refuses ---
@@ -180,6 +180,6 @@ def test_other_blocks_are_refused(numerics: object, grid: BlockGrid, message: st
     x = torch.zeros(grid.rows, grid.cols)
     scale_inv = torch.empty(grid.blocks_h, grid.blocks_w)
     planes = (plane(grid, None, x.to(torch.uint8), scale_inv),)
-    target = ActivationTarget(Activation("relu"), x, torch.float32, planes=planes)
+    target = FusedOperand(FusedOp("relu"), x, torch.float32, planes=planes)
     with pytest.raises(BackendError, match=message):
-        BACKENDS["forward"].activate(numerics, target)  # type: ignore[arg-type]
+        BACKENDS["forward"].fused_op(numerics, target)  # type: ignore[arg-type]

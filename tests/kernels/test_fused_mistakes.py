@@ -13,13 +13,13 @@ import torch
 
 import zerocast
 from tests.cuda_emulation.emulator import ORDERS, Emulator, KernelFault, Mistake, needs_emulation
-from tests.support.activations import RECIPES, parameters, quantizer_of
 from tests.support.child_process import in_child
+from tests.support.fused_ops import RECIPES, parameters, quantizer_of
 from tests.support.values import draw_values
 from zerocast.backends.cuda import CudaBackend
 from zerocast.backends.cuda.sources import cuda_sources
-from zerocast.nn.functional import activate
-from zerocast.numerics import Activation
+from zerocast.nn.fused import apply_fused
+from zerocast.numerics import FusedOp
 
 pytestmark = needs_emulation
 
@@ -49,8 +49,8 @@ def run(backend: CudaBackend, function: str, alone: bool = False) -> dict[str, t
         x = x.clone() if alone else x
         quantizer = quantizer_of(recipe)
         with zerocast.use_backend(backend):
-            made = activate(
-                Activation(function), x, quantizer, output=True,
+            made = apply_fused(
+                FusedOp(function), x, quantizer, output=True,
                 statistics=True, **parameters(function, cols, 2),
             )  # fmt: skip
         assert made.quantized is not None
@@ -138,7 +138,7 @@ def test_a_wrong_line(mistake: Mistake) -> None:
 PROGRAM = """
 import sys
 from tests.cuda_emulation.emulator import Emulator, Mistake
-from tests.kernels.test_activation_mistakes import run
+from tests.kernels.test_fused_mistakes import run
 from zerocast.backends.cuda import CudaBackend
 mistake = Mistake(*sys.argv[1:]) if len(sys.argv) > 1 else None
 flags = ("-fsanitize=address,alignment,bounds,shift", "-fno-sanitize-recover=all")

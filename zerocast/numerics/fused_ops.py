@@ -13,11 +13,11 @@ from zerocast.numerics.operands import DelayedState, PlaneBuffers
 Function = Literal[
     "identity", "relu", "gelu", "gelu_tanh", "silu", "swiglu", "layernorm", "rmsnorm"
 ]
-"""What is done to a tensor before it is cast; the formulas stand at :class:`Activation`."""
+"""What is done to a tensor before it is cast; the formulas stand at :class:`FusedOp`."""
 
 
 @dataclass(frozen=True, slots=True)
-class Activation:
+class FusedOp:
     """A function of a matrix [M, S], of rows of K elements each.
 
     With ``x`` an element of the source and, of a row, ``mean`` and ``variance`` over its K
@@ -53,11 +53,11 @@ class Activation:
 
 
 @dataclass(frozen=True, slots=True)
-class ActivationTarget:
-    """One tensor and what becomes of it: what :meth:`Backend.activate` works on.
+class FusedOperand:
+    """One tensor and what becomes of it: what :meth:`Backend.fused_op` works on.
 
     Attributes:
-        activation: the function.
+        op: the function.
         source: [M, S], FP32, BF16 or FP16, contiguous.
         weight, bias: [K], FP32, BF16 or FP16, contiguous; of the norms, or None.
         round_to: what the function's result is rounded to before anything else is done.
@@ -72,7 +72,7 @@ class ActivationTarget:
             1 / sqrt(... + eps); or None.
     """
 
-    activation: Activation
+    op: FusedOp
     source: torch.Tensor
     round_to: torch.dtype
     weight: torch.Tensor | None = None
@@ -93,11 +93,11 @@ class ActivationTarget:
     @property
     def cols(self) -> int:
         """K."""
-        return self.source.shape[1] // (2 if self.activation.function == "swiglu" else 1)
+        return self.source.shape[1] // (2 if self.op.function == "swiglu" else 1)
 
 
-def can_activate(numerics: Numerics) -> bool:
-    """Whether :meth:`Backend.activate` casts under ``numerics``: under any whose codes follow from
+def can_fuse(numerics: Numerics) -> bool:
+    """Whether :meth:`Backend.fused_op` casts under ``numerics``: under any whose codes follow from
     the rounded values and their amaxes alone. (4-over-6 decides by errors, and stochastic rounding
     draws: there the rounded output is cast by the operations above.)
     """

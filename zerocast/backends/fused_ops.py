@@ -13,15 +13,15 @@ from zerocast.backends.tables import Address, float_bits
 from zerocast.layout import FULL, Extent, Plane, ScaleLayout, Source, grid_of
 from zerocast.numerics import (
     NOMINALS,
-    Activation,
-    ActivationTarget,
     Backend,
     Float8DelayedNumerics,
+    FusedOp,
+    FusedOperand,
     Masters,
     Numerics,
     PlaneBuffers,
     TensorOperand,
-    can_activate,
+    can_fuse,
 )
 
 # FunctionId of activation.h.
@@ -37,13 +37,13 @@ FUNCTIONS = {
 }
 
 
-def activation_fields(target: ActivationTarget, address: Address) -> list[int]:
+def fused_fields(target: FusedOperand, address: Address) -> list[int]:
     """ActivationTable."""
     operands = (target.source, target.weight, target.bias, target.output, target.mean, target.rstd)
     return [
-        FUNCTIONS[target.activation.function],
-        float_bits(target.activation.eps),
-        int(target.activation.zero_centered_gamma),
+        FUNCTIONS[target.op.function],
+        float_bits(target.op.eps),
+        int(target.op.zero_centered_gamma),
         target.rows,
         target.cols,
         NOMINALS[target.round_to],
@@ -54,17 +54,17 @@ def activation_fields(target: ActivationTarget, address: Address) -> list[int]:
 # --- the numerics ---
 
 
-def float64_result(target: ActivationTarget) -> torch.Tensor:
+def float64_result(target: FusedOperand) -> torch.Tensor:
     """[M, K] float64: the function of the source, before it is rounded; writes mean and rstd."""
     x = target.source.double()
-    activation = target.activation
-    if activation.is_norm:
-        return _norm(activation, x, target)
-    return _element_wise(activation, x)
+    op = target.op
+    if op.is_norm:
+        return _norm(op, x, target)
+    return _element_wise(op, x)
 
 
-def _element_wise(activation: Activation, x: torch.Tensor) -> torch.Tensor:
-    function = activation.function
+def _element_wise(op: FusedOp, x: torch.Tensor) -> torch.Tensor:
+    function = op.function
     if function == "identity":
         return x
     if function == "relu":
@@ -85,19 +85,19 @@ def _gate(x: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
     return x * z.sigmoid()
 
 
-def _norm(activation: Activation, x: torch.Tensor, target: ActivationTarget) -> torch.Tensor:
-    if activation.function == "layernorm":
+def _norm(op: FusedOp, x: torch.Tensor, target: FusedOperand) -> torch.Tensor:
+    if op.function == "layernorm":
         mean = x.mean(dim=1, keepdim=True)
         x = x - mean
         if target.mean is not None:
             target.mean.copy_(mean.view(-1))
-    rstd = (x.square().mean(dim=1, keepdim=True) + activation.eps).rsqrt()
+    rstd = (x.square().mean(dim=1, keepdim=True) + op.eps).rsqrt()
     if target.rstd is not None:
         target.rstd.copy_(rstd.view(-1))
     x = x * rstd
     if target.weight is not None:
         weight = target.weight.double()
-        x = x * (1 + weight if activation.zero_centered_gamma else weight)
+        x = x * (1 + weight if op.zero_centered_gamma else weight)
     return x if target.bias is None else x + target.bias.double()
 
 
@@ -105,7 +105,7 @@ def _norm(activation: Activation, x: torch.Tensor, target: ActivationTarget) -> 
 
 
 def cast_values(
-    backend: Backend, numerics: Numerics | None, target: ActivationTarget, values: torch.Tensor
+    backend: Backend, numerics: Numerics | None, target: FusedOperand, values: torch.Tensor
 ) -> None:
     """Write the codes, scales and amaxes of ``values``, FP32 [M, K], rounded already.
 
@@ -124,7 +124,7 @@ def cast_values(
     else:
         backend.partial_amax(operands, masters)()
         if numerics is not None:
-            assert can_activate(numerics)
+            assert can_fuse(numerics)
             backend.compute_scale(numerics, with_scales)()
             backend.partial_cast(numerics, with_codes, masters)()
     for given, each in zip(target.planes, operands, strict=False):
@@ -139,7 +139,7 @@ def cast_values(
 
 def _operands(
     numerics: Numerics | None,
-    target: ActivationTarget,
+    target: FusedOperand,
     values: torch.Tensor,
     tensor_amax: torch.Tensor,
 ) -> tuple[list[TensorOperand], Masters]:

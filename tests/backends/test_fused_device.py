@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import zerocast
-from tests.support.activations import (
+from tests.support.fused_ops import (
     FUNCTIONS,
     RECIPES,
     USAGES,
@@ -14,8 +14,8 @@ from tests.support.activations import (
 )
 from tests.support.same_bytes import assert_same_bytes
 from zerocast.backends.cpu import CpuBackend
-from zerocast.nn.functional import Activated, activate
-from zerocast.numerics import Activation
+from zerocast.nn.fused import FusedResult, apply_fused
+from zerocast.numerics import FusedOp
 
 pytestmark = [
     pytest.mark.cuda,
@@ -24,12 +24,12 @@ pytestmark = [
 
 
 def run(function: str, x: torch.Tensor, recipe: str | None, usage: tuple[bool, bool],
-        **kwargs: bool) -> Activated:  # fmt: skip
+        **kwargs: bool) -> FusedResult:  # fmt: skip
     """The function where ``x`` is."""
     given = parameters(function, x.shape[1] // (2 if function == "swiglu" else 1), 1)
     given = {name: tensor.to(x.device) for name, tensor in given.items()}
     quantizer = None if recipe is None else quantizer_of(RECIPES[recipe], usage, x.device.type)
-    return activate(Activation(function), x, quantizer, **given, **kwargs)
+    return apply_fused(FusedOp(function), x, quantizer, **given, **kwargs)
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
