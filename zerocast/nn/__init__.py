@@ -7,6 +7,7 @@ checkpoint, statistics              recomputed activations; what quantization lo
 swizzle, unswizzle                  scales in the order that block-scaled GEMMs read
 """
 
+from zerocast.nn import functional
 from zerocast.nn.convert import ConversionReport, convert
 from zerocast.nn.layernorm_linear import LayerNormLinear
 from zerocast.nn.layernorm_mlp import LayerNormMLP
@@ -41,6 +42,7 @@ __all__ = [
     "convert",
     "coverage",
     "explain",
+    "functional",
     "statistics",
     "swizzle",
     "unswizzle",
