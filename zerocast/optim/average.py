@@ -2,65 +2,87 @@
 
 An average that is stored in quantized weights would be rounded at every step, by more than a step
 moves it. So it is kept in FP32 beside the masters, of this rank's elements only, and rounded once,
-when somebody wants to use it.
+when it is used.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from zerocast.comm import agree
 from zerocast.errors import InputError
+from zerocast.optim.progress import Progress
+from zerocast.optim.publication import Publication
 from zerocast.optim.shards import ShardedWeights
-from zerocast.optim.writes import index_of
-
-Show = Callable[[torch.Tensor], AbstractContextManager[None]]
-"""Puts columns into the weights for as long as its context lasts."""
+from zerocast.optim.weights import index_of
 
 
 class Average:
     """What :meth:`ZeroOptimizer.ema` returns: ``decay * average + (1 - decay) * master`` after
     every step, beginning at the masters as they were when it was made.
 
-    Element by element, so it has the same bits on every number of ranks. It is saved and loaded
-    with the optimizer.
+    It is computed element by element, so it has the same bits on every number of ranks. It is saved
+    and loaded with the optimizer.
 
     Attributes:
-        decay: the part of the average that a step leaves.
+        decay: the share of the average that a step leaves.
     """
 
-    def __init__(self, decay: float, shards: ShardedWeights, show: Show) -> None:
+    def __init__(
+        self, decay: float, shards: ShardedWeights, publication: Publication, progress: Progress
+    ) -> None:
         self.decay = decay
         self._shards = shards
-        self._show = show
+        self._publication = publication
+        self._progress = progress
         self._columns = shards.masters.clone()  # FP32 [num_columns]
 
     def gather(self, param: torch.Tensor) -> torch.Tensor:
-        """FP32, in the parameter's shape: the average of its master, from all ranks. Collective.
+        """Return the average of a parameter's master from all ranks: FP32, in the parameter's
+        shape. Collective.
 
         Raises:
-            InputError: where ``param`` is no trainable parameter of the optimizer.
+            InputError: where ``param`` is not a trainable parameter of the optimizer.
         """
         index = index_of(self._shards.weights, param, "gather")
         return self._shards.gather(index, self._columns)
 
-    def in_weights(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def in_weights(self) -> Iterator[None]:
         """Within the context the model's weights are the cast of the averages; afterwards, bit for
         bit, that of the masters again. Entering and leaving are collective.
 
-        What recipes remember stays as it is, so delayed scaling casts the averages with the scales
-        of the latest cast. Within the context nobody may step or write weights.
+        The state of recipes stays as it is, so delayed scaling casts the averages with the scales
+        of the latest cast. Do not step or write weights within the context.
 
         Raises:
             InputError: on every rank, where averages are in the weights already; on leaving, where
                 weights were written in between, whose values are lost.
-            UnfinishedStepError: on every rank, where a step was left half done.
+            UnfinishedStepError: on every rank, where a step was left unfinished.
         """
-        return self._show(self._columns)
+        progress = self._progress
+        progress.prepare("in_weights")
+        with progress.changing():
+            self._publication.run(self._columns)
+        progress.holds_averages = True
+        try:
+            yield
+        finally:
+            progress.holds_averages = False
+            written = progress.writes.look()
+            with progress.changing():
+                self._publication.run()
+            # Also where the body failed: other ranks, on which it did not, take part.
+            agreed = agree(self._shards.comm, int(written))
+        if not agreed or written:
+            raise InputError(
+                "weights were written while averages were in them, and hold the masters' cast "
+                "again; write them after leaving the context of in_weights()."
+            )
 
     def update(self) -> None:
         """Follow the masters by one step."""
@@ -72,27 +94,22 @@ class Average:
         return f"ema({self.decay})"
 
     def load(self, states: Mapping[int, dict[str, Any]]) -> None:
-        """Take its elements out of the entries of a state dict, by place; of one that has none,
+        """Take its elements out of the entries of a state dict, by place; where an entry has none,
         begin at the masters as they are.
         """
         self._columns.copy_(self._shards.masters)
         for i, state in states.items():
             if self.key in state:
-                self.part(i).copy_(state.pop(self.key))
+                self.shard(i).copy_(state.pop(self.key))
 
-    def part(self, index: int) -> torch.Tensor:
-        """FP32, flat: this rank's elements of one weight's average, a view."""
+    def shard(self, index: int) -> torch.Tensor:
+        """Return this rank's elements of one weight's average: FP32, flat, a view."""
         return self._columns[self._shards.own[index].columns]
 
 
 def check_decay(decay: object) -> float:
-    """``decay`` as a number from 0 up to, not including, 1; else :class:`InputError`."""
-    if (
-        isinstance(decay, bool)
-        or not isinstance(decay, int | float)
-        or not 0 <= decay < 1
-        or math.isnan(decay)
-    ):
+    """Return ``decay`` as a number from 0 up to, not including, 1; else :class:`InputError`."""
+    if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 <= decay < 1:
         raise InputError(
             f"decay must be a number from 0 up to, not including, 1, such as 0.999, got {decay!r}."
         )

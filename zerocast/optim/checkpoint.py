@@ -1,12 +1,12 @@
-"""What an optimizer saves of its shards, and how saved shards are cut anew.
+"""What an optimizer saves of its shards, and how saved shards are divided over other ranks.
 
-A rank's state dict holds, for every weight that it owns a part of, the master of that part and the
-inner optimizer's state of it. Codes are not saved: one cast derives them from the masters. So the
-state dicts of all ranks together are the whole state, on any number of ranks::
+A rank's state dict holds, for every weight of which it owns elements, their master and the inner
+optimizer's state of them. Codes are not saved: one cast derives them from the masters. So the state
+dicts of all ranks together are the whole state, on any number of ranks::
 
     state         weight's place -> master (FP32, flat), start (its first element), inner state,
                   averages of the master
-    recipe_state  weight's place -> what its recipe remembers, the same on every rank
+    recipe_state  weight's place -> the state of its recipe, the same on every rank
     param_groups  the options, and the places of the weights, as torch's optimizers save them
     zero          optimizer, [elements, group] of every weight, rank, world_size, steps made, mode
                   of the inner optimizer, decays of the averages
@@ -14,45 +14,41 @@ state dicts of all ranks together are the whole state, on any number of ranks::
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import copy
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from zerocast.comm import Communicator
 from zerocast.errors import InputError
 from zerocast.layout import Extent
 from zerocast.optim.average import Average
-from zerocast.optim.consistency import option_lines
-from zerocast.optim.inner import InnerOptimizer, options
+from zerocast.optim.inner import InnerOptimizer
+from zerocast.optim.param_groups import option_lines, options
 from zerocast.optim.shards import ShardedWeights
-from zerocast.optim.weights import Weight
 
 StateDict = dict[str, Any]
 
-
 KEYS = {"state", "recipe_state", "param_groups", "zero"}
-"""Of every state dict."""
+"""The keys of every state dict."""
 
 
 def save(
     shards: ShardedWeights,
     inner: InnerOptimizer,
     param_groups: Sequence[dict[str, Any]],
-    averages: Sequence[Average],
+    averages: Collection[Average],
     steps: int,
 ) -> StateDict:
-    """This rank's state dict. Its tensors are the live ones."""
-    weights = shards.weights
-    groups = [
-        options(group) | {"params": [i for i, weight in enumerate(weights) if weight.group == g]}
-        for g, group in enumerate(param_groups)
-    ]
+    """Return this rank's state dict. Its tensors are the live ones."""
+    groups = [options(group) | {"params": list[int]()} for group in param_groups]
+    for i, weight in enumerate(shards.weights):
+        groups[weight.group]["params"].append(i)
     return {
         "state": {
             i: {
                 **inner.state(i),
-                **{average.key: average.part(i) for average in averages},
+                **{average.key: average.shard(i) for average in averages},
                 "master": master,
                 "start": shards.own[i].extent.start,
             }
@@ -61,7 +57,7 @@ def save(
         "recipe_state": shards.recipe_states(),
         "param_groups": groups,
         "zero": {
-            **_identity(inner, weights),
+            **_identity(shards, inner),
             "rank": shards.comm.rank,
             "world_size": shards.comm.size,
             "steps": steps,
@@ -71,11 +67,15 @@ def save(
     }
 
 
-def checked(given: object, shards: ShardedWeights, inner: InnerOptimizer) -> list[StateDict]:
-    """The state dicts in ``given``, one or a sequence of them.
+def read(
+    given: object, shards: ShardedWeights, inner: InnerOptimizer
+) -> tuple[StateDict, dict[int, StateDict]]:
+    """Check the state dicts in ``given``, one or a sequence of them. Return the first, which has
+    all that they have in common, and the entries of ``state`` for this rank's elements.
 
     Raises:
-        InputError: where they are none, or of another optimizer or other weights.
+        InputError: where they are not state dicts, or of another optimizer or other weights; where
+            they do not cover this rank's elements, or one alone is that of another rank.
     """
     saved: list[Any] = list(given) if isinstance(given, Sequence) else [given]
     if not saved:
@@ -86,7 +86,7 @@ def checked(given: object, shards: ShardedWeights, inner: InnerOptimizer) -> lis
                 "load_state_dict needs what ZeroOptimizer.state_dict() returned, or a sequence of "
                 f"that from all ranks, got a {type(state).__name__} that is not one."
             )
-        for what, mine in _identity(inner, shards.weights).items():
+        for what, mine in _identity(shards, inner).items():
             if state["zero"][what] != mine:
                 raise InputError(
                     f"a state dict must be loaded into an optimizer of the same {what}: it was "
@@ -105,23 +105,10 @@ def checked(given: object, shards: ShardedWeights, inner: InnerOptimizer) -> lis
             f"the state dicts of all ranks must be of the same step, got states of steps {steps}; "
             "load what all ranks saved after the same step."
         )
-    return saved
-
-
-def in_common(saved: StateDict) -> list[str]:
-    """Texts of what every rank's state dict says alike."""
-    zero = saved["zero"]
-    lines = [f"{name} {zero[name]}" for name in ("steps", "mode", "averages")]
-    return lines + option_lines(saved["param_groups"])
-
-
-def check_own(saved: Sequence[StateDict], comm: Communicator) -> None:
-    """Raise :class:`InputError` where the one state dict in ``saved`` is that of another rank.
-
-    It may have the right sizes: who takes tensors of one name for copies of each other, as
-    torch.distributed.checkpoint does, saves those of one rank and loads them on all.
-    """
-    zero = saved[0]["zero"]
+    entries = {i: _reshard(saved, i, shards) for i in inner.masters}
+    # Another rank's state dict may have the right sizes: torch.distributed.checkpoint, which takes
+    # tensors of one name for copies of each other, saves those of one rank and loads them on all.
+    zero, comm = saved[0]["zero"], shards.comm
     if len(saved) == 1 and zero["world_size"] == comm.size and zero["rank"] != comm.rank:
         raise InputError(
             f"each rank must load the state dict that it saved itself: rank {comm.rank} was given "
@@ -129,13 +116,45 @@ def check_own(saved: Sequence[StateDict], comm: Communicator) -> None:
             f"torch.distributed.checkpoint keeps one rank's tensors of each name, so give it each "
             f"rank's state dict as bytes (of an io.BytesIO, by torch.save) under a name of its own."
         )
+    return saved[0], entries
 
 
-def load_recipe_states(saved: StateDict, shards: ShardedWeights) -> None:
-    """Let the weights' recipes remember what they did when ``saved``, checked, was saved."""
+def common_lines(saved: StateDict) -> list[str]:
+    """Return texts of what the state dicts of all ranks have in common."""
+    lines = [f"{name} {saved['zero'][name]}" for name in ("steps", "mode", "averages")]
+    return lines + option_lines(saved["param_groups"])
+
+
+def restore(
+    saved: StateDict,
+    entries: dict[int, StateDict],
+    shards: ShardedWeights,
+    inner: InnerOptimizer,
+    param_groups: Sequence[dict[str, Any]],
+    averages: Collection[Average],
+) -> None:
+    """Set masters, averages, options, inner state and the state of recipes to what :func:`read`
+    returned.
+    """
+    for i, entry in entries.items():
+        shards.master(i).copy_(entry.pop("master"))
+        del entry["start"]
+    for average in averages:
+        average.load(entries)
+    loaded = copy.deepcopy(saved["param_groups"])  # the rate may be a tensor, written in place
+    for group, theirs in zip(param_groups, loaded, strict=True):
+        group.update(options(theirs))
+    inner.load_state(entries, saved["zero"]["mode"], param_groups)
     for i, state in shards.recipe_states().items():
         for name, tensor in state.items():
             tensor.copy_(saved["recipe_state"][i][name])
+
+
+def _identity(shards: ShardedWeights, inner: InnerOptimizer) -> StateDict:
+    return {
+        "optimizer": type(inner.optimizer).__name__,
+        "weights": [[weight.param.numel(), weight.group] for weight in shards.weights],
+    }
 
 
 def _check_recipe_state(
@@ -155,39 +174,21 @@ def _check_recipe_state(
             )
 
 
-def cut(
-    saved: Sequence[StateDict], shards: ShardedWeights, inner: InnerOptimizer
-) -> dict[int, StateDict]:
-    """The entries of ``state`` that this rank needs, put together from state dicts of any ranks.
+def _reshard(saved: Sequence[StateDict], index: int, shards: ShardedWeights) -> StateDict:
+    """Put one weight's entry for this rank's elements together from the state dicts of any ranks.
 
-    Raises:
-        InputError: where they do not cover this rank's elements.
-    """
-    return {i: _cut_weight(saved, i, shards) for i in inner.masters}
-
-
-def _identity(inner: InnerOptimizer, weights: Sequence[Weight]) -> StateDict:
-    return {
-        "optimizer": type(inner.optimizer).__name__,
-        "weights": [[weight.param.numel(), weight.group] for weight in weights],
-    }
-
-
-def _cut_weight(saved: Sequence[StateDict], index: int, shards: ShardedWeights) -> StateDict:
-    """One weight's entry.
-
-    State in the master's shape is cut and joined with it; anything else (a step count) is that of
-    the first piece.
+    State in the master's shape is divided and joined as the master is; anything else (a step count)
+    is that of the first piece.
     """
     wanted = shards.own[index].extent
-    pieces = [state["state"][index] for state in saved if index in state["state"]]
-    parts: list[tuple[StateDict, slice]] = []
+    pieces: list[tuple[StateDict, slice]] = []
     reached = wanted.start
-    for piece in sorted(pieces, key=lambda piece: piece["start"]):
-        held = Extent(piece["start"], piece["start"] + piece["master"].numel())
+    entries = [state["state"][index] for state in saved if index in state["state"]]
+    for entry in sorted(entries, key=lambda entry: entry["start"]):
+        held = Extent(entry["start"], entry["start"] + entry["master"].numel())
         common = held.intersect(Extent(reached, wanted.end))
         if common and common.start == reached:
-            parts.append((piece, slice(common.start - held.start, common.end - held.start)))
+            pieces.append((entry, slice(common.start - held.start, common.end - held.start)))
             reached = common.end
     if reached < wanted.end:
         raise InputError(
@@ -195,12 +196,11 @@ def _cut_weight(saved: Sequence[StateDict], index: int, shards: ShardedWeights) 
             f"given state holds none from {reached} on; load on as many ranks as saved, each its "
             f"own state dict, or give every rank the sequence of all ranks' state dicts."
         )
-    first = parts[0][0]
-    shape = first["master"].shape
-    entry: StateDict = {}
+    first = pieces[0][0]
+    joined: StateDict = {}
     for key, value in first.items():
-        if isinstance(value, torch.Tensor) and value.shape == shape:
-            entry[key] = torch.cat([piece[key][part] for piece, part in parts])
+        if isinstance(value, torch.Tensor) and value.shape == first["master"].shape:
+            joined[key] = torch.cat([entry[key][elements] for entry, elements in pieces])
         else:
-            entry[key] = value.clone() if isinstance(value, torch.Tensor) else value
-    return entry
+            joined[key] = value.clone() if isinstance(value, torch.Tensor) else value
+    return joined

@@ -1,4 +1,4 @@
-"""From ``.grad`` of whole weights to the mean over ranks of this rank's shards.
+"""GradientReducer: the mean over ranks of whole gradients, on each rank for its own shards.
 
 Gradients are copied into an FP32 buffer laid out as a matrix [ranks, columns] (see "Note: columns"
 in :mod:`zerocast.optim.shards`), summed by a reduce-scatter and divided by the number of ranks. So
@@ -9,9 +9,9 @@ The buffer is bounded: a model whose gradients do not fit is reduced in several 
 of all ranks each.
 
 A weight that no rank has a gradient for is left out of the step, as torch leaves it out; one that
-only some ranks have a gradient for counts as zero on the others. For that the ranks must know of
-each other, so every row of the matrix ends in flags, one entry a weight, 1 or 0, which the same
-reduce-scatter sums. After these come notes, numbers that ranks want to know of each other.
+only some ranks have a gradient for counts as zero on the others. So that ranks know of each other,
+every row of the matrix ends in flags, one entry a weight, 1 or 0, which the same reduce-scatter
+sums. After these come notes: a few numbers that ranks exchange.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from dataclasses import dataclass
 import torch
 
 from zerocast.errors import InputError
+from zerocast.layout import Extent
 from zerocast.optim.shards import Shard, ShardedWeights
 
 BUFFER_ELEMENTS = 1 << 24
@@ -35,9 +36,15 @@ NOTES = 6
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Elements of one weight's gradient, and their place in the buffer."""
+    """Elements of one weight's gradient, or of the flags and notes, and their place in the buffer.
 
-    weight: int
+    Attributes:
+        source: the weight's place; the number of weights for flags and notes.
+        elements: those that are copied.
+        place: a view of the buffer.
+    """
+
+    source: int
     elements: slice
     place: torch.Tensor
 
@@ -48,16 +55,11 @@ class _Round:
 
     Attributes:
         pieces: what is copied into the buffer, for every rank.
-        flags: the part of the round's columns [ranks, flags in it] that says which gradients are
-            there, notes included.
-        which_flags: those that it holds, counted from the first weight's.
         buffer: FP32, flat, [ranks * columns in this round].
-        output: this rank's part of :attr:`GradientReducer.reduced`.
+        output: the same columns of :attr:`GradientReducer.reduced`.
     """
 
     pieces: list[_Piece]
-    flags: torch.Tensor
-    which_flags: slice
     buffer: torch.Tensor
     output: torch.Tensor
 
@@ -84,7 +86,9 @@ class GradientReducer:
         # A single round leaves its result where this rank's row lies.
         self.reduced = buffer.view(size, step)[rank] if step == width else buffer.new_zeros(width)
         self._kept: list[tuple[weakref.ref[torch.Tensor], int] | None] | None = None
-        owned = [shards.shards(r) for r in range(size)]
+        # Flags and notes are as one more weight, whole on every rank.
+        flags = Shard(Extent(0, width - shards.num_columns), slice(shards.num_columns, width))
+        owned = [[*shards.shards(r), flags] for r in range(size)]
         self._rounds = [
             self._plan_round(owned, buffer, start, min(start + step, width))
             for start in range(0, width, step)
@@ -93,7 +97,7 @@ class GradientReducer:
     def _plan_round(
         self, owned: Sequence[Sequence[Shard]], buffer: torch.Tensor, start: int, end: int
     ) -> _Round:
-        """The round of columns ``start`` to ``end``."""
+        """Plan the round of columns ``start`` to ``end``."""
         rows = buffer[: len(owned) * (end - start)].view(len(owned), end - start)
         pieces = []
         for row, shards in zip(rows, owned, strict=True):
@@ -101,49 +105,37 @@ class GradientReducer:
                 first, last = max(start, shard.columns.start), min(end, shard.columns.stop)
                 if first < last:
                     offset = shard.extent.start - shard.columns.start
-                    pieces.append(
-                        _Piece(
-                            i,
-                            slice(first + offset, last + offset),
-                            row[first - start : last - start],
-                        )
-                    )
-        base = self._shards.num_columns
-        which_flags = slice(max(0, start - base), max(0, end - base))
-        flags = rows[:, max(0, base - start) :]
-        return _Round(pieces, flags, which_flags, rows.view(-1), self.reduced[start:end])
+                    elements = slice(first + offset, last + offset)
+                    pieces.append(_Piece(i, elements, row[first - start : last - start]))
+        return _Round(pieces, rows.view(-1), self.reduced[start:end])
 
     def reduce_mean(self, notes: Sequence[float] = (0.0,) * NOTES) -> None:
         """Fill :attr:`reduced`, of gradients and ``notes``. Collective: one reduce-scatter a
         round.
         """
-        comm = self._shards.comm
+        comm, device = self._shards.comm, self.reduced.device
         gradients = [_flat(grad) for grad in self._grads()]
-        here = torch.tensor(
-            [*(g is not None for g in gradients), *notes],
-            dtype=torch.float32,
-            device=self.reduced.device,
-        )
-        for part in self._rounds:
-            for piece in part.pieces:
-                gradient = gradients[piece.weight]
-                if gradient is None:
+        flags = [float(gradient is not None) for gradient in gradients]
+        sources = [*gradients, torch.tensor([*flags, *notes], dtype=torch.float32, device=device)]
+        for each in self._rounds:
+            for piece in each.pieces:
+                source = sources[piece.source]
+                if source is None:
                     piece.place.zero_()
                 else:
-                    piece.place.copy_(gradient[piece.elements])
-            part.flags.copy_(here[part.which_flags])
-            comm.reduce_scatter_sum(part.output, part.buffer)
+                    piece.place.copy_(source[piece.elements])
+            comm.reduce_scatter_sum(each.output, each.buffer)
         if comm.size > 1:
             self.reduced.div_(comm.size)
 
     def keep(self) -> None:
-        """Let the next step use what was reduced just now, of the gradients as they are."""
+        """Keep what was reduced just now for the next step, with the gradients it came from."""
         self._kept = [
             None if grad is None else (weakref.ref(grad), grad._version) for grad in self._grads()
         ]
 
     def drop(self) -> None:
-        """Let the next step reduce the gradients anew."""
+        """Forget what was kept: the next step reduces the gradients."""
         self._kept = None
 
     @property
@@ -152,10 +144,9 @@ class GradientReducer:
         return self._kept is not None
 
     def changed(self) -> InputError | None:
-        """What is wrong where a gradient is no longer the one that was reduced and kept."""
-        for weight, grad, kept in zip(
-            self._shards.weights, self._grads(), self._kept or (), strict=True
-        ):
+        """Return the error for a gradient that is no longer the one that was reduced and kept."""
+        for weight, kept in zip(self._shards.weights, self._kept or (), strict=True):
+            grad = weight.param.grad
             version = None if grad is None else grad._version
             if grad is not (kept and kept[0]()) or version != (kept and kept[1]):
                 return InputError(
@@ -166,11 +157,13 @@ class GradientReducer:
         return None
 
     def notes(self) -> list[float]:
-        """The mean over ranks of each note."""
+        """Return the mean over ranks of each note."""
         return self.reduced[-NOTES:].tolist()
 
     def gradients(self) -> list[torch.Tensor | None]:
-        """Each weight's mean gradient on this rank's shard, a view; None where no rank has one."""
+        """Return each weight's mean gradient on this rank's shard, a view; None where no rank has
+        a gradient.
+        """
         # Asked only where this rank lacks one, for on a GPU the answer waits for the reduction.
         missing = any(grad is None for grad in self._grads())
         present = self.reduced[self._shards.num_columns : -NOTES].tolist() if missing else None
@@ -187,19 +180,19 @@ class GradientReducer:
         self.reduced[: self._shards.num_columns].mul_(factor)
 
     def norm(self, norm_type: float) -> torch.Tensor:
-        """FP32 []: the norm of all mean gradients, the same bits on every rank. Collective."""
+        """Return the norm of all mean gradients: FP32 [], the same on all ranks. Collective."""
         comm = self._shards.comm
-        parts = [self.reduced[shard.columns] for shard in self._shards.own if shard.extent]
+        shards = [self.reduced[shard.columns] for shard in self._shards.own if shard.extent]
         if math.isinf(norm_type):
             largest = self.reduced.new_zeros(1)
-            for part in parts:
-                largest = torch.maximum(largest, part.abs().max())  # NaN stays NaN
+            for shard in shards:
+                largest = torch.maximum(largest, shard.abs().max())  # NaN stays NaN
             bits = largest.view(torch.int32)  # order like the magnitudes, and NaN is the largest
             comm.all_reduce_max_(bits)
             return bits.view(torch.float32)[0]
         total = torch.zeros(1, dtype=torch.float64, device=self.reduced.device)
-        for part in parts:
-            total += torch.linalg.vector_norm(part, norm_type, dtype=torch.float64) ** norm_type
+        for shard in shards:
+            total += torch.linalg.vector_norm(shard, norm_type, dtype=torch.float64) ** norm_type
         comm.all_reduce_sum_(total)
         return total[0].pow(1 / norm_type).float()
 

@@ -8,17 +8,15 @@ from typing import Any
 import torch
 
 from zerocast.errors import InputError
+from zerocast.optim.param_groups import options
 from zerocast.optim.shards import ShardedWeights
-
-_NOT_OPTIONS = ("params", "param_names")
-"""Entries of a param group that are not options of an optimizer."""
 
 
 class InnerOptimizer:
-    """Steps one master for each weight that this rank owns a part of.
+    """Steps a master for each weight of which this rank owns elements.
 
-    One for each weight, and not one for all, so that a weight without a gradient is left out and
-    keeps its state, as in torch.
+    Each weight has its own, so that a weight without a gradient is left out and keeps its state, as
+    in torch.
 
     Args:
         optimizer_class: an element-wise torch optimizer.
@@ -29,7 +27,7 @@ class InnerOptimizer:
     Attributes:
         masters: by the weight's place in ``shards``: FP32, flat, never empty, in order.
         optimizer: the torch optimizer.
-        mode: "train" or "eval": of an optimizer whose masters are others when it is not stepped.
+        mode: "train" or "eval", for an optimizer that has modes, whose masters differ in them.
 
     Raises:
         InputError: where ``optimizer_class`` refuses the groups.
@@ -43,7 +41,7 @@ class InnerOptimizer:
         shards: ShardedWeights,
     ) -> None:
         self.masters = {i: shards.master(i) for i, s in enumerate(shards.own) if s.extent}
-        self._places = {i: shards.master(i) for i in self.masters}  # which nobody binds elsewhere
+        self._places = {i: shards.master(i) for i in self.masters}  # other views of the same memory
         groups: list[dict[str, Any]] = [options(group) | {"params": []} for group in param_groups]
         for i, master in self.masters.items():
             groups[shards.weights[i].group]["params"].append(master)
@@ -53,15 +51,14 @@ class InnerOptimizer:
             raise InputError(
                 f"{optimizer_class.__name__} refused its param groups: {error}"
             ) from error
-        self.mode = "train"
-        self._set_mode()
+        self._set_mode("train")
         self._exchanged: list[dict[str, Any]] = [{} for _ in groups]
 
     def exchange_options(self, param_groups: Sequence[dict[str, Any]]) -> None:
-        """Let ``param_groups`` and the optimizer's own groups have the same options.
+        """Give ``param_groups`` and the optimizer's own groups the same options.
 
-        Who wrote one since the last time is heard: schedulers write ``param_groups``, or the
-        optimizer's own if they were made around it, as some optimizers do in their steps. Where
+        The group that was written since the last time counts: schedulers write ``param_groups``, or
+        the optimizer's own if they were made around it, as some optimizers do in their steps. Where
         both were written, ``param_groups`` count.
         """
         for ours, theirs, known in zip(
@@ -73,7 +70,7 @@ class InnerOptimizer:
         self._give_options(param_groups)
 
     def _give_options(self, param_groups: Sequence[dict[str, Any]]) -> None:
-        """Let the optimizer have the options of ``param_groups``."""
+        """Give the optimizer the options of ``param_groups``."""
         self._exchanged = [options(group) for group in param_groups]
         for ours, theirs in zip(self._exchanged, self.optimizer.param_groups, strict=True):
             theirs.update(ours)
@@ -91,8 +88,7 @@ class InnerOptimizer:
 
     def switch(self, mode: str, param_groups: Sequence[dict[str, Any]]) -> None:
         """Call the optimizer's ``train()`` or ``eval()``, which changes masters."""
-        self.mode = mode
-        self._set_mode()
+        self._set_mode(mode)
         self._follow_masters()
         self.exchange_options(param_groups)
 
@@ -101,9 +97,10 @@ class InnerOptimizer:
         """Whether the optimizer has a ``train()`` and an ``eval()``, as schedule-free ones do."""
         return all(callable(getattr(self.optimizer, mode, None)) for mode in ("train", "eval"))
 
-    def _set_mode(self) -> None:
+    def _set_mode(self, mode: str) -> None:
+        self.mode = mode
         if self.has_modes:
-            getattr(self.optimizer, self.mode)()
+            getattr(self.optimizer, mode)()
 
     def _follow_masters(self) -> None:
         """Bring masters back that the optimizer has bound to other memory (``p.data = ...``)."""
@@ -114,7 +111,7 @@ class InnerOptimizer:
                 master.data = place
 
     def state(self, index: int) -> dict[str, Any]:
-        """What the optimizer keeps of one weight; nothing before its first step."""
+        """Return what the optimizer keeps of one weight; nothing before its first step."""
         return self.optimizer.state.get(self.masters[index], {})
 
     def load_state(
@@ -123,7 +120,7 @@ class InnerOptimizer:
         mode: str,
         param_groups: Sequence[dict[str, Any]],
     ) -> None:
-        """Let the optimizer continue from ``states``, by the weight's place, that were saved in
+        """Let the optimizer continue from ``states``, by the weights' places, that were saved in
         ``mode``, with the options of ``param_groups``.
         """
         self.mode = mode
@@ -132,8 +129,3 @@ class InnerOptimizer:
         groups = self.optimizer.state_dict()["param_groups"]
         self.optimizer.load_state_dict({"state": numbered, "param_groups": groups})
         self._give_options(param_groups)  # the same objects, for a tensor is written in place
-
-
-def options(group: dict[str, Any]) -> dict[str, Any]:
-    """The options in a param group."""
-    return {name: value for name, value in group.items() if name not in _NOT_OPTIONS}

@@ -1,13 +1,13 @@
-"""Progress: whether all ranks stand at the same step, and whether a step was left half done.
+"""Progress: whether all ranks are at the same step, and whether a step was left unfinished.
 
-A step changes this rank's masters and inner state, and then everybody's weights. Where it fails in
-between, on one rank or on all (a lost rank, an interrupt), masters and weights belong to different
-steps and no rank can put them together again: saving and stepping are refused from then on, until a
-state is loaded. Where it fails on some ranks only, others may have made one step more. So ranks
-tell each other in the reduce-scatter of gradients, which costs nothing more, what went wrong here,
-whether a weight was written by others, how many steps were made, and a digest of the options: a
-scheduler that only some ranks step, or step by losses of their own, would train each rank's part at
-another learning rate.
+A step changes this rank's masters and inner state, and then the weights of all ranks. Where it
+fails in between, on one rank or on all (a lost rank, an interrupt), masters and weights belong to
+different steps and no rank can put them together again: saving and stepping are refused from then
+on, until a state is loaded. Where it fails on some ranks only, others may have made one step more.
+So every rank sends in the reduce-scatter of gradients, at no further cost, whether something went
+wrong here, whether a weight was written by other code, how many steps were made, and a digest of
+the options: a scheduler that only some ranks step, or step by losses of their own, would train each
+rank's shards at another learning rate.
 """
 
 from __future__ import annotations
@@ -17,68 +17,87 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from zerocast.comm import lines_that_differ, raise_together
-from zerocast.errors import RankMismatchError, UnfinishedStepError, ZerocastError
-from zerocast.optim.consistency import option_lines, raise_first_difference
+from zerocast.comm import raise_together
+from zerocast.errors import InputError, RankMismatchError, UnfinishedStepError, ZerocastError
+from zerocast.optim.comparison import check_same
 from zerocast.optim.gradients import GradientReducer
+from zerocast.optim.param_groups import Param, option_lines, unfrozen
 from zerocast.optim.shards import ShardedWeights
-from zerocast.optim.weights import Param, unfrozen
 from zerocast.optim.writes import Writes
 
 _WRAP = 32
-"""Numbers are told modulo this: sums of squares over 2^13 ranks are exact in FP32."""
+"""Numbers are sent modulo this: sums of squares over 2^13 ranks are exact in FP32."""
 
 _LOAD = "load the last checkpoint, optimizer.load_state_dict, on every rank"
 
 
 class Progress:
-    """Counts the steps of an optimizer and knows whether the last one came to its end.
+    """Counts the steps of an optimizer and knows whether the weights are those of the masters.
 
     Args:
         shards: the weights.
-        writes: what others wrote into them.
         frozen: parameters that the optimizer left out.
 
     Attributes:
         steps: that were made, those before the loaded state included.
+        holds_averages: whether averages are in the weights; the same on every rank.
+        writes: what other code wrote into the weights.
     """
 
-    def __init__(
-        self,
-        shards: ShardedWeights,
-        writes: Writes,
-        frozen: Sequence[Param],
-    ) -> None:
+    def __init__(self, shards: ShardedWeights, frozen: Sequence[Param]) -> None:
         self.steps = 0
+        self.holds_averages = False
+        self.writes = Writes(shards)
         self._frozen = frozen
         self._shards = shards
-        self._writes = writes
-        self._unfinished = False
+        self._is_unfinished = False
+
+    def begin_change(self) -> None:
+        """Note that masters and weights change, until :meth:`end_change` or :meth:`end_step`."""
+        self._is_unfinished = True
+
+    def end_change(self) -> None:
+        """Note that the weights have been made from the masters."""
+        self.writes.settle()
+        self._is_unfinished = False
+
+    def end_step(self) -> None:
+        """End a change that was a step."""
+        self.steps += 1
+        self.end_change()
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """Masters and weights change within the context; an exception leaves them half changed."""
-        self._unfinished = True
+        """Change masters and weights within the context; an exception leaves them half changed."""
+        self.begin_change()
         yield
-        self._unfinished = False
+        self.end_change()
 
-    def begin_change(self) -> None:
-        """As :meth:`changing`, until :meth:`end_step`."""
-        self._unfinished = True
-
-    def end_step(self) -> None:
-        """The weights are those of the masters."""
-        self.steps += 1
-        self._unfinished = False
-
-    def error(self, call: str) -> ZerocastError | None:
-        """What forbids ``call`` on this rank: a step that was left half done."""
-        if not self._unfinished:
+    def unfinished_error(self, call: str) -> ZerocastError | None:
+        """Return the error that forbids ``call`` after a step that was left unfinished."""
+        if not self._is_unfinished:
             return None
         return UnfinishedStepError(
             f"{call} needs an optimizer whose last step came to its end, and step {self.steps + 1} "
             f"failed after it had begun to change masters; {_LOAD}."
         )
+
+    def averages_error(self, call: str) -> ZerocastError | None:
+        """Return the error that forbids ``call`` while averages are in the weights."""
+        if not self.holds_averages:
+            return None
+        return InputError(
+            f"{call} needs the masters' weights, and averages are in them; leave the context of "
+            "in_weights() first."
+        )
+
+    def prepare(self, call: str, error: ZerocastError | None = None) -> None:
+        """Raise on all ranks what forbids ``call`` on any, and take as masters what other code
+        wrote. Collective.
+        """
+        error = error or self.unfinished_error(call) or self.averages_error(call)
+        raise_together(self._shards.comm, error)
+        self.writes.agree_and_take()
 
     def reduce(
         self,
@@ -87,7 +106,7 @@ class Progress:
         error: ZerocastError | None,
     ) -> None:
         """Reduce the gradients for a step with the options of ``param_groups``, and take as masters
-        what others wrote. Collective.
+        what other code wrote. Collective.
 
         Args:
             error: what went wrong on this rank before.
@@ -95,51 +114,60 @@ class Progress:
         Raises:
             ZerocastError: ``error``.
             InputError: where a weight no longer lies where the optimizer put it, so that a step
-                would change what nobody reads, or a parameter that was left out has a gradient.
-            UnfinishedStepError: where the last step was left half done.
+                would change memory that nothing reads, or a parameter that was left out has a
+                gradient.
+            UnfinishedStepError: where the last step was left unfinished.
             RankMismatchError: where ranks have made different numbers of steps, have different
-                options, or hold different values in weights that others wrote. Each on every rank;
-                on a GPU, where a look at what others say would wait for the reduction, on the ranks
+                options, or hold different values in weights that other code wrote. Each on every
+                rank; on a GPU, where reading the sums would wait for the reduction, on the ranks
                 that see it.
         """
-        comm = self._shards.comm
-        error = error or self.error("a step") or self._shards.moved_weight()
+        size = self._shards.comm.size
+        error = error or self.unfinished_error("a step") or self._shards.moved_weight()
         error = error or unfrozen(self._frozen)
         options = option_lines(param_groups)
-        told = self.steps % _WRAP
+        step = self.steps % _WRAP
         # With the step in it, equal digests of different options differ in the steps that follow.
         digest = zlib.crc32(f"{self.steps} {options}".encode()) % _WRAP
         gradients.reduce_mean(
-            [error is not None, self._writes.look(), told, told**2, digest, digest**2]
+            [error is not None, self.writes.look(), step, step**2, digest, digest**2]
         )
         if gradients.reduced.device.type == "cpu":
-            # Of means over ranks, divided in FP32, the sums.
-            sums = [round(x * comm.size) for x in gradients.notes()]
-            failed, written = sums[:2]
-            # Numbers of which the sum's square is not as many times the squares' sum differ.
-            differs = [a * a != b * comm.size for a, b in (sums[2:4], sums[4:])]
+            # The notes are means over ranks, divided in FP32.
+            sums = [round(x * size) for x in gradients.notes()]
+            failed, written, *numbers = sums
             if failed:
-                raise_together(comm, error)
-            if differs[0]:
-                steps = dict(enumerate(comm.all_gather_object(self.steps)))
-                raise RankMismatchError(
-                    f"every rank must have made as many steps, got, by rank, {steps}; {_LOAD}."
-                )
-            if differs[1] and (everyone := lines_that_differ(comm, options)) is not None:
-                raise_first_difference(
-                    everyone,
-                    "every rank must step with the same options (step a scheduler on every rank, "
-                    "by a loss that is all-reduced)",
-                )
+                raise_together(self._shards.comm, error)
+            self._check_equal(numbers, options)
             if written:
-                self._writes.agree()
+                self.writes.agree()
         elif error is not None:
             raise error
-        self._writes.take()
+        self.writes.take()
+
+    def _check_equal(self, sums: Sequence[int], options: list[str]) -> None:
+        """Raise where the sums over ranks of steps, their squares, digests and their squares say
+        that the ranks' numbers differ.
+        """
+        comm = self._shards.comm
+        # Equal numbers alone have a sum whose square is the sum of their squares, times the ranks.
+        steps_differ, digests_differ = (a * a != b * comm.size for a, b in (sums[:2], sums[2:]))
+        if steps_differ:
+            steps = dict(enumerate(comm.all_gather_object(self.steps)))
+            raise RankMismatchError(
+                f"every rank must have made as many steps, got, by rank, {steps}; {_LOAD}."
+            )
+        if digests_differ:
+            check_same(
+                comm,
+                options,
+                "every rank must step with the same options (step a scheduler on every rank, by a "
+                "loss that is all-reduced)",
+            )
 
     def reuse(self, gradients: GradientReducer, error: ZerocastError | None) -> None:
-        """Step from gradients that were kept when :meth:`reduce` had reduced them. Collective on a
-        CPU.
+        """Prepare a step from gradients that were kept when :meth:`reduce` had reduced them.
+        Collective on a CPU.
 
         Raises:
             InputError: where they are no longer the weights' gradients, or a weight has moved. On
@@ -150,4 +178,4 @@ class Progress:
             raise_together(self._shards.comm, error)
         elif error is not None:
             raise error
-        self._writes.take()
+        self.writes.take()

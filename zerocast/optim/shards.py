@@ -1,4 +1,4 @@
-"""Where the weights lie, and who owns which part: flat buffers, FP32 masters, the all-gather.
+"""Where the weights lie, and which rank owns what: flat buffers, FP32 masters, the all-gather.
 
 Note: columns
 ~~~~~~~~~~~~~
@@ -18,7 +18,7 @@ a matrix [ranks, columns] and one reduce-scatter serves all kinds of weights::
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -28,16 +28,12 @@ from zerocast.comm import Communicator
 from zerocast.errors import InputError
 from zerocast.layout import Extent, FlatLayout
 from zerocast.optim.pending_all_gather import PendingAllGather
-from zerocast.optim.weights import StorageKind, Weight, planes
-from zerocast.tensors import (
-    QuantizedStorage,
-    QuantizedTensor,
-    replace_raw_data,
-)
+from zerocast.optim.weights import StorageKind, Weight
+from zerocast.tensors import QuantizedStorage, QuantizedTensor, replace_raw_data
 
 BUCKET_SIZE = 1 << 23
 """Elements of a bucket that is waited for by itself: 4 MiB of 4-bit codes. In larger ones the first
-layers wait for codes of later ones; of smaller ones latency takes a part."""
+layers wait for codes of later ones; smaller ones are bound by latency."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +58,7 @@ class Bucket:
         layout: where each lies and who owns what, in elements.
         first_column: where the owner's range begins in its columns.
         flats: the buffers, one a plane, whole on every rank, of ``kind.dtype``.
-        arrival: what uses of the weights wait for; None where the step does.
+        pending: what uses of the weights wait for; None where the step does.
     """
 
     def __init__(
@@ -85,16 +81,11 @@ class Bucket:
             torch.zeros(entries, dtype=kind.dtype, device=device) for _ in range(kind.planes)
         ]
 
-    @property
-    def columns(self) -> slice:
-        """The owner's range in its columns, padding included."""
-        return slice(self.first_column, self.first_column + self.layout.rank_numel)
-
     def shards(self, rank: int) -> list[Shard]:
-        """What ``rank`` owns of each member."""
-        places = self.layout.shard_slices(rank)
+        """Return what ``rank`` owns of each member."""
+        first, places = self.first_column, self.layout.shard_slices(rank)
         return [
-            Shard(extent, slice(place.start + self.first_column, place.stop + self.first_column))
+            Shard(extent, slice(first + place.start, first + place.stop))
             for extent, place in zip(self.layout.shards(rank), places, strict=True)
         ]
 
@@ -108,15 +99,19 @@ class Bucket:
                 replace_raw_data(param, *places)
             else:
                 places[0].copy_(param.detach().reshape(-1))
-                param.data = _storage_of_its_own(places[0]).view(param.shape)
+                param.data = _with_own_storage(places[0]).view(param.shape)
 
     def store(self, rank: int, masters: torch.Tensor) -> None:
         """Round ``rank``'s masters, FP32 [columns], into its range: the cast of plain weights."""
-        self.flats[0].view(self.layout.world_size, -1)[rank].copy_(masters[self.columns])
+        own = masters[self.first_column :][: self.layout.rank_numel]
+        self.flats[0].view(self.layout.world_size, -1)[rank].copy_(own)
 
 
 class ShardedWeights:
     """All weights of an optimizer: their buckets, and this rank's masters.
+
+    Args:
+        overlap_all_gather, bucket_size: as for :class:`ZeroOptimizer`.
 
     Attributes:
         comm: the ranks.
@@ -125,20 +120,33 @@ class ShardedWeights:
             codes come last.
         num_columns: elements that a rank owns, padding included.
         masters: FP32 [num_columns], this rank's.
+        own: what this rank owns of each weight.
+        overlaps: whether uses of quantized weights wait for codes, and not the step.
+
+    Raises:
+        InputError: for a wrong argument.
     """
 
     def __init__(
         self,
         comm: Communicator,
         weights: Sequence[Weight],
-        *,
-        overlaps: bool = False,
+        overlap_all_gather: bool = False,
         bucket_size: int | None = None,
     ) -> None:
+        if not isinstance(overlap_all_gather, bool):
+            raise InputError(
+                f"overlap_all_gather must be True or False, got {overlap_all_gather!r}; quantized "
+                "weights are waited for one by one, whatever layers use them."
+            )
+        if bucket_size is not None and not (type(bucket_size) is int and bucket_size > 0):
+            raise InputError(
+                f"bucket_size must be a positive number of elements, or None, got {bucket_size!r}."
+            )
         self.comm = comm
         self.weights = weights
-        self._overlaps = overlaps
-        if overlaps and bucket_size is None:
+        self.overlaps = overlap_all_gather
+        if overlap_all_gather and bucket_size is None:
             bucket_size = BUCKET_SIZE
         self.buckets: list[Bucket] = []
         self.num_columns = 0
@@ -148,55 +156,56 @@ class ShardedWeights:
             self.num_columns += bucket.layout.rank_numel
         self.own = self.shards(comm.rank)
         device = weights[0].param.device
-        self._addresses = [_addresses(weight) for weight in weights]
         self.masters = torch.zeros(self.num_columns, dtype=torch.float32, device=device)
+        self._addresses = self._look_up_addresses()
 
     def shards(self, rank: int) -> list[Shard]:
         """What ``rank`` owns of each weight, in the order of :attr:`weights`."""
-        by_weight = {
-            i: shard
-            for bucket in self.buckets
-            for i, shard in zip(bucket.members, bucket.shards(rank), strict=True)
-        }
+        by_weight: dict[int, Shard] = {}
+        for bucket in self.buckets:
+            by_weight |= zip(bucket.members, bucket.shards(rank), strict=True)
         return [by_weight[i] for i in range(len(self.weights))]
 
     def master(self, index: int) -> torch.Tensor:
         """FP32, flat: this rank's master of one weight, a view; empty where it owns nothing."""
         return self.masters[self.own[index].columns]
 
-    def start_masters(self) -> None:
-        """Fill the masters: from the values that weights were made from, or else from theirs."""
-        for i in range(len(self.weights)):
-            self.restart_master(i)
-
-    def restart_master(self, index: int) -> None:
-        """Let one weight's master start from the weight as it is: from the value that it was made
-        from, where it keeps that. A master whose rounding a plain weight holds stays.
+    def restart_masters(self, indices: Iterable[int]) -> None:
+        """Let the masters of some weights start from the weights as they are: from the value that
+        a weight was made from, where it keeps that. A master whose rounding a plain weight holds
+        stays.
         """
-        param, master = self.weights[index].param, self.master(index)
-        extent = self.own[index].extent
-        if isinstance(param, QuantizedTensor):
-            kept = param.quantized_storage.high_precision_init_val
-            values = param.dequantize(torch.float32) if kept is None else kept
-            master.copy_(values.reshape(-1)[extent.start : extent.end])
-        else:
-            values = param.detach().reshape(-1)[extent.start : extent.end]
-            bits = torch.int16 if values.itemsize == 2 else torch.int32
-            kept_here = master.to(values.dtype).view(bits) == values.contiguous().view(bits)
-            master.copy_(torch.where(kept_here, master, values.float()))
+        for i in indices:
+            weight, master, extent = self.weights[i], self.master(i), self.own[i].extent
+            param, kept = weight.param, weight.init_value
+            if isinstance(param, QuantizedTensor):
+                values = param.dequantize(torch.float32) if kept is None else kept
+                master.copy_(values.reshape(-1)[extent.start : extent.end])
+            else:
+                values = param.detach().reshape(-1)[extent.start : extent.end]
+                bits = torch.int16 if values.itemsize == 2 else torch.int32
+                is_same = master.to(values.dtype).view(bits) == values.contiguous().view(bits)
+                master.copy_(torch.where(is_same, master, values.float()))
 
     def adopt(self) -> None:
         """Move every weight into its bucket."""
         for bucket in self.buckets:
             bucket.adopt(self.weights)
-            if self._overlaps and bucket.kind.is_codes:
-                bucket.pending = PendingAllGather(self._codes(bucket))
-        self._addresses = [_addresses(weight) for weight in self.weights]
+            if self.overlaps and bucket.kind.is_codes:
+                storages = [self.weights[i].storage for i in bucket.members]
+                bucket.pending = PendingAllGather([s for s in storages if s is not None])
+        self._addresses = self._look_up_addresses()
+
+    def _look_up_addresses(self) -> list[list[int]]:
+        return [[plane.data_ptr() for plane in weight.planes] for weight in self.weights]
 
     def moved_weight(self) -> InputError | None:
-        """What is wrong where a weight no longer lies in its bucket, as after ``model.float()``."""
-        for weight, addresses in zip(self.weights, self._addresses, strict=True):
-            if _addresses(weight) != addresses:
+        """Return the error for a weight that no longer lies in its bucket, as after
+        ``model.float()``.
+        """
+        found = self._look_up_addresses()
+        for weight, now, before in zip(self.weights, found, self._addresses, strict=True):
+            if now != before:
                 return InputError(
                     f"{weight.name} must stay in the buffer that ZeroOptimizer put it in, and no "
                     "longer lies there; convert or move a model (model.to, model.float) before "
@@ -213,12 +222,12 @@ class ShardedWeights:
                 bucket.store(self.comm.rank, columns)
 
     def all_gather(self) -> None:
-        """Bring every rank's part to every rank: in place, one collective a buffer. Where uses of
-        the weights wait it is only begun.
+        """Gather every rank's range on every rank: in place, one collective a buffer. Where uses
+        of the weights wait it is only begun.
         """
         for bucket in self.buckets:
             if bucket.pending is not None:
-                bucket.pending.begin(self.comm.start_all_gather_(flat) for flat in bucket.flats)
+                bucket.pending.begin(map(self.comm.start_all_gather_, bucket.flats))
             else:
                 for flat in bucket.flats:
                     self.comm.all_gather_(flat)
@@ -229,68 +238,58 @@ class ShardedWeights:
             if bucket.pending is not None:
                 bucket.pending.wait()
 
-    def _codes(self, bucket: Bucket) -> list[QuantizedStorage]:
-        params = [self.weights[i].param for i in bucket.members]
-        return [param.quantized_storage for param in params if isinstance(param, QuantizedTensor)]
-
-    # --- what recipes remember ---
+    # --- the state of recipes ---
 
     def recipe_states(self) -> dict[int, dict[str, torch.Tensor]]:
-        """By the places of the weights whose recipes remember something, the live tensors."""
+        """The live tensors that recipes keep between casts, by the places of their weights."""
         return {
             i: {name: storage.buffers[name] for name in storage.recipe.state}
-            for i, storage in self._remembering().items()
+            for i, storage in self._stateful().items()
         }
 
     def share_recipe_states(self) -> None:
-        """Let recipes on every rank remember what those of rank 0 do. Collective.
+        """Give the recipes on every rank the state of those on rank 0. Collective.
 
-        Masters are put together from every rank's values, so weights may differ before; what their
-        recipes remember then differs, too, and cannot be put together.
+        Masters are put together from every rank's values, so weights may differ before; the states
+        of their recipes then differ, too, and cannot be put together.
         """
         tensors = [t for state in self.recipe_states().values() for t in state.values()]
-        if not tensors or self.comm.size == 1:
-            return
-        everything = torch.cat([t.view(torch.uint8) for t in tensors])
-        self.comm.broadcast_(everything)
-        for tensor, part in zip(
-            tensors, everything.split([t.nbytes for t in tensors]), strict=True
-        ):
-            tensor.view(torch.uint8).copy_(part)
+        if tensors and self.comm.size > 1:
+            whole = torch.cat([t.view(torch.uint8) for t in tensors])
+            self.comm.broadcast_(whole)
+            for tensor, piece in zip(
+                tensors, whole.split([t.nbytes for t in tensors]), strict=True
+            ):
+                tensor.view(torch.uint8).copy_(piece)
 
     @contextmanager
     def repeating_the_latest_cast(self) -> Iterator[None]:
         """Within the context a cast of unchanged masters gives the codes that the weights have, or
-        had when their state was saved; afterwards what recipes remember is as before.
+        had when their state was saved; afterwards the state of recipes is as before.
         """
-        states = self.recipe_states()
-        kept = {i: {name: t.clone() for name, t in state.items()} for i, state in states.items()}
-        for storage in self._remembering().values():
+        states = [t for state in self.recipe_states().values() for t in state.values()]
+        kept = [t.clone() for t in states]
+        for storage in self._stateful().values():
             storage.recipe.rewind(storage.buffers)
         try:
             yield
         finally:
-            for i, state in states.items():
-                for name, tensor in state.items():
-                    tensor.copy_(kept[i][name])
+            for tensor, value in zip(states, kept, strict=True):
+                tensor.copy_(value)
 
-    def _remembering(self) -> dict[int, QuantizedStorage]:
-        """By their places, the weights whose recipes remember something between casts."""
-        return {
-            i: weight.param.quantized_storage
-            for i, weight in enumerate(self.weights)
-            if isinstance(weight.param, QuantizedTensor) and weight.param.recipe.state
-        }
+    def _stateful(self) -> dict[int, QuantizedStorage]:
+        """By their places, the weights whose recipes keep state between casts."""
+        storages = {i: weight.storage for i, weight in enumerate(self.weights)}
+        return {i: s for i, s in storages.items() if s is not None and s.recipe.state}
 
     def gather(self, index: int, columns: torch.Tensor) -> torch.Tensor:
-        """FP32, in the weight's shape: its elements in all ranks' ``columns``, FP32 [num_columns].
-        Collective.
+        """Return one weight's elements in all ranks' ``columns``, FP32 [num_columns]: FP32, in the
+        weight's shape. Collective.
         """
-        part = columns[self.own[index].columns]
+        own = self.own[index]
         owned = [self.shards(rank)[index].extent for rank in range(self.comm.size)]
-        whole = part.new_empty(self.weights[index].param.numel())
-        mine = owned[self.comm.rank]
-        whole[mine.start : mine.end] = part
+        whole = columns.new_empty(self.weights[index].param.numel())
+        whole[own.extent.start : own.extent.end] = columns[own.columns]
         self.comm.all_gather_(whole, [extent.size for extent in owned])
         return whole.view(self.weights[index].param.shape)
 
@@ -317,12 +316,8 @@ def fill_buckets(
     return sorted(buckets, key=lambda bucket: bucket[0].is_codes)
 
 
-def _storage_of_its_own(part: torch.Tensor) -> torch.Tensor:
-    """The same memory, as a tensor whose storage is no more than that: those who save weights take
-    tensors of one storage for copies of each other (safetensors, accelerate).
+def _with_own_storage(piece: torch.Tensor) -> torch.Tensor:
+    """Return the same memory as a tensor whose storage is no more than that: programs that save
+    weights take tensors of one storage for copies of each other (safetensors, accelerate).
     """
-    return torch.from_dlpack(part) if part.numel() else part
-
-
-def _addresses(weight: Weight) -> list[int]:
-    return [plane.data_ptr() for plane in planes(weight.param)]
+    return torch.from_dlpack(piece) if piece.numel() else piece

@@ -1,8 +1,8 @@
-"""The weights that an optimizer is given: each once, trainable, of a kind that ranks can share."""
+"""The weights that an optimizer steps: each once, trainable, of a kind that ranks can share."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -11,14 +11,11 @@ import torch
 
 from zerocast.cast.shard_spec import check_castable
 from zerocast.errors import InputError
-from zerocast.tensors import QuantizedTensor
+from zerocast.tensors import QuantizedStorage, QuantizedTensor
 from zerocast.tensors.digest import digest
 
-Param = torch.Tensor | tuple[str, torch.Tensor]
-"""A parameter, or its name and the parameter, as ``model.named_parameters()`` gives them."""
-
 PLAIN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-"""What a weight that is not quantized may be."""
+"""The dtypes of weights that are not quantized."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +25,7 @@ class StorageKind:
     Attributes:
         dtype: of the buffer's entries: uint8 for codes.
         bits: of one weight element.
-        planes: buffers that a weight has a part in: two where the columnwise codes are quantized
+        planes: buffers that hold a weight: two where the columnwise codes are quantized
             independently and gathered, too.
     """
 
@@ -43,11 +40,11 @@ class StorageKind:
 
     @property
     def alignment(self) -> int:
-        """Elements in 64 bytes: parts start on a cache line, and no byte has two owners."""
+        """Elements in 64 bytes: shards start on a cache line, and no byte has two owners."""
         return 512 // self.bits
 
     def entries(self, elements: int) -> int:
-        """Entries of the buffer that hold ``elements`` weight elements."""
+        """Return how many entries of the buffer hold ``elements`` weight elements."""
         return elements * self.bits // (8 * self.dtype.itemsize)
 
 
@@ -67,88 +64,58 @@ class Weight:
     group: int
     kind: StorageKind
 
+    @property
+    def storage(self) -> QuantizedStorage | None:
+        """The bytes of a quantized weight; None for a plain one."""
+        return self.param.quantized_storage if isinstance(self.param, QuantizedTensor) else None
 
-def planes(param: torch.Tensor) -> list[torch.Tensor]:
-    """What an all-gather moves of a weight: its planes of codes, or a plain weight itself."""
-    if isinstance(param, QuantizedTensor):
-        return [param.quantized_storage.buffers[name] for name in param.quantized_storage.gathered]
-    return [param]
+    @property
+    def planes(self) -> list[torch.Tensor]:
+        """What an all-gather moves: the gathered planes of codes, or a plain weight itself."""
+        storage = self.storage
+        return [storage.buffers[name] for name in storage.gathered] if storage else [self.param]
+
+    @property
+    def init_value(self) -> torch.Tensor | None:
+        """The value that a quantized weight was made from, where it keeps that."""
+        return self.storage.high_precision_init_val if self.storage else None
+
+    @property
+    def version(self) -> int:
+        """A number that changes with every write that is seen."""
+        return self.storage.version if self.storage else self.param._version
 
 
-def value_digests(params: Sequence[torch.Tensor]) -> list[str]:
-    """For each weight a text that is the same for the same value, under one recipe."""
-    digests = [_digest(param) for param in params]
-    # Read together, for on a GPU each reading would wait.
+def value_digests(weights: Sequence[Weight]) -> list[str]:
+    """Return for each weight a text that is the same for the same value, under one recipe."""
+    digests = []
+    for weight in weights:
+        if (storage := weight.storage) is None:
+            digests.append(digest(weight.param))
+        else:
+            left_out = {*storage.derived_names, *storage.recipe.state}
+            stored = [digest(b) for name, b in storage.buffers.items() if name not in left_out]
+            digests.append(digest(torch.stack(stored)))
+    # They are read together, because on a GPU each reading would wait.
     return [f"{number:x}" for number in torch.stack(digests).tolist()] if digests else []
 
 
-def _digest(param: torch.Tensor) -> torch.Tensor:
-    if not isinstance(param, QuantizedTensor):
-        return digest(param)
-    storage = param.quantized_storage
-    left_out = {*storage.derived_names, *storage.recipe.state}
-    stored = [digest(b) for name, b in storage.buffers.items() if name not in left_out]
-    return digest(torch.stack(stored))
-
-
-def trainable_groups(
-    params: Iterable[Param] | Iterable[dict[str, Any]],
-) -> tuple[list[dict[str, Any]], list[Param]]:
-    """Param groups as torch knows them, without frozen parameters and with each parameter once in
-    its group; and the frozen ones.
-
-    A group that becomes empty stays, so that the caller's groups keep their places.
+def index_of(weights: Iterable[Weight], param: torch.Tensor, call: str) -> int:
+    """Return the place of ``param`` among the weights.
 
     Raises:
-        InputError: for a group that is none.
+        InputError: where it is none of them; the message names ``call``.
     """
-    given: list[Any] = [params] if isinstance(params, torch.Tensor) else list(params)
-    groups = given if given and isinstance(given[0], dict) else [{"params": given}]
-    for g, group in enumerate(groups):
-        if not isinstance(group, dict) or "params" not in group:
-            raise InputError(
-                f"param_groups[{g}] must be a dict with the key 'params', got {group!r}; give "
-                "parameters, or groups such as {'params': [...], 'lr': 1e-3}, not both."
-            )
-    frozen: list[Param] = []
-    return [
-        group | {"params": list(_trainable(group["params"], frozen))} for group in groups
-    ], frozen
-
-
-def _trainable(params: torch.Tensor | Iterable[Param], frozen: list[Param]) -> Iterator[Param]:
-    seen: set[int] = set()
-    for item in [params] if isinstance(params, torch.Tensor) else params:
-        param = _tensor(item)
-        if id(param) in seen:
-            continue
-        seen.add(id(param))
-        if getattr(param, "requires_grad", True):  # torch refuses what is no tensor
-            yield item
-        else:
-            frozen.append(item)
-
-
-def _tensor(param: Param) -> torch.Tensor:
-    return param[1] if isinstance(param, tuple) else param
-
-
-def unfrozen(frozen: Iterable[Param]) -> InputError | None:
-    """What is wrong where one of the parameters that were ``frozen`` has a gradient to step by."""
-    for param in frozen:
-        tensor = _tensor(param)
-        if tensor.requires_grad and tensor.grad is not None:
-            name = param[0] if isinstance(param, tuple) else f"a parameter {tuple(tensor.shape)}"
-            return InputError(
-                f"{name} has a gradient, and did not require one when the ZeroOptimizer was made, "
-                "which left it out; make a new optimizer once parameters are unfrozen, or freeze "
-                "them after it was made."
-            )
-    return None
+    for i, weight in enumerate(weights):
+        if weight.param is param:
+            return i
+    raise InputError(
+        f"{call} needs one of this optimizer's trainable parameters, got another tensor."
+    )
 
 
 def collect_weights(param_groups: Sequence[dict[str, Any]]) -> list[Weight]:
-    """The weights of all groups in order.
+    """Return the weights of all groups in order.
 
     Raises:
         InputError: for a weight of another dtype or device than can be served, one that no sharded
@@ -156,12 +123,9 @@ def collect_weights(param_groups: Sequence[dict[str, Any]]) -> list[Weight]:
     """
     weights = []
     for g, group in enumerate(param_groups):
-        for i, param in enumerate(group["params"]):
-            name = (
-                group["param_names"][i]
-                if "param_names" in group
-                else f"param_groups[{g}]['params'][{i}]"
-            )
+        places = [f"param_groups[{g}]['params'][{i}]" for i in range(len(group["params"]))]
+        names = group.get("param_names", places)
+        for name, param in zip(names, group["params"], strict=True):
             weights.append(Weight(name, param, g, _kind(name, param)))
     if not weights:
         raise InputError(
@@ -187,10 +151,9 @@ def collect_weights(param_groups: Sequence[dict[str, Any]]) -> list[Weight]:
 
 def _kind(name: str, param: torch.Tensor) -> StorageKind:
     if isinstance(param, QuantizedTensor):
-        check_castable(name, param.quantized_storage)
-        return StorageKind(
-            torch.uint8, param.recipe.numerics.fmt.bits, len(param.quantized_storage.gathered)
-        )
+        storage = param.quantized_storage
+        check_castable(name, storage)
+        return StorageKind(torch.uint8, param.recipe.numerics.fmt.bits, len(storage.gathered))
     if param.dtype not in PLAIN_DTYPES:
         raise InputError(
             f"{name} must be a quantized weight, or plain bfloat16, float16 or float32, because "
@@ -200,10 +163,10 @@ def _kind(name: str, param: torch.Tensor) -> StorageKind:
 
 
 def _check_memory(weights: Sequence[Weight]) -> None:
-    """Raise where two parameters overlap: moved to a place of its own each, they would part."""
+    """Raise where two parameters overlap, which would be moved to separate memory."""
     spans = []
     for weight in weights:
-        for data in planes(weight.param):
+        for data in weight.planes:
             strides = zip(data.shape, data.stride(), strict=True)
             extent = sum((n - 1) * stride for n, stride in strides) + 1
             if data.numel():

@@ -1,0 +1,91 @@
+"""Comparison: whether all ranks were given the same optimizer, options and weights.
+
+What a cast depends on is compared by :mod:`zerocast.cast.consistency`; here stand the options of an
+optimizer, and the weights that it steps without casting them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import zip_longest
+from typing import Any
+
+from zerocast.comm import Communicator, lines_that_differ
+from zerocast.errors import RankMismatchError, ZerocastError
+from zerocast.optim.param_groups import option_lines
+from zerocast.optim.weights import Weight, value_digests
+from zerocast.recipes import describe_recipe
+
+
+def check_same(
+    comm: Communicator, lines: list[str], required: str, error: ZerocastError | None = None
+) -> None:
+    """Compare the ``lines`` of all ranks. Collective.
+
+    Args:
+        lines: short texts.
+        required: what every rank must do, for the message.
+        error: what went wrong on this rank before, if anything.
+
+    Raises:
+        ZerocastError: on every rank, where one has an ``error``.
+        RankMismatchError: on every rank, naming both sides of the first difference.
+    """
+    everyone = lines_that_differ(comm, lines, error) or []
+    for rank, theirs in enumerate(everyone):
+        for first, other in zip_longest(everyone[0], theirs, fillvalue="nothing more"):
+            if first != other:
+                raise RankMismatchError(
+                    f"{required}: rank 0 has '{first}' where rank {rank} has '{other}'."
+                )
+
+
+def check_same_optimizer(
+    comm: Communicator,
+    optimizer: str,
+    param_groups: Sequence[dict[str, Any]],
+    weights: Sequence[Weight],
+) -> None:
+    """Compare optimizer, options and weights of all ranks, once. Collective.
+
+    Weights may have other values on other ranks, but not each other's.
+
+    Args:
+        optimizer: what describes the optimizer and its own options.
+
+    Raises:
+        RankMismatchError: on every rank, naming both sides of the first disagreement.
+    """
+    stored = [
+        f"{w.name}: {tuple(w.param.shape)} of {_stored(w)} in param_groups[{w.group}]"
+        for w in weights
+    ]
+    check_same(
+        comm,
+        [optimizer, *option_lines(param_groups), *stored],
+        "every rank must optimize the same weights in the same order with the same options",
+    )
+    # Without names two weights of one shape look alike, and only their values tell their order.
+    values = value_digests(weights)
+    lines = [f"{tuple(w.param.shape)} {v}" for w, v in zip(weights, values, strict=True)]
+    everyone = lines_that_differ(comm, lines) or []
+    for rank, theirs in enumerate(everyone):
+        for i, (first, other) in enumerate(zip(everyone[0], theirs, strict=True)):
+            # Ranks may start from other values, but hardly from those of another weight.
+            if first != other and other in everyone[0]:
+                there = weights[everyone[0].index(other)].name
+                raise RankMismatchError(
+                    "every rank must list the weights in the same order: what rank 0 gave as "
+                    f"{there}, rank {rank} gave as {weights[i].name}; give "
+                    "model.named_parameters(), whose names are compared."
+                )
+
+
+def _stored(weight: Weight) -> str:
+    storage = weight.storage
+    if storage is None:
+        return str(weight.param.dtype)
+    columnwise = "with" if storage.has_columnwise else "without"
+    group = "" if storage.amax_group is None else f", amax group {storage.amax_group}"
+    recipe = describe_recipe(storage.recipe)
+    return f"{recipe}, {storage.dtype}, {columnwise} a columnwise copy{group},"

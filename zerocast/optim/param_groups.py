@@ -1,0 +1,80 @@
+"""Param groups: which parameters an optimizer is given, and with which options."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from zerocast.errors import InputError
+
+Param = torch.Tensor | tuple[str, torch.Tensor]
+"""A parameter, or its name and the parameter, as ``model.named_parameters()`` gives them."""
+
+
+def trainable_groups(
+    params: Iterable[Param] | Iterable[dict[str, Any]],
+) -> tuple[list[dict[str, Any]], list[Param]]:
+    """Return param groups as torch knows them, without frozen parameters and with each parameter
+    once in its group; and the frozen ones.
+
+    A group that becomes empty stays, so that the caller's groups keep their places.
+
+    Raises:
+        InputError: for a group that is not one.
+    """
+    given: list[Any] = [params] if isinstance(params, torch.Tensor) else list(params)
+    groups = given if given and isinstance(given[0], dict) else [{"params": given}]
+    frozen: list[Param] = []
+    trainable = []
+    for g, group in enumerate(groups):
+        if not isinstance(group, dict) or "params" not in group:
+            raise InputError(
+                f"param_groups[{g}] must be a dict with the key 'params', got {group!r}; give "
+                "parameters, or groups such as {'params': [...], 'lr': 1e-3}, not both."
+            )
+        listed, once = group["params"], dict[int, Param]()
+        for param in [listed] if isinstance(listed, torch.Tensor) else listed:
+            once.setdefault(id(_tensor(param)), param)
+        # Other objects than tensors stay, and torch refuses them.
+        kept = [p for p in once.values() if getattr(_tensor(p), "requires_grad", True)]
+        frozen += [p for p in once.values() if not getattr(_tensor(p), "requires_grad", True)]
+        trainable.append(group | {"params": kept})
+    return trainable, frozen
+
+
+def unfrozen(frozen: Iterable[Param]) -> InputError | None:
+    """Return the error for a parameter that was ``frozen`` and now has a gradient to step by."""
+    for param in frozen:
+        tensor = _tensor(param)
+        if tensor.requires_grad and tensor.grad is not None:
+            name = param[0] if isinstance(param, tuple) else f"a parameter {tuple(tensor.shape)}"
+            return InputError(
+                f"{name} has a gradient, and did not require one when the ZeroOptimizer was made, "
+                "which left it out; make a new optimizer once parameters are unfrozen, or freeze "
+                "them after it was made."
+            )
+    return None
+
+
+def options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options in a param group."""
+    return {name: group[name] for name in group if name not in ("params", "param_names")}
+
+
+def option_lines(param_groups: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return for each param group a text of the options that can be compared between ranks."""
+    plain = [{name: v for name, v in group.items() if _is_plain(v)} for group in param_groups]
+    return [f"param_groups[{g}] with {group}" for g, group in enumerate(plain)]
+
+
+def _is_plain(value: object) -> bool:
+    """Whether equal values read equal on every rank; a function does not, nor does a tensor."""
+    if isinstance(value, tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def _tensor(param: Param) -> torch.Tensor:
+    return param[1] if isinstance(param, tuple) else param

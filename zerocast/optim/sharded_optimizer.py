@@ -1,0 +1,200 @@
+"""What a ZeroOptimizer does between steps: masters are read, averaged, saved and loaded.
+
+The step itself, and how an optimizer is made, are in :mod:`zerocast.optim.zero`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn
+
+import torch
+
+from zerocast.comm import Attempt, Communicator
+from zerocast.errors import UnsupportedError
+from zerocast.optim.average import Average, check_decay
+from zerocast.optim.checkpoint import StateDict, common_lines, read, restore, save
+from zerocast.optim.comparison import check_same
+from zerocast.optim.gradients import GradientReducer
+from zerocast.optim.inner import InnerOptimizer
+from zerocast.optim.progress import Progress
+from zerocast.optim.publication import Publication
+from zerocast.optim.shards import ShardedWeights
+from zerocast.optim.weights import index_of
+
+
+class ShardedOptimizer(torch.optim.Optimizer):
+    """An optimizer whose masters are sharded over ranks; a subclass makes and steps them.
+
+    Attributes:
+        comm: the ranks.
+    """
+
+    comm: Communicator
+    _shards: ShardedWeights
+    _inner: InnerOptimizer
+    _publication: Publication
+    _gradients: GradientReducer
+    _progress: Progress
+    _averages: dict[float, Average]
+    _is_complete = False  # torch's __init__ adds groups one by one; afterwards none can be added
+
+    def gather_master(self, param: torch.Tensor) -> torch.Tensor:
+        """Return a parameter's whole master from all ranks: FP32, in its shape. Collective.
+
+        Raises:
+            InputError: on every rank, where ``param`` is not a trainable parameter of the
+                optimizer.
+            UnfinishedStepError: on every rank, where a step was left unfinished.
+        """
+        attempt, index = Attempt(), -1
+        with attempt:
+            index = index_of(self._shards.weights, param, "gather_master")
+        self._progress.prepare("gather_master", attempt.error)
+        return self._shards.gather(index, self._shards.masters)
+
+    def mark_written(self, params: Iterable[torch.Tensor]) -> None:
+        """Say that these parameters were written in a way that torch does not count: through
+        ``.data`` of a plain weight, or into a buffer that was taken out of a quantized one. The
+        next step starts their masters again. Call it on every rank.
+
+        Raises:
+            InputError: where one is not a trainable parameter of the optimizer.
+        """
+        weights = self._shards.weights
+        self._progress.writes.mark([index_of(weights, param, "mark_written") for param in params])
+
+    def train(self) -> None:
+        """Put an inner optimizer that has modes (schedule-free) into that of training. Collective.
+
+        Others have nothing to change. A new optimizer is in this mode.
+        """
+        self._switch("train")
+
+    def eval(self) -> None:
+        """Put an inner optimizer that has modes into that of evaluation: the weights become the
+        cast of the averages that it makes of the masters, until :meth:`train`. Collective.
+
+        Raises:
+            InputError, UnfinishedStepError: as :meth:`step`.
+        """
+        self._switch("eval")
+
+    @torch.no_grad()
+    def _switch(self, mode: str) -> None:
+        if self._inner.has_modes and self._inner.mode != mode:
+            self._progress.prepare(f"{mode}()")
+            with self._progress.changing():
+                self._inner.switch(mode, self.param_groups)
+                self._publication.run()
+
+    def ema(self, decay: float) -> Average:
+        """Return an exponential moving average of the masters, in FP32, which every step updates:
+        ``decay * average + (1 - decay) * master``, beginning at the masters as they are.
+
+        Collective. It takes 4 / ranks bytes an element, and state dicts carry it. Asking again for
+        the same decay, as after loading, returns the same average.
+
+        Args:
+            decay: from 0 up to, not including, 1; the same on every rank.
+
+        Raises:
+            InputError: on every rank, for another decay on any; RankMismatchError for different
+                ones.
+        """
+        attempt = Attempt()
+        with attempt:
+            decay = check_decay(decay)
+        lines = [f"ema({decay})"]
+        check_same(self.comm, lines, "every rank must give ema the same decay", attempt.error)
+        self._progress.prepare("ema")
+        return self._average(decay)
+
+    def _average(self, decay: float) -> Average:
+        if decay not in self._averages:
+            average = Average(decay, self._shards, self._publication, self._progress)
+            self._averages[decay] = average
+        return self._averages[decay]
+
+    # --- saving and loading ---
+
+    def state_dict(self) -> StateDict:
+        """Return this rank's share of the state: masters, inner state, averages, options. Every
+        rank saves its own, by ``torch.save`` in a file of its own.
+
+        The tensors are the optimizer's own and change with its next step, as in torch. Those of
+        other ranks have the same names and other values; ``torch.distributed.checkpoint`` takes
+        them for copies and would save one rank's. Give it ``{f"optimizer {rank}":
+        buffer.getvalue()}`` of an ``io.BytesIO`` into which ``torch.save`` wrote the state dict.
+
+        Raises:
+            UnfinishedStepError: where a step was left unfinished.
+            UnsupportedError: where torch.distributed.checkpoint asks, which would keep one rank's.
+        """
+        if sys._getframe(1).f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict":
+            raise UnsupportedError(
+                "get_optimizer_state_dict takes tensors to be whole or DTensors, and every rank of "
+                "a ZeroOptimizer holds other elements; let every rank save what its "
+                "optimizer.state_dict() returns in a file of its own."
+            )
+        if (error := self._progress.unfinished_error("state_dict")) is not None:
+            raise error
+        self._progress.writes.take()
+        self._inner.exchange_options(self.param_groups)
+        averages, steps = self._averages.values(), self._progress.steps
+        return save(self._shards, self._inner, self.param_groups, averages, steps)
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: StateDict | Sequence[StateDict]) -> None:
+        """Continue bit for bit from a saved state, and cast the weights from it. Collective.
+
+        It replaces whatever was written into the weights before. Averages (:meth:`ema`) are those
+        of the state; one that the state does not have begins at the loaded masters.
+
+        Args:
+            state_dict: what :meth:`state_dict` returned on this rank of as many ranks; or, on any
+                number of ranks, the sequence of what it returned on all, which is divided again.
+
+        Raises:
+            InputError: on every rank, where it does not fit on any; nothing has been changed.
+            RankMismatchError: on every rank, where ranks give states of different steps or options.
+        """
+        attempt, lines = Attempt(), list[str]()
+        saved, entries = StateDict(), dict[int, StateDict]()
+        with attempt:
+            error = self._progress.averages_error("load_state_dict")
+            if error := error or self._shards.moved_weight():
+                raise error
+            saved, entries = read(state_dict, self._shards, self._inner)
+            lines = common_lines(saved)
+        required = "every rank must load a state of the same step"
+        check_same(self.comm, lines, required, attempt.error)
+        with self._progress.changing():
+            for decay in saved["zero"]["averages"]:
+                self._average(decay)
+            averages = self._averages.values()
+            restore(saved, entries, self._shards, self._inner, self.param_groups, averages)
+            self._publication.run()
+            self._progress.steps = saved["zero"]["steps"]
+        self._gradients.drop()
+
+    def __getstate__(self) -> NoReturn:
+        raise UnsupportedError(
+            "a ZeroOptimizer cannot be copied or pickled, because its weights lie in buffers that "
+            "all ranks gather; save what optimizer.state_dict() returns on every rank, and load it "
+            "into an optimizer of the other model."
+        )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refuse another group once the optimizer is made: its buffers are divided over ranks.
+
+        Raises:
+            UnsupportedError: always then.
+        """
+        if self._is_complete:
+            raise UnsupportedError(
+                "a ZeroOptimizer cannot take another param group, because its buffers are cut over "
+                "ranks; make a new one with all groups."
+            )
+        super().add_param_group(param_group)
