@@ -92,14 +92,9 @@ class InnerOptimizer:
         self._follow_masters()
         self.exchange_options(param_groups)
 
-    @property
-    def has_modes(self) -> bool:
-        """Whether the optimizer has a ``train()`` and an ``eval()``, as schedule-free ones do."""
-        return all(callable(getattr(self.optimizer, mode, None)) for mode in ("train", "eval"))
-
     def _set_mode(self, mode: str) -> None:
         self.mode = mode
-        if self.has_modes:
+        if has_modes(self.optimizer):
             getattr(self.optimizer, mode)()
 
     def _follow_masters(self) -> None:
@@ -129,3 +124,8 @@ class InnerOptimizer:
         groups = self.optimizer.state_dict()["param_groups"]
         self.optimizer.load_state_dict({"state": numbered, "param_groups": groups})
         self._give_options(param_groups)  # the same objects, for a tensor is written in place
+
+
+def has_modes(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer has a ``train()`` and an ``eval()``, as schedule-free ones do."""
+    return all(callable(getattr(optimizer, mode, None)) for mode in ("train", "eval"))

@@ -17,7 +17,7 @@ from zerocast.optim.average import Average, check_decay
 from zerocast.optim.checkpoint import StateDict, common_lines, read, restore, save
 from zerocast.optim.comparison import check_same
 from zerocast.optim.gradients import GradientReducer
-from zerocast.optim.inner import InnerOptimizer
+from zerocast.optim.inner import InnerOptimizer, has_modes
 from zerocast.optim.progress import Progress
 from zerocast.optim.publication import Publication
 from zerocast.optim.shards import ShardedWeights
@@ -29,9 +29,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     Attributes:
         comm: the ranks.
+        inner: the wrapped optimizer; its parameters are this rank's masters.
     """
 
     comm: Communicator
+    inner: torch.optim.Optimizer
     _shards: ShardedWeights
     _inner: InnerOptimizer
     _publication: Publication
@@ -83,7 +85,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def _switch(self, mode: str) -> None:
-        if self._inner.has_modes and self._inner.mode != mode:
+        if has_modes(self.inner) and self._inner.mode != mode:
             self._progress.prepare(f"{mode}()")
             with self._progress.changing():
                 self._inner.switch(mode, self.param_groups)
