@@ -1,10 +1,10 @@
-"""One loss scale on all ranks: what lets torch's own GradScaler serve a sharded optimizer.
+"""FoundInf: one loss scale on all ranks, so that torch's GradScaler serves a sharded optimizer.
 
 ``torch.amp.GradScaler`` looks for infinities in this rank's gradients, through
 ``optimizer.param_groups``, and then skips this rank's step. Where gradients are reduced inside
 ``step`` an overflow on one rank alone would leave the others waiting. So the optimizer lists one
-more parameter, without elements, which is its own gradient: the scaler shows it ``found_inf`` after
-all others, and it makes the ranks agree.
+more parameter, without elements, which is its own gradient: the scaler passes it ``found_inf``
+after all others, and it makes the ranks agree.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class FoundInf(torch.Tensor):
 
     @property
     def grad(self) -> torch.Tensor:
-        """Itself, always: a scaler passes over parameters that have no gradient."""
+        """The parameter itself, because a scaler skips parameters that have no gradient."""
         return self
 
     @grad.setter
     def grad(self, value: object) -> None:
-        """Stays what it is, whatever ``zero_grad`` or a loop over parameters assigns."""
+        """Ignore what ``zero_grad`` or a loop over parameters assigns."""
 
     @classmethod
     def __torch_function__(

@@ -1,20 +1,20 @@
-"""Arrival: the gathers of a bucket's codes that a step begins and the codes' first use waits for.
+"""PendingAllGather: the gathers of a bucket's codes, begun by a step and awaited by the first use.
 
 Note: gathers that overlap the forward
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-A model uses its layers one after another, so the codes of the last need not have arrived when the
+A model uses its layers one after another, so the codes of the last need not be there when the
 first begins. With ``overlap_all_gather`` a step begins to gather its buckets of codes and returns.
 Any use of a quantized weight's bytes (a layer's forward, an operation of torch on the weight,
 decoding, copying, saving, another cast) passes through its storage, which calls :meth:`wait`: for
 the weight's own bucket. The columnwise copies are then rebuilt, so the weights are what they would
 have been. A compiled graph takes its weights when it is entered, and waits for them there.
 
-Nobody sees the use of a plain weight (a bias, a norm, an embedding), so those are sent first and
-have arrived when a step returns. Nor does anybody see the use of a buffer that was taken out of a
-weight before the step (``weight.rowwise_data``), or the replay of a CUDA graph: who does the one
-calls :meth:`ZeroOptimizer.wait_for_all_gather`, and for the other see :meth:`wait`.
+The use of a plain weight (a bias, a norm, an embedding) cannot be seen, so those are sent first and
+are gathered when a step returns. Nor can the use of a buffer that was taken out of a weight before
+the step (``weight.rowwise_data``), or the replay of a CUDA graph: before the one call
+:meth:`ZeroOptimizer.wait_for_all_gather`, and for the other see :meth:`wait`.
 
-Nothing is sent by a wait. So ranks may use their weights in different orders, or not at all.
+A wait sends nothing. So ranks may use their weights in different orders, or not at all.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from zerocast.tensors import QuantizedStorage, prepare_rebuild
 
 
 class PendingAllGather:
-    """What the uses of some weights wait for, step after step.
+    """The gathers that the uses of some weights wait for, step after step.
 
-    It lives as long as one of the weights does. Gathers that nobody has waited for are waited for
-    when it goes, or Python does, because until then they write the weights' memory.
+    It lives as long as one of the weights does. Gathers that have not been waited for are waited
+    for when it is collected or Python ends, because until then they write the weights' memory.
 
     Args:
         storages: the weights of a bucket, on one device.
@@ -56,12 +56,11 @@ class PendingAllGather:
 
     @property
     def under_way(self) -> bool:
-        """Whether gathers have begun that nobody has waited for."""
+        """Whether gathers have begun that have not been waited for."""
         return self._under_way
 
     def begin(self, gathers: Iterable[Callable[[], None]]) -> None:
-        """Let the weights be on their way: ``gathers`` begins each gather and gives what waits for
-        it.
+        """Begin the gathers: ``gathers`` begins each of them and gives what waits for it.
 
         Raises:
             UnsupportedError: in the capture of a CUDA graph; nothing has begun.
@@ -87,7 +86,7 @@ class PendingAllGather:
         """Return when the codes are here and what is derived from them is rebuilt.
 
         A use that a CUDA graph captures will not be seen when the graph is replayed. From then on
-        the bucket arrives within the step.
+        the bucket is gathered within the step.
 
         Raises:
             UnsupportedError: for such a use of weights that are on their way.
@@ -120,7 +119,7 @@ class PendingAllGather:
             self._under_way = False
 
     def _rebuild_derived(self) -> None:
-        """By launches that are prepared once, and again where a weight has moved or gone."""
+        """Run launches that are prepared once, and again where a weight has moved or gone."""
         storages = [storage for each in self._storages if (storage := each()) is not None]
         addresses = [b.data_ptr() for storage in storages for b in storage.buffers.values()]
         if addresses != self._addresses:
@@ -135,9 +134,9 @@ class PendingAllGather:
 
 
 def _finish(waits: list[Callable[[], None]]) -> None:
-    """Call each and forget it; one that fails, too, but not one that was interrupted."""
-    # Modes that watch or replace torch's operations are about the caller's own; and a model may be
-    # collected in the middle of anything, such as the tracing of another.
+    """Call each and forget it, also one that fails, but not one that was interrupted."""
+    # Modes that watch or replace torch's operations are meant for the caller's own; and a model may
+    # be collected at any time, such as while another is traced.
     with _disable_current_modes():
         while waits:
             try:

@@ -20,10 +20,10 @@ from typing import Any
 from zerocast.comm import raise_together
 from zerocast.errors import InputError, RankMismatchError, UnfinishedStepError, ZerocastError
 from zerocast.optim.comparison import check_same
+from zerocast.optim.external_writes import ExternalWrites
 from zerocast.optim.gradients import GradientReducer
 from zerocast.optim.param_groups import Param, option_lines, unfrozen
 from zerocast.optim.shards import ShardedWeights
-from zerocast.optim.writes import Writes
 
 _WRAP = 32
 """Numbers are sent modulo this: sums of squares over 2^13 ranks are exact in FP32."""
@@ -47,7 +47,7 @@ class Progress:
     def __init__(self, shards: ShardedWeights, frozen: Sequence[Param]) -> None:
         self.steps = 0
         self.holds_averages = False
-        self.writes = Writes(shards)
+        self.writes = ExternalWrites(shards)
         self._frozen = frozen
         self._shards = shards
         self._is_unfinished = False

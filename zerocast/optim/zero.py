@@ -18,9 +18,9 @@ Note: the masters are the truth
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 A step overwrites every weight from the masters. Code that writes weights by other means (loading a
 model's state dict, ``copy_``, a broadcast) writes the same values on every rank, and the next step
-starts their masters again from what was written (:mod:`zerocast.optim.writes`); inner state stays.
-Weights become views of the optimizer's buffers, so a model is moved or converted (``model.to``)
-before its optimizer is made; a step that finds a weight elsewhere is refused.
+starts their masters again from what was written (:mod:`zerocast.optim.external_writes`); inner
+state stays. Weights become views of the optimizer's buffers, so a model is moved or converted
+(``model.to``) before its optimizer is made; a step that finds a weight elsewhere is refused.
 
 Note: a step that fails
 ~~~~~~~~~~~~~~~~~~~~~~~

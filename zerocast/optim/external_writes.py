@@ -1,4 +1,4 @@
-"""Writes: which weights other code has written, and what becomes of their masters.
+"""External writes: which weights other code has written, and what becomes of their masters.
 
 A step makes the weights from the masters, so a write in between (the model's ``load_state_dict``,
 ``copy_``, a broadcast) would be undone. Instead the masters start again from what was written. The
@@ -25,7 +25,7 @@ from zerocast.optim.weights import value_digests
 from zerocast.tensors.digest import digest
 
 
-class Writes:
+class ExternalWrites:
     """Finds the weights of an optimizer that other code has written since the optimizer did.
 
     Args:
