@@ -160,14 +160,14 @@ class ShardedWeights:
         self._addresses = self._look_up_addresses()
 
     def shards(self, rank: int) -> list[Shard]:
-        """What ``rank`` owns of each weight, in the order of :attr:`weights`."""
+        """Return what ``rank`` owns of each weight, in the order of :attr:`weights`."""
         by_weight: dict[int, Shard] = {}
         for bucket in self.buckets:
             by_weight |= zip(bucket.members, bucket.shards(rank), strict=True)
         return [by_weight[i] for i in range(len(self.weights))]
 
     def master(self, index: int) -> torch.Tensor:
-        """FP32, flat: this rank's master of one weight, a view; empty where it owns nothing."""
+        """Return this rank's master of one weight: FP32, flat, a view, empty where it owns none."""
         return self.masters[self.own[index].columns]
 
     def restart_masters(self, indices: Iterable[int]) -> None:
@@ -233,7 +233,7 @@ class ShardedWeights:
                     self.comm.all_gather_(flat)
 
     def wait(self) -> None:
-        """Return when every weight is here."""
+        """Return when every weight is gathered."""
         for bucket in self.buckets:
             if bucket.pending is not None:
                 bucket.pending.wait()
@@ -241,7 +241,7 @@ class ShardedWeights:
     # --- the state of recipes ---
 
     def recipe_states(self) -> dict[int, dict[str, torch.Tensor]]:
-        """The live tensors that recipes keep between casts, by the places of their weights."""
+        """Return the live tensors that recipes keep between casts, by the places of the weights."""
         return {
             i: {name: storage.buffers[name] for name in storage.recipe.state}
             for i, storage in self._stateful().items()
@@ -297,7 +297,7 @@ class ShardedWeights:
 def fill_buckets(
     weights: Sequence[Weight], size: int | None
 ) -> list[tuple[StorageKind, list[int]]]:
-    """The places of the weights of each bucket, in order, and how they are stored.
+    """Return the places of the weights of each bucket, in order, and how they are stored.
 
     A bucket is closed as soon as it holds ``size`` elements; never where that is None. Plain
     weights come first, so that a step that waits for them alone need not wait for codes.
