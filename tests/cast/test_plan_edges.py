@@ -54,7 +54,7 @@ def test_a_functional_call_keeps_to_use_backend(monkeypatch: pytest.MonkeyPatch)
     for backend in ("cpu", "reference", "cpu", "reference"):
         with zerocast.use_backend(backend):
             zerocast.quantize_master_weights(*args)
-    assert [each._backend.name for each in made] == ["cpu", "reference"]
+    assert [each._prepared._backend.name for each in made] == ["cpu", "reference"]
 
 
 def broken(history: torch.Tensor) -> torch.Tensor:
@@ -126,7 +126,7 @@ def test_a_cast_that_fails_before_the_reduction_draws_nothing() -> None:
 
     def on_rank(comm: Communicator) -> None:
         planned = Planned(comm, DRAWN, x, empty={"name": "w"})
-        steps = planned.plan._cast_steps
+        steps = planned.plan._prepared.steps
         run = steps.run
 
         def out_of_memory(step: str) -> None:

@@ -85,18 +85,16 @@ def test_any_number_of_rows_is_served(recipe, rows):
             assert (copied - x).abs().max() <= step * x.abs().max(), role
 
 
-def test_quantize_takes_a_quantizer():
-    """zerocast.quantize with a quantizer is its quantize, state and all; what the quantizer decides
-    cannot be asked for beside it.
-    """
+def test_quantize_refuses_a_quantizer():
+    """A quantizer has a quantize of its own, by TransformerEngine's name; there is one spelling."""
     state = RecipeState.create(DelayedScaling(), "forward", 1)
     (quantizer,) = state.make_quantizers()
     state.scale.fill_(2.0)
-    made = zerocast.quantize(values(dtype=torch.float32), quantizer, dtype=torch.bfloat16)
+    with pytest.raises(InputError, match="Quantizer"):
+        zerocast.quantize(values(), quantizer)
+    made = quantizer(values())
     assert (made.dtype, made.rowwise_scale_inv.item()) == (torch.bfloat16, 0.5)
     assert state.amaxes.view(torch.float32).item() == values().abs().max()
-    with pytest.raises(InputError, match="set_usage"):
-        zerocast.quantize(values(), quantizer, columnwise=False)
 
 
 @each_role

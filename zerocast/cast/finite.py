@@ -6,7 +6,7 @@ scale is written.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -16,12 +16,13 @@ from zerocast.comm import Communicator
 from zerocast.errors import NonFiniteError
 from zerocast.numerics import INFINITY_BITS
 
-FiniteCheck = tuple[ShardSpec, torch.Tensor, torch.Tensor | None]
-"""A weight, its reduced tensor amax (int32 [1]), and this rank's master of it."""
-
 
 def raise_if_not_finite(
-    comms: Sequence[Communicator], groups: Sequence[tuple[Communicator, Sequence[FiniteCheck]]]
+    comms: Sequence[Communicator],
+    members: Mapping[Communicator, Sequence[int]],
+    specs: Sequence[ShardSpec],
+    amaxes: Sequence[torch.Tensor],
+    masters: Sequence[torch.Tensor | None],
 ) -> None:
     """Raise :class:`NonFiniteError`, the same on every rank of every group, where an amax is not
     finite.
@@ -31,21 +32,22 @@ def raise_if_not_finite(
 
     Args:
         comms: all groups of the cast.
-        groups: those that share weights, with these.
+        members: by group that shares weights, the places of these in the lists that follow.
+        specs: the weights.
+        amaxes: int32 [1] each, the reduced tensor amaxes.
+        masters: this rank's.
     """
     bad: list[ShardSpec] = []
     troubles: list[int] = []
-    for comm, candidates in groups:
-        if not candidates:
+    for comm, indices in members.items():
+        if not indices:
             continue
-        amaxes = torch.cat([amax for _, amax, _ in candidates]).cpu()
-        found = [
-            c for c, amax in zip(candidates, amaxes.tolist(), strict=True) if amax >= INFINITY_BITS
-        ]
+        reduced = torch.cat([amaxes[i] for i in indices]).tolist()
+        found = [i for i, amax in zip(indices, reduced, strict=True) if amax >= INFINITY_BITS]
         # Asked of the ranks that own it, because weights may share an amax; and then of those that
         # own other parts of it.
-        bad += [spec for spec, _, _ in found]
-        troubles += _worst(comm, [_trouble(spec, master) for spec, _, master in found])
+        bad += [specs[i] for i in found]
+        troubles += _worst(comm, [_trouble(specs[i], masters[i]) for i in found])
     tp_shards: dict[Communicator, list[int]] = {}
     for i, spec in enumerate(bad):
         # Under other schemes a part's tensor amax is its own, and these ranks know alone.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, SupportsIndex
 
 import torch
@@ -114,30 +114,3 @@ def check_master_tensor(name: str, storage: QuantizedStorage, master: torch.Tens
             f"{name}: the master weight must be contiguous, got shape {tuple(master.shape)} with "
             f"strides {master.stride()}; call .contiguous() and keep the result as the master."
         )
-
-
-def check_rebind(
-    shards: Sequence[tuple[str, QuantizedStorage, Extent]],
-    master_weights: Sequence[torch.Tensor | None],
-) -> None:
-    """Raise :class:`InputError` where other masters do not fit the ``shards`` that a plan was made
-    for.
-
-    Args:
-        shards: by weight its name, its bytes, and the elements that this rank's master holds.
-    """
-    check_list("master_weights", master_weights)
-    if len(master_weights) != len(shards):
-        raise InputError(
-            f"master_weights must have one entry for each of the plan's {len(shards)} weights, "
-            f"got {len(master_weights)}."
-        )
-    for (name, storage, extent), master in zip(shards, master_weights, strict=True):
-        if master is not None:
-            check_master_tensor(name, storage, master)
-        size = 0 if master is None else master.numel()
-        if size != extent.size:
-            raise InputError(
-                f"{name}: the plan was made for a master of {extent.size} "
-                f"elements, got {size}; make a new plan for another partition."
-            )

@@ -1,44 +1,6 @@
 """CastPlan: a cast worked out once and run every step.
 
-Note: casting a sharded weight
-~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-A *master weight*, FP32 as a rule, is split over the ranks of a data-parallel group; the *model
-weight* is its quantized form, whole on every rank. A cast is one sentence::
-
-            rank r                                          all ranks
-    grad --reduce_scatter--> grad shard
-              | optimizer             in high precision, only the elements I own
-            master shard
-              | partial_amax          over my extent; blocks I do not touch stay 0
-            amax ------------ reduce_amax: ONE all-reduce MAX ----------- amax
-              | compute_scale         the same arithmetic everywhere
-            scale_inv
-              | partial_cast          only my codes, in place in the gather buffer
-            codes[r] --------------- all_gather (in place) -------------- codes
-              | post_all_gather_processing      columnwise copies, padded scales
-            weight ready
-
-Two schemes say it with a difference. Delayed scaling casts with a scale that it has from earlier
-casts, so its one pass over the masters comes first and takes the amax along; the reduced amax then
-makes the next scale. 4-over-6 lets each block choose between two scales, for which the errors of
-shared blocks travel in one all-reduce more, between ``reduce_amax`` and ``compute_scale``.
-
-The words, each used for nothing else:
-
-    element     one logical weight value; every offset in Python is in elements
-    byte        one stored byte; derived from elements by ``zerocast.formats.byte_span``, never a
-                second offset system
-    shard       what one rank owns of one master weight: an ``Extent`` of elements, possibly empty
-    block       the elements that share a scale
-    amax        the largest magnitude over a block; travels between ranks before the all-gather
-    scale       multiplies a weight before rounding; ``scale_inv`` multiplies a code after, and is
-                stored with its codes
-    rowwise     the codes as [M, K]; *columnwise* is the copy that the transposed GEMM reads
-    derived     what post-all-gather processing rebuilds; it may be *stale*, knows it, and refuses
-                to be read then
-
-The guarantee: whatever the partition, the gathered shards are exactly the codes, scales and padding
-of ``quantize`` on the whole weight, the same on every rank.
+The steps and the words are in "Note: casting a sharded weight" in :mod:`zerocast.cast`.
 """
 
 from __future__ import annotations
@@ -51,10 +13,8 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from zerocast.arguments import check_flag
-from zerocast.backends import backend_for
-from zerocast.cast.addresses import Addresses, lie_of
 from zerocast.cast.amax_groups import Patterns
-from zerocast.cast.capture import check_capture, check_planning
+from zerocast.cast.capture import check_capture
 from zerocast.cast.consistency import (
     exchange_extents,
     fingerprint,
@@ -65,14 +25,12 @@ from zerocast.cast.consistency import (
 from zerocast.cast.exchange import Exchange
 from zerocast.cast.finite import raise_if_not_finite
 from zerocast.cast.gather import PLANES, CodeGather
-from zerocast.cast.masters import as_tensors, check_rebind
+from zerocast.cast.masters import as_tensors
+from zerocast.cast.prepared import PreparedCast
 from zerocast.cast.shard_spec import OwnCodes, ShardSpec, check_amax_groups, check_specs
 from zerocast.comm import Attempt, Communicator, Group
 from zerocast.errors import InputError, ZerocastError
-from zerocast.numerics import Float8DelayedNumerics, Masters
-from zerocast.tensors import CastVersion, QuantizedStorage, QuantizedTensor, rebuild_derived
-from zerocast.tensors.cast_steps import CastSteps
-from zerocast.tensors.operands import tensor_operand
+from zerocast.tensors import CastVersion, QuantizedTensor, rebuild_derived
 
 _untraced = torch._disable_dynamo
 """A step that is compiled runs these as they are: they read addresses and launch kernels, which
@@ -87,9 +45,9 @@ class CastPlan:
     nothing is written. After that :meth:`cast` is a constant number of launches and one all-reduce
     a group, whatever the number of weights, and allocates nothing.
 
-    Weights may be parts of larger ones (:class:`zerocast.TensorParallelShard`): their casts take
+    Weights may be shards of larger ones (:class:`zerocast.TensorParallelShard`): their casts take
     one small all-reduce more for each tensor-parallel group, and plan and casts are collective over
-    these groups, too. Masters and offsets are those of the part.
+    these groups, too. Masters and offsets are those of the tensor-parallel shard.
 
     Args:
         model_weights: the quantized weights, whole on every rank. A tied weight is given once.
@@ -183,7 +141,7 @@ class CastPlan:
             if spec.is_named:
                 spec.storage.name_weight(spec.name)
 
-    # --- the sentence ---
+    # --- what callers run ---
 
     @property
     def steps(self) -> dict[str, Callable[[], None]]:
@@ -191,11 +149,9 @@ class CastPlan:
         ``cast()``.
         """
         steps = {"partial_amax": self._partial_amax, "reduce_amax": self._reduce_amax}
-        if self._cast_steps.chooses_scales:
-            steps |= {
-                "partial_select": self._partial_select,
-                "reduce_candidates": self._reduce_candidates,
-            }
+        if self._prepared.steps.chooses_scales:
+            steps["partial_select"] = self._partial_select
+            steps["reduce_candidates"] = self._reduce_candidates
         return steps | {"compute_scale": self._compute_scale, "partial_cast": self._partial_cast}
 
     @_untraced
@@ -219,7 +175,7 @@ class CastPlan:
         self._attempt = Attempt()
         with self._attempt:
             if master_weights is not None:
-                self._rebind(as_tensors(master_weights))
+                self._prepared.rebind(as_tensors(master_weights))
         for step in self.steps.values():
             step()
 
@@ -231,7 +187,7 @@ class CastPlan:
             try:
                 self.cast(master_weights)
             finally:
-                self._bind([None] * len(self._specs))
+                self._prepared.bind([None] * len(self._specs))
 
     @_untraced
     def all_gather(self) -> None:
@@ -247,11 +203,11 @@ class CastPlan:
     def post_all_gather_processing(self) -> None:
         """Rebuild the derived copies of all weights of the plan from their gathered codes."""
         storages = [spec.storage for spec in self._specs]
-        if self._addresses.hold_other_copies():
+        if self._prepared.addresses.hold_other_copies():
             rebuild_derived(storages)  # as functional calls do; the next cast is refused
             return
-        self._follow_moves()
-        self._cast_steps.run("transpose")
+        self._prepared.follow_moves()
+        self._prepared.steps.run("transpose")
         for storage in storages:
             storage.mark_rebuilt()
 
@@ -294,7 +250,7 @@ class CastPlan:
         """
         attempt = Attempt()
         with attempt:
-            self._rebind(as_tensors(master_weights))
+            self._prepared.rebind(as_tensors(master_weights))
         raise_in_all(self._comms, attempt.error)
 
     def fail(self, error: ZerocastError) -> None:
@@ -310,13 +266,12 @@ class CastPlan:
         if self._attempt.error is not None:
             return
         with self._attempt:
-            self._follow_moves()
-            if self._bound_lie != lie_of(self._bound):
-                self._rebind(self._masters.tensors)
+            self._prepared.follow_moves()
+            self._prepared.follow_masters()
             self._exchange.amax.zero_()
-            if self._cast_steps.writes_early:
-                self._version.tick(self._addresses.written)
-            self._cast_steps.run("partial_amax")
+            if self._prepared.steps.writes_early:
+                self._version.tick(self._prepared.addresses.written)
+            self._prepared.steps.run("partial_amax")
 
     @_untraced
     def _reduce_amax(self) -> None:
@@ -325,43 +280,40 @@ class CastPlan:
         if self._exchange.reduce_amax(in_trouble=error is not None):
             raise_in_all(self._exchange.heard_by, error)
         if self._check_finite:
-            specs, amax, masters = (
-                self._specs, self._exchange.tensor_amax, self._masters.tensors
-            )  # fmt: skip
             raise_if_not_finite(
                 self._comms,
-                [
-                    (comm, [(specs[i], amax(i), masters[i]) for i in indices])
-                    for comm, indices in self._members.items()
-                ],
+                self._members,
+                self._specs,
+                [self._exchange.tensor_amax(i) for i in range(len(self._specs))],
+                self._prepared.masters.tensors,
             )
 
     @_untraced
     def _partial_select(self) -> None:
         self._exchange.candidates.zero_()
-        self._cast_steps.run("partial_select")
+        self._prepared.steps.run("partial_select")
 
     @_untraced
     def _reduce_candidates(self) -> None:
         self._exchange.reduce_candidates()
-        self._cast_steps.run("select")
+        self._prepared.steps.run("select")
 
     @_untraced
     def _compute_scale(self) -> None:
         attempt = Attempt()
         with attempt:
-            if not self._cast_steps.writes_early:
-                self._version.tick(self._addresses.written)
-            self._cast_steps.run("compute_scale")
+            if not self._prepared.steps.writes_early:
+                self._version.tick(self._prepared.addresses.written)
+            self._prepared.steps.run("compute_scale")
         # A caller's function may fail on one rank; nothing else here is a caller's.
-        if self._calls_functions:
+        if self._prepared.calls_functions:
             raise_in_all(self._comms, attempt.error)
         elif attempt.error is not None:
             raise attempt.error
 
     @_untraced
     def _partial_cast(self) -> None:
-        self._cast_steps.run("partial_cast")
+        self._prepared.steps.run("partial_cast")
 
     # --- planning ---
 
@@ -378,7 +330,6 @@ class CastPlan:
         """Make the buffers and launches; whatever of it may fail on this rank alone."""
         storages = [spec.storage for spec in self._specs]
         self._device = storages[0].device if storages else torch.device("cpu")
-        self._backend = backend_for(self._device)
         self._members = members
         labels = [spec.amax_group for spec in self._specs]
         self._exchange = Exchange(storages, members, extents, tp_shards, labels, self._device)
@@ -388,76 +339,11 @@ class CastPlan:
             for plane in PLANES
             if any(plane in storages[i].gathered for i in indices)
         ]
-        weights = [weight for weight in model_weights if isinstance(weight, QuantizedTensor)]
-        self._addresses = Addresses(weights, self._specs)
-        self._calls_functions = sum(map(_try_function, storages)) > 0
-        self._masters = Masters(len(self._specs))
-        self._rebind(master_weights)
-        self._prepare()
-
-    def _rebind(self, master_weights: Sequence[torch.Tensor | None]) -> None:
-        """Read these masters from now on, if they fit."""
-        shards = [(spec.name, spec.storage, spec.extent) for spec in self._specs]
-        check_rebind(shards, master_weights)
-        named = [
-            (name, master)
-            for (name, _, _), master in zip(shards, master_weights, strict=True)
-            if master is not None
-        ]
-        self._addresses.check_masters(named)
-        self._bind(master_weights)
-
-    def _bind(self, master_weights: Sequence[torch.Tensor | None]) -> None:
-        self._masters.bind(
-            [
-                master if spec.extent else None
-                for spec, master in zip(self._specs, master_weights, strict=True)
-            ]
+        self._prepared = PreparedCast(
+            [weight for weight in model_weights if isinstance(weight, QuantizedTensor)],
+            master_weights,
+            self._specs,
+            self._exchange,
+            self._gathers,
+            judges_amaxes=self._check_finite,
         )
-        self._bound = [master for master in self._masters.tensors if master is not None]
-        self._bound_lie = lie_of(self._bound)
-
-    @torch.inference_mode(False)
-    def _prepare(self) -> None:
-        """Prepare the launches for the buffers as they lie now."""
-        check_planning(self._device)
-        exchange = self._exchange
-        operands = [
-            (
-                spec.storage,
-                tensor_operand(
-                    spec.storage,
-                    i,
-                    spec.extent,
-                    exchange.amax_of[i],
-                    shared_amax=exchange.tensor_amax_of.get(i),
-                    own_codes=spec.codes,
-                    candidates=exchange.candidates_of.get(i),
-                ),
-            )
-            for i, spec in enumerate(self._specs)
-        ]
-        self._cast_steps = CastSteps(
-            self._backend, operands, self._masters, judges_amaxes=self._check_finite
-        )
-
-    def _follow_moves(self) -> None:
-        """Prepare anew where a weight of this plan has moved (``replace_raw_data``, ``.data =``)
-        since the last time.
-        """
-        if self._addresses.have_moved():
-            self._addresses.look()
-            for gather in self._gathers:
-                gather.look()
-            self._prepare()
-
-
-def _try_function(storage: QuantizedStorage) -> bool:
-    """Whether a function of the caller's makes the weight's scales. It is called once, on a copy of
-    what it will be given: :class:`InputError` where it does not give what it has to.
-    """
-    numerics = storage.recipe.numerics
-    if not (isinstance(numerics, Float8DelayedNumerics) and callable(numerics.amax_compute_algo)):
-        return False
-    numerics.amax_by_callable(storage.buffers["amax_history"].clone())
-    return True

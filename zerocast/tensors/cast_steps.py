@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 from zerocast.numerics import Backend, Launch, Masters, NVFP4Numerics, TensorOperand
 from zerocast.recipes import Recipe
-from zerocast.tensors.operands import tensor_operand
+from zerocast.tensors.post_gather import prepare_rebuild
 from zerocast.tensors.storage import QuantizedStorage
 
 STEPS = (
@@ -54,15 +54,11 @@ class CastSteps:
         self._launches: dict[str, list[Launch]] = {step: [] for step in STEPS}
         self.writes_early = self.chooses_scales = False
         by_recipe: dict[Recipe, list[TensorOperand]] = {}
-        copies: dict[Recipe, list[TensorOperand]] = {}
         for storage, operand in operands:
             by_recipe.setdefault(storage.recipe, []).append(operand)
-            if storage.derived_names:  # from whole codes, wherever the cast writes its own
-                copies.setdefault(storage.recipe, []).append(tensor_operand(storage))
         for recipe, alike in by_recipe.items():
             self._prepare(backend, recipe, alike, masters, judges_amaxes)
-        for recipe, alike in copies.items():
-            self._launches["transpose"].append(backend.transpose(recipe.numerics, alike))
+        self._launches["transpose"] = prepare_rebuild([each for each, _ in operands], backend)
 
     def run(self, *steps: str) -> None:
         """Launch what there is to do in ``steps``."""

@@ -1,4 +1,4 @@
-"""Post-all-gather processing: derived copies, made from the present codes of weights."""
+"""Post-all-gather processing makes the derived copies of weights from their present codes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from zerocast.backends import backend_for
-from zerocast.numerics import Launch
+from zerocast.numerics import Backend, Launch
 from zerocast.recipes import Recipe
 from zerocast.tensors.operands import tensor_operand
 from zerocast.tensors.storage import QuantizedStorage
@@ -25,16 +25,21 @@ def rebuild_derived(storages: Iterable[QuantizedStorage]) -> None:
         storage.mark_rebuilt()
 
 
-def prepare_rebuild(storages: Iterable[QuantizedStorage]) -> list[Launch]:
-    """What makes the derived copies of weights as long as their buffers stay where they are.
+def prepare_rebuild(
+    storages: Iterable[QuantizedStorage], backend: Backend | None = None
+) -> list[Launch]:
+    """The launches that make the derived copies of weights as long as their buffers stay where they
+    are: one for each recipe and device, by ``backend`` or the device's own.
 
-    One launch for each recipe and device. Afterwards call :meth:`QuantizedStorage.mark_rebuilt`.
+    Afterwards call :meth:`QuantizedStorage.mark_rebuilt`.
     """
     groups: dict[tuple[Recipe, torch.device], list[QuantizedStorage]] = {}
     for storage in storages:
         if storage.derived_names:
             groups.setdefault((storage.recipe, storage.device), []).append(storage)
     return [
-        backend_for(device).transpose(recipe.numerics, [tensor_operand(s) for s in group])
+        (backend or backend_for(device)).transpose(
+            recipe.numerics, [tensor_operand(storage) for storage in group]
+        )
         for (recipe, device), group in groups.items()
     ]

@@ -1,12 +1,12 @@
-"""Making quantized weights, and what touches their bytes outside a plan.
- The unsharded cast runs the same four steps of a recipe as a plan does, with one shard that is the
+"""Makes quantized weights, and casts and moves single ones outside of a plan.
+
+The unsharded cast runs the same four steps of a recipe as a plan does, with one shard that is the
 whole weight and no reduction between them; so a sharded cast has something to be equal to.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -26,18 +26,9 @@ from zerocast.tensors.tp_shard import TensorParallelShard
 _NOMINAL_NAMES = "torch.float32, torch.bfloat16 or torch.float16"
 
 
-@runtime_checkable
-class Quantizes(Protocol):
-    """A quantizer (:class:`zerocast.Quantizer`), as far as :func:`quantize` needs to know it."""
-
-    def quantize(self, tensor: torch.Tensor) -> QuantizedTensor:
-        """``tensor`` as the quantizer makes it."""
-        ...
-
-
 def quantize(
     tensor: torch.Tensor,
-    recipe: Recipe | str | Quantizes,
+    recipe: Recipe | str,
     *,
     dtype: torch.dtype | None = None,
     columnwise: bool = True,
@@ -49,36 +40,26 @@ def quantize(
     Args:
         tensor: FP32, BF16 or FP16, of a shape that the recipe holds; any strides. A gradient does
             not flow through.
-        recipe: the scheme, or its name; or a quantizer, which decides by itself which copies it
-            makes, and remembers, for schemes with state, from one tensor to the next.
+        recipe: the scheme, or its name. A layer's tensors are cast by their quantizers instead
+            (:meth:`zerocast.Quantizer.quantize`), which remember for schemes with state.
         dtype: the nominal dtype of the result, which elements are rounded to first; the tensor's
             own by default.
         columnwise: whether the weight holds the columnwise copy.
         name: the weight's name, on which the random words of stochastic rounding depend; without
             one, all weights draw the same words.
-        part: where ``tensor`` is some rows or columns of a larger weight, which of them. The call
-            is then collective over the ranks that hold the others, and gives the bytes that this
-            part has in the cast of the whole.
+        tp_shard: where ``tensor`` is some rows or columns of a larger weight, which of them. The
+            call is then collective over the ranks that hold the others, and gives the bytes that
+            these have in the cast of the whole.
 
     Returns:
         A weight of its own bytes on the tensor's device. A NaN or an infinity makes everything
         under its scale NaN.
 
     Raises:
-        InputError: for another dtype, a shape that the recipe cannot hold, or a quantizer together
-            with ``columnwise``, ``name`` or ``part``; of a part on every rank.
-        RankMismatchError: on every rank, where the ranks' parts do not make up one weight.
+        InputError: for another dtype, or a shape that the recipe cannot hold; of a tensor-parallel
+            shard on every rank.
+        RankMismatchError: on every rank, where the ranks' shards do not make up one weight.
     """
-    if isinstance(recipe, Quantizes):
-        _check_dtype(tensor)
-        if not columnwise or name is not None or tp_shard is not None:
-            raise InputError(
-                f"a quantizer decides on columnwise copies, names and parts by itself, got "
-                f"columnwise={columnwise}, name={name!r} and tp_shard={tp_shard}; use "
-                f"quantizer.set_usage(...), RecipeState.create(..., name=...) and "
-                f"quantizer.tp_shard."
-            )
-        return recipe.quantize(tensor if dtype is None else tensor.to(_nominal(dtype)))
     weight: QuantizedTensor | None = None
     attempt = Attempt()
     with attempt:
@@ -149,12 +130,12 @@ def empty(
         device: where the bytes are; torch's default device by default.
         columnwise: whether the weight holds the columnwise copy.
         name: as for :func:`quantize`.
-        part: which rows or columns of a larger weight it is, of ``part.shape``; every cast of it is
-            then collective over the ranks that hold the others. Not collective.
+        tp_shard: which rows or columns of a larger weight it is, of ``tp_shard.shape``; every cast
+            of it is then collective over the ranks that hold the others, and this call is not.
 
     Raises:
-        InputError: for another recipe or dtype, a shape that the recipe cannot hold, or a part that
-            begins or ends inside a block.
+        InputError: for another recipe or dtype, a shape that the recipe cannot hold, or a shard
+            that begins or ends inside a block.
     """
     recipe = as_recipe(recipe)
     check_flag("columnwise", columnwise)

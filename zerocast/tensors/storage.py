@@ -24,22 +24,20 @@ from typing import Any
 import torch
 
 from zerocast.errors import InputError, StaleCopyError
-from zerocast.layout import BlockGrid, Plane
 from zerocast.recipes import BufferSpec, Recipe
+from zerocast.tensors.held_planes import HeldPlanes
 from zerocast.tensors.staleness import CastVersion, Writes
 from zerocast.tensors.tp_shard import TensorParallelShard
 
 _moves = itertools.count(1)
 
 
-class QuantizedStorage:
+class QuantizedStorage(HeldPlanes):
     """The buffers of one quantized weight.
 
     Attributes:
         shape, dtype: the nominal ones, which the weight presents to torch.
-        recipe: the scheme that gives the bytes their meaning.
-        tp_shard: the rows or columns that this weight is of a larger one; None for a whole weight.
-            A cast of it is collective over the tensor-parallel group, too.
+        recipe, tp_shard: as in :class:`HeldPlanes`.
         wait_pending: called before the buffers are used; returns when codes that are being gathered
             are there. None where no gather is under way.
         amax_group: weights with the same one share their tensor amax in every cast; None for a
@@ -65,18 +63,14 @@ class QuantizedStorage:
         buffers: dict[str, torch.Tensor],
         tp_shard: TensorParallelShard | None = None,
     ) -> None:
-        self.shape = torch.Size(shape)
+        super().__init__(torch.Size(shape), recipe, buffers, tp_shard)
         self.dtype = dtype
-        self.recipe = recipe
-        self.tp_shard = tp_shard
         self.wait_pending: Callable[[], None] | None = None
         self.amax_group: str | None = None
         self.keeps_source = False
         self.gathered_from: str | None = None
         self.plans: dict[Hashable, Any] = {}
-        self._buffers = buffers
         self._name = ""  # of a weight on the meta device, whose state cannot hold it yet
-        self._planes: dict[bool, tuple[Plane, ...]] = {}
         self._writes = Writes()
         self._init_val: tuple[int, torch.Tensor] | None = None
 
@@ -163,63 +157,6 @@ class QuantizedStorage:
     def device(self) -> torch.device:
         """Where the bytes are."""
         return next(iter(self._buffers.values())).device
-
-    @property
-    def planes(self) -> tuple[Plane, ...]:
-        """The rowwise plane, and the columnwise one of a weight that holds one."""
-        columnwise = self.has_columnwise
-        if columnwise not in self._planes:
-            self._planes[columnwise] = self.recipe.planes(self.shape, columnwise=columnwise)
-        return self._planes[columnwise]
-
-    @property
-    def cast_planes(self) -> list[Plane]:
-        """The planes whose codes a cast writes, the rowwise one first; they have amaxes."""
-        return [plane for plane in self.planes if plane.is_cast]
-
-    @property
-    def grid(self) -> BlockGrid:
-        """The blocks of the rowwise codes."""
-        return self.planes[0].grid
-
-    @property
-    def has_rowwise(self) -> bool:
-        """Whether rowwise codes and scales are there, as they are unless a quantizer was told
-        otherwise.
-        """
-        return "rowwise_data" in self._buffers and "rowwise_scale_inv" in self._buffers
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether a cast finds here all that it writes; see :meth:`whole`."""
-        return self.has_rowwise and all(name in self.buffers for name in self.recipe.state)
-
-    @property
-    def has_scales(self) -> bool:
-        """Whether a cast whose codes go elsewhere finds here all else that it writes."""
-        return all(name in self.buffers for name in ("rowwise_scale_inv", *self.recipe.state))
-
-    @property
-    def has_columnwise(self) -> bool:
-        """Whether this weight holds a columnwise copy at all."""
-        return "columnwise_data" in self._buffers or "columnwise_scale_inv" in self._buffers
-
-    @property
-    def codes(self) -> list[torch.Tensor]:
-        """The codes that are not derived from others, also while a gather is under way."""
-        return [self._buffers[name] for name in self.gathered if name in self._buffers]
-
-    @property
-    def gathered(self) -> tuple[str, ...]:
-        """The names of the buffers that an all-gather moves."""
-        return tuple(plane.codes_name for plane in self.planes if plane.is_gathered)
-
-    @property
-    def derived_names(self) -> tuple[str, ...]:
-        """The names of the buffers that post-all-gather processing rebuilds."""
-        if not self.has_rowwise or not self.shape.numel():
-            return ()  # there is nothing that they could be derived from
-        return tuple(name for p in self.planes if p.is_derived for name in p.buffers)
 
     def name_weight(self, name: str) -> None:
         """Give the weight the name that its random words depend on, where it has none yet.
@@ -362,24 +299,6 @@ class QuantizedStorage:
         """As :meth:`to`; aliases of one weight share one storage in the copy, too."""
         copy = memo[id(self)] = self.to()
         return copy
-
-    # --- amaxes ---
-
-    @property
-    def amax_slots(self) -> int:
-        """Entries of this weight in an amax buffer: those of its rowwise blocks, of the blocks of a
-        columnwise copy with amaxes of its own, and the tensor's unless that is one block.
-        """
-        blocks = sum(plane.grid.num_blocks for plane in self.cast_planes)
-        return blocks + (not self.recipe.has_one_block)
-
-    def shared_amaxes(self) -> list[range]:
-        """The entries of :attr:`amax_slots` that are amaxes over other shards of the whole weight,
-        too; none of a weight that is no tensor-parallel shard.
-        """
-        if self.tp_shard is None:
-            return []
-        return self.tp_shard.shared(self.recipe, columnwise=self.has_columnwise)
 
 
 def counted_by_torch(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:

@@ -1,0 +1,155 @@
+"""PreparedCast: the launches of a plan, for the memory of weights and masters as it lies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from zerocast.backends import backend_for
+from zerocast.cast.addresses import Addresses, lie_of
+from zerocast.cast.capture import check_planning
+from zerocast.cast.exchange import Exchange
+from zerocast.cast.gather import CodeGather
+from zerocast.cast.masters import check_list, check_master_tensor
+from zerocast.cast.shard_spec import ShardSpec
+from zerocast.errors import InputError
+from zerocast.numerics import Float8DelayedNumerics, Masters
+from zerocast.tensors import QuantizedStorage, QuantizedTensor
+from zerocast.tensors.cast_steps import CastSteps
+from zerocast.tensors.operands import tensor_operand
+
+
+class PreparedCast:
+    """The launches of a plan, the masters that they read, and the addresses that they hold.
+
+    Args:
+        weights: the plan's, in order.
+        master_weights: this rank's shards of their masters.
+        specs: the same weights as checked.
+        exchange: the buffers that ranks reduce.
+        gathers: of the codes.
+        judges_amaxes: whether nothing may be written before ``compute_scale``.
+
+    Attributes:
+        steps: the launches.
+        masters: what they read.
+        addresses: where the weights' buffers lay when the launches were prepared.
+        calls_functions: whether functions of the caller's make scales.
+
+    Raises:
+        InputError: where weights share memory, a master does not fit or overlaps one, or a function
+            does not give an amax.
+    """
+
+    # What is made in inference mode could not be written outside of it.
+    @torch.inference_mode(False)
+    def __init__(
+        self,
+        weights: Sequence[QuantizedTensor],
+        master_weights: Sequence[torch.Tensor | None],
+        specs: Sequence[ShardSpec],
+        exchange: Exchange,
+        gathers: Sequence[CodeGather],
+        *,
+        judges_amaxes: bool,
+    ) -> None:
+        self._specs, self._exchange, self._gathers = specs, exchange, gathers
+        self._judges_amaxes = judges_amaxes
+        self._device = exchange.amax.device
+        self._backend = backend_for(self._device)
+        self.addresses = Addresses(weights, specs)
+        self.calls_functions = sum(_try_function(spec.storage) for spec in specs) > 0
+        self.masters = Masters(len(specs))
+        self.rebind(master_weights)
+        self._prepare()
+
+    def rebind(self, master_weights: Sequence[torch.Tensor | None]) -> None:
+        """Read these masters from now on.
+
+        Raises:
+            InputError: where they do not fit.
+        """
+        _check_rebind(self._specs, master_weights)
+        pairs = zip(self._specs, master_weights, strict=True)
+        self.addresses.check_masters(
+            [(spec.name, master) for spec, master in pairs if master is not None]
+        )
+        self.bind(master_weights)
+
+    def bind(self, master_weights: Sequence[torch.Tensor | None]) -> None:
+        """Read these masters, which are known to fit, from now on."""
+        pairs = zip(self._specs, master_weights, strict=True)
+        self.masters.bind([master if spec.extent else None for spec, master in pairs])
+        self._bound = [master for master in self.masters.tensors if master is not None]
+        self._bound_lie = lie_of(self._bound)
+
+    def follow_moves(self) -> None:
+        """Prepare again where a weight has moved (``replace_raw_data``, ``.data =``) since the last
+        time.
+        """
+        if self.addresses.have_moved():
+            self.addresses.look()
+            for gather in self._gathers:
+                gather.look()
+            self._prepare()
+
+    def follow_masters(self) -> None:
+        """Bind the masters again where one has moved or changed."""
+        if self._bound_lie != lie_of(self._bound):
+            self.rebind(self.masters.tensors)
+
+    @torch.inference_mode(False)
+    def _prepare(self) -> None:
+        check_planning(self._device)
+        exchange = self._exchange
+        operands = [
+            (
+                spec.storage,
+                tensor_operand(
+                    spec.storage,
+                    i,
+                    spec.extent,
+                    exchange.amax_of[i],
+                    shared_amax=exchange.tensor_amax_of.get(i),
+                    own_codes=spec.codes,
+                    candidates=exchange.candidates_of.get(i),
+                ),
+            )
+            for i, spec in enumerate(self._specs)
+        ]
+        self.steps = CastSteps(
+            self._backend, operands, self.masters, judges_amaxes=self._judges_amaxes
+        )
+
+
+def _check_rebind(
+    specs: Sequence[ShardSpec], master_weights: Sequence[torch.Tensor | None]
+) -> None:
+    """Raise :class:`InputError` where other masters do not fit the weights of a plan."""
+    check_list("master_weights", master_weights)
+    if len(master_weights) != len(specs):
+        raise InputError(
+            f"master_weights must have one entry for each of the plan's {len(specs)} weights, "
+            f"got {len(master_weights)}."
+        )
+    for spec, master in zip(specs, master_weights, strict=True):
+        if master is not None:
+            check_master_tensor(spec.name, spec.storage, master)
+        size = 0 if master is None else master.numel()
+        if size != spec.extent.size:
+            raise InputError(
+                f"{spec.name}: the plan was made for a master of {spec.extent.size} "
+                f"elements, got {size}; make a new plan for another partition."
+            )
+
+
+def _try_function(storage: QuantizedStorage) -> bool:
+    """Whether a function of the caller's makes the weight's scales. It is called once, on a copy of
+    what it will be given: :class:`InputError` where it does not give what it has to.
+    """
+    numerics = storage.recipe.numerics
+    if not (isinstance(numerics, Float8DelayedNumerics) and callable(numerics.amax_compute_algo)):
+        return False
+    numerics.amax_by_callable(storage.buffers["amax_history"].clone())
+    return True

@@ -1,0 +1,104 @@
+"""HeldPlanes: which planes a weight holds, and which of its buffers casts and gathers move."""
+
+from __future__ import annotations
+
+import torch
+
+from zerocast.layout import BlockGrid, Plane
+from zerocast.recipes import Recipe
+from zerocast.tensors.tp_shard import TensorParallelShard
+
+
+class HeldPlanes:
+    """The planes of one quantized weight; the base of :class:`QuantizedStorage`.
+
+    Attributes:
+        shape: the weight's nominal one.
+        recipe: the scheme that gives the bytes their meaning.
+        tp_shard: the rows or columns that this weight is of a larger one; None for a whole weight.
+            A cast of it is collective over the tensor-parallel group, too.
+    """
+
+    def __init__(
+        self,
+        shape: torch.Size,
+        recipe: Recipe,
+        buffers: dict[str, torch.Tensor],
+        tp_shard: TensorParallelShard | None,
+    ) -> None:
+        self.shape, self.recipe, self.tp_shard = shape, recipe, tp_shard
+        self._buffers = buffers
+        self._planes: dict[bool, tuple[Plane, ...]] = {}
+
+    @property
+    def planes(self) -> tuple[Plane, ...]:
+        """The rowwise plane, and the columnwise one of a weight that holds one."""
+        columnwise = self.has_columnwise
+        if columnwise not in self._planes:
+            self._planes[columnwise] = self.recipe.planes(self.shape, columnwise=columnwise)
+        return self._planes[columnwise]
+
+    @property
+    def cast_planes(self) -> list[Plane]:
+        """The planes whose codes a cast writes, the rowwise one first; they have amaxes."""
+        return [plane for plane in self.planes if plane.is_cast]
+
+    @property
+    def grid(self) -> BlockGrid:
+        """The blocks of the rowwise codes."""
+        return self.planes[0].grid
+
+    @property
+    def has_rowwise(self) -> bool:
+        """Whether rowwise codes and scales are there, as they are unless a quantizer was told
+        otherwise.
+        """
+        return "rowwise_data" in self._buffers and "rowwise_scale_inv" in self._buffers
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether a cast finds here all that it writes; see :meth:`QuantizedStorage.whole`."""
+        return self.has_rowwise and all(name in self._buffers for name in self.recipe.state)
+
+    @property
+    def has_scales(self) -> bool:
+        """Whether a cast whose codes go elsewhere finds here all else that it writes."""
+        return all(name in self._buffers for name in ("rowwise_scale_inv", *self.recipe.state))
+
+    @property
+    def has_columnwise(self) -> bool:
+        """Whether this weight holds a columnwise copy at all."""
+        return "columnwise_data" in self._buffers or "columnwise_scale_inv" in self._buffers
+
+    @property
+    def codes(self) -> list[torch.Tensor]:
+        """The codes that are not derived from others, also while a gather is under way."""
+        return [self._buffers[name] for name in self.gathered if name in self._buffers]
+
+    @property
+    def gathered(self) -> tuple[str, ...]:
+        """The names of the buffers that an all-gather moves."""
+        return tuple(plane.codes_name for plane in self.planes if plane.is_gathered)
+
+    @property
+    def derived_names(self) -> tuple[str, ...]:
+        """The names of the buffers that post-all-gather processing rebuilds."""
+        if not self.has_rowwise or not self.shape.numel():
+            return ()  # there is nothing that they could be derived from
+        return tuple(name for p in self.planes if p.is_derived for name in p.buffers)
+
+    @property
+    def amax_slots(self) -> int:
+        """Entries of this weight in an amax buffer: those of its rowwise blocks, of the blocks of a
+        columnwise copy with amaxes of its own, and the tensor's unless that is one block.
+        """
+        blocks = sum(plane.grid.num_blocks for plane in self.cast_planes)
+        return blocks + (not self.recipe.has_one_block)
+
+    def shared_amaxes(self) -> list[range]:
+        """The entries of :attr:`amax_slots` that are amaxes over other shards of the whole weight,
+        too; none of a weight that is no tensor-parallel shard.
+        """
+        if self.tp_shard is None:
+            return []
+        return self.tp_shard.shared(self.recipe, columnwise=self.has_columnwise)

@@ -1,0 +1,213 @@
+"""WeightData: what a quantized weight holds, by name: codes, scales, and what its recipe remembers.
+
+A buffer that is not there, or not true, is refused with the way to have it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from zerocast.errors import InputError, MissingDataError
+from zerocast.recipes import Recipe
+from zerocast.tensors.dequantize import dequantize
+from zerocast.tensors.post_gather import rebuild_derived
+from zerocast.tensors.storage import QuantizedStorage
+
+
+class WeightData(torch.Tensor):
+    """The attributes of :class:`QuantizedTensor` that read its storage.
+
+    Attributes:
+        quantized_storage: the bytes, shared by all aliases of the weight.
+    """
+
+    quantized_storage: QuantizedStorage
+
+    @property
+    def recipe(self) -> Recipe:
+        """The scheme that gives the bytes their meaning."""
+        return self.quantized_storage.recipe
+
+    @property
+    def rowwise_data(self) -> torch.Tensor:
+        """uint8: the codes, which an all-gather moves; the live buffer.
+
+        Raises:
+            MissingDataError: a quantizer made only the columnwise codes.
+        """
+        return self._rowwise("rowwise_data")
+
+    @property
+    def rowwise_scale_inv(self) -> torch.Tensor:
+        """The scales that multiply the codes; in the recipe's dtype and shape, padding included.
+
+        Raises:
+            MissingDataError: as :attr:`rowwise_data`.
+        """
+        return self._rowwise("rowwise_scale_inv")
+
+    @property
+    def columnwise_data(self) -> torch.Tensor:
+        """uint8: the codes that the transposed GEMM reads: of the transposed weight [K, M], or
+        [M, K] where they are quantized independently of the rowwise ones (MXFP8, row-wise FP8).
+        Where one plane of codes serves both, that is :attr:`rowwise_data`.
+
+        Raises:
+            MissingDataError: the weight was made with ``columnwise=False``.
+            StaleCopyError: a cast has changed the codes since.
+        """
+        self._require_columnwise("columnwise_data")
+        own = "columnwise_data" in self.quantized_storage.buffers
+        return self.quantized_storage.derived("columnwise_data" if own else "rowwise_data")
+
+    @property
+    def columnwise_scale_inv(self) -> torch.Tensor:
+        """The scales of :attr:`columnwise_data`, with the same errors.
+
+        Where a recipe has one plane of scales for both, that is :attr:`rowwise_scale_inv`.
+        """
+        self._require_columnwise("columnwise_scale_inv")
+        own = "columnwise_scale_inv" in self.quantized_storage.buffers
+        return self.quantized_storage.derived(
+            "columnwise_scale_inv" if own else "rowwise_scale_inv"
+        )
+
+    @property
+    def amax(self) -> torch.Tensor:  # type: ignore[override]
+        """FP32 [1]: the tensor's amax, in recipes that store it. (It hides ``Tensor.amax()``.)
+
+        Raises:
+            MissingDataError: in the others.
+        """
+        if "amax" not in self.quantized_storage.buffers:
+            raise MissingDataError(
+                f"amax is stored by recipes that decode with it, and {type(self.recipe).__name__} "
+                f"does not; its scale is rowwise_scale_inv."
+            )
+        return self.quantized_storage.buffers["amax"]
+
+    @property
+    def scale(self) -> torch.Tensor:
+        """FP32 [1]: the scale of the next cast, under delayed scaling.
+
+        Raises:
+            MissingDataError: under other recipes, as for the rest of what recipes remember.
+        """
+        return self._remembered("scale")
+
+    @property
+    def cast_scale(self) -> torch.Tensor:
+        """FP32 [1]: the scale of the latest cast, under delayed scaling."""
+        return self._remembered("cast_scale")
+
+    @property
+    def amax_history(self) -> torch.Tensor:
+        """FP32 [amax_history_len]: amaxes of earlier casts, under delayed scaling."""
+        return self._remembered("amax_history")
+
+    @property
+    def rounding_counter(self) -> torch.Tensor:
+        """int64 [2]: the name's hash and the count of casts, under stochastic rounding."""
+        return self._remembered("rounding_counter")
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """The value as a plain tensor of ``dtype``, by default the nominal one.
+
+        The rowwise codes' value, or the columnwise ones' where only those are there. No gradient
+        flows through it; torch's own operations on the weight have one.
+        """
+        columnwise = not self.quantized_storage.has_rowwise
+        return dequantize(self.quantized_storage, columnwise=columnwise).to(
+            dtype or self.quantized_storage.dtype
+        )
+
+    def update_usage(
+        self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None
+    ) -> None:
+        """Give the memory of the rowwise or of the columnwise copy back, by False; True makes sure
+        that it is there, and None is no wish. A columnwise copy that the rowwise codes determine is
+        made anew.
+
+        Raises:
+            InputError: where nothing would be left.
+            MissingDataError: where a copy that is wished for is not there and cannot be derived.
+        """
+        held = (self.quantized_storage.has_rowwise, self.quantized_storage.has_columnwise)
+        keeps_rowwise, keeps_columnwise = (
+            has if wish is None else wish
+            for has, wish in zip(held, (rowwise_usage, columnwise_usage), strict=True)
+        )
+        if not (keeps_rowwise or keeps_columnwise):
+            raise InputError(
+                "a quantized tensor keeps its rowwise copy, its columnwise copy or both, got False "
+                "for what it has; drop the tensor itself."
+            )
+        if keeps_rowwise:
+            self._rowwise("rowwise_data")
+        if keeps_columnwise and not self.quantized_storage.has_columnwise:
+            self._derive_columnwise()
+        self.quantized_storage.drop(rowwise=not keeps_rowwise, columnwise=not keeps_columnwise)
+
+    @property
+    def get_high_precision_init_val(self) -> Callable[[], torch.Tensor]:
+        """``weight.get_high_precision_init_val()`` is the value that the codes were made from, on
+        the CPU in its own dtype. An optimizer starts its masters from it. It is gone once the codes
+        have been cast again.
+
+        Raises:
+            MissingDataError: where none is kept. ``hasattr`` then says that there is no such
+                method, by which frameworks decide whether to call it.
+        """
+        value = self.quantized_storage.high_precision_init_val
+        if value is None:
+            raise MissingDataError(
+                "this weight keeps no high-precision initial value: none was kept when it was "
+                "made, or its codes changed since. Make it with "
+                "preserve_high_precision_init_val=True, or start from weight.dequantize()."
+            )
+        return lambda: value
+
+    def clear_high_precision_init_val(self) -> None:
+        """Give the memory of :meth:`get_high_precision_init_val` back."""
+        self.quantized_storage.high_precision_init_val = None
+
+    def _remembered(self, name: str) -> torch.Tensor:
+        if name not in self.quantized_storage.buffers:
+            raise MissingDataError(
+                f"{name} is remembered by weights of other recipes, and not by this one of "
+                f"{type(self.recipe).__name__}."
+            )
+        return self.quantized_storage.buffers[name]
+
+    def _rowwise(self, name: str) -> torch.Tensor:
+        if not self.quantized_storage.has_rowwise:
+            raise MissingDataError(
+                f"{name} is not there: this tensor was made, or kept, with its columnwise copy "
+                f"only. Quantize it with rowwise=True."
+            )
+        return self.quantized_storage.buffers[name]
+
+    def _derive_columnwise(self) -> None:
+        storage = self.quantized_storage
+        if not storage.can_derive_columnwise:
+            self._require_columnwise("columnwise_data")
+        storage.add_columnwise()
+        if not storage.is_stale:
+            rebuild_derived([storage])
+
+    def _require_columnwise(self, name: str) -> None:
+        storage = self.quantized_storage
+        if storage.has_columnwise:
+            return
+        remedy = (
+            "weight.update_usage(columnwise_usage=True) makes it from the rowwise codes"
+            if storage.can_derive_columnwise
+            else f"under {type(self.recipe).__name__} it cannot be made from the rowwise codes; "
+            f"quantize the high-precision value anew, with columnwise=True"
+        )
+        raise MissingDataError(
+            f"{name} is not there: this weight was made, or kept, without its columnwise copy; "
+            f"{remedy}."
+        )
