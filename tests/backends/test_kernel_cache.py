@@ -5,7 +5,7 @@ stand-in, so no NVRTC is needed.
 import os
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -42,46 +42,38 @@ def compiled(folder: Path) -> bytes:
     return compiler.compiled("transpose", "sm_90", folder)
 
 
-def cut(file: Path) -> None:
-    """Keep half of it."""
-    file.write_bytes(file.read_bytes()[:20])
-
-
-def flip(file: Path) -> None:
-    """Change the last byte."""
-    file.write_bytes(file.read_bytes()[:-1] + b"?")
-
-
 def link(file: Path) -> None:
     """Move it away, and leave a link to it."""
-    other = file.rename(file.parent.parent / "other")
-    file.symlink_to(other)
+    file.symlink_to(file.rename(file.parent.parent / "other"))
 
 
-def directory(file: Path) -> None:
-    """Put an empty folder in its place."""
+def replaced(file: Path, make: Callable[[Path], object]) -> None:
+    """Make something else in its place."""
     file.unlink()
-    file.mkdir()
+    make(file)
 
 
-def pipe(file: Path) -> None:
-    """Put a pipe in its place, which a reader would wait for."""
-    file.unlink()
-    os.mkfifo(file)
+DAMAGES = {
+    "empty": lambda file: file.write_bytes(b""),
+    "cut": lambda file: file.write_bytes(file.read_bytes()[:20]),
+    "last byte": lambda file: file.write_bytes(file.read_bytes()[:-1] + b"?"),
+    "link": link,
+    "directory": lambda file: replaced(file, Path.mkdir),
+    "pipe, which a reader would wait for": lambda file: replaced(file, os.mkfifo),
+    "nothing": Path.unlink,
+}
 
 
-@pytest.mark.parametrize(
-    "damage", [lambda file: file.write_bytes(b""), cut, flip, link, directory, pipe, Path.unlink]
-)
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_what_is_damaged_is_compiled_anew(damage, compile_count, tmp_path):
     """A file that is empty, cut, changed, or none is not used; the next one in its place is."""
     assert compiled(tmp_path / "kernels") == compiled(tmp_path / "kernels") == CUBIN
     assert len(compile_count) == 1
-    damage(tmp_path / "kernels" / "transpose-sm_90.cubin")
+    DAMAGES[damage](tmp_path / "kernels" / "transpose-sm_90.cubin")
     assert compiled(tmp_path / "kernels") == CUBIN
     assert len(compile_count) == 2
     compiled(tmp_path / "kernels")
-    assert len(compile_count) == (3 if damage is directory else 2)
+    assert len(compile_count) == (3 if damage == "directory" else 2)
 
 
 def test_what_the_driver_refuses_is_replaced(compile_count, tmp_path):

@@ -1,7 +1,6 @@
 """Layers under autocast: state, what is kept between forward and backward, and drop-in manners."""
 
 import copy
-import io
 import itertools
 
 import pytest
@@ -18,6 +17,7 @@ from tests.support.layers import (
     to_nearest,
 )
 from tests.support.same_bytes import assert_same_bytes
+from tests.support.weights import through_a_file
 from zerocast import nn
 from zerocast.errors import ChangedWeightError, InputError
 from zerocast.nn.autocast import autocast, model_init
@@ -496,8 +496,5 @@ def test_a_whole_module_is_pickled_with_its_state(recipe):
     """torch.save of the module; it goes on as the original does."""
     layer, x = make("LayerNormMLP"), torch.randn(4, 32, requires_grad=True)
     step(layer, x, recipe)
-    file = io.BytesIO()
-    torch.save(layer, file)
-    file.seek(0)
-    loaded = torch.load(file, weights_only=False)
+    loaded = through_a_file(layer, weights_only=False)
     assert_same_tensors(step(loaded, x, recipe), step(layer, x, recipe))

@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import io
 import math
 import pickle
 import random
@@ -13,6 +12,7 @@ import torch
 from tests.support.claims import assert_same_tensors
 from tests.support.delayed import AMAXES, PlainDelayed
 from tests.support.same_bytes import assert_same_bytes
+from tests.support.weights import through_a_file
 from zerocast.comm import RecordingCommunicator, SingleRank, run_in_process
 from zerocast.errors import InputError, MissingDataError
 from zerocast.formats import E4M3, E5M2
@@ -220,11 +220,8 @@ def test_a_loaded_state_goes_on_bit_for_bit(recipe):
 
     state = RecipeState.create(recipe, mode, 2, name="layer")
     go_on(state, range(3))
-    saved = io.BytesIO()
-    torch.save(state.state_dict(), saved)
-    saved.seek(0)
     loaded = RecipeState.create(recipe, mode, 2)
-    loaded.load_state_dict(torch.load(saved, weights_only=True))
+    loaded.load_state_dict(through_a_file(state.state_dict()))
     copies = [loaded, copy.deepcopy(state), pickle.loads(pickle.dumps(state))]
     for other in copies:
         assert_same_tensors(other.state_dict(), state.state_dict())

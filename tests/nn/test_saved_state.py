@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import io
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ from tests.support.claims import assert_same_tensors
 from tests.support.layers import step
 from tests.support.recipes import VARIANTS
 from tests.support.same_bytes import assert_same_bytes
+from tests.support.weights import through_a_file
 from zerocast.nn.saved_state import pack, recipe_to_values, unpack
 
 DELAYED = zerocast.DelayedScaling(fp8_format="hybrid", amax_history_len=4)
@@ -86,14 +86,6 @@ def trained(recipe, layer=None, steps=1) -> zerocast.nn.Linear:
         with zerocast.autocast(recipe=recipe):
             layer(torch.full((32, 32), 1.0 + i)).sum().backward()
     return layer
-
-
-def through_a_file(state):
-    """Saved and loaded."""
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 @pytest.mark.parametrize("own", [None, torch.amax, functools.partial(torch.amax, dim=0)])

@@ -4,18 +4,11 @@ from collections.abc import Iterator
 
 import torch
 
+from tests.support import recipes
 from zerocast.nn.quantizer import Quantizer
 from zerocast.nn.recipe_state import RecipeState
 from zerocast.numerics import FusedOp, FusedOperand
-from zerocast.recipes import (
-    DelayedScaling,
-    Float8BlockScaling,
-    Float8CurrentScaling,
-    Float8RowwiseScaling,
-    MXFP8BlockScaling,
-    NVFP4BlockScaling,
-    Recipe,
-)
+from zerocast.recipes import Float8CurrentScaling, Recipe
 
 ELEMENT_WISE = ("identity", "relu", "gelu", "gelu_tanh", "silu")
 NORMS = ("layernorm", "rmsnorm")
@@ -23,15 +16,15 @@ FUNCTIONS = (*ELEMENT_WISE, "swiglu", *NORMS)
 
 # Of inputs, unless the comment says otherwise; every way in which the kernels cut planes is here.
 RECIPES: dict[str, Recipe] = {
-    "delayed": DelayedScaling(),
+    "delayed": recipes.RECIPES["delayed"],
     "current": Float8CurrentScaling(fp8_format="e5m2"),
-    "rowwise": Float8RowwiseScaling(),
-    "blocks 1x128": Float8BlockScaling().for_role("input"),
-    "blocks 128x128": Float8BlockScaling(),  # of weights
-    "mxfp8": MXFP8BlockScaling().for_role("input"),
-    "mxfp8 32x32": MXFP8BlockScaling(enable_2d_quantization=True),  # of weights
-    "nvfp4 1x16": NVFP4BlockScaling().for_role("input"),
-    "nvfp4 16x16": NVFP4BlockScaling(),  # of weights
+    "rowwise": recipes.RECIPES["rowwise"],
+    "blocks 1x128": recipes.RECIPES["block"].for_role("input"),
+    "blocks 128x128": recipes.RECIPES["block"],  # of weights
+    "mxfp8": recipes.RECIPES["mxfp8"].for_role("input"),
+    "mxfp8 32x32": recipes.RECIPES["mxfp8-2d"],  # of weights
+    "nvfp4 1x16": recipes.RECIPES["nvfp4"].for_role("input"),
+    "nvfp4 16x16": recipes.RECIPES["nvfp4"],  # of weights
 }
 
 USAGES = ((True, True), (True, False), (False, True))

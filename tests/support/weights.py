@@ -1,5 +1,8 @@
 """Quantized weights to test with."""
 
+import io
+from typing import Any
+
 import torch
 
 from tests.support.recipes import RECIPES, VARIANTS, each
@@ -17,3 +20,11 @@ def make(recipe: Recipe, rows: int = 17, dtype: torch.dtype = torch.float32) -> 
     """A weight [rows, 48] of normal random values, always the same ones."""
     generator = torch.Generator().manual_seed(rows)
     return quantize(torch.randn(rows, 48, generator=generator).to(dtype), recipe)
+
+
+def through_a_file(value: Any, *, weights_only: bool = True) -> Any:
+    """What is loaded of ``value`` that was saved."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=weights_only)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.support.same_bytes import assert_same_bytes, assert_same_storage
-from tests.support.weights import FP8, NVFP4, both_recipes, every_recipe, make
+from tests.support.weights import FP8, NVFP4, both_recipes, every_recipe, make, through_a_file
 from zerocast.errors import InputError
 from zerocast.tensors import QuantizedTensor, empty, quantize, replace_raw_data
 
@@ -120,10 +120,7 @@ def test_pickle_and_torch_save_keep_the_bytes(recipe):
         "w": weight,
         "frozen": torch.nn.Parameter(weight, False),
     }
-    file = io.BytesIO()
-    torch.save(saved, file)
-    file.seek(0)
-    for loaded in (torch.load(file, weights_only=True), pickle.loads(pickle.dumps(saved))):
+    for loaded in (through_a_file(saved), pickle.loads(pickle.dumps(saved))):
         assert isinstance(loaded["p"], torch.nn.Parameter)
         assert loaded["p"].requires_grad
         assert not loaded["frozen"].requires_grad

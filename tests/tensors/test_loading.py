@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import io
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,7 +11,7 @@ import pytest
 import torch
 
 from tests.support.same_bytes import assert_same_storage
-from tests.support.weights import EVERY_RECIPE, every_recipe
+from tests.support.weights import EVERY_RECIPE, every_recipe, through_a_file
 from zerocast.comm import SingleRank
 from zerocast.errors import InputError
 from zerocast.recipes import DelayedScaling, MXFP8BlockScaling, NVFP4BlockScaling, QParams, Recipe
@@ -54,10 +53,7 @@ def test_a_weight_as_it_was_saved_is_accepted(recipe):
         empty((0, 64), recipe, tp_shard=TensorParallelShard((32, 64), 0, 32, 0, SingleRank()))
     )
     for weight in weights:
-        file = io.BytesIO()
-        torch.save(torch.nn.Parameter(weight), file)
-        file.seek(0)
-        assert_same_storage(torch.load(file, weights_only=True), weight, "loaded")
+        assert_same_storage(through_a_file(torch.nn.Parameter(weight)), weight, "loaded")
 
 
 def other_buffer(change: Callable[[torch.Tensor], torch.Tensor], name: str) -> dict[str, Any]:

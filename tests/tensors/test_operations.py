@@ -144,6 +144,12 @@ def test_an_unknown_operation_works_on_the_dequantized_value(recipe, operation):
         lambda w: torch._foreach_mul_([torch.ones(2), w], [1, 2]),
         lambda w: w.t_(),
         lambda w: w.resize_(3),
+        lambda w: w.resize_(64, 64),
+        lambda w: w.set_(torch.ones(17 * 48).untyped_storage()),
+        lambda w: w.set_(torch.ones(17, 48)),
+        lambda w: torch._foreach_mul_([w], 2.0),
+        lambda w: torch._foreach_zero_([w]),
+        lambda w: torch.neg(torch.ones(17, 48), out=w),
         lambda w: torch.nn.init.xavier_uniform_(w),
     ],
 )
@@ -151,7 +157,7 @@ def test_writing_in_place_is_refused_with_the_reason(recipe, write):
     """The error says what to do instead, and the weight is what it was."""
     weight = make(recipe)
     expected = weight.clone()
-    with pytest.raises(UnsupportedError, match=r"aten\..* in place.*FP32 master"):
+    with pytest.raises(UnsupportedError, match=r"aten\..* in place.*FP32 master.*weight\.copy_"):
         write(weight)
     assert_same_storage(weight, expected, "weight")
 
@@ -169,6 +175,8 @@ def test_what_needs_memory_of_the_nominal_dtype_is_refused():
     weight = make(FP8)
     with pytest.raises(UnsupportedError, match=r"use weight.copy_\(value\)"):
         weight.data = torch.ones(17, 48)
+    with pytest.raises(UnsupportedError, match=r"use weight.copy_\(value\)"):
+        torch.nn.utils.vector_to_parameters(torch.ones(17 * 48), [torch.nn.Parameter(weight)])
     with pytest.raises(UnsupportedError, match="no memory of its nominal dtype"):
         torch.from_dlpack(weight)
     with pytest.raises(UnsupportedError, match="apply a Python function to in place"):

@@ -4,8 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.support.recipes import each
 from tests.support.same_bytes import assert_same_bytes
-from tests.support.weights import EVERY_RECIPE, FP8, NVFP4, both_recipes, make
+from tests.support.weights import FP8, NVFP4, both_recipes, make
 from zerocast.errors import MissingDataError
 from zerocast.tensors import quantize
 
@@ -115,38 +116,29 @@ def test_a_gradient_of_full_shape_reaches_the_weight(recipe, dtype):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # inductor's, of torch.jit
-@pytest.mark.parametrize("name", ["delayed", "rowwise", "mxfp8-2d", "nvfp4-1x16", "nvfp4-drawn"])
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_a_forward_compiles_whatever_a_weight_holds(name, backend):
-    """Also where a recipe remembers something, and after a cast; the output is eager's."""
-    torch._dynamo.reset()
-    compiled = torch.compile(F.linear, backend=backend, fullgraph=True)
-    weight, x = quantize(torch.randn(32, 64), EVERY_RECIPE[name], name="w"), torch.randn(5, 64)
-    for _ in range(2):
-        assert_same_bytes(compiled(x, weight), F.linear(x, weight), "output")
-        weight.copy_(torch.randn(32, 64))
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # inductor's, of torch.jit
-@both_recipes
+@each("delayed", "current", "rowwise", "mxfp8-2d", "nvfp4", "nvfp4-1x16", "nvfp4-drawn")
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_function_of_the_weight_compiles(recipe, backend):
-    """Without a graph break; values and gradients are the eager ones, also after a copy_."""
+    """Without a graph break, whatever a weight holds, also where a recipe remembers something and
+    after a copy_; outputs and gradients are the eager ones.
+    """
     torch._dynamo.reset()
 
     def function(x, w):
-        return F.linear(x, w).relu() + w[2].sum()
+        y = F.linear(x, w)
+        return y, y.relu() + w[2].sum()
 
     compiled = torch.compile(function, backend=backend, fullgraph=True)
-    x = torch.randn(5, 48)
-    weight = torch.nn.Parameter(make(recipe))
+    x = torch.randn(5, 64)
+    weight = torch.nn.Parameter(quantize(torch.randn(32, 64), recipe, name="w"))
     for _ in range(2):
-        grads = []
+        results = []
         for f in (function, compiled):
             weight.grad = None
-            out = f(x, weight)
+            product, out = f(x, weight)
             out.sum().backward()
-            grads.append((out.detach(), weight.grad))
-        torch.testing.assert_close(grads[1], grads[0], rtol=1e-5, atol=1e-5)
+            results.append((product.detach(), out.detach(), weight.grad))
+        assert_same_bytes(results[1][0], results[0][0], "product")
+        torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-5)
         with torch.no_grad():
-            weight.copy_(torch.randn(17, 48))
+            weight.copy_(torch.randn(32, 64))
