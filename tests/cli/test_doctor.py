@@ -1,13 +1,14 @@
 """``python -m zerocast doctor``; where nothing is installed beside torch, tests/test_wheel.py."""
 
 import json
+import subprocess
 
 import pytest
 import torch
 
 from zerocast.backends import native_library
 from zerocast.cli import doctor, main, self_check
-from zerocast.cli.doctor import Finding, backends, mpi
+from zerocast.cli.doctor import Finding, backends, casts, ranks
 from zerocast.errors import BackendError
 from zerocast.recipes import RECIPES
 from zerocast.tensors import quantize
@@ -39,8 +40,9 @@ def test_a_wrong_byte_is_found(monkeypatch):
         return weight
 
     monkeypatch.setattr(self_check, "quantize", spoiled)
-    outcomes = self_check.self_check(torch.device("cpu"))
-    assert all("1 bytes of rowwise_data differ" in o.difference for o in outcomes.values())
+    for finding in casts(torch.device("cpu")):
+        assert finding.status == "wrong"
+        assert "1 bytes of rowwise_data differ" in finding.text
 
 
 def test_an_error_of_the_check_is_a_finding(monkeypatch):
@@ -50,9 +52,9 @@ def test_an_error_of_the_check_is_a_finding(monkeypatch):
         raise OSError("no such thing")
 
     monkeypatch.setattr(self_check, "quantize", failing)
-    assert all(
-        "OSError: no such thing" in o.difference for o in self_check.self_check("cpu").values()
-    )
+    findings = list(casts(torch.device("cpu")))
+    assert len(findings) == len(self_check.recipes())
+    assert all("OSError: no such thing" in f.text for f in findings)
 
 
 @pytest.mark.parametrize("compiler", [True, False])
@@ -75,7 +77,8 @@ def test_without_the_native_library(monkeypatch, compiler):
 )
 def test_the_launcher_of_another_mpi(monkeypatch, said, status):
     """mpiexec of another MPI than mpi4py's would start jobs of one rank."""
-    monkeypatch.setattr(doctor, "mpi_library", lambda: Finding("", "MPI", "ok", "loads MPICH 5"))
+    monkeypatch.setattr(doctor, "mpi_library", lambda: Finding("MPI", "ok", "loads MPICH 5"))
     monkeypatch.setattr(doctor.shutil, "which", lambda *args, **options: "mpiexec")
-    monkeypatch.setattr(doctor, "_said_by", lambda command: said)
-    assert told(mpi())["mpiexec"].status == status
+    answer = subprocess.CompletedProcess([], 0, said, "")
+    monkeypatch.setattr(doctor, "run", lambda command: answer)
+    assert told(ranks())["mpiexec"].status == status

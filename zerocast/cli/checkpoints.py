@@ -1,6 +1,6 @@
-"""The tensors of a checkpoint, one at a time, whatever wrote it; nothing in a file is executed.
+"""Reading checkpoints: one tensor at a time, in every format; nothing in a file is executed.
 
-Read are files of ``torch.save``, with ``weights_only=True``; ``.safetensors`` files, where the
+It reads files of ``torch.save``, with ``weights_only=True``; ``.safetensors`` files, where the
 package safetensors is installed; directories of ``torch.distributed.checkpoint``; and directories
 that hold files of the first two kinds.
 """
@@ -20,17 +20,17 @@ from torch.distributed.checkpoint import metadata
 from zerocast.errors import InputError
 
 Entry = tuple[str, torch.Tensor | None]
-"""A name and its tensor; None for what is no tensor."""
+"""A name and its tensor; None for other values."""
 
 SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
 """The files of a directory that are read."""
 
 
 def entries(path: Path) -> Iterator[Entry]:
-    """Everything that the checkpoint at ``path`` holds, on the CPU.
+    """Yield everything that the checkpoint at ``path`` holds, on the CPU.
 
     Raises:
-        InputError: where there is none, or it cannot be read without executing what it says.
+        InputError: where it does not exist, or cannot be read without executing what it says.
     """
     if path.is_dir():
         yield from _directory(path)
@@ -85,23 +85,20 @@ def _load(source: Path | io.BytesIO, path: Path) -> Any:
 
 
 def _flat(prefix: str, value: Any) -> Iterator[Entry]:
-    """The leaves of nested dictionaries and sequences, by names joined with dots."""
-    if isinstance(value, Mapping):
-        children = list(value.items())
-    elif isinstance(value, list | tuple):
-        children = list(enumerate(value))
+    """Yield the leaves of nested dictionaries and sequences, by names joined with dots."""
+    children = dict(enumerate(value)) if isinstance(value, list | tuple) else value
+    if isinstance(children, Mapping):
+        for key, child in children.items():
+            yield from _flat(f"{prefix}.{key}" if prefix else str(key), child)
     else:
         yield prefix or "(the file)", value if isinstance(value, torch.Tensor) else None
-        return
-    for key, child in children:
-        yield from _flat(f"{prefix}.{key}" if prefix else str(key), child)
 
 
 # --- torch.distributed.checkpoint ---
 
 
 class _Metadata(pickle.Unpickler):
-    """Makes what the metadata of a checkpoint consist of, and calls nothing else."""
+    """Unpickles the types that the metadata of a checkpoint consist of, and calls nothing else."""
 
     def find_class(self, module: str, name: str) -> Any:
         found = (
@@ -149,7 +146,7 @@ def _distributed(path: Path) -> Iterator[Entry]:
 
 
 def _piece(path: Path, info: Any) -> torch.Tensor:
-    """What one rank stored of one tensor."""
+    """Return what one rank stored of one tensor."""
     file = (path / info.relative_path).resolve()
     if not file.is_relative_to(path.resolve()) or getattr(info, "transform_descriptors", None):
         raise InputError(

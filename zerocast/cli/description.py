@@ -1,5 +1,5 @@
-"""What inspect says of one tensor: ranges of its values, codes and scales, and how often codes are
-zero or at the end of their range.
+"""Description: the ranges of one tensor's values, codes and scales, and how often codes are zero or
+at the end of their range.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Description:
 
 
 def describe(name: str, tensor: torch.Tensor) -> Description:
-    """Look at every element of ``tensor``."""
+    """Describe ``tensor``, of which every element is read."""
     shape, dtype = list(tensor.shape), str(tensor.dtype).removeprefix("torch.")
     about = Description(name, shape, dtype, nbytes=tensor.nbytes)
     if isinstance(tensor, QuantizedTensor):
@@ -76,7 +76,7 @@ def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _counts(codes: torch.Tensor) -> torch.Tensor:
-    """[256] int64: how often each byte of ``codes`` occurs."""
+    """Count how often each byte of ``codes`` occurs: int64 [256]."""
     counts = torch.zeros(256, dtype=torch.int64, device="cpu")
     for piece in _pieces(codes):
         counts += torch.bincount(piece, minlength=256)
@@ -106,7 +106,9 @@ def _describe_quantized(about: Description, tensor: QuantizedTensor) -> None:
 
 
 def scales_of(storage: QuantizedStorage, plane: Plane) -> torch.Tensor:
-    """[blocks_h, blocks_w] FP32: the stored scale of every block, without padding and repeats."""
+    """Return the stored scale of every block, without padding and repeats: FP32 [blocks_h,
+    blocks_w].
+    """
     name = plane.scales_name if plane.stores_scales else "rowwise_scale_inv"
     stored, numerics = storage.buffers[name], storage.recipe.numerics
     if isinstance(numerics, NVFP4Numerics):
@@ -122,7 +124,7 @@ def scales_of(storage: QuantizedStorage, plane: Plane) -> torch.Tensor:
 
 
 def _describe_codes(about: Description, counts: torch.Tensor, fmt: ElementFormat) -> None:
-    """``counts``, int64 [2^bits], says how often each code occurs."""
+    """Describe codes, each of which occurs ``counts`` times, int64 [2^bits]."""
     total = int(counts.sum())
     if not total:
         return

@@ -14,20 +14,20 @@ import re
 import shutil
 import subprocess
 import sys
-import time
+import timeit
 import warnings
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 import zerocast
 from zerocast.backends import availability, backend_for, native_library
-from zerocast.cli.self_check import self_check
+from zerocast.cli.self_check import WrongCastError, compare_casts, recipes
 from zerocast.errors import BackendError
-
-STATUSES = ("ok", "missing", "slow", "wrong")
+from zerocast.recipes import Recipe
 
 PACKAGES = {
     "numpy": "not needed; without it torch warns once when it is imported",
@@ -41,64 +41,80 @@ PACKAGES = {
 }
 """Optional packages, and what they are for; those without a word are named only where they are."""
 
+LAUNCHERS = {"Intel MPI": "Intel", "MPICH": "HYDRA|MPICH", "Open MPI": "Open MPI|OpenRTE|PRRTE"}
+"""The MPI libraries that a launcher may belong to, and what its version says of them."""
+
+ASK_MPI = """
+import mpi4py; mpi4py.rc.initialize = mpi4py.rc.finalize = False
+from mpi4py import MPI
+print(MPI.get_vendor()[0], '.'.join(map(str, MPI.get_vendor()[1])))
+"""
+
 SLOW_BF16 = 4.0
 """A product in BF16 that takes so many times as long as one in FP32 is called slow."""
 
 _DECODED = "layers multiply decoded operands, which saves memory and communication, no arithmetic:"
 
 
-@dataclass(frozen=True)
-class Finding:
+class Finding(NamedTuple):
     """One line of the report.
 
     Attributes:
-        section: what it is about.
         name: of what was looked at.
-        status: one of :data:`STATUSES`.
+        status: "ok", "missing", "slow" or "wrong".
         text: what was found, and what to do where something is to be done.
     """
 
-    section: str
     name: str
     status: str
     text: str
 
 
 def report(*, as_json: bool = False) -> tuple[str, int]:
-    """The report as text or JSON, and the exit code: 1 where a finding is ``wrong``."""
-    findings = [*versions(), *processor(), *backends(), *mpi(), *gpu(), *cast_on_ranks()]
-    code = int(any(finding.status == "wrong" for finding in findings))
+    """Return the report as text or JSON, and the exit code: 1 where a finding is ``wrong``."""
+    sections: dict[str, Callable[[], Iterator[Finding]]] = {
+        "Versions": versions,
+        "Processor": processor,
+        "Backends": backends,
+        "Ranks": ranks,
+        "GPU": gpu,
+    }
+    for device in ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]:
+        title = f"Cast on 3 ranks, compared with the unsharded cast ({device})"
+        sections[title] = partial(casts, torch.device(device))
+    found = {section: list(look()) for section, look in sections.items()}
+    findings = [(section, finding) for section in found for finding in found[section]]
+    code = int(any(finding.status == "wrong" for _, finding in findings))
     if as_json:
-        return json.dumps([asdict(finding) for finding in findings], indent=1), code
+        rows = [{"section": section, **finding._asdict()} for section, finding in findings]
+        return json.dumps(rows, indent=1), code
     lines = []
-    for section in dict.fromkeys(finding.section for finding in findings):
-        lines.append(section)
-        lines += [f"  {f.status:9}{f.name:28}{f.text}" for f in findings if f.section == section]
-    for status, title in (
-        ("slow", "What is slow here, and why"),
-        ("wrong", "What is wrong here"),
-    ):
-        chosen = [f"  {f.name}: {f.text}" for f in findings if f.status == status]
+    for section in found:
+        lines += [section, *(f"  {f.status:9}{f.name:28}{f.text}" for f in found[section])]
+    for status, title in {
+        "slow": "What is slow here, and why",
+        "wrong": "What is wrong here",
+    }.items():
+        chosen = [f"  {f.name}: {f.text}" for _, f in findings if f.status == status]
         lines += ["", title, *(chosen or ["  nothing that was looked at"])]
     return "\n".join(lines), code
 
 
 def versions() -> Iterator[Finding]:
-    """Of zerocast, Python, torch, and of packages that zerocast works with."""
-    section = "Versions"
+    """Look at zerocast, Python, torch, and packages that zerocast works with."""
     place = Path(zerocast.__file__).parent
-    yield Finding(section, "zerocast", "ok", f"{zerocast.__version__} in {place}")
-    yield Finding(section, "Python", "ok", f"{platform.python_version()}, {sys.executable}")
+    yield Finding("zerocast", "ok", f"{zerocast.__version__} in {place}")
+    yield Finding("Python", "ok", f"{platform.python_version()}, {sys.executable}")
     build = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
-    yield Finding(section, "torch", "ok", f"{torch.__version__}, {build}")
+    yield Finding("torch", "ok", f"{torch.__version__}, {build}")
     for package, use in PACKAGES.items():
         installed = version_of(package)
         if installed or use:
-            yield Finding(section, package, "ok" if installed else "missing", installed or use)
+            yield Finding(package, "ok" if installed else "missing", installed or use)
 
 
 def version_of(package: str) -> str | None:
-    """The version of an installed distribution; None where there is none of this name."""
+    """Return the version of an installed distribution; None where it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -106,39 +122,31 @@ def version_of(package: str) -> str | None:
 
 
 def processor() -> Iterator[Finding]:
-    """The CPU: cores, threads, and how fast it multiplies BF16."""
-    section = "Processor"
+    """Look at the CPU: cores, threads, and how fast it multiplies BF16."""
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     system = f"{platform.system()} on {platform.machine()}"
-    yield Finding(section, "system", "ok", f"{system}, {cores} cores for this process")
+    yield Finding("system", "ok", f"{system}, {cores} cores for this process")
     threads = torch.get_num_threads()
     if threads > cores:
         text = f"{threads} threads share {cores} cores; set OMP_NUM_THREADS={cores} or less"
-        yield Finding(section, "threads", "slow", text)
     else:
         text = f"{threads} a process; with several ranks here, set OMP_NUM_THREADS to cores / ranks"
-        yield Finding(section, "threads", "ok", text)
-    ratio = _product_time(torch.bfloat16) / _product_time(torch.float32)
+    yield Finding("threads", "slow" if threads > cores else "ok", text)
+    bf16, fp32 = (
+        torch.ones(256, 256, dtype=dtype, device="cpu") for dtype in (torch.bfloat16, torch.float32)
+    )
+    ratio = min(timeit.repeat(lambda: bf16 @ bf16, number=1, repeat=10)) / min(
+        timeit.repeat(lambda: fp32 @ fp32, number=1, repeat=10)
+    )
     text = f"a product of BF16 matrices takes {ratio:.1f} times as long as one of FP32"
     if ratio > SLOW_BF16:
         text += "; run models in FP32 on this CPU"
-    yield Finding(section, "BF16", "slow" if ratio > SLOW_BF16 else "ok", text)
-
-
-def _product_time(dtype: torch.dtype) -> float:
-    """Seconds of the fastest of ten products of small matrices."""
-    matrix, times = torch.ones(256, 256, dtype=dtype, device="cpu"), []
-    for _ in range(10):
-        start = time.perf_counter()
-        matrix @ matrix
-        times.append(time.perf_counter() - start)
-    return min(times)
+    yield Finding("BF16", "slow" if ratio > SLOW_BF16 else "ok", text)
 
 
 def backends() -> Iterator[Finding]:
-    """Who casts CPU tensors, and whether somebody could build what is missing."""
-    section = "Backends"
-    yield Finding(section, "reference", "ok", "plain torch: right everywhere and fast nowhere")
+    """Look at what casts CPU tensors, and whether what is missing could be built."""
+    yield Finding("reference", "ok", "plain torch: right everywhere and fast nowhere")
     try:
         path = native_library.find_library()
         found = native_library.instruction_sets(native_library.load())
@@ -149,24 +157,21 @@ def backends() -> Iterator[Finding]:
                 f" Or start Python in another directory: it took zerocast from this one, and the "
                 f"installed zerocast has {built}."
             )
-        yield Finding(section, "cpu", "slow", text)
-        compiler = next(filter(shutil.which, ("c++", "g++", "clang++")), None)
-        yield (
-            Finding(section, "compiler", "ok", f"{compiler}, which can build the native library")
-            if compiler
-            else Finding(section, "compiler", "missing", "no C++ compiler is on PATH to build it")
-        )
+        yield Finding("cpu", "slow", text)
+        if compiler := next(filter(shutil.which, ("c++", "g++", "clang++")), None):
+            yield Finding("compiler", "ok", f"{compiler}, which can build the native library")
+        else:
+            yield Finding("compiler", "missing", "no C++ compiler is on PATH to build it")
         return
     text = f"native, {found[0]} of {', '.join(found)} that this machine runs; {path}"
-    status = "ok" if found[0] != "baseline" else "slow"
-    if status == "slow":
+    if found[0] == "baseline":
         text += "; without AVX2 its loops have no vector instructions"
-    yield Finding(section, "cpu", status, text)
+    yield Finding("cpu", "slow" if found[0] == "baseline" else "ok", text)
 
 
 def installed_library() -> Path | None:
-    """The native library of the zerocast that pip installed, which another one on Python's path, as
-    that of a clone, may hide; None where there is none.
+    """Return the native library of the zerocast that pip installed, which another one on Python's
+    path, as that of a clone, may hide; None where there is none.
     """
     try:
         distribution = importlib.metadata.distribution("zerocast")
@@ -176,86 +181,71 @@ def installed_library() -> Path | None:
     return path if path.is_file() else None
 
 
-def mpi() -> Iterator[Finding]:
-    """torch.distributed's backends; the MPI library that mpi4py loads, and the launcher."""
-    section, dist = "Ranks", torch.distributed
-    yield Finding(section, "threads", "ok", "zerocast.comm.run_in_process")
+def ranks() -> Iterator[Finding]:
+    """Look at torch.distributed's backends, the MPI library that mpi4py loads, and the launcher."""
+    yield Finding("threads", "ok", "zerocast.comm.run_in_process")
+    dist = torch.distributed
     if dist.is_available():
         given = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}
         names = " and ".join(name for name, is_there in given.items() if is_there) or "no backend"
-        yield Finding(section, "torch.distributed", "ok", f"with {names}")
+        yield Finding("torch.distributed", "ok", f"with {names}")
     else:
-        text = "this torch was built without it"
-        yield Finding(section, "torch.distributed", "missing", text)
+        yield Finding("torch.distributed", "missing", "this torch was built without it")
     library = mpi_library()
     yield library
-    launcher = shutil.which("mpiexec", path=str(Path(sys.executable).parent)) or shutil.which(
-        "mpiexec"
-    )
+    beside_python = shutil.which("mpiexec", path=str(Path(sys.executable).parent))
+    launcher = beside_python or shutil.which("mpiexec")
     if launcher is None:
-        yield Finding(section, "mpiexec", "missing", "no launcher of MPI ranks is on PATH")
+        yield Finding("mpiexec", "missing", "no launcher of MPI ranks is on PATH")
         return
-    said = _said_by([launcher, "--version"])
-    families = {"MPICH": "HYDRA|MPICH", "Open MPI": "Open MPI|OpenRTE|PRRTE", "Intel MPI": "Intel"}
-    kinds = [name for name, pattern in families.items() if re.search(pattern, said)]
-    kind = "Intel MPI" if "Intel MPI" in kinds else (kinds or ["an unknown MPI"])[0]
-    if library.status == "ok" and kind in families and kind not in library.text:
+    answer = run([launcher, "--version"])
+    said = answer.stdout + answer.stderr
+    kind = next((name for name, words in LAUNCHERS.items() if re.search(words, said)), None)
+    if library.status == "ok" and kind is not None and kind not in library.text:
         text = (
             f"{launcher} is that of {kind}, and mpi4py loads another: it would start jobs of one "
             "rank; use the launcher of mpi4py's MPI"
         )
-        yield Finding(section, "mpiexec", "wrong", text)
+        yield Finding("mpiexec", "wrong", text)
     else:
-        yield Finding(section, "mpiexec", "ok", f"{launcher} of {kind}")
+        yield Finding("mpiexec", "ok", f"{launcher} of {kind or 'an unknown MPI'}")
 
 
 def mpi_library() -> Finding:
-    """The MPI that mpi4py loads, asked in another process: one that cannot be loaded may end it."""
+    """Ask another process which MPI mpi4py loads, because one that cannot be loaded may end it."""
     if version_of("mpi4py") is None:
-        return Finding("Ranks", "MPI", "missing", "mpi4py is not installed")
-    ask = (
-        "import mpi4py; mpi4py.rc.initialize = mpi4py.rc.finalize = False\n"
-        "from mpi4py import MPI\n"
-        "print(MPI.get_vendor()[0], '.'.join(map(str, MPI.get_vendor()[1])))"
-    )
-    done = _run([sys.executable, "-c", ask])
-    if done is not None and done.returncode == 0:
-        return Finding("Ranks", "MPI", "ok", f"mpi4py loads {done.stdout.strip()}")
-    said = (done.stderr.strip().splitlines() or ["no reason"])[-1] if done else "it did not end"
-    return Finding("Ranks", "MPI", "wrong", f"mpi4py is installed and loads no MPI: {said}")
+        return Finding("MPI", "missing", "mpi4py is not installed")
+    answer = run([sys.executable, "-c", ASK_MPI])
+    if answer.returncode == 0:
+        return Finding("MPI", "ok", f"mpi4py loads {answer.stdout.strip()}")
+    reason = (answer.stderr.strip().splitlines() or ["no reason"])[-1]
+    return Finding("MPI", "wrong", f"mpi4py is installed and loads no MPI: {reason}")
 
 
-def _said_by(command: list[str]) -> str:
-    done = _run(command)
-    return "" if done is None else done.stdout + done.stderr
-
-
-def _run(command: list[str]) -> subprocess.CompletedProcess[str] | None:
-    """None where it cannot run, or does not end within a minute."""
+def run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    """Run ``command`` for a minute at most; where it cannot run or does not end, it has failed."""
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     except (OSError, subprocess.TimeoutExpired):
-        return None
+        return subprocess.CompletedProcess(command, 1, "", "it did not end")
 
 
 def gpu() -> Iterator[Finding]:
-    """CUDA devices, the backend that serves them, and which products they compute on codes."""
-    section = "GPU"
-    if torch.cuda.is_available():
-        for index in range(torch.cuda.device_count()):
-            major, minor = torch.cuda.get_device_capability(index)
-            text = f"{torch.cuda.get_device_name(index)}, compute capability {major}.{minor}"
-            yield Finding(section, f"cuda:{index}", "ok", text)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            name = backend_for(torch.device("cuda", torch.cuda.current_device())).name
-        said = "; ".join(str(warning.message) for warning in caught)
-        text = said or "kernels are compiled at first use; they have run under emulation only"
-        yield Finding(section, "cuda backend", "ok" if name == "cuda" else "slow", text)
-    else:
-        yield Finding(section, "devices", "missing", "torch sees no CUDA device")
-        yield Finding(section, "products on codes", "slow", f"{_DECODED} torch sees no CUDA device")
+    """Look at CUDA devices, the backend for them, and which products they compute on codes."""
+    if not torch.cuda.is_available():
+        yield Finding("devices", "missing", "torch sees no CUDA device")
+        yield Finding("products on codes", "slow", f"{_DECODED} torch sees no CUDA device")
         return
+    for index in range(torch.cuda.device_count()):
+        major, minor = torch.cuda.get_device_capability(index)
+        text = f"{torch.cuda.get_device_name(index)}, compute capability {major}.{minor}"
+        yield Finding(f"cuda:{index}", "ok", text)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        name = backend_for(torch.device("cuda", torch.cuda.current_device())).name
+    said = "; ".join(str(warning.message) for warning in caught)
+    text = said or "kernels are compiled at first use; they have run under emulation only"
+    yield Finding("cuda backend", "ok" if name == "cuda" else "slow", text)
     products = {
         "FP8": availability.is_fp8_available,
         "FP8 in blocks": availability.is_fp8_block_scaling_available,
@@ -265,16 +255,20 @@ def gpu() -> Iterator[Finding]:
     for name, asked in products.items():
         answer = asked(return_reason=True)
         is_available, reason = answer if isinstance(answer, tuple) else (answer, "")
-        status = "ok" if is_available else "slow"
         text = "computed on codes" if is_available else f"{_DECODED} {reason}"
-        yield Finding(section, f"products of {name}", status, text)
+        yield Finding(f"products of {name}", "ok" if is_available else "slow", text)
 
 
-def cast_on_ranks() -> Iterator[Finding]:
-    """The self-check, on the CPU and, where there is one, on the current CUDA device."""
-    devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
-    for device in devices:
-        for name, outcome in self_check(torch.device(device)).items():
-            section = f"Cast on 3 ranks, compared with the unsharded cast ({device})"
-            text = outcome.difference or f"{outcome.compared:,} bytes are equal on every rank"
-            yield Finding(section, name, "wrong" if outcome.difference else "ok", text)
+def casts(device: torch.device) -> Iterator[Finding]:
+    """Compare the sharded cast of every recipe with the unsharded one."""
+    return (_cast(name, recipe, device) for name, recipe in recipes().items())
+
+
+def _cast(name: str, recipe: Recipe, device: torch.device) -> Finding:
+    try:
+        compared = compare_casts(recipe, device)
+    except WrongCastError as error:
+        return Finding(name, "wrong", str(error))
+    except Exception as error:  # whatever fails on this machine is what is asked for
+        return Finding(name, "wrong", f"{type(error).__name__}: {error}")
+    return Finding(name, "ok", f"{compared:,} bytes are equal on every rank")

@@ -28,12 +28,12 @@ rect { fill: #3367d6 }
 
 
 def inspect(path: Path, *, as_json: bool = False, page: Path | None = None) -> tuple[str, int]:
-    """What is printed of the checkpoint at ``path``, and the exit code.
+    """Return what is printed of the checkpoint at ``path``, and the exit code.
 
     Args:
         path: a file or a directory, as :func:`zerocast.cli.checkpoints.entries` reads them.
         as_json: whether a list of :class:`Description` is printed instead of a table.
-        page: where to write an HTML page, too.
+        page: a file to which an HTML page is written, too.
 
     Raises:
         InputError, OSError: where it cannot be read, or the page not be written.
@@ -52,7 +52,7 @@ def inspect(path: Path, *, as_json: bool = False, page: Path | None = None) -> t
 
 
 def cells(about: Description) -> list[str]:
-    """The row of one tensor, under :data:`HEAD`."""
+    """Return the row of one tensor, under :data:`HEAD`."""
 
     def span(ends: tuple[float, float] | None) -> str:
         return "" if ends is None else f"{ends[0]:.3g} to {ends[1]:.3g}"
@@ -70,7 +70,7 @@ def cells(about: Description) -> list[str]:
 
 
 def table(described: Sequence[Description]) -> list[str]:
-    """The lines of the table."""
+    """Return the lines of the table."""
     rows = [list(HEAD), *map(cells, described)]
     kept = [i for i in range(len(HEAD)) if i < 5 or any(row[i] for row in rows[1:])]
     widths = {i: max(len(row[i]) for row in rows) for i in kept}
@@ -84,7 +84,7 @@ def table(described: Sequence[Description]) -> list[str]:
 
 
 def summary(described: Sequence[Description], others: Sequence[str]) -> str:
-    """One sentence on all of them."""
+    """Return one sentence on all of them."""
     quantized = [each for each in described if each.recipe]
     text = (
         f"{len(described)} tensors, {sum(each.nbytes for each in described):,} bytes; "
@@ -97,7 +97,7 @@ def summary(described: Sequence[Description], others: Sequence[str]) -> str:
 
 
 def as_html(title: str, described: Sequence[Description], others: Sequence[str]) -> str:
-    """A page that needs nothing beside itself."""
+    """Return a page that needs no other file."""
     escape = html.escape
     head = "".join(f"<th>{escape(name)}</th>" for name in (*HEAD, "magnitudes"))
     rows = "\n".join(
@@ -116,7 +116,7 @@ def as_html(title: str, described: Sequence[Description], others: Sequence[str])
 
 
 def picture(about: Description, width: int = 8, height: int = 40) -> str:
-    """The histogram of a tensor as SVG."""
+    """Return the histogram of a tensor as SVG."""
     if not about.bars:
         return ""
     top = max(about.bars) or 1.0
