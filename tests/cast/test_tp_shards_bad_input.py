@@ -11,7 +11,6 @@ import torch
 import zerocast
 from tests.cast.test_tp_shards import two_groups
 from tests.support.claims import message_of
-from tests.support.ranks import on_ranks
 from zerocast import TensorParallelShard
 from zerocast.comm import SingleRank, run_in_process
 from zerocast.errors import InputError, NonFiniteError, RankMismatchError
@@ -51,8 +50,9 @@ def test_a_wrong_master_is_heard_of_in_both_groups() -> None:
     refused(
         lambda comm, t, d: {"dtype": torch.float64 if (t, d) == (1, 1) else None},
         InputError,
-        "w: the master weight must be a tensor of torch.float32, torch.bfloat16 or torch.float16, "
-        "got torch.float64; keep it in one of these.",
+        "w: the master weight must be contiguous, on the weight's device cpu, with memory of its "
+        "own, and of torch.float32, torch.bfloat16 or torch.float16, got torch.float64; convert it "
+        "first.",
     )
 
 
@@ -82,7 +82,8 @@ def test_a_wrong_master_is_heard_of_in_both_groups() -> None:
         ),
         (
             lambda comm, t, d: {"part": TensorParallelShard((64, 32), 0, 32 * t, 16, comm)},
-            "the parts of w must cover each of the 64 rows of (64, 32) exactly once: rows [16, 32) "
+            "the shards of w must cover each of the 64 rows of (64, 32) exactly once: rows [16, "
+            "32) "
             "are owned by no rank.",
         ),
     ],
@@ -107,17 +108,20 @@ def test_a_nan_in_another_part_is_an_error_here(recipe: Recipe) -> None:
     )
 
 
-@on_ranks("in_process", 4)
-def test_an_amax_group_over_two_tensor_parallel_groups(comm: Any) -> None:
+def test_an_amax_group_over_two_tensor_parallel_groups() -> None:
     """Its members could not have one amax on all ranks."""
-    tp_shards = [TensorParallelShard.chunk((32, 32), 0, group) for group in two_groups(comm, 2)]
-    weights = [zerocast.empty((16, 32), FOUR_BITS, tp_shard=tp_shard) for tp_shard in tp_shards]
-    with pytest.raises(
-        InputError,
-        match=r"weights of one amax group must be cut over one tensor-parallel group, or not "
-        r"at all, got l\.wq \(InProcessCommunicator\(rank=., size=2\)\) and l\.wk \(",
-    ):
-        zerocast.CastPlan(
-            weights, [torch.randn(16, 32)] * 2, [0, 0], SingleRank(), names=["l.wq", "l.wk"],
-            amax_groups=[["*.wq", "*.wk"]],
-        )  # fmt: skip
+
+    def on_rank(comm: Any) -> None:
+        tp_shards = [TensorParallelShard.chunk((32, 32), 0, group) for group in two_groups(comm, 2)]
+        weights = [zerocast.empty((16, 32), FOUR_BITS, tp_shard=tp_shard) for tp_shard in tp_shards]
+        with pytest.raises(
+            InputError,
+            match=r"weights of one amax group must be cut over one tensor-parallel group, or not "
+            r"at all, got l\.wq \(InProcessCommunicator\(rank=., size=2\)\) and l\.wk \(",
+        ):
+            zerocast.CastPlan(
+                weights, [torch.randn(16, 32)] * 2, [0, 0], SingleRank(), names=["l.wq", "l.wk"],
+                amax_groups=[["*.wq", "*.wk"]],
+            )  # fmt: skip
+
+    run_in_process(4, on_rank)

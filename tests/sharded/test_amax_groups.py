@@ -16,8 +16,7 @@ from tests.support.models import Bank
 from tests.support.ranks import run_ranks
 from tests.support.recipes import RECIPES
 from tests.support.same_bytes import assert_same_bytes
-from zerocast.sharded.casts import cast_group_of
-from zerocast.sharded.parallel_linear import kept_weight
+from zerocast.sharded.casts import CastGroupMember, cast_group_of, ungathered_weight
 from zerocast.sharded.placement import to_local
 
 on_ranks = pytest.mark.mpi(min_size=4)
@@ -202,7 +201,10 @@ def codes_of(layer) -> zerocast.QuantizedTensor:
     weight = to_local(layer.weight)
     if not isinstance(weight, zerocast.sharded.MasterWeight):
         return weight
-    return kept_weight(weight, cast_group_of(layer, layer.weight))
+    unit = cast_group_of(
+        layer, CastGroupMember(weight.low_bit_all_gather, weight.value, layer.weight)
+    )
+    return ungathered_weight(weight.low_bit_all_gather, unit, weight)
 
 
 @on_ranks

@@ -65,7 +65,7 @@ def multiplied(parameter: torch.Tensor) -> zerocast.QuantizedTensor:
     local = parameter.to_local()
     if isinstance(local, zerocast.QuantizedTensor):
         return local
-    return zerocast.QuantizedTensor(local.low_bit_all_gather.kept)
+    return zerocast.QuantizedTensor(local.low_bit_all_gather.ungathered)
 
 
 def assert_parts_of_cast(model: torch.nn.Module, whole: Unsharded, when: str) -> None:

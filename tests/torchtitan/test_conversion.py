@@ -19,12 +19,12 @@ def built():
     """The modules that need torchtitan 0.3, or what stands in for it."""
     pytest.importorskip("torchtitan.models.common.linear")
     from tests.torchtitan import built_decoder
-    from zerocast.integrations import torchtitan as titan
+    from zerocast.integrations.torchtitan import config_converter
 
     return SimpleNamespace(
         Tree=built_decoder.Decoder.Config,
-        Converter=titan.LinearConverter,
-        Linear=titan.QuantizedLinear,
+        Converter=config_converter.LinearConverter,
+        Linear=config_converter.QuantizedLinear,
     )
 
 

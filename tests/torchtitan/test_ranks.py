@@ -9,15 +9,11 @@ import torch
 
 import zerocast
 from tests.sharded.test_traffic import Collectives
-from tests.support.ranks import on_ranks, run_ranks
+from tests.support.ranks import run_ranks
 from tests.support.same_bytes import assert_same_bytes
 from tests.torchtitan.decoder import ALL_LAYERS, OptimizersContainer, loss, shard
-from zerocast.integrations.torchtitan import (
-    AutocastLinear,
-    LinearConverter,
-    precompute_after_steps,
-    recipe_named,
-)
+from zerocast.integrations.torchtitan.layers import AutocastLinear
+from zerocast.integrations.torchtitan.options import recipe_named
 
 pytestmark = pytest.mark.mpi(min_size=4)
 pytest.importorskip("torchtitan.models.common.linear")
@@ -31,6 +27,7 @@ LOW_BIT = {
 def trainer(*, checkpoints: bool = False, compiles: bool = False, **options):
     """A model and its optimizer, made in the order of torchtitan's trainer."""
     from tests.torchtitan.built_decoder import Decoder
+    from zerocast.integrations.torchtitan.config_converter import LinearConverter
 
     config = LinearConverter.Config(model_compile_enabled=compiles, **(LOW_BIT | options))
     tree = config.build().convert(Decoder.Config())
@@ -66,24 +63,14 @@ def assert_whole_casts(model: torch.nn.Module, recipe: zerocast.Recipe) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:DTensor random operators may not have complete support")
-@pytest.mark.parametrize(
-    ("recipe_name", "asks"),
-    [("tensorwise", "option"), ("nvfp4", "option"), ("nvfp4", "call"), ("tensorwise", "both")],
-)
-def test_trained_in_codes(recipe_name, asks):
+@pytest.mark.parametrize("recipe_name", ["tensorwise", "nvfp4"])
+def test_trained_in_codes(recipe_name):
     """Three steps: what is gathered are the codes of the whole masters, a step of the optimizer is
-    followed by one all-reduce for all scales, and forward and backward have none; whether the
-    option asks for that, a call for this optimizer, or both.
+    followed by one all-reduce for all scales, and forward and backward have none.
     """
 
     def run(comm):
-        t = trainer(
-            recipe_name=recipe_name,
-            filter_fqns=["lm_head"],
-            precompute_float8_dynamic_scale_for_fsdp=asks != "call",
-        )
-        if asks != "option":
-            precompute_after_steps(t.optimizer)
+        t = trainer(recipe_name=recipe_name, filter_fqns=["lm_head"])
         counted = []
         for _ in range(3):
             with Collectives() as forth:
@@ -110,15 +97,18 @@ def test_trained_in_codes(recipe_name, asks):
         (("checkpoints", "compiles"), {"recipe_name": "tensorwise"}),
     ],
 )
-@on_ranks("torch_distributed", 2)
-def test_wrapped_blocks_give_the_same_gradients(comm, wrapped, options):
+def test_wrapped_blocks_give_the_same_gradients(wrapped, options):
     """Blocks that are computed again in the backward, and compiled blocks, give the gradients of
     blocks as they are, to the bit.
     """
-    gradients = []
-    for wraps in (False, True):
-        t = trainer(**dict.fromkeys(wrapped, wraps), **options)
-        loss(t.model, comm.rank).backward()
-        gradients.append([p.grad.full_tensor() for p in t.model.parameters()])
-    for i, (actual, expected) in enumerate(zip(*gradients, strict=True)):
-        assert_same_bytes(actual, expected, f"gradient {i}")
+
+    def run(comm):
+        gradients = []
+        for wraps in (False, True):
+            t = trainer(**dict.fromkeys(wrapped, wraps), **options)
+            loss(t.model, comm.rank).backward()
+            gradients.append([p.grad.full_tensor() for p in t.model.parameters()])
+        for i, (actual, expected) in enumerate(zip(*gradients, strict=True)):
+            assert_same_bytes(actual, expected, f"gradient {i}")
+
+    run_ranks("torch_distributed", 2, run)

@@ -17,7 +17,7 @@ from threading import get_ident
 import torch
 
 from zerocast.backends import native_library
-from zerocast.backends.empty_parts import with_empty_parts
+from zerocast.backends.empty_shards import with_empty_shards
 from zerocast.backends.fused_ops import cast_values, fused_fields
 from zerocast.backends.reference import ReferenceBackend
 from zerocast.backends.tables import (
@@ -86,7 +86,7 @@ class CpuBackend:
         return self._launch("select", numerics, rows, operands)
 
     def compute_scale(self, numerics: Numerics, operands: Sequence[TensorOperand]) -> Launch:
-        return with_empty_parts(self._compute_scale, numerics, operands)
+        return with_empty_shards(self._compute_scale, numerics, operands)
 
     def _compute_scale(self, numerics: Numerics, operands: Sequence[TensorOperand]) -> Launch:
         by_callable = isinstance(numerics, Float8DelayedNumerics) and callable(

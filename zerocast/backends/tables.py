@@ -32,7 +32,7 @@ Address = Callable[[torch.Tensor], int]
 
 # The numbers of the C side: FormatId, NumericsKind and ErrorKind in tables.h.
 FORMATS = {E2M1: 0, E4M3: 1, E5M2: 2}
-LAWS: dict[type[Numerics], int] = {
+NUMERICS: dict[type[Numerics], int] = {
     Float8Numerics: 0,
     Float8DelayedNumerics: 1,
     MXFP8Numerics: 2,
@@ -66,13 +66,13 @@ def numerics_fields(numerics: Numerics, backend: str) -> list[int]:
             int(numerics.stochastic_rounding),
             seed - 2**64 if seed >= 2**63 else seed,
         ]
-    return [LAWS[type(numerics)], FORMATS[numerics.fmt], *float8, *delayed, *nvfp4]
+    return [NUMERICS[type(numerics)], FORMATS[numerics.fmt], *float8, *delayed, *nvfp4]
 
 
 def _is_known(numerics: Numerics) -> bool:
     if isinstance(numerics, NVFP4Numerics):
         return numerics.fmt is E2M1 and numerics.scale_fmt is E4M3
-    return type(numerics) in LAWS and numerics.fmt in (E4M3, E5M2)
+    return type(numerics) in NUMERICS and numerics.fmt in (E4M3, E5M2)
 
 
 def grid_fields(grid: BlockGrid) -> list[int]:
@@ -120,18 +120,14 @@ def delayed_fields(operand: TensorOperand, address: Address) -> list[int]:
         return [0] * 4
     if not operand.advances:
         return [address(state.scale), 0, 0, 0]
-    return [
-        address(state.scale),
-        address(state.cast_scale),
-        address(state.amax_history),
-        state.amax_history.numel(),
-    ]
+    tensors = state.scale, state.cast_scale, state.amax_history
+    return [*map(address, tensors), state.amax_history.numel()]
 
 
 def candidate_fields(
     candidates: FourOverSixErrors | None, address: Address, list_address: Address
 ) -> list[int]:
-    """FourOverSixErrors."""
+    """Candidates."""
     if candidates is None:
         return [0] * 7
     return [

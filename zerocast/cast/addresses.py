@@ -1,4 +1,4 @@
-"""Addresses: where the memory lies that a plan reads and writes, and whether it still does.
+"""Addresses: where the memory lies that a plan reads and writes, and whether it has moved.
 
 The launches of a plan hold addresses. Torch lets the same tensor object have other memory at any
 time (``.data = ...``, ``set_``, ``resize_``, ``share_memory_``, ``Module.half``), and tells nobody.
@@ -17,7 +17,7 @@ import torch
 
 from zerocast.cast.shard_spec import ShardSpec
 from zerocast.errors import InputError
-from zerocast.numerics import why_no_memory
+from zerocast.numerics import why_unusable
 from zerocast.tensors import QuantizedStorage, QuantizedTensor, counted_by_torch
 
 Lie = tuple[list[int], list[int], list[bool], list[torch.dtype]]
@@ -40,7 +40,7 @@ class Addresses:
     Args:
         weights: as they were given to the plan, so that it is noticed where one of them becomes
             another weight.
-        requests: the same.
+        specs: the same, as checked.
 
     Attributes:
         written: what torch may save for a backward and a cast writes: the weights and their codes.
@@ -140,17 +140,14 @@ def _check_buffers(shard_spec: ShardSpec) -> None:
     storage = shard_spec.storage
     specs = storage.recipe.buffers(storage.shape, columnwise=storage.has_columnwise)
     for name, buffer in storage.buffers.items():
-        spec, problem = specs[name], why_no_memory(buffer)
-        if problem is None and (
-            (buffer.shape, buffer.dtype) != (torch.Size(spec.shape), spec.dtype)
-            or not buffer.is_contiguous()
-        ):
-            problem = f"{buffer.dtype} {list(buffer.shape)} with strides {buffer.stride()}"
+        spec = specs[name]
+        problem = why_unusable(buffer, (spec.dtype,), buffer.device)
+        if problem is None and tuple(buffer.shape) != spec.shape:
+            problem = f"shape {tuple(buffer.shape)}"
         if problem is not None:
             raise InputError(
-                f"{shard_spec.name}: {name} must be {spec.dtype} {list(spec.shape)}, "
-                f"contiguous, got "
-                f"{problem}. Move codes by zerocast.replace_raw_data only."
+                f"{shard_spec.name}: {name} must be contiguous, {spec.dtype} {list(spec.shape)}, "
+                f"got {problem}. Move codes by zerocast.replace_raw_data only."
             )
 
 

@@ -1,5 +1,5 @@
-"""The world check: do the ranks of a group mean the same weights, and do their shards cover each
-exactly once? Of weights that a tensor-parallel group holds in parts: do the parts?
+"""The consistency check: ranks of a group must mean the same weights, and their shards must cover
+each exactly once; so must the shards of a tensor-parallel group.
 
 It runs once, when a plan is made. Every rank computes the verdict from the same exchanged data, so
 all ranks raise the same error or none does.
@@ -79,8 +79,8 @@ def raise_in_all(comms: Sequence[Communicator], error: ZerocastError | None) -> 
 
 
 def tp_shards_by_group(model_weights: Any) -> dict[Communicator, list[int]]:
-    """The places of the weights that are parts of larger ones, by the tensor-parallel group that
-    holds them, in the order in which these first appear. What is no list or no weight is passed
+    """The places of the weights that are shards of larger ones, by the tensor-parallel group that
+    holds these, in the order in which these first appear. What is no list or no weight is passed
     over: the groups are asked for before anything is checked, so that all of them hear of errors.
     """
     tp_shards: dict[Communicator, list[int]] = {}
@@ -128,15 +128,15 @@ def exchange_extents(
     of one group two exchanges, of a digest and of the extents.
 
     Args:
-        members: by group the places of its weights among ``requests``.
-        parts: by tensor-parallel group the places of the weights that it holds in parts.
-        requests: this rank's weights, in order; of no matter where there is an ``error``.
+        members: by group the places of its weights among ``specs``.
+        tp_shards: by tensor-parallel group the places of the weights whose shards it holds.
+        specs: this rank's weights, in order; of no matter where there is an ``error``.
         options: whatever else must be the same on every rank, readable.
         error: what is wrong with this rank's weights, if anything.
 
     Returns:
         By group int64 [size, members, 2] on the CPU: start and end of each rank's shard of each
-        weight. By tensor-parallel group the same of each rank's part, in rows or columns.
+        weight. By tensor-parallel group the same of each rank's shard, in rows or columns.
 
     Raises:
         ZerocastError: on every rank of every group, where one has an ``error``.
@@ -189,10 +189,10 @@ def _exchange_tp_shards(
 def fingerprint(
     specs: Sequence[ShardSpec], options: str, extents: torch.Tensor, *, tp_shards: bool
 ) -> int:
-    """What :func:`exchange_extents` compared and returned, of a group that shares weights or holds
-    them in ``parts``, as a number from 1 to 2**31 - 2.
+    """What :func:`exchange_extents` compared and returned, of a group that shares weights or, with
+    ``tp_shards``, holds shards of them, as a number from 1 to 2**31 - 2.
 
-    Ranks whose numbers differ are not in the same world.
+    Ranks whose numbers differ do not make the same plan.
     """
     describe = _describe_whole if tp_shards else _describe
     digest = hashlib.sha256("\n".join([options, *map(describe, specs)]).encode())
@@ -207,12 +207,12 @@ def _describe(spec: ShardSpec) -> str:
     if len(storage.cast_planes) > 1:
         described["columnwise copy"] = "yes"  # amaxes and codes of its own, which are exchanged
     if storage.tp_shard is not None:
-        described["part"] = str(storage.tp_shard)
+        described["tensor-parallel shard"] = str(storage.tp_shard)
     return json.dumps(described)
 
 
 def _describe_whole(spec: ShardSpec) -> str:
-    """What the ranks that hold parts of a weight have in common."""
+    """What the ranks that hold shards of a weight have in common."""
     storage, tp_shard = spec.storage, spec.storage.tp_shard
     assert tp_shard is not None
     described = {
@@ -255,8 +255,8 @@ def _check_descriptions(
     attempt, lines = Attempt(), [""]
     with attempt:
         lines = [describe(spec) for spec in specs]
-    world = json.dumps({"zerocast numerics version": str(NUMERICS_VERSION), "options": options})
-    by_rank = lines_that_differ(comm, [world, *lines], error or attempt.error)
+    common = json.dumps({"zerocast numerics version": str(NUMERICS_VERSION), "options": options})
+    by_rank = lines_that_differ(comm, [common, *lines], error or attempt.error)
     if by_rank is None:
         return
     first = by_rank[0]

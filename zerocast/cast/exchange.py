@@ -1,9 +1,9 @@
 """What the ranks of a plan exchange before its codes are cast: amaxes, and 4-over-6's candidates.
 
 Both lie in one buffer each, group after group and weight after weight, so that a group's entries
-are one contiguous tensor: one all-reduce. Of weights that are parts of larger ones some amaxes
-belong to the other parts, too; these few are reduced once more, over the ranks that hold the parts,
-in a buffer of their own.
+are one contiguous tensor: one all-reduce. Of tensor-parallel shards some amaxes belong to the
+other shards, too; these few are reduced once more, over the ranks that hold the shards, in a buffer
+of their own.
 
 Note: a rank in trouble
 ~~~~~~~~~~~~~~~~~~~~~~~
@@ -40,16 +40,16 @@ class Exchange:
         storages: the plan's weights.
         members: by group the places of its weights, all weights once.
         extents: by group int64 [size, members, 2], who owns what.
-        parts: by tensor-parallel group the places of the weights that it holds in parts.
+        tp_shards: by tensor-parallel group the places of the weights whose shards it holds.
         amax_groups: by weight the label of its amax group, or None.
         device: where the buffers are.
 
     Attributes:
         amax: int32, every weight's amaxes.
         candidates: int32, what the blocks of 4-over-6 weights choose their scales by.
-        amax_of: by weight, its part of ``amax``: int32 [storage.amax_slots].
+        amax_of: by weight, its range of ``amax``: int32 [storage.amax_slots].
         tensor_amax_of: by weight of an amax group, int32 [1]: the entry that its group shares.
-        candidates_of: by weight that chooses scales, its part of ``candidates``.
+        candidates_of: by weight that chooses scales, its range of ``candidates``.
         heard_by: the groups whose ranks all hear of a rank in trouble.
     """
 
@@ -97,7 +97,7 @@ class Exchange:
             and any(storages[i].amax_slots for i in indices)
         ]
         self.heard_by = hearing
-        # Parts that share no amax share one entry that says whether a rank is in trouble.
+        # Shards that share no amax share one entry that says whether a rank is in trouble.
         idle = [comm for comm, group in shared.items() if not group and comm in hearing]
         sizes = {comm: len(group) for comm, group in shared.items() if group}
         sizes |= dict.fromkeys(idle, 1)
@@ -108,7 +108,9 @@ class Exchange:
     def _shared_entries(
         self, storages: Sequence[QuantizedStorage], indices: Sequence[int]
     ) -> list[int]:
-        """The places in ``amax`` of what the parts ``indices`` share with the other parts."""
+        """The places in ``amax`` of what the shards ``indices`` have in common with the other
+        shards.
+        """
         entries: dict[int, None] = {}
         for i in indices:
             start = int(self.amax_of[i].storage_offset())
@@ -123,8 +125,8 @@ class Exchange:
         return self.tensor_amax_of.get(i, self.amax_of[i][-1:])
 
     def reduce_amax(self, *, in_trouble: bool = False) -> bool:
-        """Make every group's amaxes the largest of its ranks, and then those that parts share the
-        largest of all parts.
+        """Make every group's amaxes the largest of its ranks, and then those that
+        tensor-parallel shards have in common the largest of all shards.
 
         Args:
             in_trouble: whether this rank cannot cast; its amaxes are of no matter then.
@@ -162,8 +164,8 @@ def _cut(
     members: Mapping[Communicator, Sequence[int]],
     device: torch.device,
 ) -> tuple[torch.Tensor, dict[int, torch.Tensor], dict[Communicator, torch.Tensor]]:
-    """A buffer of int32 zeros, its parts by weight, and by group; ``sizes`` leaves out weights that
-    have no part.
+    """A buffer of int32 zeros, its ranges by weight, and by group; ``sizes`` leaves out weights
+    that have none.
     """
     whole = torch.zeros(sum(sizes.values()), dtype=torch.int32, device=device)
     by_weight: dict[int, torch.Tensor] = {}

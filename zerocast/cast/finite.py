@@ -45,12 +45,12 @@ def raise_if_not_finite(
         reduced = torch.cat([amaxes[i] for i in indices]).tolist()
         found = [i for i, amax in zip(indices, reduced, strict=True) if amax >= INFINITY_BITS]
         # Asked of the ranks that own it, because weights may share an amax; and then of those that
-        # own other parts of it.
+        # own other shards of it.
         bad += [specs[i] for i in found]
         troubles += _worst(comm, [_trouble(specs[i], masters[i]) for i in found])
     tp_shards: dict[Communicator, list[int]] = {}
     for i, spec in enumerate(bad):
-        # Under other schemes a part's tensor amax is its own, and these ranks know alone.
+        # Under other schemes a shard's tensor amax is its own, which these ranks have.
         if spec.storage.tp_shard is not None and spec.storage.recipe.scales_tensor:
             tp_shards.setdefault(spec.storage.tp_shard.require_comm(), []).append(i)
     for comm, indices in tp_shards.items():

@@ -9,6 +9,7 @@ Plans are found by the weights, not by the masters' addresses.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import Literal
 
 import torch
 
@@ -21,11 +22,8 @@ from zerocast.cast.plan_cache import find_plan, keep_plan
 from zerocast.cast.shard_spec import ShardSpec, check_specs
 from zerocast.comm import Attempt, Communicator, Group, as_communicator
 from zerocast.errors import InputError
-from zerocast.numerics import Float8DelayedNumerics, Float8Numerics, MXFP8Numerics, NVFP4Numerics
+from zerocast.numerics import NVFP4Numerics
 from zerocast.tensors import QuantizedTensor, rebuild_derived
-
-FLOAT8_LAWS = (Float8Numerics, Float8DelayedNumerics, MXFP8Numerics)
-"""What :func:`cast_master_weights_to_fp8` takes."""
 
 
 @torch._disable_dynamo  # as the steps of a plan
@@ -84,7 +82,7 @@ def cast_master_weights_to_nvfp4(
     """
     _cast(
         model_weights, master_weights, start_offsets, group, fsdp_shard_model_weights,
-        manual_post_all_gather_processing, check_finite, (NVFP4Numerics,),
+        manual_post_all_gather_processing, check_finite, "NVFP4",
     )  # fmt: skip
 
 
@@ -103,7 +101,7 @@ def cast_master_weights_to_fp8(
     """
     _cast(
         model_weights, master_weights, start_offsets, group, fsdp_shard_model_weights,
-        manual_post_all_gather_processing, check_finite, FLOAT8_LAWS,
+        manual_post_all_gather_processing, check_finite, "FP8",
     )  # fmt: skip
 
 
@@ -111,7 +109,7 @@ def cast_master_weights_to_fp8(
 def post_all_gather_processing(model_weights: torch.Tensor | Iterable[torch.Tensor]) -> None:
     """Rebuild what is derived from gathered codes: columnwise codes and scales, padding included.
 
-    Call it once the codes of all ranks have arrived in ``rowwise_data``. Not collective.
+    Call it once the codes of all ranks are in ``rowwise_data``. Not collective.
 
     Args:
         model_weights: weights, or one of them. Plain tensors, and weights without a columnwise
@@ -148,7 +146,7 @@ def _cast(
     fsdp_shard_model_weights: Sequence[torch.Tensor | None] | None,
     manual: bool,
     check_finite: bool,
-    numerics_types: tuple[type, ...] | None,
+    family: Literal["NVFP4", "FP8"] | None,
 ) -> None:
     comm = as_communicator(group)
     comms = [comm]
@@ -163,7 +161,7 @@ def _cast(
         specs = check_specs(
             model_weights, master_weights, start_offsets, fsdp_shard_model_weights, None
         )
-        _check_numerics(specs, numerics_types)
+        _check_family(specs, family)
         storages = [spec.storage for spec in specs]
         key = _key(specs, comm, manual, check_finite)
         plan = find_plan(storages, key)
@@ -182,13 +180,13 @@ def _cast(
     plan.cast_and_release(master_weights)
 
 
-def _check_numerics(specs: Sequence[ShardSpec], numerics_types: tuple[type, ...] | None) -> None:
+def _check_family(specs: Sequence[ShardSpec], family: Literal["NVFP4", "FP8"] | None) -> None:
     for spec in specs:
         recipe = spec.storage.recipe
-        if numerics_types is not None and not isinstance(recipe.numerics, numerics_types):
-            wanted = "NVFP4" if NVFP4Numerics in numerics_types else "FP8"
+        is_nvfp4 = isinstance(recipe.numerics, NVFP4Numerics)
+        if family is not None and is_nvfp4 != (family == "NVFP4"):
             raise InputError(
-                f"cast_master_weights_to_{wanted.lower()} takes {wanted} weights only, but "
+                f"cast_master_weights_to_{family.lower()} takes {family} weights only, but "
                 f"{spec.name} has recipe {recipe}; use zerocast.quantize_master_weights for a "
                 "mixture."
             )

@@ -1,10 +1,10 @@
 """The all-gather of codes, right for every partition.
 
-Rank r's part is the bytes of its shards, weight by weight in the plan's order; parts follow each
+Rank r's chunk is the bytes of its shards, weight by weight in the plan's order; chunks follow each
 other in rank order. Where the weights' codes already lie in memory like that (views into one flat
 buffer that ranks own range by range, as ZeRO optimizers keep them) the gather runs there in place:
-nothing is copied in or out. Otherwise the parts meet in a staging buffer and are stored from there,
-nibble by nibble where two ranks share a byte (see "Note: shared bytes" in
+nothing is copied in or out. Otherwise the chunks are put into a staging buffer and are stored from
+there, nibble by nibble where two ranks share a byte (see "Note: shared bytes" in
 :mod:`zerocast.formats.packing`). The same bytes travel either way, so ranks need not agree on which
 it is.
 """
@@ -43,7 +43,7 @@ class CodeGather:
 
     Args:
         comm: the group.
-        requests: the group's weights as this rank sees them; those that do not gather this plane
+        specs: the group's weights as this rank sees them; those that do not gather this plane
             are passed over.
         extents: int64 [size, weights, 2], who owns what.
         plane: one of :data:`PLANES`.
@@ -134,7 +134,7 @@ class CodeGather:
             codes = self._flat(chunk.weight)
             if codes.untyped_storage().data_ptr() != head.untyped_storage().data_ptr():
                 return None
-            # This also tells a shared byte: it stands in two parts, but once in memory.
+            # This also tells a shared byte: it stands in two chunks, but once in memory.
             if codes.data_ptr() + chunk.first != base + chunk.staged.start:
                 return None
         return head.as_strided(

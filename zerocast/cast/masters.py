@@ -10,7 +10,7 @@ import torch
 
 from zerocast.errors import InputError
 from zerocast.layout import NOTHING, Extent
-from zerocast.numerics import why_no_memory
+from zerocast.numerics import why_unusable
 from zerocast.recipes import NOMINAL_DTYPES
 from zerocast.tensors import QuantizedStorage
 
@@ -95,22 +95,10 @@ def _as_int(value: object) -> int | None:
 
 def check_master_tensor(name: str, storage: QuantizedStorage, master: torch.Tensor) -> None:
     """Raise :class:`InputError` where ``master`` cannot be read as a shard of the weight."""
-    if not isinstance(master, torch.Tensor) or master.dtype not in NOMINAL_DTYPES:
-        given = master.dtype if isinstance(master, torch.Tensor) else type(master).__name__
-        raise InputError(
-            f"{name}: the master weight must be a tensor of torch.float32, torch.bfloat16 or "
-            f"torch.float16, got {given}; keep it in one of these."
-        )
-    if master.device != storage.device:
-        raise InputError(
-            f"{name}: the master weight must be on the weight's device {storage.device}, got "
-            f"{master.device}."
-        )
-    problem = why_no_memory(master)
+    problem = why_unusable(master, NOMINAL_DTYPES, storage.device)
     if problem is not None:
-        raise InputError(f"{name}: a master weight must have memory of its own, got {problem}.")
-    if not master.is_contiguous():
         raise InputError(
-            f"{name}: the master weight must be contiguous, got shape {tuple(master.shape)} with "
-            f"strides {master.stride()}; call .contiguous() and keep the result as the master."
+            f"{name}: the master weight must be contiguous, on the weight's device "
+            f"{storage.device}, with memory of its own, and of torch.float32, torch.bfloat16 or "
+            f"torch.float16, got {problem}."
         )

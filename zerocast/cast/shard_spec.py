@@ -18,7 +18,7 @@ from zerocast.comm import Communicator
 from zerocast.errors import InputError
 from zerocast.formats import byte_span
 from zerocast.layout import Extent, Source
-from zerocast.numerics import why_no_memory
+from zerocast.numerics import why_unusable
 from zerocast.tensors import QuantizedStorage, QuantizedTensor
 
 OwnCodes: TypeAlias = "Sequence[torch.Tensor | Sequence[torch.Tensor | None] | None]"
@@ -68,7 +68,8 @@ def check_specs(
     names: Sequence[str] | None,
     amax_groups: Patterns = (),
 ) -> list[ShardSpec]:
-    """The requests, one a weight, in order; the arguments are those of :class:`zerocast.CastPlan`.
+    """The checked weights, one :class:`ShardSpec` each, in order; the arguments are those of
+    :class:`zerocast.CastPlan`.
 
     Raises:
         InputError: what is required, what was given and for which weight.
@@ -188,30 +189,15 @@ def _shard_codes(
 
 def _check_buffer(name: str, storage: QuantizedStorage, extent: Extent, codes: Any) -> None:
     """Raise :class:`InputError` unless ``codes`` can receive the codes of ``extent``."""
-    if not isinstance(codes, torch.Tensor):
-        raise InputError(
-            f"{name}: fsdp_shard_model_weights must be a torch.uint8 tensor or None, got "
-            f"{type(codes).__name__}{' for a shard with elements' if codes is None else ''}."
-        )
-    if codes.dtype != torch.uint8 or codes.device != storage.device:
-        raise InputError(
-            f"{name}: fsdp_shard_model_weights must be torch.uint8 on {storage.device}, got "
-            f"{codes.dtype} on {codes.device}."
-        )
-    problem = why_no_memory(codes)
+    first, last = byte_span(storage.recipe.numerics.fmt, extent.start, extent.end)
+    problem = why_unusable(codes, (torch.uint8,), storage.device)
+    if problem is None and codes.numel() != last - first:
+        problem = f"{codes.numel()} bytes"
     if problem is not None:
         raise InputError(
-            f"{name}: fsdp_shard_model_weights must have memory of their own, got {problem}."
-        )
-    if not codes.is_contiguous():
-        raise InputError(
-            f"{name}: fsdp_shard_model_weights must be contiguous, got strides {codes.stride()}."
-        )
-    first, last = byte_span(storage.recipe.numerics.fmt, extent.start, extent.end)
-    if codes.numel() != last - first:
-        raise InputError(
-            f"{name}: fsdp_shard_model_weights must hold the {last - first} bytes of elements "
-            f"{extent}, got {codes.numel()}."
+            f"{name}: fsdp_shard_model_weights must be contiguous torch.uint8 on device "
+            f"{storage.device} with memory of their own, the {last - first} bytes of elements "
+            f"{extent}, got {problem}."
         )
 
 
@@ -219,7 +205,8 @@ def check_amax_groups(
     specs: Sequence[ShardSpec], members: Mapping[Communicator, Sequence[int]]
 ) -> None:
     """Raise :class:`InputError` where weights of one amax group differ in recipe or dtype, are not
-    sharded over one group of ranks, or are parts that different groups of ranks hold.
+    sharded over one group of ranks, or are tensor-parallel shards that different groups of ranks
+    hold.
     """
     comm_of = {i: comm for comm, indices in members.items() for i in indices}
     leaders: dict[str, int] = {}

@@ -4,9 +4,10 @@ It is the strictest of the communicators. Where ranks call different collectives
 with different shapes, or wait for one that has returned, every rank is told. Sums are taken in rank
 order, so they are the same bits in every run.
 
-Each collective is one exchange: the ranks meet and see each other's tensors, fill a shared result
-together, meet again and copy from it. A reduction is split by ranges of elements, not by ranks, so
-hundreds of ranks with small tensors do not pay for hundreds of tiny operations each.
+Each collective is one exchange: in a rendezvous the ranks see each other's tensors, they fill a
+shared result together, and after a second rendezvous copy from it. A reduction is split by ranges
+of elements, not by ranks, so hundreds of ranks with small tensors do not pay for hundreds of tiny
+operations each.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ class _Call:
 
 @dataclass(frozen=True, slots=True)
 class _Mismatch:
-    """What a meeting comes to where the calls do not fit together."""
+    """The outcome of a rendezvous where the calls do not fit together."""
 
     message: str
 
@@ -196,7 +197,9 @@ class InProcessCommunicator(Communicator):
         return result
 
     def _rendezvous(self, call: _Call, begin: Callable[[list[Any]], Any]) -> Any:
-        """Meet for ``call``; what ``begin`` makes of all ranks' things, if they call the same."""
+        """Take part in a rendezvous for ``call``; what ``begin`` makes of all ranks' things, if
+        they call the same.
+        """
 
         def compare(calls: list[_Call]) -> Any:
             for rank, other in enumerate(calls):

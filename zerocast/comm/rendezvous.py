@@ -1,11 +1,13 @@
-"""Crew and Room: where threads that play ranks meet, and why they never wait for ever.
+"""ThreadWorld and ThreadGroup: how threads that act as ranks wait for each other without a
+deadlock.
 
-A *crew* is all threads of one run, a *room* a group of them that meets again and again. A meeting
-begins when the last member has come: that thread runs what the meeting is for, then all go on.
+A :class:`ThreadWorld` is all threads of one run, a :class:`ThreadGroup` some of them that exchange
+things again and again, each time in a *rendezvous*. It takes place when the last member has called:
+that thread combines what all have brought, then all go on.
 
-The crew knows who is waiting and who has returned. When nobody is left running, no meeting that
-lacks a member can ever begin, so this deadlock is seen the moment it arises and not by a timeout:
-every waiting rank is told who waits for what.
+The world records which ranks wait and which have returned. When no rank is running, no rendezvous
+that lacks a member can take place any more, so a deadlock is seen the moment it arises and not by a
+timeout: every waiting rank raises an error that says which ranks wait for what.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ from zerocast.errors import RankMismatchError, ZerocastError
 
 
 class PeerFailedError(ZerocastError, RuntimeError):
-    """Another rank of the run raised, so the meeting this rank waited for cannot take place."""
+    """Another rank of the run raised, so the rendezvous that this rank waited for cannot take
+    place.
+    """
 
 
 class ThreadWorld:
@@ -32,13 +36,13 @@ class ThreadWorld:
     def __init__(self, size: int) -> None:
         self.size = size
         self.released: set[int] = set()
-        self.condition = threading.Condition()  # one for all rooms: it guards every field here
+        self.condition = threading.Condition()  # one for all groups: it guards every field here
         self.waiting: dict[int, object] = {}  # rank -> what it waits in
         self._returned: set[int] = set()
         self._broken: tuple[type[ZerocastError], str] | None = None
 
     def leave(self, rank: int) -> None:
-        """``rank`` has returned and comes to no further meeting."""
+        """``rank`` has returned and comes to no further rendezvous."""
         with self.condition:
             self._returned.add(rank)
             self.look_for_deadlock()
@@ -49,7 +53,7 @@ class ThreadWorld:
             self._break(PeerFailedError, f"{who} raised {type(error).__name__}: {error}")
 
     def look_for_deadlock(self) -> None:
-        """Break the crew where every rank waits or has returned, and somebody waits."""
+        """Break the world where every rank waits or has returned, and somebody waits."""
         if not self.waiting or len(self.waiting) + len(self._returned) < self.size:
             return
         states = {rank: f"waits in {what}" for rank, what in self.waiting.items()}
@@ -63,7 +67,7 @@ class ThreadWorld:
         )
 
     def check(self, rank: int) -> None:
-        """Raise on ``rank`` what has broken the crew, if anything has."""
+        """Raise on ``rank`` what has broken the world, if anything has."""
         if self._broken is not None:
             kind, message = self._broken
             if kind is PeerFailedError:
@@ -72,7 +76,7 @@ class ThreadWorld:
 
     @property
     def is_broken(self) -> bool:
-        """Whether no further meeting will take place."""
+        """Whether no further rendezvous will take place."""
         return self._broken is not None
 
     def _break(self, kind: type[ZerocastError], message: str) -> None:
@@ -81,11 +85,11 @@ class ThreadWorld:
 
 
 class ThreadGroup:
-    """A group of a crew's ranks.
+    """A group of a world's ranks.
 
     Args:
-        crew: whose ranks they are.
-        members: their ranks in the crew; a member's place in this list is its rank in the group.
+        world: whose ranks they are.
+        members: their ranks in the world; a member's place in this list is its rank in the group.
     """
 
     def __init__(self, world: ThreadWorld, members: Sequence[int]) -> None:
@@ -93,7 +97,7 @@ class ThreadGroup:
         self.members = members
         self._brought: list[Any] = [None] * len(members)
         self._arrived = 0
-        self._held = 0  # meetings so far
+        self._held = 0  # rendezvous so far
         self._outcome: Any = None
 
     def rendezvous(
@@ -102,11 +106,11 @@ class ThreadGroup:
         """Wait for all members; return what ``begin`` made of the things they brought.
 
         Args:
-            place: this member's place in the room.
+            place: this member's place in the group.
             what: what it has come for; its ``str`` follows "rank 3 waits in" in a message.
             brings: its contribution.
             begin: called once, by the last to arrive, with all contributions by place. It must not
-                raise, and should be quick: the whole crew stands still meanwhile.
+                raise, and should be quick: all ranks of the world wait meanwhile.
 
         Raises:
             PeerFailedError: where another rank raised.
@@ -126,12 +130,12 @@ class ThreadGroup:
                     world.waiting.pop(member, None)
                 world.condition.notify_all()
                 return outcome
-            meeting = self._held
+            awaited = self._held
             world.waiting[rank] = what
             world.look_for_deadlock()
-            while self._held == meeting:
+            while self._held == awaited:
                 if world.is_broken:
                     world.check(rank)
                 world.condition.wait()
-            # Not yet replaced: the next meeting needs this rank too.
+            # Not yet replaced: the next rendezvous needs this rank too.
             return self._outcome

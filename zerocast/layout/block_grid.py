@@ -30,7 +30,7 @@ class BlockGrid:
     """A [rows, cols] matrix cut into blocks of [block_h, block_w].
 
     Block ``(i, j)`` has the number ``i * blocks_w + j``; that is its place in an amax buffer. A
-    matrix without rows (an empty part of a weight) has no block, unless blocks are as high as the
+    matrix without rows (an empty shard of a weight) has no block, unless blocks are as high as the
     matrix, ``block_h == rows``: then it has that one. Columns likewise.
     """
 

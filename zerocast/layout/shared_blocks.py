@@ -19,7 +19,7 @@ class SharedBlocks:
 
     Attributes:
         rows: the rows of blocks that are cut, ascending. (Blocks of such a row that one rank owns
-            alone are counted in: a row of blocks is the unit.)
+            alone are counted in: rows of blocks are counted whole.)
         segments: the flat indices of the first elements of the rows of blocks' rows, ``block_w``
             elements inside one block, that are cut; ascending.
     """

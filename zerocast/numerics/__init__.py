@@ -28,7 +28,7 @@ NOT here: which operations a recipe needs (:mod:`zerocast.recipes`) and when the
 
 from zerocast.numerics.backend import Backend, Launch
 from zerocast.numerics.fused_ops import Function, FusedOp, FusedOperand, can_fuse
-from zerocast.numerics.memory import why_no_memory
+from zerocast.numerics.memory import why_no_memory, why_unusable
 from zerocast.numerics.numerics import (
     INFINITY_BITS,
     NAN_BITS,
@@ -72,4 +72,5 @@ __all__ = [
     "TensorOperand",
     "can_fuse",
     "why_no_memory",
+    "why_unusable",
 ]

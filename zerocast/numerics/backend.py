@@ -39,7 +39,7 @@ class Backend(Protocol):
     def partial_select(
         self, numerics: NVFP4Numerics, operands: Sequence[TensorOperand], masters: Masters
     ) -> Launch:
-        """4-over-6, this rank's part of the decision, from reduced amaxes: choices of its own
+        """4-over-6, this rank's share of the decision, from reduced amaxes: choices of its own
         blocks, errors and elements of the shared ones, in ``candidates``, whose exchanged tensors
         hold 0.
         """

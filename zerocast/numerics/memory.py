@@ -1,6 +1,8 @@
-"""Which tensors may be read and written by address, as backends and transports do."""
+"""Says which tensors backends and transports may read and write by address."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 
@@ -38,3 +40,23 @@ def why_no_memory(tensor: torch.Tensor) -> str | None:
             f"{needed} bytes; give one that holds its values"
         )
     return None
+
+
+def why_unusable(tensor: object, dtypes: Sequence[torch.dtype], device: torch.device) -> str | None:
+    """What ``tensor`` is instead of a contiguous tensor of one of ``dtypes`` on ``device`` with
+    memory of its own, and what to do; None where it is one.
+    """
+    if not isinstance(tensor, torch.Tensor):
+        return type(tensor).__name__
+    if tensor.dtype not in dtypes:
+        remedy = "use .view(torch.uint8)" if torch.uint8 in dtypes else "convert it first"
+        return f"{tensor.dtype}; {remedy}"
+    if tensor.device != device:
+        return f"one on {tensor.device}; move it first"
+    problem = why_no_memory(tensor)
+    if problem is None and not tensor.is_contiguous():
+        problem = (
+            f"shape {tuple(tensor.shape)} with strides {tensor.stride()}; call .contiguous() and "
+            f"keep the result"
+        )
+    return problem

@@ -137,7 +137,7 @@ class NVFP4Numerics:
     ``(word >> 8) * 2^-24 < (y - lo) / step``, both sides exact; the sign stays. The word of an
     element is number ``index % 4`` of Philox 4x32-10 with the key (low, high half of ``seed``) and
     the counter (low, high half of ``index / 4``, the hash of the weight's name, the step), where
-    ``index`` is the element's flat index in the whole weight, also where this one is a part of it;
+    ``index`` is the element's flat index in the whole weight, also where this one is a shard of it;
     see :class:`Rounding`.
 
     Attributes:

@@ -18,7 +18,7 @@ NOMINALS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 class Masters:
     """The shards that a step reads, FP32, BF16 or FP16: one slot a weight, re-bound to other
-    tensors without preparing anew.
+    tensors without preparing again.
 
     An optimizer that keeps its masters in place binds once. ``version`` counts the bindings, for a
     backend that keeps a copy of the table on its device.
@@ -70,9 +70,10 @@ class Rounding:
         counter: int64 [2], the weight's own memory: the 32-bit hash of its name, and the step,
             which counts its casts: :meth:`Backend.compute_scale` adds one, and the cast that
             follows uses the sum (of which 32 bits enter the counter).
-        origin, skip: of a part of a weight: the place of its first element in the flattened whole,
-            and the elements of the whole between a row of the part and the next. So element ``i``
-            of a part with ``cols`` columns is ``index = i + origin + i // cols * skip`` of the
+        origin, skip: of a tensor-parallel shard: the place of its first element in the flattened
+        whole,
+            and the elements of the whole between a row of the shard and the next. So element ``i``
+            of a shard with ``cols`` columns is ``index = i + origin + i // cols * skip`` of the
             whole. Both are even: no byte of codes is cut.
     """
 
@@ -140,7 +141,7 @@ class PlaneBuffers:
 
     Attributes:
         plane: where its codes come from, and how its scales are stored.
-        block_amax: int32 [plane.grid.num_blocks], the plane's part of the buffer that is reduced;
+        block_amax: int32 [plane.grid.num_blocks], the plane's range of the buffer that is reduced;
             of a plane that shares the rowwise codes, that of those.
         codes: uint8, contiguous, of the rows of ``plane.grid`` packed along its columns; of a cast
             they begin at :attr:`TensorOperand.codes_start`. Where a transpose ends a row with half

@@ -252,7 +252,7 @@ class Recipe(ABC):
 
     def rewind(self, buffers: Buffers) -> None:
         """Put :attr:`state` back so that one more cast of the same masters gives the present codes,
-        as a loaded checkpoint needs; that cast then advances it anew.
+        as a loaded checkpoint needs; that cast then advances it again.
         """
         delayed, rounding = self.delayed_state(buffers), self.rounding(buffers)
         if delayed is not None:

@@ -1,8 +1,7 @@
-"""resolve: what the forward of a linear layer multiplies by, and how, if its weight is distributed.
+"""The product of a linear layer whose weight is a DTensor, as tensor parallelism makes it.
 
-FSDP2 gives a layer the codes that it has gathered, as a weight like any other. Under tensor
-parallelism the weight is a DTensor. A rank multiplies what it holds of input and weight as if that
-were all, by the products of any other layer; how the result is placed follows from the placements:
+A rank multiplies what it holds of input and weight as if that were all, by the products of any
+other layer; what the result is a part of follows from the placements:
 
     weight      input       output      gradient of input, weight
     Shard(0)    Replicate   Shard(-1)   Partial, Shard(0)             ``ColwiseParallel``
@@ -11,95 +10,30 @@ were all, by the products of any other layer; how the result is placed follows f
     Replicate   Shard(d)    Shard(d)    Shard(d), Partial             d is not the last dimension
 
 An input that is placed otherwise is redistributed first. Placements are torch's, and so are the
-styles that make them, which also say what happens to input and output around the layer.
+styles that make them; what happens to input and output around the layer is theirs.
 
-The codes of a tensor-parallel shard are those of the whole weight's cast
-(:class:`zerocast.tensors.TensorParallelShard`). A master that FSDP2 does not gather is cast by the
-layer (:class:`CastMaster`). Each rank quantizes what it holds of inputs and gradients, as under
-data parallelism.
+The codes of a weight's part are those of the whole weight's cast
+(:class:`zerocast.tensors.TensorParallelShard`). Inputs and gradients are quantized by each rank by
+itself, of what it holds, as under data parallelism.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
 
-from zerocast.comm import SingleRank
 from zerocast.errors import InputError, UnsupportedError
-from zerocast.sharded.all_gather import CodesState, gather_of
-from zerocast.sharded.casts import CastGroup, cast_group_of, codes_to_send
-from zerocast.sharded.master_weight import MasterWeight, not_gathered
-from zerocast.sharded.placement import is_sharded, to_local, tp_shard_of
-from zerocast.tensors import QuantizedTensor
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement
 
-Multiply: TypeAlias = Callable[..., torch.Tensor]
-"""``(input, weight, bias, tp_shard=...)``: the product of what this rank holds."""
-
-DistributedLinear: TypeAlias = Callable[[torch.Tensor, Multiply], "DTensor"]
-
-
-def resolve(layer: Any) -> DistributedLinear | None:
-    """Say what the forward of ``layer``, a :class:`zerocast.nn.Linear`, multiplies by: None for its
-    weight as it is, whole on this rank; else a function of the input and of ``multiply``, which
-    gives the product of what this rank holds.
-
-    Raises:
-        UnsupportedError: if the weight was to be gathered in codes and is not.
-    """
-    weight = layer.weight
-    if not is_sharded(weight):
-        if layer.low_bit_all_gather and not isinstance(weight, QuantizedTensor):
-            raise not_gathered(layer.name)
-        return None
-    local = to_local(weight)
-    gather = local.low_bit_all_gather if isinstance(local, MasterWeight) else None
-    # A master that tensor parallelism alone distributes is cast by the layer.
-    has_codes = isinstance(local, QuantizedTensor) if gather is None else not gather.is_gathered
-    if layer.low_bit_all_gather and not has_codes:
-        raise not_gathered(layer.name)
-    # torch.compile can neither trace that cast nor have masters in a graph.
-    run = parallel_linear if gather is None else torch._disable_dynamo(parallel_linear)
-    return functools.partial(run, layer)
-
-
-class CastMaster(torch.autograd.Function):
-    """``CastMaster.apply(master, cast_group)``: the codes of a :class:`MasterWeight` [M, K] that
-    FSDP2 does not gather; the gradient passes through unchanged (straight-through).
-
-    They are cast once for each value of the master, and ahead of the forward if
-    :func:`precompute_scales_for_fsdp` is called.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, master: torch.Tensor, cast_group: CastGroup) -> torch.Tensor:
-        return kept_weight(master, cast_group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grad, None
-
-
-def kept_weight(master: torch.Tensor, cast_group: CastGroup) -> QuantizedTensor:
-    """Return the weight of ``master``, which FSDP2 does not shard, in its dtype; cast with its
-    group if a cast is due. Collective over the group of tensor parallelism.
-    """
-    gather = gather_of(master)
-    assert gather is not None
-    codes, shards = codes_to_send(gather, cast_group, SingleRank(), master.dtype, master.device)
-    if gather.kept is None:
-        gather.kept = gather.gathered_weight(codes, shards)[0].quantized_storage
-        gather.codes = CodesState.KEPT
-    return QuantizedTensor(gather.kept)
+Multiply: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 
 class _Placed(NamedTuple):
-    """How the tensors of one product are placed."""
+    """Where the tensors of one product are."""
 
     input: Placement
     grad_input: Placement
@@ -109,15 +43,23 @@ class _Placed(NamedTuple):
     grad_weight: Placement
 
 
-def parallel_linear(layer: Any, input: torch.Tensor, multiply: Multiply) -> DTensor:
-    """Return ``input @ weight.T + bias``, [..., K] -> [..., M], of DTensors on one mesh.
+def parallel_linear(
+    name: str,
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    multiply: Multiply,
+) -> DTensor:
+    """``input @ weight.T + bias``, [..., K] -> [..., M], of DTensors on one mesh.
+
+    Args:
+        name: the layer's, for messages.
+        multiply: gives the product of what this rank holds: input, weight, bias.
 
     Raises:
         InputError: for an input that is not a DTensor on the weight's mesh.
         UnsupportedError: for a weight that is split otherwise than by rows or by columns.
     """
-    name, weight, bias = layer.name, layer.weight, layer.bias
-    tp_shard = tp_shard_of(name, weight, is_fsdp_sharded=False)
     from torch.distributed.tensor import DTensor
 
     assert isinstance(weight, DTensor)
@@ -129,11 +71,11 @@ def parallel_linear(layer: Any, input: torch.Tensor, multiply: Multiply) -> DTen
         own_bias = _local(bias, where.bias, where.grad_bias)
         if where.output.is_partial() and weight.device_mesh.get_local_rank() != 0:
             own_bias = own_bias - own_bias.detach()  # one rank adds it; zeros have its gradient
-    own_weight = weight.to_local(grad_placements=(where.grad_weight,))
-    if isinstance(own_weight, MasterWeight):
-        own_weight = CastMaster.apply(own_weight, cast_group_of(layer, weight))
-    own_input = _local(distributed, where.input, where.grad_input)
-    product = multiply(own_input, own_weight, own_bias, tp_shard=tp_shard)
+    product = multiply(
+        _local(distributed, where.input, where.grad_input),
+        weight.to_local(grad_placements=(where.grad_weight,)),
+        own_bias,
+    )
     shape = torch.Size((*input.shape[:-1], weight.shape[0]))
     return DTensor.from_local(
         product,
@@ -146,7 +88,7 @@ def parallel_linear(layer: Any, input: torch.Tensor, multiply: Multiply) -> DTen
 
 
 def _on_mesh(name: str, input: torch.Tensor, weight: DTensor) -> DTensor:
-    """Return ``input`` if it is distributed over the ranks that the weight is; raise otherwise."""
+    """``input``, if it is distributed over the ranks that the weight is."""
     from torch.distributed.tensor import DTensor
 
     mesh = weight.device_mesh
@@ -163,7 +105,7 @@ def _on_mesh(name: str, input: torch.Tensor, weight: DTensor) -> DTensor:
 
 
 def _placed(name: str, input: DTensor, weight: DTensor) -> _Placed:
-    """Return how the tensors of the product of ``weight`` with ``input`` are placed."""
+    """How the product of ``weight`` with ``input`` runs."""
     from torch.distributed.tensor import Partial, Replicate, Shard
 
     last = input.ndim - 1
@@ -185,8 +127,8 @@ def _placed(name: str, input: DTensor, weight: DTensor) -> _Placed:
 
 
 def _local(tensor: DTensor, placement: Placement, grad: Placement) -> torch.Tensor:
-    """Return what this rank holds of ``tensor`` in ``placement``; its gradient is placed as
-    ``grad`` says.
+    """What this rank holds of ``tensor`` once it is placed so; its gradient is placed as ``grad``
+    says.
     """
     if tensor.placements != (placement,):
         tensor = tensor.redistribute(placements=(placement,))

@@ -22,7 +22,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -34,39 +34,24 @@ from zerocast.tensors.post_gather import rebuild_derived
 from zerocast.tensors.quantized_tensor import QuantizedTensor
 from zerocast.tensors.storage import QuantizedStorage
 
+_MOVED = {
+    "c10d::broadcast_", "c10d::send", "c10d::recv_", "c10d::recv_any_source_",
+    "c10d::scatter_", "c10d::gather_", "c10d::allgather_", "c10d::alltoall_",
+}  # fmt: skip
+"""The collectives that move tensors whole."""
 
-class _Role(NamedTuple):
-    """Which arguments of a collective are written, and whether it moves them whole."""
+_WRITTEN: dict[str, tuple[int, ...]] = dict.fromkeys(_MOVED, (0,)) | {
+    "c10d::alltoall_base_": (0,), "c10d::_allgather_base_": (0,),
+    "c10d::allgather_coalesced_": (0,), "c10d::allgather_into_tensor_coalesced_": (0,),
+    "c10d::allreduce_": (0,), "c10d::allreduce_coalesced_": (0,), "c10d::reduce_": (0,),
+    "c10d::reduce_scatter_": (0,), "c10d::_reduce_scatter_base_": (0,),
+    "c10d::reduce_scatter_tensor_coalesced_": (0,),
+    "_c10d_functional::irecv": (0,), "_c10d_functional::batch_p2p_ops": (3,),
+    "c10d::send": (), "c10d::barrier": (), "c10d::monitored_barrier_": (),
+    "c10d::check_for_nan": (),
+}  # fmt: skip
+"""Which arguments of a collective are written."""
 
-    written: tuple[int, ...]
-    moves: bool = False
-
-
-_ROLES = {
-    "c10d::broadcast_": _Role((0,), moves=True),
-    "c10d::send": _Role((), moves=True),
-    "c10d::recv_": _Role((0,), moves=True),
-    "c10d::recv_any_source_": _Role((0,), moves=True),
-    "c10d::scatter_": _Role((0,), moves=True),
-    "c10d::gather_": _Role((0,), moves=True),
-    "c10d::allgather_": _Role((0,), moves=True),
-    "c10d::alltoall_": _Role((0,), moves=True),
-    "c10d::alltoall_base_": _Role((0,)),
-    "c10d::_allgather_base_": _Role((0,)),
-    "c10d::allgather_coalesced_": _Role((0,)),
-    "c10d::allgather_into_tensor_coalesced_": _Role((0,)),
-    "c10d::allreduce_": _Role((0,)),
-    "c10d::allreduce_coalesced_": _Role((0,)),
-    "c10d::reduce_": _Role((0,)),
-    "c10d::reduce_scatter_": _Role((0,)),
-    "c10d::_reduce_scatter_base_": _Role((0,)),
-    "c10d::reduce_scatter_tensor_coalesced_": _Role((0,)),
-    "c10d::barrier": _Role(()),
-    "c10d::monitored_barrier_": _Role(()),
-    "c10d::check_for_nan": _Role(()),
-    "_c10d_functional::irecv": _Role((0,)),
-    "_c10d_functional::batch_p2p_ops": _Role((3,)),
-}
 _SENDS_BYTES = ("c10d::send", "c10d::gather_")
 """Those by which a rank sends without knowing what others receive into: always bytes."""
 
@@ -82,18 +67,18 @@ def collective(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         UnsupportedError: where it would write such a tensor otherwise than as a whole weight.
     """
     name = func._schema.name
-    role = _ROLES.get(name)
-    if role is None and name.startswith("c10d::"):
-        role = _Role(tuple(range(len(args))))  # one that is not known may write anything
-    if role is None:  # functional ones give new tensors, and say in their schema what they write
+    written = _WRITTEN.get(name)
+    if written is None and name.startswith("c10d::"):
+        written = tuple(range(len(args)))  # one that is not known may write anything
+    if written is None:  # functional ones give new tensors, and say in their schema what they write
         return _on_values(func, args, kwargs)
-    outputs = _tensors([args[i] for i in role.written])
-    inputs = _tensors([arg for i, arg in enumerate(args) if i not in role.written])
+    outputs = _tensors([args[i] for i in written])
+    inputs = _tensors([arg for i, arg in enumerate(args) if i not in written])
     writes_ours = any(isinstance(tensor, QuantizedTensor | DequantizedView) for tensor in outputs)
     if not writes_ours and not (name in _SENDS_BYTES and _all_quantized(inputs)):
         return _on_values(func, args, kwargs)
-    if not role.moves or (writes_ours and not _all_quantized([*outputs, *inputs])):
-        raise _refusal(name, outputs, moves=role.moves)
+    if name not in _MOVED or (writes_ours and not _all_quantized([*outputs, *inputs])):
+        raise _refusal(name, outputs)
     return _moved(func, args, kwargs, outputs, inputs)
 
 
@@ -298,8 +283,8 @@ def _all_quantized(tensors: Sequence[torch.Tensor]) -> bool:
     return all(isinstance(tensor, QuantizedTensor) for tensor in tensors)
 
 
-def _refusal(name: str, outputs: Sequence[torch.Tensor], *, moves: bool) -> UnsupportedError:
-    if not moves:
+def _refusal(name: str, outputs: Sequence[torch.Tensor]) -> UnsupportedError:
+    if name not in _MOVED:
         return UnsupportedError(
             f"{name} would write a quantized weight by computing with, or putting together, "
             f"values, and its codes cannot hold the result. Reduce gradients or FP32 masters and "

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from functools import cache
+from typing import get_args
 
 import torch
 
@@ -18,15 +19,7 @@ from zerocast.backends import backend_for
 from zerocast.errors import UnsupportedError
 from zerocast.formats import ELEMENT_FORMATS
 from zerocast.layout import BlockGrid, Plane, ScaleLayout, Source
-from zerocast.numerics import (
-    Float8DelayedNumerics,
-    Float8Numerics,
-    MXFP8Numerics,
-    Numerics,
-    NVFP4Numerics,
-    PlaneBuffers,
-    TensorOperand,
-)
+from zerocast.numerics import Numerics, NVFP4Numerics, PlaneBuffers, TensorOperand
 from zerocast.tensors.operands import decoded_operand
 from zerocast.tensors.storage import QuantizedStorage
 
@@ -52,7 +45,7 @@ def dequantize(storage: QuantizedStorage, *, columnwise: bool = False) -> torch.
     plane = storage.planes[columnwise]
     if columnwise and plane.stores_codes:
         storage.derived(plane.codes_name)
-    if not storage.shape.numel():  # an empty part of a weight
+    if not storage.shape.numel():  # an empty shard of a weight
         return torch.empty(storage.shape, dtype=torch.float32, device=storage.device)
     shape = [plane.grid.rows, plane.grid.cols]
     values = torch.empty(shape, dtype=torch.float32, device=storage.device)
@@ -96,18 +89,13 @@ def _(buffers: list[torch.Tensor], shape: list[int], meaning: str) -> torch.Tens
 
 def _to_text(numerics: Numerics, layout: ScaleLayout) -> str:
     """What of ``numerics`` a decoding needs, and ``layout``."""
-    scale_max = numerics.scale_max if isinstance(numerics, NVFP4Numerics) else None
-    return json.dumps([type(numerics).__name__, numerics.fmt.name, scale_max, asdict(layout)])
+    options = {"scale_max": numerics.scale_max} if isinstance(numerics, NVFP4Numerics) else {}
+    return json.dumps([type(numerics).__name__, numerics.fmt.name, options, asdict(layout)])
 
 
 @cache
 def _from_text(text: str) -> tuple[Numerics, ScaleLayout]:
-    kind, name, scale_max, fields = json.loads(text)
-    fmt = ELEMENT_FORMATS[name]
-    numerics_types: dict[str, Numerics] = {
-        "Float8Numerics": Float8Numerics(fmt),
-        "Float8DelayedNumerics": Float8DelayedNumerics(fmt),
-        "MXFP8Numerics": MXFP8Numerics(fmt),
-        "NVFP4Numerics": NVFP4Numerics(fmt, scale_max=scale_max),
-    }
-    return numerics_types[kind], ScaleLayout(**fields | {"grid": BlockGrid(**fields["grid"])})
+    name, fmt, options, fields = json.loads(text)
+    kind = next(kind for kind in get_args(Numerics) if kind.__name__ == name)
+    layout = ScaleLayout(**fields | {"grid": BlockGrid(**fields["grid"])})
+    return kind(ELEMENT_FORMATS[fmt], **options), layout

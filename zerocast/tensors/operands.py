@@ -113,18 +113,18 @@ def block_amaxes(
         return {"rowwise": tensor_amax}
     planes = storage.cast_planes
     blocks = [plane.grid.num_blocks for plane in planes]
-    parts = amax[: sum(blocks)].split(blocks)
-    return {plane.name: part for plane, part in zip(planes, parts, strict=True)}
+    amaxes = amax[: sum(blocks)].split(blocks)
+    return {plane.name: each for plane, each in zip(planes, amaxes, strict=True)}
 
 
 def _rounding(storage: QuantizedStorage, plane: Plane) -> Rounding | None:
-    """Where the random words of what is cast into ``plane`` come from."""
-    recipe, part = storage.recipe, storage.tp_shard
+    """Say where the random words of what is cast into ``plane`` come from."""
+    recipe, tp_shard = storage.recipe, storage.tp_shard
     rounding = recipe.rounding(storage.buffers)
-    if rounding is None or part is None:
+    if rounding is None or tp_shard is None:
         return rounding
-    rows, cols = part.matrix
+    rows, cols = tp_shard.matrix
     whole = round_up(rows, 8 // recipe.numerics.fmt.bits) if plane.is_transposed else cols
-    cuts_columns = plane.grid_dim(part.dim) == COLUMNS
-    origin = part.start if cuts_columns else part.start * whole
+    cuts_columns = plane.grid_dim(tp_shard.dim) == COLUMNS
+    origin = tp_shard.start if cuts_columns else tp_shard.start * whole
     return replace(rounding, origin=origin, skip=whole - plane.grid.cols)

@@ -1,5 +1,6 @@
-"""What torch's operations do with a :class:`QuantizedTensor`.
- Known here: aliases and copies, which keep the codes; ``copy_`` and ``zero_``, which quantize;
+"""Defines what torch's operations do with a :class:`QuantizedTensor`.
+
+Known here: aliases and copies, which keep the codes; ``copy_`` and ``zero_``, which quantize;
 views; factories, which make plain tensors of the nominal shape and dtype. Everything else runs on
 the dequantized value.
 """
@@ -144,7 +145,7 @@ def _holds(into: QuantizedTensor, source: torch.Tensor) -> bool:
     wrappers that copy a model's values over themselves (torch's DistributedDataParallel) leave
     codes, state, version and initial value as they are.
 
-    Collective where a cast of ``into`` is: all ranks of its part write, or none.
+    Collective where a cast of ``into`` is: all ranks of its group write, or none.
     """
     storage = into.quantized_storage
     if isinstance(source, QuantizedTensor):

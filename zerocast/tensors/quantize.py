@@ -15,7 +15,7 @@ from zerocast.backends import backend_for
 from zerocast.comm import Attempt
 from zerocast.errors import InputError, ZerocastError
 from zerocast.layout import BlockGrid, Extent, SharedBlocks, Source
-from zerocast.numerics import FourOverSixErrors, Masters
+from zerocast.numerics import FourOverSixErrors, Masters, why_unusable
 from zerocast.recipes import NOMINAL_DTYPES, Recipe, as_recipe, describe_recipe
 from zerocast.tensors.cast_steps import CastSteps
 from zerocast.tensors.operands import tensor_operand, transposed_operand
@@ -99,7 +99,7 @@ def _raise_on_all_tp_shards(
     weight: QuantizedTensor | None,
     error: ZerocastError | None,
 ) -> None:
-    """Raise what is wrong on any rank that holds a part, on all; the parts make up one weight."""
+    """Raise on all ranks that hold shards of one weight what is wrong on any of them."""
     if not isinstance(tp_shard, TensorParallelShard):
         if error is not None:
             raise error
@@ -146,7 +146,7 @@ def empty(
         recipe.check_shape(shape)
     elif not isinstance(tp_shard, TensorParallelShard):
         raise InputError(
-            f"part must be a zerocast.TensorParallelShard or None, got {shown(tp_shard)}."
+            f"tp_shard must be a zerocast.TensorParallelShard or None, got {shown(tp_shard)}."
         )
     else:
         tp_shard.check(recipe, shape, columnwise=columnwise)
@@ -164,7 +164,7 @@ def quantize_into(
 ) -> torch.Tensor:
     """Cast ``source`` into an existing weight: codes, scales, amax and derived copies.
 
-    Collective where the weight is a part: all ranks of its group cast theirs, alike.
+    Collective where the weight is a tensor-parallel shard: all ranks of its group cast theirs.
 
     Args:
         storage: the weight's bytes; written in place, so buffers stay where they are.
@@ -220,12 +220,12 @@ def quantize_into(
 
 
 def reduce_shared(storage: QuantizedStorage, amax: torch.Tensor) -> None:
-    """Make the amaxes that a part shares with others the largest of all: one all-reduce, none where
-    it shares none.
+    """Make the amaxes that a tensor-parallel shard has in common with others the largest of all:
+    one all-reduce, none where it has none in common.
 
     Args:
         storage: the weight's bytes.
-        amax: int32 [storage.amax_slots], the amaxes of this rank's part.
+        amax: int32 [storage.amax_slots], the amaxes of this rank's shard.
     """
     ranges = storage.shared_amaxes()
     if ranges:
@@ -303,25 +303,13 @@ def _raw_data(
 ) -> torch.Tensor:
     """``given`` in the shape of the buffer ``name``."""
     old = storage.buffers[name]
-    dtype = getattr(given, "dtype", type(given).__name__)
-    if dtype != torch.uint8:
+    problem = why_unusable(given, (torch.uint8,), old.device)
+    if problem is None and given.shape not in (old.shape, (old.numel(),)):
+        problem = f"shape {tuple(given.shape)}"
+    if problem is not None:
         raise InputError(
-            f"{argument} must be a torch.uint8 tensor (codes are bytes), got {dtype}; use "
-            f".view(torch.uint8)."
-        )
-    if given.device != old.device:
-        raise InputError(
-            f"{argument} must be on the weight's device {old.device}, got {given.device}; move the "
-            f"weight first."
-        )
-    if given.shape not in (old.shape, (old.numel(),)):
-        raise InputError(
-            f"{argument} must hold the {old.numel()} bytes of the weight's codes, in shape "
-            f"{tuple(old.shape)} or ({old.numel()},), got shape {tuple(given.shape)}."
-        )
-    if not given.is_contiguous():
-        raise InputError(
-            f"{argument} must be contiguous, got shape {tuple(given.shape)} with strides "
-            f"{given.stride()}; give a slice of a flat buffer."
+            f"{argument} must be a contiguous torch.uint8 tensor on the weight's device "
+            f"{old.device} with memory of its own, for the {old.numel()} bytes of the weight's "
+            f"codes in shape {tuple(old.shape)} or ({old.numel()},), got {problem}."
         )
     return given.detach().view(old.shape)

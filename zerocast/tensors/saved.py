@@ -88,7 +88,7 @@ def checked_storage(
 
 
 def _checked_recipe(recipe: Any) -> Recipe:
-    """``recipe`` made anew by its constructor.
+    """``recipe`` made again by its constructor.
 
     Raises:
         InputError: where it is no recipe, or has fields that its constructor refuses.
@@ -114,7 +114,7 @@ def _checked_tp_shard(tp_shard: Any) -> TensorParallelShard | None:
         raise _damaged("a TensorParallelShard or None", type(tp_shard).__name__)
     numbers = [tp_shard.dim, tp_shard.start, tp_shard.size, *tp_shard.whole]
     if any(type(number) is not int or not 0 <= number < 2**62 for number in numbers):
-        raise _damaged("a part of whole numbers", str(numbers))
+        raise _damaged("a shard of whole numbers", str(numbers))
     return _made_anew(tp_shard, comm=None)
 
 

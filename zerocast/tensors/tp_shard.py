@@ -1,14 +1,13 @@
-"""Part: some rows, or some columns, of a weight that the ranks of a tensor-parallel group hold
-together.
+"""TensorParallelShard: some rows, or some columns, of a weight that the ranks of a tensor-parallel
+group hold together.
 
-A rank of tensor parallelism has its part as a weight of its own, with codes and scales in a layout
-of its own. What makes it a part is where its scales come from: an amax over elements of several
-parts is an amax of them all. With that, a part has exactly the bytes that it would have in the cast
-of the whole weight.
+A rank of tensor parallelism has its shard as a separate weight, with its own layout of codes and
+scales. Its scales tell it from any other weight: an amax over elements of several shards is an amax
+of them all. So a shard has exactly the bytes that it would have in the cast of the whole weight.
 
 NOT here: who reduces those amaxes (:mod:`zerocast.tensors.quantize` for one weight,
-:mod:`zerocast.cast` for a plan), and how ranks agree that their parts make up a whole
-(:func:`check_parts` says what is compared).
+:mod:`zerocast.cast` for a plan), and how ranks agree that their shards make up a whole
+(:func:`check_tp_shards` says what is compared).
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from zerocast.recipes import Recipe
 
 ROWS, COLUMNS = 0, 1
 LINES = ("rows", "columns")
-"""What is cut, by :attr:`Part.dim`."""
+"""What is cut, by :attr:`TensorParallelShard.dim`."""
 
 
 @dataclass(frozen=True)
@@ -36,13 +35,13 @@ class TensorParallelShard:
     other ranks of ``comm`` hold.
 
     A weight is the matrix [M, K], M the product of the leading dimensions and K the last one. The
-    parts of a group are cut in the same dimension and cover the whole once; a part may be empty.
+    shards of a group are cut in the same dimension and cover the whole once; a shard may be empty.
 
     Attributes:
         whole: the shape of the whole weight.
         dim: 0 where rows are cut, 1 where columns are.
         start, size: in rows, or columns, of the matrix.
-        comm: the tensor-parallel group. None in a part that was unpickled, for a group cannot be
+        comm: the tensor-parallel group. None in a shard that was unpickled, for a group cannot be
             saved; a cast then asks for it.
 
     Raises:
@@ -77,26 +76,26 @@ class TensorParallelShard:
             )
         if not 0 <= self.start <= self.start + self.size <= self.lines:
             raise InputError(
-                f"a part must lie inside its whole, {self.lines} {LINES[self.dim]} of shape "
+                f"a shard must lie inside its whole, {self.lines} {LINES[self.dim]} of shape "
                 f"{tuple(self.whole)}, got start {self.start} and size {self.size}."
             )
         if self.start % self._step or self.size % self._step:
             raise InputError(
-                f"a part of shape {tuple(self.whole)} must be whole entries of its first "
+                f"a shard of shape {tuple(self.whole)} must be whole entries of its first "
                 f"dimension, {self._step} rows each, got {self}."
             )
 
     @classmethod
     def chunk(cls, whole: Sequence[int], dim: int, comm: Communicator) -> TensorParallelShard:
-        """The part of ``comm``'s rank where a dimension is cut as ``torch.chunk`` and DTensor's
-        ``Shard(dim)`` cut it: ceil(n / size) entries each, later ranks fewer or none.
+        """Make the shard of ``comm``'s rank where a dimension is cut as ``torch.chunk`` and
+        DTensor's ``Shard(dim)`` cut it: ceil(n / size) entries each, later ranks fewer or none.
 
         Args:
             whole: the shape of the whole weight.
             dim: the dimension of the tensor, the first or the last one; may count from the end.
 
         Raises:
-            InputError: for a dimension between the two, whose parts are neither rows nor columns.
+            InputError: for a dimension between the two, whose shards are neither rows nor columns.
         """
         dims = len(whole)
         at = dim + dims if dim < 0 else dim
@@ -115,7 +114,7 @@ class TensorParallelShard:
 
     @property
     def shape(self) -> torch.Size:
-        """The shape of this part."""
+        """The shape of this shard."""
         if self.dim == COLUMNS:
             return torch.Size((*self.whole[:-1], self.size))
         return torch.Size((self.size // self._step, *self.whole[1:]))
@@ -136,7 +135,7 @@ class TensorParallelShard:
         return 1 if self.dim == COLUMNS else math.prod(self.whole[1:-1])
 
     def slice_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """This part of ``tensor``, of the whole's shape: a view."""
+        """This shard of ``tensor``, of the whole's shape: a view."""
         if self.dim == COLUMNS:
             return tensor.narrow(-1, self.start, self.size)
         return tensor.narrow(0, self.start // self._step, self.size // self._step)
@@ -145,22 +144,21 @@ class TensorParallelShard:
         """The group.
 
         Raises:
-            InputError: where the part was unpickled.
+            InputError: where the shard was unpickled.
         """
         if self.comm is None:
             raise InputError(
                 f"{self} was saved and loaded, and a group cannot be; give it one before the "
                 f"weight is cast: weight.quantized_storage.tp_shard = "
-                f"dataclasses.replace(tp_shard, "
-                f"comm=...)."
+                f"dataclasses.replace(tp_shard, comm=...)."
             )
         return self.comm
 
     def check(self, recipe: Recipe, shape: Sequence[int], *, columnwise: bool = True) -> None:
-        """Raise :class:`InputError` where a tensor of ``shape`` is not this part, ``recipe`` cannot
-        hold the whole, or this part begins or ends inside a block.
+        """Raise :class:`InputError` where a tensor of ``shape`` is not this shard, ``recipe``
+        cannot hold the whole, or this shard begins or ends inside a block.
 
-        The last part may end wherever the whole does, and an empty one lie anywhere. Blocks that
+        The last shard may end wherever the whole does, and an empty one lie anywhere. Blocks that
         reach across the whole weight (FP8 with one scale, or with one a row) are cut anywhere:
         their amaxes are shared.
         """
@@ -174,15 +172,15 @@ class TensorParallelShard:
             block = plane.block[plane.grid_dim(self.dim)]
             if self.start % block or (end % block and end != self.lines):
                 raise InputError(
-                    f"a part of a weight under {type(recipe).__name__} must begin and end between "
+                    f"a shard of a weight under {type(recipe).__name__} must begin and end between "
                     f"blocks, at multiples of {block} {LINES[self.dim]}, got {self}; choose "
                     f"another number of ranks, or leave the weight uncut or in high precision."
                 )
 
     def shared(self, recipe: Recipe, *, columnwise: bool) -> list[range]:
-        """Which entries of the part's amaxes (:attr:`QuantizedStorage.amax_slots`) are amaxes over
-        other parts, too: of blocks that reach across parts, and the tensor's where scales depend on
-        it. The same on all ranks, but for where in its buffer a rank has them.
+        """Which entries of the shard's amaxes (:attr:`QuantizedStorage.amax_slots`) are amaxes over
+        other shards, too: of blocks that reach across shards, and the tensor's where scales depend
+        on it. The same on all ranks, but for where in its buffer a rank has them.
         """
         ranges, at = [], 0
         for plane in _cast_planes(recipe, self.shape, columnwise=columnwise):
@@ -196,7 +194,7 @@ class TensorParallelShard:
 
     def check_group(self, line: str, error: ZerocastError | None) -> None:
         """Raise on every rank of the group what is wrong on any: its ``error``, another ``line``,
-        or parts that do not cover the whole once. Collective.
+        or shards that do not cover the whole once. Collective.
 
         Args:
             line: what ranks must have in common beside the whole and the dimension, readable; of no
@@ -208,7 +206,7 @@ class TensorParallelShard:
         if by_rank is not None:
             rank = next(r for r, lines in enumerate(by_rank) if lines != by_rank[0])
             raise RankMismatchError(
-                f"every rank must cast its part of the same weight alike: rank 0 has "
+                f"every rank must cast its shard of the same weight alike: rank 0 has "
                 f"'{by_rank[0][0]}' where rank {rank} has '{by_rank[rank][0]}'."
             )
         check_tp_shards(comm, ["the weight"], [self])
@@ -233,15 +231,15 @@ def _cast_planes(recipe: Recipe, shape: Sequence[int], *, columnwise: bool) -> l
 def check_tp_shards(
     comm: Communicator, names: Sequence[str], tp_shards: Sequence[TensorParallelShard]
 ) -> torch.Tensor:
-    """Raise :class:`RankMismatchError` on every rank where the parts of a weight do not cover the
+    """Raise :class:`RankMismatchError` on every rank where the shards of a weight do not cover the
     whole once; collective over ``comm``. All ranks have agreed on everything else before.
 
     Args:
         names: what messages call the weights.
-        parts: this rank's, one a weight.
+        tp_shards: this rank's, one a weight.
 
     Returns:
-        int64 [size, len(parts), 2] on the CPU: where each rank's parts start and end.
+        int64 [size, len(tp_shards), 2] on the CPU: where each rank's shards start and end.
     """
     places = torch.zeros(comm.size, len(tp_shards), 2, dtype=torch.int64, device="cpu")
     mine = [[tp_shard.start, tp_shard.start + tp_shard.size] for tp_shard in tp_shards]
@@ -252,7 +250,7 @@ def check_tp_shards(
         tp_shard, extents = tp_shards[i], [Extent(*pair) for pair in places[:, i].tolist()]
         problem = check_partition(tp_shard.lines, extents, LINES[tp_shard.dim])
         raise RankMismatchError(
-            f"the parts of {names[i]} must cover each of the {tp_shard.lines} "
+            f"the shards of {names[i]} must cover each of the {tp_shard.lines} "
             f"{LINES[tp_shard.dim]} of "
             f"{tuple(tp_shard.whole)} exactly once: {problem}."
         )

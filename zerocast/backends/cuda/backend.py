@@ -29,7 +29,7 @@ from zerocast.backends.cuda.tiling import (
     shard_tiles,
     tiled_grid,
 )
-from zerocast.backends.empty_parts import with_empty_parts
+from zerocast.backends.empty_shards import with_empty_shards
 from zerocast.backends.tables import (
     cast_row,
     dequantize_row,
@@ -125,7 +125,7 @@ class CudaBackend:
         return self._tables.launch(kernel, rows, cuts, scalars, (chosen, lists))
 
     def compute_scale(self, numerics: Numerics, operands: Sequence[TensorOperand]) -> Launch:
-        return with_empty_parts(self._compute_scale, numerics, operands)
+        return with_empty_shards(self._compute_scale, numerics, operands)
 
     def _compute_scale(self, numerics: Numerics, operands: Sequence[TensorOperand]) -> Launch:
         rows = [scale_row(operand, self._address) for operand in operands]

@@ -1,9 +1,10 @@
-"""The operations, each a loop over weights; the arithmetic is in the modules beside this one."""
+"""The operations are loops over weights; the arithmetic is in the modules beside this one."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -36,92 +37,31 @@ class ReferenceBackend:
     name = "reference"
 
     def partial_amax(self, operands: Sequence[TensorOperand], masters: Masters) -> Launch:
-        @keeping_subnormals
-        def launch() -> None:
-            for shard in operands:
-                if shard.extent:
-                    raise_amaxes(shard, rounded(shard, masters))
-
-        return launch
+        return _for_shards(operands, lambda shard: raise_amaxes(shard, rounded(shard, masters)))
 
     def partial_select(
         self, numerics: NVFP4Numerics, operands: Sequence[TensorOperand], masters: Masters
     ) -> Launch:
-        @keeping_subnormals
-        def launch() -> None:
-            for shard in operands:
-                if shard.extent:
-                    four_over_six.write_own_part(numerics, shard, masters)
-
-        return launch
+        return _for_shards(
+            operands, lambda shard: four_over_six.write_own_part(numerics, shard, masters)
+        )
 
     def select(self, numerics: NVFP4Numerics, operands: Sequence[TensorOperand]) -> Launch:
-        @keeping_subnormals
-        def launch() -> None:
-            for operand in operands:
-                four_over_six.choose_in_cut_rows(numerics, operand)
-
-        return launch
+        return _for_each(operands, partial(four_over_six.choose_in_cut_rows, numerics))
 
     def compute_scale(self, numerics: Numerics, operands: Sequence[TensorOperand]) -> Launch:
-        @keeping_subnormals
-        def launch() -> None:
-            for t in operands:
-                for each in t.scaled_planes:
-                    assert each.scale_inv is not None
-                    stored, _ = scales(numerics, t, each)
-                    write_plane(stored, each.plane.scales, each.scale_inv)
-                if t.amax is not None:
-                    t.amax.copy_(amax_of(t).view(torch.float32))
-                if t.advances and t.delayed is not None:
-                    assert isinstance(numerics, Float8DelayedNumerics)
-                    advance(numerics, t.delayed, amax_of(t))
-                if t.advances and t.rounding is not None:
-                    t.rounding.counter[1] += 1
-
-        return launch
+        return _for_each(operands, partial(_compute_scale, numerics))
 
     def partial_cast(
         self, numerics: Numerics, operands: Sequence[TensorOperand], masters: Masters
     ) -> Launch:
-        @keeping_subnormals
-        def launch() -> None:
-            for shard in operands:
-                if shard.extent:
-                    x = rounded(shard, masters)
-                    if isinstance(numerics, Float8DelayedNumerics):
-                        raise_amaxes(shard, x)
-                    _cast(numerics, shard, x)
-
-        return launch
+        return _for_shards(operands, lambda shard: _cast(numerics, shard, rounded(shard, masters)))
 
     def transpose(self, numerics: Numerics, operands: Sequence[TensorOperand]) -> Launch:
-        @keeping_subnormals
-        def launch() -> None:
-            for t in operands:
-                rowwise, columnwise = t.planes
-                assert columnwise.codes is not None
-                codes = _codes(numerics, rowwise)
-                transposed = pack_nibbles(codes.t()) if numerics.fmt.bits == 4 else codes.t()
-                columnwise.codes.view(transposed.shape).copy_(transposed)
-                if columnwise.scale_inv is not None:
-                    write_plane(_scales(rowwise).t(), columnwise.plane.scales, columnwise.scale_inv)
-
-        return launch
+        return _for_each(operands, partial(_transpose, numerics))
 
     def dequantize(self, numerics: Numerics, operands: Sequence[TensorOperand]) -> Launch:
-        @keeping_subnormals
-        def launch() -> None:
-            for t in operands:
-                assert t.values is not None
-                multipliers = decode_multipliers(numerics, _scales(t.planes[0]), t.amax)
-                codes = _codes(numerics, t.planes[0])
-                value = decode(codes, numerics.fmt) * by_elements(multipliers, t.grid)
-                # An infinite scale times zero is a NaN whose sign the machine chooses: ours is
-                # canonical.
-                t.values.copy_(torch.where(value.isnan(), math.nan, value).view_as(t.values))
-
-        return launch
+        return _for_each(operands, partial(_dequantize, numerics))
 
     def fused_op(self, numerics: Numerics | None, target: FusedOperand) -> Launch:
         @keeping_subnormals
@@ -134,6 +74,54 @@ class ReferenceBackend:
             cast_values(self, numerics, target, values)
 
         return launch
+
+
+def _for_each(operands: Sequence[TensorOperand], run: Callable[[TensorOperand], None]) -> Launch:
+    """The launch that runs an operation on one tensor after the other."""
+
+    @keeping_subnormals
+    def launch() -> None:
+        for operand in operands:
+            run(operand)
+
+    return launch
+
+
+def _for_shards(operands: Sequence[TensorOperand], run: Callable[[TensorOperand], None]) -> Launch:
+    """The same on the tensors of which this rank owns elements."""
+    return _for_each([operand for operand in operands if operand.extent], run)
+
+
+def _compute_scale(numerics: Numerics, t: TensorOperand) -> None:
+    for each in t.scaled_planes:
+        assert each.scale_inv is not None
+        stored, _ = scales(numerics, t, each)
+        write_plane(stored, each.plane.scales, each.scale_inv)
+    if t.amax is not None:
+        t.amax.copy_(amax_of(t).view(torch.float32))
+    if t.advances and t.delayed is not None:
+        assert isinstance(numerics, Float8DelayedNumerics)
+        advance(numerics, t.delayed, amax_of(t))
+    if t.advances and t.rounding is not None:
+        t.rounding.counter[1] += 1
+
+
+def _transpose(numerics: Numerics, t: TensorOperand) -> None:
+    rowwise, columnwise = t.planes
+    assert columnwise.codes is not None
+    codes = _codes(numerics, rowwise)
+    transposed = pack_nibbles(codes.t()) if numerics.fmt.bits == 4 else codes.t()
+    columnwise.codes.view(transposed.shape).copy_(transposed)
+    if columnwise.scale_inv is not None:
+        write_plane(_scales(rowwise).t(), columnwise.plane.scales, columnwise.scale_inv)
+
+
+def _dequantize(numerics: Numerics, t: TensorOperand) -> None:
+    assert t.values is not None
+    multipliers = decode_multipliers(numerics, _scales(t.planes[0]), t.amax)
+    value = decode(_codes(numerics, t.planes[0]), numerics.fmt) * by_elements(multipliers, t.grid)
+    # An infinite scale times zero is a NaN whose sign the machine chooses: ours is canonical.
+    t.values.copy_(torch.where(value.isnan(), math.nan, value).view_as(t.values))
 
 
 def _codes(numerics: Numerics, buffers: PlaneBuffers) -> torch.Tensor:
@@ -151,7 +139,11 @@ def _scales(buffers: PlaneBuffers) -> torch.Tensor:
 
 
 def _cast(numerics: Numerics, shard: TensorOperand, x: torch.Tensor) -> None:
-    """Encode the shard's rounded elements ``x`` [n] into every plane of codes."""
+    """Encode the shard's rounded elements ``x`` [n] into every plane of codes, and raise the amaxes
+    under delayed scaling.
+    """
+    if isinstance(numerics, Float8DelayedNumerics):
+        raise_amaxes(shard, x)
     index = indices(shard)
     for each in shard.cast_planes:
         grid = each.plane.grid

@@ -49,7 +49,7 @@ def write_own_part(numerics: NVFP4Numerics, shard: TensorOperand, masters: Maste
 
 
 def choose_in_cut_rows(numerics: NVFP4Numerics, operand: TensorOperand) -> None:
-    """Put the exchanged parts together: the choices of all blocks in cut rows of blocks."""
+    """Put together what was exchanged: the choices of all blocks in cut rows of blocks."""
     grid, candidates = operand.grid, operand.candidates
     assert candidates is not None
     cut = candidates.cut.tolist()

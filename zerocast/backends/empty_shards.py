@@ -1,7 +1,7 @@
-"""Scales of an empty part of a weight: it has amaxes in common with other parts, and no element.
+"""Computes the scales of empty tensor-parallel shards, which share amaxes and have no element.
 
-Compiled code cuts its work by stored scales, of which an empty part may have none. There is next to
-nothing to do, so plain torch does it.
+Compiled code divides its work by stored scales, of which such a shard may have none. There is next
+to nothing to do, so plain torch does it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from zerocast.backends.reference import ReferenceBackend
 from zerocast.numerics import Launch, Numerics, TensorOperand
 
 
-def with_empty_parts(
+def with_empty_shards(
     compute_scale: Callable[[Numerics, Sequence[TensorOperand]], Launch],
     numerics: Numerics,
     operands: Sequence[TensorOperand],
