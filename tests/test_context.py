@@ -13,12 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import zerocast
 from tests.support.delayed import AMAXES, PlainDelayed
 from tests.support.same_bytes import assert_same_bytes
-from zerocast.comm import (
-    PeerFailedError,
-    RecordingCommunicator,
-    SingleRank,
-    run_in_process,
-)
+from zerocast.comm import PeerFailedError, RecordingCommunicator, SingleRank, run_in_process
 from zerocast.errors import InputError
 from zerocast.nn import regions
 from zerocast.nn.autocast import ModelInit, current_model_init

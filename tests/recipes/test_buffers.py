@@ -53,11 +53,7 @@ def derived(recipe: Recipe, shape: tuple[int, ...]) -> tuple[str, ...]:
 
 def test_the_buffers_of_an_awkward_nvfp4_weight():
     """[17, 80]: rows of 40 bytes, columns of 9, scale planes padded to 128 by 4."""
-    specs = {
-        "rowwise_data": codes(17, 40),
-        "rowwise_scale_inv": codes(128, 8),
-        "amax": scales(1),
-    }
+    specs = {"rowwise_data": codes(17, 40), "rowwise_scale_inv": codes(128, 8), "amax": scales(1)}
     columnwise = {"columnwise_data": codes(80, 9), "columnwise_scale_inv": codes(128, 4)}
     for recipe in (NVFP4, NVFP4_1D, NVFP4BlockScaling(nvfp4_4over6="weights")):
         assert recipe.buffers((17, 80), columnwise=False) == specs

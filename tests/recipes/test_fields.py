@@ -143,24 +143,14 @@ def test_the_dimension_of_float8_blocks_by_role():
     """1-D activations and gradients, 2-D weights; each can be chosen."""
     roles = ("input", "output", "weight", "grad_output", "grad_input")
     cast, derived = Source.TRANSPOSED_MASTER, Source.ROWWISE
-    recipe = Float8BlockScaling()
-    assert [recipe.for_role(r).columnwise_source for r in roles] == [
-        cast,
-        cast,
-        derived,
-        cast,
-        cast,
-    ]
     other = Float8BlockScaling(
         x_block_scaling_dim=2, w_block_scaling_dim=1, grad_block_scaling_dim=2
     )
-    assert [other.for_role(r).columnwise_source for r in roles] == [
-        derived,
-        derived,
-        cast,
-        derived,
-        derived,
-    ]
+    for recipe, activations, weights in (
+        (Float8BlockScaling(), cast, derived), (other, derived, cast),
+    ):  # fmt: skip
+        sources = [recipe.for_role(role).columnwise_source for role in roles]
+        assert sources == [activations, activations, weights, activations, activations]
 
 
 @pytest.mark.parametrize("name", ["x", "w", "grad"])

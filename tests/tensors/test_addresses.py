@@ -27,15 +27,6 @@ def test_addresses_are_refused(recipe):
                 assert "dequantize()" in str(raised.value)
 
 
-@both_recipes
-def test_numpy_is_read_only(recipe):
-    """NumPy reads the value and cannot write it."""
-    for tensor in (make(recipe), make(recipe).view(-1)):
-        array = tensor.numpy()
-        with pytest.raises(ValueError, match="read-only"):
-            array[0] = 0
-
-
 def test_safetensors_says_what_to_save(tmp_path):
     """safetensors, which writes plain memory, is refused with what to save in its place."""
     safetensors = pytest.importorskip("safetensors.torch")
@@ -56,19 +47,6 @@ def test_save_pretrained_says_what_to_save(tmp_path):
     projection.weight = torch.nn.Parameter(quantize(projection.weight, NVFP4BlockScaling()))
     with pytest.raises(UnsupportedError, match="save the FP32 masters, or weight.dequantize"):
         model.save_pretrained(tmp_path)
-
-
-def test_an_initial_value_that_was_not_kept_is_absent():
-    """hasattr tells whether there is one, as frameworks ask; asking anyway raises."""
-    weight = make(NVFP4BlockScaling())
-    assert not hasattr(weight, "get_high_precision_init_val")
-    with pytest.raises(MissingDataError, match="preserve_high_precision_init_val=True"):
-        weight.get_high_precision_init_val()
-    value = torch.zeros(17, 48)
-    weight.quantized_storage.high_precision_init_val = value
-    assert weight.get_high_precision_init_val() is value
-    weight.clear_high_precision_init_val()
-    assert not hasattr(weight, "get_high_precision_init_val")
 
 
 @both_recipes

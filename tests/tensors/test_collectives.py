@@ -11,10 +11,7 @@ from zerocast.errors import RankMismatchError, UnsupportedError
 from zerocast.recipes import NVFP4BlockScaling, Recipe
 from zerocast.tensors import QuantizedTensor, quantize
 
-pytestmark = [
-    pytest.mark.mpi,
-    pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning"),
-]
+pytestmark = [pytest.mark.mpi, pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")]
 
 RANKS = 2
 on_two_ranks = on_ranks("torch_distributed", RANKS)

@@ -189,12 +189,16 @@ def test_what_needs_memory_of_the_nominal_dtype_is_refused():
 
 @both_recipes
 def test_numpy_and_lists_are_of_the_value(recipe):
-    """As for any tensor, numpy() needs a detach() where a gradient is required."""
+    """NumPy reads the value and cannot write it; as for any tensor, numpy() needs a detach() where
+    a gradient is required.
+    """
     weight = make(recipe)
     expected = weight.dequantize()
     assert np.array_equal(weight.numpy(), expected.numpy())
     assert np.array_equal(np.asarray(weight), expected.numpy())
     assert weight.tolist() == expected.tolist()
+    with pytest.raises(ValueError, match="read-only"):
+        weight.numpy()[0] = 0
     with pytest.raises(RuntimeError, match="requires grad"):
         torch.nn.Parameter(weight).numpy()
     assert np.array_equal(torch.nn.Parameter(weight).numpy(force=True), expected.numpy())

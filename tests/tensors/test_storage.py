@@ -8,7 +8,7 @@ import torch
 
 from tests.support.same_bytes import assert_same_storage
 from tests.support.weights import FP8, NVFP4, both_recipes
-from zerocast.errors import StaleCopyError
+from zerocast.errors import MissingDataError, StaleCopyError
 from zerocast.recipes import Recipe
 from zerocast.tensors import CastVersion, QuantizedTensor, quantize, rebuild_derived
 
@@ -118,9 +118,13 @@ def test_the_version_changes_exactly_when_codes_are_written():
 
 
 def test_the_high_precision_initial_value_lasts_until_the_next_write():
-    """A cast, or a copy of other quantized bytes, ends it; loading values into it replaces it."""
+    """A cast, or a copy of other quantized bytes, ends it; loading values into it replaces it.
+    hasattr tells whether there is one, as frameworks ask; asking anyway raises.
+    """
     weight, clock = watched(FP8)
     assert not hasattr(weight, "get_high_precision_init_val")
+    with pytest.raises(MissingDataError, match="preserve_high_precision_init_val=True"):
+        weight.get_high_precision_init_val()
     x = torch.randn(9, 32)
     weight.quantized_storage.high_precision_init_val = x
     assert weight.detach().get_high_precision_init_val() is x

@@ -166,18 +166,15 @@ def test_shared_amaxes(recipe, dim, columnwise, shared):
 
 
 @pytest.mark.parametrize("sizes", [(16, 16), (16, 48), (0, 64)])
-def test_a_part_of_one_block(sizes):
+@on_two_ranks
+def test_a_part_of_one_block(comm, sizes):
     """Its block's amax is its own, and the tensor's is that of the whole."""
     x = torch.ones(64, 16)
     x[-1] = 100.0
-
-    def on_rank(comm):
-        whole = x[: sum(sizes)]
-        tp_shard = TensorParallelShard(whole.shape, 0, comm.rank * sizes[0], sizes[comm.rank], comm)
-        weight = zerocast.quantize(tp_shard.slice_of(whole), NVFP4, tp_shard=tp_shard)
-        assert_is_tp_shard(weight, zerocast.quantize(whole, NVFP4))
-
-    run_in_process(2, on_rank)
+    whole = x[: sum(sizes)]
+    tp_shard = TensorParallelShard(whole.shape, 0, comm.rank * sizes[0], sizes[comm.rank], comm)
+    weight = zerocast.quantize(tp_shard.slice_of(whole), NVFP4, tp_shard=tp_shard)
+    assert_is_tp_shard(weight, zerocast.quantize(whole, NVFP4))
 
 
 # --- casts of one tensor ---
@@ -192,24 +189,21 @@ ONE_DIMENSION = {
 @pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("dim", [0, 1], ids=["rows", "columns"])
 @pytest.mark.parametrize("recipe", [*VARIANTS.values(), *ONE_DIMENSION.values()])
-def test_quantize_gives_the_slices_of_the_whole(recipe, dim):
+@on_ranks("in_process", 4)
+def test_quantize_gives_the_slices_of_the_whole(comm, recipe, dim):
     """Three parts and an empty one between them; the last rows are no whole block and odd, and
     copies that are cast from the transposed tensor are there, too.
     """
     shape, step = shape_of(recipe), unit(recipe)
     x = draw_values("wide", shape.numel(), 3).view(shape)
     cuts = [0, step, step, 2 * step, shape[dim]]
-
-    def on_rank(comm):
-        whole = zerocast.quantize(x, recipe, dtype=torch.bfloat16, name="w")
-        start, end = cuts[comm.rank : comm.rank + 2]
-        tp_shard = TensorParallelShard(shape, dim, start, end - start, comm)
-        mine = tp_shard.slice_of(x)
-        weight = zerocast.quantize(mine, recipe, dtype=torch.bfloat16, name="w", tp_shard=tp_shard)
-        assert_is_tp_shard(weight, whole)
-        assert torch.equal(weight.dequantize(), tp_shard.slice_of(whole.dequantize()))
-
-    run_in_process(4, on_rank)
+    whole = zerocast.quantize(x, recipe, dtype=torch.bfloat16, name="w")
+    start, end = cuts[comm.rank : comm.rank + 2]
+    tp_shard = TensorParallelShard(shape, dim, start, end - start, comm)
+    mine = tp_shard.slice_of(x)
+    weight = zerocast.quantize(mine, recipe, dtype=torch.bfloat16, name="w", tp_shard=tp_shard)
+    assert_is_tp_shard(weight, whole)
+    assert torch.equal(weight.dequantize(), tp_shard.slice_of(whole.dequantize()))
 
 
 @pytest.mark.usefixtures("backend")
@@ -240,39 +234,33 @@ def test_a_quantizer_casts_parts(recipe, role, dim):
     run_in_process(2, on_rank)
 
 
-def test_delayed_quantizers_record_the_amax_of_the_whole():
+@on_two_ranks
+def test_delayed_quantizers_record_the_amax_of_the_whole(comm):
     """All ranks of a part note the same amax, by a cast and by a calibration; so their next scales
     are the same.
     """
     x = torch.tensor([[1.0, -3.0], [0.5, 8.0]])
-
-    def on_rank(comm):
-        for record in ("quantize", "calibrate"):
-            state = RecipeState.create(DELAYED, "forward", 1)
-            quantizer = state.make_quantizers()[0]
-            quantizer.tp_shard = TensorParallelShard.chunk((2, 2), 0, comm)
-            getattr(quantizer, record)(quantizer.tp_shard.slice_of(x))
-            assert state.amaxes.view(torch.float32).tolist() == [8.0]
-
-    run_in_process(2, on_rank)
+    for record in ("quantize", "calibrate"):
+        state = RecipeState.create(DELAYED, "forward", 1)
+        quantizer = state.make_quantizers()[0]
+        quantizer.tp_shard = TensorParallelShard.chunk((2, 2), 0, comm)
+        getattr(quantizer, record)(quantizer.tp_shard.slice_of(x))
+        assert state.amaxes.view(torch.float32).tolist() == [8.0]
 
 
 @pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("recipe", [CURRENT, DELAYED, MXFP8, NVFP4], ids=str)
-def test_a_fused_function_casts_parts(recipe):
+@on_two_ranks
+def test_a_fused_function_casts_parts(comm, recipe):
     """What gelu makes of a part is the part of what it makes of the whole; so is its amax."""
     x = draw_values("normal", 128 * 64, 5).view(128, 64).bfloat16()
     x[100:] *= 50
-
-    def on_rank(comm):
-        states = [RecipeState.create(recipe, "forward", 1, name="layer") for _ in range(2)]
-        alone, parted = (state.make_quantizers()[0] for state in states)
-        parted.tp_shard = TensorParallelShard.chunk(x.shape, 0, comm)
-        whole = zerocast.nn.functional.gelu(x, alone)
-        assert_is_tp_shard(zerocast.nn.functional.gelu(parted.tp_shard.slice_of(x), parted), whole)
-        assert_same_bytes(states[1].amaxes, states[0].amaxes, "amaxes")
-
-    run_in_process(2, on_rank)
+    states = [RecipeState.create(recipe, "forward", 1, name="layer") for _ in range(2)]
+    alone, parted = (state.make_quantizers()[0] for state in states)
+    parted.tp_shard = TensorParallelShard.chunk(x.shape, 0, comm)
+    whole = zerocast.nn.functional.gelu(x, alone)
+    assert_is_tp_shard(zerocast.nn.functional.gelu(parted.tp_shard.slice_of(x), parted), whole)
+    assert_same_bytes(states[1].amaxes, states[0].amaxes, "amaxes")
 
 
 @on_two_ranks
