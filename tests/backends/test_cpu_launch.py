@@ -107,7 +107,7 @@ def test_a_file_that_is_no_library_is_refused(tmp_path):
     """The loader's own reason is in the message."""
     path = tmp_path / native_library.LIBRARY
     path.write_bytes(b"not a library")
-    with pytest.raises(BackendError, match=r"cannot be loaded \(.*To build it anew"):
+    with pytest.raises(BackendError, match=r"cannot be loaded \(.*To build it again"):
         native_library.open_library(path)
 
 

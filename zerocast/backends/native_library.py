@@ -58,12 +58,12 @@ def open_library(path: Path) -> ctypes.CDLL:
         found = library.zerocast_cpu_interface()
     except (OSError, AttributeError) as error:
         raise BackendError(
-            f"the native library {path} cannot be loaded ({error}). To build it anew, {REMEDY}."
+            f"the native library {path} cannot be loaded ({error}). To build it again, {REMEDY}."
         ) from error
     if found != INTERFACE:
         raise BackendError(
             f"the native library must have interface {INTERFACE}, and {path} has {found}: it was "
-            f"built from another version of zerocast. To build it anew, {REMEDY}."
+            f"built from another version of zerocast. To build it again, {REMEDY}."
         )
     library.zerocast_cpu_isas.restype = ctypes.c_char_p
     return library

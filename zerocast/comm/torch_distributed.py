@@ -143,7 +143,7 @@ class TorchDistributedCommunicator(Communicator):
         if group is None:
             raise InputError(
                 "a communicator works as long as its torch.distributed group, which has been "
-                "destroyed; make plans and optimizers anew with a group that exists."
+                "destroyed; make new plans and optimizers with a group that exists."
             )
         return group
 

@@ -1,18 +1,18 @@
-"""torch.distributed's collectives on quantized weights.
+"""Runs torch.distributed's collectives on quantized weights.
 
 Torch's schemas of them do not say which tensors they write, and a wrapper has no memory that a
 communication library could write. So each collective is known here by name:
 
 * those that move tensors whole (``broadcast``, ``send`` and ``recv``, ``scatter``, ``gather``, and
   ``all_gather`` and ``all_to_all`` of lists) move all bytes of a weight: codes, scales and what its
-  recipe remembers. Derived copies are rebuilt where they arrive;
+  recipe remembers. Derived copies are rebuilt by the receiver;
 * those that compute, or that fill a tensor from pieces, are refused where they would write a
   quantized weight;
 * where a weight is only read and what is written is plain, its value is read.
 
-A weight travels as one message: a digest of what the bytes mean, the bytes, and padding that makes
-it longer than the value. Who waits for a plain tensor then fails in the communication library, and
-who waits for a weight recognises what is none.
+A weight is sent as one message: a digest of what the bytes mean, the bytes, and padding that makes
+it longer than the value. So a rank that receives a plain tensor fails in the communication library,
+and a rank that receives a weight recognises a message that is none.
 
 NOT here: the all-gather of a cast, which moves codes only (:mod:`zerocast.cast`).
 """
@@ -56,7 +56,7 @@ _SENDS_BYTES = ("c10d::send", "c10d::gather_")
 """Those by which a rank sends without knowing what others receive into: always bytes."""
 
 _DIGEST = 16
-_on_their_way: set[Arrival] = set()
+_pending: set[PendingCollective] = set()
 
 
 def collective(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -116,14 +116,14 @@ def _moved(
     out = func(*args_sent, **kwargs)
     work = out[1] if isinstance(out, tuple) else out
     if destinations:
-        work = Arrival(work, destinations, inputs[:1]).boxed()
+        work = PendingCollective(work, destinations, inputs[:1]).boxed()
     return (args[0], work) if isinstance(out, tuple) else work
 
 
-class Arrival(torch.distributed.Work):
-    """A collective under way, at whose end the weights that it writes take their bytes over.
+class PendingCollective(torch.distributed.Work):
+    """A collective under way, after which the weights that it writes hold what they received.
 
-    Whoever waits for it, or uses one of the weights before, sees them as they were sent.
+    A wait for it, or a use of one of the weights, writes them first.
     """
 
     def __init__(
@@ -137,14 +137,14 @@ class Arrival(torch.distributed.Work):
         self._destinations = list(destinations)
         self._like = like
         self._lock = threading.RLock()
-        # Torch holds the part of this that is C++; somebody has to hold the part that is Python.
-        _on_their_way.add(self)
+        # Torch keeps the C++ half of this object alive, and nothing else the Python half.
+        _pending.add(self)
         self._earlier: list[tuple[QuantizedStorage, Callable[[], None] | None]] = []
         for tensor, _ in destinations:
             if isinstance(tensor, QuantizedTensor):
                 storage = tensor.quantized_storage
                 self._earlier.append((storage, storage.wait_pending))
-                storage.wait_pending = self._arrive
+                storage.wait_pending = self._wait
         QuantizedStorage.bump_buffers_version()
 
     def wait(self, *timeout: Any) -> bool:
@@ -193,18 +193,18 @@ class Arrival(torch.distributed.Work):
 
         return self._work.get_future().then(take_over)
 
-    def _arrive(self) -> None:
+    def _wait(self) -> None:
         self.wait()
 
     def _take_over(self) -> None:
         with self._lock:  # a future runs this in a thread of the communication library
-            if self in _on_their_way:
-                _on_their_way.discard(self)
+            if self in _pending:
+                _pending.discard(self)
                 self._write()
 
     def _write(self) -> None:
         for storage, earlier in reversed(self._earlier):
-            if storage.wait_pending == self._arrive:
+            if storage.wait_pending == self._wait:
                 storage.wait_pending = earlier
         parts = [(tensor, _storage_of(tensor, self._like)) for tensor, _ in self._destinations]
         messages = [message for _, message in self._destinations]
@@ -235,13 +235,13 @@ def _pack(storage: QuantizedStorage) -> torch.Tensor:
 
 
 def _unpack(message: torch.Tensor, storage: QuantizedStorage) -> None:
-    """Write what arrived; nothing where the weight has these bytes already."""
+    """Write what was received; nothing where the weight has these bytes already."""
     buffers = [_as_bytes(buffer) for buffer in _sent(storage)]
     given = message[_DIGEST : _DIGEST + sum(map(len, buffers))].split([len(b) for b in buffers])
     if all(torch.equal(*pair) for pair in zip(buffers, given, strict=True)):
         return
-    for buffer, arrived in zip(buffers, given, strict=True):
-        buffer.copy_(arrived)
+    for buffer, received in zip(buffers, given, strict=True):
+        buffer.copy_(received)
     storage.mark_written()
     rebuild_derived([storage])
 
@@ -250,7 +250,8 @@ def _check_message(storage: QuantizedStorage, message: torch.Tensor) -> None:
     if not torch.equal(message[:_DIGEST], _digest(storage)):
         raise RankMismatchError(
             f"a quantized weight can be received from a weight of the same shape, recipe and "
-            f"buffers, and what arrived for this one, {_meaning(storage)}, is none; give the same "
+            f"buffers, and what was received for this one, {_meaning(storage)}, is none; give "
+            f"the same "
             f"kind of weight on every rank, or move weight.dequantize()."
         )
 
@@ -295,7 +296,7 @@ def _refusal(name: str, outputs: Sequence[torch.Tensor]) -> UnsupportedError:
     if any(isinstance(tensor, DequantizedView) for tensor in outputs):
         return UnsupportedError(
             f"{name} would write into a view of a quantized weight's value, which is decoded for "
-            f"the occasion, so what arrives would be lost. Give it the weight itself (the "
+            f"the occasion, so what is received would be lost. Give it the weight itself (the "
             f"parameter, or its .data without .view()): all its bytes are moved then."
         )
     return UnsupportedError(

@@ -35,7 +35,7 @@ def refuse_writes(
         given = args[i] if i < len(args) else kwargs.get(argument.name)
         if any(isinstance(leaf, kind) for leaf in tree_leaves(given)):
             raise UnsupportedError(
-                f"{func} would write a quantized weight in place. That would quantize it anew "
+                f"{func} would write a quantized weight in place. That would quantize it again "
                 f"from its own rounded value, and small updates would be lost. Update an FP32 "
                 f"master and cast it (zerocast.optim.ZeroOptimizer, zerocast.CastPlan), or compute "
                 f"the new value from weight.dequantize() and weight.copy_() it."

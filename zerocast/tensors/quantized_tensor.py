@@ -9,7 +9,7 @@ holds is a :class:`QuantizedStorage`, which its aliases share. It is a good citi
   weight as if it were in high precision (straight-through);
 * ``copy_`` into it quantizes; bytes are copied where both sides have one recipe;
 * any other in-place operation is refused, through a view, too: the result would have to be
-  quantized anew behind the caller's back;
+  quantized again without the caller noticing;
 * ``to`` moves it between devices and leaves the codes alone; to another dtype it dequantizes. A
   module's ``to``, ``half`` and others change the nominal dtype of its parameters and leave their
   codes alone, too.
@@ -63,7 +63,7 @@ class QuantizedTensor(WeightData):
         if not isinstance(storage, QuantizedStorage) or others or options:
             raise UnsupportedError(
                 "a quantized weight is made by zerocast.quantize or zerocast.empty. Code that "
-                "makes parameters anew by their class (accelerate's init_empty_weights and its "
+                "makes new parameters by their class (accelerate's init_empty_weights and its "
                 "loading of checkpoints) needs a model without quantized weights: call "
                 "zerocast.nn.convert after it."
             )

@@ -86,8 +86,13 @@ class Writes:
 
     def mark_rebuilt(self) -> None:
         """Note that the derived copies have just been made from the present codes."""
-        self.others += sum(version.ticks for version in self._seen if version.retired)
-        self._seen = {version: version.ticks for version in self._seen if not version.retired}
+        seen: dict[CastVersion, int] = {}
+        for version in self._seen:
+            if version.retired:
+                self.others += version.ticks
+            else:
+                seen[version] = version.ticks
+        self._seen = seen
 
     def take_over(self, rebuild_on_use: bool | None) -> None:
         """Be stale as another weight is whose :attr:`rebuild_on_use` is given, without its plans,

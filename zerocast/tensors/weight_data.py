@@ -128,7 +128,7 @@ class WeightData(torch.Tensor):
     ) -> None:
         """Give the memory of the rowwise or of the columnwise copy back, by False; True makes sure
         that it is there, and None is no wish. A columnwise copy that the rowwise codes determine is
-        made anew.
+        made again.
 
         Raises:
             InputError: where nothing would be left.
@@ -205,7 +205,7 @@ class WeightData(torch.Tensor):
             "weight.update_usage(columnwise_usage=True) makes it from the rowwise codes"
             if storage.can_derive_columnwise
             else f"under {type(self.recipe).__name__} it cannot be made from the rowwise codes; "
-            f"quantize the high-precision value anew, with columnwise=True"
+            f"quantize the high-precision value again, with columnwise=True"
         )
         raise MissingDataError(
             f"{name} is not there: this weight was made, or kept, without its columnwise copy; "
