@@ -114,8 +114,7 @@ class Addresses:
             if weight.quantized_storage is not shard_spec.storage:
                 raise InputError(
                     f"{shard_spec.name} must be the weight that the plan was made for, got one "
-                    f"that "
-                    "has been converted or moved since (Module.half, .to, _apply); make a new "
+                    "that has been converted or moved since (Module.half, .to, _apply); make a new "
                     "plan."
                 )
 
@@ -123,9 +122,8 @@ class Addresses:
         for shard_spec, planned in zip(self._specs, self._copies, strict=True):
             if _copies(shard_spec.storage) != planned:
                 raise InputError(
-                    f"{shard_spec.name} must hold the copies of its codes that the plan was "
-                    f"made for, "
-                    f"got {', '.join(shard_spec.storage.buffers)} after update_usage; make a "
+                    f"{shard_spec.name} must hold the copies of its codes that the plan was made "
+                    f"for, got {', '.join(shard_spec.storage.buffers)} after update_usage; make a "
                     f"new plan."
                 )
 

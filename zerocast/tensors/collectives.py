@@ -250,9 +250,8 @@ def _check_message(storage: QuantizedStorage, message: torch.Tensor) -> None:
     if not torch.equal(message[:_DIGEST], _digest(storage)):
         raise RankMismatchError(
             f"a quantized weight can be received from a weight of the same shape, recipe and "
-            f"buffers, and what was received for this one, {_meaning(storage)}, is none; give "
-            f"the same "
-            f"kind of weight on every rank, or move weight.dequantize()."
+            f"buffers, and what was received for this one, {_meaning(storage)}, is none; give the "
+            f"same kind of weight on every rank, or move weight.dequantize()."
         )
 
 

@@ -251,7 +251,6 @@ def check_tp_shards(
         problem = check_partition(tp_shard.lines, extents, LINES[tp_shard.dim])
         raise RankMismatchError(
             f"the shards of {names[i]} must cover each of the {tp_shard.lines} "
-            f"{LINES[tp_shard.dim]} of "
-            f"{tuple(tp_shard.whole)} exactly once: {problem}."
+            f"{LINES[tp_shard.dim]} of {tuple(tp_shard.whole)} exactly once: {problem}."
         )
     return places
