@@ -1,8 +1,8 @@
-"""What an argument of a public call must be: one check for each kind, made before it is used.
+"""Checks of the arguments of public calls: one for each kind, made before the argument is used.
 
 Each check returns the value in the form that the package works with, or raises
 :class:`zerocast.InputError` with the argument's name, what it must be and what was given. Recipes
-and groups have theirs in ``zerocast.recipes.as_recipe`` and ``zerocast.comm.as_communicator``.
+are checked by ``zerocast.recipes.as_recipe``, groups by ``zerocast.comm.as_communicator``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from zerocast.errors import InputError
 
 
 def shown(value: object) -> str:
-    """``value`` for a message: short, and printable everywhere."""
+    """Return ``value`` for a message: short, and printable everywhere."""
     if isinstance(value, torch.Tensor):
         return f"a {value.dtype} tensor of shape {tuple(value.shape)}"
     text = ascii(value)
@@ -26,28 +26,28 @@ def shown(value: object) -> str:
 
 
 def check_flag(name: str, value: object) -> bool:
-    """True or False."""
+    """Check that it is True or False."""
     if not isinstance(value, bool):
         raise InputError(f"{name} must be True or False, got {shown(value)}.")
     return value
 
 
 def check_integer(name: str, value: object, least: int, most: int) -> int:
-    """An integer between two others, both included."""
+    """Check that it is an integer from ``least`` to ``most``, both included."""
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
         raise InputError(f"{name} must be an integer from {least} to {most}, got {shown(value)}.")
     return value
 
 
 def check_number(name: str, value: object) -> float:
-    """A number, of Python's."""
+    """Check that it is an int or a float of Python's."""
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise InputError(f"{name} must be a number, got {shown(value)}.")
     return value
 
 
 def check_text(name: str, value: object) -> str:
-    """A text that UTF-8 can write."""
+    """Check that it is a text that UTF-8 can write."""
     if not isinstance(value, str):
         raise InputError(f"{name} must be a text, got {shown(value)}.")
     try:
@@ -61,7 +61,7 @@ def check_text(name: str, value: object) -> str:
 
 
 def check_shape(name: str, value: Any) -> torch.Size:
-    """Dimensions of a tensor whose elements 64 bits can count; torch's symbolic ones, too."""
+    """Check that it is the shape of fewer than 2**63 elements; torch's symbolic ones pass."""
     is_shape = isinstance(value, Sequence) and all(
         isinstance(n, int | torch.SymInt) and not isinstance(n, bool) and n >= 0 for n in value
     )
@@ -74,7 +74,7 @@ def check_shape(name: str, value: Any) -> torch.Size:
 
 
 def check_device(name: str, value: Any) -> torch.device:
-    """A device, or what torch makes one of; None is torch's default device."""
+    """Check that torch can make a device of it; None is torch's default device."""
     if value is None:
         return torch.get_default_device()
     try:
@@ -87,7 +87,7 @@ def check_device(name: str, value: Any) -> torch.device:
 
 
 def check_tensor(name: str, value: object) -> torch.Tensor:
-    """A tensor whose elements lie in memory by strides."""
+    """Check that it is a tensor whose elements lie in memory by strides."""
     if not isinstance(value, torch.Tensor):
         raise InputError(f"{name} must be a torch.Tensor, got {type(value).__name__}.")
     if value.layout != torch.strided or value.is_nested:
@@ -105,7 +105,7 @@ def check_tensor(name: str, value: object) -> torch.Tensor:
 
 
 def check_dtype(name: str, value: object) -> torch.dtype:
-    """A floating-point dtype; None is torch's default dtype."""
+    """Check that it is a floating-point dtype; None is torch's default dtype."""
     if value is None:
         return torch.get_default_dtype()
     if not isinstance(value, torch.dtype) or not value.is_floating_point:
@@ -117,15 +117,15 @@ def check_dtype(name: str, value: object) -> torch.dtype:
 
 
 def check_module(name: str, value: object) -> torch.nn.Module:
-    """A module, not its class."""
+    """Check that it is a module, and not its class."""
     if not isinstance(value, torch.nn.Module):
         raise InputError(f"{name} must be a torch.nn.Module, got {shown(value)}.")
     return value
 
 
 def check_fields(owner: Any) -> None:
-    """The flags, numbers and texts among a dataclass's fields, by their defaults, are of those
-    kinds. Where the default is a text, a function may stand for it.
+    """Check that the fields of a dataclass whose defaults are flags, numbers or texts are of the
+    same kind. Where the default is a text, the field may be a function.
     """
     checks = {bool: check_flag, float: check_number, str: check_text}
     for field in fields(owner):
