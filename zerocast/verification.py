@@ -1,8 +1,8 @@
 """verify: whether all ranks hold the same bytes of some weights.
 
 A rank cannot see that codes of other ranks are missing: without an all-gather its weights hold old
-codes for the elements that others own, and decode to numbers all the same. So the ranks compare
-what each of them holds, by a digest (:func:`zerocast.tensors.digest.digest`) of every buffer.
+codes for the elements that others own, and still decode to numbers. So the ranks compare what each
+of them holds, by a digest (:func:`zerocast.tensors.digest.digest`) of every buffer.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Weights: TypeAlias = (
 """What :func:`verify` accepts."""
 
 _WEIGHTS_NAMED = 5
-"""A message describes so many weights, and counts the others."""
+"""The number of weights that a message describes; it counts the others."""
 
 _IS = "is"
 """The field of a line that says what a weight is; other lines name one of its buffers."""
@@ -54,14 +54,14 @@ _OTHER_WEIGHTS = (
 def verify(weights: Weights, group: Group = None) -> None:
     """Prove that every rank holds the same bytes of ``weights``. Collective.
 
-    Compared are codes, scales, amaxes, what recipes remember, and derived copies; of a copy that is
-    stale only that it is. Of plain weights (norms, biases, those of
-    :class:`zerocast.optim.ZeroOptimizer`), and of masters, the values are. Codes that are on their
-    way are waited for. It costs one all-reduce of 40 bytes, and one pass over the weights; call it
-    after the all-gather, in the first steps of a new program or whenever in doubt.
+    The ranks compare codes, scales, amaxes, recipe state and derived copies; of a copy that is
+    stale they compare only that it is. Of plain weights (norms, biases, those of
+    :class:`zerocast.optim.ZeroOptimizer`) and of masters they compare the values. A pending
+    all-gather is waited for. The call costs one all-reduce of 40 bytes, and one pass over the
+    weights; make it after the all-gather, in the first steps of a new program or whenever in doubt.
 
     Under FSDP2 ranks hold different rows of a weight until it is gathered: unshard the modules
-    first, and what is compared are the gathered codes.
+    first, so that the gathered codes are compared.
 
     Args:
         weights: a weight; an iterable of weights, or of (name, weight) pairs; or a module, whose
@@ -70,9 +70,9 @@ def verify(weights: Weights, group: Group = None) -> None:
             under tensor parallelism the data-parallel group.
 
     Raises:
-        InputError: on every rank, for anything that is no weight, on any.
-        RankMismatchError: on every rank, where two ranks hold different bytes, or were given
-            different weights: names weights, buffers and ranks, and the likely cause.
+        InputError: on every rank, if any rank was given anything but weights.
+        RankMismatchError: on every rank, if two ranks hold different bytes, or were given
+            different weights. It names weights, buffers and ranks, and the likely cause.
     """
     comm = as_communicator(group)
     lines: list[str] = []
@@ -85,7 +85,7 @@ def verify(weights: Weights, group: Group = None) -> None:
 
 
 def _named(weights: Any) -> list[tuple[str, torch.Tensor]]:
-    """The weights with their names, or places."""
+    """Return the weights with their names, or with their places if they have none."""
     if isinstance(weights, torch.nn.Module):
         return list(weights.named_parameters())
     if isinstance(weights, torch.Tensor):
@@ -109,8 +109,8 @@ def _named(weights: Any) -> list[tuple[str, torch.Tensor]]:
 
 
 def _lines(weights: Sequence[tuple[str, torch.Tensor]]) -> list[str]:
-    """What the ranks compare, [name, field, value] in JSON: what each weight is, and a digest of
-    each of its buffers.
+    """Return what the ranks compare, [name, field, value] in JSON: what each weight is, and a
+    digest of each of its buffers.
     """
     lines: list[tuple[str, str, str | None]] = []
     digests: list[torch.Tensor] = []
@@ -128,7 +128,7 @@ def _lines(weights: Sequence[tuple[str, torch.Tensor]]) -> list[str]:
 
 
 def _described(name: str, weight: torch.Tensor) -> tuple[str, dict[str, torch.Tensor | None]]:
-    """What ``weight`` is, and its buffers: plain tensors, or None for a stale one."""
+    """Return what ``weight`` is, and its buffers: plain tensors, or None for a stale one."""
     place = ""
     if is_sharded(weight):
         place = f" at {_coordinate(weight)} of {weight.placements}"
@@ -152,7 +152,7 @@ def _described(name: str, weight: torch.Tensor) -> tuple[str, dict[str, torch.Te
 
 
 def _coordinate(weight: Any) -> list[int]:
-    """This rank's place in the dimensions of the mesh that divide ``weight``, a DTensor."""
+    """Return this rank's place in the dimensions of the mesh that divide ``weight``, a DTensor."""
     return [
         weight.device_mesh.get_local_rank(i)
         for i, placement in enumerate(weight.placements)
@@ -161,7 +161,7 @@ def _coordinate(weight: Any) -> list[int]:
 
 
 def _message(by_rank: Sequence[Sequence[str]]) -> str:
-    """Which weights and buffers differ between which ranks, and why that may be."""
+    """Say which weights and buffers differ between which ranks, and the likely cause."""
     ranks = [[json.loads(line) for line in lines] for lines in by_rank]
     required = "every rank of the group must hold the same bytes of the weights, but "
     for rank, lines in enumerate(ranks):
@@ -198,7 +198,7 @@ def _message(by_rank: Sequence[Sequence[str]]) -> str:
 
 
 def _who_holds_what(held: Sequence[str]) -> str:
-    """``held[rank]`` by groups of ranks that hold the same."""
+    """Describe ``held[rank]`` by groups of ranks that hold the same."""
     ranks_of: dict[str, list[str]] = {}
     for rank, value in enumerate(held):
         ranks_of.setdefault(value, []).append(str(rank))

@@ -546,8 +546,8 @@ def test_ranks_without_a_part_are_refused(weights):
     (message,) = set(run_ranks("torch_distributed", 4, run))
     what = "up.weight" if weights == "master" else "the layer's weight"
     assert message == (
-        f"{what}: each of 4 tensor-parallel ranks must have a part of the weight, got rows [5, 5) "
-        f"of (5, 64); choose fewer ranks, or leave the weight uncut."
+        f"{what}: each of 4 tensor-parallel ranks must have a shard of the weight, got rows [5, "
+        f"5) of (5, 64); choose fewer ranks, or do not split the weight."
     )
 
 

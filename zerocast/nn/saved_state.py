@@ -1,11 +1,10 @@
-"""What a recipe remembers for a layer, as one tensor of bytes.
+"""pack and unpack: a layer's recipe state as one tensor of bytes.
 
-An entry of a state dict is a plain tensor wherever others handle it: code that shards, broadcasts,
-offloads or writes state dicts (torch's own, accelerate's, safetensors) asks every entry for its
-shape, dtype and device, and ``torch.distributed.checkpoint`` loads into tensors of the saved size.
-So the tensors that a recipe remembers stand in one, uint8 [n], behind a header that says what they
-are; n is the same wherever recipe and layer are. As integers they keep their bits where a model
-changes its dtype.
+Code that shards, broadcasts, offloads or writes state dicts (torch's own, accelerate's,
+safetensors) asks every entry for its shape, dtype and device, as a plain tensor has them, and
+``torch.distributed.checkpoint`` loads into tensors of the saved size. So the tensors of a recipe's
+state are saved as one, uint8 [n], behind a header that says what they are; n depends on recipe and
+layer alone. As integers they keep their bits when a model changes its dtype.
 
     8 bytes               the length of the header, little-endian
     the header            JSON: what the state belongs to, and names, dtypes and shapes
@@ -38,7 +37,7 @@ class SavedState(NamedTuple):
 
 
 def pack(owner: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """One tensor, uint8 [n] on the CPU, of the state ``tensors`` of ``owner``."""
+    """Return one tensor, uint8 [n] on the CPU, of the state ``tensors`` of ``owner``."""
     specs = {name: [str(t.dtype), list(t.shape)] for name, t in tensors.items()}
     header = json.dumps({"owner": owner, "tensors": specs}).encode()
     head = len(header).to_bytes(_LENGTH, "little") + header
@@ -49,7 +48,7 @@ def pack(owner: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> torch
 
 
 def unpack(packed: Any, name: str) -> SavedState:
-    """What :func:`pack` was given, on the CPU; ``name`` is whose state it is, for errors.
+    """Return what :func:`pack` was given, on the CPU; ``name`` is the layer's, for errors.
 
     Raises:
         InputError: for anything that :func:`pack` does not make.
@@ -80,8 +79,8 @@ def unpack(packed: Any, name: str) -> SavedState:
 
 
 def recipe_to_values(recipe: Recipe) -> dict[str, Any]:
-    """``recipe`` as JSON has it: the name of its class and its fields that may have another value,
-    of a user's own function among them the name.
+    """Return ``recipe`` as JSON values: the name of its class, and the fields that may have another
+    value; a user's own function is given by its name.
     """
     values: dict[str, Any] = {"class": type(recipe).__name__}
     for field in dataclasses.fields(recipe):

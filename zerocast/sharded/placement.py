@@ -229,8 +229,8 @@ def check_tp_boundaries(name: str, tp_shard: TensorParallelShard, recipe: Recipe
     *_, last = all_tp_shards(tp_shard)
     if not last.size:
         raise InputError(
-            f"{name}: each of {last.require_comm().size} tensor-parallel ranks must have a part of "
-            f"the weight, got {last}; choose fewer ranks, or leave the weight uncut."
+            f"{name}: each of {last.require_comm().size} tensor-parallel ranks must have a shard "
+            f"of the weight, got {last}; choose fewer ranks, or do not split the weight."
         )
     try:
         for other in all_tp_shards(tp_shard):
