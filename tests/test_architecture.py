@@ -50,8 +50,8 @@ PUBLIC_MODULES = (
 # --- imports run one way ---
 
 
-def tp_shard_of(module: str) -> str:
-    """The part of the house that a dotted module belongs to: ``zerocast.comm.mpi`` -> ``comm``."""
+def package_of(module: str) -> str:
+    """The package that a dotted module belongs to: ``zerocast.comm.mpi`` -> ``comm``."""
     return module.split(".")[1] if "." in module else "__init__"
 
 
@@ -83,11 +83,11 @@ def imports(source: str, module: str, is_package: bool) -> list[tuple[int, str]]
 
 def violations(source: str, module: str, is_package: bool = False) -> list[str]:
     """The imports of ``source`` that do not go down."""
-    here = tp_shard_of(module)
+    here = package_of(module)
     return [
         f"{module}, line {line}: {here} may not import {name}"
         for line, name in imports(source, module, is_package)
-        if tp_shard_of(name) != here and LEVEL[tp_shard_of(name)] >= LEVEL[here]
+        if package_of(name) != here and LEVEL[package_of(name)] >= LEVEL[here]
     ]
 
 
