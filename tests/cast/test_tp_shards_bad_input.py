@@ -83,8 +83,7 @@ def test_a_wrong_master_is_heard_of_in_both_groups() -> None:
         (
             lambda comm, t, d: {"part": TensorParallelShard((64, 32), 0, 32 * t, 16, comm)},
             "the shards of w must cover each of the 64 rows of (64, 32) exactly once: rows [16, "
-            "32) "
-            "are owned by no rank.",
+            "32) are owned by no rank.",
         ),
     ],
     ids=["recipes", "names", "dimensions", "wholes", "sharded differently", "gap"],

@@ -1,4 +1,4 @@
-"""Who does the arithmetic: the choice of a backend for a device.
+"""Chooses the backend that does the arithmetic on a device.
 
 CPU tensors go to the native library, CUDA tensors to our kernels. Where those cannot run, and on
 other devices, the reference steps in, which is right everywhere and fast nowhere; with one warning.
@@ -46,7 +46,7 @@ def backend_for(device: torch.device) -> Backend:
 
 @contextmanager
 def use_backend(backend: str | Backend) -> Iterator[None]:
-    """Within the context, prepare operations with this backend: ``"reference"``, ``"cpu"``,
+    """Prepare operations within the context with this backend: ``"reference"``, ``"cpu"``,
     ``"cuda"``, or a backend of your own (:class:`zerocast.numerics.Backend`).
 
     A plan keeps the backend that it was made with. The choice belongs to this thread (or asyncio

@@ -1,4 +1,4 @@
-"""What the GEMMs of this machine multiply: whether quantizing gains speed, and if not, why.
+"""Says what the GEMMs of this machine multiply: whether quantizing gains speed, and if not, why.
 
 Every recipe works on every device: where codes cannot be multiplied, a layer multiplies the values
 that they mean. So these functions refuse nothing; they say what a user may expect, and what
@@ -27,7 +27,7 @@ def is_fp8_available(return_reason: bool = False) -> Answer:
 
 
 def is_mxfp8_available(return_reason: bool = False) -> Answer:
-    """As :func:`is_fp8_available`, for MXFP8."""
+    """Say the same as :func:`is_fp8_available` about MXFP8."""
     lacks, capability = _lacks((10, 0), "MXFP8"), compute_capability()
     if capability is not None and capability >= (12, 0):
         lacks = (
@@ -38,12 +38,12 @@ def is_mxfp8_available(return_reason: bool = False) -> Answer:
 
 
 def is_nvfp4_available(return_reason: bool = False) -> Answer:
-    """As :func:`is_fp8_available`, for NVFP4."""
+    """Say the same as :func:`is_fp8_available` about NVFP4."""
     return _answer(_lacks((10, 0), "NVFP4"), return_reason)
 
 
 def is_fp8_block_scaling_available(return_reason: bool = False) -> Answer:
-    """As :func:`is_fp8_available`, for FP8 with a scale a block."""
+    """Say the same as :func:`is_fp8_available` about FP8 with a scale a block."""
     lacks = _lacks((9, 0), "blockwise FP8")
     version = tuple(int(part) for part in (torch.version.cuda or "0").split(".")[:2])
     if not lacks and version < (12, 9):
@@ -55,7 +55,7 @@ def is_fp8_block_scaling_available(return_reason: bool = False) -> Answer:
 
 
 def compute_capability() -> tuple[int, int] | None:
-    """Of the current CUDA device; None where there is none."""
+    """The compute capability of the current CUDA device; None where there is none."""
     return torch.cuda.get_device_capability() if torch.cuda.is_available() else None
 
 

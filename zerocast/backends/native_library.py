@@ -30,7 +30,7 @@ REMEDY = (
 
 
 def find_library() -> Path:
-    """Where the library lies.
+    """Find the file of the library.
 
     Raises:
         BackendError: where it is not, with the places looked at and the remedy.
@@ -80,5 +80,5 @@ def load() -> ctypes.CDLL:
 
 
 def instruction_sets(library: ctypes.CDLL) -> list[str]:
-    """Those that ``library`` holds and this machine runs, fastest first."""
+    """The instruction sets that ``library`` holds and this machine runs, fastest first."""
     return library.zerocast_cpu_isas().decode().split()

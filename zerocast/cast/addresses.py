@@ -35,7 +35,7 @@ def lie_of(tensors: Sequence[torch.Tensor]) -> Lie:
 
 
 class Addresses:
-    """Of the buffers of a plan's weights.
+    """The addresses of the buffers of a plan's weights.
 
     Args:
         weights: as they were given to the plan, so that it is noticed where one of them becomes
@@ -150,7 +150,8 @@ def _check_buffers(shard_spec: ShardSpec) -> None:
 
 
 def _disjoint(specs: Sequence[ShardSpec]) -> list[tuple[int, int, str]]:
-    """Start, end and name of all memory that casts and gathers of these weights write, by start.
+    """List start, end and name of all memory that casts and gathers of these weights write, by
+    start.
 
     Raises:
         InputError: where two of them overlap.

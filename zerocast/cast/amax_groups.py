@@ -27,7 +27,7 @@ def check_patterns(patterns: Patterns) -> None:
 
 
 def amax_group_labels(patterns: Patterns, names: Sequence[str]) -> list[str | None]:
-    """For each name the label of its group, or None: the members of a group are the names that
+    """Give each name the label of its group, or None: the members of a group are the names that
     match its patterns with the same text in the place of the wildcards.
 
     So ``["*.wq", "*.wk"]`` makes one group of ``layers.0.wq`` and ``layers.0.wk``, another of those

@@ -1,4 +1,4 @@
-"""What of a cast a CUDA graph cannot hold, said when a capture is tried.
+"""Refuses the capture of a cast in a CUDA graph that cannot hold it.
 
 Launches and the collectives of NCCL can be captured and replayed. What makes the host wait, or
 passes through its memory, cannot. A graph replays launches and not the bookkeeping beside them: a

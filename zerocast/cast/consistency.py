@@ -164,7 +164,7 @@ def _exchange(
     options: str,
     error: ZerocastError | None = None,
 ) -> torch.Tensor:
-    """Within one group."""
+    """Compare and exchange within one group."""
     _check_descriptions(comm, _describe, specs, options, error)
     extents = torch.zeros(comm.size, len(specs), 2, dtype=torch.int64, device="cpu")
     pairs = [[spec.extent.start, spec.extent.end] for spec in specs]
@@ -178,7 +178,7 @@ def _exchange(
 def _exchange_tp_shards(
     comm: Communicator, specs: Sequence[ShardSpec], options: str
 ) -> torch.Tensor:
-    """Within one tensor-parallel group."""
+    """Compare and exchange within one tensor-parallel group."""
     _check_descriptions(comm, _describe_whole, specs, options, None)
     tp_shards = [spec.storage.tp_shard for spec in specs]
     return check_tp_shards(

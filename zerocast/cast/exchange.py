@@ -1,4 +1,4 @@
-"""What the ranks of a plan exchange before its codes are cast: amaxes, and 4-over-6's candidates.
+"""Exchange holds what ranks reduce before codes are cast: amaxes, and the errors of 4-over-6.
 
 Both lie in one buffer each, group after group and weight after weight, so that a group's entries
 are one contiguous tensor: one all-reduce. Of tensor-parallel shards some amaxes belong to the

@@ -1,4 +1,4 @@
-"""What a caller hands to a cast, checked on this rank alone and before anything is written.
+"""ShardSpec: what a caller hands to a cast, checked on this rank before anything is written.
 
 The checks that need other ranks (does everybody mean the same weights, do the shards cover them)
 are in :mod:`zerocast.cast.consistency`.

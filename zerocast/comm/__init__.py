@@ -1,4 +1,4 @@
-"""Who the other ranks are: one contract, three transports.
+"""Communicators connect a rank with the others: one contract, three transports.
 
 In-process ranks are threads (:func:`run_in_process`), MPI ranks come through mpi4py, and any
 torch.distributed ProcessGroup serves. :func:`as_communicator` makes one of whatever a user calls

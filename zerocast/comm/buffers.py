@@ -1,4 +1,4 @@
-"""How a collective sees a tensor: checked, flat, and as bytes where the dtype does not matter.
+"""Makes tensors fit for collectives: checked, flat, and bytes where the dtype does not matter.
 
 Every communicator checks its arguments here, so a call that one of them refuses is refused by all,
 with the same words, and also on a single rank.

@@ -1,4 +1,4 @@
-"""What users call a group, and the communicator for it."""
+"""Makes a communicator of whatever users call a group."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Elements to bytes: the one place that knows where an element's code is stored.
+"""Maps elements to bytes; nothing else knows where an element's code is stored.
 
 Every offset in zerocast's Python is in elements. Codes of 8 bits take a byte each. Codes of 4 bits
 are packed two a byte by their flat index in the whole weight: the even element is the low nibble,

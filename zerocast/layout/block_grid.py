@@ -41,7 +41,7 @@ class BlockGrid:
 
     @property
     def numel(self) -> int:
-        """Elements of the matrix."""
+        """The number of elements of the matrix."""
         return self.rows * self.cols
 
     @property
@@ -61,7 +61,7 @@ class BlockGrid:
 
     @property
     def amax_slots(self) -> int:
-        """Entries of these blocks in an amax buffer of their own: one each, then the tensor's where
+        """The entries of these blocks in a separate amax buffer: one each, then the tensor's where
         there is not just one.
         """
         return self.num_blocks + (self.num_blocks != 1)
@@ -110,12 +110,12 @@ class ScaleLayout:
 
     @property
     def rows(self) -> int:
-        """Rows that hold scales, before the plane is transposed."""
+        """The rows that hold scales, before the plane is transposed."""
         return self.grid.rows if self.row_repeat == self.grid.block_h else self.grid.blocks_h
 
     @property
     def cols(self) -> int:
-        """Columns that hold scales, before the plane is transposed."""
+        """The columns that hold scales, before the plane is transposed."""
         return self.grid.cols if self.col_repeat == self.grid.block_w else self.grid.blocks_w
 
     @property

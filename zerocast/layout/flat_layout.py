@@ -37,16 +37,16 @@ class FlatLayout:
 
     @property
     def rank_numel(self) -> int:
-        """Elements of one rank's range, padding included; the same on every rank."""
+        """The elements of one rank's range, padding included; the same on every rank."""
         return round_up(ceil_div(sum(self.numels), self.world_size), self.alignment)
 
     @property
     def numel(self) -> int:
-        """Elements of the whole buffer, padding included."""
+        """The elements of the whole buffer, padding included."""
         return self.rank_numel * self.world_size
 
     def weight_extents(self) -> list[Extent]:
-        """Where each weight lies in the buffer."""
+        """The range of each weight in the buffer."""
         ends = list(accumulate(self.numels))
         return [Extent(end - n, end) for n, end in zip(self.numels, ends, strict=True)]
 
@@ -63,7 +63,7 @@ class FlatLayout:
                 for w in self.weight_extents()]  # fmt: skip
 
     def shard_slices(self, rank: int) -> list[slice]:
-        """For each weight, the part of ``rank``'s own range (its FP32 master, say) that
+        """The slice, by weight, of ``rank``'s own range (its FP32 master, say) that
         :meth:`shards` names.
         """
         owned = self.rank_extent(rank)

@@ -1,4 +1,4 @@
-"""What the operations of a cast work on: masters, and one operand a tensor with its planes.
+"""Masters and operands: what the operations of a cast work on, one operand a tensor.
 
 They hold tensors by reference, and geometry; nothing here computes.
 """
@@ -43,7 +43,7 @@ class Masters:
         self.version += 1
 
     def place(self, slot: int, table: torch.Tensor) -> int:
-        """Where in ``table``, a copy of :attr:`table`, compiled code finds the master of a slot."""
+        """The address in ``table``, a copy of :attr:`table`, of the master of a slot."""
         return table.data_ptr() + slot * table.stride(0) * table.element_size()
 
 
@@ -64,7 +64,7 @@ class DelayedState:
 
 @dataclass(frozen=True, slots=True)
 class Rounding:
-    """Where the random words of a weight come from, beside the seed.
+    """The source of the random words of a weight, beside the seed.
 
     Attributes:
         counter: int64 [2], the weight's own memory: the 32-bit hash of its name, and the step,

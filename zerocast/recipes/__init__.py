@@ -1,4 +1,4 @@
-"""How an amax becomes a scale: one scaling scheme a file, and the table of them."""
+"""Recipes say how an amax becomes a scale: one scaling scheme a file, and the table of them."""
 
 from zerocast.recipes.delayed_scaling import DelayedScaling
 from zerocast.recipes.fields import recipe_fields

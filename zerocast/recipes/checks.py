@@ -1,4 +1,4 @@
-"""What shapes a scheme accepts, and the errors for the others."""
+"""Checks that a scheme accepts a shape."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""What ranks compare of a recipe: its fields, as texts that are the same in every process.
+"""Gives the fields of a recipe, which ranks compare, as texts that are equal in all processes.
 
 Of a function what can be compared is: its module and name, byte code, constants, names, defaults,
 and the values that it closes over, as far as their texts tell them. What it reads from elsewhere

@@ -23,14 +23,14 @@ class Format(str, Enum):
     """E4M3 in the forward pass, for its precision; E5M2 in the backward, for its range."""
 
     def __reduce_ex__(self, protocol: object) -> tuple[type[Format], tuple[str]]:
-        """By value in every Python: some versions name ``getattr``, which ``torch.load`` refuses
-        where it reads ``weights_only``.
+        """Pickle by value in every Python: some versions name ``getattr``, which ``torch.load``
+        refuses where it reads ``weights_only``.
         """
         return Format, (self.value,)
 
     @property
     def forward(self) -> ElementFormat:
-        """Of weights, inputs and outputs."""
+        """The element format of weights, inputs and outputs."""
         return E5M2 if self is Format.E5M2 else E4M3
 
     @property

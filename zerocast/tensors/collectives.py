@@ -148,7 +148,7 @@ class PendingCollective(torch.distributed.Work):
         QuantizedStorage.bump_buffers_version()
 
     def wait(self, *timeout: Any) -> bool:
-        """As torch's; the weights have their bytes then.
+        """Wait as torch does; the weights have their bytes then.
 
         Raises:
             RankMismatchError: where what came is no weight like this one. None was written.
@@ -217,8 +217,8 @@ class PendingCollective(torch.distributed.Work):
 
 
 def _storage_of(tensor: torch.Tensor, like: Sequence[torch.Tensor]) -> QuantizedStorage:
-    """Where the bytes for ``tensor`` go: its own storage, or for a plain one a copy of ``like``'s
-    one.
+    """The storage that receives the bytes for ``tensor``: its own, or for a plain one a copy of
+    ``like``'s one.
     """
     if isinstance(tensor, QuantizedTensor):
         return tensor.quantized_storage

@@ -89,8 +89,8 @@ class HeldPlanes:
 
     @property
     def amax_slots(self) -> int:
-        """Entries of this weight in an amax buffer: those of its rowwise blocks, of the blocks of a
-        columnwise copy with amaxes of its own, and the tensor's unless that is one block.
+        """The entries of this weight in an amax buffer: those of its rowwise blocks, of the blocks
+        of a columnwise copy with amaxes of its own, and the tensor's unless that is one block.
         """
         blocks = sum(plane.grid.num_blocks for plane in self.cast_planes)
         return blocks + (not self.recipe.has_one_block)

@@ -108,7 +108,7 @@ def decoded_operand(storage: QuantizedStorage, plane: Plane, values: torch.Tenso
 def block_amaxes(
     storage: QuantizedStorage, amax: torch.Tensor, tensor_amax: torch.Tensor
 ) -> dict[str, torch.Tensor]:
-    """Of ``amax``, int32 [storage.amax_slots], the blocks of each plane that is cast, by name."""
+    """Split ``amax``, int32 [storage.amax_slots], by the name of each plane that is cast."""
     if storage.recipe.has_one_block:
         return {"rowwise": tensor_amax}
     planes = storage.cast_planes

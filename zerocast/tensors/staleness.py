@@ -1,4 +1,4 @@
-"""Which casts wrote the codes of a weight, and whether its derived copies are older than they are.
+"""Counts the writes of a weight's codes, and says whether its derived copies are older.
 
 Note: derived copies
 ~~~~~~~~~~~~~~~~~~~~

@@ -116,7 +116,7 @@ class QuantizedStorage(HeldPlanes):
         return QuantizedStorage(self.shape, self.dtype, self.recipe, buffers, self.tp_shard)
 
     def _lacking(self, held: Mapping[str, Any], *, columnwise: bool) -> dict[str, torch.Tensor]:
-        """Those of a weight's buffers, unfilled, that ``held`` lacks."""
+        """Allocate those of a weight's buffers, unfilled, that ``held`` lacks."""
         specs: Mapping[str, BufferSpec] = self.recipe.buffers(self.shape, columnwise=columnwise)
         return {n: spec.allocate(self.device) for n, spec in specs.items() if n not in held}
 
@@ -155,7 +155,7 @@ class QuantizedStorage(HeldPlanes):
 
     @property
     def device(self) -> torch.device:
-        """Where the bytes are."""
+        """The device of the bytes."""
         return next(iter(self._buffers.values())).device
 
     def name_weight(self, name: str) -> None:
@@ -302,12 +302,12 @@ class QuantizedStorage(HeldPlanes):
 
 
 def counted_by_torch(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Those of ``tensors`` whose writes torch counts."""
+    """Select those of ``tensors`` whose writes torch counts."""
     return [tensor for tensor in tensors if not tensor.is_inference()]
 
 
 def read_rowwise_only(names: Iterable[str]) -> set[str]:
-    """Those of a weight's buffers that only its rowwise codes are read with."""
+    """Select those of a weight's buffers that only its rowwise codes are read with."""
     held = set(names)
     return {
         name for name in ("rowwise_data", "rowwise_scale_inv")

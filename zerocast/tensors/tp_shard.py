@@ -121,17 +121,17 @@ class TensorParallelShard:
 
     @property
     def lines(self) -> int:
-        """Rows, or columns, of the whole."""
+        """The number of rows, or columns, of the whole."""
         return self.matrix[self.dim]
 
     @property
     def matrix(self) -> tuple[int, int]:
-        """Rows and columns of the whole."""
+        """The numbers of rows and columns of the whole."""
         return math.prod(self.whole[:-1]), self.whole[-1]
 
     @property
     def _step(self) -> int:
-        """Rows of one entry of the first dimension."""
+        """The number of rows of one entry of the first dimension."""
         return 1 if self.dim == COLUMNS else math.prod(self.whole[1:-1])
 
     def slice_of(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -69,7 +69,7 @@ def choose_in_cut_rows(numerics: NVFP4Numerics, operand: TensorOperand) -> None:
 
 
 def _segment_width(grid: BlockGrid, start: int) -> int:
-    """Elements of the block's row that starts at the flat index ``start``."""
+    """The number of elements in the block's row that starts at the flat index ``start``."""
     return min(grid.block_w, grid.cols - start % grid.cols)
 
 

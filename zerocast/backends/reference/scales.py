@@ -1,4 +1,4 @@
-"""From amaxes to what is stored, and to what elements are multiplied by before they are encoded:
+"""Makes of amaxes what is stored, and what elements are multiplied by before they are encoded:
 the numerics of :mod:`zerocast.numerics`, and what delayed scaling remembers.
 """
 
@@ -27,7 +27,7 @@ Scales = tuple[torch.Tensor, torch.Tensor]
 
 
 def scales(numerics: Numerics, operand: TensorOperand, buffers: PlaneBuffers) -> Scales:
-    """Of all blocks of one plane of ``operand``, from reduced amaxes."""
+    """The scales of all blocks of one plane of ``operand``, from reduced amaxes."""
     assert buffers.block_amax is not None
     block = buffers.block_amax.view(torch.float32)
     if isinstance(numerics, NVFP4Numerics):
