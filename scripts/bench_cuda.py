@@ -109,7 +109,7 @@ def probe(backend: CudaBackend, size: int, rounds: int) -> Memory:
     source = torch.zeros(size // 4, dtype=torch.float32, device="cuda")
     target = torch.empty_like(source)
     found = torch.zeros(1, dtype=torch.int32, device="cuda")
-    kernel = Kernel("probe", "probe_read", 256)
+    kernel = Kernel("probe_read", 256)
     handle = backend.launcher.prepare(kernel)
     pieces = size >> 17
     arguments = Arguments([source.data_ptr(), found.data_ptr(), pieces])

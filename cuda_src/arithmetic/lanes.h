@@ -48,6 +48,11 @@ typedef unsigned long long u64;
 
 static_assert(sizeof(i32) == 4 && sizeof(i64) == 8, "the fixed widths that the names say");
 
+template <class A, class B>
+constexpr bool SAME = false;
+template <class A>
+constexpr bool SAME<A, A> = true;
+
 // Bit patterns of FP32 magnitudes. They order like the integers they are.
 constexpr i32 MAGNITUDE_MASK = 0x7FFFFFFF;
 constexpr i32 EXPONENT_MASK = 0x7F800000;

@@ -33,11 +33,6 @@ ZEROCAST_FN void with_master(const CastShard& shard, const Work& work) {
         work((const float*)master.data - shard.start);
 }
 
-template <class A, class B>
-constexpr bool SAME = false;
-template <class A>
-constexpr bool SAME<A, A> = true;
-
 // As with_master, and says what the elements are rounded to: work(master, Bf16{}), say. That is
 // FP32, which changes nothing, where they are in the nominal dtype already.
 template <class Work>

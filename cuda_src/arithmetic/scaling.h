@@ -6,6 +6,7 @@
 #pragma once
 
 #include "arithmetic/formats.h"
+#include "arithmetic/tables.h"
 
 namespace zerocast {
 inline namespace ZEROCAST_ISA {
@@ -176,6 +177,21 @@ struct FourOverSixNumerics : NVFP4Numerics {
         return SQUARED ? distance * distance : distance;
     }
 };
+
+// The numerics of one tensor.
+template <class Numerics>
+ZEROCAST_FN Numerics numerics_of(const NumericsTable& table, const i32* tensor_amax,
+                                 const DelayedState& delayed) {
+    typedef typename Numerics::Format F;
+    if constexpr (SAME<Numerics, Float8Numerics<F>>)
+        return {table.power_2_scale != 0, Scalar::value((i32)table.amax_epsilon)};
+    else if constexpr (SAME<Numerics, DelayedNumerics<F>>)
+        return {*delayed.scale};
+    else if constexpr (SAME<Numerics, MXFP8Numerics<F>>)
+        return {};
+    else
+        return {*tensor_amax, table.scale_max};
+}
 
 // What a code is multiplied by when it is decoded: from the stored scale of its block, and the
 // tensor's amax.

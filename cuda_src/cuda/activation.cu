@@ -65,4 +65,8 @@ struct ElementWise {
     }
 };
 
-ZEROCAST_ACTIVATION_KERNELS(activation, ElementWise, 3)
+template <class Numerics, int HEIGHT>
+__global__ void __launch_bounds__(TilePosition<HEIGHT>::THREADS, HEIGHT == TALL ? 1 : 3)
+    activation(const __grid_constant__ ActivationTask task) {
+    produce<ElementWise, Numerics, HEIGHT>(task);
+}

@@ -47,68 +47,36 @@ ZEROCAST_FN void produce_values(const ActivationTask& task) {
 }
 
 // All that is wanted.
-template <template <int> class Producer, int HEIGHT, class Scaling>
-ZEROCAST_FN void produce_codes(const ActivationTask& task, const Scaling& scaling,
-                               i32* raised_amax) {
+template <template <int> class Producer, class Numerics, int HEIGHT>
+ZEROCAST_FN void produce_codes(const ActivationTask& task) {
+    // NVFP4's scales are made from the amax that an earlier launch has raised.
+    constexpr bool RAISES = !SAME<Numerics, NVFP4Numerics>;
     __shared__ TileMemory<HEIGHT> memory;
+    if (!RAISES && task.amax && blockIdx.x == 0 && threadIdx.x == 0) *task.amax = *task.tensor_amax;
+    auto numerics = numerics_of<Numerics>(task.numerics, task.tensor_amax, task.delayed);
     Producer<HEIGHT> producer;
     for_each_tile<HEIGHT>(
         task, producer,
         [&](const TilePosition<HEIGHT>& position, const ThreadTile<HEIGHT>& elements) {
-            raise_tensor_amax(raised_amax, position, elements);
+            if (RAISES) raise_tensor_amax(task.tensor_amax, position, elements);
 #pragma unroll
             for (int p = 0; p < 2; p++) {
                 if (task.planes[p].codes || task.planes[p].scale_inv)
-                    cast_plane(task.planes[p], position, elements, scaling, memory);
+                    cast_plane(task.planes[p], position, elements, numerics, memory);
             }
         });
 }
 
-template <template <int> class Producer, int HEIGHT, class F>
-ZEROCAST_FN void produce_float8(const ActivationTask& task) {
-    Float8Numerics<F> scaling{task.power_2_scale != 0, Scalar::value((i32)task.amax_epsilon)};
-    produce_codes<Producer, HEIGHT>(task, scaling, task.tensor_amax);
-}
+// Instead of numerics: the rounded result and amaxes only.
+struct NoNumerics {};
 
-template <template <int> class Producer, class F>
-ZEROCAST_FN void produce_delayed(const ActivationTask& task) {
-    produce_codes<Producer, LOW>(task, DelayedNumerics<F>{*task.scale}, task.tensor_amax);
-}
-
-template <template <int> class Producer, class F>
-ZEROCAST_FN void produce_mxfp8(const ActivationTask& task) {
-    produce_codes<Producer, LOW>(task, MXFP8Numerics<F>{}, task.tensor_amax);
-}
-
-template <template <int> class Producer>
-ZEROCAST_FN void produce_nvfp4(const ActivationTask& task) {
-    if (task.amax && blockIdx.x == 0 && threadIdx.x == 0) *task.amax = *task.tensor_amax;
-    NVFP4Numerics scaling(*task.tensor_amax, task.scale_max);
-    produce_codes<Producer, LOW>(task, scaling, nullptr);
+template <template <int> class Producer, class Numerics, int HEIGHT>
+ZEROCAST_FN void produce(const ActivationTask& task) {
+    if constexpr (SAME<Numerics, NoNumerics>)
+        produce_values<Producer>(task);
+    else
+        produce_codes<Producer, Numerics, HEIGHT>(task);
 }
 
 }  // namespace ZEROCAST_ISA
 }  // namespace zerocast
-
-#define ZEROCAST_KERNEL(height, resident, name)                      \
-    extern "C" __global__ void __launch_bounds__(                    \
-        zerocast::TilePosition<zerocast::height>::THREADS, resident) \
-        name(const __grid_constant__ zerocast::ActivationTask task)
-
-// The kernels of one producer, by the numerics of the codes; registers are to do for `resident`
-// thread blocks with low tiles.
-#define ZEROCAST_ACTIVATION_KERNELS(name, Producer, resident)                                      \
-    ZEROCAST_KERNEL(LOW, resident, name##_values) { produce_values<Producer>(task); }              \
-    ZEROCAST_KERNEL(LOW, resident, name##_float8_e4m3) {                                           \
-        produce_float8<Producer, LOW, E4M3>(task);                                                 \
-    }                                                                                              \
-    ZEROCAST_KERNEL(LOW, resident, name##_float8_e5m2) {                                           \
-        produce_float8<Producer, LOW, E5M2>(task);                                                 \
-    }                                                                                              \
-    ZEROCAST_KERNEL(TALL, 1, name##_tall_e4m3) { produce_float8<Producer, TALL, E4M3>(task); }     \
-    ZEROCAST_KERNEL(TALL, 1, name##_tall_e5m2) { produce_float8<Producer, TALL, E5M2>(task); }     \
-    ZEROCAST_KERNEL(LOW, resident, name##_delayed_e4m3) { produce_delayed<Producer, E4M3>(task); } \
-    ZEROCAST_KERNEL(LOW, resident, name##_delayed_e5m2) { produce_delayed<Producer, E5M2>(task); } \
-    ZEROCAST_KERNEL(LOW, resident, name##_mxfp8_e4m3) { produce_mxfp8<Producer, E4M3>(task); }     \
-    ZEROCAST_KERNEL(LOW, resident, name##_mxfp8_e5m2) { produce_mxfp8<Producer, E5M2>(task); }     \
-    ZEROCAST_KERNEL(LOW, resident, name##_nvfp4_e2m1) { produce_nvfp4<Producer>(task); }

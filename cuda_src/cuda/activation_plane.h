@@ -136,15 +136,15 @@ ZEROCAST_FN Stored stored_value(i32 bits) {
 }
 
 // What is stored of block b: by the tile in which the block begins.
-template <class Scaling, int HEIGHT>
+template <class Numerics, int HEIGHT>
 ZEROCAST_FN void store_scale(const CastPlane& plane, const TileBlocks<HEIGHT>& blocks,
-                             const TilePosition<HEIGHT>& position, const Scaling& scaling, int b,
+                             const TilePosition<HEIGHT>& position, const Numerics& numerics, int b,
                              i32 amax) {
-    typedef typename Scaling::Stored Stored;
+    typedef typename Numerics::Stored Stored;
     int down = blocks.down(b), right = blocks.right(b);
     bool begins = (plane.down || down == 0) && (plane.right || right == 0);
     if (!plane.scale_inv || !begins || !blocks.exists(b, position)) return;
-    auto stored = stored_value<Stored>(scaling.template stored<Scalar>(amax));
+    auto stored = stored_value<Stored>(numerics.template stored<Scalar>(amax));
     for (i64 r = down * plane.down_repeat;
          r < (down + 1) * plane.down_repeat && r < plane.down_entries; r++) {
         for (i64 c = right * plane.right_repeat;
@@ -154,10 +154,10 @@ ZEROCAST_FN void store_scale(const CastPlane& plane, const TileBlocks<HEIGHT>& b
 }
 
 // Stored scales, and in memory.block the multipliers of the tile's blocks, by their bits.
-template <class Scaling, int HEIGHT>
+template <class Numerics, int HEIGHT>
 ZEROCAST_FN void derive_multipliers(const CastPlane& plane, const TileBlocks<HEIGHT>& blocks,
                                     const TilePosition<HEIGHT>& position,
-                                    const ThreadTile<HEIGHT>& elements, const Scaling& scaling,
+                                    const ThreadTile<HEIGHT>& elements, const Numerics& numerics,
                                     TileMemory<HEIGHT>& memory) {
     __syncthreads();  // what was in memory has been read
     if (!plane.block_amax) take_amaxes(blocks, position, elements, memory);
@@ -167,8 +167,8 @@ ZEROCAST_FN void derive_multipliers(const CastPlane& plane, const TileBlocks<HEI
             amax = memory.block[b];
         else if (blocks.exists(b, position))
             amax = plane.block_amax[blocks.down(b) * plane.down + blocks.right(b) * plane.right];
-        store_scale(plane, blocks, position, scaling, b, amax);
-        memory.block[b] = Scalar::bits(scaling.template multiplier<Scalar>(amax));
+        store_scale(plane, blocks, position, numerics, b, amax);
+        memory.block[b] = Scalar::bits(numerics.template multiplier<Scalar>(amax));
     }
     __syncthreads();
 }
@@ -178,13 +178,13 @@ ZEROCAST_FN void derive_multipliers(const CastPlane& plane, const TileBlocks<HEI
 template <class F, int HEIGHT>
 ZEROCAST_FN void raise_scale_inv(const CastPlane& plane, const TilePosition<HEIGHT>& position,
                                  const ThreadTile<HEIGHT>& elements,
-                                 const DelayedNumerics<F>& scaling) {
+                                 const DelayedNumerics<F>& numerics) {
     if (!plane.scale_inv) return;
     auto scale_inv = (i32*)plane.scale_inv;
     i32 largest = __reduce_max_sync(0xFFFFFFFFu, largest_in(elements));
     if (position.lane == 0 && largest >= INFINITY_BITS) atomicMax(scale_inv, NAN_BITS);
     if (position.first() && threadIdx.x == 0)
-        atomicMax(scale_inv, scaling.template stored<Scalar>(0));
+        atomicMax(scale_inv, numerics.template stored<Scalar>(0));
 }
 
 // --- codes ---
@@ -274,13 +274,13 @@ ZEROCAST_FN void store_plane(const CastPlane& plane, const TilePosition<HEIGHT>&
 
 // --- a plane of a tile ---
 
-template <class Scaling, int HEIGHT>
+template <class Numerics, int HEIGHT>
 ZEROCAST_FN void cast_plane(const CastPlane& plane, const TilePosition<HEIGHT>& position,
-                            const ThreadTile<HEIGHT>& elements, const Scaling& scaling,
+                            const ThreadTile<HEIGHT>& elements, const Numerics& numerics,
                             TileMemory<HEIGHT>& memory) {
-    typedef typename Scaling::Format F;
+    typedef typename Numerics::Format F;
     TileBlocks<HEIGHT> blocks(plane, position);
-    derive_multipliers(plane, blocks, position, elements, scaling, memory);
+    derive_multipliers(plane, blocks, position, elements, numerics, memory);
     if (!plane.codes) return;
     u32 word[TilePosition<HEIGHT>::ROWS];
 #pragma unroll
@@ -299,9 +299,9 @@ ZEROCAST_FN void cast_plane(const CastPlane& plane, const TilePosition<HEIGHT>& 
 
 template <class F, int HEIGHT>
 ZEROCAST_FN void cast_plane(const CastPlane& plane, const TilePosition<HEIGHT>& position,
-                            const ThreadTile<HEIGHT>& elements, const DelayedNumerics<F>& scaling,
+                            const ThreadTile<HEIGHT>& elements, const DelayedNumerics<F>& numerics,
                             TileMemory<HEIGHT>& memory) {
-    raise_scale_inv(plane, position, elements, scaling);
+    raise_scale_inv(plane, position, elements, numerics);
     if (!plane.codes) return;
     __syncthreads();  // what was in memory has been read
     u32 word[TilePosition<HEIGHT>::ROWS];
@@ -309,7 +309,7 @@ ZEROCAST_FN void cast_plane(const CastPlane& plane, const TilePosition<HEIGHT>& 
     for (int i = 0; i < TilePosition<HEIGHT>::ROWS; i++) {
         Vec4 scaled;
 #pragma unroll
-        for (int j = 0; j < THREAD_COLS; j++) scaled.x[j] = elements.row[i].x[j] * scaling.scale;
+        for (int j = 0; j < THREAD_COLS; j++) scaled.x[j] = elements.row[i].x[j] * numerics.scale;
         word[i] = encode_vec4<F>(scaled);
     }
     store_plane<F>(plane, position, word, memory);

@@ -9,7 +9,7 @@
 // transposed.
 //
 // Blocks that do not fit into a tile (the whole tensor, a row, a column) have their amaxes taken by
-// a launch of its own, activation_values, before the one that casts.
+// a launch of its own, with NoNumerics, before the one that casts.
 #pragma once
 
 #include "arithmetic/activation.h"
@@ -44,14 +44,13 @@ struct ActivationTask {
     ActivationTable table;
     i64 source_type, weight_type, bias_type;  // Nominal
     i64 tiles_per_unit;                       // side by side, by one thread block
-    i64 power_2_scale, amax_epsilon;          // of Float8Numerics
-    i64 scale_max;                            // of NVFP4Numerics
-    const float* scale;                       // [1] of DelayedNumerics
+    NumericsTable numerics;
+    DelayedState delayed;
     i32* tensor_amax;  // [1] or null; NVFP4Numerics reads it, others raise it
     i32* amax;         // FP32 [1] by its bits, or null
     CastPlane planes[2];
 };
-static_assert(sizeof(ActivationTask) == 50 * sizeof(i64), "a row that Python writes");
+static_assert(sizeof(ActivationTask) == 60 * sizeof(i64), "a row that Python writes");
 
 // min(count, 4), and 0 for what is negative.
 ZEROCAST_FN int at_most_four(i64 count) { return count >= 4 ? 4 : count > 0 ? (int)count : 0; }

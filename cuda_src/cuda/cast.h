@@ -1,5 +1,4 @@
-// What all casts of a tile share: what a block is multiplied by, where codes lie, how they are
-// made.
+// What all casts of a tile share: where codes lie, and how they are made.
 #pragma once
 
 #include "arithmetic/philox.h"
@@ -23,47 +22,14 @@ ZEROCAST_FN i64 byte_of(const CastShard& shard, i64 element) {
     return F::BITS == 4 ? at >> 1 : at;
 }
 
-// --- multipliers: of(shard, amax_bits, block) is what the elements of a block are multiplied by
-// ---
-
-// Under numerics that need the block's amax only.
-template <class Numerics>
-struct AmaxMultipliers {
-    static constexpr bool TAKES_AMAX = false;
-    Numerics numerics;
-
-    ZEROCAST_FN float of(const CastShard&, i32 amax_bits, i64) const {
-        return numerics.template multiplier<Scalar>(amax_bits);
-    }
-};
-
-struct NVFP4Multipliers {
-    static constexpr bool TAKES_AMAX = false;
-    i64 scale_max;
-
-    ZEROCAST_FN float of(const CastShard& shard, i32 amax_bits, i64 block) const {
-        i32 tensor_amax = *shard.tensor_amax;
-        const u8* choices = shard.candidates.choices;
-        if (choices)
-            return FourOverSixNumerics(tensor_amax, scale_max)
-                .multiplier<Scalar>(amax_bits, choices[block]);
-        return NVFP4Numerics(tensor_amax, scale_max).multiplier<Scalar>(amax_bits);
-    }
-};
-
-// From what earlier casts left; the amax of this one is taken beside it.
-struct DelayedMultipliers {
-    static constexpr bool TAKES_AMAX = true;
-
-    ZEROCAST_FN float of(const CastShard& shard, i32, i64) const { return *shard.delayed.scale; }
-};
-
 // --- encoders: the code of a scaled element, which is element number `element` of its matrix ---
 
 // By rounding to nearest.
 template <class F>
 struct NearestVec4 {
-    typedef F Format;
+    static constexpr int RESIDENT = 6;  // thread blocks that share a multiprocessor's registers
+
+    ZEROCAST_FN NearestVec4(const CastShard&, const NumericsTable&) {}
 
     // Whether vectors may be encoded at once.
     ZEROCAST_FN bool takes_vectors(const Tile&, const Grid&) const { return true; }
@@ -73,12 +39,12 @@ struct NearestVec4 {
 
 // By stochastic rounding.
 struct StochasticVec4 {
-    typedef E2M1 Format;
+    static constexpr int RESIDENT = 5;
     RandomWords words;
     const RandomBits& random_bits;
 
-    ZEROCAST_FN StochasticVec4(const CastShard& shard, u64 seed)
-        : words(seed, shard.random_bits.counter), random_bits(shard.random_bits) {}
+    ZEROCAST_FN StochasticVec4(const CastShard& shard, const NumericsTable& numerics)
+        : words((u64)numerics.seed, shard.random_bits.counter), random_bits(shard.random_bits) {}
 
     // The four elements of a vector share one call of Philox where the weight's elements are
     // counted so.

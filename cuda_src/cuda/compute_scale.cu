@@ -63,85 +63,23 @@ static ZEROCAST_FN void once_a_weight(const ScaleTarget& target) {
     if (target.rounding_counter) target.rounding_counter[1]++;
 }
 
-// numerics_of(target) is made once a strip; numerics.stored(amax_bits, block) is then the stored
-// scale.
-template <class Stored, class NumericsOf>
-static ZEROCAST_FN void scale_strips(const ScaleTarget* targets, const PlaneTile* tiles, i64 count,
-                                     const NumericsOf& numerics_of) {
+template <class Numerics>
+__global__ void __launch_bounds__(THREADS, 8)
+    compute_scale(const ScaleTarget* __restrict__ targets, const PlaneTile* __restrict__ tiles,
+                  i64 count, const __grid_constant__ NumericsTable table) {
     for (i64 t = blockIdx.x; t < count; t += gridDim.x) {
         PlaneTile tile = tiles[t];
         const ScaleTarget& target = targets[tile.weight];
         const ScalePlane& plane = tile.plane == 0 ? target.rowwise : target.columnwise;
-        auto numerics = numerics_of(target);
-        scale_strip<Stored>(plane, tile, [&](i64 block) {
-            return numerics.stored(plane.block_amax[block], block);
+        auto numerics = numerics_of<Numerics>(table, target.tensor_amax, target.delayed);
+        scale_strip<typename Numerics::Stored>(plane, tile, [&](i64 block) {
+            if constexpr (Numerics::CHOOSES)
+                return numerics.template stored<Scalar>(plane.block_amax[block],
+                                                        target.choices[block]);
+            else
+                return numerics.template stored<Scalar>(plane.block_amax[block]);
         });
         if (tile.plane == 0 && tile.row == 0 && tile.col == 0 && threadIdx.x == 0)
             once_a_weight(target);
     }
-}
-
-// --- one kernel for each scheme's numerics ---
-
-// Of numerics that need the block's amax only.
-template <class Numerics>
-struct OfBlocks {
-    Numerics numerics;
-
-    ZEROCAST_FN i32 stored(i32 amax_bits, i64) const {
-        return numerics.template stored<Scalar>(amax_bits);
-    }
-};
-
-struct OfNVFP4 {
-    FourOverSixNumerics numerics;
-    const u8* choices;  // or null
-
-    ZEROCAST_FN i32 stored(i32 amax_bits, i64 block) const {
-        if (choices) return numerics.stored<Scalar>(amax_bits, choices[block]);
-        return numerics.NVFP4Numerics::stored<Scalar>(amax_bits);
-    }
-};
-
-template <class Numerics>
-static ZEROCAST_FN void scales_of_blocks(const ScaleTarget* targets, const PlaneTile* tiles,
-                                         i64 count, const Numerics& numerics) {
-    scale_strips<typename Numerics::Stored>(
-        targets, tiles, count, [=](const ScaleTarget&) { return OfBlocks<Numerics>{numerics}; });
-}
-
-extern "C" __global__ void __launch_bounds__(THREADS)
-    compute_scale_float8_e4m3(const ScaleTarget* __restrict__ targets,
-                              const PlaneTile* __restrict__ tiles, i64 count, i64 power_2_scale,
-                              i64 amax_epsilon) {
-    scales_of_blocks(targets, tiles, count,
-                     Float8Numerics<E4M3>{power_2_scale != 0, Scalar::value((i32)amax_epsilon)});
-}
-
-extern "C" __global__ void __launch_bounds__(THREADS)
-    compute_scale_float8_e5m2(const ScaleTarget* __restrict__ targets,
-                              const PlaneTile* __restrict__ tiles, i64 count, i64 power_2_scale,
-                              i64 amax_epsilon) {
-    scales_of_blocks(targets, tiles, count,
-                     Float8Numerics<E5M2>{power_2_scale != 0, Scalar::value((i32)amax_epsilon)});
-}
-
-extern "C" __global__ void __launch_bounds__(THREADS)
-    compute_scale_mxfp8_e4m3(const ScaleTarget* __restrict__ targets,
-                             const PlaneTile* __restrict__ tiles, i64 count) {
-    scales_of_blocks(targets, tiles, count, MXFP8Numerics<E4M3>{});
-}
-
-extern "C" __global__ void __launch_bounds__(THREADS)
-    compute_scale_mxfp8_e5m2(const ScaleTarget* __restrict__ targets,
-                             const PlaneTile* __restrict__ tiles, i64 count) {
-    scales_of_blocks(targets, tiles, count, MXFP8Numerics<E5M2>{});
-}
-
-extern "C" __global__ void __launch_bounds__(THREADS)
-    compute_scale_nvfp4(const ScaleTarget* __restrict__ targets,
-                        const PlaneTile* __restrict__ tiles, i64 count, i64 scale_max) {
-    scale_strips<u8>(targets, tiles, count, [=](const ScaleTarget& target) {
-        return OfNVFP4{FourOverSixNumerics(*target.tensor_amax, scale_max), target.choices};
-    });
 }

@@ -8,10 +8,6 @@
 
 using namespace zerocast;
 
-// Who makes the scale: max * 2^-margin over the largest of the history, or over the newest amax; or
-// the caller, from the history.
-enum Algorithm : i64 { ALGORITHM_MAX = 0, ALGORITHM_MOST_RECENT = 1, ALGORITHM_OUTSIDE = 2 };
-
 // Puts `newest` in front, drops the last; the largest that this thread has met.
 static ZEROCAST_FN i32 take_into_history(const DelayedState& state, i32 newest) {
     i32 largest = newest;
@@ -27,9 +23,12 @@ static ZEROCAST_FN i32 take_into_history(const DelayedState& state, i32 newest) 
     return largest;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
-    compute_scale_delayed(const ScaleTarget* __restrict__ targets, i64 count, i64 scaled_max,
-                          i64 algorithm) {
+// The next scale is max * 2^-margin over the largest of the history, or over the newest amax; or
+// the caller makes it, from the history (BY_CALLER).
+template <bool BY_CALLER>
+__global__ void __launch_bounds__(THREADS)
+    compute_scale_delayed(const ScaleTarget* __restrict__ targets, i64 count,
+                          const __grid_constant__ NumericsTable table) {
     __shared__ i32 largest;
     for (i64 w = blockIdx.x; w < count; w += gridDim.x) {
         const ScaleTarget& target = targets[w];
@@ -39,7 +38,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         if (threadIdx.x == 0) largest = 0;
         if (enters) {  // with a barrier, for `largest` too
             i32 value = take_into_history(state, amax_bits);
-            atomicMax(&largest, algorithm == ALGORITHM_MAX ? value : amax_bits);
+            atomicMax(&largest, table.most_recent ? amax_bits : value);
         }
         __syncthreads();
         if (threadIdx.x != 0) continue;
@@ -49,8 +48,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         if (state.cast_scale) *state.cast_scale = numerics.scale;
         *(i32*)target.rowwise.scale_inv = numerics.stored<Scalar>(amax_bits);
         if (target.amax) *target.amax = amax_bits;
-        if (enters && algorithm != ALGORITHM_OUTSIDE)
-            *state.scale =
-                next_scale(Scalar::value((i32)scaled_max), Scalar::value(largest), numerics.scale);
+        if (enters && !BY_CALLER)
+            *state.scale = next_scale(Scalar::value((i32)table.scaled_max), Scalar::value(largest),
+                                      numerics.scale);
     }
 }

@@ -158,4 +158,8 @@ struct Norm {
     }
 };
 
-ZEROCAST_ACTIVATION_KERNELS(normalization, Norm, 2)
+template <class Numerics, int HEIGHT>
+__global__ void __launch_bounds__(TilePosition<HEIGHT>::THREADS, HEIGHT == TALL ? 1 : 2)
+    normalization(const __grid_constant__ ActivationTask task) {
+    produce<Norm, Numerics, HEIGHT>(task);
+}

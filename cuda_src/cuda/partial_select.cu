@@ -84,24 +84,14 @@ static ZEROCAST_FN void select_tile(const CastShard& shard, const T* master, con
 }
 
 template <bool SQUARED>
-static ZEROCAST_FN void select_tiles(const CastShard* shards, const Tile* tiles, i64 count,
-                                     i64 scale_max) {
+__global__ void __launch_bounds__(THREADS, 6)
+    partial_select(const CastShard* __restrict__ shards, const Tile* __restrict__ tiles, i64 count,
+                   const __grid_constant__ NumericsTable table) {
     for (i64 t = blockIdx.x; t < count; t += gridDim.x) {
         Tile tile = tiles[t];
         const CastShard& shard = shards[tile.weight];
-        with_master(shard,
-                    [&](auto* master) { select_tile<SQUARED>(shard, master, tile, scale_max); });
+        with_master(shard, [&](auto* master) {
+            select_tile<SQUARED>(shard, master, tile, table.scale_max);
+        });
     }
-}
-
-extern "C" __global__ void __launch_bounds__(THREADS, 6)
-    partial_select_mae(const CastShard* __restrict__ shards, const Tile* __restrict__ tiles,
-                       i64 count, i64 scale_max) {
-    select_tiles<false>(shards, tiles, count, scale_max);
-}
-
-extern "C" __global__ void __launch_bounds__(THREADS, 6)
-    partial_select_mse(const CastShard* __restrict__ shards, const Tile* __restrict__ tiles,
-                       i64 count, i64 scale_max) {
-    select_tiles<true>(shards, tiles, count, scale_max);
 }

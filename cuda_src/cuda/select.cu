@@ -50,20 +50,9 @@ static ZEROCAST_FN void select_blocks(const CastShard& shard, const PlaneTile& t
 }
 
 template <bool SQUARED>
-static ZEROCAST_FN void select_tiles(const CastShard* shards, const PlaneTile* tiles, i64 count,
-                                     i64 scale_max) {
+__global__ void __launch_bounds__(THREADS)
+    select(const CastShard* __restrict__ shards, const PlaneTile* __restrict__ tiles, i64 count,
+           const __grid_constant__ NumericsTable table) {
     for (i64 t = blockIdx.x; t < count; t += gridDim.x)
-        select_blocks<SQUARED>(shards[tiles[t].weight], tiles[t], scale_max);
-}
-
-extern "C" __global__ void __launch_bounds__(THREADS)
-    select_mae(const CastShard* __restrict__ shards, const PlaneTile* __restrict__ tiles, i64 count,
-               i64 scale_max) {
-    select_tiles<false>(shards, tiles, count, scale_max);
-}
-
-extern "C" __global__ void __launch_bounds__(THREADS)
-    select_mse(const CastShard* __restrict__ shards, const PlaneTile* __restrict__ tiles, i64 count,
-               i64 scale_max) {
-    select_tiles<true>(shards, tiles, count, scale_max);
+        select_blocks<SQUARED>(shards[tiles[t].weight], tiles[t], table.scale_max);
 }

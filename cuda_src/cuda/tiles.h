@@ -1,17 +1,17 @@
-// How a CUDA launch is cut: a thread block takes a tile, a thread four elements side by side, a
+// How a CUDA launch is divided: a thread block takes a tile, a thread four elements side by side, a
 // Vec4, at a time.
 //
 // Python makes the tiles (zerocast/backends/cuda/tiling.py), once, for all weights of a launch: a
 // kernel divides nothing to find its work. Only tiles in which the rank owns an element exist.
 // There are three shapes, all of TILE_VECTORS vectors a thread:
 //
-//     tall    16 rows of one row of blocks, 512 columns    blocks at least 16 high
-//     flat    one row, 8192 columns                        lower blocks, and a weight of one block,
-//                                                          which is seen as one row
-//     fine    32 rows, 256 columns                         blocks of one row, and a second plane of
-//                                                          blocks of one column beside them
+//     16 x 512    rows of one row of blocks        blocks at least 16 high
+//     1 x 8192                                     lower blocks, and a weight of one block, which
+//                                                  is seen as one row
+//     32 x 256    rows of blocks of one row        blocks of one row, and a second plane of blocks
+//                                                  of one column beside them
 //
-// Kernels over tall and flat tiles are the same; those over fine tiles have names of their own.
+// A kernel is compiled for a Shape: Tile, which is of the first two, or Tile32x256.
 //
 // A thread's vectors are a constant stride apart, and the threads of a warp read 512 consecutive
 // bytes.
@@ -25,49 +25,12 @@ inline namespace ZEROCAST_ISA {
 constexpr int THREADS = 128;
 constexpr u32 ALL_LANES = 0xFFFFFFFFu;  // of a warp
 constexpr int TILE_VECTORS = 16;
-constexpr int TALL_ROWS = 16;
-constexpr int TALL_COLS = 512;
-constexpr int FLAT_COLS = 8192;
-constexpr int FINE_ROWS = 32;
-constexpr int FINE_COLS = 256;
 constexpr int MAX_TILE_BLOCKS = 512;
 // Vectors that a thread reads before it looks at the first: 96 and 48 KiB on their way to a
 // multiprocessor of 768 threads.
 constexpr int AMAX_IN_FLIGHT = 8;
 constexpr int CAST_IN_FLIGHT = 4;
 constexpr u32 ALL_VECTORS = (1u << TILE_VECTORS) - 1;
-static_assert(4 * TILE_VECTORS * THREADS == TALL_ROWS * TALL_COLS,
-              "a thread's vectors fill a tile");
-static_assert(4 * TILE_VECTORS * THREADS == FLAT_COLS, "a thread's vectors fill a tile");
-static_assert(4 * TILE_VECTORS * THREADS == FINE_ROWS * FINE_COLS,
-              "a thread's vectors fill a tile");
-
-// A rectangle of a weight, inside one row of blocks.
-struct Tile {
-    i32 weight;        // row of the table
-    short rows, cols;  // of the matrix in this tile
-    i32 blocks;        // side by side in this tile, cut ones included
-    i32 offset;        // columns of the first block to the left of the tile; 0 where blocks is 1
-    i64 element;       // flat index of the first element
-    i64 first_block;   // its block
-};
-static_assert(sizeof(Tile) == 32, "four words of the table that Python makes");
-
-// The same where blocks are one row high: `blocks` of them side by side in each row, none of which
-// is cut unless it is the only one. All rows lie in one row of the second plane's blocks.
-struct FineTile {
-    i32 weight;
-    short rows, cols;
-    i32 row, col;  // of the first element
-    i32 blocks;
-    i32 columnwise_block_row;  // 0 without a second plane
-    i64 first_block;
-
-    ZEROCAST_FN Tile as_tile(const Grid& grid) const {
-        return Tile{weight, rows, cols, blocks, 0, row * grid.cols + col, first_block};
-    }
-};
-static_assert(sizeof(FineTile) == 32, "four words of the table that Python makes");
 
 // The vectors of one thread in one tile.
 struct ThreadVectors {
@@ -77,40 +40,87 @@ struct ThreadVectors {
     int row_step, col_step;
     int rows, cols;  // of the tile
 
-    // Of a tall or a flat tile.
-    ZEROCAST_FN ThreadVectors(const Tile& tile, const Grid& grid, int thread)
-        : rows(tile.rows), cols(tile.cols) {
-        bool tall = grid.block_h >= TALL_ROWS;
-        static_assert(THREADS == TALL_COLS / 4, "the threads fill a row of a tall tile");
-        row = 0;
-        col = 4 * thread;
-        row_step = tall ? 1 : 0;
-        col_step = tall ? 0 : 4 * THREADS;
-        element = tile.element + col;
-        step = row_step * grid.cols + col_step;
-    }
-
-    static ZEROCAST_FN ThreadVectors of_fine(const Tile& tile, const Grid& grid, int thread) {
-        constexpr int ACROSS = FINE_COLS / 4;
-        ThreadVectors vectors(tile, grid, thread);
-        vectors.row = thread / ACROSS;
-        vectors.col = 4 * (thread % ACROSS);
-        vectors.row_step = THREADS / ACROSS;
-        vectors.col_step = 0;
-        vectors.element = tile.element + vectors.row * grid.cols + vectors.col;
-        vectors.step = vectors.row_step * grid.cols;
-        return vectors;
-    }
-
     ZEROCAST_FN i64 at(int i) const { return element + i * step; }
     ZEROCAST_FN int row_of(int i) const { return row + i * row_step; }
     ZEROCAST_FN int col_of(int i) const { return col + i * col_step; }
 };
 
-// The block, counted from the tile's first, that the tile's column `col` lies in.
-ZEROCAST_FN int block_in_tile(const Tile& tile, const Grid& grid, int col) {
-    return tile.blocks == 1 ? 0 : (int)((u32)(tile.offset + col) / (u32)grid.block_w);
-}
+// A rectangle of a weight, inside one row of blocks. Its blocks are numbered from 0 on.
+struct Tile {
+    i32 weight;        // row of the table
+    short rows, cols;  // of the matrix in this tile
+    i32 blocks;        // side by side in this tile, cut ones included
+    i32 offset;        // columns of the first block to the left of the tile; 0 where blocks is 1
+    i64 element;       // flat index of the first element
+    i64 first_block;   // its block
+
+    static constexpr bool ROW_BLOCKS = false;  // whether its blocks are one row high by its shape
+    static constexpr int COLUMNS = 0;          // blocks of the second plane
+    static constexpr int ROWS = 16, COLS = 512, LONG_COLS = 8192;
+    static_assert(4 * TILE_VECTORS * THREADS == ROWS * COLS && ROWS * COLS == LONG_COLS,
+                  "a thread's vectors fill a tile");
+    static_assert(THREADS == COLS / 4, "the threads fill a row of a tile of several rows");
+
+    ZEROCAST_FN const Tile& as_tile(const Grid&) const { return *this; }
+    ZEROCAST_FN int num_blocks() const { return blocks; }
+    // How far block b lies behind the first one, where the next block lies `right` further.
+    ZEROCAST_FN i64 offset_of(int b, i64, i64 right) const { return b * right; }
+    // The block of the element in this row and column of the tile.
+    ZEROCAST_FN int block_of(const Grid& grid, int, int col) const {
+        return blocks == 1 ? 0 : (int)((u32)(offset + col) / (u32)grid.block_w);
+    }
+    ZEROCAST_FN ThreadVectors vectors(const Grid& grid, int thread) const {
+        int row_step = grid.block_h >= ROWS ? 1 : 0;
+        int col_step = row_step ? 0 : 4 * THREADS;
+        return {element + 4 * thread,
+                row_step * grid.cols + col_step,
+                0,
+                4 * thread,
+                row_step,
+                col_step,
+                rows,
+                cols};
+    }
+};
+static_assert(sizeof(Tile) == 32, "four words of the table that Python makes");
+
+// The same where blocks are one row high: `blocks` of them side by side in each row, none of which
+// is cut unless it is the only one. All rows lie in one row of the second plane's blocks.
+struct Tile32x256 {
+    i32 weight;
+    short rows, cols;
+    i32 row, col;  // of the first element
+    i32 blocks;
+    i32 columnwise_block_row;  // 0 without a second plane
+    i64 first_block;
+
+    static constexpr bool ROW_BLOCKS = true;
+    static constexpr int ROWS = 32, COLS = 256, COLUMNS = COLS;
+    static_assert(4 * TILE_VECTORS * THREADS == ROWS * COLS, "a thread's vectors fill a tile");
+
+    ZEROCAST_FN Tile as_tile(const Grid& grid) const {
+        return Tile{weight, rows, cols, blocks, 0, row * grid.cols + col, first_block};
+    }
+    ZEROCAST_FN int num_blocks() const { return rows * blocks; }
+    ZEROCAST_FN i64 offset_of(int b, i64 down, i64 right) const {
+        return b / blocks * down + b % blocks * right;
+    }
+    ZEROCAST_FN int block_of(const Grid& grid, int row_in_tile, int col_in_tile) const {
+        return row_in_tile * blocks
+               + (blocks == 1 ? 0 : (int)((u32)col_in_tile / (u32)grid.block_w));
+    }
+    // The block of the second plane that holds the tile's first column.
+    ZEROCAST_FN i64 first_column(const Grid& grid) const {
+        return columnwise_block_row * grid.cols + col;
+    }
+    ZEROCAST_FN ThreadVectors vectors(const Grid& grid, int thread) const {
+        constexpr int ACROSS = COLS / 4, ROW_STEP = THREADS / ACROSS;
+        int first = thread / ACROSS, across = 4 * (thread % ACROSS);
+        i64 element = (row + first) * grid.cols + col + across;
+        return {element, ROW_STEP * grid.cols, first, across, ROW_STEP, 0, rows, cols};
+    }
+};
+static_assert(sizeof(Tile32x256) == 32, "four words of the table that Python makes");
 
 // Whether every vector can be read or written at once: the first one lies at a multiple of `bytes`,
 // and so does every row.
@@ -119,8 +129,9 @@ ZEROCAST_FN bool vectors_aligned(const void* first, int bytes, const Tile& tile,
 }
 
 // Whether no vector of the tile lies in two blocks.
+template <class Shape>
 ZEROCAST_FN bool vectors_keep_to_blocks(const Tile& tile, const Grid& grid) {
-    return tile.blocks == 1 || (grid.block_w % 4 == 0 && tile.offset % 4 == 0);
+    return Shape::ROW_BLOCKS || tile.blocks == 1 || (grid.block_w % 4 == 0 && tile.offset % 4 == 0);
 }
 
 // Whether element j of vector i is of the tile and of [start, end), which this rank owns.

@@ -187,28 +187,19 @@ static ZEROCAST_FN void scales_of(const TransposeTarget& target, const PlaneTile
         transpose_scales<float>(target, tile);
 }
 
-extern "C" __global__ void __launch_bounds__(SQUARE_THREADS)
-    transpose_8_bit(const TransposeTarget* __restrict__ targets,
-                    const PlaneTile* __restrict__ tiles, i64 count) {
-    __shared__ Square square;
+template <int BITS>
+__global__ void __launch_bounds__(SQUARE_THREADS, BITS == 4 ? 3 : 1)
+    transpose(const TransposeTarget* __restrict__ targets, const PlaneTile* __restrict__ tiles,
+              i64 count) {
+    __shared__ Square squares[8 / BITS];
     for (i64 t = blockIdx.x; t < count; t += gridDim.x) {
-        if (tiles[t].plane == 0)
-            transpose_bytes(targets[tiles[t].weight], tiles[t], square);
+        const TransposeTarget& target = targets[tiles[t].weight];
+        if (tiles[t].plane == 1)
+            scales_of(target, tiles[t]);
+        else if constexpr (BITS == 4)
+            transpose_nibbles(target, tiles[t], squares[0], squares[1]);
         else
-            scales_of(targets[tiles[t].weight], tiles[t]);
-        __syncthreads();  // before the next tile fills the square
-    }
-}
-
-extern "C" __global__ void __launch_bounds__(SQUARE_THREADS, 3)
-    transpose_4_bit(const TransposeTarget* __restrict__ targets,
-                    const PlaneTile* __restrict__ tiles, i64 count) {
-    __shared__ Square even, odd;
-    for (i64 t = blockIdx.x; t < count; t += gridDim.x) {
-        if (tiles[t].plane == 0)
-            transpose_nibbles(targets[tiles[t].weight], tiles[t], even, odd);
-        else
-            scales_of(targets[tiles[t].weight], tiles[t]);
+            transpose_bytes(target, tiles[t], squares[0]);
         __syncthreads();  // before the next tile fills the squares
     }
 }

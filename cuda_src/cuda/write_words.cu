@@ -12,7 +12,7 @@ struct Words {
     i64 word[WORDS];
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+__global__ void __launch_bounds__(THREADS)
     write_words(i64* to, i64 count, const __grid_constant__ Words words) {
     if (threadIdx.x < count) to[threadIdx.x] = words.word[threadIdx.x];
 }

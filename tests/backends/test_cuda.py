@@ -20,14 +20,14 @@ from zerocast.backends.cuda import Arguments, CudaBackend, Kernel, compiler, ker
 from zerocast.backends.cuda.device import WORDS, DeviceLauncher
 from zerocast.backends.cuda.sources import cuda_sources
 from zerocast.backends.cuda.tiling import (
-    FINE_COLS,
-    FINE_ROWS,
-    FLAT_COLS,
+    LONG_TILE_COLS,
     MAX_TILE_BLOCKS,
-    TALL_COLS,
-    TALL_ROWS,
-    fine_tiles,
-    is_fine,
+    ROW_BLOCK_TILE_COLS,
+    ROW_BLOCK_TILE_ROWS,
+    TILE_COLS,
+    TILE_ROWS,
+    has_row_blocks,
+    row_block_tiles,
     shard_tiles,
     tiled_grid,
 )
@@ -65,7 +65,9 @@ def test_tiles_cover_the_shard_and_nothing_else(data: st.DataObject) -> None:
         numbers = grid.block_of(number[here])
         assert weight == 3
         assert owned.view_as(seen)[here].any(), f"a tile at {row, col} of nothing of {extent}"
-        assert (height <= TALL_ROWS and width <= TALL_COLS) or (height == 1 and width <= FLAT_COLS)
+        assert (height <= TILE_ROWS and width <= TILE_COLS) or (
+            height == 1 and width <= LONG_TILE_COLS
+        )
         assert numbers.min() == first_block
         assert numbers.max() == first_block + count - 1 <= first_block + MAX_TILE_BLOCKS - 1
         assert count == 1 or offset == col % grid.block_w
@@ -75,14 +77,14 @@ def test_tiles_cover_the_shard_and_nothing_else(data: st.DataObject) -> None:
 
 @settings(max_examples=150)
 @given(st.data())
-def test_fine_tiles_cover_the_shard_and_nothing_else(data: st.DataObject) -> None:
-    """The same of fine tiles, which know their blocks in both planes, and cut none but one that is
-    alone.
+def test_tiles_of_row_blocks_cover_the_shard_and_nothing_else(data: st.DataObject) -> None:
+    """The same of tiles of blocks of one row, which know their blocks in both planes, and cut none
+    but one that is alone.
     """
     rows, cols = data.draw(st.integers(1, 140)), data.draw(st.integers(1, 700))
     grid = BlockGrid(rows, cols, 1, data.draw(st.sampled_from((16, 32, 64, 128, 256, 512, cols))))
     second = BlockGrid(rows, cols, data.draw(st.sampled_from((1, 5, 32, 33, 128, rows))), 1)
-    assert is_fine(grid, second)
+    assert has_row_blocks(grid, second)
     start = data.draw(st.integers(0, grid.numel - 1))
     extent = Extent(start, data.draw(st.integers(start + 1, grid.numel)))
 
@@ -90,7 +92,7 @@ def test_fine_tiles_cover_the_shard_and_nothing_else(data: st.DataObject) -> Non
     owned = torch.zeros(grid.numel, dtype=torch.int32)
     owned[extent.start : extent.end] = 1
     number = torch.arange(grid.numel).view(rows, cols)
-    for first, second_word, third, first_block in fine_tiles(
+    for first, second_word, third, first_block in row_block_tiles(
         3, grid, second.block_h, extent
     ).tolist():
         height, width = first >> 32 & 0xFFFF, first >> 48
@@ -100,8 +102,8 @@ def test_fine_tiles_cover_the_shard_and_nothing_else(data: st.DataObject) -> Non
         seen[here] += 1
         assert first & 0xFFFFFFFF == 3
         assert owned.view_as(seen)[here].any(), f"a tile at {row, col} of nothing of {extent}"
-        assert height <= FINE_ROWS
-        assert width <= FINE_COLS
+        assert height <= ROW_BLOCK_TILE_ROWS
+        assert width <= ROW_BLOCK_TILE_COLS
         numbers = grid.block_of(number[here])
         across = torch.zeros(width, dtype=torch.int64)
         if count > 1:
@@ -141,6 +143,10 @@ def test_indices_have_64_bits() -> None:
 # --- sources and the cache of compiled kernels ---
 
 
+BYTES = Kernel("transpose", 256, ("8",))
+SCALE = Kernel("compute_scale", 128, ("MXFP8Numerics<E4M3>",))
+
+
 @pytest.fixture
 def nvrtc() -> object:
     """NVRTC, where it is installed."""
@@ -152,24 +158,24 @@ def nvrtc() -> object:
 
 def test_compiled_kernels_are_kept(nvrtc: object, tmp_path: Path, monkeypatch) -> None:
     """The second time a kernel comes from the cache, and nothing but finished files is in it."""
-    first = compiler.compiled("compute_scale", "sm_90", tmp_path / "kernels")
+    first = compiler.compiled(SCALE, "sm_90", tmp_path / "kernels")
     (kept,) = (tmp_path / "kernels").iterdir()
     assert kept.name.startswith("compute_scale-sm_90-")
-    assert kept.read_bytes().endswith(first)
+    assert kept.read_bytes().endswith(first[1])
     monkeypatch.setattr(compiler, "compile_text", None)
-    assert compiler.compiled("compute_scale", "sm_90", tmp_path / "kernels") == first
+    assert compiler.compiled(SCALE, "sm_90", tmp_path / "kernels") == first
 
 
 def test_the_key_holds_everything(nvrtc: object, tmp_path: Path, monkeypatch) -> None:
-    """Another source, included header, flag, architecture or compiler is another file."""
+    """Another source, instance, included header, flag, architecture or compiler is another file."""
     import shutil
 
     root = Path(shutil.copytree(cuda_sources(), tmp_path / "cuda_src"))
     monkeypatch.setattr(compiler, "cuda_sources", lambda: root)
-    keys = [compiler.cache_key("transpose", "sm_90")]
+    keys = [compiler.cache_key(BYTES, "sm_90")]
 
     def changed() -> bool:
-        keys.append(compiler.cache_key("transpose", "sm_90"))
+        keys.append(compiler.cache_key(BYTES, "sm_90"))
         return len(set(keys)) == len(keys)
 
     for file in ("cuda/transpose.cu", "cuda/vec4.h", "arithmetic/lanes.h"):
@@ -178,7 +184,8 @@ def test_the_key_holds_everything(nvrtc: object, tmp_path: Path, monkeypatch) ->
         assert changed(), file
     monkeypatch.setattr(compiler, "FLAGS", (*compiler.FLAGS, "--restrict"))
     assert changed()
-    keys.append(compiler.cache_key("transpose", "sm_80"))
+    keys.append(compiler.cache_key(BYTES, "sm_80"))
+    keys.append(compiler.cache_key(Kernel("transpose", 256, ("4",)), "sm_90"))
     assert len(set(keys)) == len(keys)
     version = compiler.import_nvrtc().getVersion()
     fake = type("Nvrtc", (), {"getVersion": staticmethod(lambda: (version[0], version[1] + 1))})
@@ -190,9 +197,11 @@ def test_many_ranks_compile_at_once(nvrtc: object, tmp_path: Path) -> None:
     """Processes that start together on an empty cache all get the kernel, and leave one file."""
     code = (
         "import hashlib, sys; from pathlib import Path\n"
+        "from zerocast.backends.cuda import Kernel\n"
         "from zerocast.backends.cuda.compiler import compiled\n"
-        "kernel = compiled('compute_scale', 'sm_90', Path(sys.argv[1]))\n"
-        "print(hashlib.sha256(kernel).hexdigest())"
+        "kernel = Kernel('compute_scale', 128, ('MXFP8Numerics<E4M3>',))\n"
+        "name, cubin = compiled(kernel, 'sm_90', Path(sys.argv[1]))\n"
+        "print(hashlib.sha256(name.encode() + b'\\0' + cubin).hexdigest())"
     )
     ranks = [
         subprocess.Popen(
@@ -205,13 +214,15 @@ def test_many_ranks_compile_at_once(nvrtc: object, tmp_path: Path) -> None:
     (file,) = tmp_path.iterdir()
     kernel = kernel_cache.kept(file)
     assert kernel is not None
-    assert digests == {hashlib.sha256(kernel).hexdigest()}
+    # Names of constants in a cubin hold the number of the process that compiled it.
+    assert hashlib.sha256(kernel).hexdigest() in digests
 
 
 def test_a_cache_that_cannot_be_written(nvrtc: object, tmp_path: Path) -> None:
     """Without a place to keep them kernels are compiled all the same."""
     (tmp_path / "file").write_text("not a folder")
-    assert compiler.compiled("compute_scale", "sm_90", tmp_path / "file").startswith(b"\x7fELF")
+    _, cubin = compiler.compiled(SCALE, "sm_90", tmp_path / "file")
+    assert cubin.startswith(b"\x7fELF")
 
 
 def test_sources_that_are_nowhere(monkeypatch) -> None:
@@ -274,7 +285,7 @@ def launcher(monkeypatch: pytest.MonkeyPatch) -> DeviceLauncher:
     return launcher
 
 
-KERNEL = Kernel("partial_cast", "partial_cast_e2m1", 128)
+KERNEL = Kernel("partial_cast", 128, ("NVFP4Numerics", "StochasticVec4", "Tile"))
 
 
 def test_a_launch_is_one_call_on_the_current_stream(launcher, monkeypatch) -> None:
@@ -313,9 +324,8 @@ def test_a_driver_error_names_the_kernel(launcher, monkeypatch) -> None:
     """What the driver refuses reaches the user with the kernel's name and what to do."""
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: Stream(0))
     launcher._driver.failing = True
-    with pytest.raises(
-        BackendError, match=r"partial_cast_e2m1 on 9 blocks.*ILLEGAL.*CUDA_LAUNCH_BLOCKING=1"
-    ):
+    message = rf"{KERNEL} on 9 blocks.*ILLEGAL.*CUDA_LAUNCH_BLOCKING=1"
+    with pytest.raises(BackendError, match=message):
         launcher.launch(KERNEL, 1, 9, Arguments([]))
 
 
@@ -358,7 +368,9 @@ def test_what_is_prepared_in_a_capture_stays_there() -> None:
     launch = backend.dequantize(Float8Numerics(E4M3), [target])
     launch()
     emulator.capturing = False
-    with pytest.raises(BackendError, match="in that capture, got dequantize_float8_e4m3 outside"):
+    with pytest.raises(
+        BackendError, match="in that capture, got dequantize<Float8Numerics<E4M3>, Tile> outside"
+    ):
         launch()
     uploads = []
     upload = emulator.upload

@@ -440,8 +440,9 @@ def test_one_more_launch_where_ranks_share_blocks() -> None:
 
     zerocast.comm.run_in_process(2, on_rank)
     expected = [
-        "partial_amax", "partial_select_mae", "select_mae", "compute_scale_nvfp4",
-        "partial_cast_nvfp4",
+        "partial_amax<Tile>", "partial_select<false>", "select<false>",
+        "compute_scale<FourOverSixNumerics>",
+        "partial_cast<FourOverSixNumerics, NearestVec4<E2M1>, Tile>",
     ]  # fmt: skip
     assert names == {0: expected, 1: expected}
 

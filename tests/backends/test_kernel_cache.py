@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from zerocast.backends.cuda import compiler, kernel_cache
+from zerocast.backends.cuda import Kernel, compiler, kernel_cache
 
-CUBIN = b"\x7fELF machine code"
+CUBIN = b"\x7fELF machine\0code"
+KERNEL = Kernel("transpose", 256, ("8",))
 
 
 @pytest.fixture
@@ -20,12 +21,12 @@ def compile_count(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The sources that were compiled, in order."""
     done: list[str] = []
 
-    def compile_text(text: str, name: str, *args: object) -> tuple[bytes, str]:
-        done.append(name)
-        return CUBIN, ""
+    def compile_text(text: str, kernel: str, *args: object) -> tuple[str, bytes, str]:
+        done.append(kernel)
+        return "mangled", CUBIN, ""
 
     monkeypatch.setattr(compiler, "compile_text", compile_text)
-    monkeypatch.setattr(compiler, "cache_key", lambda source, arch: f"{source}-{arch}")
+    monkeypatch.setattr(compiler, "cache_key", lambda kernel, arch: f"{kernel.name}-{arch}")
     return done
 
 
@@ -39,7 +40,12 @@ def umask() -> Iterator[None]:
 
 def compiled(folder: Path) -> bytes:
     """The stand-in's code, from the cache in ``folder`` or compiled."""
-    return compiler.compiled("transpose", "sm_90", folder)
+    return compiled_by_name(folder)[1]
+
+
+def compiled_by_name(folder: Path | None, afresh: bool = False) -> tuple[str, bytes]:
+    """The same, after its name."""
+    return compiler.compiled(KERNEL, "sm_90", folder, afresh=afresh)
 
 
 def link(file: Path) -> None:
@@ -80,11 +86,11 @@ def test_what_the_driver_refuses_is_replaced(compile_count, tmp_path):
     """A file that is whole and yet not taken is compiled anew on demand, and kept."""
     folder = tmp_path / "kernels"
     folder.mkdir()
-    kernel_cache.keep(folder / "transpose-sm_90.cubin", b"another")
-    assert compiled(folder) == b"another"
-    assert compiler.compiled("transpose", "sm_90", folder, afresh=True) == CUBIN
-    assert compiled(folder) == CUBIN
-    assert compile_count == ["transpose"]
+    kernel_cache.keep(folder / "transpose-sm_90.cubin", b"name\0another")
+    assert compiled_by_name(folder) == ("name", b"another")
+    assert compiled_by_name(folder, afresh=True) == ("mangled", CUBIN)
+    assert compiled_by_name(folder) == ("mangled", CUBIN)
+    assert compile_count == ["transpose<8>"]
 
 
 def test_the_folder_is_closed_to_others(umask, compile_count, tmp_path):
@@ -110,7 +116,7 @@ def test_what_belongs_to_others_is_not_used(compile_count, tmp_path, monkeypatch
     compiled(tmp_path / "link")
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
     compiled(real)
-    assert compile_count == ["transpose"] * 3
+    assert compile_count == ["transpose<8>"] * 3
     assert sorted(real.iterdir()) == before
 
 
@@ -133,5 +139,5 @@ def test_a_user_without_a_home_does_without(compile_count, monkeypatch):
 
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(Path, "home", no_home)
-    assert compiler.compiled("transpose", "sm_90") == CUBIN
-    assert compile_count == ["transpose"]
+    assert compiled_by_name(None) == ("mangled", CUBIN)
+    assert compile_count == ["transpose<8>"]

@@ -76,7 +76,7 @@ WRITERS = {
     "ActivationTable": lambda o: fused_fields(TARGET, address),
     "CastPlane": lambda o: PLANE.fields(fused_ops.LOW, None, address),
     "ActivationTask": lambda o: range(
-        fused_ops._Task(TARGET, None, address).step("", fused_ops.LOW, None, [])[2].struct_fields
+        fused_ops._Task(TARGET, None, address).step(False, fused_ops.LOW, None, [])[2].struct_fields
     ),
 }
 

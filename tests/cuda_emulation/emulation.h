@@ -68,10 +68,11 @@ static void* scheduler;
 static emulated_index block_index, block_size, grid_size;
 static char* error;
 static size_t error_size;
-static void (*kernel)(u64, u64, u64, u64, u64, u64, u64, u64);
-constexpr int MAX_FIELDS = 80;
-static u64 arguments[MAX_FIELDS];
-static int struct_fields;  // of the only argument, where that is a struct
+constexpr int MAX_WORDS = 6, MAX_FIELDS = 80;
+// The single words among a kernel's arguments, and after them the fields of a struct, if any.
+static u64 arguments[MAX_WORDS + MAX_FIELDS];
+static int argument_words;
+static void* kernel;
 static u64 random_state;
 
 // Saves the registers that a call must keep, and goes on where `to` saved its own.
@@ -113,15 +114,15 @@ static void report(const char* format, Values... values) {
 }
 
 static void fiber_main() {
-    const u64* a = arguments;
-    // A large struct is passed on the stack: a kernel that takes a smaller one finds it there, too.
+    // Six words are passed in registers and a large struct on the stack: a kernel that takes fewer
+    // words, and a smaller struct or none, finds its own there, too.
     struct Struct {
         u64 fields[MAX_FIELDS];
     };
-    if (struct_fields)
-        ((void (*)(Struct))kernel)(*(const Struct*)a);
-    else
-        kernel(a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7]);
+    static_assert(MAX_WORDS == 6, "registers for arguments");
+    const u64* a = arguments;
+    auto function = (void (*)(u64, u64, u64, u64, u64, u64, Struct))kernel;
+    function(a[0], a[1], a[2], a[3], a[4], a[5], *(const Struct*)(a + argument_words));
     current->state = ENDED;
     end_launch();
 }
@@ -305,9 +306,9 @@ extern "C" {
 extern unsigned char __start_emulated_shared[] __attribute__((weak, visibility("hidden")));
 extern unsigned char __stop_emulated_shared[] __attribute__((weak, visibility("hidden")));
 
-// arguments: addresses of `count` 64-bit values, or of one struct of `fields` of them. 0, or 1 with
-// a message in `message`.
-int emulation_launch(void* function, unsigned grid, unsigned threads, void** values, int count,
+// values: `words` arguments of 64 bits, and after them the `fields` of a struct, or none. Returns 0,
+// or 1 with a message in `message`.
+int emulation_launch(void* function, unsigned grid, unsigned threads, const void* values, int words,
                      int fields, int order, unsigned long long seed, char* message,
                      size_t message_size) {
     using namespace emulation;
@@ -315,18 +316,15 @@ int emulation_launch(void* function, unsigned grid, unsigned threads, void** val
     error = message;
     error_size = message_size;
     *error = 0;
-    if (threads > MAX_THREADS || count > 8 || fields > MAX_FIELDS) {
-        report("the emulation takes %d threads, 8 arguments and %d fields at most", MAX_THREADS,
-               MAX_FIELDS);
+    if (threads > MAX_THREADS || words > MAX_WORDS || fields > MAX_FIELDS) {
+        report("the emulation takes %d threads, %d words and %d fields at most", MAX_THREADS,
+               MAX_WORDS, MAX_FIELDS);
         return 1;
     }
     if (!stacks) stacks = (unsigned char*)aligned_alloc(4096, MAX_THREADS * STACK);
-    kernel = (decltype(kernel))function;
-    struct_fields = fields;
-    if (fields)
-        memcpy(arguments, values[0], fields * sizeof(u64));
-    else
-        for (int i = 0; i < count; i++) memcpy(&arguments[i], values[i], sizeof(u64));
+    kernel = function;
+    argument_words = words;
+    memcpy(arguments, values, (words + fields) * sizeof(u64));
     random_state = seed * 2 + 1;
     block_size = {threads, 1, 1};
     grid_size = {grid, 1, 1};

@@ -90,7 +90,7 @@ class Emulator:
         self._seeds = itertools.count(1)
         self._mistake = mistake
         self._flags = flags
-        self._libraries: dict[str, ctypes.CDLL] = {}
+        self._libraries: dict[Kernel, ctypes.CDLL] = {}
 
     def upload(self, table: torch.Tensor) -> torch.Tensor:
         return table.clone()
@@ -100,35 +100,34 @@ class Emulator:
 
     def prepare(self, kernel: Kernel) -> int:
         with _lock:
-            if kernel.source not in self._libraries:
-                library = _build(kernel.source, self._mistake, self._flags)
-                self._libraries[kernel.source] = ctypes.CDLL(str(library))
-        function = getattr(self._libraries[kernel.source], kernel.name)
-        return ctypes.cast(function, ctypes.c_void_p).value
+            if kernel not in self._libraries:
+                library = _build(kernel, self._mistake, self._flags)
+                self._libraries[kernel] = ctypes.CDLL(str(library))
+        return ctypes.c_void_p.in_dll(self._libraries[kernel], "emulated_kernel").value
 
     def launch(self, kernel: Kernel, handle: int, grid: int, arguments: Arguments) -> None:
         message = ctypes.create_string_buffer(1024)
         with _lock:
             self.launches += 1
-            self.names.append(kernel.name)
-            failed = self._libraries[kernel.source].emulation_launch(
+            self.names.append(str(kernel))
+            failed = self._libraries[kernel].emulation_launch(
                 ctypes.c_void_p(handle), ctypes.c_uint(grid), ctypes.c_uint(kernel.threads),
-                ctypes.c_void_p(arguments.address), len(arguments), arguments.struct_fields,
+                ctypes.c_void_p(arguments.values), arguments.words, arguments.struct_fields,
                 self._order,
                 ctypes.c_ulonglong(next(self._seeds)), message, ctypes.c_size_t(len(message)),
             )  # fmt: skip
         if failed:
-            raise KernelFault(f"{kernel.name}: {message.value.decode()}")
+            raise KernelFault(f"{kernel}: {message.value.decode()}")
 
 
-def _build(source: str, mistake: Mistake | None, flags: tuple[str, ...]) -> Path:
-    """The kernels of one source as a library, built once a session."""
+def _build(kernel: Kernel, mistake: Mistake | None, flags: tuple[str, ...]) -> Path:
+    """One kernel as a library, built once a session; a template is instantiated by naming it."""
     root = cuda_sources()
-    if mistake is not None and mistake.source != source:
+    if mistake is not None and mistake.source != kernel.name:
         mistake = None
-    key = hashlib.sha256(repr((mistake, flags)).encode()).hexdigest()[:16]
+    key = hashlib.sha256(repr((str(kernel), mistake, flags)).encode()).hexdigest()[:16]
     builds = Path(os.environ[BUILDS])
-    library = builds / f"{source}-{key}.so"
+    library = builds / f"{kernel.name}-{key}.so"
     if library.exists():
         return library
     # Processes that build the same at once put the same in its place.
@@ -136,8 +135,9 @@ def _build(source: str, mistake: Mistake | None, flags: tuple[str, ...]) -> Path
     if mistake is not None:
         root = shutil.copytree(root, made / "sources")
         mistake.plant(root)
-    file = made / f"{source}.cpp"
-    shutil.copy(root / "cuda" / f"{source}.cu", file)
+    file = made / f"{kernel.name}.cpp"
+    text = (root / "cuda" / f"{kernel.name}.cu").read_text()
+    file.write_text(f'{text}\nextern "C" {{ void* emulated_kernel = (void*)&{kernel}; }}\n')
     # What has a mistake runs one small case, and compiles in half the time without optimization.
     level = "-O1" if mistake is None else "-O0"
     command = ["g++", level, *FLAGS, *flags, f"-I{root}", "-include", str(HEADER)]

@@ -3,7 +3,6 @@ registers.
 """
 
 import re
-from functools import cache
 
 import pytest
 
@@ -25,38 +24,45 @@ ARCHITECTURES = (
     "sm_100a",
     pytest.param("sm_120a", marks=pytest.mark.nightly),
 )
-KINDS = [f"{kind}_{fmt}" for kind in ("float8", "mxfp8") for fmt in ("e4m3", "e5m2")]
-DRAWS = ["nvfp4", "nvfp4_drawn"]
-ACTIVATIONS = [
-    "values", *KINDS, "tall_e4m3", "tall_e5m2", "delayed_e4m3", "delayed_e5m2", "nvfp4_e2m1",
-]  # fmt: skip
-KERNELS = {
-    "partial_amax": {"partial_amax"},
-    "partial_amax_fine": {"partial_amax_fine"},
-    "partial_select": {"partial_select_mae", "partial_select_mse"},
-    "select": {"select_mae", "select_mse"},
-    "compute_scale": {f"compute_scale_{numerics}" for numerics in [*KINDS, "nvfp4"]},
-    "compute_scale_delayed": {"compute_scale_delayed"},
-    "partial_cast": {
-        f"partial_cast_{numerics}" for numerics in [*KINDS, "delayed_e4m3", "delayed_e5m2", *DRAWS]
-    },
-    "partial_cast_fine": {f"partial_cast_fine_{numerics}" for numerics in [*KINDS, *DRAWS]},
-    "transpose": {"transpose_4_bit", "transpose_8_bit"},
-    "dequantize": {
-        f"dequantize_{shape}{numerics}" for numerics in [*KINDS, "nvfp4"] for shape in ("", "fine_")
-    },
-    "activation": {f"activation_{ending}" for ending in ACTIVATIONS},
-    "normalization": {f"normalization_{ending}" for ending in ACTIVATIONS},
-    "write_words": {"write_words"},
-    "probe": {"probe_read"},
-}
-# Threads of a block, and the blocks that share a multiprocessor's 65,536 registers.
+FP8 = [f"{kind}<{fmt}>" for kind in ("Float8Numerics", "MXFP8Numerics") for fmt in ("E4M3", "E5M2")]
+DELAYED = ["DelayedNumerics<E4M3>", "DelayedNumerics<E5M2>"]
+NVFP4 = ["NVFP4Numerics", "FourOverSixNumerics"]
+SHAPES = ("Tile", "Tile32x256")
+# The arguments of the templates that are asked for.
+INSTANCES = {
+    "partial_amax": SHAPES,
+    "partial_select": ("false", "true"),
+    "select": ("false", "true"),
+    "compute_scale": [*FP8, *NVFP4],
+    "compute_scale_delayed": ("false", "true"),
+    "partial_cast": [
+        *(f"{kind}, NearestVec4<{kind[-5:-1]}>, {shape}" for kind in FP8 for shape in SHAPES),
+        *(f"{kind}, NearestVec4<{kind[-5:-1]}>, Tile" for kind in DELAYED),
+        *(f"NVFP4Numerics, {encoder}, {shape}"
+          for encoder in ("NearestVec4<E2M1>", "StochasticVec4") for shape in SHAPES),
+        *(f"FourOverSixNumerics, {encoder}, Tile"
+          for encoder in ("NearestVec4<E2M1>", "StochasticVec4")),
+    ],
+    "transpose": ("4", "8"),
+    "dequantize": [f"{kind}, {shape}" for kind in [*FP8, *DELAYED, *NVFP4] for shape in SHAPES],
+    **{name: [*(f"{kind}, LOW" for kind in ["NoNumerics", *FP8, *DELAYED, "NVFP4Numerics"]),
+              "Float8Numerics<E4M3>, TALL", "Float8Numerics<E5M2>, TALL"]
+       for name in ("activation", "normalization")},
+    "write_words": [""],
+    "probe_read": [""],
+}  # fmt: skip
+KERNELS = [
+    f"{name}<{template}>" if template else name
+    for name, templates in INSTANCES.items()
+    for template in templates
+]
+# Threads of a block, and the blocks that share a multiprocessor's 65,536 registers: of the first
+# row whose pattern is found.
 RESIDENT = {
-    "partial_amax": (128, 6), "partial_amax_fine": (128, 5), "partial_select": (128, 6),
-    "partial_cast": (128, 6), "partial_cast_nvfp4_drawn": (128, 5), "partial_cast_fine": (128, 4),
-    "transpose": (256, 3), "activation": (256, 3), "normalization": (256, 2),
-    **{f"{name}_tall_{fmt}": (512, 1) for name in ("activation", "normalization")
-       for fmt in ("e4m3", "e5m2")},
+    "partial_amax<Tile32x256": (128, 5), "partial_amax": (128, 6), "partial_select": (128, 6),
+    "partial_cast.*Tile32x256": (128, 4), "partial_cast<Delayed": (128, 9), "partial_cast.*Stochastic": (128, 5),
+    "partial_cast": (128, 6), "transpose": (256, 3), "TALL": (512, 1), "activation": (256, 3),
+    "normalization": (256, 2), "": (128, 8),
 }  # fmt: skip
 
 USAGE = re.compile(
@@ -66,36 +72,37 @@ USAGE = re.compile(
 )
 
 
-def source(name: str) -> str:
-    """The text of a kernel file."""
-    return (cuda_sources() / "cuda" / f"{name}.cu").read_text()
+def source(kernel: str) -> str:
+    """The text of a kernel's file."""
+    return (cuda_sources() / "cuda" / f"{kernel.partition('<')[0]}.cu").read_text()
 
 
 def test_every_source_is_listed() -> None:
-    """KERNELS names every file of kernels."""
-    assert {file.stem for file in (cuda_sources() / "cuda").glob("*.cu")} == set(KERNELS)
+    """INSTANCES names every file of kernels."""
+    assert {file.stem for file in (cuda_sources() / "cuda").glob("*.cu")} == set(INSTANCES)
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize("name", KERNELS)
-def test_kernels_stay_in_registers(name: str, arch: str) -> None:
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_kernels_stay_in_registers(kernel: str, arch: str) -> None:
     """Every kernel becomes a cubin without a stack frame and without a spilled register."""
-    include = cuda_sources()
-    cubin, log = compile_text(source(name), name, arch, include, ("--ptxas-options=-v",))
+    options = ("--ptxas-options=-v",)
+    name, cubin, log = compile_text(source(kernel), kernel, arch, cuda_sources(), options)
     assert cubin.startswith(b"\x7fELF")
-    used = {kernel: tuple(map(int, numbers)) for kernel, *numbers in USAGE.findall(log)}
-    assert used.keys() == KERNELS[name], log
-    for kernel, (stack, stores, loads, registers) in used.items():
-        assert (stack, stores, loads) == (0, 0, 0), f"{kernel} for {arch}:\n{log}"
-        threads, blocks = RESIDENT.get(kernel, RESIDENT.get(name, (128, 8)))
-        assert registers * threads * blocks <= 65536, f"{kernel} for {arch}: {registers} registers"
+    ((compiled, stack, stores, loads, registers),) = USAGE.findall(log)
+    assert compiled == name
+    assert (stack, stores, loads) == ("0", "0", "0"), f"{kernel} for {arch}:\n{log}"
+    threads, blocks = next(size for pattern, size in RESIDENT.items() if re.search(pattern, kernel))
+    used = int(registers) * threads * blocks
+    assert used <= 65536, f"{kernel} for {arch}: {registers} registers"
 
 
-@cache
-def ptx(name: str, arch: str) -> str:
-    """What the front end makes of a kernel file."""
+def ptx(kernels: list[str], arch: str) -> str:
+    """What the front end makes of kernels of one file."""
     nvrtc = import_nvrtc()
-    program = nvrtc.createProgram(source(name), f"{name}.cu", (), ())
+    program = nvrtc.createProgram(source(kernels[0]), "kernels.cu", (), ())
+    for kernel in kernels:
+        nvrtc.addNameExpression(program, kernel)
     include = f"--include-path={cuda_sources()}"
     try:
         nvrtc.compileProgram(program, (f"--gpu-architecture={arch}", *FLAGS, include))
@@ -104,12 +111,13 @@ def ptx(name: str, arch: str) -> str:
         nvrtc.destroyProgram(program)
 
 
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("name", INSTANCES)
 def test_arithmetic_is_ieee(name: str) -> None:
     """No instruction flushes subnormals, contracts a product and a sum, or divides
     approximately.
     """
-    found = re.findall(r"\S*\.ftz\S*|fma\.\S+f32|div\.(?:approx|full)\S*", ptx(name, "compute_90"))
+    text = ptx([k for k in KERNELS if k.partition("<")[0] == name], "compute_90")
+    found = re.findall(r"\S*\.ftz\S*|fma\.\S+f32|div\.(?:approx|full)\S*", text)
     assert not found, found
 
 
@@ -126,7 +134,7 @@ def test_arithmetic_is_ieee(name: str) -> None:
 )
 def test_conversions_of_the_hardware(arch: str, fp8: bool, e2m1: bool) -> None:
     """Codes are made by the device's own conversion exactly where it has one."""
-    text = ptx("partial_cast", arch)
+    text = ptx([k for k in KERNELS if k.startswith("partial_cast<")], arch)
     assert ("cvt.rn.satfinite.e4m3x2.f32" in text) == fp8
     assert ("cvt.rn.satfinite.e5m2x2.f32" in text) == fp8
     assert ("cvt.rn.satfinite.e2m1x2.f32" in text) == e2m1
@@ -148,8 +156,9 @@ def test_an_old_gpu_is_refused() -> None:
 
 def test_a_compiler_error_names_the_kernel() -> None:
     """What the compiler says reaches the user, with the source's name and the remedy."""
-    with pytest.raises(BackendError, match=r"(?s)kernels of broken for sm_90.*nowhere.*pip inst"):
-        compile_text("__global__ void f() { nowhere(); }", "broken", "sm_90", cuda_sources())
+    text = "__global__ void broken() { nowhere(); }"
+    with pytest.raises(BackendError, match=r"(?s)kernel broken for sm_90.*nowhere.*pip inst"):
+        compile_text(text, "broken", "sm_90", cuda_sources())
 
 
 def test_an_unknown_architecture_is_explained() -> None:

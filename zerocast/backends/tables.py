@@ -69,6 +69,14 @@ def numerics_fields(numerics: Numerics, backend: str) -> list[int]:
     return [NUMERICS[type(numerics)], FORMATS[numerics.fmt], *float8, *delayed, *nvfp4]
 
 
+def numerics_class(numerics: Numerics) -> str:
+    """The class of ``scaling.h`` that computes these numerics."""
+    if isinstance(numerics, NVFP4Numerics):
+        return "NVFP4Numerics" if numerics.four_over_six is None else "FourOverSixNumerics"
+    name = type(numerics).__name__.replace("Float8Delayed", "Delayed")
+    return f"{name}<{numerics.fmt.name.upper()}>"
+
+
 def _is_known(numerics: Numerics) -> bool:
     if isinstance(numerics, NVFP4Numerics):
         return numerics.fmt is E2M1 and numerics.scale_fmt is E4M3

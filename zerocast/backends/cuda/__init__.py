@@ -1,7 +1,6 @@
 """The CUDA backend: one launch of our own kernels for any number of weights.
 
     backend      operations -> rows, cuts, arguments
-    numerics         which kernel computes numerics
     delayed      delayed scaling by a function of the caller's
     tiling       which tiles a launch visits
     prepared     tables and launches

@@ -16,15 +16,14 @@ import torch
 from zerocast.backends.cuda.delayed import scales_by_callable
 from zerocast.backends.cuda.fused_ops import fused_op
 from zerocast.backends.cuda.launcher import Kernel, Launcher
-from zerocast.backends.cuda.laws import cast_kernel, choice_kernel, decode_kernel, scale_kernel
 from zerocast.backends.cuda.prepared import Tables, in_turn, nothing
 from zerocast.backends.cuda.tiling import (
     Cut,
     choice_tiles,
     code_squares,
     copied_scale_tiles,
-    fine_tiles,
-    is_fine,
+    has_row_blocks,
+    row_block_tiles,
     scale_tiles,
     shard_tiles,
     tiled_grid,
@@ -33,6 +32,7 @@ from zerocast.backends.empty_shards import with_empty_shards
 from zerocast.backends.tables import (
     cast_row,
     dequantize_row,
+    numerics_class,
     numerics_fields,
     scale_row,
     transpose_row,
@@ -56,6 +56,9 @@ THREADS = 128
 SQUARE_THREADS = 256
 """Of a block of ``transpose.cu``."""
 
+TILE, ROW_BLOCK_TILE = "Tile", "Tile32x256"
+"""The shapes of tiles that kernels are compiled for: structs of ``tiles.h``."""
+
 
 class CudaBackend:
     """Our kernels through a launcher; see :class:`zerocast.numerics.Backend` for what the methods
@@ -74,23 +77,23 @@ class CudaBackend:
     # --- operations on shards ---
 
     def partial_amax(self, operands: Sequence[TensorOperand], masters: Masters) -> Launch:
-        return self._cast("partial_amax", "", [], operands, masters)
+        return self._cast("partial_amax", (), [], operands, masters)
 
     def partial_select(
         self, numerics: NVFP4Numerics, operands: Sequence[TensorOperand], masters: Masters
     ) -> Launch:
-        ending, scalars = choice_kernel(numerics, self.name)
-        kernel = Kernel("partial_select", f"partial_select_{ending}", THREADS)
+        fields = numerics_fields(numerics, self.name)
+        kernel = Kernel("partial_select", THREADS, _squared(numerics))
         shards = [shard for shard in operands if shard.extent]
         for shard in shards:
             _check_choosing(shard.grid)
         cuts: list[list[Cut]] = [[(shard_tiles, shard.grid, shard.extent)] for shard in shards]
-        return self._on_masters(kernel, scalars, shards, [s.grid for s in shards], cuts, masters)
+        return self._on_masters(kernel, fields, shards, [s.grid for s in shards], cuts, masters)
 
     def partial_cast(
         self, numerics: Numerics, operands: Sequence[TensorOperand], masters: Masters
     ) -> Launch:
-        ending, scalars = cast_kernel(numerics, self.name)
+        fields = numerics_fields(numerics, self.name)
         for shard in operands:
             if numerics.fmt.bits == 4:
                 _check_whole_bytes(shard.grid.cols)
@@ -106,13 +109,17 @@ class CudaBackend:
                     f"the cuda backend takes delayed scaling of one block a tensor, got "
                     f"{shard.grid}; cast it under use_backend('reference')."
                 )
-        return self._cast("partial_cast", f"_{ending}", scalars, operands, masters)
+        encoder = f"NearestVec4<{numerics.fmt.name.upper()}>"
+        if isinstance(numerics, NVFP4Numerics) and numerics.stochastic_rounding:
+            encoder = "StochasticVec4"
+        template = numerics_class(numerics), encoder
+        return self._cast("partial_cast", template, fields, operands, masters)
 
     # --- operations on whole weights ---
 
     def select(self, numerics: NVFP4Numerics, operands: Sequence[TensorOperand]) -> Launch:
-        ending, scalars = choice_kernel(numerics, self.name)
-        kernel = Kernel("select", f"select_{ending}", THREADS)
+        fields = numerics_fields(numerics, self.name)
+        kernel = Kernel("select", THREADS, _squared(numerics))
         chosen, cuts = [], []
         for operand in operands:
             assert operand.candidates is not None
@@ -122,7 +129,7 @@ class CudaBackend:
                 cuts.append([(choice_tiles, count, operand.grid.blocks_w)])
         lists = self._tables.lists(chosen)
         rows = [cast_row(o, o.grid, 0, self._address, lists.address) for o in chosen]
-        return self._tables.launch(kernel, rows, cuts, scalars, (chosen, lists))
+        return self._tables.launch(kernel, rows, cuts, fields, (chosen, lists))
 
     def compute_scale(self, numerics: Numerics, operands: Sequence[TensorOperand]) -> Launch:
         return with_empty_shards(self._compute_scale, numerics, operands)
@@ -131,17 +138,17 @@ class CudaBackend:
         rows = [scale_row(operand, self._address) for operand in operands]
         if isinstance(numerics, Float8DelayedNumerics):
             return self._close_delayed(numerics, rows, operands)
-        ending, scalars = scale_kernel(numerics, self.name)
-        kernel = Kernel("compute_scale", f"compute_scale_{ending}", THREADS)
+        fields = numerics_fields(numerics, self.name)
+        kernel = Kernel("compute_scale", THREADS, (numerics_class(numerics),))
         cuts = [
             [_scale_cut(number, each.plane.scales) for number, each in enumerate(o.scaled_planes)]
             for o in operands
         ]
-        return self._tables.launch(kernel, rows, cuts, scalars, operands)
+        return self._tables.launch(kernel, rows, cuts, fields, operands)
 
     def transpose(self, numerics: Numerics, operands: Sequence[TensorOperand]) -> Launch:
         bits = numerics.fmt.bits
-        kernel = Kernel("transpose", f"transpose_{bits}_bit", SQUARE_THREADS)
+        kernel = Kernel("transpose", SQUARE_THREADS, (str(bits),))
         cuts: list[list[Cut]] = []
         for operand in operands:
             rows, cols = operand.grid.rows, operand.grid.cols
@@ -159,18 +166,18 @@ class CudaBackend:
         return self._tables.launch(kernel, table_rows, cuts, [], operands)
 
     def dequantize(self, numerics: Numerics, operands: Sequence[TensorOperand]) -> Launch:
-        ending, scalars = decode_kernel(numerics, self.name)
+        fields = numerics_fields(numerics, self.name)
         if numerics.fmt.bits == 4:
             for operand in operands:
                 _check_whole_bytes(operand.grid.cols)
-        fine, grids = _tiled([(operand.grid, None) for operand in operands])
-        kernel = Kernel("dequantize", f"dequantize_{'fine_' if fine else ''}{ending}", THREADS)
+        shape, grids = _tiled([(operand.grid, None) for operand in operands])
+        kernel = Kernel("dequantize", THREADS, (numerics_class(numerics), shape))
         rows = [
             dequantize_row(operand, grid, self._address)
             for operand, grid in zip(operands, grids, strict=True)
         ]
-        cuts = [[_cut(fine, grid, None, Extent(0, grid.numel))] for grid in grids]
-        return self._tables.launch(kernel, rows, cuts, scalars, operands)
+        cuts = [[_cut(shape, grid, None, Extent(0, grid.numel))] for grid in grids]
+        return self._tables.launch(kernel, rows, cuts, fields, operands)
 
     def fused_op(self, numerics: Numerics | None, target: FusedOperand) -> Launch:
         return fused_op(self.launcher, self._address, numerics, target)
@@ -179,31 +186,29 @@ class CudaBackend:
 
     def _cast(
         self,
-        operation: str,
-        ending: str,
-        scalars: list[int],
+        name: str,
+        template: tuple[str, ...],
+        fields: list[int],
         operands: Sequence[TensorOperand],
         masters: Masters,
     ) -> Launch:
         """The launch of a kernel that reads masters, over the shape of tiles that serves them."""
         shards = [shard for shard in operands if shard.extent]
         seconds = [_second_grid(shard) for shard in shards]
-        fine, grids = _tiled(
+        shape, grids = _tiled(
             [(shard.grid, second) for shard, second in zip(shards, seconds, strict=True)]
         )
-        if fine:
-            operation += "_fine"
         cuts = [
-            [_cut(fine, grid, second, shard.extent)]
+            [_cut(shape, grid, second, shard.extent)]
             for shard, grid, second in zip(shards, grids, seconds, strict=True)
         ]
-        kernel = Kernel(operation, operation + ending, THREADS)
-        return self._on_masters(kernel, scalars, shards, grids, cuts, masters)
+        kernel = Kernel(name, THREADS, (*template, shape))
+        return self._on_masters(kernel, fields, shards, grids, cuts, masters)
 
     def _on_masters(
         self,
         kernel: Kernel,
-        scalars: list[int],
+        fields: list[int],
         shards: Sequence[TensorOperand],
         grids: Sequence[BlockGrid],
         cuts: Sequence[Sequence[Cut]],
@@ -218,7 +223,7 @@ class CudaBackend:
             cast_row(shard, grid, table.place(masters, shard.slot), self._address, lists.address)
             for shard, grid in zip(shards, grids, strict=True)
         ]
-        run = self._tables.launch(kernel, rows, cuts, scalars, (shards, masters, table, lists))
+        run = self._tables.launch(kernel, rows, cuts, fields, (shards, masters, table, lists))
 
         def launch() -> None:
             table.follow(masters)
@@ -233,12 +238,11 @@ class CudaBackend:
         operands: Sequence[TensorOperand],
     ) -> Launch:
         """One thread block a weight, and the caller's function where there is one."""
+        by_caller = callable(numerics.amax_compute_algo)
+        kernel = Kernel("compute_scale_delayed", THREADS, ("true" if by_caller else "false",))
         fields = numerics_fields(numerics, self.name)
-        outside = callable(numerics.amax_compute_algo)
-        scalars = [fields[4], 2 if outside else fields[5]]
-        kernel = Kernel("compute_scale_delayed", "compute_scale_delayed", THREADS)
-        run = self._tables.launch(kernel, rows, None, scalars, operands)
-        return in_turn([run, scales_by_callable(numerics, operands)]) if outside else run
+        run = self._tables.launch(kernel, rows, None, fields, operands)
+        return in_turn([run, scales_by_callable(numerics, operands)]) if by_caller else run
 
     def _address(self, tensor: torch.Tensor) -> int:
         if tensor.device != self.launcher.device or not tensor.is_contiguous():
@@ -250,33 +254,33 @@ class CudaBackend:
         return tensor.data_ptr()
 
 
-def _tiled(planes: Sequence[tuple[BlockGrid, BlockGrid | None]]) -> tuple[bool, list[BlockGrid]]:
-    """Whether the weights of a launch, by their grids and second ones, are cut into fine tiles; and
-    the grids as tiles see them.
+def _tiled(planes: Sequence[tuple[BlockGrid, BlockGrid | None]]) -> tuple[str, list[BlockGrid]]:
+    """The shape of tiles that the weights of a launch are cut into, by their grids and second ones:
+    a struct of tiles.h; and the grids as tiles see them.
 
     One launch has one shape of tiles, so that its number does not depend on the weights.
     """
     grids = [grid for grid, _ in planes]
     alone = all(second is None for _, second in planes)
     if alone and all(grid.num_blocks == 1 for grid in grids):
-        return False, [tiled_grid(grid) for grid in grids]
-    if all(is_fine(grid, second) for grid, second in planes):
-        return True, grids
+        return TILE, [tiled_grid(grid) for grid in grids]
+    if all(has_row_blocks(grid, second) for grid, second in planes):
+        return ROW_BLOCK_TILE, grids
     if not alone:
-        grid, second = next(p for p in planes if not is_fine(*p))
+        grid, second = next(p for p in planes if not has_row_blocks(*p))
         raise BackendError(
             "the cuda backend casts a second plane in blocks of one column beside blocks of one "
             f"row, 16, 32, 64, 128, a multiple of 256 or all of its columns wide, got {grid} and "
             f"{second}; cast this weight under use_backend('reference')."
         )
-    return False, [tiled_grid(grid) for grid in grids]
+    return TILE, [tiled_grid(grid) for grid in grids]
 
 
-def _cut(fine: bool, grid: BlockGrid, second: BlockGrid | None, extent: Extent) -> Cut:
+def _cut(shape: str, grid: BlockGrid, second: BlockGrid | None, extent: Extent) -> Cut:
     """How a shard of a weight is cut."""
-    if not fine:
+    if shape == TILE:
         return shard_tiles, grid, extent
-    return fine_tiles, grid, grid.rows if second is None else second.block_h, extent
+    return row_block_tiles, grid, grid.rows if second is None else second.block_h, extent
 
 
 def _second_grid(shard: TensorOperand) -> BlockGrid | None:
@@ -289,6 +293,11 @@ def _scale_cut(plane: int, layout: ScaleLayout) -> Cut:
     """How a stored plane is cut: by the stored rows of a block."""
     repeat = layout.col_repeat if layout.transposed else layout.row_repeat
     return scale_tiles, plane, layout.shape, repeat
+
+
+def _squared(numerics: NVFP4Numerics) -> tuple[str]:
+    """The template's argument of the kernels that choose: whether errors are squared."""
+    return ("true" if numerics.four_over_six == "mse" else "false",)
 
 
 def _check_choosing(grid: BlockGrid) -> None:

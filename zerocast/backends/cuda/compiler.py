@@ -1,9 +1,10 @@
 """From the kernels' sources to machine code for one architecture, by NVRTC, kept on disk.
 
 CuPy's own compilation flushes subnormals and forgets the included headers in its cache key, so only
-its low-level interface to NVRTC is used. That needs no driver and no GPU. A compiled source is kept
-in a file named by everything that shapes it (kernel_cache.py): ranks that start together may all
-compile, and each reads what any of them has finished.
+its low-level interface to NVRTC is used. That needs no driver and no GPU. A kernel that is a
+template is instantiated by the expression that names it. What is compiled is kept in a file named
+by everything that shapes it (kernel_cache.py): ranks that start together may all compile, and each
+reads what any of them has finished.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from zerocast.backends.cuda.kernel_cache import default_cache, keep, kept
+from zerocast.backends.cuda.launcher import Kernel
 from zerocast.backends.cuda.sources import cuda_sources
 from zerocast.errors import BackendError
 
@@ -59,63 +61,67 @@ def import_nvrtc() -> Any:
 
 
 def compile_text(
-    text: str, name: str, arch: str, include: Path, options: tuple[str, ...] = ()
-) -> tuple[bytes, str]:
-    """Compile CUDA C++ to a cubin.
+    text: str, kernel: str, arch: str, include: Path, options: tuple[str, ...] = ()
+) -> tuple[str, bytes, str]:
+    """Compile one kernel to a cubin.
 
     Args:
-        text: the source.
-        name: what messages call it.
+        text: the source, CUDA C++.
+        kernel: the expression that names the kernel in it; a template is instantiated by that.
         arch: such as ``"sm_90"``.
         include: the folder that the sources include from, ``cuda_src``.
         options: beside FLAGS.
 
     Returns:
-        The cubin, and what the compiler said.
+        The kernel's name in the cubin, the cubin, and what the compiler said.
 
     Raises:
         BackendError: where it does not compile, with the compiler's log.
     """
     nvrtc = import_nvrtc()
-    program = nvrtc.createProgram(text, f"{name}.cu", (), ())
+    program = nvrtc.createProgram(text, f"{kernel.partition('<')[0]}.cu", (), ())
     flags = (f"--gpu-architecture={arch}", *FLAGS, f"--include-path={include}", *options)
     try:
+        nvrtc.addNameExpression(program, kernel)
         nvrtc.compileProgram(program, flags)
         # CuPy takes the last byte, a zero as it happens, for the end of a string.
         cubin = nvrtc.getCUBIN(program) + b"\0"
+        name = nvrtc.getLoweredName(program, kernel)
         log = nvrtc.getProgramLog(program).strip("\0\n")
     except nvrtc.NVRTCError as error:
         log = nvrtc.getProgramLog(program).strip("\0\n")
         raise BackendError(
-            f"NVRTC {'.'.join(map(str, nvrtc.getVersion()))} must compile the kernels of {name} "
+            f"NVRTC {'.'.join(map(str, nvrtc.getVersion()))} must compile the kernel {kernel} "
             f"for {arch}, got '{error}':\n{log}\nAn NVRTC that does not know {arch} is too old: "
             f"{REMEDY} --upgrade. Until then use_backend('reference') runs there."
         ) from error
     finally:
         nvrtc.destroyProgram(program)
-    return cubin, log
+    return name, cubin, log
 
 
-def cache_key(source: str, arch: str) -> str:
-    """A name for the cubin of ``cuda/<source>.cu``: a hash of all that shapes it.
+def cache_key(kernel: Kernel, arch: str) -> str:
+    """A name for the kernel's cubin: a hash of all that shapes it.
 
     Raises:
         BackendError: where CuPy, NVRTC or the sources are missing.
     """
     root = cuda_sources()
-    parts = [arch, repr(FLAGS), repr(import_nvrtc().getVersion())]
+    parts = [str(kernel), arch, repr(FLAGS), repr(import_nvrtc().getVersion())]
     headers = sorted([*root.glob("arithmetic/*.h"), *root.glob("cuda/*.h")])
-    for file in [root / "cuda" / f"{source}.cu", *headers]:
+    for file in [root / "cuda" / f"{kernel.name}.cu", *headers]:
         parts += [file.relative_to(root).as_posix(), file.read_text()]
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()
-    return f"{source}-{arch}-{digest[:24]}"
+    return f"{kernel.name}-{arch}-{digest[:24]}"
 
 
-def compiled(source: str, arch: str, cache: Path | None = None, *, afresh: bool = False) -> bytes:
-    """The cubin of ``cuda/<source>.cu`` for ``arch``: from the cache, or compiled and kept.
+def compiled(
+    kernel: Kernel, arch: str, cache: Path | None = None, *, afresh: bool = False
+) -> tuple[str, bytes]:
+    """The kernel's name in its cubin, and the cubin: from the cache, or compiled and kept.
 
     Args:
-        source: the name of the file.
+        kernel: which.
         arch: such as ``"sm_90"``.
         cache: a folder; None for :func:`default_cache`, which a user may be without.
         afresh: compile also what the cache has, and replace it.
@@ -124,12 +130,13 @@ def compiled(source: str, arch: str, cache: Path | None = None, *, afresh: bool 
         BackendError: where it is not kept and cannot be compiled.
     """
     folder = default_cache() if cache is None else cache
-    file = None if folder is None else folder / f"{cache_key(source, arch)}.cubin"
-    if file is not None and not afresh and (cubin := kept(file)) is not None:
-        return cubin
+    file = None if folder is None else folder / f"{cache_key(kernel, arch)}.cubin"
+    if file is not None and not afresh and (content := kept(file)) is not None:
+        name, _, cubin = content.partition(b"\0")
+        return name.decode(), cubin
     root = cuda_sources()
-    text = (root / "cuda" / f"{source}.cu").read_text()
-    cubin, _ = compile_text(text, source, arch, root)
+    text = (root / "cuda" / f"{kernel.name}.cu").read_text()
+    made, cubin, _ = compile_text(text, str(kernel), arch, root)
     if file is not None:
-        keep(file, cubin)
-    return cubin
+        keep(file, made.encode() + b"\0" + cubin)
+    return made, cubin

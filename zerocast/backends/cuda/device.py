@@ -12,7 +12,7 @@ from zerocast.backends.cuda.compiler import REMEDY, architecture, compiled, impo
 from zerocast.backends.cuda.launcher import MAX_GRID, Arguments, Kernel
 from zerocast.errors import BackendError
 
-WRITE = Kernel("write_words", "write_words", 128)
+WRITE = Kernel("write_words", 128)
 WORDS = 120
 """What one launch of WRITE takes; see ``cuda_src/cuda/write_words.cu``."""
 
@@ -46,7 +46,7 @@ class DeviceLauncher:
         self.max_grid = MAX_GRID
         self._arch = architecture(torch.cuda.get_device_capability(device))
         self._cache = cache
-        self._modules: dict[str, int] = {}
+        self._functions: dict[Kernel, int] = {}
         # Of each stream on which tables were sent: when the latest of them is there.
         self._uploads: dict[int, torch.cuda.Event] = {}
 
@@ -67,8 +67,7 @@ class DeviceLauncher:
                 copy = torch.empty_like(table, device=self.device)
                 words = table.flatten().tolist()
                 words += [0] * (WORDS - len(words))
-                # A kernel's last argument may be larger than a word: then it goes on from there.
-                arguments = Arguments([copy.data_ptr(), table.numel(), *words])
+                arguments = Arguments([copy.data_ptr(), table.numel()], words)
                 self.launch(WRITE, self._write, 1, arguments)
             else:
                 # torch keeps the pinned copy until the transfer is over.
@@ -91,24 +90,24 @@ class DeviceLauncher:
             # torch makes the context that all of this shares.
             torch.empty(1, dtype=torch.uint8, device=self.device)
             try:
-                if kernel.source not in self._modules:
-                    self._modules[kernel.source] = self._load(kernel.source)
-                return int(
-                    self._driver.moduleGetFunction(self._modules[kernel.source], kernel.name)
-                )
+                if kernel not in self._functions:
+                    self._functions[kernel] = self._load(kernel)
+                return self._functions[kernel]
             except self._driver.CUDADriverError as error:
                 raise BackendError(
-                    f"the driver must load kernel {kernel.name} for {self._arch}, got '{error}'; a "
+                    f"the driver must load kernel {kernel} for {self._arch}, got '{error}'; a "
                     f"driver older than the compiler does not take its code: install a newer "
                     f"driver, or an nvidia-cuda-nvrtc of the driver's version."
                 ) from error
 
-    def _load(self, source: str) -> int:
+    def _load(self, kernel: Kernel) -> int:
         try:
-            return self._driver.moduleLoadData(compiled(source, self._arch, self._cache))
+            return self._function(*compiled(kernel, self._arch, self._cache))
         except self._driver.CUDADriverError:  # of a kept file, perhaps: a fresh one decides
-            cubin = compiled(source, self._arch, self._cache, afresh=True)
-            return self._driver.moduleLoadData(cubin)
+            return self._function(*compiled(kernel, self._arch, self._cache, afresh=True))
+
+    def _function(self, name: str, cubin: bytes) -> int:
+        return int(self._driver.moduleGetFunction(self._driver.moduleLoadData(cubin), name))
 
     def launch(self, kernel: Kernel, handle: int, grid: int, arguments: Arguments) -> None:
         if torch.cuda.current_device() != self.device.index:
@@ -127,7 +126,7 @@ class DeviceLauncher:
             )
         except self._driver.CUDADriverError as error:
             raise BackendError(
-                f"the driver must launch kernel {kernel.name} on {grid} blocks of "
+                f"the driver must launch kernel {kernel} on {grid} blocks of "
                 f"{kernel.threads} threads on {self.device}, got '{error}'. An error that an "
                 "earlier kernel of any library left behind shows here: run again with "
                 "CUDA_LAUNCH_BLOCKING=1 to find it."

@@ -15,10 +15,9 @@ from dataclasses import dataclass
 import torch
 
 from zerocast.backends.cuda.launcher import Arguments, Kernel, Launcher
-from zerocast.backends.cuda.laws import scale_kernel
 from zerocast.backends.cuda.prepared import nothing
 from zerocast.backends.fused_ops import fused_fields
-from zerocast.backends.tables import Address
+from zerocast.backends.tables import Address, numerics_class, numerics_fields
 from zerocast.errors import BackendError
 from zerocast.layout import ceil_div
 from zerocast.numerics import (
@@ -44,6 +43,9 @@ THREADS = {LOW: 256, TALL: 512}
 
 PLANE_FIELDS = 14
 """Of one ``CastPlane`` of activation_tile.h."""
+
+NUMERICS_FIELDS = 10
+"""Of ``NumericsTable`` of tables.h."""
 
 UNITS = 256
 """Thread blocks that a norm is cut into at least, where it has the tiles: some for every
@@ -90,7 +92,7 @@ def fused_op(
             for plane, amax in zip(planes, block_amaxes, strict=True)
             if amax is not None
         ]
-        steps.append(task.step("values", LOW, tensor_amax, wide))
+        steps.append(task.step(False, LOW, tensor_amax, wide))
     if numerics is not None:
         height = _height(numerics, planes)
         every = [
@@ -100,7 +102,7 @@ def fused_op(
         if looks_first:
             task.leave_out_outputs()
             tensor_amax = tensor_amax if isinstance(numerics, NVFP4Numerics) else None
-        steps.append(task.step(_ending(numerics, height), height, tensor_amax, every))
+        steps.append(task.step(True, height, tensor_amax, every))
     launches = [
         (kernel, launcher.prepare(kernel), min(units, launcher.max_grid), arguments)
         for kernel, units, arguments in steps
@@ -115,15 +117,6 @@ def fused_op(
             launcher.launch(*step)
 
     return launch
-
-
-def _ending(numerics: Numerics, height: int) -> str:
-    """Of the name of the kernel that casts."""
-    if isinstance(numerics, NVFP4Numerics):
-        return "nvfp4_e2m1"
-    if isinstance(numerics, Float8DelayedNumerics):
-        return f"delayed_{numerics.fmt.name}"
-    return f"tall_{numerics.fmt.name}" if height == TALL else scale_kernel(numerics, "cuda")[0]
 
 
 def _height(numerics: Numerics, planes: list[_Plane]) -> int:
@@ -214,32 +207,31 @@ class _Task:
         self._table = fused_fields(target, address)
         operands = (target.source, target.weight, target.bias)
         self._types = [0 if t is None else NOMINALS[t.dtype] for t in operands]
-        float8, scale_max = [0, 0], 0
-        if isinstance(numerics, Float8Numerics):
-            float8 = scale_kernel(numerics, "cuda")[1]
-        elif isinstance(numerics, NVFP4Numerics):
-            scale_max = numerics.scale_max
-        self._numerics = [
-            *float8,
-            scale_max,
-            0 if target.delayed is None else address(target.delayed.scale),
-        ]
+        self._class, self._numerics = "", [0] * NUMERICS_FIELDS
+        if numerics is not None:
+            self._class = numerics_class(numerics)
+            self._numerics = numerics_fields(numerics, "cuda")
+        scale = None if target.delayed is None else target.delayed.scale
+        self._delayed = [self._of(scale), 0, 0, 0]
 
     def step(
-        self, ending: str, height: int, tensor_amax: torch.Tensor | None, planes: list[list[int]]
+        self, casts: bool, height: int, tensor_amax: torch.Tensor | None, planes: list[list[int]]
     ) -> tuple[Kernel, int, Arguments]:
-        """One launch in tiles of ``height``: the kernel, how many thread blocks, the argument."""
+        """One launch in tiles of ``height``, which casts, or takes amaxes and writes the result in
+        high precision: the kernel, how many thread blocks, the argument.
+        """
         is_norm = self._target.op.is_norm
-        source = "normalization" if is_norm else "activation"
-        kernel = Kernel(source, f"{source}_{ending}", THREADS[height])
+        name = "normalization" if is_norm else "activation"
+        template = self._class if casts else "NoNumerics", "TALL" if height == TALL else "LOW"
+        kernel = Kernel(name, THREADS[height], template)
         strips, across = ceil_div(self._target.rows, height), ceil_div(self._target.cols, TILE_COLS)
         groups = min(across, ceil_div(UNITS, strips)) if is_norm else across
         per_unit = ceil_div(across, groups)
         amaxes = [self._of(tensor_amax), self._of(self._target.amax)]
         missing = [0] * (PLANE_FIELDS * (2 - len(planes)))
-        fields = [*self._table, *self._types, per_unit, *self._numerics, *amaxes]
+        fields = [*self._table, *self._types, per_unit, *self._numerics, *self._delayed, *amaxes]
         fields += [field for plane in planes for field in plane] + missing
-        return kernel, strips * ceil_div(across, per_unit), Arguments(fields, as_struct=True)
+        return kernel, strips * ceil_div(across, per_unit), Arguments([], fields)
 
     def leave_out_outputs(self) -> None:
         """Let the steps to come write codes only: an earlier one has written output and

@@ -22,41 +22,52 @@ MAX_GRID = 2**31 - 1
 
 
 class Arguments:
-    """The arguments of one kernel, as ``cuLaunchKernel`` takes them: addresses of 64-bit values.
+    """The arguments of one kernel, as ``cuLaunchKernel`` takes them: addresses of their values.
 
     Args:
-        values: the arguments; or, ``as_struct``, the fields of the only one, a struct that the
-            kernel takes by value, so that a launch needs no table on the device.
+        words: those that are single 64-bit values.
+        struct: the 64-bit fields of a last one, a struct that the kernel takes by value; none
+            where it takes no struct.
 
     Attributes:
-        struct_fields: 64-bit fields of the struct, 0 where arguments are single values.
+        words, struct_fields: how many of each.
     """
 
-    def __init__(self, values: Sequence[int], *, as_struct: bool = False) -> None:
-        self._values = (ctypes.c_int64 * len(values))(*values)
-        self.struct_fields = len(values) if as_struct else 0
+    def __init__(self, words: Sequence[int], struct: Sequence[int] = ()) -> None:
+        self.words, self.struct_fields = len(words), len(struct)
+        self._values = (ctypes.c_int64 * (len(words) + len(struct)))(*words, *struct)
         first, size = ctypes.addressof(self._values), ctypes.sizeof(ctypes.c_int64)
-        count = 1 if as_struct else len(values)
+        count = len(words) + bool(struct)
         self._pointers = (ctypes.c_void_p * count)(*(first + i * size for i in range(count)))
-
-    def __len__(self) -> int:
-        return len(self._pointers)
 
     @property
     def address(self) -> int:
         """Of the array of pointers."""
         return ctypes.addressof(self._pointers)
 
+    @property
+    def values(self) -> int:
+        """The address of the values, one after the other."""
+        return ctypes.addressof(self._values)
+
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """One kernel: the source file ``cuda_src/cuda/<source>.cu``, the function in it, and the
-    threads of a block.
+    """One kernel: a function of ``cuda_src/cuda/<name>.cu``, instantiated where it is a template.
+
+    Attributes:
+        name: of the function and of its file.
+        threads: of a block.
+        template: the arguments of the template, as C++ writes them.
     """
 
-    source: str
     name: str
     threads: int
+    template: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        """The C++ expression that names it."""
+        return f"{self.name}<{', '.join(self.template)}>" if self.template else self.name
 
 
 class Launcher(Protocol):

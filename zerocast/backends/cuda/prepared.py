@@ -39,7 +39,7 @@ class Tables:
         kernel: Kernel,
         rows: list[list[int]],
         cuts: Sequence[Sequence[Cut]] | None,
-        scalars: list[int],
+        numerics: list[int],
         operands: object,
     ) -> Launch:
         """The launch of ``kernel`` over the tiles that the weights are cut into, or over the
@@ -52,7 +52,7 @@ class Tables:
             kernel: which.
             rows: one a weight, as the kernel's table has them.
             cuts: how each weight is cut.
-            scalars: the arguments after the tables and their length.
+            numerics: the fields of NumericsTable; none where the kernel takes none.
             operands: what the rows point to.
         """
         if not rows:
@@ -64,7 +64,7 @@ class Tables:
         if cuts is not None:
             tables.append(self._visited(cuts))
             count = len(tables[1])
-        arguments = Arguments([*(table.data_ptr() for table in tables), count, *scalars])
+        arguments = Arguments([*(table.data_ptr() for table in tables), count], numerics)
         grid = min(count, launcher.max_grid)
         alive, captured = (tables, operands), launcher.capturing
 
@@ -73,7 +73,7 @@ class Tables:
             if captured and not launcher.capturing:
                 raise BackendError(
                     "what is prepared while a CUDA graph is captured must run in that capture, "
-                    f"got {kernel.name} outside of it; prepare it outside, too."
+                    f"got {kernel} outside of it; prepare it outside, too."
                 )
             launcher.launch(kernel, handle, grid, arguments)
 

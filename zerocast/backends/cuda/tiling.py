@@ -14,9 +14,13 @@ import torch
 
 from zerocast.layout import BlockGrid, Extent, ceil_div
 
-TALL_ROWS, TALL_COLS = 16, 512
-FLAT_COLS = 8192
-FINE_ROWS, FINE_COLS = 32, 256
+TILE_ROWS, TILE_COLS = 16, 512
+LONG_TILE_COLS = 8192
+"""Of a tile of one row."""
+
+ROW_BLOCK_TILE_ROWS, ROW_BLOCK_TILE_COLS = 32, 256
+"""Of a tile of blocks of one row."""
+
 MAX_TILE_BLOCKS = 512
 
 SCALE_GROUPS, SCALE_COLS = 4, 256
@@ -53,10 +57,10 @@ def shard_tiles(weight: int, grid: BlockGrid, extent: Extent) -> torch.Tensor:
     Returns:
         int64 [tiles, 4], the fields of ``Tile``.
     """
-    tall = grid.block_h >= TALL_ROWS
-    height = TALL_ROWS if tall else 1
-    width = TALL_COLS if tall else min(FLAT_COLS, MAX_TILE_BLOCKS * grid.block_w)
-    width = min(width, FLAT_COLS) // 4 * 4
+    several = grid.block_h >= TILE_ROWS
+    height = TILE_ROWS if several else 1
+    width = TILE_COLS if several else min(LONG_TILE_COLS, MAX_TILE_BLOCKS * grid.block_w)
+    width = min(width, LONG_TILE_COLS) // 4 * 4
     block_row, row, row_end, col, cols = _met_tiles(
         grid.rows, grid.cols, grid.block_h, height, width, extent
     )
@@ -73,18 +77,18 @@ def shard_tiles(weight: int, grid: BlockGrid, extent: Extent) -> torch.Tensor:
     return torch.stack(fields, dim=1)
 
 
-def is_fine(grid: BlockGrid, columnwise: BlockGrid | None) -> bool:
-    """Whether fine tiles serve a weight: blocks of one row, of which a tile cuts none but a single
-    one, and in the second plane blocks of one column.
+def has_row_blocks(grid: BlockGrid, columnwise: BlockGrid | None) -> bool:
+    """Whether tiles of blocks of one row serve a weight: a tile cuts none of them but a single one,
+    and in the second plane blocks have one column.
     """
     width = grid.block_w
-    whole = width in (16, 32, 64, 128) or width % FINE_COLS == 0 or width >= grid.cols
+    whole = width in (16, 32, 64, 128) or width % ROW_BLOCK_TILE_COLS == 0 or width >= grid.cols
     second = columnwise is None or columnwise.block_w == 1
     return grid.block_h == 1 and whole and second and max(grid.rows, grid.cols) < 2**31
 
 
-def fine_tiles(weight: int, grid: BlockGrid, block_h: int, extent: Extent) -> torch.Tensor:
-    """The fine tiles of ``grid``, which :func:`is_fine`, that hold elements of ``extent``.
+def row_block_tiles(weight: int, grid: BlockGrid, block_h: int, extent: Extent) -> torch.Tensor:
+    """The 32x256 tiles of ``grid``, which :func:`has_row_blocks`, that hold elements of ``extent``.
 
     Args:
         weight: the shard's row in the table of shards.
@@ -92,10 +96,10 @@ def fine_tiles(weight: int, grid: BlockGrid, block_h: int, extent: Extent) -> to
         block_h: the rows of a block of the second plane; of the matrix where there is none.
 
     Returns:
-        int64 [tiles, 4], the fields of ``FineTile``.
+        int64 [tiles, 4], the fields of ``Tile32x256``.
     """
     block_row, row, row_end, col, cols = _met_tiles(
-        grid.rows, grid.cols, block_h, FINE_ROWS, FINE_COLS, extent
+        grid.rows, grid.cols, block_h, ROW_BLOCK_TILE_ROWS, ROW_BLOCK_TILE_COLS, extent
     )
     block_col = col // grid.block_w
     blocks = (col + cols - 1) // grid.block_w - block_col + 1

@@ -9,7 +9,7 @@ constexpr int IN_FLIGHT = 8;
 
 // from: 128 KiB for each of count pieces. to: [1], is written only if a value is the smallest NaN
 // pattern, so that the reads cannot be left out.
-extern "C" __global__ void __launch_bounds__(256)
+__global__ void __launch_bounds__(256)
     probe_read(const float* __restrict__ from, u32* __restrict__ to, i64 count) {
     for (i64 piece = blockIdx.x; piece < count; piece += gridDim.x) {
         const float* at = from + piece * 32768 + threadIdx.x * 4;
