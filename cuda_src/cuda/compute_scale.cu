@@ -64,7 +64,7 @@ static ZEROCAST_FN void once_a_weight(const ScaleTarget& target) {
 }
 
 template <class Numerics>
-__global__ void __launch_bounds__(THREADS, 8)
+__global__ void __launch_bounds__(THREADS, Numerics::Format::BITS == 4 ? 8 : 0)
     compute_scale(const ScaleTarget* __restrict__ targets, const PlaneTile* __restrict__ tiles,
                   i64 count, const __grid_constant__ NumericsTable table) {
     for (i64 t = blockIdx.x; t < count; t += gridDim.x) {

@@ -188,7 +188,7 @@ static ZEROCAST_FN void scales_of(const TransposeTarget& target, const PlaneTile
 }
 
 template <int BITS>
-__global__ void __launch_bounds__(SQUARE_THREADS, BITS == 4 ? 3 : 1)
+__global__ void __launch_bounds__(SQUARE_THREADS, BITS == 4 ? 3 : 0)
     transpose(const TransposeTarget* __restrict__ targets, const PlaneTile* __restrict__ tiles,
               i64 count) {
     __shared__ Square squares[8 / BITS];
