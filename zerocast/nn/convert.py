@@ -25,7 +25,7 @@ from zerocast.nn.linear import Linear, quantized_parameter
 from zerocast.nn.masters import check_gathers, master_parameter, reserve_state
 from zerocast.nn.quantized_module import QuantizedModule
 from zerocast.nn.reports import Coverage, check_initialized, coverage
-from zerocast.nn.traced_memory import new_handle
+from zerocast.nn.traced_layer import new_handle
 from zerocast.recipes import NOMINAL_DTYPES, Recipe, as_recipe
 from zerocast.sharded.amax_group import AmaxGroup
 from zerocast.sharded.master_weight import is_master

@@ -15,7 +15,6 @@ from zerocast.nn.linear import linear_parameters, quantized_if_asked, reset_line
 from zerocast.nn.norm import NormalizedModule, check_normalization
 from zerocast.nn.quantized_functions import QuantizedActivation
 from zerocast.nn.traced_layer import eager_in_regions
-from zerocast.nn.traced_product import source_to_text
 from zerocast.numerics import FusedOp
 from zerocast.recipes import Recipe
 
@@ -150,7 +149,7 @@ class LayerNormMLP(NormalizedModule):
         """Product number 1, of what the activation makes."""
         weight, bias = self.fc2_weight, self.fc2_bias
         if self._traces_quantized(hidden):
-            return self._traced(1, hidden, weight, bias, source_to_text(self.activation))[0]
+            return self._traced(1, hidden, weight, bias, (self.activation,))[0]
         quantizing = None
         if not torch.compiler.is_compiling():
             quantizing = self._quantizing(1, hidden, weight)

@@ -23,7 +23,6 @@ from zerocast.arguments import (
 from zerocast.errors import InputError
 from zerocast.nn.quantized_functions import QuantizedNorm
 from zerocast.nn.quantized_module import QuantizedModule
-from zerocast.nn.traced_product import source_to_text
 from zerocast.numerics import FusedOp
 
 Normalization = Literal["LayerNorm", "RMSNorm"]
@@ -210,8 +209,8 @@ class NormalizedModule(QuantizedModule):
         if self._traces_quantized(input):
             parameters = (self.layer_norm_weight, self.layer_norm_bias)
             norm = [each for each in parameters if each is not None]
-            text = source_to_text(function, self.eps, self.zero_centered_gamma)
-            return self._traced(0, input, weight, bias, text, norm, wants_norm)
+            source = (function, self.eps, self.zero_centered_gamma)
+            return self._traced(0, input, weight, bias, source, norm, wants_norm)
         quantizing = None
         if not torch.compiler.is_compiling():
             quantizing = self._quantizing(0, input, weight)

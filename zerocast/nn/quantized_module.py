@@ -14,15 +14,14 @@ In the last two, amaxes are recorded beside it where autocast calibrates.
 
 Inside ``torch.compile`` a quantized weight is decoded in the graph, which is entered only where its
 derived copies are true. Under a region of autocast the products are operations of the graph
-(:mod:`zerocast.nn.traced_product`, and where the recipe remembers something
-:mod:`zerocast.nn.traced_memory`).
+(:mod:`zerocast.nn.traced_products`).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -40,8 +39,8 @@ from zerocast.nn.quantizer import Quantizer
 from zerocast.nn.regions import HIGH_PRECISION, NO_REGION, Autocast, traced_recipe
 from zerocast.nn.stateful_module import StatefulModule
 from zerocast.nn.statistics import observer
-from zerocast.nn.traced_memory import register, remembers, traced_product_that_remembers
-from zerocast.nn.traced_product import traced_product
+from zerocast.nn.traced_layer import has_state
+from zerocast.nn.traced_products import register, traced_product
 from zerocast.recipes import Recipe
 from zerocast.sharded.placement import all_tp_shards, check_tp_boundaries, is_sharded
 from zerocast.tensors import QuantizedTensor, TensorParallelShard, rebuild_derived
@@ -138,33 +137,30 @@ class QuantizedModule(StatefulModule):
         input: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        source: str = "",
+        source: tuple[Any, ...] | None = None,
         norm: Sequence[torch.Tensor] = (),
         wants_norm: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """:meth:`_linear` in a function that is being compiled, of ``source(input)``, and what the
-        norm made where that is wanted (:mod:`zerocast.nn.traced_product`).
+        norm made where that is wanted (:mod:`zerocast.nn.traced_products`).
         """
         recipe = self._traced_recipe()
         if not self._traces_quantized(input):
-            if recipe not in (NO_REGION, HIGH_PRECISION) and remembers(recipe):
+            if recipe not in (NO_REGION, HIGH_PRECISION) and has_state(recipe):
                 assert self._handle is not None
                 register(self._handle, recipe)
             return torch.nn.functional.linear(input, weight, bias), None
         leading = input.shape[:-1]
-        if source:
+        if source is not None:
             dtype = _cast(input.new_empty(0), weight, None)[2] if norm else input.dtype
             bias = None if bias is None else bias.to(dtype)
         else:
             input, bias, dtype = _cast(input, weight, bias)
             _check_dtype(input, dtype)
         rows = input.reshape(-1, input.shape[-1])
-        product = (rows, list(norm), weight, bias, recipe, source, dtype, wants_norm)
-        if remembers(recipe):
-            assert self._handle is not None
-            out, normed = traced_product_that_remembers(self._handle, gemm, *product)
-        else:
-            out, normed = traced_product(*product)
+        out, normed = traced_product(
+            self._handle, gemm, rows, list(norm), weight, bias, recipe, source, dtype, wants_norm
+        )
         out = torch.ops.aten._unsafe_view(out, (*leading, weight.shape[0]))
         return out, None if normed is None else normed.view(*leading, normed.shape[-1])
 

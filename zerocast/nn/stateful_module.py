@@ -15,7 +15,7 @@ from zerocast.errors import InputError
 from zerocast.nn.linear_functions import GemmQuantizers
 from zerocast.nn.recipe_state import RecipeState
 from zerocast.nn.saved_state import pack, recipe_to_values, unpack
-from zerocast.nn.traced_memory import new_handle
+from zerocast.nn.traced_layer import new_handle
 from zerocast.recipes import Recipe
 from zerocast.sharded.placement import replicated_like
 from zerocast.tensors import QuantizedTensor

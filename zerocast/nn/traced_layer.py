@@ -1,21 +1,26 @@
-"""Which layers torch.compile traces in a region of autocast, and which run uncompiled."""
+"""What torch.compile sees of a layer: whether its graph holds it, and the numbers by which the
+operations of the graph (:mod:`zerocast.nn.traced_products`) find the layer and its quantizers.
+"""
 
 from __future__ import annotations
 
 import functools
+import itertools
+import struct
+import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 
 from zerocast.errors import UnsupportedError
+from zerocast.nn import regions
+from zerocast.nn.linear_functions import GemmQuantizers, Watch
+from zerocast.nn.quantizer import Quantizer
 from zerocast.nn.recompute import as_in_first_run
-from zerocast.nn.regions import HIGH_PRECISION, NO_REGION, UNTRACEABLE
-from zerocast.nn.traced_memory import remembers
+from zerocast.nn.regions import HIGH_PRECISION, NO_REGION, UNTRACEABLE, shown_recipe
+from zerocast.recipes import recipe_from_text
 from zerocast.tensors import QuantizedTensor
-
-if TYPE_CHECKING:
-    from zerocast.nn.quantized_module import QuantizedModule
 
 Forward = TypeVar("Forward", bound=Callable[..., Any])
 
@@ -29,7 +34,7 @@ def eager_in_regions(forward: Forward) -> Forward:
     """
 
     @functools.wraps(forward)
-    def run(self: QuantizedModule, *args: Any, **options: Any) -> Any:
+    def run(self: Any, *args: Any, **options: Any) -> Any:
         if torch.compiler.is_compiling():
             recipe, exports = self._traced_recipe(), not torch.compiler.is_dynamo_compiling()
             if recipe in (NO_REGION, HIGH_PRECISION):
@@ -37,14 +42,14 @@ def eager_in_regions(forward: Forward) -> Forward:
             holds = recipe != UNTRACEABLE and self.is_traceable
             holds = holds and not options.get("fp8_output", False)
             holds = holds and not any(isinstance(each, QuantizedTensor) for each in args)
-            if holds and remembers(recipe):
+            if holds and has_state(recipe):
                 holds = self._handle is not None and not exports and not _is_exporting()
             if holds:
                 return forward(self, *args, **options)
             if exports or _is_exporting():
                 raise UnsupportedError(
                     f"torch.export cannot hold what a layer does under zerocast.autocast with a "
-                    f"recipe that remembers something between casts, nor layers with quantized "
+                    f"recipe that keeps state between casts, nor layers with quantized "
                     f"inputs or outputs, got {self.name or type(self).__name__}; export the model "
                     f"outside of the region."
                 )
@@ -62,3 +67,109 @@ def eager_in_regions(forward: Forward) -> Forward:
 
 def _is_exporting() -> bool:
     return bool(getattr(torch.compiler, "is_exporting", bool)())
+
+
+def registered_quantizers(
+    layer: Any, recipe: str, device: torch.device, grads: bool
+) -> list[GemmQuantizers]:
+    """The layer's quantizers in the region that is open around the compiled function."""
+    region = regions.entered()
+    if not region.enabled or region.recipe is None or shown_recipe(region.recipe) != recipe:
+        raise UnsupportedError(
+            f"{layer.name or type(layer).__name__} was compiled for zerocast.autocast with "
+            f"{recipe}, and runs under {region.recipe if region.enabled else 'no region'}, by "
+            f"contextvars.Context.run or the like. Enter the region where the function is called."
+        )
+    with torch.set_grad_enabled(grads):
+        return layer._registered(region, device)
+
+
+# --- what is constant in a graph ---
+
+
+def has_state(recipe: str) -> bool:
+    """Whether the recipe of this text keeps state between casts."""
+    return bool(recipe_from_text(recipe).remembers)
+
+
+_sites: list[Any] = [None, 0]
+
+
+def next_site() -> int:
+    """The number of the next operation in the graph that is being traced."""
+    traced = torch._guards.CompileContext.current_compile_id()
+    if traced != _sites[0]:
+        _sites[:] = [traced, 0]
+    _sites[1] += 1
+    return int(_sites[1])
+
+
+# As torch.compiler.assume_constant_result does, which loads the compiler.
+has_state._dynamo_marked_constant = True  # type: ignore[attr-defined]
+next_site._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+# --- numbers for objects: handles of layers, tickets of forwards ---
+
+_numbers = itertools.count(1)
+_layers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+_tickets: weakref.WeakValueDictionary[int, Ticket] = weakref.WeakValueDictionary()
+_quantizers: weakref.WeakValueDictionary[int, Quantizer] = weakref.WeakValueDictionary()
+_numbers_of_quantizers: weakref.WeakKeyDictionary[Quantizer, int] = weakref.WeakKeyDictionary()
+
+
+def new_handle(layer: object) -> torch.Tensor:
+    """int64 [1]: a number of its own for ``layer``."""
+    number = next(_numbers)
+    _layers[number] = layer
+    return new_number(number)
+
+
+def layer_of(handle: torch.Tensor) -> Any:
+    """The layer that has this handle."""
+    return _layers[int(handle)]
+
+
+def new_number(number: int) -> torch.Tensor:
+    """int64 [1], which no inference mode freezes."""
+    with torch.inference_mode(False):
+        return torch.tensor([number], dtype=torch.int64, device="cpu")
+
+
+class Ticket(bytearray):
+    """The memory of a ticket, two numbers: its own and its quantizer's. It lives as long as the
+    tensor does, and the quantizer with it; a copy of the tensor (on its way through hooks on saved
+    tensors) has the second number, by which a layer that still has the quantizer is served.
+    """
+
+    quantizer: Quantizer
+    watch: Watch | None
+
+    @classmethod
+    def new(cls, quantizer: Quantizer, watch: Watch | None) -> torch.Tensor:
+        """int64 [2]."""
+        number = next(_numbers)
+        if quantizer not in _numbers_of_quantizers:
+            _numbers_of_quantizers[quantizer] = next(_numbers)
+            _quantizers[_numbers_of_quantizers[quantizer]] = quantizer
+        ticket = cls(struct.pack("=qq", number, _numbers_of_quantizers[quantizer]))
+        ticket.quantizer, ticket.watch = quantizer, watch
+        _tickets[number] = ticket
+        return torch.frombuffer(ticket, dtype=torch.int64)
+
+    @staticmethod
+    def found(tensor: torch.Tensor) -> tuple[Quantizer, Watch | None]:
+        """The quantizer, and what is shown the tensors that it quantizes."""
+        number, of_quantizer = tensor.tolist()
+        ticket = _tickets.get(number)
+        if ticket is not None:
+            return ticket.quantizer, ticket.watch
+        quantizer = _quantizers.get(of_quantizer)
+        if quantizer is None:
+            raise UnsupportedError(
+                "the backward of a compiled layer needs the recipe state that its forward had, and "
+                "the layer has met another recipe since, while hooks on saved tensors (such as "
+                "save_on_cpu) held copies. Run the backward before the layer's forward under "
+                "another recipe, or leave out the hooks."
+            )
+        return quantizer, None
