@@ -59,8 +59,8 @@ def run(backend: CudaBackend, function: str, alone: bool = False) -> dict[str, t
         }
         others = {"output": made.output, "mean": made.mean, "rstd": made.rstd}
         written |= {f"{name} {key}": t for key, t in others.items() if t is not None}
-        if quantizer.memory is not None:
-            written[f"{name} amax"] = quantizer.memory._state.amaxes.clone()  # type: ignore[attr-defined]
+        if quantizer.slot is not None:
+            written[f"{name} amax"] = quantizer.slot._state.amaxes.clone()  # type: ignore[attr-defined]
     return written
 
 

@@ -45,7 +45,7 @@ def assert_fused(
     """One call gives the rounded result, and of it the codes that the reference gives."""
     cols = x.shape[1] // (2 if function == "swiglu" else 1)
     given = parameters(function, cols, 9)
-    recorded = None if quantizer.memory is None else quantizer.memory._state.amaxes  # type: ignore[attr-defined]
+    recorded = None if quantizer.slot is None else quantizer.slot._state.amaxes  # type: ignore[attr-defined]
     with zerocast.use_backend(backend):
         made = apply_fused(FusedOp(function), x, quantizer, output=True, **given)
     assert made.quantized is not None

@@ -11,7 +11,8 @@ from tests.nn.test_scaled_mm import KINDS, every_kind, every_product, operands, 
 from tests.support.layers import RECIPES, assert_close, every_recipe
 from zerocast import nn
 from zerocast.nn.autocast import autocast
-from zerocast.nn.scaled_mm import Product, engine, gemm
+from zerocast.nn.engines import Product, engine
+from zerocast.nn.scaled_mm import gemm
 from zerocast.tensors import dequantize
 
 pytestmark = [

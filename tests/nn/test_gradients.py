@@ -21,7 +21,7 @@ from tests.support.layers import (
 )
 from zerocast import nn
 from zerocast.nn.autocast import autocast
-from zerocast.nn.scaled_mm import Product
+from zerocast.nn.engines import Product
 from zerocast.recipes import NVFP4BlockScaling, Recipe
 from zerocast.tensors import QuantizedTensor, dequantize, quantize
 

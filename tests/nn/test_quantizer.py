@@ -235,7 +235,7 @@ def test_wrong_tensors_are_refused():
 def test_what_was_quantized_outlives_the_quantizer(recipe):
     """A result refers neither to its quantizer nor to the state behind it."""
     quantizer = quantizer_for(recipe, "grad_output")
-    gone = weakref.ref(quantizer), weakref.ref(quantizer.memory or quantizer)
+    gone = weakref.ref(quantizer), weakref.ref(quantizer.slot or quantizer)
     made = quantizer.quantize(values())
     del quantizer
     gc.collect()
@@ -335,7 +335,7 @@ def test_a_users_function_sees_only_whole_histories():
     quantizer.quantize(torch.full((2, 2), 4.0))
     assert seen == []
     reduction = zerocast.nn.recipe_state.AmaxReduction(zerocast.as_communicator(None))
-    state.join(reduction)
+    state.register_with(reduction)
     reduction.run()
     assert seen == [[4.0, 0.0, 0.0]]
     assert state.scale.item() == 448 / 4

@@ -56,7 +56,7 @@ def test_a_recipe_without_state_has_none():
     assert (state.state_dict(), state.is_delayed) == ({}, False)
     with pytest.raises(MissingDataError, match="Float8CurrentScaling"):
         _ = state.scale
-    assert [q.memory for q in state.make_quantizers()] == [None] * 3
+    assert [q.slot for q in state.make_quantizers()] == [None] * 3
 
 
 def test_wrong_arguments_are_refused():
@@ -86,7 +86,7 @@ def test_fifty_steps_are_those_of_the_plain_rule(algorithm, margin):
         quantizers = state.make_quantizers()
         plain = [PlainDelayed(HISTORY, largest, margin, algorithm) for _ in quantizers]
         reduction = AmaxReduction(SingleRank())
-        state.join(reduction)
+        state.register_with(reduction)
         for step in range(50):
             for quantizer, rule in zip(quantizers, plain, strict=True):
                 amaxes = rng.choices(AMAXES, k=rng.randint(0, 3))
@@ -127,7 +127,7 @@ def test_all_states_share_one_reduction():
             for mode in ("forward", "backward")
         ]  # fmt: skip
         for state in states:
-            state.join(reduction)
+            state.register_with(reduction)
         for i, state in enumerate(states):
             for k, quantizer in enumerate(state.make_quantizers()):
                 quantizer.quantize(with_amax(1.0 + (comm.rank + i + k) % 3))
@@ -154,7 +154,7 @@ def test_a_state_keeps_its_entry_when_others_go():
         reduction = AmaxReduction(comm)
         first, second, third = (RecipeState.create(DELAYED, "forward", n) for n in (1, 2, 1))
         for state in (first, second, third):
-            state.join(reduction)
+            state.register_with(reduction)
         reduction.run()
         if comm.rank == 1:
             del state, second
@@ -174,7 +174,7 @@ def test_a_state_belongs_to_the_reduction_that_it_joined_last():
     reductions = [AmaxReduction(SingleRank()) for _ in range(2)]
     for step in range(4):
         mine, other = reductions[step % 2], reductions[1 - step % 2]
-        state.join(mine)
+        state.register_with(mine)
         quantizer.calibrate(with_amax(1.0 + step))
         other.run()
         assert state.amaxes.view(torch.float32).tolist() == [1.0 + step]
@@ -188,7 +188,7 @@ def test_a_state_can_be_made_where_inference_runs():
     with torch.inference_mode():
         state = RecipeState.create(DELAYED, "forward", 1)
         (quantizer,) = state.make_quantizers()
-        state.join(reduction)
+        state.register_with(reduction)
         quantizer.quantize(with_amax(2.0))
         reduction.run()
     quantizer.quantize(with_amax(4.0))
@@ -208,7 +208,7 @@ def test_a_loaded_state_goes_on_bit_for_bit(recipe):
 
     def go_on(state, steps):
         reduction = AmaxReduction(SingleRank())
-        state.join(reduction)
+        state.register_with(reduction)
         made = []
         for step in steps:
             for quantizer in state.make_quantizers():

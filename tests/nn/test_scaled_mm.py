@@ -9,20 +9,10 @@ import pytest
 import torch
 
 from tests.support.layers import RECIPES, assert_close, to_nearest
-from zerocast.nn import scaled_mm, unswizzle
-from zerocast.nn.scaled_mm import (
-    BLOCKWISE,
-    MXFP8,
-    NVFP4,
-    ROWWISE,
-    TENSORWISE,
-    Arguments,
-    Kind,
-    Product,
-    engine,
-    gemm,
-)
-from zerocast.nn.scaled_mm import Side as Operand
+from zerocast.nn import engines, scaled_mm, unswizzle
+from zerocast.nn.engines import BLOCKWISE, MXFP8, NVFP4, ROWWISE, TENSORWISE, Kind, Product, engine
+from zerocast.nn.engines import Side as Operand
+from zerocast.nn.scaled_mm import Arguments, gemm
 from zerocast.recipes import Recipe
 from zerocast.tensors import QuantizedTensor, dequantize, quantize
 
@@ -78,7 +68,7 @@ def sides(product: Product, tensors: list[QuantizedTensor]) -> list[Operand]:
 @every_product
 def test_every_recipe_has_its_kind_of_gemm(name, product):
     """All three products of each."""
-    assert scaled_mm.kind_of(*sides(product, operands(name, product))) is KINDS[name]
+    assert engines.kind_of(*sides(product, operands(name, product))) is KINDS[name]
 
 
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])

@@ -12,7 +12,8 @@ import torch
 import zerocast
 from tests.support import recipes
 from zerocast.nn import linear_functions
-from zerocast.nn.scaled_mm import Product, gemm
+from zerocast.nn.engines import Product
+from zerocast.nn.scaled_mm import gemm
 from zerocast.recipes import NVFP4BlockScaling, Recipe
 from zerocast.tensors import QuantizedStorage, dequantize
 

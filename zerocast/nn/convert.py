@@ -36,9 +36,11 @@ from zerocast.tensors import QuantizedTensor, rebuild_derived
 AUTO_FILTER = "auto_filter_small_kn"
 """Among ``filter_fqns``: leave out the layers that are too small."""
 
-_TENSORWISE = ((4096, 1024),)
 _ROWWISE = ((None, 2048), (1024, None), (2048, 4096))
-"""No gain where K is at most the first and N at most the second; None is any."""
+_TENSORWISE = ((4096, 1024),)
+"""No gain where K is at most the first and N at most the second; None is any. For recipes whose
+scales belong to rows, and for all others. Known of NVIDIA's H100: torchao, ``float8/README.md``
+("Performance"), and the thresholds that its ``_auto_filter_for_recipe`` draws from it."""
 
 Filter: TypeAlias = Sequence[str] | Callable[[torch.nn.Module, str], bool]
 """Parts of the names of layers to leave out; or a function (layer, name) that says whether to
@@ -46,7 +48,7 @@ convert it, as torchao's ``module_filter_fn``."""
 
 
 class LayerFilter:
-    """``given``, for the layers of ``model``.
+    """What ``filter_fqns`` says of each layer of ``model``, in any form that users give it.
 
     Attributes:
         leaves_small: whether layers are left out that are too small to gain.
@@ -196,8 +198,7 @@ def convert(
     if amax_groups and weights == "high_precision":
         raise InputError(
             "amax_groups are for weights that hold codes (weights='quantized') or are gathered in "
-            "codes (weights='master'), got weights='high_precision'; those are quantized one by "
-            "one."
+            "codes ('master'), got weights='high_precision'; those are quantized one by one."
         )
     linears: dict[torch.nn.Linear, list[str]] = {}  # a module may have several names
     for fqn, module in model.named_modules(remove_duplicate=False):
@@ -212,10 +213,8 @@ def convert(
     }
     if weights != "high_precision":
         _keep_tied_with_the_rest(model, reasons)
-
     converted = {linears[module][0]: module for module, why in reasons.items() if why is None}
     labels = amax_group_labels(amax_groups, list(converted))
-
     replacements: dict[torch.Tensor, torch.nn.Parameter] = {}
     groups: dict[torch.Tensor, AmaxGroup] = {}  # of masters
     by_label: dict[str, AmaxGroup] = {}
@@ -235,29 +234,22 @@ def convert(
             elif label is not None and recipe.scales_tensor:
                 groups[old] = by_label.setdefault(label, AmaxGroup())
                 by_label[label].layers.append(module)
-            _carry_over(old, new)
+            vars(new).update(vars(old))
+            new.grad = old.grad
         module.weight = replacements[old]
-        assert isinstance(module, Linear)
         module.low_bit_all_gather = weights == "master"
         module.amax_group = groups.get(old)
         if weights == "master" and recipe.state:
             reserve_state(module)
-    for module, reason in reasons.items():
-        if reason is not None:
-            note_reason(module, reason)
-    quantized = [weight for weight in replacements.values() if isinstance(weight, QuantizedTensor)]
-    _share_amaxes(
-        [weight for weight in quantized if weight.quantized_storage.amax_group is not None]
-    )
+    left = {module: reason for module, reason in reasons.items() if reason is not None}
+    for module, reason in left.items():
+        note_reason(module, reason)
+    _share_amaxes([new for new in replacements.values() if isinstance(new, QuantizedTensor)])
     for fqn, layer in model.named_modules():
         if isinstance(layer, QuantizedModule):
             layer.name = layer.name or fqn
-    return ConversionReport(
-        recipe,
-        tuple(converted),
-        {linears[module][0]: reason for module, reason in reasons.items() if reason is not None},
-        coverage(model),
-    )
+    named = {linears[module][0]: reason for module, reason in left.items()}
+    return ConversionReport(recipe, tuple(converted), named, coverage(model))
 
 
 def _check_arguments(model: object, recipe: Recipe, weights: object) -> None:
@@ -324,8 +316,7 @@ def _why_not(
 
 
 def _keep_tied_with_the_rest(
-    model: torch.nn.Module,
-    reasons: dict[torch.nn.Linear, str | None],
+    model: torch.nn.Module, reasons: dict[torch.nn.Linear, str | None]
 ) -> None:
     """Give a reason to layers whose weight is also used where it stays in high precision."""
     elsewhere: dict[torch.Tensor, str] = {}
@@ -340,17 +331,13 @@ def _keep_tied_with_the_rest(
             reasons[linear] = f"its weight is tied with {tied}, which stays as it is"
 
 
-def _carry_over(old: torch.Tensor, new: torch.nn.Parameter) -> None:
-    """Give the parameter that takes the place of ``old`` its gradient and its attributes."""
-    vars(new).update(vars(old))
-    new.grad = old.grad
-
-
 def _share_amaxes(weights: Sequence[QuantizedTensor]) -> None:
-    """Cast weights of amax groups again from the same values, now with their groups' amaxes."""
+    """Cast those of ``weights`` that are in amax groups again from the same values, now with their
+    groups' amaxes.
+    """
     by_device: dict[torch.device, list[QuantizedTensor]] = {}
     for weight in weights:
-        if not weight.is_meta:
+        if not weight.is_meta and weight.quantized_storage.amax_group is not None:
             by_device.setdefault(weight.device, []).append(weight)
     for device, group in by_device.items():
         values = [weight.quantized_storage.high_precision_init_val for weight in group]

@@ -30,9 +30,9 @@ import torch
 
 from zerocast.arguments import check_tensor, shown
 from zerocast.errors import InputError
+from zerocast.nn.engines import Product
 from zerocast.nn.fused import Result, apply_fused, check_quantizer, plain
 from zerocast.nn.quantizer import Quantizer
-from zerocast.nn.scaled_mm import Product
 from zerocast.nn.scaled_mm import gemm as quantized_gemm
 from zerocast.numerics import FusedOp
 from zerocast.recipes import NOMINAL_DTYPES

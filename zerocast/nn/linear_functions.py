@@ -24,8 +24,9 @@ import torch
 from torch.autograd import forward_ad
 
 from zerocast.errors import ChangedWeightError, UnsupportedError
+from zerocast.nn.engines import Product
 from zerocast.nn.quantizer import Quantizer
-from zerocast.nn.scaled_mm import Product, gemm
+from zerocast.nn.scaled_mm import gemm
 from zerocast.recipes import Recipe, Role
 from zerocast.tensors import QuantizedStorage, QuantizedTensor, dequantize
 

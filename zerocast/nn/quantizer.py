@@ -2,20 +2,19 @@
 
 A layer has a quantizer for each tensor of its GEMMs: of the forward input, weight and output, of
 the backward the gradients of output and input. It says which scheme, which of the two copies, and,
-for schemes that remember something between casts, in whose memory (:class:`Memory`, which
-:class:`zerocast.nn.recipe_state.RecipeState` implements).
+for schemes with state, in which slot of a :class:`zerocast.nn.recipe_state.RecipeState` that is.
 
 Note: scale_inv belongs to the data
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 What :meth:`Quantizer.quantize` returns holds its codes and the scales under which they mean
-something, and no reference to the quantizer or its memory. So whatever the recipe's state does next
+something, and no reference to the quantizer or its state. So whatever the recipe's state does next
 (advance, load a checkpoint), a tensor that was quantized before keeps its value, and a backward
 that reads it needs no copy of scales kept aside.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Protocol
@@ -39,51 +38,53 @@ _READ_BY_A_CAST = ("scale", "rounding_counter")
 
 
 class RecomputeState:
-    """What the casts of a forward started from, by quantizer.
+    """The state that the casts of a forward started from, by quantizer, for computing that forward
+    again: activation checkpointing runs it a second time in the backward, when the recipe's state
+    may have advanced, and must get the same codes.
 
-    A tape that is made while another one is current is nested in it: while it notes, the outer one
+    One that is made while another one is current is nested in it: while it records, the outer one
     goes on as it did.
     """
 
     def __init__(self) -> None:
         self._outer = _recompute_state.get()
-        self._rewound = False
-        self._noted: dict[Hashable, list[dict[str, torch.Tensor]]] = {}
-        self._unread: dict[Hashable, Iterator[dict[str, torch.Tensor]]] = {}
+        self._is_rewound = False
+        self._recorded: dict[Quantizer, list[dict[str, torch.Tensor]]] = {}
+        self._unread: dict[Quantizer, Iterator[dict[str, torch.Tensor]]] = {}
 
     @property
     def replays(self) -> bool:
         """Whether casts have been made before, and start from where they did then."""
-        return self._rewound or (self._outer is not None and self._outer.replays)
+        return self._is_rewound or (self._outer is not None and self._outer.replays)
 
     def rewind(self) -> None:
-        """From now on casts take from the tape, from its start."""
-        self._rewound = True
-        self._unread = {quantizer: iter(noted) for quantizer, noted in self._noted.items()}
+        """From now on casts take their state from the records, beginning with the first."""
+        self._is_rewound = True
+        self._unread = {quantizer: iter(starts) for quantizer, starts in self._recorded.items()}
 
-    def use(self, quantizer: Hashable, state: dict[str, torch.Tensor]) -> None:
-        """Note ``state``, or put what was noted in its place; in ``state`` itself."""
-        if self._rewound:
-            noted = next(self._unread.get(quantizer, iter(())), {})
-            state.update({name: start.clone() for name, start in noted.items()})
+    def use(self, quantizer: Quantizer, state: dict[str, torch.Tensor]) -> None:
+        """Record ``state``, or put what was recorded in its place; in ``state`` itself."""
+        if self._is_rewound:
+            recorded = next(self._unread.get(quantizer, iter(())), {})
+            state.update({name: start.clone() for name, start in recorded.items()})
             return
         if self._outer is not None:
             self._outer.use(quantizer, state)
         start = {name: state[name].clone() for name in state if name in _READ_BY_A_CAST}
-        self._noted.setdefault(quantizer, []).append(start)
+        self._recorded.setdefault(quantizer, []).append(start)
 
 
-_recompute_state: ContextVar[RecomputeState | None] = ContextVar("zerocast_tape", default=None)
+_recompute_state: ContextVar[RecomputeState | None] = ContextVar("zerocast_recompute", default=None)
 
 
 def current_recompute_state() -> RecomputeState | None:
-    """The tape on which casts note what they start from here, or from which they take it."""
+    """The one in which casts record their state here, or from which they take it."""
     return _recompute_state.get()
 
 
 @contextmanager
 def recording(recompute_state: RecomputeState) -> Iterator[None]:
-    """Within the context, casts note in ``tape`` what they start from."""
+    """Within the context, casts record the state that they start from."""
     token = _recompute_state.set(recompute_state)
     try:
         yield
@@ -93,14 +94,14 @@ def recording(recompute_state: RecomputeState) -> Iterator[None]:
 
 @contextmanager
 def replaying(recompute_state: RecomputeState) -> Iterator[None]:
-    """Within the context, casts start from what they noted in ``tape``."""
+    """Within the context, casts start from the state that they recorded."""
     recompute_state.rewind()
     with recording(recompute_state):
         yield
 
 
-class Memory(Protocol):
-    """What one quantizer's recipe remembers between casts: a place in a RecipeState."""
+class StateSlot(Protocol):
+    """The state of one quantizer's recipe: a slot in a RecipeState."""
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Live views, by the names of :attr:`Recipe.state`."""
@@ -118,16 +119,16 @@ class Quantizer:
         recipe: the scheme, or its name; already for the role (:meth:`Recipe.for_role`).
         rowwise: whether results hold rowwise codes.
         columnwise: whether results hold columnwise codes.
-        memory: of a recipe with :attr:`Recipe.state`; those quantizers are made by
+        slot: where the state of a recipe with :attr:`Recipe.state` is; those quantizers are made by
             :meth:`zerocast.nn.recipe_state.RecipeState.make_quantizers`.
 
     Attributes:
-        recipe, rowwise, columnwise, memory: as given.
-        part: the rows or columns that the next tensors are of a larger one, or None; then casts are
-            collective over ``part.comm``, and all its ranks make them alike.
+        recipe, rowwise, columnwise, slot: as given.
+        tp_shard: the rows or columns that the next tensors are of a larger one, or None; with it
+            casts are collective over ``tp_shard.comm``, and all its ranks make them alike.
 
     Raises:
-        InputError: where a recipe with state is given without a memory, or no codes at all are
+        InputError: where a recipe with state is given without a slot, or no codes at all are
             asked for.
     """
 
@@ -137,16 +138,16 @@ class Quantizer:
         *,
         rowwise: bool = True,
         columnwise: bool = True,
-        memory: Memory | None = None,
+        slot: StateSlot | None = None,
     ) -> None:
         recipe = as_recipe(recipe)
-        if recipe.state and memory is None:
+        if recipe.state and slot is None:
             raise InputError(
-                f"{recipe} remembers {', '.join(recipe.state)} between casts, so its quantizers "
+                f"{recipe} keeps {', '.join(recipe.state)} between casts, so its quantizers "
                 f"come from RecipeState.create(recipe, ...).make_quantizers()."
             )
         self.recipe: Recipe = recipe
-        self.memory = memory
+        self.slot = slot
         self.tp_shard: TensorParallelShard | None = None
         self.rowwise = self.columnwise = True
         self.set_usage(rowwise=rowwise, columnwise=columnwise)
@@ -252,12 +253,12 @@ class Quantizer:
     @contextmanager
     def cast_into(self, storage: QuantizedStorage) -> Iterator[QuantizedStorage]:
         """Within the context, ``storage``, which :meth:`make_empty` made, with all that a cast
-        reads and writes: scratch for copies that are not kept, and what the recipe remembers.
+        reads and writes: scratch for copies that are not kept, and the recipe's state.
 
         Under delayed scaling the cast does not advance that: it waits for the reduction of the
         amax, which :meth:`record` takes afterwards.
         """
-        state = {} if self.memory is None else self.memory.tensors()
+        state = {} if self.slot is None else self.slot.tensors()
         recompute_state = current_recompute_state()
         if state and recompute_state is not None:
             recompute_state.use(self, state)
@@ -276,8 +277,8 @@ class Quantizer:
         if self.recipe.casts_before_reduction and not (
             recompute_state is not None and recompute_state.replays
         ):
-            assert self.memory is not None
-            self.memory.record(amax[-1:])
+            assert self.slot is not None
+            self.slot.record(amax[-1:])
 
     def _check(self, shape: torch.Size | tuple[int, ...], dtype: object) -> None:
         if not isinstance(dtype, torch.dtype) or dtype not in NOMINAL_DTYPES:

@@ -1,17 +1,21 @@
-"""RecipeState: what a recipe remembers for the tensors of one layer, and their quantizers.
+"""RecipeState: the state of a recipe for the tensors of one layer, and their quantizers.
 
-Most schemes remember nothing: their scales come from the data. Delayed scaling keeps, for each
-tensor, the amaxes of earlier steps and the scale made from them; stochastic rounding counts its
-casts. One state holds that for all tensors of a layer's forward, or of its backward, as stacked
-tensors, and hands each quantizer its place in them.
+Most schemes have no state: their scales come from the data. Delayed scaling keeps, for each tensor,
+the amaxes of earlier steps and the scale made from them; stochastic rounding counts its casts. One
+RecipeState holds that for all tensors of a layer's forward, or of its backward, as stacked tensors,
+and hands each quantizer its slot in them.
 
 Note: when delayed scaling advances
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 A cast multiplies by ``scale`` and raises the tensor's entry in ``amaxes`` to the amax of what it
 cast, so the largest one counts where a layer runs more than once. Nothing else changes until
-:class:`AmaxReduction` has reduced all entries over the ranks: then
-history and scale advance by :class:`zerocast.numerics.Float8DelayedNumerics`, and the entries are 0
-again. An entry of 0 (a layer that did not run, a tensor of zeros) advances nothing.
+:class:`AmaxReduction` has reduced all entries over the ranks: then history and scale advance by
+:class:`zerocast.numerics.Float8DelayedNumerics`, and the entries are 0 again. An entry of 0 (a
+layer that did not run, a tensor of zeros) advances nothing.
+
+The states of all layers have their entries in one flat buffer, in the order in which they
+registered, so a reduction is one all-reduce, whatever the number of layers. All ranks reduce the
+same entries: an entry keeps its place when its layer does not run, is gone, or has moved on.
 """
 
 from __future__ import annotations
@@ -19,8 +23,7 @@ from __future__ import annotations
 import weakref
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -42,52 +45,36 @@ ROLES: dict[str, tuple[Role, ...]] = {
 }
 """The tensors of one GEMM in each direction, in the order of their quantizers."""
 
-
 _MOST_QUANTIZERS = 2**16
 """More than any layer has: each is an object, and an entry of every tensor of the state."""
 
 
-class Reduction(Protocol):
-    """What a state asks of the :class:`AmaxReduction` that reduces its
-    amaxes.
-    """
-
-    def register(self, state: RecipeState) -> None:
-        """Reduce the amaxes of ``state`` from now on, where they are now."""
-        ...
-
-    def forget_layout(self) -> None:
-        """Look anew which states there are."""
-        ...
-
-
 class RecipeState:
-    """What ``recipe`` remembers for ``num_quantizers`` tensors; made by :meth:`create`.
+    """The state of ``recipe`` for ``num_quantizers`` tensors; :meth:`create` makes it.
 
     Attributes:
         recipe: the scheme, not yet for any role.
         mode: ``"forward"`` or ``"backward"``.
         roles: what each tensor is to its GEMM.
         recipes: the scheme of each tensor.
-        tensors: the memory, by the names of :attr:`Recipe.state`; the first dimension counts the
+        tensors: the state, by the names of :attr:`Recipe.state`; the first dimension counts the
             tensors.
         amaxes: int32 [num_quantizers]: the largest amax of each tensor since the latest reduction.
         is_delayed: whether there are amaxes to reduce.
         records: whether casts raise ``amaxes``; off in an evaluation.
-        reduction: which reduces ``amaxes``, once the state has joined one.
+        reduction: the one that reduces ``amaxes``, once the state is registered with one.
     """
 
     def __init__(
         self, recipe: Recipe, mode: Mode, num_quantizers: int, device: torch.device, name: str
     ) -> None:
         roles = ROLES[mode]
-        self.recipe = recipe
-        self.mode = mode
+        self.recipe, self.mode = recipe, mode
         self.roles = tuple(roles[i % len(roles)] for i in range(num_quantizers))
         self.recipes = tuple(recipe.for_role(role) for role in self.roles)
         self.is_delayed = any(each.casts_before_reduction for each in self.recipes)
         self.records = True
-        self.reduction: Reduction | None = None
+        self.reduction: AmaxReduction | None = None
         with torch.inference_mode(False):  # else only inference could ever write it
             self.tensors = self._fresh_tensors(device, name)
             self.amaxes = torch.zeros(num_quantizers, dtype=torch.int32, device=device)
@@ -100,11 +87,9 @@ class RecipeState:
                 if state not in tensors:
                     tensors[state] = specs[state].allocate(device, self.num_quantizers)
         if "rounding_counter" in tensors:
-            names = [f"{name}.{self.mode}.{i}".encode() for i in range(self.num_quantizers)]
-            hashes = torch.tensor(
-                [zlib.crc32(each) for each in names], dtype=torch.int64, device="cpu"
-            )
-            tensors["rounding_counter"][:, 0] = hashes
+            names = (f"{name}.{self.mode}.{i}" for i in range(self.num_quantizers))
+            hashes = [zlib.crc32(each.encode()) for each in names]
+            tensors["rounding_counter"][:, 0] = torch.tensor(hashes, device="cpu")
         return tensors
 
     @classmethod
@@ -138,18 +123,16 @@ class RecipeState:
         check_text("name", name)
         return cls(recipe, mode, num_quantizers, check_device("device", device), name)
 
-    # --- what it hands out ---
-
     def make_quantizers(self) -> list[Quantizer]:
-        """One quantizer for each tensor, in the order of :attr:`roles`; they remember here."""
+        """One quantizer for each tensor, in the order of :attr:`roles`; their state is here."""
         return [
-            Quantizer(recipe, memory=_Place(self, i) if recipe.state else None)
+            Quantizer(recipe, slot=_Slot(self, i) if recipe.state else None)
             for i, recipe in enumerate(self.recipes)
         ]
 
     @property
     def num_quantizers(self) -> int:
-        """How many tensors it remembers for."""
+        """How many tensors it is for."""
         return len(self.roles)
 
     @property
@@ -170,25 +153,21 @@ class RecipeState:
     @property
     def scale(self) -> torch.Tensor:
         """FP32 [num_quantizers]: what the next casts multiply by, under delayed scaling; a view.
-
-        Raises:
-            MissingDataError: under another scheme.
+        :class:`MissingDataError` under another scheme.
         """
         return self._tensor("scale").view(-1)
 
     @property
     def amax_history(self) -> torch.Tensor:
         """FP32 [num_quantizers, amax_history_len]: under delayed scaling, newest first; a view.
-
-        Raises:
-            MissingDataError: under another scheme.
+        :class:`MissingDataError` under another scheme.
         """
         return self._tensor("amax_history")
 
     def _tensor(self, name: str) -> torch.Tensor:
         if name not in self.tensors:
             raise MissingDataError(
-                f"{name} is remembered by delayed scaling, and {type(self.recipe).__name__} makes "
+                f"{name} is state of delayed scaling, and {type(self.recipe).__name__} makes "
                 f"its scales from the data; each quantized tensor holds its own."
             )
         return self.tensors[name]
@@ -197,10 +176,10 @@ class RecipeState:
 
     @property
     def device(self) -> torch.device:
-        """Where the memory is."""
+        """Where the state is."""
         return self.amaxes.device
 
-    def join(self, reduction: Reduction) -> None:
+    def register_with(self, reduction: AmaxReduction) -> None:
         """From now on ``reduction`` reduces :attr:`amaxes`, and no other one."""
         if self.reduction is not reduction and self.is_delayed:
             if self.reduction is not None:
@@ -209,41 +188,37 @@ class RecipeState:
             reduction.register(self)
 
     def operands(self, scale_inv: torch.Tensor) -> list[TensorOperand]:
-        """The operands that advance history and scale from reduced :attr:`amaxes`.
-
-        ``scale_inv``, FP32 [num_quantizers], receives what nobody reads: casts have stored theirs.
+        """The operands that advance history and scale from reduced :attr:`amaxes`; ``scale_inv``,
+        FP32 [num_quantizers], receives what nothing reads: casts have stored theirs.
         """
         made = []
-        for recipe, views, amax, scale in zip(
-            self.recipes,
-            map(self.views, range(self.num_quantizers)),
-            self.amaxes.split(1),
-            scale_inv.split(1),
-            strict=True,
+        for i, (amax, scale) in enumerate(
+            zip(self.amaxes.split(1), scale_inv.split(1), strict=True)
         ):
+            views = self.views(i)
             planes = (PlaneBuffers(ONE_BLOCK, amax, scale_inv=scale),)
-            delayed = recipe.delayed_state(views)
+            delayed = self.recipes[i].delayed_state(views)
             made.append(
                 TensorOperand(planes, tensor_amax=amax, amax=views["amax"], delayed=delayed)
             )
         return made
 
     def views(self, i: int) -> dict[str, torch.Tensor]:
-        """What tensor ``i`` remembers, as live views."""
+        """The state of tensor ``i``, as live views."""
         return {name: self.tensors[name][i] for name in self.recipes[i].state}
 
     # --- saving, moving, copying ---
 
+    def _saved(self) -> dict[str, torch.Tensor]:
+        return {**self.tensors, **({"amaxes": self.amaxes} if self.is_delayed else {})}
+
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """A copy of all that is remembered, with the amaxes that wait for their reduction.
+        """A copy of the state, with the amaxes that wait for their reduction.
 
         Those are this rank's own. Where one rank saves for all, let all ranks call
         :func:`zerocast.reduce_amaxes` first, after which none wait.
         """
-        tensors = dict(self.tensors)
-        if self.is_delayed:
-            tensors["amaxes"] = self.amaxes
-        return {name: tensor.clone() for name, tensor in tensors.items()}
+        return {name: tensor.clone() for name, tensor in self._saved().items()}
 
     def load_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> None:
         """Go on from where :meth:`state_dict` was called, bit for bit.
@@ -251,13 +226,10 @@ class RecipeState:
         Raises:
             InputError: where names, shapes or dtypes differ. Nothing has been changed.
         """
-        own = dict(self.tensors)
-        if self.is_delayed:
-            own["amaxes"] = self.amaxes
+        own = self._saved()
         if not isinstance(state_dict, Mapping):
             raise InputError(
-                f"state_dict must be what RecipeState.state_dict() returned, got "
-                f"{shown(state_dict)}."
+                f"state_dict must be that of RecipeState.state_dict(), got {shown(state_dict)}."
             )
         if set(own) != set(state_dict):
             raise InputError(
@@ -275,7 +247,7 @@ class RecipeState:
             tensor.copy_(state_dict[name])
 
     def to(self, device: torch.device | str) -> RecipeState:
-        """Move the memory to ``device``; quantizers follow. Returns this state."""
+        """Move the state to ``device``; quantizers follow. Returns this state."""
         if torch.device(device) != self.device:
             self.tensors = {name: tensor.to(device) for name, tensor in self.tensors.items()}
             self.amaxes = self.amaxes.to(device)
@@ -284,17 +256,16 @@ class RecipeState:
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickles: memory of its own, which has joined no reduction yet."""
+        """For copies and pickles: state of its own, registered with no reduction yet."""
         tensors = {name: tensor.clone() for name, tensor in self.tensors.items()}
-        own = {"tensors": tensors, "amaxes": self.amaxes.clone(), "reduction": None}
-        return {**vars(self), **own}
+        return vars(self) | {"tensors": tensors, "amaxes": self.amaxes.clone(), "reduction": None}
 
     def __repr__(self) -> str:
         return f"RecipeState({self.recipe}, {self.mode!r}, {self.num_quantizers} quantizers)"
 
 
-class _Place:
-    """The memory of tensor ``index`` of a state."""
+class _Slot:
+    """The slot of tensor ``index`` in a state."""
 
     def __init__(self, state: RecipeState, index: int) -> None:
         self._state, self._index = state, index
@@ -308,9 +279,8 @@ class _Place:
             torch.maximum(entry, amax, out=entry)
 
 
-@dataclass(frozen=True)
-class _Entry:
-    """The place of one state: ``size`` amaxes on ``device``."""
+class _Entry(NamedTuple):
+    """The entry of one state: ``size`` amaxes on ``device``."""
 
     state: weakref.ref[RecipeState]
     size: int
@@ -318,11 +288,7 @@ class _Entry:
 
 
 class AmaxReduction:
-    """Reduces the amaxes of the states that have joined it (:meth:`RecipeState.join`).
-
-    Args:
-        comm: the ranks; they make the same states join in the same order.
-    """
+    """Reduces the amaxes of the states that are registered with it, over the ranks of ``comm``."""
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
@@ -331,9 +297,8 @@ class AmaxReduction:
         self._steps: list[tuple[torch.Tensor, list[Launch]]] | None = []
 
     def register(self, state: RecipeState) -> None:
-        """Called by the state that joins, and by one that has moved to another device."""
-        known = any(e.state() is state and e.device == state.device for e in self._entries)
-        if not known:
+        """Reduce the amaxes of ``state`` from now on, on the device where they are now."""
+        if not any(e.state() is state and e.device == state.device for e in self._entries):
             gone = weakref.ref(state, lambda _: self.forget_layout())
             self._entries.append(_Entry(gone, state.num_quantizers, state.device))
         self.forget_layout()
@@ -373,15 +338,12 @@ class AmaxReduction:
                     made = state.operands(scale_inv)
                     for recipe, operand in zip(state.recipes, made, strict=True):
                         operands.setdefault(recipe.numerics, []).append(operand)
-            backend = backend_for(device)
-            steps.append(
-                (flat, [backend.compute_scale(numerics, t) for numerics, t in operands.items()])
-            )
+            compute_scale = backend_for(device).compute_scale
+            steps.append((flat, [compute_scale(*group) for group in operands.items()]))
         return steps
 
     def _present(self, entry: _Entry) -> RecipeState | None:
         """The state whose amaxes these are; None where it is gone, has left, or has moved away."""
         state = entry.state()
-        if state is None or state.reduction is not self or state.device != entry.device:
-            return None
-        return state
+        is_here = state and state.reduction is self and state.device == entry.device
+        return state if is_here else None

@@ -201,7 +201,7 @@ class Autocast:
     def register(self, *states: RecipeState) -> None:
         """Called by a layer's forward, before it quantizes, with the states of its forward and its
         backward: leaving the region reduces their amaxes. Where a rank has no rows for the layer it
-        calls this all the same, so that the ranks' states join in one order.
+        calls this all the same, so that the ranks' states register in one order.
 
         Without gradients the forward records none, unless the region is calibrating. So call it
         from a module's forward, not from an autograd.Function's, inside of which torch has
@@ -212,7 +212,7 @@ class Autocast:
         records = self.calibrating or torch.is_grad_enabled()
         for state in states:
             if state.is_delayed:
-                state.join(self._region.reduction(self.group))
+                state.register_with(self._region.reduction(self.group))
                 if state.mode == "forward":
                     state.records = records
                     if records:

@@ -21,9 +21,9 @@ import torch
 from zerocast.arguments import check_device, check_dtype, check_integer, check_module
 from zerocast.errors import InputError
 from zerocast.nn.autocast import get_default_recipe
+from zerocast.nn.engines import Engine, Product, Side, engine
 from zerocast.nn.quantized_module import QuantizedModule
 from zerocast.nn.regions import current
-from zerocast.nn.scaled_mm import Engine, Product, Side, engine
 from zerocast.recipes import Recipe, as_recipe
 from zerocast.sharded.master_weight import MasterWeight
 from zerocast.sharded.placement import to_local

@@ -22,7 +22,7 @@ import copy
 import itertools
 import math
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -40,8 +40,7 @@ from zerocast.nn.recompute import as_in_first_run
 from zerocast.recipes import Recipe
 from zerocast.tensors import QuantizedStorage, QuantizedTensor, TensorParallelShard, rebuild_derived
 
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
+__all__ = ["Float8ColwiseParallel", "PrepareFloat8ModuleInput"]
 
 
 def gather_input(name: str, layer: QuantizedModule, input: DTensor) -> DTensor:
@@ -60,8 +59,6 @@ def gather_input(name: str, layer: QuantizedModule, input: DTensor) -> DTensor:
     if torch.compiler.is_compiling():
         torch._dynamo.graph_break()
         return torch.compiler.disable(gather_input)(name, layer, input)
-    from torch.distributed.tensor import Shard
-
     placement, last = input.placements[0], input.ndim - 1
     dim = placement.dim % input.ndim if isinstance(placement, Shard) else last
     if input.device_mesh.ndim > 1 or dim == last:
@@ -99,18 +96,12 @@ class _GatherInput(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, input: DTensor, dim: int, quantizing: Quantizing) -> DTensor:
-        from torch.distributed.tensor import DTensor, Replicate
-
         ctx.placements = input.placements
         mesh = input.device_mesh
         whole = _gathered_codes(input, dim, quantizing)
+        stride = torch.empty(input.shape, dtype=input.dtype, device="meta").stride()
         return DTensor.from_local(
-            whole,
-            mesh,
-            (Replicate(),),
-            run_check=False,
-            shape=input.shape,
-            stride=torch.empty(input.shape, dtype=input.dtype, device="meta").stride(),
+            whole, mesh, (Replicate(),), run_check=False, shape=input.shape, stride=stride
         )
 
     @staticmethod
@@ -129,7 +120,6 @@ def _gathered_codes(input: DTensor, dim: int, quantizing: Quantizing) -> Quantiz
     features = input.shape[-1]
     others = input.numel() // input.shape[dim] // features  # rows for each entry of ``dim``
     rows = math.prod(input.shape[:-1])
-
     columnwise = quantizer.columnwise
     quantizer.set_usage(rowwise=True, columnwise=False)
     own_rows = own.view(-1, features)
@@ -146,7 +136,6 @@ def _gathered_codes(input: DTensor, dim: int, quantizing: Quantizing) -> Quantiz
         quantizer.set_usage(rowwise=True, columnwise=columnwise)
     if watch is not None:
         watch("input", own, codes)
-
     whole = QuantizedStorage.empty(
         input.shape, dtype, quantizer.recipe, own.device, columnwise=columnwise, state=False
     )
@@ -158,17 +147,12 @@ def _gathered_codes(input: DTensor, dim: int, quantizing: Quantizing) -> Quantiz
     sent.copy_(codes.buffers["rowwise_data"].view(-1)[: len(sent)])
     comm.all_gather_(gathered, counts)
     if not is_in_order:
-        pieces = [
-            piece.view(*input.shape[:dim], -1, *input.shape[dim + 1 :])
-            for piece in gathered.split(counts)
-        ]
+        lengths = (*input.shape[:dim], -1, *input.shape[dim + 1 :])
+        pieces = [piece.view(lengths) for piece in gathered.split(counts)]
         torch.cat(pieces, dim, out=whole.buffers["rowwise_data"])
     whole.buffers["rowwise_scale_inv"].copy_(codes.buffers["rowwise_scale_inv"])
     rebuild_derived([whole])
     return QuantizedTensor(whole)
-
-
-__all__ = ["Float8ColwiseParallel", "PrepareFloat8ModuleInput"]
 
 
 class Float8ColwiseParallel(ColwiseParallel):
@@ -196,17 +180,15 @@ class Float8ColwiseParallel(ColwiseParallel):
         output_layouts: Placement | None = None,
         use_local_output: bool = True,
     ) -> None:
-        if not _is_split(input_layouts):
+        if not isinstance(input_layouts, Shard):
             raise InputError(
                 f"Float8ColwiseParallel gathers an input that is split, input_layouts=Shard(d), "
                 f"got {input_layouts}; where nothing is gathered use ColwiseParallel."
             )
         _check_layouts("output_layouts", (output_layouts,))
-        check_flag("use_local_output", use_local_output)
+        layouts = {"input_layouts": input_layouts, "output_layouts": output_layouts}
         super().__init__(
-            input_layouts=input_layouts,
-            output_layouts=output_layouts,
-            use_local_output=use_local_output,
+            **layouts, use_local_output=check_flag("use_local_output", use_local_output)
         )
 
     @staticmethod
@@ -333,7 +315,6 @@ def _check_pair(name: str, given: Any, desired: Any, kind: type) -> int:
     desired.
     """
     sizes = []
-    layouts: Any
     for each, layouts in ((name, given), (f"desired_{name}", desired)):
         if kind is tuple and isinstance(layouts, Placement):
             layouts = (layouts,)
@@ -351,12 +332,8 @@ def _check_pair(name: str, given: Any, desired: Any, kind: type) -> int:
     return sizes[0]
 
 
-def _is_split(layout: Placement | None) -> bool:
-    return isinstance(layout, Shard)
-
-
 def _is_gathered(layout: Placement | None, desired: Placement | None) -> bool:
-    return _is_split(layout) and desired == Replicate()
+    return isinstance(layout, Shard) and desired == Replicate()
 
 
 def _distributed(input: Any, mesh: DeviceMesh, layout: Placement | None) -> DTensor:

@@ -69,7 +69,7 @@ def _is_exporting() -> bool:
     return bool(getattr(torch.compiler, "is_exporting", bool)())
 
 
-def registered_quantizers(
+def quantizers_of(
     layer: Any, recipe: str, device: torch.device, grads: bool
 ) -> list[GemmQuantizers]:
     """The layer's quantizers in the region that is open around the compiled function."""
@@ -122,7 +122,7 @@ def new_handle(layer: object) -> torch.Tensor:
     """int64 [1]: a number of its own for ``layer``."""
     number = next(_numbers)
     _layers[number] = layer
-    return new_number(number)
+    return numbered(number)
 
 
 def layer_of(handle: torch.Tensor) -> Any:
@@ -130,7 +130,7 @@ def layer_of(handle: torch.Tensor) -> Any:
     return _layers[int(handle)]
 
 
-def new_number(number: int) -> torch.Tensor:
+def numbered(number: int) -> torch.Tensor:
     """int64 [1], which no inference mode freezes."""
     with torch.inference_mode(False):
         return torch.tensor([number], dtype=torch.int64, device="cpu")

@@ -1,7 +1,7 @@
 """The products of a layer as operations that torch.compile takes whole.
 
-Inside a compiled function a product is one operation, and so is its backward; of a fused layer they
-hold the norm or the activation before it, too. They run the functions of an uncompiled layer
+Inside a compiled function a product is one operation, and so is its backward, with the norm or the
+activation of a fused layer in them. They run the functions of an uncompiled layer
 (:mod:`zerocast.nn.traced_functions`), so their results are the same, bit for bit.
 
 ``zerocast::quantized_linear`` is for recipes without state. Under the others a layer makes its
@@ -19,8 +19,7 @@ the same order on all ranks, and draws of stochastic rounding are counted. So ea
 handle says that it writes a tensor which the next one writes, too (one in forwards, one in
 backwards), so that none can be merged with another one or run before it. Nothing reads these
 tensors. Each run of a graph has one of its own for the forward, for a graph with checkpoints saves
-it. (``torch.library`` has effects for the purpose; torch 2.13 reorders them in a backward, and
-cannot compile them in a checkpoint.)
+it. (torch 2.13 reorders the effects of ``torch.library``, and compiles none in a checkpoint.)
 
 Operations inside of a checkpoint are repeated in the backward. Each has the number of its place in
 the graph, *site*, by which :mod:`zerocast.nn.recompute` finds what its first run started from.
@@ -52,26 +51,18 @@ from zerocast.nn.traced_functions import (
     run_backward,
     run_forward,
 )
-from zerocast.nn.traced_layer import (
-    Ticket,
-    has_state,
-    layer_of,
-    new_number,
-    next_site,
-    registered_quantizers,
-)
+from zerocast.nn.traced_layer import Ticket, has_state, layer_of, next_site, numbered, quantizers_of
 from zerocast.tensors import QuantizedTensor
 
 
 class _Here(threading.local):
-    """What a thread keeps: the tensor that the operations of the next run of a graph write."""
+    """The tensor that the operations of the next run of a graph write, of each thread."""
 
     def __init__(self) -> None:
-        self.order = new_number(0)
+        self.order = numbered(0)
 
 
-_here = _Here()
-_order_of_grads = new_number(0)
+_here, _order_of_grads = _Here(), numbered(0)
 
 # --- what a layer calls where it is traced ---
 
@@ -280,12 +271,11 @@ class _StatefulProduct(torch.autograd.Function):
     mutates_args=("order",),
     schema="(Tensor(a!) order, Tensor handle, str recipe, bool grads, int site) -> ()",
 )
-def _register(
-    order: torch.Tensor, handle: torch.Tensor, recipe: str, grads: bool, site: int
-) -> None:
+def _register(*given: Any) -> None:
+    _, handle, recipe, grads, site = given
     layer = _running(handle)
     with as_in_first_run(layer, site):
-        registered_quantizers(layer, recipe, handle.device, grads)
+        quantizers_of(layer, recipe, handle.device, grads)
 
 
 @_register.register_fake
@@ -306,7 +296,7 @@ def _stateful(*given: Any) -> tuple[torch.Tensor, ...]:
     keep_region()
     layer = _running(handle)
     with as_in_first_run(layer, site):
-        quantizers = registered_quantizers(layer, product.recipe, tensors[0].device, grads)[gemm]
+        quantizers = quantizers_of(layer, product.recipe, tensors[0].device, grads)[gemm]
         quantizers.weight.tp_shard = None
         watch = observer(layer, gemm)
         made = run_forward(quantizers, watch, product, weight_buffers, *tensors)
@@ -350,7 +340,7 @@ def _filled(made: Made, ticket: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 def _running(handle: torch.Tensor) -> Any:
     """The layer of ``handle``; the run of its graph keeps what its operations write to itself."""
-    _here.order = new_number(0)
+    _here.order = numbered(0)
     return layer_of(handle)
 
 
