@@ -218,7 +218,7 @@ def run_backward(
     if source is not None and product.needs_source:
         before = _Context(product.needs[:3])
         if source.is_norm:
-            before.activation = source
+            before.op = source
             statistics = [*[None] * (2 - count), *saved[:count]]
             before.save_for_backward(*inputs, *[None] * (3 - len(inputs)), *statistics)
             of_input, *of_norm = QuantizedNorm.backward(before, of_input, grad_normed)[:3]
