@@ -4,6 +4,8 @@ import inspect
 import math
 import random
 import threading
+from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -11,9 +13,16 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import zerocast
-from tests.support.delayed import AMAXES, PlainDelayed
+from tests.oracles.scalar_delayed import AMAXES, Delayed
+from tests.support.claims import assert_same_tensors
 from tests.support.same_bytes import assert_same_bytes
-from zerocast.comm import PeerFailedError, RecordingCommunicator, SingleRank, run_in_process
+from zerocast.comm import (
+    Communicator,
+    PeerFailedError,
+    RecordingCommunicator,
+    SingleRank,
+    run_in_process,
+)
 from zerocast.errors import InputError
 from zerocast.nn import regions
 from zerocast.nn.autocast import ModelInit, current_model_init
@@ -29,6 +38,20 @@ def with_amax(amax: float) -> torch.Tensor:
     return torch.tensor([[0.0, amax / 2], [-amax, -0.0]])
 
 
+def region(group: Communicator | None = None) -> zerocast.autocast:
+    """Of delayed scaling, reducing over ``group``."""
+    return zerocast.autocast(recipe=DELAYED, amax_reduction_group=group)
+
+
+def in_thread(call: Callable[[], Any]) -> Any:
+    """What ``call`` returns in a thread of its own."""
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(call()))
+    thread.start()
+    thread.join(30)
+    return found[0]
+
+
 class Layer:
     """What a layer does with a region, and nothing else: one quantizer forward, one backward."""
 
@@ -37,13 +60,14 @@ class Layer:
         self.backward_state = RecipeState.create(DELAYED, "backward", 1)
         (self.input,) = self.forward_state.make_quantizers()
         (self.grad,) = self.backward_state.make_quantizers()
+        self.states = self.forward_state, self.backward_state
 
     def forward(self, amax: float) -> None:
         """Quantize, or calibrate, as what is active here says; nothing outside of a region."""
-        region = regions.current()
-        if region.enabled or region.calibrating:
-            region.register(self.forward_state, self.backward_state)
-            act = self.input.quantize if region.enabled else self.input.calibrate
+        here = regions.current()
+        if here.enabled or here.calibrating:
+            here.register(*self.states)
+            act = self.input.quantize if here.enabled else self.input.calibrate
             act(with_amax(amax))
 
     def backward(self, amax: float) -> None:
@@ -53,8 +77,7 @@ class Layer:
     @property
     def seen(self) -> tuple[list[float], list[float]]:
         """The nonzero entries of both histories, newest first."""
-        both = (self.forward_state, self.backward_state)
-        forward, backward = ([a for a in s.amax_history[0].tolist() if a] for s in both)
+        forward, backward = ([a for a in s.amax_history[0].tolist() if a] for s in self.states)
         return forward, backward
 
 
@@ -70,33 +93,31 @@ def test_fifty_steps_equal_the_plain_rule_on_every_rank(ranks):
     def rank(comm):
         rng = random.Random(ranks.size)  # all ranks draw the same plan, and each follows its part
         layers = [Layer() for _ in range(3)]
-        plain = [(PlainDelayed(HISTORY, 448.0), PlainDelayed(HISTORY, 57344.0)) for _ in layers]
+        plain = [(Delayed("e4m3", HISTORY), Delayed("e5m2", HISTORY)) for _ in layers]
         waiting: list[list[float]] = [[] for _ in layers]
         for step in range(50):
-            plan = [
+            forwards, backwards = (
                 [
                     [rng.choices(AMAXES, k=rng.choice((0, 1, 1, 2))) for _ in range(ranks.size)]
                     for _ in layers
                 ]
-                for _ in ("forward", "backward")
-            ]
+                for _ in range(2)
+            )
             if step == 0:  # the layers join in the same order
-                plan[0] = [[[1.0] for _ in range(ranks.size)] for _ in layers]
-            with zerocast.autocast(recipe=DELAYED, amax_reduction_group=comm):
-                for layer, by_rank in zip(layers, plan[0], strict=True):
+                forwards = [[[1.0]] * ranks.size] * len(layers)
+            with region(comm):
+                for layer, by_rank in zip(layers, forwards, strict=True):
                     for amax in by_rank[comm.rank]:
                         layer.forward(amax)
             for i, (forward, backward) in enumerate(plain):
-                forward.step([amax for part in plan[0][i] for amax in part])
-                backward.step(waiting[i])
-                waiting[i] = [amax for part in plan[1][i] for amax in part]
-            for layer, rules, by_rank in zip(layers, plain, plan[1], strict=True):
-                for state, rule in zip(
-                    (layer.forward_state, layer.backward_state), rules, strict=True
-                ):
+                forward.reduce([*chain(*forwards[i])])
+                backward.reduce(waiting[i])
+                waiting[i] = [*chain(*backwards[i])]
+            for layer, rules, by_rank in zip(layers, plain, backwards, strict=True):
+                for state, rule in zip(layer.states, rules, strict=True):
                     what = f"rank {comm.rank}, step {step}, {state.mode}"
-                    assert_same_bytes(state.scale, torch.tensor([rule.scale]), what)
-                    assert_same_bytes(state.amax_history[0], torch.tensor(rule.history), what)
+                    assert_same_bytes(state.scale, torch.tensor([float(rule.scale)]), what)
+                    assert_same_bytes(state.amax_history[0], torch.from_numpy(rule.history), what)
                 for amax in by_rank[comm.rank]:
                     layer.backward(amax)
 
@@ -111,9 +132,9 @@ def test_a_step_of_any_size_is_one_all_reduce():
         layers = [Layer() for _ in range(7)]
         for _ in range(3):
             recording.reset()
-            with zerocast.autocast(recipe=DELAYED, amax_reduction_group=recording):
+            with region(recording):
                 for layer in layers:
-                    with zerocast.autocast(recipe=DELAYED, amax_reduction_group=recording):
+                    with region(recording):
                         layer.forward(1.0)
                         layer.forward(2.0)
                 assert recording.total().calls == 0
@@ -131,7 +152,7 @@ def test_gradients_ride_with_the_next_region_or_with_reduce_amaxes(ranks):
     def rank(comm):
         layer = Layer()
         for step in (1.0, 2.0):
-            with zerocast.autocast(recipe=DELAYED, amax_reduction_group=comm):
+            with region(comm):
                 layer.forward(step)
             layer.backward(10 * step + comm.rank)
         top = ranks.size - 1
@@ -139,7 +160,7 @@ def test_gradients_ride_with_the_next_region_or_with_reduce_amaxes(ranks):
         zerocast.reduce_amaxes(comm)
         zerocast.reduce_amaxes(comm)
         assert layer.seen == ([2.0, 1.0], [20.0 + top, 10.0 + top])
-        with zerocast.autocast(recipe=DELAYED, amax_reduction_group=comm):
+        with region(comm):
             layer.backward(5.0)  # inside the region: reduced with it
         assert layer.seen == ([2.0, 1.0], [5.0, 20.0 + top, 10.0 + top])
 
@@ -149,12 +170,12 @@ def test_gradients_ride_with_the_next_region_or_with_reduce_amaxes(ranks):
 def test_a_step_without_the_layer_advances_nothing():
     """Nor does one whose tensors are zeros; histories stay, bit for bit."""
     layer = Layer()
-    with zerocast.autocast(recipe=DELAYED):
+    with region():
         layer.forward(3.0)
     before = layer.forward_state.state_dict()
-    with zerocast.autocast(recipe=DELAYED):
+    with region():
         pass
-    with zerocast.autocast(recipe=DELAYED):
+    with region():
         layer.forward(0.0)
     for name in ("scale", "amax_history"):
         assert_same_bytes(layer.forward_state.state_dict()[name], before[name], name)
@@ -171,15 +192,15 @@ def test_each_group_reduces_its_own_layers(ranks):
         half = ranks.split(comm, comm.rank % 2)
         in_all, in_half = Layer(), Layer()
         for layer, group in ((in_all, comm), (in_half, half)):
-            with zerocast.autocast(recipe=DELAYED, amax_reduction_group=group):
+            with region(group):
                 layer.forward(1.0 + comm.rank)
             layer.backward(1.0 + comm.rank)
         highest = max(r for r in range(ranks.size) if r % 2 == comm.rank % 2)
         assert in_all.seen == ([float(ranks.size)], [])
         assert in_half.seen == ([1.0 + highest], [])
         with (
-            zerocast.autocast(recipe=DELAYED, amax_reduction_group=comm),
-            zerocast.autocast(recipe=DELAYED, amax_reduction_group=half),
+            region(comm),
+            region(half),
         ):
             pass
         assert in_all.seen == ([float(ranks.size)], [float(ranks.size)])
@@ -195,7 +216,7 @@ def test_the_innermost_region_counts():
     """Its recipe, its enabled; what was active before is active again afterwards."""
     assert (regions.current().enabled, regions.current().calibrating) == (False, False)
     other = Float8CurrentScaling()
-    with zerocast.autocast(recipe=DELAYED) as active:
+    with region() as active:
         assert regions.current() is active
         assert (active.enabled, active.recipe, active.group) == (True, DELAYED, SingleRank())
         with zerocast.autocast(recipe=other):
@@ -209,23 +230,17 @@ def test_the_innermost_region_counts():
 
 def test_a_region_may_be_kept_entered_again_and_decorate():
     """One object, entered twice in a row, inside itself, in two threads, around a function."""
-    region = zerocast.autocast(recipe=DELAYED)
-    with region, region:
+    kept = region()
+    with kept, kept:
         assert regions.current().recipe is DELAYED
     assert not regions.current().enabled
 
-    @region
+    @kept
     def enabled():
         return regions.current().enabled
 
-    with region:
-        seen: list[bool] = []
-        thread = threading.Thread(
-            target=lambda: seen.extend((regions.current().enabled, enabled()))
-        )
-        thread.start()
-        thread.join()
-    assert seen == [False, True]
+    with kept:
+        assert in_thread(lambda: (regions.current().enabled, enabled())) == (False, True)
     assert (enabled(), regions.current().enabled) == (True, False)
 
 
@@ -235,16 +250,13 @@ def test_an_exception_leaves_the_region_and_reduces_nothing():
     """
     layer, recording = Layer(), RecordingCommunicator(SingleRank())
 
-    def region():
-        return zerocast.autocast(recipe=DELAYED, amax_reduction_group=recording)
-
-    with region():
+    with region(recording):
         layer.forward(1.0)
     layer.backward(7.0)
     recording.reset()
 
     def fails():
-        with region(), region():
+        with region(recording), region(recording):
             layer.forward(64.0)
             raise KeyError("inner")
 
@@ -253,7 +265,7 @@ def test_an_exception_leaves_the_region_and_reduces_nothing():
     assert not regions.current().enabled
     assert recording.total().calls == 0
     assert layer.seen == ([1.0], [])
-    with region():
+    with region(recording):
         layer.forward(2.0)
     assert layer.seen == ([2.0, 1.0], [7.0])
 
@@ -263,10 +275,10 @@ def test_an_exception_inside_that_is_caught_inside_is_no_failure():
     layer = Layer()
 
     def fails():
-        with zerocast.autocast(recipe=DELAYED):
+        with region():
             raise ValueError("inner")
 
-    with zerocast.autocast(recipe=DELAYED):
+    with region():
         layer.forward(1.0)
         with pytest.raises(ValueError, match="inner"):
             fails()
@@ -280,7 +292,7 @@ def test_ranks_that_wait_for_a_failed_one_are_told():
     def rank(comm):
         layer = Layer()
         try:
-            with zerocast.autocast(recipe=DELAYED, amax_reduction_group=comm):
+            with region(comm):
                 layer.forward(1.0)
                 if comm.rank == 1:
                     raise OSError("disk")
@@ -337,11 +349,11 @@ def test_ranks_inside_a_region_of_their_parent_reduce_on_their_own():
     def rank(comm):
         assert regions.current().recipe is DELAYED
         layer = Layer()
-        with zerocast.autocast(recipe=DELAYED, amax_reduction_group=comm):
+        with region(comm):
             layer.forward(1.0 + comm.rank)
         return layer.seen[0]
 
-    with zerocast.autocast(recipe=DELAYED):
+    with region():
         assert run_in_process(3, rank) == [[3.0]] * 3
 
 
@@ -366,9 +378,9 @@ def test_calibrating_records_without_quantizing(gradients):
     layer = Layer()
     with (
         torch.set_grad_enabled(gradients),
-        zerocast.autocast(enabled=False, calibrating=True, recipe=DELAYED) as region,
+        zerocast.autocast(enabled=False, calibrating=True, recipe=DELAYED) as active,
     ):
-        assert (region.enabled, region.calibrating) == (False, True)
+        assert (active.enabled, active.calibrating) == (False, True)
         layer.forward(2.0)
         layer.forward(7.0)
     assert layer.seen[0] == [7.0]
@@ -382,21 +394,19 @@ def test_an_evaluation_leaves_the_state_alone():
 
     def rank(comm):
         layer = Layer()
-        with zerocast.autocast(recipe=DELAYED, amax_reduction_group=comm):
+        with region(comm):
             layer.forward(1.0)
             with torch.no_grad():
                 layer.forward(50.0)
         layer.backward(3.0)
-        before = layer.forward_state.state_dict(), layer.backward_state.state_dict()
+        before = [state.state_dict() for state in layer.states]
         if comm.rank == 0:
             for mode in (torch.no_grad, torch.inference_mode):
-                with mode(), zerocast.autocast(recipe=DELAYED, amax_reduction_group=comm):
+                with mode(), region(comm):
                     layer.forward(50.0)
-        after = layer.forward_state.state_dict(), layer.backward_state.state_dict()
-        for then, now in zip(before, after, strict=True):
-            for name, tensor in then.items():
-                assert_same_bytes(now[name], tensor, name)
-        with zerocast.autocast(recipe=DELAYED, amax_reduction_group=comm):
+        for then, state in zip(before, layer.states, strict=True):
+            assert_same_tensors(state.state_dict(), then, "after the evaluation")
+        with region(comm):
             layer.forward(2.0)
         assert layer.seen == ([2.0, 1.0], [3.0])
 
@@ -436,13 +446,13 @@ def test_a_checkpointed_forward_repeats_its_codes(depth):
         layer, shown = Layer(), []
 
         def block(x):
-            regions.current().register(layer.forward_state, layer.backward_state)
+            regions.current().register(*layer.states)
             return _Codes.apply(_Codes.apply(x, layer, shown) * 2, layer, shown)
 
         def nested(x, depth):
             return block(call(nested, x, depth - 1) / 3) if depth else block(x)
 
-        with zerocast.autocast(recipe=DELAYED):
+        with region():
             out = call(nested, x, depth - 1)
         return out, layer, shown
 
@@ -503,11 +513,7 @@ def test_model_init_says_how_layers_are_made():
         with pytest.raises(ValueError, match="x"):
             fails()
         assert current_model_init() is outer
-        seen: list[bool] = []
-        thread = threading.Thread(target=lambda: seen.append(current_model_init().enabled))
-        thread.start()
-        thread.join()
-        assert seen == [False]
+        assert not in_thread(lambda: current_model_init().enabled)
     assert not current_model_init().enabled
 
 
@@ -540,8 +546,8 @@ def test_names_and_orders_of_parameters():
 def test_the_earlier_names_open_the_same_regions():
     """Every parameter arrives where it belongs."""
     group, recipe = RecordingCommunicator(SingleRank()), Float8CurrentScaling()
-    with zerocast.fp8_autocast(False, True, recipe, group) as region:
-        given = (region.enabled, region.calibrating, region.recipe, region.group)
+    with zerocast.fp8_autocast(False, True, recipe, group) as active:
+        given = (active.enabled, active.calibrating, active.recipe, active.group)
         assert given == (False, True, recipe, group)
     for init in (zerocast.fp8_model_init, zerocast.quantized_model_init):
         with init(True, recipe, True):
@@ -553,12 +559,12 @@ def test_recipe_and_calibrating_may_change_places():
     refused.
     """
     recipe = Float8CurrentScaling()
-    for given in ((True, True, recipe), (True, recipe, True), (True, "current", True)):
-        with zerocast.autocast(*given) as region:
-            assert (region.enabled, region.calibrating, region.recipe) == (True, True, recipe)
-    for given in ((False, recipe), (False, False, recipe)):
-        with zerocast.autocast(*given) as region:
-            assert (region.enabled, region.calibrating, region.recipe) == (False, False, recipe)
+    for given, meant in (
+        ((True, True, recipe), True), ((True, recipe, True), True), ((True, "current", True), True),
+        ((False, recipe), False), ((False, False, recipe), False),
+    ):  # fmt: skip
+        with zerocast.autocast(*given) as active:
+            assert (active.enabled, active.calibrating, active.recipe) == (meant, meant, recipe)
     with pytest.raises(InputError, match="calibrating must be True or False"):
         zerocast.autocast(True, recipe, recipe)
     with pytest.raises(InputError, match="recipe must be"):
@@ -582,8 +588,8 @@ def test_availability_has_its_reason_on_demand():
     if not torch.cuda.is_available():
         assert zerocast.get_default_recipe() == DelayedScaling()
         assert "CUDA device" in zerocast.is_fp8_available(return_reason=True)[1]
-    with zerocast.autocast() as region:
-        assert region.recipe == zerocast.get_default_recipe()
+    with zerocast.autocast() as active:
+        assert active.recipe == zerocast.get_default_recipe()
 
 
 @pytest.mark.parametrize(
@@ -596,7 +602,9 @@ def test_availability_has_its_reason_on_demand():
         ((12, 0), "fp8 nvfp4 block", "Float8CurrentScaling"),
     ],
 )
-def test_availability_by_compute_capability(capability, available, recipe, monkeypatch):
+def test_availability_by_compute_capability(
+    capability, available, recipe, monkeypatch: pytest.MonkeyPatch
+):
     """From Ada to Blackwell; a device that says no names its own capability."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)

@@ -7,6 +7,7 @@ import torch
 
 import zerocast
 from tests.sharded.sharded import bank, gathered
+from tests.support.claims import message_of
 from tests.support.ranks import run_ranks
 from tests.support.recipes import RECIPES
 from tests.support.tp_shards import tp_shard_of
@@ -16,13 +17,12 @@ from zerocast.errors import InputError, RankMismatchError
 
 SHAPE = torch.Size((40, 96))
 NUMEL = SHAPE.numel()
+NVFP4 = RECIPES["nvfp4"]
 
 
-def refusal(call: Any, kind: type[Exception] = RankMismatchError) -> str:
-    """What ``call`` is refused with."""
-    with pytest.raises(kind) as refused:
-        call()
-    return str(refused.value)
+def refusal(*args: Any, kind: type[Exception] = RankMismatchError) -> str:
+    """What ``verify`` is refused with."""
+    return message_of(kind, zerocast.verify, *args)
 
 
 def planned(comm: Communicator, recipe: Any) -> tuple[zerocast.CastPlan, list[torch.Tensor]]:
@@ -50,7 +50,7 @@ def test_a_forgotten_all_gather_is_found(ranks: Any) -> None:
         if comm.size > 1:
             for done in (lambda: None, plan.post_all_gather_processing):
                 done()
-                message = refusal(lambda: zerocast.verify(named, comm))
+                message = refusal(named, comm)
                 assert "a: rowwise_data (" in message
                 assert "; b: " in message
                 assert "the all-gather of the codes was left out, or ran before" in message
@@ -79,7 +79,7 @@ def test_the_ranks_that_differ_are_named(comm_kind: str) -> None:
     """A byte that one rank wrote is found in every kind of buffer and in plain weights, and the
     message says which rank holds it.
     """
-    recipe = zerocast.DelayedScaling(amax_history_len=3)
+    recipe = RECIPES["delayed"]
 
     def on_rank(comm: Communicator) -> None:
         model = torch.nn.Sequential(torch.nn.Linear(96, 40, bias=False), torch.nn.LayerNorm(40))
@@ -90,7 +90,7 @@ def test_the_ranks_that_differ_are_named(comm_kind: str) -> None:
             before = buffer.clone()
             if comm.rank == 1:
                 buffer.view(-1)[-1] += 1
-            message = refusal(lambda: zerocast.verify(model, comm))
+            message = refusal(model, comm)
             name = "1.bias" if field == "values" else "0.weight"
             assert f"these differ: {name}: {field} (ranks 0, 2 against rank 1). " in message
             cause = "all-gather" if field.endswith("wise_data") else "More than codes differs"
@@ -105,7 +105,7 @@ def test_ranks_with_other_weights_are_told_apart(comm_kind: str) -> None:
     """Another number of weights, another order, dtype, recipe or name is an error on every rank
     that says which ranks hold what; so is something that is no weight, on one rank.
     """
-    plain, nvfp4 = torch.zeros(4), zerocast.empty(SHAPE, zerocast.NVFP4BlockScaling())
+    plain, nvfp4 = torch.zeros(4), zerocast.empty(SHAPE, NVFP4)
     given = {
         "weight 1 of 2 on rank 0 is weights[1]": ([plain, nvfp4], [plain]),
         "and weight 0 of 0 on rank 1 is nothing.": ([plain], []),
@@ -116,12 +116,12 @@ def test_ranks_with_other_weights_are_told_apart(comm_kind: str) -> None:
 
     def on_rank(comm: Communicator) -> None:
         for text, weights in given.items():
-            message = refusal(lambda w=weights: zerocast.verify(w[comm.rank], comm))
+            message = refusal(weights[comm.rank], comm)
             assert text in message
             assert "Give the same weights in the same order" in message
         for bad in (3.0, "name", [plain, 3], [("w", None)], plain.to_sparse(), plain.to("meta")):
             weights = bad if comm.rank else plain
-            message = refusal(lambda w=weights: zerocast.verify(w, comm), InputError)
+            message = refusal(weights, comm, kind=InputError)
             assert "on rank 1: verify takes" in message
 
     run_ranks(comm_kind, 2, on_rank)
@@ -131,14 +131,14 @@ def test_a_copy_that_one_rank_alone_rebuilt_is_found() -> None:
     """Stale copies are equal to stale copies and to nothing else."""
 
     def on_rank(comm: Communicator) -> None:
-        plan, weights = planned(comm, zerocast.NVFP4BlockScaling())
+        plan, weights = planned(comm, NVFP4)
         plan.cast()
         plan.all_gather()
         plan.cast()  # the same codes once more
         zerocast.verify(weights, comm)
         if comm.rank == 0:
             plan.post_all_gather_processing()
-        message = refusal(lambda: zerocast.verify(weights, comm))
+        message = refusal(weights, comm)
         assert "columnwise_data (rank 0 against rank 1)" in message
         assert "post_all_gather_processing" in message
 
@@ -153,7 +153,7 @@ def test_the_optimizer_leaves_equal_weights() -> None:
     def on_rank(comm: Communicator) -> None:
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Linear(96, 40), torch.nn.LayerNorm(40)).bfloat16()
-        zerocast.nn.convert(model, zerocast.NVFP4BlockScaling())
+        zerocast.nn.convert(model, NVFP4)
         optimizer = zerocast.optim.ZeroOptimizer(
             model.named_parameters(), group=comm, overlap_all_gather=True
         )
@@ -162,9 +162,7 @@ def test_the_optimizer_leaves_equal_weights() -> None:
         zerocast.verify(model, comm)
         if comm.rank:
             model[1].weight.data[3] = 7
-        assert "1.weight: values (rank 0 against rank 1)" in refusal(
-            lambda: zerocast.verify(model, comm)
-        )
+        assert "1.weight: values (rank 0 against rank 1)" in refusal(model, comm)
 
     run_in_process(2, on_rank)
 
@@ -173,20 +171,17 @@ def test_parts_are_compared_over_the_data_parallel_group() -> None:
     """Ranks that hold the same part of a weight compare it; over the tensor-parallel group there is
     nothing to compare, and the message says which group to give.
     """
-    recipe = zerocast.NVFP4BlockScaling()
-    whole = zerocast.quantize(draw_values("normal", 64 * 96, 1).view(64, 96), recipe)
+    whole = zerocast.quantize(draw_values("normal", 64 * 96, 1).view(64, 96), NVFP4)
 
     def on_rank(comm: Communicator) -> None:
         tensor_parallel = comm.split(comm.rank // 2)
         data_parallel = comm.split(comm.rank % 2)
         tp_shard = zerocast.TensorParallelShard.chunk((64, 96), 0, tensor_parallel)
-        weight = zerocast.empty((32, 96), recipe, tp_shard=tp_shard)
+        weight = zerocast.empty((32, 96), NVFP4, tp_shard=tp_shard)
         for name, buffer in tp_shard_of(whole, tp_shard).items():
             weight.quantized_storage.buffers[name].copy_(buffer)
         zerocast.verify(weight, data_parallel)
-        assert "give the data-parallel group" in refusal(
-            lambda: zerocast.verify(weight, tensor_parallel)
-        )
+        assert "give the data-parallel group" in refusal(weight, tensor_parallel)
 
     run_in_process(4, on_rank)
 
@@ -198,15 +193,15 @@ def test_gathered_codes_of_fsdp2_are_compared() -> None:
     """
 
     def on_rank(comm: Communicator) -> None:
-        model = bank(zerocast.NVFP4BlockScaling(), rows=(48, 130))
-        message = refusal(lambda: zerocast.verify(model))
+        model = bank(NVFP4, rows=(48, 130))
+        message = refusal(model)
         assert "on rank 0 is layers.0.weight, (24, 96) torch.float32 at [0]" in message
         assert "call module.unshard()" in message
         weight = gathered(model)["layers.1.weight"]
         zerocast.verify(model, as_communicator(None))
         if comm.rank == 0:
             weight.quantized_storage.buffers["rowwise_data"][-1, -1] ^= 1
-        message = refusal(lambda: zerocast.verify(model))
+        message = refusal(model)
         assert "layers.1.weight: rowwise_data (rank 0 against rank 1)" in message
 
     run_ranks("torch_distributed", 2, on_rank)

@@ -8,7 +8,7 @@ import torch
 
 import zerocast
 from tests.support.same_bytes import assert_same_bytes, assert_same_storage
-from tests.support.settings import default_dtype, deterministic
+from tests.support.settings import default_dtype, deterministic, two_threads
 from zerocast.backends.subnormals import keeping_subnormals
 from zerocast.comm import Communicator, run_in_process
 from zerocast.recipes import QParams, Recipe
@@ -102,17 +102,6 @@ def test_the_sharded_cast_does_not_follow_a_setting(setting, recipe):
         by_rank = sharded_cast(x, recipe, of_each_thread)
     for rank, sharded in enumerate(by_rank):
         assert_same_storage(sharded, weight, f"{setting}, rank {rank}")
-
-
-@contextmanager
-def two_threads() -> Iterator[None]:
-    """An operation on many elements is shared between two threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: type(r).__name__)

@@ -1,6 +1,6 @@
 """The reference backend keeps the contract of the operations where an index goes wrong.
 
-That its bytes are right is the claim of tests/vectors.
+That its bytes are right is the claim of tests/oracles.
 """
 
 import pytest

@@ -1,9 +1,11 @@
 """Communicators on every small number of ranks."""
 
 import pytest
+import torch
 
 from tests.conftest import THREADS, Ranks, stamp
 from tests.support.ranks import MPI_RANKS, PROCESSES
+from zerocast.comm import Communicator
 
 
 @pytest.fixture(
@@ -12,3 +14,33 @@ from tests.support.ranks import MPI_RANKS, PROCESSES
 def ranks(request: pytest.FixtureRequest) -> Ranks:
     """SingleRank, threads on 1 to 5 ranks, every other kind on 1 to 4."""
     return Ranks(*request.param)
+
+
+def collectives(comm: Communicator) -> dict[str, torch.Tensor]:
+    """One result of every collective that moves tensors, from data that differ on every rank."""
+    generator = torch.Generator().manual_seed(comm.rank)
+    ints = torch.randint(-99, 99, (23,), generator=generator, dtype=torch.int32)
+    sums = ints.double()
+    gradient, part = torch.arange(11.0 * comm.size) * (comm.rank + 1), torch.empty(11)
+    again = gradient.clone()  # what is reduced is not kept
+    counts = [(3 * r * r + 2) % 7 for r in range(comm.size)]
+    uneven, equal = torch.zeros(sum(counts)).bfloat16(), torch.zeros(6 * comm.size).bfloat16()
+    uneven.split(counts)[comm.rank].fill_(comm.rank + 1)
+    equal.split(6)[comm.rank].fill_(comm.rank + 1)
+    started = equal.clone()
+    sent = torch.randn(13, generator=generator)
+    comm.all_reduce_max_(ints)
+    comm.all_reduce_sum_(sums)
+    comm.reduce_scatter_sum(part, gradient)
+    place = again[11 * comm.rank : 11 * comm.rank + 11]
+    comm.reduce_scatter_sum(place, again)
+    comm.all_gather_(uneven, counts)
+    comm.all_gather_(equal)
+    comm.broadcast_(sent, comm.size - 1)
+    comm.start_all_gather_(started)()
+    comm.barrier()
+    return {
+        "max": ints, "sum": sums, "reduce_scatter": part, "in place": place.clone(),
+        "uneven": uneven, "equal": equal, "broadcast": sent, "started": started,
+        "objects": torch.tensor(comm.all_gather_object(comm.rank)),
+    }  # fmt: skip

@@ -6,6 +6,23 @@ from zerocast.comm import Attempt, RecordingCommunicator, agree, raise_together,
 from zerocast.errors import InputError, NonFiniteError, RankMismatchError, ZerocastError
 
 
+def told(ranks, error_of) -> tuple[str, str]:
+    """The type and message that every rank raises where rank r has the error ``error_of(r)``; what
+    it has itself is the cause, and the group is as usable as before.
+    """
+
+    def body(comm):
+        mine = error_of(comm.rank)
+        with pytest.raises(ZerocastError) as caught:
+            raise_together(comm, mine)
+        assert (caught.value if comm.size == 1 else caught.value.__cause__) is mine
+        comm.barrier()
+        return type(caught.value).__name__, str(caught.value)
+
+    (said,) = set(ranks.run(body))
+    return said
+
+
 def test_nobody_raises_where_nobody_has_an_error(ranks):
     """raise_together returns on every rank, and the ranks go on in step."""
 
@@ -19,20 +36,10 @@ def test_nobody_raises_where_nobody_has_an_error(ranks):
 def test_an_error_of_one_rank_is_raised_on_all(ranks):
     """Same type, same message that names the rank, on every rank; its own error is the cause."""
     last = ranks.size - 1
-
-    def body(comm):
-        mine = NonFiniteError("weight 3 is NaN") if comm.rank == last else None
-        with pytest.raises(ZerocastError) as caught:
-            raise_together(comm, mine)
-        if comm.size > 1:
-            assert caught.value.__cause__ is mine
-        else:
-            assert caught.value is mine
-        comm.barrier()  # the group is as usable as before
-        return type(caught.value).__name__, str(caught.value)
-
+    error = NonFiniteError("weight 3 is NaN")
     prefix = f"on rank {last}: " if ranks.size > 1 else ""
-    assert ranks.run(body) == [("NonFiniteError", f"{prefix}weight 3 is NaN")] * ranks.size
+    said = told(ranks, lambda rank: error if rank == last else None)
+    assert said == ("NonFiniteError", f"{prefix}weight 3 is NaN")
 
 
 def test_different_errors_are_all_told(ranks):
@@ -40,27 +47,17 @@ def test_different_errors_are_all_told(ranks):
     if ranks.size < 3:
         pytest.skip("three ranks that differ")
     errors = {1: InputError("K must be 16"), 2: RankMismatchError("other order")}
-
-    def body(comm):
-        with pytest.raises(InputError) as caught:
-            raise_together(comm, errors.get(comm.rank, InputError("K must be 16")))
-        return type(caught.value).__name__, str(caught.value)
-
     same = ", ".join(str(r) for r in range(ranks.size) if r != 2)
     expected = f"on ranks {same}: K must be 16\non rank 2: other order"
-    assert ranks.run(body) == [("InputError", expected)] * ranks.size
+    said = told(ranks, lambda rank: errors.get(rank, InputError("K must be 16")))
+    assert said == ("InputError", expected)
 
 
 def test_the_same_error_everywhere_is_said_once(ranks):
     """Where all ranks say the same, the message says so instead of listing them."""
-
-    def body(comm):
-        with pytest.raises(InputError) as caught:
-            raise_together(comm, InputError("start is negative"))
-        return str(caught.value)
-
     prefix = "on every rank: " if ranks.size > 1 else ""
-    assert ranks.run(body) == [f"{prefix}start is negative"] * ranks.size
+    said = told(ranks, lambda rank: InputError("start is negative"))
+    assert said == ("InputError", f"{prefix}start is negative")
 
 
 @pytest.mark.parametrize("answer", [0, 1, 2**31 - 2])
@@ -148,10 +145,7 @@ def test_an_error_of_the_callers_own_type_is_told_by_its_base(ranks):
         def __init__(self, place, text):
             super().__init__(f"{place}: {text}")
 
-    def body(comm):
-        with pytest.raises(InputError) as caught:
-            raise_together(comm, Mine("here", "no") if comm.rank == 0 else None)
-        return str(caught.value)
-
-    prefix = "on rank 0: " if ranks.size > 1 else ""
-    assert ranks.run(body) == [f"{prefix}here: no"] * ranks.size
+    said = told(ranks, lambda rank: Mine("here", "no") if rank == 0 else None)
+    assert said == (
+        ("InputError", "on rank 0: here: no") if ranks.size > 1 else ("Mine", "here: no")
+    )

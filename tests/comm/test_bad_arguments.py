@@ -5,6 +5,7 @@ import threading
 import pytest
 import torch
 
+from tests.support.settings import two_threads
 from zerocast.comm import (
     RecordingCommunicator,
     SingleRank,
@@ -76,23 +77,18 @@ def test_a_color_that_is_no_int():
 
 def test_runs_side_by_side_keep_the_number_of_threads():
     """Runs that overlap, from several threads, leave torch's number of threads as it was."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
     gate = threading.Barrier(2)
-    try:
-        runs = [
-            threading.Thread(target=run_in_process, args=(1, lambda comm: gate.wait()))
-            for _ in range(2)
-        ]
-        for run in runs:
-            run.start()
-        for run in runs:
-            run.join()
+
+    def in_threads(*calls):
+        threads = [threading.Thread(target=call) for call in calls]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    with two_threads():
+        in_threads(*[lambda: run_in_process(1, lambda comm: gate.wait())] * 2)
         assert torch.get_num_threads() == 2
         seen = []
-        new = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
-        new.start()
-        new.join()
+        in_threads(lambda: seen.append(torch.get_num_threads()))
         assert seen == [2]
-    finally:
-        torch.set_num_threads(before)

@@ -6,35 +6,13 @@ import sys
 import pytest
 import torch
 
+from tests.comm.conftest import collectives
+from tests.support.claims import assert_same_tensors
 from tests.support.ranks import MPI_RANKS
-from tests.support.same_bytes import assert_same_bytes
 from zerocast.comm import MpiCommunicator
 from zerocast.errors import BackendError, InputError
 
 on_ranks = pytest.mark.mpi(min_size=MPI_RANKS)
-
-
-def collectives(comm: MpiCommunicator) -> dict[str, torch.Tensor]:
-    """One result of every collective that moves tensors, from data that differ on every rank."""
-    generator = torch.Generator().manual_seed(comm.rank)
-    ints = torch.randint(-99, 99, (23,), generator=generator, dtype=torch.int32)
-    sums = ints.double()
-    gradient, part = torch.arange(11.0 * comm.size) * (comm.rank + 1), torch.empty(11)
-    counts = [(3 * r * r + 2) % 7 for r in range(comm.size)]
-    uneven, equal = torch.zeros(sum(counts)).bfloat16(), torch.zeros(6 * comm.size).bfloat16()
-    uneven.split(counts)[comm.rank].fill_(comm.rank + 1)
-    equal.split(6)[comm.rank].fill_(comm.rank + 1)
-    sent = torch.randn(13, generator=generator)
-    comm.all_reduce_max_(ints)
-    comm.all_reduce_sum_(sums)
-    comm.reduce_scatter_sum(part, gradient)
-    comm.all_gather_(uneven, counts)
-    comm.all_gather_(equal)
-    comm.broadcast_(sent, comm.size - 1)
-    return {
-        "max": ints, "sum": sums, "reduce_scatter": part, "uneven": uneven, "equal": equal,
-        "broadcast": sent,
-    }  # fmt: skip
 
 
 def limited_world(limit: int):
@@ -72,8 +50,8 @@ def limited_world(limit: int):
 def test_tensors_past_the_count_limit_give_the_same_results(chunk):
     """A limit of a few items stands for 2**31 - 1: no call exceeds it, and results are the same."""
     expected = collectives(MpiCommunicator())
-    for name, result in collectives(MpiCommunicator(limited_world(chunk), chunk=chunk)).items():
-        assert_same_bytes(result, expected[name], f"{name} in chunks of {chunk}")
+    found = collectives(MpiCommunicator(limited_world(chunk), chunk=chunk))
+    assert_same_tensors(found, expected, f"in chunks of {chunk}")
 
 
 @on_ranks
@@ -86,13 +64,14 @@ def test_shorter_tensors_are_not_cut():
 
 @on_ranks
 def test_other_devices_travel_through_host_memory(monkeypatch):
-    """Staged through a copy, every collective gives the same; stages says which devices are."""
+    """Staged through a copy, every collective gives the same, an output inside of the buffer
+    included; stages says which devices are.
+    """
     comm = MpiCommunicator()
     assert [comm.stages(torch.device(d)) for d in ("cpu", "cuda", "cuda:1")] == [False, True, True]
     expected = collectives(comm)
     monkeypatch.setattr(MpiCommunicator, "stages", lambda self, device: True)
-    for name, result in collectives(comm).items():
-        assert_same_bytes(result, expected[name], f"{name}, staged")
+    assert_same_tensors(collectives(comm), expected, "staged")
 
 
 @on_ranks
@@ -101,17 +80,6 @@ def test_a_cuda_aware_library_takes_a_gpus_tensors():
     comm = MpiCommunicator(cuda_aware=True)
     assert [comm.stages(torch.device(d)) for d in ("cpu", "cuda", "meta")] == [False, False, True]
     assert not comm.captures(torch.device("cuda"))
-
-
-@on_ranks
-def test_a_part_of_the_buffer_is_reduced_into_when_staged(monkeypatch):
-    """An output inside the buffer holds this rank's sum also where the buffer was staged."""
-    monkeypatch.setattr(MpiCommunicator, "stages", lambda self, device: True)
-    comm = MpiCommunicator()
-    buffer = torch.arange(2.0 * comm.size)
-    output = buffer[2 * comm.rank : 2 * comm.rank + 2]
-    comm.reduce_scatter_sum(output, buffer)
-    assert output.tolist() == [2.0 * comm.rank * comm.size, (2.0 * comm.rank + 1) * comm.size]
 
 
 @on_ranks

@@ -1,7 +1,7 @@
 """E8M0 block scales against exact rationals: the smallest power of two that is not below.
 
 torch and ml_dtypes round E8M0 to nearest, so neither is an oracle for encoding; CUDA's rounding is
-compared in ``tests/vectors/test_cuda_conversions.py``.
+compared in ``tests/oracles/test_cuda_conversions.py``.
 """
 
 from fractions import Fraction

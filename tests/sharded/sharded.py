@@ -5,9 +5,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 import zerocast
+from tests.support.claims import assert_unsharded_cast, stored
 from tests.support.models import Bank
-from tests.support.same_bytes import assert_same_bytes
+from tests.support.recipes import RECIPES
 from zerocast.comm import Communicator
+from zerocast.sharded.placement import to_local, tp_shard_of
 from zerocast.tensors.quantize import quantize_into
 
 K = 96
@@ -18,15 +20,24 @@ and three without any."""
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
-def bank(recipe, rows=ROWS, *, policy=BF16, seed=0, mesh=None, wrap_layers=True, **options):
-    """A converted and sharded :class:`Bank`, of the same values whatever the number of ranks."""
+def converted(recipe=RECIPES["nvfp4"], rows=ROWS, *, seed=0, weights="master", **options) -> Bank:
+    """On one rank, whole: the same values for the same seed."""
     torch.manual_seed(seed)
     model = Bank(rows)
-    zerocast.nn.convert(model, recipe, weights="master")
-    if wrap_layers:
-        for layer in model.layers:
-            fully_shard(layer, mesh=mesh, mp_policy=policy, **options)
-    return fully_shard(model, mesh=mesh, mp_policy=policy, **options)
+    zerocast.nn.convert(model, recipe, weights=weights, **options)
+    return model
+
+
+def shard(model: Bank, *, policy=BF16, wrap_layers=True, **options) -> Bank:
+    """By fully_shard, of each layer and of all."""
+    for layer in model.layers if wrap_layers else ():
+        fully_shard(layer, mp_policy=policy, **options)
+    return fully_shard(model, mp_policy=policy, **options)
+
+
+def bank(recipe=RECIPES["nvfp4"], rows=ROWS, *, seed=0, **options) -> Bank:
+    """A converted and sharded :class:`Bank`, of the same values whatever the number of ranks."""
+    return shard(converted(recipe, rows, seed=seed), **options)
 
 
 def batch(comm: Communicator | None = None) -> torch.Tensor:
@@ -45,15 +56,10 @@ def feed(parameters, step: int) -> None:
     for p in parameters:
         whole = gradient(p.shape, step)
         if isinstance(p, DTensor):
-            size, rank = (
-                p.device_mesh.size(-1),
-                p.device_mesh.get_local_rank(p.device_mesh.ndim - 1),
-            )
-            rows = -(-p.shape[0] // size)
-            tp_shard = whole[rank * rows : (rank + 1) * rows]
-            whole = DTensor.from_local(
-                tp_shard, p.device_mesh, p.placements, shape=p.shape, stride=p.stride()
-            )
+            mesh = p.device_mesh
+            rows, rank = -(-p.shape[0] // mesh.size(-1)), mesh.get_local_rank(mesh.ndim - 1)
+            own = whole[rank * rows : (rank + 1) * rows]
+            whole = DTensor.from_local(own, mesh, p.placements, shape=p.shape, stride=p.stride())
         p.grad = whole
 
 
@@ -62,24 +68,102 @@ def adamw(parameters) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=0.05, foreach=True)
 
 
-class Unsharded:
-    """What every weight must be: the whole master, cast on one rank."""
+def train_step(model, optimizer, comm, number=None, *, ahead=False) -> torch.Tensor:
+    """One step, and the loss before it; with a ``number`` its gradients are given ones, with
+    ``ahead`` its cast is made ahead of the gathers.
+    """
+    loss = model(batch(comm))
+    loss.backward()
+    if number is not None:
+        feed((p for p in model.parameters() if p.requires_grad), number)
+    optimizer.step()
+    optimizer.zero_grad()
+    if ahead:
+        zerocast.sharded.precompute_scales_for_fsdp(model)
+    return loss.detach()
 
-    def __init__(self, model: torch.nn.Module, recipe, dtype=torch.bfloat16) -> None:
+
+class Unsharded:
+    """What every weight must be: the whole master, cast on one rank; those of an amax group by one
+    plan.
+    """
+
+    def __init__(self, model: torch.nn.Module, recipe, dtype=torch.bfloat16, groups=None) -> None:
+        shapes = {name: p.shape for name, p in model.named_parameters()}
         self.weights = {
-            name: zerocast.empty(p.shape, recipe, dtype=dtype, name=name)
-            for name, p in model.named_parameters()
+            name: zerocast.empty(shape, recipe, dtype=dtype, name=name)
+            for name, shape in shapes.items()
         }
+        self.plan = groups and zerocast.CastPlan(
+            list(self.weights.values()), list(map(torch.zeros, shapes.values())), [0] * len(shapes),
+            zerocast.comm.SingleRank(), names=list(shapes), amax_groups=groups,
+        )  # fmt: skip
 
     def cast(self, masters: dict[str, torch.Tensor]) -> None:
         """Cast every master once."""
+        if self.plan:
+            self.plan.cast([masters[name] for name in self.weights])
+            self.plan.post_all_gather_processing()
+            return
         for name, weight in self.weights.items():
             quantize_into(weight.quantized_storage, masters[name])
+
+    def assert_gathered(self, model: torch.nn.Module, when: str) -> None:
+        """What is gathered has these bytes, in every buffer that a layer reads. Collective."""
+        for name, parameter in gathered(model).items():
+            local = isinstance(parameter, DTensor)
+            tp_shard = tp_shard_of(name, parameter, is_fsdp_sharded=False) if local else None
+            assert_unsharded_cast(
+                multiplied(parameter), self.weights[name], f"{name}, {when}", with_state=False,
+                tp_shard=tp_shard,
+            )  # fmt: skip
+        reshard(model)
+
+
+def train_and_compare(model, comm, whole, steps, *, microbatches=1, ahead=(1, 2)) -> None:
+    """Steps of AdamW with given gradients; what is gathered is compared in forward and backward,
+    and cast ahead of the gathers after some of the steps.
+    """
+    optimizer = adamw([p for p in model.parameters() if p.requires_grad])
+    for number in steps:
+        whole.cast(whole_masters(model))
+        for _ in range(microbatches):
+            loss = model(batch(comm))
+            whole.assert_gathered(model, f"forward of step {number}")
+            loss.backward()
+        whole.assert_gathered(model, f"backward of step {number}")
+        feed((p for p in model.parameters() if p.requires_grad), number)
+        optimizer.step()
+        optimizer.zero_grad()
+        if number in ahead:
+            zerocast.sharded.precompute_scales_for_fsdp(model)
+
+
+def multiplied(parameter: torch.Tensor) -> zerocast.QuantizedTensor:
+    """The weight that a layer multiplies with, of a parameter as the layer has it: this rank's rows
+    or columns, where tensor parallelism splits it.
+    """
+    local = to_local(parameter)
+    if isinstance(local, zerocast.QuantizedTensor):
+        return local
+    return zerocast.QuantizedTensor(local.low_bit_all_gather.ungathered)
+
+
+def assert_unsharded_casts(model, recipe=RECIPES["nvfp4"], when="", *, dtype=torch.bfloat16):
+    """What is gathered are the bytes of one cast of the whole masters as they are. Collective."""
+    whole = Unsharded(model, recipe, dtype)
+    whole.cast(whole_masters(model))
+    whole.assert_gathered(model, when)
 
 
 def whole_masters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Every parameter of a sharded model, gathered in high precision. Collective."""
     return {name: p.full_tensor().detach().clone() for name, p in model.named_parameters()}
+
+
+def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Every parameter's whole gradient. Collective."""
+    return {name: p.grad.full_tensor() for name, p in model.named_parameters()}
 
 
 def gathered(model: torch.nn.Module) -> dict[str, zerocast.QuantizedTensor]:
@@ -97,13 +181,9 @@ def reshard(model: torch.nn.Module) -> None:
             module.reshard()
 
 
-def assert_unsharded_cast(model, recipe, when="", *, dtype=torch.bfloat16) -> None:
-    """What is gathered are the bytes of one cast of the whole masters as they are."""
-    whole = Unsharded(model, recipe, dtype)
-    whole.cast(whole_masters(model))
-    for name, weight in gathered(model).items():
-        assert weight.dtype == dtype
-        for buffer, actual in weight.quantized_storage.buffers.items():
-            expected = whole.weights[name].quantized_storage.buffers[buffer]
-            assert_same_bytes(actual, expected, f"{name} {buffer} {when}".rstrip())
+def everything(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Masters, and what is gathered of them. Collective."""
+    masters = {f"master {name}": master for name, master in whole_masters(model).items()}
+    found = masters | stored(gathered(model))
     reshard(model)
+    return found

@@ -4,10 +4,9 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from tests.sharded.sharded import adamw, bank, batch, feed, reshard
-from tests.support.ranks import run_ranks
-from tests.support.recipes import RECIPES
-from tests.support.same_bytes import assert_same_bytes
+from tests.sharded.sharded import adamw, bank, batch, feed, reshard, whole_masters
+from tests.support.claims import assert_same_tensors
+from tests.support.ranks import run_ranks, shared_folder
 from zerocast.sharded import MasterWeight
 
 pytestmark = pytest.mark.mpi(min_size=4)
@@ -20,24 +19,19 @@ def masters(model):
     return {name: value for name, value in model.state_dict().items() if name in names}
 
 
-def step(model, optimizer, number):
-    """One step with the same gradients for every number of ranks."""
-    feed(model.parameters(), number)
-    optimizer.step()
-
-
-def test_an_average_of_masters_is_the_same_for_every_cut_and_resumes(tmp_path_factory):
+def test_an_average_of_masters_is_the_same_for_every_cut_and_resumes():
     """2 steps, saved by torch.distributed.checkpoint, loaded on another number of ranks, 1 step; in
     the weights it is gathered as its own cast, and the masters come back to the bit.
     """
 
     def train(comm):
-        path = comm.all_gather_object(str(tmp_path_factory.mktemp("average")))[0]
-        model = bank(RECIPES["nvfp4"], ROWS)
+        path = shared_folder(comm)
+        model = bank(rows=ROWS)
         optimizer = adamw(model.parameters())
         average = {name: value.clone() for name, value in masters(model).items()}
         for number in range(3):
-            step(model, optimizer, number)
+            feed(model.parameters(), number)
+            optimizer.step()
             for name, value in masters(model).items():
                 average[name].lerp_(value, 1 - DECAY)
             if number == 1:
@@ -47,20 +41,17 @@ def test_an_average_of_masters_is_the_same_for_every_cut_and_resumes(tmp_path_fa
                 dcp.load({"average": average}, checkpoint_id=path)
         assert not any(isinstance(v.to_local(), MasterWeight) for v in average.values())
 
-        before = {name: value.full_tensor() for name, value in masters(model).items()}
+        before = whole_masters(model)
         kept = {name: value.clone() for name, value in masters(model).items()}
         model.load_state_dict(average, strict=False)
         with torch.no_grad():
             shown = model(batch())
         reshard(model)
         model.load_state_dict(kept, strict=False)
-        for name, value in masters(model).items():
-            assert_same_bytes(value.full_tensor(), before[name], name)
-        return shown, [value.full_tensor() for value in average.values()]
+        assert_same_tensors(whole_masters(model), before, "once they came back")
+        averages = {name: value.full_tensor() for name, value in average.items()}
+        return averages | {"output of the averages": shown}
 
-    results = [run_ranks("torch_distributed", size, train) for size in (1, 3)]
-    shown, averages = results[0][0]
-    for other, theirs in results[1]:
-        assert_same_bytes(other, shown, "output of the averages")
-        for mine, value in zip(averages, theirs, strict=True):
-            assert_same_bytes(value, mine, "average")
+    (alone,) = run_ranks("torch_distributed", 1, train)
+    for found in run_ranks("torch_distributed", 3, train):
+        assert_same_tensors(found, alone, "on 3 ranks")

@@ -11,16 +11,17 @@ from tests.sharded.sharded import (
     Unsharded,
     adamw,
     bank,
-    batch,
     feed,
     gathered,
-    reshard,
+    train_and_compare,
+    train_step,
     whole_masters,
 )
+from tests.support.claims import assert_same_tensors, stored
 from tests.support.models import Bank, SideBySide
 from tests.support.ranks import run_ranks
-from tests.support.recipes import RECIPES
-from tests.support.same_bytes import assert_same_bytes
+from tests.support.recipes import RECIPES, every_recipe
+from tests.support.settings import deterministic
 
 pytestmark = pytest.mark.mpi(min_size=4)
 
@@ -36,25 +37,11 @@ def fresh_memory_is_garbage(monkeypatch):
             torch.empty(0, dtype=torch.uint8).set_(storage).fill_(0xA5)
 
     monkeypatch.setattr(_fsdp_param, "alloc_storage", alloc_garbage)
-    torch.use_deterministic_algorithms(True)  # which lets torch.empty be filled with NaN or 255
-    yield
-    torch.use_deterministic_algorithms(False)
+    with deterministic():
+        yield
 
 
-def assert_is_unsharded_cast(model: torch.nn.Module, whole: Unsharded, when: str) -> None:
-    """Every gathered weight has the bytes of the unsharded one, in every buffer that a layer
-    reads.
-    """
-    for name, weight in gathered(model).items():
-        expected = whole.weights[name].quantized_storage.buffers
-        state = set(weight.recipe.state)
-        assert set(weight.quantized_storage.buffers) == set(expected) - state
-        for buffer, actual in weight.quantized_storage.buffers.items():
-            assert_same_bytes(actual, expected[buffer], f"{when}, {name}.{buffer}")
-    reshard(model)
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
+@every_recipe
 @pytest.mark.parametrize(
     "world_size",
     [pytest.param(size, marks=[] if size == 3 else pytest.mark.slow) for size in (1, 2, 3, 4)],
@@ -66,20 +53,8 @@ def test_what_is_gathered_is_the_unsharded_cast(world_size, recipe):
     """
 
     def run(comm):
-        model = bank(RECIPES[recipe])
-        optimizer = adamw(model.parameters())
-        whole = Unsharded(model, RECIPES[recipe])
-        for step in range(4):
-            whole.cast(whole_masters(model))
-            loss = model(batch(comm))
-            assert_is_unsharded_cast(model, whole, f"forward of step {step}")
-            loss.backward()
-            assert_is_unsharded_cast(model, whole, f"backward of step {step}")
-            feed(model.parameters(), step)
-            optimizer.step()
-            optimizer.zero_grad()
-            if step in (1, 2):
-                zerocast.sharded.precompute_scales_for_fsdp(model)
+        model = bank(recipe)
+        train_and_compare(model, comm, Unsharded(model, recipe), range(4))
 
     run_ranks("torch_distributed", world_size, run)
 
@@ -98,8 +73,8 @@ def test_equal_gradients_train_equal_weights_on_any_number_of_ranks():
     """
     plain = dict(banks().named_parameters())
     optimizer = adamw(plain.values())
-    for step in range(20):
-        feed(plain.values(), step)
+    for number in range(20):
+        feed(plain.values(), number)
         optimizer.step()
 
     def run(comm):
@@ -108,23 +83,13 @@ def test_equal_gradients_train_equal_weights_on_any_number_of_ranks():
             zerocast.nn.convert(model.layers[name], recipe, weights="master")
         fully_shard(model, mp_policy=BF16)
         optimizer = adamw(model.parameters())
-        for step in range(20):
-            model(batch(comm)).backward()
-            feed(model.parameters(), step)
-            optimizer.step()
-            optimizer.zero_grad()
-            zerocast.sharded.precompute_scales_for_fsdp(model)
-        for name, master in whole_masters(model).items():
-            assert_same_bytes(master, plain[name], f"{name} after 20 steps on {comm.size} ranks")
-        return {
-            f"{name}.{buffer}": tensor
-            for name, weight in gathered(model).items()
-            for buffer, tensor in weight.quantized_storage.buffers.items()
-        }
+        for number in range(20):
+            train_step(model, optimizer, comm, number, ahead=True)
+        when = f"after 20 steps on {comm.size} ranks"
+        assert_same_tensors(whole_masters(model), stored(plain), when)
+        return stored(gathered(model))
 
     (one_rank,) = run_ranks("torch_distributed", 1, run)
     for world_size in (2, 3, 4):
         for rank, found in enumerate(run_ranks("torch_distributed", world_size, run)):
-            assert found.keys() == one_rank.keys()
-            for name, expected in one_rank.items():
-                assert_same_bytes(found[name], expected, f"{name} on rank {rank} of {world_size}")
+            assert_same_tensors(found, one_rank, f"on rank {rank} of {world_size}")

@@ -1,8 +1,5 @@
 """Hugging Face's Llama under FSDP2, with codes in its gathers: nothing of it is changed."""
 
-import tempfile
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -15,11 +12,19 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import fully_shard
 
 import zerocast
-from tests.sharded.sharded import BF16, gathered, reshard, whole_masters
+from tests.sharded.sharded import (
+    BF16,
+    everything,
+    gathered,
+    gradients,
+    reshard,
+    whole_masters,
+)
+from tests.support.claims import assert_same_tensors, assert_unsharded_cast, stored
 from tests.support.llama import HIDDEN_96, TIED_160, checkpoint_activations, llama, tokens
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_ranks, shared_folder
 from tests.support.recipes import RECIPES
-from tests.support.same_bytes import assert_same_bytes, assert_same_storage
+from tests.support.same_bytes import assert_same_bytes
 
 pytestmark = [pytest.mark.mpi(min_size=4), pytest.mark.slow]
 
@@ -57,44 +62,14 @@ def train(model, optimizer, start, end) -> list[float]:
 
 def gathered_codes(model) -> dict[str, zerocast.QuantizedTensor]:
     """A copy of every weight that is gathered in codes. Collective."""
-    weights = gathered(model).items()
     codes = {
         name: weight.detach().clone()
-        for name, weight in weights
+        for name, weight in gathered(model).items()
         if isinstance(weight, zerocast.QuantizedTensor)
     }
     reshard(model)
     assert len(codes) == PROJECTIONS
     return codes
-
-
-def assert_is_unsharded_cast(model, recipe) -> None:
-    """What is gathered is ``quantize`` of the whole masters, in every buffer."""
-    masters = whole_masters(model)
-    for name, weight in gathered_codes(model).items():
-        whole = zerocast.quantize(masters[name], recipe, dtype=torch.bfloat16)
-        assert_same_storage(weight, whole, name)
-
-
-def everything(model) -> dict[str, torch.Tensor]:
-    """Masters, and what is gathered of them. Collective."""
-    found = {f"master {name}": master for name, master in whole_masters(model).items()}
-    for name, weight in gathered_codes(model).items():
-        buffers = weight.quantized_storage.buffers.items()
-        found |= {f"{name} {buffer}": tensor for buffer, tensor in buffers}
-    return found
-
-
-def assert_same(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], when: str):
-    """Two dictionaries of tensors are the same bits."""
-    assert actual.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert_same_bytes(actual[name], tensor, f"{name} {when}")
-
-
-def a_folder(comm) -> Path:
-    """A new one, the same on every rank."""
-    return Path(comm.all_gather_object(tempfile.mkdtemp() if comm.rank == 0 else None)[0])
 
 
 @pytest.mark.parametrize(
@@ -115,8 +90,10 @@ def test_a_trained_llama_is_resumed(options, recipe, steps, saved_on, resumed_on
         losses = train(model, optimizer, 0, steps)
         assert max(losses[-2:]) < min(losses[:2])
         if not recipe.state:
-            assert_is_unsharded_cast(model, recipe)
-        folder = a_folder(comm)
+            masters = whole_masters(model)
+            for name, weight in gathered_codes(model).items():
+                assert_unsharded_cast(weight, masters[name], name)
+        folder = shared_folder(comm)
         states = get_state_dict(model, optimizer)
         dcp.save(dict(zip(("model", "optimizer"), states, strict=True)), checkpoint_id=folder)
         at_once = everything(model)
@@ -135,9 +112,9 @@ def test_a_trained_llama_is_resumed(options, recipe, steps, saved_on, resumed_on
             model_state_dict=saved["model"],
             optim_state_dict=saved["optimizer"],
         )
-        assert_same(everything(model), at_once, "at once")
+        assert_same_tensors(everything(model), at_once, "at once")
         assert train(model, optimizer, steps, steps + 2) == losses
-        assert_same(everything(model), later, "after 2 steps")
+        assert_same_tensors(everything(model), later, "after 2 steps")
 
     run_ranks("torch_distributed", resumed_on, resume)
 
@@ -153,7 +130,7 @@ def test_a_gathered_llama_is_a_pretrained_one():
         model = sharded(llama(HIDDEN_96), NVFP4)
         optimizer = adamw(model)
         train(model, optimizer, 0, 2)
-        folder = a_folder(comm)
+        folder = shared_folder(comm)
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         state = get_model_state_dict(model, options=options)
         if comm.rank == 0:
@@ -170,12 +147,11 @@ def test_a_gathered_llama_is_a_pretrained_one():
 
     plain = LlamaForCausalLM.from_pretrained(folder)
     assert not any(isinstance(module, zerocast.nn.Linear) for module in plain.modules())
-    assert_same(dict(plain.state_dict()), masters, "of the pretrained model")
+    assert_same_tensors(dict(plain.state_dict()), masters, "of the pretrained model")
 
     def again(comm):
         model = sharded(LlamaForCausalLM.from_pretrained(folder), NVFP4)
-        for name, weight in gathered_codes(model).items():
-            assert_same_storage(weight, codes[name], name)
+        assert_same_tensors(stored(gathered_codes(model)), stored(codes))
 
     run_ranks("torch_distributed", 2, again)
 
@@ -200,8 +176,7 @@ def test_checkpointed_blocks_quantize_alike():
             with zerocast.autocast(recipe=DELAYED):
                 loss = model(input_ids=tokens(0), labels=tokens(0)).loss
             loss.backward()
-            gradients = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
-            results.append({"loss": loss.detach(), **gradients})
-        assert_same(results[1], results[0], "with checkpoints")
+            results.append({"loss": loss.detach()} | gradients(model))
+        assert_same_tensors(results[1], results[0], "with checkpoints")
 
     run_ranks("torch_distributed", 2, run)

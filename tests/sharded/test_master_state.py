@@ -5,7 +5,6 @@ been interrupted, bit for bit.
 import copy
 import io
 import pickle
-import tempfile
 
 import pytest
 import torch
@@ -18,10 +17,11 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import zerocast
-from tests.sharded.sharded import BF16, bank, batch, feed, gathered, reshard, whole_masters
+from tests.sharded.sharded import BF16, bank, batch, converted, everything, feed, reshard
+from tests.support.claims import assert_same_tensors, message_of
 from tests.support.models import Bank
-from tests.support.ranks import run_ranks
-from tests.support.recipes import RECIPES
+from tests.support.ranks import run_ranks, shared_folder
+from tests.support.recipes import RECIPES, REMEMBERING, each
 from tests.support.same_bytes import assert_same_bytes
 from zerocast.nn.saved_state import pack, unpack
 from zerocast.sharded.placement import to_local
@@ -29,7 +29,7 @@ from zerocast.sharded.placement import to_local
 on_ranks = pytest.mark.mpi(min_size=4)
 ROWS = (37, 5)
 NVFP4, DELAYED, DRAWN = (RECIPES[name] for name in ("nvfp4", "delayed", "nvfp4-drawn"))
-each_recipe = pytest.mark.parametrize("recipe", [DELAYED, DRAWN], ids=["delayed", "drawn"])
+each_recipe = each(*REMEMBERING)
 
 MOMENTS = ("cast", "stepped", "precomputed")
 """Of a step: its forward and backward are done; the optimizer has written the masters, whose cast
@@ -60,31 +60,13 @@ def remembered(model) -> dict[str, torch.Tensor]:
     }
 
 
-def everything(model) -> dict[str, torch.Tensor]:
+def whole_state(model) -> dict[str, torch.Tensor]:
     """Masters, what is gathered of them, and what the recipes remember then. Collective."""
-    found = {f"{name} master": master for name, master in whole_masters(model).items()}
-    for name, weight in gathered(model).items():
-        buffers = weight.quantized_storage.buffers.items()
-        found |= {f"{name} {buffer}": tensor.clone() for buffer, tensor in buffers}
-    reshard(model)
-    return found | remembered(model)
-
-
-def assert_same(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], when: str):
-    """Two dictionaries of tensors are the same bits."""
-    assert actual.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert_same_bytes(actual[name], tensor, f"{name}, {when}")
+    return everything(model) | remembered(model)
 
 
 @on_ranks
-@pytest.mark.parametrize(
-    "recipe",
-    [
-        pytest.param(DELAYED, id="delayed"),
-        pytest.param(DRAWN, id="drawn", marks=pytest.mark.slow),
-    ],
-)
+@each(*REMEMBERING, slow=["nvfp4-drawn"])
 def test_a_resumed_run_is_the_uninterrupted_one(recipe):
     """Saved by torch.distributed.checkpoint on 4 ranks in the middle of a step, between step and
     cast, or after it, and loaded on 3 into a model that has run nothing and on 2 into one that has
@@ -95,11 +77,11 @@ def test_a_resumed_run_is_the_uninterrupted_one(recipe):
     def run_through(comm, moment):
         model = bank(recipe, ROWS)
         train(model, comm, 0, 3, stop_at=moment)
-        folder = comm.all_gather_object(tempfile.mkdtemp() if comm.rank == 0 else None)[0]
+        folder = shared_folder(comm)
         dcp.save(model.state_dict(), checkpoint_id=folder)
-        at_once = everything(model)
+        at_once = whole_state(model)
         train(model, comm, 3, 5)
-        return folder, at_once, everything(model)
+        return folder, at_once, whole_state(model)
 
     def save(comm):
         return {moment: run_through(comm, moment) for moment in MOMENTS}
@@ -115,9 +97,9 @@ def test_a_resumed_run_is_the_uninterrupted_one(recipe):
             dcp.load(state, checkpoint_id=folder)
             model.load_state_dict(state)
             when = f"saved {moment}, resumed on {comm.size}"
-            assert_same(everything(model), at_once, when)
+            assert_same_tensors(whole_state(model), at_once, when)
             train(model, comm, 3, 5)
-            assert_same(everything(model), later, f"{when} and trained")
+            assert_same_tensors(whole_state(model), later, f"{when} and trained")
 
     for world_size in (3, 2):
         run_ranks("torch_distributed", world_size, resume)
@@ -143,10 +125,10 @@ def test_state_dict_functions_carry_what_recipes_remember(options):
             if options.broadcast_from_rank0 and comm.rank:
                 state = {}
             set_model_state_dict(other, state, options=options)
-            assert_same(everything(other), everything(model), "at once")
+            assert_same_tensors(whole_state(other), whole_state(model), "at once")
             train(model, comm, 2, 3)
             train(other, comm, 2, 3)
-            assert_same(everything(other), everything(model), "after a step")
+            assert_same_tensors(whole_state(other), whole_state(model), "after a step")
 
     run_ranks("torch_distributed", 3, run)
 
@@ -169,7 +151,7 @@ def test_a_copied_master_repeats_its_cast(recipe):
             loaded = torch.load(io.BytesIO(buffer.getvalue()), weights_only=False)
             for twin in (copy.deepcopy(master), loaded, pickle.loads(pickle.dumps(master))):
                 assert twin.low_bit_all_gather is not master.low_bit_all_gather
-                assert_same(twin.low_bit_all_gather.state, expected, moment)
+                assert_same_tensors(twin.low_bit_all_gather.state, expected, moment)
 
     run_ranks("torch_distributed", 2, run)
 
@@ -192,7 +174,7 @@ def test_a_gather_in_another_dtype_repeats_the_cast():
             )
             amax = remembered(model)["layers.0.weight amax"]
             assert torch.equal(amax, weight.full_tensor().to(dtype).float().abs().max()[None])
-        assert_same(remembered(model), once, "cast again")
+        assert_same_tensors(remembered(model), once, "cast again")
 
     run_ranks("torch_distributed", 2, run)
 
@@ -246,14 +228,6 @@ def test_full_state_dicts_hold_what_autocast_remembers():
     run_ranks("torch_distributed", 2, run)
 
 
-def converted(recipe, weights="master") -> Bank:
-    """On one rank, not sharded."""
-    torch.manual_seed(0)
-    model = Bank((37,))
-    zerocast.nn.convert(model, recipe, weights=weights)
-    return model
-
-
 def saved_state(model) -> dict[str, torch.Tensor]:
     """What the state dict says that the recipe of the first layer's master remembers."""
     return unpack(model.state_dict()["layers.0.weight_state"], "layers.0.weight").tensors
@@ -261,7 +235,7 @@ def saved_state(model) -> dict[str, torch.Tensor]:
 
 def later_state(recipe) -> torch.Tensor:
     """The state of a layer whose master was cast some times."""
-    state = saved_state(converted(recipe))
+    state = saved_state(converted(recipe, (37,)))
     return pack({}, {name: tensor + i + 1 for i, (name, tensor) in enumerate(state.items())})
 
 
@@ -270,7 +244,7 @@ def test_a_state_that_was_loaded_is_saved_and_copied(recipe):
     """Before the first gather, too: by state_dict, deepcopy and pickle, on no memory of the
     original's.
     """
-    model, given = converted(recipe), later_state(recipe)
+    model, given = converted(recipe, (37,)), later_state(recipe)
     model.load_state_dict(model.state_dict() | {"layers.0.weight_state": given})
     buffer = io.BytesIO()
     torch.save(model, buffer)
@@ -278,7 +252,7 @@ def test_a_state_that_was_loaded_is_saved_and_copied(recipe):
     twin = copy.deepcopy(model)
     for one in (model, twin, loaded):
         assert_same_bytes(one.state_dict()["layers.0.weight_state"], given, "saved")
-    twin.load_state_dict(converted(recipe).state_dict())
+    twin.load_state_dict(converted(recipe, (37,)).state_dict())
     assert_same_bytes(model.state_dict()["layers.0.weight_state"], given, "after")
 
 
@@ -287,8 +261,8 @@ def test_a_model_on_the_meta_device_has_the_entries_and_takes_the_state(recipe):
     """accelerate's memory-saving loading looks at the state dict of a model that has no values,
     and assigns it one.
     """
-    model, given = converted(recipe), later_state(recipe)
-    saved = converted(recipe).state_dict() | {"layers.0.weight_state": given}
+    model, given = converted(recipe, (37,)), later_state(recipe)
+    saved = converted(recipe, (37,)).state_dict() | {"layers.0.weight_state": given}
     model.to("meta")
     assert model.state_dict().keys() == saved.keys()
     assert all(model.state_dict()[name].shape == tensor.shape for name, tensor in saved.items())
@@ -303,10 +277,10 @@ def test_without_a_state_dictionaries_are_those_of_torch():
     """
     plain = Bank((37,))
     for recipe in (NVFP4, DELAYED):
-        model = converted(recipe)
+        model = converted(recipe, (37,))
         model.load_state_dict(plain.state_dict(), strict=True)
         assert_same_bytes(model.layers[0].weight.value, plain.layers[0].weight, "loaded")
-    state = converted(NVFP4).state_dict()
+    state = converted(NVFP4, (37,)).state_dict()
     assert state.keys() == plain.state_dict().keys()
     plain.load_state_dict(state, strict=True)
 
@@ -314,9 +288,9 @@ def test_without_a_state_dictionaries_are_those_of_torch():
 @pytest.mark.parametrize("weights", ["quantized", "high_precision"])
 def test_weights_that_are_no_masters_pass_over_what_a_master_remembered(weights):
     """A checkpoint of masters loads strictly where weights hold codes, or stay as they are."""
-    saved = converted(DELAYED).state_dict()
+    saved = converted(DELAYED, (37,)).state_dict()
     saved["layers.0.weight_state"] = later_state(DELAYED)
-    model = converted(DELAYED, weights)
+    model = converted(DELAYED, (37,), weights=weights)
     before = model.state_dict().keys()
     model.load_state_dict(saved, strict=True)
     assert model.state_dict().keys() == before
@@ -324,7 +298,7 @@ def test_weights_that_are_no_masters_pass_over_what_a_master_remembered(weights)
 
 def test_the_state_of_another_recipe_is_refused():
     """A history of another length, or none, is named on both sides; nothing is changed."""
-    model = converted(DELAYED)
+    model = converted(DELAYED, (37,))
     for recipe, theirs in (
         (
             zerocast.DelayedScaling(amax_history_len=5),
@@ -334,9 +308,7 @@ def test_the_state_of_another_recipe_is_refused():
         (DRAWN, "rounding_counter torch.int64 [2]"),
     ):
         state = model.state_dict() | {"layers.0.weight_state": later_state(recipe)}
-        with pytest.raises(zerocast.InputError) as raised:
-            model.load_state_dict(state)
-        assert str(raised.value) == (
+        assert message_of(zerocast.InputError, model.load_state_dict, state) == (
             f"what a recipe remembers must be loaded into a weight of the same recipe: that of "
             f"layers.0.weight remembers amax torch.float32 [1], amax_history torch.float32 [3], "
             f"cast_scale torch.float32 [1], scale torch.float32 [1], and the state dict has "

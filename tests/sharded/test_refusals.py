@@ -6,20 +6,15 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
 import zerocast
-from tests.sharded.sharded import K, bank, batch
+from tests.sharded.sharded import K, bank, batch, converted
+from tests.support.claims import message_of, one_message
 from tests.support.models import Bank
 from tests.support.ranks import run_ranks
-from tests.support.recipes import RECIPES
+from tests.support.recipes import RECIPES, VARIANTS, each
+from zerocast.errors import InputError, UnsupportedError
 
 on_ranks = pytest.mark.mpi(min_size=4)
 NVFP4 = RECIPES["nvfp4"]
-
-
-def caught(action, error) -> str:
-    """The message of the ``error`` that ``action`` raises."""
-    with pytest.raises(error) as raised:
-        action()
-    return str(raised.value)
 
 
 @on_ranks
@@ -27,13 +22,12 @@ def test_sharding_by_columns_is_refused_when_the_model_is_wrapped():
     """A placement that shards columns is refused by fully_shard, before anything has travelled."""
 
     def run(comm):
-        model = Bank((48,))
-        zerocast.nn.convert(model, NVFP4, weights="master")
-        by_columns = {"shard_placement_fn": lambda parameter: Shard(1)}
-        return caught(lambda: fully_shard(model, **by_columns), zerocast.UnsupportedError)
+        model = converted(NVFP4, (48,))
+        return message_of(
+            UnsupportedError, fully_shard, model, shard_placement_fn=lambda parameter: Shard(1)
+        )
 
-    (message,) = set(run_ranks("torch_distributed", 4, run))
-    assert message == (
+    assert one_message(run_ranks("torch_distributed", 4, run)) == (
         "layers.0.weight: a low-bit all-gather needs masters sharded by rows, got a split of "
         "dimension 1; leave shard_placement_fn out for this parameter, or leave its layer out of "
         "zerocast.nn.convert by filter_fqns."
@@ -50,10 +44,8 @@ NOT_GATHERED = (
 
 def test_a_layer_that_is_not_sharded_is_refused():
     """A converted model that fully_shard was not called on does not run in high precision."""
-    model = Bank((48,))
-    zerocast.nn.convert(model, NVFP4, weights="master")
-    message = caught(lambda: model(torch.randn(4, K)), zerocast.UnsupportedError)
-    assert message == NOT_GATHERED
+    model = converted(NVFP4, (48,))
+    assert message_of(UnsupportedError, model, torch.randn(4, K)) == NOT_GATHERED
 
 
 @on_ranks
@@ -63,22 +55,19 @@ def test_ignored_parameters_and_bypassed_hooks_are_refused():
     """
 
     def run(comm):
-        model = Bank((48,))
-        zerocast.nn.convert(model, NVFP4, weights="master")
+        model = converted(NVFP4, (48,))
         wrapped = torch.nn.parallel.DistributedDataParallel(model)
-        replicated = caught(lambda: wrapped(batch()), zerocast.UnsupportedError)
+        replicated = message_of(UnsupportedError, wrapped, batch())
         fully_shard(model, ignored_params=set(model.parameters()))
-        ignored = caught(lambda: model(batch()), zerocast.UnsupportedError)
-        model = bank(NVFP4, (48,), wrap_layers=False)
-        layer = model.layers[0]
-        return replicated, ignored, caught(lambda: layer(batch()), zerocast.UnsupportedError)
+        bypassed = bank(NVFP4, (48,), wrap_layers=False).layers[0]
+        others = [message_of(UnsupportedError, each, batch()) for each in (model, bypassed)]
+        return one_message([replicated, *others])
 
-    for messages in run_ranks("torch_distributed", 2, run):
-        assert messages == (NOT_GATHERED, NOT_GATHERED, NOT_GATHERED)
+    assert one_message(run_ranks("torch_distributed", 2, run)) == NOT_GATHERED
 
 
 @on_ranks
-@pytest.mark.parametrize("recipe", ["nvfp4", "current", "mxfp8"])
+@each("nvfp4", "current", "mxfp8")
 def test_resharding_to_fewer_ranks_is_refused_by_the_first_gather(recipe):
     """An integer for reshard_after_forward, which torch's FSDP2 does not do for weights that are
     gathered in other bytes than their own, is refused in the first forward; True, set instead, is
@@ -86,15 +75,14 @@ def test_resharding_to_fewer_ranks_is_refused_by_the_first_gather(recipe):
     """
 
     def run(comm):
-        model = bank(RECIPES[recipe], (48, 1), wrap_layers=False, reshard_after_forward=2)
-        message = caught(lambda: model(batch()), zerocast.UnsupportedError)
+        model = bank(recipe, (48, 1), wrap_layers=False, reshard_after_forward=2)
+        message = message_of(UnsupportedError, model, batch())
         model.reset_iter_state()
         model.set_reshard_after_forward(True)
         model(batch()).backward()
         return message
 
-    (message,) = set(run_ranks("torch_distributed", 4, run))
-    assert message == (
+    assert one_message(run_ranks("torch_distributed", 4, run)) == (
         "layers.0.weight: after a forward torch's FSDP2 can keep all of a weight that was "
         "all-gathered in codes, or this rank's rows, got an int for reshard_after_forward, by "
         "which it would keep the rows of several ranks; give fully_shard True or False."
@@ -107,13 +95,11 @@ def test_masters_that_every_rank_holds_whole_are_refused_by_the_first_gather():
     from torch.distributed._composable.replicate_with_fsdp import replicate
 
     def run(comm):
-        model = Bank((48,))
-        zerocast.nn.convert(model, NVFP4, weights="master")
+        model = converted(NVFP4, (48,))
         replicate(model)
-        return caught(lambda: model(batch()), zerocast.UnsupportedError)
+        return message_of(UnsupportedError, model, batch())
 
-    (message,) = set(run_ranks("torch_distributed", 2, run))
-    assert message == (
+    assert one_message(run_ranks("torch_distributed", 2, run)) == (
         "layers.0.weight: a low-bit all-gather needs a master that FSDP2 shards over the ranks, "
         "got one that every rank holds whole; call torch.distributed.fsdp.fully_shard, or convert "
         "with weights='quantized' or 'high_precision'."
@@ -126,10 +112,9 @@ def test_a_policy_of_another_dtype_is_refused_by_the_first_gather():
 
     def run(comm):
         model = bank(NVFP4, (48,), policy=MixedPrecisionPolicy(param_dtype=torch.float64))
-        return caught(lambda: model(batch()), zerocast.UnsupportedError)
+        return message_of(UnsupportedError, model, batch())
 
-    (message,) = set(run_ranks("torch_distributed", 2, run))
-    assert message == (
+    assert one_message(run_ranks("torch_distributed", 2, run)) == (
         "layers.0.weight: a weight that is all-gathered in codes presents FP32, BF16 or FP16, got "
         "torch.float64; give fully_shard a MixedPrecisionPolicy with such a param_dtype."
     )
@@ -154,22 +139,17 @@ def test_weights_that_hold_codes_are_refused_when_the_model_is_wrapped():
         own, another = torch.nn.Module(), torch.nn.Module()
         weight = torch.nn.Parameter(zerocast.quantize(torch.randn(48, K), NVFP4))
         own.weight = another.weight = weight
-        converted = Bank((48,))
-        zerocast.nn.convert(converted, NVFP4, weights="quantized")
+        model = converted(NVFP4, (48,), weights="quantized")
         with zerocast.model_init(recipe=NVFP4):
             made = zerocast.nn.LayerNormMLP(K, 48)
 
-        def refused(model):
-            return caught(lambda: fully_shard(model), zerocast.UnsupportedError)
-
-        messages = [refused(model) for model in (own, converted, made)]
+        messages = [message_of(UnsupportedError, fully_shard, each) for each in (own, model, made)]
         with torch.device("cpu"):
-            messages.append(refused(another))
+            messages.append(message_of(UnsupportedError, fully_shard, another))
         assert weight.new_zeros(48, K).shape == (48, K)
-        return messages
+        return one_message(messages)
 
-    for messages in run_ranks("torch_distributed", 2, run):
-        assert messages == [HOLDS_CODES] * 4
+    assert one_message(run_ranks("torch_distributed", 2, run)) == HOLDS_CODES
 
 
 @on_ranks
@@ -186,14 +166,13 @@ def test_a_model_that_is_sharded_already_is_not_converted():
 
         assert set(convert(filter_fqns=["layers"]).left) == {"layers.0", "layers.1"}
         assert set(convert(low_bit_all_gather=False).left) == {"layers.0", "layers.1"}
-        message = caught(convert, zerocast.InputError)
+        message = message_of(InputError, convert)
         assert type(model.layers[0]) is torch.nn.Linear
         left = zerocast.nn.convert(bank(NVFP4, (48,)), NVFP4, weights="master").left
         assert left == {"layers.0": "is gathered in codes already"}
         return message
 
-    (message,) = set(run_ranks("torch_distributed", 2, run))
-    assert message == (
+    assert one_message(run_ranks("torch_distributed", 2, run)) == (
         "weights='master' needs layers whose weights are whole, got layers.0, whose weight is "
         "sharded; call zerocast.nn.convert before fully_shard or parallelize_module, or leave the "
         "layer out by filter_fqns."
@@ -202,21 +181,16 @@ def test_a_model_that_is_sharded_already_is_not_converted():
 
 def test_a_product_with_a_master_is_refused():
     """Whoever multiplies with a master himself is told that it was to be gathered."""
-    model = Bank((48,))
-    zerocast.nn.convert(model, NVFP4, weights="master")
-    weight = model.layers[0].weight
-    message = caught(
-        lambda: torch.nn.functional.linear(torch.randn(4, K), weight), zerocast.UnsupportedError
-    )
+    model = converted(NVFP4, (48,))
+    linear, weight = torch.nn.functional.linear, model.layers[0].weight
+    message = message_of(UnsupportedError, linear, torch.randn(4, K), weight)
     assert message == NOT_GATHERED.replace("layers.0 was", "layers.0.weight was")
 
 
 def test_precompute_needs_low_bit_gathers():
     """A model without a parameter that is gathered in codes is refused, not passed over."""
-    message = caught(
-        lambda: zerocast.sharded.precompute_scales_for_fsdp(Bank((48,))), zerocast.InputError
-    )
-    assert message == (
+    precompute = zerocast.sharded.precompute_scales_for_fsdp
+    assert message_of(InputError, precompute, Bank((48,))) == (
         "precompute_scales_for_fsdp needs a model with parameters that FSDP2 all-gathers in codes, "
         "got one with none; convert it by zerocast.nn.convert(model, recipe, weights='master'), "
         "then call torch.distributed.fsdp.fully_shard."
@@ -225,12 +199,9 @@ def test_precompute_needs_low_bit_gathers():
 
 def test_a_recipe_that_casts_the_transpose_is_refused():
     """Weights in blocks of one dimension cannot be cast from shards: convert says so."""
-    recipe = zerocast.NVFP4BlockScaling(disable_2d_quantization=True)
-    model = Bank((48,))
-    message = caught(
-        lambda: zerocast.nn.convert(model, recipe, weights="master"), zerocast.InputError
-    )
-    assert message == (
+    recipe, model = VARIANTS["nvfp4-1x16"], Bank((48,))
+    convert = zerocast.nn.convert
+    assert message_of(InputError, convert, model, recipe, weights="master") == (
         f"a weight that is all-gathered in codes needs a recipe whose columnwise copy follows from "
         f"shards of the master, got {recipe}, which casts the transposed tensor; give weights "
         f"blocks of two dimensions."
@@ -240,7 +211,5 @@ def test_a_recipe_that_casts_the_transpose_is_refused():
 
 def test_a_recipe_that_casts_the_transpose_is_taken_where_nothing_is_cast_ahead():
     """Gathered in high precision, weights are quantized by the forward, from the whole."""
-    recipe = zerocast.NVFP4BlockScaling(disable_2d_quantization=True)
-    model = Bank((48,))
-    zerocast.nn.convert(model, recipe, weights="master", low_bit_all_gather=False)
+    model = converted(VARIANTS["nvfp4-1x16"], (48,), low_bit_all_gather=False)
     assert type(model.layers[0]) is zerocast.nn.Linear

@@ -9,12 +9,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import zerocast
-from tests.sharded.sharded import BF16, bank, batch, feed
+from tests.sharded.sharded import BF16, bank, train_step
 from tests.support.models import Bank
 from tests.support.ranks import run_ranks
 from tests.support.recipes import RECIPES
 
 pytestmark = pytest.mark.mpi(min_size=4)
+NVFP4 = RECIPES["nvfp4"]
 
 
 class Collectives(TorchDispatchMode):
@@ -31,8 +32,8 @@ class Collectives(TorchDispatchMode):
         self.bytes: collections.Counter[str] = collections.Counter()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "c10d":
-            name = func._schema.name.removeprefix("c10d::")
+        if func.namespace in ("c10d", "_c10d_functional"):
+            name = func._schema.name.partition("::")[2]
             self.calls[name] += 1
             # Of a list of lists of tensors or of tensors; the gathered one is the largest.
             sizes = [t.nbytes for t in tree_leaves(args) if isinstance(t, torch.Tensor)]
@@ -40,18 +41,13 @@ class Collectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def step_twice(model, comm, *, precompute: bool) -> Collectives:
+def step_twice(model, comm, *, ahead: bool = True) -> Collectives:
     """Two steps, in the first of which plans are made; the collectives of the second."""
     # Not foreach, which torch works out for seconds where it first sees hundreds of DTensors.
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, foreach=False)
-    for step in range(2):
+    for number in range(2):
         with Collectives() as seen:
-            model(batch(comm)).backward()
-            feed(model.parameters(), step)
-            optimizer.step()
-            optimizer.zero_grad()
-            if precompute:
-                zerocast.sharded.precompute_scales_for_fsdp(model)
+            train_step(model, optimizer, comm, number, ahead=ahead)
     return seen
 
 
@@ -62,9 +58,8 @@ def test_one_all_reduce_a_step(parameters):
     """
 
     def run(comm):
-        model = bank(RECIPES["nvfp4"], (16,) * parameters, wrap_layers=False)
-        seen = step_twice(model, comm, precompute=True)
-        return dict(seen.calls)
+        model = bank(NVFP4, (16,) * parameters, wrap_layers=False)
+        return dict(step_twice(model, comm).calls)
 
     for calls in run_ranks("torch_distributed", 4, run):
         assert calls.pop("allreduce_") == 1
@@ -78,8 +73,8 @@ def test_without_precompute_each_parameter_has_an_all_reduce():
     """
 
     def run(comm):
-        model = bank(RECIPES["nvfp4"], (16, 32, 48), wrap_layers=True)
-        return dict(step_twice(model, comm, precompute=False).calls)
+        model = bank(NVFP4, (16, 32, 48), wrap_layers=True)
+        return dict(step_twice(model, comm, ahead=False).calls)
 
     for calls in run_ranks("torch_distributed", 3, run):
         assert calls["allreduce_"] == 6
@@ -102,7 +97,7 @@ def test_bytes_gathered_an_element(recipe, bound):
 
     def run(comm):
         model = bank(RECIPES[recipe], rows, wrap_layers=False)
-        seen = step_twice(model, comm, precompute=True)
+        seen = step_twice(model, comm)
         said = zerocast.sharded.report(model)
         return seen.bytes["_allgather_base_"], said.gathered_bytes
 
@@ -119,9 +114,9 @@ def test_a_weight_that_layers_share_is_gathered_and_reported_once():
     def run(comm):
         model = Bank((128, 128))
         model.layers[1].weight = model.layers[0].weight
-        zerocast.nn.convert(model, RECIPES["nvfp4"], weights="master")
+        zerocast.nn.convert(model, NVFP4, weights="master")
         fully_shard(model, mp_policy=BF16)
-        seen = step_twice(model, comm, precompute=True)
+        seen = step_twice(model, comm)
         (parameter,) = zerocast.sharded.report(model).parameters
         return seen.bytes["_allgather_base_"], parameter.name, parameter.bytes_per_element
 
@@ -135,8 +130,8 @@ def test_the_report_counts_uneven_shards():
     """
 
     def run(comm):
-        model = bank(RECIPES["nvfp4"], (130,), wrap_layers=False)
-        seen = step_twice(model, comm, precompute=True)
+        model = bank(NVFP4, (130,), wrap_layers=False)
+        seen = step_twice(model, comm)
         (parameter,) = zerocast.sharded.report(model).parameters
         return seen.bytes["_allgather_base_"], parameter.bytes_per_element
 

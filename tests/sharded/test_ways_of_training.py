@@ -1,7 +1,5 @@
 """The ways in which FSDP2 is used, each with codes in its gathers."""
 
-import tempfile
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,17 +12,20 @@ from tests.sharded.sharded import (
     BF16,
     K,
     adamw,
-    assert_unsharded_cast,
+    assert_unsharded_casts,
     bank,
     batch,
     feed,
+    gradients,
     reshard,
+    shard,
+    train_step,
     whole_masters,
 )
+from tests.support.claims import assert_same_tensors
 from tests.support.models import Bank, Blocks
-from tests.support.ranks import run_ranks
-from tests.support.recipes import RECIPES
-from tests.support.same_bytes import assert_same_bytes
+from tests.support.ranks import run_ranks, shared_folder
+from tests.support.recipes import RECIPES, each
 from zerocast.sharded.placement import to_local
 
 pytestmark = [pytest.mark.mpi(min_size=4), pytest.mark.slow]
@@ -32,18 +33,7 @@ pytestmark = [pytest.mark.mpi(min_size=4), pytest.mark.slow]
 NVFP4, DELAYED = RECIPES["nvfp4"], RECIPES["delayed"]
 
 
-def gradients(model) -> dict[str, torch.Tensor]:
-    """Every parameter's whole gradient. Collective."""
-    return {name: p.grad.full_tensor() for name, p in model.named_parameters()}
-
-
-def assert_same_gradients(actual, expected) -> None:
-    """Two dictionaries of gradients are the same bits."""
-    for name, gradient in expected.items():
-        assert_same_bytes(actual[name], gradient, f"gradient of {name}")
-
-
-@pytest.mark.parametrize("recipe", [NVFP4, RECIPES["mxfp8"]], ids=["nvfp4", "mxfp8"])
+@each("nvfp4", "mxfp8")
 def test_resharding_after_the_forward_changes_nothing(recipe):
     """Weights that are freed after the forward and gathered again give the losses and gradients of
     weights that stay, over three steps, under quantized activations, too.
@@ -54,17 +44,17 @@ def test_resharding_after_the_forward_changes_nothing(recipe):
         for reshards in (True, False):
             model = blocks(recipe, reshard_after_forward=reshards)
             optimizer = adamw(model.parameters())
-            trace = []
-            for _ in range(3):
+            trace = {}
+            for step in range(3):
                 with zerocast.autocast(recipe=RECIPES["current"]):
                     loss = model(torch.cat([batch(comm)] * 4))
                 loss.backward()
-                trace += [loss.detach(), *gradients(model).values()]
+                found = {"loss": loss.detach()} | gradients(model)
+                trace |= {f"{name}, step {step}": value for name, value in found.items()}
                 optimizer.step()
                 optimizer.zero_grad()
             results.append(trace)
-        for i, (freed, kept) in enumerate(zip(*results, strict=True)):
-            assert_same_bytes(freed, kept, f"value {i}")
+        assert_same_tensors(*results)
 
     run_ranks("torch_distributed", 3, run)
 
@@ -81,7 +71,7 @@ def test_gradients_accumulate_over_microbatches():
             for last in (False, True):
                 model.set_requires_gradient_sync(last or syncs)
                 model(batch(comm) * (2 if last else 1)).backward()
-            assert_unsharded_cast(model, DELAYED)
+            assert_unsharded_casts(model, DELAYED)
             results.append(gradients(model))
         for name, gradient in results[0].items():
             torch.testing.assert_close(results[1][name], gradient, rtol=2e-2, atol=1e-4)
@@ -104,9 +94,9 @@ def test_a_policy_says_what_masters_are_rounded_to(policy, dtype):
     """
 
     def run(comm):
-        model = bank(NVFP4, (37, 48), policy=policy)
+        model = bank(rows=(37, 48), policy=policy)
         loss = model(batch(comm).to(dtype))
-        assert_unsharded_cast(model, NVFP4, dtype=dtype)
+        assert_unsharded_casts(model, NVFP4, dtype=dtype)
         loss.backward()
         assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
 
@@ -123,7 +113,7 @@ def blocks(recipe, checkpoints: bool = False, **options) -> Blocks:
     return fully_shard(model, mp_policy=BF16, **options)
 
 
-@pytest.mark.parametrize("recipe", [NVFP4, DELAYED], ids=["nvfp4", "delayed"])
+@each("nvfp4", "delayed")
 def test_checkpointed_activations_give_the_same_gradients(recipe):
     """A forward that is run again in the backward gathers the same codes."""
 
@@ -133,7 +123,7 @@ def test_checkpointed_activations_give_the_same_gradients(recipe):
             model = blocks(recipe, checkpoints=checkpoints)
             model(batch(comm)).backward()
             results.append(gradients(model))
-        assert_same_gradients(*results)
+        assert_same_tensors(*results)
 
     run_ranks("torch_distributed", 2, run)
 
@@ -145,18 +135,13 @@ def test_a_model_starts_on_the_meta_device():
 
     def run(comm):
         with torch.device("meta"):
-            model = Bank((37, 48))
-        report = zerocast.nn.convert(model, NVFP4, weights="master")
-        assert report.left == {}
-        for layer in model.layers:
-            fully_shard(layer, mp_policy=BF16)
-        fully_shard(model, mp_policy=BF16)
+            model = bank(rows=(37, 48))
         model.to_empty(device="cpu")
         with torch.no_grad():
             for p in model.parameters():
                 p.copy_(feed_values(p))
         model(batch(comm)).backward()
-        assert_unsharded_cast(model, NVFP4)
+        assert_unsharded_casts(model)
 
     def feed_values(p):
         feed([p], step=7)
@@ -172,16 +157,14 @@ def test_reset_parameters_draws_sharded_masters():
 
     def run(comm):
         with torch.device("meta"):
-            model = Bank((48,))
-        zerocast.nn.convert(model, NVFP4, weights="master")
-        fully_shard(model, mp_policy=BF16)
+            model = bank(rows=(48,))
         model.to_empty(device="cpu")
         model.layers[0].reset_parameters()
         (weight,) = whole_masters(model).values()
         assert weight.abs().max() <= K**-0.5
         assert weight.unique().numel() > 1000
         model(batch(comm)).backward()
-        assert_unsharded_cast(model, NVFP4)
+        assert_unsharded_casts(model)
 
     run_ranks("torch_distributed", 2, run)
 
@@ -193,28 +176,16 @@ def test_replicas_of_shards_gather_equal_codes():
 
     def run(comm):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-        model = bank(NVFP4, mesh=mesh)
+        model = bank(mesh=mesh)
         optimizer = adamw(model.parameters())
         for _ in range(2):
-            model(batch(comm)).backward()
-            assert_unsharded_cast(model, NVFP4)
-            optimizer.step()
-            optimizer.zero_grad()
-            zerocast.sharded.precompute_scales_for_fsdp(model)
+            train_step(model, optimizer, comm, ahead=True)
+            assert_unsharded_casts(model)
         return whole_masters(model)
 
     first, *others = run_ranks("torch_distributed", 4, run)
     for masters in others:
-        for name, master in first.items():
-            assert_same_bytes(masters[name], master, name)
-
-
-def plain_bank(rows) -> torch.nn.Module:
-    """Sharded as torch does, never converted."""
-    model = Bank(rows)
-    for layer in model.layers:
-        fully_shard(layer)
-    return fully_shard(model)
+        assert_same_tensors(masters, first)
 
 
 def test_checkpoints_hold_plain_masters():
@@ -224,9 +195,7 @@ def test_checkpoints_hold_plain_masters():
     """
 
     def save(comm):
-        folder = tempfile.mkdtemp() if comm.rank == 0 else None
-        folder = comm.all_gather_object(folder)[0]
-        model = bank(NVFP4)
+        folder, model = shared_folder(comm), bank()
         model(batch(comm)).backward()
         adamw(model.parameters()).step()
         state = model.state_dict()
@@ -237,15 +206,14 @@ def test_checkpoints_hold_plain_masters():
     folder, saved = run_ranks("torch_distributed", 4, save)[0]
 
     def load(comm):
-        model, plain = bank(NVFP4, seed=1), plain_bank(saved_rows)
+        model, plain = bank(seed=1), shard(Bank(saved_rows))
         model(batch(comm))  # codes of the values before
         for target in (model, plain):
             state = target.state_dict()
             dcp.load(state, checkpoint_id=folder)
             target.load_state_dict(state)
-            for name, master in whole_masters(target).items():
-                assert_same_bytes(master, saved[name], name)
-        assert_unsharded_cast(model, NVFP4)
+            assert_same_tensors(whole_masters(target), saved)
+        assert_unsharded_casts(model)
 
     saved_rows = tuple(master.shape[0] for master in saved.values())
     run_ranks("torch_distributed", 2, load)
@@ -257,12 +225,12 @@ def test_a_checkpoint_is_seen_without_load_state_dict():
     """
 
     def run(comm):
-        model = bank(NVFP4)
+        model = bank()
         model(batch(comm))
         reshard(model)
         for tensor in model.state_dict().values():
             tensor.to_local().mul_(3)
-        assert_unsharded_cast(model, NVFP4)
+        assert_unsharded_casts(model)
 
     run_ranks("torch_distributed", 3, run)
 
@@ -271,14 +239,13 @@ def test_assigned_state_dicts_keep_codes_in_gathers():
     """load_state_dict(assign=True) of plain sharded tensors leaves the parameters masters."""
 
     def run(comm):
-        model, other = bank(NVFP4), bank(NVFP4, seed=1)
+        model, other = bank(), bank(seed=1)
         model(batch(comm))
         reshard(model)
         values = {name: tensor.clone() for name, tensor in other.state_dict().items()}
         model.load_state_dict(values, assign=True)
-        assert_unsharded_cast(model, NVFP4)
-        for name, master in whole_masters(other).items():
-            assert_same_bytes(whole_masters(model)[name], master, name)
+        assert_unsharded_casts(model)
+        assert_same_tensors(whole_masters(model), whole_masters(other))
 
     run_ranks("torch_distributed", 3, run)
 
@@ -292,7 +259,7 @@ def test_loading_nothing_casts_nothing():
         model = bank(DELAYED, (37,))
         model(batch(comm)).backward()
         model.load_state_dict({}, strict=False)
-        assert_unsharded_cast(model, DELAYED)  # one cast, on all ranks
+        assert_unsharded_casts(model, DELAYED)  # one cast, on all ranks
 
     run_ranks("torch_distributed", 4, run)
 
@@ -303,7 +270,7 @@ def test_values_that_a_clone_kept_are_cast():
     """
 
     def run(comm):
-        model = bank(NVFP4, (37,))
+        model = bank(rows=(37,))
         weight = model.layers[0].weight
         with torch.no_grad():
             average = weight.detach().clone().mul_(3)
@@ -313,7 +280,7 @@ def test_values_that_a_clone_kept_are_cast():
             model(batch(comm))
             reshard(model)
             weight.copy_(average)
-        assert_unsharded_cast(model, NVFP4)
+        assert_unsharded_casts(model)
 
     run_ranks("torch_distributed", 2, run)
 
@@ -342,7 +309,7 @@ def test_compiled_blocks_give_the_same_gradients(backend):
                 optimizer.step()
                 optimizer.zero_grad()
             results.append(trace)
-        assert_same_gradients(*results)
+        assert_same_tensors(*results)
 
     run_ranks("torch_distributed", 2, run)
 
@@ -351,7 +318,7 @@ def test_destroyed_groups_leave_nothing_behind():
     """A model that outlives its process group does not keep it."""
 
     def run(comm):
-        model = bank(NVFP4, (48,))
+        model = bank(rows=(48,))
         model(batch(comm)).backward()
         return
 

@@ -11,20 +11,21 @@ import torch
 import zerocast
 from tests.sharded.sharded import (
     adamw,
-    assert_unsharded_cast,
+    assert_unsharded_casts,
     bank,
     batch,
-    feed,
+    gradients,
     reshard,
+    train_step,
     whole_masters,
 )
+from tests.support.claims import assert_same_tensors
 from tests.support.ranks import run_ranks
 from tests.support.recipes import RECIPES
-from tests.support.same_bytes import assert_same_bytes
 from zerocast.sharded.placement import to_local
 
 pytestmark = pytest.mark.mpi(min_size=4)
-NVFP4, DELAYED = RECIPES["nvfp4"], RECIPES["delayed"]
+DELAYED = RECIPES["delayed"]
 ROWS = (37, 1)
 """Over 3 ranks: a last shard of 11 rows, and two without any."""
 
@@ -77,21 +78,22 @@ def test_what_any_rank_writes_is_cast_once():
     """
 
     def run(comm):
-        model = bank(NVFP4, ROWS)
+        model = bank(rows=ROWS)
         model(batch(comm)).backward()
         for writer in WRITERS:
             for writers in ((0, 1, 2), (1,), (0,)):
                 if comm.rank in writers:
                     write(model, writer)
-                assert_unsharded_cast(model, NVFP4, f"written by {writer} on {writers}")
+                when = f"written by {writer} on {writers}"
+                assert_unsharded_casts(model, when=when)
                 once = casts(model)
-                assert_unsharded_cast(model, NVFP4, f"written by {writer} on {writers}")
+                assert_unsharded_casts(model, when=when)
                 assert casts(model) == once
             zerocast.sharded.precompute_scales_for_fsdp(model)
             write(model, writer)
             if writer in UNSEEN:
                 zerocast.sharded.mark_written(model)
-            assert_unsharded_cast(model, NVFP4, f"written by {writer} after a cast ahead")
+            assert_unsharded_casts(model, when=f"written by {writer} after a cast ahead")
 
     run_ranks("torch_distributed", 3, run)
 
@@ -112,7 +114,7 @@ def test_entries_of_a_state_dict_are_the_masters(write_entry):
     """
 
     def run(comm):
-        model = bank(NVFP4, ROWS)
+        model = bank(rows=ROWS)
         model(batch(comm)).backward()
         reshard(model)
         old = model.state_dict()
@@ -121,7 +123,7 @@ def test_entries_of_a_state_dict_are_the_masters(write_entry):
             once = casts(model)
             for entry in (entries or model.state_dict()).values():
                 write_entry(entry)
-            assert_unsharded_cast(model, NVFP4)
+            assert_unsharded_casts(model)
             assert casts(model) == [number + 1 for number in once]
 
     run_ranks("torch_distributed", 3, run)
@@ -134,7 +136,7 @@ def test_precompute_casts_all_masters_or_those_written():
     """
 
     def run(comm):
-        model = bank(NVFP4, (37, 5))
+        model = bank(rows=(37, 5))
         model(batch(comm)).backward()
         reshard(model)
         precompute = zerocast.sharded.precompute_scales_for_fsdp
@@ -143,7 +145,7 @@ def test_precompute_casts_all_masters_or_those_written():
 
         def after(action, *arguments, **options):
             action(*arguments, **options)
-            assert_unsharded_cast(model, NVFP4)
+            assert_unsharded_casts(model)
             found.append(casts(model))
 
         after(precompute, model)
@@ -185,15 +187,14 @@ def test_a_backward_sends_what_its_forward_did():
     def run(comm):
         results = []
         for writes in (False, True):
-            model = bank(NVFP4, ROWS)
+            model = bank(rows=ROWS)
             loss = model(batch(comm))
             if writes:
                 write(model, "address")
                 write(model, "flat")
             loss.backward()
-            results.append([p.grad.full_tensor() for p in model.parameters()])
-        for actual, expected in zip(*results, strict=True):
-            assert_same_bytes(actual, expected, "gradient")
+            results.append(gradients(model))
+        assert_same_tensors(*results)
 
     run_ranks("torch_distributed", 2, run)
 
@@ -211,19 +212,13 @@ def test_a_compiled_step_trains_as_an_eager_one(precomputes, world_size):
         losses = []
         for compiles in (False, True):
             torch.compiler.reset()
-            model = bank(NVFP4, (48,))
+            model = bank(rows=(48,))
             optimizer = adamw(model.parameters())
-            step = torch.compile(optimizer.step) if compiles else optimizer.step
+            if compiles:
+                optimizer.step = torch.compile(optimizer.step)
             for i in range(4):
-                loss = model(batch(comm))
-                losses.append(loss.detach())
-                loss.backward()
-                feed(model.parameters(), i)
-                step()
-                optimizer.zero_grad()
-                if precomputes:
-                    zerocast.sharded.precompute_scales_for_fsdp(model)
-                assert_unsharded_cast(model, NVFP4)
+                losses.append(train_step(model, optimizer, comm, i, ahead=precomputes))
+                assert_unsharded_casts(model)
         torch.testing.assert_close(losses[:4], losses[4:], rtol=2e-2, atol=0)
         assert len({float(loss) for loss in losses[:4]}) == 4
 
@@ -241,15 +236,12 @@ def test_the_compiled_8_bit_optimizer_of_torchao_trains_masters(monkeypatch):
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
 
     def run(comm):
-        model = bank(NVFP4, (128,))
+        model = bank(rows=(128,))
         optimizer = low_bit.AdamW8bit(model.parameters(), lr=0.05)
         before = whole_masters(model)
-        for step in range(2):
-            model(batch(comm)).backward()
-            feed(model.parameters(), step)
-            optimizer.step()
-            optimizer.zero_grad()
-            assert_unsharded_cast(model, NVFP4)
+        for number in range(2):
+            train_step(model, optimizer, comm, number)
+            assert_unsharded_casts(model)
         after = whole_masters(model)
         assert all((after[name] - before[name]).abs().mean() > 0.01 for name in before)
 

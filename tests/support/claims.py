@@ -11,7 +11,7 @@ import torch
 import zerocast
 from tests.support.same_bytes import assert_same_bytes
 from tests.support.tp_shards import tp_shard_of
-from zerocast import QuantizedTensor
+from zerocast import QuantizedTensor, TensorParallelShard
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -41,7 +41,12 @@ def assert_same_tensors(actual: Tensors, expected: Tensors, what: str = "") -> N
 
 
 def assert_unsharded_cast(
-    weight: torch.Tensor, whole: torch.Tensor, what: str, *, with_state: bool = True
+    weight: torch.Tensor,
+    whole: torch.Tensor,
+    what: str,
+    *,
+    with_state: bool = True,
+    tp_shard: TensorParallelShard | None = None,
 ) -> None:
     """A gathered weight is the unsharded cast, in every buffer: codes, scales, amax, padding and
     columnwise copies; a tensor-parallel part is what the cast has of it.
@@ -51,6 +56,7 @@ def assert_unsharded_cast(
         whole: the whole weight, cast by one rank; or the whole master, which is cast here.
         what: the name of the weight, and where and when it was gathered.
         with_state: False where what the recipe remembers is not kept in the weight.
+        tp_shard: which rows or columns the weight has; by default those that it says it has.
     """
     if not isinstance(weight, QuantizedTensor):
         assert_same_bytes(weight.detach(), whole.detach().to(weight.dtype), what)
@@ -58,8 +64,10 @@ def assert_unsharded_cast(
     if not isinstance(whole, QuantizedTensor):
         whole = zerocast.quantize(whole, weight.recipe, dtype=weight.dtype)
     assert weight.dtype == whole.dtype, f"{what}: {weight.dtype}, expected {whole.dtype}"
-    part = weight.quantized_storage.tp_shard
-    expected = dict(whole.quantized_storage.buffers) if part is None else tp_shard_of(whole, part)
+    own = tp_shard or weight.quantized_storage.tp_shard
+    shape = whole.shape if own is None else own.shape
+    assert weight.shape == shape, f"{what}: shape {weight.shape}, expected {shape}"
+    expected = dict(whole.quantized_storage.buffers) if own is None else tp_shard_of(whole, own)
     if not with_state:
         expected = {k: b for k, b in expected.items() if k not in weight.recipe.state}
     assert_same_tensors(weight.quantized_storage.buffers, expected, f"of {what}")

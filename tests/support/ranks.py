@@ -101,6 +101,11 @@ def split_ranks(comm: Communicator, color: int) -> Communicator:
     return as_communicator(groups[color])
 
 
+def shared_folder(comm: Communicator) -> Path:
+    """A new one, the same on every rank. Every rank calls it."""
+    return Path(comm.all_gather_object(tempfile.mkdtemp() if comm.rank == 0 else None)[0])
+
+
 _groups: dict[int, Any] = {}
 
 

@@ -10,10 +10,10 @@ from torch.distributed.tensor.parallel import (
 )
 
 import zerocast
+from tests.support.claims import assert_same_tensors, message_of, stored
 from tests.support.models import Attention
 from tests.support.ranks import run_ranks
-from tests.support.recipes import RECIPES
-from tests.support.same_bytes import assert_same_bytes
+from tests.support.recipes import RECIPES, each
 from tests.tensor_parallel.parallel import Gathers, K, batch, mesh_of, whole
 from zerocast.nn.tensor_parallel import (
     Float8ColwiseParallel,
@@ -44,14 +44,13 @@ def attention(mesh, *, in_codes: bool) -> Attention:
 
 
 @on_ranks
-@pytest.mark.parametrize("recipe", ["current", "delayed"])
+@each("current", "delayed")
 @pytest.mark.parametrize(("shape", "dim"), [((2, 30, K), 1), ((5, 7, K), 0), ((3, K), 0)])
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_gathered_codes_are_those_of_the_gathered_input(world_size, shape, dim, recipe):
     """Codes, scale and columnwise copy of an input that is split, unevenly or with empty parts,
     are those of one rank that has it whole, in each of three forwards.
     """
-    scheme = RECIPES[recipe]
     draw = torch.Generator().manual_seed(3)
     inputs = [torch.randn(shape, generator=draw).bfloat16() * 3**i for i in range(3)]
 
@@ -59,14 +58,15 @@ def test_gathered_codes_are_those_of_the_gathered_input(world_size, shape, dim, 
         mesh = mesh_of(comm.size)
         layer, alone = (zerocast.nn.Linear(K, 16, dtype=torch.bfloat16) for _ in range(2))
         for step, values in enumerate(inputs):
-            with zerocast.autocast(recipe=scheme, amax_reduction_group=zerocast.comm.SingleRank()):
+            with zerocast.autocast(recipe=recipe, amax_reduction_group=zerocast.comm.SingleRank()):
                 expected = alone._quantizing(0, values, alone.weight).quantizer.quantize(values)
-            with zerocast.autocast(recipe=scheme):
+            with zerocast.autocast(recipe=recipe):
                 split = distribute_tensor(values, mesh, [Shard(dim)])
                 gathered = gather_input("a test", layer, split).to_local()
-            for name, buffer in expected.quantized_storage.buffers.items():
-                what = f"step {step}, {name}"
-                assert_same_bytes(gathered.quantized_storage.buffers[name], buffer, what)
+            found = stored({"input": gathered})
+            expected = stored({"input": expected})
+            found = {name: found[name] for name in expected}
+            assert_same_tensors(found, expected, f"in step {step}")
 
     run_ranks("torch_distributed", world_size, run)
 
@@ -96,9 +96,8 @@ def test_training_is_that_of_an_input_gathered_in_high_precision(recipe):
                     *(whole(p.grad) for p in layer.parameters()),
                 ]
                 layer.zero_grad()
-            results.append(trace)
-        for i, (expected, actual) in enumerate(zip(*results, strict=True)):
-            assert_same_bytes(actual, expected, f"value {i}")
+            results.append(dict(enumerate(trace)))
+        assert_same_tensors(results[1], results[0])
 
     run_ranks("torch_distributed", 4, run)
 
@@ -118,11 +117,9 @@ def test_one_gather_of_one_byte_an_element_serves_three_layers():
                 out = model(x)
             out.float().square().sum().backward()
             grads = [whole(p.grad) for p in model.parameters()]
-            seen.append(
-                (dict(gathers.calls), gathers.bytes, [out.detach(), x.grad.clone(), *grads])
-            )
-        for i, (expected, actual) in enumerate(zip(seen[0][2], seen[1][2], strict=True)):
-            assert_same_bytes(actual, expected, f"value {i}")
+            values = dict(enumerate([out.detach(), x.grad.clone(), *grads]))
+            seen.append((dict(gathers.calls), gathers.bytes, values))
+        assert_same_tensors(seen[1][2], seen[0][2])
         return [entry[:2] for entry in seen]
 
     numel = batch().numel()
@@ -135,13 +132,6 @@ def test_one_gather_of_one_byte_an_element_serves_three_layers():
 # --- what is refused ---
 
 
-def message_of(action, error) -> str:
-    """What the ``error`` that ``action`` raises says."""
-    with pytest.raises(error) as raised:
-        action()
-    return str(raised.value)
-
-
 @on_ranks
 def test_a_gather_in_high_precision_is_refused():
     """Outside of autocast, and under recipes whose inputs cannot be gathered in codes, the forward
@@ -151,12 +141,12 @@ def test_a_gather_in_high_precision_is_refused():
     def run(comm):
         layer = zerocast.nn.Linear(K, 96, name="wq")
         parallelize_module(layer, mesh_of(comm.size), Float8ColwiseParallel(input_layouts=Shard(1)))
-        outside = message_of(lambda: layer(batch()), zerocast.InputError)
+        outside = message_of(zerocast.InputError, layer, batch())
         with zerocast.autocast(recipe=RECIPES["mxfp8"]):
-            under = message_of(lambda: layer(batch()), zerocast.UnsupportedError)
+            under = message_of(zerocast.UnsupportedError, layer, batch())
         with zerocast.autocast(recipe=CURRENT):
             x = DTensor.from_local(batch(), mesh_of(comm.size), [Replicate()])
-            placed = message_of(lambda: layer(x), zerocast.InputError)
+            placed = message_of(zerocast.InputError, layer, x)
         return outside, under, placed
 
     for outside, under, placed in run_ranks("torch_distributed", 2, run):
@@ -179,12 +169,12 @@ def test_a_gather_in_high_precision_is_refused():
 
 def test_a_style_that_would_gather_nothing_is_refused():
     """Layouts under which nothing travels are refused when the style is made."""
-    assert message_of(lambda: Float8ColwiseParallel(), zerocast.InputError) == (
+    assert message_of(zerocast.InputError, Float8ColwiseParallel) == (
         "Float8ColwiseParallel gathers an input that is split, input_layouts=Shard(d), got None; "
         "where nothing is gathered use ColwiseParallel."
     )
     layouts = {"input_layouts": Shard(1), "desired_input_layouts": Shard(1)}
-    message = message_of(lambda: PrepareFloat8ModuleInput(**layouts), zerocast.InputError)
+    message = message_of(zerocast.InputError, PrepareFloat8ModuleInput, **layouts)
     assert message == (
         "PrepareFloat8ModuleInput gathers an input that is Shard(d) and desired as Replicate(), "
         "got [(Shard(dim=1), Shard(dim=1))]; where nothing is gathered use PrepareModuleInput."
@@ -200,7 +190,7 @@ def test_layers_that_were_not_converted_are_refused():
         split = {"input_layouts": Shard(1)}
         whole = {**split, "desired_input_layouts": Replicate()}
         return [
-            message_of(lambda s=style: parallelize_module(plain, mesh, s), zerocast.InputError)
+            message_of(zerocast.InputError, parallelize_module, plain, mesh, style)
             for style in (Float8ColwiseParallel(**split), PrepareFloat8ModuleInput(**whole))
         ]
 

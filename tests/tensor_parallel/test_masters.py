@@ -1,7 +1,6 @@
 """Masters that tensor parallelism splits: their codes are those of the whole weight's cast."""
 
 import contextlib
-import tempfile
 
 import pytest
 import torch
@@ -10,15 +9,28 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import zerocast
-from tests.sharded.sharded import BF16, Unsharded, adamw, gathered, reshard, whole_masters
-from tests.support import tp_shards
+from tests.sharded.sharded import (
+    BF16,
+    Unsharded,
+    adamw,
+    gathered,
+    multiplied,
+    reshard,
+    whole_masters,
+)
+from tests.sharded.test_traffic import Collectives
+from tests.support.claims import (
+    assert_same_tensors,
+    assert_unsharded_cast,
+    message_of,
+    one_message,
+    stored,
+)
 from tests.support.models import Attention, Pair, SideBySide
-from tests.support.ranks import run_ranks
-from tests.support.recipes import RECIPES
-from tests.support.same_bytes import assert_same_bytes
+from tests.support.ranks import run_ranks, shared_folder
+from tests.support.recipes import RECIPES, each, every_recipe
 from tests.tensor_parallel.parallel import (
     Gathers,
     batch,
@@ -33,7 +45,6 @@ from zerocast.sharded.placement import tp_shard_of
 pytestmark = pytest.mark.mpi(min_size=4)
 
 NVFP4, CURRENT = RECIPES["nvfp4"], RECIPES["current"]
-UNDRAWN = [name for name in RECIPES if name != "nvfp4-drawn"]
 
 
 def parallel(recipe, dp: int, tp: int, **options) -> Pair:
@@ -58,31 +69,6 @@ def input_of(replica: int, dp: int) -> torch.Tensor:
     return batch(replica).to(dtype_of(dp))
 
 
-def multiplied(parameter: torch.Tensor) -> zerocast.QuantizedTensor:
-    """The weight that a layer multiplies with, this rank's part, of a parameter as the layer has
-    it.
-    """
-    local = parameter.to_local()
-    if isinstance(local, zerocast.QuantizedTensor):
-        return local
-    return zerocast.QuantizedTensor(local.low_bit_all_gather.ungathered)
-
-
-def assert_parts_of_cast(model: torch.nn.Module, whole: Unsharded, when: str) -> None:
-    """Every weight that a layer multiplies with has the bytes of its part of the unsharded cast."""
-    for name, parameter in gathered(model).items():
-        tp_shard, weight = (
-            tp_shard_of(name, parameter, is_fsdp_sharded=False),
-            multiplied(parameter),
-        )
-        expected = tp_shards.tp_shard_of(whole.weights[name], tp_shard)
-        assert weight.shape == tp_shard.shape
-        assert set(weight.quantized_storage.buffers) == set(expected) - set(weight.recipe.state)
-        for buffer, actual in weight.quantized_storage.buffers.items():
-            assert_same_bytes(actual, expected[buffer], f"{when}, {name}.{buffer}")
-    reshard(model)
-
-
 def feed(model: torch.nn.Module, step: int) -> None:
     """Let every parameter have a gradient that is the same whatever it is split over."""
     for i, p in enumerate(model.parameters()):
@@ -99,13 +85,9 @@ def as_split(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     if like.device_mesh.ndim > 1:
         own = own.chunk(like.device_mesh.size(0))[like.device_mesh.get_local_rank(0)]
     return DTensor.from_local(
-        own.contiguous(),
-        like.device_mesh,
-        like.placements,
-        run_check=False,
-        shape=like.shape,
-        stride=like.stride(),
-    )
+        own.contiguous(), like.device_mesh, like.placements, run_check=False,
+        shape=like.shape, stride=like.stride(),
+    )  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -127,41 +109,31 @@ def watching(weights: dict):
         quantized_module.observer = plain
 
 
-class Reductions(TorchDispatchMode):
-    """Counts all-reduces within the context."""
-
-    calls = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.calls += func._schema.name in ("c10d::allreduce_", "_c10d_functional::all_reduce")
-        return func(*args, **(kwargs or {}))
-
-
 MESHES = pytest.mark.parametrize(("dp", "tp"), [pytest.param(1, 2, marks=pytest.mark.slow), (2, 2)])
 
 
 @pytest.mark.parametrize(
     ("dp", "tp"), [*(pytest.param(1, tp, marks=pytest.mark.slow) for tp in (2, 4)), (2, 2)]
 )
-@pytest.mark.parametrize("recipe", RECIPES)
+@every_recipe
 def test_codes_are_the_parts_of_the_unsharded_cast(recipe, dp, tp):
     """After each of 3 steps codes, scales, amax, padding and columnwise copies on every rank are
     those of its part of ``quantize(full master)``, in forward and backward, cast by the layers or
     ahead of them.
     """
-    if recipe == "block" and tp == 4:
+    if recipe.float8_block_scaling() and tp == 4:
         pytest.skip("256 rows are two blocks")
 
     def run(comm):
-        model = parallel(RECIPES[recipe], dp, tp)
-        whole = Unsharded(model, RECIPES[recipe], dtype_of(dp))
+        model = parallel(recipe, dp, tp)
+        whole = Unsharded(model, recipe, dtype_of(dp))
         optimizer = adamw(model.parameters())
         for step in range(3):
             whole.cast(whole_masters(model))
             loss = model(input_of(comm.rank // tp, dp)).square().mean()
-            assert_parts_of_cast(model, whole, f"forward of step {step}")
+            whole.assert_gathered(model, f"forward of step {step}")
             loss.backward()
-            assert_parts_of_cast(model, whole, f"backward of step {step}")
+            whole.assert_gathered(model, f"backward of step {step}")
             feed(model, step)
             optimizer.step()
             optimizer.zero_grad()
@@ -193,7 +165,7 @@ def test_parts_need_not_be_equal(recipe, dp, tp, hidden):
         for step in range(2):
             whole.cast(whole_masters(model))
             model(input_of(comm.rank // tp, dp)).square().mean().backward()
-            assert_parts_of_cast(model, whole, f"backward of step {step}")
+            whole.assert_gathered(model, f"backward of step {step}")
             optimizer.step()
             optimizer.zero_grad()
             zerocast.sharded.precompute_scales_for_fsdp(model)
@@ -215,7 +187,7 @@ def test_replicas_of_parts_have_equal_codes():
         whole = Unsharded(model, NVFP4)
         whole.cast(whole_masters(model))
         model(input_of(comm.rank // 2, 2)).square().mean().backward()
-        assert_parts_of_cast(model, whole, "after the backward")
+        whole.assert_gathered(model, "after the backward")
 
     run_ranks("torch_distributed", 4, run)
 
@@ -288,8 +260,7 @@ def test_equal_gradients_train_equal_weights_however_they_are_split(dp, tp):
         return whole_masters(model)
 
     for masters in run_ranks("torch_distributed", dp * tp, run):
-        for name, expected in plain.named_parameters():
-            assert_same_bytes(masters[name], expected.detach(), f"{name} after 20 steps")
+        assert_same_tensors(masters, stored(plain), "after 20 steps")
 
 
 @pytest.mark.slow
@@ -323,22 +294,22 @@ def test_loss_and_gradients_are_those_of_one_rank(dp, tp):
 
 @pytest.mark.slow
 @MESHES
-@pytest.mark.parametrize("recipe", ["current", "delayed", "nvfp4"])
+@each("current", "delayed", "nvfp4")
 def test_quantized_products_go_on_with_the_parts_codes(recipe, dp, tp):
     """Under autocast, too, where inputs and gradients are quantized, the weights are the parts of
     the unsharded cast, and the loss is near that of high precision.
     """
 
     def run(comm):
-        model = parallel(RECIPES[recipe], dp, tp)
-        whole = Unsharded(model, RECIPES[recipe], dtype_of(dp))
+        model = parallel(recipe, dp, tp)
+        whole = Unsharded(model, recipe, dtype_of(dp))
         whole.cast(whole_masters(model))
         exact = pair(bias=False)(batch(comm.rank // tp)).square().mean().item()
         for _ in range(2):
-            with zerocast.autocast(recipe=RECIPES[recipe]):
+            with zerocast.autocast(recipe=recipe):
                 loss = model(input_of(comm.rank // tp, dp)).float().square().mean()
             loss.backward()
-        assert_parts_of_cast(model, whole, "after the backward")
+        whole.assert_gathered(model, "after the backward")
         return loss.item() / exact
 
     for ratio in run_ranks("torch_distributed", dp * tp, run):
@@ -349,32 +320,31 @@ def test_quantized_products_go_on_with_the_parts_codes(recipe, dp, tp):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", UNDRAWN)
+@each(*(name for name in RECIPES if name != "nvfp4-drawn"))
 @pytest.mark.parametrize("tp", [2, 4])
 def test_weights_that_each_forward_quantizes_are_parts_of_the_whole_cast(recipe, tp):
     """weights="high_precision": what a forward under autocast quantizes of a split weight has the
     bytes of its part of the whole weight's, in each of three steps.
     """
-    if recipe == "block" and tp == 4:
+    if recipe.float8_block_scaling() and tp == 4:
         pytest.skip("256 rows are two blocks")
-    scheme = RECIPES[recipe]
 
     def run(comm):
-        model, alone = pair(scheme), pair(scheme)
+        model, alone = pair(recipe), pair(recipe)
         split(model, mesh_of(comm.size))
         for step in range(3):
             found, expected = {}, {}
             group = {"amax_reduction_group": zerocast.comm.SingleRank()}
-            with watching(found), zerocast.autocast(recipe=scheme):
+            with watching(found), zerocast.autocast(recipe=recipe):
                 model(batch(step)).square().mean().backward()
-            with watching(expected), zerocast.autocast(recipe=scheme, **group):
+            with watching(expected), zerocast.autocast(recipe=recipe, **group):
                 alone(batch(step)).square().mean().backward()
             for name, storage in found.items():
                 layer = model.get_submodule(name)
                 tp_shard = tp_shard_of(name, layer.weight, is_fsdp_sharded=False)
-                buffers = tp_shards.tp_shard_of(zerocast.QuantizedTensor(expected[name]), tp_shard)
-                for buffer, actual in storage.buffers.items():
-                    assert_same_bytes(actual, buffers[buffer], f"step {step}, {name}.{buffer}")
+                whole = zerocast.QuantizedTensor(expected[name])
+                weight = zerocast.QuantizedTensor(storage)
+                assert_unsharded_cast(weight, whole, f"{name}, step {step}", tp_shard=tp_shard)
             for p in (*model.parameters(), *alone.parameters()):
                 p.grad = None
             with torch.no_grad():
@@ -400,9 +370,9 @@ def test_compiled_models_give_the_same_gradients(weights):
                 model.compile(backend="aot_eager")
             out = model(input_of(comm.rank // 2, 2))
             out.square().mean().backward()
-            results.append([out.detach(), *(whole(p.grad) for p in model.parameters())])
-        for expected, actual in zip(*results, strict=True):
-            assert_same_bytes(actual, expected, "output or gradient")
+            gradients = {name: whole(p.grad) for name, p in model.named_parameters()}
+            results.append({"output": out.detach()} | gradients)
+        assert_same_tensors(results[1], results[0], "compiled")
 
     run_ranks("torch_distributed", 4, run)
 
@@ -428,7 +398,7 @@ def test_a_model_starts_on_the_meta_device():
         whole = Unsharded(model, NVFP4)
         whole.cast({name: value.detach() for name, value in values.items()})
         model(input_of(comm.rank // 2, 2)).square().mean().backward()
-        assert_parts_of_cast(model, whole, "after the backward")
+        whole.assert_gathered(model, "after the backward")
 
     run_ranks("torch_distributed", 4, run)
 
@@ -440,7 +410,7 @@ def test_checkpoints_hold_plain_masters():
     """
 
     def save(comm):
-        folder = comm.all_gather_object(tempfile.mkdtemp() if comm.rank == 0 else None)[0]
+        folder = shared_folder(comm)
         model = parallel(NVFP4, 2, 2)
         model(input_of(comm.rank // 2, 2)).square().mean().backward()
         adamw(model.parameters()).step()
@@ -456,26 +426,25 @@ def test_checkpoints_hold_plain_masters():
         state = model.state_dict()
         dcp.load(state, checkpoint_id=folder)
         model.load_state_dict(state)
-        for name, p in model.named_parameters():
-            assert_same_bytes(whole(p), saved[name], name)
+        assert_same_tensors({name: whole(p) for name, p in model.named_parameters()}, saved)
         if tp > 1:
             expected = Unsharded(model, NVFP4, dtype_of(dp))
             expected.cast(saved)
             model(input_of(comm.rank // tp, dp))
-            assert_parts_of_cast(model, expected, "after loading")
+            expected.assert_gathered(model, "after loading")
 
     for dp, tp in ((1, 1), (1, 2), (2, 2)):
         run_ranks("torch_distributed", dp * tp, lambda comm, dp=dp, tp=tp: load(comm, dp, tp))
 
 
-@pytest.mark.parametrize("recipe", ["nvfp4", "mxfp8", "current"])
+@each("nvfp4", "mxfp8", "current")
 def test_the_report_counts_what_a_gather_of_parts_moves(recipe):
     """On 2 x 2 ranks the report says what the gathers among the ranks of one part move, which is
     what they do.
     """
 
     def run(comm):
-        model = parallel(RECIPES[recipe], 2, 2)
+        model = parallel(recipe, 2, 2)
         model(input_of(comm.rank // 2, 2)).square().mean().backward()
         reshard(model)
         with Gathers() as seen:
@@ -500,9 +469,9 @@ def test_one_all_reduce_for_each_kind_of_ranks():
             model(input_of(comm.rank // 2, 2)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-            with Reductions() as seen:
+            with Collectives() as seen:
                 zerocast.sharded.precompute_scales_for_fsdp(model)
-        return seen.calls
+        return seen.calls["allreduce_"] + seen.calls["all_reduce"]
 
     for calls in run_ranks("torch_distributed", 4, run):
         assert calls == 2
@@ -520,14 +489,13 @@ def test_cuts_through_blocks_are_refused(weights):
 
     def run(comm):
         model = split(pair(recipe, weights, bias=False, hidden=192), mesh_of(comm.size))
-        with zerocast.autocast(recipe=recipe), pytest.raises(zerocast.InputError) as raised:
-            model(batch())
-        return str(raised.value)
+        with zerocast.autocast(recipe=recipe):
+            return message_of(zerocast.InputError, model, batch())
 
-    (message,) = set(run_ranks("torch_distributed", 3, run))
+    message = one_message(run_ranks("torch_distributed", 3, run))
     what = "up.weight" if weights == "master" else "the layer's weight"
     assert message == (
-        f"{what}: a part of a weight under Float8BlockScaling must begin and end between blocks, "
+        f"{what}: a shard of a weight under Float8BlockScaling must begin and end between blocks, "
         f"at multiples of 128 rows, got rows [0, 64) of (192, 64); choose another number of ranks, "
         f"or leave the weight uncut or in high precision."
     )
@@ -539,11 +507,10 @@ def test_ranks_without_a_part_are_refused(weights):
 
     def run(comm):
         model = split(pair(CURRENT, weights, bias=False, hidden=5), mesh_of(comm.size))
-        with zerocast.autocast(recipe=CURRENT), pytest.raises(zerocast.InputError) as raised:
-            model(batch())
-        return str(raised.value)
+        with zerocast.autocast(recipe=CURRENT):
+            return message_of(zerocast.InputError, model, batch())
 
-    (message,) = set(run_ranks("torch_distributed", 4, run))
+    message = one_message(run_ranks("torch_distributed", 4, run))
     what = "up.weight" if weights == "master" else "the layer's weight"
     assert message == (
         f"{what}: each of 4 tensor-parallel ranks must have a shard of the weight, got rows [5, "
@@ -558,11 +525,10 @@ def test_sharding_parts_by_columns_is_refused():
         model = pair(NVFP4, "master", bias=False)
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         split(model, mesh["tp"])
-        with pytest.raises(zerocast.UnsupportedError) as raised:
-            fully_shard(model, mesh=mesh["dp"], shard_placement_fn=lambda p: Shard(1))
-        return str(raised.value)
+        options = {"mesh": mesh["dp"], "shard_placement_fn": lambda p: Shard(1)}
+        return message_of(zerocast.UnsupportedError, fully_shard, model, **options)
 
-    (message,) = set(run_ranks("torch_distributed", 4, run))
+    message = one_message(run_ranks("torch_distributed", 4, run))
     assert message.startswith(
         "up.weight: a low-bit all-gather needs masters sharded by rows, got a split of dimension 1;"
     )
@@ -575,9 +541,7 @@ def test_masters_that_fsdp_shards_and_nobody_gathers_are_refused():
 
     def run(comm):
         model = parallel(NVFP4, 2, 2)
-        with pytest.raises(zerocast.UnsupportedError) as raised:
-            model.up(batch())
-        return str(raised.value)
+        return message_of(zerocast.UnsupportedError, model.up, batch())
 
-    (message,) = set(run_ranks("torch_distributed", 4, run))
+    message = one_message(run_ranks("torch_distributed", 4, run))
     assert message.startswith("up was to be all-gathered in codes before its layer runs")

@@ -7,6 +7,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import zerocast
+from tests.support.claims import message_of
 from tests.support.ranks import run_ranks
 from tests.support.recipes import RECIPES
 from tests.tensor_parallel.parallel import K, batch, mesh_of, pair, split, whole
@@ -79,19 +80,12 @@ def test_a_replicated_weight_multiplies_a_split_input():
 # --- what is refused ---
 
 
-def message_of(action, error) -> str:
-    """What the ``error`` that ``action`` raises says."""
-    with pytest.raises(error) as raised:
-        action()
-    return str(raised.value)
-
-
 def test_weights_that_hold_codes_are_refused_when_split():
     """parallelize_module on a layer with quantized weights raises, on every rank."""
 
     def run(comm):
         model = pair(CURRENT, "quantized")
-        return message_of(lambda: split(model, mesh_of(comm.size)), zerocast.UnsupportedError)
+        return message_of(zerocast.UnsupportedError, split, model, mesh_of(comm.size))
 
     assert run_ranks("torch_distributed", 2, run) == 2 * [
         "up: a weight that holds codes cannot be tensor-parallel, for it was cast whole and an "
@@ -110,9 +104,9 @@ def test_an_input_that_is_not_distributed_is_refused():
         layer = zerocast.nn.Linear(K, K, bias=False)
         layer.name = "head"
         layer.weight = torch.nn.Parameter(distribute_tensor(layer.weight, mesh, [Shard(0)]))
-        plain = message_of(lambda: layer(batch()), zerocast.InputError)
+        plain = message_of(zerocast.InputError, layer, batch())
         x = DTensor.from_local(batch(), other, [Replicate(), Replicate()])
-        return plain, message_of(lambda: layer(x), zerocast.InputError)
+        return plain, message_of(zerocast.InputError, layer, x)
 
     start = (
         "head: the weight is a DTensor on a mesh of shape (2,), so the input must be a DTensor "
@@ -136,7 +130,7 @@ def test_a_mesh_of_two_dimensions_is_refused():
         for other in (Replicate(), Shard(1)):
             weight = distribute_tensor(values, mesh, [Shard(0), other])
             layer.weight = torch.nn.Parameter(weight)
-            messages.append(message_of(lambda: layer(x), zerocast.UnsupportedError))
+            messages.append(message_of(zerocast.UnsupportedError, layer, x))
         return messages
 
     for once, twice in run_ranks("torch_distributed", 4, run):
@@ -158,7 +152,7 @@ def test_quantized_outputs_are_refused():
     def run(comm):
         model = parallelize_module(pair(CURRENT), mesh_of(2), {"up": ColwiseParallel()})
         with zerocast.autocast(recipe=CURRENT):
-            return message_of(lambda: model.up(batch(), fp8_output=True), zerocast.InputError)
+            return message_of(zerocast.InputError, model.up, batch(), fp8_output=True)
 
     assert run_ranks("torch_distributed", 2, run) == 2 * [
         "up: fp8_output=True is for layers that are not tensor-parallel."

@@ -9,7 +9,7 @@ from math import isfinite, isnan, ldexp
 
 import numpy as np
 
-from tests.vectors.scalar_numerics import (
+from tests.oracles.scalar_numerics import (
     F32,
     FLOAT8_VALUES,
     ROUND_MASTER,

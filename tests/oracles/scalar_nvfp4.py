@@ -7,7 +7,7 @@ from math import isfinite, isnan
 
 import numpy as np
 
-from tests.vectors.scalar_numerics import (
+from tests.oracles.scalar_numerics import (
     E2M1_VALUES,
     F32,
     FLT_MAX,
@@ -19,7 +19,7 @@ from tests.vectors.scalar_numerics import (
     pack,
     padded,
 )
-from tests.vectors.scalar_schemes import (
+from tests.oracles.scalar_schemes import (
     Matrix,
     Scales,
     blocks,

@@ -1,6 +1,6 @@
 """Writes ``other_projects.json``: weights quantized by torchao and compressed-tensors.
 
-Run as ``python -m tests.vectors.make_other_projects`` where torchao 0.18.0 and compressed-tensors
+Run as ``python -m tests.oracles.make_other_projects`` where torchao 0.18.0 and compressed-tensors
 0.20.0 are installed; tests read the file and need neither. No code of zerocast runs here.
 
 Both projects scale NVFP4 in blocks of 1x16 where a weight of ours has 16x16, so each row of every

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.vectors import scalar_nvfp4
+from tests.oracles import scalar_nvfp4
 from zerocast.backends.reference.philox import element_words, philox
 
 # Counter, key and output, from the file tests/kat_vectors of Random123 (D. E. Shaw Research), lines

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import zerocast
+from tests.oracles.make_other_projects import FILE
 from tests.support.same_bytes import assert_same_bytes
-from tests.vectors.make_other_projects import FILE
 from zerocast.formats import E2M1, E4M3, ElementFormat, decode
 from zerocast.recipes import Float8RowwiseScaling, MXFP8BlockScaling, QParams, Recipe
 

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import zerocast
-from tests.vectors import scalar_numerics
-from tests.vectors.arbitrary import DTYPES, check, matrices, name_of
+from tests.oracles import scalar_numerics
+from tests.oracles.arbitrary import DTYPES, check, matrices, name_of
 from zerocast.recipes import QParams
 
 pytestmark = pytest.mark.usefixtures("backend")

@@ -1,6 +1,6 @@
 """CUDA's conversions run on the host, and the record of what they gave.
 
-``python -m tests.vectors.cuda_conversions`` writes the record, ``cuda_conversions.txt``, anew. It
+``python -m tests.oracles.cuda_conversions`` writes the record, ``cuda_conversions.txt``, anew. It
 needs a C++ compiler and CUDA's headers: a CUDA toolkit, or the packages nvidia-cuda-runtime,
 nvidia-cuda-crt and nvidia-cuda-cccl.
 """

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import zerocast
+from tests.oracles.arbitrary import check_weight
+from tests.oracles.scalar_delayed import Delayed
 from tests.support.partitions import draw_partition
-from tests.vectors.arbitrary import check_weight
-from tests.vectors.scalar_delayed import Delayed
 from zerocast.comm import Communicator, run_in_process
 from zerocast.recipes import DelayedScaling
 from zerocast.tensors import QuantizedTensor, quantize_into
@@ -71,7 +71,7 @@ def restated(recipe: DelayedScaling, dtype: str = "float32") -> list:
     """What every step must give."""
     numerics = recipe.numerics
     plain = Delayed(
-        numerics.fmt.name, numerics.margin, recipe.amax_history_len, numerics.amax_compute_algo
+        numerics.fmt.name, recipe.amax_history_len, numerics.margin, numerics.amax_compute_algo
     )
     return [plain.cast(x.numpy(), dtype) for x in masters()]
 

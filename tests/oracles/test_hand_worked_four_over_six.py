@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import zerocast
-from tests.vectors import scalar_nvfp4
+from tests.oracles import scalar_nvfp4
 from zerocast.formats import unpack_nibbles
 from zerocast.recipes import NVFP4BlockScaling
 

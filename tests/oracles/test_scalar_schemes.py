@@ -6,8 +6,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import zerocast
-from tests.vectors import scalar_nvfp4, scalar_schemes
-from tests.vectors.arbitrary import DTYPES, check, check_weight, matrices, name_of
+from tests.oracles import scalar_nvfp4, scalar_schemes
+from tests.oracles.arbitrary import DTYPES, check, check_weight, matrices, name_of
 from zerocast.recipes import (
     Float8BlockScaling,
     Float8RowwiseScaling,

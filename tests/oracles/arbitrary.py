@@ -5,8 +5,8 @@ import torch
 from hypothesis import strategies as st
 
 import zerocast
+from tests.oracles.scalar_numerics import Expected
 from tests.support.same_bytes import assert_same_bytes
-from tests.vectors.scalar_numerics import Expected
 from zerocast.recipes import Recipe
 from zerocast.tensors import QuantizedTensor
 

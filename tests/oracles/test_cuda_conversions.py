@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import zerocast
-from tests.vectors.cuda_conversions import (
+from tests.oracles.cuda_conversions import (
     COMPILER,
     NAMES,
     convert,
