@@ -96,7 +96,9 @@ def test_what_is_not_finite(name: str, function: str, kind: str) -> None:
         assert_fused(BACKENDS[order], function, quantizer, x, f"{function} of {kind}, {name}")
 
 
-SHAPES = [(1, 32), (2, 96), (33, 32), (128, 128), (130, 288), (257, 160), (32, 512), (16, 32)]
+SHAPES = [
+    (1, 32), (2, 96), (33, 32), (128, 128), (128, 288), (130, 288), (257, 160), (32, 512), (16, 32),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

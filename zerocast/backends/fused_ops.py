@@ -1,5 +1,5 @@
-"""Activations for every backend: the table that compiled code is given, the numerics in float64,
-and the cast of values that stand in memory, for backends that cast in a pass of its own.
+"""Fused operations for every backend: the table that compiled code is given, the formulas in
+float64, and the cast of values in memory, for backends that cast in a separate pass.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ FUNCTIONS = {
 
 
 def fused_fields(target: FusedOperand, address: Address) -> list[int]:
-    """ActivationTable."""
+    """ActivationTable of activation.h."""
     operands = (target.source, target.weight, target.bias, target.output, target.mean, target.rstd)
     return [
         FUNCTIONS[target.op.function],
@@ -51,11 +51,11 @@ def fused_fields(target: FusedOperand, address: Address) -> list[int]:
     ]
 
 
-# --- the numerics ---
+# --- the formulas ---
 
 
 def float64_result(target: FusedOperand) -> torch.Tensor:
-    """[M, K] float64: the function of the source, before it is rounded; writes mean and rstd."""
+    """Return the result [M, K] in float64, not rounded; write mean and rstd."""
     x = target.source.double()
     op = target.op
     if op.is_norm:

@@ -1,4 +1,4 @@
-"""Activations: an operation of a layer, and the cast of what it makes, as operands."""
+"""Fused operations: a function or a norm of a matrix and the cast of its result, as operands."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from zerocast.numerics.operands import DelayedState, PlaneBuffers
 Function = Literal[
     "identity", "relu", "gelu", "gelu_tanh", "silu", "swiglu", "layernorm", "rmsnorm"
 ]
-"""What is done to a tensor before it is cast; the formulas stand at :class:`FusedOp`."""
+"""The operation on a tensor before the cast; :class:`FusedOp` has the formulas."""
 
 
 @dataclass(frozen=True, slots=True)
 class FusedOp:
-    """A function of a matrix [M, S], of rows of K elements each.
+    """A function of a matrix [M, S], whose result has rows of K elements.
 
     With ``x`` an element of the source and, of a row, ``mean`` and ``variance`` over its K
     elements (divided by K)::
@@ -32,14 +32,14 @@ class FusedOp:
         layernorm     (x - mean) / sqrt(variance + eps) * gamma + bias
         rmsnorm       x / sqrt(mean of squares + eps) * gamma
 
-    where ``gamma`` is the weight, or 1 + weight, or 1 where there is none. What is computed lies
-    within 2 units in the last place of BF16 of the same in float64; of a sum with a bias, within
-    2 units of its larger term. A result is then rounded, once, to ``round_to``.
+    where ``gamma`` is the weight, 1 + weight, or 1 without a weight. The result lies within 2 units
+    in the last place of BF16 of the same in float64; with a bias, within 2 units of the larger term
+    of the sum. It is then rounded, once, to :attr:`FusedOperand.round_to`.
 
     Attributes:
-        function: which.
-        eps: of the last two.
-        zero_centered_gamma: whether the weight is stored less 1.
+        function: the name of the function.
+        eps: what a norm adds below its root.
+        zero_centered_gamma: whether a norm's weight is stored less 1.
     """
 
     function: Function
@@ -54,22 +54,22 @@ class FusedOp:
 
 @dataclass(frozen=True, slots=True)
 class FusedOperand:
-    """One tensor and what becomes of it: what :meth:`Backend.fused_op` works on.
+    """One tensor, the operation on it, and the buffers that :meth:`Backend.fused_op` writes.
 
     Attributes:
-        op: the function.
+        op: the operation.
         source: [M, S], FP32, BF16 or FP16, contiguous.
-        weight, bias: [K], FP32, BF16 or FP16, contiguous; of the norms, or None.
-        round_to: what the function's result is rounded to before anything else is done.
+        weight, bias: [K], FP32, BF16 or FP16, contiguous, of a norm; or None.
+        round_to: the dtype to which the result is rounded before it is cast.
         output: [M, K] of ``round_to``, contiguous: receives the rounded result; or None.
-        planes: the copies of its codes. Codes are wholly written, a missing last nibble is 0; of
-            scales what belongs to a block is written, and padding is left as it was filled. Codes
-            are None where only scales are wanted, scales where another plane has them.
-        delayed: whose scale to multiply by, under :class:`Float8DelayedNumerics`.
+        planes: the planes to cast. All codes are written, a missing last nibble as 0. The scales of
+            blocks are written, and padding keeps what it holds. Codes are None where only scales
+            are wanted, scales where another plane has them.
+        delayed: its scale multiplies the result, under :class:`Float8DelayedNumerics`.
         amax: FP32 [1] that receives the tensor amax, or None for numerics that stores none.
         tensor_amax: int32 [1], raised to the largest magnitude of the rounded result; or None.
-        mean, rstd: FP32 [M] that receive what the norms made of each row: the mean (layernorm) and
-            1 / sqrt(... + eps); or None.
+        mean, rstd: FP32 [M] that receive the mean (layernorm) and 1 / sqrt(... + eps) of each row
+            of a norm; or None.
     """
 
     op: FusedOp
@@ -97,9 +97,9 @@ class FusedOperand:
 
 
 def can_fuse(numerics: Numerics) -> bool:
-    """Whether :meth:`Backend.fused_op` casts under ``numerics``: under any whose codes follow from
-    the rounded values and their amaxes alone. (4-over-6 decides by errors, and stochastic rounding
-    draws: there the rounded output is cast by the operations above.)
+    """Whether :meth:`Backend.fused_op` casts under ``numerics``, whose codes must follow from the
+    rounded values and their amaxes alone. (4-over-6 chooses by errors, and stochastic rounding
+    needs random bits: they take the operations of weights.)
     """
     return not (
         isinstance(numerics, NVFP4Numerics)

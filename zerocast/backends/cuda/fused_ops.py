@@ -150,8 +150,10 @@ class _Plane:
         plane = buffers.plane
         grid = plane.grid.transposed() if plane.is_transposed else plane.grid
         assert (grid.rows, grid.cols) == (target.rows, target.cols)
-        log2_h = _log2(grid.block_h, grid.rows, TALL)
-        log2_w = _log2(grid.block_w, grid.cols, TILE_COLS)
+        # A block that spans a matrix of 128 rows is no block of 128 rows: the launch that takes its
+        # amax has tiles of 32.
+        log2_h = None if plane.spans(0) else _log2(grid.block_h, grid.rows, TALL)
+        log2_w = None if plane.spans(1) else _log2(grid.block_w, grid.cols, TILE_COLS)
         if log2_h == log2_w == 0:  # a matrix of one row or column
             log2_h, log2_w = (None, 0) if grid.rows == 1 else (0, None)
         if log2_h == -1 or log2_w == -1 or (log2_w is None and grid.block_w < grid.cols):

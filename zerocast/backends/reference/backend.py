@@ -63,15 +63,15 @@ class ReferenceBackend:
     def dequantize(self, numerics: Numerics, operands: Sequence[TensorOperand]) -> Launch:
         return _for_each(operands, partial(_dequantize, numerics))
 
-    def fused_op(self, numerics: Numerics | None, target: FusedOperand) -> Launch:
+    def fused_op(self, numerics: Numerics | None, operand: FusedOperand) -> Launch:
         @keeping_subnormals
         def launch() -> None:
             # Rounded once more on the way, to FP32, where that is not the aim.
-            values = float64_result(target).float().to(target.round_to).float()
+            values = float64_result(operand).float().to(operand.round_to).float()
             values = torch.where(values.isnan(), math.nan, values)
-            if target.output is not None:
-                target.output.copy_(values)
-            cast_values(self, numerics, target, values)
+            if operand.output is not None:
+                operand.output.copy_(values)
+            cast_values(self, numerics, operand, values)
 
         return launch
 
