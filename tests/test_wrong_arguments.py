@@ -132,7 +132,7 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = {
     ),
     "Quantizer": (
         zerocast.Quantizer,
-        lambda: {"recipe": "mxfp8", "rowwise": True, "columnwise": True, "memory": None},
+        lambda: {"recipe": "mxfp8", "rowwise": True, "columnwise": True, "slot": None},
     ),
     "Quantizer.make_empty": (
         lambda **given: quantizer().make_empty(**given),
