@@ -11,29 +11,40 @@ inline namespace ZEROCAST_ISA {
 
 // --- element formats: widths, and the codes that are reserved; everything else follows ---
 
+// The value of a positive, normal code.
+ZEROCAST_FN constexpr float value_of_code(i32 code, int exponent_bits, int mantissa_bits) {
+    int exponent = (code >> mantissa_bits) - ((1 << (exponent_bits - 1)) - 1);  // 0 or more
+    i32 significand = (code & ((1 << mantissa_bits) - 1)) | 1 << mantissa_bits;
+    return (float)((i64)significand << exponent) / (float)(1 << mantissa_bits);
+}
+
 struct E4M3 {
     static constexpr int BITS = 8, EXPONENT_BITS = 4, MANTISSA = 3;
-    static constexpr i32 MAX_CODE = 0x7E;  // 0b1111'110: 1.75 * 2^8
-    static constexpr i32 NAN_CODE = 0x7F;
+    static constexpr i32 MAX_CODE = 0b0'1111'110;
+    static constexpr i32 NAN_CODE = 0b0'1111'111;
     static constexpr bool HAS_INFINITY = false;
-    static constexpr float MAX = 448.0f;
+    static constexpr float MAX = value_of_code(MAX_CODE, EXPONENT_BITS, MANTISSA);
 };
+static_assert(E4M3::MAX == 448.0f, "1.75 * 2^8");
 
 struct E5M2 {
     static constexpr int BITS = 8, EXPONENT_BITS = 5, MANTISSA = 2;
-    static constexpr i32 MAX_CODE = 0x7B;  // 0b11110'11: 1.75 * 2^15
-    static constexpr i32 NAN_CODE = 0x7F;
-    static constexpr bool HAS_INFINITY = true;  // 0x7C decodes to it; encoding saturates instead
-    static constexpr float MAX = 57344.0f;
+    static constexpr i32 MAX_CODE = 0b0'11110'11;
+    static constexpr i32 NAN_CODE = 0b0'11111'11;
+    static constexpr bool HAS_INFINITY = true;  // 0b0'11111'00; encoding saturates instead
+    static constexpr float MAX = value_of_code(MAX_CODE, EXPONENT_BITS, MANTISSA);
 };
+static_assert(E5M2::MAX == 57344.0f, "1.75 * 2^15");
 
 struct E2M1 {
     static constexpr int BITS = 4, EXPONENT_BITS = 2, MANTISSA = 1;
-    static constexpr i32 MAX_CODE = 0x7;  // 0b11'1: 1.5 * 2^2
-    static constexpr i32 NAN_CODE = 0x7;  // there is no NaN: +6, and the block's scale says NaN
+    static constexpr i32 MAX_CODE = 0b0'11'1;
+    static constexpr i32 NAN_CODE =
+        MAX_CODE;  // there is no NaN: +6, and the block's scale says NaN
     static constexpr bool HAS_INFINITY = false;
-    static constexpr float MAX = 6.0f;
+    static constexpr float MAX = value_of_code(MAX_CODE, EXPONENT_BITS, MANTISSA);
 };
+static_assert(E2M1::MAX == 6.0f, "1.5 * 2^2");
 
 template <class F>
 struct Derived {
