@@ -9,7 +9,7 @@ takes both from there, and records no amaxes.
 
 Note: how a checkpoint is found
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-torch says to nobody that a checkpoint is running, so the calls that have not returned yet are
+torch does not say that a checkpoint is running, so the calls that have not returned yet are
 searched for its functions. Each has one object that lives as long as the checkpoint's graph: of the
 reentrant kind the node of the graph, of the other kind the frame that counts saved tensors. Notes
 are attributes of that object. Checkpoints inside of checkpoints are found in their order: the runs
@@ -17,8 +17,8 @@ between the layer and the nearest recomputation are first runs, and take notes o
 compiled graph repeats in its backward what it chooses of the operations of its forward, so each of
 them has notes of its own, with the node of the graph.
 
-A recomputation by anybody else's function (a framework's own checkpoint) cannot be told from a
-forward. Where the layer could not give the codes of its first run there, it refuses.
+A recomputation by another function (a framework's own checkpoint) looks the same as a forward.
+Where the layer could not give the codes of its first run there, it refuses.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _NOTES = "_zerocast_notes"
 
 
 class QuantizedLayer(Protocol):
-    """What is looked at of a :class:`zerocast.nn.quantized_module.QuantizedModule`."""
+    """The attributes that are read of a :class:`zerocast.nn.quantized_module.QuantizedModule`."""
 
     name: str
     _states: Any
@@ -61,8 +61,8 @@ class QuantizedLayer(Protocol):
 
 
 class _Run(NamedTuple):
-    """One run of a layer: under which region, and what it remembered its amaxes in; a layer that
-    has met another recipe since then remembers elsewhere.
+    """One run of a layer: under which region, and with which recipe states, for a layer that has
+    met another recipe since then has others.
     """
 
     region: Autocast
@@ -98,7 +98,7 @@ def as_in_first_run(layer: QuantizedLayer, site: int | None = None) -> AbstractC
     under that of its first run.
 
     Args:
-        layer: which.
+        layer: the layer that runs.
         site: of an operation of a compiled graph, its number in there.
 
     Raises:
@@ -148,7 +148,7 @@ def _as_in_first_run(layer: QuantizedLayer, site: int | None) -> Iterator[None]:
 
 @contextmanager
 def _remembering(layer: QuantizedLayer, run: _Run) -> Iterator[None]:
-    """Within the context ``layer`` has the memory of ``run``."""
+    """Within the context ``layer`` has the recipe states of ``run``."""
     if run.states is None or run.states is layer._states:
         yield
         return

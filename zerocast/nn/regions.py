@@ -149,7 +149,7 @@ class Region:
     """An outermost region of one thread, with all that is nested in it.
 
     Attributes:
-        thread: which.
+        thread: the number of the thread.
         reductions: those of the thread.
         groups: those of this region and of the nested ones, in order.
         recorded: the states of forwards that record amaxes in here.

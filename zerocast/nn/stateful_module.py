@@ -24,7 +24,7 @@ _EXTRA_STATE = "_extra_state"  # torch's name, which follows the module's prefix
 
 
 class StatefulModule(torch.nn.Module):
-    """A module with quantizers that remember; the attributes are those of
+    """A module whose quantizers have state; the attributes are those of
     :class:`zerocast.nn.quantized_module.QuantizedModule`.
     """
 

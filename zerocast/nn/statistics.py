@@ -29,7 +29,7 @@ from zerocast.tensors import QuantizedStorage, dequantize
 
 @dataclass(slots=True)
 class Counts:
-    """Of the tensors of one role in one layer.
+    """What quantization lost of the tensors of one role in one layer.
 
     Attributes:
         elements: how many were quantized.
