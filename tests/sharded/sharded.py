@@ -146,7 +146,7 @@ def multiplied(parameter: torch.Tensor) -> zerocast.QuantizedTensor:
     local = to_local(parameter)
     if isinstance(local, zerocast.QuantizedTensor):
         return local
-    return zerocast.QuantizedTensor(local.low_bit_all_gather.ungathered)
+    return zerocast.QuantizedTensor(local.low_bit_all_gather.kept)
 
 
 def assert_unsharded_casts(model, recipe=RECIPES["nvfp4"], when="", *, dtype=torch.bfloat16):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import zerocast
-from zerocast.sharded.low_bit_all_gather import LowBitAllGather
+from zerocast.sharded.all_gather import LowBitAllGather
 
 
 def master(rows: int = 6) -> zerocast.sharded.MasterWeight:

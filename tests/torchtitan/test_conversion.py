@@ -19,12 +19,12 @@ def built():
     """The modules that need torchtitan 0.3, or what stands in for it."""
     pytest.importorskip("torchtitan.models.common.linear")
     from tests.torchtitan import built_decoder
-    from zerocast.integrations.torchtitan import config_converter
+    from zerocast.integrations import torchtitan as titan
 
     return SimpleNamespace(
         Tree=built_decoder.Decoder.Config,
-        Converter=config_converter.LinearConverter,
-        Linear=config_converter.QuantizedLinear,
+        Converter=titan.LinearConverter,
+        Linear=titan.QuantizedLinear,
     )
 
 

@@ -29,7 +29,7 @@ def test_the_protocol_is_served():
     pytest.importorskip("torchtitan.models.common.linear")
     from torchtitan.components.quantization import QuantizationConverter
 
-    from zerocast.integrations.torchtitan.config_converter import LinearConverter
+    from zerocast.integrations.torchtitan import LinearConverter
 
     assert issubclass(LinearConverter, QuantizationConverter)
     assert issubclass(LinearConverter.Config, QuantizationConverter.Config)
@@ -43,7 +43,7 @@ def test_options_have_torchtitan_s_names():
     for ``emulate``; instead of no ``recipe_name`` there is the scheme that this means.
     """
     pytest.importorskip("torchtitan.models.common.linear")
-    from zerocast.integrations.torchtitan.config_converter import LinearConverter
+    from zerocast.integrations.torchtitan import LinearConverter
 
     assert {f.name: getattr(LinearConverter.Config(), f.name) for f in _own_fields()} == {
         "recipe_name": "tensorwise",
@@ -57,7 +57,7 @@ def test_options_have_torchtitan_s_names():
 def _own_fields() -> list["dataclasses.Field"]:
     from torchtitan.components.quantization import QuantizationConverter
 
-    from zerocast.integrations.torchtitan.config_converter import LinearConverter
+    from zerocast.integrations.torchtitan import LinearConverter
 
     inherited = {f.name for f in dataclasses.fields(QuantizationConverter.Config)}
     return [f for f in dataclasses.fields(LinearConverter.Config) if f.name not in inherited]

@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zerocast
 from tests.support.same_bytes import assert_same_bytes
-from zerocast.integrations.torchtitan.layers import AutocastLinear, product_recipe
+from zerocast.integrations.torchtitan import AutocastLinear, product_recipe
 from zerocast.recipes import RECIPES
 
 SERVED = [name for name in RECIPES if name != "delayed"]

@@ -12,8 +12,12 @@ from tests.sharded.test_traffic import Collectives
 from tests.support.ranks import run_ranks
 from tests.support.same_bytes import assert_same_bytes
 from tests.torchtitan.decoder import ALL_LAYERS, OptimizersContainer, loss, shard
-from zerocast.integrations.torchtitan.layers import AutocastLinear
-from zerocast.integrations.torchtitan.options import recipe_named
+from zerocast.integrations.torchtitan import (
+    AutocastLinear,
+    LinearConverter,
+    precompute_after_steps,
+    recipe_named,
+)
 
 pytestmark = pytest.mark.mpi(min_size=4)
 pytest.importorskip("torchtitan.models.common.linear")
@@ -27,7 +31,6 @@ LOW_BIT = {
 def trainer(*, checkpoints: bool = False, compiles: bool = False, **options):
     """A model and its optimizer, made in the order of torchtitan's trainer."""
     from tests.torchtitan.built_decoder import Decoder
-    from zerocast.integrations.torchtitan.config_converter import LinearConverter
 
     config = LinearConverter.Config(model_compile_enabled=compiles, **(LOW_BIT | options))
     tree = config.build().convert(Decoder.Config())
@@ -63,14 +66,24 @@ def assert_whole_casts(model: torch.nn.Module, recipe: zerocast.Recipe) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:DTensor random operators may not have complete support")
-@pytest.mark.parametrize("recipe_name", ["tensorwise", "nvfp4"])
-def test_trained_in_codes(recipe_name):
+@pytest.mark.parametrize(
+    ("recipe_name", "asks"),
+    [("tensorwise", "option"), ("nvfp4", "option"), ("nvfp4", "call"), ("tensorwise", "both")],
+)
+def test_trained_in_codes(recipe_name, asks):
     """Three steps: what is gathered are the codes of the whole masters, a step of the optimizer is
-    followed by one all-reduce for all scales, and forward and backward have none.
+    followed by one all-reduce for all scales, and forward and backward have none; whether the
+    option asks for that, a call for this optimizer, or both.
     """
 
     def run(comm):
-        t = trainer(recipe_name=recipe_name, filter_fqns=["lm_head"])
+        t = trainer(
+            recipe_name=recipe_name,
+            filter_fqns=["lm_head"],
+            precompute_float8_dynamic_scale_for_fsdp=asks != "call",
+        )
+        if asks != "option":
+            precompute_after_steps(t.optimizer)
         counted = []
         for _ in range(3):
             with Collectives() as forth:

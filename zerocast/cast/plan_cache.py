@@ -35,6 +35,11 @@ def keep_plan(storages: Sequence[QuantizedStorage], key: Hashable, plan: CastPla
     return plan
 
 
+def drop_plan(storages: Sequence[QuantizedStorage], key: Hashable) -> None:
+    """Free the plan that was kept for these weights under ``key``, if there is one."""
+    storages[0].plans.pop(_key(storages, key), None)
+
+
 def _key(storages: Sequence[QuantizedStorage], key: Hashable) -> Hashable:
     # No other weight has one of these numbers as long as the plan holds these weights.
     return tuple(map(id, storages)), key

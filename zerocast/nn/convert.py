@@ -27,8 +27,8 @@ from zerocast.nn.quantized_module import QuantizedModule
 from zerocast.nn.reports import Coverage, check_initialized, coverage
 from zerocast.nn.traced_layer import new_handle
 from zerocast.recipes import NOMINAL_DTYPES, Recipe, as_recipe
-from zerocast.sharded.amax_group import AmaxGroup
-from zerocast.sharded.master_weight import is_master
+from zerocast.sharded.all_gather import gather_of
+from zerocast.sharded.casts import AmaxGroup
 from zerocast.sharded.placement import is_sharded
 from zerocast.sharded.report import note_reason
 from zerocast.tensors import QuantizedTensor, rebuild_derived
@@ -291,7 +291,7 @@ def _why_not(
         return "is quantized already"
     if weight is None:
         return "its weight is computed from other parameters (a parametrization, pruning)"
-    if is_master(weight):
+    if gather_of(weight) is not None:
         return "is gathered in codes already"
     if weights == "master" and is_sharded(weight):
         # To leave it would be a gather in high precision where one in codes was asked for.

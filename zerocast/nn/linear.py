@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -10,28 +11,14 @@ import torch
 from zerocast.arguments import check_device, check_dtype, check_flag, check_shape, check_text
 from zerocast.errors import InputError, UnsupportedError
 from zerocast.nn.autocast import current_model_init
-from zerocast.nn.masters import (
-    WEIGHT_STATE,
-    CastMaster,
-    load_saved_state,
-    reserve_state,
-    state_to_save,
-)
+from zerocast.nn.masters import WEIGHT_STATE, load_saved_state, reserve_state, state_to_save
 from zerocast.nn.quantized_module import QuantizedModule
 from zerocast.nn.traced_layer import eager_in_regions
 from zerocast.recipes import Recipe
-from zerocast.sharded.amax_group import AmaxGroup
-from zerocast.sharded.casts import CastGroupMember, cast_group_of
-from zerocast.sharded.master_weight import (
-    MasterWeight,
-    as_master_like,
-    as_plain,
-    holds_codes,
-    is_master,
-    not_gathered,
-)
-from zerocast.sharded.parallel_linear import parallel_linear
-from zerocast.sharded.placement import is_sharded, tp_shard_of
+from zerocast.sharded.casts import AmaxGroup
+from zerocast.sharded.master_weight import as_master_like, as_plain
+from zerocast.sharded.parallel_linear import resolve
+from zerocast.sharded.placement import is_sharded
 from zerocast.tensors import QuantizedTensor, quantize
 
 
@@ -211,28 +198,14 @@ class Linear(QuantizedModule, torch.nn.Linear):
         With ``fp8_output`` the output is a :class:`zerocast.QuantizedTensor`, which the next layer
         multiplies as it is; only under autocast.
         """
-        if self.low_bit_all_gather and not holds_codes(self.weight):
-            raise not_gathered(self.name)
-        if not is_sharded(self.weight):
+        distributed = resolve(self)
+        if distributed is None:
             return self._linear(0, input, self.weight, self.bias, fp8_output=fp8_output)
         if fp8_output:
             raise InputError(
                 f"{self.name}: fp8_output=True is for layers that are not tensor-parallel."
             )
-        tp_shard = tp_shard_of(self.name, self.weight, is_fsdp_sharded=False)
-
-        def multiply(
-            input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-        ) -> torch.Tensor:
-            if isinstance(weight, MasterWeight):
-                member = CastGroupMember(weight.low_bit_all_gather, weight.value, self.weight)
-                weight = CastMaster.apply(weight, cast_group_of(self, member))
-            return self._linear(0, input, weight, bias, tp_shard=tp_shard)
-
-        run = parallel_linear
-        if is_master(self.weight):  # whose cast torch.compile cannot trace, nor masters in a graph
-            run = torch._disable_dynamo(parallel_linear)
-        return run(self.name, input, self.weight, self.bias, multiply)
+        return distributed(input, functools.partial(self._linear, 0))
 
     # --- state dicts ---
 
@@ -256,7 +229,7 @@ class Linear(QuantizedModule, torch.nn.Linear):
     ) -> None:
         name = f"{prefix}weight"
         assigns = local_metadata.get("assign_to_params_buffers", False)
-        if assigns and name in state_dict and is_master(self.weight):
+        if assigns and name in state_dict:
             state_dict[name] = as_master_like(self.weight, state_dict[name])
         saved = state_dict.pop(prefix + WEIGHT_STATE, None)
         super()._load_from_state_dict(

@@ -66,9 +66,9 @@ mark_written                   lets the next gather of every master cast it
 report                         says what is gathered for each parameter, and why
 """
 
-from zerocast.sharded.low_bit_all_gather import LowBitAllGather
+from zerocast.sharded.all_gather import LowBitAllGather
+from zerocast.sharded.casts import mark_written, precompute_scales_for_fsdp
 from zerocast.sharded.master_weight import MasterWeight
-from zerocast.sharded.precompute import mark_written, precompute_scales_for_fsdp
 from zerocast.sharded.report import GatherReport, ParameterGather, report
 
 __all__ = [

@@ -1,95 +1,144 @@
-"""The casts of masters: which are made together, and the plans that make them.
+"""The casts of masters: which are made together, when they are due, and the plans that make them.
 
 Most masters are cast alone, when they are gathered. Those of an amax group share one tensor amax,
-for which a cast needs them all: they are one *unit*, and are cast together as soon as one of them
-is due. :func:`zerocast.sharded.precompute_scales_for_fsdp` casts many units with one plan.
+for which a cast needs them all: they are one cast group, and are cast together as soon as one of
+them is due. :func:`precompute_scales_for_fsdp` casts many groups with one plan.
 
 Note: one cast for one value
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 A weight may be gathered several times between two steps of the optimizer: in the forward, again in
-the backward, for every microbatch. The codes are those of one cast, so what a recipe remembers
-moves on once and the backward multiplies by what the forward did. A cast is due where any rank has
-written its rows since the latest one, whether torch saw that or not
-(:mod:`zerocast.sharded.cast_values`), so the ranks ask each other by one small all-reduce. They do
-not ask
+the backward, for every microbatch. The codes are those of one cast, so a recipe's state advances
+once and the backward multiplies by what the forward did. A cast is due if any rank has written its
+rows since the latest one, whether torch saw that or not (:class:`zerocast.sharded.state.
+CastValues`), so the ranks ask each other by one small all-reduce. They do not ask
 
 * inside a backward, which gathers what its forward did;
 * the first time after a cast that was not the gather's own: that of another weight of its amax
-  group, or of :func:`zerocast.sharded.precompute_scales_for_fsdp`. Only a rank on which torch sees
-  a write asks then, so all ranks must have made that write.
+  group, or of :func:`precompute_scales_for_fsdp`. Only a rank on which torch sees a write asks
+  then, so all ranks must have made that write.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
 from zerocast.cast import CastPlan
-from zerocast.comm import Communicator, Group, SingleRank, as_communicator
+from zerocast.cast.plan_cache import drop_plan, find_plan, keep_plan
+from zerocast.comm import Communicator, Group, as_communicator
 from zerocast.errors import InputError
-from zerocast.sharded.low_bit_all_gather import AllGatherInput, LowBitAllGather
-from zerocast.sharded.placement import tp_shard_of
-from zerocast.tensors import QuantizedTensor, TensorParallelShard
+from zerocast.sharded.all_gather import AllGatherInput, CodesState, LowBitAllGather, gather_of
+from zerocast.sharded.placement import is_sharded, reshard
+from zerocast.tensors import QuantizedTensor
 from zerocast.tensors.quantize import plain_master
 
+_KEY = "sharded"
+"""Tells plans of this module from others of the same weights."""
 
-class CastGroupMember(NamedTuple):
-    """One weight of a cast.
-
-    Attributes:
-        gather: what all pieces of its master have in common.
-        master: this rank's rows, where they are between two steps: under FSDP2's CPU offload on
-            another device than the codes.
-        weight: the parameter of which they are, a DTensor.
-    """
-
-    gather: LowBitAllGather
-    master: torch.Tensor
-    weight: torch.Tensor
-
-    @property
-    def tp_shard(self) -> TensorParallelShard | None:
-        """What this rank holds of the weight, once FSDP2 has gathered it; None for all of it."""
-        gather = self.gather
-        return tp_shard_of(gather.name, self.weight, is_fsdp_sharded=gather.is_gathered)
-
-    @property
-    def shards(self) -> AllGatherInput:
-        """Of a gather that has been prepared."""
-        assert self.gather.shards is not None
-        return self.gather.shards
-
-    @property
-    def shard(self) -> torch.Tensor | None:
-        """The master as a plan reads it, on the device of the codes; None where this rank has no
-        rows.
-        """
-        device = self.shards.storage.device
-        return plain_master(self.master, device) if self.master.numel() else None
-
-
-CastGroup: TypeAlias = Sequence[CastGroupMember]
+CastGroup: TypeAlias = Sequence[LowBitAllGather]
 """Weights that are cast together: one, or those of an amax group."""
 
 
-def cast_group_of(layer: torch.nn.Module, weight: CastGroupMember) -> CastGroup:
-    """What is cast with ``weight``, the weight of ``layer``; in an amax group all of it."""
-    group = getattr(layer, "amax_group", None)
-    return [weight] if group is None else group.members()
+class AmaxGroup:
+    """Layers whose masters share one tensor amax, and are therefore cast together.
 
+    FSDP2 gathers one parameter after the other, and a shared amax takes all of them. So the first
+    of a group that is gathered while a cast is due casts them all: every rank has its rows of each
+    then, because FSDP2 shards its parameters between a step and the gathers that follow. The
+    others find their codes made. It follows that the members of a group are sharded over the same
+    ranks and gathered in one dtype, in one FSDP module or in several.
 
-def written_groups(cast_groups: Sequence[CastGroup], comms: Sequence[Communicator]) -> list[bool]:
-    """Which of ``units`` any rank has written since their latest casts, seen by torch or not.
+    A group is known by its layers, and a layer knows its group, so copies of a model have groups of
+    their own.
 
-    Collective over ``comms``, of each unit the ranks that share its weights, and over those that
-    hold parts of them: one small all-reduce a group of ranks.
+    Attributes:
+        layers: one for each weight.
     """
-    votes = torch.cat([_vote(cast_group) for cast_group in cast_groups])
-    groups = [[comm] for comm in comms], [_part_comms(cast_group) for cast_group in cast_groups]
-    for comms_of_group in groups:
+
+    def __init__(self) -> None:
+        self.layers: list[torch.nn.Module] = []
+        self._members: dict[int, LowBitAllGather] = {}  # by place in layers
+
+    def members(self) -> CastGroup:
+        """Return the all-gather of each weight.
+
+        Raises:
+            InputError: if the weights are not sharded alike. The ranks that share them find the
+                same.
+        """
+        first: torch.Tensor | None = None
+        for i, layer in enumerate(self.layers):
+            weight = layer.weight
+            assert isinstance(weight, torch.Tensor)
+            gather = gather_of(weight)
+            if gather is None:
+                continue  # gathered now, and found before
+            first = weight if first is None else first
+            if _placement(weight) != _placement(first) or not is_sharded(weight):
+                raise _not_alike(first, weight)
+            gather.find(weight)
+            self._members[i] = gather
+        return [self._members[i] for i in range(len(self.layers))]
+
+    @property
+    def is_due(self) -> bool:
+        """Whether this rank has written any of the masters since their latest cast."""
+        return any(gather.is_due(gather.master) for gather in self.members())
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the layers, for copies and pickles."""
+        return {"layers": self.layers, "_members": {}}
+
+
+def _placement(weight: torch.Tensor) -> object:
+    """Return over which ranks a weight is sharded, and how."""
+    return (weight.device_mesh, weight.placements) if is_sharded(weight) else None
+
+
+def _not_alike(*weights: torch.Tensor) -> InputError:
+    given = []
+    for weight in weights:
+        gather = gather_of(weight)
+        assert gather is not None
+        place = f"over {_placement(weight)}" if is_sharded(weight) else "not at all"
+        given.append(f"{gather.name} {place}")
+    return InputError(
+        f"weights of one amax group are cast together, when the first of them is gathered, so "
+        f"fully_shard must shard them over the same ranks, got {' and '.join(given)}; call it on "
+        f"all their layers, or modules around them, with one mesh, or leave one out of amax_groups."
+    )
+
+
+def cast_group_of(layer: torch.nn.Module, weight: torch.Tensor) -> CastGroup:
+    """Return what is cast with ``weight``, a DTensor of master rows, of ``layer``: it alone, or all
+    of its amax group.
+    """
+    gather = gather_of(weight)
+    assert gather is not None
+    gather.find(weight)
+    group = getattr(layer, "amax_group", None)
+    return [gather] if group is None else group.members()
+
+
+# --- when a cast is due, and making it ---
+
+
+def _written_groups(cast_groups: Sequence[CastGroup], comms: Sequence[Communicator]) -> list[bool]:
+    """Say of each group whether any rank has written one of its masters since their latest cast,
+    seen by torch or not.
+
+    Collective over ``comms``, for each group the ranks that share its weights, and over those that
+    hold tensor-parallel shards of them: one small all-reduce for each of these communicators.
+    """
+    votes = torch.stack([_vote(cast_group) for cast_group in cast_groups])
+    tp_comms = [
+        [tp_shard.require_comm() for gather in group if (tp_shard := gather.tp_shard) is not None]
+        for group in cast_groups
+    ]
+    for comms_of_group in [[comm] for comm in comms], tp_comms:
         for comm in dict.fromkeys(itertools.chain(*comms_of_group)):
             indices = [i for i, mine in enumerate(comms_of_group) if comm in mine]
             shared = votes[indices]
@@ -99,49 +148,60 @@ def written_groups(cast_groups: Sequence[CastGroup], comms: Sequence[Communicato
 
 
 def _vote(cast_group: CastGroup) -> torch.Tensor:
-    """int32 [1] on the device of the codes: 1 where this rank has written one of the masters."""
+    """Return int32 [] on the device of the codes: 1 if this rank has written one of the masters."""
     device = cast_group[0].shards.storage.device
-    written = [
-        gather.cast_values.differ_from(master).to(device) for gather, master, _ in cast_group
-    ]
-    return torch.stack(written).amax().view(1)
+    written = [gather.cast_values.differ_from(gather.master).to(device) for gather in cast_group]
+    return torch.stack(written).amax()
 
 
-def _part_comms(cast_group: CastGroup) -> list[Communicator]:
-    return [
-        tp_shard.require_comm()
-        for member in cast_group
-        if (tp_shard := member.tp_shard) is not None
-    ]
+def _is_due_anywhere(gather: LowBitAllGather, cast_group: CastGroup, comm: Communicator) -> bool:
+    """Say whether any rank of ``comm``, or of tensor parallelism, has written a master of
+    ``cast_group`` since its latest cast; see the note above on when they are asked.
+    """
+    is_settled, gather.is_settled = gather.is_settled, False
+    is_due = True
+    if all(member.codes is not CodesState.NONE for member in cast_group):
+        in_backward = torch._C._current_graph_task_id() != -1
+        is_seen = not all(member.cast_values.are_in(member.master) for member in cast_group)
+        if in_backward or (is_settled and not is_seen):
+            return False
+        (is_due,) = _written_groups([cast_group], [comm])
+    for member in cast_group:
+        member.is_settled = member is not gather
+    return is_due
 
 
-def plan_casts(cast_groups: Sequence[CastGroup]) -> CastPlan:
-    """One plan for the casts of these weights, from this rank's rows of each. Collective.
+def _run_casts(cast_groups: Sequence[CastGroup]) -> None:
+    """Cast these weights, from this rank's rows of each. Collective: one all-reduce for each
+    communicator, and what a new plan needs.
 
     All have been prepared for a gather, on one device.
     """
-    members = [member for cast_group in cast_groups for member in cast_group]
-    shards = [member.shards for member in members]
-    for i, cast_group in enumerate(cast_groups):
-        for member in cast_group:
-            member.shards.storage.amax_group = str(i) if len(cast_group) > 1 else None
-    extents = [s.rows.extent(s.comm.rank) for s in shards]
-    return CastPlan(
-        [QuantizedTensor(s.storage) for s in shards],
-        [member.shard for member in members],
-        [extent.start if extent else None for extent in extents],
-        [s.comm for s in shards],
-        names=[gather.name for gather, _, _ in members],
-        fsdp_shard_model_weights=[s.own for s in shards],
-    )
-
-
-def run_casts(plan: CastPlan, cast_groups: Sequence[CastGroup]) -> None:
-    """Run what :func:`plan_casts` made. Collective: one all-reduce a group of ranks."""
-    members = [member for cast_group in cast_groups for member in cast_group]
-    plan.cast_and_release([member.shard for member in members])
-    for gather, master, _ in members:
-        gather.mark_cast(master)
+    gathers = list(itertools.chain(*cast_groups))
+    storages = [gather.shards.storage for gather in gathers]
+    masters = [
+        # None if this rank has no rows.
+        plain_master(gather.master, storage.device) if gather.master.numel() else None
+        for gather, storage in zip(gathers, storages, strict=True)
+    ]
+    plan = find_plan(storages, _KEY)
+    if plan is None:
+        for i, cast_group in enumerate(cast_groups):
+            for gather in cast_group:
+                gather.shards.storage.amax_group = str(i) if len(cast_group) > 1 else None
+        extents = [gather.shards.rows.extent(gather.shards.comm.rank) for gather in gathers]
+        plan = CastPlan(
+            list(map(QuantizedTensor, storages)),
+            masters,
+            [extent.start if extent else None for extent in extents],
+            [gather.shards.comm for gather in gathers],
+            names=[gather.name for gather in gathers],
+            fsdp_shard_model_weights=[gather.shards.own for gather in gathers],
+        )
+        keep_plan(storages, _KEY, plan)
+    plan.cast_and_release(masters)
+    for gather in gathers:
+        gather.mark_cast()
 
 
 def codes_to_send(
@@ -151,77 +211,128 @@ def codes_to_send(
     dtype: torch.dtype,
     device: torch.device,
 ) -> tuple[tuple[torch.Tensor, ...], AllGatherInput]:
-    """What this rank sends of its rows of one weight, cast where a cast is due, and what the ranks
-    know besides. Collective over ``group``, and over that of a part.
+    """Return what this rank sends of its rows of one weight, cast if a cast is due, and what the
+    ranks know besides. Collective over ``group``, and over that of tensor parallelism.
 
     Args:
         gather: of the weight.
-        unit: the weight, and those that are cast with it.
+        cast_group: the weight, and those that are cast with it.
         group: the ranks that share them.
         dtype: the nominal one.
         device: where the codes are; masters elsewhere are moved there for the cast.
 
     Raises:
-        InputError: on every rank, where parts begin or end inside a block, or where the unit was
-            cast for a gather in another dtype.
+        InputError: on every rank, if tensor-parallel shards begin or end inside a block, or if the
+            group was cast for a gather in another dtype.
     """
     with torch.inference_mode(False):  # else only inference could ever write the buffers
         comm = as_communicator(group)
-        _check_group(gather, cast_group, dtype)
+        _check_dtype(gather, cast_group, dtype)
         is_due = _is_due_anywhere(gather, cast_group, comm)
-        prepared = [
-            member.gather.prepare(comm, dtype, device, member.tp_shard, is_due=is_due)
-            for member in cast_group
-        ]
-        if is_due or any(prepared):
-            if gather.plan is None:
-                gather.plan = plan_casts([cast_group])
-            run_casts(gather.plan, [cast_group])
+        new = [member.prepare(comm, dtype, device, is_due=is_due) for member in cast_group]
+        if is_due or any(new):
+            _run_casts([cast_group])
     shards = gather.shards
-    assert shards is not None
-    shards.was_asked_for = True
+    if gather.codes is CodesState.CAST:
+        gather.codes = CodesState.GATHERED
     return tuple(shards.rows.to_send(codes) for codes in shards.sent.values()), shards
 
 
-def ungathered_weight(
-    gather: LowBitAllGather, cast_group: CastGroup, master: torch.Tensor
-) -> QuantizedTensor:
-    """The weight of ``master``, which FSDP2 does not shard, in its dtype; cast with its ``unit``
-    where a cast is due. Collective over the group of its part.
-    """
-    codes, shards = codes_to_send(gather, cast_group, SingleRank(), master.dtype, master.device)
-    if gather.ungathered is None:
-        gather.ungathered = gather.gathered_weight(codes, shards)[0].quantized_storage
-    return QuantizedTensor(gather.ungathered)
-
-
-def _check_group(gather: LowBitAllGather, cast_group: CastGroup, dtype: torch.dtype) -> None:
-    """Raise where others of its unit, gathered in another dtype, had this weight cast for that.
+def _check_dtype(gather: LowBitAllGather, cast_group: CastGroup, dtype: torch.dtype) -> None:
+    """Raise if others of its group, gathered in another dtype, had this weight cast for that.
     FSDP2 says the same on every rank.
     """
-    shards = gather.shards
-    if shards is None or shards.was_asked_for or shards.dtype == dtype:
+    if gather.codes is not CodesState.CAST or gather.shards.dtype == dtype:
         return
-    others = ", ".join(member.gather.name for member in cast_group if member.gather is not gather)
+    others = ", ".join(member.name for member in cast_group if member is not gather)
     raise InputError(
         f"weights of one amax group are cast together, so they must be gathered in one dtype, got "
-        f"{shards.dtype} for {others} and {dtype} for {gather.name}; give their modules one "
+        f"{gather.shards.dtype} for {others} and {dtype} for {gather.name}; give their modules one "
         f"MixedPrecisionPolicy, or leave one out of amax_groups."
     )
 
 
-def _is_due_anywhere(gather: LowBitAllGather, cast_group: CastGroup, comm: Communicator) -> bool:
-    """Whether any rank of ``comm``, or of the parts' groups, has written a master of ``unit`` since
-    its latest cast; see the note above on when they are asked.
+# --- what a caller says who has written masters ---
+
+
+@torch.no_grad()
+def precompute_scales_for_fsdp(model: torch.nn.Module, *, only_written: bool = False) -> None:
+    """Cast all masters of ``model`` with one all-reduce.
+
+    Call it after ``optimizer.step()``, whoever wrote the masters. The next all-gather of each sends
+    the codes that it made. It is never needed: without it each parameter is cast when it is
+    gathered after a write, with a small all-reduce of its own and one more to find out, to the same
+    bytes. Collective over the ranks that shard the model, and like ``optimizer.step()`` it leaves
+    the parameters sharded. Under tensor parallelism there is one all-reduce more, over the ranks
+    that hold shards of a weight; if it alone distributes the model, that is the only one.
+
+    A parameter that no forward has gathered yet is left to its first gather, because only FSDP2
+    knows which dtype it will be gathered for.
+
+    Args:
+        model: converted with ``weights="master"`` and sharded by
+            ``torch.distributed.fsdp.fully_shard``, or a module around such.
+        only_written: leave out masters that no rank has written since their latest cast, such as
+            frozen ones, for one more all-reduce. Without it the recipe's state of a master (delayed
+            scaling, stochastic rounding) advances, written or not.
+
+    Raises:
+        InputError: if no parameter is all-gathered in codes.
     """
-    is_settled, gather.is_settled = gather.is_settled, False
-    is_due = True
-    if all(member.gather.shards is not None for member in cast_group):
-        in_backward = torch._C._current_graph_task_id() != -1
-        is_seen = not all(each.cast_values.are_in(master) for each, master, _ in cast_group)
-        if in_backward or (is_settled and not is_seen):
-            return False
-        (is_due,) = written_groups([cast_group], [comm])
-    for member in cast_group:
-        member.gather.is_settled = member.gather is not gather
-    return is_due
+    cast_groups = [
+        cast_group
+        for cast_group in _cast_groups("precompute_scales_for_fsdp", model)
+        if all(gather.codes is not CodesState.NONE for gather in cast_group)
+    ]
+    due = cast_groups
+    if only_written and cast_groups:
+        comms = [cast_group[0].shards.comm for cast_group in cast_groups]
+        due = list(itertools.compress(cast_groups, _written_groups(cast_groups, comms)))
+    if due:
+        _run_casts(due)
+    for cast_group in due if len(due) > 1 else ():
+        # This plan casts from now on, so that of the group alone gives its memory back.
+        drop_plan([gather.shards.storage for gather in cast_group], _KEY)
+    for gather in itertools.chain(*cast_groups):
+        gather.is_settled = True
+
+
+def mark_written(model: torch.nn.Module) -> None:
+    """Let the next all-gather of every master of ``model``, or the next
+    :func:`precompute_scales_for_fsdp`, cast it.
+
+    For code that writes masters where torch does not see it, by their addresses say, between
+    :func:`precompute_scales_for_fsdp` and the next forward; at any other time a gather finds out by
+    itself. All ranks that shard the model call it; nothing is communicated, and like
+    ``optimizer.step()`` it leaves the parameters sharded.
+
+    Args:
+        model: as for :func:`precompute_scales_for_fsdp`.
+
+    Raises:
+        InputError: if no parameter is all-gathered in codes.
+    """
+    for gather in itertools.chain(*_cast_groups("mark_written", model)):
+        gather.cast_values.forget()
+
+
+def _cast_groups(function: str, model: torch.nn.Module) -> list[CastGroup]:
+    """Reshard ``model`` and return its masters, those of an amax group together.
+
+    Raises:
+        InputError: if there are none; ``function`` is the public one that needs some.
+    """
+    reshard(model)
+    cast_groups: dict[LowBitAllGather, CastGroup] = {}  # by the first weight of each
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            if is_sharded(parameter) and gather_of(parameter) is not None:
+                cast_group = cast_group_of(module, parameter)
+                cast_groups.setdefault(cast_group[0], cast_group)
+    if not cast_groups:
+        raise InputError(
+            f"{function} needs a model with parameters that FSDP2 all-gathers in codes, got one "
+            f"with none; convert it by zerocast.nn.convert(model, recipe, weights='master'), then "
+            f"call torch.distributed.fsdp.fully_shard."
+        )
+    return list(cast_groups.values())

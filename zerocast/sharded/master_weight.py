@@ -1,14 +1,14 @@
 """MasterWeight: a parameter in high precision that FSDP2 all-gathers in codes.
 
 It is a tensor of the master's values, which optimizers, initialisation and checkpoints read and
-write as ever; FSDP2 shards it by rows like any other. What makes it different are the two methods
-by which FSDP2 asks a tensor what to send and what to make of what arrived, and that every piece of
-it (a shard, an alias, the same rows on another device) knows the :class:`LowBitAllGather` of the
-whole.
+write like any other; FSDP2 shards it by rows. It differs from a plain tensor in two ways. It has
+the two methods by which FSDP2 asks a tensor what to send and what to make of what was gathered, and
+every piece of it (a shard, an alias, the same rows on another device) knows the
+:class:`LowBitAllGather` of the whole.
 
-Views of it are pieces of it, so that a write through any of them is seen; all else that is computed
-from it is a plain tensor. It does not enter a product itself: a layer whose
-weight was not gathered would work in high precision where codes were asked for.
+Views of it are pieces of it, so that a write through any of them is seen; everything else that is
+computed from it is a plain tensor. It cannot be an operand of a product: a layer whose weight was
+not gathered would work in high precision although codes were asked for.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from torch.utils._pytree import tree_map_only
 from zerocast.arguments import check_tensor
 from zerocast.errors import InputError, UnsupportedError
 from zerocast.recipes import NOMINAL_DTYPES, Recipe
-from zerocast.sharded.casts import CastGroupMember, cast_group_of, codes_to_send
-from zerocast.sharded.low_bit_all_gather import AllGatherInput, LowBitAllGather
+from zerocast.sharded.all_gather import AllGatherInput, CodesState, LowBitAllGather, gather_of
+from zerocast.sharded.casts import cast_group_of, codes_to_send
 from zerocast.sharded.placement import check_placement, is_sharded, sharded_like, to_local
 from zerocast.tensors import QuantizedTensor
 from zerocast.tensors.inference import decomposed, inference_mode_of
@@ -39,8 +39,8 @@ _COPIES = {
     aten.clone.default, aten.empty_like.default, aten.new_zeros.default, aten._to_copy.default,
     aten._pin_memory.default,
 }  # fmt: skip
-"""Operations whose results are masters again, beside views: those by which FSDP2 and ``Module``
-make parameters from parameters."""
+"""The operations, beside views, whose results are masters again: FSDP2 and ``Module`` make
+parameters from parameters by them."""
 
 _PRODUCTS = {
     aten.linear.default, aten.mm.default, aten.addmm.default, aten.bmm.default, aten.t.default,
@@ -101,13 +101,11 @@ class MasterWeight(torch.Tensor):
         written = _written(func, args, kwargs)
         source = args[1] if func is aten.copy_.default else None
         for master in written:
-            if (
-                isinstance(source, MasterWeight)
-                and source.low_bit_all_gather is master.low_bit_all_gather
-            ):
-                master.low_bit_all_gather.cast_values.copied(source.value, master.value)
+            gather = master.low_bit_all_gather
+            if isinstance(source, MasterWeight) and source.low_bit_all_gather is gather:
+                gather.cast_values.copied(source.value, master.value)
             else:
-                master.low_bit_all_gather.cast_values.written(master.value)
+                gather.cast_values.written(master.value)
         return first if written and isinstance(out, torch.Tensor) else out
 
     # --- what FSDP2 asks for ---
@@ -120,31 +118,23 @@ class MasterWeight(torch.Tensor):
         module: torch.nn.Module,
         mp_policy: MixedPrecisionPolicy,
     ) -> tuple[tuple[torch.Tensor, ...], AllGatherInput]:
-        """What this rank sends of its rows.
+        """Return what this rank sends of its rows.
 
         Raises:
             UnsupportedError: on every rank, at the first gather, for what cannot be gathered in
                 codes.
         """
-        gather, member = self.low_bit_all_gather, self._member_in(module)
-        if gather.shards is None or not gather.shards.was_asked_for:
-            check_placement(gather.name, member.weight)
+        gather = self.low_bit_all_gather
+        # This is a shard of the parameter, or a copy of one on the device of the gather.
+        parameter = next(
+            each
+            for each in module._parameters.values()
+            if each is not None and gather_of(each) is gather
+        )
+        if gather.codes is not CodesState.GATHERED:
+            check_placement(gather.name, parameter)
         dtype = mp_policy.param_dtype or self.dtype
-        return codes_to_send(gather, cast_group_of(module, member), mesh, dtype, self.device)
-
-    def _member_in(self, module: torch.nn.Module) -> CastGroupMember:
-        """The parameter of ``module`` of which this is a shard, or a copy on the device of the
-        gather.
-        """
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                shard = to_local(parameter)
-                if (
-                    isinstance(shard, MasterWeight)
-                    and shard.low_bit_all_gather is self.low_bit_all_gather
-                ):
-                    return CastGroupMember(shard.low_bit_all_gather, shard.value, parameter)
-        raise AssertionError("FSDP2 names the module whose parameter it gathers")
+        return codes_to_send(gather, cast_group_of(module, parameter), mesh, dtype, self.device)
 
     def fsdp_post_all_gather(
         self,
@@ -154,7 +144,7 @@ class MasterWeight(torch.Tensor):
         *,
         out: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, list[torch.Tensor]] | None:
-        """The weight of what all ranks sent; in ``out``, where it was made before."""
+        """Make the weight of what all ranks sent; in ``out``, if it was made before."""
         if out is None:
             return self.low_bit_all_gather.gathered_weight(all_gather_outputs, metadata)
         weight = to_local(out)  # a DTensor under tensor parallelism
@@ -166,8 +156,8 @@ class MasterWeight(torch.Tensor):
 
     @property
     def data(self) -> torch.Tensor:
-        """An alias without a gradient. What is assigned to it takes the place of ``value``, in its
-        own dtype.
+        """An alias without a gradient. A tensor that is assigned to it takes the place of
+        ``value``, in its own dtype.
         """
         return self.detach()
 
@@ -184,7 +174,7 @@ class MasterWeight(torch.Tensor):
         self.value = value
 
     def data_ptr(self) -> int:
-        """The address of ``value``: by it wrappers recognise a parameter that they replace."""
+        """Return the address of ``value``: wrappers recognise a parameter by it."""
         return self.value.data_ptr()
 
     def __dlpack__(self, **options: Any) -> Any:
@@ -198,9 +188,8 @@ class MasterWeight(torch.Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> MasterWeight:
         if id(self) in memo:
             return memo[id(self)]
-        gather = memo.setdefault(
-            id(self.low_bit_all_gather), self.low_bit_all_gather.copy_for(self.value)
-        )
+        gather = self.low_bit_all_gather
+        gather = memo.setdefault(id(gather), gather.copy_for(self.value))
         value = copy.deepcopy(self.value, memo)
         copied = restore(value, gather, self.requires_grad, isinstance(self, torch.nn.Parameter))
         memo[id(self)] = copied
@@ -214,8 +203,8 @@ class MasterWeight(torch.Tensor):
         return restore, (self.value, gather, self.requires_grad, is_parameter)
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[torch.Size, Recipe]]:
-        """Not the gather: what torch.compile compiles for one master serves all alike, so what it
-        returns is nobody's piece.
+        """Leave the gather out: what torch.compile compiles for one master serves all alike, so
+        its results are pieces of none.
         """
         return ["value"], (self.low_bit_all_gather.shape, self.low_bit_all_gather.recipe)
 
@@ -232,10 +221,10 @@ class MasterWeight(torch.Tensor):
 def restore(
     value: torch.Tensor, gather: LowBitAllGather, requires_grad: bool, is_parameter: bool
 ) -> MasterWeight:
-    """A master around ``value``, as unpickling and deepcopy make it.
+    """Make a master around ``value``, for unpickling and deepcopy.
 
     Raises:
-        InputError: where they are not a plain tensor in high precision and a gather.
+        InputError: if they are not a plain tensor in high precision and a gather.
     """
     if (
         not isinstance(value, torch.Tensor)
@@ -255,45 +244,31 @@ def restore(
     return master.requires_grad_(requires_grad)  # type: ignore[return-value]
 
 
-def is_master(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` is a master, sharded or not."""
-    return isinstance(to_local(tensor), MasterWeight)
-
-
 def as_plain(tensor: torch.Tensor) -> torch.Tensor:
-    """A master as a plain tensor of the same memory, sharded as it is; any other as it is."""
+    """Return a master as a plain tensor of the same memory, sharded as it is; any other tensor as
+    it is.
+    """
     local = to_local(tensor)
     if not isinstance(local, MasterWeight):
         return tensor
-    plain = sharded_like(tensor, local.value.detach())
-    return local.low_bit_all_gather.cast_values.lent(plain) if is_sharded(tensor) else plain
+    plain, values = sharded_like(tensor, local.value.detach()), local.low_bit_all_gather.cast_values
+    return values.count_writes(plain) if is_sharded(tensor) else plain
 
 
 def as_master_like(master: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor``, which takes the place of ``master``, as a master of the same gather, sharded as
-    ``tensor`` is.
+    """Return ``tensor``, which takes the place of ``master``, as a master of the same gather,
+    sharded as ``tensor`` is; as it is if it is a master already, or ``master`` is none.
     """
-    local = to_local(master)
-    assert isinstance(local, MasterWeight)
-    if is_master(tensor):
+    gather = gather_of(master)
+    if gather is None or gather_of(tensor) is not None:
         return tensor
-    return sharded_like(tensor, MasterWeight(to_local(tensor).detach(), local.low_bit_all_gather))
-
-
-def holds_codes(weight: torch.Tensor) -> bool:
-    """Whether a layer can multiply with the codes of ``weight``: they were gathered, or it is a
-    master that is distributed and not by FSDP2, of which the layer casts what its rank holds.
-    """
-    if not is_sharded(weight):
-        return isinstance(weight, QuantizedTensor)
-    local = to_local(weight)
-    if isinstance(local, MasterWeight):
-        return not local.low_bit_all_gather.is_gathered
-    return isinstance(local, QuantizedTensor)
+    return sharded_like(tensor, MasterWeight(to_local(tensor).detach(), gather))
 
 
 def not_gathered(name: str) -> UnsupportedError:
-    """The error of a product with a weight that should have been gathered in codes, and was not."""
+    """Return the error of a product with a weight that should have been gathered in codes and was
+    not.
+    """
     return UnsupportedError(
         f"{name} was to be all-gathered in codes before its layer runs, and FSDP2 has not gathered "
         f"it; call torch.distributed.fsdp.fully_shard on the layer or a module around it, without "
@@ -303,7 +278,7 @@ def not_gathered(name: str) -> UnsupportedError:
 
 
 def _piece(func: Any, master: MasterWeight, value: torch.Tensor) -> MasterWeight:
-    """What ``func`` made of ``master``: where that is a view of all of it, around the same tensor,
+    """Wrap what ``func`` made of ``master``; a view of all of it is wrapped around the same tensor,
     whose version torch counts.
     """
     whole = master.value
@@ -318,24 +293,23 @@ def _first_master(args: Any) -> MasterWeight:
 
 
 def _note_shard(master: MasterWeight, shape: Sequence[int]) -> None:
-    """FSDP2 makes memory for its shard of ``master``. Nobody else makes masters by ``new_zeros``,
-    but DTensor such without elements.
+    """Note that FSDP2 makes memory for its shard of ``master``. Beside it only DTensor makes
+    masters by ``new_zeros``, and those have no elements.
 
     Raises:
-        UnsupportedError: where it shards by columns.
+        UnsupportedError: if it shards by columns.
     """
     if master.dim() == 2 and shape[1] != master.shape[1]:
         raise UnsupportedError(
             f"{master.low_bit_all_gather.name}: a low-bit all-gather needs masters sharded by "
-            f"rows, "
-            f"got a split of dimension 1; leave shard_placement_fn out for this parameter, or "
-            f"leave its layer out of zerocast.nn.convert by filter_fqns."
+            f"rows, got a split of dimension 1; leave shard_placement_fn out for this parameter, "
+            f"or leave its layer out of zerocast.nn.convert by filter_fqns."
         )
     master.low_bit_all_gather.is_gathered = True
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[MasterWeight]:
-    """The masters that ``func`` writes."""
+    """Return the masters that ``func`` writes."""
     found: list[MasterWeight] = []
     for i, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:

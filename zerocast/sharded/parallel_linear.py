@@ -1,7 +1,8 @@
-"""The product of a linear layer whose weight is a DTensor, as tensor parallelism makes it.
+"""resolve: what the forward of a linear layer multiplies by, and how, if its weight is distributed.
 
-A rank multiplies what it holds of input and weight as if that were all, by the products of any
-other layer; what the result is a part of follows from the placements:
+FSDP2 gives a layer the codes that it has gathered, as a weight like any other. Under tensor
+parallelism the weight is a DTensor. A rank multiplies what it holds of input and weight as if that
+were all, by the products of any other layer; how the result is placed follows from the placements:
 
     weight      input       output      gradient of input, weight
     Shard(0)    Replicate   Shard(-1)   Partial, Shard(0)             ``ColwiseParallel``
@@ -10,30 +11,95 @@ other layer; what the result is a part of follows from the placements:
     Replicate   Shard(d)    Shard(d)    Shard(d), Partial             d is not the last dimension
 
 An input that is placed otherwise is redistributed first. Placements are torch's, and so are the
-styles that make them; what happens to input and output around the layer is theirs.
+styles that make them, which also say what happens to input and output around the layer.
 
-The codes of a weight's part are those of the whole weight's cast
-(:class:`zerocast.tensors.TensorParallelShard`). Inputs and gradients are quantized by each rank by
-itself, of what it holds, as under data parallelism.
+The codes of a tensor-parallel shard are those of the whole weight's cast
+(:class:`zerocast.tensors.TensorParallelShard`). A master that FSDP2 does not gather is cast by the
+layer (:class:`CastMaster`). Each rank quantizes what it holds of inputs and gradients, as under
+data parallelism.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 
+from zerocast.comm import SingleRank
 from zerocast.errors import InputError, UnsupportedError
+from zerocast.sharded.all_gather import CodesState, gather_of
+from zerocast.sharded.casts import CastGroup, cast_group_of, codes_to_send
+from zerocast.sharded.master_weight import MasterWeight, not_gathered
+from zerocast.sharded.placement import is_sharded, to_local, tp_shard_of
+from zerocast.tensors import QuantizedTensor
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement
 
-Multiply: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+Multiply: TypeAlias = Callable[..., torch.Tensor]
+"""``(input, weight, bias, tp_shard=...)``: the product of what this rank holds."""
+
+DistributedLinear: TypeAlias = Callable[[torch.Tensor, Multiply], "DTensor"]
+
+
+def resolve(layer: Any) -> DistributedLinear | None:
+    """Say what the forward of ``layer``, a :class:`zerocast.nn.Linear`, multiplies by: None for its
+    weight as it is, whole on this rank; else a function of the input and of ``multiply``, which
+    gives the product of what this rank holds.
+
+    Raises:
+        UnsupportedError: if the weight was to be gathered in codes and is not.
+    """
+    weight = layer.weight
+    if not is_sharded(weight):
+        if layer.low_bit_all_gather and not isinstance(weight, QuantizedTensor):
+            raise not_gathered(layer.name)
+        return None
+    local = to_local(weight)
+    gather = local.low_bit_all_gather if isinstance(local, MasterWeight) else None
+    # A master that tensor parallelism alone distributes is cast by the layer.
+    has_codes = isinstance(local, QuantizedTensor) if gather is None else not gather.is_gathered
+    if layer.low_bit_all_gather and not has_codes:
+        raise not_gathered(layer.name)
+    # torch.compile can neither trace that cast nor have masters in a graph.
+    run = parallel_linear if gather is None else torch._disable_dynamo(parallel_linear)
+    return functools.partial(run, layer)
+
+
+class CastMaster(torch.autograd.Function):
+    """``CastMaster.apply(master, cast_group)``: the codes of a :class:`MasterWeight` [M, K] that
+    FSDP2 does not gather; the gradient passes through unchanged (straight-through).
+
+    They are cast once for each value of the master, and ahead of the forward if
+    :func:`precompute_scales_for_fsdp` is called.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, master: torch.Tensor, cast_group: CastGroup) -> torch.Tensor:
+        return kept_weight(master, cast_group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad, None
+
+
+def kept_weight(master: torch.Tensor, cast_group: CastGroup) -> QuantizedTensor:
+    """Return the weight of ``master``, which FSDP2 does not shard, in its dtype; cast with its
+    group if a cast is due. Collective over the group of tensor parallelism.
+    """
+    gather = gather_of(master)
+    assert gather is not None
+    codes, shards = codes_to_send(gather, cast_group, SingleRank(), master.dtype, master.device)
+    if gather.kept is None:
+        gather.kept = gather.gathered_weight(codes, shards)[0].quantized_storage
+        gather.codes = CodesState.KEPT
+    return QuantizedTensor(gather.kept)
 
 
 class _Placed(NamedTuple):
-    """Where the tensors of one product are."""
+    """How the tensors of one product are placed."""
 
     input: Placement
     grad_input: Placement
@@ -43,23 +109,15 @@ class _Placed(NamedTuple):
     grad_weight: Placement
 
 
-def parallel_linear(
-    name: str,
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    multiply: Multiply,
-) -> DTensor:
-    """``input @ weight.T + bias``, [..., K] -> [..., M], of DTensors on one mesh.
-
-    Args:
-        name: the layer's, for messages.
-        multiply: gives the product of what this rank holds: input, weight, bias.
+def parallel_linear(layer: Any, input: torch.Tensor, multiply: Multiply) -> DTensor:
+    """Return ``input @ weight.T + bias``, [..., K] -> [..., M], of DTensors on one mesh.
 
     Raises:
         InputError: for an input that is not a DTensor on the weight's mesh.
         UnsupportedError: for a weight that is split otherwise than by rows or by columns.
     """
+    name, weight, bias = layer.name, layer.weight, layer.bias
+    tp_shard = tp_shard_of(name, weight, is_fsdp_sharded=False)
     from torch.distributed.tensor import DTensor
 
     assert isinstance(weight, DTensor)
@@ -71,11 +129,11 @@ def parallel_linear(
         own_bias = _local(bias, where.bias, where.grad_bias)
         if where.output.is_partial() and weight.device_mesh.get_local_rank() != 0:
             own_bias = own_bias - own_bias.detach()  # one rank adds it; zeros have its gradient
-    product = multiply(
-        _local(distributed, where.input, where.grad_input),
-        weight.to_local(grad_placements=(where.grad_weight,)),
-        own_bias,
-    )
+    own_weight = weight.to_local(grad_placements=(where.grad_weight,))
+    if isinstance(own_weight, MasterWeight):
+        own_weight = CastMaster.apply(own_weight, cast_group_of(layer, weight))
+    own_input = _local(distributed, where.input, where.grad_input)
+    product = multiply(own_input, own_weight, own_bias, tp_shard=tp_shard)
     shape = torch.Size((*input.shape[:-1], weight.shape[0]))
     return DTensor.from_local(
         product,
@@ -88,7 +146,7 @@ def parallel_linear(
 
 
 def _on_mesh(name: str, input: torch.Tensor, weight: DTensor) -> DTensor:
-    """``input``, if it is distributed over the ranks that the weight is."""
+    """Return ``input`` if it is distributed over the ranks that the weight is; raise otherwise."""
     from torch.distributed.tensor import DTensor
 
     mesh = weight.device_mesh
@@ -105,7 +163,7 @@ def _on_mesh(name: str, input: torch.Tensor, weight: DTensor) -> DTensor:
 
 
 def _placed(name: str, input: DTensor, weight: DTensor) -> _Placed:
-    """How the product of ``weight`` with ``input`` runs."""
+    """Return how the tensors of the product of ``weight`` with ``input`` are placed."""
     from torch.distributed.tensor import Partial, Replicate, Shard
 
     last = input.ndim - 1
@@ -127,8 +185,8 @@ def _placed(name: str, input: DTensor, weight: DTensor) -> _Placed:
 
 
 def _local(tensor: DTensor, placement: Placement, grad: Placement) -> torch.Tensor:
-    """What this rank holds of ``tensor`` once it is placed so; its gradient is placed as ``grad``
-    says.
+    """Return what this rank holds of ``tensor`` in ``placement``; its gradient is placed as
+    ``grad`` says.
     """
     if tensor.placements != (placement,):
         tensor = tensor.redistribute(placements=(placement,))

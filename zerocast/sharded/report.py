@@ -14,8 +14,7 @@ import torch
 
 from zerocast.arguments import check_module
 from zerocast.recipes import Recipe
-from zerocast.sharded.low_bit_all_gather import LowBitAllGather
-from zerocast.sharded.master_weight import MasterWeight
+from zerocast.sharded.all_gather import LowBitAllGather, gather_of
 from zerocast.sharded.placement import (
     fsdp_dimension,
     gather_dtypes,
@@ -108,13 +107,11 @@ def _gathers(model: torch.nn.Module) -> Iterator[ParameterGather]:
             if parameter in seen:
                 continue
             seen.add(parameter)
-            name = f"{fqn}.{own_name}".lstrip(".")
-            rows = to_local(parameter)
-            gather = rows.low_bit_all_gather if isinstance(rows, MasterWeight) else None
+            name, gather = f"{fqn}.{own_name}".lstrip("."), gather_of(parameter)
             owners = [n for n in dtypes if not n or f"{fqn}.".startswith(f"{n}.")]
             if not owners or not is_sharded(parameter) or (gather and not gather.is_gathered):
                 why = "not sharded: fully_shard was not called on its module, or ignores it"
-                yield ParameterGather(name, rows.shape, None, 0, 0, why)
+                yield ParameterGather(name, to_local(parameter).shape, None, 0, 0, why)
                 continue
             shape = gathered_shape(parameter)
             if gather is not None:

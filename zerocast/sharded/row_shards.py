@@ -1,10 +1,10 @@
-"""RowShards: which rows FSDP2 gives each rank, and the bytes that travel for them.
+"""RowShards: which rows FSDP2 gives each rank, and the bytes that are sent for them.
 
 FSDP2 gives each of D ranks ceil(M / D) rows of a weight [M, K], the last ones fewer or none, and
-gathers equal parts: a rank with fewer rows fills up. Where M does not divide by D it asks that what
-is sent present itself in the padded shape [ceil(M / D), K], also where an element is half a byte,
-and cuts what arrives into rows of K bytes. So there the part of a rank is rounded up to whole rows
-of bytes, which with 4-bit codes may leave half a row unused between the parts.
+gathers equal chunks: a rank with fewer rows fills up. If M does not divide by D it asks that what
+is sent present itself in the padded shape [ceil(M / D), K], also if an element is half a byte, and
+splits what was gathered into rows of K bytes. So then a rank's chunk is rounded up to whole rows of
+bytes, which with 4-bit codes may leave half a row unused between the chunks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class RowShards:
 
     @property
     def rows(self) -> int:
-        """Rows of a rank that has most: the padded shape's."""
+        """Rows of the rank that has most: those of the padded shape."""
         return ceil_div(self.shape[0], self.world_size)
 
     @property
@@ -44,26 +44,26 @@ class RowShards:
 
     @property
     def sent_bytes(self) -> int:
-        """What each rank sends."""
+        """Bytes that each rank sends."""
         size = self.rows * self.row_bytes
         return size if self.is_even else round_up(size, self.shape[1])
 
     @property
     def has_gaps(self) -> bool:
-        """Whether what arrives is not the codes as they lie in memory."""
+        """Whether what is gathered is not the codes as they lie in a weight."""
         return self.sent_bytes != self.rows * self.row_bytes
 
     def extent(self, rank: int) -> Extent:
-        """The elements of ``rank``'s rows."""
+        """Return the elements of ``rank``'s rows."""
         start, end = (min(r * self.rows, self.shape[0]) for r in (rank, rank + 1))
         return Extent(start * self.shape[1], end * self.shape[1])
 
     def code_bytes(self, rank: int) -> int:
-        """Bytes of ``rank``'s codes, filling not counted."""
+        """Return the bytes of ``rank``'s codes, without what fills up."""
         return self.extent(rank).size // self.shape[1] * self.row_bytes
 
     def to_send(self, codes: torch.Tensor) -> torch.Tensor:
-        """uint8 [sent_bytes] in the shape in which FSDP2 takes it."""
+        """Return ``codes``, uint8 [sent_bytes], in the shape in which FSDP2 takes them."""
         if self.is_even:
             return codes.view(self.rows, self.row_bytes)
         return PaddedCodes(codes, (self.rows, self.shape[1]))
@@ -71,7 +71,7 @@ class RowShards:
     def views(
         self, planes: Sequence[str], outputs: Sequence[torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        """By plane its codes, where they lie in what was gathered as they lie in a weight."""
+        """Return, by plane, the codes that were gathered as they lie in a weight."""
         if self.has_gaps:
             return {}
         size = self.shape[0] * self.row_bytes
@@ -88,17 +88,15 @@ class RowShards:
         for i, (plane, own) in enumerate(sent.items()):
             if i < len(outputs) and not self.has_gaps:
                 continue
-            arrived = (outputs[i] if i < len(outputs) else own).view(self.world_size, -1)
-            place = weight[plane].view(-1)
-            start = 0
-            for rank in range(self.world_size):
-                size = self.code_bytes(rank)
-                place[start : start + size] = arrived[rank, :size]
-                start += size
+            chunks = (outputs[i] if i < len(outputs) else own).view(self.world_size, -1)
+            sizes = [self.code_bytes(rank) for rank in range(self.world_size)]
+            places = weight[plane].view(-1).split(sizes)
+            for place, chunk, size in zip(places, chunks, sizes, strict=True):
+                place.copy_(chunk[:size])
 
 
 class PaddedCodes(torch.Tensor):
-    """Codes that present themselves in the shape of the padded shard; flat they are bytes."""
+    """Codes that present themselves in the shape of the padded rows; flat they are bytes."""
 
     codes: torch.Tensor
 
@@ -116,5 +114,5 @@ class PaddedCodes(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        assert func is torch.ops.aten.view.default, func  # FSDP2 flattens it, and that is all
+        assert func is torch.ops.aten.view.default, func  # FSDP2 flattens it, and does nothing else
         return args[0].codes.view(-1)

@@ -1,13 +1,4 @@
-"""What torchtitan's options mean here: one scheme for a name, and what cannot be served, refused.
-
-Note: why no region stands around the model
-~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-torchtitan's trainer knows no :class:`zerocast.autocast`, calls parts of a model by themselves (the
-head in chunks, inside of the loss), and computes activations again in the backward, when a region
-around the forward would have been left. So each converted layer opens a region of its own. That is
-right for schemes whose scales follow from the tensors at hand. Delayed scaling would reduce amaxes
-on leaving every layer, and compute again with other scales, so it is refused.
-"""
+"""What torchtitan's options mean here: one scheme for a name, and which are refused."""
 
 from __future__ import annotations
 
@@ -50,7 +41,7 @@ _REFUSED = {
 
 
 def recipe_named(name: str) -> Recipe:
-    """The scheme of this ``recipe_name``: torchtitan's own, or else zerocast's short ones.
+    """Return the scheme of this ``recipe_name``: torchtitan's own, or else zerocast's short ones.
 
     Raises:
         UnsupportedError: for one that is known and not served.
@@ -65,13 +56,13 @@ def recipe_named(name: str) -> Recipe:
 def check_combination(
     recipe: Recipe, *, gathers_codes: bool, precomputes: bool, weights_only: bool, compiles: bool
 ) -> None:
-    """Raise where options contradict each other, or torchtitan's use of them.
+    """Raise if options contradict each other, or torchtitan's use of them.
 
     Args:
         recipe: the scheme.
         gathers_codes: ``enable_fsdp_float8_all_gather``.
         precomputes: ``precompute_float8_dynamic_scale_for_fsdp``.
-        weights_only: whether products are not quantized.
+        weights_only: ``weights_only``.
         compiles: whether torchtitan compiles the model's blocks.
 
     Raises:

@@ -1,0 +1,278 @@
+"""LowBitAllGather: one weight's way from the sharded master through FSDP2's all-gather.
+
+FSDP2 asks what to send (:func:`zerocast.sharded.casts.codes_to_send`) and hands over what was
+gathered (:meth:`LowBitAllGather.gathered_weight`). A :class:`zerocast.CastPlan` over the ranks that
+share the weight casts the codes into what this rank sends and nowhere else, so no rank holds whole
+codes while the weight is sharded. Scales are not sent: every rank derives them from the all-reduced
+amaxes.
+
+Under tensor parallelism a rank's weight is a shard of a larger one
+(:class:`zerocast.TensorParallelShard`), whose amaxes its ranks reduce, too. If FSDP2 does not shard
+it as well, there is nothing to gather, and the shard is cast where it is
+(:func:`zerocast.sharded.casts.kept_weight`).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from typing import Any
+
+import torch
+
+from zerocast.arguments import check_shape, check_text
+from zerocast.comm import Communicator
+from zerocast.errors import UnsupportedError
+from zerocast.recipes import NOMINAL_DTYPES, Recipe, as_recipe
+from zerocast.sharded.placement import check_tp_boundaries, to_local, tp_shard_of
+from zerocast.sharded.row_shards import RowShards
+from zerocast.sharded.state import CastValues, State, check_state, fresh_state
+from zerocast.tensors import QuantizedStorage, QuantizedTensor, TensorParallelShard, rebuild_derived
+
+
+class CodesState(Enum):
+    """Which memory a weight's codes take on this rank, beside the rows of its master.
+
+    NONE: none. No cast has been made, so nothing is known of dtype, device and ranks.
+    CAST: codes of this rank's rows, and the scales of the whole weight. They were cast with others
+        of an amax group, for a gather that is still to come.
+    GATHERED: the same. FSDP2 gathers the whole codes from them, and frees those as it does other
+        parameters.
+    KEPT: the same, and the whole codes, which stay: FSDP2 does not shard this weight.
+    """
+
+    NONE = "none"
+    CAST = "cast"
+    GATHERED = "gathered"
+    KEPT = "kept"
+
+
+class AllGatherInput:
+    """The codes of this rank's rows of one weight, or tensor-parallel shard, and all its scales.
+
+    Attributes:
+        comm: the ranks that share the weight.
+        rows: who has which.
+        dtype: the nominal dtype of the gathered weight.
+        storage: scales, tensor amax and the recipe's state (the tensors of the gather's ``state``);
+            no codes.
+        sent: by gathered plane, uint8 [rows.sent_bytes]: what this rank sends.
+        casts: the number of casts.
+    """
+
+    def __init__(
+        self, gather: LowBitAllGather, comm: Communicator, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.comm, self.dtype = comm, dtype
+        recipe, tp_shard = gather.recipe, gather.tp_shard
+        shape = gather.shape if tp_shard is None else tp_shard.shape
+        self.rows = RowShards(shape, comm.size, recipe.numerics.fmt)
+        planes = recipe.planes(shape)
+        gathered = [plane.codes_name for plane in planes if plane.is_gathered]
+        derived = [name for plane in planes if plane.is_derived for name in plane.buffers]
+        # All else of a gathered weight is known before the gather, or derived after it.
+        left_out = {*gathered, *derived, *recipe.state}
+        buffers = {
+            name: spec.allocate(device)
+            for name, spec in recipe.buffers(shape, columnwise=True).items()
+            if name not in left_out
+        }
+        self.storage = QuantizedStorage(shape, dtype, recipe, buffers | gather.state, tp_shard)
+        self.sent = {
+            plane: torch.zeros(self.rows.sent_bytes, dtype=torch.uint8, device=device)
+            for plane in gathered
+        }
+        self.casts = 0
+
+    @property
+    def own(self) -> list[torch.Tensor]:
+        """By gathered plane, what this rank's codes fill of ``sent``."""
+        size = self.rows.code_bytes(self.comm.rank)
+        return [codes[:size] for codes in self.sent.values()]
+
+
+class LowBitAllGather:
+    """What all pieces of one master (whole, shard, alias) have in common.
+
+    Args:
+        shape: [M, K], of the whole weight, also if tensor parallelism splits it.
+        recipe: the scheme.
+        name: the weight's, for messages, and for the random bits of stochastic rounding.
+        state: the recipe's after earlier casts, if there were any.
+
+    Attributes:
+        state: by the names of :attr:`Recipe.state`, as the latest cast left it.
+        codes: which memory the codes take.
+        cast_values: those that were cast last.
+        is_gathered: whether FSDP2 has made shards of the master, which it gathers.
+        is_settled: whether the next gather need not ask all ranks if a cast is due.
+        kept: the whole weight; None but in :attr:`CodesState.KEPT`.
+    """
+
+    def __init__(
+        self, shape: Sequence[int], recipe: Recipe, name: str, state: State | None = None
+    ) -> None:
+        self.shape = check_shape("shape", shape)
+        self.recipe = as_recipe(recipe)
+        self.name = check_text("name", name)
+        self.state = fresh_state(recipe) if state is None else state
+        self.codes = CodesState.NONE
+        self.cast_values = CastValues()
+        self.is_gathered = False
+        self.is_settled = False
+        self.kept: QuantizedStorage | None = None
+        self._shards: AllGatherInput | None = None
+        self._parameter: weakref.ref[torch.Tensor] | None = None
+        self._gathered: int | None = None  # the cast whose codes the gathered weight holds
+
+    def copy_for(self, master: torch.Tensor) -> LowBitAllGather:
+        """Return one for a copy of ``master``, without codes: its first cast makes those that
+        ``master`` has.
+        """
+        state = self.state_before_cast(is_due=self.is_due(master))
+        copy = LowBitAllGather(self.shape, self.recipe, self.name, state)
+        copy.is_gathered = self.is_gathered
+        return copy
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return LowBitAllGather, (self.shape, self.recipe, self.name, self.state)
+
+    # --- the parameter ---
+
+    def find(self, parameter: torch.Tensor) -> None:
+        """Note that this rank's rows are those of ``parameter``, a DTensor."""
+        self._parameter = weakref.ref(parameter)
+
+    @property
+    def parameter(self) -> torch.Tensor:
+        """The layer's parameter, as it was when it was last not gathered."""
+        parameter = None if self._parameter is None else self._parameter()
+        assert parameter is not None, self.name
+        return parameter
+
+    @property
+    def master(self) -> torch.Tensor:
+        """This rank's rows, where they are between two steps: under FSDP2's CPU offload on another
+        device than the codes.
+        """
+        return to_local(self.parameter).value  # type: ignore[attr-defined]
+
+    @property
+    def tp_shard(self) -> TensorParallelShard | None:
+        """What this rank holds of the weight, once FSDP2 has gathered it; None for all of it."""
+        return tp_shard_of(self.name, self.parameter, is_fsdp_sharded=self.is_gathered)
+
+    # --- the recipe's state ---
+
+    def state_before_cast(self, *, is_due: bool) -> State:
+        """Return a copy of ``state`` from which the cast of the master as it is starts; ``is_due``
+        says whether that is still to be made.
+        """
+        copy = {name: tensor.clone() for name, tensor in self.state.items()}
+        if copy and not is_due:
+            self.recipe.rewind(copy)
+        return copy
+
+    def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Resume from what :meth:`state_before_cast` returned; a cast is due then.
+
+        Raises:
+            InputError: if it was of another recipe. Nothing has been changed.
+        """
+        check_state(self.name, self.state, state)
+        for name, tensor in self.state.items():
+            tensor.copy_(state[name])
+        self.cast_values.forget()
+
+    def is_due(self, master: torch.Tensor) -> bool:
+        """Say whether this rank has written ``master``, its rows, since the latest cast."""
+        return master.is_meta or bool(self.cast_values.differ_from(master))  # meta: no value yet
+
+    # --- before the all-gather ---
+
+    @property
+    def shards(self) -> AllGatherInput:
+        """What the latest gather sends; not in :attr:`CodesState.NONE`."""
+        assert self._shards is not None, self.name
+        return self._shards
+
+    def prepare(
+        self, comm: Communicator, dtype: torch.dtype, device: torch.device, *, is_due: bool
+    ) -> bool:
+        """Make ``shards`` for these ranks, this nominal dtype and device unless they are; return
+        whether they are new. ``is_due`` says whether the master was written since its latest cast.
+
+        Raises:
+            InputError: if tensor-parallel shards begin or end inside a block.
+            UnsupportedError: if a quantized weight cannot present ``dtype``.
+        """
+        old, tp_shard = self._shards, self.tp_shard
+        wanted = comm, dtype, device, tp_shard
+        if old and (old.comm, old.dtype, old.storage.device, old.storage.tp_shard) == wanted:
+            return False
+        if dtype not in NOMINAL_DTYPES:
+            raise UnsupportedError(
+                f"{self.name}: a weight that is all-gathered in codes presents FP32, BF16 or FP16, "
+                f"got {dtype}; give fully_shard a MixedPrecisionPolicy with such a param_dtype."
+            )
+        if tp_shard is not None:
+            check_tp_boundaries(self.name, tp_shard, self.recipe)
+        state = self.state_before_cast(is_due=is_due)
+        self.state = {name: tensor.to(device) for name, tensor in state.items()}
+        self._shards = AllGatherInput(self, comm, dtype, device)
+        self.codes, self.kept = CodesState.CAST, None
+        self.cast_values.forget()
+        return True
+
+    def mark_cast(self) -> None:
+        """Note that the codes are those of the master now."""
+        self.shards.casts += 1
+        self.cast_values.set_to(self.master)
+        if self.kept is not None:
+            self.refill(self.kept, list(self.shards.sent.values()), self.shards)
+
+    # --- after the all-gather ---
+
+    def gathered_weight(
+        self, outputs: Sequence[torch.Tensor], shards: AllGatherInput
+    ) -> tuple[QuantizedTensor, list[torch.Tensor]]:
+        """Return the weight around the gathered codes ``outputs``, and all other tensors that it is
+        made of, which FSDP2 frees and allocates as it does ``outputs``.
+        """
+        shape = shards.storage.shape
+        with torch.inference_mode(False):
+            views = shards.rows.views(list(shards.sent), outputs)
+            buffers = {
+                name: views[name].view(spec.shape)
+                if name in views
+                else torch.empty(spec.shape, dtype=spec.dtype, device=shards.storage.device)
+                for name, spec in self.recipe.buffers(shape, columnwise=True).items()
+                if name not in self.recipe.state
+            }
+            weight = QuantizedTensor(QuantizedStorage(shape, shards.dtype, self.recipe, buffers))
+            weight.quantized_storage.gathered_from = self.name
+            self.refill(weight.quantized_storage, outputs, shards)
+        return weight, [buffer for name, buffer in buffers.items() if name not in views]
+
+    def refill(
+        self, weight: QuantizedStorage, outputs: Sequence[torch.Tensor], shards: AllGatherInput
+    ) -> None:
+        """Fill a weight of :meth:`gathered_weight` from its ``outputs``, gathered once more."""
+        unchanged: tuple[torch.Tensor, ...] = ()
+        if self._gathered != shards.casts:
+            self._gathered = shards.casts
+            weight.mark_written()
+        else:  # the same bytes as before: a backward that saved these tensors may read them
+            unchanged = tuple(weight.buffers.values())
+        with torch.autograd._unsafe_preserve_version_counter(unchanged):
+            for name, buffer in shards.storage.buffers.items():
+                if name in weight.buffers:
+                    weight.buffers[name].copy_(buffer)
+            shards.rows.store(shards.sent, outputs, weight.buffers)
+            rebuild_derived([weight])
+
+
+def gather_of(tensor: torch.Tensor) -> LowBitAllGather | None:
+    """Return the all-gather of a master, sharded or not; None for any other tensor."""
+    return getattr(to_local(tensor), "low_bit_all_gather", None)

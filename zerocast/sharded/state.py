@@ -1,0 +1,136 @@
+"""What is known of a master between casts: its recipe's state, and the values that were cast.
+
+Delayed scaling keeps amaxes and scales, stochastic rounding counts its casts. Both change with
+every cast, and loading a checkpoint makes one, because codes are not saved. So what is saved is the
+state *before* the cast of the masters beside it: as it is if that cast is due, rewound by
+:meth:`Recipe.rewind` if it has been made. A run that resumes from there repeats the cast, or makes
+the one that was due, to the same codes and the same state, bit for bit, on any number of ranks.
+
+A cast is due if a master has other values than those that were cast (:class:`CastValues`).
+
+NOT here: where and how the state stands in a state dict, which is the layer's affair
+(:mod:`zerocast.nn.masters`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from zerocast.errors import InputError
+from zerocast.recipes import Recipe
+from zerocast.sharded.placement import counted_with, write_counter
+from zerocast.tensors.digest import digest
+
+State = dict[str, torch.Tensor]
+"""By the names of :attr:`Recipe.state`; the same on every rank."""
+
+
+def fresh_state(recipe: Recipe) -> State:
+    """Return the state of ``recipe`` before the first cast, on the CPU."""
+    specs = recipe.own_buffers()
+    with torch.inference_mode(False):  # else only inference could ever write it
+        return {name: specs[name].allocate(torch.device("cpu")) for name in recipe.state}
+
+
+def check_state(name: str, own: State, given: Mapping[str, torch.Tensor]) -> None:
+    """Raise :class:`InputError` if ``given`` is not a state of the recipe of weight ``name``, whose
+    state is ``own``.
+    """
+    ours, theirs = (
+        {f"{key} {tensor.dtype} {list(tensor.shape)}" for key, tensor in state.items()}
+        for state in (own, given)
+    )
+    if ours != theirs:
+        ours_text, theirs_text = (", ".join(sorted(each)) or "nothing" for each in (ours, theirs))
+        raise InputError(
+            f"what a recipe remembers must be loaded into a weight of the same recipe: that of "
+            f"{name} remembers {ours_text}, and the state dict has {theirs_text} for it; convert "
+            f"with the recipe that it was saved under, or take the layer's 'weight_state' out of "
+            f"the state dict to start anew."
+        )
+
+
+class CastValues:
+    """The values of one master that its codes were made from, on one rank.
+
+    Most writes are seen: an operation on a master reports that it writes (:meth:`written`), and
+    torch counts writes to the same memory through other tensors. Kernels of torch.compile, other
+    libraries and code that uses the address write unseen; a digest of the values finds those
+    writes, at the price of reading the master.
+
+    torch counts a write to a DTensor for the DTensor, and not for the memory on this rank. So what
+    a state dict returns (:meth:`count_writes`) shares a counter that this object knows.
+
+    A copy of cast values is no new value: FSDP2 moves rows into memory that it pads, on some ranks
+    only. So the memory of such a copy is remembered, too.
+    """
+
+    def __init__(self) -> None:
+        # By memory, which this keeps no longer than others do: torch's count of writes at the cast.
+        self._versions: dict[StorageWeakRef, int] = {}
+        self._kind: tuple[torch.Size, torch.dtype] | None = None
+        self._digest: torch.Tensor | None = None
+        self._counter: torch.Tensor | None = None  # a DTensor that counts writes, without memory
+        self._counted = 0
+
+    def are_in(self, tensor: torch.Tensor) -> bool:
+        """Say whether ``tensor`` has the values that were cast last, but for writes unseen."""
+        if self._counter is not None and _version(self._counter) != self._counted:
+            return False
+        return self._versions.get(_memory(tensor)) == _version(tensor)
+
+    def differ_from(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return int32 [] on the device of ``tensor``: 1 if it was written since it was cast, seen
+        or unseen, else 0.
+        """
+        if self._digest is None or not self.are_in(tensor):
+            return torch.ones((), dtype=torch.int32, device=tensor.device)
+        return (digest(tensor) != self._digest).to(torch.int32)
+
+    def set_to(self, tensor: torch.Tensor) -> None:
+        """Note that ``tensor`` has been cast."""
+        self._versions = {_memory(tensor): _version(tensor)}
+        self._kind = tensor.shape, tensor.dtype
+        self._digest = digest(tensor)
+        if self._counter is not None:
+            self._counted = _version(self._counter)
+
+    def count_writes(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return an alias of ``tensor``, a DTensor of a master's memory, whose writes are seen."""
+        with torch.inference_mode(False):  # which counts no writes
+            if self._counter is None:
+                self._counter = write_counter(tensor)
+                self._counted = _version(self._counter)
+            return counted_with(self._counter, tensor)
+
+    def forget(self) -> None:
+        """Note that no values have been cast."""
+        self._versions = {}
+
+    def written(self, tensor: torch.Tensor) -> None:
+        """Note that an operation which torch does not count has written ``tensor``."""
+        self._versions.pop(_memory(tensor), None)
+
+    def copied(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Note that ``source`` was copied into ``target``: that has cast values if all rows were
+        copied, unrounded, from memory that has them.
+        """
+        kinds = {self._kind, (source.shape, source.dtype), (target.shape, target.dtype)}
+        if self.are_in(source) and len(kinds) == 1 and _memory(source) != _memory(target):
+            self._versions[_memory(target)] = _version(target)
+        else:
+            self.written(target)
+
+
+def _memory(tensor: torch.Tensor) -> StorageWeakRef:
+    """Return a key that is the same for all views of one memory, and different for any other, empty
+    memory included.
+    """
+    return StorageWeakRef(tensor.untyped_storage())
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
