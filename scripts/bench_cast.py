@@ -21,16 +21,16 @@ from __future__ import annotations
 import argparse
 import ctypes
 import gc
-import json
 import os
 import platform
 import time
-from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
+from bench_frame import READS, Memory, RankSteps, Shape, Work, medians, prepare, write_json
 from bench_others import TORCHAO, all_casts, torchao_casts
 from rich.console import Console
 from rich.table import Table
@@ -38,8 +38,7 @@ from rich.table import Table
 import zerocast
 from zerocast.backends import native_library
 from zerocast.backends.cpu import CpuBackend
-from zerocast.layout import Extent, SharedBlocks
-from zerocast.numerics import FourOverSixErrors, Masters, NVFP4Numerics
+from zerocast.layout import Extent
 from zerocast.recipes import (
     DelayedScaling,
     Float8BlockScaling,
@@ -50,8 +49,6 @@ from zerocast.recipes import (
     QParams,
     Recipe,
 )
-from zerocast.tensors import QuantizedStorage
-from zerocast.tensors.operands import tensor_operand
 
 RECIPES: dict[str, Recipe] = {
     "NVFP4": NVFP4BlockScaling(),
@@ -69,36 +66,16 @@ RECIPES: dict[str, Recipe] = {
 NO_GOAL = ("NVFP4 4-over-6", "NVFP4 stochastic")
 """Recipes that compute more than memory keeps them from; they are reported without a goal."""
 
-READS = ("amax", "select", "cast")
-"""Steps that read the master, where a recipe has them."""
 STEPS = ("amax", "select", "scale", "cast")
 GOAL_CAST, GOAL_TRANSPOSE, GOAL_PART, GOAL_TEMPORARY = 0.75, 0.60, 1 / 50, 0.02
 IDLE = 0.05
 """The share of the processors that others may take before the figures are called unreliable."""
 
-Work = Callable[[], Any]
 Shares = dict[str, float]
 console = Console()
 
 
 # --- measuring ------------------------------------------------------------------------------------
-
-
-def interleaved(
-    works: dict[str, Work], rounds: int, before: Work | None = None
-) -> dict[str, float]:
-    """Median seconds of each work; every round runs all of them in turn, after one that is not
-    counted. ``before`` runs before each, outside the measured time.
-    """
-    seconds: dict[str, list[float]] = {name: [] for name in works}
-    for _ in range(rounds + 1):
-        for name, work in works.items():
-            if before is not None:
-                before()
-            start = time.perf_counter()
-            work()
-            seconds[name].append(time.perf_counter() - start)
-    return {name: median(values[1:]) for name, values in seconds.items()}
 
 
 class Processors:
@@ -146,56 +123,29 @@ def temporary_memory(work: Work) -> int | None:
 # --- what is measured -----------------------------------------------------------------------------
 
 
-class CastWork:
-    """The steps of casting a part of a weight, prepared for one backend."""
+def cast_steps(
+    backend: CpuBackend, recipe: Recipe, shape: Shape, master: torch.Tensor
+) -> RankSteps:
+    """Prepare the steps of casting the first elements of a weight, those of ``master``."""
+    extents = [Extent(0, master.numel())]
+    return prepare(backend, recipe, [shape], extents, [master], master.device)
 
-    def __init__(
-        self, backend: CpuBackend, recipe: Recipe, shape: tuple[int, int], master: torch.Tensor
-    ) -> None:
-        storage = QuantizedStorage.empty(
-            shape, torch.bfloat16, recipe, master.device, columnwise=True
-        )
-        candidates = None
-        if recipe.chooses_scales:
-            words = torch.zeros(
-                FourOverSixErrors.words(storage.grid, SharedBlocks()), dtype=torch.int32
-            )
-            candidates = FourOverSixErrors.carve(words, storage.grid, SharedBlocks())
-        buffers, derived = storage.buffers, storage.derived_names
-        self.code_bytes = sum(buffers[name].nbytes for name in storage.gathered)
-        self.columnwise_bytes = sum(buffers[name].nbytes for name in derived)
-        amax = torch.zeros(storage.amax_slots, dtype=torch.int32)
-        extent = Extent(0, master.numel())
-        operands = [tensor_operand(storage, 0, extent, amax, candidates=candidates)]
-        masters = Masters(1)
-        masters.bind([master])
-        self.steps: dict[str, Work] = {}
-        if not recipe.casts_before_reduction:
-            self.steps["amax"] = backend.partial_amax(operands, masters)
-        if isinstance(recipe.numerics, NVFP4Numerics) and recipe.chooses_scales:
-            self.steps["select"] = backend.partial_select(recipe.numerics, operands, masters)
-        self.steps["scale"] = backend.compute_scale(recipe.numerics, operands)
-        self.steps["cast"] = backend.partial_cast(recipe.numerics, operands, masters)
-        if derived:
-            self.steps["transpose"] = backend.transpose(recipe.numerics, operands)
 
-    def read_steps(self) -> None:
-        """The steps whose work follows the shard."""
-        for step in READS:
-            if step in self.steps:
-                self.steps[step]()
+def read_steps(work: RankSteps) -> None:
+    """Run the steps whose work follows the shard."""
+    for step in READS:
+        if step in work.steps:
+            work.steps[step]()
 
-    def shares(self, seconds: dict[str, float], rates: dict[str, float], nbytes: int) -> Shares:
-        """Of each step's seconds, and of their sum, what memory alone would take for ``nbytes`` of
-        master.
-        """
-        reading, writing = nbytes / rates["read"], self.code_bytes / rates["write"]
-        bounds = {step: reading for step in READS if step in self.steps}
-        bounds["cast"] += writing
-        bounds["sum"] = sum(bounds.values())
-        if "transpose" in self.steps:
-            bounds["transpose"] = self.columnwise_bytes / rates["copy"]
-        return {step: bound / seconds[step] for step, bound in bounds.items()}
+
+def shares(work: RankSteps, seconds: dict[str, float], rates: Memory) -> Shares:
+    """Return what memory alone would take, as a share of each step's seconds and of their sum."""
+    bounds = {step: work.read[step] / rates.read for step in READS if step in work.steps}
+    bounds["cast"] += work.written["cast"] / rates.write
+    bounds["sum"] = sum(bounds.values())
+    if "transpose" in work.steps:
+        bounds["transpose"] = work.written["transpose"] / rates.copy
+    return {step: bound / seconds[step] for step, bound in bounds.items()}
 
 
 class Probes:
@@ -223,24 +173,24 @@ def measure(
     isa: str,
     threads: int,
     recipes: dict[str, Recipe],
-    shape: tuple[int, int],
+    shape: Shape,
     master: torch.Tensor,
     rounds: int,
 ) -> dict[str, Any]:
     """Memory rates in bytes a second, and for each recipe its steps' seconds and shares."""
     backend = CpuBackend(isa, threads)
     probes = Probes(isa, threads, master, torch.zeros(master.nbytes // 2, dtype=torch.uint8))
-    casts = {name: CastWork(backend, recipe, shape, master) for name, recipe in recipes.items()}
+    casts = {name: cast_steps(backend, recipe, shape, master) for name, recipe in recipes.items()}
     works = dict(probes.works)
     for name, cast in casts.items():
-        works |= {f"{name} {step}": work for step, work in cast.steps.items()}
-    seconds = interleaved(works, rounds)
-    rates = {name: nbytes / seconds[name] for name, nbytes in probes.bytes.items()}
-    record: dict[str, Any] = {"isa": isa, "threads": threads, "rates": rates}
+        works |= {f"{name} {step}": cast.steps[step] for step in cast.steps if step != "memset"}
+    seconds = medians(works, rounds)
+    rates = Memory(**{name: nbytes / seconds[name] for name, nbytes in probes.bytes.items()})
+    record: dict[str, Any] = {"isa": isa, "threads": threads, "rates": asdict(rates)}
     for name, cast in casts.items():
-        steps = {step: seconds[f"{name} {step}"] for step in cast.steps}
+        steps = {step: seconds[f"{name} {step}"] for step in cast.steps if step != "memset"}
         steps["sum"] = sum(steps[step] for step in STEPS if step in steps)
-        record[name] = {"seconds": steps, "shares": cast.shares(steps, rates, master.nbytes)}
+        record[name] = {"seconds": steps, "shares": shares(cast, steps, rates)}
     return record
 
 
@@ -256,10 +206,10 @@ def measure_part(
     for name, recipe in recipes.items():
         part = master[: master.numel() // 64]
         works = {
-            "whole": CastWork(backend, recipe, shape, master).read_steps,
-            "part": CastWork(backend, recipe, shape, part).read_steps,
+            "whole": partial(read_steps, cast_steps(backend, recipe, shape, master)),
+            "part": partial(read_steps, cast_steps(backend, recipe, shape, part)),
         }
-        seconds = interleaved(works, rounds, before=flush.works["read"])
+        seconds = medians(works, rounds, before=flush.works["read"])
         parts[name] = seconds["part"] / seconds["whole"]
     return parts
 
@@ -293,7 +243,7 @@ def measure_others(
     seconds = {}
     for recipe, casts in all_casts().items():
         works = {name: lambda cast=cast: cast(matrix) for name, cast in casts.items()}
-        seconds[recipe] = interleaved(works, rounds)
+        seconds[recipe] = medians(works, rounds)
     return seconds
 
 
@@ -419,7 +369,7 @@ def main() -> None:
             "temporary_memory": temporary,
             "others_seconds": seconds,
         }
-        options.json.write_text(json.dumps(record, indent=2) + "\n")
+        write_json(record, options.json)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """How fast are the CUDA kernels, and how fast could this GPU's memory let them be?
 
-For a set of weights (scripts/cuda_sets.py) and rank 0 of 1, 8, 64 and 512 it measures, by events on
-the stream and as medians,
+For a set of weights (bench_frame.py) and rank 0 of 1, 8, 64 and 512 it measures, by events on the
+stream and as medians,
 
     the memory    our kernel that only reads, and the driver's copy and fill, in the same run
     each step     memset, amax, scale, cast, transpose: time; bytes that must move; bytes that
@@ -20,29 +20,37 @@ links what is built there, and runs them on the same tensors (bench_transformer_
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import platform
 import sys
-import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from functools import partial
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
 from itertools import product
 from pathlib import Path
-from statistics import median
 
 import bench_transformer_engine
 import build_transformer_engine
 import torch
+from bench_frame import (
+    SETS,
+    WORLD_SIZES,
+    Memory,
+    RankSteps,
+    Shape,
+    Work,
+    device_clock,
+    host_clock,
+    medians,
+    prepare,
+    rank_0,
+    write_json,
+)
 from bench_others import PLAIN
 from cuda_report import host_lines, markdown
-from cuda_sets import SETS, WORLD_SIZES, Shape
-from cuda_work import STEPS, Work, one_by_one, prepare
 
 import zerocast
 from zerocast.backends import backend_for
-from zerocast.backends.cuda import Arguments, CudaBackend, Kernel
+from zerocast.backends.cuda import Arguments, CudaBackend, Kernel, Launcher
 from zerocast.recipes import Recipe
 
 RECIPES: dict[str, Recipe] = {
@@ -57,55 +65,77 @@ FLUSH_BYTES = 512 << 20
 """Written before each measurement, so that nothing is read from a cache."""
 
 
-# --- measuring ---
+Seconds = Callable[[Work], float]
+"""Measures a work on the GPU."""
 
 
-def device_seconds(work: Work, rounds: int, flush: torch.Tensor | None = None) -> float:
-    """Median time of ``work`` on the GPU, after one round that is not counted."""
-    seconds = []
-    for _ in range(rounds + 1):
-        if flush is not None:
-            flush.zero_()
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        work()
-        end.record()
-        end.synchronize()
-        seconds.append(start.elapsed_time(end) / 1000)
-    return median(seconds[1:])
+def device_seconds(rounds: int, before: Work = lambda: None) -> Seconds:
+    """Return a function that measures the median time of a work on the GPU."""
+    return lambda work: medians({"work": work}, rounds, device_clock, before)["work"]
 
 
-def host_seconds(work: Work, rounds: int, settle: Work = lambda: None) -> float:
-    """Median time until ``work`` returns, while nothing waits for the GPU."""
-    seconds = []
-    for _ in range(rounds + 5):
-        settle()
-        start = time.perf_counter()
-        work()
-        seconds.append(time.perf_counter() - start)
-    return median(seconds[5:])
+def host_seconds(work: Work, rounds: int, before: Work = lambda: None) -> float:
+    """Return the median time until ``work`` returns, while nothing waits for the GPU."""
+    return medians({"work": work}, rounds, host_clock, before, warm_up=5)["work"]
 
 
-@dataclass(frozen=True)
-class Memory:
-    """Bytes a second: reading alone, writing alone, and read plus written by a copy."""
+class Uploads:
+    """A launcher that counts the bytes of the tables that pass through it to another."""
 
-    read: float
-    write: float
-    copy: float
+    def __init__(self, launcher: Launcher) -> None:
+        self._launcher = launcher
+        self._bytes = 0
 
-    def seconds(self, read: int, written: int) -> float:
-        """The least time for these bytes: of reading and writing one after the other, and of a copy
-        for as much as goes both ways, the shorter.
-        """
-        apart = read / self.read + written / self.write
-        both = min(read, written)
-        rest = (read - both) / self.read + (written - both) / self.write
-        return min(apart, 2 * both / self.copy + rest)
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._launcher, name)
+
+    def upload(self, table: torch.Tensor) -> torch.Tensor:
+        """Upload as the other launcher does, and count."""
+        self._bytes += table.nbytes
+        return self._launcher.upload(table)
+
+    def taken(self) -> int:
+        """Return the bytes since this was last asked."""
+        taken, self._bytes = self._bytes, 0
+        return taken
 
 
-def probe(backend: CudaBackend, size: int, rounds: int) -> Memory:
-    """The memory of this GPU, by ``size`` bytes."""
+def prepare_rank_0(
+    backend: CudaBackend, recipe: Recipe, shapes: Sequence[Shape], world_size: int, device: str
+) -> RankSteps:
+    """Make weights and random masters of the first of ``world_size`` ranks, and its launches."""
+    extents = rank_0(shapes, world_size)
+    flat = torch.randn(sum(extent.size for extent in extents), device=device)
+    pieces = iter(flat.split([extent.size for extent in extents if extent]))
+    masters = [next(pieces) if extent else None for extent in extents]
+    counting = Uploads(backend.launcher)
+    counted = CudaBackend(counting)
+    place = torch.device(device)
+    return prepare(counted, recipe, shapes, extents, masters, place, counting.taken)
+
+
+def one_by_one(backend: CudaBackend, recipe: Recipe, work: RankSteps) -> Work:
+    """Return amax and cast with separate launches for each weight."""
+    launches = [
+        launch
+        for shard in work.shards
+        if shard.extent
+        for launch in (
+            backend.partial_amax([shard], work.masters),
+            backend.partial_cast(recipe.numerics, [shard], work.masters),
+        )
+    ]
+    return lambda: run_all(launches)
+
+
+def run_all(launches: Iterable[Work]) -> None:
+    """Run them one after the other."""
+    for launch in launches:
+        launch()
+
+
+def probe(backend: CudaBackend, size: int, seconds: Seconds) -> Memory:
+    """Measure the memory of this GPU by ``size`` bytes."""
     source = torch.zeros(size // 4, dtype=torch.float32, device="cuda")
     target = torch.empty_like(source)
     found = torch.zeros(1, dtype=torch.int32, device="cuda")
@@ -118,49 +148,45 @@ def probe(backend: CudaBackend, size: int, rounds: int) -> Memory:
         backend.launcher.launch(kernel, handle, pieces, arguments)
 
     return Memory(
-        (pieces << 17) / device_seconds(read, rounds),
-        size / device_seconds(lambda: target.zero_(), rounds),
-        2 * size / device_seconds(lambda: target.copy_(source), rounds),
+        (pieces << 17) / seconds(read),
+        size / seconds(lambda: target.zero_()),
+        2 * size / seconds(lambda: target.copy_(source)),
     )
 
 
-# --- the work ---
-
-
 def others(
-    backend: CudaBackend, recipe: str, shapes: Sequence[Shape], rounds: int
+    backend: CudaBackend, recipe: str, shapes: Sequence[Shape], seconds: Seconds
 ) -> dict[str, float]:
-    """Elements a second on the largest weight of the set: ours, and torch eager and compiled."""
-    work = prepare(backend, RECIPES[recipe], [max(shapes, key=math.prod)], 1, "cuda")
+    """Measure elements a second on the largest weight: ours, and torch eager and compiled."""
+    work = prepare_rank_0(backend, RECIPES[recipe], [max(shapes, key=math.prod)], 1, "cuda")
     (x,) = (m.view(s.shape) for m, s in zip(work.masters.tensors, work.storages, strict=True))
     plain = PLAIN[recipe]
     compiled = torch.compile(plain)
-
-    def cast() -> None:
-        for step in STEPS[:-1]:
-            work.steps[step]()
-
-    casts = {
-        "zerocast": cast,
+    casts: dict[str, Work] = {
+        "zerocast": lambda: run_all(list(work.steps.values())[:-1]),
         "torch eager": lambda: plain(x),
         "torch.compile": lambda: compiled(x),
     }
-    return {name: x.numel() / device_seconds(run, rounds) for name, run in casts.items()}
+    return {name: x.numel() / seconds(run) for name, run in casts.items()}
 
 
-# --- all of it ---
+def cuda_backend() -> CudaBackend:
+    """Return the backend of the kernels."""
+    backend = backend_for(torch.device("cuda"))
+    assert isinstance(backend, CudaBackend), "the reference stepped in for the kernels"
+    return backend
 
 
 def measure(name: str, recipe: str, world_size: int, memory: Memory, rounds: int) -> dict:
-    """One row of the report: a set, a recipe, a world size."""
-    backend = backend_for(torch.device("cuda"))
-    assert isinstance(backend, CudaBackend), "the reference stepped in for the kernels"
-    work = prepare(backend, RECIPES[recipe], SETS[name], world_size, "cuda")
+    """Measure one row of the report: a set, a recipe, a world size."""
+    backend = cuda_backend()
+    work = prepare_rank_0(backend, RECIPES[recipe], SETS[name], world_size, "cuda")
     flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
+    clock = device_seconds(rounds, flush.zero_)
     steps = {}
     launcher = backend.launcher
     for step, launch in work.steps.items():
-        seconds = device_seconds(launch, rounds, flush)
+        seconds = clock(launch)
         must = work.read[step] + work.written[step]
         before = launcher.launches
         launch()
@@ -171,11 +197,7 @@ def measure(name: str, recipe: str, world_size: int, memory: Memory, rounds: int
             "of_bound": memory.seconds(work.read[step], work.written[step]) / seconds,
             "launches": launcher.launches - before + (step == "memset"),
         }
-
-    def step() -> None:
-        for launch in list(work.steps.values())[:-1]:
-            launch()
-
+    cast = list(work.steps.values())[:-1]
     return {
         "set": name,
         "recipe": recipe,
@@ -183,16 +205,14 @@ def measure(name: str, recipe: str, world_size: int, memory: Memory, rounds: int
         "weights": len(work.storages),
         "owned": sum(shard.extent.size for shard in work.shards),
         "steps": steps,
-        "host_seconds": host_seconds(step, rounds, torch.cuda.synchronize),
-        "one_by_one_seconds": device_seconds(
-            one_by_one(backend, RECIPES[recipe], work), rounds, flush
-        ),
+        "host_seconds": host_seconds(lambda: run_all(cast), rounds, torch.cuda.synchronize),
+        "one_by_one_seconds": clock(one_by_one(backend, RECIPES[recipe], work)),
     }
 
 
 def compare(checkout: Path, options: argparse.Namespace) -> dict:
-    """TransformerEngine beside ours: a row for every set and recipe as rank 0 of 1 and of 64, or
-    the reason why there is none.
+    """Measure TransformerEngine beside ours: a row for every set and recipe as rank 0 of 1 and of
+    64, or the reason why there is none.
     """
     found: dict = {"version": build_transformer_engine.version(checkout), "rows": []}
     capability = torch.cuda.get_device_capability()
@@ -202,27 +222,18 @@ def compare(checkout: Path, options: argparse.Namespace) -> dict:
         driver = bench_transformer_engine.Driver(path)
     except (build_transformer_engine.BuildError, OSError) as error:
         return {**found, "reason": str(error)}
-    backend = backend_for(torch.device("cuda"))
-    assert isinstance(backend, CudaBackend), "the reference stepped in for the kernels"
+    backend = cuda_backend()
     for name, recipe, world_size in product(options.sets, options.recipes, options.ranks):
         if world_size not in bench_transformer_engine.WORLD_SIZES:
             continue
         row = {"set": name, "recipe": recipe, "world_size": world_size}
-        work = flush = None
+        work = flush = clock = None  # gives the memory of the row before back
         try:
             torch.cuda.empty_cache()
-            work = prepare(backend, RECIPES[recipe], SETS[name], world_size, "cuda")
+            work = prepare_rank_0(backend, RECIPES[recipe], SETS[name], world_size, "cuda")
             flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
-            row |= bench_transformer_engine.compare(
-                driver,
-                recipe,
-                work.steps,
-                work.storages,
-                work.shards,
-                work.masters.tensors,
-                capability,
-                partial(device_seconds, rounds=options.rounds, flush=flush),
-            )
+            clock = device_seconds(options.rounds, flush.zero_)
+            row |= bench_transformer_engine.compare(driver, recipe, work, capability, clock)
         except RuntimeError as error:  # a kernel of either side that failed ends the CUDA context
             row["reason"] = str(error).splitlines()[0]
         found["rows"].append(row)
@@ -240,24 +251,24 @@ class NoLauncher:
         self.launches = 0
 
     def upload(self, table: torch.Tensor) -> torch.Tensor:
-        """The table itself: nobody reads it."""
+        """Return the table itself, which nothing reads."""
         return table
 
     def refresh(self, table: torch.Tensor, values: torch.Tensor) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def prepare(self, kernel: Kernel) -> int:
-        """No handle."""
+        """Return no handle."""
         return 0
 
     def launch(self, kernel: Kernel, handle: int, grid: int, arguments: Arguments) -> None:
-        """Counted."""
+        """Count the launch."""
         self.launches += 1
 
 
 def host_time(backend: CudaBackend, weights: int, rounds: int) -> dict:
-    """Host time of ``plan.cast()``, a quarter of the weights FP8, and its launches, memsets left
-    out.
+    """Measure the host time of ``plan.cast()``, a quarter of the weights FP8, and its launches,
+    memsets left out.
     """
     device = backend.launcher.device
     with zerocast.use_backend(backend):
@@ -265,8 +276,8 @@ def host_time(backend: CudaBackend, weights: int, rounds: int) -> dict:
         models = [zerocast.empty((16, 16), recipe, device=device) for recipe in recipes]
         masters = [torch.zeros(256, device=device)] * weights
         plan = zerocast.CastPlan(models, masters, [0] * weights)
-        settle = (torch.cuda.synchronize,) if device.type == "cuda" else ()
-        seconds = host_seconds(plan.cast, rounds, *settle)
+        wait = (torch.cuda.synchronize,) if device.type == "cuda" else ()
+        seconds = host_seconds(plan.cast, rounds, *wait)
         before = backend.launcher.launches
         plan.cast()
         launches = backend.launcher.launches - before
@@ -297,15 +308,12 @@ def main(arguments: Sequence[str]) -> int:
     if not torch.cuda.is_available():
         print("bench_cuda.py needs a CUDA device; --host measures what can be measured without.")
         return 1
-    backend = backend_for(torch.device("cuda"))
-    assert isinstance(backend, CudaBackend), "the reference stepped in for the kernels"
-    memory = probe(backend, PROBE_BYTES, options.rounds)
+    backend, clock = cuda_backend(), device_seconds(options.rounds)
+    memory = probe(backend, PROBE_BYTES, clock)
     rows = []
-    for name in options.sets:
-        for recipe in options.recipes:
-            for world_size in options.ranks:
-                rows.append(measure(name, recipe, world_size, memory, options.rounds))
-                torch.cuda.empty_cache()
+    for name, recipe, world_size in product(options.sets, options.recipes, options.ranks):
+        rows.append(measure(name, recipe, world_size, memory, options.rounds))
+        torch.cuda.empty_cache()
     report = {
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,
@@ -316,9 +324,7 @@ def main(arguments: Sequence[str]) -> int:
         "memory": asdict(memory),
         "host": [host_time(backend, n, 20 * options.rounds) for n in PLANS],
         "rows": rows,
-        "others": {
-            r: others(backend, r, SETS[options.sets[0]], options.rounds) for r in options.recipes
-        },
+        "others": {r: others(backend, r, SETS[options.sets[0]], clock) for r in options.recipes},
     }
     # Written before another project's kernels run: should they take the process down, ours stand.
     write(report, options.output)
@@ -330,15 +336,14 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def write(report: dict, output: Path | None) -> None:
-    """The page and the JSON beside each other."""
+    """Write the page and the JSON beside each other."""
     if output:
-        output.parent.mkdir(parents=True, exist_ok=True)
+        write_json(report, output.with_suffix(".json"))
         output.with_suffix(".md").write_text(markdown(report))
-        output.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
 
 
 def driver_version() -> str:
-    """Of the newest CUDA that the driver knows."""
+    """Return the newest CUDA that the driver knows."""
     from cupy.cuda import runtime
 
     version = runtime.driverGetVersion()

@@ -23,9 +23,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-
-from zerocast.numerics import TensorOperand
-from zerocast.tensors import QuantizedStorage
+from bench_frame import RankSteps, Work
 
 SCHEMES = {"fp8": 0, "fp8_blockwise": 1, "nvfp4": 2}
 """Our recipes that it has, by the numbers of the driver's Scheme."""
@@ -47,11 +45,9 @@ WEIGHT = (
 TENSOR_HANDLES_MB = "512"
 """For the library's pool of handles: its default of 20 does not hold those of 5,568 weights."""
 
-Seconds = Callable[[Callable[[], object]], float]
-
 
 def cannot_run(recipe: str, step: str, capability: tuple[int, int]) -> str | None:
-    """Why this device has no such kernel; None where it has."""
+    """Return why this device has no such kernel; None where it has."""
     if (recipe, step) == ("nvfp4", "cast") and capability < (10, 0):
         return (
             "its NVFP4 cast converts by an instruction of compute capability 10.0 and above, this "
@@ -68,26 +64,22 @@ class Driver:
         # It looks up the CUDA runtime among the global symbols.
         library = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
         address, number = ctypes.c_void_p, ctypes.c_int64
-        self._prepare = library.bench_prepare
-        self._prepare.argtypes, self._prepare.restype = (
-            [number, address, number, number, address],
-            address,
-        )
-        self._step = library.bench_step
-        self._step.argtypes, self._step.restype = [address, number, address], ctypes.c_bool
-        self._release = library.bench_release
-        self._release.argtypes, self._release.restype = [address], None
-        self._error = library.bench_error
-        self._error.argtypes, self._error.restype = [], ctypes.c_char_p
+        # A prototype called with a pair of a name and a library looks that function up.
+        arguments = number, address, number, number, address
+        self._prepare = ctypes.CFUNCTYPE(address, *arguments)(("bench_prepare", library))
+        step = ctypes.CFUNCTYPE(ctypes.c_bool, address, number, address)
+        self._step = step(("bench_step", library))
+        self._release = ctypes.CFUNCTYPE(None, address)(("bench_release", library))
+        self._error = ctypes.CFUNCTYPE(ctypes.c_char_p)(("bench_error", library))
 
     def raise_error(self) -> None:
-        """What the library threw, without the path that it was compiled at."""
+        """Raise what the library threw, without the path that it was compiled at."""
         message = self._error().decode(errors="replace").strip().splitlines()[0]
         raise RuntimeError(re.sub(r"/\S*/", "", message))
 
     def prepare(self, scheme: int, table: torch.Tensor, bf16: bool, flag: torch.Tensor) -> Launches:
-        """The launches over the weights of ``table``, int64 [weights, len(WEIGHT)] on the host;
-        ``flag`` is an int32 [1] on the device.
+        """Prepare the launches over the weights of ``table``, int64 [weights, len(WEIGHT)] on the
+        host; ``flag`` is an int32 [1] on the device.
         """
         rows, fields = table.shape
         assert table.is_contiguous()
@@ -106,7 +98,7 @@ class Launches:
         self._driver, self._handle = driver, handle
 
     def step(self, name: str) -> None:
-        """All launches of one step, on torch's current stream."""
+        """Run all launches of one step, on torch's current stream."""
         stream = torch.cuda.current_stream().cuda_stream
         if not self._driver._step(self._handle, STEPS.index(name), stream):
             self._driver.raise_error()
@@ -120,7 +112,7 @@ class Launches:
 
 
 def pieces(sizes: Iterable[int], dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
-    """Zeros of these sizes, out of one allocation."""
+    """Return zeros of these sizes, out of one allocation."""
     sizes = list(sizes)
     return list(torch.zeros(sum(sizes), dtype=dtype, device=device).split(sizes))
 
@@ -133,7 +125,7 @@ class Operands:
     tensors: dict[str, list[torch.Tensor]]
 
     def table(self, masters: Sequence[torch.Tensor | None]) -> torch.Tensor:
-        """One row a weight, with these masters."""
+        """Return one row a weight, with these masters."""
         tensors = {**self.tensors, "master": masters}
         columns = [
             self.numbers[name]
@@ -144,11 +136,9 @@ class Operands:
         return torch.tensor(columns, dtype=torch.int64).t().contiguous()
 
 
-def operands(
-    recipe: str, storages: Sequence[QuantizedStorage], shards: Sequence[TensorOperand]
-) -> Operands:
-    """Its own buffers for amaxes, scales and bytes; the gathered codes and scales are ours."""
-    device = storages[0].device
+def operands(recipe: str, work: RankSteps) -> Operands:
+    """Make its buffers for amaxes, scales and bytes; the gathered codes and scales are ours."""
+    storages, shards, device = work.storages, work.shards, work.storages[0].device
     grids = [storage.grid for storage in storages]
     scales = [storage.buffers["rowwise_scale_inv"] for storage in storages]
     nvfp4 = recipe == "nvfp4"
@@ -190,16 +180,11 @@ def operands(
     )
 
 
-def differing(
-    recipe: str,
-    storages: Sequence[QuantizedStorage],
-    shards: Sequence[TensorOperand],
-    theirs: Operands,
-) -> dict[str, int]:
-    """By step, how many values of its results are not ours: amaxes, codes, columnwise bytes."""
+def differing(recipe: str, work: RankSteps, theirs: Operands) -> dict[str, int]:
+    """Count by step which of its results are not ours: amaxes, codes, columnwise bytes."""
     counts = dict.fromkeys(("amax", "cast", "transpose"), 0)
     per_byte = 2 if recipe == "nvfp4" else 1
-    for i, (storage, shard) in enumerate(zip(storages, shards, strict=True)):
+    for i, (storage, shard) in enumerate(zip(work.storages, work.shards, strict=True)):
         width, stride = storage.grid.blocks_w, theirs.numbers["amax_cols"][i]
         amax = theirs.tensors["block_amax"][i].view(-1, stride)[:, :width].reshape(-1)
         first, last = shard.extent.start // per_byte, -(-shard.extent.end // per_byte)
@@ -221,28 +206,25 @@ def differing(
 def compare(
     driver: Driver,
     recipe: str,
-    ours: dict[str, Callable[[], object]],
-    storages: Sequence[QuantizedStorage],
-    shards: Sequence[TensorOperand],
-    masters: Sequence[torch.Tensor | None],
+    work: RankSteps,
     capability: tuple[int, int],
-    seconds: Seconds,
+    seconds: Callable[[Work], float],
 ) -> dict:
-    """Seconds of our steps and of its own in both ways, the reasons for what did not run, and how
-    many values differ.
+    """Measure the seconds of our steps and of its own in both ways. Also return the reasons for
+    what did not run, and how many values differ.
 
     Args:
         driver: the library.
         recipe: a key of ``SCHEMES``.
-        ours: our steps by name, "memset" and those of ``STEPS``.
-        storages, shards, masters: what they work on.
+        work: our steps, and what they work on.
         capability: of the device.
         seconds: how a call is timed.
     """
     found: dict = {"ours": {}, "FP32": {}, "BF16": {}, "not_run": {}}
-    ours["memset"]()
+    work.steps["memset"]()
     for step in STEPS:
-        found["ours"][step] = seconds(ours[step])
+        found["ours"][step] = seconds(work.steps[step])
+    masters = work.masters.tensors
     rounded = [None if m is None else torch.empty_like(m, dtype=torch.bfloat16) for m in masters]
 
     def round_masters() -> None:
@@ -251,8 +233,8 @@ def compare(
                 target.copy_(master)
 
     found["BF16"]["round"] = seconds(round_masters)
-    theirs = operands(recipe, storages, shards)
-    flag = torch.zeros(1, dtype=torch.int32, device=storages[0].device)
+    theirs = operands(recipe, work)
+    flag = torch.zeros(1, dtype=torch.int32, device=work.storages[0].device)
     for way, read in (("FP32", masters), ("BF16", rounded)):
         launches = driver.prepare(SCHEMES[recipe], theirs.table(read), way == "BF16", flag)
         for step in STEPS:
@@ -265,6 +247,6 @@ def compare(
             if reason is not None:
                 found["not_run"][step] = reason
         launches.close()
-    counts = differing(recipe, storages, shards, theirs)
+    counts = differing(recipe, work, theirs)
     found["differing"] = {step: n for step, n in counts.items() if step not in found["not_run"]}
     return found

@@ -9,6 +9,7 @@ import torch
 
 import zerocast
 from tests.support.claims import assert_same_tensors, message_of, one_message, stored
+from tests.support.ranks import on_ranks
 from tests.support.recipes import CAST_COLUMNWISE, each
 from zerocast.comm import Communicator, InProcessCommunicator, run_in_process
 from zerocast.errors import InputError, NonFiniteError, RankMismatchError, ZerocastError
@@ -398,17 +399,14 @@ def test_functions(make: Callable[[int], Callable[..., torch.Tensor]]) -> None:
     refuse(2, spoil, RankMismatchError, "amax_compute_algo=")
 
 
-def test_the_same_function_made_twice_is_the_same() -> None:
+@on_ranks("in_process", 2)
+def test_the_same_function_made_twice_is_the_same(comm: Communicator) -> None:
     """Ranks that run the same source hold equal functions that are other objects."""
-
-    def on_rank(comm: Communicator) -> None:
-        scale = torch.tensor([2.0])
-        recipe = zerocast.DelayedScaling(amax_compute_algo=lambda h: h.max() * scale)
-        kwargs = arguments(comm)
-        kwargs["model_weights"][0] = zerocast.empty(SHAPE, recipe)
-        zerocast.CastPlan(**kwargs).cast()
-
-    run_in_process(2, on_rank)
+    scale = torch.tensor([2.0])
+    recipe = zerocast.DelayedScaling(amax_compute_algo=lambda h: h.max() * scale)
+    kwargs = arguments(comm)
+    kwargs["model_weights"][0] = zerocast.empty(SHAPE, recipe)
+    zerocast.CastPlan(**kwargs).cast()
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import torch
 import zerocast
 from tests.support.claims import assert_same_tensors, stored
 from tests.support.planned import NUMEL, SHAPE, Planned, cut, unsharded
+from tests.support.ranks import on_ranks
 from tests.support.recipes import (
     CAST_COLUMNWISE,
     NOT_SHARDABLE,
@@ -138,20 +139,19 @@ def test_a_delayed_amax_that_is_not_finite_shows_and_is_forgotten(value: float) 
 
 
 @pytest.mark.parametrize(("recipe", "buffer"), [(DELAYED, "scale"), (DRAWN, "rounding_counter")])
-def test_ranks_that_remember_different_things_are_told_apart(recipe: Recipe, buffer: str) -> None:
+@on_ranks("in_process", 2)
+def test_ranks_that_remember_different_things_are_told_apart(
+    comm: Communicator, recipe: Recipe, buffer: str
+) -> None:
     """A plan over weights whose recipes remember other casts on another rank is refused on both,
     and names what differs, with both digests.
     """
-
-    def on_rank(comm: Communicator) -> None:
-        weight = zerocast.empty(SHAPE, recipe, name="w")
-        weight.quantized_storage.buffers[buffer] += comm.rank
-        start, half = comm.rank * NUMEL // 2, torch.zeros(NUMEL // 2)
-        both = rf"rank 0 has {buffer}=#\w+ where rank 1 has {buffer}=#"
-        with pytest.raises(RankMismatchError, match=both):
-            zerocast.CastPlan([weight], [half], [start], comm)
-
-    run_in_process(2, on_rank)
+    weight = zerocast.empty(SHAPE, recipe, name="w")
+    weight.quantized_storage.buffers[buffer] += comm.rank
+    start, half = comm.rank * NUMEL // 2, torch.zeros(NUMEL // 2)
+    both = rf"rank 0 has {buffer}=#\w+ where rank 1 has {buffer}=#"
+    with pytest.raises(RankMismatchError, match=both):
+        zerocast.CastPlan([weight], [half], [start], comm)
 
 
 def test_drawn_codes_depend_on_name_and_step_and_seed() -> None:

@@ -12,6 +12,7 @@ import torch
 import zerocast
 from tests.support.claims import message_of, one_message
 from tests.support.planned import NUMEL, SHAPE, Planned, unsharded
+from tests.support.ranks import on_ranks
 from tests.support.recipes import RECIPES, each
 from tests.support.same_bytes import assert_same_bytes, assert_same_storage
 from tests.support.values import draw_values
@@ -30,20 +31,17 @@ both = each("nvfp4", "current")
 
 
 @both
-def test_a_plan_casts_every_step(recipe: zerocast.Recipe) -> None:
+@on_ranks("in_process", 3)
+def test_a_plan_casts_every_step(comm: Communicator, recipe: zerocast.Recipe) -> None:
     """Masters updated in place are cast anew by each call: nothing of an earlier step is left in
     amaxes or scales.
     """
-
-    def on_rank(comm: Communicator) -> None:
-        planned = Planned(comm, recipe, cuts=(0, 1001, NUMEL, NUMEL))
-        for step, kind in enumerate(("huge", "wide", "nan", "zeros", "normal")):
-            master = draw_values(kind, NUMEL, step)
-            planned.master.copy_(master[planned.start : planned.end])
-            expected = unsharded(master, recipe)
-            assert_same_storage(planned.cast(), expected, f"step {step} rank {comm.rank}")
-
-    run_in_process(3, on_rank)
+    planned = Planned(comm, recipe, cuts=(0, 1001, NUMEL, NUMEL))
+    for step, kind in enumerate(("huge", "wide", "nan", "zeros", "normal")):
+        master = draw_values(kind, NUMEL, step)
+        planned.master.copy_(master[planned.start : planned.end])
+        expected = unsharded(master, recipe)
+        assert_same_storage(planned.cast(), expected, f"step {step} rank {comm.rank}")
 
 
 @both
@@ -140,36 +138,33 @@ def test_a_moved_weight_leaves_the_plan_its_backend() -> None:
     assert_same_storage(weight, unsharded(master, NVFP4), "moved")
 
 
-def test_gather_in_place_copies_nothing() -> None:
+@on_ranks("in_process", 2)
+def test_gather_in_place_copies_nothing(comm: Communicator) -> None:
     """Weights whose codes lie end to end in one buffer, cut rank by rank, are gathered in that very
     buffer.
     """
+    gathered: list[int] = []
 
-    def on_rank(comm: Communicator) -> None:
-        gathered: list[int] = []
+    class Spy(RecordingCommunicator):
+        def all_gather_(self, buffer: torch.Tensor, counts: object = None) -> None:
+            gathered.append(buffer.data_ptr())
+            super().all_gather_(buffer, counts)
 
-        class Spy(RecordingCommunicator):
-            def all_gather_(self, buffer: torch.Tensor, counts: object = None) -> None:
-                gathered.append(buffer.data_ptr())
-                super().all_gather_(buffer, counts)
-
-        masters = [draw_values("normal", NUMEL, i) for i in (1, 2)]
-        weights = [zerocast.empty(SHAPE, NVFP4) for _ in masters]
-        flat = torch.zeros(NUMEL, dtype=torch.uint8)
-        for i, weight in enumerate(weights):
-            zerocast.replace_raw_data(weight, flat[i * NUMEL // 2 : (i + 1) * NUMEL // 2])
-        cut = NUMEL + 1002  # rank 0: the first weight and the head of the second
-        mine = [masters[0], masters[1][:1002]] if comm.rank == 0 else [None, masters[1][1002:]]
-        starts = [0, 0] if comm.rank == 0 else [None, cut - NUMEL]
-        plan = zerocast.CastPlan(weights, mine, starts, Spy(comm))
-        gathered.clear()
-        plan.cast()
-        plan.all_gather()
-        assert gathered == [flat.data_ptr()]
-        for weight, master in zip(weights, masters, strict=True):
-            assert_same_storage(weight, unsharded(master, NVFP4), f"rank {comm.rank}")
-
-    run_in_process(2, on_rank)
+    masters = [draw_values("normal", NUMEL, i) for i in (1, 2)]
+    weights = [zerocast.empty(SHAPE, NVFP4) for _ in masters]
+    flat = torch.zeros(NUMEL, dtype=torch.uint8)
+    for i, weight in enumerate(weights):
+        zerocast.replace_raw_data(weight, flat[i * NUMEL // 2 : (i + 1) * NUMEL // 2])
+    cut = NUMEL + 1002  # rank 0: the first weight and the head of the second
+    mine = [masters[0], masters[1][:1002]] if comm.rank == 0 else [None, masters[1][1002:]]
+    starts = [0, 0] if comm.rank == 0 else [None, cut - NUMEL]
+    plan = zerocast.CastPlan(weights, mine, starts, Spy(comm))
+    gathered.clear()
+    plan.cast()
+    plan.all_gather()
+    assert gathered == [flat.data_ptr()]
+    for weight, master in zip(weights, masters, strict=True):
+        assert_same_storage(weight, unsharded(master, NVFP4), f"rank {comm.rank}")
 
 
 def test_experts_have_groups_of_their_own() -> None:
@@ -270,25 +265,22 @@ def test_post_all_gather_hook() -> None:
 # --- the functional calls ---
 
 
-def test_functional_calls_reuse_their_plan() -> None:
+@on_ranks("in_process", 2)
+def test_functional_calls_reuse_their_plan(comm: Communicator) -> None:
     """The second call for the same weights runs two all-reduces: its opening and the amaxes,
     wherever masters lie.
     """
-
-    def on_rank(comm: Communicator) -> None:
-        comm = RecordingCommunicator(comm)  # the same object each time, so it is the same group
-        weight = zerocast.empty(SHAPE, NVFP4)
-        half = NUMEL // 2
-        for step in range(3):
-            master = draw_values("normal", NUMEL, step)
-            comm.reset()
-            zerocast.cast_master_weights_to_nvfp4(
-                [weight], [master[comm.rank * half :][:half].clone()], [comm.rank * half], comm
-            )
-            if step:
-                assert comm.total().calls == comm.total(kind="all_reduce").calls == 2
-
-    run_in_process(2, on_rank)
+    comm = RecordingCommunicator(comm)  # the same object each time, so it is the same group
+    weight = zerocast.empty(SHAPE, NVFP4)
+    half = NUMEL // 2
+    for step in range(3):
+        master = draw_values("normal", NUMEL, step)
+        comm.reset()
+        zerocast.cast_master_weights_to_nvfp4(
+            [weight], [master[comm.rank * half :][:half].clone()], [comm.rank * half], comm
+        )
+        if step:
+            assert comm.total().calls == comm.total(kind="all_reduce").calls == 2
 
 
 def test_one_rank_that_must_plan_makes_all_plan() -> None:
@@ -370,20 +362,17 @@ def test_start_offsets_of_any_integer_type(integer: Callable[[int], Any]) -> Non
         assert_same_storage(w, unsharded(x, NVFP4), "gathered")
 
 
-def test_nothing_to_cast() -> None:
+@on_ranks("in_process", 3)
+def test_nothing_to_cast(comm: Communicator) -> None:
     """A call without weights, and a rank without masters, take part and do nothing."""
-
-    def on_rank(comm: Communicator) -> None:
-        zerocast.quantize_master_weights([], [], [], comm)
-        master = draw_values("normal", NUMEL, 1)
-        weight = zerocast.empty(SHAPE, FP8)
-        mine, start = ([master], [0]) if comm.rank == 2 else ([None], [None])
-        plan = zerocast.CastPlan([weight], mine, start, comm)
-        plan.cast()
-        plan.all_gather()
-        assert_same_storage(weight, unsharded(master, FP8), f"rank {comm.rank}")
-
-    run_in_process(3, on_rank)
+    zerocast.quantize_master_weights([], [], [], comm)
+    master = draw_values("normal", NUMEL, 1)
+    weight = zerocast.empty(SHAPE, FP8)
+    mine, start = ([master], [0]) if comm.rank == 2 else ([None], [None])
+    plan = zerocast.CastPlan([weight], mine, start, comm)
+    plan.cast()
+    plan.all_gather()
+    assert_same_storage(weight, unsharded(master, FP8), f"rank {comm.rank}")
 
 
 def test_steps_are_the_cast() -> None:

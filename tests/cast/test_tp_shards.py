@@ -12,7 +12,7 @@ import torch
 import zerocast
 from tests.support.claims import assert_unsharded_cast
 from tests.support.partitions import draw_partition
-from tests.support.ranks import run_ranks, split_ranks
+from tests.support.ranks import on_ranks, run_ranks, split_ranks
 from tests.support.recipes import VARIANTS, each
 from tests.support.same_bytes import assert_same_bytes
 from tests.support.tp_shards import shape_of, unit
@@ -127,13 +127,10 @@ def test_on_ranks_of_every_kind(comm_kind: str) -> None:
     run_ranks(comm_kind, 4, on_rank)
 
 
-def test_parts_that_are_not_sharded() -> None:
+@on_ranks("in_process", 3)
+def test_parts_that_are_not_sharded(comm: Communicator) -> None:
     """Tensor parallelism alone: the group that shares each part is one rank."""
-
-    def on_rank(comm: Communicator) -> None:
-        cast_parts(comm, SingleRank(), 0)
-
-    run_in_process(3, on_rank)
+    cast_parts(comm, SingleRank(), 0)
 
 
 def test_a_plan_of_parts_over_several_groups_and_of_whole_weights() -> None:
@@ -185,29 +182,26 @@ def test_weights_may_come_in_any_list() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 30])
-def test_one_collective_a_group_and_cast(count: int) -> None:
+@on_ranks("in_process", 4)
+def test_one_collective_a_group_and_cast(comm: Communicator, count: int) -> None:
     """However many weights: one all-reduce of all amaxes over the ranks that share them, and one of
     the shared entries over those that hold the parts.
     """
-
-    def on_rank(comm: Any) -> None:
-        tensor_parallel, data_parallel = map(RecordingCommunicator, two_groups(comm, 2))
-        recipes = [zerocast.NVFP4BlockScaling(), zerocast.Float8BlockScaling()] * count
-        tp_shard = TensorParallelShard.chunk((256, 32), 0, tensor_parallel)
-        weights = [zerocast.empty(tp_shard.shape, recipe, tp_shard=tp_shard) for recipe in recipes]
-        half = tp_shard.shape.numel() // 2
-        shards = [torch.randn(half) for _ in weights]
-        starts = [half * data_parallel.rank] * len(weights)
-        plan = zerocast.CastPlan(weights, shards, starts, data_parallel)
-        for recorded in (tensor_parallel, data_parallel):
-            recorded.reset()
-        plan.cast()
-        slots = sum(weight.quantized_storage.amax_slots for weight in weights)
-        for recorded, entries in ((tensor_parallel, count), (data_parallel, slots)):
-            total = recorded.total()
-            assert (total.calls, total.payload_bytes) == (1, 4 * entries)
-
-    run_in_process(4, on_rank)
+    tensor_parallel, data_parallel = map(RecordingCommunicator, two_groups(comm, 2))
+    recipes = [zerocast.NVFP4BlockScaling(), zerocast.Float8BlockScaling()] * count
+    tp_shard = TensorParallelShard.chunk((256, 32), 0, tensor_parallel)
+    weights = [zerocast.empty(tp_shard.shape, recipe, tp_shard=tp_shard) for recipe in recipes]
+    half = tp_shard.shape.numel() // 2
+    shards = [torch.randn(half) for _ in weights]
+    starts = [half * data_parallel.rank] * len(weights)
+    plan = zerocast.CastPlan(weights, shards, starts, data_parallel)
+    for recorded in (tensor_parallel, data_parallel):
+        recorded.reset()
+    plan.cast()
+    slots = sum(weight.quantized_storage.amax_slots for weight in weights)
+    for recorded, entries in ((tensor_parallel, count), (data_parallel, slots)):
+        total = recorded.total()
+        assert (total.calls, total.payload_bytes) == (1, 4 * entries)
 
 
 @each("nvfp4", "current")

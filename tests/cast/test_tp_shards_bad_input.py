@@ -11,6 +11,7 @@ import torch
 import zerocast
 from tests.cast.test_tp_shards import two_groups
 from tests.support.claims import message_of
+from tests.support.ranks import on_ranks
 from zerocast import TensorParallelShard
 from zerocast.comm import SingleRank, run_in_process
 from zerocast.errors import InputError, NonFiniteError, RankMismatchError
@@ -107,20 +108,17 @@ def test_a_nan_in_another_part_is_an_error_here(recipe: Recipe) -> None:
     )
 
 
-def test_an_amax_group_over_two_tensor_parallel_groups() -> None:
+@on_ranks("in_process", 4)
+def test_an_amax_group_over_two_tensor_parallel_groups(comm: Any) -> None:
     """Its members could not have one amax on all ranks."""
-
-    def on_rank(comm: Any) -> None:
-        tp_shards = [TensorParallelShard.chunk((32, 32), 0, group) for group in two_groups(comm, 2)]
-        weights = [zerocast.empty((16, 32), FOUR_BITS, tp_shard=tp_shard) for tp_shard in tp_shards]
-        with pytest.raises(
-            InputError,
-            match=r"weights of one amax group must be cut over one tensor-parallel group, or not "
-            r"at all, got l\.wq \(InProcessCommunicator\(rank=., size=2\)\) and l\.wk \(",
-        ):
-            zerocast.CastPlan(
-                weights, [torch.randn(16, 32)] * 2, [0, 0], SingleRank(), names=["l.wq", "l.wk"],
-                amax_groups=[["*.wq", "*.wk"]],
-            )  # fmt: skip
-
-    run_in_process(4, on_rank)
+    tp_shards = [TensorParallelShard.chunk((32, 32), 0, group) for group in two_groups(comm, 2)]
+    weights = [zerocast.empty((16, 32), FOUR_BITS, tp_shard=tp_shard) for tp_shard in tp_shards]
+    with pytest.raises(
+        InputError,
+        match=r"weights of one amax group must be cut over one tensor-parallel group, or not "
+        r"at all, got l\.wq \(InProcessCommunicator\(rank=., size=2\)\) and l\.wk \(",
+    ):
+        zerocast.CastPlan(
+            weights, [torch.randn(16, 32)] * 2, [0, 0], SingleRank(), names=["l.wq", "l.wk"],
+            amax_groups=[["*.wq", "*.wk"]],
+        )  # fmt: skip

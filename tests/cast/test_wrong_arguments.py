@@ -12,6 +12,7 @@ import torch
 import zerocast
 from tests.support.claims import one_message
 from tests.support.planned import NUMEL, SHAPE, unsharded
+from tests.support.ranks import on_ranks
 from tests.support.same_bytes import assert_same_storage
 from zerocast.comm import Communicator, run_in_process
 from zerocast.errors import InputError, ZerocastError
@@ -152,17 +153,14 @@ def test_one_weight_or_plain_tensors_are_processed() -> None:
     assert_same_storage(weight, unsharded(torch.ones(SHAPE), RECIPES[0]), "one weight")
 
 
-def test_a_shard_of_nothing_takes_no_buffers() -> None:
+@on_ranks("in_process", 2)
+def test_a_shard_of_nothing_takes_no_buffers(comm: Communicator) -> None:
     """(None, None) stands for two buffers of nothing; for a shard with elements it is refused."""
-
-    def on_rank(comm: Communicator) -> None:
-        weight = zerocast.empty(SHAPE, RECIPES[1])
-        mine = torch.ones(NUMEL)
-        codes = [torch.zeros(NUMEL, dtype=torch.uint8) for _ in range(2)]
-        owner = comm.rank == 0
-        args = ([weight], [mine if owner else None], [0 if owner else None], comm)
-        zerocast.CastPlan(*args, fsdp_shard_model_weights=[codes if owner else (None, None)]).cast()
-        with pytest.raises(InputError, match="for a shard with elements"):
-            zerocast.CastPlan(*args, fsdp_shard_model_weights=[(None, None)])
-
-    run_in_process(2, on_rank)
+    weight = zerocast.empty(SHAPE, RECIPES[1])
+    mine = torch.ones(NUMEL)
+    codes = [torch.zeros(NUMEL, dtype=torch.uint8) for _ in range(2)]
+    owner = comm.rank == 0
+    args = ([weight], [mine if owner else None], [0 if owner else None], comm)
+    zerocast.CastPlan(*args, fsdp_shard_model_weights=[codes if owner else (None, None)]).cast()
+    with pytest.raises(InputError, match="for a shard with elements"):
+        zerocast.CastPlan(*args, fsdp_shard_model_weights=[(None, None)])

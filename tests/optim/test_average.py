@@ -22,6 +22,7 @@ from tests.optim.training import (
     start_values,
     train_whole,
 )
+from tests.support.ranks import on_ranks
 from tests.support.recipes import each
 from zerocast.comm import Communicator, run_in_process
 from zerocast.errors import InputError, RankMismatchError, UnsupportedError
@@ -77,25 +78,24 @@ def test_averages_have_the_same_bits_for_every_cut_and_resume(
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_averages_in_the_weights_are_their_cast_and_leave_no_trace(overlap: bool) -> None:
+@on_ranks("in_process", 3)
+def test_averages_in_the_weights_are_their_cast_and_leave_no_trace(
+    comm: Communicator, overlap: bool
+) -> None:
     """Within the context weights are the unsharded cast of the averages; afterwards of the masters,
     and the next step is that of an optimizer that never showed them.
     """
-
-    def train(comm: Communicator) -> None:
-        t = training(comm, overlap_all_gather=overlap)
-        average = t.optimizer.ema(DECAY)
-        params = t.train(0, 1, alike=True)
-        masters, averages = expected(2)
-        with average.in_weights():
-            assert_cast_of(params, averages)
-            for call in (t.optimizer.step, average.in_weights().__enter__):
-                with pytest.raises(InputError, match="leave the context of in_weights"):
-                    call()
-        assert_cast_of(params, masters)
-        assert_cast_of(t.train(2, alike=True), expected(3)[0])
-
-    run_in_process(3, train)
+    t = training(comm, overlap_all_gather=overlap)
+    average = t.optimizer.ema(DECAY)
+    params = t.train(0, 1, alike=True)
+    masters, averages = expected(2)
+    with average.in_weights():
+        assert_cast_of(params, averages)
+        for call in (t.optimizer.step, average.in_weights().__enter__):
+            with pytest.raises(InputError, match="leave the context of in_weights"):
+                call()
+    assert_cast_of(params, masters)
+    assert_cast_of(t.train(2, alike=True), expected(3)[0])
 
 
 @each("delayed", "nvfp4-drawn", "mxfp8")
@@ -130,36 +130,34 @@ def test_weights_that_are_written_while_averages_are_in_them_are_not_lost_silent
     assert_cast_of(t.params, masters)
 
 
-def test_a_failure_on_one_rank_while_averages_are_in_the_weights_leaves_all_ranks_in_step() -> None:
+@on_ranks("in_process", 3)
+def test_a_failure_on_one_rank_while_averages_are_in_the_weights_leaves_all_ranks_in_step(
+    comm: Communicator,
+) -> None:
     """An evaluation that fails on one rank: it is raised there, and the masters' cast is back on
     all.
     """
-
-    def train(comm: Communicator) -> None:
-        t = training(comm)
-        average = t.optimizer.ema(DECAY)
-        t.train(0, 1, alike=True)
-        fails = pytest.raises(ZeroDivisionError) if comm.rank == 1 else nullcontext()
-        with fails, average.in_weights():
-            assert comm.rank != 1 or 1 / 0
-        assert_cast_of(t.train(2, alike=True), expected(3)[0])
-
-    run_in_process(3, train)
+    t = training(comm)
+    average = t.optimizer.ema(DECAY)
+    t.train(0, 1, alike=True)
+    fails = pytest.raises(ZeroDivisionError) if comm.rank == 1 else nullcontext()
+    with fails, average.in_weights():
+        assert comm.rank != 1 or 1 / 0
+    assert_cast_of(t.train(2, alike=True), expected(3)[0])
 
 
-def test_a_decay_that_is_none_or_differs_between_ranks_is_refused_on_all() -> None:
+@on_ranks("in_process", 2)
+def test_a_decay_that_is_none_or_differs_between_ranks_is_refused_on_all(
+    comm: Communicator,
+) -> None:
     """From 0 up to, not including, 1."""
-
-    def make(comm: Communicator) -> None:
-        optimizer = ZeroOptimizer(make_params(FP8), group=comm)
-        for wrong in (1.0, -0.1, float("nan"), "0.9", True):
-            with pytest.raises(InputError, match="decay must be a number from 0"):
-                optimizer.ema(wrong if comm.rank else 0.9)
-        with pytest.raises(RankMismatchError, match="the same decay"):
-            optimizer.ema(0.9 + comm.rank / 100)
-        optimizer.step()
-
-    run_in_process(2, make)
+    optimizer = ZeroOptimizer(make_params(FP8), group=comm)
+    for wrong in (1.0, -0.1, float("nan"), "0.9", True):
+        with pytest.raises(InputError, match="decay must be a number from 0"):
+            optimizer.ema(wrong if comm.rank else 0.9)
+    with pytest.raises(RankMismatchError, match="the same decay"):
+        optimizer.ema(0.9 + comm.rank / 100)
+    optimizer.step()
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -21,6 +21,7 @@ from tests.optim.training import (
     start_values,
     train_whole,
 )
+from tests.support.ranks import on_ranks
 from tests.support.recipes import each
 from tests.support.same_bytes import assert_same_bytes
 from tests.support.settings import default_dtype
@@ -116,20 +117,17 @@ def test_more_ranks_than_a_weight_has_rows(world_size: int) -> None:
     assert_trains_as_a_whole(Ranks("in_process", world_size), NVFP4, 3, AdamW)
 
 
-def test_identical_bf16_gradients_on_3_ranks_give_exactly_that_gradient() -> None:
+@on_ranks("in_process", 3)
+def test_identical_bf16_gradients_on_3_ranks_give_exactly_that_gradient(comm: Communicator) -> None:
     """For a BF16 g, g + g + g is exact in FP32 and a third of it is g again: SGD moves by lr g."""
-
-    def train(comm: Communicator) -> None:
-        t = Training(comm, FP8, SGD, lr=1.0)
-        before = t.masters()
-        g = torch.Generator().manual_seed(5)
-        gradients = [torch.randn(p.shape, generator=g).bfloat16() for p in t.params]
-        set_gradients(t.params, gradients)
-        t.optimizer.step()
-        expected = [b - g.float() for b, g in zip(before, gradients, strict=True)]
-        assert_same_lists(t.masters(), expected, "masters")
-
-    run_in_process(3, train)
+    t = Training(comm, FP8, SGD, lr=1.0)
+    before = t.masters()
+    g = torch.Generator().manual_seed(5)
+    gradients = [torch.randn(p.shape, generator=g).bfloat16() for p in t.params]
+    set_gradients(t.params, gradients)
+    t.optimizer.step()
+    expected = [b - g.float() for b, g in zip(before, gradients, strict=True)]
+    assert_same_lists(t.masters(), expected, "masters")
 
 
 @pytest.mark.own_defaults
@@ -166,22 +164,19 @@ def test_ranks_that_start_differently_hold_the_same_weights() -> None:
         assert_cast_of(params, started[0][1])
 
 
-def test_masters_start_from_the_values_before_quantization() -> None:
+@on_ranks("in_process", 3)
+def test_masters_start_from_the_values_before_quantization(comm: Communicator) -> None:
     """Where a weight kept its high-precision value the master is that, on any number of ranks; and
     it keeps it no longer.
     """
-
-    def start(comm: Communicator) -> None:
-        layer = torch.nn.Linear(48, 33, bias=False)
-        with torch.no_grad():
-            layer.weight.copy_(torch.linspace(-1, 1, 33 * 48).view(33, 48))
-        before = layer.weight.detach().clone()
-        convert(layer, NVFP4)
-        optimizer = ZeroOptimizer(layer.parameters(), group=comm)
-        assert_same_bytes(optimizer.gather_master(layer.weight), before, "master")
-        assert not hasattr(layer.weight, "get_high_precision_init_val")
-
-    run_in_process(3, start)
+    layer = torch.nn.Linear(48, 33, bias=False)
+    with torch.no_grad():
+        layer.weight.copy_(torch.linspace(-1, 1, 33 * 48).view(33, 48))
+    before = layer.weight.detach().clone()
+    convert(layer, NVFP4)
+    optimizer = ZeroOptimizer(layer.parameters(), group=comm)
+    assert_same_bytes(optimizer.gather_master(layer.weight), before, "master")
+    assert not hasattr(layer.weight, "get_high_precision_init_val")
 
 
 def test_weights_without_a_kept_value_start_from_their_own() -> None:

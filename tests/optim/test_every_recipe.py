@@ -21,6 +21,7 @@ from tests.optim.training import (
     train_whole_weights,
 )
 from tests.support.claims import assert_same_tensors, assert_unsharded_cast, stored
+from tests.support.ranks import on_ranks
 from tests.support.recipes import NOT_SHARDABLE, RECIPES, SHARDABLE, VARIANTS, each, names
 from zerocast.comm import Communicator, run_in_process
 from zerocast.errors import InputError
@@ -80,18 +81,17 @@ def test_a_resumed_run_continues_bit_for_bit(saved_on: int, loaded_on: int, reci
 
 
 @remembering
-def test_making_an_optimizer_and_loading_advance_nothing(recipe: Recipe) -> None:
+@on_ranks("in_process", 3)
+def test_making_an_optimizer_and_loading_advance_nothing(
+    comm: Communicator, recipe: Recipe
+) -> None:
     """What a recipe remembers is as before, however often its optimizer is made or loaded."""
-
-    def make_and_load(comm: Communicator) -> None:
-        params = Training(comm, recipe).train(0, 1)
-        kept = remembered(params)
-        for _ in range(3):
-            optimizer = ZeroOptimizer(params, group=comm)
-            optimizer.load_state_dict(optimizer.state_dict())
-        assert_same_tensors(remembered(params), kept, "once loaded")
-
-    run_in_process(3, make_and_load)
+    params = Training(comm, recipe).train(0, 1)
+    kept = remembered(params)
+    for _ in range(3):
+        optimizer = ZeroOptimizer(params, group=comm)
+        optimizer.load_state_dict(optimizer.state_dict())
+    assert_same_tensors(remembered(params), kept, "once loaded")
 
 
 @remembering

@@ -7,6 +7,7 @@ import torch
 from torch.optim import SGD
 
 from tests.optim.training import NVFP4, Training, assert_cast_of, train_whole
+from tests.support.ranks import on_ranks
 from zerocast.comm import Communicator, run_in_process
 from zerocast.errors import InputError
 from zerocast.optim import ZeroOptimizer
@@ -95,16 +96,13 @@ def test_a_disabled_scaler_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("call", ["unscale_", "step"])
-def test_clipping_before_unscaling_is_refused(call: str) -> None:
+@on_ranks("in_process", 2)
+def test_clipping_before_unscaling_is_refused(comm: Communicator, call: str) -> None:
     """Gradients clipped with their scale would be tiny, or clipped in vain."""
-
-    def train(comm: Communicator) -> None:
-        weight = torch.nn.Parameter(torch.zeros(10))
-        optimizer = ZeroOptimizer([weight], SGD, group=comm, lr=1.0)
-        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-        scaler.scale(weight.sum()).backward()
-        optimizer.clip_grad_norm_(0.5)
-        with pytest.raises(InputError, match=r"scaler.unscale_\(optimizer\) before optimizer.clip"):
-            getattr(scaler, call)(optimizer)
-
-    run_in_process(2, train)
+    weight = torch.nn.Parameter(torch.zeros(10))
+    optimizer = ZeroOptimizer([weight], SGD, group=comm, lr=1.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(weight.sum()).backward()
+    optimizer.clip_grad_norm_(0.5)
+    with pytest.raises(InputError, match=r"scaler.unscale_\(optimizer\) before optimizer.clip"):
+        getattr(scaler, call)(optimizer)

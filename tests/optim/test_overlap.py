@@ -20,7 +20,7 @@ from tests.optim.overlapping import (
 )
 from tests.support.claims import assert_same_tensors, stored
 from tests.support.late_gathers import GathersLate
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 from tests.support.recipes import RECIPES
 from tests.support.same_bytes import assert_same_bytes
 from zerocast.comm import RecordingCommunicator, run_in_process
@@ -262,31 +262,25 @@ def test_a_checkpoint_is_resumed_the_other_way(overlap):
         ({"bucket_size": 1e6}, "positive number of elements, or None, got 1000000.0"),
     ],
 )
-def test_wrong_options_are_refused(options, message):
+@on_ranks("in_process", 2)
+def test_wrong_options_are_refused(comm, options, message):
     """On all ranks, before any weight is touched."""
-
-    def body(comm):
-        model = Model("nvfp4")
-        before = stored(model)
-        with pytest.raises(zerocast.InputError, match=message):
-            ZeroOptimizer(model.parameters(), group=comm, lr=0.1, **options)
-        assert_same_tensors(stored(model), before)
-
-    run_in_process(2, body)
+    model = Model("nvfp4")
+    before = stored(model)
+    with pytest.raises(zerocast.InputError, match=message):
+        ZeroOptimizer(model.parameters(), group=comm, lr=0.1, **options)
+    assert_same_tensors(stored(model), before)
 
 
 @pytest.mark.parametrize(
     ("option", "values"), [("overlap_all_gather", (False, True)), ("bucket_size", (None, 5))]
 )
-def test_ranks_that_gather_differently_are_refused(option, values):
+@on_ranks("in_process", 2)
+def test_ranks_that_gather_differently_are_refused(comm, option, values):
     """Both sides are named, on all ranks: their collectives or buckets would not fit together."""
-
-    def body(comm):
-        model = Model("nvfp4")
-        with pytest.raises(
-            zerocast.RankMismatchError,
-            match=rf"rank 0 has 'AdamW with .*{option}={values[0]}.* has '.*{option}={values[1]}",
-        ):
-            optimizer_of(model, comm, **{option: values[comm.rank]})
-
-    run_in_process(2, body)
+    model = Model("nvfp4")
+    with pytest.raises(
+        zerocast.RankMismatchError,
+        match=rf"rank 0 has 'AdamW with .*{option}={values[0]}.* has '.*{option}={values[1]}",
+    ):
+        optimizer_of(model, comm, **{option: values[comm.rank]})

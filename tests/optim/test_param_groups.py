@@ -23,6 +23,7 @@ from tests.optim.training import (
     train_whole,
 )
 from tests.support.claims import message_of, one_message
+from tests.support.ranks import on_ranks
 from tests.support.recipes import each
 from zerocast.comm import Communicator, run_in_process
 from zerocast.errors import InputError, RankMismatchError, UnsupportedError
@@ -332,18 +333,15 @@ def test_a_learning_rate_that_is_a_tensor_is_not_shared_with_a_loaded_state() ->
     assert optimizer.inner.param_groups[0]["lr"].item() == 0.25
 
 
-def test_a_parameter_that_is_unfrozen_later_is_not_left_out_silently() -> None:
+@on_ranks("in_process", 2)
+def test_a_parameter_that_is_unfrozen_later_is_not_left_out_silently(comm: Communicator) -> None:
     """Frozen it was no parameter of the optimizer; with a gradient on one rank all are told."""
-
-    def train(comm: Communicator) -> None:
-        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
-        model[0].requires_grad_(False)
-        optimizer = ZeroOptimizer(model.named_parameters(), SGD, comm, lr=0.5)
-        model[0].requires_grad_(True)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    model[0].requires_grad_(False)
+    optimizer = ZeroOptimizer(model.named_parameters(), SGD, comm, lr=0.5)
+    model[0].requires_grad_(True)
+    optimizer.step()
+    if comm.rank == 1:
+        model(torch.ones(2, 4)).sum().backward()
+    with pytest.raises(InputError, match=r"0.weight has a gradient, and did not require one"):
         optimizer.step()
-        if comm.rank == 1:
-            model(torch.ones(2, 4)).sum().backward()
-        with pytest.raises(InputError, match=r"0.weight has a gradient, and did not require one"):
-            optimizer.step()
-
-    run_in_process(2, train)

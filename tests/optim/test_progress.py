@@ -15,6 +15,7 @@ from tests.optim.training import (
     make_params,
     set_gradients,
 )
+from tests.support.ranks import on_ranks
 from zerocast.comm import Communicator, run_in_process
 from zerocast.errors import InputError, RankMismatchError, UnfinishedStepError, ZerocastError
 from zerocast.optim import ZeroOptimizer
@@ -94,111 +95,93 @@ def one_step(params: list[Any], optimizer: ZeroOptimizer) -> None:
 
 
 @pytest.mark.parametrize("plain", [False, True])
-def test_an_inner_optimizer_that_fails_on_one_rank(plain: bool) -> None:
+@on_ranks("in_process", 3)
+def test_an_inner_optimizer_that_fails_on_one_rank(comm: Communicator, plain: bool) -> None:
     """That rank raises what happened, the others say where; and the step was left half done."""
-
-    def train(comm: Communicator) -> None:
-        params = make_params(NVFP4)[3 if plain else 0 :]
-        optimizer = ZeroOptimizer(params, Failing, group=comm, lr=0.5)
+    params = make_params(NVFP4)[3 if plain else 0 :]
+    optimizer = ZeroOptimizer(params, Failing, group=comm, lr=0.5)
+    one_step(params, optimizer)
+    optimizer.inner.fails = comm.rank == 1
+    raised = Stop if comm.rank == 1 else ZerocastError
+    with pytest.raises(raised, match="no memory left") as caught:
         one_step(params, optimizer)
-        optimizer.inner.fails = comm.rank == 1
-        raised = Stop if comm.rank == 1 else ZerocastError
-        with pytest.raises(raised, match="no memory left") as caught:
-            one_step(params, optimizer)
-        assert (str(caught.value) == "on rank 1: Stop: no memory left") == (comm.rank != 1)
-        optimizer.inner.fails = False
-        with pytest.raises(UnfinishedStepError, match="on every rank"):
-            one_step(params, optimizer)
-
-    run_in_process(3, train)
+    assert (str(caught.value) == "on rank 1: Stop: no memory left") == (comm.rank != 1)
+    optimizer.inner.fails = False
+    with pytest.raises(UnfinishedStepError, match="on every rank"):
+        one_step(params, optimizer)
 
 
-def test_a_closure_that_fails_on_one_rank() -> None:
+@on_ranks("in_process", 3)
+def test_a_closure_that_fails_on_one_rank(comm: Communicator) -> None:
     """So it is there; but nothing has changed, and the step can be made again."""
+    t = Training(comm)
+    t.feed(0)
+    optimizer = t.optimizer
 
-    def train(comm: Communicator) -> None:
-        t = Training(comm)
-        t.feed(0)
-        optimizer = t.optimizer
+    def closure() -> float:
+        if comm.rank == 1:
+            raise Stop("no data left")
+        return 3.0
 
-        def closure() -> float:
-            if comm.rank == 1:
-                raise Stop("no data left")
-            return 3.0
-
-        with pytest.raises(Stop if comm.rank == 1 else ZerocastError, match="no data left"):
-            optimizer.step(closure)
-        assert optimizer.step(lambda: 3.0) == 3.0
-        assert optimizer.state_dict()["zero"]["steps"] == 1
-
-    run_in_process(3, train)
+    with pytest.raises(Stop if comm.rank == 1 else ZerocastError, match="no data left"):
+        optimizer.step(closure)
+    assert optimizer.step(lambda: 3.0) == 3.0
+    assert optimizer.state_dict()["zero"]["steps"] == 1
 
 
-def test_ranks_that_have_made_different_numbers_of_steps_are_refused() -> None:
+@on_ranks("in_process", 3)
+def test_ranks_that_have_made_different_numbers_of_steps_are_refused(comm: Communicator) -> None:
     """An interrupt that reached one rank behind a step and another before it."""
-
-    def train(comm: Communicator) -> None:
-        t = Training(comm)
+    t = Training(comm)
+    t.train(0)
+    t.optimizer._progress.steps += comm.rank == 2
+    with pytest.raises(RankMismatchError, match=r"\{0: 1, 1: 1, 2: 2\}; load the last"):
         t.train(0)
-        t.optimizer._progress.steps += comm.rank == 2
-        with pytest.raises(RankMismatchError, match=r"\{0: 1, 1: 1, 2: 2\}; load the last"):
-            t.train(0)
-
-    run_in_process(3, train)
 
 
-def test_a_scheduler_that_one_rank_steps_otherwise_is_refused() -> None:
+@on_ranks("in_process", 3)
+def test_a_scheduler_that_one_rank_steps_otherwise_is_refused(comm: Communicator) -> None:
     """Every rank says whose learning rate differs, and nothing has changed: with the same on all
     ranks the step is made.
     """
-
-    def train(comm: Communicator) -> None:
-        t = Training(comm, lr=0.5)
+    t = Training(comm, lr=0.5)
+    t.train(0)
+    before, (group,) = t.masters(), t.optimizer.param_groups
+    group["lr"] = 0.25 if comm.rank == 1 else 0.5
+    with pytest.raises(RankMismatchError, match="'lr': 0.5.*where rank 1 has.*'lr': 0.25"):
         t.train(0)
-        before, (group,) = t.masters(), t.optimizer.param_groups
-        group["lr"] = 0.25 if comm.rank == 1 else 0.5
-        with pytest.raises(RankMismatchError, match="'lr': 0.5.*where rank 1 has.*'lr': 0.25"):
-            t.train(0)
-        assert_same_lists(t.masters(), before, "after the refusal")
-        group["lr"] = 0.25
-        t.train(0)
-
-    run_in_process(3, train)
+    assert_same_lists(t.masters(), before, "after the refusal")
+    group["lr"] = 0.25
+    t.train(0)
 
 
-def test_states_of_different_steps_are_refused() -> None:
+@on_ranks("in_process", 2)
+def test_states_of_different_steps_are_refused(comm: Communicator) -> None:
     """A torn checkpoint: in a sequence, and where each rank loads its own."""
-
-    def train(comm: Communicator) -> None:
-        t = Training(comm)
-        optimizer, saved = t.optimizer, []
-        for step in range(2):
-            t.train(step)
-            saved.append(t.saved())
-        with pytest.raises(RankMismatchError, match="rank 0 has 'steps 1' where rank 1 has"):
-            optimizer.load_state_dict(saved[comm.rank])
-        everyone = [
-            comm.all_gather_object(saved[comm.rank])[0],
-            comm.all_gather_object(saved[1])[1],
-        ]
-        with pytest.raises(InputError, match=r"of the same step, got states of steps \[1, 2\]"):
-            optimizer.load_state_dict(everyone)
-
-    run_in_process(2, train)
+    t = Training(comm)
+    optimizer, saved = t.optimizer, []
+    for step in range(2):
+        t.train(step)
+        saved.append(t.saved())
+    with pytest.raises(RankMismatchError, match="rank 0 has 'steps 1' where rank 1 has"):
+        optimizer.load_state_dict(saved[comm.rank])
+    everyone = [
+        comm.all_gather_object(saved[comm.rank])[0],
+        comm.all_gather_object(saved[1])[1],
+    ]
+    with pytest.raises(InputError, match=r"of the same step, got states of steps \[1, 2\]"):
+        optimizer.load_state_dict(everyone)
 
 
-def test_weights_in_another_order_on_one_rank_are_refused_without_names() -> None:
+@on_ranks("in_process", 2)
+def test_weights_in_another_order_on_one_rank_are_refused_without_names(comm: Communicator) -> None:
     """Two of one shape cannot be told by their descriptions, but by their values."""
-
-    def make(comm: Communicator) -> None:
-        values = [torch.linspace(-1, i, 16 * 32).view(16, 32) for i in (1, 2)]
-        plain = [torch.nn.Parameter(value) for value in values]
-        quantized = [torch.nn.Parameter(zerocast.quantize(value, NVFP4)) for value in values]
-        for weights in (plain, quantized):
-            with pytest.raises(RankMismatchError, match=r"rank 1 gave as .*; give model.named_par"):
-                ZeroOptimizer(weights[:: -1 if comm.rank == 1 else 1], group=comm)
-
-    run_in_process(2, make)
+    values = [torch.linspace(-1, i, 16 * 32).view(16, 32) for i in (1, 2)]
+    plain = [torch.nn.Parameter(value) for value in values]
+    quantized = [torch.nn.Parameter(zerocast.quantize(value, NVFP4)) for value in values]
+    for weights in (plain, quantized):
+        with pytest.raises(RankMismatchError, match=r"rank 1 gave as .*; give model.named_par"):
+            ZeroOptimizer(weights[:: -1 if comm.rank == 1 else 1], group=comm)
 
 
 def test_weights_that_start_from_other_values_on_each_rank_are_accepted() -> None:
@@ -214,30 +197,27 @@ def test_weights_that_start_from_other_values_on_each_rank_are_accepted() -> Non
 
 
 @pytest.mark.parametrize("differ", ["dtype", "columnwise", "amax_group", "recipe", "optimizer"])
-def test_a_refused_optimizer_has_touched_no_weight(differ: str) -> None:
+@on_ranks("in_process", 2)
+def test_a_refused_optimizer_has_touched_no_weight(comm: Communicator, differ: str) -> None:
     """Weights lie where they lay, and keep the values that they were made from."""
-
-    def make(comm: Communicator) -> None:
-        odd = comm.rank == 1
-        recipe = zerocast.MXFP8BlockScaling()
-        if odd and differ == "recipe":
-            recipe = zerocast.MXFP8BlockScaling(fp8_format=zerocast.Format.E5M2)
-        dtype = torch.float16 if odd and differ == "dtype" else torch.bfloat16
-        columnwise = not (odd and differ == "columnwise")
-        value = torch.linspace(-3, 3, 64 * 32).view(64, 32)
-        weight = zerocast.quantize(value, recipe, dtype=dtype, columnwise=columnwise)
-        weight.quantized_storage.high_precision_init_val = value
-        if odd and differ == "amax_group":
-            weight.quantized_storage.amax_group = "qkv"
-        param = torch.nn.Parameter(weight)
-        plain = torch.nn.Parameter(torch.ones(5))
-        places = [b.data_ptr() for b in weight.quantized_storage.buffers.values()]
-        places.append(plain.data_ptr())
-        chosen = torch.optim.SGD if odd and differ == "optimizer" else torch.optim.AdamW
-        with pytest.raises(ZerocastError):
-            ZeroOptimizer([param, plain], chosen, comm)
-        now = [b.data_ptr() for b in param.quantized_storage.buffers.values()]
-        assert [*now, plain.data_ptr()] == places
-        assert torch.equal(param.get_high_precision_init_val(), value)
-
-    run_in_process(2, make)
+    odd = comm.rank == 1
+    recipe = zerocast.MXFP8BlockScaling()
+    if odd and differ == "recipe":
+        recipe = zerocast.MXFP8BlockScaling(fp8_format=zerocast.Format.E5M2)
+    dtype = torch.float16 if odd and differ == "dtype" else torch.bfloat16
+    columnwise = not (odd and differ == "columnwise")
+    value = torch.linspace(-3, 3, 64 * 32).view(64, 32)
+    weight = zerocast.quantize(value, recipe, dtype=dtype, columnwise=columnwise)
+    weight.quantized_storage.high_precision_init_val = value
+    if odd and differ == "amax_group":
+        weight.quantized_storage.amax_group = "qkv"
+    param = torch.nn.Parameter(weight)
+    plain = torch.nn.Parameter(torch.ones(5))
+    places = [b.data_ptr() for b in weight.quantized_storage.buffers.values()]
+    places.append(plain.data_ptr())
+    chosen = torch.optim.SGD if odd and differ == "optimizer" else torch.optim.AdamW
+    with pytest.raises(ZerocastError):
+        ZeroOptimizer([param, plain], chosen, comm)
+    now = [b.data_ptr() for b in param.quantized_storage.buffers.values()]
+    assert [*now, plain.data_ptr()] == places
+    assert torch.equal(param.get_high_precision_init_val(), value)

@@ -16,7 +16,7 @@ from tests.optim.training import (
     mean_gradients,
 )
 from tests.support.claims import message_of, one_message
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 from tests.support.recipes import each
 from tests.support.same_bytes import assert_same_bytes
 from zerocast.comm import Communicator, run_in_process
@@ -134,23 +134,20 @@ def test_a_weight_written_otherwise_on_one_rank_is_refused_on_every_rank() -> No
     assert "must hold the same value on every" in one_message(run_in_process(3, train))
 
 
-def test_a_broadcast_of_what_the_weights_are_changes_no_master() -> None:
+@on_ranks("in_process", 3)
+def test_a_broadcast_of_what_the_weights_are_changes_no_master(comm: Communicator) -> None:
     """Rank 0 gives others what they hold: bytes that were copied, and masters that stay."""
-
-    def train(comm: Communicator) -> None:
-        t = Training(comm, NVFP4, SGD, lr=0.01)
-        params = t.train(0)
-        before = t.masters()
-        if comm.rank:
-            with torch.no_grad():
-                for param in params:
-                    if isinstance(param, zerocast.QuantizedTensor):
-                        param.quantized_storage.mark_written()
-                    else:
-                        param.copy_(param.clone())
-        assert_same_lists(t.masters(), before, "masters")
-
-    run_in_process(3, train)
+    t = Training(comm, NVFP4, SGD, lr=0.01)
+    params = t.train(0)
+    before = t.masters()
+    if comm.rank:
+        with torch.no_grad():
+            for param in params:
+                if isinstance(param, zerocast.QuantizedTensor):
+                    param.quantized_storage.mark_written()
+                else:
+                    param.copy_(param.clone())
+    assert_same_lists(t.masters(), before, "masters")
 
 
 def test_writes_that_torch_does_not_count_are_named_by_mark_written() -> None:

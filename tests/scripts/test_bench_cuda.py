@@ -13,6 +13,7 @@ from tests.support.same_bytes import assert_same_bytes
 from zerocast.backends.cuda import CudaBackend
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
+STEPS = ("memset", "amax", "scale", "cast", "transpose")
 
 
 @pytest.fixture
@@ -26,8 +27,6 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 def test_the_sets(bench):
     """Llama-3-8B has 224 linear weights of 6.98 G elements; the experts are thousands."""
-    from cuda_sets import rank_0
-
     llama = bench.SETS["llama"]
     assert len(llama) == 224
     assert sum(rows * cols for rows, cols in llama) == 6_979_321_856
@@ -35,7 +34,7 @@ def test_the_sets(bench):
     for shapes in bench.SETS.values():
         total = sum(rows * cols for rows, cols in shapes)
         for world_size in bench.WORLD_SIZES:
-            owned = sum(extent.size for extent in rank_0(shapes, world_size))
+            owned = sum(extent.size for extent in bench.rank_0(shapes, world_size))
             assert total / world_size <= owned <= total / world_size + 128
 
 
@@ -45,9 +44,10 @@ def test_the_sets(bench):
 def test_what_is_timed_is_the_cast(bench, recipe, world_size):
     """The steps of the benchmark write what one by one they write, and their bytes are counted."""
     backend = CudaBackend(Emulator())
-    work = bench.prepare(
+    work = bench.prepare_rank_0(
         backend, bench.RECIPES[recipe], [(48, 64), (17, 96), (33, 32)], world_size, "cpu"
     )
+    assert tuple(work.steps) == STEPS
     for step in work.steps.values():
         step()
     codes = [storage.buffers["rowwise_data"].clone() for storage in work.storages]
@@ -82,7 +82,7 @@ def test_the_report(bench):
     step = {"seconds": 1e-3, "bytes": 8e8, "moved_over_must": 1.01, "of_bound": 0.87, "launches": 1}
     row = {
         "set": "llama", "recipe": "nvfp4", "world_size": 1, "weights": 224, "owned": 1,
-        "steps": dict.fromkeys(bench.STEPS, step), "host_seconds": 2e-5,
+        "steps": dict.fromkeys(STEPS, step), "host_seconds": 2e-5,
         "one_by_one_seconds": 1.0,
     }  # fmt: skip
     report = {
@@ -107,7 +107,7 @@ def test_the_goal_of_64_ranks(bench):
         step = {"seconds": seconds, "of_bound": 1}
         return {
             "set": "llama", "recipe": "fp8", "world_size": world_size,
-            "steps": dict.fromkeys(bench.STEPS, step),
+            "steps": dict.fromkeys(STEPS, step),
         }  # fmt: skip
 
     import cuda_report

@@ -117,12 +117,11 @@ def test_compares_the_same_tensors(scripts, recipe, world_size):
     """The library is given our masters, shards and gathered codes; equal results are found equal,
     one byte of each kind changed is found once.
     """
-    work = scripts.cuda.prepare(
+    work = scripts.cuda.prepare_rank_0(
         CudaBackend(Emulator()), scripts.cuda.RECIPES[recipe], SHAPES, world_size, "cpu"
     )
     driver = CopyingDriver(scripts.beside.WEIGHT, work, recipe == "nvfp4")
-    arguments = (driver, recipe, work.steps, work.storages, work.shards, work.masters.tensors)
-    found = scripts.beside.compare(*arguments, (10, 0), run_once)
+    found = scripts.beside.compare(driver, recipe, work, (10, 0), run_once)
     assert found["differing"] == {"amax": 0, "cast": 0, "transpose": 0}
     assert found["not_run"] == {}
     assert driver.ran == [(bf16, step) for bf16 in (False, True) for step in scripts.beside.STEPS]
@@ -136,7 +135,7 @@ def test_compares_the_same_tensors(scripts, recipe, world_size):
                 byte.value ^= 1
 
     wrong = WrongDriver(scripts.beside.WEIGHT, work, recipe == "nvfp4")
-    found = scripts.beside.compare(wrong, *arguments[1:], (10, 0), run_once)
+    found = scripts.beside.compare(wrong, recipe, work, (10, 0), run_once)
     assert found["differing"] == {"amax": 1, "cast": 1, "transpose": 1}
 
 
@@ -145,7 +144,7 @@ def test_says_what_did_not_run(scripts):
     """A kernel that the device cannot run is not launched, one that fails ends no other: each has
     its reason on the page, and its goal stays open.
     """
-    work = scripts.cuda.prepare(
+    work = scripts.cuda.prepare_rank_0(
         CudaBackend(Emulator()), scripts.cuda.RECIPES["nvfp4"], SHAPES, 1, "cpu"
     )
 
@@ -157,10 +156,7 @@ def test_says_what_did_not_run(scripts):
             super().step(rows, bf16, name)
 
     driver = FailingDriver(scripts.beside.WEIGHT, work, True)
-    row = scripts.beside.compare(
-        driver, "nvfp4", work.steps, work.storages, work.shards, work.masters.tensors, (9, 0),
-        run_once,
-    )  # fmt: skip
+    row = scripts.beside.compare(driver, "nvfp4", work, (9, 0), run_once)
     assert row["differing"] == {"amax": 0, "transpose": 0}
     row |= {"set": "llama", "recipe": "nvfp4", "world_size": 1}
     report = {"rows": [], "transformer_engine": {"version": "2.20", "rows": [row]}}

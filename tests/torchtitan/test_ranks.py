@@ -9,7 +9,7 @@ import torch
 
 import zerocast
 from tests.sharded.test_traffic import Collectives
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 from tests.support.same_bytes import assert_same_bytes
 from tests.torchtitan.decoder import ALL_LAYERS, OptimizersContainer, loss, shard
 from zerocast.integrations.torchtitan import (
@@ -110,18 +110,15 @@ def test_trained_in_codes(recipe_name, asks):
         (("checkpoints", "compiles"), {"recipe_name": "tensorwise"}),
     ],
 )
-def test_wrapped_blocks_give_the_same_gradients(wrapped, options):
+@on_ranks("torch_distributed", 2)
+def test_wrapped_blocks_give_the_same_gradients(comm, wrapped, options):
     """Blocks that are computed again in the backward, and compiled blocks, give the gradients of
     blocks as they are, to the bit.
     """
-
-    def run(comm):
-        gradients = []
-        for wraps in (False, True):
-            t = trainer(**dict.fromkeys(wrapped, wraps), **options)
-            loss(t.model, comm.rank).backward()
-            gradients.append([p.grad.full_tensor() for p in t.model.parameters()])
-        for i, (actual, expected) in enumerate(zip(*gradients, strict=True)):
-            assert_same_bytes(actual, expected, f"gradient {i}")
-
-    run_ranks("torch_distributed", 2, run)
+    gradients = []
+    for wraps in (False, True):
+        t = trainer(**dict.fromkeys(wrapped, wraps), **options)
+        loss(t.model, comm.rank).backward()
+        gradients.append([p.grad.full_tensor() for p in t.model.parameters()])
+    for i, (actual, expected) in enumerate(zip(*gradients, strict=True)):
+        assert_same_bytes(actual, expected, f"gradient {i}")
