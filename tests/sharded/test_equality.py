@@ -20,7 +20,7 @@ from tests.sharded.sharded import (
 from tests.support.claims import assert_same_tensors, stored
 from tests.support.models import Bank, SideBySide
 from tests.support.ranks import run_ranks
-from tests.support.recipes import RECIPES, every_recipe
+from tests.support.recipes import RECIPES, param
 from tests.support.settings import deterministic
 
 pytestmark = pytest.mark.mpi(min_size=4)
@@ -41,10 +41,13 @@ def fresh_memory_is_garbage(monkeypatch):
         yield
 
 
-@every_recipe
 @pytest.mark.parametrize(
-    "world_size",
-    [pytest.param(size, marks=[] if size == 3 else pytest.mark.slow) for size in (1, 2, 3, 4)],
+    ("recipe", "world_size"),
+    [
+        param(name, size, slow=size != 3 and name != "nvfp4")
+        for name in RECIPES
+        for size in (1, 2, 3, 4)
+    ],
 )
 def test_what_is_gathered_is_the_unsharded_cast(world_size, recipe):
     """After each of 4 steps codes, scales, amax, padding and columnwise copies on every rank are

@@ -26,7 +26,7 @@ from tests.support.ranks import run_ranks, shared_folder
 from tests.support.recipes import RECIPES
 from tests.support.same_bytes import assert_same_bytes
 
-pytestmark = [pytest.mark.mpi(min_size=4), pytest.mark.slow]
+pytestmark = pytest.mark.mpi(min_size=4)
 
 NVFP4, DELAYED = RECIPES["nvfp4"], RECIPES["delayed"]
 PROJECTIONS = 14
@@ -74,8 +74,10 @@ def gathered_codes(model) -> dict[str, zerocast.QuantizedTensor]:
 
 @pytest.mark.parametrize(
     ("options", "recipe", "steps", "saved_on", "resumed_on"),
-    [(HIDDEN_96, NVFP4, 20, 4, 2), (TIED_160, DELAYED, 4, 2, 4)],
-    ids=["nvfp4", "tied-delayed"],
+    [
+        pytest.param(HIDDEN_96, NVFP4, 20, 4, 2, id="nvfp4"),
+        pytest.param(TIED_160, DELAYED, 4, 2, 4, id="tied-delayed", marks=pytest.mark.slow),
+    ],
 )
 def test_a_trained_llama_is_resumed(options, recipe, steps, saved_on, resumed_on):
     """Training lowers the loss and gathers the unsharded cast. Masters and the state of AdamW,
@@ -119,6 +121,7 @@ def test_a_trained_llama_is_resumed(options, recipe, steps, saved_on, resumed_on
     run_ranks("torch_distributed", resumed_on, resume)
 
 
+@pytest.mark.slow
 def test_a_gathered_llama_is_a_pretrained_one():
     """save_pretrained of the gathered state dict makes a plain model of the masters; converted and
     sharded again on other ranks it gathers the same codes. Sharded, its logits and what it
@@ -162,6 +165,7 @@ def test_a_gathered_llama_is_a_pretrained_one():
         assert_same_bytes(value, expected, "inferred")
 
 
+@pytest.mark.slow
 def test_checkpointed_blocks_quantize_alike():
     """Under autocast, with transformers' own activation checkpointing and
     zerocast.checkpoint_contexts, the loss and all gradients are those without it, bit for bit.

@@ -51,7 +51,7 @@ def step_twice(model, comm, *, ahead: bool = True) -> Collectives:
     return seen
 
 
-@pytest.mark.parametrize("parameters", [1, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("parameters", [1, 200])
 def test_one_all_reduce_a_step(parameters):
     """With precompute_scales_for_fsdp a step has one all-reduce, for 1 parameter and for 200; no
     collective beside it but FSDP2's own: gathers in forward and backward, and a reduce-scatter.

@@ -28,12 +28,12 @@ from tests.support.ranks import run_ranks, shared_folder
 from tests.support.recipes import RECIPES, each
 from zerocast.sharded.placement import to_local
 
-pytestmark = [pytest.mark.mpi(min_size=4), pytest.mark.slow]
+pytestmark = pytest.mark.mpi(min_size=4)
 
 NVFP4, DELAYED = RECIPES["nvfp4"], RECIPES["delayed"]
 
 
-@each("nvfp4", "mxfp8")
+@each("nvfp4", "mxfp8", slow=["mxfp8"])
 def test_resharding_after_the_forward_changes_nothing(recipe):
     """Weights that are freed after the forward and gathered again give the losses and gradients of
     weights that stay, over three steps, under quantized activations, too.
@@ -79,6 +79,7 @@ def test_gradients_accumulate_over_microbatches():
     run_ranks("torch_distributed", 2, run)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("policy", "dtype"),
     [
@@ -113,6 +114,7 @@ def blocks(recipe, checkpoints: bool = False, **options) -> Blocks:
     return fully_shard(model, mp_policy=BF16, **options)
 
 
+@pytest.mark.slow
 @each("nvfp4", "delayed")
 def test_checkpointed_activations_give_the_same_gradients(recipe):
     """A forward that is run again in the backward gathers the same codes."""
@@ -128,6 +130,7 @@ def test_checkpointed_activations_give_the_same_gradients(recipe):
     run_ranks("torch_distributed", 2, run)
 
 
+@pytest.mark.slow
 def test_a_model_starts_on_the_meta_device():
     """Converted and sharded without memory, then given some and initialised: the masters are
     masters still, and are gathered in codes.
@@ -151,6 +154,7 @@ def test_a_model_starts_on_the_meta_device():
     run_ranks("torch_distributed", 4, run)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:DTensor random operators may not have complete support")
 def test_reset_parameters_draws_sharded_masters():
     """A converted layer of a sharded model draws its weight anew where it lies."""
@@ -169,6 +173,7 @@ def test_reset_parameters_draws_sharded_masters():
     run_ranks("torch_distributed", 2, run)
 
 
+@pytest.mark.slow
 def test_replicas_of_shards_gather_equal_codes():
     """On a mesh of 2 replicas of 2 shards (HSDP) every rank gathers the unsharded cast, and both
     replicas train the same masters.
@@ -219,6 +224,7 @@ def test_checkpoints_hold_plain_masters():
     run_ranks("torch_distributed", 2, load)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_seen_without_load_state_dict():
     """torch.distributed.checkpoint writes into the memory of the masters; the next gather sends
     codes of what it wrote.
@@ -235,6 +241,7 @@ def test_a_checkpoint_is_seen_without_load_state_dict():
     run_ranks("torch_distributed", 3, run)
 
 
+@pytest.mark.slow
 def test_assigned_state_dicts_keep_codes_in_gathers():
     """load_state_dict(assign=True) of plain sharded tensors leaves the parameters masters."""
 
@@ -250,6 +257,7 @@ def test_assigned_state_dicts_keep_codes_in_gathers():
     run_ranks("torch_distributed", 3, run)
 
 
+@pytest.mark.slow
 def test_loading_nothing_casts_nothing():
     """A load that leaves a parameter alone makes no rank cast it again, also those whose rows FSDP2
     pads anew.
@@ -264,6 +272,7 @@ def test_loading_nothing_casts_nothing():
     run_ranks("torch_distributed", 4, run)
 
 
+@pytest.mark.slow
 def test_values_that_a_clone_kept_are_cast():
     """Averaged masters that are copied into a master are gathered in codes, also where both were
     written as often.
@@ -285,6 +294,7 @@ def test_values_that_a_clone_kept_are_cast():
     run_ranks("torch_distributed", 2, run)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # inductor's, of torch.jit
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
@@ -314,6 +324,7 @@ def test_compiled_blocks_give_the_same_gradients(backend):
     run_ranks("torch_distributed", 2, run)
 
 
+@pytest.mark.slow
 def test_destroyed_groups_leave_nothing_behind():
     """A model that outlives its process group does not keep it."""
 

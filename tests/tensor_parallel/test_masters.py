@@ -30,7 +30,7 @@ from tests.support.claims import (
 )
 from tests.support.models import Attention, Pair, SideBySide
 from tests.support.ranks import run_ranks, shared_folder
-from tests.support.recipes import RECIPES, each, every_recipe
+from tests.support.recipes import RECIPES, each, param
 from tests.tensor_parallel.parallel import (
     Gathers,
     batch,
@@ -113,9 +113,13 @@ MESHES = pytest.mark.parametrize(("dp", "tp"), [pytest.param(1, 2, marks=pytest.
 
 
 @pytest.mark.parametrize(
-    ("dp", "tp"), [*(pytest.param(1, tp, marks=pytest.mark.slow) for tp in (2, 4)), (2, 2)]
+    ("recipe", "dp", "tp"),
+    [
+        param(name, dp, tp, slow=dp == 1 and name != "nvfp4")
+        for name in RECIPES
+        for dp, tp in ((1, 2), (1, 4), (2, 2))
+    ],
 )
-@every_recipe
 def test_codes_are_the_parts_of_the_unsharded_cast(recipe, dp, tp):
     """After each of 3 steps codes, scales, amax, padding and columnwise copies on every rank are
     those of its part of ``quantize(full master)``, in forward and backward, cast by the layers or
@@ -263,7 +267,6 @@ def test_equal_gradients_train_equal_weights_however_they_are_split(dp, tp):
         assert_same_tensors(masters, stored(plain), "after 20 steps")
 
 
-@pytest.mark.slow
 @MESHES
 def test_loss_and_gradients_are_those_of_one_rank(dp, tp):
     """Loss and gradients with split masters are those of unsplit layers with the decoded weights,
