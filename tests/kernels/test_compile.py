@@ -60,7 +60,7 @@ KERNELS = [
 # row whose pattern is found.
 RESIDENT = {
     "partial_amax<Tile32x256": (128, 5), "partial_amax": (128, 6), "partial_select": (128, 6),
-    "partial_cast.*Tile32x256": (128, 4), "partial_cast<Delayed": (128, 9),
+    "partial_cast.*Tile32x256": (128, 5), "partial_cast<Delayed": (128, 9),
     "partial_cast.*Stochastic": (128, 5), "partial_cast": (128, 6),
     "transpose": (256, 3), "TALL": (512, 1), "activation": (256, 3),
     "normalization": (256, 2), "": (128, 8),
