@@ -49,8 +49,8 @@ PER_TENSOR = {
     "delayed, callable": Float8DelayedNumerics(E4M3, -1, lambda history: history.mean()),
 }
 MXFP8 = MXFP8Numerics()
-LAWS = (NVFP4Numerics(), PER_TENSOR["e4m3"], PER_TENSOR["e5m2"])
-every_law = pytest.mark.parametrize("numerics", LAWS, ids=str)
+NUMERICS = (NVFP4Numerics(), PER_TENSOR["e4m3"], PER_TENSOR["e5m2"])
+every_numerics = pytest.mark.parametrize("numerics", NUMERICS, ids=str)
 
 
 # --- the schemes, by name: from a shape to a weight ---
@@ -195,7 +195,7 @@ def patterns_and_neighbourhoods() -> Iterator[torch.Tensor]:
 
 
 @pytest.mark.parametrize("round_to", NOMINALS, ids=str)
-@every_law
+@every_numerics
 def test_all_patterns_and_their_float_neighbours(numerics, round_to):
     """65,536 patterns of BF16 and of FP16 masters, and in FP32 the floats around BF16's and around
     the ties between them, one by one.
@@ -219,7 +219,7 @@ def test_the_amax_of_each_pattern_and_its_float_neighbours(round_to):
         assert_as_reference(run, f"rounded to {round_to}")
 
 
-@every_law
+@every_numerics
 def test_every_tie_between_codes_and_its_neighbours(numerics):
     """Half-way between two codes, and one FP32 step to either side, of both signs."""
     codes = torch.arange(numerics.fmt.max_code + 1, dtype=torch.uint8)
@@ -377,7 +377,7 @@ def test_one_table_of_many_weights(threads):
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@every_law
+@every_numerics
 def test_a_shard_at_two_to_the_32_plus_5(numerics, isa):
     """1,000 elements there have the codes and amaxes of the same elements at offset 5.
 

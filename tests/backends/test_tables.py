@@ -62,7 +62,7 @@ def address(tensor: torch.Tensor) -> int:
     return tensor.data_ptr()
 
 
-LAWS = (Float8Numerics(E4M3), Float8DelayedNumerics(E4M3), MXFP8Numerics(), NVFP4Numerics())
+NUMERICS = (Float8Numerics(E4M3), Float8DelayedNumerics(E4M3), MXFP8Numerics(), NVFP4Numerics())
 TARGET = FusedOperand(FusedOp("relu"), torch.zeros(16, 16), torch.float32)
 PLANE = fused_ops._Plane.of(FULL, TARGET)
 WRITERS = {
@@ -70,7 +70,7 @@ WRITERS = {
     "CastShard": lambda o: cast_row(o, GRID, 0, address, address),
     "ScaleTarget": lambda o: scale_row(o, address),
     "TransposeTarget": lambda o: transpose_row(
-        LAWS[0], replace(o, planes=(o.planes[0], COPY)), address
+        NUMERICS[0], replace(o, planes=(o.planes[0], COPY)), address
     ),
     "DequantizeTarget": lambda o: dequantize_row(o, GRID, address),
     "ActivationTable": lambda o: fused_fields(TARGET, address),
@@ -93,7 +93,7 @@ def test_a_row_has_the_fields_of_its_struct(name):
         assert len(WRITERS[name](each)) == sizes()[name]
 
 
-@pytest.mark.parametrize("numerics", LAWS, ids=str)
+@pytest.mark.parametrize("numerics", NUMERICS, ids=str)
 def test_a_law_has_the_fields_of_its_struct(numerics):
     """Whichever it is."""
     assert len(numerics_fields(numerics, "cpu")) == sizes()["NumericsTable"]

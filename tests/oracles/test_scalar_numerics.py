@@ -17,7 +17,7 @@ PROPERTY = settings(derandomize=True, database=None, deadline=None, max_examples
 
 @PROPERTY
 @given(matrices((16, 48, 80, 96, 112)), DTYPES, st.booleans())
-def test_nvfp4_equals_the_scalar_law(master, dtype, round_master):
+def test_nvfp4_equals_the_scalar_oracle(master, dtype, round_master):
     """Codes, scales, padding, amax, columnwise copies and values of arbitrary bit patterns."""
     recipe = zerocast.NVFP4BlockScaling(round_master=round_master)
     check(
@@ -34,7 +34,7 @@ def test_nvfp4_equals_the_scalar_law(master, dtype, round_master):
     st.sampled_from(["e4m3", "e5m2"]), st.booleans(),
     st.sampled_from([0.0, 1e-46, 1e-45, 1e-30, 0.7, 3.4e38]),
 )  # fmt: skip
-def test_float8_equals_the_scalar_law(master, dtype, round_master, name, power_2, eps):
+def test_float8_equals_the_scalar_oracle(master, dtype, round_master, name, power_2, eps):
     """Codes, scale, columnwise copy and values, over both formats and every option."""
     recipe = zerocast.Float8CurrentScaling(
         fp8_format=name, fp8_quant_fwd_weight=QParams(power_2, eps), round_master=round_master

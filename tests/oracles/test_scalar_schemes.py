@@ -28,7 +28,7 @@ EPSILONS = st.sampled_from([0.0, 1e-45, 1e-30, 0.7])
 
 @PROPERTY
 @given(matrices((1, 7, 16, 33)), DTYPES, NAMES, FLAGS, EPSILONS)
-def test_rowwise_equals_the_scalar_law(master, dtype, name, power_2, eps):
+def test_rowwise_equals_the_scalar_oracle(master, dtype, name, power_2, eps):
     """Both planes of codes, each from the master, and a scale for every row and column."""
     recipe = Float8RowwiseScaling(fp8_format=name, fp8_quant_fwd_weight=QParams(power_2, eps))
     expected = scalar_schemes.rowwise(master.numpy(), name_of(dtype, recipe), name, power_2, eps)
@@ -40,7 +40,7 @@ def test_rowwise_equals_the_scalar_law(master, dtype, name, power_2, eps):
     st.one_of(matrices((1, 7, 128, 129, 300)), matrices((3,), (127, 129, 257))),
     DTYPES, NAMES, FLAGS, EPSILONS, st.sampled_from([1, 2]),
 )  # fmt: skip
-def test_float8_blocks_equal_the_scalar_law(master, dtype, name, power_2, eps, dim):
+def test_float8_blocks_equal_the_scalar_oracle(master, dtype, name, power_2, eps, dim):
     """Ragged edges, padding of 1.0, and both ways to a columnwise copy."""
     recipe = Float8BlockScaling(
         fp8_format=name, fp8_quant_fwd_weight=QParams(power_2, eps), w_block_scaling_dim=dim
@@ -52,7 +52,7 @@ def test_float8_blocks_equal_the_scalar_law(master, dtype, name, power_2, eps, d
 
 @PROPERTY
 @given(matrices((32, 96, 160)), DTYPES, NAMES, FLAGS)
-def test_mxfp8_equals_the_scalar_law(master, dtype, name, two_dimensions):
+def test_mxfp8_equals_the_scalar_oracle(master, dtype, name, two_dimensions):
     """Both planes of codes and scales in tiles; under 32x32 blocks one plane of codes."""
     recipe = MXFP8BlockScaling(fp8_format=name, enable_2d_quantization=two_dimensions)
     expected = scalar_schemes.mxfp8(master.numpy(), name_of(dtype, recipe), name, two_dimensions)
@@ -61,7 +61,7 @@ def test_mxfp8_equals_the_scalar_law(master, dtype, name, two_dimensions):
 
 @PROPERTY
 @given(matrices((16, 48, 80)), DTYPES)
-def test_nvfp4_in_one_dimension_equals_the_scalar_law(master, dtype):
+def test_nvfp4_in_one_dimension_equals_the_scalar_oracle(master, dtype):
     """Blocks of 1x16, and the cast of the transpose, whose rows are whole bytes for an odd M."""
     recipe = NVFP4BlockScaling(disable_2d_quantization=True)
     check(master, recipe, dtype, scalar_nvfp4.nvfp4(master.numpy(), name_of(dtype, recipe), 1))
@@ -69,7 +69,7 @@ def test_nvfp4_in_one_dimension_equals_the_scalar_law(master, dtype):
 
 @PROPERTY
 @given(matrices((16, 48, 80)), DTYPES, st.sampled_from(["mae", "mse"]), FLAGS)
-def test_four_over_six_equals_the_scalar_law(master, dtype, mode, use_256):
+def test_four_over_six_equals_the_scalar_oracle(master, dtype, mode, use_256):
     """Every block's choice, by either error, under either maximum."""
     recipe = NVFP4BlockScaling(
         nvfp4_4over6="weights",
@@ -88,7 +88,7 @@ def test_four_over_six_equals_the_scalar_law(master, dtype, mode, use_256):
     matrices((16, 48)), DTYPES, FLAGS, FLAGS,
     st.integers(0, 2**64 - 1), st.integers(0, 2**32 - 1), st.integers(0, 2**33),
 )  # fmt: skip
-def test_stochastic_rounding_equals_the_scalar_law(
+def test_stochastic_rounding_equals_the_scalar_oracle(
     master, dtype, one_dimension, four_over_six, seed, name_hash, step
 ):
     """Any seed, any name, any step, of which 32 bits count; with 4-over-6 or 1x16 blocks, too."""

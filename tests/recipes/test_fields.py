@@ -174,7 +174,7 @@ def test_2d_mxfp8_is_for_weights():
 # --- delayed scaling ---
 
 
-def test_the_fields_of_delayed_scaling_reach_its_law():
+def test_the_fields_of_delayed_scaling_reach_its_numerics():
     """Margin and algorithm, a function too; the history's length is that of the buffer."""
 
     def mean(history):

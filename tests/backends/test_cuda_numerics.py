@@ -178,7 +178,7 @@ def layouts(draw: st.DrawFn, grid: BlockGrid, padding: float) -> ScaleLayout:
     )
 
 
-LAYOUT_LAWS = (*EIGHT_BITS, *FOUR_BITS, NVFP4Numerics(scale_max=256, four_over_six="mae"))
+LAYOUT_NUMERICS = (*EIGHT_BITS, *FOUR_BITS, NVFP4Numerics(scale_max=256, four_over_six="mae"))
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -188,7 +188,7 @@ def test_stored_scales_of_any_layout(order: str, data: st.DataObject) -> None:
     """Planes with repeats and padding in both dimensions, stored transposed or not, alone or beside
     a second plane, are the reference's, and so are the values that codes under them mean.
     """
-    numerics = data.draw(st.sampled_from(LAYOUT_LAWS))
+    numerics = data.draw(st.sampled_from(LAYOUT_NUMERICS))
     padding = 1.0 if numerics.scale_dtype == torch.float32 else 0
     rows, cols = data.draw(st.integers(1, 50)), 2 * data.draw(st.integers(1, 150))
     blocks = ((1, 16), (16, 1), (16, 16), (1, 32), (32, 32), (1, 128), (rows, cols), (1, cols))
