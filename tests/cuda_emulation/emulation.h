@@ -306,8 +306,8 @@ extern "C" {
 extern unsigned char __start_emulated_shared[] __attribute__((weak, visibility("hidden")));
 extern unsigned char __stop_emulated_shared[] __attribute__((weak, visibility("hidden")));
 
-// values: `words` arguments of 64 bits, and after them the `fields` of a struct, or none. Returns 0,
-// or 1 with a message in `message`.
+// values: `words` arguments of 64 bits, and after them the `fields` of a struct, or none. Returns
+// 0, or 1 with a message in `message`.
 int emulation_launch(void* function, unsigned grid, unsigned threads, const void* values, int words,
                      int fields, int order, unsigned long long seed, char* message,
                      size_t message_size) {
