@@ -15,10 +15,8 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
@@ -40,6 +38,10 @@ _lock = threading.Lock()
 
 _Piece: TypeAlias = tuple[int, slice]
 """The number of a tensor, and elements of it."""
+
+_Outcome: TypeAlias = dict[str, list[torch.Tensor]]
+"""What a run has left, by name: masters, state and options of every piece, each FP64, flat, on the
+CPU."""
 
 _WHOLE = [(t, slice(None)) for t in range(len(_SHAPES))]
 _FIRST = [(t, slice(split)) for t, split in enumerate(_SPLITS)]
@@ -97,40 +99,28 @@ def _kind(group: dict[str, Any]) -> str:
     return repr(sorted(plain.items()))
 
 
-@dataclass
-class _Outcome:
-    """What a run has left: tensors by name, of all pieces, and numbers by name, of each piece."""
+def _note(outcome: _Outcome, name: str, value: object) -> None:
+    """Add a tensor or a number to ``outcome``; nothing else can be compared."""
+    if isinstance(value, torch.Tensor | bool | int | float):
+        number = torch.as_tensor(value, dtype=torch.float64, device="cpu").detach()
+        outcome.setdefault(name, []).append(number.reshape(-1).clone())
 
-    tensors: dict[str, list[torch.Tensor]] = field(default_factory=lambda: defaultdict(list))
-    numbers: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
 
-    def add(self, name: str, value: object) -> None:
-        """Take a tensor or a number; nothing else can be compared."""
-        if isinstance(value, torch.Tensor) and value.numel() > 1:
-            self.tensors[name].append(value.detach().float().reshape(-1).clone())
-        elif isinstance(value, torch.Tensor | bool | int | float):
-            self.numbers[name].append(float(value))
-
-    def difference(self, other: _Outcome, how: str, tolerance: float) -> str | None:
-        """Return in words the first thing in which ``other``, stepped ``how``, differs."""
-        for name, pieces in self.tensors.items():
-            one, two = torch.cat(pieces), torch.cat(other.tensors.get(name, pieces))
-            if one.shape != two.shape:
-                continue  # state that a matrix alone has
-            scale = torch.maximum(one.abs(), one.abs().mean())
-            wrong = ~((one - two).abs() <= tolerance * scale) & ~(one.isnan() & two.isnan())
-            if wrong.any():
-                i = int(wrong.nonzero()[0])
-                what = "" if name.startswith("master") else f"'s {name}"
-                return (
-                    f"it gave element {i} of a tensor{what} {two[i].item():.9g} {how} and "
-                    f"{one[i].item():.9g} in one"
-                )
-        for name, (number, *_) in self.numbers.items():
-            for theirs in other.numbers.get(name, ()):
-                if abs(number - theirs) > tolerance * max(abs(number), abs(theirs)):
-                    return f"its {name} became {theirs:.9g} {how} and {number:.9g} in one"
-        return None
+def _difference(whole: _Outcome, other: _Outcome, how: str, tolerance: float) -> str | None:
+    """Return in words the first thing in which ``other``, stepped ``how``, differs."""
+    for name, pieces in whole.items():
+        one, two = torch.cat(pieces), torch.cat(other.get(name, pieces))
+        if one.numel() not in (1, two.numel()):
+            continue  # state that a matrix alone has
+        one = one.expand_as(two)  # a number, which every piece has
+        scale = torch.maximum(one.abs(), one.abs().mean())
+        same = (one == two) | (one.isnan() & two.isnan())
+        wrong = ~(same | ((one - two).abs() <= tolerance * scale))
+        if wrong.any():
+            i = int(wrong.nonzero()[0])
+            what = name if pieces[0].numel() == 1 else f"element {i} of {name}"
+            return f"it gave {what} the value {two[i]:.9g} {how} and {one[i]:.9g} in one"
+    return None
 
 
 class _Trial:
@@ -182,11 +172,11 @@ class _Trial:
                 "ZeroOptimizer needs an optimizer that steps flat FP32 shards element by element, "
                 f"and {self._name} failed ({type(error).__name__}: {error}); {_REMEDY}."
             ) from error
-        if (found := whole.difference(flat, "flat", 0.0)) is not None:
+        if (found := _difference(whole, flat, "flat", 0.0)) is not None:
             why = "It steps a matrix otherwise than the same elements flat, and shards are flat"
-        elif (found := flat.difference(apart, "in two pieces", _TOLERANCE)) is None:
+        elif (found := _difference(flat, apart, "in two pieces", _TOLERANCE)) is None:
             return None
-        elif flat.difference(self.run(_FIRST + _SECOND), "in two pieces", _TOLERANCE) is None:
+        elif _difference(flat, self.run(_FIRST + _SECOND), "in two pieces", _TOLERANCE) is None:
             why = "It takes statistics over all parameters, and each rank has only a part of them"
         else:
             why = (
@@ -197,15 +187,16 @@ class _Trial:
     @torch.no_grad()
     def run(self, *optimizers: Sequence[_Piece], flat: bool = True) -> _Outcome:
         """Step each of ``optimizers``, given by its pieces, which are flat or in their shapes."""
-        outcome = _Outcome()
+        outcome: _Outcome = {}
         for pieces in optimizers:
             params, groups = [], [{"params": list[torch.Tensor]()} for _ in _SHAPES]
             for t, elements in pieces:
                 param = self._values[t][elements].clone()
                 params.append(param if flat else param.view(_SHAPES[t]))
                 groups[t]["params"].append(params[-1])
-            optimizer = self._make(groups)
-            _call(optimizer, "train")
+            optimizer: Any = self._make(groups)
+            if has_modes(optimizer):
+                optimizer.train()
             for step in range(_STEPS):
                 for (t, elements), param in zip(pieces, params, strict=True):
                     gradient = self._gradients[t][step]
@@ -214,61 +205,55 @@ class _Trial:
                         gradient -= value * (gradient @ value / value.square().sum())
                     param.grad = gradient[elements].clone().view(param.shape)
                 optimizer.step()
-                for param in params:
-                    for name, value in optimizer.state[param].items():
-                        self._check_state(name, value, param, flat=flat)
-            self._check_owners(optimizer, params)
+                self._check_state(optimizer, params, flat=flat)
             for (t, _), param in zip(pieces, params, strict=True):
-                outcome.add(f"master {t}", param)
+                _note(outcome, f"tensor {t}", param)
                 for name, value in optimizer.state[param].items():
-                    outcome.add(f"state {name!r} {t}", value)
+                    _note(outcome, f"state {name!r} of tensor {t}", value)
             for g, group in enumerate(optimizer.param_groups):
                 for name, value in group.items():
-                    outcome.add(f"option {name!r} {g}", value)
-            if _call(optimizer, "eval"):
+                    _note(outcome, f"option {name!r} of group {g}", value)
+            if has_modes(optimizer):
+                optimizer.eval()
                 for (t, _), param in zip(pieces, params, strict=True):
-                    outcome.add(f"master {t} in eval()", param)
+                    _note(outcome, f"tensor {t} after eval()", param)
         return outcome
 
-    def _check_owners(
-        self, optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor]
+    def _check_state(
+        self, optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor], *, flat: bool
     ) -> None:
-        """Refuse state that belongs to no parameter, which no rank would save."""
-        for owner in optimizer.state:
+        """Refuse state that belongs to no parameter, which no rank would save, what cannot be
+        divided, and what torch's ``load_state_dict`` does not bring back. A matrix, which is no
+        shard, may have state of any shape.
+        """
+        for owner, state in optimizer.state.items():
             if not any(owner is param for param in params):
                 raise UnsupportedError(
                     "ZeroOptimizer needs state that belongs to a parameter, because ranks save "
                     f"that of their parts, and {self._name} keeps {owner!r} of none; {_REMEDY}."
                 )
-
-    def _check_state(self, name: str, value: object, param: torch.Tensor, *, flat: bool) -> None:
-        """Refuse what cannot be divided, or what torch's ``load_state_dict`` does not bring back. A
-        matrix, which is no shard, may have state of any shape.
-        """
-        if isinstance(value, torch.Tensor):
-            plain = type(value) in (torch.Tensor, torch.nn.Parameter)
-            alike = value.dtype == torch.float32 and (value.shape == param.shape or not flat)
-            if plain and (value.numel() == 1 or alike):
-                return
-            found = f"{type(value).__name__} {tuple(value.shape)} of {value.dtype}"
-        elif value is None or isinstance(value, bool | int | float | str) or not flat:
-            return
-        else:
-            found = type(value).__name__
-        raise UnsupportedError(
-            "ZeroOptimizer needs state that is FP32 in the shape of a master, or numbers, because "
-            f"ranks cut it anywhere, and {self._name} keeps {name!r} as a {found} for a "
-            f"master of shape {tuple(param.shape)}; use a class with FP32 state such as "
-            "torch.optim.AdamW, whose state is divided by the number of ranks."
-        )
+            for name, value in state.items():
+                if (found := _undividable(value, owner, flat=flat)) is not None:
+                    raise UnsupportedError(
+                        "ZeroOptimizer needs state that is FP32 in the shape of a master, or "
+                        f"numbers, because ranks cut it anywhere, and {self._name} keeps {name!r} "
+                        f"as a {found} for a master of shape {tuple(owner.shape)}; use a class "
+                        "with FP32 state such as torch.optim.AdamW, whose state is divided by the "
+                        "number of ranks."
+                    )
 
 
-def _call(optimizer: torch.optim.Optimizer, method: str) -> bool:
-    """Call ``train()`` or ``eval()`` of an optimizer that has both; return whether it has."""
-    if has_modes(optimizer):
-        getattr(optimizer, method)()
-        return True
-    return False
+def _undividable(value: object, param: torch.Tensor, *, flat: bool) -> str | None:
+    """Describe state of ``param`` that cannot be divided or loaded; None where it can."""
+    if isinstance(value, torch.Tensor):
+        plain = type(value) in (torch.Tensor, torch.nn.Parameter)
+        alike = value.dtype == torch.float32 and (value.shape == param.shape or not flat)
+        if plain and (value.numel() == 1 or alike):
+            return None
+        return f"{type(value).__name__} {tuple(value.shape)} of {value.dtype}"
+    if value is None or isinstance(value, bool | int | float | str) or not flat:
+        return None
+    return type(value).__name__
 
 
 @contextmanager
