@@ -27,7 +27,12 @@ from zerocast.sharded.all_gather import AllGatherInput, CodesState, LowBitAllGat
 from zerocast.sharded.casts import cast_group_of, codes_to_send
 from zerocast.sharded.placement import check_placement, is_sharded, sharded_like, to_local
 from zerocast.tensors import QuantizedTensor
-from zerocast.tensors.inference import decomposed, inference_mode_of
+from zerocast.tensors.wrappers import (
+    decomposed,
+    inference_mode_of,
+    wrapper_of,
+    written_arguments,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -66,15 +71,7 @@ class MasterWeight(torch.Tensor):
     @staticmethod
     def __new__(cls, value: torch.Tensor, gather: LowBitAllGather) -> MasterWeight:
         check_tensor("value", value)
-        master = torch.Tensor._make_wrapper_subclass(
-            cls,
-            value.shape,
-            strides=value.stride(),
-            storage_offset=value.storage_offset(),
-            dtype=value.dtype,
-            device=value.device,
-        )
-        master.value = value
+        master = wrapper_of(cls, value)
         master.low_bit_all_gather = gather
         return master
 
@@ -87,7 +84,8 @@ class MasterWeight(torch.Tensor):
         if func is aten.new_zeros.default and isinstance(first, MasterWeight) and all(args[1]):
             _note_shard(first, args[1])
         if func in _PRODUCTS:
-            raise not_gathered(_first_master(args).low_bit_all_gather.name)
+            operand = next(each for each in args if isinstance(each, MasterWeight))
+            raise not_gathered(operand.low_bit_all_gather.name)
         if (out := decomposed(func, args, kwargs)) is not NotImplemented:
             return out
         plain_args, plain_kwargs = tree_map_only(
@@ -98,7 +96,8 @@ class MasterWeight(torch.Tensor):
                 out = func(*plain_args, **plain_kwargs)
                 return tree_map_only(torch.Tensor, lambda piece: _piece(func, first, piece), out)
         out = func(*plain_args, **plain_kwargs)
-        written = _written(func, args, kwargs)
+        arguments = written_arguments(func, args, kwargs)
+        written = [each for each in arguments if isinstance(each, MasterWeight)]
         source = args[1] if func is aten.copy_.default else None
         for master in written:
             gather = master.low_bit_all_gather
@@ -288,10 +287,6 @@ def _piece(func: Any, master: MasterWeight, value: torch.Tensor) -> MasterWeight
     )
 
 
-def _first_master(args: Any) -> MasterWeight:
-    return next(a for a in args if isinstance(a, MasterWeight))
-
-
 def _note_shard(master: MasterWeight, shape: Sequence[int]) -> None:
     """Note that FSDP2 makes memory for its shard of ``master``. Beside it only DTensor makes
     masters by ``new_zeros``, and those have no elements.
@@ -306,15 +301,3 @@ def _note_shard(master: MasterWeight, shape: Sequence[int]) -> None:
             f"or leave its layer out of zerocast.nn.convert by filter_fqns."
         )
     master.low_bit_all_gather.is_gathered = True
-
-
-def _written(func: Any, args: Any, kwargs: Any) -> list[MasterWeight]:
-    """Return the masters that ``func`` writes."""
-    found: list[MasterWeight] = []
-    for i, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            given = args[i] if i < len(args) else kwargs.get(argument.name)
-            for leaf in given if isinstance(given, list | tuple) else [given]:
-                if isinstance(leaf, MasterWeight):
-                    found.append(leaf)  # noqa: PERF401
-    return found

@@ -12,10 +12,15 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from zerocast.errors import UnsupportedError
-from zerocast.tensors.inference import decomposed, inference_mode_of
+from zerocast.tensors.wrappers import (
+    decomposed,
+    inference_mode_of,
+    wrapper_of,
+    written_arguments,
+)
 
 OTHER_NAMESPACES: dict[str, Callable[[Any, Any, Any], Any]] = {}
 """``run(func, args, kwargs)`` for all of a namespace whose schemas do not say what they write:
@@ -29,17 +34,13 @@ def refuse_writes(
     kind: type[torch.Tensor] | tuple[type[torch.Tensor], ...],
 ) -> None:
     """Raise :class:`UnsupportedError` where ``func`` would write an argument of class ``kind``."""
-    for i, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        given = args[i] if i < len(args) else kwargs.get(argument.name)
-        if any(isinstance(leaf, kind) for leaf in tree_leaves(given)):
-            raise UnsupportedError(
-                f"{func} would write a quantized weight in place. That would quantize it again "
-                f"from its own rounded value, and small updates would be lost. Update an FP32 "
-                f"master and cast it (zerocast.optim.ZeroOptimizer, zerocast.CastPlan), or compute "
-                f"the new value from weight.dequantize() and weight.copy_() it."
-            )
+    if any(isinstance(written, kind) for written in written_arguments(func, args, kwargs)):
+        raise UnsupportedError(
+            f"{func} would write a quantized weight in place. That would quantize it again from "
+            f"its own rounded value, and small updates would be lost. Update an FP32 master and "
+            f"cast it (zerocast.optim.ZeroOptimizer, zerocast.CastPlan), or compute the new value "
+            f"from weight.dequantize() and weight.copy_() it."
+        )
 
 
 def refuse_function(tensor: torch.Tensor, *arguments: Any) -> Any:
@@ -72,15 +73,7 @@ class DequantizedView(torch.Tensor):
 
     @staticmethod
     def __new__(cls, value: torch.Tensor) -> DequantizedView:
-        view = torch.Tensor._make_wrapper_subclass(
-            cls,
-            value.shape,
-            strides=value.stride(),
-            storage_offset=value.storage_offset(),
-            dtype=value.dtype,
-            device=value.device,
-        )
-        view.value = value
+        view = wrapper_of(cls, value)
         torch._C._set_throw_on_mutable_data_ptr(view)  # as for a quantized weight
         return view
 

@@ -31,11 +31,11 @@ import torch
 from zerocast.errors import InputError, UnsupportedError
 from zerocast.recipes import Recipe
 from zerocast.tensors.dequantized_view import OTHER_NAMESPACES, refuse_function, refuse_memory
-from zerocast.tensors.inference import decomposed, inference_mode_of
 from zerocast.tensors.post_gather import rebuild_derived
 from zerocast.tensors.saved import checked_storage
 from zerocast.tensors.storage import QuantizedStorage
 from zerocast.tensors.weight_data import WeightData
+from zerocast.tensors.wrappers import decomposed, inference_mode_of
 
 Operation = Callable[..., Any]
 """``operation(func, *args, **kwargs)``: what the ATen operation ``func`` does."""

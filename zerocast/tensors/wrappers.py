@@ -1,0 +1,53 @@
+"""What the classes of wrapper tensors share: how they are made, and what an operation writes.
+
+In inference mode torch leaves to wrappers what it does itself elsewhere. Operations that are made
+of others (``to``, ``view_as``, ``narrow``) arrive whole, and a class that knows only the others
+would take them for unknown ones. And a view of a tensor that was made outside must not become a
+tensor of inference, which a wrapper that is made inside is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+
+def wrapper_of(cls: type[torch.Tensor], value: torch.Tensor) -> Any:
+    """Return a tensor of the wrapper class ``cls`` around ``value``, which becomes its attribute of
+    that name.
+    """
+    wrapper: Any = torch.Tensor._make_wrapper_subclass(
+        cls,
+        value.shape,
+        strides=value.stride(),
+        storage_offset=value.storage_offset(),
+        dtype=value.dtype,
+        device=value.device,
+    )
+    wrapper.value = value
+    return wrapper
+
+
+def written_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:
+    """Yield the arguments that the operation ``func`` writes; of lists their elements."""
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield from tree_leaves(args[i] if i < len(args) else kwargs.get(argument.name))
+
+
+def decomposed(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What ``func`` gives as the operations that it is made of; NotImplemented where it is not made
+    of others, and outside of inference mode.
+    """
+    return func.decompose(*args, **kwargs) if torch.is_inference_mode_enabled() else NotImplemented
+
+
+def inference_mode_of(tensor: torch.Tensor) -> AbstractContextManager[Any]:
+    """The mode in which views of ``tensor`` have to be made: of inference if it was."""
+    if not torch.is_inference_mode_enabled():
+        return nullcontext()
+    return torch.inference_mode(tensor.is_inference())
