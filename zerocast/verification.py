@@ -21,7 +21,7 @@ from zerocast.recipes import describe_recipe
 from zerocast.sharded import MasterWeight
 from zerocast.sharded.placement import is_sharded, to_local
 from zerocast.tensors import QuantizedTensor
-from zerocast.tensors.digest import digest
+from zerocast.tensors.digest import digests
 
 Weights: TypeAlias = (
     "torch.Tensor | torch.nn.Module | Iterable[torch.Tensor | tuple[str, torch.Tensor]]"
@@ -112,34 +112,32 @@ def _lines(weights: Sequence[tuple[str, torch.Tensor]]) -> list[str]:
     """Return what the ranks compare, [name, field, value] in JSON: what each weight is, and a
     digest of each of its buffers.
     """
-    lines: list[tuple[str, str, str | None]] = []
-    digests: list[torch.Tensor] = []
-    for name, weight in weights:
-        description, buffers = _described(name, weight)
-        lines.append((name, _IS, description))
-        for field, buffer in buffers.items():
-            lines.append((name, field, None if buffer is not None else "stale"))
-            if buffer is not None:
-                digests.append(digest(buffer))
-    # The host waits once for all of them.
-    found = torch.stack([d.to(digests[0].device) for d in digests]).tolist() if digests else []
-    values = iter(map(str, found))
-    return [json.dumps([*line[:2], next(values) if line[2] is None else line[2]]) for line in lines]
+    described = [
+        (name, field, value)
+        for name, weight in weights
+        for field, value in _described(name, weight).items()
+    ]
+    found = iter(digests(value for *_, value in described if isinstance(value, torch.Tensor)))
+    return [
+        json.dumps([name, field, value if isinstance(value, str) else str(next(found))])
+        for name, field, value in described
+    ]
 
 
-def _described(name: str, weight: torch.Tensor) -> tuple[str, dict[str, torch.Tensor | None]]:
-    """Return what ``weight`` is, and its buffers: plain tensors, or None for a stale one."""
-    place = ""
-    if is_sharded(weight):
-        place = f" at {_coordinate(weight)} of {weight.placements}"
+def _described(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor | str]:
+    """Return what ``weight`` is, under the name :data:`_IS`, and its buffers by name: plain
+    tensors, or "stale".
+    """
+    place = f" at {_coordinate(weight)} of {weight.placements}" if is_sharded(weight) else ""
     local = to_local(weight)
     description = f"{tuple(local.shape)} {local.dtype}"
     if isinstance(local, QuantizedTensor):
         storage = local.quantized_storage
         stale = storage.derived_names if storage.is_stale else ()
         tp_shard = "" if storage.tp_shard is None else f", {storage.tp_shard}"
-        return f"{description} {describe_recipe(storage.recipe)}{tp_shard}{place}", {
-            field: None if field in stale else buffer for field, buffer in storage.buffers.items()
+        return {_IS: f"{description} {describe_recipe(storage.recipe)}{tp_shard}{place}"} | {
+            field: "stale" if field in stale else buffer
+            for field, buffer in storage.buffers.items()
         }
     if isinstance(local, MasterWeight):
         local = local.value
@@ -148,7 +146,7 @@ def _described(name: str, weight: torch.Tensor) -> tuple[str, dict[str, torch.Te
             f"verify takes quantized weights, masters and tensors with memory of their own, got as "
             f"{name} {problem}, or leave it out."
         )
-    return description + place, {"values": local}
+    return {_IS: description + place, "values": local}
 
 
 def _coordinate(weight: Any) -> list[int]:
@@ -164,17 +162,15 @@ def _message(by_rank: Sequence[Sequence[str]]) -> str:
     """Say which weights and buffers differ between which ranks, and the likely cause."""
     ranks = [[json.loads(line) for line in lines] for lines in by_rank]
     required = "every rank of the group must hold the same bytes of the weights, but "
-    for rank, lines in enumerate(ranks):
-        mine, theirs = (
-            [(name, value) for name, field, value in each if field == _IS]
-            for each in (ranks[0], lines)
-        )
-        pairs = itertools.zip_longest(mine, theirs, fillvalue=["nothing"])
+    given = [[(name, value) for name, field, value in each if field == _IS] for each in ranks]
+    for rank, theirs in enumerate(given):
+        pairs = itertools.zip_longest(given[0], theirs, fillvalue=["nothing"])
         for i, (a, b) in enumerate(pairs):
             if a != b:
                 return (
-                    f"{required}weight {i} of {len(mine)} on rank 0 is {', '.join(a)}, and weight "
-                    f"{i} of {len(theirs)} on rank {rank} is {', '.join(b)}. {_OTHER_WEIGHTS}"
+                    f"{required}weight {i} of {len(given[0])} on rank 0 is {', '.join(a)}, and "
+                    f"weight {i} of {len(theirs)} on rank {rank} is {', '.join(b)}. "
+                    f"{_OTHER_WEIGHTS}"
                 )
     found: dict[str, dict[str, str]] = {}
     values = [{(name, field): value for name, field, value in lines} for lines in ranks]

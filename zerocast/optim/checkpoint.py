@@ -26,6 +26,7 @@ from zerocast.optim.average import Average
 from zerocast.optim.inner import InnerOptimizer
 from zerocast.optim.param_groups import option_lines, options
 from zerocast.optim.shards import ShardedWeights
+from zerocast.sharded.state import check_state
 
 StateDict = dict[str, Any]
 
@@ -86,13 +87,16 @@ def read(
                 "load_state_dict needs what ZeroOptimizer.state_dict() returned, or a sequence of "
                 f"that from all ranks, got a {type(state).__name__} that is not one."
             )
-        for what, mine in _identity(shards, inner).items():
-            if state["zero"][what] != mine:
+        for what, ours in _identity(shards, inner).items():
+            if state["zero"][what] != ours:
                 raise InputError(
                     f"a state dict must be loaded into an optimizer of the same {what}: it was "
-                    f"saved with {state['zero'][what]}, and this one has {mine}."
+                    f"saved with {state['zero'][what]}, and this one has {ours}."
                 )
-        _check_recipe_state(state["recipe_state"], shards)
+        mine, theirs = shards.recipe_states(), state["recipe_state"]
+        for i in mine.keys() | theirs.keys():
+            remedy = "load it into the optimizer of a model with the recipes that it had"
+            check_state(shards.weights[i].name, mine.get(i, {}), theirs.get(i, {}), remedy)
         groups = len(state["param_groups"])
         if groups != len(inner.optimizer.param_groups):
             raise InputError(
@@ -155,23 +159,6 @@ def _identity(shards: ShardedWeights, inner: InnerOptimizer) -> StateDict:
         "optimizer": type(inner.optimizer).__name__,
         "weights": [[weight.param.numel(), weight.group] for weight in shards.weights],
     }
-
-
-def _check_recipe_state(
-    saved: Mapping[int, Mapping[str, torch.Tensor]], shards: ShardedWeights
-) -> None:
-    mine = shards.recipe_states()
-    for i in mine.keys() | saved.keys():
-        ours, theirs = (
-            {name: tuple(tensor.shape) for name, tensor in states.get(i, {}).items()}
-            for states in (mine, saved)
-        )
-        if ours != theirs:
-            raise InputError(
-                f"a state dict must be loaded into weights of the same recipes: that of "
-                f"{shards.weights[i].name} remembers {ours or 'nothing'}, and the state dict has "
-                f"{theirs or 'nothing'} for it."
-            )
 
 
 def _reshard(saved: Sequence[StateDict], index: int, shards: ShardedWeights) -> StateDict:

@@ -18,7 +18,7 @@ from collections.abc import Iterable
 
 import torch
 
-from zerocast.comm import agree, lines_that_differ
+from zerocast.comm import agree
 from zerocast.errors import RankMismatchError, UnsupportedError
 from zerocast.optim.shards import ShardedWeights
 from zerocast.optim.weights import value_digests
@@ -94,25 +94,23 @@ class ExternalWrites:
         self.look()
         weights = self._shards.weights
         kept = [weight.init_value for weight in weights]
-        sources = ["nothing" if value is None else str(int(digest(value))) for value in kept]
-        lines = [
-            f"{value} from {source} written {i in self._found}"
-            for i, (value, source) in enumerate(zip(value_digests(weights), sources, strict=True))
-        ]
-        everyone = lines_that_differ(self._shards.comm, lines) or []
+        sources = [None if value is None else int(digest(value)) for value in kept]
+        written = [i in self._found for i in range(len(weights))]
+        mine = list(zip(value_digests(weights), sources, written, strict=True))
+        everyone = self._shards.comm.all_gather_object(mine)
         for i, by_rank in enumerate(zip(*everyone, strict=True)):
-            values, _, found_sources, _, written = zip(*map(str.split, by_rank), strict=True)
-            if len(set(values)) > 1 or len({*found_sources} - {"nothing"}) > 1:
+            values, found_sources, were_written = map(set, zip(*by_rank, strict=True))
+            if len(values) > 1 or len(found_sources - {None}) > 1:
                 raise RankMismatchError(
                     f"{weights[i].name} must hold the same value on every rank when it was written "
                     "since the optimizer's last step, and ranks hold different ones; write it on "
                     "every rank (model.load_state_dict on all, or a broadcast), or call "
                     "optimizer.load_state_dict afterwards, which takes masters from its state."
                 )
-            if "False" in written:
+            if False in were_written:
                 self._found.discard(i)
                 self._versions[i] = weights[i].version
-            if len({*found_sources}) > 1:
+            if len(found_sources) > 1:
                 self._forget_init_value(i)
 
     def _forget_init_value(self, index: int) -> None:

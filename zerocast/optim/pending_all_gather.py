@@ -39,6 +39,9 @@ class PendingAllGather:
 
     Args:
         storages: the weights of a bucket, on one device.
+
+    Attributes:
+        under_way: whether gathers have begun that have not been waited for.
     """
 
     def __init__(self, storages: Sequence[QuantizedStorage]) -> None:
@@ -46,7 +49,7 @@ class PendingAllGather:
         self._storages = [weakref.ref(storage) for storage in storages]  # which hold self.wait
         self._waits: list[Callable[[], None]] = []
         self._lock = threading.RLock()
-        self._under_way = self._finishing = self._captured = False
+        self.under_way = self._finishing = self._captured = False
         self._failure: Exception | None = None
         self._launches: list[Launch] = []
         self._addresses: list[int] | None = None
@@ -54,25 +57,20 @@ class PendingAllGather:
         for storage in storages:
             storage.wait_pending = self.wait
 
-    @property
-    def under_way(self) -> bool:
-        """Whether gathers have begun that have not been waited for."""
-        return self._under_way
-
     def begin(self, gathers: Iterable[Callable[[], None]]) -> None:
         """Begin the gathers: ``gathers`` begins each of them and gives what waits for it.
 
         Raises:
             UnsupportedError: in the capture of a CUDA graph; nothing has begun.
         """
-        assert not self._under_way
+        assert not self.under_way
         if self._is_capturing():
             raise UnsupportedError(
                 "a CUDA graph cannot hold a step with overlap_all_gather, whose gathers a later "
                 "forward waits for; capture forward and backward only, or make the optimizer "
                 "without overlap_all_gather."
             )
-        self._under_way = True
+        self.under_way = True
         QuantizedStorage.bump_buffers_version()
         try:
             self._waits.extend(gathers)
@@ -94,15 +92,15 @@ class PendingAllGather:
         """
         if self._is_capturing():
             self._captured = True
-            if self._under_way:
+            if self.under_way:
                 raise UnsupportedError(
                     "a CUDA graph that is captured uses weights that are still on their way; call "
                     "optimizer.wait_for_all_gather() before the capture."
                 )
-        if not self._under_way:
+        if not self.under_way:
             return
         with self._lock:  # a use in another thread waits as well
-            if not self._under_way or self._finishing:  # here already; or called from below
+            if not self.under_way or self._finishing:  # here already; or called from below
                 return
             if self._failure is not None:
                 raise self._failure
@@ -116,7 +114,7 @@ class PendingAllGather:
                 raise
             finally:
                 self._finishing = False
-            self._under_way = False
+            self.under_way = False
 
     def _rebuild_derived(self) -> None:
         """Run launches that are prepared once, and again where a weight has moved or gone."""

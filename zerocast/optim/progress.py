@@ -174,8 +174,5 @@ class Progress:
                 every rank, or on a GPU on the ranks that see it.
         """
         error = error or gradients.changed() or self._shards.moved_weight()
-        if gradients.reduced.device.type == "cpu":
-            raise_together(self._shards.comm, error)
-        elif error is not None:
-            raise error
+        self._shards.raise_together(error)
         self.writes.take()

@@ -8,7 +8,6 @@ from functools import partial
 import torch
 
 from zerocast.cast import CastPlan
-from zerocast.comm import raise_together
 from zerocast.errors import ZerocastError
 from zerocast.optim.shards import ShardedWeights
 
@@ -57,11 +56,9 @@ class Publication:
         """Let the phases raise ``error``, where there is one on this rank, on all ranks that can
         learn of it. Collective where no weight holds codes.
         """
-        if self._plan is None and self._shards.masters.device.type == "cpu":
-            raise_together(self._shards.comm, error)
+        if self._plan is None:
+            self._shards.raise_together(error)
         elif error is not None:
-            if self._plan is None:
-                raise error
             self._plan.fail(error)
 
     @torch.no_grad()

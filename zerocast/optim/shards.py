@@ -24,8 +24,8 @@ from dataclasses import dataclass
 
 import torch
 
-from zerocast.comm import Communicator
-from zerocast.errors import InputError
+from zerocast.comm import Communicator, raise_together
+from zerocast.errors import InputError, ZerocastError
 from zerocast.layout import Extent, FlatLayout
 from zerocast.optim.pending_all_gather import PendingAllGather
 from zerocast.optim.weights import StorageKind, Weight
@@ -237,6 +237,15 @@ class ShardedWeights:
         for bucket in self.buckets:
             if bucket.pending is not None:
                 bucket.pending.wait()
+
+    def raise_together(self, error: ZerocastError | None) -> None:
+        """Raise on every rank if any has an ``error``; on a GPU, where asking the others would wait
+        for it, on this rank. Collective on a CPU.
+        """
+        if self.masters.device.type == "cpu":
+            raise_together(self.comm, error)
+        elif error is not None:
+            raise error
 
     # --- the state of recipes ---
 

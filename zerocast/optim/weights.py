@@ -12,7 +12,7 @@ import torch
 from zerocast.cast.shard_spec import check_castable
 from zerocast.errors import InputError
 from zerocast.tensors import QuantizedStorage, QuantizedTensor
-from zerocast.tensors.digest import digest
+from zerocast.tensors.digest import digest, digests
 
 PLAIN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """The dtypes of weights that are not quantized."""
@@ -88,16 +88,15 @@ class Weight:
 
 def value_digests(weights: Sequence[Weight]) -> list[str]:
     """Return for each weight a text that is the same for the same value, under one recipe."""
-    digests = []
+    values = []
     for weight in weights:
         if (storage := weight.storage) is None:
-            digests.append(digest(weight.param))
+            values.append(weight.param)
         else:
             left_out = {*storage.derived_names, *storage.recipe.state}
             stored = [digest(b) for name, b in storage.buffers.items() if name not in left_out]
-            digests.append(digest(torch.stack(stored)))
-    # They are read together, because on a GPU each reading would wait.
-    return [f"{number:x}" for number in torch.stack(digests).tolist()] if digests else []
+            values.append(torch.stack(stored))
+    return [f"{number:x}" for number in digests(values)]
 
 
 def index_of(weights: Iterable[Weight], param: torch.Tensor, call: str) -> int:

@@ -180,7 +180,11 @@ class LowBitAllGather:
         Raises:
             InputError: if it was of another recipe. Nothing has been changed.
         """
-        check_state(self.name, self.state, state)
+        remedy = (
+            "convert with the recipe that it was saved under, or take the layer's 'weight_state' "
+            "out of the state dict to start anew"
+        )
+        check_state(self.name, self.state, state, remedy)
         for name, tensor in self.state.items():
             tensor.copy_(state[name])
         self.cast_values.forget()

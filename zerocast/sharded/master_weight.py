@@ -27,12 +27,7 @@ from zerocast.sharded.all_gather import AllGatherInput, CodesState, LowBitAllGat
 from zerocast.sharded.casts import cast_group_of, codes_to_send
 from zerocast.sharded.placement import check_placement, is_sharded, sharded_like, to_local
 from zerocast.tensors import QuantizedTensor
-from zerocast.tensors.wrappers import (
-    decomposed,
-    inference_mode_of,
-    wrapper_of,
-    written_arguments,
-)
+from zerocast.tensors.wrappers import decomposed, inference_mode_of, wrapper_of, written_arguments
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

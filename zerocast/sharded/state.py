@@ -35,9 +35,11 @@ def fresh_state(recipe: Recipe) -> State:
         return {name: specs[name].allocate(torch.device("cpu")) for name in recipe.state}
 
 
-def check_state(name: str, own: State, given: Mapping[str, torch.Tensor]) -> None:
+def check_state(
+    name: str, own: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor], remedy: str
+) -> None:
     """Raise :class:`InputError` if ``given`` is not a state of the recipe of weight ``name``, whose
-    state is ``own``.
+    state is ``own``; the message ends in ``remedy``.
     """
     ours, theirs = (
         {f"{key} {tensor.dtype} {list(tensor.shape)}" for key, tensor in state.items()}
@@ -47,9 +49,7 @@ def check_state(name: str, own: State, given: Mapping[str, torch.Tensor]) -> Non
         ours_text, theirs_text = (", ".join(sorted(each)) or "nothing" for each in (ours, theirs))
         raise InputError(
             f"what a recipe remembers must be loaded into a weight of the same recipe: that of "
-            f"{name} remembers {ours_text}, and the state dict has {theirs_text} for it; convert "
-            f"with the recipe that it was saved under, or take the layer's 'weight_state' out of "
-            f"the state dict to start anew."
+            f"{name} remembers {ours_text}, and the state dict has {theirs_text} for it; {remedy}."
         )
 
 

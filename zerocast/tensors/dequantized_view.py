@@ -15,12 +15,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from zerocast.errors import UnsupportedError
-from zerocast.tensors.wrappers import (
-    decomposed,
-    inference_mode_of,
-    wrapper_of,
-    written_arguments,
-)
+from zerocast.tensors.wrappers import decomposed, inference_mode_of, wrapper_of, written_arguments
 
 OTHER_NAMESPACES: dict[str, Callable[[Any, Any, Any], Any]] = {}
 """``run(func, args, kwargs)`` for all of a namespace whose schemas do not say what they write:

@@ -12,6 +12,7 @@ changes one in 2^32 or fewer stays unseen. The position matters through the key 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cache
 
 import torch
@@ -35,6 +36,14 @@ def digest(tensor: torch.Tensor) -> torch.Tensor:
     rest = torch.zeros(4, dtype=torch.uint8, device=data.device)
     rest[: data.numel() - whole] = data[whole:]
     return (total * _POWER + rest.view(torch.int32).sum()) * _POWER + data.numel()
+
+
+def digests(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """Return the digest of each of ``tensors``. They are read together, because on a GPU each
+    reading would wait.
+    """
+    found = [digest(tensor) for tensor in tensors]
+    return torch.stack([each.to(found[0].device) for each in found]).tolist() if found else []
 
 
 @cache
