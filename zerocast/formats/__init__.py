@@ -11,9 +11,3 @@ from zerocast.formats.packing import (
     store_span,
     unpack_nibbles,
 )
-
-__all__ = [
-    "E2M1", "E4M3", "E5M2", "ELEMENT_FORMATS", "FLT_MAX", "ElementFormat",
-    "byte_span", "decode", "decode_e8m0", "encode", "encode_e8m0", "pack_nibbles", "packed_columns",
-    "reciprocal_e8m0", "store_span", "unpack_nibbles",
-]  # fmt: skip

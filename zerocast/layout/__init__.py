@@ -7,22 +7,3 @@ from zerocast.layout.extent import NOTHING, Extent
 from zerocast.layout.flat_layout import FlatLayout, check_partition, first_wrong_partition
 from zerocast.layout.plane import FULL, ONE_BLOCK, Block, Plane, Source, grid_of
 from zerocast.layout.shared_blocks import SharedBlocks
-
-__all__ = [
-    "FULL",
-    "NOTHING",
-    "ONE_BLOCK",
-    "Block",
-    "BlockGrid",
-    "Extent",
-    "FlatLayout",
-    "Plane",
-    "ScaleLayout",
-    "SharedBlocks",
-    "Source",
-    "ceil_div",
-    "check_partition",
-    "first_wrong_partition",
-    "grid_of",
-    "round_up",
-]

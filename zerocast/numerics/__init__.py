@@ -27,7 +27,7 @@ NOT here: which operations a recipe needs (:mod:`zerocast.recipes`) and when the
 """
 
 from zerocast.numerics.backend import Backend, Launch
-from zerocast.numerics.fused_ops import Function, FusedOp, FusedOperand, can_fuse
+from zerocast.numerics.fused_ops import FusedOp, FusedOperand, can_fuse
 from zerocast.numerics.memory import why_no_memory, why_unusable
 from zerocast.numerics.numerics import (
     INFINITY_BITS,
@@ -48,29 +48,3 @@ from zerocast.numerics.operands import (
     Rounding,
     TensorOperand,
 )
-
-__all__ = [
-    "INFINITY_BITS",
-    "NAN_BITS",
-    "NOMINALS",
-    "NUMERICS_VERSION",
-    "Backend",
-    "DelayedState",
-    "Float8DelayedNumerics",
-    "Float8Numerics",
-    "FourOverSixErrors",
-    "Function",
-    "FusedOp",
-    "FusedOperand",
-    "Launch",
-    "MXFP8Numerics",
-    "Masters",
-    "NVFP4Numerics",
-    "Numerics",
-    "PlaneBuffers",
-    "Rounding",
-    "TensorOperand",
-    "can_fuse",
-    "why_no_memory",
-    "why_unusable",
-]

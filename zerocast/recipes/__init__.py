@@ -11,30 +11,8 @@ from zerocast.recipes.named import RECIPES, as_recipe, recipe_from_text
 from zerocast.recipes.nvfp4_block_scaling import NVFP4BlockScaling
 from zerocast.recipes.recipe import (
     NOMINAL_DTYPES,
-    Buffers,
     BufferSpec,
     Recipe,
     Role,
     describe_recipe,
 )
-
-__all__ = [
-    "NOMINAL_DTYPES",
-    "RECIPES",
-    "BufferSpec",
-    "Buffers",
-    "DelayedScaling",
-    "Float8BlockScaling",
-    "Float8CurrentScaling",
-    "Float8RowwiseScaling",
-    "Format",
-    "MXFP8BlockScaling",
-    "NVFP4BlockScaling",
-    "QParams",
-    "Recipe",
-    "Role",
-    "as_recipe",
-    "describe_recipe",
-    "recipe_fields",
-    "recipe_from_text",
-]

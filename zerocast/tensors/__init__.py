@@ -5,8 +5,8 @@ import torch
 # Imported for their effects: operations tells QuantizedTensor the operations that it knows,
 # averaging tells torch what to ask before a module averages weights.
 from zerocast.recipes import RECIPES, Format, QParams
-from zerocast.tensors import averaging as _averaging  # noqa: F401
-from zerocast.tensors import operations as _operations  # noqa: F401
+from zerocast.tensors import averaging as _averaging
+from zerocast.tensors import operations as _operations
 from zerocast.tensors.dequantize import dequantize
 from zerocast.tensors.post_gather import prepare_rebuild, rebuild_derived
 from zerocast.tensors.quantize import (
@@ -22,24 +22,9 @@ from zerocast.tensors.storage import QuantizedStorage, counted_by_torch
 from zerocast.tensors.tp_shard import TensorParallelShard
 
 if torch.distributed.is_available():
-    from zerocast.tensors import collectives as _collectives  # noqa: F401  (for its effect, too)
+    from zerocast.tensors import collectives as _collectives  # for its effect, too
 
 # What a saved weight is made of, so that torch.load(..., weights_only=True) accepts it.
 torch.serialization.add_safe_globals(
     [restore, restore_storage, Format, TensorParallelShard, QParams, *RECIPES.values()]
 )
-
-__all__ = [
-    "CastVersion",
-    "QuantizedStorage",
-    "QuantizedTensor",
-    "TensorParallelShard",
-    "counted_by_torch",
-    "dequantize",
-    "empty",
-    "prepare_rebuild",
-    "quantize",
-    "quantize_into",
-    "rebuild_derived",
-    "replace_raw_data",
-]
