@@ -14,10 +14,9 @@ from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
 import zerocast
-from tests.sharded.sharded import gathered, reshard, whole_masters
+from tests.sharded.sharded import assert_converted_casts
 from tests.support.llama import HIDDEN_96, llama, tokens
 from tests.support.recipes import RECIPES
-from tests.support.same_bytes import assert_same_storage
 
 
 def prepared(model, make_optimizer):
@@ -59,19 +58,8 @@ def main(kind: str, name: str) -> None:
         zerocast.sharded.precompute_scales_for_fsdp(model)
         losses.append(loss.item())
     assert losses[-1] < losses[0], losses
-    masters = whole_masters(model)
-    codes = {
-        key: weight
-        for key, weight in gathered(model).items()
-        if isinstance(weight, zerocast.QuantizedTensor)
-    }
-    assert len(codes) == 14
-    for key, weight in codes.items():
-        assert_same_storage(
-            weight, zerocast.quantize(masters[key], recipe, dtype=weight.dtype), key
-        )
-    reshard(model)
-    print(f"{len(codes)} weights are the unsharded cast; loss {losses[0]:.3f} to {losses[-1]:.3f}")
+    assert_converted_casts(model, recipe, 14)
+    print(f"14 weights are the unsharded cast; loss {losses[0]:.3f} to {losses[-1]:.3f}")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,16 @@
 """A model of linear layers under FSDP2, whose gradients are given and whose weights are read."""
 
+from pathlib import Path
+
 import torch
+import torch.distributed.checkpoint as dcp
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 import zerocast
 from tests.support.claims import assert_unsharded_cast, stored
 from tests.support.models import Bank
+from tests.support.ranks import shared_folder
 from tests.support.recipes import RECIPES
 from zerocast.comm import Communicator
 from zerocast.sharded.placement import to_local, tp_shard_of
@@ -54,13 +58,19 @@ def gradient(shape: torch.Size, step: int) -> torch.Tensor:
 def feed(parameters, step: int) -> None:
     """Let every parameter have :func:`gradient`, sharded as it is."""
     for p in parameters:
-        whole = gradient(p.shape, step)
-        if isinstance(p, DTensor):
-            mesh = p.device_mesh
-            rows, rank = -(-p.shape[0] // mesh.size(-1)), mesh.get_local_rank(mesh.ndim - 1)
-            own = whole[rank * rows : (rank + 1) * rows]
-            whole = DTensor.from_local(own, mesh, p.placements, shape=p.shape, stride=p.stride())
-        p.grad = whole
+        p.grad = placed_like(gradient(p.shape, step), p)
+
+
+def placed_like(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """``whole``, which every rank has, sharded and split as ``like`` is."""
+    if not isinstance(like, DTensor):
+        return whole
+    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """A distributed tensor gathered, any other as it is. Collective."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def adamw(parameters) -> torch.optim.Optimizer:
@@ -81,6 +91,34 @@ def train_step(model, optimizer, comm, number=None, *, ahead=False) -> torch.Ten
     if ahead:
         zerocast.sharded.precompute_scales_for_fsdp(model)
     return loss.detach()
+
+
+def trajectory(model, x, steps: int) -> dict[str, torch.Tensor]:
+    """The loss of each step of AdamW, and all whole gradients. Collective."""
+    optimizer, found = adamw(model.parameters()), {}
+    for number in range(steps):
+        loss = model(x)
+        loss.backward()
+        seen = {"loss": loss.detach()} | gradients(model)
+        found |= {f"{name}, step {number}": value for name, value in seen.items()}
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+def save_plain(model, comm) -> Path:
+    """Save the masters by torch.distributed.checkpoint, which sees plain tensors; the folder."""
+    folder, state = shared_folder(comm), model.state_dict()
+    assert all(type(tensor.to_local()) is torch.Tensor for tensor in state.values())
+    dcp.save(state, checkpoint_id=folder)
+    return folder
+
+
+def load(model, folder: Path) -> None:
+    """Load what torch.distributed.checkpoint saved, on however many ranks."""
+    state = model.state_dict()
+    dcp.load(state, checkpoint_id=folder)
+    model.load_state_dict(state)
 
 
 class Unsharded:
@@ -120,18 +158,18 @@ class Unsharded:
         reshard(model)
 
 
-def train_and_compare(model, comm, whole, steps, *, microbatches=1, ahead=(1, 2)) -> None:
+def train_and_compare(model, x, expected, steps, *, microbatches=1, ahead=(1, 2)) -> None:
     """Steps of AdamW with given gradients; what is gathered is compared in forward and backward,
     and cast ahead of the gathers after some of the steps.
     """
     optimizer = adamw([p for p in model.parameters() if p.requires_grad])
     for number in steps:
-        whole.cast(whole_masters(model))
+        expected.cast(whole_masters(model))
         for _ in range(microbatches):
-            loss = model(batch(comm))
-            whole.assert_gathered(model, f"forward of step {number}")
+            loss = model(x).float().square().mean()
+            expected.assert_gathered(model, f"forward of step {number}")
             loss.backward()
-        whole.assert_gathered(model, f"backward of step {number}")
+        expected.assert_gathered(model, f"backward of step {number}")
         feed((p for p in model.parameters() if p.requires_grad), number)
         optimizer.step()
         optimizer.zero_grad()
@@ -151,19 +189,34 @@ def multiplied(parameter: torch.Tensor) -> zerocast.QuantizedTensor:
 
 def assert_unsharded_casts(model, recipe=RECIPES["nvfp4"], when="", *, dtype=torch.bfloat16):
     """What is gathered are the bytes of one cast of the whole masters as they are. Collective."""
-    whole = Unsharded(model, recipe, dtype)
-    whole.cast(whole_masters(model))
-    whole.assert_gathered(model, when)
+    expected = Unsharded(model, recipe, dtype)
+    expected.cast(whole_masters(model))
+    expected.assert_gathered(model, when)
+
+
+def assert_converted_casts(model, recipe, count: int) -> None:
+    """Of a model with other parameters: ``count`` are gathered in codes, those of the unsharded
+    cast, and the others are the masters. Collective.
+    """
+    masters, weights = whole_masters(model), gathered(model)
+    converted = {n for n, w in weights.items() if isinstance(w, zerocast.QuantizedTensor)}
+    assert len(converted) == count
+    for name, weight in weights.items():
+        whole = masters[name]
+        if name in converted:
+            whole = zerocast.quantize(whole, recipe, dtype=weight.dtype)
+        assert_unsharded_cast(weight, whole, name)
+    reshard(model)
 
 
 def whole_masters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Every parameter of a sharded model, gathered in high precision. Collective."""
-    return {name: p.full_tensor().detach().clone() for name, p in model.named_parameters()}
+    return {name: whole(p).clone() for name, p in model.named_parameters()}
 
 
 def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Every parameter's whole gradient. Collective."""
-    return {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+    return {name: whole(p.grad) for name, p in model.named_parameters()}
 
 
 def gathered(model: torch.nn.Module) -> dict[str, zerocast.QuantizedTensor]:

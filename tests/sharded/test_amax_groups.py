@@ -1,7 +1,6 @@
 """Masters of one amax group are cast as one weight, on any number of ranks."""
 
 import copy
-import io
 
 import pytest
 import torch
@@ -21,14 +20,14 @@ from tests.sharded.sharded import (
     train_step,
     whole_masters,
 )
-from tests.sharded.test_traffic import Collectives
 from tests.support.claims import message_of, one_message
+from tests.support.collectives import Collectives
 from tests.support.models import Bank
-from tests.support.ranks import run_ranks
-from tests.support.recipes import RECIPES, SCALES_TENSOR
+from tests.support.ranks import on_gloo
+from tests.support.recipes import RECIPES, SCALES_TENSOR, each
 from tests.support.same_bytes import assert_same_bytes
+from tests.support.weights import through_a_file
 
-on_ranks = pytest.mark.mpi(min_size=4)
 ROWS = (48, 37, 130, 1, 32)
 GROUPS = [["*.0", "*.1", "*.3"], ["*.2", "*.4"]]
 PAIR = [["*.0", "*.1"]]
@@ -46,7 +45,7 @@ def grouped(recipe=NVFP4, rows=ROWS, groups=GROUPS, **options):
     return shard(model, **options), Unsharded(model, recipe, groups=groups)
 
 
-@on_ranks
+@on_gloo()
 @pytest.mark.parametrize(
     ("world_size", "recipe"),
     [
@@ -57,41 +56,33 @@ def grouped(recipe=NVFP4, rows=ROWS, groups=GROUPS, **options):
         pytest.param(2, "current", marks=pytest.mark.slow),
     ],
 )
-def test_groups_have_the_bytes_of_one_rank(world_size, recipe):
+def test_groups_have_the_bytes_of_one_rank(comm, recipe):
     """Over four steps, cast in the hooks or ahead of them, codes, scales and amaxes of two groups
     are those of one plan on one rank: members in FSDP modules of their own, with even, uneven and
     empty shards.
     """
-
-    def run(comm):
-        model, whole = grouped(RECIPES[recipe])
-        train_and_compare(model, comm, whole, range(4))
-
-    run_ranks("torch_distributed", world_size, run)
+    model, expected = grouped(RECIPES[recipe])
+    train_and_compare(model, batch(comm), expected, range(4))
 
 
-@on_ranks
-def test_grouped_weights_are_rows_of_one_weight():
+@on_gloo(2)
+def test_grouped_weights_are_rows_of_one_weight(comm):
     """Codes, block scales and amax of a group whose members are whole blocks are those of
     ``quantize`` on all their rows; so its exported scales are equal.
     """
-
-    def run(comm):
-        for recipe in (NVFP4, RECIPES["current"]):
-            model, _ = grouped(recipe, (48, 16, 128), [["*.0", "*.1", "*.2"]])
-            rows = torch.cat(list(whole_masters(model).values()))
-            fused = zerocast.quantize(rows, recipe, dtype=torch.bfloat16)
-            weights = list(gathered(model).values())
-            codes = torch.cat([weight.rowwise_data for weight in weights])
-            assert_same_bytes(codes, fused.rowwise_data, "codes")
-            for weight in weights:
-                name = "amax" if recipe == NVFP4 else "rowwise_scale_inv"
-                assert_same_bytes(getattr(weight, name), getattr(fused, name), name)
-
-    run_ranks("torch_distributed", 2, run)
+    for recipe in (NVFP4, RECIPES["current"]):
+        model, _ = grouped(recipe, (48, 16, 128), [["*.0", "*.1", "*.2"]])
+        rows = torch.cat(list(whole_masters(model).values()))
+        fused = zerocast.quantize(rows, recipe, dtype=torch.bfloat16)
+        weights = list(gathered(model).values())
+        codes = torch.cat([weight.rowwise_data for weight in weights])
+        assert_same_bytes(codes, fused.rowwise_data, "codes")
+        for weight in weights:
+            name = "amax" if recipe == NVFP4 else "rowwise_scale_inv"
+            assert_same_bytes(getattr(weight, name), getattr(fused, name), name)
 
 
-@on_ranks
+@on_gloo(4)
 @pytest.mark.parametrize(
     "options",
     [
@@ -101,121 +92,91 @@ def test_grouped_weights_are_rows_of_one_weight():
     ],
     ids=["one FSDP module", "kept after the forward", "replicas of shards"],
 )
-def test_ways_of_sharding_a_group(options):
+def test_ways_of_sharding_a_group(comm, options):
     """With all members in one FSDP module, with weights that stay gathered, and on replicas of
     shards; two microbatches gather the codes of one cast, so histories move on once a step.
     """
-
-    def run(comm):
-        mesh = options.get("mesh")
-        if mesh is not None:
-            mesh = init_device_mesh("cpu", mesh, mesh_dim_names=("replicate", "shard"))
-        model, whole = grouped(DELAYED, (37, 5, 48), PAIR, **options | {"mesh": mesh})
-        train_and_compare(model, comm, whole, range(3), microbatches=2, ahead=(1,))
-
-    run_ranks("torch_distributed", 4, run)
+    mesh = options.get("mesh")
+    if mesh is not None:
+        mesh = init_device_mesh("cpu", mesh, mesh_dim_names=("replicate", "shard"))
+    model, expected = grouped(DELAYED, (37, 5, 48), PAIR, **options | {"mesh": mesh})
+    train_and_compare(model, batch(comm), expected, range(3), microbatches=2, ahead=(1,))
 
 
-@on_ranks
-@pytest.mark.parametrize("dp", [1, 2], ids=["alone", "FSDP2 beside"])
-def test_groups_of_tensor_parallel_layers(dp):
+@on_gloo()
+@pytest.mark.parametrize("world_size", [2, 4], ids=["alone", "FSDP2 beside"])
+@each("nvfp4", "current")
+def test_groups_of_tensor_parallel_layers(comm, recipe):
     """Layers that two ranks split by rows, with and without shards of FSDP2, have the codes of
     their rows and the scale of all rows of the group, over two steps.
     """
-
-    def run(comm):
-        mesh = init_device_mesh("cpu", (dp, 2), mesh_dim_names=("dp", "tp"))
-        model = converted(RECIPES["current"], (64, 32, 16), amax_groups=PAIR)
-        parallelize_module(model, mesh["tp"], {"layers.*": ColwiseParallel()})
-        if dp > 1:
-            fully_shard(model, mesh=mesh["dp"])
-        whole = Unsharded(model, RECIPES["current"], torch.float32, PAIR)
-        for step in range(2):
-            whole.cast(whole_masters(model))
-            model(batch(comm).float()).backward()
-            whole.assert_gathered(model, f"step {step}")
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter.mul_(1.5 + parameter.shape[0])
-
-    run_ranks("torch_distributed", 2 * dp, run)
+    mesh = init_device_mesh("cpu", (comm.size // 2, 2), mesh_dim_names=("dp", "tp"))
+    model = converted(recipe, (64, 32, 96), amax_groups=PAIR)
+    parallelize_module(model, mesh["tp"], {"layers.*": ColwiseParallel()})
+    if comm.size > 2:
+        fully_shard(model, mesh=mesh["dp"])
+    expected = Unsharded(model, recipe, torch.float32, PAIR)
+    train_and_compare(model, batch(comm).float(), expected, range(2), ahead=())
 
 
-@on_ranks
-def test_a_group_is_cast_once_by_whoever_is_gathered_first():
+@on_gloo(3)
+def test_a_group_is_cast_once_by_whoever_is_gathered_first(comm):
     """Without precompute_scales_for_fsdp a step has two all-reduces for each group and two for each
     weight of its own, in the forward, whether one was written and amaxes; with it, one.
     """
-
-    def run(comm):
-        counts = []
-        for ahead in (False, True):
-            model, _ = grouped(NVFP4, (16, 32, 48, 16), [["*.0", "*.2", "*.3"]])
-            optimizer = adamw(model.parameters())
-            for number in range(2):
-                with Collectives() as seen:
-                    train_step(model, optimizer, comm, number, ahead=ahead)
-            counts.append(seen.calls["allreduce_"])
-        return counts
-
-    for counts in run_ranks("torch_distributed", 3, run):
-        assert counts == [4, 1]
+    counts = []
+    for ahead in (False, True):
+        model, _ = grouped(NVFP4, (16, 32, 48, 16), [["*.0", "*.2", "*.3"]])
+        optimizer = adamw(model.parameters())
+        for number in range(2):
+            with Collectives() as seen:
+                train_step(model, optimizer, comm, number, ahead=ahead)
+        counts.append(seen.calls["allreduce_"])
+    assert counts == [4, 1]
 
 
-@on_ranks
-def test_the_report_names_the_others_of_a_group():
+@on_gloo(2)
+def test_the_report_names_the_others_of_a_group(comm):
     """For each member the layers whose amax it shares; for other weights none."""
-
-    def run(comm):
-        return [str(one) for one in zerocast.sharded.report(grouped()[0]).parameters]
-
-    lines = run_ranks("torch_distributed", 2, run)[0]
+    lines = [str(one) for one in zerocast.sharded.report(grouped()[0]).parameters]
     shared = [line.partition("amaxes, the tensor's shared with ")[2] for line in lines]
     assert shared == [
         "layers.1, layers.3", "layers.0, layers.3", "layers.4", "layers.0, layers.1", "layers.2",
     ]  # fmt: skip
 
 
-@on_ranks
+@on_gloo(2)
 @pytest.mark.parametrize("ahead", [(), range(9)], ids=["in hooks", "ahead"])
-def test_a_frozen_member_is_cast_with_its_group(ahead):
+def test_a_frozen_member_is_cast_with_its_group(comm, ahead):
     """A master that nobody writes has the scale of its group all the same, also in a run that is
     resumed while the cast of the others is due, or made.
     """
-
-    def run(comm):
-        (first, whole), (second, _) = (grouped(DELAYED, (37, 5), PAIR) for _ in range(2))
-        for model in (first, second):
-            model.layers[0].weight.requires_grad_(False)
-        train_and_compare(first, comm, whole, range(2), ahead=ahead)
-        second.load_state_dict(first.state_dict())
-        train_and_compare(second, comm, whole, range(2, 4), ahead=ahead)
-
-    run_ranks("torch_distributed", 2, run)
+    (first, expected), (second, _) = (grouped(DELAYED, (37, 5), PAIR) for _ in range(2))
+    for model in (first, second):
+        model.layers[0].weight.requires_grad_(False)
+    train_and_compare(first, batch(comm), expected, range(2), ahead=ahead)
+    second.load_state_dict(first.state_dict())
+    train_and_compare(second, batch(comm), expected, range(2, 4), ahead=ahead)
 
 
-@on_ranks
-def test_members_that_are_not_sharded_alike_are_refused():
+@on_gloo(4)
+def test_members_that_are_not_sharded_alike_are_refused(comm):
     """By the first gather, on every rank with one message: a member that fully_shard ignores, one
     on another mesh, and by its own gather one of another dtype.
     """
-
-    def run(comm):
-        ignoring, elsewhere, dtypes = (
-            converted(NVFP4, (48, 32), amax_groups=PAIR) for _ in range(3)
-        )
-        fully_shard(ignoring, ignored_params={ignoring.layers[1].weight})
-        meshes = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
-        for layer, name in zip(elsewhere.layers, "ab", strict=True):
-            fully_shard(layer, mesh=meshes[name])
-        for layer, dtype in zip(dtypes.layers, (torch.bfloat16, torch.float16), strict=True):
-            policy = MixedPrecisionPolicy(param_dtype=dtype, cast_forward_inputs=True)
-            fully_shard(layer, mp_policy=policy)
-        x = batch(comm).float()
-        return [message_of(zerocast.InputError, each, x) for each in (ignoring, elsewhere, dtypes)]
-
-    by_rank = run_ranks("torch_distributed", 4, run)
-    ignored, elsewhere, dtypes = map(one_message, zip(*by_rank, strict=True))
+    ignoring, elsewhere, dtypes = (converted(NVFP4, (48, 32), amax_groups=PAIR) for _ in range(3))
+    fully_shard(ignoring, ignored_params={ignoring.layers[1].weight})
+    meshes = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    for layer, name in zip(elsewhere.layers, "ab", strict=True):
+        fully_shard(layer, mesh=meshes[name])
+    for layer, dtype in zip(dtypes.layers, (torch.bfloat16, torch.float16), strict=True):
+        policy = MixedPrecisionPolicy(param_dtype=dtype, cast_forward_inputs=True)
+        fully_shard(layer, mp_policy=policy)
+    x = batch(comm).float()
+    ignored, elsewhere, dtypes = (
+        one_message(comm.all_gather_object(message_of(zerocast.InputError, model, x)))
+        for model in (ignoring, elsewhere, dtypes)
+    )
     start = (
         "weights of one amax group are cast together, when the first of them is gathered, so "
         "fully_shard must shard them over the same ranks, got layers.0.weight over "
@@ -239,9 +200,7 @@ def test_members_that_are_not_sharded_alike_are_refused():
 def test_copies_of_a_model_have_groups_of_their_own():
     """The layers of a deepcopy or a pickle are grouped with each other, and with no original."""
     model = converted(amax_groups=GROUPS)
-    buffer = io.BytesIO()
-    torch.save(model, buffer)
-    loaded = torch.load(io.BytesIO(buffer.getvalue()), weights_only=False)
+    loaded = through_a_file(model, weights_only=False)
     for one in (model, copy.deepcopy(model), loaded):
         for places in ((0, 1, 3), (2, 4)):
             layers = [one.layers[i] for i in places]

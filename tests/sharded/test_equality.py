@@ -11,6 +11,7 @@ from tests.sharded.sharded import (
     Unsharded,
     adamw,
     bank,
+    batch,
     feed,
     gathered,
     train_and_compare,
@@ -19,7 +20,7 @@ from tests.sharded.sharded import (
 )
 from tests.support.claims import assert_same_tensors, stored
 from tests.support.models import Bank, SideBySide
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_gloo, run_ranks
 from tests.support.recipes import RECIPES, param
 from tests.support.settings import deterministic
 
@@ -41,6 +42,7 @@ def fresh_memory_is_garbage(monkeypatch):
         yield
 
 
+@on_gloo()
 @pytest.mark.parametrize(
     ("recipe", "world_size"),
     [
@@ -49,17 +51,13 @@ def fresh_memory_is_garbage(monkeypatch):
         for size in (1, 2, 3, 4)
     ],
 )
-def test_what_is_gathered_is_the_unsharded_cast(world_size, recipe):
+def test_what_is_gathered_is_the_unsharded_cast(comm, recipe):
     """After each of 4 steps codes, scales, amax, padding and columnwise copies on every rank are
     those of ``quantize(full master)``, in forward and backward: with even, uneven and empty shards,
     cast in the hooks or ahead of them.
     """
-
-    def run(comm):
-        model = bank(recipe)
-        train_and_compare(model, comm, Unsharded(model, recipe), range(4))
-
-    run_ranks("torch_distributed", world_size, run)
+    model = bank(recipe)
+    train_and_compare(model, batch(comm), Unsharded(model, recipe), range(4))
 
 
 def banks() -> SideBySide:

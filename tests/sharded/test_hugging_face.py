@@ -14,15 +14,16 @@ from torch.distributed.fsdp import fully_shard
 import zerocast
 from tests.sharded.sharded import (
     BF16,
+    assert_converted_casts,
     everything,
     gathered,
     gradients,
     reshard,
     whole_masters,
 )
-from tests.support.claims import assert_same_tensors, assert_unsharded_cast, stored
+from tests.support.claims import assert_same_tensors, stored
 from tests.support.llama import HIDDEN_96, TIED_160, checkpoint_activations, llama, tokens
-from tests.support.ranks import run_ranks, shared_folder
+from tests.support.ranks import on_gloo, run_ranks, shared_folder
 from tests.support.recipes import RECIPES
 from tests.support.same_bytes import assert_same_bytes
 
@@ -45,6 +46,12 @@ def sharded(model, recipe):
 def adamw(model) -> torch.optim.Optimizer:
     """torch's, by its foreach implementation."""
     return torch.optim.AdamW(model.parameters(), lr=3e-3, foreach=True)
+
+
+def state_of(model, optimizer) -> dict[str, dict]:
+    """By the names under which set_state_dict takes it."""
+    masters, moments = get_state_dict(model, optimizer)
+    return {"model_state_dict": masters, "optim_state_dict": moments}
 
 
 def train(model, optimizer, start, end) -> list[float]:
@@ -92,12 +99,9 @@ def test_a_trained_llama_is_resumed(options, recipe, steps, saved_on, resumed_on
         losses = train(model, optimizer, 0, steps)
         assert max(losses[-2:]) < min(losses[:2])
         if not recipe.state:
-            masters = whole_masters(model)
-            for name, weight in gathered_codes(model).items():
-                assert_unsharded_cast(weight, masters[name], name)
+            assert_converted_casts(model, recipe, PROJECTIONS)
         folder = shared_folder(comm)
-        states = get_state_dict(model, optimizer)
-        dcp.save(dict(zip(("model", "optimizer"), states, strict=True)), checkpoint_id=folder)
+        dcp.save(state_of(model, optimizer), checkpoint_id=folder)
         at_once = everything(model)
         return folder, at_once, train(model, optimizer, steps, steps + 2), everything(model)
 
@@ -106,14 +110,9 @@ def test_a_trained_llama_is_resumed(options, recipe, steps, saved_on, resumed_on
     def resume(comm):
         model = sharded(llama(options, seed=1), recipe)
         optimizer = adamw(model)
-        saved = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+        saved = state_of(model, optimizer)
         dcp.load(saved, checkpoint_id=folder)
-        set_state_dict(
-            model,
-            optimizer,
-            model_state_dict=saved["model"],
-            optim_state_dict=saved["optimizer"],
-        )
+        set_state_dict(model, optimizer, **saved)
         assert_same_tensors(everything(model), at_once, "at once")
         assert train(model, optimizer, steps, steps + 2) == losses
         assert_same_tensors(everything(model), later, "after 2 steps")
@@ -165,22 +164,19 @@ def test_a_gathered_llama_is_a_pretrained_one():
         assert_same_bytes(value, expected, "inferred")
 
 
+@on_gloo(2)
 @pytest.mark.slow
-def test_checkpointed_blocks_quantize_alike():
+def test_checkpointed_blocks_quantize_alike(comm):
     """Under autocast, with transformers' own activation checkpointing and
     zerocast.checkpoint_contexts, the loss and all gradients are those without it, bit for bit.
     """
-
-    def run(comm):
-        results = []
-        for checkpoints in (False, True):
-            model = sharded(llama(HIDDEN_96), NVFP4)
-            if checkpoints:
-                checkpoint_activations(model)
-            with zerocast.autocast(recipe=DELAYED):
-                loss = model(input_ids=tokens(0), labels=tokens(0)).loss
-            loss.backward()
-            results.append({"loss": loss.detach()} | gradients(model))
-        assert_same_tensors(results[1], results[0], "with checkpoints")
-
-    run_ranks("torch_distributed", 2, run)
+    results = []
+    for checkpoints in (False, True):
+        model = sharded(llama(HIDDEN_96), NVFP4)
+        if checkpoints:
+            checkpoint_activations(model)
+        with zerocast.autocast(recipe=DELAYED):
+            loss = model(input_ids=tokens(0), labels=tokens(0)).loss
+        loss.backward()
+        results.append({"loss": loss.detach()} | gradients(model))
+    assert_same_tensors(results[1], results[0], "with checkpoints")

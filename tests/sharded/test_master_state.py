@@ -3,12 +3,10 @@ been interrupted, bit for bit.
 """
 
 import copy
-import io
 import pickle
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -17,16 +15,26 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import zerocast
-from tests.sharded.sharded import BF16, bank, batch, converted, everything, feed, reshard
+from tests.sharded.sharded import (
+    BF16,
+    bank,
+    batch,
+    converted,
+    everything,
+    feed,
+    load,
+    reshard,
+    save_plain,
+)
 from tests.support.claims import assert_same_tensors, message_of
 from tests.support.models import Bank
-from tests.support.ranks import run_ranks, shared_folder
+from tests.support.ranks import on_gloo, run_ranks
 from tests.support.recipes import RECIPES, REMEMBERING, each
 from tests.support.same_bytes import assert_same_bytes
+from tests.support.weights import through_a_file
 from zerocast.nn.saved_state import pack, unpack
 from zerocast.sharded.placement import to_local
 
-on_ranks = pytest.mark.mpi(min_size=4)
 ROWS = (37, 5)
 NVFP4, DELAYED, DRAWN = (RECIPES[name] for name in ("nvfp4", "delayed", "nvfp4-drawn"))
 each_recipe = each(*REMEMBERING)
@@ -65,7 +73,7 @@ def whole_state(model) -> dict[str, torch.Tensor]:
     return everything(model) | remembered(model)
 
 
-@on_ranks
+@pytest.mark.mpi(min_size=4)
 @each(*REMEMBERING, slow=["nvfp4-drawn"])
 def test_a_resumed_run_is_the_uninterrupted_one(recipe):
     """Saved by torch.distributed.checkpoint on 4 ranks in the middle of a step, between step and
@@ -77,8 +85,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(recipe):
     def run_through(comm, moment):
         model = bank(recipe, ROWS)
         train(model, comm, 0, 3, stop_at=moment)
-        folder = shared_folder(comm)
-        dcp.save(model.state_dict(), checkpoint_id=folder)
+        folder = save_plain(model, comm)
         at_once = whole_state(model)
         train(model, comm, 3, 5)
         return folder, at_once, whole_state(model)
@@ -93,9 +100,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(recipe):
             model = bank(recipe, ROWS, seed=1)
             if comm.size == 2:
                 train(model, comm, 7, 9)
-            state = model.state_dict()
-            dcp.load(state, checkpoint_id=folder)
-            model.load_state_dict(state)
+            load(model, folder)
             when = f"saved {moment}, resumed on {comm.size}"
             assert_same_tensors(whole_state(model), at_once, when)
             train(model, comm, 3, 5)
@@ -109,123 +114,101 @@ FULL = {"full_state_dict": True}
 FROM_0 = FULL | {"broadcast_from_rank0": True}
 
 
-@on_ranks
+@on_gloo(3)
 @pytest.mark.parametrize("options", [{}, FULL, FROM_0, FROM_0 | {"cpu_offload": True}])
-def test_state_dict_functions_carry_what_recipes_remember(options):
+def test_state_dict_functions_carry_what_recipes_remember(comm, options):
     """torch's get_model_state_dict and set_model_state_dict, sharded, full, and full from rank 0
     alone, carry a run on; without anything to remember they work as well.
     """
     options = StateDictOptions(**options)
-
-    def run(comm):
-        for recipe in (DELAYED, DRAWN, NVFP4):
-            model, other = bank(recipe, ROWS), bank(recipe, ROWS, seed=1)
-            train(model, comm, 0, 2)
-            state = get_model_state_dict(model, options=options)
-            if options.broadcast_from_rank0 and comm.rank:
-                state = {}
-            set_model_state_dict(other, state, options=options)
-            assert_same_tensors(whole_state(other), whole_state(model), "at once")
-            train(model, comm, 2, 3)
-            train(other, comm, 2, 3)
-            assert_same_tensors(whole_state(other), whole_state(model), "after a step")
-
-    run_ranks("torch_distributed", 3, run)
+    for recipe in (DELAYED, DRAWN, NVFP4):
+        model, other = bank(recipe, ROWS), bank(recipe, ROWS, seed=1)
+        train(model, comm, 0, 2)
+        state = get_model_state_dict(model, options=options)
+        if options.broadcast_from_rank0 and comm.rank:
+            state = {}
+        set_model_state_dict(other, state, options=options)
+        assert_same_tensors(whole_state(other), whole_state(model), "at once")
+        train(model, comm, 2, 3)
+        train(other, comm, 2, 3)
+        assert_same_tensors(whole_state(other), whole_state(model), "after a step")
 
 
-@on_ranks
+@on_gloo(2)
 @each_recipe
-def test_a_copied_master_repeats_its_cast(recipe):
+def test_a_copied_master_repeats_its_cast(comm, recipe):
     """A deepcopy and a pickle of a shard remember what the next cast of its value starts from, as
     a state dict does, whether the cast was made or is due.
     """
-
-    def run(comm):
-        model = bank(recipe, (37,))
-        for moment in MOMENTS:
-            train(model, comm, 0, 2, stop_at=moment)
-            expected = saved_state(model)
-            master = to_local(model.layers[0].weight)
-            buffer = io.BytesIO()
-            torch.save(master, buffer)
-            loaded = torch.load(io.BytesIO(buffer.getvalue()), weights_only=False)
-            for twin in (copy.deepcopy(master), loaded, pickle.loads(pickle.dumps(master))):
-                assert twin.low_bit_all_gather is not master.low_bit_all_gather
-                assert_same_tensors(twin.low_bit_all_gather.state, expected, moment)
-
-    run_ranks("torch_distributed", 2, run)
+    model = bank(recipe, (37,))
+    for moment in MOMENTS:
+        train(model, comm, 0, 2, stop_at=moment)
+        expected = saved_state(model)
+        master = to_local(model.layers[0].weight)
+        loaded = through_a_file(master, weights_only=False)
+        for twin in (copy.deepcopy(master), loaded, pickle.loads(pickle.dumps(master))):
+            assert twin.low_bit_all_gather is not master.low_bit_all_gather
+            assert_same_tensors(twin.low_bit_all_gather.state, expected, moment)
 
 
-@on_ranks
-def test_a_gather_in_another_dtype_repeats_the_cast():
+@on_gloo(2)
+def test_a_gather_in_another_dtype_repeats_the_cast(comm):
     """One value that is gathered in one dtype after another is one entry of the history."""
-
-    def run(comm):
-        model = bank(DELAYED, (37,))
-        train(model, comm, 0, 1, stop_at="cast")
-        once = remembered(model)
-        reshard(model)
-        weight = model.layers[0].weight
-        master = to_local(weight)
-        for dtype in (torch.float32, torch.bfloat16):
-            policy = MixedPrecisionPolicy(param_dtype=dtype)
-            master.fsdp_pre_all_gather(
-                weight.device_mesh, weight.shape, weight.stride(), model.layers[0], policy
-            )
-            amax = remembered(model)["layers.0.weight amax"]
-            assert torch.equal(amax, weight.full_tensor().to(dtype).float().abs().max()[None])
-        assert_same_tensors(remembered(model), once, "cast again")
-
-    run_ranks("torch_distributed", 2, run)
+    model = bank(DELAYED, (37,))
+    train(model, comm, 0, 1, stop_at="cast")
+    once = remembered(model)
+    reshard(model)
+    weight = model.layers[0].weight
+    master = to_local(weight)
+    for dtype in (torch.float32, torch.bfloat16):
+        policy = MixedPrecisionPolicy(param_dtype=dtype)
+        master.fsdp_pre_all_gather(
+            weight.device_mesh, weight.shape, weight.stride(), model.layers[0], policy
+        )
+        amax = remembered(model)["layers.0.weight amax"]
+        assert torch.equal(amax, weight.full_tensor().to(dtype).float().abs().max()[None])
+    assert_same_tensors(remembered(model), once, "cast again")
 
 
-@on_ranks
-def test_copies_on_another_device_are_cast_once():
+@on_gloo(2)
+def test_copies_on_another_device_are_cast_once(comm):
     """FSDP2's CPU offload gathers a new copy of a shard each time: the cast is that of the shard
     itself, made once for each of its values.
     """
-
-    def run(comm):
-        model = bank(DELAYED, (37, 1))
-        train(model, comm, 0, 2, stop_at="stepped")
-        for writes in (1, 2):
-            for layer in model.layers:
-                weight = layer.weight
-                for _ in range(2):
-                    copied = to_local(weight).clone()
-                    copied.fsdp_pre_all_gather(
-                        weight.device_mesh, weight.shape, weight.stride(), layer, BF16
-                    )
-                assert to_local(weight).low_bit_all_gather.shards.casts == 2 + writes
-                amax = to_local(weight).low_bit_all_gather.state["amax_history"][0]
-                assert amax == weight.full_tensor().bfloat16().abs().max()
-                with torch.no_grad():
-                    weight.mul_(1.5)
-
-    run_ranks("torch_distributed", 2, run)
+    model = bank(DELAYED, (37, 1))
+    train(model, comm, 0, 2, stop_at="stepped")
+    for writes in (1, 2):
+        for layer in model.layers:
+            weight = layer.weight
+            for _ in range(2):
+                copied = to_local(weight).clone()
+                copied.fsdp_pre_all_gather(
+                    weight.device_mesh, weight.shape, weight.stride(), layer, BF16
+                )
+            assert to_local(weight).low_bit_all_gather.shards.casts == 2 + writes
+            amax = to_local(weight).low_bit_all_gather.state["amax_history"][0]
+            assert amax == weight.full_tensor().bfloat16().abs().max()
+            with torch.no_grad():
+                weight.mul_(1.5)
 
 
-@on_ranks
-def test_full_state_dicts_hold_what_autocast_remembers():
+@on_gloo(2)
+def test_full_state_dicts_hold_what_autocast_remembers(comm):
     """A full state dict of a sharded model that ran under autocast has the layers' histories, and
     gives them to a fresh model.
     """
     full = StateDictOptions(full_state_dict=True)
-
-    def run(comm):
-        model, fresh = bank(NVFP4, (16, 32)), bank(NVFP4, (16, 32), seed=1)
-        with zerocast.autocast(recipe=DELAYED):
-            loss = model(torch.cat([batch(comm)] * 4))
-        loss.backward()
-        saved = get_model_state_dict(model, options=full)
-        histories = [saved[f"layers.{i}._extra_state"] for i in (0, 1)]
-        assert all(unpack(each, "")[1]["forward.amax_history"].any() for each in histories)
-        set_model_state_dict(fresh, saved, options=full)
-        again = get_model_state_dict(fresh, options=full)
-        for i, history in enumerate(histories):
-            assert_same_bytes(again[f"layers.{i}._extra_state"], history, f"layer {i}")
-
-    run_ranks("torch_distributed", 2, run)
+    model, fresh = bank(NVFP4, (16, 32)), bank(NVFP4, (16, 32), seed=1)
+    with zerocast.autocast(recipe=DELAYED):
+        loss = model(torch.cat([batch(comm)] * 4))
+    loss.backward()
+    saved = get_model_state_dict(model, options=full)
+    histories = [saved[f"layers.{i}._extra_state"] for i in (0, 1)]
+    assert all(unpack(each, "")[1]["forward.amax_history"].any() for each in histories)
+    set_model_state_dict(fresh, saved, options=full)
+    again = get_model_state_dict(fresh, options=full)
+    for i, history in enumerate(histories):
+        assert_same_bytes(again[f"layers.{i}._extra_state"], history, f"layer {i}")
 
 
 def saved_state(model) -> dict[str, torch.Tensor]:
@@ -246,9 +229,7 @@ def test_a_state_that_was_loaded_is_saved_and_copied(recipe):
     """
     model, given = converted(recipe, (37,)), later_state(recipe)
     model.load_state_dict(model.state_dict() | {"layers.0.weight_state": given})
-    buffer = io.BytesIO()
-    torch.save(model, buffer)
-    loaded = torch.load(io.BytesIO(buffer.getvalue()), weights_only=False)
+    loaded = through_a_file(model, weights_only=False)
     twin = copy.deepcopy(model)
     for one in (model, twin, loaded):
         assert_same_bytes(one.state_dict()["layers.0.weight_state"], given, "saved")

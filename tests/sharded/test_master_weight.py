@@ -6,7 +6,7 @@ import torch
 import zerocast
 from tests.sharded.sharded import bank, batch, whole_masters
 from tests.support.claims import assert_same_tensors, message_of
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_gloo
 from tests.support.same_bytes import assert_same_bytes
 from zerocast.sharded.master_weight import restore
 
@@ -99,30 +99,27 @@ def test_compiled_foreach_functions_take_masters():
         assert_same_bytes(actual.value, expected.value, "stepped")
 
 
+@on_gloo(3)
 @pytest.mark.mpi(min_size=4)
 @pytest.mark.parametrize("first", ["training", "inference"])
-def test_codes_are_gathered_in_inference_mode(first):
+def test_codes_are_gathered_in_inference_mode(comm, first):
     """A forward in inference mode gives the output of one without gradients, whether the model has
     been trained before or never gathered; training goes on as without it.
     """
-
-    def run(comm):
-        results = []
-        for mode in (torch.no_grad, torch.inference_mode):
-            model = bank()
-            if first == "training":
-                model(batch(comm)).backward()
-            with mode():
-                results.append({"output": model(batch(comm)).clone()})
-            if first == "training":
-                optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-                optimizer.step()
-                model(batch(comm)).backward()
-                optimizer.step()
-                results[-1] |= whole_masters(model)
-        assert_same_tensors(results[1], results[0], "in inference mode")
-
-    run_ranks("torch_distributed", 3, run)
+    results = []
+    for mode in (torch.no_grad, torch.inference_mode):
+        model = bank()
+        if first == "training":
+            model(batch(comm)).backward()
+        with mode():
+            results.append({"output": model(batch(comm)).clone()})
+        if first == "training":
+            optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+            optimizer.step()
+            model(batch(comm)).backward()
+            optimizer.step()
+            results[-1] |= whole_masters(model)
+    assert_same_tensors(results[1], results[0], "in inference mode")
 
 
 def test_a_damaged_master_is_not_loaded() -> None:

@@ -1,6 +1,7 @@
 """What is refused: on every rank, with one message, at once."""
 
-import pytest
+import functools
+
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
@@ -9,25 +10,20 @@ import zerocast
 from tests.sharded.sharded import K, bank, batch, converted
 from tests.support.claims import message_of, one_message
 from tests.support.models import Bank
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_gloo
 from tests.support.recipes import RECIPES, VARIANTS, each
 from zerocast.errors import InputError, UnsupportedError
 
-on_ranks = pytest.mark.mpi(min_size=4)
 NVFP4 = RECIPES["nvfp4"]
 
 
-@on_ranks
-def test_sharding_by_columns_is_refused_when_the_model_is_wrapped():
+@on_gloo(4)
+def test_sharding_by_columns_is_refused_when_the_model_is_wrapped(comm):
     """A placement that shards columns is refused by fully_shard, before anything has travelled."""
-
-    def run(comm):
-        model = converted(NVFP4, (48,))
-        return message_of(
-            UnsupportedError, fully_shard, model, shard_placement_fn=lambda parameter: Shard(1)
-        )
-
-    assert one_message(run_ranks("torch_distributed", 4, run)) == (
+    model = converted(NVFP4, (48,))
+    assert message_of(
+        UnsupportedError, fully_shard, model, shard_placement_fn=lambda parameter: Shard(1)
+    ) == (
         "layers.0.weight: a low-bit all-gather needs masters sharded by rows, got a split of "
         "dimension 1; leave shard_placement_fn out for this parameter, or leave its layer out of "
         "zerocast.nn.convert by filter_fqns."
@@ -48,73 +44,58 @@ def test_a_layer_that_is_not_sharded_is_refused():
     assert message_of(UnsupportedError, model, torch.randn(4, K)) == NOT_GATHERED
 
 
-@on_ranks
-def test_ignored_parameters_and_bypassed_hooks_are_refused():
+@on_gloo(2)
+def test_ignored_parameters_and_bypassed_hooks_are_refused(comm):
     """A parameter that fully_shard ignores, a layer whose module's forward did not run, and one
     that DistributedDataParallel wraps would be high precision: an error on every rank.
     """
-
-    def run(comm):
-        model = converted(NVFP4, (48,))
-        wrapped = torch.nn.parallel.DistributedDataParallel(model)
-        replicated = message_of(UnsupportedError, wrapped, batch())
-        fully_shard(model, ignored_params=set(model.parameters()))
-        bypassed = bank(NVFP4, (48,), wrap_layers=False).layers[0]
-        others = [message_of(UnsupportedError, each, batch()) for each in (model, bypassed)]
-        return one_message([replicated, *others])
-
-    assert one_message(run_ranks("torch_distributed", 2, run)) == NOT_GATHERED
+    model = converted(NVFP4, (48,))
+    wrapped = torch.nn.parallel.DistributedDataParallel(model)
+    replicated = message_of(UnsupportedError, wrapped, batch())
+    fully_shard(model, ignored_params=set(model.parameters()))
+    bypassed = bank(NVFP4, (48,), wrap_layers=False).layers[0]
+    others = [message_of(UnsupportedError, each, batch()) for each in (model, bypassed)]
+    assert one_message([replicated, *others]) == NOT_GATHERED
 
 
-@on_ranks
+@on_gloo(4)
 @each("nvfp4", "current", "mxfp8")
-def test_resharding_to_fewer_ranks_is_refused_by_the_first_gather(recipe):
+def test_resharding_to_fewer_ranks_is_refused_by_the_first_gather(comm, recipe):
     """An integer for reshard_after_forward, which torch's FSDP2 does not do for weights that are
     gathered in other bytes than their own, is refused in the first forward; True, set instead, is
     carried out by the next.
     """
-
-    def run(comm):
-        model = bank(recipe, (48, 1), wrap_layers=False, reshard_after_forward=2)
-        message = message_of(UnsupportedError, model, batch())
-        model.reset_iter_state()
-        model.set_reshard_after_forward(True)
-        model(batch()).backward()
-        return message
-
-    assert one_message(run_ranks("torch_distributed", 4, run)) == (
+    model = bank(recipe, (48, 1), wrap_layers=False, reshard_after_forward=2)
+    message = message_of(UnsupportedError, model, batch())
+    model.reset_iter_state()
+    model.set_reshard_after_forward(True)
+    model(batch()).backward()
+    assert message == (
         "layers.0.weight: after a forward torch's FSDP2 can keep all of a weight that was "
         "all-gathered in codes, or this rank's rows, got an int for reshard_after_forward, by "
         "which it would keep the rows of several ranks; give fully_shard True or False."
     )
 
 
-@on_ranks
-def test_masters_that_every_rank_holds_whole_are_refused_by_the_first_gather():
+@on_gloo(2)
+def test_masters_that_every_rank_holds_whole_are_refused_by_the_first_gather(comm):
     """torch's replicate shards nothing, so there would be nothing to gather in codes."""
     from torch.distributed._composable.replicate_with_fsdp import replicate
 
-    def run(comm):
-        model = converted(NVFP4, (48,))
-        replicate(model)
-        return message_of(UnsupportedError, model, batch())
-
-    assert one_message(run_ranks("torch_distributed", 2, run)) == (
+    model = converted(NVFP4, (48,))
+    replicate(model)
+    assert message_of(UnsupportedError, model, batch()) == (
         "layers.0.weight: a low-bit all-gather needs a master that FSDP2 shards over the ranks, "
         "got one that every rank holds whole; call torch.distributed.fsdp.fully_shard, or convert "
         "with weights='quantized' or 'high_precision'."
     )
 
 
-@on_ranks
-def test_a_policy_of_another_dtype_is_refused_by_the_first_gather():
+@on_gloo(2)
+def test_a_policy_of_another_dtype_is_refused_by_the_first_gather(comm):
     """A weight of codes cannot present every dtype that a policy may name."""
-
-    def run(comm):
-        model = bank(NVFP4, (48,), policy=MixedPrecisionPolicy(param_dtype=torch.float64))
-        return message_of(UnsupportedError, model, batch())
-
-    assert one_message(run_ranks("torch_distributed", 2, run)) == (
+    model = bank(NVFP4, (48,), policy=MixedPrecisionPolicy(param_dtype=torch.float64))
+    assert message_of(UnsupportedError, model, batch()) == (
         "layers.0.weight: a weight that is all-gathered in codes presents FP32, BF16 or FP16, got "
         "torch.float64; give fully_shard a MixedPrecisionPolicy with such a param_dtype."
     )
@@ -128,55 +109,43 @@ HOLDS_CODES = (
 )
 
 
-@on_ranks
-def test_weights_that_hold_codes_are_refused_when_the_model_is_wrapped():
+@on_gloo(2)
+def test_weights_that_hold_codes_are_refused_when_the_model_is_wrapped(comm):
     """fully_shard refuses every parameter that holds codes, of a converted layer, of one made under
     model_init and of a module of one's own, also under a default device; for other memory of its
     kind such a weight can be asked as ever.
     """
+    own, another = torch.nn.Module(), torch.nn.Module()
+    weight = torch.nn.Parameter(zerocast.quantize(torch.randn(48, K), NVFP4))
+    own.weight = another.weight = weight
+    model = converted(NVFP4, (48,), weights="quantized")
+    with zerocast.model_init(recipe=NVFP4):
+        made = zerocast.nn.LayerNormMLP(K, 48)
 
-    def run(comm):
-        own, another = torch.nn.Module(), torch.nn.Module()
-        weight = torch.nn.Parameter(zerocast.quantize(torch.randn(48, K), NVFP4))
-        own.weight = another.weight = weight
-        model = converted(NVFP4, (48,), weights="quantized")
-        with zerocast.model_init(recipe=NVFP4):
-            made = zerocast.nn.LayerNormMLP(K, 48)
-
-        messages = [message_of(UnsupportedError, fully_shard, each) for each in (own, model, made)]
-        with torch.device("cpu"):
-            messages.append(message_of(UnsupportedError, fully_shard, another))
-        assert weight.new_zeros(48, K).shape == (48, K)
-        return one_message(messages)
-
-    assert one_message(run_ranks("torch_distributed", 2, run)) == HOLDS_CODES
+    messages = [message_of(UnsupportedError, fully_shard, each) for each in (own, model, made)]
+    with torch.device("cpu"):
+        messages.append(message_of(UnsupportedError, fully_shard, another))
+    assert weight.new_zeros(48, K).shape == (48, K)
+    assert one_message(messages) == HOLDS_CODES
 
 
-@on_ranks
-def test_a_model_that_is_sharded_already_is_not_converted():
+@on_gloo(2)
+def test_a_model_that_is_sharded_already_is_not_converted(comm):
     """To leave its layers as they are would be a gather in high precision where codes were asked
     for: convert refuses, unless told to leave them out, or to gather in high precision.
     """
-
-    def run(comm):
-        model = fully_shard(Bank((48, 5)))
-
-        def convert(**options):
-            return zerocast.nn.convert(model, NVFP4, weights="master", **options)
-
-        assert set(convert(filter_fqns=["layers"]).left) == {"layers.0", "layers.1"}
-        assert set(convert(low_bit_all_gather=False).left) == {"layers.0", "layers.1"}
-        message = message_of(InputError, convert)
-        assert type(model.layers[0]) is torch.nn.Linear
-        left = zerocast.nn.convert(bank(NVFP4, (48,)), NVFP4, weights="master").left
-        assert left == {"layers.0": "is gathered in codes already"}
-        return message
-
-    assert one_message(run_ranks("torch_distributed", 2, run)) == (
+    model = fully_shard(Bank((48, 5)))
+    convert = functools.partial(zerocast.nn.convert, model, NVFP4, weights="master")
+    assert set(convert(filter_fqns=["layers"]).left) == {"layers.0", "layers.1"}
+    assert set(convert(low_bit_all_gather=False).left) == {"layers.0", "layers.1"}
+    assert message_of(InputError, convert) == (
         "weights='master' needs layers whose weights are whole, got layers.0, whose weight is "
         "sharded; call zerocast.nn.convert before fully_shard or parallelize_module, or leave the "
         "layer out by filter_fqns."
     )
+    assert type(model.layers[0]) is torch.nn.Linear
+    left = zerocast.nn.convert(bank(NVFP4, (48,)), NVFP4, weights="master").left
+    assert left == {"layers.0": "is gathered in codes already"}
 
 
 def test_a_product_with_a_master_is_refused():

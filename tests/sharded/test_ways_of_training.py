@@ -3,7 +3,6 @@
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -15,70 +14,57 @@ from tests.sharded.sharded import (
     assert_unsharded_casts,
     bank,
     batch,
-    feed,
+    gradient,
     gradients,
+    load,
+    placed_like,
     reshard,
+    save_plain,
     shard,
     train_step,
+    trajectory,
     whole_masters,
 )
 from tests.support.claims import assert_same_tensors
-from tests.support.models import Bank, Blocks
-from tests.support.ranks import run_ranks, shared_folder
+from tests.support.models import Bank, Blocks, InRegion
+from tests.support.ranks import on_gloo, run_ranks
 from tests.support.recipes import RECIPES, each
 from zerocast.sharded.placement import to_local
-
-pytestmark = pytest.mark.mpi(min_size=4)
 
 NVFP4, DELAYED = RECIPES["nvfp4"], RECIPES["delayed"]
 
 
+@on_gloo(3)
 @each("nvfp4", "mxfp8", slow=["mxfp8"])
-def test_resharding_after_the_forward_changes_nothing(recipe):
+def test_resharding_after_the_forward_changes_nothing(comm, recipe):
     """Weights that are freed after the forward and gathered again give the losses and gradients of
     weights that stay, over three steps, under quantized activations, too.
     """
-
-    def run(comm):
-        results = []
-        for reshards in (True, False):
-            model = blocks(recipe, reshard_after_forward=reshards)
-            optimizer = adamw(model.parameters())
-            trace = {}
-            for step in range(3):
-                with zerocast.autocast(recipe=RECIPES["current"]):
-                    loss = model(torch.cat([batch(comm)] * 4))
-                loss.backward()
-                found = {"loss": loss.detach()} | gradients(model)
-                trace |= {f"{name}, step {step}": value for name, value in found.items()}
-                optimizer.step()
-                optimizer.zero_grad()
-            results.append(trace)
-        assert_same_tensors(*results)
-
-    run_ranks("torch_distributed", 3, run)
+    freed, kept = (
+        InRegion(blocks(recipe, reshard_after_forward=reshards), RECIPES["current"])
+        for reshards in (True, False)
+    )
+    x = torch.cat([batch(comm)] * 4)
+    assert_same_tensors(trajectory(freed, x, 3), trajectory(kept, x, 3))
 
 
-def test_gradients_accumulate_over_microbatches():
+@on_gloo(2)
+def test_gradients_accumulate_over_microbatches(comm):
     """Two microbatches gather the codes of one cast, so what delayed scaling remembers moves on
     once a step; their gradients add up, with and without communication between them.
     """
-
-    def run(comm):
-        results = []
-        for syncs in (True, False):
-            model = bank(DELAYED)
-            for last in (False, True):
-                model.set_requires_gradient_sync(last or syncs)
-                model(batch(comm) * (2 if last else 1)).backward()
-            assert_unsharded_casts(model, DELAYED)
-            results.append(gradients(model))
-        for name, gradient in results[0].items():
-            torch.testing.assert_close(results[1][name], gradient, rtol=2e-2, atol=1e-4)
-
-    run_ranks("torch_distributed", 2, run)
+    results = []
+    for syncs in (True, False):
+        model = bank(DELAYED)
+        for last in (False, True):
+            model.set_requires_gradient_sync(last or syncs)
+            model(batch(comm) * (2 if last else 1)).backward()
+        assert_unsharded_casts(model, DELAYED)
+        results.append(gradients(model))
+    torch.testing.assert_close(*results, rtol=2e-2, atol=1e-4)
 
 
+@on_gloo(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("policy", "dtype"),
@@ -89,19 +75,15 @@ def test_gradients_accumulate_over_microbatches():
          torch.bfloat16),
     ],
 )  # fmt: skip
-def test_a_policy_says_what_masters_are_rounded_to(policy, dtype):
+def test_a_policy_says_what_masters_are_rounded_to(comm, policy, dtype):
     """The weight that is gathered presents the policy's dtype, or the master's own, and elements
     are rounded to it first.
     """
-
-    def run(comm):
-        model = bank(rows=(37, 48), policy=policy)
-        loss = model(batch(comm).to(dtype))
-        assert_unsharded_casts(model, NVFP4, dtype=dtype)
-        loss.backward()
-        assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
-
-    run_ranks("torch_distributed", 3, run)
+    model = bank(rows=(37, 48), policy=policy)
+    loss = model(batch(comm).to(dtype))
+    assert_unsharded_casts(model, NVFP4, dtype=dtype)
+    loss.backward()
+    assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
 
 
 def blocks(recipe, checkpoints: bool = False, **options) -> Blocks:
@@ -114,85 +96,68 @@ def blocks(recipe, checkpoints: bool = False, **options) -> Blocks:
     return fully_shard(model, mp_policy=BF16, **options)
 
 
+@on_gloo(2)
 @pytest.mark.slow
 @each("nvfp4", "delayed")
-def test_checkpointed_activations_give_the_same_gradients(recipe):
+def test_checkpointed_activations_give_the_same_gradients(comm, recipe):
     """A forward that is run again in the backward gathers the same codes."""
-
-    def run(comm):
-        results = []
-        for checkpoints in (False, True):
-            model = blocks(recipe, checkpoints=checkpoints)
-            model(batch(comm)).backward()
-            results.append(gradients(model))
-        assert_same_tensors(*results)
-
-    run_ranks("torch_distributed", 2, run)
+    plain, checkpointed = (
+        trajectory(blocks(recipe, checkpoints=checkpoints), batch(comm), 1)
+        for checkpoints in (False, True)
+    )
+    assert_same_tensors(checkpointed, plain)
 
 
+@on_gloo(4)
 @pytest.mark.slow
-def test_a_model_starts_on_the_meta_device():
+def test_a_model_starts_on_the_meta_device(comm):
     """Converted and sharded without memory, then given some and initialised: the masters are
     masters still, and are gathered in codes.
     """
-
-    def run(comm):
-        with torch.device("meta"):
-            model = bank(rows=(37, 48))
-        model.to_empty(device="cpu")
-        with torch.no_grad():
-            for p in model.parameters():
-                p.copy_(feed_values(p))
-        model(batch(comm)).backward()
-        assert_unsharded_casts(model)
-
-    def feed_values(p):
-        feed([p], step=7)
-        values, p.grad = p.grad, None
-        return values
-
-    run_ranks("torch_distributed", 4, run)
+    with torch.device("meta"):
+        model = bank(rows=(37, 48))
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(placed_like(gradient(p.shape, step=7), p))
+    model(batch(comm)).backward()
+    assert_unsharded_casts(model)
 
 
+@on_gloo(2)
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:DTensor random operators may not have complete support")
-def test_reset_parameters_draws_sharded_masters():
+def test_reset_parameters_draws_sharded_masters(comm):
     """A converted layer of a sharded model draws its weight anew where it lies."""
-
-    def run(comm):
-        with torch.device("meta"):
-            model = bank(rows=(48,))
-        model.to_empty(device="cpu")
-        model.layers[0].reset_parameters()
-        (weight,) = whole_masters(model).values()
-        assert weight.abs().max() <= K**-0.5
-        assert weight.unique().numel() > 1000
-        model(batch(comm)).backward()
-        assert_unsharded_casts(model)
-
-    run_ranks("torch_distributed", 2, run)
+    with torch.device("meta"):
+        model = bank(rows=(48,))
+    model.to_empty(device="cpu")
+    model.layers[0].reset_parameters()
+    (weight,) = whole_masters(model).values()
+    assert weight.abs().max() <= K**-0.5
+    assert weight.unique().numel() > 1000
+    model(batch(comm)).backward()
+    assert_unsharded_casts(model)
 
 
+@on_gloo(4)
 @pytest.mark.slow
-def test_replicas_of_shards_gather_equal_codes():
+def test_replicas_of_shards_gather_equal_codes(comm):
     """On a mesh of 2 replicas of 2 shards (HSDP) every rank gathers the unsharded cast, and both
     replicas train the same masters.
     """
-
-    def run(comm):
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-        model = bank(mesh=mesh)
-        optimizer = adamw(model.parameters())
-        for _ in range(2):
-            train_step(model, optimizer, comm, ahead=True)
-            assert_unsharded_casts(model)
-        return whole_masters(model)
-
-    first, *others = run_ranks("torch_distributed", 4, run)
-    for masters in others:
-        assert_same_tensors(masters, first)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = bank(mesh=mesh)
+    optimizer = adamw(model.parameters())
+    for _ in range(2):
+        train_step(model, optimizer, comm, ahead=True)
+        assert_unsharded_casts(model)
+    masters = whole_masters(model)
+    for others in comm.all_gather_object(masters):
+        assert_same_tensors(others, masters)
 
 
+@pytest.mark.mpi(min_size=4)
 def test_checkpoints_hold_plain_masters():
     """A state dict has the masters as plain tensors: torch.distributed.checkpoint saves them on 4
     ranks and loads them on 2, into a converted model, which gathers their codes, and into one that
@@ -200,130 +165,100 @@ def test_checkpoints_hold_plain_masters():
     """
 
     def save(comm):
-        folder, model = shared_folder(comm), bank()
+        model = bank()
         model(batch(comm)).backward()
         adamw(model.parameters()).step()
-        state = model.state_dict()
-        assert all(type(tensor.to_local()) is torch.Tensor for tensor in state.values())
-        dcp.save(state, checkpoint_id=folder)
-        return folder, whole_masters(model)
+        return save_plain(model, comm), whole_masters(model)
 
     folder, saved = run_ranks("torch_distributed", 4, save)[0]
 
-    def load(comm):
+    def resume(comm):
         model, plain = bank(seed=1), shard(Bank(saved_rows))
         model(batch(comm))  # codes of the values before
         for target in (model, plain):
-            state = target.state_dict()
-            dcp.load(state, checkpoint_id=folder)
-            target.load_state_dict(state)
+            load(target, folder)
             assert_same_tensors(whole_masters(target), saved)
         assert_unsharded_casts(model)
 
     saved_rows = tuple(master.shape[0] for master in saved.values())
-    run_ranks("torch_distributed", 2, load)
+    run_ranks("torch_distributed", 2, resume)
 
 
+@on_gloo(3)
 @pytest.mark.slow
-def test_a_checkpoint_is_seen_without_load_state_dict():
+def test_a_checkpoint_is_seen_without_load_state_dict(comm):
     """torch.distributed.checkpoint writes into the memory of the masters; the next gather sends
     codes of what it wrote.
     """
-
-    def run(comm):
-        model = bank()
-        model(batch(comm))
-        reshard(model)
-        for tensor in model.state_dict().values():
-            tensor.to_local().mul_(3)
-        assert_unsharded_casts(model)
-
-    run_ranks("torch_distributed", 3, run)
+    model = bank()
+    model(batch(comm))
+    reshard(model)
+    for tensor in model.state_dict().values():
+        tensor.to_local().mul_(3)
+    assert_unsharded_casts(model)
 
 
+@on_gloo(3)
 @pytest.mark.slow
-def test_assigned_state_dicts_keep_codes_in_gathers():
+def test_assigned_state_dicts_keep_codes_in_gathers(comm):
     """load_state_dict(assign=True) of plain sharded tensors leaves the parameters masters."""
-
-    def run(comm):
-        model, other = bank(), bank(seed=1)
-        model(batch(comm))
-        reshard(model)
-        values = {name: tensor.clone() for name, tensor in other.state_dict().items()}
-        model.load_state_dict(values, assign=True)
-        assert_unsharded_casts(model)
-        assert_same_tensors(whole_masters(model), whole_masters(other))
-
-    run_ranks("torch_distributed", 3, run)
+    model, other = bank(), bank(seed=1)
+    model(batch(comm))
+    reshard(model)
+    values = {name: tensor.clone() for name, tensor in other.state_dict().items()}
+    model.load_state_dict(values, assign=True)
+    assert_unsharded_casts(model)
+    assert_same_tensors(whole_masters(model), whole_masters(other))
 
 
+@on_gloo(4)
 @pytest.mark.slow
-def test_loading_nothing_casts_nothing():
+def test_loading_nothing_casts_nothing(comm):
     """A load that leaves a parameter alone makes no rank cast it again, also those whose rows FSDP2
     pads anew.
     """
-
-    def run(comm):
-        model = bank(DELAYED, (37,))
-        model(batch(comm)).backward()
-        model.load_state_dict({}, strict=False)
-        assert_unsharded_casts(model, DELAYED)  # one cast, on all ranks
-
-    run_ranks("torch_distributed", 4, run)
+    model = bank(DELAYED, (37,))
+    model(batch(comm)).backward()
+    model.load_state_dict({}, strict=False)
+    assert_unsharded_casts(model, DELAYED)  # one cast, on all ranks
 
 
+@on_gloo(2)
 @pytest.mark.slow
-def test_values_that_a_clone_kept_are_cast():
+def test_values_that_a_clone_kept_are_cast(comm):
     """Averaged masters that are copied into a master are gathered in codes, also where both were
     written as often.
     """
-
-    def run(comm):
-        model = bank(rows=(37,))
-        weight = model.layers[0].weight
-        with torch.no_grad():
-            average = weight.detach().clone().mul_(3)
-            writes = [to_local(tensor).value._version for tensor in (weight, average)]
-            for _ in range(abs(writes[0] - writes[1])):
-                (weight if writes[0] < writes[1] else average).mul_(1)
-            model(batch(comm))
-            reshard(model)
-            weight.copy_(average)
-        assert_unsharded_casts(model)
-
-    run_ranks("torch_distributed", 2, run)
+    model = bank(rows=(37,))
+    weight = model.layers[0].weight
+    with torch.no_grad():
+        average = weight.detach().clone().mul_(3)
+        writes = [to_local(tensor).value._version for tensor in (weight, average)]
+        for _ in range(abs(writes[0] - writes[1])):
+            (weight if writes[0] < writes[1] else average).mul_(1)
+        model(batch(comm))
+        reshard(model)
+        weight.copy_(average)
+    assert_unsharded_casts(model)
 
 
+@on_gloo(2)
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # inductor's, of torch.jit
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_compiled_blocks_give_the_same_gradients(backend):
+def test_compiled_blocks_give_the_same_gradients(comm, backend):
     """Blocks that torch.compile compiles under FSDP2 use the gathered codes, also those of the
     second step, which are not compiled again.
     """
-
-    def run(comm):
-        results = []
-        for compiles in (False, True):
-            torch.compiler.reset()
-            model = blocks(NVFP4)
-            optimizer = adamw(model.parameters())
-            if compiles:
-                for block in model.blocks:
-                    block.compile(backend=backend)
-            trace = {}
-            for step in range(2):
-                model(batch(comm)).backward()
-                trace |= {f"{name}, step {step}": g for name, g in gradients(model).items()}
-                optimizer.step()
-                optimizer.zero_grad()
-            results.append(trace)
-        assert_same_tensors(*results)
-
-    run_ranks("torch_distributed", 2, run)
+    torch.compiler.reset()
+    eager, compiled = blocks(NVFP4), blocks(NVFP4)
+    for block in compiled.blocks:
+        block.compile(backend=backend)
+    assert_same_tensors(trajectory(compiled, batch(comm), 2), trajectory(eager, batch(comm), 2))
 
 
+@pytest.mark.mpi(min_size=4)
 @pytest.mark.slow
 def test_destroyed_groups_leave_nothing_behind():
     """A model that outlives its process group does not keep it."""
@@ -331,7 +266,6 @@ def test_destroyed_groups_leave_nothing_behind():
     def run(comm):
         model = bank(rows=(48,))
         model(batch(comm)).backward()
-        return
 
     run_ranks("torch_distributed", 2, run)
     assert not dist.is_initialized()

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -65,22 +66,29 @@ def run_ranks(kind: str, world_size: int, fn: Callable[[Communicator], Any]) -> 
     return [torch.load(io.BytesIO(result), weights_only=False) for result in by_rank]
 
 
-def on_ranks(kind: str, world_size: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def on_ranks(
+    kind: str, world_size: int | None = None
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Make a test of a body that runs on every rank: ``comm`` is the rank's communicator, all other
-    parameters are the test's.
+    parameters are the test's. Without a ``world_size`` the test has a parameter of that name.
     """
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(body)
         def test(**given: Any) -> None:
-            run_ranks(kind, world_size, lambda comm: body(comm=comm, **given))
+            size = given.pop("world_size") if world_size is None else world_size
+            run_ranks(kind, size, lambda comm: body(comm=comm, **given))
 
-        signature = inspect.signature(body)
-        others = [p for name, p in signature.parameters.items() if name != "comm"]
-        test.__signature__ = signature.replace(parameters=others)
-        return test
+        others = [p for p in inspect.signature(body).parameters.values() if p.name != "comm"]
+        if world_size is None:
+            others.append(inspect.Parameter("world_size", inspect.Parameter.KEYWORD_ONLY))
+        test.__signature__ = inspect.Signature(others)
+        return pytest.mark.mpi(min_size=MPI_RANKS)(test) if kind in PROCESSES else test
 
     return decorate
+
+
+on_gloo = functools.partial(on_ranks, "torch_distributed")
 
 
 def split_ranks(comm: Communicator, color: int) -> Communicator:

@@ -1,19 +1,16 @@
 """Two layers one after the other, on one rank or split over several."""
 
-import collections
-
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
     parallelize_module,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import zerocast
+from tests.sharded.sharded import gradients, whole
 from tests.support.models import Pair
 
 K, HIDDEN = 64, 256
@@ -42,29 +39,17 @@ def split(model: Pair, mesh: DeviceMesh, *, sequence: bool = False) -> Pair:
     return parallelize_module(model, mesh, plan)
 
 
+def results(model: torch.nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The output, and the gradients of the input and of every parameter. Collective."""
+    x = x.detach().clone().requires_grad_()
+    out = model(x)
+    weights = torch.linspace(-1, 1, out.shape[-1])
+    if isinstance(out, DTensor):
+        weights = distribute_tensor(weights, out.device_mesh, [Replicate()])
+    (out.float() * weights).sum().backward()
+    return {"output": whole(out), "input": whole(x.grad)} | gradients(model)
+
+
 def batch(seed: int = 0) -> torch.Tensor:
     """[2, 32, K], the same on every rank."""
     return torch.randn(2, 32, K, generator=torch.Generator().manual_seed(1000 + seed))
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """A distributed tensor gathered, any other as it is. Collective."""
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
-
-
-class Gathers(TorchDispatchMode):
-    """Counts what is all-gathered within the context: calls, and bytes of what arrives."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: collections.Counter[str] = collections.Counter()
-        self.bytes = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        name = func._schema.name
-        if "c10d" in name and "gather" in name and "reduce" not in name:
-            self.calls[name] += 1
-            tensors = tree_leaves((args, out))
-            self.bytes += max(t.nbytes for t in tensors if isinstance(t, torch.Tensor))
-        return out

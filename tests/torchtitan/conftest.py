@@ -3,12 +3,13 @@
 import importlib
 import warnings
 
-from tests.torchtitan import interface, stand_in
+from tests.torchtitan import stand_in
+from tests.torchtitan.interface import RECORD, RELEASE, installed
 
-if interface.installed() is None:
+if installed() is None:
     stand_in.install()
 else:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of what the package itself imports
-        for name in interface.ASKED[interface.installed()]:
+        for name in RECORD[RELEASE]:
             importlib.import_module(name.partition(":")[0])

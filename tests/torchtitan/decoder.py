@@ -1,31 +1,60 @@
-"""A decoder built like torchtitan's Llama debug model, small; sharded and stepped as its trainer
-does.
+"""A decoder built like torchtitan's Llama debug model, small: by a tree of configurations; sharded
+and stepped as its trainer does.
 """
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from functools import partial
 
 import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torchtitan.models.common.linear import Linear
+from torchtitan.protocols.module import Module
 
-DIM, HIDDEN, VOCABULARY, HEADS, BLOCKS = 64, 96, 112, 2, 1
+DIM, HIDDEN, VOCABULARY, HEADS = 64, 96, 112, 2
 
-LAYERS = {
-    "attention.wq": (DIM, DIM),
-    "attention.wkv": (DIM, 2 * DIM),
-    "attention.wo": (DIM, DIM),
-    "feed_forward.w1": (DIM, HIDDEN),
-    "feed_forward.w2": (HIDDEN, DIM),
-    "feed_forward.w3": (DIM, HIDDEN),
-}
-"""The linear layers of a block: by name, in and out."""
+IN_BLOCKS = [
+    "layers.0.attention.wkv",
+    "layers.0.attention.wo",
+    "layers.0.attention.wq",
+    "layers.0.feed_forward.w1",
+    "layers.0.feed_forward.w2",
+    "layers.0.feed_forward.w3",
+]
+"""The linear layers; beside them there is lm_head."""
 
-ALL_LAYERS = {f"layers.{i}.{name}" for i in range(BLOCKS) for name in LAYERS} | {"lm_head"}
+INIT = {"weight": partial(torch.nn.init.normal_, std=0.05)}
 
 
-class Attention:
-    """The forward of an attention; mixed into modules that hold the layers."""
+def _linear(inputs: int, outputs: int) -> Callable[[], Linear.Config]:
+    return partial(Linear.Config, in_features=inputs, out_features=outputs, param_init=INIT)
+
+
+class Built(Module):
+    """Of what the fields of its configuration build."""
+
+    def __init__(self, config: Module.Config) -> None:
+        super().__init__()
+        for each in fields(config):
+            part = getattr(config, each.name)
+            if isinstance(part, Module.Config):
+                setattr(self, each.name, part.build())
+
+
+class Attention(Built):
+    """[batch, time, DIM] -> the same."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Module.Config):
+        """Its layers."""
+
+        wq: Linear.Config = field(default_factory=_linear(DIM, DIM))
+        wkv: Linear.Config = field(default_factory=_linear(DIM, 2 * DIM))
+        wo: Linear.Config = field(default_factory=_linear(DIM, DIM))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[batch, time, DIM] -> the same."""
+        """Causal."""
         heads = (*x.shape[:-1], HEADS, DIM // HEADS)
         k, v = self.wkv(x).chunk(2, dim=-1)
         q, k, v = (t.view(heads).transpose(1, 2) for t in (self.wq(x), k, v))
@@ -33,28 +62,71 @@ class Attention:
         return self.wo(out.transpose(1, 2).reshape(x.shape))
 
 
-class FeedForward:
-    """The forward of a feed-forward network."""
+class FeedForward(Built):
+    """[batch, time, DIM] -> the same."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Module.Config):
+        """Its layers."""
+
+        w1: Linear.Config = field(default_factory=_linear(DIM, HIDDEN))
+        w2: Linear.Config = field(default_factory=_linear(HIDDEN, DIM))
+        w3: Linear.Config = field(default_factory=_linear(DIM, HIDDEN))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[batch, time, DIM] -> the same."""
+        """SwiGLU between."""
         return self.w2(torch.nn.functional.silu(self.w1(x)) * self.w3(x))
 
 
-class Block:
-    """The forward of a block."""
+class Block(Built):
+    """[batch, time, DIM] -> the same."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Module.Config):
+        """Its halves."""
+
+        attention: Attention.Config = field(default_factory=Attention.Config)
+        feed_forward: FeedForward.Config = field(default_factory=FeedForward.Config)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[batch, time, DIM] -> the same."""
+        """Each half behind a norm, beside a residual."""
         x = x + self.attention(torch.nn.functional.rms_norm(x, x.shape[-1:]))
         return x + self.feed_forward(torch.nn.functional.rms_norm(x, x.shape[-1:]))
 
 
-class Decoder:
-    """The forward of the model."""
+class Embedding(torch.nn.Embedding, Module):
+    """torch's."""
+
+
+class RMSNorm(torch.nn.RMSNorm, Module):
+    """torch's."""
+
+
+class ModuleDict(torch.nn.ModuleDict, Module):
+    """torch's."""
+
+
+class Decoder(Built):
+    """[batch, time] -> [batch, time, VOCABULARY]."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Module.Config):
+        """Its block, in a list as torchtitan has them, and its head."""
+
+        layers: list = field(default_factory=lambda: [Block.Config()])
+        lm_head: Linear.Config = field(default_factory=_linear(DIM, VOCABULARY))
+        enable_weight_tying: bool = False
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.tok_embeddings = Embedding(VOCABULARY, DIM)
+        self.layers = ModuleDict({str(i): c.build() for i, c in enumerate(config.layers)})
+        self.norm = RMSNorm(DIM)
+        self.tok_embeddings._param_init = INIT
+        self.norm._param_init = {"weight": torch.nn.init.ones_}
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """[batch, time] -> [batch, time, VOCABULARY]."""
+        """The logits."""
         x = self.tok_embeddings(tokens)
         for block in self.layers.values():
             x = block(x)
@@ -82,24 +154,17 @@ def shard(model: torch.nn.Module, *, checkpoints: bool = False, compiles: bool =
 
 
 class OptimizersContainer(torch.optim.Optimizer):
-    """torchtitan's: an optimizer that steps those of the parts of a model."""
+    """torchtitan's: an optimizer that steps another one, of the parts of a model."""
 
     def __init__(self, model_parts: list[torch.nn.Module]) -> None:
         self.model_parts = model_parts
-        self.optimizers = [
-            torch.optim.AdamW(part.parameters(), lr=0.01, foreach=True) for part in model_parts
-        ]
-        super().__init__([p for part in model_parts for p in part.parameters()], {})
+        parameters = [p for part in model_parts for p in part.parameters()]
+        self.inner = torch.optim.AdamW(parameters, lr=0.01, foreach=True)
+        super().__init__(parameters, {})
 
     def step(self) -> None:
-        """Step them all."""
-        for optimizer in self.optimizers:
-            optimizer.step()
-
-    def zero_grad(self) -> None:
-        """Forget all gradients."""
-        for optimizer in self.optimizers:
-            optimizer.zero_grad()
+        """Step the other one."""
+        self.inner.step()
 
 
 def loss(model: torch.nn.Module, rank: int = 0) -> torch.Tensor:

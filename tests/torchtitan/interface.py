@@ -1,8 +1,8 @@
 """What is recorded of torchtitan's interface, and how a package is asked for the same facts.
 
-``interface.json`` holds, by release, signatures and fields with their defaults, as they were read
-out of the packages on PyPI by ``python -m tests.torchtitan.interface`` with one installed. They are
-facts about what converters are given and asked, no code.
+``interface.json`` holds, by release and ``module:name``, signatures and fields with their defaults,
+as they were read out of the packages on PyPI by ``python -m tests.torchtitan.interface`` with one
+installed. They are facts about what converters are given and asked, no code.
 """
 
 import dataclasses
@@ -14,27 +14,10 @@ from functools import reduce
 from pathlib import Path
 from typing import Any
 
-RECORD = Path(__file__).with_name("interface.json")
-
-ASKED = {
-    "0.3.0": (
-        "torchtitan.protocols.model:ModelConfigConverter.convert",
-        "torchtitan.components.quantization:QuantizationConverter.Config",
-        "torchtitan.models.common.linear:Linear.Config",
-        "torchtitan.models.common.linear:Linear.Config.traverse",
-        "torchtitan.models.common.linear:Linear.Config.build",
-        "torchtitan.protocols.module:Module.Config",
-        "torchtitan.protocols.module:Module.init_states",
-        "torchtitan.components.optimizer:OptimizersContainer.__init__",
-        "torchtitan.models.llama3:model_registry",
-    ),
-}
-"""By release, what is recorded: ``module:name``."""
-
-
-def recorded(release: str) -> dict[str, Any]:
-    """The facts of a release."""
-    return json.loads(RECORD.read_text())[release]
+_FILE = Path(__file__).with_name("interface.json")
+RECORD: dict[str, dict[str, Any]] = json.loads(_FILE.read_text())
+RELEASE = "0.3.0"
+"""The release that is served, which the stand-in is like."""
 
 
 def installed() -> str | None:
@@ -51,8 +34,6 @@ def fact(name: str) -> Any:
     value = reduce(getattr, path.split("."), importlib.import_module(module))
     if dataclasses.is_dataclass(value):
         return {field.name: _default(field) for field in dataclasses.fields(value)}
-    if isinstance(value, property):
-        return "a property"
     return signature(value)
 
 
@@ -72,7 +53,5 @@ def _default(field: "dataclasses.Field[Any]") -> str:
 
 
 if __name__ == "__main__":
-    release = installed()
-    facts = json.loads(RECORD.read_text()) if RECORD.exists() else {}
-    facts[release] = {name: fact(name) for name in ASKED[str(release)]}
-    RECORD.write_text(json.dumps(facts, indent=2, sort_keys=True) + "\n")
+    facts = RECORD | {str(installed()): {name: fact(name) for name in RECORD[RELEASE]}}
+    _FILE.write_text(json.dumps(facts, indent=2, sort_keys=True) + "\n")

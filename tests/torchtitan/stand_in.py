@@ -29,23 +29,21 @@ class Configurable:
                 yield _prefix, self, None, None
                 if not recurse:
                     return
+            for name, child, holder, place in self._children():
+                prefix = f"{_prefix}.{name}".lstrip(".")
+                for found, node, parent, at in child.traverse(
+                    config_cls, recurse=recurse, _prefix=prefix
+                ):
+                    yield found, node, *((holder, place) if parent is None else (parent, at))
+
+        def _children(self):
             for field in fields(self):
                 value = getattr(self, field.name)
-                name = f"{_prefix}.{field.name}".lstrip(".")
-                several = isinstance(value, list)
-                for i, child in enumerate(value if several else [value]):
-                    if not isinstance(child, Configurable.Config):
-                        continue
-                    place, holder = (i, value) if several else (field.name, self)
-                    prefix = f"{name}.{i}" if several else name
-                    for found, node, parent, at in child.traverse(
-                        config_cls, recurse=recurse, _prefix=prefix
-                    ):
-                        yield (
-                            (found, node, holder, place)
-                            if parent is None
-                            else (found, node, parent, at)
-                        )
+                if isinstance(value, list):
+                    places = [(f"{field.name}.{i}", v, value, i) for i, v in enumerate(value)]
+                else:
+                    places = [(field.name, value, self, field.name)]
+                yield from (each for each in places if isinstance(each[1], Configurable.Config))
 
         def build(self, **kwargs):
             """The owner, made from this configuration."""

@@ -2,54 +2,37 @@
 
 import json
 from dataclasses import asdict
-from types import SimpleNamespace
 
-import pytest
 import torch
+from torchtitan.models.common.linear import Linear
 
 import zerocast
-from tests.torchtitan.decoder import ALL_LAYERS, DIM, OptimizersContainer, loss
+from tests.torchtitan.decoder import DIM, IN_BLOCKS, Decoder, OptimizersContainer, loss
+from zerocast.integrations.torchtitan import LinearConverter, QuantizedLinear
 from zerocast.sharded import MasterWeight
 
-IN_BLOCKS = sorted(ALL_LAYERS - {"lm_head"})
+
+def converted(tree, **options):
+    """The converted ``tree``, and the converter's report."""
+    converter = LinearConverter.Config(**options).build()
+    return converter.convert(tree), converter.report
 
 
-@pytest.fixture
-def built():
-    """The modules that need torchtitan 0.3, or what stands in for it."""
-    pytest.importorskip("torchtitan.models.common.linear")
-    from tests.torchtitan import built_decoder
-    from zerocast.integrations import torchtitan as titan
-
-    return SimpleNamespace(
-        Tree=built_decoder.Decoder.Config,
-        Converter=titan.LinearConverter,
-        Linear=titan.QuantizedLinear,
-    )
-
-
-def converted(built, tree, **options):
-    """The converted ``tree``, and the converter."""
-    converter = built.Converter.Config(**options).build()
-    return converter.convert(tree), converter
-
-
-def test_a_tree_builds_quantized_layers(built):
+def test_a_tree_builds_quantized_layers():
     """The layers of the converted tree, and no others, are zerocast's, with the weights' names and
     what torchtitan initialises them by; built on the meta device as torchtitan builds models.
     """
-    tree, converter = converted(
-        built,
-        built.Tree(),
+    tree, report = converted(
+        Decoder.Config(),
         recipe_name="nvfp4",
         enable_fsdp_float8_all_gather=True,
         filter_fqns=["lm_head"],
     )
-    assert sorted(converter.report.converted) == IN_BLOCKS
-    assert converter.report.left == {"lm_head": "its name contains 'lm_head' of filter_fqns"}
+    assert sorted(report.converted) == IN_BLOCKS
+    assert report.left == {"lm_head": "its name contains 'lm_head' of filter_fqns"}
     with torch.device("meta"):
         model = tree.build()
-    layers = {n: m for n, m in model.named_modules() if isinstance(m, built.Linear)}
+    layers = {n: m for n, m in model.named_modules() if isinstance(m, QuantizedLinear)}
     assert sorted(layers) == IN_BLOCKS
     for name, layer in layers.items():
         assert isinstance(layer.weight, MasterWeight)
@@ -61,12 +44,12 @@ def test_a_tree_builds_quantized_layers(built):
     assert all(0.04 < layer.weight.std() < 0.06 for layer in layers.values())
 
 
-def test_without_codes_in_the_gathers_weights_stay_plain(built):
+def test_without_codes_in_the_gathers_weights_stay_plain():
     """By default the scheme is "tensorwise", and weights are quantized by each forward."""
-    tree, _ = converted(built, built.Tree())
+    tree, _ = converted(Decoder.Config())
     model = tree.build()
     model.init_states()
-    for name in ALL_LAYERS:
+    for name in [*IN_BLOCKS, "lm_head"]:
         layer = model.get_submodule(name)
         assert type(layer.weight) is torch.nn.Parameter
         assert layer.product_recipe == zerocast.Float8CurrentScaling()
@@ -74,11 +57,10 @@ def test_without_codes_in_the_gathers_weights_stay_plain(built):
     assert all(p.grad is not None for p in model.parameters())
 
 
-def test_weights_only(built):
+def test_weights_only():
     """With weights_only no product is quantized, and a compiled model is served."""
     tree, _ = converted(
-        built,
-        built.Tree(),
+        Decoder.Config(),
         enable_fsdp_float8_all_gather=True,
         weights_only=True,
         model_compile_enabled=True,
@@ -88,52 +70,51 @@ def test_weights_only(built):
     assert layer.low_bit_all_gather
 
 
-def test_layers_that_are_left(built):
+def test_layers_that_are_left():
     """Configurations that are more than a Linear's, tied heads, shapes that a scheme cannot hold
     and layers too small to gain are left, each with its reason.
     """
-    Plain = type(built.Tree().lm_head)
 
-    class Other(Plain):
+    class Other(Linear.Config):
         """More than a Linear."""
 
-    tree = built.Tree(enable_weight_tying=True)
+    tree = Decoder.Config(enable_weight_tying=True)
     attention, feed_forward = tree.layers[0].attention, tree.layers[0].feed_forward
     attention.wo = Other(in_features=DIM, out_features=DIM)
-    feed_forward.w2 = Plain(in_features=100, out_features=DIM)
-    tree, converter = converted(built, tree, recipe_name="mxfp8")
-    left = converter.report.left
+    feed_forward.w2 = Linear.Config(in_features=100, out_features=DIM)
+    tree, report = converted(tree, recipe_name="mxfp8")
+    left = report.left
     assert sorted(left) == ["layers.0.attention.wo", "layers.0.feed_forward.w2", "lm_head"]
     assert left["lm_head"] == "its weight is tied with the embedding's"
     assert left["layers.0.attention.wo"].endswith("Other, which may use its weight in another way")
     assert "a multiple of 32" in left["layers.0.feed_forward.w2"]
     assert tree.layers[0].attention.wo is attention.wo
 
-    _, converter = converted(built, built.Tree(), filter_fqns=["auto_filter_small_kn"])
-    assert converter.report.converted == ()
-    assert converter.report.left["lm_head"].startswith("too small to gain by quantized products")
+    _, report = converted(Decoder.Config(), filter_fqns=["auto_filter_small_kn"])
+    assert report.converted == ()
+    assert report.left["lm_head"].startswith("too small to gain by quantized products")
 
 
-def test_a_root_that_is_a_layer(built):
+def test_a_root_that_is_a_layer():
     """A tree of one node is replaced as a whole."""
-    tree, _ = converted(built, built.Tree().lm_head, filter_fqns=["layers"])
-    assert isinstance(tree, built.Linear.Config)
+    tree, _ = converted(Decoder.Config().lm_head, filter_fqns=["layers"])
+    assert isinstance(tree, QuantizedLinear.Config)
 
 
-def test_converted_configurations_are_plain_values(built):
+def test_converted_configurations_are_plain_values():
     """torchtitan writes configurations down as JSON; those of converted layers can be."""
-    tree, _ = converted(built, built.Tree(), recipe_name="nvfp4")
+    tree, _ = converted(Decoder.Config(), recipe_name="nvfp4")
     tree.lm_head.param_init = None
     assert json.loads(json.dumps(asdict(tree.lm_head)))["recipe_name"] == "nvfp4"
 
 
-def test_other_optimizers_are_passed_over(built):
+def test_other_optimizers_are_passed_over():
     """The hook that makes scales after a step leaves optimizers of other models alone."""
-    low_bit = {
-        "enable_fsdp_float8_all_gather": True,
-        "precompute_float8_dynamic_scale_for_fsdp": True,
-    }
-    converted(built, built.Tree(), **low_bit)
+    converted(
+        Decoder.Config(),
+        enable_fsdp_float8_all_gather=True,
+        precompute_float8_dynamic_scale_for_fsdp=True,
+    )
     model = torch.nn.Linear(4, 4)
     model(torch.ones(1, 4)).sum().backward()
     OptimizersContainer([model]).step()

@@ -1,5 +1,6 @@
 """A layer that opens a region of autocast around itself."""
 
+import functools
 import logging
 
 import pytest
@@ -7,6 +8,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import zerocast
+from tests.support.claims import assert_same_tensors
+from tests.support.models import InRegion
 from tests.support.same_bytes import assert_same_bytes
 from zerocast.integrations.torchtitan import AutocastLinear, product_recipe
 from zerocast.recipes import RECIPES
@@ -24,6 +27,15 @@ def layer_and_twin(recipe) -> tuple[AutocastLinear, zerocast.nn.Linear]:
     return layer, twin
 
 
+def results(layer, run, x) -> dict[str, torch.Tensor]:
+    """What ``run(layer, x)`` gives, and all gradients."""
+    x = x.clone().requires_grad_()
+    out = run(layer, x)
+    out.float().square().sum().backward()
+    gradients = {"weight": layer.weight.grad, "bias": layer.bias.grad}
+    return {"output": out.detach(), "input": x.grad} | gradients
+
+
 @pytest.mark.parametrize("name", SERVED)
 def test_products_are_those_of_a_region(name):
     """Output and gradients are, to the bit, those of a zerocast layer in a region around it, and
@@ -31,27 +43,13 @@ def test_products_are_those_of_a_region(name):
     """
     recipe = RECIPES[name]()
     x = torch.randn(2, 16, 64, dtype=torch.bfloat16, generator=torch.Generator().manual_seed(1))
-
-    def results(layer, run, region):
-        own = x.clone().requires_grad_()
-        with zerocast.autocast(enabled=region, recipe=recipe):
-            out = run(layer, own)
-        out.float().square().sum().backward()
-        return out.detach(), own.grad, layer.weight.grad, layer.bias.grad
-
-    def again(layer, x):
-        return checkpoint(layer, x, use_reentrant=False)
-
-    layer, twin = layer_and_twin(recipe)
-    expected = results(twin, zerocast.nn.Linear.__call__, True)
+    _, twin = layer_and_twin(recipe)
+    expected = results(twin, lambda layer, x: InRegion(layer, recipe)(x), x)
     plain = torch.nn.functional.linear(x, twin.weight, twin.bias)
-    assert not torch.equal(expected[0], plain)
-    for run in (AutocastLinear.__call__, again):
+    assert not torch.equal(expected["output"], plain)
+    for run in (AutocastLinear.__call__, functools.partial(checkpoint, use_reentrant=False)):
         layer, _ = layer_and_twin(recipe)
-        for i, (actual, wanted) in enumerate(
-            zip(results(layer, run, False), expected, strict=True)
-        ):
-            assert_same_bytes(actual, wanted, f"result {i}")
+        assert_same_tensors(results(layer, run, x), expected)
 
 
 def test_a_gradient_that_cannot_be_held(caplog):
@@ -74,16 +72,11 @@ def test_a_gradient_that_cannot_be_held(caplog):
 
 def test_a_compiled_layer_gives_the_bytes_of_an_uncompiled_one():
     """In one graph, with gradients."""
-    results = []
-    for compiles in (False, True):
-        layer, _ = layer_and_twin(zerocast.Float8CurrentScaling())
-        run = torch.compile(layer, backend="aot_eager", fullgraph=True) if compiles else layer
-        x = torch.linspace(-1, 1, 2048, dtype=torch.bfloat16).view(32, 64).requires_grad_()
-        out = run(x)
-        out.float().square().sum().backward()
-        results.append((out.detach(), x.grad, layer.weight.grad, layer.bias.grad))
-    for eager, compiled in zip(*results, strict=True):
-        assert_same_bytes(compiled, eager, "result")
+    (eager, _), (layer, _) = (layer_and_twin(zerocast.Float8CurrentScaling()) for _ in range(2))
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    x = torch.linspace(-1, 1, 2048, dtype=torch.bfloat16).view(32, 64)
+    expected = results(eager, AutocastLinear.__call__, x)
+    assert_same_tensors(results(layer, lambda layer, x: compiled(x), x), expected)
 
 
 def test_state_dicts_hold_tensors_alone():

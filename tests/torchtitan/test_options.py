@@ -3,6 +3,7 @@
 import pytest
 
 import zerocast
+from tests.support.claims import message_of
 from zerocast.integrations.torchtitan.options import check_combination, recipe_named
 from zerocast.recipes import RECIPES
 
@@ -25,6 +26,9 @@ def test_torchtitan_s_schemes():
 def test_short_names(name):
     """zerocast's short names mean what they mean everywhere."""
     assert recipe_named(name) == RECIPES[name]()
+
+
+OFF = dict.fromkeys(("gathers_codes", "precomputes", "weights_only", "compiles"), False)
 
 
 @pytest.mark.parametrize(
@@ -54,16 +58,13 @@ def test_short_names(name):
 )
 def test_schemes_that_are_not_served(name, why):
     """A scheme that is known and not served is refused with what to choose instead."""
-    with pytest.raises(zerocast.UnsupportedError) as raised:
-        recipe_named(name)
-    assert str(raised.value) == f"recipe_name={name!r} is not served here: {why}"
+    message = message_of(zerocast.UnsupportedError, recipe_named, name)
+    assert message == f"recipe_name={name!r} is not served here: {why}"
 
 
 def test_an_unknown_scheme():
     """An unknown name is answered with the known ones."""
-    with pytest.raises(zerocast.InputError) as raised:
-        recipe_named("int8")
-    assert str(raised.value) == (
+    assert message_of(zerocast.InputError, recipe_named, "int8") == (
         "recipe_name must be a zerocast recipe such as NVFP4BlockScaling(), or the name of one "
         "('current', 'rowwise', 'block', 'mxfp8', 'nvfp4', 'tensorwise', 'mxfp8_cublas_rceil', "
         "'mxfp8_rceil'), got 'int8'."
@@ -71,22 +72,22 @@ def test_an_unknown_scheme():
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "message"),
+    ("option", "error", "message"),
     [
         (
-            {"precomputes": True},
+            "precomputes",
             zerocast.InputError,
             "precompute_float8_dynamic_scale_for_fsdp=True needs "
             "enable_fsdp_float8_all_gather=True: it casts the codes that FSDP2 will gather.",
         ),
         (
-            {"weights_only": True},
+            "weights_only",
             zerocast.InputError,
             "weights_only=True needs enable_fsdp_float8_all_gather=True: without codes in the "
             "gathers there would be nothing quantized.",
         ),
         (
-            {"compiles": True},
+            "compiles",
             zerocast.UnsupportedError,
             "torchtitan compiles whole blocks (fullgraph=True), and quantized products of "
             "NVFP4BlockScaling cannot be traced: with stochastic rounding a graph would have to "
@@ -95,23 +96,16 @@ def test_an_unknown_scheme():
         ),
     ],
 )
-def test_options_that_would_do_nothing(options, error, message):
+def test_options_that_would_do_nothing(option, error, message):
     """An option that would do nothing, or cannot be served beside the others, is refused."""
-    off = dict.fromkeys(("gathers_codes", "precomputes", "weights_only", "compiles"), False)
-    with pytest.raises(error) as raised:
-        check_combination(zerocast.NVFP4BlockScaling(), **(off | options))
-    assert str(raised.value) == message
+    options = OFF | {option: True}
+    assert message == message_of(error, check_combination, RECIPES["nvfp4"](), **options)
 
 
 def test_options_that_go_together():
     """Gathers in codes with scales made ahead, quantized products or compiled blocks."""
+    both = OFF | {"gathers_codes": True, "precomputes": True}
     for weights_only in (False, True):
-        check_combination(
-            zerocast.NVFP4BlockScaling(),
-            gathers_codes=True,
-            precomputes=True,
-            weights_only=weights_only,
-            compiles=weights_only,
-        )
-    every = dict.fromkeys(("gathers_codes", "precomputes", "compiles"), True)
-    check_combination(zerocast.Float8CurrentScaling(), weights_only=False, **every)
+        options = both | {"weights_only": weights_only, "compiles": weights_only}
+        check_combination(RECIPES["nvfp4"](), **options)
+    check_combination(RECIPES["current"](), **both | {"compiles": True})

@@ -1,0 +1,41 @@
+"""What travels between ranks, counted where torch hands it to the backend."""
+
+import collections
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class Collectives(TorchDispatchMode):
+    """Counts the collectives of torch.distributed within the context.
+
+    Attributes:
+        calls: by operation, how often.
+        bytes: by operation, of the largest tensor that it is given or returns.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: collections.Counter[str] = collections.Counter()
+        self.bytes: collections.Counter[str] = collections.Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func.namespace in ("c10d", "_c10d_functional"):
+            name = func._schema.name.partition("::")[2]
+            self.calls[name] += 1
+            sizes = [t.nbytes for t in tree_leaves((args, out)) if isinstance(t, torch.Tensor)]
+            self.bytes[name] += max(sizes, default=0)
+        return out
+
+    @property
+    def all_reduces(self) -> int:
+        """How many there were, of either interface."""
+        return self.calls["allreduce_"] + self.calls["all_reduce"]
+
+    @property
+    def all_gathers(self) -> tuple[int, int]:
+        """How many there were, of whatever kind, and the bytes that arrived by them."""
+        names = [name for name in self.calls if "gather" in name]
+        return sum(self.calls[n] for n in names), sum(self.bytes[n] for n in names)
