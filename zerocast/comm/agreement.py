@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from itertools import zip_longest
 from types import TracebackType
 
 import torch
 
 from zerocast.comm.communicator import Communicator
-from zerocast.errors import InputError, ZerocastError
+from zerocast.errors import InputError, RankMismatchError, ZerocastError
 
 _ERROR_VOTE = 2**31 - 1
 _DIGEST_WORDS = 5
@@ -109,6 +110,30 @@ def lines_that_differ(
     digest = hashlib.sha256("\n".join(lines).encode(errors="surrogatepass")).digest()
     words = [int.from_bytes(digest[4 * i : 4 * i + 4], "big") >> 2 for i in range(_DIGEST_WORDS)]
     return None if _all_same(comm, words, error) else comm.all_gather_object(list(lines))
+
+
+def check_same(
+    comm: Communicator, lines: Sequence[str], required: str, error: ZerocastError | None = None
+) -> None:
+    """Raise on every rank where two ranks' ``lines`` differ. Collective, as
+    :func:`lines_that_differ`.
+
+    Args:
+        lines: short texts; of no matter where there is an ``error``.
+        required: what every rank must do, for the message.
+        error: what went wrong on this rank, if anything.
+
+    Raises:
+        ZerocastError: as :func:`raise_together`.
+        RankMismatchError: naming both sides of the first difference.
+    """
+    everyone = lines_that_differ(comm, lines, error) or []
+    for rank, theirs in enumerate(everyone):
+        for first, other in zip_longest(everyone[0], theirs, fillvalue="nothing more"):
+            if first != other:
+                raise RankMismatchError(
+                    f"{required}: rank 0 has '{first}' where rank {rank} has '{other}'."
+                )
 
 
 def _all_same(comm: Communicator, answers: Sequence[int], error: ZerocastError | None) -> bool:

@@ -7,37 +7,14 @@ optimizer, and the weights that it steps without casting them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import zip_longest
 from typing import Any
 
 from zerocast.comm import Communicator, lines_that_differ
-from zerocast.errors import RankMismatchError, ZerocastError
+from zerocast.comm.agreement import check_same
+from zerocast.errors import RankMismatchError
 from zerocast.optim.param_groups import option_lines
 from zerocast.optim.weights import Weight, value_digests
 from zerocast.recipes import describe_recipe
-
-
-def check_same(
-    comm: Communicator, lines: list[str], required: str, error: ZerocastError | None = None
-) -> None:
-    """Compare the ``lines`` of all ranks. Collective.
-
-    Args:
-        lines: short texts.
-        required: what every rank must do, for the message.
-        error: what went wrong on this rank before, if anything.
-
-    Raises:
-        ZerocastError: on every rank, where one has an ``error``.
-        RankMismatchError: on every rank, naming both sides of the first difference.
-    """
-    everyone = lines_that_differ(comm, lines, error) or []
-    for rank, theirs in enumerate(everyone):
-        for first, other in zip_longest(everyone[0], theirs, fillvalue="nothing more"):
-            if first != other:
-                raise RankMismatchError(
-                    f"{required}: rank 0 has '{first}' where rank {rank} has '{other}'."
-                )
 
 
 def check_same_optimizer(

@@ -18,8 +18,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from zerocast.comm import raise_together
+from zerocast.comm.agreement import check_same
 from zerocast.errors import InputError, RankMismatchError, UnfinishedStepError, ZerocastError
-from zerocast.optim.comparison import check_same
 from zerocast.optim.external_writes import ExternalWrites
 from zerocast.optim.gradients import GradientReducer
 from zerocast.optim.param_groups import Param, option_lines, unfrozen

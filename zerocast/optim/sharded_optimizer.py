@@ -12,10 +12,10 @@ from typing import Any, NoReturn
 import torch
 
 from zerocast.comm import Attempt, Communicator
+from zerocast.comm.agreement import check_same
 from zerocast.errors import UnsupportedError
 from zerocast.optim.average import Average, check_decay
 from zerocast.optim.checkpoint import StateDict, common_lines, read, restore, save
-from zerocast.optim.comparison import check_same
 from zerocast.optim.gradients import GradientReducer
 from zerocast.optim.inner import InnerOptimizer, has_modes
 from zerocast.optim.progress import Progress

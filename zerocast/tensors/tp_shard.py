@@ -19,7 +19,8 @@ from dataclasses import dataclass
 import torch
 
 from zerocast.arguments import check_integer, check_shape, shown
-from zerocast.comm import Communicator, lines_that_differ
+from zerocast.comm import Communicator
+from zerocast.comm.agreement import check_same
 from zerocast.errors import InputError, RankMismatchError, ZerocastError
 from zerocast.layout import Extent, Plane, check_partition, first_wrong_partition
 from zerocast.recipes import Recipe
@@ -202,13 +203,7 @@ class TensorParallelShard:
         """
         comm = self.require_comm()
         line = f"{tuple(self.whole)} cut by {LINES[self.dim]}, {line}"
-        by_rank = lines_that_differ(comm, [line], error)
-        if by_rank is not None:
-            rank = next(r for r, lines in enumerate(by_rank) if lines != by_rank[0])
-            raise RankMismatchError(
-                f"every rank must cast its shard of the same weight alike: rank 0 has "
-                f"'{by_rank[0][0]}' where rank {rank} has '{by_rank[rank][0]}'."
-            )
+        check_same(comm, [line], "every rank must cast its shard of the same weight alike", error)
         check_tp_shards(comm, ["the weight"], [self])
 
     def __str__(self) -> str:
