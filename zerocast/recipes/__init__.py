@@ -1,7 +1,7 @@
 """Recipes say how an amax becomes a scale: one scaling scheme a file, and the table of them."""
 
 from zerocast.recipes.delayed_scaling import DelayedScaling
-from zerocast.recipes.fields import recipe_fields
+from zerocast.recipes.fields import describe_recipe, recipe_fields
 from zerocast.recipes.float8_block_scaling import Float8BlockScaling
 from zerocast.recipes.float8_current_scaling import Float8CurrentScaling
 from zerocast.recipes.float8_rowwise_scaling import Float8RowwiseScaling
@@ -14,5 +14,4 @@ from zerocast.recipes.recipe import (
     BufferSpec,
     Recipe,
     Role,
-    describe_recipe,
 )

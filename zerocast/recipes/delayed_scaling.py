@@ -7,16 +7,17 @@ history of amaxes. The numerics is :class:`zerocast.numerics.Float8DelayedNumeri
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from zerocast.errors import InputError
-from zerocast.layout import FULL, Block, Source
+from zerocast.layout import FULL, Source
 from zerocast.numerics import Float8DelayedNumerics
 from zerocast.recipes.format import Format, replace_fields
-from zerocast.recipes.recipe import Buffers, BufferSpec, Recipe, Role, fixed, require_elements
+from zerocast.recipes.recipe import Buffers, BufferSpec, Recipe, fixed
 
 AmaxAlgorithm = Callable[[torch.Tensor], torch.Tensor]
 """From an amax history, FP32 [history length], newest first and 0 where there is none yet, to one
@@ -48,6 +49,12 @@ class DelayedScaling(Recipe):
             are quantized.
         reduce_amax: must stay True: over whom amaxes are reduced is the region's.
     """
+
+    scheme = "delayed"
+    block = FULL, FULL
+    columnwise_source = Source.ROWWISE
+    state = ("scale", "cast_scale", "amax_history", "amax")
+    scales_tensor = casts_before_reduction = True
 
     margin: int = 0
     fp8_format: Format | str = Format.HYBRID
@@ -83,42 +90,14 @@ class DelayedScaling(Recipe):
                 f"history, got {algorithm!r}."
             )
 
-    @classmethod
-    def delayed(cls) -> bool:
-        return True
-
     @property
     def numerics(self) -> Float8DelayedNumerics:
         fmt = Format.of(self.fp8_format).forward
         return Float8DelayedNumerics(fmt, self.margin, self.amax_compute_algo)
 
-    @property
-    def state(self) -> tuple[str, ...]:
-        return ("scale", "cast_scale", "amax_history", "amax")
-
-    @property
-    def scales_tensor(self) -> bool:
-        return True
-
-    @property
-    def casts_before_reduction(self) -> bool:
-        return True
-
-    def for_role(self, role: Role) -> Recipe:
-        if role in ("grad_output", "grad_input"):
-            return replace(self, fp8_format=Format.of(self.fp8_format).of_backward)
-        return self
-
-    def check_shape(self, shape: Sequence[int]) -> None:
-        require_elements("DelayedScaling", shape, "one dimension or more")
-
-    @property
-    def block(self) -> Block:
-        return FULL, FULL
-
-    @property
-    def columnwise_source(self) -> Source:
-        return Source.ROWWISE
+    def of_activations(self, *, gradients: bool) -> dict[str, Any]:
+        fmt = Format.of(self.fp8_format)
+        return {"fp8_format": fmt.of_backward if gradients else fmt}
 
     def own_buffers(self) -> dict[str, BufferSpec]:
         return {

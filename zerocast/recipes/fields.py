@@ -25,6 +25,13 @@ def recipe_fields(recipe: Recipe) -> dict[str, str]:
     return {field.name: _text(getattr(recipe, field.name)) for field in fields(recipe)}
 
 
+def describe_recipe(recipe: Recipe) -> str:
+    """The recipe as a short text that is the same on every rank: without addresses of functions,
+    which are a process's own.
+    """
+    return _without_addresses(repr(recipe))
+
+
 def _text(value: Any) -> str:
     if not callable(value) or isinstance(value, type):
         return _without_addresses(repr(value))

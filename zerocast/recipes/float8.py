@@ -6,18 +6,16 @@ what a tensor is to a layer; each is a grid of blocks and the place of its scale
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import Any
 
 from zerocast.numerics import Float8Numerics
 from zerocast.recipes.format import Format, QParams, replace_fields
-from zerocast.recipes.recipe import Recipe, Role, fixed
+from zerocast.recipes.recipe import Recipe, fixed
 
 _KNOWN = ("power_2_scale", "amax_epsilon")
 _ANY_SCALE = QParams()
 _ACCUMULATION = "the output is accumulated fast and the gradients exactly"
-
-Scheme = TypeVar("Scheme", bound="Float8Recipe")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,25 +45,18 @@ class Float8Recipe(Recipe):
         for name in ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad"):
             QParams.check(name, getattr(self, name), _KNOWN)
 
-    def power_2_scale(self, params: QParams) -> bool:
-        """Whether tensors quantized by ``params`` have scales that are powers of two."""
-        return params.power_2_scale
+    @property
+    def has_power_2_scales(self) -> bool:
+        """Whether the scales of weights are powers of two."""
+        return self.fp8_quant_fwd_weight.power_2_scale
 
     @property
     def numerics(self) -> Float8Numerics:
-        params = self.fp8_quant_fwd_weight
-        power_2_scale = self.power_2_scale(params)
-        return Float8Numerics(
-            Format.of(self.fp8_format).forward, power_2_scale, params.amax_epsilon
-        )
+        fmt, amax_epsilon = Format.of(self.fp8_format), self.fp8_quant_fwd_weight.amax_epsilon
+        return Float8Numerics(fmt.forward, self.has_power_2_scales, amax_epsilon)
 
-    def for_role(self: Scheme, role: Role) -> Scheme:
-        if role in ("input", "output"):
-            return replace(self, fp8_quant_fwd_weight=self.fp8_quant_fwd_inp)
-        if role in ("grad_output", "grad_input"):
-            return replace(
-                self,
-                fp8_format=Format.of(self.fp8_format).of_backward,
-                fp8_quant_fwd_weight=self.fp8_quant_bwd_grad,
-            )
-        return self
+    def of_activations(self, *, gradients: bool) -> dict[str, Any]:
+        if not gradients:
+            return {"fp8_quant_fwd_weight": self.fp8_quant_fwd_inp}
+        fmt = Format.of(self.fp8_format).of_backward
+        return {"fp8_format": fmt, "fp8_quant_fwd_weight": self.fp8_quant_bwd_grad}

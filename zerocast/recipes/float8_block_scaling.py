@@ -8,14 +8,13 @@ numerics is :class:`zerocast.numerics.Float8Numerics`, with powers of two unless
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
 from zerocast.errors import InputError
 from zerocast.layout import Block, BlockGrid, ScaleLayout, Source
-from zerocast.recipes.checks import require_matrix
 from zerocast.recipes.float8 import Float8Recipe
 from zerocast.recipes.format import Format, QParams
-from zerocast.recipes.recipe import Role
 
 BLOCK = 128
 """Elements along a row of a block, and down a square one."""
@@ -47,6 +46,8 @@ class Float8BlockScaling(Float8Recipe):
         use_f32_scales: any FP32 scale for every tensor, whatever its :class:`QParams` say.
     """
 
+    scheme = "block"
+
     fp8_format: Format | str = Format.E4M3
     fp8_quant_fwd_inp: QParams = _POWER_2
     fp8_quant_fwd_weight: QParams = _POWER_2
@@ -63,20 +64,13 @@ class Float8BlockScaling(Float8Recipe):
             if not isinstance(given, int) or given not in (1, 2):
                 raise InputError(f"{name} must be 1 (1x128) or 2 (128x128), got {given!r}.")
 
-    @classmethod
-    def float8_block_scaling(cls) -> bool:
-        return True
+    @property
+    def has_power_2_scales(self) -> bool:
+        return super().has_power_2_scales and not self.use_f32_scales
 
-    def power_2_scale(self, params: QParams) -> bool:
-        return params.power_2_scale and not self.use_f32_scales
-
-    def for_role(self, role: Role) -> Float8BlockScaling:
-        recipe = super().for_role(role)
-        if role in ("input", "output"):
-            return replace(recipe, w_block_scaling_dim=self.x_block_scaling_dim)
-        if role in ("grad_output", "grad_input"):
-            return replace(recipe, w_block_scaling_dim=self.grad_block_scaling_dim)
-        return recipe
+    def of_activations(self, *, gradients: bool) -> dict[str, Any]:
+        dim = self.grad_block_scaling_dim if gradients else self.x_block_scaling_dim
+        return super().of_activations(gradients=gradients) | {"w_block_scaling_dim": dim}
 
     @property
     def _has_flat_blocks(self) -> bool:
@@ -84,7 +78,7 @@ class Float8BlockScaling(Float8Recipe):
         return self.w_block_scaling_dim == 1
 
     def check_shape(self, shape: Sequence[int]) -> None:
-        require_matrix("Float8BlockScaling", shape, 1, "any K")
+        self._check_matrix(shape, 1, "any K")
 
     @property
     def block(self) -> Block:

@@ -6,13 +6,10 @@ The whole weight is one block, whatever its shape. The numerics is
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from zerocast.layout import FULL, Block, Source
+from zerocast.layout import FULL, Source
 from zerocast.recipes.float8 import Float8Recipe
-from zerocast.recipes.format import QParams
-from zerocast.recipes.recipe import require_elements
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,26 +24,13 @@ class Float8CurrentScaling(Float8Recipe):
         use_power_2_scales: powers of two for every tensor, whatever its :class:`QParams` say.
     """
 
+    scheme = "current"
+    block = FULL, FULL
+    columnwise_source = Source.ROWWISE
+    scales_tensor = True
+
     use_power_2_scales: bool = False
 
-    @classmethod
-    def float8_current_scaling(cls) -> bool:
-        return True
-
-    def power_2_scale(self, params: QParams) -> bool:
-        return self.use_power_2_scales or params.power_2_scale
-
     @property
-    def scales_tensor(self) -> bool:
-        return True
-
-    def check_shape(self, shape: Sequence[int]) -> None:
-        require_elements("Float8CurrentScaling", shape, "one dimension or more")
-
-    @property
-    def block(self) -> Block:
-        return FULL, FULL
-
-    @property
-    def columnwise_source(self) -> Source:
-        return Source.ROWWISE
+    def has_power_2_scales(self) -> bool:
+        return self.use_power_2_scales or super().has_power_2_scales

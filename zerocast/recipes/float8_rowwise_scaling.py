@@ -8,13 +8,11 @@ give: its codes are cast from the master a second time. The numerics is
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from zerocast.layout import FULL, Block, Source
+from zerocast.layout import FULL, Source
 from zerocast.recipes.float8 import Float8Recipe
 from zerocast.recipes.format import Format
-from zerocast.recipes.recipe import require_elements
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,19 +24,8 @@ class Float8RowwiseScaling(Float8Recipe):
     ``columnwise_data`` uint8 in the weight's shape, too, and ``columnwise_scale_inv`` FP32 [K].
     """
 
+    scheme = "rowwise"
+    block, columnwise_block = (1, FULL), (FULL, 1)
+    columnwise_source = Source.MASTER
+
     fp8_format: Format | str = Format.E4M3
-
-    def check_shape(self, shape: Sequence[int]) -> None:
-        require_elements("Float8RowwiseScaling", shape, "one dimension or more")
-
-    @property
-    def block(self) -> Block:
-        return 1, FULL
-
-    @property
-    def columnwise_source(self) -> Source:
-        return Source.MASTER
-
-    @property
-    def columnwise_block(self) -> Block:
-        return FULL, 1

@@ -8,13 +8,13 @@ both directions. The numerics is :class:`zerocast.numerics.MXFP8Numerics`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
 from zerocast.layout import Block, BlockGrid, ScaleLayout, Source
 from zerocast.numerics import MXFP8Numerics
-from zerocast.recipes.checks import require_matrix
 from zerocast.recipes.format import Format, replace_fields
-from zerocast.recipes.recipe import Recipe, Role, fixed
+from zerocast.recipes.recipe import Recipe, fixed
 
 BLOCK = 32
 """Elements that share a scale, along the dimension that a GEMM sums over."""
@@ -40,6 +40,8 @@ class MXFP8BlockScaling(Recipe):
         margin: must stay 0.
     """
 
+    scheme = "mxfp8"
+
     fp8_format: Format | str = Format.E4M3
     enable_2d_quantization: bool = False
     margin: int = fixed(0, "a scale of a power of two has no margin")
@@ -48,24 +50,17 @@ class MXFP8BlockScaling(Recipe):
         super().__post_init__()
         replace_fields(self, fp8_format=Format.of(self.fp8_format))
 
-    @classmethod
-    def mxfp8(cls) -> bool:
-        return True
-
     @property
     def numerics(self) -> MXFP8Numerics:
         return MXFP8Numerics(Format.of(self.fp8_format).forward)
 
-    def for_role(self, role: Role) -> Recipe:
-        if role == "weight":
-            return self
+    def of_activations(self, *, gradients: bool) -> dict[str, Any]:
         fmt = Format.of(self.fp8_format)
-        if role in ("grad_output", "grad_input"):
-            fmt = fmt.of_backward
-        return replace(self, fp8_format=fmt, enable_2d_quantization=False)
+        fmt = fmt.of_backward if gradients else fmt
+        return {"fp8_format": fmt, "enable_2d_quantization": False}
 
     def check_shape(self, shape: Sequence[int]) -> None:
-        require_matrix("MXFP8BlockScaling", shape, BLOCK, "a row is whole blocks")
+        self._check_matrix(shape, BLOCK, "a row is whole blocks")
 
     @property
     def block(self) -> Block:

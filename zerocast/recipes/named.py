@@ -18,12 +18,15 @@ from zerocast.recipes.nvfp4_block_scaling import NVFP4BlockScaling
 from zerocast.recipes.recipe import Recipe
 
 RECIPES: dict[str, type[Recipe]] = {
-    "delayed": DelayedScaling,
-    "current": Float8CurrentScaling,
-    "rowwise": Float8RowwiseScaling,
-    "block": Float8BlockScaling,
-    "mxfp8": MXFP8BlockScaling,
-    "nvfp4": NVFP4BlockScaling,
+    kind.scheme: kind
+    for kind in (
+        DelayedScaling,
+        Float8CurrentScaling,
+        Float8RowwiseScaling,
+        Float8BlockScaling,
+        MXFP8BlockScaling,
+        NVFP4BlockScaling,
+    )
 }
 """Every scheme, by the short name that stands for it with its default fields."""
 

@@ -9,16 +9,16 @@ their transpose. The numerics is :class:`zerocast.numerics.NVFP4Numerics`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from zerocast.errors import InputError, UnsupportedError
 from zerocast.layout import Block, BlockGrid, ScaleLayout, Source
 from zerocast.numerics import NVFP4Numerics
-from zerocast.recipes.checks import require_matrix
 from zerocast.recipes.format import Format, QParams, refuse_hadamard, replace_fields
-from zerocast.recipes.recipe import BufferSpec, Recipe, Role, fixed
+from zerocast.recipes.recipe import BufferSpec, Recipe, fixed
 
 BLOCK = 16
 """Elements along a row of a block, and down a square one."""
@@ -61,6 +61,9 @@ class NVFP4BlockScaling(Recipe):
         fp4_format, fp8_format: must stay ``"e2m1"``, of codes, and E4M3, of their scales.
     """
 
+    scheme = "nvfp4"
+    scales_tensor = True
+
     fp4_quant_fwd_inp: QParams = _NEAREST
     fp4_quant_fwd_weight: QParams = _NEAREST_2D
     fp4_quant_bwd_grad: QParams = _DRAWN
@@ -101,10 +104,6 @@ class NVFP4BlockScaling(Recipe):
         if not isinstance(self.seed, int) or not 0 <= self.seed < 2**64:
             raise InputError(f"seed must be an integer of 64 bits, 0 or more, got {self.seed!r}.")
 
-    @classmethod
-    def nvfp4(cls) -> bool:
-        return True
-
     @property
     def numerics(self) -> NVFP4Numerics:
         use_256 = self.chooses_scales and self.nvfp4_4over6_e4m3_use_256 in ("weights", "all")
@@ -127,10 +126,6 @@ class NVFP4BlockScaling(Recipe):
         return ("rounding_counter",) if self._draws else ()
 
     @property
-    def scales_tensor(self) -> bool:
-        return True
-
-    @property
     def chooses_scales(self) -> bool:
         return self.nvfp4_4over6 == "weights"
 
@@ -139,16 +134,12 @@ class NVFP4BlockScaling(Recipe):
         """Whether blocks are 1x16."""
         return self.disable_2d_quantization or not self.fp4_quant_fwd_weight.fp4_2d_quantization
 
-    def for_role(self, role: Role) -> Recipe:
-        if role == "weight":
-            return self
-        gradient = role in ("grad_output", "grad_input")
-        params = self.fp4_quant_bwd_grad if gradient else self.fp4_quant_fwd_inp
-        return replace(self, fp4_quant_fwd_weight=params, nvfp4_4over6="none")
+    def of_activations(self, *, gradients: bool) -> dict[str, Any]:
+        params = self.fp4_quant_bwd_grad if gradients else self.fp4_quant_fwd_inp
+        return {"fp4_quant_fwd_weight": params, "nvfp4_4over6": "none"}
 
     def check_shape(self, shape: Sequence[int]) -> None:
-        reason = "a row is whole blocks and whole bytes"
-        require_matrix("NVFP4BlockScaling", shape, BLOCK, reason)
+        self._check_matrix(shape, BLOCK, "a row is whole blocks and whole bytes")
 
     @property
     def block(self) -> Block:

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 
@@ -73,6 +72,16 @@ class Recipe(ABC):
         UnsupportedError: for another value of a field that must stay what it is.
     """
 
+    scheme: ClassVar[str] = ""
+    """The short name of the scheme, as ``zerocast.recipes.RECIPES`` has it."""
+
+    scales_tensor: ClassVar[bool] = False
+    """Whether an amax of the whole tensor enters every scale, so that weights can share it."""
+
+    casts_before_reduction: ClassVar[bool] = False
+    """Whether the codes do not depend on the amax of what is cast (delayed scaling): then one pass
+    casts and takes the amax."""
+
     round_master: bool = True
     fp8_dpa: bool = fixed(False, _NO_ATTENTION)
     fp8_mha: bool = fixed(False, _NO_ATTENTION)
@@ -101,12 +110,12 @@ class Recipe(ABC):
     @classmethod
     def delayed(cls) -> bool:
         """Whether this is :class:`zerocast.DelayedScaling`."""
-        return False
+        return cls.scheme == "delayed"
 
     @classmethod
     def float8_current_scaling(cls) -> bool:
         """Whether this is :class:`zerocast.Float8CurrentScaling`."""
-        return False
+        return cls.scheme == "current"
 
     @classmethod
     def float8_per_tensor_scaling(cls) -> bool:
@@ -116,17 +125,17 @@ class Recipe(ABC):
     @classmethod
     def float8_block_scaling(cls) -> bool:
         """Whether this is :class:`zerocast.Float8BlockScaling`."""
-        return False
+        return cls.scheme == "block"
 
     @classmethod
     def mxfp8(cls) -> bool:
         """Whether this is :class:`zerocast.MXFP8BlockScaling`."""
-        return False
+        return cls.scheme == "mxfp8"
 
     @classmethod
     def nvfp4(cls) -> bool:
         """Whether this is :class:`zerocast.NVFP4BlockScaling`."""
-        return False
+        return cls.scheme == "nvfp4"
 
     # --- what a scheme states ---
 
@@ -134,10 +143,6 @@ class Recipe(ABC):
     @abstractmethod
     def numerics(self) -> Numerics:
         """The arithmetic."""
-
-    @abstractmethod
-    def check_shape(self, shape: Sequence[int]) -> None:
-        """Raise :class:`InputError` where this scheme cannot hold a weight of ``shape``."""
 
     @property
     @abstractmethod
@@ -150,6 +155,10 @@ class Recipe(ABC):
         """Where columnwise codes come from."""
 
     # --- what a scheme may state ---
+
+    def check_shape(self, shape: Sequence[int]) -> None:
+        """Raise :class:`InputError` where this scheme cannot hold a weight of ``shape``."""
+        self._check_elements(shape, "one dimension or more")
 
     def scale_layout(self, grid: BlockGrid) -> ScaleLayout:
         """How the scales of ``grid`` are stored, rowwise ones and those of the transpose."""
@@ -170,9 +179,11 @@ class Recipe(ABC):
         """
         return {}
 
-    def for_role(self, role: Role) -> Recipe:
-        """The recipe that quantizes *its weights* as this one quantizes tensors of ``role``."""
-        return self
+    def of_activations(self, *, gradients: bool) -> dict[str, Any]:
+        """The fields of :meth:`for_role` that differ for inputs and outputs of layers, or with
+        ``gradients`` for the gradients of these.
+        """
+        return {}
 
     @property
     def state(self) -> tuple[str, ...]:
@@ -180,23 +191,18 @@ class Recipe(ABC):
         return ()
 
     @property
-    def casts_before_reduction(self) -> bool:
-        """Whether the codes do not depend on the amax of what is cast (delayed scaling): then one
-        pass casts and takes the amax.
-        """
-        return False
-
-    @property
-    def scales_tensor(self) -> bool:
-        """Whether an amax of the whole tensor enters every scale, so that weights can share it."""
-        return False
-
-    @property
     def chooses_scales(self) -> bool:
         """Whether blocks choose between two scales (4-over-6), which takes one more exchange."""
         return False
 
     # --- what follows from it ---
+
+    def for_role(self, role: Role) -> Recipe:
+        """The recipe that quantizes *its weights* as this one quantizes tensors of ``role``."""
+        if role == "weight":
+            return self
+        gradients = role in ("grad_output", "grad_input")
+        return replace(self, **self.of_activations(gradients=gradients))
 
     def planes(self, shape: Sequence[int], *, columnwise: bool = True) -> tuple[Plane, ...]:
         """The rowwise plane of a weight of ``shape``; with ``columnwise`` the other one, too."""
@@ -275,20 +281,31 @@ class Recipe(ABC):
         counter = buffers.get("rounding_counter")
         return None if counter is None else Rounding(counter)
 
+    def _check_elements(self, shape: Sequence[int], accepted: str) -> None:
+        """Raise :class:`InputError` for a weight without elements; ``accepted`` says which
+        dimensions a shape may have.
+        """
+        shape = check_shape("shape", shape)
+        if not shape or min(shape) < 1:
+            raise InputError(
+                f"{type(self).__name__} needs a weight of {accepted} with at least one element, "
+                f"got shape {tuple(shape)}."
+            )
 
-def describe_recipe(recipe: Recipe) -> str:
-    """The recipe as a text that is the same on every rank: without addresses of functions, which
-    are a process's own.
-    """
-    return re.sub(r" at 0x[0-9a-f]+", "", repr(recipe))
-
-
-def require_elements(name: str, shape: Sequence[int], dims: str) -> None:
-    """Raise :class:`InputError` for a weight without elements; ``dims`` says what ``name``
-    accepts.
-    """
-    shape = check_shape("shape", shape)
-    if not shape or min(shape) < 1:
-        raise InputError(
-            f"{name} needs a weight of {dims} with at least one element, got shape {tuple(shape)}."
-        )
+    def _check_matrix(self, shape: Sequence[int], multiple: int, reason: str) -> None:
+        """Raise :class:`InputError` unless ``shape`` is [M, K] with K a multiple of ``multiple``,
+        for the ``reason`` given.
+        """
+        name = type(self).__name__
+        self._check_elements(shape, "shape [M, K]")
+        if len(shape) != 2:
+            raise InputError(
+                f"{name} needs a 2-D weight [M, K], got shape {tuple(shape)}; reshape it to a "
+                "matrix first."
+            )
+        if shape[1] % multiple:
+            raise InputError(
+                f"{name} needs K, the last dimension, to be a multiple of {multiple} ({reason}), "
+                f"got K = {shape[1]} in shape {tuple(shape)}; pad the weight or leave it in high "
+                f"precision."
+            )
