@@ -14,7 +14,9 @@ from tests.support.models import every_layer, recipe_state
 from tests.support.same_bytes import assert_same_bytes
 from zerocast import nn
 from zerocast.errors import UnsupportedError
+from zerocast.nn import regions
 from zerocast.nn.autocast import autocast
+from zerocast.nn.recipe_state import RecipeState
 from zerocast.nn.recompute import checkpoint_contexts
 from zerocast.recipes import NVFP4BlockScaling, QParams
 
@@ -61,6 +63,7 @@ def train(recipe, run, *, inside=False):
     for i in range(3):
         x = (torch.randn(6, 64, generator=generator) * 2**i).requires_grad_()
         found |= step(model, x, recipe, partial(run, model), inside=inside, when=f"step {i}, ")
+        assert not regions.current().enabled
     return found | recipe_state(model)
 
 
@@ -180,6 +183,53 @@ def test_a_drawn_input_is_drawn_the_same_again(run):
     """Stochastic rounding of inputs: the second run draws the words of the first."""
     recipe = NVFP4BlockScaling(fp4_quant_fwd_inp=QParams(stochastic_rounding=True))
     assert_same_tensors(train(recipe, run), train(recipe, plain))
+
+
+class Quantized(torch.autograd.Function):
+    """x as it was quantized, whose gradient depends on the codes that were kept."""
+
+    @staticmethod
+    def forward(ctx, x, quantizer):
+        made = quantizer.quantize(x).dequantize()
+        ctx.save_for_backward(made)
+        return made
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.saved_tensors[0], None
+
+
+class WithOwnQuantizer(torch.nn.Module):
+    """What a user wrote: a quantizer that runs twice, and the state behind it."""
+
+    def __init__(self, recipe):
+        super().__init__()
+        self._states = [RecipeState.create(recipe, "backward")]
+        (self.quantizer,) = self._states[0].make_quantizers()
+
+    def forward(self, x):
+        regions.current().register(*self._states)
+        return Quantized.apply(2 * Quantized.apply(x, self.quantizer), self.quantizer)
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "nvfp4"])
+@pytest.mark.parametrize("way", ["torch's", "layer by layer", "nested"])
+def test_quantizers_of_a_users_own_repeat_their_codes(way, recipe):
+    """Under the contexts, in checkpoints inside of checkpoints and for two backwards of a graph,
+    too: scales that moved on and draws are those of the first run, and nothing is counted twice.
+    """
+    results = []
+    for run in (plain, WAYS[way]):
+        model = torch.nn.Sequential(*(WithOwnQuantizer(RECIPES[recipe]) for _ in range(4)))
+        x = torch.linspace(-1, 1, 256).view(4, 64).requires_grad_()
+        for _ in range(2):
+            with autocast(recipe=RECIPES[recipe]):
+                y = run(model, x).sum()
+            for _ in range(2):
+                y.backward(retain_graph=True)
+        results.append({"input": x.grad} | recipe_state(model))
+    assert results[0]["input"].isfinite().all()
+    assert_same_tensors(*results)
 
 
 def test_a_graph_that_is_kept_can_be_gone_through_twice():

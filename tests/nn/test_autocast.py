@@ -1,500 +1,496 @@
-"""Layers under autocast: state, what is kept between forward and backward, and drop-in manners."""
+"""autocast: who quantizes where, and when amaxes are reduced; model_init: how layers are made."""
 
-import copy
-import itertools
+import inspect
+import random
+import threading
+from collections.abc import Callable
+from contextlib import nullcontext
+from itertools import chain
+from typing import Any
 
 import pytest
 import torch
 
+import zerocast
+from tests.oracles.scalar_delayed import AMAXES, Delayed
 from tests.support.claims import assert_same_tensors
-from tests.support.layers import (
-    RECIPES,
-    every_recipe,
-    gradients,
-    kept_for_backward,
-    recorded_products,
-    step,
-    to_nearest,
-)
 from tests.support.same_bytes import assert_same_bytes
-from tests.support.weights import through_a_file
-from zerocast import nn
-from zerocast.errors import ChangedWeightError, InputError
-from zerocast.nn.autocast import autocast, model_init
-from zerocast.recipes import (
-    DelayedScaling,
-    Float8CurrentScaling,
-    MXFP8BlockScaling,
-    NVFP4BlockScaling,
+from zerocast.comm import (
+    Communicator,
+    PeerFailedError,
+    RecordingCommunicator,
+    SingleRank,
+    run_in_process,
 )
-from zerocast.tensors import CastVersion, QuantizedTensor, quantize
+from zerocast.errors import InputError
+from zerocast.nn import regions
+from zerocast.nn.autocast import ModelInit, current_model_init
+from zerocast.nn.recipe_state import RecipeState
+from zerocast.recipes import DelayedScaling, Float8CurrentScaling
+from zerocast.tensors import QuantizedTensor
 
-DELAYED, CURRENT = RECIPES["delayed"], RECIPES["current"]
-
-LAYERS = {
-    "Linear": lambda **o: nn.Linear(32, 64, **o),
-    "LayerNormLinear": lambda **o: nn.LayerNormLinear(32, 64, **o),
-    "LayerNormMLP": lambda **o: nn.LayerNormMLP(32, 64, **o),
-}
-every_layer = pytest.mark.parametrize("kind", LAYERS)
-both_regions = pytest.mark.parametrize("region", [True, False], ids=["inside", "outside"])
+HISTORY = 4
+DELAYED = DelayedScaling(amax_history_len=HISTORY)
 
 
-def make(kind: str, seed: int = 0, **options: object) -> torch.nn.Module:
-    """A layer from 32 features; the same seed gives the same parameters."""
-    torch.manual_seed(seed)
-    return LAYERS[kind](**options)
+def with_amax(amax: float) -> torch.Tensor:
+    """[2, 2] FP32 values of which the largest magnitude is ``amax``, exactly."""
+    return torch.tensor([[0.0, amax / 2], [-amax, -0.0]])
 
 
-# --- scale_inv belongs to the data ---
+def region(group: Communicator | None = None) -> zerocast.autocast:
+    """Of delayed scaling, reducing over ``group``."""
+    return zerocast.autocast(recipe=DELAYED, amax_reduction_group=group)
 
 
-@every_layer
-@every_recipe
-def test_the_backward_reads_nothing_that_the_state_became_since(kind, recipe):
-    """Between forward and backward the state advances, is overwritten by nonsense, and the layer
-    runs under another recipe. The backward of the first forward does not notice.
+def in_thread(call: Callable[[], Any]) -> Any:
+    """What ``call`` returns in a thread of its own."""
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(call()))
+    thread.start()
+    thread.join(30)
+    return found[0]
+
+
+class Layer:
+    """What a layer does with a region, and nothing else: some quantizers forward, some backward."""
+
+    def __init__(self, recipe: DelayedScaling = DELAYED, tensors: int = 1) -> None:
+        self.states = [RecipeState.create(recipe, m, tensors) for m in ("forward", "backward")]
+        self.inputs, self.grads = (state.make_quantizers() for state in self.states)
+
+    def forward(self, amax: float, place: int = 0) -> QuantizedTensor | None:
+        """Quantize, or calibrate, as what is active here says; nothing outside of a region."""
+        here, quantizer = regions.current(), self.inputs[place]
+        if not (here.enabled or here.calibrating):
+            return None
+        here.register(*self.states)
+        return (quantizer.quantize if here.enabled else quantizer.calibrate)(with_amax(amax))
+
+    def backward(self, amax: float, place: int = 0) -> QuantizedTensor:
+        """Quantize a gradient, in or out of a region."""
+        return self.grads[place].quantize(with_amax(amax))
+
+    @property
+    def seen(self) -> tuple[list[float], list[float]]:
+        """The nonzero entries of the first tensors' histories, newest first."""
+        forward, backward = ([a for a in s.amax_history[0].tolist() if a] for s in self.states)
+        return forward, backward
+
+
+# --- the rule, over ranks ---
+
+
+RECIPES = [
+    DelayedScaling(amax_history_len=HISTORY, amax_compute_algo=algorithm, margin=margin)
+    for algorithm, margin in (("max", 0), ("max", 3), ("most_recent", -2))
+]
+
+
+def test_fifty_steps_are_those_of_the_plain_rule_on_every_rank(ranks):
+    """Histories, scales and the scale_inv of every cast, of layers of different recipes, forward
+    and backward, with zero, tiny, infinite and NaN amaxes among them, tensors that are cast twice,
+    that some ranks skip, and that all skip: they are the restated rule's, the same on all ranks.
+    Where there are no ranks, on the reference.
     """
-    recipe = to_nearest(recipe)
-    x = torch.randn(6, 32, requires_grad=True)
-    undisturbed, layer = make(kind), make(kind)
-    expected = step(undisturbed, x, recipe)
-    x.grad = None
-    with autocast(recipe=recipe):
-        y = layer(x)
-    forward, _ = layer._states
-    with torch.no_grad(), autocast(recipe=recipe, calibrating=True):
-        layer(1000 * x)  # leaving it advances histories and scales
-    for tensor in forward.tensors.values():
-        tensor.fill_(7)
-    with torch.no_grad(), autocast(recipe=Float8CurrentScaling(use_power_2_scales=True)):
-        layer(x)
-    y.square().sum().backward()
-    assert_same_tensors(gradients(layer, x, y), expected)
+
+    def rank(comm):
+        rng = random.Random(ranks.size)  # all ranks draw the same plan, and each follows its part
+        layers = [Layer(recipe, tensors=2) for recipe in RECIPES]
+        plain = [
+            [
+                [Delayed(fmt, HISTORY, recipe.margin, recipe.amax_compute_algo) for _ in range(2)]
+                for fmt in ("e4m3", "e5m2")
+            ]
+            for recipe in RECIPES
+        ]
+
+        def cast(direction):
+            """What every tensor's rule then has to take in: the amaxes of all ranks."""
+            seen = []
+            for layer, rules in zip(layers, plain, strict=True):
+                for place, rule in enumerate(rules[direction]):
+                    by_rank = [rng.choices(AMAXES, k=rng.randint(0, 2)) for _ in range(comm.size)]
+                    for amax in by_rank[comm.rank]:
+                        made = (layer.forward, layer.backward)[direction](amax, place)
+                        scale_inv = torch.tensor([float(rule.scale_inv(amax))])
+                        assert_same_bytes(made.rowwise_scale_inv, scale_inv, f"amax {amax}")
+                    seen.append((rule, [*chain(*by_rank)]))
+            return seen
+
+        with region(comm):
+            for layer in layers:
+                layer.forward(0.0)  # which joins, in the same order everywhere, and moves nothing
+        waiting = []
+        for step in range(50):
+            with region(comm):
+                seen = cast(0)
+            for rule, amaxes in seen + waiting:
+                rule.reduce(amaxes)
+            for layer, rules in zip(layers, plain, strict=True):
+                for state, of_state in zip(layer.states, rules, strict=True):
+                    what = f"rank {comm.rank}, step {step}, {state.mode}"
+                    scales = torch.tensor([float(rule.scale) for rule in of_state])
+                    histories = torch.stack([torch.from_numpy(r.history) for r in of_state])
+                    assert_same_bytes(state.scale, scales, what)
+                    assert_same_bytes(state.amax_history, histories, what)
+                    assert not state.amaxes.any(), what
+            waiting = cast(1)
+
+    alone = ranks.kind == "single_rank"
+    with zerocast.use_backend("reference") if alone else nullcontext():
+        ranks.run(rank)
 
 
-@pytest.mark.parametrize("recipe", [DELAYED, CURRENT], ids=["delayed", "current"])
-def test_no_scale_is_copied_and_no_high_precision_operand_is_kept(recipe):
-    """Autograd saves codes and scales of the input and of a weight quantized on the fly: for each
-    its columnwise codes and the very scale that was stored with them.
+def test_a_step_of_any_size_is_one_all_reduce():
+    """However many layers and nested regions: one collective, on leaving the outermost, of four
+    bytes a tensor.
     """
-    layer, x = make("Linear"), torch.randn(6, 32, requires_grad=True)
-    with kept_for_backward() as saved, autocast(recipe=recipe):
-        layer(x)
-    shapes = sorted((str(t.dtype), tuple(t.shape)) for t in saved)
-    assert shapes == [
-        ("torch.float32", (1,)),
-        ("torch.float32", (1,)),
-        ("torch.uint8", (32, 6)),
-        ("torch.uint8", (32, 64)),
-    ]
+
+    def rank(comm):
+        recording = RecordingCommunicator(comm)
+        layers = [Layer() for _ in range(7)]
+        for _ in range(3):
+            recording.reset()
+            with region(recording):
+                for layer in layers:
+                    with region(recording):
+                        layer.forward(1.0)
+                        layer.forward(2.0)
+                assert recording.total().calls == 0
+        assert {tuple(layer.seen[0]) for layer in layers} == {(2.0, 2.0, 2.0)}
+        return recording.total().calls, recording.total().payload_bytes
+
+    assert run_in_process(2, rank) == [(1, 4 * 2 * 7)] * 2
 
 
-@every_layer
-@both_regions
-@pytest.mark.parametrize("by", ["cast", "copy_"])
-def test_a_written_weight_between_forward_and_backward_is_an_error(kind, region, by):
-    """A quantized weight is kept by reference, so its codes must not change: by a cast, which
-    torch's version counter does not see, or by a copy_, which it does.
+def test_gradients_ride_with_the_next_region_or_with_reduce_amaxes(ranks):
+    """A backward after its region waits; the next leaving takes it along, before the next backward
+    could use it. reduce_amaxes takes it at once, and leaves nothing for later.
     """
-    layer, x = make(kind, recipe=CURRENT), torch.randn(4, 32, requires_grad=True)
-    weight = next(p for p in layer.parameters() if isinstance(p, QuantizedTensor))
-    clock = CastVersion(rebuild_on_use=True)
-    weight.quantized_storage.watch(clock)
-    with autocast(enabled=region, recipe=CURRENT):
-        y = layer(x)
-    if by == "cast":
-        clock.tick()
-    else:
-        weight.data.copy_(torch.ones(weight.shape))
-    with pytest.raises(ChangedWeightError, match=r"the weight \(64, 32\) .* been written since"):
-        y.sum().backward()
-    step(layer, x, CURRENT if region else None)
+
+    def rank(comm):
+        layer = Layer()
+        for step in (1.0, 2.0):
+            with region(comm):
+                layer.forward(step)
+            layer.backward(10 * step + comm.rank)
+        top = ranks.size - 1
+        assert layer.seen == ([2.0, 1.0], [10.0 + top])
+        zerocast.reduce_amaxes(comm)
+        zerocast.reduce_amaxes(comm)
+        assert layer.seen == ([2.0, 1.0], [20.0 + top, 10.0 + top])
+        with region(comm):
+            layer.backward(5.0)  # inside the region: reduced with it
+        assert layer.seen == ([2.0, 1.0], [5.0, 20.0 + top, 10.0 + top])
+
+    ranks.run(rank)
 
 
-# --- state ---
-
-
-@every_layer
-def test_a_layer_that_runs_twice_in_a_region_counts_its_largest_amax(kind):
-    """And both runs' gradients add up."""
-    x, larger = torch.randn(4, 32), 3 * torch.randn(4, 32)
-    apart = [make(kind), make(kind)]
-    for layer, data in zip(apart, (x, larger), strict=True):
-        with autocast(recipe=DELAYED):
-            layer(data).sum().backward()
-    twin = make(kind)
-    with autocast(recipe=DELAYED):
-        (twin(x).sum() + twin(larger).sum()).backward()
-    amaxes = [layer._states[0].amax_history[:, 0] for layer in apart]
-    history = twin._states[0].amax_history
-    assert_same_bytes(history[:, 0], torch.maximum(*amaxes), "amaxes")
-    assert (history[:, 1:] == 0).all(), "one region is one entry"
-    for name, parameter in twin.named_parameters():
-        expected = sum(layer.get_parameter(name).grad for layer in apart)
-        torch.testing.assert_close(parameter.grad, expected)
-
-
-def test_gradients_accumulate_over_backwards():
-    """Two backwards without zero_grad give the sum; .grad is plain."""
-    layer, x = make("Linear"), torch.randn(6, 32, requires_grad=True)
-    once = step(layer, x, CURRENT)
-    with autocast(recipe=CURRENT):
-        y = layer(x)
-    y.square().sum().backward()
-    assert type(layer.weight.grad) is torch.Tensor
-    assert_same_bytes(layer.weight.grad, 2 * once["weight"], "weight")
-    assert_same_bytes(x.grad, 2 * once["input"], "input")
-
-
-@every_layer
-@pytest.mark.parametrize("recipe", [CURRENT, RECIPES["mxfp8"]], ids=["current", "mxfp8"])
-def test_a_recipe_without_memory_adds_nothing_to_a_state_dict(kind, recipe):
-    """So dictionaries are those of layers that never ran under autocast, and load strictly."""
-    layer, fresh = make(kind), make(kind, seed=1)
-    step(layer, torch.randn(4, 32, requires_grad=True), recipe)
-    assert layer.state_dict().keys() == fresh.state_dict().keys()
-    assert not any("extra" in key for key in layer.state_dict())
-    fresh.load_state_dict(layer.state_dict())
-    remembers = make(kind)
-    step(remembers, torch.randn(4, 32, requires_grad=True), DELAYED)
-    remembers.load_state_dict(layer.state_dict())
-    fresh.load_state_dict(remembers.state_dict())
-
-
-@every_layer
-@every_recipe
-def test_a_deep_copy_has_a_state_of_its_own(kind, recipe):
-    """It goes on as the original does, and what it then learns stays its own."""
-    layer, x = make(kind), torch.randn(6, 32, requires_grad=True)
-    step(layer, x, recipe)
-    twin = copy.deepcopy(layer)
-    assert_same_tensors(step(twin, x, recipe), step(layer, x, recipe))
-    step(twin, (100 * x.detach()).requires_grad_(), recipe)
-    if layer._states[0].is_delayed:
-        assert layer._states[0].amax_history.max() < twin._states[0].amax_history.max()
-
-
-def test_calibration_records_what_quantizing_would_and_changes_no_result():
-    """Amaxes of input, weight and gradient, with the layer in high precision."""
-    layer, twin, x = make("Linear"), make("Linear"), torch.randn(6, 32, requires_grad=True)
-    plain = torch.nn.Linear(32, 64)
-    plain.load_state_dict(layer.state_dict())
-    grad = torch.randn(6, 64)
-    for module, region in (
-        (layer, autocast(enabled=False, recipe=DELAYED, calibrating=True)),
-        (twin, autocast(recipe=DELAYED)),
-        (plain, autocast(enabled=False)),
-    ):
-        with region:
-            y = module(x)
-            y.backward(grad)
-        if module is layer:
-            output, weight_grad = y.detach(), layer.weight.grad.clone()
-    assert_same_bytes(output, y.detach(), "output")
-    assert_same_bytes(weight_grad, plain.weight.grad, "gradient of the weight")
-    for own, other in zip(layer._states, twin._states, strict=True):
-        history = own.amax_history[:, 0]
-        assert_same_bytes(history, other.amax_history[:, 0], f"{own.mode} amaxes")
-        assert history[0] > 0
-
-
-# --- what a layer is to its surroundings ---
-
-
-@every_layer
-@every_recipe
-def test_autocast_disabled_is_high_precision(kind, recipe):
-    """Inside an enabled region, too; a quantized weight then is decoded."""
-    layer, x = make(kind), torch.randn(6, 32)
-    expected = layer(x)
-    with autocast(recipe=recipe), autocast(enabled=False):
-        assert_same_bytes(layer(x), expected, "output")
-    assert layer._states is None
-
-
-@both_regions
-@pytest.mark.parametrize("primary", [True, False])
-@pytest.mark.parametrize("needs", list(itertools.product([True, False], repeat=3)))
-def test_only_the_gradients_asked_for_are_made(needs, primary, region, monkeypatch):
-    """No product is computed for the others, and without any there is no graph."""
-    layer = make("Linear", recipe=CURRENT if primary else None)
-    x = torch.randn(4, 32, requires_grad=needs[0])
-    layer.weight.requires_grad_(needs[1])
-    layer.bias.requires_grad_(needs[2])
-    with recorded_products(monkeypatch) as made:
-        with autocast(enabled=region, recipe=CURRENT):
-            y = layer(x)
-            with torch.no_grad():
-                assert not layer(x).requires_grad
-        assert y.requires_grad == any(needs)
-        if any(needs):
-            y.sum().backward()
-    assert len(made) == (2 + needs[0] + needs[1] if region else 0)
-    for tensor, needed in zip((x, layer.weight, layer.bias), needs, strict=True):
-        assert (tensor.grad is not None) == needed
-
-
-@every_layer
-@both_regions
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("primary", [True, False])
-def test_torch_autocast_decides_the_dtype(kind, region, dtype, primary):
-    """Output in its dtype, gradients in the parameters' own, in a region or outside."""
-    layer = make(kind, recipe=CURRENT if primary else None)
-    x = torch.randn(6, 32, requires_grad=True)
-    with autocast(enabled=region, recipe=CURRENT), torch.autocast("cpu", dtype):
-        y = layer(x)
-        y.sum().backward()
-    assert y.dtype == dtype
-    assert {p.grad.dtype for p in layer.parameters()} == {x.grad.dtype} == {torch.float32}
-    with autocast(enabled=region, recipe=CURRENT):
-        exact = layer(x)
-    torch.testing.assert_close(y.float(), exact, rtol=0.1, atol=0.1)
-
-
-@every_layer
-@pytest.mark.parametrize("leading", [(), (5,), (2, 3), (2, 1, 3), (0,), (2, 0)])
-def test_inputs_of_any_shape(kind, leading):
-    """One vector, a batch, a batch of sequences, nothing at all; the rows are quantized alone."""
-    layer = make(kind)
-    x = torch.randn(*leading, 32, requires_grad=True)
-    with autocast(recipe=CURRENT):
-        y = layer(x)
-        rows = layer(x.detach().reshape(-1, 32))
-    y.sum().backward()
-    assert y.shape[:-1] == leading
-    assert x.grad.shape == x.shape
-    assert_same_bytes(y.reshape(rows.shape), rows, "output")
-
-
-@every_layer
-def test_a_strided_input_and_gradient(kind):
-    """Transposed in memory, and an expanded gradient."""
-    layer = make(kind)
-    x = torch.randn(32, 6).t().requires_grad_()
-    with autocast(recipe=CURRENT):
-        y = layer(x)
-        same = layer(x.detach().contiguous())
-    assert_same_bytes(y, same, "output")
-    y.backward(torch.ones(1).expand(y.shape))
-    assert x.grad.shape == x.shape
-
-
-def test_a_shape_that_a_recipe_cannot_hold_is_refused_by_the_forward():
-    """Input, weight, and the gradient, which would be too late to refuse; without gradients that
-    one is no obstacle.
+def test_each_group_reduces_its_own_layers(ranks):
+    """Two groups in turn: a region reduces over its own, and gradients of the other group's layers
+    wait for theirs.
     """
-    odd, narrow, x = nn.Linear(40, 32), nn.Linear(32, 10), torch.randn(2, 32)
-    with (
-        autocast(recipe=NVFP4BlockScaling()),
-        pytest.raises(InputError, match="the layer's input cannot be quantized"),
-    ):
-        odd(torch.randn(2, 40))
-    with autocast(recipe=MXFP8BlockScaling()):
-        with pytest.raises(
-            InputError, match=r"gradient of the output cannot be quantized: .* got\s+K = 10"
+    if ranks.size < 2:
+        pytest.skip("takes two groups")
+
+    def rank(comm):
+        half = ranks.split(comm, comm.rank % 2)
+        in_all, in_half = Layer(), Layer()
+        for layer, group in ((in_all, comm), (in_half, half)):
+            with region(group):
+                layer.forward(1.0 + comm.rank)
+            layer.backward(1.0 + comm.rank)
+        highest = max(r for r in range(ranks.size) if r % 2 == comm.rank % 2)
+        assert in_all.seen == ([float(ranks.size)], [])
+        assert in_half.seen == ([1.0 + highest], [])
+        with (
+            region(comm),
+            region(half),
         ):
-            narrow(x)
-        with torch.no_grad():
-            assert narrow(x).shape == (2, 10)
-    with autocast(recipe=CURRENT):
-        assert narrow(x).shape == (2, 10)
+            pass
+        assert in_all.seen == ([float(ranks.size)], [float(ranks.size)])
+        assert in_half.seen == ([1.0 + highest], [1.0 + highest])
+
+    ranks.run(rank)
 
 
-def test_an_input_of_another_dtype_is_refused():
-    """As in torch, and with what to do."""
-    with autocast(recipe=CURRENT), pytest.raises(InputError, match="one dtype, got torch.bfloat16"):
-        make("Linear")(torch.randn(4, 32, dtype=torch.bfloat16))
+# --- regions ---
 
 
-@pytest.mark.parametrize("recipe", [DELAYED, CURRENT], ids=["delayed", "current"])
-def test_a_quantized_output_is_multiplied_by_the_next_layer_as_it_is(recipe):
-    """Its codes are the cast of the ordinary output; its gradient flows back."""
-    first, second = make("Linear"), nn.Linear(64, 16)
-    twin = make("Linear")
-    x = torch.randn(2, 3, 32, requires_grad=True)
-    with autocast(recipe=recipe):
-        y = first(x, fp8_output=True)
-        plain = twin(x.detach())
-        out = second(y)
-    assert isinstance(y, QuantizedTensor)
-    assert y.shape == (2, 3, 64)
-    assert_same_bytes(y.rowwise_data, quantize(plain, recipe.for_role("output")).rowwise_data, "y")
-    out.sum().backward()
-    assert x.grad.shape == x.shape
-    assert all(p.grad is not None for p in (*first.parameters(), *second.parameters()))
-    with pytest.raises(InputError, match="needs zerocast.autocast"):
-        first(x, fp8_output=True)
+def test_the_innermost_region_counts():
+    """Its recipe, its enabled; what was active before is active again afterwards."""
+    assert (regions.current().enabled, regions.current().calibrating) == (False, False)
+    other = Float8CurrentScaling()
+    with region() as active:
+        assert regions.current() is active
+        assert (active.enabled, active.recipe, active.group) == (True, DELAYED, SingleRank())
+        with zerocast.autocast(recipe=other):
+            assert regions.current().recipe is other
+            with zerocast.autocast(enabled=False):
+                assert not regions.current().enabled
+            assert regions.current().enabled
+        assert regions.current() is active
+    assert not regions.current().enabled
 
 
-def test_return_layernorm_output_gives_what_the_norm_made():
-    """Under autocast and outside, with a gradient of its own."""
-    torch.manual_seed(0)
-    layer = nn.LayerNormLinear(32, 16, return_layernorm_output=True)
-    x = torch.randn(2, 3, 32, requires_grad=True)
-    _, expected = layer(x)
-    with autocast(recipe=CURRENT):
-        _, normed = layer(x)
-    torch.testing.assert_close(normed, expected)
-    grads = [torch.autograd.grad(out.square().sum(), x)[0] for out in (normed, expected)]
-    torch.testing.assert_close(*grads)
-    mlp = nn.LayerNormMLP(32, 64, return_layernorm_output=True)
-    with autocast(recipe=CURRENT):
-        assert mlp(x)[1].shape == x.shape
+def test_a_region_may_be_kept_entered_again_and_decorate():
+    """One object, entered twice in a row, inside itself, in two threads, around a function."""
+    kept = region()
+    with kept, kept:
+        assert regions.current().recipe is DELAYED
+    assert not regions.current().enabled
+
+    @kept
+    def enabled():
+        return regions.current().enabled
+
+    with kept:
+        assert in_thread(lambda: (regions.current().enabled, enabled())) == (False, True)
+    assert (enabled(), regions.current().enabled) == (True, False)
+
+
+def test_an_exception_leaves_the_region_and_reduces_nothing():
+    """What was active before is active; the forward's amaxes are dropped, gradients that wait do
+    not mind, no collective runs, and the next step is an ordinary one.
+    """
+    layer, recording = Layer(), RecordingCommunicator(SingleRank())
+
+    with region(recording):
+        layer.forward(1.0)
+    layer.backward(7.0)
+    recording.reset()
+
+    def fails():
+        with region(recording), region(recording):
+            layer.forward(64.0)
+            raise KeyError("inner")
+
+    with pytest.raises(KeyError, match="inner"):
+        fails()
+    assert not regions.current().enabled
+    assert recording.total().calls == 0
+    assert layer.seen == ([1.0], [])
+    with region(recording):
+        layer.forward(2.0)
+    assert layer.seen == ([2.0, 1.0], [7.0])
+
+
+def test_an_exception_inside_that_is_caught_inside_is_no_failure():
+    """The outermost region was left in order, so it reduces what its layers have seen."""
+    layer = Layer()
+
+    def fails():
+        with region():
+            raise ValueError("inner")
+
+    with region():
+        layer.forward(1.0)
+        with pytest.raises(ValueError, match="inner"):
+            fails()
+    assert layer.seen[0] == [1.0]
+
+
+def test_ranks_that_wait_for_a_failed_one_are_told():
+    """One rank leaves its region by an error: it raises that error, and the others do not hang."""
+    told: list[type[BaseException]] = []
+
+    def rank(comm):
+        layer = Layer()
+        try:
+            with region(comm):
+                layer.forward(1.0)
+                if comm.rank == 1:
+                    raise OSError("disk")
+        except BaseException as error:
+            told.append(type(error))
+            raise
+
+    with pytest.raises(OSError, match="disk"):
+        run_in_process(3, rank)
+    assert sorted(kind.__name__ for kind in told) == ["OSError", *["PeerFailedError"] * 2]
+    assert PeerFailedError in told
+
+
+def test_threads_have_regions_and_amaxes_of_their_own():
+    """Eight threads in their regions at the same time, of which some leave while the others are
+    still inside: none sees another's recipe, and none reduces another's layers.
+    """
+    together, left = threading.Barrier(8), threading.Barrier(8)
+    wrong = []
+
+    def work(i):
+        layer = Layer()
+        recipe = DelayedScaling(margin=i)
+        for step in range(5):
+            before = layer.seen
+            together.wait(30)
+            with zerocast.autocast(recipe=recipe):
+                layer.forward(1.0 + i + step)
+                together.wait(30)
+                if regions.current().recipe is not recipe:
+                    wrong.append(regions.current())
+                if i % 2:
+                    left.wait(30)
+                    if layer.seen != before:
+                        wrong.append(layer.seen)
+            if i % 2 == 0:
+                left.wait(30)
+            if layer.seen[0][0] != 1.0 + i + step:
+                wrong.append(layer.seen)
+            if regions.current().enabled:
+                wrong.append("left")
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not wrong
+
+
+def test_ranks_inside_a_region_of_their_parent_reduce_on_their_own():
+    """Threads that inherit a region see what is active in it; their own regions are outermost."""
+
+    def rank(comm):
+        assert regions.current().recipe is DELAYED
+        layer = Layer()
+        with region(comm):
+            layer.forward(1.0 + comm.rank)
+        return layer.seen[0]
+
+    with region():
+        assert run_in_process(3, rank) == [[3.0]] * 3
+
+
+def test_wrong_arguments_are_refused():
+    """Before anything is active: what is no recipe, and what is no group."""
+    for make in (zerocast.autocast, zerocast.model_init):
+        with pytest.raises(InputError, match="recipe must be a zerocast recipe .*got 'fp8'"):
+            make(recipe="fp8").__enter__()  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="a group must be"):
+        zerocast.autocast(amax_reduction_group="all").__enter__()  # type: ignore[arg-type]
+    assert not regions.current().enabled
+
+
+# --- calibrating, and not training ---
+
+
+@pytest.mark.parametrize("gradients", [True, False])
+def test_calibrating_records_without_quantizing(gradients):
+    """A calibrating region quantizes nothing, and its amaxes become scales when it is left, also
+    where gradients are disabled.
+    """
+    layer = Layer()
+    with (
+        torch.set_grad_enabled(gradients),
+        zerocast.autocast(enabled=False, calibrating=True, recipe=DELAYED) as active,
+    ):
+        assert (active.enabled, active.calibrating) == (False, True)
+        layer.forward(2.0)
+        layer.forward(7.0)
+    assert layer.seen[0] == [7.0]
+    assert layer.states[0].scale.item() == 448 / 7
+
+
+def test_an_evaluation_leaves_the_state_alone():
+    """Without gradients nothing is recorded and nothing reduced, whether the region is inside
+    no_grad or around it: so one rank may evaluate while the others do something else.
+    """
+
+    def rank(comm):
+        layer = Layer()
+        with region(comm):
+            layer.forward(1.0)
+            with torch.no_grad():
+                layer.forward(50.0)
+        layer.backward(3.0)
+        before = [state.state_dict() for state in layer.states]
+        if comm.rank == 0:
+            for mode in (torch.no_grad, torch.inference_mode):
+                with mode(), region(comm):
+                    layer.forward(50.0)
+        for then, state in zip(before, layer.states, strict=True):
+            assert_same_tensors(state.state_dict(), then, "after the evaluation")
+        with region(comm):
+            layer.forward(2.0)
+        assert layer.seen == ([2.0, 1.0], [3.0])
+
+    run_in_process(2, rank)
 
 
 # --- model_init ---
 
 
-@pytest.mark.parametrize("preserve", [True, False])
-@every_layer
-@every_recipe
-def test_model_init_makes_quantized_weights(kind, recipe, preserve):
-    """From the numbers that the layer has without it, kept where asked for; biases and norms stay
-    in high precision. Nested and disabled, it does not.
+def test_model_init_says_how_layers_are_made():
+    """Nested, left by exceptions, per thread; outside nothing is quantized."""
+    assert not current_model_init().enabled
+    recipe = Float8CurrentScaling()
+
+    def fails():
+        with zerocast.model_init(enabled=False):
+            assert not current_model_init().enabled
+            raise ValueError("x")
+
+    with zerocast.model_init(recipe=recipe, preserve_high_precision_init_val=True):
+        outer = current_model_init()
+        assert outer == ModelInit(True, recipe, True)
+        with pytest.raises(ValueError, match="x"):
+            fails()
+        assert current_model_init() is outer
+        assert not in_thread(lambda: current_model_init().enabled)
+    assert not current_model_init().enabled
+
+
+# --- TransformerEngine's names ---
+
+
+def test_names_and_orders_of_parameters():
+    """TransformerEngine's, defaults included."""
+
+    def parameters(function):
+        found = inspect.signature(function).parameters.values()
+        return {p.name: p.default for p in found if p.name != "self"}
+
+    init = {"enabled": True, "recipe": None, "preserve_high_precision_init_val": False}
+    autocast = {
+        "enabled": True, "calibrating": False, "recipe": None, "amax_reduction_group": None,
+    }  # fmt: skip
+    fp8 = {"enabled": True, "calibrating": False, "fp8_recipe": None, "fp8_group": None}
+    for function, expected in (
+        (zerocast.autocast, autocast),
+        (zerocast.fp8_autocast, fp8),
+        (zerocast.model_init, init),
+        (zerocast.quantized_model_init, init),
+        (zerocast.fp8_model_init, init),
+    ):
+        given = parameters(function)
+        assert (list(given), given) == (list(expected), expected)
+
+
+def test_the_earlier_names_open_the_same_regions():
+    """Every parameter arrives where it belongs."""
+    group, recipe = RecordingCommunicator(SingleRank()), Float8CurrentScaling()
+    with zerocast.fp8_autocast(False, True, recipe, group) as active:
+        given = (active.enabled, active.calibrating, active.recipe, active.group)
+        assert given == (False, True, recipe, group)
+    for init in (zerocast.fp8_model_init, zerocast.quantized_model_init):
+        with init(True, recipe, True):
+            assert current_model_init() == ModelInit(True, recipe, True)
+
+
+def test_recipe_and_calibrating_may_change_places():
+    """One is a bool and the other is none, so either order means one thing; two of a kind are
+    refused.
     """
-    plain = make(kind)
-    with model_init(recipe=recipe, preserve_high_precision_init_val=preserve):
-        layer = make(kind)
-        with model_init(enabled=False):
-            assert not any(isinstance(p, QuantizedTensor) for p in make(kind).parameters())
-    for (name, parameter), value in zip(layer.named_parameters(), plain.parameters(), strict=True):
-        is_weight = name in ("weight", "fc1_weight", "fc2_weight")
-        assert isinstance(parameter, QuantizedTensor) == is_weight
-        if is_weight:
-            expected = quantize(value, recipe)
-            assert_same_bytes(parameter.rowwise_data, expected.rowwise_data, name)
-            assert hasattr(parameter, "get_high_precision_init_val") == preserve
-            if preserve:
-                assert_same_bytes(parameter.get_high_precision_init_val(), value, name)
-        else:
-            assert_same_bytes(parameter, value, name)
-    step(layer, torch.randn(4, 32, requires_grad=True), recipe)
-
-
-@every_layer
-def test_reset_parameters_draws_anew(kind):
-    """As the constructor does from the same seed, quantized or not."""
-    for recipe in (None, CURRENT):
-        layer, again = make(kind, seed=3, recipe=recipe), make(kind, seed=4, recipe=recipe)
-        torch.manual_seed(3)
-        again.reset_parameters()
-        for (name, a), b in zip(layer.named_parameters(), again.parameters(), strict=True):
-            assert torch.equal(a, b), name
-
-
-@pytest.mark.parametrize("kind", [nn.LayerNormLinear, nn.LayerNormMLP])
-def test_unknown_names_are_refused(kind):
-    """With those that are known."""
-    with pytest.raises(InputError, match="'LayerNorm' or 'RMSNorm', got 'BatchNorm'"):
-        kind(32, 32, normalization="BatchNorm")
-    with pytest.raises(InputError, match="must be one of .*'swiglu'.* got 'tanh'"):
-        nn.LayerNormMLP(32, 32, activation="tanh")
-
-
-def test_layers_are_named_and_sized_as_in_transformer_engine():
-    """Parameters, shapes, repr."""
-    mlp = nn.LayerNormMLP(32, 64, activation="swiglu", normalization="RMSNorm")
-    assert {n: tuple(p.shape) for n, p in mlp.named_parameters()} == {
-        "layer_norm_weight": (32,),
-        "fc1_weight": (128, 32),
-        "fc1_bias": (128,),
-        "fc2_weight": (32, 64),
-        "fc2_bias": (32,),
-    }
-    layer = nn.LayerNormLinear(32, 16, bias=False, zero_centered_gamma=True)
-    names = ["layer_norm_weight", "layer_norm_bias", "weight"]
-    assert [n for n, _ in layer.named_parameters()] == names
-    assert (layer.layer_norm_weight == 0).all()
-    assert "normalization='LayerNorm', eps=1e-05, zero_centered_gamma=True" in repr(layer)
-    assert "activation='swiglu'" in repr(mlp)
-
-
-@pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
-def test_norms_stand_where_torchs_stand(kind):
-    """Same constructor, names, repr and results; state_dicts are exchanged."""
-    ours, torchs = getattr(nn, kind)(32), getattr(torch.nn, kind)(32)
-    assert isinstance(ours, getattr(torch.nn, kind))
-    assert repr(ours) == repr(torchs)
-    torch.nn.init.normal_(torchs.weight)
-    ours.load_state_dict(torchs.state_dict())
-    x = torch.randn(2, 3, 32)
-    assert_same_bytes(ours(x), torchs(x), "output")
-    assert getattr(nn, kind)([3, 32], elementwise_affine=False)(x).shape == x.shape
-    assert (getattr(nn, kind)(32, zero_centered_gamma=True).weight == 0).all()
-
-
-def test_delayed_scaling_of_another_configuration_starts_anew():
-    """What one recipe remembers is not another's."""
-    layer, x = make("Linear"), torch.randn(4, 32, requires_grad=True)
-    step(layer, x, DELAYED)
-    step(layer, x, DelayedScaling(amax_history_len=2))
-    assert layer._states[0].amax_history.shape == (3, 2)
-
-
-def test_a_rank_without_rows_enrols_its_states_like_the_others():
-    """An empty batch joins the reduction of amaxes, in the same order as a full one."""
-    layer = make("LayerNormMLP")
-    with autocast(recipe=DELAYED):
-        assert layer(torch.empty(0, 32)).shape == (0, 32)
-        assert all(state.reduction is not None for state in layer._states)
-    assert (layer._states[0].amax_history == 0).all()
-
-
-def test_convert_names_layers_for_stochastic_rounding():
-    """Those that have no name; so two layers draw different words."""
-    model = torch.nn.Sequential(
-        torch.nn.Linear(32, 32), nn.LayerNormMLP(32, 64), nn.Linear(32, 32, name="head")
-    )
-    nn.convert(model, CURRENT)
-    assert [module.name for module in model] == ["0", "1", "head"]
-    with autocast(recipe=NVFP4BlockScaling()):
-        model(torch.randn(4, 32))
-    hashes = [int(module._states[1].tensors["rounding_counter"][0, 0]) for module in model]
-    assert len(set(hashes)) == 3
-
-
-def test_convert_can_leave_weights_in_high_precision():
-    """They are the same parameters, quantized on the fly under autocast; tied ones, too."""
-    model = torch.nn.Sequential(torch.nn.Embedding(7, 32), torch.nn.Linear(32, 7, bias=False))
-    model[1].weight = model[0].weight
-    report = nn.convert(model, CURRENT, weights="high_precision")
-    assert report.converted == ("1",)
-    assert model[1].weight is model[0].weight
-    assert type(model[1]) is nn.Linear
-    with autocast(recipe=CURRENT):
-        model(torch.arange(7)).sum().backward()
-    assert model[0].weight.grad.shape == (7, 32)
-    assert nn.convert(model, RECIPES["nvfp4"]).left.keys() == {"1"}  # tied
-
-
-@every_recipe
-@pytest.mark.parametrize("weights", RECIPES)
-def test_weights_of_one_recipe_under_autocast_of_another(recipe, weights):
-    """The products are those of the operands as they are quantized, whatever each is."""
-    layer, x = make("Linear", recipe=RECIPES[weights]), torch.randn(4, 32, requires_grad=True)
-    found = step(layer, x, recipe)
-    plain = torch.nn.functional.linear(x, layer.weight.dequantize(), layer.bias)
-    torch.testing.assert_close(found["output"], plain.detach(), rtol=0.3, atol=0.5)
-
-
-@every_layer
-@every_recipe
-def test_a_layer_that_met_its_recipe_in_inference_mode_trains_on(kind, recipe):
-    """Its state is not frozen by that, and records nothing of it."""
-    layer, x = make(kind), torch.randn(4, 32, requires_grad=True)
-    with torch.inference_mode(), autocast(recipe=recipe):
-        layer(100 * x)
-    twin = make(kind)
-    for _ in range(2):
-        assert_same_tensors(step(layer, x, recipe), step(twin, x, recipe))
-
-
-@every_recipe
-def test_a_whole_module_is_pickled_with_its_state(recipe):
-    """torch.save of the module; it goes on as the original does."""
-    layer, x = make("LayerNormMLP"), torch.randn(4, 32, requires_grad=True)
-    step(layer, x, recipe)
-    loaded = through_a_file(layer, weights_only=False)
-    assert_same_tensors(step(loaded, x, recipe), step(layer, x, recipe))
+    recipe = Float8CurrentScaling()
+    for given, meant in (
+        ((True, True, recipe), True), ((True, recipe, True), True), ((True, "current", True), True),
+        ((False, recipe), False), ((False, False, recipe), False),
+    ):  # fmt: skip
+        with zerocast.autocast(*given) as active:
+            assert (active.enabled, active.calibrating, active.recipe) == (meant, meant, recipe)
+    with pytest.raises(InputError, match="calibrating must be True or False"):
+        zerocast.autocast(True, recipe, recipe)
+    with pytest.raises(InputError, match="recipe must be"):
+        zerocast.autocast(True, True, False)
