@@ -262,14 +262,9 @@ class ShardedWeights:
         Masters are put together from every rank's values, so weights may differ before; the states
         of their recipes then differ, too, and cannot be put together.
         """
-        tensors = [t for state in self.recipe_states().values() for t in state.values()]
-        if tensors and self.comm.size > 1:
-            whole = torch.cat([t.view(torch.uint8) for t in tensors])
-            self.comm.broadcast_(whole)
-            for tensor, piece in zip(
-                tensors, whole.split([t.nbytes for t in tensors]), strict=True
-            ):
-                tensor.view(torch.uint8).copy_(piece)
+        for state in self.recipe_states().values():
+            for tensor in state.values():
+                self.comm.broadcast_(tensor)
 
     @contextmanager
     def repeating_the_latest_cast(self) -> Iterator[None]:

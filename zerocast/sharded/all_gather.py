@@ -244,13 +244,11 @@ class LowBitAllGather:
         """Return the weight around the gathered codes ``outputs``, and all other tensors that it is
         made of, which FSDP2 frees and allocates as it does ``outputs``.
         """
-        shape = shards.storage.shape
+        shape, device = shards.storage.shape, shards.storage.device
         with torch.inference_mode(False):
             views = shards.rows.views(list(shards.sent), outputs)
             buffers = {
-                name: views[name].view(spec.shape)
-                if name in views
-                else torch.empty(spec.shape, dtype=spec.dtype, device=shards.storage.device)
+                name: views[name].view(spec.shape) if name in views else spec.allocate(device)
                 for name, spec in self.recipe.buffers(shape, columnwise=True).items()
                 if name not in self.recipe.state
             }
