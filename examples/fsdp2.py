@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from gpt.check import first_difference, unsharded_cast
@@ -28,17 +29,17 @@ import zerocast
 from zerocast.comm import Communicator
 
 
-def parse_arguments() -> argparse.Namespace:
+def options(description: str, recipes: list[str]) -> argparse.ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--recipe", choices=RECIPES, default="nvfp4", help="what is gathered")
+    parser = argparse.ArgumentParser(description=description.splitlines()[0])
+    parser.add_argument("--recipe", choices=recipes, default="nvfp4", help="what is gathered")
     parser.add_argument(
         "--autocast", action="store_true", help="quantize activations and gradients, too"
     )
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--batch", type=int, default=8, help="sequences a step, over all ranks")
+    parser.add_argument("--batch", type=int, default=8, help="sequences a step, over all replicas")
     parser.add_argument("--lr", type=float, default=1e-3)
-    return parser.parse_args()
+    return parser
 
 
 def sharded_model(recipe: zerocast.Recipe | None, dtype: torch.dtype) -> GPT:
@@ -55,34 +56,43 @@ def sharded_model(recipe: zerocast.Recipe | None, dtype: torch.dtype) -> GPT:
     return fully_shard(model, mp_policy=policy)
 
 
-def train(model: GPT, arguments: argparse.Namespace, comm: Communicator) -> None:
-    """Steps of torch's AdamW on the sharded masters; the loss every now and then."""
+def region(arguments: argparse.Namespace, comm: Communicator) -> AbstractContextManager[Any]:
+    """Where forwards run."""
     recipe = RECIPES[arguments.recipe]
+    if recipe is None or not arguments.autocast:
+        return nullcontext()
+    return zerocast.autocast(recipe=recipe, amax_reduction_group=comm)
+
+
+def train(
+    model: GPT, arguments: argparse.Namespace, comm: Communicator, *, replica: int, replicas: int
+) -> None:
+    """Steps of torch's AdamW on the sharded masters; the loss every now and then. Each of the
+    ``replicas`` of the model reads another text.
+    """
     optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.lr)
-    draw = torch.Generator().manual_seed(comm.rank)
+    draw = torch.Generator().manual_seed(replica)
     corpus = load_corpus()
     for step in range(arguments.steps):
-        text = sample(corpus.training, arguments.batch // comm.size, GPT.context, draw)
-        quantizes = recipe is not None and arguments.autocast
-        group = {"amax_reduction_group": comm}
-        with zerocast.autocast(recipe=recipe, **group) if quantizes else nullcontext():
+        text = sample(corpus.training, arguments.batch // replicas, GPT.context, draw)
+        with region(arguments, comm):
             loss = model(*text)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        if recipe is not None:
+        if RECIPES[arguments.recipe] is not None:
             zerocast.sharded.precompute_scales_for_fsdp(model)
         if step % 20 == 0 or step == arguments.steps - 1:
-            mean = loss.detach().reshape(1)
+            mean = loss.detach().reshape(1).float()
             comm.all_reduce_sum_(mean)
             if comm.rank == 0:
                 print(f"step {step}: loss {mean.item() / comm.size:.3f} nats a byte", flush=True)
 
 
-def wrong_byte(model: GPT) -> tuple[int, str | None]:
-    """How many bytes of gathered weights were compared with the unsharded cast, and the first that
-    differs. Collective.
+def gather(model: GPT) -> dict[str, zerocast.QuantizedTensor]:
+    """Gather all weights; return the unsharded casts of those that are gathered in codes.
+    Collective.
     """
     # Reshards the parameters, and casts those of a skipped step.
     zerocast.sharded.precompute_scales_for_fsdp(model)
@@ -91,18 +101,39 @@ def wrong_byte(model: GPT) -> tuple[int, str | None]:
         shard = parameter.to_local()
         if isinstance(shard, zerocast.sharded.MasterWeight):
             codes = shard.low_bit_all_gather.shards.storage
-            expected[name] = unsharded_cast(
-                parameter.full_tensor(), codes
-            ).quantized_storage.buffers
+            expected[name] = unsharded_cast(parameter.full_tensor(), codes)
     for module in (*model.blocks, model):
         module.unshard()
+    return expected
+
+
+def wrong_byte(model: GPT) -> tuple[int, str | None]:
+    """How many bytes of gathered weights were compared with the unsharded cast, and the first that
+    differs. Collective.
+    """
     compared, difference = 0, None
+    expected = gather(model)
     weights = dict(model.named_parameters())
-    for name, buffers in expected.items():
+    for name, whole in expected.items():
+        buffers = whole.quantized_storage.buffers
         for buffer, stored in weights[name].quantized_storage.buffers.items():
             compared += stored.nbytes
             difference = difference or first_difference(f"{name}.{buffer}", stored, buffers[buffer])
     return compared, difference
+
+
+def say_verdict(comm: Communicator, compared: int, difference: str | None) -> int:
+    """Say whether every rank compared its weights and found no ``difference``; the exit code."""
+    wrong = next(filter(None, comm.all_gather_object(difference)), None)
+    if comm.rank == 0:
+        print(
+            f"The gathered weights equal the unsharded cast on every rank: {compared:,} bytes "
+            f"compared on each of {comm.size}."
+            if wrong is None
+            else f"WRONG: {wrong}",
+            flush=True,
+        )
+    return int(wrong is not None)
 
 
 def run(arguments: argparse.Namespace, comm: Communicator) -> int:
@@ -112,30 +143,20 @@ def run(arguments: argparse.Namespace, comm: Communicator) -> int:
     report = zerocast.sharded.report(model)
     if comm.rank == 0:
         print(report, flush=True)
-    train(model, arguments, comm)
-    lines, difference = [], None
+    train(model, arguments, comm, replica=comm.rank, replicas=comm.size)
     bf16 = 2 * sum(parameter.shape.numel() for parameter in report.parameters)
-    lines.append(
-        f"an all-gather of all weights moves {report.gathered_bytes / 1e3:,.1f} kB; in BF16 it "
-        f"would be {bf16 / 1e3:,.1f} kB"
-    )
-    if recipe is not None:
-        compared, mine = wrong_byte(model)
-        difference = next(filter(None, comm.all_gather_object(mine)), None)
-        lines.append(
-            f"The gathered weights equal the unsharded cast on every rank: {compared:,} bytes "
-            f"compared on each of {comm.size}."
-            if difference is None
-            else f"WRONG: {difference}"
-        )
     if comm.rank == 0:
-        print("\n".join(lines), flush=True)
-    return int(difference is not None)
+        print(
+            f"an all-gather of all weights moves {report.gathered_bytes / 1e3:,.1f} kB; in BF16 it "
+            f"would be {bf16 / 1e3:,.1f} kB",
+            flush=True,
+        )
+    return 0 if recipe is None else say_verdict(comm, *wrong_byte(model))
 
 
 def main() -> int:
     """The exit code of :func:`run` on the ranks of this job."""
-    arguments = parse_arguments()
+    arguments = options(__doc__, list(RECIPES)).parse_args()
     with launched_process_group() as comm:
         if arguments.batch % comm.size:
             raise SystemExit(f"--batch {arguments.batch} must divide over {comm.size} ranks")

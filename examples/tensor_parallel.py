@@ -3,9 +3,10 @@
     torchrun --nproc-per-node 4 examples/tensor_parallel.py --recipe nvfp4 --tensor-parallel 2
     mpirun -n 4 python -m mpi4py examples/tensor_parallel.py --recipe current --tensor-parallel 4
 
-The styles are torch's, with sequence parallelism: between the layers the stream is split in time.
-With ``--autocast`` and a recipe of one scale a tensor, the inputs of layers are gathered in codes,
-too, by zerocast's styles. It ends with what gathers of weights and of inputs move, and compares
+The options, the loop of training and its end are those of fsdp2.py. The styles are torch's, with
+sequence parallelism: between the layers the stream is split in time. With ``--autocast`` and a
+recipe of one scale a tensor, the inputs of layers are gathered in codes, too, by zerocast's styles.
+It ends with what gathers of weights and of inputs move, and compares
 every code that a rank multiplies with, and every value, with its part of the unsharded cast of the
 whole masters by the reference backend; the exit code is 1 where one differs.
 """
@@ -14,11 +15,11 @@ from __future__ import annotations
 
 import argparse
 import sys
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from gpt.check import first_difference, unsharded_cast
+from fsdp2 import gather, options, region, say_verdict, train
+from gpt.check import first_difference
 from gpt.data import load_corpus, sample
 from gpt.launch import fast_dtype, launched_process_group
 from gpt.model import GPT, HeadByHead
@@ -42,21 +43,6 @@ from zerocast.nn.tensor_parallel import Float8ColwiseParallel
 
 IN_CODES = ("current", "delayed")
 """Recipes with which inputs can be gathered in codes: those of one scale a tensor."""
-
-
-def parse_arguments() -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    recipes = [name for name, recipe in RECIPES.items() if recipe is not None]
-    parser.add_argument("--recipe", choices=recipes, default="nvfp4", help="of the weights")
-    parser.add_argument("--tensor-parallel", type=int, default=2, help="ranks that share a layer")
-    parser.add_argument(
-        "--autocast", action="store_true", help="quantize activations and gradients, too"
-    )
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--batch", type=int, default=8, help="sequences a step, over all replicas")
-    parser.add_argument("--lr", type=float, default=1e-3)
-    return parser.parse_args()
 
 
 def parallel_model(arguments: argparse.Namespace, mesh: DeviceMesh, dtype: torch.dtype) -> GPT:
@@ -93,34 +79,6 @@ def parallel_model(arguments: argparse.Namespace, mesh: DeviceMesh, dtype: torch
     for module in (*model.blocks, model):
         fully_shard(module, mesh=mesh["dp"], mp_policy=policy)
     return model
-
-
-def region(arguments: argparse.Namespace, comm: Communicator) -> AbstractContextManager[Any]:
-    """Where forwards run."""
-    if not arguments.autocast:
-        return nullcontext()
-    return zerocast.autocast(recipe=RECIPES[arguments.recipe], amax_reduction_group=comm)
-
-
-def train(model: GPT, arguments: argparse.Namespace, mesh: DeviceMesh, comm: Communicator) -> None:
-    """Steps of torch's AdamW on the masters; the loss every now and then."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.lr)
-    corpus, replica = load_corpus(), mesh.get_local_rank("dp")
-    draw = torch.Generator().manual_seed(replica)  # ranks that share layers read the same text
-    for step in range(arguments.steps):
-        text = sample(corpus.training, arguments.batch // mesh["dp"].size(), GPT.context, draw)
-        with region(arguments, comm):
-            loss = model(*text)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        zerocast.sharded.precompute_scales_for_fsdp(model)
-        if step % 20 == 0 or step == arguments.steps - 1:
-            mean = loss.detach().reshape(1).float()
-            comm.all_reduce_sum_(mean)
-            if comm.rank == 0:
-                print(f"step {step}: loss {mean.item() / comm.size:.3f} nats a byte", flush=True)
 
 
 class Gathers(TorchDispatchMode):
@@ -161,17 +119,8 @@ def wrong_byte(model: GPT, mesh: DeviceMesh) -> tuple[int, str | None]:
     """How many bytes of codes and values were compared with this rank's part of the unsharded cast,
     and the first that differs. Collective.
     """
-    # Reshards the parameters, and casts those of a skipped step.
-    zerocast.sharded.precompute_scales_for_fsdp(model)
-    expected = {}
-    for name, parameter in model.named_parameters():
-        shard = parameter.to_local()
-        if isinstance(shard, zerocast.sharded.MasterWeight):
-            codes = shard.low_bit_all_gather.shards.storage
-            expected[name] = unsharded_cast(parameter.full_tensor(), codes)
-    for module in (*model.blocks, model):
-        module.unshard()
     compared, difference = 0, None
+    expected = gather(model)
     weights = dict(model.named_parameters())
     for name, whole in expected.items():
         own = weights[name].to_local()
@@ -196,10 +145,10 @@ def run(arguments: argparse.Namespace, comm: Communicator) -> int:
     report = zerocast.sharded.report(model)
     if comm.rank == 0:
         print(report, flush=True)
-    train(model, arguments, mesh, comm)
+    replica, replicas = mesh.get_local_rank("dp"), mesh["dp"].size()
+    # Ranks that share layers read the same text.
+    train(model, arguments, comm, replica=replica, replicas=replicas)
     inputs = gathered_inputs(model, arguments, mesh, comm)
-    compared, mine = wrong_byte(model, mesh)
-    difference = next(filter(None, comm.all_gather_object(mine)), None)
     bf16 = 2 * sum(parameter.shape.numel() for parameter in report.parameters)
     lines = [
         f"an all-gather of all weights, split over {split} ranks, moves "
@@ -207,19 +156,17 @@ def run(arguments: argparse.Namespace, comm: Communicator) -> int:
         f"{bf16 / 1e3:,.1f} kB",
         f"all-gathers of the inputs of a forward move {inputs.bytes / 1e3:,.1f} kB; in BF16 it "
         f"would be {2 * inputs.elements / 1e3:,.1f} kB",
-        f"The weights' parts equal the unsharded cast on every rank: {compared:,} bytes compared "
-        f"on each of {comm.size}."
-        if difference is None
-        else f"WRONG: {difference}",
     ]
     if comm.rank == 0:
         print("\n".join(lines), flush=True)
-    return int(difference is not None)
+    return say_verdict(comm, *wrong_byte(model, mesh))
 
 
 def main() -> int:
     """The exit code of :func:`run` on the ranks of this job."""
-    arguments = parse_arguments()
+    parser = options(__doc__, [name for name, recipe in RECIPES.items() if recipe is not None])
+    parser.add_argument("--tensor-parallel", type=int, default=2, help="ranks that share a layer")
+    arguments = parser.parse_args()
     with launched_process_group() as comm:
         split = arguments.tensor_parallel
         if comm.size % split:
