@@ -29,7 +29,7 @@ LAYERS = (
     ("cast",),
     ("sharded",),
     ("optim", "verification"),
-    ("nn",),  # the core, which is all below, imports no layer
+    ("export", "nn"),  # the core, which is all below, imports no layer
     ("integrations",),
     ("__init__",),
     ("cli",),
@@ -43,6 +43,7 @@ PUBLIC_MODULES = (
     "zerocast.sharded",
     "zerocast.nn",
     "zerocast.optim",
+    "zerocast.export",
     "zerocast.nn.tensor_parallel",
 )
 

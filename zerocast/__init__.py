@@ -10,11 +10,12 @@ Whatever the partition of the masters over ranks, the gathered weights are byte 
     verify                          proves that all ranks hold the same bytes
     autocast, model_init            where layers quantize, and how they are made
     zerocast.optim.ZeroOptimizer    a sharded optimizer around it
+    zerocast.export                 checkpoints that servers load
     zerocast.nn                     layers on quantized weights
     zerocast.comm                   the ranks: threads, MPI, torch.distributed
 """
 
-from zerocast import comm, nn, optim, sharded
+from zerocast import comm, export, nn, optim, sharded
 from zerocast.backends import use_backend
 from zerocast.backends.availability import (
     is_fp8_available,
@@ -102,6 +103,7 @@ __all__ = [
     "checkpoint_contexts",
     "comm",
     "empty",
+    "export",
     "fp8_autocast",
     "fp8_model_init",
     "get_default_recipe",

@@ -74,6 +74,11 @@ class ThreadWorld:
                 self.released.add(rank)
             raise kind(message)
 
+    @property
+    def is_broken(self) -> bool:
+        """Whether no further rendezvous will take place."""
+        return self._broken is not None
+
     def _break(self, kind: type[ZerocastError], message: str) -> None:
         self._broken = self._broken or (kind, message)
         self.condition.notify_all()
@@ -129,7 +134,8 @@ class ThreadGroup:
             world.waiting[rank] = what
             world.look_for_deadlock()
             while self._held == awaited:
-                world.check(rank)
+                if world.is_broken:
+                    world.check(rank)
                 world.condition.wait()
             # Not yet replaced: the next rendezvous needs this rank too.
             return self._outcome

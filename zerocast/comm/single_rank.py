@@ -8,7 +8,16 @@ from typing import Any
 
 import torch
 
-from zerocast.comm import buffers
+from zerocast.comm.buffers import (
+    MAX_DTYPES,
+    SUM_DTYPES,
+    as_bytes,
+    check_root,
+    chunk_bytes,
+    operand,
+    pickled,
+    scatter_operands,
+)
 from zerocast.comm.communicator import Communicator
 
 
@@ -19,23 +28,25 @@ class SingleRank(Communicator):
     size = 1
 
     def all_reduce_max_(self, buffer: torch.Tensor) -> None:
-        buffers.reduce_operand("all_reduce_max_", buffer)
+        operand("all_reduce_max_", buffer, MAX_DTYPES)
 
     def all_reduce_sum_(self, buffer: torch.Tensor) -> None:
-        buffers.reduce_operand("all_reduce_sum_", buffer)
+        operand("all_reduce_sum_", buffer, SUM_DTYPES)
 
     def all_gather_(self, buffer: torch.Tensor, counts: Sequence[int] | None = None) -> None:
-        buffers.gather_operands(buffer, counts, self.size)
+        as_bytes("all_gather_", buffer)
+        chunk_bytes(buffer, counts, self.size)
 
     def reduce_scatter_sum(self, output: torch.Tensor, buffer: torch.Tensor) -> None:
-        output, buffer = buffers.scatter_operands(output, buffer, self.size)
+        output, buffer = scatter_operands(output, buffer, self.size)
         output.copy_(buffer)
 
     def broadcast_(self, buffer: torch.Tensor, root: int = 0) -> None:
-        buffers.broadcast_operand(buffer, root, self.size)
+        as_bytes("broadcast_", buffer)
+        check_root(root, self.size)
 
     def all_gather_object(self, obj: Any) -> list[Any]:
-        return [pickle.loads(buffers.pickled(obj))]
+        return [pickle.loads(pickled(obj))]
 
     def barrier(self) -> None:
         """Nobody to wait for."""

@@ -14,6 +14,7 @@ import torch
 from zerocast.comm import Attempt, Communicator
 from zerocast.comm.agreement import check_same
 from zerocast.errors import UnsupportedError
+from zerocast.layout import Extent
 from zerocast.optim.average import Average, check_decay
 from zerocast.optim.checkpoint import StateDict, common_lines, read, restore, save
 from zerocast.optim.gradients import GradientReducer
@@ -55,6 +56,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
             index = index_of(self._shards.weights, param, "gather_master")
         self._progress.prepare("gather_master", attempt.error)
         return self._shards.gather(index, self._shards.masters)
+
+    def local_master(self, param: torch.Tensor) -> tuple[torch.Tensor, Extent]:
+        """Return this rank's shard of a parameter's master: FP32, flat, a view, empty where it owns
+        none; and the elements of the weight that it is.
+
+        Raises:
+            InputError: where ``param`` is not a trainable parameter of the optimizer.
+        """
+        index = index_of(self._shards.weights, param, "local_master")
+        return self._shards.master(index), self._shards.own[index].extent
 
     def mark_written(self, params: Iterable[torch.Tensor]) -> None:
         """Say that these parameters were written in a way that torch does not count: through

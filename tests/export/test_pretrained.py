@@ -1,0 +1,318 @@
+"""save_pretrained: the same files on any number of ranks, equal to casts of the whole weights."""
+
+import copy
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import zerocast
+from tests.support.llama import TIED_160, llama, tokens
+from tests.support.models import Attention, Bank
+from tests.support.ranks import run_ranks, shared_folder
+from tests.support.same_bytes import assert_same_bytes
+from zerocast.export import DIALECTS, Export, load_pretrained, save_pretrained
+from zerocast.optim import ZeroOptimizer
+
+NVFP4, BLOCKS = zerocast.NVFP4BlockScaling(), zerocast.Float8BlockScaling()
+FUSED = [["*.q_proj", "*.k_proj", "*.v_proj"], ["*.gate_proj", "*.up_proj"]]
+DIALECT_NAMES = [*DIALECTS]
+
+
+def rounded(model: torch.nn.Module) -> torch.nn.Module:
+    """Its parameters in BF16, its buffers as they are."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.bfloat16()
+    return model
+
+
+def digests(folder: Path) -> dict[str, str]:
+    """Of every file."""
+    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in folder.iterdir()}
+
+
+def trained(model, recipe, comm) -> ZeroOptimizer:
+    """``model`` converted, and its optimizer after a step with given gradients. Layers whose K is
+    no multiple of 32 stay as they are.
+    """
+    zerocast.nn.convert(model, recipe, filter_fqns=["down_proj"])
+    optimizer = ZeroOptimizer(model.named_parameters(), lr=1e-2, group=comm)
+    for p in model.parameters():
+        generator = torch.Generator().manual_seed(p.numel())
+        p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+    optimizer.step()
+    return optimizer
+
+
+def exported(folder: Path, base, recipe, world_size, **options) -> dict[str, torch.Tensor]:
+    """The whole masters of a copy of ``base`` that was trained and saved on so many ranks."""
+
+    def run(comm):
+        model = copy.deepcopy(base)
+        optimizer = trained(model, recipe, comm)
+        save_pretrained(model, folder, optimizer=optimizer, bucket_bytes=20_000, **options)
+        return {name: optimizer.gather_master(p) for name, p in model.named_parameters()}
+
+    return run_ranks("in_process" if world_size > 1 else "single_rank", world_size, run)[0]
+
+
+@pytest.mark.parametrize("name", DIALECT_NAMES)
+def test_files_are_the_same_on_any_number_of_ranks(tmp_path, name):
+    """Cast from the masters of a Llama, on 1, 2 and 4 ranks that cut inside of rows and blocks:
+    every file, and every weight in it is ``quantize`` of the whole master.
+    """
+    base = rounded(llama(TIED_160))
+    found = {}
+    for world_size in (1, 2, 4):
+        folder = tmp_path / str(world_size)
+        masters = exported(folder, base, NVFP4, world_size, dialect=name, from_masters=True)
+        found[world_size] = digests(folder)
+    assert found[1] == found[2] == found[4]
+    assert len(found[1]) > 5
+    loaded = load_pretrained(folder)
+    quantized = 0
+    for key, tensor in loaded.items():
+        if isinstance(tensor, zerocast.QuantizedTensor):
+            quantized += 1
+            whole = zerocast.quantize(masters[key], DIALECTS[name].recipe, dtype=torch.bfloat16)
+            assert_same_bytes(tensor.dequantize(), whole.dequantize(), f"{name}: {key}")
+        else:
+            assert_same_bytes(tensor, masters[key].to(tensor.dtype), key)
+    assert quantized == 12
+    assert loaded.keys() == masters.keys()  # a tied head is stored once
+
+
+@pytest.mark.parametrize(
+    ("name", "recipe"),
+    [("compressed-tensors/nvfp4", NVFP4), ("deepseek/fp8-ue8m0", BLOCKS)],
+)
+def test_trained_bytes_are_saved_as_they_are(tmp_path, name, recipe):
+    """Of weights in square blocks, on 3 ranks: what is loaded decodes to the trained weights."""
+    base = rounded(llama(TIED_160))
+    masters = exported(tmp_path, base, recipe, 3, dialect=name)
+    for key, tensor in load_pretrained(tmp_path).items():
+        if isinstance(tensor, zerocast.QuantizedTensor):
+            whole = zerocast.quantize(masters[key], recipe, dtype=torch.bfloat16)
+            assert_same_bytes(tensor.dequantize(), whole.dequantize(), key)
+
+
+def test_weights_that_a_server_fuses_share_a_tensor_scale(tmp_path):
+    """Those that are named, and those that were trained so; others have their own."""
+    base = rounded(llama(TIED_160))
+    exported(
+        tmp_path, base, NVFP4, 2, dialect="modelopt/nvfp4", from_masters=True, amax_groups=FUSED
+    )
+    scales = {
+        key: tensor.item()
+        for file in tmp_path.glob("*.safetensors")
+        for key, tensor in load_file(file).items()
+        if key.endswith("weight_scale_2")
+    }
+    layer = "model.layers.1"
+    fused = [scales[f"{layer}.self_attn.{p}_proj.weight_scale_2"] for p in "qkv"]
+    assert len(set(fused)) == 1
+    assert scales[f"{layer}.self_attn.o_proj.weight_scale_2"] not in fused
+
+    model = Attention(output=True).bfloat16()
+    with torch.no_grad():
+        model.wv.weight.mul_(3)
+    zerocast.nn.convert(model, NVFP4, amax_groups=[["wq", "wk"]])
+    optimizer = ZeroOptimizer(model.named_parameters())
+    export = Export(model, "modelopt/nvfp4", optimizer=optimizer, from_masters=True)
+    (tensors,) = export.buckets()
+    shared = tensors["wq.weight_scale_2"]
+    assert_same_bytes(tensors["wk.weight_scale_2"], shared, "wk")
+    assert tensors["wv.weight_scale_2"] != shared
+
+
+@pytest.mark.parametrize("form", ["nvfp4", "fp8-channel", "mxfp8"])
+@pytest.mark.filterwarnings("ignore:You passed `quantization_config`:UserWarning")
+def test_transformers_loads_and_evaluates_what_is_saved(tmp_path, form):
+    """By ``from_pretrained``, through compressed-tensors: every parameter is what was saved, and
+    the logits are those of the model with the decoded weights.
+    """
+    from transformers import AutoModelForCausalLM, CompressedTensorsConfig
+
+    base = rounded(llama(TIED_160))
+    dialect = f"compressed-tensors/{form}"
+    exported(tmp_path, base, NVFP4, 2, dialect=dialect, from_masters=True)
+    loaded = AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.bfloat16, quantization_config=CompressedTensorsConfig(dequantize=True)
+    )
+    ours = rounded(llama(TIED_160)).eval()
+    state = {name: tensor.to(torch.bfloat16) for name, tensor in load_pretrained(tmp_path).items()}
+    ours.load_state_dict(state, strict=False)
+    for key, parameter in loaded.named_parameters():
+        assert_same_bytes(parameter, state[key], key)
+    with torch.no_grad():
+        logits = [model(input_ids=tokens(0)).logits for model in (loaded, ours)]
+    assert_same_bytes(*logits, "logits")
+
+
+def test_buffers_and_unquantized_modules_are_saved(tmp_path):
+    """Persistent buffers, biases, a norm; the configuration names the linear layers that stay."""
+    model = torch.nn.Sequential(torch.nn.Linear(64, 48), torch.nn.BatchNorm1d(48))
+    model.append(torch.nn.Linear(48, 7))
+    zerocast.nn.convert(model, zerocast.Float8CurrentScaling(), filter_fqns=["2"])
+    save_pretrained(model, tmp_path, dialect="compressed-tensors/fp8-tensor")
+    loaded = load_pretrained(tmp_path)
+    assert loaded.keys() == model.state_dict().keys() - {"0._extra_state"}
+    for name, tensor in loaded.items():
+        kept = model.state_dict()[name]
+        assert_same_bytes(tensor.to(kept.dtype), kept.to(kept.dtype), name)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["quantization_config"]["ignore"] == ["2"]
+
+
+def bank(recipe=NVFP4) -> Bank:
+    """Two quantized weights."""
+    torch.manual_seed(0)
+    model = Bank((48, 33)).bfloat16()
+    zerocast.nn.convert(model, recipe)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"dialect": "gguf"}, zerocast.InputError, "dialect must be one of compressed-tensors/"),
+        ({"dialect": "deepseek/fp8"}, zerocast.InputError, "cannot hold; give from_masters=True"),
+        ({"from_masters": True}, zerocast.InputError, "needs optimizer=, the ZeroOptimizer"),
+        ({"from_masters": "no"}, zerocast.InputError, "from_masters must be True or False"),
+        ({"bucket_bytes": 0}, zerocast.InputError, "bucket_bytes must be an integer"),
+        ({"dtype": torch.int8}, zerocast.InputError, "dtype must be one of"),
+        ({"optimizer": 3}, zerocast.InputError, "must be the zerocast.optim.ZeroOptimizer"),
+        ({"tokenizer": "nowhere"}, zerocast.InputError, "tokenizer must have a method"),
+        ({"model": torch.nn.Linear(2, 2)}, zerocast.InputError, "got one with none; call"),
+        ({"model": 3}, zerocast.InputError, "model must be a module, got int"),
+    ],
+)
+def test_what_cannot_be_saved_is_refused_on_all_ranks(tmp_path, options, error, message):
+    """By its name, with nothing written that looks complete; here on the second of two ranks."""
+
+    def run(comm):
+        wrong = options if comm.rank == 1 or "tokenizer" in options else {}
+        given = {"model": bank(), "dialect": "compressed-tensors/nvfp4"} | wrong
+        with pytest.raises(zerocast.ZerocastError, match=message if wrong else None):
+            save_pretrained(directory=tmp_path, group=comm, **given)
+
+    run_ranks("in_process", 2, run)
+    assert not (tmp_path / "config.json").exists()
+
+
+def test_a_weight_that_is_not_finite_is_refused(tmp_path):
+    """By its name, on every rank, for each kind of scale."""
+    for name, dialect in DIALECTS.items():
+        model = Bank((48, 33)).bfloat16()
+        with torch.no_grad():
+            model.layers[1].weight[3, 5] = torch.nan
+        zerocast.nn.convert(model, dialect.recipe)
+        with pytest.raises(zerocast.NonFiniteError, match=r"layers\.1\.weight holds a NaN"):
+            save_pretrained(model, tmp_path / name, dialect=dialect)
+
+
+def test_a_directory_that_is_in_use_or_unfinished_is_refused(tmp_path):
+    """Saving into one with safetensors; loading one without a configuration, without a file that
+    the index names, with a damaged file, or of an unknown dialect.
+    """
+    full, model = tmp_path / "full", bank()
+    save_pretrained(model, full, dialect="modelopt/nvfp4", bucket_bytes=1000)
+    with pytest.raises(zerocast.InputError, match="needs a directory without safetensors files"):
+        save_pretrained(model, full, dialect="modelopt/nvfp4")
+    files = sorted(full.glob("*.safetensors"))
+    assert len(files) == 2
+
+    def refused(change, message) -> None:
+        changed = tmp_path / "changed"
+        changed.mkdir()
+        for file in full.iterdir():
+            (changed / file.name).write_bytes(file.read_bytes())
+        change(changed)
+        with pytest.raises(zerocast.InputError, match=message):
+            load_pretrained(changed)
+        for file in changed.iterdir():
+            file.unlink()
+        changed.rmdir()
+
+    refused(lambda folder: (folder / "config.json").unlink(), "has none")
+    refused(lambda folder: (folder / "config.json").write_text("{"), "cannot be read")
+    refused(lambda folder: (folder / "config.json").write_text("{}"), "needs dialect=")
+    refused(lambda folder: (folder / files[0].name).unlink(), "cannot be read")
+    refused(lambda folder: (folder / files[1].name).write_bytes(b"abc"), "cannot be read")
+    refused(lambda folder: save_file({}, folder / files[1].name), "lacks .*, which its index names")
+
+
+def test_a_foreign_checkpoint_is_loaded(tmp_path):
+    """Of DeepSeek's own configuration, which names no modules: scales of any FP32 values."""
+    shape, generator = (130, 200), torch.Generator().manual_seed(0)
+    codes = torch.randint(0, 0x7F, shape, dtype=torch.uint8, generator=generator)
+    scales = torch.rand((2, 2), generator=generator)
+    stored = {
+        "model.q.weight": codes.view(torch.float8_e4m3fn),
+        "model.q.weight_scale_inv": scales,
+        "model.norm.weight": torch.ones(8),
+    }
+    save_file(stored, tmp_path / "model.safetensors")
+    section = DIALECTS["deepseek/fp8"].section
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": section}))
+    loaded = load_pretrained(tmp_path)
+    assert loaded.keys() == {"model.q.weight", "model.norm.weight"}
+    expanded = scales.repeat_interleave(128, 0)[:130].repeat_interleave(128, 1)[:, :200]
+    expected = stored["model.q.weight"].float() * expanded
+    assert_same_bytes(loaded["model.q.weight"].dequantize(torch.float32), expected, "q")
+
+
+# --- FSDP2 ---
+
+
+@pytest.mark.mpi(min_size=4)
+@pytest.mark.parametrize("world_size", [1, 3, 4])
+def test_masters_of_fsdp2_make_the_same_files(world_size):
+    """Rows over 1, 3 and 4 ranks, some of them without any: the bytes that a forward gathers, and a
+    cast by another recipe; every weight is ``quantize`` of the whole master.
+    """
+    from tests.sharded.sharded import bank as sharded_bank
+    from tests.sharded.sharded import batch, whole_masters
+
+    for recipe, dialect, options in (
+        (NVFP4, "compressed-tensors/nvfp4", {}),
+        (NVFP4, "compressed-tensors/fp8-block", {"from_masters": True}),
+        (zerocast.DelayedScaling(), "deepseek/fp8-ue8m0", {"from_masters": True}),
+    ):
+
+        def run(comm, recipe=recipe, dialect=dialect, options=options):
+            model = sharded_bank(recipe)
+            model(batch())
+            folder = shared_folder(comm)
+            save_pretrained(model, folder, dialect=dialect, bucket_bytes=4000, **options)
+            loaded, masters = load_pretrained(folder), whole_masters(model)
+            assert loaded.keys() == masters.keys()
+            cast_by = DIALECTS[dialect].recipe if options else recipe
+            for name, weight in loaded.items():
+                whole = zerocast.quantize(masters[name], cast_by, dtype=torch.bfloat16)
+                assert_same_bytes(weight.dequantize(), whole.dequantize(), f"{dialect}: {name}")
+            comm.barrier()
+            return digests(folder)
+
+        found = run_ranks("torch_distributed", world_size, run)
+        alone = run_ranks("torch_distributed", 1, run)
+        assert found[0] == alone[0]
+
+
+@pytest.mark.mpi(min_size=4)
+def test_bytes_of_fsdp2_that_depend_on_earlier_casts_are_refused():
+    """Of delayed scaling, without from_masters; and masters whose dtype nothing tells yet."""
+    from tests.sharded.sharded import bank as sharded_bank
+
+    def run(comm):
+        del comm
+        delayed = zerocast.DelayedScaling(fp8_format="e4m3")
+        with pytest.raises(zerocast.UnsupportedError, match="depend on earlier casts"):
+            Export(sharded_bank(delayed), "compressed-tensors/fp8-tensor", dtype=torch.bfloat16)
+        with pytest.raises(zerocast.InputError, match=r"has not been gathered yet.*give dtype="):
+            Export(sharded_bank(), "compressed-tensors/nvfp4")
+
+    run_ranks("torch_distributed", 2, run)

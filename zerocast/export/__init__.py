@@ -1,0 +1,18 @@
+"""zerocast.export: from sharded masters to the checkpoints that servers load.
+
+    zerocast.export.save_pretrained(model, "served", dialect="compressed-tensors/fp8-block")
+
+The dialects say how each server names, shapes and encodes a weight; ``DIALECTS`` has them by name.
+The weights travel in codes, cast before anything is gathered, and are the same on any number of
+ranks, byte for byte.
+
+    dialects      names, shapes and formulas
+    weights       which tensors a model has under them, and how they become whole
+    pretrained    directories of safetensors
+"""
+
+from zerocast.export.dialects import DIALECTS, Dialect, TensorScale
+from zerocast.export.pretrained import load_pretrained, save_pretrained
+from zerocast.export.weights import Export
+
+__all__ = ["DIALECTS", "Dialect", "Export", "TensorScale", "load_pretrained", "save_pretrained"]

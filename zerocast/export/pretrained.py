@@ -1,0 +1,277 @@
+"""save_pretrained and load_pretrained: directories of safetensors that servers load.
+
+Note: who writes what
+~~~~~~~~~~~~~~~~~~~~~
+Every bucket of tensors is one file, and the ranks write the files in turn. The files are the same
+on any number of ranks. ``config.json`` and the index are written last, by rank 0, after all files
+are whole: a directory without them is unfinished.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zerocast.cast.amax_groups import Patterns
+from zerocast.comm import Attempt, Group, raise_together
+from zerocast.errors import InputError
+from zerocast.export.dialects import DIALECTS, Dialect, as_dialect
+from zerocast.export.weights import BUCKET_BYTES, Export, NamedTensors
+from zerocast.optim import ZeroOptimizer
+from zerocast.recipes import NOMINAL_DTYPES
+
+TOKENIZER_FILES = ("*token*.json", "tokenizer*", "vocab.*", "merges.txt", "*.jinja", "*.model")
+"""What is copied of a tokenizer's directory."""
+
+
+def save_pretrained(
+    model: torch.nn.Module,
+    directory: str | os.PathLike[str],
+    *,
+    dialect: Dialect | str,
+    optimizer: ZeroOptimizer | None = None,
+    from_masters: bool = False,
+    amax_groups: Patterns = (),
+    dtype: torch.dtype | None = None,
+    tokenizer: Any = None,
+    bucket_bytes: int = BUCKET_BYTES,
+    group: Group = None,
+) -> None:
+    """Save a model in a format that servers load: safetensors and ``config.json``. Collective.
+
+    The files are the same on any number of ranks, and hold for every quantized weight what
+    ``zerocast.quantize`` of the whole weight gives. A rank holds its shards and one bucket, not the
+    model.
+
+    Args:
+        model: with quantized weights, whole on every rank, or with masters sharded by FSDP2. A
+            model of transformers keeps its configuration; its tied weights are stored once.
+        directory: is made where it does not exist; one with safetensors in it is refused.
+        dialect: one of :data:`zerocast.export.DIALECTS`, or its name.
+        optimizer: the ZeroOptimizer that holds the masters of ``model``, for ``from_masters``.
+        from_masters: False saves the bytes that the model was trained with, which the dialect must
+            hold; True casts the masters by the dialect's recipe.
+        amax_groups: weights that the server fuses and that share one tensor amax, by patterns of
+            names, ``[["*.q_proj", "*.k_proj", "*.v_proj"], ["*.gate_proj", "*.up_proj"]]``. Those
+            that were trained so are found.
+        dtype: what masters are rounded to before they are cast, and what is stored of parameters in
+            another; by default the weights' own, and of masters of FSDP2 that of their latest
+            gather.
+        tokenizer: with a method ``save_pretrained``, or a directory whose tokenizer files are
+            copied.
+        bucket_bytes: about how many bytes a file has.
+        group: the ranks that save together: those of ``optimizer`` by default, or all.
+
+    Raises:
+        InputError, UnsupportedError: on every rank, for a wrong argument, or a weight that cannot
+            be saved so, on any; nothing has been written.
+        NonFiniteError: on every rank, where a weight holds a NaN or an infinity.
+    """
+    export = Export(
+        model,
+        dialect,
+        optimizer=optimizer,
+        from_masters=from_masters,
+        amax_groups=amax_groups,
+        dtype=dtype,
+        bucket_bytes=bucket_bytes,
+        group=group,
+    )
+    comm, folder, attempt = export.comm, Path(directory), Attempt()
+    with attempt:
+        _require_safetensors()
+        if comm.rank == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            if any(folder.glob("*.safetensors")):
+                raise InputError(
+                    f"save_pretrained needs a directory without safetensors files, got {folder}, "
+                    f"which has some; choose another, or remove them."
+                )
+    raise_together(comm, attempt.error)
+
+    count, places, size = len(export.plan_buckets()), dict[str, str](), 0
+    for i, tensors in enumerate(export.buckets()):
+        file = f"model-{i + 1:05}-of-{count:05}.safetensors" if count > 1 else "model.safetensors"
+        places.update(dict.fromkeys(tensors, file))
+        size += sum(tensor.nbytes for tensor in tensors.values())
+        if comm.rank == i % comm.size:
+            with attempt:
+                _write(tensors, folder / file)
+    raise_together(comm, attempt.error)
+
+    with attempt:
+        if comm.rank == 0:
+            if count > 1:
+                index = {"metadata": {"total_size": size}, "weight_map": places}
+                _write_json(index, folder / "model.safetensors.index.json")
+            _save_tokenizer(tokenizer, folder)
+            generation = getattr(model, "generation_config", None)
+            if generation is not None:
+                generation.save_pretrained(folder)
+            section = export.dialect.quantization_config(export.unquantized)
+            nominal = next(entry.dtype for entry in export.entries if entry.recipe is not None)
+            own = {"dtype": str(nominal).removeprefix("torch."), "quantization_config": section}
+            _write_json(_configuration(model) | own, folder / "config.json")
+    raise_together(comm, attempt.error)
+
+
+def load_pretrained(
+    directory: str | os.PathLike[str],
+    *,
+    dialect: Dialect | str | None = None,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+) -> NamedTensors:
+    """Load what :func:`save_pretrained`, or another program, saved in a dialect.
+
+    Args:
+        directory: with safetensors files, and their index where there are several.
+        dialect: that of the files; by default the one whose ``quantization_config`` is in
+            ``config.json``, as after :func:`save_pretrained`.
+        dtype: the nominal dtype of quantized weights; by default that of ``config.json``, or BF16.
+        device: where the tensors are put.
+
+    Returns:
+        By the names of the model's parameters and buffers: quantized weights as
+        :class:`zerocast.QuantizedTensor` of the dialect's recipe, without columnwise copies; all
+        others as they are stored.
+
+    Raises:
+        InputError: where the directory is unfinished or damaged, or its tensors are not those of
+            the dialect.
+    """
+    _require_safetensors()
+    folder = Path(directory)
+    configuration = _read_configuration(folder)
+    found = _dialect_of(configuration, folder) if dialect is None else as_dialect(dialect)
+    dtype = _nominal_dtype(configuration) if dtype is None else dtype
+    stored = _read(folder, torch.device(device))
+    loaded: NamedTensors = {}
+    for name, tensor in stored.items():
+        module, _, part = name.rpartition(".")
+        prefix = f"{module}." if module else ""
+        if prefix + found.scales not in stored or part not in found.names:
+            loaded[name] = tensor
+        elif part == found.codes:
+            parts = {part: stored[prefix + part] for part in found.names if prefix + part in stored}
+            try:
+                loaded[f"{prefix}weight"] = found.decode(parts, dtype)
+            except InputError as error:
+                raise InputError(f"{name} in {folder}: {error}") from error
+    return loaded
+
+
+# --- files ---
+
+
+def _require_safetensors() -> None:
+    if find_spec("safetensors") is None:
+        raise InputError(
+            "a checkpoint that servers load needs the package safetensors, which is not installed; "
+            "pip install safetensors (transformers brings it, too)."
+        )
+
+
+def _write(tensors: NamedTensors, path: Path) -> None:
+    """Write ``path`` as a whole: a process that ends in between leaves no file of that name."""
+    from safetensors.torch import save_file
+
+    unfinished = path.with_suffix(".unfinished")
+    on_host = {name: tensor.cpu().clone() for name, tensor in tensors.items()}
+    save_file(on_host, unfinished, metadata={"format": "pt"})
+    unfinished.replace(path)
+
+
+def _write_json(content: Any, path: Path) -> None:
+    unfinished = path.with_suffix(".unfinished")
+    unfinished.write_text(json.dumps(content, indent=2) + "\n")
+    unfinished.replace(path)
+
+
+def _read(folder: Path, device: torch.device) -> NamedTensors:
+    """Return the tensors of all files."""
+    from safetensors import SafetensorError, safe_open
+
+    index = folder / "model.safetensors.index.json"
+    tensors: NamedTensors = {}
+    try:
+        places = json.loads(index.read_text())["weight_map"] if index.is_file() else {}
+        for file in sorted(set(places.values())) or ["model.safetensors"]:
+            with safe_open(folder / file, framework="pt", device=str(device)) as opened:
+                tensors |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise InputError(f"{folder} has a file that cannot be read: {error}") from error
+    missing = places.keys() - tensors.keys()
+    if missing:
+        raise InputError(f"{folder} lacks {min(missing)}, which its index names.")
+    return tensors
+
+
+def _save_tokenizer(tokenizer: Any, folder: Path) -> None:
+    if hasattr(tokenizer, "save_pretrained"):
+        tokenizer.save_pretrained(folder)
+    elif tokenizer is not None:
+        files = {file for pattern in TOKENIZER_FILES for file in Path(tokenizer).glob(pattern)}
+        if not files:
+            raise InputError(
+                f"tokenizer must have a method save_pretrained, or be a directory with tokenizer "
+                f"files, got {tokenizer!r}."
+            )
+        for file in sorted(files):
+            shutil.copy(file, folder / file.name)
+
+
+# --- config.json ---
+
+
+def _configuration(model: torch.nn.Module) -> dict[str, Any]:
+    """Return a model's configuration of transformers; nothing for a model that has none."""
+    config: Any = getattr(model, "config", None)
+    if not hasattr(config, "to_dict"):
+        return {}
+    # fully_shard puts a class of its own before the model's.
+    own = next(each for each in type(model).__mro__ if not each.__name__.startswith("FSDP"))
+    return {**config.to_dict(), "architectures": [own.__name__]}
+
+
+def _read_configuration(folder: Path) -> dict[str, Any]:
+    path = folder / "config.json"
+    if not path.is_file():
+        raise InputError(
+            f"load_pretrained needs a directory with a config.json, which is written last, and "
+            f"{folder} has none."
+        )
+    try:
+        configuration = json.loads(path.read_text())
+    except ValueError as error:
+        raise InputError(f"{path} cannot be read: {error}") from error
+    if not isinstance(configuration, dict):
+        raise InputError(f"{path} must hold an object, got {type(configuration).__name__}.")
+    return configuration
+
+
+def _dialect_of(configuration: dict[str, Any], folder: Path) -> Dialect:
+    """Return the dialect whose section ``configuration`` has."""
+    given = configuration.get("quantization_config")
+    for dialect in DIALECTS.values():
+        if isinstance(given, dict) and dialect.section == {
+            key: value for key, value in given.items() if key != dialect.unquantized_key
+        }:
+            return dialect
+    raise InputError(
+        f"load_pretrained needs dialect=, because the quantization_config in {folder} is that of "
+        f"none of {', '.join(DIALECTS)}."
+    )
+
+
+def _nominal_dtype(configuration: dict[str, Any]) -> torch.dtype:
+    """Return the dtype that ``configuration`` names; BF16 where it names none that can be."""
+    name = str(configuration.get("dtype", configuration.get("torch_dtype")))
+    dtypes = {str(dtype).removeprefix("torch."): dtype for dtype in NOMINAL_DTYPES}
+    return dtypes.get(name.removeprefix("torch."), torch.bfloat16)
