@@ -1,4 +1,5 @@
-"""Checks of the arguments of public calls: one for each kind, made before the argument is used.
+"""Checks of the arguments of public calls: one for each kind, made before the argument is used;
+and which tensors backends and transports may read and write by address.
 
 Each check returns the value in the form that the package works with, or raises
 :class:`zerocast.InputError` with the argument's name, what it must be and what was given. Recipes
@@ -15,6 +16,9 @@ from typing import Any
 import torch
 
 from zerocast.errors import InputError
+
+_HOLDS_MEMORY = torch.Tensor.__torch_dispatch__
+_TRANSFORMED = "a tensor of a torch.func transform; call this outside of the transform"
 
 
 def shown(value: object) -> str:
@@ -90,17 +94,8 @@ def check_tensor(name: str, value: object) -> torch.Tensor:
     """Check that it is a tensor whose elements lie in memory by strides."""
     if not isinstance(value, torch.Tensor):
         raise InputError(f"{name} must be a torch.Tensor, got {type(value).__name__}.")
-    if value.layout != torch.strided or value.is_nested:
-        layout = "nested" if value.is_nested else value.layout
-        raise InputError(
-            f"{name} must be a dense tensor, of layout torch.strided, got {shown(value)} of layout "
-            f"{layout}; use .to_dense()."
-        )
-    if torch._C._functorch.is_functorch_wrapped_tensor(value):
-        raise InputError(
-            f"{name} must be a tensor with memory of its own, got {shown(value)} of a torch.func "
-            f"transform; call this outside of the transform."
-        )
+    if (problem := _why_not_dense(value)) is not None:
+        raise InputError(f"{name} must be a dense tensor, got {problem}.")
     return value
 
 
@@ -132,3 +127,63 @@ def check_fields(owner: Any) -> None:
         given, kind = getattr(owner, field.name), type(field.default)
         if kind in checks and not (kind is str and callable(given)):
             checks[kind](field.name, given)
+
+
+def why_no_memory(tensor: torch.Tensor) -> str | None:
+    """Why the elements of ``tensor`` do not stand as its dtype says, in memory of its own, and what
+    to do; None where they do. Strides are not looked at.
+    """
+    kind = type(tensor)
+    if kind.__torch_dispatch__ is not _HOLDS_MEMORY:
+        return (
+            f"a {kind.__name__}, which only stands for other tensors; give a plain tensor: "
+            ".to_local() of a DTensor, an FP32 master in place of a quantized weight"
+        )
+    if (problem := _why_not_dense(tensor)) is not None:
+        return problem
+    if torch._is_functional_tensor(tensor):
+        return _TRANSFORMED
+    if tensor.device.type == "meta":
+        return "a tensor on the meta device, which holds no values; move it by to_empty and fill it"
+    if tensor.is_neg() or tensor.is_conj():
+        return (
+            "a view whose signs torch changes when it reads it; call .resolve_neg().resolve_conj()"
+        )
+    needed = tensor.storage_offset() * tensor.itemsize + tensor.nbytes
+    held = tensor.untyped_storage().nbytes()
+    if tensor.numel() and tensor.is_contiguous() and held < needed:
+        return (
+            f"a tensor of {tensor.numel()} elements whose memory was given back or cut, {held} of "
+            f"{needed} bytes; give one that holds its values"
+        )
+    return None
+
+
+def why_unusable(tensor: object, dtypes: Sequence[torch.dtype], device: torch.device) -> str | None:
+    """What ``tensor`` is instead of a contiguous tensor of one of ``dtypes`` on ``device`` with
+    memory of its own, and what to do; None where it is one.
+    """
+    if not isinstance(tensor, torch.Tensor):
+        return type(tensor).__name__
+    if tensor.dtype not in dtypes:
+        remedy = "use .view(torch.uint8)" if torch.uint8 in dtypes else "convert it first"
+        return f"{tensor.dtype}; {remedy}"
+    if tensor.device != device:
+        return f"one on {tensor.device}; move it first"
+    problem = why_no_memory(tensor)
+    if problem is None and not tensor.is_contiguous():
+        problem = (
+            f"shape {tuple(tensor.shape)} with strides {tensor.stride()}; call .contiguous() and "
+            f"keep the result"
+        )
+    return problem
+
+
+def _why_not_dense(tensor: torch.Tensor) -> str | None:
+    """Why the elements of ``tensor`` do not lie by strides; None where they do."""
+    if tensor.layout != torch.strided or tensor.is_nested:
+        layout = "nested" if tensor.is_nested else tensor.layout
+        return f"a {layout} tensor; give a dense one, such as .to_dense()"
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return _TRANSFORMED
+    return None

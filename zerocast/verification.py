@@ -14,9 +14,9 @@ from typing import Any, TypeAlias
 
 import torch
 
+from zerocast.arguments import why_no_memory
 from zerocast.comm import Attempt, Group, as_communicator, lines_that_differ
 from zerocast.errors import InputError, RankMismatchError
-from zerocast.numerics import why_no_memory
 from zerocast.recipes import describe_recipe
 from zerocast.sharded import MasterWeight
 from zerocast.sharded.placement import is_sharded, to_local

@@ -7,6 +7,7 @@ import torch
 
 from tests.support.same_bytes import assert_same_bytes, assert_same_storage
 from tests.support.values import KINDS, draw_values
+from zerocast import Quantizer
 from zerocast.backends import backend_for, use_backend
 from zerocast.errors import InputError
 from zerocast.formats import E2M1, E4M3, pack_nibbles, unpack_nibbles
@@ -152,6 +153,7 @@ def test_an_empty_weight_decodes_to_zeros(recipe):
         (lambda: quantize(torch.ones(0, 16), FP8), "at least one element"),
         (lambda: quantize(torch.tensor(1.0), FP8), "at least one element"),
         (lambda: quantize(torch.ones(2, 16), NVFP4BlockScaling), "such as NVFP4BlockScaling"),
+        (lambda: quantize(torch.ones(2, 16), Quantizer(FP8)), r"call quantizer\(tensor\)"),
         (lambda: empty((2, 16), "nvfp5"), "or the name of one"),
         (lambda: empty((2, 16), FP8, dtype=torch.float64), "got torch.float64"),
     ],

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
+from zerocast.arguments import why_unusable
 from zerocast.cast.shard_spec import ShardSpec
 from zerocast.errors import InputError
-from zerocast.numerics import why_unusable
 from zerocast.tensors import QuantizedStorage, QuantizedTensor, counted_by_torch
 
 Lie = tuple[list[int], list[int], list[bool], list[torch.dtype]]

@@ -8,9 +8,9 @@ from typing import Any, SupportsIndex
 
 import torch
 
+from zerocast.arguments import why_unusable
 from zerocast.errors import InputError
 from zerocast.layout import NOTHING, Extent
-from zerocast.numerics import why_unusable
 from zerocast.recipes import NOMINAL_DTYPES
 from zerocast.tensors import QuantizedStorage
 

@@ -12,13 +12,13 @@ from typing import Any, TypeAlias
 
 import torch
 
+from zerocast.arguments import why_unusable
 from zerocast.cast.amax_groups import Patterns, amax_group_labels
 from zerocast.cast.masters import check_list, extent_of
 from zerocast.comm import Communicator
 from zerocast.errors import InputError
 from zerocast.formats import byte_span
 from zerocast.layout import Extent, Source
-from zerocast.numerics import why_unusable
 from zerocast.tensors import QuantizedStorage, QuantizedTensor
 
 OwnCodes: TypeAlias = "Sequence[torch.Tensor | Sequence[torch.Tensor | None] | None]"

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
+from zerocast.arguments import why_no_memory
 from zerocast.errors import InputError
-from zerocast.numerics import why_no_memory
 
 MAX_DTYPES = (torch.int32,)
 SUM_DTYPES = (torch.float32, torch.float64, torch.int32, torch.int64)

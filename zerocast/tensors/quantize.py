@@ -10,12 +10,19 @@ from collections.abc import Sequence
 
 import torch
 
-from zerocast.arguments import check_device, check_flag, check_tensor, check_text, shown
+from zerocast.arguments import (
+    check_device,
+    check_flag,
+    check_tensor,
+    check_text,
+    shown,
+    why_unusable,
+)
 from zerocast.backends import backend_for
 from zerocast.comm import Attempt
 from zerocast.errors import InputError, ZerocastError
 from zerocast.layout import BlockGrid, Extent, SharedBlocks, Source
-from zerocast.numerics import FourOverSixErrors, Masters, why_unusable
+from zerocast.numerics import FourOverSixErrors, Masters
 from zerocast.recipes import NOMINAL_DTYPES, Recipe, as_recipe, describe_recipe
 from zerocast.tensors.cast_steps import CastSteps
 from zerocast.tensors.operands import tensor_operand, transposed_operand
@@ -40,8 +47,8 @@ def quantize(
     Args:
         tensor: FP32, BF16 or FP16, of a shape that the recipe holds; any strides. A gradient does
             not flow through.
-        recipe: the scheme, or its name. A layer's tensors are cast by their quantizers instead
-            (:meth:`zerocast.Quantizer.quantize`), which remember for schemes with state.
+        recipe: the scheme, or its name. A layer's tensors are cast by their quantizers instead,
+            ``quantizer(tensor)``, which remember for schemes with state.
         dtype: the nominal dtype of the result, which elements are rounded to first; the tensor's
             own by default.
         columnwise: whether the weight holds the columnwise copy.
@@ -64,6 +71,11 @@ def quantize(
     attempt = Attempt()
     with attempt:
         _check_dtype(tensor)
+        if hasattr(recipe, "quantize"):
+            raise InputError(
+                f"recipe must be a zerocast recipe or the name of one, got a "
+                f"{type(recipe).__name__}; call quantizer(tensor) to cast with a quantizer."
+            )
         weight = empty(
             tensor.shape,
             recipe,
