@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from zerocast.backends.reference.planes import read_plane
 from zerocast.formats import E4M3, E5M2, ElementFormat, decode, decode_e8m0
 from zerocast.layout import Plane
 from zerocast.numerics import MXFP8Numerics, NVFP4Numerics
@@ -115,12 +116,7 @@ def scales_of(storage: QuantizedStorage, plane: Plane) -> torch.Tensor:
         stored = decode(stored, numerics.scale_fmt)
     elif isinstance(numerics, MXFP8Numerics):
         stored = decode_e8m0(stored)
-    layout = plane.scales
-    if stored.numel() == plane.grid.num_blocks:
-        return stored.reshape(plane.grid.blocks_h, plane.grid.blocks_w)
-    entries = stored.reshape(layout.shape)
-    entries = entries.t() if layout.transposed else entries
-    return entries[: layout.rows : layout.row_repeat, : layout.cols : layout.col_repeat]
+    return read_plane(stored, plane.scales)
 
 
 def _describe_codes(about: Description, counts: torch.Tensor, fmt: ElementFormat) -> None:
