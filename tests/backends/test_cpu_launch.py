@@ -14,7 +14,6 @@ from zerocast.backends import native_library
 from zerocast.backends.cpu import CpuBackend
 from zerocast.errors import BackendError
 from zerocast.formats import E4M3
-from zerocast.layout import Extent
 from zerocast.numerics import Float8Numerics, Masters, NVFP4Numerics
 
 FP8 = Float8Numerics(E4M3)
@@ -51,19 +50,6 @@ def test_a_launch_keeps_alive_what_it_points_to():
         launch()
     assert_same_bytes(codes, torch.full_like(codes, 0x77), "codes of ones: the largest everywhere")
     assert len(filler) == 50
-
-
-def test_nothing_to_do_does_nothing():
-    """No weights, or only empty shards: a launch that returns."""
-    backend, masters, scheme = CpuBackend(), masters_of(None), nvfp4(4, 16)
-    codes = scheme.codes()
-    empty = scheme.operand(codes, Extent(3, 3))
-    for shards in ([], [empty]):
-        backend.partial_amax(shards, masters)()
-        backend.partial_cast(NVFP4Numerics(), shards, masters)()
-    for prepare in (backend.compute_scale, backend.transpose, backend.dequantize):
-        prepare(NVFP4Numerics(), [])()
-    assert_same_bytes(codes, scheme.codes(), "codes")
 
 
 def test_the_number_of_threads_is_torchs_unless_given():

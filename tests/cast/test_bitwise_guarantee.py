@@ -80,21 +80,21 @@ class Case:
                     quantize_into(weight.quantized_storage, master)
             return weights
 
-    def unfilled(self) -> list[torch.Tensor]:
+    def unfilled(self, device: torch.device | None = None) -> list[torch.Tensor]:
         """Weights to cast into, every byte of theirs wrong, padding included; but for what the
         recipes remember.
         """
-        weights = self._empty()
+        weights = self._empty(device)
         for weight in weights:
             for name, buffer in weight.quantized_storage.buffers.items():
                 if name not in weight.recipe.state:
                     buffer.view(torch.uint8).fill_(0xA5)
         return weights
 
-    def _empty(self) -> list[zerocast.QuantizedTensor]:
+    def _empty(self, device: torch.device | None = None) -> list[zerocast.QuantizedTensor]:
         given = zip(self.shapes, self.recipes, self.dtypes, self.columnwise, strict=True)
         return [
-            zerocast.empty(s, r, dtype=d, columnwise=c, name=f"weight.{i}")
+            zerocast.empty(s, r, dtype=d, device=device, columnwise=c, name=f"weight.{i}")
             for i, (s, r, d, c) in enumerate(given)
         ]
 
@@ -116,11 +116,14 @@ class Case:
         return own.float().clone() if (self.seed + rank) % 3 == 0 else own
 
 
-def cast_and_gather(comm: Communicator, case: Case) -> list[torch.Tensor]:
+def cast_and_gather(
+    comm: Communicator, case: Case, device: torch.device | None = None
+) -> list[torch.Tensor]:
     """The weights as this rank holds them after a plan's cast and all-gather."""
-    weights = case.unfilled()
+    weights = case.unfilled(device)
     masters, starts = case.shards(comm.rank)
-    shard_codes = _shard_buffers(case, comm.rank) if case.own_buffers else None
+    masters = [None if master is None else master.to(device) for master in masters]
+    shard_codes = _shard_buffers(case, comm.rank, device) if case.own_buffers else None
     plan = zerocast.CastPlan(weights, masters, starts, comm, fsdp_shard_model_weights=shard_codes)
     for _ in range(case.casts):
         plan.cast()
@@ -128,14 +131,15 @@ def cast_and_gather(comm: Communicator, case: Case) -> list[torch.Tensor]:
     return weights
 
 
-def _shard_buffers(case: Case, rank: int) -> list[Any]:
+def _shard_buffers(case: Case, rank: int, device: torch.device | None) -> list[Any]:
     buffers = []
-    for partition, weight in zip(case.partitions, case.unfilled(), strict=True):
+    for partition, weight in zip(case.partitions, case.unfilled(device), strict=True):
         e = partition[rank]
         four_bits = weight.recipe.numerics.fmt.bits == 4
         size = ((e.end + 1) // 2 - e.start // 2 if four_bits else e.size) if e else 0
         planes = [
-            torch.full((size,), 0x5A, dtype=torch.uint8) for _ in weight.quantized_storage.gathered
+            torch.full((size,), 0x5A, dtype=torch.uint8, device=device)
+            for _ in weight.quantized_storage.gathered
         ]
         buffers.append(planes if len(planes) > 1 else planes[0])
     return buffers
@@ -152,9 +156,9 @@ def check(case: Case, by_rank: Mapping[int, list[torch.Tensor]]) -> None:
             assert_same_storage(weight, expected, where)
 
 
-def check_in_process(case: Case, world_size: int) -> None:
+def check_in_process(case: Case, world_size: int, device: torch.device | None = None) -> None:
     """The numerics for ``case`` on ranks that are threads."""
-    by_rank = run_in_process(world_size, lambda comm: cast_and_gather(comm, case))
+    by_rank = run_in_process(world_size, lambda comm: cast_and_gather(comm, case, device))
     check(case, dict(enumerate(by_rank)))
 
 

@@ -71,6 +71,11 @@ class Emulator:
         max_grid: the most thread blocks of a launch, so that a small plan goes on to further tiles.
         mistake: planted in the sources before they are compiled.
         flags: for the compiler, beside FLAGS.
+
+    Attributes:
+        launches: how many there were, and ``names`` their kernels.
+        sent: the entries of each table that was uploaded.
+        refreshed: how often tables were written anew.
     """
 
     device = torch.device("cpu")
@@ -83,9 +88,10 @@ class Emulator:
         mistake: Mistake | None = None,
         flags: tuple[str, ...] = SANITIZE,
     ) -> None:
-        self.launches = 0
+        self.launches = self.refreshed = 0
         self.max_grid = max_grid
         self.names: list[str] = []
+        self.sent: list[int] = []
         self._order = ORDERS.index(order)
         self._seeds = itertools.count(1)
         self._mistake = mistake
@@ -93,9 +99,11 @@ class Emulator:
         self._libraries: dict[Kernel, ctypes.CDLL] = {}
 
     def upload(self, table: torch.Tensor) -> torch.Tensor:
+        self.sent.append(table.numel())
         return table.clone()
 
     def refresh(self, table: torch.Tensor, values: torch.Tensor) -> None:
+        self.refreshed += 1
         table.copy_(values)
 
     def prepare(self, kernel: Kernel) -> int:

@@ -12,8 +12,9 @@ from tests.cuda_emulation.emulator import (
     Mistake,
     needs_emulation,
 )
-from tests.kernels.subjects import SUBJECTS, Written
+from tests.kernels.subjects import SUBJECTS
 from tests.support.child_process import in_child
+from tests.support.operations import Written
 from zerocast.backends.cuda import CudaBackend
 from zerocast.backends.cuda.sources import cuda_sources
 from zerocast.backends.reference import ReferenceBackend

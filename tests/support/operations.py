@@ -1,18 +1,19 @@
-"""Operands made by hand; and all operations of a backend on one weight under any numerics, its
+"""Operands made by hand; and all operations of a backend on weights under any numerics, their
 elements cut into any shards: what they write, to be compared byte for byte.
 
 The exchanges between ranks are restated on one process: a maximum over the shards' amaxes, a sum
 over what 4-over-6 exchanges. One set of codes receives every shard's cast.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from tests.support.values import draw_values
 from zerocast.formats import byte_span, packed_columns
-from zerocast.layout import BlockGrid, Extent, Plane, ScaleLayout, SharedBlocks, Source
+from zerocast.layout import BlockGrid, Extent, Plane, ScaleLayout, SharedBlocks, Source, round_up
 from zerocast.numerics import (
     INFINITY_BITS,
     Backend,
@@ -75,6 +76,9 @@ class Scheme:
             without one.
         source: where its codes come from: cast from the master, shared with the rowwise plane, or
             transposed from it.
+        history: the amaxes that delayed scaling remembers at first, newest first.
+        place: of a tensor-parallel shard in the whole, for random words: its origin, and what its
+            rows skip.
     """
 
     numerics: Numerics
@@ -82,6 +86,8 @@ class Scheme:
     second: ScaleLayout | None = None
     source: Source = Source.MASTER
     round_to: torch.dtype = torch.bfloat16
+    history: tuple[float, ...] = (0.0,) * 5
+    place: tuple[int, int] = (0, 0)
 
     @property
     def grid(self) -> BlockGrid:
@@ -92,6 +98,12 @@ class Scheme:
     def whole(self) -> Extent:
         """All elements."""
         return Extent(0, self.grid.numel)
+
+    @property
+    def shares_scale(self) -> bool:
+        """Whether transposed codes have no scale but the tensor's one."""
+        is_one = self.source is Source.ROWWISE and self.grid.num_blocks == 1
+        return is_one and self.numerics.fmt.bits == 8
 
     @property
     def code_shape(self) -> tuple[int, int]:
@@ -131,146 +143,200 @@ def nvfp4(rows: int, cols: int, numerics: NVFP4Numerics | None = None, height: i
     return Scheme(numerics or NVFP4Numerics(), *layouts, source=Source.ROWWISE)
 
 
-def run_operations(
-    backend: Backend,
-    scheme: Scheme,
-    masters: Sequence[torch.Tensor],
-    extents: Sequence[Extent],
-    *,
-    own_codes: bool = False,
-) -> Written:
-    """Cast each of ``masters``, FP32 [numel] or the elements of the extents, in turn into one
-    weight; what all that wrote, by name. With ``own_codes`` the one extent's are in a buffer of
-    their own.
+class Weight:
+    """The buffers of one weight, as if every rank held the same ones, and its shards.
+
+    Args:
+        scheme: how it is cast.
+        extents: by rank; empty ones are left out, unless all are.
+        own_codes: whether the codes of the one extent are in buffers of their own.
+        alone: whether each shard of a master is an allocation of its own, instead of lying among
+            elements that are not the rank's.
+        amax_kind: of :data:`tests.support.values.KINDS`: amaxes that are drawn, in place of those
+            of the masters.
     """
-    weight = _Weight(scheme, extents, own_codes)
-    written: Written = {}
-    for step, master in enumerate(masters):
-        weight.cast(backend, master)
-        values = weight.values(backend)
-        written |= {f"{name} after cast {step}": t.clone() for name, t in values.items()}
-    return written
 
-
-class _Weight:
-    """The buffers of one weight, as if every rank held the same ones."""
-
-    def __init__(self, scheme: Scheme, extents: Sequence[Extent], own_codes: bool) -> None:
-        self.scheme, self.own_codes = scheme, own_codes
+    def __init__(self, scheme: Scheme, extents: Sequence[Extent], *, own_codes: bool = False,
+                 alone: bool = False, amax_kind: str | None = None) -> None:  # fmt: skip
+        self.scheme, self.own_codes, self.alone = scheme, own_codes, alone
         self.extents = [e for e in extents if e] or [*extents]
-        numerics, grid, second = scheme.numerics, scheme.grid, scheme.second
+        numerics, second = scheme.numerics, scheme.second
         self.codes = scheme.codes(self.extents[0] if own_codes else None)
-        self.scale_inv = torch.empty(scheme.layout.shape, dtype=numerics.scale_dtype)
-        self.amax = torch.empty(1) if isinstance(numerics, NVFP4Numerics) else None
-        self.second_codes = self.second_scales = None
-        if second is not None:
-            self.second_scales = torch.empty(second.shape, dtype=numerics.scale_dtype)
-            if scheme.source is not Source.SHARED:
-                columns = packed_columns(numerics.fmt, second.grid.cols)
-                self.second_codes = _filled(second.grid.rows * columns).view(-1, columns)
+        self.scale_inv = _unwritten(scheme.layout.shape, numerics.scale_dtype)
+        self.amax = self.delayed = self.rounding = self.second_codes = self.second_scales = None
         self.is_cast = second is not None and scheme.source is Source.MASTER
-        self.delayed = self.rounding = None
+        if isinstance(numerics, NVFP4Numerics):
+            self.amax = _unwritten((1,))
+            if numerics.stochastic_rounding:
+                self.rounding = Rounding(torch.tensor([0xDEADBEEF, 2**32 - 1]), *scheme.place)
         if isinstance(numerics, Float8DelayedNumerics):
-            self.delayed = DelayedState(torch.ones(1), torch.ones(1), torch.zeros(5))
-        if isinstance(numerics, NVFP4Numerics) and numerics.stochastic_rounding:
-            self.rounding = Rounding(torch.tensor([0xDEADBEEF, 2**32 - 1]))
+            history = torch.tensor(scheme.history)
+            self.delayed = DelayedState(torch.ones(1), torch.ones(1), history)
+        if self.is_cast:
+            self.second_codes = self.codes.clone()
+        elif second is not None and scheme.source is Source.ROWWISE:
+            columns = packed_columns(numerics.fmt, second.grid.cols)
+            self.second_codes = _filled(second.grid.rows * columns)
+        if second is not None and not scheme.shares_scale:
+            self.second_scales = _unwritten(second.shape, numerics.scale_dtype)
         self.chooses = isinstance(numerics, NVFP4Numerics) and numerics.four_over_six is not None
-        self.cuts = SharedBlocks.of(grid, self.extents)
-
-    def cast(self, backend: Backend, master: torch.Tensor) -> None:
-        """The steps of a cast, every shard's in turn."""
-        numerics, grid = self.scheme.numerics, self.scheme.grid
-        blocks = grid.num_blocks + (self.scheme.second.grid.num_blocks if self.is_cast else 0)
+        self.cuts = SharedBlocks.of(scheme.grid, self.extents)
+        blocks = scheme.grid.num_blocks + (second.grid.num_blocks if self.is_cast else 0)
         slots = 1 if blocks == 1 else blocks + 1
-        amaxes = [torch.zeros(slots, dtype=torch.int32) for _ in self.extents]
-        words = FourOverSixErrors.words(grid, self.cuts) if self.chooses else 0
-        exchanged = [torch.zeros(words, dtype=torch.int32) for _ in self.extents]
-        masters = Masters(len(self.extents))
-        masters.bind([master[e.start : e.end] if e else None for e in self.extents])
-        shards = [self._operand(i, amaxes[i], exchanged[i]) for i in range(len(self.extents))]
-        if self.delayed is not None:
-            backend.partial_cast(numerics, shards, masters)()
-        else:
-            backend.partial_amax(shards, masters)()
-        reduced = torch.stack(amaxes).amax(dim=0)
-        for amax in amaxes:
-            amax.copy_(reduced)
-        if self.chooses:
-            backend.partial_select(numerics, shards, masters)()
-            total = torch.stack(exchanged).sum(dim=0, dtype=torch.int32)
-            for words_of_one in exchanged:
-                words_of_one.copy_(total)
-            backend.select(numerics, shards)()
-        first = shards[0]
-        backend.compute_scale(numerics, [first])()
-        if self.delayed is None:
-            backend.partial_cast(numerics, shards, masters)()
-        self.reduced, self.candidates = reduced, first.candidates
+        self.amaxes = torch.zeros(len(self.extents), slots, dtype=torch.int32)
+        self.drawn_amaxes = None
+        if amax_kind is not None:
+            self.drawn_amaxes = draw_values(amax_kind, slots, slots).abs().view(torch.int32)
+            self.drawn_amaxes[-1] = self.drawn_amaxes.max()
+        words = FourOverSixErrors.words(scheme.grid, self.cuts) if self.chooses else 0
+        self.exchanged = torch.zeros(len(self.extents), words, dtype=torch.int32)
 
-    def values(self, backend: Backend) -> Written:
+    def masters(self, whole: torch.Tensor) -> list[torch.Tensor | None]:
+        """The ranks' shards of a master."""
+        shards = [whole[e.start : e.end] if e else None for e in self.extents]
+        return [None if s is None else s.clone() for s in shards] if self.alone else shards
+
+    def begin(self, slots: Iterator[int]) -> list[TensorOperand]:
+        """The ranks' operands of a cast, with amaxes of zero; their masters are in these slots."""
+        self.amaxes.zero_()
+        self.exchanged.zero_()
+        self.errors: Written = {}
+        self.operands = [self._operand(i, next(slots)) for i in range(len(self.extents))]
+        return self.operands
+
+    def reduce_amaxes(self) -> None:
+        """Give every rank the maximum of all."""
+        reduced = self.amaxes.amax(dim=0) if self.drawn_amaxes is None else self.drawn_amaxes
+        self.amaxes.copy_(reduced.expand_as(self.amaxes))
+
+    def exchange_errors(self) -> None:
+        """Give every rank the sum of what all wrote under 4-over-6, and keep what each wrote."""
+        for i, shard in enumerate(self.operands):
+            self._keep_errors(f"of rank {i}", shard.candidates)
+        total = self.exchanged.sum(dim=0, dtype=torch.int32)
+        self.exchanged.copy_(total.expand_as(self.exchanged))
+
+    def written(self, backend: Backend) -> Written:
         """Everything that is stored, and what it decodes to."""
-        scheme = self.scheme
-        written = {"amaxes": self.reduced, "codes": self.codes, "scale_inv": self.scale_inv}
-        if self.amax is not None:
-            written["amax"] = self.amax
-        if not self.own_codes:
-            codes = self.codes.view(scheme.code_shape)
-            written["values"] = self._decoded(backend, scheme.layout, codes, self.scale_inv)
-            if scheme.second is not None:
-                written |= self._second(backend, codes)
+        scheme, numerics, second = self.scheme, self.scheme.numerics, self.scheme.second
+        stored = {"amaxes": self.amaxes[0], "codes": self.codes, "scale_inv": self.scale_inv,
+                  "amax": self.amax}  # fmt: skip
         if self.delayed is not None:
-            written |= {
+            stored |= {
                 "scale": self.delayed.scale,
                 "cast_scale": self.delayed.cast_scale,
                 "amax_history": self.delayed.amax_history,
             }
         if self.rounding is not None:
-            written["rounding counter"] = self.rounding.counter
-        if self.candidates is not None:
-            written["choices"] = self.candidates.choices
-            if int(self.reduced[-1]) < INFINITY_BITS:  # else nobody reads them
-                written["row errors"] = self.candidates.row_errors
-                written["elements"] = self.candidates.elements
-        return written
-
-    def _second(self, backend: Backend, codes: torch.Tensor) -> Written:
-        scheme = self.scheme
-        if scheme.source is Source.ROWWISE:
-            made = plane(scheme.second, None, self.second_codes, self.second_scales, scheme.source)
-            both = operand(scheme.layout, codes=codes, scale_inv=self.scale_inv, second=made)
-            backend.transpose(scheme.numerics, [both])()
-        own = codes if self.second_codes is None else self.second_codes
-        return {
-            "columnwise codes": own,
+            stored["rounding counter"] = self.rounding.counter
+        if self.chooses:
+            self._keep_errors("in all", self.operands[0].candidates)
+            stored |= self.errors
+        if not self.own_codes:
+            stored["values"] = self._decoded(backend, scheme.layout, self.codes, self.scale_inv)
+        if second is not None and not self.own_codes:
+            if scheme.source is Source.ROWWISE:
+                made = plane(second, None, self.second_codes, self.second_scales, scheme.source)
+                both = operand(scheme.layout, None, None, self.codes, self.scale_inv, second=made)
+                backend.transpose(numerics, [both])()
+            codes = self.codes if self.second_codes is None else self.second_codes
+            scale_inv = self.scale_inv if self.second_scales is None else self.second_scales
+            stored["columnwise values"] = self._decoded(backend, second, codes, scale_inv)
+        stored |= {
+            "columnwise codes": self.second_codes,
             "columnwise scale_inv": self.second_scales,
-            "columnwise values": self._decoded(backend, scheme.second, own, self.second_scales),
         }
+        return {name: tensor.clone() for name, tensor in stored.items() if tensor is not None}
+
+    def _keep_errors(self, where: str, candidates: FourOverSixErrors) -> None:
+        self.errors[f"choices {where}"] = candidates.choices.clone()
+        if int(self.amaxes[0, -1]) < INFINITY_BITS:  # else nobody reads them
+            self.errors[f"row errors {where}"] = candidates.row_errors.nan_to_num(-1.0)
+            self.errors[f"elements {where}"] = candidates.elements.clone()
 
     def _decoded(
         self, backend: Backend, layout: ScaleLayout, codes: torch.Tensor, scale_inv: torch.Tensor
     ) -> torch.Tensor:
-        values = torch.empty(layout.grid.rows, layout.grid.cols)
-        whole = operand(layout, codes=codes, scale_inv=scale_inv, amax=self.amax, values=values)
-        backend.dequantize(self.scheme.numerics, [whole])()
+        numerics, grid = self.scheme.numerics, layout.grid
+        grid = replace(grid, cols=round_up(grid.cols, 8 // numerics.fmt.bits))
+        values = _unwritten((grid.rows, grid.cols))
+        whole = operand(
+            replace(layout, grid=grid), codes=codes.view(grid.rows, -1), scale_inv=scale_inv,
+            amax=self.amax, values=values,
+        )  # fmt: skip
+        backend.dequantize(numerics, [whole])()
         return values
 
-    def _operand(self, i: int, amax: torch.Tensor, exchanged: torch.Tensor) -> TensorOperand:
-        scheme, blocks = self.scheme, self.scheme.grid.num_blocks
+    def _operand(self, rank: int, slot: int) -> TensorOperand:
+        scheme, blocks, amaxes = self.scheme, self.scheme.grid.num_blocks, self.amaxes[rank]
         second = candidates = None
         if self.is_cast:
-            second = plane(scheme.second, amax[blocks:-1], self.second_codes.view(-1),
-                           self.second_scales)  # fmt: skip
+            second = plane(scheme.second, amaxes[blocks:-1], self.second_codes, self.second_scales)
         elif scheme.source is Source.SHARED:
-            second = plane(scheme.second, amax[:blocks], None, self.second_scales, Source.SHARED)
+            second = plane(scheme.second, amaxes[:blocks], None, self.second_scales, Source.SHARED)
         if self.chooses:
-            candidates = FourOverSixErrors.carve(exchanged, scheme.grid, self.cuts)
+            candidates = FourOverSixErrors.carve(self.exchanged[rank], scheme.grid, self.cuts)
         return scheme.operand(
-            self.codes, self.extents[i], own_codes=self.own_codes, amaxes=amax,
-            scale_inv=self.scale_inv, second=second, slot=i, amax=self.amax,
+            self.codes, self.extents[rank], own_codes=self.own_codes, amaxes=amaxes,
+            scale_inv=self.scale_inv, second=second, slot=slot, amax=self.amax,
             delayed=self.delayed, candidates=candidates, rounding=self.rounding,
         )  # fmt: skip
 
 
+def run_operations(backend: Backend, scheme: Scheme, masters: Sequence[torch.Tensor],
+                   extents: Sequence[Extent], **options: Any) -> Written:  # fmt: skip
+    """Cast each of ``masters`` in turn into one weight, the only one of its launches; what all that
+    wrote, by name. The options are those of :class:`Weight`.
+    """
+    weight = Weight(scheme, extents, **options)
+    return run_together(backend, [weight], [[master] for master in masters])
+
+
+def run_together(
+    backend: Backend, weights: Sequence[Weight], steps: Sequence[Sequence[torch.Tensor]]
+) -> Written:
+    """Cast in one launch an operation into weights of the same numerics; what all that wrote.
+
+    Args:
+        steps: of each cast in turn the masters [numel], one a weight, whatever ranks own of them.
+    """
+    written: Written = {}
+    for step, wholes in enumerate(steps):
+        _cast(backend, weights, wholes)
+        for i, weight in enumerate(weights):
+            values = weight.written(backend).items()
+            written |= {f"{name} of weight {i} after cast {step}": t for name, t in values}
+    return written
+
+
+def _cast(backend: Backend, weights: Sequence[Weight], wholes: Sequence[torch.Tensor]) -> None:
+    """The operations, each of every shard of every weight; slots are in another order."""
+    numerics = weights[0].scheme.numerics
+    owned = [m for w, whole in zip(weights, wholes, strict=True) for m in w.masters(whole)]
+    masters = masters_of(*reversed(owned))
+    slots = reversed(range(len(owned)))
+    shards = [shard for weight in weights for shard in weight.begin(slots)]
+    cast = backend.partial_cast(numerics, shards, masters)
+    casts_first = isinstance(numerics, Float8DelayedNumerics)
+    amax = cast if casts_first else backend.partial_amax(shards, masters)
+    amax()
+    for weight in weights:
+        weight.reduce_amaxes()
+    if weights[0].chooses:
+        backend.partial_select(numerics, shards, masters)()
+        for weight in weights:
+            weight.exchange_errors()
+        backend.select(numerics, shards)()
+    backend.compute_scale(numerics, [weight.operands[0] for weight in weights])()
+    if not casts_first:
+        cast()
+
+
 def _filled(size: int) -> torch.Tensor:
-    """Bytes that differ from their neighbours."""
-    return (torch.arange(size) * 37 % 251).to(torch.uint8)
+    """Bytes that differ from their neighbours, all 256 of them."""
+    return (torch.arange(size) * 37 % 257).to(torch.uint8)
+
+
+def _unwritten(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """A tensor every byte of which is wrong."""
+    return torch.full((*shape, dtype.itemsize), 0xA5, dtype=torch.uint8).view(dtype).view(shape)

@@ -1,40 +1,56 @@
-"""The reference backend keeps the contract of the operations where an index goes wrong.
+"""Every backend keeps the contract of the operations where an index goes wrong.
 
-That its bytes are right is the claim of tests/oracles.
+That the reference's bytes are right is the claim of tests/oracles.
 """
 
 import pytest
 import torch
 
+from tests.cuda_emulation.emulator import needs_emulation
+from tests.support.compiled import EMULATED, ON_CPU
 from tests.support.operations import masters_of, operand
 from tests.support.same_bytes import assert_same_bytes
 from zerocast.backends.reference import ReferenceBackend
 from zerocast.formats import E4M3, E5M2
 from zerocast.layout import BlockGrid, Extent
-from zerocast.numerics import Float8Numerics, Masters, Numerics, NVFP4Numerics, TensorOperand
+from zerocast.numerics import (
+    Backend,
+    Float8Numerics,
+    Masters,
+    Numerics,
+    NVFP4Numerics,
+    TensorOperand,
+)
 
-REFERENCE = ReferenceBackend()
+EVERY = {"reference": ReferenceBackend(), **ON_CPU}
+EMULATION = pytest.param(EMULATED["random"], marks=needs_emulation, id="cuda")
+
+
+@pytest.fixture(params=[*(pytest.param(b, id=name) for name, b in EVERY.items()), EMULATION])
+def backend(request: pytest.FixtureRequest) -> Backend:
+    """The reference, the CPU library on each instruction set, and CUDA's kernels by the
+    emulation.
+    """
+    return request.param
 
 
 def run_cast(
+    backend: Backend,
     shard: TensorOperand,
     master: torch.Tensor,
     numerics: Numerics,
-    reduced: torch.Tensor | None = None,
 ) -> None:
-    """Amax, then codes, of one shard; with ``reduced`` as the tensor amax of all ranks."""
+    """Amax, then codes, of one shard."""
     masters = masters_of(master)
-    REFERENCE.partial_amax([shard], masters)()
-    if reduced is not None:
-        shard.tensor_amax.copy_(reduced)
-    REFERENCE.partial_cast(numerics, [shard], masters)()
+    backend.partial_amax([shard], masters)()
+    backend.partial_cast(numerics, [shard], masters)()
 
 
 @pytest.mark.parametrize(
     "numerics", [NVFP4Numerics(), Float8Numerics(E4M3), Float8Numerics(E5M2)], ids=str
 )
 @pytest.mark.parametrize("size", [0, 1, 2, 1000])
-def test_a_shard_at_two_to_the_32_plus_5(numerics, size):
+def test_a_shard_at_two_to_the_32_plus_5(backend, numerics, size):
     """Its codes are those of the same elements at offset 5, in a buffer of the shard's own.
 
     The matrix has 2^16 columns and blocks of [2^16, 16]: the elements start at column 5 of row
@@ -51,7 +67,7 @@ def test_a_shard_at_two_to_the_32_plus_5(numerics, size):
         codes = torch.full((2 + size,), 0xA5, dtype=torch.uint8)
         shard = operand(grid, amax[:-1], amax[-1:], codes, extent=Extent(first, first + size),
                         codes_start=aligned)  # fmt: skip
-        run_cast(shard, master, numerics)
+        run_cast(backend, shard, master, numerics)
         touched = amax[:-1].nonzero().flatten()
         results.append((codes, touched - (grid is large) * 2**12, amax[:-1][touched], amax[-1:]))
     for what, got, expected in zip(("codes", "blocks", "amaxes", "amax"), *results, strict=True):
@@ -60,20 +76,20 @@ def test_a_shard_at_two_to_the_32_plus_5(numerics, size):
     assert results[0][1].tolist() == sorted(blocks)
 
 
-def test_a_shard_writes_its_nibbles_and_no_other():
-    """Every range within 5 elements, in a weight filled with code 5; ours are -0, code 8."""
-    grid = BlockGrid(1, 5, 1, 5)
-    for start in range(6):
-        for end in range(start, 6):
+def test_a_shard_writes_its_nibbles_and_no_other(backend):
+    """Every range within 6 elements, in a weight filled with code 5; ours are -0, code 8."""
+    grid = BlockGrid(1, 6, 1, 6)
+    for start in range(7):
+        for end in range(start, 7):
             codes = torch.full((3,), 0x55, dtype=torch.uint8)
             amax = torch.zeros(1, dtype=torch.int32)
             shard = operand(grid, amax, amax, codes, extent=Extent(start, end))
-            run_cast(shard, torch.full((end - start,), -0.0), NVFP4Numerics())
+            run_cast(backend, shard, torch.full((end - start,), -0.0), NVFP4Numerics())
             written = [b >> s & 15 for b in codes.tolist() for s in (0, 4)]
             assert written == [8 if start <= i < end else 5 for i in range(6)], (start, end)
 
 
-def test_the_amax_takes_maxima_and_keeps_what_earlier_shards_left():
+def test_the_amax_takes_maxima_and_keeps_what_earlier_shards_left(backend):
     """A launch raises: an amax of 3 stays under 2, gives way to 4, and infinity to NaN."""
     grid = BlockGrid(1, 4, 1, 2)
     amax = torch.tensor([3.0, 0.0, 3.0]).view(torch.int32)
@@ -82,7 +98,7 @@ def test_the_amax_takes_maxima_and_keeps_what_earlier_shards_left():
     for pair in ([2.0, -1.0], [-4.0, 0.0], [1.0, -torch.inf], [-torch.nan, 1.0], [5.0, 5.0]):
         shard = operand(grid, amax[:2], amax[2:], extent=Extent(1, 3))
         masters.bind([torch.tensor(pair)])
-        REFERENCE.partial_amax([shard], masters)()
+        backend.partial_amax([shard], masters)()
         seen.append(amax.tolist())
     two, three, four, five, one = (
         torch.tensor(v).view(torch.int32).item() for v in (2.0, 3.0, 4.0, 5.0, 1.0)
@@ -99,15 +115,15 @@ def test_the_amax_takes_maxima_and_keeps_what_earlier_shards_left():
     assert five < infinity
 
 
-def test_nothing_to_do_is_a_launch_that_does_nothing():
+def test_nothing_to_do_is_a_launch_that_does_nothing(backend):
     """No weights, and shards without elements whose slots are bound to None."""
     grid = BlockGrid(2, 16, 16, 16)
     amax, codes = torch.zeros(1, dtype=torch.int32), torch.full((16,), 7, dtype=torch.uint8)
     masters = masters_of(None)
     for shards in ([], [operand(grid, amax, amax, codes, extent=Extent(9, 9))]):
-        REFERENCE.partial_amax(shards, masters)()
-        REFERENCE.partial_cast(NVFP4Numerics(), shards, masters)()
-    for prepare in (REFERENCE.transpose, REFERENCE.compute_scale, REFERENCE.dequantize):
+        backend.partial_amax(shards, masters)()
+        backend.partial_cast(NVFP4Numerics(), shards, masters)()
+    for prepare in (backend.transpose, backend.compute_scale, backend.dequantize):
         prepare(NVFP4Numerics(), [])()
     assert amax.tolist() == [0]
     assert codes.tolist() == [7] * 16

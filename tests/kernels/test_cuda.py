@@ -14,9 +14,7 @@ import torch
 from hypothesis import given, settings
 
 import zerocast
-from tests.cuda_emulation.emulator import Emulator, needs_emulation
-from tests.support.operations import operand
-from zerocast.backends.cuda import Arguments, CudaBackend, Kernel, compiler, kernel_cache
+from zerocast.backends.cuda import Arguments, Kernel, compiler, kernel_cache
 from zerocast.backends.cuda.device import WORDS, DeviceLauncher
 from zerocast.backends.cuda.sources import cuda_sources
 from zerocast.backends.cuda.tiling import (
@@ -32,9 +30,7 @@ from zerocast.backends.cuda.tiling import (
     tiled_grid,
 )
 from zerocast.errors import BackendError, InputError
-from zerocast.formats import E4M3
 from zerocast.layout import BlockGrid, Extent
-from zerocast.numerics import Float8Numerics
 
 # --- tiles ---
 
@@ -354,29 +350,6 @@ def test_a_small_table_goes_with_a_launch(launcher, monkeypatch) -> None:
         f"constexpr int WORDS = {WORDS};"
         in (cuda_sources() / "cuda" / "write_words.cu").read_text()
     )
-
-
-@needs_emulation
-def test_what_is_prepared_in_a_capture_stays_there() -> None:
-    """Its tables are written when the graph runs, so outside of it the launch is refused."""
-    emulator = Emulator()
-    emulator.capturing = True
-    backend = CudaBackend(emulator)
-    grid = BlockGrid(4, 4, 4, 4)
-    codes, ones = torch.zeros(4, 4, dtype=torch.uint8), torch.ones(1, 1)
-    target = operand(grid, codes=codes, scale_inv=ones, values=torch.zeros(4, 4))
-    launch = backend.dequantize(Float8Numerics(E4M3), [target])
-    launch()
-    emulator.capturing = False
-    with pytest.raises(
-        BackendError, match="in that capture, got dequantize<Float8Numerics<E4M3>, Tile> outside"
-    ):
-        launch()
-    uploads = []
-    upload = emulator.upload
-    emulator.upload = lambda table: (uploads.append(1), upload(table))[1]
-    backend.dequantize(Float8Numerics(E4M3), [target])()
-    assert len(uploads) == 2, "the tiles of the capture were taken for tiles that are there"
 
 
 def test_tables_are_not_sent_in_a_capture(launcher, monkeypatch) -> None:
