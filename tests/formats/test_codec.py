@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.same_bytes import assert_same_codes
+from tests.support.values import every_bf16
 from zerocast.formats import E2M1, E4M3, E5M2, ELEMENT_FORMATS, ElementFormat, decode, encode
 
 FORMATS = pytest.mark.parametrize("fmt", [E2M1, E4M3, E5M2], ids=lambda f: f.name)
@@ -23,11 +25,6 @@ TORCH_DTYPES = {E4M3: torch.float8_e4m3fn, E5M2: torch.float8_e5m2}
 
 # Low halves of a float32: a BF16 value, just above it, around the middle, just below the next.
 LOW_HALVES = (0x0000, 0x0001, 0x7FFF, 0x8000, 0x8001, 0xFFFF)
-
-
-def every_bf16() -> torch.Tensor:
-    """[65536] FP32: every BF16 value, infinities and every NaN included."""
-    return torch.arange(1 << 16, dtype=torch.int32).bitwise_left_shift(16).view(torch.float32)
 
 
 def around_every_bf16() -> torch.Tensor:
@@ -62,16 +59,6 @@ def ml_dtypes_codes(x: torch.Tensor, fmt: ElementFormat) -> torch.Tensor:
     clipped = x.clamp(-fmt.max, fmt.max).nan_to_num(0.0).numpy()
     codes = torch.from_numpy(clipped.astype(ML_DTYPES[fmt]).view(np.uint8))
     return torch.where(x.isnan(), fmt.nan_code, codes).to(torch.uint8)
-
-
-def assert_same_codes(x: torch.Tensor, got: torch.Tensor, expected: torch.Tensor) -> None:
-    """Byte equality; a difference names the input, its bits and both codes."""
-    if not torch.equal(got, expected):
-        i = int((got != expected).nonzero()[0])
-        bits = x[i : i + 1].view(torch.int32).item() & 0xFFFFFFFF
-        pytest.fail(
-            f"input {x[i]} (0x{bits:08x}): got 0x{got[i]:02x}, expected 0x{expected[i]:02x}"
-        )
 
 
 @FORMATS

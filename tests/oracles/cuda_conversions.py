@@ -15,6 +15,8 @@ from pathlib import Path
 
 import torch
 
+from tests.support.values import every_bf16
+
 HERE = Path(__file__).parent
 RECORD = HERE / "cuda_conversions.txt"
 COMPILER = os.environ.get("CXX", "g++")
@@ -53,11 +55,6 @@ def convert(x: torch.Tensor, headers: Path) -> dict[str, torch.Tensor]:
         )
     codes = torch.frombuffer(bytearray(output.stdout), dtype=torch.uint8).view(-1, len(NAMES))
     return {name: codes[:, i].contiguous() for i, name in enumerate(NAMES)}
-
-
-def every_bf16() -> torch.Tensor:
-    """[65536] FP32: every BF16 value by its bits, infinities and every NaN included."""
-    return torch.arange(1 << 16, dtype=torch.int32).bitwise_left_shift(16).view(torch.float32)
 
 
 def read_record() -> dict[str, torch.Tensor]:

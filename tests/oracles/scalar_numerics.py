@@ -13,7 +13,6 @@ import numpy as np
 
 F32 = np.float32
 FLT_MAX = F32(3.4028235e38)
-BLOCK = 16
 
 
 # --- rounding of the master ---
@@ -105,20 +104,6 @@ def float8_scale(amax: np.float32, name: str, power_2: bool, eps: float) -> np.f
     return scale
 
 
-def nvfp4_encode_scale(g: np.float32) -> np.float32:
-    """S_enc, of a finite tensor amax."""
-    return F32(1) if g == 0 else min(F32(2688) / g, FLT_MAX)
-
-
-def nvfp4_block(amax: np.float32, g: np.float32) -> tuple[int, np.float32]:
-    """S_dec's code and the multiplier of a block's elements."""
-    if not isfinite(g):
-        return 0x7F, F32(np.nan)
-    s_enc = nvfp4_encode_scale(g)
-    s_dec = float8(min(amax * (s_enc * F32(1 / 6)), FLT_MAX), "e4m3")
-    return s_dec, min(F32(1) / (e4m3_value(s_dec) * (F32(1) / s_enc)), FLT_MAX)
-
-
 # --- whole weights ---
 
 
@@ -147,62 +132,3 @@ def pack(codes: np.ndarray) -> np.ndarray:
 def padded(n: int, multiple: int) -> int:
     """The next multiple."""
     return -(-n // multiple) * multiple
-
-
-def quantize_float8(
-    master: np.ndarray, dtype: str, name: str = "e4m3", power_2: bool = False, eps: float = 0.0
-) -> Expected:
-    """[M, K] FP32 under one scale."""
-    with np.errstate(all="ignore"):
-        rounded = [ROUND_MASTER[dtype](x) for x in master.ravel()]
-        scale = float8_scale(largest(rounded), name, power_2, eps)
-        scale_inv = F32(1) / scale
-        # Under a NaN scale every product is NaN, and so is every code.
-        codes = np.array([float8(x * scale, name) for x in rounded], np.uint8).reshape(master.shape)
-        value = {c | s: F32(-v if s else v) * scale_inv
-                 for c, v in enumerate(FLOAT8_VALUES[name]) for s in (0, 0x80)}  # fmt: skip
-        value[0x7F] = F32(np.nan)
-        values = np.array([value[c] for c in codes.ravel().tolist()], F32).reshape(master.shape)
-    return Expected(
-        {
-            "rowwise_data": codes,
-            "rowwise_scale_inv": np.array([scale_inv], F32),
-            "columnwise_data": np.ascontiguousarray(codes.T),
-        },
-        values,
-    )
-
-
-def quantize_nvfp4(master: np.ndarray, dtype: str) -> Expected:
-    """[M, K] FP32 in 16x16 blocks, the last row of blocks possibly cut short."""
-    rows, cols = master.shape
-    codes = np.zeros((rows, cols), np.uint8)
-    values = np.zeros((rows, cols), F32)
-    by_row = np.zeros((padded(rows, 128), padded(cols // BLOCK, 4)), np.uint8)
-    by_col = np.zeros((padded(cols, 128), padded(-(-rows // BLOCK), 4)), np.uint8)
-    with np.errstate(all="ignore"):
-        x = {ij: ROUND_MASTER[dtype](master[ij]) for ij in np.ndindex(rows, cols)}
-        g = largest(list(x.values()))
-        for top, left in product(range(0, rows, BLOCK), range(0, cols, BLOCK)):
-            block = [
-                (i, j)
-                for i, j in product(range(top, top + BLOCK), range(left, left + BLOCK))
-                if i < rows
-            ]
-            s_dec, enc = nvfp4_block(largest([x[ij] for ij in block]), g)
-            decoded = (e4m3_value(s_dec) * g) * F32(1 / 2688)
-            for i, j in block:
-                code = e2m1(x[i, j] * enc)
-                codes[i, j] = code
-                values[i, j] = F32((-1 if code & 8 else 1) * E2M1_VALUES[code & 7]) * decoded
-                by_row[i, left // BLOCK] = by_col[j, top // BLOCK] = s_dec
-    return Expected(
-        {
-            "rowwise_data": pack(codes),
-            "rowwise_scale_inv": by_row,
-            "amax": np.array([g], F32),
-            "columnwise_data": pack(codes.T),
-            "columnwise_scale_inv": by_col,
-        },
-        values,
-    )

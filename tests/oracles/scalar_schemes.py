@@ -1,4 +1,4 @@
-"""The FP8 schemes with blocks, one element at a time: a companion of ``scalar_numerics.py``.
+"""The FP8 schemes, one element at a time: a companion of ``scalar_numerics.py``.
 
 Written from docs/NUMERICS.md in NumPy's FP32 scalars and Python's integers; no code of zerocast and
 no tensor operation. A matrix is a dictionary from (row, column) to its rounded element.
@@ -92,6 +92,21 @@ def fp32_scales(name: str, power_2: bool, eps: float) -> Callable[[np.float32], 
         return F32(1) / scale, F32(1) / scale, scale
 
     return scale_of
+
+
+def per_tensor(master: np.ndarray, dtype: str, name: str, power_2: bool, eps: float) -> Expected:
+    """One scale, and the byte transpose."""
+    with np.errstate(all="ignore"):
+        x, numerics = rounded(master, dtype), fp32_scales(name, power_2, eps)
+        codes, values, scales = cast_float8(x, name, *master.shape, numerics)
+    return Expected(
+        {
+            "rowwise_data": codes,
+            "rowwise_scale_inv": np.array([scales[0, 0]], F32),
+            "columnwise_data": np.ascontiguousarray(codes.T),
+        },
+        values,
+    )
 
 
 def rowwise(master: np.ndarray, dtype: str, name: str, power_2: bool, eps: float) -> Expected:

@@ -10,10 +10,11 @@ from tests.oracles.cuda_conversions import (
     COMPILER,
     NAMES,
     convert,
-    every_bf16,
     find_headers,
     read_record,
 )
+from tests.support.same_bytes import assert_same_codes
+from tests.support.values import every_bf16
 from zerocast.formats import ELEMENT_FORMATS, decode, encode, encode_e8m0
 from zerocast.recipes import MXFP8BlockScaling
 
@@ -29,14 +30,6 @@ def our_codes(name: str, x: torch.Tensor) -> torch.Tensor:
     if name != "e8m0":
         return encode(x, ELEMENT_FORMATS[name])
     return torch.where(x.isinf(), 0xFE, encode_e8m0(x)).to(torch.uint8)
-
-
-def assert_same_codes(x: torch.Tensor, got: torch.Tensor, expected: torch.Tensor) -> None:
-    """Byte equality; a difference names the input, its bits and both codes."""
-    wrong = (got != expected).nonzero().flatten()
-    if len(wrong):
-        i, bits = wrong[0], x[wrong[0]].view(torch.int32).item() & 0xFFFFFFFF
-        pytest.fail(f"{x[i]} (0x{bits:08x}): got 0x{got[i]:02x}, CUDA 0x{expected[i]:02x}")
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -1,4 +1,4 @@
-"""Every scheme with blocks, and NVFP4's options, against the numerics restated in scalars."""
+"""Every backend against a second opinion: the numerics restated in scalars."""
 
 import pytest
 import torch
@@ -6,10 +6,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import zerocast
-from tests.oracles import scalar_nvfp4, scalar_schemes
+from tests.oracles import scalar_numerics, scalar_nvfp4, scalar_schemes
 from tests.oracles.arbitrary import DTYPES, check, check_weight, matrices, name_of
 from zerocast.recipes import (
     Float8BlockScaling,
+    Float8CurrentScaling,
     Float8RowwiseScaling,
     MXFP8BlockScaling,
     NVFP4BlockScaling,
@@ -21,9 +22,24 @@ pytestmark = pytest.mark.usefixtures("backend")
 
 PROPERTY = settings(derandomize=True, database=None, deadline=None, max_examples=60)
 FEWER = settings(PROPERTY, max_examples=25)
+MORE = settings(PROPERTY, max_examples=150)
 
 NAMES, FLAGS = st.sampled_from(["e4m3", "e5m2"]), st.booleans()
 EPSILONS = st.sampled_from([0.0, 1e-45, 1e-30, 0.7])
+
+
+@MORE
+@given(
+    matrices((1, 7, 16, 33)), DTYPES, FLAGS, NAMES, FLAGS,
+    st.sampled_from([0.0, 1e-46, 1e-45, 1e-30, 0.7, 3.4e38]),
+)  # fmt: skip
+def test_float8_equals_the_scalar_oracle(master, dtype, round_master, name, power_2, eps):
+    """Codes, scale, columnwise copy and values, over both formats and every option."""
+    recipe = Float8CurrentScaling(
+        fp8_format=name, fp8_quant_fwd_weight=QParams(power_2, eps), round_master=round_master
+    )
+    expected = scalar_schemes.per_tensor(master.numpy(), name_of(dtype, recipe), name, power_2, eps)
+    check(master, recipe, dtype, expected)
 
 
 @PROPERTY
@@ -57,6 +73,35 @@ def test_mxfp8_equals_the_scalar_oracle(master, dtype, name, two_dimensions):
     recipe = MXFP8BlockScaling(fp8_format=name, enable_2d_quantization=two_dimensions)
     expected = scalar_schemes.mxfp8(master.numpy(), name_of(dtype, recipe), name, two_dimensions)
     check(master, recipe, dtype, expected)
+
+
+@MORE
+@given(matrices((16, 48, 80, 96, 112)), DTYPES, FLAGS)
+def test_nvfp4_equals_the_scalar_oracle(master, dtype, round_master):
+    """Codes, scales, padding, amax, columnwise copies and values of arbitrary bit patterns."""
+    recipe = NVFP4BlockScaling(round_master=round_master)
+    check(master, recipe, dtype, scalar_nvfp4.nvfp4(master.numpy(), name_of(dtype, recipe), 16))
+
+
+TIES = torch.tensor(scalar_numerics.FLOAT8_VALUES["e4m3"]).unfold(0, 2, 1).mean(dim=1).double()
+
+
+@settings(PROPERTY, max_examples=12)
+@given(st.integers(0x0C800000, 0x7F7FFFFF), st.integers(-2, 2))
+def test_nvfp4_block_amaxes_beside_every_tie_of_the_stored_scale(bits, ulps):
+    """One block a tie, whose amax is the float32 nearest to tie * g / 448, or one or two away.
+
+    There the association of the formula decides the stored byte. The tensor amax is arbitrary
+    above 2^-102, where S_enc is a normal float32 less than FLT_MAX.
+    """
+    g = torch.tensor(bits, dtype=torch.int32).view(torch.float32)
+    amax = (TIES * g.double() / 448).float().view(torch.int32).add(ulps).view(torch.float32)
+    x = torch.zeros(1, 16 * (1 + len(TIES)))
+    x[0, 0] = g
+    x[0, 16::16] = amax
+    x[0, 17::16] = amax * -0.4
+    expected = scalar_nvfp4.nvfp4(x.numpy(), "float32", 16)
+    check(x, NVFP4BlockScaling(), torch.float32, expected)
 
 
 @PROPERTY

@@ -57,3 +57,8 @@ def draw_values(kind: str, numel: int, seed: int) -> torch.Tensor:
     elif kind == "infinity":
         x[at : at + 1] = -torch.inf
     return x.contiguous()
+
+
+def every_bf16() -> torch.Tensor:
+    """[65536] FP32: every BF16 value by its bits, infinities and every NaN included."""
+    return torch.arange(1 << 16, dtype=torch.int32).bitwise_left_shift(16).view(torch.float32)
