@@ -7,6 +7,7 @@ holds what was there before; no byte that zerocast makes may follow any of them.
 from __future__ import annotations
 
 import ast
+import math
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.optim import SGD
 
 import zerocast
 from tests.support.claims import assert_same_tensors, stored
@@ -107,7 +109,7 @@ def casts(recipe: Recipe) -> Written:
 
 
 def layers(recipe: Recipe) -> Written:
-    """Forward and backward of layers with quantized operands, and a step of the optimizer."""
+    """Forward and backward of layers with quantized operands, and steps of the optimizer."""
     torch.manual_seed(0)  # what a weight starts from stays in the history of delayed scaling
     with zerocast.model_init(recipe=recipe):
         model = torch.nn.Sequential(
@@ -119,17 +121,22 @@ def layers(recipe: Recipe) -> Written:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(values(*parameter.shape) / 8)
-    optimizer = zerocast.optim.ZeroOptimizer(model.named_parameters(), torch.optim.SGD, lr=0.1)
-    x = values(32, 32).requires_grad_()
-    with zerocast.autocast(recipe=recipe):
-        y = model(x)
-    y.square().sum().backward()
-    assert x.grad is not None
-    optimizer.step()
-    return {"y": y, "x.grad": x.grad} | {
-        name: each.dequantize() if isinstance(each, zerocast.QuantizedTensor) else each
-        for name, each in model.named_parameters()
-    }
+    parameters = dict(model.named_parameters())
+    optimizer = zerocast.optim.ZeroOptimizer(parameters.items(), SGD, lr=0.1, momentum=0.9)
+    for step in range(2):
+        x = values(32, 32, seed=step).requires_grad_()
+        with zerocast.autocast(recipe=recipe):
+            y = model(x)
+        y.square().sum().backward()
+        assert x.grad is not None
+        optimizer.clip_grad_norm_(1e9, math.inf)
+        optimizer.step()
+    found = {"y": y, "x.grad": x.grad}
+    for name, parameter in parameters.items():
+        master = optimizer.gather_master(parameter)
+        assert master.dtype == torch.float32
+        found |= {name: parameter.detach(), f"master of {name}": master}
+    return stored(found)
 
 
 SETTINGS = {
@@ -159,18 +166,12 @@ def test_casts_follow_no_default_and_no_fresh_memory(recipe: Recipe):
 
 
 @every_recipe
-def test_layers_follow_no_default_and_no_fresh_memory(recipe: Recipe):
+@pytest.mark.parametrize("backend", ["cpu", pytest.param("reference", marks=pytest.mark.slow)])
+def test_layers_follow_no_default_and_no_fresh_memory(backend: str, recipe: Recipe):
     """Layers, fused ones included, compute the same bytes in each of those settings, and so does
-    the optimizer.
+    the optimizer, whose masters are FP32 in all.
     """
-    assert_nothing_follows(layers, recipe)
-
-
-@pytest.mark.slow
-@every_recipe
-def test_the_reference_follows_no_default_and_no_fresh_memory(recipe: Recipe):
-    """So it is with layers on the reference backend."""
-    with zerocast.use_backend("reference"):
+    with zerocast.use_backend(backend):
         assert_nothing_follows(layers, recipe)
 
 

@@ -2,7 +2,6 @@
 
 import copy
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import pytest
@@ -14,13 +13,11 @@ from tests.optim.training import (
     FP8,
     NVFP4,
     Training,
+    Whole,
     assert_cast_of,
     assert_same_lists,
     make_params,
-    mean_gradients,
-    set_gradients,
     start_values,
-    train_whole,
 )
 from tests.support.ranks import on_ranks
 from tests.support.recipes import each
@@ -30,7 +27,6 @@ from zerocast.optim import ZeroOptimizer
 from zerocast.recipes import Recipe
 
 DECAY, LR = 0.75, 0.125
-sgd = partial(SGD, lr=LR)
 
 
 def training(comm: Communicator | None = None, recipe: Recipe = NVFP4, **options: Any) -> Training:
@@ -40,13 +36,12 @@ def training(comm: Communicator | None = None, recipe: Recipe = NVFP4, **options
 
 def expected(count: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Masters and their averages after ``count`` steps of whole tensors."""
-    averages = start_values(make_params(NVFP4))
-
-    def take_in(masters: list[torch.Tensor]) -> None:
-        for master, average in zip(masters, averages, strict=True):
+    whole = Whole(NVFP4, SGD, lr=LR)
+    averages = start_values(whole.params)
+    for step in range(count):
+        for master, average in zip(whole.train(step), averages, strict=True):
             average.lerp_(master.detach(), 1 - DECAY)
-
-    return train_whole(NVFP4, count, 1, sgd, take_in), averages
+    return whole.masters, averages
 
 
 @pytest.mark.parametrize(("saved_on", "loaded_on"), [(1, 3), (3, 2), (2, 2)])
@@ -99,25 +94,19 @@ def test_averages_in_the_weights_are_their_cast_and_leave_no_trace(
 
 
 @each("delayed", "nvfp4-drawn", "mxfp8")
-def test_showing_averages_moves_nothing_that_recipes_remember(recipe: Recipe) -> None:
+@on_ranks("in_process", 2)
+def test_showing_averages_moves_nothing_that_recipes_remember(
+    comm: Communicator, recipe: Recipe
+) -> None:
     """Codes, scales and state are those of a run that never showed them, then and a step later."""
-
-    def train(comm: Communicator) -> Any:
-        found = []
-        for show in (False, True):
-            t = training(comm, recipe)
-            average = t.optimizer.ema(DECAY)
-            t.train(*range(3), alike=True)
-            if show:
-                with average.in_weights():
-                    pass
-            found.append([p.detach().clone() for p in t.params])
-            found.append(t.train(3, alike=True))
-        return found
-
-    for plain, plain_next, shown, shown_next in run_in_process(2, train):
-        assert_same_lists(shown, plain, "once shown")
-        assert_same_lists(shown_next, plain_next, "a step later")
+    plain, shown = training(comm, recipe), training(comm, recipe)
+    average = shown.optimizer.ema(DECAY)
+    for t in (plain, shown):
+        t.train(*range(3), alike=True)
+    with average.in_weights():
+        pass
+    assert_same_lists(shown.params, plain.params, "once shown")
+    assert_same_lists(shown.train(3, alike=True), plain.train(3, alike=True), "a step later")
 
 
 def test_weights_that_are_written_while_averages_are_in_them_are_not_lost_silently() -> None:
@@ -162,41 +151,34 @@ def test_a_decay_that_is_none_or_differs_between_ranks_is_refused_on_all(
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", ["AdamWScheduleFree", "SGDScheduleFree"])
-def test_schedule_free_optimizers_evaluate_their_average_and_go_on(name: str) -> None:
+@pytest.mark.parametrize("size", [1, 3])
+def test_schedule_free_optimizers_evaluate_their_average_and_go_on(size: int, name: str) -> None:
     """eval() puts the average into the weights, train() takes it out: masters are, on every number
     of ranks, what the class makes of whole tensors; a step in between is refused.
     """
-    schedulefree = pytest.importorskip("schedulefree")
-    optimizer_class = getattr(schedulefree, name)
+    optimizer_class = getattr(pytest.importorskip("schedulefree"), name)
 
-    def train(comm: Communicator) -> Any:
+    def train(comm: Communicator) -> None:
         t = Training(comm, NVFP4, optimizer_class, lr=0.01)
+        whole = Whole(NVFP4, optimizer_class, lr=0.01)
+        whole.optimizer.train()
         t.train(*range(3), alike=True)
-        t.optimizer.eval()
-        evaluated = t.masters()
-        assert_cast_of(t.params, evaluated)
+        whole.train(*range(3))
+        for optimizer in (t.optimizer, whole.optimizer):
+            optimizer.eval()
+        assert_same_lists(t.masters(), whole.masters, "evaluated")
+        assert_cast_of(t.params, whole.masters)
         other = Training(comm, NVFP4, optimizer_class, lr=0.01)
         other.optimizer.load_state_dict(t.saved())
         for optimizer in (t.optimizer, other.optimizer):
             with pytest.raises(InputError, match=r"call optimizer.train\(\) before"):
                 optimizer.step()
-        t.optimizer.train()
+        for optimizer in (t.optimizer, whole.optimizer):
+            optimizer.train()
         t.train(3, 4, alike=True)
-        return evaluated, t.masters()
+        assert_same_lists(t.masters(), whole.train(3, 4), "trained")
 
-    masters = start_values(make_params(NVFP4))
-    whole = optimizer_class(masters, lr=0.01)
-    for step in range(5):
-        if step == 3:
-            whole.eval()
-            average = [master.detach().clone() for master in masters]
-        whole.train()
-        set_gradients(masters, mean_gradients([m.shape for m in masters], step, 1))
-        whole.step()
-    for size in (1, 3):
-        for evaluated, trained in run_in_process(size, train):
-            assert_same_lists(evaluated, average, "evaluated")
-            assert_same_lists(trained, masters, "trained")
+    run_in_process(size, train)
 
 
 def test_train_and_eval_change_nothing_for_other_optimizers() -> None:
@@ -207,32 +189,28 @@ def test_train_and_eval_change_nothing_for_other_optimizers() -> None:
     t.optimizer.train()
 
 
-def test_averaged_model_refuses_quantized_weights_and_names_ema() -> None:
-    """It would round its average at every update; of plain and of master weights it makes one."""
-    model = torch.nn.Sequential(torch.nn.Linear(32, 32))
-    torch.optim.swa_utils.AveragedModel(model)
-    zerocast.nn.convert(model, FP8, weights="quantized")
-    with pytest.raises(UnsupportedError, match=r"AveragedModel .*0.weight.*ZeroOptimizer.ema"):
-        torch.optim.swa_utils.AveragedModel(model)
-    torch.nn.Sequential(model)
-    master = torch.nn.Sequential(torch.nn.Linear(32, 32))
-    zerocast.nn.convert(master, FP8, weights="master")
-    torch.optim.swa_utils.AveragedModel(master)
-
-
-def test_timms_averages_refuse_quantized_weights() -> None:
+class ModelEmaV3(torch.nn.Module):
     """A module of timm's name that keeps a copy of a model; timm itself is not needed to tell."""
 
-    class ModelEmaV3(torch.nn.Module):
-        __module__ = "timm.utils.model_ema"
-        __qualname__ = "ModelEmaV3"
+    __module__ = "timm.utils.model_ema"
 
-        def __init__(self, model: torch.nn.Module) -> None:
-            super().__init__()
-            self.module = copy.deepcopy(model)
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.module = copy.deepcopy(model)
 
-    model = torch.nn.Sequential(torch.nn.Linear(32, 32))
-    ModelEmaV3(model)
-    zerocast.nn.convert(model, FP8, weights="quantized")
-    with pytest.raises(UnsupportedError, match="ModelEmaV3"):
-        ModelEmaV3(model)
+
+@pytest.mark.parametrize("average", [torch.optim.swa_utils.AveragedModel, ModelEmaV3])
+def test_averaged_models_refuse_quantized_weights_and_name_ema(average: Any) -> None:
+    """They would round their average at every update; of plain and of master weights they make
+    one.
+    """
+    models = [torch.nn.Sequential(torch.nn.Linear(32, 32)) for _ in range(3)]
+    plain, quantized, master = models
+    zerocast.nn.convert(quantized, FP8, weights="quantized")
+    zerocast.nn.convert(master, FP8, weights="master")
+    average(plain)
+    average(master)
+    match = rf"{average.__name__} .*0.weight.*ZeroOptimizer.ema"
+    with pytest.raises(UnsupportedError, match=match):
+        average(quantized)
+    torch.nn.Sequential(quantized)

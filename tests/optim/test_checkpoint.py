@@ -20,11 +20,11 @@ from tests.optim.training import (
     draw_gradients,
     make_params,
     set_gradients,
-    through_a_file,
 )
 from tests.support.claims import message_of, one_message
 from tests.support.ranks import run_ranks
 from tests.support.same_bytes import assert_same_bytes
+from tests.support.weights import through_a_file
 from zerocast.comm import Communicator, run_in_process
 from zerocast.errors import InputError, UnsupportedError
 from zerocast.optim import ZeroOptimizer
@@ -117,7 +117,7 @@ def test_what_one_rank_saved_for_all_is_refused(tmp_path_factory: pytest.TempPat
     def run(comm: Communicator) -> None:
         path, own = comm.all_gather_object(str(tmp_path_factory.mktemp("state")))[0], io.BytesIO()
         weight, optimizer = make(comm)
-        set_gradients([weight], draw_gradients([weight.shape], 0, 0))
+        set_gradients([weight], draw_gradients([weight], 0))
         optimizer.step()
         torch.save(optimizer.state_dict(), own)
         dcp.save(
@@ -130,7 +130,7 @@ def test_what_one_rank_saved_for_all_is_refused(tmp_path_factory: pytest.TempPat
             resumed.load_state_dict(loaded["live"])
         resumed.load_state_dict(torch.load(io.BytesIO(loaded[f"of {comm.rank}"])))
         for mine, params in ((resumed, other), (optimizer, weight)):
-            set_gradients([params], draw_gradients([params.shape], 0, 1))
+            set_gradients([params], draw_gradients([params], 0, 1))
             mine.step()
         assert_same_bytes(resumed.gather_master(other), optimizer.gather_master(weight), "master")
 

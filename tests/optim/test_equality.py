@@ -1,7 +1,5 @@
 """The same training on any number of ranks: bit for bit that of one rank with whole masters."""
 
-import math
-from functools import partial
 from typing import Any
 
 import pytest
@@ -13,18 +11,16 @@ from tests.optim.training import (
     FP8,
     NVFP4,
     Training,
+    Whole,
     assert_cast_of,
     assert_same_lists,
     draw_gradients,
     make_params,
     set_gradients,
     start_values,
-    train_whole,
 )
 from tests.support.ranks import on_ranks
-from tests.support.recipes import each
 from tests.support.same_bytes import assert_same_bytes
-from tests.support.settings import default_dtype
 from zerocast.comm import Communicator, run_in_process
 from zerocast.nn import convert
 from zerocast.optim import ZeroOptimizer
@@ -47,7 +43,7 @@ def assert_trains_as_a_whole(
     """After these steps every byte of every weight is, on every rank, what one rank without
     sharding gets from the mean gradients.
     """
-    whole = train_whole(recipe, steps, ranks.size, partial(optimizer_class, **options))
+    whole = Whole(recipe, optimizer_class, ranks=ranks.size, **options).train(*range(steps))
     for params in ranks.run(
         lambda comm: Training(comm, recipe, optimizer_class, **options).train(*range(steps))
     ):
@@ -94,18 +90,13 @@ def test_options_reach_the_inner_optimizer(options: dict[str, Any]) -> None:
     assert_trains_as_a_whole(THREE, FP8, 10, AdamW, **options)
 
 
-def test_fused_optimizers_are_accepted_and_close() -> None:
+@on_ranks("in_process", 3)
+def test_fused_optimizers_are_accepted_and_close(comm: Communicator) -> None:
     """Fused AdamW may round some elements otherwise when cut, by no more than a few ulps."""
-
-    def train(comm: Communicator) -> list[torch.Tensor]:
-        training = Training(comm, fused=True)
-        training.train(*range(5))
-        return training.masters()
-
-    whole = train_whole(NVFP4, 5, 3, partial(AdamW, fused=True))
-    for masters in run_in_process(3, train):
-        for master, expected in zip(masters, whole, strict=True):
-            torch.testing.assert_close(master, expected, rtol=1e-5, atol=1e-7)
+    t, whole = Training(comm, fused=True), Whole(ranks=3, fused=True)
+    t.train(*range(5))
+    for master, expected in zip(t.masters(), whole.train(*range(5)), strict=True):
+        torch.testing.assert_close(master, expected, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("world_size", [17, 64])
@@ -128,25 +119,6 @@ def test_identical_bf16_gradients_on_3_ranks_give_exactly_that_gradient(comm: Co
     t.optimizer.step()
     expected = [b - g.float() for b, g in zip(before, gradients, strict=True)]
     assert_same_lists(t.masters(), expected, "masters")
-
-
-@pytest.mark.own_defaults
-@each("nvfp4", "current")
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_masters_are_fp32_whatever_torchs_default_dtype(dtype: torch.dtype, recipe: Recipe) -> None:
-    """Who builds models under set_default_dtype gets the same weights, and FP32 masters."""
-    options = {"lr": 0.1, "momentum": 0.9}
-    whole = train_whole(recipe, 3, 1, partial(SGD, **options))
-    params = make_params(recipe)
-    with default_dtype(dtype):
-        optimizer = ZeroOptimizer(params, SGD, **options)
-        for step in range(3):
-            set_gradients(params, draw_gradients([p.shape for p in params], step, 0))
-            optimizer.clip_grad_norm_(1e9, math.inf)
-            optimizer.step()
-        masters = [optimizer.gather_master(param) for param in params]
-    assert_cast_of(params, whole)
-    assert_same_lists(masters, whole, "masters")
 
 
 def test_ranks_that_start_differently_hold_the_same_weights() -> None:
@@ -179,26 +151,18 @@ def test_masters_start_from_the_values_before_quantization(comm: Communicator) -
     assert not hasattr(layer.weight, "get_high_precision_init_val")
 
 
-def test_weights_without_a_kept_value_start_from_their_own() -> None:
+@on_ranks("in_process", 2)
+def test_weights_without_a_kept_value_start_from_their_own(comm: Communicator) -> None:
     """A weight that was made by ``quantize`` starts from its dequantized value."""
-    values = start_values(make_params(FP8))
-    for masters in run_in_process(2, lambda comm: Training(comm, FP8).masters()):
-        assert_same_lists(masters, values, "masters")
+    assert_same_lists(Training(comm, FP8).masters(), start_values(make_params(FP8)), "masters")
 
 
-def test_gradients_accumulate_over_backward_passes() -> None:
+@on_ranks("in_process", 2)
+def test_gradients_accumulate_over_backward_passes(comm: Communicator) -> None:
     """Two backward passes of half a gradient and one step are one step of the whole gradient."""
-
-    def train(comm: Communicator) -> list[torch.nn.Parameter]:
-        params = make_params(NVFP4)
-        optimizer = ZeroOptimizer(params, SGD, group=comm, lr=0.5)
-        gradients = draw_gradients([p.shape for p in params], 0, comm.rank)
-        for _ in range(2):
-            for param, gradient in zip(params, gradients, strict=True):
-                (param * (gradient / 2).to(param.dtype)).sum().backward()
-        optimizer.step()
-        return params
-
-    whole = train_whole(NVFP4, 1, 2, partial(SGD, lr=0.5))
-    for params in run_in_process(2, train):
-        assert_cast_of(params, whole)
+    t = Training(comm, NVFP4, SGD, lr=0.5)
+    for _ in range(2):
+        for param, g in zip(t.params, draw_gradients(t.params, 0, comm.rank), strict=True):
+            (param * (g / 2).to(param.dtype)).sum().backward()
+    t.optimizer.step()
+    assert_cast_of(t.params, Whole(NVFP4, SGD, ranks=2, lr=0.5).train(0))

@@ -13,12 +13,12 @@ import zerocast
 from tests.conftest import Ranks, in_turn
 from tests.optim.training import (
     Training,
+    Whole,
     assert_same_lists,
     draw_gradients,
     make_params,
     named,
     set_gradients,
-    train_whole_weights,
 )
 from tests.support.claims import assert_same_tensors, assert_unsharded_cast, stored
 from tests.support.ranks import on_ranks
@@ -35,7 +35,7 @@ IDS = [
     if not name.startswith(("rowwise-", "block-", "mxfp8-e5m2", "current-"))
 ]
 every_recipe = each(*IDS)
-remembering = each(*names(lambda recipe: recipe.state, IDS))
+REMEMBERING = names(lambda recipe: recipe.state, IDS)
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_sharded_training_gives_the_bytes_of_whole_weights(ranks: Ranks, recipe:
     """5 steps on any ranks: codes of both planes, scales, padding, amaxes and what the recipe
     remembers are those of whole weights that are cast from whole masters after every step.
     """
-    whole = train_whole_weights(recipe, 5, ranks.size, lr=1e-2)
+    whole = Whole(recipe, ranks=ranks.size, lr=1e-2).train_weights(*range(5))
     for params in ranks.run(lambda comm: Training(comm, recipe, lr=1e-2).train(*range(5))):
         assert_same_lists(params, whole, "trained")
 
@@ -75,12 +75,12 @@ def test_a_resumed_run_continues_bit_for_bit(saved_on: int, loaded_on: int, reci
         assert_same_lists(training.params, before[0], "after loading")
         return training.train(*range(3, 6), alike=True)
 
-    whole = train_whole_weights(recipe, 6, 1, lr=1e-2, weight_decay=0.1)
+    whole = Whole(recipe, lr=1e-2, weight_decay=0.1).train_weights(*range(6))
     for params in run_in_process(loaded_on, resume):
         assert_same_lists(params, whole, "resumed")
 
 
-@remembering
+@each(*REMEMBERING)
 @on_ranks("in_process", 3)
 def test_making_an_optimizer_and_loading_advance_nothing(
     comm: Communicator, recipe: Recipe
@@ -94,46 +94,46 @@ def test_making_an_optimizer_and_loading_advance_nothing(
     assert_same_tensors(remembered(params), kept, "once loaded")
 
 
-@remembering
-def test_a_skipped_step_advances_nothing(recipe: Recipe) -> None:
-    """An overflow on one rank skips the second of three steps on all: what recipes remember stays,
-    and the weights are in the end those of two steps.
+@each("nvfp4", *REMEMBERING)
+@pytest.mark.parametrize("unscale_first", [False, True])
+@on_ranks("in_process", 3)
+def test_an_overflow_on_one_rank_skips_the_step_on_all(
+    comm: Communicator, recipe: Recipe, unscale_first: bool
+) -> None:
+    """Of three steps the second overflows on rank 1 alone: all ranks skip it and halve the scale of
+    ``torch.amp.GradScaler``, what recipes remember stays, and the weights are in the end those of
+    the two others, bit for bit (scales are powers of two).
     """
-
-    def train(comm: Communicator) -> list[torch.nn.Parameter]:
-        training = Training(comm, recipe, SGD, lr=0.5)
-        params = training.params
-        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=100)
-        for step in (0, None, 1):
-            training.scaled_backward(scaler, step or 0, overflows=step is None and comm.rank == 1)
-            before = remembered(params)
-            scaler.step(training.optimizer)
-            if step is None:
-                assert_same_tensors(remembered(params), before, "once skipped")
-            scaler.update()
-        return params
-
-    whole = train_whole_weights(recipe, 2, 3, SGD, lr=0.5)
-    for params in run_in_process(3, train):
-        assert_same_lists(params, whole, "after two steps")
+    t = Training(comm, recipe, SGD, lr=0.5, momentum=0.9)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=100)
+    for step, scale in ((0, 1024.0), (None, 512.0), (1, 512.0)):
+        t.scaled_backward(scaler, step or 0, overflows=step is None and comm.rank == 1)
+        before = remembered(t.params)
+        if unscale_first:
+            scaler.unscale_(t.optimizer)
+        scaler.step(t.optimizer)
+        if step is None:
+            assert_same_tensors(remembered(t.params), before, "once skipped")
+        scaler.update()
+        assert scaler.get_scale() == scale
+    whole = Whole(recipe, SGD, ranks=3, lr=0.5, momentum=0.9).train_weights(0, 1)
+    assert_same_lists(t.params, whole, "after two steps")
 
 
 @every_recipe
-def test_weights_do_not_depend_on_which_optimizer_holds_them(recipe: Recipe) -> None:
+@on_ranks("in_process", 2)
+def test_weights_do_not_depend_on_which_optimizer_holds_them(
+    comm: Communicator, recipe: Recipe
+) -> None:
     """One optimizer for all weights, or one for each, so cut elsewhere: the same bytes."""
-
-    def train(comm: Communicator) -> list[torch.nn.Parameter]:
-        params = make_params(recipe)
-        optimizers = [ZeroOptimizer([pair], SGD, group=comm, lr=0.1) for pair in named(params)]
-        for step in range(3):
-            set_gradients(params, draw_gradients([p.shape for p in params], step, comm.rank))
-            for optimizer in reversed(optimizers):
-                optimizer.step()
-        return params
-
-    whole = train_whole_weights(recipe, 3, 2, SGD, lr=0.1)
-    for params in run_in_process(2, train):
-        assert_same_lists(params, whole, "of three optimizers")
+    params = make_params(recipe)
+    optimizers = [ZeroOptimizer([pair], SGD, group=comm, lr=0.1) for pair in named(params)]
+    for step in range(3):
+        set_gradients(params, draw_gradients(params, step, comm.rank))
+        for optimizer in reversed(optimizers):
+            optimizer.step()
+    whole = Whole(recipe, SGD, ranks=2, lr=0.1).train_weights(*range(3))
+    assert_same_lists(params, whole, "of three optimizers")
 
 
 def test_weights_draw_by_their_names() -> None:
@@ -153,33 +153,23 @@ def test_weights_draw_by_their_names() -> None:
     assert not torch.equal(drawn("a"), drawn("b"))
 
 
-def test_ranks_that_remember_differently_take_what_rank_0_remembers() -> None:
+@on_ranks("in_process", 3)
+def test_ranks_that_remember_differently_take_what_rank_0_remembers(comm: Communicator) -> None:
     """Weights that differ between ranks have other amaxes behind them; afterwards weights are equal
     everywhere, and the history is rank 0's.
     """
-
-    def train(comm: Communicator) -> tuple[list[torch.nn.Parameter], Any, Any]:
-        before = remembered(make_params(RECIPES["delayed"], seed=comm.rank))
-        training = Training(comm, RECIPES["delayed"], seed=comm.rank)
-        at_start = remembered(training.params)
-        return training.train(0, 1), before, at_start
-
-    (first, of_rank_0, _), *others = trained = run_in_process(3, train)
-    for _, _, at_start in trained:
-        assert_same_tensors(at_start, of_rank_0, "at the start")
-    for params, _, _ in others:
-        assert_same_lists(params, first, "another rank")
+    of_rank_0 = remembered(make_params(RECIPES["delayed"], seed=0))
+    t = Training(comm, RECIPES["delayed"], seed=comm.rank)
+    assert_same_tensors(remembered(t.params), of_rank_0, "at the start")
+    params = t.train(0, 1)
+    zerocast.verify(params, comm)
 
 
-def test_ranks_may_have_functions_of_their_own() -> None:
+@on_ranks("in_process", 2)
+def test_ranks_may_have_functions_of_their_own(comm: Communicator) -> None:
     """Processes have the same function at different addresses, and that is no disagreement."""
-
-    def train(comm: Communicator) -> list[torch.nn.Parameter]:
-        recipe = zerocast.DelayedScaling(amax_compute_algo=lambda history: history.max())
-        return Training(comm, recipe).train(0, 1)
-
-    first, second = run_in_process(2, train)
-    assert_same_lists(second, first, "rank 1")
+    recipe = zerocast.DelayedScaling(amax_compute_algo=lambda history: history.max())
+    zerocast.verify(Training(comm, recipe).train(0, 1), comm)
 
 
 @each(*NOT_SHARDABLE)

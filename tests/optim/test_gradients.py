@@ -5,18 +5,17 @@ from functools import partial
 
 import pytest
 import torch
-from torch.optim import SGD, AdamW
+from torch.optim import SGD
 
 from tests.optim.training import (
     NVFP4,
     Training,
+    Whole,
     assert_cast_of,
+    assert_same_lists,
     draw_gradients,
     make_params,
-    mean_gradients,
     set_gradients,
-    start_values,
-    train_whole,
 )
 from tests.support.claims import message_of, one_message
 from tests.support.ranks import on_ranks
@@ -29,27 +28,25 @@ from zerocast.optim.shards import ShardedWeights
 from zerocast.optim.weights import collect_weights
 
 
-def test_a_step_is_one_reduce_scatter_one_all_reduce_and_one_all_gather_a_storage_kind() -> None:
+@on_ranks("in_process", 2)
+def test_a_step_is_one_reduce_scatter_one_all_reduce_and_one_all_gather_a_storage_kind(
+    comm: Communicator,
+) -> None:
     """Gradients travel by reduce-scatter: the one all-reduce holds the amaxes, 4 bytes a block and
     a weight. The weights are 4-bit codes, BF16 and FP32: three all-gathers.
     """
-
-    def step(comm: Communicator) -> dict[str, tuple[int, int]]:
-        spy = RecordingCommunicator(comm)
-        training = Training(spy)
-        spy.reset()
-        training.train(0)
-        return {kind: (t.calls, t.payload_bytes) for (_, kind), t in spy.traffic.items()}
-
+    spy = RecordingCommunicator(comm)
+    t = Training(spy)
+    spy.reset()
+    t.train(0)
+    seen = {kind: (t.calls, t.payload_bytes) for (_, kind), t in spy.traffic.items()}
     blocks = 3 * 3 + 1 + 2 * 5  # 33x48, 1x16, 20x80 in blocks of 16x16
-    amaxes = blocks + 3  # and one for each weight
     columns = 1664 + 32 + 16  # 3200 + 38 + 15 elements, halved and rounded up to 64 bytes
-    for seen in run_in_process(2, step):
-        flags = 6 + 6  # a gradient is there, for each weight; notes
-        assert seen["reduce_scatter"] == (1, 2 * 4 * (columns + flags))
-        assert seen["all_reduce"] == (1, 4 * amaxes)
-        assert seen["all_gather"][0] == 3
-        assert seen.keys() == {"reduce_scatter", "all_reduce", "all_gather"}
+    flags = 6 + 6  # a gradient is there, for each weight; notes
+    assert seen["reduce_scatter"] == (1, 2 * 4 * (columns + flags))
+    assert seen["all_reduce"] == (1, 4 * (blocks + 3))  # and an amax for each weight
+    assert seen["all_gather"][0] == 3
+    assert seen.keys() == {"reduce_scatter", "all_reduce", "all_gather"}
 
 
 @pytest.mark.parametrize("buffer_elements", [1, 100, 700, 5000])
@@ -61,7 +58,7 @@ def test_rounds_of_a_bounded_buffer_give_the_same_gradients(buffer_elements: int
     def reduce(comm: Communicator) -> list[list[torch.Tensor | None]]:
         params = make_params(NVFP4)
         weights = collect_weights([{"params": params}])
-        set_gradients(params, draw_gradients([p.shape for p in params], 0, comm.rank))
+        set_gradients(params, draw_gradients(params, 0, comm.rank))
         params[2].grad = None  # on no rank
         if comm.rank:
             params[4].grad = None  # on rank 0 only
@@ -80,56 +77,39 @@ def test_rounds_of_a_bounded_buffer_give_the_same_gradients(buffer_elements: int
                 assert_same_bytes(b, a, f"gradient {i}")
 
 
-def test_a_weight_without_a_gradient_anywhere_is_left_out_of_the_step() -> None:
+@on_ranks("in_process", 3)
+def test_a_weight_without_a_gradient_anywhere_is_left_out_of_the_step(comm: Communicator) -> None:
     """As in torch: no weight decay, no momentum, no step count for it; one that only some ranks
     have a gradient for is stepped with the mean over all.
     """
-    missing, partly = 0, 4
-
-    def train(comm: Communicator) -> list[torch.nn.Parameter]:
-        t = Training(comm, lr=1e-2, weight_decay=0.5)
-        for step in range(4):
-            t.feed(step)
-            if step % 2:
-                t.params[missing].grad = None
-                if comm.rank != 1:
-                    t.params[partly].grad = None
-            t.optimizer.step()
-        return t.params
-
-    masters = start_values(make_params(NVFP4))
-    optimizer = AdamW(masters, lr=1e-2, weight_decay=0.5)
-    shapes = [m.shape for m in masters]
+    missing, partly, options = 0, 4, {"lr": 1e-2, "weight_decay": 0.5}
+    t, whole = Training(comm, **options), Whole(ranks=3, **options)
     for step in range(4):
-        set_gradients(masters, mean_gradients(shapes, step, 3))
+        t.feed(step)
+        whole.feed(step)
         if step % 2:
-            masters[missing].grad = None
-            masters[partly].grad = draw_gradients(shapes, step, 1)[partly] / 3
-        optimizer.step()
-    for params in run_in_process(3, train):
-        assert_cast_of(params, masters)
+            t.params[missing].grad = whole.masters[missing].grad = None
+            whole.masters[partly].grad = draw_gradients(whole.masters, step, 1)[partly] / 3
+            if comm.rank != 1:
+                t.params[partly].grad = None
+        t.optimizer.step()
+        whole.optimizer.step()
+    assert_cast_of(t.params, whole.masters)
 
 
-def test_sparse_and_transposed_gradients_count_like_dense_ones() -> None:
+@on_ranks("in_process", 2)
+def test_sparse_and_transposed_gradients_count_like_dense_ones(comm: Communicator) -> None:
     """An embedding's sparse gradient and one with other strides are flattened like any other."""
-
-    def train(comm: Communicator) -> torch.Tensor:
-        embedding = torch.nn.Embedding(10, 3, sparse=True)
-        matrix = torch.nn.Parameter(torch.zeros(4, 6))
-        with torch.no_grad():
-            embedding.weight.zero_()
-        optimizer = ZeroOptimizer([embedding.weight, matrix], SGD, group=comm, lr=1.0)
-        embedding(torch.tensor([2, 2, 7])).sum().backward()
-        matrix.grad = torch.arange(24.0).view(6, 4).t()
-        optimizer.step()
-        return torch.cat([embedding.weight.detach().view(-1), matrix.detach().view(-1)])
-
+    embedding = torch.nn.Embedding(10, 3, sparse=True, _weight=torch.zeros(10, 3))
+    matrix = torch.nn.Parameter(torch.zeros(4, 6))
+    optimizer = ZeroOptimizer([embedding.weight, matrix], SGD, group=comm, lr=1.0)
+    embedding(torch.tensor([2, 2, 7])).sum().backward()
+    matrix.grad = torch.arange(24.0).view(6, 4).t()
+    optimizer.step()
     expected = torch.zeros(10, 3)
     expected[2], expected[7] = -2.0, -1.0
-    expected = torch.cat([expected.view(-1), -torch.arange(24.0).view(6, 4).t().reshape(-1)])
-    for trained in run_in_process(2, train):
-        assert_same_bytes(trained, expected.where(expected != 0, trained), "weights")
-        assert trained[expected == 0].abs().sum() == 0
+    assert torch.equal(embedding.weight, expected)
+    assert torch.equal(matrix, -matrix.grad)
 
 
 # --- clipping ---
@@ -137,52 +117,42 @@ def test_sparse_and_transposed_gradients_count_like_dense_ones() -> None:
 
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, 3.5, math.inf])
 @pytest.mark.parametrize("max_norm", [0.5, 1e6])
-def test_clipping_equals_torchs_on_the_whole(max_norm: float, norm_type: float) -> None:
+@on_ranks("in_process", 3)
+def test_clipping_equals_torchs_on_the_whole(
+    comm: Communicator, max_norm: float, norm_type: float
+) -> None:
     """The norm and the clipped step are those of ``torch.nn.utils.clip_grad_norm_`` on the whole
     mean gradients; the norm has the same bits on every rank, and ``.grad`` is not touched.
     """
-
-    def clip(comm: Communicator) -> tuple[torch.Tensor, list[torch.Tensor], bool]:
-        t = Training(comm, NVFP4, SGD, lr=1.0)
-        t.feed(0)
-        before = [p.grad.clone() for p in t.params]
-        norm = t.optimizer.clip_grad_norm_(max_norm, norm_type)
-        untouched = all(torch.equal(p.grad, b) for p, b in zip(t.params, before, strict=True))
-        t.optimizer.step()
-        return norm, t.masters(), untouched
-
-    masters = start_values(make_params(NVFP4))
-    set_gradients(masters, mean_gradients([m.shape for m in masters], 0, 3))
-    expected_norm = torch.nn.utils.clip_grad_norm_(masters, max_norm, norm_type)
-    SGD(masters, lr=1.0).step()
-
-    clipped = run_in_process(3, clip)
-    for norm, trained, untouched in clipped:
-        assert untouched
-        assert_same_bytes(norm, clipped[0][0], "norm")
-        torch.testing.assert_close(norm, expected_norm)
-        for a, b in zip(trained, masters, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    t, whole = Training(comm, NVFP4, SGD, lr=1.0), Whole(NVFP4, SGD, ranks=3, lr=1.0)
+    t.feed(0)
+    before = [p.grad.clone() for p in t.params]
+    norm = t.optimizer.clip_grad_norm_(max_norm, norm_type)
+    assert_same_lists([p.grad for p in t.params], before, "gradients")
+    assert len(set(comm.all_gather_object(norm.item()))) == 1
+    whole.feed(0)
+    torch.testing.assert_close(
+        norm, torch.nn.utils.clip_grad_norm_(whole.masters, max_norm, norm_type)
+    )
+    t.optimizer.step()
+    whole.optimizer.step()
+    for a, b in zip(t.masters(), whole.masters, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
-def test_clipping_reduces_once_and_the_step_uses_it() -> None:
+@on_ranks("in_process", 2)
+def test_clipping_reduces_once_and_the_step_uses_it(comm: Communicator) -> None:
     """One reduce-scatter for clipping and step together, and a fresh one in the next step."""
-
-    def count(comm: Communicator) -> list[int]:
-        spy = RecordingCommunicator(comm)
-        t = Training(spy, NVFP4, SGD, lr=1.0)
-        counts = []
-        for forget in (False, False, True):
-            t.feed(0)
-            spy.reset()
-            t.optimizer.clip_grad_norm_(1.0)
-            if forget:
-                t.optimizer.zero_grad()
-            t.optimizer.step()
-            counts.append(spy.total(kind="reduce_scatter").calls)
-        return counts
-
-    assert run_in_process(2, count) == [[1, 1, 2]] * 2
+    spy = RecordingCommunicator(comm)
+    t = Training(spy, NVFP4, SGD, lr=1.0)
+    for forget, calls in ((False, 1), (False, 1), (True, 2)):
+        t.feed(0)
+        spy.reset()
+        t.optimizer.clip_grad_norm_(1.0)
+        if forget:
+            t.optimizer.zero_grad()
+        t.optimizer.step()
+        assert spy.total(kind="reduce_scatter").calls == calls
 
 
 @pytest.mark.parametrize("value", [math.nan, -math.inf])
@@ -209,25 +179,20 @@ def test_a_norm_type_must_be_positive() -> None:
         optimizer.clip_grad_norm_(1.0, 0)
 
 
-def test_a_closure_recomputes_gradients_before_the_step() -> None:
+@on_ranks("in_process", 2)
+def test_a_closure_recomputes_gradients_before_the_step(comm: Communicator) -> None:
     """``step(closure)`` calls it with gradients enabled, steps from its gradients, and returns its
     loss.
     """
+    t = Training(comm, NVFP4, SGD, lr=1.0)
 
-    def train(comm: Communicator) -> tuple[list[torch.nn.Parameter], float]:
-        t = Training(comm, NVFP4, SGD, lr=1.0)
+    def closure() -> float:
+        assert torch.is_grad_enabled()
+        t.feed(0)
+        return 1.25
 
-        def closure() -> float:
-            assert torch.is_grad_enabled()
-            t.feed(0)
-            return 1.25
-
-        return t.params, t.optimizer.step(closure)
-
-    whole = train_whole(NVFP4, 1, 2, partial(SGD, lr=1.0))
-    for params, loss in run_in_process(2, train):
-        assert loss == 1.25
-        assert_cast_of(params, whole)
+    assert t.optimizer.step(closure) == 1.25
+    assert_cast_of(t.params, Whole(NVFP4, SGD, ranks=2, lr=1.0).train(0))
 
 
 @pytest.mark.parametrize("change", ["more", "scaled", "anew"])

@@ -2,8 +2,7 @@
 
 import copy
 import re
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -12,15 +11,15 @@ import torch
 from torch.optim import SGD, AdamW
 
 import zerocast
-from tests.conftest import Ranks
+from tests.conftest import Ranks, in_turn
 from tests.optim.training import (
-    FP8,
     NVFP4,
+    Training,
+    Whole,
     assert_cast_of,
     draw_gradients,
     make_params,
     set_gradients,
-    train_whole,
 )
 from tests.support.claims import message_of, one_message
 from tests.support.ranks import on_ranks
@@ -37,7 +36,7 @@ GROUPS = (
 )
 
 
-def grouped(params: list[torch.Tensor]) -> list[dict[str, Any]]:
+def grouped(params: Sequence[torch.Tensor]) -> list[dict[str, Any]]:
     """``params`` in the groups of :data:`GROUPS`."""
     return [
         {name: value for name, value in group.items() if name != "places"}
@@ -46,54 +45,38 @@ def grouped(params: list[torch.Tensor]) -> list[dict[str, Any]]:
     ]
 
 
-def test_every_group_has_its_own_options(ranks: Ranks) -> None:
-    """Groups that mix storage kinds, each with options of its own and the defaults for the rest."""
-    options = {"lr": 2e-2, "amsgrad": True}
+schedulers = torch.optim.lr_scheduler
+SCHEDULERS: dict[str, tuple[Callable[[torch.optim.Optimizer], Any]]] = {
+    "none": (lambda o: schedulers.LambdaLR(o, lambda s: 1.0),),
+    "cosine": (lambda o: schedulers.CosineAnnealingLR(o, 7),),
+    "lambda": (lambda o: schedulers.LambdaLR(o, [lambda s: 0.9**s, lambda s: 1.0, lambda s: s]),),
+    "one-cycle": (lambda o: schedulers.OneCycleLR(o, [0.1, 0.2, 0.3], total_steps=12),),
+}
 
-    def train(comm: Communicator) -> list[torch.nn.Parameter]:
-        params = make_params(NVFP4)
-        optimizer = ZeroOptimizer(grouped(params), AdamW, group=comm, **options)
+
+@pytest.mark.parametrize(("make_scheduler", "ranks"), in_turn(SCHEDULERS), indirect=["ranks"])
+def test_every_group_has_its_own_options_and_schedulers_change_them(
+    ranks: Ranks, make_scheduler: Any
+) -> None:
+    """Groups that mix storage kinds, each with options of its own and the defaults for the rest. A
+    scheduler made on the wrapper changes what the masters are stepped with; betas too.
+    """
+
+    def train(training: Training | Whole) -> None:
+        scheduler = make_scheduler(training.optimizer)
         for step in range(10):
-            set_gradients(params, draw_gradients([p.shape for p in params], step, comm.rank))
-            optimizer.step()
-        return params
-
-    whole = train_whole(NVFP4, 10, ranks.size, lambda masters: AdamW(grouped(masters), **options))
-    for params in ranks.run(train):
-        assert_cast_of(params, whole)
-
-
-SCHEDULERS: list[Callable[[torch.optim.Optimizer], Any]] = [
-    lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 7),
-    lambda o: torch.optim.lr_scheduler.LambdaLR(o, [lambda s: 0.9**s, lambda s: 1.0, lambda s: s]),
-    lambda o: torch.optim.lr_scheduler.OneCycleLR(o, [0.1, 0.2, 0.3], total_steps=12),
-]
-
-
-@pytest.mark.parametrize("make_scheduler", SCHEDULERS, ids=["cosine", "lambda", "one-cycle"])
-def test_schedulers_drive_the_inner_optimizer(make_scheduler: Any) -> None:
-    """A scheduler made on the wrapper changes what the masters are stepped with; betas too."""
-
-    def train(comm: Communicator) -> list[torch.nn.Parameter]:
-        params = make_params(FP8)
-        optimizer = ZeroOptimizer(grouped(params), group=comm)
-        scheduler = make_scheduler(optimizer)
-        for step in range(10):
-            set_gradients(params, draw_gradients([p.shape for p in params], step, comm.rank))
-            optimizer.step()
+            training.train(step)
             scheduler.step()
-        return params
 
-    schedulers = []
+    def on_rank(comm: Communicator) -> list[torch.nn.Parameter]:
+        sharded = Training(comm, given=grouped, lr=2e-2, amsgrad=True)
+        train(sharded)
+        return sharded.params
 
-    def make_optimizer(masters: list[torch.Tensor]) -> AdamW:
-        optimizer = AdamW(grouped(masters))
-        schedulers.append(make_scheduler(optimizer))
-        return optimizer
-
-    whole = train_whole(FP8, 10, 2, make_optimizer, lambda masters: schedulers[0].step())
-    for params in run_in_process(2, train):
-        assert_cast_of(params, whole)
+    whole = Whole(ranks=ranks.size, given=grouped, lr=2e-2, amsgrad=True)
+    train(whole)
+    for params in ranks.run(on_rank):
+        assert_cast_of(params, whole.masters)
 
 
 def test_param_groups_show_the_inner_optimizers_options() -> None:
@@ -169,7 +152,7 @@ def test_plain_weights_have_storages_of_their_own() -> None:
 def test_an_optimizer_made_in_inference_mode_trains() -> None:
     """Its buffers are no inference tensors, which could not be written outside."""
     params = make_params(NVFP4)
-    gradients = draw_gradients([p.shape for p in params], 0, 0)
+    gradients = draw_gradients(params, 0)
     with torch.inference_mode():
         optimizer = ZeroOptimizer(params)
         set_gradients(params, gradients)
@@ -289,38 +272,31 @@ def test_a_model_converted_too_late_is_refused(ranks: Ranks, recipe: zerocast.Re
         optimizer = ZeroOptimizer(model.named_parameters(), AdamW, group=comm, lr=0.1)
         if comm.rank == comm.size - 1:
             model.float()
-        for param in model.parameters():
-            param.grad = torch.ones(param.shape, dtype=param.dtype)
+        set_gradients([*model.parameters()], [torch.ones(p.shape) for p in model.parameters()])
         return message_of(InputError, optimizer.step)
 
     assert "0.weight must stay in the buffer" in one_message(ranks.run(train))
 
 
-def test_a_scheduler_of_the_inner_optimizer_is_heard() -> None:
+@pytest.mark.parametrize("inner", [False, True])
+@on_ranks("in_process", 2)
+def test_a_scheduler_of_the_inner_optimizer_is_heard(comm: Communicator, inner: bool) -> None:
     """It trains like one of the wrapper, another option of which has a scheduler of its own; what
     is saved and loaded is the rate that it has set.
     """
-
-    def train(comm: Communicator, inner: bool) -> tuple[torch.Tensor, float]:
-        weight = torch.nn.Parameter(torch.ones(4, 8))
-        optimizer = ZeroOptimizer([weight], SGD, comm, lr=0.5, momentum=0.5)
-        scheduler = torch.optim.lr_scheduler.ExponentialLR(
-            optimizer.inner if inner else optimizer, 0.5
-        )
-        for step in range(3):
-            optimizer.param_groups[0]["momentum"] = 0.25 * step
-            weight.grad = torch.ones_like(weight)
-            optimizer.step()
-            scheduler.step()
-        state = optimizer.state_dict()
-        optimizer.load_state_dict(state)
-        assert optimizer.inner.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
-        return weight.detach(), state["param_groups"][0]["lr"]
-
-    for inner in (False, True):
-        for weight, lr in run_in_process(2, partial(train, inner=inner)):
-            assert lr == 0.0625
-            assert torch.equal(weight, torch.full_like(weight, 1 - 0.5 - 0.25 - 0.1875))
+    weight = torch.nn.Parameter(torch.ones(4, 8))
+    optimizer = ZeroOptimizer([weight], SGD, comm, lr=0.5, momentum=0.5)
+    scheduler = schedulers.ExponentialLR(optimizer.inner if inner else optimizer, 0.5)
+    for step in range(3):
+        optimizer.param_groups[0]["momentum"] = 0.25 * step
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+        scheduler.step()
+    state = optimizer.state_dict()
+    optimizer.load_state_dict(state)
+    for groups in (optimizer.inner.param_groups, optimizer.param_groups, state["param_groups"]):
+        assert groups[0]["lr"] == 0.0625
+    assert torch.equal(weight.detach(), torch.full_like(weight, 1 - 0.5 - 0.25 - 0.1875))
 
 
 def test_a_learning_rate_that_is_a_tensor_is_not_shared_with_a_loaded_state() -> None:

@@ -9,14 +9,13 @@ import torch
 import zerocast
 from tests.optim.training import (
     NVFP4,
+    Given,
     Training,
     assert_same_lists,
-    draw_gradients,
-    make_params,
-    set_gradients,
+    named,
 )
 from tests.support.ranks import on_ranks
-from zerocast.comm import Communicator, run_in_process
+from zerocast.comm import Communicator
 from zerocast.errors import InputError, RankMismatchError, UnfinishedStepError, ZerocastError
 from zerocast.optim import ZeroOptimizer
 
@@ -37,32 +36,29 @@ def stop_at(phase: str) -> Any:
 
 
 @pytest.mark.parametrize("phase", ["reduce_amax", "partial_cast", "all_gather"])
-def test_a_step_that_fails_behind_the_optimizer_is_left_by_loading_only(phase: str) -> None:
+@on_ranks("in_process", 3)
+def test_a_step_that_fails_behind_the_optimizer_is_left_by_loading_only(
+    comm: Communicator, phase: str
+) -> None:
     """Saving, reading masters and stepping say so on every rank, though one rank came to the step's
     end; a loaded state ends it, and training goes on as if the step had not been.
     """
-
-    def train(comm: Communicator) -> list[Any]:
-        t = Training(comm)
+    t = Training(comm)
+    t.train(0, alike=True)
+    saved, optimizer = t.saved(), t.optimizer
+    optimizer.on_phase = stop_at(phase)
+    with pytest.raises(Stop):
         t.train(0, alike=True)
-        saved, optimizer = t.saved(), t.optimizer
-        optimizer.on_phase = stop_at(phase)
-        with pytest.raises(Stop):
-            t.train(0, alike=True)
-        optimizer.on_phase = nullcontext
-        with pytest.raises(UnfinishedStepError, match="step 2 failed after it had begun"):
-            optimizer.state_dict()
-        if comm.rank == 0:
-            optimizer._progress.end_step()  # as if it had failed on the others only
-        for call in (optimizer.step, t.masters):
-            with pytest.raises(UnfinishedStepError, match="on rank.* 1.*load the last checkpoint"):
-                call()
-        optimizer.load_state_dict(saved)
-        return t.train(0, alike=True)
-
-    straight = Training().train(0, 0)
-    for params in run_in_process(3, train):
-        assert_same_lists(params, straight, "after loading")
+    optimizer.on_phase = nullcontext
+    with pytest.raises(UnfinishedStepError, match="step 2 failed after it had begun"):
+        optimizer.state_dict()
+    if comm.rank == 0:
+        optimizer._progress.end_step()  # as if it had failed on the others only
+    for call in (optimizer.step, t.masters):
+        with pytest.raises(UnfinishedStepError, match="on rank.* 1.*load the last checkpoint"):
+            call()
+    optimizer.load_state_dict(saved)
+    assert_same_lists(t.train(0, alike=True), Training().train(0, 0), "after loading")
 
 
 def test_a_step_that_fails_before_the_optimizer_can_be_made_again() -> None:
@@ -88,27 +84,20 @@ class Failing(torch.optim.SGD):
         return super().step(closure)
 
 
-def one_step(params: list[Any], optimizer: ZeroOptimizer) -> None:
-    """With the same gradients on every rank."""
-    set_gradients(params, draw_gradients([p.shape for p in params], 0, 0))
-    optimizer.step()
-
-
-@pytest.mark.parametrize("plain", [False, True])
+@pytest.mark.parametrize("given", [named, lambda params: params[3:]], ids=["codes", "plain"])
 @on_ranks("in_process", 3)
-def test_an_inner_optimizer_that_fails_on_one_rank(comm: Communicator, plain: bool) -> None:
+def test_an_inner_optimizer_that_fails_on_one_rank(comm: Communicator, given: Given) -> None:
     """That rank raises what happened, the others say where; and the step was left half done."""
-    params = make_params(NVFP4)[3 if plain else 0 :]
-    optimizer = ZeroOptimizer(params, Failing, group=comm, lr=0.5)
-    one_step(params, optimizer)
-    optimizer.inner.fails = comm.rank == 1
+    t = Training(comm, NVFP4, Failing, given=given, lr=0.5)
+    t.train(0, alike=True)
+    t.optimizer.inner.fails = comm.rank == 1
     raised = Stop if comm.rank == 1 else ZerocastError
     with pytest.raises(raised, match="no memory left") as caught:
-        one_step(params, optimizer)
+        t.train(0, alike=True)
     assert (str(caught.value) == "on rank 1: Stop: no memory left") == (comm.rank != 1)
-    optimizer.inner.fails = False
+    t.optimizer.inner.fails = False
     with pytest.raises(UnfinishedStepError, match="on every rank"):
-        one_step(params, optimizer)
+        t.train(0, alike=True)
 
 
 @on_ranks("in_process", 3)
@@ -184,16 +173,12 @@ def test_weights_in_another_order_on_one_rank_are_refused_without_names(comm: Co
             ZeroOptimizer(weights[:: -1 if comm.rank == 1 else 1], group=comm)
 
 
-def test_weights_that_start_from_other_values_on_each_rank_are_accepted() -> None:
+@on_ranks("in_process", 2)
+def test_weights_that_start_from_other_values_on_each_rank_are_accepted(comm: Communicator) -> None:
     """Each rank gives its part, and afterwards all hold the same."""
-
-    def make(comm: Communicator) -> torch.Tensor:
-        param = torch.nn.Parameter(torch.full((4, 8), float(comm.rank)))
-        ZeroOptimizer([param], group=comm)
-        return param.detach()
-
-    first, second = run_in_process(2, make)
-    assert first.tolist() == second.tolist() == [[0.0] * 8] * 2 + [[1.0] * 8] * 2
+    param = torch.nn.Parameter(torch.full((4, 8), float(comm.rank)))
+    ZeroOptimizer([param], group=comm)
+    assert param.tolist() == [[0.0] * 8] * 2 + [[1.0] * 8] * 2
 
 
 @pytest.mark.parametrize("differ", ["dtype", "columnwise", "amax_group", "recipe", "optimizer"])

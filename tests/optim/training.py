@@ -1,8 +1,6 @@
 """The same small training twice: sharded by ZeroOptimizer, and whole by a plain torch optimizer."""
 
-import io
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -10,12 +8,16 @@ import torch
 import zerocast
 from tests.support.claims import assert_same_tensors, assert_unsharded_cast, stored
 from tests.support.recipes import RECIPES
+from tests.support.weights import through_a_file
 from zerocast.comm import Communicator
 from zerocast.optim import ZeroOptimizer
 from zerocast.recipes import Recipe
 from zerocast.tensors import quantize_into
 
 NVFP4, FP8 = RECIPES["nvfp4"], RECIPES["current"]
+
+Given = Callable[[Sequence[torch.Tensor]], Any]
+"""What an optimizer is given of some tensors."""
 
 # Quantized: ragged blocks, one row, a K that fills no tile of scales. Plain: odd sizes, a scalar.
 QUANTIZED_SHAPES = ((33, 48), (1, 16), (20, 80))
@@ -57,16 +59,18 @@ def start_values(params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     ]
 
 
-def draw_gradients(shapes: Sequence[torch.Size], step: int, rank: int) -> list[torch.Tensor]:
-    """FP32 gradients that BF16 holds, multiples of 1/64: any order of their sum is exact."""
+def draw_gradients(params: Sequence[torch.Tensor], step: int, rank: int = 0) -> list[torch.Tensor]:
+    """FP32 gradients of ``params`` that BF16 holds, multiples of 1/64: any order of their sum is
+    exact.
+    """
     g = torch.Generator().manual_seed(1000 * step + rank)
-    return [torch.randint(-127, 128, shape, generator=g).float() / 64 for shape in shapes]
+    return [torch.randint(-127, 128, p.shape, generator=g).float() / 64 for p in params]
 
 
-def mean_gradients(shapes: Sequence[torch.Size], step: int, ranks: int) -> list[torch.Tensor]:
-    """The mean over ranks of :func:`draw_gradients`."""
-    by_rank = [draw_gradients(shapes, step, rank) for rank in range(ranks)]
-    return [torch.stack(column).sum(0) / ranks for column in zip(*by_rank, strict=True)]
+def set_gradients(params: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
+    """Give each parameter its gradient, in its dtype."""
+    for param, gradient in zip(params, gradients, strict=True):
+        param.grad = gradient.to(param.dtype)
 
 
 def named(params: Sequence[torch.nn.Parameter]) -> list[tuple[str, torch.nn.Parameter]]:
@@ -80,11 +84,12 @@ class Training:
     Args:
         comm: the ranks, of which each has gradients of its own; one rank by default.
         seed: of the weights' values.
+        given: what the optimizer is given of the weights; names and weights.
         options: those of the optimizer.
 
     Attributes:
         params: the weights.
-        optimizer: who steps them, under names.
+        optimizer: who steps them.
     """
 
     def __init__(
@@ -94,16 +99,16 @@ class Training:
         optimizer_class: Any = torch.optim.AdamW,
         *,
         seed: int = 0,
+        given: Given = named,
         **options: Any,
     ) -> None:
         self.params = make_params(recipe, seed)
         self.rank = comm.rank if comm else 0
-        self.optimizer = ZeroOptimizer(named(self.params), optimizer_class, group=comm, **options)
+        self.optimizer = ZeroOptimizer(given(self.params), optimizer_class, comm, **options)
 
     def feed(self, step: int, *, alike: bool = False) -> None:
         """The gradients of this step; with ``alike`` the same ones on every rank."""
-        shapes = [p.shape for p in self.params]
-        set_gradients(self.params, draw_gradients(shapes, step, 0 if alike else self.rank))
+        set_gradients(self.params, draw_gradients(self.params, step, 0 if alike else self.rank))
 
     def train(self, *steps: int, alike: bool = False) -> list[torch.nn.Parameter]:
         """The weights after these steps."""
@@ -115,7 +120,7 @@ class Training:
     def scaled_backward(self, scaler: torch.amp.GradScaler, step: int, *, overflows: bool) -> None:
         """Backward of a scaled loss that has the gradients of this step, or an infinite one."""
         self.optimizer.zero_grad()
-        gradients = draw_gradients([p.shape for p in self.params], step, self.rank)
+        gradients = draw_gradients(self.params, step, self.rank)
         if overflows:
             gradients[0][0, 0] = torch.inf
         for param, gradient in zip(self.params, gradients, strict=True):
@@ -130,56 +135,52 @@ class Training:
         return through_a_file(self.optimizer.state_dict())
 
 
-def set_gradients(params: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
-    """Give each parameter its gradient, in its dtype."""
-    for param, gradient in zip(params, gradients, strict=True):
-        param.grad = gradient.to(param.dtype)
+class Whole:
+    """The same training on one rank: a plain torch optimizer steps whole FP32 masters.
 
+    Args:
+        ranks: of whose gradients the mean is taken; 1 for those that are alike on all.
+        given: what the optimizer is given of the masters; a list of them.
+        options: those of the optimizer.
+    """
 
-def through_a_file(state: Any) -> Any:
-    """Saved and loaded by safe types only."""
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
+    def __init__(
+        self,
+        recipe: Recipe = NVFP4,
+        optimizer_class: Any = torch.optim.AdamW,
+        *,
+        ranks: int = 1,
+        given: Given = list,
+        **options: Any,
+    ) -> None:
+        self.params, self.ranks = make_params(recipe), ranks
+        self.masters = start_values(self.params)
+        self.optimizer = optimizer_class(given(self.masters), **options)
 
+    def feed(self, step: int) -> None:
+        """The mean over ranks of the gradients of this step."""
+        by_rank = [draw_gradients(self.masters, step, rank) for rank in range(self.ranks)]
+        means = [torch.stack(each).sum(0) / self.ranks for each in zip(*by_rank, strict=True)]
+        set_gradients(self.masters, means)
 
-def train_whole(
-    recipe: Recipe,
-    steps: int,
-    ranks: int,
-    make_optimizer: Callable[[list[torch.Tensor]], torch.optim.Optimizer],
-    after_step: Callable[[list[torch.Tensor]], object] = lambda masters: None,
-) -> list[torch.Tensor]:
-    """The whole FP32 masters after the same training, with the mean gradients of ``ranks``."""
-    masters = start_values(make_params(recipe))
-    optimizer = make_optimizer(masters)
-    for step in range(steps):
-        set_gradients(masters, mean_gradients([m.shape for m in masters], step, ranks))
-        optimizer.step()
-        after_step(masters)
-    return masters
+    def train(self, *steps: int) -> list[torch.Tensor]:
+        """The masters after these steps."""
+        for step in steps:
+            self.feed(step)
+            self.optimizer.step()
+        return self.masters
 
-
-def train_whole_weights(
-    recipe: Recipe, steps: int, ranks: int, optimizer_class: Any = torch.optim.AdamW, **options: Any
-) -> list[torch.nn.Parameter]:
-    """Whole weights, cast from whole masters after every step."""
-    params = make_params(recipe)
-    for name, param in named(params):
-        if isinstance(param, zerocast.QuantizedTensor):
-            param.quantized_storage.name_weight(name)
-
-    def cast(masters: list[torch.Tensor]) -> None:
-        for param, master in zip(params, masters, strict=True):
-            if isinstance(param, zerocast.QuantizedTensor):
-                with zerocast.use_backend("reference"):
-                    quantize_into(param.quantized_storage, master)
-            else:
-                param.data.copy_(master)
-
-    train_whole(recipe, steps, ranks, partial(optimizer_class, **options), cast)
-    return params
+    def train_weights(self, *steps: int) -> list[torch.nn.Parameter]:
+        """Whole weights, cast from the masters after every step."""
+        for step in steps:
+            for (name, param), master in zip(named(self.params), self.train(step), strict=True):
+                if isinstance(param, zerocast.QuantizedTensor):
+                    param.quantized_storage.name_weight(name)
+                    with zerocast.use_backend("reference"):
+                        quantize_into(param.quantized_storage, master)
+                else:
+                    param.data.copy_(master)
+        return self.params
 
 
 def assert_cast_of(params: Sequence[torch.Tensor], masters: Sequence[torch.Tensor]) -> None:
