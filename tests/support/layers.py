@@ -11,7 +11,7 @@ import torch
 
 import zerocast
 from tests.support import recipes
-from zerocast.nn import linear_functions
+from zerocast.nn import layer_product
 from zerocast.nn.engines import Product
 from zerocast.nn.scaled_mm import gemm
 from zerocast.recipes import NVFP4BlockScaling, Recipe
@@ -115,7 +115,7 @@ def recorded_products(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Made]]:
         return result
 
     with monkeypatch.context() as patch:
-        patch.setattr(linear_functions, "gemm", record)
+        patch.setattr(layer_product, "gemm", record)
         yield made
 
 

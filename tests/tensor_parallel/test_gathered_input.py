@@ -16,6 +16,7 @@ from tests.support.models import Attention, InRegion
 from tests.support.ranks import on_gloo
 from tests.support.recipes import RECIPES, each
 from tests.tensor_parallel.parallel import K, batch, mesh_of, results
+from zerocast.nn import regions
 from zerocast.nn.tensor_parallel import (
     Float8ColwiseParallel,
     PrepareFloat8ModuleInput,
@@ -60,7 +61,8 @@ def test_gathered_codes_are_those_of_the_gathered_input(comm, shape, dim, recipe
     layer, alone = (zerocast.nn.Linear(K, 16, dtype=torch.bfloat16) for _ in range(2))
     for step, values in enumerate(inputs):
         with zerocast.autocast(recipe=recipe, amax_reduction_group=zerocast.comm.SingleRank()):
-            expected = alone._quantizing(0, values, alone.weight).quantizer.quantize(values)
+            quantizer = alone._registered(regions.current(), values.device)[0].input
+            expected = quantizer.quantize(values)
         with zerocast.autocast(recipe=recipe):
             split = distribute_tensor(values, mesh, [Shard(dim)])
             gathered = gather_input("a test", layer, split).to_local()

@@ -31,7 +31,7 @@ amaxes over the ranks by one all-reduce, and only then do histories and scales a
 
 A weight may hold codes itself (:func:`zerocast.model_init`, :func:`convert`). Then nothing of it is
 quantized in the forward, and outside of autocast it is decoded. To follow one forward, read
-linear.py, quantized_module.py (which way a product goes), linear_functions.py (the three products)
+linear.py, quantized_module.py (which way a product goes), layer_product.py (the three products)
 and scaled_mm.py (who multiplies).
 
 What is here
@@ -45,8 +45,7 @@ swizzle, unswizzle                  scales in the order that block-scaled GEMMs 
 
 from zerocast.nn import functional
 from zerocast.nn.convert import ConversionReport, convert
-from zerocast.nn.layernorm_linear import LayerNormLinear
-from zerocast.nn.layernorm_mlp import LayerNormMLP
+from zerocast.nn.layernorm_layers import LayerNormLinear, LayerNormMLP
 from zerocast.nn.linear import Linear
 from zerocast.nn.norm import LayerNorm, RMSNorm
 from zerocast.nn.recompute import checkpoint

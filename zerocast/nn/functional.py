@@ -8,8 +8,8 @@
 Each rounds its result to the dtype of the input. Given a quantizer it returns a
 :class:`zerocast.QuantizedTensor` with the codes of the rounded result and their scales; without one
 it returns the rounded result. No gradient flows through these functions: the layers write their
-backward themselves (:mod:`zerocast.nn.quantized_functions`). :func:`apply_fused` is the general
-form of all but ``linear``.
+backward themselves (:mod:`zerocast.nn.fused`). :func:`apply_fused` is the general form of all but
+``linear``.
 
 Note: one kernel
 ~~~~~~~~~~~~~~~~

@@ -1,9 +1,13 @@
-"""The general form of the operations of :mod:`zerocast.nn.functional`: a function or a norm whose
-result is rounded and quantized in one operation of the backend.
+"""Norms and activations whose result is quantized as it is made, and their gradients.
+
+:func:`apply_fused` is the general form of the operations of :mod:`zerocast.nn.functional`: the
+result is rounded and quantized in one operation of the backend. Where nothing is quantized, layers
+compute the same by torch's functions (:func:`in_high_precision`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,6 +17,7 @@ from zerocast.backends import backend_for
 from zerocast.errors import InputError
 from zerocast.nn.quantizer import Quantizer
 from zerocast.numerics import FusedOp, FusedOperand, PlaneBuffers, can_fuse
+from zerocast.numerics.fused_ops import Function
 from zerocast.recipes import NOMINAL_DTYPES
 from zerocast.tensors import QuantizedStorage, QuantizedTensor
 from zerocast.tensors.quantize import quantize_into
@@ -121,6 +126,97 @@ def apply_fused(
     if rounded is not None:
         rounded = rounded.to(dtype) if output or quantizer is None else None
     return FusedResult(out, rounded, operand.mean, operand.rstd)
+
+
+def differentiate_fused(
+    op: FusedOp,
+    grad: torch.Tensor,
+    grad_output: torch.Tensor | None,
+    inputs: Sequence[torch.Tensor],
+    statistics: Sequence[torch.Tensor],
+    needs: Sequence[bool],
+) -> list[torch.Tensor | None]:
+    """The gradients of an operation's input, weight and bias, as far as they are needed.
+
+    Args:
+        op: the operation.
+        grad: of the quantized result [T, K]; it passes to the rounded one (straight-through).
+        grad_output: of the rounded result of a norm, where that is used, too.
+        inputs: input [T, S] and, of a norm, weight and bias [K], as far as it has them.
+        statistics: of a norm, the mean of each row (layernorm only) and its ``rstd``.
+        needs: whether input, weight and bias need gradients.
+    """
+    if not op.is_norm:
+        return [_differentiate_activation(op.function, grad, inputs[0]), None, None]
+    (input, weight, *_), (*mean, rstd) = inputs, statistics
+    dy = grad.float() if grad_output is None else grad.float() + grad_output.float()
+    centred = input.float() - mean[0][:, None] if mean else input.float()
+    normed = centred * rstd[:, None]
+    gamma = weight.float() + 1 if op.zero_centered_gamma else weight.float()
+    of_input = of_weight = of_bias = None
+    if needs[0]:
+        # Moving x moves mean and deviation, too: what points along 1 and along x is taken out.
+        direct = dy * gamma
+        along = normed * (direct * normed).mean(1, keepdim=True)
+        level = direct.mean(1, keepdim=True) if mean else 0
+        of_input = ((direct - along - level) * rstd[:, None]).to(input.dtype)
+    if needs[1]:
+        of_weight = (dy * normed).sum(0).to(weight.dtype)
+    if needs[2]:
+        of_bias = dy.sum(0).to(inputs[2].dtype)
+    return [of_input, of_weight, of_bias]
+
+
+def _differentiate_activation(
+    function: str, grad: torch.Tensor, input: torch.Tensor
+) -> torch.Tensor:
+    aten = torch.ops.aten
+    if function == "relu":
+        return aten.threshold_backward(grad, input, 0)
+    if function == "silu":
+        return aten.silu_backward(grad, input)
+    if function == "swiglu":
+        gated, gate = input.chunk(2, dim=-1)
+        of_gated = aten.silu_backward(grad * gate, gated)
+        return torch.cat((of_gated, grad * torch.nn.functional.silu(gated)), dim=-1)
+    approximate = "tanh" if function == "gelu_tanh" else "none"
+    return aten.gelu_backward(grad, input, approximate=approximate)
+
+
+def in_high_precision(
+    function: Function,
+    eps: float = 1e-5,
+    zero_centered_gamma: bool = False,
+    *,
+    input: torch.Tensor,
+    norm: Sequence[torch.Tensor] = (),
+) -> torch.Tensor:
+    """The operation whose fields are given, by torch's own functions, which have gradients.
+
+    Args:
+        function, eps, zero_centered_gamma: those of a :class:`FusedOp`. (The compiler of a model
+            sees no object.)
+        input: [..., S].
+        norm: weight and bias of a norm, [K] each, as far as it has them.
+
+    Returns:
+        [..., K] in the input's dtype.
+    """
+    functions = torch.nn.functional
+    if norm:
+        weight = 1 + norm[0] if zero_centered_gamma else norm[0]
+        bias = norm[1] if len(norm) > 1 else None
+        if function == "layernorm":
+            return functions.layer_norm(input, weight.shape, weight, bias, eps)
+        return functions.rms_norm(input, weight.shape, weight, eps)
+    if function == "swiglu":
+        gated, gate = input.chunk(2, dim=-1)
+        return functions.silu(gated) * gate
+    if function == "relu":
+        return functions.relu(input)
+    if function == "silu":
+        return functions.silu(input)
+    return functions.gelu(input, approximate="tanh" if function == "gelu_tanh" else "none")
 
 
 def _cast(operand: FusedOperand, quantizer: Quantizer, storage: QuantizedStorage) -> None:

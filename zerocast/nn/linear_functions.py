@@ -1,33 +1,29 @@
-"""The three products of a linear layer with quantized operands, as one differentiable function.
+"""Linear layers as differentiable functions: with quantized operands, and with a decoded weight.
 
-Forward quantizes the input and, where it is in high precision, the weight; backward quantizes the
-gradient of the output. What stays between them are quantized tensors, each with the scales under
-which its codes mean something: the backward asks the recipe's state for nothing but the gradient's
-own quantization, so whatever that state did in between, the products are those of the same values.
-
-    y  = Q(x) Q(w)^T + bias
-    dx = Q(dy) Q(w)         dw = Q(dy)^T Q(x)         dbias = the sum of the rows of dy
-
-Of the input only the copy that the weight gradient reads is kept. It is saved as autograd saves
-tensors, buffer by buffer, so hooks on saved tensors (offloading, recomputation) see bytes. A weight
-that is quantized itself is kept by reference, and a write since then is an error.
+Tensors are saved as autograd saves them, buffer by buffer, so hooks on saved tensors (offloading,
+recomputation) see bytes. A weight that is quantized itself is kept by reference, and a write since
+then is an error.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.autograd import forward_ad
 
 from zerocast.errors import ChangedWeightError, UnsupportedError
-from zerocast.nn.engines import Product
-from zerocast.nn.quantizer import Quantizer
-from zerocast.nn.scaled_mm import gemm
-from zerocast.recipes import Recipe, Role
+from zerocast.nn.layer_product import (
+    GemmQuantizers,
+    LayerProduct,
+    Watch,
+    quantize_shown,
+    run_backward,
+    run_forward,
+)
+from zerocast.numerics import FusedOp
 from zerocast.tensors import QuantizedStorage, QuantizedTensor, dequantize
 
 Backward = Callable[..., Any]
@@ -74,35 +70,15 @@ def _is_batched(grad: torch.Tensor | None) -> bool:
     )
 
 
-Watch = Callable[[Role, torch.Tensor, QuantizedStorage], None]
-"""``watch(role, tensor, quantized)`` is shown each tensor that a layer quantizes."""
-
-
-@dataclass(frozen=True, slots=True)
-class GemmQuantizers:
-    """How the tensors of one linear layer are quantized."""
-
-    input: Quantizer
-    weight: Quantizer
-    output: Quantizer
-    grad_output: Quantizer
-    grad_input: Quantizer
-
-
 class QuantizedLinear(torch.autograd.Function):
-    """``QuantizedLinear.apply(input, weight, bias, quantizers, dtype, output_shape, watch)``.
+    """``QuantizedLinear.apply(input, gamma, beta, weight, bias, source, dtype, wants_norm,
+    quantizers, output_shape, watch)``.
 
-    Args:
-        input: [T, K] in ``dtype``; or quantized already, [..., K].
-        weight: [M, K], quantized or in high precision.
-        bias: [M] in ``dtype``, or None.
-        quantizers: of this layer.
-        dtype: of the result and of the gradients that flow on.
-        output_shape: where given, the result is quantized in this shape.
-        watch: is shown what is quantized, or None.
+    The arguments are those of :class:`LayerProduct` and :func:`run_forward`. With ``output_shape``
+    the result is quantized in this shape.
 
     Returns:
-        [T, M].
+        [T, M], and what the norm made, [T, K], or None.
 
     Raises:
         ChangedWeightError: by the backward, where a quantized weight was written since.
@@ -112,67 +88,58 @@ class QuantizedLinear(torch.autograd.Function):
     def forward(
         ctx: Any,
         input: torch.Tensor,
+        gamma: torch.Tensor | None,
+        beta: torch.Tensor | None,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        quantizers: GemmQuantizers,
+        source: FusedOp | None,
         dtype: torch.dtype,
+        wants_norm: bool,
+        quantizers: GemmQuantizers,
         output_shape: tuple[int, ...] | None,
         watch: Watch | None,
-    ) -> torch.Tensor:
-        needs_input, needs_weight, *_ = ctx.needs_input_grad
-        if isinstance(input, QuantizedTensor):
-            x = input.quantized_storage
-        else:
-            quantizers.input.set_usage(rowwise=True, columnwise=needs_weight)
-            x = _quantize("input", quantizers.input, input, watch)
-        ctx.primary = isinstance(weight, QuantizedTensor)
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        ctx.product = LayerProduct(source, dtype, wants_norm, ctx.needs_input_grad[:5])
+        norm = [each for each in (gamma, beta) if each is not None]
+        made = run_forward(ctx.product, quantizers, watch, input, norm, weight, bias)
+        inputs = [input, *norm] if source is not None and ctx.product.needs_source else []
+        ctx.save_for_backward(*inputs, *made.tensors())
+        ctx.num_inputs, ctx.saved = len(inputs), made.saved
+        ctx.weight = None
         if isinstance(weight, QuantizedTensor):
-            w = weight.quantized_storage
-            ctx.weight, ctx.version = w, w.version
-        else:
-            quantizers.weight.set_usage(rowwise=True, columnwise=needs_input)
-            w = _quantize("weight", quantizers.weight, weight, watch)
-        ctx.saved = Saved()
-        ctx.saved.add(x if needs_weight else None)
-        ctx.saved.add(w if needs_input and not ctx.primary else None)
-        ctx.save_for_backward(*ctx.saved.tensors())
+            ctx.weight = weight.quantized_storage, weight.quantized_storage.version
         ctx.grad_output, ctx.watch = quantizers.grad_output, watch
-        ctx.dtype, ctx.weight_dtype, ctx.input_shape = dtype, weight.dtype, input.shape
-        out = gemm(Product.OUTPUT, x, w, dtype, bias)
-        if output_shape is None:
-            return out
-        quantizers.output.set_usage(rowwise=True, columnwise=any(ctx.needs_input_grad))
-        return QuantizedTensor(
-            _quantize("output", quantizers.output, out.view(output_shape), watch)
-        )
+        ctx.weight_dtype, ctx.input_shape = weight.dtype, input.shape
+        out = made.out
+        if output_shape is not None:
+            quantizers.output.set_usage(rowwise=True, columnwise=any(ctx.needs_input_grad))
+            out = out.view(output_shape)
+            out = QuantizedTensor(quantize_shown("output", quantizers.output, out, watch))
+        return out, made.normed
 
     @staticmethod
     @first_derivatives_only
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        needs_input, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-        x, w = ctx.saved.restore(ctx.saved_tensors)
-        grad_input = grad_weight = grad_bias = None
-        rows = grad.reshape(-1, grad.shape[-1])
-        if needs_bias:
-            grad_bias = rows.sum(0)
-        if needs_input or needs_weight:
-            ctx.grad_output.set_usage(rowwise=needs_input, columnwise=needs_weight)
-            dy = _quantize("grad_output", ctx.grad_output, rows, ctx.watch)
-            if needs_input:
-                w = unchanged(ctx.weight, ctx.version) if ctx.primary else w
-                grad_input = gemm(Product.INPUT_GRADIENT, dy, w, ctx.dtype).view(ctx.input_shape)
-            if needs_weight:
-                grad_weight = gemm(Product.WEIGHT_GRADIENT, dy, x, ctx.dtype).to(ctx.weight_dtype)
-        return grad_input, grad_weight, grad_bias, None, None, None, None
-
-
-def _quantize(
-    role: Role, quantizer: Quantizer, tensor: torch.Tensor, watch: Watch | None
-) -> QuantizedStorage:
-    quantized = quantizer.quantize(tensor).quantized_storage
-    if watch is not None:
-        watch(role, tensor, quantized)
-    return quantized
+    def backward(
+        ctx: Any, grad: torch.Tensor, grad_normed: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
+        product, tensors = ctx.product, ctx.saved_tensors
+        num_read = ctx.num_inputs + product.num_statistics
+        x, w = ctx.saved.restore(tensors[num_read:])
+        if ctx.weight is not None and product.needs_source:
+            w = unchanged(*ctx.weight)
+        of_input, *others = run_backward(
+            product,
+            ctx.grad_output,
+            ctx.watch,
+            (grad, grad_normed),
+            tensors[: ctx.num_inputs],
+            tensors[ctx.num_inputs : num_read],
+            x,
+            w,
+            ctx.weight_dtype,
+        )
+        of_input = None if of_input is None else of_input.view(ctx.input_shape)
+        return of_input, *others, *(None,) * 6
 
 
 def unchanged(storage: QuantizedStorage, version: int) -> QuantizedStorage:
@@ -184,43 +151,6 @@ def unchanged(storage: QuantizedStorage, version: int) -> QuantizedStorage:
             f"backward before the optimizer's step, or the forward again."
         )
     return storage
-
-
-class Saved:
-    """Quantized tensors as what autograd saves: their buffers, and beside them what they mean."""
-
-    def __init__(self) -> None:
-        self._meanings: list[tuple[torch.Size, torch.dtype, Recipe, tuple[str, ...]] | None] = []
-        self._tensors: list[torch.Tensor] = []
-
-    def add(self, storage: QuantizedStorage | None) -> None:
-        """Save what the columnwise codes of ``storage`` are read with; None saves nothing."""
-        if storage is None:
-            self._meanings.append(None)
-            return
-        buffers = storage.buffers
-        names = tuple(
-            name
-            for name in buffers
-            if not name.startswith("rowwise_") or name.replace("row", "column", 1) not in buffers
-        )
-        self._meanings.append((storage.shape, storage.dtype, storage.recipe, names))
-        self._tensors += [buffers[name] for name in names]
-
-    def tensors(self) -> list[torch.Tensor]:
-        """What to save; once, for they are not kept here."""
-        tensors, self._tensors = self._tensors, []
-        return tensors
-
-    def restore(self, tensors: Sequence[torch.Tensor]) -> list[QuantizedStorage | None]:
-        """The quantized tensors again, from what autograd gives back."""
-        left = iter(tensors)
-        return [
-            None
-            if meaning is None
-            else QuantizedStorage(*meaning[:3], {name: next(left) for name in meaning[3]})
-            for meaning in self._meanings
-        ]
 
 
 class _Decoded(torch.autograd.Function):

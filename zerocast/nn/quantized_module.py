@@ -20,40 +20,48 @@ derived copies are true. Under a region of autocast the products are operations 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
 from zerocast.errors import InputError
 from zerocast.nn import regions
+from zerocast.nn.fused import in_high_precision
+from zerocast.nn.layer_product import GemmQuantizers
 from zerocast.nn.linear_functions import (
-    GemmQuantizers,
     QuantizedLinear,
-    Watch,
     WeightOnlyLinear,
     is_transformed,
     refuse_transforms,
 )
-from zerocast.nn.quantizer import Quantizer
 from zerocast.nn.regions import HIGH_PRECISION, NO_REGION, Autocast, traced_recipe
 from zerocast.nn.stateful_module import StatefulModule
 from zerocast.nn.statistics import observer
 from zerocast.nn.traced_layer import has_state
 from zerocast.nn.traced_products import register, traced_product
+from zerocast.numerics import FusedOp
 from zerocast.recipes import Recipe
 from zerocast.sharded.placement import all_tp_shards, check_tp_boundaries, is_sharded
 from zerocast.tensors import QuantizedTensor, TensorParallelShard, rebuild_derived
 
 
-class Quantizing(NamedTuple):
-    """How the input of a product is quantized where it is made: by what, rounded to what first, and
-    who is shown.
+class Source(NamedTuple):
+    """The norm or the activation that makes what a product multiplies.
+
+    Attributes:
+        op: the fields of its :class:`zerocast.numerics.FusedOp` (torch.compile traces no such
+            object); None where the input itself is multiplied.
+        norm: weight and bias of a norm, [K] each, as far as it has them.
+        wants_norm: whether the layer returns what the norm made, too.
     """
 
-    quantizer: Quantizer
-    dtype: torch.dtype
-    watch: Watch | None
+    op: tuple[Any, ...] | None = None
+    norm: tuple[torch.Tensor, ...] = ()
+    wants_norm: bool = False
+
+
+NO_SOURCE = Source()
 
 
 class QuantizedModule(StatefulModule):
@@ -72,40 +80,126 @@ class QuantizedModule(StatefulModule):
 
     # --- products ---
 
-    def _linear(
+    def _linear(self, gemm: int, *args: Any, **options: Any) -> torch.Tensor:
+        """:meth:`_product` of the input itself."""
+        return self._product(gemm, *args, **options)[0]
+
+    def _product(
         self,
         gemm: int,
         input: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
+        source: Source = NO_SOURCE,
         *,
-        leading: Sequence[int] | None = None,
         fp8_output: bool = False,
         tp_shard: TensorParallelShard | None = None,
-    ) -> torch.Tensor:
-        """Product number ``gemm`` of this module: [..., K] -> [..., M].
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """``source(input) @ weight.T + bias``, and what a norm made, where that is wanted.
 
-        ``leading`` are the leading dimensions of the result, where those of ``input`` were
-        flattened; ``part`` says which part of a larger one the weight is.
+        Args:
+            gemm: the product's number in this module.
+            input: [..., S]; S = K without a source.
+            weight: [M, K].
+            bias: [M], or None.
+            source: what makes [..., K] of the input.
+            fp8_output: whether the result is quantized.
+            tp_shard: which rows or columns of a larger one the weight is.
+
+        Returns:
+            [..., M], and [..., K] or None.
 
         Raises:
             InputError: for ``fp8_output`` outside of autocast; under it, where the recipe cannot
                 hold a tensor that has to be quantized.
         """
-        leading = tuple(input.shape[:-1] if leading is None else leading)
         if torch.compiler.is_compiling() and not fp8_output:
-            return self._traced(gemm, input, weight, bias)[0]
+            return self._traced(gemm, input, weight, bias, source)
         region = regions.current()
         # Where the weight is cut, a rank may have no columns of rows that there are.
-        if region.enabled and (input.numel() or (tp_shard and math.prod(leading))):
-            return self._quantized_linear(
-                region, gemm, input, weight, bias, leading, fp8_output, tp_shard
-            )
+        if region.enabled and (input.numel() or (tp_shard and math.prod(input.shape[:-1]))):
+            return self._quantized(region, gemm, input, weight, bias, source, fp8_output, tp_shard)
         if fp8_output:
             raise InputError(
                 "fp8_output=True needs zerocast.autocast(enabled=True) around the layer, whose "
                 "recipe says how the output is quantized."
             )
+        if source.op is not None:
+            input = in_high_precision(*source.op, input=input, norm=source.norm)
+        return self._in_high_precision(region, gemm, input, weight, bias, tp_shard), input
+
+    def _traced_recipe(self) -> str:
+        """What counts for this layer in a function that is being compiled."""
+        return traced_recipe()
+
+    def _traced(
+        self,
+        gemm: int,
+        input: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        source: Source,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """:meth:`_product` in a function that is being compiled."""
+        recipe = self._traced_recipe()
+        in_region = recipe not in (NO_REGION, HIGH_PRECISION)
+        if not (in_region and input.numel()):
+            if in_region and has_state(recipe):
+                assert self._handle is not None
+                register(self._handle, recipe)
+            if source.op is not None:
+                input = in_high_precision(*source.op, input=input, norm=source.norm)
+            return torch.nn.functional.linear(input, weight, bias), input
+        rows, bias, dtype = _operands(input, weight, bias, source)
+        out, normed = traced_product(
+            self._handle, gemm, rows, list(source.norm), weight, bias, recipe, source.op, dtype,
+            source.wants_norm,
+        )  # fmt: skip
+        return _like_input(input, out, normed)
+
+    def _quantized(
+        self,
+        region: Autocast,
+        gemm: int,
+        input: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        source: Source,
+        fp8_output: bool,
+        tp_shard: TensorParallelShard | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if isinstance(weight, QuantizedTensor):
+            _prepare(weight)
+        quantizers = self._registered(region, input.device)[gemm]
+        quantizers.weight.tp_shard = tp_shard
+        rows, bias, dtype = _operands(input, weight, bias, source)
+        _check_shapes(quantizers, rows, weight, source, tp_shard)
+        gamma, beta = (*source.norm, None, None)[:2]
+        out, normed = QuantizedLinear.apply(
+            rows,
+            gamma,
+            beta,
+            weight,
+            bias,
+            None if source.op is None else FusedOp(*source.op),
+            dtype,
+            source.wants_norm,
+            quantizers,
+            (*input.shape[:-1], weight.shape[0]) if fp8_output else None,
+            observer(self, gemm),
+        )
+        return (out, normed) if fp8_output else _like_input(input, out, normed)
+
+    def _in_high_precision(
+        self,
+        region: Autocast,
+        gemm: int,
+        input: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        tp_shard: TensorParallelShard | None,
+    ) -> torch.Tensor:
+        """The product with a decoded weight; where the region asks for it, amaxes are recorded."""
         input, bias, dtype = _cast(input, weight, bias)
         if isinstance(weight, QuantizedTensor):
             _prepare(weight)
@@ -120,97 +214,6 @@ class QuantizedModule(StatefulModule):
             if input.numel():
                 _calibrate(quantizers, input, weight, out)
         return out
-
-    def _traced_recipe(self) -> str:
-        """What counts for this layer in a function that is being compiled."""
-        return traced_recipe()
-
-    def _traces_quantized(self, input: torch.Tensor) -> bool:
-        """Whether products of ``input`` are quantized in a function that is being compiled."""
-        if not torch.compiler.is_compiling() or not input.numel():
-            return False
-        return self._traced_recipe() not in (NO_REGION, HIGH_PRECISION)
-
-    def _traced(
-        self,
-        gemm: int,
-        input: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        source: tuple[Any, ...] | None = None,
-        norm: Sequence[torch.Tensor] = (),
-        wants_norm: bool = False,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """:meth:`_linear` in a function that is being compiled, of ``source(input)``, and what the
-        norm made where that is wanted (:mod:`zerocast.nn.traced_products`).
-        """
-        recipe = self._traced_recipe()
-        if not self._traces_quantized(input):
-            if recipe not in (NO_REGION, HIGH_PRECISION) and has_state(recipe):
-                assert self._handle is not None
-                register(self._handle, recipe)
-            return torch.nn.functional.linear(input, weight, bias), None
-        leading = input.shape[:-1]
-        if source is not None:
-            dtype = _cast(input.new_empty(0), weight, None)[2] if norm else input.dtype
-            bias = None if bias is None else bias.to(dtype)
-        else:
-            input, bias, dtype = _cast(input, weight, bias)
-            _check_dtype(input, dtype)
-        rows = input.reshape(-1, input.shape[-1])
-        out, normed = traced_product(
-            self._handle, gemm, rows, list(norm), weight, bias, recipe, source, dtype, wants_norm
-        )
-        out = torch.ops.aten._unsafe_view(out, (*leading, weight.shape[0]))
-        return out, None if normed is None else normed.view(*leading, normed.shape[-1])
-
-    def _quantized_linear(
-        self,
-        region: Autocast,
-        gemm: int,
-        input: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        leading: tuple[int, ...],
-        fp8_output: bool,
-        tp_shard: TensorParallelShard | None,
-    ) -> torch.Tensor:
-        if isinstance(weight, QuantizedTensor):
-            _prepare(weight)
-        quantizers = self._registered(region, input.device)[gemm]
-        quantizers.weight.tp_shard = tp_shard
-        if isinstance(input, QuantizedTensor):
-            dtype = input.dtype
-            bias = None if bias is None else bias.to(dtype)
-        else:
-            input, bias, dtype = _cast(input, weight, bias)
-            _check_dtype(input, dtype)
-            input = input.reshape(-1, input.shape[-1])
-        _check_shapes(quantizers, input, weight, tp_shard)
-        watch = observer(self, gemm)
-        output_shape = (*leading, weight.shape[0]) if fp8_output else None
-        out = QuantizedLinear.apply(input, weight, bias, quantizers, dtype, output_shape, watch)
-        if fp8_output:
-            return out
-        # Not a view, as torch's own is none: FSDP2 warns of modules that return views.
-        return torch.ops.aten._unsafe_view(out, (*leading, weight.shape[0]))
-
-    def _quantizing(
-        self, gemm: int, source: torch.Tensor, weight: torch.Tensor
-    ) -> Quantizing | None:
-        """How the input of product ``gemm`` is quantized where it is made from ``source``; None
-        where it is not.
-        """
-        region = regions.current()
-        if not region.enabled or not source.numel():
-            return None
-        quantizers = self._registered(region, source.device)[gemm]
-        rows = source.numel() // source.shape[-1]
-        _require_holds(quantizers.input.recipe, (rows, weight.shape[1]), "input")
-        columnwise = torch.is_grad_enabled() and weight.requires_grad
-        quantizers.input.set_usage(rowwise=True, columnwise=columnwise)
-        dtype = _cast(source.new_empty(0), weight, None)[2]
-        return Quantizing(quantizers.input, dtype, observer(self, gemm))
 
     # --- the recipe's state ---
 
@@ -230,12 +233,28 @@ class QuantizedModule(StatefulModule):
         return self._quantizers
 
 
-def _check_dtype(input: torch.Tensor, dtype: torch.dtype) -> None:
-    if input.dtype != dtype:
-        raise InputError(
-            f"input and weight of a layer must have one dtype, got {input.dtype} and {dtype}; "
-            f"convert the input, or use torch.autocast."
-        )
+def _operands(
+    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, source: Source
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.dtype]:
+    """Input and bias as a quantized product takes them, and the dtype of its result.
+
+    Raises:
+        InputError: for an input of another dtype than the weight's, and without torch.autocast.
+    """
+    is_quantized = source.op is None and isinstance(input, QuantizedTensor)
+    if source.op is None and not is_quantized:
+        input, bias, dtype = _cast(input, weight, bias)
+        if input.dtype != dtype:
+            raise InputError(
+                f"input and weight of a layer must have one dtype, got {input.dtype} and {dtype}; "
+                f"convert the input, or use torch.autocast."
+            )
+    else:
+        dtype = input.dtype
+        if source.norm:
+            dtype = autocast_dtype(input.device) or weight.dtype
+        bias = None if bias is None else bias.to(dtype)
+    return input if is_quantized else input.reshape(-1, input.shape[-1]), bias, dtype
 
 
 def _cast(
@@ -244,11 +263,28 @@ def _cast(
     """Input and bias in the dtype that ``torch.autocast`` asks for, and that dtype, or the
     weight's.
     """
-    device = input.device.type
-    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
+    dtype = autocast_dtype(input.device)
+    if dtype is None:
         return input, bias, weight.dtype
-    dtype = torch.get_autocast_dtype(device)
     return input.to(dtype), None if bias is None else bias.to(dtype), dtype
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """The dtype that ``torch.autocast`` asks for; None outside of it."""
+    kind = device.type
+    if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
+        return None
+    return torch.get_autocast_dtype(kind)
+
+
+def _like_input(
+    input: torch.Tensor, out: torch.Tensor, normed: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The results [T, ...] with the leading dimensions of ``input``."""
+    leading = input.shape[:-1]
+    # Not a view, as torch's own is none: FSDP2 warns of modules that return views.
+    out = torch.ops.aten._unsafe_view(out, (*leading, out.shape[1]))
+    return out, None if normed is None else normed.view(*leading, normed.shape[1])
 
 
 def _prepare(weight: QuantizedTensor) -> None:
@@ -260,6 +296,7 @@ def _check_shapes(
     quantizers: GemmQuantizers,
     input: torch.Tensor,
     weight: torch.Tensor,
+    source: Source,
     tp_shard: TensorParallelShard | None,
 ) -> None:
     """Raise where a tensor that forward or backward will quantize is not one that it can hold.
@@ -268,6 +305,8 @@ def _check_shapes(
     ranks wait for this one.
     """
     rows = input.numel() // input.shape[-1] if input.shape[-1] else 1
+    is_quantized = source.op is None and isinstance(input, QuantizedTensor)
+    needs_grad = any(each.requires_grad for each in (input, *source.norm, weight))
     shapes = [tuple(weight.shape)]
     if tp_shard is not None:
         shapes = list(dict.fromkeys(tuple(each.shape) for each in all_tp_shards(tp_shard)))
@@ -275,11 +314,11 @@ def _check_shapes(
             check_tp_boundaries("the layer's weight", tp_shard, quantizers.weight.recipe)
     wanted: list[tuple[str, Recipe, tuple[int, ...]]] = []
     for shape in shapes:
-        if not isinstance(input, QuantizedTensor):
+        if not is_quantized:
             wanted.append(("input", quantizers.input.recipe, (rows, shape[1])))
         if not isinstance(weight, QuantizedTensor) and tp_shard is None:
             wanted.append(("weight", quantizers.weight.recipe, shape))
-        if torch.is_grad_enabled() and (input.requires_grad or weight.requires_grad):
+        if torch.is_grad_enabled() and needs_grad:
             wanted.append(
                 ("gradient of the output", quantizers.grad_output.recipe, (rows, shape[0]))
             )

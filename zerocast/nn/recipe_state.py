@@ -89,9 +89,8 @@ class RecipeState:
         if "rounding_counter" in tensors:
             names = (f"{name}.{self.mode}.{i}" for i in range(self.num_quantizers))
             hashes = [zlib.crc32(each.encode()) for each in names]
-            tensors["rounding_counter"][:, 0] = torch.tensor(
-                hashes, dtype=torch.int64, device="cpu"
-            )
+            counts = torch.tensor(hashes, dtype=torch.int64, device="cpu")
+            tensors["rounding_counter"][:, 0] = counts
         return tensors
 
     @classmethod

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 
 from zerocast.errors import InputError
-from zerocast.nn.linear_functions import GemmQuantizers
+from zerocast.nn.layer_product import GemmQuantizers
 from zerocast.nn.recipe_state import RecipeState
 from zerocast.nn.saved_state import pack, recipe_to_values, unpack
 from zerocast.nn.traced_layer import new_handle

@@ -22,7 +22,7 @@ import torch
 
 from zerocast.arguments import check_module
 from zerocast.formats import ElementFormat, unpack_nibbles
-from zerocast.nn.linear_functions import Watch
+from zerocast.nn.layer_product import Watch
 from zerocast.recipes import Role
 from zerocast.tensors import QuantizedStorage, dequantize
 

@@ -9,11 +9,9 @@ Layers that :func:`zerocast.nn.convert` made are parallelized by torch's own ``C
 
 The codes and scales that a rank has are those of its shard of the whole weight's cast.
 
-What they gather, they gather in high precision. The styles here take the same arguments and gather
-an input that is split in time (sequence parallelism) in FP8 codes, half the bytes of BF16:
-
-Float8ColwiseParallel        for one layer
-PrepareFloat8ModuleInput     for a module whose layers share the input: one gather for all
+Those gather in high precision. The styles here take the same arguments and gather an input that is
+split in time (sequence parallelism) in FP8 codes, half the bytes of BF16: Float8ColwiseParallel for
+one layer, PrepareFloat8ModuleInput for several that share it.
 """
 
 from __future__ import annotations
@@ -33,22 +31,25 @@ from zerocast.arguments import check_flag, check_text, shown
 from zerocast.comm import as_communicator
 from zerocast.errors import InputError, UnsupportedError
 from zerocast.layout import Source
+from zerocast.nn.layer_product import Watch
 from zerocast.nn.linear import Linear
 from zerocast.nn.linear_functions import first_derivatives_only
-from zerocast.nn.quantized_module import QuantizedModule, Quantizing
+from zerocast.nn.quantized_module import autocast_dtype
+from zerocast.nn.quantizer import Quantizer
 from zerocast.nn.recompute import as_in_first_run
-from zerocast.recipes import Recipe
+from zerocast.nn.regions import current
+from zerocast.nn.statistics import observer
 from zerocast.tensors import QuantizedStorage, QuantizedTensor, TensorParallelShard, rebuild_derived
 
 __all__ = ["Float8ColwiseParallel", "PrepareFloat8ModuleInput"]
 
 
-def gather_input(name: str, layer: QuantizedModule, input: DTensor) -> DTensor:
+def gather_input(style: str, layer: Linear, input: DTensor) -> DTensor:
     """``input`` [..., K], split in one of its leading dimensions, as codes that every rank has.
     Collective.
 
     Args:
-        name: who asked for it, for messages.
+        style: who asked for it, for messages.
         layer: multiplies with it; its quantizer of inputs makes the codes.
         input: Shard(d), d not the last dimension, over a mesh of one dimension.
 
@@ -58,7 +59,8 @@ def gather_input(name: str, layer: QuantizedModule, input: DTensor) -> DTensor:
     """
     if torch.compiler.is_compiling():
         torch._dynamo.graph_break()
-        return torch.compiler.disable(gather_input)(name, layer, input)
+        return torch.compiler.disable(gather_input)(style, layer, input)
+    name = f"{style} of {layer.name}" if layer.name else style
     placement, last = input.placements[0], input.ndim - 1
     dim = placement.dim % input.ndim if isinstance(placement, Shard) else last
     if input.device_mesh.ndim > 1 or dim == last:
@@ -68,37 +70,38 @@ def gather_input(name: str, layer: QuantizedModule, input: DTensor) -> DTensor:
             f"input_layouts, or use torch's style."
         )
     with as_in_first_run(layer):
-        quantizing = layer._quantizing(0, input, layer.weight)  # type: ignore[arg-type]
-        if quantizing is None:
+        region = current()
+        if not region.enabled or not input.numel():
             raise InputError(
                 f"{name} gathers its input in codes, which needs zerocast.autocast(enabled=True) "
                 f"around the forward and an input with elements, got one without the other or "
                 f"neither; for forwards in high precision use torch's style."
             )
-        _check_recipe(name, quantizing.quantizer.recipe)
-        gathered: Any = _GatherInput.apply(input, dim, quantizing)
+        quantizer = layer._registered(region, input.device)[0].input
+        recipe = quantizer.recipe
+        if not recipe.has_one_block or recipe.columnwise_source is not Source.ROWWISE:
+            raise UnsupportedError(
+                f"{name} gathers codes under recipes that quantize an input with one scale "
+                f"(Float8CurrentScaling, DelayedScaling), got {recipe}; use torch's style, which "
+                f"gathers in high precision and leaves quantizing to the layer."
+            )
+        needs_columnwise = torch.is_grad_enabled() and layer.weight.requires_grad
+        quantizer.set_usage(rowwise=True, columnwise=needs_columnwise)
+        dtype = autocast_dtype(input.device) or layer.weight.dtype
+        gathered: Any = _GatherInput.apply(input, dim, quantizer, dtype, observer(layer, 0))
         return gathered
 
 
-def _check_recipe(name: str, recipe: Recipe) -> None:
-    if not recipe.has_one_block or recipe.columnwise_source is not Source.ROWWISE:
-        raise UnsupportedError(
-            f"{name} gathers codes under recipes that quantize an input with one scale "
-            f"(Float8CurrentScaling, DelayedScaling), got {recipe}; use torch's style, which "
-            f"gathers in high precision and leaves quantizing to the layer."
-        )
-
-
 class _GatherInput(torch.autograd.Function):
-    """``apply(input, dim, quantizing)``: Shard(dim) -> Replicate, in codes; back as Partial sums,
-    reduce-scattered.
+    """``apply(input, dim, quantizer, dtype, watch)``: Shard(dim) -> Replicate, in codes; back as
+    Partial sums, reduce-scattered.
     """
 
     @staticmethod
-    def forward(ctx: Any, input: DTensor, dim: int, quantizing: Quantizing) -> DTensor:
+    def forward(ctx: Any, input: DTensor, dim: int, *options: Any) -> DTensor:
         ctx.placements = input.placements
         mesh = input.device_mesh
-        whole = _gathered_codes(input, dim, quantizing)
+        whole = _gathered_codes(input, dim, *options)
         stride = torch.empty(input.shape, dtype=input.dtype, device="meta").stride()
         return DTensor.from_local(
             whole, mesh, (Replicate(),), run_check=False, shape=input.shape, stride=stride
@@ -106,13 +109,14 @@ class _GatherInput(torch.autograd.Function):
 
     @staticmethod
     @first_derivatives_only
-    def backward(ctx: Any, grad: DTensor) -> tuple[DTensor, None, None]:
-        return grad.redistribute(placements=ctx.placements), None, None
+    def backward(ctx: Any, grad: DTensor) -> tuple[DTensor | None, ...]:
+        return grad.redistribute(placements=ctx.placements), None, None, None, None
 
 
-def _gathered_codes(input: DTensor, dim: int, quantizing: Quantizing) -> QuantizedTensor:
-    """The cast of the whole ``input``, of which each rank casts what it holds."""
-    quantizer, dtype, watch = quantizing
+def _gathered_codes(
+    input: DTensor, dim: int, quantizer: Quantizer, dtype: torch.dtype, watch: Watch | None
+) -> QuantizedTensor:
+    """The cast of the whole ``input`` in ``dtype``, of which each rank casts what it holds."""
     comm = as_communicator(input.device_mesh)
     own = input.to_local().to(dtype).contiguous()
     length = -(-input.shape[dim] // comm.size)  # as torch.chunk cuts it
@@ -196,7 +200,7 @@ class Float8ColwiseParallel(ColwiseParallel):
         input_layouts: Any, desired_input_layouts: Any, mod: Any, inputs: Any, device_mesh: Any
     ) -> DTensor:
         input = _distributed(inputs[0], device_mesh, input_layouts[0])
-        return gather_input(_title("Float8ColwiseParallel", mod), mod, input)
+        return gather_input("Float8ColwiseParallel", mod, input)
 
     def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
         if not isinstance(module, Linear):
@@ -278,8 +282,8 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
         if not _is_gathered(input_layout, desired_layout):
             return super()._prepare_input_arg(input, mesh, input_layout, desired_layout)
         assert self._layer is not None
-        title = _title("PrepareFloat8ModuleInput", self._layer)
-        gathered = gather_input(title, self._layer, _distributed(input, mesh, input_layout))
+        split = _distributed(input, mesh, input_layout)
+        gathered = gather_input("PrepareFloat8ModuleInput", self._layer, split)
         return gathered.to_local() if self.use_local_output else gathered
 
     def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
@@ -344,7 +348,3 @@ def _distributed(input: Any, mesh: DeviceMesh, layout: Placement | None) -> DTen
         raise InputError(f"an input that is gathered must be a tensor, got {type(input).__name__}.")
     assert layout is not None
     return DTensor.from_local(input, mesh, (layout,), run_check=False)
-
-
-def _title(style: str, layer: Linear) -> str:
-    return f"{style} of {layer.name}" if layer.name else style

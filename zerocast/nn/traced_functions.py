@@ -1,9 +1,8 @@
-"""What the operations of a compiled layer do: they run the functions of an uncompiled one.
+"""What the operations of a compiled layer are given: how they run an uncompiled one's functions.
 
 The operations (:mod:`zerocast.nn.traced_products`) are given tensors and texts. This module makes
-of them the arguments of :class:`zerocast.nn.linear_functions.QuantizedLinear` and of the functions
-before it (:mod:`zerocast.nn.quantized_functions`), and an object in the place of autograd's
-context. The ``fake_`` functions say shapes and dtypes of the results.
+of them the arguments of :func:`zerocast.nn.layer_product.run_forward` and ``run_backward``. The
+``fake_`` functions say shapes and dtypes of the results.
 
 What the tensors mean crosses the border of the graph as text, and all of it: a compiled graph may
 be loaded from a cache by a process that never traced it.
@@ -14,13 +13,19 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from functools import cache
-from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from zerocast.nn.linear_functions import GemmQuantizers, QuantizedLinear, Saved, Watch
-from zerocast.nn.quantized_functions import QuantizedActivation, QuantizedNorm
+from zerocast.nn.layer_product import (
+    GemmQuantizers,
+    LayerProduct,
+    Made,
+    Saved,
+    Watch,
+    run_backward,
+    run_forward,
+)
 from zerocast.nn.quantizer import Quantizer
 from zerocast.nn.recipe_state import ROLES
 from zerocast.numerics import FusedOp
@@ -36,7 +41,7 @@ FORWARD = (
     norm            gamma and beta [K], as far as the source has them
     weight          [M, K]: one tensor, or the buffers of a quantized weight
     bias            [M] in the product's dtype
-    product         the other facts about it: a :class:`Product`, as a text
+    product         the recipe and a :class:`LayerProduct`, as a text
     weight_buffers  what the buffers of a quantized weight are, as a text; else ""
 """
 
@@ -50,36 +55,6 @@ shape and dtype of the weight.
 """
 
 
-class Product(NamedTuple):
-    """The facts about a product that are no tensors.
-
-    Attributes:
-        recipe: of the region, as a text.
-        source: the norm or the activation that makes the input, or None.
-        dtype: of the result, and of what the source makes.
-        wants_norm: whether what a norm makes is returned, too.
-        needs: whether input, gamma, beta, weight and bias need gradients.
-    """
-
-    recipe: str
-    source: FusedOp | None
-    dtype: torch.dtype
-    wants_norm: bool
-    needs: tuple[bool, ...]
-
-    @property
-    def needs_source(self) -> bool:
-        """Whether the gradient of the product's own input is needed."""
-        return any(self.needs[:3])
-
-    @property
-    def num_statistics(self) -> int:
-        """How many numbers a row the norm saves for its backward: mean and rstd, or rstd."""
-        if self.source is None or not self.needs_source:
-            return 0
-        return {"layernorm": 2, "rmsnorm": 1}.get(self.source.function, 0)
-
-
 def product_to_text(
     recipe: str,
     source: tuple[Any, ...] | None,
@@ -87,20 +62,22 @@ def product_to_text(
     wants_norm: bool,
     needs: Sequence[bool],
 ) -> str:
-    """A :class:`Product`, whose source is given by the fields of its :class:`FusedOp`."""
+    """A :class:`LayerProduct` under a recipe, as a text. The source is given by the fields of its
+    :class:`FusedOp`.
+    """
     return json.dumps([recipe, source, str(dtype), wants_norm, needs])
 
 
-# As torch.compiler.assume_constant_result does, which loads the compiler.
+# torch.compiler.assume_constant_result does this, and loads the compiler.
 product_to_text._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @cache
-def as_product(text: str) -> Product:
-    """What :func:`product_to_text` was given."""
+def as_product(text: str) -> tuple[str, LayerProduct]:
+    """The recipe's text and the product that :func:`product_to_text` was given."""
     recipe, source, dtype, wants_norm, needs = json.loads(text)
-    activation = None if source is None else FusedOp(*source)
-    return Product(recipe, activation, _dtype(dtype), wants_norm, tuple(needs))
+    op = None if source is None else FusedOp(*source)
+    return recipe, LayerProduct(op, _dtype(dtype), wants_norm, tuple(needs))
 
 
 def needed(
@@ -119,143 +96,88 @@ def needed(
 # --- what the operations run ---
 
 
-class Made(NamedTuple):
-    """What a product makes: its result, what the norm made or None, and what is saved: of a norm
-    mean and rstd, then what the products of the backward read.
-    """
-
-    out: torch.Tensor
-    normed: torch.Tensor | None
-    saved: list[torch.Tensor]
-
-
-def run_forward(
+def traced_forward(
     quantizers: GemmQuantizers,
     watch: Watch | None,
-    product: Product,
-    weight_buffers: str,
     input: torch.Tensor,
     norm: Sequence[torch.Tensor],
     weight: Sequence[torch.Tensor],
     bias: torch.Tensor | None,
+    text: str,
+    weight_buffers: str,
 ) -> Made:
-    """Run the forward of an uncompiled layer."""
-    source, needs, dtype = product.source, product.needs, product.dtype
-    normed, statistics = None, []
-    if source is not None:
-        before = _Context(needs[:3])
-        quantizers.input.set_usage(rowwise=True, columnwise=needs[3])
-        if source.is_norm:
-            gamma, beta = norm[0], norm[1] if len(norm) > 1 else None
-            input, normed = QuantizedNorm.forward(
-                before, input, gamma, beta, source, quantizers.input, dtype, product.wants_norm,
-                watch,
-            )  # fmt: skip
-            statistics = [t for t in before.saved_tensors[3:] if t is not None]
-        else:
-            input = QuantizedActivation.forward(before, input, source, quantizers.input, watch)
-    context = _Context((product.needs_source, *needs[3:]))
+    """Run :func:`zerocast.nn.layer_product.run_forward` with the arguments :data:`FORWARD`."""
     whole = _whole(weight, weight_buffers)
-    out = QuantizedLinear.forward(context, input, whole, bias, quantizers, dtype, None, watch)
-    return Made(out, normed, [*statistics, *context.saved_tensors])
+    return run_forward(as_product(text)[1], quantizers, watch, input, norm, whole, bias)
 
 
 def fake_forward(
-    input: torch.Tensor, weight: Sequence[torch.Tensor], product: Product, weight_buffers: str
+    input: torch.Tensor, weight: Sequence[torch.Tensor], text: str, weight_buffers: str
 ) -> Made:
-    """The shapes and dtypes of :func:`run_forward`'s results.
+    """The shapes and dtypes of :func:`traced_forward`'s results.
 
     Raises:
         InputError: where the recipe cannot hold a tensor.
     """
-    shape, weight_dtype, primary = _described(weight, weight_buffers)
-    rows, recipes = input.shape[0], recipes_of(product.recipe)
+    recipe, product = as_product(text)
+    shape, weight_dtype, is_quantized = _described(weight, weight_buffers)
+    rows, recipes = input.shape[0], recipes_of(recipe)
     recipes["input"].check_shape((rows, shape[1]))
-    if not primary:
+    if not is_quantized:
         recipes["weight"].check_shape(shape)
     if product.needs_source or product.needs[3]:
         recipes["grad_output"].check_shape((rows, shape[0]))
     statistics = [input.new_empty(rows, dtype=torch.float32) for _ in range(product.num_statistics)]
-    saved = _saved(product, rows, shape, weight_dtype, primary, input.device)
     return Made(
         input.new_empty(rows, shape[0], dtype=product.dtype),
         input.new_empty(rows, shape[1], dtype=product.dtype) if product.wants_norm else None,
-        [*statistics, *saved.tensors()],
+        statistics,
+        _saved(text, rows, shape, weight_dtype, is_quantized, input.device),
     )
 
 
-def run_backward(
-    grad_output: Quantizer,
+def traced_backward(
+    quantizer: Quantizer,
     watch: Watch | None,
-    product: Product,
-    weight_buffers: str,
-    shape: Sequence[int],
-    weight_dtype: torch.dtype,
     grad: torch.Tensor,
     grad_normed: torch.Tensor | None,
     inputs: Sequence[torch.Tensor],
     saved: Sequence[torch.Tensor],
     weight: Sequence[torch.Tensor],
+    text: str,
+    weight_buffers: str,
+    shape: Sequence[int],
+    weight_dtype: torch.dtype,
 ) -> list[torch.Tensor | None]:
-    """Run the backward of an uncompiled layer: the gradients of input, gamma, beta, weight and
-    bias, None where they are not needed.
-    """
-    source, rows, count = product.source, grad.shape[0], product.num_statistics
-    context = _Context((product.needs_source, *product.needs[3:]))
-    context.primary = bool(weight)
+    """Run :func:`zerocast.nn.layer_product.run_backward` with the arguments :data:`BACKWARD`."""
+    product = as_product(text)[1]
+    count = product.num_statistics
+    meanings = _saved(text, grad.shape[0], shape, weight_dtype, bool(weight), torch.device("meta"))
+    x, w = meanings.restore(saved[count:])
     if weight:
-        whole = _whole(weight, weight_buffers)
-        assert isinstance(whole, QuantizedTensor)
-        context.weight = whole.quantized_storage
-        context.version = context.weight.version
-    context.saved = _saved(product, rows, shape, weight_dtype, bool(weight), torch.device("meta"))
-    context.saved_tensors = tuple(saved[count:])
-    context.grad_output, context.watch = grad_output, watch
-    context.dtype, context.weight_dtype = grad.dtype, weight_dtype
-    context.input_shape = (rows, shape[1])
-    of_input, of_weight, of_bias, *_ = QuantizedLinear.backward(context, grad)
-    of_norm: list[torch.Tensor | None] = [None, None]
-    if source is not None and product.needs_source:
-        before = _Context(product.needs[:3])
-        if source.is_norm:
-            before.op = source
-            statistics = [*[None] * (2 - count), *saved[:count]]
-            before.save_for_backward(*inputs, *[None] * (3 - len(inputs)), *statistics)
-            of_input, *of_norm = QuantizedNorm.backward(before, of_input, grad_normed)[:3]
-        else:
-            before.function = source.function
-            before.save_for_backward(*inputs)
-            of_input = QuantizedActivation.backward(before, of_input)[0]
-    return [of_input, *of_norm, of_weight, of_bias]
+        w = _whole(weight, weight_buffers).quantized_storage  # type: ignore[attr-defined]
+    grads = grad, grad_normed
+    return run_backward(product, quantizer, watch, grads, inputs, saved[:count], x, w, weight_dtype)
 
 
 def fake_backward(
     grad: torch.Tensor,
+    grad_normed: torch.Tensor | None,
     inputs: Sequence[torch.Tensor],
-    product: Product,
+    saved: Sequence[torch.Tensor],
+    weight: Sequence[torch.Tensor],
+    text: str,
+    weight_buffers: str,
     shape: Sequence[int],
     weight_dtype: torch.dtype,
 ) -> list[torch.Tensor | None]:
-    """The shapes and dtypes of :func:`run_backward`'s results."""
+    """The shapes and dtypes of :func:`traced_backward`'s results."""
     input = inputs[0] if inputs else grad.new_empty(grad.shape[0], shape[1])
     made: list[torch.Tensor | None] = [torch.empty_like(t) for t in (input, *inputs[1:])]
     made = [*made, None, None][:3]
     made += [grad.new_empty(shape, dtype=weight_dtype), grad.new_empty(shape[0])]
-    return [
-        each if is_needed else None for each, is_needed in zip(made, product.needs, strict=True)
-    ]
-
-
-class _Context(SimpleNamespace):
-    """What autograd would hold between forward and backward."""
-
-    saved_tensors: tuple[Any, ...]
-
-    def __init__(self, needs_input_grad: Sequence[bool]) -> None:
-        super().__init__(needs_input_grad=(*needs_input_grad, *(False,) * 5), saved_tensors=())
-
-    def save_for_backward(self, *tensors: torch.Tensor | None) -> None:
-        self.saved_tensors = tensors
+    needs = as_product(text)[1].needs
+    return [each if is_needed else None for each, is_needed in zip(made, needs, strict=True)]
 
 
 @cache
@@ -266,18 +188,19 @@ def recipes_of(recipe: str) -> dict[str, Recipe]:
 
 
 def _saved(
-    product: Product,
+    text: str,
     rows: int,
     shape: Sequence[int],
     weight_dtype: torch.dtype,
-    primary: bool,
+    has_codes: bool,
     device: torch.device,
 ) -> Saved:
     """What the forward saves of its input [rows, K] and of a weight of this ``shape`` [M, K]."""
-    recipes, saved = recipes_of(product.recipe), Saved()
+    recipe, product = as_product(text)
+    recipes, saved = recipes_of(recipe), Saved()
     for is_saved, role, of, dtype in (
         (product.needs[3], "input", (rows, shape[1]), product.dtype),
-        (product.needs_source and not primary, "weight", tuple(shape), weight_dtype),
+        (product.needs_source and not has_codes, "weight", tuple(shape), weight_dtype),
     ):
         made = None
         if is_saved:

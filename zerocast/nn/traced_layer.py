@@ -15,7 +15,7 @@ import torch
 
 from zerocast.errors import UnsupportedError
 from zerocast.nn import regions
-from zerocast.nn.linear_functions import GemmQuantizers, Watch
+from zerocast.nn.layer_product import GemmQuantizers, Watch
 from zerocast.nn.quantizer import Quantizer
 from zerocast.nn.recompute import as_in_first_run
 from zerocast.nn.regions import HIGH_PRECISION, NO_REGION, UNTRACEABLE, shown_recipe

@@ -33,14 +33,13 @@ from typing import Any
 
 import torch
 
-from zerocast.nn.linear_functions import GemmQuantizers
+from zerocast.nn.layer_product import GemmQuantizers, Made
 from zerocast.nn.quantizer import Quantizer
 from zerocast.nn.recompute import as_in_first_run, keep_region
 from zerocast.nn.statistics import observer
 from zerocast.nn.traced_functions import (
     BACKWARD,
     FORWARD,
-    Made,
     as_product,
     fake_backward,
     fake_forward,
@@ -48,8 +47,8 @@ from zerocast.nn.traced_functions import (
     needed,
     product_to_text,
     recipes_of,
-    run_backward,
-    run_forward,
+    traced_backward,
+    traced_forward,
 )
 from zerocast.nn.traced_layer import Ticket, has_state, layer_of, next_site, numbered, quantizers_of
 from zerocast.tensors import QuantizedTensor
@@ -159,19 +158,17 @@ def _arguments_of_backward(
 def _linear(*given: Any) -> list[torch.Tensor]:
     """:class:`Made`, as a list."""
     keep_region()
-    *tensors, text, weight_buffers = given
-    product = as_product(text)
-    quantizers = GemmQuantizers(*map(Quantizer, recipes_of(product.recipe).values()))
-    return _listed(run_forward(quantizers, None, product, weight_buffers, *tensors))
+    quantizers = GemmQuantizers(*map(Quantizer, recipes_of(as_product(given[4])[0]).values()))
+    return _listed(traced_forward(quantizers, None, *given))
 
 
 @_linear.register_fake
 def _(input: Any, norm: Any, weight: Any, bias: Any, product: str, buffers: str) -> Any:
-    return _listed(fake_forward(input, weight, as_product(product), buffers))
+    return _listed(fake_forward(input, weight, product, buffers))
 
 
 def _listed(made: Made) -> list[torch.Tensor]:
-    return [made.out, *([] if made.normed is None else [made.normed]), *made.saved]
+    return [made.out, *([] if made.normed is None else [made.normed]), *made.tensors()]
 
 
 @torch.library.custom_op(
@@ -179,26 +176,18 @@ def _listed(made: Made) -> list[torch.Tensor]:
 )
 def _linear_backward(*given: Any) -> list[torch.Tensor]:
     """The gradients that are needed, of input, gamma, beta, weight and bias."""
-    *tensors, text, weight_buffers, shape, dtype = given
-    product = as_product(text)
-    quantizer = Quantizer(recipes_of(product.recipe)["grad_output"])
-    made = run_backward(quantizer, None, product, weight_buffers, shape, dtype, *tensors)
-    return [each for each in made if each is not None]
+    quantizer = Quantizer(recipes_of(as_product(given[5])[0])["grad_output"])
+    return [each for each in traced_backward(quantizer, None, *given) if each is not None]
 
 
 @_linear_backward.register_fake
 def _(*given: Any) -> list[torch.Tensor]:
-    return [each for each in _fake_backward(*given) if each is not None]
-
-
-def _fake_backward(*given: Any) -> list[torch.Tensor | None]:
-    grad, _, inputs, _, _, product, _, shape, weight_dtype = given
-    return fake_backward(grad, inputs, as_product(product), shape, weight_dtype)
+    return [each for each in fake_backward(*given) if each is not None]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
     input, norm, (weight,), _, text, _ = inputs
-    product = as_product(text)
+    _, product = as_product(text)
     ctx.num_norm, ctx.wants_norm = len(norm), product.wants_norm
     saved = output[1 + product.wants_norm :]
     has_source = product.source is not None
@@ -291,21 +280,21 @@ def _(*given: Any) -> None:
 )
 def _stateful(*given: Any) -> tuple[torch.Tensor, ...]:
     """The result, what the norm made, the ticket, and what the backward reads."""
-    *tensors, text, weight_buffers, _, handle, gemm, grads, site = given
-    product = as_product(text)
+    *product, _, handle, gemm, grads, site = given
+    recipe, _ = as_product(product[4])
     keep_region()
     layer = _running(handle)
     with as_in_first_run(layer, site):
-        quantizers = quantizers_of(layer, product.recipe, tensors[0].device, grads)[gemm]
+        quantizers = quantizers_of(layer, recipe, product[0].device, grads)[gemm]
         quantizers.weight.tp_shard = None
         watch = observer(layer, gemm)
-        made = run_forward(quantizers, watch, product, weight_buffers, *tensors)
+        made = traced_forward(quantizers, watch, *product)
     return _filled(made, Ticket.new(quantizers.grad_output, watch))
 
 
 @_stateful.register_fake
 def _(input: Any, norm: Any, weight: Any, bias: Any, product: str, buffers: str, *_: Any) -> Any:
-    made = fake_forward(input, weight, as_product(product), buffers)
+    made = fake_forward(input, weight, product, buffers)
     return _filled(made, torch.empty(2, dtype=torch.int64, device="cpu"))
 
 
@@ -316,15 +305,14 @@ def _(input: Any, norm: Any, weight: Any, bias: Any, product: str, buffers: str,
 )
 def _stateful_backward(*given: Any) -> tuple[torch.Tensor, ...]:
     """The gradients of input, gamma, beta, weight and bias."""
-    *tensors, text, weight_buffers, shape, dtype, _, ticket = given
-    quantizer, watch = Ticket.found(ticket)
-    made = run_backward(quantizer, watch, as_product(text), weight_buffers, shape, dtype, *tensors)
-    return tuple(_or_empty(each, tensors[0]) for each in made)
+    *product, _, ticket = given
+    made = traced_backward(*Ticket.found(ticket), *product)
+    return tuple(_or_empty(each, given[0]) for each in made)
 
 
 @_stateful_backward.register_fake
 def _(*given: Any) -> tuple[torch.Tensor, ...]:
-    return tuple(_or_empty(each, given[0]) for each in _fake_backward(*given[:-2]))
+    return tuple(_or_empty(each, given[0]) for each in fake_backward(*given[:-2]))
 
 
 def _or_empty(tensor: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
@@ -332,10 +320,11 @@ def _or_empty(tensor: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
 
 
 def _filled(made: Made, ticket: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    missing = _MOST_SAVED - len(made.saved)
+    saved = made.tensors()
+    missing = _MOST_SAVED - len(saved)
     assert missing >= 0, missing
     empty = (made.out.new_empty(0) for _ in range(missing))
-    return made.out, _or_empty(made.normed, made.out), ticket, *made.saved, *empty
+    return made.out, _or_empty(made.normed, made.out), ticket, *saved, *empty
 
 
 def _running(handle: torch.Tensor) -> Any:
