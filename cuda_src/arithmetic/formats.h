@@ -195,7 +195,9 @@ ZEROCAST_FN typename L::Int encode_e2m1_stochastic(typename L::Float x, typename
 // --- nominal dtypes: what a master element is rounded to first; every NaN becomes the canonical,
 // positive one ---
 
-struct Fp32 {};
+struct Fp32 {
+    float value;
+};
 struct Bf16 {
     unsigned short bits;
 };

@@ -9,6 +9,7 @@ namespace zerocast {
 inline namespace ZEROCAST_ISA {
 
 ZEROCAST_FN float value_of(float x) { return x; }
+ZEROCAST_FN float value_of(Fp32 x) { return x.value; }
 ZEROCAST_FN float value_of(Bf16 x) { return from_bf16<Scalar>(x.bits); }
 ZEROCAST_FN float value_of(Fp16 x) {
 #ifdef __CUDA_ARCH__
@@ -18,6 +19,17 @@ ZEROCAST_FN float value_of(Fp16 x) {
 #else
     return from_fp16<Scalar>(x.bits);
 #endif
+}
+
+// Calls work(Bf16{}), say, with an element of a nominal dtype.
+template <class Work>
+ZEROCAST_FN void with_nominal(i64 nominal, const Work& work) {
+    if (nominal == NOMINAL_BF16)
+        work(Bf16{});
+    else if (nominal == NOMINAL_FP16)
+        work(Fp16{});
+    else
+        work(Fp32{});
 }
 
 // Calls work(master) with the shard's master, a pointer to its elements, as if it were the whole

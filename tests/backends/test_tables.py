@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tests.support.operations import operand, plane
-from zerocast.backends.cuda import fused_ops
-from zerocast.backends.fused_ops import fused_fields
+from zerocast.backends.cuda.fused_ops import fused_plane_fields, fused_task
+from zerocast.backends.fused_ops import fused_row
 from zerocast.backends.tables import (
     cast_row,
     dequantize_row,
@@ -64,7 +64,6 @@ def address(tensor: torch.Tensor) -> int:
 
 NUMERICS = (Float8Numerics(E4M3), Float8DelayedNumerics(E4M3), MXFP8Numerics(), NVFP4Numerics())
 TARGET = FusedOperand(FusedOp("relu"), torch.zeros(16, 16), torch.float32)
-PLANE = fused_ops._Plane.of(FULL, TARGET)
 WRITERS = {
     "Master": lambda o: Masters(1).table[0].tolist(),
     "CastShard": lambda o: cast_row(o, GRID, 0, address, address),
@@ -73,11 +72,9 @@ WRITERS = {
         NUMERICS[0], replace(o, planes=(o.planes[0], COPY)), address
     ),
     "DequantizeTarget": lambda o: dequantize_row(o, GRID, address),
-    "ActivationTable": lambda o: fused_fields(TARGET, address),
-    "CastPlane": lambda o: PLANE.fields(fused_ops.LOW, None, address),
-    "ActivationTask": lambda o: range(
-        fused_ops._Task(TARGET, None, address).step(False, fused_ops.LOW, None, [])[2].struct_fields
-    ),
+    "FusedTable": lambda o: fused_row(TARGET, address),
+    "FusedPlane": lambda o: fused_plane_fields(FULL, (4, 4), address),
+    "FusedTask": lambda o: fused_task(None, TARGET, [], 1, address),
 }
 
 

@@ -45,9 +45,9 @@ INSTANCES = {
     ],
     "transpose": ("4", "8"),
     "dequantize": [f"{kind}, {shape}" for kind in [*FP8, *DELAYED, *NVFP4] for shape in SHAPES],
-    **{name: [*(f"{kind}, LOW" for kind in ["NoNumerics", *FP8, *DELAYED, "NVFP4Numerics"]),
-              "Float8Numerics<E4M3>, TALL", "Float8Numerics<E5M2>, TALL"]
-       for name in ("activation", "normalization")},
+    "fused_op": [f"{function}, {tile}" for function in ("ElementWise", "Norm") for tile in (
+        *(f"{kind}, LOW" for kind in ["NoNumerics", *FP8, *DELAYED, "NVFP4Numerics"]),
+        "Float8Numerics<E4M3>, TALL", "Float8Numerics<E5M2>, TALL")],
     "write_words": [""],
     "probe_read": [""],
 }  # fmt: skip
@@ -62,8 +62,8 @@ RESIDENT = {
     "partial_amax<Tile32x256": (128, 5), "partial_amax": (128, 6), "partial_select": (128, 6),
     "partial_cast.*Tile32x256": (128, 5), "partial_cast<Delayed": (128, 9),
     "partial_cast.*Stochastic": (128, 5), "partial_cast": (128, 6),
-    "transpose": (256, 3), "TALL": (512, 1), "activation": (256, 3),
-    "normalization": (256, 2), "": (128, 8),
+    "transpose": (256, 3), "TALL": (512, 1), "fused_op<ElementWise": (256, 3),
+    "fused_op<Norm": (256, 2), "": (128, 8),
 }  # fmt: skip
 
 USAGE = re.compile(

@@ -24,13 +24,10 @@ from zerocast.numerics import FusedOp
 pytestmark = needs_emulation
 
 ROOT = Path(__file__).parents[2]
-TILE, PLANE = "cuda/activation_tile.h", "cuda/activation_plane.h"
-ARITHMETIC = "arithmetic/activation.h"
-NORMALIZATION = "cuda/normalization.cu"
+TILE, PLANE, KERNEL = "cuda/fused_tile.h", "cuda/fused_plane.h", "cuda/fused_op.cu"
+ARITHMETIC = "arithmetic/fused_op.h"
 BARRIER = "__syncthreads();"
-# The last barrier keeps delayed scaling's transposed codes of two tiles apart. Warp functions stand
-# between them, at which the emulation lets all threads come up, and a device need not.
-BARRIERS = range((cuda_sources() / PLANE).read_text().count(BARRIER) - 1)
+BARRIERS = range((cuda_sources() / PLANE).read_text().count(BARRIER))
 ANY_COLS = ("delayed", "current", "rowwise", "blocks 1x128", "blocks 128x128")
 
 
@@ -64,26 +61,24 @@ def run(backend: CudaBackend, function: str, alone: bool = False) -> dict[str, t
     return written
 
 
-FUNCTION = {"activation": "silu", "normalization": "layernorm"}
-
-
 @cache
 def expected(function: str) -> dict[str, bytes]:
     """What kernels without a mistake write."""
     return in_bytes(run(CudaBackend(Emulator()), function))
 
 
-def is_caught(mistake: Mistake) -> bool:
+def is_caught(function: str, file: str, right: str, wrong: str, nth: int = 0) -> bool:
     """Whether any order of threads shows other bytes, or a fault."""
-    return in_child(shows, mistake, expected(FUNCTION[mistake.source])) is not False
+    mistake = Mistake("fused_op", file, right, wrong, nth)
+    return in_child(shows, function, mistake, expected(function)) is not False
 
 
-def shows(mistake: Mistake, expected: dict[str, bytes]) -> bool:
+def shows(function: str, mistake: Mistake, expected: dict[str, bytes]) -> bool:
     """As :func:`is_caught`, in a process whose memory the mistake may overwrite."""
     for order in ORDERS:
         backend = CudaBackend(Emulator(order, max_grid=2, mistake=mistake))
         try:
-            made = run(backend, FUNCTION[mistake.source])
+            made = run(backend, function)
         except KernelFault:
             return True
         if in_bytes(made) != expected:
@@ -96,41 +91,40 @@ def in_bytes(written: dict[str, torch.Tensor]) -> dict[str, bytes]:
     return {name: t.contiguous().view(torch.uint8).numpy().tobytes() for name, t in written.items()}
 
 
-@pytest.mark.parametrize("source", FUNCTION)
-def test_without_a_mistake_nothing_is_seen(source: str) -> None:
+@pytest.mark.parametrize("function", ["silu", "layernorm"])
+def test_without_a_mistake_nothing_is_seen(function: str) -> None:
     """An edit that changes nothing passes, so what the other tests see is the mistake."""
-    assert not is_caught(Mistake(source, TILE, "zerocast {", "zerocast {"))
+    assert not is_caught(function, TILE, "zerocast {", "zerocast {")
 
 
 @pytest.mark.parametrize("nth", BARRIERS)
 def test_a_missing_barrier(nth: int) -> None:
     """Each barrier of a tile is needed, and its absence shows in some order of threads."""
-    assert is_caught(Mistake("activation", PLANE, BARRIER, "", nth))
-
-
-def test_a_missing_barrier_of_a_warp() -> None:
-    """So is the barrier between the statistics of a warp's rows and their use."""
-    assert is_caught(Mistake("normalization", NORMALIZATION, "__syncwarp();", "", 1))
+    assert is_caught("silu", PLANE, BARRIER, "", nth)
 
 
 @pytest.mark.parametrize(
-    "mistake",
+    ("function", "file", "right", "wrong"),
     [
-        Mistake("activation", TILE, "count >= 4 ? 4", "count >= 3 ? 4"),
-        Mistake("activation", PLANE, "row(i) < position.rows ? existing", "row(i) <= 0 ? existing"),
-        Mistake("activation", PLANE, "largest >= INFINITY_BITS", "largest > 0"),
-        Mistake("activation", PLANE, "r < plane.down_entries", "r + 1 < plane.down_entries"),
-        Mistake("activation", PLANE, "log2_w == 0 ? j : 0", "log2_w == 0 ? 0 : 0"),
-        Mistake("activation", ARITHMETIC, "x * e.mantissa, x)", "x, x)"),
-        Mistake("normalization", ARITHMETIC, "+ eps * power * power", "+ eps * 2.0f"),
-        Mistake("normalization", NORMALIZATION, "if (j < left) part", "part"),
-        Mistake("normalization", NORMALIZATION, "part[1].add(part[3]", "part[1].add(part[2]"),
+        ("silu", TILE, "count >= 4 ? 4", "count >= 3 ? 4"),
+        ("silu", PLANE, "tile_.has_row(i) ? existing", "tile_.row(i) <= 0 ? existing"),
+        ("silu", PLANE, "largest >= INFINITY_BITS", "largest > 0"),
+        ("silu", PLANE, "r < scales.rows", "r + 1 < scales.rows"),
+        ("silu", PLANE, "log2_w == 0 ? j : 0", "log2_w == 0 ? 0 : 0"),
+        ("silu", ARITHMETIC, "x * e.mantissa, x)", "x, x)"),
+        ("layernorm", ARITHMETIC, "+ eps * power * power", "+ eps * 2.0f"),
+        ("layernorm", KERNEL, "if (j < left) part", "part"),
+        ("layernorm", KERNEL, "part[1].add(part[3]", "part[1].add(part[2]"),
     ],
-    ids=lambda mistake: mistake.wrong,
 )
-def test_a_wrong_line(mistake: Mistake) -> None:
+def test_a_wrong_line(function: str, file: str, right: str, wrong: str) -> None:
     """Wrong edges, indices and arithmetic show as other bytes."""
-    assert is_caught(mistake)
+    assert is_caught(function, file, right, wrong)
+
+
+def test_a_missing_barrier_of_a_warp() -> None:
+    """So does a missing barrier between the statistics of a warp's rows and their use."""
+    assert is_caught("layernorm", KERNEL, "__syncwarp();", "", 1)
 
 
 # --- under the address sanitizer, in a process of its own ---
@@ -180,8 +174,6 @@ def test_kernels_stay_inside_of_their_tensors() -> None:
 @pytest.mark.nightly
 def test_a_write_past_the_end_is_seen() -> None:
     """A tile that writes rows past the last one is found by the sanitizer itself."""
-    done = under_the_sanitizer(
-        "activation", TILE, "if (position.row(i) >= position.rows) continue;", ""
-    )
+    done = under_the_sanitizer("fused_op", PLANE, "if (!tile_.has_row(i)) continue;", "")
     assert done.returncode != 0
     assert "AddressSanitizer: heap-buffer-overflow" in done.stderr, done.stderr[-3000:]

@@ -18,7 +18,7 @@ import torch
 
 from zerocast.backends import native_library
 from zerocast.backends.empty_shards import with_empty_shards
-from zerocast.backends.fused_ops import cast_values, fused_fields
+from zerocast.backends.fused_ops import fused_row, with_casts
 from zerocast.backends.reference import ReferenceBackend
 from zerocast.backends.tables import (
     cast_row,
@@ -113,37 +113,20 @@ class CpuBackend:
         return self._launch("dequantize", numerics, rows, operands)
 
     def fused_op(self, numerics: Numerics | None, target: FusedOperand) -> Launch:
-        # The function in a pass over FP32 memory, then the casts of weights.
-        values = torch.empty(target.rows, target.cols, dtype=torch.float32, device="cpu")
-        if target.output is not None and target.round_to == torch.float32:
-            values = target.output
-        staged: list[tuple[torch.Tensor, torch.Tensor]] = []
+        return with_casts(self, numerics, target, self._result)
 
-        def in_fp32(tensor: torch.Tensor) -> torch.Tensor:
-            if tensor.dtype == torch.float32:
-                return tensor
-            staged.append((tensor.new_empty(tensor.shape, dtype=torch.float32), tensor))
-            return staged[-1][0]
-
-        operands = replace(
+    def _result(self, target: FusedOperand) -> torch.Tensor:
+        """The rounded result of an operation, FP32 [M, K]."""
+        in_fp32 = replace(
             target,
-            source=in_fp32(target.source),
-            weight=None if target.weight is None else in_fp32(target.weight),
-            bias=None if target.bias is None else in_fp32(target.bias),
-            output=values,
+            source=target.source.float(),
+            weight=None if target.weight is None else target.weight.float(),
+            bias=None if target.bias is None else target.bias.float(),
+            output=torch.empty(target.rows, target.cols, dtype=torch.float32, device="cpu"),
         )
-        fields = fused_fields(operands, _address)
-        compute = self._launch("activate", None, [fields], (operands,))
-
-        def launch() -> None:
-            for fp32, tensor in staged:
-                fp32.copy_(tensor)
-            compute()
-            if target.output is not None and target.output is not values:
-                target.output.copy_(values)
-            cast_values(self, numerics, target, values)
-
-        return launch
+        self._launch("fused_op", None, [fused_row(in_fp32, _address)], ())()
+        assert in_fp32.output is not None
+        return in_fp32.output
 
     def _launch(
         self,

@@ -1,22 +1,25 @@
-"""Fused operations for every backend: the table that compiled code is given, the formulas in
-float64, and the cast of values in memory, for backends that cast in a separate pass.
+"""Fused operations for every backend: the row that compiled code is given, the formulas in float64,
+and the casts of values in memory, for backends that cast in separate passes.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
+from typing import get_args
 
 import torch
 
-from zerocast.backends.tables import Address, float_bits
+from zerocast.backends.tables import Address, address_of, float_bits
 from zerocast.layout import FULL, Extent, Plane, ScaleLayout, Source, grid_of
 from zerocast.numerics import (
     NOMINALS,
     Backend,
     Float8DelayedNumerics,
-    FusedOp,
+    Function,
     FusedOperand,
+    Launch,
     Masters,
     Numerics,
     PlaneBuffers,
@@ -24,47 +27,36 @@ from zerocast.numerics import (
     can_fuse,
 )
 
-# FunctionId of activation.h.
-FUNCTIONS = {
-    "identity": 0,
-    "relu": 1,
-    "gelu": 2,
-    "gelu_tanh": 3,
-    "silu": 4,
-    "swiglu": 5,
-    "layernorm": 6,
-    "rmsnorm": 7,
-}
 
-
-def fused_fields(target: FusedOperand, address: Address) -> list[int]:
-    """ActivationTable of activation.h."""
-    operands = (target.source, target.weight, target.bias, target.output, target.mean, target.rstd)
+def fused_row(target: FusedOperand, address: Address) -> list[int]:
+    """FusedTable of fused_op.h."""
+    operands = (target.source, target.weight, target.bias)
+    results = (target.output, target.mean, target.rstd)
     return [
-        FUNCTIONS[target.op.function],
+        get_args(Function).index(target.op.function),
         float_bits(target.op.eps),
         int(target.op.zero_centered_gamma),
         target.rows,
         target.cols,
         NOMINALS[target.round_to],
-        *(0 if tensor is None else address(tensor) for tensor in operands),
+        *(0 if tensor is None else NOMINALS[tensor.dtype] for tensor in operands),
+        *(address_of(tensor, address) for tensor in (*operands, *results)),
     ]
 
 
 # --- the formulas ---
 
 
-def float64_result(target: FusedOperand) -> torch.Tensor:
-    """Return the result [M, K] in float64, not rounded; write mean and rstd."""
-    x = target.source.double()
-    op = target.op
-    if op.is_norm:
-        return _norm(op, x, target)
-    return _element_wise(op, x)
+def rounded_result(target: FusedOperand) -> torch.Tensor:
+    """Return the result of float64 arithmetic, rounded, FP32 [M, K]; write mean and rstd."""
+    result = _norm(target) if target.op.is_norm else _element_wise(target)
+    # Rounded once more on the way, to FP32, where that is not the aim.
+    values = result.float().to(target.round_to).float()
+    return torch.where(values.isnan(), math.nan, values)
 
 
-def _element_wise(op: FusedOp, x: torch.Tensor) -> torch.Tensor:
-    function = op.function
+def _element_wise(target: FusedOperand) -> torch.Tensor:
+    x, function = target.source.double(), target.op.function
     if function == "identity":
         return x
     if function == "relu":
@@ -73,19 +65,16 @@ def _element_wise(op: FusedOp, x: torch.Tensor) -> torch.Tensor:
         # Not 1 + erf, which loses its digits where erf comes near -1.
         return x * (0.5 * torch.special.erfc(x * -math.sqrt(0.5)))
     if function == "gelu_tanh":
-        return _gate(x, 2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))
+        return x * (2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)).sigmoid()
     if function == "silu":
-        return _gate(x, x)
+        return x * x.sigmoid()
     assert function == "swiglu"
     first, second = x.chunk(2, dim=1)
-    return _gate(first, first) * second
+    return first * first.sigmoid() * second
 
 
-def _gate(x: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
-    return x * z.sigmoid()
-
-
-def _norm(op: FusedOp, x: torch.Tensor, target: FusedOperand) -> torch.Tensor:
+def _norm(target: FusedOperand) -> torch.Tensor:
+    x, op = target.source.double(), target.op
     if op.function == "layernorm":
         mean = x.mean(dim=1, keepdim=True)
         x = x - mean
@@ -101,16 +90,33 @@ def _norm(op: FusedOp, x: torch.Tensor, target: FusedOperand) -> torch.Tensor:
     return x if target.bias is None else x + target.bias.double()
 
 
-# --- the cast of values in memory ---
+# --- the casts of values in memory ---
 
 
-def cast_values(
+def with_casts(
+    backend: Backend,
+    numerics: Numerics | None,
+    target: FusedOperand,
+    result: Callable[[FusedOperand], torch.Tensor],
+) -> Launch:
+    """The launch that takes the ``result`` of the operation, FP32 [M, K] and rounded, and casts it
+    by the operations of weights.
+    """
+
+    def launch() -> None:
+        values = result(target)
+        if target.output is not None:
+            target.output.copy_(values)
+        _cast(backend, numerics, target, values)
+
+    return launch
+
+
+def _cast(
     backend: Backend, numerics: Numerics | None, target: FusedOperand, values: torch.Tensor
 ) -> None:
-    """Write the codes, scales and amaxes of ``values``, FP32 [M, K], rounded already.
-
-    Each plane is cast by itself, by the operations of weights: a transposed one is the cast of the
-    transposed values.
+    """Write the codes, scales and amaxes of ``values``: each plane is cast by itself, a transposed
+    one from the transposed values.
     """
     if numerics is None and target.tensor_amax is None:
         return

@@ -101,7 +101,7 @@ def cast_row(
         shard.extent.end,
         NOMINALS[shard.round_to],
         shard.codes_start,
-        _of(shard.tensor_amax, address),
+        address_of(shard.tensor_amax, address),
         *code_fields(first, grid, address),
         *(code_fields(second[0], second[0].plane.grid, address) if second else [0] * 6),
         *delayed_fields(shard, address),
@@ -113,10 +113,10 @@ def cast_row(
 def code_fields(buffers: PlaneBuffers, grid: BlockGrid, address: Address) -> list[int]:
     """CodePlane, seen under ``grid``."""
     tensors = buffers.block_amax, buffers.codes
-    return [*grid_fields(grid), *(_of(tensor, address) for tensor in tensors)]
+    return [*grid_fields(grid), *(address_of(tensor, address) for tensor in tensors)]
 
 
-def _of(tensor: torch.Tensor | None, address: Address) -> int:
+def address_of(tensor: torch.Tensor | None, address: Address) -> int:
     """Its address; 0 where there is none."""
     return 0 if tensor is None else address(tensor)
 
@@ -164,8 +164,8 @@ def scale_row(operand: TensorOperand, address: Address) -> list[int]:
     return [
         *plane_fields(first, address),
         *(plane_fields(second[0], address) if second else [0] * 14),
-        _of(operand.tensor_amax, address),
-        _of(operand.amax, address),
+        address_of(operand.tensor_amax, address),
+        address_of(operand.amax, address),
         *delayed_fields(operand, address),
         0 if candidates is None else address(candidates.choices),
         0 if rounding is None else address(rounding.counter),
@@ -186,8 +186,8 @@ def plane_fields(
         layout.cols,
         *layout.shape,
         0 if stored is None else padding_bits(layout, stored),
-        _of(buffers.block_amax, address),
-        _of(stored, address),
+        address_of(buffers.block_amax, address),
+        address_of(stored, address),
     ]
 
 
@@ -200,8 +200,8 @@ def transpose_row(numerics: Numerics, operand: TensorOperand, address: Address) 
     return [
         FORMATS[numerics.fmt],
         numerics.scale_dtype.itemsize,
-        _of(first.codes, address),
-        _of(second.codes, address),
+        address_of(first.codes, address),
+        address_of(second.codes, address),
         *plane_fields(first, address),
         *plane_fields(second, address),
     ]
@@ -212,7 +212,7 @@ def dequantize_row(operand: TensorOperand, grid: BlockGrid, address: Address) ->
     tensors = (operand.planes[0].codes, operand.amax, operand.values)
     return [
         *plane_fields(operand.planes[0], address, grid),
-        *(_of(tensor, address) for tensor in tensors),
+        *(address_of(tensor, address) for tensor in tensors),
     ]
 
 

@@ -27,7 +27,7 @@ NOT here: which operations a recipe needs (:mod:`zerocast.recipes`) and when the
 """
 
 from zerocast.numerics.backend import Backend, Launch
-from zerocast.numerics.fused_ops import FusedOp, FusedOperand, can_fuse
+from zerocast.numerics.fused_ops import Function, FusedOp, FusedOperand, can_fuse
 from zerocast.numerics.numerics import (
     INFINITY_BITS,
     NAN_BITS,

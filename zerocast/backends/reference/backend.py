@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from zerocast.backends.fused_ops import cast_values, float64_result
+from zerocast.backends.fused_ops import rounded_result, with_casts
 from zerocast.backends.reference import four_over_six
 from zerocast.backends.reference.elements import amax_of, indices, raise_amaxes, rounded, store
 from zerocast.backends.reference.philox import element_words
@@ -64,16 +64,7 @@ class ReferenceBackend:
         return _for_each(operands, partial(_dequantize, numerics))
 
     def fused_op(self, numerics: Numerics | None, operand: FusedOperand) -> Launch:
-        @keeping_subnormals
-        def launch() -> None:
-            # Rounded once more on the way, to FP32, where that is not the aim.
-            values = float64_result(operand).float().to(operand.round_to).float()
-            values = torch.where(values.isnan(), math.nan, values)
-            if operand.output is not None:
-                operand.output.copy_(values)
-            cast_values(self, numerics, operand, values)
-
-        return launch
+        return keeping_subnormals(with_casts(self, numerics, operand, rounded_result))
 
 
 def _for_each(operands: Sequence[TensorOperand], run: Callable[[TensorOperand], None]) -> Launch:

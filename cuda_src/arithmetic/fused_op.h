@@ -13,7 +13,7 @@
 namespace zerocast {
 inline namespace ZEROCAST_ISA {
 
-// What is computed; the numbers of zerocast/backends/fused_ops.py.
+// What is computed; in the order of Function in zerocast/numerics.
 enum FunctionId : i64 {
     FUNCTION_IDENTITY = 0,
     FUNCTION_RELU = 1,
@@ -25,25 +25,25 @@ enum FunctionId : i64 {
     FUNCTION_RMSNORM = 7,
 };
 
-// One tensor, and what is computed of it: the first fields of every activation's table. Whether
-// matrices are FP32 or in their own dtypes is the backend's matter.
-struct ActivationTable {
+// One tensor, and what is computed of it. The CPU takes FP32 only, and writes FP32 that is rounded.
+struct FusedTable {
     i64 function;  // FunctionId
     i64 eps;       // FP32 bit pattern
     i64 zero_centered_gamma;
-    i64 rows, cols;      // of the result
-    i64 round_to;        // Nominal
-    const void* source;  // [rows, cols], or [rows, 2 * cols] of swiglu
-    const void* weight;  // [cols] or null
-    const void* bias;    // [cols] or null
-    void* output;        // [rows, cols] or null
-    float* mean;         // [rows] or null
-    float* rstd;         // [rows] or null
+    i64 rows, cols;                           // of the result
+    i64 round_to;                             // Nominal
+    i64 source_type, weight_type, bias_type;  // Nominal
+    const void* source;                       // [rows, cols], or [rows, 2 * cols] of swiglu
+    const void* weight;                       // [cols] or null
+    const void* bias;                         // [cols] or null
+    void* output;                             // [rows, cols] or null
+    float* mean;                              // [rows] or null
+    float* rstd;                              // [rows] or null
 
     ZEROCAST_FN i64 source_cols() const { return function == FUNCTION_SWIGLU ? 2 * cols : cols; }
     ZEROCAST_FN float eps_value() const { return Scalar::value((i32)eps); }
 };
-static_assert(sizeof(ActivationTable) == 12 * sizeof(i64), "a row that Python writes");
+static_assert(sizeof(FusedTable) == 15 * sizeof(i64), "a row that Python writes");
 
 // mantissa * 2^exponent, exponent from LEAST_EXPONENT to 0. Where the value is below
 // 2^LEAST_EXPONENT the mantissa is 0: times any finite number FP32 has no place for it.
@@ -77,6 +77,14 @@ ZEROCAST_FN typename L::Float times_power(typename L::Float x, typename L::Int e
     return x * take_factor<L>(exponent);
 }
 
+// first * x^n + ... + last, by Horner's rule.
+template <class L, class... Coefficients>
+ZEROCAST_FN typename L::Float polynomial(typename L::Float x, float first, Coefficients... others) {
+    typename L::Float p = L::splat(first);
+    ((p = p * x + L::splat(others)), ...);
+    return p;
+}
+
 // e^-y for y >= 0; 0 for an infinite y, and for NaN.
 //
 // -y = n * ln 2 + r with |r| <= ln 2 / 2. Adding 1.5 * 2^23 leaves n in the last bits of the sum.
@@ -92,13 +100,8 @@ ZEROCAST_FN Power<L> exp_of_minus(typename L::Float y) {
     Float shifted = constant<L>(ROUNDER_BITS) - near * L::splat(LOG2_E);
     Float n = shifted - constant<L>(ROUNDER_BITS);
     Float r = (L::splat(0.0f) - near - n * L::splat(LN2_HIGH)) - n * L::splat(LN2_LOW);
-    Float p = L::splat(0.001383579f);
-    p = p * r + L::splat(0.008375645f);
-    p = p * r + L::splat(0.04166829f);
-    p = p * r + L::splat(0.16666411f);
-    p = p * r + L::splat(0.4999999f);
-    p = p * r + L::splat(1.0f);
-    p = p * r + L::splat(1.0f);
+    Float p = polynomial<L>(r, 0.001383579f, 0.008375645f, 0.04166829f, 0.16666411f, 0.4999999f,
+                            1.0f, 1.0f);
     return Power<L>{L::select(y < L::splat(FAR), p, L::splat(0.0f)),
                     L::bits(shifted) - L::splat(ROUNDER_BITS)};
 }
@@ -150,20 +153,32 @@ ZEROCAST_FN typename L::Float gelu(typename L::Float x) {
     Float t = L::value(L::bits(x) & MAGNITUDE_MASK);
     Power<L> e = exp_of_minus<L>(t * t * L::splat(0.5f));
     Float s = L::divide(L::splat(1.0f), L::splat(1.0f) + L::splat(0.3f) * t);
-    Float tail = L::splat(0.03841215f);
-    tail = tail * s + L::splat(-0.16933045f);
-    tail = tail * s + L::splat(0.22899896f);
-    tail = tail * s + L::splat(-0.07689324f);
-    tail = tail * s + L::splat(0.14280199f);
-    tail = tail * s + L::splat(0.094570376f);
-    tail = tail * s + L::splat(0.12194919f);
-    tail = tail * s + L::splat(0.119483665f);
-    tail = tail * s + L::splat(7.403887e-06f);
+    Float tail = polynomial<L>(s, 0.03841215f, -0.16933045f, 0.22899896f, -0.07689324f, 0.14280199f,
+                               0.094570376f, 0.12194919f, 0.119483665f, 7.403887e-06f);
     Float left = e.mantissa * tail;
     typename L::Int exponent = e.exponent;
     Float right = L::splat(1.0f) - left * take_factor<L>(exponent);
     Float below = times_power<L>(x * left, e.exponent);
     return L::select(x < L::splat(0.0f), below, x * right);
+}
+
+// Calls work(f) with a function that is no norm: f(x, second) is an element of the result. Of all
+// but swiglu x alone counts.
+template <class L, class Work>
+ZEROCAST_FN void with_function(i64 function, const Work& work) {
+    typedef typename L::Float Float;
+    if (function == FUNCTION_RELU)
+        work([](Float x, Float) { return relu<L>(x); });
+    else if (function == FUNCTION_GELU)
+        work([](Float x, Float) { return gelu<L>(x); });
+    else if (function == FUNCTION_GELU_TANH)
+        work([](Float x, Float) { return gelu_tanh<L>(x); });
+    else if (function == FUNCTION_SILU)
+        work([](Float x, Float) { return silu<L>(x); });
+    else if (function == FUNCTION_SWIGLU)
+        work([](Float x, Float second) { return swiglu<L>(x, second); });
+    else
+        work([](Float x, Float) { return x; });
 }
 
 // --- rows of the norms ---
@@ -200,6 +215,17 @@ constexpr int PARTIAL_SUMS = 128;
 // FP32, and the differences of very small ones out of its subnormal numbers; nearly always it is 1.
 struct RowStatistics {
     float power, mean, mean_low, rstd;
+
+    // Of a row that says its largest() magnitude, by its bits, the sum(power) of its elements and
+    // the squares(statistics) of its centered ones.
+    template <class Row>
+    static ZEROCAST_FN RowStatistics of(const FusedTable& table, const Row& row) {
+        float eps = table.eps_value();
+        RowStatistics made{power_for(row.largest(), eps), 0.0f, 0.0f, 0.0f};
+        if (table.function == FUNCTION_LAYERNORM) made.set_mean(row.sum(made.power), table.cols);
+        made.set_rstd(row.squares(made), table.cols, eps);
+        return made;
+    }
 
     // Of the largest magnitude of a row.
     static ZEROCAST_FN float power_for(i32 largest_bits, float eps) {
@@ -247,10 +273,14 @@ ZEROCAST_FN typename L::Float centered(const RowStatistics& row, typename L::Flo
     return (x * L::splat(row.power) - L::splat(row.mean)) - L::splat(row.mean_low);
 }
 
-// gamma is 1 + weight where it is zero-centered.
+// An element of the result, with its column's weight and bias where there are such.
 template <class L>
-ZEROCAST_FN typename L::Float gamma_of(typename L::Float weight, bool zero_centered) {
-    return zero_centered ? L::splat(1.0f) + weight : weight;
+ZEROCAST_FN typename L::Float normalized(const FusedTable& table, const RowStatistics& row,
+                                         typename L::Float x, typename L::Float weight,
+                                         typename L::Float bias) {
+    typename L::Float y = centered<L>(row, x) * L::splat(row.rstd);
+    if (table.weight) y = y * (table.zero_centered_gamma ? L::splat(1.0f) + weight : weight);
+    return table.bias ? y + bias : y;
 }
 
 }  // namespace ZEROCAST_ISA

@@ -1,0 +1,123 @@
+// fused_op: the function of a layer, and its rounding, of one FP32 matrix; the casts read the
+// result.
+#include <string.h>
+
+#include "arithmetic/fused_op.h"
+#include "cpu/launch.h"
+#include "cpu/simd.h"
+
+namespace zerocast {
+inline namespace ZEROCAST_ISA {
+namespace {
+
+constexpr int W = Native::WIDTH;
+typedef Native::Float Floats;
+
+// The first n elements, and zeros; zeros alone where there is no row.
+ZEROCAST_FN Floats load_some(const float* from, i64 n) {
+    if (!from) return Floats{};
+    if (n >= W) return Native::load(from);
+    float some[W] = {};
+    memcpy(some, from, n * sizeof(float));
+    return Native::load(some);
+}
+
+// The first n elements, rounded.
+ZEROCAST_FN void store_rounded(float* to, Floats x, i64 n, i64 nominal) {
+    if (nominal == NOMINAL_BF16)
+        x = round_to<Bf16, Native>(x);
+    else if (nominal == NOMINAL_FP16)
+        x = round_to<Fp16, Native>(x);
+    else
+        x = round_to<Fp32, Native>(x);
+    memcpy(to, &x, min_of(n, W) * sizeof(float));
+}
+
+void element_wise(const FusedTable& table, const float* x, float* to) {
+    const float* second = table.function == FUNCTION_SWIGLU ? x + table.cols : nullptr;
+    with_function<Native>(table.function, [&](auto f) {
+        for (i64 k = 0; k < table.cols; k += W) {
+            i64 n = table.cols - k;
+            Floats y = f(load_some(x + k, n), load_some(second ? second + k : nullptr, n));
+            store_rounded(to + k, y, n, table.round_to);
+        }
+    });
+}
+
+// --- norms ---
+
+struct Row {
+    const float* x;
+    i64 cols;
+
+    // Calls work(part, element) for every element, multiplied by `power`.
+    template <class Work>
+    ZEROCAST_FN void for_each(float power, const Work& work) const {
+        for (i64 k = 0; k < cols; k += PARTIAL_SUMS) {
+            i64 n = min_of(PARTIAL_SUMS, cols - k);
+            for (i64 i = 0; i < n; i++) work(i, x[k + i] * power);
+        }
+    }
+
+    i32 largest() const {
+        i32 largest = 0;
+        for (i64 k = 0; k < cols; k++)
+            largest = Scalar::max(largest, Scalar::bits(x[k]) & MAGNITUDE_MASK);
+        return largest;
+    }
+
+    Sum sum(float power) const {
+        Sum part[PARTIAL_SUMS] = {};
+        for_each(power, [&](i64 i, float element) { part[i].add(element); });
+        for (int n = PARTIAL_SUMS / 2; n > 0; n /= 2) {
+            for (int i = 0; i < n; i++) part[i].add(part[i + n].high, part[i + n].low);
+        }
+        return part[0];
+    }
+
+    float squares(const RowStatistics& row) const {
+        float part[PARTIAL_SUMS] = {};
+        for_each(row.power, [&](i64 i, float element) {
+            float distance = (element - row.mean) - row.mean_low;
+            part[i] += distance * distance;
+        });
+        for (int n = PARTIAL_SUMS / 2; n > 0; n /= 2) {
+            for (int i = 0; i < n; i++) part[i] += part[i + n];
+        }
+        return part[0];
+    }
+};
+
+void norm(const FusedTable& table, i64 index, const float* x, float* to) {
+    auto weight = (const float*)table.weight, bias = (const float*)table.bias;
+    auto row = RowStatistics::of(table, Row{x, table.cols});
+    if (table.mean) table.mean[index] = row.plain_mean();
+    if (table.rstd) table.rstd[index] = row.plain_rstd();
+    for (i64 k = 0; k < table.cols; k += W) {
+        i64 n = table.cols - k;
+        Floats y = normalized<Native>(table, row, load_some(x + k, n),
+                                      load_some(weight ? weight + k : nullptr, n),
+                                      load_some(bias ? bias + k : nullptr, n));
+        store_rounded(to + k, y, n, table.round_to);
+    }
+}
+
+}  // namespace
+}  // namespace ZEROCAST_ISA
+}  // namespace zerocast
+
+ZEROCAST_EXPORT(fused_op)(const void* tables, long long, long long threads) {
+    using namespace zerocast;
+    auto& table = *(const FusedTable*)tables;
+    in_parallel(table.rows * table.source_cols(), threads, [&](i64 thread, i64 num_threads) {
+        i64 last = table.rows * (thread + 1) / num_threads;
+        for (i64 row = table.rows * thread / num_threads; row < last; row++) {
+            const float* x = (const float*)table.source + row * table.source_cols();
+            float* to = (float*)table.output + row * table.cols;
+            if (table.function >= FUNCTION_LAYERNORM)
+                norm(table, row, x, to);
+            else
+                element_wise(table, x, to);
+        }
+    });
+}
