@@ -24,7 +24,7 @@ from zerocast.layout import Extent, FlatLayout, SharedBlocks
 from zerocast.numerics import Backend, FourOverSixErrors, Launch, Masters, TensorOperand
 from zerocast.recipes import Recipe
 from zerocast.tensors import QuantizedStorage
-from zerocast.tensors.operands import tensor_operand
+from zerocast.tensors.weight_operands import tensor_operand
 
 Work = Callable[[], object]
 Shape = tuple[int, int]

@@ -49,7 +49,7 @@ def test_a_functional_call_keeps_to_use_backend(monkeypatch: pytest.MonkeyPatch)
         made.append(plan(*args, **kwargs))
         return made[-1]
 
-    monkeypatch.setattr("zerocast.cast.functional.CastPlan", counted)
+    monkeypatch.setattr("zerocast.cast.calls.CastPlan", counted)
     args = ([zerocast.empty(SHAPE, NVFP4)], [torch.ones(NUMEL)], [0], SingleRank())
     for backend in ("cpu", "reference", "cpu", "reference"):
         with zerocast.use_backend(backend):

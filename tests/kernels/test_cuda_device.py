@@ -21,7 +21,7 @@ from zerocast.layout import Extent, Source
 from zerocast.numerics import Masters
 from zerocast.recipes import Recipe, Role
 from zerocast.tensors import QuantizedStorage
-from zerocast.tensors.operands import tensor_operand
+from zerocast.tensors.weight_operands import tensor_operand
 
 pytestmark = [
     pytest.mark.cuda,

@@ -41,7 +41,7 @@ The guarantee: whatever the partition, the gathered shards are exactly the codes
 of ``quantize`` on the whole weight, the same on every rank.
 """
 
-from zerocast.cast.functional import (
+from zerocast.cast.calls import (
     cast_master_weights_to_fp8,
     cast_master_weights_to_nvfp4,
     post_all_gather_processing,

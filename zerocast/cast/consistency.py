@@ -64,18 +64,8 @@ def raise_in_all(comms: Sequence[Communicator], error: ZerocastError | None) -> 
     """
     if len(comms) == 1:
         raise_together(comms[0], error)
-        return
-    agreed: ZerocastError | None = None
-    # Once through the groups tells the neighbours, the second time tells those who share an earlier
-    # group with them.
-    for comm in (*comms, *comms):
-        try:
-            raise_together(comm, agreed or error)
-        except ZerocastError as e:  # noqa: PERF203  (the loop goes on: others must hear of it)
-            agreed = agreed or e
-    agreed = agreed or error  # a plan of no group has nobody to tell
-    if agreed is not None:
-        raise agreed
+    else:
+        agree_in_all([(comm, 0) for comm in comms], error)
 
 
 def tp_shards_by_group(model_weights: Any) -> dict[Communicator, list[int]]:
@@ -107,11 +97,14 @@ def agree_in_all(votes: Sequence[tuple[Communicator, int]], error: ZerocastError
     if len(votes) == 1:
         return agree(*votes[0], error)
     in_step, agreed = True, None
+    # Once through the groups tells the neighbours, the second time tells those who share an earlier
+    # group with them.
     for comm, answer in (*votes, *votes):
         try:
             in_step = agree(comm, answer if in_step else 0, agreed or error) and in_step
         except ZerocastError as e:  # noqa: PERF203  (the loop goes on: others must hear of it)
             agreed = agreed or e
+    agreed = agreed or error  # a plan of no group has nobody to tell
     if agreed is not None:
         raise agreed
     return in_step

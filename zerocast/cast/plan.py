@@ -25,8 +25,8 @@ from zerocast.cast.consistency import (
 from zerocast.cast.exchange import Exchange
 from zerocast.cast.finite import raise_if_not_finite
 from zerocast.cast.gather import PLANES, CodeGather
-from zerocast.cast.masters import as_tensors
-from zerocast.cast.prepared import PreparedCast
+from zerocast.cast.master_checks import as_tensors
+from zerocast.cast.prepared_cast import PreparedCast
 from zerocast.cast.shard_spec import OwnCodes, ShardSpec, check_amax_groups, check_specs
 from zerocast.comm import Attempt, Communicator, Group
 from zerocast.errors import InputError, ZerocastError

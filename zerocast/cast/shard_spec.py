@@ -12,9 +12,9 @@ from typing import Any, TypeAlias
 
 import torch
 
-from zerocast.arguments import why_unusable
+from zerocast.arguments import check_text, why_unusable
 from zerocast.cast.amax_groups import Patterns, amax_group_labels
-from zerocast.cast.masters import check_list, extent_of
+from zerocast.cast.master_checks import check_list, extent_of
 from zerocast.comm import Communicator
 from zerocast.errors import InputError
 from zerocast.formats import byte_span
@@ -90,7 +90,8 @@ def check_specs(
                 "of a weight."
             )
     if names is not None:
-        _check_names(names)
+        for i, name in enumerate(names):
+            check_text(f"names[{i}]", name)
     grouped = not isinstance(amax_groups, list | tuple) or len(amax_groups) > 0
     if grouped and names is None:
         raise InputError(
@@ -123,15 +124,6 @@ def check_specs(
         label = (labels[i] if labels else None) or storage.amax_group
         specs.append(ShardSpec(name, names is not None, storage, extent, codes, label))
     return specs
-
-
-def _check_names(names: Sequence[str]) -> None:
-    for i, name in enumerate(names):
-        if not isinstance(name, str) or any("\ud800" <= char <= "\udfff" for char in name):
-            raise InputError(
-                f"names must be texts that UTF-8 can hold, got {name!r} as names[{i}]; give what "
-                "named_parameters() calls the weights."
-            )
 
 
 def _check_weight(name: str, weight: torch.Tensor) -> QuantizedStorage:

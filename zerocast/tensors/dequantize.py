@@ -20,8 +20,8 @@ from zerocast.errors import UnsupportedError
 from zerocast.formats import ELEMENT_FORMATS
 from zerocast.layout import BlockGrid, Plane, ScaleLayout, Source
 from zerocast.numerics import Numerics, NVFP4Numerics, PlaneBuffers, TensorOperand
-from zerocast.tensors.operands import decoded_operand
 from zerocast.tensors.storage import QuantizedStorage
+from zerocast.tensors.weight_operands import decoded_operand
 
 
 def dequantize(storage: QuantizedStorage, *, columnwise: bool = False) -> torch.Tensor:

@@ -9,8 +9,8 @@ import torch
 from zerocast.backends import backend_for
 from zerocast.numerics import Backend, Launch
 from zerocast.recipes import Recipe
-from zerocast.tensors.operands import tensor_operand
 from zerocast.tensors.storage import QuantizedStorage
+from zerocast.tensors.weight_operands import tensor_operand
 
 
 def rebuild_derived(storages: Iterable[QuantizedStorage]) -> None:

@@ -25,10 +25,10 @@ from zerocast.layout import BlockGrid, Extent, SharedBlocks, Source
 from zerocast.numerics import FourOverSixErrors, Masters
 from zerocast.recipes import NOMINAL_DTYPES, Recipe, as_recipe, describe_recipe
 from zerocast.tensors.cast_steps import CastSteps
-from zerocast.tensors.operands import tensor_operand, transposed_operand
 from zerocast.tensors.quantized_tensor import QuantizedTensor
 from zerocast.tensors.storage import QuantizedStorage
 from zerocast.tensors.tp_shard import TensorParallelShard
+from zerocast.tensors.weight_operands import tensor_operand, transposed_operand
 
 _NOMINAL_NAMES = "torch.float32, torch.bfloat16 or torch.float16"
 

@@ -13,10 +13,10 @@ from typing import Literal
 
 import torch
 
-from zerocast.arguments import check_flag
+from zerocast.arguments import check_flag, shown
 from zerocast.backends import backend_for
 from zerocast.cast.consistency import agree_in_all, tp_shards_by_group
-from zerocast.cast.masters import as_tensors
+from zerocast.cast.master_checks import as_tensors
 from zerocast.cast.plan import CastPlan
 from zerocast.cast.plan_cache import find_plan, keep_plan
 from zerocast.cast.shard_spec import ShardSpec, check_specs
@@ -36,6 +36,7 @@ def quantize_master_weights(
     manual_post_all_gather_processing: bool = True,
     *,
     check_finite: bool = False,
+    only: Literal["NVFP4", "FP8"] | None = None,
 ) -> None:
     """Cast sharded master weights into quantized model weights. Collective; recipes may be mixed.
 
@@ -57,14 +58,42 @@ def quantize_master_weights(
         manual_post_all_gather_processing: False lets the next forward rebuild derived copies by
             itself.
         check_finite: raise instead of writing NaN; costs a host synchronisation.
+        only: refuse weights of other numerics; None takes all, mixed too.
 
     Raises:
         InputError, RankMismatchError, NonFiniteError: on every rank, before anything is written.
     """
-    _cast(
-        model_weights, master_weights, start_offsets, group, fsdp_shard_model_weights,
-        manual_post_all_gather_processing, check_finite, None,
-    )  # fmt: skip
+    comm = as_communicator(group)
+    comms = [comm]
+    specs: list[ShardSpec] = []
+    plan: CastPlan | None = None
+    attempt = Attempt()
+    with attempt:
+        check_flag("check_finite", check_finite)
+        check_flag("manual_post_all_gather_processing", manual_post_all_gather_processing)
+        comms += tp_shards_by_group(model_weights)
+        master_weights = as_tensors(master_weights)
+        specs = check_specs(
+            model_weights, master_weights, start_offsets, fsdp_shard_model_weights, None
+        )
+        _check_family(specs, only)
+        storages = [spec.storage for spec in specs]
+        key = _key(specs, comm, manual_post_all_gather_processing, check_finite)
+        plan = find_plan(storages, key)
+
+    # One all-reduce opens the call: does any rank have an error, have all found the same plan?
+    # Ranks that each found another one disagree about the call: making a plan tells them so.
+    found = [0] * len(comms) if plan is None else plan.fingerprints
+    in_step = agree_in_all(list(zip(comms, found, strict=True)), attempt.error)
+    if plan is None or not in_step:
+        plan = CastPlan(
+            model_weights, master_weights, start_offsets, comm,
+            fsdp_shard_model_weights=fsdp_shard_model_weights,
+            manual_post_all_gather_processing=manual_post_all_gather_processing,
+            check_finite=check_finite,
+        )  # fmt: skip
+        keep_plan(storages, key, plan)
+    plan.cast_and_release(master_weights)
 
 
 def cast_master_weights_to_nvfp4(
@@ -80,9 +109,9 @@ def cast_master_weights_to_nvfp4(
     """:func:`quantize_master_weights` for NVFP4 weights only; any other weight is refused with
     :class:`InputError`.
     """
-    _cast(
+    quantize_master_weights(
         model_weights, master_weights, start_offsets, group, fsdp_shard_model_weights,
-        manual_post_all_gather_processing, check_finite, "NVFP4",
+        manual_post_all_gather_processing, check_finite=check_finite, only="NVFP4",
     )  # fmt: skip
 
 
@@ -99,9 +128,9 @@ def cast_master_weights_to_fp8(
     """:func:`quantize_master_weights` for FP8 weights only; any other weight is refused with
     :class:`InputError`.
     """
-    _cast(
+    quantize_master_weights(
         model_weights, master_weights, start_offsets, group, fsdp_shard_model_weights,
-        manual_post_all_gather_processing, check_finite, "FP8",
+        manual_post_all_gather_processing, check_finite=check_finite, only="FP8",
     )  # fmt: skip
 
 
@@ -138,49 +167,9 @@ def post_all_gather_processing(model_weights: torch.Tensor | Iterable[torch.Tens
     rebuild_derived([w.quantized_storage for w in weights if isinstance(w, QuantizedTensor)])
 
 
-def _cast(
-    model_weights: Sequence[torch.Tensor],
-    master_weights: Sequence[torch.Tensor | None],
-    start_offsets: Sequence[int | None],
-    group: Group,
-    fsdp_shard_model_weights: Sequence[torch.Tensor | None] | None,
-    manual: bool,
-    check_finite: bool,
-    family: Literal["NVFP4", "FP8"] | None,
-) -> None:
-    comm = as_communicator(group)
-    comms = [comm]
-    specs: list[ShardSpec] = []
-    plan: CastPlan | None = None
-    attempt = Attempt()
-    with attempt:
-        check_flag("check_finite", check_finite)
-        check_flag("manual_post_all_gather_processing", manual)
-        comms += tp_shards_by_group(model_weights)
-        master_weights = as_tensors(master_weights)
-        specs = check_specs(
-            model_weights, master_weights, start_offsets, fsdp_shard_model_weights, None
-        )
-        _check_family(specs, family)
-        storages = [spec.storage for spec in specs]
-        key = _key(specs, comm, manual, check_finite)
-        plan = find_plan(storages, key)
-
-    # One all-reduce opens the call: does any rank have an error, have all found the same plan?
-    # Ranks that each found another one disagree about the call: making a plan tells them so.
-    found = [0] * len(comms) if plan is None else plan.fingerprints
-    in_step = agree_in_all(list(zip(comms, found, strict=True)), attempt.error)
-    if plan is None or not in_step:
-        plan = CastPlan(
-            model_weights, master_weights, start_offsets, comm,
-            fsdp_shard_model_weights=fsdp_shard_model_weights,
-            manual_post_all_gather_processing=manual, check_finite=check_finite,
-        )  # fmt: skip
-        keep_plan(storages, key, plan)
-    plan.cast_and_release(master_weights)
-
-
 def _check_family(specs: Sequence[ShardSpec], family: Literal["NVFP4", "FP8"] | None) -> None:
+    if family not in (None, "NVFP4", "FP8"):
+        raise InputError(f"only must be 'NVFP4', 'FP8' or None, got {shown(family)}.")
     for spec in specs:
         recipe = spec.storage.recipe
         is_nvfp4 = isinstance(recipe.numerics, NVFP4Numerics)

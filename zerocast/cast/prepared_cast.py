@@ -11,13 +11,13 @@ from zerocast.cast.addresses import Addresses, lie_of
 from zerocast.cast.capture import check_planning
 from zerocast.cast.exchange import Exchange
 from zerocast.cast.gather import CodeGather
-from zerocast.cast.masters import check_list, check_master_tensor
+from zerocast.cast.master_checks import check_list, check_master_tensor
 from zerocast.cast.shard_spec import ShardSpec
 from zerocast.errors import InputError
 from zerocast.numerics import Float8DelayedNumerics, Masters
 from zerocast.tensors import QuantizedStorage, QuantizedTensor
 from zerocast.tensors.cast_steps import CastSteps
-from zerocast.tensors.operands import tensor_operand
+from zerocast.tensors.weight_operands import tensor_operand
 
 
 class PreparedCast:
