@@ -69,19 +69,25 @@ class AmaxGroup:
             InputError: if the weights are not sharded alike. The ranks that share them find the
                 same.
         """
-        first: torch.Tensor | None = None
         for i, layer in enumerate(self.layers):
             weight = layer.weight
             assert isinstance(weight, torch.Tensor)
-            gather = gather_of(weight)
-            if gather is None:
-                continue  # gathered now, and found before
-            first = weight if first is None else first
-            if _placement(weight) != _placement(first) or not is_sharded(weight):
-                raise _not_alike(first, weight)
-            gather.find(weight)
-            self._members[i] = gather
-        return [self._members[i] for i in range(len(self.layers))]
+            if (gather := gather_of(weight)) is not None:  # else gathered now, and found before
+                gather.find(weight)
+                self._members[i] = gather
+        members = [self._members[i] for i in range(len(self.layers))]
+        places = [_placement(member.parameter) for member in members]
+        for member, place in zip(members, places, strict=True):
+            if place is None or place != places[0]:
+                first, other = (f"over {p}" if p else "not at all" for p in (places[0], place))
+                raise InputError(
+                    f"weights of one amax group are cast together, when the first of them is "
+                    f"gathered, so fully_shard must shard them over the same ranks, got "
+                    f"{members[0].name} {first} and {member.name} {other}; call it on all their "
+                    f"layers, or modules around them, with one mesh, or leave one out of "
+                    f"amax_groups."
+                )
+        return members
 
     @property
     def is_due(self) -> bool:
@@ -94,22 +100,8 @@ class AmaxGroup:
 
 
 def _placement(weight: torch.Tensor) -> object:
-    """Return over which ranks a weight is sharded, and how."""
+    """Return over which ranks a weight is sharded, and how; None if it is not."""
     return (weight.device_mesh, weight.placements) if is_sharded(weight) else None
-
-
-def _not_alike(*weights: torch.Tensor) -> InputError:
-    given = []
-    for weight in weights:
-        gather = gather_of(weight)
-        assert gather is not None
-        place = f"over {_placement(weight)}" if is_sharded(weight) else "not at all"
-        given.append(f"{gather.name} {place}")
-    return InputError(
-        f"weights of one amax group are cast together, when the first of them is gathered, so "
-        f"fully_shard must shard them over the same ranks, got {' and '.join(given)}; call it on "
-        f"all their layers, or modules around them, with one mesh, or leave one out of amax_groups."
-    )
 
 
 def cast_group_of(layer: torch.nn.Module, weight: torch.Tensor) -> CastGroup:
