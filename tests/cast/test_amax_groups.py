@@ -9,10 +9,11 @@ import torch
 
 import zerocast
 from tests.support.planned import cut, unsharded
+from tests.support.ranks import on_ranks
 from tests.support.recipes import RECIPES, each
 from tests.support.same_bytes import assert_same_bytes, assert_same_storage
 from tests.support.values import draw_values
-from zerocast.comm import Communicator, RecordingCommunicator, run_in_process
+from zerocast.comm import Communicator, RecordingCommunicator
 from zerocast.errors import InputError, NonFiniteError, RankMismatchError
 
 ROWS, COLS = (32, 16, 48), 64
@@ -42,38 +43,30 @@ def planned(
     return weights, zerocast.CastPlan(weights, given, [0] * len(given), **options)
 
 
+@on_ranks()
 @each("nvfp4", "nvfp4-4over6", "current")
-def test_a_group_is_cast_as_the_fused_weight(ranks: Any, recipe: zerocast.Recipe) -> None:
+def test_a_group_is_cast_as_the_fused_weight(comm: Communicator, recipe: zerocast.Recipe) -> None:
     """Codes and scales of each member are those of its rows in the fused weight, for any
     partition.
     """
     whole = masters()
     fused = zerocast.quantize(torch.cat(whole), recipe, dtype=torch.bfloat16)
-
-    def on_rank(comm: Communicator) -> None:
-        weights, shards, starts = [], [], []
-        for master in whole:
-            start, end = cut(master.numel(), comm.size)[comm.rank :][:2]
-            weights.append(zerocast.empty(master.shape, recipe))
-            shards.append(master.view(-1)[start:end])
-            starts.append(start)
-        plan = zerocast.CastPlan(weights, shards, starts, comm, names=NAMES, amax_groups=GROUPS)
-        plan.cast()
-        plan.all_gather()
-        row = 0
-        for weight, rows, name in zip(weights, ROWS, NAMES, strict=True):
-            assert_same_bytes(weight.rowwise_data, fused.rowwise_data[row : row + rows], name)
-            if "amax" in fused.quantized_storage.buffers:
-                assert_same_bytes(weight.amax, fused.amax, name)
-                ours, theirs = (t[r : r + rows] for t, r in (
-                    (weight.rowwise_scale_inv, 0), (fused.rowwise_scale_inv, row)
-                ))  # fmt: skip
-                assert_same_bytes(ours, theirs, name)
-            else:
-                assert_same_bytes(weight.rowwise_scale_inv, fused.rowwise_scale_inv, name)
-            row += rows
-
-    ranks.run(on_rank)
+    weights = [zerocast.empty(master.shape, recipe) for master in whole]
+    extents = [cut(master.numel(), comm.size)[comm.rank :][:2] for master in whole]
+    shards = [m.view(-1)[start:end] for m, (start, end) in zip(whole, extents, strict=True)]
+    starts = [start for start, _ in extents]
+    plan = zerocast.CastPlan(weights, shards, starts, comm, names=NAMES, amax_groups=GROUPS)
+    plan.cast()
+    plan.all_gather()
+    row = 0
+    for weight, rows, name in zip(weights, ROWS, NAMES, strict=True):
+        assert_same_bytes(weight.rowwise_data, fused.rowwise_data[row : row + rows], name)
+        scales, expected = weight.rowwise_scale_inv, fused.rowwise_scale_inv
+        if "amax" in fused.quantized_storage.buffers:
+            assert_same_bytes(weight.amax, fused.amax, name)
+            scales, expected = scales[:rows], expected[row : row + rows]
+        assert_same_bytes(scales, expected, name)
+        row += rows
 
 
 def test_a_member_of_one_block_keeps_its_blocks_amax() -> None:
@@ -167,20 +160,15 @@ def test_groups_need_names_and_one_recipe() -> None:
         zerocast.CastPlan(weights, given, [0] * 3, names=NAMES, amax_groups=GROUPS)
 
 
-def test_ranks_that_group_differently_are_told_apart() -> None:
+@on_ranks("in_process", 2)
+def test_ranks_that_group_differently_are_told_apart(comm: Communicator) -> None:
     """A group on one rank only is refused on both."""
     given = masters()
-
-    def on_rank(comm: Communicator) -> None:
-        weights = [zerocast.empty(master.shape, NVFP4) for master in given]
-        mine = [m.view(-1) if comm.rank == 0 else None for m in given]
-        starts = [0 if comm.rank == 0 else None] * 3
-        with pytest.raises(RankMismatchError, match="amax group=0:layers"):
-            zerocast.CastPlan(
-                weights, mine, starts, comm, names=NAMES, amax_groups=GROUPS[: comm.rank]
-            )
-
-    run_in_process(2, on_rank)
+    weights = [zerocast.empty(master.shape, NVFP4) for master in given]
+    mine, starts = (given, [0] * 3) if comm.rank == 0 else ([None] * 3, [None] * 3)
+    groups = GROUPS[: comm.rank]
+    with pytest.raises(RankMismatchError, match="amax group=0:layers"):
+        zerocast.CastPlan(weights, mine, starts, comm, names=NAMES, amax_groups=groups)
 
 
 def test_a_copied_weight_keeps_its_group() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import zerocast
-from tests.support.claims import assert_same_tensors, message_of, one_message, stored
+from tests.support.claims import assert_same_tensors, stored, told_all
 from tests.support.ranks import on_ranks
 from tests.support.recipes import CAST_COLUMNWISE, each
 from zerocast.comm import Communicator, InProcessCommunicator, run_in_process
@@ -49,20 +49,19 @@ def refuse(world_size: int, spoil: Spoil, error: type[ZerocastError], *texts: st
 
     Said of the functional call and of the plan.
     """
-    for call in (zerocast.quantize_master_weights, zerocast.CastPlan):
 
-        def on_rank(comm: Communicator, call: Callable[..., object] = call) -> str:
+    def on_rank(comm: Communicator) -> None:
+        for call in (zerocast.quantize_master_weights, zerocast.CastPlan):
             kwargs = arguments(comm)
             held = {str(i): w for i, w in enumerate(kwargs["model_weights"])}
             before = stored(held)
             spoil(kwargs, comm)
-            message = message_of(error, call, **kwargs)
+            message = told_all(comm, error, call, **kwargs)
             assert_same_tensors(stored(held), before, "after the refusal")
-            return message
+            for text in texts:
+                assert text in message
 
-        message = one_message(run_in_process(world_size, on_rank))
-        for text in texts:
-            assert text in message
+    run_in_process(world_size, on_rank)
 
 
 def entry(key: str, index: int, value: object) -> Callable[[dict[str, Any]], None]:
@@ -151,23 +150,25 @@ def test_one_rank_is_wrong(what: str, world_size: int) -> None:
     refuse(world_size, spoil_last, InputError, *texts)
 
 
-def test_every_communicator_raises_on_all_ranks(ranks: Any) -> None:
-    """A wrong master on the last rank, a gap, and a NaN: the same error on all ranks, no hang."""
-    cases = (
+@on_ranks()
+@pytest.mark.parametrize(
+    ("spoil", "text"),
+    [
         (entry("master_weights", 1, torch.ones(2, dtype=torch.float64)), "float64"),
         (lambda k: entry("master_weights", 0, k["master_weights"][0][:-1])(k), "owned by no rank"),
         (lambda k: k["master_weights"][0].fill_(torch.nan), "a NaN"),
-    )
-
-    def on_rank(comm: Communicator, spoil: Callable[[dict[str, Any]], None]) -> str:
-        kwargs = arguments(comm)
-        if comm.rank == comm.size - 1:
-            spoil(kwargs)
-        call = zerocast.quantize_master_weights
-        return message_of(ZerocastError, call, **kwargs, check_finite=True)
-
-    for spoil, text in cases:
-        assert text in one_message(ranks.run(lambda comm, spoil=spoil: on_rank(comm, spoil)))
+    ],
+    ids=["wrong", "gap", "NaN"],
+)
+def test_every_communicator_raises_on_all_ranks(
+    comm: Communicator, spoil: Callable[[dict[str, Any]], None], text: str
+) -> None:
+    """A wrong master on the last rank, a gap, and a NaN: the same error on all ranks, no hang."""
+    kwargs = arguments(comm)
+    if comm.rank == comm.size - 1:
+        spoil(kwargs)
+    call = zerocast.quantize_master_weights
+    assert text in told_all(comm, ZerocastError, call, **kwargs, check_finite=True)
 
 
 def of_rank(rank: int, change: Callable[[dict[str, Any]], object]) -> Spoil:
@@ -219,29 +220,26 @@ def test_ranks_disagree(world_size: int, spoil: Spoil, texts: tuple[str, ...]) -
     refuse(world_size, spoil, RankMismatchError, *texts)
 
 
+@on_ranks("in_process")
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_check_finite(world_size: int, value: float) -> None:
+def test_check_finite(comm: Communicator, value: float) -> None:
     """check_finite names the weight on every rank and leaves every byte as it was, plans and
     functions alike.
     """
-
-    def on_rank(comm: Communicator) -> str:
-        kwargs = arguments(comm)
-        weights = {str(i): w for i, w in enumerate(kwargs["model_weights"])}
-        before = stored(weights)
-        plan = zerocast.CastPlan(**kwargs, check_finite=True)
-        if comm.rank == comm.size - 1:
-            kwargs["master_weights"][1][3] = value
-        of_plan = message_of(NonFiniteError, plan.cast)
-        call = zerocast.quantize_master_weights
-        of_call = message_of(NonFiniteError, call, **kwargs, check_finite=True)
-        assert_same_tensors(stored(weights), before, "after the refusals")
-        for w in weights.values():
-            assert w.columnwise_data is not None  # readable, since no cast happened
-        return one_message([of_plan, of_call])
-
-    message = one_message(run_in_process(world_size, on_rank))
+    kwargs = arguments(comm)
+    weights = {str(i): w for i, w in enumerate(kwargs["model_weights"])}
+    before = stored(weights)
+    plan = zerocast.CastPlan(**kwargs, check_finite=True)
+    if comm.rank == comm.size - 1:
+        kwargs["master_weights"][1][3] = value
+    of_plan = told_all(comm, NonFiniteError, plan.cast)
+    call = zerocast.quantize_master_weights
+    message = told_all(comm, NonFiniteError, call, **kwargs, check_finite=True)
+    assert message == of_plan
+    assert_same_tensors(stored(weights), before, "after the refusals")
+    for w in weights.values():
+        assert w.columnwise_data is not None  # readable, since no cast happened
     assert "model_weights[1] holds" in message
     assert ("a NaN" if value != value else "an infinity") in message
     assert "model_weights[0]" not in message
@@ -261,6 +259,7 @@ def test_check_finite_names_overflow() -> None:
         plan.cast()
 
 
+@on_ranks("in_process", 2)
 @pytest.mark.parametrize(
     ("cast", "recipe", "wanted"),
     [
@@ -269,32 +268,19 @@ def test_check_finite_names_overflow() -> None:
     ],
 )
 def test_fronts_refuse_the_other_kind(
-    cast: Callable[..., None], recipe: zerocast.Recipe, wanted: str
+    comm: Communicator, cast: Callable[..., None], recipe: zerocast.Recipe, wanted: str
 ) -> None:
     """Each front refuses weights of the other kind on every rank, though one rank alone was given
     such a weight.
     """
-
-    def on_rank(comm: Communicator) -> str:
-        other = FP8 if recipe is NVFP4 else NVFP4
-        w = weight(recipe if comm.rank == 1 else other)
-        start = comm.rank * NUMEL // 2
-        return message_of(InputError, cast, [w], [torch.ones(NUMEL // 2)], [start], comm)
-
-    assert wanted in one_message(run_in_process(2, on_rank))
+    other = FP8 if recipe is NVFP4 else NVFP4
+    w = weight(recipe if comm.rank == 1 else other)
+    start = comm.rank * NUMEL // 2
+    args = [w], [torch.ones(NUMEL // 2)], [start], comm
+    assert wanted in told_all(comm, InputError, cast, *args)
 
 
-@pytest.mark.parametrize("shape", [(4, 10), (4, 24), (16,), (2, 3, 16), (0, 16), (16, 0)])
-def test_shapes_that_nvfp4_cannot_hold(shape: tuple[int, ...]) -> None:
-    """K that is no multiple of 16, other than two dimensions, and no elements are refused with the
-    shape.
-    """
-    with pytest.raises(InputError, match=str(shape[0])):
-        zerocast.empty(shape, NVFP4)
-    with pytest.raises(InputError):
-        zerocast.quantize(torch.zeros(shape), NVFP4)
-
-
+@on_ranks("in_process", 2)
 @pytest.mark.parametrize(
     ("master", "text"),
     [
@@ -303,43 +289,34 @@ def test_shapes_that_nvfp4_cannot_hold(shape: tuple[int, ...]) -> None:
     ],
     ids=["size", "no tensor"],
 )
-def test_rebinding_is_checked_on_all_ranks(master: Any, text: str) -> None:
+def test_rebinding_is_checked_on_all_ranks(comm: Communicator, master: Any, text: str) -> None:
     """Masters of another size or type handed to cast() on one rank are refused on every rank, and
     the plan still works.
     """
-
-    def on_rank(comm: Communicator) -> str:
-        kwargs = arguments(comm)
-        plan = zerocast.CastPlan(**kwargs)
-        masters = [m.clone() for m in kwargs["master_weights"]]
-        if comm.rank == 1:
-            masters[0] = master
-        message = message_of(InputError, plan.cast, masters)
-        plan.cast()
-        return message
-
-    assert text in one_message(run_in_process(2, on_rank))
+    kwargs = arguments(comm)
+    plan = zerocast.CastPlan(**kwargs)
+    masters = [m.clone() for m in kwargs["master_weights"]]
+    if comm.rank == 1:
+        masters[0] = master
+    assert text in told_all(comm, InputError, plan.cast, masters)
+    plan.cast()
 
 
-def test_ranks_outside_the_group_of_the_error_hear_the_same() -> None:
+@on_ranks("in_process", 4)
+def test_ranks_outside_the_group_of_the_error_hear_the_same(comm: InProcessCommunicator) -> None:
     """A wrong offset of an expert, and a NaN in it, are one message for all ranks of the plan."""
-
-    def on_rank(world: InProcessCommunicator) -> tuple[str, str]:
-        pair = world.split(world.rank % 2)
-        weights, groups = [weight(NVFP4), weight(FP8)], [world, pair]
-        quarter, half = NUMEL // 4, NUMEL // 2
-        masters = [torch.ones(quarter), torch.ones(half)]
-        starts = [world.rank * quarter, pair.rank * half]
-        wrong = [starts[0], -1 if world.rank == 3 else starts[1]]
-        refused = message_of(InputError, zerocast.CastPlan, weights, masters, wrong, groups)
-        plan = zerocast.CastPlan(weights, masters, starts, groups, check_finite=True)
-        if world.rank == 3:
-            masters[1][0] = torch.nan
-        return refused, message_of(NonFiniteError, plan.cast)
-
-    refused, not_finite = map(one_message, zip(*run_in_process(4, on_rank), strict=True))
-    assert refused.startswith("on rank 3: model_weights[1]")
-    assert "model_weights[1] holds a NaN" in not_finite
+    pair = comm.split(comm.rank % 2)
+    weights, groups = [weight(NVFP4), weight(FP8)], [comm, pair]
+    quarter, half = NUMEL // 4, NUMEL // 2
+    masters = [torch.ones(quarter), torch.ones(half)]
+    starts = [comm.rank * quarter, pair.rank * half]
+    wrong = [starts[0], -1 if comm.rank == 3 else starts[1]]
+    message = told_all(comm, InputError, zerocast.CastPlan, weights, masters, wrong, groups)
+    assert message.startswith("on rank 3: model_weights[1]")
+    plan = zerocast.CastPlan(weights, masters, starts, groups, check_finite=True)
+    if comm.rank == 3:
+        masters[1][0] = torch.nan
+    assert "model_weights[1] holds a NaN" in told_all(comm, NonFiniteError, plan.cast)
 
 
 def test_a_group_for_each_weight() -> None:
@@ -348,16 +325,13 @@ def test_a_group_for_each_weight() -> None:
         zerocast.CastPlan([weight(), weight()], [None, None], [None, None], [None])
 
 
-def test_a_message_holds_what_differs_only() -> None:
+@on_ranks("in_process", 2)
+def test_a_message_holds_what_differs_only(comm: Communicator) -> None:
     """Other recipes at one place: their names on both sides, and not their fields."""
-
-    def on_rank(comm: Communicator) -> str:
-        kwargs = arguments(comm)
-        if comm.rank == 1:
-            kwargs["model_weights"].reverse()
-        return message_of(RankMismatchError, zerocast.CastPlan, **kwargs)
-
-    message = one_message(run_in_process(2, on_rank))
+    kwargs = arguments(comm)
+    if comm.rank == 1:
+        kwargs["model_weights"].reverse()
+    message = told_all(comm, RankMismatchError, zerocast.CastPlan, **kwargs)
     assert "recipe=NVFP4BlockScaling where rank 1 has recipe=Float8CurrentScaling" in message
     assert len(message) < 300
 

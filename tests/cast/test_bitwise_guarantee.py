@@ -4,7 +4,7 @@ of the unsharded cast.
 
 import random
 from collections.abc import Mapping
-from itertools import product
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
@@ -217,23 +217,18 @@ def test_many_ranks(backend: str, world_size: int) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("cols", [80, 96, 112])
-def test_widths_that_are_no_multiple_of_64(backend: str, cols: int) -> None:
-    """K = 80, 96, 112: scales are stored with the padded stride (TransformerEngine 2.20 uses the
+@pytest.mark.parametrize(
+    ("shape", "kind", "cuts"),
+    [((32, 16), "ties", (cut, 512)) for cut in (1, 15, 17, 31, 33, 257, 511)]
+    + [((40, cols), "wide", (999, 1002, 40 * cols)) for cols in (80, 96, 112)],
+)
+def test_odd_offsets_and_widths_that_are_no_multiple_of_64(
+    backend: str, shape: tuple[int, int], kind: str, cuts: tuple[int, ...]
+) -> None:
+    """Ranks meet at odd elements, so they share a byte, and neither disturbs the other's nibble;
+    under K = 80, 96, 112 scales are stored with the padded stride (TransformerEngine 2.20 uses the
     unpadded one).
     """
-    partition = [Extent(0, 999), Extent(1002, 40 * cols), Extent(999, 1002)]
-    case = one_weight((40, cols), "wide", partition)
+    partition = [Extent(start, end) for start, end in pairwise((0, *cuts))]
     with zerocast.use_backend(backend):
-        check_in_process(case, 3)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("cut", [1, 15, 17, 31, 33, 257, 511])
-def test_odd_offsets(backend: str, cut: int) -> None:
-    """Two ranks meet at an odd element, so they share a byte, and neither disturbs the other's
-    nibble.
-    """
-    case = one_weight((32, 16), "ties", [Extent(0, cut), Extent(cut, 512)])
-    with zerocast.use_backend(backend):
-        check_in_process(case, 2)
+        check_in_process(one_weight(shape, kind, partition), len(partition))

@@ -1,5 +1,7 @@
 """What cannot be captured in a CUDA graph says so."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -21,30 +23,38 @@ def capturing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
 
 
-def test_a_staging_communicator_is_refused(capturing: None) -> None:
-    """Collectives through host memory are refused by the communicator's name."""
-    with pytest.raises(UnsupportedError, match=r"without the host, got .* on cuda:0; use torch"):
-        check_capture(GPU, [SingleRank(), Staging()])
-
-
-def test_check_finite_is_refused(capturing: None) -> None:
-    """A check that makes the host wait is refused."""
-    with pytest.raises(UnsupportedError, match="got check_finite=True; make the plan without"):
-        check_capture(GPU, [SingleRank()], check_finite=True)
+@pytest.mark.parametrize(
+    ("check", "text"),
+    [
+        (
+            lambda: check_capture(GPU, [SingleRank(), Staging()]),
+            r"without the host, got .* on cuda:0; use torch",
+        ),
+        (
+            lambda: check_capture(GPU, [SingleRank()], check_finite=True),
+            "got check_finite=True; make the plan without",
+        ),
+        (
+            lambda: check_planning(GPU),
+            "its weights moved, before a CUDA graph is captured",
+        ),
+    ],
+    ids=["staging", "check_finite", "planning"],
+)
+def test_what_cannot_be_captured_is_refused(
+    capturing: None, check: Callable[[], None], text: str
+) -> None:
+    """Collectives through host memory, by the communicator's name; a check that makes the host
+    wait; and a plan, which is made, and follows moved weights, before the capture.
+    """
+    with pytest.raises(UnsupportedError, match=text):
+        check()
 
 
 def test_all_else_is_captured(capturing: None) -> None:
     """One rank on a GPU, and tensors on the CPU, pass."""
     check_capture(GPU, [SingleRank()])
     check_capture(torch.device("cpu"), [Staging()], check_finite=True)
-
-
-def test_planning_is_refused(capturing: None) -> None:
-    """A plan is made, and follows moved weights, before the capture."""
-    with pytest.raises(
-        UnsupportedError, match="its weights moved, before a CUDA graph is captured"
-    ):
-        check_planning(GPU)
     check_planning(torch.device("cpu"))
 
 

@@ -19,7 +19,7 @@ from tests.support.recipes import (
 )
 from tests.support.same_bytes import assert_same_bytes, assert_same_storage
 from tests.support.values import draw_values
-from zerocast.comm import Communicator, RecordingCommunicator, SingleRank, run_in_process
+from zerocast.comm import Communicator, RecordingCommunicator, SingleRank
 from zerocast.errors import InputError, NonFiniteError, RankMismatchError
 from zerocast.recipes import Recipe
 from zerocast.tensors import quantize_into
@@ -28,46 +28,39 @@ DRAWN, DELAYED = RECIPES["nvfp4-drawn"], RECIPES["delayed"]
 two_planes = each(*CAST_COLUMNWISE)
 
 
-def test_a_mixed_plan_makes_one_all_reduce_and_one_for_choices() -> None:
+@on_ranks("in_process", 2)
+def test_a_mixed_plan_makes_one_all_reduce_and_one_for_choices(comm: Communicator) -> None:
     """Weights of all recipes in one plan: one all-reduce MAX, and one SUM where one of them chooses
     scales; gathered are two planes of codes, one all-gather each.
     """
-    master = draw_values("normal", NUMEL, 0)
-
-    def on_rank(inner: Communicator) -> None:
-        comm = RecordingCommunicator(inner)
-        start, end = cut(NUMEL, 2)[comm.rank :][:2]
-        weights = [zerocast.empty(SHAPE, recipe, name=name) for name, recipe in RECIPES.items()]
-        few = [w for w in weights if not w.recipe.chooses_scales]
-        for given, reductions in ((weights, 2), (few, 1)):
-            count = len(given)
-            plan = zerocast.CastPlan(given, [master[start:end]] * count, [start] * count, comm)
-            comm.reset()
-            plan.cast()
-            assert comm.total().calls == comm.total(kind="all_reduce").calls == reductions
-            plan.all_gather()
-            assert comm.total(kind="all_gather").calls == 2
-
-    run_in_process(2, on_rank)
+    recorded = RecordingCommunicator(comm)
+    start, end = cut(NUMEL, 2)[comm.rank :][:2]
+    weights = [zerocast.empty(SHAPE, recipe, name=name) for name, recipe in RECIPES.items()]
+    few = [w for w in weights if not w.recipe.chooses_scales]
+    for given, reductions in ((weights, 2), (few, 1)):
+        masters, starts = [torch.ones(end - start)] * len(given), [start] * len(given)
+        plan = zerocast.CastPlan(given, masters, starts, recorded)
+        recorded.reset()
+        plan.cast()
+        assert recorded.total().calls == recorded.total(kind="all_reduce").calls == reductions
+        plan.all_gather()
+        assert recorded.total(kind="all_gather").calls == 2
 
 
+@on_ranks("in_process", 2)
 @two_planes
-def test_two_planes_are_gathered_in_place(recipe: Recipe) -> None:
+def test_two_planes_are_gathered_in_place(comm: Communicator, recipe: Recipe) -> None:
     """After ``replace_raw_data`` of both planes into flat buffers the cast and the gather write
     there, and nowhere else; bytes are those of the unsharded cast.
     """
     master = draw_values("wide", NUMEL, 1)
     expected = unsharded(master, recipe)
-
-    def on_rank(comm: Communicator) -> None:
-        planned = Planned(comm, recipe, master)
-        flats = [torch.zeros(NUMEL, dtype=torch.uint8) for _ in range(2)]
-        zerocast.replace_raw_data(planned.weight, *flats)
-        assert_same_storage(planned.cast(), expected, f"rank {comm.rank}")
-        assert_same_bytes(flats[0], expected.rowwise_data.view(-1), "the rowwise buffer")
-        assert_same_bytes(flats[1], expected.columnwise_data.view(-1), "the columnwise buffer")
-
-    run_in_process(2, on_rank)
+    planned = Planned(comm, recipe, master)
+    flats = [torch.zeros(NUMEL, dtype=torch.uint8) for _ in range(2)]
+    zerocast.replace_raw_data(planned.weight, *flats)
+    assert_same_storage(planned.cast(), expected, f"rank {comm.rank}")
+    assert_same_bytes(flats[0], expected.rowwise_data.view(-1), "the rowwise buffer")
+    assert_same_bytes(flats[1], expected.columnwise_data.view(-1), "the columnwise buffer")
 
 
 def test_a_second_buffer_for_one_plane_is_refused() -> None:
@@ -94,7 +87,8 @@ def test_a_cast_transpose_cannot_be_sharded(recipe: Recipe) -> None:
     Planned(SingleRank(), recipe, empty={"columnwise": False}).cast()
 
 
-def test_finite_delayed_masters_are_checked_before_anything_is_written() -> None:
+@on_ranks("in_process", 2)
+def test_finite_delayed_masters_are_checked_before_anything_is_written(comm: Communicator) -> None:
     """With ``check_finite`` a NaN raises on both ranks; codes, scales and what the recipe remembers
     are as before. Without a NaN the bytes are those of a plan without the check.
     """
@@ -102,40 +96,35 @@ def test_finite_delayed_masters_are_checked_before_anything_is_written() -> None
     expected = zerocast.empty(SHAPE, DELAYED)
     for _ in range(2):
         quantize_into(expected.quantized_storage, master.view(SHAPE))
-
-    def on_rank(comm: Communicator) -> None:
-        planned = Planned(comm, DELAYED, master, check_finite=True)
-        planned.plan.cast()
-        before = stored({"weight": planned.weight})
-        planned.master[0] = math.nan if comm.rank else 1.0
-        with pytest.raises(NonFiniteError, match=r"model_weights\[0\] holds a NaN"):
-            planned.cast()
-        assert_same_tensors(stored({"weight": planned.weight}), before, "after the refused cast")
-        planned.master[0] = master[planned.start]
-        assert_same_storage(planned.cast(), expected, f"rank {comm.rank}")
-
-    run_in_process(2, on_rank)
+    planned = Planned(comm, DELAYED, master, check_finite=True)
+    planned.plan.cast()
+    before = stored({"weight": planned.weight})
+    planned.master[0] = math.nan if comm.rank else 1.0
+    with pytest.raises(NonFiniteError, match=r"model_weights\[0\] holds a NaN"):
+        planned.cast()
+    assert_same_tensors(stored({"weight": planned.weight}), before, "after the refused cast")
+    planned.master[0] = master[planned.start]
+    assert_same_storage(planned.cast(), expected, f"rank {comm.rank}")
 
 
+@on_ranks("in_process", 2)
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_delayed_amax_that_is_not_finite_shows_and_is_forgotten(value: float) -> None:
+def test_a_delayed_amax_that_is_not_finite_shows_and_is_forgotten(
+    comm: Communicator, value: float
+) -> None:
     """It makes the weight NaN for this step on every rank and leaves history and scale alone, so
     the next step is as if it had not been.
     """
     master = draw_values("normal", NUMEL, 5)
-
-    def on_rank(comm: Communicator) -> None:
-        planned = Planned(comm, DELAYED, master)
-        buffers = planned.cast().quantized_storage.buffers
-        before = {name: buffers[name].clone() for name in ("scale", "amax_history")}
-        if comm.rank == 1:
-            planned.master[3] = value
-        assert planned.cast().dequantize().isnan().all()
-        assert_same_tensors({name: buffers[name] for name in before}, before, "after the NaN")
-        planned.master[3] = master[planned.start + 3]
-        assert planned.cast().dequantize().isfinite().all()
-
-    run_in_process(2, on_rank)
+    planned = Planned(comm, DELAYED, master)
+    buffers = planned.cast().quantized_storage.buffers
+    before = {name: buffers[name].clone() for name in ("scale", "amax_history")}
+    if comm.rank == 1:
+        planned.master[3] = value
+    assert planned.cast().dequantize().isnan().all()
+    assert_same_tensors({name: buffers[name] for name in before}, before, "after the NaN")
+    planned.master[3] = master[planned.start + 3]
+    assert planned.cast().dequantize().isfinite().all()
 
 
 @pytest.mark.parametrize(("recipe", "buffer"), [(DELAYED, "scale"), (DRAWN, "rounding_counter")])

@@ -10,10 +10,12 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import zerocast
-from tests.support.claims import message_of, one_message
+from tests.support.claims import told_all
 from tests.support.planned import NUMEL, SHAPE
+from tests.support.ranks import on_ranks
 from tests.support.same_bytes import assert_same_storage
-from zerocast.comm import Communicator, SingleRank, run_in_process
+from tests.support.values import draw_values
+from zerocast.comm import Communicator, SingleRank
 from zerocast.errors import InputError
 
 HALF = NUMEL // 2
@@ -62,33 +64,28 @@ MASTERS: dict[str, tuple[Callable[[], torch.Tensor], str]] = {
 }
 
 
+@on_ranks("in_process", 2)
 @pytest.mark.filterwarnings("ignore:.*(nested|CSR).*:UserWarning")
 @pytest.mark.parametrize("kind", MASTERS)
-def test_masters_without_memory_of_their_own(kind: str) -> None:
+def test_masters_without_memory_of_their_own(comm: Communicator, kind: str) -> None:
     """A plan, a functional call, ``cast(masters)`` and ``bind`` refuse them on all ranks, and name
     what to give.
     """
     make, text = MASTERS[kind]
-
-    def on_rank(comm: Communicator) -> list[str]:
-        weight = zerocast.empty(SHAPE, NVFP4)
-        right = torch.ones(HALF)
-        wrong = make() if comm.rank == 1 else right
-        start = HALF * comm.rank
-        plan = zerocast.CastPlan([weight], [right], [start], comm)
-        messages = [
-            *(
-                message_of(InputError, call, [weight], [wrong], [start], comm)
-                for call in (zerocast.CastPlan, zerocast.quantize_master_weights)
-            ),
-            *(message_of(InputError, call, [wrong]) for call in (plan.cast, plan.bind)),
-        ]
-        plan.cast()
-        return messages
-
-    for message in map(one_message, zip(*run_in_process(2, on_rank), strict=True)):
+    weight, right, start = zerocast.empty(SHAPE, NVFP4), torch.ones(HALF), HALF * comm.rank
+    wrong = make() if comm.rank == 1 else right
+    plan = zerocast.CastPlan([weight], [right], [start], comm)
+    args = [weight], [wrong], [start], comm
+    for call in (
+        lambda: zerocast.CastPlan(*args),
+        lambda: zerocast.quantize_master_weights(*args),
+        lambda: plan.cast([wrong]),
+        lambda: plan.bind([wrong]),
+    ):
+        message = told_all(comm, InputError, call)
         assert text in message
         assert "model_weights[0]" in message
+    plan.cast()
 
 
 def test_quantize_reads_a_negative_view() -> None:
@@ -152,21 +149,18 @@ def test_overlapping_memory(spoil: Callable[[], dict[str, Any]]) -> None:
             cast(**(call | spoil()))
 
 
-def test_a_shard_may_be_received_where_the_gather_puts_it() -> None:
+@on_ranks("in_process", 2)
+def test_a_shard_may_be_received_where_the_gather_puts_it(comm: Communicator) -> None:
     """A shard's own buffer may be the slice of its weight's codes."""
-    x = torch.randn(NUMEL)
-
-    def on_rank(comm: Communicator) -> None:
-        weight = zerocast.empty(SHAPE, NVFP4, dtype=torch.float32)
-        start = HALF * comm.rank
-        own = weight.rowwise_data.view(-1)[start // 2 : (start + HALF) // 2]
-        mine = x[start : start + HALF].clone()
-        plan = zerocast.CastPlan([weight], [mine], [start], comm, fsdp_shard_model_weights=[own])
-        plan.cast()
-        plan.all_gather()
-        assert_same_storage(weight, zerocast.quantize(x.view(SHAPE), NVFP4), "gathered")
-
-    run_in_process(2, on_rank)
+    x = draw_values("normal", NUMEL, 1)
+    weight = zerocast.empty(SHAPE, NVFP4, dtype=torch.float32)
+    start = HALF * comm.rank
+    own = weight.rowwise_data.view(-1)[start // 2 : (start + HALF) // 2]
+    mine = x[start : start + HALF].clone()
+    plan = zerocast.CastPlan([weight], [mine], [start], comm, fsdp_shard_model_weights=[own])
+    plan.cast()
+    plan.all_gather()
+    assert_same_storage(weight, zerocast.quantize(x.view(SHAPE), NVFP4), "gathered")
 
 
 def test_weights_on_the_meta_device() -> None:

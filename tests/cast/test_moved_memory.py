@@ -9,11 +9,12 @@ import pytest
 import torch
 
 import zerocast
-from tests.support.claims import assert_same_tensors, message_of, one_message, stored
+from tests.support.claims import assert_same_tensors, stored, told_all
 from tests.support.planned import NUMEL, SHAPE, Planned, unsharded
+from tests.support.ranks import on_ranks
 from tests.support.recipes import RECIPES
 from tests.support.same_bytes import assert_same_bytes, assert_same_storage
-from zerocast.comm import Communicator, SingleRank, run_in_process
+from zerocast.comm import Communicator, SingleRank
 from zerocast.errors import InputError
 
 pytestmark = pytest.mark.usefixtures("backend")
@@ -53,10 +54,11 @@ def regrown(master: torch.Tensor, new: torch.Tensor) -> None:
     master.copy_(new)
 
 
+@on_ranks("in_process", 2)
 @pytest.mark.parametrize("move", [set_data, torch.Tensor.set_, shared, regrown])
 @some_recipes
 def test_a_master_in_other_memory_is_cast_from_there(
-    recipe: str, move: Callable[[torch.Tensor, torch.Tensor], Any]
+    comm: Communicator, recipe: str, move: Callable[[torch.Tensor, torch.Tensor], Any]
 ) -> None:
     """A master of the same size in other memory gives the bytes of what it holds now, though one
     rank alone has moved it.
@@ -64,14 +66,10 @@ def test_a_master_in_other_memory_is_cast_from_there(
     whole, other = planned(SingleRank(), recipe), values(3)
     whole.master[: NUMEL // 2 + 7] = other[: NUMEL // 2 + 7]
     expected = whole.cast()
-
-    def on_rank(comm: Communicator) -> None:
-        ours = planned(comm, recipe)
-        if comm.rank == 0:
-            move(ours.master, other[: ours.end].clone())
-        assert_same_storage(ours.cast(), expected, f"rank {comm.rank}")
-
-    run_in_process(2, on_rank)
+    ours = planned(comm, recipe)
+    if comm.rank == 0:
+        move(ours.master, other[: ours.end].clone())
+    assert_same_storage(ours.cast(), expected, f"rank {comm.rank}")
 
 
 def test_a_master_of_another_dtype_in_the_same_memory() -> None:
@@ -106,9 +104,11 @@ def double(master: torch.Tensor) -> None:
     master.data = master.data.double()
 
 
-def refused_cast(comm: Communicator, recipe: str, spoil: Callable[[torch.Tensor], None]) -> str:
-    """What every rank is told where the last one spoils its master; the weight is as it was, but
-    for codes of delayed scaling.
+def assert_refused(
+    comm: Communicator, recipe: str, spoil: Callable[[torch.Tensor], None], text: str
+) -> None:
+    """Every rank is told the same where the last one spoils its master; the weight is as it was,
+    but for codes of delayed scaling.
     """
     ours = planned(comm, recipe)
     ours.plan.all_gather()
@@ -120,104 +120,91 @@ def refused_cast(comm: Communicator, recipe: str, spoil: Callable[[torch.Tensor]
     before, master = kept(), ours.master.clone()
     if comm.rank == comm.size - 1:
         spoil(ours.master)
-    message = message_of(InputError, ours.cast)
+    assert told_all(comm, InputError, ours.cast).startswith(text)
     assert_same_tensors(kept(), before, "after the refusal")
     ours.master.data = master  # mended: the plan goes on
     ours.cast()
     if recipe != "delayed":
         assert_same_tensors(kept(), before, "once mended")
-    return message
 
 
+@on_ranks("in_process", 2)
 @pytest.mark.parametrize("spoil", [cut_short, given_back, strided, double])
 @some_recipes
 def test_a_master_that_no_longer_fits_is_refused_on_every_rank(
-    recipe: str, spoil: Callable[[torch.Tensor], None]
+    comm: Communicator, recipe: str, spoil: Callable[[torch.Tensor], None]
 ) -> None:
     """Every rank hears the same in the reduction that it is in anyway; nothing is written, and with
     the master mended the next cast is right.
     """
-    messages = run_in_process(2, lambda comm: refused_cast(comm, recipe, spoil))
-    assert one_message(messages).startswith("on rank 1: model_weights[0]")
+    assert_refused(comm, recipe, spoil, "on rank 1: model_weights[0]")
 
 
-def test_every_communicator_brings_the_trouble_of_a_rank(ranks: Any) -> None:
+@on_ranks()
+def test_every_communicator_brings_the_trouble_of_a_rank(comm: Communicator) -> None:
     """The refusal of a cast is the same on every rank of every communicator."""
-    messages = ranks.run(lambda comm: refused_cast(comm, "nvfp4", cut_short))
-    assert "model_weights[0]" in one_message(messages)
+    where = f"on rank {comm.size - 1}: " if comm.size > 1 else ""
+    assert_refused(comm, "nvfp4", cut_short, f"{where}model_weights[0]")
 
 
-def test_one_rank_may_give_masters_and_another_none(ranks: Any) -> None:
+@on_ranks()
+def test_one_rank_may_give_masters_and_another_none(comm: Communicator) -> None:
     """``plan.cast(masters)`` and ``plan.cast()`` run the same collectives everywhere."""
-    expected = unsharded(values(1), RECIPES["mxfp8"])
-
-    def on_rank(comm: Communicator) -> None:
-        ours = planned(comm, "mxfp8")
-        weight = ours.cast([ours.master.clone()] if comm.rank == 0 else None)
-        assert_same_storage(weight, expected, f"rank {comm.rank}")
-
-    ranks.run(on_rank)
+    ours = planned(comm, "mxfp8")
+    weight = ours.cast([ours.master.clone()] if comm.rank == 0 else None)
+    assert_same_storage(weight, unsharded(values(1), RECIPES["mxfp8"]), f"rank {comm.rank}")
 
 
-def test_a_converted_weight_is_refused() -> None:
+@on_ranks("in_process", 2)
+def test_a_converted_weight_is_refused(comm: Communicator) -> None:
     """After ``module.half()`` the parameter is another weight: the plan says so, on every rank, and
     writes no orphan.
     """
-
-    def on_rank(comm: Communicator) -> str:
-        module = torch.nn.Linear(SHAPE[1], SHAPE[0])
-        module.weight = torch.nn.Parameter(zerocast.empty(SHAPE, RECIPES["nvfp4"]))
-        half = NUMEL // 2
-        plan = zerocast.CastPlan([module.weight], [torch.ones(half)], [half * comm.rank], comm)
-        if comm.rank == 1:
-            module.half()
-        return message_of(InputError, plan.cast)
-
-    assert "make a new plan" in one_message(run_in_process(2, on_rank))
+    module = torch.nn.Linear(SHAPE[1], SHAPE[0])
+    module.weight = torch.nn.Parameter(zerocast.empty(SHAPE, RECIPES["nvfp4"]))
+    half = NUMEL // 2
+    plan = zerocast.CastPlan([module.weight], [torch.ones(half)], [half * comm.rank], comm)
+    if comm.rank == 1:
+        module.half()
+    assert "make a new plan" in told_all(comm, InputError, plan.cast)
 
 
+@on_ranks("in_process", 2)
 @pytest.mark.parametrize("recipe", ["nvfp4", "mxfp8"])
 @pytest.mark.parametrize("usage", ["rowwise_usage", "columnwise_usage"])
-def test_dropped_copies_after_planning(recipe: str, usage: str) -> None:
+def test_dropped_copies_after_planning(comm: Communicator, recipe: str, usage: str) -> None:
     """A dropped copy that is exchanged is refused on every rank at the next cast, and one that is
     derived is not missed; a gather under way when it is dropped serves the others.
     """
-
-    def on_rank(comm: Communicator) -> str:
-        ours = planned(comm, recipe)
-        weight, plan = ours.weight, ours.plan
-        if recipe == "nvfp4":
-            plan.all_gather()
-        if comm.rank == 1:
-            weight.update_usage(**{usage: False})
-        if recipe == "mxfp8":
-            plan.all_gather()
-            if comm.rank == 0:
-                assert_same_storage(weight, unsharded(values(1), RECIPES[recipe]), "rank 0")
-        if (recipe, usage) == ("nvfp4", "columnwise_usage"):
-            ours.cast()
-            return "after update_usage nothing is missed"
-        return message_of(InputError, plan.cast)
-
-    assert "after update_usage" in one_message(run_in_process(2, on_rank))
+    ours = planned(comm, recipe)
+    weight, plan = ours.weight, ours.plan
+    if recipe == "nvfp4":
+        plan.all_gather()
+    if comm.rank == 1:
+        weight.update_usage(**{usage: False})
+    if recipe == "mxfp8":
+        plan.all_gather()
+        if comm.rank == 0:
+            assert_same_storage(weight, unsharded(values(1), RECIPES[recipe]), "rank 0")
+    if (recipe, usage) == ("nvfp4", "columnwise_usage"):
+        ours.cast()
+    else:
+        assert "after update_usage" in told_all(comm, InputError, plan.cast)
 
 
-def test_codes_in_other_memory() -> None:
+@on_ranks("in_process", 2)
+def test_codes_in_other_memory(comm: Communicator) -> None:
     """A weight's codes that were moved behind its back are written where they lie now; codes whose
     memory was given back are refused, on every rank.
     """
-
-    def on_rank(comm: Communicator) -> str:
-        ours = planned(comm, "nvfp4")
-        codes = ours.weight.quantized_storage.buffers["rowwise_data"]
-        if comm.rank == 0:
-            codes.set_(torch.zeros_like(codes))
-        ours.master.mul_(2)
-        ours.cast()
-        expected = unsharded(values(1) * 2, RECIPES["nvfp4"])
-        assert_same_bytes(codes, expected.rowwise_data, "rowwise_data")
-        if comm.rank == 0:
-            codes.untyped_storage().resize_(0)
-        return message_of(InputError, ours.cast)
-
-    assert "replace_raw_data" in one_message(run_in_process(2, on_rank))
+    ours = planned(comm, "nvfp4")
+    codes = ours.weight.quantized_storage.buffers["rowwise_data"]
+    if comm.rank == 0:
+        codes.set_(torch.zeros_like(codes))
+    ours.master.mul_(2)
+    ours.cast()
+    expected = unsharded(values(1) * 2, RECIPES["nvfp4"])
+    assert_same_bytes(codes, expected.rowwise_data, "rowwise_data")
+    if comm.rank == 0:
+        codes.untyped_storage().resize_(0)
+    assert "replace_raw_data" in told_all(comm, InputError, ours.cast)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import zerocast
-from tests.support.claims import message_of, one_message
+from tests.support.claims import told_all
 from tests.support.planned import NUMEL, SHAPE, Planned, unsharded
 from tests.support.ranks import on_ranks
 from tests.support.recipes import RECIPES, each
@@ -44,28 +44,25 @@ def test_a_plan_casts_every_step(comm: Communicator, recipe: zerocast.Recipe) ->
         assert_same_storage(planned.cast(), expected, f"step {step} rank {comm.rank}")
 
 
+@on_ranks("in_process", 3)
 @both
-def test_codes_of_others_are_untouched(recipe: zerocast.Recipe) -> None:
+def test_codes_of_others_are_untouched(comm: Communicator, recipe: zerocast.Recipe) -> None:
     """A cast without a gather changes the codes of its own elements only, to the nibble; scales are
     right already.
     """
     master = draw_values("normal", NUMEL, 3)
     expected = unsharded(master, recipe)
-
-    def on_rank(comm: Communicator) -> None:
-        weight = zerocast.empty(SHAPE, recipe)
-        weight.rowwise_data.fill_(0xA5)
-        start, end = ((0, 901), (901, 1003), (1003, NUMEL))[comm.rank]
-        zerocast.quantize_master_weights([weight], [master[start:end]], [start], comm)
-        assert_same_bytes(weight.rowwise_scale_inv, expected.rowwise_scale_inv, "rowwise_scale_inv")
-        codes, right = _codes(weight, recipe), _codes(expected, recipe)
-        before = torch.full_like(codes, 0xA5)
-        if recipe is NVFP4:
-            before = torch.tensor([5, 10], dtype=torch.uint8).repeat(NUMEL // 2)
-        before[start:end] = right[start:end]
-        assert_same_bytes(codes, before, f"codes on rank {comm.rank}")
-
-    run_in_process(3, on_rank)
+    weight = zerocast.empty(SHAPE, recipe)
+    weight.rowwise_data.fill_(0xA5)
+    start, end = ((0, 901), (901, 1003), (1003, NUMEL))[comm.rank]
+    zerocast.quantize_master_weights([weight], [master[start:end]], [start], comm)
+    assert_same_bytes(weight.rowwise_scale_inv, expected.rowwise_scale_inv, "rowwise_scale_inv")
+    codes, right = _codes(weight, recipe), _codes(expected, recipe)
+    before = torch.full_like(codes, 0xA5)
+    if recipe is NVFP4:
+        before = torch.tensor([5, 10], dtype=torch.uint8).repeat(NUMEL // 2)
+    before[start:end] = right[start:end]
+    assert_same_bytes(codes, before, f"codes on rank {comm.rank}")
 
 
 def _codes(weight: zerocast.QuantizedTensor, recipe: zerocast.Recipe) -> torch.Tensor:
@@ -74,26 +71,23 @@ def _codes(weight: zerocast.QuantizedTensor, recipe: zerocast.Recipe) -> torch.T
     return torch.stack((data & 15, data >> 4), 1).view(-1) if recipe is NVFP4 else data
 
 
+@on_ranks("in_process", 2)
 @both
-def test_shard_buffers_receive_the_codes(recipe: zerocast.Recipe) -> None:
+def test_shard_buffers_receive_the_codes(comm: Communicator, recipe: zerocast.Recipe) -> None:
     """fsdp_shard_model_weights gets exactly the shard's codes; the weight's own codes stay as they
     are.
     """
     master = draw_values("wide", NUMEL, 5)
     expected = _codes(unsharded(master, recipe), recipe)
-
-    def on_rank(comm: Communicator) -> None:
-        weight = zerocast.empty(SHAPE, recipe)
-        start, end = ((0, 902), (902, NUMEL))[comm.rank]
-        buffer = torch.full(
-            (end // 2 - start // 2,) if recipe is NVFP4 else (end - start,), 0x77, dtype=torch.uint8
-        )
-        zerocast.quantize_master_weights([weight], [master[start:end]], [start], comm, [buffer])
-        got = torch.stack((buffer & 15, buffer >> 4), 1).view(-1) if recipe is NVFP4 else buffer
-        assert_same_bytes(got, expected[start:end], "shard")
-        assert not weight.rowwise_data.any()
-
-    run_in_process(2, on_rank)
+    weight = zerocast.empty(SHAPE, recipe)
+    start, end = ((0, 902), (902, NUMEL))[comm.rank]
+    buffer = torch.full(
+        (end // 2 - start // 2,) if recipe is NVFP4 else (end - start,), 0x77, dtype=torch.uint8
+    )
+    zerocast.quantize_master_weights([weight], [master[start:end]], [start], comm, [buffer])
+    got = torch.stack((buffer & 15, buffer >> 4), 1).view(-1) if recipe is NVFP4 else buffer
+    assert_same_bytes(got, expected[start:end], "shard")
+    assert not weight.rowwise_data.any()
 
 
 def test_a_plan_follows_moved_weights() -> None:
@@ -167,29 +161,23 @@ def test_gather_in_place_copies_nothing(comm: Communicator) -> None:
         assert_same_storage(weight, unsharded(master, NVFP4), f"rank {comm.rank}")
 
 
-def test_experts_have_groups_of_their_own() -> None:
+@on_ranks("in_process", 4)
+def test_experts_have_groups_of_their_own(comm: InProcessCommunicator) -> None:
     """Weights of one plan in different groups: each expert is shared by two of the four ranks, the
     dense one by all.
     """
     dense, *experts = (draw_values("wide", NUMEL, i) for i in range(3))
-
-    def on_rank(world: InProcessCommunicator) -> None:
-        expert = world.rank // 2
-        pair = world.split(expert)
-        weights = [zerocast.empty(SHAPE, NVFP4), zerocast.empty(SHAPE, FP8)]
-        quarter, half = NUMEL // 4, NUMEL // 2
-        masters = [
-            dense[world.rank * quarter :][:quarter],
-            experts[expert][pair.rank * half :][:half],
-        ]
-        starts = [world.rank * quarter, pair.rank * half]
-        plan = zerocast.CastPlan(weights, masters, starts, [world, pair])
-        plan.cast()
-        plan.all_gather()
-        assert_same_storage(weights[0], unsharded(dense, NVFP4), f"dense on rank {world.rank}")
-        assert_same_storage(weights[1], unsharded(experts[expert], FP8), f"expert {expert}")
-
-    run_in_process(4, on_rank)
+    expert = experts[comm.rank // 2]
+    pair = comm.split(comm.rank // 2)
+    weights = [zerocast.empty(SHAPE, NVFP4), zerocast.empty(SHAPE, FP8)]
+    quarter, half = NUMEL // 4, NUMEL // 2
+    starts = [comm.rank * quarter, pair.rank * half]
+    masters = [dense[starts[0] :][:quarter], expert[starts[1] :][:half]]
+    plan = zerocast.CastPlan(weights, masters, starts, [comm, pair])
+    plan.cast()
+    plan.all_gather()
+    assert_same_storage(weights[0], unsharded(dense, NVFP4), f"dense on rank {comm.rank}")
+    assert_same_storage(weights[1], unsharded(expert, FP8), f"expert of rank {comm.rank}")
 
 
 # --- derived copies ---
@@ -210,54 +198,43 @@ def test_a_stale_copy_is_refused(recipe: zerocast.Recipe) -> None:
     assert_same_storage(weight, unsharded(master, recipe), "after post-processing")
 
 
-def test_a_weight_in_two_plans_is_stale_after_either() -> None:
-    """Each plan has its own clock; a cast of either makes the copy stale."""
-    master = draw_values("normal", NUMEL, 1)
-    weight = zerocast.empty(SHAPE, NVFP4)
-    plans = [zerocast.CastPlan([weight], [master], [0]) for _ in range(2)]
-    for plan in plans:
-        plan.cast()
-        assert weight.quantized_storage.is_stale
-        plan.post_all_gather_processing()
-        assert not weight.quantized_storage.is_stale
+X = torch.ones(2, SHAPE[1], dtype=torch.bfloat16)
+
+
+def linear(recipe: zerocast.Recipe) -> zerocast.nn.Linear:
+    """A layer whose weight is to be cast."""
+    return zerocast.nn.Linear(SHAPE[1], SHAPE[0], bias=False, recipe=recipe, dtype=torch.bfloat16)
 
 
 def test_automatic_rebuild_in_the_next_forward() -> None:
     """manual_post_all_gather_processing=False: a direct read is refused, a forward rebuilds."""
-    master = draw_values("normal", NUMEL, 1)
-    layer = zerocast.nn.Linear(SHAPE[1], SHAPE[0], bias=False, recipe=NVFP4, dtype=torch.bfloat16)
+    master, layer = draw_values("normal", NUMEL, 1), linear(NVFP4)
     zerocast.quantize_master_weights(
         [layer.weight], [master], [0], manual_post_all_gather_processing=False
     )
     with pytest.raises(StaleCopyError):
         _ = layer.weight.columnwise_data
-    layer(torch.ones(2, SHAPE[1], dtype=torch.bfloat16))
+    layer(X)
     assert_same_storage(layer.weight, unsharded(master, NVFP4), "after forward")
 
 
-def test_manual_mode_refuses_a_forward_before_processing() -> None:
-    """The default: a forward that comes too early is refused rather than served from half a
-    gather.
-    """
-    layer = zerocast.nn.Linear(SHAPE[1], SHAPE[0], bias=False, recipe=NVFP4, dtype=torch.bfloat16)
-    zerocast.quantize_master_weights([layer.weight], [torch.ones(NUMEL)], [0])
-    with pytest.raises(StaleCopyError):
-        layer(torch.ones(2, SHAPE[1], dtype=torch.bfloat16))
-
-
 def test_post_all_gather_hook() -> None:
-    """The hook rebuilds before the module's forward, once a cast, and can be removed."""
-    master = draw_values("normal", NUMEL, 1)
-    layer = zerocast.nn.Linear(SHAPE[1], SHAPE[0], bias=False, recipe=FP8, dtype=torch.bfloat16)
+    """The hook rebuilds before the module's forward, once a cast, and can be removed; without it a
+    forward that comes too early is refused rather than served from half a gather.
+    """
+    master, layer = draw_values("normal", NUMEL, 1), linear(FP8)
     plan = zerocast.CastPlan([layer.weight], [master], [0])
     handle = plan.post_all_gather_hook(layer)
     plan.cast()
-    layer(torch.ones(2, SHAPE[1], dtype=torch.bfloat16))
+    layer(X)
     assert_same_storage(layer.weight, unsharded(master, FP8), "after forward")
     handle.remove()
     plan.cast()
     with pytest.raises(StaleCopyError):
-        layer(torch.ones(2, SHAPE[1], dtype=torch.bfloat16))
+        layer(X)
+    zerocast.quantize_master_weights([layer.weight], [master], [0])
+    with pytest.raises(StaleCopyError):
+        layer(X)
     with pytest.raises(InputError, match="none of its 1 weights"):
         plan.post_all_gather_hook(torch.nn.Linear(2, 2))
 
@@ -283,26 +260,24 @@ def test_functional_calls_reuse_their_plan(comm: Communicator) -> None:
             assert comm.total().calls == comm.total(kind="all_reduce").calls == 2
 
 
-def test_one_rank_that_must_plan_makes_all_plan() -> None:
+@on_ranks("in_process", 2)
+def test_one_rank_that_must_plan_makes_all_plan(comm: Communicator) -> None:
     """A rank that lost its plan (a new shard buffer) makes all ranks plan anew instead of
     hanging.
     """
     master = draw_values("normal", NUMEL, 1)
-
-    def on_rank(comm: Communicator) -> None:
-        weight = zerocast.empty(SHAPE, NVFP4)
-        half = NUMEL // 2
-        shard = master[comm.rank * half :][:half]
-        for step in range(3):
-            fresh = [torch.zeros(half // 2, dtype=torch.uint8)] if comm.rank == 1 else None
-            zerocast.quantize_master_weights([weight], [shard], [comm.rank * half], comm, fresh)
-            if fresh:
-                expected = unsharded(master, NVFP4).rowwise_data.view(-1)[half // 2 :]
-                assert_same_bytes(fresh[0], expected, f"step {step}")
-
-    run_in_process(2, on_rank)
+    weight = zerocast.empty(SHAPE, NVFP4)
+    half = NUMEL // 2
+    shard = master[comm.rank * half :][:half]
+    for step in range(3):
+        fresh = [torch.zeros(half // 2, dtype=torch.uint8)] if comm.rank == 1 else None
+        zerocast.quantize_master_weights([weight], [shard], [comm.rank * half], comm, fresh)
+        if fresh:
+            expected = unsharded(master, NVFP4).rowwise_data.view(-1)[half // 2 :]
+            assert_same_bytes(fresh[0], expected, f"step {step}")
 
 
+@on_ranks("in_process", 2)
 @pytest.mark.parametrize(
     ("spoil", "text"),
     [
@@ -313,28 +288,25 @@ def test_one_rank_that_must_plan_makes_all_plan() -> None:
     ids=["order", "check_finite", "partition"],
 )
 def test_ranks_that_find_different_plans_are_told(
-    spoil: Callable[[dict[str, Any]], None], text: str
+    comm: Communicator, spoil: Callable[[dict[str, Any]], None], text: str
 ) -> None:
     """Both calls were right when all ranks made them, so both are planned; one on each rank is
     refused.
     """
+    weights = [zerocast.empty(SHAPE, recipe) for recipe in (NVFP4, FP8)]
+    starts = [comm.rank * NUMEL // 2, (1 - comm.rank) * NUMEL // 2]
 
-    def on_rank(comm: Communicator) -> str:
-        weights = [zerocast.empty(SHAPE, recipe) for recipe in (NVFP4, FP8)]
-        starts = [comm.rank * NUMEL // 2, (1 - comm.rank) * NUMEL // 2]
-
-        masters = [torch.ones(NUMEL // 2)] * 2
-        plain, other = (
-            {"model_weights": [*weights], "master_weights": masters, "start_offsets": [*starts]}
-            for _ in range(2)
-        )
-        spoil(other)
-        for kwargs in (plain, other):
-            zerocast.quantize_master_weights(**kwargs, group=comm)
-        call = zerocast.quantize_master_weights
-        return message_of(RankMismatchError, call, **(plain, other)[comm.rank], group=comm)
-
-    assert text in one_message(run_in_process(2, on_rank))
+    masters = [torch.ones(NUMEL // 2)] * 2
+    plain, other = (
+        {"model_weights": [*weights], "master_weights": masters, "start_offsets": [*starts]}
+        for _ in range(2)
+    )
+    spoil(other)
+    for kwargs in (plain, other):
+        zerocast.quantize_master_weights(**kwargs, group=comm)
+    call = zerocast.quantize_master_weights
+    mine = (plain, other)[comm.rank]
+    assert text in told_all(comm, RankMismatchError, call, **mine, group=comm)
 
 
 def test_functional_calls_keep_nothing_alive() -> None:

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -10,8 +11,10 @@ import torch
 import zerocast
 from tests.support.claims import message_of, one_message
 from tests.support.planned import NUMEL, SHAPE, Planned, unsharded
+from tests.support.ranks import on_ranks
 from tests.support.recipes import RECIPES
 from tests.support.same_bytes import assert_same_storage
+from tests.support.values import draw_values
 from zerocast.comm import Communicator, SingleRank, run_in_process
 from zerocast.errors import InputError, ZerocastError
 
@@ -26,13 +29,10 @@ def test_a_plan_made_in_inference_mode_works_outside(call: str, backend: str) ->
     weight = zerocast.empty(SHAPE, NVFP4)
     args = ([weight], [x], [0], SingleRank())
     with zerocast.use_backend(backend):
-        if call == "plan":
-            with torch.inference_mode():
-                cast = zerocast.CastPlan(*args).cast
-        else:
-            cast = lambda: zerocast.quantize_master_weights(*args)  # noqa: E731
-            with torch.inference_mode():
-                cast()
+        with torch.inference_mode():
+            plan = zerocast.CastPlan(*args)
+            zerocast.quantize_master_weights(*args)
+        cast = plan.cast if call == "plan" else lambda: zerocast.quantize_master_weights(*args)
         cast()
         with torch.inference_mode():
             cast()
@@ -117,29 +117,26 @@ def test_plans_that_are_gone_leave_one_clock() -> None:
     assert storage.version == versions[-1]
 
 
-def test_a_cast_that_fails_before_the_reduction_draws_nothing() -> None:
+@on_ranks("in_process", 2)
+def test_a_cast_that_fails_before_the_reduction_draws_nothing(comm: Communicator) -> None:
     """Stochastic rounding: an exception on one rank is raised on all and counts for none, so that
     the cast that is tried again draws what it would have drawn.
     """
-    x = torch.randn(NUMEL)
+    x = draw_values("normal", NUMEL, 1)
     expected = unsharded(x, DRAWN, name="w")
+    planned = Planned(comm, DRAWN, x, empty={"name": "w"})
+    steps = planned.plan._prepared.steps
+    run = steps.run
 
-    def on_rank(comm: Communicator) -> None:
-        planned = Planned(comm, DRAWN, x, empty={"name": "w"})
-        steps = planned.plan._prepared.steps
-        run = steps.run
+    def out_of_memory(step: str) -> None:
+        raise MemoryError(step)
 
-        def out_of_memory(step: str) -> None:
-            raise MemoryError(step)
-
-        if comm.rank == 1:
-            steps.run = out_of_memory  # type: ignore[method-assign]
-        with pytest.raises(ZerocastError, match="on rank 1: MemoryError"):
-            planned.cast()
-        steps.run = run  # type: ignore[method-assign]
-        assert_same_storage(planned.cast(), expected, "tried again")
-
-    run_in_process(2, on_rank)
+    if comm.rank == 1:
+        steps.run = out_of_memory  # type: ignore[method-assign]
+    with pytest.raises(ZerocastError, match="on rank 1: MemoryError"):
+        planned.cast()
+    steps.run = run  # type: ignore[method-assign]
+    assert_same_storage(planned.cast(), expected, "tried again")
 
 
 def test_a_plan_that_one_rank_cannot_prepare(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,7 +150,7 @@ def test_a_plan_that_one_rank_cannot_prepare(monkeypatch: pytest.MonkeyPatch) ->
     made = zerocast.cast.plan.Exchange
     monkeypatch.setattr(zerocast.cast.plan, "Exchange", out_of_memory)
     messages = run_in_process(2, lambda comm: message_of(ZerocastError, Planned, comm, NVFP4))
-    assert one_message(messages) == "on rank 1: MemoryError: buffers"
+    assert messages == ["on rank 1: MemoryError: buffers"] * 2
 
 
 def test_a_recipe_that_cannot_be_described_on_one_rank() -> None:
@@ -172,7 +169,7 @@ def test_a_recipe_that_cannot_be_described_on_one_rank() -> None:
 
     recipe = zerocast.DelayedScaling(amax_compute_algo=algorithm)
     messages = run_in_process(2, lambda comm: message_of(ZerocastError, Planned, comm, recipe))
-    assert one_message(messages) == "on rank 1: OSError: no text"
+    assert messages == ["on rank 1: OSError: no text"] * 2
 
 
 @pytest.mark.parametrize("write", ["plan", "functional"])
@@ -180,15 +177,14 @@ def test_torch_counts_writes_of_codes(write):
     """A backward of torch's own operations on a weight is an error where codes were cast since."""
     master, recipe = torch.randn(32, 64), zerocast.Float8CurrentScaling()
     weight = torch.nn.Parameter(zerocast.quantize(master, recipe))
-    plan = zerocast.CastPlan([weight], [master], [0])
+    args = [weight], [master], [0]
+    plan = zerocast.CastPlan(*args)
+    cast = plan.cast if write == "plan" else lambda: zerocast.quantize_master_weights(*args)
     for mode in (False, True):
         codes = weight.rowwise_data._version
         output = torch.nn.functional.linear(torch.randn(2, 64, requires_grad=True), weight)
         with torch.inference_mode(mode):
-            if write == "plan":
-                plan.cast()
-            else:
-                zerocast.quantize_master_weights([weight], [master], [0])
+            cast()
         assert weight.rowwise_data._version > codes
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             output.sum().backward()
@@ -200,20 +196,12 @@ def test_functional_calls_in_several_threads():
     masters = [torch.full((64, 64), float(value)) for value in (1, 2, 3)]
     recipe = zerocast.NVFP4BlockScaling()
     weight = zerocast.empty((64, 64), recipe, columnwise=False)
-    failed = []
 
     def cast(master: torch.Tensor) -> None:
-        try:
-            for _ in range(50):
-                zerocast.quantize_master_weights([weight], [master], [0])
-        except BaseException as error:  # what a thread raises nobody else hears
-            failed.append(error)
+        for _ in range(50):
+            zerocast.quantize_master_weights([weight], [master], [0])
 
-    threads = [threading.Thread(target=cast, args=(master,)) for master in masters]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failed
+    with ThreadPoolExecutor(len(masters)) as threads:
+        list(threads.map(cast, masters))  # and raise what one of them raised
     held = weight.dequantize(torch.float32)
     assert any(torch.equal(held, master) for master in masters)

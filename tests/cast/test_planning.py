@@ -3,31 +3,27 @@
 import torch
 
 import zerocast
-from zerocast.comm import RecordingCommunicator, run_in_process
+from tests.support.ranks import on_ranks
+from zerocast.comm import RecordingCommunicator
 
 
-def test_a_plan_costs_three_exchanges_whatever_its_weights():
+@on_ranks("in_process", 3)
+def test_a_plan_costs_three_exchanges_whatever_its_weights(comm):
     """Errors and everything that must be the same travel as one digest in one all-reduce, both ways
     round (2 x 5 words); then each rank's start and end of each weight; then whether all could
     prepare (1 word): nothing else, for 1 weight and for 30.
     """
-
-    def run(comm):
-        counted = []
-        for weights in (1, 30):
-            spy = RecordingCommunicator(comm)
-            owned = comm.rank == 1
-            zerocast.CastPlan(
-                [zerocast.empty((16, 16), zerocast.NVFP4BlockScaling()) for _ in range(weights)],
-                [torch.zeros(256) if owned else None] * weights,
-                [0 if owned else None] * weights,
-                spy,
-            )
-            counted.append(
-                {kind: (t.calls, t.payload_bytes) for (_, kind), t in spy.traffic.items()}
-            )
-        return counted
-
-    for few, many in run_in_process(3, run):
-        assert few == {"all_reduce": (2, 44), "all_gather": (1, 3 * 16)}
-        assert many == {"all_reduce": (2, 44), "all_gather": (1, 30 * 3 * 16)}
+    counted = []
+    for weights in (1, 30):
+        spy = RecordingCommunicator(comm)
+        owned = comm.rank == 1
+        zerocast.CastPlan(
+            [zerocast.empty((16, 16), zerocast.NVFP4BlockScaling()) for _ in range(weights)],
+            [torch.zeros(256) if owned else None] * weights,
+            [0 if owned else None] * weights,
+            spy,
+        )
+        counted.append({kind: (t.calls, t.payload_bytes) for (_, kind), t in spy.traffic.items()})
+    few, many = counted
+    assert few == {"all_reduce": (2, 44), "all_gather": (1, 3 * 16)}
+    assert many == {"all_reduce": (2, 44), "all_gather": (1, 30 * 3 * 16)}

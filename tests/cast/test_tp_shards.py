@@ -133,52 +133,46 @@ def test_parts_that_are_not_sharded(comm: Communicator) -> None:
     cast_parts(comm, SingleRank(), 0)
 
 
-def test_a_plan_of_parts_over_several_groups_and_of_whole_weights() -> None:
+@on_ranks("in_process", 4)
+def test_a_plan_of_parts_over_several_groups_and_of_whole_weights(comm: Communicator) -> None:
     """On 2 x 2 ranks: a weight that all four hold in parts, one that pairs hold in parts, one that
     all share, one of another pair; each has its whole weight's bytes.
     """
     recipe = VARIANTS["nvfp4"]
     masters = [draw_values("normal", 128 * 64, i).view(128, 64) * 10.0**i for i in range(4)]
-
-    def on_rank(comm: Any) -> None:
-        tensor_parallel, data_parallel = two_groups(comm, 2)
-        tp_shards = [
-            TensorParallelShard.chunk((128, 64), 0, comm),
-            TensorParallelShard.chunk((128, 64), 1, tensor_parallel),
-            None,
-            TensorParallelShard.chunk((128, 64), 0, data_parallel),
-        ]
-        groups = [SingleRank(), data_parallel, comm, tensor_parallel]
-        weights, shards, starts = [], [], []
-        for x, tp_shard, group in zip(masters, tp_shards, groups, strict=True):
-            mine = (x if tp_shard is None else tp_shard.slice_of(x)).contiguous().view(-1)
-            start, end = (mine.numel() * r // group.size for r in (group.rank, group.rank + 1))
-            shape = (128, 64) if tp_shard is None else tp_shard.shape
-            weights.append(zerocast.empty(shape, recipe, tp_shard=tp_shard))
-            shards.append(mine[start:end])
-            starts.append(start)
-        plan = zerocast.CastPlan(weights, shards, starts, groups)
-        plan.cast()
-        plan.all_gather()
-        for x, weight in zip(masters, weights, strict=True):
-            assert_unsharded_cast(weight, x, f"{weight.quantized_storage.tp_shard or 'whole'}")
-
-    run_in_process(4, on_rank)
+    tensor_parallel, data_parallel = two_groups(comm, 2)
+    tp_shards = [
+        TensorParallelShard.chunk((128, 64), 0, comm),
+        TensorParallelShard.chunk((128, 64), 1, tensor_parallel),
+        None,
+        TensorParallelShard.chunk((128, 64), 0, data_parallel),
+    ]
+    groups = [SingleRank(), data_parallel, comm, tensor_parallel]
+    weights, shards, starts = [], [], []
+    for x, tp_shard, group in zip(masters, tp_shards, groups, strict=True):
+        mine = (x if tp_shard is None else tp_shard.slice_of(x)).contiguous().view(-1)
+        start, end = (mine.numel() * r // group.size for r in (group.rank, group.rank + 1))
+        shape = (128, 64) if tp_shard is None else tp_shard.shape
+        weights.append(zerocast.empty(shape, recipe, tp_shard=tp_shard))
+        shards.append(mine[start:end])
+        starts.append(start)
+    plan = zerocast.CastPlan(weights, shards, starts, groups)
+    plan.cast()
+    plan.all_gather()
+    for x, weight in zip(masters, weights, strict=True):
+        assert_unsharded_cast(weight, x, f"{weight.quantized_storage.tp_shard or 'whole'}")
 
 
-def test_weights_may_come_in_any_list() -> None:
+@on_ranks("in_process", 2)
+def test_weights_may_come_in_any_list(comm: Communicator) -> None:
     """Their parts are found in a ParameterList, as in a list."""
     x = torch.tensor([[1.0, 2.0], [3.0, 400.0]])
-
-    def on_rank(comm: Communicator) -> None:
-        recipe = zerocast.Float8CurrentScaling()
-        tp_shard = TensorParallelShard.chunk((2, 2), 0, comm)
-        weight = torch.nn.Parameter(zerocast.empty(tp_shard.shape, recipe, tp_shard=tp_shard))
-        weights: Any = torch.nn.ParameterList([weight])
-        zerocast.CastPlan(weights, [tp_shard.slice_of(x)], [0], SingleRank()).cast()
-        assert weights[0].rowwise_scale_inv * 448 == 400
-
-    run_in_process(2, on_rank)
+    recipe = zerocast.Float8CurrentScaling()
+    tp_shard = TensorParallelShard.chunk((2, 2), 0, comm)
+    weight = torch.nn.Parameter(zerocast.empty(tp_shard.shape, recipe, tp_shard=tp_shard))
+    weights: Any = torch.nn.ParameterList([weight])
+    zerocast.CastPlan(weights, [tp_shard.slice_of(x)], [0], SingleRank()).cast()
+    assert weights[0].rowwise_scale_inv * 448 == 400
 
 
 @pytest.mark.parametrize("count", [1, 30])
@@ -204,66 +198,58 @@ def test_one_collective_a_group_and_cast(comm: Communicator, count: int) -> None
         assert (total.calls, total.payload_bytes) == (1, 4 * entries)
 
 
+@on_ranks("in_process", 2)
 @each("nvfp4", "current")
-def test_parts_of_an_amax_group(recipe: Recipe) -> None:
+def test_parts_of_an_amax_group(comm: Communicator, recipe: Recipe) -> None:
     """Grouped weights that are cut, and one beside them that every rank has whole, are cast under
     the amax of them all.
     """
     names = ["l.wq", "l.wk", "l.wv"]
     masters = [draw_values("normal", 64 * 32, i).view(64, 32) * 10.0**i for i in range(3)]
     fused = zerocast.quantize(torch.cat(masters), recipe, dtype=torch.bfloat16)
-
-    def on_rank(comm: Communicator) -> None:
-        # The first one is whole, and the last one has the largest values.
-        tp_shards = [None, *(TensorParallelShard.chunk((64, 32), 0, comm) for _ in names[1:])]
-        weights = [
-            zerocast.empty(
-                (64, 32) if tp_shard is None else tp_shard.shape, recipe, tp_shard=tp_shard
-            )
-            for tp_shard in tp_shards
-        ]
-        shards = [
-            x if tp_shard is None else tp_shard.slice_of(x)
-            for x, tp_shard in zip(masters, tp_shards, strict=True)
-        ]
-        groups = [["*.w" + c for c in "qkv"]]
-        plan = zerocast.CastPlan(
-            weights, shards, [0] * 3, SingleRank(), names=names, amax_groups=groups
-        )
-        plan.cast()
-        for i, (weight, tp_shard) in enumerate(zip(weights, tp_shards, strict=True)):
-            rows = fused.rowwise_data[64 * i : 64 * i + 64]
-            expected = rows if tp_shard is None else tp_shard.slice_of(rows)
-            assert_same_bytes(weight.rowwise_data, expected, names[i])
-
-    run_in_process(2, on_rank)
+    # The first one is whole, and the last one has the largest values.
+    tp_shards = [None, *(TensorParallelShard.chunk((64, 32), 0, comm) for _ in names[1:])]
+    weights = [
+        zerocast.empty((64, 32) if tp_shard is None else tp_shard.shape, recipe, tp_shard=tp_shard)
+        for tp_shard in tp_shards
+    ]
+    shards = [
+        x if tp_shard is None else tp_shard.slice_of(x)
+        for x, tp_shard in zip(masters, tp_shards, strict=True)
+    ]
+    groups = [["*.w" + c for c in "qkv"]]
+    plan = zerocast.CastPlan(
+        weights, shards, [0] * 3, SingleRank(), names=names, amax_groups=groups
+    )
+    plan.cast()
+    for i, (weight, tp_shard) in enumerate(zip(weights, tp_shards, strict=True)):
+        rows = fused.rowwise_data[64 * i : 64 * i + 64]
+        expected = rows if tp_shard is None else tp_shard.slice_of(rows)
+        assert_same_bytes(weight.rowwise_data, expected, names[i])
 
 
-def test_the_functional_cast_finds_plans_of_parts_again() -> None:
+@on_ranks("in_process", 4)
+def test_the_functional_cast_finds_plans_of_parts_again(comm: Communicator) -> None:
     """And where one rank has forgotten its plan, all of both groups make one."""
     recipe = zerocast.Float8CurrentScaling()
     x = draw_values("normal", 12 * 8, 0).view(12, 8)
-
-    def on_rank(comm: Any) -> None:
-        tensor_parallel, data_parallel = two_groups(comm, 2)
-        tp_shard = TensorParallelShard.chunk((12, 8), 0, tensor_parallel)
-        weight = zerocast.empty(tp_shard.shape, recipe, tp_shard=tp_shard, columnwise=False)
-        start, end = ((0, 13), (13, tp_shard.shape.numel()))[data_parallel.rank]
-        plans = []
-        for call in range(3):
-            shard = tp_shard.slice_of(x * 2**call).reshape(-1)[start:end]
-            if call == 2 and comm.rank == 3:
-                weight.quantized_storage.plans.clear()
-            zerocast.quantize_master_weights([weight], [shard], [start], data_parallel)
-            plans.append(next(iter(weight.quantized_storage.plans.values())))
-            whole = zerocast.quantize(x * 2**call, recipe, dtype=torch.bfloat16)
-            mine = tp_shard.slice_of(whole.rowwise_data).reshape(-1)[start:end]
-            assert_same_bytes(weight.rowwise_data.view(-1)[start:end], mine, "codes")
-            assert_same_bytes(weight.rowwise_scale_inv, whole.rowwise_scale_inv, "scale")
-        assert plans[0] is plans[1]
-        assert plans[1] is not plans[2]
-
-    run_in_process(4, on_rank)
+    tensor_parallel, data_parallel = two_groups(comm, 2)
+    tp_shard = TensorParallelShard.chunk((12, 8), 0, tensor_parallel)
+    weight = zerocast.empty(tp_shard.shape, recipe, tp_shard=tp_shard, columnwise=False)
+    start, end = ((0, 13), (13, tp_shard.shape.numel()))[data_parallel.rank]
+    plans = []
+    for call in range(3):
+        shard = tp_shard.slice_of(x * 2**call).reshape(-1)[start:end]
+        if call == 2 and comm.rank == 3:
+            weight.quantized_storage.plans.clear()
+        zerocast.quantize_master_weights([weight], [shard], [start], data_parallel)
+        plans.append(next(iter(weight.quantized_storage.plans.values())))
+        whole = zerocast.quantize(x * 2**call, recipe, dtype=torch.bfloat16)
+        mine = tp_shard.slice_of(whole.rowwise_data).reshape(-1)[start:end]
+        assert_same_bytes(weight.rowwise_data.view(-1)[start:end], mine, "codes")
+        assert_same_bytes(weight.rowwise_scale_inv, whole.rowwise_scale_inv, "scale")
+    assert plans[0] is plans[1]
+    assert plans[1] is not plans[2]
 
 
 def test_a_capture_asks_both_kinds_of_groups(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,7 +55,7 @@ def test_wrong_arguments_of_collectives(call, world_size):
 @pytest.mark.parametrize("wrong", [0, -1, 1.5, "3", None])
 def test_wrong_world_sizes_and_functions(wrong):
     """run_in_process refuses what is no number of ranks, and what is no function."""
-    with pytest.raises(InputError, match="world_size"):
+    with pytest.raises(InputError, match=f"takes a world_size of 1 or more, got {wrong!r}"):
         run_in_process(wrong, lambda comm: None)
     with pytest.raises(InputError, match="function"):
         run_in_process(1, wrong)

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.support.ranks import MPI_RANKS, run_ranks
+from tests.support.ranks import MPI_RANKS, on_gloo, on_ranks
 from zerocast.comm import (
     InProcessCommunicator,
     MpiCommunicator,
@@ -19,8 +19,6 @@ from zerocast.comm import (
 )
 from zerocast.errors import InputError
 
-on_ranks = pytest.mark.mpi(min_size=MPI_RANKS)
-
 
 @pytest.fixture
 def default_group():
@@ -30,15 +28,12 @@ def default_group():
     dist.destroy_process_group()
 
 
-def test_a_communicator_is_returned_as_it_is(ranks):
+@on_ranks()
+def test_a_communicator_is_returned_as_it_is(comm):
     """Ours pass through, a recording one included."""
-
-    def body(comm):
-        recording = RecordingCommunicator(comm)
-        assert as_communicator(comm) is comm
-        assert as_communicator(recording) is recording
-
-    ranks.run(body)
+    recording = RecordingCommunicator(comm)
+    assert as_communicator(comm) is comm
+    assert as_communicator(recording) is recording
 
 
 def test_none_without_a_default_group_is_one_rank():
@@ -110,7 +105,7 @@ def test_not_being_a_member_is_refused():
         as_communicator(dist.GroupMember.NON_GROUP_MEMBER)
 
 
-@on_ranks
+@pytest.mark.mpi(min_size=MPI_RANKS)
 def test_an_mpi4py_communicator_is_a_group():
     """COMM_WORLD from two handles is one group; a duplicate, which MPI keeps apart, is another."""
     from mpi4py import MPI
@@ -126,16 +121,12 @@ def test_an_mpi4py_communicator_is_a_group():
     duplicate.Free()
 
 
-@on_ranks
-def test_none_under_torch_distributed_is_all_its_ranks():
+@on_gloo(MPI_RANKS)
+def test_none_under_torch_distributed_is_all_its_ranks(comm):
     """With a default group of 4, group=None means these 4."""
-
-    def body(comm):
-        default = as_communicator(None)
-        return default == comm, default.rank, default.size
-
-    expected = [(True, rank, MPI_RANKS) for rank in range(MPI_RANKS)]
-    assert run_ranks("torch_distributed", MPI_RANKS, body) == expected
+    default = as_communicator(None)
+    assert default == comm
+    assert (default.rank, default.size) == (comm.rank, MPI_RANKS)
 
 
 def test_threads_of_one_group_are_told_apart():

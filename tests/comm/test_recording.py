@@ -5,6 +5,7 @@ import torch
 
 from tests.comm.conftest import collectives
 from tests.support.claims import assert_same_tensors
+from tests.support.ranks import on_ranks
 from zerocast.comm import RecordingCommunicator, SingleRank, Traffic, run_in_process
 from zerocast.errors import InputError
 
@@ -14,41 +15,34 @@ def numbers(traffic: Traffic) -> tuple[int, int, int]:
     return traffic.calls, traffic.payload_bytes, traffic.sent_bytes
 
 
-def test_it_passes_everything_on(ranks):
+@on_ranks()
+def test_it_passes_everything_on(comm):
     """Results are those of the communicator inside, for every collective."""
-
-    def body(comm):
-        recording = RecordingCommunicator(comm)
-        assert (recording.rank, recording.size) == (comm.rank, comm.size)
-        assert not recording.stages(torch.device("cpu"))
-        assert_same_tensors(collectives(recording), collectives(comm), "recorded")
-
-    ranks.run(body)
+    recording = RecordingCommunicator(comm)
+    assert (recording.rank, recording.size) == (comm.rank, comm.size)
+    assert not recording.stages(torch.device("cpu"))
+    assert_same_tensors(collectives(recording), collectives(comm), "recorded")
 
 
-def test_bytes_sent_follow_the_ring():
+@on_ranks("in_process", 4)
+def test_bytes_sent_follow_the_ring(comm):
     """4 ranks, 48 bytes: all-reduce 2 * 3/4 * 48 = 72, reduce-scatter 36, all-gather 48 - part."""
-
-    def body(comm):
-        recording = RecordingCommunicator(comm)
-        recording.all_reduce_max_(torch.zeros(12, dtype=torch.int32))
-        recording.all_reduce_sum_(torch.zeros(12))
-        recording.reduce_scatter_sum(torch.zeros(3), torch.zeros(12))
-        recording.all_gather_(torch.zeros(48, dtype=torch.uint8), [8, 40, 0, 0])
-        recording.start_all_gather_(torch.zeros(12))()
-        recording.broadcast_(torch.zeros(12), root=1)
-        recording.barrier()
-        return {kind: numbers(traffic) for (_, kind), traffic in recording.traffic.items()}
-
-    for rank, counted in enumerate(run_in_process(4, body)):
-        uneven = (48 - 40, 48 - 0, 48 - 0, 48 - 8)[rank]
-        assert counted == {
-            "all_reduce": (2, 96, 2 * 72),
-            "reduce_scatter": (1, 48, 36),
-            "all_gather": (2, 96, uneven + 36),
-            "broadcast": (1, 48, 0 if rank == 0 else 48),  # 1 -> 2 -> 3 -> 0
-            "barrier": (1, 0, 0),
-        }, f"rank {rank}"
+    recording = RecordingCommunicator(comm)
+    recording.all_reduce_max_(torch.zeros(12, dtype=torch.int32))
+    recording.all_reduce_sum_(torch.zeros(12))
+    recording.reduce_scatter_sum(torch.zeros(3), torch.zeros(12))
+    recording.all_gather_(torch.zeros(48, dtype=torch.uint8), [8, 40, 0, 0])
+    recording.start_all_gather_(torch.zeros(12))()
+    recording.broadcast_(torch.zeros(12), root=1)
+    recording.barrier()
+    uneven = (48 - 40, 48 - 0, 48 - 0, 48 - 8)[comm.rank]
+    assert {kind: numbers(traffic) for (_, kind), traffic in recording.traffic.items()} == {
+        "all_reduce": (2, 96, 2 * 72),
+        "reduce_scatter": (1, 48, 36),
+        "all_gather": (2, 96, uneven + 36),
+        "broadcast": (1, 48, 0 if comm.rank == 0 else 48),  # 1 -> 2 -> 3 -> 0
+        "barrier": (1, 0, 0),
+    }
 
 
 def test_labels_tell_the_phases_of_a_step_apart():
@@ -75,18 +69,15 @@ def test_labels_tell_the_phases_of_a_step_apart():
     assert run_in_process(2, body) == [expected] * 2
 
 
-def test_objects_count_their_pickled_size():
+@on_ranks("in_process", 3)
+def test_objects_count_their_pickled_size(comm):
     """A larger object is a larger payload, sent to each of the other two ranks once."""
-
-    def body(comm):
-        recording = RecordingCommunicator(comm)
-        recording.all_gather_object("x" * 1000)
-        return numbers(recording.total(kind="all_gather_object"))
-
-    for calls, payload, sent in run_in_process(3, body):
-        assert calls == 1
-        assert 1000 < payload < 1100
-        assert sent == 2 * payload
+    recording = RecordingCommunicator(comm)
+    recording.all_gather_object("x" * 1000)
+    calls, payload, sent = numbers(recording.total(kind="all_gather_object"))
+    assert calls == 1
+    assert 1000 < payload < 1100
+    assert sent == 2 * payload
 
 
 def test_one_rank_sends_nothing():

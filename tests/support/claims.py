@@ -12,6 +12,7 @@ import zerocast
 from tests.support.same_bytes import assert_same_bytes
 from tests.support.tp_shards import tp_shard_of
 from zerocast import QuantizedTensor, TensorParallelShard
+from zerocast.comm import Communicator
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -85,3 +86,10 @@ def one_message(by_rank: Sequence[str]) -> str:
     for rank, message in enumerate(by_rank):
         assert message == by_rank[0], f"rank {rank}: {message!r}, and rank 0: {by_rank[0]!r}"
     return by_rank[0]
+
+
+def told_all(
+    comm: Communicator, error: type[Exception], call: Callable[..., Any], *args: Any, **options: Any
+) -> str:
+    """What the ``error`` says that the call raises on every rank, the same on all. Collective."""
+    return one_message(comm.all_gather_object(message_of(error, call, *args, **options)))

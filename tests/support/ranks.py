@@ -67,22 +67,28 @@ def run_ranks(kind: str, world_size: int, fn: Callable[[Communicator], Any]) -> 
 
 
 def on_ranks(
-    kind: str, world_size: int | None = None
+    kind: str | None = None, world_size: int | None = None
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Make a test of a body that runs on every rank: ``comm`` is the rank's communicator, all other
-    parameters are the test's. Without a ``world_size`` the test has a parameter of that name.
+    parameters are the test's. Without a ``world_size`` the test has a parameter of that name;
+    without a kind it runs on those of the fixture ``ranks``.
     """
+    asked = "ranks" if kind is None else "world_size" if world_size is None else None
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(body)
         def test(**given: Any) -> None:
-            size = given.pop("world_size") if world_size is None else world_size
-            run_ranks(kind, size, lambda comm: body(comm=comm, **given))
+            value = given.pop(asked, None)
+            on_rank = lambda comm: body(comm=comm, **given)  # noqa: E731
+            if kind is None:
+                value.run(on_rank)
+            else:
+                run_ranks(kind, world_size or value, on_rank)
 
-        others = [p for p in inspect.signature(body).parameters.values() if p.name != "comm"]
-        if world_size is None:
-            others.append(inspect.Parameter("world_size", inspect.Parameter.KEYWORD_ONLY))
-        test.__signature__ = inspect.Signature(others)
+        parameters = [p for p in inspect.signature(body).parameters.values() if p.name != "comm"]
+        if asked is not None:
+            parameters.append(inspect.Parameter(asked, inspect.Parameter.KEYWORD_ONLY))
+        test.__signature__ = inspect.Signature(parameters)
         return pytest.mark.mpi(min_size=MPI_RANKS)(test) if kind in PROCESSES else test
 
     return decorate
