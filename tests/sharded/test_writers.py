@@ -4,6 +4,7 @@ what was written, and one cast makes them.
 
 import ctypes
 import functools
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -206,17 +207,19 @@ def test_a_compiled_step_trains_as_an_eager_one(comm, precomputes):
 
 
 @on_gloo(2)
+@pytest.mark.skipif(find_spec("torchao") is None, reason="torchao is not installed")
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # torchao's, of its own
 def test_the_compiled_8_bit_optimizer_of_torchao_trains_masters(comm, monkeypatch):
     """AdamW8bit, which compiles its step for each parameter, takes sharded masters, and what it
     writes is gathered.
     """
-    low_bit = pytest.importorskip("torchao.optim")
+    from torchao.optim import AdamW8bit
+
     # Not inductor, which compiles for a minute.
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     model = bank(rows=(128,))
-    optimizer = low_bit.AdamW8bit(model.parameters(), lr=0.05)
+    optimizer = AdamW8bit(model.parameters(), lr=0.05)
     before = whole_masters(model)
     for number in range(2):
         train_step(model, optimizer, comm, number)

@@ -71,7 +71,8 @@ def on_ranks(
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Make a test of a body that runs on every rank: ``comm`` is the rank's communicator, all other
     parameters are the test's. Without a ``world_size`` the test has a parameter of that name;
-    without a kind it runs on those of the fixture ``ranks``.
+    without a kind it runs on those of the fixture ``ranks``. A body must not skip the test: ranks
+    beyond ``world_size`` would wait.
     """
     asked = "ranks" if kind is None else "world_size" if world_size is None else None
 
