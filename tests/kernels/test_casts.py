@@ -6,6 +6,7 @@ kernels, by the emulation, in every order of threads.
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -32,8 +33,10 @@ from tests.support.operations import (
     plane,
     run_operations,
     run_together,
+    scheme_of,
 )
 from tests.support.partitions import draw_partition
+from tests.support.recipes import VARIANTS
 from tests.support.values import KINDS, draw_values
 from zerocast.backends.cpu import CpuBackend
 from zerocast.errors import BackendError
@@ -50,61 +53,25 @@ from zerocast.numerics import (
 )
 
 NOMINALS = (torch.float32, torch.bfloat16, torch.float16)
-PER_TENSOR = {
-    "e4m3": Float8Numerics(E4M3),
-    "e5m2": Float8Numerics(E5M2),
-    "powers of two": Float8Numerics(E4M3, True, 1e-3),
-    "delayed": Float8DelayedNumerics(E4M3),
-    "delayed, most recent": Float8DelayedNumerics(E5M2, 3, "most_recent"),
-    "delayed, callable": Float8DelayedNumerics(E4M3, -1, lambda history: history.mean()),
-}
 MXFP8 = MXFP8Numerics()
-NUMERICS = (NVFP4Numerics(), PER_TENSOR["e4m3"], PER_TENSOR["e5m2"])
+NUMERICS = (NVFP4Numerics(), Float8Numerics(E4M3), Float8Numerics(E5M2))
 every_numerics = pytest.mark.parametrize("numerics", NUMERICS, ids=str)
+POWERS_OF_TWO = Float8Numerics(E4M3, power_2_scale=True, amax_epsilon=1e-3)
+DRAWN = NVFP4Numerics(stochastic_rounding=True, seed=0x1234_5678_9ABC_DEF0)
+FOUR_OVER_SIX = [
+    NVFP4Numerics(scale_max=scale_max, four_over_six=error)
+    for scale_max in (448, 256)
+    for error in ("mae", "mse")
+]
 
 
 # --- the schemes, by name: from a shape to a weight ---
-
-
-def mxfp8(rows: int, cols: int, numerics: Numerics = MXFP8) -> Scheme:
-    """Blocks of 1x32 and of 32x1."""
-    rowwise = ScaleLayout(BlockGrid(rows, cols, 1, 32), row_multiple=128, col_multiple=4)
-    columnwise = ScaleLayout(BlockGrid(rows, cols, 32, 1), row_multiple=4, col_multiple=128)
-    return Scheme(numerics, rowwise, columnwise)
-
-
-def mxfp8_square(rows: int, cols: int) -> Scheme:
-    """Blocks of 32x32, whose codes serve both planes."""
-    grid = BlockGrid(rows, cols, 32, 32)
-    rowwise = ScaleLayout(grid, row_repeat=32, row_multiple=128, col_multiple=4)
-    columnwise = ScaleLayout(grid, col_repeat=32, row_multiple=4, col_multiple=128)
-    return Scheme(MXFP8Numerics(), rowwise, columnwise, Source.SHARED)
-
-
-def rowwise(rows: int, cols: int, numerics: Numerics = PER_TENSOR["e4m3"]) -> Scheme:
-    """One scale a row, and one a column."""
-    return Scheme(numerics, ScaleLayout(BlockGrid(rows, cols, 1, cols)),
-                  ScaleLayout(BlockGrid(rows, cols, rows, 1)))  # fmt: skip
 
 
 def any_planes(rows: int, cols: int) -> Scheme:
     """Two planes that share no pass: blocks of 3x5 and of 4x7."""
     return Scheme(Float8Numerics(E4M3), ScaleLayout(BlockGrid(rows, cols, 3, 5)),
                   ScaleLayout(BlockGrid(rows, cols, 4, 7)))  # fmt: skip
-
-
-def blockwise(rows: int, cols: int) -> Scheme:
-    """128x128 under powers of two, with the transposed copy."""
-    grid = BlockGrid(rows, cols, 128, 128)
-    both = [ScaleLayout(g, col_multiple=4, padding=1.0) for g in (grid, grid.transposed())]
-    return Scheme(Float8Numerics(E4M3, power_2_scale=True), *both, source=Source.ROWWISE)
-
-
-def blockwise_rows(rows: int, cols: int) -> Scheme:
-    """1x128, the scales stored transposed; bounded from below."""
-    grid = BlockGrid(rows, cols, 1, 128)
-    numerics = Float8Numerics(E5M2, power_2_scale=True, amax_epsilon=1e-3)
-    return Scheme(numerics, ScaleLayout(grid, transposed=True, col_multiple=4, padding=1.0))
 
 
 def transposed_repeats(rows: int, cols: int) -> Scheme:
@@ -114,49 +81,27 @@ def transposed_repeats(rows: int, cols: int) -> Scheme:
     return Scheme(MXFP8Numerics(E5M2), layout)
 
 
-FOUR_OVER_SIX = [
-    NVFP4Numerics(scale_max=scale_max, four_over_six=error)
-    for scale_max in (448, 256)
-    for error in ("mae", "mse")
-]
-DRAWN = NVFP4Numerics(stochastic_rounding=True, seed=0x1234_5678_9ABC_DEF0)
-
 SCHEMES = {
-    "mxfp8": mxfp8,
-    "mxfp8 e5m2": lambda m, k: mxfp8(m, k, MXFP8Numerics(E5M2)),
-    "mxfp8 32x32": mxfp8_square,
-    "rowwise": rowwise,
-    "rowwise e5m2": lambda m, k: rowwise(m, k, Float8Numerics(E5M2, True)),
+    **{
+        name: partial(scheme_of, recipe)
+        for name, recipe in VARIANTS.items()
+        if name not in ("delayed-unrounded", "nvfp4-unrounded")  # what is rounded, tests say
+    },
+    "e5m2": partial(per_tensor, numerics=Float8Numerics(E5M2)),
+    "powers of two": partial(per_tensor, numerics=POWERS_OF_TWO),
     "any planes": any_planes,
-    "blockwise": blockwise,
-    "blockwise 1x128": blockwise_rows,
     "transposed repeats": transposed_repeats,
-    **{
-        name: lambda m, k, numerics=numerics: per_tensor(m, k, numerics)
-        for name, numerics in PER_TENSOR.items()
-    },
-    "nvfp4": nvfp4,
-    "nvfp4 256": lambda m, k: nvfp4(m, k, NVFP4Numerics(scale_max=256)),
-    "nvfp4 1x16": lambda m, k: nvfp4(m, k, height=1),
-    **{
-        f"4-over-6 {numerics.scale_max} {numerics.four_over_six}": lambda m, k, numerics=numerics: (
-            nvfp4(m, k, numerics)
-        )
-        for numerics in FOUR_OVER_SIX
-    },
-    "4-over-6 1x16": lambda m, k: nvfp4(m, k, FOUR_OVER_SIX[0], height=1),
-    "nvfp4 drawn": lambda m, k: nvfp4(m, k, DRAWN),
-    "4-over-6 drawn": lambda m, k: nvfp4(
-        m, k, replace(FOUR_OVER_SIX[3], stochastic_rounding=True, seed=-1)
-    ),
-    "nvfp4 1x16 drawn": lambda m, k: nvfp4(m, k, DRAWN, height=1),
+    "nvfp4-256": partial(nvfp4, numerics=NVFP4Numerics(scale_max=256)),
+    "nvfp4-1x16-4over6": partial(nvfp4, numerics=FOUR_OVER_SIX[0], height=1),
+    "nvfp4-1x16-drawn": partial(nvfp4, numerics=DRAWN, height=1),
 }
 every_scheme = pytest.mark.parametrize("name", SCHEMES)
+FLUSHED = ("nvfp4", "current", "e5m2", "powers of two")
 
 
 def columns(name: str, blocks: int) -> int:
     """As many as the scheme of this name takes."""
-    return blocks * (32 if "mxfp8" in name else 16 if "nvfp4" in name or "-over-" in name else 11)
+    return blocks * (32 if "mxfp8" in name else 16 if "nvfp4" in name else 11)
 
 
 def assert_casts_as_reference(scheme, masters, extents, backends=ON_CPU, **options) -> None:
@@ -219,7 +164,7 @@ def test_the_amax_of_each_pattern_and_its_float_neighbours(round_to):
     """Every element is a block of its own, so each amax is one rounded magnitude."""
     for x in patterns_and_neighbourhoods():
         layout = ScaleLayout(BlockGrid(1, x.numel(), 1, 1))
-        scheme = Scheme(PER_TENSOR["e4m3"], layout, round_to=round_to)
+        scheme = Scheme(Float8Numerics(E4M3), layout, round_to=round_to)
 
         def run(backend, scheme=scheme, x=x):
             shard = scheme.operand(scheme.codes(), scheme.whole)
@@ -248,7 +193,7 @@ def test_every_tie_between_codes_and_its_neighbours(numerics):
     ("name", "flushes"),
     [
         *((name, False) for name in SCHEMES),
-        *((name, True) for name in ("nvfp4", "e4m3", "e5m2", "powers of two")),
+        *((name, True) for name in FLUSHED),
     ],
 )
 def test_values_of_every_kind(name, kind, flushes):
@@ -266,7 +211,7 @@ def test_values_of_every_kind(name, kind, flushes):
         torch.set_flush_denormal(False)
 
 
-@pytest.mark.parametrize("name", ["nvfp4", "e4m3", "e5m2", "powers of two"])
+@pytest.mark.parametrize("name", FLUSHED)
 def test_random_bit_patterns(name):
     """FP32 of all classes side by side: amaxes are not finite, and what is made of them agrees."""
     bits = torch.randint(-(2**31), 2**31, (256 * 64,), generator=torch.Generator().manual_seed(1))
@@ -343,11 +288,11 @@ def named(draw: st.DrawFn, names: Sequence[str]) -> Scheme:
 
 
 PLACES = ((0, 0), (2**34 - 64, 0), (2**34 - 640, 0), (48, 0), (48, 96), (16, 2**33), (2, 38))
-CPU_ONLY = ("any planes", "4-over-6 1x16")
+CPU_ONLY = ("any planes", "nvfp4-1x16-4over6")
 
 
 @on_every_backend
-@settings(max_examples=300)
+@settings(max_examples=200)
 @given(data=st.data(), kind=st.sampled_from(KINDS), seed=st.integers(0, 1000))
 def test_any_scheme_shape_and_partition(name, data, kind, seed):
     """Ragged edges; cuts inside rows, blocks and bytes, or any one extent, in the whole weight's
@@ -384,14 +329,14 @@ def test_threads_share_a_weight(name, threads, rows, cols):
     numel = rows * cols
     masters = [draw_values("wide", numel, 3)]
     extents = [Extent(0, 1001), Extent(1001, numel - 3), Extent(numel - 3, numel)]
-    every = name in ("nvfp4", "e4m3")
+    every = name in ("nvfp4", "current")
     backends = on_cpu(threads) if every else {"the first": CpuBackend(threads=threads)}
     assert_casts_as_reference(SCHEMES[name](rows, cols), masters, extents, backends)
 
 
 def test_a_second_plane_of_large_weights_agrees_on_every_instruction_set():
     """Rows of several strips of columns, whose last one is ragged."""
-    for scheme in (mxfp8(70, 4128), rowwise(70, 4131)):
+    for scheme in (SCHEMES["mxfp8"](70, 4128), SCHEMES["rowwise"](70, 4131)):
         numel = scheme.grid.numel
         extents = [Extent(0, numel // 3), Extent(numel // 3, numel)]
         assert_casts_as_reference(scheme, [draw_values("wide", numel, 0)], extents)
@@ -430,7 +375,7 @@ def test_delayed_scaling_over_twelve_casts(name, numerics, length):
 @needs_emulation
 @pytest.mark.parametrize("rows", [127, 128, 129, 255, 256, 257, 300])
 @pytest.mark.parametrize("cols", [256, 272, 512])
-@pytest.mark.parametrize("make", [nvfp4, blockwise])
+@pytest.mark.parametrize("make", [nvfp4, SCHEMES["block"]], ids=["nvfp4", "block"])
 def test_copies_of_several_squares(make, rows, cols):
     """CUDA's kernel transposes matrices around the edges of its 128-byte squares, also where it
     moves a row 16 bytes at a time.
@@ -480,7 +425,7 @@ def test_one_table_of_many_weights(threads):
 
 
 @pytest.mark.parametrize("rows", [4224, 4233], ids=["whole lines", "ragged lines"])
-@pytest.mark.parametrize("make", [nvfp4, SCHEMES["e4m3"]], ids=["nvfp4", "fp8"])
+@pytest.mark.parametrize("make", [nvfp4, SCHEMES["current"]], ids=["nvfp4", "fp8"])
 def test_a_large_transpose_goes_past_the_caches_to_the_same_place(make, rows):
     """More than 2^23 elements are written by other instructions, where rows are whole lines."""
     scheme = make(rows, 2064)

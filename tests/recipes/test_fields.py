@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from functools import partial
 
 import pytest
 
@@ -52,14 +53,6 @@ def test_the_format_of_each_role(kind, fmt, forward, backward):
         assert recipe.for_role(role).numerics.fmt is backward, role
 
 
-@pytest.mark.parametrize("given", ["e3m4", "", 4, None, E4M3])
-def test_an_unknown_format_is_refused(given):
-    """When the recipe is made, not at the first cast."""
-    assert message_of(InputError, Float8CurrentScaling, fp8_format=given) == (
-        f"fp8_format must be one of ['e4m3', 'e5m2', 'hybrid'], got {given!r}."
-    )
-
-
 # --- the parameters of a tensor ---
 
 
@@ -105,37 +98,6 @@ def test_one_switch_for_all_tensors():
         assert not Float8BlockScaling(use_f32_scales=True).for_role(role).numerics.power_2_scale
 
 
-@pytest.mark.parametrize("epsilon", [-1.0, float("nan"), float("inf"), 1e39])
-def test_an_epsilon_that_fp32_does_not_hold_is_refused(epsilon):
-    """Negative, or not finite once it is FP32, as 1e39 is not."""
-    assert message_of(InputError, QParams, amax_epsilon=epsilon) == (
-        f"amax_epsilon must be finite in FP32 and not negative, got {epsilon}; 0 keeps every amax "
-        f"as it is."
-    )
-
-
-@pytest.mark.parametrize("kind", FLOAT8)
-def test_what_float8_does_not_know_is_refused(kind):
-    """An option that would do nothing is an error."""
-    assert message_of(InputError, kind, fp8_quant_fwd_inp=QParams(stochastic_rounding=True)) == (
-        "fp8_quant_fwd_inp takes power_2_scale and amax_epsilon, got stochastic_rounding=True, "
-        "which this recipe does not know; leave it out."
-    )
-    assert message_of(InputError, kind, fp8_quant_bwd_grad={"power_2_scale": True}) == (
-        "fp8_quant_bwd_grad must be a zerocast.recipes.QParams, got {'power_2_scale': True}."
-    )
-
-
-def test_what_nvfp4_does_not_know_is_refused():
-    """Its scales are no powers of two."""
-    assert message_of(
-        InputError, NVFP4BlockScaling, fp4_quant_fwd_weight=QParams(power_2_scale=True)
-    ) == (
-        "fp4_quant_fwd_weight takes stochastic_rounding and fp4_2d_quantization, got "
-        "power_2_scale=True, which this recipe does not know; leave it out."
-    )
-
-
 # --- blocks ---
 
 
@@ -151,15 +113,6 @@ def test_the_dimension_of_float8_blocks_by_role():
     ):  # fmt: skip
         sources = [recipe.for_role(role).columnwise_source for role in roles]
         assert sources == [activations, activations, weights, activations, activations]
-
-
-@pytest.mark.parametrize("name", ["x", "w", "grad"])
-@pytest.mark.parametrize("dim", [0, 3, "1", None])
-def test_a_block_of_another_dimension_is_refused(name, dim):
-    """One or two."""
-    field = f"{name}_block_scaling_dim"
-    expected = f"{field} must be 1 (1x128) or 2 (128x128), got {dim!r}."
-    assert message_of(InputError, Float8BlockScaling, **{field: dim}) == expected
 
 
 def test_2d_mxfp8_is_for_weights():
@@ -186,23 +139,6 @@ def test_the_fields_of_delayed_scaling_reach_its_numerics():
     assert (
         DelayedScaling(amax_compute_algo="most_recent").numerics.amax_compute_algo == "most_recent"
     )
-
-
-@pytest.mark.parametrize(
-    ("fields", "expected"),
-    [
-        ({"margin": 101}, "margin must be an integer from -100 to 100, a number of powers of two, "
-                          "got 101."),
-        ({"margin": 0.5}, "margin must be an integer from -100 to 100, a number of powers of two, "
-                          "got 0.5."),
-        ({"amax_history_len": 0}, "amax_history_len must be an integer of at least 1, got 0."),
-        ({"amax_compute_algo": "mean"}, "amax_compute_algo must be 'max', 'most_recent' or a "
-                                        "function of the amax history, got 'mean'."),
-    ],
-)  # fmt: skip
-def test_what_delayed_scaling_cannot_mean_is_refused(fields, expected):
-    """When the recipe is made."""
-    assert message_of(InputError, DelayedScaling, **fields) == expected
 
 
 # --- NVFP4's options ---
@@ -256,48 +192,66 @@ def test_the_blocks_of_nvfp4_by_role():
     assert [one_dimension.for_role(r).block for r in roles] == [(1, 16)] * 3
 
 
-@pytest.mark.parametrize(
-    ("kind", "fields", "given"),
-    [
-        (QParams, {"random_hadamard_transform": True}, "QParams(random_hadamard_transform=True)"),
-        (NVFP4BlockScaling, {"disable_rht": False}, "NVFP4BlockScaling(disable_rht=False)"),
-    ],
+# --- what cannot be meant ---
+
+RHT = (
+    "the random Hadamard transform is not available, got {}: it smooths activations and gradients "
+    "of NVFP4 training and is never applied to weights, which zerocast is about; leave it disabled "
+    "(disable_rht=True)."
 )
-def test_the_random_hadamard_transform_is_refused_by_name(kind, fields, given):
-    """It belongs to activations and gradients."""
-    assert message_of(UnsupportedError, kind, **fields) == (
-        f"the random Hadamard transform is not available, got {given}: it smooths activations and "
-        f"gradients of NVFP4 training and is never applied to weights, which zerocast is about; "
-        f"leave it disabled (disable_rht=True)."
-    )
-
-
-@pytest.mark.parametrize("scope", ["activations", "all"])
-def test_four_over_six_of_activations_is_refused(scope):
-    """It would take a second pass over every activation."""
-    assert message_of(UnsupportedError, NVFP4BlockScaling, nvfp4_4over6=scope) == (
-        f"4-over-6 is for weights: it reads the tensor once more, got nvfp4_4over6={scope!r}; "
-        f"choose 'weights' or 'none'."
-    )
+OF_NO_USE = "which this recipe does not know; leave it out."
+REFUSED = [
+    (InputError, Float8CurrentScaling, "fp8_format", ("e3m4", "", 4, None, E4M3),
+     "fp8_format must be one of ['e4m3', 'e5m2', 'hybrid'], got {!r}."),
+    (InputError, QParams, "amax_epsilon", (-1.0, float("nan"), float("inf"), 1e39),  # in FP32
+     "amax_epsilon must be finite in FP32 and not negative, got {}; 0 keeps every amax as it is."),
+    # An option that would do nothing is an error.
+    *((InputError, kind, "fp8_quant_fwd_inp", [QParams(stochastic_rounding=True)],
+       f"fp8_quant_fwd_inp takes power_2_scale and amax_epsilon, got stochastic_rounding=True, "
+       f"{OF_NO_USE}") for kind in FLOAT8),
+    *((InputError, kind, "fp8_quant_bwd_grad", [{"power_2_scale": True}],
+       "fp8_quant_bwd_grad must be a zerocast.recipes.QParams, got {}.") for kind in FLOAT8),
+    (InputError, NVFP4BlockScaling, "fp4_quant_fwd_weight", [QParams(power_2_scale=True)],
+     f"fp4_quant_fwd_weight takes stochastic_rounding and fp4_2d_quantization, got "
+     f"power_2_scale=True, {OF_NO_USE}"),
+    *((InputError, Float8BlockScaling, f"{name}_block_scaling_dim", (0, 3, "1", None),
+       f"{name}_block_scaling_dim must be 1 (1x128) or 2 (128x128), got {{!r}}.")
+      for name in ("x", "w", "grad")),
+    (InputError, DelayedScaling, "margin", (101, 0.5),
+     "margin must be an integer from -100 to 100, a number of powers of two, got {}."),
+    (InputError, DelayedScaling, "amax_history_len", [0],
+     "amax_history_len must be an integer of at least 1, got {}."),
+    (InputError, DelayedScaling, "amax_compute_algo", ["mean"],
+     "amax_compute_algo must be 'max', 'most_recent' or a function of the amax history, got {!r}."),
+    # The random Hadamard transform belongs to activations and gradients.
+    (UnsupportedError, QParams, "random_hadamard_transform", [True],
+     RHT.format("QParams(random_hadamard_transform={})")),
+    (UnsupportedError, NVFP4BlockScaling, "disable_rht", [False],
+     RHT.format("NVFP4BlockScaling(disable_rht={})")),
+    # 4-over-6 would take a second pass over every activation.
+    (UnsupportedError, NVFP4BlockScaling, "nvfp4_4over6", ("activations", "all"),
+     "4-over-6 is for weights: it reads the tensor once more, got nvfp4_4over6={!r}; choose "
+     "'weights' or 'none'."),
+    (InputError, NVFP4BlockScaling, "nvfp4_4over6", ["yes"],
+     "nvfp4_4over6 must be one of ['none', 'weights', 'activations', 'all'], got {!r}."),
+    (InputError, NVFP4BlockScaling, "nvfp4_4over6_err_mode", ["max"],
+     "nvfp4_4over6_err_mode must be 'MAE' or 'MSE', got {!r}."),
+    (InputError, partial(NVFP4BlockScaling, nvfp4_4over6="weights"),
+     "disable_2d_quantization", [True],
+     "4-over-6 needs weights in 16x16 blocks, got nvfp4_4over6='weights' without 2-D quantization; "
+     "leave one of them."),
+    (InputError, NVFP4BlockScaling, "seed", (-1, 2**64),
+     "seed must be an integer of 64 bits, 0 or more, got {}."),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("fields", "expected"),
-    [
-        ({"nvfp4_4over6": "yes"},
-         "nvfp4_4over6 must be one of ['none', 'weights', 'activations', 'all'], got 'yes'."),
-        ({"nvfp4_4over6_err_mode": "max"},
-         "nvfp4_4over6_err_mode must be 'MAE' or 'MSE', got 'max'."),
-        ({"nvfp4_4over6": "weights", "disable_2d_quantization": True},
-         "4-over-6 needs weights in 16x16 blocks, got nvfp4_4over6='weights' without 2-D "
-         "quantization; leave one of them."),
-        ({"seed": -1}, "seed must be an integer of 64 bits, 0 or more, got -1."),
-        ({"seed": 2**64}, f"seed must be an integer of 64 bits, 0 or more, got {2**64}."),
-    ],
-)  # fmt: skip
-def test_what_nvfp4_cannot_mean_is_refused(fields, expected):
-    """When the recipe is made."""
-    assert message_of(InputError, NVFP4BlockScaling, **fields) == expected
+    ("error", "kind", "field", "given", "message"),
+    [(*case, given, message) for *case, values, message in REFUSED for given in values],
+)
+def test_what_a_field_cannot_mean_is_refused(error, kind, field, given, message):
+    """When the recipe is made, not at the first cast."""
+    assert message_of(error, kind, **{field: given}) == message.format(given)
 
 
 # --- what TransformerEngine's users pass ---

@@ -27,6 +27,7 @@ from zerocast.numerics import (
     Rounding,
     TensorOperand,
 )
+from zerocast.recipes import Recipe
 
 Written = dict[str, torch.Tensor]
 
@@ -125,6 +126,14 @@ class Scheme:
         start = extent.start - extent.start % (8 // self.numerics.fmt.bits) if own_codes else 0
         return operand(self.layout, amax[: grid.num_blocks], amax[-1:], codes, extent=extent,
                        round_to=self.round_to, codes_start=start, **others)  # fmt: skip
+
+
+def scheme_of(recipe: Recipe, rows: int, cols: int) -> Scheme:
+    """A weight under a recipe, with its columnwise plane unless that takes a cast of its own."""
+    columnwise = recipe.columnwise_source is not Source.TRANSPOSED_MASTER
+    first, *others = recipe.planes((rows, cols), columnwise=columnwise)
+    second = others[0] if others else first
+    return Scheme(recipe.numerics, first.scales, second.scales if others else None, second.source)
 
 
 def per_tensor(rows: int, cols: int, numerics: Numerics) -> Scheme:
