@@ -3,13 +3,17 @@
 That the reference's bytes are right is the claim of tests/oracles.
 """
 
+import random
+
 import pytest
 import torch
 
 from tests.cuda_emulation.emulator import needs_emulation
 from tests.support.compiled import EMULATED, ON_CPU
-from tests.support.operations import masters_of, operand
+from tests.support.operations import Weight, Written, masters_of, nvfp4, operand, run_together
+from tests.support.partitions import draw_partition
 from tests.support.same_bytes import assert_same_bytes
+from tests.support.values import draw_values
 from zerocast.backends.reference import ReferenceBackend
 from zerocast.formats import E4M3, E5M2
 from zerocast.layout import BlockGrid, Extent
@@ -127,3 +131,69 @@ def test_nothing_to_do_is_a_launch_that_does_nothing(backend):
         prepare(NVFP4Numerics(), [])()
     assert amax.tolist() == [0]
     assert codes.tolist() == [7] * 16
+
+
+# --- what ranks exchange under 4-over-6 ---
+
+
+def exchanged(backend: Backend, error: str, shape: tuple[int, int], x: torch.Tensor,
+              extents: list[Extent]) -> Written:  # fmt: skip
+    """What each rank writes, and what all choose; no two ranks fill one entry."""
+    weight = Weight(nvfp4(*shape, NVFP4Numerics(scale_max=256, four_over_six=error)), extents)
+    run_together(backend, [weight], [[x]])
+    return weight.errors
+
+
+def values(numel: int, seed: int) -> torch.Tensor:
+    """[numel] FP32, signs of zero among them."""
+    x = draw_values("normal", numel, seed)
+    x[::37] = -0.0
+    return x
+
+
+@pytest.mark.parametrize("error", ["mae", "mse"])
+@pytest.mark.parametrize("shape", [(1, 16), (16, 48), (17, 80), (33, 32), (50, 96)])
+def test_any_partition_makes_the_same_choices(backend, error, shape):
+    """Of 12 random ones over 1 to 7 ranks, and of one in which every rank has one element; both
+    choices occur.
+    """
+    numel, rng, chosen = shape[0] * shape[1], random.Random(shape[0]), set()
+    partitions = [draw_partition(numel, rng.randint(1, 7), rng) for _ in range(12)]
+    if numel == 16:
+        partitions.append([Extent(i, i + 1) for i in range(16)])
+    for seed, extents in enumerate(partitions):
+        x = values(numel, seed)
+        whole, cut = (
+            exchanged(backend, error, shape, x, given)["choices in all"]
+            for given in ([Extent(0, numel)], extents)
+        )
+        chosen |= set(whole.tolist())
+        assert_same_bytes(cut, whole, f"choices under {extents}")
+    assert chosen == {0, 1} or shape in ((1, 16), (16, 48), (17, 80), (33, 32))
+
+
+def test_what_a_rank_writes_of_a_cut_row_of_blocks(backend):
+    """[2, 32] cut after element 20: rank 0 has the segment at 0 whole and 4 elements of that at 16.
+
+    It writes the row errors of the first, its elements of the second, and no choice.
+    """
+    x = values(64, 3)
+    errors = exchanged(backend, "mae", (2, 32), x, [Extent(0, 20), Extent(20, 64)])
+    first, second = (errors[f"row errors of rank {rank}"].nonzero()[:, 1:3] for rank in (0, 1))
+    assert first.unique(dim=0).tolist() == [[0, 0]]
+    assert second.unique(dim=0).tolist() == [[1, 0], [1, 1]]
+    expected = torch.zeros(2, 1, 16)
+    expected[0, 0, :4], expected[1, 0, 4:] = x[16:20].bfloat16(), x[20:32].bfloat16()
+    for rank in (0, 1):
+        assert errors[f"choices of rank {rank}"].tolist() == [0] * 4
+        assert_same_bytes(errors[f"elements of rank {rank}"], expected[rank], f"rank {rank}")
+
+
+@pytest.mark.parametrize("bad", [torch.inf, torch.nan])
+def test_a_tensor_that_is_not_finite_chooses_map6(backend, bad):
+    """Its scales are NaN whatever is chosen; the choice is the same for every partition."""
+    x = values(544, 5)
+    x[100] = bad
+    for extents in ([Extent(0, 544)], [Extent(0, 99), Extent(99, 101), Extent(101, 544)]):
+        errors = exchanged(backend, "mae", (17, 32), x, extents)
+        assert errors["choices in all"].tolist() == [0] * 4

@@ -15,7 +15,7 @@ from zerocast.backends.reference.philox import element_words
 from zerocast.backends.reference.planes import read_plane, write_plane
 from zerocast.backends.reference.rounding import encode_stochastic
 from zerocast.formats import E2M1, E4M3, encode, reciprocal_e8m0
-from zerocast.layout import BlockGrid, Extent, ScaleLayout, Source
+from zerocast.layout import BlockGrid, Extent, ScaleLayout
 from zerocast.numerics import (
     DelayedState,
     Float8DelayedNumerics,
@@ -108,25 +108,6 @@ def test_a_shard_writes_both_planes_and_no_other_byte(numerics, start, end):
         assert codes[row, end - start :].tolist() == [0xA5, 0xA5]
 
 
-def test_one_block_amax_serves_two_planes_of_scales():
-    """32x32 blocks: a row of scales a row of codes in one plane, a column a column in the other."""
-    grid = BlockGrid(33, 64, 32, 32)
-    amax = torch.tensor([448.0, 896.0, 0.0, torch.nan, torch.nan]).view(torch.int32)
-    rowwise = torch.full((128, 4), 0xA5, dtype=torch.uint8)
-    columnwise = torch.full((4, 128), 0xA5, dtype=torch.uint8)
-    layout = ScaleLayout(grid, row_repeat=32, row_multiple=128, col_multiple=4)
-    other = ScaleLayout(grid, col_repeat=32, row_multiple=4, col_multiple=128)
-    both = operand(layout, amax[:4], amax[4:], scale_inv=rowwise,
-                   second=plane(other, amax[:4], None, columnwise, Source.SHARED))  # fmt: skip
-    REFERENCE.compute_scale(MXFP8Numerics(), [both])()
-    expected = torch.zeros(128, 4, dtype=torch.uint8)
-    expected[:32, 0], expected[:32, 1], expected[32, 0], expected[32, 1] = 127, 128, 0, 255
-    assert_same_bytes(rowwise, expected, "rowwise")
-    expected = torch.zeros(4, 128, dtype=torch.uint8)
-    expected[0, :32], expected[0, 32:64], expected[1, 32:64] = 127, 128, 255
-    assert_same_bytes(columnwise, expected, "columnwise")
-
-
 # --- numerics that remember ---
 
 
@@ -144,23 +125,6 @@ def test_a_delayed_cast_takes_the_amax_in_the_same_pass():
     assert amax.tolist() == [0x7FC00000]
     assert codes.tolist() == [0, 0xD6, 0x7F, 0]
     assert (state.scale.item(), state.cast_scale.item()) == (2.0, 0.0)
-
-
-def test_closing_a_delayed_cast():
-    """scale_inv of what was cast, then the next scale; the tensor's amax where it is asked for."""
-    numerics, layout = Float8DelayedNumerics(E4M3, margin=1), ScaleLayout(BlockGrid(2, 2, 2, 2))
-    state = DelayedState(torch.tensor([2.0]), torch.zeros(1), torch.tensor([8.0, 1.0, 5.0]))
-    amax, scale_inv, stored = torch.tensor([4.0]).view(torch.int32), torch.zeros(1), torch.zeros(1)
-    whole = operand(layout, amax, amax, scale_inv=scale_inv, amax=stored, delayed=state)
-    REFERENCE.compute_scale(numerics, [whole])()
-    assert (scale_inv.item(), state.cast_scale.item(), stored.item()) == (0.5, 2.0, 4.0)
-    assert state.amax_history.tolist() == [4.0, 8.0, 1.0]
-    assert state.scale.item() == 224.0 / 8
-    amax.copy_(torch.tensor([torch.inf]).view(torch.int32))
-    REFERENCE.compute_scale(numerics, [whole])()
-    assert scale_inv.view(torch.int32).item() == 0x7FC00000
-    assert (state.scale.item(), state.cast_scale.item()) == (28.0, 28.0)
-    assert state.amax_history.tolist() == [4.0, 8.0, 1.0]
 
 
 def test_closing_a_cast_whose_state_waits():

@@ -62,10 +62,11 @@ def ml_dtypes_codes(x: torch.Tensor, fmt: ElementFormat) -> torch.Tensor:
 
 
 @FORMATS
-@pytest.mark.parametrize("inputs", [every_bf16, around_every_bf16])
-def test_encode_equals_ml_dtypes_around_every_bf16(fmt, inputs):
-    """All 65,536 BF16 inputs, and the float32 values around them, round as ml_dtypes rounds."""
-    x = inputs()
+def test_encode_equals_ml_dtypes_around_every_bf16(fmt):
+    """All 65,536 BF16 inputs, and the float32 values around them, round as ml_dtypes rounds: zeros
+    of both signs keep them, infinities saturate, every NaN has ``nan_code``.
+    """
+    x = around_every_bf16()
     assert_same_codes(x, encode(x, fmt), ml_dtypes_codes(x, fmt))
 
 
@@ -76,19 +77,6 @@ def test_encode_equals_ml_dtypes_at_every_tie_and_beside_it(fmt):
     assert_same_codes(x, encode(x, fmt), ml_dtypes_codes(x, fmt))
 
 
-@FORMATS
-def test_a_tie_goes_to_the_even_code_and_its_neighbours_to_their_side(fmt):
-    """Tie i, between codes i and i + 1, is rounded to the even one; the last saturates."""
-    middles = ties(fmt)[: fmt.max_code + 1]
-    below, at, above = (encode(x, fmt).tolist() for x in (
-        middles.nextafter(torch.tensor(0.0)), middles, middles.nextafter(torch.tensor(torch.inf))
-    ))  # fmt: skip
-    codes = range(fmt.max_code + 1)
-    assert below == list(codes)
-    assert at == [min(c + c % 2, fmt.max_code) for c in codes]
-    assert above == [min(c + 1, fmt.max_code) for c in codes]
-
-
 @FLOAT8
 def test_encode_equals_torch_once_clamped(fmt):
     """The float8 casts of torch agree on clamped inputs (unclamped, its E5M2 overflows)."""
@@ -96,25 +84,6 @@ def test_encode_equals_torch_once_clamped(fmt):
     x = x[~x.isnan()]
     expected = x.clamp(-fmt.max, fmt.max).to(TORCH_DTYPES[fmt]).view(torch.uint8)
     assert_same_codes(x, encode(x, fmt), expected)
-
-
-@FORMATS
-def test_every_nan_has_one_code_and_infinities_saturate(fmt):
-    """All 254 BF16 NaNs give ``nan_code``; infinities give the largest code, sign kept."""
-    x = every_bf16()
-    assert x.isnan().sum() == 254
-    assert encode(x[x.isnan()], fmt).unique().tolist() == [fmt.nan_code]
-    largest = torch.tensor([torch.inf, 3.4028235e38, -torch.inf, -3.4028235e38])
-    sign = 1 << (fmt.bits - 1)
-    assert encode(largest, fmt).tolist() == [fmt.max_code] * 2 + [fmt.max_code | sign] * 2
-
-
-@FORMATS
-def test_the_sign_of_zero_is_kept(fmt):
-    """-0, and negative values that round to zero, give the code of -0 alone in its sign bit."""
-    x = torch.tensor([0.0, -0.0, 1e-45, -1e-45, fmt.subnormal_step / 4, -fmt.subnormal_step / 4])
-    sign = 1 << (fmt.bits - 1)
-    assert encode(x, fmt).tolist() == [0, sign] * 3
 
 
 @FORMATS
@@ -129,14 +98,6 @@ def test_decode_equals_ml_dtypes_for_every_code(fmt):
     )
     wrong = [(c, value[c].item(), expected[c].item()) for c in codes.tolist() if not same[c]]
     assert not wrong, f"(code, got, expected): {wrong}"
-
-
-@FORMATS
-def test_encode_undoes_decode(fmt):
-    """Every code whose value is finite survives decode and encode."""
-    codes = torch.arange(1 << fmt.bits, dtype=torch.uint8)
-    finite = codes[decode(codes, fmt).isfinite()]
-    assert_same_codes(decode(finite, fmt), encode(decode(finite, fmt), fmt), finite)
 
 
 @FORMATS

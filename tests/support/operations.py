@@ -222,6 +222,8 @@ class Weight:
         """Give every rank the sum of what all wrote under 4-over-6, and keep what each wrote."""
         for i, shard in enumerate(self.operands):
             self._keep_errors(f"of rank {i}", shard.candidates)
+        filled = self.exchanged.view(torch.uint8).ne(0).sum(dim=0)
+        assert int(filled.max()) <= 1, "two ranks filled one entry"
         total = self.exchanged.sum(dim=0, dtype=torch.int32)
         self.exchanged.copy_(total.expand_as(self.exchanged))
 
