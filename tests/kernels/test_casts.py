@@ -30,7 +30,6 @@ from tests.support.operations import (
     nvfp4,
     operand,
     per_tensor,
-    plane,
     run_operations,
     run_together,
     scheme_of,
@@ -40,7 +39,7 @@ from tests.support.recipes import VARIANTS
 from tests.support.values import KINDS, draw_values
 from zerocast.backends.cpu import CpuBackend
 from zerocast.errors import BackendError
-from zerocast.formats import E4M3, E5M2, decode, packed_columns
+from zerocast.formats import E4M3, E5M2, decode
 from zerocast.layout import BlockGrid, Extent, ScaleLayout, Source
 from zerocast.numerics import (
     Backend,
@@ -110,6 +109,12 @@ def assert_casts_as_reference(scheme, masters, extents, backends=ON_CPU, **optio
         lambda backend: run_operations(backend, scheme, masters, extents, **options),
         f"{scheme}, {extents}, {options}", backends,
     )  # fmt: skip
+
+
+def assert_copies_as_reference(scheme, backends) -> None:
+    """What is made of codes that are there, under scales of any amaxes."""
+    master, nothing = torch.zeros(scheme.grid.numel), [Extent(0, 0)]
+    assert_casts_as_reference(scheme, [master], nothing, backends, amax_kind="normal")
 
 
 # --- every element and every amax by itself ---
@@ -380,9 +385,7 @@ def test_copies_of_several_squares(make, rows, cols):
     """CUDA's kernel transposes matrices around the edges of its 128-byte squares, also where it
     moves a row 16 bytes at a time.
     """
-    scheme, backends = make(rows, cols), {"cuda": EMULATED["random"]}
-    master, nothing = torch.zeros(rows * cols), [Extent(0, 0)]
-    assert_casts_as_reference(scheme, [master], nothing, backends, amax_kind="normal")
+    assert_copies_as_reference(make(rows, cols), {"cuda": EMULATED["random"]})
 
 
 @pytest.mark.parametrize(
@@ -428,20 +431,7 @@ def test_one_table_of_many_weights(threads):
 @pytest.mark.parametrize("make", [nvfp4, SCHEMES["current"]], ids=["nvfp4", "fp8"])
 def test_a_large_transpose_goes_past_the_caches_to_the_same_place(make, rows):
     """More than 2^23 elements are written by other instructions, where rows are whole lines."""
-    scheme = make(rows, 2064)
-    numerics, generator = scheme.numerics, torch.Generator().manual_seed(0)
-    codes = torch.randint(256, scheme.code_shape, dtype=torch.uint8, generator=generator)
-    scale_inv = torch.ones(scheme.layout.shape).to(numerics.scale_dtype)
-
-    def run(backend):
-        written = torch.empty(2064, packed_columns(numerics.fmt, rows), dtype=torch.uint8)
-        scales = torch.empty(scheme.second.shape, dtype=numerics.scale_dtype)
-        second = plane(scheme.second, None, written, scales, Source.ROWWISE)
-        both = operand(scheme.layout, codes=codes, scale_inv=scale_inv, second=second)
-        backend.transpose(numerics, [both])()
-        return {"columnwise codes": written}
-
-    assert_as_reference(run, backends=on_cpu(2))
+    assert_copies_as_reference(make(rows, 2064), on_cpu(2))
 
 
 # --- stochastic rounding ---

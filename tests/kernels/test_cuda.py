@@ -152,16 +152,6 @@ def nvrtc() -> object:
         pytest.skip(str(error))
 
 
-def test_compiled_kernels_are_kept(nvrtc: object, tmp_path: Path, monkeypatch) -> None:
-    """The second time a kernel comes from the cache, and nothing but finished files is in it."""
-    first = compiler.compiled(SCALE, "sm_90", tmp_path / "kernels")
-    (kept,) = (tmp_path / "kernels").iterdir()
-    assert kept.name.startswith("compute_scale-sm_90-")
-    assert kept.read_bytes().endswith(first[1])
-    monkeypatch.setattr(compiler, "compile_text", None)
-    assert compiler.compiled(SCALE, "sm_90", tmp_path / "kernels") == first
-
-
 def test_the_key_holds_everything(nvrtc: object, tmp_path: Path, monkeypatch) -> None:
     """Another source, instance, included header, flag, architecture or compiler is another file."""
     import shutil
