@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.support.claims import message_of, one_message
+from tests.support.ranks import on_ranks
 from zerocast.comm import Communicator, run_in_process
 from zerocast.errors import InputError, UnsupportedError
 from zerocast.optim import ZeroOptimizer
@@ -26,84 +27,78 @@ def test_torchs_other_optimizers_are_refused_by_name(optimizer_class: Any) -> No
         optimizer_of(optimizer_class)
 
 
-class Lamb(torch.optim.Optimizer):
-    """Scales each tensor's step by a ratio of norms."""
+class ByParameter(torch.optim.Optimizer):
+    """Steps one parameter after the other, as a subclass says."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, {"lr": lr})
 
     def step(self) -> None:
-        """Not element-wise: norms of the whole tensor."""
         for group in self.param_groups:
             for p in group["params"]:
-                p.sub_(p.grad * (group["lr"] * p.norm() / p.grad.norm()))
+                self.update(p, group)
+
+    def momentum(self, p: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """The sum of all gradients."""
+        sums = self.state[p].setdefault("momentum", torch.zeros_like(p, dtype=dtype))
+        return sums.add_(p.grad.to(dtype))
 
 
-class Sign(Lamb):
-    """Steps by the gradient's sign."""
+class Lamb(ByParameter):
+    """Scales each tensor's step by a ratio of norms of the whole tensor."""
+
+    def update(self, p: Any, group: Any) -> None:
+        p.sub_(p.grad * (group["lr"] * p.norm() / p.grad.norm()))
+
+
+class Sign(ByParameter):
+    """Steps by the gradient's sign, element by element."""
+
+    def update(self, p: Any, group: Any) -> None:
+        p.sub_(p.grad.sign() * group["lr"])
+
+
+class GlobalNorm(ByParameter):
+    """SGD divided by the norm of all gradients: element-wise but for one number."""
 
     def step(self) -> None:
-        """Element-wise."""
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.sub_(p.grad.sign() * group["lr"])
-
-
-class GlobalNorm(Lamb):
-    """SGD divided by the norm of all gradients."""
-
-    def step(self) -> None:
-        """Element-wise but for one number."""
         params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         norm = torch.stack([p.grad.square().sum() for p in params]).sum().sqrt()
         for p in params:
             p.sub_(p.grad / norm)
 
 
-class Columns(Lamb):
+class Columns(ByParameter):
     """Centres the gradients of a matrix row by row, and falls back on SGD elsewhere."""
 
-    def step(self) -> None:
-        """Not element-wise for a matrix."""
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.sub_(p.grad - (p.grad.mean(1, keepdim=True) if p.dim() == 2 else 0))
+    def update(self, p: Any, group: Any) -> None:
+        p.sub_(p.grad - (p.grad.mean(1, keepdim=True) if p.dim() == 2 else 0))
 
 
-class HalfState(Lamb):
-    """Keeps momentum in a dtype in which it is not loaded again."""
+class HalfState(ByParameter):
+    """Element-wise; keeps momentum in a dtype in which it is not loaded again."""
 
     dtype = torch.bfloat16
 
-    def step(self) -> None:
-        """Element-wise."""
-        for group in self.param_groups:
-            for p in group["params"]:
-                momentum = self.state[p].setdefault(
-                    "momentum", torch.zeros_like(p, dtype=self.dtype)
-                )
-                p.sub_(momentum.add_(p.grad.to(self.dtype)).float())
+    def update(self, p: Any, group: Any) -> None:
+        p.sub_(self.momentum(p, self.dtype).float())
 
 
 class CodesFromFourThousand(HalfState):
-    """FP32 state for small tensors, codes for others."""
+    """FP32 state for small tensors, codes for others: depends on how large a piece is."""
 
     def step(self) -> None:
-        """Depends on how large a piece is."""
         sizes = [p.numel() for group in self.param_groups for p in group["params"]]
         self.dtype = torch.uint8 if max(sizes) >= 4096 else torch.float32
         super().step()
 
 
-class Rebinding(Lamb):
-    """Binds its parameters to new memory."""
+class Rebinding(ByParameter):
+    """Element-wise, but not in place: binds its parameters to new memory."""
 
-    def step(self) -> None:
-        """Element-wise, but not in place."""
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.data = p.data - group["lr"] * p.grad
+    def update(self, p: Any, group: Any) -> None:
+        if p.grad is not None:
+            p.data = p.data - group["lr"] * p.grad
 
 
 @pytest.mark.parametrize(
@@ -166,19 +161,16 @@ def test_other_packages_elementwise_optimizers_pass(name: str) -> None:
     optimizer_of(optimizer_class)
 
 
-def test_an_optimizer_that_rebinds_its_parameters_trains() -> None:
+@on_ranks("in_process", 3)
+def test_an_optimizer_that_rebinds_its_parameters_trains(comm: Communicator) -> None:
     """What it computes is brought back to where masters are cast from."""
-
-    def train(comm: Communicator) -> list[float]:
-        weight = torch.nn.Parameter(torch.ones(2, 4))
-        optimizer = ZeroOptimizer([weight], Rebinding, comm, lr=0.25)
-        for _ in range(2):
-            weight.grad = torch.ones(2, 4)
-            optimizer.step()
-        assert torch.equal(optimizer.gather_master(weight), weight)
-        return weight.flatten().tolist()
-
-    assert run_in_process(3, train) == [[0.5] * 8] * 3
+    weight = torch.nn.Parameter(torch.ones(2, 4))
+    optimizer = ZeroOptimizer([weight], Rebinding, comm, lr=0.25)
+    for _ in range(2):
+        weight.grad = torch.ones(2, 4)
+        optimizer.step()
+    assert torch.equal(optimizer.gather_master(weight), weight)
+    assert weight.tolist() == [[0.5] * 4] * 2
 
 
 @pytest.mark.parametrize("given", ["AdamW", torch.nn.Linear, torch.optim.AdamW([torch.ones(1)])])
@@ -212,8 +204,8 @@ def test_an_option_that_the_class_refuses_is_the_callers_mistake() -> None:
 class NeedsParams(Sign):
     """Cannot be made for a rank that owns nothing."""
 
-    def __init__(self, params: Any, lr: float = 0.1) -> None:
-        super().__init__(params, lr)
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
         if not any(group["params"] for group in self.param_groups):
             raise ValueError("no parameters")
 
@@ -228,34 +220,29 @@ def test_a_class_that_refuses_its_groups_on_one_rank_is_refused_on_all() -> None
     )
 
 
-class Projecting(Lamb):
-    """Removes the gradient's part along a matrix that is orthogonal to it, or nearly so."""
+class Projecting(ByParameter):
+    """Removes the gradient's part along a matrix that is orthogonal to it, or nearly so:
+    element-wise for most values.
+    """
+
+    def update(self, p: Any, group: Any) -> None:
+        momentum = self.momentum(p)
+        cosine = (p * p.grad).sum() / p.norm() / p.grad.norm()
+        along = (p * momentum).sum() / p.norm().square() if cosine.abs() < 1e-4 else 0
+        p.sub_((momentum - along * p) * group["lr"])
+
+
+class Optional(ByParameter):
+    """A matrix optimizer in groups that ask for it, and element-wise in others."""
+
+    def update(self, p: Any, group: Any) -> None:
+        p.sub_(p.grad / p.grad.norm() if group.get("whole") else p.grad)
+
+
+class Shared(ByParameter):
+    """Element-wise; counts its steps in a state of no parameter."""
 
     def step(self) -> None:
-        """Element-wise for most values."""
-        for group in self.param_groups:
-            for p in group["params"]:
-                momentum = self.state[p].setdefault("momentum", torch.zeros_like(p)).add_(p.grad)
-                cosine = (p * p.grad).sum() / p.norm() / p.grad.norm()
-                along = (p * momentum).sum() / p.norm().square() if cosine.abs() < 1e-4 else 0
-                p.sub_((momentum - along * p) * group["lr"])
-
-
-class Optional(Lamb):
-    """A matrix optimizer in groups that ask for it."""
-
-    def step(self) -> None:
-        """Not element-wise there."""
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.sub_(p.grad / p.grad.norm() if group.get("whole") else p.grad)
-
-
-class Shared(Lamb):
-    """Counts its steps in a state of no parameter."""
-
-    def step(self) -> None:
-        """Element-wise."""
         self.state["k"] = self.state.get("k", 0) + 1
 
 

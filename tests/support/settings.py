@@ -1,42 +1,36 @@
 """Settings of a process or a thread that zerocast must not follow, each put back afterwards."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import torch
 
 
 @contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """What a factory without a dtype makes."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
+def changed(put: Callable[[Any], object], before: Any, value: Any) -> Iterator[None]:
+    """``value`` is put there, and ``before`` afterwards."""
+    put(value)
     try:
         yield
     finally:
-        torch.set_default_dtype(before)
+        put(before)
 
 
-@contextmanager
-def deterministic() -> Iterator[None]:
+def default_dtype(dtype: torch.dtype) -> AbstractContextManager[None]:
+    """What a factory without a dtype makes."""
+    return changed(torch.set_default_dtype, torch.get_default_dtype(), dtype)
+
+
+def deterministic() -> AbstractContextManager[None]:
     """Operations that are not deterministic are refused, and fresh memory is filled with garbage:
     NaN, or the largest integer.
     """
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
     assert torch.utils.deterministic.fill_uninitialized_memory
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before)
+    is_on = torch.are_deterministic_algorithms_enabled()
+    return changed(torch.use_deterministic_algorithms, is_on, True)
 
 
-@contextmanager
-def two_threads() -> Iterator[None]:
+def two_threads() -> AbstractContextManager[None]:
     """An operation on many elements is shared between two threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+    return changed(torch.set_num_threads, torch.get_num_threads(), 2)
