@@ -9,9 +9,8 @@ from tests.support.same_bytes import assert_same_bytes, assert_same_storage
 from zerocast.errors import InputError
 from zerocast.nn import functional as F
 from zerocast.nn.quantizer import Quantizer
-from zerocast.nn.recipe_state import RecipeState
 from zerocast.numerics import FusedOp
-from zerocast.recipes import DelayedScaling, NVFP4BlockScaling
+from zerocast.recipes import NVFP4BlockScaling
 from zerocast.tensors import QuantizedTensor
 
 
@@ -69,21 +68,31 @@ CAST_AFTERWARDS = {
 ALL_RECIPES = RECIPES | CAST_AFTERWARDS
 
 
+INFINITE = draw(48, 64).index_fill(0, torch.tensor([3]), torch.inf)
+
+
 @pytest.mark.parametrize("usage", USAGES, ids=["both", "rowwise", "columnwise"])
 @pytest.mark.parametrize("recipe", ALL_RECIPES)
 @pytest.mark.parametrize("name", CALLS)
 def test_codes_are_those_of_the_rounded_result(name, recipe, usage):
     """One call gives the bytes that quantizing the rounded result gives, and that result where it
-    is asked for.
+    is asked for; it leaves the amaxes that quantizing leaves, over several calls and of what is not
+    finite, too; and what it made shares no memory with what the recipe remembers.
     """
-    x = draw(48, 64)
     first, second, alone = (quantizer_of(ALL_RECIPES[recipe], usage) for _ in range(3))
-    quantized, output = CALLS[name](x, first, output=True)
-    assert_same_bytes(output, CALLS[name](x, None), f"output of {name}")
-    assert_same_storage(quantized, second.quantize(output), f"{name}, {recipe}")
-    quantized_alone = CALLS[name](x, alone)
-    assert isinstance(quantized_alone, QuantizedTensor)
-    assert_same_storage(quantized_alone, quantized, f"{name}, {recipe}, alone")
+    for x in (draw(48, 64), INFINITE, draw(48, 64, seed=5) * 2):
+        quantized, output = CALLS[name](x, first, output=True)
+        assert_same_bytes(output, CALLS[name](x, None), f"output of {name}")
+        assert_same_storage(quantized, second.quantize(output), f"{name}, {recipe}")
+        quantized_alone = CALLS[name](x, alone)
+        assert isinstance(quantized_alone, QuantizedTensor)
+        assert_same_storage(quantized_alone, quantized, f"{name}, {recipe}, alone")
+        places = {buffer.data_ptr() for buffer in quantized.quantized_storage.buffers.values()}
+        for quantizer in (first, alone):
+            remembered, expected = (q.slot and q.slot._state for q in (quantizer, second))
+            if remembered is not None:
+                assert_same_bytes(remembered.amaxes, expected.amaxes, f"amaxes of {name}")
+                assert places.isdisjoint(t.data_ptr() for t in remembered.tensors.values())
 
 
 def test_straight_from_fp32():
@@ -96,54 +105,6 @@ def test_straight_from_fp32():
     assert_same_bytes(
         quantized.rowwise_data, quantizer.quantize(exact).rowwise_data, "codes of FP32 values"
     )
-
-
-# --- scale_inv belongs to the data ---
-
-
-def delayed() -> tuple[RecipeState, Quantizer]:
-    """A state of one input, and its quantizer."""
-    state = RecipeState.create(DelayedScaling(amax_history_len=4), "forward", 1)
-    return state, state.make_quantizers()[0]
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_a_state_that_moves_on_leaves_what_was_quantized(name):
-    """What was quantized keeps its codes and scales when the state changes, and the same call then
-    gives others.
-    """
-    state, quantizer = delayed()
-    x = draw(32, 64)
-    quantized = CALLS[name](x, quantizer)
-    before = {key: buffer.clone() for key, buffer in quantized.quantized_storage.buffers.items()}
-    state.scale.fill_(3.0)
-    state.amax_history.fill_(7.0)
-    later = CALLS[name](x, quantizer)
-    for key, buffer in before.items():
-        assert_same_bytes(quantized.quantized_storage.buffers[key], buffer, f"{name}, {key}")
-    assert quantized.rowwise_scale_inv.item() == 1.0
-    torch.testing.assert_close(later.rowwise_scale_inv, torch.tensor([1 / 3.0]))
-    assert not torch.equal(later.rowwise_data, quantized.rowwise_data)
-    buffers = {b.data_ptr() for b in quantized.quantized_storage.buffers.values()}
-    assert buffers.isdisjoint(t.data_ptr() for t in state.tensors.values())
-
-
-def test_the_amax_is_recorded():
-    """Under delayed scaling the largest magnitude of the rounded result, over several calls."""
-    state, quantizer = delayed()
-    outputs = [F.gelu(draw(8, 64, seed=seed), quantizer, output=True)[1] for seed in (1, 2)]
-    largest = max(float(output.abs().max()) for output in outputs)
-    assert state.amaxes.view(torch.float32).item() == largest
-    assert state.scale.item() == 1.0
-
-
-def test_an_amax_that_is_not_finite():
-    """Makes this tensor's scale NaN, and no later one's."""
-    _, quantizer = delayed()
-    x = draw(8, 64)
-    x[3, 3] = torch.inf
-    assert F.silu(x, quantizer).rowwise_scale_inv.isnan()
-    assert F.silu(draw(8, 64), quantizer).rowwise_scale_inv.item() == 1.0
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

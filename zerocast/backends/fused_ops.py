@@ -164,7 +164,9 @@ def _operands(
         if missing := grid.cols - source.shape[1]:
             source = torch.nn.functional.pad(source, (0, missing))
         sources.append(source.contiguous())
-        amax = torch.zeros(grid.num_blocks, dtype=torch.int32, device=values.device)
+        amax = tensor_amax  # of the one block, whose scale may be wanted without these codes
+        if target.delayed is None:
+            amax = torch.zeros(grid.num_blocks, dtype=torch.int32, device=values.device)
         operand = TensorOperand(
             (PlaneBuffers(plane, amax, given.codes, given.scale_inv),),
             slot,
