@@ -117,7 +117,7 @@ def test_gathered_parts_are_the_slices_of_the_whole(backend: str, dim: int, size
 
 
 def test_on_ranks_of_every_kind(comm_kind: str) -> None:
-    """The same on 2 x 2 ranks of every communicator, cut by rows and by columns."""
+    """The same on 2 x 2 ranks of every communicator, sharded by rows and by columns."""
 
     def on_rank(comm: Communicator) -> None:
         groups = split_ranks(comm, comm.rank // 2), split_ranks(comm, comm.rank % 2)
@@ -201,8 +201,8 @@ def test_one_collective_a_group_and_cast(comm: Communicator, count: int) -> None
 @on_ranks("in_process", 2)
 @each("nvfp4", "current")
 def test_parts_of_an_amax_group(comm: Communicator, recipe: Recipe) -> None:
-    """Grouped weights that are cut, and one beside them that every rank has whole, are cast under
-    the amax of them all.
+    """Grouped weights that are sharded, and one beside them that every rank has whole, are cast
+    under the amax of them all.
     """
     names = ["l.wq", "l.wk", "l.wv"]
     masters = [draw_values("normal", 64 * 32, i).view(64, 32) * 10.0**i for i in range(3)]

@@ -67,7 +67,7 @@ def test_a_wrong_master_is_heard_of_in_both_groups() -> None:
         (lambda comm, t, d: {"name": f"w{t}"}, "rank 0 has name=w0 where rank 1 has name=w1"),
         (
             lambda comm, t, d: {"part": TensorParallelShard.chunk((32, 32), t, comm)},
-            "dimension cut=rows where rank 1 has dimension cut=columns",
+            "sharded dimension=rows where rank 1 has sharded dimension=columns",
         ),
         (
             lambda comm, t, d: {
@@ -115,7 +115,7 @@ def test_an_amax_group_over_two_tensor_parallel_groups(comm: Any) -> None:
     weights = [zerocast.empty((16, 32), FOUR_BITS, tp_shard=tp_shard) for tp_shard in tp_shards]
     with pytest.raises(
         InputError,
-        match=r"weights of one amax group must be cut over one tensor-parallel group, or not "
+        match=r"weights of one amax group must be sharded over one tensor-parallel group, or not "
         r"at all, got l\.wq \(InProcessCommunicator\(rank=., size=2\)\) and l\.wk \(",
     ):
         zerocast.CastPlan(

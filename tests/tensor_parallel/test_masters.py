@@ -352,7 +352,7 @@ def test_one_all_reduce_for_each_kind_of_ranks(comm):
             RECIPES["block"], 3, 192,
             "a shard of a weight under Float8BlockScaling must begin and end between blocks, at "
             "multiples of 128 rows, got rows [0, 64) of (192, 64); choose another number of ranks, "
-            "or leave the weight uncut or in high precision.",
+            "or leave the weight whole or in high precision.",
             id="through blocks",
         ),
         pytest.param(

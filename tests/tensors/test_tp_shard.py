@@ -55,13 +55,13 @@ def test_chunks_are_those_of_torch(shape, dim, size):
     [
         (
             lambda: TensorParallelShard((4, 4), 2, 0, 2, SingleRank()),
-            r"dim must be 0 \(rows are cut\) or 1 \(columns are\), of the weight as a matrix "
+            r"dim must be 0 \(rows are sharded\) or 1 \(columns are\), of the weight as a matrix "
             r"\[M, K\], got 2\.$",
         ),
         (
             lambda: TensorParallelShard((4,), 0, 0, 1, SingleRank()),
-            r"rows are cut of a weight of two dimensions or more, got shape \(4,\), one row; cut "
-            r"its columns, dim=1\.$",
+            r"rows are sharded of a weight of two dimensions or more, got shape \(4,\), one row; "
+            r"shard its columns, dim=1\.$",
         ),
         (
             lambda: TensorParallelShard((4, 6), 1, 4, 3, SingleRank()),
@@ -75,7 +75,7 @@ def test_chunks_are_those_of_torch(shape, dim, size):
         ),
         (
             lambda: TensorParallelShard.chunk((4, 3, 2), 1, SingleRank()),
-            r"a weight can be cut in its first or its last dimension, got dimension 1 of shape "
+            r"a weight can be sharded in its first or its last dimension, got dimension 1 of shape "
             r"\(4, 3, 2\); reshape it to a matrix first\.$",
         ),
     ],
@@ -94,8 +94,8 @@ def test_what_is_no_part_is_refused(make, message):
     ],
 )  # fmt: skip
 def test_parts_begin_and_end_between_blocks(recipe, dim, unit):
-    """The last one ends where the whole does; blocks that reach across are cut anywhere; an empty
-    part may lie inside a block.
+    """The last one ends where the whole does; blocks that reach across are sharded anywhere; an
+    empty shard may lie inside a block.
     """
     whole = torch.Size((300, 256) if dim == 0 else (96, 288))
     lines = whole[dim]
@@ -108,7 +108,7 @@ def test_parts_begin_and_end_between_blocks(recipe, dim, unit):
         message = (
             f"a shard of a weight under {type(recipe).__name__} must begin and end between blocks, "
             f"at multiples of {unit} {lines_name}, got {lines_name} [{start}, {start + size}) of "
-            f"{tuple(whole)}; choose another number of ranks, or leave the weight uncut or in high "
+            f"{tuple(whole)}; choose another number of ranks, or leave the weight whole or in high "
             f"precision."
         )
         with pytest.raises(InputError) as refusal:
@@ -300,13 +300,14 @@ def test_an_error_of_one_rank_is_raised_on_all(comm):
                 NVFP4 if comm.rank else CURRENT,
                 TensorParallelShard.chunk((32, 32), 0, comm),
             ),
-            r"every rank must cast its shard of the same weight alike: rank 0 has '\(32, 32\) cut "
-            r"by rows, Float8CurrentScaling\(.*\) torch.float32 with rowwise_data, .*' where rank "
-            r"1 has '\(32, 32\) cut by rows, NVFP4BlockScaling\(.*'\.$",
+            r"every rank must cast its shard of the same weight alike: rank 0 has "
+            r"'\(32, 32\) sharded by rows, Float8CurrentScaling\(.*\) torch.float32 with rowwise_data, .*' where rank "
+            r"1 has '\(32, 32\) sharded by rows, NVFP4BlockScaling\(.*'\.$",
         ),
         (
             lambda comm: (CURRENT, TensorParallelShard.chunk((32, 32), comm.rank, comm)),
-            r"rank 0 has '\(32, 32\) cut by rows, .*' where rank 1 has '\(32, 32\) cut by columns",
+            r"rank 0 has '\(32, 32\) sharded by rows, .*' where rank 1 has "
+            r"'\(32, 32\) sharded by columns",
         ),
         (
             lambda comm: (CURRENT, TensorParallelShard((32, 32), 0, 0, 16, comm)),

@@ -210,7 +210,7 @@ def _describe_whole(spec: ShardSpec) -> str:
     assert tp_shard is not None
     described = {
         "shape": str(tuple(tp_shard.whole)),
-        "dimension cut": LINES[tp_shard.dim],
+        "sharded dimension": LINES[tp_shard.dim],
         **_described(spec),
     }
     if storage.has_columnwise:

@@ -202,7 +202,7 @@ def check_amax_groups(
     """
     comm_of = {i: comm for comm, indices in members.items() for i in indices}
     leaders: dict[str, int] = {}
-    cut: dict[str, ShardSpec] = {}
+    first_tp_shard: dict[str, ShardSpec] = {}
     for i, spec in enumerate(specs):
         if spec.amax_group is None:
             continue
@@ -216,11 +216,11 @@ def check_amax_groups(
                 f"{spec.name} ({given[0]}, {given[1]}, {comm_of[i]})."
             )
         if (tp_shard := spec.storage.tp_shard) is not None:
-            other = cut.setdefault(spec.amax_group, spec)
+            other = first_tp_shard.setdefault(spec.amax_group, spec)
             assert other.storage.tp_shard is not None
             if tp_shard.comm != other.storage.tp_shard.comm:
                 raise InputError(
-                    "weights of one amax group must be cut over one tensor-parallel group, or not "
-                    f"at all, got {other.name} ({other.storage.tp_shard.comm}) and {spec.name} "
+                    "weights of one amax group must be sharded over one tensor-parallel group, or "
+                    f"not at all, got {other.name} ({other.storage.tp_shard.comm}) and {spec.name} "
                     f"({tp_shard.comm})."
                 )

@@ -27,7 +27,7 @@ from zerocast.recipes import NOMINAL_DTYPES, Recipe, as_recipe, describe_recipe
 from zerocast.tensors.cast_steps import CastSteps
 from zerocast.tensors.quantized_tensor import QuantizedTensor
 from zerocast.tensors.storage import QuantizedStorage
-from zerocast.tensors.tp_shard import TensorParallelShard
+from zerocast.tensors.tp_shard import TensorParallelShard, check_held_shape
 from zerocast.tensors.weight_operands import tensor_operand, transposed_operand
 
 _NOMINAL_NAMES = "torch.float32, torch.bfloat16 or torch.float16"
@@ -154,14 +154,11 @@ def empty(
     if name is not None:
         check_text("name", name)
     _nominal(dtype)
-    if tp_shard is None:
-        recipe.check_shape(shape)
-    elif not isinstance(tp_shard, TensorParallelShard):
+    if not isinstance(tp_shard, TensorParallelShard | None):
         raise InputError(
             f"tp_shard must be a zerocast.TensorParallelShard or None, got {shown(tp_shard)}."
         )
-    else:
-        tp_shard.check(recipe, shape, columnwise=columnwise)
+    check_held_shape(recipe, shape, tp_shard, columnwise=columnwise)
     device = check_device("device", device)
     storage = QuantizedStorage.empty(
         shape, dtype, recipe, device, columnwise=columnwise, tp_shard=tp_shard

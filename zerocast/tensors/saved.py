@@ -19,7 +19,7 @@ from zerocast.errors import InputError, ZerocastError
 from zerocast.recipes import NOMINAL_DTYPES, RECIPES, BufferSpec, Recipe
 from zerocast.recipes.format import QParams
 from zerocast.tensors.storage import QuantizedStorage, read_rowwise_only
-from zerocast.tensors.tp_shard import TensorParallelShard
+from zerocast.tensors.tp_shard import TensorParallelShard, check_held_shape
 
 Fields = TypeVar("Fields")
 
@@ -133,10 +133,7 @@ def _check_nominal(
         raise _damaged("a shape of whole numbers", repr(shape))
     if dtype not in NOMINAL_DTYPES:
         raise _damaged(f"a nominal dtype of {', '.join(map(str, NOMINAL_DTYPES))}", repr(dtype))
-    if tp_shard is None:
-        recipe.check_shape(shape)
-    else:
-        tp_shard.check(recipe, shape, columnwise=columnwise)
+    check_held_shape(recipe, shape, tp_shard, columnwise=columnwise)
 
 
 def _check_buffers(

@@ -27,7 +27,7 @@ from zerocast.recipes import Recipe
 
 ROWS, COLUMNS = 0, 1
 LINES = ("rows", "columns")
-"""What is cut, by :attr:`TensorParallelShard.dim`."""
+"""What is sharded, by :attr:`TensorParallelShard.dim`."""
 
 
 @dataclass(frozen=True)
@@ -36,11 +36,11 @@ class TensorParallelShard:
     other ranks of ``comm`` hold.
 
     A weight is the matrix [M, K], M the product of the leading dimensions and K the last one. The
-    shards of a group are cut in the same dimension and cover the whole once; a shard may be empty.
+    shards of a group are of one dimension and cover the whole once; a shard may be empty.
 
     Attributes:
         whole: the shape of the whole weight.
-        dim: 0 where rows are cut, 1 where columns are.
+        dim: 0 where rows are sharded, 1 where columns are.
         start, size: in rows, or columns, of the matrix.
         comm: the tensor-parallel group. None in a shard that was unpickled, for a group cannot be
             saved; a cast then asks for it.
@@ -60,7 +60,7 @@ class TensorParallelShard:
         object.__setattr__(self, "whole", check_shape("whole", self.whole))
         if not isinstance(self.dim, int) or self.dim not in (ROWS, COLUMNS):
             raise InputError(
-                f"dim must be 0 (rows are cut) or 1 (columns are), of the weight as a matrix "
+                f"dim must be 0 (rows are sharded) or 1 (columns are), of the weight as a matrix "
                 f"[M, K], got {shown(self.dim)}."
             )
         for name in ("start", "size"):
@@ -72,8 +72,8 @@ class TensorParallelShard:
             )
         if self.dim == ROWS and len(self.whole) < 2:
             raise InputError(
-                f"rows are cut of a weight of two dimensions or more, got shape "
-                f"{tuple(self.whole)}, one row; cut its columns, dim=1."
+                f"rows are sharded of a weight of two dimensions or more, got shape "
+                f"{tuple(self.whole)}, one row; shard its columns, dim=1."
             )
         if not 0 <= self.start <= self.start + self.size <= self.lines:
             raise InputError(
@@ -88,8 +88,8 @@ class TensorParallelShard:
 
     @classmethod
     def chunk(cls, whole: Sequence[int], dim: int, comm: Communicator) -> TensorParallelShard:
-        """Make the shard of ``comm``'s rank where a dimension is cut as ``torch.chunk`` and
-        DTensor's ``Shard(dim)`` cut it: ceil(n / size) entries each, later ranks fewer or none.
+        """Make the shard of ``comm``'s rank where a dimension is sharded as ``torch.chunk`` and
+        DTensor's ``Shard(dim)`` shard it: ceil(n / size) entries each, later ranks fewer or none.
 
         Args:
             whole: the shape of the whole weight.
@@ -102,8 +102,8 @@ class TensorParallelShard:
         at = dim + dims if dim < 0 else dim
         if at not in (0, dims - 1):
             raise InputError(
-                f"a weight can be cut in its first or its last dimension, got dimension {dim} of "
-                f"shape {tuple(whole)}; reshape it to a matrix first."
+                f"a weight can be sharded in its first or its last dimension, got dimension {dim} "
+                f"of shape {tuple(whole)}; reshape it to a matrix first."
             )
         # The only dimension of a vector is its last one: the columns of a matrix of one row.
         columns = at == dims - 1
@@ -160,7 +160,7 @@ class TensorParallelShard:
         cannot hold the whole, or this shard begins or ends inside a block.
 
         The last shard may end wherever the whole does, and an empty one lie anywhere. Blocks that
-        reach across the whole weight (FP8 with one scale, or with one a row) are cut anywhere:
+        reach across the whole weight (FP8 with one scale, or with one a row) are sharded anywhere:
         their amaxes are shared.
         """
         recipe.check_shape(self.whole)
@@ -175,7 +175,7 @@ class TensorParallelShard:
                 raise InputError(
                     f"a shard of a weight under {type(recipe).__name__} must begin and end between "
                     f"blocks, at multiples of {block} {LINES[self.dim]}, got {self}; choose "
-                    f"another number of ranks, or leave the weight uncut or in high precision."
+                    f"another number of ranks, or leave the weight whole or in high precision."
                 )
 
     def shared(self, recipe: Recipe, *, columnwise: bool) -> list[range]:
@@ -202,7 +202,7 @@ class TensorParallelShard:
                 matter where there is an ``error``.
         """
         comm = self.require_comm()
-        line = f"{tuple(self.whole)} cut by {LINES[self.dim]}, {line}"
+        line = f"{tuple(self.whole)} sharded by {LINES[self.dim]}, {line}"
         check_same(comm, [line], "every rank must cast its shard of the same weight alike", error)
         check_tp_shards(comm, ["the weight"], [self])
 
@@ -221,6 +221,18 @@ class TensorParallelShard:
 def _cast_planes(recipe: Recipe, shape: Sequence[int], *, columnwise: bool) -> list[Plane]:
     """The planes that have amaxes of their own, in the order of the amax buffer."""
     return [plane for plane in recipe.planes(shape, columnwise=columnwise) if plane.is_cast]
+
+
+def check_held_shape(
+    recipe: Recipe, shape: Sequence[int], tp_shard: TensorParallelShard | None, *, columnwise: bool
+) -> None:
+    """Raise :class:`InputError` where ``recipe`` cannot hold a weight of ``shape``, or the weight
+    is not what ``tp_shard`` says of it.
+    """
+    if tp_shard is None:
+        recipe.check_shape(shape)
+    else:
+        tp_shard.check(recipe, shape, columnwise=columnwise)
 
 
 def check_tp_shards(

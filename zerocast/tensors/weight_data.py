@@ -58,9 +58,7 @@ class WeightData(torch.Tensor):
             MissingDataError: the weight was made with ``columnwise=False``.
             StaleCopyError: a cast has changed the codes since.
         """
-        self._require_columnwise("columnwise_data")
-        own = "columnwise_data" in self.quantized_storage.buffers
-        return self.quantized_storage.derived("columnwise_data" if own else "rowwise_data")
+        return self._columnwise("columnwise_data", shared="rowwise_data")
 
     @property
     def columnwise_scale_inv(self) -> torch.Tensor:
@@ -68,11 +66,7 @@ class WeightData(torch.Tensor):
 
         Where a recipe has one plane of scales for both, that is :attr:`rowwise_scale_inv`.
         """
-        self._require_columnwise("columnwise_scale_inv")
-        own = "columnwise_scale_inv" in self.quantized_storage.buffers
-        return self.quantized_storage.derived(
-            "columnwise_scale_inv" if own else "rowwise_scale_inv"
-        )
+        return self._columnwise("columnwise_scale_inv", shared="rowwise_scale_inv")
 
     @property
     def amax(self) -> torch.Tensor:  # type: ignore[override]
@@ -188,6 +182,12 @@ class WeightData(torch.Tensor):
                 f"only. Quantize it with rowwise=True."
             )
         return self.quantized_storage.buffers[name]
+
+    def _columnwise(self, name: str, shared: str) -> torch.Tensor:
+        """The buffer ``name``, or the one that serves both copies where there is none."""
+        self._require_columnwise(name)
+        storage = self.quantized_storage
+        return storage.derived(name if name in storage.buffers else shared)
 
     def _derive_columnwise(self) -> None:
         storage = self.quantized_storage
