@@ -301,8 +301,9 @@ def test_an_error_of_one_rank_is_raised_on_all(comm):
                 TensorParallelShard.chunk((32, 32), 0, comm),
             ),
             r"every rank must cast its shard of the same weight alike: rank 0 has "
-            r"'\(32, 32\) sharded by rows, Float8CurrentScaling\(.*\) torch.float32 with rowwise_data, .*' where rank "
-            r"1 has '\(32, 32\) sharded by rows, NVFP4BlockScaling\(.*'\.$",
+            r"'\(32, 32\) sharded by rows, Float8CurrentScaling\(.*\) torch.float32 with "
+            r"rowwise_data, .*' where rank 1 has "
+            r"'\(32, 32\) sharded by rows, NVFP4BlockScaling\(.*'\.$",
         ),
         (
             lambda comm: (CURRENT, TensorParallelShard.chunk((32, 32), comm.rank, comm)),

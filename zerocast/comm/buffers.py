@@ -17,28 +17,27 @@ import torch
 from zerocast.arguments import why_no_memory
 from zerocast.errors import InputError
 
-MAX_DTYPES = (torch.int32,)
-SUM_DTYPES = (torch.float32, torch.float64, torch.int32, torch.int64)
-SCATTER_DTYPES = (torch.float32,)
+_DTYPES = {
+    "all_reduce_max_": (torch.int32,),
+    "all_reduce_sum_": (torch.float32, torch.float64, torch.int32, torch.int64),
+    "reduce_scatter_sum": (torch.float32,),
+}
+"""What each collective can reduce."""
 
 
-def operand(what: str, buffer: torch.Tensor, dtypes: Sequence[torch.dtype]) -> torch.Tensor:
-    """``buffer`` as a 1-D tensor outside autograd, sharing its memory.
-
-    Args:
-        what: the collective, for the message.
-        dtypes: those that it can reduce.
+def reduce_operand(what: str, buffer: torch.Tensor) -> torch.Tensor:
+    """``buffer`` of the reduction ``what`` as a 1-D tensor outside autograd, sharing its memory.
 
     Raises:
-        InputError: where ``buffer`` is not contiguous, or of another dtype.
+        InputError: where ``buffer`` is not contiguous, or of a dtype that cannot be reduced.
     """
-    _check_tensor(what, buffer)
-    if buffer.dtype not in dtypes:
-        names = ", ".join(str(dtype) for dtype in dtypes)
+    flat = _flat(what, buffer)
+    if flat.dtype not in _DTYPES[what]:
+        names = ", ".join(str(dtype) for dtype in _DTYPES[what])
         raise InputError(
             f"{what} takes a tensor of {names}, got {buffer.dtype}; reduce in one of these."
         )
-    return _flat(what, buffer)
+    return flat
 
 
 def as_bytes(what: str, buffer: torch.Tensor) -> torch.Tensor:
@@ -52,13 +51,9 @@ def as_bytes(what: str, buffer: torch.Tensor) -> torch.Tensor:
     return _flat(what, buffer).view(torch.uint8)
 
 
-def _check_tensor(what: str, buffer: object) -> None:
+def _flat(what: str, buffer: torch.Tensor) -> torch.Tensor:
     if not isinstance(buffer, torch.Tensor):
         raise InputError(f"{what} takes a tensor, got {type(buffer).__name__}.")
-
-
-def _flat(what: str, buffer: torch.Tensor) -> torch.Tensor:
-    _check_tensor(what, buffer)
     problem = why_no_memory(buffer)
     if problem is not None:
         raise InputError(f"{what} takes a tensor with memory of its own, got {problem}.")
@@ -70,8 +65,11 @@ def _flat(what: str, buffer: torch.Tensor) -> torch.Tensor:
     return buffer.detach().view(-1)
 
 
-def chunk_bytes(buffer: torch.Tensor, counts: Sequence[int] | None, size: int) -> list[int]:
-    """The bytes of each rank's part of an all-gather, in rank order.
+def gather_operands(
+    buffer: torch.Tensor, counts: Sequence[int] | None, size: int
+) -> tuple[torch.Tensor, list[int]]:
+    """``buffer`` of an all-gather as bytes, and how many of them each rank's part has, in rank
+    order.
 
     Args:
         counts: the elements of each part; None means equal parts.
@@ -79,7 +77,7 @@ def chunk_bytes(buffer: torch.Tensor, counts: Sequence[int] | None, size: int) -
     Raises:
         InputError: where the parts do not fill ``buffer``, or it is not 1-D and contiguous.
     """
-    _flat("all_gather_", buffer)
+    flat = as_bytes("all_gather_", buffer)
     if buffer.dim() != 1:
         raise InputError(
             f"all_gather_ takes a 1-D tensor, got shape {tuple(buffer.shape)}; view(-1) first."
@@ -91,7 +89,7 @@ def chunk_bytes(buffer: torch.Tensor, counts: Sequence[int] | None, size: int) -
                 f"all_gather_ without counts takes a multiple of {size} elements, one equal part a "
                 f"rank, got {numel}; pad the buffer or give counts."
             )
-        return [numel // size * itemsize] * size
+        return flat, [numel // size * itemsize] * size
     try:
         counts = [operator.index(count) for count in counts]
     except TypeError as error:
@@ -104,7 +102,7 @@ def chunk_bytes(buffer: torch.Tensor, counts: Sequence[int] | None, size: int) -
             f"as the buffer holds, got {len(counts)} counts with sum {sum(counts)} and least "
             f"{min(counts, default=0)}."
         )
-    return [count * itemsize for count in counts]
+    return flat, [count * itemsize for count in counts]
 
 
 def scatter_operands(
@@ -115,8 +113,8 @@ def scatter_operands(
     Raises:
         InputError: for a wrong dtype, a tensor that is not contiguous, or lengths that do not fit.
     """
-    output = operand("reduce_scatter_sum", output, SCATTER_DTYPES)
-    buffer = operand("reduce_scatter_sum", buffer, SCATTER_DTYPES)
+    output = reduce_operand("reduce_scatter_sum", output)
+    buffer = reduce_operand("reduce_scatter_sum", buffer)
     if buffer.numel() != size * output.numel():
         raise InputError(
             f"reduce_scatter_sum takes a buffer of {size * output.numel()} elements, {size} ranks "
@@ -125,12 +123,18 @@ def scatter_operands(
     return output, buffer
 
 
-def check_root(root: int, size: int) -> None:
-    """Raise :class:`InputError` unless ``root`` is a rank of the group."""
+def broadcast_operand(buffer: torch.Tensor, root: int, size: int) -> torch.Tensor:
+    """``buffer`` of a broadcast as bytes.
+
+    Raises:
+        InputError: where it is not contiguous, or ``root`` is no rank of the group.
+    """
+    flat = as_bytes("broadcast_", buffer)
     if not isinstance(root, int) or not 0 <= root < size:
         raise InputError(
             f"broadcast_ takes a root from 0 to {size - 1}, a rank of this group, got {root!r}."
         )
+    return flat
 
 
 @contextmanager

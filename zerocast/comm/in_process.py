@@ -23,16 +23,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from zerocast.comm.buffers import (
-    MAX_DTYPES,
-    SUM_DTYPES,
-    as_bytes,
-    check_root,
-    chunk_bytes,
-    operand,
-    pickled,
-    scatter_operands,
-)
+from zerocast.comm import buffers
 from zerocast.comm.communicator import Communicator
 from zerocast.comm.rendezvous import ThreadGroup, ThreadWorld
 from zerocast.errors import InputError, RankMismatchError
@@ -92,16 +83,15 @@ class InProcessCommunicator(Communicator):
         return False  # the ranks are threads that wait for each other
 
     def all_reduce_max_(self, buffer: torch.Tensor) -> None:
-        flat = operand("all_reduce_max_", buffer, MAX_DTYPES)
+        flat = buffers.reduce_operand("all_reduce_max_", buffer)
         flat.copy_(self._reduce(_signature("all_reduce_max_", buffer), flat, torch.maximum))
 
     def all_reduce_sum_(self, buffer: torch.Tensor) -> None:
-        flat = operand("all_reduce_sum_", buffer, SUM_DTYPES)
+        flat = buffers.reduce_operand("all_reduce_sum_", buffer)
         flat.copy_(self._reduce(_signature("all_reduce_sum_", buffer), flat, torch.add))
 
     def all_gather_(self, buffer: torch.Tensor, counts: Sequence[int] | None = None) -> None:
-        flat = as_bytes("all_gather_", buffer)
-        chunks = chunk_bytes(buffer, counts, self.size)
+        flat, chunks = buffers.gather_operands(buffer, counts, self.size)
         start = sum(chunks[: self.rank])
         mine = slice(start, start + chunks[self.rank])
         detail = None if counts is None else tuple(counts)
@@ -112,13 +102,12 @@ class InProcessCommunicator(Communicator):
         flat.copy_(self._exchange(_signature("all_gather_", buffer, detail), flat, fill))
 
     def reduce_scatter_sum(self, output: torch.Tensor, buffer: torch.Tensor) -> None:
-        output, flat = scatter_operands(output, buffer, self.size)
+        output, flat = buffers.scatter_operands(output, buffer, self.size)
         total = self._reduce(_signature("reduce_scatter_sum", buffer), flat, torch.add)
         output.copy_(total.view(self.size, -1)[self.rank])
 
     def broadcast_(self, buffer: torch.Tensor, root: int = 0) -> None:
-        flat = as_bytes("broadcast_", buffer)
-        check_root(root, self.size)
+        flat = buffers.broadcast_operand(buffer, root, self.size)
 
         def fill(result: torch.Tensor, tensors: list[torch.Tensor]) -> None:
             if self.rank == root:
@@ -128,7 +117,7 @@ class InProcessCommunicator(Communicator):
 
     def all_gather_object(self, obj: Any) -> list[Any]:
         # One copy by pickle, as on every other transport: peers never share the caller's object.
-        copy = pickle.loads(pickled(obj))
+        copy = pickle.loads(buffers.pickled(obj))
         return list(self._rendezvous(_Call(("all_gather_object",), copy), list))
 
     def barrier(self) -> None:

@@ -17,17 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from zerocast.comm.buffers import (
-    MAX_DTYPES,
-    SUM_DTYPES,
-    as_bytes,
-    check_root,
-    chunk_bytes,
-    on_device,
-    operand,
-    pickled,
-    scatter_operands,
-)
+from zerocast.comm import buffers
 from zerocast.comm.communicator import Communicator
 from zerocast.errors import BackendError, InputError
 
@@ -109,14 +99,13 @@ class MpiCommunicator(Communicator):
         return False  # MPI is called by the host, at once
 
     def all_reduce_max_(self, buffer: torch.Tensor) -> None:
-        self._all_reduce(operand("all_reduce_max_", buffer, MAX_DTYPES), self._mpi.MAX)
+        self._all_reduce(buffers.reduce_operand("all_reduce_max_", buffer), self._mpi.MAX)
 
     def all_reduce_sum_(self, buffer: torch.Tensor) -> None:
-        self._all_reduce(operand("all_reduce_sum_", buffer, SUM_DTYPES), self._mpi.SUM)
+        self._all_reduce(buffers.reduce_operand("all_reduce_sum_", buffer), self._mpi.SUM)
 
     def all_gather_(self, buffer: torch.Tensor, counts: Sequence[int] | None = None) -> None:
-        flat = as_bytes("all_gather_", buffer)
-        chunks = chunk_bytes(buffer, counts, self.size)
+        flat, chunks = buffers.gather_operands(buffer, counts, self.size)
         with self._in_reach(flat) as host:
             if host.numel() <= self._chunk:
                 memory, _, kind = self._memory(host)
@@ -130,8 +119,7 @@ class MpiCommunicator(Communicator):
     def start_all_gather_(
         self, buffer: torch.Tensor, counts: Sequence[int] | None = None
     ) -> Callable[[], None]:
-        flat = as_bytes("all_gather_", buffer)
-        chunks = chunk_bytes(buffer, counts, self.size)
+        flat, chunks = buffers.gather_operands(buffer, counts, self.size)
         if self.stages(flat.device) or flat.numel() > self._chunk:
             return super().start_all_gather_(buffer, counts)
         memory, _, kind = self._memory(_settled(flat))
@@ -143,7 +131,7 @@ class MpiCommunicator(Communicator):
         return wait
 
     def reduce_scatter_sum(self, output: torch.Tensor, buffer: torch.Tensor) -> None:
-        output, flat = scatter_operands(output, buffer, self.size)
+        output, flat = buffers.scatter_operands(output, buffer, self.size)
         host = flat.to(_HOST) if self.stages(flat.device) else _settled(flat)
         if host.numel() <= self._chunk:
             output.copy_(self._reduce_scatter(host))
@@ -155,13 +143,12 @@ class MpiCommunicator(Communicator):
             chunk.copy_(self._reduce_scatter(column.contiguous().view(-1)))
 
     def broadcast_(self, buffer: torch.Tensor, root: int = 0) -> None:
-        flat = as_bytes("broadcast_", buffer)
-        check_root(root, self.size)
+        flat = buffers.broadcast_operand(buffer, root, self.size)
         with self._in_reach(flat) as host:
             self._broadcast(host, root)
 
     def all_gather_object(self, obj: Any) -> list[Any]:
-        return [pickle.loads(each) for each in self._comm.allgather(pickled(obj))]
+        return [pickle.loads(each) for each in self._comm.allgather(buffers.pickled(obj))]
 
     def barrier(self) -> None:
         self._comm.Barrier()
@@ -178,8 +165,8 @@ class MpiCommunicator(Communicator):
     def _in_reach(self, tensor: torch.Tensor) -> Any:
         """``tensor`` where MPI can reach it."""
         if self.stages(tensor.device):
-            return on_device(tensor, _HOST)
-        return on_device(_settled(tensor), None)
+            return buffers.on_device(tensor, _HOST)
+        return buffers.on_device(_settled(tensor), None)
 
     def _memory(self, tensor: torch.Tensor) -> list[Any]:
         """A contiguous tensor as mpi4py takes memory: address, count, datatype."""

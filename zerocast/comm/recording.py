@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from zerocast.comm.buffers import as_bytes, chunk_bytes, pickled
+from zerocast.comm import buffers
 from zerocast.comm.communicator import Communicator
 from zerocast.errors import InputError
 
@@ -106,17 +106,13 @@ class RecordingCommunicator(Communicator):
             self.comm.all_reduce_sum_(buffer)
 
     def all_gather_(self, buffer: torch.Tensor, counts: Sequence[int] | None = None) -> None:
-        chunks = chunk_bytes(buffer, counts, self.size)
-        sent = buffer.nbytes - chunks[(self.rank + 1) % self.size]
-        with self._count("all_gather", buffer.nbytes, sent):
+        with self._all_gather(buffer, counts):
             self.comm.all_gather_(buffer, counts)
 
     def start_all_gather_(
         self, buffer: torch.Tensor, counts: Sequence[int] | None = None
     ) -> Callable[[], None]:
-        chunks = chunk_bytes(buffer, counts, self.size)
-        sent = buffer.nbytes - chunks[(self.rank + 1) % self.size]
-        with self._count("all_gather", buffer.nbytes, sent):
+        with self._all_gather(buffer, counts):
             wait = self.comm.start_all_gather_(buffer, counts)
         counted = self.traffic[self._label, "all_gather"]
 
@@ -128,18 +124,18 @@ class RecordingCommunicator(Communicator):
         return timed_wait
 
     def reduce_scatter_sum(self, output: torch.Tensor, buffer: torch.Tensor) -> None:
-        payload = as_bytes("reduce_scatter_sum", buffer).nbytes
+        payload = buffers.as_bytes("reduce_scatter_sum", buffer).nbytes
         with self._count("reduce_scatter", payload, (self.size - 1) * payload // self.size):
             self.comm.reduce_scatter_sum(output, buffer)
 
     def broadcast_(self, buffer: torch.Tensor, root: int = 0) -> None:
         is_last = (self.rank + 1) % self.size == root
-        payload = as_bytes("broadcast_", buffer).nbytes
+        payload = buffers.as_bytes("broadcast_", buffer).nbytes
         with self._count("broadcast", payload, 0 if is_last else payload):
             self.comm.broadcast_(buffer, root)
 
     def all_gather_object(self, obj: Any) -> list[Any]:
-        payload = len(pickled(obj))
+        payload = len(buffers.pickled(obj))
         with self._count("all_gather_object", payload, (self.size - 1) * payload):
             return self.comm.all_gather_object(obj)
 
@@ -157,8 +153,14 @@ class RecordingCommunicator(Communicator):
         return f"RecordingCommunicator({self.comm!r})"
 
     def _all_reduce(self, what: str, buffer: torch.Tensor) -> Any:
-        payload = as_bytes(what, buffer).nbytes
+        payload = buffers.as_bytes(what, buffer).nbytes
         return self._count("all_reduce", payload, 2 * (self.size - 1) * payload // self.size)
+
+    def _all_gather(self, buffer: torch.Tensor, counts: Sequence[int] | None) -> Any:
+        flat, chunks = buffers.gather_operands(buffer, counts, self.size)
+        return self._count(
+            "all_gather", flat.nbytes, flat.nbytes - chunks[(self.rank + 1) % self.size]
+        )
 
     @contextmanager
     def _count(self, kind: str, payload_bytes: int, sent_bytes: int) -> Iterator[None]:

@@ -74,11 +74,6 @@ class ThreadWorld:
                 self.released.add(rank)
             raise kind(message)
 
-    @property
-    def is_broken(self) -> bool:
-        """Whether no further rendezvous will take place."""
-        return self._broken is not None
-
     def _break(self, kind: type[ZerocastError], message: str) -> None:
         self._broken = self._broken or (kind, message)
         self.condition.notify_all()
@@ -134,8 +129,7 @@ class ThreadGroup:
             world.waiting[rank] = what
             world.look_for_deadlock()
             while self._held == awaited:
-                if world.is_broken:
-                    world.check(rank)
+                world.check(rank)
                 world.condition.wait()
             # Not yet replaced: the next rendezvous needs this rank too.
             return self._outcome

@@ -8,16 +8,7 @@ from typing import Any
 
 import torch
 
-from zerocast.comm.buffers import (
-    MAX_DTYPES,
-    SUM_DTYPES,
-    as_bytes,
-    check_root,
-    chunk_bytes,
-    operand,
-    pickled,
-    scatter_operands,
-)
+from zerocast.comm import buffers
 from zerocast.comm.communicator import Communicator
 
 
@@ -28,25 +19,23 @@ class SingleRank(Communicator):
     size = 1
 
     def all_reduce_max_(self, buffer: torch.Tensor) -> None:
-        operand("all_reduce_max_", buffer, MAX_DTYPES)
+        buffers.reduce_operand("all_reduce_max_", buffer)
 
     def all_reduce_sum_(self, buffer: torch.Tensor) -> None:
-        operand("all_reduce_sum_", buffer, SUM_DTYPES)
+        buffers.reduce_operand("all_reduce_sum_", buffer)
 
     def all_gather_(self, buffer: torch.Tensor, counts: Sequence[int] | None = None) -> None:
-        as_bytes("all_gather_", buffer)
-        chunk_bytes(buffer, counts, self.size)
+        buffers.gather_operands(buffer, counts, self.size)
 
     def reduce_scatter_sum(self, output: torch.Tensor, buffer: torch.Tensor) -> None:
-        output, buffer = scatter_operands(output, buffer, self.size)
+        output, buffer = buffers.scatter_operands(output, buffer, self.size)
         output.copy_(buffer)
 
     def broadcast_(self, buffer: torch.Tensor, root: int = 0) -> None:
-        as_bytes("broadcast_", buffer)
-        check_root(root, self.size)
+        buffers.broadcast_operand(buffer, root, self.size)
 
     def all_gather_object(self, obj: Any) -> list[Any]:
-        return [pickle.loads(pickled(obj))]
+        return [pickle.loads(buffers.pickled(obj))]
 
     def barrier(self) -> None:
         """Nobody to wait for."""

@@ -15,17 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from zerocast.comm.buffers import (
-    MAX_DTYPES,
-    SUM_DTYPES,
-    as_bytes,
-    check_root,
-    chunk_bytes,
-    on_device,
-    operand,
-    pickled,
-    scatter_operands,
-)
+from zerocast.comm import buffers
 from zerocast.comm.communicator import Communicator
 from zerocast.errors import InputError
 
@@ -62,16 +52,15 @@ class TorchDistributedCommunicator(Communicator):
         return device.type not in self._devices
 
     def all_reduce_max_(self, buffer: torch.Tensor) -> None:
-        flat = operand("all_reduce_max_", buffer, MAX_DTYPES)
+        flat = buffers.reduce_operand("all_reduce_max_", buffer)
         self._all_reduce(flat, dist.ReduceOp.MAX)
 
     def all_reduce_sum_(self, buffer: torch.Tensor) -> None:
-        flat = operand("all_reduce_sum_", buffer, SUM_DTYPES)
+        flat = buffers.reduce_operand("all_reduce_sum_", buffer)
         self._all_reduce(flat, dist.ReduceOp.SUM)
 
     def all_gather_(self, buffer: torch.Tensor, counts: Sequence[int] | None = None) -> None:
-        flat = as_bytes("all_gather_", buffer)
-        chunks = chunk_bytes(buffer, counts, self.size)
+        flat, chunks = buffers.gather_operands(buffer, counts, self.size)
         if not flat.numel():
             return
         with self._served(flat) as served:
@@ -80,8 +69,7 @@ class TorchDistributedCommunicator(Communicator):
     def start_all_gather_(
         self, buffer: torch.Tensor, counts: Sequence[int] | None = None
     ) -> Callable[[], None]:
-        flat = as_bytes("all_gather_", buffer)
-        chunks = chunk_bytes(buffer, counts, self.size)
+        flat, chunks = buffers.gather_operands(buffer, counts, self.size)
         if not flat.numel() or self.stages(flat.device):
             return super().start_all_gather_(buffer, counts)
         return self._start_all_gather(flat, chunks)
@@ -105,22 +93,21 @@ class TorchDistributedCommunicator(Communicator):
         return wait
 
     def reduce_scatter_sum(self, output: torch.Tensor, buffer: torch.Tensor) -> None:
-        output, flat = scatter_operands(output, buffer, self.size)
+        output, flat = buffers.scatter_operands(output, buffer, self.size)
         if not flat.numel():
             return
         with self._served(output) as result:
             _reduce_scatter(result, flat.to(result.device), group=self._group)
 
     def broadcast_(self, buffer: torch.Tensor, root: int = 0) -> None:
-        flat = as_bytes("broadcast_", buffer)
-        check_root(root, self.size)
+        flat = buffers.broadcast_operand(buffer, root, self.size)
         if flat.numel():
             with self._served(flat) as served:
                 dist.broadcast(served, self._global(root), group=self._group)
 
     def all_gather_object(self, obj: Any) -> list[Any]:
         objects: list[Any] = [None] * self.size
-        dist.all_gather_object(objects, pickled(obj), group=self._group)
+        dist.all_gather_object(objects, buffers.pickled(obj), group=self._group)
         return [pickle.loads(each) for each in objects]
 
     def barrier(self) -> None:
@@ -154,7 +141,7 @@ class TorchDistributedCommunicator(Communicator):
 
     def _served(self, tensor: torch.Tensor) -> Any:
         device = torch.device(self._devices[0]) if self.stages(tensor.device) else None
-        return on_device(tensor, device)
+        return buffers.on_device(tensor, device)
 
     def _global(self, rank: int) -> int:
         return dist.get_global_rank(self._group, rank)
