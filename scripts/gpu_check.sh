@@ -20,7 +20,7 @@ export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 mkdir -p "$RESULTS"
 LOGS=$(mktemp -d)
 trap 'rm -rf "$LOGS"' EXIT
-DEVICE_TESTS=(-m cuda tests/kernels tests/backends/test_fused_device.py tests/nn/test_cuda_layers.py)
+DEVICE_TESTS=(-m cuda tests/kernels tests/nn/test_cuda_layers.py)
 DEADLINE=590  # seconds for all stages together
 RESERVED=200  # of these, for the benchmark
 FAILED=0

@@ -1,5 +1,5 @@
-"""What the tests of the kernels run: a few weights through every operation, with all that is
-written.
+"""What the tests of the kernels run: a few weights through every operation, and layers' tensors
+through a fused one, with all that is written.
 
 A rank owns a part of each weight, which starts and ends inside of a tile. Its master lies among
 elements that are not the rank's, or *alone*, with nothing around it.
@@ -10,6 +10,8 @@ from functools import partial
 
 import torch
 
+import zerocast
+from tests.support.fused_ops import RECIPES, parameters, quantizer_of
 from tests.support.operations import (
     Scheme,
     Weight,
@@ -22,10 +24,12 @@ from tests.support.operations import (
 from tests.support.values import draw_values
 from zerocast.formats import E4M3, E5M2
 from zerocast.layout import BlockGrid, Extent, ScaleLayout, Source
+from zerocast.nn.fused import apply_fused
 from zerocast.numerics import (
     Backend,
     Float8DelayedNumerics,
     Float8Numerics,
+    FusedOp,
     MXFP8Numerics,
     NVFP4Numerics,
 )
@@ -92,6 +96,37 @@ def chosen(error: str, rows: int, cols: int, cuts: list[int], master: torch.Tens
     return partial(run_operations, scheme=scheme, masters=[master], extents=extents)
 
 
+def fused(op: FusedOp, kind: str) -> Subject:
+    """The result of an operation under every recipe, in more than one tile of a thread block."""
+
+    def run(backend: Backend, alone: bool = False) -> Written:
+        written: Written = {}
+        for name, recipe in RECIPES.items():
+            any_cols = name in ("delayed", "current", "rowwise", "blocks 1x128", "blocks 128x128")
+            rows, cols = (133, 163) if any_cols else (136, 160)
+            if alone:  # small, for the sanitizer is slow
+                cols = 35 if any_cols else 32
+            x = draw_values(kind, rows * cols, 1).view(rows, cols)
+            x = x.clone() if alone else x
+            quantizer = quantizer_of(recipe)
+            with zerocast.use_backend(backend):
+                made = apply_fused(
+                    op, x, quantizer, output=True, statistics=True,
+                    **parameters(op.function, cols, 2),
+                )  # fmt: skip
+            assert made.quantized is not None
+            slot = quantizer.slot
+            found = {
+                **made.quantized.quantized_storage.buffers,
+                "output": made.output, "mean": made.mean, "rstd": made.rstd,
+                "recorded amax": None if slot is None else slot._state.amaxes.clone(),
+            }  # fmt: skip
+            written |= {f"{name} {key}": t for key, t in found.items() if t is not None}
+        return written
+
+    return run
+
+
 DRAWN = NVFP4Numerics(stochastic_rounding=True, seed=9)
 
 # Those of "nvfp4" and "mxfp8" start one element into a whole tile, and end one element before the
@@ -116,4 +151,6 @@ SUBJECTS: dict[str, Subject] = {
     ),
     "4-over-6, whole": chosen("mae", 16, 8192, [], near_ties(16, 8192)),
     "4-over-6, cut": chosen("mae", 16, 8192, [17], near_ties(16, 8192)),
+    "silu": fused(FusedOp("silu"), "wide"),
+    "layernorm": fused(FusedOp("layernorm"), "normal"),
 }

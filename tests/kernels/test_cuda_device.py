@@ -11,14 +11,17 @@ import pytest
 import torch
 
 import zerocast
+from tests.support import fused_ops
 from tests.support.recipes import RECIPES, VARIANTS, each
 from tests.support.same_bytes import assert_same_bytes, assert_same_storage
 from tests.support.values import KINDS, draw_values
 from zerocast.backends import backend_for
+from zerocast.backends.cpu import CpuBackend
 from zerocast.backends.cuda import CudaBackend
 from zerocast.errors import BackendError
 from zerocast.layout import Extent, Source
-from zerocast.numerics import Masters
+from zerocast.nn.fused import apply_fused
+from zerocast.numerics import FusedOp, Masters
 from zerocast.recipes import Recipe, Role
 from zerocast.tensors import QuantizedStorage
 from zerocast.tensors.weight_operands import tensor_operand
@@ -359,6 +362,39 @@ def test_more_than_2_to_31_elements(recipe: Recipe) -> None:
         codes, tail = storage.buffers[name].view(-1), few.buffers[name].view(-1)
         assert_same_bytes(codes[-len(tail) :], tail, name)
         assert not codes[: len(codes) - len(tail)].any()
+
+
+# --- fused operations ---
+
+
+@pytest.mark.parametrize("shape", [(1, 32), (130, 288), (257, 4096), (1000, 544)], ids=str)
+@pytest.mark.parametrize("name", fused_ops.RECIPES)
+@pytest.mark.parametrize("function", fused_ops.FUNCTIONS)
+def test_codes_of_fused_ops(function: str, name: str, shape: tuple[int, int]) -> None:
+    """Both copies, and each alone, are what the reference makes of the rounded result."""
+    x = fused_ops.source(function, shape, "normal", 2).bfloat16().cuda()
+    for usage in fused_ops.USAGES:
+        quantizer = fused_ops.quantizer_of(fused_ops.RECIPES[name], usage, "cuda")
+        what = f"{function}, {name}, {shape}, {usage}"
+        fused_ops.assert_fused(backend_for(x.device), function, quantizer, x, what)
+
+
+@pytest.mark.parametrize("function", fused_ops.FUNCTIONS)
+def test_bits_of_fused_ops(function: str) -> None:
+    """Every BF16 input, and rows of normal values: the bits of the native loops."""
+    inputs = [fused_ops.source(function, shape, "normal", 1) for shape in ((77, 4098), (5, 10))]
+    if function not in fused_ops.NORMS:
+        inputs.append(fused_ops.every_bfloat16())
+    for x in inputs:
+        given = fused_ops.parameters(function, x.shape[1] // (2 if function == "swiglu" else 1), 1)
+        made = apply_fused(
+            FusedOp(function), x.cuda(), **{name: t.cuda() for name, t in given.items()}
+        )
+        with zerocast.use_backend(CpuBackend()):
+            expected = apply_fused(FusedOp(function), x, **given)
+        assert made.output is not None
+        assert expected.output is not None
+        assert_same_bytes(made.output, expected.output, f"{function} of {tuple(x.shape)}")
 
 
 RANK = """

@@ -12,55 +12,23 @@ from tests.support.fused_ops import (
     NORMS,
     RECIPES,
     USAGES,
-    parameters,
+    assert_fused,
     quantizer_of,
+    source,
 )
 from tests.support.operations import plane
-from tests.support.same_bytes import assert_same_bytes, assert_same_storage
-from tests.support.values import draw_values
+from tests.support.same_bytes import assert_same_storage
 from zerocast.backends.cuda import CudaBackend
 from zerocast.errors import BackendError
 from zerocast.formats import E4M3
 from zerocast.layout import BlockGrid
 from zerocast.nn.fused import apply_fused
-from zerocast.nn.quantizer import Quantizer
 from zerocast.numerics import Float8Numerics, FusedOp, FusedOperand, MXFP8Numerics
 
 pytestmark = needs_emulation
 
 EMULATORS = {order: Emulator(order, max_grid=3) for order in ORDERS}
 BACKENDS = {order: CudaBackend(emulator) for order, emulator in EMULATORS.items()}
-
-
-def source(function: str, shape: tuple[int, int], kind: str, seed: int) -> torch.Tensor:
-    """FP32 [M, S] that a function of ``shape`` takes."""
-    rows, cols = shape
-    cols *= 2 if function == "swiglu" else 1
-    return draw_values(kind, rows * cols, seed).view(rows, cols)
-
-
-def assert_fused(
-    backend: CudaBackend, function: str, quantizer: Quantizer, x: torch.Tensor, what: str
-) -> None:
-    """One call gives the rounded result, and of it the codes that the reference gives."""
-    cols = x.shape[1] // (2 if function == "swiglu" else 1)
-    given = parameters(function, cols, 9)
-    recorded = None if quantizer.slot is None else quantizer.slot._state.amaxes  # type: ignore[attr-defined]
-    with zerocast.use_backend(backend):
-        made = apply_fused(FusedOp(function), x, quantizer, output=True, **given)
-    assert made.quantized is not None
-    assert made.output is not None
-    amax = None if recorded is None else recorded.clone()
-    with zerocast.use_backend("reference"):
-        expected = quantizer.quantize(made.output)
-    assert_same_storage(made.quantized, expected, what)
-    if amax is not None:
-        assert_same_bytes(amax, recorded, f"recorded amax of {what}")
-    with zerocast.use_backend(backend):  # the same codes where the result is not wanted
-        alone = apply_fused(FusedOp(function), x, quantizer, **given)
-    assert alone.output is None
-    assert alone.quantized is not None
-    assert_same_storage(alone.quantized, expected, f"{what}, no output")
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -15,9 +15,9 @@ from tests.cuda_emulation.emulator import (
 from tests.kernels.subjects import SUBJECTS
 from tests.support.child_process import in_child
 from tests.support.operations import Written
+from zerocast.backends.cpu import CpuBackend
 from zerocast.backends.cuda import CudaBackend
 from zerocast.backends.cuda.sources import cuda_sources
-from zerocast.backends.reference import ReferenceBackend
 
 pytestmark = needs_emulation
 
@@ -33,11 +33,16 @@ SOURCES = {
     "partial_cast": (*PLANES, "delayed", *ROW_BLOCKS),
     "transpose": PLANES,
     "dequantize": (*PLANES, *ROW_BLOCKS),
+    "fused_op": ("silu", "layernorm"),
 }
+# The files of the fused kernel.
+KERNEL, TILE, PLANE = "cuda/fused_op.cu", "cuda/fused_tile.h", "cuda/fused_plane.h"
+FORMULAS = "arithmetic/fused_op.h"
+BARRIER_FILES = {source: f"cuda/{source}.cu" for source in SOURCES} | {"fused_op": PLANE}
 
 
 def is_caught(mistake: Mistake, subjects: tuple[str, ...] | None = None) -> bool:
-    """Whether any order of threads shows other bytes than the reference's, or a fault."""
+    """Whether any order of threads shows other bytes than the CPU's, or a fault."""
     return in_child(shows, mistake, subjects or SOURCES[mistake.source]) is not False
 
 
@@ -48,7 +53,7 @@ def shows(mistake: Mistake, subjects: tuple[str, ...]) -> bool:
         backend = CudaBackend(Emulator(order, max_grid=2, mistake=mistake))
         for subject in subjects:
             if subject not in expected:
-                expected[subject] = SUBJECTS[subject](ReferenceBackend())
+                expected[subject] = SUBJECTS[subject](CpuBackend(threads=1))
             try:
                 actual = SUBJECTS[subject](backend)
             except KernelFault:
@@ -67,24 +72,30 @@ def test_without_a_mistake_nothing_is_seen(source: str) -> None:
 
 def barriers() -> list[tuple[str, int]]:
     """Every barrier of the kernels: its source, and its place among that one's."""
-    root = cuda_sources() / "cuda"
     return [
         (source, nth)
-        for source in SOURCES
-        for nth in range((root / f"{source}.cu").read_text().count(BARRIER))
+        for source, file in BARRIER_FILES.items()
+        for nth in range((cuda_sources() / file).read_text().count(BARRIER))
     ]
 
 
 @pytest.mark.parametrize(("source", "nth"), barriers())
 def test_a_missing_barrier(source: str, nth: int) -> None:
     """Each barrier of each kernel is needed, and its absence shows in some order of threads."""
-    assert is_caught(Mistake(source, f"cuda/{source}.cu", BARRIER, "", nth))
+    assert is_caught(Mistake(source, BARRIER_FILES[source], BARRIER, "", nth))
+
+
+def test_a_missing_barrier_of_a_warp() -> None:
+    """So does that of the barrier between the statistics of a warp's rows and their use."""
+    mistake = Mistake("fused_op", KERNEL, "__syncwarp();", "", 1)
+    assert is_caught(mistake, ("layernorm",))
 
 
 def test_every_barrier_is_tried() -> None:
-    """No kernel outside of SOURCES has a barrier."""
-    files = (cuda_sources() / "cuda").glob("*.cu")
-    assert {f.stem for f in files if BARRIER in f.read_text()} <= set(SOURCES)
+    """No file outside of BARRIER_FILES has a barrier."""
+    files = (cuda_sources() / "cuda").iterdir()
+    found = {f"cuda/{f.name}" for f in files if BARRIER in f.read_text()}
+    assert found <= set(BARRIER_FILES.values())
 
 
 @pytest.mark.parametrize("subjects", [PLANES, ROW_BLOCKS], ids=["blocks", "blocks of rows"])
@@ -144,6 +155,30 @@ def test_one_too_many_or_too_few(source: str, right: str, wrong: str) -> None:
 def test_another_order_of_sums(source: str, right: str, wrong: str) -> None:
     """Rows of a block that are added in another order, or left out, and another tie show."""
     assert is_caught(Mistake(source, "cuda/four_over_six.h", right, wrong))
+
+
+@pytest.mark.parametrize(
+    ("subject", "file", "right", "wrong"),
+    [
+        ("silu", TILE, "count >= 4 ? 4", "count >= 3 ? 4"),
+        (
+            "silu",
+            "cuda/fused_plane.h",
+            "tile_.has_row(i) ? existing",
+            "tile_.row(i) <= 0 ? existing",
+        ),
+        ("silu", PLANE, "largest >= INFINITY_BITS", "largest > 0"),
+        ("silu", PLANE, "r < scales.rows", "r + 1 < scales.rows"),
+        ("silu", PLANE, "log2_w == 0 ? j : 0", "log2_w == 0 ? 0 : 0"),
+        ("silu", FORMULAS, "x * e.mantissa, x)", "x, x)"),
+        ("layernorm", FORMULAS, "+ eps * power * power", "+ eps * 2.0f"),
+        ("layernorm", KERNEL, "if (j < left) part", "part"),
+        ("layernorm", KERNEL, "part[1].add(part[3]", "part[1].add(part[2]"),
+    ],
+)
+def test_a_wrong_line_of_a_fused_op(subject: str, file: str, right: str, wrong: str) -> None:
+    """Wrong edges, indices and arithmetic show as other bytes."""
+    assert is_caught(Mistake("fused_op", file, right, wrong), (subject,))
 
 
 def fault(right: str, wrong: str) -> str:

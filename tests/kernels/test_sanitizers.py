@@ -98,9 +98,19 @@ def test_kernels_stay_inside_of_their_tensors() -> None:
     assert done.stdout == "clean\n"
 
 
-def test_a_read_past_the_end_is_seen() -> None:
-    """A master read one element past the shard's end is found by the sanitizer itself."""
-    done = under_the_sanitizer("partial_cast", "cuda/tiles.h", "element < end", "element <= end")
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        ("partial_cast", "cuda/tiles.h", "element < end", "element <= end"),
+        ("fused_op", "cuda/fused_plane.h", "if (!tile_.has_row(i)) continue;", ""),
+    ],
+    ids=lambda mistake: mistake[0],
+)
+def test_an_access_past_the_end_is_seen(mistake: tuple[str, ...]) -> None:
+    """A master read one element past the shard's end, and rows of codes written past the last one,
+    are found by the sanitizer itself.
+    """
+    done = under_the_sanitizer(*mistake)
     assert done.returncode != 0
     assert "AddressSanitizer: heap-buffer-overflow" in done.stderr, done.stderr[-3000:]
 

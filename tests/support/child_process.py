@@ -10,7 +10,7 @@ P, R = ParamSpec("P"), TypeVar("R")
 
 # Each child is a fork of a process that has imported what most of them need, and done nothing else.
 _forks = multiprocessing.get_context("forkserver")
-_forks.set_forkserver_preload(["tests.kernels.subjects", "tests.support.fused_ops"])
+_forks.set_forkserver_preload(["tests.kernels.subjects"])
 
 
 def in_child(function: Callable[P, R], *args: P.args, **options: P.kwargs) -> R | None:

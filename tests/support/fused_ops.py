@@ -4,10 +4,14 @@ from collections.abc import Iterator
 
 import torch
 
+import zerocast
 from tests.support import recipes
+from tests.support.same_bytes import assert_same_bytes, assert_same_storage
+from tests.support.values import draw_values
+from zerocast.nn.fused import apply_fused
 from zerocast.nn.quantizer import Quantizer
 from zerocast.nn.recipe_state import RecipeState
-from zerocast.numerics import FusedOp, FusedOperand
+from zerocast.numerics import Backend, FusedOp, FusedOperand
 from zerocast.recipes import Float8CurrentScaling, Recipe
 
 ELEMENT_WISE = ("identity", "relu", "gelu", "gelu_tanh", "silu")
@@ -54,6 +58,37 @@ def parameters(function: str, cols: int, seed: int) -> dict[str, torch.Tensor]:
     if function == "layernorm":
         given["bias"] = torch.randn(cols, generator=g)
     return given
+
+
+def source(function: str, shape: tuple[int, int], kind: str, seed: int) -> torch.Tensor:
+    """FP32 [M, S] that a function of ``shape`` takes."""
+    rows, cols = shape
+    cols *= 2 if function == "swiglu" else 1
+    return draw_values(kind, rows * cols, seed).view(rows, cols)
+
+
+def assert_fused(
+    backend: Backend, function: str, quantizer: Quantizer, x: torch.Tensor, what: str
+) -> None:
+    """One call gives the rounded result, and of it the codes that the reference gives."""
+    cols = x.shape[1] // (2 if function == "swiglu" else 1)
+    given = {key: t.to(x.device) for key, t in parameters(function, cols, 9).items()}
+    recorded = None if quantizer.slot is None else quantizer.slot._state.amaxes  # type: ignore[attr-defined]
+    with zerocast.use_backend(backend):
+        made = apply_fused(FusedOp(function), x, quantizer, output=True, **given)
+    assert made.quantized is not None
+    assert made.output is not None
+    amax = None if recorded is None else recorded.clone()
+    with zerocast.use_backend("reference"):
+        expected = quantizer.quantize(made.output)
+    assert_same_storage(made.quantized, expected, what)
+    if amax is not None:
+        assert_same_bytes(amax, recorded, f"recorded amax of {what}")
+    with zerocast.use_backend(backend):  # the same codes where the result is not wanted
+        alone = apply_fused(FusedOp(function), x, quantizer, **given)
+    assert alone.output is None
+    assert alone.quantized is not None
+    assert_same_storage(alone.quantized, expected, f"{what}, no output")
 
 
 def every_bfloat16() -> torch.Tensor:
