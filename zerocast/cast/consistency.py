@@ -116,7 +116,7 @@ def exchange_extents(
     specs: Sequence[ShardSpec],
     options: str,
     error: ZerocastError | None,
-) -> tuple[dict[Communicator, torch.Tensor], dict[Communicator, torch.Tensor]]:
+) -> tuple[dict[Communicator, torch.Tensor], list[int]]:
     """Compare what all ranks of all groups were given; return who owns what. Collective: for a plan
     of one group two exchanges, of a digest and of the extents.
 
@@ -129,7 +129,9 @@ def exchange_extents(
 
     Returns:
         By group int64 [size, members, 2] on the CPU: start and end of each rank's shard of each
-        weight. By tensor-parallel group the same of each rank's shard, in rows or columns.
+        weight. And the fingerprints of all groups, then of all tensor-parallel groups: numbers from
+        1 to 2**31 - 2 of what was compared and exchanged; ranks whose numbers differ do not make
+        the same plan.
 
     Raises:
         ZerocastError: on every rank of every group, where one has an ``error``.
@@ -137,18 +139,19 @@ def exchange_extents(
     """
     comms = [*members, *tp_shards]
     if len(comms) == 1:
-        return {comms[0]: _exchange(comms[0], specs, options, error)}, {}
+        extents, number = _exchange(comms[0], specs, options, error)
+        return {comms[0]: extents}, [number]
     raise_in_all(comms, error)
-    by_group: tuple[dict[Communicator, torch.Tensor], dict[Communicator, torch.Tensor]] = ({}, {})
-    steps = ((members, _exchange), (tp_shards, _exchange_tp_shards))
-    for found, (groups, exchange) in zip(by_group, steps, strict=True):
+    found: list[tuple[torch.Tensor, int]] = []
+    for groups, exchange in ((members, _exchange), (tp_shards, _exchange_tp_shards)):
         for comm, indices in groups.items():
             try:
-                found[comm] = exchange(comm, [specs[i] for i in indices], options)
+                found.append(exchange(comm, [specs[i] for i in indices], options))
             except ZerocastError as e:  # noqa: PERF203  (the loop goes on: others wait in it)
                 error = error or e
     raise_in_all(comms, error)
-    return by_group
+    all_extents, fingerprints = zip(*found, strict=True) if found else ((), ())
+    return dict(zip(members, all_extents, strict=False)), list(fingerprints)
 
 
 def _exchange(
@@ -156,39 +159,34 @@ def _exchange(
     specs: Sequence[ShardSpec],
     options: str,
     error: ZerocastError | None = None,
-) -> torch.Tensor:
-    """Compare and exchange within one group."""
-    _check_descriptions(comm, _describe, specs, options, error)
+) -> tuple[torch.Tensor, int]:
+    """Compare and exchange within one group; return its extents and fingerprint."""
+    lines = _check_descriptions(comm, _describe, specs, options, error)
     extents = torch.zeros(comm.size, len(specs), 2, dtype=torch.int64, device="cpu")
     pairs = [[spec.extent.start, spec.extent.end] for spec in specs]
     mine = torch.tensor(pairs, dtype=torch.int64, device="cpu")
     extents[comm.rank] = mine.view(len(specs), 2)
     comm.all_gather_(extents.view(-1))
     _check_coverage(specs, extents)
-    return extents
+    return extents, _fingerprint(options, lines, extents)
 
 
 def _exchange_tp_shards(
     comm: Communicator, specs: Sequence[ShardSpec], options: str
-) -> torch.Tensor:
-    """Compare and exchange within one tensor-parallel group."""
-    _check_descriptions(comm, _describe_whole, specs, options, None)
+) -> tuple[torch.Tensor, int]:
+    """Compare and exchange within one tensor-parallel group; return the rows or columns of each
+    rank's shards, and the fingerprint.
+    """
+    lines = _check_descriptions(comm, _describe_whole, specs, options, None)
     tp_shards = [spec.storage.tp_shard for spec in specs]
-    return check_tp_shards(
+    places = check_tp_shards(
         comm, [r.name for r in specs], [tp_shard for tp_shard in tp_shards if tp_shard]
     )
+    return places, _fingerprint(options, lines, places)
 
 
-def fingerprint(
-    specs: Sequence[ShardSpec], options: str, extents: torch.Tensor, *, tp_shards: bool
-) -> int:
-    """What :func:`exchange_extents` compared and returned, of a group that shares weights or, with
-    ``tp_shards``, holds shards of them, as a number from 1 to 2**31 - 2.
-
-    Ranks whose numbers differ do not make the same plan.
-    """
-    describe = _describe_whole if tp_shards else _describe
-    digest = hashlib.sha256("\n".join([options, *map(describe, specs)]).encode())
+def _fingerprint(options: str, lines: Sequence[str], extents: torch.Tensor) -> int:
+    digest = hashlib.sha256("\n".join([options, *lines]).encode())
     digest.update(ctypes.string_at(extents.data_ptr(), extents.nbytes))
     return int.from_bytes(digest.digest()[:8], "big") % (2**31 - 2) + 1
 
@@ -244,14 +242,15 @@ def _check_descriptions(
     specs: Sequence[ShardSpec],
     options: str,
     error: ZerocastError | None,
-) -> None:
+) -> list[str]:
+    """Compare the descriptions of this rank's weights with those of the others; return them."""
     attempt, lines = Attempt(), [""]
     with attempt:
         lines = [describe(spec) for spec in specs]
     common = json.dumps({"zerocast numerics version": str(NUMERICS_VERSION), "options": options})
     by_rank = lines_that_differ(comm, [common, *lines], error or attempt.error)
     if by_rank is None:
-        return
+        return lines
     first = by_rank[0]
     rank, theirs = next((r, lines) for r, lines in enumerate(by_rank) if lines != first)
     if len(theirs) != len(first):

@@ -17,7 +17,6 @@ from zerocast.cast.amax_groups import Patterns
 from zerocast.cast.capture import check_capture
 from zerocast.cast.consistency import (
     exchange_extents,
-    fingerprint,
     members_by_group,
     raise_in_all,
     tp_shards_by_group,
@@ -122,13 +121,9 @@ class CastPlan:
             check_amax_groups(self._specs, members)
         self._comms, self._check_finite = [*members, *tp_shards], check_finite
         options = f"check_finite={check_finite}"
-        extents, places = exchange_extents(members, tp_shards, self._specs, options, attempt.error)
-
-        self.fingerprints = [
-            fingerprint([self._specs[i] for i in indices], options, found[comm], tp_shards=cut)
-            for groups, found, cut in ((members, extents, False), (tp_shards, places, True))
-            for comm, indices in groups.items()
-        ]
+        extents, self.fingerprints = exchange_extents(
+            members, tp_shards, self._specs, options, attempt.error
+        )
         with attempt:
             self._plan(model_weights, master_weights, members, extents, tp_shards)
         raise_in_all(self._comms, attempt.error)

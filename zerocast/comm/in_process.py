@@ -60,13 +60,6 @@ class _Call:
         return text if detail is None else f"{text} with {_DETAILS[name]} {reprlib.repr(detail)}"
 
 
-@dataclass(frozen=True, slots=True)
-class _Mismatch:
-    """The outcome of a rendezvous where the calls do not fit together."""
-
-    message: str
-
-
 def _signature(name: str, buffer: torch.Tensor, detail: Any = None) -> tuple[Any, ...]:
     return (name, buffer.dtype, tuple(buffer.shape), detail)
 
@@ -193,15 +186,15 @@ class InProcessCommunicator(Communicator):
         def compare(calls: list[_Call]) -> Any:
             for rank, other in enumerate(calls):
                 if other.signature != calls[0].signature:
-                    return _Mismatch(
+                    return RankMismatchError(
                         f"every rank of a group must call the same collective with the same dtype "
                         f"and shape: rank 0 called {calls[0]}, rank {rank} called {other}."
                     )
             return begin([each.brought for each in calls])
 
         outcome = self._group.rendezvous(self.rank, call, call, compare)
-        if isinstance(outcome, _Mismatch):
-            raise RankMismatchError(outcome.message)
+        if isinstance(outcome, RankMismatchError):
+            raise RankMismatchError(*outcome.args)  # an exception of each rank's own
         return outcome
 
 
