@@ -87,22 +87,20 @@ def read(
                 "load_state_dict needs what ZeroOptimizer.state_dict() returned, or a sequence of "
                 f"that from all ranks, got a {type(state).__name__} that is not one."
             )
-        for what, ours in _identity(shards, inner).items():
-            if state["zero"][what] != ours:
+        number = "number of param groups"
+        ours = _identity(shards, inner) | {number: len(inner.optimizer.param_groups)}
+        theirs = state["zero"] | {number: len(state["param_groups"])}
+        for what in ours:
+            if theirs[what] != ours[what]:
                 raise InputError(
                     f"a state dict must be loaded into an optimizer of the same {what}: it was "
-                    f"saved with {state['zero'][what]}, and this one has {ours}."
+                    f"saved with {theirs[what]}, and this one has {ours[what]}."
                 )
-        mine, theirs = shards.recipe_states(), state["recipe_state"]
-        for i in mine.keys() | theirs.keys():
+        present, given_states = shards.recipe_states(), state["recipe_state"]
+        for i in present.keys() | given_states.keys():
             remedy = "load it into the optimizer of a model with the recipes that it had"
-            check_state(shards.weights[i].name, mine.get(i, {}), theirs.get(i, {}), remedy)
-        groups = len(state["param_groups"])
-        if groups != len(inner.optimizer.param_groups):
-            raise InputError(
-                f"a state dict must be loaded into an optimizer of as many param groups: it has "
-                f"{groups}, and this one has {len(inner.optimizer.param_groups)}."
-            )
+            name = shards.weights[i].name
+            check_state(name, present.get(i, {}), given_states.get(i, {}), remedy)
     steps = [state["zero"]["steps"] for state in saved]
     if len(set(steps)) > 1:
         raise InputError(

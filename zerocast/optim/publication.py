@@ -46,9 +46,8 @@ class Publication:
         phases: dict[str, Callable[[], None]] = {} if self._plan is None else self._plan.steps
         phases["store_plain"] = partial(self._shards.store_plain, columns)
         phases["all_gather"] = self._shards.all_gather
-        if (
-            self._plan is not None and not self._shards.overlaps
-        ):  # else the wait for the codes does it
+        # Where uses of the weights wait for codes, that wait does it.
+        if self._plan is not None and not self._shards.overlaps:
             phases["post_all_gather_processing"] = self._plan.post_all_gather_processing
         return phases
 
