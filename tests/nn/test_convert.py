@@ -267,7 +267,7 @@ def test_converting_twice_changes_nothing():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"model": "gpt"}, "needs a torch.nn.Module, got str"),
+        ({"model": "gpt"}, "model must be a torch.nn.Module, got 'gpt'"),
         ({"recipe": "nvfp5"}, "recipe must be a zerocast recipe"),
         ({"weights": "fp8"}, "weights must be 'quantized'"),
         ({"filter_fqns": "head"}, r"a sequence of strings such as \['head'\], .*got 'head'"),

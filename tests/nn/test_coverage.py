@@ -119,7 +119,7 @@ def test_tied_parameters_are_counted_once():
 
 def test_what_is_no_model_is_refused():
     """With what is needed."""
-    with pytest.raises(zerocast.InputError, match="coverage needs a torch.nn.Module, got str"):
+    with pytest.raises(zerocast.InputError, match="model must be a torch.nn.Module, got 'gpt'"):
         coverage("gpt")
 
 

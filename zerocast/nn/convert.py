@@ -15,16 +15,16 @@ from typing import TypeAlias
 
 import torch
 
-from zerocast.arguments import check_flag
+from zerocast.arguments import check_flag, check_module
 from zerocast.cast import CastPlan
 from zerocast.cast.amax_groups import Patterns, amax_group_labels, check_patterns
 from zerocast.comm import SingleRank
 from zerocast.errors import InputError
-from zerocast.layout import FULL
-from zerocast.nn.linear import Linear, quantized_parameter
-from zerocast.nn.masters import check_gathers, master_parameter, reserve_state
+from zerocast.layout import FULL, Source
+from zerocast.nn.linear import Linear, master_parameter, quantized_parameter
 from zerocast.nn.quantized_module import QuantizedModule
 from zerocast.nn.reports import Coverage, check_initialized, coverage
+from zerocast.nn.saved_state import reserve_state
 from zerocast.nn.traced_layer import new_handle
 from zerocast.recipes import NOMINAL_DTYPES, Recipe, as_recipe
 from zerocast.sharded.all_gather import gather_of
@@ -192,7 +192,18 @@ def convert(
     if weights == "master" and not low_bit_all_gather:
         weights = "high_precision"
     recipe = as_recipe(recipe)
-    _check_arguments(model, recipe, weights)
+    check_initialized(check_module("model", model))
+    if weights not in ("quantized", "high_precision", "master"):
+        raise InputError(
+            f"weights must be 'quantized' (the parameters hold codes), 'high_precision' (they are "
+            f"quantized under autocast) or 'master' (FSDP2 gathers them in codes), got {weights!r}."
+        )
+    if weights == "master" and recipe.columnwise_source is Source.TRANSPOSED_MASTER:
+        raise InputError(
+            f"a weight that is all-gathered in codes needs a recipe whose columnwise copy follows "
+            f"from shards of the master, got {recipe}, which casts the transposed tensor; give "
+            f"weights blocks of two dimensions."
+        )
     wanted = LayerFilter(filter_fqns, model)
     check_patterns(amax_groups)
     if amax_groups and weights == "high_precision":
@@ -250,19 +261,6 @@ def convert(
             layer.name = layer.name or fqn
     named = {linears[module][0]: reason for module, reason in left.items()}
     return ConversionReport(recipe, tuple(converted), named, coverage(model))
-
-
-def _check_arguments(model: object, recipe: Recipe, weights: object) -> None:
-    if not isinstance(model, torch.nn.Module):
-        raise InputError(f"convert needs a torch.nn.Module, got {type(model).__name__}.")
-    if weights not in ("quantized", "high_precision", "master"):
-        raise InputError(
-            f"weights must be 'quantized' (the parameters hold codes), 'high_precision' (they are "
-            f"quantized under autocast) or 'master' (FSDP2 gathers them in codes), got {weights!r}."
-        )
-    check_initialized(model)
-    if weights == "master":
-        check_gathers(recipe)
 
 
 def _adapters(model: torch.nn.Module) -> set[torch.nn.Module]:

@@ -11,12 +11,13 @@ import torch
 from zerocast.arguments import check_device, check_dtype, check_flag, check_shape, check_text
 from zerocast.errors import InputError, UnsupportedError
 from zerocast.nn.autocast import current_model_init
-from zerocast.nn.masters import WEIGHT_STATE, load_saved_state, reserve_state, state_to_save
 from zerocast.nn.quantized_module import QuantizedModule
+from zerocast.nn.saved_state import WEIGHT_STATE, load_saved_state, reserve_state, state_to_save
 from zerocast.nn.traced_layer import eager_in_regions
 from zerocast.recipes import Recipe
+from zerocast.sharded.all_gather import LowBitAllGather
 from zerocast.sharded.casts import AmaxGroup
-from zerocast.sharded.master_weight import as_master_like, as_plain
+from zerocast.sharded.master_weight import MasterWeight, as_master_like, as_plain
 from zerocast.sharded.parallel_linear import resolve
 from zerocast.sharded.placement import is_sharded
 from zerocast.tensors import QuantizedTensor, quantize
@@ -45,6 +46,12 @@ def quantized_parameter(
         value = weight.detach().to("cpu", copy=True).contiguous()
         quantized.quantized_storage.high_precision_init_val = value
     return torch.nn.Parameter(quantized, weight.requires_grad)
+
+
+def master_parameter(weight: torch.Tensor, recipe: Recipe, *, name: str) -> torch.nn.Parameter:
+    """Return ``weight`` as a master: the same memory, shape and dtype."""
+    gather = LowBitAllGather(weight.shape, recipe, name)
+    return torch.nn.Parameter(MasterWeight(weight.detach(), gather), weight.requires_grad)
 
 
 def quantized_if_asked(
@@ -219,26 +226,16 @@ class Linear(QuantizedModule, torch.nn.Linear):
             destination[prefix + WEIGHT_STATE] = state_to_save(self.weight, self.amax_group)
 
     def _load_from_state_dict(
-        self,
-        state_dict: Any,
-        prefix: str,
-        local_metadata: Any,
-        strict: bool,
-        missing_keys: list[str],
-        *others: Any,
+        self, state_dict: Any, prefix: str, local_metadata: Any, *others: Any
     ) -> None:
         name = f"{prefix}weight"
         assigns = local_metadata.get("assign_to_params_buffers", False)
         if assigns and name in state_dict:
             state_dict[name] = as_master_like(self.weight, state_dict[name])
         saved = state_dict.pop(prefix + WEIGHT_STATE, None)
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing_keys, *others
-        )
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *others)
         if saved is not None:
             load_saved_state(self.weight, saved)
-        if prefix + WEIGHT_STATE in missing_keys:  # a state dict without it lets it start anew
-            missing_keys.remove(prefix + WEIGHT_STATE)
         if WEIGHT_STATE in self._buffers:
             reserve_state(self)  # anew, for the layer may have been on the meta device
 

@@ -14,10 +14,10 @@ that reads it needs no copy of scales kept aside.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -100,16 +100,16 @@ def replaying(recompute_state: RecomputeState) -> Iterator[None]:
         yield
 
 
-class StateSlot(Protocol):
-    """The state of one quantizer's recipe: a slot in a RecipeState."""
+class StateSlot(NamedTuple):
+    """The state of one quantizer's recipe.
 
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """Live views, by the names of :attr:`Recipe.state`."""
-        ...
+    Attributes:
+        tensors: gives live views, by the names of :attr:`Recipe.state`.
+        record: notes that data of this amax, int32 [1], was cast; the largest one counts.
+    """
 
-    def record(self, amax: torch.Tensor) -> None:
-        """Note that data of this amax, int32 [1], was cast; the largest one counts."""
-        ...
+    tensors: Callable[[], dict[str, torch.Tensor]]
+    record: Callable[[torch.Tensor], None]
 
 
 class Quantizer:
@@ -298,21 +298,16 @@ class Quantizer:
         """
         if not isinstance(out, QuantizedTensor):
             raise InputError(f"out must be a zerocast.QuantizedTensor, got {type(out).__name__}.")
-        held = (out.quantized_storage.has_rowwise, out.quantized_storage.has_columnwise)
-        given = (
-            out.recipe,
-            tuple(out.shape),
-            out.dtype,
-            out.device,
-            *held,
-            out.quantized_storage.tp_shard,
-        )
-        usage = (self.rowwise, self.columnwise)
-        required = (
-            self.recipe, tuple(tensor.shape), tensor.dtype, tensor.device, *usage, self.tp_shard
-        )  # fmt: skip
-        names = ("recipe", "shape", "dtype", "device", "rowwise", "columnwise", "part")
-        for name, has, wanted in zip(names, given, required, strict=True):
+        storage = out.quantized_storage
+        for name, has, wanted in (
+            ("recipe", out.recipe, self.recipe),
+            ("shape", tuple(out.shape), tuple(tensor.shape)),
+            ("dtype", out.dtype, tensor.dtype),
+            ("device", out.device, tensor.device),
+            ("rowwise", storage.has_rowwise, self.rowwise),
+            ("columnwise", storage.has_columnwise, self.columnwise),
+            ("tensor-parallel shard", storage.tp_shard, self.tp_shard),
+        ):
             if has != wanted:
                 raise InputError(
                     f"out must have {name} {wanted} to be overwritten by this quantizer, got "

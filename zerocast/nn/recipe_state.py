@@ -20,6 +20,7 @@ same entries: an entry keeps its place when its layer does not run, is gone, or 
 
 from __future__ import annotations
 
+import functools
 import weakref
 import zlib
 from collections.abc import Mapping
@@ -33,7 +34,7 @@ from zerocast.comm import Communicator
 from zerocast.errors import InputError, MissingDataError
 from zerocast.formats import ElementFormat
 from zerocast.layout import ONE_BLOCK
-from zerocast.nn.quantizer import Quantizer
+from zerocast.nn.quantizer import Quantizer, StateSlot
 from zerocast.numerics import Launch, Numerics, PlaneBuffers, TensorOperand
 from zerocast.recipes import Recipe, Role, as_recipe
 
@@ -126,9 +127,13 @@ class RecipeState:
 
     def make_quantizers(self) -> list[Quantizer]:
         """One quantizer for each tensor, in the order of :attr:`roles`; their state is here."""
+        slots = (
+            StateSlot(functools.partial(self.views, i), functools.partial(self._record, i))
+            for i in range(self.num_quantizers)
+        )
         return [
-            Quantizer(recipe, slot=_Slot(self, i) if recipe.state else None)
-            for i, recipe in enumerate(self.recipes)
+            Quantizer(recipe, slot=slot if recipe.state else None)
+            for recipe, slot in zip(self.recipes, slots, strict=True)
         ]
 
     @property
@@ -193,9 +198,8 @@ class RecipeState:
         FP32 [num_quantizers], receives what nothing reads: casts have stored theirs.
         """
         made = []
-        for i, (amax, scale) in enumerate(
-            zip(self.amaxes.split(1), scale_inv.split(1), strict=True)
-        ):
+        pairs = zip(self.amaxes.split(1), scale_inv.split(1), strict=True)
+        for i, (amax, scale) in enumerate(pairs):
             views = self.views(i)
             planes = (PlaneBuffers(ONE_BLOCK, amax, scale_inv=scale),)
             delayed = self.recipes[i].delayed_state(views)
@@ -207,6 +211,11 @@ class RecipeState:
     def views(self, i: int) -> dict[str, torch.Tensor]:
         """The state of tensor ``i``, as live views."""
         return {name: self.tensors[name][i] for name in self.recipes[i].state}
+
+    def _record(self, i: int, amax: torch.Tensor) -> None:
+        if self.records:
+            entry = self.amaxes[i : i + 1]
+            torch.maximum(entry, amax, out=entry)
 
     # --- saving, moving, copying ---
 
@@ -263,21 +272,6 @@ class RecipeState:
 
     def __repr__(self) -> str:
         return f"RecipeState({self.recipe}, {self.mode!r}, {self.num_quantizers} quantizers)"
-
-
-class _Slot:
-    """The slot of tensor ``index`` in a state."""
-
-    def __init__(self, state: RecipeState, index: int) -> None:
-        self._state, self._index = state, index
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        return self._state.views(self._index)
-
-    def record(self, amax: torch.Tensor) -> None:
-        if self._state.records:
-            entry = self._state.amaxes[self._index : self._index + 1]
-            torch.maximum(entry, amax, out=entry)
 
 
 class _Entry(NamedTuple):

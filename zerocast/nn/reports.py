@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 
@@ -119,9 +119,7 @@ def coverage(model: torch.nn.Module) -> Coverage:
     Raises:
         InputError: for anything else, or a lazy module that has not run yet.
     """
-    if not isinstance(model, torch.nn.Module):
-        raise InputError(f"coverage needs a torch.nn.Module, got {type(model).__name__}.")
-    check_initialized(model)
+    check_initialized(check_module("model", model))
     return Coverage(tuple(_parameters(model)))
 
 
@@ -270,8 +268,8 @@ def _weights(module: QuantizedModule) -> Iterator[tuple[str, torch.Tensor]]:
     """The weights of a layer's products; with what to add to its name, where there are several."""
     weights = {
         name: parameter
-        for name, parameter in module._parameters.items()
-        if parameter is not None and name.endswith("weight") and name != "layer_norm_weight"
+        for name, parameter in module.named_parameters(recurse=False)
+        if _is_linear(module, name)
     }
     for name, weight in weights.items():
         yield (f".{name}" if len(weights) > 1 else ""), weight
@@ -286,38 +284,23 @@ def _engines(
 ) -> Iterator[tuple[Product, Engine]]:
     """Who computes each product of a layer with this weight."""
     rows, cols = weight.shape
-    x = _Operand(recipe.for_role("input"), (tokens, cols))
-    dy = _Operand(recipe.for_role("grad_output"), (tokens, rows))
+    x = recipe.for_role("input"), (tokens, cols)
+    dy = recipe.for_role("grad_output"), (tokens, rows)
+    w, has_columnwise = (recipe.for_role("weight"), (rows, cols)), True
     if isinstance(weight, QuantizedTensor):
-        w = _Operand(weight.recipe, (rows, cols), weight.quantized_storage.has_columnwise)
-    else:
-        w = _Operand(recipe.for_role("weight"), (rows, cols))
+        w, has_columnwise = (weight.recipe, (rows, cols)), weight.quantized_storage.has_columnwise
     where = weight.device if device is None else torch.device(device)
     for product, operands in zip(Product, ((x, w), (dy, w), (dy, x)), strict=True):
-        yield product, _engine(product, operands, dtype or weight.dtype, where)
+        a, b = (Side(*operand, c) for operand, c in zip(operands, product.value, strict=True))
+        found = _refusal(a) or _refusal(b)
+        if found is None and product is Product.INPUT_GRADIENT and not has_columnwise:
+            found = Engine(None, "the weight was made with columnwise=False")
+        yield product, found or engine(a, b, dtype or weight.dtype, where)
 
 
-class _Operand(NamedTuple):
-    """A quantized tensor of a layer."""
-
-    recipe: Recipe
-    shape: tuple[int, int]
-    has_columnwise: bool = True
-
-
-def _engine(
-    product: Product,
-    operands: tuple[_Operand, _Operand],
-    dtype: torch.dtype,
-    device: torch.device,
-) -> Engine:
-    sides = []
-    for operand, columnwise in zip(operands, product.value, strict=True):
-        try:
-            operand.recipe.check_shape(operand.shape)
-        except InputError as error:
-            return Engine(None, f"none, for the layer refuses to run: {error}")
-        if columnwise and not operand.has_columnwise:
-            return Engine(None, "the weight was made with columnwise=False")
-        sides.append(Side(operand.recipe, operand.shape, columnwise))
-    return engine(sides[0], sides[1], dtype, device)
+def _refusal(side: Side) -> Engine | None:
+    try:
+        side.recipe.check_shape(side.shape)
+    except InputError as error:
+        return Engine(None, f"none, for the layer refuses to run: {error}")
+    return None

@@ -1,4 +1,4 @@
-"""pack and unpack: a layer's recipe state as one tensor of bytes.
+"""A layer's recipe state as one tensor of bytes, and that of its master in a state dict.
 
 Code that shards, broadcasts, offloads or writes state dicts (torch's own, accelerate's,
 safetensors) asks every entry for its shape, dtype and device, as a plain tensor has them, and
@@ -23,7 +23,10 @@ import torch
 
 from zerocast.errors import InputError
 from zerocast.recipes import QParams, Recipe
-from zerocast.sharded.placement import is_sharded, to_local
+from zerocast.sharded import MasterWeight
+from zerocast.sharded.all_gather import gather_of
+from zerocast.sharded.casts import AmaxGroup
+from zerocast.sharded.placement import is_sharded, replicated_like, to_local
 
 _LENGTH = 8  # bytes
 _DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.int32, torch.int64)}
@@ -93,3 +96,42 @@ def recipe_to_values(recipe: Recipe) -> dict[str, Any]:
             value = getattr(value, "__qualname__", type(value).__qualname__)
         values[field.name] = value
     return json.loads(json.dumps(values))
+
+
+# --- the state of masters (:mod:`zerocast.sharded`) ---
+
+WEIGHT_STATE = "weight_state"
+"""The entry of a layer's state dict that holds the recipe's state of its master."""
+
+
+def reserve_state(layer: torch.nn.Linear) -> None:
+    """Reserve an entry of the state dict for the recipe's state of the layer's master.
+
+    torch's functions for state dicts of sharded models look for each entry among parameters and
+    buffers. This buffer stands for that one and is empty: what is saved is made then.
+    """
+    empty = torch.empty(0, dtype=torch.uint8, device=layer.weight.device)
+    layer.register_buffer(WEIGHT_STATE, empty)
+
+
+def state_to_save(weight: torch.Tensor, group: AmaxGroup | None) -> torch.Tensor:
+    """Return the recipe's state of a master, of an amax ``group`` or none, as one tensor for a
+    state dict that holds the master, too.
+    """
+    master = to_local(weight)
+    assert isinstance(master, MasterWeight)
+    gather = master.low_bit_all_gather
+    is_due = gather.is_due(master.value) or (group is not None and group.is_due)
+    return replicated_like([weight], pack({}, gather.state_before_cast(is_due=is_due)))
+
+
+def load_saved_state(weight: torch.Tensor, state: torch.Tensor) -> None:
+    """Resume from what :func:`state_to_save` returned; ignore it for a weight that is no master.
+
+    Raises:
+        InputError: if it was saved under another recipe, or is no state at all. Nothing has
+            been changed.
+    """
+    gather = gather_of(weight)
+    if gather is not None:
+        gather.load_state(unpack(state, gather.name).tensors)

@@ -14,7 +14,7 @@ import torch
 from zerocast.errors import InputError
 from zerocast.nn.layer_product import GemmQuantizers
 from zerocast.nn.recipe_state import RecipeState
-from zerocast.nn.saved_state import pack, recipe_to_values, unpack
+from zerocast.nn.saved_state import WEIGHT_STATE, pack, recipe_to_values, unpack
 from zerocast.nn.traced_layer import new_handle
 from zerocast.recipes import Recipe
 from zerocast.sharded.placement import replicated_like
@@ -153,8 +153,9 @@ class StatefulModule(torch.nn.Module):
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, *others
         )
-        if prefix + _EXTRA_STATE in missing_keys:
-            missing_keys.remove(prefix + _EXTRA_STATE)
+        for name in (_EXTRA_STATE, WEIGHT_STATE):  # without it, that state starts anew
+            if prefix + name in missing_keys:
+                missing_keys.remove(prefix + name)
 
     def _fill_quantized(self, state_dict: Any, prefix: str) -> None:
         """Copy into quantized parameters what torch would assign in their place, which would hold

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -49,10 +49,31 @@ BACKWARD = (
     "Tensor grad, Tensor? grad_normed, Tensor[] inputs, Tensor[] saved, Tensor[] weight, "
     "str product, str weight_buffers, int[] shape, ScalarType weight_dtype"
 )
-"""The arguments of its backward: the gradients of what it returned, the source's input and
-parameters, what the forward saved, a quantized weight or nothing, the two texts of the forward, and
-shape and dtype of the weight.
-"""
+"""The arguments of its backward; :class:`BackwardArguments` says what they are."""
+
+
+class BackwardArguments(NamedTuple):
+    """The arguments :data:`BACKWARD`.
+
+    Attributes:
+        grad: of the result, [T, M].
+        grad_normed: of what the norm made, [T, K].
+        inputs: the source's input and parameters.
+        saved: what the forward saved.
+        weight: the buffers of a quantized weight; none for another.
+        product, weight_buffers: the two texts of the forward.
+        shape, weight_dtype: those of the weight.
+    """
+
+    grad: torch.Tensor
+    grad_normed: torch.Tensor | None
+    inputs: Sequence[torch.Tensor]
+    saved: Sequence[torch.Tensor]
+    weight: Sequence[torch.Tensor]
+    product: str
+    weight_buffers: str
+    shape: Sequence[int]
+    weight_dtype: torch.dtype
 
 
 def product_to_text(
@@ -137,46 +158,38 @@ def fake_forward(
 
 
 def traced_backward(
-    quantizer: Quantizer,
-    watch: Watch | None,
-    grad: torch.Tensor,
-    grad_normed: torch.Tensor | None,
-    inputs: Sequence[torch.Tensor],
-    saved: Sequence[torch.Tensor],
-    weight: Sequence[torch.Tensor],
-    text: str,
-    weight_buffers: str,
-    shape: Sequence[int],
-    weight_dtype: torch.dtype,
+    quantizer: Quantizer, watch: Watch | None, given: BackwardArguments
 ) -> list[torch.Tensor | None]:
-    """Run :func:`zerocast.nn.layer_product.run_backward` with the arguments :data:`BACKWARD`."""
-    product = as_product(text)[1]
-    count = product.num_statistics
-    meanings = _saved(text, grad.shape[0], shape, weight_dtype, bool(weight), torch.device("meta"))
-    x, w = meanings.restore(saved[count:])
-    if weight:
-        w = _whole(weight, weight_buffers).quantized_storage  # type: ignore[attr-defined]
-    grads = grad, grad_normed
-    return run_backward(product, quantizer, watch, grads, inputs, saved[:count], x, w, weight_dtype)
+    """Run :func:`zerocast.nn.layer_product.run_backward`."""
+    product = as_product(given.product)[1]
+    meanings = _saved(
+        given.product,
+        given.grad.shape[0],
+        given.shape,
+        given.weight_dtype,
+        bool(given.weight),
+        torch.device("meta"),
+    )
+    statistics = given.saved[: product.num_statistics]
+    x, w = meanings.restore(given.saved[product.num_statistics :])
+    if given.weight:
+        weight = _whole(given.weight, given.weight_buffers)
+        assert isinstance(weight, QuantizedTensor)
+        w = weight.quantized_storage
+    grads = given.grad, given.grad_normed
+    return run_backward(
+        product, quantizer, watch, grads, given.inputs, statistics, x, w, given.weight_dtype
+    )
 
 
-def fake_backward(
-    grad: torch.Tensor,
-    grad_normed: torch.Tensor | None,
-    inputs: Sequence[torch.Tensor],
-    saved: Sequence[torch.Tensor],
-    weight: Sequence[torch.Tensor],
-    text: str,
-    weight_buffers: str,
-    shape: Sequence[int],
-    weight_dtype: torch.dtype,
-) -> list[torch.Tensor | None]:
+def fake_backward(given: BackwardArguments) -> list[torch.Tensor | None]:
     """The shapes and dtypes of :func:`traced_backward`'s results."""
-    input = inputs[0] if inputs else grad.new_empty(grad.shape[0], shape[1])
-    made: list[torch.Tensor | None] = [torch.empty_like(t) for t in (input, *inputs[1:])]
+    grad, shape = given.grad, given.shape
+    inputs = given.inputs or [grad.new_empty(grad.shape[0], shape[1])]
+    made: list[torch.Tensor | None] = [torch.empty_like(each) for each in inputs]
     made = [*made, None, None][:3]
-    made += [grad.new_empty(shape, dtype=weight_dtype), grad.new_empty(shape[0])]
-    needs = as_product(text)[1].needs
+    made += [grad.new_empty(shape, dtype=given.weight_dtype), grad.new_empty(shape[0])]
+    needs = as_product(given.product)[1].needs
     return [each if is_needed else None for each, is_needed in zip(made, needs, strict=True)]
 
 

@@ -40,6 +40,7 @@ from zerocast.nn.statistics import observer
 from zerocast.nn.traced_functions import (
     BACKWARD,
     FORWARD,
+    BackwardArguments,
     as_product,
     fake_backward,
     fake_forward,
@@ -176,13 +177,14 @@ def _listed(made: Made) -> list[torch.Tensor]:
 )
 def _linear_backward(*given: Any) -> list[torch.Tensor]:
     """The gradients that are needed, of input, gamma, beta, weight and bias."""
-    quantizer = Quantizer(recipes_of(as_product(given[5])[0])["grad_output"])
-    return [each for each in traced_backward(quantizer, None, *given) if each is not None]
+    arguments = BackwardArguments(*given)
+    quantizer = Quantizer(recipes_of(as_product(arguments.product)[0])["grad_output"])
+    return [each for each in traced_backward(quantizer, None, arguments) if each is not None]
 
 
 @_linear_backward.register_fake
 def _(*given: Any) -> list[torch.Tensor]:
-    return [each for each in fake_backward(*given) if each is not None]
+    return [each for each in fake_backward(BackwardArguments(*given)) if each is not None]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
@@ -305,14 +307,15 @@ def _(input: Any, norm: Any, weight: Any, bias: Any, product: str, buffers: str,
 )
 def _stateful_backward(*given: Any) -> tuple[torch.Tensor, ...]:
     """The gradients of input, gamma, beta, weight and bias."""
-    *product, _, ticket = given
-    made = traced_backward(*Ticket.found(ticket), *product)
+    *arguments, _, ticket = given
+    made = traced_backward(*Ticket.found(ticket), BackwardArguments(*arguments))
     return tuple(_or_empty(each, given[0]) for each in made)
 
 
 @_stateful_backward.register_fake
 def _(*given: Any) -> tuple[torch.Tensor, ...]:
-    return tuple(_or_empty(each, given[0]) for each in fake_backward(*given[:-2]))
+    made = fake_backward(BackwardArguments(*given[:-2]))
+    return tuple(_or_empty(each, given[0]) for each in made)
 
 
 def _or_empty(tensor: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ the one that was due, to the same codes and the same state, bit for bit, on any 
 A cast is due if a master has other values than those that were cast (:class:`CastValues`).
 
 NOT here: where and how the state stands in a state dict, which is the layer's affair
-(:mod:`zerocast.nn.masters`).
+(:mod:`zerocast.nn.saved_state`).
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ from zerocast.integrations.torchtitan.options import check_combination, recipe_n
 from zerocast.nn import ConversionReport, Linear
 from zerocast.nn.autocast import autocast, text_of
 from zerocast.nn.convert import read_filter, why_small
-from zerocast.nn.masters import master_parameter
+from zerocast.nn.linear import master_parameter
 from zerocast.nn.regions import UNTRACEABLE
 from zerocast.recipes import Recipe
 from zerocast.sharded import precompute_scales_for_fsdp
