@@ -2,7 +2,8 @@
 //
 // Each class answers two questions about one block, given the bit pattern of its amax: what is
 // stored, and what its elements are multiplied by before they are encoded. A multiplier that is NaN
-// says that every code is NaN's. A class that CHOOSES asks for the block's choice, too.
+// says that every code is NaN's. A class that CHOOSES asks for the block's choice, too; the others
+// take one and do not look at it, so that all are called alike.
 #pragma once
 
 #include "arithmetic/formats.h"
@@ -26,7 +27,8 @@ struct Float8Numerics {
     float amax_epsilon;
 
     template <class L>
-    ZEROCAST_FN typename L::Float multiplier(typename L::Int amax_bits) const {
+    ZEROCAST_FN typename L::Float multiplier(typename L::Int amax_bits,
+                                             typename L::Int = L::splat(0)) const {
         typedef typename L::Float Float;
         Float amax = L::value(amax_bits);
         Float clamped = L::select(amax < L::splat(amax_epsilon), L::splat(amax_epsilon), amax);
@@ -38,7 +40,8 @@ struct Float8Numerics {
 
     // FP32 scale_inv, by its bit pattern.
     template <class L>
-    ZEROCAST_FN typename L::Int stored(typename L::Int amax_bits) const {
+    ZEROCAST_FN typename L::Int stored(typename L::Int amax_bits,
+                                       typename L::Int = L::splat(0)) const {
         typename L::Float inverse = L::divide(L::splat(1.0f), multiplier<L>(amax_bits));
         return L::select(amax_bits < INFINITY_BITS, L::bits(inverse), L::splat(NAN_BITS));
     }
@@ -53,13 +56,14 @@ struct DelayedNumerics {
     float scale;
 
     template <class L>
-    ZEROCAST_FN typename L::Float multiplier(typename L::Int) const {
+    ZEROCAST_FN typename L::Float multiplier(typename L::Int, typename L::Int = L::splat(0)) const {
         return L::splat(scale);
     }
 
     // FP32 scale_inv, by its bit pattern; the amax is that of what was cast.
     template <class L>
-    ZEROCAST_FN typename L::Int stored(typename L::Int amax_bits) const {
+    ZEROCAST_FN typename L::Int stored(typename L::Int amax_bits,
+                                       typename L::Int = L::splat(0)) const {
         typename L::Float inverse = L::divide(L::splat(1.0f), L::splat(scale));
         return L::select(amax_bits < INFINITY_BITS, L::bits(inverse), L::splat(NAN_BITS));
     }
@@ -86,14 +90,16 @@ struct MXFP8Numerics {
 
     // The E8M0 code.
     template <class L>
-    ZEROCAST_FN typename L::Int stored(typename L::Int amax_bits) const {
+    ZEROCAST_FN typename L::Int stored(typename L::Int amax_bits,
+                                       typename L::Int = L::splat(0)) const {
         constexpr float INVERSE_MAX = 1.0f / F::MAX;
         typename L::Int code = encode_e8m0<L>(L::value(amax_bits) * L::splat(INVERSE_MAX));
         return L::select(amax_bits < INFINITY_BITS, code, L::splat(E8M0::NAN_CODE));
     }
 
     template <class L>
-    ZEROCAST_FN typename L::Float multiplier(typename L::Int amax_bits) const {
+    ZEROCAST_FN typename L::Float multiplier(typename L::Int amax_bits,
+                                             typename L::Int = L::splat(0)) const {
         return reciprocal_e8m0<L>(stored<L>(amax_bits));
     }
 };
@@ -122,13 +128,15 @@ struct NVFP4Numerics {
 
     // The E4M3 code.
     template <class L>
-    ZEROCAST_FN typename L::Int stored(typename L::Int amax_bits) const {
+    ZEROCAST_FN typename L::Int stored(typename L::Int amax_bits,
+                                       typename L::Int = L::splat(0)) const {
         if (!finite) return L::splat(E4M3::NAN_CODE);
         return encode<E4M3, L>(not_above_flt_max<L>(L::value(amax_bits) * L::splat(block_factor)));
     }
 
     template <class L>
-    ZEROCAST_FN typename L::Float multiplier(typename L::Int amax_bits) const {
+    ZEROCAST_FN typename L::Float multiplier(typename L::Int amax_bits,
+                                             typename L::Int = L::splat(0)) const {
         return multiplier_under<L>(stored<L>(amax_bits));
     }
 
@@ -139,6 +147,18 @@ struct NVFP4Numerics {
         typename L::Float decoded = decode<E4M3, L>(stored);
         return not_above_flt_max<L>(L::divide(L::splat(1.0f), decoded * L::splat(decode_scale)));
     }
+};
+
+// Of both scales that 4-over-6 chooses between: their values, and what elements are multiplied by.
+template <class L>
+struct CandidateScales {
+    typename L::Float map4, multiplier4, map6, multiplier6;
+};
+
+// Summed errors of one row inside a block, or of a whole block, under both scales.
+template <class L>
+struct Errors {
+    typename L::Float map4, map6;
 };
 
 // NVFP4 with the better one of two scales a block, map4 and map6.
@@ -166,6 +186,24 @@ struct FourOverSixNumerics : NVFP4Numerics {
         return multiplier_under<L>(stored<L>(amax_bits, choice));
     }
 
+    // Both scales of blocks with these amaxes.
+    template <class L>
+    ZEROCAST_FN CandidateScales<L> candidates(typename L::Int amax_bits) const {
+        auto stored4 = stored<L>(amax_bits, L::splat(1)),
+             stored6 = stored<L>(amax_bits, L::splat(0));
+        return {decode<E4M3, L>(stored4), multiplier_under<L>(stored4), decode<E4M3, L>(stored6),
+                multiplier_under<L>(stored6)};
+    }
+
+    // Adds the errors of one more element, rounded, to those on its left.
+    template <bool SQUARED, class L>
+    ZEROCAST_FN void add_errors(const CandidateScales<L>& scales, typename L::Float x,
+                                Errors<L>& sum) const {
+        sum.map4 = sum.map4 + error<SQUARED, L>(x, scales.map4, scales.multiplier4);
+        sum.map6 = sum.map6 + error<SQUARED, L>(x, scales.map6, scales.multiplier6);
+    }
+
+  private:
     // How far x is from what its code means, or the square of that, where the stored scale has the
     // value `map` and x is multiplied by `multiplier`.
     template <bool SQUARED, class L>

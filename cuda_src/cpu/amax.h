@@ -5,7 +5,8 @@
 // is rounded once a block.
 #pragma once
 
-#include "cpu/masters.h"
+#include "arithmetic/masters.h"
+#include "cpu/simd.h"
 
 namespace zerocast {
 inline namespace ZEROCAST_ISA {
@@ -63,6 +64,13 @@ inline void raise_shared(i32* slot, i32 value) {
            && !__atomic_compare_exchange_n(slot, &seen, value, true, __ATOMIC_RELAXED,
                                            __ATOMIC_RELAXED)) {
     }
+}
+
+// Takes the largest magnitude of a shard into its amaxes, of one block and of the tensor.
+ZEROCAST_FN void raise_one_block(const CastShard& shard, i32 largest) {
+    i32 amax = rounded<Scalar>(largest, shard.round_to);
+    raise_shared(shard.rowwise.block_amax, amax);
+    raise_shared(shard.tensor_amax, amax);
 }
 
 }  // namespace ZEROCAST_ISA

@@ -3,16 +3,16 @@
 
 #include <string.h>
 
+#include "arithmetic/masters.h"
 #include "cpu/encoders.h"
-#include "cpu/masters.h"
-#include "cpu/multipliers.h"
+#include "cpu/numerics.h"
 #include "cpu/pack.h"
 #include "cpu/strips.h"
 
 namespace zerocast {
 inline namespace ZEROCAST_ISA {
 
-// Encodes by Encoder what was read as T (masters.h), rounded to Rounded and multiplied.
+// Encodes by Encoder what was read as T, rounded to Rounded and multiplied.
 template <class T, class Rounded, class Encoder>
 class PlaneCast {
   public:

@@ -1,11 +1,7 @@
 // compute_scale: the stored scales of whole weights from reduced amaxes, padding and repeats
 // included; and what delayed scaling remembers of a weight is brought up to date.
-#include <string.h>
-
-#include "arithmetic/scaling.h"
-#include "cpu/dispatch.h"
-#include "cpu/launch.h"
-#include "cpu/pack.h"
+#include "cpu/numerics.h"
+#include "cpu/scale_rows.h"
 
 namespace zerocast {
 inline namespace ZEROCAST_ISA {
@@ -15,35 +11,22 @@ namespace {
 // many FP32 entries as a line of memory holds.
 constexpr i64 TRANSPOSED_ROWS = 16;
 
-template <class Stored>
-void fill(Stored* to, i64 n, Stored value) {
-    for (i64 i = 0; i < n; i++) to[i] = value;
-}
-
 // One plane of one weight.
 template <class Numerics>
 class PlaneScales {
   public:
     PlaneScales(const ScalePlane& plane, const u8* choices, const Numerics& numerics)
-        : plane_(plane),
-          choices_(choices),
-          numerics_(numerics),
-          entries_((Stored*)plane.scale_inv) {
-        auto padding = (i32)plane.padding;
-        memcpy(&padding_, &padding,
-               sizeof padding_);  // little-endian: a byte's code is the low one
-    }
+        : plane_(plane), choices_(choices), numerics_(numerics) {}
 
     // Rows of blocks [first, last).
     void operator()(i64 first, i64 last) const {
+        i64 blocks_w = plane_.grid.blocks_w();
+        auto make = [&](i64 i, Stored* to) { scales(i * blocks_w, blocks_w, to); };
         if (plane_.transposed)
             transposed_rows(first, last);
         else
-            rows(first, last);
-        if (last == plane_.grid.blocks_h()) {
-            i64 used = (plane_.transposed ? plane_.cols : plane_.rows) * plane_.padded_cols;
-            fill(entries_ + used, plane_.padded_rows * plane_.padded_cols - used, padding_);
-        }
+            store_rows<Stored>(plane_, first, last, make);
+        if (last == plane_.grid.blocks_h()) pad_rows<Stored>(plane_);
     }
 
   private:
@@ -52,65 +35,21 @@ class PlaneScales {
     const ScalePlane& plane_;
     const u8* choices_;
     Numerics numerics_;
-    Stored* entries_;
-    Stored padding_;
 
     // The scales of n blocks side by side.
     void scales(i64 block, i64 n, Stored* to) const {
-        const i32* amax = plane_.block_amax + block;
-        const u8* choices = Numerics::CHOOSES ? choices_ + block : nullptr;
-        i64 b = 0;
-        for (; b + GROUP <= n; b += GROUP)
-            group(amax + b, Numerics::CHOOSES ? choices + b : nullptr, to + b);
-        if (b == n) return;
-        i32 last_amaxes[GROUP] = {};
-        u8 last_choices[GROUP] = {};
-        Stored last[GROUP];
-        memcpy(last_amaxes, amax + b, (n - b) * sizeof(i32));
-        if (Numerics::CHOOSES) memcpy(last_choices, choices + b, n - b);
-        group(last_amaxes, last_choices, last);
-        memcpy(to + b, last, (n - b) * sizeof(Stored));
-    }
-
-    // Those of GROUP blocks.
-    ZEROCAST_FN void group(const i32* amax, const u8* choices, Stored* to) const {
-        Native::Int stored[4];
-        for (int v = 0; v < 4; v++) {
-            auto loaded = Native::load_as<Native::Int>(amax + v * Native::WIDTH);
-            if constexpr (Numerics::CHOOSES) {
-                auto chosen = load_bytes<Native>(choices + v * Native::WIDTH);
-                stored[v] = numerics_.template stored<Native>(loaded, chosen);
-            } else {
-                stored[v] = numerics_.template stored<Native>(loaded);
-            }
-        }
-        if constexpr (sizeof(Stored) == 1)
-            store_bytes(to, stored);
-        else
-            memcpy(to, stored, sizeof stored);
-    }
-
-    void rows(i64 first, i64 last) const {
-        i64 blocks_w = plane_.grid.blocks_w(), stride = plane_.padded_cols;
-        for (i64 i = first; i < last; i++) {
-            i64 row = i * plane_.row_repeat;
-            Stored* to = entries_ + row * stride;
-            // Made at the row's end, where they are repeated from, left to right.
-            Stored* made = to + plane_.cols - blocks_w;
-            scales(i * blocks_w, blocks_w, made);
-            for (i64 b = 0; plane_.col_repeat > 1 && b < blocks_w; b++) {
-                i64 col = b * plane_.col_repeat;
-                Stored scale = made[b];
-                fill(to + col, min_of(plane_.col_repeat, plane_.cols - col), scale);
-            }
-            fill(to + plane_.cols, stride - plane_.cols, padding_);
-            i64 row_end = min_of(row + plane_.row_repeat, plane_.rows);
-            for (i64 r = row + 1; r < row_end; r++)
-                memcpy(entries_ + r * stride, to, stride * sizeof(Stored));
-        }
+        auto store = [&](i64 b, i64 count, Native::Int amaxes, Native::Int chosen) {
+            auto stored = numerics_.template stored<Native>(amaxes, chosen);
+            if constexpr (sizeof(Stored) == 1)
+                store_some(to + b, __builtin_convertvector(stored, Native::Bytes), count);
+            else
+                store_some(to + b, Native::value(stored), count);
+        };
+        for_each_register<Numerics>(plane_.block_amax + block, choices_ + block, n, store);
     }
 
     void transposed_rows(i64 first, i64 last) const {
+        auto entries = (Stored*)plane_.scale_inv;
         i64 blocks_w = plane_.grid.blocks_w(), stride = plane_.padded_cols;
         Stored made[TRANSPOSED_ROWS][GROUP];
         for (i64 i = first; i < last; i += TRANSPOSED_ROWS) {
@@ -124,8 +63,8 @@ class PlaneScales {
                     for (; row < row_end; row++) {
                         for (i64 r = 0; r < n; r++) {
                             i64 col = (i + r) * plane_.row_repeat;
-                            fill(entries_ + row * stride + col,
-                                 min_of(plane_.row_repeat, plane_.rows - col), made[r][c]);
+                            i64 col_end = min_of(col + plane_.row_repeat, plane_.rows);
+                            for (; col < col_end; col++) entries[row * stride + col] = made[r][c];
                         }
                     }
                 }
@@ -133,7 +72,7 @@ class PlaneScales {
         }
         if (last == plane_.grid.blocks_h()) {
             for (i64 row = 0; row < plane_.cols; row++)
-                fill(entries_ + row * stride + plane_.rows, stride - plane_.rows, padding_);
+                fill(entries + row * stride + plane_.rows, stride - plane_.rows, plane_.padding);
         }
     }
 };
@@ -152,7 +91,7 @@ void advance(const DelayedState& state, i32 amax_bits, const NumericsTable& nume
     *state.scale = next_scale(Scalar::value((i32)numerics.scaled_max), largest, scale);
 }
 
-// What is done once a weight.
+// What is done once a weight, when all of its scales are there.
 void finish(const ScaleTarget& target, const NumericsTable& numerics) {
     if (target.amax) *target.amax = *target.tensor_amax;
     if (target.delayed.cast_scale) advance(target.delayed, *target.tensor_amax, numerics);
@@ -166,21 +105,17 @@ Span plane_span(const ScalePlane& plane) {
     return Span{0, plane.grid.blocks_h() * row, row};
 }
 
-// This thread's share of one plane of each weight; done(target) where that holds its last rows.
-template <class Done>
+// This thread's share of one plane of each weight.
 void planes(const NumericsTable& numerics, const ScaleTarget* targets, i64 count, i64 thread,
-            i64 num_threads, ScalePlane ScaleTarget::* which, const Done& done) {
+            i64 num_threads, ScalePlane ScaleTarget::* which) {
     auto span = [&](const ScaleTarget& target) { return plane_span(target.*which); };
-    i64 total = total_elements(targets, count, span);
-    share(targets, count, total, thread, num_threads, span,
+    share(targets, count, thread, num_threads, span,
           [&](const ScaleTarget& target, i64 begin, i64 end) {
-              const ScalePlane& plane = target.*which;
               i64 row = span(target).granule;
               with_numerics(numerics, target.tensor_amax, target.delayed, [&](auto scaling) {
-                  PlaneScales<decltype(scaling)> scales(plane, target.choices, scaling);
+                  PlaneScales<decltype(scaling)> scales(target.*which, target.choices, scaling);
                   scales(begin / row, end / row);
               });
-              if (end == span(target).end) done(target);
           });
 }
 
@@ -198,9 +133,10 @@ ZEROCAST_EXPORT(compute_scale)(const void* numerics, const void* table, long lon
     });
     // Most stored scales are copies of the one above: sixteen are as much work as one element.
     in_parallel(total / 16, threads, [&](i64 thread, i64 num_threads) {
-        planes(numerics_table, targets, count, thread, num_threads, &ScaleTarget::columnwise,
-               [](const ScaleTarget&) {});
-        planes(numerics_table, targets, count, thread, num_threads, &ScaleTarget::rowwise,
-               [&](const ScaleTarget& target) { finish(target, numerics_table); });
+        planes(numerics_table, targets, count, thread, num_threads, &ScaleTarget::rowwise);
+        planes(numerics_table, targets, count, thread, num_threads, &ScaleTarget::columnwise);
+    });
+    in_parallel(count, 1, [&](i64, i64) {
+        for (i64 i = 0; i < count; i++) finish(targets[i], numerics_table);
     });
 }

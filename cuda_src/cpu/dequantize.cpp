@@ -87,22 +87,19 @@ void nvfp4_rows(const DequantizeTarget& target, i64 scale_max, i64 begin, i64 en
 ZEROCAST_EXPORT(dequantize)(const void* numerics, const void* table, long long count,
                             long long threads) {
     using namespace zerocast;
-    auto targets = (const DequantizeTarget*)table;
     auto& numerics_table = *(const NumericsTable*)numerics;
     bool e8m0 = numerics_table.kind == NUMERICS_MXFP8;
-    auto elements = [](const DequantizeTarget& t) {
+    auto elements = [](const DequantizeTarget& t, i64) {
         return Span{0, t.plane.grid.numel(), t.plane.grid.cols};
     };
-    i64 total = total_elements(targets, count, elements);
-    in_parallel(total, threads, [&](i64 thread, i64 num_threads) {
-        share(targets, count, total, thread, num_threads, elements,
-              [&](const DequantizeTarget& target, i64 begin, i64 end) {
-                  if (numerics_table.kind == NUMERICS_NVFP4)
-                      nvfp4_rows(target, numerics_table.scale_max, begin, end);
-                  else if (numerics_table.format == FORMAT_E4M3)
-                      float8_rows<E4M3>(target, e8m0, begin, end);
-                  else
-                      float8_rows<E5M2>(target, e8m0, begin, end);
-              });
-    });
+    share_in_parallel<DequantizeTarget>(
+        table, count, threads, elements,
+        [&](const DequantizeTarget& target, i64 begin, i64 end, i64) {
+            if (numerics_table.kind == NUMERICS_NVFP4)
+                nvfp4_rows(target, numerics_table.scale_max, begin, end);
+            else if (numerics_table.format == FORMAT_E4M3)
+                float8_rows<E4M3>(target, e8m0, begin, end);
+            else
+                float8_rows<E5M2>(target, e8m0, begin, end);
+        });
 }

@@ -7,7 +7,7 @@
 #include "arithmetic/formats.h"
 #include "arithmetic/philox.h"
 #include "arithmetic/tables.h"
-#include "cpu/transpose_lanes.h"
+#include "cpu/simd.h"
 
 namespace zerocast {
 inline namespace ZEROCAST_ISA {

@@ -90,8 +90,9 @@ struct Span {
 // item it touches. Cuts lie on multiples of the item's granule, and every thread computes the same
 // ones.
 template <class Item, class Range, class Work>
-void share(const Item* items, i64 count, i64 total, i64 thread, i64 num_threads, const Range& range,
+void share(const Item* items, i64 count, i64 thread, i64 num_threads, const Range& range,
            const Work& work) {
+    i64 total = total_elements(items, count, range);
     i64 first = (i64)((__int128)total * thread / num_threads);
     i64 last = (i64)((__int128)total * (thread + 1) / num_threads);
     i64 before = 0;  // elements of the items so far
@@ -107,6 +108,22 @@ void share(const Item* items, i64 count, i64 total, i64 thread, i64 num_threads,
         if (begin < end) work(items[i], begin, end);
         before += span.size();
     }
+}
+
+// A launch over a table of items: shares range(item, num_threads) of all of them among at most
+// max_threads threads, and calls work(item, begin, end, num_threads) for every thread's piece.
+template <class Item, class Range, class Work>
+void share_in_parallel(const void* table, i64 count, i64 max_threads, const Range& range,
+                       const Work& work) {
+    auto items = (const Item*)table;
+    auto whole = [&](const Item& item) { return range(item, 1); };
+    in_parallel(total_elements(items, count, whole), max_threads, [&](i64 thread, i64 num_threads) {
+        auto span = [&](const Item& item) { return range(item, num_threads); };
+        auto piece = [&](const Item& item, i64 begin, i64 end) {
+            work(item, begin, end, num_threads);
+        };
+        share(items, count, thread, num_threads, span, piece);
+    });
 }
 
 // The narrowest rowwise blocks that share a pass with columnwise ones.

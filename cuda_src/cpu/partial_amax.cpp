@@ -13,13 +13,6 @@ typedef Native::Int Int;
 
 // Below, a `master` is as if it were the whole weight.
 
-template <class T>
-void one_block(const CastShard& shard, const T* master, i64 begin, i64 end) {
-    i32 amax = rounded<Scalar>(largest_of(master + begin, end - begin), shard.round_to);
-    raise_shared(shard.rowwise.block_amax, amax);
-    raise_shared(shard.tensor_amax, amax);
-}
-
 // ROWS rows of a panel whose blocks are 16 wide and whole. More than one, so that a block's maxima
 // are fetched and stored less often.
 template <int ROWS, class T>
@@ -178,7 +171,7 @@ i32 rows_and_columns(const CastShard& shard, const T* master, const Slots& rows,
 template <class T>
 void amaxes(const CastShard& shard, const T* master, i64 begin, i64 end, i64 num_threads) {
     if (!shard.columnwise.codes && shard.rowwise.grid.num_blocks() == 1)
-        return one_block(shard, master, begin, end);
+        return raise_one_block(shard, largest_of(master + begin, end - begin));
     bool shared = num_threads > 1 && !cut_between_blocks(shard, num_threads);
     Slots rows{shard.rowwise.grid, shard.rowwise.block_amax, shared};
     if (!shard.columnwise.codes)
@@ -200,16 +193,10 @@ void amaxes(const CastShard& shard, const T* master, i64 begin, i64 end, i64 num
 
 ZEROCAST_EXPORT(partial_amax)(const void* table, long long count, long long threads) {
     using namespace zerocast;
-    auto shards = (const CastShard*)table;
-    auto whole = [](const CastShard& shard) { return shard_span(shard, 1); };
-    i64 total = total_elements(shards, count, whole);
-    if (total == 0) return;
-    in_parallel(total, threads, [&](i64 thread, i64 num_threads) {
-        auto span = [&](const CastShard& shard) { return shard_span(shard, num_threads); };
-        share(shards, count, total, thread, num_threads, span,
-              [&](const CastShard& shard, i64 begin, i64 end) {
-                  with_master(
-                      shard, [&](auto* master) { amaxes(shard, master, begin, end, num_threads); });
-              });
-    });
+    share_in_parallel<CastShard>(table, count, threads, shard_span,
+                                 [](const CastShard& shard, i64 begin, i64 end, i64 num_threads) {
+                                     with_master(shard, [&](auto* master) {
+                                         amaxes(shard, master, begin, end, num_threads);
+                                     });
+                                 });
 }

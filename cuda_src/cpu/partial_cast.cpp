@@ -2,7 +2,6 @@
 // keeps its value.
 #include "cpu/amax.h"
 #include "cpu/cast_plane.h"
-#include "cpu/dispatch.h"
 
 namespace zerocast {
 inline namespace ZEROCAST_ISA {
@@ -105,10 +104,7 @@ void cast_rounded(const CastShard& shard, const T* master, const BlockMultiplier
             largest = Scalar::max(largest, largest_of(rowwise.master(at), n));
             rowwise.run(at, n, multiplier, positive);
         }
-        i32 amax = rounded<Scalar>(largest, shard.round_to);
-        raise_shared(shard.rowwise.block_amax, amax);
-        raise_shared(shard.tensor_amax, amax);
-        return;
+        return raise_one_block(shard, largest);
     }
     if (!shard.columnwise.codes) return rowwise(begin, end);
     Plane columnwise(shard, master, shard.columnwise, multipliers, encoder);
@@ -150,15 +146,8 @@ void cast(const NumericsTable& table, const CastShard& shard, i64 begin, i64 end
 ZEROCAST_EXPORT(partial_cast)(const void* numerics, const void* table, long long count,
                               long long threads) {
     using namespace zerocast;
-    auto shards = (const CastShard*)table;
-    auto whole = [](const CastShard& shard) { return shard_span(shard, 1); };
-    i64 total = total_elements(shards, count, whole);
-    if (total == 0) return;
-    in_parallel(total, threads, [&](i64 thread, i64 num_threads) {
-        auto span = [&](const CastShard& shard) { return shard_span(shard, num_threads); };
-        share(shards, count, total, thread, num_threads, span,
-              [&](const CastShard& shard, i64 begin, i64 end) {
-                  cast(*(const NumericsTable*)numerics, shard, begin, end);
-              });
-    });
+    share_in_parallel<CastShard>(table, count, threads, shard_span,
+                                 [&](const CastShard& shard, i64 begin, i64 end, i64) {
+                                     cast(*(const NumericsTable*)numerics, shard, begin, end);
+                                 });
 }

@@ -6,10 +6,10 @@
 // by side: no sum goes across it.
 #include <string.h>
 
+#include "arithmetic/masters.h"
 #include "arithmetic/scaling.h"
-#include "cpu/masters.h"
+#include "cpu/simd.h"
 #include "cpu/strips.h"
-#include "cpu/transpose_lanes.h"
 
 namespace zerocast {
 inline namespace ZEROCAST_ISA {
@@ -25,41 +25,30 @@ constexpr i64 ROWS = 16, COLS = 16;
 // Blocks side by side whose errors are kept together: 16 KiB.
 constexpr i64 ACROSS = 128;
 
-// The value of the stored scale, and the multiplier, of both candidates of WIDTH blocks.
-struct CandidateScales {
-    Float map4, multiplier4, map6, multiplier6;
+// The errors of the rows inside blocks side by side, 0 of rows that there are not.
+struct RowErrors {
+    alignas(64) float map4[ROWS][ACROSS], map6[ROWS][ACROSS];
 
-    CandidateScales() = default;
-    CandidateScales(const FourOverSixNumerics& numerics, Int amax) {
-        Int stored4 = numerics.stored<Native>(amax, Native::splat(1));
-        Int stored6 = numerics.stored<Native>(amax, Native::splat(0));
-        map4 = decode<E4M3, Native>(stored4);
-        map6 = decode<E4M3, Native>(stored6);
-        multiplier4 = numerics.multiplier_under<Native>(stored4);
-        multiplier6 = numerics.multiplier_under<Native>(stored6);
+    // Whether the sum of map4 is the smaller one, of n blocks.
+    void choose(i64 n, u8* choices) const {
+        for (i64 b = 0; b < n; b += W) {
+            Int chosen = sum(map4, b) < sum(map6, b) ? Native::splat(1) : Native::splat(0);
+            store_some(choices + b, __builtin_convertvector(chosen, Native::Bytes), n - b);
+        }
+    }
+
+  private:
+    static ZEROCAST_FN Float sum(const float (&rows)[ROWS][ACROSS], i64 block) {
+        Float sums[ROWS];
+        for (int r = 0; r < ROWS; r++) sums[r] = Native::load(&rows[r][block]);
+        for (int half = ROWS / 2; half > 0; half /= 2) {
+            for (int r = 0; r < half; r++) sums[r] += sums[r + half];
+        }
+        return sums[0];
     }
 };
 
-// n amaxes of blocks side by side, and 0 beyond.
-ZEROCAST_FN Int load_amaxes(const i32* amax, i64 n) {
-    Int amaxes{};
-    memcpy(&amaxes, amax, min_of(n, W) * sizeof(i32));
-    return amaxes;
-}
-
-// The summed errors of one row inside WIDTH blocks, of rounded elements x [WIDTH, COLS].
-template <bool SQUARED>
-ZEROCAST_FN void row_errors(const FourOverSixNumerics& numerics, const CandidateScales& scales,
-                            const Float (&x)[COLS], Float& map4, Float& map6) {
-    for (int c = 0; c < COLS; c++) {
-        Float error4 = numerics.error<SQUARED, Native>(x[c], scales.map4, scales.multiplier4);
-        Float error6 = numerics.error<SQUARED, Native>(x[c], scales.map6, scales.multiplier6);
-        map4 = c == 0 ? error4 : map4 + error4;
-        map6 = c == 0 ? error6 : map6 + error6;
-    }
-}
-
-// Column c of WIDTH blocks side by side in register c, rounded.
+// The elements of one row inside WIDTH blocks side by side, rounded: column c in register c.
 template <class Rounded, class T>
 ZEROCAST_FN void load_columns(const T* x, Float (&columns)[COLS]) {
     for (int c = 0; c < COLS; c += W) {
@@ -69,26 +58,33 @@ ZEROCAST_FN void load_columns(const T* x, Float (&columns)[COLS]) {
     for (int c = 0; c < COLS; c++) columns[c] = round_to<Rounded, Native>(columns[c]);
 }
 
-// Whether the sum of map4 is the smaller one, from the sums of the ROWS rows of WIDTH blocks:
-// rows[candidate][row], `stride` registers' worth of floats apart. Overwrites them.
-ZEROCAST_FN Int choose(float (*rows)[ROWS][ACROSS], i64 block) {
-    Float sums[2];
-    for (int k = 0; k < 2; k++) {
-        Float sum[ROWS];
-        for (int r = 0; r < ROWS; r++) sum[r] = Native::load(&rows[k][r][block]);
-        for (int half = ROWS / 2; half > 0; half /= 2) {
-            for (int r = 0; r < half; r++) sum[r] += sum[r + half];
+// What a launch computes by.
+struct ErrorNumerics : FourOverSixNumerics {
+    bool squared;
+
+    ErrorNumerics(const NumericsTable& table, const CastShard& shard)
+        : FourOverSixNumerics(*shard.tensor_amax, table.scale_max),
+          squared(table.four_over_six == ERROR_MSE) {}
+
+    // The errors of one row inside blocks, of `count` elements.
+    template <class L>
+    ZEROCAST_FN Errors<L> row_errors(const CandidateScales<L>& scales, const typename L::Float* x,
+                                     i64 count) const {
+        Errors<L> sum{};
+        if (squared) {
+            for (i64 c = 0; c < count; c++) add_errors<true>(scales, x[c], sum);
+        } else {
+            for (i64 c = 0; c < count; c++) add_errors<false>(scales, x[c], sum);
         }
-        sums[k] = sum[0];
+        return sum;
     }
-    return Native::select(sums[0] < sums[1], Native::splat(1), Native::splat(0));
-}
+};
 
 // One shard's part of the decision.
-template <class T, class Rounded, bool SQUARED>
+template <class T, class Rounded>
 class PartialSelect {
   public:
-    PartialSelect(const CastShard& shard, const T* master, const FourOverSixNumerics& numerics)
+    PartialSelect(const CastShard& shard, const T* master, Rounded, const ErrorNumerics& numerics)
         : shard_(shard), grid_(shard.rowwise.grid), numerics_(numerics), master_(master) {}
 
     // Rows of blocks, as far as they are in [begin, end).
@@ -96,18 +92,25 @@ class PartialSelect {
         auto open = [&](const Strip& strip) {
             for (i64 b = 0; b < strip.blocks; b += W) {
                 const i32* amax = shard_.rowwise.block_amax + strip.first_block + b;
-                scales_[b / W] = CandidateScales(numerics_, load_amaxes(amax, strip.blocks - b));
+                scales_[b / W] =
+                    numerics_.candidates<Native>(load_some<Int>(amax, strip.blocks - b));
             }
-            memset(errors_, 0, sizeof errors_);
+            memset(&errors_, 0, sizeof errors_);
             cut_ = find(shard_.candidates.cut, shard_.candidates.cuts,
                         strip.first_block / grid_.blocks_w());
         };
         auto work = [&](const Strip& strip, const Panel& panel) {
-            for (i64 r = 0; r < panel.rows; r++)
-                row(strip, panel.element + r * grid_.cols, panel.count);
+            i64 row = panel.element / grid_.cols, col = strip.col + panel.col;
+            for (i64 r = row; r < row + panel.rows; r++) {
+                // Registers begin at multiples of WIDTH blocks, as the candidates' scales do.
+                for (i64 at = panel.col / grid_.block_w / W * W;
+                     at * grid_.block_w < panel.col + panel.count; at += W)
+                    add_row(strip, at, r, col, col + panel.count);
+            }
         };
         auto close = [&](const Strip& strip) {
-            if (cut_ < 0) choose_strip(strip);
+            if (cut_ < 0)
+                errors_.choose(strip.blocks, shard_.candidates.choices + strip.first_block);
         };
         for_each_strip(grid_, begin, end, open, work, close, ACROSS);
     }
@@ -115,144 +118,109 @@ class PartialSelect {
   private:
     const CastShard& shard_;
     const Grid& grid_;
-    FourOverSixNumerics numerics_;
+    const ErrorNumerics& numerics_;
     const T* master_;  // as if it were the whole weight
     i64 cut_;          // the strip's place among the rows of blocks that are cut, or -1
-    CandidateScales scales_[ACROSS / W];
-    alignas(64) float errors_[2][ROWS][ACROSS];  // of map4 and of map6
+    CandidateScales<Native> scales_[ACROSS / W];
+    RowErrors errors_;
 
-    // count elements of one row of the matrix, inside the strip.
-    void row(const Strip& strip, i64 element, i64 count) {
-        i64 row = element / grid_.cols, col = element % grid_.cols, end = col + count;
-        i64 row_start = row * grid_.cols;
-        i64 first = (col + grid_.block_w - 1) / grid_.block_w;  // the first block that is whole
-        i64 last = end == grid_.cols ? grid_.blocks_w() : end / grid_.block_w;
-        if (first > last) return segment(row_start, col, end);  // begins and ends inside one block
-        if (col < first * grid_.block_w) segment(row_start, col, first * grid_.block_w);
-        i64 strip_block = strip.col / grid_.block_w;
-        for (i64 b = first; b < last;) {
-            // Registers begin at multiples of WIDTH blocks, as the candidates' scales do.
-            i64 at = b - strip_block, n = min_of(W - at % W, last - b);
-            blocks(row, b, at, n);
-            b += n;
-        }
-        if (last * grid_.block_w < end) segment(row_start, last * grid_.block_w, end);
-    }
-
-    // n blocks of one row from block column `block` on, which is number `at` of the strip; they lie
-    // in one register.
-    void blocks(i64 row, i64 block, i64 at, i64 n) {
-        const T* x = master_ + row * grid_.cols + block * grid_.block_w;
-        alignas(64) T copy[W * COLS];
-        if (n < W || grid_.block_w < COLS || (block + n) * COLS > grid_.cols) {
-            memset(copy, 0, sizeof copy);
-            for (i64 b = 0; b < n; b++) {
-                i64 width = min_of(grid_.block_w, grid_.cols - (block + b) * grid_.block_w);
-                memcpy(copy + (at % W + b) * COLS, x + b * grid_.block_w, width * sizeof(T));
-            }
-            x = copy;
-        } else {
+    // The errors of one row inside WIDTH blocks, from number `at` of the strip on, as far as this
+    // rank owns all of it: columns [col, end) of the row are its own.
+    ZEROCAST_FN void add_row(const Strip& strip, i64 at, i64 row, i64 col, i64 end) {
+        i64 first = strip.col + at * grid_.block_w;
+        const T* x = master_ + row * grid_.cols + first;
+        T copy[W * COLS];
+        u32 whole = (1u << W) - 1;  // bit b: of block at + b it owns all of this row
+        if (grid_.block_w == COLS && col <= first && first + W * COLS <= end) {
             for (i64 i = 0; i < W * COLS; i += 16) __builtin_prefetch(x + i + PREFETCH_AHEAD);
+        } else {
+            whole = copy_blocks(copy, first, row, col, end);
+            x = copy;
         }
-        Float columns[COLS], map4, map6;
+        Float columns[COLS];
         load_columns<Rounded>(x, columns);
-        row_errors<SQUARED>(numerics_, scales_[at / W], columns, map4, map6);
+        auto sum = numerics_.row_errors<Native>(scales_[at / W], columns, COLS);
         i64 in_block = row % grid_.block_h;
         if (cut_ < 0) {
-            memcpy(&errors_[0][in_block][at / W * W], &map4, sizeof map4);
-            memcpy(&errors_[1][in_block][at / W * W], &map6, sizeof map6);
+            Native::store(&errors_.map4[in_block][at], sum.map4);
+            Native::store(&errors_.map6[in_block][at], sum.map6);
             return;
         }
-        float* to = shard_.candidates.errors_of(grid_, cut_, in_block) + 2 * block;
-        for (i64 b = 0; b < n; b++) {
-            to[2 * b] = map4[at % W + b];
-            to[2 * b + 1] = map6[at % W + b];
+        float* to = shard_.candidates.errors_of(grid_, cut_, in_block) + first / grid_.block_w * 2;
+        for (i64 b = 0; b < W; b++) {
+            if (!(whole >> b & 1)) continue;
+            to[2 * b] = sum.map4[b];
+            to[2 * b + 1] = sum.map6[b];
         }
     }
 
-    // Columns [col, end) of a row, inside one block that other ranks own elements of, too.
-    void segment(i64 row_start, i64 col, i64 end) {
-        i64 first = col / grid_.block_w * grid_.block_w;
+    // The same row from column `first` on to a place of its own, COLS elements a block; zeros for
+    // what a block has not or shares with other ranks. Returns the bits of blocks that are whole.
+    u32 copy_blocks(T* copy, i64 first, i64 row, i64 col, i64 end) {
+        memset(copy, 0, W * COLS * sizeof(T));
+        u32 whole = 0;
+        const T* x = master_ + row * grid_.cols;
+        for (i64 b = 0; b < W; b++) {
+            i64 start = first + b * grid_.block_w, stop = min_of(start + grid_.block_w, grid_.cols);
+            i64 from = max_of(start, col), to = min_of(stop, end);
+            if (from >= to) continue;
+            if (to - from < stop - start) {
+                leave_elements(row, start, from, to);
+            } else {
+                memcpy(copy + b * COLS, x + start, (stop - start) * sizeof(T));
+                whole |= 1u << b;
+            }
+        }
+        return whole;
+    }
+
+    // Columns [from, to) of a row, inside a block from column `start` on that other ranks own
+    // elements of, too.
+    void leave_elements(i64 row, i64 start, i64 from, i64 to) {
         const Candidates& candidates = shard_.candidates;
-        i64 s = find(candidates.segments, candidates.segment_count, row_start + first);
-        float* to = candidates.elements + s * grid_.block_w - first;
-        for (i64 c = col; c < end; c++)
-            to[c] = round_to<Rounded, Scalar>(value_of(master_[row_start + c]));
-    }
-
-    void choose_strip(const Strip& strip) {
-        for (i64 b = 0; b < strip.blocks; b += W) {
-            Int chosen = choose(errors_, b);
-            u8* to = shard_.candidates.choices + strip.first_block + b;
-            for (i64 i = 0; i < min_of(W, strip.blocks - b); i++) to[i] = (u8)chosen[i];
-        }
+        i64 row_start = row * grid_.cols;
+        i64 s = find(candidates.segments, candidates.segment_count, row_start + start);
+        float* elements = candidates.elements + s * grid_.block_w - start;
+        for (i64 c = from; c < to; c++)
+            elements[c] = round_to<Rounded, Scalar>(value_of(master_[row_start + c]));
     }
 };
 
-template <class Rounded, bool SQUARED, class T>
-void select_rounded(const CastShard& shard, const T* master, const FourOverSixNumerics& numerics,
-                    i64 begin, i64 end) {
-    PartialSelect<T, Rounded, SQUARED>(shard, master, numerics)(begin, end);
-}
-
-template <bool SQUARED>
-void partial_select(const CastShard& shard, const FourOverSixNumerics& numerics, i64 begin,
-                    i64 end) {
-    with_rounded_master(shard, [&](auto* master, auto nominal) {
-        select_rounded<decltype(nominal), SQUARED>(shard, master, numerics, begin, end);
-    });
-}
-
 // The errors of a segment, from the elements that its ranks put together.
-void segment_errors(const CastShard& shard, const NumericsTable& table,
-                    const FourOverSixNumerics& numerics, i64 cut, i64 segment) {
+void segment_errors(const CastShard& shard, const ErrorNumerics& numerics, i64 cut, i64 segment) {
     const Grid& grid = shard.rowwise.grid;
     i64 start = shard.candidates.segments[segment];
     i64 row = start / grid.cols, block = start % grid.cols / grid.block_w;
     i64 width = min_of(grid.block_w, grid.cols - block * grid.block_w);
-    Float x[COLS] = {}, map4, map6;  // in the first element of each register
-    for (i64 c = 0; c < width; c++) x[c][0] = shard.candidates.elements[segment * grid.block_w + c];
-    const i32* amax = shard.rowwise.block_amax + row / grid.block_h * grid.blocks_w() + block;
-    CandidateScales scales(numerics, load_amaxes(amax, 1));
-    if (table.four_over_six == ERROR_MSE)
-        row_errors<true>(numerics, scales, x, map4, map6);
-    else
-        row_errors<false>(numerics, scales, x, map4, map6);
+    const float* x = shard.candidates.elements + segment * grid.block_w;
+    auto scales = numerics.candidates<Scalar>(
+        shard.rowwise.block_amax[row / grid.block_h * grid.blocks_w() + block]);
+    auto sum = numerics.row_errors<Scalar>(scales, x, width);
     float* to = shard.candidates.errors_of(grid, cut, row % grid.block_h) + 2 * block;
-    to[0] = map4[0];
-    to[1] = map6[0];
+    to[0] = sum.map4;
+    to[1] = sum.map6;
 }
 
 // The choices of one row of blocks that is cut.
-void select_row(const CastShard& shard, const NumericsTable& table, i64 cut) {
+void select_row(const CastShard& shard, const ErrorNumerics& numerics, i64 cut) {
     const Grid& grid = shard.rowwise.grid;
     const Candidates& candidates = shard.candidates;
     i64 block_row = candidates.cut[cut], blocks_w = grid.blocks_w();
-    u8* choices = candidates.choices + block_row * blocks_w;
-    FourOverSixNumerics numerics(*shard.tensor_amax, table.scale_max);
-    if (!numerics.finite) {
-        memset(choices, 0, blocks_w);
-        return;
-    }
     for (i64 s = 0; s < candidates.segment_count; s++) {
         if (candidates.segments[s] / grid.cols / grid.block_h == block_row)
-            segment_errors(shard, table, numerics, cut, s);
+            segment_errors(shard, numerics, cut, s);
     }
-    alignas(64) float errors[2][ROWS][ACROSS];
+    RowErrors errors{};
     for (i64 first = 0; first < blocks_w; first += ACROSS) {
         i64 n = min_of(ACROSS, blocks_w - first);
-        memset(errors, 0, sizeof errors);
         for (i64 r = 0; r < grid.block_h; r++) {
             const float* from = candidates.errors_of(grid, cut, r) + 2 * first;
             for (i64 b = 0; b < n; b++) {
-                errors[0][r][b] = from[2 * b];
-                errors[1][r][b] = from[2 * b + 1];
+                errors.map4[r][b] = from[2 * b];
+                errors.map6[r][b] = from[2 * b + 1];
             }
         }
-        for (i64 b = 0; b < n; b += W) {
-            Int chosen = choose(errors, b);
-            for (i64 i = 0; i < min_of(W, n - b); i++) choices[first + b + i] = (u8)chosen[i];
-        }
+        errors.choose(n, candidates.choices + block_row * blocks_w + first);
     }
 }
 
@@ -264,39 +232,33 @@ ZEROCAST_EXPORT(partial_select)(const void* numerics, const void* table, long lo
                                 long long threads) {
     using namespace zerocast;
     auto& numerics_table = *(const NumericsTable*)numerics;
-    auto shards = (const CastShard*)table;
-    auto span = [](const CastShard& shard) {
+    auto span = [](const CastShard& shard, i64) {
         return Span{shard.start, shard.end, shard.rowwise.grid.block_h * shard.rowwise.grid.cols};
     };
-    i64 total = total_elements(shards, count, span);
-    in_parallel(total, threads, [&](i64 thread, i64 num_threads) {
-        share(shards, count, total, thread, num_threads, span,
-              [&](const CastShard& shard, i64 begin, i64 end) {
-                  FourOverSixNumerics numerics(*shard.tensor_amax, numerics_table.scale_max);
-                  if (!numerics.finite) return;  // everything is NaN whatever is chosen
-                  if (numerics_table.four_over_six == ERROR_MSE)
-                      partial_select<true>(shard, numerics, begin, end);
-                  else
-                      partial_select<false>(shard, numerics, begin, end);
-              });
-    });
+    share_in_parallel<CastShard>(table, count, threads, span,
+                                 [&](const CastShard& shard, i64 begin, i64 end, i64) {
+                                     ErrorNumerics scaling(numerics_table, shard);
+                                     if (!scaling.finite)
+                                         return;  // everything is NaN whatever is chosen
+                                     with_rounded_master(shard, [&](auto* master, auto nominal) {
+                                         PartialSelect(shard, master, nominal, scaling)(begin, end);
+                                     });
+                                 });
 }
 
 ZEROCAST_EXPORT(select)(const void* numerics, const void* table, long long count,
                         long long threads) {
     using namespace zerocast;
-    auto shards = (const CastShard*)table;
-    auto rows = [](const CastShard& shard) {
+    auto& numerics_table = *(const NumericsTable*)numerics;
+    auto rows = [](const CastShard& shard, i64) {
         i64 row = shard.rowwise.grid.block_h * shard.rowwise.grid.cols;
         return Span{0, shard.candidates.cuts * row, row};
     };
-    i64 total = total_elements(shards, count, rows);
-    in_parallel(total, threads, [&](i64 thread, i64 num_threads) {
-        share(shards, count, total, thread, num_threads, rows,
-              [&](const CastShard& shard, i64 begin, i64 end) {
-                  i64 row = rows(shard).granule;
-                  for (i64 cut = begin / row; cut < end / row; cut++)
-                      select_row(shard, *(const NumericsTable*)numerics, cut);
-              });
-    });
+    share_in_parallel<CastShard>(table, count, threads, rows,
+                                 [&](const CastShard& shard, i64 begin, i64 end, i64) {
+                                     ErrorNumerics scaling(numerics_table, shard);
+                                     i64 row = rows(shard, 1).granule;
+                                     for (i64 cut = begin / row; cut < end / row; cut++)
+                                         select_row(shard, scaling, cut);
+                                 });
 }

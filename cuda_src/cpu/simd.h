@@ -4,7 +4,7 @@
 // generic form beside it says what it does.
 #pragma once
 
-#include "arithmetic/lanes.h"
+#include "arithmetic/formats.h"
 
 #if defined(__SSE2__)
 #include <immintrin.h>
@@ -187,6 +187,15 @@ ZEROCAST_FN typename L::Int load_halves(const void* from) {
     return __builtin_convertvector(L::template load_as<typename L::Halves>(from), typename L::Int);
 }
 
+// Read a register of a master's elements.
+ZEROCAST_FN Native::Float load(const float* from) { return Native::load(from); }
+ZEROCAST_FN Native::Float load(const Bf16* from) {
+    return from_bf16<Native>(load_halves<Native>(from));
+}
+ZEROCAST_FN Native::Float load(const Fp16* from) {
+    return from_fp16<Native>(load_halves<Native>(from));
+}
+
 // Read one nibble an element, the even element from the low one: WIDTH / 2 bytes.
 template <class L>
 ZEROCAST_FN typename L::Int load_nibbles(const u8* from) {
@@ -195,6 +204,52 @@ ZEROCAST_FN typename L::Int load_nibbles(const u8* from) {
     // A byte in each 64-bit pair of elements: its high nibble goes up to the odd one.
     auto pairs = __builtin_convertvector(bytes, typename L::Pairs);
     return (typename L::Int)(pairs | pairs << 28) & 0xF;
+}
+
+// Read the first n elements of a vector, or all where it has fewer; zeros for the others.
+template <class Vector, class T>
+ZEROCAST_FN Vector load_some(const T* from, i64 n) {
+    constexpr i64 ALL = sizeof(Vector) / sizeof(T);
+    Vector x{};
+    if (n >= ALL)
+        __builtin_memcpy(&x, from, sizeof x);
+    else
+        __builtin_memcpy(&x, from, n * sizeof(T));
+    return x;
+}
+
+// Write them.
+template <class Vector, class T>
+ZEROCAST_FN void store_some(T* to, const Vector& x, i64 n) {
+    constexpr i64 ALL = sizeof(Vector) / sizeof(T);
+    if (n >= ALL)
+        __builtin_memcpy(to, &x, sizeof x);
+    else
+        __builtin_memcpy(to, &x, n * sizeof(T));
+}
+
+// Two registers, the first halves of them interleaved (HALF 0), or their second halves.
+template <class L, int HALF, class T, int... I>
+ZEROCAST_FN T interleaved(T a, T b, Indices<I...>) {
+    constexpr int W = L::WIDTH;
+    return __builtin_shufflevector(a, b, (I / 2 + HALF * W / 2 + I % 2 * W)...);
+}
+
+// Transposes a square: element c of register r goes to element r of register c. Each round
+// interleaves registers half of them apart, which moves one bit of the register's number into the
+// element's.
+template <class L, class T>
+ZEROCAST_FN void transpose_lanes(T* x) {
+    typedef typename IndicesTo<L::WIDTH>::Type All;
+    constexpr int W = L::WIDTH;
+    T y[W];
+    for (int round = 1; round < W; round *= 2) {
+        for (int i = 0; i < W / 2; i++) {
+            y[2 * i] = interleaved<L, 0>(x[i], x[i + W / 2], All{});
+            y[2 * i + 1] = interleaved<L, 1>(x[i], x[i + W / 2], All{});
+        }
+        for (int i = 0; i < W; i++) x[i] = y[i];
+    }
 }
 
 // Two registers end to end, every second element of them: the even ones (FIRST 0) or the odd ones

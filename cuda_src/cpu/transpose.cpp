@@ -7,7 +7,7 @@
 // combined between the first step and the second.
 #include <string.h>
 
-#include "cpu/launch.h"
+#include "cpu/scale_rows.h"
 #include "cpu/transpose_bytes.h"
 
 namespace zerocast {
@@ -31,14 +31,6 @@ constexpr i64 ROWS_AHEAD = 128;
 // would not stay there.
 constexpr i64 STREAM_ELEMENTS = 1 << 23;
 
-// `size` bytes, at most a line of them.
-ZEROCAST_FN void store_line(u8* to, const Line& line, i64 size) {
-    if (size == TILE)
-        memcpy(to, line, TILE);
-    else
-        memcpy(to, line, size);
-}
-
 // The first `rows` rows that tiles below each other become, `size` bytes of each, to rows `stride`
 // bytes apart. STREAM needs whole tiles and aligned lines.
 template <bool WHOLE, bool STREAM>
@@ -54,7 +46,7 @@ void store_rows(const Line* tiles, i64 rows, i64 size, u8* to, i64 stride) {
                 else if (WHOLE)
                     memcpy(at, lines[k], TILE);
                 else if (k * SQUARE + i < rows)
-                    store_line(at, lines[k], min_of(TILE, size - from));
+                    memcpy(at, lines[k], min_of(TILE, size - from));
             }
         }
     }
@@ -179,41 +171,21 @@ void codes(const TransposeTarget& t, i64 first, i64 last, bool stream) {
     }
 }
 
-template <class Stored>
-void fill(Stored* to, i64 n, i64 padding) {
-    for (i64 i = 0; i < n; i++)
-        memcpy(to + i, &padding, sizeof *to);  // little-endian: the low bytes
-}
-
 // Columnwise scales of block columns [first, last): each is a row there, repeated.
 template <class Stored>
 void scales(const TransposeTarget& t, i64 first, i64 last) {
-    const ScalePlane& to_plane = t.columnwise;
     auto from = (const Stored*)t.rowwise.scale_inv;
-    auto plane = (Stored*)to_plane.scale_inv;
-    i64 from_stride = t.rowwise.down(), to_stride = to_plane.down();
+    i64 from_stride = t.rowwise.down();
     i64 blocks_h = t.rowwise.grid.blocks_h(), blocks_w = t.rowwise.grid.blocks_w();
     if constexpr (sizeof(Stored) == 1) {
-        transpose_bytes(Bytes{from, blocks_h, blocks_w, from_stride}, first, last, plane, to_stride,
-                        false);
-    } else {
-        for (i64 c = first; c < last; c++) {
-            for (i64 r = 0; r < blocks_h; r++) plane[c * to_stride + r] = from[r * from_stride + c];
-        }
+        transpose_bytes(Bytes{from, blocks_h, blocks_w, from_stride}, first, last,
+                        (u8*)t.columnwise.scale_inv, t.columnwise.down(), false);
     }
-    for (i64 c = first; c < last; c++) {
-        i64 row = c * to_plane.row_repeat;
-        i64 row_end = min_of(row + to_plane.row_repeat, to_plane.rows);
-        Stored* to = plane + row * to_plane.padded_cols;
-        fill(to + blocks_h, to_plane.padded_cols - blocks_h, to_plane.padding);
-        for (i64 r = row + 1; r < row_end; r++) {
-            memcpy(plane + r * to_plane.padded_cols, to, to_plane.padded_cols * sizeof(Stored));
-        }
-    }
-    if (last == blocks_w) {
-        i64 used = to_plane.rows * to_plane.padded_cols;
-        fill(plane + used, to_plane.padded_rows * to_plane.padded_cols - used, to_plane.padding);
-    }
+    store_rows<Stored>(t.columnwise, first, last, [&](i64 c, Stored* to) {
+        if (sizeof(Stored) == 1) return;  // they are there
+        for (i64 r = 0; r < blocks_h; r++) to[r] = from[r * from_stride + c];
+    });
+    if (last == blocks_w) pad_rows<Stored>(t.columnwise);
 }
 
 }  // namespace
@@ -234,14 +206,13 @@ ZEROCAST_EXPORT(transpose)(const void* table, long long count, long long threads
     };
     i64 total = total_elements(targets, count, elements);
     bool stream = total > STREAM_ELEMENTS;
-    i64 total_scales = total_elements(targets, count, scale_plane);
     in_parallel(total, threads, [&](i64 thread, i64 num_threads) {
-        share(targets, count, total, thread, num_threads, elements,
+        share(targets, count, thread, num_threads, elements,
               [&](const TransposeTarget& t, i64 begin, i64 end) {
                   i64 rows = t.rowwise.grid.rows;
                   codes(t, begin / rows, end / rows, stream);
               });
-        share(targets, count, total_scales, thread, num_threads, scale_plane,
+        share(targets, count, thread, num_threads, scale_plane,
               [](const TransposeTarget& t, i64 begin, i64 end) {
                   i64 blocks_h = t.rowwise.grid.blocks_h();
                   if (t.scale_bytes == 1)

@@ -13,15 +13,13 @@ struct Largest {
     i32* columnwise;  // of its columns, in the second plane
 };
 
-// The vectors of `whole`, each read at once. A thread's vectors lie in one block, or in one each.
-template <class T>
-static ZEROCAST_FN void take_vectors(const CastShard& shard, const Tile& tile, const T* master,
-                                     const ThreadVectors& vectors, u32 whole, const Largest& to) {
-    const Grid& grid = shard.rowwise.grid;
+// Reads the vectors of `whole`, each at once, and calls work(i, read, magnitudes) for all vectors
+// of the thread; those that are not `read` are 0.
+template <class T, class Work>
+static ZEROCAST_FN void for_each_vector(const Tile& tile, const Grid& grid, const T* master,
+                                        const ThreadVectors& vectors, u32 whole, const Work& work) {
     bool aligned = vectors_aligned(master + tile.element, 4 * sizeof(T), tile, grid);
     const T* from = master + vectors.element;
-    bool one_block = tile.blocks == 1 || vectors.col_step == 0;  // of this thread's vectors
-    i32 value = 0;
 #pragma unroll 1
     for (int first = 0; first < TILE_VECTORS; first += AMAX_IN_FLIGHT) {
         Four<T> four[AMAX_IN_FLIGHT];
@@ -30,14 +28,27 @@ static ZEROCAST_FN void take_vectors(const CastShard& shard, const Tile& tile, c
         for (int k = 0; k < AMAX_IN_FLIGHT; k++) {
             i32 magnitude[4];
             magnitudes_of(four[k].values(), magnitude);
-            value = Scalar::max(value, largest_of(magnitude));
-            if (one_block || !(whole >> k & 1)) continue;
-            atomicMax(&to.rowwise[tile.block_of(grid, 0, vectors.col_of(first + k))], value);
-            value = 0;
+            work(first + k, whole >> k & 1, magnitude);
         }
         whole >>= AMAX_IN_FLIGHT;
         from += AMAX_IN_FLIGHT * vectors.step;
     }
+}
+
+// The vectors of `whole`. A thread's vectors lie in one block, or in one each.
+template <class T>
+static ZEROCAST_FN void take_vectors(const CastShard& shard, const Tile& tile, const T* master,
+                                     const ThreadVectors& vectors, u32 whole, const Largest& to) {
+    const Grid& grid = shard.rowwise.grid;
+    bool one_block = tile.blocks == 1 || vectors.col_step == 0;  // of this thread's vectors
+    i32 value = 0;
+    auto take = [&](int i, bool read, const i32(&magnitude)[4]) {
+        value = Scalar::max(value, largest_of(magnitude));
+        if (one_block || !read) return;
+        atomicMax(&to.rowwise[tile.block_of(grid, 0, vectors.col_of(i))], value);
+        value = 0;
+    };
+    for_each_vector(tile, grid, master, vectors, whole, take);
     if (tile.blocks == 1) {  // the lanes agree first
         value = __reduce_max_sync(ALL_LANES, value);
         if (threadIdx.x % 32 == 0) atomicMax(&to.rowwise[0], value);
@@ -53,32 +64,21 @@ static ZEROCAST_FN void take_vectors(const CastShard& shard, const Tile32x256& s
                                      const Largest& to) {
     const Grid& grid = shard.rowwise.grid;
     Tile tile = shape.as_tile(grid);
-    bool aligned = vectors_aligned(master + tile.element, 4 * sizeof(T), tile, grid);
-    const T* from = master + vectors.element;
     int block = shape.block_of(grid, 0, vectors.col);
     // Neighbouring lanes whose vectors lie in one block, a power of two.
     int lanes = tile.blocks == 1 || grid.block_w >= 128 ? 32 : (int)grid.block_w / 4;
     i32 columns[4] = {0, 0, 0, 0};
-#pragma unroll 1
-    for (int first = 0; first < TILE_VECTORS; first += AMAX_IN_FLIGHT) {
-        Four<T> four[AMAX_IN_FLIGHT];
-        load_vectors(four, from, vectors.step, whole, aligned);
+    auto take = [&](int i, bool, const i32(&magnitude)[4]) {
 #pragma unroll
-        for (int k = 0; k < AMAX_IN_FLIGHT; k++) {
-            i32 magnitude[4];
-            magnitudes_of(four[k].values(), magnitude);
-#pragma unroll
-            for (int j = 0; j < 4; j++) columns[j] = Scalar::max(columns[j], magnitude[j]);
-            i32 value = largest_of(magnitude);
-            for (int apart = 1; apart < lanes; apart *= 2)
-                value = Scalar::max(value, __shfl_xor_sync(ALL_LANES, value, apart));
-            // Past the tile's edge the value is 0, which changes nothing.
-            if (threadIdx.x % lanes == 0)
-                atomicMax(&to.rowwise[block + vectors.row_of(first + k) * tile.blocks], value);
-        }
-        whole >>= AMAX_IN_FLIGHT;
-        from += AMAX_IN_FLIGHT * vectors.step;
-    }
+        for (int j = 0; j < 4; j++) columns[j] = Scalar::max(columns[j], magnitude[j]);
+        i32 value = largest_of(magnitude);
+        for (int apart = 1; apart < lanes; apart *= 2)
+            value = Scalar::max(value, __shfl_xor_sync(ALL_LANES, value, apart));
+        // Past the tile's edge the value is 0, which changes nothing.
+        if (threadIdx.x % lanes == 0)
+            atomicMax(&to.rowwise[block + vectors.row_of(i) * tile.blocks], value);
+    };
+    for_each_vector(tile, grid, master, vectors, whole, take);
 #pragma unroll
     for (int j = 0; j < 4; j++) atomicMax(&to.columnwise[vectors.col + j], columns[j]);
 }

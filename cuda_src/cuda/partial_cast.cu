@@ -31,10 +31,8 @@ static ZEROCAST_FN float multiplier_of(const CastShard& shard, const NumericsTab
                                        const CodePlane& plane, i64 block) {
     auto numerics = numerics_of<Numerics>(table, shard.tensor_amax, shard.delayed);
     i32 amax = TAKES_AMAX<Numerics> ? 0 : plane.block_amax[block];
-    if constexpr (Numerics::CHOOSES)
-        return numerics.template multiplier<Scalar>(amax, shard.candidates.choices[block]);
-    else
-        return numerics.template multiplier<Scalar>(amax);
+    i32 choice = Numerics::CHOOSES ? shard.candidates.choices[block] : 0;
+    return numerics.template multiplier<Scalar>(amax, choice);
 }
 
 // Fills the multipliers; a barrier is needed before they are read.

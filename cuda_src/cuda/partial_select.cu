@@ -25,16 +25,17 @@ struct Row {
 
 // `master` is as if it were the whole weight.
 template <bool SQUARED, class T>
-static ZEROCAST_FN Errors errors_of(const CastShard& shard, const T* master, const Row& row,
-                                    const BlockCandidates<SQUARED>& candidates) {
-    Errors sum{0, 0};
+static ZEROCAST_FN Errors<Scalar> errors_of(const CastShard& shard, const T* master, const Row& row,
+                                            const FourOverSixNumerics& numerics, i64 block) {
+    auto scales = numerics.candidates<Scalar>(shard.rowwise.block_amax[block]);
+    Errors<Scalar> sum{};
 #pragma unroll 1
     for (int first = 0; first < row.width; first += 4) {
 #pragma unroll
         for (int j = 0; j < 4; j++) {
             if (first + j >= row.width) continue;
             float x = round_element(value_of(master[row.element + first + j]), shard.round_to);
-            candidates.add(x, sum);
+            numerics.add_errors<SQUARED>(scales, x, sum);
         }
     }
     return sum;
@@ -62,12 +63,11 @@ static ZEROCAST_FN void select_tile(const CastShard& shard, const T* master, con
         int width = tile.cols - col < CHOICE_SIDE ? tile.cols - col : CHOICE_SIDE;
         i64 block = tile.first_block + b;
         Row row(shard, tile.element + r * grid.cols + col, width);
-        Errors errors{0, 0};
+        Errors<Scalar> errors{};
         if (b < tile.blocks && r < tile.rows && row.begin < row.end) {
             if (row.whole()) {
-                BlockCandidates<SQUARED> candidates(*shard.tensor_amax, scale_max,
-                                                    shard.rowwise.block_amax[block]);
-                errors = errors_of(shard, master, row, candidates);
+                FourOverSixNumerics numerics(*shard.tensor_amax, scale_max);
+                errors = errors_of<SQUARED>(shard, master, row, numerics, block);
             } else {
                 leave_elements(shard, master, row);
             }

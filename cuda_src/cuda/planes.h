@@ -10,10 +10,6 @@
 namespace zerocast {
 inline namespace ZEROCAST_ISA {
 
-// compute_scale: threads side by side, four stored scales each; the others take the next row of
-// blocks.
-constexpr int STRIP_THREADS = 64;
-
 struct PlaneTile {
     i32 weight;  // row of the table
     i32 plane;   // which of the weight's planes
@@ -26,32 +22,57 @@ struct Entries {
     i32 bits[4];
 };
 
-ZEROCAST_FN i32 bits_of(u8 stored) { return stored; }
-ZEROCAST_FN i32 bits_of(float stored) { return Scalar::bits(stored); }
-
 ZEROCAST_FN Entries four_times(i32 bits) { return Entries{{bits, bits, bits, bits}}; }
 
 // The first `left` of four entries, all at once where there are four and the address allows it.
-ZEROCAST_FN void store_entries(u8* to, const Entries& e, i64 left) {
-    if (left >= 4 && (u64)to % 4 == 0) {
-        *(u32*)to =
-            (u32)e.bits[0] | (u32)e.bits[1] << 8 | (u32)e.bits[2] << 16 | (u32)e.bits[3] << 24;
+template <class Stored>
+ZEROCAST_FN void store_entries(Stored* to, const Entries& e, i64 left) {
+    if (left >= 4 && (u64)to % (4 * sizeof(Stored)) == 0) {
+        if constexpr (sizeof(Stored) == 1)
+            *(u32*)to =
+                (u32)e.bits[0] | (u32)e.bits[1] << 8 | (u32)e.bits[2] << 16 | (u32)e.bits[3] << 24;
+        else
+            *(int4*)to = int4{e.bits[0], e.bits[1], e.bits[2], e.bits[3]};
         return;
     }
 #pragma unroll
     for (int k = 0; k < 4; k++) {
-        if (k < left) to[k] = (u8)e.bits[k];
+        if (k >= left) continue;
+        if constexpr (sizeof(Stored) == 1)
+            to[k] = (u8)e.bits[k];
+        else
+            to[k] = Scalar::value(e.bits[k]);
     }
 }
 
-ZEROCAST_FN void store_entries(float* to, const Entries& e, i64 left) {
-    if (left >= 4 && (u64)to % 16 == 0) {
-        *(int4*)to = int4{e.bits[0], e.bits[1], e.bits[2], e.bits[3]};
-        return;
-    }
+// Stores one tile of a plane, all stored rows of some rows of blocks, with their padding. A thread
+// takes four stored columns side by side: ACROSS threads take a row of blocks, and the others of
+// NUM_THREADS the next ones. stored_at(i, j) is the bit pattern of the scale that stands in row i
+// and column j of the blocks as they are stored.
+template <class Stored, int ACROSS, int NUM_THREADS, class StoredAt>
+ZEROCAST_FN void store_scales(const ScalePlane& plane, const PlaneTile& tile,
+                              const StoredAt& stored_at) {
+    // Rows and columns, and their repeats, change places where the plane is stored transposed.
+    bool transposed = plane.transposed;
+    i64 rows = transposed ? plane.cols : plane.rows, cols = transposed ? plane.rows : plane.cols;
+    i64 row_repeat = transposed ? plane.col_repeat : plane.row_repeat;
+    i64 col_repeat = transposed ? plane.row_repeat : plane.col_repeat;
+    i64 col = tile.col + threadIdx.x % ACROSS * 4;
+    if (col >= plane.padded_cols) return;
+    auto padding = (i32)plane.padding;
+    for (i64 i = tile.row + threadIdx.x / ACROSS; i < tile.row_end; i += NUM_THREADS / ACROSS) {
+        Entries scales = four_times(padding);
 #pragma unroll
-    for (int k = 0; k < 4; k++) {
-        if (k < left) to[k] = Scalar::value(e.bits[k]);
+        for (int k = 0; k < 4; k++) {
+            if (col + k >= cols || i * row_repeat >= rows) continue;
+            scales.bits[k] = stored_at(i, col_repeat == 1 ? col + k : (col + k) / col_repeat);
+        }
+        for (i64 r = 0; r < row_repeat; r++) {
+            i64 row = i * row_repeat + r;
+            if (row >= plane.padded_rows) break;
+            store_entries((Stored*)plane.scale_inv + row * plane.padded_cols + col,
+                          row < rows ? scales : four_times(padding), plane.padded_cols - col);
+        }
     }
 }
 

@@ -11,14 +11,13 @@ constexpr int BLOCKS_AT_ONCE = THREADS / CHOICE_SIDE;
 
 // The errors of a row that was cut, from its elements.
 template <bool SQUARED>
-static ZEROCAST_FN Errors errors_of(const CastShard& shard, i64 segment, i64 width, i64 block,
-                                    i64 scale_max) {
-    BlockCandidates<SQUARED> candidates(*shard.tensor_amax, scale_max,
-                                        shard.rowwise.block_amax[block]);
+static ZEROCAST_FN Errors<Scalar> errors_of(const CastShard& shard, i64 segment, i64 width,
+                                            i64 block, const FourOverSixNumerics& numerics) {
+    auto scales = numerics.candidates<Scalar>(shard.rowwise.block_amax[block]);
     const float* elements = shard.candidates.elements + segment * CHOICE_SIDE;
-    Errors sum{0, 0};
+    Errors<Scalar> sum{};
 #pragma unroll 1
-    for (int j = 0; j < width; j++) candidates.add(elements[j], sum);
+    for (int j = 0; j < width; j++) numerics.add_errors<SQUARED>(scales, elements[j], sum);
     return sum;
 }
 
@@ -31,18 +30,19 @@ static ZEROCAST_FN void select_blocks(const CastShard& shard, const PlaneTile& t
     i64 blocks_w = grid.blocks_w(), block_row = candidates.cut[tile.row];
     i64 b = tile.col + threadIdx.x / CHOICE_SIDE, r = threadIdx.x % CHOICE_SIDE;
     i64 row = block_row * CHOICE_SIDE + r, block = block_row * blocks_w + b;
-    Errors errors{0, 0};
+    Errors<Scalar> errors{};
     if (b < blocks_w && row < grid.rows) {
         float* stored = candidates.errors_of(grid, tile.row, r) + 2 * b;
         i64 col = b * CHOICE_SIDE, width = grid.cols - col;
         i64 segment = find(candidates.segments, candidates.segment_count, row * grid.cols + col);
         if (segment >= 0) {
+            FourOverSixNumerics numerics(*shard.tensor_amax, scale_max);
             errors = errors_of<SQUARED>(shard, segment, width < CHOICE_SIDE ? width : CHOICE_SIDE,
-                                        block, scale_max);
+                                        block, numerics);
             stored[0] = errors.map4;
             stored[1] = errors.map6;
         } else {
-            errors = Errors{stored[0], stored[1]};
+            errors = {stored[0], stored[1]};
         }
     }
     u8 choice = choose(errors);

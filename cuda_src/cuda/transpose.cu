@@ -152,39 +152,19 @@ static ZEROCAST_FN void transpose_nibbles(const TransposeTarget& target, const P
 // --- scales ---
 
 // Rows of blocks [tile.row, tile.row_end) of the columnwise plane, 128 columns from tile.col on.
-template <class Stored>
+template <class Stored, class Bits>
 static ZEROCAST_FN void transpose_scales(const TransposeTarget& target, const PlaneTile& tile) {
-    const ScalePlane& to = target.columnwise;
-    auto from = (const Stored*)target.rowwise.scale_inv;
-    auto plane = (Stored*)to.scale_inv;
-    i64 from_stride = target.rowwise.down(), repeat = to.row_repeat;
-    i64 blocks_h = target.rowwise.grid.blocks_h(), blocks_w = target.rowwise.grid.blocks_w();
-    int vector = threadIdx.x % (SIDE / 4);
-    i64 col = tile.col + 4 * vector;
-    if (col >= to.padded_cols) return;
-    for (i64 block = tile.row + threadIdx.x / (SIDE / 4); block < tile.row_end;
-         block += SQUARE_THREADS / (SIDE / 4)) {
-        auto padding = (i32)to.padding;
-        Entries scales = four_times(padding);
-#pragma unroll
-        for (int k = 0; k < 4; k++) {
-            if (col + k >= blocks_h || block >= blocks_w) continue;
-            scales.bits[k] = bits_of(from[(col + k) * from_stride + block]);
-        }
-        for (i64 r = 0; r < repeat; r++) {
-            i64 row = block * repeat + r;
-            if (row >= to.padded_rows) break;
-            store_entries(plane + row * to.padded_cols + col,
-                          row < to.rows ? scales : four_times(padding), to.padded_cols - col);
-        }
-    }
+    auto from = (const Bits*)target.rowwise.scale_inv;
+    i64 stride = target.rowwise.down();
+    store_scales<Stored, SIDE / 4, SQUARE_THREADS>(
+        target.columnwise, tile, [&](i64 i, i64 j) { return (i32)from[j * stride + i]; });
 }
 
 static ZEROCAST_FN void scales_of(const TransposeTarget& target, const PlaneTile& tile) {
     if (target.scale_bytes == 1)
-        transpose_scales<u8>(target, tile);
+        transpose_scales<u8, u8>(target, tile);
     else
-        transpose_scales<float>(target, tile);
+        transpose_scales<float, i32>(target, tile);
 }
 
 template <int BITS>

@@ -171,62 +171,42 @@ ZEROCAST_FN i32 rounded_amax(i32 magnitude, i64 nominal) {
 #endif
 #endif
 
+#ifdef ZEROCAST_CONVERTS_FP8
+// Two codes of 8 bits.
 template <class F>
-ZEROCAST_FN u32 encode_portable(const Vec4& q) {
+ZEROCAST_FN unsigned short convert_two(float first, float second) {
+    unsigned short codes;
+    if constexpr (SAME<F, E4M3>)
+        asm("cvt.rn.satfinite.e4m3x2.f32 %0, %2, %1;" : "=h"(codes) : "f"(first), "f"(second));
+    else
+        asm("cvt.rn.satfinite.e5m2x2.f32 %0, %2, %1;" : "=h"(codes) : "f"(first), "f"(second));
+    return codes;
+}
+#endif
+
+template <class F>
+ZEROCAST_FN u32 encode_vec4(const Vec4& q) {
     u32 word = 0;
+#ifdef ZEROCAST_CONVERTS_FP8
+    if constexpr (F::BITS == 8) {
+        unsigned short low = convert_two<F>(q.x[0], q.x[1]), high = convert_two<F>(q.x[2], q.x[3]);
+        asm("mov.b32 %0, {%1, %2};" : "=r"(word) : "h"(low), "h"(high));
+        return word;
+    }
+#endif
+#ifdef ZEROCAST_CONVERTS_E2M1
+    if constexpr (F::BITS == 4) {
+        asm("{.reg .b8 low, high;\n"
+            "cvt.rn.satfinite.e2m1x2.f32 low, %2, %1;\n"
+            "cvt.rn.satfinite.e2m1x2.f32 high, %4, %3;\n"
+            "mov.b32 %0, {low, high, 0, 0};}"
+            : "=r"(word)
+            : "f"(q.x[0]), "f"(q.x[1]), "f"(q.x[2]), "f"(q.x[3]));
+        return word;
+    }
+#endif
     for (int i = 0; i < 4; i++) word |= (u32)encode<F, Scalar>(q.x[i]) << F::BITS * i;
     return word;
-}
-
-template <class F>
-ZEROCAST_FN u32 encode_vec4(const Vec4& q);
-
-template <>
-ZEROCAST_FN u32 encode_vec4<E4M3>(const Vec4& q) {
-#ifdef ZEROCAST_CONVERTS_FP8
-    u32 word;
-    asm("{.reg .b16 low, high;\n"
-        "cvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\n"
-        "cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\n"
-        "mov.b32 %0, {low, high};}"
-        : "=r"(word)
-        : "f"(q.x[0]), "f"(q.x[1]), "f"(q.x[2]), "f"(q.x[3]));
-    return word;
-#else
-    return encode_portable<E4M3>(q);
-#endif
-}
-
-template <>
-ZEROCAST_FN u32 encode_vec4<E5M2>(const Vec4& q) {
-#ifdef ZEROCAST_CONVERTS_FP8
-    u32 word;
-    asm("{.reg .b16 low, high;\n"
-        "cvt.rn.satfinite.e5m2x2.f32 low, %2, %1;\n"
-        "cvt.rn.satfinite.e5m2x2.f32 high, %4, %3;\n"
-        "mov.b32 %0, {low, high};}"
-        : "=r"(word)
-        : "f"(q.x[0]), "f"(q.x[1]), "f"(q.x[2]), "f"(q.x[3]));
-    return word;
-#else
-    return encode_portable<E5M2>(q);
-#endif
-}
-
-template <>
-ZEROCAST_FN u32 encode_vec4<E2M1>(const Vec4& q) {
-#ifdef ZEROCAST_CONVERTS_E2M1
-    u32 word;
-    asm("{.reg .b8 low, high;\n"
-        "cvt.rn.satfinite.e2m1x2.f32 low, %2, %1;\n"
-        "cvt.rn.satfinite.e2m1x2.f32 high, %4, %3;\n"
-        "mov.b32 %0, {low, high, 0, 0};}"
-        : "=r"(word)
-        : "f"(q.x[0]), "f"(q.x[1]), "f"(q.x[2]), "f"(q.x[3]));
-    return word;
-#else
-    return encode_portable<E2M1>(q);
-#endif
 }
 
 // Four codes, at once where the address is a multiple of their 4 or 2 bytes.
