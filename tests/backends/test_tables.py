@@ -57,9 +57,9 @@ def everything() -> TensorOperand:
     )  # fmt: skip
 
 
-def address(tensor: torch.Tensor) -> int:
+def address(tensor: torch.Tensor | None) -> int:
     """Of no matter."""
-    return tensor.data_ptr()
+    return 0 if tensor is None else tensor.data_ptr()
 
 
 NUMERICS = (Float8Numerics(E4M3), Float8DelayedNumerics(E4M3), MXFP8Numerics(), NVFP4Numerics())

@@ -16,17 +16,10 @@ from threading import get_ident
 
 import torch
 
-from zerocast.backends import native_library
-from zerocast.backends.empty_shards import with_empty_shards
+from zerocast.backends import native_library, tables
 from zerocast.backends.fused_ops import fused_row, with_casts
+from zerocast.backends.launches import nothing, with_empty_shards
 from zerocast.backends.reference import ReferenceBackend
-from zerocast.backends.tables import (
-    cast_row,
-    dequantize_row,
-    numerics_fields,
-    scale_row,
-    transpose_row,
-)
 from zerocast.errors import BackendError
 from zerocast.numerics import (
     Float8DelayedNumerics,
@@ -82,7 +75,7 @@ class CpuBackend:
 
     def select(self, numerics: NVFP4Numerics, operands: Sequence[TensorOperand]) -> Launch:
         _check_candidate_blocks(operands)
-        rows = [cast_row(t, t.grid, 0, _address, _address) for t in operands]
+        rows = [tables.cast_row(t, t.grid, 0, _address, _address) for t in operands]
         return self._launch("select", numerics, rows, operands)
 
     def compute_scale(self, numerics: Numerics, operands: Sequence[TensorOperand]) -> Launch:
@@ -95,7 +88,7 @@ class CpuBackend:
         if by_callable and any(operand.advances for operand in operands):
             # Python is called for every tensor, which torch does as well.
             return ReferenceBackend().compute_scale(numerics, operands)
-        rows = [scale_row(t, _address) for t in operands]
+        rows = [tables.scale_row(t, _address) for t in operands]
         return self._launch("compute_scale", numerics, rows, operands)
 
     def partial_cast(
@@ -105,11 +98,11 @@ class CpuBackend:
         return self._launch("partial_cast", numerics, rows, (operands, masters))
 
     def transpose(self, numerics: Numerics, operands: Sequence[TensorOperand]) -> Launch:
-        rows = [transpose_row(numerics, t, _address) for t in operands]
+        rows = [tables.transpose_row(numerics, t, _address) for t in operands]
         return self._launch("transpose", None, rows, operands)
 
     def dequantize(self, numerics: Numerics, operands: Sequence[TensorOperand]) -> Launch:
-        rows = [dequantize_row(t, t.grid, _address) for t in operands]
+        rows = [tables.dequantize_row(t, t.grid, _address) for t in operands]
         return self._launch("dequantize", numerics, rows, operands)
 
     def fused_op(self, numerics: Numerics | None, target: FusedOperand) -> Launch:
@@ -135,34 +128,25 @@ class CpuBackend:
         rows: list[list[int]],
         operands: Sequence[object],
     ) -> Launch:
-        """The call of ``operation`` over a table of ``rows``, which point into ``operands``."""
-        tables = [_table([numerics_fields(numerics, self.name)])] if numerics is not None else []
+        """The call of ``operation`` over a table of ``rows``, which point into ``operands``: those
+        stay alive as long as it may be made.
+        """
+        first = [] if numerics is None else [_table([tables.numerics_fields(numerics, self.name)])]
         if not rows:
-            return _nothing
+            return nothing
         function = getattr(self._library, f"zerocast_{self.isa}_{operation}")
         function.restype = None
-        arguments = (*tables, _table(rows), ctypes.c_int64(len(rows)))
-        return _NativeLaunch(function, arguments, self.threads, tuple(operands))
+        arguments = (*first, _table(rows), ctypes.c_int64(len(rows)))
+        alive = tuple(operands)
 
+        def launch() -> None:
+            assert alive is not None
+            threads = self.threads or torch.get_num_threads()
+            if get_ident() == _forked:
+                threads = 1
+            function(*arguments, ctypes.c_int64(threads))
 
-class _NativeLaunch:
-    """One C call, and what has to stay alive as long as it may be made."""
-
-    def __init__(
-        self,
-        function: ctypes._NamedFuncPointer,
-        arguments: tuple[object, ...],
-        threads: int | None,
-        operands: tuple[object, ...],
-    ) -> None:
-        self._function, self._arguments, self._threads = function, arguments, threads
-        self._operands = operands
-
-    def __call__(self) -> None:
-        threads = self._threads or torch.get_num_threads()
-        if get_ident() == _forked:
-            threads = 1
-        self._function(*self._arguments, ctypes.c_int64(threads))
+        return launch
 
 
 _forked: int | None = None
@@ -179,10 +163,6 @@ def _note_fork() -> None:
 os.register_at_fork(after_in_child=_note_fork)
 
 
-def _nothing() -> None:
-    """The launch of an operation on no weights."""
-
-
 def _table(rows: list[list[int]]) -> ctypes.Array[ctypes.c_int64]:
     fields = [field for row in rows for field in row]
     return (ctypes.c_int64 * len(fields))(*fields)
@@ -190,7 +170,9 @@ def _table(rows: list[list[int]]) -> ctypes.Array[ctypes.c_int64]:
 
 def _cast_rows(operands: Sequence[TensorOperand], masters: Masters) -> list[list[int]]:
     return [
-        cast_row(shard, shard.grid, masters.place(shard.slot, masters.table), _address, _address)
+        tables.cast_row(
+            shard, shard.grid, masters.place(shard.slot, masters.table), _address, _address
+        )
         for shard in operands
         if shard.extent
     ]
@@ -205,7 +187,9 @@ def _check_candidate_blocks(operands: Sequence[TensorOperand]) -> None:
             )
 
 
-def _address(tensor: torch.Tensor) -> int:
+def _address(tensor: torch.Tensor | None) -> int:
+    if tensor is None:
+        return 0
     if not (tensor.is_cpu and tensor.is_contiguous()):  # .device costs more than all of it
         raise BackendError(
             f"the cpu backend needs contiguous CPU tensors, got one of shape {tuple(tensor.shape)} "

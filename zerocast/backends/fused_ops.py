@@ -11,7 +11,7 @@ from typing import get_args
 
 import torch
 
-from zerocast.backends.tables import Address, address_of, float_bits
+from zerocast.backends.tables import Address, float_bits
 from zerocast.layout import FULL, Extent, Plane, ScaleLayout, Source, grid_of
 from zerocast.numerics import (
     NOMINALS,
@@ -40,7 +40,7 @@ def fused_row(target: FusedOperand, address: Address) -> list[int]:
         target.cols,
         NOMINALS[target.round_to],
         *(0 if tensor is None else NOMINALS[tensor.dtype] for tensor in operands),
-        *(address_of(tensor, address) for tensor in (*operands, *results)),
+        *map(address, (*operands, *results)),
     ]
 
 

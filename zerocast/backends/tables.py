@@ -27,8 +27,8 @@ from zerocast.numerics import (
     TensorOperand,
 )
 
-Address = Callable[[torch.Tensor], int]
-"""A tensor's address, or BackendError where the backend cannot take the tensor."""
+Address = Callable[[torch.Tensor | None], int]
+"""A tensor's address, 0 where there is none, or BackendError where the backend cannot take it."""
 
 # The numbers of the C side: FormatId, NumericsKind and ErrorKind in tables.h.
 FORMATS = {E2M1: 0, E4M3: 1, E5M2: 2}
@@ -89,7 +89,11 @@ def grid_fields(grid: BlockGrid) -> list[int]:
 
 
 def cast_row(
-    shard: TensorOperand, grid: BlockGrid, master: int, address: Address, list_address: Address
+    shard: TensorOperand,
+    grid: BlockGrid,
+    master: int,
+    address: Address,
+    list_address: Callable[[torch.Tensor], int],
 ) -> list[int]:
     """CastShard, seen under ``grid``; ``master`` is where compiled code finds its Master, and
     ``list_address`` finds a list of integers, given on the CPU, where compiled code can read it.
@@ -101,7 +105,7 @@ def cast_row(
         shard.extent.end,
         NOMINALS[shard.round_to],
         shard.codes_start,
-        address_of(shard.tensor_amax, address),
+        address(shard.tensor_amax),
         *code_fields(first, grid, address),
         *(code_fields(second[0], second[0].plane.grid, address) if second else [0] * 6),
         *delayed_fields(shard, address),
@@ -112,13 +116,7 @@ def cast_row(
 
 def code_fields(buffers: PlaneBuffers, grid: BlockGrid, address: Address) -> list[int]:
     """CodePlane, seen under ``grid``."""
-    tensors = buffers.block_amax, buffers.codes
-    return [*grid_fields(grid), *(address_of(tensor, address) for tensor in tensors)]
-
-
-def address_of(tensor: torch.Tensor | None, address: Address) -> int:
-    """Its address; 0 where there is none."""
-    return 0 if tensor is None else address(tensor)
+    return [*grid_fields(grid), address(buffers.block_amax), address(buffers.codes)]
 
 
 def delayed_fields(operand: TensorOperand, address: Address) -> list[int]:
@@ -133,7 +131,9 @@ def delayed_fields(operand: TensorOperand, address: Address) -> list[int]:
 
 
 def candidate_fields(
-    candidates: FourOverSixErrors | None, address: Address, list_address: Address
+    candidates: FourOverSixErrors | None,
+    address: Address,
+    list_address: Callable[[torch.Tensor], int],
 ) -> list[int]:
     """Candidates."""
     if candidates is None:
@@ -164,8 +164,8 @@ def scale_row(operand: TensorOperand, address: Address) -> list[int]:
     return [
         *plane_fields(first, address),
         *(plane_fields(second[0], address) if second else [0] * 14),
-        address_of(operand.tensor_amax, address),
-        address_of(operand.amax, address),
+        address(operand.tensor_amax),
+        address(operand.amax),
         *delayed_fields(operand, address),
         0 if candidates is None else address(candidates.choices),
         0 if rounding is None else address(rounding.counter),
@@ -186,8 +186,8 @@ def plane_fields(
         layout.cols,
         *layout.shape,
         0 if stored is None else padding_bits(layout, stored),
-        address_of(buffers.block_amax, address),
-        address_of(stored, address),
+        address(buffers.block_amax),
+        address(stored),
     ]
 
 
@@ -200,8 +200,8 @@ def transpose_row(numerics: Numerics, operand: TensorOperand, address: Address) 
     return [
         FORMATS[numerics.fmt],
         numerics.scale_dtype.itemsize,
-        address_of(first.codes, address),
-        address_of(second.codes, address),
+        address(first.codes),
+        address(second.codes),
         *plane_fields(first, address),
         *plane_fields(second, address),
     ]
@@ -209,11 +209,9 @@ def transpose_row(numerics: Numerics, operand: TensorOperand, address: Address) 
 
 def dequantize_row(operand: TensorOperand, grid: BlockGrid, address: Address) -> list[int]:
     """DequantizeTarget, seen under ``grid``."""
-    tensors = (operand.planes[0].codes, operand.amax, operand.values)
-    return [
-        *plane_fields(operand.planes[0], address, grid),
-        *(address_of(tensor, address) for tensor in tensors),
-    ]
+    first = operand.planes[0]
+    tensors = first.codes, operand.amax, operand.values
+    return [*plane_fields(first, address, grid), *map(address, tensors)]
 
 
 def padding_bits(layout: ScaleLayout, plane: torch.Tensor) -> int:

@@ -13,33 +13,17 @@ from collections.abc import Sequence
 
 import torch
 
+from zerocast.backends import tables
+from zerocast.backends.cuda import tiling
 from zerocast.backends.cuda.delayed import scales_by_callable
 from zerocast.backends.cuda.fused_ops import fused_op
 from zerocast.backends.cuda.launcher import Kernel, Launcher
-from zerocast.backends.cuda.prepared import Tables, in_turn, nothing
-from zerocast.backends.cuda.tiling import (
-    Cut,
-    choice_tiles,
-    code_squares,
-    copied_scale_tiles,
-    has_row_blocks,
-    row_block_tiles,
-    scale_tiles,
-    shard_tiles,
-    tiled_grid,
-)
-from zerocast.backends.empty_shards import with_empty_shards
-from zerocast.backends.tables import (
-    cast_row,
-    dequantize_row,
-    numerics_class,
-    numerics_fields,
-    scale_row,
-    transpose_row,
-)
+from zerocast.backends.cuda.prepared import Tables
+from zerocast.backends.cuda.tiling import Cut
+from zerocast.backends.launches import in_turn, nothing, with_empty_shards
 from zerocast.errors import BackendError
 from zerocast.formats import packed_columns
-from zerocast.layout import BlockGrid, Extent, ScaleLayout
+from zerocast.layout import BlockGrid, Extent, ScaleLayout, ceil_div
 from zerocast.numerics import (
     Float8DelayedNumerics,
     FusedOperand,
@@ -82,18 +66,18 @@ class CudaBackend:
     def partial_select(
         self, numerics: NVFP4Numerics, operands: Sequence[TensorOperand], masters: Masters
     ) -> Launch:
-        fields = numerics_fields(numerics, self.name)
+        fields = tables.numerics_fields(numerics, self.name)
         kernel = Kernel("partial_select", THREADS, _squared(numerics))
         shards = [shard for shard in operands if shard.extent]
         for shard in shards:
             _check_choosing(shard.grid)
-        cuts: list[list[Cut]] = [[(shard_tiles, shard.grid, shard.extent)] for shard in shards]
+        cuts: list[list[Cut]] = [[(tiling.shard_tiles, s.grid, s.extent)] for s in shards]
         return self._on_masters(kernel, fields, shards, [s.grid for s in shards], cuts, masters)
 
     def partial_cast(
         self, numerics: Numerics, operands: Sequence[TensorOperand], masters: Masters
     ) -> Launch:
-        fields = numerics_fields(numerics, self.name)
+        fields = tables.numerics_fields(numerics, self.name)
         for shard in operands:
             if numerics.fmt.bits == 4:
                 _check_whole_bytes(shard.grid.cols)
@@ -112,13 +96,13 @@ class CudaBackend:
         encoder = f"NearestVec4<{numerics.fmt.name.upper()}>"
         if isinstance(numerics, NVFP4Numerics) and numerics.stochastic_rounding:
             encoder = "StochasticVec4"
-        template = numerics_class(numerics), encoder
+        template = tables.numerics_class(numerics), encoder
         return self._cast("partial_cast", template, fields, operands, masters)
 
     # --- operations on whole weights ---
 
     def select(self, numerics: NVFP4Numerics, operands: Sequence[TensorOperand]) -> Launch:
-        fields = numerics_fields(numerics, self.name)
+        fields = tables.numerics_fields(numerics, self.name)
         kernel = Kernel("select", THREADS, _squared(numerics))
         chosen, cuts = [], []
         for operand in operands:
@@ -126,22 +110,26 @@ class CudaBackend:
             if count := operand.candidates.cut.numel():
                 _check_choosing(operand.grid)
                 chosen.append(operand)
-                cuts.append([(choice_tiles, count, operand.grid.blocks_w)])
+                shape = count, operand.grid.blocks_w
+                cuts.append([(tiling.plane_tiles, 0, shape, tiling.CHOSEN)])
         lists = self._tables.lists(chosen)
-        rows = [cast_row(o, o.grid, 0, self._address, lists.address) for o in chosen]
+        rows = [tables.cast_row(o, o.grid, 0, self._address, lists.address) for o in chosen]
         return self._tables.launch(kernel, rows, cuts, fields, (chosen, lists))
 
     def compute_scale(self, numerics: Numerics, operands: Sequence[TensorOperand]) -> Launch:
         return with_empty_shards(self._compute_scale, numerics, operands)
 
     def _compute_scale(self, numerics: Numerics, operands: Sequence[TensorOperand]) -> Launch:
-        rows = [scale_row(operand, self._address) for operand in operands]
+        rows = [tables.scale_row(operand, self._address) for operand in operands]
         if isinstance(numerics, Float8DelayedNumerics):
             return self._close_delayed(numerics, rows, operands)
-        fields = numerics_fields(numerics, self.name)
-        kernel = Kernel("compute_scale", THREADS, (numerics_class(numerics),))
+        fields = tables.numerics_fields(numerics, self.name)
+        kernel = Kernel("compute_scale", THREADS, (tables.numerics_class(numerics),))
         cuts = [
-            [_scale_cut(number, each.plane.scales) for number, each in enumerate(o.scaled_planes)]
+            [
+                _scale_cut(number, each.plane.scales, tiling.SCALES)
+                for number, each in enumerate(o.scaled_planes)
+            ]
             for o in operands
         ]
         return self._tables.launch(kernel, rows, cuts, fields, operands)
@@ -155,28 +143,28 @@ class CudaBackend:
             if bits == 4:
                 _check_whole_bytes(cols)
             # Squares of bytes: for nibbles, of two rows by two columns a byte.
-            down = packed_columns(numerics.fmt, rows)
-            weight: list[Cut] = [(code_squares, down, packed_columns(numerics.fmt, cols))]
+            shape = packed_columns(numerics.fmt, rows), packed_columns(numerics.fmt, cols)
+            weight: list[Cut] = [(tiling.plane_tiles, 0, shape, tiling.SQUARE)]
             columnwise = operand.planes[1]
             if columnwise.scale_inv is not None:
-                layout = columnwise.plane.scales
-                weight.insert(0, (copied_scale_tiles, layout.shape, layout.row_repeat))
+                weight.insert(0, _scale_cut(1, columnwise.plane.scales, tiling.COPIED_SCALES))
             cuts.append(weight)
-        table_rows = [transpose_row(numerics, operand, self._address) for operand in operands]
+        table_rows = [tables.transpose_row(numerics, o, self._address) for o in operands]
         return self._tables.launch(kernel, table_rows, cuts, [], operands)
 
     def dequantize(self, numerics: Numerics, operands: Sequence[TensorOperand]) -> Launch:
-        fields = numerics_fields(numerics, self.name)
+        fields = tables.numerics_fields(numerics, self.name)
         if numerics.fmt.bits == 4:
             for operand in operands:
                 _check_whole_bytes(operand.grid.cols)
-        shape, grids = _tiled([(operand.grid, None) for operand in operands])
-        kernel = Kernel("dequantize", THREADS, (numerics_class(numerics), shape))
+        shape, grids, cuts = _tiled(
+            [(operand.grid, None, Extent(0, operand.grid.numel)) for operand in operands]
+        )
+        kernel = Kernel("dequantize", THREADS, (tables.numerics_class(numerics), shape))
         rows = [
-            dequantize_row(operand, grid, self._address)
+            tables.dequantize_row(operand, grid, self._address)
             for operand, grid in zip(operands, grids, strict=True)
         ]
-        cuts = [[_cut(shape, grid, None, Extent(0, grid.numel))] for grid in grids]
         return self._tables.launch(kernel, rows, cuts, fields, operands)
 
     def fused_op(self, numerics: Numerics | None, target: FusedOperand) -> Launch:
@@ -194,14 +182,7 @@ class CudaBackend:
     ) -> Launch:
         """The launch of a kernel that reads masters, over the shape of tiles that serves them."""
         shards = [shard for shard in operands if shard.extent]
-        seconds = [_second_grid(shard) for shard in shards]
-        shape, grids = _tiled(
-            [(shard.grid, second) for shard, second in zip(shards, seconds, strict=True)]
-        )
-        cuts = [
-            [_cut(shape, grid, second, shard.extent)]
-            for shard, grid, second in zip(shards, grids, seconds, strict=True)
-        ]
+        shape, grids, cuts = _tiled([(s.grid, _second_grid(s), s.extent) for s in shards])
         kernel = Kernel(name, THREADS, (*template, shape))
         return self._on_masters(kernel, fields, shards, grids, cuts, masters)
 
@@ -220,7 +201,9 @@ class CudaBackend:
         table = self._tables.masters(masters)
         lists = self._tables.lists(shards)
         rows = [
-            cast_row(shard, grid, table.place(masters, shard.slot), self._address, lists.address)
+            tables.cast_row(
+                shard, grid, table.place(masters, shard.slot), self._address, lists.address
+            )
             for shard, grid in zip(shards, grids, strict=True)
         ]
         run = self._tables.launch(kernel, rows, cuts, fields, (shards, masters, table, lists))
@@ -240,11 +223,13 @@ class CudaBackend:
         """One thread block a weight, and the caller's function where there is one."""
         by_caller = callable(numerics.amax_compute_algo)
         kernel = Kernel("compute_scale_delayed", THREADS, ("true" if by_caller else "false",))
-        fields = numerics_fields(numerics, self.name)
+        fields = tables.numerics_fields(numerics, self.name)
         run = self._tables.launch(kernel, rows, None, fields, operands)
-        return in_turn([run, scales_by_callable(numerics, operands)]) if by_caller else run
+        return in_turn(run, scales_by_callable(numerics, operands)) if by_caller else run
 
-    def _address(self, tensor: torch.Tensor) -> int:
+    def _address(self, tensor: torch.Tensor | None) -> int:
+        if tensor is None:
+            return 0
         if tensor.device != self.launcher.device or not tensor.is_contiguous():
             raise BackendError(
                 f"the cuda backend takes contiguous tensors on {self.launcher.device}, got "
@@ -254,33 +239,33 @@ class CudaBackend:
         return tensor.data_ptr()
 
 
-def _tiled(planes: Sequence[tuple[BlockGrid, BlockGrid | None]]) -> tuple[str, list[BlockGrid]]:
-    """The shape of tiles that the weights of a launch are cut into, by their grids and second ones:
-    a struct of tiles.h; and the grids as tiles see them.
+def _tiled(
+    planes: Sequence[tuple[BlockGrid, BlockGrid | None, Extent]],
+) -> tuple[str, list[BlockGrid], list[list[Cut]]]:
+    """The shape of tiles that the weights of a launch are cut into, a struct of tiles.h, by their
+    grids, second ones, and the elements that are visited; the grids as tiles see them; the cuts.
 
     One launch has one shape of tiles, so that its number does not depend on the weights.
     """
-    grids = [grid for grid, _ in planes]
-    alone = all(second is None for _, second in planes)
-    if alone and all(grid.num_blocks == 1 for grid in grids):
-        return TILE, [tiled_grid(grid) for grid in grids]
-    if all(has_row_blocks(grid, second) for grid, second in planes):
-        return ROW_BLOCK_TILE, grids
-    if not alone:
-        grid, second = next(p for p in planes if not has_row_blocks(*p))
+    others = [(g, second) for g, second, _ in planes if not tiling.has_row_blocks(g, second)]
+    alone = all(second is None for _, second, _ in planes)
+    if others and not alone:
+        grid, second = others[0]
         raise BackendError(
             "the cuda backend casts a second plane in blocks of one column beside blocks of one "
             f"row, 16, 32, 64, 128, a multiple of 256 or all of its columns wide, got {grid} and "
             f"{second}; cast this weight under use_backend('reference')."
         )
-    return TILE, [tiled_grid(grid) for grid in grids]
-
-
-def _cut(shape: str, grid: BlockGrid, second: BlockGrid | None, extent: Extent) -> Cut:
-    """How a shard of a weight is cut."""
-    if shape == TILE:
-        return shard_tiles, grid, extent
-    return row_block_tiles, grid, grid.rows if second is None else second.block_h, extent
+    cuts: list[list[Cut]] = []
+    if others or (alone and all(grid.num_blocks == 1 for grid, _, _ in planes)):
+        grids = [tiling.tiled_grid(grid) for grid, _, _ in planes]
+        for grid, (_, _, extent) in zip(grids, planes, strict=True):
+            cuts.append([(tiling.shard_tiles, grid, extent)])
+        return TILE, grids, cuts
+    for grid, second, extent in planes:
+        block_h = grid.rows if second is None else second.block_h
+        cuts.append([(tiling.row_block_tiles, grid, block_h, extent)])
+    return ROW_BLOCK_TILE, [grid for grid, _, _ in planes], cuts
 
 
 def _second_grid(shard: TensorOperand) -> BlockGrid | None:
@@ -289,10 +274,11 @@ def _second_grid(shard: TensorOperand) -> BlockGrid | None:
     return planes[1].plane.grid if len(planes) > 1 else None
 
 
-def _scale_cut(plane: int, layout: ScaleLayout) -> Cut:
+def _scale_cut(plane: int, layout: ScaleLayout, tile: tuple[int, int]) -> Cut:
     """How a stored plane is cut: by the stored rows of a block."""
     repeat = layout.col_repeat if layout.transposed else layout.row_repeat
-    return scale_tiles, plane, layout.shape, repeat
+    rows, cols = layout.shape
+    return tiling.plane_tiles, plane, (ceil_div(rows, repeat), cols), tile
 
 
 def _squared(numerics: NVFP4Numerics) -> tuple[str]:

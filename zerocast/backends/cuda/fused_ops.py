@@ -15,11 +15,10 @@ from dataclasses import replace
 import torch
 
 from zerocast.backends.cuda.launcher import Arguments, Kernel, Launcher
-from zerocast.backends.cuda.prepared import nothing
 from zerocast.backends.fused_ops import fused_row
+from zerocast.backends.launches import nothing
 from zerocast.backends.tables import (
     Address,
-    address_of,
     numerics_class,
     numerics_fields,
     plane_fields,
@@ -179,9 +178,12 @@ def fused_task(
         *fused_row(target, address),
         tiles_per_unit,
         *([0] * NUMERICS_FIELDS if numerics is None else numerics_fields(numerics, "cuda")),
-        *(address_of(delayed, address), 0, 0, 0),
-        address_of(target.tensor_amax, address),
-        address_of(target.amax, address),
+        address(delayed),
+        0,
+        0,
+        0,
+        address(target.tensor_amax),
+        address(target.amax),
         *planes[0],
         *planes[1],
     ]
@@ -191,5 +193,5 @@ def fused_plane_fields(
     buffers: PlaneBuffers, sides: tuple[int, int], address: Address
 ) -> list[int]:
     """FusedPlane of fused_tile.h."""
-    codes = address_of(buffers.codes, address)
+    codes = address(buffers.codes)
     return [*plane_fields(buffers, address), codes, int(buffers.plane.is_transposed), *sides]

@@ -15,6 +15,7 @@ import torch
 
 from zerocast.backends.cuda.launcher import Arguments, Kernel, Launcher
 from zerocast.backends.cuda.tiling import Cut, tiles_of
+from zerocast.backends.launches import nothing
 from zerocast.errors import BackendError
 from zerocast.numerics import Launch, Masters, TensorOperand
 
@@ -143,17 +144,3 @@ class Lists:
         if self._table is None:
             return 0
         return self._table.data_ptr() + self._offsets[id(values)] * values.element_size()
-
-
-def in_turn(launches: Sequence[Launch]) -> Launch:
-    """The launch of all, one after the other."""
-
-    def launch() -> None:
-        for run in launches:
-            run()
-
-    return launch
-
-
-def nothing() -> None:
-    """The launch of an operation on no elements."""

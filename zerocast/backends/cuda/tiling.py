@@ -23,17 +23,15 @@ ROW_BLOCK_TILE_ROWS, ROW_BLOCK_TILE_COLS = 32, 256
 
 MAX_TILE_BLOCKS = 512
 
-SCALE_GROUPS, SCALE_COLS = 4, 256
-"""A tile of compute_scale: rows of blocks, stored columns."""
+SCALES, COPIED_SCALES = (4, 256), (8, 128)
+"""A tile of a stored plane that compute_scale makes, or transpose: rows of blocks, stored
+columns."""
 
-SQUARE = 128
-"""Bytes along both sides of a tile that is transposed."""
+SQUARE = 128, 128
+"""A tile that is transposed: bytes along both sides."""
 
-COPIED_GROUPS = 8
-"""Rows of blocks of the columnwise scale plane in a tile, ``SQUARE`` columns wide."""
-
-CHOSEN_BLOCKS = 8
-"""Blocks side by side in a tile of select."""
+CHOSEN = 1, 8
+"""A tile of select: rows of blocks, and blocks side by side."""
 
 Cut = tuple[Any, ...]
 """How one weight is cut: a function of this module, and its arguments but the weight's number."""
@@ -112,33 +110,19 @@ def row_block_tiles(weight: int, grid: BlockGrid, block_h: int, extent: Extent) 
     return torch.stack(fields, dim=1)
 
 
-def scale_tiles(weight: int, plane: int, shape: tuple[int, int], row_repeat: int) -> torch.Tensor:
-    """The tiles of a stored plane of scales; int64 [tiles, 4], the fields of ``PlaneTile``.
+def plane_tiles(
+    weight: int, plane: int, shape: tuple[int, int], tile: tuple[int, int]
+) -> torch.Tensor:
+    """The tiles of a plane, or matrix, of ``shape``; int64 [tiles, 4], the fields of ``PlaneTile``.
 
-    Rows count groups of ``row_repeat`` stored rows, columns stored columns.
+    What rows and columns count is up to ``tile``, one of those above.
     """
-    rows, cols = ceil_div(shape[0], row_repeat), shape[1]
-    return _plane_tiles(weight, plane, (rows, cols), SCALE_GROUPS, SCALE_COLS)
-
-
-def choice_tiles(weight: int, cuts: int, blocks_w: int) -> torch.Tensor:
-    """The tiles of ``cuts`` rows of blocks; int64 [tiles, 4], as :func:`scale_tiles`."""
-    return _plane_tiles(weight, 0, (cuts, blocks_w), 1, CHOSEN_BLOCKS)
-
-
-def code_squares(weight: int, rows: int, cols: int) -> torch.Tensor:
-    """The squares of a matrix of ``rows`` x ``cols`` bytes; int64 [tiles, 4], as
-    :func:`scale_tiles`.
-    """
-    return _plane_tiles(weight, 0, (rows, cols), SQUARE, SQUARE)
-
-
-def copied_scale_tiles(weight: int, shape: tuple[int, int], row_repeat: int) -> torch.Tensor:
-    """The tiles of a columnwise plane of scales that is copied; int64 [tiles, 4], as
-    :func:`scale_tiles`.
-    """
-    rows, cols = ceil_div(shape[0], row_repeat), shape[1]
-    return _plane_tiles(weight, 1, (rows, cols), COPIED_GROUPS, SQUARE)
+    (rows, cols), (height, width) = shape, tile
+    down, across = ceil_div(rows, height), ceil_div(cols, width)
+    row = torch.arange(down, dtype=torch.int64, device="cpu").repeat_interleave(across) * height
+    col = torch.arange(across, dtype=torch.int64, device="cpu").repeat(down) * width
+    first = torch.full_like(row, weight + (plane << 32))
+    return torch.stack([first, row, (row + height).clamp(max=rows), col], dim=1)
 
 
 def tiles_of(cuts: Sequence[Sequence[Cut]]) -> torch.Tensor:
@@ -180,13 +164,3 @@ def _met_tiles(
     ends_early = (bottom == last_row) & (last_col < col)
     met = top + starts_late.long() <= bottom - ends_early.long()
     return tuple(field[met] for field in (block_row, row, row_end, col, tile_cols))
-
-
-def _plane_tiles(
-    weight: int, plane: int, shape: tuple[int, int], height: int, width: int
-) -> torch.Tensor:
-    down, across = ceil_div(shape[0], height), ceil_div(shape[1], width)
-    row = torch.arange(down, dtype=torch.int64, device="cpu").repeat_interleave(across) * height
-    col = torch.arange(across, dtype=torch.int64, device="cpu").repeat(down) * width
-    first = torch.full_like(row, weight + (plane << 32))
-    return torch.stack([first, row, (row + height).clamp(max=shape[0]), col], dim=1)
