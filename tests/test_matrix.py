@@ -1,7 +1,6 @@
 """The table "What runs where" of docs/concepts.md is true: every cell of it is run."""
 
 import copy
-import io
 import re
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -12,9 +11,11 @@ import torch
 
 import zerocast
 from tests.cuda_emulation.emulator import Emulator, needs_emulation
+from tests.support.planned import Planned
 from tests.support.recipes import RECIPES
 from tests.support.same_bytes import assert_same_storage
 from tests.support.values import draw_values
+from tests.support.weights import through_a_file
 from zerocast.backends.cuda import CudaBackend
 from zerocast.comm import Communicator, run_in_process
 from zerocast.recipes import Recipe
@@ -22,43 +23,28 @@ from zerocast.recipes import Recipe
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "concepts.md"
 SHAPE = torch.Size((64, 96))
 NUMEL = SHAPE.numel()
+VALUES = draw_values("wide", NUMEL, 3).view(SHAPE)
 
-ROWS: dict[str, Recipe] = dict(
-    zip(
-        (
-            "`DelayedScaling`",
-            "`Float8CurrentScaling`",
-            "`Float8RowwiseScaling`",
-            "`Float8BlockScaling`",
-            "`MXFP8BlockScaling`",
-            "... in blocks of 32x32",
-            "`NVFP4BlockScaling`",
-            "... 4-over-6",
-            "... stochastic rounding",
-        ),
-        RECIPES.values(),
-        strict=True,
-    )
-)
+NAMES = (
+    "`DelayedScaling`", "`Float8CurrentScaling`", "`Float8RowwiseScaling`", "`Float8BlockScaling`",
+    "`MXFP8BlockScaling`", "... in blocks of 32x32",
+    "`NVFP4BlockScaling`", "... 4-over-6", "... stochastic rounding",
+)  # fmt: skip
+ROWS: dict[str, Recipe] = dict(zip(NAMES, RECIPES.values(), strict=True))
 
 
 def whole(recipe: Recipe) -> zerocast.QuantizedTensor:
     """The unsharded cast, by the reference."""
     with zerocast.use_backend("reference"):
-        return zerocast.quantize(draw_values("wide", NUMEL, 3).view(SHAPE), recipe, name="w")
+        return zerocast.quantize(VALUES, recipe, name="w")
 
 
 def sharded(recipe: Recipe) -> None:
     """Three ranks, cut inside rows, blocks and bytes, cast and gather the unsharded bytes."""
-    master, cuts = draw_values("wide", NUMEL, 3), (0, 1301, 1302, NUMEL)
+    options = {"cuts": (0, 1301, 1302, NUMEL), "empty": {"dtype": torch.float32, "name": "w"}}
 
     def on_rank(comm: Communicator) -> zerocast.QuantizedTensor:
-        start, end = cuts[comm.rank], cuts[comm.rank + 1]
-        weight = zerocast.empty(SHAPE, recipe, dtype=torch.float32, name="w")
-        plan = zerocast.CastPlan([weight], [master[start:end]], [start], comm)
-        plan.cast()
-        plan.all_gather()
-        return weight
+        return Planned(comm, recipe, VALUES, **options).cast()
 
     for rank, weight in enumerate(run_in_process(3, on_rank)):
         assert_same_storage(weight, whole(recipe), f"rank {rank}")
@@ -66,14 +52,14 @@ def sharded(recipe: Recipe) -> None:
 
 def quantized(recipe: Recipe) -> None:
     """``quantize`` gives the reference's bytes, and values that resemble what was given."""
-    weight = zerocast.quantize(draw_values("wide", NUMEL, 3).view(SHAPE), recipe, name="w")
+    weight = zerocast.quantize(VALUES, recipe, name="w")
     assert_same_storage(weight, whole(recipe), "quantize")
 
 
 def functional(recipe: Recipe) -> None:
     """``quantize_master_weights`` and ``post_all_gather_processing`` give the unsharded bytes."""
     weight = zerocast.empty(SHAPE, recipe, dtype=torch.float32, name="w")
-    zerocast.quantize_master_weights([weight], [draw_values("wide", NUMEL, 3)], [0])
+    zerocast.quantize_master_weights([weight], [VALUES.view(-1)], [0])
     zerocast.post_all_gather_processing([weight])
     assert_same_storage(weight, whole(recipe), "quantize_master_weights")
 
@@ -99,11 +85,8 @@ def zero(recipe: Recipe) -> None:
 def saved(recipe: Recipe) -> None:
     """A state dict, through ``torch.save`` with safe types only, brings every byte back."""
     layer = zerocast.nn.Linear(SHAPE[1], SHAPE[0], recipe=recipe)
-    file = io.BytesIO()
-    torch.save(layer.state_dict(), file)
-    file.seek(0)
     other = zerocast.nn.Linear(SHAPE[1], SHAPE[0], recipe=recipe)
-    other.load_state_dict(torch.load(file, weights_only=True))
+    other.load_state_dict(through_a_file(layer.state_dict()))
     assert_same_storage(other.weight, layer.weight, "the loaded weight")
     assert_same_storage(copy.deepcopy(layer).weight, layer.weight, "the copied weight")
 

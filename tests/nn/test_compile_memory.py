@@ -1,5 +1,5 @@
-"""Compiled layers under every recipe, those that remember something among them: one graph, and the
-bytes of an uncompiled model, what the recipe remembers included.
+"""Compiled layers under recipes that remember something: one graph, and the bytes of an uncompiled
+model, what the recipe remembers included.
 """
 
 import contextvars
@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import zerocast
 import zerocast.nn.regions
 from tests.support.claims import assert_same_tensors
-from tests.support.layers import RECIPES
+from tests.support.layers import RECIPES, gradients
 from tests.support.models import every_layer, recipe_state
 from tests.support.ranks import run_ranks
 from zerocast import nn
@@ -54,10 +54,7 @@ def results(model, run, recipe, steps=3, batches=1, rows=32):
                 outputs.append(run(x))
         for j, (x, y) in enumerate(zip(inputs, outputs, strict=True)):
             y.square().sum().backward()
-            found |= {f"{i}, output {j}": y.detach(), f"{i}, input {j}": x.grad}
-        for name, parameter in model.named_parameters():
-            if parameter.grad is not None:
-                found[f"{i}, {name}"] = parameter.grad.clone()
+            found |= gradients(model, x, y, f"{i}, {j}, ")
         found |= {f"{i}, {key}": tensor for key, tensor in recipe_state(model).items()}
         with torch.no_grad(), zerocast.autocast(recipe=recipe):
             found[f"{i}, evaluation"] = run(inputs[0].detach())
@@ -74,21 +71,12 @@ def assert_compiles(recipe, run, *, expected=None, backend="aot_eager", weights=
     assert_same_tensors(results(twin, compiled, recipe, **options), wanted)
 
 
-# The others are in test_compile.py, too.
-CASES = [
-    pytest.param(
-        recipe,
-        recipe if i % 2 else None,
-        id=f"{name}-{'codes' if i % 2 else 'plain'}",
-        marks=() if recipe.remembers else pytest.mark.nightly,
-    )
-    for i, (name, recipe) in enumerate(RECIPES.items())
-]
-
-
-@pytest.mark.parametrize(("recipe", "weights"), CASES)
-def test_every_layer_under_every_recipe(recipe, weights):
-    """One graph of three layers: forward, backward, an evaluation; several steps."""
+@remembering
+def test_every_layer_under_a_recipe_that_remembers(recipe):
+    """One graph of three layers: forward, backward, an evaluation; several steps. (Under recipes
+    that remember nothing: :mod:`tests.nn.test_compile`.)
+    """
+    weights = recipe if recipe is DRAWN else None
     assert_compiles(recipe, lambda model, x: model(x), weights=weights, steps=2)
 
 

@@ -3,7 +3,6 @@
 import copy
 import functools
 import gc
-import io
 import pickle
 import threading
 import weakref
@@ -31,6 +30,7 @@ from tests.optim.overlapping import (
 from tests.support.claims import assert_same_tensors, stored
 from tests.support.late_gathers import TakesAway
 from tests.support.same_bytes import assert_same_bytes
+from tests.support.weights import through_a_file
 from zerocast.comm import SingleRank
 from zerocast.optim.pending_all_gather import PendingAllGather
 
@@ -48,14 +48,6 @@ def on_their_way(recipe="nvfp4", **options):
 def without_overlap(recipe="nvfp4"):
     """The model after a step that waited for its gathers."""
     return on_their_way(recipe, overlap_all_gather=False)[0]
-
-
-def saved_and_loaded(value):
-    """By way of a file."""
-    file = io.BytesIO()
-    torch.save(value, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
 
 
 def moved(weight):
@@ -93,7 +85,7 @@ USES = {
     "clone": lambda w: w.clone().columnwise_data,
     "deepcopy": lambda w: copy.deepcopy(w).columnwise_data,
     "pickle": lambda w: pickle.loads(pickle.dumps(w)).columnwise_data,
-    "torch.save": lambda w: saved_and_loaded(w).columnwise_data,
+    "torch.save": lambda w: through_a_file(w, weights_only=False).columnwise_data,
     "copied into": lambda w: w.copy_(torch.ones(w.shape)).columnwise_data.clone(),
     "copied into another": lambda w: torch.zeros_like(w).copy_(w),
     "replace_raw_data": moved,
@@ -164,7 +156,8 @@ def test_plain_weights_have_arrived_when_a_step_returns():
 
 def test_a_state_dict_right_after_a_step():
     """It is that of a model without overlap, saved to a file, and so is the evaluation."""
-    late, plain = (saved_and_loaded(m.state_dict()) for m in (on_their_way()[0], without_overlap()))
+    models = on_their_way()[0], without_overlap()
+    late, plain = (through_a_file(m.state_dict()) for m in models)
     assert_same_tensors(stored(late), stored(plain))
     late, plain = on_their_way()[0], without_overlap()
     with torch.inference_mode():
