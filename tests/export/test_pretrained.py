@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 import zerocast
 from tests.support.llama import TIED_160, llama, tokens
 from tests.support.models import Attention, Bank
-from tests.support.ranks import run_ranks, shared_folder
+from tests.support.ranks import on_ranks, run_ranks, shared_folder
 from tests.support.same_bytes import assert_same_bytes
 from zerocast.export import DIALECTS, Export, load_pretrained, save_pretrained
 from zerocast.optim import ZeroOptimizer
@@ -167,6 +167,35 @@ def test_buffers_and_unquantized_modules_are_saved(tmp_path):
     assert config["quantization_config"]["ignore"] == ["2"]
 
 
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_layers_that_are_not_quantized_are_cast_where_they_are_named(tmp_path, world_size):
+    """Of a plain model, and of one that a ZeroOptimizer trains, whose masters are cast; others stay
+    as they are.
+    """
+    torch.manual_seed(0)
+    base = torch.nn.Sequential(torch.nn.Linear(64, 33), torch.nn.Linear(33, 64)).bfloat16()
+    dialect = DIALECTS["compressed-tensors/nvfp4"]
+
+    def run(comm):
+        model = copy.deepcopy(base)
+        save_pretrained(model, tmp_path / "plain", dialect=dialect, include=["0"], group=comm)
+        optimizer = ZeroOptimizer(model.named_parameters(), lr=1e-3, group=comm)
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+        options = {"dialect": dialect, "include": ["[0]"], "optimizer": optimizer}
+        save_pretrained(model, tmp_path / "trained", **options, dtype=torch.float32)
+        return optimizer.gather_master(model[0].weight)
+
+    master = run_ranks("in_process", world_size, run)[0]
+    plain, trained = load_pretrained(tmp_path / "plain"), load_pretrained(tmp_path / "trained")
+    for loaded, values in ((plain, base[0].weight), (trained, master)):
+        whole = zerocast.quantize(values, dialect.recipe, dtype=values.dtype)
+        weight = loaded["0.weight"].dequantize(torch.float32)
+        assert_same_bytes(weight, whole.dequantize(torch.float32), "0.weight")
+    assert_same_bytes(plain["1.weight"], base[1].weight, "1.weight")
+
+
 def bank(recipe=NVFP4) -> Bank:
     """Two quantized weights."""
     torch.manual_seed(0)
@@ -187,6 +216,8 @@ def bank(recipe=NVFP4) -> Bank:
         ({"optimizer": 3}, zerocast.InputError, "must be the zerocast.optim.ZeroOptimizer"),
         ({"tokenizer": "nowhere"}, zerocast.InputError, "tokenizer must have a method"),
         ({"model": torch.nn.Linear(2, 2)}, zerocast.InputError, "got one with none; call"),
+        ({"include": ["layers.7"]}, zerocast.InputError, "got 'layers.7', which matches none of"),
+        ({"include": "layers.0"}, zerocast.InputError, "include must be a list of names"),
         ({"model": 3}, zerocast.InputError, "model must be a module, got int"),
     ],
 )
@@ -300,6 +331,38 @@ def test_masters_of_fsdp2_make_the_same_files(world_size):
         found = run_ranks("torch_distributed", world_size, run)
         alone = run_ranks("torch_distributed", 1, run)
         assert found[0] == alone[0]
+
+
+@pytest.mark.mpi(min_size=4)
+@on_ranks("torch_distributed", 4)
+def test_plain_parameters_of_fsdp2_are_cast_from_their_rows(comm):
+    """Of a model that nobody converted: quantized by rows, gathered in codes."""
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    model = Bank((48, 5, 33))
+    values = [layer.weight.detach().clone() for layer in model.layers]
+    fully_shard(model)
+    dialect = DIALECTS["compressed-tensors/mxfp8"]
+    (tensors,) = Export(model, dialect, include=["layers.*"], dtype=torch.bfloat16).buckets()
+    for i, value in enumerate(values):
+        stored = {part: tensors[f"layers.{i}.{part}"] for part in dialect.names}
+        whole = zerocast.quantize(value, dialect.recipe, dtype=torch.bfloat16)
+        assert_same_bytes(dialect.decode(stored).dequantize(), whole.dequantize(), f"layer {i}")
+
+
+@pytest.mark.mpi(min_size=4)
+@on_ranks("torch_distributed", 2)
+def test_weights_under_tensor_parallelism_are_refused(comm):
+    """Split by columns, or by rows beside FSDP2."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
+
+    model = Bank((48,))
+    zerocast.nn.convert(model, NVFP4, weights="master")
+    parallelize_module(model.layers[0], init_device_mesh("cpu", (2,)), RowwiseParallel())
+    with pytest.raises(zerocast.UnsupportedError, match="is split by the placements"):
+        Export(model, "compressed-tensors/nvfp4", dtype=torch.bfloat16)
 
 
 @pytest.mark.mpi(min_size=4)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ def save_pretrained(
     dialect: Dialect | str,
     optimizer: ZeroOptimizer | None = None,
     from_masters: bool = False,
+    include: Sequence[str] = (),
     amax_groups: Patterns = (),
     dtype: torch.dtype | None = None,
     tokenizer: Any = None,
@@ -57,6 +59,8 @@ def save_pretrained(
         optimizer: the ZeroOptimizer that holds the masters of ``model``, for ``from_masters``.
         from_masters: False saves the bytes that the model was trained with, which the dialect must
             hold; True casts the masters by the dialect's recipe.
+        include: linear layers whose weights are not quantized in the model and are cast by the
+            dialect's recipe, too: exact names, or patterns with ``*``.
         amax_groups: weights that the server fuses and that share one tensor amax, by patterns of
             names, ``[["*.q_proj", "*.k_proj", "*.v_proj"], ["*.gate_proj", "*.up_proj"]]``. Those
             that were trained so are found.
@@ -78,6 +82,7 @@ def save_pretrained(
         dialect,
         optimizer=optimizer,
         from_masters=from_masters,
+        include=include,
         amax_groups=amax_groups,
         dtype=dtype,
         bucket_bytes=bucket_bytes,

@@ -9,6 +9,7 @@ shards and one bucket, never the model.
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,7 @@ from zerocast.layout import Extent
 from zerocast.optim import ZeroOptimizer
 from zerocast.recipes import NOMINAL_DTYPES, Recipe
 from zerocast.sharded.all_gather import CodesState, LowBitAllGather, gather_of
+from zerocast.sharded.master_weight import MasterWeight
 from zerocast.sharded.placement import fsdp_dimension, is_sharded, reshard, to_local
 from zerocast.sharded.row_shards import RowShards
 from zerocast.tensors import QuantizedTensor, empty
@@ -98,6 +100,8 @@ class Export:
         optimizer: the ZeroOptimizer that holds the masters of ``model``; needed to cast from them.
         from_masters: False exports the bytes that the model was trained with, which the dialect
             must hold; True casts the masters by the dialect's recipe.
+        include: linear layers whose weights are not quantized in the model and are cast by the
+            dialect's recipe, too: exact names, or patterns with ``*``.
         amax_groups: weights that share one tensor amax, by patterns of names as for
             :class:`zerocast.CastPlan`: the projections that the server fuses. Weights that
             :func:`zerocast.nn.convert` grouped are grouped without being named.
@@ -124,6 +128,7 @@ class Export:
         *,
         optimizer: ZeroOptimizer | None = None,
         from_masters: bool = False,
+        include: Sequence[str] = (),
         amax_groups: Patterns = (),
         dtype: torch.dtype | None = None,
         bucket_bytes: int = BUCKET_BYTES,
@@ -153,58 +158,74 @@ class Export:
             self.dialect = as_dialect(dialect)
             if torch.distributed.is_available():
                 reshard(model)
+            self._included = _included(model, include)
             entries = [self._entry(*named) for named in _tensors(model).items()]
             self.entries = _in_groups(entries, amax_groups, _trained_groups(model))
             if not any(entry.recipe for entry in entries):
                 raise InputError(
                     f"an export to {self.dialect.name} needs a model with quantized weights, or "
                     f"masters that FSDP2 gathers in codes, got one with none; call "
-                    f"zerocast.nn.convert first."
+                    f"zerocast.nn.convert first, or name layers in include."
                 )
         raise_together(self.comm, attempt.error)
 
     # --- what is exported ---
 
     def _entry(self, name: str, tensor: torch.Tensor) -> Entry:
-        gather = gather_of(tensor)
-        if gather is None and not isinstance(to_local(tensor), QuantizedTensor):
-            is_value = isinstance(tensor, torch.nn.Parameter) and tensor.is_floating_point()
-            return Entry(name, tensor, self._dtype or tensor.dtype if is_value else tensor.dtype)
-        _refuse_tensor_parallelism(name, tensor)
-        shard: Shard | None
-        if gather is not None:
-            recipe, shard, dtype = (
-                gather.recipe,
-                _rows(tensor),
-                self._dtype or _gathered_dtype(gather),
-            )
+        gather, local = gather_of(tensor), to_local(tensor)
+        trained: Recipe | None = None
+        if isinstance(local, QuantizedTensor):
+            trained, shard, dtype = local.recipe, self._trained_shard(name, tensor), tensor.dtype
+        elif gather is not None:
+            trained, shard = gather.recipe, _rows(name, tensor)
+            dtype = self._dtype or _gathered_dtype(gather)
+        elif name in self._included:
+            shard, dtype = self._plain_shard(name, tensor), self._dtype or tensor.dtype
         else:
-            assert isinstance(tensor, QuantizedTensor)
-            recipe, dtype = tensor.recipe, self._dtype or tensor.dtype
-            shard = self._columns(name, tensor) if self._from_masters else None
-        if self._from_masters:
+            is_value = isinstance(tensor, torch.nn.Parameter) and tensor.is_floating_point()
+            return Entry(name, tensor, (self._dtype if is_value else None) or tensor.dtype)
+        if trained is None or self._from_masters:
             self.dialect.recipe.check_shape(tensor.shape)
             return Entry(name, tensor, dtype, self.dialect.recipe, shard)
-        if not self.dialect.holds(recipe, tensor.shape):
+        if not self.dialect.holds(trained, tensor.shape):
             raise InputError(
-                f"{name} was trained with {recipe}, whose bytes {self.dialect.name} cannot hold; "
+                f"{name} was trained with {trained}, whose bytes {self.dialect.name} cannot hold; "
                 f"give from_masters=True to cast its masters by {self.dialect.recipe}."
             )
-        if shard is not None and recipe.state:
+        if shard is not None and trained.state:
             raise UnsupportedError(
-                f"{name} was trained with {recipe}, whose bytes depend on earlier casts; give "
+                f"{name} was trained with {trained}, whose bytes depend on earlier casts; give "
                 f"from_masters=True to cast its masters by {self.dialect.recipe}."
             )
-        return Entry(name, tensor, dtype, recipe, shard)
+        return Entry(name, tensor, dtype, trained, shard)
 
-    def _columns(self, name: str, weight: QuantizedTensor) -> Shard:
-        """Return what the optimizer holds of the master of ``weight``."""
+    def _trained_shard(self, name: str, weight: torch.Tensor) -> Shard | None:
+        """Return what the optimizer holds of the master of a quantized ``weight``; None where the
+        bytes of ``weight`` are exported.
+        """
+        if not isinstance(weight, QuantizedTensor) or weight.quantized_storage.tp_shard is not None:
+            raise _not_whole(name, "tensor parallelism")
+        if not self._from_masters:
+            return None
         if self._optimizer is None:
             raise InputError(
                 f"from_masters=True needs optimizer=, the ZeroOptimizer that holds the master of "
                 f"{name}; or leave it out, to export the bytes of the weight."
             )
         return Shard(*self._optimizer.local_master(weight), self._optimizer.comm)
+
+    def _plain_shard(self, name: str, weight: torch.Tensor) -> Shard:
+        """Return what this rank casts of an unquantized ``weight``: of its master where the
+        optimizer has one, its rows under FSDP2, else an equal share.
+        """
+        if is_sharded(weight):
+            return _rows(name, weight)
+        if self._optimizer is not None and weight.requires_grad:
+            return Shard(*self._optimizer.local_master(weight), self._optimizer.comm)
+        size, rank = self.comm.size, self.comm.rank
+        extent = Extent(weight.numel() * rank // size, weight.numel() * (rank + 1) // size)
+        values = weight.detach().reshape(-1)[extent.start : extent.end]
+        return Shard(values if extent else None, extent, self.comm)
 
     @property
     def unquantized(self) -> list[str]:
@@ -290,16 +311,35 @@ def _tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in named if first[id(tensor)] == name}
 
 
-def _refuse_tensor_parallelism(name: str, weight: torch.Tensor) -> None:
-    if isinstance(weight, QuantizedTensor):
-        is_split = weight.quantized_storage.tp_shard is not None
-    else:
-        is_split = is_sharded(weight) and sum(not p.is_replicate() for p in weight.placements) > 1
-    if is_split:
-        raise UnsupportedError(
-            f"{name} is split by tensor parallelism, and such a weight cannot be exported yet; "
-            f"load a checkpoint of the masters without tensor parallelism, and export that."
+def _included(model: torch.nn.Module, names: Sequence[str]) -> set[str]:
+    """Return the names of the weights of the linear layers that ``names`` name.
+
+    Raises:
+        InputError: where one names no linear layer.
+    """
+    if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+        raise InputError(
+            f"include must be a list of names of linear layers such as ['model.layers.*'], got "
+            f"{names!r}."
         )
+    linear = [n for n, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+    found: set[str] = set()
+    for name in names:
+        matching = fnmatch.filter(linear, name)
+        if not matching:
+            raise InputError(
+                f"each name in include must be that of a linear layer, or a pattern with * that "
+                f"matches some, got {name!r}, which matches none of {', '.join(linear[:4])}, ..."
+            )
+        found |= {f"{module}.weight" if module else "weight" for module in matching}
+    return found
+
+
+def _not_whole(name: str, why: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"{name} is split by {why}, and such a weight cannot be exported yet; load a checkpoint of "
+        f"the masters without it, and export that."
+    )
 
 
 def _gathered_dtype(gather: LowBitAllGather) -> torch.dtype:
@@ -312,14 +352,20 @@ def _gathered_dtype(gather: LowBitAllGather) -> torch.dtype:
     return gather.shards.dtype
 
 
-def _rows(tensor: torch.Tensor) -> Shard:
-    """Return this rank's rows of a master, which FSDP2 may have sharded."""
-    values = to_local(tensor).value  # type: ignore[attr-defined]
+def _rows(name: str, tensor: torch.Tensor) -> Shard:
+    """Return this rank's rows of a parameter in high precision, which FSDP2 may have sharded."""
+    local = to_local(tensor).detach()
+    values = local.value if isinstance(local, MasterWeight) else local
     if not is_sharded(tensor):
-        return Shard(values.detach(), Extent(0, tensor.numel()), SingleRank())
+        return Shard(values, Extent(0, tensor.numel()), SingleRank())
+    split = [placement for placement in tensor.placements if not placement.is_replicate()]
+    from torch.distributed.tensor import Shard as DTensorShard
+
+    if len(split) != 1 or type(split[0]) is not DTensorShard or split[0].dim != 0:
+        raise _not_whole(name, f"the placements {tensor.placements}")
     comm = as_communicator(tensor.device_mesh.get_group(fsdp_dimension(tensor)))
     extent = RowShards(tensor.shape, comm.size, E4M3).extent(comm.rank)  # of any format
-    return Shard(values.detach() if extent else None, extent, comm)
+    return Shard(values if extent else None, extent, comm)
 
 
 def _in_groups(
