@@ -6,9 +6,6 @@ knows what a user does after the masters were written, and what the weights must
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Sequence
-
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -234,8 +231,3 @@ class Tensor(Subject):
 def local(master: torch.Tensor) -> torch.Tensor:
     """This rank's memory of a master."""
     return master.to_local() if isinstance(master, DTensor) else master
-
-
-def copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Deep copies of plain values."""
-    return copy.deepcopy([t.detach() for t in tensors])

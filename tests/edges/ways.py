@@ -5,16 +5,27 @@ import ctypes
 import io
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 from torch.utils.checkpoint import checkpoint
 
 import zerocast
 from tests.edges.subjects import Plan, Subject, Tensor, Zero, batch, local, plain_model
+from tests.support.claims import assert_same_tensors
+from tests.support.models import InRegion
 from tests.support.same_bytes import assert_same_bytes
+from tests.support.weights import through_a_file
 
 Way = Callable[[Subject], None]
 WAYS: dict[str, Way] = {}
@@ -131,8 +142,8 @@ def one_rank(subject: Subject) -> None:
 # --- optimizers ---
 
 
-class NormalizedSGD(torch.optim.Optimizer):
-    """Divides all gradients by their norm over all parameters: no update of single elements."""
+class OwnSGD(torch.optim.Optimizer):
+    """A plain step, by whatever a subclass does with the parameters that have gradients."""
 
     def __init__(self, params, lr=0.1):
         super().__init__(params, {"lr": lr})
@@ -140,10 +151,27 @@ class NormalizedSGD(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure=None):
         """One step."""
-        params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        for group in self.param_groups:
+            self.update([p for p in group["params"] if p.grad is not None], group["lr"])
+
+
+class NormalizedSGD(OwnSGD):
+    """Divides all gradients by their norm over all parameters: no update of single elements."""
+
+    def update(self, params, lr):
+        """By one norm."""
         norm = torch.stack([p.grad.square().sum() for p in params]).sum().sqrt()
         for p in params:
-            p.sub_(p.grad / norm, alpha=self.param_groups[0]["lr"])
+            p.sub_(p.grad / norm, alpha=lr)
+
+
+class RebindingSGD(OwnSGD):
+    """Gives a parameter new memory in each step."""
+
+    def update(self, params, lr):
+        """By other tensors."""
+        for p in params:
+            p.data = p.data - lr * p.grad
 
 
 def _with_optimizer(subject: Subject, make: Callable[..., torch.optim.Optimizer]) -> None:
@@ -159,21 +187,6 @@ def _with_optimizer(subject: Subject, make: Callable[..., torch.optim.Optimizer]
 def mixing_optimizer(subject: Subject) -> None:
     """Where the optimizer sees pieces, they are all that it can look at."""
     _with_optimizer(subject, NormalizedSGD)
-
-
-class RebindingSGD(torch.optim.Optimizer):
-    """Gives a parameter new memory in each step."""
-
-    def __init__(self, params, lr=0.1):
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        """One step."""
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.data = p.data - group["lr"] * p.grad
 
 
 @_way("an optimizer that assigns `p.data`")
@@ -205,9 +218,6 @@ def low_precision(subject: Subject) -> None:
 @_way("a DTensor as a master")
 def distributed_master(subject: Subject) -> None:
     """A forgotten ``to_local()``."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Shard
-
     mesh = init_device_mesh("cpu", (subject.comm.size,))
     _new_plan(subject, [DTensor.from_local(s, mesh, [Shard(0)]) for s in subject.shards])
 
@@ -224,8 +234,6 @@ def load_model(subject: Subject) -> None:
     with torch.no_grad():
         for p in other.parameters():
             p.mul_(-2)
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-
     if isinstance(subject, (Plan, Zero)):
         subject.model.load_state_dict(other.state_dict())
         subject.train()
@@ -304,11 +312,7 @@ def copies(subject: Subject) -> None:
     """Copies hold the same bytes, and are written by nobody else."""
     weights = [w.detach() for w in subject.weights()]
     others = copy.deepcopy(weights)
-    file = io.BytesIO()
-    torch.save(weights, file)
-    file.seek(0)
-    loaded = torch.load(file, weights_only=True)
-    for weight, *same in zip(weights, others, loaded, strict=True):
+    for weight, *same in zip(weights, others, through_a_file(weights), strict=True):
         for each in same:
             assert_same_bytes(each.rowwise_data, weight.rowwise_data, "copy")
     before = [w.rowwise_data.clone() for w in others]
@@ -332,60 +336,36 @@ def _gradients(subject: Subject, forward: Callable[[torch.Tensor], torch.Tensor]
 def compiled_model(subject: Subject) -> None:
     """By inductor; outputs and gradients within its own rounding, weights exactly."""
     eager = _gradients(subject, subject.model)
-    compiled = _gradients(subject, torch.compile(subject.model))
-    for i, (a, b) in enumerate(zip(compiled, eager, strict=True)):
-        torch.testing.assert_close(a, b, msg=lambda m, i=i: f"{i}: {m}")
+    torch.testing.assert_close(_gradients(subject, torch.compile(subject.model)), eager)
     subject.train()
+
+
+def _same_gradients(subject: Subject, forward: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Under ``autocast``, with ``forward`` in the place of the model's own, to the bit."""
+    plain, other = (
+        _gradients(subject, InRegion(model, subject.recipe)) for model in (subject.model, forward)
+    )
+    assert_same_tensors(dict(enumerate(other)), dict(enumerate(plain)), "gradient")
 
 
 @_way("`torch.compile(model)` under `autocast`")
 def compiled_products(subject: Subject) -> None:
     """The gradients are those of the uncompiled model, to the bit."""
-
-    def in_region(model: torch.nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
-        def forward(x: torch.Tensor) -> torch.Tensor:
-            with zerocast.autocast(recipe=subject.recipe):
-                return model(x)
-
-        return forward
-
-    wanted = _gradients(subject, in_region(subject.model))
-    compiled = torch.compile(subject.model, backend="aot_eager")
-    for actual, expected in zip(_gradients(subject, in_region(compiled)), wanted, strict=True):
-        assert_same_bytes(actual, expected, "gradient")
+    _same_gradients(subject, torch.compile(subject.model, backend="aot_eager"))
 
 
 @_way("activation checkpointing under `autocast`")
 def checkpointing(subject: Subject) -> None:
     """Either kind of torch's, with its own switches: the gradients are those without it."""
-
-    def plain(x: torch.Tensor) -> torch.Tensor:
-        with zerocast.autocast(recipe=subject.recipe):
-            return subject.model(x)
-
-    def checkpointed(reentrant: bool) -> Callable[[torch.Tensor], torch.Tensor]:
-        def forward(x: torch.Tensor) -> torch.Tensor:
-            with zerocast.autocast(recipe=subject.recipe):
-                return checkpoint(subject.model, x, use_reentrant=reentrant)
-
-        return forward
-
-    wanted = _gradients(subject, plain)
     for reentrant in (False, True):
-        for actual, expected in zip(
-            _gradients(subject, checkpointed(reentrant)), wanted, strict=True
-        ):
-            assert_same_bytes(actual, expected, f"gradient, reentrant={reentrant}")
+        _same_gradients(subject, partial(checkpoint, subject.model, use_reentrant=reentrant))
 
 
 @_way("gradients accumulated over microbatches")
 def accumulation(subject: Subject) -> None:
     """Between backward passes the codes are those of one cast."""
-    codes = (
-        [w.rowwise_data.clone() for w in subject.weights()]
-        if not isinstance(subject, Tensor)
-        else []
-    )
+    weights = [] if isinstance(subject, Tensor) else subject.weights()
+    codes = [weight.rowwise_data.clone() for weight in weights]
     for _ in range(2):
         subject.backward()
     if codes:
@@ -472,7 +452,5 @@ def copy_optimizer(subject: Subject) -> None:
 @_way("`get_optimizer_state_dict(model, optimizer)`")
 def state_for_checkpoints(subject: Subject) -> None:
     """Whole tensors, or DTensors."""
-    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-
     state = get_optimizer_state_dict(subject.model, subject.optimizer)["state"]
     assert len(state) == len(subject.whole_masters())

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.programs import mpiexec, run
+from tests.support.programs import on_mpi_ranks, on_torchrun_ranks, output_of, run
 
 ROOT = Path(__file__).resolve().parents[2]
-TRAIN = ROOT / "examples" / "train_gpt.py"
-CAST_ONLY = ROOT / "examples" / "cast_only.py"
+EXAMPLES = ROOT / "examples"
+TRAIN, CAST_ONLY = EXAMPLES / "train_gpt.py", EXAMPLES / "cast_only.py"
 WITH_WRONG_SCALE = ROOT / "scripts" / "with_wrong_scale.py"
 
 RECIPES = ("delayed", "current", "rowwise", "block", "mxfp8", "nvfp4", "nvfp4-4over6")
@@ -22,10 +22,9 @@ def test_cast_only_is_short_and_right_on_mpi_ranks() -> None:
     """On 3 ranks every rank finds every byte equal to the unsharded cast; and it is an example of
     at most 60 lines.
     """
-    finished = run([mpiexec(), "-n", 3, sys.executable, CAST_ONLY])
-    assert finished.returncode == 0, finished.stderr
+    said = output_of(on_mpi_ranks(3, CAST_ONLY))
     for rank in range(3):
-        assert f"rank {rank} of 3: every byte equals the unsharded cast" in finished.stdout
+        assert f"rank {rank} of 3: every byte equals the unsharded cast" in said
     assert len(CAST_ONLY.read_text().splitlines()) <= 60
 
 
@@ -34,8 +33,7 @@ def test_training_on_one_rank_leaves_table_record_and_picture(tmp_path: Path) ->
     loss, the picture is a PNG, and the weights are right.
     """
     options = ["--compare", "bf16,nvfp4", "--steps", 3, "--check", "--out", tmp_path]
-    finished = run([sys.executable, TRAIN, *options])
-    assert finished.returncode == 0, finished.stderr
+    said = output_of([sys.executable, TRAIN, *options])
     for row in (
         "training loss",
         "validation loss",
@@ -53,9 +51,9 @@ def test_training_on_one_rank_leaves_table_record_and_picture(tmp_path: Path) ->
         "time a step, all-gather",
         "time a step, post-processing",
     ):
-        assert row in finished.stdout
+        assert row in said
     for recipe in ("bf16", "nvfp4"):
-        assert f"{recipe}: The sharded weights equal the unsharded cast" in finished.stdout
+        assert f"{recipe}: The sharded weights equal the unsharded cast" in said
     record = json.loads((tmp_path / "record.json").read_text())
     assert [run["recipe"] for run in record["runs"]] == ["bf16", "nvfp4"]
     for trained in record["runs"]:
@@ -72,8 +70,7 @@ def test_training_on_mpi_ranks_shards_what_it_holds(tmp_path: Path) -> None:
     BF16 weights, and holds the right weights.
     """
     options = ["--compare", "bf16,nvfp4", "--steps", 2, "--check", "--out", tmp_path]
-    finished = run([mpiexec(), "-n", 4, sys.executable, TRAIN, *options])
-    assert finished.returncode == 0, finished.stderr
+    output_of(on_mpi_ranks(4, TRAIN, *options))
     bf16, nvfp4 = json.loads((tmp_path / "record.json").read_text())["runs"]
     for trained in (bf16, nvfp4):
         assert trained["verdict"][0] is True
@@ -89,12 +86,10 @@ def test_torchrun_starts_the_same_training(tmp_path: Path) -> None:
     """Under torchrun the ranks are found through torch.distributed, which gathers beside the
     forward, too.
     """
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", 2, TRAIN]
     options = ["--recipe", "current", "--overlap", "--steps", 2, "--check", "--out", tmp_path]
-    finished = run([*command, *options])
-    assert finished.returncode == 0, finished.stderr
-    assert "2 ranks, 2 steps" in finished.stdout
-    assert "equal the unsharded cast on every rank" in finished.stdout
+    said = output_of(on_torchrun_ranks(2, TRAIN, *options))
+    assert "2 ranks, 2 steps" in said
+    assert "equal the unsharded cast on every rank" in said
 
 
 @pytest.mark.nightly
@@ -107,12 +102,9 @@ def test_every_recipe_trains_on_ranks(tmp_path: Path) -> None:
     runs = {}
     for mode in ("--overlap", "--autocast"):
         options = ["--compare", ",".join(RECIPES), "--steps", 2, "--check", mode, "--out", tmp_path]
-        finished = run([mpiexec(), "-n", 2, sys.executable, TRAIN, *options])
-        assert finished.returncode == 0, finished.stderr
+        said = output_of(on_mpi_ranks(2, TRAIN, *options))
         for recipe in RECIPES:
-            assert f"{recipe}: The sharded weights equal the unsharded cast on every rank" in (
-                finished.stdout
-            )
+            assert f"{recipe}: The sharded weights equal the unsharded cast on every rank" in said
         runs[mode] = json.loads((tmp_path / "record.json").read_text())["runs"]
     for weights_only, all_operands in zip(*runs.values(), strict=True):
         for trained in (weights_only, all_operands):
@@ -134,18 +126,15 @@ def test_a_wrong_scale_is_found(tmp_path: Path, recipes: tuple[str, ...]) -> Non
     for them is after the first.
     """
     options = ["--compare", ",".join(recipes), "--steps", 1, "--check", "--out", tmp_path]
-    finished = run([sys.executable, WITH_WRONG_SCALE, TRAIN, *options])
-    assert finished.returncode == 1, finished.stderr
+    said = output_of([sys.executable, WITH_WRONG_SCALE, TRAIN, *options], code=1)
     for recipe in recipes:
         buffer = "scale" if recipe == "delayed" else "rowwise_data"
-        assert f"{recipe}: WRONG: on rank 0 blocks.0.attention_in.weight.{buffer}[0" in (
-            finished.stdout
-        )
-    assert finished.stdout.count("and the unsharded cast gives") == len(recipes)
+        assert f"{recipe}: WRONG: on rank 0 blocks.0.attention_in.weight.{buffer}[0" in said
+    assert said.count("and the unsharded cast gives") == len(recipes)
 
 
 def test_a_batch_that_ranks_cannot_share_is_refused(tmp_path: Path) -> None:
     """3 ranks cannot share 8 sequences: every rank says so and ends."""
-    finished = run([mpiexec(), "-n", 3, sys.executable, TRAIN, "--steps", 1, "--out", tmp_path])
+    finished = run(on_mpi_ranks(3, TRAIN, "--steps", 1, "--out", tmp_path))
     assert finished.returncode == 1
     assert "--batch 8 must divide over 3 ranks" in finished.stderr

@@ -1,17 +1,16 @@
 """The parameter buffer by hand: right bytes, waited for layer by layer, on any number of ranks."""
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 import zerocast
+from tests.support.claims import assert_same_tensors, stored
 from tests.support.late_gathers import GathersLate
-from tests.support.programs import mpiexec, run
-from tests.support.ranks import run_ranks
-from tests.support.same_bytes import assert_same_bytes
+from tests.support.programs import on_mpi_ranks, on_torchrun_ranks, output_of
+from tests.support.ranks import on_ranks, run_ranks
 from zerocast.comm import Communicator, RecordingCommunicator, run_in_process
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -61,15 +60,7 @@ def train(example, recipe: str, comm: Communicator, bucket_size: int) -> dict[st
     example.arrive(buffer.buckets)
     right, verdict = example.check_weights(model, buffer.gather_master, comm)
     assert right, verdict
-    stored = {}
-    for name, weight in model.named_parameters():
-        if isinstance(weight, zerocast.QuantizedTensor):
-            stored |= {
-                f"{name}.{key}": b.clone() for key, b in weight.quantized_storage.buffers.items()
-            }
-        else:
-            stored[name] = weight.detach().clone()
-    return stored
+    return stored(model)
 
 
 def trained_alone(example, recipe: str) -> dict[str, torch.Tensor]:
@@ -90,11 +81,9 @@ def test_any_number_of_ranks_trains_the_same_bytes(example, comm_kind, recipe, b
         pytest.skip("processes gather as threads do; one size of buckets is enough to show it")
     expected = trained_alone(example, recipe)
     for size in (3, 5, 7) if comm_kind == "in_process" else (3,):
-        for rank, stored in enumerate(
-            run_ranks(comm_kind, size, lambda comm: train(example, recipe, comm, bucket_size))
-        ):
-            for name, bytes_ in expected.items():
-                assert_same_bytes(stored[name], bytes_, f"rank {rank} of {size}: {name}")
+        by_rank = run_ranks(comm_kind, size, lambda comm: train(example, recipe, comm, bucket_size))
+        for rank, found in enumerate(by_rank):
+            assert_same_tensors(found, expected, f"on rank {rank} of {size}")
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -103,43 +92,27 @@ def test_nothing_is_read_before_it_has_arrived(example, recipe):
     same training: every layer waits for its weights.
     """
     expected = trained_alone(example, recipe)
-    for stored in run_in_process(3, lambda comm: train(example, recipe, GathersLate(comm), SMALL)):
-        for name, bytes_ in expected.items():
-            assert_same_bytes(stored[name], bytes_, name)
+    for found in run_in_process(3, lambda comm: train(example, recipe, GathersLate(comm), SMALL)):
+        assert_same_tensors(found, expected)
 
 
-def test_a_layer_waits_for_its_own_buckets_only(example):
+@on_ranks("in_process", 3)
+def test_a_layer_waits_for_its_own_buckets_only(comm, example):
     """After a step every bucket is on its way; when a layer runs, its buckets have come and those
     of later layers have not.
     """
-
-    def body(comm):
-        model = small_model("nvfp4")
-        buffer = example.ParamBuffer(model, [(layer,) for layer in model], comm, SMALL, lr=0.01)
-        model(torch.ones(1, 32).bfloat16()).sum().backward()
-        buffer.step()
-        pending = [[bool(bucket.arrivals) for bucket in buffer.buckets]]
-        for layer in model:
-            layer.register_forward_pre_hook(
-                lambda *_: pending.append([bool(bucket.arrivals) for bucket in buffer.buckets])
-            )
-        model(torch.ones(1, 32).bfloat16())
-        return pending
-
+    model = small_model("nvfp4")
+    buffer = example.ParamBuffer(model, [(layer,) for layer in model], comm, SMALL, lr=0.01)
+    model(torch.ones(1, 32).bfloat16()).sum().backward()
+    buffer.step()
+    pending = [[bool(bucket.arrivals) for bucket in buffer.buckets]]
+    for layer in model:
+        layer.register_forward_pre_hook(
+            lambda *_: pending.append([bool(bucket.arrivals) for bucket in buffer.buckets])
+        )
+    model(torch.ones(1, 32).bfloat16())
     # Weights in order: 0.weight, 0.bias, 1.weight, 1.bias, 2.weight, 2.bias, 3.weight
-    assert (
-        run_in_process(3, body)
-        == [
-            [
-                [True] * 7,
-                [False] * 2 + [True] * 5,
-                [False] * 4 + [True] * 3,
-                [False] * 6 + [True],
-                [False] * 7,
-            ]
-        ]
-        * 3
-    )
+    assert pending == [[False] * come + [True] * (7 - come) for come in (0, 2, 4, 6, 7)]
 
 
 def test_buckets_hold_whole_weights_of_one_kind(example):
@@ -189,27 +162,25 @@ def test_byte_shards_tile_every_plane(example, recipe, size):
         assert all(lengths == {end} for _, _, lengths in owned)
 
 
+@on_ranks("in_process", 3)
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_step_sends_codes_once(example, recipe):
+def test_a_step_sends_codes_once(comm, example, recipe):
     """One all-reduce a step; and per plane of codes half a byte an element under NVFP4 and one
     under the others, 4128 elements padded to 4224; and 224 BF16 weights, padded to 384.
     """
-
-    def body(comm):
-        recording = RecordingCommunicator(comm)
-        model = small_model(recipe)
-        buffer = example.ParamBuffer(model, [(layer,) for layer in model], recording, LARGE, lr=0.1)
-        recording.reset()
-        for _ in range(2):
-            model(torch.ones(1, 32).bfloat16()).sum().backward()
-            buffer.step()
-        example.arrive(buffer.buckets)
-        gathers = recording.total(kind="all_gather")
-        return recording.total(kind="all_reduce").calls, gathers.calls, gathers.payload_bytes
-
+    recording = RecordingCommunicator(comm)
+    model = small_model(recipe)
+    buffer = example.ParamBuffer(model, [(layer,) for layer in model], recording, LARGE, lr=0.1)
+    recording.reset()
+    for _ in range(2):
+        model(torch.ones(1, 32).bfloat16()).sum().backward()
+        buffer.step()
+    example.arrive(buffer.buckets)
+    gathers = recording.total(kind="all_gather")
     planes = 2 if recipe in ("mxfp8", "rowwise") else 1
     codes = 4224 // 2 if recipe == "nvfp4" else planes * 4224
-    assert run_in_process(3, body) == [(2, 2 * (planes + 1), 2 * (codes + 2 * 384))] * 3
+    assert recording.total(kind="all_reduce").calls == 2
+    assert (gathers.calls, gathers.payload_bytes) == (2 * (planes + 1), 2 * (codes + 2 * 384))
 
 
 def test_a_weight_without_a_unit_is_refused(example):
@@ -229,18 +200,13 @@ def test_the_program_says_what_it_trained(launcher):
     """On 3 ranks the GPT trains, sends less than half of BF16's bytes with NVFP4 codes, and holds
     the bytes of the unsharded cast.
     """
-    start = {
-        "mpiexec": lambda: [mpiexec(), "-n", 3, sys.executable],
-        "torchrun": lambda: [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", 3],
-    }[launcher]()
-    finished = run([*start, PROGRAM, "--steps", 4])
-    assert finished.returncode == 0, finished.stderr
-    assert "3 ranks, 4 steps, 7 buckets, nvfp4" in finished.stdout
-    first, last = map(float, re.findall(r"([\d.]+) at", finished.stdout))
+    launched = {"mpiexec": on_mpi_ranks, "torchrun": on_torchrun_ranks}[launcher]
+    said = output_of(launched(3, PROGRAM, "--steps", 4))
+    assert "3 ranks, 4 steps, 7 buckets, nvfp4" in said
+    first, last = map(float, re.findall(r"([\d.]+) at", said))
     assert 4 < last < first < 6
     sent, in_bf16 = (
-        float(kilobytes.replace(",", ""))
-        for kilobytes in re.findall(r"([\d,.]+) kB", finished.stdout)
+        float(kilobytes.replace(",", "")) for kilobytes in re.findall(r"([\d,.]+) kB", said)
     )
     assert 0 < sent < 0.5 * in_bf16
-    assert "The sharded weights equal the unsharded cast on every rank" in finished.stdout
+    assert "The sharded weights equal the unsharded cast on every rank" in said

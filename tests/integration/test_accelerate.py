@@ -1,12 +1,11 @@
 """transformers' Trainer, accelerate, peft and torchao's optimizers, as they are, on 2 CPU ranks."""
 
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from tests.support.programs import run
+from tests.support.programs import on_torchrun_ranks, output_of
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(1000)]
 
@@ -22,10 +21,7 @@ def needs(*packages: str) -> None:
 
 def on_two_ranks(program: str, *arguments: object) -> str:
     """What it printed, once it has ended well."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    done = run([*launcher, "--nproc-per-node", 2, HERE / program, *arguments], timeout=900)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return output_of(on_torchrun_ranks(2, HERE / program, *arguments), timeout=900)
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,24 @@ def mpiexec() -> str:
     return found
 
 
+def on_mpi_ranks(ranks: int, *program: object) -> list[object]:
+    """The command that starts a Python program under mpiexec."""
+    return [mpiexec(), "-n", ranks, sys.executable, *program]
+
+
+def on_torchrun_ranks(ranks: int, *program: object) -> list[object]:
+    """The command that starts a Python program under torchrun."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    return [*launcher, "--nproc-per-node", ranks, *program]
+
+
+def output_of(command: Sequence[object], *, code: int = 0, timeout: int = 240) -> str:
+    """What it printed, once it has ended with this exit code."""
+    done = run(command, timeout=timeout)
+    assert done.returncode == code, done.stderr
+    return done.stdout
+
+
 def run(command: Sequence[object], *, timeout: int = 240) -> subprocess.CompletedProcess[str]:
     """Run it with the zerocast that this session tests, one thread a process, from nowhere near
     the repository.

@@ -1,0 +1,100 @@
+"""The examples of FSDP2 and of tensor parallelism run under both launchers, and would say so if a
+byte were wrong.
+"""
+
+import sys
+
+import pytest
+
+from tests.examples.test_examples import EXAMPLES
+from tests.support.programs import on_mpi_ranks, on_torchrun_ranks, output_of
+
+FSDP2, TENSOR_PARALLEL = EXAMPLES / "fsdp2.py", EXAMPLES / "tensor_parallel.py"
+
+WRONGLY = """
+import runpy, sys
+from zerocast.comm import TorchDistributedCommunicator as Ranks
+
+all_reduce = Ranks.all_reduce_max_
+
+def all_reduce_wrongly(self, amaxes):
+    all_reduce(self, amaxes)
+    amaxes[amaxes > 0] += 1 << 23  # twice as large
+
+Ranks.all_reduce_max_ = all_reduce_wrongly
+sys.argv = sys.argv[1:]
+sys.path.insert(0, sys.argv[0].rpartition("/")[0])
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def moved(output: str, what: str) -> tuple[float, float]:
+    """The kilobytes that ``what`` moves, and those that it would move in BF16."""
+    (line,) = [line for line in output.splitlines() if line.startswith(what)]
+    before = [words[-1] for words in (part.split() for part in line.split(" kB")) if words]
+    codes, bf16 = (float(word.replace(",", "")) for word in before)
+    return codes, bf16
+
+
+@pytest.mark.parametrize(
+    ("ranks", "program", "over"),
+    [
+        (3, (FSDP2, "--batch", 6), ""),
+        (4, (TENSOR_PARALLEL, "--tensor-parallel", 2), ", split over 2 ranks"),
+    ],
+    ids=["fsdp2", "tensor_parallel"],
+)
+def test_codes_are_gathered_on_mpi_ranks(
+    ranks: int, program: tuple[object, ...], over: str
+) -> None:
+    """On 3 ranks, over which no weight divides, and on 2 x 2 the loss falls, an all-gather of the
+    weights moves less than a third of BF16, and every code and value is the unsharded cast's.
+    """
+    said = output_of(on_mpi_ranks(ranks, *program, "--recipe", "nvfp4", "--steps", 3))
+    steps = [line for line in said.splitlines() if line.startswith("step ")]
+    first, last = (float(line.split()[3]) for line in steps)
+    assert last < first
+    assert "16 of 37 parameters are all-gathered in codes" in said
+    codes, bf16 = moved(said, f"an all-gather of all weights{over}")
+    assert codes < bf16 / 3
+    assert "equal the unsharded cast on every rank" in said
+    assert f"compared on each of {ranks}" in said
+
+
+def with_quantized_operands(*program: object) -> str:
+    """What two steps on two ranks of torchrun print, whose weights are right."""
+    said = output_of(on_torchrun_ranks(2, *program, "--steps", 2, "--autocast"))
+    assert "equal the unsharded cast on every rank" in said
+    assert "compared on each of 2" in said
+    return said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "recipe",
+    [*(pytest.param(name, marks=pytest.mark.nightly) for name in ("delayed", "mxfp8")),
+     "nvfp4-4over6"],
+)  # fmt: skip
+def test_fsdp2_runs_under_torchrun(recipe: str) -> None:
+    """With quantized activations and gradients, too."""
+    with_quantized_operands(FSDP2, "--recipe", recipe)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["current", pytest.param("mxfp8", marks=pytest.mark.nightly)])
+def test_quantized_inputs_run_under_torchrun(recipe: str) -> None:
+    """With quantized activations and gradients, too; recipes of one scale a tensor gather most
+    inputs in codes.
+    """
+    said = with_quantized_operands(TENSOR_PARALLEL, "--recipe", recipe, "--tensor-parallel", 2)
+    codes, bf16 = moved(said, "all-gathers of the inputs of a forward")
+    assert codes <= 0.6 * bf16 if recipe != "mxfp8" else codes >= bf16
+
+
+@pytest.mark.parametrize("program", [(FSDP2,), (TENSOR_PARALLEL, "--tensor-parallel", 1)])
+def test_a_wrong_scale_is_found(program: tuple[object, ...]) -> None:
+    """With a wrong scale planted the check names weight, element and both values; exit code 1."""
+    options = ["--recipe", "nvfp4", "--steps", 1]
+    said = output_of([sys.executable, "-c", WRONGLY, *program, *options], code=1)
+    assert "WRONG: blocks.0.attention_in.weight.rowwise_data[0" in said
+    assert "and the unsharded cast gives" in said
