@@ -186,20 +186,6 @@ def test_checkpoints_hold_plain_masters():
 
 @on_gloo(3)
 @pytest.mark.slow
-def test_a_checkpoint_is_seen_without_load_state_dict(comm):
-    """torch.distributed.checkpoint writes into the memory of the masters; the next gather sends
-    codes of what it wrote.
-    """
-    model = bank()
-    model(batch(comm))
-    reshard(model)
-    for tensor in model.state_dict().values():
-        tensor.to_local().mul_(3)
-    assert_unsharded_casts(model)
-
-
-@on_gloo(3)
-@pytest.mark.slow
 def test_assigned_state_dicts_keep_codes_in_gathers(comm):
     """load_state_dict(assign=True) of plain sharded tensors leaves the parameters masters."""
     model, other = bank(), bank(seed=1)

@@ -137,8 +137,7 @@ def test_a_saved_weight_does_not_bring_its_gather_buffer():
     file = io.BytesIO()
     torch.save(weight, file)
     assert len(file.getvalue()) < 20_000
-    file.seek(0)
-    assert_same_storage(torch.load(file, weights_only=True), weight, "loaded")
+    assert_same_storage(through_a_file(weight), weight, "loaded")
 
 
 @both_recipes

@@ -222,20 +222,3 @@ def test_factories_make_plain_tensors(recipe):
         assert (made.shape, made.dtype) == ((17, 48), torch.bfloat16)
     assert torch.zeros_like(weight, dtype=torch.float64).dtype == torch.float64
     assert not torch.zeros_like(weight).any()
-
-
-@both_recipes
-@pytest.mark.parametrize("world_size", [1, 2, 3, 16, 20])
-def test_what_fsdp2_does_to_cut_a_parameter(recipe, world_size):
-    """Chunk, new_zeros, narrow, copy_, view: the shards end to end are the dequantized value."""
-    weight = torch.nn.Parameter(make(recipe)).data
-    chunks = list(torch.chunk(weight, world_size))
-    shards = []
-    for rank in range(world_size):
-        padded = weight.new_zeros(chunks[0].size())
-        if rank < len(chunks):
-            padded.narrow(0, 0, chunks[rank].size(0)).copy_(chunks[rank])
-        shards.append(padded.view(-1))
-    gathered = torch.cat(shards)[: weight.numel()].view(17, 48)
-    assert type(gathered) is torch.Tensor
-    assert_same_bytes(gathered, weight.dequantize(), "gathered")
