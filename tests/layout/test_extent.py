@@ -3,8 +3,9 @@
 from itertools import combinations_with_replacement, product
 
 import pytest
+import torch
 
-from zerocast.layout import Extent
+from zerocast.layout import Extent, chunk
 
 SMALL = [Extent(a, b) for a, b in combinations_with_replacement(range(7), 2)]
 
@@ -51,3 +52,13 @@ def test_an_extent_that_cannot_be_is_our_mistake(start, end):
     """Negative, or ending before it starts: an assertion, because callers check user input."""
     with pytest.raises(AssertionError):
         Extent(start, end)
+
+
+@pytest.mark.parametrize("size", range(1, 6))
+def test_chunks_are_those_of_torch(size):
+    """``torch.chunk`` leaves out ranks that have nothing; they have empty extents here."""
+    for length in range(1, 12):
+        pieces = [piece.tolist() for piece in torch.arange(length).chunk(size)]
+        ours = [chunk(length, rank, size) for rank in range(size)]
+        assert [sorted(members(e)) for e in ours if e] == pieces
+        assert all(e == Extent(length, length) for e in ours[len(pieces) :])

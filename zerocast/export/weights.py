@@ -22,14 +22,12 @@ from zerocast.cast.amax_groups import Patterns, amax_group_labels
 from zerocast.comm import Attempt, Communicator, Group, SingleRank, as_communicator, raise_together
 from zerocast.errors import InputError, NonFiniteError, UnsupportedError
 from zerocast.export.dialects import Dialect, as_dialect
-from zerocast.formats import E4M3
-from zerocast.layout import Extent
+from zerocast.layout import Extent, chunk
 from zerocast.optim import ZeroOptimizer
 from zerocast.recipes import NOMINAL_DTYPES, Recipe
 from zerocast.sharded.all_gather import CodesState, LowBitAllGather, gather_of
 from zerocast.sharded.master_weight import MasterWeight
 from zerocast.sharded.placement import fsdp_dimension, is_sharded, reshard, to_local
-from zerocast.sharded.row_shards import RowShards
 from zerocast.tensors import QuantizedTensor, empty
 
 BUCKET_BYTES = 1 << 30
@@ -364,7 +362,8 @@ def _rows(name: str, tensor: torch.Tensor) -> Shard:
     if len(split) != 1 or type(split[0]) is not DTensorShard or split[0].dim != 0:
         raise _not_whole(name, f"the placements {tensor.placements}")
     comm = as_communicator(tensor.device_mesh.get_group(fsdp_dimension(tensor)))
-    extent = RowShards(tensor.shape, comm.size, E4M3).extent(comm.rank)  # of any format
+    rows, columns = chunk(tensor.shape[0], comm.rank, comm.size), tensor.shape[1:].numel()
+    extent = Extent(rows.start * columns, rows.end * columns)
     return Shard(values if extent else None, extent, comm)
 
 

@@ -40,5 +40,14 @@ class Extent:
         return Extent(self.start + offset, self.end + offset)
 
 
+def chunk(length: int, rank: int, size: int) -> Extent:
+    """Return what ``rank`` has of ``length`` rows, columns or entries over ``size`` ranks, as
+    ``torch.chunk``, FSDP2 and DTensor divide them: ceil(length / size) each, later ranks fewer or
+    none.
+    """
+    most = -(-length // size)
+    return Extent(min(rank * most, length), min((rank + 1) * most, length))
+
+
 NOTHING = Extent(0, 0)
 """The extent of no element."""

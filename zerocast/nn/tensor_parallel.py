@@ -17,7 +17,6 @@ one layer, PrepareFloat8ModuleInput for several that share it.
 from __future__ import annotations
 
 import copy
-import itertools
 import math
 from collections.abc import Iterable
 from typing import Any
@@ -30,7 +29,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInpu
 from zerocast.arguments import check_flag, check_text, shown
 from zerocast.comm import as_communicator
 from zerocast.errors import InputError, UnsupportedError
-from zerocast.layout import Source
+from zerocast.layout import Source, chunk
 from zerocast.nn.layer_product import Watch
 from zerocast.nn.linear import Linear
 from zerocast.nn.linear_functions import first_derivatives_only
@@ -119,8 +118,7 @@ def _gathered_codes(
     """The cast of the whole ``input`` in ``dtype``, of which each rank casts what it holds."""
     comm = as_communicator(input.device_mesh)
     own = input.to_local().to(dtype).contiguous()
-    length = -(-input.shape[dim] // comm.size)  # as torch.chunk cuts it
-    ends = [min(rank * length, input.shape[dim]) for rank in range(comm.size + 1)]
+    chunks = [chunk(input.shape[dim], rank, comm.size) for rank in range(comm.size)]
     features = input.shape[-1]
     others = input.numel() // input.shape[dim] // features  # rows for each entry of ``dim``
     rows = math.prod(input.shape[:-1])
@@ -129,7 +127,7 @@ def _gathered_codes(
     own_rows = own.view(-1, features)
     if not own.numel():  # a rank without rows takes part in the amax, by one of zeros
         own_rows = own.new_zeros(1, features)
-    start = min(others * ends[comm.rank], rows - len(own_rows))
+    start = min(others * chunks[comm.rank].start, rows - len(own_rows))
     quantizer.tp_shard = TensorParallelShard(
         torch.Size((rows, features)), 0, start, len(own_rows), comm
     )
@@ -143,7 +141,7 @@ def _gathered_codes(
     whole = QuantizedStorage.empty(
         input.shape, dtype, quantizer.recipe, own.device, columnwise=columnwise, state=False
     )
-    counts = [others * (b - a) * features for a, b in itertools.pairwise(ends)]
+    counts = [others * each.size * features for each in chunks]
     is_in_order = math.prod(input.shape[:dim]) == 1
     place = whole.buffers["rowwise_data"].view(-1)
     gathered = place if is_in_order else torch.empty_like(place)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
@@ -21,7 +20,7 @@ import torch
 
 from zerocast.comm import as_communicator
 from zerocast.errors import InputError, UnsupportedError
-from zerocast.layout import ceil_div
+from zerocast.layout import chunk
 from zerocast.recipes import Recipe
 from zerocast.tensors import TensorParallelShard
 
@@ -103,7 +102,7 @@ def gathered_shape(tensor: DTensor) -> torch.Size:
     for dim in range(fsdp_dimension(tensor) + 1, mesh.ndim):
         placement: Any = tensor.placements[dim]
         if not placement.is_replicate():
-            shape[placement.dim] = ceil_div(shape[placement.dim], mesh.size(dim))
+            shape[placement.dim] = chunk(shape[placement.dim], 0, mesh.size(dim)).size
     return torch.Size(shape)
 
 
@@ -213,12 +212,9 @@ def all_tp_shards(tp_shard: TensorParallelShard) -> tuple[TensorParallelShard, .
     """Return, by rank, the shards of the weight of which ``tp_shard`` is one of
     :meth:`zerocast.TensorParallelShard.chunk`.
     """
-    lines, size = tp_shard.lines, tp_shard.require_comm().size
-    bounds = [min(rank * ceil_div(lines, size), lines) for rank in range(size + 1)]
-    return tuple(
-        dataclasses.replace(tp_shard, start=start, size=end - start)
-        for start, end in itertools.pairwise(bounds)
-    )
+    size = tp_shard.require_comm().size
+    chunks = [chunk(tp_shard.lines, rank, size) for rank in range(size)]
+    return tuple(dataclasses.replace(tp_shard, start=each.start, size=each.size) for each in chunks)
 
 
 @functools.lru_cache(maxsize=1024)

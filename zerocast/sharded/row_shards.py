@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from zerocast.formats import ElementFormat, packed_columns
-from zerocast.layout import Extent, ceil_div, round_up
+from zerocast.layout import Extent, chunk, round_up
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class RowShards:
     @property
     def rows(self) -> int:
         """Rows of the rank that has most: those of the padded shape."""
-        return ceil_div(self.shape[0], self.world_size)
+        return chunk(self.shape[0], 0, self.world_size).size
 
     @property
     def row_bytes(self) -> int:
@@ -55,8 +55,8 @@ class RowShards:
 
     def extent(self, rank: int) -> Extent:
         """Return the elements of ``rank``'s rows."""
-        start, end = (min(r * self.rows, self.shape[0]) for r in (rank, rank + 1))
-        return Extent(start * self.shape[1], end * self.shape[1])
+        rows, columns = chunk(self.shape[0], rank, self.world_size), self.shape[1]
+        return Extent(rows.start * columns, rows.end * columns)
 
     def code_bytes(self, rank: int) -> int:
         """Return the bytes of ``rank``'s codes, without what fills up."""
@@ -91,8 +91,8 @@ class RowShards:
             chunks = (outputs[i] if i < len(outputs) else own).view(self.world_size, -1)
             sizes = [self.code_bytes(rank) for rank in range(self.world_size)]
             places = weight[plane].view(-1).split(sizes)
-            for place, chunk, size in zip(places, chunks, sizes, strict=True):
-                place.copy_(chunk[:size])
+            for place, codes, size in zip(places, chunks, sizes, strict=True):
+                place.copy_(codes[:size])
 
 
 class PaddedCodes(torch.Tensor):

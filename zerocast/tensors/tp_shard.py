@@ -22,7 +22,7 @@ from zerocast.arguments import check_integer, check_shape, shown
 from zerocast.comm import Communicator
 from zerocast.comm.agreement import check_same
 from zerocast.errors import InputError, RankMismatchError, ZerocastError
-from zerocast.layout import Extent, Plane, check_partition, first_wrong_partition
+from zerocast.layout import Extent, Plane, check_partition, chunk, first_wrong_partition
 from zerocast.recipes import Recipe
 
 ROWS, COLUMNS = 0, 1
@@ -108,10 +108,9 @@ class TensorParallelShard:
         # The only dimension of a vector is its last one: the columns of a matrix of one row.
         columns = at == dims - 1
         step = 1 if columns else math.prod(whole[1:-1])
-        length = -(-whole[at] // comm.size)
-        start, end = (min(r * length, whole[at]) for r in (comm.rank, comm.rank + 1))
+        own = chunk(whole[at], comm.rank, comm.size)
         place = COLUMNS if columns else ROWS
-        return cls(torch.Size(whole), place, start * step, (end - start) * step, comm)
+        return cls(torch.Size(whole), place, own.start * step, own.size * step, comm)
 
     @property
     def shape(self) -> torch.Size:
