@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sized
 from typing import Any, SupportsIndex
 
 import torch
@@ -15,13 +15,20 @@ from zerocast.recipes import NOMINAL_DTYPES
 from zerocast.tensors import QuantizedStorage
 
 
-def check_list(argument: str, given: object) -> None:
-    """Raise :class:`InputError` where an argument is no list with entries in an order."""
+def check_list(argument: str, given: Any, weights: Sized) -> None:
+    """Raise :class:`InputError` where an argument is no list with an entry for each of the
+    ``weights``, in their order.
+    """
     is_list = hasattr(given, "__len__") and hasattr(given, "__getitem__")
     if not is_list or isinstance(given, str | bytes | Mapping):
         raise InputError(
             f"{argument} must be a list with one entry a weight, got {type(given).__name__}; wrap "
             "a single entry in [...], and an iterator in list(...)."
+        )
+    if len(given) != len(weights):
+        raise InputError(
+            f"{argument} must have one entry for each of the {len(weights)} model_weights, got "
+            f"{len(given)} entries; give None where this rank owns nothing of a weight."
         )
 
 

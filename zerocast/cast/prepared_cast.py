@@ -127,12 +127,7 @@ def _check_rebind(
     specs: Sequence[ShardSpec], master_weights: Sequence[torch.Tensor | None]
 ) -> None:
     """Raise :class:`InputError` where other masters do not fit the weights of a plan."""
-    check_list("master_weights", master_weights)
-    if len(master_weights) != len(specs):
-        raise InputError(
-            f"master_weights must have one entry for each of the plan's {len(specs)} weights, "
-            f"got {len(master_weights)}."
-        )
+    check_list("master_weights", master_weights, specs)
     for spec, master in zip(specs, master_weights, strict=True):
         if master is not None:
             check_master_tensor(spec.name, spec.storage, master)

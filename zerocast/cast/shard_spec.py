@@ -82,13 +82,7 @@ def check_specs(
     optional = {"fsdp_shard_model_weights": fsdp_shard_model_weights, "names": names}
     lists = required | {key: given for key, given in optional.items() if given is not None}
     for argument, given in lists.items():
-        check_list(argument, given)
-        if len(given) != len(model_weights):
-            raise InputError(
-                f"{argument} must have one entry for each of the {len(model_weights)} "
-                f"model_weights, got {len(given)} entries; give None where this rank owns nothing "
-                "of a weight."
-            )
+        check_list(argument, given, model_weights)
     if names is not None:
         for i, name in enumerate(names):
             check_text(f"names[{i}]", name)

@@ -228,7 +228,7 @@ def _storage_of(tensor: torch.Tensor, like: Sequence[torch.Tensor]) -> Quantized
 
 def _pack(storage: QuantizedStorage) -> torch.Tensor:
     """All that has to be sent of a weight, uint8."""
-    parts = [_digest(storage), *(_as_bytes(buffer) for buffer in _sent(storage))]
+    parts = [_digest(storage), *map(_as_bytes, storage.originals.values())]
     padding = storage.shape.numel() * storage.dtype.itemsize + 1 - sum(map(len, parts))
     parts.append(torch.zeros(max(0, padding), dtype=torch.uint8, device=storage.device))
     return torch.cat(parts)
@@ -236,7 +236,7 @@ def _pack(storage: QuantizedStorage) -> torch.Tensor:
 
 def _unpack(message: torch.Tensor, storage: QuantizedStorage) -> None:
     """Write what was received; nothing where the weight has these bytes already."""
-    buffers = [_as_bytes(buffer) for buffer in _sent(storage)]
+    buffers = list(map(_as_bytes, storage.originals.values()))
     given = message[_DIGEST : _DIGEST + sum(map(len, buffers))].split([len(b) for b in buffers])
     if all(torch.equal(*pair) for pair in zip(buffers, given, strict=True)):
         return
@@ -255,17 +255,12 @@ def _check_message(storage: QuantizedStorage, message: torch.Tensor) -> None:
         )
 
 
-def _sent(storage: QuantizedStorage) -> list[torch.Tensor]:
-    derived = storage.derived_names
-    return [buffer for name, buffer in storage.buffers.items() if name not in derived]
-
-
 def _as_bytes(buffer: torch.Tensor) -> torch.Tensor:
     return buffer.reshape(-1).view(torch.uint8)
 
 
 def _meaning(storage: QuantizedStorage) -> str:
-    names = ", ".join(name for name in storage.buffers if name not in storage.derived_names)
+    names = ", ".join(storage.originals)
     return f"{describe_recipe(storage.recipe)} {list(storage.shape)} with {names}"
 
 

@@ -149,14 +149,13 @@ def _holds(into: QuantizedTensor, source: torch.Tensor) -> bool:
     """
     storage = into.quantized_storage
     if isinstance(source, QuantizedTensor):
-        given, derived = source.quantized_storage, storage.derived_names
+        given = source.quantized_storage
         return (
             (source.recipe, source.shape) == (into.recipe, into.shape)
             and given.high_precision_init_val is None
             and all(
                 name in given.buffers and _same_bits(buffer, given.buffers[name])
-                for name, buffer in storage.buffers.items()
-                if name not in derived
+                for name, buffer in storage.originals.items()
             )
         )
     same = False
@@ -192,16 +191,14 @@ def _quantize_into(into: QuantizedTensor, source: torch.Tensor) -> None:
 
 
 def _copy_bytes(into: QuantizedTensor, source: QuantizedTensor) -> None:
-    derived = into.quantized_storage.derived_names
-    given = source.quantized_storage.buffers
-    if not into.quantized_storage.buffers.keys() - set(derived) <= given.keys():
+    storage, given = into.quantized_storage, source.quantized_storage.buffers
+    if not storage.originals.keys() <= given.keys():
         _quantize_into(into, source.dequantize())  # the source lacks the columnwise copy
         return
-    for name, buffer in into.quantized_storage.buffers.items():
-        if name not in derived:
-            buffer.copy_(given[name])
-    into.quantized_storage.mark_written()
-    rebuild_derived([into.quantized_storage])
+    for name, buffer in storage.originals.items():
+        buffer.copy_(given[name])
+    storage.mark_written()
+    rebuild_derived([storage])
 
 
 @_implements(aten._foreach_copy_.default)

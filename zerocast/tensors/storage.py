@@ -154,6 +154,12 @@ class QuantizedStorage(HeldPlanes):
         return self._buffers
 
     @property
+    def originals(self) -> dict[str, torch.Tensor]:
+        """Those of :attr:`buffers` that are not derived from others."""
+        derived = self.derived_names
+        return {name: buffer for name, buffer in self.buffers.items() if name not in derived}
+
+    @property
     def device(self) -> torch.device:
         """The device of the bytes."""
         return next(iter(self._buffers.values())).device
