@@ -71,7 +71,7 @@ class Exchange:
             if storages[i].recipe.chooses_scales
         }
         words = {i: FourOverSixErrors.words(storages[i].grid, cuts[i]) for i in cuts}
-        self.amax, self.amax_of, self._amax_parts = _cut(
+        self.amax, self.amax_of, self._amax_of_group = _laid_out(
             {i: storage.amax_slots for i, storage in enumerate(storages)}, members, device
         )
         leaders: dict[str, torch.Tensor] = {}
@@ -80,7 +80,7 @@ class Exchange:
             for i, label in enumerate(amax_groups)
             if label is not None and storages[i].recipe.scales_tensor
         }
-        self.candidates, carved, self._candidate_parts = _cut(words, members, device)
+        self.candidates, carved, self._candidates_of_group = _laid_out(words, members, device)
         self.candidates_of = {
             i: FourOverSixErrors.carve(carved[i], storages[i].grid, cuts[i]) for i in cuts
         }
@@ -103,7 +103,7 @@ class Exchange:
         sizes |= dict.fromkeys(idle, 1)
         self._reduced = torch.zeros(sum(sizes.values()), dtype=torch.int32, device=device)
         split = self._reduced.split(list(sizes.values()))
-        self._reduced_parts = list(zip(sizes, split, strict=True))
+        self._reduced_of_group = list(zip(sizes, split, strict=True))
 
     def _shared_entries(
         self, storages: Sequence[QuantizedStorage], indices: Sequence[int]
@@ -135,31 +135,31 @@ class Exchange:
             Whether any rank is in trouble that this one has heard of.
         """
         heard = in_trouble
-        for comm, tp_shard in self._amax_parts.items():
-            heard = self._reduce(comm, tp_shard, heard)
-        if self._reduced_parts:
+        for comm, entries in self._amax_of_group.items():
+            heard = self._reduce(comm, entries, heard)
+        if self._reduced_of_group:
             shared = self._reduced[: len(self._shared)]
             torch.index_select(self.amax, 0, self._shared, out=shared)
             self._reduced[len(self._shared) :].zero_()
-            for comm, tp_shard in self._reduced_parts:
-                heard = self._reduce(comm, tp_shard, heard)
+            for comm, entries in self._reduced_of_group:
+                heard = self._reduce(comm, entries, heard)
             self.amax.index_copy_(0, self._shared, shared)
         return heard
 
-    def _reduce(self, comm: Communicator, tp_shard: torch.Tensor, heard: bool) -> bool:
+    def _reduce(self, comm: Communicator, entries: torch.Tensor, heard: bool) -> bool:
         if heard:
-            tp_shard.fill_(TROUBLE)
-        comm.all_reduce_max_(tp_shard)
-        return heard or (comm in self.heard_by and int(tp_shard[0]) == TROUBLE)
+            entries.fill_(TROUBLE)
+        comm.all_reduce_max_(entries)
+        return heard or (comm in self.heard_by and int(entries[0]) == TROUBLE)
 
     def reduce_candidates(self) -> None:
         """Put every group's candidates together."""
-        for comm, tp_shard in self._candidate_parts.items():
-            if len(tp_shard):
-                comm.all_reduce_sum_(tp_shard)
+        for comm, entries in self._candidates_of_group.items():
+            if len(entries):
+                comm.all_reduce_sum_(entries)
 
 
-def _cut(
+def _laid_out(
     sizes: Mapping[int, int],
     members: Mapping[Communicator, Sequence[int]],
     device: torch.device,

@@ -1,4 +1,4 @@
-"""Cuts: where the boundaries between shards cut rows of blocks, and rows inside blocks.
+"""SharedBlocks: which blocks, and which rows inside blocks, the boundaries between shards cut.
 
 A scheme whose blocks choose between two scales needs to know which blocks more than one rank owns;
 that is decided here, from who owns what, the same on every rank.

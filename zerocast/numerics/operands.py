@@ -71,10 +71,9 @@ class Rounding:
             which counts its casts: :meth:`Backend.compute_scale` adds one, and the cast that
             follows uses the sum (of which 32 bits enter the counter).
         origin, skip: of a tensor-parallel shard: the place of its first element in the flattened
-        whole,
-            and the elements of the whole between a row of the shard and the next. So element ``i``
-            of a shard with ``cols`` columns is ``index = i + origin + i // cols * skip`` of the
-            whole. Both are even: no byte of codes is cut.
+            whole, and the elements of the whole between a row of the shard and the next. So element
+            ``i`` of a shard with ``cols`` columns is ``index = i + origin + i // cols * skip`` of
+            the whole. Both are even: no byte of codes is shared.
     """
 
     counter: torch.Tensor
@@ -175,8 +174,7 @@ class TensorOperand:
             shard's own.
         tensor_amax: int32 [1]; may be the same memory as the block amaxes where there is one block.
         amax: FP32 [1] that holds the tensor amax beside the scales, or None for numerics that
-            stores
-            none.
+            stores none.
         delayed: of a tensor under :class:`Float8DelayedNumerics`.
         candidates: of a tensor under 4-over-6.
         rounding: of a tensor under stochastic rounding.
