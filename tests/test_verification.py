@@ -8,11 +8,11 @@ import torch
 import zerocast
 from tests.sharded.sharded import bank, gathered
 from tests.support.claims import message_of
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 from tests.support.recipes import RECIPES
 from tests.support.tp_shards import tp_shard_of
 from tests.support.values import draw_values
-from zerocast.comm import Communicator, RecordingCommunicator, as_communicator, run_in_process
+from zerocast.comm import Communicator, RecordingCommunicator, as_communicator
 from zerocast.errors import InputError, RankMismatchError
 
 SHAPE = torch.Size((40, 96))
@@ -127,81 +127,69 @@ def test_ranks_with_other_weights_are_told_apart(comm_kind: str) -> None:
     run_ranks(comm_kind, 2, on_rank)
 
 
-def test_a_copy_that_one_rank_alone_rebuilt_is_found() -> None:
+@on_ranks("in_process", 2)
+def test_a_copy_that_one_rank_alone_rebuilt_is_found(comm: Communicator) -> None:
     """Stale copies are equal to stale copies and to nothing else."""
-
-    def on_rank(comm: Communicator) -> None:
-        plan, weights = planned(comm, NVFP4)
-        plan.cast()
-        plan.all_gather()
-        plan.cast()  # the same codes once more
-        zerocast.verify(weights, comm)
-        if comm.rank == 0:
-            plan.post_all_gather_processing()
-        message = refusal(weights, comm)
-        assert "columnwise_data (rank 0 against rank 1)" in message
-        assert "post_all_gather_processing" in message
-
-    run_in_process(2, on_rank)
+    plan, weights = planned(comm, NVFP4)
+    plan.cast()
+    plan.all_gather()
+    plan.cast()  # the same codes once more
+    zerocast.verify(weights, comm)
+    if comm.rank == 0:
+        plan.post_all_gather_processing()
+    message = refusal(weights, comm)
+    assert "columnwise_data (rank 0 against rank 1)" in message
+    assert "post_all_gather_processing" in message
 
 
-def test_the_optimizer_leaves_equal_weights() -> None:
+@on_ranks("in_process", 2)
+def test_the_optimizer_leaves_equal_weights(comm: Communicator) -> None:
     """After a step of ``ZeroOptimizer`` all weights of a model, quantized and plain, are equal,
     gathers that are under way included; after a write on one rank they are not.
     """
-
-    def on_rank(comm: Communicator) -> None:
-        torch.manual_seed(0)
-        model = torch.nn.Sequential(torch.nn.Linear(96, 40), torch.nn.LayerNorm(40)).bfloat16()
-        zerocast.nn.convert(model, NVFP4)
-        optimizer = zerocast.optim.ZeroOptimizer(
-            model.named_parameters(), group=comm, overlap_all_gather=True
-        )
-        model(torch.ones(2, 96).bfloat16()).float().square().sum().backward()
-        optimizer.step()
-        zerocast.verify(model, comm)
-        if comm.rank:
-            model[1].weight.data[3] = 7
-        assert "1.weight: values (rank 0 against rank 1)" in refusal(model, comm)
-
-    run_in_process(2, on_rank)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(96, 40), torch.nn.LayerNorm(40)).bfloat16()
+    zerocast.nn.convert(model, NVFP4)
+    optimizer = zerocast.optim.ZeroOptimizer(
+        model.named_parameters(), group=comm, overlap_all_gather=True
+    )
+    model(torch.ones(2, 96).bfloat16()).float().square().sum().backward()
+    optimizer.step()
+    zerocast.verify(model, comm)
+    if comm.rank:
+        model[1].weight.data[3] = 7
+    assert "1.weight: values (rank 0 against rank 1)" in refusal(model, comm)
 
 
-def test_parts_are_compared_over_the_data_parallel_group() -> None:
+@on_ranks("in_process", 4)
+def test_parts_are_compared_over_the_data_parallel_group(comm: Communicator) -> None:
     """Ranks that hold the same part of a weight compare it; over the tensor-parallel group there is
     nothing to compare, and the message says which group to give.
     """
     whole = zerocast.quantize(draw_values("normal", 64 * 96, 1).view(64, 96), NVFP4)
-
-    def on_rank(comm: Communicator) -> None:
-        tensor_parallel = comm.split(comm.rank // 2)
-        data_parallel = comm.split(comm.rank % 2)
-        tp_shard = zerocast.TensorParallelShard.chunk((64, 96), 0, tensor_parallel)
-        weight = zerocast.empty((32, 96), NVFP4, tp_shard=tp_shard)
-        for name, buffer in tp_shard_of(whole, tp_shard).items():
-            weight.quantized_storage.buffers[name].copy_(buffer)
-        zerocast.verify(weight, data_parallel)
-        assert "give the data-parallel group" in refusal(weight, tensor_parallel)
-
-    run_in_process(4, on_rank)
+    tensor_parallel = comm.split(comm.rank // 2)
+    data_parallel = comm.split(comm.rank % 2)
+    tp_shard = zerocast.TensorParallelShard.chunk((64, 96), 0, tensor_parallel)
+    weight = zerocast.empty((32, 96), NVFP4, tp_shard=tp_shard)
+    for name, buffer in tp_shard_of(whole, tp_shard).items():
+        weight.quantized_storage.buffers[name].copy_(buffer)
+    zerocast.verify(weight, data_parallel)
+    assert "give the data-parallel group" in refusal(weight, tensor_parallel)
 
 
 @pytest.mark.mpi(min_size=4)
-def test_gathered_codes_of_fsdp2_are_compared() -> None:
+@on_ranks("torch_distributed", 2)
+def test_gathered_codes_of_fsdp2_are_compared(comm: Communicator) -> None:
     """Sharded masters are refused, because each rank holds other rows, with what to do; unsharded
     codes that differ are found.
     """
-
-    def on_rank(comm: Communicator) -> None:
-        model = bank(NVFP4, rows=(48, 130))
-        message = refusal(model)
-        assert "on rank 0 is layers.0.weight, (24, 96) torch.float32 at [0]" in message
-        assert "call module.unshard()" in message
-        weight = gathered(model)["layers.1.weight"]
-        zerocast.verify(model, as_communicator(None))
-        if comm.rank == 0:
-            weight.quantized_storage.buffers["rowwise_data"][-1, -1] ^= 1
-        message = refusal(model)
-        assert "layers.1.weight: rowwise_data (rank 0 against rank 1)" in message
-
-    run_ranks("torch_distributed", 2, on_rank)
+    model = bank(NVFP4, rows=(48, 130))
+    message = refusal(model)
+    assert "on rank 0 is layers.0.weight, (24, 96) torch.float32 at [0]" in message
+    assert "call module.unshard()" in message
+    weight = gathered(model)["layers.1.weight"]
+    zerocast.verify(model, as_communicator(None))
+    if comm.rank == 0:
+        weight.quantized_storage.buffers["rowwise_data"][-1, -1] ^= 1
+    message = refusal(model)
+    assert "layers.1.weight: rowwise_data (rank 0 against rank 1)" in message

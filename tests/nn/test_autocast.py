@@ -14,6 +14,7 @@ import torch
 import zerocast
 from tests.oracles.scalar_delayed import AMAXES, Delayed
 from tests.support.claims import assert_same_tensors
+from tests.support.ranks import on_ranks
 from tests.support.same_bytes import assert_same_bytes
 from zerocast.comm import (
     Communicator,
@@ -393,30 +394,27 @@ def test_calibrating_records_without_quantizing(gradients):
     assert layer.states[0].scale.item() == 448 / 7
 
 
-def test_an_evaluation_leaves_the_state_alone():
+@on_ranks("in_process", 2)
+def test_an_evaluation_leaves_the_state_alone(comm):
     """Without gradients nothing is recorded and nothing reduced, whether the region is inside
     no_grad or around it: so one rank may evaluate while the others do something else.
     """
-
-    def rank(comm):
-        layer = Layer()
-        with region(comm):
-            layer.forward(1.0)
-            with torch.no_grad():
+    layer = Layer()
+    with region(comm):
+        layer.forward(1.0)
+        with torch.no_grad():
+            layer.forward(50.0)
+    layer.backward(3.0)
+    before = [state.state_dict() for state in layer.states]
+    if comm.rank == 0:
+        for mode in (torch.no_grad, torch.inference_mode):
+            with mode(), region(comm):
                 layer.forward(50.0)
-        layer.backward(3.0)
-        before = [state.state_dict() for state in layer.states]
-        if comm.rank == 0:
-            for mode in (torch.no_grad, torch.inference_mode):
-                with mode(), region(comm):
-                    layer.forward(50.0)
-        for then, state in zip(before, layer.states, strict=True):
-            assert_same_tensors(state.state_dict(), then, "after the evaluation")
-        with region(comm):
-            layer.forward(2.0)
-        assert layer.seen == ([2.0, 1.0], [3.0])
-
-    run_in_process(2, rank)
+    for then, state in zip(before, layer.states, strict=True):
+        assert_same_tensors(state.state_dict(), then, "after the evaluation")
+    with region(comm):
+        layer.forward(2.0)
+    assert layer.seen == ([2.0, 1.0], [3.0])
 
 
 # --- model_init ---

@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -164,11 +165,14 @@ def test_a_recipe_without_memory_adds_nothing_to_a_state_dict(kind, recipe):
 
 @every_layer
 @every_recipe
-def test_a_deep_copy_has_a_state_of_its_own(kind, recipe):
-    """It goes on as the original does, and what it then learns stays its own."""
+@pytest.mark.parametrize("copied", [copy.deepcopy, partial(through_a_file, weights_only=False)])
+def test_a_copy_has_a_state_of_its_own(kind, recipe, copied):
+    """Deep, or saved and loaded as a whole module: it goes on as the original does, and what it
+    then learns stays its own.
+    """
     layer, x = make(kind), torch.randn(6, 32, requires_grad=True)
     step(layer, x, recipe)
-    twin = copy.deepcopy(layer)
+    twin = copied(layer)
     assert_same_tensors(step(twin, x, recipe), step(layer, x, recipe))
     step(twin, (100 * x.detach()).requires_grad_(), recipe)
     if layer._states[0].is_delayed:
@@ -473,12 +477,3 @@ def test_a_layer_that_met_its_recipe_in_inference_mode_trains_on(kind, recipe):
     twin = make(kind)
     for _ in range(2):
         assert_same_tensors(step(layer, x, recipe), step(twin, x, recipe))
-
-
-@every_recipe
-def test_a_whole_module_is_pickled_with_its_state(recipe):
-    """torch.save of the module; it goes on as the original does."""
-    layer, x = make("LayerNormMLP"), torch.randn(4, 32, requires_grad=True)
-    step(layer, x, recipe)
-    loaded = through_a_file(layer, weights_only=False)
-    assert_same_tensors(step(loaded, x, recipe), step(layer, x, recipe))

@@ -12,7 +12,7 @@ from tests.support.same_bytes import assert_same_bytes
 from tests.support.weights import through_a_file
 from zerocast.comm import SingleRank, run_in_process
 from zerocast.errors import InputError, MissingDataError
-from zerocast.formats import E4M3, E5M2
+from zerocast.formats import E2M1, E4M3, E5M2
 from zerocast.nn.recipe_state import AmaxReduction, RecipeState
 from zerocast.recipes import DelayedScaling, Float8CurrentScaling, NVFP4BlockScaling
 
@@ -41,6 +41,7 @@ def test_quantizers_follow_the_gemms():
     assert backward.roles == ("grad_output", "grad_input") * 2
     assert [q.dtype for q in forward.make_quantizers()] == [E4M3] * 6
     assert [q.dtype for q in backward.make_quantizers()] == [E5M2] * 4
+    assert RecipeState.create(DRAWN, mode="forward").make_quantizers()[0].dtype == E2M1
     assert (forward.qx_dtype, forward.qw_dtype, forward.qgrad_dtype) == (E4M3, E4M3, E5M2)
     assert forward.scale.tolist() == [1.0] * 6
     assert forward.amax_history.shape == (6, HISTORY)

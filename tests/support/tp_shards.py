@@ -5,7 +5,6 @@ own layout has it.
 import torch
 
 import zerocast
-from tests.support.same_bytes import assert_same_bytes
 from zerocast import QuantizedTensor, TensorParallelShard
 from zerocast.backends.reference.planes import read_plane, write_plane
 from zerocast.formats import pack_nibbles, unpack_nibbles
@@ -27,16 +26,6 @@ def shape_of(recipe: Recipe) -> torch.Size:
     columns, are no whole block.
     """
     return torch.Size({16: (77, 112), 32: (133, 160), 128: (300, 270), 1: (13, 11)}[unit(recipe)])
-
-
-def assert_is_tp_shard(weight: QuantizedTensor, whole: QuantizedTensor, where: str = "") -> None:
-    """Every buffer of ``weight`` holds what its part of ``whole`` does."""
-    tp_shard = weight.quantized_storage.tp_shard
-    assert tp_shard is not None
-    expected = tp_shard_of(whole, tp_shard)
-    assert set(weight.quantized_storage.buffers) == set(expected), where
-    for name, buffer in weight.quantized_storage.buffers.items():
-        assert_same_bytes(buffer, expected[name], f"{tp_shard}, {name}, {where}")
 
 
 def tp_shard_of(whole: QuantizedTensor, tp_shard: TensorParallelShard) -> dict[str, torch.Tensor]:

@@ -7,10 +7,11 @@ import pytest
 import torch
 
 import zerocast
+from tests.support.claims import assert_unsharded_cast
 from tests.support.ranks import on_ranks
 from tests.support.recipes import VARIANTS
 from tests.support.same_bytes import assert_same_bytes
-from tests.support.tp_shards import assert_is_tp_shard, shape_of, unit
+from tests.support.tp_shards import shape_of, unit
 from tests.support.values import draw_values
 from zerocast import TensorParallelShard
 from zerocast.comm import RecordingCommunicator, SingleRank, run_in_process
@@ -174,7 +175,7 @@ def test_a_part_of_one_block(comm, sizes):
     whole = x[: sum(sizes)]
     tp_shard = TensorParallelShard(whole.shape, 0, comm.rank * sizes[0], sizes[comm.rank], comm)
     weight = zerocast.quantize(tp_shard.slice_of(whole), NVFP4, tp_shard=tp_shard)
-    assert_is_tp_shard(weight, zerocast.quantize(whole, NVFP4))
+    assert_unsharded_cast(weight, zerocast.quantize(whole, NVFP4), "a shard")
 
 
 # --- casts of one tensor ---
@@ -202,7 +203,7 @@ def test_quantize_gives_the_slices_of_the_whole(comm, recipe, dim):
     tp_shard = TensorParallelShard(shape, dim, start, end - start, comm)
     mine = tp_shard.slice_of(x)
     weight = zerocast.quantize(mine, recipe, dtype=torch.bfloat16, name="w", tp_shard=tp_shard)
-    assert_is_tp_shard(weight, whole)
+    assert_unsharded_cast(weight, whole, "a shard")
     assert torch.equal(weight.dequantize(), tp_shard.slice_of(whole.dequantize()))
 
 
@@ -229,7 +230,7 @@ def test_a_quantizer_casts_parts(recipe, role, dim):
         for step_size in (1.0, 0.3):
             whole = alone.quantize(x * step_size)
             out = parted.quantize(parted.tp_shard.slice_of(x * step_size), out=out)
-            assert_is_tp_shard(out, whole)
+            assert_unsharded_cast(out, whole, "a shard")
 
     run_in_process(2, on_rank)
 
@@ -259,7 +260,8 @@ def test_a_fused_function_casts_parts(comm, recipe):
     alone, parted = (state.make_quantizers()[0] for state in states)
     parted.tp_shard = TensorParallelShard.chunk(x.shape, 0, comm)
     whole = zerocast.nn.functional.gelu(x, alone)
-    assert_is_tp_shard(zerocast.nn.functional.gelu(parted.tp_shard.slice_of(x), parted), whole)
+    made = zerocast.nn.functional.gelu(parted.tp_shard.slice_of(x), parted)
+    assert_unsharded_cast(made, whole, "a shard")
     assert_same_bytes(states[1].amaxes, states[0].amaxes, "amaxes")
 
 
@@ -337,7 +339,8 @@ def test_a_quantizer_decides_on_parts_itself():
     other, quantizer = Quantizer(NVFP4).make_empty((16, 16)), Quantizer(NVFP4)
     quantizer.tp_shard = tp_shard
     with pytest.raises(
-        InputError, match=r"out must have part rows \[0, 16\) of .*, got None; leave"
+        InputError,
+        match=r"out must have tensor-parallel shard rows \[0, 16\) of .*, got None; leave",
     ):
         quantizer.quantize(torch.randn(16, 16, dtype=torch.bfloat16), out=other)
 
