@@ -21,6 +21,7 @@ from zerocast.comm import (
     Communicator,
     InProcessCommunicator,
     RecordingCommunicator,
+    SingleRank,
     run_in_process,
 )
 from zerocast.errors import InputError, RankMismatchError, StaleCopyError
@@ -350,13 +351,13 @@ def test_nothing_to_cast(comm: Communicator) -> None:
 def test_steps_are_the_cast() -> None:
     """A profiler that runs the named steps one by one gets what cast() gives."""
     master = draw_values("normal", NUMEL, 1)
-    weight = zerocast.empty(SHAPE, NVFP4)
-    plan = zerocast.CastPlan([weight], [master], [0])
-    assert list(plan.steps) == ["partial_amax", "reduce_amax", "compute_scale", "partial_cast"]
-    for step in plan.steps.values():
+    planned = Planned(SingleRank(), NVFP4, master)
+    steps = planned.plan.steps
+    assert list(steps) == ["partial_amax", "reduce_amax", "compute_scale", "partial_cast"]
+    for step in steps.values():
         step()
-    plan.all_gather()
-    assert_same_storage(weight, unsharded(master, NVFP4), "steps")
+    planned.plan.all_gather()
+    assert_same_storage(planned.weight, unsharded(master, NVFP4), "steps")
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])

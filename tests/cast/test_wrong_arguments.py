@@ -14,7 +14,7 @@ from tests.support.claims import one_message
 from tests.support.planned import NUMEL, SHAPE, unsharded
 from tests.support.ranks import on_ranks
 from tests.support.same_bytes import assert_same_storage
-from zerocast.comm import Communicator, run_in_process
+from zerocast.comm import Communicator
 from zerocast.errors import InputError, ZerocastError
 
 RECIPES = (zerocast.NVFP4BlockScaling(), zerocast.MXFP8BlockScaling())
@@ -80,6 +80,7 @@ def error_of(call: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
     return ""
 
 
+@on_ranks("in_process")
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize(
@@ -88,42 +89,31 @@ def error_of(call: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
     + [(zerocast.quantize_master_weights, argument) for argument in ARGUMENTS],
 )
 def test_any_value_of_any_argument(
-    call: Callable[..., Any], argument: str, world_size: int
+    comm: Communicator, call: Callable[..., Any], argument: str
 ) -> None:
     """Right or refused, by the same error on every rank; the group is as usable as before."""
-
-    def on_rank(comm: Communicator) -> str:
-        said = []
-        for value in values():
-            kwargs = right(comm)
-            if comm.rank == world_size - 1:
-                kwargs[argument] = value
-            said.append(error_of(call, **kwargs))
-            comm.barrier()
-        return str(said)
-
-    one_message(run_in_process(world_size, on_rank))
+    for value in values():
+        kwargs = right(comm)
+        if comm.rank == comm.size - 1:
+            kwargs[argument] = value
+        one_message(comm.all_gather_object(error_of(call, **kwargs)))
 
 
+@on_ranks("in_process")
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("call", ["cast", "bind"])
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_any_value_as_new_masters(call: str, world_size: int) -> None:
+def test_any_value_as_new_masters(comm: Communicator, call: str) -> None:
     """The same of masters that a plan is given later; it goes on afterwards."""
-
-    def on_rank(comm: Communicator) -> str:
-        kwargs, said = right(comm), []
-        plan = zerocast.CastPlan(**kwargs)
-        for value in values():
-            wrong = value if comm.rank == world_size - 1 else kwargs["master_weights"]
-            said.append(error_of(getattr(plan, call), wrong))
-        plan.cast(kwargs["master_weights"])
-        plan.all_gather()
-        for weight in kwargs["model_weights"]:
-            assert_same_storage(weight, unsharded(torch.ones(SHAPE), weight.recipe), "afterwards")
-        return str(said)
-
-    one_message(run_in_process(world_size, on_rank))
+    kwargs = right(comm)
+    plan = zerocast.CastPlan(**kwargs)
+    for value in values():
+        wrong = value if comm.rank == comm.size - 1 else kwargs["master_weights"]
+        one_message(comm.all_gather_object(error_of(getattr(plan, call), wrong)))
+    plan.cast(kwargs["master_weights"])
+    plan.all_gather()
+    for weight in kwargs["model_weights"]:
+        assert_same_storage(weight, unsharded(torch.ones(SHAPE), weight.recipe), "afterwards")
 
 
 @pytest.mark.parametrize("value", values(), ids=lambda value: type(value).__name__)

@@ -14,7 +14,7 @@ from tests.support.same_bytes import assert_same_bytes
 from tests.support.tp_shards import shape_of, unit
 from tests.support.values import draw_values
 from zerocast import TensorParallelShard
-from zerocast.comm import RecordingCommunicator, SingleRank, run_in_process
+from zerocast.comm import RecordingCommunicator, SingleRank
 from zerocast.errors import InputError, RankMismatchError
 from zerocast.nn.quantizer import Quantizer
 from zerocast.nn.recipe_state import RecipeState
@@ -211,28 +211,24 @@ def test_quantize_gives_the_slices_of_the_whole(comm, recipe, dim):
 @pytest.mark.parametrize("role", ["input", "grad_output"])
 @pytest.mark.parametrize("recipe", [NVFP4, MXFP8, CURRENT, ROWWISE, BLOCK])
 @pytest.mark.parametrize("dim", [0, 1], ids=["rows", "columns"])
-def test_a_quantizer_casts_parts(recipe, role, dim):
+@on_two_ranks
+def test_a_quantizer_casts_parts(comm, recipe, role, dim):
     """What a quantizer makes of a part is the part of what it makes of the whole, cast after cast;
     drawn words of gradients, too.
     """
     shape, step = shape_of(recipe), unit(recipe)
     x = draw_values("normal", shape.numel(), 4).view(shape)
-
-    def quantizer():
-        mode = "forward" if role == "input" else "backward"
-        return RecipeState.create(recipe, mode, 1, name="layer").make_quantizers()[0]
-
-    def on_rank(comm):
-        alone, parted = quantizer(), quantizer()
-        start, end = (0, step, shape[dim])[comm.rank : comm.rank + 2]
-        parted.tp_shard = TensorParallelShard(shape, dim, start, end - start, comm)
-        out = None
-        for step_size in (1.0, 0.3):
-            whole = alone.quantize(x * step_size)
-            out = parted.quantize(parted.tp_shard.slice_of(x * step_size), out=out)
-            assert_unsharded_cast(out, whole, "a shard")
-
-    run_in_process(2, on_rank)
+    mode = "forward" if role == "input" else "backward"
+    alone, parted = (
+        RecipeState.create(recipe, mode, 1, name="layer").make_quantizers()[0] for _ in range(2)
+    )
+    start, end = (0, step, shape[dim])[comm.rank : comm.rank + 2]
+    parted.tp_shard = TensorParallelShard(shape, dim, start, end - start, comm)
+    out = None
+    for step_size in (1.0, 0.3):
+        whole = alone.quantize(x * step_size)
+        out = parted.quantize(parted.tp_shard.slice_of(x * step_size), out=out)
+        assert_unsharded_cast(out, whole, "a shard")
 
 
 @on_two_ranks
