@@ -32,16 +32,22 @@ def model() -> nn.Sequential:
     return made
 
 
+def hooked(weight: nn.Parameter) -> list[str]:
+    """Which of the weight's hooks have run."""
+    seen: list[str] = []
+    weight.register_hook(lambda grad: seen.append("hook"))
+    weight.register_post_accumulate_grad_hook(lambda parameter: seen.append("accumulated"))
+    return seen
+
+
 @pytest.mark.parametrize("name", CONVERSIONS)
 def test_a_converted_weight_stays_the_same_parameter(name):
     """Its attributes, hooks, weak references, gradient and codes are kept, whatever changes."""
     made = model()
     weight = made[0].weight
-    codes, seen = weight.detach().clone(), []
+    codes, seen = weight.detach().clone(), hooked(weight)
     weight.tensor_model_parallel, weight.allreduce = True, False
     weight.main_grad = torch.zeros(32, 32)
-    weight.register_hook(lambda grad: seen.append("hook"))
-    weight.register_post_accumulate_grad_hook(lambda parameter: seen.append("accumulated"))
     reference = weakref.ref(weight)
     made(torch.randn(4, 32).bfloat16()).sum().backward()
     assert seen == ["hook", "accumulated"]
@@ -77,11 +83,9 @@ def test_a_dtype_that_no_weight_has_is_refused():
 
 def test_a_layer_moves_to_meta_and_back():
     """to_empty materialises quantized weights, unfilled, as the same parameter."""
-    made, seen = model(), []
+    made = model()
     weight = made[0].weight
-    reference = weakref.ref(weight)
-    weight.register_hook(lambda grad: seen.append("hook"))
-    weight.register_post_accumulate_grad_hook(lambda parameter: seen.append("accumulated"))
+    reference, seen = weakref.ref(weight), hooked(weight)
     made.to("meta")
     assert weight.is_meta
     made.to_empty(device="cpu")

@@ -87,11 +87,8 @@ def decode(given: Arguments, rows: int, contraction: int) -> torch.Tensor:
     values = values.double()
     assert values.shape == (rows, contraction)
     scale, *matrix_scale = given.scales
-    if given.scalings[0] == "TensorWise":
-        assert scale.shape == ()
-        return values * scale
-    if given.scalings[0] == "RowWise":
-        assert scale.shape == (rows, 1)
+    if given.scalings[0] in ("TensorWise", "RowWise"):
+        assert scale.shape == (() if given.scalings[0] == "TensorWise" else (rows, 1))
         return values * scale
     if given.scalings[0] == "BlockWise1x128":
         blocks = -(-contraction // 128)

@@ -1,5 +1,6 @@
 """Training with gathers that overlap the next forward: the same bytes, waited for when used."""
 
+from functools import partial
 from itertools import cycle
 
 import pytest
@@ -25,6 +26,13 @@ from tests.support.recipes import RECIPES
 from tests.support.same_bytes import assert_same_bytes
 from zerocast.comm import RecordingCommunicator, run_in_process
 from zerocast.optim import ZeroOptimizer
+
+
+def assert_overlap_changes_nothing(body):
+    """``body(comm, overlap)`` leaves the same on each of 3 ranks with and without."""
+    late, plain = (run_in_process(3, partial(body, overlap=o)) for o in (True, False))
+    for found, expected in zip(late, plain, strict=True):
+        assert_same_tensors(found, expected)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -91,9 +99,7 @@ def test_quantized_products_wait_too(recipe):
             optimizer.zero_grad()
         return stored(model)
 
-    expected = run_in_process(3, lambda comm: body(comm, overlap=False))[0]
-    for found in run_in_process(3, lambda comm: body(comm, overlap=True)):
-        assert_same_tensors(found, expected)
+    assert_overlap_changes_nothing(body)
 
 
 @pytest.mark.parametrize(
@@ -104,22 +110,19 @@ def test_quantized_products_wait_too(recipe):
         (ALL_TOGETHER, ["x", ".", ".", ".", ".", "."]),
     ],
 )
-def test_a_layer_waits_for_its_own_bucket_only(bucket_size, expected):
+@on_ranks("in_process", 3)
+def test_a_layer_waits_for_its_own_bucket_only(comm, bucket_size, expected):
     """After a step all codes are on their way, and they arrive with the forwards of their layers:
     those of later layers are still on their way then.
     """
-
-    def body(comm):
-        model = Model("nvfp4")
-        optimizer = optimizer_of(model, comm, bucket_size=bucket_size)
-        train(model, optimizer, range(1))
-        seen = [pending(optimizer)]
-        for module in (model.first, *model.layers, model.last):
-            module.register_forward_hook(lambda *_: seen.append(pending(optimizer)))
-        model(torch.ones(1, 32).bfloat16())
-        return seen
-
-    assert run_in_process(3, body) == [expected] * 3
+    model = Model("nvfp4")
+    optimizer = optimizer_of(model, comm, bucket_size=bucket_size)
+    train(model, optimizer, range(1))
+    seen = [pending(optimizer)]
+    for module in (model.first, *model.layers, model.last):
+        module.register_forward_hook(lambda *_: seen.append(pending(optimizer)))
+    model(torch.ones(1, 32).bfloat16())
+    assert seen == expected
 
 
 def test_ranks_use_weights_in_orders_of_their_own(comm_kind):
@@ -139,23 +142,21 @@ def test_ranks_use_weights_in_orders_of_their_own(comm_kind):
     assert_same_as_alone(run_ranks(comm_kind, 3, body), body)
 
 
-def test_a_step_sends_each_weight_once():
+@on_ranks("in_process", 3)
+def test_a_step_sends_each_weight_once(comm):
     """Two buckets of BF16 weights and four of codes are six gathers a step, beside one all-reduce
     and one reduce-scatter; nothing is sent by a forward.
     """
-
-    def body(comm):
-        recording = RecordingCommunicator(comm)
-        model = Model("nvfp4")
-        optimizer = optimizer_of(model, recording, bucket_size=300)
-        kinds = [bucket.kind.is_codes for bucket in optimizer._shards.buckets]
-        recording.reset()
-        train(model, optimizer, range(2))
-        model(torch.ones(1, 32).bfloat16())
-        return kinds, {kind: traffic.calls for (_, kind), traffic in recording.traffic.items()}
-
-    calls = {"reduce_scatter": 2, "all_reduce": 2, "all_gather": 2 * 6}
-    assert run_in_process(3, body) == [([False] * 2 + [True] * 4, calls)] * 3
+    recording = RecordingCommunicator(comm)
+    model = Model("nvfp4")
+    optimizer = optimizer_of(model, recording, bucket_size=300)
+    kinds = [bucket.kind.is_codes for bucket in optimizer._shards.buckets]
+    assert kinds == [False] * 2 + [True] * 4
+    recording.reset()
+    train(model, optimizer, range(2))
+    model(torch.ones(1, 32).bfloat16())
+    calls = {kind: traffic.calls for (_, kind), traffic in recording.traffic.items()}
+    assert calls == {"reduce_scatter": 2, "all_reduce": 2, "all_gather": 2 * 6}
 
 
 def test_steps_without_a_forward_between_them():
@@ -177,10 +178,7 @@ def test_steps_without_a_forward_between_them():
         optimizer.load_state_dict(states)
         return after_steps | stored(model)
 
-    late = run_in_process(3, lambda comm: body(comm, overlap=True))
-    plain = run_in_process(3, lambda comm: body(comm, overlap=False))
-    for found, expected in zip(late, plain, strict=True):
-        assert_same_tensors(found, expected)
+    assert_overlap_changes_nothing(body)
 
 
 def test_unused_and_frozen_layers():
@@ -201,53 +199,42 @@ def test_unused_and_frozen_layers():
     assert_same_as_alone(run_in_process(3, body), body)
 
 
-def test_an_error_between_two_layers_is_survived():
+@on_ranks("in_process", 3)
+def test_an_error_between_two_layers_is_survived(comm):
     """A forward that raises half way leaves the later weights on their way, where the next forward
     finds them.
     """
+    model = Model("nvfp4")
+    optimizer = optimizer_of(model, GathersLate(comm))
+    train(model, optimizer, range(1))
+    inputs = torch.ones(1, 32).bfloat16()
 
-    def body(comm):
-        model = Model("nvfp4")
-        optimizer = optimizer_of(model, GathersLate(comm))
-        train(model, optimizer, range(1))
-        inputs = torch.ones(1, 32).bfloat16()
+    def fail(*_: object) -> None:
+        raise ValueError("half way")
 
-        def fail(*_: object) -> None:
-            raise ValueError("half way")
-
-        with model.layers[1].register_forward_pre_hook(fail), pytest.raises(ValueError):
-            model(inputs)
-        left = pending(optimizer)
-        early = model(inputs)
-        optimizer.wait_for_all_gather()
-        assert_same_bytes(model(inputs), early, "output")
-        return left
-
-    assert run_in_process(3, body) == ["..xx"] * 3
+    with model.layers[1].register_forward_pre_hook(fail), pytest.raises(ValueError):
+        model(inputs)
+    assert pending(optimizer) == "..xx"
+    early = model(inputs)
+    optimizer.wait_for_all_gather()
+    assert_same_bytes(model(inputs), early, "output")
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_a_checkpoint_is_resumed_the_other_way(overlap):
+@on_ranks("in_process", 3)
+def test_a_checkpoint_is_resumed_the_other_way(comm, overlap):
     """What was saved with overlap continues without, and the other way round, bit for bit, from all
     ranks' state dicts.
     """
-
-    def body(comm):
-        model = Model("delayed")
-        optimizer = optimizer_of(model, comm, overlap_all_gather=overlap)
-        train(model, optimizer, range(2))
-        states = comm.all_gather_object(optimizer.state_dict())
-        train(model, optimizer, range(2, 4))
-        resumed = Model("delayed")
-        other = optimizer_of(
-            resumed, comm, overlap_all_gather=not overlap, bucket_size=ALL_TOGETHER
-        )
-        other.load_state_dict(states)
-        train(resumed, other, range(2, 4))
-        return stored(model), stored(resumed)
-
-    for uninterrupted, resumed in run_in_process(3, body):
-        assert_same_tensors(resumed, uninterrupted)
+    model, resumed = Model("delayed"), Model("delayed")
+    optimizer = optimizer_of(model, comm, overlap_all_gather=overlap)
+    train(model, optimizer, range(2))
+    states = comm.all_gather_object(optimizer.state_dict())
+    train(model, optimizer, range(2, 4))
+    other = optimizer_of(resumed, comm, overlap_all_gather=not overlap, bucket_size=ALL_TOGETHER)
+    other.load_state_dict(states)
+    train(resumed, other, range(2, 4))
+    assert_same_tensors(stored(resumed), stored(model))
 
 
 @pytest.mark.parametrize(
