@@ -6,7 +6,6 @@
 #include "arithmetic/masters.h"
 #include "cpu/encoders.h"
 #include "cpu/numerics.h"
-#include "cpu/pack.h"
 #include "cpu/strips.h"
 
 namespace zerocast {

@@ -5,7 +5,6 @@
 #include "arithmetic/scaling.h"
 #include "cuda/fused_tile.h"
 #include "cuda/planes.h"
-#include "cuda/transpose.h"
 
 namespace zerocast {
 inline namespace ZEROCAST_ISA {

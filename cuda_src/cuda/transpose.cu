@@ -9,7 +9,6 @@
 // where every row is stored as often as it repeats. The scales' tiles are 128 columns of some rows
 // of blocks.
 #include "cuda/planes.h"
-#include "cuda/transpose.h"
 
 using namespace zerocast;
 
