@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
+import zerocast
 from tests.conftest import Ranks, in_turn
 from tests.optim.training import (
     FP8,
@@ -21,7 +22,7 @@ from tests.optim.training import (
 )
 from tests.support.ranks import on_ranks
 from tests.support.same_bytes import assert_same_bytes
-from zerocast.comm import Communicator, run_in_process
+from zerocast.comm import Communicator
 from zerocast.nn import convert
 from zerocast.optim import ZeroOptimizer
 from zerocast.recipes import Recipe
@@ -121,19 +122,14 @@ def test_identical_bf16_gradients_on_3_ranks_give_exactly_that_gradient(comm: Co
     assert_same_lists(t.masters(), expected, "masters")
 
 
-def test_ranks_that_start_differently_hold_the_same_weights() -> None:
+@on_ranks("in_process", 4)
+def test_ranks_that_start_differently_hold_the_same_weights(comm: Communicator) -> None:
     """Each rank contributes its part of the start, so after construction weights are equal on all
     ranks and are the cast of the gathered masters.
     """
-
-    def start(comm: Communicator) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        training = Training(comm, seed=comm.rank)
-        return training.params, training.masters()
-
-    started = run_in_process(4, start)
-    for params, masters in started:
-        assert_cast_of(params, masters)
-        assert_cast_of(params, started[0][1])
+    t = Training(comm, seed=comm.rank)
+    assert_cast_of(t.params, t.masters())
+    zerocast.verify(t.params, comm)
 
 
 @on_ranks("in_process", 3)

@@ -16,7 +16,7 @@ from tests.optim.training import (
     make_params,
 )
 from tests.support.claims import message_of, one_message
-from tests.support.ranks import on_ranks, run_ranks
+from tests.support.ranks import on_ranks
 from tests.support.recipes import each
 from tests.support.same_bytes import assert_same_bytes
 from zerocast.comm import Communicator, run_in_process
@@ -167,33 +167,32 @@ def test_a_weight_that_was_replaced_is_refused() -> None:
 
 @pytest.mark.parametrize("optimizer_first", [False, True])
 @pytest.mark.mpi
-def test_ddp_around_the_model_trains_the_same_weights(optimizer_first: bool) -> None:
+@on_ranks("torch_distributed", 2)
+def test_ddp_around_the_model_trains_the_same_weights(
+    comm: Communicator, optimizer_first: bool
+) -> None:
     """DistributedDataParallel averages gradients first, and their mean is themselves; that it
     broadcasts the weights when it is made moves no master.
     """
-
-    def train(comm: Communicator) -> Any:
-        found = []
-        for wrap in (False, True):
-            torch.manual_seed(0)
-            model: torch.nn.Module = torch.nn.Sequential(
-                torch.nn.Linear(32, 64), torch.nn.Linear(64, 32)
-            )
-            zerocast.nn.convert(model, NVFP4, weights="quantized")
-            named = list(model.named_parameters())
-            if wrap and not optimizer_first:
-                model = torch.nn.parallel.DistributedDataParallel(model)
-            optimizer = ZeroOptimizer(named, SGD, comm, lr=0.125)
-            if wrap and optimizer_first:
-                model = torch.nn.parallel.DistributedDataParallel(model)
-            for step in range(3):
-                torch.manual_seed(10 * step + comm.rank)
-                optimizer.zero_grad()
-                model(torch.randint(-4, 5, (8, 32)).float()).sum().backward()
-                optimizer.step()
-            found.append([optimizer.gather_master(p) for _, p in named])
-        return found
-
-    for alone, wrapped in run_ranks("torch_distributed", 2, train):
-        for a, b in zip(alone, wrapped, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    ddp = torch.nn.parallel.DistributedDataParallel
+    found = []
+    for wrap in (False, True):
+        torch.manual_seed(0)
+        model: torch.nn.Module = torch.nn.Sequential(
+            torch.nn.Linear(32, 64), torch.nn.Linear(64, 32)
+        )
+        zerocast.nn.convert(model, NVFP4, weights="quantized")
+        named = list(model.named_parameters())
+        if wrap and not optimizer_first:
+            model = ddp(model)
+        optimizer = ZeroOptimizer(named, SGD, comm, lr=0.125)
+        if wrap and optimizer_first:
+            model = ddp(model)
+        for step in range(3):
+            torch.manual_seed(10 * step + comm.rank)
+            optimizer.zero_grad()
+            model(torch.randint(-4, 5, (8, 32)).float()).sum().backward()
+            optimizer.step()
+        found.append([optimizer.gather_master(p) for _, p in named])
+    for alone, wrapped in zip(*found, strict=True):
+        torch.testing.assert_close(alone, wrapped, rtol=1e-5, atol=1e-6)
