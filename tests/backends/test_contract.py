@@ -141,6 +141,7 @@ def exchanged(backend: Backend, error: str, shape: tuple[int, int], x: torch.Ten
     """What each rank writes, and what all choose; no two ranks fill one entry."""
     weight = Weight(nvfp4(*shape, NVFP4Numerics(scale_max=256, four_over_six=error)), extents)
     run_together(backend, [weight], [[x]])
+    assert weight.most_writers <= 1, "two ranks filled one entry"
     return weight.errors
 
 

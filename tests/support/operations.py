@@ -7,6 +7,7 @@ over what 4-over-6 exchanges. One set of codes receives every shard's cast.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -118,13 +119,23 @@ class Scheme:
         first, last = byte_span(self.numerics.fmt, extent.start, extent.end)
         return _filled(last - first)
 
+    def amaxes(self) -> list[torch.Tensor]:
+        """Zeros: for the blocks of each plane that is cast, and for the tensor unless that is one
+        block. Each is an allocation of its own, whose bounds a sanitizer knows.
+        """
+        sizes = [self.grid.num_blocks]
+        if self.second is not None and self.source is Source.MASTER:
+            sizes.append(self.second.grid.num_blocks)
+        if sizes != [1]:
+            sizes.append(1)
+        return [torch.zeros(size, dtype=torch.int32) for size in sizes]
+
     def operand(self, codes: torch.Tensor, extent: Extent, *, own_codes: bool = False,
-                amaxes: torch.Tensor | None = None, **others: Any) -> TensorOperand:  # fmt: skip
+                amaxes: Sequence[torch.Tensor] = (), **others: Any) -> TensorOperand:  # fmt: skip
         """The rowwise plane, with amaxes of zero; with ``own_codes`` they begin with the extent."""
-        grid = self.grid
-        amax = torch.zeros(grid.amax_slots, dtype=torch.int32) if amaxes is None else amaxes
+        amaxes = amaxes or self.amaxes()
         start = extent.start - extent.start % (8 // self.numerics.fmt.bits) if own_codes else 0
-        return operand(self.layout, amax[: grid.num_blocks], amax[-1:], codes, extent=extent,
+        return operand(self.layout, amaxes[0], amaxes[-1], codes, extent=extent,
                        round_to=self.round_to, codes_start=start, **others)  # fmt: skip
 
 
@@ -190,13 +201,12 @@ class Weight:
             self.second_scales = _unwritten(second.shape, numerics.scale_dtype)
         self.chooses = isinstance(numerics, NVFP4Numerics) and numerics.four_over_six is not None
         self.cuts = SharedBlocks.of(scheme.grid, self.extents)
-        blocks = scheme.grid.num_blocks + (second.grid.num_blocks if self.is_cast else 0)
-        slots = 1 if blocks == 1 else blocks + 1
-        self.amaxes = torch.zeros(len(self.extents), slots, dtype=torch.int32)
+        self.amaxes = [scheme.amaxes() for _ in self.extents]
         self.drawn_amaxes = None
         if amax_kind is not None:
-            self.drawn_amaxes = draw_values(amax_kind, slots, slots).abs().view(torch.int32)
-            self.drawn_amaxes[-1] = self.drawn_amaxes.max()
+            drawn = [draw_values(amax_kind, len(a), len(a)) for a in self.amaxes[0]]
+            self.drawn_amaxes = [values.abs().view(torch.int32) for values in drawn]
+            self.drawn_amaxes[-1].fill_(torch.cat(self.drawn_amaxes).max())
         words = FourOverSixErrors.words(scheme.grid, self.cuts) if self.chooses else 0
         self.exchanged = torch.zeros(len(self.extents), words, dtype=torch.int32)
 
@@ -207,7 +217,8 @@ class Weight:
 
     def begin(self, slots: Iterator[int]) -> list[TensorOperand]:
         """The ranks' operands of a cast, with amaxes of zero; their masters are in these slots."""
-        self.amaxes.zero_()
+        for amax in chain(*self.amaxes):
+            amax.zero_()
         self.exchanged.zero_()
         self.errors: Written = {}
         self.operands = [self._operand(i, next(slots)) for i in range(len(self.extents))]
@@ -215,23 +226,32 @@ class Weight:
 
     def reduce_amaxes(self) -> None:
         """Give every rank the maximum of all."""
-        reduced = self.amaxes.amax(dim=0) if self.drawn_amaxes is None else self.drawn_amaxes
-        self.amaxes.copy_(reduced.expand_as(self.amaxes))
+        reduced = self.drawn_amaxes
+        if reduced is None:
+            by_plane = zip(*self.amaxes, strict=True)
+            reduced = [torch.stack(of_ranks).amax(dim=0) for of_ranks in by_plane]
+        for amaxes in self.amaxes:
+            for amax, largest in zip(amaxes, reduced, strict=True):
+                amax.copy_(largest)
 
     def exchange_errors(self) -> None:
-        """Give every rank the sum of what all wrote under 4-over-6, and keep what each wrote."""
+        """Give every rank the sum of what all wrote under 4-over-6. Keep what each wrote, and how
+        many ranks wrote an entry at most.
+        """
         for i, shard in enumerate(self.operands):
             self._keep_errors(f"of rank {i}", shard.candidates)
-        filled = self.exchanged.view(torch.uint8).ne(0).sum(dim=0)
-        assert int(filled.max()) <= 1, "two ranks filled one entry"
+        self.most_writers = int(self.exchanged.view(torch.uint8).ne(0).sum(dim=0).max())
         total = self.exchanged.sum(dim=0, dtype=torch.int32)
         self.exchanged.copy_(total.expand_as(self.exchanged))
 
     def written(self, backend: Backend) -> Written:
         """Everything that is stored, and what it decodes to."""
         scheme, numerics, second = self.scheme, self.scheme.numerics, self.scheme.second
-        stored = {"amaxes": self.amaxes[0], "codes": self.codes, "scale_inv": self.scale_inv,
-                  "amax": self.amax}  # fmt: skip
+        stored = {
+            "amaxes": torch.cat(self.amaxes[0]), "amax": self.amax,
+            "codes": self.codes, "scale_inv": self.scale_inv,
+            "columnwise codes": self.second_codes, "columnwise scale_inv": self.second_scales,
+        }  # fmt: skip
         if self.delayed is not None:
             stored |= {
                 "scale": self.delayed.scale,
@@ -253,15 +273,11 @@ class Weight:
             codes = self.codes if self.second_codes is None else self.second_codes
             scale_inv = self.scale_inv if self.second_scales is None else self.second_scales
             stored["columnwise values"] = self._decoded(backend, second, codes, scale_inv)
-        stored |= {
-            "columnwise codes": self.second_codes,
-            "columnwise scale_inv": self.second_scales,
-        }
         return {name: tensor.clone() for name, tensor in stored.items() if tensor is not None}
 
     def _keep_errors(self, where: str, candidates: FourOverSixErrors) -> None:
         self.errors[f"choices {where}"] = candidates.choices.clone()
-        if int(self.amaxes[0, -1]) < INFINITY_BITS:  # else nobody reads them
+        if int(self.amaxes[0][-1]) < INFINITY_BITS:  # else nobody reads them
             self.errors[f"row errors {where}"] = candidates.row_errors.nan_to_num(-1.0)
             self.errors[f"elements {where}"] = candidates.elements.clone()
 
@@ -279,12 +295,12 @@ class Weight:
         return values
 
     def _operand(self, rank: int, slot: int) -> TensorOperand:
-        scheme, blocks, amaxes = self.scheme, self.scheme.grid.num_blocks, self.amaxes[rank]
+        scheme, amaxes = self.scheme, self.amaxes[rank]
         second = candidates = None
         if self.is_cast:
-            second = plane(scheme.second, amaxes[blocks:-1], self.second_codes, self.second_scales)
+            second = plane(scheme.second, amaxes[1], self.second_codes, self.second_scales)
         elif scheme.source is Source.SHARED:
-            second = plane(scheme.second, amaxes[:blocks], None, self.second_scales, Source.SHARED)
+            second = plane(scheme.second, amaxes[0], None, self.second_scales, Source.SHARED)
         if self.chooses:
             candidates = FourOverSixErrors.carve(self.exchanged[rank], scheme.grid, self.cuts)
         return scheme.operand(
