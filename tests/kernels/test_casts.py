@@ -311,7 +311,7 @@ def test_any_scheme_shape_and_partition(name, data, kind, seed):
     scheme = data.draw(st.one_of(*kinds))
     scheme = replace(scheme, round_to=NOMINALS[seed % 3], place=data.draw(st.sampled_from(PLACES)))
     numel, options = scheme.grid.numel, {}
-    # Where blocks are chosen, ranks own all of them.
+    # Where blocks are chosen, ranks own all of them, and what is chosen is of the amaxes.
     if getattr(scheme.numerics, "four_over_six", None) or data.draw(st.booleans()):
         extents = draw_partition(numel, data.draw(st.integers(1, 9)), random.Random(seed))
     else:
@@ -319,7 +319,7 @@ def test_any_scheme_shape_and_partition(name, data, kind, seed):
         size = data.draw(st.one_of(st.sampled_from((1, 2)), st.integers(0, numel)))
         extents = [Extent(start, min(start + size, numel))]
         options["own_codes"] = data.draw(st.booleans())
-    options["amax_kind"] = data.draw(st.sampled_from((None, *KINDS)))
+        options["amax_kind"] = data.draw(st.sampled_from((None, *KINDS)))
     odd = data.draw(st.integers(0, 3))
     master = draw_values(kind, numel + odd, seed).to(NOMINALS[seed // 3 % 3])[odd:]
     backends = {name: COMPILED[name]}
