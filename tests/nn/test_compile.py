@@ -13,6 +13,8 @@ from tests.support.models import InRegion
 from tests.support.same_bytes import assert_same_bytes
 from zerocast import nn
 from zerocast.recipes import NVFP4BlockScaling, Recipe
+from zerocast.tensors import quantized_tensor
+from zerocast.tensors.dequantize import NAMES_IN_GRAPHS
 
 # Of the compiler, where it takes up a function after a break, about a tensor that is no leaf.
 breaks = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
@@ -290,3 +292,20 @@ def test_export_and_trace(recipe):
             torch.export.export(model, (x,), strict=True)
     with pytest.raises(zerocast.UnsupportedError, match="as a constant"):
         torch.jit.trace(model, x)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*_stable_hash_for_caching:UserWarning")
+def test_the_cache_on_disk_offers_no_graph_from_before_a_renaming(tmp_path, monkeypatch):
+    """A graph is found again under the names of today, and under no others."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    counters, hits = torch._dynamo.utils.counters, []
+    for names in (NAMES_IN_GRAPHS, NAMES_IN_GRAPHS, ("OfAnotherVersion", *NAMES_IN_GRAPHS[1:])):
+        monkeypatch.setattr(quantized_tensor, "NAMES_IN_GRAPHS", names)
+        torch._dynamo.reset()
+        counters.clear()
+        with torch.no_grad():
+            torch.compile(nn.Linear(64, 32, recipe="nvfp4"))(torch.randn(4, 64))
+        hits.append(counters["aot_autograd"]["autograd_cache_hit"])
+    assert hits == [0, 1, 0]

@@ -9,7 +9,7 @@ process that never traced it.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from functools import cache
 from typing import get_args
 
@@ -22,6 +22,13 @@ from zerocast.layout import BlockGrid, Plane, ScaleLayout, Source
 from zerocast.numerics import Numerics, NVFP4Numerics, PlaneBuffers, TensorOperand
 from zerocast.tensors.storage import QuantizedStorage
 from zerocast.tensors.weight_operands import decoded_operand
+
+NAMES_IN_GRAPHS = tuple(
+    [kind.__name__ for kind in get_args(Numerics)]
+    + [field.name for kind in (ScaleLayout, BlockGrid) for field in fields(kind)]
+)
+"""The names that a text in a graph may use. A weight states them to torch.compile beside its
+recipe, so its cache on disk does not offer graphs from before a renaming."""
 
 
 def dequantize(storage: QuantizedStorage, *, columnwise: bool = False) -> torch.Tensor:

@@ -30,6 +30,7 @@ import torch
 
 from zerocast.errors import InputError, UnsupportedError
 from zerocast.recipes import Recipe
+from zerocast.tensors.dequantize import NAMES_IN_GRAPHS
 from zerocast.tensors.dequantized_view import OTHER_NAMESPACES, refuse_function, refuse_memory
 from zerocast.tensors.post_gather import rebuild_derived
 from zerocast.tensors.saved import checked_storage
@@ -180,7 +181,7 @@ class QuantizedTensor(WeightData):
 
     # --- torch.compile ---
 
-    def __tensor_flatten__(self) -> tuple[list[str], tuple[Recipe, torch.dtype]]:
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[Recipe, torch.dtype, tuple[str, ...]]]:
         """The buffers, and what they mean.
 
         Raises:
@@ -188,12 +189,12 @@ class QuantizedTensor(WeightData):
         """
         storage = self.quantized_storage
         storage.prepare_for_forward(lambda stale: rebuild_derived([stale]))
-        return list(storage.buffers), (self.recipe, storage.dtype)
+        return list(storage.buffers), (self.recipe, storage.dtype, NAMES_IN_GRAPHS)
 
     @staticmethod
     def __tensor_unflatten__(
         inner: dict[str, torch.Tensor],
-        context: tuple[Recipe, torch.dtype],
+        context: tuple[Recipe, torch.dtype, tuple[str, ...]],
         outer_size: Any,
         outer_stride: Any,
     ) -> QuantizedTensor:
@@ -202,7 +203,7 @@ class QuantizedTensor(WeightData):
         Raises:
             InputError: where they are not those of such a weight.
         """
-        recipe, dtype = context
+        recipe, dtype, _ = context
         return QuantizedTensor(checked_storage(outer_size, dtype, recipe, inner))
 
 
