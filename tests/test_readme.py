@@ -67,13 +67,17 @@ def test_the_readme_can_be_read_at_a_sitting():
 
 def test_programs_that_pages_run_are_there():
     """Every program of the repository that a shell block runs exists and knows the options that
-    follow it.
+    follow it, itself or by a program beside it that it imports.
     """
     found = 0
     for page in PAGES:
         for block in re.findall(r"^```sh\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE):
             for path, options in re.findall(r"((?:scripts|examples)/[\w./]+)(.*)", block):
                 program = (ROOT / path).read_text()
+                for module in re.findall(
+                    r"^from (\w+) import .*\boptions\b", program, re.MULTILINE
+                ):
+                    program += (ROOT / path).with_name(f"{module}.py").read_text()
                 for option in re.findall(r"--[\w-]+", options):
                     assert f'"{option}"' in program, f"{page.name}: {path} has no {option}"
                 found += 1
