@@ -11,7 +11,7 @@ from functools import partial
 import torch
 
 import zerocast
-from tests.support.fused_ops import RECIPES, parameters, quantizer_of
+from tests.support.fused_ops import RECIPES, parameters, quantizer_of, state_of
 from tests.support.operations import (
     Scheme,
     Weight,
@@ -115,11 +115,11 @@ def fused(op: FusedOp, kind: str) -> Subject:
                     **parameters(op.function, cols, 2),
                 )  # fmt: skip
             assert made.quantized is not None
-            slot = quantizer.slot
+            state = state_of(quantizer)
             found = {
                 **made.quantized.quantized_storage.buffers,
                 "output": made.output, "mean": made.mean, "rstd": made.rstd,
-                "recorded amax": None if slot is None else slot._state.amaxes.clone(),
+                "recorded amax": None if state is None else state.amaxes.clone(),
             }  # fmt: skip
             written |= {f"{name} {key}": t for key, t in found.items() if t is not None}
         return written

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import zerocast
-from tests.support.fused_ops import RECIPES, USAGES, quantizer_of
+from tests.support.fused_ops import RECIPES, USAGES, quantizer_of, state_of
 from tests.support.same_bytes import assert_same_bytes, assert_same_storage
 from zerocast.errors import InputError
 from zerocast.nn import functional as F
@@ -89,7 +89,7 @@ def test_codes_are_those_of_the_rounded_result(name, recipe, usage):
         assert_same_storage(quantized_alone, quantized, f"{name}, {recipe}, alone")
         places = {buffer.data_ptr() for buffer in quantized.quantized_storage.buffers.values()}
         for quantizer in (first, alone):
-            remembered, expected = (q.slot and q.slot._state for q in (quantizer, second))
+            remembered, expected = map(state_of, (quantizer, second))
             if remembered is not None:
                 assert_same_bytes(remembered.amaxes, expected.amaxes, f"amaxes of {name}")
                 assert places.isdisjoint(t.data_ptr() for t in remembered.tensors.values())

@@ -49,6 +49,11 @@ def quantizer_of(
     return Quantizer(recipe, rowwise=usage[0], columnwise=usage[1])
 
 
+def state_of(quantizer: Quantizer) -> RecipeState | None:
+    """What :func:`quantizer_of` made for it to remember by."""
+    return None if quantizer.slot is None else quantizer.slot.record.func.__self__
+
+
 def parameters(function: str, cols: int, seed: int) -> dict[str, torch.Tensor]:
     """Weight and bias [cols] of a norm, of different dtypes."""
     g = torch.Generator().manual_seed(seed)
@@ -73,7 +78,8 @@ def assert_fused(
     """One call gives the rounded result, and of it the codes that the reference gives."""
     cols = x.shape[1] // (2 if function == "swiglu" else 1)
     given = {key: t.to(x.device) for key, t in parameters(function, cols, 9).items()}
-    recorded = None if quantizer.slot is None else quantizer.slot._state.amaxes  # type: ignore[attr-defined]
+    state = state_of(quantizer)
+    recorded = None if state is None else state.amaxes
     with zerocast.use_backend(backend):
         made = apply_fused(FusedOp(function), x, quantizer, output=True, **given)
     assert made.quantized is not None
