@@ -216,17 +216,6 @@ constexpr int PARTIAL_SUMS = 128;
 struct RowStatistics {
     float power, mean, mean_low, rstd;
 
-    // Of a row that says its largest() magnitude, by its bits, the sum(power) of its elements and
-    // the squares(statistics) of its centered ones.
-    template <class Row>
-    static ZEROCAST_FN RowStatistics of(const FusedTable& table, const Row& row) {
-        float eps = table.eps_value();
-        RowStatistics made{power_for(row.largest(), eps), 0.0f, 0.0f, 0.0f};
-        if (table.function == FUNCTION_LAYERNORM) made.set_mean(row.sum(made.power), table.cols);
-        made.set_rstd(row.squares(made), table.cols, eps);
-        return made;
-    }
-
     // Of the largest magnitude of a row.
     static ZEROCAST_FN float power_for(i32 largest_bits, float eps) {
         constexpr i32 LARGE = (EXPONENT_BIAS + 50) << MANTISSA_BITS;
@@ -271,6 +260,45 @@ struct RowStatistics {
 template <class L>
 ZEROCAST_FN typename L::Float centered(const RowStatistics& row, typename L::Float x) {
     return (x * L::splat(row.power) - L::splat(row.mean)) - L::splat(row.mean_low);
+}
+
+ZEROCAST_FN void add(float& to, float x) { to += x; }
+ZEROCAST_FN void add(Sum& to, const Sum& x) { to.add(x.high, x.low); }
+
+// Adds up the parts of all threads.
+template <class Row, class Part, int PARTS>
+ZEROCAST_FN Part sum_of(const Row& row, Part (&part)[PARTS]) {
+    row.add_others(part);
+    for (int n = PARTS / 2; n > 0; n /= 2) {
+        for (int i = 0; i < n; i++) add(part[i], part[i + n]);
+    }
+    return part[0];
+}
+
+// The statistics of a row. A Row says what one thread reads of it, PARTS of the PARTIAL_SUMS:
+//     for_each(work)       calls work(part, element) for its elements
+//     reduce_max(largest)  the largest of all threads
+//     add_others(part)     adds to its parts those that other threads have
+template <class Row>
+ZEROCAST_FN RowStatistics statistics_of(const FusedTable& table, const Row& row) {
+    i32 largest = 0;
+    row.for_each(
+        [&](int, float x) { largest = Scalar::max(largest, Scalar::bits(x) & MAGNITUDE_MASK); });
+    float eps = table.eps_value();
+    float power = RowStatistics::power_for(row.reduce_max(largest), eps);
+    RowStatistics made{power, 0.0f, 0.0f, 0.0f};
+    if (table.function == FUNCTION_LAYERNORM) {
+        Sum part[Row::PARTS] = {};
+        row.for_each([&](int i, float x) { part[i].add(x * power); });
+        made.set_mean(sum_of(row, part), table.cols);
+    }
+    float part[Row::PARTS] = {};
+    row.for_each([&](int i, float x) {
+        float distance = centered<Scalar>(made, x);
+        part[i] += distance * distance;
+    });
+    made.set_rstd(sum_of(row, part), table.cols, eps);
+    return made;
 }
 
 // An element of the result, with its column's weight and bias where there are such.

@@ -47,50 +47,25 @@ void element_wise(const FusedTable& table, const float* x, float* to) {
 // --- norms ---
 
 struct Row {
+    static constexpr int PARTS = PARTIAL_SUMS;
     const float* x;
     i64 cols;
 
-    // Calls work(part, element) for every element, multiplied by `power`.
     template <class Work>
-    ZEROCAST_FN void for_each(float power, const Work& work) const {
-        for (i64 k = 0; k < cols; k += PARTIAL_SUMS) {
-            i64 n = min_of(PARTIAL_SUMS, cols - k);
-            for (i64 i = 0; i < n; i++) work(i, x[k + i] * power);
+    ZEROCAST_FN void for_each(const Work& work) const {
+        for (i64 k = 0; k < cols; k += PARTS) {
+            int n = (int)min_of(PARTS, cols - k);
+            for (int i = 0; i < n; i++) work(i, x[k + i]);
         }
     }
-
-    i32 largest() const {
-        i32 largest = 0;
-        for (i64 k = 0; k < cols; k++)
-            largest = Scalar::max(largest, Scalar::bits(x[k]) & MAGNITUDE_MASK);
-        return largest;
-    }
-
-    Sum sum(float power) const {
-        Sum part[PARTIAL_SUMS] = {};
-        for_each(power, [&](i64 i, float element) { part[i].add(element); });
-        for (int n = PARTIAL_SUMS / 2; n > 0; n /= 2) {
-            for (int i = 0; i < n; i++) part[i].add(part[i + n].high, part[i + n].low);
-        }
-        return part[0];
-    }
-
-    float squares(const RowStatistics& row) const {
-        float part[PARTIAL_SUMS] = {};
-        for_each(row.power, [&](i64 i, float element) {
-            float distance = (element - row.mean) - row.mean_low;
-            part[i] += distance * distance;
-        });
-        for (int n = PARTIAL_SUMS / 2; n > 0; n /= 2) {
-            for (int i = 0; i < n; i++) part[i] += part[i + n];
-        }
-        return part[0];
-    }
+    ZEROCAST_FN i32 reduce_max(i32 largest) const { return largest; }
+    template <class Part>
+    ZEROCAST_FN void add_others(Part (&)[PARTS]) const {}
 };
 
 void norm(const FusedTable& table, i64 index, const float* x, float* to) {
     auto weight = (const float*)table.weight, bias = (const float*)table.bias;
-    auto row = RowStatistics::of(table, Row{x, table.cols});
+    auto row = statistics_of(table, Row{x, table.cols});
     if (table.mean) table.mean[index] = row.plain_mean();
     if (table.rstd) table.rstd[index] = row.plain_rstd();
     for (i64 k = 0; k < table.cols; k += W) {

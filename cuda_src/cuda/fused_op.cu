@@ -33,71 +33,42 @@ struct ElementWise {
 
 // --- norms ---
 
-// Element k of a row is part k % PARTIAL_SUMS of its sums: lane k / 4 % 32 has it.
-static_assert(PARTIAL_SUMS == TILE_COLS, "a lane keeps the sums of its four columns");
-
-static ZEROCAST_FN float shuffle(float x, int lanes) {
+static ZEROCAST_FN float shuffled(float x, int lanes) {
     return Scalar::value(__shfl_xor_sync(ALL_LANES, Scalar::bits(x), lanes));
 }
+static ZEROCAST_FN Sum shuffled(const Sum& x, int lanes) {
+    return Sum{shuffled(x.high, lanes), shuffled(x.low, lanes)};
+}
 
-// One row as a warp reads it.
-struct Row {
+// One row as a warp reads it: lane k / 4 % 32 has element k.
+struct WarpRow {
+    static constexpr int PARTS = PARTIAL_SUMS / LANES;
+    static_assert(PARTS == THREAD_COLS, "a lane keeps the sums of its four columns");
     const FusedTable& table;
     i64 row;
 
-    // Calls work(vector, left) for every vector of this lane; left of its elements exist.
     template <class Work>
-    ZEROCAST_FN void for_each_vector(const Work& work) const {
+    ZEROCAST_FN void for_each(const Work& work) const {
 #pragma unroll 1
         for (i64 k = threadIdx.x % LANES * 4; k < table.cols; k += PARTIAL_SUMS) {
             int left = at_most_four(table.cols - k);
-            work(load_some(table.source, table.source_type, row * table.cols + k, left), left);
-        }
-    }
-
-    ZEROCAST_FN i32 largest() const {
-        i32 largest = 0;
-        for_each_vector([&](const Vec4& q, int) {
-            i32 magnitude[4];
-            magnitudes_of(q, magnitude);
-            largest = Scalar::max(largest, largest_of(magnitude));
-        });
-        return __reduce_max_sync(ALL_LANES, largest);
-    }
-
-    ZEROCAST_FN Sum sum(float power) const {
-        Sum part[4] = {};
-        for_each_vector([&](const Vec4& q, int) {
-#pragma unroll
-            for (int j = 0; j < 4; j++) part[j].add(q.x[j] * power);
-        });
-#pragma unroll 1
-        for (int n = LANES / 2; n > 0; n /= 2) {
-#pragma unroll
-            for (int j = 0; j < 4; j++)
-                part[j].add(shuffle(part[j].high, n), shuffle(part[j].low, n));
-        }
-        part[0].add(part[2].high, part[2].low);
-        part[1].add(part[3].high, part[3].low);
-        part[0].add(part[1].high, part[1].low);
-        return part[0];
-    }
-
-    ZEROCAST_FN float squares(const RowStatistics& statistics) const {
-        float part[4] = {};
-        for_each_vector([&](const Vec4& q, int left) {
+            Vec4 q = load_some(table.source, table.source_type, row * table.cols + k, left);
 #pragma unroll
             for (int j = 0; j < 4; j++) {
-                float distance = centered<Scalar>(statistics, q.x[j]);
-                if (j < left) part[j] += distance * distance;
+                if (j < left) work(j, q.x[j]);
             }
-        });
+        }
+    }
+
+    ZEROCAST_FN i32 reduce_max(i32 largest) const { return __reduce_max_sync(ALL_LANES, largest); }
+
+    template <class Part>
+    ZEROCAST_FN void add_others(Part (&part)[PARTS]) const {
 #pragma unroll 1
         for (int n = LANES / 2; n > 0; n /= 2) {
 #pragma unroll
-            for (int j = 0; j < 4; j++) part[j] += shuffle(part[j], n);
+            for (int j = 0; j < PARTS; j++) add(part[j], shuffled(part[j], n));
         }
-        return (part[0] + part[2]) + (part[1] + part[3]);
     }
 };
 
@@ -115,7 +86,7 @@ struct Norm {
 #pragma unroll 1
         for (int i = 0; i < FusedTile<HEIGHT>::ROWS; i++) {
             if (!tile.has_row(i)) break;
-            auto made = RowStatistics::of(table, Row{table, tile.row(i)});
+            auto made = statistics_of(table, WarpRow{table, tile.row(i)});
             if (threadIdx.x % LANES != 0) continue;
             tile.memory.rows[tile.first_row + i] = made;
             if (writes && table.mean) table.mean[tile.row(i)] = made.plain_mean();
