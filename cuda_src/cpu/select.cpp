@@ -58,33 +58,34 @@ ZEROCAST_FN void load_columns(const T* x, Float (&columns)[COLS]) {
     for (int c = 0; c < COLS; c++) columns[c] = round_to<Rounded, Native>(columns[c]);
 }
 
-// What a launch computes by.
+// Sums errors, or their squares: of all elements of one row inside blocks.
+template <bool SQUARED>
 struct ErrorNumerics : FourOverSixNumerics {
-    bool squared;
+    using FourOverSixNumerics::FourOverSixNumerics;
 
-    ErrorNumerics(const NumericsTable& table, const CastShard& shard)
-        : FourOverSixNumerics(*shard.tensor_amax, table.scale_max),
-          squared(table.four_over_six == ERROR_MSE) {}
-
-    // The errors of one row inside blocks, of `count` elements.
     template <class L>
     ZEROCAST_FN Errors<L> row_errors(const CandidateScales<L>& scales, const typename L::Float* x,
                                      i64 count) const {
         Errors<L> sum{};
-        if (squared) {
-            for (i64 c = 0; c < count; c++) add_errors<true>(scales, x[c], sum);
-        } else {
-            for (i64 c = 0; c < count; c++) add_errors<false>(scales, x[c], sum);
-        }
+        for (i64 c = 0; c < count; c++) add_errors<SQUARED>(scales, x[c], sum);
         return sum;
     }
 };
 
+// Calls work(numerics) with those of one tensor.
+template <class Work>
+void with_errors(const NumericsTable& table, const CastShard& shard, const Work& work) {
+    if (table.four_over_six == ERROR_MSE)
+        work(ErrorNumerics<true>(*shard.tensor_amax, table.scale_max));
+    else
+        work(ErrorNumerics<false>(*shard.tensor_amax, table.scale_max));
+}
+
 // One shard's part of the decision.
-template <class T, class Rounded>
+template <class T, class Rounded, class Numerics>
 class PartialSelect {
   public:
-    PartialSelect(const CastShard& shard, const T* master, Rounded, const ErrorNumerics& numerics)
+    PartialSelect(const CastShard& shard, const T* master, Rounded, const Numerics& numerics)
         : shard_(shard), grid_(shard.rowwise.grid), numerics_(numerics), master_(master) {}
 
     // Rows of blocks, as far as they are in [begin, end).
@@ -93,7 +94,7 @@ class PartialSelect {
             for (i64 b = 0; b < strip.blocks; b += W) {
                 const i32* amax = shard_.rowwise.block_amax + strip.first_block + b;
                 scales_[b / W] =
-                    numerics_.candidates<Native>(load_some<Int>(amax, strip.blocks - b));
+                    numerics_.template candidates<Native>(load_some<Int>(amax, strip.blocks - b));
             }
             memset(&errors_, 0, sizeof errors_);
             cut_ = find(shard_.candidates.cut, shard_.candidates.cuts,
@@ -118,7 +119,7 @@ class PartialSelect {
   private:
     const CastShard& shard_;
     const Grid& grid_;
-    const ErrorNumerics& numerics_;
+    Numerics numerics_;
     const T* master_;  // as if it were the whole weight
     i64 cut_;          // the strip's place among the rows of blocks that are cut, or -1
     CandidateScales<Native> scales_[ACROSS / W];
@@ -139,7 +140,7 @@ class PartialSelect {
         }
         Float columns[COLS];
         load_columns<Rounded>(x, columns);
-        auto sum = numerics_.row_errors<Native>(scales_[at / W], columns, COLS);
+        auto sum = numerics_.template row_errors<Native>(scales_[at / W], columns, COLS);
         i64 in_block = row % grid_.block_h;
         if (cut_ < 0) {
             Native::store(&errors_.map4[in_block][at], sum.map4);
@@ -187,22 +188,24 @@ class PartialSelect {
 };
 
 // The errors of a segment, from the elements that its ranks put together.
-void segment_errors(const CastShard& shard, const ErrorNumerics& numerics, i64 cut, i64 segment) {
+template <class Numerics>
+void segment_errors(const CastShard& shard, const Numerics& numerics, i64 cut, i64 segment) {
     const Grid& grid = shard.rowwise.grid;
     i64 start = shard.candidates.segments[segment];
     i64 row = start / grid.cols, block = start % grid.cols / grid.block_w;
     i64 width = min_of(grid.block_w, grid.cols - block * grid.block_w);
     const float* x = shard.candidates.elements + segment * grid.block_w;
-    auto scales = numerics.candidates<Scalar>(
+    auto scales = numerics.template candidates<Scalar>(
         shard.rowwise.block_amax[row / grid.block_h * grid.blocks_w() + block]);
-    auto sum = numerics.row_errors<Scalar>(scales, x, width);
+    auto sum = numerics.template row_errors<Scalar>(scales, x, width);
     float* to = shard.candidates.errors_of(grid, cut, row % grid.block_h) + 2 * block;
     to[0] = sum.map4;
     to[1] = sum.map6;
 }
 
 // The choices of one row of blocks that is cut.
-void select_row(const CastShard& shard, const ErrorNumerics& numerics, i64 cut) {
+template <class Numerics>
+void select_row(const CastShard& shard, const Numerics& numerics, i64 cut) {
     const Grid& grid = shard.rowwise.grid;
     const Candidates& candidates = shard.candidates;
     i64 block_row = candidates.cut[cut], blocks_w = grid.blocks_w();
@@ -235,15 +238,15 @@ ZEROCAST_EXPORT(partial_select)(const void* numerics, const void* table, long lo
     auto span = [](const CastShard& shard, i64) {
         return Span{shard.start, shard.end, shard.rowwise.grid.block_h * shard.rowwise.grid.cols};
     };
-    share_in_parallel<CastShard>(table, count, threads, span,
-                                 [&](const CastShard& shard, i64 begin, i64 end, i64) {
-                                     ErrorNumerics scaling(numerics_table, shard);
-                                     if (!scaling.finite)
-                                         return;  // everything is NaN whatever is chosen
-                                     with_rounded_master(shard, [&](auto* master, auto nominal) {
-                                         PartialSelect(shard, master, nominal, scaling)(begin, end);
-                                     });
-                                 });
+    auto piece = [&](const CastShard& shard, i64 begin, i64 end, i64) {
+        with_errors(numerics_table, shard, [&](auto scaling) {
+            if (!scaling.finite) return;  // everything is NaN whatever is chosen
+            with_rounded_master(shard, [&](auto* master, auto nominal) {
+                PartialSelect(shard, master, nominal, scaling)(begin, end);
+            });
+        });
+    };
+    share_in_parallel<CastShard>(table, count, threads, span, piece);
 }
 
 ZEROCAST_EXPORT(select)(const void* numerics, const void* table, long long count,
@@ -254,11 +257,11 @@ ZEROCAST_EXPORT(select)(const void* numerics, const void* table, long long count
         i64 row = shard.rowwise.grid.block_h * shard.rowwise.grid.cols;
         return Span{0, shard.candidates.cuts * row, row};
     };
-    share_in_parallel<CastShard>(table, count, threads, rows,
-                                 [&](const CastShard& shard, i64 begin, i64 end, i64) {
-                                     ErrorNumerics scaling(numerics_table, shard);
-                                     i64 row = rows(shard, 1).granule;
-                                     for (i64 cut = begin / row; cut < end / row; cut++)
-                                         select_row(shard, scaling, cut);
-                                 });
+    auto piece = [&](const CastShard& shard, i64 begin, i64 end, i64) {
+        i64 row = rows(shard, 1).granule;
+        with_errors(numerics_table, shard, [&](auto scaling) {
+            for (i64 cut = begin / row; cut < end / row; cut++) select_row(shard, scaling, cut);
+        });
+    };
+    share_in_parallel<CastShard>(table, count, threads, rows, piece);
 }
