@@ -56,7 +56,7 @@ def gelu(
     Args:
         x: [..., K], FP32, BF16 or FP16.
         quantizer: makes the codes; None for the rounded result alone.
-        approximate: ``"none"`` or ``"tanh"``, as torch's.
+        approximate: ``"none"`` or ``"tanh"``, as for ``torch.nn.functional.gelu``.
         output: whether the rounded result is wanted beside the quantized one.
 
     Returns:

@@ -27,7 +27,7 @@ from zerocast.recipes import Recipe
 Activation = Literal["gelu", "gelu_tanh", "relu", "silu", "swiglu"]
 """What stands between the products of an MLP:
 
-    gelu        x * Phi(x), exactly, as torch's (TransformerEngine's is the next one)
+    gelu        x * Phi(x), which torch calls gelu (TransformerEngine's gelu is the next one)
     gelu_tanh   its approximation by tanh
     relu        max(x, 0)
     silu        x / (1 + exp(-x))

@@ -179,7 +179,7 @@ class Linear(QuantizedModule, torch.nn.Linear):
         self.weight = quantized_if_asked(self.weight, recipe, columnwise=columnwise)
 
     def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
-        """As torch's; a weight that holds codes cannot be split over a mesh.
+        """Register as torch does; a weight that holds codes cannot be split over a mesh.
 
         Raises:
             UnsupportedError: where a DTensor would take its place, which would hold no codes.

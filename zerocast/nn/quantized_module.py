@@ -282,7 +282,7 @@ def _like_input(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The results [T, ...] with the leading dimensions of ``input``."""
     leading = input.shape[:-1]
-    # Not a view, as torch's own is none: FSDP2 warns of modules that return views.
+    # Not a view: FSDP2 warns of modules that return views, and torch's own return none.
     out = torch.ops.aten._unsafe_view(out, (*leading, out.shape[1]))
     return out, None if normed is None else normed.view(*leading, normed.shape[1])
 

@@ -50,7 +50,7 @@ class StatefulModule(torch.nn.Module):
     # --- moving and converting ---
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-        """As torch's, by which ``to``, ``cuda``, ``half`` and others work, but for quantized
+        """Do what torch does for ``to``, ``cuda``, ``half`` and others, except for quantized
         parameters: torch would put another object's attributes and hooks in the place of theirs,
         and refuse those that anybody refers to weakly.
         """

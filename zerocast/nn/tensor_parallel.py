@@ -167,7 +167,7 @@ class Float8ColwiseParallel(ColwiseParallel):
     Args:
         input_layouts: ``Shard(d)``, d not the last dimension: how an input is split that is no
             DTensor yet.
-        output_layouts, use_local_output: as torch's.
+        output_layouts, use_local_output: those of torch's style.
 
     Raises:
         InputError: for other ``input_layouts``; when applied to anything but a
@@ -218,8 +218,8 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
 
     Args:
         input_layouts, desired_input_layouts, input_kwarg_layouts, desired_input_kwarg_layouts,
-            use_local_output: as torch's. At least one input is ``Shard(d)`` and desired as
-            ``Replicate()``; others are prepared as torch does.
+            use_local_output: those of torch's style. At least one input is ``Shard(d)`` and
+            desired as ``Replicate()``; others are prepared as torch does.
         fwd_config_submodule_fqn: the layer, by its name in the module, whose quantizer makes the
             codes and remembers amaxes; the first :class:`zerocast.nn.Linear` by default.
 

@@ -104,7 +104,7 @@ def next_site() -> int:
     return int(_sites[1])
 
 
-# As torch.compiler.assume_constant_result does, which loads the compiler.
+# torch.compiler.assume_constant_result does this, and loads the compiler.
 has_state._dynamo_marked_constant = True  # type: ignore[attr-defined]
 next_site._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
