@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import zerocast
+from tests.support.fused_ops import state_of
 from tests.support.layers import RECIPES, to_nearest
 from tests.support.same_bytes import assert_same_bytes
 from zerocast.errors import InputError, MissingDataError
@@ -226,7 +227,7 @@ def test_wrong_tensors_are_refused():
 def test_what_was_quantized_outlives_the_quantizer(recipe):
     """A result refers neither to its quantizer nor to the state behind it."""
     quantizer = quantizer_for(recipe, "grad_output")
-    gone = weakref.ref(quantizer), weakref.ref(quantizer.slot or quantizer)
+    gone = weakref.ref(quantizer), weakref.ref(state_of(quantizer) or quantizer)
     made = quantizer.quantize(values())
     del quantizer
     gc.collect()
