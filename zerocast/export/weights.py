@@ -8,26 +8,32 @@ shards and one bucket, never the model.
 
 from __future__ import annotations
 
-import dataclasses
-import fnmatch
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from zerocast.arguments import check_flag, check_integer
 from zerocast.cast import CastPlan
-from zerocast.cast.amax_groups import Patterns, amax_group_labels
-from zerocast.comm import Attempt, Communicator, Group, SingleRank, as_communicator, raise_together
+from zerocast.cast.amax_groups import Patterns
+from zerocast.comm import Attempt, Group, as_communicator, raise_together
 from zerocast.errors import InputError, NonFiniteError, UnsupportedError
 from zerocast.export.dialects import Dialect, as_dialect
-from zerocast.layout import Extent, chunk
+from zerocast.export.entries import (
+    Entry,
+    Shard,
+    gathered_dtype,
+    in_amax_groups,
+    included_weights,
+    not_whole,
+    own_rows,
+    stored_tensors,
+    trained_amax_groups,
+)
+from zerocast.layout import Extent
 from zerocast.optim import ZeroOptimizer
 from zerocast.recipes import NOMINAL_DTYPES, Recipe
-from zerocast.sharded.all_gather import CodesState, LowBitAllGather, gather_of
-from zerocast.sharded.master_weight import MasterWeight
-from zerocast.sharded.placement import fsdp_dimension, is_sharded, reshard, to_local
+from zerocast.sharded.all_gather import gather_of
+from zerocast.sharded.placement import is_sharded, reshard, to_local
 from zerocast.tensors import QuantizedTensor, empty
 
 BUCKET_BYTES = 1 << 30
@@ -35,57 +41,6 @@ BUCKET_BYTES = 1 << 30
 
 NamedTensors = dict[str, torch.Tensor]
 """Tensors of a checkpoint by their names."""
-
-
-@dataclass(frozen=True)
-class Shard:
-    """This rank's shard of a master.
-
-    Attributes:
-        values: FP32, BF16 or FP16, flat or in rows; None where the rank owns nothing.
-        extent: the elements of the weight that they are.
-        comm: the ranks that own the others.
-    """
-
-    values: torch.Tensor | None
-    extent: Extent
-    comm: Communicator
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One tensor of the model that is exported.
-
-    Attributes:
-        name: that of the parameter or buffer in the model.
-        tensor: the parameter or buffer; a DTensor where it is sharded.
-        dtype: the nominal one of a quantized weight; what any other is stored in.
-        recipe: by which it is cast, or was; None where it stays as it is.
-        shard: what it is cast from; None where its bytes are those of ``tensor``.
-        amax_group: the label of the weights that share its tensor amax; None for it alone.
-    """
-
-    name: str
-    tensor: torch.Tensor
-    dtype: torch.dtype
-    recipe: Recipe | None = None
-    shard: Shard | None = None
-    amax_group: str | None = None
-
-    @property
-    def module(self) -> str:
-        """The name of the module that it belongs to."""
-        return self.name.rpartition(".")[0]
-
-    def stored_name(self, part: str) -> str:
-        """The name, in the checkpoint, of the tensor ``part`` of a dialect."""
-        return f"{self.module}.{part}" if self.module else part
-
-    @property
-    def num_bytes(self) -> int:
-        """About how many bytes it takes in the checkpoint: codes and no scales."""
-        bits = 8 * self.dtype.itemsize if self.recipe is None else self.recipe.numerics.fmt.bits
-        return self.tensor.numel() * bits // 8
 
 
 class Export:
@@ -156,9 +111,9 @@ class Export:
             self.dialect = as_dialect(dialect)
             if torch.distributed.is_available():
                 reshard(model)
-            self._included = _included(model, include)
-            entries = [self._entry(*named) for named in _tensors(model).items()]
-            self.entries = _in_groups(entries, amax_groups, _trained_groups(model))
+            self._included = included_weights(model, include)
+            entries = [self._entry(*named) for named in stored_tensors(model).items()]
+            self.entries = in_amax_groups(entries, amax_groups, trained_amax_groups(model))
             if not any(entry.recipe for entry in entries):
                 raise InputError(
                     f"an export to {self.dialect.name} needs a model with quantized weights, or "
@@ -175,8 +130,8 @@ class Export:
         if isinstance(local, QuantizedTensor):
             trained, shard, dtype = local.recipe, self._trained_shard(name, tensor), tensor.dtype
         elif gather is not None:
-            trained, shard = gather.recipe, _rows(name, tensor)
-            dtype = self._dtype or _gathered_dtype(gather)
+            trained, shard = gather.recipe, own_rows(name, tensor)
+            dtype = self._dtype or gathered_dtype(gather)
         elif name in self._included:
             shard, dtype = self._plain_shard(name, tensor), self._dtype or tensor.dtype
         else:
@@ -202,7 +157,7 @@ class Export:
         bytes of ``weight`` are exported.
         """
         if not isinstance(weight, QuantizedTensor) or weight.quantized_storage.tp_shard is not None:
-            raise _not_whole(name, "tensor parallelism")
+            raise not_whole(name, "tensor parallelism")
         if not self._from_masters:
             return None
         if self._optimizer is None:
@@ -217,7 +172,7 @@ class Export:
         optimizer has one, its rows under FSDP2, else an equal share.
         """
         if is_sharded(weight):
-            return _rows(name, weight)
+            return own_rows(name, weight)
         if self._optimizer is not None and weight.requires_grad:
             return Shard(*self._optimizer.local_master(weight), self._optimizer.comm)
         size, rank = self.comm.size, self.comm.rank
@@ -285,114 +240,6 @@ class Export:
                     scales[entry.name] = tensor
         _check_finite(scales)
         return tensors
-
-
-def _tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return the parameters and the buffers that a state dict has, by name; a tied one under the
-    name that transformers keeps, or its first. Buffers without elements are left out: layers
-    reserve entries for the state of recipes by them.
-    """
-    dropped = set(getattr(model, "_tied_weights_keys", None) or ())
-    persistent = {
-        f"{prefix}.{name}" if prefix else name
-        for prefix, module in model.named_modules(remove_duplicate=False)
-        for name, buffer in module._buffers.items()
-        if buffer is not None and buffer.numel() and name not in module._non_persistent_buffers_set
-    }
-    named = [
-        *model.named_parameters(remove_duplicate=False),
-        *(each for each in model.named_buffers(remove_duplicate=False) if each[0] in persistent),
-    ]
-    first: dict[int, str] = {}
-    for name, tensor in sorted(named, key=lambda each: each[0] in dropped):
-        first.setdefault(id(tensor), name)
-    return {name: tensor for name, tensor in named if first[id(tensor)] == name}
-
-
-def _included(model: torch.nn.Module, names: Sequence[str]) -> set[str]:
-    """Return the names of the weights of the linear layers that ``names`` name.
-
-    Raises:
-        InputError: where one names no linear layer.
-    """
-    if isinstance(names, str) or not all(isinstance(name, str) for name in names):
-        raise InputError(
-            f"include must be a list of names of linear layers such as ['model.layers.*'], got "
-            f"{names!r}."
-        )
-    linear = [n for n, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
-    found: set[str] = set()
-    for name in names:
-        matching = fnmatch.filter(linear, name)
-        if not matching:
-            raise InputError(
-                f"each name in include must be that of a linear layer, or a pattern with * that "
-                f"matches some, got {name!r}, which matches none of {', '.join(linear[:4])}, ..."
-            )
-        found |= {f"{module}.weight" if module else "weight" for module in matching}
-    return found
-
-
-def _not_whole(name: str, why: str) -> UnsupportedError:
-    return UnsupportedError(
-        f"{name} is split by {why}, and such a weight cannot be exported yet; load a checkpoint of "
-        f"the masters without it, and export that."
-    )
-
-
-def _gathered_dtype(gather: LowBitAllGather) -> torch.dtype:
-    """Return the dtype in which FSDP2 gathered a master last."""
-    if gather.codes is CodesState.NONE:
-        raise InputError(
-            f"{gather.name} has not been gathered yet, so nothing tells the dtype of its weight; "
-            f"give dtype=, such as torch.bfloat16."
-        )
-    return gather.shards.dtype
-
-
-def _rows(name: str, tensor: torch.Tensor) -> Shard:
-    """Return this rank's rows of a parameter in high precision, which FSDP2 may have sharded."""
-    local = to_local(tensor).detach()
-    values = local.value if isinstance(local, MasterWeight) else local
-    if not is_sharded(tensor):
-        return Shard(values, Extent(0, tensor.numel()), SingleRank())
-    split = [placement for placement in tensor.placements if not placement.is_replicate()]
-    from torch.distributed.tensor import Shard as DTensorShard
-
-    if len(split) != 1 or type(split[0]) is not DTensorShard or split[0].dim != 0:
-        raise _not_whole(name, f"the placements {tensor.placements}")
-    comm = as_communicator(tensor.device_mesh.get_group(fsdp_dimension(tensor)))
-    rows, columns = chunk(tensor.shape[0], comm.rank, comm.size), tensor.shape[1:].numel()
-    extent = Extent(rows.start * columns, rows.end * columns)
-    return Shard(values if extent else None, extent, comm)
-
-
-def _in_groups(
-    entries: Sequence[Entry], patterns: Patterns, trained: Mapping[str, str]
-) -> list[Entry]:
-    """Return ``entries`` with the labels of ``patterns``, or else those of ``trained``; whole bytes
-    are cast by nobody and need none.
-    """
-    cast = [entry.name for entry in entries if entry.shard is not None]
-    labels = dict(zip(cast, amax_group_labels(patterns, cast), strict=True))
-    return [
-        dataclasses.replace(entry, amax_group=labels[entry.name] or trained.get(entry.name))
-        if entry.name in labels
-        else entry
-        for entry in entries
-    ]
-
-
-def _trained_groups(model: torch.nn.Module) -> Mapping[str, str]:
-    """Return the labels of the weights that were trained under a shared tensor amax."""
-    labels: dict[str, str] = {}
-    known: dict[int, str] = {}
-    for name, module in model.named_modules():
-        group: Any = getattr(module, "amax_group", None)
-        if group is not None:
-            weight = f"{name}.weight" if name else "weight"
-            labels[weight] = f"trained {known.setdefault(id(group), str(len(known)))}"
-    return labels
 
 
 def _cast(entries: Sequence[Entry]) -> dict[str, QuantizedTensor]:

@@ -1,0 +1,180 @@
+"""What is exported of a model, and what this rank has of each weight; read before any cast."""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from zerocast.cast.amax_groups import Patterns, amax_group_labels
+from zerocast.comm import Communicator, SingleRank, as_communicator
+from zerocast.errors import InputError, UnsupportedError
+from zerocast.layout import Extent, chunk
+from zerocast.recipes import Recipe
+from zerocast.sharded.all_gather import CodesState, LowBitAllGather
+from zerocast.sharded.master_weight import MasterWeight
+from zerocast.sharded.placement import fsdp_dimension, is_sharded, to_local
+
+
+@dataclass(frozen=True)
+class Shard:
+    """This rank's shard of a master.
+
+    Attributes:
+        values: FP32, BF16 or FP16, flat or in rows; None where the rank owns nothing.
+        extent: the elements of the weight that they are.
+        comm: the ranks that own the others.
+    """
+
+    values: torch.Tensor | None
+    extent: Extent
+    comm: Communicator
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of the model that is exported.
+
+    Attributes:
+        name: that of the parameter or buffer in the model.
+        tensor: the parameter or buffer; a DTensor where it is sharded.
+        dtype: the nominal one of a quantized weight; what any other is stored in.
+        recipe: by which it is cast, or was; None where it stays as it is.
+        shard: what it is cast from; None where its bytes are those of ``tensor``.
+        amax_group: the label of the weights that share its tensor amax; None for it alone.
+    """
+
+    name: str
+    tensor: torch.Tensor
+    dtype: torch.dtype
+    recipe: Recipe | None = None
+    shard: Shard | None = None
+    amax_group: str | None = None
+
+    @property
+    def module(self) -> str:
+        """The name of the module that it belongs to."""
+        return self.name.rpartition(".")[0]
+
+    def stored_name(self, part: str) -> str:
+        """The name, in the checkpoint, of the tensor ``part`` of a dialect."""
+        return f"{self.module}.{part}" if self.module else part
+
+    @property
+    def num_bytes(self) -> int:
+        """About how many bytes it takes in the checkpoint: codes and no scales."""
+        bits = 8 * self.dtype.itemsize if self.recipe is None else self.recipe.numerics.fmt.bits
+        return self.tensor.numel() * bits // 8
+
+
+def stored_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return the parameters and the buffers that a state dict has, by name; a tied one under the
+    name that transformers keeps, or its first. Buffers without elements are left out: layers
+    reserve entries for the state of recipes by them.
+    """
+    dropped = set(getattr(model, "_tied_weights_keys", None) or ())
+    persistent = {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, module in model.named_modules(remove_duplicate=False)
+        for name, buffer in module._buffers.items()
+        if buffer is not None and buffer.numel() and name not in module._non_persistent_buffers_set
+    }
+    named = [
+        *model.named_parameters(remove_duplicate=False),
+        *(each for each in model.named_buffers(remove_duplicate=False) if each[0] in persistent),
+    ]
+    first: dict[int, str] = {}
+    for name, tensor in sorted(named, key=lambda each: each[0] in dropped):
+        first.setdefault(id(tensor), name)
+    return {name: tensor for name, tensor in named if first[id(tensor)] == name}
+
+
+def included_weights(model: torch.nn.Module, names: Sequence[str]) -> set[str]:
+    """Return the names of the weights of the linear layers that ``names`` name.
+
+    Raises:
+        InputError: where one names no linear layer.
+    """
+    if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+        raise InputError(
+            f"include must be a list of names of linear layers such as ['model.layers.*'], got "
+            f"{names!r}."
+        )
+    linear = [n for n, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+    found: set[str] = set()
+    for name in names:
+        matching = fnmatch.filter(linear, name)
+        if not matching:
+            raise InputError(
+                f"each name in include must be that of a linear layer, or a pattern with * that "
+                f"matches some, got {name!r}, which matches none of {', '.join(linear[:4])}, ..."
+            )
+        found |= {f"{module}.weight" if module else "weight" for module in matching}
+    return found
+
+
+def not_whole(name: str, why: str) -> UnsupportedError:
+    """Return the error for a weight that is split otherwise than by rows under FSDP2."""
+    return UnsupportedError(
+        f"{name} is split by {why}, and such a weight cannot be exported yet; load a checkpoint of "
+        f"the masters without it, and export that."
+    )
+
+
+def gathered_dtype(gather: LowBitAllGather) -> torch.dtype:
+    """Return the dtype in which FSDP2 gathered a master last."""
+    if gather.codes is CodesState.NONE:
+        raise InputError(
+            f"{gather.name} has not been gathered yet, so nothing tells the dtype of its weight; "
+            f"give dtype=, such as torch.bfloat16."
+        )
+    return gather.shards.dtype
+
+
+def own_rows(name: str, tensor: torch.Tensor) -> Shard:
+    """Return this rank's rows of a parameter in high precision, which FSDP2 may have sharded."""
+    local = to_local(tensor).detach()
+    values = local.value if isinstance(local, MasterWeight) else local
+    if not is_sharded(tensor):
+        return Shard(values, Extent(0, tensor.numel()), SingleRank())
+    split = [placement for placement in tensor.placements if not placement.is_replicate()]
+    from torch.distributed.tensor import Shard as DTensorShard
+
+    if len(split) != 1 or type(split[0]) is not DTensorShard or split[0].dim != 0:
+        raise not_whole(name, f"the placements {tensor.placements}")
+    comm = as_communicator(tensor.device_mesh.get_group(fsdp_dimension(tensor)))
+    rows, columns = chunk(tensor.shape[0], comm.rank, comm.size), tensor.shape[1:].numel()
+    extent = Extent(rows.start * columns, rows.end * columns)
+    return Shard(values if extent else None, extent, comm)
+
+
+def in_amax_groups(
+    entries: Sequence[Entry], patterns: Patterns, trained: Mapping[str, str]
+) -> list[Entry]:
+    """Return ``entries`` with the labels of ``patterns``, or else those of ``trained``; whole bytes
+    are cast by nobody and need none.
+    """
+    cast = [entry.name for entry in entries if entry.shard is not None]
+    labels = dict(zip(cast, amax_group_labels(patterns, cast), strict=True))
+    return [
+        dataclasses.replace(entry, amax_group=labels[entry.name] or trained.get(entry.name))
+        if entry.name in labels
+        else entry
+        for entry in entries
+    ]
+
+
+def trained_amax_groups(model: torch.nn.Module) -> Mapping[str, str]:
+    """Return the labels of the weights that were trained under a shared tensor amax."""
+    labels: dict[str, str] = {}
+    known: dict[int, str] = {}
+    for name, module in model.named_modules():
+        group: Any = getattr(module, "amax_group", None)
+        if group is not None:
+            weight = f"{name}.weight" if name else "weight"
+            labels[weight] = f"trained {known.setdefault(id(group), str(len(known)))}"
+    return labels
