@@ -30,7 +30,10 @@ ZEROCAST_FN void store_rounded(float* to, Floats x, i64 n, i64 nominal) {
         x = round_to<Fp16, Native>(x);
     else
         x = round_to<Fp32, Native>(x);
-    memcpy(to, &x, min_of(n, W) * sizeof(float));
+    if (n >= W)
+        Native::store(to, x);
+    else
+        memcpy(to, &x, n * sizeof(float));
 }
 
 void element_wise(const FusedTable& table, const float* x, float* to) {
@@ -53,10 +56,11 @@ struct Row {
 
     template <class Work>
     ZEROCAST_FN void for_each(const Work& work) const {
-        for (i64 k = 0; k < cols; k += PARTS) {
-            int n = (int)min_of(PARTS, cols - k);
-            for (int i = 0; i < n; i++) work(i, x[k + i]);
+        i64 k = 0;
+        for (; k + PARTS <= cols; k += PARTS) {
+            for (int i = 0; i < PARTS; i++) work(i, x[k + i]);
         }
+        for (int i = 0; k + i < cols; i++) work(i, x[k + i]);
     }
     ZEROCAST_FN i32 reduce_max(i32 largest) const { return largest; }
     template <class Part>

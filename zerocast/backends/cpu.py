@@ -110,16 +110,18 @@ class CpuBackend:
 
     def _result(self, target: FusedOperand) -> torch.Tensor:
         """The rounded result of an operation, FP32 [M, K]."""
+        output = target.output
+        if output is None or output.dtype != torch.float32:
+            output = torch.empty(target.rows, target.cols, dtype=torch.float32, device="cpu")
         in_fp32 = replace(
             target,
             source=target.source.float(),
             weight=None if target.weight is None else target.weight.float(),
             bias=None if target.bias is None else target.bias.float(),
-            output=torch.empty(target.rows, target.cols, dtype=torch.float32, device="cpu"),
+            output=output,
         )
         self._launch("fused_op", None, [fused_row(in_fp32, _address)], ())()
-        assert in_fp32.output is not None
-        return in_fp32.output
+        return output
 
     def _launch(
         self,
