@@ -1,5 +1,6 @@
 // compute_scale: the stored scales of whole weights from reduced amaxes, padding and repeats
 // included; and what delayed scaling remembers of a weight is brought up to date.
+#include "cpu/encoders.h"
 #include "cpu/numerics.h"
 #include "cpu/scale_rows.h"
 
@@ -38,14 +39,34 @@ class PlaneScales {
 
     // The scales of n blocks side by side.
     void scales(i64 block, i64 n, Stored* to) const {
-        auto store = [&](i64 b, i64 count, Native::Int amaxes, Native::Int chosen) {
-            auto stored = numerics_.template stored<Native>(amaxes, chosen);
-            if constexpr (sizeof(Stored) == 1)
-                store_some(to + b, __builtin_convertvector(stored, Native::Bytes), count);
-            else
-                store_some(to + b, Native::value(stored), count);
-        };
-        for_each_register<Numerics>(plane_.block_amax + block, choices_ + block, n, store);
+        const i32* amax = plane_.block_amax + block;
+        const u8* choices = Numerics::CHOOSES ? choices_ + block : nullptr;
+        i64 b = 0;
+        for (; b + GROUP <= n; b += GROUP)
+            group(amax + b, Numerics::CHOOSES ? choices + b : nullptr, to + b);
+        if (b == n) return;
+        i32 last_amaxes[GROUP] = {};
+        u8 last_choices[GROUP] = {};
+        Stored last[GROUP];
+        memcpy(last_amaxes, amax + b, (n - b) * sizeof(i32));
+        if (Numerics::CHOOSES) memcpy(last_choices, choices + b, n - b);
+        group(last_amaxes, last_choices, last);
+        memcpy(to + b, last, (n - b) * sizeof(Stored));
+    }
+
+    // Those of GROUP blocks: packing one register at a time takes several times as long.
+    ZEROCAST_FN void group(const i32* amax, const u8* choices, Stored* to) const {
+        Native::Int stored[4];
+        for (int v = 0; v < 4; v++) {
+            auto loaded = Native::load_as<Native::Int>(amax + v * Native::WIDTH);
+            auto chosen = Numerics::CHOOSES ? load_bytes<Native>(choices + v * Native::WIDTH)
+                                            : Native::splat(0);
+            stored[v] = numerics_.template stored<Native>(loaded, chosen);
+        }
+        if constexpr (sizeof(Stored) == 1)
+            store_bytes(to, stored);
+        else
+            memcpy(to, stored, sizeof stored);
     }
 
     void transposed_rows(i64 first, i64 last) const {

@@ -80,20 +80,18 @@ ZEROCAST_FN void store_bytes(u8* to, const Native::Int (&codes)[4]) {
 #if defined(__AVX512BW__)
     // Packing works within each 128-bit lane: dword (lane, register) of the result belongs at
     // (register, lane).
-    auto c = (const __m512i*)codes;
-    __m512i bytes =
-        _mm512_packus_epi16(_mm512_packus_epi32(c[0], c[1]), _mm512_packus_epi32(c[2], c[3]));
+    __m512i bytes = _mm512_packus_epi16(_mm512_packus_epi32((__m512i)codes[0], (__m512i)codes[1]),
+                                        _mm512_packus_epi32((__m512i)codes[2], (__m512i)codes[3]));
     const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     _mm512_storeu_si512(to, _mm512_permutexvar_epi32(order, bytes));
 #elif defined(__AVX2__)
-    auto c = (const __m256i*)codes;
-    __m256i bytes =
-        _mm256_packus_epi16(_mm256_packus_epi32(c[0], c[1]), _mm256_packus_epi32(c[2], c[3]));
+    __m256i bytes = _mm256_packus_epi16(_mm256_packus_epi32((__m256i)codes[0], (__m256i)codes[1]),
+                                        _mm256_packus_epi32((__m256i)codes[2], (__m256i)codes[3]));
     const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
     _mm256_storeu_si256((__m256i*)to, _mm256_permutevar8x32_epi32(bytes, order));
 #elif defined(__SSE2__)
-    auto c = (const __m128i*)codes;
-    __m128i bytes = _mm_packus_epi16(_mm_packs_epi32(c[0], c[1]), _mm_packs_epi32(c[2], c[3]));
+    __m128i bytes = _mm_packus_epi16(_mm_packs_epi32((__m128i)codes[0], (__m128i)codes[1]),
+                                     _mm_packs_epi32((__m128i)codes[2], (__m128i)codes[3]));
     _mm_storeu_si128((__m128i*)to, bytes);
 #else
     for (int i = 0; i < GROUP; i++) to[i] = (u8)codes[i / Native::WIDTH][i % Native::WIDTH];

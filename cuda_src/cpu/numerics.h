@@ -1,4 +1,4 @@
-// The numerics of a launch, and what they make of the amaxes of blocks side by side.
+// The numerics of a launch, and what they multiply the elements of blocks side by side by.
 #pragma once
 
 #include "arithmetic/scaling.h"
@@ -31,26 +31,6 @@ void with_numerics(const NumericsTable& table, const i32* tensor_amax, const Del
         with_format(E5M2{});
 }
 
-// A register of blocks at a time: calls work(b, n, amaxes, choices) for the n blocks from number b
-// on. choices: of all blocks; read where the Numerics CHOOSE, and 0 for others.
-template <class Numerics, class Work>
-ZEROCAST_FN void for_each_register(const i32* amax, const u8* choices, i64 count,
-                                   const Work& work) {
-    typedef Native::Int Int;
-    constexpr i64 W = Native::WIDTH;
-    auto read = [&](i64 b, i64 n) {
-        Int chosen{};
-        if constexpr (Numerics::CHOOSES) {
-            auto bytes = load_some<Native::Bytes>(choices + b, n);
-            chosen = __builtin_convertvector(bytes, Int);
-        }
-        work(b, n, load_some<Int>(amax + b, n), chosen);
-    };
-    i64 b = 0;
-    for (; b + W <= count; b += W) read(b, W);
-    if (b < count) read(b, count - b);
-}
-
 // Makes what elements are multiplied by: called once a strip, so that the loops over elements are
 // compiled once for all numerics. Points to numerics that have to outlive it.
 class BlockMultipliers {
@@ -74,12 +54,18 @@ class BlockMultipliers {
                            float* multipliers) {
         const Numerics& numerics = *(const Numerics*)erased;
         Native::Int positive = Native::splat(-1);  // 0 where one is not positive
-        auto fill = [&](i64 b, i64 n, Native::Int amaxes, Native::Int chosen) {
+        for (i64 b = 0; b < count; b += Native::WIDTH) {
+            i64 left = count - b;
+            auto chosen = Native::splat(0);
+            if constexpr (Numerics::CHOOSES) {
+                auto bytes = load_some<Native::Bytes>(choices + b, left);
+                chosen = __builtin_convertvector(bytes, Native::Int);
+            }
+            auto amaxes = load_some<Native::Int>(amax + b, left);
             auto made = numerics.template multiplier<Native>(amaxes, chosen);
             positive &= (Native::Int)(made > Native::splat(0.0f));
-            store_some(multipliers + b, made, n);
-        };
-        for_each_register<Numerics>(amax, choices, count, fill);
+            store_some(multipliers + b, made, left);
+        }
         return reduce_max<Native>(~positive & 1) == 0;
     }
 };

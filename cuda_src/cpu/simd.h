@@ -206,26 +206,24 @@ ZEROCAST_FN typename L::Int load_nibbles(const u8* from) {
     return (typename L::Int)(pairs | pairs << 28) & 0xF;
 }
 
-// Read the first n elements of a vector, or all where it has fewer; zeros for the others.
+// Read the first n elements of a vector, or all where it has fewer; zeros for the others. What is
+// cut goes through memory of its own: what is whole stays in a register.
 template <class Vector, class T>
 ZEROCAST_FN Vector load_some(const T* from, i64 n) {
-    constexpr i64 ALL = sizeof(Vector) / sizeof(T);
-    Vector x{};
-    if (n >= ALL)
-        __builtin_memcpy(&x, from, sizeof x);
-    else
-        __builtin_memcpy(&x, from, n * sizeof(T));
-    return x;
+    i64 size = n * sizeof(T);
+    if (size >= (i64)sizeof(Vector)) return Native::load_as<Vector>(from);
+    Vector cut{};
+    __builtin_memcpy(&cut, from, size);
+    return cut;
 }
 
 // Write them.
 template <class Vector, class T>
-ZEROCAST_FN void store_some(T* to, const Vector& x, i64 n) {
-    constexpr i64 ALL = sizeof(Vector) / sizeof(T);
-    if (n >= ALL)
-        __builtin_memcpy(to, &x, sizeof x);
-    else
-        __builtin_memcpy(to, &x, n * sizeof(T));
+ZEROCAST_FN void store_some(T* to, Vector x, i64 n) {
+    i64 size = n * sizeof(T);
+    if (size >= (i64)sizeof x) return Native::store(to, x);
+    Vector cut = x;
+    __builtin_memcpy(to, &cut, size);
 }
 
 // Two registers, the first halves of them interleaved (HALF 0), or their second halves.

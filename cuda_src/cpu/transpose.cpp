@@ -39,8 +39,9 @@ ZEROCAST_FN Bytes4 every_second_square(Bytes4 a, Bytes4 b, Indices<I...>) {
 }
 
 // 16 lines: in each 16 columns of them, byte (row r, column c) moves to (row c, column r). Four
-// rounds of interleaving rows i and i + 8 do that.
-void transpose_squares(const u8* from, i64 stride, Line* to) {
+// rounds of interleaving rows i and i + 8 do that. (GCC 12 makes all of it a tenth slower where
+// this is not called inline.)
+inline void transpose_squares(const u8* from, i64 stride, Line* to) {
     for (int col = 0; col < TILE; col += WIDE) {
         Bytes4 a[SQUARE], b[SQUARE];
         for (int i = 0; i < SQUARE; i++) memcpy(&a[i], from + i * stride + col, WIDE);
