@@ -6,7 +6,6 @@ elements that are not the rank's, or *alone*, with nothing around it.
 """
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 
@@ -60,11 +59,24 @@ def near_ties(rows: int, cols: int) -> torch.Tensor:
     return x
 
 
+def drawn(scheme: Scheme, extents: list[Extent], master: Callable[[], torch.Tensor]) -> Subject:
+    """All operations on one weight, whose values are drawn when they run. Processes are forked from
+    one that has imported this module, and the threads that torch starts for a large tensor do not
+    survive a fork.
+    """
+
+    def run(backend: Backend, **options: bool) -> Written:
+        return run_operations(
+            backend, scheme=scheme, masters=[master()], extents=extents, **options
+        )
+
+    return run
+
+
 def part(scheme: Scheme, start: int, end: int) -> Subject:
     """A weight of which one rank owns these elements."""
     extent = Extent(start, end)
-    return partial(run_operations, scheme=scheme, extents=[extent],
-                   masters=[marked(scheme.grid.numel, extent)])  # fmt: skip
+    return drawn(scheme, [extent], lambda: marked(scheme.grid.numel, extent))
 
 
 def blocks_and_copy(numerics: Float8Numerics, grid: BlockGrid) -> Scheme:
@@ -89,11 +101,19 @@ def remembered(backend: Backend, alone: bool = False) -> Written:
     return run_together(backend, weights, 2 * [[marked(20_011, extent) for extent in owned]])
 
 
-def chosen(error: str, rows: int, cols: int, cuts: list[int], master: torch.Tensor) -> Subject:
+def chosen(
+    error: str, rows: int, cols: int, cuts: list[int], master: Callable[[int, int], torch.Tensor]
+) -> Subject:
     """Choices under 4-over-6 of ranks between whom the weight is cut."""
     scheme = nvfp4(rows, cols, NVFP4Numerics(four_over_six=error))
     extents = [Extent(*ends) for ends in zip([0, *cuts], [*cuts, rows * cols], strict=True)]
-    return partial(run_operations, scheme=scheme, masters=[master], extents=extents)
+
+    return drawn(scheme, extents, lambda: master(rows, cols))
+
+
+def normal(rows: int, cols: int) -> torch.Tensor:
+    """[rows * cols] values."""
+    return draw_values("normal", rows * cols, 5)
 
 
 def fused(op: FusedOp, kind: str) -> Subject:
@@ -146,11 +166,9 @@ SUBJECTS: dict[str, Subject] = {
         two_planes(Float8Numerics(E5M2), BlockGrid(70, 1027, 1, 1027), 70), 1029, 66 * 1027 + 3
     ),
     "delayed": remembered,
-    "4-over-6": chosen(
-        "mse", 70, 1040, [16 * 1040, 40_015, 69 * 1040 + 3], draw_values("normal", 70 * 1040, 5)
-    ),
-    "4-over-6, whole": chosen("mae", 16, 8192, [], near_ties(16, 8192)),
-    "4-over-6, cut": chosen("mae", 16, 8192, [17], near_ties(16, 8192)),
+    "4-over-6": chosen("mse", 70, 1040, [16 * 1040, 40_015, 69 * 1040 + 3], normal),
+    "4-over-6, whole": chosen("mae", 16, 8192, [], near_ties),
+    "4-over-6, cut": chosen("mae", 16, 8192, [17], near_ties),
     "silu": fused(FusedOp("silu"), "wide"),
     "layernorm": fused(FusedOp("layernorm"), "normal"),
 }
