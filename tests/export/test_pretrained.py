@@ -99,6 +99,18 @@ def test_trained_bytes_are_saved_as_they_are(tmp_path, name, recipe):
             assert_same_bytes(tensor.dequantize(), whole.dequantize(), key)
 
 
+def test_masters_are_rounded_to_the_dtype_that_is_given(tmp_path):
+    """Under a ZeroOptimizer, as under FSDP2: FP32 masters give other codes than BF16 weights."""
+    options = {"dialect": "compressed-tensors/fp8-channel", "from_masters": True}
+    base = rounded(llama(TIED_160))
+    masters = exported(tmp_path, base, NVFP4, 2, **options, dtype=torch.float32)
+    recipe = DIALECTS[options["dialect"]].recipe
+    for key, tensor in load_pretrained(tmp_path).items():
+        if isinstance(tensor, zerocast.QuantizedTensor):
+            whole = zerocast.quantize(masters[key], recipe, dtype=torch.float32)
+            assert_same_bytes(tensor.dequantize(), whole.dequantize(), key)
+
+
 def test_weights_that_a_server_fuses_share_a_tensor_scale(tmp_path):
     """Those that are named, and those that were trained so; others have their own."""
     base = rounded(llama(TIED_160))

@@ -137,13 +137,13 @@ def gathered_dtype(gather: LowBitAllGather) -> torch.dtype:
 
 def own_rows(name: str, tensor: torch.Tensor) -> Shard:
     """Return this rank's rows of a parameter in high precision, which FSDP2 may have sharded."""
+    from torch.distributed.tensor import Shard as DTensorShard
+
     local = to_local(tensor).detach()
     values = local.value if isinstance(local, MasterWeight) else local
     if not is_sharded(tensor):
         return Shard(values, Extent(0, tensor.numel()), SingleRank())
     split = [placement for placement in tensor.placements if not placement.is_replicate()]
-    from torch.distributed.tensor import Shard as DTensorShard
-
     if len(split) != 1 or type(split[0]) is not DTensorShard or split[0].dim != 0:
         raise not_whole(name, f"the placements {tensor.placements}")
     comm = as_communicator(tensor.device_mesh.get_group(fsdp_dimension(tensor)))

@@ -128,7 +128,8 @@ class Export:
         gather, local = gather_of(tensor), to_local(tensor)
         trained: Recipe | None = None
         if isinstance(local, QuantizedTensor):
-            trained, shard, dtype = local.recipe, self._trained_shard(name, tensor), tensor.dtype
+            trained, shard = local.recipe, self._trained_shard(name, tensor)
+            dtype = (self._dtype if self._from_masters else None) or tensor.dtype
         elif gather is not None:
             trained, shard = gather.recipe, own_rows(name, tensor)
             dtype = self._dtype or gathered_dtype(gather)

@@ -63,7 +63,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         Raises:
             InputError: where ``param`` is not a trainable parameter of the optimizer.
+            UnfinishedStepError: where a step was left unfinished.
         """
+        if (error := self._progress.unfinished_error("local_master")) is not None:
+            raise error
         index = index_of(self._shards.weights, param, "local_master")
         return self._shards.master(index), self._shards.own[index].extent
 
