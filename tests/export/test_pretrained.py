@@ -1,5 +1,6 @@
 """save_pretrained: the same files on any number of ranks, equal to casts of the whole weights."""
 
+import contextlib
 import copy
 import hashlib
 import json
@@ -255,6 +256,25 @@ def test_a_weight_that_is_not_finite_is_refused(tmp_path):
         zerocast.nn.convert(model, dialect.recipe)
         with pytest.raises(zerocast.NonFiniteError, match=r"layers\.1\.weight holds a NaN"):
             save_pretrained(model, tmp_path / name, dialect=dialect)
+
+
+def test_masters_of_an_unfinished_step_are_refused():
+    """Some ranks may have stepped and others not."""
+    model = bank()
+    optimizer = ZeroOptimizer(model.named_parameters())
+    for p in model.parameters():
+        p.grad = torch.ones(p.shape, dtype=p.dtype)
+
+    def on_phase(name):
+        if name == "partial_cast":
+            raise KeyboardInterrupt
+        return contextlib.nullcontext()
+
+    optimizer.on_phase = on_phase
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+    with pytest.raises(zerocast.UnfinishedStepError):
+        Export(model, "modelopt/nvfp4", optimizer=optimizer, from_masters=True)
 
 
 def test_a_directory_that_is_in_use_or_unfinished_is_refused(tmp_path):
