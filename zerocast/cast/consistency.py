@@ -27,7 +27,7 @@ from zerocast.comm import (
     raise_together,
 )
 from zerocast.errors import InputError, RankMismatchError, ZerocastError
-from zerocast.layout import Extent, check_partition, first_wrong_partition
+from zerocast.layout import NOTHING, Extent, Owners, check_partition
 from zerocast.numerics import NUMERICS_VERSION
 from zerocast.recipes import recipe_fields
 from zerocast.tensors import QuantizedStorage, QuantizedTensor
@@ -110,15 +110,15 @@ def agree_in_all(votes: Sequence[tuple[Communicator, int]], error: ZerocastError
     return in_step
 
 
-def exchange_extents(
+def exchange_owners(
     members: Mapping[Communicator, Sequence[int]],
     tp_shards: Mapping[Communicator, Sequence[int]],
     specs: Sequence[ShardSpec],
     options: str,
     error: ZerocastError | None,
-) -> tuple[dict[Communicator, torch.Tensor], list[int]]:
+) -> tuple[dict[Communicator, Owners], list[int]]:
     """Compare what all ranks of all groups were given; return who owns what. Collective: for a plan
-    of one group two exchanges, of a digest and of the extents.
+    of one group three exchanges, of a digest, and of the number and the places of shards.
 
     Args:
         members: by group the places of its weights among ``specs``.
@@ -128,10 +128,9 @@ def exchange_extents(
         error: what is wrong with this rank's weights, if anything.
 
     Returns:
-        By group int64 [size, members, 2] on the CPU: start and end of each rank's shard of each
-        weight. And the fingerprints of all groups, then of all tensor-parallel groups: numbers from
-        1 to 2**31 - 2 of what was compared and exchanged; ranks whose numbers differ do not make
-        the same plan.
+        By group the owners of its members. And the fingerprints of all groups, then of all
+        tensor-parallel groups: numbers from 1 to 2**31 - 2 of what was compared and exchanged;
+        ranks whose numbers differ do not make the same plan.
 
     Raises:
         ZerocastError: on every rank of every group, where one has an ``error``.
@@ -139,10 +138,10 @@ def exchange_extents(
     """
     comms = [*members, *tp_shards]
     if len(comms) == 1:
-        extents, number = _exchange(comms[0], specs, options, error)
-        return {comms[0]: extents}, [number]
+        owners, number = _exchange(comms[0], specs, options, error)
+        return {comms[0]: owners}, [number]
     raise_in_all(comms, error)
-    found: list[tuple[torch.Tensor, int]] = []
+    found: list[tuple[Owners, int]] = []
     for groups, exchange in ((members, _exchange), (tp_shards, _exchange_tp_shards)):
         for comm, indices in groups.items():
             try:
@@ -150,8 +149,8 @@ def exchange_extents(
             except ZerocastError as e:  # noqa: PERF203  (the loop goes on: others wait in it)
                 error = error or e
     raise_in_all(comms, error)
-    all_extents, fingerprints = zip(*found, strict=True) if found else ((), ())
-    return dict(zip(members, all_extents, strict=False)), list(fingerprints)
+    all_owners, fingerprints = zip(*found, strict=True) if found else ((), ())
+    return dict(zip(members, all_owners, strict=False)), list(fingerprints)
 
 
 def _exchange(
@@ -159,21 +158,30 @@ def _exchange(
     specs: Sequence[ShardSpec],
     options: str,
     error: ZerocastError | None = None,
-) -> tuple[torch.Tensor, int]:
-    """Compare and exchange within one group; return its extents and fingerprint."""
+) -> tuple[Owners, int]:
+    """Compare and exchange within one group; return its owners and fingerprint."""
     lines = _check_descriptions(comm, _describe, specs, options, error)
-    extents = torch.zeros(comm.size, len(specs), 2, dtype=torch.int64, device="cpu")
-    pairs = [[spec.extent.start, spec.extent.end] for spec in specs]
-    mine = torch.tensor(pairs, dtype=torch.int64, device="cpu")
-    extents[comm.rank] = mine.view(len(specs), 2)
-    comm.all_gather_(extents.view(-1))
-    _check_coverage(specs, extents)
-    return extents, _fingerprint(options, lines, extents)
+    owned = [
+        [i, comm.rank, spec.extent.start, spec.extent.end]
+        for i, spec in enumerate(specs)
+        if spec.extent
+    ]
+    counts = torch.zeros(comm.size, dtype=torch.int64, device="cpu")
+    counts[comm.rank] = len(owned)
+    comm.all_gather_(counts)
+    shards = torch.zeros(int(counts.sum()), 4, dtype=torch.int64, device="cpu")
+    first = int(counts[: comm.rank].sum())
+    mine = torch.tensor(owned, dtype=torch.int64, device="cpu").view(len(owned), 4)
+    shards[first : first + len(owned)] = mine
+    comm.all_gather_(shards.view(-1), (4 * counts).tolist())
+    owners = Owners.of(len(specs), shards)
+    _check_coverage(specs, owners, comm.size)
+    return owners, _fingerprint(options, lines, shards)
 
 
 def _exchange_tp_shards(
     comm: Communicator, specs: Sequence[ShardSpec], options: str
-) -> tuple[torch.Tensor, int]:
+) -> tuple[Owners, int]:
     """Compare and exchange within one tensor-parallel group; return the rows or columns of each
     rank's shards, and the fingerprint.
     """
@@ -182,12 +190,12 @@ def _exchange_tp_shards(
     places = check_tp_shards(
         comm, [r.name for r in specs], [tp_shard for tp_shard in tp_shards if tp_shard]
     )
-    return places, _fingerprint(options, lines, places)
+    return Owners.of_extents(places), _fingerprint(options, lines, places)
 
 
-def _fingerprint(options: str, lines: Sequence[str], extents: torch.Tensor) -> int:
+def _fingerprint(options: str, lines: Sequence[str], shards: torch.Tensor) -> int:
     digest = hashlib.sha256("\n".join([options, *lines]).encode())
-    digest.update(ctypes.string_at(extents.data_ptr(), extents.nbytes))
+    digest.update(ctypes.string_at(shards.data_ptr(), shards.nbytes))
     return int.from_bytes(digest.digest()[:8], "big") % (2**31 - 2) + 1
 
 
@@ -284,13 +292,15 @@ def _name(line: str) -> str:
     return "" if name is None else f", which rank 0 calls {name}"
 
 
-def _check_coverage(specs: Sequence[ShardSpec], extents: torch.Tensor) -> None:
+def _check_coverage(specs: Sequence[ShardSpec], owners: Owners, size: int) -> None:
     """Raise where the shards of a weight leave a gap or overlap."""
     numels = [r.storage.shape.numel() for r in specs]
-    i = first_wrong_partition(numels, extents)
+    i = owners.first_wrong(numels)
     if i is not None:
         spec = specs[i]
-        owned = [Extent(*pair) for pair in extents[:, i].tolist()]
+        owned = [NOTHING] * size
+        for rank, extent in owners.of_weight(i):
+            owned[rank] = extent
         problem = check_partition(numels[i], owned)
         raise RankMismatchError(
             f"the ranks' shards of {spec.name} {tuple(spec.storage.shape)} must cover each "

@@ -25,7 +25,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from zerocast.comm import Communicator
-from zerocast.layout import Extent, SharedBlocks
+from zerocast.layout import Owners, SharedBlocks
 from zerocast.numerics import FourOverSixErrors
 from zerocast.tensors import QuantizedStorage
 
@@ -39,7 +39,7 @@ class Exchange:
     Args:
         storages: the plan's weights.
         members: by group the places of its weights, all weights once.
-        extents: by group int64 [size, members, 2], who owns what.
+        owners: by group of its members.
         tp_shards: by tensor-parallel group the places of the weights whose shards it holds.
         amax_groups: by weight the label of its amax group, or None.
         device: where the buffers are.
@@ -57,15 +57,13 @@ class Exchange:
         self,
         storages: Sequence[QuantizedStorage],
         members: Mapping[Communicator, Sequence[int]],
-        extents: Mapping[Communicator, torch.Tensor],
+        owners: Mapping[Communicator, Owners],
         tp_shards: Mapping[Communicator, Sequence[int]],
         amax_groups: Sequence[str | None],
         device: torch.device,
     ) -> None:
         cuts = {
-            i: SharedBlocks.of(
-                storages[i].grid, [Extent(*pair) for pair in extents[comm][:, at].tolist()]
-            )
+            i: SharedBlocks.of(storages[i].grid, [e for _, e in owners[comm].of_weight(at)])
             for comm, indices in members.items()
             for at, i in enumerate(indices)
             if storages[i].recipe.chooses_scales

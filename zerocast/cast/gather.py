@@ -20,7 +20,7 @@ from zerocast.cast.shard_spec import ShardSpec
 from zerocast.comm import Communicator
 from zerocast.errors import InputError
 from zerocast.formats import byte_span, store_span
-from zerocast.layout import Extent
+from zerocast.layout import Extent, Owners
 
 PLANES = ("rowwise_data", "columnwise_data")
 """The codes that are gathered; columnwise ones where a recipe quantizes them independently."""
@@ -45,7 +45,7 @@ class CodeGather:
         comm: the group.
         specs: the group's weights as this rank sees them; those that do not gather this plane
             are passed over.
-        extents: int64 [size, weights, 2], who owns what.
+        owners: of the group's weights.
         plane: one of :data:`PLANES`.
     """
 
@@ -53,27 +53,24 @@ class CodeGather:
         self,
         comm: Communicator,
         specs: Sequence[ShardSpec],
-        extents: torch.Tensor,
+        owners: Owners,
         plane: str,
     ) -> None:
         self._comm = comm
         self._specs = specs
         self._plane = plane
         self._chunks: list[_Chunk] = []
-        self._counts: list[int] = []
+        self._counts = [0] * comm.size
         self._codes = [spec.storage.buffers.get(plane) for spec in specs]
+        gathers = [plane in spec.storage.gathered for spec in specs]
         offset = 0
-        for rank, owned in enumerate(extents.tolist()):
-            begin = offset
-            for i, (start, end) in enumerate(owned):
-                if plane not in specs[i].storage.gathered:
-                    continue
+        for i, rank, start, end in owners.by_rank():
+            if gathers[i]:
                 first, last = byte_span(specs[i].storage.recipe.numerics.fmt, start, end)
-                if last > first:
-                    staged = slice(offset, offset + last - first)
-                    self._chunks.append(_Chunk(rank, i, Extent(start, end), first, last, staged))
-                    offset = staged.stop
-            self._counts.append(offset - begin)
+                staged = slice(offset, offset + last - first)
+                self._chunks.append(_Chunk(rank, i, Extent(start, end), first, last, staged))
+                self._counts[rank] += last - first
+                offset = staged.stop
 
     def look(self) -> None:
         """Find the weights' codes where they lie now. Those that a rank has dropped since the cast

@@ -16,7 +16,7 @@ from zerocast.arguments import check_flag
 from zerocast.cast.amax_groups import Patterns
 from zerocast.cast.capture import check_capture
 from zerocast.cast.consistency import (
-    exchange_extents,
+    exchange_owners,
     members_by_group,
     raise_in_all,
     tp_shards_by_group,
@@ -29,6 +29,7 @@ from zerocast.cast.prepared_cast import PreparedCast
 from zerocast.cast.shard_spec import OwnCodes, ShardSpec, check_amax_groups, check_specs
 from zerocast.comm import Attempt, Communicator, Group
 from zerocast.errors import InputError, ZerocastError
+from zerocast.layout import Owners
 from zerocast.tensors import CastVersion, QuantizedTensor, rebuild_derived
 
 _untraced = torch._disable_dynamo
@@ -121,11 +122,11 @@ class CastPlan:
             check_amax_groups(self._specs, members)
         self._comms, self._check_finite = [*members, *tp_shards], check_finite
         options = f"check_finite={check_finite}"
-        extents, self.fingerprints = exchange_extents(
+        owners, self.fingerprints = exchange_owners(
             members, tp_shards, self._specs, options, attempt.error
         )
         with attempt:
-            self._plan(model_weights, master_weights, members, extents, tp_shards)
+            self._plan(model_weights, master_weights, members, owners, tp_shards)
         raise_in_all(self._comms, attempt.error)
         self._attempt = attempt
         self._one_thread = threading.RLock()
@@ -319,7 +320,7 @@ class CastPlan:
         model_weights: Sequence[torch.Tensor],
         master_weights: Sequence[torch.Tensor | None],
         members: Mapping[Communicator, Sequence[int]],
-        extents: Mapping[Communicator, torch.Tensor],
+        owners: Mapping[Communicator, Owners],
         tp_shards: Mapping[Communicator, Sequence[int]],
     ) -> None:
         """Make the buffers and launches; whatever of it may fail on this rank alone."""
@@ -327,9 +328,9 @@ class CastPlan:
         self._device = storages[0].device if storages else torch.device("cpu")
         self._members = members
         labels = [spec.amax_group for spec in self._specs]
-        self._exchange = Exchange(storages, members, extents, tp_shards, labels, self._device)
+        self._exchange = Exchange(storages, members, owners, tp_shards, labels, self._device)
         self._gathers = [
-            CodeGather(comm, [self._specs[i] for i in indices], extents[comm], plane)
+            CodeGather(comm, [self._specs[i] for i in indices], owners[comm], plane)
             for comm, indices in members.items()
             for plane in PLANES
             if any(plane in storages[i].gathered for i in indices)

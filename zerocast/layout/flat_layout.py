@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-import torch
-
 from zerocast.layout.block_grid import ceil_div, round_up
 from zerocast.layout.extent import Extent
 
@@ -71,26 +69,6 @@ class FlatLayout:
         return [
             slice(p.start - owned.start, p.end - owned.start) if p else slice(0, 0) for p in parts
         ]
-
-
-def first_wrong_partition(numels: Sequence[int], extents: torch.Tensor) -> int | None:
-    """The place of the first weight whose shards :func:`check_partition` would find fault with, or
-    None; all weights are tested at once.
-
-    Args:
-        numels: elements of each weight.
-        extents: int64 [world size, weights, 2] on the CPU: start and end of each rank's shard.
-    """
-    numel = torch.tensor(numels, dtype=torch.int64, device="cpu")
-    start, end = extents.unbind(-1)  # [world size, weights]
-    empty = start == end
-    start, end = torch.where(empty, numel, start), torch.where(empty, numel, end)
-    start, order = start.sort(dim=0)
-    end = end.gather(0, order)
-    # Where each shard must start, then where all must end.
-    edges = torch.cat((torch.zeros_like(numel)[None], end))
-    wrong = (edges != torch.cat((start, numel[None]))).any(dim=0)
-    return int(wrong.nonzero()[0]) if wrong.any() else None
 
 
 def check_partition(numel: int, extents: Sequence[Extent], unit: str = "elements") -> str | None:

@@ -22,7 +22,7 @@ from zerocast.arguments import check_integer, check_shape, shown
 from zerocast.comm import Communicator
 from zerocast.comm.agreement import check_same
 from zerocast.errors import InputError, RankMismatchError, ZerocastError
-from zerocast.layout import Extent, Plane, check_partition, chunk, first_wrong_partition
+from zerocast.layout import Extent, Owners, Plane, check_partition, chunk
 from zerocast.recipes import Recipe
 
 ROWS, COLUMNS = 0, 1
@@ -251,7 +251,7 @@ def check_tp_shards(
     mine = [[tp_shard.start, tp_shard.start + tp_shard.size] for tp_shard in tp_shards]
     places[comm.rank] = torch.tensor(mine, dtype=torch.int64, device="cpu").view(len(tp_shards), 2)
     comm.all_gather_(places.view(-1))
-    i = first_wrong_partition([tp_shard.lines for tp_shard in tp_shards], places)
+    i = Owners.of_extents(places).first_wrong([tp_shard.lines for tp_shard in tp_shards])
     if i is not None:
         tp_shard, extents = tp_shards[i], [Extent(*pair) for pair in places[:, i].tolist()]
         problem = check_partition(tp_shard.lines, extents, LINES[tp_shard.dim])
