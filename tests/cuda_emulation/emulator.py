@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import tempfile
 import threading
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +17,9 @@ import pytest
 import torch
 
 from zerocast.backends.cuda import Arguments, Kernel
+from zerocast.backends.cuda.device import WORDS
 from zerocast.backends.cuda.sources import cuda_sources
+from zerocast.errors import BackendError
 
 HEADER = Path(__file__).with_name("emulation.h")
 BUILDS = "ZEROCAST_EMULATION_BUILDS"
@@ -74,7 +77,9 @@ class Emulator:
 
     Attributes:
         launches: how many there were, and ``names`` their kernels.
-        sent: the entries of each table that was uploaded.
+        capturing: to be set; launches run all the same, and large tables are refused.
+        sent: the entries of each table that was uploaded, and ``tables`` they as long as somebody
+            else keeps them.
         refreshed: how often tables were written anew.
     """
 
@@ -92,6 +97,7 @@ class Emulator:
         self.max_grid = max_grid
         self.names: list[str] = []
         self.sent: list[int] = []
+        self.tables: list[weakref.ref[torch.Tensor]] = []
         self._order = ORDERS.index(order)
         self._seeds = itertools.count(1)
         self._mistake = mistake
@@ -99,8 +105,12 @@ class Emulator:
         self._libraries: dict[Kernel, ctypes.CDLL] = {}
 
     def upload(self, table: torch.Tensor) -> torch.Tensor:
+        if self.capturing and table.numel() > WORDS:
+            raise BackendError(f"a table of {table.numel()} words cannot be sent in a capture")
+        copy = table.clone()
         self.sent.append(table.numel())
-        return table.clone()
+        self.tables.append(weakref.ref(copy))
+        return copy
 
     def refresh(self, table: torch.Tensor, values: torch.Tensor) -> None:
         self.refreshed += 1

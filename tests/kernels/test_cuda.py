@@ -5,8 +5,10 @@ import hashlib
 import os
 import subprocess
 import sys
+import threading
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import hypothesis.strategies as st
 import pytest
@@ -237,6 +239,16 @@ class Driver:
         self.calls.append(arguments)
 
 
+class Runtime:
+    """Of CuPy's interface what makes a context current in the calling thread."""
+
+    def __init__(self) -> None:
+        self.threads: list[tuple[int, int]] = []
+
+    def setDevice(self, index: int) -> None:
+        self.threads.append((threading.get_ident(), index))
+
+
 class Stream:
     """One of torch's streams."""
 
@@ -267,7 +279,7 @@ def launcher(monkeypatch: pytest.MonkeyPatch) -> DeviceLauncher:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr("zerocast.backends.cuda.device.import_nvrtc", lambda: None)
     launcher = DeviceLauncher(torch.device("cuda", 0))
-    launcher.__dict__["_driver"] = Driver()
+    launcher.__dict__["_cupy"] = SimpleNamespace(driver=Driver(), runtime=Runtime())
     return launcher
 
 

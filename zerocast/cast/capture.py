@@ -15,13 +15,18 @@ from zerocast.comm import Communicator
 from zerocast.errors import UnsupportedError
 
 
+def is_captured(device: torch.device) -> bool:
+    """Whether what is launched on ``device`` now becomes part of a CUDA graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 def check_capture(
     device: torch.device, comms: Iterable[Communicator], *, check_finite: bool = False
 ) -> None:
     """Raise :class:`UnsupportedError` where the current stream is being captured and a cast on
     ``device`` over ``comms`` cannot be.
     """
-    if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+    if not is_captured(device):
         return
     if check_finite:
         raise UnsupportedError(
@@ -41,7 +46,7 @@ def check_planning(device: torch.device) -> None:
     """Raise :class:`UnsupportedError` where the current stream is being captured: the tables of a
     plan on ``device`` are used by later casts, whether or not that graph has run.
     """
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if is_captured(device):
         raise UnsupportedError(
             "a plan must be made, and its weights moved, before a CUDA graph is captured, got a "
             "stream that is being captured; run plan.cast() once outside of the capture."

@@ -102,6 +102,7 @@ class Exchange:
         self._reduced = torch.zeros(sum(sizes.values()), dtype=torch.int32, device=device)
         split = self._reduced.split(list(sizes.values()))
         self._reduced_of_group = list(zip(sizes, split, strict=True))
+        self._streams: set[torch.cuda.Stream] = set()
 
     def _shared_entries(
         self, storages: Sequence[QuantizedStorage], indices: Sequence[int]
@@ -117,6 +118,18 @@ class Exchange:
             if i in self.tensor_amax_of:
                 entries[int(self.tensor_amax_of[i].storage_offset())] = None
         return list(entries)
+
+    def follow_stream(self) -> None:
+        """Tell torch which stream uses the buffers from now on, where it is another one: the memory
+        of a plan that is dropped waits for all of them.
+        """
+        if not self.amax.is_cuda:
+            return
+        stream = torch.cuda.current_stream(self.amax.device)
+        if stream not in self._streams:
+            for buffer in (self.amax, self.candidates, self._reduced, self._shared):
+                buffer.record_stream(stream)
+            self._streams.add(stream)
 
     def tensor_amax(self, i: int) -> torch.Tensor:
         """int32 [1]: the entry of weight i's tensor amax."""

@@ -45,6 +45,10 @@ class CastPlan:
     nothing is written. After that :meth:`cast` is a constant number of launches and one all-reduce
     a group, whatever the number of weights, and allocates nothing.
 
+    A CUDA graph may hold :meth:`cast` and what follows it, where the ranks talk by NCCL or there is
+    one rank. It repeats the addresses of this plan, so the plan must live as long as the graph; and
+    where weights or masters have moved since, the step is captured anew.
+
     Weights may be shards of larger ones (:class:`zerocast.TensorParallelShard`): their casts take
     one small all-reduce more for each tensor-parallel group, and plan and casts are collective over
     these groups, too. Masters and offsets are those of the tensor-parallel shard.
@@ -264,6 +268,7 @@ class CastPlan:
         with self._attempt:
             self._prepared.follow_moves()
             self._prepared.follow_masters()
+            self._exchange.follow_stream()
             self._exchange.amax.zero_()
             if self._prepared.steps.writes_early:
                 self._version.tick(self._prepared.addresses.written)

@@ -8,7 +8,7 @@ import torch
 
 from zerocast.backends import backend_for
 from zerocast.cast.addresses import Addresses, lie_of
-from zerocast.cast.capture import check_planning
+from zerocast.cast.capture import check_planning, is_captured
 from zerocast.cast.exchange import Exchange
 from zerocast.cast.gather import CodeGather
 from zerocast.cast.master_checks import check_list, check_master_tensor
@@ -61,6 +61,8 @@ class PreparedCast:
         self.addresses = Addresses(weights, specs)
         self.calls_functions = sum(_try_function(spec.storage) for spec in specs) > 0
         self.masters = Masters(len(specs))
+        self._is_in_graph = False
+        self._in_graphs: list[CastSteps] = []  # which repeat them as long as the plan lives
         self.rebind(master_weights)
         self._prepare()
 
@@ -92,7 +94,11 @@ class PreparedCast:
             self.addresses.look()
             for gather in self._gathers:
                 gather.look()
+            if self._is_in_graph:
+                self._in_graphs.append(self.steps)
             self._prepare()
+            self._is_in_graph = False
+        self._is_in_graph |= is_captured(self._device)
 
     def follow_masters(self) -> None:
         """Bind the masters again where one has moved or changed."""

@@ -114,7 +114,7 @@ class CudaBackend:
                 cuts.append([(tiling.plane_tiles, 0, shape, tiling.CHOSEN)])
         lists = self._tables.lists(chosen)
         rows = [tables.cast_row(o, o.grid, 0, self._address, lists.address) for o in chosen]
-        return self._tables.launch(kernel, rows, cuts, fields, (chosen, lists))
+        return self._tables.launch(kernel, rows, cuts, fields, chosen, lists.tensors)
 
     def compute_scale(self, numerics: Numerics, operands: Sequence[TensorOperand]) -> Launch:
         return with_empty_shards(self._compute_scale, numerics, operands)
@@ -206,7 +206,9 @@ class CudaBackend:
             )
             for shard, grid in zip(shards, grids, strict=True)
         ]
-        run = self._tables.launch(kernel, rows, cuts, fields, (shards, masters, table, lists))
+        run = self._tables.launch(
+            kernel, rows, cuts, fields, (shards, masters), [table.tensor, *lists.tensors]
+        )
 
         def launch() -> None:
             table.follow(masters)

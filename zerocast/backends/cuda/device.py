@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,8 @@ class DeviceLauncher:
     """Launches on one GPU; see :class:`zerocast.backends.cuda.Launcher`.
 
     A launch goes to the stream that is torch's current one for the device at that moment, so it is
-    ordered with torch's own kernels, and is recorded where that stream is being captured.
+    ordered with torch's own kernels, and is recorded where that stream is being captured. Threads
+    share one launcher: the backward of a layer calls it in autograd's.
 
     Args:
         device: a CUDA device with its index.
@@ -49,6 +51,9 @@ class DeviceLauncher:
         self._functions: dict[Kernel, int] = {}
         # Of each stream on which tables were sent: when the latest of them is there.
         self._uploads: dict[int, torch.cuda.Event] = {}
+        self._one_thread = threading.Lock()  # for what is counted and noted here
+        self._one_loads = threading.Lock()
+        self._thread = threading.local()
 
     @property
     def capturing(self) -> bool:
@@ -74,7 +79,8 @@ class DeviceLauncher:
                 copy = table.pin_memory().to(self.device, non_blocking=True)
             if not self.capturing:
                 stream = torch.cuda.current_stream()
-                self._uploads[stream.cuda_stream] = stream.record_event()
+                with self._one_thread:  # of two events on one stream the later one stays
+                    self._uploads[stream.cuda_stream] = stream.record_event()
         return copy
 
     def refresh(self, table: torch.Tensor, values: torch.Tensor) -> None:
@@ -86,9 +92,8 @@ class DeviceLauncher:
         table.copy_(values.pin_memory(), non_blocking=True)
 
     def prepare(self, kernel: Kernel) -> int:
-        with torch.cuda.device(self.device):
-            # torch makes the context that all of this shares.
-            torch.empty(1, dtype=torch.uint8, device=self.device)
+        with torch.cuda.device(self.device), self._one_loads:
+            self._make_context_current()
             try:
                 if kernel not in self._functions:
                     self._functions[kernel] = self._load(kernel)
@@ -114,12 +119,18 @@ class DeviceLauncher:
             with torch.cuda.device(self.device):
                 self.launch(kernel, handle, grid, arguments)
             return
+        self._make_context_current()
         current = torch.cuda.current_stream()
         stream = current.cuda_stream
         # torch waits for the device before it captures, so a capture has nothing to wait for.
         if self._uploads and not self.capturing:
             self._wait_for_uploads(current)
-        self.launches += 1
+        if stream not in arguments.streams:
+            for table in arguments.tables:
+                table.record_stream(current)
+            arguments.streams.add(stream)
+        with self._one_thread:
+            self.launches += 1
         try:
             self._driver.launchKernel(
                 handle, grid, 1, 1, kernel.threads, 1, 1, 0, stream, arguments.address, 0
@@ -132,22 +143,42 @@ class DeviceLauncher:
                 "CUDA_LAUNCH_BLOCKING=1 to find it."
             ) from error
 
+    def _make_context_current(self) -> None:
+        """Let the driver's calls of this thread go to the context that torch uses.
+
+        A call of the CUDA runtime does that by itself, and torch, which guards the device, makes
+        none in a thread whose device is already the right one: memory comes from its cache. The
+        first call that autograd's thread makes may be ours.
+        """
+        if not getattr(self._thread, "has_context", False):
+            self._runtime.setDevice(self.device.index)
+            self._thread.has_context = True
+
     def _wait_for_uploads(self, current: torch.cuda.Stream) -> None:
         """Let ``current`` wait for the tables that were sent on other streams and are under way."""
-        for stream, event in list(self._uploads.items()):
-            if event.query():
-                del self._uploads[stream]
-            elif stream != current.cuda_stream:
-                current.wait_event(event)
+        with self._one_thread:
+            for stream, event in list(self._uploads.items()):
+                if event.query():
+                    del self._uploads[stream]
+                elif stream != current.cuda_stream:
+                    current.wait_event(event)
 
     @cached_property
     def _write(self) -> int:
         return self.prepare(WRITE)
 
-    @cached_property
+    @property
     def _driver(self) -> Any:
+        return self._cupy.driver
+
+    @property
+    def _runtime(self) -> Any:
+        return self._cupy.runtime
+
+    @cached_property
+    def _cupy(self) -> Any:
         try:
-            from cupy.cuda import driver
+            from cupy import cuda
         except ImportError as error:
             raise BackendError(f"the cuda backend needs CuPy, got '{error}'; {REMEDY}.") from error
-        return driver
+        return cuda

@@ -94,10 +94,8 @@ def fused_op(
         step = replace(step, output=None, mean=None, rstd=None, tensor_amax=kept)
     if numerics is not None:
         prepared.append(_prepare(launcher, numerics, step, sides, address))
-    alive = (target, zeros)
 
     def launch() -> None:
-        assert alive
         for tensor in zeros:
             tensor.zero_()
         for arguments in prepared:
@@ -157,7 +155,7 @@ def _prepare(
     per_unit = ceil_div(across, groups)
     task = fused_task(numerics, target, sides, per_unit, address)
     grid = min(strips * ceil_div(across, per_unit), launcher.max_grid)
-    return kernel, launcher.prepare(kernel), grid, Arguments([], task)
+    return kernel, launcher.prepare(kernel), grid, Arguments([], task, alive=target)
 
 
 def fused_task(

@@ -28,12 +28,23 @@ class Arguments:
         words: those that are single 64-bit values.
         struct: the 64-bit fields of a last one, a struct that the kernel takes by value; none
             where it takes no struct.
+        tables: the uploaded tables that the kernel reads.
+        alive: whatever else must live as long as the arguments.
 
     Attributes:
         words, struct_fields: how many of each.
+        tables: as given.
+        streams: those on which torch knows that the tables are read; the launcher notes them.
     """
 
-    def __init__(self, words: Sequence[int], struct: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        words: Sequence[int],
+        struct: Sequence[int] = (),
+        tables: Sequence[torch.Tensor] = (),
+        alive: object = None,
+    ) -> None:
+        self.tables, self.streams, self._alive = tables, set[int](), alive
         self.words, self.struct_fields = len(words), len(struct)
         self._values = (ctypes.c_int64 * (len(words) + len(struct)))(*words, *struct)
         first, size = ctypes.addressof(self._values), ctypes.sizeof(ctypes.c_int64)
@@ -71,7 +82,7 @@ class Kernel:
 
 
 class Launcher(Protocol):
-    """Who runs kernels, and where their tables lie.
+    """Who runs kernels, and where their tables lie. Threads may share one.
 
     Attributes:
         device: where the tensors must be that the tables point to.
@@ -112,7 +123,9 @@ class Launcher(Protocol):
         ...
 
     def launch(self, kernel: Kernel, handle: int, grid: int, arguments: Arguments) -> None:
-        """Run ``grid`` thread blocks, after everything launched before.
+        """Run ``grid`` thread blocks, after everything launched before on this thread's current
+        stream. The memory of the tables is not used again before this stream is done with them,
+        whoever frees them meanwhile.
 
         Raises:
             BackendError: where the driver refuses, with the kernel's name.

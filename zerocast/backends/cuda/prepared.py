@@ -7,6 +7,7 @@ they have stands in a table of its own, which is sent again only after they were
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -20,7 +21,10 @@ from zerocast.errors import BackendError
 from zerocast.numerics import Launch, Masters, TensorOperand
 
 KEPT_TILES = 256
-"""Tables of tiles that stay on the device for the next launch of the same shapes."""
+"""Tables of tiles that stay on the device for the next launch of the same shapes, beside those that
+CUDA graphs read."""
+
+_Cuts = tuple[tuple[Cut, ...], ...]
 
 FEW_WEIGHTS = 4
 """Up to so many weights a launch has tiles that are kept: an activation is cast and decoded again
@@ -28,12 +32,22 @@ and again, in the same shape and at other addresses."""
 
 
 class Tables:
-    """What launches of one launcher point to."""
+    """What launches of one launcher point to.
+
+    Note: tables in a CUDA graph
+    ~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+    A graph repeats addresses and owns nothing. What is prepared in its capture has tables in the
+    graph's own memory, but for the tiles: those were sent before, so a table of tiles that a
+    capture has used is kept for good, as long as the process; one a shape. What was prepared before
+    belongs to its owner, a plan, which therefore has to outlive the graphs that hold its launches.
+    """
 
     def __init__(self, launcher: Launcher) -> None:
         self._launcher = launcher
         self._masters: weakref.WeakKeyDictionary[Masters, MasterTable] = weakref.WeakKeyDictionary()
-        self._tiles: OrderedDict[tuple[tuple[Cut, ...], ...], torch.Tensor] = OrderedDict()
+        self._tiles: OrderedDict[_Cuts, torch.Tensor] = OrderedDict()
+        self._tiles_in_graphs: dict[_Cuts, torch.Tensor] = {}
+        self._one_thread = threading.Lock()  # for these three
 
     def launch(
         self,
@@ -42,6 +56,7 @@ class Tables:
         cuts: Sequence[Sequence[Cut]] | None,
         numerics: list[int],
         operands: object,
+        others: Sequence[torch.Tensor] = (),
     ) -> Launch:
         """The launch of ``kernel`` over the tiles that the weights are cut into, or over the
         weights themselves where ``cuts`` is None; it keeps alive what it points to.
@@ -55,6 +70,7 @@ class Tables:
             cuts: how each weight is cut.
             numerics: the fields of NumericsTable; none where the kernel takes none.
             operands: what the rows point to.
+            others: tables that the rows point to.
         """
         if not rows:
             return nothing
@@ -65,12 +81,12 @@ class Tables:
         if cuts is not None:
             tables.append(self._visited(cuts))
             count = len(tables[1])
-        arguments = Arguments([*(table.data_ptr() for table in tables), count], numerics)
+        addresses = [table.data_ptr() for table in tables]
+        arguments = Arguments([*addresses, count], numerics, [*tables, *others], operands)
         grid = min(count, launcher.max_grid)
-        alive, captured = (tables, operands), launcher.capturing
+        captured = launcher.capturing
 
         def launch() -> None:
-            assert alive
             if captured and not launcher.capturing:
                 raise BackendError(
                     "what is prepared while a CUDA graph is captured must run in that capture, "
@@ -82,11 +98,13 @@ class Tables:
 
     def masters(self, masters: Masters) -> MasterTable:
         """Where ``masters`` are, one table for all launches."""
-        known = self._masters.get(masters)
+        with self._one_thread:
+            known = self._masters.get(masters)
         if known is None:
             known = MasterTable(self._launcher, masters)
             if not self._launcher.capturing:
-                self._masters[masters] = known
+                with self._one_thread:
+                    self._masters[masters] = known
         return known
 
     def lists(self, operands: Sequence[TensorOperand]) -> Lists:
@@ -97,15 +115,26 @@ class Tables:
     def _visited(self, cuts: Sequence[Sequence[Cut]]) -> torch.Tensor:
         if len(cuts) > FEW_WEIGHTS:
             return self._launcher.upload(tiles_of(cuts))
-        key = tuple(tuple(weight) for weight in cuts)
-        tiles = self._tiles.pop(key, None)
+        key, capturing = tuple(tuple(weight) for weight in cuts), self._launcher.capturing
+        with self._one_thread:
+            tiles = self._tiles_in_graphs.get(key)
+            if tiles is None:
+                tiles = self._tiles.get(key)
+                if tiles is not None and capturing:
+                    self._tiles_in_graphs[key] = self._tiles.pop(key)
+                elif tiles is not None:
+                    self._tiles.move_to_end(key)
         if tiles is None:
             tiles = self._launcher.upload(tiles_of(cuts))
-        if not self._launcher.capturing:
-            self._tiles[key] = tiles  # the latest one used is the last one
-            if len(self._tiles) > KEPT_TILES:
-                self._tiles.popitem(last=False)
+            if not capturing:
+                self._keep(key, tiles)
         return tiles
+
+    def _keep(self, key: _Cuts, tiles: torch.Tensor) -> None:
+        with self._one_thread:
+            self._tiles[key] = tiles
+            if len(self._tiles) > KEPT_TILES:
+                self._tiles.popitem(last=False)  # that was used the longest ago
 
 
 class MasterTable:
@@ -114,16 +143,16 @@ class MasterTable:
     def __init__(self, launcher: Launcher, masters: Masters) -> None:
         self._launcher = launcher
         self._version = masters.version
-        self._table = launcher.upload(masters.table)
+        self.tensor = launcher.upload(masters.table)
 
     def place(self, masters: Masters, slot: int) -> int:
         """Where a kernel finds the master of a slot."""
-        return masters.place(slot, self._table)
+        return masters.place(slot, self.tensor)
 
     def follow(self, masters: Masters) -> None:
         """Send the table again where ``masters`` were bound anew."""
         if self._version != masters.version:
-            self._launcher.refresh(self._table, masters.table)
+            self._launcher.refresh(self.tensor, masters.table)
             self._version = masters.version
 
 
@@ -137,10 +166,10 @@ class Lists:
         for values in lists:
             self._offsets[id(values)] = total
             total += values.numel()
-        self._table = launcher.upload(torch.cat(list(lists))) if total else None
+        self.tensors = [launcher.upload(torch.cat(list(lists)))] if total else []
 
     def address(self, values: torch.Tensor) -> int:
         """Of one of the lists; 0 where all are empty."""
-        if self._table is None:
-            return 0
-        return self._table.data_ptr() + self._offsets[id(values)] * values.element_size()
+        for tensor in self.tensors:
+            return tensor.data_ptr() + self._offsets[id(values)] * values.element_size()
+        return 0

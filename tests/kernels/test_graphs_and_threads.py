@@ -1,0 +1,328 @@
+"""What CUDA graphs, threads and streams ask of the backend's host side, shown without a GPU: on the
+emulation, and on a launcher whose driver, streams and events only take notes.
+"""
+
+import gc
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import zerocast
+from tests.cuda_emulation.emulator import Emulator, needs_emulation
+from tests.support.recipes import RECIPES, VARIANTS
+from tests.support.same_bytes import assert_same_bytes, assert_same_storage
+from tests.support.values import draw_values
+from zerocast.backends.cuda import Arguments, CudaBackend, Kernel, prepared
+from zerocast.backends.cuda.device import WORDS, DeviceLauncher
+from zerocast.backends.cuda.tiling import shard_tiles
+from zerocast.cast import prepared_cast
+from zerocast.cast.exchange import Exchange
+from zerocast.layout import BlockGrid, Extent
+
+LARGE = (1024, 1024)
+KERNEL = Kernel("transpose", 256, ("8",))
+
+
+class Idle(Emulator):
+    """Runs nothing; a launch checks that its tables are still what was sent."""
+
+    def prepare(self, kernel: Kernel) -> int:
+        return 0
+
+    def launch(self, kernel: Kernel, handle: int, grid: int, arguments: Arguments) -> None:
+        assert all(table.numel() for table in arguments.tables)
+
+
+# --- graphs ---
+
+
+@needs_emulation
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp8"])
+def test_a_capture_of_large_tensors(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two tensors of one shape of many tiles, quantized and decoded once outside, can be captured;
+    the tables that the capture used are alive afterwards, whatever is cast next.
+    """
+    monkeypatch.setattr(prepared, "KEPT_TILES", 3)
+    emulator, recipe = Emulator(), RECIPES[name]
+    tensors = [draw_values("normal", 1024 * 1024, seed).view(LARGE) for seed in range(2)]
+
+    def run() -> list[torch.Tensor]:
+        made = [zerocast.quantize(t, recipe, dtype=torch.bfloat16) for t in tensors]
+        return made + [each.dequantize() for each in made]
+
+    def kept() -> list[torch.Tensor]:
+        gc.collect()
+        tables = [reference() for reference in emulator.tables]
+        return [table for table in tables if table is not None and table.numel() > WORDS]
+
+    with zerocast.use_backend(CudaBackend(emulator)):
+        run()
+        tables = kept()
+        assert tables
+        before = [table.clone() for table in tables]
+        addresses = {table.data_ptr() for table in tables}
+        del tables
+        emulator.capturing = True
+        first, second, *values = run()
+        emulator.capturing = False
+        for rows in (32, 64):
+            zerocast.quantize(torch.ones(rows, 64), recipe, dtype=torch.bfloat16)
+        alive = [table for table in kept() if table.data_ptr() in addresses]
+        assert len(alive) == len(addresses)
+        assert all(map(torch.equal, alive, before))
+    with zerocast.use_backend("reference"):
+        for tensor, made, decoded in zip(tensors, (first, second), values, strict=True):
+            expected = zerocast.quantize(tensor, recipe, dtype=torch.bfloat16)
+            assert_same_storage(made, expected, name)
+            assert_same_bytes(decoded, expected.dequantize(), f"{name} decoded")
+
+
+@needs_emulation
+def test_launches_in_a_graph_live_as_long_as_their_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A weight that moves after a capture gets new launches; those of the graph keep their tables
+    and the memory that they write.
+    """
+    emulator, captured = Idle(), False
+    monkeypatch.setattr(prepared_cast, "is_captured", lambda device: captured)
+
+    def count() -> int:
+        gc.collect()
+        return sum(reference() is not None for reference in emulator.tables)
+
+    def move() -> None:
+        zerocast.replace_raw_data(weight, torch.empty(48 * 16, dtype=torch.uint8))
+        plan.cast()
+
+    with zerocast.use_backend(CudaBackend(emulator)):
+        weight = zerocast.empty((48, 32), "nvfp4")
+        plan = zerocast.CastPlan([weight], [draw_values("normal", 48 * 32, 1)], [0])
+        tables = count()
+        captured = True
+        plan.cast()
+        captured = False
+        move()
+        with_graph = count()
+        assert with_graph > tables
+        move()
+        assert count() == with_graph
+
+
+# --- threads ---
+
+
+def at_once(work: Callable[[int], None], threads: int = 8) -> None:
+    """Run ``work(number)`` in so many threads, which take turns as often as Python lets them."""
+    errors: list[BaseException] = []
+
+    def run(number: int) -> None:
+        try:
+            work(number)
+        except BaseException as error:
+            errors.append(error)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        running = [threading.Thread(target=run, args=(number,)) for number in range(threads)]
+        for thread in running:
+            thread.start()
+        for thread in running:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert not errors, errors
+
+
+def test_threads_share_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """8 threads that look for the tiles of more shapes than tables are kept for, 200 times each,
+    all get those of the shape that they ask for.
+    """
+    monkeypatch.setattr(prepared, "KEPT_TILES", 2)
+    tables = prepared.Tables(Idle())
+    extents = [Extent(0, 8192 * count) for count in range(1, 7)]
+    cuts = [(shard_tiles, BlockGrid(1, each.end, 1, each.end), each) for each in extents]
+
+    def work(number: int) -> None:
+        for i in range(200):
+            at = (number + i // 4) % len(cuts)
+            assert len(tables._visited([[cuts[at]]])) == at + 1
+
+    at_once(work)
+    assert len(tables._tiles) == 2
+
+
+# --- the launcher of a GPU, whose driver, streams and events only take notes ---
+
+
+class Stream:
+    """One of torch's streams."""
+
+    def __init__(self, number: int) -> None:
+        self.cuda_stream = number
+        self.waited: list[object] = []
+
+    def record_event(self) -> "Event":
+        return Event()
+
+    def wait_event(self, event: object) -> None:
+        self.waited.append(event)
+
+
+class Event:
+    """One of torch's events, over when it is asked for the second time."""
+
+    def __init__(self) -> None:
+        self._asked = iter((False,))
+
+    def query(self) -> bool:
+        return next(self._asked, True)
+
+
+class Table:
+    """An uploaded table."""
+
+    def __init__(self) -> None:
+        self.streams: list[int] = []
+
+    def record_stream(self, stream: Stream) -> None:
+        self.streams.append(stream.cuda_stream)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A launcher for a GPU that is not there: ``launcher``, ``contexts``, the threads in which
+    CUDA's runtime was called, and ``use(stream)``, which makes one the thread's current one.
+    """
+    here = threading.local()
+    contexts: list[tuple[threading.Thread, int]] = []
+
+    def current() -> Stream:
+        if not hasattr(here, "stream"):
+            here.stream = Stream(threading.get_ident())
+        return here.stream
+
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "current_stream", current)
+    monkeypatch.setattr("torch.empty_like", lambda table, device: table.clone())
+    monkeypatch.setattr("zerocast.backends.cuda.device.import_nvrtc", lambda: None)
+    launcher = DeviceLauncher(torch.device("cuda", 0))
+    launcher.__dict__["_cupy"] = SimpleNamespace(
+        driver=SimpleNamespace(launchKernel=lambda *_: None, CUDADriverError=RuntimeError),
+        runtime=SimpleNamespace(
+            setDevice=lambda index: contexts.append((threading.current_thread(), index))
+        ),
+    )
+    launcher.__dict__["_write"] = 1
+    return SimpleNamespace(
+        launcher=launcher,
+        contexts=contexts,
+        use=lambda stream: setattr(here, "stream", stream),
+    )
+
+
+def test_uploads_by_threads(gpu: Any) -> None:
+    """8 threads that send tables on streams of their own, 200 times each, and launch what reads
+    them, neither fail nor lose a launch.
+    """
+
+    def work(number: int) -> None:
+        gpu.use(Stream(number))
+        for _ in range(200):
+            gpu.launcher.upload(torch.ones(3, dtype=torch.int64))
+            gpu.launcher.launch(KERNEL, 1, 1, Arguments([]))
+
+    at_once(work)
+    assert gpu.launcher.launches == 8 * 200 * 2
+
+
+def test_an_upload_beside_a_launch_is_waited_for(gpu: Any) -> None:
+    """A table that another thread sends while a launch finds that stream's earlier ones there is
+    still waited for by the next launch.
+    """
+    sending = Stream(5)
+
+    def send() -> None:
+        gpu.use(sending)
+        gpu.launcher.upload(torch.ones(3, dtype=torch.int64))
+
+    class Over:
+        def query(self) -> bool:
+            thread.start()
+            thread.join(0.2)
+            return True
+
+    thread = threading.Thread(target=send)
+    gpu.launcher._uploads[5] = Over()
+    stream = Stream(6)
+    gpu.use(stream)
+    gpu.launcher.launch(KERNEL, 1, 1, Arguments([]))
+    thread.join()
+    gpu.launcher.launch(KERNEL, 1, 1, Arguments([]))
+    assert len(stream.waited) == 1
+
+
+def test_every_thread_gets_the_context(gpu: Any) -> None:
+    """Before its first launch a thread makes a call of CUDA's runtime, and not again."""
+    for _ in range(2):
+        gpu.launcher.launch(KERNEL, 1, 1, Arguments([]))
+
+    def work(number: int) -> None:
+        for _ in range(3):
+            gpu.launcher.launch(KERNEL, 1, 1, Arguments([]))
+
+    at_once(work, 3)
+    assert len(gpu.contexts) == len(set(gpu.contexts)) == 4
+    assert {index for _, index in gpu.contexts} == {0}
+
+
+def test_tables_are_recorded_on_every_stream(gpu: Any) -> None:
+    """torch is told once of each stream that a table is read on."""
+    table = Table()
+    arguments = Arguments([], tables=[table])
+    for number in (1, 2, 1, 2, 2):
+        gpu.use(Stream(number))
+        gpu.launcher.launch(KERNEL, 1, 1, arguments)
+    assert table.streams == [1, 2]
+
+
+@needs_emulation
+def test_launches_name_their_tables() -> None:
+    """Every table of a plan is named by the launches that read it, so that it can be recorded."""
+    emulator = Idle()
+    named: set[int] = set()
+    emulator.launch = lambda kernel, handle, grid, arguments: named.update(  # type: ignore[method-assign]
+        table.data_ptr() for table in arguments.tables
+    )
+    recipes = [VARIANTS["nvfp4-4over6-mse-448"], RECIPES["delayed"]]
+    with zerocast.use_backend(CudaBackend(emulator)):
+        weights = [zerocast.empty((48, 32), recipe) for recipe in recipes]
+        plan = zerocast.CastPlan(weights, [torch.ones(48 * 32)] * 2, [0, 0])
+        plan.cast()
+        plan.post_all_gather_processing()
+        sent = [reference() for reference in emulator.tables]
+        assert {table.data_ptr() for table in sent if table is not None} == named
+
+
+def test_buffers_of_an_exchange_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch is told once of each stream that a plan casts on."""
+    exchange = object.__new__(Exchange)
+    buffers = [Table() for _ in range(4)]
+    exchange.amax, exchange.candidates, exchange._reduced, exchange._shared = buffers  # type: ignore[assignment]
+    buffers[0].is_cuda, buffers[0].device = True, torch.device("cuda", 0)  # type: ignore[attr-defined]
+    exchange._streams = set()
+    streams = [Stream(number) for number in range(2)]
+    for number in (0, 1, 0, 1, 1):
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device, n=number: streams[n])
+        exchange.follow_stream()
+    assert [buffer.streams for buffer in buffers] == [[0, 1]] * 4
