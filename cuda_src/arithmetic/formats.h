@@ -171,25 +171,23 @@ ZEROCAST_FN typename L::Float decode_e8m0(typename L::Int code) {
 
 // --- stochastic rounding ---
 
-// The code of E2M1 below x or the one above, by a random word: above with the probability of x's
-// distance from the one below, in 2^-24. Saturates; what NaN becomes is as for encode.
+// The code of E2M1 below x or the one above, by 16 random bits: above with the probability of x's
+// distance from the one below, to the nearest 2^-16. Saturates; what NaN becomes is as for encode.
+//
+// Codes lie 0.5 apart below the smallest normal, 1, and so do those from 1 to 2: 1 more (or, from 1
+// on, twice as much) is a number whose mantissa bits below E2M1's are the distance, and the draw,
+// added to them, carries into the code or not.
 template <class L>
-ZEROCAST_FN typename L::Int encode_e2m1_stochastic(typename L::Float x, typename L::Unsigned word) {
+ZEROCAST_FN typename L::Int encode_e2m1_stochastic(typename L::Float x, typename L::Int draw) {
     typedef Derived<E2M1> D;
     typename L::Int bits = L::bits(x);
-    typename L::Int clamped = L::min(bits & MAGNITUDE_MASK, L::splat(D::MAX_BITS));
-    typename L::Float y = L::value(clamped);
-    // Cut off below the last place; below the smallest normal, 1, that place is 0.5.
-    constexpr i32 FIRST = (D::MIN_NORMAL_BITS >> D::DROPPED) - (1 << E2M1::MANTISSA);
-    typename L::Int subnormal = L::select(y < L::splat(0.5f), L::splat(0), L::splat(1));
-    typename L::Int lower =
-        L::select(clamped < D::MIN_NORMAL_BITS, subnormal, (clamped >> D::DROPPED) - FIRST);
-    typename L::Float steps = L::select(y < L::splat(4.0f), L::splat(1.0f), L::splat(0.5f));
-    steps = L::select(y < L::splat(2.0f), L::splat(2.0f), steps);  // in 1
-    typename L::Float distance = (y - decode<E2M1, L>(lower)) * steps;
-    typename L::Float random =
-        L::to_float((typename L::Int)(word >> 8)) * L::splat(1.0f / (1 << 24));
-    return with_sign<E2M1, L>(L::select(random < distance, lower + 1, lower), bits);
+    typename L::Float y = L::value(L::min(bits & MAGNITUDE_MASK, L::splat(D::MAX_BITS)));
+    typename L::Int spread = L::max(L::bits(y + L::splat(1.0f)), L::bits(y + y));
+    constexpr int BELOW = D::DROPPED - 16;                 // bits of the distance below the draw's
+    constexpr i32 FIRST = EXPONENT_BIAS << MANTISSA_BITS;  // what 0 is spread to: 1
+    constexpr i32 HALF = 1 << (BELOW - 1);                 // of the draw's last place
+    typename L::Int sum = spread + (draw << BELOW) - (FIRST - HALF);
+    return with_sign<E2M1, L>(sum >> D::DROPPED, bits);
 }
 
 // --- nominal dtypes: what a master element is rounded to first; every NaN becomes the canonical,

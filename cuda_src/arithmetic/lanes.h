@@ -13,7 +13,8 @@
 //                                     two Int
 //     L::divide(a, b)                 a / b, rounded once (IEEE)
 //     L::to_float(i)                  an Int of magnitude at most 2^24 as a Float: exact
-//     L::multiply_high(a, c)          the high 32 bits of each Unsigned times the constant c
+//     L::Wide                         64 bits an element, half as many of them where there are many
+//     L::multiply_low(a, c)           the low half of each Wide times the 32-bit constant c
 //
 // and the operators of C on its three types. A comparison gives whatever select takes.
 //
@@ -68,6 +69,7 @@ struct Scalar {
     typedef float Float;
     typedef i32 Int;
     typedef u32 Unsigned;
+    typedef u64 Wide;
 
     static ZEROCAST_FN Int bits(Float x) {
 #ifdef __CUDA_ARCH__
@@ -104,9 +106,7 @@ struct Scalar {
 #endif
     }
     static ZEROCAST_FN Float to_float(Int i) { return (Float)i; }
-    static ZEROCAST_FN Unsigned multiply_high(Unsigned a, u32 c) {
-        return (Unsigned)((u64)a * c >> 32);
-    }
+    static ZEROCAST_FN Wide multiply_low(Wide a, u32 c) { return (u64)(u32)a * c; }
 };
 
 // The FP32 value of a constant bit pattern, in every element.

@@ -29,46 +29,45 @@ struct NearestGroup {
 
 struct StochasticGroup {
     typedef E2M1 Format;
-    RandomWords random;
+    RandomDraws random;
     RandomBits random_bits;
 
-    // The words of four elements of the whole weight are made together.
+    // The bits of eight elements of the whole weight are drawn together.
     ZEROCAST_FN bool starts_group(i64 element) const {
-        return random_bits.in_whole(element) % 4 == 0;
+        return random_bits.in_whole(element) % 8 == 0;
     }
     ZEROCAST_FN bool spans_rows() const { return !random_bits.skip; }
 
     ZEROCAST_FN void group(i64 element, const Native::Float (&x)[4],
                            Native::Int (&codes)[4]) const {
-        typedef typename IndicesTo<Native::WIDTH>::Type All;
-        u64 first = (u64)random_bits.in_whole(element) / 4;
-        // WIDTH fours side by side; their number may carry into its high half on the way.
-        Native::Unsigned low = counting(All{}) + (u32)first;
-        Native::Unsigned carry = (Native::Unsigned)(low < (u32)first);  // -1 where it does
-        Native::Unsigned words[4];
-        random.of_four<Native>(low, (u32)(first >> 32) - carry, words);
-        // Word k of four i belongs to element 4 * i + k.
-        auto a = interleaved<Native, 0>(words[0], words[2], All{});
-        auto b = interleaved<Native, 0>(words[1], words[3], All{});
-        auto c = interleaved<Native, 1>(words[0], words[2], All{});
-        auto d = interleaved<Native, 1>(words[1], words[3], All{});
-        codes[0] = encode_e2m1_stochastic<Native>(x[0], interleaved<Native, 0>(a, b, All{}));
-        codes[1] = encode_e2m1_stochastic<Native>(x[1], interleaved<Native, 1>(a, b, All{}));
-        codes[2] = encode_e2m1_stochastic<Native>(x[2], interleaved<Native, 0>(c, d, All{}));
-        codes[3] = encode_e2m1_stochastic<Native>(x[3], interleaved<Native, 1>(c, d, All{}));
+        typedef typename IndicesTo<Native::WIDTH / 2>::Type Eights;
+        alignas(64) Native::Wide draws[2], in_order[2];
+        random.of_eight<Native>(counting(Eights{}) + (u64)random_bits.in_whole(element) / 8, draws);
+        in_order[0] = alternating<0>(draws[0], draws[1], Eights{});
+        in_order[1] = alternating<1>(draws[0], draws[1], Eights{});
+        auto halves = (const unsigned short*)in_order;
+        for (int i = 0; i < 4; i++) {
+            auto draw = load_halves<Native>(halves + i * Native::WIDTH);
+            codes[i] = encode_e2m1_stochastic<Native>(x[i], draw);
+        }
     }
     ZEROCAST_FN i32 single(i64 element, float x) const {
         i64 index = random_bits.in_whole(element);
-        u64 four = (u64)index / 4;
-        u32 words[4];
-        random.of_four<Scalar>((u32)four, (u32)(four >> 32), words);
-        return encode_e2m1_stochastic<Scalar>(x, words[index % 4]);
+        u64 draws[2];
+        random.of_eight<Scalar>((u64)index / 8, draws);
+        return encode_e2m1_stochastic<Scalar>(x, (i32)draw_of(draws[index / 4 % 2], index % 4));
     }
 
   private:
     template <int... I>
-    static ZEROCAST_FN Native::Unsigned counting(Indices<I...>) {
-        return Native::Unsigned{(u32)I...};
+    static ZEROCAST_FN Native::Wide counting(Indices<I...>) {
+        return Native::Wide{(u64)I...};
+    }
+    // The elements of a and b in turn: the first half of them, or (HALF 1) the second.
+    template <int HALF, int... I>
+    static ZEROCAST_FN Native::Wide alternating(Native::Wide a, Native::Wide b, Indices<I...>) {
+        constexpr int N = sizeof...(I);
+        return __builtin_shufflevector(a, b, (I / 2 + HALF * N / 2 + I % 2 * N)...);
     }
 };
 

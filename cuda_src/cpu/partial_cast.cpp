@@ -129,7 +129,7 @@ void cast(const NumericsTable& table, const CastShard& shard, i64 begin, i64 end
     with_numerics(table, shard.tensor_amax, shard.delayed, [&](auto numerics) {
         BlockMultipliers multipliers(numerics);
         if (table.stochastic_rounding) {
-            StochasticGroup stochastic{RandomWords((u64)table.seed, shard.random_bits.counter),
+            StochasticGroup stochastic{RandomDraws((u64)table.seed, shard.random_bits.counter),
                                        shard.random_bits};
             cast_encoded(shard, multipliers, stochastic, begin, end);
         } else {

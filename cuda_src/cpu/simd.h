@@ -34,8 +34,8 @@ struct Simd {
     typedef u8 Bytes __attribute__((vector_size(W)));  // one an element
     typedef u8 HalfBytes __attribute__((vector_size(W / 2)));
     typedef unsigned short Halves __attribute__((vector_size(2 * W)));  // 16 bits an element
-    typedef u64 Pairs __attribute__((vector_size(4 * W)));              // two elements each
-    typedef u8 Bytes4 __attribute__((vector_size(4 * W)));              // a whole register of them
+    typedef u64 Wide __attribute__((vector_size(4 * W)));   // half as many, 64 bits each
+    typedef u8 Bytes4 __attribute__((vector_size(4 * W)));  // a whole register of them
 
     static ZEROCAST_FN Int bits(Float x) { return (Int)x; }
     static ZEROCAST_FN Float value(Int i) { return (Float)i; }
@@ -75,23 +75,15 @@ struct Simd {
     static ZEROCAST_FN Float to_float(T i) {
         return __builtin_convertvector(i, Float);
     }
-    static ZEROCAST_FN Unsigned multiply_high(Unsigned a, u32 c) {
-        // The products of the even elements, and of the odd ones moved into their places.
-        Pairs even = multiply_even((Pairs)a, (Pairs)(c - Unsigned{}));
-        Pairs odd = multiply_even((Pairs)a >> 32, (Pairs)(c - Unsigned{}));
-        constexpr u64 HIGH = 0xFFFFFFFF00000000u;
-        return (Unsigned)(even >> 32 | (odd & HIGH));
-    }
-    // The 64-bit products of the low halves of pairs.
-    static ZEROCAST_FN Pairs multiply_even(Pairs a, Pairs b) {
+    static ZEROCAST_FN Wide multiply_low(Wide a, u32 c) {
 #if defined(__AVX512F__)
-        return (Pairs)_mm512_mul_epu32((__m512i)a, (__m512i)b);
+        return (Wide)_mm512_mul_epu32((__m512i)a, _mm512_set1_epi64(c));
 #elif defined(__AVX2__)
-        return (Pairs)_mm256_mul_epu32((__m256i)a, (__m256i)b);
+        return (Wide)_mm256_mul_epu32((__m256i)a, _mm256_set1_epi64x(c));
 #elif defined(__SSE2__)
-        return (Pairs)_mm_mul_epu32((__m128i)a, (__m128i)b);
+        return (Wide)_mm_mul_epu32((__m128i)a, _mm_set1_epi64x(c));
 #else
-        return (a & 0xFFFFFFFFu) * (b & 0xFFFFFFFFu);
+        return (a & 0xFFFFFFFFu) * (u64)c;
 #endif
     }
 
@@ -201,8 +193,8 @@ template <class L>
 ZEROCAST_FN typename L::Int load_nibbles(const u8* from) {
     typename L::HalfBytes bytes;
     __builtin_memcpy(&bytes, from, sizeof bytes);
-    // A byte in each 64-bit pair of elements: its high nibble goes up to the odd one.
-    auto pairs = __builtin_convertvector(bytes, typename L::Pairs);
+    // A byte in 64 bits, two elements: its high nibble goes up to the odd one.
+    auto pairs = __builtin_convertvector(bytes, typename L::Wide);
     return (typename L::Int)(pairs | pairs << 28) & 0xF;
 }
 

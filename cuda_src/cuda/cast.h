@@ -40,39 +40,40 @@ struct NearestVec4 {
 // By stochastic rounding.
 struct StochasticVec4 {
     static constexpr int RESIDENT = 5;
-    RandomWords words;
+    RandomDraws draws;
     const RandomBits& random_bits;
 
     ZEROCAST_FN StochasticVec4(const CastShard& shard, const NumericsTable& numerics)
-        : words((u64)numerics.seed, shard.random_bits.counter), random_bits(shard.random_bits) {}
+        : draws((u64)numerics.seed, shard.random_bits.counter), random_bits(shard.random_bits) {}
 
-    // The four elements of a vector share one call of Philox where the weight's elements are
-    // counted so.
+    // The four elements of a vector are among the eight of one call of Philox where the weight's
+    // elements are counted so.
     ZEROCAST_FN bool takes_vectors(const Tile& tile, const Grid& grid) const {
         return tile.element % 4 == 0 && (tile.rows == 1 || grid.cols % 4 == 0)
                && random_bits.keeps_fours();
     }
 
-    // Of the four elements of the whole weight that element `index` is one of.
-    ZEROCAST_FN void draw(i64 index, u32 (&word)[4]) const {
-        words.of_four<Scalar>((u32)(index / 4), (u32)((u64)index >> 34), word);
+    // The bits of the four elements of the whole weight that element `index` is one of.
+    ZEROCAST_FN u64 draw(i64 index) const {
+        u64 eight[2];
+        draws.of_eight<Scalar>((u64)index / 8, eight);
+        return index & 4 ? eight[1] : eight[0];
     }
 
     ZEROCAST_FN u32 encode_vec4_at(i64 element, const Vec4& scaled) const {
-        u32 word[4], codes = 0;
-        draw(random_bits.in_whole(element), word);
+        u32 codes = 0;
+        u64 drawn = draw(random_bits.in_whole(element));
 #pragma unroll
         for (int i = 0; i < 4; i++)
-            codes |= (u32)encode_e2m1_stochastic<Scalar>(scaled.x[i], word[i]) << 4 * i;
+            codes |= (u32)encode_e2m1_stochastic<Scalar>(scaled.x[i], (i32)draw_of(drawn, i))
+                     << 4 * i;
         return codes;
     }
 
     ZEROCAST_FN u32 encode_at(i64 element, float scaled) const {
-        u32 word[4];
         i64 index = random_bits.in_whole(element);
-        draw(index, word);
-        u32 mine = index & 2 ? (index & 1 ? word[3] : word[2]) : index & 1 ? word[1] : word[0];
-        return (u32)encode_e2m1_stochastic<Scalar>(scaled, mine);
+        u32 mine = draw_of(draw(index), index % 4);
+        return (u32)encode_e2m1_stochastic<Scalar>(scaled, (i32)mine);
     }
 };
 

@@ -11,7 +11,7 @@ from tests.support.operations import masters_of, operand, plane
 from tests.support.same_bytes import assert_same_bytes
 from zerocast.backends.cpu import CpuBackend
 from zerocast.backends.reference import ReferenceBackend
-from zerocast.backends.reference.philox import element_words
+from zerocast.backends.reference.philox import element_draws
 from zerocast.backends.reference.planes import read_plane, write_plane
 from zerocast.backends.reference.rounding import encode_stochastic
 from zerocast.formats import E2M1, E4M3, encode, reciprocal_e8m0
@@ -141,7 +141,7 @@ def test_closing_a_cast_whose_state_waits():
         assert state.amax_history.tolist() == [8.0, 1.0]
 
 
-def test_words_follow_the_index_in_the_whole_weight():
+def test_draws_follow_the_index_in_the_whole_weight():
     """A shard at 2^34 + 5 draws what its elements draw anywhere; scales advance the step by one."""
     start, numerics = 2**34 + 5, NVFP4Numerics(stochastic_rounding=True, seed=2**63 + 9)
     grid = BlockGrid(2**15, 2**20, 2**15, 2**20)
@@ -156,8 +156,8 @@ def test_words_follow_the_index_in_the_whole_weight():
     REFERENCE.partial_cast(numerics, [shard], masters_of(x))()
     # g = 6: S_enc = 448, S_dec = 448 and the multiplier 1.
     assert scale_inv.item() == 0x7E
-    words = element_words(torch.arange(start, start + 40), numerics.seed, 77, 12)
-    drawn = encode_stochastic(x, E2M1, words)
+    draws = element_draws(torch.arange(start, start + 40), numerics.seed, 77, 12)
+    drawn = encode_stochastic(x, E2M1, draws)
     nibbles = torch.stack((codes & 15, codes >> 4), dim=1).flatten()
     assert_same_bytes(nibbles[1:41], drawn, "codes")
     assert nibbles[[0, 41]].tolist() == [0, 0]

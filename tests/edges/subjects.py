@@ -18,7 +18,7 @@ from zerocast.comm import Communicator
 from zerocast.recipes import Recipe
 
 K, HIDDEN = 64, 96
-# Without the random words of gradients, so that two backward passes give the same.
+# Without the random bits of gradients, so that two backward passes give the same.
 RECIPE = zerocast.NVFP4BlockScaling(disable_stochastic_rounding=True)
 
 

@@ -441,10 +441,10 @@ def test_a_large_transpose_goes_past_the_caches_to_the_same_place(make, rows):
 
 
 def test_a_counter_that_carries_between_its_halves():
-    """Elements on both sides of number 2^34, where the low half of index / 4 wraps."""
+    """Elements on both sides of number 2^35, where the low half of index / 8 wraps."""
     # A weight of that size is never made: the shard has codes of its own.
-    start, size, cols = 2**34 - 3 * 1024, 6 * 1024, 1024
-    grid, amax = BlockGrid(2**25, cols, 2**25, cols), torch.tensor([3.0]).view(torch.int32)
+    start, size, cols = 2**35 - 3 * 1024, 6 * 1024, 1024
+    grid, amax = BlockGrid(2**26, cols, 2**26, cols), torch.tensor([3.0]).view(torch.int32)
     masters = masters_of(draw_values("normal", size, 0))
 
     def run(backend):

@@ -3,6 +3,7 @@
 Blocks of one dimension, 4-over-6 and stochastic rounding, with Philox in Python's integers.
 """
 
+from fractions import Fraction
 from math import isfinite, isnan
 
 import numpy as np
@@ -42,23 +43,27 @@ def philox(counter: tuple[int, ...], key: tuple[int, ...]) -> tuple[int, ...]:
     return a, b, c, d
 
 
-def word(index: int, seed: int, name_hash: int, step: int) -> int:
-    """The random word of an element; of the step 32 bits count."""
-    group = index // 4
+def draw(index: int, seed: int, name_hash: int, step: int) -> int:
+    """The 16 random bits of an element; of the step 32 bits count."""
+    group = index // 8
     counter = (group & 0xFFFFFFFF, group >> 32, name_hash, step & 0xFFFFFFFF)
-    return philox(counter, (seed & 0xFFFFFFFF, seed >> 32))[index % 4]
+    word = philox(counter, (seed & 0xFFFFFFFF, seed >> 32))[index % 8 // 2]
+    return word >> 16 * (index % 2) & 0xFFFF
 
 
-def drawn(x: np.float32, random_word: int) -> int:
+def drawn(x: np.float32, bits: int) -> int:
     """One of the two neighbours of ``x``; NaN has none."""
     if isnan(x):
         return 7
     y = min(abs(float(x)), 6.0)
+    if y < 1:
+        y = float(F32(F32(y) + F32(1))) - 1
     below = max(i for i, v in enumerate(E2M1_VALUES) if v <= y)
     code = below
     if y > E2M1_VALUES[below]:
         gap = E2M1_VALUES[below + 1] - E2M1_VALUES[below]
-        code += (random_word >> 8) / 2**24 < (y - E2M1_VALUES[below]) / gap
+        distance = Fraction(y - E2M1_VALUES[below]) / Fraction(gap)
+        code += distance + Fraction(2 * bits + 1, 2**17) >= 1
     return code | (8 if np.signbit(x) else 0)
 
 
@@ -135,7 +140,7 @@ def cast_nvfp4(
         decoder = (e4m3_value(code) * g) * F32(1 / (6 * scale_max))
         for i, j in elements:
             y = x[i, j] * enc
-            codes[i, j] = e2m1(y) if random is None else drawn(y, word(i * cols + j, *random))
+            codes[i, j] = e2m1(y) if random is None else drawn(y, draw(i * cols + j, *random))
             values[i, j] = e2m1_value(int(codes[i, j])) * decoder
     return codes, values, scales, g
 

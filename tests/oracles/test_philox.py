@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.oracles import scalar_nvfp4
-from zerocast.backends.reference.philox import element_words, philox
+from zerocast.backends.reference.philox import element_draws, philox
 
 # Counter, key and output, from the file tests/kat_vectors of Random123 (D. E. Shaw Research), lines
 # "philox4x32 10": zeros, ones, and digits of pi.
@@ -31,40 +31,48 @@ def test_the_known_answers(counter, key, expected):
     assert scalar_nvfp4.philox(words(counter), words(key)) == words(expected)
 
 
-def test_the_word_of_an_element():
-    """Number index % 4 of counter (index / 4 in two halves, name, step), key the seed's halves.
+def halves(words: tuple[int, ...]) -> list[int]:
+    """Of each word the low 16 bits, then the high ones."""
+    return [half for word in words for half in (word & 0xFFFF, word >> 16)]
 
-    Here the three answers come from an index of zero, and of one so large that both halves count.
+
+def test_the_draw_of_an_element():
+    """Half number index % 8 of counter (index / 8 in two words, name, step), key the seed's words.
+
+    Here the three answers come from an index of zero, and of one so large that both words count.
     """
     first, _, third = (words(answer) for _, _, answer in KNOWN_ANSWERS)
-    assert element_words(torch.arange(4), 0, 0, 0).tolist() == list(first)
+    assert element_draws(torch.arange(8), 0, 0, 0).tolist() == halves(first)
     # A counter in 64 bits does not fit an index of 63 bits; the answer for pi has its high bit
-    # clear after two bits are taken from the top, so shift the words down by hand.
+    # clear after three bits are taken from the top, so shift the words down by hand.
     low, high, name_hash, step = words(KNOWN_ANSWERS[2][0])
     seed = words(KNOWN_ANSWERS[2][1])[0] | words(KNOWN_ANSWERS[2][1])[1] << 32
     group = low | high << 32
-    assert group >= 2**61
-    assert [scalar_nvfp4.word(4 * group + i, seed, name_hash, step) for i in range(4)] == [*third]
-    index = 4 * (group & 2**61 - 1) + torch.arange(4)
-    expected = [scalar_nvfp4.word(i, seed, name_hash, step) for i in index.tolist()]
-    assert element_words(index, seed, name_hash, step).tolist() == expected
+    assert group >= 2**60
+    drawn = [scalar_nvfp4.draw(8 * group + i, seed, name_hash, step) for i in range(8)]
+    assert drawn == halves(third)
+    index = 8 * (group & 2**60 - 1) + torch.arange(8)
+    expected = [scalar_nvfp4.draw(i, seed, name_hash, step) for i in index.tolist()]
+    assert element_draws(index, seed, name_hash, step).tolist() == expected
 
 
 def test_only_32_bits_of_the_step_count():
-    """2^32 casts later the words come again."""
+    """2^32 casts later the draws come again."""
     index = torch.arange(8)
-    assert torch.equal(element_words(index, 5, 6, 7), element_words(index, 5, 6, 7 + 2**32))
+    assert torch.equal(element_draws(index, 5, 6, 7), element_draws(index, 5, 6, 7 + 2**32))
 
 
-def test_every_argument_changes_the_words():
-    """Seed (both halves), name, step and index: no two of the 6 sets of 1,000 words share 3."""
+def test_every_argument_changes_the_draws():
+    """Seed (both halves), name, step and index: any two of the 6 sets of 1,000 draws agree in at
+    most 3 places.
+    """
     index = torch.arange(1000)
     sets = [
-        element_words(index, 5, 6, 7), element_words(index, 4, 6, 7),
-        element_words(index, 5 + 2**32, 6, 7), element_words(index, 5, 7, 7),
-        element_words(index, 5, 6, 8), element_words(index + 2**40, 5, 6, 7),
+        element_draws(index, 5, 6, 7), element_draws(index, 4, 6, 7),
+        element_draws(index, 5 + 2**32, 6, 7), element_draws(index, 5, 7, 7),
+        element_draws(index, 5, 6, 8), element_draws(index + 2**40, 5, 6, 7),
     ]  # fmt: skip
     for i, one in enumerate(sets):
-        assert len(one.unique()) > 998
+        assert len(one.unique()) > 980
         for other in sets[:i]:
-            assert torch.isin(one, other).sum() < 3
+            assert (one == other).sum() <= 3

@@ -31,7 +31,7 @@ both_dtypes = pytest.mark.parametrize(
 
 
 def to_nearest(recipe: Recipe) -> Recipe:
-    """The same without random words, so that two backwards give the same."""
+    """The same without random bits, so that two backwards give the same."""
     if not isinstance(recipe, NVFP4BlockScaling):
         return recipe
     return NVFP4BlockScaling(nvfp4_4over6=recipe.nvfp4_4over6, disable_stochastic_rounding=True)

@@ -79,7 +79,7 @@ class Scheme:
         source: where its codes come from: cast from the master, shared with the rowwise plane, or
             transposed from it.
         history: the amaxes that delayed scaling remembers at first, newest first.
-        place: of a tensor-parallel shard in the whole, for random words: its origin, and what its
+        place: of a tensor-parallel shard in the whole, for random bits: its origin, and what its
             rows skip.
     """
 

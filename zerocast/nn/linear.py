@@ -34,7 +34,7 @@ def quantized_parameter(
     """``weight`` quantized; its present value is kept, on the CPU, for an optimizer's masters.
 
     Of a weight on the meta device that is the value which is copied into it once it has memory.
-    ``name`` is what the random words of stochastic rounding depend on.
+    ``name`` is what the random bits of stochastic rounding depend on.
 
     Raises:
         InputError: where the recipe cannot hold it.
@@ -141,7 +141,7 @@ class Linear(QuantizedModule, torch.nn.Linear):
         device: where the parameters are.
         dtype: the nominal dtype of the weight, and the bias's dtype: FP32, BF16 or FP16.
         columnwise: whether a quantized weight holds the columnwise copy.
-        name: under stochastic rounding, layers of different names draw different random words;
+        name: under stochastic rounding, layers of different names draw different random bits;
             :func:`zerocast.nn.convert` names those of a model that have none.
 
     Raises:

@@ -69,7 +69,7 @@ class QuantizedModule(StatefulModule):
 
     Attributes:
         gemms: how many linear products it has.
-        name: under stochastic rounding, layers of different names draw different random words.
+        name: under stochastic rounding, layers of different names draw different random bits.
             :func:`zerocast.nn.convert` gives each layer its name in the model.
     """
 

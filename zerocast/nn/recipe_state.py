@@ -113,7 +113,7 @@ class RecipeState:
             num_quantizers: how many; those of several GEMMs follow each other.
             device: where the tensors to be quantized are; torch's default device by default.
             name: of the layer; under stochastic rounding layers of different names draw different
-                random words.
+                random bits.
 
         Raises:
             InputError: for anything else.

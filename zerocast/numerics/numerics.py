@@ -15,7 +15,7 @@ import torch
 from zerocast.errors import InputError
 from zerocast.formats import E2M1, E4M3, ElementFormat
 
-NUMERICS_VERSION = 1
+NUMERICS_VERSION = 2
 """Changes with any change of the bytes that some input gives; ranks of one cast must agree on
 it."""
 
@@ -134,9 +134,10 @@ class NVFP4Numerics:
 
     *Stochastic rounding* draws the code from the two neighbours of ``y = min(|x * enc|, 6)``, lower
     one ``lo`` and distance ``step`` between them: the upper one where
-    ``(word >> 8) * 2^-24 < (y - lo) / step``, both sides exact; the sign stays. The word of an
-    element is number ``index % 4`` of Philox 4x32-10 with the key (low, high half of ``seed``) and
-    the counter (low, high half of ``index / 4``, the hash of the weight's name, the step), where
+    ``(y - lo) / step + (draw + 1/2) * 2^-16 >= 1``, exactly, with ``fl(y + 1) - 1`` for ``y``
+    below 1; the sign stays. The draw of an element is number ``index % 8`` of the 16-bit halves,
+    each word's low one first, of Philox 4x32-10 with the key (low, high half of ``seed``) and
+    the counter (low, high half of ``index / 8``, the hash of the weight's name, the step), where
     ``index`` is the element's flat index in the whole weight, also where this one is a shard of it;
     see :class:`Rounding`.
 

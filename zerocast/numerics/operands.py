@@ -64,7 +64,7 @@ class DelayedState:
 
 @dataclass(frozen=True, slots=True)
 class Rounding:
-    """The source of the random words of a weight, beside the seed.
+    """The source of the random bits of a weight, beside the seed.
 
     Attributes:
         counter: int64 [2], the weight's own memory: the 32-bit hash of its name, and the step,

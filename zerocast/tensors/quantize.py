@@ -52,7 +52,7 @@ def quantize(
         dtype: the nominal dtype of the result, which elements are rounded to first; the tensor's
             own by default.
         columnwise: whether the weight holds the columnwise copy.
-        name: the weight's name, on which the random words of stochastic rounding depend; without
+        name: the weight's name, on which the random bits of stochastic rounding depend; without
             one, all weights draw the same words.
         tp_shard: where ``tensor`` is some rows or columns of a larger weight, which of them. The
             call is then collective over the ranks that hold the others, and gives the bytes that

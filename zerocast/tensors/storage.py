@@ -165,7 +165,7 @@ class QuantizedStorage(HeldPlanes):
         return next(iter(self._buffers.values())).device
 
     def name_weight(self, name: str) -> None:
-        """Give the weight the name that its random words depend on, where it has none yet.
+        """Give the weight the name that its random bits depend on, where it has none yet.
 
         Only stochastic rounding has a use for it. The first name stays, so the bytes do not depend
         on who casts the weight later.

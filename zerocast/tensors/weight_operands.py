@@ -118,7 +118,7 @@ def block_amaxes(
 
 
 def _rounding(storage: QuantizedStorage, plane: Plane) -> Rounding | None:
-    """Say where the random words of what is cast into ``plane`` come from."""
+    """Say where the random bits of what is cast into ``plane`` come from."""
     recipe, tp_shard = storage.recipe, storage.tp_shard
     rounding = recipe.rounding(storage.buffers)
     if rounding is None or tp_shard is None:

@@ -11,7 +11,7 @@ import torch
 from zerocast.backends.fused_ops import rounded_result, with_casts
 from zerocast.backends.reference import four_over_six
 from zerocast.backends.reference.elements import amax_of, indices, raise_amaxes, rounded, store
-from zerocast.backends.reference.philox import element_words
+from zerocast.backends.reference.philox import element_draws
 from zerocast.backends.reference.planes import by_elements, read_plane, write_plane
 from zerocast.backends.reference.rounding import encode_stochastic
 from zerocast.backends.reference.scales import advance, decode_multipliers, scales
@@ -146,7 +146,7 @@ def _cast(numerics: Numerics, shard: TensorOperand, x: torch.Tensor) -> None:
             rounding = shard.rounding
             name_hash, step = rounding.counter.tolist()
             in_whole = index + rounding.origin + index // grid.cols * rounding.skip
-            drawn = element_words(in_whole, numerics.seed, name_hash, step)
+            drawn = element_draws(in_whole, numerics.seed, name_hash, step)
             encoded = encode_stochastic(y, numerics.fmt, drawn)
         else:
             encoded = encode(y, numerics.fmt)

@@ -34,8 +34,8 @@ def philox(counter: Words, key: tuple[int, int]) -> Words:
     return c0, c1, c2, c3
 
 
-def element_words(index: torch.Tensor, seed: int, name_hash: int, step: int) -> torch.Tensor:
-    """[n] int64: the 32-bit word of each element.
+def element_draws(index: torch.Tensor, seed: int, name_hash: int, step: int) -> torch.Tensor:
+    """[n] int64: the 16 random bits of each element.
 
     Args:
         index: int64 [n] flat indices in the whole weight.
@@ -43,8 +43,9 @@ def element_words(index: torch.Tensor, seed: int, name_hash: int, step: int) -> 
         name_hash: 32 bits.
         step: of which 32 bits count.
     """
-    group = index // 4
+    group = index // 8
     low, high = group & _LOW, group >> 32
     counter = (low, high, torch.full_like(low, name_hash & _LOW), torch.full_like(low, step & _LOW))
     words = philox(counter, (seed & _LOW, seed >> 32 & _LOW))
-    return torch.stack(words).gather(0, (index % 4).unsqueeze(0)).squeeze(0)
+    word = torch.stack(words).gather(0, (index // 2 % 4).unsqueeze(0)).squeeze(0)
+    return torch.where(index % 2 == 0, word & 0xFFFF, word >> 16)
