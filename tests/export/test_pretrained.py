@@ -4,6 +4,7 @@ import contextlib
 import copy
 import hashlib
 import json
+import random
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from safetensors.torch import load_file, save_file
 import zerocast
 from tests.support.llama import TIED_160, llama, tokens
 from tests.support.models import Attention, Bank
+from tests.support.partitions import draw_partition
 from tests.support.ranks import on_ranks, run_ranks, shared_folder
 from tests.support.same_bytes import assert_same_bytes
 from zerocast.export import DIALECTS, Export, load_pretrained, save_pretrained
@@ -165,6 +167,73 @@ def test_transformers_loads_and_evaluates_what_is_saved(tmp_path, form):
     assert_same_bytes(*logits, "logits")
 
 
+def tensors_of(*arguments, **options) -> dict[str, torch.Tensor]:
+    """Everything that an Export of these arguments gives. Collective."""
+    return {
+        name: tensor
+        for bucket in Export(*arguments, **options).buckets()
+        for name, tensor in bucket.items()
+    }
+
+
+def test_weights_of_an_optimizer_or_a_plan_are_exported_without_a_model():
+    """From any cut of their masters, as ``quantize`` of the whole; under other names where a
+    mapping or a function gives some.
+    """
+    shapes = {"a.weight": (48, 160), "b.weight": (130, 96), "c.weight": (16, 32)}
+    generator = torch.Generator().manual_seed(0)
+    masters = {n: torch.randn(shape, generator=generator) for n, shape in shapes.items()}
+    cuts = [draw_partition(m.numel(), 3, random.Random(i)) for i, m in enumerate(masters.values())]
+    dialect = DIALECTS["modelopt/nvfp4"]
+
+    def run(comm):
+        own = [partition[comm.rank] for partition in cuts]
+        flat = [m.view(-1)[e.start : e.end] for m, e in zip(masters.values(), own, strict=True)]
+        plan = zerocast.CastPlan(
+            [zerocast.empty(shape, BLOCKS, dtype=torch.float32) for shape in shapes.values()],
+            flat, [extent.start for extent in own], comm, names=list(shapes),
+        )  # fmt: skip
+        options = {"from_masters": True, "bucket_bytes": 5000, "group": comm}
+        found = tensors_of(plan, dialect, names={"b.weight": "model.b.weight"}, **options)
+        weights = {n: torch.nn.Parameter(zerocast.quantize(m, NVFP4)) for n, m in masters.items()}
+        optimizer = ZeroOptimizer(weights.items(), lr=0, group=comm)
+        started = {name: optimizer.gather_master(weight) for name, weight in weights.items()}
+        return (
+            found,
+            tensors_of(
+                optimizer, dialect, names=lambda n: n.replace(n[0], n[0].upper(), 1), **options
+            ),
+            started,
+        )
+
+    for from_plan, from_optimizer, started in run_ranks("in_process", 3, run):
+        for name, master in masters.items():
+            module, known = name[0], {"b": "model.b"}.get(name[0], name[0])
+            for found, prefix, value in (
+                (from_plan, known, master),
+                (from_optimizer, module.upper(), started[name]),
+            ):
+                whole = zerocast.quantize(value, dialect.recipe)
+                for part, tensor in dialect.encode(whole.quantized_storage).items():
+                    assert_same_bytes(found[f"{prefix}.{part}"], tensor, f"{prefix}.{part}")
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (3, "names must be a mapping"),
+        ({"layers.0.weight": "layers.1.weight"}, "both layers.0.weight and layers.1.weight"),
+        (lambda name: None, "got None for layers.0.weight"),
+    ],
+)
+def test_names_that_are_no_names_are_refused(names, message):
+    """Of another type, or one for two tensors."""
+    model = Bank((48, 16))
+    zerocast.nn.convert(model, NVFP4)
+    with pytest.raises(zerocast.InputError, match=message):
+        Export(model, "compressed-tensors/nvfp4", names=names)
+
+
 def test_buffers_and_unquantized_modules_are_saved(tmp_path):
     """Persistent buffers, biases, a norm; the configuration names the linear layers that stay."""
     model = torch.nn.Sequential(torch.nn.Linear(64, 48), torch.nn.BatchNorm1d(48))
@@ -231,7 +300,7 @@ def bank(recipe=NVFP4) -> Bank:
         ({"model": torch.nn.Linear(2, 2)}, zerocast.InputError, "got one with none; call"),
         ({"include": ["layers.7"]}, zerocast.InputError, "got 'layers.7', which matches none of"),
         ({"include": "layers.0"}, zerocast.InputError, "include must be a list of names"),
-        ({"model": 3}, zerocast.InputError, "model must be a module, got int"),
+        ({"model": 3}, zerocast.InputError, "model must be a torch.nn.Module, got 3"),
     ],
 )
 def test_what_cannot_be_saved_is_refused_on_all_ranks(tmp_path, options, error, message):

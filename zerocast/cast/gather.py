@@ -11,7 +11,8 @@ it is.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -83,23 +84,33 @@ class CodeGather:
 
     def run(self) -> None:
         """Make every rank hold the codes of all of them."""
-        if not self._chunks:
-            return
+        self.start()()
+
+    def start(self) -> Callable[[], None]:
+        """Begin :meth:`run`; what is returned ends it, and is called once. Weights without codes of
+        their own may be given buffers for them in between.
+        """
         self.look()
-        in_place = self._contiguous_codes()
+        in_place = self._contiguous_codes() if self._chunks else None
         if in_place is not None:
-            self._comm.all_gather_(in_place, self._counts)
-            return
+            return self._comm.start_all_gather_(in_place, self._counts)
         staging = torch.empty(
             sum(self._counts), dtype=torch.uint8, device=self._specs[0].storage.device
         )
-        mine = [chunk for chunk in self._chunks if chunk.rank == self._comm.rank]
-        for chunk in mine:
-            codes = self._specs[chunk.weight].own_codes(self._plane)
-            staging[chunk.staged] = (
-                self._flat(chunk.weight)[chunk.first : chunk.last] if codes is None else codes
-            )
-        self._comm.all_gather_(staging, self._counts)
+        for chunk in self._chunks:
+            if chunk.rank == self._comm.rank:
+                codes = self._specs[chunk.weight].own_codes(self._plane)
+                staging[chunk.staged] = (
+                    self._flat(chunk.weight)[chunk.first : chunk.last] if codes is None else codes
+                )
+        wait = self._comm.start_all_gather_(staging, self._counts) if self._chunks else None
+        return functools.partial(self._store, staging, wait)
+
+    def _store(self, staging: torch.Tensor, wait: Callable[[], None] | None) -> None:
+        """Store what ``staging`` holds after the wait, but for what stands there already."""
+        if wait is not None:
+            wait()
+        self.look()
         for chunk in self._chunks:
             spec = self._specs[chunk.weight]
             if chunk.rank != self._comm.rank or self._plane in spec.codes:

@@ -90,14 +90,19 @@ class Dialect:
         """Return what is stored of a weight that this dialect :meth:`holds`, by :attr:`names`;
         views of its buffers where that is possible.
         """
+        codes = storage.buffers[storage.planes[0].codes_name]
+        return {self.codes: self.encode_codes(codes), **self.encode_scales(storage)}
+
+    def encode_codes(self, codes: torch.Tensor) -> torch.Tensor:
+        """Return ``codes``, uint8, those of a weight or of some of its elements, as stored."""
+        is_packed = self.recipe.numerics.fmt is E2M1
+        return codes if is_packed else codes.view(torch.float8_e4m3fn)
+
+    def encode_scales(self, storage: QuantizedStorage) -> dict[str, torch.Tensor]:
+        """Return what is stored of a weight beside its codes, which it need not hold."""
         plane, numerics = storage.planes[0], storage.recipe.numerics
-        codes = storage.buffers[plane.codes_name]
-        is_packed = numerics.fmt is E2M1
         scales = _without_padding(plane, storage.buffers[plane.scales_name])
-        encoded = {
-            self.codes: codes if is_packed else codes.view(torch.float8_e4m3fn),
-            self.scales: scales.contiguous().view(self.scale_dtype),
-        }
+        encoded = {self.scales: scales.contiguous().view(self.scale_dtype)}
         if self.scale_shape is not None:
             encoded[self.scales] = encoded[self.scales].reshape(self.scale_shape)
         if self.tensor_scale is not None:

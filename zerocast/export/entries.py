@@ -4,20 +4,30 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
+from zerocast.cast import CastPlan
 from zerocast.cast.amax_groups import Patterns, amax_group_labels
+from zerocast.cast.planned_shards import planned_shards
 from zerocast.comm import Communicator, SingleRank, as_communicator
 from zerocast.errors import InputError, UnsupportedError
 from zerocast.layout import Extent, chunk
+from zerocast.optim import ZeroOptimizer
 from zerocast.recipes import Recipe
 from zerocast.sharded.all_gather import CodesState, LowBitAllGather
 from zerocast.sharded.master_weight import MasterWeight
 from zerocast.sharded.placement import fsdp_dimension, is_sharded, to_local
+from zerocast.tensors import QuantizedTensor
+
+Source: TypeAlias = "torch.nn.Module | ZeroOptimizer | CastPlan"
+"""Who holds what is exported: a model, or only the weights of an optimizer or a plan."""
+
+Names: TypeAlias = "Mapping[str, str] | Callable[[str], str] | None"
+"""The names of parameters in the checkpoint by those in the model; others keep theirs."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +56,7 @@ class Entry:
         recipe: by which it is cast, or was; None where it stays as it is.
         shard: what it is cast from; None where its bytes are those of ``tensor``.
         amax_group: the label of the weights that share its tensor amax; None for it alone.
+        exported_as: its name in the checkpoint, ``name`` unless the caller has others.
     """
 
     name: str
@@ -54,6 +65,12 @@ class Entry:
     recipe: Recipe | None = None
     shard: Shard | None = None
     amax_group: str | None = None
+    exported_as: str = ""
+
+    @property
+    def stored(self) -> str:
+        """The name of the parameter or buffer in the checkpoint."""
+        return self.exported_as or self.name
 
     @property
     def module(self) -> str:
@@ -62,7 +79,8 @@ class Entry:
 
     def stored_name(self, part: str) -> str:
         """The name, in the checkpoint, of the tensor ``part`` of a dialect."""
-        return f"{self.module}.{part}" if self.module else part
+        module = self.stored.rpartition(".")[0]
+        return f"{module}.{part}" if module else part
 
     @property
     def num_bytes(self) -> int:
@@ -71,11 +89,16 @@ class Entry:
         return self.tensor.numel() * bits // 8
 
 
-def stored_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return the parameters and the buffers that a state dict has, by name; a tied one under the
-    name that transformers keeps, or its first. Buffers without elements are left out: layers
-    reserve entries for the state of recipes by them.
+def stored_tensors(source: Source) -> dict[str, torch.Tensor]:
+    """Return the parameters and the buffers that a state dict of a module has, by name; a tied one
+    under the name that transformers keeps, or its first. Buffers without elements are left out:
+    layers reserve entries for the state of recipes by them. Of an optimizer or a plan, its weights.
     """
+    if isinstance(source, ZeroOptimizer):
+        return source.named_weights
+    if isinstance(source, CastPlan):
+        return {each.name: each.weight for each in planned_shards(source)}
+    model = source
     dropped = set(getattr(model, "_tied_weights_keys", None) or ())
     persistent = {
         f"{prefix}.{name}" if prefix else name
@@ -93,7 +116,16 @@ def stored_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in named if first[id(tensor)] == name}
 
 
-def included_weights(model: torch.nn.Module, names: Sequence[str]) -> set[str]:
+def planned(source: Source) -> dict[str, Shard]:
+    """Return what this rank has of the masters of a plan, by name; nothing of another source."""
+    return (
+        {each.name: Shard(each.master, each.extent, each.comm) for each in planned_shards(source)}
+        if isinstance(source, CastPlan)
+        else {}
+    )
+
+
+def included_weights(source: Source, names: Sequence[str]) -> set[str]:
     """Return the names of the weights of the linear layers that ``names`` name.
 
     Raises:
@@ -104,7 +136,8 @@ def included_weights(model: torch.nn.Module, names: Sequence[str]) -> set[str]:
             f"include must be a list of names of linear layers such as ['model.layers.*'], got "
             f"{names!r}."
         )
-    linear = [n for n, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+    modules = source.named_modules() if isinstance(source, torch.nn.Module) else ()
+    linear = [name for name, module in modules if isinstance(module, torch.nn.Linear)]
     found: set[str] = set()
     for name in names:
         matching = fnmatch.filter(linear, name)
@@ -152,6 +185,36 @@ def own_rows(name: str, tensor: torch.Tensor) -> Shard:
     return Shard(values if extent else None, extent, comm)
 
 
+def renamed(entries: Sequence[Entry], names: Names) -> list[Entry]:
+    """Return ``entries`` under their names in the checkpoint.
+
+    Raises:
+        InputError: where two have one, or a name is no text.
+    """
+    if not (names is None or callable(names) or isinstance(names, Mapping)):
+        raise InputError(
+            f"names must be a mapping from names of parameters to those of the checkpoint, a "
+            f"function of a name, or None, got {type(names).__name__}."
+        )
+    found: dict[str, Entry] = {}
+    for entry in entries:
+        name = checkpoint_name(names, entry.name)
+        if not isinstance(name, str) or name in found:
+            which = f"both {found[name].name} and {entry.name}" if name in found else entry.name
+            raise InputError(
+                f"names must give each tensor a name of its own, got {name!r} for {which}."
+            )
+        found[name] = dataclasses.replace(entry, exported_as=name)
+    return list(found.values())
+
+
+def checkpoint_name(names: Names, name: str) -> str:
+    """Return what the checkpoint calls the parameter ``name``."""
+    if names is None:
+        return name
+    return names(name) if callable(names) else names.get(name, name)
+
+
 def in_amax_groups(
     entries: Sequence[Entry], patterns: Patterns, trained: Mapping[str, str]
 ) -> list[Entry]:
@@ -168,11 +231,17 @@ def in_amax_groups(
     ]
 
 
-def trained_amax_groups(model: torch.nn.Module) -> Mapping[str, str]:
+def trained_amax_groups(source: Source) -> Mapping[str, str]:
     """Return the labels of the weights that were trained under a shared tensor amax."""
     labels: dict[str, str] = {}
     known: dict[int, str] = {}
-    for name, module in model.named_modules():
+    if not isinstance(source, torch.nn.Module):
+        return {
+            name: f"trained {tensor.quantized_storage.amax_group}"
+            for name, tensor in stored_tensors(source).items()
+            if isinstance(tensor, QuantizedTensor) and tensor.quantized_storage.amax_group
+        }
+    for name, module in source.named_modules():
         group: Any = getattr(module, "amax_group", None)
         if group is not None:
             weight = f"{name}.weight" if name else "weight"

@@ -8,11 +8,12 @@ shards and one bucket, never the model.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
-from zerocast.arguments import check_flag, check_integer
+from zerocast.arguments import check_flag, check_integer, check_module
 from zerocast.cast import CastPlan
 from zerocast.cast.amax_groups import Patterns
 from zerocast.comm import Attempt, Group, as_communicator, raise_together
@@ -20,21 +21,27 @@ from zerocast.errors import InputError, NonFiniteError, UnsupportedError
 from zerocast.export.dialects import Dialect, as_dialect
 from zerocast.export.entries import (
     Entry,
+    Names,
     Shard,
+    Source,
+    checkpoint_name,
     gathered_dtype,
     in_amax_groups,
     included_weights,
     not_whole,
     own_rows,
+    planned,
+    renamed,
     stored_tensors,
     trained_amax_groups,
 )
+from zerocast.export.shard_plan import ShardPlan
 from zerocast.layout import Extent
 from zerocast.optim import ZeroOptimizer
 from zerocast.recipes import NOMINAL_DTYPES, Recipe
 from zerocast.sharded.all_gather import gather_of
 from zerocast.sharded.placement import is_sharded, reshard, to_local
-from zerocast.tensors import QuantizedTensor, empty
+from zerocast.tensors import QuantizedStorage, QuantizedTensor
 
 BUCKET_BYTES = 1 << 30
 """Bytes of the tensors that are whole on a rank at once, by default."""
@@ -48,7 +55,8 @@ class Export:
 
     Args:
         model: any module: with quantized weights, whole on every rank, or with masters sharded by
-            ``fully_shard`` (``convert(..., weights="master")``).
+            ``fully_shard`` (``convert(..., weights="master")``). Or a ZeroOptimizer or a CastPlan,
+            for their weights alone.
         dialect: the checkpoint's, or its name.
         optimizer: the ZeroOptimizer that holds the masters of ``model``; needed to cast from them.
         from_masters: False exports the bytes that the model was trained with, which the dialect
@@ -61,7 +69,9 @@ class Export:
         dtype: FP32, BF16 or FP16: what masters are rounded to before they are cast, as the weights
             of a model of that dtype, and what is stored of parameters in another. By default those
             of the weights as they are, and of masters of FSDP2 the dtype of their latest gather.
-        bucket_bytes: about how many bytes are whole on a rank at once.
+        names: the names of parameters in the checkpoint, by those in the model: a mapping, where
+            those that it lacks stay, or a function.
+        bucket_bytes: about how many bytes of codes a bucket has.
         group: the ranks that export together: those of ``optimizer`` by default, or all.
 
     Attributes:
@@ -76,7 +86,7 @@ class Export:
 
     def __init__(
         self,
-        model: torch.nn.Module,
+        model: Source,
         dialect: Dialect | str,
         *,
         optimizer: ZeroOptimizer | None = None,
@@ -84,17 +94,19 @@ class Export:
         include: Sequence[str] = (),
         amax_groups: Patterns = (),
         dtype: torch.dtype | None = None,
+        names: Names = None,
         bucket_bytes: int = BUCKET_BYTES,
         group: Group = None,
     ) -> None:
+        optimizer = model if isinstance(model, ZeroOptimizer) else optimizer
         if group is None and isinstance(optimizer, ZeroOptimizer):
             group = optimizer.comm
         self.comm = as_communicator(group)
         self._model, self._optimizer, self._from_masters = model, optimizer, from_masters
         attempt = Attempt()
         with attempt:
-            if not isinstance(model, torch.nn.Module):
-                raise InputError(f"model must be a module, got {type(model).__name__}.")
+            if not isinstance(model, ZeroOptimizer | CastPlan):
+                check_module("model", model)
             if not isinstance(optimizer, ZeroOptimizer | None):
                 raise InputError(
                     f"optimizer must be the zerocast.optim.ZeroOptimizer of the model, or None, "
@@ -109,11 +121,13 @@ class Export:
             self._dtype = dtype
             self._bucket_bytes = check_integer("bucket_bytes", bucket_bytes, 1, 2**62)
             self.dialect = as_dialect(dialect)
-            if torch.distributed.is_available():
+            if torch.distributed.is_available() and isinstance(model, torch.nn.Module):
                 reshard(model)
+            self._planned, self._names = planned(model), names
             self._included = included_weights(model, include)
             entries = [self._entry(*named) for named in stored_tensors(model).items()]
-            self.entries = in_amax_groups(entries, amax_groups, trained_amax_groups(model))
+            entries = in_amax_groups(entries, amax_groups, trained_amax_groups(model))
+            self.entries = renamed(entries, names)
             if not any(entry.recipe for entry in entries):
                 raise InputError(
                     f"an export to {self.dialect.name} needs a model with quantized weights, or "
@@ -161,6 +175,8 @@ class Export:
             raise not_whole(name, "tensor parallelism")
         if not self._from_masters:
             return None
+        if name in self._planned:
+            return self._planned[name]
         if self._optimizer is None:
             raise InputError(
                 f"from_masters=True needs optimizer=, the ZeroOptimizer that holds the master of "
@@ -183,10 +199,14 @@ class Export:
 
     @property
     def unquantized(self) -> list[str]:
-        """The names of the ``torch.nn.Linear`` modules that stay as they are."""
+        """The names, in the checkpoint, of the ``torch.nn.Linear`` modules that stay as they are;
+        of an optimizer or a plan, which do not know modules, none.
+        """
+        if not isinstance(self._model, torch.nn.Module):
+            return []
         quantized = {entry.module for entry in self.entries if entry.recipe is not None}
         return [
-            name
+            checkpoint_name(self._names, f"{name}.weight").removesuffix(".weight")
             for name, module in self._model.named_modules()
             if isinstance(module, torch.nn.Linear) and name not in quantized
         ]
@@ -218,70 +238,68 @@ class Export:
     def buckets(self) -> Iterator[NamedTensors]:
         """Yield the tensors of one bucket after the other, whole on every rank. Collective.
 
+        The next bucket is cast and its gather begun before one is yielded. Let go of its tensors
+        before asking for more, and a rank holds its shards and two buckets at most.
+
         Raises:
             NonFiniteError: on every rank, where a weight holds a NaN or an infinity.
         """
-        for bucket in self.plan_buckets():
-            yield self._tensors(bucket)
+        first, *others = self.plan_buckets()
+        finish = self._start(first)
+        for bucket in others:
+            tensors = finish()
+            finish = self._start(bucket)
+            yield tensors
+            del tensors
+        yield finish()
 
     @torch.no_grad()
-    def _tensors(self, bucket: Sequence[Entry]) -> NamedTensors:
-        cast = _cast([entry for entry in bucket if entry.shard is not None])
+    def _start(self, bucket: Sequence[Entry]) -> Callable[[], NamedTensors]:
+        """Cast ``bucket`` and begin its gather; what is returned ends that."""
+        plan = self.cast(bucket)
+        return functools.partial(self._tensors, bucket, plan.start_gather() if plan else dict)
+
+    def cast(self, bucket: Sequence[Entry]) -> ShardPlan | None:
+        """Return the cast weights of ``bucket``, not gathered; None where none is cast."""
+        entries = [entry for entry in bucket if entry.shard is not None]
+        if not entries:
+            return None
+        plan = ShardPlan(entries)
+        plan.cast()
+        return plan
+
+    @torch.no_grad()
+    def _tensors(
+        self, bucket: Sequence[Entry], gather: Callable[[], Mapping[str, QuantizedStorage]]
+    ) -> NamedTensors:
+        cast = gather()
         tensors: NamedTensors = {}
         scales: dict[str, torch.Tensor] = {}
         for entry in bucket:
             if entry.recipe is None:
-                tensors[entry.name] = _whole(entry.tensor).to(entry.dtype)
+                tensors[entry.stored] = whole(entry.tensor, entry.dtype)
                 continue
-            weight = cast.get(entry.name, entry.tensor)
-            assert isinstance(weight, QuantizedTensor)
-            for part, tensor in self.dialect.encode(weight.quantized_storage).items():
+            storage = cast.get(entry.name)
+            if storage is None:
+                assert isinstance(entry.tensor, QuantizedTensor)
+                storage = entry.tensor.quantized_storage
+            for part, tensor in self.dialect.encode(storage).items():
                 tensors[entry.stored_name(part)] = tensor
                 if part == self.dialect.scales:
                     scales[entry.name] = tensor
-        _check_finite(scales)
+        check_finite(scales)
         return tensors
 
 
-def _cast(entries: Sequence[Entry]) -> dict[str, QuantizedTensor]:
-    """Return the weights of ``entries``, cast from their shards and gathered in codes, without
-    columnwise copies.
+def whole(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return an unquantized tensor whole, in ``dtype``, in which it travels; collective where it is
+    sharded.
     """
-    weights: dict[str, QuantizedTensor] = {}
-    for entry in entries:
-        assert entry.recipe is not None
-        assert entry.shard is not None
-        weight = empty(
-            entry.tensor.shape,
-            entry.recipe,
-            dtype=entry.dtype,
-            device=to_local(entry.tensor).device,
-            columnwise=False,
-            name=entry.name,
-        )
-        weight.quantized_storage.amax_group = entry.amax_group
-        weights[entry.name] = weight
-    shards = [entry.shard for entry in entries if entry.shard is not None]
-    if weights:
-        plan = CastPlan(
-            list(weights.values()),
-            [shard.values for shard in shards],
-            [shard.extent.start if shard.values is not None else None for shard in shards],
-            [shard.comm for shard in shards],
-            names=list(weights),
-        )
-        plan.cast()
-        plan.all_gather()
-    return weights
+    stored = tensor.detach().to(dtype)
+    return (stored.full_tensor() if is_sharded(stored) else stored).contiguous()
 
 
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Return an unquantized tensor whole; collective where it is sharded."""
-    whole = tensor.full_tensor() if is_sharded(tensor) else tensor
-    return whole.detach().contiguous()
-
-
-def _check_finite(scales: Mapping[str, torch.Tensor]) -> None:
+def check_finite(scales: Mapping[str, torch.Tensor]) -> None:
     """Raise :class:`NonFiniteError` where a scale is a NaN, as that of a block with a NaN or an
     infinity is.
     """

@@ -43,6 +43,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
     _averages: dict[float, Average]
     _is_complete = False  # torch's __init__ adds groups one by one; afterwards none can be added
 
+    @property
+    def named_weights(self) -> dict[str, torch.Tensor]:
+        """The parameters that are stepped, by name, in the order of their groups."""
+        return {weight.name: weight.param for weight in self._shards.weights}
+
     def gather_master(self, param: torch.Tensor) -> torch.Tensor:
         """Return a parameter's whole master from all ranks: FP32, in its shape. Collective.
 
