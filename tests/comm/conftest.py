@@ -28,6 +28,10 @@ def collectives(comm: Communicator) -> dict[str, torch.Tensor]:
     uneven.split(counts)[comm.rank].fill_(comm.rank + 1)
     equal.split(6)[comm.rank].fill_(comm.rank + 1)
     started = equal.clone()
+    spread = torch.arange(3 * comm.size) + 100 * comm.rank
+    lengths = [(r + comm.rank) % 3 for r in range(comm.size)]  # what two ranks send each other
+    given = torch.full((sum(lengths),), comm.rank + 1.0).bfloat16()
+    swapped = torch.zeros_like(given)
     sent = torch.randn(13, generator=generator)
     comm.all_reduce_max_(ints)
     comm.all_reduce_sum_(sums)
@@ -38,9 +42,12 @@ def collectives(comm: Communicator) -> dict[str, torch.Tensor]:
     comm.all_gather_(equal)
     comm.broadcast_(sent, comm.size - 1)
     comm.start_all_gather_(started)()
+    comm.start_all_to_all(spread, spread)()
+    comm.start_all_to_all(swapped, given, lengths, lengths)()
     comm.barrier()
     return {
         "max": ints, "sum": sums, "reduce_scatter": part, "in place": place.clone(),
         "uneven": uneven, "equal": equal, "broadcast": sent, "started": started,
+        "all to all in place": spread, "all to all": swapped,
         "objects": torch.tensor(comm.all_gather_object(comm.rank)),
     }  # fmt: skip

@@ -23,11 +23,16 @@ CALLS = {
     "start_all_gather_": lambda comm, x: comm.start_all_gather_(x)(),
     "counts": lambda comm, x: comm.all_gather_(torch.zeros(6), x if x is not None else 5),
     "reduce_scatter_sum": lambda comm, x: comm.reduce_scatter_sum(x, x),
+    "start_all_to_all": lambda comm, x: comm.start_all_to_all(x, x)(),
+    "received": lambda comm, x: comm.start_all_to_all(
+        torch.zeros(6), torch.zeros(6), x if x is not None else 5
+    ),
     "broadcast_": lambda comm, x: comm.broadcast_(x),
     "root": lambda comm, x: comm.broadcast_(torch.zeros(2), x),
     "all_gather_object": lambda comm, x: comm.all_gather_object(threading.Lock()),
     "recorded": lambda comm, x: RecordingCommunicator(comm).all_gather_(x),
     "recorded sum": lambda comm, x: RecordingCommunicator(comm).all_reduce_sum_(x),
+    "recorded exchange": lambda comm, x: RecordingCommunicator(comm).start_all_to_all(x, x),
     "recorded scatter": lambda comm, x: RecordingCommunicator(comm).reduce_scatter_sum(x, x),
 }
 

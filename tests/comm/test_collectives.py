@@ -187,6 +187,38 @@ def test_reduce_scatter_gives_each_rank_its_part_of_the_sum(comm, numel, output_
 
 
 @on_ranks()
+@pytest.mark.parametrize("parts", ["in place", "equal", "uneven", "one receiver", "none"])
+def test_all_to_all_moves_bits(comm, parts):
+    """Part s of rank r's buffer becomes part r of rank s's output, to the bit, whatever the dtype
+    and however the parts are cut; several are begun before the first is waited for.
+    """
+    lengths = {
+        "uneven": lambda r, s: (3 * r * r + 2 * s) % 7,
+        "one receiver": lambda r, s: (11 + r) * (s == comm.size - 1),
+        "none": lambda r, s: 0,
+    }.get(parts, lambda r, s: 1001)
+    ranks, started = range(comm.size), []
+    for dtype in MOVED_DTYPES:
+        sent = [[random_elements(lengths(r, s), dtype, 10 * r + s) for s in ranks] for r in ranks]
+        buffer, whole = guarded(torch.cat(sent[comm.rank]))
+        expected = torch.cat([sent[r][comm.rank] for r in ranks])
+        if parts in ("in place", "equal"):
+            output = buffer if parts == "in place" else torch.empty_like(expected)
+            wait = comm.start_all_to_all(output, buffer)
+        else:
+            output = torch.empty_like(expected)
+            takes = [lengths(r, comm.rank) for r in ranks]
+            wait = comm.start_all_to_all(
+                output, buffer, takes, [lengths(comm.rank, s) for s in ranks]
+            )
+        started.append((dtype, wait, output, whole, expected))
+    for dtype, wait, output, whole, expected in started:
+        wait()
+        assert_guards_stand(whole)
+        assert_same_bytes(output, expected, f"rank {comm.rank}, {dtype}")
+
+
+@on_ranks()
 def test_broadcast_moves_bits_from_every_root(comm):
     """Each rank in turn is the root; the others get its bits, in any dtype and shape."""
     for case in product(range(comm.size), MOVED_DTYPES, (0, 6)):
@@ -281,6 +313,18 @@ REFUSALS = (
         lambda c: c.reduce_scatter_sum(torch.zeros(2), torch.zeros(2 * c.size).double()),
         "reduce_scatter_sum takes a tensor of torch.float32, got torch.float64",
     ),
+    (
+        lambda c: c.start_all_to_all(torch.zeros(c.size), torch.zeros(c.size, 1)),
+        r"all_to_all takes a 1-D tensor, got shape \(\d, 1\)",
+    ),
+    (
+        lambda c: c.start_all_to_all(torch.zeros(c.size), torch.zeros(c.size).double()),
+        "takes an output of the buffer's dtype and device, torch.float64 on cpu, got torch.float32",
+    ),
+    (
+        lambda c: c.start_all_to_all(torch.zeros(c.size), torch.zeros(c.size), None, [2] * c.size),
+        r"all_to_all takes one count, 0 or more, for each of the \d ranks, \d in all",
+    ),
 )
 
 
@@ -294,3 +338,8 @@ def test_every_communicator_refuses_the_same_arguments(comm):
         message = f"takes a multiple of {comm.size} elements, one equal part a rank, got "
         with pytest.raises(InputError, match=message):
             comm.all_gather_(torch.zeros(3 * comm.size + 1))
+        with pytest.raises(InputError, match=message):
+            comm.start_all_to_all(torch.zeros(comm.size), torch.zeros(comm.size + 1))
+        both, counts = torch.zeros(comm.size), [2, *[1] * (comm.size - 2), 0]
+        with pytest.raises(InputError, match="in place takes equal parts"):
+            comm.start_all_to_all(both, both, counts, counts)

@@ -200,6 +200,12 @@ MISMATCHES = {
         lambda c: c.all_gather_(torch.zeros(3), [1, c.rank, 2 - c.rank]),
         r"with counts \(1, 0, 2\), rank 1 called .* with counts \(1, 1, 1\)",
     ),
+    "other parts": (
+        lambda c: c.start_all_to_all(
+            torch.zeros(4), torch.zeros(4), [2, 1, 1], [1, c.rank, 3 - c.rank]
+        ),
+        "rank 0 sends 4 bytes to rank 0, which receives 8",
+    ),
     "another root": (
         lambda c: c.broadcast_(torch.zeros(1), root=c.rank),
         r"with root 0, rank 1 called broadcast_ on torch.float32 \[1\] with root 1",

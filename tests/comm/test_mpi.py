@@ -38,6 +38,19 @@ def limited_world(limit: int):
             self._check([memory, count * self.size, kind])
             super().Reduce_scatter_block(sendbuf, recvbuf, op)
 
+        def Ialltoall(self, sendbuf, recvbuf):
+            memory, count, kind = recvbuf
+            self._check([memory, count * self.size, kind])
+            return super().Ialltoall(sendbuf, recvbuf)
+
+        def Isend(self, message, dest, tag):
+            self._check(message)
+            return super().Isend(message, dest, tag)
+
+        def Irecv(self, message, source, tag):
+            self._check(message)
+            return super().Irecv(message, source, tag)
+
         def Bcast(self, message, root):
             self._check(message)
             super().Bcast(message, root)

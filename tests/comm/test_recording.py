@@ -26,13 +26,19 @@ def test_it_passes_everything_on(comm):
 
 @on_ranks("in_process", 4)
 def test_bytes_sent_follow_the_ring(comm):
-    """4 ranks, 48 bytes: all-reduce 2 * 3/4 * 48 = 72, reduce-scatter 36, all-gather 48 - part."""
+    """4 ranks, 48 bytes: all-reduce 2 * 3/4 * 48 = 72, reduce-scatter 36, all-gather 48 - part; and
+    an all-to-all sends what is not this rank's own, 36 and 12.
+    """
     recording = RecordingCommunicator(comm)
     recording.all_reduce_max_(torch.zeros(12, dtype=torch.int32))
     recording.all_reduce_sum_(torch.zeros(12))
     recording.reduce_scatter_sum(torch.zeros(3), torch.zeros(12))
     recording.all_gather_(torch.zeros(48, dtype=torch.uint8), [8, 40, 0, 0])
     recording.start_all_gather_(torch.zeros(12))()
+    recording.start_all_to_all(torch.zeros(12), torch.zeros(12))()
+    sent = [3 * (r == (comm.rank + 1) % 4) + (r == comm.rank) for r in range(4)]
+    received = [3 * (r == (comm.rank - 1) % 4) + (r == comm.rank) for r in range(4)]
+    recording.start_all_to_all(torch.zeros(4), torch.zeros(4), received, sent)()
     recording.broadcast_(torch.zeros(12), root=1)
     recording.barrier()
     uneven = (48 - 40, 48 - 0, 48 - 0, 48 - 8)[comm.rank]
@@ -40,6 +46,7 @@ def test_bytes_sent_follow_the_ring(comm):
         "all_reduce": (2, 96, 2 * 72),
         "reduce_scatter": (1, 48, 36),
         "all_gather": (2, 96, uneven + 36),
+        "all_to_all": (2, 48 + 16, 36 + 12),
         "broadcast": (1, 48, 0 if comm.rank == 0 else 48),  # 1 -> 2 -> 3 -> 0
         "barrier": (1, 0, 0),
     }
@@ -87,9 +94,10 @@ def test_one_rank_sends_nothing():
     recording.all_gather_(torch.zeros(3))
     recording.reduce_scatter_sum(torch.zeros(3), torch.zeros(3))
     recording.broadcast_(torch.zeros(3))
+    recording.start_all_to_all(torch.zeros(3), torch.zeros(3))()
     recording.all_gather_object(3)
     assert recording.total().sent_bytes == 0
-    assert recording.total().calls == 5
+    assert recording.total().calls == 6
 
 
 def test_a_call_that_fails_is_not_counted():

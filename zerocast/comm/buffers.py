@@ -77,16 +77,55 @@ def gather_operands(
     Raises:
         InputError: where the parts do not fill ``buffer``, or it is not 1-D and contiguous.
     """
-    flat = as_bytes("all_gather_", buffer)
+    return _parts("all_gather_", buffer, counts, size)
+
+
+def exchange_operands(
+    output: torch.Tensor,
+    buffer: torch.Tensor,
+    received: Sequence[int] | None,
+    sent: Sequence[int] | None,
+    size: int,
+) -> tuple[torch.Tensor, torch.Tensor, list[int], list[int]]:
+    """``output`` and ``buffer`` of an all-to-all as bytes, and how many of them each part has.
+
+    Raises:
+        InputError: where parts do not fill their tensor, one is not 1-D and contiguous, their
+            dtypes or devices differ, or parts of one tensor that is both are not equal.
+    """
+    out, takes = _parts("all_to_all", output, received, size)
+    flat, gives = _parts("all_to_all", buffer, sent, size)
+    if (output.dtype, output.device) != (buffer.dtype, buffer.device):
+        raise InputError(
+            f"all_to_all takes an output of the buffer's dtype and device, {buffer.dtype} on "
+            f"{buffer.device}, got {output.dtype} on {output.device}."
+        )
+    if is_in_place(out, flat) and len({*takes, *gives}) > 1:
+        raise InputError(
+            f"all_to_all in place takes equal parts, got {gives} and {takes} bytes; give an output "
+            "of its own."
+        )
+    return out, flat, takes, gives
+
+
+def is_in_place(output: torch.Tensor, buffer: torch.Tensor) -> bool:
+    """Whether an all-to-all on these bytes writes over what it sends."""
+    return output.numel() > 0 and output.data_ptr() == buffer.data_ptr()
+
+
+def _parts(
+    what: str, buffer: torch.Tensor, counts: Sequence[int] | None, size: int
+) -> tuple[torch.Tensor, list[int]]:
+    flat = as_bytes(what, buffer)
     if buffer.dim() != 1:
         raise InputError(
-            f"all_gather_ takes a 1-D tensor, got shape {tuple(buffer.shape)}; view(-1) first."
+            f"{what} takes a 1-D tensor, got shape {tuple(buffer.shape)}; view(-1) first."
         )
     numel, itemsize = buffer.numel(), buffer.element_size()
     if counts is None:
         if numel % size:
             raise InputError(
-                f"all_gather_ without counts takes a multiple of {size} elements, one equal part a "
+                f"{what} without counts takes a multiple of {size} elements, one equal part a "
                 f"rank, got {numel}; pad the buffer or give counts."
             )
         return flat, [numel // size * itemsize] * size
@@ -94,11 +133,11 @@ def gather_operands(
         counts = [operator.index(count) for count in counts]
     except TypeError as error:
         raise InputError(
-            f"all_gather_ takes a list of ints or None as counts, got {counts!r}."
+            f"{what} takes a list of ints or None as counts, got {counts!r}."
         ) from error
     if len(counts) != size or sum(counts) != numel or min(counts) < 0:
         raise InputError(
-            f"all_gather_ takes one count, 0 or more, for each of the {size} ranks, {numel} in all "
+            f"{what} takes one count, 0 or more, for each of the {size} ranks, {numel} in all "
             f"as the buffer holds, got {len(counts)} counts with sum {sum(counts)} and least "
             f"{min(counts, default=0)}."
         )

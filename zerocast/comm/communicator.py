@@ -73,7 +73,7 @@ class Communicator(ABC):
             What waits until ``buffer`` holds every part; it is called once.
         """
         self.all_gather_(buffer, counts)
-        return _nothing_to_wait_for
+        return nothing_to_wait_for
 
     @abstractmethod
     def reduce_scatter_sum(self, output: torch.Tensor, buffer: torch.Tensor) -> None:
@@ -83,6 +83,32 @@ class Communicator(ABC):
             output: float32, contiguous; may be this rank's own part of ``buffer``.
             buffer: float32, contiguous, ``size * output.numel()`` elements, parts in rank order.
                 It holds no particular values afterwards, but for an ``output`` that lies in it.
+        """
+
+    @abstractmethod
+    def start_all_to_all(
+        self,
+        output: torch.Tensor,
+        buffer: torch.Tensor,
+        received: Sequence[int] | None = None,
+        sent: Sequence[int] | None = None,
+    ) -> Callable[[], None]:
+        """Begin to send part r of ``buffer`` to every rank r, and to receive as part r of
+        ``output`` what rank r sends here. Other collectives may follow before it is waited for.
+
+        It is ordered among the collectives by its start. Where the transport cannot do it beside
+        other work, it is over when this returns.
+
+        Args:
+            output: of the dtype of ``buffer``, 1-D, contiguous; ``buffer`` itself where all parts
+                are equal. Until the wait neither may be read or written.
+            buffer: any dtype (it travels as bytes), 1-D, contiguous.
+            received: the elements of each part of ``output``; None means equal parts.
+            sent: the elements of each part of ``buffer``; None means equal parts. What rank r sends
+                to rank s is as long as what s receives from r.
+
+        Returns:
+            What waits until ``output`` holds every part; it is called once.
         """
 
     @abstractmethod
@@ -115,5 +141,5 @@ class Communicator(ABC):
         """Return when every rank has come here."""
 
 
-def _nothing_to_wait_for() -> None:
-    """The wait for a gather that is over."""
+def nothing_to_wait_for() -> None:
+    """The wait for a collective that is over."""

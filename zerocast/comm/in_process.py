@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 import torch
 
 from zerocast.comm import buffers
-from zerocast.comm.communicator import Communicator
+from zerocast.comm.communicator import Communicator, nothing_to_wait_for
 from zerocast.comm.rendezvous import ThreadGroup, ThreadWorld
 from zerocast.errors import InputError, RankMismatchError
 
@@ -98,6 +98,23 @@ class InProcessCommunicator(Communicator):
         output, flat = buffers.scatter_operands(output, buffer, self.size)
         total = self._reduce(_signature("reduce_scatter_sum", buffer), flat, torch.add)
         output.copy_(total.view(self.size, -1)[self.rank])
+
+    def start_all_to_all(
+        self,
+        output: torch.Tensor,
+        buffer: torch.Tensor,
+        received: Sequence[int] | None = None,
+        sent: Sequence[int] | None = None,
+    ) -> Callable[[], None]:
+        out, flat, takes, gives = buffers.exchange_operands(
+            output, buffer, received, sent, self.size
+        )
+        call = _Call(("all_to_all",), (flat, takes, gives))
+        given = self._rendezvous(call, _fitting)
+        arrived = torch.cat([theirs.split(sizes)[self.rank] for theirs, _, sizes in given])
+        self._group.rendezvous(self.rank, call, None, lambda brought: None)
+        out.copy_(arrived)
+        return nothing_to_wait_for
 
     def broadcast_(self, buffer: torch.Tensor, root: int = 0) -> None:
         flat = buffers.broadcast_operand(buffer, root, self.size)
@@ -196,6 +213,21 @@ class InProcessCommunicator(Communicator):
         if isinstance(outcome, RankMismatchError):
             raise RankMismatchError(*outcome.args)  # an exception of each rank's own
         return outcome
+
+
+def _fitting(
+    given: list[tuple[torch.Tensor, list[int], list[int]]],
+) -> list[tuple[torch.Tensor, list[int], list[int]]] | RankMismatchError:
+    """What ranks brought to an all-to-all, where every part is as long as its receiver expects."""
+    for sender, (_, _, gives) in enumerate(given):
+        for receiver, (_, takes, _) in enumerate(given):
+            if gives[receiver] != takes[sender]:
+                return RankMismatchError(
+                    f"in all_to_all every rank must receive what is sent to it: rank {sender} "
+                    f"sends {gives[receiver]} bytes to rank {receiver}, which receives "
+                    f"{takes[sender]}."
+                )
+    return given
 
 
 def run_in_process(world_size: int, fn: Callable[[InProcessCommunicator], T]) -> list[T]:

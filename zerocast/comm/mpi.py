@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
 _HOST = torch.device("cpu")
 
+_TAG = 24331
+"""Of messages between two ranks, so that a caller's own on the same communicator are others."""
+
 
 def import_mpi() -> Any:
     """mpi4py's ``MPI`` module.
@@ -142,6 +145,36 @@ class MpiCommunicator(Communicator):
         for column, chunk in zip(columns, output.split(width), strict=True):
             chunk.copy_(self._reduce_scatter(column.contiguous().view(-1)))
 
+    def start_all_to_all(
+        self,
+        output: torch.Tensor,
+        buffer: torch.Tensor,
+        received: Sequence[int] | None = None,
+        sent: Sequence[int] | None = None,
+    ) -> Callable[[], None]:
+        out, flat, takes, gives = buffers.exchange_operands(
+            output, buffer, received, sent, self.size
+        )
+        is_equal = received is None and sent is None and flat.numel() <= self._chunk
+        staged, in_place = self.stages(flat.device), buffers.is_in_place(out, flat)
+        copies = staged or (in_place and not is_equal)
+        host = flat.to(_HOST, copy=True) if copies else _settled(flat)
+        into = torch.empty_like(out, device=_HOST) if staged else out
+        if not is_equal:
+            requests = self._start_exchange(into.split(takes), host.split(gives))
+        elif in_place and not staged:
+            requests = [self._comm.Ialltoall(self._mpi.IN_PLACE, self._memory(into, takes[0]))]
+        else:
+            own, part = self._memory(host, gives[0]), self._memory(into, takes[0])
+            requests = [self._comm.Ialltoall(own, part)]
+
+        def wait(memory: Any = host) -> None:  # alive as long as MPI reads it
+            self._mpi.Request.Waitall(requests)
+            if staged:
+                out.copy_(into)
+
+        return wait
+
     def broadcast_(self, buffer: torch.Tensor, root: int = 0) -> None:
         flat = buffers.broadcast_operand(buffer, root, self.size)
         with self._in_reach(flat) as host:
@@ -168,11 +201,13 @@ class MpiCommunicator(Communicator):
             return buffers.on_device(tensor, _HOST)
         return buffers.on_device(_settled(tensor), None)
 
-    def _memory(self, tensor: torch.Tensor) -> list[Any]:
-        """A contiguous tensor as mpi4py takes memory: address, count, datatype."""
+    def _memory(self, tensor: torch.Tensor, count: int | None = None) -> list[Any]:
+        """A contiguous tensor as mpi4py takes memory: address, count, datatype; the count is that
+        of each rank's part where it is given.
+        """
         assert tensor.is_contiguous()
         memory = self._mpi.memory.fromaddress(tensor.data_ptr(), tensor.nbytes)
-        return [memory, tensor.numel(), self._types[tensor.dtype]]
+        return [memory, tensor.numel() if count is None else count, self._types[tensor.dtype]]
 
     def _all_reduce(self, flat: torch.Tensor, op: MPI.Op) -> None:
         with self._in_reach(flat) as host:
@@ -185,6 +220,20 @@ class MpiCommunicator(Communicator):
         chunk = count // self.size
         self._comm.Reduce_scatter_block(self._mpi.IN_PLACE, [memory, chunk, kind], self._mpi.SUM)
         return flat[:chunk]
+
+    def _start_exchange(
+        self, takes: Sequence[torch.Tensor], gives: Sequence[torch.Tensor]
+    ) -> list[MPI.Request]:
+        """Begin to exchange parts of any length, message by message, with every rank that has one
+        for this rank or is sent one.
+        """
+        requests: list[MPI.Request] = []
+        for shift in range(self.size):
+            source, to = (self.rank - shift) % self.size, (self.rank + shift) % self.size
+            into, own = (p.split(self._chunk) if len(p) else () for p in (takes[source], gives[to]))
+            requests += [self._comm.Irecv(self._memory(part), source, _TAG) for part in into]
+            requests += [self._comm.Isend(self._memory(part), to, _TAG) for part in own]
+        return requests
 
     def _broadcast(self, flat: torch.Tensor, root: int) -> None:
         for chunk in flat.split(self._chunk):

@@ -10,6 +10,7 @@ the whole buffer::
     reduce-scatter      (D - 1) / D * n
     all-gather          n - part[r + 1]    rank r passes on every part but its successor's own;
                                            (D - 1) / D * n where the parts are equal
+    all-to-all          n - part[r]        what is sent to the other ranks
     broadcast           n, or 0 on the last rank before the root
     objects             (D - 1) * pickled size, as if all ranks' were as large as this one's
 """
@@ -56,7 +57,7 @@ class Traffic:
 class RecordingCommunicator(Communicator):
     """Passes every collective on to ``comm`` and counts it, by label and kind.
 
-    Kinds are ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``broadcast``,
+    Kinds are ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``all_to_all``, ``broadcast``,
     ``all_gather_object`` and ``barrier``. Only collectives that succeed are counted.
 
     Attributes:
@@ -114,19 +115,24 @@ class RecordingCommunicator(Communicator):
     ) -> Callable[[], None]:
         with self._all_gather(buffer, counts):
             wait = self.comm.start_all_gather_(buffer, counts)
-        counted = self.traffic[self._label, "all_gather"]
-
-        def timed_wait() -> None:
-            start = time.perf_counter()
-            wait()
-            counted.seconds += time.perf_counter() - start
-
-        return timed_wait
+        return self._timed("all_gather", wait)
 
     def reduce_scatter_sum(self, output: torch.Tensor, buffer: torch.Tensor) -> None:
         payload = buffers.as_bytes("reduce_scatter_sum", buffer).nbytes
         with self._count("reduce_scatter", payload, (self.size - 1) * payload // self.size):
             self.comm.reduce_scatter_sum(output, buffer)
+
+    def start_all_to_all(
+        self,
+        output: torch.Tensor,
+        buffer: torch.Tensor,
+        received: Sequence[int] | None = None,
+        sent: Sequence[int] | None = None,
+    ) -> Callable[[], None]:
+        _, flat, _, gives = buffers.exchange_operands(output, buffer, received, sent, self.size)
+        with self._count("all_to_all", flat.nbytes, flat.nbytes - gives[self.rank]):
+            wait = self.comm.start_all_to_all(output, buffer, received, sent)
+        return self._timed("all_to_all", wait)
 
     def broadcast_(self, buffer: torch.Tensor, root: int = 0) -> None:
         is_last = (self.rank + 1) % self.size == root
@@ -161,6 +167,17 @@ class RecordingCommunicator(Communicator):
         return self._count(
             "all_gather", flat.nbytes, flat.nbytes - chunks[(self.rank + 1) % self.size]
         )
+
+    def _timed(self, kind: str, wait: Callable[[], None]) -> Callable[[], None]:
+        """``wait``, whose time counts as that of the collective just begun."""
+        counted = self.traffic[self._label, kind]
+
+        def timed_wait() -> None:
+            start = time.perf_counter()
+            wait()
+            counted.seconds += time.perf_counter() - start
+
+        return timed_wait
 
     @contextmanager
     def _count(self, kind: str, payload_bytes: int, sent_bytes: int) -> Iterator[None]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from zerocast.comm import buffers
-from zerocast.comm.communicator import Communicator
+from zerocast.comm.communicator import Communicator, nothing_to_wait_for
+from zerocast.errors import InputError
 
 
 class SingleRank(Communicator):
@@ -30,6 +31,24 @@ class SingleRank(Communicator):
     def reduce_scatter_sum(self, output: torch.Tensor, buffer: torch.Tensor) -> None:
         output, buffer = buffers.scatter_operands(output, buffer, self.size)
         output.copy_(buffer)
+
+    def start_all_to_all(
+        self,
+        output: torch.Tensor,
+        buffer: torch.Tensor,
+        received: Sequence[int] | None = None,
+        sent: Sequence[int] | None = None,
+    ) -> Callable[[], None]:
+        output, buffer, takes, gives = buffers.exchange_operands(
+            output, buffer, received, sent, self.size
+        )
+        if takes != gives:
+            raise InputError(
+                f"all_to_all on one rank receives what it sends, got {takes[0]} bytes to receive "
+                f"and {gives[0]} to send."
+            )
+        output.copy_(buffer)
+        return nothing_to_wait_for
 
     def broadcast_(self, buffer: torch.Tensor, root: int = 0) -> None:
         buffers.broadcast_operand(buffer, root, self.size)

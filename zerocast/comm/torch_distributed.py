@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from zerocast.comm import buffers
-from zerocast.comm.communicator import Communicator
+from zerocast.comm.communicator import Communicator, nothing_to_wait_for
 from zerocast.errors import InputError
 
 if TYPE_CHECKING:
@@ -98,6 +98,35 @@ class TorchDistributedCommunicator(Communicator):
             return
         with self._served(output) as result:
             _reduce_scatter(result, flat.to(result.device), group=self._group)
+
+    def start_all_to_all(
+        self,
+        output: torch.Tensor,
+        buffer: torch.Tensor,
+        received: Sequence[int] | None = None,
+        sent: Sequence[int] | None = None,
+    ) -> Callable[[], None]:
+        out, flat, takes, gives = buffers.exchange_operands(
+            output, buffer, received, sent, self.size
+        )
+        staged = self.stages(flat.device)
+        # Backends read and write different memory.
+        served = flat.to(self._devices[0]) if staged else flat
+        if buffers.is_in_place(out, served):
+            served = served.clone()
+        arrived = torch.empty_like(out, device=served.device) if staged else out
+        work = dist.all_to_all_single(
+            arrived, served, takes, gives, group=self._group, async_op=True
+        )
+        if staged:
+            work.wait()
+            out.copy_(arrived)
+            return nothing_to_wait_for
+
+        def wait(memory: Any = served) -> None:  # alive as long as the backend reads it
+            work.wait()
+
+        return wait
 
     def broadcast_(self, buffer: torch.Tensor, root: int = 0) -> None:
         flat = buffers.broadcast_operand(buffer, root, self.size)
