@@ -1,6 +1,9 @@
 """What is torch.distributed's own: devices that the group's backends do not serve."""
 
+from types import SimpleNamespace
+
 import torch
+import torch.distributed as dist
 
 from tests.comm.conftest import collectives
 from tests.support.claims import assert_same_tensors
@@ -16,3 +19,20 @@ def test_devices_without_a_backend_are_staged(comm, monkeypatch):
     expected = collectives(comm)
     monkeypatch.setattr(TorchDistributedCommunicator, "stages", lambda self, device: True)
     assert_same_tensors(collectives(comm), expected, "staged")
+
+
+@on_gloo(MPI_RANKS)
+def test_unequal_parts_are_one_call_under_nccl(comm, monkeypatch):
+    """NCCL gets one gather of all parts in rank order, in place, where gloo gets broadcasts."""
+    calls = []
+
+    def all_gather(parts, own, group, async_op):
+        calls.append([part.data_ptr() for part in parts])
+        assert own.data_ptr() == parts[comm.rank].data_ptr()
+        return SimpleNamespace(wait=lambda: None)
+
+    monkeypatch.setitem(comm._backends, "cpu", "nccl")
+    monkeypatch.setattr(dist, "all_gather", all_gather)
+    buffer, counts = torch.zeros(10), [1, 4, 2, 3]
+    comm.all_gather_(buffer, counts)
+    assert calls == [[part.data_ptr() for part in buffer.split(counts)]]

@@ -1,8 +1,8 @@
 """TorchDistributedCommunicator: ranks are those of a torch.distributed ProcessGroup.
 
 Written for what every backend can do. What only moves travels as bytes, since gloo knows neither
-float8 nor 16-bit integers. Parts of unequal length are broadcast, each by its owner and all at
-once, since gloo gathers only equal ones.
+float8 nor 16-bit integers. Parts of unequal length are one call under NCCL, which groups them;
+since gloo gathers only equal ones, they are broadcast there, each by its owner and all at once.
 """
 
 from __future__ import annotations
@@ -45,11 +45,12 @@ class TorchDistributedCommunicator(Communicator):
         self._hash = hash((TorchDistributedCommunicator, id(group)))
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
-        # "cpu:gloo,cuda:nccl" -> the devices whose tensors the group takes as they are
-        self._devices = [pair.split(":")[0] for pair in dist.get_backend_config(group).split(",")]
+        # "cpu:gloo,cuda:nccl" -> the devices whose tensors the group takes as they are, and by whom
+        pairs = [pair.split(":") for pair in dist.get_backend_config(group).split(",")]
+        self._backends = dict(pairs)
 
     def stages(self, device: torch.device) -> bool:
-        return device.type not in self._devices
+        return device.type not in self._backends
 
     def all_reduce_max_(self, buffer: torch.Tensor) -> None:
         flat = buffers.reduce_operand("all_reduce_max_", buffer)
@@ -79,6 +80,9 @@ class TorchDistributedCommunicator(Communicator):
         pieces = flat.split(chunks)
         if len(set(chunks)) == 1:
             works = [_all_gather(flat, pieces[self.rank], group=self._group, async_op=True)]
+        elif self._backends[flat.device.type] == "nccl":
+            own = pieces[self.rank]
+            works = [dist.all_gather(list(pieces), own, group=self._group, async_op=True)]
         else:
             works = [
                 dist.broadcast(piece, self._global(root), group=self._group, async_op=True)
@@ -111,7 +115,7 @@ class TorchDistributedCommunicator(Communicator):
         )
         staged = self.stages(flat.device)
         # Backends read and write different memory.
-        served = flat.to(self._devices[0]) if staged else flat
+        served = flat.to(self._serving) if staged else flat
         if buffers.is_in_place(out, served):
             served = served.clone()
         arrived = torch.empty_like(out, device=served.device) if staged else out
@@ -168,8 +172,13 @@ class TorchDistributedCommunicator(Communicator):
             with self._served(flat) as served:
                 dist.all_reduce(served, op, group=self._group)
 
+    @property
+    def _serving(self) -> torch.device:
+        """A device whose tensors the group takes."""
+        return torch.device(next(iter(self._backends)))
+
     def _served(self, tensor: torch.Tensor) -> Any:
-        device = torch.device(self._devices[0]) if self.stages(tensor.device) else None
+        device = self._serving if self.stages(tensor.device) else None
         return buffers.on_device(tensor, device)
 
     def _global(self, rank: int) -> int:
