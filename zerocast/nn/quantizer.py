@@ -287,6 +287,11 @@ class Quantizer:
                 f"{shown(dtype)}; "
                 f"convert the tensor first."
             )
+        if self.recipe.stack_of(shape):
+            raise InputError(
+                f"a quantizer under {type(self.recipe).__name__} takes a matrix, got shape "
+                f"{tuple(shape)}, a stack of them; flatten its leading dimensions first."
+            )
         if self.tp_shard is None:
             self.recipe.check_shape(shape)
         else:

@@ -29,7 +29,8 @@ MAX_MARGIN = 100
 
 @dataclass(frozen=True, kw_only=True)
 class DelayedScaling(Recipe):
-    """FP8 weights under one FP32 scale a tensor; N-D weights are served.
+    """FP8 weights under one FP32 scale a tensor; N-D weights are served, as one tensor or with
+    ``per_matrix`` as a stack.
 
     Stored are ``rowwise_data`` uint8 in the weight's shape, ``rowwise_scale_inv`` FP32 [1], as a
     derived copy ``columnwise_data`` uint8 [K, product of the leading dimensions], and the state,
@@ -112,5 +113,5 @@ class DelayedScaling(Recipe):
         amax, history = buffers["amax"], buffers["amax_history"]
         # The latest cast entered its amax unless that was zero or not finite; the entry which then
         # fell off the end is lost, and not missed: the same cast pushes it off again.
-        earlier = torch.cat((history[1:], history[-1:]))
+        earlier = torch.cat((history[..., 1:], history[..., -1:]), dim=-1)
         history.copy_(torch.where(amax.isfinite() & (amax != 0), earlier, history))

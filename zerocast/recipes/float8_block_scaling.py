@@ -15,6 +15,7 @@ from zerocast.errors import InputError
 from zerocast.layout import Block, BlockGrid, ScaleLayout, Source
 from zerocast.recipes.float8 import Float8Recipe
 from zerocast.recipes.format import Format, QParams
+from zerocast.recipes.recipe import fixed
 
 BLOCK = 128
 """Elements along a row of a block, and down a square one."""
@@ -24,7 +25,7 @@ _POWER_2 = QParams(power_2_scale=True)
 
 @dataclass(frozen=True, kw_only=True)
 class Float8BlockScaling(Float8Recipe):
-    """FP8 weights [M, K] in blocks; ragged edges are served.
+    """FP8 weights [M, K], or stacks of these, in blocks; ragged edges are served.
 
     Stored are ``rowwise_data`` uint8 [M, K], ``columnwise_data`` uint8 [K, M], and FP32 scales
     padded with 1.0:
@@ -44,6 +45,7 @@ class Float8BlockScaling(Float8Recipe):
         w_block_scaling_dim: 1 or 2, for weights.
         grad_block_scaling_dim: 1 or 2, for gradients.
         use_f32_scales: any FP32 scale for every tensor, whatever its :class:`QParams` say.
+        per_matrix: must stay True.
     """
 
     scheme = "block"
@@ -56,6 +58,7 @@ class Float8BlockScaling(Float8Recipe):
     w_block_scaling_dim: int = 2
     grad_block_scaling_dim: int = 1
     use_f32_scales: bool = False
+    per_matrix: bool = fixed(True, "a block lies in one matrix")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -14,7 +14,8 @@ from zerocast.recipes.float8 import Float8Recipe
 
 @dataclass(frozen=True, kw_only=True)
 class Float8CurrentScaling(Float8Recipe):
-    """FP8 weights under one FP32 scale a tensor; N-D weights are served.
+    """FP8 weights under one FP32 scale a tensor; N-D weights are served, as one tensor or with
+    ``per_matrix`` as a stack.
 
     Stored are ``rowwise_data`` uint8 in the weight's shape, ``rowwise_scale_inv`` FP32 [1], and as
     a derived copy ``columnwise_data`` uint8 [K, product of the leading dimensions], whose scale is

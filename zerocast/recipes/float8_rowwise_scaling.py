@@ -18,7 +18,7 @@ from zerocast.recipes.format import Format
 @dataclass(frozen=True, kw_only=True)
 class Float8RowwiseScaling(Float8Recipe):
     """FP8 weights under one FP32 scale a row; N-D weights are served, their rows being those of the
-    matrix [M, K] with M the product of the leading dimensions.
+    matrix [M, K] with M the product of the leading dimensions, or with ``per_matrix`` as a stack.
 
     Stored are ``rowwise_data`` uint8 in the weight's shape, ``rowwise_scale_inv`` FP32 [M],
     ``columnwise_data`` uint8 in the weight's shape, too, and ``columnwise_scale_inv`` FP32 [K].

@@ -26,7 +26,7 @@ TILE, TILE_BLOCKS = 128, 4
 
 @dataclass(frozen=True, kw_only=True)
 class MXFP8BlockScaling(Recipe):
-    """MXFP8 weights [M, K] with K a multiple of 32; M is free.
+    """MXFP8 weights [M, K], or stacks of these, with K a multiple of 32; M is free.
 
     Stored are ``rowwise_data`` uint8 [M, K], ``rowwise_scale_inv`` (E8M0 codes) uint8 [M padded to
     128, K / 32 padded to 4], ``columnwise_data`` uint8 [M, K] and ``columnwise_scale_inv`` uint8
@@ -37,13 +37,14 @@ class MXFP8BlockScaling(Recipe):
         enable_2d_quantization: weights in blocks of 32x32, whose rowwise codes are the columnwise
             ones, too: ``columnwise_data`` is not stored. Activations and gradients keep blocks of
             one dimension.
-        margin: must stay 0.
+        margin, per_matrix: must stay 0, and True.
     """
 
     scheme = "mxfp8"
 
     fp8_format: Format | str = Format.E4M3
     enable_2d_quantization: bool = False
+    per_matrix: bool = fixed(True, "a block lies in one matrix")
     margin: int = fixed(0, "a scale of a power of two has no margin")
 
     def __post_init__(self) -> None:

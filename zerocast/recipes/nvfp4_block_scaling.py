@@ -37,10 +37,11 @@ _SCOPES = ("none", "weights", "activations", "all")
 class NVFP4BlockScaling(Recipe):
     """NVFP4 weights in 16x16 blocks, activations and gradients in 1x16.
 
-    The tensor is a matrix [M, K] with K a multiple of 16; M is free. Stored are ``rowwise_data``
-    uint8 [M, K / 2], ``rowwise_scale_inv`` (E4M3 codes) uint8 [M padded to 128, K / 16 padded to
-    4], ``amax`` FP32 [1], and as derived copies ``columnwise_data`` [K, ceil(M / 2)] and
-    ``columnwise_scale_inv`` [K padded to 128, ceil(M / 16) padded to 4]. Padding is 0. Under
+    The tensor is a matrix [M, K] with K a multiple of 16, or a stack of these; M is free. Stored
+    are ``rowwise_data`` uint8 [M, K / 2], ``rowwise_scale_inv`` (E4M3 codes) uint8 [M padded to
+    128, K / 16 padded to 4], ``amax`` FP32 [1], and as derived copies ``columnwise_data`` [K,
+    ceil(M / 2)] and ``columnwise_scale_inv`` [K padded to 128, ceil(M / 16) padded to 4], behind
+    the leading dimensions of a stack. Padding is 0. Under
     stochastic rounding there is ``rounding_counter`` int64 [2], too: the hash of the weight's name,
     and how often it was cast.
 
@@ -58,6 +59,7 @@ class NVFP4BlockScaling(Recipe):
             value is 256, which leaves room for those that are half as large again; else 448.
         nvfp4_4over6_err_mode: ``"MAE"`` or ``"MSE"``: by which error the better one is judged.
         seed: of stochastic rounding, 64 bits.
+        per_matrix: must stay True.
         fp4_format, fp8_format: must stay ``"e2m1"``, of codes, and E4M3, of their scales.
     """
 
@@ -74,6 +76,7 @@ class NVFP4BlockScaling(Recipe):
     nvfp4_4over6_e4m3_use_256: str = "all"
     nvfp4_4over6_err_mode: str = "MAE"
     seed: int = 0
+    per_matrix: bool = fixed(True, "a block lies in one matrix")
     fp4_format: str = fixed("e2m1", "NVFP4 has one format of codes")
     fp8_format: str = fixed(Format.E4M3, "NVFP4 has one format of scales")
 

@@ -65,6 +65,9 @@ class Recipe(ABC):
         round_master: round each FP32 master element to the weight's nominal dtype before the amax
             and the cast, as TransformerEngine and Megatron do; so a cast equals "cast to BF16, then
             quantize". False quantizes straight from FP32.
+        per_matrix: whether a weight [..., M, K] of more than two dimensions (experts) is a *stack*:
+            each of its matrices is quantized by itself, with blocks, an amax and a state of its
+            own. False takes all as one tensor, as TransformerEngine does.
         fp8_dpa, fp8_mha: must stay False: attention is not quantized.
         backward_override: must stay None: the backward's products are quantized as the forward's.
 
@@ -83,6 +86,7 @@ class Recipe(ABC):
     casts and takes the amax."""
 
     round_master: bool = True
+    per_matrix: bool = False
     fp8_dpa: bool = fixed(False, _NO_ATTENTION)
     fp8_mha: bool = fixed(False, _NO_ATTENTION)
     backward_override: None = fixed(None, "the backward multiplies what the forward quantized")
@@ -202,10 +206,20 @@ class Recipe(ABC):
         if role == "weight":
             return self
         gradients = role in ("grad_output", "grad_input")
-        return replace(self, **self.of_activations(gradients=gradients))
+        own = {"per_matrix": type(self).per_matrix}  # as the scheme has it: only weights are stacks
+        return replace(self, **own | self.of_activations(gradients=gradients))
+
+    def stack_of(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The leading dimensions of a weight of ``shape`` that is a stack of matrices; none of one
+        that is quantized as one tensor.
+        """
+        return tuple(shape[:-2]) if self.per_matrix else ()
 
     def planes(self, shape: Sequence[int], *, columnwise: bool = True) -> tuple[Plane, ...]:
-        """The rowwise plane of a weight of ``shape``; with ``columnwise`` the other one, too."""
+        """The rowwise plane of a weight of ``shape``, or of each matrix of a stack; with
+        ``columnwise`` the other one, too.
+        """
+        shape = shape[len(self.stack_of(shape)) :]
         rows, cols = math.prod(shape[:-1]), shape[-1]
         layout = self.scale_layout(grid_of(rows, cols, self.block))
         rowwise = Plane("rowwise", Source.MASTER, self.block, layout)
@@ -224,9 +238,13 @@ class Recipe(ABC):
         The names are the attributes of the weight: ``rowwise_data``, ``rowwise_scale_inv``,
         ``columnwise_data``, ``columnwise_scale_inv``, ``amax``, and those of :attr:`state`. Codes
         are in the weight's own shape, or [K, M] where their plane is transposed; 4-bit ones are
-        packed along the last dimension.
+        packed along the last dimension. A stack stores each buffer of its matrices in one tensor,
+        behind its leading dimensions.
         """
-        specs, fmt = {}, self.numerics.fmt
+        specs, fmt, stack = {}, self.numerics.fmt, self.stack_of(shape)
+        if stack:
+            each = self.buffers(shape[len(stack) :], columnwise=columnwise)
+            return {n: replace(spec, shape=(*stack, *spec.shape)) for n, spec in each.items()}
         for plane in self.planes(shape, columnwise=columnwise):
             if plane.stores_codes:
                 leading = (plane.grid.rows,) if plane.is_transposed else tuple(shape[:-1])
@@ -264,7 +282,7 @@ class Recipe(ABC):
         if delayed is not None:
             delayed.scale.copy_(delayed.cast_scale)
         if rounding is not None:
-            rounding.counter[1] -= 1
+            rounding.counter[..., 1] -= 1
 
     def round_to(self, dtype: torch.dtype) -> torch.dtype:
         """What a master element is rounded to first, for a weight of nominal dtype ``dtype``."""
@@ -293,19 +311,19 @@ class Recipe(ABC):
             )
 
     def _check_matrix(self, shape: Sequence[int], multiple: int, reason: str) -> None:
-        """Raise :class:`InputError` unless ``shape`` is [M, K] with K a multiple of ``multiple``,
-        for the ``reason`` given.
+        """Raise :class:`InputError` unless ``shape`` is [M, K], or that of a stack of these, with K
+        a multiple of ``multiple``, for the ``reason`` given.
         """
         name = type(self).__name__
-        self._check_elements(shape, "shape [M, K]")
-        if len(shape) != 2:
+        self._check_elements(shape, "shape [M, K] or [..., M, K]")
+        if len(shape) - len(self.stack_of(shape)) != 2:
             raise InputError(
-                f"{name} needs a 2-D weight [M, K], got shape {tuple(shape)}; reshape it to a "
-                "matrix first."
+                f"{name} needs a 2-D weight [M, K] or a stack of them [..., M, K], got shape "
+                f"{tuple(shape)}; reshape it first."
             )
-        if shape[1] % multiple:
+        if shape[-1] % multiple:
             raise InputError(
                 f"{name} needs K, the last dimension, to be a multiple of {multiple} ({reason}), "
-                f"got K = {shape[1]} in shape {tuple(shape)}; pad the weight or leave it in high "
+                f"got K = {shape[-1]} in shape {tuple(shape)}; pad the weight or leave it in high "
                 f"precision."
             )

@@ -9,6 +9,7 @@ process that never traced it.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, fields
 from functools import cache
 from typing import get_args
@@ -54,24 +55,26 @@ def dequantize(storage: QuantizedStorage, *, columnwise: bool = False) -> torch.
         storage.derived(plane.codes_name)
     if not storage.shape.numel():  # an empty shard of a weight
         return torch.empty(storage.shape, dtype=torch.float32, device=storage.device)
-    shape = [plane.grid.rows, plane.grid.cols]
-    values = torch.empty(shape, dtype=torch.float32, device=storage.device)
-    operand = decoded_operand(storage, plane, values)
-    codes, scale_inv = operand.planes[0].codes, operand.planes[0].scale_inv
+    matrices, shape = storage.matrices, [plane.grid.rows, plane.grid.cols]
+    values = torch.empty(len(matrices), *shape, dtype=torch.float32, device=storage.device)
+    operands = [
+        decoded_operand(matrix, plane, each) for matrix, each in zip(matrices, values, strict=True)
+    ]
     # A tracer's tensors are of a class of its own. Outside it, the operation's detour through
     # torch's dispatcher costs more than decoding a small weight, and loads the compiler at first.
-    if type(codes) is torch.Tensor and not torch.compiler.is_compiling():
-        out = _decode(storage.recipe.numerics, operand)
+    if type(operands[0].planes[0].codes) is torch.Tensor and not torch.compiler.is_compiling():
+        _decode(storage.recipe.numerics, operands)
     else:
-        buffers = [each for each in (codes, scale_inv, operand.amax) if each is not None]
-        out = _traceable_decode(buffers, shape, _to_text(storage.recipe.numerics, plane.scales))
-    return (out.t() if plane.is_transposed else out).reshape(storage.shape)
+        given = [(o.planes[0].codes, o.planes[0].scale_inv, o.amax) for o in operands]
+        buffers = [each for buffers in given for each in buffers if each is not None]
+        meaning = _to_text(storage.recipe.numerics, plane.scales)
+        values = _traceable_decode(buffers, list(values.shape), meaning)
+    return (values.mT if plane.is_transposed else values).reshape(storage.shape)
 
 
-def _decode(numerics: Numerics, operand: TensorOperand) -> torch.Tensor:
-    assert operand.values is not None
-    backend_for(operand.values.device).dequantize(numerics, [operand])()
-    return operand.values
+def _decode(numerics: Numerics, operands: Sequence[TensorOperand]) -> None:
+    assert operands[0].values is not None
+    backend_for(operands[0].values.device).dequantize(numerics, operands)()
 
 
 @torch.library.custom_op(
@@ -81,12 +84,16 @@ def _decode(numerics: Numerics, operand: TensorOperand) -> torch.Tensor:
 )
 def _traceable_decode(buffers: list[torch.Tensor], shape: list[int], meaning: str) -> torch.Tensor:
     numerics, layout = _from_text(meaning)
-    codes, scale_inv, *amax = buffers
-    values = torch.empty(shape, dtype=torch.float32, device=codes.device)
+    values = torch.empty(shape, dtype=torch.float32, device=buffers[0].device)
     block = layout.grid.block_h, layout.grid.block_w
     plane = Plane("rowwise", Source.MASTER, block, layout)
-    planes = (PlaneBuffers(plane, codes=codes, scale_inv=scale_inv),)
-    return _decode(numerics, TensorOperand(planes, amax=amax[0] if amax else None, values=values))
+    operands, count = [], len(buffers) // shape[0]  # of each matrix
+    for i, matrix in enumerate(values):
+        codes, scale_inv, *amax = buffers[i * count : (i + 1) * count]
+        planes = (PlaneBuffers(plane, codes=codes, scale_inv=scale_inv),)
+        operands.append(TensorOperand(planes, amax=amax[0] if amax else None, values=matrix))
+    _decode(numerics, operands)
+    return values
 
 
 @_traceable_decode.register_fake

@@ -1,4 +1,9 @@
-"""HeldPlanes: which planes a weight holds, and which of its buffers casts and gathers move."""
+"""HeldPlanes: which planes a weight holds, and which of its buffers casts and gathers move.
+
+A *stack* (see :attr:`Recipe.per_matrix`) is as many matrices, which lie one behind the other in
+each of its buffers. Each is cast, transposed and decoded as a weight of its own
+(:attr:`QuantizedStorage.matrices`); its planes, which all of them have alike, are those of one.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +37,9 @@ class HeldPlanes:
 
     @property
     def planes(self) -> tuple[Plane, ...]:
-        """The rowwise plane, and the columnwise one of a weight that holds one."""
+        """The rowwise plane, and the columnwise one of a weight that holds one; of a stack those of
+        each matrix.
+        """
         columnwise = self.has_columnwise
         if columnwise not in self._planes:
             self._planes[columnwise] = self.recipe.planes(self.shape, columnwise=columnwise)
@@ -45,7 +52,7 @@ class HeldPlanes:
 
     @property
     def grid(self) -> BlockGrid:
-        """The blocks of the rowwise codes."""
+        """The blocks of the rowwise codes; of a stack those of each matrix."""
         return self.planes[0].grid
 
     @property
@@ -88,9 +95,15 @@ class HeldPlanes:
         return tuple(name for p in self.planes if p.is_derived for name in p.buffers)
 
     @property
+    def stack(self) -> tuple[int, ...]:
+        """The leading dimensions of a stack; none of a weight that is one tensor."""
+        return self.recipe.stack_of(self.shape)
+
+    @property
     def amax_slots(self) -> int:
-        """The entries of this weight in an amax buffer: those of its rowwise blocks, of the blocks
-        of a columnwise copy with amaxes of its own, and the tensor's unless that is one block.
+        """The entries of this weight, or of each matrix of a stack, in an amax buffer: those of its
+        rowwise blocks, of the blocks of a columnwise copy with amaxes of its own, and the tensor's
+        unless that is one block.
         """
         blocks = sum(plane.grid.num_blocks for plane in self.cast_planes)
         return blocks + (not self.recipe.has_one_block)

@@ -75,6 +75,15 @@ def _view(func: Any, tensor: QuantizedTensor, *args: Any, **kwargs: Any) -> Any:
     return tree_map_only(torch.Tensor, lambda _: QuantizedTensor(tensor.quantized_storage), views)
 
 
+@_implements(aten.select.int)
+def _select(func: Any, tensor: QuantizedTensor, dim: int, index: int) -> Any:
+    """Of a stack (experts) only the matrix that is selected is decoded."""
+    storage = tensor.quantized_storage
+    if len(storage.stack) == 1 and dim in (0, -tensor.dim()):
+        return DequantizedView(QuantizedTensor(storage.matrix(index)).dequantize())
+    return _on_values(func, (tensor, dim, index), {})
+
+
 # --- copies ---
 
 

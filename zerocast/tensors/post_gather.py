@@ -39,7 +39,7 @@ def prepare_rebuild(
             groups.setdefault((storage.recipe, storage.device), []).append(storage)
     return [
         (backend or backend_for(device)).transpose(
-            recipe.numerics, [tensor_operand(storage) for storage in group]
+            recipe.numerics, [tensor_operand(each) for stack in group for each in stack.matrices]
         )
         for (recipe, device), group in groups.items()
     ]

@@ -22,7 +22,7 @@ from zerocast.backends import backend_for
 from zerocast.comm import Attempt
 from zerocast.errors import InputError, ZerocastError
 from zerocast.layout import BlockGrid, Extent, SharedBlocks, Source
-from zerocast.numerics import FourOverSixErrors, Masters
+from zerocast.numerics import FourOverSixErrors, Masters, TensorOperand
 from zerocast.recipes import NOMINAL_DTYPES, Recipe, as_recipe, describe_recipe
 from zerocast.tensors.cast_steps import CastSteps
 from zerocast.tensors.quantized_tensor import QuantizedTensor
@@ -183,7 +183,8 @@ def quantize_into(
             ranks, it does so later.
 
     Returns:
-        int32 [storage.amax_slots]: the amaxes of what was cast, the tensor's last.
+        int32 [storage.amax_slots]: the amaxes of what was cast, the tensor's last; of a stack those
+        of one matrix after the other.
 
     Raises:
         InputError: where the storage lacks what its recipe remembers.
@@ -193,31 +194,35 @@ def quantize_into(
         amax = quantize_into(storage.whole({}), source)
         storage.mark_written()
         return amax
+    matrices, slots = storage.matrices, storage.amax_slots
+    amax = torch.zeros(len(matrices) * slots, dtype=torch.int32, device=storage.device)
     if storage.device.type == "meta":
         storage.mark_written()
-        return torch.zeros(storage.amax_slots, dtype=torch.int32, device=storage.device)
-    master = plain_master(source, storage.device)
-    amax = torch.zeros(storage.amax_slots, dtype=torch.int32, device=storage.device)
-    candidates = None
-    if storage.recipe.chooses_scales:
-        uncut = SharedBlocks()
-        words = FourOverSixErrors.words(storage.grid, uncut)
-        buffer = torch.zeros(words, dtype=torch.int32, device=storage.device)
-        candidates = FourOverSixErrors.carve(buffer, storage.grid, uncut)
-    extent, sources = Extent(0, master.numel()), [master]
-    operands = [tensor_operand(storage, 0, extent, amax, candidates=candidates, advances=advances)]
-    for plane in storage.planes:
-        if plane.source is Source.TRANSPOSED_MASTER:
-            operands.append(transposed_operand(storage, plane, len(sources), amax))
-            sources.append(_transposed(master, operands[-1].grid))
+        return amax
+    master = plain_master(source, storage.device).view(len(matrices), *matrices[0].shape)
+    sources: list[torch.Tensor] = []
+    operands: list[tuple[QuantizedStorage, TensorOperand]] = []
+    for matrix, values, own in zip(matrices, master, amax.split(slots), strict=True):
+        extent, candidates = Extent(0, values.numel()), _candidates(matrix)
+        operand = tensor_operand(
+            matrix, len(sources), extent, own, candidates=candidates, advances=advances
+        )
+        operands.append((matrix, operand))
+        sources.append(values)
+        for plane in matrix.planes:
+            if plane.source is Source.TRANSPOSED_MASTER:
+                operand = transposed_operand(matrix, plane, len(sources), own)
+                operands.append((matrix, operand))
+                sources.append(_transposed(values, operand.grid))
     masters = Masters(len(sources))
     masters.bind(sources)
-    steps = CastSteps(backend_for(storage.device), [(storage, o) for o in operands], masters)
+    steps = CastSteps(backend_for(storage.device), operands, masters)
     steps.run("partial_amax")
     reduce_shared(storage, amax)
     steps.run("partial_select", "select", "compute_scale", "partial_cast")
-    for operand in operands[1:]:
-        if operand.grid.cols > storage.shape[:-1].numel():
+    for matrix, operand in operands:
+        plane = operand.planes[0].plane
+        if plane.source is Source.TRANSPOSED_MASTER and plane.grid.cols > matrix.grid.rows:
             # What fills a row's last byte is no element, and keeps code 0 under a NaN scale, too.
             codes = operand.planes[0].codes
             assert codes is not None
@@ -226,6 +231,16 @@ def quantize_into(
     steps.run("transpose")
     storage.mark_rebuilt()
     return amax
+
+
+def _candidates(storage: QuantizedStorage) -> FourOverSixErrors | None:
+    """What the blocks of a whole weight choose their scales by; None where they choose none."""
+    if not storage.recipe.chooses_scales:
+        return None
+    uncut = SharedBlocks()
+    words = FourOverSixErrors.words(storage.grid, uncut)
+    buffer = torch.zeros(words, dtype=torch.int32, device=storage.device)
+    return FourOverSixErrors.carve(buffer, storage.grid, uncut)
 
 
 def reduce_shared(storage: QuantizedStorage, amax: torch.Tensor) -> None:

@@ -17,6 +17,7 @@ NOT here: whether buffers from a file are those of a weight (:mod:`zerocast.tens
 from __future__ import annotations
 
 import itertools
+import math
 import zlib
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
@@ -154,6 +155,20 @@ class QuantizedStorage(HeldPlanes):
         return self._buffers
 
     @property
+    def matrices(self) -> list[QuantizedStorage]:
+        """The matrices of a stack, in order: what operands are made of. This storage itself where
+        it is one tensor.
+        """
+        stack = self.stack
+        return [self.matrix(i) for i in range(math.prod(stack))] if stack else [self]
+
+    def matrix(self, index: int) -> QuantizedStorage:
+        """Matrix ``index`` of a stack, around views of these buffers as they lie now."""
+        dims = len(self.stack)
+        buffers = {name: b.flatten(end_dim=dims - 1)[index] for name, b in self.buffers.items()}
+        return QuantizedStorage(self.shape[dims:], self.dtype, self.recipe, buffers)
+
+    @property
     def originals(self) -> dict[str, torch.Tensor]:
         """Those of :attr:`buffers` that are not derived from others."""
         derived = self.derived_names
@@ -168,13 +183,18 @@ class QuantizedStorage(HeldPlanes):
         """Give the weight the name that its random bits depend on, where it has none yet.
 
         Only stochastic rounding has a use for it. The first name stays, so the bytes do not depend
-        on who casts the weight later.
+        on who casts the weight later. Matrix ``i`` of the stack ``experts`` is ``experts[i]``.
         """
         counter = self.buffers.get("rounding_counter")
-        if counter is not None and counter.is_meta:
+        if counter is None:
+            return
+        if counter.is_meta:
             self._name = self._name or name
-        elif counter is not None and int(counter[0]) == 0:
-            counter[0] = zlib.crc32(name.encode()) or 1  # 0 means that it has no name
+        elif int(counter.view(-1)[0]) == 0:
+            count = counter.numel() // 2
+            names = [f"{name}[{i}]" for i in range(count)] if self.stack else [name]
+            hashes = [zlib.crc32(each.encode()) or 1 for each in names]  # 0: it has no name
+            counter.view(count, 2)[:, 0] = torch.tensor(hashes, device=counter.device)
 
     def replace(self, name: str, tensor: torch.Tensor) -> None:
         """Let ``tensor`` (same shape, dtype, device; contiguous) be the buffer ``name``."""

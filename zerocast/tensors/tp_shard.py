@@ -160,9 +160,15 @@ class TensorParallelShard:
 
         The last shard may end wherever the whole does, and an empty one lie anywhere. Blocks that
         reach across the whole weight (FP8 with one scale, or with one a row) are sharded anywhere:
-        their amaxes are shared.
+        their amaxes are shared. Of a stack of matrices no shard is served.
         """
         recipe.check_shape(self.whole)
+        if recipe.stack_of(self.whole):
+            raise InputError(
+                f"a tensor-parallel shard is of one matrix, got {self}, a stack of them under "
+                f"{type(recipe).__name__}; give each rank whole matrices, as weights of a group of "
+                f"its own."
+            )
         if tuple(shape) != tuple(self.shape):
             raise InputError(f"{self} have shape {tuple(self.shape)}, got {tuple(shape)}.")
         end = self.start + self.size
