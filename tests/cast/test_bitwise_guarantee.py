@@ -2,6 +2,7 @@
 of the unsharded cast.
 """
 
+import dataclasses
 import random
 from collections.abc import Mapping
 from itertools import pairwise, product
@@ -35,6 +36,11 @@ class Case:
         self.seed = seed
         self.recipes = [VARIANTS[rng.choice(list(VARIANTS))] for _ in range(rng.randint(1, 3))]
         self.shapes = [self._shape(recipe, rng) for recipe in self.recipes]
+        for i, recipe in enumerate(self.recipes):
+            if rng.random() < 0.3:  # a stack
+                self.recipes[i] = dataclasses.replace(recipe, per_matrix=True)
+                leading = rng.choice(((2,), (3,), (1, 2)))
+                self.shapes[i] = torch.Size((*leading, *(1, *self.shapes[i])[-2:]))
         self.dtypes = [rng.choice(DTYPES) for _ in self.recipes]
         # A columnwise copy that is cast from the transposed tensor cannot be sharded.
         self.columnwise = [

@@ -25,6 +25,7 @@ from zerocast.cast.exchange import Exchange
 from zerocast.cast.finite import raise_if_not_finite
 from zerocast.cast.gather import PLANES, CodeGather
 from zerocast.cast.master_checks import as_tensors
+from zerocast.cast.matrices import Matrices
 from zerocast.cast.prepared_cast import PreparedCast
 from zerocast.cast.shard_spec import OwnCodes, ShardSpec, check_amax_groups, check_specs
 from zerocast.comm import Attempt, Communicator, Group
@@ -281,13 +282,9 @@ class CastPlan:
         if self._exchange.reduce_amax(in_trouble=error is not None):
             raise_in_all(self._exchange.heard_by, error)
         if self._check_finite:
-            raise_if_not_finite(
-                self._comms,
-                self._members,
-                self._specs,
-                [self._exchange.tensor_amax(i) for i in range(len(self._specs))],
-                self._prepared.masters.tensors,
-            )
+            masters, specs = self._prepared.masters.tensors, self._prepared.matrices
+            amaxes = [self._exchange.tensor_amax(i) for i in range(len(specs))]
+            raise_if_not_finite(self._comms, self._members, specs, amaxes, masters)
 
     @_untraced
     def _partial_select(self) -> None:
@@ -329,21 +326,24 @@ class CastPlan:
         tp_shards: Mapping[Communicator, Sequence[int]],
     ) -> None:
         """Make the buffers and launches; whatever of it may fail on this rank alone."""
-        storages = [spec.storage for spec in self._specs]
-        self._device = storages[0].device if storages else torch.device("cpu")
-        self._members = members
-        labels = [spec.amax_group for spec in self._specs]
-        self._exchange = Exchange(storages, members, owners, tp_shards, labels, self._device)
+        self._device = self._specs[0].storage.device if self._specs else torch.device("cpu")
+        matrices = Matrices(self._specs)
+        specs, self._members = matrices.specs(), matrices.places(members)
+        self._exchange = Exchange(
+            [spec.storage for spec in specs], self._members, matrices.owners(members, owners),
+            matrices.places(tp_shards), [spec.amax_group for spec in specs], self._device,
+        )  # fmt: skip
         self._gathers = [
             CodeGather(comm, [self._specs[i] for i in indices], owners[comm], plane)
             for comm, indices in members.items()
             for plane in PLANES
-            if any(plane in storages[i].gathered for i in indices)
+            if any(plane in self._specs[i].storage.gathered for i in indices)
         ]
         self._prepared = PreparedCast(
             [weight for weight in model_weights if isinstance(weight, QuantizedTensor)],
             master_weights,
             self._specs,
+            matrices,
             self._exchange,
             self._gathers,
             judges_amaxes=self._check_finite,

@@ -12,6 +12,7 @@ from zerocast.cast.capture import check_planning, is_captured
 from zerocast.cast.exchange import Exchange
 from zerocast.cast.gather import CodeGather
 from zerocast.cast.master_checks import check_list, check_master_tensor
+from zerocast.cast.matrices import Matrices
 from zerocast.cast.shard_spec import ShardSpec
 from zerocast.errors import InputError
 from zerocast.numerics import Float8DelayedNumerics, Masters
@@ -27,12 +28,14 @@ class PreparedCast:
         weights: the plan's, in order.
         master_weights: this rank's shards of their masters.
         specs: the same weights as checked.
+        matrices: what they are made of.
         exchange: the buffers that ranks reduce.
         gathers: of the codes.
         judges_amaxes: whether nothing may be written before ``compute_scale``.
 
     Attributes:
         steps: the launches.
+        matrices: what is cast: the weights, and the matrices of those that are stacks.
         masters: what they read.
         addresses: where the weights' buffers lay when the launches were prepared.
         calls_functions: whether functions of the caller's make scales.
@@ -49,18 +52,20 @@ class PreparedCast:
         weights: Sequence[QuantizedTensor],
         master_weights: Sequence[torch.Tensor | None],
         specs: Sequence[ShardSpec],
+        matrices: Matrices,
         exchange: Exchange,
         gathers: Sequence[CodeGather],
         *,
         judges_amaxes: bool,
     ) -> None:
         self._specs, self._exchange, self._gathers = specs, exchange, gathers
+        self._matrices = matrices
         self._judges_amaxes = judges_amaxes
         self._device = exchange.amax.device
         self._backend = backend_for(self._device)
         self.addresses = Addresses(weights, specs)
         self.calls_functions = sum(_try_function(spec.storage) for spec in specs) > 0
-        self.masters = Masters(len(specs))
+        self.masters = Masters(matrices.count)
         self._is_in_graph = False
         self._in_graphs: list[CastSteps] = []  # which repeat them as long as the plan lives
         self.rebind(master_weights)
@@ -82,9 +87,9 @@ class PreparedCast:
     def bind(self, master_weights: Sequence[torch.Tensor | None]) -> None:
         """Read these masters, which are known to fit, from now on."""
         pairs = zip(self._specs, master_weights, strict=True)
-        self.masters.bind([master if spec.extent else None for spec, master in pairs])
-        self._bound = [master for master in self.masters.tensors if master is not None]
-        self._bound_lie = lie_of(self._bound)
+        self._bound = [master if spec.extent else None for spec, master in pairs]
+        self.masters.bind(self._matrices.masters(self._bound))
+        self._bound_lie = lie_of([master for master in self._bound if master is not None])
 
     def follow_moves(self) -> None:
         """Prepare again where a weight has moved (``replace_raw_data``, ``.data =``) since the last
@@ -102,27 +107,27 @@ class PreparedCast:
 
     def follow_masters(self) -> None:
         """Bind the masters again where one has moved or changed."""
-        if self._bound_lie != lie_of(self._bound):
-            self.rebind(self.masters.tensors)
+        if self._bound_lie != lie_of([master for master in self._bound if master is not None]):
+            self.rebind(self._bound)
 
     @torch.inference_mode(False)
     def _prepare(self) -> None:
         check_planning(self._device)
-        exchange = self._exchange
+        exchange, self.matrices = self._exchange, self._matrices.specs()
         operands = [
             (
-                spec.storage,
+                matrix.storage,
                 tensor_operand(
-                    spec.storage,
+                    matrix.storage,
                     i,
-                    spec.extent,
+                    matrix.extent,
                     exchange.amax_of[i],
                     shared_amax=exchange.tensor_amax_of.get(i),
-                    own_codes=spec.codes,
+                    own_codes=matrix.codes,
                     candidates=exchange.candidates_of.get(i),
                 ),
             )
-            for i, spec in enumerate(self._specs)
+            for i, matrix in enumerate(self.matrices)
         ]
         self.steps = CastSteps(
             self._backend, operands, self.masters, judges_amaxes=self._judges_amaxes
@@ -152,5 +157,5 @@ def _try_function(storage: QuantizedStorage) -> bool:
     numerics = storage.recipe.numerics
     if not (isinstance(numerics, Float8DelayedNumerics) and callable(numerics.amax_compute_algo)):
         return False
-    numerics.amax_by_callable(storage.buffers["amax_history"].clone())
+    numerics.amax_by_callable(storage.matrices[0].buffers["amax_history"].clone())
     return True

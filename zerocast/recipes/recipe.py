@@ -209,11 +209,11 @@ class Recipe(ABC):
         own = {"per_matrix": type(self).per_matrix}  # as the scheme has it: only weights are stacks
         return replace(self, **own | self.of_activations(gradients=gradients))
 
-    def stack_of(self, shape: Sequence[int]) -> tuple[int, ...]:
+    def stack_of(self, shape: Sequence[int]) -> torch.Size:
         """The leading dimensions of a weight of ``shape`` that is a stack of matrices; none of one
         that is quantized as one tensor.
         """
-        return tuple(shape[:-2]) if self.per_matrix else ()
+        return torch.Size(shape[:-2] if self.per_matrix else ())
 
     def planes(self, shape: Sequence[int], *, columnwise: bool = True) -> tuple[Plane, ...]:
         """The rowwise plane of a weight of ``shape``, or of each matrix of a stack; with

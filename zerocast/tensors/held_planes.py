@@ -95,7 +95,7 @@ class HeldPlanes:
         return tuple(name for p in self.planes if p.is_derived for name in p.buffers)
 
     @property
-    def stack(self) -> tuple[int, ...]:
+    def stack(self) -> torch.Size:
         """The leading dimensions of a stack; none of a weight that is one tensor."""
         return self.recipe.stack_of(self.shape)
 

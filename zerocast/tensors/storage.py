@@ -17,7 +17,6 @@ NOT here: whether buffers from a file are those of a weight (:mod:`zerocast.tens
 from __future__ import annotations
 
 import itertools
-import math
 import zlib
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
@@ -159,8 +158,7 @@ class QuantizedStorage(HeldPlanes):
         """The matrices of a stack, in order: what operands are made of. This storage itself where
         it is one tensor.
         """
-        stack = self.stack
-        return [self.matrix(i) for i in range(math.prod(stack))] if stack else [self]
+        return [self.matrix(i) for i in range(self.stack.numel())] if self.stack else [self]
 
     def matrix(self, index: int) -> QuantizedStorage:
         """Matrix ``index`` of a stack, around views of these buffers as they lie now."""

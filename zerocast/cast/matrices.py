@@ -1,0 +1,110 @@
+"""Matrices: what a cast works on: each weight, and each matrix of a stack as a weight of its own.
+
+A plan is given stacks whole (:class:`zerocast.cast.shard_spec.ShardSpec`); its masters, gathers and
+addresses are theirs. Amaxes, choices, scales and launches are of single matrices, into which the
+stacks are taken apart here, and nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+
+from zerocast.cast.shard_spec import ShardSpec
+from zerocast.comm import Communicator
+from zerocast.formats import byte_span
+from zerocast.layout import NOTHING, Extent, Owners
+from zerocast.tensors import QuantizedStorage
+
+
+class Matrices:
+    """The matrices of the weights of a plan, in order.
+
+    Args:
+        specs: the weights.
+
+    Attributes:
+        count: how many there are.
+    """
+
+    def __init__(self, specs: Sequence[ShardSpec]) -> None:
+        self._specs, self.count = specs, 0
+        self._of: list[range] = []  # by the place of a weight, the places of its matrices
+        for spec in specs:
+            self._of.append(range(self.count, self.count + spec.storage.stack.numel()))
+            self.count = self._of[-1].stop
+
+    def specs(self) -> list[ShardSpec]:
+        """Return each matrix with what this rank owns of it, around the weights' buffers as they
+        lie now.
+        """
+        found: list[ShardSpec] = []
+        for spec in self._specs:
+            found += _matrices(spec) if spec.storage.stack else [spec]
+        return found
+
+    def places(self, groups: Mapping[Communicator, Sequence[int]]) -> dict[Communicator, list[int]]:
+        """Return, by group, the places of the matrices of the weights at the places given."""
+        return {comm: [at for i in places for at in self._of[i]] for comm, places in groups.items()}
+
+    def owners(
+        self, groups: Mapping[Communicator, Sequence[int]], owners: Mapping[Communicator, Owners]
+    ) -> dict[Communicator, Owners]:
+        """Return, by group, who owns what of the matrices of its weights, whose ``owners`` are
+        given.
+        """
+        return {comm: self._owners(places, owners[comm]) for comm, places in groups.items()}
+
+    def _owners(self, places: Sequence[int], owners: Owners) -> Owners:
+        counts = torch.tensor([len(self._of[i]) for i in places], dtype=torch.int64, device="cpu")
+        if counts.le(1).all():
+            return owners
+        shapes = [self._specs[i].storage.shape for i in places]
+        numel = torch.tensor([s.numel() for s in shapes], dtype=torch.int64, device="cpu") // counts
+        # Each shard, once for every matrix that it reaches: `number` is that of the weight.
+        size = numel[owners.weight]
+        first, last = owners.start // size, (owners.end - 1) // size
+        reached = last - first + 1
+        shard = torch.arange(len(owners), device="cpu").repeat_interleave(reached)
+        earlier = (reached.cumsum(0) - reached)[shard]
+        number = first[shard] + torch.arange(len(shard), device="cpu") - earlier
+        start, end = (bound[shard] - number * size[shard] for bound in (owners.start, owners.end))
+        matrix = (counts.cumsum(0) - counts)[owners.weight[shard]] + number
+        fields = matrix, owners.rank[shard], start.clamp(min=0), end.minimum(size[shard])
+        return Owners.of(int(counts.sum()), torch.stack(fields, dim=1))
+
+    def masters(self, masters: Iterable[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Return what each matrix is cast from, of the masters of the weights; None for nothing."""
+        cut: list[torch.Tensor | None] = []
+        for spec, master in zip(self._specs, masters, strict=True):
+            if master is None or not spec.storage.stack:
+                cut += [master] * spec.storage.stack.numel()
+                continue
+            flat, start = master.view(-1), spec.extent.start
+            for own in _extents(spec):
+                cut.append(flat[own.start - start : own.end - start] if own else None)
+        return cut
+
+
+def _extents(spec: ShardSpec) -> list[Extent]:
+    """Return what this rank owns of each matrix, in elements of the stack."""
+    numel = spec.storage.shape[-2:].numel()
+    starts = range(0, spec.storage.shape.numel(), numel)
+    return [spec.extent.intersect(Extent(start, start + numel)) for start in starts]
+
+
+def _matrices(spec: ShardSpec) -> list[ShardSpec]:
+    storage, fmt = spec.storage, spec.storage.recipe.numerics.fmt
+    first = byte_span(fmt, spec.extent.start, spec.extent.end)[0]
+    numel, found = storage.shape[-2:].numel(), list[ShardSpec]()
+    for i, own in enumerate(_extents(spec)):
+        begin, end = byte_span(fmt, own.start, own.end) if own else (first, first)
+        codes = {
+            name: spec.codes[name].view(-1)[begin - first : end - first] for name in spec.codes
+        }
+        group = None if spec.amax_group is None else f"{spec.amax_group}[{i}]"
+        extent = own.shifted(-i * numel) if own else NOTHING
+        matrix: QuantizedStorage = storage.matrix(i)
+        found.append(ShardSpec(f"{spec.name}[{i}]", spec.is_named, matrix, extent, codes, group))
+    return found
