@@ -1,7 +1,7 @@
 """How fast are the CUDA kernels, and how fast could this GPU's memory let them be?
 
-For a set of weights (bench_frame.py) and rank 0 of 1, 8, 64 and 512 it measures, by events on the
-stream and as medians,
+For sets of weights (bench_frame.py) and rank 0 of 1 and 64 it measures, by events on the stream and
+as medians,
 
     the memory    our kernel that only reads, and the driver's copy and fill, in the same run
     each step     memset, amax, scale, cast, transpose: time; bytes that must move; bytes that
@@ -12,9 +12,11 @@ stream and as medians,
     one by one    our own kernels launched weight by weight: a re-enactment of how a library
                   without multi-tensor kernels would launch, and no other project's code
 
-With --transformer-engine CHECKOUT it also compiles that project's own kernels out of a checkout, or
-links what is built there, and runs them on the same tensors (bench_transformer_engine.py). With
---host it needs no GPU: plans of 224 and 5,000 weights whose launches do nothing.
+Each is a row of its own (bench_rows.py), written to OUTPUT.jsonl as soon as it is found; OUTPUT.md
+is the page of all rows that are there. With --transformer-engine CHECKOUT it also compiles that
+project's own kernels out of a checkout, or links what is built there, and runs them on the same
+tensors (bench_transformer_engine.py). Two ways need no GPU: --host, plans of 224 and 5,000 weights
+whose launches do nothing; and --rehearse, a few rows of small weights on the tests' emulation.
 """
 
 from __future__ import annotations
@@ -23,8 +25,9 @@ import argparse
 import math
 import platform
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -43,9 +46,9 @@ from bench_frame import (
     medians,
     prepare,
     rank_0,
-    write_json,
 )
-from bench_others import PLAIN
+from bench_others import PLAIN, TORCHAO, torchao_casts
+from bench_rows import Result, Rows, supervise
 from cuda_report import host_lines, markdown
 
 import zerocast
@@ -57,21 +60,73 @@ RECIPES: dict[str, Recipe] = {
     "nvfp4": zerocast.NVFP4BlockScaling(),
     "fp8": zerocast.Float8CurrentScaling(),
     "fp8_blockwise": zerocast.Float8BlockScaling(),
+    "mxfp8": zerocast.MXFP8BlockScaling(),
+    "fp8_rowwise": zerocast.Float8RowwiseScaling(),
+    "fp8_delayed": zerocast.DelayedScaling(),
+    "nvfp4_4over6": zerocast.NVFP4BlockScaling(nvfp4_4over6="weights"),
+    "nvfp4_stochastic": zerocast.NVFP4BlockScaling(
+        fp4_quant_fwd_weight=zerocast.QParams(fp4_2d_quantization=True, stochastic_rounding=True)
+    ),
 }
 PLANS = (224, 5000)
 """Weights of the plans whose host time is taken."""
-PROBE_BYTES = 4 << 30
-FLUSH_BYTES = 512 << 20
-"""Written before each measurement, so that nothing is read from a cache."""
 
+PARTS = ("speed", "others")
+"""Of the benchmark, beside the comparison with TransformerEngine."""
+
+ROW_LIMIT = 90.0
+"""Seconds after which a row counts as hung."""
 
 Seconds = Callable[[Work], float]
-"""Measures a work on the GPU."""
+"""Measures a work on a machine."""
 
 
-def device_seconds(rounds: int, before: Work = lambda: None) -> Seconds:
-    """Return a function that measures the median time of a work on the GPU."""
-    return lambda work: medians({"work": work}, rounds, device_clock, before)["work"]
+@dataclass(frozen=True)
+class Machine:
+    """What the kernels run on.
+
+    Attributes:
+        device: of the tensors.
+        clock: measures the seconds of a work.
+        wait: returns when everything that was launched is done.
+        sets: of weights, by name.
+        probe_bytes: by which the memory is measured.
+        flush_bytes: written before each measurement, so that nothing is read from a cache.
+    """
+
+    backend: CudaBackend
+    device: str
+    clock: Callable[[Work], float]
+    wait: Callable[[], None]
+    sets: Mapping[str, Sequence[Shape]]
+    probe_bytes: int
+    flush_bytes: int
+
+    def seconds(self, rounds: int, *, flushing: bool = False) -> Seconds:
+        """Return a function that measures the median time of a work."""
+        flushed = torch.empty(
+            self.flush_bytes if flushing else 0, dtype=torch.uint8, device=self.device
+        )
+        return lambda work: medians({"work": work}, rounds, self.clock, flushed.zero_)["work"]
+
+    def free(self) -> None:
+        """Give the memory of the row before back."""
+        if self.device == "cuda":
+            torch.cuda.empty_cache()
+
+
+def gpu() -> Machine:
+    """Return the current GPU."""
+    wait = torch.cuda.synchronize
+    return Machine(cuda_backend(), "cuda", device_clock, wait, SETS, 4 << 30, 512 << 20)
+
+
+def emulation() -> Machine:
+    """Return the tests' emulation of one, whose times say nothing, and small weights."""
+    from tests.cuda_emulation.emulator import Emulator
+
+    sets = {name: [(32, 64), (128, 128)] for name in SETS}
+    return Machine(CudaBackend(Emulator()), "cpu", host_clock, lambda: None, sets, 1 << 17, 1)
 
 
 def host_seconds(work: Work, rounds: int, before: Work = lambda: None) -> float:
@@ -134,11 +189,12 @@ def run_all(launches: Iterable[Work]) -> None:
         launch()
 
 
-def probe(backend: CudaBackend, size: int, seconds: Seconds) -> Memory:
-    """Measure the memory of this GPU by ``size`` bytes."""
-    source = torch.zeros(size // 4, dtype=torch.float32, device="cuda")
+def probe(machine: Machine, rounds: int) -> Result:
+    """Measure the memory."""
+    backend, size, seconds = machine.backend, machine.probe_bytes, machine.seconds(rounds)
+    source = torch.zeros(size // 4, dtype=torch.float32, device=machine.device)
     target = torch.empty_like(source)
-    found = torch.zeros(1, dtype=torch.int32, device="cuda")
+    found = torch.zeros(1, dtype=torch.int32, device=machine.device)
     kernel = Kernel("probe_read", 256)
     handle = backend.launcher.prepare(kernel)
     pieces = size >> 17
@@ -147,26 +203,30 @@ def probe(backend: CudaBackend, size: int, seconds: Seconds) -> Memory:
     def read() -> None:
         backend.launcher.launch(kernel, handle, pieces, arguments)
 
-    return Memory(
+    memory = Memory(
         (pieces << 17) / seconds(read),
         size / seconds(lambda: target.zero_()),
         2 * size / seconds(lambda: target.copy_(source)),
     )
+    return asdict(memory)
 
 
-def others(
-    backend: CudaBackend, recipe: str, shapes: Sequence[Shape], seconds: Seconds
-) -> dict[str, float]:
-    """Measure elements a second on the largest weight: ours, and torch eager and compiled."""
-    work = prepare_rank_0(backend, RECIPES[recipe], [max(shapes, key=math.prod)], 1, "cuda")
+def others(machine: Machine, recipe: str, rounds: int) -> Result:
+    """Measure elements a second on the largest weight: ours, torch's and torchao's, as they are and
+    compiled.
+    """
+    shape = max(next(iter(machine.sets.values())), key=math.prod)
+    work = prepare_rank_0(machine.backend, RECIPES[recipe], [shape], 1, machine.device)
     (x,) = (m.view(s.shape) for m, s in zip(work.masters.tensors, work.storages, strict=True))
-    plain = PLAIN[recipe]
-    compiled = torch.compile(plain)
-    casts: dict[str, Work] = {
-        "zerocast": lambda: run_all(list(work.steps.values())[:-1]),
-        "torch eager": lambda: plain(x),
-        "torch.compile": lambda: compiled(x),
-    }
+    casts: dict[str, Work] = {"zerocast": lambda: run_all(list(work.steps.values())[:-1])}
+    theirs = {"torch": PLAIN[recipe]}
+    if (torchao := torchao_casts().get(recipe.upper())) is not None:
+        theirs[f"torchao {TORCHAO}"] = torchao
+    for name, cast in theirs.items():
+        casts[f"{name}, eager"] = partial(cast, x)
+        if machine.device == "cuda":
+            casts[f"{name}, compiled"] = partial(torch.compile(cast), x)
+    seconds = machine.seconds(rounds)
     return {name: x.numel() / seconds(run) for name, run in casts.items()}
 
 
@@ -177,12 +237,12 @@ def cuda_backend() -> CudaBackend:
     return backend
 
 
-def measure(name: str, recipe: str, world_size: int, memory: Memory, rounds: int) -> dict:
+def measure(machine: Machine, name: str, recipe: str, world_size: int, rounds: int) -> Result:
     """Measure one row of the report: a set, a recipe, a world size."""
-    backend = cuda_backend()
-    work = prepare_rank_0(backend, RECIPES[recipe], SETS[name], world_size, "cuda")
-    flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
-    clock = device_seconds(rounds, flush.zero_)
+    machine.free()
+    backend, shapes = machine.backend, machine.sets[name]
+    work = prepare_rank_0(backend, RECIPES[recipe], shapes, world_size, machine.device)
+    clock = machine.seconds(rounds, flushing=True)
     steps = {}
     launcher = backend.launcher
     for step, launch in work.steps.items():
@@ -192,12 +252,12 @@ def measure(name: str, recipe: str, world_size: int, memory: Memory, rounds: int
         launch()
         steps[step] = {
             "seconds": seconds,
-            "bytes": must,
+            "read": work.read[step],
+            "written": work.written[step],
             "moved_over_must": (must + work.tables[step]) / must if must else 1.0,
-            "of_bound": memory.seconds(work.read[step], work.written[step]) / seconds,
             "launches": launcher.launches - before + (step == "memset"),
         }
-    cast = list(work.steps.values())[:-1]
+    cast = [launch for step, launch in work.steps.items() if step != "transpose"]
     return {
         "set": name,
         "recipe": recipe,
@@ -205,39 +265,24 @@ def measure(name: str, recipe: str, world_size: int, memory: Memory, rounds: int
         "weights": len(work.storages),
         "owned": sum(shard.extent.size for shard in work.shards),
         "steps": steps,
-        "host_seconds": host_seconds(lambda: run_all(cast), rounds, torch.cuda.synchronize),
+        "host_seconds": host_seconds(lambda: run_all(cast), rounds, machine.wait),
         "one_by_one_seconds": clock(one_by_one(backend, RECIPES[recipe], work)),
     }
 
 
-def compare(checkout: Path, options: argparse.Namespace) -> dict:
-    """Measure TransformerEngine beside ours: a row for every set and recipe as rank 0 of 1 and of
-    64, or the reason why there is none.
-    """
-    found: dict = {"version": build_transformer_engine.version(checkout), "rows": []}
+def compare(
+    machine: Machine, checkout: Path, name: str, recipe: str, world_size: int, rounds: int
+) -> Result:
+    """Measure TransformerEngine beside ours: one row."""
+    machine.free()
     capability = torch.cuda.get_device_capability()
     arch = build_transformer_engine.architecture(capability)
-    try:
-        path = build_transformer_engine.library(checkout, arch)
-        driver = bench_transformer_engine.Driver(path)
-    except (build_transformer_engine.BuildError, OSError) as error:
-        return {**found, "reason": str(error)}
-    backend = cuda_backend()
-    for name, recipe, world_size in product(options.sets, options.recipes, options.ranks):
-        if world_size not in bench_transformer_engine.WORLD_SIZES:
-            continue
-        row = {"set": name, "recipe": recipe, "world_size": world_size}
-        work = flush = clock = None  # gives the memory of the row before back
-        try:
-            torch.cuda.empty_cache()
-            work = prepare_rank_0(backend, RECIPES[recipe], SETS[name], world_size, "cuda")
-            flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
-            clock = device_seconds(options.rounds, flush.zero_)
-            row |= bench_transformer_engine.compare(driver, recipe, work, capability, clock)
-        except RuntimeError as error:  # a kernel of either side that failed ends the CUDA context
-            row["reason"] = str(error).splitlines()[0]
-        found["rows"].append(row)
-    return found
+    driver = bench_transformer_engine.Driver(build_transformer_engine.library(checkout, arch))
+    shapes = machine.sets[name]
+    work = prepare_rank_0(machine.backend, RECIPES[recipe], shapes, world_size, machine.device)
+    clock = machine.seconds(rounds, flushing=True)
+    row = {"set": name, "recipe": recipe, "world_size": world_size}
+    return row | bench_transformer_engine.compare(driver, recipe, work, capability, clock)
 
 
 class NoLauncher:
@@ -266,7 +311,7 @@ class NoLauncher:
         self.launches += 1
 
 
-def host_time(backend: CudaBackend, weights: int, rounds: int) -> dict:
+def host_time(backend: CudaBackend, weights: int, rounds: int) -> Result:
     """Measure the host time of ``plan.cast()``, a quarter of the weights FP8, and its launches,
     memsets left out.
     """
@@ -284,62 +329,121 @@ def host_time(backend: CudaBackend, weights: int, rounds: int) -> dict:
     return {"weights": weights, "seconds": seconds, "launches": launches}
 
 
+def works(machine: Machine, options: argparse.Namespace) -> dict[str, Callable[[], Result]]:
+    """Return what makes each row, the most telling first."""
+    rounds = options.rounds
+    found: dict[str, Callable[[], Result]] = {
+        "machine": partial(describe, machine, rounds),
+        "memory": partial(probe, machine, rounds),
+    }
+    rows = list(product(options.sets, options.ranks, options.recipes))
+    if "speed" in options.parts:
+        for name, ranks, recipe in rows:
+            row = f"speed {name} {ranks} {recipe}"
+            found[row] = partial(measure, machine, name, recipe, ranks, rounds)
+        for count in PLANS if machine.device == "cuda" else ():
+            found[f"host {count}"] = partial(host_time, machine.backend, count, 20 * rounds)
+    if "others" in options.parts:
+        for recipe in PLAIN:
+            found[f"others {recipe}"] = partial(others, machine, recipe, rounds)
+    if options.transformer_engine:
+        checkout = options.transformer_engine.resolve()
+        for name, ranks, recipe in rows:
+            if recipe in bench_transformer_engine.SCHEMES:
+                row = f"transformer_engine {name} {ranks} {recipe}"
+                found[row] = partial(compare, machine, checkout, name, recipe, ranks, rounds)
+    return found
+
+
+def describe(machine: Machine, rounds: int) -> Result:
+    """Return what the page says of the machine."""
+    on_gpu = machine.device == "cuda"
+    return {
+        "gpu": torch.cuda.get_device_name() if on_gpu else "no GPU: a rehearsal on an emulation",
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda or "none",
+        "driver": driver_version() if on_gpu else "none",
+        "machine": platform.platform(),
+        "rounds": rounds,
+    }
+
+
+def report_of(rows: Rows, checkout: Path | None) -> Result | None:
+    """Return the report of the rows that are there; None before the memory was measured."""
+    results, failures = rows.results(), rows.failures()
+    if not {"machine", "memory"} <= results.keys():
+        return None
+
+    def of(kind: str) -> dict[str, Result]:
+        return {row: result for row, result in results.items() if row.split()[0] == kind}
+
+    memory = Memory(**results["memory"])
+    for result in of("speed").values():
+        for step in result["steps"].values():
+            step["bytes"] = step["read"] + step["written"]
+            step["of_bound"] = memory.seconds(step["read"], step["written"]) / step["seconds"]
+    report = {
+        **results["machine"],
+        "memory": asdict(memory),
+        "host": list(of("host").values()),
+        "rows": list(of("speed").values()),
+        "others": {row.split()[1]: result for row, result in of("others").items()},
+        "failed": failures,
+    }
+    if checkout is not None:
+        beside = list(of("transformer_engine").values())
+        for row, reason in failures.items():
+            if row.startswith("transformer_engine "):
+                _, name, ranks, recipe = row.split()
+                place = {"set": name, "world_size": int(ranks), "recipe": recipe}
+                beside.append({**place, "reason": reason})
+        report["transformer_engine"] = {
+            "version": build_transformer_engine.version(checkout),
+            "rows": beside,
+        }
+    return report
+
+
 def main(arguments: Sequence[str]) -> int:
-    """Measure, write the page and the JSON, print the page."""
+    """Let processes measure the rows, then write and print the page."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sets", nargs="+", choices=SETS, default=list(SETS))
     parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES))
     parser.add_argument("--ranks", nargs="+", type=int, default=list(WORLD_SIZES))
+    parser.add_argument("--parts", nargs="*", choices=PARTS, default=list(PARTS))
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--output", type=Path, help="without suffix: .md and .json are written")
+    parser.add_argument(
+        "--output", type=Path, default=Path("bench_cuda"), help="without suffix: .jsonl and .md"
+    )
     parser.add_argument("--host", action="store_true", help="the host's time only, without a GPU")
+    parser.add_argument("--rehearse", action="store_true", help="small weights on an emulation")
     parser.add_argument(
         "--transformer-engine",
         type=Path,
         metavar="CHECKOUT",
         help="where that project lies, to run its kernels beside ours",
     )
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.host:
         stubbed = CudaBackend(NoLauncher())
         print("Launches that do nothing:")
         print(*host_lines([host_time(stubbed, n, 20 * options.rounds) for n in PLANS]), sep="\n")
         return 0
-    if not torch.cuda.is_available():
+    if not (options.rehearse or torch.cuda.is_available()):
         print("bench_cuda.py needs a CUDA device; --host measures what can be measured without.")
         return 1
-    backend, clock = cuda_backend(), device_seconds(options.rounds)
-    memory = probe(backend, PROBE_BYTES, clock)
-    rows = []
-    for name, recipe, world_size in product(options.sets, options.recipes, options.ranks):
-        rows.append(measure(name, recipe, world_size, memory, options.rounds))
-        torch.cuda.empty_cache()
-    report = {
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "driver": driver_version(),
-        "machine": platform.platform(),
-        "rounds": options.rounds,
-        "memory": asdict(memory),
-        "host": [host_time(backend, n, 20 * options.rounds) for n in PLANS],
-        "rows": rows,
-        "others": {r: others(backend, r, SETS[options.sets[0]], clock) for r in options.recipes},
-    }
-    # Written before another project's kernels run: should they take the process down, ours stand.
-    write(report, options.output)
-    if options.transformer_engine:
-        report["transformer_engine"] = compare(options.transformer_engine.resolve(), options)
-        write(report, options.output)
-    print(markdown(report))
-    return 0
-
-
-def write(report: dict, output: Path | None) -> None:
-    """Write the page and the JSON beside each other."""
-    if output:
-        write_json(report, output.with_suffix(".json"))
-        output.with_suffix(".md").write_text(markdown(report))
+    rows = Rows(options.output.with_suffix(".jsonl"))
+    if options.worker:
+        machine = emulation() if options.rehearse else gpu()
+        return 0 if rows.do(works(machine, options)) else 1
+    command = [sys.executable, str(Path(__file__)), *arguments, "--worker"]
+    done = supervise(rows, command, ROW_LIMIT)
+    if (report := report_of(rows, options.transformer_engine)) is not None:
+        page = markdown(report)
+        options.output.with_suffix(".md").write_text(page)
+        print(page)
+    return 0 if done and not rows.failures() else 1
 
 
 def driver_version() -> str:

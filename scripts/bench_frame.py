@@ -3,6 +3,7 @@
 llama      the 224 linear weights of Llama-3-8B: 32 layers of 7
 experts    5,568 small expert weights, in the proportions of DeepSeek-V3: 58 layers of 32
            experts of 3 matrices, each an eighth of the original's sides
+narrow     512 weights of 256 columns, which are half as wide as a tile of blocks of 16x16
 
 The steps are launched as a plan launches them, from the same operands, but one by one, and with a
 count of the bytes that each must move.
@@ -37,8 +38,11 @@ LLAMA: list[Shape] = [
 ] * 32  # fmt: skip
 EXPERTS: list[Shape] = [(256, 896), (256, 896), (896, 256)] * (58 * 32)
 
-SETS = {"llama": LLAMA, "experts": EXPERTS}
-WORLD_SIZES = (1, 8, 64, 512)
+NARROW: list[Shape] = [(8192, 256)] * 512
+
+SETS = {"llama": LLAMA, "experts": EXPERTS, "narrow": NARROW}
+WORLD_SIZES = (1, 64)
+"""Ranks of which the first is measured."""
 
 READS = ("amax", "select", "cast")
 """The steps that read the masters, where a recipe has them."""

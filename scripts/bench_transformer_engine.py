@@ -31,9 +31,6 @@ SCHEMES = {"fp8": 0, "fp8_blockwise": 1, "nvfp4": 2}
 STEPS = ("amax", "scale", "cast", "transpose")
 """By the numbers of the driver's Step."""
 
-WORLD_SIZES = (1, 64)
-"""Compared as rank 0 of these."""
-
 WEIGHT = (
     "rows", "cols", "start", "owned", "master", "block_amax", "block_scale", "amax_rows",
     "amax_cols", "tensor_amax", "tensor_scale", "scale_inv", "scale_rows", "scale_cols", "codes",

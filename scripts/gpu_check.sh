@@ -1,106 +1,109 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, in one call of under ten minutes: builds, runs the tests marked cuda, runs a part of them
-# under compute-sanitizer, then the benchmark. Leaves gpu_check.md, gpu_check.json and the benchmark's bench_cuda.md and
-# bench_cuda.json. Fails where a stage fails, and runs the others all the same.
+# Everything that needs a GPU, in stages that run one by one or together, each within a limit of its own:
 #
-#   scripts/gpu_check.sh [DIRECTORY [CHECKOUT]]
+#   compile      all kernels for this GPU, by all cores, into the user's cache                              60 s
+#   smoke        a little of every recipe and fused operation has the reference's bytes                     90 s
+#   speed        the benchmark's table: llama-like, expert-like and narrow weights, all recipes            270 s
+#   tests        the tests marked cuda: graphs, threads and streams first, then equality                   300 s
+#   sanitizers   compute-sanitizer over a plan of every recipe, our kernels alone                          400 s
+#   beside       the same work by torch, torch.compile and torchao; and by TransformerEngine's kernels     500 s
 #
-#   DIRECTORY    where the reports go; default scripts/results
-#   CHECKOUT     of TransformerEngine, outside this repository: its kernels are compiled while the tests run, and the
-#                benchmark runs them beside ours
+#   scripts/gpu_check.sh [--rehearse] [--checkout CHECKOUT] DIRECTORY [STAGE...]
 #
-# It installs nothing: PYTHON (default python3) needs a CUDA build of torch, cupy, NVRTC, pytest and hypothesis.
-# What is missing of mpi4py, mpiexec and compute-sanitizer is skipped, and the report says so.
+#   DIRECTORY     where results go: rows.jsonl and bench_cuda.jsonl, a line of JSON for everything that was found, written
+#                 as it is found; STAGE.log, all that a stage printed; gpu_check.md and bench_cuda.md, pages of it
+#   STAGE         default: all, in this order
+#   --checkout    of TransformerEngine, outside this repository: stage beside compiles its kernels and runs them
+#   --rehearse    needs no GPU: the stages' small ends, on the emulation of the tests
+#
+# Rows that DIRECTORY has are not done again, so what was cut off goes on where it ended. The build of the CPU library is
+# not a stage: without it the references are slower. It installs nothing: PYTHON (default python3) needs a CUDA build of
+# torch, cupy, NVRTC, pytest and hypothesis.
 cd "$(dirname "$0")/.." || exit 1
 set -uo pipefail
 PYTHON=${PYTHON:-python3}
-RESULTS=${1:-scripts/results}
-CHECKOUT=${2:-}
+REHEARSE=() CHECKOUT=""
+while [[ ${1:-} == --* ]]; do
+    case $1 in
+    --rehearse) REHEARSE=(--rehearse) ;;
+    --checkout) CHECKOUT=${2:-} && shift ;;
+    *) echo "unknown option $1" >&2 && exit 2 ;;
+    esac
+    shift
+done
+RESULTS=${1:?"usage: scripts/gpu_check.sh [--rehearse] [--checkout CHECKOUT] DIRECTORY [STAGE...]"}
+shift
+STAGES=("$@")
+((${#STAGES[@]})) || STAGES=(compile smoke speed tests sanitizers beside)
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 mkdir -p "$RESULTS"
-LOGS=$(mktemp -d)
-trap 'rm -rf "$LOGS"' EXIT
-DEVICE_TESTS=(-m cuda tests/kernels tests/nn/test_cuda_layers.py)
-DEADLINE=590  # seconds for all stages together
-RESERVED=200  # of these, for the benchmark
+PAGE="$RESULTS/gpu_check.md"
 FAILED=0
-JSON=""
-MARKDOWN="$RESULTS/gpu_check.md"
-
-# record NAME RESULT SECONDS SUMMARY
-record() {
-    printf '%-26s%-9s%4d s   %s\n' "$1" "$2" "$3" "$4"
-    printf '| %s | %s | %d | %s |\n' "$1" "$2" "$3" "$4" >>"$MARKDOWN"
-    JSON+="${JSON:+, }{\"stage\": \"$1\", \"result\": \"$2\", \"seconds\": $3, \"summary\": \"$4\"}"
-}
-
-# stage NAME LIMIT COMMAND...   at most LIMIT seconds; its last summary line goes into the reports
-stage() {
-    local name=$1 limit=$2 started=$SECONDS log="$LOGS/$1" summary result=ok
-    shift 2
-    ((limit < DEADLINE - RESERVED - SECONDS)) || limit=$((DEADLINE - RESERVED - SECONDS))
-    if ((limit < 1)); then
-        record "$name" FAILED 0 "no time left"
-        FAILED=1
-        return
-    fi
-    timeout "$limit" "$@" >"$log" 2>&1 </dev/null || result=FAILED
-    summary=$(grep -Eo '([0-9]+ (failed|passed|skipped|deselected|error)[^=]*|ERROR SUMMARY: .*)' "$log" | tail -n 1 |
-        tr -d '"\\|' || true)
-    record "$name" "$result" $((SECONDS - started)) "$summary"
-    if [ "$result" != ok ]; then
-        FAILED=1
-        tail -n 60 "$log"
-    fi
-}
-
-build() {
-    cmake -S . -B build/native -DCMAKE_BUILD_TYPE=Release && cmake --build build/native --parallel &&
-        cmake --install build/native --prefix .
-}
-export -f build
 
 # The machine's own pytest: it may lack plugins that pyproject.toml configures, and its torch may warn of anything.
-PYTEST=("$PYTHON" -m pytest -q -p no:cacheprovider -o addopts=--import-mode=importlib -o filterwarnings=default)
+PYTEST=("$PYTHON" -m pytest -v --durations=20 -p no:cacheprovider -o addopts=--import-mode=importlib
+    -o filterwarnings=default -m cuda)
+BENCH=("$PYTHON" scripts/bench_cuda.py --output "$RESULTS/bench_cuda" "${REHEARSE[@]}")
 
-GPU=$("$PYTHON" -c 'import torch; print(torch.cuda.get_device_name(), "torch", torch.__version__)') || exit 1
-{
-    printf '# gpu_check on %s\n\n`scripts/gpu_check.sh`, commit %s.\n\n' "$GPU" \
-        "$(git rev-parse --short HEAD 2>/dev/null || echo unknown)"
-    printf '| stage | result | seconds | |\n|---|---|---|---|\n'
-} >"$MARKDOWN"
+# within STAGE LIMIT COMMAND...   at most LIMIT seconds; what it prints is added to the stage's log
+within() {
+    local log="$RESULTS/$1.log" limit=$2
+    shift 2
+    printf '$ %s\n' "$*" >>"$log"
+    timeout -k 5 "$limit" "$@" >>"$log" 2>&1 </dev/null
+}
 
-BENCHMARK=("$PYTHON" scripts/bench_cuda.py --rounds 5 --output "$RESULTS/bench_cuda")
-if [ -n "$CHECKOUT" ]; then
-    BENCHMARK+=(--transformer-engine "$CHECKOUT")
-    CAPABILITY=$("$PYTHON" -c 'import torch; print(*torch.cuda.get_device_capability(), sep=".")')
-    timeout "$((DEADLINE - RESERVED))" nice "$PYTHON" scripts/build_transformer_engine.py "$CHECKOUT" \
-        --capability "$CAPABILITY" >"$LOGS/transformer_engine" 2>&1 </dev/null &
-    COMPILING=$!
-fi
+stage_compile() { within compile 60 "$PYTHON" scripts/gpu_smoke.py compile --output "$RESULTS/rows.jsonl" "${REHEARSE[@]}"; }
 
-stage build 60 bash -c build
-stage tests 160 "${PYTEST[@]}" "${DEVICE_TESTS[@]}"
-if command -v compute-sanitizer >/dev/null; then
+stage_smoke() { within smoke 90 "$PYTHON" scripts/gpu_smoke.py smoke --output "$RESULTS/rows.jsonl" "${REHEARSE[@]}"; }
+
+stage_speed() {
+    local few=()
+    ((${#REHEARSE[@]})) && few=(--recipes nvfp4 --sets llama --rounds 1)
+    within speed 270 "${BENCH[@]}" --parts speed --rounds 5 "${few[@]}"
+}
+
+stage_tests() {
+    within tests 90 "${PYTEST[@]}" tests/kernels/test_cuda_device.py -k "graph or thread or stream or wait"
+    local first=$?
+    within tests 210 "${PYTEST[@]}" tests/kernels tests/nn/test_cuda_layers.py \
+        -k "not (test_cuda_device and (graph or thread or stream or wait))" && ((first == 0 || first == 5))
+}
+
+stage_sanitizers() {
+    command -v compute-sanitizer >/dev/null || { echo "compute-sanitizer is not installed" >>"$RESULTS/sanitizers.log" && return; }
+    local tool failed=0 filter=()
+    compute-sanitizer --help 2>/dev/null | grep -q -- --kernel-regex && filter=(--kernel-regex kns=zerocast)
     # Without torch's pool every tensor has an allocation of its own, whose bounds the tool knows.
-    export PYTORCH_NO_CUDA_MEMORY_CACHING=1
-    for tool in memcheck racecheck initcheck synccheck; do
-        stage "$tool" 60 compute-sanitizer --tool "$tool" --error-exitcode 9 "${PYTEST[@]}" "${DEVICE_TESTS[@]}" \
-            -k sanitized
+    for tool in memcheck racecheck synccheck initcheck; do
+        PYTORCH_NO_CUDA_MEMORY_CACHING=1 within sanitizers 100 compute-sanitizer --tool "$tool" --error-exitcode 9 \
+            "${filter[@]}" "${PYTEST[@]}" tests/kernels/test_cuda_plans.py -k sanitized || failed=1
     done
-    unset PYTORCH_NO_CUDA_MEMORY_CACHING
-else
-    record compute-sanitizer skipped 0 "not installed"
-fi
-if [ -n "$CHECKOUT" ]; then
-    waited=$SECONDS result=ok
-    wait "$COMPILING" || result=FAILED FAILED=1
-    record transformer_engine "$result" $((SECONDS - waited)) \
-        "compiled beside the tests: $(tail -n 1 "$LOGS/transformer_engine" | tr -d '"\\|')"
-fi
-RESERVED=0
-stage benchmark 200 "${BENCHMARK[@]}"
+    return $failed
+}
 
-printf '{"gpu": "%s", "stages": [%s]}\n' "$GPU" "$JSON" >"$RESULTS/gpu_check.json"
-printf 'reports in %s, %d s\n' "$RESULTS" "$SECONDS"
+stage_beside() {
+    local beside=()
+    if [ -n "$CHECKOUT" ]; then
+        local capability
+        capability=$("$PYTHON" -c 'import torch; print(*torch.cuda.get_device_capability(), sep=".")')
+        within beside 300 "$PYTHON" scripts/build_transformer_engine.py "$CHECKOUT" --capability "$capability"
+        beside=(--transformer-engine "$CHECKOUT")
+    fi
+    within beside 200 "${BENCH[@]}" --parts others --rounds 5 "${beside[@]}"
+}
+
+if [ ! -e "$PAGE" ]; then
+    printf '# gpu_check\n\n`scripts/gpu_check.sh`, commit %s.\n\n| stage | result | seconds | |\n|---|---|---|---|\n' \
+        "$(git rev-parse --short HEAD 2>/dev/null || echo unknown)" >"$PAGE"
+fi
+for stage in "${STAGES[@]}"; do
+    declare -F "stage_$stage" >/dev/null || { echo "unknown stage $stage" >&2 && exit 2; }
+    started=$SECONDS result=ok
+    "stage_$stage" || { result=FAILED FAILED=1 && tail -n 40 "$RESULTS/$stage.log"; }
+    summary=$(grep -Eo '([0-9]+ (failed|passed|skipped|deselected|error)[^=]*|ERROR SUMMARY: .*|.* not installed)' \
+        "$RESULTS/$stage.log" | tail -n 1 | tr -d '"\\|')
+    printf '%-12s%-8s%4d s   %s\n' "$stage" "$result" $((SECONDS - started)) "$summary"
+    printf '| %s | %s | %d | %s |\n' "$stage" "$result" $((SECONDS - started)) "$summary" >>"$PAGE"
+done
 exit "$FAILED"

@@ -204,11 +204,12 @@ def test_a_graph_replays_a_step() -> None:
     ],
     ids=str,
 )
-def test_a_graph_replays_an_activation(recipe: Recipe) -> None:
+@pytest.mark.parametrize("shape", [(96, 512), (1024, 1024)], ids=str)
+def test_a_graph_replays_an_activation(recipe: Recipe, shape: tuple[int, int]) -> None:
     """Quantizing and decoding, done once outside and then captured, do at a replay whatever the
-    tensor holds then.
+    tensor holds then, however large it is; memory that is free after the capture may be written.
     """
-    source = torch.randn(96, 512, device="cuda")
+    source = torch.randn(shape, device="cuda")
     recipe = recipe.for_role("input")
 
     def quantize() -> tuple[torch.Tensor, torch.Tensor]:
@@ -216,12 +217,29 @@ def test_a_graph_replays_an_activation(recipe: Recipe) -> None:
         return quantized, quantized.dequantize(torch.float32)
 
     graph, (quantized, values) = captured(quantize)
+    garbage = [
+        torch.full((size,), -1, device="cuda") for size in (64, 512, 4096) for _ in range(64)
+    ]
     for factor in range(1, 4):
         source.copy_(torch.randn_like(source) * factor)
         graph.replay()
         assert_cast([quantized], [source])
         decoded = reference(source, recipe, torch.bfloat16).dequantize(torch.float32)
         assert_same_bytes(values, decoded, "activation decoded")
+    del garbage
+
+
+def test_a_graph_replays_two_tensors_of_one_shape() -> None:
+    """Each is decoded from its own codes."""
+    masters = [draw_values("normal", 512 * 1024, seed).view(512, 1024) for seed in range(2)]
+    weights = [zerocast.quantize(m.cuda(), NVFP4, dtype=torch.bfloat16) for m in masters]
+    graph, values = captured(lambda: [weight.dequantize() for weight in weights])
+    for value in values:
+        value.zero_()
+    graph.replay()
+    for value, master in zip(values, masters, strict=True):
+        decoded = reference(master, NVFP4, torch.bfloat16).dequantize()
+        assert_same_bytes(value, decoded, "decoded in a graph")
 
 
 @each("nvfp4", "mxfp8")
@@ -316,6 +334,35 @@ def test_a_scale_of_the_callers_does_not_wait() -> None:
             zerocast.post_all_gather_processing([weights[i]])
             zerocast.post_all_gather_processing([expected])
             assert_same_storage(weights[i], expected, f"weight {i}")
+
+
+THREAD = """
+import threading, torch, zerocast
+recipe = zerocast.NVFP4BlockScaling()
+weight = zerocast.quantize(torch.randn(64, 256, device="cuda"), recipe, dtype=torch.bfloat16)
+expected = weight.dequantize()
+made = []
+thread = threading.Thread(target=lambda: made.append(weight.dequantize()))
+thread.start()
+thread.join()
+assert torch.equal(made[0], expected)
+layer = torch.nn.Sequential(torch.nn.Linear(256, 64, device="cuda", dtype=torch.bfloat16))
+zerocast.nn.convert(layer, recipe)
+x = torch.randn(32, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+layer(x).sum().backward()
+assert x.grad is not None
+print("every thread")
+"""
+
+
+def test_a_thread_whose_first_call_is_ours() -> None:
+    """In a fresh process a thread that has called CUDA for nothing yet decodes a weight, and so
+    does autograd's.
+    """
+    run = subprocess.run(
+        [sys.executable, "-c", THREAD], capture_output=True, text=True, timeout=120
+    )
+    assert "every thread" in run.stdout, run.stderr
 
 
 def test_a_plan_made_on_another_stream() -> None:

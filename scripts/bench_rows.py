@@ -1,0 +1,108 @@
+"""Rows: what a check or benchmark finds, one line of JSON a row, whatever becomes of its process.
+
+A row is begun, then ended, each by one write to the file, so that a process which is killed at any
+moment leaves whole lines. Rows that the file has are not done again: whoever runs the same command
+on the same file goes on where it ended. What raises may leave a GPU in a state in which nothing
+runs, so the process ends there and another one goes on; a row in which a process died, or which
+takes too long, has failed.
+
+    {"row": "speed llama 1 nvfp4", "began": 1764000000.0}
+    {"row": "speed llama 1 nvfp4", "seconds": 2.1, "result": {...}}      or "failed": "why"
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+Result = dict[str, Any]
+
+
+class Rows:
+    """The rows in a file.
+
+    Args:
+        path: of the file; its folder is made.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def results(self) -> dict[str, Result]:
+        """Return by row what was found."""
+        return {line["row"]: line["result"] for line in self._lines() if "result" in line}
+
+    def failures(self) -> dict[str, str]:
+        """Return by row why there is no result."""
+        return {line["row"]: line["failed"] for line in self._lines() if "failed" in line}
+
+    def do(self, works: Mapping[str, Callable[[], Result]]) -> bool:
+        """Do those of ``works`` that have no row, in order, up to one that raises; whether all have
+        one now.
+        """
+        began = {line["row"] for line in self._lines()}
+        ended = self.results().keys() | self.failures().keys()
+        for row, work in works.items():
+            if row in ended:
+                continue
+            if row in began:
+                self._write(row, failed="the process ended in it")
+                continue
+            start = time.time()
+            self._write(row, began=start)
+            try:
+                result = work()
+            except Exception as error:
+                first = (str(error) or "no message").splitlines()[0]
+                self._write(row, failed=f"{type(error).__name__}: {first}")
+                return False
+            self._write(row, seconds=round(time.time() - start, 3), result=result)
+        return True
+
+    def _lines(self) -> list[dict[str, Any]]:
+        return (
+            [json.loads(line) for line in self.path.read_text().splitlines()] if self.size else []
+        )
+
+    def _write(self, row: str, **fields: Any) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        line = json.dumps({"row": row, **fields}) + "\n"
+        file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        try:
+            os.write(file, line.encode())
+        finally:
+            os.close(file)
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file."""
+        return self.path.stat().st_size if self.path.exists() else 0
+
+
+def supervise(rows: Rows, command: Sequence[str], limit: float) -> bool:
+    """Run ``command``, which does rows, until it has done all of them; whether it has. It is run
+    again as long as it makes rows, and killed where it has made none for ``limit`` seconds.
+    """
+    while True:
+        size, process = rows.size, subprocess.Popen(command)
+        if _ended(process, rows, limit) == 0:
+            return True
+        if rows.size == size:
+            return False
+
+
+def _ended(process: subprocess.Popen[bytes], rows: Rows, limit: float) -> int:
+    """Its exit status, waited for."""
+    size, since = rows.size, time.monotonic()
+    while process.poll() is None:
+        time.sleep(0.1)
+        if rows.size != size:
+            size, since = rows.size, time.monotonic()
+        elif time.monotonic() - since > limit:
+            process.kill()
+    return process.returncode
