@@ -30,6 +30,7 @@ LAYERS = (
     ("sharded",),
     ("optim", "verification"),
     ("export", "nn"),  # the core, which is all below, imports no layer
+    ("refit",),
     ("integrations",),
     ("__init__",),
     ("cli",),
@@ -44,6 +45,7 @@ PUBLIC_MODULES = (
     "zerocast.nn",
     "zerocast.optim",
     "zerocast.export",
+    "zerocast.refit",
     "zerocast.nn.tensor_parallel",
 )
 

@@ -11,11 +11,12 @@ Whatever the partition of the masters over ranks, the gathered weights are byte 
     autocast, model_init            where layers quantize, and how they are made
     zerocast.optim.ZeroOptimizer    a sharded optimizer around it
     zerocast.export                 checkpoints that servers load
+    zerocast.refit                  weights sent to servers while a trainer trains
     zerocast.nn                     layers on quantized weights
     zerocast.comm                   the ranks: threads, MPI, torch.distributed
 """
 
-from zerocast import comm, export, nn, optim, sharded
+from zerocast import comm, export, nn, optim, refit, sharded
 from zerocast.backends import use_backend
 from zerocast.backends.availability import (
     is_fp8_available,
@@ -34,6 +35,7 @@ from zerocast.comm import as_communicator
 from zerocast.errors import (
     BackendError,
     ChangedWeightError,
+    DeltaError,
     InputError,
     MissingDataError,
     NonFiniteError,
@@ -76,6 +78,7 @@ __all__ = [
     "CastPlan",
     "ChangedWeightError",
     "DelayedScaling",
+    "DeltaError",
     "Float8BlockScaling",
     "Float8CurrentScaling",
     "Float8RowwiseScaling",
@@ -119,6 +122,7 @@ __all__ = [
     "quantize_master_weights",
     "quantized_model_init",
     "reduce_amaxes",
+    "refit",
     "replace_raw_data",
     "sharded",
     "use_backend",

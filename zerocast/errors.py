@@ -57,3 +57,9 @@ class UnfinishedStepError(ZerocastError, RuntimeError):
     """A step of an optimizer failed after it had begun to change masters, so masters, optimizer
     state and weights belong to different steps.
     """
+
+
+class DeltaError(ZerocastError, ValueError):
+    """A delta of weights does not follow what its receiver holds, or was damaged. Nothing has been
+    written; a full sync repairs it.
+    """

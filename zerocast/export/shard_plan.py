@@ -9,6 +9,7 @@ import torch
 from zerocast.cast import CastPlan
 from zerocast.export.entries import Entry, Shard
 from zerocast.formats import byte_span
+from zerocast.numerics import NVFP4Numerics
 from zerocast.sharded.placement import to_local
 from zerocast.tensors import QuantizedStorage, QuantizedTensor
 
@@ -19,15 +20,21 @@ class ShardPlan(CastPlan):
     A cast writes the codes of this rank's elements into buffers of their size, and makes all
     scales. No rank holds whole codes before :meth:`start_gather`.
 
+    Args:
+        entries: those that are cast.
+        held_amaxes: by name the tensor amaxes, int32 [1], under which NVFP4 was cast before, which
+            this holds or changes (:func:`hold`); None to cast under the weights' own.
+
     Attributes:
-        entries: those that are cast, by name.
         storages: scales and tensor amaxes by name; whole codes after a gather.
         own: by name uint8, the bytes that hold the codes of this rank's elements; bits of other
             elements in them are 0.
     """
 
-    def __init__(self, entries: Sequence[Entry]) -> None:
-        self.entries = {entry.name: entry for entry in entries}
+    def __init__(
+        self, entries: Sequence[Entry], held_amaxes: dict[str, torch.Tensor] | None = None
+    ) -> None:
+        self._held_amaxes = held_amaxes
         self.storages: dict[str, QuantizedStorage] = {}
         self.own: dict[str, torch.Tensor] = {}
         shards: list[Shard] = []
@@ -57,6 +64,23 @@ class ShardPlan(CastPlan):
             fsdp_shard_model_weights=list(self.own.values()),
         )
 
+    @property
+    def steps(self) -> dict[str, Callable[[], None]]:
+        """The steps of :meth:`cast`; tensor amaxes are held once they are reduced."""
+        steps = super().steps
+        if self._held_amaxes is None:
+            return steps
+        first = {name: steps.pop(name) for name in ("partial_amax", "reduce_amax")}
+        return first | {"hold_amaxes": self._hold_amaxes} | steps
+
+    def _hold_amaxes(self) -> None:
+        assert self._held_amaxes is not None
+        for i, (name, storage) in enumerate(self.storages.items()):
+            if isinstance(storage.recipe.numerics, NVFP4Numerics):
+                amax = self._exchange.tensor_amax(i)
+                amax.copy_(hold(amax, self._held_amaxes.get(name)))
+                self._held_amaxes[name] = amax.clone()
+
     def start_gather(self) -> Callable[[], dict[str, QuantizedStorage]]:
         """Begin to bring every rank's codes to every rank; what is returned ends it, and returns
         :attr:`storages` with whole codes.
@@ -73,3 +97,18 @@ class ShardPlan(CastPlan):
             return self.storages
 
         return finish
+
+
+def hold(amax: torch.Tensor, held: torch.Tensor | None) -> torch.Tensor:
+    """Return the tensor amax under which a weight is cast whose own is ``amax``, if it was cast
+    under ``held`` before; all are bits of FP32, int32 [1].
+
+    It is ``held`` as long as a quarter of that is at most ``amax``, and all of it at least; then
+    the smallest power of two that is not less than ``amax``. 0, and what is not finite, stays.
+    """
+    power = (amax + 0x007FFFFF) & 0x7F800000
+    power = torch.where((amax == 0) | (power >= 0x7F800000), amax, power)
+    if held is None:
+        return power
+    quarter = held - (2 << 23)
+    return torch.where((amax <= held) & (amax >= quarter) & (quarter > 0), held, power)

@@ -77,6 +77,8 @@ class Export:
     Attributes:
         comm: the ranks.
         dialect: the checkpoint's.
+        held_amaxes: None, or by name the tensor amaxes under which NVFP4 is cast, as
+            :class:`zerocast.refit.Refit` holds them.
         entries: in the order of the model, a tied tensor once.
 
     Raises:
@@ -103,6 +105,7 @@ class Export:
             group = optimizer.comm
         self.comm = as_communicator(group)
         self._model, self._optimizer, self._from_masters = model, optimizer, from_masters
+        self.held_amaxes: dict[str, torch.Tensor] | None = None
         attempt = Attempt()
         with attempt:
             if not isinstance(model, ZeroOptimizer | CastPlan):
@@ -256,7 +259,12 @@ class Export:
     @torch.no_grad()
     def _start(self, bucket: Sequence[Entry]) -> Callable[[], NamedTensors]:
         """Cast ``bucket`` and begin its gather; what is returned ends that."""
-        plan = self.cast(bucket)
+        return self.gather(bucket, self.cast(bucket))
+
+    def gather(self, bucket: Sequence[Entry], plan: ShardPlan | None) -> Callable[[], NamedTensors]:
+        """Begin to bring the weights that ``plan`` has cast to every rank; what is returned ends
+        that, and returns all tensors of ``bucket``.
+        """
         return functools.partial(self._tensors, bucket, plan.start_gather() if plan else dict)
 
     def cast(self, bucket: Sequence[Entry]) -> ShardPlan | None:
@@ -264,7 +272,7 @@ class Export:
         entries = [entry for entry in bucket if entry.shard is not None]
         if not entries:
             return None
-        plan = ShardPlan(entries)
+        plan = ShardPlan(entries, self.held_amaxes)
         plan.cast()
         return plan
 

@@ -1,0 +1,245 @@
+"""Deltas: what is held after them is the full cast, and nothing but the right one is applied."""
+
+import pytest
+import torch
+
+import zerocast
+from tests.refit.planned import change, cuts, expected, masters, plan
+from tests.support.ranks import run_ranks
+from tests.support.same_bytes import assert_same_bytes
+from zerocast.export import DIALECTS
+from zerocast.refit import Receiver, Refit
+from zerocast.refit.checksum import checksum, checksum_of
+from zerocast.refit.delta import changed, packed, segment_of, unpacked
+
+BLOCKS = DIALECTS["deepseek/fp8"]
+
+
+def fed(dialect, comm, *, rounds=3, seed=0, **options):
+    """The tensors of a receiver after each of some rounds of changes, and the masters then; of a
+    partition that was drawn by ``seed``.
+    """
+    values = masters()
+    source = plan(comm, values, cuts(comm.size, seed))
+    refit = Refit(
+        source, dialect, from_masters=True, dtype=torch.bfloat16, bucket_bytes=9000, group=comm,
+        **options,
+    )  # fmt: skip
+    receiver, found, sizes = Receiver(), [], []
+    for step in range(rounds):
+        if step:
+            change(values, step)
+        deltas = dict(refit.deltas(receiver.version))
+        for name, delta in deltas.items():
+            receiver.apply_delta(name, delta)
+        assert receiver.version == refit.version == step + 1
+        receiver.check()
+        found.append({name: tensor.clone() for name, tensor in receiver.tensors.items()})
+        sizes.append(sum(delta.nbytes for delta in deltas.values()))
+    return found, values, sizes
+
+
+@pytest.mark.parametrize("name", DIALECTS)
+def test_deltas_give_every_byte_of_a_full_cast(name):
+    """From 3 ranks, of one dialect also 5, whose shards begin and end anywhere, or are empty."""
+    dialect = DIALECTS[name]
+    for world_size in (3, 5) if name == "modelopt/nvfp4" else (3,):
+        results = run_ranks(
+            "in_process", world_size, lambda comm, n=world_size: fed(dialect, comm, seed=n)
+        )
+        for found, values, sizes in results:
+            for part, tensor in expected(dialect, values).items():
+                assert_same_bytes(found[-1][part], tensor, f"{world_size} ranks, {part}")
+            assert found[-1].keys() == expected(dialect, values).keys()
+            assert sizes[1] < sizes[0] / 2
+
+
+def quantized_under(value: torch.Tensor, amax: float, dialect) -> dict[str, torch.Tensor]:
+    """The codes and scales of ``value`` beside a row whose amax is the tensor's."""
+    row = torch.zeros(1, value.shape[1])
+    row[0, 0] = amax
+    weight = zerocast.quantize(torch.cat([value, row]), dialect.recipe, dtype=torch.bfloat16)
+    stored = dialect.encode(weight.quantized_storage)
+    rows = value.shape[0]
+    return {part: t[:rows] if t.dim() == 2 else t for part, t in stored.items()}
+
+
+def test_a_tensor_amax_is_held_until_it_must_change():
+    """It is a power of two that is not below the weight's own; an ulp more of that changes no byte,
+    and less than a quarter of it, or more than it, takes a new one.
+    """
+    dialect = DIALECTS["compressed-tensors/nvfp4"]
+    value = torch.randn(32, 64, generator=torch.Generator().manual_seed(0)).clamp(-2, 2)
+    value[0, 0] = 3.0
+    weight = zerocast.empty(value.shape, "block", dtype=torch.bfloat16)
+    source = zerocast.CastPlan([weight], [value], [0], names=["a.weight"])
+    refit = Refit(source, dialect, from_masters=True, dtype=torch.bfloat16, hold_tensor_amax=True)
+    receiver = Receiver()
+
+    def check(amax: float) -> int:
+        deltas = dict(refit.deltas(receiver.version))
+        for name, delta in deltas.items():
+            receiver.apply_delta(name, delta)
+        for part, tensor in quantized_under(value, amax, dialect).items():
+            assert_same_bytes(receiver.tensors[f"a.{part}"], tensor, part)
+        return sum(unpacked(name, delta).values.numel() for name, delta in deltas.items())
+
+    check(4.0)
+    value[0, 0] = 3.015625  # the next value of BF16
+    assert check(4.0) <= 9  # the codes and the scale of one block
+    value.clamp_(-1, 1)
+    check(4.0)
+    value.clamp_(-0.75, 0.75)
+    check(1.0)
+    value[0, 0] = 1.5
+    check(2.0)
+    value.zero_()
+    check(0.0)
+
+
+@pytest.fixture
+def sent():
+    """A refit, a receiver of its first version, and three deltas that follow."""
+    values = masters()
+    comm = zerocast.comm.SingleRank()
+    source = plan(comm, values, cuts(1, 0))
+    refit = Refit(source, BLOCKS, from_masters=True, dtype=torch.bfloat16, group=comm)
+    receiver = Receiver()
+    for name, delta in refit.deltas():
+        receiver.apply_delta(name, delta)
+    deltas = []
+    for step in range(3):
+        change(values, step)
+        deltas.append(dict(refit.deltas(refit.version)))
+    return refit, receiver, deltas, values
+
+
+def snapshot(receiver):
+    """Copies of what it holds."""
+    return {name: tensor.clone() for name, tensor in receiver.tensors.items()}
+
+
+@pytest.mark.parametrize("case", ["lost", "repeated", "other", "overwritten"])
+def test_a_delta_that_does_not_follow_is_refused_by_name(sent, case):
+    """After one that was lost, a second time, another tensor's, or after another write; nothing is
+    written then, and a full sync repairs it.
+    """
+    refit, receiver, deltas, values = sent
+    name, message = "b.weight", "b.weight: this delta follows version 2, and version 1 is held"
+    given = deltas[1][name]
+    if case == "repeated":
+        receiver.apply_delta(name, deltas[0][name])
+        given, message = deltas[0][name], "follows version 1, and version 2 is held"
+    elif case == "other":
+        given, message = deltas[0]["a.weight"], "b.weight: this delta does not make version 2"
+    elif case == "overwritten":
+        given, message = deltas[0][name], "b.weight: this delta does not make version 2"
+        place = int(unpacked(name, given).places[0])
+        receiver.tensors[name].view(torch.uint8).view(-1)[place] ^= 1
+    before = snapshot(receiver)
+    with pytest.raises(zerocast.DeltaError, match=message):
+        receiver.apply_delta(name, given)
+    for part, tensor in before.items():
+        assert_same_bytes(receiver.tensors[part], tensor, part)
+    for part, delta in refit.deltas():
+        receiver.apply_delta(part, delta)
+    receiver.check()
+    for part, tensor in expected(BLOCKS, values).items():
+        assert_same_bytes(receiver.tensors[part], tensor, part)
+
+
+def test_every_damaged_byte_of_a_delta_is_refused(sent):
+    """Each byte of a delta in turn, and every length that it may be cut to."""
+    _, receiver, deltas, _ = sent
+    delta = deltas[0]["a.weight_scale_inv"]
+    before = snapshot(receiver)
+    wrong = [delta[:end] for end in range(len(delta))]
+    for place in range(len(delta)):
+        other = delta.clone()
+        other[place] ^= 1 << place % 8
+        wrong.append(other)
+    for each in wrong:
+        with pytest.raises(zerocast.DeltaError, match="a.weight_scale_inv: the delta"):
+            receiver.apply_delta("a.weight_scale_inv", each)
+    assert_same_bytes(receiver.tensors["a.weight_scale_inv"], before["a.weight_scale_inv"], "scale")
+    receiver.apply_delta("a.weight_scale_inv", delta)
+
+
+def test_a_write_between_two_deltas_is_found(sent):
+    """By reading everything, where the delta does not touch the place."""
+    _, receiver, _, _ = sent
+    receiver.check()
+    receiver.tensors["d.weight"].view(torch.uint8)[3, 5] ^= 4
+    with pytest.raises(zerocast.DeltaError, match=r"d\.weight: the tensor that is held is not"):
+        receiver.check()
+
+
+def test_deltas_follow_the_version_that_was_used_up(sent):
+    """Another version, or an iteration that was left, needs a full sync."""
+    refit, _, _, values = sent
+    for wrong in (refit.version - 1, refit.version + 1):
+        with pytest.raises(zerocast.InputError, match=f"version 4, got since={wrong}"):
+            refit.deltas(wrong)
+    with pytest.raises(zerocast.InputError, match="since must be an integer"):
+        refit.deltas("4")
+    change(values, 9)
+    next(refit.deltas(refit.version))
+    with pytest.raises(zerocast.InputError, match="none that was used up"):
+        refit.deltas(refit.version)
+    for _ in refit.deltas():
+        pass
+    assert refit.version == 5
+
+
+# --- the format ---
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.int64])
+@pytest.mark.parametrize("share", [0.0, 1e-5, 0.003, 0.3, 1.0])
+def test_runs_come_back(dtype, share):
+    """Of 400,000 elements so many changed ones, in the middle of a larger tensor: gaps and runs of
+    one entry and of many, the first and the last element.
+    """
+    generator = torch.Generator().manual_seed(0)
+    count, first, size = 400_000, 1_000_003, dtype.itemsize
+    old = torch.randint(256, (count * size,), generator=generator, dtype=torch.uint8)
+    new = old.clone()
+    chosen = (torch.rand(count, generator=generator) < share).nonzero().view(-1)
+    if share:
+        chosen = torch.cat([chosen, torch.tensor([0, count - 1])])
+    new.view(count, size)[chosen, size - 1] ^= 0x41
+    old, new = old.view(dtype), new.view(dtype)
+    places = changed(old, new)
+    assert torch.equal(places, chosen.unique())
+    segment = segment_of(new, places, first)
+    fields = {"since": 3, "version": 4, "total": -5, "shape": (7, 300_000), "dtype": dtype}
+    delta = unpacked("x", packed([segment], **fields))
+    assert (delta.since, delta.version, delta.checksum) == (3, 4, -5)
+    assert (delta.shape, delta.dtype) == ((7, 300_000), dtype)
+    whole = old.clone()
+    whole.view(torch.uint8).view(count, size)[delta.places - first] = delta.values.view(
+        torch.uint8
+    ).view(-1, size)
+    assert_same_bytes(whole, new, f"{dtype}, {share}")
+    assert segment.data.nbytes <= max(count * size * 1.02, len(places) * (3 + size) + 30)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e4m3fn, torch.bfloat16, torch.float32])
+def test_checksums_of_parts_and_changes_add_up(dtype):
+    """Of parts that begin anywhere in a word; of single elements; another one for every element
+    that is changed or moved.
+    """
+    data = torch.randint(256, (301 * dtype.itemsize,), dtype=torch.uint8)
+    values = data.view(dtype)
+    whole = checksum(values)
+    for cut in range(40):
+        assert checksum(values[:cut]) + checksum(values[cut:].clone(), cut) == whole
+        assert checksum(values[:cut]) + checksum(values[cut:], cut) == whole
+    assert checksum_of(values, torch.arange(301)) == whole
+    seen = {int(whole)}
+    for place in range(len(data)):
+        data[place] ^= 1
+        seen.add(int(checksum(values)))
+        data[place] ^= 1
+    assert len(seen) == 1 + len(data)
+    assert checksum(torch.roll(data, 8).view(dtype)) != whole

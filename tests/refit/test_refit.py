@@ -1,0 +1,58 @@
+"""Refit: the pieces of ranks make up the tensors of the checkpoint, each element once."""
+
+import pytest
+import torch
+
+import zerocast
+from tests.refit.planned import cuts, expected, masters, plan
+from tests.support.ranks import run_ranks
+from tests.support.same_bytes import assert_same_bytes
+from zerocast.export import DIALECTS
+from zerocast.refit import Refit
+
+
+@pytest.mark.parametrize("name", DIALECTS)
+@pytest.mark.parametrize("world_size", [1, 3, 7])
+def test_shards_make_up_every_tensor_once(name, world_size):
+    """Codes and scales of drawn cuts, put where the pieces say: ``quantize`` of the whole."""
+    dialect, values = DIALECTS[name], masters()
+
+    def run(comm):
+        source = plan(comm, values, cuts(world_size, world_size))
+        refit = Refit(source, dialect, from_masters=True, dtype=torch.bfloat16, group=comm)
+        return [
+            (piece.name, piece.shape, piece.start, piece.values.clone()) for piece in refit.shards()
+        ], dict(refit.named_tensors())
+
+    kind = "in_process" if world_size > 1 else "single_rank"
+    results = run_ranks(kind, world_size, run)
+    for part, tensor in expected(dialect, values).items():
+        found = torch.full((tensor.nbytes,), 0x5A, dtype=torch.uint8).view(tensor.dtype)
+        times = torch.zeros(tensor.numel())
+        for pieces, _ in results:
+            for other, shape, start, piece in pieces:
+                if other == part:
+                    assert (shape, piece.dtype) == (tensor.shape, tensor.dtype)
+                    found[start : start + len(piece)] = piece
+                    times[start : start + len(piece)] += 1
+        assert times.eq(1).all(), part
+        assert_same_bytes(found.view(tensor.shape), tensor, part)
+        for _, named in results:
+            assert_same_bytes(named[part], tensor, part)
+            assert list(named) == list(expected(dialect, values))
+
+
+def test_shards_that_cut_a_byte_are_refused():
+    """On every rank; whole tensors are served."""
+    dialect = DIALECTS["modelopt/nvfp4"]
+
+    def run(comm):
+        values = masters()
+        source = plan(comm, values, cuts(3, 1, step=1))
+        refit = Refit(source, dialect, from_masters=True, dtype=torch.bfloat16, group=comm)
+        with pytest.raises(zerocast.InputError, match="begin and end between bytes"):
+            list(refit.shards())
+        for part, tensor in dict(refit.named_tensors()).items():
+            assert_same_bytes(tensor, expected(dialect, values)[part], part)
+
+    run_ranks("in_process", 3, run)

@@ -1,0 +1,111 @@
+"""audit: what every tensor travels as, against what a server was told."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from zerocast.errors import InputError
+from zerocast.export import Dialect, Export
+from zerocast.export.entries import Entry
+
+_MOST_NAMED = 8
+
+
+@dataclass(frozen=True)
+class Travels:
+    """How one parameter or buffer travels.
+
+    Attributes:
+        name: in the checkpoint.
+        tensors: its tensors there, by name their dtypes.
+        recipe: by which it is quantized; None for one that is not.
+    """
+
+    name: str
+    tensors: Mapping[str, torch.dtype]
+    recipe: str | None
+
+    def __str__(self) -> str:
+        stored = ", ".join(
+            f"{name} {str(dtype).removeprefix('torch.')}" for name, dtype in self.tensors.items()
+        )
+        return f"{self.name}: {self.recipe or 'not quantized'} ({stored})"
+
+
+def travels(export: Export) -> list[Travels]:
+    """Return how each parameter and buffer of an export travels, in its order."""
+    return [_travels(export.dialect, entry) for entry in export.entries]
+
+
+def _travels(dialect: Dialect, entry: Entry) -> Travels:
+    if entry.recipe is None:
+        return Travels(entry.stored, {entry.stored: entry.dtype}, None)
+    dtypes = dict.fromkeys(dialect.names, torch.float32)
+    is_packed = entry.recipe.numerics.fmt.bits == 4
+    dtypes[dialect.codes] = torch.uint8 if is_packed else torch.float8_e4m3fn
+    dtypes[dialect.scales] = dialect.scale_dtype
+    tensors = {entry.stored_name(part): dtype for part, dtype in dtypes.items()}
+    return Travels(entry.stored, tensors, type(entry.recipe).__name__)
+
+
+def check_config(export: Export, config: Mapping[str, Any]) -> None:
+    """Compare an export with the ``quantization_config`` of a server's ``config.json``.
+
+    Raises:
+        InputError: where the format is another, or the server expects a linear layer quantized that
+            is not, or the other way round; with their names.
+    """
+    dialect = export.dialect
+    wrong = [
+        f"{key} is {config.get(key)!r} at the server and {value!r} here"
+        for key, value in dialect.section.items()
+        if key != "quantization_status" and not _includes(config.get(key), value)
+    ]
+    ignored = config.get(dialect.unquantized_key) or ()
+    quantized = [entry.stored_name("")[:-1] for entry in export.entries if entry.recipe is not None]
+    plain = [module for module in quantized if _matches(module, ignored)]
+    missing = [module for module in export.unquantized if not _matches(module, ignored)]
+    if plain:
+        wrong.append(f"the server takes as not quantized {_listed(plain)}, which is here")
+    if missing:
+        wrong.append(
+            f"the server expects quantized {_listed(missing)}, which travels in high precision; "
+            f"name it under {dialect.unquantized_key}, or convert or include it"
+        )
+    if wrong:
+        raise InputError(
+            f"the weights are sent as {dialect.name}, which must be what the server's "
+            f"quantization_config says: {'; '.join(wrong)}."
+        )
+
+
+def _includes(given: Any, required: Any) -> bool:
+    """Whether a part of a configuration has all that is required, and perhaps more."""
+    if isinstance(required, Mapping):
+        return isinstance(given, Mapping) and all(
+            _includes(given.get(key), value) for key, value in required.items()
+        )
+    return bool(given == required)
+
+
+def _matches(module: str, patterns: Sequence[str]) -> bool:
+    """Whether a module is named: exactly, by a pattern with ``*``, or by a regular expression after
+    ``re:``. A part of its name is no match.
+    """
+    return any(
+        re.match(pattern[3:], module) is not None
+        if pattern.startswith("re:")
+        else fnmatch.fnmatchcase(module, pattern)
+        for pattern in patterns
+    )
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    return ", ".join(names[:_MOST_NAMED]) + more

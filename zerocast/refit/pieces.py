@@ -1,0 +1,139 @@
+"""Piece: what one rank holds of one tensor of a checkpoint, and where in the whole it lies.
+
+Codes and scales are cut alike: a rank has the scales of the blocks whose first element it owns. So
+the pieces of all ranks make up every tensor of the checkpoint, each element once, for any partition
+that cuts no byte.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from zerocast.comm import Attempt, Communicator, raise_together
+from zerocast.errors import InputError
+from zerocast.export.dialects import Dialect
+from zerocast.export.entries import Entry, own_rows
+from zerocast.export.shard_plan import ShardPlan
+from zerocast.export.weights import Export, whole
+from zerocast.layout import BlockGrid, Extent, Plane
+from zerocast.sharded.placement import fsdp_dimension, is_sharded
+from zerocast.tensors import QuantizedStorage, QuantizedTensor
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A range of one tensor of a checkpoint.
+
+    Attributes:
+        name: the tensor's, in the checkpoint.
+        shape: of the whole tensor.
+        start: the place, in the flattened whole, of the first element; 4-bit codes are counted by
+            bytes, as they are stored.
+        values: flat, of the tensor's dtype; empty where this rank has nothing of it.
+        comm: the ranks whose pieces make up the whole.
+    """
+
+    name: str
+    shape: torch.Size
+    start: int
+    values: torch.Tensor
+    comm: Communicator
+
+
+def pieces_of(export: Export, bucket: Sequence[Entry], plan: ShardPlan | None) -> list[Piece]:
+    """Return what this rank holds of the tensors of ``bucket``, of which ``plan`` has cast some.
+    Collective only where a plain parameter is sharded otherwise than by rows.
+    """
+    return [piece for entry in bucket for piece in _pieces(export, entry, plan)]
+
+
+def check_cuts(export: Export) -> None:
+    """Raise :class:`InputError` on every rank where one's shard of 4-bit codes begins or ends
+    inside a byte. Collective.
+    """
+    attempt = Attempt()
+    with attempt:
+        for entry in export.entries:
+            if entry.recipe is None or entry.shard is None or not entry.shard.extent:
+                continue
+            extent, bits = entry.shard.extent, entry.recipe.numerics.fmt.bits
+            if any(at * bits % 8 for at in (extent.start, extent.end)):
+                raise InputError(
+                    f"{entry.name}: shards of a refit begin and end between bytes, two codes each, "
+                    f"got elements {extent}; cut it at even elements, or take whole tensors by "
+                    f"named_tensors."
+                )
+    raise_together(export.comm, attempt.error)
+
+
+def _pieces(export: Export, entry: Entry, plan: ShardPlan | None) -> Iterator[Piece]:
+    if plan is not None and entry.name in plan.storages:
+        assert entry.shard is not None
+        yield from cast_pieces(
+            export.dialect, entry, plan.storages[entry.name], plan.own[entry.name]
+        )
+    elif isinstance(entry.tensor, QuantizedTensor) and entry.recipe is not None:
+        for part, tensor in export.dialect.encode(entry.tensor.quantized_storage).items():
+            yield _share(entry.stored_name(part), tensor, export.comm)
+    elif is_sharded(entry.tensor) and entry.tensor.placements[
+        fsdp_dimension(entry.tensor)
+    ].is_shard(0):
+        rows = own_rows(entry.name, entry.tensor)
+        values = entry.tensor.to_local().detach().to(entry.dtype).contiguous().view(-1)
+        yield Piece(entry.stored, entry.tensor.shape, rows.extent.start, values, rows.comm)
+    else:
+        yield _share(entry.stored, whole(entry.tensor, entry.dtype), export.comm)
+
+
+def cast_pieces(
+    dialect: Dialect, entry: Entry, storage: QuantizedStorage, own: torch.Tensor
+) -> Iterator[Piece]:
+    """Yield the pieces of a weight that was cast from this rank's shard."""
+    shard, (plane,) = entry.shard, storage.recipe.planes(storage.shape, columnwise=False)
+    assert shard is not None
+    extent, bits = shard.extent, storage.recipe.numerics.fmt.bits
+    *leading, columns = storage.shape
+    whole_codes = torch.empty(*leading, columns * bits // 8, dtype=torch.uint8, device="meta")
+    yield Piece(
+        entry.stored_name(dialect.codes),
+        dialect.encode_codes(whole_codes).shape,
+        extent.start * bits // 8,
+        dialect.encode_codes(own),
+        shard.comm,
+    )
+    for part, tensor in dialect.encode_scales(storage).items():
+        if part == dialect.scales:
+            range_ = scale_range(plane, extent)
+        else:  # one for the tensor
+            range_ = Extent(0, int(extent.start == 0 and bool(extent)))
+        values = tensor.reshape(-1)[range_.start : range_.end]
+        yield Piece(entry.stored_name(part), tensor.shape, range_.start, values, shard.comm)
+
+
+def scale_range(plane: Plane, extent: Extent) -> Extent:
+    """Return which scales of ``plane``, without padding and row by row, stand for blocks whose
+    first element is in ``extent``.
+    """
+    grid, scales = plane.grid, plane.scales
+    height = 1 if scales.rows == grid.rows else grid.block_h
+    width = 1 if scales.cols == grid.cols else grid.block_w
+    blocks = BlockGrid(grid.rows, grid.cols, height, width)
+    return Extent(_blocks_before(blocks, extent.start), _blocks_before(blocks, extent.end))
+
+
+def _blocks_before(grid: BlockGrid, element: int) -> int:
+    """Return how many blocks have their first element before ``element``."""
+    row, column = divmod(element, grid.cols)
+    bands, inside = divmod(row, grid.block_h)
+    if inside:  # the blocks of this band begin in an earlier row
+        return (bands + 1) * grid.blocks_w
+    return bands * grid.blocks_w + -(-column // grid.block_w)
+
+
+def _share(name: str, tensor: torch.Tensor, comm: Communicator) -> Piece:
+    """Return an equal share of a tensor that is whole on every rank."""
+    start, end = (tensor.numel() * rank // comm.size for rank in (comm.rank, comm.rank + 1))
+    return Piece(name, tensor.shape, start, tensor.reshape(-1)[start:end], comm)

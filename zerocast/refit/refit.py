@@ -1,0 +1,274 @@
+"""Refit: the weights of a trainer, sent to a server while it trains.
+
+What is sent, and how it is cast, is that of :class:`zerocast.export.Export`. A Refit is kept: it
+holds the codes and scales of this rank's shards as they were sent last, which the next cast is
+compared with. Nothing else is kept, and no copy in high precision.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from zerocast.arguments import check_flag, check_integer
+from zerocast.comm import Attempt, Communicator, raise_together
+from zerocast.errors import InputError
+from zerocast.export import Dialect, Export
+from zerocast.export.entries import Entry, Source
+from zerocast.export.weights import check_finite
+from zerocast.refit.audit import Travels, check_config, travels
+from zerocast.refit.checksum import as_integers, checksum, checksum_of
+from zerocast.refit.delta import Segment, changed, packed, segment_of, whole_segment
+from zerocast.refit.pieces import Piece, check_cuts, pieces_of
+
+NamedTensor = tuple[str, torch.Tensor]
+
+
+@dataclass
+class _Held:
+    """What was sent last of one tensor: this rank's elements, flat, and the whole's checksum."""
+
+    values: torch.Tensor
+    checksum: int
+
+
+class Refit:
+    """Feeds servers from a trainer. Every method is collective over the ranks of the trainer, and
+    what it returns is to be used up by all of them before they train on.
+
+    Args:
+        source: the trained model, its masters sharded by FSDP2 or held by ``optimizer``; or a
+            ZeroOptimizer or a CastPlan, for their weights alone.
+        dialect: one of :data:`zerocast.export.DIALECTS`, or its name.
+        hold_tensor_amax: cast NVFP4 under a tensor amax that is held from one cast to the next: a
+            power of two, the smallest that is not less than the weight's amax when it is taken, and
+            taken anew when the amax has grown past it or shrunk to less than a quarter of it. The
+            weights' own amaxes change by the last bit now and then, and with them codes
+            everywhere; so deltas are small only under one that is held.
+        options: as for :class:`zerocast.export.Export`: ``optimizer``, ``from_masters``,
+            ``include``, ``amax_groups``, ``dtype``, ``names``, ``bucket_bytes`` and ``group``.
+
+    Attributes:
+        version: that of the latest :meth:`deltas` that was used up; 0 before the first.
+
+    Raises:
+        InputError, UnsupportedError: as Export.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        dialect: Dialect | str,
+        *,
+        hold_tensor_amax: bool = False,
+        **options: Any,
+    ) -> None:
+        self._arguments = (source, dialect), options
+        self._held_amaxes: dict[str, torch.Tensor] | None = None
+        if check_flag("hold_tensor_amax", hold_tensor_amax):
+            self._held_amaxes = {}
+        self._held: dict[str, _Held] = {}
+        self._is_complete = False
+        self.version = 0
+        self.export()
+
+    def export(self) -> Export:
+        """Return what is exported of the source, its parameters as they are now. Collective."""
+        positional, options = self._arguments
+        export = Export(*positional, **options)
+        export.held_amaxes = self._held_amaxes
+        return export
+
+    def named_tensors(self) -> Iterator[NamedTensor]:
+        """Yield every tensor of the checkpoint with its name, whole, in an order that is the same
+        on all ranks; the next bucket is cast and its gather begun while one is used.
+
+        Raises:
+            NonFiniteError: on every rank, where a weight holds a NaN or an infinity.
+        """
+        for tensors in self.export().buckets():
+            while tensors:
+                name = next(iter(tensors))
+                yield name, tensors.pop(name)
+
+    @torch.no_grad()
+    def shards(self) -> Iterator[Piece]:
+        """Yield what this rank has of every tensor of the checkpoint, and where in the whole it
+        lies: codes, and the scales of the blocks that begin in them. Nothing is gathered.
+
+        Raises:
+            InputError: on every rank, where a shard of 4-bit codes begins or ends inside a byte.
+            NonFiniteError: on every rank, where a weight holds a NaN or an infinity.
+        """
+        export = self.export()
+        check_cuts(export)
+        for bucket in export.plan_buckets():
+            yield from self._cast(export, bucket)[1]
+
+    @torch.no_grad()
+    def deltas(self, since: int | None = None) -> Iterator[NamedTensor]:
+        """Yield every tensor of the checkpoint with what changed of it, for
+        :meth:`zerocast.refit.Receiver.apply_delta`: the same on every rank.
+
+        Args:
+            since: the version that receivers have: :attr:`version`. None is a full sync: all of
+                every tensor.
+
+        Yields:
+            The name, and a delta: uint8, see :mod:`zerocast.refit.delta`.
+
+        Raises:
+            InputError: on every rank, for another version than the latest, or after deltas that
+                were not used up: a full sync is needed. As :meth:`shards`, too.
+            NonFiniteError: on every rank, where a weight holds a NaN or an infinity.
+        """
+        if since is not None:
+            check_integer("since", since, 0, 2**62)
+            if since != self.version or not self._is_complete:
+                have = f"version {self.version}" if self._is_complete else "none that was used up"
+                raise InputError(
+                    f"deltas follow the version that was sent last, which is {have}, got "
+                    f"since={since}; give since=None for a full sync."
+                )
+        return self._deltas(since)
+
+    def audit(self, config: Mapping[str, Any] | None = None) -> list[Travels]:
+        """Return of every parameter and buffer what it travels as, in the checkpoint's order.
+
+        Args:
+            config: the ``quantization_config`` that the server was started with, as a dictionary;
+                None compares with nothing.
+
+        Raises:
+            InputError: on every rank, where ``config`` is of another format, or the server expects
+                a linear layer quantized that travels in high precision, or the other way round.
+                Layers are matched by their whole names.
+        """
+        export, attempt = self.export(), Attempt()
+        with attempt:
+            if config is not None:
+                check_config(export, config)
+        raise_together(export.comm, attempt.error)
+        return travels(export)
+
+    @torch.no_grad()
+    def _deltas(self, since: int | None) -> Iterator[NamedTensor]:
+        export, version, self._is_complete = self.export(), self.version + 1, False
+        check_cuts(export)
+        for bucket in export.plan_buckets():
+            tensors, pieces = self._cast(export, bucket, whole=since is None)
+            if since is None:
+                found = [[whole_segment(tensors[piece.name])] for piece in pieces]
+                changes = self._hold(pieces)
+            else:
+                found, changes = self._changes(pieces)
+            for piece, segments, change in zip(pieces, found, changes, strict=True):
+                held = self._held[piece.name]
+                held.checksum = _wrapped(held.checksum + change)
+                yield (
+                    piece.name,
+                    packed(
+                        segments,
+                        since=since,
+                        version=version,
+                        total=held.checksum,
+                        shape=piece.shape,
+                        dtype=piece.values.dtype,
+                    ),
+                )
+        self.version, self._is_complete = version, True
+
+    def _cast(
+        self, export: Export, bucket: Sequence[Entry], *, whole: bool = False
+    ) -> tuple[dict[str, torch.Tensor], list[Piece]]:
+        """Cast a bucket; return its tensors, where they are wanted ``whole``, and this rank's
+        pieces of them.
+        """
+        plan = export.cast(bucket)
+        if plan is not None:
+            scales = {
+                name: export.dialect.encode_scales(storage)[export.dialect.scales]
+                for name, storage in plan.storages.items()
+            }
+            check_finite(scales)
+        pieces = pieces_of(export, bucket, plan)
+        return (export.gather(bucket, plan)() if whole else {}), pieces
+
+    # --- what was sent last ---
+
+    def _hold(self, pieces: Sequence[Piece]) -> list[int]:
+        """Hold ``pieces``; return the checksums of the whole tensors."""
+        for piece in pieces:
+            self._held[piece.name] = _Held(piece.values.clone(), 0)
+        return _summed(pieces, [checksum(piece.values, piece.start) for piece in pieces])
+
+    def _changes(self, pieces: Sequence[Piece]) -> tuple[list[list[Segment]], list[int]]:
+        """Hold ``pieces``; return what all ranks' differ in from those that were held, and by how
+        much it changes the checksums of the whole tensors.
+        """
+        own, sums = [], []
+        for piece in pieces:
+            held, new = as_integers(self._held[piece.name].values), as_integers(piece.values)
+            places = changed(held, new)
+            own.append(segment_of(new, places, piece.start))
+            in_whole, values = places + piece.start, new[places]
+            sums.append(checksum_of(values, in_whole) - checksum_of(held[places], in_whole))
+            held[places] = values
+        return _gathered(pieces, own), _summed(pieces, sums)
+
+
+# --- between ranks ---
+
+
+def _by_comm(pieces: Sequence[Piece]) -> dict[Communicator, list[int]]:
+    """Return the places of ``pieces`` by the ranks that make up their wholes."""
+    found: dict[Communicator, list[int]] = {}
+    for i, piece in enumerate(pieces):
+        found.setdefault(piece.comm, []).append(i)
+    return found
+
+
+def _summed(pieces: Sequence[Piece], sums: Sequence[torch.Tensor]) -> list[int]:
+    """Return the sums over all ranks of a number for each piece."""
+    found = [0] * len(pieces)
+    for comm, indices in _by_comm(pieces).items():
+        together = torch.stack([sums[i] for i in indices])
+        comm.all_reduce_sum_(together)
+        for i, total in zip(indices, together.tolist(), strict=True):
+            found[i] = total
+    return found
+
+
+def _gathered(pieces: Sequence[Piece], own: Sequence[Segment]) -> list[list[Segment]]:
+    """Return, for each piece, the segments of all ranks that changed anything."""
+    found: list[list[Segment]] = [[] for _ in pieces]
+    for comm, indices in _by_comm(pieces).items():
+        device = own[indices[0]].data.device
+        described = torch.zeros(comm.size, len(indices), 4, dtype=torch.int64, device=device)
+        described[comm.rank] = torch.tensor(
+            [[own[i].first, own[i].runs, own[i].count, own[i].data.nbytes] for i in indices]
+        ).to(device)
+        comm.all_gather_(described.view(-1))
+        rows = described.tolist()
+        counts = [sum(nbytes for *_, nbytes in of_rank) for of_rank in rows]
+        data = torch.empty(sum(counts), dtype=torch.uint8, device=device)
+        begin = sum(counts[: comm.rank])
+        mine = data[begin : begin + counts[comm.rank]]
+        mine.copy_(torch.cat([own[i].data for i in indices]))
+        comm.all_gather_(data, counts)
+        parts = iter(data.split([nbytes for of_rank in rows for *_, nbytes in of_rank]))
+        for of_rank, i in itertools.product(rows, range(len(indices))):
+            first, runs, count, _ = of_rank[i]
+            part = next(parts)
+            if count or not found[indices[i]]:
+                found[indices[i]].append(Segment(first, runs, count, part))
+    return found
+
+
+def _wrapped(number: int) -> int:
+    """Return the int64 that ``number`` is modulo 2^64."""
+    return (number + 2**63) % 2**64 - 2**63
