@@ -34,8 +34,9 @@ class PlannedShard:
 def planned_shards(plan: CastPlan) -> list[PlannedShard]:
     """Return the weights of ``plan``, in its order, with the masters as they are bound now."""
     comms = {i: comm for comm, indices in plan._members.items() for i in indices}
-    masters = plan._prepared.masters.tensors
-    return [
-        PlannedShard(spec.name, QuantizedTensor(spec.storage), masters[i], spec.extent, comms[i])
-        for i, spec in enumerate(plan._specs)
-    ]
+    found, first = [], 0  # the place of the first matrix of a weight
+    for spec, master in zip(plan._specs, plan._prepared.bound, strict=True):
+        weight = QuantizedTensor(spec.storage)
+        found.append(PlannedShard(spec.name, weight, master, spec.extent, comms[first]))
+        first += spec.storage.stack.numel()
+    return found

@@ -37,6 +37,7 @@ class PreparedCast:
         steps: the launches.
         matrices: what is cast: the weights, and the matrices of those that are stacks.
         masters: what they read.
+        bound: by weight the master that they read; None where this rank owns nothing.
         addresses: where the weights' buffers lay when the launches were prepared.
         calls_functions: whether functions of the caller's make scales.
 
@@ -87,9 +88,9 @@ class PreparedCast:
     def bind(self, master_weights: Sequence[torch.Tensor | None]) -> None:
         """Read these masters, which are known to fit, from now on."""
         pairs = zip(self._specs, master_weights, strict=True)
-        self._bound = [master if spec.extent else None for spec, master in pairs]
-        self.masters.bind(self._matrices.masters(self._bound))
-        self._bound_lie = lie_of([master for master in self._bound if master is not None])
+        self.bound = [master if spec.extent else None for spec, master in pairs]
+        self.masters.bind(self._matrices.masters(self.bound))
+        self._bound_lie = lie_of([master for master in self.bound if master is not None])
 
     def follow_moves(self) -> None:
         """Prepare again where a weight has moved (``replace_raw_data``, ``.data =``) since the last
@@ -107,8 +108,8 @@ class PreparedCast:
 
     def follow_masters(self) -> None:
         """Bind the masters again where one has moved or changed."""
-        if self._bound_lie != lie_of([master for master in self._bound if master is not None]):
-            self.rebind(self._bound)
+        if self._bound_lie != lie_of([master for master in self.bound if master is not None]):
+            self.rebind(self.bound)
 
     @torch.inference_mode(False)
     def _prepare(self) -> None:

@@ -75,11 +75,11 @@ class ShardPlan(CastPlan):
 
     def _hold_amaxes(self) -> None:
         assert self._held_amaxes is not None
-        for i, (name, storage) in enumerate(self.storages.items()):
-            if isinstance(storage.recipe.numerics, NVFP4Numerics):
+        for i, matrix in enumerate(self._prepared.matrices):
+            if isinstance(matrix.storage.recipe.numerics, NVFP4Numerics):
                 amax = self._exchange.tensor_amax(i)
-                amax.copy_(hold(amax, self._held_amaxes.get(name)))
-                self._held_amaxes[name] = amax.clone()
+                amax.copy_(hold(amax, self._held_amaxes.get(matrix.name)))
+                self._held_amaxes[matrix.name] = amax.clone()
 
     def start_gather(self) -> Callable[[], dict[str, QuantizedStorage]]:
         """Begin to bring every rank's codes to every rank; what is returned ends it, and returns

@@ -18,7 +18,7 @@ from zerocast.export.dialects import Dialect
 from zerocast.export.entries import Entry, own_rows
 from zerocast.export.shard_plan import ShardPlan
 from zerocast.export.weights import Export, whole
-from zerocast.layout import BlockGrid, Extent, Plane
+from zerocast.layout import NOTHING, BlockGrid, Extent, Plane, ceil_div
 from zerocast.sharded.placement import fsdp_dimension, is_sharded
 from zerocast.tensors import QuantizedStorage, QuantizedTensor
 
@@ -105,32 +105,39 @@ def cast_pieces(
         shard.comm,
     )
     for part, tensor in dialect.encode_scales(storage).items():
-        if part == dialect.scales:
-            range_ = scale_range(plane, extent)
-        else:  # one for the tensor
-            range_ = Extent(0, int(extent.start == 0 and bool(extent)))
-        values = tensor.reshape(-1)[range_.start : range_.end]
-        yield Piece(entry.stored_name(part), tensor.shape, range_.start, values, shard.comm)
+        own_scales = (scale_range if part == dialect.scales else matrix_range)(plane, extent)
+        values = tensor.reshape(-1)[own_scales.start : own_scales.end]
+        yield Piece(entry.stored_name(part), tensor.shape, own_scales.start, values, shard.comm)
 
 
 def scale_range(plane: Plane, extent: Extent) -> Extent:
     """Return which scales of ``plane``, without padding and row by row, stand for blocks whose
-    first element is in ``extent``.
+    first element is in ``extent``, elements of the weight; of a stack, matrix by matrix.
     """
     grid, scales = plane.grid, plane.scales
     height = 1 if scales.rows == grid.rows else grid.block_h
     width = 1 if scales.cols == grid.cols else grid.block_w
     blocks = BlockGrid(grid.rows, grid.cols, height, width)
-    return Extent(_blocks_before(blocks, extent.start), _blocks_before(blocks, extent.end))
+    if not extent:
+        return NOTHING
+    return Extent(*(_blocks_before(blocks, at) for at in (extent.start, extent.end)))
+
+
+def matrix_range(plane: Plane, extent: Extent) -> Extent:
+    """Return which matrices of a stack, or whether the only one, begin in ``extent``."""
+    if not extent:
+        return NOTHING
+    return Extent(*(ceil_div(at, plane.grid.numel) for at in (extent.start, extent.end)))
 
 
 def _blocks_before(grid: BlockGrid, element: int) -> int:
     """Return how many blocks have their first element before ``element``."""
+    matrix, element = divmod(element, grid.numel)
     row, column = divmod(element, grid.cols)
     bands, inside = divmod(row, grid.block_h)
-    if inside:  # the blocks of this band begin in an earlier row
-        return (bands + 1) * grid.blocks_w
-    return bands * grid.blocks_w + -(-column // grid.block_w)
+    # Inside of a band, its blocks begin in an earlier row.
+    begun = grid.blocks_w if inside else ceil_div(column, grid.block_w)
+    return matrix * grid.num_blocks + bands * grid.blocks_w + begun
 
 
 def _share(name: str, tensor: torch.Tensor, comm: Communicator) -> Piece:
