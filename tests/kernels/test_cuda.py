@@ -48,7 +48,7 @@ def test_tiles_cover_the_shard_and_nothing_else(data: st.DataObject) -> None:
     grid = tiled_grid(BlockGrid(rows, cols, *data.draw(st.sampled_from(blocks))))
     start = data.draw(st.integers(0, grid.numel - 1))
     extent = Extent(start, data.draw(st.integers(start + 1, grid.numel)))
-    tiles = shard_tiles(3, grid, extent)
+    tiles = shard_tiles([3], [grid], [extent])
 
     seen = torch.zeros(grid.rows, grid.cols, dtype=torch.int32)
     owned = torch.zeros(grid.numel, dtype=torch.int32)
@@ -91,7 +91,7 @@ def test_tiles_of_row_blocks_cover_the_shard_and_nothing_else(data: st.DataObjec
     owned[extent.start : extent.end] = 1
     number = torch.arange(grid.numel).view(rows, cols)
     for first, second_word, third, first_block in row_block_tiles(
-        3, grid, second.block_h, extent
+        [3], [grid], [second.block_h], [extent]
     ).tolist():
         height, width = first >> 32 & 0xFFFF, first >> 48
         row, col = second_word & 0xFFFFFFFF, second_word >> 32
@@ -118,20 +118,20 @@ def test_tiles_of_row_blocks_cover_the_shard_and_nothing_else(data: st.DataObjec
 def test_tiles_follow_the_shard() -> None:
     """A 64th of a weight, and a piece of one row, are visited by their own tiles only."""
     grid = BlockGrid(4096, 4096, 16, 16)
-    whole = len(shard_tiles(0, grid, Extent(0, grid.numel)))
+    whole = len(shard_tiles([0], [grid], [Extent(0, grid.numel)]))
     assert whole == 4096 // 16 * 4096 // 512
-    assert len(shard_tiles(0, grid, Extent(0, grid.numel // 64))) == whole // 64
-    assert len(shard_tiles(0, grid, Extent(4096 * 7 + 600, 4096 * 7 + 1200))) == 2
+    assert len(shard_tiles([0], [grid], [Extent(0, grid.numel // 64)])) == whole // 64
+    assert len(shard_tiles([0], [grid], [Extent(4096 * 7 + 600, 4096 * 7 + 1200)])) == 2
     wraps = Extent(
         4096 * 7 + 4000, 4096 * 8 + 10
     )  # the last columns of a row, the first of the next
-    assert len(shard_tiles(0, grid, wraps)) == 2
+    assert len(shard_tiles([0], [grid], [wraps])) == 2
 
 
 def test_indices_have_64_bits() -> None:
     """Tiles beyond 2^31 elements and blocks keep their numbers."""
     grid = BlockGrid(2**22, 2**14, 16, 16)
-    tiles = shard_tiles(0, grid, Extent(2**36 - 5, 2**36))
+    tiles = shard_tiles([0], [grid], [Extent(2**36 - 5, 2**36)])
     assert tiles.shape == (1, 4)
     row, col = divmod(int(tiles[0, 2]), grid.cols)
     assert (row, col) == (2**22 - 16, 2**14 - 512)

@@ -113,6 +113,29 @@ def test_launches_in_a_graph_live_as_long_as_their_plan(monkeypatch: pytest.Monk
         assert count() == with_graph
 
 
+def test_amax_and_cast_share_their_tiles() -> None:
+    """What visits the same tiles of many weights is sent one table of them, as long as a plan has
+    it.
+    """
+    emulator = Idle()
+    with zerocast.use_backend(CudaBackend(emulator)):
+
+        def plan() -> zerocast.CastPlan:
+            weights = [zerocast.empty((16, 16), "nvfp4") for _ in range(10)]
+            return zerocast.CastPlan(weights, [torch.ones(256)] * 10, [0] * 10)
+
+        first = plan()
+        tables = len(emulator.sent)
+        # Masters; rows and tiles of amax, scale, cast and transpose, of which amax and cast share.
+        assert tables == 1 + 4 + 3
+        second = plan()
+        assert len(emulator.sent) - tables == 1 + 4
+        del first, second
+        gc.collect()
+        plan()
+        assert len(emulator.sent) == 2 * tables + 1 + 4
+
+
 # --- threads ---
 
 

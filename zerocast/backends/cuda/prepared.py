@@ -47,7 +47,11 @@ class Tables:
         self._masters: weakref.WeakKeyDictionary[Masters, MasterTable] = weakref.WeakKeyDictionary()
         self._tiles: OrderedDict[_Cuts, torch.Tensor] = OrderedDict()
         self._tiles_in_graphs: dict[_Cuts, torch.Tensor] = {}
-        self._one_thread = threading.Lock()  # for these three
+        # Of many weights: amax and cast of one plan visit the same tiles.
+        self._tiles_of_plans: weakref.WeakValueDictionary[_Cuts, torch.Tensor] = (
+            weakref.WeakValueDictionary()
+        )
+        self._one_thread = threading.Lock()  # for these four
 
     def launch(
         self,
@@ -113,9 +117,9 @@ class Tables:
         return Lists(self._launcher, [t for c in candidates for t in (c.cut, c.segments)])
 
     def _visited(self, cuts: Sequence[Sequence[Cut]]) -> torch.Tensor:
-        if len(cuts) > FEW_WEIGHTS:
-            return self._launcher.upload(tiles_of(cuts))
         key, capturing = tuple(tuple(weight) for weight in cuts), self._launcher.capturing
+        if len(cuts) > FEW_WEIGHTS:
+            return self._visited_by_plans(key)
         with self._one_thread:
             tiles = self._tiles_in_graphs.get(key)
             if tiles is None:
@@ -128,6 +132,16 @@ class Tables:
             tiles = self._launcher.upload(tiles_of(cuts))
             if not capturing:
                 self._keep(key, tiles)
+        return tiles
+
+    def _visited_by_plans(self, key: _Cuts) -> torch.Tensor:
+        with self._one_thread:
+            tiles = self._tiles_of_plans.get(key)
+        # A graph cannot rely on what belongs to a plan.
+        if tiles is None or self._launcher.capturing:
+            tiles = self._launcher.upload(tiles_of(key))
+            with self._one_thread:
+                self._tiles_of_plans[key] = tiles
         return tiles
 
     def _keep(self, key: _Cuts, tiles: torch.Tensor) -> None:

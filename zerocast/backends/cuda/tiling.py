@@ -8,6 +8,7 @@ of a row are those of ``cuda_src/cuda/tiles.h`` and ``planes.h``.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ CHOSEN = 1, 8
 """A tile of select: rows of blocks, and blocks side by side."""
 
 Cut = tuple[Any, ...]
-"""How one weight is cut: a function of this module, and its arguments but the weight's number."""
+"""How one weight is cut: a function of this module, and what it takes of this weight."""
 
 
 def tiled_grid(grid: BlockGrid) -> BlockGrid:
@@ -42,35 +43,37 @@ def tiled_grid(grid: BlockGrid) -> BlockGrid:
     return BlockGrid(1, grid.numel, 1, grid.numel) if grid.num_blocks == 1 else grid
 
 
-def shard_tiles(weight: int, grid: BlockGrid, extent: Extent) -> torch.Tensor:
-    """The tiles of ``grid`` that hold elements of ``extent``, which is not empty.
+def shard_tiles(
+    weights: Sequence[int], grids: Sequence[BlockGrid], extents: Sequence[Extent]
+) -> torch.Tensor:
+    """The tiles of each grid that hold elements of its extent, which is not empty.
 
     Rows of the table go along the matrix's rows, so neighbouring thread blocks read neighbouring
     memory.
 
     Args:
-        weight: the shard's row in the table of shards.
-        grid: as :func:`tiled_grid` gives it.
+        weights: the shards' rows in the table of shards.
+        grids: as :func:`tiled_grid` gives them.
+        extents: what is visited.
 
     Returns:
         int64 [tiles, 4], the fields of ``Tile``.
     """
-    several = grid.block_h >= TILE_ROWS
-    height = TILE_ROWS if several else 1
-    width = TILE_COLS if several else min(LONG_TILE_COLS, MAX_TILE_BLOCKS * grid.block_w)
-    width = min(width, LONG_TILE_COLS) // 4 * 4
-    block_row, row, row_end, col, cols = _met_tiles(
-        grid.rows, grid.cols, grid.block_h, height, width, extent
-    )
-    block_col = col // grid.block_w
-    offset = col - block_col * grid.block_w
-    blocks = (offset + cols - 1) // grid.block_w + 1
+    sides = []
+    for grid in grids:
+        several = grid.block_h >= TILE_ROWS
+        width = TILE_COLS if several else min(LONG_TILE_COLS, MAX_TILE_BLOCKS * grid.block_w)
+        sides.append((grid.block_h, TILE_ROWS if several else 1, width // 4 * 4))
+    met = _met_tiles(weights, grids, sides, extents)
+    block_col = met.col // met.block_w
+    offset = met.col - block_col * met.block_w
+    blocks = (offset + met.cols - 1) // met.block_w + 1
     offset = torch.where(blocks == 1, 0, offset)
     fields = [
-        weight + ((row_end - row) << 32) + (cols << 48),
+        met.weight + (met.rows << 32) + (met.cols << 48),
         blocks + (offset << 32),
-        row * grid.cols + col,
-        block_row * grid.blocks_w + block_col,
+        met.row * met.matrix_cols + met.col,
+        met.block_row * met.blocks_w + block_col,
     ]
     return torch.stack(fields, dim=1)
 
@@ -85,82 +88,157 @@ def has_row_blocks(grid: BlockGrid, columnwise: BlockGrid | None) -> bool:
     return grid.block_h == 1 and whole and second and max(grid.rows, grid.cols) < 2**31
 
 
-def row_block_tiles(weight: int, grid: BlockGrid, block_h: int, extent: Extent) -> torch.Tensor:
-    """The 32x256 tiles of ``grid``, which :func:`has_row_blocks`, that hold elements of ``extent``.
+def row_block_tiles(
+    weights: Sequence[int],
+    grids: Sequence[BlockGrid],
+    heights: Sequence[int],
+    extents: Sequence[Extent],
+) -> torch.Tensor:
+    """The 32x256 tiles of each grid, which :func:`has_row_blocks`, that hold elements of its
+    extent.
 
     Args:
-        weight: the shard's row in the table of shards.
-        grid: the blocks of the rowwise plane.
-        block_h: the rows of a block of the second plane; of the matrix where there is none.
+        weights: the shards' rows in the table of shards.
+        grids: the blocks of the rowwise planes.
+        heights: the rows of a block of each second plane; of the matrix where there is none.
+        extents: what is visited.
 
     Returns:
         int64 [tiles, 4], the fields of ``Tile32x256``.
     """
-    block_row, row, row_end, col, cols = _met_tiles(
-        grid.rows, grid.cols, block_h, ROW_BLOCK_TILE_ROWS, ROW_BLOCK_TILE_COLS, extent
-    )
-    block_col = col // grid.block_w
-    blocks = (col + cols - 1) // grid.block_w - block_col + 1
+    sides = [(block_h, ROW_BLOCK_TILE_ROWS, ROW_BLOCK_TILE_COLS) for block_h in heights]
+    met = _met_tiles(weights, grids, sides, extents)
+    block_col = met.col // met.block_w
+    blocks = (met.col + met.cols - 1) // met.block_w - block_col + 1
     fields = [
-        weight + ((row_end - row) << 32) + (cols << 48),
-        row + (col << 32),
-        blocks + (block_row << 32),
-        row * grid.blocks_w + block_col,
+        met.weight + (met.rows << 32) + (met.cols << 48),
+        met.row + (met.col << 32),
+        blocks + (met.block_row << 32),
+        met.row * met.blocks_w + block_col,
     ]
     return torch.stack(fields, dim=1)
 
 
 def plane_tiles(
-    weight: int, plane: int, shape: tuple[int, int], tile: tuple[int, int]
+    weights: Sequence[int],
+    planes: Sequence[int],
+    shapes: Sequence[tuple[int, int]],
+    tiles: Sequence[tuple[int, int]],
 ) -> torch.Tensor:
-    """The tiles of a plane, or matrix, of ``shape``; int64 [tiles, 4], the fields of ``PlaneTile``.
+    """The tiles of planes, or matrices, of these shapes; int64 [tiles, 4], the fields of
+    ``PlaneTile``.
 
-    What rows and columns count is up to ``tile``, one of those above.
+    What rows and columns count is up to ``tiles``, each one of those above.
     """
-    (rows, cols), (height, width) = shape, tile
-    down, across = ceil_div(rows, height), ceil_div(cols, width)
-    row = torch.arange(down, dtype=torch.int64, device="cpu").repeat_interleave(across) * height
-    col = torch.arange(across, dtype=torch.int64, device="cpu").repeat(down) * width
-    first = torch.full_like(row, weight + (plane << 32))
-    return torch.stack([first, row, (row + height).clamp(max=rows), col], dim=1)
+    rows = [
+        (weight + (plane << 32), *shape, *tile)
+        for weight, plane, shape, tile in zip(weights, planes, shapes, tiles, strict=True)
+    ]
+    across = [ceil_div(cols, width) for (_, cols), (_, width) in zip(shapes, tiles, strict=True)]
+    down = [ceil_div(rows, height) for (rows, _), (height, _) in zip(shapes, tiles, strict=True)]
+    (first, end, _, height, width), group, column = _laid_out(rows, [0] * len(rows), down, across)
+    row = group * height
+    return torch.stack([first, row, torch.minimum(row + height, end), column * width], dim=1)
 
 
 def tiles_of(cuts: Sequence[Sequence[Cut]]) -> torch.Tensor:
-    """The tiles of all weights, of each in the order of its cuts; int64 [tiles, 4]."""
-    tiles = [cut(i, *arguments) for i, weight in enumerate(cuts) for cut, *arguments in weight]
-    return torch.cat([torch.empty(0, 4, dtype=torch.int64, device="cpu"), *tiles])
+    """The tiles of all weights, of each in the order of its cuts; int64 [tiles, 4].
+
+    The cuts of one launch are made by one function, all at once.
+    """
+    made = [(i, *cut) for i, weight in enumerate(cuts) for cut in weight]
+    if not made:
+        return torch.empty(0, 4, dtype=torch.int64, device="cpu")
+    weights, functions, *arguments = zip(*made, strict=True)
+    (function,) = set(functions)
+    tiles: torch.Tensor = function(weights, *arguments)
+    return tiles
+
+
+@dataclass(frozen=True, slots=True)
+class _Met:
+    """Tiles, and of what each is a tile: int64 [tiles] each."""
+
+    weight: torch.Tensor
+    block_row: torch.Tensor  # of the first row
+    row: torch.Tensor
+    rows: torch.Tensor
+    col: torch.Tensor
+    cols: torch.Tensor
+    matrix_cols: torch.Tensor
+    block_w: torch.Tensor
+    blocks_w: torch.Tensor
 
 
 def _met_tiles(
-    rows: int, cols: int, block_h: int, height: int, width: int, extent: Extent
-) -> tuple[torch.Tensor, ...]:
-    """The tiles of ``height`` x ``width`` elements that hold some of ``extent``: of each its row of
-    blocks, its first row and the one past its last, its first column and its columns.
+    weights: Sequence[int],
+    grids: Sequence[BlockGrid],
+    sides: Sequence[tuple[int, int, int]],
+    extents: Sequence[Extent],
+) -> _Met:
+    """The tiles that hold some of each weight's extent; ``sides`` are the rows of a row of blocks,
+    and the rows and columns of a tile.
 
-    Groups of rows lie in one row of blocks, ``block_h`` high, each.
+    Groups of rows lie in one row of blocks each.
     """
-    across = ceil_div(cols, width)
-    per_block = ceil_div(block_h, height)  # groups of a row of blocks, numbered on from one to next
+    table, firsts, downs, acrosses = [], [], [], []
+    for weight, grid, (block_h, height, width), extent in zip(
+        weights, grids, sides, extents, strict=True
+    ):
+        per_block = ceil_div(block_h, height)  # groups of a row of blocks, numbered on from it
+        begin, end = divmod(extent.start, grid.cols), divmod(extent.end - 1, grid.cols)
+        first, last = (
+            row // block_h * per_block + row % block_h // height for row in (begin[0], end[0])
+        )
+        firsts.append(first)
+        downs.append(last + 1 - first)
+        acrosses.append(ceil_div(grid.cols, width))
+        matrix = grid.rows, grid.cols, grid.block_w, grid.blocks_w
+        table.append((weight, *matrix, block_h, height, width, per_block, *begin, *end))
+    fields, group, column = _laid_out(table, firsts, downs, acrosses)
+    weight_of, matrix_rows, matrix_cols, block_w, blocks_w, *fields = fields
+    block_h_of, height_of, width_of, per_block_of, *ends = fields
+    first_row, first_col, last_row, last_col = ends
 
-    def group_of(row: int) -> int:
-        return row // block_h * per_block + row % block_h // height
-
-    first_row, first_col = divmod(extent.start, cols)
-    last_row, last_col = divmod(extent.end - 1, cols)
-    first, last = group_of(first_row), group_of(last_row)
-    group = torch.arange(first, last + 1, dtype=torch.int64, device="cpu").repeat_interleave(across)
-    column = torch.arange(across, dtype=torch.int64, device="cpu").repeat(last + 1 - first)
-
-    block_row = group // per_block
-    row = block_row * block_h + group % per_block * height
-    row_end = torch.minimum(row + height, ((block_row + 1) * block_h).clamp(max=rows))
-    col = column * width
-    tile_cols = (cols - col).clamp(max=width)
+    block_row = group // per_block_of
+    row = block_row * block_h_of + group % per_block_of * height_of
+    row_end = torch.minimum(
+        row + height_of, torch.minimum((block_row + 1) * block_h_of, matrix_rows)
+    )
+    col = column * width_of
+    cols = torch.minimum(matrix_cols - col, width_of)
     # Of the tile's rows those that the shard reaches, and of a cut row the columns: it is enough
     # that one row of the tile is met.
-    top = row.clamp(min=first_row)
-    bottom = (row_end - 1).clamp(max=last_row)
-    starts_late = (top == first_row) & (first_col >= col + tile_cols)
+    top = torch.maximum(row, first_row)
+    bottom = torch.minimum(row_end - 1, last_row)
+    starts_late = (top == first_row) & (first_col >= col + cols)
     ends_early = (bottom == last_row) & (last_col < col)
     met = top + starts_late.long() <= bottom - ends_early.long()
-    return tuple(field[met] for field in (block_row, row, row_end, col, tile_cols))
+    found = (weight_of, block_row, row, row_end - row, col, cols, matrix_cols, block_w, blocks_w)
+    return _Met(*(field[met] for field in found))
+
+
+def _laid_out(
+    table: Sequence[tuple[int, ...]],
+    firsts: Sequence[int],
+    downs: Sequence[int],
+    acrosses: Sequence[int],
+) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
+    """Rectangles of tiles, one a row of ``table``, row by row: of each tile the fields of its row
+    of the table, the group of rows and the column.
+
+    Args:
+        table: whatever is known of each rectangle.
+        firsts: the number of its first group of rows.
+        downs, acrosses: how many groups and columns it has.
+    """
+    down, across = (
+        torch.tensor(each, dtype=torch.int64, device="cpu") for each in (downs, acrosses)
+    )
+    counts = down * across
+    of = torch.repeat_interleave(counts)
+    within = torch.arange(len(of), dtype=torch.int64, device="cpu")
+    within -= (counts.cumsum(0) - counts)[of]
+    fields = torch.tensor(table, dtype=torch.int64, device="cpu").t().contiguous()
+    first = torch.tensor(firsts, dtype=torch.int64, device="cpu")[of]
+    return [field[of] for field in fields], first + within // across[of], within % across[of]
