@@ -13,11 +13,11 @@ from rich.table import Table
 from gpt.training import Run, Settings
 
 # The rows of the closing table, and the phases of a step that each adds up. Clipping begins with
-# the reduce-scatter, which the step then has behind it. Delayed scaling casts in the pass that
-# takes the amaxes; 4-over-6 chooses scales, and exchanges what it chooses by.
+# the exchange of gradients, which the step then has behind it. Delayed scaling casts in the pass
+# that takes the amaxes; 4-over-6 chooses scales, and exchanges what it chooses by.
 PHASES = {
     "forward and backward": ["forward_backward"],
-    "reduce-scatter and clipping": ["clip", "reduce_scatter"],
+    "gradients and clipping": ["clip", "reduce_scatter"],
     "optimizer": ["optimizer"],
     "amax": ["partial_amax", "partial_select"],
     "all-reduce": ["reduce_amax", "reduce_candidates"],

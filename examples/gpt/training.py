@@ -159,7 +159,7 @@ def train(recipe: str, settings: Settings, corpus: Corpus, comm: Communicator) -
         validation_losses=validation_losses,
         sent_bytes={
             kind: comm.total(kind=kind, label="step").sent_bytes / settings.steps
-            for kind in ("reduce_scatter", "all_reduce", "all_gather")
+            for kind in ("all_to_all", "all_reduce", "all_gather")
         },
         held_bytes=held_bytes(model, optimizer),
         seconds={name: total / settings.steps for name, total in clock.seconds.items()},

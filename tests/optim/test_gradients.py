@@ -28,11 +28,11 @@ from zerocast.optim.weights import collect_weights
 
 
 @on_ranks("in_process", 2)
-def test_a_step_is_one_reduce_scatter_one_all_reduce_and_one_all_gather_a_storage_kind(
+def test_a_step_is_one_all_to_all_one_all_reduce_and_one_all_gather_a_storage_kind(
     comm: Communicator,
 ) -> None:
-    """Gradients travel by reduce-scatter: the one all-reduce holds the amaxes, 4 bytes a block and
-    a weight. The weights are 4-bit codes, BF16 and FP32: three all-gathers.
+    """Gradients travel by one all-to-all, in their own dtypes: the one all-reduce holds the amaxes,
+    4 bytes a block and a weight. The weights are 4-bit codes, BF16 and FP32: three all-gathers.
     """
     spy = RecordingCommunicator(comm)
     t = Training(spy)
@@ -40,18 +40,18 @@ def test_a_step_is_one_reduce_scatter_one_all_reduce_and_one_all_gather_a_storag
     t.train(0)
     seen = {kind: (t.calls, t.payload_bytes) for (_, kind), t in spy.traffic.items()}
     blocks = 3 * 3 + 1 + 2 * 5  # 33x48, 1x16, 20x80 in blocks of 16x16
-    columns = 1664 + 32 + 16  # 3200 + 38 + 15 elements, halved and rounded up to 64 bytes
-    flags = 6 + 6  # a gradient is there, for each weight; notes
-    assert seen["reduce_scatter"] == (1, 2 * 4 * (columns + flags))
+    row = 2 * 1664 + 2 * 32 + 4 * 16  # 3200 + 38 + 15 elements, halved and rounded up to 64 bytes
+    row += 5 * 8 + 6 + 2  # notes, a flag for each weight, and to whole 8 bytes
+    assert seen["all_to_all"] == (1, 2 * row)
     assert seen["all_reduce"] == (1, 4 * (blocks + 3))  # and an amax for each weight
     assert seen["all_gather"][0] == 3
-    assert seen.keys() == {"reduce_scatter", "all_reduce", "all_gather"}
+    assert seen.keys() == {"all_to_all", "all_reduce", "all_gather"}
 
 
-@pytest.mark.parametrize("buffer_elements", [1, 100, 700, 5000])
+@pytest.mark.parametrize("buffer_bytes", [1, 400, 2801, 20000])
 @on_ranks("in_process", 3)
 def test_rounds_of_a_bounded_buffer_give_the_same_gradients(
-    comm: Communicator, buffer_elements: int
+    comm: Communicator, buffer_bytes: int
 ) -> None:
     """However few columns a round has, the reduced gradients are those of one round, and so is what
     is known of absent ones.
@@ -63,8 +63,8 @@ def test_rounds_of_a_bounded_buffer_give_the_same_gradients(
     if comm.rank:
         params[4].grad = None  # on rank 0 only
     found = []
-    for size in (1 << 24, buffer_elements):
-        reducer = GradientReducer(ShardedWeights(comm, weights), size)
+    for size in (1 << 24, buffer_bytes):
+        reducer = GradientReducer(ShardedWeights(comm, weights), buffer_bytes=size)
         for _ in range(2):  # a second time, over what the first one left in the buffer
             reducer.reduce_mean()
         gradients = enumerate(reducer.gradients())
@@ -138,7 +138,7 @@ def test_clipping_equals_torchs_on_the_whole(
 
 @on_ranks("in_process", 2)
 def test_clipping_reduces_once_and_the_step_uses_it(comm: Communicator) -> None:
-    """One reduce-scatter for clipping and step together, and a fresh one in the next step."""
+    """One exchange for clipping and step together, and a fresh one in the next step."""
     spy = RecordingCommunicator(comm)
     t = Training(spy, NVFP4, SGD, lr=1.0)
     for forget, calls in ((False, 1), (False, 1), (True, 2)):
@@ -148,7 +148,7 @@ def test_clipping_reduces_once_and_the_step_uses_it(comm: Communicator) -> None:
         if forget:
             t.optimizer.zero_grad()
         t.optimizer.step()
-        assert spy.total(kind="reduce_scatter").calls == calls
+        assert spy.total(kind="all_to_all").calls == calls
 
 
 @pytest.mark.parametrize("value", [math.nan, -math.inf])

@@ -33,8 +33,8 @@ def test_masters_and_adamw_state_take_12_bytes_an_element_over_ranks(world_size:
 
 
 def test_gradient_buffers_are_bounded() -> None:
-    """All gradients of a small model meet in one buffer, of which this rank's row is the result; a
-    larger model's take the buffer in rounds, and the result stands apart.
+    """All gradients of a small model meet in one buffer; a larger model's take two of them in
+    turn. The result stands apart.
     """
 
     def measure(comm: Communicator) -> list[int]:
@@ -43,11 +43,12 @@ def test_gradient_buffers_are_bounded() -> None:
         optimizer = ZeroOptimizer([torch.nn.Parameter(torch.ones(1 << 12))], group=comm)
         sizes = []
         for limit in (1 << 24, 1 << 10):
-            reducer = GradientReducer(optimizer._shards, limit)
+            reducer = GradientReducer(optimizer._shards, buffer_bytes=limit)
             buffers = [reducer.reduced, *(r.buffer for r in reducer._rounds)]
             memory = {b.untyped_storage().data_ptr(): b.untyped_storage().nbytes() for b in buffers}
             sizes.append(sum(memory.values()))
         return sizes
 
-    columns = (1 << 12) // 4 + 7  # and a flag, that the weight has a gradient, and six notes
-    assert run_in_process(4, measure) == [[4 * 4 * columns, 4 * (1 << 10) + 4 * columns]] * 4
+    shards, tail = 4 * (1 << 12) // 4, 5 * 8 + 8  # of each rank: notes and a flag, in whole words
+    whole, rounds = shards + 4 * (shards + tail), shards + 2 * (1 << 10) + 4 * tail
+    assert run_in_process(4, measure) == [[whole, rounds]] * 4

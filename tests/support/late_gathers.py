@@ -66,3 +66,35 @@ class TakesAway(RecordingCommunicator):
             self.waits += 1
 
         return wait
+
+
+class ExchangesLate(RecordingCommunicator):
+    """Begins no all-to-all before it is waited for, and spoils its buffer until then. Fails where
+    the buffer is written, or more than ``most`` are under way, before the wait.
+
+    Attributes:
+        under_way: how many have begun and have not been waited for.
+    """
+
+    def __init__(self, comm: Communicator, most: int = 2) -> None:
+        super().__init__(comm)
+        self.under_way, self._most = 0, most
+
+    def start_all_to_all(
+        self,
+        output: torch.Tensor,
+        buffer: torch.Tensor,
+        received: Sequence[int] | None = None,
+        sent: Sequence[int] | None = None,
+    ) -> Callable[[], None]:
+        start, own = super().start_all_to_all, buffer.clone()
+        output.view(torch.uint8).fill_(SPOILT)
+        self.under_way += 1
+        assert self.under_way <= self._most, "more under way than there are buffers"
+
+        def wait() -> None:
+            assert bool((output.view(torch.uint8) == SPOILT).all()), "written before the wait"
+            start(output, own, received, sent)()
+            self.under_way -= 1
+
+        return wait

@@ -16,18 +16,20 @@ import torch
 
 
 class FoundInf(torch.Tensor):
-    """A parameter of no elements that calls ``agree(found_inf)`` when a GradScaler inspects
-    gradients.
+    """A parameter of no elements that calls ``agree(found_inf, inv_scale)`` when a GradScaler
+    inspects gradients.
 
     FP64, which no other weight of the optimizer is: the scaler inspects gradients dtype by dtype,
     in the order in which it meets them, so the last parameter with a dtype of its own is inspected
     last.
     """
 
-    agree: Callable[[torch.Tensor], None]
+    agree: Callable[[torch.Tensor, torch.Tensor], None]
 
     @staticmethod
-    def __new__(cls, agree: Callable[[torch.Tensor], None], device: torch.device) -> FoundInf:
+    def __new__(
+        cls, agree: Callable[[torch.Tensor, torch.Tensor], None], device: torch.device
+    ) -> FoundInf:
         tensor = torch.Tensor._make_subclass(
             cls, torch.zeros(0, dtype=torch.float64, device=device)
         )
@@ -49,8 +51,8 @@ class FoundInf(torch.Tensor):
     ) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             if func is torch._amp_foreach_non_finite_check_and_unscale_:
-                gradients, found_inf, _ = args
-                return gradients[0].agree(found_inf)
+                gradients, found_inf, inv_scale = args
+                return gradients[0].agree(found_inf, inv_scale)
             if func is torch.linalg.vector_norm:  # torch has none of order inf
                 return args[0].sum().as_subclass(torch.Tensor)
             if func is torch._foreach_norm:

@@ -1,67 +1,47 @@
 """GradientReducer: the mean over ranks of whole gradients, on each rank for its own shards.
 
-Gradients are copied into an FP32 buffer laid out as a matrix [ranks, columns] (see "Note: columns"
-in :mod:`zerocast.optim.shards`), summed by a reduce-scatter and divided by the number of ranks. So
-ranks with identical BF16 or FP16 gradients get exactly that gradient: up to 2^13 ranks the sums are
-exact in FP32, and so is the quotient.
-
-The buffer is bounded: a model whose gradients do not fit is reduced in several rounds, some columns
-of all ranks each.
+Gradients travel by an all-to-all, in rounds (:mod:`zerocast.optim.gradient_rounds`), are summed in
+FP32 in the order of the ranks and divided by the number of ranks. So ranks with identical BF16 or
+FP16 gradients get exactly that gradient: up to 2^13 ranks the sums are exact in FP32, and so is the
+quotient. Any other gradients have the same mean, to the bit, whatever the transport.
 
 A weight that no rank has a gradient for is left out of the step, as torch leaves it out; one that
 only some ranks have a gradient for counts as zero on the others. So that ranks know of each other,
-every row of the matrix ends in flags, one entry a weight, 1 or 0, which the same reduce-scatter
-sums. After these come notes: a few numbers that ranks exchange.
+the rows of the last round end in notes, a few numbers that ranks exchange, and in flags, a byte for
+each weight: 1 where the rank has a gradient. Ranks may have other weights without a gradient in
+every step.
+
+Here gradients stay in ``.grad`` until the step; :mod:`zerocast.optim.gradient_overlap` sends them
+while the backward pass goes on.
 """
 
 from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Sequence
 
 import torch
 
 from zerocast.errors import InputError
-from zerocast.layout import Extent
-from zerocast.optim.shards import Shard, ShardedWeights
+from zerocast.optim.gradient_rounds import BUFFER_BYTES, Round, plan_rounds
+from zerocast.optim.shards import ShardedWeights
 
-BUFFER_ELEMENTS = 1 << 24
-"""The largest gradient buffer, in FP32 elements: 64 MiB, past which messages move no faster."""
+NOTES = 4
+"""Numbers of the caller's that travel with the gradients."""
 
-NOTES = 6
-"""Numbers that travel with the gradients."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """Elements of one weight's gradient, or of the flags and notes, and their place in the buffer.
-
-    Attributes:
-        source: the weight's place; the number of weights for flags and notes.
-        elements: those that are copied.
-        place: a view of the buffer.
-    """
-
-    source: int
-    elements: slice
-    place: torch.Tensor
+GRADIENT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+"""The dtypes in which gradients can be asked to travel."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Round:
-    """One reduce-scatter.
-
-    Attributes:
-        pieces: what is copied into the buffer, for every rank.
-        buffer: FP32, flat, [ranks * columns in this round].
-        output: the same columns of :attr:`GradientReducer.reduced`.
-    """
-
-    pieces: list[_Piece]
-    buffer: torch.Tensor
-    output: torch.Tensor
+def check_gradient_dtype(dtype: object) -> None:
+    """Raise :class:`InputError` unless gradients can travel in ``dtype``, or it is None."""
+    if dtype is not None and dtype not in GRADIENT_DTYPES:
+        raise InputError(
+            "gradient_dtype must be torch.bfloat16, torch.float16, torch.float32, or None for each "
+            f"gradient's own, got {dtype!r}."
+        )
 
 
 class GradientReducer:
@@ -69,64 +49,128 @@ class GradientReducer:
 
     Args:
         shards: the weights and their owners.
-        buffer_elements: the largest gradient buffer, in FP32 elements.
+        dtype: in which gradients travel; None for that of the weights.
+        buffer_bytes: of the largest round, of which there may be two at a time.
 
     Attributes:
-        reduced: FP32 [columns + weights + NOTES]: the mean gradients of this rank's shards, then
-            for each weight how many ranks, as a fraction, have a gradient for it, then the means of
-            the notes.
+        reduced: FP32 [num_columns]: the mean gradients of this rank's shards.
     """
 
-    def __init__(self, shards: ShardedWeights, buffer_elements: int = BUFFER_ELEMENTS) -> None:
-        self._shards = shards
-        size, rank, device = shards.comm.size, shards.comm.rank, shards.masters.device
-        width = shards.num_columns + len(shards.weights) + NOTES
-        step = min(width, max(1, buffer_elements // size))
-        buffer = torch.zeros(size * step, dtype=torch.float32, device=device)
-        # A single round leaves its result where this rank's row lies.
-        self.reduced = buffer.view(size, step)[rank] if step == width else buffer.new_zeros(width)
+    _a_bucket_each = False
+
+    def __init__(
+        self,
+        shards: ShardedWeights,
+        dtype: torch.dtype | None = None,
+        buffer_bytes: int = BUFFER_BYTES,
+    ) -> None:
+        self._shards, self._dtype = shards, dtype
+        self.reduced = torch.zeros_like(shards.masters)
+        # In the tail: notes and whether gradients are left over, as int64; then flags.
+        self._flag_bytes = slice(8 * (NOTES + 1), 8 * (NOTES + 1) + len(shards.weights))
+        self._rounds = plan_rounds(
+            shards,
+            dtype,
+            self._flag_bytes.stop,
+            a_bucket_each=self._a_bucket_each,
+            buffer_bytes=buffer_bytes,
+        )
+        self._under_way: deque[tuple[Round, Callable[[], None], bool]] = deque()
         self._kept: list[tuple[weakref.ref[torch.Tensor], int] | None] | None = None
-        # Flags and notes are as one more weight, whole on every rank.
-        flags = Shard(Extent(0, width - shards.num_columns), slice(shards.num_columns, width))
-        owned = [[*shards.shards(r), flags] for r in range(size)]
-        self._rounds = [
-            self._plan_round(owned, buffer, start, min(start + step, width))
-            for start in range(0, width, step)
+
+    def reduce_mean(self, notes: Sequence[int] = (0,) * NOTES) -> None:
+        """Fill :attr:`reduced` with the mean gradients, and exchange ``notes``. Collective: an
+        all-to-all a round.
+        """
+        gradients = self._grads()
+        for each in self._rounds:
+            self._make_room(each)
+            for i in each.pieces:
+                each.pack(i, gradients[i])
+            if each is self._rounds[-1]:
+                self._write_tail(notes)
+            self._begin(each, anew=True)
+        self._finish()
+        self._divide()
+
+    # --- rounds ---
+
+    def _make_room(self, round_: Round) -> None:
+        """Wait until no exchange uses the buffer of a round."""
+        place = round_.buffer.data_ptr()
+        while any(each.buffer.data_ptr() == place for each, *_ in self._under_way):
+            self._finish_first()
+
+    def _begin(self, round_: Round, *, anew: bool) -> None:
+        self._under_way.append((round_, round_.begin(self._shards.comm), anew))
+
+    def _finish_first(self) -> None:
+        each, wait, anew = self._under_way.popleft()
+        wait()
+        each.sum_into(self.reduced, anew=anew)
+        if each is self._rounds[-1]:
+            self._answers = each.tail.clone()  # its buffer serves other rounds as well
+
+    def _finish(self) -> None:
+        """Wait for all exchanges."""
+        while self._under_way:
+            self._finish_first()
+
+    def _write_tail(self, notes: Sequence[int], *, leftover: bool = False) -> None:
+        numbers = torch.tensor([*notes, leftover], dtype=torch.int64, device="cpu")
+        flags = torch.tensor(self._present(), dtype=torch.uint8, device="cpu")
+        self._rounds[-1].tail.copy_(torch.cat((numbers.view(torch.uint8), flags)))
+
+    def _divide(self) -> None:
+        if self._shards.comm.size > 1:
+            self.reduced.div_(self._shards.comm.size)
+
+    def notes(self) -> list[list[int]]:
+        """Return every rank's notes, and after them whether it has gradients left over."""
+        return self._answers[:, : self._flag_bytes.start].contiguous().view(torch.int64).tolist()
+
+    # --- what is reduced ---
+
+    def _grads(self) -> list[torch.Tensor | None]:
+        return [weight.param.grad for weight in self._shards.weights]
+
+    def _present(self) -> list[bool]:
+        """Return for each weight whether this rank has a gradient."""
+        return [grad is not None for grad in self._grads()]
+
+    def gradients(self) -> list[torch.Tensor | None]:
+        """Return each weight's mean gradient on this rank's shard, a view; None where no rank has
+        a gradient.
+        """
+        present = self._present()
+        # Asked only where this rank lacks one, for on a GPU the answer waits for the reduction.
+        if not all(present):
+            present = self._answers[:, self._flag_bytes].amax(0).tolist()
+        return [
+            self.reduced[shard.columns] if is_there else None
+            for shard, is_there in zip(self._shards.own, present, strict=True)
         ]
 
-    def _plan_round(
-        self, owned: Sequence[Sequence[Shard]], buffer: torch.Tensor, start: int, end: int
-    ) -> _Round:
-        """Plan the round of columns ``start`` to ``end``."""
-        rows = buffer[: len(owned) * (end - start)].view(len(owned), end - start)
-        pieces = []
-        for row, shards in zip(rows, owned, strict=True):
-            for i, shard in enumerate(shards):
-                first, last = max(start, shard.columns.start), min(end, shard.columns.stop)
-                if first < last:
-                    offset = shard.extent.start - shard.columns.start
-                    elements = slice(first + offset, last + offset)
-                    pieces.append(_Piece(i, elements, row[first - start : last - start]))
-        return _Round(pieces, rows.view(-1), self.reduced[start:end])
+    def error(self) -> InputError | None:
+        """Return the error for a gradient that cannot be reduced as it is."""
+        errors = map(self._dtype_error, range(len(self._shards.weights)))
+        return next((error for error in errors if error is not None), None)
 
-    def reduce_mean(self, notes: Sequence[float] = (0.0,) * NOTES) -> None:
-        """Fill :attr:`reduced`, of gradients and ``notes``. Collective: one reduce-scatter a
-        round.
-        """
-        comm, device = self._shards.comm, self.reduced.device
-        gradients = [_flat(grad) for grad in self._grads()]
-        flags = [float(gradient is not None) for gradient in gradients]
-        sources = [*gradients, torch.tensor([*flags, *notes], dtype=torch.float32, device=device)]
-        for each in self._rounds:
-            for piece in each.pieces:
-                source = sources[piece.source]
-                if source is None:
-                    piece.place.zero_()
-                else:
-                    piece.place.copy_(source[piece.elements])
-            comm.reduce_scatter_sum(each.output, each.buffer)
-        if comm.size > 1:
-            self.reduced.div_(comm.size)
+    def _dtype_error(self, index: int) -> InputError | None:
+        """Return the error for a gradient that would be rounded and was not asked to be."""
+        weight = self._shards.weights[index]
+        grad, dtype = weight.param.grad, weight.param.dtype
+        if self._dtype is not None or grad is None or grad.dtype == dtype:
+            return None
+        if torch.promote_types(grad.dtype, dtype) == dtype:
+            return None
+        return InputError(
+            f"gradients travel in the dtypes of their weights, {dtype} for {weight.name}, and its "
+            f"gradient is {grad.dtype}; make the optimizer with gradient_dtype=torch.float32, or "
+            "with another to have gradients rounded to that."
+        )
+
+    # --- between clipping and the step ---
 
     def keep(self) -> None:
         """Keep what was reduced just now for the next step, with the gradients it came from."""
@@ -156,33 +200,19 @@ class GradientReducer:
                 )
         return None
 
-    def notes(self) -> list[float]:
-        """Return the mean over ranks of each note."""
-        return self.reduced[-NOTES:].tolist()
-
-    def gradients(self) -> list[torch.Tensor | None]:
-        """Return each weight's mean gradient on this rank's shard, a view; None where no rank has
-        a gradient.
+    def unscale_(self, inv_scale: torch.Tensor, found_inf: torch.Tensor) -> None:
+        """Multiply by ``inv_scale``, FP32 [], what a GradScaler cannot see: nothing here; and set
+        ``found_inf``, FP32 [], to 1 where it is not finite.
         """
-        # Asked only where this rank lacks one, for on a GPU the answer waits for the reduction.
-        missing = any(grad is None for grad in self._grads())
-        present = self.reduced[self._shards.num_columns : -NOTES].tolist() if missing else None
-        return [
-            self.reduced[shard.columns] if present is None or present[i] else None
-            for i, shard in enumerate(self._shards.own)
-        ]
-
-    def _grads(self) -> list[torch.Tensor | None]:
-        return [weight.param.grad for weight in self._shards.weights]
 
     def scale_(self, factor: torch.Tensor) -> None:
         """Multiply the mean gradients by ``factor``, FP32 []."""
-        self.reduced[: self._shards.num_columns].mul_(factor)
+        self.reduced.mul_(factor)
 
     def norm(self, norm_type: float) -> torch.Tensor:
         """Return the norm of all mean gradients: FP32 [], the same on all ranks. Collective."""
         comm = self._shards.comm
-        shards = [self.reduced[shard.columns] for shard in self._shards.own if shard.extent]
+        shards = self._own_gradients()
         if math.isinf(norm_type):
             largest = self.reduced.new_zeros(1)
             for shard in shards:
@@ -190,14 +220,14 @@ class GradientReducer:
             bits = largest.view(torch.int32)  # order like the magnitudes, and NaN is the largest
             comm.all_reduce_max_(bits)
             return bits.view(torch.float32)[0]
-        total = torch.zeros(1, dtype=torch.float64, device=self.reduced.device)
+        # Gathered and summed here, so that it has the same bits on every transport.
+        totals = torch.zeros(comm.size, dtype=torch.float64, device=self.reduced.device)
         for shard in shards:
-            total += torch.linalg.vector_norm(shard, norm_type, dtype=torch.float64) ** norm_type
-        comm.all_reduce_sum_(total)
-        return total[0].pow(1 / norm_type).float()
+            norm = torch.linalg.vector_norm(shard, norm_type, dtype=torch.float64)
+            totals[comm.rank] += norm**norm_type
+        comm.all_gather_(totals)
+        return totals.sum().pow(1 / norm_type).float()
 
-
-def _flat(gradient: torch.Tensor | None) -> torch.Tensor | None:
-    if gradient is None:
-        return None
-    return (gradient.to_dense() if gradient.is_sparse else gradient).reshape(-1)
+    def _own_gradients(self) -> list[torch.Tensor]:
+        """Return the reduced gradients of what this rank owns elements of."""
+        return [self.reduced[shard.columns] for shard in self._shards.own if shard.extent]

@@ -4,10 +4,10 @@ A step changes this rank's masters and inner state, and then the weights of all 
 fails in between, on one rank or on all (a lost rank, an interrupt), masters and weights belong to
 different steps and no rank can put them together again: saving and stepping are refused from then
 on, until a state is loaded. Where it fails on some ranks only, others may have made one step more.
-So every rank sends in the reduce-scatter of gradients, at no further cost, whether something went
-wrong here, whether a weight was written by other code, how many steps were made, and a digest of
-the options: a scheduler that only some ranks step, or step by losses of their own, would train each
-rank's shards at another learning rate.
+So every rank sends with the gradients, at no further cost, whether something went wrong here,
+whether a weight was written by other code, how many steps were made, and a digest of the options: a
+scheduler that only some ranks step, or step by losses of their own, would train each rank's shards
+at another learning rate.
 """
 
 from __future__ import annotations
@@ -24,9 +24,6 @@ from zerocast.optim.external_writes import ExternalWrites
 from zerocast.optim.gradients import GradientReducer
 from zerocast.optim.param_groups import Param, option_lines, unfrozen
 from zerocast.optim.shards import ShardedWeights
-
-_WRAP = 32
-"""Numbers are sent modulo this: sums of squares over 2^13 ranks are exact in FP32."""
 
 _LOAD = "load the last checkpoint, optimizer.load_state_dict, on every rank"
 
@@ -122,44 +119,34 @@ class Progress:
                 rank; on a GPU, where reading the sums would wait for the reduction, on the ranks
                 that see it.
         """
-        size = self._shards.comm.size
         error = error or self.unfinished_error("a step") or self._shards.moved_weight()
-        error = error or unfrozen(self._frozen)
+        error = error or unfrozen(self._frozen) or gradients.error()
         options = option_lines(param_groups)
-        step = self.steps % _WRAP
-        # With the step in it, equal digests of different options differ in the steps that follow.
-        digest = zlib.crc32(f"{self.steps} {options}".encode()) % _WRAP
-        gradients.reduce_mean(
-            [error is not None, self.writes.look(), step, step**2, digest, digest**2]
-        )
+        digest = zlib.crc32(f"{options}".encode())
+        gradients.reduce_mean([error is not None, self.writes.look(), self.steps, digest])
         if gradients.reduced.device.type == "cpu":
-            # The notes are means over ranks, divided in FP32.
-            sums = [round(x * size) for x in gradients.notes()]
-            failed, written, *numbers = sums
-            if failed:
+            failed, written, steps, digests, _ = map(list, zip(*gradients.notes(), strict=True))
+            if any(failed):
                 raise_together(self._shards.comm, error)
-            self._check_equal(numbers, options)
-            if written:
+            self._check_equal(steps, digests, options)
+            if any(written):
                 self.writes.agree()
         elif error is not None:
             raise error
         self.writes.take()
 
-    def _check_equal(self, sums: Sequence[int], options: list[str]) -> None:
-        """Raise where the sums over ranks of steps, their squares, digests and their squares say
-        that the ranks' numbers differ.
-        """
-        comm = self._shards.comm
-        # Equal numbers alone have a sum whose square is the sum of their squares, times the ranks.
-        steps_differ, digests_differ = (a * a != b * comm.size for a, b in (sums[:2], sums[2:]))
-        if steps_differ:
-            steps = dict(enumerate(comm.all_gather_object(self.steps)))
+    def _check_equal(
+        self, steps: Sequence[int], digests: Sequence[int], options: list[str]
+    ) -> None:
+        """Raise where the ranks' numbers of steps or digests of options differ."""
+        if len(set(steps)) > 1:
             raise RankMismatchError(
-                f"every rank must have made as many steps, got, by rank, {steps}; {_LOAD}."
+                f"every rank must have made as many steps, got, by rank, "
+                f"{dict(enumerate(steps))}; {_LOAD}."
             )
-        if digests_differ:
+        if len(set(digests)) > 1:
             check_same(
-                comm,
+                self._shards.comm,
                 options,
                 "every rank must step with the same options (step a scheduler on every rank, by a "
                 "loss that is all-reduced)",

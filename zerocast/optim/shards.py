@@ -303,13 +303,17 @@ def fill_buckets(
 ) -> list[tuple[StorageKind, list[int]]]:
     """Return the places of the weights of each bucket, in order, and how they are stored.
 
-    A bucket is closed as soon as it holds ``size`` elements; never where that is None. Plain
+    A bucket is closed as soon as it holds ``size`` elements; never where that is None. A weight
+    that fills one has it alone, so that no other waits for it: an embedding among biases. Plain
     weights come first, so that a step that waits for them alone need not wait for codes.
     """
     buckets: list[tuple[StorageKind, list[int]]] = []
     filling: dict[StorageKind, list[int]] = {}
     held = Counter[StorageKind]()
     for i, weight in enumerate(weights):
+        if size is not None and weight.param.numel() >= size:
+            buckets.append((weight.kind, [i]))
+            continue
         if weight.kind not in filling:
             filling[weight.kind] = []
             buckets.append((weight.kind, filling[weight.kind]))

@@ -1,9 +1,9 @@
 """ZeroOptimizer: a training step on sharded FP32 masters, from whole gradients to whole weights.
 
 It wraps an ordinary torch optimizer, like torch's ``ZeroRedundancyOptimizer``. Every rank holds all
-weights as they are stored (codes, or plain BF16, FP16, FP32) and their gradients; masters and
-optimizer state it holds for its own shards only: with AdamW 12 / ranks bytes an element. Shards
-begin and end anywhere inside a weight, so every rank holds equally much.
+weights as they are stored (codes, or plain BF16, FP16, FP32) and their gradients, until these are
+reduced; masters and optimizer state it holds for its own shards only: with AdamW 12 / ranks bytes
+an element. Shards begin and end anywhere inside a weight, so every rank holds equally much.
 
 Note: the same weights on every number of ranks
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -44,26 +44,29 @@ from typing import Any
 
 import torch
 
+from zerocast.arguments import check_flag
 from zerocast.comm import Attempt, Group, as_communicator, raise_together
 from zerocast.errors import InputError, NonFiniteError, ZerocastError
 from zerocast.optim.comparison import check_same_optimizer
 from zerocast.optim.elementwise import check_elementwise
 from zerocast.optim.found_inf import FoundInf
-from zerocast.optim.gradients import GradientReducer
+from zerocast.optim.gradient_overlap import OverlappingReducer, release_gradients
+from zerocast.optim.gradients import GradientReducer, check_gradient_dtype
 from zerocast.optim.inner import InnerOptimizer
 from zerocast.optim.param_groups import Param, options, trainable_groups
 from zerocast.optim.progress import Progress
 from zerocast.optim.publication import Publication
 from zerocast.optim.sharded_optimizer import ShardedOptimizer
-from zerocast.optim.shards import ShardedWeights
+from zerocast.optim.shards import BUCKET_SIZE, ShardedWeights
 from zerocast.optim.weights import collect_weights
 
 
 class ZeroOptimizer(ShardedOptimizer):
     """A torch optimizer whose FP32 masters and state are sharded over ranks.
 
-    :meth:`step` reduce-scatters the gradients to their mean, steps the inner optimizer on this
-    rank's masters, casts them into this rank's range of the weights, and all-gathers.
+    :meth:`step` sends every rank its shards of the gradients and takes their mean, steps the inner
+    optimizer on this rank's masters, casts them into this rank's range of the weights, and
+    all-gathers.
     ``param_groups`` drive the inner optimizer, so learning rate schedulers work, and so does
     ``torch.amp.GradScaler``: an overflow on one rank skips the step on all. For that the last
     group ends in one more parameter, which has no elements.
@@ -74,10 +77,12 @@ class ZeroOptimizer(ShardedOptimizer):
     those were kept, else from the weights' own. Each rank contributes its shards, so weights are
     equal on all ranks even where they were not before.
 
-    Gradients accumulate in ``.grad`` as always, in its dtype: several backward passes, one
-    reduce-scatter at the step. A weight for which no rank has a gradient is left out of the step.
-    Beside masters and state a rank holds FP32 buffers for gradients: one of all weights' size but
-    at most 64 MiB, and where that is not all weights, 4 / ranks bytes an element.
+    Gradients accumulate in ``.grad`` as always, in its dtype: several backward passes, one exchange
+    at the step; or with ``overlap_grad_reduce`` in FP32 and in shards, one exchange a backward
+    pass. Their sum is taken in FP32 in the order of the ranks, so it has the same bits on every
+    transport. A weight for which no rank has a gradient is left out of the step. Beside masters and
+    state a rank holds gradients in 4 / ranks bytes an element, and the buffers in which they
+    travel: of all weights, but at most two of 32 MiB, or two buckets with ``overlap_grad_reduce``.
 
     Args:
         params: ``model.named_parameters()``, or param groups of such (name, parameter) pairs, or of
@@ -96,7 +101,14 @@ class ZeroOptimizer(ShardedOptimizer):
             "Note: gathers that overlap the forward" in :mod:`zerocast.optim.pending_all_gather`.
         bucket_size: weights of one kind are gathered together in the order of ``params``, until
             they are so many elements; give parameters in the order in which they are used. By
-            default 2^23 with ``overlap_all_gather``, and else all of a kind at once.
+            default 2^23 with ``overlap_all_gather`` or ``overlap_grad_reduce``, and else all of a
+            kind at once.
+        gradient_dtype: in which gradients travel: bfloat16, float16 or float32, to which they are
+            rounded. By default each in the dtype of its weight, which is its own.
+        overlap_grad_reduce: whether gradients are sent while the backward pass goes on, bucket by
+            bucket, and ``.grad`` is freed (ZeRO-2). Every rank then makes as many backward passes.
+            See "Note: gradients that overlap the backward" in
+            :mod:`zerocast.optim.gradient_overlap`.
         **defaults: options of ``optimizer_class``.
 
     Attributes:
@@ -126,16 +138,22 @@ class ZeroOptimizer(ShardedOptimizer):
         *,
         overlap_all_gather: bool = False,
         bucket_size: int | None = None,
+        gradient_dtype: torch.dtype | None = None,
+        overlap_grad_reduce: bool = False,
         **defaults: Any,
     ) -> None:
         self.comm = as_communicator(group)
         attempt, frozen = Attempt(), list[Param]()
         with attempt:
+            check_gradient_dtype(gradient_dtype)
+            check_flag("overlap_grad_reduce", overlap_grad_reduce)
             groups, frozen = trainable_groups(params)
             super().__init__(groups, {})
             weights = collect_weights(self.param_groups)
             device = weights[0].param.device
             check_elementwise(optimizer_class, defaults, list(map(options, groups)), device)
+            if overlap_grad_reduce and bucket_size is None:
+                bucket_size = BUCKET_SIZE
             self._shards = ShardedWeights(self.comm, weights, overlap_all_gather, bucket_size)
             self._inner = InnerOptimizer(optimizer_class, defaults, self.param_groups, self._shards)
         raise_together(self.comm, attempt.error)
@@ -143,11 +161,16 @@ class ZeroOptimizer(ShardedOptimizer):
         self.inner = self._inner.optimizer
         self.defaults = self.inner.defaults
         self._inner.exchange_options(self.param_groups)
-        made = f"{optimizer_class.__name__} with {overlap_all_gather=}, {bucket_size=}"
+        made = (
+            f"{optimizer_class.__name__} with {overlap_all_gather=}, {bucket_size=}, "
+            f"{gradient_dtype=}, {overlap_grad_reduce=}"
+        )
         check_same_optimizer(self.comm, made, self.param_groups, self._shards.weights)
         self._shards.share_recipe_states()  # a plan is made of weights with equal states only
         self._publication = Publication(self._shards, self._inner.masters)
-        self._gradients = GradientReducer(self._shards)
+        release_gradients(self._shards)
+        reducer = OverlappingReducer if overlap_grad_reduce else GradientReducer
+        self._gradients = reducer(self._shards, gradient_dtype)
         found_inf = FoundInf(self._agree_on_found_inf, self._shards.masters.device)
         self.param_groups[-1]["params"].append(found_inf)
         self._averages = {}
@@ -294,12 +317,15 @@ class ZeroOptimizer(ShardedOptimizer):
         self._gradients.keep()
         return norm
 
-    def _agree_on_found_inf(self, found_inf: torch.Tensor) -> None:
-        """Set ``found_inf``, FP32 [], to 1 where a GradScaler saw an overflow on any rank."""
+    def _agree_on_found_inf(self, found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
+        """Set ``found_inf``, FP32 [], to 1 where a GradScaler saw an overflow on any rank, or there
+        is one in what the scaler did not see; multiply that by ``inv_scale``, FP32 [].
+        """
         if self._gradients.kept:
             raise InputError(
                 "a GradScaler looks at gradients that were clipped with their scale; "
                 "call scaler.unscale_(optimizer) before optimizer.clip_grad_norm_, and "
                 "optimizer.zero_grad() where no step followed it."
             )
+        self._gradients.unscale_(inv_scale, found_inf)
         self.comm.all_reduce_max_(found_inf.view(torch.int32))  # bits of 0.0 and 1.0 keep the order

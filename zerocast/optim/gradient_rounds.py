@@ -1,0 +1,243 @@
+"""Rounds: which gradients travel in which all-to-all, in which dtype, and where in its buffer.
+
+A round is some columns of all ranks (see "Note: columns" in :mod:`zerocast.optim.shards`). Its
+buffer is a matrix of bytes [ranks, row] of which rank r is sent row r. A row holds one section
+after the other, the columns of one bucket each, in the dtype in which its gradients travel::
+
+    row of rank 0   [ bucket of codes, BF16 | bucket of FP32 weights | tail ]
+    row of rank 1   [ bucket of codes, BF16 | bucket of FP32 weights | tail ]
+
+The exchange is in place: afterwards row r is what rank r sent, and the rows are summed in FP32 in
+the order of the ranks. So the sum has the same bits on every transport.
+
+A weight's elements stand in the rows of the ranks that own them: in one row, or in part of a first
+row, whole rows and part of a last one. So a weight is copied in three pieces at most, on any number
+of ranks.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from zerocast.comm import Communicator
+from zerocast.layout.block_grid import round_up
+from zerocast.optim.shards import Bucket, ShardedWeights
+
+BUFFER_BYTES = 1 << 25
+"""Bytes of a round's buffer, where rounds may be cut: 32 MiB, past which messages move no
+faster."""
+
+_ALIGNMENT = 8
+"""Bytes to which sections are aligned: a tail may hold int64."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """Columns ``start`` to ``end`` of one bucket's own, and the dtype of gradients on their way."""
+
+    bucket: Bucket
+    start: int
+    end: int
+    dtype: torch.dtype
+
+    @property
+    def row_bytes(self) -> int:
+        return round_up((self.end - self.start) * self.dtype.itemsize, _ALIGNMENT)
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Elements of a gradient: from ``start`` on as many as a row of ``place``, a view of the buffer
+    [rows, columns], and as many again ``stride`` elements later for each further row.
+    """
+
+    start: int
+    stride: int
+    place: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Section:
+    """A span in the buffer: ``rows``, a view [ranks, columns] of its dtype; ``columns`` are among
+    those of this rank.
+    """
+
+    columns: slice
+    rows: torch.Tensor
+
+
+class Round:
+    """One all-to-all.
+
+    Args:
+        spans: what travels.
+        size: the number of ranks.
+        tail_bytes: bytes at the end of each row that the caller fills and reads.
+
+    Attributes:
+        spans: what travels.
+        nbytes: of the buffer.
+        pieces: by the weight's place.
+        tail: uint8 [ranks, tail_bytes], a view of the buffer.
+    """
+
+    buffer: torch.Tensor
+    tail: torch.Tensor
+    sections: list[_Section]
+
+    def __init__(self, spans: Sequence[_Span], size: int, tail_bytes: int = 0) -> None:
+        self.spans, self._size, self._tail_bytes = spans, size, tail_bytes
+        self._row_bytes = sum(span.row_bytes for span in spans) + round_up(tail_bytes, _ALIGNMENT)
+        self.nbytes = size * self._row_bytes
+        self.pieces: dict[int, list[_Piece]] = {}
+
+    def place(self, memory: torch.Tensor) -> None:
+        """Use the beginning of ``memory``, uint8 of :attr:`nbytes` at least, as the buffer."""
+        self.buffer = memory[: self.nbytes]
+        rows = self.buffer.view(self._size, self._row_bytes)
+        self.sections, offset = [], 0
+        for span in self.spans:
+            nbytes = (span.end - span.start) * span.dtype.itemsize
+            first = span.bucket.first_column
+            columns = slice(first + span.start, first + span.end)
+            section = rows[:, offset : offset + nbytes].view(span.dtype)
+            self.sections.append(_Section(columns, section))
+            offset += span.row_bytes
+        self.tail = rows[:, offset : offset + self._tail_bytes]
+
+    def pack(self, index: int, gradient: torch.Tensor | None) -> None:
+        """Copy one weight's ``gradient`` into the buffer, rounded to the dtype on the way; zeros
+        where there is none.
+        """
+        if gradient is None:
+            for piece in self.pieces[index]:
+                piece.place.zero_()
+            return
+        flat = (gradient.to_dense() if gradient.is_sparse else gradient).reshape(-1)
+        first = flat.storage_offset()
+        for piece in self.pieces[index]:
+            shape, strides = piece.place.shape, (piece.stride, 1)
+            piece.place.copy_(flat.as_strided(shape, strides, first + piece.start))
+
+    def begin(self, comm: Communicator) -> Callable[[], None]:
+        """Begin the exchange; what is returned waits for it."""
+        return comm.start_all_to_all(self.buffer, self.buffer)
+
+    def sum_into(self, sums: torch.Tensor, *, anew: bool) -> None:
+        """Add the rows that have arrived, in rank order, to ``sums``, FP32 [num_columns]; with
+        ``anew`` the first of them takes the place of what stood there.
+        """
+        for section in self.sections:
+            total, rows = sums[section.columns], section.rows.unbind(0)
+            if anew:
+                total.copy_(rows[0])
+            for row in rows[1:] if anew else rows:
+                total.add_(row)
+
+
+def plan_rounds(
+    shards: ShardedWeights,
+    dtype: torch.dtype | None,
+    tail_bytes: int,
+    *,
+    a_bucket_each: bool,
+    buffer_bytes: int = BUFFER_BYTES,
+) -> list[Round]:
+    """Return the rounds in which all gradients travel, in order, with two buffers in turn; the last
+    has a tail.
+
+    Args:
+        shards: the weights and their buckets.
+        dtype: in which gradients travel; None for that of the weights of a bucket, FP32 where
+            these differ.
+        tail_bytes: of the last round.
+        a_bucket_each: whether a round is one bucket, in the order in which a backward pass has
+            their gradients together, and the tail a round of its own; else rounds are as few as
+            ``buffer_bytes`` allow.
+    """
+    size, device = shards.comm.size, shards.masters.device
+    dtypes = {bucket.first_column: dtype or _common_dtype(shards, bucket)
+              for bucket in shards.buckets}  # fmt: skip
+    if a_bucket_each:
+        order = sorted(shards.buckets, key=lambda bucket: bucket.members[0], reverse=True)
+        rounds = [
+            Round([_Span(b, 0, b.layout.rank_numel, dtypes[b.first_column])], size) for b in order
+        ]
+        rounds.append(Round([], size, tail_bytes))
+    else:
+        spans = _cut(shards.buckets, dtypes, buffer_bytes // size)
+        rounds = [Round(each, size, tail_bytes * (each is spans[-1])) for each in spans]
+    sizes = [max(each.nbytes for each in rounds[i::2]) for i in range(min(2, len(rounds)))]
+    buffers = [torch.zeros(nbytes, dtype=torch.uint8, device=device) for nbytes in sizes]
+    for i, each in enumerate(rounds):
+        each.place(buffers[i % 2])
+    _lay_out(shards, rounds)
+    return rounds
+
+
+def _common_dtype(shards: ShardedWeights, bucket: Bucket) -> torch.dtype:
+    found = {shards.weights[i].param.dtype for i in bucket.members}
+    return found.pop() if len(found) == 1 else torch.float32
+
+
+def _cut(
+    buckets: Sequence[Bucket], dtypes: dict[int, torch.dtype], row_bytes: int
+) -> list[list[_Span]]:
+    """Return the spans of each round: all columns of all buckets, in rows of ``row_bytes``, or of
+    one element where those are fewer.
+    """
+    rounds, room = [list[_Span]()], row_bytes
+    for bucket in buckets:
+        start, dtype = 0, dtypes[bucket.first_column]
+        while start < bucket.layout.rank_numel:
+            fitting = room // _ALIGNMENT * _ALIGNMENT // dtype.itemsize
+            if not fitting and rounds[-1]:
+                rounds.append([])
+                room = row_bytes
+                continue
+            end = min(start + max(fitting, 1), bucket.layout.rank_numel)
+            rounds[-1].append(_Span(bucket, start, end, dtype))
+            room -= rounds[-1][-1].row_bytes
+            start = end
+    return rounds
+
+
+def _lay_out(shards: ShardedWeights, rounds: Sequence[Round]) -> None:
+    """Give every round its pieces: a weight meets those rounds only that hold some of its
+    elements.
+    """
+    spans: dict[int, list[tuple[int, _Section, Round]]] = {}  # by bucket, ascending
+    for each in rounds:
+        for span, section in zip(each.spans, each.sections, strict=True):
+            spans.setdefault(span.bucket.first_column, []).append((span.start, section, each))
+    for bucket in shards.buckets:
+        places = spans[bucket.first_column]
+        starts = [start for start, *_ in places]
+        width = bucket.layout.rank_numel
+        for i, extent in zip(bucket.members, bucket.layout.weight_extents(), strict=True):
+            for row, rows, start, end in _rows(extent.start, extent.end, width):
+                at = bisect_right(starts, start) - 1
+                while at < len(places) and starts[at] < end:
+                    first, section, each = places[at]
+                    left = max(start - first, 0)
+                    right = min(end - first, section.rows.shape[1])
+                    elements = row * width + first + left - extent.start
+                    view = section.rows[row : row + rows, left:right]
+                    each.pieces.setdefault(i, []).append(_Piece(elements, width, view))
+                    at += 1
+
+
+def _rows(start: int, end: int, width: int) -> Iterator[tuple[int, int, int, int]]:
+    """Divide elements ``start`` to ``end`` of a bucket, whose rows are ``width`` long, into parts
+    of rows: first row, number of rows, first column, end column.
+    """
+    while start < end:
+        row, column = divmod(start, width)
+        whole = (end - start) // width if column == 0 else 0
+        stop = width if whole else min(width, column + end - start)
+        yield row, max(whole, 1), column, stop
+        start += max(whole, 1) * (stop - column)
