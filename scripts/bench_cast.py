@@ -44,6 +44,7 @@ from zerocast.recipes import (
     Float8BlockScaling,
     Float8CurrentScaling,
     Float8RowwiseScaling,
+    MXFP4BlockScaling,
     MXFP8BlockScaling,
     NVFP4BlockScaling,
     QParams,
@@ -58,6 +59,8 @@ RECIPES: dict[str, Recipe] = {
     "FP8 128x128": Float8BlockScaling(),
     "MXFP8": MXFP8BlockScaling(),
     "MXFP8 32x32": MXFP8BlockScaling(enable_2d_quantization=True),
+    "MXFP4": MXFP4BlockScaling(),
+    "MXFP4 32x32": MXFP4BlockScaling(enable_2d_quantization=True),
     "NVFP4 4-over-6": NVFP4BlockScaling(nvfp4_4over6="weights"),
     "NVFP4 stochastic": NVFP4BlockScaling(
         fp4_quant_fwd_weight=QParams(stochastic_rounding=True, fp4_2d_quantization=True)

@@ -27,7 +27,7 @@ VALUES = draw_values("wide", NUMEL, 3).view(SHAPE)
 
 NAMES = (
     "`DelayedScaling`", "`Float8CurrentScaling`", "`Float8RowwiseScaling`", "`Float8BlockScaling`",
-    "`MXFP8BlockScaling`", "... in blocks of 32x32",
+    "`MXFP8BlockScaling`", "... in blocks of 32x32", "`MXFP4BlockScaling`",
     "`NVFP4BlockScaling`", "... 4-over-6", "... stochastic rounding",
 )  # fmt: skip
 ROWS: dict[str, Recipe] = dict(zip(NAMES, RECIPES.values(), strict=True))

@@ -52,6 +52,7 @@ struct Derived {
     static constexpr int DROPPED =
         MANTISSA_BITS - F::MANTISSA;  // mantissa bits that FP32 has and F has not
     static constexpr i32 SIGN = 1 << (F::BITS - 1);
+    static constexpr i32 MAX_EXPONENT = (F::MAX_CODE >> F::MANTISSA) - BIAS;
     // FP32 bit patterns of F's smallest normal magnitude, and of its largest.
     static constexpr i32 MIN_NORMAL_BITS = (EXPONENT_BIAS - BIAS + 1) << MANTISSA_BITS;
     static constexpr i32 MAX_BITS =

@@ -81,19 +81,29 @@ ZEROCAST_FN float next_scale(float scaled_max, float largest, float scale) {
     return not_above_flt_max<Scalar>(Scalar::divide(scaled_max, largest));
 }
 
-// FP8 under an E8M0 scale a block; the tensor amax is not used.
+// Codes under an E8M0 scale a block; the tensor amax is not used.
 template <class F>
-struct MXFP8Numerics {
+struct MXNumerics {
     typedef F Format;
     typedef u8 Stored;
     static constexpr bool CHOOSES = false;
+    i64 rounding;  // ScaleRounding
 
     // The E8M0 code.
     template <class L>
     ZEROCAST_FN typename L::Int stored(typename L::Int amax_bits,
                                        typename L::Int = L::splat(0)) const {
-        constexpr float INVERSE_MAX = 1.0f / F::MAX;
-        typename L::Int code = encode_e8m0<L>(L::value(amax_bits) * L::splat(INVERSE_MAX));
+        typename L::Int code;
+        if (rounding == SCALE_UP) {
+            constexpr float INVERSE_MAX = 1.0f / F::MAX;
+            code = encode_e8m0<L>(L::value(amax_bits) * L::splat(INVERSE_MAX));
+        } else {
+            // To even: half of F's last place carries into the exponent.
+            constexpr i32 HALF = 1 << (Derived<F>::DROPPED - 1);
+            i32 carry = rounding == SCALE_EVEN ? HALF : 0;
+            code = (typename L::Int)((typename L::Unsigned)(amax_bits + carry) >> MANTISSA_BITS);
+            code = L::max(code - Derived<F>::MAX_EXPONENT, L::splat(0));
+        }
         return L::select(amax_bits < INFINITY_BITS, code, L::splat(E8M0::NAN_CODE));
     }
 
@@ -225,8 +235,8 @@ ZEROCAST_FN Numerics numerics_of(const NumericsTable& table, const i32* tensor_a
         return {table.power_2_scale != 0, Scalar::value((i32)table.amax_epsilon)};
     else if constexpr (SAME<Numerics, DelayedNumerics<F>>)
         return {*delayed.scale};
-    else if constexpr (SAME<Numerics, MXFP8Numerics<F>>)
-        return {};
+    else if constexpr (SAME<Numerics, MXNumerics<F>>)
+        return {table.scale_rounding};
     else
         return {*tensor_amax, table.scale_max};
 }

@@ -166,10 +166,11 @@ static_assert(sizeof(DequantizeTarget) == 17 * sizeof(i64), "a row that Python w
 enum NumericsKind : i64 {
     NUMERICS_FLOAT8 = 0,
     NUMERICS_DELAYED = 1,
-    NUMERICS_MXFP8 = 2,
+    NUMERICS_MX = 2,
     NUMERICS_NVFP4 = 3
 };
 enum ErrorKind : i64 { ERROR_NONE = 0, ERROR_MAE = 1, ERROR_MSE = 2 };
+enum ScaleRounding : i64 { SCALE_UP = 0, SCALE_FLOOR = 1, SCALE_EVEN = 2 };
 
 // Which numerics, and their parameters; those of others are 0.
 struct NumericsTable {
@@ -181,13 +182,15 @@ struct NumericsTable {
     // Delayed scaling.
     i64 scaled_max;  // FP32 bit pattern of max * 2^-margin
     i64 most_recent;
+    // MX.
+    i64 scale_rounding;  // ScaleRounding
     // NVFP4.
     i64 scale_max;
     i64 four_over_six;  // ErrorKind
     i64 stochastic_rounding;
     i64 seed;
 };
-static_assert(sizeof(NumericsTable) == 10 * sizeof(i64), "a row that Python writes");
+static_assert(sizeof(NumericsTable) == 11 * sizeof(i64), "a row that Python writes");
 
 }  // namespace ZEROCAST_ISA
 }  // namespace zerocast

@@ -100,11 +100,20 @@ class PlaneCast {
         }
     }
 
+    // Whether GROUP elements from this one on can be encoded together.
+    ZEROCAST_FN bool starts_group(i64 element) const { return encoder_.starts_group(element); }
     ZEROCAST_FN static i64 bytes(i64 elements) { return F::BITS == 4 ? elements >> 1 : elements; }
     ZEROCAST_FN u8* codes(i64 element) const {
         return plane_.codes + bytes(element - codes_start_);
     }
     ZEROCAST_FN const T* master(i64 element) const { return master_ + element; }
+    // GROUP codes that start with a whole byte.
+    ZEROCAST_FN static void store(u8* to, const Native::Int (&codes)[4]) {
+        if constexpr (Encoder::Format::BITS == 4)
+            store_nibbles(to, codes);
+        else
+            store_bytes(to, codes);
+    }
 
   private:
     typedef typename Encoder::Format F;
@@ -156,10 +165,7 @@ class PlaneCast {
         }
         for (int i = 0; i < 4; i++) scaled[i] = scale(i, round_to<Rounded, Native>(loaded[i]));
         encoder_.group(element, scaled, code);
-        if constexpr (F::BITS == 4)
-            store_nibbles(to, code);
-        else
-            store_bytes(to, code);
+        store(to, code);
     }
 
     ZEROCAST_FN void single(i64 element, float multiplier) const {

@@ -65,10 +65,14 @@ void decode_rows(const DequantizeTarget& target, i64 begin, i64 end, const Multi
 }
 
 template <class F>
+void mx_rows(const DequantizeTarget& target, i64 begin, i64 end) {
+    decode_rows<F, u8>(target, begin, end, [](u8 stored) { return decode_e8m0<Scalar>(stored); });
+}
+
+template <class F>
 void float8_rows(const DequantizeTarget& target, bool e8m0, i64 begin, i64 end) {
     if (e8m0)
-        decode_rows<F, u8>(target, begin, end,
-                           [](u8 stored) { return decode_e8m0<Scalar>(stored); });
+        mx_rows<F>(target, begin, end);
     else
         decode_rows<F, float>(target, begin, end, [](float scale_inv) { return scale_inv; });
 }
@@ -88,7 +92,7 @@ ZEROCAST_EXPORT(dequantize)(const void* numerics, const void* table, long long c
                             long long threads) {
     using namespace zerocast;
     auto& numerics_table = *(const NumericsTable*)numerics;
-    bool e8m0 = numerics_table.kind == NUMERICS_MXFP8;
+    bool e8m0 = numerics_table.kind == NUMERICS_MX;
     auto elements = [](const DequantizeTarget& t, i64) {
         return Span{0, t.plane.grid.numel(), t.plane.grid.cols};
     };
@@ -97,6 +101,8 @@ ZEROCAST_EXPORT(dequantize)(const void* numerics, const void* table, long long c
         [&](const DequantizeTarget& target, i64 begin, i64 end, i64) {
             if (numerics_table.kind == NUMERICS_NVFP4)
                 nvfp4_rows(target, numerics_table.scale_max, begin, end);
+            else if (numerics_table.format == FORMAT_E2M1)
+                mx_rows<E2M1>(target, begin, end);
             else if (numerics_table.format == FORMAT_E4M3)
                 float8_rows<E4M3>(target, e8m0, begin, end);
             else

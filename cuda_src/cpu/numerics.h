@@ -14,8 +14,8 @@ void with_numerics(const NumericsTable& table, const i32* tensor_amax, const Del
                    const Work& work) {
     auto with_format = [&](auto format) {
         typedef decltype(format) F;
-        if (table.kind == NUMERICS_MXFP8)
-            work(numerics_of<MXFP8Numerics<F>>(table, tensor_amax, delayed));
+        if (table.kind == NUMERICS_MX)
+            work(numerics_of<MXNumerics<F>>(table, tensor_amax, delayed));
         else if (table.kind == NUMERICS_DELAYED)
             work(numerics_of<DelayedNumerics<F>>(table, tensor_amax, delayed));
         else
@@ -25,6 +25,8 @@ void with_numerics(const NumericsTable& table, const i32* tensor_amax, const Del
         work(numerics_of<FourOverSixNumerics>(table, tensor_amax, delayed));
     else if (table.kind == NUMERICS_NVFP4)
         work(numerics_of<NVFP4Numerics>(table, tensor_amax, delayed));
+    else if (table.format == FORMAT_E2M1)
+        work(numerics_of<MXNumerics<E2M1>>(table, tensor_amax, delayed));
     else if (table.format == FORMAT_E4M3)
         with_format(E4M3{});
     else

@@ -51,9 +51,10 @@ class RowsAndColumns {
     void cast_row(i64 element, i64 col, i64 count, const float* by_block, const float* by_column,
                   bool positive) const {
         i64 block_w = rows_.grid().block_w, done = 0;
-        if (positive && col == 0 && block_w == 32)
+        bool at_once = positive && rows_.starts_group(element);
+        if (at_once && col == 0 && block_w == 32)
             done = groups<32>(element, count, by_block, by_column);
-        else if (positive && col + count <= block_w)
+        else if (at_once && col + count <= block_w)
             done = groups<ONE_BLOCK>(element, count, by_block, by_column);
         rows_.cast_row(element + done, col + done, count - done, by_block, positive);
         columns_.cast_row(element + done, 0, count - done, by_column + done, positive);
@@ -83,8 +84,8 @@ class RowsAndColumns {
                 columns[k] =
                     with_sign<F, Native>(encode_magnitude<F, Native>(magnitude * of_columns), bits);
             }
-            store_bytes(to_rows + i, rows);
-            store_bytes(to_columns + i, columns);
+            rows_.store(to_rows + Plane::bytes(i), rows);
+            columns_.store(to_columns + Plane::bytes(i), columns);
         }
         return i;
     }
@@ -108,7 +109,7 @@ void cast_rounded(const CastShard& shard, const T* master, const BlockMultiplier
     }
     if (!shard.columnwise.codes) return rowwise(begin, end);
     Plane columnwise(shard, master, shard.columnwise, multipliers, encoder);
-    if constexpr (Encoder::Format::BITS == 8) {
+    if constexpr (SAME<Encoder, NearestGroup<typename Encoder::Format>>) {
         if (in_rows_and_columns(shard))
             return RowsAndColumns<typename Encoder::Format, T, Rounded>(rowwise, columnwise)(begin,
                                                                                              end);

@@ -23,10 +23,10 @@ static ZEROCAST_FN float value_of(u32 code, float multiplier) {
 template <class Numerics>
 static ZEROCAST_FN float multiplier_from(const DequantizeTarget& target, i64 at, i64 scale_max) {
     auto stored = ((const typename Numerics::Stored*)target.plane.scale_inv)[at];
-    if constexpr (Numerics::Format::BITS == 4)
-        return nvfp4_decode_multiplier<Scalar>(stored, *target.amax, scale_max);
-    else if constexpr (SAME<typename Numerics::Stored, u8>)
+    if constexpr (SAME<Numerics, MXNumerics<typename Numerics::Format>>)
         return decode_e8m0<Scalar>(stored);
+    else if constexpr (Numerics::Format::BITS == 4)
+        return nvfp4_decode_multiplier<Scalar>(stored, *target.amax, scale_max);
     else
         return stored;
 }

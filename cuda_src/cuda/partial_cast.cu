@@ -18,7 +18,9 @@ struct Multipliers {
 // The second plane, where the shape of tiles serves one and the weight has it.
 template <class Numerics, class Shape>
 static ZEROCAST_FN u8* second_plane(const CastShard& shard) {
-    return Shape::ROW_BLOCKS && Numerics::Format::BITS == 8 ? shard.columnwise.codes : nullptr;
+    typedef typename Numerics::Format F;
+    constexpr bool CASTS_TWO = F::BITS == 8 || SAME<Numerics, MXNumerics<F>>;
+    return Shape::ROW_BLOCKS && CASTS_TWO ? shard.columnwise.codes : nullptr;
 }
 
 template <class Numerics>

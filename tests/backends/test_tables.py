@@ -27,7 +27,7 @@ from zerocast.numerics import (
     FusedOp,
     FusedOperand,
     Masters,
-    MXFP8Numerics,
+    MXNumerics,
     NVFP4Numerics,
     Rounding,
     TensorOperand,
@@ -62,7 +62,7 @@ def address(tensor: torch.Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
-NUMERICS = (Float8Numerics(E4M3), Float8DelayedNumerics(E4M3), MXFP8Numerics(), NVFP4Numerics())
+NUMERICS = (Float8Numerics(E4M3), Float8DelayedNumerics(E4M3), MXNumerics(), NVFP4Numerics())
 TARGET = FusedOperand(FusedOp("relu"), torch.zeros(16, 16), torch.float32)
 WRITERS = {
     "Master": lambda o: Masters(1).table[0].tolist(),

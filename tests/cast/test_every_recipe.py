@@ -56,7 +56,8 @@ def test_two_planes_are_gathered_in_place(comm: Communicator, recipe: Recipe) ->
     master = draw_values("wide", NUMEL, 1)
     expected = unsharded(master, recipe)
     planned = Planned(comm, recipe, master)
-    flats = [torch.zeros(NUMEL, dtype=torch.uint8) for _ in range(2)]
+    num_bytes = expected.rowwise_data.numel()
+    flats = [torch.zeros(num_bytes, dtype=torch.uint8) for _ in range(2)]
     zerocast.replace_raw_data(planned.weight, *flats)
     assert_same_storage(planned.cast(), expected, f"rank {comm.rank}")
     assert_same_bytes(flats[0], expected.rowwise_data.view(-1), "the rowwise buffer")

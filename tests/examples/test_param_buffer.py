@@ -177,8 +177,8 @@ def test_a_step_sends_codes_once(comm, example, recipe):
         buffer.step()
     example.arrive(buffer.buckets)
     gathers = recording.total(kind="all_gather")
-    planes = 2 if recipe in ("mxfp8", "rowwise") else 1
-    codes = 4224 // 2 if recipe == "nvfp4" else planes * 4224
+    planes = 2 if recipe in ("mxfp8", "mxfp4", "rowwise") else 1
+    codes = planes * 4224 // (2 if "fp4" in recipe else 1)
     assert recording.total(kind="all_reduce").calls == 2
     assert (gathers.calls, gathers.payload_bytes) == (2 * (planes + 1), 2 * (codes + 2 * 384))
 

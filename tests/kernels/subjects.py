@@ -29,7 +29,7 @@ from zerocast.numerics import (
     Float8DelayedNumerics,
     Float8Numerics,
     FusedOp,
-    MXFP8Numerics,
+    MXNumerics,
     NVFP4Numerics,
 )
 
@@ -85,7 +85,7 @@ def blocks_and_copy(numerics: Float8Numerics, grid: BlockGrid) -> Scheme:
     return Scheme(numerics, *both, source=Source.ROWWISE)
 
 
-def two_planes(numerics: Float8Numerics | MXFP8Numerics, grid: BlockGrid, height: int) -> Scheme:
+def two_planes(numerics: Float8Numerics | MXNumerics, grid: BlockGrid, height: int) -> Scheme:
     """The second one in blocks of ``height`` rows and one column."""
     second = ScaleLayout(BlockGrid(grid.rows, grid.cols, height, 1), col_multiple=4)
     return Scheme(numerics, ScaleLayout(grid, row_multiple=4), second)
@@ -160,7 +160,7 @@ SUBJECTS: dict[str, Subject] = {
     "fp8": part(per_tensor(140, 259, Float8Numerics(E4M3)), 5, 36_002),
     "nvfp4 drawn": part(nvfp4(70, 1040, DRAWN, height=1), 1, 64 * 1040 - 1),
     "mxfp8": part(
-        two_planes(MXFP8Numerics(), BlockGrid(70, 1056, 1, 32), 32), 32 * 1056 + 1, 63 * 1056 + 1023
+        two_planes(MXNumerics(), BlockGrid(70, 1056, 1, 32), 32), 32 * 1056 + 1, 63 * 1056 + 1023
     ),
     "fp8 rows": part(
         two_planes(Float8Numerics(E5M2), BlockGrid(70, 1027, 1, 1027), 70), 1029, 66 * 1027 + 3

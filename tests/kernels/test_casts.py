@@ -40,20 +40,20 @@ from tests.support.recipes import VARIANTS
 from tests.support.values import KINDS, draw_values
 from zerocast.backends.cpu import CpuBackend
 from zerocast.errors import BackendError
-from zerocast.formats import E4M3, E5M2, decode
+from zerocast.formats import E2M1, E4M3, E5M2, decode
 from zerocast.layout import BlockGrid, Extent, ScaleLayout, Source
 from zerocast.numerics import (
     Backend,
     Float8DelayedNumerics,
     Float8Numerics,
-    MXFP8Numerics,
+    MXNumerics,
     Numerics,
     NVFP4Numerics,
     Rounding,
 )
 
 NOMINALS = (torch.float32, torch.bfloat16, torch.float16)
-MXFP8 = MXFP8Numerics()
+MXFP8 = MXNumerics()
 NUMERICS = (NVFP4Numerics(), Float8Numerics(E4M3), Float8Numerics(E5M2))
 every_numerics = pytest.mark.parametrize("numerics", NUMERICS, ids=str)
 POWERS_OF_TWO = Float8Numerics(E4M3, power_2_scale=True, amax_epsilon=1e-3)
@@ -78,7 +78,7 @@ def transposed_repeats(rows: int, cols: int) -> Scheme:
     """Repeats in both directions, stored transposed and padded."""
     layout = ScaleLayout(BlockGrid(rows, cols, 5, 9), row_repeat=5, col_repeat=9, transposed=True,
                          row_multiple=8, col_multiple=16, padding=3)  # fmt: skip
-    return Scheme(MXFP8Numerics(E5M2), layout)
+    return Scheme(MXNumerics(E5M2), layout)
 
 
 SCHEMES = {
@@ -102,7 +102,7 @@ FLUSHED = ("nvfp4", "current", "e5m2", "powers of two")
 
 def columns(name: str, blocks: int) -> int:
     """As many as the scheme of this name takes."""
-    return blocks * (32 if "mxfp8" in name else 16 if "nvfp4" in name else 11)
+    return blocks * (32 if "mxfp" in name else 16 if "nvfp4" in name else 11)
 
 
 def assert_casts_as_reference(scheme, masters, extents, backends=ON_CPU, **options) -> None:
@@ -229,7 +229,8 @@ def test_random_bit_patterns(name):
         cast_under_ones(scheme.numerics, master, round_to)
 
 
-EIGHT_BITS = (Float8Numerics(E4M3), Float8Numerics(E5M2, True, 1e-3), MXFP8, MXFP8Numerics(E5M2))
+MXFP4 = MXNumerics(E2M1, "even")
+EIGHT_BITS = (Float8Numerics(E4M3), Float8Numerics(E5M2, True, 1e-3), MXFP8, MXNumerics(E5M2))
 
 
 @st.composite
@@ -254,7 +255,7 @@ def eight_bits_in_blocks(draw: st.DrawFn) -> Scheme:
     odd = ((5, 7), (20, 3), (1, 1), (16, 100))
     grid = BlockGrid(rows, cols, *draw(st.sampled_from(blocks + odd)))
     numerics = draw(st.sampled_from(EIGHT_BITS))
-    if isinstance(numerics, MXFP8Numerics) or draw(st.booleans()):
+    if isinstance(numerics, MXNumerics) or draw(st.booleans()):
         return Scheme(numerics, draw(layouts(grid, numerics)))
     multiples = (2, 4) if draw(st.booleans()) and grid.num_blocks > 1 else (1, 1)
     both = [ScaleLayout(g, 1, *multiples, padding=1.0) for g in (grid, grid.transposed())]
@@ -262,10 +263,11 @@ def eight_bits_in_blocks(draw: st.DrawFn) -> Scheme:
 
 
 @st.composite
-def eight_bits_in_rows(draw: st.DrawFn) -> Scheme:
+def rows_and_columns(draw: st.DrawFn) -> Scheme:
     """In blocks of one row, beside a second plane of blocks of one column or alone."""
     rows, cols = draw(st.integers(1, 75)), draw(st.integers(1, 600))
-    numerics = draw(st.sampled_from(EIGHT_BITS))
+    numerics = draw(st.sampled_from((*EIGHT_BITS, MXFP4)))
+    cols += cols % 2 if numerics is MXFP4 else 0  # whole bytes
     width = draw(st.sampled_from((16, 32, 64, 128, 256, 512, cols, cols + 3)))
     height = draw(st.sampled_from((None, 1, 5, 32, 33, rows, 128)))
     second = height and draw(layouts(BlockGrid(rows, cols, height, 1), numerics))
@@ -308,7 +310,7 @@ def test_any_scheme_shape_and_partition(name, data, kind, seed):
     the extents keeps its value to the nibble.
     """
     names = [each for each in SCHEMES if name in ON_CPU or each not in CPU_ONLY]
-    kinds = named(names), eight_bits_in_blocks(), eight_bits_in_rows(), four_bits()
+    kinds = named(names), eight_bits_in_blocks(), rows_and_columns(), four_bits()
     scheme = data.draw(st.one_of(*kinds))
     scheme = replace(scheme, round_to=NOMINALS[seed % 3], place=data.draw(st.sampled_from(PLACES)))
     numel, options = scheme.grid.numel, {}

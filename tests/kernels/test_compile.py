@@ -24,7 +24,8 @@ ARCHITECTURES = (
     "sm_100a",
     pytest.param("sm_120a", marks=pytest.mark.nightly),
 )
-FP8 = [f"{kind}<{fmt}>" for kind in ("Float8Numerics", "MXFP8Numerics") for fmt in ("E4M3", "E5M2")]
+FP8 = [f"{kind}<{fmt}>" for kind in ("Float8Numerics", "MXNumerics") for fmt in ("E4M3", "E5M2")]
+MXFP4 = ["MXNumerics<E2M1>"]
 DELAYED = ["DelayedNumerics<E4M3>", "DelayedNumerics<E5M2>"]
 NVFP4 = ["NVFP4Numerics", "FourOverSixNumerics"]
 SHAPES = ("Tile", "Tile32x256")
@@ -33,10 +34,11 @@ INSTANCES = {
     "partial_amax": SHAPES,
     "partial_select": ("false", "true"),
     "select": ("false", "true"),
-    "compute_scale": [*FP8, *NVFP4],
+    "compute_scale": [*FP8, *MXFP4, *NVFP4],
     "compute_scale_delayed": ("false", "true"),
     "partial_cast": [
-        *(f"{kind}, NearestVec4<{kind[-5:-1]}>, {shape}" for kind in FP8 for shape in SHAPES),
+        *(f"{kind}, NearestVec4<{kind[-5:-1]}>, {shape}" for kind in [*FP8, *MXFP4]
+          for shape in SHAPES),
         *(f"{kind}, NearestVec4<{kind[-5:-1]}>, Tile" for kind in DELAYED),
         *(f"NVFP4Numerics, {encoder}, {shape}"
           for encoder in ("NearestVec4<E2M1>", "StochasticVec4") for shape in SHAPES),
@@ -44,9 +46,11 @@ INSTANCES = {
           for encoder in ("NearestVec4<E2M1>", "StochasticVec4")),
     ],
     "transpose": ("4", "8"),
-    "dequantize": [f"{kind}, {shape}" for kind in [*FP8, *DELAYED, *NVFP4] for shape in SHAPES],
+    "dequantize": [
+        f"{kind}, {shape}" for kind in [*FP8, *DELAYED, *MXFP4, *NVFP4] for shape in SHAPES
+    ],
     "fused_op": [f"{function}, {tile}" for function in ("ElementWise", "Norm") for tile in (
-        *(f"{kind}, LOW" for kind in ["NoNumerics", *FP8, *DELAYED, "NVFP4Numerics"]),
+        *(f"{kind}, LOW" for kind in ["NoNumerics", *FP8, *DELAYED, *MXFP4, "NVFP4Numerics"]),
         "Float8Numerics<E4M3>, TALL", "Float8Numerics<E5M2>, TALL")],
     "write_words": [""],
     "probe_read": [""],

@@ -142,7 +142,7 @@ def test_indices_have_64_bits() -> None:
 
 
 BYTES = Kernel("transpose", 256, ("8",))
-SCALE = Kernel("compute_scale", 128, ("MXFP8Numerics<E4M3>",))
+SCALE = Kernel("compute_scale", 128, ("MXNumerics<E4M3>",))
 
 
 @pytest.fixture
@@ -187,7 +187,7 @@ def test_many_ranks_compile_at_once(nvrtc: object, tmp_path: Path) -> None:
         "import hashlib, sys; from pathlib import Path\n"
         "from zerocast.backends.cuda import Kernel\n"
         "from zerocast.backends.cuda.compiler import compiled\n"
-        "kernel = Kernel('compute_scale', 128, ('MXFP8Numerics<E4M3>',))\n"
+        "kernel = Kernel('compute_scale', 128, ('MXNumerics<E4M3>',))\n"
         "name, cubin = compiled(kernel, 'sm_90', Path(sys.argv[1]))\n"
         "print(hashlib.sha256(name.encode() + b'\\0' + cubin).hexdigest())"
     )

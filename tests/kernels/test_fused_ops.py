@@ -23,7 +23,7 @@ from zerocast.errors import BackendError
 from zerocast.formats import E4M3
 from zerocast.layout import BlockGrid
 from zerocast.nn.fused import apply_fused
-from zerocast.numerics import Float8Numerics, FusedOp, FusedOperand, MXFP8Numerics
+from zerocast.numerics import Float8Numerics, FusedOp, FusedOperand, MXNumerics
 
 pytestmark = needs_emulation
 
@@ -48,7 +48,7 @@ def test_codes_of_every_recipe(function: str, name: str) -> None:
 def test_values_of_every_kind(name: str, kind: str) -> None:
     """Blocks of zeros, scales that underflow, infinities by rounding: as the reference."""
     for dtype, order in zip((torch.bfloat16, torch.float32, torch.float16), ORDERS, strict=True):
-        x = source("identity", (36, 144 if "mxfp8" not in name else 160), kind, 2).to(dtype)
+        x = source("identity", (36, 144 if "mxfp" not in name else 160), kind, 2).to(dtype)
         quantizer = quantizer_of(RECIPES[name])
         assert_fused(BACKENDS[order], "identity", quantizer, x, f"{kind} of {dtype}, {name}")
 
@@ -106,7 +106,7 @@ def test_dimensions_are_flattened() -> None:
 
 # --- launches ---
 
-ONE_PASS = ("delayed", "blocks 1x128", "blocks 128x128", "mxfp8", "mxfp8 32x32")
+ONE_PASS = ("delayed", "blocks 1x128", "blocks 128x128", "mxfp8", "mxfp8 32x32", "mxfp4")
 
 
 @pytest.mark.parametrize("function", ["gelu", *NORMS])
@@ -139,7 +139,7 @@ def test_nothing_is_uploaded() -> None:
     [
         (Float8Numerics(E4M3), BlockGrid(64, 64, 8, 8), "blocks of 1, 16, 32 or 128"),
         (
-            MXFP8Numerics(),
+            MXNumerics(),
             BlockGrid(256, 256, 128, 128),
             "blocks of 128 rows for FP8 with FP32 scales",
         ),

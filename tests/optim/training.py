@@ -28,7 +28,7 @@ def quantized_shapes(recipe: Recipe) -> list[tuple[int, ...]]:
     """:data:`QUANTIZED_SHAPES`, twice as wide where a block is; and for blocks of 128x128 a weight
     that has several.
     """
-    if isinstance(recipe, zerocast.MXFP8BlockScaling):
+    if recipe.block[1] == 32:
         return [(rows, 2 * cols) for rows, cols in QUANTIZED_SHAPES]
     several = [(130, 150)] if isinstance(recipe, zerocast.Float8BlockScaling) else []
     return [*QUANTIZED_SHAPES, *several]

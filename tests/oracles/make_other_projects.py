@@ -107,6 +107,57 @@ def torchao_mxfp8(x: torch.Tensor, dtype: torch.dtype) -> dict[str, str]:
     return recorded
 
 
+def torchao_mxfp4(x: torch.Tensor, mode: str) -> dict[str, str]:
+    """MX blocks of 32 along the rows, and along the columns, whose codes are a byte each here."""
+    from torchao.prototype.mx_formats.config import ScaleCalculationMode
+    from torchao.prototype.mx_formats.kernels import unpack_uint4
+    from torchao.prototype.mx_formats.mx_tensor import to_mx
+
+    how = ScaleCalculationMode(mode)
+    scales, codes = to_mx(x, torch.float4_e2m1fn_x2, 32, how)
+    recorded = {"rowwise codes": hexadecimal(codes), "rowwise scales": hexadecimal(scales)}
+    if x.shape[0] % 32 == 0:
+        scales, codes = to_mx(x.t().contiguous(), torch.float4_e2m1fn_x2, 32, how)
+        recorded["columnwise codes"] = hexadecimal(unpack_uint4(codes.view(torch.uint8)).t())
+        recorded["columnwise scales"] = hexadecimal(scales.t())
+    return recorded
+
+
+def compressed_tensors_mxfp4(x: torch.Tensor) -> dict[str, str]:
+    """The preset scheme "MXFP4A16", its scales from the minima and maxima of groups of 32."""
+    from compressed_tensors.compressors.mxfp4 import MXFP4PackedCompressor
+    from compressed_tensors.quantization import preset_name_to_scheme
+    from compressed_tensors.quantization.utils import calculate_qparams
+
+    scheme = preset_name_to_scheme("MXFP4A16", targets=["Linear"])
+    groups = x.float().view(x.shape[0], -1, 32)
+    scale, _ = calculate_qparams(groups.amin(dim=-1), groups.amax(dim=-1), scheme.weights)
+    state = {"weight": x.float(), "weight_scale": scale.float()}
+    compressed = MXFP4PackedCompressor.compress(state, scheme)
+    return {
+        "rowwise codes": hexadecimal(compressed["weight_packed"]),
+        "rowwise scales": hexadecimal(compressed["weight_scale"]),
+    }
+
+
+def mxfp4(x: torch.Tensor) -> dict[str, dict[str, str]]:
+    """By each rounding of scales that torchao has and we have, and by compressed-tensors."""
+    modes = {"up": "rceil", "floor": "floor", "even": "even"}
+    recorded = {name: torchao_mxfp4(x, mode) for name, mode in modes.items()}
+    return recorded | {"even, compressed-tensors": compressed_tensors_mxfp4(x)}
+
+
+def blocks_of_every_mantissa() -> torch.Tensor:
+    """[128, 32] BF16, whose rows have amaxes of all mantissas, and many elements on ties."""
+    generator = torch.Generator().manual_seed(11)
+    amax = torch.ldexp(
+        1 + torch.arange(128) / 128, torch.randint(-40, 40, (128,), generator=generator)
+    )[:, None]
+    x = torch.randint(-16, 17, (128, 32), generator=generator) / 16 * amax
+    x[:, 7] = amax[:, 0]
+    return x.bfloat16()
+
+
 def weight_of_many_magnitudes() -> torch.Tensor:
     """[32, 64] BF16, rows and columns of which are scaled by up to 2^6 each way."""
     generator = torch.Generator().manual_seed(9)
@@ -145,8 +196,13 @@ def main() -> None:
         "mxfp8": torchao_mxfp8(x, torch.float8_e4m3fn),
         "mxfp8, e5m2": torchao_mxfp8(x, torch.float8_e5m2),
     }
+    y = blocks_of_every_mantissa()
+    mx = {
+        name: {"shape": each.shape, "bf16": hexadecimal(each), "mxfp4": mxfp4(each)}
+        for name, each in (("many magnitudes", x), ("every mantissa", y))
+    }
     made_with = {name: version(name) for name in ("torch", "torchao", "compressed-tensors")}
-    record = {"made with": made_with, "weights": weights, "blocks": blocks}
+    record = {"made with": made_with, "weights": weights, "blocks": blocks, "mx": mx}
     FILE.write_text(json.dumps(record, indent=1) + "\n")
 
 

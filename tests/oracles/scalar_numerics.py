@@ -53,6 +53,11 @@ def e2m1(x: np.float32) -> int:
 E2M1_VALUES = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 
 
+def e2m1_value(code: int) -> np.float32:
+    """With its sign."""
+    return F32(-E2M1_VALUES[code & 7] if code & 8 else E2M1_VALUES[code & 7])
+
+
 def float8_values(exponent_bits: int, mantissa_bits: int, largest: float) -> list[float]:
     """All finite magnitudes by code: 2^(e - bias) * 1.m, and for e = 0 the subnormals."""
     bias = 2 ** (exponent_bits - 1) - 1

@@ -14,6 +14,7 @@ from tests.oracles.scalar_numerics import (
     FLT_MAX,
     Expected,
     e2m1,
+    e2m1_value,
     e4m3_value,
     float8,
     largest,
@@ -70,11 +71,6 @@ def drawn(x: np.float32, bits: int) -> int:
 def stored_scale(code: int, s_enc: np.float32) -> np.float32:
     """The multiplier under a stored scale."""
     return min(F32(1) / (e4m3_value(code) * (F32(1) / s_enc)), FLT_MAX)
-
-
-def e2m1_value(code: int) -> np.float32:
-    """With its sign."""
-    return F32(-E2M1_VALUES[code & 7] if code & 8 else E2M1_VALUES[code & 7])
 
 
 class FourOverSix:

@@ -5,7 +5,7 @@ no tensor operation. A matrix is a dictionary from (row, column) to its rounded 
 """
 
 from collections.abc import Callable
-from math import isfinite, isnan, ldexp
+from math import frexp, isfinite, isnan, ldexp
 
 import numpy as np
 
@@ -14,9 +14,12 @@ from tests.oracles.scalar_numerics import (
     FLOAT8_VALUES,
     ROUND_MASTER,
     Expected,
+    e2m1,
+    e2m1_value,
     float8,
     float8_scale,
     largest,
+    pack,
     padded,
 )
 
@@ -68,9 +71,10 @@ def float8_value(code: int, name: str) -> np.float32:
     return F32(-values[code & 0x7F] if code & 0x80 else values[code & 0x7F])
 
 
-def cast_float8(
-    x: Matrix, name: str, h: int, w: int, scale_of: Callable[[np.float32], tuple]
-) -> tuple[np.ndarray, np.ndarray, Scales]:
+def cast(
+    x: Matrix, h: int, w: int, scale_of: Callable[[np.float32], tuple],
+    encode: Callable[[np.float32], int], value_of: Callable[[int], np.float32],
+) -> tuple[np.ndarray, np.ndarray, Scales]:  # fmt: skip
     """Codes, values and stored scales, where ``scale_of`` an amax is (what is stored, what decodes,
     what encodes).
     """
@@ -79,9 +83,16 @@ def cast_float8(
     for block, elements in blocks(x, h, w).items():
         scales[block], decoder, encoder = scale_of(largest([x[ij] for ij in elements]))
         for ij in elements:
-            codes[ij] = float8(x[ij] * encoder, name)
-            values[ij] = float8_value(int(codes[ij]), name) * decoder
+            codes[ij] = encode(x[ij] * encoder)
+            values[ij] = value_of(int(codes[ij])) * decoder
     return codes, values, scales
+
+
+def cast_float8(
+    x: Matrix, name: str, h: int, w: int, scale_of: Callable[[np.float32], tuple]
+) -> tuple[np.ndarray, np.ndarray, Scales]:
+    """To FP8 of this name."""
+    return cast(x, h, w, scale_of, lambda v: float8(v, name), lambda c: float8_value(c, name))
 
 
 def fp32_scales(name: str, power_2: bool, eps: float) -> Callable[[np.float32], tuple]:
@@ -159,7 +170,7 @@ def float8_blocks(
     )
 
 
-# --- MXFP8 ---
+# --- MX ---
 
 
 def e8m0(x: np.float32) -> int:
@@ -171,6 +182,50 @@ def e8m0(x: np.float32) -> int:
     if mantissa and exponent != 0xFE and not (exponent == 0 and mantissa <= 0x400000):
         exponent += 1
     return exponent
+
+
+def mxfp4_scales(rounding: str) -> Callable[[np.float32], tuple]:
+    """A power of two a block: the least that maps the amax to 6 or below; or a quarter of the power
+    of two that is not above the amax, for "even" of one whose leading bits are rounded.
+    """
+
+    def scale_of(amax: np.float32) -> tuple:
+        if not isfinite(amax):
+            return 0xFF, F32(np.nan), F32(np.nan)
+        code = e8m0(amax * F32(1 / 6))
+        if rounding != "up":
+            significand, exponent = frexp(float(amax))  # in [0.5, 1)
+            if rounding == "even" and significand >= 0.875:
+                exponent += 1
+            code = max(exponent - 1 - 2 + 127, 0) if amax else 0
+        return code, F32(ldexp(1.0, code - 127)), F32(ldexp(1.0, 127 - code))
+
+    return scale_of
+
+
+def mxfp4(master: np.ndarray, dtype: str, rounding: str, two_dimensions: bool) -> Expected:
+    """1x32 and 32x1, or 32x32 whose other copy is the transposed one."""
+    rows, cols = master.shape
+    wide = padded(rows, 128), padded(cols // 32, 4)
+    tall = padded(-(-rows // 32), 4), padded(cols, 128)
+    with np.errstate(all="ignore"):
+        x, numerics = rounded(master, dtype), mxfp4_scales(rounding)
+        height = 32 if two_dimensions else 1
+        codes, values, scales = cast(x, height, 32, numerics, e2m1, e2m1_value)
+        by_row = {(i, j // 32): scales[i // height, j // 32] for i, j in x}
+        if two_dimensions:
+            second, shape = codes.T, tall[::-1]
+            by_col = {(j, i // 32): scales[i // 32, j // 32] for i, j in x}
+        else:
+            second, _, by_col = cast(x, 32, 1, numerics, e2m1, e2m1_value)
+            shape = tall
+    buffers = {
+        "rowwise_data": pack(codes),
+        "rowwise_scale_inv": plane(by_row, wide, 0, np.uint8),
+        "columnwise_data": pack(second),
+        "columnwise_scale_inv": plane(by_col, shape, 0, np.uint8),
+    }
+    return Expected(buffers, values)
 
 
 def mxfp8_scales(name: str) -> Callable[[np.float32], tuple]:

@@ -12,8 +12,14 @@ import torch
 import zerocast
 from tests.oracles.make_other_projects import FILE
 from tests.support.same_bytes import assert_same_bytes
-from zerocast.formats import E2M1, E4M3, ElementFormat, decode
-from zerocast.recipes import Float8RowwiseScaling, MXFP8BlockScaling, QParams, Recipe
+from zerocast.formats import E2M1, E4M3, ElementFormat, decode, unpack_nibbles
+from zerocast.recipes import (
+    Float8RowwiseScaling,
+    MXFP4BlockScaling,
+    MXFP8BlockScaling,
+    QParams,
+    Recipe,
+)
 
 RECORD = json.loads(FILE.read_text())
 WEIGHTS = RECORD["weights"]
@@ -107,6 +113,30 @@ def test_mxfp8_codes_and_scales_are_theirs(kind):
         theirs = from_hex(BLOCKS[kind][f"{plane} scales"], torch.uint8).view(scales.shape)
         assert_same_bytes(getattr(ours, f"{plane}_data"), codes, f"{plane} codes")
         assert_same_bytes(scales.contiguous(), theirs, f"{plane} scales")
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("kind", ["up", "floor", "even", "even, compressed-tensors"])
+@pytest.mark.parametrize("name", RECORD["mx"])
+def test_mxfp4_codes_and_scales_are_theirs(name, kind):
+    """Both planes of torchao's MX tensors, and compressed-tensors' one, by each rounding of scales,
+    at every mantissa of an amax. (Of the columnwise codes theirs are a byte each here.)
+    """
+    given = RECORD["mx"][name]
+    x = from_hex(given["bf16"], torch.bfloat16).view(given["shape"])
+    rounding, _, project = kind.partition(", ")
+    theirs = {key: from_hex(text, torch.uint8) for key, text in given["mxfp4"][kind].items()}
+    ours = zerocast.quantize(x, MXFP4BlockScaling(scale_rounding=rounding))
+    found = {
+        "rowwise codes": ours.rowwise_data,
+        "rowwise scales": ours.rowwise_scale_inv[: x.shape[0], : x.shape[1] // 32],
+        "columnwise codes": unpack_nibbles(ours.columnwise_data, x.shape[1]),
+        "columnwise scales": ours.columnwise_scale_inv[: x.shape[0] // 32, : x.shape[1]],
+    }
+    assert theirs.keys() == (set(list(found)[:2]) if project else found.keys())
+    for key, expected in theirs.items():
+        stored = found[key].contiguous()
+        assert_same_bytes(stored, expected.view(stored.shape), key)
 
 
 def nearest_tie(x: torch.Tensor, fmt: ElementFormat) -> torch.Tensor:

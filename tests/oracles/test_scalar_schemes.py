@@ -12,6 +12,7 @@ from zerocast.recipes import (
     Float8BlockScaling,
     Float8CurrentScaling,
     Float8RowwiseScaling,
+    MXFP4BlockScaling,
     MXFP8BlockScaling,
     NVFP4BlockScaling,
     QParams,
@@ -72,6 +73,17 @@ def test_mxfp8_equals_the_scalar_oracle(master, dtype, name, two_dimensions):
     """Both planes of codes and scales in tiles; under 32x32 blocks one plane of codes."""
     recipe = MXFP8BlockScaling(fp8_format=name, enable_2d_quantization=two_dimensions)
     expected = scalar_schemes.mxfp8(master.numpy(), name_of(dtype, recipe), name, two_dimensions)
+    check(master, recipe, dtype, expected)
+
+
+@PROPERTY
+@given(matrices((32, 96, 160)), DTYPES, st.sampled_from(["up", "floor", "even"]), FLAGS)
+def test_mxfp4_equals_the_scalar_oracle(master, dtype, rounding, two_dimensions):
+    """Both planes of nibbles and scales in tiles; under 32x32 blocks the transposed codes."""
+    recipe = MXFP4BlockScaling(scale_rounding=rounding, enable_2d_quantization=two_dimensions)
+    expected = scalar_schemes.mxfp4(
+        master.numpy(), name_of(dtype, recipe), rounding, two_dimensions
+    )
     check(master, recipe, dtype, expected)
 
 

@@ -15,6 +15,7 @@ from zerocast.recipes import (
     Float8BlockScaling,
     Float8CurrentScaling,
     Float8RowwiseScaling,
+    MXFP4BlockScaling,
     MXFP8BlockScaling,
     NVFP4BlockScaling,
     Recipe,
@@ -23,8 +24,10 @@ from zerocast.recipes import (
 CURRENT, ROWWISE, NVFP4 = Float8CurrentScaling(), Float8RowwiseScaling(), NVFP4BlockScaling()
 BLOCK, BLOCK_1D = Float8BlockScaling(), Float8BlockScaling(w_block_scaling_dim=1)
 MXFP8, MXFP8_2D = MXFP8BlockScaling(), MXFP8BlockScaling(enable_2d_quantization=True)
+MXFP4, MXFP4_2D = MXFP4BlockScaling(), MXFP4BlockScaling(enable_2d_quantization=True)
 NVFP4_1D, DRAWN = VARIANTS["nvfp4-1x16"], VARIANTS["nvfp4-drawn"]
-SCHEMES = (CURRENT, ROWWISE, DelayedScaling(), BLOCK, BLOCK_1D, MXFP8, MXFP8_2D, NVFP4, NVFP4_1D)
+SCHEMES = (CURRENT, ROWWISE, DelayedScaling(), BLOCK, BLOCK_1D, MXFP8, MXFP8_2D, MXFP4, MXFP4_2D,
+           NVFP4, NVFP4_1D)  # fmt: skip
 
 
 def codes(*shape: int) -> BufferSpec:
@@ -162,6 +165,28 @@ def test_the_buffers_of_an_mxfp8_weight(shape, rowwise, columnwise):
         assert set(recipe.buffers(shape, columnwise=False)) == {"rowwise_data", "rowwise_scale_inv"}
 
 
+@pytest.mark.parametrize(
+    ("shape", "columnwise", "square"),
+    [((1, 32), (4, 128), (128, 4)), ((129, 160), (8, 256), (256, 8))],
+)
+def test_the_buffers_of_an_mxfp4_weight(shape, columnwise, square):
+    """Nibbles along K in both planes, which are gathered; in 32x32 blocks the second one is derived
+    and lies as [K, ceil(M/2)].
+    """
+    (m, k), rowwise = shape, square if shape[0] == 1 else (256, 8)
+    one = {"rowwise_data": codes(m, k // 2), "rowwise_scale_inv": codes(*rowwise)}
+    assert MXFP4.buffers(shape, columnwise=True) == one | {
+        "columnwise_data": codes(m, k // 2), "columnwise_scale_inv": codes(*columnwise)
+    }  # fmt: skip
+    assert MXFP4_2D.buffers(shape, columnwise=True) == one | {
+        "columnwise_data": codes(k, -(-m // 2)), "columnwise_scale_inv": codes(*square)
+    }  # fmt: skip
+    assert gathered(MXFP4, shape) == ("rowwise_data", "columnwise_data")
+    assert gathered(MXFP4_2D, shape) == ("rowwise_data",)
+    assert derived(MXFP4, shape) == ()
+    assert derived(MXFP4_2D, shape) == ("columnwise_data", "columnwise_scale_inv")
+
+
 @pytest.mark.parametrize("recipe", SCHEMES, ids=str)
 def test_every_layout_has_the_shape_of_its_buffer(recipe):
     """What a plane says of its scales is what is stored, but for planes of one row or column."""
@@ -183,6 +208,7 @@ def test_every_layout_has_the_shape_of_its_buffer(recipe):
         (NVFP4, 10, "16 (a row is whole blocks and whole bytes)"),
         (MXFP8, 48, "32 (a row is whole blocks)"),
         (MXFP8_2D, 48, "32 (a row is whole blocks)"),
+        (MXFP4, 48, "32 (a row is whole blocks)"),
     ],
 )
 def test_a_ragged_row_is_refused(recipe, k, multiple):
@@ -208,7 +234,7 @@ def test_a_scheme_with_blocks_refuses_a_vector(recipe):
 @pytest.mark.parametrize("kind", RECIPES.values())
 def test_a_weight_without_elements_is_refused(kind, shape):
     """By every recipe, each saying what it takes."""
-    matrices = (NVFP4BlockScaling, MXFP8BlockScaling, Float8BlockScaling)
+    matrices = (NVFP4BlockScaling, MXFP4BlockScaling, MXFP8BlockScaling, Float8BlockScaling)
     dims = "shape [M, K] or [..., M, K]" if kind in matrices else "one dimension or more"
     assert message_of(InputError, kind().check_shape, shape) == (
         f"{kind.__name__} needs a weight of {dims} with at least one element, got shape {shape}."

@@ -9,9 +9,9 @@ import pytest
 
 from tests.support.claims import message_of
 from zerocast.errors import InputError, UnsupportedError
-from zerocast.formats import E4M3, E5M2
+from zerocast.formats import E2M1, E4M3, E5M2
 from zerocast.layout import Source
-from zerocast.numerics import Float8DelayedNumerics, Float8Numerics, MXFP8Numerics, NVFP4Numerics
+from zerocast.numerics import Float8DelayedNumerics, Float8Numerics, MXNumerics, NVFP4Numerics
 from zerocast.recipes import (
     RECIPES,
     DelayedScaling,
@@ -19,6 +19,7 @@ from zerocast.recipes import (
     Float8CurrentScaling,
     Float8RowwiseScaling,
     Format,
+    MXFP4BlockScaling,
     MXFP8BlockScaling,
     NVFP4BlockScaling,
     QParams,
@@ -82,13 +83,14 @@ def test_the_default_laws():
     assert Float8BlockScaling().numerics == Float8Numerics(E4M3, power_2_scale=True)
     assert DelayedScaling().numerics == Float8DelayedNumerics(E4M3, 0, "max")
     assert DelayedScaling().amax_history_len == 1024
-    assert MXFP8BlockScaling().numerics == MXFP8Numerics(E4M3)
+    assert MXFP8BlockScaling().numerics == MXNumerics(E4M3)
+    assert MXFP4BlockScaling().numerics == MXNumerics(E2M1, "up")
     assert NVFP4BlockScaling().numerics == NVFP4Numerics()
     gradients = {
         name: kind().for_role("grad_output").numerics.fmt.name for name, kind in RECIPES.items()
     }
     assert gradients == {"delayed": "e5m2", "current": "e5m2", "rowwise": "e4m3", "block": "e4m3",
-                         "mxfp8": "e4m3", "nvfp4": "e2m1"}  # fmt: skip
+                         "mxfp8": "e4m3", "mxfp4": "e2m1", "nvfp4": "e2m1"}  # fmt: skip
 
 
 def test_one_switch_for_all_tensors():
@@ -115,13 +117,23 @@ def test_the_dimension_of_float8_blocks_by_role():
         assert sources == [activations, activations, weights, activations, activations]
 
 
+def test_2d_mxfp4_is_for_weights():
+    """Whose other copy is then derived; activations and gradients keep blocks of one dimension, and
+    the rounding of scales is everyone's.
+    """
+    recipe = MXFP4BlockScaling(enable_2d_quantization=True, scale_rounding="even")
+    assert recipe.columnwise_source is Source.ROWWISE
+    for role in ("input", "output", "grad_output", "grad_input"):
+        assert recipe.for_role(role) == MXFP4BlockScaling(scale_rounding="even"), role
+
+
 def test_2d_mxfp8_is_for_weights():
     """Activations and gradients keep blocks of one dimension, and HYBRID its two formats."""
     recipe = MXFP8BlockScaling(enable_2d_quantization=True, fp8_format="hybrid")
     assert recipe.for_role("weight").columnwise_source is Source.SHARED
     for role in ("input", "output", "grad_output", "grad_input"):
         assert recipe.for_role(role).columnwise_source is Source.MASTER, role
-    assert recipe.for_role("grad_input").numerics == MXFP8Numerics(E5M2)
+    assert recipe.for_role("grad_input").numerics == MXNumerics(E5M2)
 
 
 # --- delayed scaling ---
@@ -240,6 +252,8 @@ REFUSED = [
      "disable_2d_quantization", [True],
      "4-over-6 needs weights in 16x16 blocks, got nvfp4_4over6='weights' without 2-D quantization; "
      "leave one of them."),
+    (InputError, MXFP4BlockScaling, "scale_rounding", ("down", "UP"),
+     "scale_rounding must be one of ['up', 'floor', 'even'], got {!r}."),
     (InputError, NVFP4BlockScaling, "seed", (-1, 2**64),
      "seed must be an integer of 64 bits, 0 or more, got {}."),
 ]  # fmt: skip
@@ -278,6 +292,7 @@ PREDICATES = {
     "float8_current_scaling": Float8CurrentScaling,
     "float8_block_scaling": Float8BlockScaling,
     "mxfp8": MXFP8BlockScaling,
+    "mxfp4": MXFP4BlockScaling,
     "nvfp4": NVFP4BlockScaling,
 }
 

@@ -28,7 +28,7 @@ def test_an_unknown_name_is_answered_with_the_known_ones(given):
         as_recipe(given)
     assert str(raised.value) == (
         f"recipe must be a zerocast recipe such as NVFP4BlockScaling(), or the name of one "
-        f"('delayed', 'current', 'rowwise', 'block', 'mxfp8', 'nvfp4'), got {given!r}."
+        f"('delayed', 'current', 'rowwise', 'block', 'mxfp8', 'mxfp4', 'nvfp4'), got {given!r}."
     )
 
 
@@ -72,7 +72,7 @@ TAKERS = {
 def test_a_recipe_is_taken_by_name(taker):
     """Every public call that takes a recipe takes its name, and refuses an unknown one."""
     assert TAKERS[taker]("mxfp8") == zerocast.MXFP8BlockScaling()
-    with pytest.raises(InputError, match="'mxfp8', 'nvfp4'.*, got 'nvfp5'"):
+    with pytest.raises(InputError, match="'mxfp4', 'nvfp4'.*, got 'nvfp5'"):
         TAKERS[taker]("nvfp5")
 
 

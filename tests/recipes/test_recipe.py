@@ -54,6 +54,7 @@ def test_the_table_of_recipes():
         "rowwise": "Float8RowwiseScaling",
         "block": "Float8BlockScaling",
         "mxfp8": "MXFP8BlockScaling",
+        "mxfp4": "MXFP4BlockScaling",
         "nvfp4": "NVFP4BlockScaling",
     }
 

@@ -53,7 +53,7 @@ def test_without_precompute_each_parameter_has_an_all_reduce(comm):
     ("recipe", "bound"),
     [
         ("nvfp4", 0.54), ("nvfp4-4over6", 0.54), ("nvfp4-drawn", 0.54), ("current", 1.01),
-        ("delayed", 1.01), ("block", 1.01), ("mxfp8", 2.07), ("rowwise", 2.07),
+        ("delayed", 1.01), ("block", 1.01), ("mxfp8", 2.07), ("mxfp4", 1.07), ("rowwise", 2.07),
     ],
 )  # fmt: skip
 def test_bytes_gathered_an_element(comm, recipe, bound):

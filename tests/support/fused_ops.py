@@ -27,6 +27,7 @@ RECIPES: dict[str, Recipe] = {
     "blocks 128x128": recipes.RECIPES["block"],  # of weights
     "mxfp8": recipes.RECIPES["mxfp8"].for_role("input"),
     "mxfp8 32x32": recipes.RECIPES["mxfp8-2d"],  # of weights
+    "mxfp4": recipes.RECIPES["mxfp4"].for_role("input"),
     "nvfp4 1x16": recipes.RECIPES["nvfp4"].for_role("input"),
     "nvfp4 16x16": recipes.RECIPES["nvfp4"],  # of weights
 }

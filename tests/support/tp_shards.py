@@ -16,7 +16,7 @@ def unit(recipe: Recipe) -> int:
     """Rows, or columns, that no cut may divide."""
     if isinstance(recipe, zerocast.NVFP4BlockScaling):
         return 16
-    if isinstance(recipe, zerocast.MXFP8BlockScaling):
+    if recipe.block[1] == 32:
         return 32
     return 128 if isinstance(recipe, zerocast.Float8BlockScaling) else 1
 

@@ -20,7 +20,7 @@ from zerocast.numerics import (
     Float8DelayedNumerics,
     Float8Numerics,
     FourOverSixErrors,
-    MXFP8Numerics,
+    MXNumerics,
     Numerics,
     NVFP4Numerics,
     PlaneBuffers,
@@ -30,15 +30,16 @@ from zerocast.numerics import (
 Address = Callable[[torch.Tensor | None], int]
 """A tensor's address, 0 where there is none, or BackendError where the backend cannot take it."""
 
-# The numbers of the C side: FormatId, NumericsKind and ErrorKind in tables.h.
+# The numbers of the C side: FormatId, NumericsKind, ErrorKind and ScaleRounding in tables.h.
 FORMATS = {E2M1: 0, E4M3: 1, E5M2: 2}
 NUMERICS: dict[type[Numerics], int] = {
     Float8Numerics: 0,
     Float8DelayedNumerics: 1,
-    MXFP8Numerics: 2,
+    MXNumerics: 2,
     NVFP4Numerics: 3,
 }
 ERRORS = {None: 0, "mae": 1, "mse": 2}
+SCALE_ROUNDINGS = {"up": 0, "floor": 1, "even": 2}
 
 
 def numerics_fields(numerics: Numerics, backend: str) -> list[int]:
@@ -52,12 +53,14 @@ def numerics_fields(numerics: Numerics, backend: str) -> list[int]:
             f"the {backend} backend has no code for {numerics}; cast it under "
             f"use_backend('reference')."
         )
-    float8, delayed, nvfp4 = [0] * 2, [0] * 2, [0] * 4
+    float8, delayed, mx, nvfp4 = [0] * 2, [0] * 2, [0], [0] * 4
     if isinstance(numerics, Float8Numerics):
         float8 = [int(numerics.power_2_scale), float_bits(numerics.amax_epsilon)]
     elif isinstance(numerics, Float8DelayedNumerics):
         scaled_max = math.ldexp(numerics.fmt.max, -numerics.margin)
         delayed = [float_bits(scaled_max), int(numerics.amax_compute_algo == "most_recent")]
+    elif isinstance(numerics, MXNumerics):
+        mx = [SCALE_ROUNDINGS[numerics.scale_rounding]]
     elif isinstance(numerics, NVFP4Numerics):
         seed = numerics.seed % 2**64
         nvfp4 = [
@@ -66,7 +69,7 @@ def numerics_fields(numerics: Numerics, backend: str) -> list[int]:
             int(numerics.stochastic_rounding),
             seed - 2**64 if seed >= 2**63 else seed,
         ]
-    return [NUMERICS[type(numerics)], FORMATS[numerics.fmt], *float8, *delayed, *nvfp4]
+    return [NUMERICS[type(numerics)], FORMATS[numerics.fmt], *float8, *delayed, *mx, *nvfp4]
 
 
 def numerics_class(numerics: Numerics) -> str:
@@ -80,6 +83,8 @@ def numerics_class(numerics: Numerics) -> str:
 def _is_known(numerics: Numerics) -> bool:
     if isinstance(numerics, NVFP4Numerics):
         return numerics.fmt is E2M1 and numerics.scale_fmt is E4M3
+    if numerics.fmt is E2M1:
+        return isinstance(numerics, MXNumerics)
     return type(numerics) in NUMERICS and numerics.fmt in (E4M3, E5M2)
 
 

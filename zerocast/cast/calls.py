@@ -172,8 +172,9 @@ def _check_family(specs: Sequence[ShardSpec], family: Literal["NVFP4", "FP8"] | 
         raise InputError(f"only must be 'NVFP4', 'FP8' or None, got {shown(family)}.")
     for spec in specs:
         recipe = spec.storage.recipe
-        is_nvfp4 = isinstance(recipe.numerics, NVFP4Numerics)
-        if family is not None and is_nvfp4 != (family == "NVFP4"):
+        own = "NVFP4" if isinstance(recipe.numerics, NVFP4Numerics) else None
+        own = "FP8" if recipe.numerics.fmt.bits == 8 else own
+        if family is not None and family != own:
             raise InputError(
                 f"cast_master_weights_to_{family.lower()} takes {family} weights only, but "
                 f"{spec.name} has recipe {recipe}; use zerocast.quantize_master_weights for a "

@@ -70,7 +70,7 @@ class CastPlan:
         fsdp_shard_model_weights: for each weight None, or a uint8 buffer that receives the codes of
             this rank's shard instead of the weight: ceil(end / 2) - floor(start / 2) bytes for
             4-bit codes, one an element for 8-bit. A pair of buffers, rowwise and columnwise, for a
-            weight whose columnwise codes are quantized independently (MXFP8, row-wise FP8).
+            weight whose columnwise codes are quantized independently (MX, row-wise FP8).
         manual_post_all_gather_processing: True: after the all-gather the caller calls
             :func:`zerocast.post_all_gather_processing`, and a derived copy read before that is
             refused. False: the next forward that uses a weight rebuilds its derived copies.

@@ -12,7 +12,7 @@ import torch
 from zerocast.backends.reference.planes import read_plane
 from zerocast.formats import E4M3, E5M2, ElementFormat, decode, decode_e8m0
 from zerocast.layout import Plane
-from zerocast.numerics import MXFP8Numerics, NVFP4Numerics
+from zerocast.numerics import MXNumerics, NVFP4Numerics
 from zerocast.tensors import QuantizedStorage, QuantizedTensor
 
 PIECE = 2**22
@@ -114,7 +114,7 @@ def scales_of(storage: QuantizedStorage, plane: Plane) -> torch.Tensor:
     stored, numerics = storage.buffers[name], storage.recipe.numerics
     if isinstance(numerics, NVFP4Numerics):
         stored = decode(stored, numerics.scale_fmt)
-    elif isinstance(numerics, MXFP8Numerics):
+    elif isinstance(numerics, MXNumerics):
         stored = decode_e8m0(stored)
     return read_plane(stored, plane.scales)
 

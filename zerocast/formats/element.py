@@ -46,6 +46,11 @@ class ElementFormat:
         return 2 ** (self.exponent_bits - 1) - 1
 
     @property
+    def max_exponent(self) -> int:
+        """The exponent of :attr:`max`: 2 for 6, which is 1.5 * 2^2."""
+        return math.frexp(self.max)[1] - 1
+
+    @property
     def min_normal(self) -> float:
         """The smallest normal magnitude, exponent field 1."""
         return math.ldexp(1.0, 1 - self.bias)

@@ -28,7 +28,7 @@ import torch
 
 from zerocast.formats import E5M2, ElementFormat
 from zerocast.layout import BlockGrid, Plane
-from zerocast.numerics import Float8DelayedNumerics, Float8Numerics, MXFP8Numerics, NVFP4Numerics
+from zerocast.numerics import Float8DelayedNumerics, Float8Numerics, MXNumerics, NVFP4Numerics
 from zerocast.recipes import Recipe
 
 
@@ -137,8 +137,10 @@ def kind_of(a: Side, b: Side) -> Kind | str:
     numerics_types = (a.recipe.numerics, b.recipe.numerics)
     if all(isinstance(numerics, NVFP4Numerics) for numerics in numerics_types):
         return NVFP4
-    if all(isinstance(numerics, MXFP8Numerics) for numerics in numerics_types):
-        return MXFP8
+    if all(isinstance(numerics, MXNumerics) for numerics in numerics_types):
+        if all(numerics.fmt.bits == 8 for numerics in numerics_types):
+            return MXFP8
+        return "no GEMM that all builds of torch have multiplies MXFP4"
     if not all(
         isinstance(numerics, (Float8Numerics, Float8DelayedNumerics)) for numerics in numerics_types
     ):

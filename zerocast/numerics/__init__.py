@@ -16,7 +16,7 @@ weights, and allocates nothing.
     fused_op        a layer's tensor        -> its rounded result, codes and scales, in one pass
 
 A weight is one operand with its planes. It has a rowwise plane of codes, and where a scheme
-quantizes its columnwise copy independently of the rowwise one (MXFP8, row-wise FP8) a second one,
+quantizes its columnwise copy independently of the rowwise one (MX, row-wise FP8) a second one,
 cast in the same pass over the master.
 
 The numerics are those of the package's documentation, "Numerics": every backend gives the same
@@ -34,9 +34,10 @@ from zerocast.numerics.numerics import (
     NUMERICS_VERSION,
     Float8DelayedNumerics,
     Float8Numerics,
-    MXFP8Numerics,
+    MXNumerics,
     Numerics,
     NVFP4Numerics,
+    ScaleRounding,
 )
 from zerocast.numerics.operands import (
     NOMINALS,

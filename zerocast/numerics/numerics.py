@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -24,6 +25,9 @@ INFINITY_BITS = 0x7F800000
 
 NAN_BITS = 0x7FC00000
 """The canonical NaN, which every NaN becomes before it enters an amax buffer."""
+
+ScaleRounding = Literal["up", "floor", "even"]
+"""How an E8M0 scale is made a power of two."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,18 +94,22 @@ class Float8DelayedNumerics:
 
 
 @dataclass(frozen=True, slots=True)
-class MXFP8Numerics:
-    """FP8 codes under one E8M0 scale a block, a power of two rounded up.
+class MXNumerics:
+    """Codes under one E8M0 scale a block, a power of two.
 
-    With ``a`` the block's amax, every operation in FP32::
+    With ``a`` the block's amax, ``max = m * 2^top`` the format's largest value (``1 <= m < 2``),
+    and every operation in FP32::
 
-        S    = E8M0(a * fl(1/max))             # stored; NaN's code 0xFF where a is not finite
-        code = FP8(x * reciprocal(S))          # NaN's code under a NaN scale
+        S    = E8M0(a * fl(1/max))                     # "up"; NaN's code 0xFF where a is not finite
+             = max(exponent field of a - top, 0)       # "floor"
+             = the same of the bits of a + 2^(22 - mantissa bits of the format)     # "even"
+        code = encode(x * reciprocal(S))               # NaN's code under a NaN scale
 
     The tensor amax is not used.
     """
 
     fmt: ElementFormat = E4M3
+    scale_rounding: ScaleRounding = "up"
 
     scale_dtype = torch.uint8
 
@@ -158,4 +166,4 @@ class NVFP4Numerics:
     scale_dtype = torch.uint8
 
 
-Numerics = Float8Numerics | Float8DelayedNumerics | MXFP8Numerics | NVFP4Numerics
+Numerics = Float8Numerics | Float8DelayedNumerics | MXNumerics | NVFP4Numerics

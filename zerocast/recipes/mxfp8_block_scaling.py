@@ -2,7 +2,7 @@
 
 Rowwise blocks are 1x32 and columnwise ones 32x1. Neither copy is a transpose of the other: each is
 quantized from the master. Blocks of 32x32 are the option under which one copy of the codes serves
-both directions. The numerics is :class:`zerocast.numerics.MXFP8Numerics`.
+both directions. The numerics is :class:`zerocast.numerics.MXNumerics`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zerocast.layout import Block, BlockGrid, ScaleLayout, Source
-from zerocast.numerics import MXFP8Numerics
+from zerocast.numerics import MXNumerics
 from zerocast.recipes.format import Format, replace_fields
 from zerocast.recipes.recipe import Recipe, fixed
 
@@ -52,8 +52,8 @@ class MXFP8BlockScaling(Recipe):
         replace_fields(self, fp8_format=Format.of(self.fp8_format))
 
     @property
-    def numerics(self) -> MXFP8Numerics:
-        return MXFP8Numerics(Format.of(self.fp8_format).forward)
+    def numerics(self) -> MXNumerics:
+        return MXNumerics(Format.of(self.fp8_format).forward)
 
     def of_activations(self, *, gradients: bool) -> dict[str, Any]:
         fmt = Format.of(self.fp8_format)

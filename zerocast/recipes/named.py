@@ -13,6 +13,7 @@ from zerocast.recipes.float8_block_scaling import Float8BlockScaling
 from zerocast.recipes.float8_current_scaling import Float8CurrentScaling
 from zerocast.recipes.float8_rowwise_scaling import Float8RowwiseScaling
 from zerocast.recipes.format import QParams
+from zerocast.recipes.mxfp4_block_scaling import MXFP4BlockScaling
 from zerocast.recipes.mxfp8_block_scaling import MXFP8BlockScaling
 from zerocast.recipes.nvfp4_block_scaling import NVFP4BlockScaling
 from zerocast.recipes.recipe import Recipe
@@ -25,6 +26,7 @@ RECIPES: dict[str, type[Recipe]] = {
         Float8RowwiseScaling,
         Float8BlockScaling,
         MXFP8BlockScaling,
+        MXFP4BlockScaling,
         NVFP4BlockScaling,
     )
 }

@@ -137,6 +137,11 @@ class Recipe(ABC):
         return cls.scheme == "mxfp8"
 
     @classmethod
+    def mxfp4(cls) -> bool:
+        """Whether this is :class:`zerocast.MXFP4BlockScaling`."""
+        return cls.scheme == "mxfp4"
+
+    @classmethod
     def nvfp4(cls) -> bool:
         """Whether this is :class:`zerocast.NVFP4BlockScaling`."""
         return cls.scheme == "nvfp4"

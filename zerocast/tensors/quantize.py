@@ -295,7 +295,7 @@ def replace_raw_data(
         new_raw_data: uint8, contiguous, on the weight's device, of as many bytes as
             ``tensor.rowwise_data``: in its shape or as a 1-D slice. Overwritten with the codes.
         new_columnwise_data: the same for ``tensor.columnwise_data``, of a weight whose columnwise
-            codes are quantized independently and so are gathered, too (MXFP8, row-wise FP8); None
+            codes are quantized independently and so are gathered, too (MX, row-wise FP8); None
             leaves them where they are.
 
     Raises:

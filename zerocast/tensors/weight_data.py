@@ -51,7 +51,7 @@ class WeightData(torch.Tensor):
     @property
     def columnwise_data(self) -> torch.Tensor:
         """uint8: the codes that the transposed GEMM reads: of the transposed weight [K, M], or
-        [M, K] where they are quantized independently of the rowwise ones (MXFP8, row-wise FP8).
+        [M, K] where they are quantized independently of the rowwise ones (MX, row-wise FP8).
         Where one plane of codes serves both, that is :attr:`rowwise_data`.
 
         Raises:

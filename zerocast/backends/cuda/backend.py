@@ -81,12 +81,11 @@ class CudaBackend:
         for shard in operands:
             if numerics.fmt.bits == 4:
                 _check_whole_bytes(shard.grid.cols)
-            if len(shard.cast_planes) > 1 and (
-                numerics.fmt.bits == 4 or isinstance(numerics, Float8DelayedNumerics)
-            ):
+            no_second = (NVFP4Numerics, Float8DelayedNumerics)
+            if len(shard.cast_planes) > 1 and isinstance(numerics, no_second):
                 raise BackendError(
-                    f"the cuda backend casts a second plane of 8-bit codes under scales of this "
-                    f"cast, got one under {numerics}; cast it under use_backend('reference')."
+                    f"the cuda backend casts no second plane under a scale of the tensor, got one "
+                    f"under {numerics}; cast it under use_backend('reference')."
                 )
             if isinstance(numerics, Float8DelayedNumerics) and shard.grid.num_blocks != 1:
                 raise BackendError(

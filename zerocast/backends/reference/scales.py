@@ -15,7 +15,7 @@ from zerocast.numerics import (
     DelayedState,
     Float8DelayedNumerics,
     Float8Numerics,
-    MXFP8Numerics,
+    MXNumerics,
     Numerics,
     NVFP4Numerics,
     PlaneBuffers,
@@ -33,8 +33,8 @@ def scales(numerics: Numerics, operand: TensorOperand, buffers: PlaneBuffers) ->
     if isinstance(numerics, NVFP4Numerics):
         choices = None if operand.candidates is None else operand.candidates.choices
         return nvfp4_scales(numerics, block, amax_of(operand).view(torch.float32), choices)
-    if isinstance(numerics, MXFP8Numerics):
-        return _mxfp8_scales(numerics, block)
+    if isinstance(numerics, MXNumerics):
+        return _mx_scales(numerics, block)
     if isinstance(numerics, Float8DelayedNumerics):
         assert operand.delayed is not None
         scale = operand.delayed.scale
@@ -52,10 +52,17 @@ def _float8_scales(numerics: Float8Numerics, amax: torch.Tensor) -> Scales:
     return torch.where(finite, divide(1.0, scale), math.nan), torch.where(finite, scale, math.nan)
 
 
-def _mxfp8_scales(numerics: MXFP8Numerics, amax: torch.Tensor) -> Scales:
+def _mx_scales(numerics: MXNumerics, amax: torch.Tensor) -> Scales:
     # An infinite amax would otherwise be given the largest finite scale.
     amax = torch.where(amax.isfinite(), amax, math.nan)
-    stored = encode_e8m0(amax * fl(1 / numerics.fmt.max))
+    fmt = numerics.fmt
+    if numerics.scale_rounding == "up":
+        stored = encode_e8m0(amax * fl(1 / fmt.max))
+    else:
+        half_step = 2 ** (22 - fmt.mantissa_bits) if numerics.scale_rounding == "even" else 0
+        exponent = (amax.view(torch.int32).to(torch.int64) + half_step) >> 23
+        stored = (exponent - fmt.max_exponent).clamp(min=0)
+        stored = torch.where(amax.isnan(), 0xFF, stored).to(torch.uint8)
     return stored, reciprocal_e8m0(stored)
 
 
@@ -89,7 +96,7 @@ def decode_multipliers(
         assert tensor_amax is not None
         maxima = numerics.fmt.max * numerics.scale_max
         return decode(stored, numerics.scale_fmt) * tensor_amax * fl(1 / maxima)
-    return decode_e8m0(stored) if isinstance(numerics, MXFP8Numerics) else stored
+    return decode_e8m0(stored) if isinstance(numerics, MXNumerics) else stored
 
 
 def advance(
