@@ -4,15 +4,19 @@ import pytest
 import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationConfig
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import zerocast
 from tests.support.same_bytes import assert_same_bytes, assert_same_storage
 from zerocast.export import DIALECTS
+from zerocast.export.dialects import stored_name
 
 SHAPES = ((48, 160), (130, 288), (1, 32), (128, 256))
 COMPRESSED_TENSORS = [name for name in DIALECTS if name.startswith("compressed-tensors/")]
 EXACT_2D = zerocast.NVFP4BlockScaling()
 FOUR_OVER_SIX = zerocast.NVFP4BlockScaling(nvfp4_4over6="weights")
+SQUARE_MXFP4 = zerocast.MXFP4BlockScaling(enable_2d_quantization=True)
 SQUARE_MXFP8 = zerocast.MXFP8BlockScaling(enable_2d_quantization=True)
 
 
@@ -81,12 +85,60 @@ def test_compressed_tensors_decodes_what_is_stored(name, shape):
 
 
 @pytest.mark.parametrize(
+    "name",
+    ["deepseek/fp8", "deepseek/fp8-ue8m0", "deepseek/v4-fp8", "deepseek/v4-mxfp4", "sglang/mxfp8",
+     "modelopt/mxfp8"],
+)  # fmt: skip
+def test_transformers_decodes_what_is_stored(name):
+    """By its reader of checkpoints of FP8 and of experts in 4 bits, which tells them by their
+    dtypes: to exactly ``dequantize()``.
+    """
+    dialect, weight = DIALECTS[name], quantized(DIALECTS[name].recipe, (128, 256))
+    stored = dialect.encode(weight.quantized_storage)
+    read = Fp8Dequantize(None)._dequantize_one
+    decoded = read(stored[dialect.codes], stored[dialect.scales], torch.float32)
+    assert_same_bytes(decoded, weight.dequantize(torch.float32), name)
+
+
+def test_transformers_decodes_the_blocks_of_gpt_oss():
+    """A matrix as its reader takes one of each expert, which it transposes."""
+    dialect = DIALECTS["gpt-oss/mxfp4"]
+    weight = quantized(dialect.recipe, (130, 288))
+    stored = dialect.encode(weight.quantized_storage)
+    assert stored["_blocks"].shape == (130, 9, 16)
+    assert stored["_scales"].shape == (130, 9)
+    decoded = convert_moe_packed_tensors(stored["_blocks"][None], stored["_scales"][None])
+    assert_same_bytes(decoded[0].t(), weight.dequantize(), "gpt-oss")
+
+
+@pytest.mark.parametrize(
+    ("name", "parameter", "tensors"),
+    [
+        ("gpt-oss/mxfp4", "a.experts.down_proj",
+         ["a.experts.down_proj_blocks", "a.experts.down_proj_scales"]),
+        ("deepseek/v4-mxfp4", "a.experts.3.w1.weight",
+         ["a.experts.3.w1.weight", "a.experts.3.w1.scale"]),
+        ("modelopt/fp8", "weight", ["weight", "weight_scale"]),
+    ],
+)  # fmt: skip
+def test_the_names_of_a_weight(name, parameter, tensors):
+    """Behind the name of the parameter, or in its place; back again; and other names are none."""
+    dialect = DIALECTS[name]
+    assert [stored_name(parameter, part) for part in dialect.names] == tensors
+    found = [dialect.parameter_of(each) for each in tensors]
+    assert found == [(parameter, part) for part in dialect.names]
+    assert dialect.parameter_of("a.norm.bias") is None
+
+
+@pytest.mark.parametrize(
     ("name", "recipe"),
     [
         ("compressed-tensors/nvfp4", EXACT_2D),
         ("compressed-tensors/nvfp4", FOUR_OVER_SIX),
         ("modelopt/nvfp4", EXACT_2D),
         ("compressed-tensors/mxfp8", SQUARE_MXFP8),
+        ("deepseek/v4-mxfp4", SQUARE_MXFP4),
+        ("compressed-tensors/mxfp4", zerocast.MXFP4BlockScaling()),
         ("deepseek/fp8", zerocast.Float8BlockScaling()),
     ],
 )
@@ -110,6 +162,9 @@ def test_trained_bytes_are_held_where_a_server_reads_them_alike(name, recipe):
         ("deepseek/fp8-ue8m0", zerocast.Float8BlockScaling(use_f32_scales=True)),
         ("deepseek/fp8", zerocast.Float8BlockScaling(w_block_scaling_dim=1)),
         ("compressed-tensors/mxfp8", zerocast.NVFP4BlockScaling()),
+        ("compressed-tensors/mxfp4", zerocast.NVFP4BlockScaling()),
+        ("compressed-tensors/nvfp4", SQUARE_MXFP4),
+        ("deepseek/v4-fp8", zerocast.Float8BlockScaling(use_f32_scales=True)),
     ],
 )
 def test_other_bytes_are_not_held(name, recipe):

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import hashlib
 import json
 import random
@@ -325,6 +326,22 @@ def test_a_weight_that_is_not_finite_is_refused(tmp_path):
         zerocast.nn.convert(model, dialect.recipe)
         with pytest.raises(zerocast.NonFiniteError, match=r"layers\.1\.weight holds a NaN"):
             save_pretrained(model, tmp_path / name, dialect=dialect)
+
+
+def test_a_weight_without_a_finite_tensor_scale_is_refused(tmp_path):
+    """2688 / 7e-36 is 3.8e38, which FP32 does not hold; 8e-36 has an inverse, and 0 needs none."""
+    for value, is_held in ((7e-36, False), (8e-36, True), (0.0, True)):
+        model = Bank((48, 33)).bfloat16()
+        torch.nn.init.constant_(model.layers[1].weight, value)
+        zerocast.nn.convert(model, "nvfp4")
+        save = functools.partial(save_pretrained, model, tmp_path / str(value))
+        if is_held:
+            save(dialect="compressed-tensors/nvfp4")
+            continue
+        with pytest.raises(
+            zerocast.UnsupportedError, match=r"layers\.1\.weight has no element above"
+        ):
+            save(dialect="compressed-tensors/nvfp4")
 
 
 def test_masters_of_an_unfinished_step_are_refused():

@@ -15,6 +15,7 @@ from zerocast.cast.amax_groups import Patterns, amax_group_labels
 from zerocast.cast.planned_shards import planned_shards
 from zerocast.comm import Communicator, SingleRank, as_communicator
 from zerocast.errors import InputError, UnsupportedError
+from zerocast.export.dialects import stored_name
 from zerocast.layout import Extent, chunk
 from zerocast.optim import ZeroOptimizer
 from zerocast.recipes import Recipe
@@ -79,8 +80,7 @@ class Entry:
 
     def stored_name(self, part: str) -> str:
         """The name, in the checkpoint, of the tensor ``part`` of a dialect."""
-        module = self.stored.rpartition(".")[0]
-        return f"{module}.{part}" if module else part
+        return stored_name(self.stored, part)
 
     @property
     def num_bytes(self) -> int:

@@ -22,7 +22,8 @@ import torch
 from zerocast.cast.amax_groups import Patterns
 from zerocast.comm import Attempt, Group, raise_together
 from zerocast.errors import InputError
-from zerocast.export.dialects import DIALECTS, Dialect, as_dialect
+from zerocast.export.dialects import Dialect, stored_name
+from zerocast.export.known_dialects import DIALECTS, as_dialect
 from zerocast.export.weights import BUCKET_BYTES, Export, NamedTensors
 from zerocast.optim import ZeroOptimizer
 from zerocast.recipes import NOMINAL_DTYPES
@@ -154,19 +155,19 @@ def load_pretrained(
     _require_safetensors()
     folder = Path(directory)
     configuration = _read_configuration(folder)
-    found = _dialect_of(configuration, folder) if dialect is None else as_dialect(dialect)
-    dtype = _nominal_dtype(configuration) if dtype is None else dtype
     stored = _read(folder, torch.device(device))
+    found = _dialect_of(configuration, folder, stored) if dialect is None else as_dialect(dialect)
+    dtype = _nominal_dtype(configuration) if dtype is None else dtype
     loaded: NamedTensors = {}
     for name, tensor in stored.items():
-        module, _, part = name.rpartition(".")
-        prefix = f"{module}." if module else ""
-        if prefix + found.scales not in stored or part not in found.names:
+        parameter, part = found.parameter_of(name) or ("", "")
+        if not part or stored_name(parameter, found.scales) not in stored:
             loaded[name] = tensor
         elif part == found.codes:
-            parts = {part: stored[prefix + part] for part in found.names if prefix + part in stored}
+            names = {part: stored_name(parameter, part) for part in found.names}
+            parts = {part: stored[name] for part, name in names.items() if name in stored}
             try:
-                loaded[f"{prefix}weight"] = found.decode(parts, dtype)
+                loaded[parameter] = found.decode(parts, dtype)
             except InputError as error:
                 raise InputError(f"{name} in {folder}: {error}") from error
     return loaded
@@ -261,14 +262,23 @@ def _read_configuration(folder: Path) -> dict[str, Any]:
     return configuration
 
 
-def _dialect_of(configuration: dict[str, Any], folder: Path) -> Dialect:
-    """Return the dialect whose section ``configuration`` has."""
+def _dialect_of(configuration: dict[str, Any], folder: Path, stored: NamedTensors) -> Dialect:
+    """Return the dialect whose section ``configuration`` has; of two with one section that whose
+    names are ``stored``.
+    """
     given = configuration.get("quantization_config")
-    for dialect in DIALECTS.values():
-        if isinstance(given, dict) and dialect.section == {
-            key: value for key, value in given.items() if key != dialect.unquantized_key
-        }:
+    found = [
+        dialect
+        for dialect in DIALECTS.values()
+        if isinstance(given, dict)
+        and dialect.section
+        == {key: value for key, value in given.items() if key != dialect.unquantized_key}
+    ]
+    for dialect in found:
+        if any(name.rpartition(".")[2] == dialect.scales for name in stored):
             return dialect
+    if found:
+        return found[0]
     raise InputError(
         f"load_pretrained needs dialect=, because the quantization_config in {folder} is that of "
         f"none of {', '.join(DIALECTS)}."

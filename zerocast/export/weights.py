@@ -18,7 +18,7 @@ from zerocast.cast import CastPlan
 from zerocast.cast.amax_groups import Patterns
 from zerocast.comm import Attempt, Group, as_communicator, raise_together
 from zerocast.errors import InputError, NonFiniteError, UnsupportedError
-from zerocast.export.dialects import Dialect, as_dialect
+from zerocast.export.dialects import Dialect
 from zerocast.export.entries import (
     Entry,
     Names,
@@ -35,8 +35,11 @@ from zerocast.export.entries import (
     stored_tensors,
     trained_amax_groups,
 )
+from zerocast.export.known_dialects import as_dialect
 from zerocast.export.shard_plan import ShardPlan
+from zerocast.formats import FLT_MAX
 from zerocast.layout import Extent
+from zerocast.numerics import NVFP4Numerics
 from zerocast.optim import ZeroOptimizer
 from zerocast.recipes import NOMINAL_DTYPES, Recipe
 from zerocast.sharded.all_gather import gather_of
@@ -291,6 +294,7 @@ class Export:
             if storage is None:
                 assert isinstance(entry.tensor, QuantizedTensor)
                 storage = entry.tensor.quantized_storage
+            check_tensor_scale(entry.name, self.dialect, storage)
             for part, tensor in self.dialect.encode(storage).items():
                 tensors[entry.stored_name(part)] = tensor
                 if part == self.dialect.scales:
@@ -305,6 +309,21 @@ def whole(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """
     stored = tensor.detach().to(dtype)
     return (stored.full_tensor() if is_sharded(stored) else stored).contiguous()
+
+
+def check_tensor_scale(name: str, dialect: Dialect, storage: QuantizedStorage) -> None:
+    """Raise :class:`UnsupportedError` where FP32 cannot hold the tensor scale of ``dialect``: the
+    codes would mean other values to a server.
+    """
+    scale, amax = dialect.tensor_scale, storage.buffers.get("amax")
+    if scale is None or amax is None or not scale.inverted:
+        return
+    assert isinstance(storage.recipe.numerics, NVFP4Numerics)
+    if bool((scale.of(amax, storage.recipe.numerics.scale_max) == FLT_MAX).any()):
+        raise UnsupportedError(
+            f"{name} has no element above {amax.max().item():g}, too small for the tensor scale of "
+            f"{dialect.name}, whose inverse FP32 cannot hold; leave it unquantized."
+        )
 
 
 def check_finite(scales: Mapping[str, torch.Tensor]) -> None:

@@ -1,0 +1,224 @@
+"""The dialects by name: the checkpoints that servers load, and their sections of ``config.json``.
+
+The sources of names, shapes and formulas are compressed-tensors 0.20 (``compressors/``), NVIDIA's
+ModelOpt 0.47 (``torch/export``), SGLang's MXFP8 (``quantization/fp8.py``), transformers 5.23
+(``integrations/mxfp4.py``, ``finegrained_fp8.py``), and the checkpoints of DeepSeek-V3, V3.1 and V4
+and of gpt-oss.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from zerocast.errors import InputError
+from zerocast.export.dialects import Dialect, Section
+from zerocast.export.tensor_scale import TensorScale
+from zerocast.recipes import (
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Float8RowwiseScaling,
+    MXFP4BlockScaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+)
+
+
+def _arguments(bits: int, strategy: str, **others: Any) -> Section:
+    """Return one ``QuantizationArgs`` of compressed-tensors."""
+    given = {"num_bits": bits, "type": "float", "symmetric": True, "strategy": strategy}
+    return {**given, "dynamic": False, **others}
+
+
+def _compressed_tensors(fmt: str, **arguments: Section) -> Section:
+    return {
+        "quant_method": "compressed-tensors",
+        "quantization_status": "compressed",
+        "format": fmt,
+        "config_groups": {"group_0": {"targets": ["Linear"], "format": fmt, **arguments}},
+    }
+
+
+def _modelopt(algorithm: str, **arguments: Section) -> Section:
+    given = {name: {"dynamic": False, "type": "float", **a} for name, a in arguments.items()}
+    return {
+        "quant_method": "modelopt",
+        "quant_algo": algorithm,
+        "config_groups": {"group_0": {**given, "targets": ["Linear"]}},
+    }
+
+
+_DEEPSEEK = {
+    "quant_method": "fp8",
+    "activation_scheme": "dynamic",
+    "fmt": "e4m3",
+    "weight_block_size": [128, 128],
+}
+
+_E8M0 = torch.float8_e8m0fnu
+_PER_TOKEN = _arguments(8, "token", dynamic=True)
+_NVFP4 = NVFP4BlockScaling(disable_2d_quantization=True, disable_stochastic_rounding=True)
+_MXFP8, _MXFP4 = MXFP8BlockScaling(), MXFP4BlockScaling()
+_ANY_BLOCK_SCALE = Float8BlockScaling(use_f32_scales=True)
+_E8M0_SCALES = {"group_size": 32, "scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8"}
+_E4M3_SCALES = {"scale_dtype": "torch.float8_e4m3fn", "zp_dtype": "torch.float8_e4m3fn"}
+
+DIALECTS = {
+    dialect.name: dialect
+    for dialect in (
+        Dialect(
+            name="compressed-tensors/nvfp4",
+            recipe=_NVFP4,
+            codes="weight_packed",
+            code_dtype=torch.uint8,
+            scale_dtype=torch.float8_e4m3fn,
+            tensor_scale=TensorScale("weight_global_scale", inverted=True),
+            section=_compressed_tensors(
+                "nvfp4-pack-quantized",
+                weights=_arguments(4, "tensor_group", group_size=16, **_E4M3_SCALES),
+            ),
+        ),
+        Dialect(
+            name="compressed-tensors/fp8-tensor",
+            recipe=Float8CurrentScaling(fp8_format="e4m3"),
+            scale_shape=(1,),
+            section=_compressed_tensors(
+                "float-quantized", weights=_arguments(8, "tensor"), input_activations=_PER_TOKEN
+            ),
+        ),
+        Dialect(
+            name="compressed-tensors/fp8-channel",
+            recipe=Float8RowwiseScaling(fp8_format="e4m3"),
+            section=_compressed_tensors(
+                "float-quantized", weights=_arguments(8, "channel"), input_activations=_PER_TOKEN
+            ),
+        ),
+        Dialect(
+            name="compressed-tensors/fp8-block",
+            recipe=_ANY_BLOCK_SCALE,
+            section=_compressed_tensors(
+                "float-quantized",
+                weights=_arguments(8, "block", block_structure=[128, 128]),
+                input_activations=_arguments(8, "group", dynamic=True, group_size=128),
+            ),
+        ),
+        Dialect(
+            name="compressed-tensors/mxfp8",
+            recipe=_MXFP8,
+            scale_dtype=torch.uint8,
+            section=_compressed_tensors(
+                "mxfp8-quantized",
+                weights=_arguments(8, "group", **_E8M0_SCALES),
+                input_activations=_arguments(8, "group", **_E8M0_SCALES, dynamic=True),
+            ),
+        ),
+        Dialect(
+            name="compressed-tensors/mxfp4",
+            recipe=MXFP4BlockScaling(scale_rounding="even"),
+            codes="weight_packed",
+            code_dtype=torch.uint8,
+            scale_dtype=torch.uint8,
+            section=_compressed_tensors(
+                "mxfp4-pack-quantized", weights=_arguments(4, "group", **_E8M0_SCALES)
+            ),
+        ),
+        Dialect(
+            name="modelopt/fp8",
+            recipe=Float8CurrentScaling(fp8_format="e4m3"),
+            scale_shape=(),
+            section=_modelopt("FP8", weights={"num_bits": 8}, input_activations={"num_bits": 8}),
+        ),
+        Dialect(
+            name="modelopt/nvfp4",
+            recipe=_NVFP4,
+            code_dtype=torch.uint8,
+            scale_dtype=torch.float8_e4m3fn,
+            tensor_scale=TensorScale("weight_scale_2", inverted=False),
+            section=_modelopt("W4A16_NVFP4", weights={"num_bits": 4, "group_size": 16}),
+        ),
+        Dialect(
+            name="modelopt/mxfp8",
+            recipe=_MXFP8,
+            scale_dtype=torch.uint8,
+            section=_modelopt(
+                "MXFP8",
+                weights={"num_bits": 8, "group_size": 32},
+                input_activations={"num_bits": 8, "group_size": 32},
+            ),
+        ),
+        Dialect(
+            name="sglang/mxfp8",
+            recipe=_MXFP8,
+            scales="weight_scale_inv",
+            scale_dtype=torch.uint8,
+            section={
+                "quant_method": "mxfp8",
+                "activation_scheme": "dynamic",
+                "fmt": "e4m3",
+                "scale_fmt": "ue8m0",
+                "weight_block_size": [1, 32],
+            },
+            unquantized_key="ignored_layers",
+        ),
+        Dialect(
+            name="gpt-oss/mxfp4",
+            recipe=_MXFP4,
+            codes="_blocks",
+            code_dtype=torch.uint8,
+            code_block=16,
+            scales="_scales",
+            scale_dtype=torch.uint8,
+            section={"quant_method": "mxfp4"},
+            unquantized_key="modules_to_not_convert",
+        ),
+        Dialect(
+            name="deepseek/fp8",
+            recipe=_ANY_BLOCK_SCALE,
+            scales="weight_scale_inv",
+            section=_DEEPSEEK,
+            unquantized_key="modules_to_not_convert",
+        ),
+        Dialect(
+            name="deepseek/fp8-ue8m0",
+            recipe=Float8BlockScaling(),
+            scales="weight_scale_inv",
+            section={**_DEEPSEEK, "scale_fmt": "ue8m0"},
+            unquantized_key="modules_to_not_convert",
+        ),
+        Dialect(
+            name="deepseek/v4-fp8",
+            recipe=Float8BlockScaling(),
+            scales="scale",
+            scale_dtype=_E8M0,
+            section={**_DEEPSEEK, "scale_fmt": "ue8m0"},
+            unquantized_key="modules_to_not_convert",
+        ),
+        Dialect(
+            name="deepseek/v4-mxfp4",
+            recipe=_MXFP4,
+            code_dtype=torch.int8,
+            scales="scale",
+            scale_dtype=_E8M0,
+            section={**_DEEPSEEK, "scale_fmt": "ue8m0", "expert_dtype": "fp4"},
+            unquantized_key="modules_to_not_convert",
+        ),
+    )
+}
+"""Every dialect by its name."""
+
+
+def as_dialect(dialect: Dialect | str) -> Dialect:
+    """Return the dialect that ``dialect`` is or names.
+
+    Raises:
+        InputError: where there is none.
+    """
+    if isinstance(dialect, Dialect):
+        return dialect
+    if not isinstance(dialect, str) or dialect not in DIALECTS:
+        raise InputError(
+            f"dialect must be one of {', '.join(DIALECTS)}, or a zerocast.export.Dialect, got "
+            f"{dialect!r}."
+        )
+    return DIALECTS[dialect]
