@@ -141,9 +141,11 @@ def test_gather_in_place_copies_nothing(comm: Communicator) -> None:
     gathered: list[int] = []
 
     class Spy(RecordingCommunicator):
-        def all_gather_(self, buffer: torch.Tensor, counts: object = None) -> None:
+        def start_all_gather_(
+            self, buffer: torch.Tensor, counts: Sequence[int] | None = None
+        ) -> Callable[[], None]:
             gathered.append(buffer.data_ptr())
-            super().all_gather_(buffer, counts)
+            return super().start_all_gather_(buffer, counts)
 
     masters = [draw_values("normal", NUMEL, i) for i in (1, 2)]
     weights = [zerocast.empty(SHAPE, NVFP4) for _ in masters]

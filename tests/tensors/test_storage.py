@@ -11,6 +11,7 @@ from tests.support.weights import FP8, NVFP4, both_recipes
 from zerocast.errors import MissingDataError, StaleCopyError
 from zerocast.recipes import Recipe
 from zerocast.tensors import CastVersion, QuantizedTensor, quantize, rebuild_derived
+from zerocast.tensors.staleness import Writes
 
 
 def watched(recipe: Recipe, *, rebuild_on_use: bool = False) -> tuple[QuantizedTensor, CastVersion]:
@@ -143,3 +144,35 @@ def test_the_high_precision_initial_value_lasts_until_the_next_write():
     other.quantized_storage.high_precision_init_val = x
     other.clear_high_precision_init_val()
     assert not hasattr(other, "get_high_precision_init_val")
+
+
+def test_a_plan_marks_its_weights_by_the_clock() -> None:
+    """A rebuilding by one plan of a weight that is in two makes the copies true for both, of none
+    of the other's weights, and of nothing that is cast afterwards.
+    """
+    writes = shared, _ = Writes(), Writes()
+    first, second = (CastVersion(rebuild_on_use=False) for _ in range(2))
+    for version, watching in ((first, (shared,)), (second, writes)):
+        for each in watching:
+            each.watch(version)
+    second.tick()
+    assert [each.were_cast for each in writes] == [True, True]
+    first.mark_rebuilt()
+    assert [each.were_cast for each in writes] == [False, True]
+    first.tick()
+    second.mark_rebuilt()
+    assert [each.were_cast for each in writes] == [False, False]
+    first.tick()
+    assert [each.were_cast for each in writes] == [True, False]
+    first.retire()
+    for _ in range(3):  # retired versions are forgotten, the staleness is not
+        passing = CastVersion(rebuild_on_use=False)
+        shared.watch(passing)
+        passing.retire()
+    assert shared.were_cast
+    shared.mark_rebuilt()
+    assert not shared.were_cast
+    late = Writes()
+    second.tick()
+    late.watch(second)
+    assert not late.were_cast

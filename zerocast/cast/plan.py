@@ -203,14 +203,13 @@ class CastPlan:
     @_untraced
     def post_all_gather_processing(self) -> None:
         """Rebuild the derived copies of all weights of the plan from their gathered codes."""
-        storages = [spec.storage for spec in self._specs]
         if self._prepared.addresses.hold_other_copies():
-            rebuild_derived(storages)  # as functional calls do; the next cast is refused
+            # As functional calls do; the next cast is refused.
+            rebuild_derived(spec.storage for spec in self._specs)
             return
         self._prepared.follow_moves()
         self._prepared.steps.run("transpose")
-        for storage in storages:
-            storage.mark_rebuilt()
+        self._version.mark_rebuilt()
 
     def post_all_gather_hook(self, module: torch.nn.Module) -> RemovableHandle:
         """Let ``module`` rebuild stale derived copies before its forward, once a cast; returns the

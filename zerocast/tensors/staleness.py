@@ -5,16 +5,21 @@ Note: derived copies
 The columnwise copy is derived from the gathered rowwise codes. A cast changes this rank's codes at
 once and those of other ranks follow with the all-gather, so between a cast and post-all-gather
 processing the copy is *stale*: reading it is refused, because it would be rebuilt from bytes that
-are not there yet. A plan casts thousands of weights, so it does not mark them one by one: it owns a
-:class:`CastVersion`, which increases with each cast, each weight keeps the number at which its
-copies were last rebuilt, and a copy is stale where any plan has cast since.
+are not there yet. A plan casts thousands of weights and rebuilds them, so it does not mark them one
+by one: it owns a :class:`CastVersion`, which notes when it last cast and when it last rebuilt all
+of its weights, by a clock that all of them share. A weight knows the plans that it is in, and when
+it was rebuilt by itself; its copies are stale where any of the plans has cast after the latest
+rebuilding.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 
 import torch
+
+_clock = itertools.count(1)
 
 
 class CastVersion:
@@ -22,6 +27,8 @@ class CastVersion:
 
     Attributes:
         ticks: casts so far.
+        ticked_at, rebuilt_at: when it last cast, and when it last rebuilt all of its weights; 0 for
+            never.
         rebuild_on_use: whether the next forward may rebuild derived copies by itself, because the
             caller promised that the all-gather is done by then
             (``manual_post_all_gather_processing=False``).
@@ -29,7 +36,7 @@ class CastVersion:
     """
 
     def __init__(self, *, rebuild_on_use: bool) -> None:
-        self.ticks = 0
+        self.ticks = self.ticked_at = self.rebuilt_at = 0
         self.rebuild_on_use = rebuild_on_use
         self.retired = False
 
@@ -43,7 +50,12 @@ class CastVersion:
         an error.
         """
         self.ticks += 1
+        self.ticked_at = next(_clock)
         torch.autograd.graph.increment_version(written)
+
+    def mark_rebuilt(self) -> None:
+        """Note that the derived copies of all weights of the plan have just been made."""
+        self.rebuilt_at = next(_clock)
 
 
 class Writes:
@@ -56,43 +68,38 @@ class Writes:
 
     def __init__(self) -> None:
         self.others = 0
-        # The ticks of each plan's version at which the derived copies were true.
-        self._seen: dict[CastVersion, int] = {}
+        self._watched: dict[CastVersion, int] = {}  # the versions of plans, and since when
+        self._own_rebuilt_at = 0
 
     @property
     def version(self) -> int:
         """A number that every write of codes changes."""
-        return self.others + sum(version.ticks for version in self._seen)
+        return self.others + sum(version.ticks for version in self._watched)
 
     @property
     def were_cast(self) -> bool:
         """Whether a plan has cast since the derived copies were made."""
-        return any(version.ticks != seen for version, seen in self._seen.items())
+        return bool(self._stale())
 
     @property
     def rebuild_on_use(self) -> bool | None:
         """Whether the next forward may rebuild derived copies; None where no plan has cast since
         they were made.
         """
-        stale = [version for version, seen in self._seen.items() if version.ticks != seen]
+        stale = self._stale()
         return all(version.rebuild_on_use for version in stale) if stale else None
 
     def watch(self, version: CastVersion) -> None:
         """Let a tick of ``version`` count as a cast from now on."""
-        if version not in self._seen:
+        if version not in self._watched:
             self._forget_retired()
-            self._seen[version] = version.ticks
+            self._watched[version] = next(_clock)
             self.others -= version.ticks
 
     def mark_rebuilt(self) -> None:
         """Note that the derived copies have just been made from the present codes."""
-        seen: dict[CastVersion, int] = {}
-        for version in self._seen:
-            if version.retired:
-                self.others += version.ticks
-            else:
-                seen[version] = version.ticks
-        self._seen = seen
+        self._own_rebuilt_at = next(_clock)
+        self._forget([version for version in self._watched if version.retired])
 
     def take_over(self, rebuild_on_use: bool | None) -> None:
         """Be stale as another weight is whose :attr:`rebuild_on_use` is given, without its plans,
@@ -106,13 +113,29 @@ class Writes:
 
     def _forget_retired(self) -> None:
         """Let one retired version stand for all of them; version and staleness stay."""
-        retired = [version for version in self._seen if version.retired]
+        retired = [version for version in self._watched if version.retired]
         if len(retired) < 2:
             return
-        stale = [version for version in retired if version.ticks != self._seen[version]]
-        self.others += sum(version.ticks for version in retired)
-        for version in retired:
-            del self._seen[version]
+        stale = [version for version in self._stale() if version.retired]
+        self._own_rebuilt_at = self._rebuilt_at
+        self._forget(retired)
         if stale:
             self.take_over(all(version.rebuild_on_use for version in stale))
             self.others -= 1  # the tick of the one that stands for them
+
+    def _forget(self, retired: Iterable[CastVersion]) -> None:
+        """Count what these have cast as the writes of others."""
+        for version in retired:
+            self.others += version.ticks
+            del self._watched[version]
+
+    @property
+    def _rebuilt_at(self) -> int:
+        """When the derived copies were last made, by a plan or alone."""
+        by_plans = [v.rebuilt_at for v, since in self._watched.items() if v.rebuilt_at > since]
+        return max(self._own_rebuilt_at, *by_plans, 0)
+
+    def _stale(self) -> list[CastVersion]:
+        """The versions that have ticked since the derived copies were made."""
+        rebuilt = self._rebuilt_at
+        return [v for v, since in self._watched.items() if v.ticked_at > max(rebuilt, since)]
