@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from zerocast.nn import convert
-from zerocast.nn.convert import AUTO_FILTER, why_small
+from zerocast.nn.layer_filter import AUTO_FILTER, why_small
 from zerocast.recipes import Float8CurrentScaling, Float8RowwiseScaling
 from zerocast.tensors import QuantizedTensor
 

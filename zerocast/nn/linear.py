@@ -48,9 +48,13 @@ def quantized_parameter(
     return torch.nn.Parameter(quantized, weight.requires_grad)
 
 
-def master_parameter(weight: torch.Tensor, recipe: Recipe, *, name: str) -> torch.nn.Parameter:
-    """Return ``weight`` as a master: the same memory, shape and dtype."""
-    gather = LowBitAllGather(weight.shape, recipe, name)
+def master_parameter(
+    weight: torch.Tensor, recipe: Recipe, *, name: str, for_linear: bool = True
+) -> torch.nn.Parameter:
+    """Return ``weight`` as a master: the same memory, shape and dtype; of a linear layer, or of
+    another module.
+    """
+    gather = LowBitAllGather(weight.shape, recipe, name, for_linear=for_linear)
     return torch.nn.Parameter(MasterWeight(weight.detach(), gather), weight.requires_grad)
 
 

@@ -68,14 +68,14 @@ class AllGatherInput:
         recipe, tp_shard = gather.recipe, gather.tp_shard
         shape = gather.shape if tp_shard is None else tp_shard.shape
         self.rows = RowShards(shape, comm.size, recipe.numerics.fmt)
-        planes = recipe.planes(shape)
+        planes = recipe.planes(shape, columnwise=gather.for_linear)
         gathered = [plane.codes_name for plane in planes if plane.is_gathered]
         derived = [name for plane in planes if plane.is_derived for name in plane.buffers]
         # All else of a gathered weight is known before the gather, or derived after it.
         left_out = {*gathered, *derived, *recipe.state}
         buffers = {
             name: spec.allocate(device)
-            for name, spec in recipe.buffers(shape, columnwise=True).items()
+            for name, spec in recipe.buffers(shape, columnwise=gather.for_linear).items()
             if name not in left_out
         }
         self.storage = QuantizedStorage(shape, dtype, recipe, buffers | gather.state, tp_shard)
@@ -96,10 +96,13 @@ class LowBitAllGather:
     """What all pieces of one master (whole, shard, alias) have in common.
 
     Args:
-        shape: [M, K], of the whole weight, also if tensor parallelism splits it.
+        shape: [M, K] or that of a stack, of the whole weight, also if tensor parallelism splits it.
         recipe: the scheme.
         name: the weight's, for messages, and for the random bits of stochastic rounding.
         state: the recipe's after earlier casts, if there were any.
+        for_linear: whether the weight is that of a :class:`zerocast.nn.Linear`, which multiplies by
+            codes. Any other module gets the value of the rowwise codes, as a plain tensor, and no
+            others are cast or gathered.
 
     Attributes:
         state: by the names of :attr:`Recipe.state`, as the latest cast left it.
@@ -111,8 +114,14 @@ class LowBitAllGather:
     """
 
     def __init__(
-        self, shape: Sequence[int], recipe: Recipe, name: str, state: State | None = None
+        self,
+        shape: Sequence[int],
+        recipe: Recipe,
+        name: str,
+        state: State | None = None,
+        for_linear: bool = True,
     ) -> None:
+        self.for_linear = for_linear
         self.shape = check_shape("shape", shape)
         self.recipe = as_recipe(recipe)
         self.name = check_text("name", name)
@@ -131,12 +140,12 @@ class LowBitAllGather:
         ``master`` has.
         """
         state = self.state_before_cast(is_due=self.is_due(master))
-        copy = LowBitAllGather(self.shape, self.recipe, self.name, state)
+        copy = LowBitAllGather(self.shape, self.recipe, self.name, state, self.for_linear)
         copy.is_gathered = self.is_gathered
         return copy
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return LowBitAllGather, (self.shape, self.recipe, self.name, self.state)
+        return LowBitAllGather, (self.shape, self.recipe, self.name, self.state, self.for_linear)
 
     # --- the parameter ---
 
@@ -220,6 +229,11 @@ class LowBitAllGather:
                 f"{self.name}: a weight that is all-gathered in codes presents FP32, BF16 or FP16, "
                 f"got {dtype}; give fully_shard a MixedPrecisionPolicy with such a param_dtype."
             )
+        if tp_shard is not None and not self.for_linear:
+            raise UnsupportedError(
+                f"{self.name}: under tensor parallelism only weights of linear layers are gathered "
+                f"in codes, got {tp_shard}; leave it out of include."
+            )
         if tp_shard is not None:
             check_tp_boundaries(self.name, tp_shard, self.recipe)
         state = self.state_before_cast(is_due=is_due)
@@ -249,7 +263,7 @@ class LowBitAllGather:
             views = shards.rows.views(list(shards.sent), outputs)
             buffers = {
                 name: views[name].view(spec.shape) if name in views else spec.allocate(device)
-                for name, spec in self.recipe.buffers(shape, columnwise=True).items()
+                for name, spec in self.recipe.buffers(shape, columnwise=self.for_linear).items()
                 if name not in self.recipe.state
             }
             weight = QuantizedTensor(QuantizedStorage(shape, shards.dtype, self.recipe, buffers))
@@ -273,6 +287,23 @@ class LowBitAllGather:
                     weight.buffers[name].copy_(buffer)
             shards.rows.store(shards.sent, outputs, weight.buffers)
             rebuild_derived([weight])
+
+    @torch.no_grad()
+    def gathered_value(
+        self,
+        outputs: Sequence[torch.Tensor],
+        shards: AllGatherInput,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return the value of the gathered codes ``outputs``, of the weight's shape and dtype: in
+        ``out``, if it was made before.
+        """
+        unchanged = () if out is None or self._gathered != shards.casts else (out,)
+        value = self.gathered_weight(outputs, shards)[0].dequantize()
+        if out is None:
+            return value
+        with torch.autograd._unsafe_preserve_version_counter(unchanged):
+            return out.copy_(value)
 
 
 def gather_of(tensor: torch.Tensor) -> LowBitAllGather | None:

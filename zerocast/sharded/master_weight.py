@@ -44,7 +44,8 @@ parameters from parameters by them."""
 
 _PRODUCTS = {
     aten.linear.default, aten.mm.default, aten.addmm.default, aten.bmm.default, aten.t.default,
-    aten.matmul.default,
+    aten.matmul.default, aten.embedding.default,
+    *(op.default for op in [getattr(aten, "_grouped_mm", None)] if op),  # torch 2.6 has none
 }  # fmt: skip
 
 
@@ -138,12 +139,18 @@ class MasterWeight(torch.Tensor):
         *,
         out: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, list[torch.Tensor]] | None:
-        """Make the weight of what all ranks sent; in ``out``, if it was made before."""
+        """Make the weight of what all ranks sent, or its value if it is of no linear layer; in
+        ``out``, if it was made before.
+        """
+        gather = self.low_bit_all_gather
+        if not gather.for_linear:
+            value = gather.gathered_value(all_gather_outputs, metadata, out)
+            return None if out is not None else (value, [value])
         if out is None:
-            return self.low_bit_all_gather.gathered_weight(all_gather_outputs, metadata)
+            return gather.gathered_weight(all_gather_outputs, metadata)
         weight = to_local(out)  # a DTensor under tensor parallelism
         assert isinstance(weight, QuantizedTensor)
-        self.low_bit_all_gather.refill(weight.quantized_storage, all_gather_outputs, metadata)
+        gather.refill(weight.quantized_storage, all_gather_outputs, metadata)
         return None
 
     # --- what torch answers from memory, which a wrapper does not have ---
@@ -289,10 +296,12 @@ def _note_shard(master: MasterWeight, shape: Sequence[int]) -> None:
     Raises:
         UnsupportedError: if it shards by columns.
     """
-    if master.dim() == 2 and shape[1] != master.shape[1]:
+    sizes = list(zip(shape, master.shape, strict=False))[1:]
+    dims = [dim for dim, (own, whole) in enumerate(sizes, 1) if own != whole]
+    if dims and len(shape) == master.dim():
         raise UnsupportedError(
             f"{master.low_bit_all_gather.name}: a low-bit all-gather needs masters sharded by "
-            f"rows, got a split of dimension 1; leave shard_placement_fn out for this parameter, "
-            f"or leave its layer out of zerocast.nn.convert by filter_fqns."
+            f"rows, got a split of dimension {dims[0]}; leave shard_placement_fn out for this "
+            f"parameter, or leave its layer out of zerocast.nn.convert by filter_fqns or include."
         )
     master.low_bit_all_gather.is_gathered = True

@@ -131,37 +131,43 @@ def _low_bit(
 ) -> ParameterGather:
     """Describe the gather of a master; ``others`` share the amax of its tensor."""
     recipe = gather.recipe
-    grids = [plane.grid for plane in recipe.planes(shape) if plane.is_gathered]
+    planes, matrices = recipe.planes(shape, columnwise=gather.for_linear), recipe.stack_of(shape)
+    grids = [plane.grid for plane in planes if plane.is_gathered]
     sent = RowShards(shape, world_size, recipe.numerics.fmt).sent_bytes * world_size * len(grids)
     blocks = sum(grid.num_blocks for grid in grids)
     scales = "of the tensor" if recipe.has_one_block else f"of {blocks} blocks"
+    if matrices:
+        scales += f" for each of {matrices.numel()} matrices"
     why = (
         f"{recipe.numerics.fmt.name} codes{' in two planes' if len(grids) > 1 else ''} under "
         f"{type(recipe).__name__}; scales {scales} follow from all-reduced amaxes"
     )
+    if not gather.for_linear:
+        why += "; the module works with their value"
     if others:
         why += f", the tensor's shared with {', '.join(others)}"
-    amaxes = 4 * (blocks + (not recipe.has_one_block))
+    amaxes = 4 * matrices.numel() * (blocks + (not recipe.has_one_block))
     return ParameterGather(name, shape, recipe, sent / shape.numel(), amaxes / shape.numel(), why)
 
 
 # --- why a parameter stays in high precision ---
 
-_REASON = "_zerocast_gathered_in_high_precision_because"
+_REASON = "_zerocast_in_high_precision_because_"
 
 
-def note_reason(module: torch.nn.Module, reason: str) -> None:
-    """Keep in ``module``, a linear layer, why its weight stays in high precision."""
-    setattr(module, _REASON, reason)
+def note_reason(module: torch.nn.Module, reason: str, name: str = "weight") -> None:
+    """Keep in ``module`` why its parameter ``name`` stays in high precision; "" if it does not."""
+    setattr(module, _REASON + name, reason)
 
 
 def why_high_precision(module: torch.nn.Module, name: str) -> str:
     """Say why the parameter ``name`` of ``module`` itself stays in high precision."""
     parameter = module._parameters[name]
     assert parameter is not None
+    if noted := getattr(module, _REASON + name, ""):
+        return noted
     if name == "weight" and isinstance(module, torch.nn.Linear):
-        unknown = "its layer was made after zerocast.nn.convert, or never given to it"
-        return getattr(module, _REASON, unknown)
+        return "its layer was made after zerocast.nn.convert, or never given to it"
     if isinstance(module, torch.nn.Embedding):
         return "an embedding is looked up, not multiplied"
     if parameter.dim() > 2:

@@ -3,12 +3,15 @@
 FSDP2 gives each of D ranks ceil(M / D) rows of a weight [M, K], the last ones fewer or none, and
 gathers equal chunks: a rank with fewer rows fills up. If M does not divide by D it asks that what
 is sent present itself in the padded shape [ceil(M / D), K], also if an element is half a byte, and
-splits what was gathered into rows of K bytes. So then a rank's chunk is rounded up to whole rows of
-bytes, which with 4-bit codes may leave half a row unused between the chunks.
+splits all that was gathered into rows of K bytes. So then a rank's chunk is rounded up until D of
+them are whole rows of bytes, which with 4-bit codes may leave some bytes unused between the chunks.
+
+Of a stack [E, ..., M, K] the rows are the E entries of its first dimension.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +24,7 @@ from zerocast.layout import Extent, chunk, round_up
 
 @dataclass(frozen=True, slots=True)
 class RowShards:
-    """The rows of a weight [M, K] over ``world_size`` ranks, its codes in ``fmt``."""
+    """The rows of a weight over ``world_size`` ranks, its codes in ``fmt``."""
 
     shape: torch.Size
     world_size: int
@@ -33,9 +36,14 @@ class RowShards:
         return chunk(self.shape[0], 0, self.world_size).size
 
     @property
+    def row_numel(self) -> int:
+        """Elements of one row."""
+        return self.shape[1:].numel()
+
+    @property
     def row_bytes(self) -> int:
         """Bytes of one row of codes."""
-        return packed_columns(self.fmt, self.shape[1])
+        return self.shape[1:-1].numel() * packed_columns(self.fmt, self.shape[-1])
 
     @property
     def is_even(self) -> bool:
@@ -45,8 +53,8 @@ class RowShards:
     @property
     def sent_bytes(self) -> int:
         """Bytes that each rank sends."""
-        size = self.rows * self.row_bytes
-        return size if self.is_even else round_up(size, self.shape[1])
+        size, common = self.rows * self.row_bytes, math.gcd(self.row_numel, self.world_size)
+        return size if self.is_even else round_up(size, self.row_numel // common)
 
     @property
     def has_gaps(self) -> bool:
@@ -55,18 +63,18 @@ class RowShards:
 
     def extent(self, rank: int) -> Extent:
         """Return the elements of ``rank``'s rows."""
-        rows, columns = chunk(self.shape[0], rank, self.world_size), self.shape[1]
-        return Extent(rows.start * columns, rows.end * columns)
+        rows = chunk(self.shape[0], rank, self.world_size)
+        return Extent(rows.start * self.row_numel, rows.end * self.row_numel)
 
     def code_bytes(self, rank: int) -> int:
         """Return the bytes of ``rank``'s codes, without what fills up."""
-        return self.extent(rank).size // self.shape[1] * self.row_bytes
+        return self.extent(rank).size // self.row_numel * self.row_bytes
 
     def to_send(self, codes: torch.Tensor) -> torch.Tensor:
         """Return ``codes``, uint8 [sent_bytes], in the shape in which FSDP2 takes them."""
         if self.is_even:
             return codes.view(self.rows, self.row_bytes)
-        return PaddedCodes(codes, (self.rows, self.shape[1]))
+        return PaddedCodes(codes, (self.rows, *self.shape[1:]))
 
     def views(
         self, planes: Sequence[str], outputs: Sequence[torch.Tensor]

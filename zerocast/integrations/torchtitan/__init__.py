@@ -58,7 +58,7 @@ from zerocast.errors import InputError
 from zerocast.integrations.torchtitan.options import check_combination, recipe_named
 from zerocast.nn import ConversionReport, Linear
 from zerocast.nn.autocast import autocast, text_of
-from zerocast.nn.convert import read_filter, why_small
+from zerocast.nn.layer_filter import read_filter, why_small
 from zerocast.nn.linear import master_parameter
 from zerocast.nn.regions import UNTRACEABLE
 from zerocast.recipes import Recipe

@@ -1,0 +1,189 @@
+"""Included weights: those of modules that are no linear layers, which a user names to convert.
+
+Experts, embeddings and other modules (GPT-2's Conv1D) compute with their weights in ways that are
+their own. So their forward stays as it is and works with values: of codes that the parameter holds,
+or that FSDP2 gathered. A weight of more than two dimensions is a stack of matrices.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from zerocast.errors import InputError
+from zerocast.nn.linear import Linear
+from zerocast.recipes import NOMINAL_DTYPES, Recipe
+from zerocast.sharded.all_gather import gather_of
+from zerocast.sharded.master_weight import as_master_like, as_plain
+from zerocast.sharded.placement import is_sharded
+from zerocast.tensors import QuantizedTensor
+
+Place = tuple[str, torch.nn.Module, str]
+"""Of a parameter: its fully qualified name, the module that has it, and its name there."""
+
+
+def places(model: torch.nn.Module) -> Iterator[tuple[torch.Tensor, Place]]:
+    """Yield every parameter of ``model`` with its place, one that modules share several times."""
+    for fqn, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                yield parameter, (f"{fqn}.{name}".lstrip("."), module, name)
+
+
+def included_weights(
+    model: torch.nn.Module, include: Sequence[str]
+) -> dict[torch.Tensor, list[Place]]:
+    """Return the weights that ``include`` names, each with all its places outside of linear layers.
+
+    A module has as weights its parameters of three dimensions or more, and the matrix ``weight``.
+
+    Raises:
+        InputError: for what is no list of names, or a name that names no weight.
+    """
+    if isinstance(include, str) or not all(isinstance(pattern, str) for pattern in include):
+        raise InputError(
+            f"include must be a list of names of modules such as ['model.layers.*.mlp.experts'], "
+            f"got {include!r}."
+        )
+    found, named = list(places(model)), set[torch.Tensor]()
+    for pattern in include:
+        alike = {
+            parameter
+            for parameter, (fqn, _, name) in found
+            if fqn == pattern
+            or (_is_weight(parameter, name) and _is_of(fqn.removesuffix(name), pattern))
+        }
+        if not alike:
+            raise InputError(
+                f"each name in include must be that of a module with weights (a matrix called "
+                f"weight, or parameters of more dimensions) or of a parameter, or a pattern that "
+                f"matches such modules, got {pattern!r}, which does not."
+            )
+        named |= alike
+    weights: dict[torch.Tensor, list[Place]] = {}
+    for parameter, place in found:
+        if parameter in named and not isinstance(place[1], torch.nn.Linear):
+            weights.setdefault(parameter, []).append(place)
+    return weights
+
+
+def _is_weight(parameter: torch.Tensor, name: str) -> bool:
+    return parameter.dim() > 2 or (parameter.dim() == 2 and name == "weight")
+
+
+def _is_of(prefix: str, pattern: str) -> bool:
+    """Say whether the module that gives its parameters this ``prefix`` is named by ``pattern``."""
+    return fnmatch.fnmatchcase(prefix.removesuffix("."), pattern)
+
+
+def recipe_of(weight: torch.Tensor, recipe: Recipe) -> Recipe:
+    """Return by which an included ``weight`` is quantized: matrix by matrix."""
+    return recipe if weight.dim() < 3 else dataclasses.replace(recipe, per_matrix=True)
+
+
+def why_not_included(
+    weight: torch.Tensor,
+    weight_places: Sequence[Place],
+    recipe: Recipe,
+    weights: str,
+    linears: Mapping[torch.Tensor | None, str | None],
+) -> str | None:
+    """Say why an included weight stays as it is; None if it can be converted. ``linears`` says it
+    of the weights of linear layers.
+
+    Raises:
+        InputError: as :func:`why_not_weight`.
+    """
+    name, module, _ = weight_places[0]
+    if linears.get(weight) is not None:
+        return f"is tied with a linear layer, which stays as it is: {linears[weight]}"
+    if isinstance(module, torch.nn.modules.conv._ConvNd) or weight.dim() < 2:
+        return f"belongs to a {type(module).__name__} and has no matrices that a forward multiplies"
+    if getattr(module, "max_norm", None) is not None:
+        return "its module writes it in every forward (max_norm)"
+    if weights == "master" and recipe.state:
+        return f"under {type(recipe).__name__} its state would have to be saved with it"
+    return why_not_weight(weight, name, recipe_of(weight, recipe), weights)
+
+
+def why_not_weight(
+    weight: torch.Tensor,
+    name: str,
+    recipe: Recipe,
+    weights: str,
+    linear: torch.nn.Linear | None = None,
+) -> str | None:
+    """Say why a weight stays as it is, judged by itself and its ``linear`` layer, if it is of one;
+    None if it can be converted.
+
+    Raises:
+        InputError: under ``"master"``, if it is sharded already.
+    """
+    if isinstance(weight, QuantizedTensor):
+        return "is quantized already"
+    if gather_of(weight) is not None:
+        return "is gathered in codes already"
+    if weights == "master" and is_sharded(weight):
+        # To leave it would be a gather in high precision where one in codes was asked for.
+        raise InputError(
+            f"weights='master' needs layers whose weights are whole, got {name}, whose weight is "
+            f"sharded; call zerocast.nn.convert before fully_shard or parallelize_module, or leave "
+            f"the layer out by filter_fqns or include."
+        )
+    if linear is not None and type(linear) not in (torch.nn.Linear, Linear):
+        return f"is a {type(linear).__name__}, a subclass that may use its weight in another way"
+    if type(weight) is not torch.nn.Parameter:
+        return f"its weight is a {type(weight).__name__}"
+    if weight.dtype not in NOMINAL_DTYPES:
+        return f"its weight is {weight.dtype}, and a quantized one presents FP32, BF16 or FP16"
+    if weight._backward_hooks or weight._post_accumulate_grad_hooks:
+        return "its weight has gradient hooks, which a new parameter would lose"
+    try:
+        recipe.check_shape(weight.shape)
+    except InputError as error:
+        return str(error)
+    return None
+
+
+def check_strict(left: Mapping[str, str], asked_for: Collection[str]) -> None:
+    """Raise :class:`InputError` where something that was asked for is ``left``."""
+    reasons = [f"{name}: {reason}" for name, reason in left.items() if name in asked_for]
+    if reasons:
+        raise InputError(
+            f"strict=True needs every linear layer that filter_fqns does not leave out, and every "
+            f"weight that include names, to be converted, and {len(reasons)} cannot be: "
+            f"{'; '.join(reasons[:8])}{'; ...' if len(reasons) > 8 else ''}. Leave them out, or "
+            f"convert without strict."
+        )
+
+
+# --- state dicts of modules with masters ---
+
+
+def keep_state_dict_plain(module: torch.nn.Module) -> None:
+    """Let state dicts of ``module`` hold plain tensors for its masters, as those of linear layers
+    do.
+    """
+    module.register_state_dict_post_hook(_save_plain)
+    module.register_load_state_dict_pre_hook(_load_as_masters)
+
+
+def _save_plain(module: torch.nn.Module, state_dict: Any, prefix: str, metadata: Any) -> None:
+    for name, parameter in module._parameters.items():
+        saved = state_dict.get(prefix + name)
+        if saved is not None and saved is not parameter:  # it is under keep_vars
+            state_dict[prefix + name] = as_plain(saved)
+
+
+def _load_as_masters(
+    module: torch.nn.Module, state_dict: Any, prefix: str, metadata: Any, *others: Any
+) -> None:
+    if not metadata.get("assign_to_params_buffers", False):
+        return
+    for name, parameter in module._parameters.items():
+        if parameter is not None and prefix + name in state_dict:
+            state_dict[prefix + name] = as_master_like(parameter, state_dict[prefix + name])

@@ -1,0 +1,96 @@
+"""LayerFilter: which layers stay as they are because the user said so, or for their size."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+import torch
+
+from zerocast.errors import InputError
+from zerocast.layout import FULL
+from zerocast.recipes import Recipe
+
+AUTO_FILTER = "auto_filter_small_kn"
+"""Among ``filter_fqns``: leave out the layers that are too small."""
+
+_ROWWISE = ((None, 2048), (1024, None), (2048, 4096))
+_TENSORWISE = ((4096, 1024),)
+"""No gain where K is at most the first and N at most the second; None is any. For recipes whose
+scales belong to rows, and for all others. Known of NVIDIA's H100: torchao, ``float8/README.md``
+("Performance"), and the thresholds that its ``_auto_filter_for_recipe`` draws from it."""
+
+Filter: TypeAlias = Sequence[str] | Callable[[torch.nn.Module, str], bool]
+"""Parts of the names of layers to leave out; or a function (layer, name) that says whether to
+convert it, as torchao's ``module_filter_fn``."""
+
+
+class LayerFilter:
+    """What ``filter_fqns`` says of each layer of ``model``, in any form that users give it.
+
+    Attributes:
+        leaves_small: whether layers are left out that are too small to gain.
+
+    Raises:
+        InputError: for anything else, and a part that no name contains; that would be a layer which
+            was meant to stay as it is and is converted.
+    """
+
+    def __init__(self, given: Filter, model: torch.nn.Module) -> None:
+        self._parts: tuple[str, ...] = ()
+        self._says = None
+        self.leaves_small = False
+        if callable(given):
+            self._says = given
+            return
+        is_list = isinstance(given, list | tuple | set | frozenset)
+        if not is_list or not all(isinstance(part, str) for part in given):
+            raise InputError(
+                f"filter_fqns must be a sequence of strings such as ['head'], or a function of a "
+                f"layer and its name that says whether to convert it, got {given!r}."
+            )
+        self._parts, self.leaves_small = read_filter(tuple(given))
+        names = [name for name, _ in model.named_modules(remove_duplicate=False)]
+        names += [name for name, _ in model.named_parameters(remove_duplicate=False)]
+        for part in self._parts:
+            if not any(part in name for name in names):
+                raise _matches_nothing(part, names)
+
+    def why_not(self, layer: torch.nn.Module, names: Sequence[str]) -> str | None:
+        """Why a layer of these names stays as it is; None where it does not."""
+        for part in self._parts:
+            if any(part in name for name in names):
+                return f"its name contains {part!r} of filter_fqns"
+        if self._says is not None and not all(self._says(layer, name) for name in names):
+            return "the function that was given as filter_fqns says so"
+        return None
+
+
+def read_filter(filter_fqns: Sequence[str]) -> tuple[tuple[str, ...], bool]:
+    """The parts of names to leave out, and whether small layers are, too."""
+    return tuple(p for p in filter_fqns if p != AUTO_FILTER), AUTO_FILTER in filter_fqns
+
+
+def why_small(recipe: Recipe, shape: Sequence[int]) -> str | None:
+    """Why a layer whose weight is of this shape [N, K] does not gain; None where it may."""
+    n, k = shape
+    for most_k, most_n in _ROWWISE if recipe.block == (1, FULL) else _TENSORWISE:
+        if (most_k is None or k <= most_k) and (most_n is None or n <= most_n):
+            named = (("K", most_k), ("N", most_n))
+            bounds = " and ".join(f"{name} <= {most}" for name, most in named if most is not None)
+            return (
+                f"too small to gain by quantized products: K = {k} and N = {n}, and the H100 table "
+                f"that torchao publishes has no gain where {bounds}"
+            )
+    return None
+
+
+def _matches_nothing(part: str, names: Sequence[str]) -> InputError:
+    known = {piece for name in names for piece in (name, name.rpartition(".")[2]) if piece}
+    near = difflib.get_close_matches(part, sorted(known), n=4, cutoff=0.5)
+    return InputError(
+        f"each part of a name in filter_fqns must be in one of the model's names, got {part!r}, "
+        f"which is in none of them (near it: {', '.join(near) or 'nothing'}); correct it, or take "
+        f"it out. {AUTO_FILTER!r} filters by size."
+    )
