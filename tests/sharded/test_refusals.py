@@ -26,7 +26,7 @@ def test_sharding_by_columns_is_refused_when_the_model_is_wrapped(comm):
     ) == (
         "layers.0.weight: a low-bit all-gather needs masters sharded by rows, got a split of "
         "dimension 1; leave shard_placement_fn out for this parameter, or leave its layer out of "
-        "zerocast.nn.convert by filter_fqns."
+        "zerocast.nn.convert by filter_fqns or include."
     )
 
 
@@ -141,7 +141,7 @@ def test_a_model_that_is_sharded_already_is_not_converted(comm):
     assert message_of(InputError, convert) == (
         "weights='master' needs layers whose weights are whole, got layers.0, whose weight is "
         "sharded; call zerocast.nn.convert before fully_shard or parallelize_module, or leave the "
-        "layer out by filter_fqns."
+        "layer out by filter_fqns or include."
     )
     assert type(model.layers[0]) is torch.nn.Linear
     left = zerocast.nn.convert(bank(NVFP4, (48,)), NVFP4, weights="master").left

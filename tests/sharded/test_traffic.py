@@ -86,13 +86,14 @@ def test_a_weight_that_layers_share_is_gathered_and_reported_once(comm):
 
 
 @on_gloo(4)
-def test_the_report_counts_uneven_shards(comm):
+@pytest.mark.parametrize(("rows", "sent"), [(130, 33 * 48), (5, 2 * 48)])
+def test_the_report_counts_uneven_shards(comm, rows, sent):
     """Where rows do not divide, the report counts what fills them up, too: 4 ranks send 130 rows
-    as 4 x 33 of 4-bit codes, each rounded up to 17 rows of 96 bytes.
+    as 4 x 33 of 4-bit codes, and 5 as 4 x 2.
     """
-    model = bank(NVFP4, (130,), wrap_layers=False)
+    model = bank(NVFP4, (rows,), wrap_layers=False)
     seen = step_twice(model, comm)
     (parameter,) = zerocast.sharded.report(model).parameters
     moved, said = seen.bytes["_allgather_base_"], parameter.bytes_per_element
-    assert moved == 4 * 17 * 96
-    assert said == moved / (130 * 96)
+    assert moved == 4 * sent
+    assert said == moved / (rows * 96)
