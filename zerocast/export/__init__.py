@@ -15,8 +15,16 @@ ranks, byte for byte.
 
 from zerocast.export.dialects import Dialect
 from zerocast.export.known_dialects import DIALECTS
-from zerocast.export.pretrained import load_pretrained, save_pretrained
+from zerocast.export.pretrained import decode_tensors, load_pretrained, save_pretrained
 from zerocast.export.tensor_scale import TensorScale
 from zerocast.export.weights import Export
 
-__all__ = ["DIALECTS", "Dialect", "Export", "TensorScale", "load_pretrained", "save_pretrained"]
+__all__ = [
+    "DIALECTS",
+    "Dialect",
+    "Export",
+    "TensorScale",
+    "decode_tensors",
+    "load_pretrained",
+    "save_pretrained",
+]

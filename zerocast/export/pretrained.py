@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -158,7 +158,29 @@ def load_pretrained(
     stored = _read(folder, torch.device(device))
     found = _dialect_of(configuration, folder, stored) if dialect is None else as_dialect(dialect)
     dtype = _nominal_dtype(configuration) if dtype is None else dtype
-    loaded: NamedTensors = {}
+    try:
+        return decode_tensors(stored, found, dtype)
+    except InputError as error:
+        raise InputError(f"{folder}: {error}") from error
+
+
+def decode_tensors(
+    stored: Mapping[str, torch.Tensor], dialect: Dialect | str, dtype: torch.dtype = torch.bfloat16
+) -> NamedTensors:
+    """Return what the tensors of a checkpoint, or of a :class:`zerocast.refit.Receiver`, stand for.
+
+    Args:
+        stored: by their names in the checkpoint.
+        dialect: theirs.
+        dtype: the nominal dtype of quantized weights.
+
+    Returns:
+        As :func:`load_pretrained`.
+
+    Raises:
+        InputError: where a tensor is missing, or not one of the dialect.
+    """
+    found, loaded = as_dialect(dialect), NamedTensors()
     for name, tensor in stored.items():
         parameter, part = found.parameter_of(name) or ("", "")
         if not part or stored_name(parameter, found.scales) not in stored:
@@ -169,7 +191,7 @@ def load_pretrained(
             try:
                 loaded[parameter] = found.decode(parts, dtype)
             except InputError as error:
-                raise InputError(f"{name} in {folder}: {error}") from error
+                raise InputError(f"{name}: {error}") from error
     return loaded
 
 
