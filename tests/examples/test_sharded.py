@@ -10,6 +10,7 @@ from tests.examples.test_examples import EXAMPLES
 from tests.support.programs import on_mpi_ranks, on_torchrun_ranks, output_of
 
 FSDP2, TENSOR_PARALLEL = EXAMPLES / "fsdp2.py", EXAMPLES / "tensor_parallel.py"
+REFIT = EXAMPLES / "refit.py"
 
 WRONGLY = """
 import runpy, sys
@@ -98,3 +99,22 @@ def test_a_wrong_scale_is_found(program: tuple[object, ...]) -> None:
     said = output_of([sys.executable, "-c", WRONGLY, *program, *options], code=1)
     assert "WRONG: blocks.0.attention_in.weight.rowwise_data[0" in said
     assert "and the unsharded cast gives" in said
+
+
+def test_receivers_have_the_trainer_s_loss() -> None:
+    """Two ranks train and one receives, after a delta was lost, too: it refuses the next one, and
+    its loss is the trainer's in every step.
+    """
+    said = output_of(on_mpi_ranks(3, REFIT, "--receivers", 1, "--steps", 3, "--lose", 1))
+    assert said.count("the same at 1 receivers") == 3
+    assert "step 1: a receiver refused: bytes.weight: this delta follows version 2" in said
+    sizes = [float(line.split()[-5]) for line in said.splitlines() if "bytes an element" in line]
+    assert sizes[0] == sizes[1] > 2 * sizes[2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dialect", ["compressed-tensors/nvfp4", "modelopt/mxfp8"])
+def test_receivers_are_fed_under_torchrun(dialect: str) -> None:
+    """Four ranks train and two receive."""
+    said = output_of(on_torchrun_ranks(6, REFIT, "--dialect", dialect, "--steps", 2))
+    assert said.count("the same at 2 receivers") == 2

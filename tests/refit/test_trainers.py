@@ -115,14 +115,14 @@ def test_an_audit_says_what_everything_travels_as():
     refit = sent(names=lambda name: f"model.{name}")
     config = DIALECTS["deepseek/fp8"].quantization_config(["model.1", "lm_head"])
     assert [str(each) for each in refit.audit(config)] == [
-        "model.0.weight: Float8BlockScaling (model.0.weight float8_e4m3fn, "
-        "model.0.weight_scale_inv float32)",
-        "model.0.bias: not quantized (model.0.bias bfloat16)",
-        "model.1.weight: not quantized (model.1.weight bfloat16)",
-        "model.1.bias: not quantized (model.1.bias bfloat16)",
+        "model.0.weight: Float8BlockScaling (model.0.weight float8_e4m3fn [32, 64], "
+        "model.0.weight_scale_inv float32 [1, 1])",
+        "model.0.bias: not quantized (model.0.bias bfloat16 [32])",
+        "model.1.weight: not quantized (model.1.weight bfloat16 [32, 32])",
+        "model.1.bias: not quantized (model.1.bias bfloat16 [32])",
     ]
-    stored = {name: t.dtype for name, t in refit.named_tensors()}
-    assert stored == {n: d for each in refit.audit() for n, d in each.tensors.items()}
+    stored = [(name, tensor.dtype, tensor.shape) for name, tensor in refit.named_tensors()]
+    assert refit.metadata() == stored
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,11 @@ class TorchDistributedCommunicator(Communicator):
     def stages(self, device: torch.device) -> bool:
         return device.type not in self._backends
 
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """torch's group of these ranks."""
+        return self._group
+
     def all_reduce_max_(self, buffer: torch.Tensor) -> None:
         flat = buffers.reduce_operand("all_reduce_max_", buffer)
         self._all_reduce(flat, dist.ReduceOp.MAX)

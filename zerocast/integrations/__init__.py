@@ -1,1 +1,1 @@
-"""What lets other projects use zerocast by their own configurations."""
+"""What lets other projects use zerocast: by their configurations, or by what they call."""

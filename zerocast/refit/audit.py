@@ -13,6 +13,7 @@ import torch
 from zerocast.errors import InputError
 from zerocast.export import Dialect, Export
 from zerocast.export.entries import Entry
+from zerocast.tensors import QuantizedStorage
 
 _MOST_NAMED = 8
 
@@ -23,17 +24,18 @@ class Travels:
 
     Attributes:
         name: in the checkpoint.
-        tensors: its tensors there, by name their dtypes.
+        tensors: its tensors there, by name, on the meta device: their shapes and dtypes.
         recipe: by which it is quantized; None for one that is not.
     """
 
     name: str
-    tensors: Mapping[str, torch.dtype]
+    tensors: Mapping[str, torch.Tensor]
     recipe: str | None
 
     def __str__(self) -> str:
         stored = ", ".join(
-            f"{name} {str(dtype).removeprefix('torch.')}" for name, dtype in self.tensors.items()
+            f"{name} {str(each.dtype).removeprefix('torch.')} {list(each.shape)}"
+            for name, each in self.tensors.items()
         )
         return f"{self.name}: {self.recipe or 'not quantized'} ({stored})"
 
@@ -44,14 +46,14 @@ def travels(export: Export) -> list[Travels]:
 
 
 def _travels(dialect: Dialect, entry: Entry) -> Travels:
-    if entry.recipe is None:
-        return Travels(entry.stored, {entry.stored: entry.dtype}, None)
-    dtypes = dict.fromkeys(dialect.names, torch.float32)
-    is_packed = entry.recipe.numerics.fmt.bits == 4
-    dtypes[dialect.codes] = torch.uint8 if is_packed else torch.float8_e4m3fn
-    dtypes[dialect.scales] = dialect.scale_dtype
-    tensors = {entry.stored_name(part): dtype for part, dtype in dtypes.items()}
-    return Travels(entry.stored, tensors, type(entry.recipe).__name__)
+    shape, recipe, meta = entry.tensor.shape, entry.recipe, torch.device("meta")
+    if recipe is None:
+        stored = torch.empty(shape, dtype=entry.dtype, device=meta)
+        return Travels(entry.stored, {entry.stored: stored}, None)
+    weight = QuantizedStorage.empty(shape, entry.dtype, recipe, meta, columnwise=False)
+    parts = dialect.encode(weight)
+    tensors = {entry.stored_name(part): tensor for part, tensor in parts.items()}
+    return Travels(entry.stored, tensors, type(recipe).__name__)
 
 
 def check_config(export: Export, config: Mapping[str, Any]) -> None:
@@ -69,8 +71,8 @@ def check_config(export: Export, config: Mapping[str, Any]) -> None:
     ]
     ignored = config.get(dialect.unquantized_key) or ()
     quantized = [entry.stored_name("")[:-1] for entry in export.entries if entry.recipe is not None]
-    plain = [module for module in quantized if _matches(module, ignored)]
-    missing = [module for module in export.unquantized if not _matches(module, ignored)]
+    plain = [module for module in quantized if is_named(module, ignored)]
+    missing = [module for module in export.unquantized if not is_named(module, ignored)]
     if plain:
         wrong.append(f"the server takes as not quantized {_listed(plain)}, which is here")
     if missing:
@@ -94,9 +96,9 @@ def _includes(given: Any, required: Any) -> bool:
     return bool(given == required)
 
 
-def _matches(module: str, patterns: Sequence[str]) -> bool:
-    """Whether a module is named: exactly, by a pattern with ``*``, or by a regular expression after
-    ``re:``. A part of its name is no match.
+def is_named(module: str, patterns: Sequence[str]) -> bool:
+    """Say whether a module is named: exactly, by a pattern with ``*``, or by a regular expression
+    after ``re:``. A part of its name is no match.
     """
     return any(
         re.match(pattern[3:], module) is not None

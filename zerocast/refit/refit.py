@@ -155,6 +155,14 @@ class Refit:
         raise_together(export.comm, attempt.error)
         return travels(export)
 
+    def metadata(self) -> list[tuple[str, torch.dtype, torch.Size]]:
+        """Return name, dtype and shape of every tensor of :meth:`named_tensors`, in its order."""
+        return [
+            (name, tensor.dtype, tensor.shape)
+            for each in travels(self.export())
+            for name, tensor in each.tensors.items()
+        ]
+
     @torch.no_grad()
     def _deltas(self, since: int | None) -> Iterator[NamedTensor]:
         export, version, self._is_complete = self.export(), self.version + 1, False

@@ -1,0 +1,10 @@
+"""Adapters from :class:`zerocast.refit.Refit` to the interfaces by which trainers and servers move
+weights; each stands by itself, imports the other project only when it is called, and patches
+nothing.
+
+    verl        an engine's parameters, whole or in shards
+    slime       slime's and miles' functions that quantize converted parameters
+    nemo_rl     the map of NeMo-RL's resharding refit
+    skyrl       a weight extractor
+    vllm        a weight source of vLLM's transfer engines
+"""

@@ -1,0 +1,36 @@
+"""verl: the parameters of an engine, in codes; for the engine's methods of the same names."""
+
+from collections.abc import Iterator
+from importlib import import_module
+from typing import Any
+
+from zerocast.comm.torch_distributed import TorchDistributedCommunicator
+from zerocast.refit import Refit
+
+
+class EngineWeights:
+    """What ``BaseEngine.get_per_tensor_param`` and ``get_per_tensor_param_shard`` return, which a
+    checkpoint engine's ``send_weights`` takes.
+
+    Args:
+        refit: of the engine's model.
+    """
+
+    def __init__(self, refit: Refit) -> None:
+        self.refit = refit
+
+    def get_per_tensor_param(self, **kwargs: Any) -> tuple[Iterator[Any], None]:
+        """Return whole tensors with their names; all ranks iterate over them."""
+        return self.refit.named_tensors(), None
+
+    def get_per_tensor_param_shard(self, **kwargs: Any) -> tuple[Iterator[Any], None]:
+        """Return (name, this rank's elements, flat, and their ``ShardSpec``)."""
+        return self._shards(), None
+
+    def _shards(self) -> Iterator[Any]:
+        shard_spec = import_module("verl.workers.engine.spec").ShardSpec
+        for piece in self.refit.shards():
+            given: dict[str, Any] = {"full_shape": tuple(piece.shape)}
+            if isinstance(piece.comm, TorchDistributedCommunicator):
+                given |= {"place": piece.start, "gather_group": piece.comm.process_group}
+            yield piece.name, piece.values, shard_spec(**given)
