@@ -7,7 +7,7 @@ import torch
 import zerocast
 from tests.support.partitions import draw_partition
 from zerocast.comm import Communicator
-from zerocast.export import Dialect
+from zerocast.export.dialects import Dialect, stored_name
 from zerocast.layout import Extent
 
 SHAPES = {"a.weight": (48, 160), "b.weight": (130, 288), "c.weight": (1, 32), "d.weight": (16, 64)}
@@ -61,5 +61,5 @@ def expected(dialect: Dialect, values: dict[str, torch.Tensor]) -> dict[str, tor
     for name, value in values.items():
         weight = zerocast.quantize(value, dialect.recipe, dtype=torch.bfloat16)
         for part, tensor in dialect.encode(weight.quantized_storage).items():
-            found[f"{name.removesuffix('.weight')}.{part}"] = tensor
+            found[stored_name(name, part)] = tensor
     return found

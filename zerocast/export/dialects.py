@@ -109,10 +109,16 @@ class Dialect:
         views of its buffers where that is possible.
         """
         codes = storage.buffers[storage.planes[0].codes_name]
-        encoded = self.encode_codes(codes)
-        if self.code_block is not None:
-            encoded = encoded.unflatten(-1, (-1, self.code_block))
-        return {self.codes: encoded, **self.encode_scales(storage)}
+        return {
+            self.codes: self.shaped_codes(self.encode_codes(codes)),
+            **self.encode_scales(storage),
+        }
+
+    def shaped_codes(self, codes: torch.Tensor) -> torch.Tensor:
+        """Return the stored codes of a whole weight, a row of bytes each, in blocks where it has
+        such.
+        """
+        return codes if self.code_block is None else codes.unflatten(-1, (-1, self.code_block))
 
     def encode_codes(self, codes: torch.Tensor) -> torch.Tensor:
         """Return ``codes``, uint8, those of a weight or of some of its elements, as stored."""

@@ -70,7 +70,9 @@ def check_config(export: Export, config: Mapping[str, Any]) -> None:
         if key != "quantization_status" and not _includes(config.get(key), value)
     ]
     ignored = config.get(dialect.unquantized_key) or ()
-    quantized = [entry.stored_name("")[:-1] for entry in export.entries if entry.recipe is not None]
+    quantized = [
+        entry.stored.rpartition(".")[0] for entry in export.entries if entry.recipe is not None
+    ]
     plain = [module for module in quantized if is_named(module, ignored)]
     missing = [module for module in export.unquantized if not is_named(module, ignored)]
     if plain:

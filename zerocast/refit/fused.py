@@ -6,15 +6,15 @@ import torch
 
 from zerocast.cast import CastPlan
 from zerocast.comm import SingleRank
-from zerocast.export import Dialect
+from zerocast.export.dialects import Dialect, stored_name
 from zerocast.tensors import empty
 
 
 def encode_fused(
     weights: Mapping[str, torch.Tensor], dialect: Dialect
 ) -> dict[str, dict[str, torch.Tensor]]:
-    """Return, by name, what is stored of each of ``weights``, whole matrices, by the last part of
-    its name; under NVFP4 they share a tensor amax.
+    """Return, by name, the tensors that are stored of each of ``weights``, whole matrices, by their
+    names in the checkpoint; under NVFP4 the weights share a tensor amax.
     """
     cast = [
         empty(value.shape, dialect.recipe, dtype=value.dtype, device=value.device, columnwise=False)
@@ -29,5 +29,10 @@ def encode_fused(
         amax_groups=[list(weights)],
     )
     plan.cast()
-    stored = (dialect.encode(weight.quantized_storage) for weight in cast)
-    return dict(zip(weights, stored, strict=True))
+    return {
+        name: {
+            stored_name(name, part): tensor
+            for part, tensor in dialect.encode(weight.quantized_storage).items()
+        }
+        for name, weight in zip(weights, cast, strict=True)
+    }

@@ -95,11 +95,12 @@ def cast_pieces(
     shard, (plane,) = entry.shard, storage.recipe.planes(storage.shape, columnwise=False)
     assert shard is not None
     extent, bits = shard.extent, storage.recipe.numerics.fmt.bits
-    *leading, columns = storage.shape
-    whole_codes = torch.empty(*leading, columns * bits // 8, dtype=torch.uint8, device="meta")
+    whole_codes = torch.empty(
+        (*storage.shape[:-1], storage.shape[-1] * bits // 8), dtype=torch.uint8, device="meta"
+    )
     yield Piece(
         entry.stored_name(dialect.codes),
-        dialect.encode_codes(whole_codes).shape,
+        dialect.shaped_codes(whole_codes).shape,
         extent.start * bits // 8,
         dialect.encode_codes(own),
         shard.comm,

@@ -3,7 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
-from zerocast.export.dialects import Dialect, as_dialect
+from zerocast.export.dialects import Dialect
+from zerocast.export.known_dialects import as_dialect
 from zerocast.refit.audit import is_named
 from zerocast.refit.fused import encode_fused
 
@@ -33,8 +34,7 @@ def quantize_params(dialect: Dialect | str) -> Callable[..., Any]:
         stored = encode_fused(matrices, found)
         params: list[Any] = []
         for name, param in converted_named_params:
-            parts, module = stored.get(name), name.removesuffix("weight")
-            params += [(module + part, parts[part]) for part in parts] if parts else [(name, param)]
+            params += stored[name].items() if name in stored else [(name, param)]
         return params
 
     return quantized
