@@ -25,7 +25,7 @@ from zerocast.layout import Extent, FlatLayout, SharedBlocks
 from zerocast.numerics import Backend, FourOverSixErrors, Launch, Masters, TensorOperand
 from zerocast.recipes import Recipe
 from zerocast.tensors import QuantizedStorage
-from zerocast.tensors.weight_operands import tensor_operand
+from zerocast.tensors.weight_operands import Amaxes, tensor_operand
 
 Work = Callable[[], object]
 Shape = tuple[int, int]
@@ -98,7 +98,7 @@ def prepare(
     slots = [storage.amax_slots for storage in storages]
     amax = torch.zeros(sum(slots), dtype=torch.int32, device=device)
     shards = [
-        tensor_operand(storage, i, extent, own, candidates=_errors(storage))
+        tensor_operand(storage, i, extent, Amaxes.whole(storage, own), candidates=_errors(storage))
         for i, (storage, extent, own) in enumerate(
             zip(storages, extents, amax.split(slots), strict=True)
         )

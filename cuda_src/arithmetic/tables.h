@@ -52,7 +52,7 @@ ZEROCAST_FN i64 find(const i64* list, i64 length, i64 value) {
 // What 4-over-6 decides by; choices is null under all other numerics. Errors and elements stand for
 // FP32 values.
 struct Candidates {
-    u8* choices;     // [blocks]: 1 for map4, 0 for map6
+    u8* choices;     // [blocks], as amaxes: 1 for map4, 0 for map6
     const i64* cut;  // [cuts], ascending: the rows of blocks that are cut
     i64 cuts;
     float* row_errors;    // [cuts, block_h, blocks_w, 2]
@@ -95,7 +95,7 @@ static_assert(sizeof(Master) == 2 * sizeof(i64), "a row that Python writes");
 // One plane of codes that are cast.
 struct CodePlane {
     Grid grid;
-    i32* block_amax;  // [blocks]
+    i32* block_amax;  // [blocks]; there may be memory for those of the shard's rows alone
     u8* codes;        // of the elements from codes_start on
 };
 
@@ -126,7 +126,7 @@ struct ScalePlane {
     i64 rows, cols;                // entries that hold scales, before the plane is transposed
     i64 padded_rows, padded_cols;  // the plane as it is stored
     i64 padding;                   // bit pattern of entries that belong to no block
-    const i32* block_amax;         // [blocks]
+    const i32* block_amax;         // [blocks]; or, where scales are expanded, one of each block
     void* scale_inv;               // [padded_rows, padded_cols]; null where there is no plane
 
     // The scale of block (i, j) is the stored entry i * down() + j * right().

@@ -1,5 +1,6 @@
 // compute_scale: the stored scales of whole weights from reduced amaxes, padding and repeats
-// included; and what delayed scaling remembers of a weight is brought up to date.
+// included; and what delayed scaling remembers of a weight is brought up to date. expand_scales:
+// the same stored scales from one of each block.
 #include "cpu/encoders.h"
 #include "cpu/numerics.h"
 #include "cpu/scale_rows.h"
@@ -11,6 +12,13 @@ namespace {
 // Rows of blocks that are made before they are stored, where the plane is stored transposed: as
 // many FP32 entries as a line of memory holds.
 constexpr i64 TRANSPOSED_ROWS = 16;
+
+// Stands for numerics where scales have been made before, one a block.
+template <class Entry>
+struct Made {
+    typedef Entry Stored;
+    static constexpr bool CHOOSES = false;
+};
 
 // One plane of one weight.
 template <class Numerics>
@@ -39,6 +47,13 @@ class PlaneScales {
 
     // The scales of n blocks side by side.
     void scales(i64 block, i64 n, Stored* to) const {
+        if constexpr (SAME<Numerics, Made<Stored>>)
+            memcpy(to, (const Stored*)plane_.block_amax + block, n * sizeof(Stored));
+        else
+            compute(block, n, to);
+    }
+
+    void compute(i64 block, i64 n, Stored* to) const {
         const i32* amax = plane_.block_amax + block;
         const u8* choices = Numerics::CHOOSES ? choices_ + block : nullptr;
         i64 b = 0;
@@ -126,18 +141,29 @@ Span plane_span(const ScalePlane& plane) {
     return Span{0, plane.grid.blocks_h() * row, row};
 }
 
-// This thread's share of one plane of each weight.
-void planes(const NumericsTable& numerics, const ScaleTarget* targets, i64 count, i64 thread,
-            i64 num_threads, ScalePlane ScaleTarget::* which) {
-    auto span = [&](const ScaleTarget& target) { return plane_span(target.*which); };
-    share(targets, count, thread, num_threads, span,
-          [&](const ScaleTarget& target, i64 begin, i64 end) {
-              i64 row = span(target).granule;
-              with_numerics(numerics, target.tensor_amax, target.delayed, [&](auto scaling) {
-                  PlaneScales<decltype(scaling)> scales(target.*which, target.choices, scaling);
-                  scales(begin / row, end / row);
-              });
-          });
+constexpr ScalePlane ScaleTarget::* PLANES[] = {&ScaleTarget::rowwise, &ScaleTarget::columnwise};
+
+// Stores the planes of all weights: with(target, work) calls work with what makes their scales.
+template <class With>
+void store_planes(const ScaleTarget* targets, i64 count, i64 threads, const With& with) {
+    i64 total = total_elements(targets, count, [](const ScaleTarget& target) {
+        return Span{0, plane_span(target.rowwise).size() + plane_span(target.columnwise).size(), 1};
+    });
+    // Most stored scales are copies of the one above: sixteen are as much work as one element.
+    in_parallel(total / 16, threads, [&](i64 thread, i64 num_threads) {
+        for (ScalePlane ScaleTarget::* which : PLANES) {
+            auto span = [&](const ScaleTarget& target) { return plane_span(target.*which); };
+            share(targets, count, thread, num_threads, span,
+                  [&](const ScaleTarget& target, i64 begin, i64 end) {
+                      i64 row = span(target).granule;
+                      with(target, [&](auto scaling) {
+                          PlaneScales<decltype(scaling)> scales(target.*which, target.choices,
+                                                                scaling);
+                          scales(begin / row, end / row);
+                      });
+                  });
+        }
+    });
 }
 
 }  // namespace
@@ -149,15 +175,22 @@ ZEROCAST_EXPORT(compute_scale)(const void* numerics, const void* table, long lon
     using namespace zerocast;
     auto& numerics_table = *(const NumericsTable*)numerics;
     auto targets = (const ScaleTarget*)table;
-    i64 total = total_elements(targets, count, [](const ScaleTarget& target) {
-        return Span{0, plane_span(target.rowwise).size() + plane_span(target.columnwise).size(), 1};
-    });
-    // Most stored scales are copies of the one above: sixteen are as much work as one element.
-    in_parallel(total / 16, threads, [&](i64 thread, i64 num_threads) {
-        planes(numerics_table, targets, count, thread, num_threads, &ScaleTarget::rowwise);
-        planes(numerics_table, targets, count, thread, num_threads, &ScaleTarget::columnwise);
+    store_planes(targets, count, threads, [&](const ScaleTarget& target, auto work) {
+        with_numerics(numerics_table, target.tensor_amax, target.delayed, work);
     });
     in_parallel(count, 1, [&](i64, i64) {
         for (i64 i = 0; i < count; i++) finish(targets[i], numerics_table);
+    });
+}
+
+ZEROCAST_EXPORT(expand_scales)(const void* numerics, const void* table, long long count,
+                               long long threads) {
+    using namespace zerocast;
+    i64 kind = ((const NumericsTable*)numerics)->kind;
+    store_planes((const ScaleTarget*)table, count, threads, [&](const ScaleTarget&, auto work) {
+        if (kind == NUMERICS_FLOAT8)
+            work(Made<float>{});
+        else
+            work(Made<u8>{});
     });
 }

@@ -35,7 +35,8 @@ __global__ void __launch_bounds__(THREADS, 8)
             i32 choice = Numerics::CHOOSES ? target.choices[block] : 0;
             return numerics.template stored<Scalar>(plane.block_amax[block], choice);
         };
-        store_scales<typename Numerics::Stored, STRIP_THREADS, THREADS>(plane, tile, stored_at);
+        if (plane.scale_inv)
+            store_scales<typename Numerics::Stored, STRIP_THREADS, THREADS>(plane, tile, stored_at);
         if (tile.plane == 0 && tile.row == 0 && tile.col == 0 && threadIdx.x == 0)
             once_a_weight(target);
     }

@@ -4,23 +4,35 @@ That the reference's bytes are right is the claim of tests/oracles.
 """
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 
 from tests.cuda_emulation.emulator import needs_emulation
 from tests.support.compiled import EMULATED, ON_CPU
-from tests.support.operations import Weight, Written, masters_of, nvfp4, operand, run_together
+from tests.support.operations import (
+    Scheme,
+    Weight,
+    Written,
+    masters_of,
+    nvfp4,
+    operand,
+    plane,
+    run_together,
+)
 from tests.support.partitions import draw_partition
 from tests.support.same_bytes import assert_same_bytes
 from tests.support.values import draw_values
 from zerocast.backends.reference import ReferenceBackend
 from zerocast.formats import E4M3, E5M2
-from zerocast.layout import BlockGrid, Extent
+from zerocast.layout import BlockGrid, Extent, ScaleLayout, SharedBlocks, Source
 from zerocast.numerics import (
     Backend,
     Float8Numerics,
+    FourOverSixErrors,
     Masters,
+    MXFP8Numerics,
     Numerics,
     NVFP4Numerics,
     TensorOperand,
@@ -198,3 +210,103 @@ def test_a_tensor_that_is_not_finite_chooses_map6(backend, bad):
     for extents in ([Extent(0, 544)], [Extent(0, 99), Extent(99, 101), Extent(101, 544)]):
         errors = exchanged(backend, "mae", (17, 32), x, extents)
         assert errors["choices in all"].tolist() == [0] * 4
+
+
+# --- a rank that keeps the amaxes around its shard alone ---
+
+
+def mxfp8(rows: int, cols: int) -> Scheme:
+    """Blocks of one row, and of one column."""
+    both = BlockGrid(rows, cols, 1, 32), BlockGrid(rows, cols, 32, 1)
+    return Scheme(MXFP8Numerics(E4M3), *map(ScaleLayout, both))
+
+
+def candidates_of(scheme: Scheme, extent: Extent, blocks: range | None) -> FourOverSixErrors | None:
+    """What the rank with ``extent`` chooses by; of these blocks alone."""
+    if not isinstance(scheme.numerics, NVFP4Numerics) or scheme.numerics.four_over_six is None:
+        return None
+    others = Extent(0, extent.start), Extent(extent.end, scheme.grid.numel)
+    grid, cuts = scheme.grid, SharedBlocks.of(scheme.grid, [extent, *others])
+    buffer = torch.zeros(FourOverSixErrors.words(grid, cuts), dtype=torch.int32)
+    whole = FourOverSixErrors.carve(buffer, grid, cuts)
+    return whole if blocks is None else whole.of_blocks(grid, blocks)
+
+
+KEPT = [
+    (nvfp4(70, 80, NVFP4Numerics()), Extent(17 * 80 + 5, 33 * 80 + 1)),
+    (nvfp4(70, 80, NVFP4Numerics(four_over_six="mae")), Extent(17 * 80 + 5, 33 * 80 + 1)),
+    (mxfp8(70, 96), Extent(40 * 96 + 3, 40 * 96 + 7)),
+    (mxfp8(70, 96), Extent(31 * 96, 64 * 96)),
+]
+
+
+@pytest.mark.parametrize(("scheme", "extent"), KEPT)
+def test_kept_amaxes_are_enough(backend, scheme, extent):
+    """A shard measures and casts in the middle of a weight with no memory but for the blocks around
+    it, and gives what it gives with memory for all; what lies before and behind stays as it is.
+    """
+    x = values(extent.size, 1)
+    masters, results = masters_of(x), []
+    for keeps in (False, True):
+        buffers, planes = [], []
+        grids = [scheme.grid]
+        if scheme.second is not None and scheme.source is Source.MASTER:
+            grids.append(scheme.second.grid)
+        codes = [scheme.codes() for _ in grids]
+        for grid, of_plane in zip(grids, codes, strict=True):
+            blocks = grid.touched(extent) if keeps else range(grid.num_blocks)
+            guarded = torch.full((len(blocks) + 512,), -1, dtype=torch.int32)
+            amaxes = guarded[256:-256].zero_()
+            buffers.append((guarded, amaxes, blocks, grid.touched(extent)))
+            planes.append(replace(plane(grid, amaxes, of_plane), first_block=blocks.start))
+        tensor_amax = torch.zeros(1, dtype=torch.int32)
+        shard = TensorOperand(
+            tuple(planes), extent=extent, round_to=torch.bfloat16, tensor_amax=tensor_amax,
+            candidates=candidates_of(scheme, extent, buffers[0][2] if keeps else None),
+        )  # fmt: skip
+        backend.partial_amax([shard], masters)()
+        if shard.candidates is not None:
+            backend.partial_select(scheme.numerics, [shard], masters)()
+            backend.select(scheme.numerics, [shard])()
+        backend.partial_cast(scheme.numerics, [shard], masters)()
+        kept = []
+        for guarded, amaxes, blocks, touched in buffers:
+            assert guarded[:256].eq(-1).all()
+            assert guarded[-256:].eq(-1).all()
+            kept.append(amaxes[touched.start - blocks.start :][: len(touched)])
+        results.append([tensor_amax, *kept, *codes])
+    for i, (got, expected) in enumerate(zip(*results, strict=True)):
+        assert_same_bytes(got, expected, f"result {i}")
+
+
+@pytest.mark.parametrize(
+    ("numerics", "layout"),
+    [
+        (MXFP8Numerics(E4M3), ScaleLayout(BlockGrid(70, 160, 32, 32), 32, 128, 4)),
+        (MXFP8Numerics(E4M3), ScaleLayout(BlockGrid(70, 160, 32, 32), 1, 4, 128, col_repeat=32)),
+        (Float8Numerics(E4M3), ScaleLayout(BlockGrid(300, 300, 128, 128), 1, 1, 4, 1.0)),
+        (Float8Numerics(E4M3), ScaleLayout(BlockGrid(5, 700, 1, 128), 1, 1, 4, transposed=True)),
+        (NVFP4Numerics(), ScaleLayout(BlockGrid(33, 80, 16, 16), 16, 128, 4)),
+    ],
+    ids=str,
+)
+def test_scales_that_travelled_expand_to_those_that_are_made_in_place(backend, numerics, layout):
+    """One a block from a plane of one row, then stored, with repeats and padding, as the plane and
+    as that of the transposed matrix.
+    """
+    grid = layout.grid
+    amax = values(grid.num_blocks, 0).abs().view(torch.int32)
+    tensor_amax, made = amax.max()[None].clone(), []
+    compact = torch.zeros(grid.num_blocks, dtype=numerics.scale_dtype)
+    for scales in (layout, ScaleLayout(BlockGrid(1, grid.num_blocks, 1, 1))):
+        stored = torch.full(scales.shape, 7, dtype=numerics.scale_dtype)
+        made.append(compact if scales is not layout else stored)
+        backend.compute_scale(numerics, [operand(scales, amax, tensor_amax, None, made[-1])])()
+    by_columns = compact.view(grid.blocks_h, grid.blocks_w).t().contiguous().view(-1)
+    expanded = torch.full(layout.shape, 9, dtype=numerics.scale_dtype)
+    mirrored = torch.full(layout.shape, 9, dtype=numerics.scale_dtype)
+    first = replace(plane(layout, scale_inv=expanded), compact=compact)
+    second = replace(plane(layout.of_transposed(), scale_inv=mirrored), compact=by_columns)
+    backend.expand_scales(numerics, [TensorOperand((first, second))])()
+    assert_same_bytes(expanded, made[0], "the plane")
+    assert_same_bytes(mirrored, made[0], "the plane by the blocks of the transposed matrix")

@@ -55,7 +55,9 @@ def test_a_group_is_cast_as_the_fused_weight(comm: Communicator, recipe: zerocas
     extents = [cut(master.numel(), comm.size)[comm.rank :][:2] for master in whole]
     shards = [m.view(-1)[start:end] for m, (start, end) in zip(whole, extents, strict=True)]
     starts = [start for start, _ in extents]
-    plan = zerocast.CastPlan(weights, shards, starts, comm, names=NAMES, amax_groups=GROUPS)
+    plan = zerocast.CastPlan(
+        weights, shards, starts, comm, names=NAMES, amax_groups=GROUPS, exchange="boundary"
+    )
     plan.cast()
     plan.all_gather()
     row = 0

@@ -53,6 +53,7 @@ class Case:
         ]
         self.partitions = [draw_partition(m.numel(), world_size, rng) for m in self.masters]
         self.own_buffers = rng.random() < 0.3
+        self.exchange = rng.choice(("full", "boundary"))
 
     def stored(self, i: int) -> torch.Tensor:
         """The whole master of weight ``i`` in the dtype that ranks hold it in."""
@@ -130,7 +131,10 @@ def cast_and_gather(
     masters, starts = case.shards(comm.rank)
     masters = [None if master is None else master.to(device) for master in masters]
     shard_codes = _shard_buffers(case, comm.rank, device) if case.own_buffers else None
-    plan = zerocast.CastPlan(weights, masters, starts, comm, fsdp_shard_model_weights=shard_codes)
+    plan = zerocast.CastPlan(
+        weights, masters, starts, comm,
+        fsdp_shard_model_weights=shard_codes, exchange=case.exchange,
+    )  # fmt: skip
     for _ in range(case.casts):
         plan.cast()
         plan.all_gather()
@@ -158,7 +162,8 @@ def check(case: Case, by_rank: Mapping[int, list[torch.Tensor]]) -> None:
         for i, (weight, expected) in enumerate(zip(weights, whole, strict=True)):
             extents = [str(e) for e in case.partitions[i]]
             kind = f"{case.recipes[i]} {case.dtypes[i]}"
-            where = f"seed {case.seed}, rank {rank}, weight {i} {kind} cut at {extents}"
+            seed = f"seed {case.seed}, {case.exchange} exchange"
+            where = f"{seed}, rank {rank}, weight {i} {kind} cut at {extents}"
             assert_same_storage(weight, expected, where)
 
 

@@ -31,7 +31,7 @@ two_planes = each(*CAST_COLUMNWISE)
 @on_ranks("in_process", 2)
 def test_a_mixed_plan_makes_one_all_reduce_and_one_for_choices(comm: Communicator) -> None:
     """Weights of all recipes in one plan: one all-reduce MAX, and one SUM where one of them chooses
-    scales; gathered are two planes of codes, one all-gather each.
+    scales; gathered are two planes of codes, one all-gather each, and scales by one for all planes.
     """
     recorded = RecordingCommunicator(comm)
     start, end = cut(NUMEL, 2)[comm.rank :][:2]
@@ -39,12 +39,13 @@ def test_a_mixed_plan_makes_one_all_reduce_and_one_for_choices(comm: Communicato
     few = [w for w in weights if not w.recipe.chooses_scales]
     for given, reductions in ((weights, 2), (few, 1)):
         masters, starts = [torch.ones(end - start)] * len(given), [start] * len(given)
-        plan = zerocast.CastPlan(given, masters, starts, recorded)
-        recorded.reset()
-        plan.cast()
-        assert recorded.total().calls == recorded.total(kind="all_reduce").calls == reductions
-        plan.all_gather()
-        assert recorded.total(kind="all_gather").calls == 2
+        for exchange, gathers in (("full", 2), ("boundary", 3)):
+            plan = zerocast.CastPlan(given, masters, starts, recorded, exchange=exchange)
+            recorded.reset()
+            plan.cast()
+            assert recorded.total().calls == recorded.total(kind="all_reduce").calls == reductions
+            plan.all_gather()
+            assert recorded.total(kind="all_gather").calls == gathers
 
 
 @on_ranks("in_process", 2)

@@ -24,7 +24,7 @@ from zerocast.nn.fused import apply_fused
 from zerocast.numerics import FusedOp, Masters
 from zerocast.recipes import Recipe, Role
 from zerocast.tensors import QuantizedStorage
-from zerocast.tensors.weight_operands import tensor_operand
+from zerocast.tensors.weight_operands import Amaxes, tensor_operand
 
 pytestmark = [
     pytest.mark.cuda,
@@ -396,7 +396,7 @@ def test_more_than_2_to_31_elements(recipe: Recipe) -> None:
         weight = zerocast.empty((height, cols), recipe, device="cuda", columnwise=independent)
         storage, end = weight.quantized_storage, height * cols
         amax = torch.zeros(storage.amax_slots, dtype=torch.int32, device="cuda")
-        operand = tensor_operand(storage, 0, Extent(end - size, end), amax)
+        operand = tensor_operand(storage, 0, Extent(end - size, end), Amaxes.whole(storage, amax))
         backend = backend_for(storage.device)
         backend.partial_amax([operand], masters)()
         backend.partial_cast(recipe.numerics, [operand], masters)()

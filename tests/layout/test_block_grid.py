@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zerocast.layout import BlockGrid, ScaleLayout, ceil_div, round_up
+from zerocast.layout import BlockGrid, Extent, ScaleLayout, ceil_div, round_up
 
 PROPERTY = settings(derandomize=True, database=None, deadline=None)
 
@@ -18,6 +18,31 @@ SMALL = [BlockGrid(*dims) for dims in product((1, 2, 3, 5), (1, 2, 4, 7), (1, 2,
 def block_by_position(grid: BlockGrid, row: int, col: int) -> int:
     """Which block, counted row by row, holds element (row, col)."""
     return (row // grid.block_h) * grid.blocks_w + col // grid.block_w
+
+
+def test_a_block_belongs_to_the_owner_of_its_first_element():
+    """Of every cut in two, by looking for it; and both halves keep the blocks they touch, in whole
+    rows of blocks.
+    """
+    for grid in SMALL:
+        first = [grid.block_of(torch.arange(grid.numel)).tolist().index(b)
+                 for b in range(grid.num_blocks)]  # fmt: skip
+        for cut in range(grid.numel + 1):
+            for extent in (Extent(0, cut), Extent(cut, grid.numel)):
+                owned = [b for b, e in enumerate(first) if extent.start <= e < extent.end]
+                assert list(grid.owned(extent)) == owned, (grid, extent)
+                touched = {grid.block_of(e) for e in range(extent.start, extent.end)}
+                assert touched <= set(grid.touched(extent)), (grid, extent)
+
+
+def test_kept_blocks_follow_the_shard():
+    """Of [1000, 64] in 16x16 blocks elements of rows 40 to 69 keep those of rows 32 to 95; nothing
+    keeps none.
+    """
+    grid = BlockGrid(1000, 64, 16, 16)
+    assert grid.touched(Extent(40 * 64 + 5, 69 * 64 + 1)) == range(2 * 4, 6 * 4)
+    assert grid.touched(Extent(990 * 64, 1000 * 64)) == range(60 * 4, 63 * 4)
+    assert grid.touched(Extent(0, 0)) == range(0)
 
 
 @PROPERTY

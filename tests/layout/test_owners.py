@@ -1,7 +1,7 @@
 """Who owns which elements of which weight."""
 
 import random
-from itertools import combinations_with_replacement, product
+from itertools import combinations_with_replacement, islice, product
 
 import torch
 
@@ -16,12 +16,12 @@ def owners_of(by_weight: list[list[Extent]]) -> Owners:
 
 
 def test_first_wrong_is_the_first_that_check_partition_finds():
-    """Of a partition, all 2,197 choices of three extents within 4 as those of 3 elements, and a
-    wrong one behind.
+    """Of a partition, every fifth of the 2,197 choices of three extents within 4 as those of 3
+    elements, and a wrong one behind.
     """
     right, wrong = [Extent(0, 2), Extent(2, 2), Extent(2, 3)], [Extent(1, 3)] * 3
     extents = [Extent(a, b) for a, b in combinations_with_replacement(range(5), 2)]
-    for chosen in product(extents, repeat=3):
+    for chosen in islice(product(extents, repeat=3), 0, None, 5):
         found = owners_of([right, list(chosen), wrong]).first_wrong([3, 3, 3])
         assert found == (2 if check_partition(3, chosen) is None else 1), [str(e) for e in chosen]
 

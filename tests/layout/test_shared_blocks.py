@@ -3,9 +3,13 @@
 import random
 
 import pytest
+import torch
 
 from tests.support.partitions import draw_partition
-from zerocast.layout import BlockGrid, Extent, SharedBlocks
+from zerocast.layout import BlockGrid, CutBlocks, Extent, Owners, SharedBlocks
+
+GRIDS = [BlockGrid(33, 48, 16, 16), BlockGrid(1, 32, 16, 16), BlockGrid(5, 7, 2, 3),
+         BlockGrid(8, 16, 1, 16), BlockGrid(1, 1, 16, 16)]  # fmt: skip
 
 
 def by_definition(grid: BlockGrid, extents: list[Extent]) -> SharedBlocks:
@@ -23,12 +27,7 @@ def by_definition(grid: BlockGrid, extents: list[Extent]) -> SharedBlocks:
     )
 
 
-@pytest.mark.parametrize(
-    "grid",
-    [BlockGrid(33, 48, 16, 16), BlockGrid(1, 32, 16, 16), BlockGrid(5, 7, 2, 3),
-     BlockGrid(8, 16, 1, 16), BlockGrid(1, 1, 16, 16)],
-    ids=str,
-)  # fmt: skip
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
 def test_what_two_ranks_own_is_cut(grid):
     """Of 200 random partitions over 1 to 9 ranks, by counting owners."""
     rng = random.Random(grid.numel)
@@ -50,3 +49,38 @@ def test_boundaries_between_rows_of_blocks_cut_nothing():
     assert SharedBlocks.of(grid, [Extent(0, 768), Extent(768, 1584)]) == SharedBlocks()
     assert SharedBlocks.of(grid, [Extent(0, 816), Extent(816, 1584)]) == SharedBlocks((1,), ())
     assert SharedBlocks.of(grid, [Extent(0, 817), Extent(817, 1584)]) == SharedBlocks((1,), (816,))
+
+
+def owners_of_blocks(grid: BlockGrid, extents: list[Extent]) -> dict[int, set[int]]:
+    """By block the ranks that own elements of it."""
+    owners: dict[int, set[int]] = {b: set() for b in range(grid.num_blocks)}
+    for rank, extent in enumerate(extents):
+        for element in range(extent.start, extent.end):
+            owners[grid.block_of(element)].add(rank)
+    return owners
+
+
+def test_every_cut_block_has_one_entry_which_all_of_its_owners_know():
+    """Of 60 random partitions of weights over 1 to 9 ranks, some of them of two planes: by counting
+    owners.
+    """
+    rng = random.Random(0)
+    planes = [*enumerate(GRIDS), (2, BlockGrid(5, 7, 1, 4)), (3, BlockGrid(8, 16, 8, 1))]
+    planes.sort(key=lambda plane: plane[0])
+    for _ in range(60):
+        size = rng.randint(1, 9)
+        drawn = [draw_partition(grid.numel, size, rng) for grid in GRIDS]
+        pairs = [[[e.start, e.end] for e in of_rank] for of_rank in zip(*drawn, strict=True)]
+        cut = CutBlocks(planes, Owners.of_extents(torch.tensor(pairs)))
+        owners = [owners_of_blocks(grid, drawn[weight]) for weight, grid in planes]
+        expected = {(p, b) for p, of in enumerate(owners) for b in of if len(of[b]) > 1}
+        entries: dict[tuple[int, int], int] = {}
+        for rank in range(size):
+            known = set()
+            fields = map(torch.Tensor.tolist, cut.of_rank(rank))
+            for plane, block, entry in zip(*fields, strict=True):
+                assert entries.setdefault((plane, block), entry) == entry
+                known.add((plane, block))
+            assert {(p, b) for p, b in expected if rank in owners[p][b]} <= known <= expected
+        assert entries.keys() == expected
+        assert sorted(entries.values()) == list(range(cut.count))

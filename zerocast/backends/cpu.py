@@ -91,6 +91,10 @@ class CpuBackend:
         rows = [tables.scale_row(t, _address) for t in operands]
         return self._launch("compute_scale", numerics, rows, operands)
 
+    def expand_scales(self, numerics: Numerics, operands: Sequence[TensorOperand]) -> Launch:
+        rows = [tables.expand_row(t, _address) for t in operands]
+        return self._launch("expand_scales", numerics, rows, operands)
+
     def partial_cast(
         self, numerics: Numerics, operands: Sequence[TensorOperand], masters: Masters
     ) -> Launch:

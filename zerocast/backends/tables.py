@@ -121,7 +121,15 @@ def cast_row(
 
 def code_fields(buffers: PlaneBuffers, grid: BlockGrid, address: Address) -> list[int]:
     """CodePlane, seen under ``grid``."""
-    return [*grid_fields(grid), address(buffers.block_amax), address(buffers.codes)]
+    amax = _from_block_0(address(buffers.block_amax), buffers.first_block, 4)
+    return [*grid_fields(grid), amax, address(buffers.codes)]
+
+
+def _from_block_0(address: int, first_block: int, nbytes: int) -> int:
+    """Where the entry of block 0 would lie, of a tensor at ``address`` that begins with the entry,
+    so many bytes long, of block ``first_block``.
+    """
+    return address and address - first_block * nbytes
 
 
 def delayed_fields(operand: TensorOperand, address: Address) -> list[int]:
@@ -144,7 +152,7 @@ def candidate_fields(
     if candidates is None:
         return [0] * 7
     return [
-        address(candidates.choices),
+        _from_block_0(address(candidates.choices), candidates.first_block, 1),
         list_address(candidates.cut),
         candidates.cut.numel(),
         address(candidates.row_errors),
@@ -172,9 +180,17 @@ def scale_row(operand: TensorOperand, address: Address) -> list[int]:
         address(operand.tensor_amax),
         address(operand.amax),
         *delayed_fields(operand, address),
-        0 if candidates is None else address(candidates.choices),
+        0
+        if candidates is None
+        else _from_block_0(address(candidates.choices), candidates.first_block, 1),
         0 if rounding is None else address(rounding.counter),
     ]
+
+
+def expand_row(operand: TensorOperand, address: Address) -> list[int]:
+    """ScaleTarget, whose planes have compact scales where amaxes would be."""
+    first, *second = (plane_fields(each, address) for each in operand.planes)
+    return [*first, *(second[0] if second else [0] * 14), *[0] * 8]
 
 
 def plane_fields(
@@ -191,7 +207,7 @@ def plane_fields(
         layout.cols,
         *layout.shape,
         0 if stored is None else padding_bits(layout, stored),
-        address(buffers.block_amax),
+        address(buffers.block_amax if buffers.compact is None else buffers.compact),
         address(stored),
     ]
 

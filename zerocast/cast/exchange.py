@@ -3,7 +3,8 @@
 Both lie in one buffer each, group after group and weight after weight, so that a group's entries
 are one contiguous tensor: one all-reduce. Of tensor-parallel shards some amaxes belong to the
 other shards, too; these few are reduced once more, over the ranks that hold the shards, in a buffer
-of their own.
+of their own. Which amaxes are reduced at all is said in "Note: full and boundary" in
+:mod:`zerocast.cast.amax_buffers`.
 
 Note: a rank in trouble
 ~~~~~~~~~~~~~~~~~~~~~~~
@@ -19,13 +20,13 @@ other ranks' scales and codes become NaN there, and the rank in trouble raises b
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
+from zerocast.cast.amax_buffers import TENSOR, AmaxBuffers
 from zerocast.comm import Communicator
-from zerocast.layout import Owners, SharedBlocks
+from zerocast.layout import Extent, Owners, SharedBlocks
 from zerocast.numerics import FourOverSixErrors
 from zerocast.tensors import QuantizedStorage
 
@@ -38,61 +39,54 @@ class Exchange:
 
     Args:
         storages: the plan's weights.
+        extents: what this rank owns of each.
         members: by group the places of its weights, all weights once.
-        owners: by group of its members.
+        owners: by group those of its members.
         tp_shards: by tensor-parallel group the places of the weights whose shards it holds.
         amax_groups: by weight the label of its amax group, or None.
         device: where the buffers are.
+        boundary: whether ranks reduce the amaxes of tensors and of cut blocks alone.
 
     Attributes:
-        amax: int32, every weight's amaxes.
-        candidates: int32, what the blocks of 4-over-6 weights choose their scales by.
-        amax_of: by weight, its range of ``amax``: int32 [storage.amax_slots].
-        tensor_amax_of: by weight of an amax group, int32 [1]: the entry that its group shares.
-        candidates_of: by weight that chooses scales, its range of ``candidates``.
+        buffers: every weight's amaxes.
+        candidates: int32, what ranks exchange of what the blocks of 4-over-6 weights choose their
+            scales by.
+        candidates_of: by weight that chooses scales.
         heard_by: the groups whose ranks all hear of a rank in trouble.
     """
 
     def __init__(
         self,
         storages: Sequence[QuantizedStorage],
+        extents: Sequence[Extent],
         members: Mapping[Communicator, Sequence[int]],
         owners: Mapping[Communicator, Owners],
         tp_shards: Mapping[Communicator, Sequence[int]],
         amax_groups: Sequence[str | None],
         device: torch.device,
+        *,
+        boundary: bool,
     ) -> None:
+        self.buffers = AmaxBuffers(
+            storages, extents, members, owners, amax_groups, device, boundary=boundary
+        )
         cuts = {
             i: SharedBlocks.of(storages[i].grid, [e for _, e in owners[comm].of_weight(at)])
             for comm, indices in members.items()
             for at, i in enumerate(indices)
             if storages[i].recipe.chooses_scales
         }
-        words = {i: FourOverSixErrors.words(storages[i].grid, cuts[i]) for i in cuts}
-        self.amax, self.amax_of, self._amax_of_group = _laid_out(
-            {i: storage.amax_slots for i, storage in enumerate(storages)}, members, device
-        )
-        leaders: dict[str, torch.Tensor] = {}
-        self.tensor_amax_of = {
-            i: leaders.setdefault(label, self.amax_of[i][-1:])
-            for i, label in enumerate(amax_groups)
-            if label is not None and storages[i].recipe.scales_tensor
-        }
-        self.candidates, carved, self._candidates_of_group = _laid_out(words, members, device)
-        self.candidates_of = {
-            i: FourOverSixErrors.carve(carved[i], storages[i].grid, cuts[i]) for i in cuts
-        }
+        self._lay_out_candidates(storages, extents, members, cuts, device, boundary=boundary)
         shared = {
             comm: self._shared_entries(storages, indices) for comm, indices in tp_shards.items()
         }
-        entries = list(itertools.chain.from_iterable(shared.values()))
+        entries = [entry for group in shared.values() for entry in group]
         self._shared = torch.tensor(entries, dtype=torch.int64, device=device)
         groups = (*members.items(), *tp_shards.items())
         hearing = [
             comm
             for comm, indices in groups
-            if (device.type == "cpu" or not comm.captures(device))
-            and any(storages[i].amax_slots for i in indices)
+            if (device.type == "cpu" or not comm.captures(device)) and len(indices) > 0
         ]
         self.heard_by = hearing
         # Shards that share no amax share one entry that says whether a rank is in trouble.
@@ -104,36 +98,66 @@ class Exchange:
         self._reduced_of_group = list(zip(sizes, split, strict=True))
         self._streams: set[torch.cuda.Stream] = set()
 
+    def _lay_out_candidates(
+        self,
+        storages: Sequence[QuantizedStorage],
+        extents: Sequence[Extent],
+        members: Mapping[Communicator, Sequence[int]],
+        cuts: Mapping[int, SharedBlocks],
+        device: torch.device,
+        *,
+        boundary: bool,
+    ) -> None:
+        words = {
+            i: FourOverSixErrors.words(storages[i].grid, cuts[i], choices=not boundary)
+            for i in cuts
+        }
+        self.candidates = torch.zeros(sum(words.values()), dtype=torch.int32, device=device)
+        self.candidates_of: dict[int, FourOverSixErrors] = {}
+        self._candidates_of_group: dict[Communicator, torch.Tensor] = {}
+        end = 0
+        for comm, indices in members.items():
+            start = end
+            for i in indices:
+                if i not in cuts:
+                    continue
+                grid, own = storages[i].grid, self.candidates[end : end + words[i]]
+                whole = FourOverSixErrors.carve(own, grid, cuts[i], choices=not boundary)
+                kept = grid.touched(extents[i])
+                self.candidates_of[i] = whole.of_blocks(grid, kept) if boundary else whole
+                end += words[i]
+            self._candidates_of_group[comm] = self.candidates[start:end]
+
     def _shared_entries(
         self, storages: Sequence[QuantizedStorage], indices: Sequence[int]
     ) -> list[int]:
-        """The places in ``amax`` of what the shards ``indices`` have in common with the other
-        shards.
+        """The places among the reduced amaxes of what the shards ``indices`` have in common with
+        the other shards.
         """
         entries: dict[int, None] = {}
         for i in indices:
-            start = int(self.amax_of[i].storage_offset())
-            for each in storages[i].shared_amaxes():
-                entries |= dict.fromkeys(range(start + each.start, start + each.stop))
-            if i in self.tensor_amax_of:
-                entries[int(self.tensor_amax_of[i].storage_offset())] = None
+            recipe, places = storages[i].recipe, self.buffers.places[i]
+            for plane in storages[i].cast_planes:
+                if storages[i].spans_tp_shards(plane):
+                    name = TENSOR if recipe.has_one_block else plane.name
+                    entries |= dict.fromkeys(places[name])
+            if recipe.scales_tensor:
+                entries |= dict.fromkeys(places[TENSOR])
         return list(entries)
 
-    def follow_stream(self) -> None:
+    def follow_stream(self, others: Iterable[torch.Tensor] = ()) -> None:
         """Tell torch which stream uses the buffers from now on, where it is another one: the memory
-        of a plan that is dropped waits for all of them.
+        of a plan that is dropped waits for all of them, and so does that of ``others``.
         """
-        if not self.amax.is_cuda:
+        if not self.candidates.is_cuda:
             return
-        stream = torch.cuda.current_stream(self.amax.device)
+        stream = torch.cuda.current_stream(self.candidates.device)
         if stream not in self._streams:
-            for buffer in (self.amax, self.candidates, self._reduced, self._shared):
+            chosen = [candidates.choices for candidates in self.candidates_of.values()]
+            own = self.candidates, *chosen, self._reduced, self._shared
+            for buffer in (*self.buffers.tensors, *own, *others):
                 buffer.record_stream(stream)
             self._streams.add(stream)
-
-    def tensor_amax(self, i: int) -> torch.Tensor:
-        """int32 [1]: the entry of weight i's tensor amax."""
-        return self.tensor_amax_of.get(i, self.amax_of[i][-1:])
 
     def reduce_amax(self, *, in_trouble: bool = False) -> bool:
         """Make every group's amaxes the largest of its ranks, and then those that
@@ -146,15 +170,17 @@ class Exchange:
             Whether any rank is in trouble that this one has heard of.
         """
         heard = in_trouble
-        for comm, entries in self._amax_of_group.items():
+        self.buffers.give_cut()
+        for comm, entries in self.buffers.of_group.items():
             heard = self._reduce(comm, entries, heard)
         if self._reduced_of_group:
             shared = self._reduced[: len(self._shared)]
-            torch.index_select(self.amax, 0, self._shared, out=shared)
+            torch.index_select(self.buffers.reduced, 0, self._shared, out=shared)
             self._reduced[len(self._shared) :].zero_()
             for comm, entries in self._reduced_of_group:
                 heard = self._reduce(comm, entries, heard)
-            self.amax.index_copy_(0, self._shared, shared)
+            self.buffers.reduced.index_copy_(0, self._shared, shared)
+        self.buffers.take_cut()
         return heard
 
     def _reduce(self, comm: Communicator, entries: torch.Tensor, heard: bool) -> bool:
@@ -168,25 +194,3 @@ class Exchange:
         for comm, entries in self._candidates_of_group.items():
             if len(entries):
                 comm.all_reduce_sum_(entries)
-
-
-def _laid_out(
-    sizes: Mapping[int, int],
-    members: Mapping[Communicator, Sequence[int]],
-    device: torch.device,
-) -> tuple[torch.Tensor, dict[int, torch.Tensor], dict[Communicator, torch.Tensor]]:
-    """A buffer of int32 zeros, its ranges by weight, and by group; ``sizes`` leaves out weights
-    that have none.
-    """
-    whole = torch.zeros(sum(sizes.values()), dtype=torch.int32, device=device)
-    by_weight: dict[int, torch.Tensor] = {}
-    by_group: dict[Communicator, torch.Tensor] = {}
-    end = 0
-    for comm, indices in members.items():
-        start = end
-        for i in indices:
-            if i in sizes:
-                by_weight[i] = whole[end : end + sizes[i]]
-                end += sizes[i]
-        by_group[comm] = whole[start:end]
-    return whole, by_weight, by_group

@@ -12,7 +12,7 @@ it is.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -37,6 +37,26 @@ class _Chunk:
     first: int
     last: int
     staged: slice
+
+
+def code_gathers(
+    specs: Sequence[ShardSpec],
+    members: Mapping[Communicator, Sequence[int]],
+    owners: Mapping[Communicator, Owners],
+) -> list[CodeGather]:
+    """The gathers of all planes of all groups.
+
+    Args:
+        specs: the weights.
+        members: by group the places of its weights.
+        owners: by group those of its members.
+    """
+    return [
+        CodeGather(comm, [specs[i] for i in indices], owners[comm], plane)
+        for comm, indices in members.items()
+        for plane in PLANES
+        if any(plane in specs[i].storage.gathered for i in indices)
+    ]
 
 
 class CodeGather:

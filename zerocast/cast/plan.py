@@ -13,6 +13,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from zerocast.arguments import check_flag
+from zerocast.cast.amax_buffers import ExchangeKind, is_boundary
 from zerocast.cast.amax_groups import Patterns
 from zerocast.cast.capture import check_capture
 from zerocast.cast.consistency import (
@@ -23,13 +24,15 @@ from zerocast.cast.consistency import (
 )
 from zerocast.cast.exchange import Exchange
 from zerocast.cast.finite import raise_if_not_finite
-from zerocast.cast.gather import PLANES, CodeGather
+from zerocast.cast.forward_hook import rebuild_before_forward
+from zerocast.cast.gather import code_gathers
 from zerocast.cast.master_checks import as_tensors
 from zerocast.cast.matrices import Matrices
 from zerocast.cast.prepared_cast import PreparedCast
+from zerocast.cast.scale_gather import scale_gathers
 from zerocast.cast.shard_spec import OwnCodes, ShardSpec, check_amax_groups, check_specs
 from zerocast.comm import Attempt, Communicator, Group
-from zerocast.errors import InputError, ZerocastError
+from zerocast.errors import ZerocastError
 from zerocast.layout import Owners
 from zerocast.tensors import CastVersion, QuantizedTensor, rebuild_derived
 
@@ -81,6 +84,11 @@ class CastPlan:
             patterns of their ``names``: ``[["*.wq", "*.wk", "*.wv"], ["*.w1", "*.w3"]]``; see
             :mod:`zerocast.cast.amax_groups`. Weights that :func:`zerocast.nn.convert` grouped are
             grouped here, too.
+        exchange: "full": every rank has every scale after :meth:`cast`, for callers who gather the
+            codes by themselves. "boundary": only the amaxes of tensors and of blocks that ranks
+            share are reduced, and scales travel with the codes in :meth:`all_gather`, or by
+            themselves in :meth:`all_gather_scales`, and until then weights must not be read. The
+            bytes are the same. See :mod:`zerocast.cast.amax_buffers`.
 
     Attributes:
         fingerprints: a number for each group, and then for each tensor-parallel group; ranks of one
@@ -104,16 +112,18 @@ class CastPlan:
         manual_post_all_gather_processing: bool = True,
         check_finite: bool = False,
         amax_groups: Patterns = (),
+        exchange: ExchangeKind = "full",
     ) -> None:
         # What has no length is refused below, on all ranks together.
         count = len(model_weights) if isinstance(model_weights, Sized) else 0
         members = members_by_group(group, count)
         tp_shards: dict[Communicator, list[int]] = {}
         self._specs: list[ShardSpec] = []
-        attempt = Attempt()
+        attempt, boundary = Attempt(), False
         with attempt:
             check_flag("check_finite", check_finite)
             check_flag("manual_post_all_gather_processing", manual_post_all_gather_processing)
+            boundary = is_boundary(exchange)
             tp_shards = tp_shards_by_group(model_weights)
             master_weights = as_tensors(master_weights)
             self._specs = check_specs(
@@ -126,16 +136,19 @@ class CastPlan:
             )
             check_amax_groups(self._specs, members)
         self._comms, self._check_finite = [*members, *tp_shards], check_finite
-        options = f"check_finite={check_finite}"
+        options = f"check_finite={check_finite}, exchange={exchange}"
         owners, self.fingerprints = exchange_owners(
             members, tp_shards, self._specs, options, attempt.error
         )
         with attempt:
-            self._plan(model_weights, master_weights, members, owners, tp_shards)
+            self._plan(model_weights, master_weights, members, owners, tp_shards, boundary)
         raise_in_all(self._comms, attempt.error)
         self._attempt = attempt
         self._one_thread = threading.RLock()
-        self._version = CastVersion(rebuild_on_use=not manual_post_all_gather_processing)
+        self._version = CastVersion(
+            rebuild_on_use=not manual_post_all_gather_processing,
+            scales_travel=len(self._prepared.gathered_scales) > 0,
+        )
         weakref.finalize(self, self._version.retire)
         for spec in self._specs:
             spec.storage.watch(self._version)
@@ -198,7 +211,14 @@ class CastPlan:
         check_capture(self._device, self._members)
         for gather in self._gathers:
             gather.run()
+        self.all_gather_scales()
         self.post_all_gather_processing()
+
+    @_untraced
+    def all_gather_scales(self) -> None:
+        """Bring the scales that each rank made to every rank, where the exchange is "boundary"."""
+        self._prepared.start_scales()()
+        self._version.has_scales = True
 
     @_untraced
     def post_all_gather_processing(self) -> None:
@@ -221,26 +241,7 @@ class CastPlan:
         Raises:
             InputError: where ``module`` has no parameter that belongs to this plan.
         """
-        if not isinstance(module, torch.nn.Module):
-            raise InputError(
-                f"post_all_gather_hook needs a torch.nn.Module, got {type(module).__name__}."
-            )
-        planned = {id(spec.storage) for spec in self._specs}
-        storages = [
-            p.quantized_storage
-            for p in module.parameters()
-            if isinstance(p, QuantizedTensor) and id(p.quantized_storage) in planned
-        ]
-        if not storages:
-            raise InputError(
-                f"post_all_gather_hook needs a module with parameters of this plan, got "
-                f"{type(module).__name__} with none of its {len(planned)} weights."
-            )
-
-        def rebuild_stale(module: torch.nn.Module, args: object) -> None:
-            rebuild_derived([storage for storage in storages if storage.is_stale])
-
-        return module.register_forward_pre_hook(rebuild_stale)
+        return rebuild_before_forward(module, [spec.storage for spec in self._specs])
 
     def bind(self, master_weights: Sequence[torch.Tensor | None]) -> None:
         """Read the masters from these tensors from now on: FP32, BF16 or FP16, on the device and of
@@ -268,8 +269,8 @@ class CastPlan:
         with self._attempt:
             self._prepared.follow_moves()
             self._prepared.follow_masters()
-            self._exchange.follow_stream()
-            self._exchange.amax.zero_()
+            self._exchange.follow_stream(self._prepared.gathered_scales)
+            self._exchange.buffers.clear()
             if self._prepared.steps.writes_early:
                 self._version.tick(self._prepared.addresses.written)
             self._prepared.steps.run("partial_amax")
@@ -282,7 +283,7 @@ class CastPlan:
             raise_in_all(self._exchange.heard_by, error)
         if self._check_finite:
             masters, specs = self._prepared.masters.tensors, self._prepared.matrices
-            amaxes = [self._exchange.tensor_amax(i) for i in range(len(specs))]
+            amaxes = self._exchange.buffers.tensor_amaxes
             raise_if_not_finite(self._comms, self._members, specs, amaxes, masters)
 
     @_untraced
@@ -323,21 +324,19 @@ class CastPlan:
         members: Mapping[Communicator, Sequence[int]],
         owners: Mapping[Communicator, Owners],
         tp_shards: Mapping[Communicator, Sequence[int]],
+        boundary: bool,
     ) -> None:
         """Make the buffers and launches; whatever of it may fail on this rank alone."""
         self._device = self._specs[0].storage.device if self._specs else torch.device("cpu")
         matrices = Matrices(self._specs)
         specs, self._members = matrices.specs(), matrices.places(members)
+        storages, owners_of = [each.storage for each in specs], matrices.owners(members, owners)
         self._exchange = Exchange(
-            [spec.storage for spec in specs], self._members, matrices.owners(members, owners),
-            matrices.places(tp_shards), [spec.amax_group for spec in specs], self._device,
+            storages, [each.extent for each in specs], self._members, owners_of,
+            matrices.places(tp_shards), [each.amax_group for each in specs], self._device,
+            boundary=boundary,
         )  # fmt: skip
-        self._gathers = [
-            CodeGather(comm, [self._specs[i] for i in indices], owners[comm], plane)
-            for comm, indices in members.items()
-            for plane in PLANES
-            if any(plane in self._specs[i].storage.gathered for i in indices)
-        ]
+        self._gathers = code_gathers(self._specs, members, owners)
         self._prepared = PreparedCast(
             [weight for weight in model_weights if isinstance(weight, QuantizedTensor)],
             master_weights,
@@ -345,5 +344,6 @@ class CastPlan:
             matrices,
             self._exchange,
             self._gathers,
+            scale_gathers(storages, self._members, owners_of, boundary=boundary),
             judges_amaxes=self._check_finite,
         )

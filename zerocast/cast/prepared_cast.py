@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -13,10 +13,11 @@ from zerocast.cast.exchange import Exchange
 from zerocast.cast.gather import CodeGather
 from zerocast.cast.master_checks import check_list, check_master_tensor
 from zerocast.cast.matrices import Matrices
+from zerocast.cast.scale_gather import ScaleGather
 from zerocast.cast.shard_spec import ShardSpec
 from zerocast.errors import InputError
 from zerocast.numerics import Float8DelayedNumerics, Masters
-from zerocast.tensors import QuantizedStorage, QuantizedTensor
+from zerocast.tensors import QuantizedStorage, QuantizedTensor, prepare_expansion
 from zerocast.tensors.cast_steps import CastSteps
 from zerocast.tensors.weight_operands import tensor_operand
 
@@ -31,6 +32,7 @@ class PreparedCast:
         matrices: what they are made of.
         exchange: the buffers that ranks reduce.
         gathers: of the codes.
+        scale_gathers: of scales that owners make.
         judges_amaxes: whether nothing may be written before ``compute_scale``.
 
     Attributes:
@@ -40,6 +42,7 @@ class PreparedCast:
         bound: by weight the master that they read; None where this rank owns nothing.
         addresses: where the weights' buffers lay when the launches were prepared.
         calls_functions: whether functions of the caller's make scales.
+        gathered_scales: the memory of the scales that ranks gather, if they do.
 
     Raises:
         InputError: where weights share memory, a master does not fit or overlaps one, or a function
@@ -56,13 +59,19 @@ class PreparedCast:
         matrices: Matrices,
         exchange: Exchange,
         gathers: Sequence[CodeGather],
+        scale_gathers: Sequence[ScaleGather],
         *,
         judges_amaxes: bool,
     ) -> None:
         self._specs, self._exchange, self._gathers = specs, exchange, gathers
+        self._scale_gathers = scale_gathers
+        self.gathered_scales = [memory for gather in scale_gathers for memory in gather.tensors]
         self._matrices = matrices
         self._judges_amaxes = judges_amaxes
-        self._device = exchange.amax.device
+        # By place what this rank makes of its scales, and all of them once gathered.
+        self._own = {i: own for each in scale_gathers for i, own in each.own.items() if own}
+        self._compact = {i: all_ for each in scale_gathers for i, all_ in each.compact.items()}
+        self._device = exchange.candidates.device
         self._backend = backend_for(self._device)
         self.addresses = Addresses(weights, specs)
         self.calls_functions = sum(_try_function(spec.storage) for spec in specs) > 0
@@ -106,6 +115,27 @@ class PreparedCast:
             self._is_in_graph = False
         self._is_in_graph |= is_captured(self._device)
 
+    def start_scales(self) -> Callable[[], None]:
+        """Begin to gather the scales that ranks made; what is returned ends it, and stores them."""
+        waits = [gather.start() for gather in self._scale_gathers]
+
+        def finish() -> None:
+            for wait in waits:
+                wait()
+            if waits:
+                self._expand_scales()
+
+        return finish
+
+    def _expand_scales(self) -> None:
+        if self.addresses.hold_other_copies():  # the next cast is refused
+            storages = [matrix.storage for matrix in self._matrices.specs()]
+            for launch in prepare_expansion(storages, self._compact, self._backend):
+                launch()
+            return
+        self.follow_moves()
+        self.steps.run("expand_scales")
+
     def follow_masters(self) -> None:
         """Bind the masters again where one has moved or changed."""
         if self._bound_lie != lie_of([master for master in self.bound if master is not None]):
@@ -116,22 +146,24 @@ class PreparedCast:
         check_planning(self._device)
         exchange, self.matrices = self._exchange, self._matrices.specs()
         operands = [
-            (
+            tensor_operand(
                 matrix.storage,
-                tensor_operand(
-                    matrix.storage,
-                    i,
-                    matrix.extent,
-                    exchange.amax_of[i],
-                    shared_amax=exchange.tensor_amax_of.get(i),
-                    own_codes=matrix.codes,
-                    candidates=exchange.candidates_of.get(i),
-                ),
+                i,
+                matrix.extent,
+                exchange.buffers.amaxes[i],
+                own_codes=matrix.codes,
+                candidates=exchange.candidates_of.get(i),
             )
             for i, matrix in enumerate(self.matrices)
         ]
+        storages = [matrix.storage for matrix in self.matrices]
         self.steps = CastSteps(
-            self._backend, operands, self.masters, judges_amaxes=self._judges_amaxes
+            self._backend,
+            list(zip(storages, operands, strict=True)),
+            self.masters,
+            judges_amaxes=self._judges_amaxes,
+            own_scales=self._own,
+            compact=self._compact,
         )
 
 

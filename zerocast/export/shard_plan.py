@@ -77,7 +77,7 @@ class ShardPlan(CastPlan):
         assert self._held_amaxes is not None
         for i, matrix in enumerate(self._prepared.matrices):
             if isinstance(matrix.storage.recipe.numerics, NVFP4Numerics):
-                amax = self._exchange.tensor_amax(i)
+                amax = self._exchange.buffers.tensor_amaxes[i]
                 amax.copy_(hold(amax, self._held_amaxes.get(matrix.name)))
                 self._held_amaxes[matrix.name] = amax.clone()
 

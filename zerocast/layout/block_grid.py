@@ -7,12 +7,18 @@ holds what there is.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
 
+from zerocast.layout.extent import Extent
+
 Index = TypeVar("Index", int, torch.Tensor)
+
+TILE_ROWS = 32
+"""The rows of the highest tile of a kernel: so far around a shard's rows it may read and raise
+amaxes, of blocks without an element of the shard by 0."""
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -74,6 +80,28 @@ class BlockGrid:
             index // self.cols // self.block_h * self.blocks_w + index % self.cols // self.block_w
         )
 
+    def touched(self, extent: Extent) -> range:
+        """The blocks whose amaxes a rank keeps that owns ``extent``: all of every row of blocks
+        that its rows, up to multiples of :data:`TILE_ROWS`, lie in.
+        """
+        if not extent or not self.numel:
+            return range(0)
+        first = extent.start // self.cols // TILE_ROWS * TILE_ROWS
+        last = round_up(ceil_div(extent.end, self.cols), TILE_ROWS)
+        rows = first // self.block_h, min(ceil_div(last, self.block_h), self.blocks_h)
+        return range(rows[0] * self.blocks_w, rows[1] * self.blocks_w)
+
+    def owned(self, extent: Extent) -> range:
+        """The blocks whose first elements lie in ``extent``: their owner makes their scales."""
+        return range(self.blocks_before(extent.start), self.blocks_before(extent.end))
+
+    def blocks_before(self, element: int) -> int:
+        """How many blocks begin before ``element``, in a matrix that has some: the first elements
+        of blocks ascend as their numbers do.
+        """
+        row, in_row = divmod(element, self.cols * self.block_h)
+        return row * self.blocks_w + min(ceil_div(in_row, self.block_w), self.blocks_w)
+
     def transposed(self) -> BlockGrid:
         """The same blocks over the transposed matrix."""
         return BlockGrid(self.cols, self.rows, self.block_w, self.block_h)
@@ -107,6 +135,11 @@ class ScaleLayout:
     padding: float = 0
     col_repeat: int = 1
     transposed: bool = False
+
+    def of_transposed(self) -> ScaleLayout:
+        """The same stored plane, by the blocks of the transposed matrix."""
+        repeats = {"row_repeat": self.col_repeat, "col_repeat": self.row_repeat}
+        return replace(self, grid=self.grid.transposed(), transposed=not self.transposed, **repeats)
 
     @property
     def rows(self) -> int:

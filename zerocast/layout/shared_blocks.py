@@ -1,16 +1,21 @@
-"""SharedBlocks: which blocks, and which rows inside blocks, the boundaries between shards cut.
+"""CutBlocks and SharedBlocks: which blocks, and which rows inside blocks, the boundaries between
+shards cut.
 
-A scheme whose blocks choose between two scales needs to know which blocks more than one rank owns;
-that is decided here, from who owns what, the same on every rank.
+The amax of a block that more than one rank owns elements of travels before a cast, and a scheme
+whose blocks choose between two scales exchanges what is known of them. Which they are is decided
+here, from who owns what, the same on every rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+
+import torch
 
 from zerocast.layout.block_grid import BlockGrid
 from zerocast.layout.extent import Extent
+from zerocast.layout.owners import Owners
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,3 +41,72 @@ class SharedBlocks:
         segments = {bound - bound % grid.cols % grid.block_w for bound in bounds
                     if bound % grid.cols % grid.block_w}  # fmt: skip
         return cls(tuple(sorted(rows)), tuple(sorted(segments)))
+
+
+class CutBlocks:
+    """The blocks of some planes that two or more ranks own elements of, and an entry for each in
+    what the ranks reduce: plane after plane, block after block.
+
+    A boundary between two shards cuts blocks side by side, so they are kept as ranges, one a
+    boundary.
+
+    Args:
+        planes: of each the place of its weight among those of ``owners``, and its blocks.
+        owners: of the weights.
+
+    Attributes:
+        count: how many blocks are cut, on all ranks together.
+    """
+
+    def __init__(self, planes: Sequence[tuple[int, BlockGrid]], owners: Owners) -> None:
+        fields = [(w, g.rows, g.cols, g.block_h, g.block_w, g.blocks_w, g.num_blocks)
+                  for w, g in planes]  # fmt: skip
+        table = torch.tensor(fields, dtype=torch.int64, device="cpu").view(len(planes), 7)
+        # The blocks of all planes are numbered on from one to the next.
+        self._firsts = table[:, 6].cumsum(0) - table[:, 6]
+        boundaries = (owners.first_of.diff()[table[:, 0]] - 1).clamp(min=0)
+        plane = _repeated(boundaries)
+        # The shard that begins at each boundary.
+        shard = owners.first_of[table[plane, 0]] + 1 + _counted(boundaries)
+        self._left, self._right = owners.rank[shard - 1], owners.rank[shard]
+        _, rows, cols, block_h, block_w, blocks_w, _ = table[plane].unbind(1)
+        row, col = owners.start[shard] // cols, owners.start[shard] % cols
+        above = row % block_h  # rows of the same blocks
+        is_last = (above == block_h - 1) | (row == rows - 1)
+        # In the first row of a block what lies left of the boundary has elements before it, in the
+        # last one what lies right of it has elements behind; between them every block has both.
+        start = torch.where(is_last, col // block_w, 0)
+        end = torch.where(above == 0, -(-col // block_w), blocks_w)
+        first = self._firsts[plane] + row // block_h * blocks_w
+        self._start, self._end = first + start, first + torch.maximum(start, end)
+        # Of the blocks that several boundaries cut, the first one has the entries.
+        reached = self._end.cummax(0).values.roll(1)
+        reached[:1] = 0
+        begin = torch.maximum(self._start, reached)
+        counts = (self._end - begin).clamp(min=0)
+        entries = counts.cumsum(0) - counts
+        self._begin, self._entry = begin[counts > 0], entries[counts > 0]
+        self.count = int(counts.sum())
+
+    def of_rank(self, rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Those that the boundaries of ``rank``'s shards cut, int64 [blocks] on the CPU each: the
+        place of the plane, the block's number in it, and its entry.
+        """
+        mine = (self._left == rank) | (self._right == rank)
+        counts = (self._end - self._start)[mine]
+        blocks = (self._start[mine][_repeated(counts)] + _counted(counts)).unique()
+        plane = torch.searchsorted(self._firsts, blocks, right=True) - 1
+        cut = torch.searchsorted(self._begin, blocks, right=True) - 1
+        entry = self._entry[cut] + blocks - self._begin[cut]
+        return plane, blocks - self._firsts[plane], entry
+
+
+def _repeated(counts: torch.Tensor) -> torch.Tensor:
+    """The place of each count, as often as it says."""
+    return torch.arange(len(counts), device="cpu").repeat_interleave(counts)
+
+
+def _counted(counts: torch.Tensor) -> torch.Tensor:
+    """From 0 up to each count, one after the other."""
+    total = torch.arange(int(counts.sum()), device="cpu")
+    return total - (counts.cumsum(0) - counts)[_repeated(counts)]

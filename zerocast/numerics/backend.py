@@ -53,8 +53,14 @@ class Backend(Protocol):
 
     def compute_scale(self, numerics: Numerics, operands: Sequence[TensorOperand]) -> Launch:
         """Make ``amax`` and the stored scales of all planes that are not derived, of whole weights,
-        from reduced amaxes; padding included, repeats included. What the numerics remembers of a
-        weight that ``advances`` is brought up to date.
+        from reduced amaxes; padding included, repeats included; of a plane without ``scale_inv``
+        none. What the numerics remembers of a weight that ``advances`` is brought up to date.
+        """
+        ...
+
+    def expand_scales(self, numerics: Numerics, operands: Sequence[TensorOperand]) -> Launch:
+        """Make the stored scales of all planes, of whole weights, from their ``compact`` ones;
+        padding included, repeats included.
         """
         ...
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from zerocast.layout import NOTHING, BlockGrid, Extent, Plane, SharedBlocks, ceil_div
+from zerocast.layout import NOTHING, BlockGrid, Extent, Plane, SharedBlocks, ceil_div, round_up
 
 NOMINALS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """The dtypes of weights and of masters, by their numbers in compiled code: Nominal in tables.h."""
@@ -92,13 +92,15 @@ class FourOverSixErrors:
     a SUM of int32 bit patterns puts everything together, exactly.
 
     Attributes:
-        choices: uint8 [num_blocks rounded up to a multiple of 4]: 1 for map4, 0 for map6.
+        choices: uint8 [num_blocks rounded up to a multiple of 4]: 1 for map4, 0 for map6; or of
+            the blocks alone that this rank keeps, from ``first_block`` on.
         cut: int64 [cuts] on the CPU, ascending: the rows of blocks that are cut.
         row_errors: FP32 [cuts, block_h, blocks_w, 2]: of each row of each block the summed errors
             of map4 and map6.
         segments: int64 [segments] on the CPU, ascending: the flat index of each segment's first
             element.
         elements: FP32 [segments, block_w], rounded; 0 where the matrix has no element.
+        first_block: the number of the block that ``choices`` begin with.
     """
 
     choices: torch.Tensor
@@ -106,29 +108,46 @@ class FourOverSixErrors:
     row_errors: torch.Tensor
     segments: torch.Tensor
     elements: torch.Tensor
+    first_block: int = 0
 
     @staticmethod
-    def words(grid: BlockGrid, cuts: SharedBlocks) -> int:
-        """int32 entries that all exchanged tensors of one weight take."""
-        return sum(FourOverSixErrors._sizes(grid, cuts))
+    def words(grid: BlockGrid, cuts: SharedBlocks, *, choices: bool = True) -> int:
+        """int32 entries that all exchanged tensors of one weight take, with or without choices."""
+        return sum(FourOverSixErrors._sizes(grid, cuts, choices))
 
     @classmethod
-    def carve(cls, buffer: torch.Tensor, grid: BlockGrid, cuts: SharedBlocks) -> FourOverSixErrors:
+    def carve(
+        cls, buffer: torch.Tensor, grid: BlockGrid, cuts: SharedBlocks, *, choices: bool = True
+    ) -> FourOverSixErrors:
         """The candidates of one weight in ``buffer``, int32 [words]."""
-        choices, row_errors, elements = buffer.split(cls._sizes(grid, cuts))
+        chosen, row_errors, elements = buffer.split(cls._sizes(grid, cuts, choices))
         return cls(
-            choices.view(torch.uint8),
+            chosen.view(torch.uint8),
             torch.tensor(cuts.rows, dtype=torch.int64, device="cpu"),
             row_errors.view(torch.float32).view(len(cuts.rows), grid.block_h, grid.blocks_w, 2),
             torch.tensor(cuts.segments, dtype=torch.int64, device="cpu"),
             elements.view(torch.float32).view(len(cuts.segments), grid.block_w),
         )
 
+    def of_blocks(self, grid: BlockGrid, blocks: range) -> FourOverSixErrors:
+        """The part for ``blocks``, whole rows of them, whose choices this rank keeps to itself."""
+        chosen = torch.zeros(
+            round_up(len(blocks), 4), dtype=torch.uint8, device=self.row_errors.device
+        )
+        rows = torch.tensor([blocks.start, blocks.stop], device="cpu") // grid.blocks_w
+        cut = slice(*torch.searchsorted(self.cut, rows).tolist())
+        elements = rows * grid.block_h * grid.cols
+        segments = slice(*torch.searchsorted(self.segments, elements).tolist())
+        return FourOverSixErrors(
+            chosen, self.cut[cut], self.row_errors[cut],
+            self.segments[segments], self.elements[segments], blocks.start,
+        )  # fmt: skip
+
     @staticmethod
-    def _sizes(grid: BlockGrid, cuts: SharedBlocks) -> list[int]:
+    def _sizes(grid: BlockGrid, cuts: SharedBlocks, choices: bool) -> list[int]:
         """int32 entries of the choices, the row errors and the elements."""
         return [
-            ceil_div(grid.num_blocks, 4),
+            ceil_div(grid.num_blocks, 4) if choices else 0,
             len(cuts.rows) * grid.block_h * grid.blocks_w * 2,
             len(cuts.segments) * grid.block_w,
         ]
@@ -140,19 +159,24 @@ class PlaneBuffers:
 
     Attributes:
         plane: where its codes come from, and how its scales are stored.
-        block_amax: int32 [plane.grid.num_blocks], the plane's range of the buffer that is reduced;
-            of a plane that shares the rowwise codes, that of those.
+        block_amax: int32, of all blocks of ``plane.grid``, or of those that this rank keeps, from
+            ``first_block`` on; of a plane that shares the rowwise codes, that of those.
         codes: uint8, contiguous, of the rows of ``plane.grid`` packed along its columns; of a cast
             they begin at :attr:`TensorOperand.codes_start`. Where a transpose ends a row with half
             a byte, the missing nibble is 0.
         scale_inv: the numerics' ``scale_dtype``, ``plane.scales.shape`` (or as many entries),
             contiguous.
+        first_block: the number of the block that ``block_amax`` begins with.
+        compact: the numerics' ``scale_dtype`` [plane.grid.num_blocks]: one scale a block, as they
+            travel between ranks; what ``scale_inv`` is made from after the gather.
     """
 
     plane: Plane
     block_amax: torch.Tensor | None = None
     codes: torch.Tensor | None = None
     scale_inv: torch.Tensor | None = None
+    first_block: int = 0
+    compact: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from zerocast.recipes import RECIPES, Format, QParams
 from zerocast.tensors import averaging as _averaging
 from zerocast.tensors import operations as _operations
 from zerocast.tensors.dequantize import dequantize
-from zerocast.tensors.post_gather import prepare_rebuild, rebuild_derived
+from zerocast.tensors.post_gather import prepare_expansion, prepare_rebuild, rebuild_derived
 from zerocast.tensors.quantize import (
     empty,
     quantize,

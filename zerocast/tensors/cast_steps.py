@@ -5,6 +5,7 @@
     select           4-over-6: the choice of blocks that ranks share
     compute_scale    the scales of all blocks
     partial_cast     the codes of this rank's shards          then ranks gather them
+    expand_scales    the stored scales, where ranks gather one a block
     transpose        the derived columnwise copies
 
 Recipes state arithmetic and planes, backends run operations; this alone knows their order. Delayed
@@ -15,15 +16,20 @@ amaxes were judged, the codes wait for ``compute_scale`` and come before it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
+import torch
 
 from zerocast.numerics import Backend, Launch, Masters, NVFP4Numerics, TensorOperand
 from zerocast.recipes import Recipe
-from zerocast.tensors.post_gather import prepare_rebuild
+from zerocast.tensors.post_gather import prepare_expansion, prepare_rebuild
 from zerocast.tensors.storage import QuantizedStorage
+from zerocast.tensors.weight_operands import OwnScales, scale_operand
 
 STEPS = (
-    "partial_amax", "partial_select", "select", "compute_scale", "partial_cast", "transpose"
+    "partial_amax", "partial_select", "select", "compute_scale", "partial_cast", "expand_scales",
+    "transpose",
 )  # fmt: skip
 
 
@@ -37,6 +43,8 @@ class CastSteps:
         operands: of each weight its bytes, and what is cast into them.
         masters: what is cast, in the slots of the operands.
         judges_amaxes: whether nothing may be written before ``compute_scale``.
+        own_scales: by place, where ranks gather scales, what this rank makes of them.
+        compact: by place, all of these once gathered.
 
     Attributes:
         writes_early: whether the first step writes codes, as delayed scaling does.
@@ -50,15 +58,21 @@ class CastSteps:
         masters: Masters,
         *,
         judges_amaxes: bool = False,
+        own_scales: Mapping[int, Mapping[str, OwnScales]] = MappingProxyType({}),
+        compact: Mapping[int, Mapping[str, torch.Tensor]] = MappingProxyType({}),
     ) -> None:
         self._launches: dict[str, list[Launch]] = {step: [] for step in STEPS}
         self.writes_early = self.chooses_scales = False
-        by_recipe: dict[Recipe, list[TensorOperand]] = {}
-        for storage, operand in operands:
-            by_recipe.setdefault(storage.recipe, []).append(operand)
+        by_recipe: dict[Recipe, list[int]] = {}
+        for i, (storage, _) in enumerate(operands):
+            by_recipe.setdefault(storage.recipe, []).append(i)
         for recipe, alike in by_recipe.items():
-            self._prepare(backend, recipe, alike, masters, judges_amaxes)
-        self._launches["transpose"] = prepare_rebuild([each for each, _ in operands], backend)
+            cast = [operands[i][1] for i in alike]
+            scaled = [scale_operand(operands[i][1], own_scales.get(i, {})) for i in alike]
+            self._prepare(backend, recipe, cast, scaled, masters, judges_amaxes)
+        storages = [storage for storage, _ in operands]
+        self._launches["expand_scales"] = prepare_expansion(storages, compact, backend)
+        self._launches["transpose"] = prepare_rebuild(storages, backend)
 
     def run(self, *steps: str) -> None:
         """Launch what there is to do in ``steps``."""
@@ -71,11 +85,13 @@ class CastSteps:
         backend: Backend,
         recipe: Recipe,
         operands: Sequence[TensorOperand],
+        scaled: Sequence[TensorOperand],
         masters: Masters,
         judges_amaxes: bool,
     ) -> None:
+        """Prepare the steps of weights under one recipe, whose scales are those of ``scaled``."""
         numerics, launches = recipe.numerics, self._launches
-        scale = backend.compute_scale(numerics, operands)
+        scale = backend.compute_scale(numerics, scaled)
         cast = backend.partial_cast(numerics, operands, masters)
         if recipe.casts_before_reduction and not judges_amaxes:
             self.writes_early = True

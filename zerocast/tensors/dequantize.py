@@ -55,6 +55,7 @@ def dequantize(storage: QuantizedStorage, *, columnwise: bool = False) -> torch.
         storage.derived(plane.codes_name)
     if not storage.shape.numel():  # an empty shard of a weight
         return torch.empty(storage.shape, dtype=torch.float32, device=storage.device)
+    storage.require_scales()
     matrices, shape = storage.matrices, [plane.grid.rows, plane.grid.cols]
     values = torch.empty(len(matrices), *shape, dtype=torch.float32, device=storage.device)
     operands = [

@@ -162,13 +162,15 @@ def _holds(into: QuantizedTensor, source: torch.Tensor) -> bool:
         return (
             (source.recipe, source.shape) == (into.recipe, into.shape)
             and given.high_precision_init_val is None
+            and not storage.lacks_scales
             and all(
                 name in given.buffers and _same_bits(buffer, given.buffers[name])
                 for name, buffer in storage.originals.items()
             )
         )
     same = False
-    if source.shape == into.shape and source.dtype in NOMINAL_DTYPES and storage.has_rowwise:
+    readable = storage.has_rowwise and not storage.lacks_scales
+    if source.shape == into.shape and source.dtype in NOMINAL_DTYPES and readable:
         value, plain = dequantize(storage), source.detach().to(storage.device)
         same = any(
             _same_bits(value.to(dtype).to(plain.dtype), plain)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
 from zerocast.backends import backend_for
-from zerocast.numerics import Backend, Launch
+from zerocast.numerics import Backend, Launch, TensorOperand
 from zerocast.recipes import Recipe
 from zerocast.tensors.storage import QuantizedStorage
-from zerocast.tensors.weight_operands import tensor_operand
+from zerocast.tensors.weight_operands import expand_operand, tensor_operand
 
 
 def rebuild_derived(storages: Iterable[QuantizedStorage]) -> None:
@@ -19,6 +19,8 @@ def rebuild_derived(storages: Iterable[QuantizedStorage]) -> None:
     Weights without a columnwise copy are skipped.
     """
     storages = list(storages)
+    for storage in storages:
+        storage.require_scales()
     for launch in prepare_rebuild(storages):
         launch()
     for storage in storages:
@@ -42,4 +44,26 @@ def prepare_rebuild(
             recipe.numerics, [tensor_operand(each) for stack in group for each in stack.matrices]
         )
         for (recipe, device), group in groups.items()
+    ]
+
+
+def prepare_expansion(
+    storages: Sequence[QuantizedStorage],
+    compact: Mapping[int, Mapping[str, torch.Tensor]],
+    backend: Backend,
+) -> list[Launch]:
+    """The launches that make stored scales from gathered ones, one a block: one for each recipe.
+
+    Args:
+        storages: the weights, on one device.
+        compact: by place, and by the name of a plane, its scales; of weights that gather some.
+        backend: of the device.
+    """
+    by_recipe: dict[Recipe, list[TensorOperand]] = {}
+    for i, scales in compact.items():
+        operand = expand_operand(storages[i], scales)
+        if operand is not None:
+            by_recipe.setdefault(storages[i].recipe, []).append(operand)
+    return [
+        backend.expand_scales(recipe.numerics, operands) for recipe, operands in by_recipe.items()
     ]

@@ -28,7 +28,7 @@ from zerocast.tensors.cast_steps import CastSteps
 from zerocast.tensors.quantized_tensor import QuantizedTensor
 from zerocast.tensors.storage import QuantizedStorage
 from zerocast.tensors.tp_shard import TensorParallelShard, check_held_shape
-from zerocast.tensors.weight_operands import tensor_operand, transposed_operand
+from zerocast.tensors.weight_operands import Amaxes, tensor_operand, transposed_operand
 
 _NOMINAL_NAMES = "torch.float32, torch.bfloat16 or torch.float16"
 
@@ -204,8 +204,9 @@ def quantize_into(
     operands: list[tuple[QuantizedStorage, TensorOperand]] = []
     for matrix, values, own in zip(matrices, master, amax.split(slots), strict=True):
         extent, candidates = Extent(0, values.numel()), _candidates(matrix)
+        amaxes = Amaxes.whole(matrix, own)
         operand = tensor_operand(
-            matrix, len(sources), extent, own, candidates=candidates, advances=advances
+            matrix, len(sources), extent, amaxes, candidates=candidates, advances=advances
         )
         operands.append((matrix, operand))
         sources.append(values)

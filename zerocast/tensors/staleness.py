@@ -10,6 +10,10 @@ by one: it owns a :class:`CastVersion`, which notes when it last cast and when i
 of its weights, by a clock that all of them share. A weight knows the plans that it is in, and when
 it was rebuilt by itself; its copies are stale where any of the plans has cast after the latest
 rebuilding.
+
+Where a plan's ranks make the scales of their own blocks alone, the stored scales are true again
+when these have been gathered. Until then a weight *lacks scales*: whatever would read it by them is
+refused.
 """
 
 from __future__ import annotations
@@ -18,6 +22,8 @@ import itertools
 from collections.abc import Iterable
 
 import torch
+
+from zerocast.errors import StaleCopyError
 
 _clock = itertools.count(1)
 
@@ -33,12 +39,14 @@ class CastVersion:
             caller promised that the all-gather is done by then
             (``manual_post_all_gather_processing=False``).
         retired: whether the plan is gone and will not cast again.
+        has_scales: whether the stored scales are those of the latest cast.
     """
 
-    def __init__(self, *, rebuild_on_use: bool) -> None:
+    def __init__(self, *, rebuild_on_use: bool, scales_travel: bool = False) -> None:
         self.ticks = self.ticked_at = self.rebuilt_at = 0
         self.rebuild_on_use = rebuild_on_use
         self.retired = False
+        self._scales_travel, self.has_scales = scales_travel, True
 
     def retire(self) -> None:
         """Note that the plan is gone."""
@@ -51,6 +59,7 @@ class CastVersion:
         """
         self.ticks += 1
         self.ticked_at = next(_clock)
+        self.has_scales = not self._scales_travel
         torch.autograd.graph.increment_version(written)
 
     def mark_rebuilt(self) -> None:
@@ -69,12 +78,34 @@ class Writes:
     def __init__(self) -> None:
         self.others = 0
         self._watched: dict[CastVersion, int] = {}  # the versions of plans, and since when
-        self._own_rebuilt_at = 0
+        self._own_rebuilt_at = self._others_wrote_at = 0
 
     @property
     def version(self) -> int:
         """A number that every write of codes changes."""
         return self.others + sum(version.ticks for version in self._watched)
+
+    def note_other(self) -> None:
+        """Note that something other than a plan has just written codes and scales."""
+        self.others += 1
+        self._others_wrote_at = next(_clock)
+
+    @property
+    def lack_scales(self) -> bool:
+        """Whether the latest write was a cast whose scales have not been gathered."""
+        latest = max(self._watched, key=lambda version: version.ticked_at, default=None)
+        if latest is None or latest.has_scales:
+            return False
+        return latest.ticked_at > self._others_wrote_at
+
+    def require_scales(self) -> None:
+        """Raise :class:`StaleCopyError` where these :attr:`lack_scales`."""
+        if self.lack_scales:
+            raise StaleCopyError(
+                "this weight was read after a cast by a plan with exchange='boundary' and before "
+                "its scales were gathered; call plan.all_gather(), or plan.all_gather_scales() "
+                "where you gather the codes by yourself."
+            )
 
     @property
     def were_cast(self) -> bool:
@@ -106,10 +137,15 @@ class Writes:
         which cast that weight alone.
         """
         if rebuild_on_use is not None:
-            version = CastVersion(rebuild_on_use=rebuild_on_use)
-            self.watch(version)
-            version.tick()
-            version.retire()
+            self._tick_once(rebuild_on_use)
+
+    def _tick_once(self, rebuild_on_use: bool) -> CastVersion:
+        """Watch a version that has ticked and is retired."""
+        version = CastVersion(rebuild_on_use=rebuild_on_use)
+        self.watch(version)
+        version.tick()
+        version.retire()
+        return version
 
     def _forget_retired(self) -> None:
         """Let one retired version stand for all of them; version and staleness stay."""
@@ -117,11 +153,13 @@ class Writes:
         if len(retired) < 2:
             return
         stale = [version for version in self._stale() if version.retired]
+        lack_scales = self.lack_scales
         self._own_rebuilt_at = self._rebuilt_at
         self._forget(retired)
         if stale:
-            self.take_over(all(version.rebuild_on_use for version in stale))
+            one = self._tick_once(all(version.rebuild_on_use for version in stale))
             self.others -= 1  # the tick of the one that stands for them
+            one.has_scales = not lack_scales
 
     def _forget(self, retired: Iterable[CastVersion]) -> None:
         """Count what these have cast as the writes of others."""

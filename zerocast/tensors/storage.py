@@ -169,6 +169,7 @@ class QuantizedStorage(HeldPlanes):
     @property
     def originals(self) -> dict[str, torch.Tensor]:
         """Those of :attr:`buffers` that are not derived from others."""
+        self.require_scales()
         derived = self.derived_names
         return {name: buffer for name, buffer in self.buffers.items() if name not in derived}
 
@@ -222,7 +223,7 @@ class QuantizedStorage(HeldPlanes):
 
     def mark_written(self) -> None:
         """Note that something other than a plan has just written the codes."""
-        self._writes.others += 1
+        self._writes.note_other()
         self._init_val = None
         torch.autograd.graph.increment_version(counted_by_torch(self.codes))
 
@@ -250,6 +251,15 @@ class QuantizedStorage(HeldPlanes):
             self.wait_pending()
         return self._writes.were_cast and bool(self.derived_names)
 
+    @property
+    def lacks_scales(self) -> bool:
+        """Whether the stored scales are older than the codes."""
+        return self._writes.lack_scales
+
+    def require_scales(self) -> None:
+        """Raise :class:`StaleCopyError` where :attr:`lacks_scales`."""
+        self._writes.require_scales()
+
     def mark_rebuilt(self) -> None:
         """Note that the derived copies have just been made from the present codes."""
         self._writes.mark_rebuilt()
@@ -261,6 +271,7 @@ class QuantizedStorage(HeldPlanes):
 
     def derived(self, name: str) -> torch.Tensor:
         """The columnwise buffer ``name``; :class:`StaleCopyError` where it is stale."""
+        self.require_scales()
         if self.is_stale:
             raise StaleCopyError(
                 f"{name} was read after a cast and before its post-all-gather processing, so it "
@@ -274,6 +285,7 @@ class QuantizedStorage(HeldPlanes):
         """Rebuild stale copies where the plan's caller asked for that, and refuse them otherwise; a
         layer that is about to use the weight calls this.
         """
+        self.require_scales()
         if self.is_stale:
             if not self.rebuild_on_use:
                 self.derived("columnwise_data")
@@ -289,6 +301,7 @@ class QuantizedStorage(HeldPlanes):
         The copy is stale where this storage is; its plans stay behind. The high-precision initial
         value is shared, because it is only read.
         """
+        self.require_scales()
         buffers = {name: b.to(device or b.device, copy=True) for name, b in self.buffers.items()}
         copy = QuantizedStorage(
             self.shape, dtype or self.dtype, self.recipe, buffers, self.tp_shard
@@ -305,15 +318,9 @@ class QuantizedStorage(HeldPlanes):
     def materialized(self, device: torch.device) -> QuantizedStorage:
         """An unfilled storage like this one, which is on the meta device, on ``device``."""
         made = QuantizedStorage.empty(
-            self.shape,
-            self.dtype,
-            self.recipe,
-            device,
-            columnwise=self.has_columnwise,
-            rowwise=self.has_rowwise,
-            state=self.is_whole,
-            tp_shard=self.tp_shard,
-        )
+            self.shape, self.dtype, self.recipe, device, columnwise=self.has_columnwise,
+            rowwise=self.has_rowwise, state=self.is_whole, tp_shard=self.tp_shard,
+        )  # fmt: skip
         made.amax_group, made.keeps_source = self.amax_group, self.keeps_source
         if self._name:
             made.name_weight(self._name)

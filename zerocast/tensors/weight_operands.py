@@ -5,23 +5,61 @@ them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
-from zerocast.layout import NOTHING, Extent, Plane, Source, round_up
+from zerocast.layout import NOTHING, BlockGrid, Extent, Plane, ScaleLayout, Source, round_up
 from zerocast.numerics import FourOverSixErrors, PlaneBuffers, Rounding, TensorOperand
 from zerocast.tensors.storage import QuantizedStorage
 from zerocast.tensors.tp_shard import COLUMNS
+
+
+@dataclass(frozen=True, slots=True)
+class Amaxes:
+    """Where the amaxes of one weight are.
+
+    Attributes:
+        tensor: int32 [1]; None of a weight that is not cast.
+        blocks: by the name of each plane that is cast, int32: those of its blocks, or of those that
+            this rank keeps.
+        first_block: by the name of such a plane, the number of the first block of these; 0 for one
+            that is not there.
+    """
+
+    tensor: torch.Tensor | None
+    blocks: Mapping[str, torch.Tensor]
+    first_block: Mapping[str, int]
+
+    @classmethod
+    def whole(cls, storage: QuantizedStorage, amax: torch.Tensor) -> Amaxes:
+        """All amaxes of a weight in ``amax``, int32 [storage.amax_slots]."""
+        return cls(amax[-1:], block_amaxes(storage, amax, amax[-1:]), {})
+
+
+NO_AMAXES = Amaxes(None, {}, {})
+"""Those of a weight that is not cast."""
+
+
+@dataclass(frozen=True, slots=True)
+class OwnScales:
+    """The scales of one plane that this rank makes for all ranks.
+
+    Attributes:
+        blocks: their numbers.
+        entries: the numerics' ``scale_dtype`` [len(blocks)].
+    """
+
+    blocks: range
+    entries: torch.Tensor
 
 
 def tensor_operand(
     storage: QuantizedStorage,
     slot: int = 0,
     extent: Extent = NOTHING,
-    amax: torch.Tensor | None = None,
+    amaxes: Amaxes = NO_AMAXES,
     *,
-    shared_amax: torch.Tensor | None = None,
     own_codes: Mapping[str, torch.Tensor] | None = None,
     candidates: FourOverSixErrors | None = None,
     advances: bool = True,
@@ -32,25 +70,21 @@ def tensor_operand(
         storage: the weight's bytes.
         slot: the place of the master in :class:`Masters`.
         extent: the elements that it holds.
-        amax: int32 [storage.amax_slots], of a weight that is cast.
-        shared_amax: int32 [1], the tensor's amax where weights share it; None for the last of
-            ``amax``.
+        amaxes: of a weight that is cast.
         own_codes: by name of a buffer, one that receives the shard's codes in its place, from the
             byte on in which the extent starts.
         candidates: of a weight whose blocks choose their scales.
         advances: whether delayed scaling moves on with the cast.
     """
     recipe, buffers = storage.recipe, storage.buffers
-    codes, amaxes = {**buffers, **(own_codes or {})}, {}
-    if amax is not None:
-        shared_amax = amax[-1:] if shared_amax is None else shared_amax
-        amaxes = block_amaxes(storage, amax, shared_amax)
+    codes = {**buffers, **(own_codes or {})}
     planes = tuple(
         PlaneBuffers(
             plane,
-            amaxes.get(plane.name if plane.is_cast else "rowwise"),
+            amaxes.blocks.get(_amaxes_of(plane)),
             codes.get(plane.codes_name),
             buffers.get(plane.scales_name),
+            amaxes.first_block.get(_amaxes_of(plane), 0),
         )
         for plane in storage.planes
         if plane.source is not Source.TRANSPOSED_MASTER
@@ -65,13 +99,68 @@ def tensor_operand(
         extent,
         recipe.round_to(storage.dtype),
         codes_start,
-        shared_amax,
+        amaxes.tensor,
         buffers.get("amax") if advances or delayed is None else None,
         delayed,
         candidates,
         _rounding(storage, storage.planes[0]),
         advances or delayed is None,
     )
+
+
+def scale_operand(operand: TensorOperand, own: Mapping[str, OwnScales]) -> TensorOperand:
+    """The weight of ``operand`` as its scales are made where some travel between ranks: of the
+    planes in ``own``, by name, this rank makes its own scales alone, and those that are derived
+    from them are expanded after the gather.
+    """
+    planes = [
+        _compact(operand, each, own[each.plane.name]) if each.plane.name in own else each
+        for each in operand.scaled_planes
+        if each.plane.is_cast or "rowwise" not in own
+    ]
+    candidates = operand.candidates
+    if candidates is not None and "rowwise" in own:
+        first = own["rowwise"].blocks.start
+        choices = candidates.choices[max(first - candidates.first_block, 0) :]
+        candidates = replace(candidates, choices=choices, first_block=0)
+    return replace(operand, planes=tuple(planes), candidates=candidates)
+
+
+def _compact(operand: TensorOperand, buffers: PlaneBuffers, own: OwnScales) -> PlaneBuffers:
+    """A plane of one row that holds this rank's scales one a block; without ``scale_inv`` where it
+    makes none.
+    """
+    assert buffers.block_amax is not None
+    grid = BlockGrid(1, max(len(own.blocks), 1), 1, 1)
+    plane = replace(buffers.plane, block=(1, 1), scales=ScaleLayout(grid))
+    if not own.blocks:
+        return PlaneBuffers(plane, operand.tensor_amax)
+    first = own.blocks.start - buffers.first_block
+    return PlaneBuffers(
+        plane, buffers.block_amax[first : first + len(own.blocks)], scale_inv=own.entries
+    )
+
+
+def expand_operand(
+    storage: QuantizedStorage, compact: Mapping[str, torch.Tensor]
+) -> TensorOperand | None:
+    """The stored scales of a weight that are made from its ``compact`` ones, one a block, by the
+    name of the plane that these belong to; None where there are none.
+    """
+    planes = []
+    for plane in storage.planes:
+        scales, scale_inv = plane.scales, storage.buffers.get(plane.scales_name)
+        if scale_inv is not None and _amaxes_of(plane) in compact:
+            scales = scales.of_transposed() if plane.is_derived else scales
+            seen = replace(plane, scales=scales)
+            made_from = compact[_amaxes_of(plane)]
+            planes.append(PlaneBuffers(seen, scale_inv=scale_inv, compact=made_from))
+    return TensorOperand(tuple(planes)) if planes else None
+
+
+def _amaxes_of(plane: Plane) -> str:
+    """The name of the plane whose amaxes a plane's scales are made from."""
+    return plane.name if plane.is_cast else "rowwise"
 
 
 def transposed_operand(

@@ -31,6 +31,7 @@ from zerocast.numerics import (
     Masters,
     Numerics,
     NVFP4Numerics,
+    PlaneBuffers,
     TensorOperand,
 )
 
@@ -124,14 +125,15 @@ class CudaBackend:
             return self._close_delayed(numerics, rows, operands)
         fields = tables.numerics_fields(numerics, self.name)
         kernel = Kernel("compute_scale", THREADS, (tables.numerics_class(numerics),))
-        cuts = [
-            [
-                _scale_cut(number, each.plane.scales, tiling.SCALES)
-                for number, each in enumerate(o.scaled_planes)
-            ]
-            for o in operands
-        ]
+        cuts = [_scale_cuts(operand.scaled_planes) for operand in operands]
         return self._tables.launch(kernel, rows, cuts, fields, operands)
+
+    def expand_scales(self, numerics: Numerics, operands: Sequence[TensorOperand]) -> Launch:
+        stored = "float" if numerics.scale_dtype == torch.float32 else "u8"
+        kernel = Kernel("expand_scales", THREADS, (stored,))
+        rows = [tables.expand_row(operand, self._address) for operand in operands]
+        cuts = [_scale_cuts(operand.planes) for operand in operands]
+        return self._tables.launch(kernel, rows, cuts, [], operands)
 
     def transpose(self, numerics: Numerics, operands: Sequence[TensorOperand]) -> Launch:
         bits = numerics.fmt.bits
@@ -273,6 +275,11 @@ def _second_grid(shard: TensorOperand) -> BlockGrid | None:
     """The blocks of a second plane that is cast."""
     planes = shard.cast_planes
     return planes[1].plane.grid if len(planes) > 1 else None
+
+
+def _scale_cuts(planes: Sequence[PlaneBuffers]) -> list[Cut]:
+    """How the stored planes of a weight are cut."""
+    return [_scale_cut(i, each.plane.scales, tiling.SCALES) for i, each in enumerate(planes)]
 
 
 def _scale_cut(plane: int, layout: ScaleLayout, tile: tuple[int, int]) -> Cut:

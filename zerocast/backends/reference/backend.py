@@ -52,6 +52,9 @@ class ReferenceBackend:
     def compute_scale(self, numerics: Numerics, operands: Sequence[TensorOperand]) -> Launch:
         return _for_each(operands, partial(_compute_scale, numerics))
 
+    def expand_scales(self, numerics: Numerics, operands: Sequence[TensorOperand]) -> Launch:
+        return _for_each(operands, _expand_scales)
+
     def partial_cast(
         self, numerics: Numerics, operands: Sequence[TensorOperand], masters: Masters
     ) -> Launch:
@@ -85,9 +88,9 @@ def _for_shards(operands: Sequence[TensorOperand], run: Callable[[TensorOperand]
 
 def _compute_scale(numerics: Numerics, t: TensorOperand) -> None:
     for each in t.scaled_planes:
-        assert each.scale_inv is not None
-        stored, _ = scales(numerics, t, each)
-        write_plane(stored, each.plane.scales, each.scale_inv)
+        if each.scale_inv is not None:
+            stored, _ = scales(numerics, t, each)
+            write_plane(stored, each.plane.scales, each.scale_inv)
     if t.amax is not None:
         t.amax.copy_(amax_of(t).view(torch.float32))
     if t.advances and t.delayed is not None:
@@ -95,6 +98,13 @@ def _compute_scale(numerics: Numerics, t: TensorOperand) -> None:
         advance(numerics, t.delayed, amax_of(t))
     if t.advances and t.rounding is not None:
         t.rounding.counter[1] += 1
+
+
+def _expand_scales(t: TensorOperand) -> None:
+    for each in t.planes:
+        assert each.compact is not None
+        assert each.scale_inv is not None
+        write_plane(each.compact, each.plane.scales, each.scale_inv)
 
 
 def _transpose(numerics: Numerics, t: TensorOperand) -> None:
@@ -139,7 +149,7 @@ def _cast(numerics: Numerics, shard: TensorOperand, x: torch.Tensor) -> None:
     for each in shard.cast_planes:
         grid = each.plane.grid
         _, multipliers = scales(numerics, shard, each)
-        multiplier = multipliers[grid.block_of(index)]
+        multiplier = multipliers[grid.block_of(index) - each.first_block]
         y = x * multiplier
         if isinstance(numerics, NVFP4Numerics) and numerics.stochastic_rounding:
             assert shard.rounding is not None

@@ -38,7 +38,7 @@ def raise_amaxes(shard: TensorOperand, x: torch.Tensor) -> None:
     bits, index = magnitude_bits(x), indices(shard)
     for each in shard.cast_planes:
         assert each.block_amax is not None
-        blocks = each.plane.grid.block_of(index)
+        blocks = each.plane.grid.block_of(index) - each.first_block
         each.block_amax.scatter_reduce_(0, blocks, bits, reduce="amax")
     tensor_amax = amax_of(shard)
     tensor_amax.copy_(torch.maximum(tensor_amax, bits.max()))

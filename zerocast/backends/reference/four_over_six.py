@@ -41,7 +41,7 @@ def write_own_part(numerics: NVFP4Numerics, shard: TensorOperand, masters: Maste
             mine = whole[i] & (own[i] > 0)
             candidates.row_errors[cut.index(i)][mine] = errors[i][mine]
         elif own[i].any():
-            candidates.choices[i * grid.blocks_w : (i + 1) * grid.blocks_w] = choices[i]
+            candidates.choices[_row_of_blocks(shard, i)] = choices[i]
     for s, start in enumerate(candidates.segments.tolist()):
         width = _segment_width(grid, start)
         mine = owned[start : start + width] > 0
@@ -63,9 +63,16 @@ def choose_in_cut_rows(numerics: NVFP4Numerics, operand: TensorOperand) -> None:
         i, r = row // grid.block_h, row % grid.block_h
         candidates.row_errors[cut.index(i), r, j] = errors[i, r, j]
     for p, i in enumerate(cut):
-        candidates.choices[i * grid.blocks_w : (i + 1) * grid.blocks_w] = _choose(
-            candidates.row_errors[p : p + 1]
-        )[0]
+        candidates.choices[_row_of_blocks(operand, i)] = _choose(candidates.row_errors[p : p + 1])[
+            0
+        ]
+
+
+def _row_of_blocks(operand: TensorOperand, row: int) -> slice:
+    """Where the choices of a row of blocks are."""
+    assert operand.candidates is not None
+    start = row * operand.grid.blocks_w - operand.candidates.first_block
+    return slice(start, start + operand.grid.blocks_w)
 
 
 def _segment_width(grid: BlockGrid, start: int) -> int:
@@ -79,11 +86,14 @@ def _row_errors(numerics: NVFP4Numerics, operand: TensorOperand, x: torch.Tensor
     """
     grid, block_amax = operand.grid, operand.planes[0].block_amax
     assert block_amax is not None
-    block, tensor = block_amax.view(torch.float32), amax_of(operand).view(torch.float32)
+    tensor = amax_of(operand).view(torch.float32)
+    block = torch.zeros(grid.num_blocks, dtype=torch.float32, device=block_amax.device)
+    kept = slice(operand.planes[0].first_block, operand.planes[0].first_block + len(block_amax))
+    block[kept] = block_amax.view(torch.float32)
     x = x.view(grid.rows, grid.cols)
     both = []
     for choice in (1, 0):
-        choices = torch.full_like(block_amax, choice)
+        choices = torch.full_like(block, choice)
         stored, multiplier = (
             by_elements(scale.view(grid.blocks_h, grid.blocks_w), grid)
             for scale in nvfp4_scales(numerics, block, tensor, choices)

@@ -1,0 +1,133 @@
+"""ScaleGather: the scales that their blocks' owners made, brought to every rank.
+
+They travel one a block, and without the repeats and the padding of stored planes, which are made
+after the gather (``expand_scales``). Rank r's part is its scales, weight by weight and plane by
+plane; parts follow each other in rank order. Where one rank owns all blocks of a plane, its scales
+are read where they arrive; those that several ranks own are put together first.
+
+Each part is cut into segments of whole words, one a plane, so that scales of any dtype may stand in
+one buffer: one all-gather for all planes of a group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from zerocast.cast.amax_buffers import planes_by_owner
+from zerocast.comm import Communicator
+from zerocast.layout import Extent, Owners, round_up
+from zerocast.tensors import QuantizedStorage
+from zerocast.tensors.weight_operands import OwnScales
+
+_ALIGNMENT = 16
+"""Bytes: what a kernel stores at once."""
+
+
+def scale_gathers(
+    storages: Sequence[QuantizedStorage],
+    members: Mapping[Communicator, Sequence[int]],
+    owners: Mapping[Communicator, Owners],
+    *,
+    boundary: bool,
+) -> list[ScaleGather]:
+    """The gathers of all groups of which any rank makes scales for the others: in a boundary
+    exchange.
+
+    Args:
+        storages: the weights.
+        members: by group the places of its weights.
+        owners: by group those of its members.
+    """
+    gathers = [
+        ScaleGather(comm, {i: storages[i] for i in indices}, owners[comm])
+        for comm, indices in members.items()
+        if boundary and indices
+    ]
+    return [gather for gather in gathers if any(gather.compact.values())]
+
+
+class ScaleGather:
+    """The scales of one group's weights, one a block, as they travel.
+
+    Args:
+        comm: the group.
+        storages: by place in the plan those of its weights, in order.
+        owners: of these, counted from 0.
+
+    Attributes:
+        own: by place in the plan and name of a plane, what this rank makes.
+        compact: by the same, all scales of the plane, once gathered.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        storages: Mapping[int, QuantizedStorage],
+        owners: Owners,
+    ) -> None:
+        self._comm = comm
+        self.own: dict[int, dict[str, OwnScales]] = {i: {} for i in storages}
+        self.compact: dict[int, dict[str, torch.Tensor]] = {i: {} for i in storages}
+        planes = {i: planes_by_owner(storage) for i, storage in storages.items()}
+        places = list(storages)
+        # Of each plane the ranks that own blocks, which, and where their scales arrive.
+        segments: dict[tuple[int, str], list[tuple[int, range, int]]] = {
+            (i, plane.name): [] for i in storages for plane in planes[i]
+        }
+        self._counts = [0] * comm.size
+        end = 0
+        for at, rank, start, stop in owners.by_rank():
+            i = places[at]
+            itemsize = storages[i].recipe.numerics.scale_dtype.itemsize
+            for plane in planes[i]:
+                blocks = plane.grid.owned(Extent(start, stop))
+                segments[i, plane.name].append((rank, blocks, end))
+                nbytes = round_up(len(blocks) * itemsize, _ALIGNMENT)
+                self._counts[rank] += nbytes
+                end += nbytes
+        self._gathered = torch.zeros(end, dtype=torch.uint8, device=storages[places[0]].device)
+        self._pieces: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])  # to, from
+        for (i, name), of_plane in segments.items():
+            self._find(i, name, storages[i].recipe.numerics.scale_dtype, of_plane)
+
+    def _find(
+        self,
+        i: int,
+        name: str,
+        dtype: torch.dtype,
+        segments: Sequence[tuple[int, range, int]],
+    ) -> None:
+        """Find the scales of one plane where its ``segments`` arrive: of each its rank, its blocks
+        and its first byte.
+        """
+        total = sum(len(blocks) for _, blocks, _ in segments)
+        whole = None
+        if len(segments) > 1:
+            whole = torch.zeros(total, dtype=dtype, device=self._gathered.device)
+        self.own[i][name] = OwnScales(range(0), self._gathered[:0].view(dtype))
+        for rank, blocks, first in segments:
+            arrived = self._gathered[first : first + len(blocks) * dtype.itemsize].view(dtype)
+            if rank == self._comm.rank:
+                self.own[i][name] = OwnScales(blocks, arrived)
+            if whole is not None:
+                self._pieces[0].append(whole[blocks.start : blocks.stop])
+                self._pieces[1].append(arrived)
+        self.compact[i][name] = arrived if whole is None else whole
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """All memory of the scales as they travel."""
+        return [self._gathered, *(each for of in self.compact.values() for each in of.values())]
+
+    def start(self) -> Callable[[], None]:
+        """Begin to make every rank hold the scales of all of them; what is returned ends it."""
+        wait = self._comm.start_all_gather_(self._gathered, self._counts)
+
+        def put_together() -> None:
+            wait()
+            if self._pieces[0]:
+                torch._foreach_copy_(*self._pieces)
+
+        return put_together
