@@ -25,14 +25,24 @@ struct Float8Numerics {
     static constexpr bool CHOOSES = false;
     bool power_2_scale;
     float amax_epsilon;
+    i64 formula;  // ScaleFormula
+
+    template <class L>
+    ZEROCAST_FN typename L::Float clamped_amax(typename L::Int amax_bits) const {
+        typename L::Float amax = L::value(amax_bits);
+        return L::select(amax < L::splat(amax_epsilon), L::splat(amax_epsilon), amax);
+    }
 
     template <class L>
     ZEROCAST_FN typename L::Float multiplier(typename L::Int amax_bits,
                                              typename L::Int = L::splat(0)) const {
         typedef typename L::Float Float;
-        Float amax = L::value(amax_bits);
-        Float clamped = L::select(amax < L::splat(amax_epsilon), L::splat(amax_epsilon), amax);
-        Float scale = not_above_flt_max<L>(L::divide(L::splat(F::MAX), clamped));
+        Float clamped = clamped_amax<L>(amax_bits), scale;
+        if (formula == SCALE_INVERSE_FIRST)
+            scale = L::divide(L::splat(1.0f), L::divide(clamped, L::splat(F::MAX)));
+        else
+            scale = L::divide(L::splat(F::MAX), clamped);
+        scale = not_above_flt_max<L>(scale);
         if (power_2_scale) scale = L::value(L::bits(scale) & ~((1 << MANTISSA_BITS) - 1));
         scale = L::select(clamped == L::splat(0.0f), L::splat(1.0f), scale);
         return L::select(amax_bits < INFINITY_BITS, scale, constant<L>(NAN_BITS));
@@ -42,7 +52,14 @@ struct Float8Numerics {
     template <class L>
     ZEROCAST_FN typename L::Int stored(typename L::Int amax_bits,
                                        typename L::Int = L::splat(0)) const {
-        typename L::Float inverse = L::divide(L::splat(1.0f), multiplier<L>(amax_bits));
+        typename L::Float inverse;
+        if (formula == SCALE_RECIPROCAL) {
+            inverse = L::divide(L::splat(1.0f), multiplier<L>(amax_bits));
+        } else {
+            typename L::Float clamped = clamped_amax<L>(amax_bits);
+            inverse = L::divide(clamped, L::splat(F::MAX));
+            inverse = L::select(clamped == L::splat(0.0f), L::splat(1.0f), inverse);
+        }
         return L::select(amax_bits < INFINITY_BITS, L::bits(inverse), L::splat(NAN_BITS));
     }
 };
@@ -232,7 +249,7 @@ ZEROCAST_FN Numerics numerics_of(const NumericsTable& table, const i32* tensor_a
                                  const DelayedState& delayed) {
     typedef typename Numerics::Format F;
     if constexpr (SAME<Numerics, Float8Numerics<F>>)
-        return {table.power_2_scale != 0, Scalar::value((i32)table.amax_epsilon)};
+        return {table.power_2_scale != 0, Scalar::value((i32)table.amax_epsilon), table.formula};
     else if constexpr (SAME<Numerics, DelayedNumerics<F>>)
         return {*delayed.scale};
     else if constexpr (SAME<Numerics, MXNumerics<F>>)

@@ -170,6 +170,7 @@ enum NumericsKind : i64 {
     NUMERICS_NVFP4 = 3
 };
 enum ErrorKind : i64 { ERROR_NONE = 0, ERROR_MAE = 1, ERROR_MSE = 2 };
+enum ScaleFormula : i64 { SCALE_RECIPROCAL = 0, SCALE_QUOTIENT = 1, SCALE_INVERSE_FIRST = 2 };
 enum ScaleRounding : i64 { SCALE_UP = 0, SCALE_FLOOR = 1, SCALE_EVEN = 2 };
 
 // Which numerics, and their parameters; those of others are 0.
@@ -179,6 +180,7 @@ struct NumericsTable {
     // FP8 with an FP32 scale a block.
     i64 power_2_scale;
     i64 amax_epsilon;  // FP32 bit pattern
+    i64 formula;       // ScaleFormula
     // Delayed scaling.
     i64 scaled_max;  // FP32 bit pattern of max * 2^-margin
     i64 most_recent;
@@ -190,7 +192,7 @@ struct NumericsTable {
     i64 stochastic_rounding;
     i64 seed;
 };
-static_assert(sizeof(NumericsTable) == 11 * sizeof(i64), "a row that Python writes");
+static_assert(sizeof(NumericsTable) == 12 * sizeof(i64), "a row that Python writes");
 
 }  // namespace ZEROCAST_ISA
 }  // namespace zerocast

@@ -38,7 +38,7 @@ struct FusedTask {
     i32* amax;         // FP32 [1] by its bits, or null
     FusedPlane planes[2];
 };
-static_assert(sizeof(FusedTask) == 69 * sizeof(i64), "a row that Python writes");
+static_assert(sizeof(FusedTask) == 70 * sizeof(i64), "a row that Python writes");
 
 // min(count, 4), and 0 for what is negative.
 ZEROCAST_FN int at_most_four(i64 count) { return count >= 4 ? 4 : count > 0 ? (int)count : 0; }

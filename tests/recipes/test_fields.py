@@ -219,8 +219,8 @@ REFUSED = [
      "amax_epsilon must be finite in FP32 and not negative, got {}; 0 keeps every amax as it is."),
     # An option that would do nothing is an error.
     *((InputError, kind, "fp8_quant_fwd_inp", [QParams(stochastic_rounding=True)],
-       f"fp8_quant_fwd_inp takes power_2_scale and amax_epsilon, got stochastic_rounding=True, "
-       f"{OF_NO_USE}") for kind in FLOAT8),
+       f"fp8_quant_fwd_inp takes power_2_scale and amax_epsilon and scale_formula, got "
+       f"stochastic_rounding=True, {OF_NO_USE}") for kind in FLOAT8),
     *((InputError, kind, "fp8_quant_bwd_grad", [{"power_2_scale": True}],
        "fp8_quant_bwd_grad must be a zerocast.recipes.QParams, got {}.") for kind in FLOAT8),
     (InputError, NVFP4BlockScaling, "fp4_quant_fwd_weight", [QParams(power_2_scale=True)],
@@ -252,6 +252,12 @@ REFUSED = [
      "disable_2d_quantization", [True],
      "4-over-6 needs weights in 16x16 blocks, got nvfp4_4over6='weights' without 2-D quantization; "
      "leave one of them."),
+    (InputError, QParams, "scale_formula", ["amax / 448"],
+     "scale_formula must be one of ['reciprocal', 'quotient', 'inverse first'], got {!r}."),
+    (InputError, partial(Float8CurrentScaling, use_power_2_scales=True), "fp8_quant_fwd_weight",
+     [QParams(scale_formula="quotient")],
+     "scales that are powers of two have one formula, got scale_formula='quotient' for "
+     "Float8CurrentScaling; leave one of them."),
     (InputError, MXFP4BlockScaling, "scale_rounding", ("down", "UP"),
      "scale_rounding must be one of ['up', 'floor', 'even'], got {!r}."),
     (InputError, NVFP4BlockScaling, "seed", (-1, 2**64),

@@ -67,6 +67,13 @@ VARIANTS: dict[str, Recipe] = {
         fp8_quant_fwd_weight=QParams(amax_epsilon=1e-3), round_master=False
     ),
     "rowwise-power-2": Float8RowwiseScaling(fp8_quant_fwd_weight=QParams(power_2_scale=True)),
+    "block-quotient": Float8BlockScaling(
+        use_f32_scales=True,
+        fp8_quant_fwd_weight=QParams(scale_formula="quotient", amax_epsilon=1e-4),
+    ),
+    "current-inverse-first": Float8CurrentScaling(
+        fp8_quant_fwd_weight=QParams(scale_formula="inverse first")
+    ),
     "block-f32-e5m2": Float8BlockScaling(use_f32_scales=True, fp8_format="e5m2"),
     "mxfp8-e5m2": MXFP8BlockScaling(fp8_format="e5m2"),
     "mxfp4-2d": MXFP4BlockScaling(enable_2d_quantization=True, scale_rounding="floor"),

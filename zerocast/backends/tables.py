@@ -30,7 +30,8 @@ from zerocast.numerics import (
 Address = Callable[[torch.Tensor | None], int]
 """A tensor's address, 0 where there is none, or BackendError where the backend cannot take it."""
 
-# The numbers of the C side: FormatId, NumericsKind, ErrorKind and ScaleRounding in tables.h.
+# The numbers of the C side: FormatId, NumericsKind, ErrorKind, ScaleFormula and
+# ScaleRounding in tables.h.
 FORMATS = {E2M1: 0, E4M3: 1, E5M2: 2}
 NUMERICS: dict[type[Numerics], int] = {
     Float8Numerics: 0,
@@ -39,6 +40,7 @@ NUMERICS: dict[type[Numerics], int] = {
     NVFP4Numerics: 3,
 }
 ERRORS = {None: 0, "mae": 1, "mse": 2}
+SCALE_FORMULAS = {"reciprocal": 0, "quotient": 1, "inverse first": 2}
 SCALE_ROUNDINGS = {"up": 0, "floor": 1, "even": 2}
 
 
@@ -53,9 +55,10 @@ def numerics_fields(numerics: Numerics, backend: str) -> list[int]:
             f"the {backend} backend has no code for {numerics}; cast it under "
             f"use_backend('reference')."
         )
-    float8, delayed, mx, nvfp4 = [0] * 2, [0] * 2, [0], [0] * 4
+    float8, delayed, mx, nvfp4 = [0] * 3, [0] * 2, [0], [0] * 4
     if isinstance(numerics, Float8Numerics):
-        float8 = [int(numerics.power_2_scale), float_bits(numerics.amax_epsilon)]
+        formula = SCALE_FORMULAS[numerics.formula]
+        float8 = [int(numerics.power_2_scale), float_bits(numerics.amax_epsilon), formula]
     elif isinstance(numerics, Float8DelayedNumerics):
         scaled_max = math.ldexp(numerics.fmt.max, -numerics.margin)
         delayed = [float_bits(scaled_max), int(numerics.amax_compute_algo == "most_recent")]

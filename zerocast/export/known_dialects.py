@@ -22,6 +22,7 @@ from zerocast.recipes import (
     MXFP4BlockScaling,
     MXFP8BlockScaling,
     NVFP4BlockScaling,
+    QParams,
 )
 
 
@@ -60,7 +61,12 @@ _E8M0 = torch.float8_e8m0fnu
 _PER_TOKEN = _arguments(8, "token", dynamic=True)
 _NVFP4 = NVFP4BlockScaling(disable_2d_quantization=True, disable_stochastic_rounding=True)
 _MXFP8, _MXFP4 = MXFP8BlockScaling(), MXFP4BlockScaling()
-_ANY_BLOCK_SCALE = Float8BlockScaling(use_f32_scales=True)
+_QUOTIENT = QParams(scale_formula="quotient")
+_ONE_SCALE = Float8CurrentScaling(fp8_format="e4m3", fp8_quant_fwd_weight=_QUOTIENT)
+_ANY_BLOCK_SCALE = Float8BlockScaling(use_f32_scales=True, fp8_quant_fwd_weight=_QUOTIENT)
+# The floors that the amax has in DeepGEMM and vLLM, and in the Triton kernels of slime and verl.
+_DEEPGEMM = QParams(scale_formula="quotient", amax_epsilon=1e-4)
+_TRITON = QParams(scale_formula="inverse first", amax_epsilon=1e-10)
 _E8M0_SCALES = {"group_size": 32, "scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8"}
 _E4M3_SCALES = {"scale_dtype": "torch.float8_e4m3fn", "zp_dtype": "torch.float8_e4m3fn"}
 
@@ -81,7 +87,7 @@ DIALECTS = {
         ),
         Dialect(
             name="compressed-tensors/fp8-tensor",
-            recipe=Float8CurrentScaling(fp8_format="e4m3"),
+            recipe=_ONE_SCALE,
             scale_shape=(1,),
             section=_compressed_tensors(
                 "float-quantized", weights=_arguments(8, "tensor"), input_activations=_PER_TOKEN
@@ -89,7 +95,7 @@ DIALECTS = {
         ),
         Dialect(
             name="compressed-tensors/fp8-channel",
-            recipe=Float8RowwiseScaling(fp8_format="e4m3"),
+            recipe=Float8RowwiseScaling(fp8_format="e4m3", fp8_quant_fwd_weight=_QUOTIENT),
             section=_compressed_tensors(
                 "float-quantized", weights=_arguments(8, "channel"), input_activations=_PER_TOKEN
             ),
@@ -125,7 +131,7 @@ DIALECTS = {
         ),
         Dialect(
             name="modelopt/fp8",
-            recipe=Float8CurrentScaling(fp8_format="e4m3"),
+            recipe=_ONE_SCALE,
             scale_shape=(),
             section=_modelopt("FP8", weights={"num_bits": 8}, input_activations={"num_bits": 8}),
         ),
@@ -175,6 +181,20 @@ DIALECTS = {
         Dialect(
             name="deepseek/fp8",
             recipe=_ANY_BLOCK_SCALE,
+            scales="weight_scale_inv",
+            section=_DEEPSEEK,
+            unquantized_key="modules_to_not_convert",
+        ),
+        Dialect(
+            name="deepseek/fp8-deepgemm",
+            recipe=Float8BlockScaling(use_f32_scales=True, fp8_quant_fwd_weight=_DEEPGEMM),
+            scales="weight_scale_inv",
+            section=_DEEPSEEK,
+            unquantized_key="modules_to_not_convert",
+        ),
+        Dialect(
+            name="deepseek/fp8-triton",
+            recipe=Float8BlockScaling(use_f32_scales=True, fp8_quant_fwd_weight=_TRITON),
             scales="weight_scale_inv",
             section=_DEEPSEEK,
             unquantized_key="modules_to_not_convert",

@@ -37,6 +37,7 @@ from zerocast.numerics.numerics import (
     MXNumerics,
     Numerics,
     NVFP4Numerics,
+    ScaleFormula,
     ScaleRounding,
 )
 from zerocast.numerics.operands import (

@@ -26,6 +26,9 @@ INFINITY_BITS = 0x7F800000
 NAN_BITS = 0x7FC00000
 """The canonical NaN, which every NaN becomes before it enters an amax buffer."""
 
+ScaleFormula = Literal["reciprocal", "quotient", "inverse first"]
+"""How FP8's scale and the stored inverse follow from an amax."""
+
 ScaleRounding = Literal["up", "floor", "even"]
 """How an E8M0 scale is made a power of two."""
 
@@ -34,6 +37,9 @@ ScaleRounding = Literal["up", "floor", "even"]
 class Float8Numerics:
     """FP8 with one FP32 scale a block: ``scale = max / amax``, ``code = FP8(x * scale)``, stored
     ``1 / scale``.
+
+    With ``formula`` "quotient" the stored inverse is ``amax / max``; with "inverse first" it is so,
+    too, and the scale is made from it, ``1 / (amax / max)``.
 
     The order of the cases is: an amax that is not finite gives a NaN ``scale_inv`` and NaN codes;
     an amax below ``amax_epsilon`` is replaced by it; amax 0 gives scale 1; an infinite scale
@@ -44,6 +50,7 @@ class Float8Numerics:
     fmt: ElementFormat
     power_2_scale: bool = False
     amax_epsilon: float = 0.0
+    formula: ScaleFormula = "reciprocal"
 
     scale_dtype = torch.float32
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from zerocast.errors import InputError
 from zerocast.numerics import Float8Numerics
 from zerocast.recipes.format import Format, QParams, replace_fields
 from zerocast.recipes.recipe import Recipe, fixed
 
-_KNOWN = ("power_2_scale", "amax_epsilon")
+_KNOWN = ("power_2_scale", "amax_epsilon", "scale_formula")
 _ANY_SCALE = QParams()
 _ACCUMULATION = "the output is accumulated fast and the gradients exactly"
 
@@ -24,8 +25,8 @@ class Float8Recipe(Recipe):
 
     Attributes:
         fp8_format: a :class:`Format` or its name.
-        fp8_quant_fwd_inp: for inputs and outputs of layers; ``power_2_scale`` and
-            ``amax_epsilon`` are known.
+        fp8_quant_fwd_inp: for inputs and outputs of layers; ``power_2_scale``, ``amax_epsilon``
+            and ``scale_formula`` are known.
         fp8_quant_fwd_weight: for weights.
         fp8_quant_bwd_grad: for gradients of outputs and inputs.
         fp8_gemm_fprop, fp8_gemm_dgrad, fp8_gemm_wgrad: must stay None.
@@ -44,6 +45,12 @@ class Float8Recipe(Recipe):
         replace_fields(self, fp8_format=Format.of(self.fp8_format))
         for name in ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad"):
             QParams.check(name, getattr(self, name), _KNOWN)
+        formula = self.fp8_quant_fwd_weight.scale_formula
+        if self.has_power_2_scales and formula != "reciprocal":
+            raise InputError(
+                f"scales that are powers of two have one formula, got scale_formula={formula!r} "
+                f"for {type(self).__name__}; leave one of them."
+            )
 
     @property
     def has_power_2_scales(self) -> bool:
@@ -52,8 +59,9 @@ class Float8Recipe(Recipe):
 
     @property
     def numerics(self) -> Float8Numerics:
-        fmt, amax_epsilon = Format.of(self.fp8_format), self.fp8_quant_fwd_weight.amax_epsilon
-        return Float8Numerics(fmt.forward, self.has_power_2_scales, amax_epsilon)
+        fmt, params = Format.of(self.fp8_format).forward, self.fp8_quant_fwd_weight
+        formula = params.scale_formula
+        return Float8Numerics(fmt, self.has_power_2_scales, params.amax_epsilon, formula)
 
     def of_activations(self, *, gradients: bool) -> dict[str, Any]:
         if not gradients:

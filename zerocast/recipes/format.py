@@ -6,10 +6,12 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
 from enum import Enum
+from typing import get_args
 
 from zerocast.arguments import check_fields, shown
 from zerocast.errors import InputError, UnsupportedError
 from zerocast.formats import E4M3, E5M2, FLT_MAX, ElementFormat
+from zerocast.numerics import ScaleFormula
 
 
 class Format(str, Enum):
@@ -62,6 +64,9 @@ class QParams:
     Attributes:
         power_2_scale: round scales down to powers of two.
         amax_epsilon: a smaller amax is replaced by this one; FP32, not negative.
+        scale_formula: ``"reciprocal"`` stores ``1 / (max / amax)``; ``"quotient"`` stores
+            ``amax / max``, as some servers do; ``"inverse first"`` stores the same and multiplies
+            by its reciprocal, ``1 / (amax / max)``.
         random_hadamard_transform: refused: it belongs to activations and gradients of NVFP4
             training and is not built here.
         stochastic_rounding: draw each code from its value's two neighbours, without bias.
@@ -70,6 +75,7 @@ class QParams:
 
     power_2_scale: bool = False
     amax_epsilon: float = 0.0
+    scale_formula: ScaleFormula = "reciprocal"
     random_hadamard_transform: bool = False
     stochastic_rounding: bool = False
     fp4_2d_quantization: bool = False
@@ -82,6 +88,11 @@ class QParams:
             raise InputError(
                 f"amax_epsilon must be finite in FP32 and not negative, got {self.amax_epsilon}; 0 "
                 f"keeps every amax as it is."
+            )
+        if self.scale_formula not in get_args(ScaleFormula):
+            raise InputError(
+                f"scale_formula must be one of {list(get_args(ScaleFormula))}, got "
+                f"{self.scale_formula!r}."
             )
 
     @classmethod

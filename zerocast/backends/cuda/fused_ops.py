@@ -46,7 +46,7 @@ bits wide in the kernels, tiles past the edge included."""
 THREADS = {LOW: 256, TALL: 512}
 """Of a block, by its tiles' rows."""
 
-NUMERICS_FIELDS, PLANE_FIELDS = 11, 18
+NUMERICS_FIELDS, PLANE_FIELDS = 12, 18
 """Of ``NumericsTable`` and of ``FusedPlane``."""
 
 UNITS = 256

@@ -44,12 +44,20 @@ def scales(numerics: Numerics, operand: TensorOperand, buffers: PlaneBuffers) ->
 
 def _float8_scales(numerics: Float8Numerics, amax: torch.Tensor) -> Scales:
     clamped = torch.where(amax < fl(numerics.amax_epsilon), fl(numerics.amax_epsilon), amax)
-    scale = not_above_flt_max(divide(numerics.fmt.max, clamped))
+    quotient = divide(clamped, numerics.fmt.max)
+    if numerics.formula == "inverse first":
+        scale = divide(1.0, quotient)
+    else:
+        scale = divide(numerics.fmt.max, clamped)
+    scale = not_above_flt_max(scale)
     if numerics.power_2_scale:
         scale = (scale.view(torch.int32) & ~0x7FFFFF).view(torch.float32)
     scale = torch.where(clamped == 0, 1.0, scale)
+    inverse = divide(1.0, scale)
+    if numerics.formula != "reciprocal":
+        inverse = torch.where(clamped == 0, 1.0, quotient)
     finite = amax.isfinite()
-    return torch.where(finite, divide(1.0, scale), math.nan), torch.where(finite, scale, math.nan)
+    return torch.where(finite, inverse, math.nan), torch.where(finite, scale, math.nan)
 
 
 def _mx_scales(numerics: MXNumerics, amax: torch.Tensor) -> Scales:
