@@ -52,6 +52,12 @@ class FlatLayout:
         """The range of the buffer that ``rank`` owns, padding included."""
         return Extent(rank * self.rank_numel, (rank + 1) * self.rank_numel)
 
+    def owners(self, extent: Extent) -> list[tuple[int, Extent]]:
+        """The ranks that own elements of ``extent`` of the buffer, ascending, each with its own."""
+        width = self.rank_numel
+        ranks = range(extent.start // width, ceil_div(extent.end, width)) if extent else ()
+        return [(r, extent.intersect(Extent(r * width, (r + 1) * width))) for r in ranks]
+
     def shards(self, rank: int) -> list[Extent]:
         """What ``rank`` owns of each weight, in elements of that weight; empty where it owns
         nothing.

@@ -6,10 +6,12 @@ dicts of all ranks together are the whole state, on any number of ranks::
 
     state         weight's place -> master (FP32, flat), start (its first element), inner state,
                   averages of the master
+    whole_state   weight's place -> inner state of a whole weight, saved by its owner, where weights
+                  are not stepped in pieces
     recipe_state  weight's place -> the state of its recipe, the same on every rank
     param_groups  the options, and the places of the weights, as torch's optimizers save them
-    zero          optimizer, [elements, group] of every weight, rank, world_size, steps made, mode
-                  of the inner optimizer, decays of the averages
+    zero          optimizer, shard, [elements, group] of every weight, rank, world_size, steps made,
+                  mode of the inner optimizer, decays of the averages
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from zerocast.sharded.state import check_state
 
 StateDict = dict[str, Any]
 
-KEYS = {"state", "recipe_state", "param_groups", "zero"}
+KEYS = {"state", "whole_state", "recipe_state", "param_groups", "zero"}
 """The keys of every state dict."""
 
 
@@ -48,13 +50,14 @@ def save(
     return {
         "state": {
             i: {
-                **inner.state(i),
+                **(inner.state(i) if shards.whole is None else {}),
                 **{average.key: average.shard(i) for average in averages},
                 "master": master,
                 "start": shards.own[i].extent.start,
             }
-            for i, master in inner.masters.items()
+            for i, master in shards.held.items()
         },
+        "whole_state": {i: inner.state(i) for i in shards.whole or ()},
         "recipe_state": shards.recipe_states(),
         "param_groups": groups,
         "zero": {
@@ -70,9 +73,10 @@ def save(
 
 def read(
     given: object, shards: ShardedWeights, inner: InnerOptimizer
-) -> tuple[StateDict, dict[int, StateDict]]:
+) -> tuple[StateDict, dict[int, StateDict], dict[int, StateDict]]:
     """Check the state dicts in ``given``, one or a sequence of them. Return the first, which has
-    all that they have in common, and the entries of ``state`` for this rank's elements.
+    all that they have in common, the entries of ``state`` for this rank's elements, and those of
+    ``whole_state`` for the weights that it owns.
 
     Raises:
         InputError: where they are not state dicts, or of another optimizer or other weights; where
@@ -107,7 +111,7 @@ def read(
             f"the state dicts of all ranks must be of the same step, got states of steps {steps}; "
             "load what all ranks saved after the same step."
         )
-    entries = {i: _reshard(saved, i, shards) for i in inner.masters}
+    entries = {i: _reshard(saved, i, shards) for i in shards.held}
     # Another rank's state dict may have the right sizes: torch.distributed.checkpoint, which takes
     # tensors of one name for copies of each other, saves those of one rank and loads them on all.
     zero, comm = saved[0]["zero"], shards.comm
@@ -118,7 +122,7 @@ def read(
             f"torch.distributed.checkpoint keeps one rank's tensors of each name, so give it each "
             f"rank's state dict as bytes (of an io.BytesIO, by torch.save) under a name of its own."
         )
-    return saved[0], entries
+    return saved[0], entries, {i: _whole_state(saved, i, shards) for i in shards.whole or ()}
 
 
 def common_lines(saved: StateDict) -> list[str]:
@@ -130,6 +134,7 @@ def common_lines(saved: StateDict) -> list[str]:
 def restore(
     saved: StateDict,
     entries: dict[int, StateDict],
+    whole: dict[int, StateDict],
     shards: ShardedWeights,
     inner: InnerOptimizer,
     param_groups: Sequence[dict[str, Any]],
@@ -146,7 +151,8 @@ def restore(
     loaded = copy.deepcopy(saved["param_groups"])  # the rate may be a tensor, written in place
     for group, theirs in zip(param_groups, loaded, strict=True):
         group.update(options(theirs))
-    inner.load_state(entries, saved["zero"]["mode"], param_groups)
+    states = entries if shards.whole is None else whole
+    inner.load_state(states, saved["zero"]["mode"], param_groups)
     for i, state in shards.recipe_states().items():
         for name, tensor in state.items():
             tensor.copy_(saved["recipe_state"][i][name])
@@ -155,8 +161,21 @@ def restore(
 def _identity(shards: ShardedWeights, inner: InnerOptimizer) -> StateDict:
     return {
         "optimizer": type(inner.optimizer).__name__,
+        "shard": "element" if shards.whole is None else "matrix",
         "weights": [[weight.param.numel(), weight.group] for weight in shards.weights],
     }
+
+
+def _whole_state(saved: Sequence[StateDict], index: int, shards: ShardedWeights) -> StateDict:
+    """Return the inner state of a weight that this rank owns, out of the owner's state dict."""
+    for state in saved:
+        if index in state["whole_state"]:
+            return copy.deepcopy(state["whole_state"][index])
+    raise InputError(
+        f"this rank owns {shards.weights[index].name}, and the given state holds no state of the "
+        "optimizer for it; load on as many ranks as saved, each its own state dict, or give every "
+        "rank the sequence of all ranks' state dicts."
+    )
 
 
 def _reshard(saved: Sequence[StateDict], index: int, shards: ShardedWeights) -> StateDict:

@@ -9,6 +9,9 @@ optimizer. Masters, state and what the class writes into its options must come o
 trial has more than 4096 elements, from where on 8-bit optimizers quantize, takes some milliseconds,
 draws nothing from torch's global generators and gives the same verdict on every rank. What a class
 does only later, or for other values than these, is not seen.
+
+Where ranks step whole matrices (``shard="matrix"``) a class may look at all of a matrix, and only
+not at others: it steps two matrices together and then each in an optimizer of its own.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from zerocast.errors import InputError, UnsupportedError
 from zerocast.optim.inner import has_modes
 
 _SHAPES = (torch.Size((72, 64)), torch.Size((48,)))
+_MATRICES = (torch.Size((72, 64)), torch.Size((40, 56)))
 _SPLITS = (1301, 17)  # odd, and uneven, so that no statistic of the pieces equals that of the whole
 _STEPS = 4
 _ORTHOGONAL = 1
@@ -48,29 +52,33 @@ _FIRST = [(t, slice(split)) for t, split in enumerate(_SPLITS)]
 _SECOND = [(t, slice(split, None)) for t, split in enumerate(_SPLITS)]
 
 _REMEDY = (
-    "use an element-wise one such as torch.optim.AdamW, or masters under FSDP2 "
-    '(zerocast.nn.convert(model, recipe, weights="master")), whose optimizer sees whole parameters '
-    "where it knows DTensors"
+    'use an element-wise one such as torch.optim.AdamW, shard="matrix", whose optimizer sees whole '
+    'parameters, or masters under FSDP2 (zerocast.nn.convert(model, recipe, weights="master"))'
 )
 
 
-def check_elementwise(
+def check_shardable(
     optimizer_class: type[torch.optim.Optimizer],
     defaults: dict[str, Any],
     groups: Sequence[dict[str, Any]],
     device: torch.device,
+    shard: str,
 ) -> None:
-    """Try ``optimizer_class(groups, **defaults)``, and raise where it is not element-wise.
+    """Try ``optimizer_class(groups, **defaults)``, and raise where it is not element-wise; with
+    ``shard`` "matrix" where it does not step each matrix by itself.
 
     Args:
         groups: the options of each group, without its parameters.
 
     Raises:
-        InputError: where it is not an optimizer class, or refuses its options.
-        UnsupportedError: where it is not element-wise, cannot step a flat tensor, or keeps state
-            that can be neither divided nor saved: other than FP32 in the master's shape, and
-            numbers, of each parameter.
+        InputError: where it is not an optimizer class, or refuses its options, or ``shard`` is
+            neither "element" nor "matrix".
+        UnsupportedError: where it is not as required, cannot step a flat tensor, or keeps state
+            that can be neither divided nor saved: other than FP32 in the master's shape (of any
+            shape, of whole matrices), and numbers, of each parameter.
     """
+    if shard not in ("element", "matrix"):
+        raise InputError(f'shard must be "element" or "matrix", got {shard!r}.')
     if not (
         isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)
     ):
@@ -80,8 +88,16 @@ def check_elementwise(
         )
     with _undisturbed(device):
         for group in {_kind(group): group for group in groups}.values():
-            trial = _Trial(optimizer_class, defaults, group, device)
-            if (difference := trial.verdict()) is not None:
+            shapes = _SHAPES if shard == "element" else _MATRICES
+            trial = _Trial(optimizer_class, defaults, group, device, shapes)
+            if shard == "matrix":
+                if (difference := trial.verdict_on_matrices()) is not None:
+                    raise UnsupportedError(
+                        'shard="matrix" needs an optimizer that steps each matrix by itself, '
+                        "because ranks have different ones, and "
+                        f"{optimizer_class.__name__} does not: {difference}."
+                    )
+            elif (difference := trial.verdict()) is not None:
                 raise UnsupportedError(
                     "ZeroOptimizer needs an element-wise optimizer, because a shard knows nothing "
                     f"of other ranks' elements, and {optimizer_class.__name__} is not: "
@@ -132,8 +148,9 @@ class _Trial:
         defaults: dict[str, Any],
         group: dict[str, Any],
         device: torch.device,
+        shapes: Sequence[torch.Size],
     ) -> None:
-        self._name = optimizer_class.__name__
+        self._name, self._shapes, self._is_first = optimizer_class.__name__, shapes, True
         self._make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer] = lambda groups: (
             optimizer_class([group | each for each in groups], **defaults)
         )
@@ -148,7 +165,7 @@ class _Trial:
             return torch.randn(size, generator=generator, dtype=torch.float32, device="cpu")
 
         self._values, self._gradients = [], []
-        for size in map(torch.Size.numel, _SHAPES):
+        for size in map(torch.Size.numel, shapes):
             # Magnitudes grow along a tensor, gradients twice as fast, so the statistics of pieces
             # differ; gradients keep their direction, which estimates of a learning rate follow, but
             # for some elements, where momentum then has another sign.
@@ -184,15 +201,31 @@ class _Trial:
             )
         return f"{found}. {why}"
 
+    def verdict_on_matrices(self) -> str | None:
+        """Return None for a class that steps each matrix by itself, else what differs."""
+        try:
+            together = self.run(_WHOLE, flat=False)
+            alone = self.run(_WHOLE[:1], _WHOLE[1:], flat=False)
+        except UnsupportedError:
+            raise
+        except Exception as error:
+            raise UnsupportedError(
+                f'shard="matrix" needs an optimizer that steps FP32 matrices, and {self._name} '
+                f"failed ({type(error).__name__}: {error})."
+            ) from error
+        return _difference(together, alone, "alone", _TOLERANCE)
+
     @torch.no_grad()
     def run(self, *optimizers: Sequence[_Piece], flat: bool = True) -> _Outcome:
-        """Step each of ``optimizers``, given by its pieces, which are flat or in their shapes."""
+        """Step each of ``optimizers``, given by its pieces, which are flat or in their shapes. The
+        first run steps whole tensors.
+        """
         outcome: _Outcome = {}
         for pieces in optimizers:
-            params, groups = [], [{"params": list[torch.Tensor]()} for _ in _SHAPES]
+            params, groups = [], [{"params": list[torch.Tensor]()} for _ in self._shapes]
             for t, elements in pieces:
                 param = self._values[t][elements].clone()
-                params.append(param if flat else param.view(_SHAPES[t]))
+                params.append(param if flat else param.view(self._shapes[t]))
                 groups[t]["params"].append(params[-1])
             optimizer: Any = self._make(groups)
             if has_modes(optimizer):
@@ -200,7 +233,7 @@ class _Trial:
             for step in range(_STEPS):
                 for (t, elements), param in zip(pieces, params, strict=True):
                     gradient = self._gradients[t][step]
-                    if step == _ORTHOGONAL and not flat:  # the first run, for all
+                    if step == _ORTHOGONAL and self._is_first:  # for the other runs, too
                         value = param.view(-1)
                         gradient -= value * (gradient @ value / value.square().sum())
                     param.grad = gradient[elements].clone().view(param.shape)
@@ -217,6 +250,7 @@ class _Trial:
                 optimizer.eval()
                 for (t, _), param in zip(pieces, params, strict=True):
                     _note(outcome, f"tensor {t} after eval()", param)
+        self._is_first = False
         return outcome
 
     def _check_state(

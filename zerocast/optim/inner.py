@@ -9,7 +9,7 @@ import torch
 
 from zerocast.errors import InputError
 from zerocast.optim.param_groups import options
-from zerocast.optim.shards import ShardedWeights
+from zerocast.optim.weights import Weight
 
 
 class InnerOptimizer:
@@ -19,13 +19,14 @@ class InnerOptimizer:
     in torch.
 
     Args:
-        optimizer_class: an element-wise torch optimizer.
+        optimizer_class: a torch optimizer.
         defaults: its options.
-        param_groups: the options of every group; the weights' places in them are in ``shards``.
-        shards: the weights and this rank's masters.
+        param_groups: the options of every group.
+        weights: in order, each with its place in ``param_groups``.
+        masters: by the weight's place: FP32, in order.
 
     Attributes:
-        masters: by the weight's place in ``shards``: FP32, flat, never empty, in order.
+        masters: by the weight's place.
         optimizer: the torch optimizer.
         mode: "train" or "eval", for an optimizer that has modes, whose masters differ in them.
 
@@ -38,13 +39,15 @@ class InnerOptimizer:
         optimizer_class: type[torch.optim.Optimizer],
         defaults: dict[str, Any],
         param_groups: Sequence[dict[str, Any]],
-        shards: ShardedWeights,
+        weights: Sequence[Weight],
+        masters: dict[int, torch.Tensor],
     ) -> None:
-        self.masters = {i: shards.master(i) for i, s in enumerate(shards.own) if s.extent}
-        self._places = {i: shards.master(i) for i in self.masters}  # other views of the same memory
+        self.masters = masters
+        # Other views of the same memory.
+        self._places = {i: master.view(master.shape) for i, master in masters.items()}
         groups: list[dict[str, Any]] = [options(group) | {"params": []} for group in param_groups]
         for i, master in self.masters.items():
-            groups[shards.weights[i].group]["params"].append(master)
+            groups[weights[i].group]["params"].append(master)
         try:
             self.optimizer = optimizer_class(groups, **defaults)
         except (TypeError, ValueError) as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -17,14 +17,13 @@ class Publication:
 
     Args:
         shards: the weights.
-        masters: those of this rank, by place.
 
     Raises:
         RankMismatchError: on every rank, where ranks differ in anything that a cast depends on.
     """
 
-    def __init__(self, shards: ShardedWeights, masters: Mapping[int, torch.Tensor]) -> None:
-        self._shards = shards
+    def __init__(self, shards: ShardedWeights) -> None:
+        self._shards, masters = shards, shards.held
         # By place this rank's master of each quantized weight; None where it owns nothing.
         self._masters = {i: masters.get(i) for i, w in enumerate(shards.weights) if w.kind.is_codes}
         self._plan: CastPlan | None = None

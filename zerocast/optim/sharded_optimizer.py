@@ -19,6 +19,7 @@ from zerocast.optim.average import Average, check_decay
 from zerocast.optim.checkpoint import StateDict, common_lines, read, restore, save
 from zerocast.optim.gradients import GradientReducer
 from zerocast.optim.inner import InnerOptimizer, has_modes
+from zerocast.optim.matrix_owners import MatrixOwners
 from zerocast.optim.progress import Progress
 from zerocast.optim.publication import Publication
 from zerocast.optim.shards import ShardedWeights
@@ -36,6 +37,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     comm: Communicator
     inner: torch.optim.Optimizer
     _shards: ShardedWeights
+    _owners: MatrixOwners | None  # with shard="matrix"
     _inner: InnerOptimizer
     _publication: Publication
     _gradients: GradientReducer
@@ -108,6 +110,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._progress.prepare(f"{mode}()")
             with self._progress.changing():
                 self._inner.switch(mode, self.param_groups)
+                if self._owners:
+                    self._owners.return_masters()
                 self._publication.run()
 
     def ema(self, decay: float) -> Average:
@@ -182,12 +186,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
             RankMismatchError: on every rank, where ranks give states of different steps or options.
         """
         attempt, lines = Attempt(), list[str]()
-        saved, entries = StateDict(), dict[int, StateDict]()
+        saved, entries, whole = StateDict(), dict[int, StateDict](), dict[int, StateDict]()
         with attempt:
             error = self._progress.averages_error("load_state_dict")
             if error := error or self._shards.moved_weight():
                 raise error
-            saved, entries = read(state_dict, self._shards, self._inner)
+            saved, entries, whole = read(state_dict, self._shards, self._inner)
             lines = common_lines(saved)
         required = "every rank must load a state of the same step"
         check_same(self.comm, lines, required, attempt.error)
@@ -195,7 +199,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for decay in saved["zero"]["averages"]:
                 self._average(decay)
             averages = self._averages.values()
-            restore(saved, entries, self._shards, self._inner, self.param_groups, averages)
+            groups = self.param_groups
+            restore(saved, entries, whole, self._shards, self._inner, groups, averages)
+            if self._owners:
+                self._owners.fetch_masters()
             self._publication.run()
             self._progress.steps = saved["zero"]["steps"]
         self._gradients.drop()

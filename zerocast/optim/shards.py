@@ -28,7 +28,7 @@ from zerocast.comm import Communicator, raise_together
 from zerocast.errors import InputError, ZerocastError
 from zerocast.layout import Extent, FlatLayout
 from zerocast.optim.pending_all_gather import PendingAllGather
-from zerocast.optim.weights import StorageKind, Weight
+from zerocast.optim.weights import StorageKind, Weight, restart_master
 from zerocast.tensors import QuantizedStorage, QuantizedTensor, replace_raw_data
 
 BUCKET_SIZE = 1 << 23
@@ -121,6 +121,9 @@ class ShardedWeights:
         num_columns: elements that a rank owns, padding included.
         masters: FP32 [num_columns], this rank's.
         own: what this rank owns of each weight.
+        held: by the weight's place this rank's masters: FP32, flat, views, never empty, in order.
+        whole: by the weight's place FP32 masters that this rank keeps beside them, in the weight's
+            shape (:mod:`zerocast.optim.matrix_owners`); None where weights are stepped in shards.
         overlaps: whether uses of quantized weights wait for codes, and not the step.
 
     Raises:
@@ -154,17 +157,26 @@ class ShardedWeights:
             bucket = Bucket(kind, indices, weights, comm.size, self.num_columns)
             self.buckets.append(bucket)
             self.num_columns += bucket.layout.rank_numel
-        self.own = self.shards(comm.rank)
+        self.own = self._own_shards()
         device = weights[0].param.device
         self.masters = torch.zeros(self.num_columns, dtype=torch.float32, device=device)
+        self.held = {i: self.master(i) for i, shard in enumerate(self.own) if shard.extent}
+        self.whole: dict[int, torch.Tensor] | None = None
         self._addresses = self._look_up_addresses()
 
-    def shards(self, rank: int) -> list[Shard]:
-        """Return what ``rank`` owns of each weight, in the order of :attr:`weights`."""
+    def _own_shards(self) -> list[Shard]:
         by_weight: dict[int, Shard] = {}
+        self._places: dict[int, tuple[FlatLayout, Extent]] = {}  # of weights in their buckets
         for bucket in self.buckets:
-            by_weight |= zip(bucket.members, bucket.shards(rank), strict=True)
+            by_weight |= zip(bucket.members, bucket.shards(self.comm.rank), strict=True)
+            for i, extent in zip(bucket.members, bucket.layout.weight_extents(), strict=True):
+                self._places[i] = bucket.layout, extent
         return [by_weight[i] for i in range(len(self.weights))]
+
+    def owners(self, index: int) -> list[tuple[int, Extent]]:
+        """Return the ranks that own elements of one weight, ascending, and which elements."""
+        layout, place = self._places[index]
+        return [(rank, part.shifted(-place.start)) for rank, part in layout.owners(place)]
 
     def master(self, index: int) -> torch.Tensor:
         """Return this rank's master of one weight: FP32, flat, a view, empty where it owns none."""
@@ -176,16 +188,10 @@ class ShardedWeights:
         stays.
         """
         for i in indices:
-            weight, master, extent = self.weights[i], self.master(i), self.own[i].extent
-            param, kept = weight.param, weight.init_value
-            if isinstance(param, QuantizedTensor):
-                values = param.dequantize(torch.float32) if kept is None else kept
-                master.copy_(values.reshape(-1)[extent.start : extent.end])
-            else:
-                values = param.detach().reshape(-1)[extent.start : extent.end]
-                bits = torch.int16 if values.itemsize == 2 else torch.int32
-                is_same = master.to(values.dtype).view(bits) == values.contiguous().view(bits)
-                master.copy_(torch.where(is_same, master, values.float()))
+            restart_master(self.weights[i], self.master(i), self.own[i].extent)
+            if self.whole is not None and i in self.whole:
+                whole = self.whole[i].view(-1)
+                restart_master(self.weights[i], whole, Extent(0, whole.numel()))
 
     def adopt(self) -> None:
         """Move every weight into its bucket."""
@@ -291,10 +297,12 @@ class ShardedWeights:
         weight's shape. Collective.
         """
         own = self.own[index]
-        owned = [self.shards(rank)[index].extent for rank in range(self.comm.size)]
+        counts = [0] * self.comm.size
+        for rank, extent in self.owners(index):
+            counts[rank] = extent.size
         whole = columns.new_empty(self.weights[index].param.numel())
         whole[own.extent.start : own.extent.end] = columns[own.columns]
-        self.comm.all_gather_(whole, [extent.size for extent in owned])
+        self.comm.all_gather_(whole, counts)
         return whole.view(self.weights[index].param.shape)
 
 

@@ -11,6 +11,7 @@ import torch
 
 from zerocast.cast.shard_spec import check_castable
 from zerocast.errors import InputError
+from zerocast.layout import Extent
 from zerocast.tensors import QuantizedStorage, QuantizedTensor
 from zerocast.tensors.digest import digest, digests
 
@@ -97,6 +98,19 @@ def value_digests(weights: Sequence[Weight]) -> list[str]:
             stored = [digest(b) for name, b in storage.buffers.items() if name not in left_out]
             values.append(torch.stack(stored))
     return [f"{number:x}" for number in digests(values)]
+
+
+def restart_master(weight: Weight, master: torch.Tensor, extent: Extent) -> None:
+    """Let ``master``, elements ``extent`` of a weight's, start from the weight as it is."""
+    param, kept = weight.param, weight.init_value
+    if isinstance(param, QuantizedTensor):
+        values = param.dequantize(torch.float32) if kept is None else kept
+        master.copy_(values.reshape(-1)[extent.start : extent.end])
+    else:
+        values = param.detach().reshape(-1)[extent.start : extent.end]
+        bits = torch.int16 if values.itemsize == 2 else torch.int32
+        is_same = master.to(values.dtype).view(bits) == values.contiguous().view(bits)
+        master.copy_(torch.where(is_same, master, values.float()))
 
 
 def index_of(weights: Iterable[Weight], param: torch.Tensor, call: str) -> int:

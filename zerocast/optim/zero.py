@@ -40,7 +40,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -48,11 +48,12 @@ from zerocast.arguments import check_flag
 from zerocast.comm import Attempt, Group, as_communicator, raise_together
 from zerocast.errors import InputError, NonFiniteError, ZerocastError
 from zerocast.optim.comparison import check_same_optimizer
-from zerocast.optim.elementwise import check_elementwise
+from zerocast.optim.elementwise import check_shardable
 from zerocast.optim.found_inf import FoundInf
 from zerocast.optim.gradient_overlap import OverlappingReducer, release_gradients
 from zerocast.optim.gradients import GradientReducer, check_gradient_dtype
 from zerocast.optim.inner import InnerOptimizer
+from zerocast.optim.matrix_owners import MatrixOwners
 from zerocast.optim.param_groups import Param, options, trainable_groups
 from zerocast.optim.progress import Progress
 from zerocast.optim.publication import Publication
@@ -93,7 +94,8 @@ class ZeroOptimizer(ShardedOptimizer):
             weight, and without one by its place in the groups.
         optimizer_class: an element-wise optimizer: any class that updates each element from that
             element alone and keeps FP32 state. It is tried on small tensors, in pieces, and
-            refused where it does not (:mod:`zerocast.optim.elementwise`).
+            refused where it does not (:mod:`zerocast.optim.elementwise`). With ``shard="matrix"``
+            any class that updates each tensor from that tensor alone.
         group: the ranks, as for :class:`zerocast.CastPlan`.
         overlap_all_gather: whether a step returns while codes are on their way. Each quantized
             weight is waited for when it is first used, layer by layer in the next forward; plain
@@ -109,6 +111,10 @@ class ZeroOptimizer(ShardedOptimizer):
             bucket, and ``.grad`` is freed (ZeRO-2). Every rank then makes as many backward passes.
             See "Note: gradients that overlap the backward" in
             :mod:`zerocast.optim.gradient_overlap`.
+        shard: what of a weight one rank steps: "element", any part of it, for optimizers that
+            update each element by itself; or "matrix", all of it, for those that look at a whole
+            matrix, such as ``torch.optim.Muon``. Weights are then dealt to ranks, balanced by cost;
+            see :mod:`zerocast.optim.matrix_owners`.
         **defaults: options of ``optimizer_class``.
 
     Attributes:
@@ -140,6 +146,7 @@ class ZeroOptimizer(ShardedOptimizer):
         bucket_size: int | None = None,
         gradient_dtype: torch.dtype | None = None,
         overlap_grad_reduce: bool = False,
+        shard: Literal["element", "matrix"] = "element",
         **defaults: Any,
     ) -> None:
         self.comm = as_communicator(group)
@@ -151,11 +158,15 @@ class ZeroOptimizer(ShardedOptimizer):
             super().__init__(groups, {})
             weights = collect_weights(self.param_groups)
             device = weights[0].param.device
-            check_elementwise(optimizer_class, defaults, list(map(options, groups)), device)
+            check_shardable(optimizer_class, defaults, list(map(options, groups)), device, shard)
             if overlap_grad_reduce and bucket_size is None:
                 bucket_size = BUCKET_SIZE
             self._shards = ShardedWeights(self.comm, weights, overlap_all_gather, bucket_size)
-            self._inner = InnerOptimizer(optimizer_class, defaults, self.param_groups, self._shards)
+            self._owners = MatrixOwners(self._shards) if shard == "matrix" else None
+            masters = self._owners.masters if self._owners else self._shards.held
+            self._inner = InnerOptimizer(
+                optimizer_class, defaults, self.param_groups, weights, masters
+            )
         raise_together(self.comm, attempt.error)
 
         self.inner = self._inner.optimizer
@@ -163,11 +174,11 @@ class ZeroOptimizer(ShardedOptimizer):
         self._inner.exchange_options(self.param_groups)
         made = (
             f"{optimizer_class.__name__} with {overlap_all_gather=}, {bucket_size=}, "
-            f"{gradient_dtype=}, {overlap_grad_reduce=}"
+            f"{gradient_dtype=}, {overlap_grad_reduce=}, {shard=}"
         )
         check_same_optimizer(self.comm, made, self.param_groups, self._shards.weights)
         self._shards.share_recipe_states()  # a plan is made of weights with equal states only
-        self._publication = Publication(self._shards, self._inner.masters)
+        self._publication = Publication(self._shards)
         release_gradients(self._shards)
         reducer = OverlappingReducer if overlap_grad_reduce else GradientReducer
         self._gradients = reducer(self._shards, gradient_dtype)
@@ -180,6 +191,8 @@ class ZeroOptimizer(ShardedOptimizer):
         # From here on weights change: whatever can be refused has been.
         self._shards.restart_masters(range(len(self._shards.weights)))
         self._shards.adopt()
+        if self._owners:
+            self._owners.fetch_masters()
         self._publication.run()
         self._progress = Progress(self._shards, frozen)
 
@@ -267,9 +280,14 @@ class ZeroOptimizer(ShardedOptimizer):
         self._progress.reduce(self._gradients, self.param_groups, error)
 
     def _update_masters(self) -> None:
+        gradients = self._gradients.gradients()
+        if self._owners:
+            gradients = self._owners.whole_gradients(self._gradients.reduced, gradients)
         self._progress.begin_change()
         with self._user_code:
-            self._inner.step(self.param_groups, self._gradients.gradients())
+            self._inner.step(self.param_groups, gradients)
+        if self._owners:
+            self._owners.return_masters()
         self._publication.fail(self._user_code.error)
         for average in self._averages.values():
             average.update()

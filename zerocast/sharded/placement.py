@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 def is_sharded(tensor: torch.Tensor) -> TypeIs[DTensor]:
     """Say whether ``tensor`` is a DTensor, as FSDP2 and tensor parallelism make of parameters."""
     loaded: Any = sys.modules.get("torch.distributed.tensor")  # else there is no DTensor yet
-    return loaded is not None and isinstance(tensor, loaded.DTensor)
+    # Another thread may be importing it: a module that has no DTensor yet has made none.
+    return isinstance(tensor, getattr(loaded, "DTensor", ()))
 
 
 def to_local(tensor: torch.Tensor) -> torch.Tensor:
