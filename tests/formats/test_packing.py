@@ -12,7 +12,6 @@ from zerocast.formats import (
     byte_span,
     pack_nibbles,
     packed_columns,
-    store_span,
     unpack_nibbles,
 )
 
@@ -61,19 +60,3 @@ def test_unpack_undoes_pack_for_odd_rows(shape):
     data = pack_nibbles(codes)
     assert data.shape == (*shape[:-1], packed_columns(E2M1, shape[-1]))
     assert torch.equal(unpack_nibbles(data, shape[-1]), codes)
-
-
-@pytest.mark.parametrize("fmt", [E2M1, E4M3], ids=lambda f: f.name)
-def test_store_span_writes_its_elements_and_no_other(fmt):
-    """Every range within 7 elements, with neighbouring nibbles that disagree on both sides."""
-    ours, theirs = torch.full((7,), 0x5), torch.full((7,), 0xA)
-
-    def pack(codes):
-        return pack_nibbles(codes.byte()) if fmt.bits == 4 else codes.byte()
-
-    for start in range(8):
-        for end in range(start, 8):
-            whole = pack(theirs)
-            store_span(fmt, whole, pack(ours)[slice(*byte_span(fmt, start, end))], start, end)
-            mine = torch.arange(7).ge(start) & torch.arange(7).lt(end)
-            assert torch.equal(whole, pack(torch.where(mine, ours, theirs))), (start, end)

@@ -5,6 +5,7 @@ A rank owns a part of each weight, which starts and ends inside of a tile. Its m
 elements that are not the rank's, or *alone*, with nothing around it.
 """
 
+import random
 from collections.abc import Callable
 
 import torch
@@ -26,11 +27,13 @@ from zerocast.layout import BlockGrid, Extent, ScaleLayout, Source
 from zerocast.nn.fused import apply_fused
 from zerocast.numerics import (
     Backend,
+    CodeCopy,
     Float8DelayedNumerics,
     Float8Numerics,
     FusedOp,
     MXNumerics,
     NVFP4Numerics,
+    SharedByte,
 )
 
 Subject = Callable[..., Written]
@@ -147,6 +150,36 @@ def fused(op: FusedOp, kind: str) -> Subject:
     return run
 
 
+def copied_codes(backend: Backend, alone: bool = False) -> Written:
+    """Codes of every alignment into the buffer in which they travel and back, up to some tiles
+    long, and bytes that two ranks share, or one.
+    """
+    sizes = [*range(1, 9), 31, 47, 70, 16_384, 40_003] * (1 if alone else 5)
+    draws = random.Random(3)
+    codes, copies, at = [], [], 0
+    for i, size in enumerate(sizes):
+        start = 0 if alone else draws.randrange(16)
+        whole = random_bytes(start + size + start, i)
+        codes.append(whole)
+        at += 0 if alone else draws.randrange(7)
+        copies.append(CodeCopy(whole[start : start + size], at))
+        at += size
+    staged, gathered = torch.zeros(at, dtype=torch.uint8), random_bytes(at, 99)
+    places = [(low, high) for low in (None, 0, at - 1) for high in (None, 0, at - 2)]
+    bytes_of_two = [random_bytes(1, 200 + i) for i in range(len(places))]
+    shared = [SharedByte(c, *place) for c, place in zip(bytes_of_two, places, strict=True)]
+    backend.stage_codes(copies)(staged)
+    backend.store_codes(copies, shared)(gathered)
+    written = {f"codes {i}": each for i, each in enumerate([*codes, *bytes_of_two])}
+    return {**written, "staged": staged, "gathered": gathered}
+
+
+def random_bytes(count: int, seed: int) -> torch.Tensor:
+    """uint8 [count]."""
+    g = torch.Generator().manual_seed(seed)
+    return torch.randint(256, (count,), dtype=torch.uint8, generator=g)
+
+
 DRAWN = NVFP4Numerics(stochastic_rounding=True, seed=9)
 
 # Those of "nvfp4" and "mxfp8" start one element into a whole tile, and end one element before the
@@ -169,6 +202,7 @@ SUBJECTS: dict[str, Subject] = {
     "4-over-6": chosen("mse", 70, 1040, [16 * 1040, 40_015, 69 * 1040 + 3], normal),
     "4-over-6, whole": chosen("mae", 16, 8192, [], near_ties),
     "4-over-6, cut": chosen("mae", 16, 8192, [17], near_ties),
+    "copied codes": copied_codes,
     "silu": fused(FusedOp("silu"), "wide"),
     "layernorm": fused(FusedOp("layernorm"), "normal"),
 }

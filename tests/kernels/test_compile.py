@@ -53,6 +53,7 @@ INSTANCES = {
     "fused_op": [f"{function}, {tile}" for function in ("ElementWise", "Norm") for tile in (
         *(f"{kind}, LOW" for kind in ["NoNumerics", *FP8, *DELAYED, *MXFP4, "NVFP4Numerics"]),
         "Float8Numerics<E4M3>, TALL", "Float8Numerics<E5M2>, TALL")],
+    "copy_codes": ("false", "true"),
     "write_words": [""],
     "probe_read": [""],
 }  # fmt: skip

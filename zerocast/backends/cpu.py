@@ -17,17 +17,21 @@ from threading import get_ident
 import torch
 
 from zerocast.backends import native_library, tables
+from zerocast.backends.code_copies import stage_codes, store_codes
 from zerocast.backends.fused_ops import fused_row, with_casts
 from zerocast.backends.launches import nothing, with_empty_shards
 from zerocast.backends.reference import ReferenceBackend
 from zerocast.errors import BackendError
 from zerocast.numerics import (
+    CodeCopy,
     Float8DelayedNumerics,
     FusedOperand,
     Launch,
+    LaunchOn,
     Masters,
     Numerics,
     NVFP4Numerics,
+    SharedByte,
     TensorOperand,
 )
 
@@ -108,6 +112,12 @@ class CpuBackend:
     def dequantize(self, numerics: Numerics, operands: Sequence[TensorOperand]) -> Launch:
         rows = [tables.dequantize_row(t, t.grid, _address) for t in operands]
         return self._launch("dequantize", numerics, rows, operands)
+
+    def stage_codes(self, copies: Sequence[CodeCopy]) -> LaunchOn:
+        return stage_codes(copies)
+
+    def store_codes(self, copies: Sequence[CodeCopy], shared: Sequence[SharedByte]) -> LaunchOn:
+        return store_codes(copies, shared)
 
     def fused_op(self, numerics: Numerics | None, target: FusedOperand) -> Launch:
         return with_casts(self, numerics, target, self._result)

@@ -4,9 +4,9 @@ Rank r's chunk is the bytes of its shards, weight by weight in the plan's order;
 other in rank order. Where the weights' codes already lie in memory like that (views into one flat
 buffer that ranks own range by range, as ZeRO optimizers keep them) the gather runs there in place:
 nothing is copied in or out. Otherwise the chunks are put into a staging buffer and are stored from
-there, nibble by nibble where two ranks share a byte (see "Note: shared bytes" in
-:mod:`zerocast.formats.packing`). The same bytes travel either way, so ranks need not agree on which
-it is.
+there, nibble by nibble where two ranks share a byte. The same bytes travel either way, so ranks
+need not agree on which it is. Which it is, and where every byte goes, is decided once, and again
+where codes have moved; a gather is then one launch before the collective and one after it.
 """
 
 from __future__ import annotations
@@ -17,11 +17,15 @@ from dataclasses import dataclass
 
 import torch
 
+from zerocast.backends import backend_for
+from zerocast.backends.launches import nothing
 from zerocast.cast.shard_spec import ShardSpec
 from zerocast.comm import Communicator
 from zerocast.errors import InputError
-from zerocast.formats import byte_span, store_span
+from zerocast.formats import byte_span
 from zerocast.layout import Extent, Owners
+from zerocast.numerics import CodeCopy, LaunchOn, SharedByte
+from zerocast.tensors import QuantizedStorage
 
 PLANES = ("rowwise_data", "columnwise_data")
 """The codes that are gathered; columnwise ones where a recipe quantizes them independently."""
@@ -80,9 +84,10 @@ class CodeGather:
         self._comm = comm
         self._specs = specs
         self._plane = plane
+        self._device = specs[0].storage.device
+        self._backend = backend_for(self._device)
         self._chunks: list[_Chunk] = []
         self._counts = [0] * comm.size
-        self._codes = [spec.storage.buffers.get(plane) for spec in specs]
         gathers = [plane in spec.storage.gathered for spec in specs]
         offset = 0
         for i, rank, start, end in owners.by_rank():
@@ -92,15 +97,26 @@ class CodeGather:
                 self._chunks.append(_Chunk(rank, i, Extent(start, end), first, last, staged))
                 self._counts[rank] += last - first
                 offset = staged.stop
+        self._codes: list[torch.Tensor | None] = [None] * len(specs)
+        self._addresses: list[int] = []
+        # What is decided for codes at these addresses.
+        self._is_decided = False
+        self._in_place: torch.Tensor | None = None
+        self._stage: LaunchOn | None = None
+        self._store: LaunchOn | None = None
+        self.look()
 
     def look(self) -> None:
         """Find the weights' codes where they lie now. Those that a rank has dropped since the cast
         are gathered as ever, for the other ranks' sake.
         """
+        self._version = QuantizedStorage.buffers_version
         for i, spec in enumerate(self._specs):
             codes = spec.storage.buffers.get(self._plane)
             if codes is not None:
                 self._codes[i] = codes
+        own = [spec.codes[self._plane] for spec in self._specs if self._plane in spec.codes]
+        self._held = [codes for codes in self._codes if codes is not None] + own
 
     def run(self) -> None:
         """Make every rank hold the codes of all of them."""
@@ -110,38 +126,77 @@ class CodeGather:
         """Begin :meth:`run`; what is returned ends it, and is called once. Weights without codes of
         their own may be given buffers for them in between.
         """
-        self.look()
-        in_place = self._contiguous_codes() if self._chunks else None
-        if in_place is not None:
-            return self._comm.start_all_gather_(in_place, self._counts)
-        staging = torch.empty(
-            sum(self._counts), dtype=torch.uint8, device=self._specs[0].storage.device
+        if not self._chunks:
+            return nothing
+        self._follow()
+        if not self._is_decided:
+            self._in_place, self._is_decided = self._contiguous_codes(), True
+        if self._in_place is not None:
+            return self._comm.start_all_gather_(self._in_place, self._counts)
+        if self._stage is None:
+            self._stage = self._backend.stage_codes(self._own_copies())
+        staging = torch.empty(sum(self._counts), dtype=torch.uint8, device=self._device)
+        self._stage(staging)
+        return functools.partial(
+            self._end, staging, self._comm.start_all_gather_(staging, self._counts)
         )
+
+    def _end(self, staging: torch.Tensor, wait: Callable[[], None]) -> None:
+        """Store what ``staging`` holds after the wait, but for what stands there already."""
+        wait()
+        self._follow()
+        if self._store is None:
+            self._store = self._backend.store_codes(*self._received())
+        self._store(staging)
+
+    def _follow(self) -> None:
+        """Forget what was prepared for codes that have moved since."""
+        if self._version != QuantizedStorage.buffers_version:
+            self.look()
+        addresses = list(map(torch.Tensor.data_ptr, self._held))
+        if addresses != self._addresses:
+            self._addresses, self._is_decided = addresses, False
+            self._in_place = self._stage = self._store = None
+
+    def _own_copies(self) -> list[CodeCopy]:
+        """What this rank sends."""
+        copies = []
         for chunk in self._chunks:
             if chunk.rank == self._comm.rank:
                 codes = self._specs[chunk.weight].own_codes(self._plane)
-                staging[chunk.staged] = (
-                    self._flat(chunk.weight)[chunk.first : chunk.last] if codes is None else codes
-                )
-        wait = self._comm.start_all_gather_(staging, self._counts) if self._chunks else None
-        return functools.partial(self._store, staging, wait)
+                if codes is None:
+                    codes = self._flat(chunk.weight)[chunk.first : chunk.last]
+                copies.append(CodeCopy(codes, chunk.staged.start))
+        return copies
 
-    def _store(self, staging: torch.Tensor, wait: Callable[[], None] | None) -> None:
-        """Store what ``staging`` holds after the wait, but for what stands there already."""
-        if wait is not None:
-            wait()
-        self.look()
+    def _received(self) -> tuple[list[CodeCopy], list[SharedByte]]:
+        """What is stored of the staging buffer: whole bytes, and those that two chunks share, in
+        whose halves each has its nibble; all but what stands in the weights already.
+        """
+        copies: list[CodeCopy] = []
+        halves: dict[tuple[int, int], dict[str, int]] = {}
+        changed: set[tuple[int, int]] = set()
         for chunk in self._chunks:
             spec = self._specs[chunk.weight]
-            if chunk.rank != self._comm.rank or self._plane in spec.codes:
-                fmt = spec.storage.recipe.numerics.fmt
-                store_span(
-                    fmt,
-                    self._flat(chunk.weight),
-                    staging[chunk.staged],
-                    chunk.extent.start,
-                    chunk.extent.end,
-                )
+            stored = chunk.rank != self._comm.rank or self._plane in spec.codes
+            nibbles = spec.storage.recipe.numerics.fmt.bits == 4
+            head, tail = (int(nibbles and at % 2) for at in (chunk.extent.start, chunk.extent.end))
+            first, last = chunk.first + head, chunk.last - tail
+            if stored and first < last:
+                whole = self._flat(chunk.weight)[first:last]
+                copies.append(CodeCopy(whole, chunk.staged.start + head))
+            if head:
+                halves.setdefault((chunk.weight, chunk.first), {})["high"] = chunk.staged.start
+            if tail:
+                halves.setdefault((chunk.weight, last), {})["low"] = chunk.staged.stop - 1
+            if stored:
+                changed |= {
+                    (chunk.weight, at) for at, cut in ((chunk.first, head), (last, tail)) if cut
+                }
+        return copies, [
+            SharedByte(self._flat(weight)[byte : byte + 1], **halves[weight, byte])
+            for weight, byte in sorted(changed)
+        ]
 
     def _flat(self, weight: int) -> torch.Tensor:
         codes = self._codes[weight]

@@ -92,6 +92,7 @@ class ShardPlan(CastPlan):
                 (plane,) = storage.recipe.planes(storage.shape, columnwise=False)
                 spec = storage.recipe.buffers(storage.shape, columnwise=False)[plane.codes_name]
                 storage.buffers[plane.codes_name] = spec.allocate(storage.device)
+            QuantizedStorage.bump_buffers_version()
             while waits:  # each holds what it has received, until it is stored
                 waits.pop(0)()
             return self.storages

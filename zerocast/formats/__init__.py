@@ -8,6 +8,5 @@ from zerocast.formats.packing import (
     byte_span,
     pack_nibbles,
     packed_columns,
-    store_span,
     unpack_nibbles,
 )

@@ -23,30 +23,6 @@ def byte_span(fmt: ElementFormat, start: int, end: int) -> tuple[int, int]:
     return start * fmt.bits // 8, -(-end * fmt.bits // 8)
 
 
-def store_span(
-    fmt: ElementFormat, codes: torch.Tensor, span: torch.Tensor, start: int, end: int
-) -> None:
-    """Write the codes of elements ``[start, end)`` into a whole weight; every other nibble keeps
-    its value.
-
-    Args:
-        codes: uint8, flat: the codes of the whole weight.
-        span: uint8, the bytes of :func:`byte_span`; nibbles in it that belong to other elements are
-            ignored.
-    """
-    first, last = byte_span(fmt, start, end)
-    if first == last:
-        return
-    place = codes[first:last]
-    head, tail = fmt.bits == 4 and start % 2 == 1, fmt.bits == 4 and end % 2 == 1
-    before, after = place[0].clone(), place[-1].clone()
-    place.copy_(span)
-    if head:
-        place[0] = (before & 0x0F) | (place[0] & 0xF0)
-    if tail:
-        place[-1] = (after & 0xF0) | (place[-1] & 0x0F)
-
-
 def packed_columns(fmt: ElementFormat, columns: int) -> int:
     """Bytes of one row of ``columns`` codes, where each row starts a byte of its own (a last nibble
     may be unused).

@@ -11,6 +11,8 @@ weights, and allocates nothing.
     select          reduced errors          -> 4-over-6: the choice of every block
     compute_scale   amaxes, choices         -> stored scales, tensor amax, recipe state
     partial_cast    master shards, amaxes   -> this rank's codes, to the nibble
+    stage_codes     this rank's codes       -> the buffer in which they travel (all-gather)
+    store_codes     the gathered buffer     -> all ranks' codes, to the nibble
     transpose       gathered codes, scales  -> columnwise codes and scales
     dequantize      codes, scales           -> values
     fused_op        a layer's tensor        -> its rounded result, codes and scales, in one pass
@@ -26,7 +28,7 @@ NOT here: which operations a recipe needs (:mod:`zerocast.recipes`) and when the
 (:mod:`zerocast.cast`).
 """
 
-from zerocast.numerics.backend import Backend, Launch
+from zerocast.numerics.backend import Backend, Launch, LaunchOn
 from zerocast.numerics.fused_ops import Function, FusedOp, FusedOperand, can_fuse
 from zerocast.numerics.numerics import (
     INFINITY_BITS,
@@ -42,10 +44,12 @@ from zerocast.numerics.numerics import (
 )
 from zerocast.numerics.operands import (
     NOMINALS,
+    CodeCopy,
     DelayedState,
     FourOverSixErrors,
     Masters,
     PlaneBuffers,
     Rounding,
+    SharedByte,
     TensorOperand,
 )

@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
 
+import torch
+
 from zerocast.numerics.fused_ops import FusedOperand
 from zerocast.numerics.numerics import Numerics, NVFP4Numerics
-from zerocast.numerics.operands import Masters, TensorOperand
+from zerocast.numerics.operands import CodeCopy, Masters, SharedByte, TensorOperand
 
 Launch = Callable[[], None]
 """A prepared operation: runs it once on the buffers that it was prepared for."""
+
+LaunchOn = Callable[[torch.Tensor], None]
+"""The same of an operation on one further buffer, uint8 and contiguous, given to each launch."""
 
 
 @runtime_checkable
@@ -83,6 +88,14 @@ class Backend(Protocol):
 
     def dequantize(self, numerics: Numerics, operands: Sequence[TensorOperand]) -> Launch:
         """Decode the first planes of whole weights to ``values``. A NaN scale decodes to NaN."""
+        ...
+
+    def stage_codes(self, copies: Sequence[CodeCopy]) -> LaunchOn:
+        """Copy codes into the buffer in which they travel."""
+        ...
+
+    def store_codes(self, copies: Sequence[CodeCopy], shared: Sequence[SharedByte]) -> LaunchOn:
+        """Copy codes from there into the weights, and put shared bytes together."""
         ...
 
     def fused_op(self, numerics: Numerics | None, target: FusedOperand) -> Launch:

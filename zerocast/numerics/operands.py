@@ -180,6 +180,34 @@ class PlaneBuffers:
 
 
 @dataclass(frozen=True, slots=True)
+class CodeCopy:
+    """Whole bytes of a weight's codes, and their place in the buffer in which they travel.
+
+    Attributes:
+        codes: uint8 [bytes], contiguous.
+        staged: their first byte in the buffer.
+    """
+
+    codes: torch.Tensor
+    staged: int
+
+
+@dataclass(frozen=True, slots=True)
+class SharedByte:
+    """A byte of a weight's codes of which two ranks send a nibble each, or one, the last one.
+
+    Attributes:
+        codes: uint8 [1].
+        low, high: the bytes in the buffer that have its low and its high nibble; None where the
+            weight's own stays.
+    """
+
+    codes: torch.Tensor
+    low: int | None = None
+    high: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class TensorOperand:
     """One tensor as one rank sees it: what every operation of a cast works on.
 

@@ -15,6 +15,7 @@ import torch
 
 from zerocast.backends import tables
 from zerocast.backends.cuda import tiling
+from zerocast.backends.cuda.code_copies import copy_codes
 from zerocast.backends.cuda.delayed import scales_by_callable
 from zerocast.backends.cuda.fused_ops import fused_op
 from zerocast.backends.cuda.launcher import Kernel, Launcher
@@ -25,13 +26,16 @@ from zerocast.errors import BackendError
 from zerocast.formats import packed_columns
 from zerocast.layout import BlockGrid, Extent, ScaleLayout, ceil_div
 from zerocast.numerics import (
+    CodeCopy,
     Float8DelayedNumerics,
     FusedOperand,
     Launch,
+    LaunchOn,
     Masters,
     Numerics,
     NVFP4Numerics,
     PlaneBuffers,
+    SharedByte,
     TensorOperand,
 )
 
@@ -167,6 +171,12 @@ class CudaBackend:
             for operand, grid in zip(operands, grids, strict=True)
         ]
         return self._tables.launch(kernel, rows, cuts, fields, operands)
+
+    def stage_codes(self, copies: Sequence[CodeCopy]) -> LaunchOn:
+        return copy_codes(self._tables, self._address, copies, into_weights=False)
+
+    def store_codes(self, copies: Sequence[CodeCopy], shared: Sequence[SharedByte]) -> LaunchOn:
+        return copy_codes(self._tables, self._address, copies, shared, into_weights=True)
 
     def fused_op(self, numerics: Numerics | None, target: FusedOperand) -> Launch:
         return fused_op(self.launcher, self._address, numerics, target)

@@ -5,7 +5,8 @@ kernel on them. On a device that is :class:`zerocast.backends.cuda.device.Device
 run the same kernels, tables, grids and arguments on a CPU, through a launcher of their own.
 
 Every argument of a kernel is 64 bits wide, an address or an int64, or a struct of such fields, and
-keeps its value from launch to launch; so an argument table is made once.
+keeps its value from launch to launch, but for a buffer that a launch is given; so an argument table
+is made once.
 """
 
 from __future__ import annotations
@@ -50,6 +51,12 @@ class Arguments:
         first, size = ctypes.addressof(self._values), ctypes.sizeof(ctypes.c_int64)
         count = len(words) + bool(struct)
         self._pointers = (ctypes.c_void_p * count)(*(first + i * size for i in range(count)))
+
+    def replace(self, word: int, value: int) -> None:
+        """Give one of the single values of a launch that is about to be made: a buffer that lives
+        as long as one step.
+        """
+        self._values[word] = value
 
     @property
     def address(self) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -62,6 +62,19 @@ class Tables:
         operands: object,
         others: Sequence[torch.Tensor] = (),
     ) -> Launch:
+        """As :meth:`launch_on`, of a kernel that takes no buffers."""
+        return self.launch_on(kernel, rows, cuts, numerics, operands, others)
+
+    def launch_on(
+        self,
+        kernel: Kernel,
+        rows: list[list[int]],
+        cuts: Sequence[Sequence[Cut]] | None,
+        numerics: list[int],
+        operands: object,
+        others: Sequence[torch.Tensor] = (),
+        buffers: int = 0,
+    ) -> Callable[..., None]:
         """The launch of ``kernel`` over the tiles that the weights are cut into, or over the
         weights themselves where ``cuts`` is None; it keeps alive what it points to.
 
@@ -75,9 +88,11 @@ class Tables:
             numerics: the fields of NumericsTable; none where the kernel takes none.
             operands: what the rows point to.
             others: tables that the rows point to.
+            buffers: how many tensors each launch is given, whose addresses are the kernel's last
+                single arguments.
         """
         if not rows:
-            return nothing
+            return lambda *given: nothing()
         launcher = self._launcher
         handle = launcher.prepare(kernel)
         weights = launcher.upload(torch.tensor(rows, dtype=torch.int64, device="cpu"))
@@ -86,16 +101,19 @@ class Tables:
             tables.append(self._visited(cuts))
             count = len(tables[1])
         addresses = [table.data_ptr() for table in tables]
-        arguments = Arguments([*addresses, count], numerics, [*tables, *others], operands)
+        words = [*addresses, count, *[0] * buffers]
+        arguments = Arguments(words, numerics, [*tables, *others], operands)
         grid = min(count, launcher.max_grid)
         captured = launcher.capturing
 
-        def launch() -> None:
+        def launch(*given: torch.Tensor) -> None:
             if captured and not launcher.capturing:
                 raise BackendError(
                     "what is prepared while a CUDA graph is captured must run in that capture, "
                     f"got {kernel} outside of it; prepare it outside, too."
                 )
+            for word, buffer in enumerate(given, len(words) - buffers):
+                arguments.replace(word, buffer.data_ptr())
             launcher.launch(kernel, handle, grid, arguments)
 
         return launch

@@ -8,6 +8,7 @@ from functools import partial
 
 import torch
 
+from zerocast.backends.code_copies import stage_codes, store_codes
 from zerocast.backends.fused_ops import rounded_result, with_casts
 from zerocast.backends.reference import four_over_six
 from zerocast.backends.reference.elements import amax_of, indices, raise_amaxes, rounded, store
@@ -18,13 +19,16 @@ from zerocast.backends.reference.scales import advance, decode_multipliers, scal
 from zerocast.backends.subnormals import keeping_subnormals
 from zerocast.formats import decode, encode, pack_nibbles, packed_columns, unpack_nibbles
 from zerocast.numerics import (
+    CodeCopy,
     Float8DelayedNumerics,
     FusedOperand,
     Launch,
+    LaunchOn,
     Masters,
     Numerics,
     NVFP4Numerics,
     PlaneBuffers,
+    SharedByte,
     TensorOperand,
 )
 
@@ -65,6 +69,12 @@ class ReferenceBackend:
 
     def dequantize(self, numerics: Numerics, operands: Sequence[TensorOperand]) -> Launch:
         return _for_each(operands, partial(_dequantize, numerics))
+
+    def stage_codes(self, copies: Sequence[CodeCopy]) -> LaunchOn:
+        return stage_codes(copies)
+
+    def store_codes(self, copies: Sequence[CodeCopy], shared: Sequence[SharedByte]) -> LaunchOn:
+        return store_codes(copies, shared)
 
     def fused_op(self, numerics: Numerics | None, operand: FusedOperand) -> Launch:
         return keeping_subnormals(with_casts(self, numerics, operand, rounded_result))

@@ -1,0 +1,42 @@
+"""Codes between weights and the buffer in which they travel, on CUDA: one launch each way for any
+number of weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from zerocast.backends.cuda import tiling
+from zerocast.backends.cuda.launcher import Kernel
+from zerocast.backends.cuda.prepared import Tables
+from zerocast.backends.cuda.tiling import Cut
+from zerocast.backends.tables import Address
+from zerocast.numerics import CodeCopy, LaunchOn, SharedByte
+
+THREADS = 128
+"""Of a block."""
+
+COPIED = 1, 1 << 14
+"""A tile: bytes."""
+
+KEPT = -1
+"""In the place of a nibble that stays."""
+
+
+def copy_codes(
+    tables: Tables,
+    address: Address,
+    copies: Sequence[CodeCopy],
+    shared: Sequence[SharedByte] = (),
+    *,
+    into_weights: bool,
+) -> LaunchOn:
+    """The launch of :meth:`zerocast.numerics.Backend.stage_codes`, or ``store_codes``."""
+    rows = [[address(copy.codes), copy.staged, len(copy.codes), 0] for copy in copies]
+    cuts: list[list[Cut]] = [[(tiling.plane_tiles, 0, (1, row[2]), COPIED)] for row in rows]
+    for byte in shared:
+        low, high = (KEPT if place is None else place for place in (byte.low, byte.high))
+        rows.append([address(byte.codes), low, 0, high])
+        cuts.append([(tiling.plane_tiles, 0, (1, 1), COPIED)])
+    kernel = Kernel("copy_codes", THREADS, ("true" if into_weights else "false",))
+    return tables.launch_on(kernel, rows, cuts, [], (copies, shared), buffers=1)
