@@ -144,8 +144,8 @@ def test_ranks_use_weights_in_orders_of_their_own(comm_kind):
 
 @on_ranks("in_process", 3)
 def test_a_step_sends_each_weight_once(comm):
-    """Two buckets of BF16 weights and four of codes are six gathers a step, beside one all-reduce
-    and one all-to-all; nothing is sent by a forward.
+    """Two buckets of BF16 weights, four of codes and the scales are seven gathers a step, beside one
+    all-reduce and one all-to-all; nothing is sent by a forward.
     """
     recording = RecordingCommunicator(comm)
     model = Model("nvfp4")
@@ -156,7 +156,7 @@ def test_a_step_sends_each_weight_once(comm):
     train(model, optimizer, range(2))
     model(torch.ones(1, 32).bfloat16())
     calls = {kind: traffic.calls for (_, kind), traffic in recording.traffic.items()}
-    assert calls == {"all_to_all": 2, "all_reduce": 2, "all_gather": 2 * 6}
+    assert calls == {"all_to_all": 2, "all_reduce": 2, "all_gather": 2 * 7}
 
 
 def test_steps_without_a_forward_between_them():

@@ -145,10 +145,7 @@ class CastPlan:
         raise_in_all(self._comms, attempt.error)
         self._attempt = attempt
         self._one_thread = threading.RLock()
-        self._version = CastVersion(
-            rebuild_on_use=not manual_post_all_gather_processing,
-            scales_travel=len(self._prepared.gathered_scales) > 0,
-        )
+        self._version = CastVersion(rebuild_on_use=not manual_post_all_gather_processing)
         weakref.finalize(self, self._version.retire)
         for spec in self._specs:
             spec.storage.watch(self._version)
@@ -217,7 +214,7 @@ class CastPlan:
     @_untraced
     def all_gather_scales(self) -> None:
         """Bring the scales that each rank made to every rank, where the exchange is "boundary"."""
-        self._prepared.start_scales()()
+        self._prepared.gather_scales()
         self._version.has_scales = True
 
     @_untraced
@@ -302,6 +299,7 @@ class CastPlan:
         with attempt:
             if not self._prepared.steps.writes_early:
                 self._version.tick(self._prepared.addresses.written)
+            self._version.has_scales = not self._prepared.gathered_scales
             self._prepared.steps.run("compute_scale")
         # A caller's function may fail on one rank; nothing else here is a caller's.
         if self._prepared.calls_functions:

@@ -115,8 +115,15 @@ class PreparedCast:
             self._is_in_graph = False
         self._is_in_graph |= is_captured(self._device)
 
+    def gather_scales(self) -> None:
+        """Gather the scales that ranks made, and store them."""
+        for gather in self._scale_gathers:
+            gather.run()
+        if self._scale_gathers:
+            self._expand_scales()
+
     def start_scales(self) -> Callable[[], None]:
-        """Begin to gather the scales that ranks made; what is returned ends it, and stores them."""
+        """Begin :meth:`gather_scales`; what is returned ends it."""
         waits = [gather.start() for gather in self._scale_gathers]
 
         def finish() -> None:

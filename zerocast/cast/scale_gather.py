@@ -125,9 +125,17 @@ class ScaleGather:
         """Begin to make every rank hold the scales of all of them; what is returned ends it."""
         wait = self._comm.start_all_gather_(self._gathered, self._counts)
 
-        def put_together() -> None:
+        def finish() -> None:
             wait()
-            if self._pieces[0]:
-                torch._foreach_copy_(*self._pieces)
+            self._put_together()
 
-        return put_together
+        return finish
+
+    def run(self) -> None:
+        """Make every rank hold the scales of all of them."""
+        self._comm.all_gather_(self._gathered, self._counts)
+        self._put_together()
+
+    def _put_together(self) -> None:
+        if self._pieces[0]:
+            torch._foreach_copy_(*self._pieces)

@@ -35,6 +35,7 @@ class Publication:
                 [shards.own[i].extent.start if i in masters else None for i in self._masters],
                 shards.comm,
                 names=[weight.name for weight in weights],
+                exchange="boundary",
             )
 
     def phases(self, columns: torch.Tensor | None = None) -> dict[str, Callable[[], None]]:
@@ -44,6 +45,8 @@ class Publication:
         columns = self._shards.masters if columns is None else columns
         phases: dict[str, Callable[[], None]] = {} if self._plan is None else self._plan.steps
         phases["store_plain"] = partial(self._shards.store_plain, columns)
+        if self._plan is not None:
+            phases["all_gather_scales"] = self._plan.all_gather_scales
         phases["all_gather"] = self._shards.all_gather
         # Where uses of the weights wait for codes, that wait does it.
         if self._plan is not None and not self._shards.overlaps:

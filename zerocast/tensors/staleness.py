@@ -39,14 +39,14 @@ class CastVersion:
             caller promised that the all-gather is done by then
             (``manual_post_all_gather_processing=False``).
         retired: whether the plan is gone and will not cast again.
-        has_scales: whether the stored scales are those of the latest cast.
+        has_scales: whether the stored scales are those of the latest cast; the plan says so.
     """
 
-    def __init__(self, *, rebuild_on_use: bool, scales_travel: bool = False) -> None:
+    def __init__(self, *, rebuild_on_use: bool) -> None:
         self.ticks = self.ticked_at = self.rebuilt_at = 0
         self.rebuild_on_use = rebuild_on_use
         self.retired = False
-        self._scales_travel, self.has_scales = scales_travel, True
+        self.has_scales = True
 
     def retire(self) -> None:
         """Note that the plan is gone."""
@@ -59,7 +59,6 @@ class CastVersion:
         """
         self.ticks += 1
         self.ticked_at = next(_clock)
-        self.has_scales = not self._scales_travel
         torch.autograd.graph.increment_version(written)
 
     def mark_rebuilt(self) -> None:
