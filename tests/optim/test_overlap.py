@@ -144,8 +144,8 @@ def test_ranks_use_weights_in_orders_of_their_own(comm_kind):
 
 @on_ranks("in_process", 3)
 def test_a_step_sends_each_weight_once(comm):
-    """Two buckets of BF16 weights, four of codes and the scales are seven gathers a step, beside one
-    all-reduce and one all-to-all; nothing is sent by a forward.
+    """Two buckets of BF16 weights, four of codes and one of scales are seven gathers a step, beside
+    one all-reduce and one all-to-all; nothing is sent by a forward.
     """
     recording = RecordingCommunicator(comm)
     model = Model("nvfp4")
