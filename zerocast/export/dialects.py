@@ -94,7 +94,10 @@ class Dialect:
         return {**self.section, self.unquantized_key: list(unquantized)}
 
     def holds(self, recipe: Recipe, shape: Sequence[int]) -> bool:
-        """Say whether the bytes of a weight [M, K] of ``recipe`` can be stored as they are."""
+        """Say whether the bytes of a weight [M, K] of ``recipe``, or of the matrices of a stack,
+        can be stored as they are.
+        """
+        shape = shape[len(recipe.stack_of(shape)) :]
         own, given = self.recipe.numerics, recipe.numerics
         if (own.fmt, own.scale_dtype) != (given.fmt, given.scale_dtype) or len(shape) != 2:
             return False
@@ -127,7 +130,7 @@ class Dialect:
     def encode_scales(self, storage: QuantizedStorage) -> dict[str, torch.Tensor]:
         """Return what is stored of a weight beside its codes, which it need not hold."""
         plane, numerics = storage.planes[0], storage.recipe.numerics
-        scales = _without_padding(plane, storage.buffers[plane.scales_name])
+        scales = without_padding(plane, storage.buffers[plane.scales_name])
         scales = scales.contiguous()
         if self._stores_exponents:
             scales = (scales.view(torch.int32) >> 23).to(torch.uint8)
@@ -184,7 +187,7 @@ class Dialect:
                     f"of shape {list(codes.shape)}, got {given.dtype} {list(given.shape)}."
                 )
         buffers[plane.codes_name].copy_(codes.view(torch.uint8))
-        scales = _without_padding(plane, buffers[plane.scales_name])
+        scales = without_padding(plane, buffers[plane.scales_name])
         if self._stores_exponents:
             given = decode_e8m0(tensors[self.scales].view(torch.uint8))
         else:
@@ -214,7 +217,7 @@ def _scale_rows_and_columns(plane: Plane) -> tuple[int, int]:
     return plane.scales.rows, plane.scales.cols
 
 
-def _without_padding(plane: Plane, scales: torch.Tensor) -> torch.Tensor:
+def without_padding(plane: Plane, scales: torch.Tensor) -> torch.Tensor:
     """Return the view [rows, columns] of the stored ``scales`` that belong to blocks."""
     stored = scales.view(plane.scales.shape)
     matrix = stored.t() if plane.scales.transposed else stored

@@ -224,7 +224,9 @@ def in_amax_groups(
     cast = [entry.name for entry in entries if entry.shard is not None]
     labels = dict(zip(cast, amax_group_labels(patterns, cast), strict=True))
     return [
-        dataclasses.replace(entry, amax_group=labels[entry.name] or trained.get(entry.name))
+        dataclasses.replace(
+            entry, amax_group=labels[entry.name] or trained.get(entry.name) or entry.amax_group
+        )
         if entry.name in labels
         else entry
         for entry in entries

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -35,6 +36,7 @@ from zerocast.export.entries import (
     stored_tensors,
     trained_amax_groups,
 )
+from zerocast.export.experts import has_place, matrix_entries
 from zerocast.export.known_dialects import as_dialect
 from zerocast.export.shard_plan import ShardPlan
 from zerocast.formats import FLT_MAX
@@ -43,6 +45,7 @@ from zerocast.numerics import NVFP4Numerics
 from zerocast.optim import ZeroOptimizer
 from zerocast.recipes import NOMINAL_DTYPES, Recipe
 from zerocast.sharded.all_gather import gather_of
+from zerocast.sharded.master_weight import as_plain
 from zerocast.sharded.placement import is_sharded, reshard, to_local
 from zerocast.tensors import QuantizedStorage, QuantizedTensor
 
@@ -131,7 +134,8 @@ class Export:
                 reshard(model)
             self._planned, self._names = planned(model), names
             self._included = included_weights(model, include)
-            entries = [self._entry(*named) for named in stored_tensors(model).items()]
+            found = [self._entry(*named) for named in stored_tensors(model).items()]
+            entries = [part for entry in found for part in matrix_entries(entry, from_masters)]
             entries = in_amax_groups(entries, amax_groups, trained_amax_groups(model))
             self.entries = renamed(entries, names)
             if not any(entry.recipe for entry in entries):
@@ -147,6 +151,8 @@ class Export:
     def _entry(self, name: str, tensor: torch.Tensor) -> Entry:
         gather, local = gather_of(tensor), to_local(tensor)
         trained: Recipe | None = None
+        if not has_place(self._model, name, tensor):
+            return Entry(name, as_plain(tensor), self._dtype or tensor.dtype)
         if isinstance(local, QuantizedTensor):
             trained, shard = local.recipe, self._trained_shard(name, tensor)
             dtype = (self._dtype if self._from_masters else None) or tensor.dtype
@@ -157,7 +163,7 @@ class Export:
             shard, dtype = self._plain_shard(name, tensor), self._dtype or tensor.dtype
         else:
             is_value = isinstance(tensor, torch.nn.Parameter) and tensor.is_floating_point()
-            return Entry(name, tensor, (self._dtype if is_value else None) or tensor.dtype)
+            return Entry(name, tensor, self._dtype if self._dtype and is_value else tensor.dtype)
         if trained is None or self._from_masters:
             self.dialect.recipe.check_shape(tensor.shape)
             return Entry(name, tensor, dtype, self.dialect.recipe, shard)
@@ -290,10 +296,8 @@ class Export:
             if entry.recipe is None:
                 tensors[entry.stored] = whole(entry.tensor, entry.dtype)
                 continue
-            storage = cast.get(entry.name)
-            if storage is None:
-                assert isinstance(entry.tensor, QuantizedTensor)
-                storage = entry.tensor.quantized_storage
+            held: Any = entry.tensor
+            storage = cast.get(entry.name) or held.quantized_storage
             check_tensor_scale(entry.name, self.dialect, storage)
             for part, tensor in self.dialect.encode(storage).items():
                 tensors[entry.stored_name(part)] = tensor
@@ -304,9 +308,11 @@ class Export:
 
 
 def whole(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return an unquantized tensor whole, in ``dtype``, in which it travels; collective where it is
+    """Return the value of a tensor whole, in ``dtype``, in which it travels; collective where it is
     sharded.
     """
+    if isinstance(tensor, QuantizedTensor):
+        return tensor.dequantize(dtype)
     stored = tensor.detach().to(dtype)
     return (stored.full_tensor() if is_sharded(stored) else stored).contiguous()
 

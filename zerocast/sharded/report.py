@@ -160,6 +160,13 @@ def note_reason(module: torch.nn.Module, reason: str, name: str = "weight") -> N
     setattr(module, _REASON + name, reason)
 
 
+def is_included(module: torch.nn.Module, name: str) -> bool:
+    """Say whether the parameter ``name`` of ``module``, which is no linear layer, was named to be
+    converted.
+    """
+    return hasattr(module, _REASON + name) and not isinstance(module, torch.nn.Linear)
+
+
 def why_high_precision(module: torch.nn.Module, name: str) -> str:
     """Say why the parameter ``name`` of ``module`` itself stays in high precision."""
     parameter = module._parameters[name]

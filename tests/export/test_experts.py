@@ -1,0 +1,170 @@
+"""Experts in checkpoints: each projection of each expert as servers read linear layers."""
+
+import copy
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.fsdp import fully_shard
+
+import zerocast
+from tests.support.claims import message_of
+from tests.support.ranks import on_gloo, shared_folder
+from tests.support.same_bytes import assert_same_bytes
+from zerocast.comm import run_in_process
+from zerocast.errors import InputError
+from zerocast.export import load_pretrained, save_pretrained
+from zerocast.layout import Extent
+
+ROWS = 32
+"""Of a projection."""
+
+
+class Experts(torch.nn.Module):
+    """Three experts, fused as transformers keeps them."""
+
+    def __init__(self, rows: int = ROWS) -> None:
+        super().__init__()
+        spread = torch.logspace(-2, 2, 3).view(3, 1, 1)
+        self.gate_up_proj = torch.nn.Parameter(torch.randn(3, 2 * rows, 64) * spread)
+        self.down_proj = torch.nn.Parameter(torch.randn(3, 64, rows) * spread)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for gate_up, down in zip(self.gate_up_proj, self.down_proj, strict=True):
+            gate, up = (x @ gate_up.t()).chunk(2, dim=-1)
+            x = x + (gate * up) @ down.t()
+        return x
+
+
+class Transposed(torch.nn.Module):
+    """One that keeps its matrices as [in, out]."""
+
+    is_transposed = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down_proj = torch.nn.Parameter(torch.randn(2, 32, 64))
+
+
+def model(rows: int = ROWS) -> torch.nn.ModuleDict:
+    """The same at every call."""
+    torch.manual_seed(0)
+    parts = {
+        "embed": torch.nn.Embedding(16, 64),
+        "experts": Experts(rows),
+        "transposed": Transposed(),
+    }
+    return torch.nn.ModuleDict(parts | {"head": torch.nn.Linear(64, 16, bias=False)})
+
+
+INCLUDE = ["embed", "experts", "transposed"]
+NAMES = {
+    f"experts.{e}.{part}.weight" for e in range(3) for part in ("gate_proj", "up_proj", "down_proj")
+}
+
+
+def projection(whole: torch.nn.ModuleDict, name: str) -> tuple[torch.Tensor, Extent]:
+    """The matrix that holds the projection of this name, and its rows there."""
+    _, expert, part, _ = name.split(".")
+    if part == "down_proj":
+        matrix = whole["experts"].down_proj[int(expert)]
+        return matrix, Extent(0, len(matrix))
+    matrix = whole["experts"].gate_up_proj[int(expert)]
+    half = len(matrix) // 2
+    return matrix, Extent(0, half) if part == "gate_proj" else Extent(half, 2 * half)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "dialect"),
+    [
+        ("nvfp4", "compressed-tensors/nvfp4"),
+        ("nvfp4", "modelopt/nvfp4"),
+        ("mxfp8", "modelopt/mxfp8"),
+        ("current", "compressed-tensors/fp8-tensor"),
+        ("rowwise", "compressed-tensors/fp8-channel"),
+    ],
+)
+def test_the_bytes_of_experts_are_those_that_they_were_trained_with(recipe, dialect, tmp_path):
+    """Decoded from the checkpoint each projection is the value that the model computes with; what
+    has no place there has its value in high precision.
+    """
+    trained = model().bfloat16()
+    zerocast.nn.convert(trained, recipe, include=INCLUDE, strict=True)
+    save_pretrained(trained, tmp_path, dialect=dialect)
+    loaded = load_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert loaded.keys() == NAMES | {"embed.weight", "transposed.down_proj", "head.weight"}
+    for name in NAMES:
+        matrix, rows = projection(trained, name)
+        value = matrix.clone()[rows.start : rows.end]
+        assert_same_bytes(loaded[name].dequantize(), value, name)
+    for name in ("embed.weight", "transposed.down_proj"):
+        assert_same_bytes(loaded[name], trained.get_parameter(name).dequantize(), name)
+
+
+@pytest.mark.parametrize("dialect", ["compressed-tensors/nvfp4", "deepseek/fp8", "modelopt/fp8"])
+def test_experts_are_cast_from_masters_as_the_dialect_reads_them(dialect):
+    """On 1, 2 and 3 ranks the same files; gate and up share their tensor amax, and in blocks of
+    128x128, which would span both, each projection has its own.
+    """
+    given = model()
+    zerocast.nn.convert(given, "nvfp4", include=INCLUDE, strict=True)
+    plain, scheme = model(), zerocast.export.DIALECTS[dialect].recipe
+
+    def save(comm):
+        own = copy.deepcopy(given)
+        optimizer = zerocast.optim.ZeroOptimizer(own.named_parameters(), group=comm)
+        folder = Path(comm.all_gather_object(tempfile.mkdtemp() if comm.rank == 0 else "")[0])
+        options = {"optimizer": optimizer, "from_masters": True, "dtype": torch.bfloat16}
+        save_pretrained(own, folder, dialect=dialect, bucket_bytes=2048, **options)
+        return folder
+
+    folders = [run_in_process(size, save)[0] for size in (1, 2, 3)]
+    contents = [{f.name: f.read_bytes() for f in sorted(each.iterdir())} for each in folders]
+    assert contents[1] == contents[0] == contents[2]
+    loaded = load_pretrained(folders[0])
+    for name in NAMES:
+        matrix, rows = projection(plain, name)
+        shared = scheme.scales_tensor  # of one amax, and of blocks inside rows
+        of = matrix if shared else matrix[rows.start : rows.end]
+        expected = zerocast.quantize(of.bfloat16(), scheme, columnwise=False).dequantize()
+        expected = expected[rows.start : rows.end] if shared else expected
+        assert_same_bytes(loaded[name].dequantize(), expected, name)
+
+
+def test_trained_blocks_that_two_projections_share_are_refused(tmp_path):
+    """A server reads each projection under blocks of its own."""
+    trained = model(rows=24).bfloat16()
+    zerocast.nn.convert(trained, "nvfp4", include=["experts"], filter_fqns=["head"])
+    assert message_of(
+        InputError, save_pretrained, trained, tmp_path, dialect="compressed-tensors/nvfp4"
+    ) == (
+        "experts.gate_up_proj has two projections of 24 rows, between which blocks of 16 rows do "
+        "not end; give from_masters=True to cast each by itself."
+    )
+
+
+@pytest.mark.mpi(min_size=4)
+@on_gloo(4)
+def test_masters_of_experts_that_fsdp2_shards_are_exported(comm):
+    """Three experts on four ranks, by the bytes of training and anew from the masters: the values
+    of the unsharded casts.
+    """
+    own = model()
+    zerocast.nn.convert(own, "nvfp4", weights="master", include=INCLUDE, strict=True)
+    for part in own.children():
+        fully_shard(part)
+    folder, plain = shared_folder(comm), model()
+    for from_masters in (False, True):
+        options = {"from_masters": from_masters, "dtype": torch.bfloat16}
+        path = folder / str(from_masters)
+        save_pretrained(own, path, dialect="compressed-tensors/nvfp4", group=comm, **options)
+        loaded = load_pretrained(path)
+        for name in NAMES:
+            matrix, rows = projection(plain, name)
+            scheme = zerocast.NVFP4BlockScaling(disable_2d_quantization=from_masters)
+            expected = zerocast.quantize(matrix.bfloat16(), scheme, columnwise=False).dequantize()
+            value = expected[rows.start : rows.end]
+            assert_same_bytes(loaded[name].dequantize(), value, f"{name} {from_masters}")
+        for name in ("embed.weight", "transposed.down_proj"):
+            assert_same_bytes(loaded[name], plain.get_parameter(name).bfloat16(), name)

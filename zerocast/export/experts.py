@@ -1,0 +1,115 @@
+"""Experts: how checkpoints have a stack of matrices, and other weights that are of no linear layer.
+
+Servers read each projection of each expert as the weight of a linear layer of its own:
+``experts.gate_up_proj`` [E, 2 I, K] as ``experts.<e>.gate_proj.weight`` and ``.up_proj.weight``
+[I, K], which share a tensor amax, and any other stack ``experts.down_proj`` as
+``experts.<e>.down_proj.weight``. So each is an entry of its own, cast and sent as any other.
+
+What a dialect has no place for stays in high precision: embeddings and other matrices of modules
+that are no linear layers, and experts that are kept as [in, out], under scales along another side
+than servers read them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+
+import torch
+
+from zerocast.errors import InputError
+from zerocast.export.dialects import without_padding
+from zerocast.export.entries import Entry, Shard, Source
+from zerocast.layout import NOTHING, Extent, ceil_div
+from zerocast.sharded.all_gather import gather_of
+from zerocast.sharded.placement import to_local
+from zerocast.sharded.report import is_included
+from zerocast.tensors import QuantizedStorage, QuantizedTensor
+
+GATE_UP = "gate_up_proj"
+"""The parameter whose matrices are those of two projections, one above the other."""
+
+
+def has_place(source: Source, name: str, tensor: torch.Tensor) -> bool:
+    """Say whether checkpoints of servers have the parameter ``name`` quantized, if it is in codes.
+    An optimizer or a plan does not know modules, so of its weights that is assumed.
+    """
+    is_in_codes = isinstance(tensor, QuantizedTensor) or gather_of(tensor) is not None
+    if not isinstance(source, torch.nn.Module) or not is_in_codes:
+        return True
+    module = source.get_submodule(name.rpartition(".")[0])
+    if tensor.dim() == 2:
+        return not is_included(module, name.rpartition(".")[2])
+    return not getattr(module, "is_transposed", False)  # as transformers says it
+
+
+def matrix_entries(entry: Entry, casts_anew: bool) -> Iterator[Entry]:
+    """Yield ``entry``, or where it is a quantized stack those of its projections, of which each is
+    cast by itself where they are cast anew.
+
+    Raises:
+        InputError: where the rows of two projections share a block of scales that were trained.
+    """
+    if entry.recipe is None or entry.tensor.dim() < 3:
+        yield entry
+        return
+    *stack, rows, columns = entry.tensor.shape
+    module, _, parameter = entry.name.rpartition(".")
+    parts = ["gate_proj", "up_proj"] if parameter == GATE_UP and rows % 2 == 0 else [parameter]
+    size = rows // len(parts)
+    for number, place in enumerate(itertools.product(*map(range, stack))):
+        index = ".".join(map(str, place))
+        for i, part in enumerate(parts):
+            start = (number * len(parts) + i) * size * columns
+            own = Extent(start, start + size * columns)
+            yield dataclasses.replace(
+                entry,
+                name=f"{module}.{index}.{part}.weight".lstrip("."),
+                tensor=_rows(entry, number, Extent(i * size, (i + 1) * size), casts_anew),
+                shard=None if entry.shard is None else _part(entry.shard, own),
+                amax_group=f"{entry.name}.{index}" if len(parts) > 1 else None,
+            )
+
+
+def _part(shard: Shard, own: Extent) -> Shard:
+    """Return what this rank has of the elements ``own`` of a weight, of which it has ``shard``."""
+    common = shard.extent.intersect(own)
+    if shard.values is None or not common:
+        return Shard(None, NOTHING, shard.comm)
+    held = common.shifted(-shard.extent.start)
+    values = shard.values.reshape(-1)[held.start : held.end]
+    return Shard(values, common.shifted(-own.start), shard.comm)
+
+
+def _rows(entry: Entry, number: int, rows: Extent, casts_anew: bool) -> torch.Tensor:
+    """Return ``rows`` of matrix ``number`` of a stack: the bytes of a quantized one; of one that is
+    cast a tensor of their shape, without memory.
+    """
+    columns, recipe = entry.tensor.shape[-1], entry.recipe
+    assert recipe is not None
+    shape = (rows.size, columns)
+    plane = recipe.planes(entry.tensor.shape[-2:], columnwise=False)[0]
+    height, one_block = plane.grid.block_h, plane.grid.blocks_h == 1
+    if rows.start % height and not one_block and not casts_anew:
+        raise InputError(
+            f"{entry.name} has two projections of {rows.size} rows, between which blocks of "
+            f"{height} rows do not end; give from_masters=True to cast each by itself."
+        )
+    if entry.shard is not None:
+        like = torch.empty((), dtype=entry.dtype, device=to_local(entry.tensor).device)
+        return like.expand(shape)
+    assert isinstance(entry.tensor, QuantizedTensor)
+    matrix = entry.tensor.quantized_storage.matrix(number)
+    made = recipe.planes(shape, columnwise=False)[0]
+    codes = matrix.buffers[plane.codes_name][rows.start : rows.end]
+    spec = recipe.buffers(shape, columnwise=False)[plane.scales_name]
+    scales = without_padding(plane, matrix.buffers[plane.scales_name])
+    if not one_block:
+        step = 1 if plane.scales.rows == plane.grid.rows else height
+        scales = scales[rows.start // step : ceil_div(rows.end, step)]
+    own = spec.allocate(matrix.device)
+    without_padding(made, own).copy_(scales)
+    buffers = {**matrix.originals, plane.codes_name: codes, plane.scales_name: own}
+    held = {name: buffers[name] for name in recipe.buffers(shape, columnwise=False)}
+    return QuantizedTensor(QuantizedStorage(shape, matrix.dtype, recipe, held))
