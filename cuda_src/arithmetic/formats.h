@@ -250,6 +250,16 @@ ZEROCAST_FN typename L::Float round_to(typename L::Float x) {
     return L::select(x == x, Rounding<Nominal, L>::of_number(x), constant<L>(NAN_BITS));
 }
 
+// |x|, of a NaN too.
+template <class L>
+ZEROCAST_FN typename L::Float absolute(typename L::Float x) {
+#ifdef __CUDA_ARCH__
+    return fabsf(x);  // which an addition or a product does by the way
+#else
+    return L::value(L::bits(x) & MAGNITUDE_MASK);
+#endif
+}
+
 // The bit pattern that enters an amax buffer: of the magnitude, every NaN canonical.
 template <class L>
 ZEROCAST_FN typename L::Int magnitude_bits(typename L::Float x) {

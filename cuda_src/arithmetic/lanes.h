@@ -32,6 +32,11 @@
 #define ZEROCAST_FN inline __attribute__((always_inline))
 #endif
 
+// Whether a device's own conversions are taken: cuda/conversions.h.
+#if defined(__CUDA_ARCH__) && !defined(ZEROCAST_PORTABLE_CONVERSIONS)
+#define ZEROCAST_CONVERTS
+#endif
+
 // The CPU library holds this code once an instruction set. Each copy has a namespace of its own, or
 // the linker would keep one of them for all, and the wrong one.
 #ifndef ZEROCAST_ISA

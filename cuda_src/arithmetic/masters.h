@@ -12,7 +12,7 @@ ZEROCAST_FN float value_of(float x) { return x; }
 ZEROCAST_FN float value_of(Fp32 x) { return x.value; }
 ZEROCAST_FN float value_of(Bf16 x) { return from_bf16<Scalar>(x.bits); }
 ZEROCAST_FN float value_of(Fp16 x) {
-#ifdef __CUDA_ARCH__
+#ifdef ZEROCAST_CONVERTS
     float value;
     asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(x.bits));
     return value;

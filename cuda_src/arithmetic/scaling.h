@@ -230,16 +230,27 @@ struct FourOverSixNumerics : NVFP4Numerics {
         sum.map6 = sum.map6 + error<SQUARED, L>(x, scales.map6, scales.multiplier6);
     }
 
+    // What a code of E2M1 means under a stored scale of the value `map`.
+    template <class L>
+    ZEROCAST_FN typename L::Float dequantized(typename L::Int code, typename L::Float map) const {
+        typename L::Float value = decode<E2M1, L>(code) * map;
+        return L::divide(value * L::splat(tensor_amax), L::splat(largest));
+    }
+
+    // How far x is from such a value, or the square of that.
+    template <bool SQUARED, class L>
+    static ZEROCAST_FN typename L::Float error(typename L::Float x, typename L::Float value) {
+        typename L::Float distance = absolute<L>(value - x);
+        return SQUARED ? distance * distance : distance;
+    }
+
   private:
-    // How far x is from what its code means, or the square of that, where the stored scale has the
-    // value `map` and x is multiplied by `multiplier`.
+    // Of x, where it is multiplied by `multiplier`.
     template <bool SQUARED, class L>
     ZEROCAST_FN typename L::Float error(typename L::Float x, typename L::Float map,
                                         typename L::Float multiplier) const {
-        typename L::Float value = decode<E2M1, L>(encode<E2M1, L>(x * multiplier)) * map;
-        value = L::divide(value * L::splat(tensor_amax), L::splat(largest));
-        typename L::Float distance = L::value(L::bits(value - x) & MAGNITUDE_MASK);
-        return SQUARED ? distance * distance : distance;
+        typename L::Int code = encode<E2M1, L>(x * multiplier);
+        return error<SQUARED, L>(x, dequantized<L>(code, map));
     }
 };
 

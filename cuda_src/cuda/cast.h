@@ -3,8 +3,8 @@
 
 #include "arithmetic/philox.h"
 #include "arithmetic/scaling.h"
+#include "cuda/conversions.h"
 #include "cuda/tiles.h"
-#include "cuda/vec4.h"
 
 namespace zerocast {
 inline namespace ZEROCAST_ISA {

@@ -43,9 +43,9 @@ static ZEROCAST_FN void decode_tile(const DequantizeTarget& target, const Shape&
     bool aligned_codes =
         vectors_aligned(target.codes + tile.element * F::BITS / 8, F::BITS / 2, tile, grid);
     i64 numel = grid.numel();
-    u32 whole = whole_vectors(vectors, tile, grid, 0, numel);
+    u32 whole = owned_vectors(vectors, tile, grid, 0, numel).whole;
 #pragma unroll 2
-    for (int i = 0; i < TILE_VECTORS; i++) {
+    for (int i = 0; i < vectors.count; i++) {
         i64 e = vectors.at(i);
         int row = vectors.row_of(i), col = vectors.col_of(i);
         if (whole >> i & 1) {

@@ -9,17 +9,20 @@ inline namespace ZEROCAST_ISA {
 
 constexpr int CHOICE_SIDE = 16;  // of a block
 
+ZEROCAST_FN float shuffled(float x, int apart) {
+    return Scalar::value(__shfl_xor_sync(ALL_LANES, Scalar::bits(x), apart));
+}
+
 // 1 where map4 is the better one, else 0, in the first of the block's lanes: sums over the rows by
-// the tree 8, 4, 2, 1. All lanes of the warp take part.
-ZEROCAST_FN u8 choose(Errors<Scalar> rows) {
+// the tree 8, 4, 2, 1. All lanes of the warp take part: one half of a block adds up map4's errors,
+// the other half map6's.
+ZEROCAST_FN u8 choose(const Errors<Scalar>& rows) {
+    bool first_half = threadIdx.x % CHOICE_SIDE < CHOICE_SIDE / 2;
+    float sum = first_half ? rows.map4 : rows.map6, others = first_half ? rows.map6 : rows.map4;
+    sum = sum + shuffled(others, CHOICE_SIDE / 2);
 #pragma unroll
-    for (int apart = CHOICE_SIDE / 2; apart > 0; apart /= 2) {
-        i32 map4 = __shfl_xor_sync(ALL_LANES, Scalar::bits(rows.map4), apart);
-        i32 map6 = __shfl_xor_sync(ALL_LANES, Scalar::bits(rows.map6), apart);
-        rows.map4 = rows.map4 + Scalar::value(map4);
-        rows.map6 = rows.map6 + Scalar::value(map6);
-    }
-    return rows.map4 < rows.map6;
+    for (int apart = CHOICE_SIDE / 4; apart > 0; apart /= 2) sum = sum + shuffled(sum, apart);
+    return sum < shuffled(sum, CHOICE_SIDE / 2);
 }
 
 }  // namespace ZEROCAST_ISA

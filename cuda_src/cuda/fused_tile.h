@@ -8,7 +8,7 @@
 #pragma once
 
 #include "arithmetic/fused_op.h"
-#include "cuda/vec4.h"
+#include "cuda/conversions.h"
 
 namespace zerocast {
 inline namespace ZEROCAST_ISA {

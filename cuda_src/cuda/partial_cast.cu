@@ -9,10 +9,20 @@
 
 using namespace zerocast;
 
-// What elements are multiplied by, in shared memory.
-struct Multipliers {
+template <class Numerics>
+constexpr bool TAKES_AMAX = SAME<Numerics, DelayedNumerics<typename Numerics::Format>>;
+
+// Vectors that a thread has under way, and thread blocks that share a multiprocessor's registers.
+template <class Numerics, class Shape>
+constexpr int IN_FLIGHT = Shape::ROW_BLOCKS || TAKES_AMAX<Numerics> ? 6 : 4;
+template <class Numerics, class Encoder, class Shape>
+constexpr int RESIDENT = IN_FLIGHT<Numerics, Shape> == 6 ? 5 : Encoder::RESIDENT;
+
+// What elements are multiplied by, in shared memory, and the amax that delayed scaling takes.
+struct TileMemory {
     float* rowwise;     // of the tile's blocks
     float* columnwise;  // of its columns, in the second plane
+    i32* largest;       // the magnitude
 };
 
 // The second plane, where the shape of tiles serves one and the weight has it.
@@ -22,9 +32,6 @@ static ZEROCAST_FN u8* second_plane(const CastShard& shard) {
     constexpr bool CASTS_TWO = F::BITS == 8 || SAME<Numerics, MXNumerics<F>>;
     return Shape::ROW_BLOCKS && CASTS_TWO ? shard.columnwise.codes : nullptr;
 }
-
-template <class Numerics>
-constexpr bool TAKES_AMAX = SAME<Numerics, DelayedNumerics<typename Numerics::Format>>;
 
 // What the elements of one block are multiplied by. NVFP4's numerics are made anew for each block,
 // so that they take no registers from the casts.
@@ -40,95 +47,116 @@ static ZEROCAST_FN float multiplier_of(const CastShard& shard, const NumericsTab
 // Fills the multipliers; a barrier is needed before they are read.
 template <class Numerics, class Shape>
 static ZEROCAST_FN void derive(const CastShard& shard, const NumericsTable& table,
-                               const Shape& shape, const Multipliers& multipliers) {
+                               const Shape& shape, const TileMemory& memory) {
     i64 blocks_w = shard.rowwise.grid.blocks_w();
 #pragma unroll 1
     for (int b = threadIdx.x; b < shape.num_blocks(); b += THREADS) {
         i64 block = shape.first_block + shape.offset_of(b, blocks_w, 1);
-        multipliers.rowwise[b] = multiplier_of<Numerics>(shard, table, shard.rowwise, block);
+        memory.rowwise[b] = multiplier_of<Numerics>(shard, table, shard.rowwise, block);
     }
     if constexpr (Shape::ROW_BLOCKS) {
         if (!second_plane<Numerics, Shape>(shard)) return;
         i64 first = shape.first_column(shard.rowwise.grid);
 #pragma unroll 1
         for (int c = threadIdx.x; c < shape.cols; c += THREADS) {
-            multipliers.columnwise[c] =
+            memory.columnwise[c] =
                 multiplier_of<Numerics>(shard, table, shard.columnwise, first + c);
         }
     }
 }
 
-// The vectors of `whole`, each read at once, and written to all planes. Calls derive_all(), which
-// fills the multipliers and has a barrier, between the first reads and their use.
-template <class Numerics, class Nominal, class Shape, class T, class Encoder, class Derive>
-static ZEROCAST_FN void cast_vectors(const CastShard& shard, const Shape& shape, const T* master,
-                                     const ThreadVectors& vectors, u32 whole,
-                                     const Multipliers& multipliers, const Encoder& encoder,
-                                     const Derive& derive_all, i32& largest) {
+// How a thread casts its vectors.
+template <class Numerics, class Shape, class Encoder>
+class VectorCast {
+  public:
     typedef typename Numerics::Format F;
-    const Grid& grid = shard.rowwise.grid;
-    Tile tile = shape.as_tile(grid);
-    u8* second = second_plane<Numerics, Shape>(shard);
-    const T* from = master + vectors.element;
-    bool aligned = vectors_aligned(master + tile.element, 4 * sizeof(T), tile, grid);
-    i64 at = byte_of<F>(shard, tile.element), step = bytes_of<F>(vectors.step);
-    bool aligned_codes = vectors_aligned(shard.rowwise.codes + at, F::BITS / 2, tile, grid)
-                         && (!second || (u64)(second + at) % (F::BITS / 2) == 0);
-    u8* to = shard.rowwise.codes + byte_of<F>(shard, vectors.element);
-    int block = Shape::ROW_BLOCKS ? shape.block_of(grid, 0, vectors.col) : 0;
-    // Whether one multiplier serves all of the thread's vectors; delayed scaling has one a tensor.
-    bool one_block =
-        !Shape::ROW_BLOCKS && (TAKES_AMAX<Numerics> || tile.blocks == 1 || vectors.col_step == 0);
-    float multiplier = 0, of_columns[4] = {};
-#pragma unroll 1
-    for (int first = 0; first < TILE_VECTORS; first += CAST_IN_FLIGHT) {
-        Four<T> four[CAST_IN_FLIGHT];
-        load_vectors(four, from, vectors.step, whole, aligned);
-        if (first == 0) {
-            derive_all();
-            if (one_block)
-                multiplier =
-                    multipliers
-                        .rowwise[vectors.col < vectors.cols ? shape.block_of(grid, 0, vectors.col)
-                                                            : 0];
-#pragma unroll
-            for (int j = 0; j < 4; j++)
-                of_columns[j] = second ? multipliers.columnwise[vectors.col + j] : 0;
-        }
-#pragma unroll
-        for (int k = 0; k < CAST_IN_FLIGHT; k++) {
-            if (!(whole >> k & 1)) continue;
-            int i = first + k;
-            Vec4 x = four[k].values();
-            if constexpr (TAKES_AMAX<Numerics>) {
-                i32 magnitude[4];
-                magnitudes_of(x, magnitude);
-                largest = Scalar::max(largest, largest_of(magnitude));
-            }
-            if (Shape::ROW_BLOCKS)
-                multiplier = multipliers.rowwise[block + vectors.row_of(i) * tile.blocks];
-            else if (!one_block)
-                multiplier = multipliers.rowwise[shape.block_of(grid, 0, vectors.col_of(i))];
-            Vec4 rounded = round_vec4<Nominal>(x), scaled;
-            for (int j = 0; j < 4; j++) scaled.x[j] = rounded.x[j] * multiplier;
-            store_codes<F>(to + k * step, encoder.encode_vec4_at(vectors.at(i), scaled),
-                           aligned_codes);
-            if (!second) continue;
-            for (int j = 0; j < 4; j++) scaled.x[j] = rounded.x[j] * of_columns[j];
-            store_codes<F>(to + (second - shard.rowwise.codes) + k * step,
-                           encoder.encode_vec4_at(vectors.at(i), scaled), aligned_codes);
-        }
-        whole >>= CAST_IN_FLIGHT;
-        from += CAST_IN_FLIGHT * vectors.step;
-        to += CAST_IN_FLIGHT * step;
-    }
-}
 
-// The elements of all other vectors.
+    ZEROCAST_FN VectorCast(const CastShard& shard, const Shape& shape, const ThreadVectors& vectors,
+                           const TileMemory& memory, const Encoder& encoder, i32& largest)
+        : shard_(shard),
+          shape_(shape),
+          vectors_(vectors),
+          memory_(memory),
+          encoder_(encoder),
+          largest_(largest),
+          codes_(global(shard.rowwise.codes) + byte_of<F>(shard, vectors.element)),
+          second_(second_plane<Numerics, Shape>(shard)),
+          step_((u32)bytes_of<F>(vectors.step)) {
+        if (!second_) return;
+        second_ = global(second_) + byte_of<F>(shard, vectors.element);
+#pragma unroll
+        for (int j = 0; j < 4; j++) of_columns_[j] = memory.columnwise[vectors.col + j];
+    }
+
+    // Masters are read and codes written four at a time, and one multiplier serves all vectors, or
+    // one each where blocks are rows.
+    template <class Nominal, class T>
+    ZEROCAST_FN void at_once(const T* master, VectorStream<IN_FLIGHT<Numerics, Shape>>& stream) {
+        int col = vectors_.col < vectors_.cols ? vectors_.col : 0;
+        int block = shape_.block_of(shard_.rowwise.grid, 0, col);  // of the first row
+        float multiplier = memory_.rowwise[block];
+        stream.for_each_at_once(master, [&](u32 i, const Vec4& x, u32 wanted) {
+            take(x);  // one that is not wanted changes nothing
+            if (Shape::ROW_BLOCKS)
+                multiplier = memory_.rowwise[block + vectors_.row_of(i) * shape_.blocks];
+            cast(i, round_vec4<Nominal>(x), multiplier,
+                 [&](u8* to, u32 word) { store_codes_at_once<F>(to, word, wanted); });
+        });
+    }
+
+    // The same at any addresses, under any multipliers.
+    template <class T>
+    ZEROCAST_FN void anywhere(const T* master, VectorStream<IN_FLIGHT<Numerics, Shape>>& stream) {
+        stream.for_each(master, [&](u32 i, const Vec4& x, u32 wanted) {
+            if (!wanted) return;
+            take(x);
+            Vec4 rounded;
+            with_nominal(shard_.round_to,
+                         [&](auto nominal) { rounded = round_vec4<decltype(nominal)>(x); });
+            cast(i, rounded, memory_.rowwise[block_of(i)],
+                 [&](u8* to, u32 word) { store_codes<F>(to, word, false); });
+        });
+    }
+
+  private:
+    ZEROCAST_FN int block_of(u32 i) const {
+        return shape_.block_of(shard_.rowwise.grid, vectors_.row_of(i), vectors_.col_of(i));
+    }
+
+    ZEROCAST_FN void take(const Vec4& x) const {
+        if constexpr (!TAKES_AMAX<Numerics>) return;
+        i32 magnitude[4];
+        magnitudes_of(x, magnitude);
+        largest_ = Scalar::max(largest_, largest_of(magnitude));
+    }
+
+    template <class Store>
+    ZEROCAST_FN void cast(u32 i, const Vec4& x, float multiplier, const Store& store) const {
+        i64 element = vectors_.at(i);
+        Vec4 scaled;
+        for (int j = 0; j < 4; j++) scaled.x[j] = x.x[j] * multiplier;
+        store(ahead(codes_, step_, i), encoder_.encode_vec4_at(element, scaled));
+        if (!second_) return;
+        for (int j = 0; j < 4; j++) scaled.x[j] = x.x[j] * of_columns_[j];
+        store(ahead(second_, step_, i), encoder_.encode_vec4_at(element, scaled));
+    }
+
+    const CastShard& shard_;
+    const Shape& shape_;
+    const ThreadVectors& vectors_;
+    const TileMemory& memory_;
+    const Encoder& encoder_;
+    i32& largest_;
+    u8 *codes_, *second_;
+    u32 step_;
+    float of_columns_[4];
+};
+
+// The owned elements of the vectors of `rest`.
 template <class Numerics, class Shape, class T, class Encoder>
 static ZEROCAST_FN void cast_elements(const CastShard& shard, const Shape& shape, const T* master,
-                                      const ThreadVectors& vectors, u32 whole,
-                                      const Multipliers& multipliers, const Encoder& encoder,
+                                      const ThreadVectors& vectors, u32 rest,
+                                      const TileMemory& memory, const Encoder& encoder,
                                       i32& largest) {
     typedef typename Numerics::Format F;
     auto code_under = [&](int i, int j, float multiplier) {
@@ -139,59 +167,77 @@ static ZEROCAST_FN void cast_elements(const CastShard& shard, const Shape& shape
     };
     auto rowwise = [&](int i, int j) {
         int block = shape.block_of(shard.rowwise.grid, vectors.row_of(i), vectors.col_of(i) + j);
-        return code_under(i, j, multipliers.rowwise[block]);
+        return code_under(i, j, memory.rowwise[block]);
     };
     auto columnwise = [&](int i, int j) {
-        return code_under(i, j, multipliers.columnwise[vectors.col_of(i) + j]);
+        return code_under(i, j, memory.columnwise[vectors.col_of(i) + j]);
     };
-    u8* second = second_plane<Numerics, Shape>(shard);
+    u8 *codes = global(shard.rowwise.codes), *second = second_plane<Numerics, Shape>(shard);
+    if (second) second = global(second);
 #pragma unroll 1
-    for (int at = 0; at < 4 * TILE_VECTORS; at += F::BITS == 4 ? 2 : 1) {
-        if (whole >> at / 4 & 1) continue;
-        store_elements<F>(shard, shard.rowwise.codes, vectors, at, rowwise);
-        if (second) store_elements<F>(shard, second, vectors, at, columnwise);
+    for (int at = 0; rest; at += 4, rest >>= 1) {
+        if (!(rest & 1)) continue;
+#pragma unroll 1
+        for (int j = 0; j < 4; j += F::BITS == 4 ? 2 : 1) {
+            store_elements<F>(shard, codes, vectors, at + j, rowwise);
+            if (second) store_elements<F>(shard, second, vectors, at + j, columnwise);
+        }
     }
 }
 
 template <class Numerics, class Encoder, class Shape>
 static ZEROCAST_FN void cast_tile(const CastShard& shard, const Shape& shape,
-                                  const NumericsTable& table, const Multipliers& multipliers) {
+                                  const NumericsTable& table, const TileMemory& memory) {
+    typedef typename Numerics::Format F;
     const Grid& grid = shard.rowwise.grid;
     Tile tile = shape.as_tile(grid);
     Encoder encoder(shard, table);
-    auto derive_all = [&] {
-        derive<Numerics>(shard, table, shape, multipliers);
-        __syncthreads();
-    };
     ThreadVectors vectors = shape.vectors(grid, threadIdx.x);
-    bool at_once = vectors_keep_to_blocks<Shape>(tile, grid) && encoder.takes_vectors(tile, grid);
-    u32 whole = at_once ? whole_vectors(vectors, tile, grid, shard.start, shard.end) : 0;
+    OwnedVectors owned = owned_vectors(vectors, tile, grid, shard.start, shard.end);
+    if (!vectors_keep_to_blocks<Shape>(tile, grid) || !encoder.takes_vectors(tile, grid))
+        owned.whole = 0;
+    u32 rest = owned.some & ~owned.whole;
+    bool one_block = Shape::ROW_BLOCKS || TAKES_AMAX<Numerics> || tile.blocks == 1
+                     || vectors.col_step == 0;  // of a thread's vectors
+    u8* second = second_plane<Numerics, Shape>(shard);
+    i64 code = byte_of<F>(shard, tile.element);
+    bool at_once = one_block && (u64)(shard.rowwise.codes + code) % (F::BITS / 2) == 0
+                   && (!second || (u64)(second + code) % (F::BITS / 2) == 0);
     i32 largest = 0;
-    with_rounded_master(shard, [&](auto* master, auto nominal) {
-        cast_vectors<Numerics, decltype(nominal)>(shard, shape, master, vectors, whole, multipliers,
-                                                  encoder, derive_all, largest);
+    int count = owned.whole ? vectors.count : 0;
+    VectorStream<IN_FLIGHT<Numerics, Shape>> stream(vectors.step, owned.whole, count);
+    with_master(shard, [&](auto* master) {
+        at_once = at_once && vectors_aligned(master + tile.element, 4 * sizeof *master, tile, grid);
+        stream.ask(master + vectors.element, at_once);
     });
-    if (whole != ALL_VECTORS) {
+    derive<Numerics>(shard, table, shape, memory);
+    __syncthreads();
+    VectorCast<Numerics, Shape, Encoder> cast(shard, shape, vectors, memory, encoder, largest);
+    if (at_once) {
+        with_rounded_master(shard, [&](auto* master, auto nominal) {
+            cast.template at_once<decltype(nominal)>(master + vectors.element, stream);
+        });
+    } else {
+        with_master(shard, [&](auto* master) { cast.anywhere(master + vectors.element, stream); });
+    }
+    if (rest) {
         with_master(shard, [&](auto* master) {
-            cast_elements<Numerics>(shard, shape, master, vectors, whole, multipliers, encoder,
-                                    largest);
+            cast_elements<Numerics>(shard, shape, master, vectors, rest, memory, encoder, largest);
         });
     }
     if constexpr (TAKES_AMAX<Numerics>) {
         largest = __reduce_max_sync(ALL_LANES, largest);
-        if (threadIdx.x % 32 == 0) {
-            largest = rounded_amax(largest, shard.round_to);
-            atomicMax(shard.rowwise.block_amax, largest);
-            atomicMax(shard.tensor_amax, largest);
-        }
+        if (threadIdx.x % 32 == 0) atomicMax(memory.largest, largest);
     }
 }
 
-// Thread blocks that share a multiprocessor's registers.
-template <class Numerics, class Encoder, class Shape>
-constexpr int RESIDENT = Shape::ROW_BLOCKS      ? 5
-                         : TAKES_AMAX<Numerics> ? 9
-                                                : Encoder::RESIDENT;
+// Raises the tensor's amax, which is that of its one block.
+static ZEROCAST_FN void raise_amax(const CastShard& shard, i32 largest) {
+    largest = rounded_amax(largest, shard.round_to);
+    i32 *block = global(shard.rowwise.block_amax), *tensor = global(shard.tensor_amax);
+    atomicMax(block, largest);
+    if (tensor != block) atomicMax(tensor, largest);
+}
 
 // The table is no __grid_constant__: stochastic rounding would take more registers, and spill some.
 template <class Numerics, class Encoder, class Shape>
@@ -199,10 +245,14 @@ __global__ void __launch_bounds__(THREADS, RESIDENT<Numerics, Encoder, Shape>)
     partial_cast(const CastShard* __restrict__ shards, const Shape* __restrict__ tiles, i64 count,
                  NumericsTable table) {
     __shared__ float multipliers[MAX_TILE_BLOCKS + Shape::COLUMNS];
+    __shared__ i32 largest;
+    TileMemory memory{multipliers, multipliers + MAX_TILE_BLOCKS, &largest};
     for (i64 t = blockIdx.x; t < count; t += gridDim.x) {
         Shape shape = tiles[t];
-        cast_tile<Numerics, Encoder>(shards[shape.weight], shape, table,
-                                     Multipliers{multipliers, multipliers + MAX_TILE_BLOCKS});
+        const CastShard& shard = shards[shape.weight];
+        if (TAKES_AMAX<Numerics> && threadIdx.x == 0) largest = 0;  // before a barrier
+        cast_tile<Numerics, Encoder>(shard, shape, table, memory);
         __syncthreads();  // before the next tile derives its multipliers
+        if (TAKES_AMAX<Numerics> && threadIdx.x == 0) raise_amax(shard, largest);
     }
 }

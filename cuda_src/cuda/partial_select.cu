@@ -1,97 +1,216 @@
 // partial_select: 4-over-6, what this rank knows for the choice between two scales a block.
 //
 // A lane takes one row inside a block, sixteen elements from left to right, and the sixteen lanes
-// of a block add up their rows. In a row of blocks that ranks share, a row inside a block that is
-// whole leaves its errors, and one that is cut its elements, for select to put together.
+// of a block add up their rows. There are eight magnitudes of codes under two scales: each lane
+// works out what one of them means, and elements fetch the meaning of theirs by a shuffle.
+//
+// In a row of blocks that ranks share, a row inside a block that is whole leaves its errors, and
+// one that is cut its elements, for select to put together.
+#include "cuda/conversions.h"
 #include "cuda/four_over_six.h"
 #include "cuda/tiles.h"
-#include "cuda/vec4.h"
 
 using namespace zerocast;
 
-// One row inside a block, as far as this rank owns it.
-struct Row {
-    i64 element;     // flat index of its first element
-    i64 begin, end;  // owned elements
-    int width;
+constexpr int QUADS = CHOICE_SIDE / 4;                 // of a row inside a block
+constexpr int MOST_BLOCKS = Tile::COLS / CHOICE_SIDE;  // of a tile
+constexpr int AT_ONCE = THREADS / CHOICE_SIDE, STEP = AT_ONCE * CHOICE_SIDE;
+constexpr int MOST_ROUNDS = Tile::COLS / STEP;
 
-    ZEROCAST_FN Row(const CastShard& shard, i64 element, int width)
-        : element(element),
-          begin(element > shard.start ? element : shard.start),
-          end(element + width < shard.end ? element + width : shard.end),
-          width(width) {}
-    ZEROCAST_FN bool whole() const { return end - begin == width; }
+// Of each block of a tile, map4 and map6 side by side.
+struct TileScales {
+    float map[2 * MOST_BLOCKS], multiplier[2 * MOST_BLOCKS];
 };
 
-// `master` is as if it were the whole weight.
-template <bool SQUARED, class T>
-static ZEROCAST_FN Errors<Scalar> errors_of(const CastShard& shard, const T* master, const Row& row,
-                                            const FourOverSixNumerics& numerics, i64 block) {
-    auto scales = numerics.candidates<Scalar>(shard.rowwise.block_amax[block]);
-    Errors<Scalar> sum{};
-#pragma unroll 1
-    for (int first = 0; first < row.width; first += 4) {
+// What a thread does in a tile: row number lane_ inside the blocks first_ + AT_ONCE * n.
+template <bool SQUARED>
+class TileErrors {
+  public:
+    ZEROCAST_FN TileErrors(const CastShard& shard, const Tile& tile, TileScales& scales,
+                           i64 scale_max)
+        : shard_(shard),
+          tile_(tile),
+          scales_(scales),
+          numerics_(*shard.tensor_amax, scale_max),
+          lane_(threadIdx.x % CHOICE_SIDE),
+          first_(threadIdx.x / CHOICE_SIDE),
+          element_(tile.element + lane_ * shard.rowwise.grid.cols + first_ * CHOICE_SIDE) {
+        const Grid& grid = shard.rowwise.grid;
+        i64 blocks_w = grid.blocks_w(), block_row = tile.first_block / blocks_w;
+        i64 block = tile.first_block + first_;
+        i64 cut = find(shard.candidates.cut, shard.candidates.cuts, block_row);
+        if (cut < 0)
+            choices_ = global(shard.candidates.choices) + block;
+        else
+            errors_ = global(shard.candidates.errors_of(grid, cut, lane_))
+                      + (block - block_row * blocks_w) * 2;
 #pragma unroll
-        for (int j = 0; j < 4; j++) {
-            if (first + j >= row.width) continue;
-            float x = round_element(value_of(master[row.element + first + j]), shard.round_to);
-            numerics.add_errors<SQUARED>(scales, x, sum);
+        for (int n = 0; n < MOST_ROUNDS; n++) {
+            i64 element = element_ + n * STEP;
+            if (lane_ >= tile.rows || width(n) <= 0) continue;
+            if (element >= shard.start && element + width(n) <= shard.end)
+                whole_ |= 1u << n;
+            else if (element + width(n) > shard.start && element < shard.end)
+                cut_ |= 1u << n;
         }
     }
-    return sum;
-}
 
-template <class T>
-static ZEROCAST_FN void leave_elements(const CastShard& shard, const T* master, const Row& row) {
-    const Candidates& candidates = shard.candidates;
-    i64 segment = find(candidates.segments, candidates.segment_count, row.element);
-    float* to = candidates.elements + segment * CHOICE_SIDE - row.element;
-    for (i64 e = row.begin; e < row.end; e++)
-        to[e] = round_element(value_of(master[e]), shard.round_to);
-}
+    // Whether this rank chooses for the tile's blocks.
+    ZEROCAST_FN bool decides() const { return choices_; }
 
-template <bool SQUARED, class T>
-static ZEROCAST_FN void select_tile(const CastShard& shard, const T* master, const Tile& tile,
-                                    i64 scale_max) {
-    const Grid& grid = shard.rowwise.grid;
-    i64 blocks_w = grid.blocks_w(), block_row = tile.first_block / blocks_w;
-    i64 cut = find(shard.candidates.cut, shard.candidates.cuts, block_row);
-    int r = threadIdx.x % CHOICE_SIDE;
-    // All lanes of a warp go on as long as one of them has a block.
-    for (int first = threadIdx.x / 32 * 2; first < tile.blocks; first += THREADS / CHOICE_SIDE) {
-        int b = first + threadIdx.x % 32 / CHOICE_SIDE, col = b * CHOICE_SIDE;
-        int width = tile.cols - col < CHOICE_SIDE ? tile.cols - col : CHOICE_SIDE;
-        i64 block = tile.first_block + b;
-        Row row(shard, tile.element + r * grid.cols + col, width);
-        Errors<Scalar> errors{};
-        if (b < tile.blocks && r < tile.rows && row.begin < row.end) {
-            if (row.whole()) {
-                FourOverSixNumerics numerics(*shard.tensor_amax, scale_max);
-                errors = errors_of<SQUARED>(shard, master, row, numerics, block);
-            } else {
-                leave_elements(shard, master, row);
+    // Fills the scales; a barrier is needed before they are read.
+    ZEROCAST_FN void derive() const {
+        for (int i = threadIdx.x; i < 2 * tile_.blocks; i += THREADS) {
+            i32 amax = shard_.rowwise.block_amax[tile_.first_block + i / 2];
+            i32 stored = numerics_.template stored<Scalar>(amax, i % 2 == 0);
+            scales_.map[i] = decode<E4M3, Scalar>(stored);
+            scales_.multiplier[i] = numerics_.template multiplier_under<Scalar>(stored);
+        }
+    }
+
+    // Of a row of blocks that no other rank shares: rows inside blocks are 16 elements wide, and
+    // read four at a time.
+    template <class Nominal, class T>
+    ZEROCAST_FN void at_once(const T* master) const {
+        const T* from = master + element_;
+        Four four[QUADS] = {};
+#pragma unroll
+        for (int k = 0; k < QUADS; k++) four[k].load_at_once(from + 4 * k, whole_ & 1);
+        for_each_block([&](int n) {
+            from += STEP;
+            BlockErrors errors(*this, n);
+#pragma unroll
+            for (int k = 0; k < QUADS; k++) {
+                errors.add(round_vec4<Nominal>(four[k].template values<T>()));
+                four[k].load_at_once(from + 4 * k, whole_ >> n & 2);
             }
-            if (cut >= 0 && row.whole()) {
-                float* to = shard.candidates.errors_of(grid, cut, r);
-                to += (block - block_row * blocks_w) * 2;
-                to[0] = errors.map4;
-                to[1] = errors.map6;
+            decide(n, errors.sum);
+        });
+    }
+
+    // Rows of any width, anywhere. What lies beyond is 0, and so is its error.
+    template <class T>
+    ZEROCAST_FN void anywhere(const T* master) const {
+        for_each_block([&](int n) {
+            int wanted = whole_ >> n & 1 ? width(n) : 0;
+            BlockErrors errors(*this, n);
+#pragma unroll 1
+            for (int at = 0; at < CHOICE_SIDE; at += 4) {
+                Vec4 x{};
+#pragma unroll
+                for (int j = 0; j < 4; j++) {
+                    if (at + j < wanted)
+                        x.x[j] = round_element(value_of(master[element_ + n * STEP + at + j]),
+                                               shard_.round_to);
+                }
+                errors.add(x);
+            }
+            if (choices_)
+                decide(n, errors.sum);
+            else
+                leave_errors(n, errors.sum);
+        });
+    }
+
+    // Leaves the owned elements of rows that are cut.
+    template <class T>
+    ZEROCAST_FN void leave_elements(const T* master) const {
+        const Candidates& candidates = shard_.candidates;
+#pragma unroll 1
+        for (int n = 0; cut_ >> n; n++) {
+            if (!(cut_ >> n & 1)) continue;
+            i64 element = element_ + n * STEP, end = element + width(n);
+            i64 segment = find(candidates.segments, candidates.segment_count, element);
+            float* to = candidates.elements + segment * CHOICE_SIDE - element;
+            if (end > shard_.end) end = shard_.end;
+            for (i64 e = element > shard_.start ? element : shard_.start; e < end; e++)
+                to[e] = round_element(value_of(master[e]), shard_.round_to);
+        }
+    }
+
+  private:
+    // The errors of the row inside block n. All lanes of the warp take part.
+    struct BlockErrors {
+        float value, multiplier4, multiplier6;
+        Errors<Scalar> sum{};
+
+        ZEROCAST_FN BlockErrors(const TileErrors& tile, int n) {
+            int b = tile.first_ + n * AT_ONCE;
+            float map = tile.scales_.map[2 * b + tile.lane_ / 8];
+            value = tile.numerics_.template dequantized<Scalar>(tile.lane_ % 8, map);
+            multiplier4 = tile.scales_.multiplier[2 * b];
+            multiplier6 = tile.scales_.multiplier[2 * b + 1];
+        }
+
+        ZEROCAST_FN void add(const Vec4& q) {
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+                float x = absolute<Scalar>(q.x[j]);
+                TwoCodes code(x * multiplier4, x * multiplier6);
+                float value4 = __shfl_sync(ALL_LANES, value, (int)code.low, CHOICE_SIDE);
+                float value6 = __shfl_sync(ALL_LANES, value, (int)code.high, CHOICE_SIDE);
+                sum.map4 = sum.map4 + FourOverSixNumerics::error<SQUARED, Scalar>(x, value4);
+                sum.map6 = sum.map6 + FourOverSixNumerics::error<SQUARED, Scalar>(x, value6);
             }
         }
+    };
+
+    // Calls work(n) as long as a lane of the warp has a block.
+    template <class Work>
+    ZEROCAST_FN void for_each_block(const Work& work) const {
+#pragma unroll 1
+        for (int n = 0; (first_ & ~1) + n * AT_ONCE < tile_.blocks; n++) work(n);
+    }
+
+    // Columns of block n.
+    ZEROCAST_FN int width(int n) const {
+        int left = tile_.cols - first_ * CHOICE_SIDE - n * STEP;
+        return left < CHOICE_SIDE ? left : CHOICE_SIDE;
+    }
+
+    ZEROCAST_FN void decide(int n, Errors<Scalar> errors) const {
+        if (!(whole_ >> n & 1)) errors = {};
         u8 choice = choose(errors);
-        if (cut < 0 && r == 0 && b < tile.blocks) shard.candidates.choices[block] = choice;
+        if (lane_ == 0 && first_ + n * AT_ONCE < tile_.blocks) choices_[n * AT_ONCE] = choice;
     }
-}
+
+    ZEROCAST_FN void leave_errors(int n, const Errors<Scalar>& errors) const {
+        if (!(whole_ >> n & 1)) return;
+        errors_[2 * n * AT_ONCE] = errors.map4;
+        errors_[2 * n * AT_ONCE + 1] = errors.map6;
+    }
+
+    const CastShard& shard_;
+    const Tile& tile_;
+    TileScales& scales_;
+    FourOverSixNumerics numerics_;
+    int lane_, first_;
+    i64 element_;              // flat index of the first one in block first_
+    u32 whole_ = 0, cut_ = 0;  // bit n: whether this rank owns all or some of the row in block n
+    u8* choices_ = nullptr;    // of blocks from first_ on, or
+    float* errors_ = nullptr;  // of the row in them, where ranks share it
+};
 
 template <bool SQUARED>
-__global__ void __launch_bounds__(THREADS, 6)
+__global__ void __launch_bounds__(THREADS, 5)
     partial_select(const CastShard* __restrict__ shards, const Tile* __restrict__ tiles, i64 count,
                    const __grid_constant__ NumericsTable table) {
+    __shared__ TileScales scales;
     for (i64 t = blockIdx.x; t < count; t += gridDim.x) {
         Tile tile = tiles[t];
         const CastShard& shard = shards[tile.weight];
-        with_master(shard, [&](auto* master) {
-            select_tile<SQUARED>(shard, master, tile, table.scale_max);
+        const Grid& grid = shard.rowwise.grid;
+        TileErrors<SQUARED> errors(shard, tile, scales, table.scale_max);
+        errors.derive();
+        __syncthreads();
+        with_rounded_master(shard, [&](auto* master, auto nominal) {
+            if (errors.decides() && tile.cols % CHOICE_SIDE == 0
+                && vectors_aligned(master + tile.element, 4 * sizeof *master, tile, grid))
+                errors.template at_once<decltype(nominal)>(master);
+            else
+                errors.anywhere(master);
+            errors.leave_elements(master);
         });
+        __syncthreads();  // before the next tile derives its scales
     }
 }

@@ -16,14 +16,15 @@ __global__ void __launch_bounds__(256)
         u32 smallest = 0xFFFFFFFFu;
 #pragma unroll 1
         for (int first = 0; first < 32; first += IN_FLIGHT) {
-            Vec4 q[IN_FLIGHT];
+            Four four[IN_FLIGHT];
 #pragma unroll
-            for (int k = 0; k < IN_FLIGHT; k++) q[k] = load_vec4(at + (first + k) * 1024);
+            for (int k = 0; k < IN_FLIGHT; k++)
+                load_16_bytes(four[k].word, at + (first + k) * 1024);
 #pragma unroll
             for (int k = 0; k < IN_FLIGHT; k++) {
 #pragma unroll
                 for (int j = 0; j < 4; j++) {
-                    u32 distance = (u32)Scalar::bits(q[k].x[j]) - 0x7F800001u;
+                    u32 distance = four[k].word[j] - 0x7F800001u;
                     smallest = distance < smallest ? distance : smallest;
                 }
             }

@@ -14,7 +14,8 @@
 // A kernel is compiled for a Shape: Tile, which is of the first two, or Tile32x256.
 //
 // A thread's vectors are a constant stride apart, and the threads of a warp read 512 consecutive
-// bytes.
+// bytes. Where a tile is cut off at the right, its threads take several of its rows at once, so
+// that all of them have a part in it.
 #pragma once
 
 #include "arithmetic/tables.h"
@@ -26,11 +27,9 @@ constexpr int THREADS = 128;
 constexpr u32 ALL_LANES = 0xFFFFFFFFu;  // of a warp
 constexpr int TILE_VECTORS = 16;
 constexpr int MAX_TILE_BLOCKS = 512;
-// Vectors that a thread reads before it looks at the first: 96 and 48 KiB on their way to a
-// multiprocessor of 768 threads.
-constexpr int AMAX_IN_FLIGHT = 8;
-constexpr int CAST_IN_FLIGHT = 4;
-constexpr u32 ALL_VECTORS = (1u << TILE_VECTORS) - 1;
+
+// Bits 0 to count - 1.
+ZEROCAST_FN u32 first_bits(int count) { return (1u << count) - 1; }
 
 // The vectors of one thread in one tile.
 struct ThreadVectors {
@@ -39,10 +38,24 @@ struct ThreadVectors {
     int row, col;  // of the first vector in the tile
     int row_step, col_step;
     int rows, cols;  // of the tile
+    int count;       // vectors that the tile has for the thread of its first element
 
     ZEROCAST_FN i64 at(int i) const { return element + i * step; }
     ZEROCAST_FN int row_of(int i) const { return row + i * row_step; }
     ZEROCAST_FN int col_of(int i) const { return col + i * col_step; }
+
+    // Those of a tile of several rows, at most `width` columns wide: as many threads side by side
+    // as its columns need, and a warp at least.
+    static ZEROCAST_FN ThreadVectors of_rows(int rows, int cols, int width, i64 element, i64 stride,
+                                             int thread) {
+        int across = cols > width / 2 ? width / 4 : cols > width / 4 ? width / 8 : width / 16;
+        if (across < 32) across = 32;
+        int row = thread / across, col = 4 * (thread % across), row_step = THREADS / across;
+        int log2_step = row_step / 2;  // of 1, 2 and 4
+        return {
+            element + row * stride + col,      row_step * stride, row, col, row_step, 0, rows, cols,
+            (rows + row_step - 1) >> log2_step};
+    }
 };
 
 // A rectangle of a weight, inside one row of blocks. Its blocks are numbered from 0 on.
@@ -70,16 +83,10 @@ struct Tile {
         return blocks == 1 ? 0 : (int)((u32)(offset + col) / (u32)grid.block_w);
     }
     ZEROCAST_FN ThreadVectors vectors(const Grid& grid, int thread) const {
-        int row_step = grid.block_h >= ROWS ? 1 : 0;
-        int col_step = row_step ? 0 : 4 * THREADS;
-        return {element + 4 * thread,
-                row_step * grid.cols + col_step,
-                0,
-                4 * thread,
-                row_step,
-                col_step,
-                rows,
-                cols};
+        if (grid.block_h >= ROWS)
+            return ThreadVectors::of_rows(rows, cols, COLS, element, grid.cols, thread);
+        int col = 4 * thread, step = 4 * THREADS;
+        return {element + col, step, 0, col, 0, step, rows, cols, (cols + step - 1) / step};
     }
 };
 static_assert(sizeof(Tile) == 32, "four words of the table that Python makes");
@@ -114,10 +121,8 @@ struct Tile32x256 {
         return columnwise_block_row * grid.cols + col;
     }
     ZEROCAST_FN ThreadVectors vectors(const Grid& grid, int thread) const {
-        constexpr int ACROSS = COLS / 4, ROW_STEP = THREADS / ACROSS;
-        int first = thread / ACROSS, across = 4 * (thread % ACROSS);
-        i64 element = (row + first) * grid.cols + col + across;
-        return {element, ROW_STEP * grid.cols, first, across, ROW_STEP, 0, rows, cols};
+        i64 element = row * grid.cols + col;
+        return ThreadVectors::of_rows(rows, cols, COLS, element, grid.cols, thread);
     }
 };
 static_assert(sizeof(Tile32x256) == 32, "four words of the table that Python makes");
@@ -141,18 +146,43 @@ ZEROCAST_FN bool owns(const ThreadVectors& vectors, i64 start, i64 end, int i, i
            && element >= start && element < end;
 }
 
-// Bit i says whether all four elements of vector i are owned.
-ZEROCAST_FN u32 whole_vectors(const ThreadVectors& vectors, const Tile& tile, const Grid& grid,
-                              i64 start, i64 end) {
-    i64 last = tile.element + (tile.rows - 1) * grid.cols + tile.cols - 1;
-    bool full = tile.rows * tile.cols == 4 * TILE_VECTORS * THREADS;
-    if (full && tile.element >= start && last < end) return ALL_VECTORS;
-    u32 whole = 0;
+// Which vectors of a thread this rank owns, bit i for vector i: all four elements, or some.
+struct OwnedVectors {
+    u32 whole, some;
+};
+
+// How many of a thread's vectors start before `element`; more than there are where all do.
+ZEROCAST_FN int vectors_before(const ThreadVectors& vectors, i64 element) {
+    int count = 0;
 #pragma unroll 1
-    for (int i = 0; i < TILE_VECTORS; i++) {
-        if (owns(vectors, start, end, i, 0) && owns(vectors, start, end, i, 3)) whole |= 1u << i;
+    for (int half = TILE_VECTORS; half > 0; half /= 2) {
+        if (vectors.at(count + half - 1) < element) count += half;
     }
-    return whole;
+    return count;
+}
+
+ZEROCAST_FN OwnedVectors owned_vectors(const ThreadVectors& vectors, const Tile& tile,
+                                       const Grid& grid, i64 start, i64 end) {
+    OwnedVectors owned;
+    int left = vectors.cols - vectors.col;
+    if (vectors.row_step == 0) {
+        constexpr int STEP = 4 * THREADS;  // columns
+        owned.some = first_bits(left > 0 ? (left + STEP - 1) / STEP : 0);
+        owned.whole = first_bits(left > 3 ? (left + STEP - 4) / STEP : 0);
+    } else {
+        bool last = vectors.row_of(vectors.count - 1) < vectors.rows;
+        u32 all = first_bits(last ? vectors.count : vectors.count - 1);
+        owned.some = left > 0 ? all : 0;
+        owned.whole = left > 3 ? all : 0;
+    }
+    i64 last = tile.element + (tile.rows - 1) * grid.cols + tile.cols - 1;
+    if (tile.element < start || last >= end) {
+        owned.whole &= first_bits(vectors_before(vectors, end - 3));
+        owned.whole &= ~first_bits(vectors_before(vectors, start));
+        owned.some &= first_bits(vectors_before(vectors, end));
+        owned.some &= ~first_bits(vectors_before(vectors, start - 3));
+    }
+    return owned;
 }
 
 }  // namespace ZEROCAST_ISA

@@ -1,8 +1,5 @@
-// Four elements side by side in the registers of one CUDA thread: read, rounded, encoded, written.
-//
-// formats.h says what the codes are. Where the device converts by an instruction of its own, that
-// instruction stands here, beside the portable form that it has to agree with; a compiler that is
-// no CUDA compiler sees the portable form only.
+// Four elements side by side in the registers of one CUDA thread: how they are read and written.
+// conversions.h rounds and encodes them.
 #pragma once
 
 #include "arithmetic/masters.h"
@@ -14,83 +11,149 @@ struct Vec4 {
     float x[4];
 };
 
-// 16 bytes from an address that is a multiple of 16, which no thread of the launch writes.
-ZEROCAST_FN Vec4 load_vec4(const float* from) {
+// Vectors that a thread has under way in an amax.
+constexpr int AMAX_IN_FLIGHT = 8;
+
+// An address that a table gives. It is one in global memory, which the compiler cannot know: told,
+// it makes stores and atomics that nothing waits for.
+template <class T>
+ZEROCAST_FN T* global(T* address) {
 #ifdef __CUDA_ARCH__
-    // Read once and not again: it need not take a place in the first-level cache. Volatile, so
-    // that the compiler does not move one read after the use of another.
-    Vec4 q;
-    asm volatile("ld.global.nc.L1::no_allocate.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(q.x[0]), "=f"(q.x[1]), "=f"(q.x[2]), "=f"(q.x[3])
-                 : "l"(__cvta_generic_to_global(from)));
-    return q;
+    __builtin_assume(__isGlobal(address));
+#endif
+    return address;
+}
+
+// from + k * step, in bytes. One multiply-add for a loop whose integer pipe has enough to do;
+// written in C, it becomes several additions.
+template <class T>
+ZEROCAST_FN T* ahead(T* from, u32 step, u32 k) {
+#ifdef __CUDA_ARCH__
+    u64 at;
+    asm("mad.wide.u32 %0, %1, %2, %3;" : "=l"(at) : "r"(step), "r"(k), "l"(from));
+    return global((T*)at);
 #else
-    float4 v = *(const float4*)from;
-    return Vec4{{v.x, v.y, v.z, v.w}};
+    return (T*)((u64)from + (u64)step * k);
 #endif
 }
 
-// From any address of a float.
-ZEROCAST_FN Vec4 load_elements(const float* from) {
-    return Vec4{{from[0], from[1], from[2], from[3]}};
+// 16 bytes from an address that is a multiple of 16, which no thread of the launch writes; `to` as
+// it was where `wanted` is 0.
+ZEROCAST_FN void load_16_bytes(u32 (&to)[4], const void* from, u32 wanted = 1) {
+#ifdef __CUDA_ARCH__
+    // Read once and not again: it need not take a place in the first-level cache. Volatile, so
+    // that the compiler does not move one read after the use of another.
+    asm volatile(
+        "{.reg .pred wanted;\n"
+        "setp.ne.u32 wanted, %5, 0;\n"
+        "@wanted ld.global.nc.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];}"
+        : "+r"(to[0]), "+r"(to[1]), "+r"(to[2]), "+r"(to[3])
+        : "l"(__cvta_generic_to_global(from)), "r"(wanted));
+#else
+    if (wanted) __builtin_memcpy(to, __builtin_assume_aligned(from, 16), 16);
+#endif
 }
 
-// Four elements as they lie in memory.
-template <class T>
+// Four elements of any type as they lie in memory.
 struct Four {
-    u64 bits;  // 16 an element, the first one's lowest
+    u32 word[4];
 
+    template <class T>
     ZEROCAST_FN Vec4 values() const {
         Vec4 q;
 #pragma unroll
-        for (int j = 0; j < 4; j++) q.x[j] = value_of(T{(unsigned short)(bits >> 16 * j)});
+        for (int j = 0; j < 4; j++) {
+            if constexpr (SAME<T, float>)
+                q.x[j] = Scalar::value((i32)word[j]);
+            else
+                q.x[j] = value_of(T{(unsigned short)(word[j / 2] >> 16 * (j % 2))});
+        }
         return q;
     }
-};
-template <>
-struct Four<float> {
-    Vec4 q;
 
-    ZEROCAST_FN Vec4 values() const { return q; }
-};
-
-// The N fours at `from` and every `step` elements on, as far as their bits of `wanted` are set, all
-// asked for before the first one is there; zeros for the others. `aligned`: to their bytes, all.
-template <int N>
-ZEROCAST_FN void load_vectors(Four<float> (&four)[N], const float* from, i64 step, u32 wanted,
-                              bool aligned) {
-    if (aligned) {
-#pragma unroll
-        for (int k = 0; k < N; k++)
-            four[k].q = wanted >> k & 1 ? load_vec4(from + k * step) : Vec4{};
-    } else {
-#pragma unroll
-        for (int k = 0; k < N; k++)
-            four[k].q = wanted >> k & 1 ? load_elements(from + k * step) : Vec4{};
-    }
-}
-
-template <int N, class T>
-ZEROCAST_FN void load_vectors(Four<T> (&four)[N], const T* from, i64 step, u32 wanted,
-                              bool aligned) {
-    if (aligned) {
-#pragma unroll
-        for (int k = 0; k < N; k++)
-            four[k].bits = wanted >> k & 1 ? *(const u64*)(from + k * step) : 0;
-        return;
-    }
-#pragma unroll
-    for (int k = 0; k < N; k++) four[k].bits = 0;
-    // One element of each four a round: all of them together would take too many registers.
-#pragma unroll 1
-    for (int j = 0; j < 4; j++, from++) {
-#pragma unroll
-        for (int k = 0; k < N; k++) {
-            u64 element = wanted >> k & 1 ? from[k * step].bits : 0;
-            four[k].bits = four[k].bits >> 16 | element << 48;
+    // From an address that is a multiple of the bytes of four elements, where `wanted`.
+    template <class T>
+    ZEROCAST_FN void load_at_once(const T* from, u32 wanted) {
+        if constexpr (SAME<T, float>) {
+            load_16_bytes(word, from, wanted);
+        } else if (wanted) {
+            u64 bits = *(const u64*)global(from);
+            word[0] = (u32)bits;
+            word[1] = (u32)(bits >> 32);
         }
     }
-}
+
+    template <class T>
+    ZEROCAST_FN void load_one_by_one(const T* from) {
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            if constexpr (SAME<T, float>)
+                word[j] = (u32)Scalar::bits(global(from)[j]);
+            else
+                word[j / 2] = (j % 2 ? word[j / 2] : 0) | (u32)global(from)[j].bits << 16 * (j % 2);
+        }
+    }
+};
+
+// The first `count` vectors of a thread, as far as they are `wanted`, in order. DEPTH of them are
+// asked for by ask(), and another one as soon as one has been worked on.
+template <int DEPTH>
+class VectorStream {
+  public:
+    // step: elements from one vector to the next. Python keeps it below 2^30.
+    ZEROCAST_FN VectorStream(i64 step, u32 wanted, int count)
+        : step_((u32)step), wanted_(wanted), count_((u32)count), four_{} {}
+
+    // `at_once`: each vector lies at a multiple of its bytes.
+    template <class T>
+    ZEROCAST_FN void ask(const T* from, bool at_once) {
+#pragma unroll
+        for (int k = 0; k < DEPTH; k++) {
+            if (at_once)
+                four_[k].load_at_once(vector(from, k), wanted_ & 1u << k);
+            else if (wanted_ >> k & 1)
+                four_[k].load_one_by_one(vector(from, k));
+        }
+    }
+
+    // Calls work(i, vector i, wanted), after ask() of the same, `count` times or somewhat more
+    // often. Where `wanted` is 0, the vector is one that came before, or zeros.
+    template <class T, class Work>
+    ZEROCAST_FN void for_each_at_once(const T* from, const Work& work) {
+#pragma unroll 1
+        for (u32 first = 0; first < count_; first += DEPTH) {
+            from = vector(from, DEPTH);
+#pragma unroll
+            for (u32 k = 0; k < DEPTH; k++) {
+                work(first + k, four_[k].template values<T>(), wanted_ & 1u << k);
+                four_[k].load_at_once(vector(from, k), wanted_ & 1u << (k + DEPTH));
+            }
+            wanted_ >>= DEPTH;
+        }
+    }
+
+    // The same of vectors anywhere, by one copy of the code of `work`: vectors go round, because
+    // registers cannot be indexed.
+    template <class T, class Work>
+    ZEROCAST_FN void for_each(const T* from, const Work& work) {
+#pragma unroll 1
+        for (u32 i = 0; i < count_; i++, wanted_ >>= 1) {
+            work(i, four_[0].template values<T>(), wanted_ & 1);
+#pragma unroll
+            for (int k = 1; k < DEPTH; k++) four_[k - 1] = four_[k];
+            if (wanted_ >> DEPTH & 1) four_[DEPTH - 1].load_one_by_one(vector(from, i + DEPTH));
+        }
+    }
+
+  private:
+    template <class T>
+    ZEROCAST_FN const T* vector(const T* from, u32 k) const {
+        return ahead(from, step_ * (u32)sizeof(T), k);
+    }
+
+    u32 step_, wanted_, count_;
+    Four four_[DEPTH];
+};
 
 ZEROCAST_FN void store_vec4(float* to, const Vec4& q, bool aligned) {
     if (aligned) {
@@ -101,38 +164,7 @@ ZEROCAST_FN void store_vec4(float* to, const Vec4& q, bool aligned) {
     }
 }
 
-// --- rounding ---
-
-#ifdef __CUDA_ARCH__
-// A NaN becomes another NaN here, which no code shows: it lies under a scale that is NaN.
-template <class Nominal>
-ZEROCAST_FN Vec4 round_vec4(Vec4 q) {
-    return q;
-}
-template <>
-ZEROCAST_FN Vec4 round_vec4<Bf16>(Vec4 q) {
-    for (int i = 0; i < 4; i += 2) {
-        u32 pair;
-        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(q.x[i + 1]), "f"(q.x[i]));
-        q.x[i] = Scalar::value((i32)(pair << 16));
-        q.x[i + 1] = Scalar::value((i32)(pair & 0xFFFF0000u));
-    }
-    return q;
-}
-template <>
-ZEROCAST_FN Vec4 round_vec4<Fp16>(Vec4 q) {
-    for (int i = 0; i < 4; i++) {
-        asm("{.reg .b16 h; cvt.rn.f16.f32 h, %1; cvt.f32.f16 %0, h;}" : "=f"(q.x[i]) : "f"(q.x[i]));
-    }
-    return q;
-}
-#else
-template <class Nominal>
-ZEROCAST_FN Vec4 round_vec4(Vec4 q) {
-    for (int i = 0; i < 4; i++) q.x[i] = round_to<Nominal, Scalar>(q.x[i]);
-    return q;
-}
-#endif
+// --- rounding and magnitudes ---
 
 // One element, by the number of its nominal dtype.
 ZEROCAST_FN float round_element(float x, i64 nominal) {
@@ -140,8 +172,6 @@ ZEROCAST_FN float round_element(float x, i64 nominal) {
     if (nominal == NOMINAL_FP16) return round_to<Fp16, Scalar>(x);
     return round_to<Fp32, Scalar>(x);
 }
-
-// --- magnitudes ---
 
 // Bit patterns of the four magnitudes; they order like integers, a NaN being the largest.
 ZEROCAST_FN void magnitudes_of(const Vec4& q, i32 (&magnitude)[4]) {
@@ -159,67 +189,36 @@ ZEROCAST_FN i32 rounded_amax(i32 magnitude, i64 nominal) {
     return magnitude_bits<Scalar>(round_element(Scalar::value(magnitude), nominal));
 }
 
-// --- encoding: four codes in one word, the first element's in the low bits ---
+// --- codes ---
 
+// Four codes, to an address that is a multiple of their 4 or 2 bytes, unless `wanted` is 0. What
+// they are made of is not left out for that: it would take a jump.
+template <class F>
+ZEROCAST_FN void store_codes_at_once(u8* to, u32 word, u32 wanted) {
 #ifdef __CUDA_ARCH__
-#if __CUDA_ARCH__ >= 890
-#define ZEROCAST_CONVERTS_FP8
-#endif
-#if defined(__CUDA_ARCH_FEAT_SM100_ALL) || defined(__CUDA_ARCH_FEAT_SM103_ALL) \
-    || defined(__CUDA_ARCH_FEAT_SM120_ALL) || defined(__CUDA_ARCH_FEAT_SM121_ALL)
-#define ZEROCAST_CONVERTS_E2M1
-#endif
-#endif
-
-#ifdef ZEROCAST_CONVERTS_FP8
-// Two codes of 8 bits.
-template <class F>
-ZEROCAST_FN unsigned short convert_two(float first, float second) {
-    unsigned short codes;
-    if constexpr (SAME<F, E4M3>)
-        asm("cvt.rn.satfinite.e4m3x2.f32 %0, %2, %1;" : "=h"(codes) : "f"(first), "f"(second));
+    if constexpr (F::BITS == 8)
+        asm volatile(
+            "{.reg .pred wanted; setp.ne.u32 wanted, %2, 0; @wanted st.global.b32 [%0], %1;}" ::"l"(
+                __cvta_generic_to_global(to)),
+            "r"(word), "r"(wanted)
+            : "memory");
     else
-        asm("cvt.rn.satfinite.e5m2x2.f32 %0, %2, %1;" : "=h"(codes) : "f"(first), "f"(second));
-    return codes;
-}
+        asm volatile(
+            "{.reg .pred wanted; setp.ne.u32 wanted, %2, 0; @wanted st.global.b16 [%0], %1;}" ::"l"(
+                __cvta_generic_to_global(to)),
+            "h"((unsigned short)word), "r"(wanted)
+            : "memory");
+#else
+    if (wanted) __builtin_memcpy(__builtin_assume_aligned(to, F::BITS / 2), &word, F::BITS / 2);
 #endif
-
-template <class F>
-ZEROCAST_FN u32 encode_vec4(const Vec4& q) {
-    u32 word = 0;
-#ifdef ZEROCAST_CONVERTS_FP8
-    if constexpr (F::BITS == 8) {
-        unsigned short low = convert_two<F>(q.x[0], q.x[1]), high = convert_two<F>(q.x[2], q.x[3]);
-        asm("mov.b32 %0, {%1, %2};" : "=r"(word) : "h"(low), "h"(high));
-        return word;
-    }
-#endif
-#ifdef ZEROCAST_CONVERTS_E2M1
-    if constexpr (F::BITS == 4) {
-        asm("{.reg .b8 low, high;\n"
-            "cvt.rn.satfinite.e2m1x2.f32 low, %2, %1;\n"
-            "cvt.rn.satfinite.e2m1x2.f32 high, %4, %3;\n"
-            "mov.b32 %0, {low, high, 0, 0};}"
-            : "=r"(word)
-            : "f"(q.x[0]), "f"(q.x[1]), "f"(q.x[2]), "f"(q.x[3]));
-        return word;
-    }
-#endif
-    for (int i = 0; i < 4; i++) word |= (u32)encode<F, Scalar>(q.x[i]) << F::BITS * i;
-    return word;
 }
 
-// Four codes, at once where the address is a multiple of their 4 or 2 bytes.
+// Four codes, at once where the address allows it.
 template <class F>
 ZEROCAST_FN void store_codes(u8* to, u32 word, bool aligned) {
-    if (!aligned) {
+    if (aligned) return store_codes_at_once<F>(to, word, 1);
 #pragma unroll
-        for (int i = 0; i < F::BITS / 2; i++) to[i] = (u8)(word >> 8 * i);
-    } else if constexpr (F::BITS == 8) {
-        *(u32*)to = word;
-    } else {
-        *(unsigned short*)to = (unsigned short)word;
-    }
+    for (int i = 0; i < F::BITS / 2; i++) to[i] = (u8)(word >> 8 * i);
 }
 
 template <class F>

@@ -286,6 +286,16 @@ static inline int __shfl_xor_sync(unsigned mask, int value, int lane_mask,
     return emulation::exchange(mask, value, line)[(threadIdx.x % emulation::WARP) ^ lane_mask];
 }
 
+static inline float __shfl_sync(unsigned mask, float value, int lane, int width,
+                                int line = __builtin_LINE()) {
+    int bits;
+    memcpy(&bits, &value, sizeof bits);
+    unsigned first = threadIdx.x % emulation::WARP / width * width;
+    bits = emulation::exchange(mask, bits, line)[first + (unsigned)lane % width];
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
 static inline int atomicMax(int* at, int value) {
     int old = *at;
     if (value > old) *at = value;

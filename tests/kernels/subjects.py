@@ -41,11 +41,11 @@ Subject = Callable[..., Written]
 
 
 def marked(numel: int, extent: Extent) -> torch.Tensor:
-    """A master of which the first and the last element that a rank owns count, and more so those
-    that are just not of its shard.
+    """A master of which the first and the last element that a rank owns count, the last one most,
+    and more so those that are just not of its shard.
     """
     master = draw_values("normal", numel, 5)
-    master[[extent.start, extent.end - 1]] = 16
+    master[[extent.start, extent.end - 1]] = torch.tensor([16.0, 17.0])
     master[[max(extent.start - 1, 0), min(extent.end, numel - 1)]] = 64
     return master
 
@@ -186,17 +186,17 @@ DRAWN = NVFP4Numerics(stochastic_rounding=True, seed=9)
 # end of one.
 SUBJECTS: dict[str, Subject] = {
     "nvfp4": part(nvfp4(70, 1040), 16_641, 47 * 1040 + 1023),
-    "nvfp4 rows": part(nvfp4(70, 1040), 1041, 1040 * 66 + 3),
+    "nvfp4 rows": part(nvfp4(70, 1040), 1043, 1040 * 66 + 1),
     "fp8 blocks": part(
         blocks_and_copy(Float8Numerics(E4M3), BlockGrid(140, 259, 128, 128)), 1, 35_001
     ),
     "fp8": part(per_tensor(140, 259, Float8Numerics(E4M3)), 5, 36_002),
-    "nvfp4 drawn": part(nvfp4(70, 1040, DRAWN, height=1), 1, 64 * 1040 - 1),
+    "nvfp4 drawn": part(nvfp4(70, 1040, DRAWN, height=1), 3, 64 * 1040 - 3),
     "mxfp8": part(
         two_planes(MXNumerics(), BlockGrid(70, 1056, 1, 32), 32), 32 * 1056 + 1, 63 * 1056 + 1023
     ),
     "fp8 rows": part(
-        two_planes(Float8Numerics(E5M2), BlockGrid(70, 1027, 1, 1027), 70), 1029, 66 * 1027 + 3
+        two_planes(Float8Numerics(E5M2), BlockGrid(70, 1027, 1, 1027), 70), 1029, 69 * 1027 + 3
     ),
     "delayed": remembered,
     "4-over-6": chosen("mse", 70, 1040, [16 * 1040, 40_015, 69 * 1040 + 3], normal),

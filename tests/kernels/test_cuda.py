@@ -17,6 +17,7 @@ from hypothesis import given, settings
 
 import zerocast
 from zerocast.backends.cuda import Arguments, Kernel, compiler, kernel_cache
+from zerocast.backends.cuda.backend import _tiled
 from zerocast.backends.cuda.device import WORDS, DeviceLauncher
 from zerocast.backends.cuda.sources import cuda_sources
 from zerocast.backends.cuda.tiling import (
@@ -365,6 +366,16 @@ def test_tables_are_not_sent_in_a_capture(launcher, monkeypatch) -> None:
 
 
 # --- the choice ---
+
+
+def test_rows_that_no_thread_steps_over_are_refused():
+    """Four rows of 2^28 elements are as many bytes as 32 bits count."""
+    for block in ((16, 16), (1, 32)):
+        grid = BlockGrid(64, 2**28, *block)
+        with pytest.raises(BackendError, match=r"rows of fewer than 268435456 .*got BlockGrid"):
+            _tiled([(grid, None, Extent(0, 5))])
+    grid = BlockGrid(64, 2**28 - 16, 16, 16)
+    assert _tiled([(grid, None, Extent(0, 5))])[0] == "Tile"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

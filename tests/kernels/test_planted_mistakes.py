@@ -107,8 +107,12 @@ def test_every_barrier_is_tried() -> None:
         ("element < end", "element + 1 < end"),
         ("element >= start", "element > start"),
         ("element >= start", "element + 1 >= start"),
-        ("last < end", "last - 1 < end"),
-        ("tile.element >= start", "tile.element + 1 >= start"),
+        ("last >= end", "last - 1 >= end"),
+        ("tile.element < start", "tile.element + 1 < start"),
+        ("vectors, end - 3)", "vectors, end - 2)"),
+        ("vectors, start)", "vectors, start - 1)"),
+        ("vectors, end)", "vectors, end - 1)"),
+        ("vectors, start - 3)", "vectors, start - 2)"),
     ],
 )
 def test_an_element_too_many_or_too_few(
@@ -121,15 +125,18 @@ def test_an_element_too_many_or_too_few(
 @pytest.mark.parametrize(
     ("source", "right", "wrong"),
     [
-        ("partial_amax", "apart < lanes", "apart < lanes / 2"),
-        ("partial_amax", "c < tile.cols", "c < tile.cols - 1"),
+        ("partial_amax", "apart & others_", "apart & others_ / 2"),
+        ("partial_amax", "(vectors_.count % 2)", "(false)"),
+        ("partial_amax", "c < shape.cols", "c < shape.cols - 1"),
         ("partial_cast", "c < shape.cols", "c < shape.cols - 1"),
         ("partial_cast", "shape.first_column(shard.rowwise.grid)", "shape.col"),
-        ("partial_select", "end - begin == width", "end - begin >= width - 1"),
-        ("partial_select", "e < row.end", "e < row.end - 1"),
-        ("partial_select", "element > shard.start", "element >= shard.start + 16"),
-        ("partial_select", "r < tile.rows", "r < tile.rows - 1"),
-        ("partial_select", "cut < 0 && r == 0", "r == 0"),
+        ("partial_select", "+ width(n) <= shard.end", "+ width(n) <= shard.end + 1"),
+        ("partial_select", "e < end", "e < end - 1"),
+        ("partial_select", "element >= shard.start", "element + 1 >= shard.start"),
+        ("partial_select", "lane_ >= tile.rows", "lane_ >= tile.rows - 1"),
+        ("partial_select", "if (cut < 0)", "if (cut <= 0)"),
+        ("partial_select", "at + j < wanted", "at + j < wanted - 1"),
+        ("partial_select", "whole_ >> n & 2", "whole_ >> n & 1"),
         ("select", "j < width", "j < width - 1"),
         ("select", "if (segment >= 0)", "if (segment > 0)"),
         ("select", "row < grid.rows", "row < grid.rows - 1"),
@@ -146,9 +153,9 @@ def test_one_too_many_or_too_few(source: str, right: str, wrong: str) -> None:
 @pytest.mark.parametrize(
     ("right", "wrong"),
     [
-        ("apart = CHOICE_SIDE / 2; apart > 0; apart /= 2", "apart = 1; apart < 16; apart *= 2"),
-        ("apart = CHOICE_SIDE / 2;", "apart = CHOICE_SIDE / 4;"),
-        ("rows.map4 < rows.map6", "rows.map4 <= rows.map6"),
+        ("apart = CHOICE_SIDE / 4; apart > 0; apart /= 2", "apart = 1; apart < 8; apart *= 2"),
+        ("apart = CHOICE_SIDE / 4;", "apart = CHOICE_SIDE / 8;"),
+        ("sum < shuffled", "sum <= shuffled"),
     ],
 )
 @pytest.mark.parametrize("source", ["partial_select", "select"])
@@ -218,6 +225,6 @@ def test_a_mask_without_the_caller() -> None:
 def test_lanes_that_do_not_come() -> None:
     """A warp function that some lanes of its mask never call is reported."""
     message = fault(
-        "value = __reduce_max_sync(", "if (threadIdx.x != 3) value = __reduce_max_sync("
+        "value_ = __reduce_max_sync(", "if (threadIdx.x != 3) value_ = __reduce_max_sync("
     )
     assert re.search(r"waits in the warp function of line \d+ for lanes that do not come", message)

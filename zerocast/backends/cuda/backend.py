@@ -260,6 +260,12 @@ def _tiled(
 
     One launch has one shape of tiles, so that its number does not depend on the weights.
     """
+    for grid, _, _ in planes:
+        if grid.num_blocks > 1 and grid.cols >= tiling.MAX_COLS:
+            raise BackendError(
+                f"the cuda backend takes rows of fewer than {tiling.MAX_COLS} elements in blocks, "
+                f"got {grid}; cast this weight under use_backend('reference')."
+            )
     others = [(g, second) for g, second, _ in planes if not tiling.has_row_blocks(g, second)]
     alone = all(second is None for _, second, _ in planes)
     if others and not alone:

@@ -24,6 +24,9 @@ ROW_BLOCK_TILE_ROWS, ROW_BLOCK_TILE_COLS = 32, 256
 
 MAX_TILE_BLOCKS = 512
 
+MAX_COLS = 2**28
+"""A thread steps over up to four rows at once, which are fewer than 2^32 bytes."""
+
 SCALES, COPIED_SCALES = (4, 256), (8, 128)
 """A tile of a stored plane that compute_scale makes, or transpose: rows of blocks, stored
 columns."""

@@ -1,0 +1,160 @@
+// Conversions by other means than the shared text of formats.h: the instructions of a device, and
+// codes of E2M1 by three lines. Each gives the bits of the text that it stands for;
+// docs/NUMERICS.md lists them. A kernel compiled with ZEROCAST_PORTABLE_CONVERSIONS has none.
+//
+// A compiler that is no CUDA compiler sees the portable forms, and the lines.
+#pragma once
+
+#include "cuda/vec4.h"
+
+namespace zerocast {
+inline namespace ZEROCAST_ISA {
+
+// --- rounding ---
+
+#ifdef ZEROCAST_CONVERTS
+// A NaN becomes another NaN here, which no code shows: it lies under a scale that is NaN.
+template <class Nominal>
+ZEROCAST_FN Vec4 round_vec4(Vec4 q) {
+    return q;
+}
+template <>
+ZEROCAST_FN Vec4 round_vec4<Bf16>(Vec4 q) {
+    for (int i = 0; i < 4; i += 2) {
+        u32 pair;
+        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(q.x[i + 1]), "f"(q.x[i]));
+        q.x[i] = Scalar::value((i32)(pair << 16));
+        q.x[i + 1] = Scalar::value((i32)(pair & 0xFFFF0000u));
+    }
+    return q;
+}
+template <>
+ZEROCAST_FN Vec4 round_vec4<Fp16>(Vec4 q) {
+    for (int i = 0; i < 4; i++) {
+        asm("{.reg .b16 h; cvt.rn.f16.f32 h, %1; cvt.f32.f16 %0, h;}" : "=f"(q.x[i]) : "f"(q.x[i]));
+    }
+    return q;
+}
+#else
+template <class Nominal>
+ZEROCAST_FN Vec4 round_vec4(Vec4 q) {
+    for (int i = 0; i < 4; i++) q.x[i] = round_to<Nominal, Scalar>(q.x[i]);
+    return q;
+}
+#endif
+
+// --- encoding: four codes in one word, the first element's in the low bits ---
+
+#ifdef ZEROCAST_CONVERTS
+#if __CUDA_ARCH__ >= 890
+#define ZEROCAST_CONVERTS_FP8
+#endif
+#if defined(__CUDA_ARCH_FEAT_SM100_ALL) || defined(__CUDA_ARCH_FEAT_SM103_ALL) \
+    || defined(__CUDA_ARCH_FEAT_SM120_ALL) || defined(__CUDA_ARCH_FEAT_SM121_ALL)
+#define ZEROCAST_CONVERTS_E2M1
+#endif
+#endif
+
+#ifdef ZEROCAST_CONVERTS_FP8
+// Two codes of 8 bits.
+template <class F>
+ZEROCAST_FN unsigned short convert_two(float first, float second) {
+    unsigned short codes;
+    if constexpr (SAME<F, E4M3>)
+        asm("cvt.rn.satfinite.e4m3x2.f32 %0, %2, %1;" : "=h"(codes) : "f"(first), "f"(second));
+    else
+        asm("cvt.rn.satfinite.e5m2x2.f32 %0, %2, %1;" : "=h"(codes) : "f"(first), "f"(second));
+    return codes;
+}
+#endif
+
+ZEROCAST_FN float fused_multiply_add(float a, float b, float c) {
+#ifdef __CUDA_ARCH__
+    return __fmaf_rn(a, b, c);
+#else
+    return __builtin_fmaf(a, b, c);
+#endif
+}
+
+// FIRST + n has the bits of FIRST, plus n: its last place is 1.
+constexpr float FIRST = 1.5f * (1 << MANTISSA_BITS);
+
+// `first` and the code of a magnitude of E2M1, added up: bits of FIRST and so on. Up to 2 the codes
+// count halves, up to 4 ones and beyond twos: each of three lines is right in its range and too
+// large elsewhere. Added to `first`, a line is rounded as it is made, to even where `first` is
+// FIRST plus an even number. A NaN's code is the largest.
+ZEROCAST_FN i32 e2m1_by_lines(float magnitude, float first) {
+    i32 halves = Scalar::bits(fused_multiply_add(magnitude, 2.0f, first));
+    i32 ones = Scalar::bits(fused_multiply_add(magnitude, 1.0f, first + 2.0f));
+    i32 twos = Scalar::bits(fused_multiply_add(magnitude, 0.5f, first + 4.0f));
+    i32 last = Scalar::bits(first) + E2M1::MAX_CODE;
+    return Scalar::min(Scalar::min(halves, ones), Scalar::min(twos, last));
+}
+
+// Four codes of E2M1.
+ZEROCAST_FN u32 encode_e2m1_by_lines(const Vec4& q) {
+    u32 word = 0;
+#pragma unroll
+    for (int i = 3; i >= 0; i--) {
+        i32 bits = Scalar::bits(q.x[i]);
+        word = word << 1 | (u32)bits >> 31;
+        // FIRST's own bits lie above those of four codes.
+        word = (word << 3) + (u32)e2m1_by_lines(absolute<Scalar>(q.x[i]), FIRST);
+    }
+    return word & 0xFFFFu;
+}
+
+// In the low four bits of each, the code of E2M1 of a magnitude `low`, and 8 and that of `high`.
+struct TwoCodes {
+    u32 low, high;
+
+    ZEROCAST_FN TwoCodes(float low_magnitude, float high_magnitude) {
+#if defined(ZEROCAST_CONVERTS_E2M1)
+        asm("{.reg .b8 both; cvt.rn.satfinite.e2m1x2.f32 both, %1, %2; mov.b32 %0, {both, 0, 0, "
+            "0};}"
+            : "=r"(low)
+            : "f"(-high_magnitude), "f"(low_magnitude));
+        high = low >> 4;
+#elif !defined(ZEROCAST_PORTABLE_CONVERSIONS)
+        low = (u32)e2m1_by_lines(low_magnitude, FIRST);
+        high = (u32)e2m1_by_lines(high_magnitude, FIRST + 8.0f);
+#else
+        low = (u32)encode<E2M1, Scalar>(low_magnitude);
+        high = (u32)encode<E2M1, Scalar>(high_magnitude) | 8;
+#endif
+    }
+};
+
+template <class F>
+ZEROCAST_FN u32 encode_vec4(const Vec4& q) {
+    u32 word = 0;
+#ifdef ZEROCAST_CONVERTS_E2M1
+    if constexpr (F::BITS == 4) {
+        asm("{.reg .b8 low, high;\n"
+            "cvt.rn.satfinite.e2m1x2.f32 low, %2, %1;\n"
+            "cvt.rn.satfinite.e2m1x2.f32 high, %4, %3;\n"
+            "mov.b32 %0, {low, high, 0, 0};}"
+            : "=r"(word)
+            : "f"(q.x[0]), "f"(q.x[1]), "f"(q.x[2]), "f"(q.x[3]));
+        return word;
+    } else
+#elif !defined(ZEROCAST_PORTABLE_CONVERSIONS)
+    if constexpr (F::BITS == 4)
+        return encode_e2m1_by_lines(q);
+    else
+#endif
+#ifdef ZEROCAST_CONVERTS_FP8
+        if constexpr (F::BITS == 8) {
+        unsigned short low = convert_two<F>(q.x[0], q.x[1]), high = convert_two<F>(q.x[2], q.x[3]);
+        asm("mov.b32 %0, {%1, %2};" : "=r"(word) : "h"(low), "h"(high));
+        return word;
+    } else
+#endif
+    {
+        for (int i = 0; i < 4; i++) word |= (u32)encode<F, Scalar>(q.x[i]) << F::BITS * i;
+        return word;
+    }
+}
+
+}  // namespace ZEROCAST_ISA
+}  // namespace zerocast

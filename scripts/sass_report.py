@@ -1,0 +1,443 @@
+"""What the machine code of the CUDA kernels costs, by count: no GPU is needed, none is measured.
+
+    python scripts/sass_report.py [--arch sm_90 sm_100a] [PATTERN]
+
+Kernels are compiled as on a GPU, by NVRTC, and disassembled by nvdisasm (of a CUDA toolkit, or pip
+install nvidia-cuda-nvdisasm). A *hot loop* is an innermost loop with 16-byte loads from global
+memory: what full tiles of aligned FP32 masters run through. All of its instructions are counted,
+those that it may jump over too, a quad: four elements of each lane of a warp.
+
+A bound is the time of the busiest of memory, issue and pipes a quad, in clocks of one
+multiprocessor. What it leaves out: what a tile costs outside of its loop, and waiting. Whether
+enough reads are under way to hide that is said by the bytes in flight: at their most, and on
+average over the instructions of the loop.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+import subprocess
+import sysconfig
+import tempfile
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+from zerocast.backends.cuda.compiler import compile_text
+from zerocast.backends.cuda.sources import cuda_sources
+
+# --- what chips do in a clock ---
+
+
+@dataclass(frozen=True)
+class Chip:
+    """A GPU by its published figures.
+
+    Attributes:
+        name: of the GPU.
+        bytes_per_clock: of memory, for each multiprocessor: bandwidth / multiprocessors / boost
+            clock.
+        in_flight: KiB that a multiprocessor must have under way to draw that much, at 1,350 clocks
+            of latency under load.
+    """
+
+    name: str
+    bytes_per_clock: float
+    in_flight: float
+
+
+def chip(name: str, bandwidth: float, multiprocessors: int, clock: float) -> Chip:
+    """Of bytes and clocks a second."""
+    rate = bandwidth / multiprocessors / clock
+    return Chip(name, rate, rate * 1350 / 1024)
+
+
+CHIPS = {
+    "sm_90": chip("H200", 4.8e12, 132, 1.98e9),
+    "sm_100a": chip("B200", 8.0e12, 148, 1.965e9),
+}
+
+# Warp instructions a clock and multiprocessor ("Arithmetic Instructions" in the CUDA C++
+# Programming Guide), and the opcodes that a pipe executes. A load of 16 bytes a lane takes four.
+RATES = {"integer": 2, "multiply-add": 4, "integer multiply": 2, "special": 0.5, "memory": 1}
+PIPES = {
+    "integer": "LOP3 VIMNMX VIMNMX3 SHF LEA ISETP VIADD VIADDMNMX IADD3 IADD PRMT SEL PLOP3 F2FP "
+    "FSETP FMNMX FMNMX3 FSEL P2R R2P IABS BMSK SGXT MOV FCHK CS2R VOTE",
+    "multiply-add": "FMUL FADD FFMA HADD2 HFMA2 HMUL2 FADD2 FMUL2 FFMA2",
+    "integer multiply": "IMAD IMAD32I",
+    "special": "MUFU I2F F2I F2F I2FP F2IP FLO POPC",
+    "memory": "LDG LD STG ST LDS STS ATOMS ATOMG ATOM RED REDG SHFL LDC LDL STL REDUX S2R",
+    "control": "BRA BSSY BSYNC BREAK WARPSYNC BAR EXIT CALL RET NOP YIELD",
+}
+PIPE_OF = {opcode: pipe for pipe, opcodes in PIPES.items() for opcode in opcodes.split()}
+
+# --- the kernels ---
+
+FP8 = [f"{kind}<{fmt}>" for kind in ("Float8Numerics", "MXNumerics") for fmt in ("E4M3", "E5M2")]
+MXFP4 = ["MXNumerics<E2M1>"]
+DELAYED = ["DelayedNumerics<E4M3>", "DelayedNumerics<E5M2>"]
+NVFP4 = ["NVFP4Numerics", "FourOverSixNumerics"]
+SHAPES = ("Tile", "Tile32x256")
+INSTANCES = {
+    "partial_amax": SHAPES,
+    "partial_select": ("false", "true"),
+    "select": ("false", "true"),
+    "compute_scale": [*FP8, *MXFP4, *NVFP4],
+    "compute_scale_delayed": ("false", "true"),
+    "expand_scales": ("u8", "float"),
+    "partial_cast": [
+        *(f"{kind}, NearestVec4<{kind[-5:-1]}>, {shape}" for kind in [*FP8, *MXFP4]
+          for shape in SHAPES),
+        *(f"{kind}, NearestVec4<{kind[-5:-1]}>, Tile" for kind in DELAYED),
+        *(f"NVFP4Numerics, {encoder}, {shape}"
+          for encoder in ("NearestVec4<E2M1>", "StochasticVec4") for shape in SHAPES),
+        *(f"FourOverSixNumerics, {encoder}, Tile"
+          for encoder in ("NearestVec4<E2M1>", "StochasticVec4")),
+    ],
+    "transpose": ("4", "8"),
+    "dequantize": [
+        f"{kind}, {shape}" for kind in [*FP8, *DELAYED, *MXFP4, *NVFP4] for shape in SHAPES
+    ],
+    "fused_op": [f"{function}, {tile}" for function in ("ElementWise", "Norm") for tile in (
+        *(f"{kind}, LOW" for kind in ["NoNumerics", *FP8, *DELAYED, *MXFP4, "NVFP4Numerics"]),
+        "Float8Numerics<E4M3>, TALL", "Float8Numerics<E5M2>, TALL")],
+    "copy_codes": ("false", "true"),
+    "write_words": [""],
+    "probe_read": [""],
+}  # fmt: skip
+"""By file, the arguments of the templates that are asked for."""
+
+KERNELS = [
+    f"{name}<{template}>" if template else name
+    for name, templates in INSTANCES.items()
+    for template in templates
+]
+
+RESIDENT = {
+    "partial_amax<Tile32x256": (128, 5), "partial_amax": (128, 6), "partial_select": (128, 5),
+    "partial_cast.*Tile32x256": (128, 5), "partial_cast<Delayed": (128, 5),
+    "partial_cast.*Stochastic": (128, 5), "partial_cast": (128, 6),
+    "transpose": (256, 3), "TALL": (512, 1), "fused_op<ElementWise": (256, 3),
+    "fused_op<Norm": (256, 2), "probe_read": (256, 4), "": (128, 8),
+}  # fmt: skip
+"""Threads of a block, and the blocks that a multiprocessor's registers must hold: of the first row
+whose pattern is found."""
+
+
+def threads_and_blocks(kernel: str) -> tuple[int, int]:
+    """Of :data:`RESIDENT`."""
+    return next(size for pattern, size in RESIDENT.items() if re.search(pattern, kernel))
+
+
+# --- machine code ---
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """Of SASS: ``@P0 LDG.E.128 R4, desc[UR8][R2.64]``."""
+
+    opcode: str
+    operands: str
+
+    @property
+    def pipe(self) -> str:
+        """Which one executes it; uniform ones are named by a U."""
+        name = self.opcode.partition(".")[0]
+        if (name not in PIPE_OF and name.startswith("U")) or name in ("R2UR", "S2UR"):
+            return "uniform"
+        return PIPE_OF[name]
+
+    @property
+    def width(self) -> int:
+        """Bytes that a memory instruction moves for each lane."""
+        found = re.search(r"\.(128|64|U8|S8|U16|S16)\b", self.opcode)
+        return {"128": 16, "64": 8, "8": 1, "16": 2}[found[1].lstrip("US")] if found else 4
+
+    def is_global(self, *kinds: str) -> bool:
+        """Whether it accesses global memory, or what may be that; "LD" or "ST"."""
+        return self.opcode.partition(".")[0] in {f"{k}{g}" for k in kinds for g in ("", "G")}
+
+    @property
+    def registers(self) -> set[int]:
+        """Those that a load fills."""
+        first = int(self.operands.lstrip("R").partition(",")[0])
+        return set(range(first, first + max(self.width // 4, 1)))
+
+    def touches(self, registers: set[int]) -> bool:
+        """Whether it names one of them, or the pair that one ends."""
+        return any(int(n) in registers for n in re.findall(r"\bR(\d+)", self.operands))
+
+
+LABEL = re.compile(r"(\.L_x_\d+):")
+CODE = re.compile(r"\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ +)?([A-Z]\S*) *(.*?)\s*;")
+
+
+def instructions_and_jumps(text: str) -> tuple[list[Instruction], list[tuple[int, int]]]:
+    """What nvdisasm printed; backward jumps as (first, last) instruction of the loop."""
+    found: list[Instruction] = []
+    labels: dict[str, int] = {}
+    for line in text.splitlines():
+        if label := LABEL.match(line):
+            labels[label[1]] = len(found)
+        elif code := re.match(
+            r"\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ +)?([A-Z]\S*) *(.*?)\s*;", line
+        ):
+            found.append(Instruction(code[1], code[2]))
+    jumps = []
+    for at, each in enumerate(found):
+        target = re.search(r"`\((\.L_x_\d+)\)", each.operands)
+        if each.opcode.startswith("BRA") and target and labels[target[1]] < at:
+            jumps.append((labels[target[1]], at))
+    return found, jumps
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A hot loop.
+
+    Attributes:
+        body: its instructions.
+    """
+
+    body: list[Instruction]
+
+    @property
+    def loads(self) -> list[int]:
+        """Where 16 bytes are asked for."""
+        return [i for i, each in enumerate(self.body) if each.is_global("LD") and each.width == 16]
+
+    @property
+    def narrow_loads(self) -> int:
+        """Loads from global memory of fewer bytes."""
+        return sum(each.is_global("LD") and each.width < 16 for each in self.body)
+
+    @property
+    def rounding(self) -> str:
+        """What elements are rounded to, as far as an instruction says it."""
+        opcodes = " ".join(each.opcode for each in self.body)
+        return "BF16" if "F2FP.BF16" in opcodes else "FP16" if "F2FP.F16" in opcodes else "-"
+
+    @property
+    def by_pipe(self) -> Counter[str]:
+        """Instructions a quad."""
+        counts = Counter(each.pipe for each in self.body)
+        return Counter({pipe: n / len(self.loads) for pipe, n in counts.items()})
+
+    @property
+    def instructions(self) -> float:
+        """A quad."""
+        return len(self.body) / len(self.loads)
+
+    @property
+    def bytes(self) -> float:
+        """Of global memory, for a quad and warp."""
+        moved = sum(each.width for each in self.body if each.is_global("LD", "ST"))
+        return 32 * moved / len(self.loads)
+
+    @property
+    def mean_in_flight(self) -> float:
+        """Loads under way, averaged over the instructions: each from where it is asked for until
+        its registers are named, in the next round if not before.
+        """
+        length, waits = len(self.body), 0
+        for at in self.loads:
+            registers = self.body[at].registers
+            rest = (*self.body[at + 1 :], *self.body[:at])
+            waits += next((n for n, each in enumerate(rest) if each.touches(registers)), length)
+        return waits / length
+
+    def clocks(self, chip: Chip) -> dict[str, float]:
+        """For a quad and warp, by what it is the time of."""
+        pipes = self.by_pipe
+        wide = sum(each.width == 16 for each in self.body if each.pipe == "memory")
+        pipes["memory"] += 3 * wide / len(self.loads)
+        # The pipe that multiplies integers adds and multiplies floats, too.
+        pipes["multiply-add"] += pipes["integer multiply"]
+        clocks = {pipe: pipes[pipe] / rate for pipe, rate in RATES.items()}
+        return {"DRAM": self.bytes / chip.bytes_per_clock, "issue": self.instructions / 4, **clocks}
+
+
+@dataclass(frozen=True)
+class Report:
+    """One kernel for one architecture.
+
+    Attributes:
+        kernel: the expression that names it.
+        arch: such as ``"sm_90"``.
+        registers, spills: registers of a thread; bytes of stack and of spills.
+        resident: thread blocks that a multiprocessor's registers hold.
+        threads: of a block.
+        loops: the hot ones.
+    """
+
+    kernel: str
+    arch: str
+    registers: int
+    spills: int
+    threads: int
+    resident: int
+    loops: list[Loop]
+
+    def kib_in_flight(self, loads: float) -> float:
+        """Of a multiprocessor, with so many loads of a thread under way."""
+        return loads * 16 * self.threads * self.resident / 1024
+
+
+def nvdisasm() -> str | None:
+    """The disassembler: of a toolkit, or of the package nvidia-cuda-nvdisasm."""
+    packages = Path(sysconfig.get_path("purelib")).parent.glob("*/nvidia/cu*/bin/nvdisasm")
+    return shutil.which("nvdisasm") or next(map(str, packages), None)
+
+
+def disassembled(cubin: bytes) -> str:
+    """SASS."""
+    program = nvdisasm()
+    assert program is not None, "nvdisasm is needed: pip install nvidia-cuda-nvdisasm"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        done = subprocess.run(
+            [program, "-c", file.name], capture_output=True, text=True, check=True
+        )
+    return done.stdout
+
+
+USAGE = re.compile(
+    r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads.*?"
+    r"Used (\d+) registers", re.DOTALL,
+)  # fmt: skip
+
+
+def report_of(kernel: str, arch: str, cubin: bytes | None, log: str) -> Report:
+    """Of a kernel that was compiled with ``--ptxas-options=-v``; no loop without a cubin."""
+    stack, stores, loads, registers = map(int, USAGE.findall(log)[0])
+    found, jumps = instructions_and_jumps("" if cubin is None else disassembled(cubin))
+    innermost = [
+        (first, last) for first, last in jumps if not any(first <= a and b < last for a, b in jumps)
+    ]
+    loops = [Loop(found[first : last + 1]) for first, last in innermost]
+    threads, _ = threads_and_blocks(kernel)
+    allocated = -(-registers // 8) * 8 * threads  # registers are given out by eights
+    resident = min(65536 // allocated, 2048 // threads)
+    return Report(
+        kernel, arch, registers, stack + stores + loads, threads, resident,
+        [loop for loop in loops if loop.loads],
+    )  # fmt: skip
+
+
+def compiled_report(kernel: str, arch: str) -> Report:
+    """Compile it, too."""
+    text = (cuda_sources() / "cuda" / f"{kernel.partition('<')[0]}.cu").read_text()
+    _, cubin, log = compile_text(text, kernel, arch, cuda_sources(), ("--ptxas-options=-v",))
+    return report_of(kernel, arch, cubin, log)
+
+
+# --- bars ---
+
+AMAX, CAST, SELECT = "partial_amax", "partial_cast", "partial_select"
+MEMORY_BOUND = rf"{AMAX}|{CAST}<(Float8|MX|Delayed)Numerics<E[45]M"
+HEADROOM = 0.9
+"""The busiest pipe could take so much more time before memory is no longer what a kernel waits
+for."""
+
+NVFP4_CAST = rf"{CAST}<NVFP4Numerics, NearestVec4"
+NVFP4_INTEGER, NVFP4_INTEGER_TIME = 36, 0.60
+"""Integer instructions a quad, and their time as a share of memory's, on an H200."""
+
+SELECT_INSTRUCTIONS = 100
+"""A quad, of errors by magnitude; squares take a multiplication each."""
+
+
+def has_bars(kernel: str, arch: str) -> bool:
+    """Whether its hot loops have bars to meet."""
+    return arch in CHIPS and bool(re.match(f"{MEMORY_BOUND}|{NVFP4_CAST}|{SELECT}", kernel))
+
+
+def missed(report: Report, *, loops: bool = True) -> list[str]:
+    """The bars that a kernel misses, in words; of its hot loops, too."""
+    kernel = report.kernel
+    wrong = [f"{report.spills} bytes on the stack"] if report.spills else []
+    _, blocks = threads_and_blocks(kernel)
+    if report.resident < blocks:
+        wrong.append(f"{report.resident} resident blocks of {blocks}")
+    if not loops or not has_bars(kernel, report.arch):
+        return wrong
+    gpu = CHIPS[report.arch]
+    if not report.loops:
+        wrong.append("no hot loop is found")
+    for loop in report.loops:
+        clocks = loop.clocks(gpu)
+        memory = clocks.pop("DRAM")
+        busiest = max(clocks, key=clocks.__getitem__)
+        if loop.narrow_loads:
+            wrong.append(f"{loop.narrow_loads} narrow loads in a hot loop")
+        if re.match(MEMORY_BOUND, kernel) and clocks[busiest] * (1 + HEADROOM) > memory:
+            wrong.append(f"{busiest} takes {clocks[busiest]:.1f} clocks of memory's {memory:.1f}")
+        if re.match(NVFP4_CAST, kernel) and report.arch == "sm_90":
+            count, share = loop.by_pipe["integer"], clocks["integer"] / memory
+            if count > NVFP4_INTEGER or share > NVFP4_INTEGER_TIME:
+                wrong.append(f"{count:.1f} integer instructions, {share:.0%} of memory's time")
+        squares = 8 if kernel == f"{SELECT}<true>" else 0
+        if kernel.startswith(SELECT) and loop.instructions > SELECT_INSTRUCTIONS + squares:
+            wrong.append(f"{loop.instructions:.1f} instructions")
+        # Weights are BF16; what is cast unrounded has no bar here, nor has what is busy itself.
+        bf16 = loop.rounding == "BF16" or kernel.startswith(AMAX)
+        kib = report.kib_in_flight(loop.mean_in_flight)
+        if bf16 and not kernel.startswith(SELECT) and kib < gpu.in_flight:
+            wrong.append(f"{kib:.0f} KiB in flight of {gpu.in_flight:.0f}")
+    return wrong
+
+
+# --- the table ---
+
+HEADER = (
+    "kernel", "arch", "regs", "blocks", "round", "instr", "integer", "mul-add", "int mul",
+    "special", "memory", "control", "KiB most / mean", "clocks: DRAM", "busiest", "bars",
+)  # fmt: skip
+
+
+def rows_of(report: Report) -> list[list[str]]:
+    """One for each hot loop; one without figures of a loop where there is none."""
+    common = [report.kernel, report.arch, str(report.registers), str(report.resident)]
+    verdict = "; ".join(missed(report)) or "met"
+    rows = []
+    for loop in report.loops:
+        pipes, clocks = loop.by_pipe, loop.clocks(CHIPS[report.arch])
+        memory = clocks.pop("DRAM")
+        busiest = max(clocks, key=clocks.__getitem__)
+        rows.append([
+            *common, loop.rounding, f"{loop.instructions:.1f}",
+            *(f"{pipes[pipe]:.1f}" for pipe in (*RATES, "control")),
+            f"{report.kib_in_flight(len(loop.loads)):.0f} / "
+            f"{report.kib_in_flight(loop.mean_in_flight):.0f}",
+            f"{memory:.1f}", f"{busiest} {clocks[busiest]:.1f}", verdict,
+        ])  # fmt: skip
+    return rows or [[*common, *["-"] * (len(HEADER) - len(common) - 1), verdict]]
+
+
+def main() -> int:
+    """Print the table; 1 where a bar is missed."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--arch", nargs="+", default=list(CHIPS), choices=list(CHIPS))
+    parser.add_argument("pattern", nargs="?", default="", help="of kernels' names, a regex")
+    options = parser.parse_args()
+    for name, each in CHIPS.items():
+        print(f"{each.name} ({name}): {each.bytes_per_clock:.1f} B a clock and multiprocessor, "
+              f"{each.in_flight:.0f} KiB in flight")  # fmt: skip
+    print("", f"| {' | '.join(HEADER)} |", "|" + "---|" * len(HEADER), sep="\n", flush=True)
+    wrong = 0
+    for kernel in KERNELS:
+        if not re.search(options.pattern, kernel):
+            continue
+        for arch in options.arch:
+            report = compiled_report(kernel, arch)
+            wrong += bool(missed(report))
+            for row in rows_of(report):
+                print(f"| {' | '.join(row)} |", flush=True)
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,55 @@
+"""What the kernels convert by other means than the shared text gives the bits of that text, and can
+be switched off.
+"""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.cuda_emulation.emulator import HEADER, needs_emulation
+from tests.kernels.test_compile import KERNELS, needs_nvrtc, ptx
+from zerocast.backends.cuda.sources import cuda_sources
+
+PROGRAM = Path(__file__).with_name("conversions.cpp")
+FLAGS = ("-O3", "-march=native", "-std=c++17", "-ffp-contract=off", "-w", "-include", str(HEADER))
+
+
+def differing(folder: Path, *, right: str = "", wrong: str = "") -> str:
+    """What the program says, of a text in which ``right`` is ``wrong``."""
+    (folder / "cuda").mkdir()
+    text = (cuda_sources() / "cuda/conversions.h").read_text()
+    assert right in text
+    (folder / "cuda/conversions.h").write_text(text.replace(right, wrong, 1))
+    include = (f"-I{folder}", f"-I{cuda_sources()}")
+    made = folder / "conversions"
+    subprocess.run(["g++", *FLAGS, *include, str(PROGRAM), "-o", str(made)], check=True)
+    return subprocess.run([made], capture_output=True, text=True, check=True).stdout.strip()
+
+
+@needs_emulation
+def test_every_magnitude_by_three_lines(tmp_path):
+    """All 2^31 magnitudes of FP32 have the code of E2M1 that rounding to nearest gives, and so do
+    words of four, signs included.
+    """
+    assert differing(tmp_path) == "0 of 2147483648 magnitudes differ"
+
+
+@needs_emulation
+def test_a_wrong_line_is_seen(tmp_path):
+    """A line that is one float too steep shows."""
+    found = differing(tmp_path, right="magnitude, 0.5f,", wrong="magnitude, 0.50000006f,")
+    assert not found.startswith("0 of"), found
+
+
+CONVERSIONS = ("cvt.rn.bf16x2.f32", "cvt.rn.f16.f32", "cvt.f32.f16", "cvt.rn.satfinite", "fma.rn")
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("arch", ["compute_90", "compute_100a"])
+def test_one_switch_leaves_the_shared_text(arch):
+    """ZEROCAST_PORTABLE_CONVERSIONS compiles kernels without any of them."""
+    kernels = [k for k in KERNELS if k.startswith("partial_cast<")][::5]
+    assert any(each in ptx(kernels, arch) for each in CONVERSIONS)
+    portable = ptx(kernels, arch, "--define-macro=ZEROCAST_PORTABLE_CONVERSIONS")
+    assert not [each for each in CONVERSIONS if each in portable]
