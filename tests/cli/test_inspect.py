@@ -38,7 +38,7 @@ def inspected(capsys, *arguments) -> list[dict]:
 @pytest.mark.parametrize("kind", ["torch.save", "torch.distributed.checkpoint"])
 def test_the_numbers_are_right(kind, tmp_path, capsys):
     """Ranges and shares of a tensor whose codes are known, under FP8, in a file and a directory;
-    under NVFP4 with an amax of 6 in one block of four; of a plain tensor with a NaN.
+    under NVFP4 with an amax of 6 in one block of four, and MXFP4; of a plain tensor with a NaN.
     """
     blocks = torch.zeros(32, 32)
     blocks[3, 5] = -6.0
@@ -47,13 +47,14 @@ def test_the_numbers_are_right(kind, tmp_path, capsys):
         "model": {
             "fp8": zerocast.quantize(values(), zerocast.Float8CurrentScaling()),
             "nvfp4": zerocast.quantize(blocks, zerocast.NVFP4BlockScaling()),
+            "mxfp4": zerocast.quantize(blocks, zerocast.MXFP4BlockScaling()),
             "bias": torch.tensor([0.0, -3.0, torch.nan, 0.5]),
         },
         "step": 3,
     }
     found = inspected(capsys, saved(kind, state, tmp_path))
-    assert list(found) == ["model.fp8", "model.nvfp4", "model.bias"]
-    fp8, nvfp4, bias = found.values()
+    assert list(found) == ["model.fp8", "model.nvfp4", "model.mxfp4", "model.bias"]
+    fp8, nvfp4, mxfp4, bias = found.values()
     assert (fp8["amax"], fp8["codes"], fp8["scales"]) == (448, [-448, 448], [1, 1])
     assert (fp8["saturated"], fp8["zeros"], fp8["not_finite"]) == (2 / 16, 8 / 16, 0)
     assert fp8["recipe"] == "Float8CurrentScaling()"
@@ -61,7 +62,8 @@ def test_the_numbers_are_right(kind, tmp_path, capsys):
     assert (nvfp4["saturated"], nvfp4["zeros"]) == (2 / 1024, 1022 / 1024)
     assert (bias["amax"], bias["zeros"], bias["not_finite"], bias["recipe"]) == (3, 1 / 4, 1, "")
     assert (bias["labels"], bias["bars"]) == (["2^-1", "2^0", "2^1"], [1 / 4, 0, 1 / 4])
-    assert nvfp4["bars"] == [1022 / 1024, 0, 0, 0, 0, 0, 0, 2 / 1024]
+    assert (mxfp4["amax"], mxfp4["codes"], mxfp4["scales"]) == (6, [-6, 6], [2**-127, 1])
+    assert mxfp4["bars"] == nvfp4["bars"] == [1022 / 1024, 0, 0, 0, 0, 0, 0, 2 / 1024]
 
 
 @pytest.mark.parametrize("shape", [(48, 96), (33, 64)])

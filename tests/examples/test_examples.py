@@ -13,7 +13,7 @@ EXAMPLES = ROOT / "examples"
 TRAIN, CAST_ONLY = EXAMPLES / "train_gpt.py", EXAMPLES / "cast_only.py"
 WITH_WRONG_SCALE = ROOT / "scripts" / "with_wrong_scale.py"
 
-RECIPES = ("delayed", "current", "rowwise", "block", "mxfp8", "nvfp4", "nvfp4-4over6")
+RECIPES = ("delayed", "current", "rowwise", "block", "mxfp8", "mxfp4", "nvfp4", "nvfp4-4over6")
 
 pytest.importorskip("matplotlib", reason="the training example needs the extra [examples]")
 
