@@ -171,8 +171,9 @@ def test_any_cuts_have_the_bytes_of_the_formula(name):
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("first", range(0, 1000, 100))
 @pytest.mark.parametrize("name", FORMULAS)
-def test_a_thousand_cuts_have_the_bytes_of_the_formula(name):
+def test_a_thousand_cuts_have_the_bytes_of_the_formula(name, first):
     """The same, a thousand times."""
-    for seed in range(1000):
+    for seed in range(first, first + 100):
         check(name, seed)
