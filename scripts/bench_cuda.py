@@ -25,6 +25,7 @@ import argparse
 import math
 import platform
 import sys
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -41,6 +42,7 @@ from bench_frame import (
     RankSteps,
     Shape,
     Work,
+    cpu_clock,
     device_clock,
     host_clock,
     medians,
@@ -49,7 +51,7 @@ from bench_frame import (
 )
 from bench_others import PLAIN, TORCHAO, torchao_casts
 from bench_rows import Result, Rows, supervise
-from cuda_report import host_lines, markdown
+from cuda_report import host_lines, host_part_lines, markdown
 
 import zerocast
 from zerocast.backends import backend_for
@@ -329,6 +331,37 @@ def host_time(backend: CudaBackend, weights: int, rounds: int) -> Result:
     return {"weights": weights, "seconds": seconds, "launches": launches}
 
 
+def host_parts(weights: int, rounds: int) -> Result:
+    """Measure the CPU seconds of every call of a step of one NVFP4 plan, whose launches do nothing,
+    and of making it: of a plan that looks at the memory of all tensors, as plans do, and of the
+    same when it trusts its caller.
+    """
+    found: Result = {"weights": weights}
+
+    def seconds(work: Work) -> float:
+        return medians({"work": work}, rounds, cpu_clock, warm_up=3)["work"]
+
+    with zerocast.use_backend(CudaBackend(NoLauncher())):
+        masters = [torch.zeros(256) for _ in range(weights)]
+        for gather in ("staged", "in place"):
+            models = [zerocast.empty((16, 16), RECIPES["nvfp4"]) for _ in masters]
+            if gather == "in place":
+                flat = torch.zeros(weights * 128, dtype=torch.uint8)
+                for model, codes in zip(models, flat.split(128), strict=True):
+                    zerocast.replace_raw_data(model, codes)
+            start = time.process_time()
+            plan = zerocast.CastPlan(models, masters, [0] * weights)
+            found["plan"] = time.process_time() - start
+            for looking in (", looking", ""):
+                found |= {
+                    f"cast{looking}": seconds(plan.cast),
+                    f"post-processing{looking}": seconds(plan.post_all_gather_processing),
+                    f"all_gather, {gather}{looking}": seconds(plan.all_gather),
+                }
+                plan.trust_memory()
+    return found
+
+
 def works(machine: Machine, options: argparse.Namespace) -> dict[str, Callable[[], Result]]:
     """Return what makes each row, the most telling first."""
     rounds = options.rounds
@@ -429,6 +462,7 @@ def main(arguments: Sequence[str]) -> int:
         stubbed = CudaBackend(NoLauncher())
         print("Launches that do nothing:")
         print(*host_lines([host_time(stubbed, n, 20 * options.rounds) for n in PLANS]), sep="\n")
+        print(*host_part_lines([host_parts(n, options.rounds) for n in PLANS]), sep="\n")
         return 0
     if not (options.rehearse or torch.cuda.is_available()):
         print("bench_cuda.py needs a CUDA device; --host measures what can be measured without.")

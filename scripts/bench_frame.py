@@ -164,6 +164,13 @@ def host_clock(work: Work) -> float:
     return time.perf_counter() - start
 
 
+def cpu_clock(work: Work) -> float:
+    """Return the CPU seconds that this process takes for ``work``."""
+    start = time.process_time()
+    work()
+    return time.process_time() - start
+
+
 def device_clock(work: Work) -> float:
     """Return the seconds that ``work`` takes on the GPU, by events on the stream."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -2,7 +2,9 @@
 
 Launches and the collectives of NCCL can be captured and replayed. What makes the host wait, or
 passes through its memory, cannot. A graph replays launches and not the bookkeeping beside them: a
-captured :meth:`CastPlan.cast` belongs into one graph with its post-all-gather processing.
+captured :meth:`CastPlan.cast` belongs into one graph with its post-all-gather processing. It
+repeats addresses: the plan must live as long as the graph, and where weights or masters have moved
+since, the step is captured anew.
 """
 
 from __future__ import annotations

@@ -72,6 +72,9 @@ class CodeGather:
             are passed over.
         owners: of the group's weights.
         plane: one of :data:`PLANES`.
+
+    Attributes:
+        is_trusting: whether codes are looked for only where a move was said (``replace_raw_data``).
     """
 
     def __init__(
@@ -100,7 +103,7 @@ class CodeGather:
         self._codes: list[torch.Tensor | None] = [None] * len(specs)
         self._addresses: list[int] = []
         # What is decided for codes at these addresses.
-        self._is_decided = False
+        self.is_trusting = self._is_decided = False
         self._in_place: torch.Tensor | None = None
         self._stage: LaunchOn | None = None
         self._store: LaunchOn | None = None
@@ -153,6 +156,8 @@ class CodeGather:
         """Forget what was prepared for codes that have moved since."""
         if self._version != QuantizedStorage.buffers_version:
             self.look()
+        elif self.is_trusting and self._addresses:
+            return
         addresses = list(map(torch.Tensor.data_ptr, self._held))
         if addresses != self._addresses:
             self._addresses, self._is_decided = addresses, False

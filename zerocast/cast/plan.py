@@ -49,10 +49,6 @@ class CastPlan:
     nothing is written. After that :meth:`cast` is a constant number of launches and one all-reduce
     a group, whatever the number of weights, and allocates nothing.
 
-    A CUDA graph may hold :meth:`cast` and what follows it, where the ranks talk by NCCL or there is
-    one rank. It repeats the addresses of this plan, so the plan must live as long as the graph; and
-    where weights or masters have moved since, the step is captured anew.
-
     Weights may be shards of larger ones (:class:`zerocast.TensorParallelShard`): their casts take
     one small all-reduce more for each tensor-parallel group, and plan and casts are collective over
     these groups, too. Masters and offsets are those of the tensor-parallel shard.
@@ -143,8 +139,7 @@ class CastPlan:
         with attempt:
             self._plan(model_weights, master_weights, members, owners, tp_shards, boundary)
         raise_in_all(self._comms, attempt.error)
-        self._attempt = attempt
-        self._one_thread = threading.RLock()
+        self._attempt, self._one_thread = attempt, threading.RLock()
         self._version = CastVersion(rebuild_on_use=not manual_post_all_gather_processing)
         weakref.finalize(self, self._version.retire)
         for spec in self._specs:
@@ -250,6 +245,13 @@ class CastPlan:
         with attempt:
             self._prepared.rebind(as_tensors(master_weights))
         raise_in_all(self._comms, attempt.error)
+
+    def trust_memory(self) -> None:
+        """Look at no tensor from now on: the host time of a step is that of one weight, and the
+        caller promises that weights, buffers and masters keep their memory, but for
+        :func:`zerocast.replace_raw_data` and :meth:`bind`, and no backward needs the codes before.
+        """
+        self._prepared.trust_memory()
 
     def fail(self, error: ZerocastError) -> None:
         """Let the next cast raise ``error``: on every rank that hears of it with the amaxes, so

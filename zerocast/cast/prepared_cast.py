@@ -101,6 +101,12 @@ class PreparedCast:
         self.masters.bind(self._matrices.masters(self.bound))
         self._bound_lie = lie_of([master for master in self.bound if master is not None])
 
+    def trust_memory(self) -> None:
+        """Take it that nothing moves unsaid; see :meth:`CastPlan.trust_memory`."""
+        self.addresses.trust()
+        for gather in self._gathers:
+            gather.is_trusting = True
+
     def follow_moves(self) -> None:
         """Prepare again where a weight has moved (``replace_raw_data``, ``.data =``) since the last
         time.
@@ -145,6 +151,8 @@ class PreparedCast:
 
     def follow_masters(self) -> None:
         """Bind the masters again where one has moved or changed."""
+        if self.addresses.is_trusting:
+            return
         if self._bound_lie != lie_of([master for master in self.bound if master is not None]):
             self.rebind(self.bound)
 
