@@ -32,7 +32,7 @@ from zerocast.numerics import (
     Float8Numerics,
     FourOverSixErrors,
     Masters,
-    MXFP8Numerics,
+    MXNumerics,
     Numerics,
     NVFP4Numerics,
     TensorOperand,
@@ -218,7 +218,7 @@ def test_a_tensor_that_is_not_finite_chooses_map6(backend, bad):
 def mxfp8(rows: int, cols: int) -> Scheme:
     """Blocks of one row, and of one column."""
     both = BlockGrid(rows, cols, 1, 32), BlockGrid(rows, cols, 32, 1)
-    return Scheme(MXFP8Numerics(E4M3), *map(ScaleLayout, both))
+    return Scheme(MXNumerics(E4M3), *map(ScaleLayout, both))
 
 
 def candidates_of(scheme: Scheme, extent: Extent, blocks: range | None) -> FourOverSixErrors | None:
@@ -282,8 +282,8 @@ def test_kept_amaxes_are_enough(backend, scheme, extent):
 @pytest.mark.parametrize(
     ("numerics", "layout"),
     [
-        (MXFP8Numerics(E4M3), ScaleLayout(BlockGrid(70, 160, 32, 32), 32, 128, 4)),
-        (MXFP8Numerics(E4M3), ScaleLayout(BlockGrid(70, 160, 32, 32), 1, 4, 128, col_repeat=32)),
+        (MXNumerics(E4M3), ScaleLayout(BlockGrid(70, 160, 32, 32), 32, 128, 4)),
+        (MXNumerics(E4M3), ScaleLayout(BlockGrid(70, 160, 32, 32), 1, 4, 128, col_repeat=32)),
         (Float8Numerics(E4M3), ScaleLayout(BlockGrid(300, 300, 128, 128), 1, 1, 4, 1.0)),
         (Float8Numerics(E4M3), ScaleLayout(BlockGrid(5, 700, 1, 128), 1, 1, 4, transposed=True)),
         (NVFP4Numerics(), ScaleLayout(BlockGrid(33, 80, 16, 16), 16, 128, 4)),
