@@ -61,17 +61,18 @@ def changed(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
     both flat and of one dtype.
     """
     old, new = _aligned(old), _aligned(new)
-    old_bytes, new_bytes, size = old.view(torch.uint8), new.view(torch.uint8), new.itemsize
-    grouped = new_bytes.numel() // 64 * 64
-    words = [each[:grouped].view(torch.int64) for each in (old_bytes, new_bytes)]
+    whole = new.nbytes // 64 * 64 // new.itemsize
+    words = [as_integers(each[:whole]).view(torch.int64) for each in (old, new)]
     differ = words[0] != words[1]
     # Eight words are looked at as one first: most have not changed.
     groups = differ.view(torch.int64).nonzero().view(-1)
-    each = 64 // size
-    of_old, of_new = (as_integers(t[: grouped // size]).view(-1, each)[groups] for t in (old, new))
-    group, inside = (of_old != of_new).nonzero().unbind(1)
-    tail = (as_integers(old[grouped // size :]) != as_integers(new[grouped // size :])).nonzero()
-    return torch.cat([groups[group] * each + inside, tail.view(-1) + grouped // size])
+    inside = differ.view(-1, 8)[groups].view(-1).nonzero().view(-1)
+    at = groups[inside // 8] * 8 + inside % 8
+    each = 8 // new.itemsize
+    of_old, of_new = (word[at].view(as_integers(new).dtype) for word in words)
+    inside = (of_old != of_new).nonzero().view(-1)
+    tail = (as_integers(old[whole:]) != as_integers(new[whole:])).nonzero().view(-1) + whole
+    return torch.cat([at[inside // each] * each + inside % each, tail])
 
 
 def _aligned(values: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,309 @@
+"""What a refit moves, how long it takes, and what it holds: the tables of docs/refit.md.
+
+    python scripts/refit_report.py                       # all of it
+    python scripts/refit_report.py deltas --steps 1000   # the long one
+
+traffic: bytes that a rank sends for each element of the weights, counted by the recording
+communicator. transport: refit beside gathering BF16 and quantizing then, over a transport that is
+slowed down to ``--gigabytes`` a second. deltas: bytes an element at several learning rates, for a
+GPT that was trained before; every step's delta is applied and compared with a full cast. time: what
+finding changes takes beside the cast. memory: what a process of four ranks holds more at its peak.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import zerocast
+from zerocast.comm import Communicator, RecordingCommunicator, run_in_process
+from zerocast.layout import chunk
+from zerocast.refit import Receiver, Refit
+from zerocast.refit.delta import changed, segment_of
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+
+RANKS = 4
+DIALECTS = ("deepseek/fp8", "modelopt/mxfp8", "modelopt/nvfp4")
+SHAPES = [(2048, 2048), (1024, 2048), (2048, 1024), (4096, 1024)]
+RATES = (1e-6, 3e-6, 1e-5)
+
+
+class SlowCommunicator(RecordingCommunicator):
+    """Sleeps after every collective for as long as its bytes would take."""
+
+    def __init__(self, comm: Communicator, bytes_a_second: float) -> None:
+        super().__init__(comm)
+        self._rate = bytes_a_second
+
+    @contextmanager
+    def _count(self, kind: str, payload_bytes: int, sent_bytes: int) -> Iterator[None]:
+        with super()._count(kind, payload_bytes, sent_bytes):
+            yield
+        time.sleep(sent_bytes / self._rate)
+
+
+def sharded(comm: Communicator, values: list[torch.Tensor]) -> tuple[Any, list[torch.Tensor]]:
+    """A plan over rows of BF16 values, as FSDP2 cuts them, and this rank's rows."""
+    own = [chunk(value.shape[0], comm.rank, comm.size) for value in values]
+    rows = [value[each.start : each.end] for value, each in zip(values, own, strict=True)]
+    plan = zerocast.CastPlan(
+        [zerocast.empty(value.shape, "block", dtype=torch.bfloat16) for value in values],
+        rows,
+        [each.start * value.shape[1] for value, each in zip(values, own, strict=True)],
+        comm,
+        names=[f"layers.{i}.weight" for i in range(len(values))],
+    )
+    return plan, rows
+
+
+def drawn(shapes: list[tuple[int, int]], dtype: torch.dtype = torch.bfloat16) -> list[torch.Tensor]:
+    """Weights as a model has them."""
+    generator = torch.Generator().manual_seed(0)
+    return [(torch.randn(shape, generator=generator) * 0.02).to(dtype) for shape in shapes]
+
+
+def refit_of(plan: zerocast.CastPlan, dialect: str, comm: Communicator, **options: Any) -> Refit:
+    """From the masters of ``plan``, 16-bit ones as they are."""
+    return Refit(plan, dialect, from_masters=True, dtype=torch.bfloat16, group=comm, **options)
+
+
+def traffic() -> None:
+    """Bytes by kind of collective."""
+    values = drawn(SHAPES)
+    elements = sum(value.numel() for value in values)
+    print(
+        f"bytes sent for each of {elements:,} elements by each of {RANKS} ranks, over D / (D - 1)"
+    )
+    for dialect in DIALECTS:
+
+        def run(comm: Communicator, dialect: str = dialect) -> dict[str, float]:
+            recording = RecordingCommunicator(comm)
+            plan, _ = sharded(recording, values)
+            refit = refit_of(plan, dialect, recording)
+            found = {}
+            for name in ("named_tensors", "shards"):
+                recording.reset()
+                for _ in getattr(refit, name)():
+                    pass
+                for kind in ("all_gather", "all_reduce", "all_gather_object"):
+                    sent = recording.total(kind=kind).sent_bytes
+                    found[f"{name} {kind}"] = sent * RANKS / (RANKS - 1) / elements
+            return found
+
+        by_rank = run_in_process(RANKS, run)
+        most = {key: max(found[key] for found in by_rank) for key in by_rank[0]}
+        print(f"  {dialect}: " + ", ".join(f"{key} {value:.5f}" for key, value in most.items()))
+
+
+def transport(gigabytes: float, rounds: int) -> None:
+    """Interleaved rounds of both ways, the slower transport the same."""
+    values = drawn(SHAPES)
+    print(f"seconds over {gigabytes} GB/s, medians of {rounds} interleaved rounds of {RANKS} ranks")
+    for dialect in DIALECTS:
+
+        def run(comm: Communicator, dialect: str = dialect) -> list[tuple[float, float]]:
+            slow = SlowCommunicator(comm, gigabytes * 1e9)
+            plan, rows = sharded(slow, values)
+            refit = refit_of(plan, dialect, slow)
+            recipe = zerocast.export.DIALECTS[dialect].recipe
+
+            def gathered_first() -> None:
+                for value, own in zip(values, rows, strict=True):
+                    whole = torch.empty(value.numel(), dtype=torch.bfloat16)
+                    start = comm.rank * own.numel()
+                    whole[start : start + own.numel()] = own.reshape(-1)
+                    slow.all_gather_(whole)
+                    if comm.rank == 0:  # one rank quantizes and sends
+                        zerocast.quantize(whole.view(value.shape), recipe, columnwise=False)
+
+            def refitted() -> None:
+                for _ in refit.named_tensors():
+                    pass
+
+            return [(timed(gathered_first, comm), timed(refitted, comm)) for _ in range(rounds)]
+
+        times = run_in_process(RANKS, run)[0]
+        before, after = (statistics.median(each) for each in zip(*times, strict=True))
+        print(f"  {dialect}: gather, then quantize {before:.3f}; refit {after:.3f}; "
+              f"{before / after:.2f}x")  # fmt: skip
+
+
+def timed(function: Callable[[], None], comm: Communicator) -> float:
+    """Seconds until all ranks have run it."""
+    comm.barrier()
+    start = time.perf_counter()
+    function()
+    comm.barrier()
+    return time.perf_counter() - start
+
+
+# --- deltas ---
+
+
+def deltas(steps: int, pretraining: int) -> None:
+    """Fine-tune a GPT at each rate; apply every delta."""
+    from gpt.data import load_corpus, sample
+    from gpt.model import GPT
+
+    corpus, draw = load_corpus(), torch.Generator().manual_seed(0)
+    torch.manual_seed(0)
+    model = GPT(layers=2)
+
+    def train(optimizer: torch.optim.Optimizer) -> None:
+        model(*sample(corpus.training, 4, GPT.context, draw)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(pretraining):
+        train(optimizer)
+    trained = {name: value.clone() for name, value in model.state_dict().items()}
+    print(f"bytes a changed element of all {steps} deltas, of the weights of linear layers; after "
+          f"{pretraining} steps at 1e-3")  # fmt: skip
+    for rate in RATES:
+        model.load_state_dict(trained)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
+        options: dict[str, Any] = {"include": ["blocks.*"], "dtype": torch.bfloat16}
+        feeds = {
+            "FP8": Refit(model, "deepseek/fp8", **options),
+            "NVFP4": Refit(model, "modelopt/nvfp4", **options),
+            "NVFP4, amax held": Refit(model, "modelopt/nvfp4", hold_tensor_amax=True, **options),
+        }
+        receivers = {name: Receiver() for name in feeds}
+        sent = dict.fromkeys([*feeds, "BF16"], 0)
+        linear = {n: p for n, p in model.named_parameters() if "blocks" in n and p.dim() == 2}
+        snapshot = {name: p.detach().bfloat16() for name, p in linear.items()}
+        for step in range(steps + 1):
+            for name, refit in feeds.items():
+                for tensor, delta in refit.deltas(receivers[name].version):
+                    receivers[name].apply_delta(tensor, delta)
+                    if step and tensor.partition(".weight")[0] + ".weight" in linear:
+                        sent[name] += delta.nbytes
+                check_equal(receivers[name], refit)
+            for name, p in linear.items() if step else ():
+                old, new = snapshot[name].view(-1), p.detach().bfloat16().view(-1)
+                sent["BF16"] += segment_of(new, changed(old, new), 0).data.nbytes
+                snapshot[name] = new
+            train(optimizer)
+        elements = sum(p.numel() for p in linear.values())
+        print(f"  {rate:g}: " + ", ".join(
+            f"{name} {total / steps / elements:.5f}" for name, total in sent.items()
+        ), flush=True)  # fmt: skip
+
+
+def check_equal(receiver: Receiver, refit: Refit) -> None:
+    """Every byte that is held is that of a full cast."""
+    for name, tensor in refit.named_tensors():
+        held = receiver.tensors[name]
+        assert torch.equal(held.view(-1).view(torch.uint8), tensor.view(-1).view(torch.uint8)), name
+
+
+def extra_time(rounds: int) -> None:
+    """Deltas beside the cast that they begin with, on one rank, and no gather."""
+    values = drawn(SHAPES, torch.float32)
+    print(f"seconds, medians of {rounds} interleaved rounds on one rank, 1 in 300 elements changed")
+    comm = zerocast.comm.SingleRank()
+    for dialect in DIALECTS:
+        plan, _ = sharded(comm, values)
+        refit = refit_of(plan, dialect, comm, hold_tensor_amax=True)
+        for _ in refit.deltas():
+            pass
+        times: list[tuple[float, float]] = []
+        for i in range(rounds):
+            generator = torch.Generator().manual_seed(i)
+            for value in values:
+                value[torch.rand(value.shape, generator=generator) < 1 / 300] *= 1.1
+
+            def cast() -> None:
+                for _ in refit.shards():
+                    pass
+
+            def find() -> None:
+                for _ in refit.deltas(refit.version):
+                    pass
+
+            times.append((timed(cast, comm), timed(find, comm)))
+        before, after = (statistics.median(each) for each in zip(*times, strict=True))
+        print(f"  {dialect}: cast {before:.4f}, cast and deltas {after:.4f}: "
+              f"{100 * (after / before - 1):.0f} % more")  # fmt: skip
+
+
+# --- memory ---
+
+
+def memory() -> None:
+    """The high-water mark of a process whose threads are the ranks, above what it held before."""
+    shapes, bucket = [(1024, 1024)] * 96, 4 << 20
+    elements = sum(rows * columns for rows, columns in shapes)
+    print(f"MB above the masters, of {RANKS} ranks in one process; {elements:,} elements, buckets "
+          f"of {bucket / 1e6:.1f} MB")  # fmt: skip
+    for dialect in DIALECTS:
+        values = drawn(shapes)
+        marks: dict[str, float] = {}
+
+        def run(comm: Communicator, dialect: str = dialect, marks: Any = marks) -> None:
+            refit = None
+            plan, _ = sharded(comm, values)
+            refit = refit_of(plan, dialect, comm, bucket_bytes=bucket)
+            for name in ("named_tensors", "shards"):
+                comm.barrier()
+                if comm.rank == 0:
+                    before = reset_mark()
+                comm.barrier()
+                for _ in getattr(refit, name)():
+                    pass
+                comm.barrier()
+                if comm.rank == 0:
+                    marks[name] = (status("VmHWM") - before) / 1e6
+
+        run_in_process(RANKS, run)
+        bits = zerocast.export.DIALECTS[dialect].recipe.numerics.fmt.bits
+        whole = RANKS * elements * bits / 8 / 1e6
+        print(f"  {dialect}: " + ", ".join(f"{n} {m:.0f}" for n, m in marks.items())
+              + f"; whole codes on every rank are {whole:.0f}")  # fmt: skip
+
+
+def status(field: str) -> int:
+    """Bytes, of Linux's account of this process."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
+
+
+def reset_mark() -> int:
+    """Let the high-water mark begin at what is resident now, which is returned."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return status("VmRSS")
+
+
+def main() -> None:
+    """Print the parts that are asked for."""
+    parts = ["traffic", "transport", "deltas", "time", "memory"]
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("parts", nargs="*", choices=[*parts, []], default=parts)
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--pretraining", type=int, default=300)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--gigabytes", type=float, default=1.0)
+    arguments = parser.parse_args()
+    runs: dict[str, Callable[[], None]] = {
+        "traffic": traffic,
+        "transport": lambda: transport(arguments.gigabytes, arguments.rounds),
+        "deltas": lambda: deltas(arguments.steps, arguments.pretraining),
+        "time": lambda: extra_time(arguments.rounds),
+        "memory": memory,
+    }
+    for part in arguments.parts:
+        runs[part]()
+
+
+if __name__ == "__main__":
+    main()
