@@ -42,6 +42,7 @@ class PreparedCast:
         bound: by weight the master that they read; None where this rank owns nothing.
         addresses: where the weights' buffers lay when the launches were prepared.
         calls_functions: whether functions of the caller's make scales.
+        own_scales: by matrix, and by the name of a plane, the scales that this rank makes for all.
         gathered_scales: the memory of the scales that ranks gather, if they do.
 
     Raises:
@@ -69,7 +70,7 @@ class PreparedCast:
         self._matrices = matrices
         self._judges_amaxes = judges_amaxes
         # By place what this rank makes of its scales, and all of them once gathered.
-        self._own = {i: own for each in scale_gathers for i, own in each.own.items() if own}
+        self.own_scales = {i: own for each in scale_gathers for i, own in each.own.items() if own}
         self._compact = {i: all_ for each in scale_gathers for i, all_ in each.compact.items()}
         self._device = exchange.candidates.device
         self._backend = backend_for(self._device)
@@ -177,7 +178,7 @@ class PreparedCast:
             list(zip(storages, operands, strict=True)),
             self.masters,
             judges_amaxes=self._judges_amaxes,
-            own_scales=self._own,
+            own_scales=self.own_scales,
             compact=self._compact,
         )
 

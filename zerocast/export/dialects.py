@@ -131,10 +131,7 @@ class Dialect:
         """Return what is stored of a weight beside its codes, which it need not hold."""
         plane, numerics = storage.planes[0], storage.recipe.numerics
         scales = without_padding(plane, storage.buffers[plane.scales_name])
-        scales = scales.contiguous()
-        if self._stores_exponents:
-            scales = (scales.view(torch.int32) >> 23).to(torch.uint8)
-        encoded = {self.scales: scales.view(self.scale_dtype)}
+        encoded = {self.scales: self.encode_scale_values(scales.contiguous())}
         if self.scale_shape is not None:
             encoded[self.scales] = encoded[self.scales].reshape(self.scale_shape)
         if self.tensor_scale is not None:
@@ -143,6 +140,12 @@ class Dialect:
             scale = self.tensor_scale.of(amax, numerics.scale_max)
             encoded[self.tensor_scale.name] = scale.reshape(self.tensor_scale.shape)
         return encoded
+
+    def encode_scale_values(self, scales: torch.Tensor) -> torch.Tensor:
+        """Return ``scales`` of blocks, contiguous, as stored."""
+        if self._stores_exponents:
+            scales = (scales.view(torch.int32) >> 23).to(torch.uint8)
+        return scales.view(self.scale_dtype)
 
     def decode(
         self, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype = torch.bfloat16

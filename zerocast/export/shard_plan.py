@@ -17,8 +17,8 @@ from zerocast.tensors import QuantizedStorage, QuantizedTensor
 class ShardPlan(CastPlan):
     """A plan for a bucket of entries that are cast; collective, over their ranks.
 
-    A cast writes the codes of this rank's elements into buffers of their size, and makes all
-    scales. No rank holds whole codes before :meth:`start_gather`.
+    A cast writes the codes of this rank's elements into buffers of their size, and makes the scales
+    of the blocks that begin in them. No rank has whole codes or scales before :meth:`start_gather`.
 
     Args:
         entries: those that are cast.
@@ -26,7 +26,7 @@ class ShardPlan(CastPlan):
             this holds or changes (:func:`hold`); None to cast under the weights' own.
 
     Attributes:
-        storages: scales and tensor amaxes by name; whole codes after a gather.
+        storages: by name tensor amaxes; after a gather whole codes and scales.
         own: by name uint8, the bytes that hold the codes of this rank's elements; bits of other
             elements in them are 0.
     """
@@ -62,6 +62,7 @@ class ShardPlan(CastPlan):
             [shard.comm for shard in shards],
             names=list(self.storages),
             fsdp_shard_model_weights=list(self.own.values()),
+            exchange="boundary",
         )
 
     @property
@@ -82,10 +83,11 @@ class ShardPlan(CastPlan):
                 self._held_amaxes[matrix.name] = amax.clone()
 
     def start_gather(self) -> Callable[[], dict[str, QuantizedStorage]]:
-        """Begin to bring every rank's codes to every rank; what is returned ends it, and returns
-        :attr:`storages` with whole codes.
+        """Begin to bring every rank's codes and scales to every rank; what is returned ends it, and
+        returns :attr:`storages`, whole.
         """
         waits = [gather.start() for gather in self._gathers]
+        waits.append(self._prepared.start_scales())
 
         def finish() -> dict[str, QuantizedStorage]:
             for storage in self.storages.values():
@@ -95,9 +97,34 @@ class ShardPlan(CastPlan):
             QuantizedStorage.bump_buffers_version()
             while waits:  # each holds what it has received, until it is stored
                 waits.pop(0)()
+            self._version.has_scales = True
             return self.storages
 
         return finish
+
+    def own_scales(self, name: str) -> torch.Tensor | None:
+        """Return the scales of the blocks that begin in this rank's shard, one a block, flat; None
+        where every rank has all that are stored, or has to have them before it can tell which are
+        its own: those of blocks of several rows, stored for each row.
+        """
+        storage = self.storages[name]
+        (plane,) = storage.recipe.planes(storage.shape, columnwise=False)
+        if plane.scales.row_repeat > 1:
+            return None
+        first = 0  # the place of its first matrix
+        for other, each in self.storages.items():
+            if other == name:
+                break
+            first += each.stack.numel()
+        own = [self._prepared.own_scales.get(first + i, {}) for i in range(storage.stack.numel())]
+        found = [planes[plane.name].entries for planes in own if plane.name in planes]
+        return torch.cat(found) if found else None
+
+    @property
+    def repeats_scales(self) -> bool:
+        """Whether a weight stores the scale of a block for each of its rows."""
+        planes = (s.recipe.planes(s.shape, columnwise=False)[0] for s in self.storages.values())
+        return any(plane.scales.row_repeat > 1 for plane in planes)
 
 
 def hold(amax: torch.Tensor, held: torch.Tensor | None) -> torch.Tensor:

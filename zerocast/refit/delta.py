@@ -65,9 +65,10 @@ def changed(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
     words = [as_integers(each[:whole]).view(torch.int64) for each in (old, new)]
     differ = words[0] != words[1]
     # Eight words are looked at as one first: most have not changed.
-    groups = differ.view(torch.int64).nonzero().view(-1)
-    inside = differ.view(-1, 8)[groups].view(-1).nonzero().view(-1)
-    at = groups[inside // 8] * 8 + inside % 8
+    by_eight = differ.view(torch.int64)
+    groups = by_eight.nonzero().view(-1)
+    inside = by_eight[groups].view(torch.bool).nonzero().view(-1)
+    at = (groups[inside >> 3] << 3) + (inside & 7)
     each = 8 // new.itemsize
     of_old, of_new = (word[at].view(as_integers(new).dtype) for word in words)
     inside = (of_old != of_new).nonzero().view(-1)

@@ -20,7 +20,7 @@ from zerocast.export.shard_plan import ShardPlan
 from zerocast.export.weights import Export, whole
 from zerocast.layout import NOTHING, BlockGrid, Extent, Plane, ceil_div
 from zerocast.sharded.placement import fsdp_dimension, is_sharded
-from zerocast.tensors import QuantizedStorage, QuantizedTensor
+from zerocast.tensors import QuantizedTensor
 
 
 @dataclass(frozen=True)
@@ -72,9 +72,7 @@ def check_cuts(export: Export) -> None:
 def _pieces(export: Export, entry: Entry, plan: ShardPlan | None) -> Iterator[Piece]:
     if plan is not None and entry.name in plan.storages:
         assert entry.shard is not None
-        yield from cast_pieces(
-            export.dialect, entry, plan.storages[entry.name], plan.own[entry.name]
-        )
+        yield from _cast_pieces(export.dialect, entry, plan)
     elif isinstance(entry.tensor, QuantizedTensor) and entry.recipe is not None:
         for part, tensor in export.dialect.encode(entry.tensor.quantized_storage).items():
             yield _share(entry.stored_name(part), tensor, export.comm)
@@ -88,12 +86,11 @@ def _pieces(export: Export, entry: Entry, plan: ShardPlan | None) -> Iterator[Pi
         yield _share(entry.stored, whole(entry.tensor, entry.dtype), export.comm)
 
 
-def cast_pieces(
-    dialect: Dialect, entry: Entry, storage: QuantizedStorage, own: torch.Tensor
-) -> Iterator[Piece]:
+def _cast_pieces(dialect: Dialect, entry: Entry, plan: ShardPlan) -> Iterator[Piece]:
     """Yield the pieces of a weight that was cast from this rank's shard."""
-    shard, (plane,) = entry.shard, storage.recipe.planes(storage.shape, columnwise=False)
+    shard, storage, own = entry.shard, plan.storages[entry.name], plan.own[entry.name]
     assert shard is not None
+    (plane,) = storage.recipe.planes(storage.shape, columnwise=False)
     extent, bits = shard.extent, storage.recipe.numerics.fmt.bits
     whole_codes = torch.empty(
         (*storage.shape[:-1], storage.shape[-1] * bits // 8), dtype=torch.uint8, device="meta"
@@ -105,10 +102,15 @@ def cast_pieces(
         dialect.encode_codes(own),
         shard.comm,
     )
+    own_scales = plan.own_scales(entry.name)
     for part, tensor in dialect.encode_scales(storage).items():
-        own_scales = (scale_range if part == dialect.scales else matrix_range)(plane, extent)
-        values = tensor.reshape(-1)[own_scales.start : own_scales.end]
-        yield Piece(entry.stored_name(part), tensor.shape, own_scales.start, values, shard.comm)
+        its_range = (scale_range if part == dialect.scales else matrix_range)(plane, extent)
+        if part == dialect.scales and own_scales is not None:
+            values = dialect.encode_scale_values(own_scales)
+        else:
+            values = tensor.reshape(-1)[its_range.start : its_range.end]
+        assert len(values) == its_range.size, (entry.name, part)
+        yield Piece(entry.stored_name(part), tensor.shape, its_range.start, values, shard.comm)
 
 
 def scale_range(plane: Plane, extent: Extent) -> Extent:

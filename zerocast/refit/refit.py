@@ -197,13 +197,13 @@ class Refit:
         pieces of them.
         """
         plan = export.cast(bucket)
-        if plan is not None:
-            scales = {
-                name: export.dialect.encode_scales(storage)[export.dialect.scales]
-                for name, storage in plan.storages.items()
-            }
-            check_finite(scales)
-        pieces = pieces_of(export, bucket, plan)
+        if plan is not None and plan.repeats_scales:
+            plan.all_gather_scales()
+        pieces, attempt = pieces_of(export, bucket, plan), Attempt()
+        with attempt:  # a scale is known to the rank in whose shard its block begins
+            names = {entry.stored_name(export.dialect.scales): entry.name for entry in bucket}
+            check_finite({names[p.name]: p.values for p in pieces if p.name in names})
+        raise_together(export.comm, attempt.error)
         return (export.gather(bucket, plan)() if whole else {}), pieces
 
     # --- what was sent last ---
