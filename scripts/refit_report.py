@@ -80,9 +80,7 @@ def traffic() -> None:
     """Bytes by kind of collective."""
     values = drawn(SHAPES)
     elements = sum(value.numel() for value in values)
-    print(
-        f"bytes sent for each of {elements:,} elements by each of {RANKS} ranks, over D / (D - 1)"
-    )
+    print(f"bytes sent by each of {RANKS} ranks, times D / (D - 1), over {elements:,} elements")
     for dialect in DIALECTS:
 
         def run(comm: Communicator, dialect: str = dialect) -> dict[str, float]:
@@ -149,14 +147,14 @@ def timed(function: Callable[[], None], comm: Communicator) -> float:
 # --- deltas ---
 
 
-def deltas(steps: int, pretraining: int) -> None:
-    """Fine-tune a GPT at each rate; apply every delta."""
+def deltas(steps: int, pretraining: int, rates: list[float]) -> None:
+    """Fine-tune a small GPT at each rate; apply every delta."""
     from gpt.data import load_corpus, sample
     from gpt.model import GPT
 
     corpus, draw = load_corpus(), torch.Generator().manual_seed(0)
     torch.manual_seed(0)
-    model = GPT(layers=2)
+    model = GPT(layers=2, width=128)
 
     def train(optimizer: torch.optim.Optimizer) -> None:
         model(*sample(corpus.training, 4, GPT.context, draw)).backward()
@@ -169,7 +167,7 @@ def deltas(steps: int, pretraining: int) -> None:
     trained = {name: value.clone() for name, value in model.state_dict().items()}
     print(f"bytes a changed element of all {steps} deltas, of the weights of linear layers; after "
           f"{pretraining} steps at 1e-3")  # fmt: skip
-    for rate in RATES:
+    for rate in rates:
         model.load_state_dict(trained)
         optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
         options: dict[str, Any] = {"include": ["blocks.*"], "dtype": torch.bfloat16}
@@ -223,11 +221,11 @@ def extra_time(rounds: int) -> None:
             for value in values:
                 value[torch.rand(value.shape, generator=generator) < 1 / 300] *= 1.1
 
-            def cast() -> None:
+            def cast(refit: Refit = refit) -> None:
                 for _ in refit.shards():
                     pass
 
-            def find() -> None:
+            def find(refit: Refit = refit) -> None:
                 for _ in refit.deltas(refit.version):
                     pass
 
@@ -250,8 +248,9 @@ def memory() -> None:
         values = drawn(shapes)
         marks: dict[str, float] = {}
 
-        def run(comm: Communicator, dialect: str = dialect, marks: Any = marks) -> None:
-            refit = None
+        def run(
+            comm: Communicator, dialect: str = dialect, marks: Any = marks, values: Any = values
+        ) -> None:
             plan, _ = sharded(comm, values)
             refit = refit_of(plan, dialect, comm, bucket_bytes=bucket)
             for name in ("named_tensors", "shards"):
@@ -288,16 +287,17 @@ def main() -> None:
     """Print the parts that are asked for."""
     parts = ["traffic", "transport", "deltas", "time", "memory"]
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("parts", nargs="*", choices=[*parts, []], default=parts)
+    parser.add_argument("parts", nargs="*", default=parts, help=", ".join(parts))
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--pretraining", type=int, default=300)
+    parser.add_argument("--rates", type=float, nargs="+", default=list(RATES))
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--gigabytes", type=float, default=1.0)
     arguments = parser.parse_args()
     runs: dict[str, Callable[[], None]] = {
         "traffic": traffic,
         "transport": lambda: transport(arguments.gigabytes, arguments.rounds),
-        "deltas": lambda: deltas(arguments.steps, arguments.pretraining),
+        "deltas": lambda: deltas(arguments.steps, arguments.pretraining, arguments.rates),
         "time": lambda: extra_time(arguments.rounds),
         "memory": memory,
     }

@@ -7,6 +7,7 @@ import zerocast
 from tests.refit.planned import cuts, expected, masters, plan
 from tests.support.ranks import run_ranks
 from tests.support.same_bytes import assert_same_bytes
+from zerocast.comm import RecordingCommunicator
 from zerocast.export import DIALECTS
 from zerocast.refit import Refit
 
@@ -56,3 +57,37 @@ def test_shards_that_cut_a_byte_are_refused():
             assert_same_bytes(tensor, expected(dialect, values)[part], part)
 
     run_ranks("in_process", 3, run)
+
+
+@pytest.mark.parametrize(
+    ("name", "most"),
+    [("deepseek/fp8", 1.001), ("modelopt/mxfp8", 1.032), ("modelopt/nvfp4", 0.563)],
+)
+def test_what_a_refit_moves(name, most):
+    """Codes and a scale a block, and no more than 0.05 % beside them: bytes an element that the
+    ranks of a ring receive. Shards move nothing but that 0.05 %.
+    """
+    shape, world_size = (2048, 2048), 4
+
+    def run(comm):
+        recording = RecordingCommunicator(comm)
+        start, rows = comm.rank * shape[0] // world_size, shape[0] // world_size
+        source = zerocast.CastPlan(
+            [zerocast.empty(shape, "block", dtype=torch.bfloat16)],
+            [torch.full((rows, shape[1]), 0.5).bfloat16()], [start * shape[1]], recording,
+            names=["a.weight"],
+        )  # fmt: skip
+        refit = Refit(source, name, from_masters=True, dtype=torch.bfloat16, group=recording)
+        sent = []
+        for tensors in (refit.named_tensors, refit.shards):
+            recording.reset()
+            for _ in tensors():
+                pass
+            kinds = ("all_gather", "all_reduce")
+            sent.append(sum(recording.total(kind=kind).sent_bytes for kind in kinds))
+        return sent
+
+    for whole, shards in run_ranks("in_process", world_size, run):
+        received = shape[0] * shape[1] * (world_size - 1) / world_size
+        assert whole <= most * received
+        assert shards <= 5e-4 * received

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -17,10 +18,9 @@ from zerocast.errors import InputError
 from zerocast.export.dialects import Dialect
 from zerocast.export.entries import Entry, own_rows
 from zerocast.export.shard_plan import ShardPlan
-from zerocast.export.weights import Export, whole
+from zerocast.export.weights import Export, check_tensor_scale, whole
 from zerocast.layout import NOTHING, BlockGrid, Extent, Plane, ceil_div
 from zerocast.sharded.placement import fsdp_dimension, is_sharded
-from zerocast.tensors import QuantizedTensor
 
 
 @dataclass(frozen=True)
@@ -73,8 +73,10 @@ def _pieces(export: Export, entry: Entry, plan: ShardPlan | None) -> Iterator[Pi
     if plan is not None and entry.name in plan.storages:
         assert entry.shard is not None
         yield from _cast_pieces(export.dialect, entry, plan)
-    elif isinstance(entry.tensor, QuantizedTensor) and entry.recipe is not None:
-        for part, tensor in export.dialect.encode(entry.tensor.quantized_storage).items():
+    elif entry.recipe is not None:
+        held: Any = entry.tensor
+        check_tensor_scale(entry.name, export.dialect, held.quantized_storage)
+        for part, tensor in export.dialect.encode(held.quantized_storage).items():
             yield _share(entry.stored_name(part), tensor, export.comm)
     elif is_sharded(entry.tensor) and entry.tensor.placements[
         fsdp_dimension(entry.tensor)
@@ -103,6 +105,7 @@ def _cast_pieces(dialect: Dialect, entry: Entry, plan: ShardPlan) -> Iterator[Pi
         shard.comm,
     )
     own_scales = plan.own_scales(entry.name)
+    check_tensor_scale(entry.name, dialect, storage)
     for part, tensor in dialect.encode_scales(storage).items():
         its_range = (scale_range if part == dialect.scales else matrix_range)(plane, extent)
         if part == dialect.scales and own_scales is not None:
