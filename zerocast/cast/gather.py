@@ -92,10 +92,11 @@ class CodeGather:
         self._chunks: list[_Chunk] = []
         self._counts = [0] * comm.size
         gathers = [plane in spec.storage.gathered for spec in specs]
+        formats = [spec.storage.recipe.numerics.fmt for spec in specs]
         offset = 0
         for i, rank, start, end in owners.by_rank():
             if gathers[i]:
-                first, last = byte_span(specs[i].storage.recipe.numerics.fmt, start, end)
+                first, last = byte_span(formats[i], start, end)
                 staged = slice(offset, offset + last - first)
                 self._chunks.append(_Chunk(rank, i, Extent(start, end), first, last, staged))
                 self._counts[rank] += last - first

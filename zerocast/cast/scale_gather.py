@@ -72,6 +72,7 @@ class ScaleGather:
         self.compact: dict[int, dict[str, torch.Tensor]] = {i: {} for i in storages}
         planes = {i: planes_by_owner(storage) for i, storage in storages.items()}
         places = list(storages)
+        dtypes = {i: storage.recipe.numerics.scale_dtype for i, storage in storages.items()}
         # Of each plane the ranks that own blocks, which, and where their scales arrive.
         segments: dict[tuple[int, str], list[tuple[int, range, int]]] = {
             (i, plane.name): [] for i in storages for plane in planes[i]
@@ -80,17 +81,16 @@ class ScaleGather:
         end = 0
         for at, rank, start, stop in owners.by_rank():
             i = places[at]
-            itemsize = storages[i].recipe.numerics.scale_dtype.itemsize
             for plane in planes[i]:
                 blocks = plane.grid.owned(Extent(start, stop))
                 segments[i, plane.name].append((rank, blocks, end))
-                nbytes = round_up(len(blocks) * itemsize, _ALIGNMENT)
+                nbytes = round_up(len(blocks) * dtypes[i].itemsize, _ALIGNMENT)
                 self._counts[rank] += nbytes
                 end += nbytes
         self._gathered = torch.zeros(end, dtype=torch.uint8, device=storages[places[0]].device)
         self._pieces: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])  # to, from
         for (i, name), of_plane in segments.items():
-            self._find(i, name, storages[i].recipe.numerics.scale_dtype, of_plane)
+            self._find(i, name, dtypes[i], of_plane)
 
     def _find(
         self,

@@ -1,0 +1,119 @@
+"""What planning costs one rank of many, of which this process is the only one.
+
+    python scripts/bench_planning.py                      the table
+    python scripts/bench_planning.py 1000 16384 boundary  one row: weights, ranks, exchange
+
+A simulated group answers this rank's exchanges with what the others would have sent. Weights are
+1024x1024 of NVFP4 end to end in a flat layout, on the CPU, and of this rank's memory alone what
+CastPlan takes is counted, in a process of its own: the process's growth and its peak, after the
+weights and masters have been made.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+import zerocast
+from zerocast.comm import Communicator
+from zerocast.layout import FlatLayout
+
+TABLE = [(1000, 64), (1000, 512), (1000, 2048), (1000, 16384), (10_000, 64), (100_000, 64)]
+SIDE = 1024
+"""Of a weight; 64 where there are so many that they would not fit here."""
+
+
+class OneOf(Communicator):
+    """A group of ``size`` ranks of which this one is alone; it knows what the others gather while a
+    plan is made: how many shards each has, and which.
+    """
+
+    def __init__(self, rank: int, size: int, layout: FlatLayout) -> None:
+        self.rank, self.size = rank, size
+        shards: list[tuple[int, int, int, int]] = []
+        counts = [0] * size
+        for i, weight in enumerate(layout.weight_extents()):
+            first = weight.start // layout.rank_numel
+            for owner in range(first, (weight.end - 1) // layout.rank_numel + 1):
+                own = layout.rank_extent(owner).intersect(weight).shifted(-weight.start)
+                shards.append((i, owner, own.start, own.end))
+                counts[owner] += 1
+        shards.sort(key=lambda shard: (shard[1], shard[0]))
+        self._gathers = [torch.tensor(counts), torch.tensor(shards).view(-1)]
+
+    def all_reduce_max_(self, buffer: torch.Tensor) -> None:
+        """The others give what this rank gives."""
+
+    all_reduce_sum_ = broadcast_ = all_reduce_max_  # type: ignore[assignment]
+
+    def all_gather_(self, buffer: torch.Tensor, counts: Sequence[int] | None = None) -> None:
+        gathered = self._gathers.pop(0)
+        assert buffer.dtype == gathered.dtype
+        buffer.copy_(gathered)
+
+    def _is_not_asked(self, *given: Any) -> Any:
+        raise NotImplementedError
+
+    reduce_scatter_sum = start_all_to_all = all_gather_object = _is_not_asked  # type: ignore[assignment]
+
+    def barrier(self) -> None:
+        """Nobody is waited for."""
+
+
+def resident() -> int:
+    """Bytes of memory that this process holds."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
+
+
+def plan(weights: int, ranks: int, exchange: str) -> tuple[float, int, int]:
+    """CPU seconds of making a plan, and bytes that the process holds more then and at its peak."""
+    side = SIDE if weights < 10_000 else 64
+    recipe = zerocast.NVFP4BlockScaling()
+    layout = FlatLayout((side * side,) * weights, ranks)
+    comm = OneOf(ranks // 2, ranks, layout)
+    shards = layout.shards(comm.rank)
+    # This rank's codes and scales are there; those of the others are never written.
+    models = [zerocast.empty((side, side), recipe, columnwise=False) for _ in shards]
+    masters = [torch.zeros(own.size) if own else None for own in shards]
+    starts = [own.start if own else None for own in shards]
+    zerocast.CastPlan(
+        [zerocast.empty((side, side), recipe)], [torch.zeros(side * side)], [0]
+    ).cast()  # loads what is loaded once
+    ctypes.CDLL(None).malloc_trim(0)  # what is free is given back, and counts once it is taken
+    held, begin = resident(), time.process_time()
+    made = zerocast.CastPlan(models, masters, starts, comm, exchange=exchange)  # type: ignore[arg-type]
+    seconds = time.process_time() - begin
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    assert isinstance(made.fingerprints, list)
+    return seconds, resident() - held, max(0, peak - held)
+
+
+def main() -> None:
+    """Print the table, each row by a process of its own, or one row."""
+    if len(sys.argv) > 1:
+        weights, ranks, exchange = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+        seconds, grown, peak = plan(weights, ranks, exchange)
+        print(
+            f"| {weights:,} | {ranks:,} | {exchange} | {seconds:.2f} | {grown / 1e6:.1f} | "
+            f"{peak / 1e6:.1f} |",
+            flush=True,
+        )
+        return
+    print("| weights | ranks | exchange | CPU s | MB held | MB at the peak |")
+    print("|--:|--:|---|--:|--:|--:|", flush=True)
+    for weights, ranks in TABLE:
+        for exchange in ("boundary", "full"):
+            row = [sys.executable, __file__, str(weights), str(ranks), exchange]
+            subprocess.run(row, check=True)
+
+
+if __name__ == "__main__":
+    main()
