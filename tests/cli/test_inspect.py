@@ -66,7 +66,7 @@ def test_the_numbers_are_right(kind, tmp_path, capsys):
     assert mxfp4["bars"] == nvfp4["bars"] == [1022 / 1024, 0, 0, 0, 0, 0, 0, 2 / 1024]
 
 
-@pytest.mark.parametrize("shape", [(48, 96), (33, 64)])
+@pytest.mark.parametrize("shape", [(48, 96), (33, 64), (3, 33, 64)])
 def test_codes_and_scales_of_every_recipe(shape, tmp_path, capsys):
     """Every element has its code in the histogram, and a scale is one that the weight decodes by:
     the largest code times its scale is the amax, where one scale serves the tensor.

@@ -94,9 +94,9 @@ def _describe_quantized(about: Description, tensor: QuantizedTensor) -> None:
     if fmt.bits == 4:  # of bytes, which hold two; the last of an odd row holds one, and 0
         counts = counts.view(16, 16)
         counts = counts.sum(0) + counts.sum(1)
-        counts[0] -= plane.grid.rows * (plane.grid.cols % 2)
+        counts[0] -= storage.stack.numel() * plane.grid.rows * (plane.grid.cols % 2)
     _describe_codes(about, counts, fmt)
-    scales = scales_of(storage, plane)
+    scales = torch.cat([scales_of(each, plane).flatten() for each in storage.matrices])
     finite = scales[scales.isfinite()]
     about.not_finite += scales.numel() - finite.numel()
     if finite.numel():
