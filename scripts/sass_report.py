@@ -120,7 +120,7 @@ RESIDENT = {
     "partial_cast.*Tile32x256": (128, 5), "partial_cast<Delayed": (128, 5),
     "partial_cast.*Stochastic": (128, 5), "partial_cast": (128, 6),
     "transpose": (256, 3), "TALL": (512, 1), "fused_op<ElementWise": (256, 3),
-    "fused_op<Norm": (256, 2), "probe_read": (256, 4), "": (128, 8),
+    "fused_op<Norm": (256, 2), "copy_codes": (128, 6), "probe_read": (256, 4), "": (128, 8),
 }  # fmt: skip
 """Threads of a block, and the blocks that a multiprocessor's registers must hold: of the first row
 whose pattern is found."""

@@ -78,7 +78,7 @@ ZEROCAST_FN void copy(u8* to, const u8* from, int count) {
 }
 
 template <bool INTO_WEIGHTS>
-__global__ void __launch_bounds__(THREADS, 8)
+__global__ void __launch_bounds__(THREADS, 6)
     copy_codes(const CodeCopy* __restrict__ rows, const PlaneTile* __restrict__ tiles, i64 count,
                u8* buffer) {
     for (i64 t = blockIdx.x; t < count; t += gridDim.x) {
