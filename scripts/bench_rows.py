@@ -4,7 +4,7 @@ A row is begun, then ended, each by one write to the file, so that a process whi
 moment leaves whole lines. Rows that the file has are not done again: whoever runs the same command
 on the same file goes on where it ended. What raises may leave a GPU in a state in which nothing
 runs, so the process ends there and another one goes on; a row in which a process died, or which
-takes too long, has failed.
+took too long, is begun once more, and then has failed.
 
     {"row": "speed llama 1 nvfp4", "began": 1764000000.0}
     {"row": "speed llama 1 nvfp4", "seconds": 2.1, "result": {...}}      or "failed": "why"
@@ -16,6 +16,7 @@ import json
 import os
 import subprocess
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -45,13 +46,13 @@ class Rows:
         """Do those of ``works`` that have no row, in order, up to one that raises; whether all have
         one now.
         """
-        began = {line["row"] for line in self._lines()}
+        began = Counter(line["row"] for line in self._lines() if "began" in line)
         ended = self.results().keys() | self.failures().keys()
         for row, work in works.items():
             if row in ended:
                 continue
-            if row in began:
-                self._write(row, failed="the process ended in it")
+            if began[row] > 1:
+                self._write(row, failed="the process ended in it, twice")
                 continue
             start = time.time()
             self._write(row, began=start)

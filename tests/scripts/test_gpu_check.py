@@ -60,9 +60,9 @@ def test_a_row_that_fails_spoils_no_other(bench_rows: ModuleType, tmp_path: Path
     assert bench_rows.supervise(rows, worker(rows.path, *names), limit=1.0)
     assert list(rows.results()) == ["a", "b", "c"]
     assert rows.failures() == {
-        "crash": "the process ended in it",
+        "crash": "the process ended in it, twice",
         "fail": "RuntimeError: an illegal address",
-        "hang": "the process ended in it",
+        "hang": "the process ended in it, twice",
     }
     size = rows.size
     assert bench_rows.supervise(rows, worker(rows.path, *names), limit=1.0)
