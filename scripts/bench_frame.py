@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -25,6 +25,7 @@ from zerocast.layout import Extent, FlatLayout, SharedBlocks
 from zerocast.numerics import Backend, FourOverSixErrors, Launch, Masters, TensorOperand
 from zerocast.recipes import Recipe
 from zerocast.tensors import QuantizedStorage
+from zerocast.tensors.cast_steps import whole_rows_of
 from zerocast.tensors.weight_operands import Amaxes, tensor_operand
 
 Work = Callable[[], object]
@@ -44,7 +45,7 @@ SETS = {"llama": LLAMA, "experts": EXPERTS, "narrow": NARROW}
 WORLD_SIZES = (1, 64)
 """Ranks of which the first is measured."""
 
-READS = ("amax", "select", "cast")
+READS = ("amax", "select", "cast", "one pass")
 """The steps that read the masters, where a recipe has them."""
 
 
@@ -59,8 +60,9 @@ class RankSteps:
     """The steps of one rank over a set of weights, and what each must read and write.
 
     Attributes:
-        steps: by name, in order: "memset", "amax", "select", "scale", "cast" and "transpose", as
-            far as the recipe has them.
+        steps: by name, in order: "memset", "amax", "select", "scale", "cast", "one pass" (amax and
+            cast of whole blocks, in their place) and "transpose", as far as the recipe and the
+            backend have them.
         read, written: bytes by step.
         tables: bytes by step that were uploaded when it was prepared.
     """
@@ -111,6 +113,10 @@ def prepare(
         makers["select"] = lambda: backend.partial_select(numerics, shards, masters)
     makers["scale"] = lambda: backend.compute_scale(numerics, shards)
     makers["cast"] = lambda: backend.partial_cast(numerics, shards, masters)
+    pairs = zip(storages, shards, strict=True)
+    whole = [replace(shard, whole=whole_rows_of(storage, shard)) for storage, shard in pairs]
+    if backend.reads_once and all(shard.whole == shard.extent for shard in whole):
+        makers["one pass"] = lambda: backend.partial_amax_cast(numerics, whole, masters)
     if first.derived_names:
         makers["transpose"] = lambda: backend.transpose(numerics, shards)
     steps: dict[str, Work] = {"memset": lambda: amax.zero_()}
@@ -131,6 +137,7 @@ def prepare(
         "memset": amax.nbytes,
         "scale": stored(*(plane.scales_name for plane in first.cast_planes)),
         "cast": codes,
+        "one pass": codes,
         "transpose": stored(*first.derived_names),
     }
     read |= dict.fromkeys(READS, 4 * owned)

@@ -102,10 +102,11 @@ struct CodePlane {
 // What 4-over-6 chooses by, too.
 struct CastShard {
     const Master* master;
-    i64 start, end;    // elements of the whole weight
-    i64 round_to;      // Nominal
-    i64 codes_start;   // even where codes are nibbles
-    i32* tensor_amax;  // [1]; may be the block amax where there is one block
+    i64 start, end;              // elements of the whole weight
+    i64 whole_begin, whole_end;  // of these, the rows of blocks that one pass measures and casts
+    i64 round_to;                // Nominal
+    i64 codes_start;             // even where codes are nibbles
+    i32* tensor_amax;            // [1]; may be the block amax where there is one block
     CodePlane rowwise;
     CodePlane columnwise;  // over the same matrix; its codes are null where it is not cast
     DelayedState delayed;
@@ -114,7 +115,7 @@ struct CastShard {
 
     ZEROCAST_FN i64 size() const { return end - start; }
 };
-static_assert(sizeof(CastShard) == 33 * sizeof(i64), "a row that Python writes");
+static_assert(sizeof(CastShard) == 35 * sizeof(i64), "a row that Python writes");
 
 // A stored plane of block scales: the scale of block (i, j) stands at entries (r, c) with r from
 // i * row_repeat and c from j * col_repeat on, as far as they are below rows and cols. Stored

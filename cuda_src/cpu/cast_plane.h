@@ -16,22 +16,22 @@ template <class T, class Rounded, class Encoder>
 class PlaneCast {
   public:
     PlaneCast(const CastShard& shard, const T* master, const CodePlane& plane,
-              const BlockMultipliers& multipliers, const Encoder& encoder)
+              const BlockMultipliers& multipliers, const Encoder& encoder, i64 ahead)
         : plane_(plane),
           choices_(shard.candidates.choices),
           codes_start_(shard.codes_start),
           master_(master),
           multipliers_(multipliers),
-          encoder_(encoder) {}
+          encoder_(encoder),
+          ahead_(ahead) {}
 
     const Grid& grid() const { return plane_.grid; }
 
-    // Elements [begin, end) of the weight.
-    void operator()(i64 begin, i64 end) const {
+    void operator()(const Region& region) const {
         float multipliers[STRIP_BLOCKS];
         if (grid().num_blocks() == 1 && encoder_.spans_rows()) {
             bool positive = fill_multipliers(0, 1, multipliers);
-            run(begin, end - begin, *multipliers, positive);
+            run(region.begin, region.end - region.begin, *multipliers, positive);
             return;
         }
         bool positive = false;
@@ -44,7 +44,7 @@ class PlaneCast {
                          positive);
             }
         };
-        for_each_strip(grid(), begin, end, open, work, [](const Strip&) {});
+        for_each_strip(grid(), region, open, work, [](const Strip&) {});
     }
 
     // What the elements of `count` blocks side by side are multiplied by. Returns whether all are
@@ -62,7 +62,7 @@ class PlaneCast {
         u8* to = codes(element);
         i64 left = end - element;
         for (; left >= GROUP; left -= GROUP, x += GROUP, to += bytes(GROUP)) {
-            prefetch(x);
+            prefetch(x, ahead_);
             group<GROUP>(end - left, x, &multiplier, to, positive);
         }
         if (left > 1) {  // what is no whole group goes through buffers of one
@@ -107,6 +107,7 @@ class PlaneCast {
         return plane_.codes + bytes(element - codes_start_);
     }
     ZEROCAST_FN const T* master(i64 element) const { return master_ + element; }
+    ZEROCAST_FN i64 ahead() const { return ahead_; }
     // GROUP codes that start with a whole byte.
     ZEROCAST_FN static void store(u8* to, const Native::Int (&codes)[4]) {
         if constexpr (Encoder::Format::BITS == 4)
@@ -128,6 +129,7 @@ class PlaneCast {
     const T* master_;  // as if it were the whole weight
     BlockMultipliers multipliers_;
     Encoder encoder_;
+    i64 ahead_;  // how many elements after one that is read another is asked for
 
     // The whole groups of a row; returns how many elements they hold.
     template <int BLOCK>
@@ -136,7 +138,7 @@ class PlaneCast {
         const T* x = master(element);
         u8* to = codes(element);
         for (i64 i = 0; i < grouped; i += GROUP) {
-            prefetch(x + i);
+            prefetch(x + i, ahead_);
             group<BLOCK>(element + i, x + i, multiplier + i / BLOCK, to + bytes(i), positive);
         }
         return grouped;

@@ -61,7 +61,7 @@ void decode_rows(const DequantizeTarget& target, i64 begin, i64 end, const Multi
             }
         }
     };
-    for_each_strip(grid, begin, end, open, work, [](const Strip&) {});
+    for_each_strip(grid, Region{begin, end}, open, work, [](const Strip&) {});
 }
 
 template <class F>

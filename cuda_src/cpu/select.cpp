@@ -3,7 +3,10 @@
 //
 // The errors of a row inside a block are summed from left to right, then the rows in a fixed order,
 // so whoever adds them gets the same sum. A register holds the same column of as many blocks side
-// by side: no sum goes across it.
+// by side when they are summed: no sum goes across it.
+//
+// Under one scale the codes of a block mean 8 magnitudes. They are made once a block; an element's
+// is looked up, by its code, in a register of them.
 #include <string.h>
 
 #include "arithmetic/masters.h"
@@ -22,8 +25,11 @@ constexpr int W = Native::WIDTH;
 // The largest blocks there are: 16 rows of 16 elements.
 constexpr i64 ROWS = 16, COLS = 16;
 
-// Blocks side by side whose errors are kept together: 16 KiB.
+// Blocks side by side whose errors and tables are kept together: 25 KiB.
 constexpr i64 ACROSS = 128;
+
+// The smaller of each two, neither a NaN.
+ZEROCAST_FN Float smaller(Float a, Float b) { return Native::select((Int)(a < b), a, b); }
 
 // The errors of the rows inside blocks side by side, 0 of rows that there are not.
 struct RowErrors {
@@ -48,14 +54,51 @@ struct RowErrors {
     }
 };
 
-// The elements of one row inside WIDTH blocks side by side, rounded: column c in register c.
-template <class Rounded, class T>
-ZEROCAST_FN void load_columns(const T* x, Float (&columns)[COLS]) {
-    for (int c = 0; c < COLS; c += W) {
-        for (int b = 0; b < W; b++) columns[c + b] = load(x + b * COLS + c);
-        transpose_lanes<Native>(columns + c);
+// How many magnitudes E2M1 has.
+constexpr int CODES = 8;
+
+// What codes mean and elements are multiplied by, of blocks side by side: under map4, then map6.
+struct BlockTables {
+    alignas(64) float values[ACROSS][2 * CODES];
+    alignas(64) float multipliers[2][ACROSS];
+
+    // Of WIDTH blocks from number b on, with these amaxes.
+    ZEROCAST_FN void make(const FourOverSixNumerics& numerics, Int amax, i64 b) {
+        auto scales = numerics.template candidates<Native>(amax);
+        Native::store(&multipliers[0][b], scales.multiplier4);
+        Native::store(&multipliers[1][b], scales.multiplier6);
+        for (int code = 0; code < CODES; code++) {
+            Float map4 = numerics.template dequantized<Native>(Native::splat(code), scales.map4);
+            Float map6 = numerics.template dequantized<Native>(Native::splat(code), scales.map6);
+            for (int i = 0; i < W; i++) {
+                values[b + i][code] = map4[i];
+                values[b + i][CODES + code] = map6[i];
+            }
+        }
     }
-    for (int c = 0; c < COLS; c++) columns[c] = round_to<Rounded, Native>(columns[c]);
+};
+
+// Of magnitudes, by the code of y, what it means in one of a block's tables: that of map4 (MAP 0)
+// or of map6 (MAP 1).
+//
+// Codes lie 0.5 apart up to 2, 1 apart up to 4 and then 2. Where floats lie 1 apart, adding rounds
+// to whole steps, to even; the smallest of the three sums counts the steps that there are.
+template <int MAP>
+ZEROCAST_FN Float look_up(const float* values, Float y) {
+    constexpr float BASE = 1.5f * (1 << MANTISSA_BITS) + MAP * CODES;
+    Float code = y + y + Native::splat(BASE);
+    code = smaller(code, y + Native::splat(BASE + 2));
+    code = smaller(code, y * Native::splat(0.5f) + Native::splat(BASE + 4));
+    Int place = Native::bits(smaller(code, Native::splat(BASE + 7)));
+#if defined(__AVX512F__)
+    return (Float)_mm512_permutexvar_ps((__m512i)place, _mm512_load_ps(values));
+#elif defined(__AVX2__)
+    return (Float)_mm256_permutevar8x32_ps(_mm256_load_ps(values + MAP * CODES), (__m256i)place);
+#else
+    Float found;
+    for (int i = 0; i < W; i++) found[i] = values[MAP * CODES + place[i] % CODES];
+    return found;
+#endif
 }
 
 // Sums errors, or their squares: of all elements of one row inside blocks.
@@ -63,11 +106,30 @@ template <bool SQUARED>
 struct ErrorNumerics : FourOverSixNumerics {
     using FourOverSixNumerics::FourOverSixNumerics;
 
-    template <class L>
-    ZEROCAST_FN Errors<L> row_errors(const CandidateScales<L>& scales, const typename L::Float* x,
-                                     i64 count) const {
-        Errors<L> sum{};
+    // Of one block.
+    ZEROCAST_FN Errors<Scalar> row_errors(const CandidateScales<Scalar>& scales, const float* x,
+                                          i64 count) const {
+        Errors<Scalar> sum{};
         for (i64 c = 0; c < count; c++) add_errors<SQUARED>(scales, x[c], sum);
+        return sum;
+    }
+
+    // Of WIDTH blocks from number b on, under one of the scales; `x` are the magnitudes of their
+    // rows, COLS a block.
+    template <int MAP>
+    static ZEROCAST_FN Float row_errors(const BlockTables& tables, i64 b, const Float* x) {
+        Float sum{};
+        for (int c = 0; c < COLS / W; c++) {
+            Float errors[W];
+            for (int i = 0; i < W; i++) {
+                Float of_block = x[i * (COLS / W) + c];
+                Float y = of_block * Native::splat(tables.multipliers[MAP][b + i]);
+                Float value = look_up<MAP>(tables.values[b + i], y);
+                errors[i] = error<SQUARED, Native>(of_block, value);
+            }
+            transpose_lanes<Native>(errors);
+            for (int i = 0; i < W; i++) sum = sum + errors[i];
+        }
         return sum;
     }
 };
@@ -93,8 +155,7 @@ class PartialSelect {
         auto open = [&](const Strip& strip) {
             for (i64 b = 0; b < strip.blocks; b += W) {
                 const i32* amax = shard_.rowwise.block_amax + strip.first_block + b;
-                scales_[b / W] =
-                    numerics_.template candidates<Native>(load_some<Int>(amax, strip.blocks - b));
+                tables_.make(numerics_, load_some<Int>(amax, strip.blocks - b), b);
             }
             memset(&errors_, 0, sizeof errors_);
             cut_ = find(shard_.candidates.cut, shard_.candidates.cuts,
@@ -113,7 +174,7 @@ class PartialSelect {
             if (cut_ < 0)
                 errors_.choose(strip.blocks, shard_.candidates.choices + strip.first_block);
         };
-        for_each_strip(grid_, begin, end, open, work, close, ACROSS);
+        for_each_strip(grid_, Region{begin, end}, open, work, close, ACROSS);
     }
 
   private:
@@ -122,7 +183,7 @@ class PartialSelect {
     Numerics numerics_;
     const T* master_;  // as if it were the whole weight
     i64 cut_;          // the strip's place among the rows of blocks that are cut, or -1
-    CandidateScales<Native> scales_[ACROSS / W];
+    BlockTables tables_;
     RowErrors errors_;
 
     // The errors of one row inside WIDTH blocks, from number `at` of the strip on, as far as this
@@ -138,20 +199,24 @@ class PartialSelect {
             whole = copy_blocks(copy, first, row, col, end);
             x = copy;
         }
-        Float columns[COLS];
-        load_columns<Rounded>(x, columns);
-        auto sum = numerics_.template row_errors<Native>(scales_[at / W], columns, COLS);
+        Float magnitude[COLS];
+        for (int i = 0; i < COLS; i++) {
+            Int bits = Native::bits(Rounding<Rounded, Native>::of_number(load(x + i * W)));
+            magnitude[i] = Native::value(bits & MAGNITUDE_MASK);
+        }
+        Float map4 = Numerics::template row_errors<0>(tables_, at, magnitude);
+        Float map6 = Numerics::template row_errors<1>(tables_, at, magnitude);
         i64 in_block = row % grid_.block_h;
         if (cut_ < 0) {
-            Native::store(&errors_.map4[in_block][at], sum.map4);
-            Native::store(&errors_.map6[in_block][at], sum.map6);
+            Native::store(&errors_.map4[in_block][at], map4);
+            Native::store(&errors_.map6[in_block][at], map6);
             return;
         }
         float* to = shard_.candidates.errors_of(grid_, cut_, in_block) + first / grid_.block_w * 2;
         for (i64 b = 0; b < W; b++) {
             if (!(whole >> b & 1)) continue;
-            to[2 * b] = sum.map4[b];
-            to[2 * b + 1] = sum.map6[b];
+            to[2 * b] = map4[b];
+            to[2 * b + 1] = map6[b];
         }
     }
 
@@ -197,7 +262,7 @@ void segment_errors(const CastShard& shard, const Numerics& numerics, i64 cut, i
     const float* x = shard.candidates.elements + segment * grid.block_w;
     auto scales = numerics.template candidates<Scalar>(
         shard.rowwise.block_amax[row / grid.block_h * grid.blocks_w() + block]);
-    auto sum = numerics.template row_errors<Scalar>(scales, x, width);
+    auto sum = numerics.row_errors(scales, x, width);
     float* to = shard.candidates.errors_of(grid, cut, row % grid.block_h) + 2 * block;
     to[0] = sum.map4;
     to[1] = sum.map6;

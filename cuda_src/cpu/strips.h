@@ -5,6 +5,7 @@
 
 #include "arithmetic/tables.h"
 #include "cpu/launch.h"
+#include "cpu/simd.h"
 
 namespace zerocast {
 inline namespace ZEROCAST_ISA {
@@ -17,6 +18,15 @@ constexpr i64 STRIP_BLOCKS = 512;
 // them all is 32 KiB. Rows of up to so many elements are read from end to end, which is worth more
 // than what would stay in the first-level cache beside them.
 constexpr i64 STRIP_COLUMNS = 8192;
+
+// What a pass visits of a weight: elements [begin, end) that lie in columns [col, col_end), which
+// are those of whole blocks. `ahead`: how many elements after one that is read another is asked
+// for.
+struct Region {
+    i64 begin, end;
+    i64 col = 0, col_end = 1LL << 62;
+    i64 ahead = PREFETCH_AHEAD;
+};
 
 struct Strip {
     i64 first_block;   // number of its first block
@@ -31,7 +41,7 @@ struct Panel {
     i64 count, rows;
 };
 
-// For elements [begin, end) of a weight under grid, calls
+// For a region of a weight under grid, calls
 //     open(strip)           before its rows
 //     work(strip, panel)    for each of the at most three panels that it is made of: a cut first
 //     row, whole rows, a
@@ -40,15 +50,17 @@ struct Panel {
 // A strip may hold fewer than all rows and columns of its blocks, where begin and end say so. It is
 // at most `across` blocks wide.
 template <class Open, class Work, class Close>
-void for_each_strip(const Grid& grid, i64 begin, i64 end, const Open& open, const Work& work,
+void for_each_strip(const Grid& grid, const Region& region, const Open& open, const Work& work,
                     const Close& close, i64 across = STRIP_BLOCKS) {
-    i64 blocks_w = grid.blocks_w();
+    i64 begin = region.begin, end = region.end, blocks_w = grid.blocks_w();
+    i64 first_block = region.col / grid.block_w;
+    i64 last_block = (min_of(region.col_end, grid.cols) + grid.block_w - 1) / grid.block_w;
     i64 row_end = (end + grid.cols - 1) / grid.cols;
     for (i64 first = begin / grid.cols; first < row_end;) {
         i64 block_row = first / grid.block_h;
         i64 next = min_of((block_row + 1) * grid.block_h, row_end);
-        for (i64 b = 0; b < blocks_w; b += across) {
-            i64 blocks = min_of(across, blocks_w - b);
+        for (i64 b = first_block; b < last_block; b += across) {
+            i64 blocks = min_of(across, last_block - b);
             Strip strip{block_row * blocks_w + b, blocks, b * grid.block_w,
                         min_of((b + blocks) * grid.block_w, grid.cols)};
             bool opened = false;

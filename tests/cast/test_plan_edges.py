@@ -142,10 +142,10 @@ def test_a_cast_that_fails_before_the_reduction_draws_nothing(comm: Communicator
 def test_a_plan_that_one_rank_cannot_prepare(monkeypatch: pytest.MonkeyPatch) -> None:
     """What fails behind the exchange, such as memory for the buffers, is an error of all ranks."""
 
-    def out_of_memory(*args: Any) -> Any:
+    def out_of_memory(*args: Any, **options: Any) -> Any:
         if threading.current_thread().name == "rank 1":
             raise MemoryError("buffers")
-        return made(*args)
+        return made(*args, **options)
 
     made = zerocast.cast.plan.Exchange
     monkeypatch.setattr(zerocast.cast.plan, "Exchange", out_of_memory)

@@ -11,10 +11,11 @@ from itertools import product
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tests.cuda_emulation.emulator import needs_emulation
+from tests.support.claims import assert_same_tensors
 from tests.support.compiled import (
     COMPILED,
     EMULATED,
@@ -39,6 +40,7 @@ from tests.support.partitions import draw_partition
 from tests.support.recipes import VARIANTS
 from tests.support.values import KINDS, draw_values
 from zerocast.backends.cpu import CpuBackend
+from zerocast.backends.reference import ReferenceBackend
 from zerocast.errors import BackendError
 from zerocast.formats import E2M1, E4M3, E5M2, decode
 from zerocast.layout import BlockGrid, Extent, ScaleLayout, Source
@@ -327,6 +329,36 @@ def test_any_scheme_shape_and_partition(name, data, kind, seed):
     master = draw_values(kind, numel + odd, seed).to(NOMINALS[seed // 3 % 3])[odd:]
     backends = {name: COMPILED[name]}
     assert_casts_as_reference(scheme, [master], extents, backends, **options)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@settings(max_examples=25)
+@given(data=st.data(), kind=st.sampled_from(KINDS), seed=st.integers(0, 1000))
+def test_one_pass_over_whole_blocks_writes_what_two_passes_do(threads, data, kind, seed):
+    """On every instruction set and the reference: any blocks that scales belong to alone, cut
+    anywhere; of shapes with one part, several, and parts that are divided by columns.
+    """
+    scheme = data.draw(st.one_of(eight_bits_in_blocks(), rows_and_columns()))
+    if data.draw(st.booleans()):  # larger than a part
+        blocks = data.draw(st.sampled_from(((32, 32), (1, 32), (128, 128), (16, 64))))
+        shape = data.draw(st.integers(120, 160)), 32 * data.draw(st.integers(16, 90))
+        grid = BlockGrid(*shape, *blocks)
+        second = BlockGrid(grid.rows, grid.cols, 32, 1) if grid.block_h == 1 else None
+        layouts = [ScaleLayout(each) if each else None for each in (grid, second)]
+        scheme = Scheme(scheme.numerics, *layouts)
+    assume(not isinstance(scheme.numerics, Float8DelayedNumerics))
+    scheme = replace(scheme, round_to=NOMINALS[seed % 3])
+    numel, rng = scheme.grid.numel, random.Random(seed)
+    extents = draw_partition(numel, data.draw(st.integers(1, 4)), rng)
+    if data.draw(st.booleans()):
+        extents = [Extent(0, numel)]
+    odd = data.draw(st.integers(0, 3))
+    master = draw_values(kind, numel + odd, seed).to(NOMINALS[seed // 3 % 3])[odd:]
+    run = partial(run_together, steps=[[master]])
+    expected = run(ReferenceBackend(), [Weight(scheme, extents)])
+    for name, backend in {"reference": ReferenceBackend(), **on_cpu(threads)}.items():
+        written = run(backend, [Weight(scheme, extents)], reads_once=True)
+        assert_same_tensors(written, expected, f"on {name}, {scheme}, {extents}")
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,16 @@ import torch
 
 from tests.support.values import draw_values
 from zerocast.formats import byte_span, packed_columns
-from zerocast.layout import BlockGrid, Extent, Plane, ScaleLayout, SharedBlocks, Source, round_up
+from zerocast.layout import (
+    BlockGrid,
+    Extent,
+    Plane,
+    ScaleLayout,
+    SharedBlocks,
+    Source,
+    round_up,
+    whole_rows,
+)
 from zerocast.numerics import (
     INFINITY_BITS,
     Backend,
@@ -320,32 +329,46 @@ def run_operations(backend: Backend, scheme: Scheme, masters: Sequence[torch.Ten
 
 
 def run_together(
-    backend: Backend, weights: Sequence[Weight], steps: Sequence[Sequence[torch.Tensor]]
+    backend: Backend,
+    weights: Sequence[Weight],
+    steps: Sequence[Sequence[torch.Tensor]],
+    *,
+    reads_once: bool = False,
 ) -> Written:
     """Cast in one launch an operation into weights of the same numerics; what all that wrote.
 
     Args:
         steps: of each cast in turn the masters [numel], one a weight, whatever ranks own of them.
+        reads_once: whether whole rows of blocks are measured and cast in one pass.
     """
     written: Written = {}
     for step, wholes in enumerate(steps):
-        _cast(backend, weights, wholes)
+        _cast(backend, weights, wholes, reads_once)
         for i, weight in enumerate(weights):
             values = weight.written(backend).items()
             written |= {f"{name} of weight {i} after cast {step}": t for name, t in values}
     return written
 
 
-def _cast(backend: Backend, weights: Sequence[Weight], wholes: Sequence[torch.Tensor]) -> None:
+def _cast(
+    backend: Backend, weights: Sequence[Weight], wholes: Sequence[torch.Tensor], reads_once: bool
+) -> None:
     """The operations, each of every shard of every weight; slots are in another order."""
     numerics = weights[0].scheme.numerics
     owned = [m for w, whole in zip(weights, wholes, strict=True) for m in w.masters(whole)]
     masters = masters_of(*reversed(owned))
     slots = reversed(range(len(owned)))
     shards = [shard for weight in weights for shard in weight.begin(slots)]
+    if reads_once:
+        shards = [
+            replace(s, whole=whole_rows([each.plane.grid for each in s.cast_planes], s.extent))
+            for s in shards
+        ]
     cast = backend.partial_cast(numerics, shards, masters)
     casts_first = isinstance(numerics, Float8DelayedNumerics)
     amax = cast if casts_first else backend.partial_amax(shards, masters)
+    if reads_once:
+        amax = backend.partial_amax_cast(numerics, shards, masters)
     amax()
     for weight in weights:
         weight.reduce_amaxes()

@@ -52,6 +52,7 @@ class CpuBackend:
     """
 
     name = "cpu"
+    reads_once = True
 
     def __init__(self, isa: str | None = None, threads: int | None = None) -> None:
         self._library = native_library.load()
@@ -69,6 +70,12 @@ class CpuBackend:
     def partial_amax(self, operands: Sequence[TensorOperand], masters: Masters) -> Launch:
         rows = _cast_rows(operands, masters)
         return self._launch("partial_amax", None, rows, (operands, masters))
+
+    def partial_amax_cast(
+        self, numerics: Numerics, operands: Sequence[TensorOperand], masters: Masters
+    ) -> Launch:
+        rows = _cast_rows(operands, masters)
+        return self._launch("partial_amax_cast", numerics, rows, (operands, masters))
 
     def partial_select(
         self, numerics: NVFP4Numerics, operands: Sequence[TensorOperand], masters: Masters
@@ -102,7 +109,7 @@ class CpuBackend:
     def partial_cast(
         self, numerics: Numerics, operands: Sequence[TensorOperand], masters: Masters
     ) -> Launch:
-        rows = _cast_rows(operands, masters)
+        rows = _cast_rows([each for each in operands if each.extent != each.whole], masters)
         return self._launch("partial_cast", numerics, rows, (operands, masters))
 
     def transpose(self, numerics: Numerics, operands: Sequence[TensorOperand]) -> Launch:

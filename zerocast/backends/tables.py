@@ -111,6 +111,8 @@ def cast_row(
         master,
         shard.extent.start,
         shard.extent.end,
+        shard.whole.start,
+        shard.whole.end,
         NOMINALS[shard.round_to],
         shard.codes_start,
         address(shard.tensor_amax),

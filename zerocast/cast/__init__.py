@@ -18,6 +18,10 @@ weight* is its quantized form, whole on every rank. A cast takes these steps::
               | post_all_gather_processing      columnwise copies, padded scales
             weight ready
 
+Where scales belong to blocks alone (MX, FP8 in blocks or rows), the blocks that a shard holds whole
+wait for no other rank: the CPU's ``partial_amax`` casts them, too, in the same read of the master,
+and ``partial_cast`` is left with the blocks at the ends of shards.
+
 Two schemes differ. Delayed scaling casts with a scale that it has from earlier casts, so its one
 pass over the masters comes first and takes the amax along; the reduced amax then makes the next
 scale. 4-over-6 lets each block choose between two scales, for which the errors of shared blocks

@@ -174,8 +174,8 @@ class CastPlan:
             InputError: on every rank, for ``master_weights`` that do not fit, or masters and
                 weights that are no longer what the plan was made for, on any; see "Note: a rank in
                 trouble" in :mod:`zerocast.cast.exchange` for where only that rank can raise. No
-                scale has been written, and no code but those that delayed scaling casts before the
-                reduction; the next cast writes them again.
+                scale has been written, and no code but those that are cast before the reduction
+                (under delayed scaling, and of whole blocks); the next cast writes them again.
             NonFiniteError: on every rank, with ``check_finite``; nothing has been written.
         """
         self._attempt = Attempt()

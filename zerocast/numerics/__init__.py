@@ -7,6 +7,7 @@ arguments that a step calls. So a step is a constant number of launches, whateve
 weights, and allocates nothing.
 
     partial_amax    master shards           -> block and tensor amaxes (then one all-reduce MAX)
+    partial_amax_cast  the same, and the codes of blocks that a shard holds whole
     partial_select  master shards, amaxes   -> 4-over-6: errors of both candidates (then one SUM)
     select          reduced errors          -> 4-over-6: the choice of every block
     compute_scale   amaxes, choices         -> stored scales, tensor amax, recipe state

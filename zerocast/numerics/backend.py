@@ -30,6 +30,8 @@ class Backend(Protocol):
     """
 
     name: str
+    reads_once: bool
+    """Whether it has :meth:`partial_amax_cast`."""
 
     def partial_amax(self, operands: Sequence[TensorOperand], masters: Masters) -> Launch:
         """Raise ``tensor_amax`` and the block amaxes of planes that are cast to the largest
@@ -38,6 +40,15 @@ class Backend(Protocol):
         The buffers must be zero, or hold what earlier shards left: the launch takes maxima, it does
         not clear. Infinities are kept as ``INFINITY_BITS``, every NaN becomes ``NAN_BITS``. Work
         follows the shard.
+        """
+        ...
+
+    def partial_amax_cast(
+        self, numerics: Numerics, operands: Sequence[TensorOperand], masters: Masters
+    ) -> Launch:
+        """As :meth:`partial_amax`, and the codes of the elements in ``whole``, in the same read of
+        the masters. A block's scale must depend on its own amax alone, and no other rank may hold
+        elements of a block in ``whole``.
         """
         ...
 
@@ -72,8 +83,8 @@ class Backend(Protocol):
     def partial_cast(
         self, numerics: Numerics, operands: Sequence[TensorOperand], masters: Masters
     ) -> Launch:
-        """Round, scale and encode this rank's elements into the codes of planes that are cast;
-        every other nibble keeps its value.
+        """Round, scale and encode this rank's elements into the codes of planes that are cast, but
+        for those in ``whole``; every other nibble keeps its value.
 
         Under :class:`Float8DelayedNumerics` it raises the amaxes, too, as :meth:`partial_amax`
         does, in the same pass over the masters.

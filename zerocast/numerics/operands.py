@@ -233,6 +233,8 @@ class TensorOperand:
         advances: whether :meth:`Backend.compute_scale` brings ``delayed`` and ``rounding`` up to
             date. False where somebody else does.
         values: FP32 [M, K], contiguous: receives what the codes of the first plane mean.
+        whole: of the extent, the rows of blocks of all planes that one pass measures and casts; see
+            :meth:`Backend.partial_amax_cast`.
     """
 
     planes: tuple[PlaneBuffers, ...]
@@ -247,6 +249,7 @@ class TensorOperand:
     rounding: Rounding | None = None
     advances: bool = True
     values: torch.Tensor | None = None
+    whole: Extent = NOTHING
 
     @property
     def grid(self) -> BlockGrid:

@@ -1,6 +1,7 @@
 """CastSteps: the operations of a cast, in their order.
 
     partial_amax     the amaxes of this rank's shards         then ranks take the maximum
+                     (and the codes of whole blocks)
     partial_select   4-over-6: the errors of both scales      then ranks take the sum
     select           4-over-6: the choice of blocks that ranks share
     compute_scale    the scales of all blocks
@@ -10,17 +11,21 @@
 
 Recipes state arithmetic and planes, backends run operations; this alone knows their order. Delayed
 scaling multiplies by a scale that earlier casts gave, so its codes and its amax take one pass, in
-``partial_amax``, and ``compute_scale`` closes the cast. Where nothing may be written before the
-amaxes were judged, the codes wait for ``compute_scale`` and come before it.
+``partial_amax``, and ``compute_scale`` closes the cast. Scales that belong to blocks alone wait for
+no other rank where a shard holds the whole block: such rows of blocks are measured and cast in one
+pass, in ``partial_amax``, and ``partial_cast`` writes the others. Where nothing may be written
+before the amaxes were judged, codes wait for ``compute_scale``, and precede it if it is delayed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 
 import torch
 
+from zerocast.layout import NOTHING, Extent, whole_rows
 from zerocast.numerics import Backend, Launch, Masters, NVFP4Numerics, TensorOperand
 from zerocast.recipes import Recipe
 from zerocast.tensors.post_gather import prepare_expansion, prepare_rebuild
@@ -47,7 +52,8 @@ class CastSteps:
         compact: by place, all of these once gathered.
 
     Attributes:
-        writes_early: whether the first step writes codes, as delayed scaling does.
+        writes_early: whether the first step writes codes: under delayed scaling, and of whole
+            blocks.
         chooses_scales: whether there are steps of 4-over-6.
     """
 
@@ -63,6 +69,11 @@ class CastSteps:
     ) -> None:
         self._launches: dict[str, list[Launch]] = {step: [] for step in STEPS}
         self.writes_early = self.chooses_scales = False
+        if backend.reads_once and not judges_amaxes:
+            operands = [
+                (storage, replace(operand, whole=whole_rows_of(storage, operand)))
+                for storage, operand in operands
+            ]
         by_recipe: dict[Recipe, list[int]] = {}
         for i, (storage, _) in enumerate(operands):
             by_recipe.setdefault(storage.recipe, []).append(i)
@@ -102,7 +113,12 @@ class CastSteps:
             # When the codes are written, their scale must not have moved on yet.
             launches["compute_scale"] += [cast, scale]
         else:
-            launches["partial_amax"].append(backend.partial_amax(operands, masters))
+            if any(operand.whole for operand in operands):
+                self.writes_early = True
+                amax = backend.partial_amax_cast(numerics, operands, masters)
+            else:
+                amax = backend.partial_amax(operands, masters)
+            launches["partial_amax"].append(amax)
             launches["compute_scale"].append(scale)
             launches["partial_cast"].append(cast)
         if recipe.chooses_scales:
@@ -110,3 +126,13 @@ class CastSteps:
             self.chooses_scales = True
             launches["partial_select"].append(backend.partial_select(numerics, operands, masters))
             launches["select"].append(backend.select(numerics, operands))
+
+
+def whole_rows_of(storage: QuantizedStorage, operand: TensorOperand) -> Extent:
+    """What one pass measures and casts of an operand: rows of blocks that no other rank has a part
+    in, under scales that belong to blocks alone.
+    """
+    recipe = storage.recipe
+    if recipe.scales_tensor or recipe.casts_before_reduction or storage.shared_amaxes():
+        return NOTHING
+    return whole_rows([each.plane.grid for each in operand.cast_planes], operand.extent)

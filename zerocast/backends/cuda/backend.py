@@ -58,6 +58,7 @@ class CudaBackend:
     """
 
     name = "cuda"
+    reads_once = False
 
     def __init__(self, launcher: Launcher) -> None:
         self.launcher = launcher
@@ -67,6 +68,11 @@ class CudaBackend:
 
     def partial_amax(self, operands: Sequence[TensorOperand], masters: Masters) -> Launch:
         return self._cast("partial_amax", (), [], operands, masters)
+
+    def partial_amax_cast(
+        self, numerics: Numerics, operands: Sequence[TensorOperand], masters: Masters
+    ) -> Launch:
+        raise BackendError("the cuda backend reads masters twice: partial_amax, then partial_cast.")
 
     def partial_select(
         self, numerics: NVFP4Numerics, operands: Sequence[TensorOperand], masters: Masters

@@ -39,9 +39,20 @@ class ReferenceBackend:
     """
 
     name = "reference"
+    reads_once = True
 
     def partial_amax(self, operands: Sequence[TensorOperand], masters: Masters) -> Launch:
         return _for_shards(operands, lambda shard: raise_amaxes(shard, rounded(shard, masters)))
+
+    def partial_amax_cast(
+        self, numerics: Numerics, operands: Sequence[TensorOperand], masters: Masters
+    ) -> Launch:
+        def run(shard: TensorOperand) -> None:
+            x, whole = rounded(shard, masters), _in_whole(shard)
+            raise_amaxes(shard, x)
+            _cast(numerics, shard, x[whole], indices(shard)[whole])
+
+        return _for_shards(operands, run)
 
     def partial_select(
         self, numerics: NVFP4Numerics, operands: Sequence[TensorOperand], masters: Masters
@@ -62,7 +73,13 @@ class ReferenceBackend:
     def partial_cast(
         self, numerics: Numerics, operands: Sequence[TensorOperand], masters: Masters
     ) -> Launch:
-        return _for_shards(operands, lambda shard: _cast(numerics, shard, rounded(shard, masters)))
+        def run(shard: TensorOperand) -> None:
+            x, rest = rounded(shard, masters), ~_in_whole(shard)
+            if isinstance(numerics, Float8DelayedNumerics):
+                raise_amaxes(shard, x)
+            _cast(numerics, shard, x[rest], indices(shard)[rest])
+
+        return _for_shards(operands, run)
 
     def transpose(self, numerics: Numerics, operands: Sequence[TensorOperand]) -> Launch:
         return _for_each(operands, partial(_transpose, numerics))
@@ -149,13 +166,14 @@ def _scales(buffers: PlaneBuffers) -> torch.Tensor:
     return read_plane(buffers.scale_inv, buffers.plane.scales)
 
 
-def _cast(numerics: Numerics, shard: TensorOperand, x: torch.Tensor) -> None:
-    """Encode the shard's rounded elements ``x`` [n] into every plane of codes, and raise the amaxes
-    under delayed scaling.
-    """
-    if isinstance(numerics, Float8DelayedNumerics):
-        raise_amaxes(shard, x)
+def _in_whole(shard: TensorOperand) -> torch.Tensor:
+    """[n] bool: which of the shard's elements are in ``whole``."""
     index = indices(shard)
+    return (index >= shard.whole.start) & (index < shard.whole.end)
+
+
+def _cast(numerics: Numerics, shard: TensorOperand, x: torch.Tensor, index: torch.Tensor) -> None:
+    """Encode rounded elements, ``x`` [n] at ``index`` [n], into every plane of codes."""
     for each in shard.cast_planes:
         grid = each.plane.grid
         _, multipliers = scales(numerics, shard, each)

@@ -1,0 +1,142 @@
+// partial_amax_cast: what partial_amax does, and in the same read of the master the codes of the
+// rows of blocks that a shard holds whole, whose scales wait for nobody.
+//
+// Such rows are divided into parts of whole blocks, small enough that the cast finds in a cache
+// what the amax has read. The processor computes while it reads: the cast of one part, a few rows
+// at a time, asks for the same rows of the next one, and their amaxes are taken then. Parts are as
+// wide as the matrix where they can be, because memory is fast where it is read in long runs.
+#include "cpu/cast_shard.h"
+#include "cpu/plane_amax.h"
+
+namespace zerocast {
+inline namespace ZEROCAST_ISA {
+namespace {
+
+// Elements of a part: at most so many where one block has no more, of FP32 4 MiB, so that two of
+// them stay in a third-level cache; at least as many as are worth a turn.
+constexpr i64 LARGEST = 1 << 20, SMALLEST = 1 << 16;
+
+// Elements that are cast, and measured, at a time: of FP32 128 KiB of a second-level cache, or 256
+// where every turn loads and stores the maxima of all columns.
+constexpr i64 TURN = 1 << 15, TURN_OF_COLUMNS = 1 << 16;
+
+// The columns below which no part is divided so that all threads have some.
+constexpr i64 NARROW = 1024;
+
+// The parts of a shard, a row of blocks after the other.
+class Parts {
+  public:
+    Parts(const CastShard& shard, i64 num_threads)
+        : cols_(shard.rowwise.grid.cols), begin_(shard.whole_begin), end_(shard.whole_end) {
+        i64 row = block_rows(shard), height = row / cols_, blocks = shard.rowwise.grid.block_w;
+        if (shard.columnwise.codes) {
+            i64 others = shard.columnwise.grid.block_w;
+            blocks = others % blocks == 0   ? others
+                     : blocks % others == 0 ? blocks
+                                            : blocks * others;
+        }
+        turn_ = shard.columnwise.codes ? TURN_OF_COLUMNS : TURN;
+        size_ = row * max_of(1, SMALLEST / row);
+        width_ = cols_;
+        while (width_ > NARROW && count() < 4 * num_threads) width_ = (width_ + 1) / 2;
+        width_ = min_of(width_, LARGEST / height);
+        width_ = (width_ + blocks - 1) / blocks * blocks;
+    }
+
+    i64 count() const { return (end_ - begin_ + size_ - 1) / size_ * across(); }
+
+    // Some rows of part number i: those that are cast or measured at a time.
+    Region turn(i64 i, i64 number) const {
+        i64 begin = begin_ + i / across() * size_, end = min_of(begin + size_, end_);
+        i64 col = i % across() * width_, col_end = min_of(col + width_, cols_);
+        i64 rows = max_of(1, turn_ / (col_end - col)) * cols_;
+        begin = min_of(begin + number * rows, end);
+        return Region{begin, min_of(begin + rows, end), col, col_end};
+    }
+
+    // How many elements after part i the next one begins.
+    i64 to_next(i64 i) const {
+        return (i + 1) % across() ? width_ : size_ - (across() - 1) * width_;
+    }
+
+  private:
+    i64 cols_, begin_, end_;
+    i64 size_, width_;  // elements of a row of parts, and columns of a part
+    i64 turn_;
+
+    i64 across() const { return (cols_ + width_ - 1) / width_; }
+};
+
+// Measures and casts parts [first, last) of a shard.
+template <class F, class Rounded, class T>
+void cast_parts(const CastShard& shard, const T* master, const BlockMultipliers& multipliers,
+                const Parts& parts, i64 first, i64 last) {
+    for (i64 i = first - 1; i < last; i++) {
+        bool any = true;
+        for (i64 number = 0; any; number++) {
+            Region cast{}, measured{};
+            if (i >= first) cast = parts.turn(i, number);
+            if (i + 1 < last) measured = parts.turn(i + 1, number);
+            if (i >= first) {
+                cast.ahead = i + 1 < last ? parts.to_next(i) : 0;
+                measured.ahead = 0;
+            }
+            any = false;
+            if (cast.begin < cast.end) {
+                cast_planes<Rounded>(shard, master, multipliers, NearestGroup<F>{}, cast);
+                any = true;
+            }
+            if (measured.begin < measured.end) {
+                raise_amaxes(shard, master, measured, false);
+                any = true;
+            }
+        }
+    }
+}
+
+}  // namespace
+}  // namespace ZEROCAST_ISA
+}  // namespace zerocast
+
+ZEROCAST_EXPORT(partial_amax_cast)(const void* numerics, const void* table, long long count,
+                                   long long threads) {
+    using namespace zerocast;
+    auto& numerics_table = *(const NumericsTable*)numerics;
+    auto shards = (const CastShard*)table;
+    auto whole = [&](const CastShard& shard, const Parts& parts, i64 first, i64 last) {
+        with_numerics(numerics_table, shard.tensor_amax, shard.delayed, [&](auto scaling) {
+            typedef decltype(scaling) Numerics;
+            typedef typename Numerics::Format F;
+            if constexpr (SAME<Numerics, Float8Numerics<F>> || SAME<Numerics, MXNumerics<F>>) {
+                BlockMultipliers multipliers(scaling);
+                with_rounded_master(shard, [&](auto* master, auto nominal) {
+                    cast_parts<F, decltype(nominal)>(shard, master, multipliers, parts, first,
+                                                     last);
+                });
+            }
+        });
+    };
+    auto rest = [&](const CastShard& shard, i64 begin, i64 end, i64 num_threads) {
+        bool shared = share_blocks(shard, num_threads);
+        with_master(shard, [&](auto* master) {
+            i64 stop = min_of(end, shard.whole_begin), start = max_of(begin, shard.whole_end);
+            if (begin < stop) raise_amaxes(shard, master, Region{begin, stop}, shared);
+            if (start < end) raise_amaxes(shard, master, Region{start, end}, shared);
+        });
+    };
+    i64 total = total_elements(shards, count, [](const CastShard& s) { return shard_span(s, 1); });
+    in_parallel(total, threads, [&](i64 thread, i64 num_threads) {
+        // Weights of few elements have few parts, and each as many as its elements are worth.
+        auto parts = [&](const CastShard& shard) { return Parts(shard, num_threads); };
+        auto numbers = [&](const CastShard& shard) { return Span{0, parts(shard).count(), 1}; };
+        auto span = [&](const CastShard& shard) { return shard_span(shard, num_threads); };
+        share(shards, count, thread, num_threads, numbers,
+              [&](const CastShard& shard, i64 first, i64 last) {
+                  whole(shard, parts(shard), first, last);
+              });
+        share(shards, count, thread, num_threads, span,
+              [&](const CastShard& shard, i64 begin, i64 end) {
+                  rest(shard, begin, end, num_threads);
+              });
+    });
+}

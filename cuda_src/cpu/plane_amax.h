@@ -1,0 +1,201 @@
+// The amaxes of one shard over its grids of blocks: what partial_amax is made of.
+#pragma once
+
+#include <string.h>
+
+#include "cpu/amax.h"
+#include "cpu/strips.h"
+
+namespace zerocast {
+inline namespace ZEROCAST_ISA {
+
+// Below, a `master` is as if it were the whole weight.
+
+// ROWS rows of a panel whose blocks are 16 wide and whole. More than one, so that a block's maxima
+// are fetched and stored less often.
+template <int ROWS, class T>
+ZEROCAST_FN void raise_rows(Native::Int* largest, const Grid& grid, const Panel& panel, const T* x,
+                            i64 ahead) {
+    for (i64 c = 0; c < panel.count; c += 16) {
+        Native::Int in_block = largest[c / 16];
+        for (int r = 0; r < ROWS; r++) {
+            const T* at = x + r * grid.cols + c;
+            __builtin_prefetch(at + ahead / ROWS);
+            in_block = raise(in_block, at, 16);
+        }
+        largest[c / 16] = in_block;
+    }
+}
+
+// The elements of one panel, into the maxima of the strip's blocks. `ahead`: how many elements
+// after one that is read another is asked for.
+template <class T>
+void raise_panel(Native::Int* largest, const Grid& grid, const Panel& panel, const T* x,
+                 i64 ahead) {
+    i64 block = panel.col / grid.block_w, in_block = panel.col % grid.block_w;
+    if (grid.block_w == 16 && in_block == 0
+        && panel.count % 16 == 0) {  // NVFP4, but for the ends of a shard
+        i64 r = 0;
+        for (; r + 4 <= panel.rows; r += 4, x += 4 * grid.cols)
+            raise_rows<4>(largest + block, grid, panel, x, ahead);
+        for (; r < panel.rows; r++, x += grid.cols)
+            raise_rows<1>(largest + block, grid, panel, x, ahead);
+        return;
+    }
+    for (i64 r = 0; r < panel.rows; r++, x += grid.cols) {
+        i64 n = min_of(grid.block_w - in_block, panel.count);
+        for (i64 c = 0, b = block; c < panel.count;
+             c += n, b++, n = min_of(grid.block_w, panel.count - c)) {
+            for (i64 i = 0; i < n; i += 16) __builtin_prefetch(x + c + i + ahead);
+            largest[b] = raise(largest[b], x + c, n);
+        }
+    }
+}
+
+// The maxima of blocks side by side into the buffer, a register of blocks at a time; returns the
+// largest of all, over the elements of a register.
+ZEROCAST_FN Native::Int flush(const Native::Int* largest, i64 blocks, i32* slots, i64 nominal,
+                              bool shared) {
+    constexpr int W = Native::WIDTH;
+    Native::Int all{};
+    for (i64 b = 0; b < blocks; b += W) {
+        Native::Int amax = rounded<Native>(reduce_max_each<Native>(largest + b), nominal);
+        all = Native::max(all, amax);
+        if (!shared && b + W <= blocks) {
+            Native::store(slots + b, Native::max(Native::load_as<Native::Int>(slots + b), amax));
+        } else {
+            for (i64 i = 0; i < min_of(W, blocks - b); i++) raise_shared(slots + b + i, amax[i]);
+        }
+    }
+    return all;
+}
+
+// Where the amaxes of one plane of codes go.
+struct Slots {
+    Grid grid;
+    i32* block_amax;
+    bool shared;  // another thread may raise them at the same time
+};
+
+// Returns the largest of all.
+template <class T>
+i32 many_blocks(const CastShard& shard, const T* master, const Slots& slots, const Region& region) {
+    Native::Int largest[STRIP_BLOCKS];  // by block; all that flush takes together are set, the last
+                                        // ones unused
+    Native::Int tensor{};
+    auto open = [&](const Strip& strip) {
+        for (i64 b = 0; b < min_of(STRIP_BLOCKS, strip.blocks + Native::WIDTH); b++)
+            largest[b] = Native::Int{};
+    };
+    auto work = [&](const Strip&, const Panel& panel) {
+        raise_panel(largest, slots.grid, panel, master + panel.element, region.ahead);
+    };
+    auto close = [&](const Strip& strip) {
+        i32* at = slots.block_amax + strip.first_block;
+        tensor =
+            Native::max(tensor, flush(largest, strip.blocks, at, shard.round_to, slots.shared));
+    };
+    for_each_strip(slots.grid, region, open, work, close);
+    return reduce_max<Native>(tensor);
+}
+
+// n elements of a row into the maxima of their columns; returns their own, over a register.
+template <class T>
+ZEROCAST_FN Native::Int raise_columns(i32* by_column, const T* x, i64 n, i64 ahead) {
+    constexpr int W = Native::WIDTH;
+    Native::Int largest{};
+    i64 c = 0;
+    for (; c + W <= n; c += W) {
+        if (c % 16 == 0) __builtin_prefetch(x + c + ahead);
+        Native::Int found = magnitudes(x + c);
+        Native::store(by_column + c,
+                      Native::max(Native::load_as<Native::Int>(by_column + c), found));
+        largest = Native::max(largest, found);
+    }
+    for (; c < n; c++) {
+        i32 found = magnitude(x[c]);
+        by_column[c] = Scalar::max(by_column[c], found);
+        largest[0] = Scalar::max(largest[0], found);
+    }
+    return largest;
+}
+
+// The maxima of columns side by side into the buffer.
+inline void flush_columns(const i32* largest, i64 n, i32* slots, i64 nominal, bool shared) {
+    constexpr int W = Native::WIDTH;
+    i64 c = 0;
+    for (; !shared && c + W <= n; c += W) {
+        Native::Int amax = rounded<Native>(Native::load_as<Native::Int>(largest + c), nominal);
+        Native::store(slots + c, Native::max(Native::load_as<Native::Int>(slots + c), amax));
+    }
+    for (; c < n; c++) raise_shared(slots + c, rounded<Scalar>(largest[c], nominal));
+}
+
+// Blocks of one row and blocks of one column, in one pass over the master. Returns the largest of
+// all.
+template <class T>
+i32 rows_and_columns(const CastShard& shard, const T* master, const Slots& rows,
+                     const Slots& columns, const Region& region) {
+    constexpr int W = Native::WIDTH;
+    const Grid& grid = rows.grid;
+    i64 block_w = grid.block_w;
+    alignas(64) i32 by_column[STRIP_COLUMNS];
+    Native::Int tensor{};
+    auto open = [&](const Strip& strip) { memset(by_column, 0, strip.blocks * sizeof(i32)); };
+    auto piece = [&](i64 element, i64 col, i64 count, i32* of_columns) {
+        i32* slot = rows.block_amax + element / grid.cols * grid.blocks_w() + col / block_w;
+        const T* x = master + element;
+        for (i64 c = 0, n; c < count; slot += W) {  // a register of blocks at a time
+            Native::Int largest[W] = {};
+            i64 blocks = 0;
+            for (; blocks < W && c < count; blocks++, c += n) {
+                n = min_of(block_w - (col + c) % block_w, count - c);
+                if (block_w == 32 && n == 32)
+                    largest[blocks] = raise_columns(of_columns + c, x + c, 32, region.ahead);
+                else
+                    largest[blocks] = raise_columns(of_columns + c, x + c, n, region.ahead);
+            }
+            tensor = Native::max(tensor, flush(largest, blocks, slot, shard.round_to, rows.shared));
+        }
+    };
+    auto work = [&](const Strip& strip, const Panel& panel) {
+        for (i64 r = 0; r < panel.rows; r++) {
+            piece(panel.element + r * grid.cols, strip.col + panel.col, panel.count,
+                  by_column + panel.col);
+        }
+    };
+    auto close = [&](const Strip& strip) {
+        flush_columns(by_column, strip.blocks, columns.block_amax + strip.first_block,
+                      shard.round_to, columns.shared);
+    };
+    for_each_strip(columns.grid, region, open, work, close, STRIP_COLUMNS);
+    return reduce_max<Native>(tensor);
+}
+
+// Raises the amaxes of a shard to those of a region of it; `shared`: another thread may raise the
+// same blocks at the same time.
+template <class T>
+void raise_amaxes(const CastShard& shard, const T* master, const Region& region, bool shared) {
+    if (!shard.columnwise.codes && shard.rowwise.grid.num_blocks() == 1)
+        return raise_one_block(shard, largest_of(master + region.begin, region.end - region.begin));
+    Slots rows{shard.rowwise.grid, shard.rowwise.block_amax, shared};
+    if (!shard.columnwise.codes)
+        return raise_shared(shard.tensor_amax, many_blocks(shard, master, rows, region));
+    Slots columns{shard.columnwise.grid, shard.columnwise.block_amax, shared};
+    i32 tensor;
+    if (in_rows_and_columns(shard)) {
+        tensor = rows_and_columns(shard, master, rows, columns, region);
+    } else {
+        tensor = many_blocks(shard, master, rows, region);
+        many_blocks(shard, master, columns, region);
+    }
+    raise_shared(shard.tensor_amax, tensor);
+}
+
+// Whether threads that cut a shard by shard_span share blocks.
+ZEROCAST_FN bool share_blocks(const CastShard& shard, i64 num_threads) {
+    return num_threads > 1 && !cut_between_blocks(shard, num_threads);
+}
+
+}  // namespace ZEROCAST_ISA
+}  // namespace zerocast

@@ -1,0 +1,31 @@
+"""Which rows of blocks a shard holds whole: a scheme whose scales belong to blocks alone measures
+and casts those in one read of the master.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from zerocast.layout.block_grid import BlockGrid
+from zerocast.layout.extent import NOTHING, Extent
+
+LARGEST_TILE = 1 << 16
+"""Elements of the largest rectangle of whole blocks that is read from memory once: it is read again
+from a cache, and 256 KiB stay in one.
+"""
+
+
+def whole_rows(grids: Sequence[BlockGrid], extent: Extent) -> Extent:
+    """The elements in rows of blocks that lie in ``extent``, of all ``grids`` of one matrix.
+
+    :data:`NOTHING` where there are none, and where a rectangle of whole blocks of all grids is too
+    large to be read once, as where blocks are rows under one grid and columns under another.
+    """
+    height = math.lcm(*(grid.block_h for grid in grids))
+    if not extent or height * math.lcm(*(grid.block_w for grid in grids)) > LARGEST_TILE:
+        return NOTHING
+    row, numel = height * grids[0].cols, grids[0].numel
+    start = -(-extent.start // row) * row
+    end = extent.end if extent.end == numel else extent.end // row * row
+    return Extent(start, end) if start < end else NOTHING
