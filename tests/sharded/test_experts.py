@@ -152,7 +152,7 @@ def converted(recipe=NVFP4, **options) -> SideBySide:
 
 
 @on_gloo(4)
-@each(*STATELESS)
+@each(*STATELESS, slow={*STATELESS} - {"nvfp4", "rowwise"})
 def test_what_a_module_works_with_is_the_value_of_the_unsharded_cast(comm, recipe):
     """Under every recipe that remembers nothing, with experts of other magnitudes beside each other
     and a rank without any; the gradient reaches the master; one plane of codes travels.
