@@ -21,10 +21,10 @@ from pathlib import Path
 import torch
 from bench_cuda import Machine, emulation, gpu
 from bench_rows import Result, Rows, supervise
+from sass_report import INSTANCES
 
 import zerocast
 from tests.cast.test_bitwise_guarantee import DTYPES, Case, check_in_process
-from tests.kernels.test_compile import INSTANCES
 from tests.support import fused_ops
 from tests.support.recipes import SHARDABLE, VARIANTS
 from tests.support.same_bytes import assert_same_bytes, assert_same_storage
