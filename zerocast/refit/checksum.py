@@ -50,16 +50,24 @@ def checksum(values: torch.Tensor, start: int = 0) -> torch.Tensor:
     return total
 
 
-def checksum_of(values: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """int64 []: what elements ``values`` at ``places`` (int64) of a tensor add to its checksum."""
+def checksum_of(
+    values: torch.Tensor, places: torch.Tensor, instead_of: torch.Tensor | None = None
+) -> torch.Tensor:
+    """int64 []: what elements ``values`` at ``places`` (int64) of a tensor add to its checksum, if
+    they stand there ``instead_of`` other ones, or of zeros.
+    """
     if values.itemsize > _WORD:
         places = torch.stack([2 * places, 2 * places + 1], dim=1).view(-1)
         values = as_integers(values).view(torch.int32)
+        instead_of = None if instead_of is None else as_integers(instead_of).view(torch.int32)
     size = values.itemsize
-    words, shifts = places * size // _WORD, places * size % _WORD * 8
-    integers = (as_integers(values).long() & _UNSIGNED[size]) << shifts
-    keys = _table(values.device)[words % _TABLE] * _mixed(words // _TABLE)
-    return (integers * keys).sum()
+    integers = as_integers(values).long() & _UNSIGNED[size]
+    if instead_of is not None:
+        integers -= as_integers(instead_of).long() & _UNSIGNED[size]
+    at = places * size
+    words = at >> 2
+    keys = _table(values.device)[words & (_TABLE - 1)] * _mixed(words >> 16)
+    return ((integers << ((at & 3) << 3)) * keys).sum()
 
 
 @cache

@@ -224,7 +224,7 @@ class Refit:
             places = changed(held, new)
             own.append(segment_of(new, places, piece.start))
             in_whole, values = places + piece.start, new[places]
-            sums.append(checksum_of(values, in_whole) - checksum_of(held[places], in_whole))
+            sums.append(checksum_of(values, in_whole, held[places]))
             held[places] = values
         return _gathered(pieces, own), _summed(pieces, sums)
 
