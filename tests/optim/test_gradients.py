@@ -32,19 +32,20 @@ def test_a_step_is_one_all_to_all_one_all_reduce_and_one_all_gather_a_storage_ki
     comm: Communicator,
 ) -> None:
     """Gradients travel by one all-to-all, in their own dtypes: the one all-reduce holds the amaxes,
-    4 bytes a block and a weight. The weights are 4-bit codes, BF16 and FP32: three all-gathers.
+    4 bytes a cut block and a weight. The weights are 4-bit codes, BF16 and FP32: three all-gathers,
+    and one of scales.
     """
     spy = RecordingCommunicator(comm)
     t = Training(spy)
     spy.reset()
     t.train(0)
     seen = {kind: (t.calls, t.payload_bytes) for (_, kind), t in spy.traffic.items()}
-    blocks = 3 * 3 + 1 + 2 * 5  # 33x48, 1x16, 20x80 in blocks of 16x16
+    cut = 4  # blocks: element 64 of the 20x80 weight is the first of rank 1, in row 0
     row = 2 * 1664 + 2 * 32 + 4 * 16  # 3200 + 38 + 15 elements, halved and rounded up to 64 bytes
     row += 5 * 8 + 6 + 2  # notes, a flag for each weight, and to whole 8 bytes
     assert seen["all_to_all"] == (1, 2 * row)
-    assert seen["all_reduce"] == (1, 4 * (blocks + 3))  # and an amax for each weight
-    assert seen["all_gather"][0] == 3
+    assert seen["all_reduce"] == (1, 4 * (cut + 3))  # and an amax for each weight
+    assert seen["all_gather"][0] == 3 + 1
     assert seen.keys() == {"all_to_all", "all_reduce", "all_gather"}
 
 
