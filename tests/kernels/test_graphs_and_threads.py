@@ -341,8 +341,10 @@ def test_buffers_of_an_exchange_are_recorded(monkeypatch: pytest.MonkeyPatch) ->
     """torch is told once of each stream that a plan casts on."""
     exchange = object.__new__(Exchange)
     buffers = [Table() for _ in range(4)]
-    exchange.amax, exchange.candidates, exchange._reduced, exchange._shared = buffers  # type: ignore[assignment]
-    buffers[0].is_cuda, buffers[0].device = True, torch.device("cuda", 0)  # type: ignore[attr-defined]
+    exchange.buffers = SimpleNamespace(tensors=buffers[:1])  # type: ignore[assignment]
+    exchange.candidates, exchange._reduced, exchange._shared = buffers[1:]  # type: ignore[assignment]
+    exchange.candidates_of = {}
+    buffers[1].is_cuda, buffers[1].device = True, torch.device("cuda", 0)  # type: ignore[attr-defined]
     exchange._streams = set()
     streams = [Stream(number) for number in range(2)]
     for number in (0, 1, 0, 1, 1):

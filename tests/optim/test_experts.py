@@ -1,6 +1,7 @@
 """Experts under ZeroOptimizer: stacks of matrices that hold codes."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -83,10 +84,7 @@ def test_experts_of_transformers_train_as_plain_tensors_for_20_steps(
     assert_trains_as_plain_tensors(kind, world_size, 20)
 
 
-STACKS = {
-    name: RECIPES[name].__class__(**vars(RECIPES[name]) | {"per_matrix": True})
-    for name in ("delayed", "nvfp4-drawn")
-}
+STACKS = {name: replace(RECIPES[name], per_matrix=True) for name in ("delayed", "nvfp4-drawn")}
 
 
 @pytest.mark.parametrize("recipe", STACKS.values(), ids=STACKS)

@@ -66,8 +66,8 @@ def test_an_unknown_scheme():
     """An unknown name is answered with the known ones."""
     assert message_of(zerocast.InputError, recipe_named, "int8") == (
         "recipe_name must be a zerocast recipe such as NVFP4BlockScaling(), or the name of one "
-        "('current', 'rowwise', 'block', 'mxfp8', 'nvfp4', 'tensorwise', 'mxfp8_cublas_rceil', "
-        "'mxfp8_rceil'), got 'int8'."
+        "('current', 'rowwise', 'block', 'mxfp8', 'mxfp4', 'nvfp4', 'tensorwise', "
+        "'mxfp8_cublas_rceil', 'mxfp8_rceil'), got 'int8'."
     )
 
 

@@ -66,9 +66,12 @@ class Matrices:
         size = numel[owners.weight]
         first, last = owners.start // size, (owners.end - 1) // size
         reached = last - first + 1
-        shard = torch.arange(len(owners), device="cpu").repeat_interleave(reached)
+        shard = torch.arange(len(owners), dtype=torch.int64, device="cpu").repeat_interleave(
+            reached
+        )
         earlier = (reached.cumsum(0) - reached)[shard]
-        number = first[shard] + torch.arange(len(shard), device="cpu") - earlier
+        counted = torch.arange(len(shard), dtype=torch.int64, device="cpu")
+        number = first[shard] + counted - earlier
         start, end = (bound[shard] - number * size[shard] for bound in (owners.start, owners.end))
         matrix = (counts.cumsum(0) - counts)[owners.weight[shard]] + number
         fields = matrix, owners.rank[shard], start.clamp(min=0), end.minimum(size[shard])

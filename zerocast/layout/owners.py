@@ -44,14 +44,17 @@ class Owners:
         for field in (2, 0):
             shards = shards[shards[:, field].sort(stable=True).indices]
         weight, rank, start, end = (field.contiguous() for field in shards.unbind(1))
-        first_of = torch.searchsorted(weight, torch.arange(weights + 1, device="cpu"))
+        numbers = torch.arange(weights + 1, dtype=torch.int64, device="cpu")
+        first_of = torch.searchsorted(weight, numbers)
         return cls(weight, rank, start, end, first_of)
 
     @classmethod
     def of_extents(cls, extents: torch.Tensor) -> Owners:
         """The same of int64 [size, weights, 2] on the CPU: every rank's start and end."""
         size, weights, _ = extents.shape
-        rank, weight = torch.arange(size, device="cpu"), torch.arange(weights, device="cpu")
+        rank, weight = (
+            torch.arange(count, dtype=torch.int64, device="cpu") for count in (size, weights)
+        )
         places = weight.repeat(size), rank.repeat_interleave(weights)
         return cls.of(weights, torch.stack([*places, *extents.view(-1, 2).unbind(1)], dim=1))
 

@@ -103,10 +103,10 @@ class CutBlocks:
 
 def _repeated(counts: torch.Tensor) -> torch.Tensor:
     """The place of each count, as often as it says."""
-    return torch.arange(len(counts), device="cpu").repeat_interleave(counts)
+    return torch.arange(len(counts), dtype=torch.int64, device="cpu").repeat_interleave(counts)
 
 
 def _counted(counts: torch.Tensor) -> torch.Tensor:
     """From 0 up to each count, one after the other."""
-    total = torch.arange(int(counts.sum()), device="cpu")
+    total = torch.arange(int(counts.sum()), dtype=torch.int64, device="cpu")
     return total - (counts.cumsum(0) - counts)[_repeated(counts)]

@@ -20,6 +20,7 @@ from zerocast.comm import SingleRank
 from zerocast.errors import InputError
 from zerocast.layout import Source
 from zerocast.nn.included import (
+    check_include,
     check_strict,
     included_weights,
     keep_state_dict_plain,
@@ -129,6 +130,7 @@ def convert(
     """
     check_flag("low_bit_all_gather", low_bit_all_gather)
     check_flag("strict", strict)
+    check_include(include)
     if weights == "master" and not low_bit_all_gather:
         weights, include = "high_precision", ()
     recipe = as_recipe(recipe)

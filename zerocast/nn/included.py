@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from zerocast.arguments import shown
 from zerocast.errors import InputError
 from zerocast.nn.linear import Linear
 from zerocast.recipes import NOMINAL_DTYPES, Recipe
@@ -34,6 +35,16 @@ def places(model: torch.nn.Module) -> Iterator[tuple[torch.Tensor, Place]]:
                 yield parameter, (f"{fqn}.{name}".lstrip("."), module, name)
 
 
+def check_include(include: object) -> None:
+    """Raise :class:`InputError` unless ``include`` is a list or tuple of names."""
+    is_list = isinstance(include, list | tuple)
+    if not is_list or not all(isinstance(pattern, str) for pattern in include):
+        raise InputError(
+            f"include must be a list of names of modules such as ['model.layers.*.mlp.experts'], "
+            f"got {shown(include)}."
+        )
+
+
 def included_weights(
     model: torch.nn.Module, include: Sequence[str]
 ) -> dict[torch.Tensor, list[Place]]:
@@ -42,13 +53,8 @@ def included_weights(
     A module has as weights its parameters of three dimensions or more, and the matrix ``weight``.
 
     Raises:
-        InputError: for what is no list of names, or a name that names no weight.
+        InputError: for a name that names no weight.
     """
-    if isinstance(include, str) or not all(isinstance(pattern, str) for pattern in include):
-        raise InputError(
-            f"include must be a list of names of modules such as ['model.layers.*.mlp.experts'], "
-            f"got {include!r}."
-        )
     found, named = list(places(model)), set[torch.Tensor]()
     for pattern in include:
         alike = {

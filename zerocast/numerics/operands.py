@@ -134,7 +134,8 @@ class FourOverSixErrors:
         chosen = torch.zeros(
             round_up(len(blocks), 4), dtype=torch.uint8, device=self.row_errors.device
         )
-        rows = torch.tensor([blocks.start, blocks.stop], device="cpu") // grid.blocks_w
+        ends = torch.tensor([blocks.start, blocks.stop], dtype=torch.int64, device="cpu")
+        rows = ends // max(grid.blocks_w, 1)  # a weight may have no columns
         cut = slice(*torch.searchsorted(self.cut, rows).tolist())
         elements = rows * grid.block_h * grid.cols
         segments = slice(*torch.searchsorted(self.segments, elements).tolist())

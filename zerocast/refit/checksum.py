@@ -35,7 +35,7 @@ def checksum(values: torch.Tensor, start: int = 0) -> torch.Tensor:
     tail = head + (data.numel() - head) // _WORD * _WORD
     total = torch.zeros((), dtype=torch.int64, device=data.device)
     for begin, end in ((0, head), (tail, data.numel())):
-        places = torch.arange(first + begin, first + end, device=data.device)
+        places = torch.arange(first + begin, first + end, dtype=torch.int64, device=data.device)
         total += checksum_of(data[begin:end], places)
     body, at = data[head:tail], (first + head) // _WORD
     words = (body.clone() if body.storage_offset() % _WORD else body).view(torch.int32)

@@ -106,7 +106,7 @@ def _places(starts: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
     """int64: the places in all runs."""
     before = lengths.cumsum(0) - lengths
     return torch.repeat_interleave(starts - before, lengths) + torch.arange(
-        int(lengths.sum()), device=starts.device
+        int(lengths.sum()), dtype=torch.int64, device=starts.device
     )
 
 
@@ -118,8 +118,9 @@ def _entries(gaps: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, t
     counts = skips + 1 + more
     if int(counts.max()) == 1:
         return gaps, lengths
-    run = torch.repeat_interleave(torch.arange(len(gaps), device=gaps.device), counts)
-    at = torch.arange(len(run), device=gaps.device) - (counts.cumsum(0) - counts)[run] - skips[run]
+    numbers = torch.arange(int(counts.sum()), dtype=torch.int64, device=gaps.device)
+    run = torch.repeat_interleave(numbers[: len(gaps)], counts)
+    at = numbers - (counts.cumsum(0) - counts)[run] - skips[run]
     gap = torch.where(at < 0, _MOST_GAP, torch.where(at == 0, gaps[run] % _MOST_GAP, 0))
     left = lengths[run] - at * _MOST_LENGTH
     return gap, torch.where(at < 0, 0, left.clamp(max=_MOST_LENGTH))

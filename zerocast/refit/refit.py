@@ -258,8 +258,10 @@ def _gathered(pieces: Sequence[Piece], own: Sequence[Segment]) -> list[list[Segm
         device = own[indices[0]].data.device
         described = torch.zeros(comm.size, len(indices), 4, dtype=torch.int64, device=device)
         described[comm.rank] = torch.tensor(
-            [[own[i].first, own[i].runs, own[i].count, own[i].data.nbytes] for i in indices]
-        ).to(device)
+            [[own[i].first, own[i].runs, own[i].count, own[i].data.nbytes] for i in indices],
+            dtype=torch.int64,
+            device=device,
+        )
         comm.all_gather_(described.view(-1))
         rows = described.tolist()
         counts = [sum(nbytes for *_, nbytes in of_rank) for of_rank in rows]

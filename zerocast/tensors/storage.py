@@ -193,7 +193,9 @@ class QuantizedStorage(HeldPlanes):
             count = counter.numel() // 2
             names = [f"{name}[{i}]" for i in range(count)] if self.stack else [name]
             hashes = [zlib.crc32(each.encode()) or 1 for each in names]  # 0: it has no name
-            counter.view(count, 2)[:, 0] = torch.tensor(hashes, device=counter.device)
+            counter.view(count, 2)[:, 0] = torch.tensor(
+                hashes, dtype=counter.dtype, device=counter.device
+            )
 
     def replace(self, name: str, tensor: torch.Tensor) -> None:
         """Let ``tensor`` (same shape, dtype, device; contiguous) be the buffer ``name``."""

@@ -74,10 +74,13 @@ class ReferenceBackend:
         self, numerics: Numerics, operands: Sequence[TensorOperand], masters: Masters
     ) -> Launch:
         def run(shard: TensorOperand) -> None:
-            x, rest = rounded(shard, masters), ~_in_whole(shard)
+            x, index = rounded(shard, masters), indices(shard)
             if isinstance(numerics, Float8DelayedNumerics):
                 raise_amaxes(shard, x)
-            _cast(numerics, shard, x[rest], indices(shard)[rest])
+            if shard.whole:
+                rest = ~_in_whole(shard)
+                x, index = x[rest], index[rest]
+            _cast(numerics, shard, x, index)
 
         return _for_shards(operands, run)
 

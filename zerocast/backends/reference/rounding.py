@@ -31,6 +31,6 @@ def encode_stochastic(x: torch.Tensor, fmt: ElementFormat, draws: torch.Tensor) 
     lower = (torch.searchsorted(values, y, right=True) - 1).clamp(max=fmt.max_code - 1)
     gap = values[lower + 1] - values[lower]
     distance = (y - values[lower]).double() / gap  # exact, as is the sum: gaps are powers of two
-    code = lower + (distance + (draws + 0.5) * 2.0**-16 >= 1)
+    code = lower + (distance + (draws.double() + 0.5) * 2.0**-16 >= 1)
     code = code | (torch.signbit(x).to(torch.int64) << (fmt.bits - 1))
     return torch.where(x.isnan(), fmt.nan_code, code).to(torch.uint8)
