@@ -37,8 +37,8 @@ def places(model: torch.nn.Module) -> Iterator[tuple[torch.Tensor, Place]]:
 
 def check_include(include: object) -> None:
     """Raise :class:`InputError` unless ``include`` is a list or tuple of names."""
-    is_list = isinstance(include, list | tuple)
-    if not is_list or not all(isinstance(pattern, str) for pattern in include):
+    names = include if isinstance(include, list | tuple) else [None]
+    if not all(isinstance(name, str) for name in names):
         raise InputError(
             f"include must be a list of names of modules such as ['model.layers.*.mlp.experts'], "
             f"got {shown(include)}."
