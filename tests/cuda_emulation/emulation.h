@@ -65,6 +65,7 @@ static Warp warps[MAX_THREADS / WARP];
 static unsigned char* stacks;
 static Fiber* current;
 static void* scheduler;
+static bool warp_released;  // by the fiber that ran last
 static emulated_index block_index, block_size, grid_size;
 static char* error;
 static size_t error_size;
@@ -183,6 +184,8 @@ static bool pass_barrier(unsigned threads) {
     return true;
 }
 
+// The first ready thread of the order runs next, so that a warp goes on as far as no barrier stops
+// it; in random order all threads take turns.
 static bool run_block(unsigned threads, int how) {
     static unsigned order[MAX_THREADS];
     for (unsigned t = 0; t < threads; t++) start_fiber(t);
@@ -196,6 +199,12 @@ static bool run_block(unsigned threads, int how) {
                 emulation_switch(&scheduler, fiber.stack_pointer);
                 ran = true;
                 if (*error) return false;
+                if (warp_released && how != RANDOM) {
+                    warp_released = false;
+                    i = (unsigned)-1;  // from the beginning
+                    ended = true;
+                    continue;
+                }
             }
             ended &= fiber.state == ENDED;
         }
@@ -254,6 +263,7 @@ static const int* exchange(unsigned mask, int value, int line) {
             warp.values[i] = lanes[i].value;
             lanes[i].state = READY;
         }
+        warp_released = true;
     } else {
         yield();
     }

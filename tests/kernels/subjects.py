@@ -199,7 +199,7 @@ SUBJECTS: dict[str, Subject] = {
         two_planes(Float8Numerics(E5M2), BlockGrid(70, 1027, 1, 1027), 70), 1029, 69 * 1027 + 3
     ),
     "delayed": remembered,
-    "4-over-6": chosen("mse", 70, 1040, [16 * 1040, 40_015, 69 * 1040 + 3], normal),
+    "4-over-6": chosen("mse", 70, 1040, [16 * 1040, 40_001, 41_055, 69 * 1040 + 3], normal),
     "4-over-6, whole": chosen("mae", 16, 8192, [], near_ties),
     "4-over-6, cut": chosen("mae", 16, 8192, [17], near_ties),
     "copied codes": copied_codes,

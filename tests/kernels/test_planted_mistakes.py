@@ -136,7 +136,7 @@ def test_an_element_too_many_or_too_few(
         ("partial_select", "lane_ >= tile.rows", "lane_ >= tile.rows - 1"),
         ("partial_select", "if (cut < 0)", "if (cut <= 0)"),
         ("partial_select", "at + j < wanted", "at + j < wanted - 1"),
-        ("partial_select", "whole_ >> n & 2", "whole_ >> n & 1"),
+        ("partial_select", "whole_ >> n & 2", "whole_ >> n & 4"),
         ("select", "j < width", "j < width - 1"),
         ("select", "if (segment >= 0)", "if (segment > 0)"),
         ("select", "row < grid.rows", "row < grid.rows - 1"),
