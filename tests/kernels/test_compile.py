@@ -71,9 +71,12 @@ def ptx(kernels: list[str], arch: str, *options: str) -> str:
 @pytest.mark.parametrize("name", INSTANCES)
 def test_arithmetic_is_ieee(name: str) -> None:
     """No instruction flushes subnormals, contracts a product and a sum, or divides approximately;
-    the text that is not shared has fused multiply-adds of its own, and is left out.
+    the text that is not shared has fused multiply-adds of its own, and is left out. Of one shape of
+    tiles and without E5M2, whose texts differ in constants.
     """
-    kernels = [k for k in KERNELS if k.partition("<")[0] == name]
+    alike = ("Tile32x256", "E5M2")
+    every = [k for k in KERNELS if k.partition("<")[0] == name]
+    kernels = [k for k in every if not any(part in k for part in alike)]
     text = ptx(kernels, "compute_90", "--define-macro=ZEROCAST_PORTABLE_CONVERSIONS")
     found = re.findall(r"\S*\.ftz\S*|fma\.\S+f32|div\.(?:approx|full)\S*", text)
     assert not found, found
