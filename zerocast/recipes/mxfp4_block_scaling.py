@@ -1,27 +1,23 @@
-"""MXFP4: E2M1 codes under one power of two, an E8M0 code, for 32 elements.
+"""MXFP4: E2M1 codes under one power of two for 32 elements.
 
-Rowwise blocks are 1x32 and columnwise ones 32x1. Neither copy is a transpose of the other: each is
-quantized from the master. In blocks of 32x32 one scale serves both directions, and the columnwise
-copy is a re-packing of the gathered rowwise one. The numerics is
-:class:`zerocast.numerics.MXNumerics`.
+In blocks of 32x32 the columnwise copy is a re-packing of the gathered rowwise one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
 from zerocast.errors import InputError
 from zerocast.formats import E2M1
-from zerocast.layout import Block, BlockGrid, ScaleLayout, Source
+from zerocast.layout import BlockGrid, ScaleLayout, Source
 from zerocast.numerics import MXNumerics, ScaleRounding
-from zerocast.recipes.mxfp8_block_scaling import BLOCK, TILE, TILE_BLOCKS
-from zerocast.recipes.recipe import Recipe, fixed
+from zerocast.recipes.mx import MXRecipe
+from zerocast.recipes.recipe import fixed
 
 
 @dataclass(frozen=True, kw_only=True)
-class MXFP4BlockScaling(Recipe):
+class MXFP4BlockScaling(MXRecipe):
     """MXFP4 weights [M, K], or stacks of these, with K a multiple of 32; M is free.
 
     Stored are ``rowwise_data`` uint8 [M, K / 2], ``rowwise_scale_inv`` (E8M0 codes) uint8 [M padded
@@ -43,9 +39,6 @@ class MXFP4BlockScaling(Recipe):
     scheme = "mxfp4"
 
     scale_rounding: ScaleRounding = "up"
-    enable_2d_quantization: bool = False
-    per_matrix: bool = fixed(True, "a block lies in one matrix")
-    margin: int = fixed(0, "a scale of a power of two has no margin")
     fp4_format: str = fixed("e2m1", "MXFP4 has one format of codes")
 
     def __post_init__(self) -> None:
@@ -63,27 +56,11 @@ class MXFP4BlockScaling(Recipe):
     def of_activations(self, *, gradients: bool) -> dict[str, Any]:
         return {"enable_2d_quantization": False}
 
-    def check_shape(self, shape: Sequence[int]) -> None:
-        self._check_matrix(shape, BLOCK, "a row is whole blocks")
-
-    @property
-    def block(self) -> Block:
-        return BLOCK if self.enable_2d_quantization else 1, BLOCK
-
     @property
     def columnwise_source(self) -> Source:
         return Source.ROWWISE if self.enable_2d_quantization else Source.MASTER
 
-    @property
-    def columnwise_block(self) -> Block:
-        return BLOCK, BLOCK if self.enable_2d_quantization else 1
-
-    def scale_layout(self, grid: BlockGrid) -> ScaleLayout:
-        return ScaleLayout(
-            grid, row_repeat=grid.block_h, row_multiple=TILE, col_multiple=TILE_BLOCKS
-        )
-
     def columnwise_scale_layout(self, grid: BlockGrid) -> ScaleLayout:
         if self.enable_2d_quantization:
             return self.scale_layout(grid)
-        return ScaleLayout(grid, row_multiple=TILE_BLOCKS, col_multiple=TILE)
+        return super().columnwise_scale_layout(grid)
