@@ -16,20 +16,17 @@ from zerocast.arguments import check_flag
 from zerocast.cast.amax_buffers import ExchangeKind, is_boundary
 from zerocast.cast.amax_groups import Patterns
 from zerocast.cast.capture import check_capture
+from zerocast.cast.cast_collectives import CastCollectives
 from zerocast.cast.consistency import (
     exchange_owners,
     members_by_group,
     raise_in_all,
     tp_shards_by_group,
 )
-from zerocast.cast.exchange import Exchange
 from zerocast.cast.finite import raise_if_not_finite
 from zerocast.cast.forward_hook import rebuild_before_forward
-from zerocast.cast.gather import code_gathers
 from zerocast.cast.master_checks import as_tensors
-from zerocast.cast.matrices import Matrices
 from zerocast.cast.prepared_cast import PreparedCast
-from zerocast.cast.scale_gather import scale_gathers
 from zerocast.cast.shard_spec import OwnCodes, ShardSpec, check_amax_groups, check_specs
 from zerocast.comm import Attempt, Communicator, Group
 from zerocast.errors import ZerocastError
@@ -328,22 +325,13 @@ class CastPlan:
     ) -> None:
         """Make the buffers and launches; whatever of it may fail on this rank alone."""
         self._device = self._specs[0].storage.device if self._specs else torch.device("cpu")
-        matrices = Matrices(self._specs)
-        specs, self._members = matrices.specs(), matrices.places(members)
-        storages, owners_of = [each.storage for each in specs], matrices.owners(members, owners)
-        self._exchange = Exchange(
-            storages, [each.extent for each in specs], self._members, owners_of,
-            matrices.places(tp_shards), [each.amax_group for each in specs], self._device,
-            boundary=boundary,
-        )  # fmt: skip
-        self._gathers = code_gathers(self._specs, members, owners)
+        collectives = CastCollectives(self._specs, members, owners, tp_shards, boundary=boundary)
+        self._members, self._gathers = collectives.members, collectives.code_gathers
+        self._exchange = collectives.exchange
         self._prepared = PreparedCast(
             [weight for weight in model_weights if isinstance(weight, QuantizedTensor)],
             master_weights,
             self._specs,
-            matrices,
-            self._exchange,
-            self._gathers,
-            scale_gathers(storages, self._members, owners_of, boundary=boundary),
+            collectives,
             judges_amaxes=self._check_finite,
         )

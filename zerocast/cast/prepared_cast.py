@@ -9,17 +9,13 @@ import torch
 from zerocast.backends import backend_for
 from zerocast.cast.addresses import Addresses, lie_of
 from zerocast.cast.capture import check_planning, is_captured
-from zerocast.cast.exchange import Exchange
-from zerocast.cast.gather import CodeGather
+from zerocast.cast.cast_collectives import CastCollectives
 from zerocast.cast.master_checks import check_list, check_master_tensor
-from zerocast.cast.matrices import Matrices
-from zerocast.cast.scale_gather import ScaleGather
 from zerocast.cast.shard_spec import ShardSpec
 from zerocast.errors import InputError
 from zerocast.numerics import Float8DelayedNumerics, Masters
 from zerocast.tensors import QuantizedStorage, QuantizedTensor, prepare_expansion
 from zerocast.tensors.cast_steps import CastSteps
-from zerocast.tensors.weight_operands import tensor_operand
 
 
 class PreparedCast:
@@ -29,10 +25,7 @@ class PreparedCast:
         weights: the plan's, in order.
         master_weights: this rank's shards of their masters.
         specs: the same weights as checked.
-        matrices: what they are made of.
-        exchange: the buffers that ranks reduce.
-        gathers: of the codes.
-        scale_gathers: of scales that owners make.
+        collectives: what ranks send each other, and the matrices that the weights are made of.
         judges_amaxes: whether nothing may be written before ``compute_scale``.
 
     Attributes:
@@ -57,26 +50,19 @@ class PreparedCast:
         weights: Sequence[QuantizedTensor],
         master_weights: Sequence[torch.Tensor | None],
         specs: Sequence[ShardSpec],
-        matrices: Matrices,
-        exchange: Exchange,
-        gathers: Sequence[CodeGather],
-        scale_gathers: Sequence[ScaleGather],
+        collectives: CastCollectives,
         *,
         judges_amaxes: bool,
     ) -> None:
-        self._specs, self._exchange, self._gathers = specs, exchange, gathers
-        self._scale_gathers = scale_gathers
-        self.gathered_scales = [memory for gather in scale_gathers for memory in gather.tensors]
-        self._matrices = matrices
+        self._specs, self._collectives, self._matrices = specs, collectives, collectives.matrices
+        self._scale_gathers, self.own_scales = collectives.scale_gathers, collectives.own_scales
+        self.gathered_scales = [m for gather in self._scale_gathers for m in gather.tensors]
         self._judges_amaxes = judges_amaxes
-        # By place what this rank makes of its scales, and all of them once gathered.
-        self.own_scales = {i: own for each in scale_gathers for i, own in each.own.items() if own}
-        self._compact = {i: all_ for each in scale_gathers for i, all_ in each.compact.items()}
-        self._device = exchange.candidates.device
+        self._device = collectives.exchange.candidates.device
         self._backend = backend_for(self._device)
         self.addresses = Addresses(weights, specs)
         self.calls_functions = sum(_try_function(spec.storage) for spec in specs) > 0
-        self.masters = Masters(matrices.count)
+        self.masters = Masters(self._matrices.count)
         self._is_in_graph = False
         self._in_graphs: list[CastSteps] = []  # which repeat them as long as the plan lives
         self.rebind(master_weights)
@@ -105,7 +91,7 @@ class PreparedCast:
     def trust_memory(self) -> None:
         """Take it that nothing moves unsaid; see :meth:`CastPlan.trust_memory`."""
         self.addresses.trust()
-        for gather in self._gathers:
+        for gather in self._collectives.code_gathers:
             gather.is_trusting = True
 
     def follow_moves(self) -> None:
@@ -114,7 +100,7 @@ class PreparedCast:
         """
         if self.addresses.have_moved():
             self.addresses.look()
-            for gather in self._gathers:
+            for gather in self._collectives.code_gathers:
                 gather.look()
             if self._is_in_graph:
                 self._in_graphs.append(self.steps)
@@ -144,7 +130,7 @@ class PreparedCast:
     def _expand_scales(self) -> None:
         if self.addresses.hold_other_copies():  # the next cast is refused
             storages = [matrix.storage for matrix in self._matrices.specs()]
-            for launch in prepare_expansion(storages, self._compact, self._backend):
+            for launch in prepare_expansion(storages, self._collectives.compact, self._backend):
                 launch()
             return
         self.follow_moves()
@@ -160,18 +146,8 @@ class PreparedCast:
     @torch.inference_mode(False)
     def _prepare(self) -> None:
         check_planning(self._device)
-        exchange, self.matrices = self._exchange, self._matrices.specs()
-        operands = [
-            tensor_operand(
-                matrix.storage,
-                i,
-                matrix.extent,
-                exchange.buffers.amaxes[i],
-                own_codes=matrix.codes,
-                candidates=exchange.candidates_of.get(i),
-            )
-            for i, matrix in enumerate(self.matrices)
-        ]
+        self.matrices = self._matrices.specs()
+        operands = self._collectives.operands(self.matrices)
         storages = [matrix.storage for matrix in self.matrices]
         self.steps = CastSteps(
             self._backend,
@@ -179,7 +155,7 @@ class PreparedCast:
             self.masters,
             judges_amaxes=self._judges_amaxes,
             own_scales=self.own_scales,
-            compact=self._compact,
+            compact=self._collectives.compact,
         )
 
 
