@@ -104,6 +104,7 @@ INSTANCES = {
         *(f"{kind}, LOW" for kind in ["NoNumerics", *FP8, *DELAYED, *MXFP4, "NVFP4Numerics"]),
         "Float8Numerics<E4M3>, TALL", "Float8Numerics<E5M2>, TALL")],
     "copy_codes": ("false", "true"),
+    "digest": [""],
     "write_words": [""],
     "probe_read": [""],
 }  # fmt: skip

@@ -164,6 +164,15 @@ struct DequantizeTarget {
 };
 static_assert(sizeof(DequantizeTarget) == 17 * sizeof(i64), "a row that Python writes");
 
+// Bytes of a tensor, and the sum that their digest is added to.
+struct DigestTarget {
+    const u8* data;
+    i64 first;  // the place of the first in the whole tensor
+    i64 bytes;
+    u64* sum;
+};
+static_assert(sizeof(DigestTarget) == 4 * sizeof(i64), "a row that Python writes");
+
 enum NumericsKind : i64 {
     NUMERICS_FLOAT8 = 0,
     NUMERICS_DELAYED = 1,

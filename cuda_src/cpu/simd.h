@@ -75,17 +75,19 @@ struct Simd {
     static ZEROCAST_FN Float to_float(T i) {
         return __builtin_convertvector(i, Float);
     }
-    static ZEROCAST_FN Wide multiply_low(Wide a, u32 c) {
+    // The low halves of a and b, multiplied.
+    static ZEROCAST_FN Wide multiply_low(Wide a, Wide b) {
 #if defined(__AVX512F__)
-        return (Wide)_mm512_mul_epu32((__m512i)a, _mm512_set1_epi64(c));
+        return (Wide)_mm512_mul_epu32((__m512i)a, (__m512i)b);
 #elif defined(__AVX2__)
-        return (Wide)_mm256_mul_epu32((__m256i)a, _mm256_set1_epi64x(c));
+        return (Wide)_mm256_mul_epu32((__m256i)a, (__m256i)b);
 #elif defined(__SSE2__)
-        return (Wide)_mm_mul_epu32((__m128i)a, _mm_set1_epi64x(c));
+        return (Wide)_mm_mul_epu32((__m128i)a, (__m128i)b);
 #else
-        return (a & 0xFFFFFFFFu) * (u64)c;
+        return (a & 0xFFFFFFFFu) * (b & 0xFFFFFFFFu);
 #endif
     }
+    static ZEROCAST_FN Wide multiply_low(Wide a, u32 c) { return multiply_low(a, Wide{} + c); }
 
     template <class T>
     static ZEROCAST_FN T load_as(const void* from) {

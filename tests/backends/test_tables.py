@@ -13,6 +13,7 @@ from zerocast.backends.fused_ops import fused_row
 from zerocast.backends.tables import (
     cast_row,
     dequantize_row,
+    digest_rows,
     numerics_fields,
     scale_row,
     transpose_row,
@@ -21,6 +22,7 @@ from zerocast.formats import E4M3
 from zerocast.layout import BlockGrid, SharedBlocks, Source
 from zerocast.numerics import (
     DelayedState,
+    DigestedBytes,
     Float8DelayedNumerics,
     Float8Numerics,
     FourOverSixErrors,
@@ -72,6 +74,7 @@ WRITERS = {
         NUMERICS[0], replace(o, planes=(o.planes[0], COPY)), address
     ),
     "DequantizeTarget": lambda o: dequantize_row(o, GRID, address),
+    "DigestTarget": lambda o: digest_rows([DigestedBytes(ONE)], ONE, address)[0],
     "FusedTable": lambda o: fused_row(TARGET, address),
     "FusedPlane": lambda o: fused_plane_fields(FULL, (4, 4), address),
     "FusedTask": lambda o: fused_task(None, TARGET, [], 1, address),

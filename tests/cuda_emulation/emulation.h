@@ -312,6 +312,12 @@ static inline int atomicMax(int* at, int value) {
     return old;
 }
 
+static inline unsigned long long atomicAdd(unsigned long long* at, unsigned long long value) {
+    unsigned long long old = *at;
+    *at += value;
+    return old;
+}
+
 static inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
     uint64_t both = (uint64_t)y << 32 | x;
     unsigned result = 0;

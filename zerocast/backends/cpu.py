@@ -24,6 +24,7 @@ from zerocast.backends.reference import ReferenceBackend
 from zerocast.errors import BackendError
 from zerocast.numerics import (
     CodeCopy,
+    DigestedBytes,
     Float8DelayedNumerics,
     FusedOperand,
     Launch,
@@ -125,6 +126,10 @@ class CpuBackend:
 
     def store_codes(self, copies: Sequence[CodeCopy], shared: Sequence[SharedByte]) -> LaunchOn:
         return store_codes(copies, shared)
+
+    def digest(self, ranges: Sequence[DigestedBytes], sums: torch.Tensor) -> Launch:
+        rows = tables.digest_rows(ranges, sums, _address)
+        return self._launch("digest", None, rows, (ranges, sums))
 
     def fused_op(self, numerics: Numerics | None, target: FusedOperand) -> Launch:
         return with_casts(self, numerics, target, self._result)

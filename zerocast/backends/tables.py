@@ -8,7 +8,7 @@ tensor before it takes its address is said by the ``address`` that it passes.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -17,6 +17,7 @@ from zerocast.formats import E2M1, E4M3, E5M2
 from zerocast.layout import BlockGrid, ScaleLayout
 from zerocast.numerics import (
     NOMINALS,
+    DigestedBytes,
     Float8DelayedNumerics,
     Float8Numerics,
     FourOverSixErrors,
@@ -238,6 +239,18 @@ def dequantize_row(operand: TensorOperand, grid: BlockGrid, address: Address) ->
     first = operand.planes[0]
     tensors = first.codes, operand.amax, operand.values
     return [*plane_fields(first, address, grid), *map(address, tensors)]
+
+
+def digest_rows(
+    ranges: Sequence[DigestedBytes], sums: torch.Tensor, address: Address
+) -> list[list[int]]:
+    """DigestTarget of each range that has bytes."""
+    base = address(sums)
+    return [
+        [address(each.values), each.first, each.values.nbytes, base + 8 * i]
+        for i, each in enumerate(ranges)
+        if each.values.nbytes
+    ]
 
 
 def padding_bits(layout: ScaleLayout, plane: torch.Tensor) -> int:

@@ -47,6 +47,7 @@ from zerocast.numerics.operands import (
     NOMINALS,
     CodeCopy,
     DelayedState,
+    DigestedBytes,
     FourOverSixErrors,
     Masters,
     PlaneBuffers,

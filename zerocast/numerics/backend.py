@@ -9,7 +9,7 @@ import torch
 
 from zerocast.numerics.fused_ops import FusedOperand
 from zerocast.numerics.numerics import Numerics, NVFP4Numerics
-from zerocast.numerics.operands import CodeCopy, Masters, SharedByte, TensorOperand
+from zerocast.numerics.operands import CodeCopy, DigestedBytes, Masters, SharedByte, TensorOperand
 
 Launch = Callable[[], None]
 """A prepared operation: runs it once on the buffers that it was prepared for."""
@@ -107,6 +107,12 @@ class Backend(Protocol):
 
     def store_codes(self, copies: Sequence[CodeCopy], shared: Sequence[SharedByte]) -> LaunchOn:
         """Copy codes from there into the weights, and put shared bytes together."""
+        ...
+
+    def digest(self, ranges: Sequence[DigestedBytes], sums: torch.Tensor) -> Launch:
+        """Add to each of ``sums``, int64 [len(ranges)], the digest of a range of bytes, modulo
+        2^64; see "Digests" in docs/NUMERICS.md.
+        """
         ...
 
     def fused_op(self, numerics: Numerics | None, target: FusedOperand) -> Launch:

@@ -209,6 +209,19 @@ class SharedByte:
 
 
 @dataclass(frozen=True, slots=True)
+class DigestedBytes:
+    """A range of a tensor's bytes whose digest is taken.
+
+    Attributes:
+        values: of any dtype, contiguous.
+        first: the place, in the whole tensor, of the first byte.
+    """
+
+    values: torch.Tensor
+    first: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class TensorOperand:
     """One tensor as one rank sees it: what every operation of a cast works on.
 

@@ -8,7 +8,7 @@ Weights are cast from the shards, in the layout that the server loads, before an
 
     refit         Refit: named tensors, shards, deltas
     pieces        what a rank holds of a checkpoint's tensors
-    delta         what travels of a tensor that changed; checksum: of its bytes
+    delta         what travels of a tensor that changed, with a digest of its bytes
     receiver      where deltas are applied
     audit         what every tensor travels as, against what a server was told
 """

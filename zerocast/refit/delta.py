@@ -9,7 +9,7 @@ of 8-byte integers::
     the shape; of each segment: first element, runs, elements
 
 ``since`` is the version that it follows, or -1 for all of a tensor; ``checksum`` is that of the
-tensor afterwards (:mod:`zerocast.refit.checksum`); ``bytes`` is the length of the delta, and
+tensor afterwards (:mod:`zerocast.tensors.digest`); ``bytes`` is the length of the delta, and
 ``seal`` its checksum with a seal of 0. Segments follow, one a rank: of each run the elements left
 out before it (uint16) and its length (uint8), then the elements of all runs. A longer gap or run
 takes several entries. A segment with runs = -1 is elements without gaps.
@@ -25,10 +25,11 @@ from dataclasses import dataclass
 
 import torch
 
+from zerocast.backends.reference.digest import as_integers
 from zerocast.errors import DeltaError
-from zerocast.refit.checksum import as_integers, checksum
+from zerocast.tensors.digest import digest
 
-_MAGIC = 0x31746C6564637A  # "zcdelt1"
+_MAGIC = 0x32746C6564637A  # "zcdelt2"
 _SEAL = 4
 _FIXED = 11  # words of the header before the shape
 _WHOLE = -1
@@ -150,7 +151,7 @@ def packed(
     device = segments[0].data.device
     start = torch.tensor(header, dtype=torch.int64, device=device)
     delta = torch.cat([start.view(torch.uint8), *(segment.data for segment in segments)])
-    delta[_SEAL * 8 : _SEAL * 8 + 8] = checksum(delta).view(1).view(torch.uint8)
+    delta[_SEAL * 8 : _SEAL * 8 + 8] = digest(delta).view(1).view(torch.uint8)
     return delta
 
 
@@ -193,7 +194,7 @@ def unpacked(name: str, data: torch.Tensor) -> Delta:
     seal = data[_SEAL * 8 : _SEAL * 8 + 8].clone().view(torch.int64)
     header = data[: _FIXED * 8].clone().view(torch.int64).tolist()
     magic, since, version, total, _, nbytes, *words, dimensions, segments = header
-    if (magic, nbytes) != (_MAGIC, data.nbytes) or bool(checksum(sealed) != seal):
+    if (magic, nbytes) != (_MAGIC, data.nbytes) or bool(digest(sealed) != seal):
         raise damaged
     dtype_name = b"".join(word.to_bytes(8, "little", signed=True) for word in words)
     dtype = getattr(torch, dtype_name.rstrip(b"\0").decode())

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
+from zerocast.backends.reference.digest import as_integers, digest_of
 from zerocast.errors import DeltaError
-from zerocast.refit.checksum import as_integers, checksum, checksum_of
 from zerocast.refit.delta import Delta, unpacked
+from zerocast.tensors.digest import digest
 
 
 @dataclass
@@ -72,7 +73,7 @@ class Receiver:
         values = as_integers(given.values).to(tensor.device)
         fits = (tensor.shape, tensor.dtype) == (given.shape, given.dtype)
         if fits and len(places):
-            difference = checksum_of(values, places, flat[places])
+            difference = digest_of(values, places, flat[places])
             fits = int(difference + state.checksum) == given.checksum
         elif fits:
             fits = state.checksum == given.checksum
@@ -89,7 +90,7 @@ class Receiver:
     def _store(self, name: str, given: Delta) -> torch.Tensor:
         """Hold all of a tensor."""
         values = given.values.view(given.shape)
-        if int(checksum(given.values)) != given.checksum:
+        if int(digest(given.values)) != given.checksum:
             raise DeltaError(
                 f"{name}: the bytes of this full sync are not those of the trainer's shards; ask "
                 f"for another, deltas(since=None)."
@@ -108,7 +109,7 @@ class Receiver:
             DeltaError: where a tensor was written by something else; its name is in the message.
         """
         for name, state in self._states.items():
-            if int(checksum(self.tensors[name])) != state.checksum:
+            if int(digest(self.tensors[name])) != state.checksum:
                 raise DeltaError(
                     f"{name}: the tensor that is held is not version {state.version}; it was "
                     f"written by something else. Ask for a full sync, deltas(since=None)."

@@ -15,15 +15,16 @@ from typing import Any
 import torch
 
 from zerocast.arguments import check_flag, check_integer
+from zerocast.backends.reference.digest import as_integers, digest_of
 from zerocast.comm import Attempt, Communicator, raise_together
 from zerocast.errors import InputError
 from zerocast.export import Dialect, Export
 from zerocast.export.entries import Entry, Source
 from zerocast.export.weights import check_finite
 from zerocast.refit.audit import Travels, check_config, travels
-from zerocast.refit.checksum import as_integers, checksum, checksum_of
 from zerocast.refit.delta import Segment, changed, packed, segment_of, whole_segment
 from zerocast.refit.pieces import Piece, check_cuts, pieces_of
+from zerocast.tensors.digest import digest
 
 NamedTensor = tuple[str, torch.Tensor]
 
@@ -212,7 +213,7 @@ class Refit:
         """Hold ``pieces``; return the checksums of the whole tensors."""
         for piece in pieces:
             self._held[piece.name] = _Held(piece.values.clone(), 0)
-        return _summed(pieces, [checksum(piece.values, piece.start) for piece in pieces])
+        return _summed(pieces, [digest(piece.values, piece.start) for piece in pieces])
 
     def _changes(self, pieces: Sequence[Piece]) -> tuple[list[list[Segment]], list[int]]:
         """Hold ``pieces``; return what all ranks' differ in from those that were held, and by how
@@ -224,7 +225,7 @@ class Refit:
             places = changed(held, new)
             own.append(segment_of(new, places, piece.start))
             in_whole, values = places + piece.start, new[places]
-            sums.append(checksum_of(values, in_whole, held[places]))
+            sums.append(digest_of(values, in_whole, held[places]))
             held[places] = values
         return _gathered(pieces, own), _summed(pieces, sums)
 

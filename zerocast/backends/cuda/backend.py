@@ -27,6 +27,7 @@ from zerocast.formats import packed_columns
 from zerocast.layout import BlockGrid, Extent, ScaleLayout, ceil_div
 from zerocast.numerics import (
     CodeCopy,
+    DigestedBytes,
     Float8DelayedNumerics,
     FusedOperand,
     Launch,
@@ -183,6 +184,12 @@ class CudaBackend:
 
     def store_codes(self, copies: Sequence[CodeCopy], shared: Sequence[SharedByte]) -> LaunchOn:
         return copy_codes(self._tables, self._address, copies, shared, into_weights=True)
+
+    def digest(self, ranges: Sequence[DigestedBytes], sums: torch.Tensor) -> Launch:
+        rows = tables.digest_rows(ranges, sums, self._address)
+        cuts: list[list[Cut]] = [[tiling.digest_cut(row[1], row[2])] for row in rows]
+        kernel = Kernel("digest", THREADS)
+        return self._tables.launch(kernel, rows, cuts, [], (ranges, sums))
 
     def fused_op(self, numerics: Numerics | None, target: FusedOperand) -> Launch:
         return fused_op(self.launcher, self._address, numerics, target)

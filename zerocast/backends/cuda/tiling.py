@@ -37,6 +37,9 @@ SQUARE = 128, 128
 CHOSEN = 1, 8
 """A tile of select: rows of blocks, and blocks side by side."""
 
+DIGESTED = 1, 1 << 14
+"""A tile of bytes whose digest is taken: whole rows of keys, 4 KiB each."""
+
 Cut = tuple[Any, ...]
 """How one weight is cut: a function of this module, and what it takes of this weight."""
 
@@ -156,6 +159,13 @@ def tiles_of(cuts: Sequence[Sequence[Cut]]) -> torch.Tensor:
     (function,) = set(functions)
     tiles: torch.Tensor = function(weights, *arguments)
     return tiles
+
+
+def digest_cut(first: int, nbytes: int) -> Cut:
+    """How bytes are cut whose first stands at place ``first``: from the row of keys on that it is
+    in.
+    """
+    return plane_tiles, 0, (1, first % 4096 + nbytes), DIGESTED
 
 
 @dataclass(frozen=True, slots=True)

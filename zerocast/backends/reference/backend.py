@@ -11,6 +11,7 @@ import torch
 from zerocast.backends.code_copies import stage_codes, store_codes
 from zerocast.backends.fused_ops import rounded_result, with_casts
 from zerocast.backends.reference import four_over_six
+from zerocast.backends.reference.digest import digest
 from zerocast.backends.reference.elements import amax_of, indices, raise_amaxes, rounded, store
 from zerocast.backends.reference.philox import element_draws
 from zerocast.backends.reference.planes import by_elements, read_plane, write_plane
@@ -20,6 +21,7 @@ from zerocast.backends.subnormals import keeping_subnormals
 from zerocast.formats import decode, encode, pack_nibbles, packed_columns, unpack_nibbles
 from zerocast.numerics import (
     CodeCopy,
+    DigestedBytes,
     Float8DelayedNumerics,
     FusedOperand,
     Launch,
@@ -95,6 +97,13 @@ class ReferenceBackend:
 
     def store_codes(self, copies: Sequence[CodeCopy], shared: Sequence[SharedByte]) -> LaunchOn:
         return store_codes(copies, shared)
+
+    def digest(self, ranges: Sequence[DigestedBytes], sums: torch.Tensor) -> Launch:
+        def launch() -> None:
+            for i, each in enumerate(ranges):
+                sums[i] += digest(each.values, each.first)
+
+        return launch
 
     def fused_op(self, numerics: Numerics | None, operand: FusedOperand) -> Launch:
         return keeping_subnormals(with_casts(self, numerics, operand, rounded_result))
