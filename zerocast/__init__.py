@@ -43,6 +43,7 @@ from zerocast.errors import (
     StaleCopyError,
     UnfinishedStepError,
     UnsupportedError,
+    VerificationError,
     ZerocastError,
 )
 from zerocast.nn.autocast import (
@@ -100,6 +101,7 @@ __all__ = [
     "TensorParallelShard",
     "UnfinishedStepError",
     "UnsupportedError",
+    "VerificationError",
     "ZerocastError",
     "as_communicator",
     "autocast",

@@ -59,6 +59,12 @@ class UnfinishedStepError(ZerocastError, RuntimeError):
     """
 
 
+class VerificationError(ZerocastError, RuntimeError):
+    """Ranks hold other bytes of a weight than they should: a fault of memory, of a transport, or of
+    code. The weights are not to be used.
+    """
+
+
 class DeltaError(ZerocastError, ValueError):
     """A delta of weights does not follow what its receiver holds, or was damaged. Nothing has been
     written; a full sync repairs it.

@@ -28,6 +28,7 @@ from zerocast.cast.forward_hook import rebuild_before_forward
 from zerocast.cast.master_checks import as_tensors
 from zerocast.cast.prepared_cast import PreparedCast
 from zerocast.cast.shard_spec import OwnCodes, ShardSpec, check_amax_groups, check_specs
+from zerocast.cast.verified import VerifyMode, check_mode, verification_of
 from zerocast.comm import Attempt, Communicator, Group
 from zerocast.errors import ZerocastError
 from zerocast.layout import Owners
@@ -82,8 +83,12 @@ class CastPlan:
             share are reduced, and scales travel with the codes in :meth:`all_gather`, or by
             themselves in :meth:`all_gather_scales`, and until then weights must not be read. The
             bytes are the same. See :mod:`zerocast.cast.amax_buffers`.
+        verify: "off", or what ranks compare after each gather: a "hash" of all bytes, or in "full"
+            a whole cast of some weight, too. See :mod:`zerocast.cast.verified`.
 
     Attributes:
+        step: the number of casts; ranks compare it under ``verify``. A caller that counts steps of
+            its own may set it, on every rank.
         fingerprints: a number for each group, and then for each tensor-parallel group; ranks of one
             plan have the same one.
 
@@ -106,6 +111,7 @@ class CastPlan:
         check_finite: bool = False,
         amax_groups: Patterns = (),
         exchange: ExchangeKind = "full",
+        verify: VerifyMode = "off",
     ) -> None:
         # What has no length is refused below, on all ranks together.
         count = len(model_weights) if isinstance(model_weights, Sized) else 0
@@ -116,27 +122,26 @@ class CastPlan:
         with attempt:
             check_flag("check_finite", check_finite)
             check_flag("manual_post_all_gather_processing", manual_post_all_gather_processing)
-            boundary = is_boundary(exchange)
+            boundary, _ = is_boundary(exchange), check_mode(verify)
             tp_shards = tp_shards_by_group(model_weights)
             master_weights = as_tensors(master_weights)
             self._specs = check_specs(
-                model_weights,
-                master_weights,
-                start_offsets,
-                fsdp_shard_model_weights,
-                names,
-                amax_groups,
-            )
+                model_weights, master_weights, start_offsets, fsdp_shard_model_weights,
+                names, amax_groups,
+            )  # fmt: skip
             check_amax_groups(self._specs, members)
         self._comms, self._check_finite = [*members, *tp_shards], check_finite
-        options = f"check_finite={check_finite}, exchange={exchange}"
+        options = f"check_finite={check_finite}, exchange={exchange}, verify={verify}"
         owners, self.fingerprints = exchange_owners(
             members, tp_shards, self._specs, options, attempt.error
         )
         with attempt:
             self._plan(model_weights, master_weights, members, owners, tp_shards, boundary)
         raise_in_all(self._comms, attempt.error)
-        self._attempt, self._one_thread = attempt, threading.RLock()
+        self._attempt, self._one_thread, self.step = attempt, threading.RLock(), 0
+        self._verification = verification_of(
+            verify, self._specs, self._prepared, members, owners, tp_shards
+        )
         self._version = CastVersion(rebuild_on_use=not manual_post_all_gather_processing)
         weakref.finalize(self, self._version.retire)
         for spec in self._specs:
@@ -195,13 +200,21 @@ class CastPlan:
     @_untraced
     def all_gather(self) -> None:
         """Bring every rank's codes to every rank, then rebuild the derived copies. Right for every
-        partition.
+        partition. Then compare, with ``verify``.
         """
         check_capture(self._device, self._members)
         for gather in self._gathers:
             gather.run()
         self.all_gather_scales()
         self.post_all_gather_processing()
+        self.verify()
+
+    @_untraced
+    def verify(self) -> None:
+        """Compare what the ranks hold, as ``verify`` says, for callers who gather by themselves:
+        :class:`VerificationError` on every rank, where one holds other bytes than were cast.
+        """
+        self._verification.check(self.step)
 
     @_untraced
     def all_gather_scales(self) -> None:
@@ -294,7 +307,7 @@ class CastPlan:
 
     @_untraced
     def _compute_scale(self) -> None:
-        attempt = Attempt()
+        attempt, self.step = Attempt(), self.step + 1
         with attempt:
             if not self._prepared.steps.writes_early:
                 self._version.tick(self._prepared.addresses.written)
@@ -330,8 +343,5 @@ class CastPlan:
         self._exchange = collectives.exchange
         self._prepared = PreparedCast(
             [weight for weight in model_weights if isinstance(weight, QuantizedTensor)],
-            master_weights,
-            self._specs,
-            collectives,
-            judges_amaxes=self._check_finite,
-        )
+            master_weights, self._specs, collectives, judges_amaxes=self._check_finite,
+        )  # fmt: skip

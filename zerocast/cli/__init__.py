@@ -1,8 +1,8 @@
-"""The command line: ``python -m zerocast doctor`` and ``python -m zerocast inspect FILE_OR_DIR``.
+"""The command line: ``python -m zerocast doctor``, ``inspect FILE_OR_DIR`` and ``reproduce FILE``.
 
 doctor says what this installation can do, what would be slow and why, and compares the sharded cast
 with the unsharded one. inspect describes the tensors of a checkpoint. Both print text, or JSON for
-other programs.
+other programs. reproduce repeats a cast in which ``verify`` found a difference.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from zerocast.cli import doctor, inspection
+from zerocast.cli import doctor, inspection, reproduce
 from zerocast.errors import ZerocastError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command of ``arguments``, by default those of the process; return its exit code: 1
-    where doctor finds something wrong, 2 where a command cannot do what it was asked to.
+    where doctor finds something wrong or reproduce a difference, 2 where a command cannot do what
+    it was asked to.
     """
     parser = argparse.ArgumentParser(prog="python -m zerocast", description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -34,6 +35,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     look.set_defaults(
         run=lambda given: inspection.inspect(given.path, as_json=given.json, page=given.html)
     )
+    again = commands.add_parser("reproduce", help="a cast in which verify found a difference")
+    again.add_argument("path", type=Path, metavar="FILE", help="that verify left")
+    again.set_defaults(run=lambda given: reproduce.reproduce(given.path))
     given = parser.parse_args(arguments)
     try:
         text, code = given.run(given)

@@ -169,7 +169,11 @@ def empty(
 
 
 def quantize_into(
-    storage: QuantizedStorage, source: torch.Tensor, *, advances: bool = True
+    storage: QuantizedStorage,
+    source: torch.Tensor,
+    *,
+    advances: bool = True,
+    least: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Cast ``source`` into an existing weight: codes, scales, amax and derived copies.
 
@@ -181,6 +185,8 @@ def quantize_into(
             cast as they are; other dtypes are converted to FP32 first.
         advances: whether delayed scaling moves on; where its state waits for a reduction over
             ranks, it does so later.
+        least: int32, as what is returned: amaxes of other tensors, of which and of its own the
+            weight takes the larger.
 
     Returns:
         int32 [storage.amax_slots]: the amaxes of what was cast, the tensor's last; of a stack those
@@ -219,6 +225,8 @@ def quantize_into(
     masters.bind(sources)
     steps = CastSteps(backend_for(storage.device), operands, masters)
     steps.run("partial_amax")
+    if least is not None:
+        torch.maximum(amax, least, out=amax)
     reduce_shared(storage, amax)
     steps.run("partial_select", "select", "compute_scale", "partial_cast")
     for matrix, operand in operands:

@@ -1,0 +1,339 @@
+"""verify="hash" and "full": what ranks hold after a gather is compared, planted faults are named,
+and the file that is left repeats the cast.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import zerocast
+from tests.support.ranks import PROCESSES, on_ranks, run_ranks
+from tests.support.recipes import RECIPES
+from tests.support.values import draw_values
+from zerocast.backends.reference import ReferenceBackend
+from zerocast.cast import CastPlan
+from zerocast.cli import main
+from zerocast.comm import Communicator, RecordingCommunicator
+from zerocast.errors import InputError, VerificationError
+
+SHAPES = {"a.weight": (48, 64), "b.weight": (32, 96), "c.weight": (16, 32)}
+
+
+class Weights:
+    """Some weights, this rank's shards of their masters, and their plan."""
+
+    def __init__(
+        self, comm: Communicator, recipe: Any = "nvfp4", shapes: Any = SHAPES, **options: Any
+    ) -> None:
+        self.comm, self.weights, self.masters, starts = comm, [], [], []
+        for i, shape in enumerate(shapes.values()):
+            numel = torch.Size(shape).numel()
+            whole = draw_values("normal", numel, i)
+            # One rank has next to nothing of the last, and the first one nothing of the second.
+            cuts = [0, *(numel * r // comm.size + 7 * (i != 1) for r in range(1, comm.size)), numel]
+            if i == 1 and comm.size > 1:
+                cuts[1] = 0
+            start, end = cuts[comm.rank], cuts[comm.rank + 1]
+            self.weights.append(zerocast.empty(shape, recipe))
+            self.masters.append(whole[start:end].clone() if start < end else None)
+            starts.append(start if start < end else None)
+        self.plan = CastPlan(
+            self.weights, self.masters, starts, comm, names=list(shapes), **options
+        )
+
+    def buffers(self, i: int = 0) -> dict[str, torch.Tensor]:
+        """Of a weight."""
+        return self.weights[i].quantized_storage.buffers
+
+    def train(self) -> None:
+        """What an optimizer would do."""
+        for master in self.masters:
+            if master is not None:
+                master.mul_(1.07)
+
+    def gather(self) -> None:
+        """All but the comparison."""
+        verify, self.plan.verify = self.plan.verify, lambda: None
+        self.plan.all_gather()
+        self.plan.verify = verify
+
+    def step(self) -> None:
+        """Of training."""
+        self.train()
+        self.plan.cast()
+        self.plan.all_gather()
+
+
+STACK = {"a.weight": (3, 32, 64), "b.weight": (3, 32, 64)}
+
+
+@pytest.mark.parametrize("exchange", ["full", "boundary"])
+@pytest.mark.parametrize("recipe", RECIPES)
+@on_ranks("in_process", 3)
+def test_right_weights_pass(comm: Communicator, recipe: str, exchange: str) -> None:
+    """Every weight is judged once in as many steps: by all its buffers, and what its recipe
+    remembers.
+    """
+    groups = [["a.*", "b.*"]] if recipe.startswith("nvfp4") else []
+    weights = Weights(comm, RECIPES[recipe], exchange=exchange, verify="full", amax_groups=groups)
+    for _ in range(4):
+        weights.step()
+    if recipe in ("mxfp8", "nvfp4"):
+        stacks = Weights(
+            comm, RECIPES[recipe], STACK, exchange=exchange, verify="full", amax_groups=groups
+        )
+        for _ in range(2):
+            stacks.step()
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_tensor_parallel_shards(dim: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They pass; a fault of one shard is told to the ranks of the others, and is repeated."""
+    monkeypatch.chdir(tmp_path)
+
+    def on_rank(comm: Communicator) -> str:
+        tp, dp = comm.split(comm.rank // 2), comm.split(comm.rank % 2)
+        shards = [zerocast.TensorParallelShard.chunk(s, dim, tp) for s in ((64, 64), (96, 32))]
+        masters = [draw_values("normal", s.shape.numel(), 7 * tp.rank + i)
+                   for i, s in enumerate(shards)]  # fmt: skip
+        weights = [zerocast.empty(s.shape, "nvfp4", tp_shard=s) for s in shards]
+        half = [len(m) // 2 * dp.rank for m in masters]
+        own = [m[h : h + len(m) // 2] for m, h in zip(masters, half, strict=True)]
+        plan = CastPlan(weights, own, half, dp, names=["v", "w"], verify="full")
+        for step in range(3):
+            plan.cast()
+            if step == 2 and comm.rank == 3:
+                weights[1].quantized_storage.buffers["amax"] *= 2
+                with pytest.raises(VerificationError) as caught:
+                    plan.all_gather()
+                return str(caught.value)
+            if step == 2:
+                with pytest.raises(VerificationError) as caught:
+                    plan.all_gather()
+                return str(caught.value)
+            plan.all_gather()
+        return ""
+
+    messages = run_ranks("in_process", 4, on_rank)
+    assert all("w (" in each and "rank 1 holds" in each for each in messages), messages
+    (file,) = tmp_path.iterdir()
+    assert main(["reproduce", str(file)]) == 1
+
+
+# --- planted faults ---
+
+
+class OtherScales(ReferenceBackend):
+    """Casts NVFP4 under a recipe with smaller scales."""
+
+    def compute_scale(self, numerics: Any, operands: Any) -> Any:
+        return super().compute_scale(replace(numerics, scale_max=256), operands)
+
+    def partial_cast(self, numerics: Any, operands: Any, masters: Any) -> Any:
+        return super().partial_cast(replace(numerics, scale_max=256), operands, masters)
+
+
+def flipped_nibble(each: Weights, _: Any) -> None:
+    """In memory."""
+    if each.comm.rank == 1:
+        each.buffers(1)["rowwise_data"].view(-1)[777] ^= 0x20
+
+
+def flipped_derived(each: Weights, _: Any) -> None:
+    """In a copy that the rank made for itself."""
+    if each.comm.rank == 2:
+        each.buffers(0)["columnwise_data"].view(-1)[5] ^= 0x02
+
+
+def stale_scale(each: Weights, before: Sequence[dict[str, torch.Tensor]]) -> None:
+    """That of the cast before."""
+    if each.comm.rank == 2:
+        each.buffers(0)["rowwise_scale_inv"].copy_(before[0]["rowwise_scale_inv"])
+
+
+def one_step_behind(each: Weights, before: Sequence[dict[str, torch.Tensor]]) -> None:
+    """A rank that holds what all held a step before."""
+    if each.comm.rank == 0:
+        for i, buffers in enumerate(before):
+            for name, buffer in buffers.items():
+                each.buffers(i)[name].copy_(buffer)
+
+
+def master_moved_on(each: Weights, _: Any) -> None:
+    """A rank that casts before its optimizer steps."""
+    if each.comm.rank == 1:
+        each.train()
+
+
+# The fault; the mode that finds it; what the message says of it.
+FAULTS: list[tuple[Callable[[Weights, Any], None], str, str, tuple[str, ...]]] = [
+    (flipped_nibble, "full", "hash", ("b.weight (32, 96)", "rank 1 holds 0x", "[16, 19] of rowwise",
+                                      "ranks 0, 2 hold what that cast has")),
+    (flipped_derived, "full", "full", ("a.weight", "rank 2 holds", "[0, 10] of columnwise_data")),
+    (stale_scale, "full", "hash", ("a.weight", "rank 2 holds 0x", "of rowwise_scale_inv", "stale")),
+    (one_step_behind, "boundary", "hash", ("a.weight", "rank 0 holds", "ranks 1, 2 hold what that",
+                                           "also differ in b.weight, c.weight")),
+    (master_moved_on, "boundary", "full", ("weight", "ranks 0, 1, 2 hold", "another master")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault[0].__name__)
+def test_planted_faults_are_named(
+    fault: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On every rank alike, with weight, element, ranks and values; and a file repeats the cast."""
+    plant, exchange, mode, texts = fault
+    monkeypatch.chdir(tmp_path)
+
+    def on_rank(comm: Communicator) -> str:
+        each = Weights(comm, exchange=exchange, verify=mode)
+        each.step()
+        for _ in range(6):  # "full" comes to every weight
+            before = [{n: b.clone() for n, b in each.buffers(i).items()} for i in range(3)]
+            each.train()
+            each.plan.cast()
+            each.gather()
+            plant(each, before)
+            try:
+                each.plan.verify()
+            except VerificationError as error:
+                return str(error)
+        return ""
+
+    messages = run_ranks("in_process", 3, on_rank)
+    assert len(set(messages)) == 1
+    for text in texts:
+        assert text in messages[0], messages[0]
+    file = next(tmp_path.iterdir())
+    assert str(file) in messages[0]
+    assert main(["reproduce", str(file)]) == 1
+    told = capsys.readouterr().out
+    assert "held: " in told
+    assert "This machine casts the right bytes" in told
+
+
+@pytest.mark.parametrize("exchange", ["full", "boundary"])
+def test_another_recipe(exchange: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hash finds it where every rank makes every scale. Where only a rank's own travel, all ranks
+    hold them alike, and only a whole cast finds it.
+    """
+    monkeypatch.chdir(tmp_path)
+
+    def on_rank(comm: Communicator, mode: str) -> str:
+        if comm.rank == 1:
+            with zerocast.use_backend(OtherScales()):
+                each = Weights(comm, exchange=exchange, verify=mode)
+        else:
+            each = Weights(comm, exchange=exchange, verify=mode)
+        try:
+            for _ in range(3):
+                each.step()
+        except VerificationError as error:
+            return str(error)
+        return ""
+
+    hashed, full = (
+        run_ranks("in_process", 3, lambda comm, mode=mode: on_rank(comm, mode))
+        for mode in ("hash", "full")
+    )
+    assert len({*hashed}) == len({*full}) == 1
+    assert bool(hashed[0]) == (exchange == "full")
+    for found in filter(None, (hashed[0], full[0])):
+        assert "of rowwise_data, of the shard of rank 1" in found
+        assert "under another recipe" in found
+
+
+ON_PROCESSES = [pytest.param(kind, marks=pytest.mark.mpi) for kind in PROCESSES]
+
+
+@pytest.mark.parametrize("kind", ["in_process", *ON_PROCESSES])
+def test_a_missed_gather_and_another_step(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Codes that nobody gathered; a rank that counts another step."""
+    monkeypatch.chdir(tmp_path)
+
+    def on_rank(comm: Communicator) -> list[str]:
+        each, messages = Weights(comm, "block", verify="hash"), []
+        each.step()
+        each.train()
+        each.plan.cast()
+        each.plan.post_all_gather_processing()
+        for _ in range(2):
+            try:
+                each.plan.verify()
+            except VerificationError as error:
+                messages.append(str(error))
+            each.gather()
+            each.plan.step -= comm.rank == 2
+        return messages
+
+    by_rank = run_ranks(kind, 3, on_rank)
+    assert by_rank[0] == by_rank[1] == by_rank[2]
+    missed, behind = by_rank[0]
+    assert "a.weight (48, 64)" in missed
+    assert "were not gathered" in missed
+    assert "rank 0 at 2, rank 1 at 2, rank 2 at 1" in behind
+
+
+# --- what it costs, and what it refuses ---
+
+
+def test_a_hash_is_one_small_collective() -> None:
+    """Of 8 bytes, for all weights."""
+
+    @on_ranks("in_process", 2)
+    def body(comm: Communicator) -> None:
+        recording = RecordingCommunicator(comm)
+        each = Weights(recording, verify="hash")
+        each.step()
+        recording.reset()
+        each.plan.verify()
+        ((_, kind),) = recording.traffic
+        total = recording.total()
+        assert (kind, total.calls, total.payload_bytes) == ("all_reduce", 1, 8)
+
+    body()
+
+
+@on_ranks("in_process", 2)
+def test_what_is_refused(comm: Communicator) -> None:
+    """Another mode; ranks with different ones."""
+    with pytest.raises(InputError, match="verify must be 'off', 'hash' or 'full', got 'all'"):
+        Weights(comm, verify="all")
+    with pytest.raises(InputError, match="verify=hash.*verify=off"):
+        Weights(comm, verify=("hash", "off")[comm.rank])
+
+
+def test_a_damaged_file_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Cut off, of another format, of another version, of no cast."""
+    monkeypatch.chdir(tmp_path)
+    each = Weights(zerocast.comm.SingleRank(), verify="full")
+    each.train()
+    each.plan.cast()
+    each.gather()
+    for i in range(3):
+        each.buffers(i)["rowwise_data"].view(-1)[0] ^= 1
+    with pytest.raises(VerificationError, match="rank 0 holds"):
+        each.plan.verify()
+    (file,) = tmp_path.iterdir()
+    data = file.read_bytes()
+    damaged = {
+        b"": "is damaged or something else",
+        data[:-1]: "does not lie inside",
+        data[:100]: "is damaged or something else",
+        data.replace(b"zerocast fault 1", b"zerocast fault 2"): "its format is 'zerocast fault 2'",
+        data.replace(b'numerics version\\": ', b'numerics version\\": 9'): "install the version",
+        data.replace(b"NVFP4BlockScaling", b"NVFP4BlockScalinG"): "cannot be repeated",
+    }
+    for content, text in damaged.items():
+        file.write_bytes(content)
+        assert main(["reproduce", str(file)]) == 2
+        assert text in capsys.readouterr().err
+    assert main(["reproduce", str(tmp_path / "none")]) == 2

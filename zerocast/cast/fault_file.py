@@ -1,0 +1,88 @@
+"""Fault files: all that it takes to repeat a cast on one machine, and the bytes that were found.
+
+A file is one of safetensors: eight bytes with the length of a header in JSON, the header, and the
+tensors. It is written and read here without that package, and nothing in it is executed::
+
+    master           FP32, the whole weight's, or its tensor-parallel shard's
+    amaxes           int32, of the cast by the reference
+    before/<name>    what the recipe remembered before the cast
+    held/<name>      the buffers that the rank held
+
+What else describes the fault stands in the header, under ``__metadata__``, as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zerocast.errors import InputError
+
+FORMAT = "zerocast fault 1"
+
+_DTYPES = {
+    "F32": torch.float32, "I64": torch.int64, "I32": torch.int32, "U8": torch.uint8,
+}  # fmt: skip
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+def write_fault(path: Path, fault: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+    """Write a file; ``fault`` is what JSON can hold.
+
+    Raises:
+        OSError: where it cannot be written.
+    """
+    described: dict[str, Any] = {
+        "__metadata__": {"format": FORMAT, "fault": json.dumps(dict(fault))}
+    }
+    data, end = list[bytes](), 0
+    for name, tensor in tensors.items():
+        own = tensor.detach().cpu().contiguous()
+        data.append(bytes(own.view(-1).view(torch.uint8).numpy().data))
+        described[name] = {
+            "dtype": _NAMES[own.dtype],
+            "shape": list(own.shape),
+            "data_offsets": [end, end + own.nbytes],
+        }
+        end += own.nbytes
+    header = json.dumps(described).encode()
+    header += b" " * (-len(header) % 8)
+    path.write_bytes(b"".join([len(header).to_bytes(8, "little"), header, *data]))
+
+
+def read_fault(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """Return what :func:`write_fault` was given.
+
+    Raises:
+        InputError: for a file that is none, or is damaged.
+    """
+    data = path.read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    tensors: dict[str, torch.Tensor] = {}
+    try:
+        described = json.loads(data[8 : 8 + size])
+        metadata = described.pop("__metadata__")
+        if metadata["format"] != FORMAT:
+            raise ValueError(f"its format is {metadata['format']!r}")
+        fault: dict[str, Any] = json.loads(metadata["fault"])
+        for name, entry in described.items():
+            dtype, shape = _DTYPES[entry["dtype"]], entry["shape"]
+            first, last = (8 + size + int(at) for at in entry["data_offsets"])
+            count = math.prod(shape)
+            if not 8 + size <= first <= last <= len(data) or count * dtype.itemsize != last - first:
+                raise ValueError(f"{name} does not lie inside of it")
+            flat = torch.tensor([], dtype=dtype)
+            if count:
+                flat = torch.frombuffer(bytearray(data[first:last]), dtype=dtype)
+            tensors[name] = flat.view(shape)
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise InputError(
+            f"{path} must be a file that verify wrote, a {FORMAT!r}, and is damaged or something "
+            f"else: {type(error).__name__}: {error}."
+        ) from error
+    return fault, tensors

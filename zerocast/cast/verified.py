@@ -1,0 +1,317 @@
+"""Verification: whether all ranks hold, after a gather, what they have cast.
+
+Note: what verify sees
+~~~~~~~~~~~~~~~~~~~~~~
+``"hash"`` compares a digest of codes, scales, amaxes and what recipes remember, and the number of
+the step: one all-reduce of two integers. It sees whatever makes the bytes of one rank others than
+those of another: a bit that flipped, a scale that is stale, codes that were not gathered or were
+stored elsewhere, a rank that cast under another recipe what every rank casts, a rank at another
+step. It does not see what is wrong on all ranks alike, because its owner cast it so and all have
+gathered it. Copies that each rank derives for itself are not compared.
+
+``"full"`` does that, and takes some weight in each cast (all in turn, in an order that depends on
+the number of the step): the ranks gather its masters, each casts it whole by the reference, and
+compares every buffer, derived copies included. So it also sees an owner that cast wrongly, under
+another recipe, or not the masters that it has now.
+
+Neither sees masters that are wrong themselves. Masters must stay as they were cast until the
+weights are compared.
+
+Where ranks differ, the first weight that does is cast whole, as for ``"full"``, and judges who
+holds the right bytes. Every rank then raises the same :class:`VerificationError`, and one that
+holds others leaves a file, by which ``python -m zerocast reproduce FILE`` repeats the cast.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+import torch
+
+from zerocast.arguments import shown
+from zerocast.cast.capture import is_captured
+from zerocast.cast.consistency import agree_in_all, raise_in_all
+from zerocast.cast.fault_file import write_fault
+from zerocast.cast.prepared_cast import PreparedCast
+from zerocast.cast.shard_spec import ShardSpec
+from zerocast.cast.whole_cast import (
+    Difference,
+    HeldWeight,
+    WholeCast,
+    cast_whole,
+    first_difference,
+)
+from zerocast.comm import Attempt, Communicator, raise_together
+from zerocast.errors import InputError, UnsupportedError, VerificationError, ZerocastError
+from zerocast.layout import Owners
+from zerocast.numerics import NUMERICS_VERSION
+from zerocast.recipes import describe_recipe
+from zerocast.tensors.digest import Digests
+
+VerifyMode: TypeAlias = Literal["off", "hash", "full"]
+MODES = ("off", "hash", "full")
+
+Masters: TypeAlias = Callable[[Communicator, int], "torch.Tensor | None"]
+"""By a group and the place of one of its weights, this rank's shard of the master."""
+
+_MOST = 2**31 - 3
+_WEIGHTS_NAMED = 5
+"""The number of weights that a message names beside the first."""
+
+
+def check_mode(mode: VerifyMode) -> VerifyMode:
+    """Return ``mode``; :class:`InputError` for what is none."""
+    if mode not in MODES:
+        raise InputError(f"verify must be 'off', 'hash' or 'full', got {shown(mode)}.")
+    return mode
+
+
+class Verification:
+    """Compares what the ranks of some groups hold. Every method is collective over all of them.
+
+    Args:
+        mode: what is compared.
+        weights: by group.
+        tp_comms: the groups that hold tensor-parallel shards of the weights.
+        masters: what they are cast from.
+    """
+
+    def __init__(
+        self,
+        mode: VerifyMode,
+        weights: Mapping[Communicator, Sequence[HeldWeight]],
+        tp_comms: Iterable[Communicator],
+        masters: Masters,
+    ) -> None:
+        self._mode, self._weights, self._masters = mode, weights, masters
+        self._tp_comms = list(tp_comms)
+        self._comms = [*weights, *self._tp_comms]
+        self._digests = {comm: Digests() for comm in weights}
+
+    def check(self, step: int) -> None:
+        """Compare, in step number ``step``; nothing where the mode is "off".
+
+        Raises:
+            UnsupportedError: in the capture of a CUDA graph.
+            VerificationError: on every rank, where ranks hold different bytes, or other ones than
+                the reference casts. It names weight, element, ranks and values.
+        """
+        if self._mode == "off":
+            return
+        if any(is_captured(each[0].storage.device) for each in self._weights.values() if each):
+            raise UnsupportedError(
+                f"a CUDA graph cannot hold a comparison on the host, got verify={self._mode!r}; "
+                f"capture forward and backward only, or leave verify out."
+            )
+        numbers: dict[Communicator, list[int]] = {}
+        votes = [(comm, 1 + step % _MOST) for comm in self._tp_comms]
+        attempt = Attempt()
+        with attempt:
+            numbers = {comm: self._numbers(comm) for comm in self._weights}
+            votes += [(comm, _vote(step, numbers[comm])) for comm in self._weights]
+        if attempt.error is not None:
+            votes = [(comm, 0) for comm in self._comms]
+        if not agree_in_all(votes, attempt.error):
+            self._explain(step, numbers)
+        if self._mode == "full":
+            self._compare_sample(step)
+
+    # --- digests ---
+
+    def _numbers(self, comm: Communicator) -> list[int]:
+        """The digests of all buffers, weight by weight."""
+        tensors = [tensor for weight in self._weights[comm] for tensor in _compared(weight)]
+        return self._digests[comm].of(tensors).tolist() if tensors else []
+
+    def _explain(self, step: int, numbers: Mapping[Communicator, list[int]]) -> None:
+        """Raise what differs between ranks."""
+        error: ZerocastError | None = None
+        differing: dict[Communicator, list[str]] = {}
+        for comm, mine in numbers.items():
+            by_rank = comm.all_gather_object((step, mine))
+            if len({at for at, _ in by_rank}) > 1:
+                steps = ", ".join(f"rank {r} at {at}" for r, (at, _) in enumerate(by_rank))
+                error = VerificationError(
+                    f"all ranks must be at one step, and are not: {steps}; load the last "
+                    f"checkpoint on every rank."
+                )
+            names = [weight.name for weight in self._weights[comm] for _ in _compared(weight)]
+            held = zip(names, zip(*(theirs for _, theirs in by_rank), strict=False), strict=False)
+            differing[comm] = list(dict.fromkeys(n for n, each in held if len(set(each)) > 1))
+        raise_in_all(self._comms, error)
+        # The first of a group is judged; ranks with other tensor-parallel shards of it take part.
+        judged = {name for names in differing.values() for name in names[:1]}
+        for comm in self._tp_comms:
+            judged = judged.union(*comm.all_gather_object(judged))
+        for comm, names in differing.items():
+            for i, weight in enumerate(self._weights[comm]):
+                if weight.name in judged:
+                    error = self._judge(comm, i, step, names[1:]) or error
+            if error is None and names:
+                error = VerificationError(
+                    f"ranks held different bytes of {names[0]}, and hold the right ones now: "
+                    f"something else wrote them meanwhile. Load the last checkpoint."
+                )
+        raise_in_all(self._comms, error)
+
+    # --- the whole cast ---
+
+    def _compare_sample(self, step: int) -> None:
+        """Compare one weight of each group with its whole cast; each is taken once in as many steps
+        as there are weights.
+        """
+        error: ZerocastError | None = None
+        for comm, weights in self._weights.items():
+            if count := len(weights):
+                draws = torch.Generator("cpu").manual_seed(step // count)
+                order = torch.randperm(count, generator=draws, device="cpu")
+                error = self._judge(comm, int(order[step % count]), step) or error
+        raise_in_all(self._comms, error)
+
+    def _judge(
+        self, comm: Communicator, i: int, step: int, others: Sequence[str] = ()
+    ) -> ZerocastError | None:
+        """Cast a weight whole; return the error that says which ranks hold other bytes, the same on
+        all ranks of ``comm``, or None. ``others`` are names of weights in which ranks differ, too.
+        """
+        weights, weight = self._weights[comm], self._weights[comm][i]
+        places = [i]
+        if weight.amax_group is not None:
+            label = weight.amax_group
+            places += [k for k, w in enumerate(weights) if w.amax_group == label and k != i]
+        shards = [self._masters(comm, k) for k in places]
+        whole = cast_whole(comm, [weights[k] for k in places], shards)
+        attempt, found, left = Attempt(), None, ""
+        with attempt:
+            found = first_difference(weight, whole.storage)
+            if found is not None:
+                left = _leave_file(comm, weight, whole, found, step)
+        raise_together(comm, attempt.error)
+        everyone: list[tuple[Difference | None, str]] = comm.all_gather_object((found, left))
+        if all(each is None for each, _ in everyone):
+            return None
+        message = _message(weight, everyone)
+        if others:
+            more = f" and {len(others) - _WEIGHTS_NAMED} more" * (len(others) > _WEIGHTS_NAMED)
+            message += f" Ranks also differ in {', '.join(others[:_WEIGHTS_NAMED])}{more}."
+        return VerificationError(message)
+
+
+def verification_of(
+    mode: VerifyMode,
+    specs: Sequence[ShardSpec],
+    prepared: PreparedCast,
+    members: Mapping[Communicator, Sequence[int]],
+    owners: Mapping[Communicator, Owners],
+    tp_comms: Iterable[Communicator],
+) -> Verification:
+    """The verification of a plan's weights.
+
+    Args:
+        specs: the weights.
+        prepared: knows the masters that are cast.
+        members: by group the places of its weights.
+        owners: by group those of its members.
+        tp_comms: the groups that hold tensor-parallel shards.
+    """
+    weights: dict[Communicator, list[HeldWeight]] = {comm: [] for comm in members}
+    for comm, places in members.items() if mode != "off" else ():
+        for at, i in enumerate(places):
+            each = specs[i]
+            held = HeldWeight(each.name, each.storage, owners[comm].of_weight(at), each.amax_group)
+            weights[comm].append(held)
+    return Verification(mode, weights, tp_comms, lambda comm, at: prepared.bound[members[comm][at]])
+
+
+def _compared(weight: HeldWeight) -> list[torch.Tensor]:
+    """The buffers that every rank holds alike, but for what each derives for itself."""
+    buffers, derived = weight.storage.buffers, weight.storage.derived_names
+    return [buffers[name] for name in sorted(buffers) if name not in derived]
+
+
+def _vote(step: int, numbers: list[int]) -> int:
+    """A number of the step and of all digests."""
+    digest = hashlib.sha256(f"{step} {numbers}".encode()).digest()
+    return 1 + int.from_bytes(digest[:8], "big") % _MOST
+
+
+def _message(weight: HeldWeight, everyone: Sequence[tuple[Difference | None, str]]) -> str:
+    """Say which ranks hold what, and what the whole cast has there."""
+    ranks_of: dict[Difference, list[int]] = {}
+    right = [rank for rank, (found, _) in enumerate(everyone) if found is None]
+    for rank, (found, _) in enumerate(everyone):
+        if found is not None:
+            ranks_of.setdefault(found, []).append(rank)
+    told = []
+    for found, ranks in ranks_of.items():
+        owner = f", of the shard of rank {found.owner}" if found.owner >= 0 else ""
+        more = f", the first of {found.count} elements that differ," * (found.count > 1)
+        told.append(
+            f"{_ranks(ranks)} {_holds(ranks)} {found.held} at element {list(found.place)} of "
+            f"{found.buffer}{owner}{more} where the cast of the whole master has {found.cast}"
+        )
+    rest = f"; {_ranks(right)} {_holds(right)} what that cast has" if right else ""
+    if all(found.owner not in (-1, *ranks) for found, ranks in ranks_of.items()):
+        cause = "the codes of other ranks were not gathered, or changed since"
+    elif right:
+        cause = "it is stale there or was changed, or cast under another recipe"
+    else:
+        cause = "its owner cast under another recipe, or another master than it has now"
+    files = [left for _, left in everyone if left]
+    return (
+        f"{weight.name} {tuple(weight.storage.shape)} is not what its master is cast to: "
+        f"{'; '.join(told)}{rest}: {cause}. Do not go on with these weights; load the last "
+        f"checkpoint. python -m zerocast reproduce FILE repeats the cast: {', '.join(files)}."
+    )
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
+def _holds(ranks: Sequence[int]) -> str:
+    return "hold" if len(ranks) > 1 else "holds"
+
+
+def _leave_file(
+    comm: Communicator, weight: HeldWeight, whole: WholeCast, found: Difference, step: int
+) -> str:
+    """Write what repeats the cast into the working directory; return where it is, or why not."""
+    storage, tp_shard = weight.storage, weight.storage.tp_shard
+    name = re.sub(r"[^\w.-]+", "_", weight.name)
+    path = Path.cwd() / f"zerocast-fault-{name}-step{step}-rank{comm.rank}.safetensors"
+    fault = {
+        "numerics version": NUMERICS_VERSION,
+        "name": weight.name,
+        "shape": list(storage.shape),
+        "dtype": str(storage.dtype).removeprefix("torch."),
+        "scheme": describe_recipe(storage.recipe),
+        "step": step,
+        "rank": comm.rank,
+        "owners": [[rank, extent.start, extent.end] for rank, extent in weight.owners],
+        "ranks": comm.size,
+        "columnwise": storage.has_columnwise,
+        "grouped": weight.amax_group is not None,
+        "found": asdict(found),
+    }
+    if tp_shard is not None:
+        fault["tensor parallel shard"] = [
+            list(tp_shard.whole), tp_shard.dim, tp_shard.start, tp_shard.size,
+        ]  # fmt: skip
+    tensors = {"master": whole.master, "amaxes": whole.amaxes}
+    tensors |= {f"before/{name}": tensor for name, tensor in whole.before.items()}
+    tensors |= {f"held/{name}": tensor for name, tensor in storage.buffers.items()}
+    try:
+        fault["recipe"] = storage.recipe.text
+    except TypeError:  # it holds a function, which no file can: reproduce says so
+        fault["recipe"] = None
+    try:
+        write_fault(path, fault, tensors)
+    except OSError as error:
+        return f"rank {comm.rank} could not write {path} ({error})"
+    return str(path)

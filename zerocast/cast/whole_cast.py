@@ -1,0 +1,185 @@
+"""The oracle of a sharded cast: the weight cast whole by the reference, from its gathered master.
+
+It takes the memory of a whole FP32 master on every rank, and the time of plain torch: for a sample
+of the weights, or for the one that was found wrong.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from zerocast.backends import use_backend
+from zerocast.comm import Communicator
+from zerocast.formats import decode, unpack_nibbles
+from zerocast.layout import Extent
+from zerocast.tensors import QuantizedStorage
+from zerocast.tensors.quantize import quantize_into
+
+
+@dataclass(frozen=True, slots=True)
+class HeldWeight:
+    """A weight as this rank holds it when it is gathered, and who casts what of it.
+
+    Attributes:
+        name: what messages call it.
+        storage: its bytes, with what its recipe remembers.
+        owners: the ranks that own elements of it, and which.
+        amax_group: weights of a group of ranks with the same one share their tensor amax.
+    """
+
+    name: str
+    storage: QuantizedStorage
+    owners: Sequence[tuple[int, Extent]]
+    amax_group: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class WholeCast:
+    """A weight that was cast whole.
+
+    Attributes:
+        storage: what the cast made.
+        master: FP32, of the weight's shape, or of its tensor-parallel shard's.
+        before: what the recipe remembered before the cast, by name.
+        amaxes: int32, of the cast: of blocks and tensor, those of other weights and shards that
+            they are the largest of included.
+    """
+
+    storage: QuantizedStorage
+    master: torch.Tensor
+    before: dict[str, torch.Tensor]
+    amaxes: torch.Tensor
+
+
+def cast_whole(
+    comm: Communicator,
+    weights: Sequence[HeldWeight],
+    masters: Sequence[torch.Tensor | None],
+) -> WholeCast:
+    """Cast the first of ``weights`` whole. Collective over ``comm``, and over the ranks that hold
+    other tensor-parallel shards.
+
+    Args:
+        comm: the ranks that share the weights.
+        weights: one, and the others of its amax group.
+        masters: this rank's shard of each; None where it owns nothing.
+    """
+    shared: torch.Tensor | None = None  # the largest tensor amax of each matrix
+    for weight, master in list(zip(weights, masters, strict=True))[1:]:
+        whole = gather_master(comm, weight, master)
+        amaxes = cast_again(weight.storage, whole).amaxes.view(-1, weight.storage.amax_slots)
+        shared = amaxes[:, -1] if shared is None else torch.maximum(shared, amaxes[:, -1])
+    first = weights[0].storage
+    least = None
+    if shared is not None:
+        least = shared.new_zeros(len(shared), first.amax_slots)
+        least[:, -1] = shared
+    return cast_again(first, gather_master(comm, weights[0], masters[0]), least)
+
+
+def cast_again(
+    storage: QuantizedStorage, master: torch.Tensor, least: torch.Tensor | None = None
+) -> WholeCast:
+    """Repeat the latest cast of a weight from its whole master, by the reference, in memory of its
+    own; amaxes are at least ``least``, int32 as :attr:`WholeCast.amaxes`.
+    """
+    recipe = storage.recipe
+    made = QuantizedStorage.empty(
+        storage.shape, storage.dtype, recipe, storage.device,
+        columnwise=storage.has_columnwise, tp_shard=storage.tp_shard,
+    )  # fmt: skip
+    remembered = [name for name in (*recipe.state, "amax") if name in storage.buffers]
+    for name in remembered:
+        made.buffers[name].copy_(storage.buffers[name])
+    if recipe.state:
+        recipe.rewind(made.buffers)
+    before = {name: made.buffers[name].clone() for name in remembered}
+    with use_backend("reference"):
+        amaxes = quantize_into(made, master, least=None if least is None else least.view(-1))
+    return WholeCast(made, master, before, amaxes)
+
+
+def gather_master(
+    comm: Communicator, weight: HeldWeight, master: torch.Tensor | None
+) -> torch.Tensor:
+    """FP32, of the weight's shape: its whole master. Collective."""
+    device = weight.storage.device
+    places = dict(weight.owners)
+    counts = [places[rank].size if rank in places else 0 for rank in range(comm.size)]
+    begins = [0, *itertools.accumulate(counts)]
+    parts = torch.empty(begins[-1], dtype=torch.float32, device=device)
+    if counts[comm.rank]:
+        assert master is not None, weight.name
+        parts[begins[comm.rank] : begins[comm.rank + 1]] = master.detach().reshape(-1)
+    comm.all_gather_(parts, counts)
+    whole = torch.empty_like(parts)
+    for rank, extent in weight.owners:
+        whole[extent.start : extent.end] = parts[begins[rank] : begins[rank + 1]]
+    return whole.view(weight.storage.shape)
+
+
+# --- what differs ---
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The first element in which a weight differs from what was cast.
+
+    Attributes:
+        buffer: the name of the buffer.
+        place: its place there; codes of 4 bits are counted singly.
+        held, cast: the values, as text.
+        count: how many elements of the buffer differ.
+        owner: of rowwise codes the rank in whose shard the element is; -1 for other buffers.
+    """
+
+    buffer: str
+    place: tuple[int, ...]
+    held: str
+    cast: str
+    count: int
+    owner: int
+
+
+def first_difference(weight: HeldWeight, made: QuantizedStorage) -> Difference | None:
+    """Compare all buffers that ``weight`` has with those of ``made``."""
+    fmt = weight.storage.recipe.numerics.fmt
+    for name, held in weight.storage.buffers.items():
+        codes = name.endswith("_data")
+        pair = [_elements(each, fmt.bits if codes else 0) for each in (held, made.buffers[name])]
+        differ = (pair[0] != pair[1]).any(-1)
+        if not differ.any():
+            continue
+        at = int(differ.view(-1).nonzero()[0])
+        place = tuple(int(i) for i in torch.unravel_index(torch.tensor(at), differ.shape))
+        texts: list[str] = []
+        for each, buffer in zip(pair, (held, made.buffers[name]), strict=True):
+            element = each.reshape(-1, each.shape[-1])[at]
+            if codes:
+                texts.append(f"0x{int(element):X} ({float(decode(element, fmt)):g})")
+            else:
+                texts.append(_text(element.contiguous().view(buffer.dtype)[0]))
+        owner = next((r for r, e in weight.owners if e.start <= at < e.end), -1)
+        count = int(differ.sum())
+        return Difference(
+            name, place, texts[0], texts[1], count, owner if name == "rowwise_data" else -1
+        )
+    return None
+
+
+def _elements(buffer: torch.Tensor, code_bits: int) -> torch.Tensor:
+    """uint8 [*shape, bytes of an element] of a buffer, a nibble each where codes have 4 bits."""
+    if code_bits == 4:
+        return unpack_nibbles(buffer, 2 * buffer.shape[-1]).unsqueeze(-1)
+    return buffer.contiguous().view(-1).view(torch.uint8).view(*buffer.shape, buffer.itemsize)
+
+
+def _text(value: torch.Tensor) -> str:
+    """A scale, or what a recipe remembers, so that two that differ have other texts."""
+    if value.dtype == torch.float32:
+        return f"{value.item():.9g}"
+    return f"0x{value.item():02X}" if value.dtype == torch.uint8 else str(value.item())

@@ -1,0 +1,147 @@
+"""``python -m zerocast reproduce FILE``: a cast in which ranks differed, repeated here.
+
+The file is one that ``verify`` left (:mod:`zerocast.cast.fault_file`). The weight is cast whole by
+the reference and by this machine's backend, and from the same shards on as many threads; what the
+rank held is compared with them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zerocast.backends import use_backend
+from zerocast.cast import CastPlan
+from zerocast.cast.fault_file import read_fault
+from zerocast.cast.whole_cast import HeldWeight, first_difference
+from zerocast.comm import Communicator, SingleRank, run_in_process
+from zerocast.errors import InputError
+from zerocast.layout import Extent
+from zerocast.numerics import NUMERICS_VERSION
+from zerocast.recipes import NOMINAL_DTYPES, Recipe, recipe_from_text
+from zerocast.tensors import QuantizedStorage, QuantizedTensor, TensorParallelShard
+from zerocast.tensors.quantize import quantize_into
+
+
+class Fault:
+    """What a file holds.
+
+    Attributes:
+        described: the header's.
+        name: the weight's.
+        owners: the ranks that own elements of it, and which.
+        tensors: by name.
+
+    Raises:
+        InputError: where the cast cannot be repeated here.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.described, self.tensors = read_fault(path)
+        try:
+            self._read(self.described)
+        except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+            raise InputError(
+                f"{path} cannot be repeated: {type(error).__name__}: {error}."
+            ) from error
+
+    def _read(self, described: dict[str, Any]) -> None:
+        if described["numerics version"] != NUMERICS_VERSION:
+            raise InputError(
+                f"the fault is one of numerics version {described['numerics version']}, and this "
+                f"zerocast has {NUMERICS_VERSION}; install the version that wrote it."
+            )
+        if described["recipe"] is None:
+            raise InputError(
+                f"the recipe holds a function, which no file can: {described['scheme']}; the "
+                f"tensors of the file are those of safetensors."
+            )
+        self.name = str(described["name"])
+        self._recipe: Recipe = recipe_from_text(described["recipe"])
+        self._dtype = next(d for d in NOMINAL_DTYPES if str(d) == f"torch.{described['dtype']}")
+        self._shape = torch.Size(described["shape"])
+        self.owners = [(r, Extent(start, end)) for r, start, end in described["owners"]]
+        self._tp_shard: TensorParallelShard | None = None
+        if (place := described.get("tensor parallel shard")) is not None:
+            whole, dim, start, size = place
+            self._tp_shard = TensorParallelShard(torch.Size(whole), dim, start, size, SingleRank())
+        self.stands_alone = self._tp_shard is None and not described["grouped"]
+        self.held = self.weight()
+        held = {n.partition("/")[2]: t for n, t in self.tensors.items() if n.startswith("held/")}
+        for name in list(self.held.buffers):
+            if name in held:
+                self.held.buffers[name].copy_(held[name].view_as(self.held.buffers[name]))
+            else:
+                del self.held.buffers[name]
+        if self.tensors["master"].shape != self._shape:
+            raise InputError(f"its master must have shape {tuple(self._shape)}.")
+
+    def weight(self) -> QuantizedStorage:
+        """As it was before the cast."""
+        made = QuantizedStorage.empty(
+            self._shape, self._dtype, self._recipe, torch.device("cpu"),
+            columnwise=bool(self.described["columnwise"]), tp_shard=self._tp_shard,
+        )  # fmt: skip
+        for name, tensor in self.tensors.items():
+            kind, _, buffer = name.partition("/")
+            if kind == "before":
+                made.buffers[buffer].copy_(tensor)
+        return made
+
+    def cast_whole(self, backend: str) -> QuantizedStorage:
+        """By this backend."""
+        made = self.weight()
+        with use_backend(backend):
+            quantize_into(made, self.tensors["master"], least=self.tensors["amaxes"].view(-1))
+        return made
+
+    def cast_sharded(self) -> list[QuantizedStorage]:
+        """From the shards of the ranks, on threads; what each then holds."""
+        places, flat = dict(self.owners), self.tensors["master"].view(-1)
+
+        def on_rank(comm: Communicator) -> QuantizedStorage:
+            own, made = places.get(comm.rank), self.weight()
+            master = None if own is None else flat[own.start : own.end].clone()
+            plan = CastPlan([QuantizedTensor(made)], [master], [own and own.start], comm)
+            plan.cast()
+            plan.all_gather()
+            return made
+
+        return run_in_process(int(self.described["ranks"]), on_rank)
+
+
+def reproduce(path: Path) -> tuple[str, int]:
+    """Return what differs, as text, and the exit code: 1 where anything does."""
+    fault = Fault(path)
+    described = fault.described
+    expected = fault.cast_whole("reference")
+    lines = [
+        f"{fault.name} {tuple(described['shape'])} of {described['recipe']}, step "
+        f"{described['step']}, as rank {described['rank']} of {described['ranks']} held it"
+    ]
+    casts = {"held": [fault.held], "cast whole by the cpu backend": [fault.cast_whole("cpu")]}
+    if fault.stands_alone:
+        casts[f"cast from the shards of {described['ranks']} ranks"] = fault.cast_sharded()
+    faults = 0
+    for what, storages in casts.items():
+        for storage in storages:
+            found = first_difference(HeldWeight(fault.name, storage, fault.owners, None), expected)
+            if found is not None:
+                break
+        if found is None:
+            lines.append(f"{what}: the bytes that the reference casts")
+            continue
+        faults += 1
+        owner = f", of the shard of rank {found.owner}," if found.owner >= 0 else ""
+        lines.append(
+            f"{what}: {found.count} of {found.buffer} differ from what the reference casts: "
+            f"{found.held} at element {list(found.place)}{owner} where that is {found.cast}"
+        )
+    if faults == 1 and len(casts) > 1:
+        lines.append(
+            "This machine casts the right bytes, so memory, a transport, other code or another "
+            "recipe made those that were held."
+        )
+    return "\n".join(lines), int(faults > 0)
