@@ -10,28 +10,24 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import itertools
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
+from zerocast.cast.descriptions import check_descriptions, describe, describe_whole
 from zerocast.cast.shard_spec import ShardSpec
 from zerocast.comm import (
-    Attempt,
     Communicator,
     Group,
     agree,
     as_communicator,
-    lines_that_differ,
     raise_together,
 )
 from zerocast.errors import InputError, RankMismatchError, ZerocastError
 from zerocast.layout import NOTHING, Extent, Owners, check_partition
-from zerocast.numerics import NUMERICS_VERSION
-from zerocast.recipes import recipe_fields
-from zerocast.tensors import QuantizedStorage, QuantizedTensor
-from zerocast.tensors.tp_shard import LINES, check_tp_shards
+from zerocast.tensors import QuantizedTensor
+from zerocast.tensors.tp_shard import check_tp_shards
 
 
 def members_by_group(group: Group | Sequence[Group], weights: int) -> dict[Communicator, list[int]]:
@@ -160,7 +156,7 @@ def _exchange(
     error: ZerocastError | None = None,
 ) -> tuple[Owners, int]:
     """Compare and exchange within one group; return its owners and fingerprint."""
-    lines = _check_descriptions(comm, _describe, specs, options, error)
+    lines = check_descriptions(comm, describe, specs, options, error)
     owned = [
         [i, comm.rank, spec.extent.start, spec.extent.end]
         for i, spec in enumerate(specs)
@@ -185,7 +181,7 @@ def _exchange_tp_shards(
     """Compare and exchange within one tensor-parallel group; return the rows or columns of each
     rank's shards, and the fingerprint.
     """
-    lines = _check_descriptions(comm, _describe_whole, specs, options, None)
+    lines = check_descriptions(comm, describe_whole, specs, options, None)
     tp_shards = [spec.storage.tp_shard for spec in specs]
     places = check_tp_shards(
         comm, [r.name for r in specs], [tp_shard for tp_shard in tp_shards if tp_shard]
@@ -197,99 +193,6 @@ def _fingerprint(options: str, lines: Sequence[str], shards: torch.Tensor) -> in
     digest = hashlib.sha256("\n".join([options, *lines]).encode())
     digest.update(ctypes.string_at(shards.data_ptr(), shards.nbytes))
     return int.from_bytes(digest.digest()[:8], "big") % (2**31 - 2) + 1
-
-
-def _describe(spec: ShardSpec) -> str:
-    """What the ranks that share a weight have in common."""
-    storage = spec.storage
-    described = {"shape": str(tuple(storage.shape)), **_described(spec)}
-    if len(storage.cast_planes) > 1:
-        described["columnwise copy"] = "yes"  # amaxes and codes of its own, which are exchanged
-    if storage.tp_shard is not None:
-        described["tensor-parallel shard"] = str(storage.tp_shard)
-    return json.dumps(described)
-
-
-def _describe_whole(spec: ShardSpec) -> str:
-    """What the ranks that hold shards of a weight have in common."""
-    storage, tp_shard = spec.storage, spec.storage.tp_shard
-    assert tp_shard is not None
-    described = {
-        "shape": str(tuple(tp_shard.whole)),
-        "sharded dimension": LINES[tp_shard.dim],
-        **_described(spec),
-    }
-    if storage.has_columnwise:
-        described["columnwise copy"] = "yes"  # amaxes of it are exchanged
-    return json.dumps(described)
-
-
-def _described(spec: ShardSpec) -> dict[str, str]:
-    storage = spec.storage
-    described = {"name": spec.name} if spec.is_named else {}
-    described |= {"dtype": str(storage.dtype), "recipe": type(storage.recipe).__name__}
-    described |= recipe_fields(storage.recipe) | _state(storage)
-    if spec.amax_group is not None:
-        described["amax group"] = spec.amax_group
-    return described
-
-
-def _state(storage: QuantizedStorage) -> dict[str, str]:
-    """What casts have left in the weight and later casts go on from, as short texts."""
-    state = {}
-    for name in storage.recipe.state:
-        buffer = storage.buffers[name].cpu()
-        digest = hashlib.sha256(ctypes.string_at(buffer.data_ptr(), buffer.nbytes))
-        state[name] = f"#{digest.hexdigest()[:8]}"
-    return state
-
-
-def _check_descriptions(
-    comm: Communicator,
-    describe: Callable[[ShardSpec], str],
-    specs: Sequence[ShardSpec],
-    options: str,
-    error: ZerocastError | None,
-) -> list[str]:
-    """Compare the descriptions of this rank's weights with those of the others; return them."""
-    attempt, lines = Attempt(), [""]
-    with attempt:
-        lines = [describe(spec) for spec in specs]
-    common = json.dumps({"zerocast numerics version": str(NUMERICS_VERSION), "options": options})
-    by_rank = lines_that_differ(comm, [common, *lines], error or attempt.error)
-    if by_rank is None:
-        return lines
-    first = by_rank[0]
-    rank, theirs = next((r, lines) for r, lines in enumerate(by_rank) if lines != first)
-    if len(theirs) != len(first):
-        difference = f"rank 0 has {len(first) - 1} weights and rank {rank} has {len(theirs) - 1}"
-    else:
-        i = next(i for i, (a, b) in enumerate(zip(first, theirs, strict=True)) if a != b)
-        a, b = _differing(json.loads(first[i]), json.loads(theirs[i]))
-        place = "" if i == 0 else f" for weight {i - 1}{_name(first[i])}"
-        difference = f"rank 0 has {a} where rank {rank} has {b}{place}"
-        if sorted(theirs) == sorted(first):
-            difference += "; they hold the same weights in another order"
-    raise RankMismatchError(
-        "every rank must give the same weights in the same order with the same recipes and copies: "
-        f"{difference}."
-    )
-
-
-def _differing(a: dict[str, str], b: dict[str, str]) -> tuple[str, str]:
-    """The entries of both in which they differ; of two schemes no fields."""
-    keys = [key for key in a | b if a.get(key) != b.get(key)]
-    if "recipe" in keys:
-        keys = keys[: keys.index("recipe") + 1]
-    a_text, b_text = (
-        ", ".join(f"{key}={each.get(key, 'none')}" for key in keys) for each in (a, b)
-    )
-    return a_text, b_text
-
-
-def _name(line: str) -> str:
-    name = json.loads(line).get("name")
-    return "" if name is None else f", which rank 0 calls {name}"
 
 
 def _check_coverage(specs: Sequence[ShardSpec], owners: Owners, size: int) -> None:
