@@ -146,7 +146,7 @@ def _copies(storage: QuantizedStorage) -> Any:
 def _check_buffers(shard_spec: ShardSpec) -> None:
     """Raise :class:`InputError` where a buffer is no longer what the recipe says."""
     storage = shard_spec.storage
-    specs = storage.recipe.buffers(storage.shape, columnwise=storage.has_columnwise)
+    specs = storage.form.buffers
     for name, buffer in storage.buffers.items():
         spec = specs[name]
         problem = why_unusable(buffer, (spec.dtype,), buffer.device)

@@ -126,7 +126,7 @@ def _lines(
 def _state(storage: QuantizedStorage) -> dict[str, str]:
     """What casts have left in the weight and later casts go on from, as short texts."""
     state = {}
-    for name in storage.recipe.state:
+    for name in storage.form.state:
         buffer = storage.buffers[name].cpu()
         digest = hashlib.sha256(ctypes.string_at(buffer.data_ptr(), buffer.nbytes))
         state[name] = f"#{digest.hexdigest()[:8]}"

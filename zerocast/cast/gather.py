@@ -92,7 +92,7 @@ class CodeGather:
         self._chunks: list[_Chunk] = []
         self._counts = [0] * comm.size
         gathers = [plane in spec.storage.gathered for spec in specs]
-        formats = [spec.storage.recipe.numerics.fmt for spec in specs]
+        formats = [spec.storage.form.numerics.fmt for spec in specs]
         offset = 0
         for i, rank, start, end in owners.by_rank():
             if gathers[i]:
@@ -185,7 +185,7 @@ class CodeGather:
         for chunk in self._chunks:
             spec = self._specs[chunk.weight]
             stored = chunk.rank != self._comm.rank or self._plane in spec.codes
-            nibbles = spec.storage.recipe.numerics.fmt.bits == 4
+            nibbles = spec.storage.form.numerics.fmt.bits == 4
             head, tail = (int(nibbles and at % 2) for at in (chunk.extent.start, chunk.extent.end))
             first, last = chunk.first + head, chunk.last - tail
             if stored and first < last:

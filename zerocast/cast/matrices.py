@@ -32,7 +32,7 @@ class Matrices:
         self._specs, self.count = specs, 0
         self._of: list[range] = []  # by the place of a weight, the places of its matrices
         for spec in specs:
-            self._of.append(range(self.count, self.count + spec.storage.stack.numel()))
+            self._of.append(range(self.count, self.count + spec.storage.form.num_matrices))
             self.count = self._of[-1].stop
 
     def specs(self) -> list[ShardSpec]:
@@ -82,7 +82,7 @@ class Matrices:
         cut: list[torch.Tensor | None] = []
         for spec, master in zip(self._specs, masters, strict=True):
             if master is None or not spec.storage.stack:
-                cut += [master] * spec.storage.stack.numel()
+                cut += [master] * spec.storage.form.num_matrices
                 continue
             flat, start = master.view(-1), spec.extent.start
             for own in _extents(spec):
@@ -98,7 +98,7 @@ def _extents(spec: ShardSpec) -> list[Extent]:
 
 
 def _matrices(spec: ShardSpec) -> list[ShardSpec]:
-    storage, fmt = spec.storage, spec.storage.recipe.numerics.fmt
+    storage, fmt = spec.storage, spec.storage.form.numerics.fmt
     first = byte_span(fmt, spec.extent.start, spec.extent.end)[0]
     numel, found = storage.shape[-2:].numel(), list[ShardSpec]()
     for i, own in enumerate(_extents(spec)):

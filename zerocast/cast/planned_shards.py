@@ -38,5 +38,5 @@ def planned_shards(plan: CastPlan) -> list[PlannedShard]:
     for spec, master in zip(plan._specs, plan._prepared.bound, strict=True):
         weight = QuantizedTensor(spec.storage)
         found.append(PlannedShard(spec.name, weight, master, spec.extent, comms[first]))
-        first += spec.storage.stack.numel()
+        first += spec.storage.form.num_matrices
     return found

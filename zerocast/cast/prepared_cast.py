@@ -65,7 +65,8 @@ class PreparedCast:
         self.masters = Masters(self._matrices.count)
         self._is_in_graph = False
         self._in_graphs: list[CastSteps] = []  # which repeat them as long as the plan lives
-        self.rebind(master_weights)
+        self._check_overlap(master_weights)
+        self.bind(master_weights)
         self._prepare()
 
     def rebind(self, master_weights: Sequence[torch.Tensor | None]) -> None:
@@ -75,11 +76,14 @@ class PreparedCast:
             InputError: where they do not fit.
         """
         _check_rebind(self._specs, master_weights)
+        self._check_overlap(master_weights)
+        self.bind(master_weights)
+
+    def _check_overlap(self, master_weights: Sequence[torch.Tensor | None]) -> None:
         pairs = zip(self._specs, master_weights, strict=True)
         self.addresses.check_masters(
             [(spec.name, master) for spec, master in pairs if master is not None]
         )
-        self.bind(master_weights)
 
     def bind(self, master_weights: Sequence[torch.Tensor | None]) -> None:
         """Read these masters, which are known to fit, from now on."""
@@ -179,7 +183,7 @@ def _try_function(storage: QuantizedStorage) -> bool:
     """Whether a function of the caller's makes the weight's scales. It is called once, on a copy of
     what it will be given: :class:`InputError` where it does not give what it has to.
     """
-    numerics = storage.recipe.numerics
+    numerics = storage.form.numerics
     if not (isinstance(numerics, Float8DelayedNumerics) and callable(numerics.amax_compute_algo)):
         return False
     numerics.amax_by_callable(storage.matrices[0].buffers["amax_history"].clone())

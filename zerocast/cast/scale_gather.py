@@ -72,7 +72,7 @@ class ScaleGather:
         self.compact: dict[int, dict[str, torch.Tensor]] = {i: {} for i in storages}
         planes = {i: planes_by_owner(storage) for i, storage in storages.items()}
         places = list(storages)
-        dtypes = {i: storage.recipe.numerics.scale_dtype for i, storage in storages.items()}
+        dtypes = {i: storage.form.numerics.scale_dtype for i, storage in storages.items()}
         # Of each plane the ranks that own blocks, which, and where their scales arrive.
         segments: dict[tuple[int, str], list[tuple[int, range, int]]] = {
             (i, plane.name): [] for i in storages for plane in planes[i]

@@ -92,6 +92,8 @@ def check_specs(
             "amax_groups are patterns of the weights' names, got no names; give the plan names."
         )
     labels = amax_group_labels(amax_groups, names or ())
+    given = [weight for weight in model_weights if isinstance(weight, QuantizedTensor)]
+    QuantizedStorage.share_forms(weight.quantized_storage for weight in given)
     specs: list[ShardSpec] = []
     first_use: dict[int, str] = {}
     for i, weight in enumerate(model_weights):
@@ -175,7 +177,7 @@ def _shard_codes(
 
 def _check_buffer(name: str, storage: QuantizedStorage, extent: Extent, codes: Any) -> None:
     """Raise :class:`InputError` unless ``codes`` can receive the codes of ``extent``."""
-    first, last = byte_span(storage.recipe.numerics.fmt, extent.start, extent.end)
+    first, last = byte_span(storage.form.numerics.fmt, extent.start, extent.end)
     problem = why_unusable(codes, (torch.uint8,), storage.device)
     if problem is None and codes.numel() != last - first:
         problem = f"{codes.numel()} bytes"

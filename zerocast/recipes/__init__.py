@@ -5,6 +5,7 @@ from zerocast.recipes.fields import describe_recipe, recipe_fields
 from zerocast.recipes.float8_block_scaling import Float8BlockScaling
 from zerocast.recipes.float8_current_scaling import Float8CurrentScaling
 from zerocast.recipes.float8_rowwise_scaling import Float8RowwiseScaling
+from zerocast.recipes.form import Form
 from zerocast.recipes.format import Format, QParams
 from zerocast.recipes.mxfp4_block_scaling import MXFP4BlockScaling
 from zerocast.recipes.mxfp8_block_scaling import MXFP8BlockScaling

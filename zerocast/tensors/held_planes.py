@@ -7,10 +7,12 @@ each of its buffers. Each is cast, transposed and decoded as a weight of its own
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 from zerocast.layout import BlockGrid, Plane
-from zerocast.recipes import Recipe
+from zerocast.recipes import Form, Recipe
 from zerocast.tensors.tp_shard import TensorParallelShard
 
 
@@ -33,22 +35,39 @@ class HeldPlanes:
     ) -> None:
         self.shape, self.recipe, self.tp_shard = shape, recipe, tp_shard
         self._buffers = buffers
-        self._planes: dict[bool, tuple[Plane, ...]] = {}
+        self._form: Form | None = None
+
+    @property
+    def form(self) -> Form:
+        """What the recipe says of a weight of this shape."""
+        columnwise = self.has_columnwise
+        if self._form is None or self._form.columnwise != columnwise:
+            self._form = Form(self.recipe, self.shape, columnwise=columnwise)
+        return self._form
+
+    @staticmethod
+    def share_forms(weights: Iterable[HeldPlanes]) -> None:
+        """Let weights that are alike have one form between them: that takes less time and memory
+        than one each.
+        """
+        forms: dict[tuple[int, torch.Size, bool], Form] = {}
+        for weight in weights:
+            alike = id(weight.recipe), weight.shape, weight.has_columnwise
+            if alike not in forms:
+                forms[alike] = weight.form
+            weight._form = forms[alike]
 
     @property
     def planes(self) -> tuple[Plane, ...]:
         """The rowwise plane, and the columnwise one of a weight that holds one; of a stack those of
         each matrix.
         """
-        columnwise = self.has_columnwise
-        if columnwise not in self._planes:
-            self._planes[columnwise] = self.recipe.planes(self.shape, columnwise=columnwise)
-        return self._planes[columnwise]
+        return self.form.planes
 
     @property
-    def cast_planes(self) -> list[Plane]:
+    def cast_planes(self) -> tuple[Plane, ...]:
         """The planes whose codes a cast writes, the rowwise one first; they have amaxes."""
-        return [plane for plane in self.planes if plane.is_cast]
+        return self.form.cast_planes
 
     @property
     def grid(self) -> BlockGrid:
@@ -65,12 +84,12 @@ class HeldPlanes:
     @property
     def is_whole(self) -> bool:
         """Whether a cast finds here all that it writes; see :meth:`QuantizedStorage.whole`."""
-        return self.has_rowwise and all(name in self._buffers for name in self.recipe.state)
+        return self.has_rowwise and all(name in self._buffers for name in self.form.state)
 
     @property
     def has_scales(self) -> bool:
         """Whether a cast whose codes go elsewhere finds here all else that it writes."""
-        return all(name in self._buffers for name in ("rowwise_scale_inv", *self.recipe.state))
+        return all(name in self._buffers for name in ("rowwise_scale_inv", *self.form.state))
 
     @property
     def has_columnwise(self) -> bool:
@@ -85,19 +104,19 @@ class HeldPlanes:
     @property
     def gathered(self) -> tuple[str, ...]:
         """The names of the buffers that an all-gather moves."""
-        return tuple(plane.codes_name for plane in self.planes if plane.is_gathered)
+        return self.form.gathered
 
     @property
     def derived_names(self) -> tuple[str, ...]:
         """The names of the buffers that post-all-gather processing rebuilds."""
         if not self.has_rowwise or not self.shape.numel():
             return ()  # there is nothing that they could be derived from
-        return tuple(name for p in self.planes if p.is_derived for name in p.buffers)
+        return self.form.derived
 
     @property
     def stack(self) -> torch.Size:
         """The leading dimensions of a stack; none of a weight that is one tensor."""
-        return self.recipe.stack_of(self.shape)
+        return self.form.stack
 
     @property
     def amax_slots(self) -> int:

@@ -158,13 +158,15 @@ class QuantizedStorage(HeldPlanes):
         """The matrices of a stack, in order: what operands are made of. This storage itself where
         it is one tensor.
         """
-        return [self.matrix(i) for i in range(self.stack.numel())] if self.stack else [self]
+        return [self.matrix(i) for i in range(self.form.num_matrices)] if self.stack else [self]
 
     def matrix(self, index: int) -> QuantizedStorage:
         """Matrix ``index`` of a stack, around views of these buffers as they lie now."""
         dims = len(self.stack)
         buffers = {name: b.flatten(end_dim=dims - 1)[index] for name, b in self.buffers.items()}
-        return QuantizedStorage(self.shape[dims:], self.dtype, self.recipe, buffers)
+        matrix = QuantizedStorage(self.shape[dims:], self.dtype, self.recipe, buffers)
+        matrix._form = self.form.of_matrix
+        return matrix
 
     @property
     def originals(self) -> dict[str, torch.Tensor]:

@@ -91,7 +91,7 @@ def tensor_operand(
     )
     delayed, codes_start = recipe.delayed_state(buffers), 0
     if own_codes:
-        per_byte = 8 // recipe.numerics.fmt.bits
+        per_byte = 8 // storage.form.numerics.fmt.bits
         codes_start = extent.start // per_byte * per_byte
     return TensorOperand(
         planes,
@@ -169,7 +169,7 @@ def transposed_operand(
     """The transposed tensor, whose master is at ``slot``: what is cast into ``plane``. Its rows are
     whole bytes.
     """
-    buffers, whole = storage.buffers, plane.in_whole_bytes(storage.recipe.numerics.fmt.bits)
+    buffers, whole = storage.buffers, plane.in_whole_bytes(storage.form.numerics.fmt.bits)
     amaxes = block_amaxes(storage, amax, amax[-1:])
     given = amaxes[plane.name], buffers[plane.codes_name], buffers[plane.scales_name]
     return TensorOperand(

@@ -1,0 +1,46 @@
+"""Form: what a recipe says of a weight of some shape, worked out once for all weights alike."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import torch
+
+from zerocast.recipes.recipe import BufferSpec, Recipe
+
+
+class Form:
+    """How weights of one recipe and one shape are stored, with or without a columnwise copy.
+
+    Attributes:
+        recipe, shape, columnwise: as given.
+        numerics, state, has_one_block: those of the recipe.
+        stack: the leading dimensions of a stack; none of a weight that is one tensor.
+        num_matrices: how many matrices are quantized by themselves.
+        planes: the planes of a weight, the rowwise one first; of a stack those of each matrix.
+        cast_planes: those whose codes a cast writes; they have amaxes.
+        gathered: the names of the buffers that an all-gather moves.
+        derived: the names of the buffers that are made from others after it.
+    """
+
+    def __init__(self, recipe: Recipe, shape: torch.Size, *, columnwise: bool) -> None:
+        self.recipe, self.shape, self.columnwise = recipe, shape, columnwise
+        self.numerics, self.state = recipe.numerics, recipe.state
+        self.has_one_block = recipe.has_one_block
+        self.stack = recipe.stack_of(shape)
+        self.num_matrices = self.stack.numel()
+        self.planes = recipe.planes(shape, columnwise=columnwise)
+        self.cast_planes = tuple(plane for plane in self.planes if plane.is_cast)
+        self.gathered = tuple(plane.codes_name for plane in self.planes if plane.is_gathered)
+        self.derived = tuple(name for p in self.planes if p.is_derived for name in p.buffers)
+
+    @cached_property
+    def buffers(self) -> dict[str, BufferSpec]:
+        """:meth:`Recipe.buffers` of the shape."""
+        return self.recipe.buffers(self.shape, columnwise=self.columnwise)
+
+    @cached_property
+    def of_matrix(self) -> Form:
+        """That of each matrix of a stack."""
+        shape = self.shape[len(self.stack) :]
+        return Form(self.recipe, shape, columnwise=self.columnwise)
