@@ -143,7 +143,7 @@ def why_no_memory(tensor: torch.Tensor) -> str | None:
         return problem
     if torch._is_functional_tensor(tensor):
         return _TRANSFORMED
-    if tensor.device.type == "meta":
+    if tensor.is_meta:
         return "a tensor on the meta device, which holds no values; move it by to_empty and fill it"
     if tensor.is_neg() or tensor.is_conj():
         return (

@@ -9,7 +9,9 @@ Masters' addresses and dtypes are looked up when it runs, so they may be re-boun
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
+from array import array
 from collections.abc import Sequence
 from dataclasses import replace
 from threading import get_ident
@@ -192,8 +194,8 @@ os.register_at_fork(after_in_child=_note_fork)
 
 
 def _table(rows: list[list[int]]) -> ctypes.Array[ctypes.c_int64]:
-    fields = [field for row in rows for field in row]
-    return (ctypes.c_int64 * len(fields))(*fields)
+    fields = array("q", itertools.chain.from_iterable(rows))
+    return (ctypes.c_int64 * len(fields)).from_buffer(fields)
 
 
 def _cast_rows(operands: Sequence[TensorOperand], masters: Masters) -> list[list[int]]:

@@ -78,7 +78,7 @@ class Addresses:
         self.written = [] if self.is_trusting else counted_by_torch([*self._weights, *codes])
         self._pointers = list(map(torch.Tensor.data_ptr, self._buffers))
         self._ranges = _disjoint(self._specs)
-        self._starts = [start for start, _, _ in self._ranges]
+        self._starts = [start for start, *_ in self._ranges]
 
     def have_moved(self) -> bool:
         """Whether a weight's buffer, or a caller's for its codes, lies elsewhere than when it was
@@ -116,7 +116,7 @@ class Addresses:
             if master.numel() and at >= 0 and self._ranges[at][1] > start:
                 raise InputError(
                     f"{name}: the master weight must not share memory with what the cast writes, "
-                    f"got one that overlaps {self._ranges[at][2]}; give it memory of its own."
+                    f"got one that overlaps {_named(self._ranges[at])}; give it memory of its own."
                 )
 
     def _refuse_other_weights(self) -> None:
@@ -159,37 +159,45 @@ def _check_buffers(shard_spec: ShardSpec) -> None:
             )
 
 
-def _disjoint(specs: Sequence[ShardSpec]) -> list[tuple[int, int, str]]:
-    """List start, end and name of all memory that casts and gathers of these weights write, by
-    start.
+_Range = tuple[int, int, str, str]
+"""Start and end of a buffer, its name and that of its weight."""
+
+
+def _disjoint(specs: Sequence[ShardSpec]) -> list[_Range]:
+    """List all memory that casts and gathers of these weights write, by start.
 
     Raises:
         InputError: where two of them overlap.
     """
-    ranges: list[tuple[int, int, str]] = []
+    ranges: list[_Range] = []
     for shard_spec in specs:
-        for name, buffer in shard_spec.storage.buffers.items():
-            ranges.append(_range(buffer, f"{name} of {shard_spec.name}"))
+        buffers = shard_spec.storage.buffers
+        ranges += [_range(buffer, name, shard_spec) for name, buffer in buffers.items()]
         for plane, codes in shard_spec.codes.items():
-            own = _range(codes, f"fsdp_shard_model_weights of {shard_spec.name}")
-            whole = shard_spec.storage.buffers.get(plane)
+            own = _range(codes, "fsdp_shard_model_weights", shard_spec)
+            whole = buffers.get(plane)
             # A shard's codes may be received where the gather puts them.
-            if whole is None or not _lies_in(own, _range(whole, "")):
+            if whole is None or not _lies_in(own, _range(whole, plane, shard_spec)):
                 ranges.append(own)
     ranges = sorted(each for each in ranges if each[0] < each[1])
-    for (_, end, name), (start, _, other) in itertools.pairwise(ranges):
-        if start < end:
+    for one, other in itertools.pairwise(ranges):
+        if other[0] < one[1]:
             raise InputError(
-                f"each weight of a cast must have memory of its own, got {name} and {other} that "
-                "overlap; give each its own slice (zerocast.replace_raw_data)."
+                f"each weight of a cast must have memory of its own, got {_named(one)} and "
+                f"{_named(other)} that overlap; give each its own slice "
+                "(zerocast.replace_raw_data)."
             )
     return ranges
 
 
-def _range(tensor: torch.Tensor, name: str) -> tuple[int, int, str]:
+def _range(tensor: torch.Tensor, name: str, shard_spec: ShardSpec) -> _Range:
     start = tensor.data_ptr()
-    return start, start + tensor.nbytes, name
+    return start, start + tensor.nbytes, name, shard_spec.name
 
 
-def _lies_in(inner: tuple[int, int, str], outer: tuple[int, int, str]) -> bool:
+def _named(given: _Range) -> str:
+    return f"{given[2]} of {given[3]}"
+
+
+def _lies_in(inner: _Range, outer: _Range) -> bool:
     return outer[0] <= inner[0] and inner[1] <= outer[1]

@@ -32,9 +32,6 @@ from zerocast.tensors.weight_operands import Amaxes
 ExchangeKind = Literal["full", "boundary"]
 """What ranks exchange before a cast; see the note above."""
 
-TENSOR = "tensor"
-"""Stands for the tensor's amax where planes are named."""
-
 
 def is_boundary(exchange: ExchangeKind) -> bool:
     """Whether the exchange is the boundary one; :class:`InputError` where it is none."""
@@ -45,7 +42,7 @@ def is_boundary(exchange: ExchangeKind) -> bool:
 
 def planes_by_owner(storage: QuantizedStorage) -> list[Plane]:
     """The planes whose scales their owners make in a boundary exchange."""
-    if storage.recipe.has_one_block or not storage.shape.numel():
+    if storage.form.has_one_block or not storage.shape.numel():
         return []
     return [plane for plane in storage.cast_planes if not storage.spans_tp_shards(plane)]
 
@@ -68,7 +65,6 @@ class AmaxBuffers:
         reduced: int32, what ranks reduce: of each group the amaxes of its weights (of each the
             planes that all ranks make scales of, then the tensor), then those of cut blocks.
         of_group: by group its range of ``reduced``.
-        places: by weight, and by the name of a plane or :data:`TENSOR`, the ranges of ``reduced``.
     """
 
     def __init__(
@@ -82,9 +78,10 @@ class AmaxBuffers:
         *,
         boundary: bool,
     ) -> None:
-        self.places: list[dict[str, range]] = [{} for _ in storages]
-        # By weight and plane the blocks whose amaxes are kept, and where.
-        kept_of: list[dict[str, tuple[range, int]]] = [{} for _ in storages]
+        # Of the amaxes of each plane and tensor that are reduced, and that are kept; and by weight
+        # and plane the blocks that the latter begin with.
+        sizes, kept_sizes = list[int](), list[int]()
+        first_blocks: list[dict[str, int]] = [{} for _ in storages]
         group_sizes: list[int] = []
         place = kept = 0
         kept_cut, reduced_cut = [], []
@@ -92,23 +89,25 @@ class AmaxBuffers:
             begin, firsts = place, []
             grids: list[tuple[int, BlockGrid]] = []  # of planes by owner
             for at, i in enumerate(indices):
-                by_owner = planes_by_owner(storages[i]) if boundary else []
+                by_owner = planes_by_owner(storages[i]) if boundary else ()
                 for plane in storages[i].cast_planes:
                     if plane in by_owner:
                         blocks = plane.grid.touched(extents[i])
-                        kept_of[i][plane.name] = blocks, kept
+                        first_blocks[i][plane.name] = blocks.start
                         grids.append((at, plane.grid))
                         firsts.append(kept - blocks.start)
+                        kept_sizes.append(len(blocks))
                         kept += len(blocks)
-                    elif not storages[i].recipe.has_one_block:
-                        self.places[i][plane.name] = range(place, place + plane.grid.num_blocks)
-                        place += plane.grid.num_blocks
-                self.places[i][TENSOR] = range(place, place + 1)
+                    elif not storages[i].form.has_one_block:
+                        sizes.append(plane.grid.num_blocks)
+                        place += sizes[-1]
+                sizes.append(1)
                 place += 1
             cut = CutBlocks(grids, owners[comm])
             which, block, entry = cut.of_rank(comm.rank)
             kept_cut.append(torch.tensor(firsts, dtype=torch.int64, device="cpu")[which] + block)
             reduced_cut.append(entry + place)
+            sizes.append(cut.count)
             place += cut.count
             group_sizes.append(place - begin)
         self.reduced = torch.zeros(place, dtype=torch.int32, device=device)
@@ -118,30 +117,23 @@ class AmaxBuffers:
         self._kept_cut = torch.cat([nothing, *kept_cut]).to(device)
         self._reduced_cut = torch.cat([nothing, *reduced_cut]).to(device)
 
-        leaders: dict[str, range] = {}
-        for i, label in enumerate(labels):
-            if label is not None and storages[i].recipe.scales_tensor:
-                self.places[i][TENSOR] = leaders.setdefault(label, self.places[i][TENSOR])
-        self.tensor_amaxes = [self.entries(places[TENSOR]) for places in self.places]
-        self.amaxes = list(map(self._amaxes, storages, self.places, kept_of))
-
-    def _amaxes(
-        self,
-        storage: QuantizedStorage,
-        places: Mapping[str, range],
-        kept_of: Mapping[str, tuple[range, int]],
-    ) -> Amaxes:
-        tensor = self.entries(places[TENSOR])
-        if storage.recipe.has_one_block:
-            return Amaxes(tensor, {"rowwise": tensor}, {})
-        blocks = {name: self.entries(each) for name, each in places.items() if name != TENSOR}
-        for name, (numbers, start) in kept_of.items():
-            blocks[name] = self._kept[start : start + len(numbers)]
-        return Amaxes(tensor, blocks, {name: each.start for name, (each, _) in kept_of.items()})
-
-    def entries(self, places: range) -> torch.Tensor:
-        """The entries of ``reduced`` at ``places``."""
-        return self.reduced[places.start : places.stop]
+        reduced, own = iter(self.reduced.split(sizes)), iter(self._kept.split(kept_sizes))
+        leaders: dict[str, torch.Tensor] = {}
+        found: dict[int, tuple[torch.Tensor, Amaxes]] = {}
+        for indices in members.values():
+            for i in indices:
+                storage, label, by_plane = storages[i], labels[i], dict[str, torch.Tensor]()
+                for plane in () if storage.form.has_one_block else storage.cast_planes:
+                    by_plane[plane.name] = next(own if plane.name in first_blocks[i] else reduced)
+                tensor = next(reduced)
+                if label is not None and storage.recipe.scales_tensor:
+                    tensor = leaders.setdefault(label, tensor)
+                if storage.form.has_one_block:
+                    by_plane["rowwise"] = tensor
+                found[i] = tensor, Amaxes(tensor, by_plane, first_blocks[i])
+            next(reduced)  # those of cut blocks
+        self.tensor_amaxes = [found[i][0] for i in range(len(storages))]
+        self.amaxes = [found[i][1] for i in range(len(storages))]
 
     @property
     def tensors(self) -> list[torch.Tensor]:

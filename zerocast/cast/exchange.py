@@ -24,7 +24,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from zerocast.cast.amax_buffers import TENSOR, AmaxBuffers
+from zerocast.cast.amax_buffers import AmaxBuffers
 from zerocast.comm import Communicator
 from zerocast.layout import Extent, Owners, SharedBlocks
 from zerocast.numerics import FourOverSixErrors
@@ -136,13 +136,14 @@ class Exchange:
         """
         entries: dict[int, None] = {}
         for i in indices:
-            recipe, places = storages[i].recipe, self.buffers.places[i]
-            for plane in storages[i].cast_planes:
-                if storages[i].spans_tp_shards(plane):
-                    name = TENSOR if recipe.has_one_block else plane.name
-                    entries |= dict.fromkeys(places[name])
-            if recipe.scales_tensor:
-                entries |= dict.fromkeys(places[TENSOR])
+            storage, amaxes = storages[i], self.buffers.amaxes[i]
+            shared = [p.name for p in storage.cast_planes if storage.spans_tp_shards(p)]
+            pieces = [amaxes.blocks[name] for name in shared]
+            if storage.recipe.scales_tensor:
+                pieces.append(self.buffers.tensor_amaxes[i])
+            for piece in pieces:
+                first = piece.storage_offset()
+                entries |= dict.fromkeys(range(first, first + piece.numel()))
         return list(entries)
 
     def follow_stream(self, others: Iterable[torch.Tensor] = ()) -> None:

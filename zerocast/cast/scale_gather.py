@@ -73,48 +73,53 @@ class ScaleGather:
         planes = {i: planes_by_owner(storage) for i, storage in storages.items()}
         places = list(storages)
         dtypes = {i: storage.form.numerics.scale_dtype for i, storage in storages.items()}
-        # Of each plane the ranks that own blocks, which, and where their scales arrive.
+        # Of each plane the ranks that own blocks, and which; of each of these the bytes that its
+        # scales take, and those that fill words up after them.
         segments: dict[tuple[int, str], list[tuple[int, range, int]]] = {
             (i, plane.name): [] for i in storages for plane in planes[i]
         }
         self._counts = [0] * comm.size
-        end = 0
+        sizes: list[int] = []
         for at, rank, start, stop in owners.by_rank():
             i = places[at]
             for plane in planes[i]:
                 blocks = plane.grid.owned(Extent(start, stop))
-                segments[i, plane.name].append((rank, blocks, end))
-                nbytes = round_up(len(blocks) * dtypes[i].itemsize, _ALIGNMENT)
-                self._counts[rank] += nbytes
-                end += nbytes
-        self._gathered = torch.zeros(end, dtype=torch.uint8, device=storages[places[0]].device)
+                segments[i, plane.name].append((rank, blocks, len(sizes)))
+                nbytes = len(blocks) * dtypes[i].itemsize
+                rounded = round_up(nbytes, _ALIGNMENT)
+                sizes += nbytes, rounded - nbytes
+                self._counts[rank] += rounded
+        device = storages[places[0]].device
+        self._gathered = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
+        arrived = self._gathered.split(sizes)
         self._pieces: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])  # to, from
         for (i, name), of_plane in segments.items():
-            self._find(i, name, dtypes[i], of_plane)
+            found = [(rank, blocks, arrived[at].view(dtypes[i])) for rank, blocks, at in of_plane]
+            self._find(i, name, dtypes[i], found)
 
     def _find(
         self,
         i: int,
         name: str,
         dtype: torch.dtype,
-        segments: Sequence[tuple[int, range, int]],
+        segments: Sequence[tuple[int, range, torch.Tensor]],
     ) -> None:
         """Find the scales of one plane where its ``segments`` arrive: of each its rank, its blocks
-        and its first byte.
+        and the memory.
         """
-        total = sum(len(blocks) for _, blocks, _ in segments)
-        whole = None
-        if len(segments) > 1:
-            whole = torch.zeros(total, dtype=dtype, device=self._gathered.device)
         self.own[i][name] = OwnScales(range(0), self._gathered[:0].view(dtype))
-        for rank, blocks, first in segments:
-            arrived = self._gathered[first : first + len(blocks) * dtype.itemsize].view(dtype)
+        for rank, blocks, arrived in segments:
             if rank == self._comm.rank:
                 self.own[i][name] = OwnScales(blocks, arrived)
-            if whole is not None:
-                self._pieces[0].append(whole[blocks.start : blocks.stop])
-                self._pieces[1].append(arrived)
-        self.compact[i][name] = arrived if whole is None else whole
+        if len(segments) == 1:
+            self.compact[i][name] = segments[0][2]
+            return
+        total = sum(len(blocks) for _, blocks, _ in segments)
+        whole = torch.zeros(total, dtype=dtype, device=self._gathered.device)
+        for _, blocks, arrived in segments:
+            self._pieces[0].append(whole[blocks.start : blocks.stop])
+            self._pieces[1].append(arrived)
+        self.compact[i][name] = whole
 
     @property
     def tensors(self) -> list[torch.Tensor]:

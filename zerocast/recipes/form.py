@@ -13,7 +13,7 @@ class Form:
     """How weights of one recipe and one shape are stored, with or without a columnwise copy.
 
     Attributes:
-        recipe, shape, columnwise: as given.
+        recipe, shape: as given.
         numerics, state, has_one_block: those of the recipe.
         stack: the leading dimensions of a stack; none of a weight that is one tensor.
         num_matrices: how many matrices are quantized by themselves.
@@ -24,7 +24,7 @@ class Form:
     """
 
     def __init__(self, recipe: Recipe, shape: torch.Size, *, columnwise: bool) -> None:
-        self.recipe, self.shape, self.columnwise = recipe, shape, columnwise
+        self.recipe, self.shape, self._columnwise = recipe, shape, columnwise
         self.numerics, self.state = recipe.numerics, recipe.state
         self.has_one_block = recipe.has_one_block
         self.stack = recipe.stack_of(shape)
@@ -37,10 +37,10 @@ class Form:
     @cached_property
     def buffers(self) -> dict[str, BufferSpec]:
         """:meth:`Recipe.buffers` of the shape."""
-        return self.recipe.buffers(self.shape, columnwise=self.columnwise)
+        return self.recipe.buffers(self.shape, columnwise=self._columnwise)
 
     @cached_property
     def of_matrix(self) -> Form:
         """That of each matrix of a stack."""
         shape = self.shape[len(self.stack) :]
-        return Form(self.recipe, shape, columnwise=self.columnwise)
+        return Form(self.recipe, shape, columnwise=self._columnwise)

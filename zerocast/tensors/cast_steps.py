@@ -70,10 +70,7 @@ class CastSteps:
         self._launches: dict[str, list[Launch]] = {step: [] for step in STEPS}
         self.writes_early = self.chooses_scales = False
         if backend.reads_once and not judges_amaxes:
-            operands = [
-                (storage, replace(operand, whole=whole_rows_of(storage, operand)))
-                for storage, operand in operands
-            ]
+            operands = [(storage, _read_once(storage, operand)) for storage, operand in operands]
         by_recipe: dict[Recipe, list[int]] = {}
         for i, (storage, _) in enumerate(operands):
             by_recipe.setdefault(storage.recipe, []).append(i)
@@ -126,6 +123,12 @@ class CastSteps:
             self.chooses_scales = True
             launches["partial_select"].append(backend.partial_select(numerics, operands, masters))
             launches["select"].append(backend.select(numerics, operands))
+
+
+def _read_once(storage: QuantizedStorage, operand: TensorOperand) -> TensorOperand:
+    """The operand with what one pass measures and casts of it."""
+    whole = whole_rows_of(storage, operand)
+    return replace(operand, whole=whole) if whole else operand
 
 
 def whole_rows_of(storage: QuantizedStorage, operand: TensorOperand) -> Extent:

@@ -35,14 +35,13 @@ class HeldPlanes:
     ) -> None:
         self.shape, self.recipe, self.tp_shard = shape, recipe, tp_shard
         self._buffers = buffers
-        self._form: Form | None = None
+        self._form: Form | None = None  # None again where a columnwise copy comes or goes
 
     @property
     def form(self) -> Form:
         """What the recipe says of a weight of this shape."""
-        columnwise = self.has_columnwise
-        if self._form is None or self._form.columnwise != columnwise:
-            self._form = Form(self.recipe, self.shape, columnwise=columnwise)
+        if self._form is None:
+            self._form = Form(self.recipe, self.shape, columnwise=self.has_columnwise)
         return self._form
 
     @staticmethod

@@ -132,6 +132,7 @@ class QuantizedStorage(HeldPlanes):
         for name in names:
             del self.buffers[name]
         if names:
+            self._form = None
             self.bump_buffers_version()
 
     @property
@@ -144,6 +145,7 @@ class QuantizedStorage(HeldPlanes):
     def add_columnwise(self) -> None:
         """Make room for a columnwise copy, unfilled, that is not there and can be derived."""
         self.buffers.update(self._lacking(self.buffers, columnwise=True))
+        self._form = None
         self.bump_buffers_version()
 
     @property

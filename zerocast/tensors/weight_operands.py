@@ -113,6 +113,8 @@ def scale_operand(operand: TensorOperand, own: Mapping[str, OwnScales]) -> Tenso
     planes in ``own``, by name, this rank makes its own scales alone, and those that are derived
     from them are expanded after the gather.
     """
+    if not own:
+        return operand
     planes = [
         _compact(operand, each, own[each.plane.name]) if each.plane.name in own else each
         for each in operand.scaled_planes
@@ -132,7 +134,7 @@ def _compact(operand: TensorOperand, buffers: PlaneBuffers, own: OwnScales) -> P
     """
     assert buffers.block_amax is not None
     grid = BlockGrid(1, max(len(own.blocks), 1), 1, 1)
-    plane = replace(buffers.plane, block=(1, 1), scales=ScaleLayout(grid))
+    plane = Plane(buffers.plane.name, buffers.plane.source, (1, 1), ScaleLayout(grid))
     if not own.blocks:
         return PlaneBuffers(plane, operand.tensor_amax)
     first = own.blocks.start - buffers.first_block
@@ -151,8 +153,7 @@ def expand_operand(
     for plane in storage.planes:
         scales, scale_inv = plane.scales, storage.buffers.get(plane.scales_name)
         if scale_inv is not None and _amaxes_of(plane) in compact:
-            scales = scales.of_transposed() if plane.is_derived else scales
-            seen = replace(plane, scales=scales)
+            seen = replace(plane, scales=scales.of_transposed()) if plane.is_derived else plane
             made_from = compact[_amaxes_of(plane)]
             planes.append(PlaneBuffers(seen, scale_inv=scale_inv, compact=made_from))
     return TensorOperand(tuple(planes)) if planes else None
