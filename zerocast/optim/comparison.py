@@ -6,7 +6,7 @@ optimizer, and the weights that it steps without casting them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from zerocast.comm import Communicator, lines_that_differ
@@ -33,15 +33,20 @@ def check_same_optimizer(
     Raises:
         RankMismatchError: on every rank, naming both sides of the first disagreement.
     """
+    recipes = {id(w.storage.recipe): w.storage.recipe for w in weights if w.storage is not None}
+    texts = {key: describe_recipe(recipe) for key, recipe in recipes.items()}
     stored = [
-        f"{w.name}: {tuple(w.param.shape)} of {_stored(w)} in param_groups[{w.group}]"
+        f"{w.name}: {tuple(w.param.shape)} of {_stored(w, texts)} in param_groups[{w.group}]"
         for w in weights
     ]
+    named = all("param_names" in group for group in param_groups if group["params"])
     check_same(
         comm,
-        [optimizer, *option_lines(param_groups), *stored],
+        [f"{optimizer}, {named=}", *option_lines(param_groups), *stored],
         "every rank must optimize the same weights in the same order with the same options",
     )
+    if named:
+        return
     # Without names two weights of one shape look alike, and only their values tell their order.
     values = value_digests(weights)
     lines = [f"{tuple(w.param.shape)} {v}" for w, v in zip(weights, values, strict=True)]
@@ -58,11 +63,11 @@ def check_same_optimizer(
                 )
 
 
-def _stored(weight: Weight) -> str:
+def _stored(weight: Weight, recipes: Mapping[int, str]) -> str:
+    """How it is stored; ``recipes`` are the texts of all recipes."""
     storage = weight.storage
     if storage is None:
         return str(weight.param.dtype)
     columnwise = "with" if storage.has_columnwise else "without"
     group = "" if storage.amax_group is None else f", amax group {storage.amax_group}"
-    recipe = describe_recipe(storage.recipe)
-    return f"{recipe}, {storage.dtype}, {columnwise} a columnwise copy{group},"
+    return f"{recipes[id(storage.recipe)]}, {storage.dtype}, {columnwise} a columnwise copy{group},"

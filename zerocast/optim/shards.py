@@ -188,7 +188,8 @@ class ShardedWeights:
         stays.
         """
         for i in indices:
-            restart_master(self.weights[i], self.master(i), self.own[i].extent)
+            if self.own[i].extent:
+                restart_master(self.weights[i], self.master(i), self.own[i].extent)
             if self.whole is not None and i in self.whole:
                 whole = self.whole[i].view(-1)
                 restart_master(self.weights[i], whole, Extent(0, whole.numel()))

@@ -135,6 +135,9 @@ def collect_weights(param_groups: Sequence[dict[str, Any]]) -> list[Weight]:
             cast can fill, two weights that share memory, or none.
     """
     weights = []
+    given = (param for group in param_groups for param in group["params"])
+    quantized = [param for param in given if isinstance(param, QuantizedTensor)]
+    QuantizedStorage.share_forms(param.quantized_storage for param in quantized)
     for g, group in enumerate(param_groups):
         places = [f"param_groups[{g}]['params'][{i}]" for i in range(len(group["params"]))]
         names = group.get("param_names", places)

@@ -324,11 +324,16 @@ def replace_raw_data(
         new["columnwise_data"] = _raw_data(
             "new_columnwise_data", storage, "columnwise_data", new_columnwise_data
         )
-    # Copies first, because a new buffer may overlap an old one.
-    codes = {name: storage.buffers[name].clone() for name in new}
+    old = {name: storage.buffers[name] for name in new}
+    if {_memory_of(each) for each in old.values()} & {_memory_of(each) for each in new.values()}:
+        old = {name: codes.clone() for name, codes in old.items()}  # they may overlap
     for name, buffer in new.items():
-        buffer.copy_(codes[name])
+        buffer.copy_(old[name])
         storage.replace(name, buffer)
+
+
+def _memory_of(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def _raw_data(
