@@ -55,7 +55,8 @@ class ChangedWeightError(ZerocastError, RuntimeError):
 
 class UnfinishedStepError(ZerocastError, RuntimeError):
     """A step of an optimizer failed after it had begun to change masters, so masters, optimizer
-    state and weights belong to different steps.
+    state and weights belong to different steps. Or a weight was read whose cast or all-gather
+    failed after it had begun to write, so that it holds parts of two casts.
     """
 
 
@@ -63,6 +64,16 @@ class VerificationError(ZerocastError, RuntimeError):
     """Ranks hold other bytes of a weight than they should: a fault of memory, of a transport, or of
     code. The weights are not to be used.
     """
+
+
+class PeerFailedError(ZerocastError, RuntimeError):
+    """A collective did not end, because another rank raised, ended, or gave up waiting. Whatever it
+    was to write is not to be used, and its group makes no further collective.
+    """
+
+
+class PeerTimeoutError(PeerFailedError, TimeoutError):
+    """A collective did not end within the communicator's timeout."""
 
 
 class DeltaError(ZerocastError, ValueError):

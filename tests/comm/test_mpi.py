@@ -16,7 +16,7 @@ on_ranks = pytest.mark.mpi(min_size=MPI_RANKS)
 
 
 def limited_world(limit: int):
-    """COMM_WORLD of an MPI library whose counts end at ``limit``: it refuses larger ones."""
+    """The world of an MPI library whose counts end at ``limit``: it refuses larger ones."""
     from mpi4py import MPI
 
     class Limited(MPI.Intracomm):
@@ -25,18 +25,18 @@ def limited_world(limit: int):
             total = sum(counts) if isinstance(counts, list) else counts
             assert total <= limit, f"{total} items in one call, the limit is {limit}"
 
-        def Allreduce(self, sendbuf, recvbuf, op):
+        def Iallreduce(self, sendbuf, recvbuf, op):
             self._check(recvbuf)
-            super().Allreduce(sendbuf, recvbuf, op)
+            return super().Iallreduce(sendbuf, recvbuf, op)
 
-        def Allgatherv(self, sendbuf, recvbuf):
+        def Iallgatherv(self, sendbuf, recvbuf):
             self._check(recvbuf)
-            super().Allgatherv(sendbuf, recvbuf)
+            return super().Iallgatherv(sendbuf, recvbuf)
 
-        def Reduce_scatter_block(self, sendbuf, recvbuf, op):
+        def Ireduce_scatter_block(self, sendbuf, recvbuf, op):
             memory, count, kind = recvbuf
             self._check([memory, count * self.size, kind])
-            super().Reduce_scatter_block(sendbuf, recvbuf, op)
+            return super().Ireduce_scatter_block(sendbuf, recvbuf, op)
 
         def Ialltoall(self, sendbuf, recvbuf):
             memory, count, kind = recvbuf
@@ -51,11 +51,11 @@ def limited_world(limit: int):
             self._check(message)
             return super().Irecv(message, source, tag)
 
-        def Bcast(self, message, root):
+        def Ibcast(self, message, root):
             self._check(message)
-            super().Bcast(message, root)
+            return super().Ibcast(message, root)
 
-    return Limited(MPI.COMM_WORLD)
+    return Limited(MPI.COMM_WORLD.Dup())  # which a refused call may leave unfinished
 
 
 @on_ranks

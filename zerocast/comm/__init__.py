@@ -7,26 +7,30 @@ their group.
 
 from zerocast.comm.agreement import Attempt, agree, lines_that_differ, raise_together
 from zerocast.comm.communicator import Communicator
+from zerocast.comm.failure import DEFAULT_TIMEOUT, announcing
 from zerocast.comm.groups import Group, as_communicator
 from zerocast.comm.in_process import InProcessCommunicator, run_in_process
 from zerocast.comm.mpi import MpiCommunicator
 from zerocast.comm.recording import RecordingCommunicator, Traffic
-from zerocast.comm.rendezvous import PeerFailedError
 from zerocast.comm.single_rank import SingleRank
 from zerocast.comm.torch_distributed import TorchDistributedCommunicator
+from zerocast.errors import PeerFailedError, PeerTimeoutError
 
 __all__ = [
+    "DEFAULT_TIMEOUT",
     "Attempt",
     "Communicator",
     "Group",
     "InProcessCommunicator",
     "MpiCommunicator",
     "PeerFailedError",
+    "PeerTimeoutError",
     "RecordingCommunicator",
     "SingleRank",
     "TorchDistributedCommunicator",
     "Traffic",
     "agree",
+    "announcing",
     "as_communicator",
     "lines_that_differ",
     "raise_together",

@@ -8,11 +8,14 @@ taken above it, so all communicators give the same bytes.
 
 from __future__ import annotations
 
+import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+
+from zerocast.comm import buffers
 
 
 class Communicator(ABC):
@@ -21,10 +24,14 @@ class Communicator(ABC):
     Attributes:
         rank: this rank's place, 0 to ``size - 1``.
         size: the number of ranks.
+        timeout: how many seconds a collective waits for other ranks. Then it raises
+            :class:`zerocast.PeerTimeoutError`, and so do those of all ranks that can still be
+            reached; the group makes no further collective.
     """
 
     rank: int
     size: int
+    timeout: float
 
     @abstractmethod
     def all_reduce_max_(self, buffer: torch.Tensor) -> None:
@@ -119,11 +126,26 @@ class Communicator(ABC):
             buffer: any dtype, any shape, contiguous.
         """
 
-    @abstractmethod
     def all_gather_object(self, obj: Any) -> list[Any]:
         """Every rank's ``obj`` (small, picklable), in rank order.
 
-        For what is agreed on once, not for tensors.
+        For what is agreed on once, not for tensors. It is two all-gathers of bytes where the
+        transport has nothing better.
+        """
+        pickled = buffers.pickled(obj)
+        counts = torch.zeros(self.size, dtype=torch.int64, device="cpu")
+        counts[self.rank] = len(pickled)
+        self.all_gather_(counts)
+        gathered = torch.empty(int(counts.sum()), dtype=torch.uint8, device="cpu")
+        parts = gathered.split(counts.tolist())
+        parts[self.rank].copy_(torch.frombuffer(bytearray(pickled), dtype=torch.uint8))
+        self.all_gather_(gathered, counts.tolist())
+        return [pickle.loads(part.numpy().tobytes()) for part in parts]
+
+    def announce(self, error: BaseException) -> None:  # noqa: B027  (not every transport can)
+        """Tell the other ranks, where the transport can, that ``error`` keeps this one from coming
+        to the next collective: those that wait there raise :class:`zerocast.PeerFailedError` with
+        its message. Not collective; it neither waits nor raises.
         """
 
     def stages(self, device: torch.device) -> bool:

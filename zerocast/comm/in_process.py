@@ -15,6 +15,7 @@ from __future__ import annotations
 import pickle
 import reprlib
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import copy_context
@@ -25,8 +26,9 @@ import torch
 
 from zerocast.comm import buffers
 from zerocast.comm.communicator import Communicator, nothing_to_wait_for
-from zerocast.comm.rendezvous import ThreadGroup, ThreadWorld
-from zerocast.errors import InputError, RankMismatchError
+from zerocast.comm.failure import DEFAULT_TIMEOUT, check_timeout, name
+from zerocast.comm.rendezvous import ThreadGroup, ThreadWorld, one_error
+from zerocast.errors import InputError, PeerTimeoutError, RankMismatchError
 
 T = TypeVar("T")
 
@@ -71,6 +73,7 @@ class InProcessCommunicator(Communicator):
         self._group = group
         self.rank = rank
         self.size = len(group.members)
+        self.timeout = group.world.timeout
 
     def captures(self, device: torch.device) -> bool:
         return False  # the ranks are threads that wait for each other
@@ -230,7 +233,12 @@ def _fitting(
     return given
 
 
-def run_in_process(world_size: int, fn: Callable[[InProcessCommunicator], T]) -> list[T]:
+def run_in_process(
+    world_size: int,
+    fn: Callable[[InProcessCommunicator], T],
+    *,
+    timeout: float = DEFAULT_TIMEOUT,
+) -> list[T]:
     """Call ``fn(comm)`` on every rank of a new group of threads.
 
     Every thread runs in a copy of the caller's context (context variables, so ``use_backend`` too)
@@ -240,6 +248,9 @@ def run_in_process(world_size: int, fn: Callable[[InProcessCommunicator], T]) ->
 
     Args:
         world_size: the number of ranks, 1 or more.
+        timeout: how many seconds a rank waits for the others in a collective. When ranks have
+            failed, one that does not return for so long, because it is stuck, is left behind in its
+            (daemon) thread.
 
     Returns:
         What ``fn`` returned, in rank order.
@@ -247,6 +258,7 @@ def run_in_process(world_size: int, fn: Callable[[InProcessCommunicator], T]) ->
     Raises:
         InputError: for a wrong ``world_size``.
         RankMismatchError: where ranks called collectives that do not fit together.
+        PeerTimeoutError: where a rank did not come to a collective in time, or is left behind.
         BaseException: what ``fn`` raised, on the lowest rank that did so by itself; ranks that
             waited for it are released. Different errors of further ranks follow it as context, so
             a traceback shows them all.
@@ -255,7 +267,7 @@ def run_in_process(world_size: int, fn: Callable[[InProcessCommunicator], T]) ->
         raise InputError(f"run_in_process takes a world_size of 1 or more, got {world_size!r}.")
     if not callable(fn):
         raise InputError(f"run_in_process takes a function of a rank's communicator, got {fn!r}.")
-    world = ThreadWorld(world_size)
+    world = ThreadWorld(world_size, check_timeout(timeout))
     group = ThreadGroup(world, range(world_size))
     results: list[Any] = [None] * world_size
     errors: dict[int, BaseException] = {}
@@ -279,14 +291,28 @@ def run_in_process(world_size: int, fn: Callable[[InProcessCommunicator], T]) ->
         try:
             for thread in threads:
                 thread.start()
-            for thread in threads:
-                thread.join()
+            stuck = _join(threads, world)
         except BaseException as error:  # Ctrl-C in the caller: let no rank wait for others
             world.fail("the caller", error)
             raise
     if errors:
-        raise _one_error(errors, world.released)
+        raise one_error(errors, world.released)
+    if stuck:
+        raise PeerTimeoutError(
+            f"{name(stuck)} of {world_size} did not return within {world.timeout:g} s after other "
+            "ranks had failed."
+        )
     return results
+
+
+def _join(threads: Sequence[threading.Thread], world: ThreadWorld) -> list[int]:
+    """Wait for all threads, or as long as the timeout once their world is broken; return the ranks
+    that then still run.
+    """
+    for thread in threads:
+        while thread.is_alive() and time.monotonic() < world.broken_at + world.timeout:
+            thread.join(0.5)
+    return [rank for rank, thread in enumerate(threads) if thread.is_alive()]
 
 
 class _Runs:
@@ -310,27 +336,3 @@ def _torch_threads_kept() -> Iterator[None]:
         with _Runs.lock:
             _Runs.count -= 1
             torch.set_num_threads(_Runs.torch_threads)
-
-
-def _one_error(errors: dict[int, BaseException], released: set[int]) -> BaseException:
-    """The lowest rank's own error; every other one that says something else, as its context."""
-    own = [errors[rank] for rank in sorted(errors) if rank not in released]
-    assert own, "somebody raised first"
-    chain, said = _chain(own[0]), {repr(own[0])}
-    for error in own[1:]:
-        if repr(error) not in said:
-            said.add(repr(error))
-            chain[-1].__context__, chain[-1].__suppress_context__ = error, False
-            chain = _chain(own[0])
-    return own[0]
-
-
-def _chain(error: BaseException) -> list[BaseException]:
-    """``error`` and what a traceback prints with it, the innermost last."""
-    chain = [error]
-    while True:
-        last = chain[-1]
-        before = last.__context__ if last.__cause__ is None else last.__cause__
-        if before is None or before in chain:
-            return chain
-        chain.append(before)

@@ -7,11 +7,12 @@ handed over as it is would be refused by one MPI library and garbled by another)
 
 One call moves at most ``chunk`` items, below MPI's classic limit of 2**31 - 1, so tensors of any
 length work the same with every MPI library, not only with one that has MPI-4's large counts.
+
+NOT here: how a rank waits, and what becomes of failures (:mod:`zerocast.comm.mpi_peers`).
 """
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,8 @@ import torch
 
 from zerocast.comm import buffers
 from zerocast.comm.communicator import Communicator
+from zerocast.comm.failure import DEFAULT_TIMEOUT, check_timeout
+from zerocast.comm.mpi_peers import MpiPeers
 from zerocast.errors import BackendError, InputError
 
 if TYPE_CHECKING:
@@ -55,6 +58,7 @@ class MpiCommunicator(Communicator):
 
     Args:
         comm: the intracommunicator; None means ``MPI.COMM_WORLD``. It stays the caller's to free.
+        timeout: how many seconds a collective waits for other ranks.
         chunk: the most items that one MPI call moves.
         cuda_aware: whether this MPI library takes addresses of a GPU's memory, which it does not
             say of itself. One that does not ends the process at such an address.
@@ -68,6 +72,7 @@ class MpiCommunicator(Communicator):
         self,
         comm: MPI.Intracomm | None = None,
         *,
+        timeout: float = DEFAULT_TIMEOUT,
         chunk: int = 2**31 - 1,
         cuda_aware: bool = False,
     ) -> None:
@@ -81,8 +86,10 @@ class MpiCommunicator(Communicator):
             )
         if not isinstance(chunk, int) or not 1 <= chunk < 2**31:
             raise InputError(f"chunk must be an int from 1 to 2**31 - 1, got {chunk!r}.")
+        self.timeout = check_timeout(timeout)
         self._mpi = mpi
         self._comm = comm
+        self._peers = MpiPeers.of(mpi, comm)
         self._chunk = chunk
         self._served = ("cpu", "cuda") if cuda_aware else ("cpu",)
         self.rank = comm.Get_rank()
@@ -102,36 +109,38 @@ class MpiCommunicator(Communicator):
         return False  # MPI is called by the host, at once
 
     def all_reduce_max_(self, buffer: torch.Tensor) -> None:
-        self._all_reduce(buffers.reduce_operand("all_reduce_max_", buffer), self._mpi.MAX)
+        flat = buffers.reduce_operand("all_reduce_max_", buffer)
+        self._all_reduce("all_reduce_max_", flat, self._mpi.MAX)
 
     def all_reduce_sum_(self, buffer: torch.Tensor) -> None:
-        self._all_reduce(buffers.reduce_operand("all_reduce_sum_", buffer), self._mpi.SUM)
+        flat = buffers.reduce_operand("all_reduce_sum_", buffer)
+        self._all_reduce("all_reduce_sum_", flat, self._mpi.SUM)
 
     def all_gather_(self, buffer: torch.Tensor, counts: Sequence[int] | None = None) -> None:
         flat, chunks = buffers.gather_operands(buffer, counts, self.size)
         with self._in_reach(flat) as host:
-            if host.numel() <= self._chunk:
-                memory, _, kind = self._memory(host)
-                self._comm.Allgatherv(self._mpi.IN_PLACE, [memory, chunks, kind])
-                return
-            # MPI's int cannot say where the later parts begin: every rank broadcasts its part in
-            # turn, still in place, and no more bytes travel than in a gather.
-            for root, chunk in enumerate(host.split(chunks)):
-                self._broadcast(chunk, root)
+            self._start_all_gather(host, chunks)()
 
     def start_all_gather_(
         self, buffer: torch.Tensor, counts: Sequence[int] | None = None
     ) -> Callable[[], None]:
         flat, chunks = buffers.gather_operands(buffer, counts, self.size)
-        if self.stages(flat.device) or flat.numel() > self._chunk:
+        if self.stages(flat.device):
             return super().start_all_gather_(buffer, counts)
-        memory, _, kind = self._memory(_settled(flat))
-        request = self._comm.Iallgatherv(self._mpi.IN_PLACE, [memory, chunks, kind])
+        return self._start_all_gather(_settled(flat), chunks)
 
-        def wait(memory: torch.Tensor = flat) -> None:  # alive as long as MPI writes into it
-            request.Wait()
+    def _start_all_gather(self, flat: torch.Tensor, chunks: Sequence[int]) -> Callable[[], None]:
+        def begin() -> list[MPI.Request]:
+            if flat.numel() <= self._chunk:
+                memory, _, kind = self._memory(flat)
+                return [self._comm.Iallgatherv(self._mpi.IN_PLACE, [memory, chunks, kind])]
+            # MPI's int cannot say where the later parts begin: every rank broadcasts its part,
+            # still in place, and no more bytes travel than in a gather.
+            parts = enumerate(flat.split(chunks))
+            return [each for root, part in parts for each in self._broadcast(part, root)]
 
-        return wait
+        text = f"all_gather_ of {flat.numel()} bytes in parts #{hash(tuple(chunks)) % 2**32:08x}"
+        return self._start(text, begin, flat)
 
     def reduce_scatter_sum(self, output: torch.Tensor, buffer: torch.Tensor) -> None:
         output, flat = buffers.scatter_operands(output, buffer, self.size)
@@ -160,16 +169,20 @@ class MpiCommunicator(Communicator):
         copies = staged or (in_place and not is_equal)
         host = flat.to(_HOST, copy=True) if copies else _settled(flat)
         into = torch.empty_like(out, device=_HOST) if staged else out
-        if not is_equal:
-            requests = self._start_exchange(into.split(takes), host.split(gives))
-        elif in_place and not staged:
-            requests = [self._comm.Ialltoall(self._mpi.IN_PLACE, self._memory(into, takes[0]))]
-        else:
-            own, part = self._memory(host, gives[0]), self._memory(into, takes[0])
-            requests = [self._comm.Ialltoall(own, part)]
 
-        def wait(memory: Any = host) -> None:  # alive as long as MPI reads it
-            self._mpi.Request.Waitall(requests)
+        def begin() -> list[MPI.Request]:
+            if not is_equal:
+                return self._start_exchange(into.split(takes), host.split(gives))
+            if in_place and not staged:
+                return [self._comm.Ialltoall(self._mpi.IN_PLACE, self._memory(into, takes[0]))]
+            own, part = self._memory(host, gives[0]), self._memory(into, takes[0])
+            return [self._comm.Ialltoall(own, part)]
+
+        size = f" of {host.numel()} bytes" if received is None and sent is None else ""
+        arrive = self._start(f"all_to_all{size}", begin, (host, into))
+
+        def wait() -> None:
+            arrive()
             if staged:
                 out.copy_(into)
 
@@ -178,13 +191,24 @@ class MpiCommunicator(Communicator):
     def broadcast_(self, buffer: torch.Tensor, root: int = 0) -> None:
         flat = buffers.broadcast_operand(buffer, root, self.size)
         with self._in_reach(flat) as host:
-            self._broadcast(host, root)
-
-    def all_gather_object(self, obj: Any) -> list[Any]:
-        return [pickle.loads(each) for each in self._comm.allgather(buffers.pickled(obj))]
+            text = f"broadcast_ of {host.numel()} bytes from rank {root}"
+            self._start(text, lambda: self._broadcast(host, root), host)()
 
     def barrier(self) -> None:
-        self._comm.Barrier()
+        self._start("barrier", lambda: [self._comm.Ibarrier()], None)()
+
+    def announce(self, error: BaseException) -> None:
+        self._peers.announce(error)
+
+    def _start(
+        self,
+        call: str,
+        begin: Callable[[], list[MPI.Request]],
+        memory: Any,
+        *,
+        reduces: bool = False,
+    ) -> Callable[[], None]:
+        return self._peers.start(call, begin, memory, self.timeout, reduces=reduces)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, MpiCommunicator) and self._comm == other._comm
@@ -209,16 +233,28 @@ class MpiCommunicator(Communicator):
         memory = self._mpi.memory.fromaddress(tensor.data_ptr(), tensor.nbytes)
         return [memory, tensor.numel() if count is None else count, self._types[tensor.dtype]]
 
-    def _all_reduce(self, flat: torch.Tensor, op: MPI.Op) -> None:
+    def _all_reduce(self, what: str, flat: torch.Tensor, op: MPI.Op) -> None:
         with self._in_reach(flat) as host:
-            for chunk in host.split(self._chunk):
-                self._comm.Allreduce(self._mpi.IN_PLACE, self._memory(chunk), op)
+
+            def begin() -> list[MPI.Request]:
+                return [
+                    self._comm.Iallreduce(self._mpi.IN_PLACE, self._memory(chunk), op)
+                    for chunk in host.split(self._chunk)
+                ]
+
+            self._start(f"{what} on {host.dtype} [{host.numel()}]", begin, host, reduces=True)()
 
     def _reduce_scatter(self, flat: torch.Tensor) -> torch.Tensor:
         """This rank's part of the sum, in ``flat``'s memory: in place, MPI puts it at the front."""
         memory, count, kind = self._memory(flat)
-        chunk = count // self.size
-        self._comm.Reduce_scatter_block(self._mpi.IN_PLACE, [memory, chunk, kind], self._mpi.SUM)
+        chunk, in_place = count // self.size, self._mpi.IN_PLACE
+
+        def begin() -> list[MPI.Request]:
+            part = [memory, chunk, kind]
+            return [self._comm.Ireduce_scatter_block(in_place, part, self._mpi.SUM)]
+
+        call = f"reduce_scatter_sum on {flat.dtype} [{flat.numel()}]"
+        self._start(call, begin, flat, reduces=True)()
         return flat[:chunk]
 
     def _start_exchange(
@@ -235,9 +271,8 @@ class MpiCommunicator(Communicator):
             requests += [self._comm.Isend(self._memory(part), to, _TAG) for part in own]
         return requests
 
-    def _broadcast(self, flat: torch.Tensor, root: int) -> None:
-        for chunk in flat.split(self._chunk):
-            self._comm.Bcast(self._memory(chunk), root)
+    def _broadcast(self, flat: torch.Tensor, root: int) -> list[MPI.Request]:
+        return [self._comm.Ibcast(self._memory(chunk), root) for chunk in flat.split(self._chunk)]
 
 
 def _settled(tensor: torch.Tensor) -> torch.Tensor:

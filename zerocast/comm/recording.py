@@ -74,6 +74,7 @@ class RecordingCommunicator(Communicator):
         self.comm = comm
         self.rank = comm.rank
         self.size = comm.size
+        self.timeout = comm.timeout
         self.traffic: dict[tuple[str, str], Traffic] = {}
         self._label = ""
 
@@ -148,6 +149,9 @@ class RecordingCommunicator(Communicator):
     def barrier(self) -> None:
         with self._count("barrier", 0, 0):
             self.comm.barrier()
+
+    def announce(self, error: BaseException) -> None:
+        self.comm.announce(error)
 
     def stages(self, device: torch.device) -> bool:
         return self.comm.stages(device)

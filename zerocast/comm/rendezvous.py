@@ -7,22 +7,20 @@ that thread combines what all have brought, then all go on.
 
 The world records which ranks wait and which have returned. When no rank is running, no rendezvous
 that lacks a member can take place any more, so a deadlock is seen the moment it arises and not by a
-timeout: every waiting rank raises an error that says which ranks wait for what.
+timeout: every waiting rank raises an error that says which ranks wait for what. A timeout is for
+ranks that run and do not come.
 """
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from zerocast.errors import RankMismatchError, ZerocastError
-
-
-class PeerFailedError(ZerocastError, RuntimeError):
-    """Another rank of the run raised, so the rendezvous that this rank waited for cannot take
-    place.
-    """
+from zerocast.comm.failure import name
+from zerocast.errors import PeerFailedError, PeerTimeoutError, RankMismatchError, ZerocastError
 
 
 class ThreadWorld:
@@ -30,16 +28,20 @@ class ThreadWorld:
 
     Attributes:
         size: how many ranks started.
+        timeout: the seconds that a rank waits for others.
         released: the ranks that were sent home by :class:`PeerFailedError`.
+        broken_at: when no further rendezvous could take place, by ``time.monotonic``.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, timeout: float) -> None:
         self.size = size
+        self.timeout = min(timeout, threading.TIMEOUT_MAX)
         self.released: set[int] = set()
         self.condition = threading.Condition()  # one for all groups: it guards every field here
         self.waiting: dict[int, object] = {}  # rank -> what it waits in
         self._returned: set[int] = set()
         self._broken: tuple[type[ZerocastError], str] | None = None
+        self.broken_at = math.inf
 
     def leave(self, rank: int) -> None:
         """``rank`` has returned and comes to no further rendezvous."""
@@ -51,6 +53,21 @@ class ThreadWorld:
         """``who`` has raised ``error``: release everybody who waits, and whoever comes later."""
         with self.condition:
             self._break(PeerFailedError, f"{who} raised {type(error).__name__}: {error}")
+
+    def give_up(self, members: Sequence[int], what: object) -> None:
+        """Break the world because ``members`` have not all come to ``what`` in time."""
+        states: dict[str, list[int]] = {}
+        for rank in members:
+            here = self.waiting.get(rank)
+            state = "waited in it" if str(here) == str(what) else f"waited in {here}"
+            if here is None:
+                state = "has returned" if rank in self._returned else "did not come"
+            states.setdefault(state, []).append(rank)
+        said = "; ".join(f"{name(ranks)} {state}" for state, ranks in states.items())
+        self._break(
+            PeerTimeoutError,
+            f"{what} did not end within the communicator's timeout of {self.timeout:g} s: {said}.",
+        )
 
     def look_for_deadlock(self) -> None:
         """Break the world where every rank waits or has returned, and somebody waits."""
@@ -75,7 +92,8 @@ class ThreadWorld:
             raise kind(message)
 
     def _break(self, kind: type[ZerocastError], message: str) -> None:
-        self._broken = self._broken or (kind, message)
+        if self._broken is None:
+            self._broken, self.broken_at = (kind, message), time.monotonic()
         self.condition.notify_all()
 
 
@@ -109,6 +127,7 @@ class ThreadGroup:
 
         Raises:
             PeerFailedError: where another rank raised.
+            PeerTimeoutError: where not all have come within the world's timeout.
             RankMismatchError: where it cannot take place because ranks wait for each other.
         """
         rank, world = self.members[place], self.world
@@ -128,8 +147,34 @@ class ThreadGroup:
             awaited = self._held
             world.waiting[rank] = what
             world.look_for_deadlock()
+            deadline = time.monotonic() + world.timeout
             while self._held == awaited:
                 world.check(rank)
-                world.condition.wait()
+                if not world.condition.wait(deadline - time.monotonic()) and self._held == awaited:
+                    world.give_up(self.members, what)
             # Not yet replaced: the next rendezvous needs this rank too.
             return self._outcome
+
+
+def one_error(errors: dict[int, BaseException], released: set[int]) -> BaseException:
+    """The lowest rank's own error; every other one that says something else, as its context."""
+    own = [errors[rank] for rank in sorted(errors) if rank not in released]
+    own = own or [errors[min(errors)]]  # whose rank raised first may be stuck
+    chain, said = _chain(own[0]), {repr(own[0])}
+    for error in own[1:]:
+        if repr(error) not in said:
+            said.add(repr(error))
+            chain[-1].__context__, chain[-1].__suppress_context__ = error, False
+            chain = _chain(own[0])
+    return own[0]
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    """``error`` and what a traceback prints with it, the innermost last."""
+    chain = [error]
+    while True:
+        last = chain[-1]
+        before = last.__context__ if last.__cause__ is None else last.__cause__
+        if before is None or before in chain:
+            return chain
+        chain.append(before)

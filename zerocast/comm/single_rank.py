@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,6 +19,7 @@ class SingleRank(Communicator):
 
     rank = 0
     size = 1
+    timeout = math.inf
 
     def all_reduce_max_(self, buffer: torch.Tensor) -> None:
         buffers.reduce_operand("all_reduce_max_", buffer)

@@ -3,11 +3,12 @@
 Written for what every backend can do. What only moves travels as bytes, since gloo knows neither
 float8 nor 16-bit integers. Parts of unequal length are one call under NCCL, which groups them;
 since gloo gathers only equal ones, they are broadcast there, each by its owner and all at once.
+
+NOT here: how a rank waits, and what becomes of failures (:mod:`zerocast.comm.torch_peers`).
 """
 
 from __future__ import annotations
 
-import pickle
 import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,8 @@ import torch.distributed as dist
 
 from zerocast.comm import buffers
 from zerocast.comm.communicator import Communicator, nothing_to_wait_for
+from zerocast.comm.failure import check_timeout
+from zerocast.comm.torch_peers import TorchPeers, all_gather, set_timeout, timeout_of
 from zerocast.errors import InputError
 
 if TYPE_CHECKING:
@@ -31,9 +34,11 @@ class TorchDistributedCommunicator(Communicator):
 
     Args:
         group: the group; this process is a member of it.
+        timeout: how many seconds a collective waits for other ranks, which becomes the group's own
+            timeout. None means the one that it has, by ``init_process_group`` or ``new_group``.
     """
 
-    def __init__(self, group: ProcessGroup) -> None:
+    def __init__(self, group: ProcessGroup, *, timeout: float | None = None) -> None:
         if not isinstance(group, dist.ProcessGroup):
             raise InputError(
                 "TorchDistributedCommunicator takes a torch.distributed ProcessGroup that this "
@@ -48,6 +53,10 @@ class TorchDistributedCommunicator(Communicator):
         # "cpu:gloo,cuda:nccl" -> the devices whose tensors the group takes as they are, and by whom
         pairs = [pair.split(":") for pair in dist.get_backend_config(group).split(",")]
         self._backends = dict(pairs)
+        if timeout is not None:
+            set_timeout(group, check_timeout(timeout))
+        self.timeout = timeout_of(group)
+        self._peers = TorchPeers.of(group)
 
     def stages(self, device: torch.device) -> bool:
         return device.type not in self._backends
@@ -59,11 +68,11 @@ class TorchDistributedCommunicator(Communicator):
 
     def all_reduce_max_(self, buffer: torch.Tensor) -> None:
         flat = buffers.reduce_operand("all_reduce_max_", buffer)
-        self._all_reduce(flat, dist.ReduceOp.MAX)
+        self._all_reduce("all_reduce_max_", flat, dist.ReduceOp.MAX)
 
     def all_reduce_sum_(self, buffer: torch.Tensor) -> None:
         flat = buffers.reduce_operand("all_reduce_sum_", buffer)
-        self._all_reduce(flat, dist.ReduceOp.SUM)
+        self._all_reduce("all_reduce_sum_", flat, dist.ReduceOp.SUM)
 
     def all_gather_(self, buffer: torch.Tensor, counts: Sequence[int] | None = None) -> None:
         flat, chunks = buffers.gather_operands(buffer, counts, self.size)
@@ -81,32 +90,35 @@ class TorchDistributedCommunicator(Communicator):
         return self._start_all_gather(flat, chunks)
 
     def _start_all_gather(self, flat: torch.Tensor, chunks: Sequence[int]) -> Callable[[], None]:
-        """Begin the gather of ``parts`` bytes a rank; what is returned waits for it."""
+        """Begin the gather of ``chunks`` bytes a rank; what is returned waits for it."""
         pieces = flat.split(chunks)
-        if len(set(chunks)) == 1:
-            works = [_all_gather(flat, pieces[self.rank], group=self._group, async_op=True)]
-        elif self._backends[flat.device.type] == "nccl":
-            own = pieces[self.rank]
-            works = [dist.all_gather(list(pieces), own, group=self._group, async_op=True)]
-        else:
-            works = [
+
+        def begin() -> list[Any]:
+            if len(set(chunks)) == 1:
+                return [all_gather(flat, pieces[self.rank], group=self._group, async_op=True)]
+            if self._backends[flat.device.type] == "nccl":
+                own = pieces[self.rank]
+                return [dist.all_gather(list(pieces), own, group=self._group, async_op=True)]
+            return [
                 dist.broadcast(piece, self._global(root), group=self._group, async_op=True)
                 for root, piece in enumerate(pieces)
                 if piece.numel()
             ]
 
-        def wait() -> None:
-            for work in works:
-                work.wait()
-
-        return wait
+        text = f"all_gather_ of {flat.numel()} bytes in parts #{hash(tuple(chunks)) % 2**32:08x}"
+        return self._start(text, begin, flat)
 
     def reduce_scatter_sum(self, output: torch.Tensor, buffer: torch.Tensor) -> None:
         output, flat = buffers.scatter_operands(output, buffer, self.size)
         if not flat.numel():
             return
         with self._served(output) as result:
-            _reduce_scatter(result, flat.to(result.device), group=self._group)
+            given = flat.to(result.device)
+            self._start(
+                f"reduce_scatter_sum on {given.dtype} [{given.numel()}]",
+                lambda: [_reduce_scatter(result, given, group=self._group, async_op=True)],
+                result,
+            )()
 
     def start_all_to_all(
         self,
@@ -124,32 +136,45 @@ class TorchDistributedCommunicator(Communicator):
         if buffers.is_in_place(out, served):
             served = served.clone()
         arrived = torch.empty_like(out, device=served.device) if staged else out
-        work = dist.all_to_all_single(
-            arrived, served, takes, gives, group=self._group, async_op=True
+        size = f" of {served.numel()} bytes" if received is None and sent is None else ""
+        wait = self._start(
+            f"all_to_all{size}",
+            lambda: [
+                dist.all_to_all_single(
+                    arrived, served, takes, gives, group=self._group, async_op=True
+                )
+            ],
+            (served, arrived),
         )
         if staged:
-            work.wait()
+            wait()
             out.copy_(arrived)
             return nothing_to_wait_for
-
-        def wait(memory: Any = served) -> None:  # alive as long as the backend reads it
-            work.wait()
-
         return wait
 
     def broadcast_(self, buffer: torch.Tensor, root: int = 0) -> None:
         flat = buffers.broadcast_operand(buffer, root, self.size)
         if flat.numel():
             with self._served(flat) as served:
-                dist.broadcast(served, self._global(root), group=self._group)
-
-    def all_gather_object(self, obj: Any) -> list[Any]:
-        objects: list[Any] = [None] * self.size
-        dist.all_gather_object(objects, buffers.pickled(obj), group=self._group)
-        return [pickle.loads(each) for each in objects]
+                self._start(
+                    f"broadcast_ of {served.numel()} bytes from rank {root}",
+                    lambda: [
+                        dist.broadcast(served, self._global(root), group=self._group, async_op=True)
+                    ],
+                    served,
+                )()
 
     def barrier(self) -> None:
-        dist.barrier(self._group)
+        begin = lambda: [dist.barrier(self._group, async_op=True)]  # noqa: E731
+        self._start("barrier", begin, torch.empty(0, device=self._serving))()
+
+    def announce(self, error: BaseException) -> None:
+        self._peers.announce(error)
+
+    def _start(self, call: str, begin: Callable[[], list[Any]], memory: Any) -> Callable[[], None]:
+        tensor = memory[0] if isinstance(memory, tuple) else memory
+        is_gloo = self._backends[tensor.device.type] == "gloo"
+        return self._peers.start(call, begin, memory, self.timeout, is_gloo=is_gloo)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, TorchDistributedCommunicator):
@@ -172,10 +197,14 @@ class TorchDistributedCommunicator(Communicator):
             )
         return group
 
-    def _all_reduce(self, flat: torch.Tensor, op: Any) -> None:
+    def _all_reduce(self, what: str, flat: torch.Tensor, op: Any) -> None:
         if flat.numel():
             with self._served(flat) as served:
-                dist.all_reduce(served, op, group=self._group)
+                self._start(
+                    f"{what} on {served.dtype} [{served.numel()}]",
+                    lambda: [dist.all_reduce(served, op, group=self._group, async_op=True)],
+                    served,
+                )()
 
     @property
     def _serving(self) -> torch.device:
@@ -190,6 +219,5 @@ class TorchDistributedCommunicator(Communicator):
         return dist.get_global_rank(self._group, rank)
 
 
-# Newer torch calls these *_single and warns of the older names.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+# Newer torch calls it *_single and warns of the older name.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

@@ -1,0 +1,211 @@
+"""MpiPeers: lets every MPI collective end, with its result or with an error on all living ranks.
+
+MPI itself has no timeouts, and where ranks call different collectives it waits for ever or mixes
+their data. So collectives are begun without blocking and waited for here, where a rank looks at the
+clock, at Ctrl-C, and at what others tell:
+
+- With each collective a rank sends a message of 96 bytes to the next rank: what it calls, and its
+  number in the order of calls. The ring of these messages shows a rank that skips or repeats one,
+  before its data are used, and costs no further collective. Before a reduction as many go round as
+  the number of ranks has bits, so that none begins where ranks call different ones.
+- A rank that gives up, or raises, tells each other rank once. They look for such notices when they
+  begin a collective and, while they wait, every millisecond.
+- A process that ends by an exception tells it, too; and since MPI ends a process only when all
+  come to their ends, it then ends the job: after :data:`_LAST` seconds where others do not.
+
+What a collective that was given up would have read or written is kept as long as the process.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+import sys
+import time
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from zerocast.comm.failure import LEFT, Said
+from zerocast.comm.peers import HEADER, Call, Peers
+from zerocast.errors import PeerFailedError
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+_NOTICE_TAG, _HEADER_TAG = 24332, 24333
+_LAST = 5.0
+_PRINTS = 0.3
+"""Seconds in which a launcher passes on what was printed, before it hears of the job's end."""
+_BUSY = 1.0
+"""Seconds for which a rank waits without sleeping."""
+
+_yield = getattr(os, "sched_yield", functools.partial(time.sleep, 0))
+_at_exit: weakref.WeakSet[MpiPeers] = weakref.WeakSet()
+
+
+class MpiPeers(Peers):
+    """The other ranks of one MPI communicator, in one process: see :meth:`of`."""
+
+    _key: int | None = None
+
+    def __init__(self, mpi: Any, comm: MPI.Intracomm) -> None:
+        super().__init__(comm.Get_rank(), comm.Get_size())
+        self._mpi, self._comm = mpi, mpi.Intracomm(comm)
+        self._distances = [1 << i for i in range((self._size - 1).bit_length())]
+        self._left: set[int] = set()
+        self._kept: list[Any] = []
+        self._status = mpi.Status()
+        if not _at_exit:
+            atexit.register(_leave_all)
+        _at_exit.add(self)
+
+    @classmethod
+    def of(cls, mpi: Any, comm: MPI.Intracomm) -> MpiPeers:
+        """Return those of ``comm``: the same for every object that stands for it."""
+        if MpiPeers._key is None:
+            MpiPeers._key = mpi.Comm.Create_keyval()
+        peers: Any = comm.Get_attr(MpiPeers._key)
+        if peers is None:
+            peers = cls(mpi, comm)
+            comm.Set_attr(MpiPeers._key, peers)
+        assert isinstance(peers, MpiPeers)
+        return peers
+
+    def start(
+        self,
+        call: str,
+        begin: Callable[[], list[MPI.Request]],
+        memory: Any,
+        timeout: float,
+        *,
+        reduces: bool = False,
+    ) -> Callable[[], None]:
+        """Begin a collective; return what waits for it.
+
+        Args:
+            call: what it is, the same on every rank.
+            begin: begins it and returns its requests.
+            memory: what MPI reads and writes until it is over.
+            timeout: seconds to wait for others.
+            reduces: whether it must not meet another collective's data, of which MPI cannot make
+                numbers: then no rank begins before all have come.
+
+        Raises:
+            ZerocastError: where the group has failed before, or another rank has said that it
+                does not come. What is returned raises, too, as :class:`Communicator` says.
+        """
+        made = self._call(call, timeout)
+        with self._failing(made, memory):
+            if reduces:
+                self._count = made.count
+                for distance in self._distances:
+                    self._compare(made, *self._send_header(made, distance))
+                requests, header = begin(), None
+            else:
+                requests = begin()
+                self._count = made.count
+                header = self._send_header(made, 1) if self._size > 1 else None
+        made.requests += requests
+
+        def wait(memory: Any = memory) -> None:  # alive as long as MPI uses it
+            with self._failing(made, memory):
+                if header is not None:
+                    self._compare(made, *header)
+                self._until(made, functools.partial(self._mpi.Request.Testall, made.requests))
+
+        return wait
+
+    def _send_header(self, made: Call, distance: int) -> tuple[MPI.Request, bytearray, int]:
+        """Tell the rank ``distance`` further what is called, and begin to hear it of the rank
+        ``distance`` before.
+        """
+        theirs, tag = bytearray(HEADER), _HEADER_TAG + distance.bit_length()
+        source, to = (self._rank - distance) % self._size, (self._rank + distance) % self._size
+        received = self._comm.Irecv([theirs, self._mpi.BYTE], source, tag)
+        made.requests.append(self._comm.Isend([made.header, self._mpi.BYTE], to, tag))
+        return received, theirs, source
+
+    def _compare(self, made: Call, received: MPI.Request, theirs: bytearray, source: int) -> None:
+        """Wait for another rank's header, and raise where it is not this rank's."""
+        self._until(made, received.Test)
+        self._check_header(made, theirs, source)
+
+    def _until(self, made: Call, is_done: Callable[[], bool]) -> None:
+        """Return when ``is_done``; raise where that cannot be expected any more."""
+        looked = time.monotonic()
+        while not is_done():
+            _yield()
+            now = time.monotonic()
+            if now - looked < 1e-3:
+                continue
+            looked = now
+            self._look(made)
+            if now - made.begun > _BUSY:
+                time.sleep(1e-4)
+
+    def _keep(self, made: Call, memory: Any) -> None:
+        self._kept.append((made.requests, memory))
+
+    def _seen(self, error: BaseException) -> str | None:
+        return str(error) if isinstance(error, self._mpi.Exception) else None
+
+    # --- what ranks tell ---
+
+    def _send(self, words: Said) -> None:
+        others = [rank for rank in range(self._size) if rank != self._rank]
+        try:
+            self._kept += [self._comm.isend(words, rank, _NOTICE_TAG) for rank in others]
+        except self._mpi.Exception:  # MPI is past sending; who waits has its timeout
+            return
+
+    def _listen(self) -> None:
+        status = self._status
+        while self._comm.Iprobe(self._mpi.ANY_SOURCE, _NOTICE_TAG, status):
+            rank = status.Get_source()
+            words = self._comm.recv(source=rank, tag=_NOTICE_TAG)
+            if words.kind == LEFT:
+                self._left.add(rank)
+            if words.kind != LEFT or rank not in self._said:  # which says why
+                self._said[rank] = words
+
+    # --- the end of the process ---
+
+    def leave(self, error: BaseException | None) -> bool:
+        """Tell the others that this process ends, where ``error`` ends it or the group has failed;
+        return whether it has.
+        """
+        if error is not None:
+            self.announce(error)
+        elif self._failure is None:
+            return False
+        self._failure = self._failure or PeerFailedError("this process ends")
+        self._tell(Said(LEFT, self._count, ""))
+        return True
+
+    def all_left(self) -> bool:
+        """Whether all others end as well."""
+        self._listen()
+        return len(self._left) == self._size - 1
+
+
+def _leave_all() -> None:
+    """End the job where this process has failed, once others have had time to end as well."""
+    mpi = sys.modules["mpi4py.MPI"]
+    if mpi.Is_finalized():
+        return
+    error = getattr(sys, "last_value", None)
+    failed = [peers for peers in list(_at_exit) if peers.leave(error)]
+    if not failed:
+        return
+    until = time.monotonic() + _LAST
+    while (waited_for := [each for each in failed if not each.all_left()]) and (
+        time.monotonic() < until
+    ):
+        time.sleep(1e-2)
+    if error is not None or waited_for:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        time.sleep(_PRINTS)
+        mpi.COMM_WORLD.Abort(1)  # Finalize would wait for them, and for what was given up

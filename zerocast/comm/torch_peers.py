@@ -1,0 +1,152 @@
+"""TorchPeers: lets every collective of a gloo group end, with its result or with an error.
+
+gloo waits as long as its group's timeout says, in C++, where no interrupt reaches it, and ends the
+process where two ranks' tensors differ in length. So a rank waits in slices of time, between which
+it looks at what others have said; and before each collective 96 bytes a rank are gathered, what
+each calls and its number in the order of calls. Ranks say that they give up, or what they raised,
+in the group's store.
+
+NCCL has a watchdog of its own, which ends the process after the group's timeout. Nothing of this is
+done for its collectives, which the host does not take part in; what torch raises of them arrives as
+:class:`zerocast.PeerFailedError`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import weakref
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from zerocast.comm.failure import DEFAULT_TIMEOUT, Said
+from zerocast.comm.peers import HEADER, Call, Peers
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup, Work
+
+_SLICE = timedelta(seconds=0.2)
+_FLAG = "anybody"
+
+_of_groups: weakref.WeakKeyDictionary[ProcessGroup, TorchPeers] = weakref.WeakKeyDictionary()
+
+
+class TorchPeers(Peers):
+    """The other ranks of one ProcessGroup: see :meth:`of`."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        super().__init__(dist.get_rank(group), dist.get_world_size(group))
+        self._group = weakref.ref(group)
+        self._store = dist.PrefixStore("zerocast", c10d._get_process_group_store(group))
+
+    @classmethod
+    def of(cls, group: ProcessGroup) -> TorchPeers:
+        """Return those of ``group``: the same for every object that stands for it."""
+        if group not in _of_groups:
+            _of_groups[group] = cls(group)
+        return _of_groups[group]
+
+    def start(
+        self,
+        call: str,
+        begin: Callable[[], Sequence[Work]],
+        memory: Any,
+        timeout: float,
+        *,
+        is_gloo: bool,
+    ) -> Callable[[], None]:
+        """Begin a collective; return what waits for it.
+
+        Args:
+            call: what it is, the same on every rank.
+            begin: begins it.
+            memory: what torch reads and writes until it is over.
+            timeout: seconds to wait for others.
+            is_gloo: whether gloo does it.
+
+        Raises:
+            ZerocastError: where the group has failed before, another rank calls something else, or
+                has said that it does not come. What is returned raises, too, as
+                :class:`Communicator` says.
+        """
+        looks = is_gloo and self._size > 1
+        made = self._call(call, timeout) if looks else Call(call, self._count + 1, timeout, 0.0)
+        self._count = made.count
+        with self._failing(made, memory):
+            if looks:
+                self._compare(made)
+            made.requests += begin()
+
+        def wait(memory: Any = memory) -> None:  # alive as long as the backend uses it
+            with self._failing(made, memory):
+                for work in made.requests:
+                    if looks:
+                        self._until(made, work)
+                    else:
+                        work.wait()
+
+        return wait
+
+    def _compare(self, made: Call) -> None:
+        """Gather what all ranks call, and raise where that differs."""
+        headers = torch.empty(self._size * HEADER, dtype=torch.uint8, device="cpu")
+        own = torch.frombuffer(bytearray(made.header), dtype=torch.uint8)
+        self._until(made, all_gather(headers, own, group=self._group(), async_op=True))
+        for rank, theirs in enumerate(headers.split(HEADER)):
+            self._check_header(made, theirs.numpy().tobytes(), rank)
+
+    def _until(self, made: Call, work: Work) -> None:
+        """Wait for what gloo does; raise where its end cannot be expected any more."""
+        while True:
+            try:
+                work.wait(_SLICE)
+                return
+            except RuntimeError:
+                if work.is_completed():
+                    raise
+            self._look(made)
+
+    def _keep(self, made: Call, memory: Any) -> None:
+        """Nothing: torch keeps tensors as long as it uses them."""
+
+    def _seen(self, error: BaseException) -> str | None:
+        is_of_torch = type(error) is RuntimeError or isinstance(error, dist.DistError)
+        return str(error).split(". ")[0] if is_of_torch else None
+
+    # --- what ranks tell: a store that is gone, with the rank that kept it, says nothing ---
+
+    def _send(self, words: Said) -> None:
+        with contextlib.suppress(RuntimeError):
+            self._store.set(str(self._rank), json.dumps(dataclasses.astuple(words)))
+            self._store.set(_FLAG, "yes")
+
+    def _listen(self) -> None:
+        with contextlib.suppress(RuntimeError):
+            if self._store.check([_FLAG]):
+                for rank in range(self._size):
+                    if rank != self._rank and self._store.check([str(rank)]):
+                        self._said[rank] = Said(*json.loads(self._store.get(str(rank))))
+
+
+def timeout_of(group: ProcessGroup) -> float:
+    """The seconds after which ``group`` gives a collective up."""
+    for device in ("cpu", "cuda"):
+        with contextlib.suppress(RuntimeError, AttributeError):
+            options: Any = group._get_backend(torch.device(device)).options
+            return float(options._timeout.total_seconds())
+    return DEFAULT_TIMEOUT
+
+
+def set_timeout(group: ProcessGroup, timeout: float) -> None:
+    """Let ``group`` give its collectives up after so many seconds."""
+    c10d._set_pg_timeout(timedelta(seconds=min(timeout, 1e9)), group)
+
+
+# Newer torch calls it *_single and warns of the older name.
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
