@@ -9,9 +9,10 @@ Every rank holds the whole model and its part of the masters. A step is an ordin
 ``loss.backward()``, ``optimizer.step()``; what happens in it is in :mod:`gpt.training` and in
 :class:`zerocast.optim.ZeroOptimizer`. With ``--autocast`` the layers quantize activations and
 gradients by the same recipe; with ``--overlap`` they wait for their codes one by one, and a step
-does not. It ends with a table, and leaves a JSON record and a picture of losses and bytes in
-``--out``. With ``--check`` every byte of every weight is compared with the
-unsharded cast on every rank, and the exit code is 1 where one differs.
+does not; with ``--verify hash`` ranks compare their bytes after every step. It ends with a table,
+and leaves a JSON record and a picture of losses and bytes in ``--out``. With ``--check`` every byte
+of every weight is compared with the unsharded cast on every rank, and the exit code is 1 where one
+differs.
 """
 
 from __future__ import annotations
@@ -43,6 +44,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=8, help="sequences a step, over all ranks")
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--verify", choices=("off", "hash", "full"), default="off",
+        help="compare what ranks hold after each step",
+    )  # fmt: skip
     parser.add_argument("--check", action="store_true", help="compare the weights byte for byte")
     parser.add_argument("--out", type=Path, default=Path("runs/train_gpt"), help="a folder")
     return parser.parse_args()
@@ -71,6 +76,7 @@ def main() -> int:
             dtype=fast_dtype(comm),
             autocast=arguments.autocast,
             overlap=arguments.overlap,
+            verify=arguments.verify,
             check=arguments.check,
         )
         corpus = load_corpus()

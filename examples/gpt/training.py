@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from tqdm import tqdm
@@ -52,6 +52,7 @@ class Settings:
         dtype: of all that is not quantized.
         autocast: whether activations and gradients are quantized, too.
         overlap: whether a step returns while codes are on their way to the next forward.
+        verify: what ranks compare after each step: "off", "hash" or "full".
         check: whether the weights are compared byte for byte at the end.
     """
 
@@ -62,6 +63,7 @@ class Settings:
     dtype: torch.dtype
     autocast: bool
     overlap: bool
+    verify: Literal["off", "hash", "full"]
     check: bool
 
     def region(self, recipe: str, comm: Communicator) -> AbstractContextManager[object]:
@@ -112,6 +114,7 @@ def train(recipe: str, settings: Settings, corpus: Corpus, comm: Communicator) -
         model.named_parameters(),
         group=comm,
         lr=settings.lr,
+        verify="off" if RECIPES[recipe] is None else settings.verify,
         **(overlap if settings.overlap else {}),
     )
     schedule = torch.optim.lr_scheduler.SequentialLR(

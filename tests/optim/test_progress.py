@@ -12,10 +12,12 @@ from tests.optim.training import (
     Given,
     Training,
     assert_same_lists,
+    draw_gradients,
+    make_params,
     named,
 )
 from tests.support.ranks import on_ranks
-from zerocast.comm import Communicator
+from zerocast.comm import Communicator, run_in_process
 from zerocast.errors import InputError, RankMismatchError, UnfinishedStepError, ZerocastError
 from zerocast.optim import ZeroOptimizer
 
@@ -206,3 +208,57 @@ def test_a_refused_optimizer_has_touched_no_weight(comm: Communicator, differ: s
     now = [b.data_ptr() for b in param.quantized_storage.buffers.values()]
     assert [*now, plain.data_ptr()] == places
     assert torch.equal(param.get_high_precision_init_val(), value)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("mode", ["hash", "full"])
+def test_a_fault_between_ranks_stops_training_and_loses_nothing(
+    mode, overlap, tmp_path, monkeypatch
+):
+    """Right steps pass, and so do averages. A flipped code raises on every rank, in its step or
+    before the next one changes anything; masters are saved, and the next step writes right weights.
+    """
+    monkeypatch.chdir(tmp_path)
+
+    def on_rank(comm):
+        params = make_params(NVFP4)
+        names = [(f"w{i}", p) for i, p in enumerate(params)]
+        optimizer = ZeroOptimizer(names, group=comm, verify=mode, overlap_all_gather=overlap)
+        average = optimizer.ema(0.5)
+
+        def step(number):
+            for param, gradient in zip(params, draw_gradients(params, number), strict=True):
+                param.grad = gradient.to(param.dtype)
+            optimizer.step()
+
+        for number in range(3):
+            step(number)
+        with average.in_weights():
+            pass
+        gather = optimizer._shards.all_gather
+        if comm.rank == 1:
+
+            def faulty():
+                gather()
+                optimizer._shards.wait()
+                params[2].quantized_storage.buffers["rowwise_data"][0, 3] ^= 0x40
+
+            optimizer._shards.all_gather = faulty
+        if overlap:
+            step(3)
+        with pytest.raises(zerocast.VerificationError, match="rank 1 holds") as caught:
+            step(4)
+        optimizer._shards.all_gather = gather
+        optimizer.load_state_dict(optimizer.state_dict())
+        zerocast.verify(params, comm)
+        step(5)
+        return str(caught.value)
+
+    first, second = run_in_process(2, on_rank)
+    assert first == second
+
+
+def test_verify_needs_codes():
+    """It is refused where no weight is quantized."""
+    with pytest.raises(zerocast.InputError, match="verify='hash' compares the codes"):
+        ZeroOptimizer([torch.nn.Parameter(torch.ones(3))], verify="hash")

@@ -9,31 +9,34 @@ after all others, and it makes the ranks agree.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from zerocast.comm import Communicator
+from zerocast.errors import InputError
+from zerocast.optim.gradients import GradientReducer
+
 
 class FoundInf(torch.Tensor):
-    """A parameter of no elements that calls ``agree(found_inf, inv_scale)`` when a GradScaler
-    inspects gradients.
+    """A parameter of no elements, with which a GradScaler inspects the gradients of all ranks.
 
     FP64, which no other weight of the optimizer is: the scaler inspects gradients dtype by dtype,
     in the order in which it meets them, so the last parameter with a dtype of its own is inspected
     last.
     """
 
-    agree: Callable[[torch.Tensor, torch.Tensor], None]
+    gradients: GradientReducer
+    comm: Communicator
 
     @staticmethod
     def __new__(
-        cls, agree: Callable[[torch.Tensor, torch.Tensor], None], device: torch.device
+        cls, gradients: GradientReducer, comm: Communicator, device: torch.device
     ) -> FoundInf:
         tensor = torch.Tensor._make_subclass(
             cls, torch.zeros(0, dtype=torch.float64, device=device)
         )
-        tensor.agree = agree
+        tensor.gradients, tensor.comm = gradients, comm
         return tensor
 
     @property
@@ -44,6 +47,19 @@ class FoundInf(torch.Tensor):
     @grad.setter
     def grad(self, value: object) -> None:
         """Ignore what ``zero_grad`` or a loop over parameters assigns."""
+
+    def agree(self, found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
+        """Set ``found_inf``, FP32 [], to 1 where a GradScaler saw an overflow on any rank, or there
+        is one in what the scaler did not see; multiply that by ``inv_scale``, FP32 [].
+        """
+        if self.gradients.kept:
+            raise InputError(
+                "a GradScaler looks at gradients that were clipped with their scale; "
+                "call scaler.unscale_(optimizer) before optimizer.clip_grad_norm_, and "
+                "optimizer.zero_grad() where no step followed it."
+            )
+        self.gradients.unscale_(inv_scale, found_inf)
+        self.comm.all_reduce_max_(found_inf.view(torch.int32))  # bits of 0.0 and 1.0 keep the order
 
     @classmethod
     def __torch_function__(

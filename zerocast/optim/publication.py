@@ -8,7 +8,8 @@ from functools import partial
 import torch
 
 from zerocast.cast import CastPlan
-from zerocast.errors import ZerocastError
+from zerocast.cast.verified import VerifyMode, check_mode
+from zerocast.errors import InputError, ZerocastError
 from zerocast.optim.shards import ShardedWeights
 
 
@@ -17,16 +18,19 @@ class Publication:
 
     Args:
         shards: the weights.
+        verify: as for :class:`zerocast.CastPlan`.
 
     Raises:
+        InputError: on every rank, for another ``verify``, or one without quantized weights.
         RankMismatchError: on every rank, where ranks differ in anything that a cast depends on.
     """
 
-    def __init__(self, shards: ShardedWeights) -> None:
+    def __init__(self, shards: ShardedWeights, verify: VerifyMode = "off") -> None:
         self._shards, masters = shards, shards.held
         # By place this rank's master of each quantized weight; None where it owns nothing.
         self._masters = {i: masters.get(i) for i, w in enumerate(shards.weights) if w.kind.is_codes}
         self._plan: CastPlan | None = None
+        self._verified = 0  # the cast that was compared last
         if self._masters:
             weights = [shards.weights[i] for i in self._masters]
             self._plan = CastPlan(
@@ -36,6 +40,12 @@ class Publication:
                 shards.comm,
                 names=[weight.name for weight in weights],
                 exchange="boundary",
+                verify=verify,
+            )
+        elif check_mode(verify) != "off":
+            raise InputError(
+                f"verify={verify!r} compares the codes of quantized weights, and there are none; "
+                f"call zerocast.nn.convert first, or leave it out."
             )
 
     def phases(self, columns: torch.Tensor | None = None) -> dict[str, Callable[[], None]]:
@@ -52,6 +62,14 @@ class Publication:
         if self._plan is not None and not self._shards.overlaps:
             phases["post_all_gather_processing"] = self._plan.post_all_gather_processing
         return phases
+
+    def verify(self) -> None:
+        """Compare the weights of the latest publication between ranks, once all are gathered.
+        Collective where it has not been done.
+        """
+        if self._plan is not None and self._verified != self._plan.step:
+            self._verified = self._plan.step
+            self._plan.verify()
 
     def fail(self, error: ZerocastError | None) -> None:
         """Let the phases raise ``error``, where there is one on this rank, on all ranks that can
@@ -76,6 +94,7 @@ class Publication:
         with self._shards.repeating_the_latest_cast():
             for run in self.phases(columns).values():
                 run()
-        self._shards.wait()
+            self._shards.wait()
+            self.verify()
         if self._plan is not None and columns is not None:
             self._plan.bind(list(masters.values()))

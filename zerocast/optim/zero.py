@@ -45,6 +45,7 @@ from typing import Any, Literal
 import torch
 
 from zerocast.arguments import check_flag
+from zerocast.cast.verified import VerifyMode
 from zerocast.comm import Attempt, Group, as_communicator, raise_together
 from zerocast.errors import InputError, NonFiniteError, ZerocastError
 from zerocast.optim.comparison import check_same_optimizer
@@ -115,6 +116,9 @@ class ZeroOptimizer(ShardedOptimizer):
             update each element by itself; or "matrix", all of it, for those that look at a whole
             matrix, such as ``torch.optim.Muon``. Weights are then dealt to ranks, balanced by cost;
             see :mod:`zerocast.optim.matrix_owners`.
+        verify: as for :class:`zerocast.CastPlan`: "hash" or "full" compares quantized weights after
+            each step; with ``overlap_all_gather`` when all are waited for, at the latest before the
+            next step changes anything. A step that finds a fault leaves masters and state whole.
         **defaults: options of ``optimizer_class``.
 
     Attributes:
@@ -147,6 +151,7 @@ class ZeroOptimizer(ShardedOptimizer):
         gradient_dtype: torch.dtype | None = None,
         overlap_grad_reduce: bool = False,
         shard: Literal["element", "matrix"] = "element",
+        verify: VerifyMode = "off",
         **defaults: Any,
     ) -> None:
         self.comm = as_communicator(group)
@@ -178,11 +183,11 @@ class ZeroOptimizer(ShardedOptimizer):
         )
         check_same_optimizer(self.comm, made, self.param_groups, self._shards.weights)
         self._shards.share_recipe_states()  # a plan is made of weights with equal states only
-        self._publication = Publication(self._shards)
+        self._publication = Publication(self._shards, verify)
         release_gradients(self._shards)
         reducer = OverlappingReducer if overlap_grad_reduce else GradientReducer
         self._gradients = reducer(self._shards, gradient_dtype)
-        found_inf = FoundInf(self._agree_on_found_inf, self._shards.masters.device)
+        found_inf = FoundInf(self._gradients, self.comm, self._shards.masters.device)
         self.param_groups[-1]["params"].append(found_inf)
         self._averages = {}
         self._user_code = Attempt()
@@ -222,6 +227,8 @@ class ZeroOptimizer(ShardedOptimizer):
                 on different ranks, or ranks have not made the same number of steps or have other
                 options.
             UnfinishedStepError: on every rank, where the last step was left unfinished.
+            VerificationError: on every rank, with ``verify``, where ranks hold other bytes than
+                were cast; masters and state are those of the step.
             Exception: of ``closure`` or of the inner optimizer, on the ranks where it happened. On
                 a CPU the others raise a ZerocastError with its message; on a GPU they do not.
         """
@@ -245,6 +252,8 @@ class ZeroOptimizer(ShardedOptimizer):
                     raise
                 raise self._user_code.error.__cause__ from None
             self._progress.end_step()
+            if not self._shards.overlaps:
+                self._publication.verify()
         self._gradients.drop()
         return loss
 
@@ -261,9 +270,11 @@ class ZeroOptimizer(ShardedOptimizer):
     @torch.no_grad()
     def wait_for_all_gather(self) -> None:
         """Return when every weight is gathered, with ``overlap_all_gather``: before a CUDA graph
-        is captured, or a buffer used that was taken out of a weight earlier.
+        is captured, or a buffer used that was taken out of a weight earlier. With ``verify``, too,
+        it compares them, and is collective.
         """
         self._shards.wait()
+        self._publication.verify()
 
     def _reduce_gradients(self) -> None:
         error = self._user_code.error
@@ -334,16 +345,3 @@ class ZeroOptimizer(ShardedOptimizer):
         self._gradients.scale_((max_norm / (norm + 1e-6)).clamp(max=1.0))
         self._gradients.keep()
         return norm
-
-    def _agree_on_found_inf(self, found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
-        """Set ``found_inf``, FP32 [], to 1 where a GradScaler saw an overflow on any rank, or there
-        is one in what the scaler did not see; multiply that by ``inv_scale``, FP32 [].
-        """
-        if self._gradients.kept:
-            raise InputError(
-                "a GradScaler looks at gradients that were clipped with their scale; "
-                "call scaler.unscale_(optimizer) before optimizer.clip_grad_norm_, and "
-                "optimizer.zero_grad() where no step followed it."
-            )
-        self._gradients.unscale_(inv_scale, found_inf)
-        self.comm.all_reduce_max_(found_inf.view(torch.int32))  # bits of 0.0 and 1.0 keep the order

@@ -1,0 +1,109 @@
+"""What verify="hash" costs beside the cast and the gather: CPU time of all ranks.
+
+    OMP_NUM_THREADS=1 python scripts/verify_cost.py              # ranks that are threads
+    OMP_NUM_THREADS=1 python scripts/verify_cost.py --processes  # processes, over gloo
+
+Rounds with and without it follow each other in turn, of the same weights; what is printed is the
+median of their ratios, which others on the machine disturb least. Threads gather by one copy in
+memory, which is less than any transport between machines does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import zerocast
+from zerocast.comm import Communicator, as_communicator, run_in_process
+from zerocast.layout import chunk
+
+SHAPES = [(2048, 2048), (2048, 2048), (8192, 2048), (2048, 8192)]
+RECIPES = ("nvfp4", "mxfp8", "block", "current")
+EXCHANGES = ("full", "boundary")
+
+Times = list[tuple[float, float]]
+"""Seconds of each round, without and with."""
+
+
+def planned(comm: Communicator, recipe: str, exchange: Any, verify: Any) -> zerocast.CastPlan:
+    """Weights that are cut into equal parts."""
+    generator = torch.Generator().manual_seed(0)
+    weights = [zerocast.empty(shape, recipe) for shape in SHAPES]
+    own = [chunk(torch.Size(shape).numel(), comm.rank, comm.size) for shape in SHAPES]
+    masters = [torch.randn(each.size, generator=generator) * 0.02 for each in own]
+    starts = [each.start for each in own]
+    return zerocast.CastPlan(weights, masters, starts, comm, exchange=exchange, verify=verify)
+
+
+def measure(comm: Communicator, recipe: str, exchange: str, rounds: int) -> Times:
+    """CPU time of this process."""
+    plans = [planned(comm, recipe, exchange, verify) for verify in ("off", "hash")]
+    found = []
+    for _ in range(rounds + 2):
+        seconds = []
+        for plan in plans:
+            comm.barrier()
+            begin = time.process_time()
+            comm.barrier()
+            plan.cast()
+            plan.all_gather()
+            comm.barrier()
+            seconds.append(time.process_time() - begin)
+        found.append((seconds[0], seconds[1]))
+    return found[2:]
+
+
+def show(recipe: str, exchange: str, found: Times) -> None:
+    """Print a line."""
+    plain = statistics.median(before for before, _ in found)
+    ratio = statistics.median(after / before for before, after in found)
+    print(f"  {recipe}, {exchange}: {1e3 * plain:.1f} ms, with hash {100 * (ratio - 1):+.1f} %",
+          flush=True)  # fmt: skip
+
+
+def on_process(rank: int, ranks: int, rounds: int, file: str) -> None:
+    """Measure on one process of several."""
+    torch.distributed.init_process_group("gloo", f"file://{file}", rank=rank, world_size=ranks)
+    comm = as_communicator(None)
+    for recipe in RECIPES:
+        for exchange in EXCHANGES:
+            by_rank = comm.all_gather_object(measure(comm, recipe, exchange, rounds))
+            if rank == 0:
+                sums = [
+                    tuple(map(sum, zip(*each, strict=True))) for each in zip(*by_rank, strict=True)
+                ]
+                show(recipe, exchange, sums)
+    torch.distributed.destroy_process_group()
+
+
+def main() -> None:
+    """Print a line for each recipe and exchange."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--processes", action="store_true", help="over gloo, not in one process")
+    given = parser.parse_args()
+    elements = sum(torch.Size(shape).numel() for shape in SHAPES)
+    print(f"{given.ranks} ranks, {elements:,} elements, {given.rounds} rounds each, CPU time")
+    if given.processes:
+        with tempfile.TemporaryDirectory() as folder:
+            arguments = given.ranks, given.rounds, str(Path(folder, "rendezvous"))
+            torch.multiprocessing.spawn(on_process, arguments, nprocs=given.ranks)
+        return
+    for recipe in RECIPES:
+        for exchange in EXCHANGES:
+            found = run_in_process(
+                given.ranks,
+                lambda comm, r=recipe, e=exchange: measure(comm, r, e, given.rounds),
+            )
+            show(recipe, exchange, found[0])
+
+
+if __name__ == "__main__":
+    main()
