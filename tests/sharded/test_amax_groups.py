@@ -139,7 +139,7 @@ def test_a_group_is_cast_once_by_whoever_is_gathered_first(comm):
 def test_the_report_names_the_others_of_a_group(comm):
     """For each member the layers whose amax it shares; for other weights none."""
     lines = [str(one) for one in zerocast.sharded.report(grouped()[0]).parameters]
-    shared = [line.partition("amaxes, the tensor's shared with ")[2] for line in lines]
+    shared = [line.partition(", the tensor's shared with ")[2] for line in lines]
     assert shared == [
         "layers.1, layers.3", "layers.0, layers.3", "layers.4", "layers.0, layers.1", "layers.2",
     ]  # fmt: skip

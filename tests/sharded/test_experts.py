@@ -74,15 +74,10 @@ def assert_values_of_codes(model, recipe, included) -> None:
     reshard(model)
 
 
-def gathered_bytes(model, comm) -> dict[str, float]:
-    """By parameter, what the report says that a gather moves, and what fills up the shards of those
-    in high precision.
-    """
-    sizes = {}
-    for p in zerocast.sharded.report(model).parameters:
-        most = chunk(p.shape[0], 0, comm.size).size * comm.size / p.shape[0]
-        sizes[p.name] = p.bytes_per_element * p.shape.numel() * (1 if p.recipe else most)
-    return sizes
+def gathered_bytes(model) -> dict[str, float]:
+    """By parameter, what the report says that a gather moves."""
+    parameters = zerocast.sharded.report(model).parameters
+    return {p.name: p.bytes_per_element * p.shape.numel() for p in parameters}
 
 
 def sharded_moe(kind: str) -> tuple[torch.nn.Module, tuple[str, ...]]:
@@ -113,12 +108,14 @@ def assert_trains_as_plain_tensors(comm, kind: str, steps: int) -> None:
     assert_same_tensors(whole_masters(model), stored(plain), f"after {steps} steps")
     assert_values_of_codes(model, NVFP4, included)
     # All in the forward; the blocks again in the backward.
-    sizes = gathered_bytes(model, comm)
+    sizes = gathered_bytes(model)
     moved = sum(size * (2 if ".layers." in name else 1) for name, size in sizes.items())
     assert seen.all_gathers[1] == (moved if comm.size > 1 else 0)
     for name in included:
-        rows, numel = plain[name].shape[0], plain[name].numel()
-        assert sizes[name] == numel // rows * chunk(rows, 0, comm.size).size * comm.size / 2
+        rows, row_numel = plain[name].shape[0], plain[name][0].numel()
+        numel = row_numel * chunk(rows, 0, comm.size).size * comm.size
+        # Codes, a scale for 16x16 of them, and what fills these up to a row.
+        assert 0 <= sizes[name] - numel / 2 <= 2 * numel / 256 + comm.size * row_numel
 
 
 @on_gloo()
@@ -169,8 +166,9 @@ def test_what_a_module_works_with_is_the_value_of_the_unsharded_cast(comm, recip
         feed(model.parameters(), number)
         optimizer.step()
         optimizer.zero_grad()
-    sizes = gathered_bytes(model, comm)
-    assert sizes["layers.experts.matrices"] == 4 * 2 * 24 * 32 * recipe.numerics.fmt.bits // 8
+    sizes = gathered_bytes(model)
+    codes = 4 * 2 * 24 * 32 * recipe.numerics.fmt.bits // 8
+    assert codes <= sizes["layers.experts.matrices"] <= 1.25 * codes  # and scales
     assert seen.all_gathers[1] == sum(sizes.values())
 
 

@@ -23,6 +23,7 @@ from typing import Literal
 import torch
 
 from zerocast.arguments import shown
+from zerocast.cast.shard_spec import ShardSpec
 from zerocast.comm import Communicator
 from zerocast.errors import InputError
 from zerocast.layout import BlockGrid, CutBlocks, Extent, Owners, Plane
@@ -40,8 +41,11 @@ def is_boundary(exchange: ExchangeKind) -> bool:
     return exchange == "boundary"
 
 
-def planes_by_owner(storage: QuantizedStorage) -> list[Plane]:
-    """The planes whose scales their owners make in a boundary exchange."""
+def planes_by_owner(spec: ShardSpec) -> Sequence[Plane]:
+    """The planes of a weight whose scales their owners make in a boundary exchange."""
+    storage = spec.storage
+    if spec.by_owner is not None:
+        return [plane for plane in storage.cast_planes if plane.name in spec.by_owner]
     if storage.form.has_one_block or not storage.shape.numel():
         return []
     return [plane for plane in storage.cast_planes if not storage.spans_tp_shards(plane)]
@@ -57,7 +61,7 @@ class AmaxBuffers:
         owners: by group those of its members.
         labels: by weight that of its amax group, or None.
         device: where the buffers are.
-        boundary: whether the exchange is the boundary one.
+        by_owner: by weight the planes whose scales their blocks' owners make.
 
     Attributes:
         amaxes: by weight.
@@ -75,8 +79,7 @@ class AmaxBuffers:
         owners: Mapping[Communicator, Owners],
         labels: Sequence[str | None],
         device: torch.device,
-        *,
-        boundary: bool,
+        by_owner: Sequence[Sequence[Plane]],
     ) -> None:
         # Of the amaxes of each plane and tensor that are reduced, and that are kept; and by weight
         # and plane the blocks that the latter begin with.
@@ -89,9 +92,8 @@ class AmaxBuffers:
             begin, firsts = place, []
             grids: list[tuple[int, BlockGrid]] = []  # of planes by owner
             for at, i in enumerate(indices):
-                by_owner = planes_by_owner(storages[i]) if boundary else ()
                 for plane in storages[i].cast_planes:
-                    if plane in by_owner:
+                    if plane in by_owner[i]:
                         blocks = plane.grid.touched(extents[i])
                         first_blocks[i][plane.name] = blocks.start
                         grids.append((at, plane.grid))

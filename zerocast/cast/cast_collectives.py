@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from zerocast.cast.amax_buffers import planes_by_owner
 from zerocast.cast.exchange import Exchange
 from zerocast.cast.gather import code_gathers
 from zerocast.cast.matrices import Matrices
@@ -18,7 +19,7 @@ from zerocast.cast.shard_spec import ShardSpec
 from zerocast.comm import Communicator
 from zerocast.layout import Owners
 from zerocast.numerics import TensorOperand
-from zerocast.tensors.weight_operands import tensor_operand
+from zerocast.tensors.weight_operands import OwnScales, tensor_operand
 
 
 class CastCollectives:
@@ -36,7 +37,8 @@ class CastCollectives:
         members: by group the places of its matrices.
         exchange: what is reduced.
         code_gathers: of the codes.
-        scale_gathers: of the scales that their blocks' owners make.
+        scale_gathers: of the scales that their blocks' owners make, but for those that the caller
+            gathers.
         own_scales: by matrix, and by the name of a plane, the scales that this rank makes for all.
         compact: by the same, all of these once gathered.
     """
@@ -53,22 +55,23 @@ class CastCollectives:
         self.matrices = Matrices(specs)
         self.members = self.matrices.places(members)
         matrices, owners_of = self.matrices.specs(), self.matrices.owners(members, owners)
-        storages = [each.storage for each in matrices]
+        by_owner = [planes_by_owner(each) if boundary else [] for each in matrices]
         self.exchange = Exchange(
-            storages,
+            [each.storage for each in matrices],
             [each.extent for each in matrices],
             self.members,
             owners_of,
             self.matrices.places(tp_shards),
             [each.amax_group for each in matrices],
             specs[0].storage.device if specs else torch.device("cpu"),
-            boundary=boundary,
+            by_owner,
         )
         self.code_gathers = code_gathers(specs, members, owners)
-        self.scale_gathers = scale_gathers(storages, self.members, owners_of, boundary=boundary)
-        self.own_scales = {
+        self.scale_gathers = scale_gathers(matrices, self.members, owners_of, by_owner)
+        self.own_scales: dict[int, Mapping[str, OwnScales]] = {
             i: own for each in self.scale_gathers for i, own in each.own.items() if own
         }
+        self.own_scales |= {i: each.scales[0] for i, each in enumerate(matrices) if each.scales}
         self.compact = {i: all_ for each in self.scale_gathers for i, all_ in each.compact.items()}
 
     def operands(self, matrices: Sequence[ShardSpec]) -> list[TensorOperand]:

@@ -26,7 +26,7 @@ import torch
 
 from zerocast.cast.amax_buffers import AmaxBuffers
 from zerocast.comm import Communicator
-from zerocast.layout import Extent, Owners, SharedBlocks
+from zerocast.layout import Extent, Owners, Plane, SharedBlocks
 from zerocast.numerics import FourOverSixErrors
 from zerocast.tensors import QuantizedStorage
 
@@ -45,7 +45,7 @@ class Exchange:
         tp_shards: by tensor-parallel group the places of the weights whose shards it holds.
         amax_groups: by weight the label of its amax group, or None.
         device: where the buffers are.
-        boundary: whether ranks reduce the amaxes of tensors and of cut blocks alone.
+        by_owner: by weight the planes whose scales their blocks' owners make.
 
     Attributes:
         buffers: every weight's amaxes.
@@ -64,11 +64,10 @@ class Exchange:
         tp_shards: Mapping[Communicator, Sequence[int]],
         amax_groups: Sequence[str | None],
         device: torch.device,
-        *,
-        boundary: bool,
+        by_owner: Sequence[Sequence[Plane]],
     ) -> None:
         self.buffers = AmaxBuffers(
-            storages, extents, members, owners, amax_groups, device, boundary=boundary
+            storages, extents, members, owners, amax_groups, device, by_owner
         )
         cuts = {
             i: SharedBlocks.of(storages[i].grid, [e for _, e in owners[comm].of_weight(at)])
@@ -76,7 +75,7 @@ class Exchange:
             for at, i in enumerate(indices)
             if storages[i].recipe.chooses_scales
         }
-        self._lay_out_candidates(storages, extents, members, cuts, device, boundary=boundary)
+        self._lay_out_candidates(storages, extents, members, cuts, device, by_owner)
         shared = {
             comm: self._shared_entries(storages, indices) for comm, indices in tp_shards.items()
         }
@@ -105,11 +104,11 @@ class Exchange:
         members: Mapping[Communicator, Sequence[int]],
         cuts: Mapping[int, SharedBlocks],
         device: torch.device,
-        *,
-        boundary: bool,
+        by_owner: Sequence[Sequence[Plane]],
     ) -> None:
+        # Where its owner makes a block's scale, nobody else needs its choice.
         words = {
-            i: FourOverSixErrors.words(storages[i].grid, cuts[i], choices=not boundary)
+            i: FourOverSixErrors.words(storages[i].grid, cuts[i], choices=not by_owner[i])
             for i in cuts
         }
         self.candidates = torch.zeros(sum(words.values()), dtype=torch.int32, device=device)
@@ -122,9 +121,9 @@ class Exchange:
                 if i not in cuts:
                     continue
                 grid, own = storages[i].grid, self.candidates[end : end + words[i]]
-                whole = FourOverSixErrors.carve(own, grid, cuts[i], choices=not boundary)
+                whole = FourOverSixErrors.carve(own, grid, cuts[i], choices=not by_owner[i])
                 kept = grid.touched(extents[i])
-                self.candidates_of[i] = whole.of_blocks(grid, kept) if boundary else whole
+                self.candidates_of[i] = whole.of_blocks(grid, kept) if by_owner[i] else whole
                 end += words[i]
             self._candidates_of_group[comm] = self.candidates[start:end]
 

@@ -8,6 +8,7 @@ stacks are taken apart here, and nowhere else.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -109,5 +110,10 @@ def _matrices(spec: ShardSpec) -> list[ShardSpec]:
         group = None if spec.amax_group is None else f"{spec.amax_group}[{i}]"
         extent = own.shifted(-i * numel) if own else NOTHING
         matrix: QuantizedStorage = storage.matrix(i)
-        found.append(ShardSpec(f"{spec.name}[{i}]", spec.is_named, matrix, extent, codes, group))
+        found.append(
+            replace(
+                spec, name=f"{spec.name}[{i}]", storage=matrix, extent=extent, codes=codes,
+                scales=spec.scales[i : i + 1], amax_group=group,
+            )
+        )  # fmt: skip
     return found

@@ -15,9 +15,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from zerocast.cast.amax_buffers import planes_by_owner
+from zerocast.cast.shard_spec import ShardSpec
 from zerocast.comm import Communicator
-from zerocast.layout import Extent, Owners, round_up
+from zerocast.layout import Extent, Owners, Plane, round_up
 from zerocast.tensors import QuantizedStorage
 from zerocast.tensors.weight_operands import OwnScales
 
@@ -26,26 +26,26 @@ _ALIGNMENT = 16
 
 
 def scale_gathers(
-    storages: Sequence[QuantizedStorage],
+    specs: Sequence[ShardSpec],
     members: Mapping[Communicator, Sequence[int]],
     owners: Mapping[Communicator, Owners],
-    *,
-    boundary: bool,
+    by_owner: Sequence[Sequence[Plane]],
 ) -> list[ScaleGather]:
-    """The gathers of all groups of which any rank makes scales for the others: in a boundary
-    exchange.
+    """The gathers of all groups of which any rank makes scales for the others, but for those that
+    their caller gathers.
 
     Args:
-        storages: the weights.
+        specs: the weights.
         members: by group the places of its weights.
         owners: by group those of its members.
+        by_owner: by weight the planes whose scales their blocks' owners make.
     """
-    gathers = [
-        ScaleGather(comm, {i: storages[i] for i in indices}, owners[comm])
+    planes = [[] if spec.scales else own for spec, own in zip(specs, by_owner, strict=True)]
+    return [
+        ScaleGather(comm, {i: (specs[i].storage, planes[i]) for i in indices}, owners[comm])
         for comm, indices in members.items()
-        if boundary and indices
+        if any(planes[i] for i in indices)
     ]
-    return [gather for gather in gathers if any(gather.compact.values())]
 
 
 class ScaleGather:
@@ -53,7 +53,8 @@ class ScaleGather:
 
     Args:
         comm: the group.
-        storages: by place in the plan those of its weights, in order.
+        weights: by place in the plan those of the group, in order, and the planes whose scales
+            travel.
         owners: of these, counted from 0.
 
     Attributes:
@@ -64,19 +65,19 @@ class ScaleGather:
     def __init__(
         self,
         comm: Communicator,
-        storages: Mapping[int, QuantizedStorage],
+        weights: Mapping[int, tuple[QuantizedStorage, Sequence[Plane]]],
         owners: Owners,
     ) -> None:
         self._comm = comm
-        self.own: dict[int, dict[str, OwnScales]] = {i: {} for i in storages}
-        self.compact: dict[int, dict[str, torch.Tensor]] = {i: {} for i in storages}
-        planes = {i: planes_by_owner(storage) for i, storage in storages.items()}
-        places = list(storages)
-        dtypes = {i: storage.form.numerics.scale_dtype for i, storage in storages.items()}
+        self.own: dict[int, dict[str, OwnScales]] = {i: {} for i in weights}
+        self.compact: dict[int, dict[str, torch.Tensor]] = {i: {} for i in weights}
+        planes = {i: of_weight for i, (_, of_weight) in weights.items()}
+        places = list(weights)
+        dtypes = {i: storage.form.numerics.scale_dtype for i, (storage, _) in weights.items()}
         # Of each plane the ranks that own blocks, and which; of each of these the bytes that its
         # scales take, and those that fill words up after them.
         segments: dict[tuple[int, str], list[tuple[int, range, int]]] = {
-            (i, plane.name): [] for i in storages for plane in planes[i]
+            (i, plane.name): [] for i in weights for plane in planes[i]
         }
         self._counts = [0] * comm.size
         sizes: list[int] = []
@@ -89,7 +90,7 @@ class ScaleGather:
                 rounded = round_up(nbytes, _ALIGNMENT)
                 sizes += nbytes, rounded - nbytes
                 self._counts[rank] += rounded
-        device = storages[places[0]].device
+        device = weights[places[0]][0].device
         self._gathered = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
         arrived = self._gathered.split(sizes)
         self._pieces: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])  # to, from

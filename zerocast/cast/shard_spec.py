@@ -7,7 +7,7 @@ are in :mod:`zerocast.cast.consistency`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -20,8 +20,27 @@ from zerocast.errors import InputError
 from zerocast.formats import byte_span
 from zerocast.layout import Extent, Source
 from zerocast.tensors import QuantizedStorage, QuantizedTensor
+from zerocast.tensors.weight_operands import OwnScales
 
-OwnCodes: TypeAlias = "Sequence[torch.Tensor | Sequence[torch.Tensor | None] | None]"
+
+@dataclass(frozen=True, slots=True)
+class ShardBuffers:
+    """What receives all that this rank makes of a weight, where a caller gathers its scales, too.
+
+    Attributes:
+        codes: by gathered plane, as for :class:`zerocast.CastPlan`.
+        scales: by matrix, and by the name of each plane with amaxes, the scales that this rank
+            makes: of the blocks that it owns, or of all blocks. The weight stores none.
+        by_owner: the names of the planes, the same on every rank, of which it is the blocks that it
+            owns.
+    """
+
+    codes: Sequence[torch.Tensor]
+    scales: Sequence[Mapping[str, OwnScales]]
+    by_owner: frozenset[str]
+
+
+OwnCodes: TypeAlias = "Sequence[torch.Tensor | Sequence[torch.Tensor | None] | ShardBuffers | None]"
 """By weight None, or the buffer that receives the codes of this rank's shard; a pair of buffers for
 a weight with two planes."""
 
@@ -38,6 +57,7 @@ class ShardSpec:
         codes: by the names of the weight's gathered buffers, uint8 buffers of the caller's that
             receive the shard's codes instead of the weight; empty where the weight receives them.
         amax_group: weights with the same one share their tensor amax; None for a weight of its own.
+        scales, by_owner: those of :class:`ShardBuffers`; none where the weight stores its scales.
     """
 
     name: str
@@ -46,6 +66,8 @@ class ShardSpec:
     extent: Extent
     codes: Mapping[str, torch.Tensor]
     amax_group: str | None
+    scales: Sequence[Mapping[str, OwnScales]] = ()
+    by_owner: frozenset[str] | None = None
 
     def own_codes(self, plane: str) -> torch.Tensor | None:
         """The buffer of :attr:`codes` for ``plane``, flat, as it lies now."""
@@ -118,7 +140,10 @@ def check_specs(
         extent = extent_of(name, storage, master_weights[i], start_offsets[i])
         codes = _shard_codes(name, storage, extent, own)
         label = (labels[i] if labels else None) or storage.amax_group
-        specs.append(ShardSpec(name, names is not None, storage, extent, codes, label))
+        spec = ShardSpec(name, names is not None, storage, extent, codes, label)
+        if isinstance(own, ShardBuffers):
+            spec = replace(spec, scales=own.scales, by_owner=own.by_owner)
+        specs.append(spec)
     return specs
 
 
@@ -162,6 +187,7 @@ def _shard_codes(
     if given is None:
         return {}
     planes = storage.gathered
+    given = given.codes if isinstance(given, ShardBuffers) else given
     buffers = list(given) if isinstance(given, list | tuple) else [given]
     if len(buffers) != len(planes):
         raise InputError(

@@ -14,8 +14,10 @@ weight is, byte for byte, ``zerocast.quantize`` of the whole master. Tensor-para
 masters torch's DTensor splits, are cast alike.
 
     master_weight      the parameter, and the two methods that FSDP2 calls
-    all_gather         what is known of one weight, what is sent, what is made of what was gathered
+    all_gather         what is known of one weight, and what is made of what was gathered
+    all_gather_input   what a rank has of it between casts, and sends
     row_shards         which rows each rank has, and how many bytes are sent for them
+    scale_shards       who makes which scales, and sends them
     casts              when a cast is due, what is cast together, precompute_scales_for_fsdp
     state              the recipe's state of a master, and the values that were cast
     placement          what DTensor and FSDP2 say about a weight

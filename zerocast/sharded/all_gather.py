@@ -2,9 +2,9 @@
 
 FSDP2 asks what to send (:func:`zerocast.sharded.casts.codes_to_send`) and hands over what was
 gathered (:meth:`LowBitAllGather.gathered_weight`). A :class:`zerocast.CastPlan` over the ranks that
-share the weight casts the codes into what this rank sends and nowhere else, so no rank holds whole
-codes while the weight is sharded. Scales are not sent: every rank derives them from the all-reduced
-amaxes.
+share the weight casts codes and scales into what this rank sends and nowhere else, so no rank holds
+whole ones while the weight is sharded. Before the cast ranks reduce the amaxes of tensors and of
+blocks that they cut ("Note: full and boundary" in :mod:`zerocast.cast.amax_buffers`).
 
 Under tensor parallelism a rank's weight is a shard of a larger one
 (:class:`zerocast.TensorParallelShard`), whose amaxes its ranks reduce, too. If FSDP2 does not shard
@@ -22,21 +22,28 @@ from typing import Any
 import torch
 
 from zerocast.arguments import check_shape, check_text
+from zerocast.backends import backend_for
 from zerocast.comm import Communicator
 from zerocast.errors import UnsupportedError
 from zerocast.recipes import NOMINAL_DTYPES, Recipe, as_recipe
+from zerocast.sharded.all_gather_input import AllGatherInput
 from zerocast.sharded.placement import check_tp_boundaries, to_local, tp_shard_of
-from zerocast.sharded.row_shards import RowShards
 from zerocast.sharded.state import CastValues, State, check_state, fresh_state
-from zerocast.tensors import QuantizedStorage, QuantizedTensor, TensorParallelShard, rebuild_derived
+from zerocast.tensors import (
+    QuantizedStorage,
+    QuantizedTensor,
+    TensorParallelShard,
+    prepare_expansion,
+    rebuild_derived,
+)
 
 
 class CodesState(Enum):
     """Which memory a weight's codes take on this rank, beside the rows of its master.
 
     NONE: none. No cast has been made, so nothing is known of dtype, device and ranks.
-    CAST: codes of this rank's rows, and the scales of the whole weight. They were cast with others
-        of an amax group, for a gather that is still to come.
+    CAST: codes and scales of this rank's rows. They were cast with others of an amax group, for a
+        gather that is still to come.
     GATHERED: the same. FSDP2 gathers the whole codes from them, and frees those as it does other
         parameters.
     KEPT: the same, and the whole codes, which stay: FSDP2 does not shard this weight.
@@ -46,50 +53,6 @@ class CodesState(Enum):
     CAST = "cast"
     GATHERED = "gathered"
     KEPT = "kept"
-
-
-class AllGatherInput:
-    """The codes of this rank's rows of one weight, or tensor-parallel shard, and all its scales.
-
-    Attributes:
-        comm: the ranks that share the weight.
-        rows: who has which.
-        dtype: the nominal dtype of the gathered weight.
-        storage: scales, tensor amax and the recipe's state (the tensors of the gather's ``state``);
-            no codes.
-        sent: by gathered plane, uint8 [rows.sent_bytes]: what this rank sends.
-        casts: the number of casts.
-    """
-
-    def __init__(
-        self, gather: LowBitAllGather, comm: Communicator, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        self.comm, self.dtype = comm, dtype
-        recipe, tp_shard = gather.recipe, gather.tp_shard
-        shape = gather.shape if tp_shard is None else tp_shard.shape
-        self.rows = RowShards(shape, comm.size, recipe.numerics.fmt)
-        planes = recipe.planes(shape, columnwise=gather.for_linear)
-        gathered = [plane.codes_name for plane in planes if plane.is_gathered]
-        derived = [name for plane in planes if plane.is_derived for name in plane.buffers]
-        # All else of a gathered weight is known before the gather, or derived after it.
-        left_out = {*gathered, *derived, *recipe.state}
-        buffers = {
-            name: spec.allocate(device)
-            for name, spec in recipe.buffers(shape, columnwise=gather.for_linear).items()
-            if name not in left_out
-        }
-        self.storage = QuantizedStorage(shape, dtype, recipe, buffers | gather.state, tp_shard)
-        self.sent = {
-            plane: torch.zeros(self.rows.sent_bytes, dtype=torch.uint8, device=device)
-            for plane in gathered
-        }
-        self.casts = 0
-
-    @property
-    def own(self) -> list[torch.Tensor]:
-        """By gathered plane, what this rank's codes fill of ``sent``."""
-        size = self.rows.code_bytes(self.comm.rank)
-        return [codes[:size] for codes in self.sent.values()]
 
 
 class LowBitAllGather:
@@ -238,7 +201,10 @@ class LowBitAllGather:
             check_tp_boundaries(self.name, tp_shard, self.recipe)
         state = self.state_before_cast(is_due=is_due)
         self.state = {name: tensor.to(device) for name, tensor in state.items()}
-        self._shards = AllGatherInput(self, comm, dtype, device)
+        self._shards = AllGatherInput(
+            self.shape, self.recipe, self.state, comm, dtype, device,
+            columnwise=self.for_linear, tp_shard=tp_shard,
+        )  # fmt: skip
         self.codes, self.kept = CodesState.CAST, None
         self.cast_values.forget()
         return True
@@ -248,7 +214,7 @@ class LowBitAllGather:
         self.shards.casts += 1
         self.cast_values.set_to(self.master)
         if self.kept is not None:
-            self.refill(self.kept, list(self.shards.sent.values()), self.shards)
+            self.refill(self.kept, self.shards.all_gather_inputs, self.shards)
 
     # --- after the all-gather ---
 
@@ -286,6 +252,9 @@ class LowBitAllGather:
                 if name in weight.buffers:
                     weight.buffers[name].copy_(buffer)
             shards.rows.store(shards.sent, outputs, weight.buffers)
+            scales, backend = shards.whole_scales(outputs), backend_for(weight.device)
+            for launch in prepare_expansion(weight.matrices, scales, backend):
+                launch()
             rebuild_derived([weight])
 
     @torch.no_grad()

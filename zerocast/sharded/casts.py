@@ -189,6 +189,7 @@ def _run_casts(cast_groups: Sequence[CastGroup]) -> None:
             [gather.shards.comm for gather in gathers],
             names=[gather.name for gather in gathers],
             fsdp_shard_model_weights=[gather.shards.own for gather in gathers],
+            exchange="boundary",
         )
         keep_plan(storages, _KEY, plan)
     plan.cast_and_release(masters)
@@ -227,7 +228,7 @@ def codes_to_send(
     shards = gather.shards
     if gather.codes is CodesState.CAST:
         gather.codes = CodesState.GATHERED
-    return tuple(shards.rows.to_send(codes) for codes in shards.sent.values()), shards
+    return tuple(map(shards.rows.to_send, shards.all_gather_inputs)), shards
 
 
 def _check_dtype(gather: LowBitAllGather, cast_group: CastGroup, dtype: torch.dtype) -> None:

@@ -95,6 +95,11 @@ def fsdp_dimension(tensor: DTensor) -> int:
     return next(i for i, placement in enumerate(tensor.placements) if not placement.is_replicate())
 
 
+def gather_size(tensor: DTensor) -> int:
+    """Return over how many ranks FSDP2 has sharded ``tensor``."""
+    return tensor.device_mesh.size(fsdp_dimension(tensor))
+
+
 def gathered_shape(tensor: DTensor) -> torch.Size:
     """Return the shape of what FSDP2's gather of ``tensor`` gives a rank: under tensor parallelism
     that of the largest shard.

@@ -13,17 +13,21 @@ from typing import TypeVar
 import torch
 
 from zerocast.arguments import check_module
+from zerocast.layout import chunk
 from zerocast.recipes import Recipe
 from zerocast.sharded.all_gather import LowBitAllGather, gather_of
 from zerocast.sharded.placement import (
-    fsdp_dimension,
     gather_dtypes,
+    gather_size,
     gathered_shape,
     is_sharded,
     reshard,
     to_local,
+    tp_shard_of,
 )
 from zerocast.sharded.row_shards import RowShards
+from zerocast.sharded.scale_shards import ScaleShards
+from zerocast.tensors import TensorParallelShard
 
 
 @dataclass(frozen=True)
@@ -35,10 +39,10 @@ class ParameterGather:
         shape: of what a gather gives a rank: the whole parameter, or under tensor parallelism its
             shard, of ranks with unequal ones the largest.
         recipe: of its codes; None if it travels in high precision.
-        bytes_per_element: of ``shape``, that each all-gather moves, what fills up uneven shards
-            included; 0 if there is no gather.
+        bytes_per_element: of ``shape``, that each all-gather moves, scales and what fills up
+            uneven shards included; 0 if there is no gather.
         all_reduced_bytes_per_element: of amaxes, once for each value of the master, over the ranks
-            that shard it.
+            that shard it; without the errors that 4-over-6 chooses by.
         why: what travels, or why not codes.
     """
 
@@ -113,40 +117,52 @@ def _gathers(model: torch.nn.Module) -> Iterator[ParameterGather]:
                 why = "not sharded: fully_shard was not called on its module, or ignores it"
                 yield ParameterGather(name, to_local(parameter).shape, None, 0, 0, why)
                 continue
-            shape = gathered_shape(parameter)
+            shape, world_size = gathered_shape(parameter), gather_size(parameter)
             if gather is not None:
                 group = getattr(module, "amax_group", None)
                 layers = [] if group is None else group.layers
                 others = [layer.name for layer in layers if layer.weight is not parameter]
-                world_size = parameter.device_mesh.size(fsdp_dimension(parameter))
-                yield _low_bit(name, gather, shape, world_size, others)
+                tp_shard = tp_shard_of(name, parameter, is_fsdp_sharded=True)
+                yield _low_bit(name, gather, shape, world_size, tp_shard, others)
                 continue
             dtype = dtypes[max(owners, key=len)] or parameter.dtype  # the innermost module's
             why = f"{dtype}: {why_high_precision(module, own_name)}"
-            yield ParameterGather(name, shape, None, dtype.itemsize, 0, why)
+            rows = max(shape[0], 1)
+            padded = chunk(rows, 0, world_size).size * world_size
+            yield ParameterGather(name, shape, None, dtype.itemsize * padded / rows, 0, why)
 
 
 def _low_bit(
-    name: str, gather: LowBitAllGather, shape: torch.Size, world_size: int, others: list[str]
+    name: str,
+    gather: LowBitAllGather,
+    shape: torch.Size,
+    world_size: int,
+    tp_shard: TensorParallelShard | None,
+    others: list[str],
 ) -> ParameterGather:
     """Describe the gather of a master; ``others`` share the amax of its tensor."""
-    recipe = gather.recipe
-    planes, matrices = recipe.planes(shape, columnwise=gather.for_linear), recipe.stack_of(shape)
+    recipe, columnwise = gather.recipe, gather.for_linear
+    planes, matrices = recipe.planes(shape, columnwise=columnwise), recipe.stack_of(shape)
     grids = [plane.grid for plane in planes if plane.is_gathered]
-    sent = RowShards(shape, world_size, recipe.numerics.fmt).sent_bytes * world_size * len(grids)
+    rows = RowShards(shape, world_size, recipe.numerics.fmt)
+    own = ScaleShards(rows, recipe, columnwise=columnwise, tp_shard=tp_shard)
+    sent = (rows.sent_bytes * len(grids) + own.sent_bytes) * world_size
     blocks = sum(grid.num_blocks for grid in grids)
     scales = "of the tensor" if recipe.has_one_block else f"of {blocks} blocks"
     if matrices:
         scales += f" for each of {matrices.numel()} matrices"
+    are_sent, are_made = len(own.by_owner) > 0, len(own.by_owner) < max(len(own.planes), 1)
+    ways = [" travel with them"] * are_sent + [" follow from all-reduced amaxes"] * are_made
+    scales += " or".join(ways)
     why = (
         f"{recipe.numerics.fmt.name} codes{' in two planes' if len(grids) > 1 else ''} under "
-        f"{type(recipe).__name__}; scales {scales} follow from all-reduced amaxes"
+        f"{type(recipe).__name__}; scales {scales}"
     )
     if not gather.for_linear:
         why += "; the module works with their value"
     if others:
         why += f", the tensor's shared with {', '.join(others)}"
-    amaxes = 4 * matrices.numel() * (blocks + (not recipe.has_one_block))
+    amaxes = 4 * (matrices.numel() + own.reduced_amaxes)
     return ParameterGather(name, shape, recipe, sent / shape.numel(), amaxes / shape.numel(), why)
 
 

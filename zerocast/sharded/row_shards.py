@@ -52,8 +52,12 @@ class RowShards:
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes that each rank sends."""
-        size, common = self.rows * self.row_bytes, math.gcd(self.row_numel, self.world_size)
+        """Bytes of codes that each rank sends."""
+        return self.padded_bytes(self.rows * self.row_bytes)
+
+    def padded_bytes(self, size: int) -> int:
+        """Return ``size`` rounded up to what FSDP2 takes as the bytes of one tensor of a rank."""
+        common = math.gcd(self.row_numel, self.world_size)
         return size if self.is_even else round_up(size, self.row_numel // common)
 
     @property
@@ -70,11 +74,9 @@ class RowShards:
         """Return the bytes of ``rank``'s codes, without what fills up."""
         return self.extent(rank).size // self.row_numel * self.row_bytes
 
-    def to_send(self, codes: torch.Tensor) -> torch.Tensor:
-        """Return ``codes``, uint8 [sent_bytes], in the shape in which FSDP2 takes them."""
-        if self.is_even:
-            return codes.view(self.rows, self.row_bytes)
-        return PaddedCodes(codes, (self.rows, *self.shape[1:]))
+    def to_send(self, sent: torch.Tensor) -> torch.Tensor:
+        """Return ``sent``, uint8 of :meth:`padded_bytes`, in the shape in which FSDP2 takes it."""
+        return sent if self.is_even else PaddedCodes(sent, (self.rows, *self.shape[1:]))
 
     def views(
         self, planes: Sequence[str], outputs: Sequence[torch.Tensor]
@@ -104,7 +106,9 @@ class RowShards:
 
 
 class PaddedCodes(torch.Tensor):
-    """Codes that present themselves in the shape of the padded rows; flat they are bytes."""
+    """Codes, or scales, that present themselves in the shape of the padded rows; flat they are
+    bytes.
+    """
 
     codes: torch.Tensor
 
