@@ -30,7 +30,7 @@ LAYERS = (
     ("sharded",),
     ("optim", "verification"),
     ("export", "nn"),  # the core, which is all below, imports no layer
-    ("refit",),
+    ("costs", "refit"),
     ("integrations",),
     ("__init__",),
     ("cli",),
@@ -46,6 +46,7 @@ PUBLIC_MODULES = (
     "zerocast.optim",
     "zerocast.export",
     "zerocast.refit",
+    "zerocast.costs",
     "zerocast.nn.tensor_parallel",
 )
 

@@ -145,6 +145,13 @@ class Exchange:
                 entries |= dict.fromkeys(range(first, first + piece.numel()))
         return list(entries)
 
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """All memory of the exchange, views among it."""
+        chosen = [candidates.choices for candidates in self.candidates_of.values()]
+        own = self.candidates, *chosen, self._reduced, self._shared
+        return [*self.buffers.tensors, *own]
+
     def follow_stream(self, others: Iterable[torch.Tensor] = ()) -> None:
         """Tell torch which stream uses the buffers from now on, where it is another one: the memory
         of a plan that is dropped waits for all of them, and so does that of ``others``.
@@ -153,9 +160,7 @@ class Exchange:
             return
         stream = torch.cuda.current_stream(self.candidates.device)
         if stream not in self._streams:
-            chosen = [candidates.choices for candidates in self.candidates_of.values()]
-            own = self.candidates, *chosen, self._reduced, self._shared
-            for buffer in (*self.buffers.tensors, *own, *others):
+            for buffer in (*self.tensors, *others):
                 buffer.record_stream(stream)
             self._streams.add(stream)
 
@@ -187,7 +192,9 @@ class Exchange:
         if heard:
             entries.fill_(TROUBLE)
         comm.all_reduce_max_(entries)
-        return heard or (comm in self.heard_by and int(entries[0]) == TROUBLE)
+        if heard or comm not in self.heard_by or entries.is_meta:  # which holds no values
+            return heard
+        return int(entries[0]) == TROUBLE
 
     def reduce_candidates(self) -> None:
         """Put every group's candidates together."""

@@ -1,8 +1,10 @@
-"""The command line: ``python -m zerocast doctor``, ``inspect FILE_OR_DIR`` and ``reproduce FILE``.
+"""The command line: ``python -m zerocast`` with one of ``doctor``, ``inspect FILE_OR_DIR``,
+``estimate MODEL`` and ``reproduce FILE``.
 
 doctor says what this installation can do, what would be slow and why, and compares the sharded cast
-with the unsharded one. inspect describes the tensors of a checkpoint. Both print text, or JSON for
-other programs. reproduce repeats a cast in which ``verify`` found a difference.
+with the unsharded one. inspect describes the tensors of a checkpoint. estimate says what a training
+step of a model costs. These print text, or JSON for other programs. reproduce repeats a cast in
+which ``verify`` found a difference.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from zerocast.cli import doctor, inspection, reproduce
+from zerocast.cli import doctor, estimation, inspection, reproduce
 from zerocast.errors import ZerocastError
 
 
@@ -21,7 +23,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     where doctor finds something wrong or reproduce a difference, 2 where a command cannot do what
     it was asked to.
     """
-    parser = argparse.ArgumentParser(prog="python -m zerocast", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m zerocast", description=__doc__.partition("\n\n")[0]
+    )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     check = commands.add_parser(
         "doctor", help="what this installation can do, and whether its cast is right"
@@ -38,6 +42,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     again = commands.add_parser("reproduce", help="a cast in which verify found a difference")
     again.add_argument("path", type=Path, metavar="FILE", help="that verify left")
     again.set_defaults(run=lambda given: reproduce.reproduce(given.path))
+    cost = commands.add_parser("estimate", help="what a training step of a model costs")
+    estimation.add_arguments(cost)
+    cost.set_defaults(run=estimation.run)
     given = parser.parse_args(arguments)
     try:
         text, code = given.run(given)

@@ -100,27 +100,27 @@ class RecordingCommunicator(Communicator):
         self.traffic = {}
 
     def all_reduce_max_(self, buffer: torch.Tensor) -> None:
-        with self._all_reduce("all_reduce_max_", buffer):
+        with self._count("all_reduce", lambda: self._all_reduce(buffer)):
             self.comm.all_reduce_max_(buffer)
 
     def all_reduce_sum_(self, buffer: torch.Tensor) -> None:
-        with self._all_reduce("all_reduce_sum_", buffer):
+        with self._count("all_reduce", lambda: self._all_reduce(buffer)):
             self.comm.all_reduce_sum_(buffer)
 
     def all_gather_(self, buffer: torch.Tensor, counts: Sequence[int] | None = None) -> None:
-        with self._all_gather(buffer, counts):
+        with self._count("all_gather", lambda: self._all_gather(buffer, counts)):
             self.comm.all_gather_(buffer, counts)
 
     def start_all_gather_(
         self, buffer: torch.Tensor, counts: Sequence[int] | None = None
     ) -> Callable[[], None]:
-        with self._all_gather(buffer, counts):
+        with self._count("all_gather", lambda: self._all_gather(buffer, counts)):
             wait = self.comm.start_all_gather_(buffer, counts)
         return self._timed("all_gather", wait)
 
     def reduce_scatter_sum(self, output: torch.Tensor, buffer: torch.Tensor) -> None:
-        payload = buffers.as_bytes("reduce_scatter_sum", buffer).nbytes
-        with self._count("reduce_scatter", payload, (self.size - 1) * payload // self.size):
+        sent = lambda: (buffer.nbytes, (self.size - 1) * buffer.nbytes // self.size)  # noqa: E731
+        with self._count("reduce_scatter", sent):
             self.comm.reduce_scatter_sum(output, buffer)
 
     def start_all_to_all(
@@ -130,24 +130,23 @@ class RecordingCommunicator(Communicator):
         received: Sequence[int] | None = None,
         sent: Sequence[int] | None = None,
     ) -> Callable[[], None]:
-        _, flat, _, gives = buffers.exchange_operands(output, buffer, received, sent, self.size)
-        with self._count("all_to_all", flat.nbytes, flat.nbytes - gives[self.rank]):
+        own = lambda: self._part(buffer, sent, self.rank)  # noqa: E731
+        with self._count("all_to_all", lambda: (buffer.nbytes, buffer.nbytes - own())):
             wait = self.comm.start_all_to_all(output, buffer, received, sent)
         return self._timed("all_to_all", wait)
 
     def broadcast_(self, buffer: torch.Tensor, root: int = 0) -> None:
         is_last = (self.rank + 1) % self.size == root
-        payload = buffers.as_bytes("broadcast_", buffer).nbytes
-        with self._count("broadcast", payload, 0 if is_last else payload):
+        with self._count("broadcast", lambda: (buffer.nbytes, 0 if is_last else buffer.nbytes)):
             self.comm.broadcast_(buffer, root)
 
     def all_gather_object(self, obj: Any) -> list[Any]:
         payload = len(buffers.pickled(obj))
-        with self._count("all_gather_object", payload, (self.size - 1) * payload):
+        with self._count("all_gather_object", lambda: (payload, (self.size - 1) * payload)):
             return self.comm.all_gather_object(obj)
 
     def barrier(self) -> None:
-        with self._count("barrier", 0, 0):
+        with self._count("barrier", lambda: (0, 0)):
             self.comm.barrier()
 
     def announce(self, error: BaseException) -> None:
@@ -162,15 +161,19 @@ class RecordingCommunicator(Communicator):
     def __repr__(self) -> str:
         return f"RecordingCommunicator({self.comm!r})"
 
-    def _all_reduce(self, what: str, buffer: torch.Tensor) -> Any:
-        payload = buffers.as_bytes(what, buffer).nbytes
-        return self._count("all_reduce", payload, 2 * (self.size - 1) * payload // self.size)
+    # What a collective is called on and what it sends, in bytes, once it has accepted its buffer.
 
-    def _all_gather(self, buffer: torch.Tensor, counts: Sequence[int] | None) -> Any:
-        flat, chunks = buffers.gather_operands(buffer, counts, self.size)
-        return self._count(
-            "all_gather", flat.nbytes, flat.nbytes - chunks[(self.rank + 1) % self.size]
-        )
+    def _all_reduce(self, buffer: torch.Tensor) -> tuple[int, int]:
+        return buffer.nbytes, 2 * (self.size - 1) * buffer.nbytes // self.size
+
+    def _all_gather(self, buffer: torch.Tensor, counts: Sequence[int] | None) -> tuple[int, int]:
+        return buffer.nbytes, buffer.nbytes - self._part(buffer, counts, self.rank + 1)
+
+    def _part(self, buffer: torch.Tensor, counts: Sequence[int] | None, rank: int) -> int:
+        """The bytes of a rank's part of ``buffer``."""
+        if counts is None:
+            return buffer.nbytes // self.size
+        return int(counts[rank % self.size]) * buffer.itemsize
 
     def _timed(self, kind: str, wait: Callable[[], None]) -> Callable[[], None]:
         """``wait``, whose time counts as that of the collective just begun."""
@@ -184,9 +187,9 @@ class RecordingCommunicator(Communicator):
         return timed_wait
 
     @contextmanager
-    def _count(self, kind: str, payload_bytes: int, sent_bytes: int) -> Iterator[None]:
+    def _count(self, kind: str, sizes: Callable[[], tuple[int, int]]) -> Iterator[None]:
         start = time.perf_counter()
         yield
         seconds = time.perf_counter() - start
         counted = self.traffic.setdefault((self._label, kind), Traffic())
-        counted.add(Traffic(1, payload_bytes, sent_bytes, seconds))
+        counted.add(Traffic(1, *sizes(), seconds))

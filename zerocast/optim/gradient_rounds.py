@@ -147,8 +147,35 @@ def plan_rounds(
     a_bucket_each: bool,
     buffer_bytes: int = BUFFER_BYTES,
 ) -> list[Round]:
-    """Return the rounds in which all gradients travel, in order, with two buffers in turn; the last
-    has a tail.
+    """Return the rounds of :func:`cut_rounds`, with two buffers in turn and the pieces of the
+    gradients in them.
+    """
+    rounds = cut_rounds(
+        shards, dtype, tail_bytes, a_bucket_each=a_bucket_each, buffer_bytes=buffer_bytes
+    )
+    device = shards.masters.device
+    buffers = [torch.zeros(n, dtype=torch.uint8, device=device) for n in buffer_sizes(rounds)]
+    for i, each in enumerate(rounds):
+        each.place(buffers[i % 2])
+    _lay_out(shards, rounds)
+    return rounds
+
+
+def buffer_sizes(rounds: Sequence[Round]) -> list[int]:
+    """Return the bytes of the buffers that rounds use in turn: two, or one of a single round."""
+    return [max(each.nbytes for each in rounds[i::2]) for i in range(min(2, len(rounds)))]
+
+
+def cut_rounds(
+    shards: ShardedWeights,
+    dtype: torch.dtype | None,
+    tail_bytes: int,
+    *,
+    a_bucket_each: bool,
+    buffer_bytes: int = BUFFER_BYTES,
+) -> list[Round]:
+    """Return the rounds in which all gradients travel, in order and without buffers; the last has a
+    tail.
 
     Args:
         shards: the weights and their buckets.
@@ -159,24 +186,18 @@ def plan_rounds(
             their gradients together, and the tail a round of its own; else rounds are as few as
             ``buffer_bytes`` allow.
     """
-    size, device = shards.comm.size, shards.masters.device
+    size = shards.comm.size
     dtypes = {bucket.first_column: dtype or _common_dtype(shards, bucket)
               for bucket in shards.buckets}  # fmt: skip
     if a_bucket_each:
-        order = sorted(shards.buckets, key=lambda bucket: bucket.members[0], reverse=True)
+        held = [bucket for bucket in shards.buckets if bucket.layout.rank_numel]
+        order = sorted(held, key=lambda bucket: bucket.members[0], reverse=True)
         rounds = [
             Round([_Span(b, 0, b.layout.rank_numel, dtypes[b.first_column])], size) for b in order
         ]
-        rounds.append(Round([], size, tail_bytes))
-    else:
-        spans = _cut(shards.buckets, dtypes, buffer_bytes // size)
-        rounds = [Round(each, size, tail_bytes * (each is spans[-1])) for each in spans]
-    sizes = [max(each.nbytes for each in rounds[i::2]) for i in range(min(2, len(rounds)))]
-    buffers = [torch.zeros(nbytes, dtype=torch.uint8, device=device) for nbytes in sizes]
-    for i, each in enumerate(rounds):
-        each.place(buffers[i % 2])
-    _lay_out(shards, rounds)
-    return rounds
+        return [*rounds, Round([], size, tail_bytes)]
+    spans = _cut(shards.buckets, dtypes, buffer_bytes // size)
+    return [Round(each, size, tail_bytes * (each is spans[-1])) for each in spans]
 
 
 def _common_dtype(shards: ShardedWeights, bucket: Bucket) -> torch.dtype:
@@ -215,7 +236,7 @@ def _lay_out(shards: ShardedWeights, rounds: Sequence[Round]) -> None:
         for span, section in zip(each.spans, each.sections, strict=True):
             spans.setdefault(span.bucket.first_column, []).append((span.start, section, each))
     for bucket in shards.buckets:
-        places = spans[bucket.first_column]
+        places = spans.get(bucket.first_column, [])  # of weights without elements there are none
         starts = [start for start, *_ in places]
         width = bucket.layout.rank_numel
         for i, extent in zip(bucket.members, bucket.layout.weight_extents(), strict=True):

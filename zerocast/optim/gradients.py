@@ -44,6 +44,14 @@ def check_gradient_dtype(dtype: object) -> None:
         )
 
 
+def flag_bytes(weights: int) -> slice:
+    """Return where the flags of so many weights stand in the tail of the last round, its last
+    bytes; before them notes and whether gradients are left over, as int64.
+    """
+    first = 8 * (NOTES + 1)
+    return slice(first, first + weights)
+
+
 class GradientReducer:
     """Reduces the gradients of all weights of an optimizer; the buffers live as long as it does.
 
@@ -66,8 +74,7 @@ class GradientReducer:
     ) -> None:
         self._shards, self._dtype = shards, dtype
         self.reduced = torch.zeros_like(shards.masters)
-        # In the tail: notes and whether gradients are left over, as int64; then flags.
-        self._flag_bytes = slice(8 * (NOTES + 1), 8 * (NOTES + 1) + len(shards.weights))
+        self._flag_bytes = flag_bytes(len(shards.weights))
         self._rounds = plan_rounds(
             shards,
             dtype,

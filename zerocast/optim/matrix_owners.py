@@ -76,6 +76,11 @@ class MatrixOwners:
             end += part.size
         self._whole = columns.new_empty(end)
 
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """All memory of the masters, and of what travels."""
+        return [*self.masters.values(), self._columns, self._whole]
+
     def fetch_masters(self) -> None:
         """Make :attr:`masters` those of the shards. Collective."""
         self._bring(self._shards.masters, self.masters)

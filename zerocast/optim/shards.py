@@ -106,6 +106,16 @@ class Bucket:
         own = masters[self.first_column :][: self.layout.rank_numel]
         self.flats[0].view(self.layout.world_size, -1)[rank].copy_(own)
 
+    def all_gather(self, comm: Communicator) -> None:
+        """Gather every rank's range on every rank: in place, one collective a buffer. Where uses
+        of the weights wait it is only begun.
+        """
+        if self.pending is not None:
+            self.pending.begin(map(comm.start_all_gather_, self.flats))
+        else:
+            for flat in self.flats:
+                comm.all_gather_(flat)
+
 
 class ShardedWeights:
     """All weights of an optimizer: their buckets, and this rank's masters.
@@ -229,15 +239,9 @@ class ShardedWeights:
                 bucket.store(self.comm.rank, columns)
 
     def all_gather(self) -> None:
-        """Gather every rank's range on every rank: in place, one collective a buffer. Where uses
-        of the weights wait it is only begun.
-        """
+        """Gather every bucket."""
         for bucket in self.buckets:
-            if bucket.pending is not None:
-                bucket.pending.begin(map(self.comm.start_all_gather_, bucket.flats))
-            else:
-                for flat in bucket.flats:
-                    self.comm.all_gather_(flat)
+            bucket.all_gather(self.comm)
 
     def wait(self) -> None:
         """Return when every weight is gathered."""

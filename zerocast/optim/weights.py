@@ -142,7 +142,7 @@ def collect_weights(param_groups: Sequence[dict[str, Any]]) -> list[Weight]:
         places = [f"param_groups[{g}]['params'][{i}]" for i in range(len(group["params"]))]
         names = group.get("param_names", places)
         for name, param in zip(names, group["params"], strict=True):
-            weights.append(Weight(name, param, g, _kind(name, param)))
+            weights.append(Weight(name, param, g, storage_kind(name, param)))
     if not weights:
         raise InputError(
             "ZeroOptimizer needs at least one parameter that requires a gradient, got none."
@@ -165,7 +165,12 @@ def collect_weights(param_groups: Sequence[dict[str, Any]]) -> list[Weight]:
     return weights
 
 
-def _kind(name: str, param: torch.Tensor) -> StorageKind:
+def storage_kind(name: str, param: torch.Tensor) -> StorageKind:
+    """Return how the weight ``name`` is stored.
+
+    Raises:
+        InputError: for one of another dtype than can be served, or that no sharded cast can fill.
+    """
     if isinstance(param, QuantizedTensor):
         storage = param.quantized_storage
         check_castable(name, storage)

@@ -1,0 +1,82 @@
+"""estimate: what a training step of a model would send, hold and take, beside BF16 and FP8."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import torch
+
+from zerocast.costs import MODELS, Machine, StepOptions, compare_gathers
+from zerocast.costs.picture import draw
+from zerocast.costs.tables import as_json, tables
+from zerocast.recipes import RECIPES
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    named = ", ".join(MODELS)
+    parser.add_argument("model", metavar="MODEL", help=f"{named}, or a config.json of transformers")
+    add = parser.add_argument
+    add("--recipe", default="nvfp4", choices=list(RECIPES), help="of the weights (nvfp4)")
+    add("--dp", type=int, nargs="+", default=[1024], help="data-parallel ranks (1024)")
+    add("--tp", type=int, default=1, help="tensor-parallel ranks (1)")
+    add("--rank", type=int, default=0, help="which data-parallel rank (0)")
+    add("--filter", nargs="*", default=[], metavar="NAME", help="layers that stay BF16")
+    add("--exchange", default="boundary", choices=["boundary", "full"], help="of amaxes (boundary)")
+    add("--gradient-dtype", choices=list(DTYPES), help="in which gradients travel (their own)")
+    add("--overlap-all-gather", action="store_true", help="gather in buckets")
+    add("--overlap-grad-reduce", action="store_true", help="send gradients in buckets (ZeRO-2)")
+    add("--bucket-size", type=int, metavar="ELEMENTS", help="of a bucket (2^23 with an overlap)")
+    add("--backward-passes", type=int, default=1, help="of a step (1)")
+    add("--device", default="cuda", choices=["cuda", "cpu"], help="whose launches (cuda)")
+    add("--machine", default="h100", help="h100, or a file that fit wrote (h100)")
+    add("--json", action="store_true", help="print JSON instead of tables")
+    add("--png", type=Path, metavar="FILE", help="draw a picture, too; needs matplotlib")
+
+
+def run(given: argparse.Namespace) -> tuple[str, int]:
+    """Return what is printed, and the exit code.
+
+    Raises:
+        ZerocastError: for arguments that do not fit, or what is not installed.
+        OSError: where a file cannot be read or written.
+    """
+    machine = Machine.load(given.machine)
+    options = StepOptions(
+        overlap_all_gather=given.overlap_all_gather,
+        bucket_size=given.bucket_size,
+        gradient_dtype=DTYPES.get(given.gradient_dtype),
+        overlap_grad_reduce=given.overlap_grad_reduce,
+        backward_passes=given.backward_passes,
+        exchange=given.exchange,
+        device=given.device,
+    )
+    by_ranks = [
+        compare_gathers(
+            given.model,
+            given.recipe,
+            dp,
+            rank=given.rank,
+            tp=given.tp,
+            filter_fqns=given.filter,
+            options=options,
+        )
+        for dp in given.dp
+    ]
+    if given.png is not None:
+        draw(by_ranks, machine, f"{given.model}, {given.tp} tensor-parallel ranks", given.png)
+    if given.json:
+        return json.dumps([as_json(each, machine) for each in by_ranks], indent=1), 0
+    pages = []
+    for dp, estimates in zip(given.dp, by_ranks, strict=True):
+        elements = next(iter(estimates.values())).elements
+        head = (
+            f"{given.model}: rank {given.rank} of {dp:,} data-parallel ranks, {given.tp} of tensor "
+            f"parallelism; {elements:,} elements a rank."
+        )
+        pages += [head, tables(estimates, machine)]
+    return "\n\n".join(pages), 0

@@ -1,0 +1,142 @@
+"""CountingBackend: launches that compute nothing and count themselves, and the bytes that they
+would read and write.
+
+It is given the operands of a cast as every backend is, so what it counts is what a backend is asked
+to do: one launch for all weights of a recipe, as our kernels serve them. Bytes are those of the
+operands, each read or written once: what a kernel that misses no cache moves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from zerocast.backends.cpu import CpuBackend
+from zerocast.backends.cuda import CudaBackend
+from zerocast.backends.launches import nothing
+from zerocast.numerics import Launch, Masters, Numerics, TensorOperand
+
+BACKENDS: dict[str, type[CpuBackend | CudaBackend]] = {"cpu": CpuBackend, "cuda": CudaBackend}
+"""Those whose launches can be counted."""
+
+
+@dataclass(slots=True)
+class Work:
+    """A sum over launches.
+
+    Attributes:
+        launches: how many.
+        nbytes: what they read and write.
+    """
+
+    launches: int = 0
+    nbytes: int = 0
+
+
+class CountingBackend:
+    """The operations of a cast as :class:`zerocast.numerics.Backend` has them, without effect.
+
+    Args:
+        name: one of :data:`BACKENDS`, which reads masters once or twice.
+
+    Attributes:
+        work: by the name of an operation, what its launches add up to.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name, self.reads_once = name, BACKENDS[name].reads_once
+        self.work: dict[str, Work] = {}
+
+    def partial_amax(self, operands: Sequence[TensorOperand], masters: Masters) -> Launch:
+        shards = _held(operands)
+        nbytes = sum(_master_bytes(each, masters) + _amax_bytes(each) for each in shards)
+        return self._launch("partial_amax", shards, nbytes)
+
+    def partial_amax_cast(
+        self, numerics: Numerics, operands: Sequence[TensorOperand], masters: Masters
+    ) -> Launch:
+        shards = _held(operands)
+        nbytes = sum(
+            _master_bytes(each, masters)
+            + _amax_bytes(each)
+            + _code_bytes(each, numerics, each.whole.size)
+            for each in shards
+        )
+        return self._launch("partial_amax_cast", shards, nbytes)
+
+    def partial_select(
+        self, numerics: Numerics, operands: Sequence[TensorOperand], masters: Masters
+    ) -> Launch:
+        shards = _held(operands)
+        nbytes = sum(_master_bytes(each, masters) + _choice_bytes(each) for each in shards)
+        return self._launch("partial_select", shards, nbytes)
+
+    def select(self, numerics: Numerics, operands: Sequence[TensorOperand]) -> Launch:
+        chosen = [each for each in operands if each.candidates and each.candidates.cut.numel()]
+        return self._launch("select", chosen, sum(map(_choice_bytes, chosen)))
+
+    def compute_scale(self, numerics: Numerics, operands: Sequence[TensorOperand]) -> Launch:
+        scaled = [each for each in operands if each.grid.numel]
+        made = [plane.scale_inv for each in scaled for plane in each.scaled_planes]
+        nbytes = _nbytes(*made) + sum(map(_amax_bytes, scaled))
+        return self._launch("compute_scale", scaled, nbytes)
+
+    def expand_scales(self, numerics: Numerics, operands: Sequence[TensorOperand]) -> Launch:
+        planes = [plane for each in operands for plane in each.planes]
+        nbytes = sum(_nbytes(plane.compact, plane.scale_inv) for plane in planes)
+        return self._launch("expand_scales", operands, nbytes)
+
+    def partial_cast(
+        self, numerics: Numerics, operands: Sequence[TensorOperand], masters: Masters
+    ) -> Launch:
+        shards, nbytes = _held(operands), 0
+        for each in shards:
+            left = each.extent.size - each.whole.size
+            nbytes += _master_bytes(each, masters) * left // each.extent.size
+            nbytes += _code_bytes(each, numerics, left)
+        return self._launch("partial_cast", shards, nbytes)
+
+    def transpose(self, numerics: Numerics, operands: Sequence[TensorOperand]) -> Launch:
+        planes = [plane for each in operands for plane in each.planes]
+        nbytes = sum(_nbytes(plane.codes, plane.scale_inv) for plane in planes)
+        return self._launch("transpose", operands, nbytes)
+
+    def _launch(self, name: str, operands: Sequence[TensorOperand], nbytes: int) -> Launch:
+        if not operands:
+            return nothing
+
+        def launch() -> None:
+            work = self.work.setdefault(name, Work())
+            work.launches += 1
+            work.nbytes += nbytes
+
+        return launch
+
+
+def _held(operands: Sequence[TensorOperand]) -> list[TensorOperand]:
+    """Those of which this rank owns elements."""
+    return [each for each in operands if each.extent]
+
+
+def _nbytes(*buffers: torch.Tensor | None) -> int:
+    return sum(buffer.nbytes for buffer in buffers if buffer is not None)
+
+
+def _master_bytes(operand: TensorOperand, masters: Masters) -> int:
+    return _nbytes(masters.tensors[operand.slot])
+
+
+def _amax_bytes(operand: TensorOperand) -> int:
+    return _nbytes(*(plane.block_amax for plane in operand.cast_planes))
+
+
+def _code_bytes(operand: TensorOperand, numerics: Numerics, elements: int) -> int:
+    return len(operand.cast_planes) * (elements * numerics.fmt.bits // 8)
+
+
+def _choice_bytes(operand: TensorOperand) -> int:
+    candidates = operand.candidates
+    assert candidates is not None
+    return _nbytes(candidates.choices, candidates.row_errors, candidates.elements)
