@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,6 +20,8 @@ class OneOfMany(Communicator):
         device: "cuda" or "cpu": where the buffers would be. A host takes part in collectives on the
             CPU, so ranks hear of each other's errors there.
     """
+
+    timeout = math.inf  # nobody is waited for
 
     def __init__(self, rank: int, size: int, device: str) -> None:
         self.rank, self.size, self._device = rank, size, device
