@@ -29,7 +29,7 @@ from zerocast.cast.master_checks import as_tensors
 from zerocast.cast.prepared_cast import PreparedCast
 from zerocast.cast.shard_spec import OwnCodes, ShardSpec, check_amax_groups, check_specs
 from zerocast.cast.verified import VerifyMode, check_mode, verification_of
-from zerocast.comm import Attempt, Communicator, Group
+from zerocast.comm import Attempt, Communicator, Group, announcing
 from zerocast.errors import ZerocastError
 from zerocast.layout import Owners
 from zerocast.tensors import CastVersion, QuantizedTensor, rebuild_derived
@@ -144,6 +144,7 @@ class CastPlan:
         )
         self._version = CastVersion(rebuild_on_use=not manual_post_all_gather_processing)
         weakref.finalize(self, self._version.retire)
+        self.begin_writing, self.end_writing = self._version.begin, self._version.end
         for spec in self._specs:
             spec.storage.watch(self._version)
             if spec.is_named:
@@ -184,8 +185,9 @@ class CastPlan:
         with self._attempt:
             if master_weights is not None:
                 self._prepared.rebind(as_tensors(master_weights))
-        for step in self.steps.values():
-            step()
+        with announcing(self._comms):
+            for step in self.steps.values():
+                step()
 
     def cast_and_release(self, master_weights: Sequence[torch.Tensor | None]) -> None:
         """Cast from masters that are known to fit, and keep none of them alive: what the functional
@@ -203,9 +205,10 @@ class CastPlan:
         partition. Then compare, with ``verify``.
         """
         check_capture(self._device, self._members)
-        for gather in self._gathers:
-            gather.run()
-        self.all_gather_scales()
+        with announcing(self._comms), self._version.writing("all-gather"):
+            for gather in self._gathers:
+                gather.run()
+            self.all_gather_scales()
         self.post_all_gather_processing()
         self.verify()
 
@@ -234,11 +237,8 @@ class CastPlan:
         self._version.mark_rebuilt()
 
     def post_all_gather_hook(self, module: torch.nn.Module) -> RemovableHandle:
-        """Let ``module`` rebuild stale derived copies before its forward, once a cast; returns the
-        hook's handle.
-
-        For a framework that all-gathers parameters before the forward of each module and offers a
-        hook there. It covers the weights of this plan among ``module``'s parameters.
+        """Let ``module`` rebuild the stale derived copies of its weights in this plan before its
+        forward, once a cast, for frameworks that all-gather there; returns the hook's handle.
 
         Raises:
             InputError: where ``module`` has no parameter that belongs to this plan.
@@ -317,11 +317,14 @@ class CastPlan:
         if self._prepared.calls_functions:
             raise_in_all(self._comms, attempt.error)
         elif attempt.error is not None:
+            for comm in self._comms:
+                comm.announce(attempt.error)
             raise attempt.error
 
     @_untraced
     def _partial_cast(self) -> None:
         self._prepared.steps.run("partial_cast")
+        self._version.end("cast")
 
     # --- planning ---
 

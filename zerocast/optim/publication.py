@@ -12,6 +12,9 @@ from zerocast.cast.verified import VerifyMode, check_mode
 from zerocast.errors import InputError, ZerocastError
 from zerocast.optim.shards import ShardedWeights
 
+_GATHER = "all-gather"
+"""What readers of a weight are told of, from its cast until its codes are here or on their way."""
+
 
 class Publication:
     """The cast of all weights and their all-gather. Making one is collective and writes no weight.
@@ -56,8 +59,9 @@ class Publication:
         phases: dict[str, Callable[[], None]] = {} if self._plan is None else self._plan.steps
         phases["store_plain"] = partial(self._shards.store_plain, columns)
         if self._plan is not None:
+            phases["compute_scale"] = self._compute_scale
             phases["all_gather_scales"] = self._plan.all_gather_scales
-        phases["all_gather"] = self._shards.all_gather
+        phases["all_gather"] = self._all_gather
         # Where uses of the weights wait for codes, that wait does it.
         if self._plan is not None and not self._shards.overlaps:
             phases["post_all_gather_processing"] = self._plan.post_all_gather_processing
@@ -70,6 +74,19 @@ class Publication:
         if self._plan is not None and self._verified != self._plan.step:
             self._verified = self._plan.step
             self._plan.verify()
+
+    def _compute_scale(self) -> None:
+        assert self._plan is not None, "it is a step of the plan"
+        self._plan.begin_writing(_GATHER)
+        self._plan.steps["compute_scale"]()
+
+    def _all_gather(self) -> None:
+        if not self._shards.overlaps:
+            self._shards.all_gather()
+        if self._plan is not None:
+            self._plan.end_writing(_GATHER)
+        if self._shards.overlaps:  # what fails of it, every use of a weight raises
+            self._shards.all_gather()
 
     def fail(self, error: ZerocastError | None) -> None:
         """Let the phases raise ``error``, where there is one on this rank, on all ranks that can

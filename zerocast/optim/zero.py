@@ -46,7 +46,7 @@ import torch
 
 from zerocast.arguments import check_flag
 from zerocast.cast.verified import VerifyMode
-from zerocast.comm import Attempt, Group, as_communicator, raise_together
+from zerocast.comm import Attempt, Group, announcing, as_communicator, raise_together
 from zerocast.errors import InputError, NonFiniteError, ZerocastError
 from zerocast.optim.comparison import check_same_optimizer
 from zerocast.optim.elementwise import check_shardable
@@ -243,7 +243,7 @@ class ZeroOptimizer(ShardedOptimizer):
             self.wait_for_all_gather()  # for the weights that were not used since the last step
             try:
                 for name, run in self.phases.items():
-                    with self.on_phase(name):
+                    with announcing([self.comm]), self.on_phase(name):
                         run()
             except ZerocastError:
                 # What user code raised on this rank is raised as it was, and not as other ranks

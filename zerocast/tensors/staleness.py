@@ -14,16 +14,23 @@ rebuilding.
 Where a plan's ranks make the scales of their own blocks alone, the stored scales are true again
 when these have been gathered. Until then a weight *lacks scales*: whatever would read it by them is
 refused.
+
+Note: casts and gathers that fail
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+Between the first code that a cast writes and its last, and while codes are gathered, a weight holds
+parts of two casts. Where either fails it stays so: whatever would read it is refused, until the
+same plan has cast or gathered again, or something else has written all of it.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 
-from zerocast.errors import StaleCopyError
+from zerocast.errors import StaleCopyError, UnfinishedStepError
 
 _clock = itertools.count(1)
 
@@ -40,6 +47,7 @@ class CastVersion:
             (``manual_post_all_gather_processing=False``).
         retired: whether the plan is gone and will not cast again.
         has_scales: whether the stored scales are those of the latest cast; the plan says so.
+        unfinished: what has begun to write the weights and not ended: "cast", "all-gather".
     """
 
     def __init__(self, *, rebuild_on_use: bool) -> None:
@@ -47,6 +55,7 @@ class CastVersion:
         self.rebuild_on_use = rebuild_on_use
         self.retired = False
         self.has_scales = True
+        self.unfinished: set[str] = set()
 
     def retire(self) -> None:
         """Note that the plan is gone."""
@@ -55,11 +64,29 @@ class CastVersion:
     def tick(self, written: Iterable[torch.Tensor] = ()) -> None:
         """Note that a cast begins to write, so that derived copies made before are stale. torch
         counts the write of the tensors ``written``, so that a backward which saved one of them is
-        an error.
+        an error. The cast is ``unfinished`` until the plan says otherwise.
         """
+        self.begin("cast")
         self.ticks += 1
         self.ticked_at = next(_clock)
         torch.autograd.graph.increment_version(written)
+
+    @contextmanager
+    def writing(self, what: str) -> Iterator[None]:
+        """Within the context ``what`` writes the plan's weights; an exception leaves it unfinished,
+        so that reading a weight raises :class:`zerocast.UnfinishedStepError`.
+        """
+        self.begin(what)
+        yield
+        self.end(what)
+
+    def begin(self, what: str) -> None:
+        """Note that ``what`` begins to write the plan's weights."""
+        self.unfinished.add(what)
+
+    def end(self, what: str) -> None:
+        """Note that ``what`` has written all that it was to write."""
+        self.unfinished.discard(what)
 
     def mark_rebuilt(self) -> None:
         """Note that the derived copies of all weights of the plan have just been made."""
@@ -92,13 +119,30 @@ class Writes:
     @property
     def lack_scales(self) -> bool:
         """Whether the latest write was a cast whose scales have not been gathered."""
+        latest = self._latest
+        return latest is not None and not latest.has_scales
+
+    @property
+    def unfinished(self) -> set[str]:
+        """What has begun to write the weight in or after the latest cast, and not ended."""
+        latest = self._latest
+        return set() if latest is None else latest.unfinished
+
+    @property
+    def _latest(self) -> CastVersion | None:
+        """The plan that cast last, where nothing else has written since."""
         latest = max(self._watched, key=lambda version: version.ticked_at, default=None)
-        if latest is None or latest.has_scales:
-            return False
-        return latest.ticked_at > self._others_wrote_at
+        return latest if latest and latest.ticked_at > self._others_wrote_at else None
 
     def require_scales(self) -> None:
-        """Raise :class:`StaleCopyError` where these :attr:`lack_scales`."""
+        """Raise :class:`StaleCopyError` where these :attr:`lack_scales`, and
+        :class:`UnfinishedStepError` where a write is :attr:`unfinished`.
+        """
+        if self.unfinished:
+            raise UnfinishedStepError(
+                f"this weight holds parts of two casts, because its {min(self.unfinished)} has "
+                "begun and not ended; cast and gather again, or load a checkpoint."
+            )
         if self.lack_scales:
             raise StaleCopyError(
                 "this weight was read after a cast by a plan with exchange='boundary' and before "
@@ -143,6 +187,7 @@ class Writes:
         version = CastVersion(rebuild_on_use=rebuild_on_use)
         self.watch(version)
         version.tick()
+        version.unfinished.clear()
         version.retire()
         return version
 
@@ -152,13 +197,13 @@ class Writes:
         if len(retired) < 2:
             return
         stale = [version for version in self._stale() if version.retired]
-        lack_scales = self.lack_scales
+        lack_scales, unfinished = self.lack_scales, self.unfinished
         self._own_rebuilt_at = self._rebuilt_at
         self._forget(retired)
         if stale:
             one = self._tick_once(all(version.rebuild_on_use for version in stale))
             self.others -= 1  # the tick of the one that stands for them
-            one.has_scales = not lack_scales
+            one.has_scales, one.unfinished = not lack_scales, set(unfinished)
 
     def _forget(self, retired: Iterable[CastVersion]) -> None:
         """Count what these have cast as the writes of others."""

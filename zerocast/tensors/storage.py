@@ -259,11 +259,11 @@ class QuantizedStorage(HeldPlanes):
 
     @property
     def lacks_scales(self) -> bool:
-        """Whether the stored scales are older than the codes."""
-        return self._writes.lack_scales
+        """Whether stored scales are older than codes, or a write of either has not ended."""
+        return self._writes.lack_scales or bool(self._writes.unfinished)
 
     def require_scales(self) -> None:
-        """Raise :class:`StaleCopyError` where :attr:`lacks_scales`."""
+        """Raise :class:`StaleCopyError` or :class:`UnfinishedStepError` at :attr:`lacks_scales`."""
         self._writes.require_scales()
 
     def mark_rebuilt(self) -> None:

@@ -1,0 +1,129 @@
+"""A cast or an all-gather that fails leaves weights that nobody can read by mistake."""
+
+import copy
+
+import pytest
+import torch
+
+import zerocast
+from tests.support.claims import message_of
+from zerocast.comm import run_in_process
+from zerocast.errors import PeerFailedError, UnfinishedStepError
+from zerocast.optim import ZeroOptimizer
+
+READS = {
+    "dequantize": lambda weight: weight.dequantize(),
+    "copy": copy.deepcopy,
+    "columnwise": lambda weight: weight.columnwise_data,
+    "post": lambda weight: zerocast.post_all_gather_processing([weight]),
+}
+
+
+def planned(comm, exchange="full"):
+    """A plan of one NVFP4 weight [16, 32] of which rank r owns an equal part, and that weight."""
+    weight = zerocast.empty((16, 32), "nvfp4")
+    values = torch.randn(512, generator=torch.Generator().manual_seed(3))
+    part = 512 // comm.size
+    master = values[comm.rank * part : (comm.rank + 1) * part].clone()
+    plan = zerocast.CastPlan([weight], [master], [comm.rank * part], comm, exchange=exchange)
+    return plan, weight, values.view(16, 32)
+
+
+def failing(step):
+    """``step``, and then an exception that is none of ours."""
+
+    def fail():
+        step()
+        raise OSError("planted")
+
+    return fail
+
+
+@pytest.mark.parametrize("exchange", ["full", "boundary"])
+@pytest.mark.parametrize("where", ["compute_scale", "partial_cast", "gather"])
+def test_what_fails_in_the_middle_is_refused_to_readers(where, exchange, monkeypatch):
+    """Whatever reads the weight raises, and says why; a cast and a gather make it whole again."""
+    plan, weight, values = planned(zerocast.comm.SingleRank(), exchange)
+    plan.cast()
+    plan.all_gather()
+    before = weight.dequantize()
+    broken = plan if where != "gather" else plan._prepared
+    name = "gather_scales" if where == "gather" else f"_{where}"
+    with monkeypatch.context() as patch:
+        patch.setattr(broken, name, failing(getattr(broken, name)))
+        if where == "gather":
+            plan.cast()
+        with pytest.raises(OSError, match="planted"):
+            plan.all_gather() if where == "gather" else plan.cast()
+    if where == "partial_cast":  # its work was done when the caller's own code failed
+        plan.all_gather()
+    else:
+        for read in READS.values():
+            said = message_of(UnfinishedStepError, read, weight)
+            assert said.startswith("this weight holds parts of two casts, because its ")
+            assert ("all-gather" if where == "gather" else "cast") in said
+    plan.cast()
+    plan.all_gather()
+    assert torch.equal(weight.dequantize(), before)
+    whole = zerocast.quantize(values, "nvfp4", dtype=weight.dtype)
+    assert torch.equal(weight.columnwise_data, whole.columnwise_data)
+
+
+def test_another_write_makes_it_whole():
+    """What copies into the weight, or another plan's cast, has written all of it."""
+    plan, weight, values = planned(zerocast.comm.SingleRank())
+    plan._version.tick()
+    assert message_of(UnfinishedStepError, weight.dequantize)
+    weight.copy_(values)
+    expected = weight.dequantize()
+    plan._version.tick()
+    del plan  # what it left unfinished stays so
+    assert message_of(UnfinishedStepError, weight.dequantize)
+    other = zerocast.CastPlan([weight], [values], [0], zerocast.comm.SingleRank())
+    other.cast()
+    other.all_gather()
+    assert torch.equal(weight.dequantize(), expected)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("phase", ["store_plain", "all_gather"])
+def test_a_step_that_fails_leaves_no_weight_that_can_be_read(phase, overlap):
+    """One of three ranks raises in a phase after the cast: the others are told what and which, and
+    none can read its weights, or step.
+    """
+
+    def body(comm):
+        weight = zerocast.quantize(torch.randn(48, 32), "current")
+        param = torch.nn.Parameter(weight)
+        optimizer = ZeroOptimizer(
+            [("w", param)], torch.optim.SGD, comm, lr=0.1, overlap_all_gather=overlap
+        )
+        param.grad = torch.ones_like(param.dequantize())
+
+        class Phase:
+            def __init__(self, name):
+                if name == phase and comm.rank == 1:
+                    raise OSError("planted")
+
+            def __enter__(self):
+                pass
+
+            def __exit__(self, *_):
+                pass
+
+        optimizer.on_phase = Phase
+        error = None
+        try:
+            optimizer.step()
+        except Exception as e:
+            error = e
+        told = message_of(UnfinishedStepError, param.dequantize)
+        assert "all-gather has begun and not ended" in told
+        assert message_of(UnfinishedStepError, optimizer.state_dict)
+        if comm.rank == 1:
+            raise error
+        assert type(error) is PeerFailedError
+        assert "rank 1 raised OSError: planted" in str(error)
+
+    with pytest.raises(OSError, match="planted"):
+        run_in_process(3, body, timeout=20)
