@@ -16,13 +16,14 @@ from zerocast.cast.planned_shards import planned_shards
 from zerocast.comm import Communicator, SingleRank, as_communicator
 from zerocast.errors import InputError, UnsupportedError
 from zerocast.export.dialects import stored_name
+from zerocast.export.tp_parts import is_fsdp_sharded, tp_part
 from zerocast.layout import Extent, chunk
 from zerocast.optim import ZeroOptimizer
 from zerocast.recipes import Recipe
 from zerocast.sharded.all_gather import CodesState, LowBitAllGather
 from zerocast.sharded.master_weight import MasterWeight
 from zerocast.sharded.placement import fsdp_dimension, is_sharded, to_local
-from zerocast.tensors import QuantizedTensor
+from zerocast.tensors import QuantizedTensor, TensorParallelShard
 
 Source: TypeAlias = "torch.nn.Module | ZeroOptimizer | CastPlan"
 """Who holds what is exported: a model, or only the weights of an optimizer or a plan."""
@@ -57,6 +58,7 @@ class Entry:
         recipe: by which it is cast, or was; None where it stays as it is.
         shard: what it is cast from; None where its bytes are those of ``tensor``.
         amax_group: the label of the weights that share its tensor amax; None for it alone.
+        tp_shard: the rows or columns that ``shard``, or its bytes, are of; None for all.
         exported_as: its name in the checkpoint, ``name`` unless the caller has others.
     """
 
@@ -66,7 +68,18 @@ class Entry:
     recipe: Recipe | None = None
     shard: Shard | None = None
     amax_group: str | None = None
+    tp_shard: TensorParallelShard | None = None
     exported_as: str = ""
+
+    @property
+    def shape(self) -> torch.Size:
+        """That of the whole tensor."""
+        return self.tensor.shape if self.tp_shard is None else self.tp_shard.whole
+
+    @property
+    def part_shape(self) -> torch.Size:
+        """That of what tensor parallelism leaves this rank of it."""
+        return self.tensor.shape if self.tp_shard is None else self.tp_shard.shape
 
     @property
     def stored(self) -> str:
@@ -86,7 +99,7 @@ class Entry:
     def num_bytes(self) -> int:
         """About how many bytes it takes in the checkpoint: codes and no scales."""
         bits = 8 * self.dtype.itemsize if self.recipe is None else self.recipe.numerics.fmt.bits
-        return self.tensor.numel() * bits // 8
+        return self.shape.numel() * bits // 8
 
 
 def stored_tensors(source: Source) -> dict[str, torch.Tensor]:
@@ -150,7 +163,7 @@ def included_weights(source: Source, names: Sequence[str]) -> set[str]:
     return found
 
 
-def not_whole(name: str, why: str) -> UnsupportedError:
+def not_rows(name: str, why: str) -> UnsupportedError:
     """Return the error for a weight that is split otherwise than by rows under FSDP2."""
     return UnsupportedError(
         f"{name} is split by {why}, and such a weight cannot be exported yet; load a checkpoint of "
@@ -169,18 +182,19 @@ def gathered_dtype(gather: LowBitAllGather) -> torch.dtype:
 
 
 def own_rows(name: str, tensor: torch.Tensor) -> Shard:
-    """Return this rank's rows of a parameter in high precision, which FSDP2 may have sharded."""
-    from torch.distributed.tensor import Shard as DTensorShard
-
-    local = to_local(tensor).detach()
-    values = local.value if isinstance(local, MasterWeight) else local
-    if not is_sharded(tensor):
-        return Shard(values, Extent(0, tensor.numel()), SingleRank())
-    split = [placement for placement in tensor.placements if not placement.is_replicate()]
-    if len(split) != 1 or type(split[0]) is not DTensorShard or split[0].dim != 0:
-        raise not_whole(name, f"the placements {tensor.placements}")
-    comm = as_communicator(tensor.device_mesh.get_group(fsdp_dimension(tensor)))
-    rows, columns = chunk(tensor.shape[0], comm.rank, comm.size), tensor.shape[1:].numel()
+    """Return this rank's rows of a parameter in high precision, or of the part of it that tensor
+    parallelism leaves this rank, which FSDP2 may have sharded.
+    """
+    local, tp_shard = to_local(tensor).detach(), tp_part(name, tensor)
+    values = (local.value if isinstance(local, MasterWeight) else local).contiguous()
+    shape = tensor.shape if tp_shard is None else tp_shard.shape
+    if not is_sharded(tensor) or not is_fsdp_sharded(tensor):
+        return Shard(values if shape.numel() else None, Extent(0, shape.numel()), SingleRank())
+    dim = fsdp_dimension(tensor)
+    if getattr(tensor.placements[dim], "dim", None) != 0:
+        raise not_rows(name, f"the placements {tensor.placements}")
+    comm = as_communicator(tensor.device_mesh.get_group(dim))
+    rows, columns = chunk(shape[0], comm.rank, comm.size), shape[1:].numel()
     extent = Extent(rows.start * columns, rows.end * columns)
     return Shard(values if extent else None, extent, comm)
 

@@ -42,14 +42,14 @@ class ShardPlan(CastPlan):
             assert entry.recipe is not None
             assert entry.shard is not None
             recipe, shard = entry.recipe, entry.shard
-            shape, device = entry.tensor.shape, to_local(entry.tensor).device
+            shape, device = entry.part_shape, to_local(entry.tensor).device
             (plane,) = recipe.planes(shape, columnwise=False)
             buffers = {
                 name: spec.allocate(device)
                 for name, spec in recipe.buffers(shape, columnwise=False).items()
                 if name != plane.codes_name
             }
-            storage = QuantizedStorage(shape, entry.dtype, recipe, buffers)
+            storage = QuantizedStorage(shape, entry.dtype, recipe, buffers, entry.tp_shard)
             storage.amax_group = entry.amax_group
             first, last = byte_span(recipe.numerics.fmt, shard.extent.start, shard.extent.end)
             self.own[entry.name] = torch.zeros(last - first, dtype=torch.uint8, device=device)

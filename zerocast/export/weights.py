@@ -18,7 +18,7 @@ from zerocast.arguments import check_flag, check_integer, check_module
 from zerocast.cast import CastPlan
 from zerocast.cast.amax_groups import Patterns
 from zerocast.comm import Attempt, Group, as_communicator, raise_together
-from zerocast.errors import InputError, NonFiniteError, UnsupportedError
+from zerocast.errors import InputError, UnsupportedError
 from zerocast.export.dialects import Dialect
 from zerocast.export.entries import (
     Entry,
@@ -29,7 +29,7 @@ from zerocast.export.entries import (
     gathered_dtype,
     in_amax_groups,
     included_weights,
-    not_whole,
+    not_rows,
     own_rows,
     planned,
     renamed,
@@ -39,9 +39,9 @@ from zerocast.export.entries import (
 from zerocast.export.experts import has_place, matrix_entries
 from zerocast.export.known_dialects import as_dialect
 from zerocast.export.shard_plan import ShardPlan
-from zerocast.formats import FLT_MAX
+from zerocast.export.tp_parts import check_part, tp_part, whole_weights
+from zerocast.export.values import check_finite, check_tensor_scale
 from zerocast.layout import Extent
-from zerocast.numerics import NVFP4Numerics
 from zerocast.optim import ZeroOptimizer
 from zerocast.recipes import NOMINAL_DTYPES, Recipe
 from zerocast.sharded.all_gather import gather_of
@@ -164,10 +164,15 @@ class Export:
         else:
             is_value = isinstance(tensor, torch.nn.Parameter) and tensor.is_floating_point()
             return Entry(name, tensor, self._dtype if self._dtype and is_value else tensor.dtype)
+        tp_shard = tp_part(name, tensor)
+        shape = tensor.shape if tp_shard is None else tp_shard.whole
+        recipe = self.dialect.recipe if trained is None or self._from_masters else trained
+        if tp_shard is not None:
+            check_part(name, tp_shard, recipe)
         if trained is None or self._from_masters:
-            self.dialect.recipe.check_shape(tensor.shape)
-            return Entry(name, tensor, dtype, self.dialect.recipe, shard)
-        if not self.dialect.holds(trained, tensor.shape):
+            recipe.check_shape(shape)
+            return Entry(name, tensor, dtype, recipe, shard, tp_shard=tp_shard)
+        if not self.dialect.holds(trained, shape):
             raise InputError(
                 f"{name} was trained with {trained}, whose bytes {self.dialect.name} cannot hold; "
                 f"give from_masters=True to cast its masters by {self.dialect.recipe}."
@@ -177,14 +182,14 @@ class Export:
                 f"{name} was trained with {trained}, whose bytes depend on earlier casts; give "
                 f"from_masters=True to cast its masters by {self.dialect.recipe}."
             )
-        return Entry(name, tensor, dtype, trained, shard)
+        return Entry(name, tensor, dtype, trained, shard, tp_shard=tp_shard)
 
     def _trained_shard(self, name: str, weight: torch.Tensor) -> Shard | None:
         """Return what the optimizer holds of the master of a quantized ``weight``; None where the
         bytes of ``weight`` are exported.
         """
-        if not isinstance(weight, QuantizedTensor) or weight.quantized_storage.tp_shard is not None:
-            raise not_whole(name, "tensor parallelism")
+        if not isinstance(weight, QuantizedTensor):
+            raise not_rows(name, "a DTensor of codes")
         if not self._from_masters:
             return None
         if name in self._planned:
@@ -289,15 +294,20 @@ class Export:
     def _tensors(
         self, bucket: Sequence[Entry], gather: Callable[[], Mapping[str, QuantizedStorage]]
     ) -> NamedTensors:
-        cast = gather()
+        cast = dict(gather())
+        for entry in bucket:
+            if entry.recipe is not None and entry.name not in cast:
+                held: Any = entry.tensor
+                cast[entry.name] = held.quantized_storage
+        parts = {entry.name: entry.tp_shard for entry in bucket if entry.tp_shard is not None}
+        cast |= whole_weights({name: (cast[name], part) for name, part in parts.items()})
         tensors: NamedTensors = {}
         scales: dict[str, torch.Tensor] = {}
         for entry in bucket:
             if entry.recipe is None:
                 tensors[entry.stored] = whole(entry.tensor, entry.dtype)
                 continue
-            held: Any = entry.tensor
-            storage = cast.get(entry.name) or held.quantized_storage
+            storage = cast[entry.name]
             check_tensor_scale(entry.name, self.dialect, storage)
             for part, tensor in self.dialect.encode(storage).items():
                 tensors[entry.stored_name(part)] = tensor
@@ -315,36 +325,3 @@ def whole(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return tensor.dequantize(dtype)
     stored = tensor.detach().to(dtype)
     return (stored.full_tensor() if is_sharded(stored) else stored).contiguous()
-
-
-def check_tensor_scale(name: str, dialect: Dialect, storage: QuantizedStorage) -> None:
-    """Raise :class:`UnsupportedError` where FP32 cannot hold the tensor scale of ``dialect``: the
-    codes would mean other values to a server.
-    """
-    scale, amax = dialect.tensor_scale, storage.buffers.get("amax")
-    if scale is None or amax is None or not scale.inverted:
-        return
-    assert isinstance(storage.recipe.numerics, NVFP4Numerics)
-    if bool((scale.of(amax, storage.recipe.numerics.scale_max) == FLT_MAX).any()):
-        raise UnsupportedError(
-            f"{name} has no element above {amax.max().item():g}, too small for the tensor scale of "
-            f"{dialect.name}, whose inverse FP32 cannot hold; leave it unquantized."
-        )
-
-
-def check_finite(scales: Mapping[str, torch.Tensor]) -> None:
-    """Raise :class:`NonFiniteError` where a scale is a NaN, as that of a block with a NaN or an
-    infinity is.
-    """
-    flags = [
-        (each == 255 if each.dtype == torch.uint8 else ~each.float().isfinite()).any()
-        for each in scales.values()
-    ]
-    if not flags:
-        return
-    for name, flag in zip(scales, torch.stack(flags).tolist(), strict=True):
-        if flag:
-            raise NonFiniteError(
-                f"{name} holds a NaN or an infinity, so no server can use it; export a checkpoint "
-                f"of an earlier step."
-            )

@@ -46,7 +46,7 @@ def travels(export: Export) -> list[Travels]:
 
 
 def _travels(dialect: Dialect, entry: Entry) -> Travels:
-    shape, recipe, meta = entry.tensor.shape, entry.recipe, torch.device("meta")
+    shape, recipe, meta = entry.shape, entry.recipe, torch.device("meta")
     if recipe is None:
         stored = torch.empty(shape, dtype=entry.dtype, device=meta)
         return Travels(entry.stored, {entry.stored: stored}, None)

@@ -7,20 +7,21 @@ that cuts no byte.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from zerocast.comm import Attempt, Communicator, raise_together
-from zerocast.errors import InputError
+from zerocast.errors import InputError, UnsupportedError
 from zerocast.export.dialects import Dialect
 from zerocast.export.entries import Entry, own_rows
 from zerocast.export.shard_plan import ShardPlan
-from zerocast.export.weights import Export, check_tensor_scale, whole
+from zerocast.export.values import check_tensor_scale
+from zerocast.export.weights import Export, whole
 from zerocast.layout import NOTHING, BlockGrid, Extent, Plane, ceil_div
-from zerocast.sharded.placement import fsdp_dimension, is_sharded
+from zerocast.sharded.placement import is_sharded, to_local
 
 
 @dataclass(frozen=True)
@@ -43,11 +44,33 @@ class Piece:
     comm: Communicator
 
 
-def pieces_of(export: Export, bucket: Sequence[Entry], plan: ShardPlan | None) -> list[Piece]:
-    """Return what this rank holds of the tensors of ``bucket``, of which ``plan`` has cast some.
+def pieces_of(
+    export: Export,
+    bucket: Sequence[Entry],
+    plan: ShardPlan | None,
+    tensors: Mapping[str, torch.Tensor],
+) -> list[Piece]:
+    """Return what this rank holds of the tensors of ``bucket``, of which ``plan`` has cast some; of
+    weights that tensor parallelism splits an equal share of the whole, which is in ``tensors``.
     Collective only where a plain parameter is sharded otherwise than by rows.
     """
-    return [piece for entry in bucket for piece in _pieces(export, entry, plan)]
+    return [piece for entry in bucket for piece in _pieces(export, entry, plan, tensors)]
+
+
+def refuse_parts(export: Export) -> None:
+    """Raise :class:`UnsupportedError` on every rank where tensor parallelism splits a weight whose
+    codes are sent.
+    """
+    attempt = Attempt()
+    with attempt:
+        for entry in export.entries:
+            if entry.tp_shard is not None:
+                raise UnsupportedError(
+                    f"{entry.name} is split by tensor parallelism, {entry.tp_shard}, of which no "
+                    f"rank has a range of the whole; take whole tensors by named_tensors, or "
+                    f"deltas, which gather such weights."
+                )
+    raise_together(export.comm, attempt.error)
 
 
 def check_cuts(export: Export) -> None:
@@ -57,7 +80,8 @@ def check_cuts(export: Export) -> None:
     attempt = Attempt()
     with attempt:
         for entry in export.entries:
-            if entry.recipe is None or entry.shard is None or not entry.shard.extent:
+            is_cut = entry.shard is not None and entry.shard.extent and entry.tp_shard is None
+            if entry.recipe is None or entry.shard is None or not is_cut:
                 continue
             extent, bits = entry.shard.extent, entry.recipe.numerics.fmt.bits
             if any(at * bits % 8 for at in (extent.start, extent.end)):
@@ -69,8 +93,17 @@ def check_cuts(export: Export) -> None:
     raise_together(export.comm, attempt.error)
 
 
-def _pieces(export: Export, entry: Entry, plan: ShardPlan | None) -> Iterator[Piece]:
-    if plan is not None and entry.name in plan.storages:
+def _pieces(
+    export: Export,
+    entry: Entry,
+    plan: ShardPlan | None,
+    tensors: Mapping[str, torch.Tensor],
+) -> Iterator[Piece]:
+    if entry.tp_shard is not None:
+        for part in export.dialect.names:
+            name = entry.stored_name(part)
+            yield _share(name, tensors[name], export.comm)
+    elif plan is not None and entry.name in plan.storages:
         assert entry.shard is not None
         yield from _cast_pieces(export.dialect, entry, plan)
     elif entry.recipe is not None:
@@ -78,14 +111,20 @@ def _pieces(export: Export, entry: Entry, plan: ShardPlan | None) -> Iterator[Pi
         check_tensor_scale(entry.name, export.dialect, held.quantized_storage)
         for part, tensor in export.dialect.encode(held.quantized_storage).items():
             yield _share(entry.stored_name(part), tensor, export.comm)
-    elif is_sharded(entry.tensor) and entry.tensor.placements[
-        fsdp_dimension(entry.tensor)
-    ].is_shard(0):
+    elif _is_cut_by_rows(entry.tensor):
         rows = own_rows(entry.name, entry.tensor)
-        values = entry.tensor.to_local().detach().to(entry.dtype).contiguous().view(-1)
+        values = to_local(entry.tensor).detach().to(entry.dtype).contiguous().view(-1)
         yield Piece(entry.stored, entry.tensor.shape, rows.extent.start, values, rows.comm)
     else:
         yield _share(entry.stored, whole(entry.tensor, entry.dtype), export.comm)
+
+
+def _is_cut_by_rows(tensor: torch.Tensor) -> bool:
+    """Whether ranks of one dimension of a mesh have rows of ``tensor``, and no other splits it."""
+    if not is_sharded(tensor):
+        return False
+    splits = [each for each in tensor.placements if not each.is_replicate()]
+    return len(splits) == 1 and splits[0].is_shard(0)
 
 
 def _cast_pieces(dialect: Dialect, entry: Entry, plan: ShardPlan) -> Iterator[Piece]:

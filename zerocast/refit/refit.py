@@ -20,10 +20,10 @@ from zerocast.comm import Attempt, Communicator, raise_together
 from zerocast.errors import InputError
 from zerocast.export import Dialect, Export
 from zerocast.export.entries import Entry, Source
-from zerocast.export.weights import check_finite
+from zerocast.export.values import check_finite
 from zerocast.refit.audit import Travels, check_config, travels
 from zerocast.refit.delta import Segment, changed, packed, segment_of, whole_segment
-from zerocast.refit.pieces import Piece, check_cuts, pieces_of
+from zerocast.refit.pieces import Piece, check_cuts, pieces_of, refuse_parts
 from zerocast.tensors.digest import digest
 
 NamedTensor = tuple[str, torch.Tensor]
@@ -103,9 +103,11 @@ class Refit:
 
         Raises:
             InputError: on every rank, where a shard of 4-bit codes begins or ends inside a byte.
+            UnsupportedError: on every rank, where tensor parallelism splits a weight.
             NonFiniteError: on every rank, where a weight holds a NaN or an infinity.
         """
         export = self.export()
+        refuse_parts(export)
         check_cuts(export)
         for bucket in export.plan_buckets():
             yield from self._cast(export, bucket)[1]
@@ -200,12 +202,15 @@ class Refit:
         plan = export.cast(bucket)
         if plan is not None and plan.repeats_scales:
             plan.all_gather_scales()
-        pieces, attempt = pieces_of(export, bucket, plan), Attempt()
+        tensors: dict[str, torch.Tensor] = {}
+        if any(entry.tp_shard is not None for entry in bucket):
+            tensors = export.gather(bucket, plan)()
+        pieces, attempt = pieces_of(export, bucket, plan, tensors), Attempt()
         with attempt:  # a scale is known to the rank in whose shard its block begins
             names = {entry.stored_name(export.dialect.scales): entry.name for entry in bucket}
             check_finite({names[p.name]: p.values for p in pieces if p.name in names})
         raise_together(export.comm, attempt.error)
-        return (export.gather(bucket, plan)() if whole else {}), pieces
+        return (tensors or (export.gather(bucket, plan)() if whole else {})), pieces
 
     # --- what was sent last ---
 

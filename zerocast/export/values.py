@@ -1,0 +1,46 @@
+"""What of a cast weight no server could use: values that are not finite, scales out of range."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from zerocast.errors import NonFiniteError, UnsupportedError
+from zerocast.export.dialects import Dialect
+from zerocast.formats import FLT_MAX
+from zerocast.numerics import NVFP4Numerics
+from zerocast.tensors import QuantizedStorage
+
+
+def check_tensor_scale(name: str, dialect: Dialect, storage: QuantizedStorage) -> None:
+    """Raise :class:`UnsupportedError` where FP32 cannot hold the tensor scale of ``dialect``: the
+    codes would mean other values to a server.
+    """
+    scale, amax = dialect.tensor_scale, storage.buffers.get("amax")
+    if scale is None or amax is None or not scale.inverted:
+        return
+    assert isinstance(storage.recipe.numerics, NVFP4Numerics)
+    if bool((scale.of(amax, storage.recipe.numerics.scale_max) == FLT_MAX).any()):
+        raise UnsupportedError(
+            f"{name} has no element above {amax.max().item():g}, too small for the tensor scale of "
+            f"{dialect.name}, whose inverse FP32 cannot hold; leave it unquantized."
+        )
+
+
+def check_finite(scales: Mapping[str, torch.Tensor]) -> None:
+    """Raise :class:`NonFiniteError` where a scale is a NaN, as that of a block with a NaN or an
+    infinity is.
+    """
+    flags = [
+        (each == 255 if each.dtype == torch.uint8 else ~each.float().isfinite()).any()
+        for each in scales.values()
+    ]
+    if not flags:
+        return
+    for name, flag in zip(scales, torch.stack(flags).tolist(), strict=True):
+        if flag:
+            raise NonFiniteError(
+                f"{name} holds a NaN or an infinity, so no server can use it; export a checkpoint "
+                f"of an earlier step."
+            )
