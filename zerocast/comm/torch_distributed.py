@@ -9,6 +9,7 @@ NOT here: how a rank waits, and what becomes of failures (:mod:`zerocast.comm.to
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -55,8 +56,16 @@ class TorchDistributedCommunicator(Communicator):
         self._backends = dict(pairs)
         if timeout is not None:
             set_timeout(group, check_timeout(timeout))
-        self.timeout = timeout_of(group)
-        self._peers = TorchPeers.of(group)
+
+    # Read when a collective runs: torch.compile traces __init__, and cannot trace these.
+
+    @functools.cached_property
+    def timeout(self) -> float:  # type: ignore[override]
+        return timeout_of(self._group)
+
+    @functools.cached_property
+    def _peers(self) -> TorchPeers:
+        return TorchPeers.of(self._group)
 
     def stages(self, device: torch.device) -> bool:
         return device.type not in self._backends
