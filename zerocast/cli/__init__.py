@@ -1,10 +1,10 @@
 """The command line: ``python -m zerocast`` with one of ``doctor``, ``inspect FILE_OR_DIR``,
-``estimate MODEL`` and ``reproduce FILE``.
+``estimate MODEL``, ``fit FILE`` and ``reproduce FILE``.
 
 doctor says what this installation can do, what would be slow and why, and compares the sharded cast
 with the unsharded one. inspect describes the tensors of a checkpoint. estimate says what a training
-step of a model costs. These print text, or JSON for other programs. reproduce repeats a cast in
-which ``verify`` found a difference.
+step of a model costs. These print text, or JSON for other programs. fit measures this machine for
+estimate. reproduce repeats a cast in which ``verify`` found a difference.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 
 from zerocast.cli import doctor, estimation, inspection, reproduce
 from zerocast.errors import ZerocastError
+from zerocast.recipes import RECIPES
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -45,6 +46,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     cost = commands.add_parser("estimate", help="what a training step of a model costs")
     estimation.add_arguments(cost)
     cost.set_defaults(run=estimation.run)
+    time = commands.add_parser("fit", help="what this machine takes for a step, for estimate")
+    time.add_argument("path", type=Path, metavar="FILE", help="which estimate --machine reads")
+    time.add_argument("--recipe", default="nvfp4", choices=list(RECIPES), help="of weights (nvfp4)")
+    time.add_argument("--ranks", type=int, default=2, help="threads that play ranks (2)")
+    time.set_defaults(run=lambda given: estimation.fit(given.path, given.recipe, given.ranks))
     given = parser.parse_args(arguments)
     try:
         text, code = given.run(given)

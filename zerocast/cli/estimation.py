@@ -1,4 +1,6 @@
-"""estimate: what a training step of a model would send, hold and take, beside BF16 and FP8."""
+"""estimate: what a training step of a model would send, hold and take, beside BF16 and FP8; and
+fit: what this machine takes for it.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +10,12 @@ from pathlib import Path
 
 import torch
 
+from zerocast.arguments import check_integer
+from zerocast.comm import run_in_process
 from zerocast.costs import MODELS, Machine, StepOptions, compare_gathers
+from zerocast.costs import fit as fit_machine
 from zerocast.costs.picture import draw
-from zerocast.costs.tables import as_json, tables
+from zerocast.costs.tables import as_json, markdown, tables
 from zerocast.recipes import RECIPES
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -80,3 +85,25 @@ def run(given: argparse.Namespace) -> tuple[str, int]:
         )
         pages += [head, tables(estimates, machine)]
     return "\n\n".join(pages), 0
+
+
+def fit(path: Path, recipe: str, ranks: int) -> tuple[str, int]:
+    """Write the costs of this machine to ``path``; return the errors of a step, and the exit code.
+
+    Args:
+        path: the file.
+        recipe: of the weights, by its name.
+        ranks: threads of this process that play the ranks.
+
+    Raises:
+        InputError: for another number of ranks than 1 to 64.
+        OSError: where the file cannot be written.
+    """
+    check_integer("ranks", ranks, 1, 64)
+    machine, checks = run_in_process(ranks, lambda comm: fit_machine(comm, recipe))[0]
+    machine.save(path)
+    timed = [(check.phase, check.measured, check.estimated) for check in checks]
+    timed.append(("**together**", sum(t[1] for t in timed), sum(t[2] for t in timed)))
+    rows = [[name, f"{1e3 * a:.3f}", f"{1e3 * b:.3f}", f"{b / a - 1:+.0%}"] for name, a, b in timed]
+    head = ["a step that was not fitted", "measured ms", "estimated ms", "error"]
+    return f"{machine.name}\n\n{markdown(head, rows)}\n\nWritten to {path}.", 0

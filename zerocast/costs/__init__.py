@@ -9,12 +9,14 @@ machine by :func:`fit`, or taken from its data sheet (:data:`MACHINES`).
 from zerocast.costs.counted_launches import Work
 from zerocast.costs.dry_run import StepOptions
 from zerocast.costs.estimation import Estimate, compare_gathers, estimate, estimate_model
+from zerocast.costs.fitting import Check, fit
 from zerocast.costs.machine import MACHINES, Cost, Machine
 from zerocast.costs.models import MODELS, model_of, params_of, quantize_model
 
 __all__ = [
     "MACHINES",
     "MODELS",
+    "Check",
     "Cost",
     "Estimate",
     "Machine",
@@ -23,6 +25,7 @@ __all__ = [
     "compare_gathers",
     "estimate",
     "estimate_model",
+    "fit",
     "model_of",
     "params_of",
     "quantize_model",

@@ -75,6 +75,10 @@ class Estimate:
                 found[label] = found.get(label, 0) + traffic.sent_bytes
         return found
 
+    def phase_bytes(self, phase: str) -> int:
+        """Return what the work of a phase reads and writes; of a phase that does none 0."""
+        return sum(self.work[name].nbytes for name in PHASES[phase][1] if name in self.work)
+
     def seconds(self, machine: Machine) -> dict[str, float]:
         """Return the seconds of every phase on ``machine``; see "Note: the model of time" in
         :mod:`zerocast.costs.machine`.
@@ -86,8 +90,8 @@ class Estimate:
                 for (label, kind), traffic in of.items()
                 if label in labels
             )
-            + sum(machine.phase(phase, self.work[w].nbytes) for w in works if w in self.work)
-            for phase, (labels, works) in PHASES.items()
+            + (machine.phase(phase, nbytes) if (nbytes := self.phase_bytes(phase)) else 0.0)
+            for phase, (labels, _) in PHASES.items()
         }
 
 
