@@ -9,10 +9,11 @@ Every rank holds the whole model and its part of the masters. A step is an ordin
 ``loss.backward()``, ``optimizer.step()``; what happens in it is in :mod:`gpt.training` and in
 :class:`zerocast.optim.ZeroOptimizer`. With ``--autocast`` the layers quantize activations and
 gradients by the same recipe; with ``--overlap`` they wait for their codes one by one, and a step
-does not; with ``--verify hash`` ranks compare their bytes after every step. It ends with a table,
-and leaves a JSON record and a picture of losses and bytes in ``--out``. With ``--check`` every byte
-of every weight is compared with the unsharded cast on every rank, and the exit code is 1 where one
-differs.
+does not; with ``--verify hash`` ranks compare their bytes after every step. With ``--checkpoint``
+it saves beside the training, and the same command continues after a kill, on any number of ranks.
+It ends with a table, and leaves a JSON record and a picture of losses and bytes in ``--out``. With
+``--check`` every byte of every weight is compared with the unsharded cast on every rank, and the
+exit code is 1 where one differs.
 """
 
 from __future__ import annotations
@@ -39,6 +40,9 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument(
         "--overlap", action="store_true", help="gather codes while the next forward runs"
+    )
+    parser.add_argument(
+        "--checkpoint", type=Path, help="a folder: save there, and continue from what is there"
     )
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--batch", type=int, default=8, help="sequences a step, over all ranks")
@@ -77,6 +81,7 @@ def main() -> int:
             autocast=arguments.autocast,
             overlap=arguments.overlap,
             verify=arguments.verify,
+            checkpoint=arguments.checkpoint,
             check=arguments.check,
         )
         corpus = load_corpus()

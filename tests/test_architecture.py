@@ -30,7 +30,7 @@ LAYERS = (
     ("sharded",),
     ("optim", "verification"),
     ("export", "nn"),  # the core, which is all below, imports no layer
-    ("costs", "refit"),
+    ("checkpoint", "costs", "refit"),
     ("integrations",),
     ("__init__",),
     ("cli",),
@@ -41,6 +41,7 @@ LEVEL = {name: level for level, line in enumerate(LAYERS) for name in line}
 PUBLIC_MODULES = (
     "zerocast",
     "zerocast.comm",
+    "zerocast.checkpoint",
     "zerocast.sharded",
     "zerocast.nn",
     "zerocast.optim",

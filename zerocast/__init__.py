@@ -10,13 +10,14 @@ Whatever the partition of the masters over ranks, the gathered weights are byte 
     verify                          proves that all ranks hold the same bytes
     autocast, model_init            where layers quantize, and how they are made
     zerocast.optim.ZeroOptimizer    a sharded optimizer around it
+    zerocast.checkpoint             a training saved, and continued on any number of ranks
     zerocast.export                 checkpoints that servers load
     zerocast.refit                  weights sent to servers while a trainer trains
     zerocast.nn                     layers on quantized weights
     zerocast.comm                   the ranks: threads, MPI, torch.distributed
 """
 
-from zerocast import comm, export, nn, optim, refit, sharded
+from zerocast import checkpoint, comm, export, nn, optim, refit, sharded
 from zerocast.backends import use_backend
 from zerocast.backends.availability import (
     is_fp8_available,
@@ -111,6 +112,7 @@ __all__ = [
     "autocast",
     "cast_master_weights_to_fp8",
     "cast_master_weights_to_nvfp4",
+    "checkpoint",
     "checkpoint_contexts",
     "comm",
     "empty",

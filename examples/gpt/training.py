@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -53,6 +54,7 @@ class Settings:
         autocast: whether activations and gradients are quantized, too.
         overlap: whether a step returns while codes are on their way to the next forward.
         verify: what ranks compare after each step: "off", "hash" or "full".
+        checkpoint: a folder for checkpoints, or None.
         check: whether the weights are compared byte for byte at the end.
     """
 
@@ -64,6 +66,7 @@ class Settings:
     autocast: bool
     overlap: bool
     verify: Literal["off", "hash", "full"]
+    checkpoint: Path | None
     check: bool
 
     def region(self, recipe: str, comm: Communicator) -> AbstractContextManager[object]:
@@ -134,7 +137,17 @@ def train(recipe: str, settings: Settings, corpus: Corpus, comm: Communicator) -
     losses = torch.zeros(settings.steps)
     validation_losses: list[tuple[int, float]] = []
     between = max(10, settings.steps // VALIDATIONS)
-    progress = tqdm(range(settings.steps), desc=recipe, disable=comm.rank > 0, mininterval=1.0)
+    path, first = settings.checkpoint and settings.checkpoint / recipe, 0
+    if path is not None and path.exists():
+        loaded = zerocast.checkpoint.load(path, optimizer, model)
+        schedule.load_state_dict(loaded.extra["schedule"])
+        first, validation_losses = loaded.steps, loaded.extra["validation_losses"]
+        if loaded.of_rank is not None:  # on another number of ranks each draws other text
+            draw.set_state(loaded.of_rank["draw"])
+            losses[:first] = loaded.of_rank["losses"]
+    progress = tqdm(
+        range(first, settings.steps), desc=recipe, disable=comm.rank > 0, mininterval=1.0
+    )
     for step in progress:
         with comm.label("step"):
             with clock.phase("forward_backward"):
@@ -154,6 +167,18 @@ def train(recipe: str, settings: Settings, corpus: Corpus, comm: Communicator) -
         if (step + 1) % between == 0 or step + 1 == settings.steps:
             loss_now = validate(model, recipe, settings, corpus, comm)
             validation_losses.append((step + 1, loss_now))
+            if path is not None:
+                zerocast.checkpoint.save(
+                    path,
+                    optimizer,
+                    model,
+                    extra={
+                        "schedule": schedule.state_dict(),
+                        "validation_losses": validation_losses,
+                    },
+                    of_rank={"draw": draw.get_state(), "losses": losses[: step + 1]},
+                    asynchronous=True,
+                )
 
     comm.all_reduce_sum_(losses)
     return Run(

@@ -24,6 +24,7 @@ import zerocast
 from tests.edges.subjects import Plan, Subject, Tensor, Zero, batch, local, plain_model
 from tests.support.claims import assert_same_tensors
 from tests.support.models import InRegion
+from tests.support.ranks import shared_folder
 from tests.support.same_bytes import assert_same_bytes
 from tests.support.weights import through_a_file
 
@@ -447,6 +448,18 @@ def options_of_one_rank(subject: Subject) -> None:
 def copy_optimizer(subject: Subject) -> None:
     """It would have no ranks."""
     torch.save(subject.optimizer, io.BytesIO())
+
+
+@_way("`zerocast.checkpoint.save`, then `load`")
+def saved_training(subject: Subject) -> None:
+    """Masters and optimizer are what they were, whatever was trained in between."""
+    folder = shared_folder(subject.comm)
+    zerocast.checkpoint.save(folder, subject.optimizer, subject.model)
+    before = subject.whole_masters()
+    subject.train()
+    zerocast.checkpoint.load(folder, subject.optimizer, subject.model)
+    for old, master in zip(before, subject.whole_masters(), strict=True):
+        assert_same_bytes(master, old, "master")
 
 
 @_way("`get_optimizer_state_dict(model, optimizer)`")

@@ -1,7 +1,9 @@
 """The examples run as their documentation says, and would say so if weights were wrong."""
 
 import json
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -62,6 +64,28 @@ def test_training_on_one_rank_leaves_table_record_and_picture(tmp_path: Path) ->
         assert trained["losses"][2] < trained["losses"][0]
         assert trained["verdict"][0] is True
     assert (tmp_path / "comparison.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.nightly
+def test_training_continues_after_a_kill(tmp_path: Path) -> None:
+    """Killed after its first checkpoint and started again, a run ends with the losses, to the bit,
+    of one that was not.
+    """
+    records = []
+    for name in ("killed", "not killed"):
+        options = ["--steps", 24, "--autocast", "--recipe", "delayed", "--out", tmp_path / name]
+        command = [sys.executable, TRAIN, *options, "--checkpoint", tmp_path / name / "saved"]
+        if name == "killed":
+            first = subprocess.Popen([*map(str, command)], stdout=subprocess.DEVNULL)
+            while not (tmp_path / name / "saved" / "delayed" / "checkpoint.json").exists():
+                assert first.poll() is None
+                time.sleep(0.01)
+            first.kill()
+            first.wait()
+        output_of(command)
+        (trained,) = json.loads((tmp_path / name / "record.json").read_text())["runs"]
+        records.append((trained["losses"], trained["validation_losses"]))
+    assert records[0] == records[1]
 
 
 @pytest.mark.slow

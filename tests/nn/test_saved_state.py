@@ -12,7 +12,8 @@ from tests.support.layers import step
 from tests.support.recipes import VARIANTS
 from tests.support.same_bytes import assert_same_bytes
 from tests.support.weights import through_a_file
-from zerocast.nn.saved_state import pack, recipe_to_values, unpack
+from zerocast.nn.saved_state import pack, unpack
+from zerocast.recipes import recipe_to_values
 
 DELAYED = zerocast.DelayedScaling(fp8_format="hybrid", amax_history_len=4)
 

@@ -13,7 +13,6 @@ layer alone. As integers they keep their bits when a model changes its dtype.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 from collections.abc import Mapping
@@ -22,7 +21,6 @@ from typing import Any, NamedTuple
 import torch
 
 from zerocast.errors import InputError
-from zerocast.recipes import QParams, Recipe
 from zerocast.sharded import MasterWeight
 from zerocast.sharded.all_gather import gather_of
 from zerocast.sharded.casts import AmaxGroup
@@ -79,23 +77,6 @@ def unpack(packed: Any, name: str) -> SavedState:
             f"state dict to start anew."
         ) from None
     return SavedState(owner, tensors)
-
-
-def recipe_to_values(recipe: Recipe) -> dict[str, Any]:
-    """Return ``recipe`` as JSON values: the name of its class, and the fields that may have another
-    value; a user's own function is given by its name.
-    """
-    values: dict[str, Any] = {"class": type(recipe).__name__}
-    for field in dataclasses.fields(recipe):
-        if not field.repr:  # fixed: TransformerEngine has it, and here it has one value
-            continue
-        value = getattr(recipe, field.name)
-        if isinstance(value, QParams):
-            value = vars(value)
-        elif callable(value):
-            value = getattr(value, "__qualname__", type(value).__qualname__)
-        values[field.name] = value
-    return json.loads(json.dumps(values))
 
 
 # --- the state of masters (:mod:`zerocast.sharded`) ---

@@ -14,9 +14,9 @@ import torch
 from zerocast.errors import InputError
 from zerocast.nn.layer_product import GemmQuantizers
 from zerocast.nn.recipe_state import RecipeState
-from zerocast.nn.saved_state import WEIGHT_STATE, pack, recipe_to_values, unpack
+from zerocast.nn.saved_state import WEIGHT_STATE, pack, unpack
 from zerocast.nn.traced_layer import new_handle
-from zerocast.recipes import Recipe
+from zerocast.recipes import Recipe, recipe_to_values
 from zerocast.sharded.placement import replicated_like
 from zerocast.tensors import QuantizedTensor
 

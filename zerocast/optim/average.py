@@ -20,6 +20,9 @@ from zerocast.optim.publication import Publication
 from zerocast.optim.shards import ShardedWeights
 from zerocast.optim.weights import index_of
 
+AVERAGE = "ema("
+"""What the names of averages in a state dict begin with."""
+
 
 class Average:
     """What :meth:`ZeroOptimizer.ema` returns: ``decay * average + (1 - decay) * master`` after
@@ -91,7 +94,7 @@ class Average:
     @property
     def key(self) -> str:
         """What it is called in a weight's entry of a state dict."""
-        return f"ema({self.decay})"
+        return f"{AVERAGE}{self.decay})"
 
     def load(self, states: Mapping[int, dict[str, Any]]) -> None:
         """Take its elements out of the entries of a state dict, by place; where an entry has none,

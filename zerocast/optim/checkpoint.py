@@ -10,23 +10,37 @@ dicts of all ranks together are the whole state, on any number of ranks::
                   are not stepped in pieces
     recipe_state  weight's place -> the state of its recipe, the same on every rank
     param_groups  the options, and the places of the weights, as torch's optimizers save them
-    zero          optimizer, shard, [elements, group] of every weight, rank, world_size, steps made,
-                  mode of the inner optimizer, decays of the averages
+    zero          what every saved state says of itself (:mod:`zerocast.optim.saved`), and: shard,
+                  rank, world_size, steps made, mode of the inner optimizer, decays of the averages,
+                  due: the places of weights whose recipe_state is before the cast of these masters
+                  (as masters of FSDP2 save it), and not after
+
+:mod:`zerocast.checkpoint` saves and loads these dicts; so there is one form and one check.
 """
 
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
-from zerocast.errors import InputError
+from zerocast.comm import Communicator
+from zerocast.errors import InputError, UnsupportedError
 from zerocast.layout import Extent
-from zerocast.optim.average import Average
+from zerocast.optim.average import AVERAGE, Average
 from zerocast.optim.inner import InnerOptimizer
 from zerocast.optim.param_groups import option_lines, options
+from zerocast.optim.saved import (
+    check_described,
+    check_numbers,
+    check_values,
+    describe,
+    describe_weight,
+    state_kinds,
+)
 from zerocast.optim.shards import ShardedWeights
 from zerocast.sharded.state import check_state
 
@@ -34,6 +48,24 @@ StateDict = dict[str, Any]
 
 KEYS = {"state", "whole_state", "recipe_state", "param_groups", "zero"}
 """The keys of every state dict."""
+
+
+class EveryRank:
+    """Stands in a state dict and lets ``torch.distributed.checkpoint`` refuse it: every rank has
+    other values under the same names, which DCP takes for copies, and keeps those of one rank.
+
+    Copies and files have an empty dictionary in its place.
+    """
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OrderedDict, ()
+
+    def __create_write_items__(self, fqn: str, value: object) -> NoReturn:
+        raise UnsupportedError(
+            "torch.distributed.checkpoint takes tensors of one name for copies, and would keep one "
+            "rank's part of a ZeroOptimizer's state for all; call zerocast.checkpoint.save(path, "
+            "optimizer), which goes through it and keeps every rank's."
+        )
 
 
 def save(
@@ -61,12 +93,15 @@ def save(
         "recipe_state": shards.recipe_states(),
         "param_groups": groups,
         "zero": {
-            **_identity(shards, inner),
+            **description(shards, inner),
+            "shard": shard_kind(shards),
             "rank": shards.comm.rank,
             "world_size": shards.comm.size,
             "steps": steps,
             "mode": inner.mode,
             "averages": [average.decay for average in averages],
+            "due": [],
+            "every_rank": EveryRank(),
         },
     }
 
@@ -91,38 +126,70 @@ def read(
                 "load_state_dict needs what ZeroOptimizer.state_dict() returned, or a sequence of "
                 f"that from all ranks, got a {type(state).__name__} that is not one."
             )
-        number = "number of param groups"
-        ours = _identity(shards, inner) | {number: len(inner.optimizer.param_groups)}
-        theirs = state["zero"] | {number: len(state["param_groups"])}
-        for what in ours:
-            if theirs[what] != ours[what]:
-                raise InputError(
-                    f"a state dict must be loaded into an optimizer of the same {what}: it was "
-                    f"saved with {theirs[what]}, and this one has {ours[what]}."
-                )
+        groups = {"groups": len(state["param_groups"])}
+        check_described({**state["zero"], **groups}, description(shards, inner))
+        if state["zero"]["shard"] != shard_kind(shards):
+            raise InputError(
+                f"a state dict must be loaded into an optimizer of the same shard: it was saved "
+                f"with {state['zero']['shard']}, and this one has {shard_kind(shards)}."
+            )
         present, given_states = shards.recipe_states(), state["recipe_state"]
         for i in present.keys() | given_states.keys():
             remedy = "load it into the optimizer of a model with the recipes that it had"
-            name = shards.weights[i].name
-            check_state(name, present.get(i, {}), given_states.get(i, {}), remedy)
-    steps = [state["zero"]["steps"] for state in saved]
+            weight, own = shards.weights[i], present.get(i, {})
+            assert weight.storage is not None
+            check_state(weight.name, weight.storage.recipe, own, given_states.get(i, {}), remedy)
+    _check_origin([state["zero"] for state in saved], shards.comm)
+    entries = {i: _reshard(saved, i, shards) for i in shards.held}
+    whole = {i: _whole_state(saved, i, shards) for i in shards.whole or ()}
+    _check_entries(entries, whole, saved[0]["param_groups"], shards, inner)
+    return saved[0], entries, whole
+
+
+def _check_origin(zeros: Sequence[Mapping[str, Any]], comm: Communicator) -> None:
+    """Raise :class:`InputError` unless state dicts that say ``zeros`` are this rank's own, or those
+    of all ranks after one step.
+    """
+    steps = [zero["steps"] for zero in zeros]
     if len(set(steps)) > 1:
         raise InputError(
             f"the state dicts of all ranks must be of the same step, got states of steps {steps}; "
             "load what all ranks saved after the same step."
         )
-    entries = {i: _reshard(saved, i, shards) for i in shards.held}
-    # Another rank's state dict may have the right sizes: torch.distributed.checkpoint, which takes
-    # tensors of one name for copies of each other, saves those of one rank and loads them on all.
-    zero, comm = saved[0]["zero"], shards.comm
-    if len(saved) == 1 and zero["world_size"] == comm.size and zero["rank"] != comm.rank:
+    ranks, sizes = [zero["rank"] for zero in zeros], [zero["world_size"] for zero in zeros]
+    size = sizes[0]
+    if ranks == [comm.rank] and size == comm.size:
+        return
+    if set(sizes) != {size} or sorted(ranks) != list(range(size)):
+        origin = ", ".join(f"{rank} of {size}" for rank, size in zip(ranks, sizes, strict=True))
         raise InputError(
-            f"each rank must load the state dict that it saved itself: rank {comm.rank} was given "
-            f"that of rank {zero['rank']}. Save a file of each rank by torch.save; "
-            f"torch.distributed.checkpoint keeps one rank's tensors of each name, so give it each "
-            f"rank's state dict as bytes (of an io.BytesIO, by torch.save) under a name of its own."
+            f"rank {comm.rank} of {comm.size} must load the state dict that it saved itself on as "
+            f"many ranks, or the sequence of all ranks' state dicts, each once, got that of rank "
+            f"{origin}; zerocast.checkpoint.save and load find the right elements by themselves."
         )
-    return saved[0], entries, {i: _whole_state(saved, i, shards) for i in shards.whole or ()}
+
+
+def _check_entries(
+    entries: Mapping[int, StateDict],
+    whole: Mapping[int, StateDict],
+    groups: Sequence[Mapping[str, Any]],
+    shards: ShardedWeights,
+    inner: InnerOptimizer,
+) -> None:
+    """Raise unless masters and states are such as a run has, under the saved options."""
+    kinds: dict[tuple[int, int], dict[str, Any]] = {}
+    for i, entry in entries.items():
+        check_numbers(f"the master of {shards.weights[i].name}", entry["master"], finite=True)
+    for i, state in (entries if shards.whole is None else whole).items():
+        weight, like = shards.weights[i], inner.masters[i]
+        case = weight.group, like.dim()
+        if case not in kinds:
+            kinds[case] = state_kinds(inner.optimizer, options(groups[weight.group]), like)
+        own = {k: v for k, v in state.items() if k not in ("master", "start")}
+        kept = {k: v for k, v in own.items() if not k.startswith(AVERAGE)}
+        check_values(weight.name, like.shape, kept, kinds[case])
+        for key in own.keys() - kept.keys():
+            check_numbers(f"{key} of {weight.name}", own[key], finite=True)
 
 
 def common_lines(saved: StateDict) -> list[str]:
@@ -158,12 +225,26 @@ def restore(
             tensor.copy_(saved["recipe_state"][i][name])
 
 
-def _identity(shards: ShardedWeights, inner: InnerOptimizer) -> StateDict:
-    return {
-        "optimizer": type(inner.optimizer).__name__,
-        "shard": "element" if shards.whole is None else "matrix",
-        "weights": [[weight.param.numel(), weight.group] for weight in shards.weights],
-    }
+def description(shards: ShardedWeights, inner: InnerOptimizer) -> StateDict:
+    """Return what a state says of its optimizer."""
+    shared: dict[str | None, list[str]] = {None: []}
+    for weight in shards.weights:
+        if weight.storage is not None and weight.storage.amax_group is not None:
+            shared.setdefault(weight.storage.amax_group, []).append(weight.name)
+    weights = []
+    for weight in shards.weights:
+        storage, plain = weight.storage, weight.param.dtype
+        recipe, dtype = (storage.recipe, storage.dtype) if storage else (None, plain)
+        together = shared[storage.amax_group if storage else None]
+        weights.append(
+            describe_weight(weight.name, weight.param.shape, weight.group, recipe, dtype, together)
+        )
+    return describe(inner.optimizer, len(inner.optimizer.param_groups), weights)
+
+
+def shard_kind(shards: ShardedWeights) -> str:
+    """Return how weights are divided, as ``ZeroOptimizer(shard=...)`` says it."""
+    return "element" if shards.whole is None else "matrix"
 
 
 def _whole_state(saved: Sequence[StateDict], index: int, shards: ShardedWeights) -> StateDict:
@@ -188,6 +269,14 @@ def _reshard(saved: Sequence[StateDict], index: int, shards: ShardedWeights) -> 
     pieces: list[tuple[StateDict, slice]] = []
     reached = wanted.start
     entries = [state["state"][index] for state in saved if index in state["state"]]
+    for entry in entries:
+        master, start = entry["master"], entry["start"]
+        if (master.dtype, master.dim(), type(start)) != (torch.float32, 1, int):
+            raise InputError(
+                f"the master of {shards.weights[index].name} must be torch.float32, flat, and start"
+                f" at an element, got {master.dtype} {list(master.shape)} from {start!r} on; the "
+                "state is damaged."
+            )
     for entry in sorted(entries, key=lambda entry: entry["start"]):
         held = Extent(entry["start"], entry["start"] + entry["master"].numel())
         common = held.intersect(Extent(reached, wanted.end))

@@ -86,7 +86,7 @@ def check_shardable(
             f"optimizer_class must be a class of torch optimizers such as torch.optim.AdamW, got "
             f"{optimizer_class!r}; give its options to ZeroOptimizer by name."
         )
-    with _undisturbed(device):
+    with undisturbed(device):
         for group in {_kind(group): group for group in groups}.values():
             shapes = _SHAPES if shard == "element" else _MATRICES
             trial = _Trial(optimizer_class, defaults, group, device, shapes)
@@ -291,7 +291,7 @@ def _undividable(value: object, param: torch.Tensor, *, flat: bool) -> str | Non
 
 
 @contextmanager
-def _undisturbed(device: torch.device) -> Iterator[None]:
+def undisturbed(device: torch.device) -> Iterator[None]:
     """Within the context random numbers are the same on every rank, afterwards what they would have
     been; and what a class compiles is run without its compiler, which takes seconds.
     """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 
 import torch
@@ -98,17 +98,18 @@ class Publication:
             self._plan.fail(error)
 
     @torch.no_grad()
-    def run(self, columns: torch.Tensor | None = None) -> None:
+    def run(self, columns: torch.Tensor | None = None, due: Collection[int] = ()) -> None:
         """Make every rank's weights from the masters as they are, or from ``columns``. Collective.
 
-        It repeats the latest cast, so the state of recipes does not advance.
+        It repeats the latest cast, so the state of recipes does not advance, but for weights
+        ``due``, by their places, whose state is that before a cast of these masters.
         """
         self._shards.wait()
         own, masters = self._shards.own, self._masters
         if self._plan is not None and columns is not None:
             held = {i: columns[own[i].columns] for i, m in masters.items() if m is not None}
             self._plan.bind([held.get(i) for i in masters])
-        with self._shards.repeating_the_latest_cast():
+        with self._shards.repeating_the_latest_cast(due):
             for run in self.phases(columns).values():
                 run()
             self._shards.wait()

@@ -145,13 +145,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
     # --- saving and loading ---
 
     def state_dict(self) -> StateDict:
-        """Return this rank's share of the state: masters, inner state, averages, options. Every
-        rank saves its own, by ``torch.save`` in a file of its own.
+        """Return this rank's share of the state: masters, inner state, averages, options.
+        :func:`zerocast.checkpoint.save` saves those of all ranks together; ``torch.save`` each
+        rank's in a file of its own.
 
         The tensors are the optimizer's own and change with its next step, as in torch. Those of
-        other ranks have the same names and other values; ``torch.distributed.checkpoint`` takes
-        them for copies and would save one rank's. Give it ``{f"optimizer {rank}":
-        buffer.getvalue()}`` of an ``io.BytesIO`` into which ``torch.save`` wrote the state dict.
+        other ranks have the same names and other values; ``torch.distributed.checkpoint`` would
+        take them for copies, and is refused when it is given a state dict.
 
         Raises:
             UnfinishedStepError: where a step was left unfinished.
@@ -160,8 +160,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if sys._getframe(1).f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict":
             raise UnsupportedError(
                 "get_optimizer_state_dict takes tensors to be whole or DTensors, and every rank of "
-                "a ZeroOptimizer holds other elements; let every rank save what its "
-                "optimizer.state_dict() returns in a file of its own."
+                "a ZeroOptimizer holds other elements; call zerocast.checkpoint.save, or let every "
+                "rank save what its optimizer.state_dict() returns in a file of its own."
             )
         if (error := self._progress.unfinished_error("state_dict")) is not None:
             raise error
@@ -203,7 +203,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             restore(saved, entries, whole, self._shards, self._inner, groups, averages)
             if self._owners:
                 self._owners.fetch_masters()
-            self._publication.run()
+            self._publication.run(due=saved["zero"]["due"])
             self._progress.steps = saved["zero"]["steps"]
         self._gradients.drop()
 

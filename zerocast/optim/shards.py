@@ -18,7 +18,7 @@ a matrix [ranks, columns] and one reduce-scatter serves all kinds of weights::
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -278,13 +278,15 @@ class ShardedWeights:
                 self.comm.broadcast_(tensor)
 
     @contextmanager
-    def repeating_the_latest_cast(self) -> Iterator[None]:
+    def repeating_the_latest_cast(self, due: Collection[int] = ()) -> Iterator[None]:
         """Within the context a cast of unchanged masters gives the codes that the weights have, or
-        had when their state was saved; afterwards the state of recipes is as before.
+        had when their state was saved; afterwards the state of recipes is as before, but for the
+        weights ``due``, by their places, whose cast is not the latest but the next one.
         """
-        states = [t for state in self.recipe_states().values() for t in state.values()]
+        stateful = {i: s for i, s in self._stateful().items() if i not in due}
+        states = [s.buffers[name] for s in stateful.values() for name in s.recipe.state]
         kept = [t.clone() for t in states]
-        for storage in self._stateful().values():
+        for storage in stateful.values():
             storage.recipe.rewind(storage.buffers)
         try:
             yield

@@ -9,7 +9,7 @@ from zerocast.recipes.form import Form
 from zerocast.recipes.format import Format, QParams
 from zerocast.recipes.mxfp4_block_scaling import MXFP4BlockScaling
 from zerocast.recipes.mxfp8_block_scaling import MXFP8BlockScaling
-from zerocast.recipes.named import RECIPES, as_recipe, recipe_from_text
+from zerocast.recipes.named import RECIPES, as_recipe, recipe_from_text, recipe_to_values
 from zerocast.recipes.nvfp4_block_scaling import NVFP4BlockScaling
 from zerocast.recipes.recipe import (
     NOMINAL_DTYPES,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -66,3 +67,20 @@ def recipe_from_text(text: str) -> Recipe:
     fields = {key: QParams(**v) if isinstance(v, dict) else v for key, v in values.items()}
     recipe: Recipe = kinds[name](**fields)
     return recipe
+
+
+def recipe_to_values(recipe: Recipe) -> dict[str, Any]:
+    """Return ``recipe`` as JSON values: the name of its class, and the fields that may have another
+    value; a user's own function is given by its name.
+    """
+    values: dict[str, Any] = {"class": type(recipe).__name__}
+    for field in dataclasses.fields(recipe):
+        if not field.repr:  # fixed: TransformerEngine has it, and here it has one value
+            continue
+        value = getattr(recipe, field.name)
+        if isinstance(value, QParams):
+            value = vars(value)
+        elif callable(value):
+            value = getattr(value, "__qualname__", type(value).__qualname__)
+        values[field.name] = value
+    return json.loads(json.dumps(values))

@@ -289,6 +289,20 @@ class Recipe(ABC):
         if rounding is not None:
             rounding.counter[..., 1] -= 1
 
+    def wrong_state(self, buffers: Buffers) -> str | None:
+        """Say what of :attr:`state` no cast can have left, in words; None where all is right."""
+        delayed, rounding = self.delayed_state(buffers), self.rounding(buffers)
+        if delayed is not None:
+            for name, scale in (("scale", delayed.scale), ("cast_scale", delayed.cast_scale)):
+                if not bool((scale.isfinite() & (scale > 0)).all()):
+                    return f"{name} that is not finite and above 0"
+            history = delayed.amax_history
+            if not bool((history.isfinite() & (history >= 0)).all()):
+                return "an amax_history that is not finite and 0 or more"
+        if rounding is not None and bool((rounding.counter < -1).any()):
+            return "a rounding_counter below -1, which is that of a first cast to be repeated"
+        return None
+
     def round_to(self, dtype: torch.dtype) -> torch.dtype:
         """What a master element is rounded to first, for a weight of nominal dtype ``dtype``."""
         return dtype if self.round_master else torch.float32

@@ -156,7 +156,7 @@ class LowBitAllGather:
             "convert with the recipe that it was saved under, or take the layer's 'weight_state' "
             "out of the state dict to start anew"
         )
-        check_state(self.name, self.state, state, remedy)
+        check_state(self.name, self.recipe, self.state, state, remedy)
         for name, tensor in self.state.items():
             tensor.copy_(state[name])
         self.cast_values.forget()

@@ -36,10 +36,14 @@ def fresh_state(recipe: Recipe) -> State:
 
 
 def check_state(
-    name: str, own: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor], remedy: str
+    name: str,
+    recipe: Recipe,
+    own: Mapping[str, torch.Tensor],
+    given: Mapping[str, torch.Tensor],
+    remedy: str,
 ) -> None:
-    """Raise :class:`InputError` if ``given`` is not a state of the recipe of weight ``name``, whose
-    state is ``own``; the message ends in ``remedy``.
+    """Raise :class:`InputError` if ``given`` is not a state that ``recipe`` leaves of weight
+    ``name``, whose state is ``own``; the message of a state of another recipe ends in ``remedy``.
     """
     ours, theirs = (
         {f"{key} {tensor.dtype} {list(tensor.shape)}" for key, tensor in state.items()}
@@ -50,6 +54,11 @@ def check_state(
         raise InputError(
             f"what a recipe remembers must be loaded into a weight of the same recipe: that of "
             f"{name} remembers {ours_text}, and the state dict has {theirs_text} for it; {remedy}."
+        )
+    if (wrong := recipe.wrong_state(given)) is not None:
+        raise InputError(
+            f"what a recipe remembers of {name} must be what casts have left, got {wrong}; the "
+            "state is damaged."
         )
 
 

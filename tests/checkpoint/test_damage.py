@@ -1,0 +1,250 @@
+"""A checkpoint that is damaged, foreign, newer or of another training is refused by name."""
+
+import json
+import random
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import zerocast
+from tests.optim.training import NVFP4, Training, assert_same_lists, make_params, named
+from tests.support.claims import message_of, one_message
+from tests.support.recipes import RECIPES
+from zerocast.checkpoint import load, save
+from zerocast.checkpoint.manifest import _digest, read_manifest
+from zerocast.comm import Communicator, run_in_process
+from zerocast.errors import InputError, UnsupportedError, ZerocastError
+from zerocast.optim import ZeroOptimizer
+
+MANIFEST = "checkpoint.json"
+
+
+def saved(path: Path, steps: int = 2) -> None:
+    """A directory and a file, by two ranks."""
+
+    def body(comm: Communicator) -> None:
+        training = Training(comm, RECIPES["delayed"])
+        training.train(*range(steps))
+        save(path / "c", training.optimizer)
+        save(path / "c.safetensors", training.optimizer)
+
+    run_in_process(2, body)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Made once, and not to be changed."""
+    path = tmp_path_factory.mktemp("saved")
+    saved(path)
+    return path
+
+
+def refusal(path: Path, make: Callable[[Communicator], ZeroOptimizer] | None = None) -> str:
+    """What two ranks are told alike, with nothing changed."""
+
+    def body(comm: Communicator) -> str:
+        optimizer = make(comm) if make else Training(comm, RECIPES["delayed"], seed=1).optimizer
+        before = [optimizer.gather_master(p).clone() for p in optimizer.named_weights.values()]
+        message = message_of(ZerocastError, load, path, optimizer)
+        after = [optimizer.gather_master(p) for p in optimizer.named_weights.values()]
+        assert_same_lists(after, before, "after the refusal")
+        return message
+
+    return one_message(run_in_process(2, body))
+
+
+def weights() -> list[Any]:
+    """Those of the checkpoint, by name."""
+    return named(make_params(RECIPES["delayed"]))
+
+
+def change(path: Path, edit: Callable[[Any], None], *, honest: bool = True) -> None:
+    """Edit the manifest; with ``honest`` its digest is that of the new content."""
+    given = json.loads((path / MANIFEST).read_text())
+    edit(given)
+    if honest:
+        given["digest"] = _digest(given["content"])
+    (path / MANIFEST).write_text(json.dumps(given))
+
+
+def flip(path: Path, place: float) -> None:
+    """Change one bit, so far into the file."""
+    data = bytearray(path.read_bytes())
+    data[int(place * (len(data) - 1))] ^= 4
+    path.write_bytes(data)
+
+
+def part(path: Path, rank: int = 1) -> Path:
+    """The file of a rank."""
+    return next(path.glob(f"*-rank{rank:05}.safetensors"))
+
+
+def content(**changes: Any) -> Callable[[Any], None]:
+    """An edit of what the training said of itself."""
+    return lambda given: given["content"]["training"].update(changes)
+
+
+def weight(what: str, value: Any) -> Callable[[Any], None]:
+    """An edit of what was said of the first weight."""
+    return lambda given: given["content"]["training"]["weights"][0].update({what: value})
+
+
+def reshape(given: Any) -> None:
+    """Let the checkpoint say another shape of a master."""
+    given["content"]["tensors"]["master.layer.3"]["shape"] = [36]
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "no manifest": (lambda p: (p / MANIFEST).unlink(), "holds no checkpoint: there is no"),
+    "nothing": (lambda p: shutil.rmtree(p), "holds no checkpoint"),
+    "cut manifest": (
+        lambda p: (p / MANIFEST).write_text((p / MANIFEST).read_text()[:-9]),
+        "or its manifest is damaged",
+    ),
+    "bit of the manifest": (lambda p: flip(p / MANIFEST, 0.5), "manifest.*damaged"),
+    "edited": (lambda p: change(p, content(steps=9), honest=False), "its digest is another"),
+    "foreign": (lambda p: (p / MANIFEST).write_text('{"a": 1}'), "no checkpoint of zerocast"),
+    "a list": (lambda p: (p / MANIFEST).write_text("[1]"), "no checkpoint of zerocast"),
+    "newer": (
+        lambda p: change(p, lambda given: given.update(zerocast_checkpoint=2)),
+        "checkpoint of format 2, and this version of zerocast reads format 1",
+    ),
+    "newer training": (lambda p: change(p, content(format=2)), "must be of format 1, got 2"),
+    "numerics": (lambda p: change(p, content(numerics=9)), "version of the numerics: .* with 9"),
+    "missing file": (lambda p: part(p).unlink(), "names the file .*, which cannot be read"),
+    "cut file": (lambda p: part(p).write_bytes(part(p).read_bytes()[:-1]), "it was cut off"),
+    "empty file": (lambda p: part(p).write_bytes(b""), "it was cut off or replaced"),
+    "longer file": (lambda p: part(p).write_bytes(part(p).read_bytes() + b"x"), "must have"),
+    "bit of a tensor": (lambda p: flip(part(p), 0.6), "is damaged between bytes 0 and"),
+    "exchanged files": (
+        lambda p: part(p, 0).write_bytes(part(p, 0).read_bytes()[::-1]),
+        "is damaged between bytes",
+    ),
+    "a missing tensor": (
+        lambda p: change(p, lambda g: g["content"]["tensors"].pop("master.layer.2")),
+        "must have master.layer.2, and has none",
+    ),
+    "a missing piece": (
+        lambda p: change(p, lambda g: g["content"]["tensors"]["master.layer.2"]["chunks"].pop()),
+        "of 1600 elements of master.layer.2|of .* elements of master.layer.2",
+    ),
+    "another shape": (lambda p: change(p, reshape), "master.layer.3 must be"),
+    "another recipe": (
+        lambda p: change(p, weight("recipe", {"class": "X"})),
+        "same recipe of layer.0: it was saved with {'class': 'X'}",
+    ),
+    "another weight": (
+        lambda p: change(p, weight("name", "other")),
+        "this one has 'layer.0', and it has not",
+    ),
+    "another optimizer": (
+        lambda p: change(p, content(optimizer="torch.optim.sgd.SGD")),
+        "same optimizer: it was saved with torch.optim.sgd.SGD",
+    ),
+    "outside": (
+        lambda p: change(p, lambda g: g["content"]["files"][0].update(name="../c.safetensors")),
+        "lies outside of its file",
+    ),
+    "state that is missing": (
+        lambda p: change(p, lambda g: g["content"]["training"]["state"]["layer.0"].pop("exp_avg")),
+        "the state of layer.0 must have .* has no exp_avg",
+    ),
+}
+
+
+@pytest.mark.parametrize(("damage", "match"), DAMAGES.values(), ids=DAMAGES)
+def test_a_damaged_checkpoint_is_refused_by_name(
+    checkpoint: Path, tmp_path: Path, damage: Callable[[Path], Any], match: str
+) -> None:
+    """The same error on every rank, with nothing changed."""
+    shutil.copytree(checkpoint / "c", tmp_path / "c")
+    damage(tmp_path / "c")
+    message = refusal(tmp_path / "c")
+    assert re.search(match, message), message
+
+
+def test_every_bit_of_one_file_counts(checkpoint: Path, tmp_path: Path) -> None:
+    """A file whose bits were flipped anywhere, or that was cut anywhere, is refused."""
+    draw, file = random.Random(0), tmp_path / "c.safetensors"
+    training = Training(None, RECIPES["delayed"])
+    whole = (checkpoint / "c.safetensors").read_bytes()
+    start = 8 + int.from_bytes(whole[:8], "little")
+    for _ in range(100):
+        data = bytearray(whole)
+        data[draw.randrange(start, len(data))] ^= 1 << draw.randrange(8)
+        file.write_bytes(data)
+        with pytest.raises(InputError, match="is damaged between bytes"):
+            load(file, training.optimizer)
+        file.write_bytes(whole[: draw.randrange(len(whole))])
+        with pytest.raises(InputError, match=r"no file of safetensors|it was cut off"):
+            load(file, training.optimizer)
+    file.write_bytes(whole)
+    assert load(file, training.optimizer).steps == 2
+
+
+def test_a_checkpoint_of_another_training_is_refused(checkpoint: Path) -> None:
+    """Other weights, names, recipes, optimizers; both sides are named."""
+    cases: dict[str, Callable[[Communicator], ZeroOptimizer]] = {
+        "same fp8_format|same recipe of layer.0": lambda comm: Training(comm, NVFP4).optimizer,
+        "same optimizer: .*AdamW, .*Adam.": lambda comm: (
+            Training(comm, RECIPES["delayed"], torch.optim.Adam).optimizer
+        ),
+        "same weights: it has 'layer.0', and this one has not": lambda comm: ZeroOptimizer(
+            weights()[1:], group=comm
+        ),
+        "same number of param groups: it was saved with 1, and this one has 2": lambda comm: (
+            ZeroOptimizer(
+                [{"params": each} for each in (weights()[:3], weights()[3:])],
+                group=comm,
+            )
+        ),
+    }
+    for match, make in cases.items():
+        message = refusal(checkpoint / "c", make)
+        assert re.search(match, message), message
+
+
+def test_places_that_are_taken_and_wrong_arguments(checkpoint: Path, tmp_path: Path) -> None:
+    """A save does not stand among other files; what cannot be saved says why."""
+    optimizer = Training(None).optimizer
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(InputError, match=r"holds 'notes.txt', which no save of zerocast"):
+        save(tmp_path, optimizer)
+    with pytest.raises(InputError, match="needs a directory, and .* is none"):
+        save(tmp_path / "notes.txt", optimizer)
+    with pytest.raises(InputError, match="one file is written at once"):
+        save(tmp_path / "c.safetensors", optimizer, asynchronous=True)
+    with pytest.raises(InputError, match="asynchronous must be True or False"):
+        save(tmp_path / "c", optimizer, asynchronous=1)  # type: ignore[arg-type]
+    plain = torch.optim.SGD([torch.nn.Parameter(torch.ones(3))], lr=0.1)
+    for call in (save, load):
+        with pytest.raises(InputError, match="or by a torch optimizer and, as model"):
+            call(checkpoint / "c", plain)
+        with pytest.raises(InputError, match="must step parameters of the given model"):
+            call(checkpoint / "c", plain, torch.nn.Linear(2, 2))
+        with pytest.raises(InputError, match="leave group out"):
+            call(checkpoint / "c", optimizer, group=zerocast.comm.SingleRank())
+    layer = torch.nn.Sequential(torch.nn.Linear(32, 32))
+    zerocast.nn.convert(layer, "current", weights="quantized")
+    with pytest.raises(UnsupportedError, match="holds codes and no master"):
+        save(tmp_path / "c", torch.optim.SGD(layer.parameters()), layer)
+    with pytest.raises(InputError, match="holds no checkpoint"):
+        load(tmp_path / "c", optimizer)
+
+
+def test_leftovers_of_killed_saves_are_removed(checkpoint: Path, tmp_path: Path) -> None:
+    """By the next save; a manifest names its own files only."""
+    path = tmp_path / "c"
+    shutil.copytree(checkpoint / "c", path)
+    leftover = path / f"{'0' * 16}-rank00004.safetensors"
+    leftover.write_bytes(b"half of a file")
+    training = Training(None, RECIPES["delayed"])
+    assert load(path, training.optimizer).steps == 2
+    save(path, training.optimizer)
+    names = {each.name for each in path.iterdir()}
+    assert names == {MANIFEST, f"{read_manifest(path).saved}-rank00000.safetensors"}

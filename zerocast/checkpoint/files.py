@@ -1,0 +1,255 @@
+"""Files of safetensors, written piece by piece and read with a digest for every block.
+
+The format is small: eight bytes with the length of a header, the header in JSON, and the tensors'
+bytes. It is written and read here without the package, because a rank writes pieces as they are,
+one after the other, and reads parts of them: neither takes memory for a second copy of its share.
+
+A file is divided into blocks of :data:`BLOCK` bytes, and a manifest
+(:mod:`zerocast.checkpoint.manifest`) has the digest of each. A reader compares those of the blocks
+that it reads before it uses a byte of them, so ranks that read parts read nothing twice.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import math
+import os
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+from zerocast.errors import InputError
+
+BLOCK = 1 << 22
+"""Bytes under one digest."""
+
+_LENGTH = 8
+DTYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
+    torch.uint8: "U8", torch.bool: "BOOL", torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}  # fmt: skip
+"""The names that safetensors has for dtypes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor of a file: its name there, dtype and shape."""
+
+    key: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """What its elements take."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class FileInfo:
+    """What a manifest says of a file.
+
+    Attributes:
+        name: in the directory.
+        num_bytes: its length.
+        begin: where the first block begins; not 0 where the manifest is in the file's own header.
+        digests: of each block.
+    """
+
+    name: str
+    num_bytes: int
+    begin: int
+    digests: list[str]
+
+
+def header_of(
+    entries: Sequence[Entry], metadata: dict[str, str] | None = None
+) -> tuple[bytes, list[int]]:
+    """Return the beginning of a file of ``entries``, and where each begins in the file."""
+    table: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
+    end, ends = 0, [0]
+    for entry in entries:
+        start, end = end, end + entry.num_bytes
+        table[entry.key] = {
+            "dtype": DTYPES[entry.dtype], "shape": entry.shape, "data_offsets": [start, end]
+        }  # fmt: skip
+        ends.append(end)
+    text = json.dumps(table).encode()
+    text += b" " * (-len(text) % 8)
+    head = len(text).to_bytes(_LENGTH, "little") + text
+    return head, [len(head) + end for end in ends[:-1]]
+
+
+def read_header(path: Path) -> dict[str, Any]:
+    """Return the header of a file.
+
+    Raises:
+        InputError: where it has none.
+    """
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(_LENGTH), "little")
+            if length > path.stat().st_size:
+                raise ValueError
+            return dict(json.loads(file.read(length)))
+    except (OSError, ValueError, TypeError) as error:
+        raise InputError(f"{path} is no file of safetensors, or cannot be read: {error}") from None
+
+
+class DigestingWriter:
+    """Writes a new file from its beginning to its end, and takes the digests of its blocks."""
+
+    def __init__(self, path: Path) -> None:
+        self._file: IO[bytes] = path.open("xb")
+        self._name = path.name
+        self._digests: list[str] = []
+        self._block, self._filled = hashlib.sha256(), 0
+        self._size = self._begin = 0
+
+    def __enter__(self) -> DigestingWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Write the next bytes."""
+        data = memoryview(data)
+        self._file.write(data)
+        self._size += len(data)
+        while len(data):
+            part = data[: BLOCK - self._filled]
+            self._block.update(part)
+            self._filled += len(part)
+            data = data[len(part) :]
+            if self._filled == BLOCK:
+                self._end_block()
+
+    def skip(self, size: int) -> None:
+        """Leave ``size`` bytes at the beginning for :meth:`write_beginning`, without digests."""
+        self._size = self._begin = size
+        self._file.seek(size)
+
+    def write_beginning(self, data: bytes) -> None:
+        """Fill what was skipped, and bring it to the disk."""
+        assert len(data) == self._begin
+        self._file.seek(0)
+        self._file.write(data)
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def write_tensor(self, tensor: torch.Tensor) -> None:
+        """Write the elements of a tensor, in order."""
+        held = tensor.detach().cpu().contiguous()
+        self.write(bytes_of(held))
+
+    def finish(self) -> FileInfo:
+        """Return what a manifest says of the file, once it is on the disk."""
+        if self._filled:
+            self._end_block()
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        return FileInfo(self._name, self._size, self._begin, self._digests)
+
+    def _end_block(self) -> None:
+        self._digests.append(self._block.hexdigest()[:16])
+        self._block, self._filled = hashlib.sha256(), 0
+
+
+class VerifiedFile:
+    """Reads a file whose blocks have the digests that its manifest says.
+
+    Raises:
+        InputError: where it is missing, or of another length.
+    """
+
+    def __init__(self, path: Path, info: FileInfo) -> None:
+        self._path, self._info = path, info
+        try:
+            self._file = path.open("rb")
+            size = path.stat().st_size
+        except OSError as error:
+            raise InputError(
+                f"the checkpoint names the file {path}, which cannot be read: {error}."
+            ) from None
+        if size != info.num_bytes:
+            self._file.close()
+            raise InputError(
+                f"{path} must have {info.num_bytes} bytes, as its checkpoint says, and has {size}; "
+                f"it was cut off or replaced. Load an earlier checkpoint."
+            )
+        self._block, self._number = b"", -1
+
+    def __enter__(self) -> VerifiedFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def read_into(self, start: int, tensor: torch.Tensor) -> None:
+        """Fill ``tensor``, contiguous and on the CPU, with the bytes from ``start`` on.
+
+        Raises:
+            InputError: where a block has another digest; ``tensor`` is not to be used then.
+        """
+        view = bytes_of(tensor)
+        while len(view):
+            number, skipped = divmod(start - self._info.begin, BLOCK)
+            part = self._verified(number)[skipped : skipped + len(view)]
+            view[: len(part)] = part
+            view, start = view[len(part) :], start + len(part)
+
+    def _verified(self, number: int) -> memoryview:
+        if number != self._number:
+            first = self._info.begin + number * BLOCK
+            self._file.seek(first)
+            self._block = self._file.read(BLOCK)
+            self._number = number
+            if hashlib.sha256(self._block).hexdigest()[:16] != self._info.digests[number]:
+                raise InputError(
+                    f"{self._path} is damaged between bytes {first} and "
+                    f"{first + len(self._block)}: they are not those that were saved. "
+                    f"Load an earlier checkpoint."
+                )
+        return memoryview(self._block)
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """Return the memory of a contiguous tensor on the CPU, which it must outlive."""
+    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+
+
+def sync_directory(path: Path) -> None:
+    """Return when renamings in a directory are on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def replace_file(path: Path, text: bytes) -> None:
+    """Let the file at ``path`` hold ``text``, or, killed at any moment, what it held before."""
+    draft = path.with_name(f".{path.name}.draft")
+    with draft.open("wb") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    sync_directory(path.parent)  # the files that it names are there before it is
+    draft.replace(path)
+    sync_directory(path.parent)
+
+
+def remove_files(paths: Iterable[Path]) -> None:
+    """Remove files that are no longer needed; those that cannot be removed stay."""
+    for path in paths:
+        with suppress(OSError):
+            path.unlink()

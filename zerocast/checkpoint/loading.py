@@ -1,0 +1,94 @@
+"""load: a training continues from a checkpoint, on any number of ranks."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zerocast.checkpoint.manifest import read_manifest
+from zerocast.checkpoint.model_part import ModelPart
+from zerocast.checkpoint.pending import wait_for
+from zerocast.checkpoint.sources import ranks_of, training_of
+from zerocast.checkpoint.training import Saved
+from zerocast.checkpoint.values import decode
+from zerocast.comm import Attempt, Group
+from zerocast.comm.agreement import check_same, raise_together
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What :func:`load` returns: what a user saved beside the training.
+
+    Attributes:
+        extra: what was given to ``save`` under this name.
+        of_rank: what this rank gave; None where another number of ranks saved, whose parts of the
+            data and random numbers are not this rank's.
+        steps: that were made, of a ZeroOptimizer.
+        ranks: how many saved.
+    """
+
+    extra: dict[str, Any]
+    of_rank: dict[str, Any] | None
+    steps: int
+    ranks: int
+
+
+def load(
+    path: str | os.PathLike[str],
+    optimizer: torch.optim.Optimizer,
+    model: torch.nn.Module | None = None,
+    *,
+    group: Group = None,
+) -> Loaded:
+    """Continue bit for bit from a checkpoint of :func:`zerocast.checkpoint.save`. Collective.
+
+    Any number of ranks loads what any number has saved, a ZeroOptimizer what masters under FSDP2
+    have saved, and the other way round. Each rank reads what it needs, and compares digests of all
+    that it reads; nothing is unpickled. It takes memory for its share once more, on the CPU.
+
+    Args:
+        path: the directory or file.
+        optimizer: made as that which was saved, of the same weights under the same recipes.
+        model: as for ``save``.
+        group: of a torch optimizer the ranks; all by default.
+
+    Returns:
+        What was saved beside the training.
+
+    Raises:
+        InputError: on every rank, where the checkpoint is missing, damaged, of another program or
+            a newer format, or of another training than this one. Nothing has been changed.
+        NonFiniteError: on every rank, where a master is not finite. Nothing has been changed.
+        RankMismatchError: on every rank, where ranks see different checkpoints.
+    """
+    comm = ranks_of(optimizer, group)
+    wait_for(optimizer)
+    attempt, digest = Attempt(), ""
+    with attempt:
+        manifest = read_manifest(Path(path))
+        digest = manifest.digest
+        training = training_of(optimizer, model, group, comm)
+        saved = Saved(manifest.training, manifest.tensors)
+        training.check(saved)
+        training.ask(saved)
+        part = ModelPart(model, training.parameters, comm)
+        part.ask(saved, manifest.ranks)
+        is_own = manifest.ranks == comm.size
+        saved.want_values(f"value.of_rank.{comm.rank}." if is_own else None)
+    required = f"every rank must see the same checkpoint at {path}"
+    check_same(comm, [digest], required, attempt.error)
+    with attempt:
+        from zerocast.checkpoint.storage import Reader, fill
+
+        fill(Reader(path, manifest), saved.shares)
+        tensors = {name: share.only for name, share in saved.shares.items()}
+        of_rank = decode(saved.said["of_rank"][comm.rank], tensors) if is_own else None
+        loaded = Loaded(saved.value("extra"), of_rank, saved.said["steps"], manifest.ranks)
+    raise_together(comm, attempt.error)
+    training.restore(saved)
+    part.restore(saved)
+    return loaded

@@ -1,0 +1,202 @@
+"""The manifest of a checkpoint: what it holds, where, and whether it is whole.
+
+A checkpoint is a directory: files of safetensors, and ``checkpoint.json``, the manifest, which is
+put in place last, by one renaming. Each save gives its files names of their own, so whatever moment
+a save is killed at, the manifest is that of the previous one and so are all files that it names.
+A checkpoint in one file has its manifest in the metadata of that file, which is renamed as a whole.
+
+    zerocast_checkpoint   the version of this format
+    digest                SHA-256 of the content, in JSON without spaces and with sorted keys
+    content               saved       the id of the save
+                          ranks       how many saved it
+                          versions    zerocast, its numerics, torch
+                          files       name, bytes, digest of each block
+                          tensors     name -> dtype, shape, chunks: [file, first byte, offsets,
+                                      sizes]
+                          training    what was saved (:mod:`zerocast.checkpoint.training`)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zerocast.checkpoint.boxes import Box
+from zerocast.checkpoint.files import DTYPES, FileInfo, read_header, replace_file
+from zerocast.errors import InputError
+
+FORMAT = 1
+NAME = "checkpoint.json"
+SUFFIX = ".safetensors"
+KEY = "zerocast_checkpoint"
+"""Under which a file has its manifest in its metadata."""
+
+OWN_FILES = re.compile(r"[0-9a-f]{16}-rank\d{5,}(\.safetensors|\.json)|\.[0-9a-f]{16}.*\.draft")
+"""The names that saves give to their files, by which those of a killed save are found."""
+
+_NAMED = {name: dtype for dtype, name in DTYPES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A box of a tensor, and where its elements are."""
+
+    box: Box
+    file: FileInfo
+    start: int
+
+
+@dataclass(frozen=True, slots=True)
+class SavedTensor:
+    """A tensor of a checkpoint."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    chunks: list[Chunk]
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What a checkpoint says of itself.
+
+    Attributes:
+        saved: the id of the save.
+        ranks: how many saved it.
+        versions: of zerocast, its numerics and torch.
+        tensors: by name.
+        training: what was saved, in JSON values.
+    """
+
+    saved: str
+    ranks: int
+    versions: dict[str, Any]
+    tensors: dict[str, SavedTensor]
+    training: dict[str, Any]
+
+    def to_text(self) -> str:
+        """Return it as JSON."""
+        numbers: dict[str, int] = {}
+        files: list[dict[str, Any]] = []
+        for tensor in self.tensors.values():
+            for chunk in tensor.chunks:
+                if chunk.file.name not in numbers:
+                    numbers[chunk.file.name] = len(files)
+                    files.append(asdict(chunk.file))
+        tensors = {
+            name: {
+                "dtype": DTYPES[tensor.dtype],
+                "shape": tensor.shape,
+                "chunks": [[numbers[c.file.name], c.start, *c.box] for c in tensor.chunks],
+            }
+            for name, tensor in self.tensors.items()
+        }
+        content = {
+            "saved": self.saved, "ranks": self.ranks, "versions": self.versions, "files": files,
+            "tensors": tensors, "training": self.training,
+        }  # fmt: skip
+        return json.dumps({KEY: FORMAT, "digest": _digest(content), "content": content})
+
+    @property
+    def digest(self) -> str:
+        """Text by which ranks compare what they have read."""
+        return _digest(json.loads(self.to_text())["content"])
+
+
+def read_manifest(path: Path) -> Manifest:
+    """Return what the checkpoint at ``path`` says of itself.
+
+    Raises:
+        InputError: where there is none, or it is damaged, of another program or a newer format.
+    """
+    try:
+        if path.is_dir() or not path.exists():
+            text = (path / NAME).read_text()
+        else:
+            text = read_header(path).get("__metadata__", {}).get(KEY)
+        given = json.loads(text)
+        version = given[KEY]
+    except FileNotFoundError:
+        raise InputError(
+            f"{path} holds no checkpoint: there is no {path / NAME}. A "
+            f" save that was killed before its end leaves none."
+        ) from None
+    except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
+        raise InputError(
+            f"{path} is no checkpoint of zerocast, or its manifest is damaged "
+            f"({type(error).__name__}: {error}); load an earlier checkpoint."
+        ) from None
+    if version != FORMAT:
+        raise InputError(
+            f"{path} is a checkpoint of format {version!r}, and this version of zerocast reads "
+            f"format {FORMAT}; install the version that saved it."
+        )
+    try:
+        content = given["content"]
+        if given["digest"] != _digest(content):
+            raise ValueError("its digest is another")
+        return _parsed(content)
+    except (ValueError, TypeError, LookupError, AttributeError) as error:
+        raise InputError(
+            f"the manifest of {path} is damaged ({type(error).__name__}: {error}); load an earlier "
+            f"checkpoint."
+        ) from None
+
+
+def write_manifest(directory: Path, manifest: Manifest) -> None:
+    """Make ``manifest`` that of ``directory``, from one moment to the next."""
+    replace_file(directory / NAME, manifest.to_text().encode())
+
+
+def needless_files(directory: Path, manifest: Manifest) -> list[Path]:
+    """Return the files of earlier saves, whole or killed, that ``manifest`` does not name."""
+    named = {c.file.name for tensor in manifest.tensors.values() for c in tensor.chunks}
+    found = [each for each in directory.iterdir() if OWN_FILES.fullmatch(each.name)]
+    return [each for each in found if each.name not in named]
+
+
+def check_place(path: Path) -> None:
+    """Raise :class:`InputError` where a checkpoint at ``path`` would stand among other things."""
+    if path.is_dir():
+        foreign = [
+            each.name for each in path.iterdir()
+            if each.name not in (NAME, f".{NAME}.draft") and not OWN_FILES.fullmatch(each.name)
+        ]  # fmt: skip
+        if foreign:
+            raise InputError(
+                f"a checkpoint needs a directory of its own, and {path} holds {foreign[0]!r}, "
+                f"which no save of zerocast has put there; name another directory."
+            )
+    elif path.exists():
+        raise InputError(f"a checkpoint needs a directory, and {path} is none; name another.")
+
+
+def _digest(content: Mapping[str, Any]) -> str:
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _parsed(content: Mapping[str, Any]) -> Manifest:
+    files = [FileInfo(**each) for each in content["files"]]
+    tensors = {}
+    for name, given in content["tensors"].items():
+        chunks = [
+            Chunk(Box(tuple(offsets), tuple(sizes)), files[number], start)
+            for number, start, offsets, sizes in given["chunks"]
+        ]
+        dtype, shape = _NAMED[given["dtype"]], tuple(given["shape"])
+        for chunk in chunks:
+            end = chunk.start + math.prod(chunk.box.sizes) * dtype.itemsize
+            if Path(chunk.file.name).name != chunk.file.name or end > chunk.file.num_bytes:
+                raise ValueError(f"{name} lies outside of its file")
+        tensors[name] = SavedTensor(dtype, shape, chunks)
+    return Manifest(
+        content["saved"], content["ranks"], content["versions"], tensors, content["training"]
+    )

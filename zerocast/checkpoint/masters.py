@@ -1,0 +1,220 @@
+"""The training of a torch optimizer whose parameters are masters in the model: under FSDP2, or
+whole on every rank.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from zerocast.checkpoint.boxes import Share
+from zerocast.checkpoint.training import SHARD, WHOLE, Contents, Saved, Training
+from zerocast.checkpoint.values import decode
+from zerocast.comm import Attempt, Communicator, raise_together
+from zerocast.errors import InputError, UnsupportedError
+from zerocast.optim.saved import (
+    Description,
+    check_numbers,
+    check_values,
+    describe,
+    describe_weight,
+    state_kinds,
+)
+from zerocast.sharded.all_gather import LowBitAllGather, gather_of
+from zerocast.sharded.master_weight import as_plain
+from zerocast.sharded.placement import sharded_like, to_local
+from zerocast.sharded.state import check_state
+from zerocast.tensors import QuantizedTensor
+
+
+class MasterTraining(Training):
+    """A model and the torch optimizer of its parameters.
+
+    Raises:
+        InputError, UnsupportedError: where the optimizer steps what is no parameter of the model,
+            or what is no master.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, comm: Communicator
+    ) -> None:
+        self.model, self.optimizer, self.comm = model, optimizer, comm
+        names = {id(param): name for name, param in model.named_parameters()}
+        self._groups: dict[str, int] = {}
+        self._params: dict[str, torch.Tensor] = {}
+        for g, group in enumerate(optimizer.param_groups):
+            for param in group["params"]:
+                name = names.get(id(param))
+                if name is None:
+                    raise InputError(
+                        f"the optimizer must step parameters of the given model, and steps one "
+                        f"{list(param.shape)} in param_groups[{g}] that is none of it; give the "
+                        f"model that it was made for."
+                    )
+                if isinstance(to_local(param), QuantizedTensor):
+                    raise UnsupportedError(
+                        f"{name} holds codes and no master, so its training cannot be continued; "
+                        f"train it by zerocast.optim.ZeroOptimizer, or convert with "
+                        f"weights='master'."
+                    )
+                self._params[name], self._groups[name] = param, g
+
+    @property
+    def described(self) -> Description:
+        together: dict[str, list[str]] = {}
+        for module in self.model.modules():
+            group = getattr(module, "amax_group", None)
+            if group is not None:
+                held = {id(layer.weight) for layer in group.layers}
+                names = [name for name, p in self._params.items() if id(p) in held]
+                together |= dict.fromkeys(names, names)
+        weights = []
+        for name, param in self._params.items():
+            gather = gather_of(param)
+            recipe, group = gather.recipe if gather else None, self._groups[name]
+            weights.append(
+                describe_weight(name, param.shape, group, recipe, None, together.get(name, ()))
+            )
+        return describe(self.optimizer, len(self.optimizer.param_groups), weights)
+
+    @property
+    def parameters(self) -> dict[str, torch.Tensor]:
+        return self._params
+
+    @property
+    def device(self) -> torch.device:
+        return next(iter(self._params.values())).device
+
+    @property
+    def _gathers(self) -> dict[str, LowBitAllGather]:
+        """By name, those of the masters that FSDP2 gathers in codes."""
+        found = {name: gather_of(param) for name, param in self._params.items()}
+        return {name: gather for name, gather in found.items() if gather is not None}
+
+    def contents(self) -> Contents:
+        due = self._due()
+        contents = Contents(
+            {**self.described, "steps": 0, "mode": "train", "averages": [], "due": due, "state": {}}
+        )
+        contents.put_groups(self.optimizer.param_groups)
+        for name, param in self._params.items():
+            contents.shares[f"master.{name}"] = Share.of(as_plain(param))
+            for key, value in self.optimizer.state.get(param, {}).items():
+                is_shard = isinstance(value, torch.Tensor) and value.shape == param.shape
+                is_shard = is_shard and key != "step"
+                share = Share.of(as_plain(value)) if is_shard else None
+                contents.put_state(name, key, value, share)
+        for name, gather in self._gathers.items():
+            for key, value in gather.state.items():
+                contents.shares[f"recipe.{name}.{key}"] = Share.of(value)
+        return contents
+
+    def _due(self) -> list[str]:
+        """Return the weights that any rank has written since their latest cast. Collective."""
+        gathers = {name: gather for name, gather in self._gathers.items() if gather.state}
+        found = []
+        for name, gather in gathers.items():
+            local: Any = to_local(self._params[name])
+            found.append(gather.is_due(local.value))
+        flags = torch.tensor([*found, False], dtype=torch.int32, device=self.device)
+        self.comm.all_reduce_max_(flags)
+        return [name for name, flag in zip(gathers, flags.tolist(), strict=False) if flag]
+
+    def ask(self, saved: Saved) -> None:
+        gathers = self._gathers
+        if saved.said["averages"]:
+            raise InputError(
+                f"the checkpoint has averages of the masters, of decay {saved.said['averages']}, "
+                "which a torch optimizer cannot hold; load it into a ZeroOptimizer."
+            )
+        if saved.said["mode"] != "train":
+            raise InputError(
+                "the checkpoint was saved in the mode of eval(), whose masters are averages; save "
+                "it after optimizer.train()."
+            )
+        for name, param in self._params.items():
+            own = Share.of(as_plain(param))
+            if (dtype := saved.kept(f"master.{name}").dtype) != param.dtype:
+                raise InputError(
+                    f"the master of {name} must be loaded in the dtype in which it was saved, "
+                    f"{dtype}, and the parameter is {param.dtype}; make the model in that dtype."
+                )
+            saved.want(f"master.{name}", own)
+            for key, kind in saved.state_of(name).items():
+                if kind == SHARD:
+                    saved.want(f"state.{name}.{key}", own)
+                elif kind == WHOLE:
+                    saved.want_whole(f"state.{name}.{key}")
+            for key in gathers[name].recipe.state if name in gathers else ():
+                saved.want_whole(f"recipe.{name}.{key}")
+
+    def restore(self, saved: Saved) -> None:
+        attempt = Attempt()
+        with attempt:
+            self._check_values(saved)
+        raise_together(self.comm, attempt.error)
+        with torch.no_grad():
+            for name, param in self._params.items():
+                local = to_local(param)
+                if local.numel():
+                    local.copy_(saved.shares[f"master.{name}"].only)
+        for name, gather in self._gathers.items():
+            gather.load_state(self._recipe_state(saved, name, gather))
+        states = [self._state(saved, name) for name in self._params]
+        groups = [
+            {**options, "params": group["params"]}
+            for options, group in zip(
+                saved.value("options"), self.optimizer.state_dict()["param_groups"], strict=True
+            )
+        ]
+        state = {n: each for n, each in enumerate(states) if each}
+        self.optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+    def _state(self, saved: Saved, name: str) -> dict[str, Any]:
+        """Return what the optimizer keeps of a parameter."""
+        state, param = {}, self._params[name]
+        for key, kind in saved.state_of(name).items():
+            if isinstance(kind, dict):
+                state[key] = decode(kind["value"], {})
+            elif kind == WHOLE:
+                state[key] = saved.shares[f"state.{name}.{key}"].only
+            else:
+                local = self._local(saved, f"state.{name}.{key}", param)
+                state[key] = sharded_like(as_plain(param), local)
+        return state
+
+    @staticmethod
+    def _local(saved: Saved, place: str, param: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of a tensor in the shape and on the device of ``param``."""
+        local = to_local(param)
+        return saved.shares[place].only.reshape(local.shape).to(local.device)
+
+    @staticmethod
+    def _recipe_state(saved: Saved, name: str, gather: LowBitAllGather) -> dict[str, torch.Tensor]:
+        """Return the state from which the cast of the loaded master starts."""
+        shares = saved.shares
+        state = {key: shares[f"recipe.{name}.{key}"].only for key in gather.recipe.state}
+        if state and name not in saved.said["due"]:
+            gather.recipe.rewind(state)
+        return state
+
+    def _check_values(self, saved: Saved) -> None:
+        """Raise unless masters and states are such as a run has, under the saved options."""
+        gathers, groups = self._gathers, saved.value("options")
+        kinds: dict[tuple[int, int, torch.dtype], dict[str, Any]] = {}
+        for name, param in self._params.items():
+            plain, group = as_plain(param), self._groups[name]
+            check_numbers(f"the master of {name}", saved.shares[f"master.{name}"].only, finite=True)
+            case = group, param.dim(), param.dtype
+            if case not in kinds:
+                kinds[case] = state_kinds(self.optimizer, groups[group], to_local(plain))
+            state = {
+                key: to_local(v) if isinstance(v, torch.Tensor) else v
+                for key, v in self._state(saved, name).items()
+            }
+            check_values(name, to_local(plain).shape, state, kinds[case])
+            if name in gathers:
+                own, shares = gathers[name].state, saved.shares
+                given = {key: shares[f"recipe.{name}.{key}"].only for key in own}
+                check_state(name, gathers[name].recipe, own, given, "load a checkpoint of it")

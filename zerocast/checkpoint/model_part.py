@@ -1,0 +1,160 @@
+"""What a checkpoint holds of a model beside the weights that its optimizer steps.
+
+    model.NAME             a buffer, or a parameter that is not trained
+    model.NAME.BUFFER      the bytes of one that holds codes
+    model.NAME._extra_state   the extra state of a module, as what recipes remember for a layer
+
+What all ranks hold alike is saved once. What differs (statistics of each rank's batches) is saved
+for each rank, under the name and ``@RANK``, and loaded on as many ranks only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from zerocast.checkpoint.boxes import Share
+from zerocast.checkpoint.files import bytes_of
+from zerocast.checkpoint.training import Contents, Saved
+from zerocast.comm import Communicator
+from zerocast.errors import InputError
+from zerocast.nn.saved_state import WEIGHT_STATE
+from zerocast.sharded.master_weight import as_plain
+from zerocast.sharded.placement import is_sharded, to_local
+from zerocast.tensors import QuantizedTensor
+
+_EXTRA = "._extra_state"
+
+
+class ModelPart:
+    """The buffers, frozen parameters and extra state of a model.
+
+    Args:
+        model: the model; None has none of these.
+        trained: the parameters that the optimizer steps.
+        comm: the ranks.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module | None, trained: Mapping[str, torch.Tensor], comm: Communicator
+    ) -> None:
+        self.model, self.comm = model, comm
+        self._trained = {id(param) for param in trained.values()}
+
+    def put(self, contents: Contents) -> None:
+        """Add them. Collective."""
+        tensors = self._tensors()
+        for module, name in self._stateful():
+            if isinstance(state := module.get_extra_state(), torch.Tensor):
+                tensors[f"model.{name}{_EXTRA}"] = to_local(state)
+        plain = {name: t for name, t in tensors.items() if not is_sharded(t)}
+        digests = {name: digest_of(tensor) for name, tensor in plain.items()}
+        everyone = self.comm.all_gather_object(digests)
+        differing = sorted(
+            {name for theirs in everyone for name in theirs.keys() | digests.keys()
+             if theirs.get(name) != everyone[0].get(name)}
+        )  # fmt: skip
+        contents.said["by_rank"] = differing
+        for name, tensor in tensors.items():
+            place = f"{name}@{self.comm.rank}" if name in differing else name
+            contents.shares[place] = Share.of(tensor)
+
+    def ask(self, saved: Saved, ranks: int) -> None:
+        """Ask for them, as ``ranks`` have saved them.
+
+        Raises:
+            InputError: where the model has others.
+        """
+        tensors = self._tensors()
+        extra = {f"model.{name}{_EXTRA}" for _, name in self._stateful()}
+        by_rank = set(saved.said["by_rank"])
+        names = {
+            name: name.rpartition("@")[0] for name in saved.tensors if name.startswith("model.")
+        }
+        given = {base if base in by_rank else name for name, base in names.items()}
+        if missing := sorted((tensors.keys() - given) | (given - tensors.keys() - extra)):
+            raise InputError(
+                f"a checkpoint must be loaded into the model that it was saved with, and "
+                f"{missing[0].removeprefix('model.')!r} is in one of them only; save and load "
+                f"with the same model, or both without one."
+            )
+        differing = by_rank & given
+        if differing and ranks != self.comm.size:
+            raise InputError(
+                f"{min(differing).removeprefix('model.')} was saved by {ranks} ranks, each with a "
+                f"value of its own, so {self.comm.size} ranks cannot continue; load on as many "
+                f"ranks, or make them equal before saving (a broadcast of buffers; amaxes by "
+                f"autocast(amax_reduction_group=...)), or save and load without the model."
+            )
+        for name in sorted(given):
+            place = f"{name}@{self.comm.rank}" if name in differing else name
+            if name in tensors:
+                _check_kind(name, tensors[name], saved, place)
+                saved.want(place, Share.of(tensors[name]))
+            elif place in saved.tensors:
+                saved.want_whole(place)
+
+    @torch.no_grad()
+    def restore(self, saved: Saved) -> None:
+        """Copy them into the model."""
+        differing = set(saved.said["by_rank"])
+        tensors = self._tensors()
+
+        def found(name: str) -> torch.Tensor | None:
+            place = f"{name}@{self.comm.rank}" if name in differing else name
+            return saved.shares[place].only if place in saved.shares else None
+
+        for name, tensor in tensors.items():
+            local, value = to_local(tensor), found(name)
+            if value is not None and local.numel():
+                local.copy_(value)
+        for module, name in self._stateful():
+            if (value := found(f"model.{name}{_EXTRA}")) is not None:
+                module.set_extra_state(value)
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        """Return buffers and frozen parameters, by name; of quantized ones the stored tensors."""
+        found: dict[str, torch.Tensor] = {}
+        if self.model is None:
+            return found
+        for name, module in self.model.named_modules():
+            prefix = f"model.{name}." if name else "model."
+            for key, buffer in module._buffers.items():
+                is_kept = key not in module._non_persistent_buffers_set and key != WEIGHT_STATE
+                if buffer is not None and is_kept:
+                    found[prefix + key] = buffer
+        for name, param in self.model.named_parameters():
+            if id(param) in self._trained:
+                continue
+            if isinstance(param, QuantizedTensor):
+                stored = param.quantized_storage.buffers
+                found |= {f"model.{name}.{key}": buffer for key, buffer in stored.items()}
+            else:
+                found[f"model.{name}"] = as_plain(param)
+        return found
+
+    def _stateful(self) -> list[tuple[Any, str]]:
+        """Return the modules with extra state, and their names."""
+        modules = self.model.named_modules() if self.model is not None else ()
+        none = torch.nn.Module.get_extra_state
+        return [(m, name) for name, m in modules if type(m).get_extra_state is not none]
+
+
+def _check_kind(name: str, tensor: torch.Tensor, saved: Saved, place: str) -> None:
+    kept = saved.kept(place)
+    given, needed = (kept.dtype, kept.shape), (tensor.dtype, tuple(tensor.shape))
+    if given != needed:
+        raise InputError(
+            f"{name.removeprefix('model.')} of the model must be {given[0]} {list(given[1])}, as "
+            f"it was saved, and is {needed[0]} {list(needed[1])}; load into the same model."
+        )
+
+
+def digest_of(tensor: torch.Tensor) -> str:
+    """Return a text that is the same for the same values, dtype and shape."""
+    held = tensor.detach().cpu().contiguous()
+    kind = f"{held.dtype} {tuple(held.shape)}"
+    return hashlib.sha256(kind.encode() + bytes_of(held)).hexdigest()

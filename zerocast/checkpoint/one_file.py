@@ -1,0 +1,126 @@
+"""A checkpoint in one file of safetensors, whose tensors are whole."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from zerocast.checkpoint.boxes import Box
+from zerocast.checkpoint.files import (
+    BLOCK,
+    DigestingWriter,
+    Entry,
+    FileInfo,
+    header_of,
+    remove_files,
+    sync_directory,
+)
+from zerocast.checkpoint.manifest import KEY, Chunk, Manifest, SavedTensor
+from zerocast.checkpoint.planned import Planned
+from zerocast.comm import Attempt, Communicator, raise_together
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.planner import WriteItem
+
+
+def write_one_file(
+    path: Path,
+    planned: Planned,
+    versions: dict[str, Any],
+    comm: Communicator,
+    device: torch.device,
+) -> None:
+    """Write the checkpoint on rank 0, to which every tensor travels in turn. Collective.
+
+    Args:
+        device: where collectives take tensors.
+    """
+    items: dict[str, list[tuple[int, WriteItem]]] = {}
+    for rank, plan in enumerate(planned.plans):
+        for item in plan.items:
+            items.setdefault(item.index.fqn, []).append((rank, item))
+    described: dict[str, Any] = planned.metadata.state_dict_metadata
+    entries = [
+        Entry(name, described[name].properties.dtype, tuple(described[name].size)) for name in items
+    ]
+    draft = path.with_name(f".{planned.saved}-{path.name}.draft")
+    sizes = [entry.num_bytes for entry in entries]
+
+    def beginning(digests: list[str]) -> tuple[bytes, list[int]]:
+        """The file's header, with the manifest in it: as long whatever the digests are."""
+        start, end = 0, -1
+        while start != end:  # where data begins is in the manifest, which stands before it
+            start = end if end > 0 else 0
+            info = FileInfo(path.name, start + sum(sizes), start, digests)
+            tensors, at = {}, start
+            for entry in entries:
+                chunk = Chunk(_whole(entry), info, at)
+                tensors[entry.key] = SavedTensor(entry.dtype, entry.shape, [chunk])
+                at += entry.num_bytes
+            manifest = Manifest(planned.saved, comm.size, versions, tensors, planned.said)
+            head, starts = header_of(entries, {KEY: manifest.to_text()})
+            end = len(head)
+        return head, starts
+
+    attempt, file = Attempt(), None
+    count = math.ceil(sum(sizes) / BLOCK)
+    with attempt:
+        if comm.rank == 0:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = DigestingWriter(draft)
+            file.skip(len(beginning(["0" * 16] * count)[0]))
+    raise_together(comm, attempt.error)
+    for entry in entries:
+        whole = _gather(entry, items[entry.key], planned, comm, device)
+        with attempt:
+            if file is not None and attempt.error is None:
+                file.write_tensor(whole)
+    with attempt:
+        if file is not None and attempt.error is None:
+            file.write_beginning(beginning(file.finish().digests)[0])
+            draft.replace(path)
+            sync_directory(path.parent)
+    if file is not None:
+        file.__exit__()
+        remove_files([draft])
+    raise_together(comm, attempt.error)
+
+
+def _gather(
+    entry: Entry,
+    items: list[tuple[int, WriteItem]],
+    planned: Planned,
+    comm: Communicator,
+    device: torch.device,
+) -> torch.Tensor:
+    """Return a tensor whole on rank 0, on the CPU. Collective."""
+    counts = [0] * comm.size
+    for rank, item in items:
+        assert item.tensor_data is not None
+        counts[rank] += item.tensor_data.chunk.sizes.numel()
+    values = torch.empty(sum(counts), dtype=entry.dtype, device=device)
+    start = sum(counts[: comm.rank])
+    for rank, item in items:
+        if rank == comm.rank:
+            piece = planned.planner.lookup_object(item.index).reshape(-1)
+            values[start : start + piece.numel()].copy_(piece)
+            start += piece.numel()
+    comm.all_gather_(values, counts)
+    whole, start = torch.empty(entry.shape, dtype=entry.dtype, device="cpu"), 0
+    if comm.rank == 0:
+        for _, item in sorted(items, key=lambda placed: placed[0]):
+            assert item.tensor_data is not None
+            target = whole
+            chunk = item.tensor_data.chunk
+            for dim, (offset, size) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
+                target = target.narrow(dim, offset, size)
+            target.copy_(values[start : start + target.numel()].view(target.shape))
+            start += target.numel()
+    return whole
+
+
+def _whole(entry: Entry) -> Box:
+    return Box((0,) * len(entry.shape), entry.shape)

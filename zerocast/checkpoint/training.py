@@ -1,0 +1,188 @@
+"""What a checkpoint holds of a training, in words that no optimizer has for itself alone.
+
+A :class:`zerocast.optim.ZeroOptimizer` and a torch optimizer of masters under FSDP2 hold the same
+things in different places. Both give them these names, so either loads what the other has saved:
+
+    master.NAME             a weight's master, in the weight's shape
+    state.NAME.KEY          what the optimizer keeps of it, in the same shape or as it is
+    recipe.NAME.KEY         what its recipe remembers
+
+and say of themselves, beside what :mod:`zerocast.optim.saved` lists, in JSON::
+
+    options    of each param group
+    steps      that were made; 0 where nobody counts them
+    mode       of an optimizer that has modes
+    averages   the decays of averages, which are state under ``ema(DECAY)``
+    due        the weights whose recipe state is before the cast of these masters, and not after
+    state      NAME -> KEY -> "shard", or "whole" of what is not in the weight's shape, or
+               {"value": ...}
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from zerocast.checkpoint.boxes import Share
+from zerocast.checkpoint.manifest import SavedTensor
+from zerocast.checkpoint.values import decode, encode
+from zerocast.comm import Communicator
+from zerocast.errors import InputError
+from zerocast.optim.param_groups import options
+from zerocast.optim.saved import Description, check_described
+
+SHARD, WHOLE = "shard", "whole"
+
+
+@dataclass
+class Contents:
+    """What one rank saves.
+
+    Attributes:
+        said: JSON values; equal on all ranks, but for ``said["state"]``, of which each rank has
+            that of the weights of which it holds elements.
+        shares: by name, what it has of each tensor.
+    """
+
+    said: dict[str, Any]
+    shares: dict[str, Share] = field(default_factory=dict)
+
+    def put_state(self, name: str, key: str, value: Any, share: Share | None) -> None:
+        """Add what the optimizer keeps of a weight; ``share`` where it has the weight's shape."""
+        kinds, place = self.said["state"].setdefault(name, {}), f"state.{name}.{key}"
+        if share is not None:
+            kinds[key], self.shares[place] = SHARD, share
+        elif isinstance(value, torch.Tensor):
+            kinds[key], self.shares[place] = WHOLE, Share.of(value)
+        else:
+            kinds[key] = {"value": encode(value, place, {})}
+
+    def put_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Add the options of param groups."""
+        self.put_value("options", [options(group) for group in groups])
+
+    def put_value(self, name: str, value: Any) -> None:
+        """Add values of Python and tensors, the same on every rank."""
+        tensors: dict[str, torch.Tensor] = {}
+        self.said[name] = encode(value, f"value.{name}", tensors)
+        self.shares |= {key: Share.of(tensor) for key, tensor in tensors.items()}
+
+
+@dataclass
+class Saved:
+    """What a checkpoint has, as it is loaded.
+
+    Attributes:
+        said: as the training that saved it said of itself.
+        tensors: of the checkpoint, by name.
+        shares: by name, what this rank wants of them; filled before :meth:`Training.restore`.
+    """
+
+    said: dict[str, Any]
+    tensors: dict[str, SavedTensor]
+    shares: dict[str, Share] = field(default_factory=dict)
+
+    def want(self, name: str, share: Share) -> None:
+        """Ask for the elements of a tensor that ``share`` has, in the dtype in which it was saved.
+
+        Raises:
+            InputError: where the checkpoint has no such tensor of this shape.
+        """
+        kept = self.kept(name)
+        if kept.shape != share.shape:
+            raise InputError(
+                f"{name} must be {list(share.shape)} in the checkpoint, and is {list(kept.shape)}; "
+                "it is damaged. Load an earlier checkpoint."
+            )
+        self.shares[name] = Share(share.shape, kept.dtype, share.pieces).like()
+
+    def want_whole(self, name: str) -> None:
+        """Ask for all of a tensor; raises as :meth:`want` does."""
+        kept = self.kept(name)
+        self.want(name, Share.of(torch.empty(kept.shape, dtype=kept.dtype, device="meta")))
+
+    def kept(self, name: str) -> SavedTensor:
+        """Return a tensor of the checkpoint; :class:`InputError` where there is none."""
+        if name not in self.tensors:
+            raise InputError(
+                f"the checkpoint must have {name}, and has none; it is damaged. Load an earlier "
+                "checkpoint."
+            )
+        return self.tensors[name]
+
+    def want_values(self, of_rank: str | None) -> None:
+        """Ask for the tensors of :meth:`Contents.put_value`, and for those that begin with
+        ``of_rank``.
+        """
+        for name in self.tensors:
+            is_own = of_rank is not None and name.startswith(of_rank)
+            if is_own or name.startswith(("value.options.", "value.extra.")):
+                self.want_whole(name)
+
+    def value(self, name: str) -> Any:
+        """Return what was put under a name."""
+        return decode(self.said[name], {key: share.only for key, share in self.shares.items()})
+
+    def state_of(self, name: str) -> dict[str, Any]:
+        """Return what was said of a weight's state, by key; nothing if it was never stepped."""
+        return self.said["state"].get(name, {})
+
+
+class Training(ABC):
+    """An optimizer whose state is saved and loaded.
+
+    Attributes:
+        comm: the ranks.
+        optimizer: as the user knows it.
+    """
+
+    comm: Communicator
+    optimizer: torch.optim.Optimizer
+
+    @property
+    @abstractmethod
+    def described(self) -> Description:
+        """What it says of itself (:mod:`zerocast.optim.saved`)."""
+
+    @property
+    @abstractmethod
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """The weights that it steps, by name."""
+
+    @property
+    @abstractmethod
+    def device(self) -> torch.device:
+        """Where its masters are."""
+
+    @abstractmethod
+    def contents(self) -> Contents:
+        """Return what this rank saves. Collective.
+
+        Raises:
+            ZerocastError: on every rank, where its masters are not those of a whole step.
+        """
+
+    @abstractmethod
+    def ask(self, saved: Saved) -> None:
+        """Ask for what this rank needs."""
+
+    @abstractmethod
+    def restore(self, saved: Saved) -> None:
+        """Continue from what was saved. Collective.
+
+        Raises:
+            ZerocastError: on every rank, where it is such as no run has; nothing has been changed.
+        """
+
+    def check(self, saved: Saved) -> None:
+        """Raise :class:`InputError` unless this training can continue from what was saved."""
+        this = self.described
+        places = {each["name"]: i for i, each in enumerate(this["weights"])}
+        by_place = sorted(
+            saved.said["weights"], key=lambda each: places.get(each["name"], len(places))
+        )
+        check_described({**saved.said, "weights": by_place}, this)

@@ -1,0 +1,230 @@
+"""The law of a saved training state: what it says of itself, and which one an optimizer may load.
+
+A state is masters, and what recipes and the inner optimizer remember of them. It continues a run
+bit for bit only in an optimizer that computes the same from it. So every saved state, whoever wrote
+it (a ZeroOptimizer's state dict, :mod:`zerocast.checkpoint`) and whoever loads it (a ZeroOptimizer,
+or masters under FSDP2), describes its optimizer in the same words, and is compared by the same
+checks before anything is changed::
+
+    format      of this description
+    numerics    the version of the arithmetic (:data:`zerocast.numerics.NUMERICS_VERSION`)
+    optimizer   the class of the inner optimizer, with its module
+    groups      the number of param groups
+    weights     of each: name, shape, place of its group, recipe (of a quantized one), dtype (None
+                where it is not known yet) and the names of those that share its tensor amax
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from zerocast.errors import InputError, NonFiniteError
+from zerocast.numerics import NUMERICS_VERSION
+from zerocast.optim.elementwise import undisturbed
+from zerocast.optim.inner import has_modes
+from zerocast.optim.param_groups import options
+from zerocast.recipes import Recipe, recipe_to_values
+
+FORMAT = 1
+
+Description = dict[str, Any]
+"""What the module's docstring lists; JSON values."""
+
+_NEVER_NEGATIVE = {
+    "step", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "square_avg", "acc_delta", "sum",
+}  # fmt: skip
+"""State of torch's optimizers that is a count or a sum of squares or magnitudes."""
+
+
+def describe_weight(
+    name: str,
+    shape: Sequence[int],
+    group: int,
+    recipe: Recipe | None,
+    dtype: torch.dtype | None,
+    shares_amax: Sequence[str] = (),
+) -> Description:
+    """Return what a state says of one weight."""
+    return {
+        "name": name,
+        "shape": list(shape),
+        "group": group,
+        "recipe": None if recipe is None else recipe_to_values(recipe),
+        "dtype": None if dtype is None else str(dtype),
+        "shares_amax": sorted(shares_amax),
+    }
+
+
+def describe(
+    optimizer: torch.optim.Optimizer, groups: int, weights: Sequence[Description]
+) -> Description:
+    """Return what a state says of its optimizer, the wrapped one."""
+    return {
+        "format": FORMAT,
+        "numerics": NUMERICS_VERSION,
+        "optimizer": f"{type(optimizer).__module__}.{type(optimizer).__qualname__}",
+        "groups": groups,
+        "weights": list(weights),
+    }
+
+
+def check_described(given: Mapping[str, Any], this: Description) -> None:
+    """Raise :class:`InputError` unless a state that says ``given`` continues in an optimizer that
+    says ``this`` of itself; the message names what differs, and both sides.
+    """
+    if given.get("format") != FORMAT:
+        raise InputError(
+            f"a state must be of format {FORMAT}, got {given.get('format')!r}; load it by the "
+            "version of zerocast that saved it."
+        )
+    for what, label in (
+        ("numerics", "version of the numerics"),
+        ("optimizer", "optimizer"),
+        ("groups", "number of param groups"),
+    ):
+        _check_equal(label, given[what], this[what])
+    theirs, ours = given["weights"], this["weights"]
+    names, own_names = [each["name"] for each in theirs], [each["name"] for each in ours]
+    if alone := sorted({*names} ^ {*own_names}):
+        has, lacks = ("it", "this one") if alone[0] in names else ("this one", "it")
+        raise InputError(
+            f"a state must be loaded into an optimizer of the same weights: {has} has "
+            f"{alone[0]!r}, and {lacks} has not."
+        )
+    for name, other in zip(names, own_names, strict=True):
+        if name != other:
+            raise InputError(
+                f"a state must be loaded into an optimizer of the same weights in the same order: "
+                f"it has {name!r} where this one has {other!r}."
+            )
+    for weight, present in zip(theirs, ours, strict=True):
+        for what in present:
+            if what == "dtype" and None in (weight[what], present[what]):
+                continue
+            saved, own = weight[what], present[what]
+            if isinstance(saved, dict) and isinstance(own, dict):  # recipes: say what differs
+                saved = {k: v for k, v in weight[what].items() if own.get(k) != v}
+                own = {k: v for k, v in present[what].items() if weight[what].get(k) != v}
+            _check_equal(f"{what} of {present['name']}", saved, own)
+
+
+def check_values(
+    name: str,
+    shape: Sequence[int],
+    state: Mapping[str, Any],
+    expected: Mapping[str, Any],
+) -> None:
+    """Raise unless a weight's optimizer state, or this rank's part of it, is such as a run has.
+
+    Args:
+        name: the weight's.
+        shape: of its master, or of this rank's part.
+        state: of the inner optimizer; none of a weight that was never stepped.
+        expected: what :func:`state_kinds` returned.
+
+    Raises:
+        InputError: where state is missing, or of another kind or shape, or negative where it
+            counts or sums up magnitudes.
+        NonFiniteError: where it is a NaN.
+    """
+    for key in expected if state else ():
+        if key not in state:
+            raise InputError(
+                f"the state of {name} must have {', '.join(expected)}, as its optimizer keeps "
+                f"them, and has no {key}; the state is damaged."
+            )
+    for key, value in state.items():
+        if isinstance(value, bool) or not isinstance(value, torch.Tensor | int | float):
+            continue
+        kind, tensor = expected.get(key), torch.as_tensor(value)
+        if isinstance(kind, torch.Tensor):
+            given: list[Any] = [tensor.dtype]
+            needed: list[Any] = [kind.dtype]
+            if kind.dim():
+                given, needed = [*given, *tensor.shape], [*needed, *shape]
+            if given != needed:
+                raise InputError(
+                    f"{key} of {name} must be {needed[0]} {needed[1:]}, got {given[0]} "
+                    f"{given[1:]}; the state is damaged."
+                )
+        check_numbers(f"{key} of {name}", tensor, finite=False)
+        if key in _NEVER_NEGATIVE and bool((tensor < 0).any()):
+            raise InputError(
+                f"{key} of {name} must not be negative, got {float(tensor.min()):g}; the state is "
+                "damaged."
+            )
+
+
+def check_numbers(what: str, tensor: torch.Tensor, *, finite: bool) -> None:
+    """Raise :class:`NonFiniteError` where ``tensor`` holds a NaN, or with ``finite`` an infinity;
+    the message begins with ``what``.
+    """
+    wrong = ~tensor.isfinite() if finite else tensor.isnan()
+    if bool(wrong.any()):
+        place = int(wrong.reshape(-1).nonzero()[0])
+        raise NonFiniteError(
+            f"{what} must be {'finite' if finite else 'numbers'}, got "
+            f"{float(tensor.reshape(-1)[place])} at element {place}; go on from a state that was "
+            "saved before."
+        )
+
+
+def state_kinds(
+    optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], like: torch.Tensor
+) -> dict[str, Any]:
+    """Return what an optimizer of this class keeps of a parameter that it steps with the options
+    ``saved``: by key a number, or a tensor of its dtype, without dimensions unless it has the
+    parameter's shape. It is found by a step of a small one; nothing where none can be made.
+
+    Args:
+        like: a parameter, by its dtype, device and number of dimensions.
+
+    Raises:
+        InputError: where the class refuses the options.
+    """
+    kind: Any = type(optimizer)
+    shape = tuple(range(2, 2 + like.dim()))
+    with undisturbed(like.device), torch.inference_mode(False), torch.no_grad():
+        try:
+            _kept(kind, options(optimizer.param_groups[0]), like.new_ones(shape))
+        except Exception:  # a class that takes more than its groups say
+            return {}
+        needed = {name for name, value in optimizer.defaults.items() if value is not None}
+        missing = needed - saved.keys()
+        if missing:
+            raise InputError(
+                f"the saved options of {kind.__name__} must have {min(missing)!r}, and have only "
+                f"{', '.join(saved)}; the state is damaged, or of another version of the class."
+            )
+        try:
+            return _kept(kind, saved, like.new_ones(shape))
+        except Exception as error:
+            raise InputError(f"{kind.__name__} refuses the saved options: {error}") from error
+
+
+def _kept(kind: Any, given: Mapping[str, Any], values: torch.Tensor) -> dict[str, Any]:
+    param = torch.nn.Parameter(values)
+    optimizer = kind([{**copy.deepcopy(dict(given)), "params": [param]}])
+    if has_modes(optimizer):
+        optimizer.train()
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    return {
+        key: value.new_empty(())
+        if isinstance(value, torch.Tensor) and value.shape != param.shape
+        else value
+        for key, value in optimizer.state[param].items()
+        if value is not None
+    }
+
+
+def _check_equal(what: str, saved: object, own: object) -> None:
+    if saved != own:
+        raise InputError(
+            f"a state must be loaded into an optimizer of the same {what}: it was saved with "
+            f"{saved}, and this one has {own}."
+        )
