@@ -167,10 +167,11 @@ class Verification:
         """
         error: ZerocastError | None = None
         for comm, weights in self._weights.items():
-            if count := len(weights):
+            compared = [i for i, weight in enumerate(weights) if weight.is_compared]
+            if count := len(compared):
                 draws = torch.Generator("cpu").manual_seed(step // count)
                 order = torch.randperm(count, generator=draws, device="cpu")
-                error = self._judge(comm, int(order[step % count]), step) or error
+                error = self._judge(comm, compared[order[step % count]], step) or error
         raise_in_all(self._comms, error)
 
     def _judge(
@@ -230,6 +231,8 @@ def verification_of(
 
 def _compared(weight: HeldWeight) -> list[torch.Tensor]:
     """The buffers that every rank holds alike, but for what each derives for itself."""
+    if not weight.is_compared:
+        return []
     buffers, derived = weight.storage.buffers, weight.storage.derived_names
     return [buffers[name] for name in sorted(buffers) if name not in derived]
 

@@ -29,12 +29,14 @@ class HeldWeight:
         storage: its bytes, with what its recipe remembers.
         owners: the ranks that own elements of it, and which.
         amax_group: weights of a group of ranks with the same one share their tensor amax.
+        is_compared: False for one that is there for its amax alone.
     """
 
     name: str
     storage: QuantizedStorage
     owners: Sequence[tuple[int, Extent]]
     amax_group: str | None
+    is_compared: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,12 +64,13 @@ and load the clones afterwards. The state of delayed scaling and of stochastic r
 with the casts in between; if a run must resume as if there had been none, evaluate a second model.
 
 precompute_scales_for_fsdp     casts all masters with one all-reduce, ahead of the gathers
+verify_gathers                 compares what ranks hold after their gathers
 mark_written                   lets the next gather of every master cast it
 report                         says what is gathered for each parameter, and why
 """
 
 from zerocast.sharded.all_gather import LowBitAllGather
-from zerocast.sharded.casts import mark_written, precompute_scales_for_fsdp
+from zerocast.sharded.casts import mark_written, precompute_scales_for_fsdp, verify_gathers
 from zerocast.sharded.master_weight import MasterWeight
 from zerocast.sharded.report import GatherReport, ParameterGather, report
 
@@ -81,4 +82,5 @@ __all__ = [
     "mark_written",
     "precompute_scales_for_fsdp",
     "report",
+    "verify_gathers",
 ]

@@ -23,12 +23,14 @@ import torch
 
 from zerocast.arguments import check_shape, check_text
 from zerocast.backends import backend_for
+from zerocast.cast.verified import VerifyMode
 from zerocast.comm import Communicator
 from zerocast.errors import UnsupportedError
 from zerocast.recipes import NOMINAL_DTYPES, Recipe, as_recipe
 from zerocast.sharded.all_gather_input import AllGatherInput
 from zerocast.sharded.placement import check_tp_boundaries, to_local, tp_shard_of
 from zerocast.sharded.state import CastValues, State, check_state, fresh_state
+from zerocast.sharded.verified import compare_gathered
 from zerocast.tensors import (
     QuantizedStorage,
     QuantizedTensor,
@@ -74,7 +76,13 @@ class LowBitAllGather:
         is_gathered: whether FSDP2 has made shards of the master, which it gathers.
         is_settled: whether the next gather need not ask all ranks if a cast is due.
         kept: the whole weight; None but in :attr:`CodesState.KEPT`.
+        verify: what is compared between ranks after the first gather of each cast.
+        cast_group: this, and those of its amax group that were cast with it.
     """
+
+    verify: VerifyMode = "off"
+    cast_group: Sequence[LowBitAllGather] = ()
+    _verified = 0  # the cast that was compared last
 
     def __init__(
         self,
@@ -104,7 +112,7 @@ class LowBitAllGather:
         """
         state = self.state_before_cast(is_due=self.is_due(master))
         copy = LowBitAllGather(self.shape, self.recipe, self.name, state, self.for_linear)
-        copy.is_gathered = self.is_gathered
+        copy.is_gathered, copy.verify = self.is_gathered, self.verify
         return copy
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -209,8 +217,9 @@ class LowBitAllGather:
         self.cast_values.forget()
         return True
 
-    def mark_cast(self) -> None:
-        """Note that the codes are those of the master now."""
+    def mark_cast(self, cast_group: Sequence[LowBitAllGather]) -> None:
+        """Note that the codes are those of the master now, as those of ``cast_group`` are."""
+        self.cast_group = [self, *(other for other in cast_group if other is not self)]
         self.shards.casts += 1
         self.cast_values.set_to(self.master)
         if self.kept is not None:
@@ -256,6 +265,9 @@ class LowBitAllGather:
             for launch in prepare_expansion(weight.matrices, scales, backend):
                 launch()
             rebuild_derived([weight])
+        if self.verify != "off" and self._verified != shards.casts:
+            self._verified = shards.casts
+            compare_gathered(self.verify, weight, self.cast_group)
 
     @torch.no_grad()
     def gathered_value(

@@ -28,6 +28,7 @@ import torch
 
 from zerocast.cast import CastPlan
 from zerocast.cast.plan_cache import drop_plan, find_plan, keep_plan
+from zerocast.cast.verified import VerifyMode, check_mode
 from zerocast.comm import Communicator, Group, as_communicator
 from zerocast.errors import InputError
 from zerocast.sharded.all_gather import AllGatherInput, CodesState, LowBitAllGather, gather_of
@@ -193,8 +194,9 @@ def _run_casts(cast_groups: Sequence[CastGroup]) -> None:
         )
         keep_plan(storages, _KEY, plan)
     plan.cast_and_release(masters)
-    for gather in gathers:
-        gather.mark_cast()
+    for cast_group in cast_groups:
+        for gather in cast_group:
+            gather.mark_cast(cast_group)
 
 
 def codes_to_send(
@@ -307,6 +309,23 @@ def mark_written(model: torch.nn.Module) -> None:
     """
     for gather in itertools.chain(*_cast_groups("mark_written", model)):
         gather.cast_values.forget()
+
+
+def verify_gathers(model: torch.nn.Module, mode: VerifyMode) -> None:
+    """Compare what ranks hold after the first gather of each cast, from now on. A difference raises
+    :class:`zerocast.VerificationError` on every rank that shards the weight. Call it on every rank;
+    like ``optimizer.step()`` it leaves the parameters sharded.
+
+    Args:
+        model: as for :func:`precompute_scales_for_fsdp`.
+        mode: "off", "hash" or "full", as for :class:`zerocast.CastPlan`.
+
+    Raises:
+        InputError: for another mode, or if no parameter is all-gathered in codes.
+    """
+    check_mode(mode)
+    for gather in itertools.chain(*_cast_groups("verify_gathers", model)):
+        gather.verify = mode
 
 
 def _cast_groups(function: str, model: torch.nn.Module) -> list[CastGroup]:
