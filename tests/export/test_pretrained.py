@@ -470,20 +470,6 @@ def test_plain_parameters_of_fsdp2_are_cast_from_their_rows(comm):
 
 
 @pytest.mark.mpi(min_size=4)
-@on_ranks("torch_distributed", 2)
-def test_weights_under_tensor_parallelism_are_refused(comm):
-    """Split by columns, or by rows beside FSDP2."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
-
-    model = Bank((48,))
-    zerocast.nn.convert(model, NVFP4, weights="master")
-    parallelize_module(model.layers[0], init_device_mesh("cpu", (2,)), RowwiseParallel())
-    with pytest.raises(zerocast.UnsupportedError, match="is split by the placements"):
-        Export(model, "compressed-tensors/nvfp4", dtype=torch.bfloat16)
-
-
-@pytest.mark.mpi(min_size=4)
 def test_bytes_of_fsdp2_that_depend_on_earlier_casts_are_refused():
     """Of delayed scaling, without from_masters; and masters whose dtype nothing tells yet."""
     from tests.sharded.sharded import bank as sharded_bank

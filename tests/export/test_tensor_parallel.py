@@ -4,6 +4,8 @@ the whole model on one rank.
 
 import pytest
 import torch
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
 
 import zerocast
 from tests.export.test_pretrained import digests
@@ -95,6 +97,16 @@ def test_weights_that_share_an_amax_share_it_over_all_parts(comm):
     largest = max(master.bfloat16().abs().max() for master in whole_masters(model).values())
     for name in ("up", "down"):
         assert tensors[f"{name}.weight_scale_2"] == largest.float() / 2688
+
+
+@on_gloo(2)
+def test_plain_weights_that_fsdp2_splits_by_columns(comm):
+    """Are parts, too, and exported whole."""
+    model = pair()
+    fully_shard(model, shard_placement_fn=lambda p: Shard(p.dim() - 1))
+    dialect, include = DIALECTS["modelopt/nvfp4"], ["up", "down"]
+    (tensors,) = Export(model, dialect, include=include, dtype=torch.bfloat16).buckets()
+    assert_encoded(tensors, whole_masters(model), dialect, dialect.recipe, f"rank {comm.rank}")
 
 
 @on_gloo(4)
