@@ -136,6 +136,9 @@ class InProcessCommunicator(Communicator):
     def barrier(self) -> None:
         self._rendezvous(_Call(("barrier",), None), list)
 
+    def announce(self, error: BaseException) -> None:
+        self._group.world.announce(self._group.members[self.rank], error)
+
     def split(self, color: int) -> InProcessCommunicator:
         """The communicator of the ranks that give the same ``color``, in the order they have here.
 

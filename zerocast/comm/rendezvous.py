@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from zerocast.comm.failure import name
+from zerocast.comm.failure import name, told
 from zerocast.errors import PeerFailedError, PeerTimeoutError, RankMismatchError, ZerocastError
 
 
@@ -40,6 +40,7 @@ class ThreadWorld:
         self.condition = threading.Condition()  # one for all groups: it guards every field here
         self.waiting: dict[int, object] = {}  # rank -> what it waits in
         self._returned: set[int] = set()
+        self._raised: dict[int, str] = {}
         self._broken: tuple[type[ZerocastError], str] | None = None
         self.broken_at = math.inf
 
@@ -48,6 +49,13 @@ class ThreadWorld:
         with self.condition:
             self._returned.add(rank)
             self.look_for_deadlock()
+
+    def announce(self, rank: int, error: BaseException) -> None:
+        """``rank`` has raised ``error`` in the middle of what all do together: should others come
+        to wait for it in vain, they are told.
+        """
+        with self.condition:
+            self._raised[rank] = told(error)
 
     def fail(self, who: str, error: BaseException) -> None:
         """``who`` has raised ``error``: release everybody who waits, and whoever comes later."""
@@ -62,6 +70,7 @@ class ThreadWorld:
             state = "waited in it" if str(here) == str(what) else f"waited in {here}"
             if here is None:
                 state = "has returned" if rank in self._returned else "did not come"
+                state = f"raised {self._raised[rank]}" if rank in self._raised else state
             states.setdefault(state, []).append(rank)
         said = "; ".join(f"{name(ranks)} {state}" for state, ranks in states.items())
         self._break(
@@ -75,6 +84,11 @@ class ThreadWorld:
             return
         states = {rank: f"waits in {what}" for rank, what in self.waiting.items()}
         states |= dict.fromkeys(self._returned, "has returned")
+        why = {r: text for r, text in self._raised.items() if r in self._returned}
+        if why:
+            listed = "; ".join(f"rank {rank} raised {text}" for rank, text in why.items())
+            self._break(PeerFailedError, f"no rank can go on: {listed}.")
+            return
         said = "; ".join(f"rank {rank} {states[rank]}" for rank in sorted(states)[:8])
         more = f"; and {self.size - 8} more" if self.size > 8 else ""
         self._break(

@@ -1,0 +1,514 @@
+"""Plants faults on one of four ranks, on every communicator and in every phase of a step.
+
+A cell of the table is good where every rank that lives ends with an error in time, nothing that was
+half written can be read, and the step, repeated by the processes that live with a new group from
+the last checkpoint, gives the bytes of the run without a fault.
+
+    scripts/fault_matrix.sh [--only PATTERN] [--communicators threads gloo mpi] [--out FILE]
+
+Ranks of gloo and of threads run in processes forked for the cell; those of MPI in one job for all
+cells that leave the processes alive, and in one of its own for each that ends one. What does not
+end within :data:`HARD` seconds is ended and called a hang.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import hashlib
+import io
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import zerocast
+from zerocast.comm import (
+    Communicator,
+    MpiCommunicator,
+    TorchDistributedCommunicator,
+    run_in_process,
+)
+from zerocast.optim import ZeroOptimizer
+
+RANKS, FAULTY, TIMEOUT, HARD = 4, 1, 3.0, 60.0
+PHASES = (
+    "reduce_scatter", "optimizer", "partial_amax", "reduce_amax", "compute_scale", "partial_cast",
+    "store_plain", "all_gather_scales", "all_gather", "post_all_gather_processing",
+)  # fmt: skip
+IN_PHASES = ("raises", "interrupted", "stalls", "signalled while others wait", "killed", "stopped")
+ENDS_PROCESS = ("killed", "stopped")
+NOT_OF_THREADS = (*ENDS_PROCESS, "signalled while others wait")
+STEPS = 3
+
+
+class Run:
+    """One rank's model and optimizer."""
+
+    def __init__(self, comm: Communicator, recipes: tuple[str, str] = ("nvfp4", "mxfp8")) -> None:
+        generator = torch.Generator().manual_seed(5)
+        values = [torch.randn(shape, generator=generator) for shape in ((48, 32), (32, 64), (40,))]
+        quantized = [
+            zerocast.quantize(value, recipe) for value, recipe in zip(values, recipes, strict=False)
+        ]
+        tensors = [*quantized, values[2].bfloat16()]
+        self.params = [torch.nn.Parameter(tensor) for tensor in tensors]
+        self.comm = comm
+        self.optimizer = ZeroOptimizer(
+            list(zip("abc", self.params, strict=True)), torch.optim.AdamW, comm, lr=0.1
+        )
+
+    def step(self, number: int) -> None:
+        """Make step ``number``, whose gradients are the same on every rank."""
+        generator = torch.Generator().manual_seed(100 + number)
+        for param in self.params:
+            param.grad = torch.randn(param.shape, generator=generator).to(param.dtype)
+        self.optimizer.step()
+
+    def digest(self) -> str | None:
+        """Of all weights; None where they cannot be read."""
+        digest = hashlib.sha256()
+        try:
+            for param in self.params:
+                is_codes = isinstance(param, zerocast.QuantizedTensor)
+                value = param.dequantize() if is_codes else param.detach()
+                digest.update(value.float().numpy().tobytes())
+        except zerocast.ZerocastError:
+            return None
+        return digest.hexdigest()
+
+
+def without_fault() -> list[str | None]:
+    """The digests of the weights before a step and after each, on one rank."""
+    run = Run(zerocast.comm.SingleRank())
+    digests = [run.digest()]
+    for number in range(STEPS):
+        run.step(number)
+        digests.append(run.digest())
+    return digests
+
+
+class AtPhase:
+    """Does what a fault does when a phase begins."""
+
+    def __init__(self, phase: str, fault: Callable[[], None]) -> None:
+        self.phase, self.fault = phase, fault
+
+    def __call__(self, name: str) -> Any:
+        if name == self.phase:
+            self.fault()
+        return nullcontext()
+
+
+def _raise(error: BaseException) -> None:
+    raise error
+
+
+def in_phase(fault: str, phase: str) -> Callable[[Run], None]:
+    """What a rank does in the second step and after it, with ``fault`` planted in ``phase``."""
+
+    def go_on(run: Run) -> None:
+        rank = run.comm.rank
+        if fault == "signalled while others wait" and rank == 0:
+            threading.Timer(0.7, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+        does = {
+            "raises": lambda: _raise(OSError("planted")),
+            "interrupted": lambda: _raise(KeyboardInterrupt()),
+            "stalls": lambda: time.sleep(TIMEOUT + 2),
+            "signalled while others wait": lambda: time.sleep(1.5),
+            "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
+            "stopped": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+        }[fault]
+        if rank == FAULTY:
+            run.optimizer.on_phase = AtPhase(phase, does)
+        for number in range(1, STEPS):
+            run.step(number)
+
+    return go_on
+
+
+def on_faulty(act: Callable[[Run], None]) -> Callable[[Run], None]:
+    """``act`` on the faulty rank, and two steps on all."""
+
+    def go_on(run: Run) -> None:
+        if run.comm.rank == FAULTY:
+            act(run)
+        for number in range(1, STEPS):
+            run.step(number)
+
+    return go_on
+
+
+def _other_plan(run: Run, **given: Any) -> None:
+    """A plan and a cast on all ranks, with something else on the faulty one."""
+    comm, is_faulty = run.comm, run.comm.rank == FAULTY
+    weights = [zerocast.empty((32, 32), "nvfp4"), zerocast.empty((32, 32), "mxfp8")]
+    masters: list[Any] = [torch.ones(256), torch.ones(256)]
+    starts, options = [256 * comm.rank] * 2, {}
+    if is_faulty:
+        if given.get("recipe"):
+            weights[0] = zerocast.empty((32, 32), "current")
+        if given.get("order"):
+            weights.reverse()
+        if given.get("shape"):
+            weights[0] = zerocast.empty((16, 64), "nvfp4")
+        if given.get("gap"):
+            starts[0] += 16
+        if given.get("master"):
+            masters[0] = torch.ones(256, dtype=torch.float64)
+        if given.get("groups"):
+            options = {"amax_groups": 7}
+    plan = zerocast.CastPlan(weights, masters, starts, comm, check_finite=True, **options)
+    if is_faulty and given.get("nan"):
+        masters[0][3] = float("nan")
+    if is_faulty and given.get("inf"):
+        masters[1][3] = float("inf")
+    if not (is_faulty and given.get("skips") == "cast"):
+        plan.cast()
+    if is_faulty and given.get("twice") == "cast":
+        plan.cast()
+    if is_faulty and given.get("size"):
+        plan.cast([torch.ones(8), torch.ones(8)])
+    elif given.get("size"):
+        plan.cast()
+    if not (is_faulty and given.get("skips") == "gather"):
+        plan.all_gather()
+    if is_faulty and given.get("twice") == "gather":
+        plan.all_gather()
+    plan.cast()
+    plan.all_gather()
+
+
+def planned(**given: Any) -> Callable[[Run], None]:
+    """A rank's part where plans differ by what is ``given``."""
+    return lambda run: _other_plan(run, **given)
+
+
+def _raising_generator(run: Run) -> None:
+    def params() -> Any:
+        yield "w", run.params[0]
+        if run.comm.rank == FAULTY:
+            raise OSError("planted")
+
+    ZeroOptimizer(params(), torch.optim.SGD, run.comm, lr=0.1)
+
+
+def _damaged_state(run: Run) -> None:
+    state = run.optimizer.state_dict()
+    if run.comm.rank == FAULTY:
+        del state["zero"]
+    run.optimizer.load_state_dict(state)
+
+
+def _other_ranks_state(run: Run) -> None:
+    states = run.comm.all_gather_object(run.comm.rank)
+    state = run.optimizer.state_dict()
+    if run.comm.rank == FAULTY:
+        state["zero"] = {**state["zero"], "rank": states[0]}
+    run.optimizer.load_state_dict(state)
+
+
+def _closure(run: Run) -> None:
+    for param in run.params:
+        param.grad = torch.zeros(param.shape, dtype=param.dtype)
+    run.optimizer.step(lambda: _raise(OSError("planted")) if run.comm.rank == FAULTY else None)
+
+
+def _inner(run: Run) -> None:
+    if run.comm.rank == FAULTY:
+        run.optimizer.inner.step = lambda *_: _raise(OSError("planted"))  # type: ignore[method-assign]
+    run.step(1)
+
+
+def _returns(run: Run) -> None:
+    if run.comm.rank != FAULTY:
+        run.step(1)
+
+
+def _set_lr(run: Run) -> None:
+    run.optimizer.param_groups[0]["lr"] = 0.7
+
+
+OTHERS: dict[str, Callable[[Run], None]] = {
+    "plan: another recipe": planned(recipe=True),
+    "plan: another order": planned(order=True),
+    "plan: another shape": planned(shape=True),
+    "plan: a gap": planned(gap=True),
+    "plan: a bad master": planned(master=True),
+    "plan: amax_groups=7": planned(groups=True),
+    "cast: NaN in a master": planned(nan=True),
+    "cast: Inf in a master": planned(inf=True),
+    "cast: masters of another size": planned(size=True),
+    "cast: skipped": planned(skips="cast"),
+    "cast: twice": planned(twice="cast"),
+    "gather: skipped": planned(skips="gather"),
+    "gather: twice": planned(twice="gather"),
+    "optimizer: generator raises": _raising_generator,
+    "optimizer: another lr later": on_faulty(_set_lr),
+    "optimizer: a weight moved": on_faulty(
+        lambda run: setattr(run.params[2], "data", run.params[2].data.clone())
+    ),
+    "step: closure raises": _closure,
+    "step: inner step raises": _inner,
+    "step: skipped, and returned": _returns,
+    "step: one more": on_faulty(lambda run: run.step(1)),
+    "clip_grad_norm_ on one rank": on_faulty(lambda run: run.optimizer.clip_grad_norm_(1.0)),
+    "load: a damaged state": _damaged_state,
+    "load: another rank's state": _other_ranks_state,
+}
+
+CELLS = {
+    **{f"{fault}, {phase}": in_phase(fault, phase) for fault in IN_PHASES for phase in PHASES},
+    **OTHERS,
+}
+
+
+# --- a rank ---
+
+
+def first_part(comm: Communicator, cell: str) -> tuple[dict[str, Any], bytes]:
+    """What this rank saw of a fault, and its checkpoint of the step before."""
+    run = Run(comm)
+    run.step(0)
+    buffer = io.BytesIO()
+    torch.save(run.optimizer.state_dict(), buffer)
+    start, error = time.monotonic(), None
+    try:
+        CELLS[cell](run)
+    except BaseException as e:
+        error = e
+    saw = {
+        "error": type(error).__name__ if error else None,
+        "text": str(error)[:300],
+        "ours": isinstance(error, zerocast.ZerocastError),
+        "seconds": round(time.monotonic() - start, 1),
+        "digest": run.digest(),
+    }
+    return saw, buffer.getvalue()
+
+
+def second_part(comm: Communicator, checkpoint: bytes) -> str | None:
+    """The weights after the faulty step, repeated from the checkpoint."""
+    run = Run(comm)
+    run.optimizer.load_state_dict(torch.load(io.BytesIO(checkpoint), weights_only=True))
+    run.step(1)
+    return run.digest()
+
+
+def write(folder: Path, rank: int, saw: dict[str, Any]) -> None:
+    """Leave what a rank saw, whole or not at all."""
+    path = folder / f"{rank}.json"
+    path.with_suffix(".part").write_text(json.dumps(saw))
+    path.with_suffix(".part").rename(path)
+
+
+def threads_cell(cell: str, folder: Path) -> None:
+    """All ranks of a cell, as threads of this process."""
+    saws: list[Any] = [None] * RANKS
+
+    def body(comm: Communicator) -> None:
+        saws[comm.rank] = first_part(comm, cell)
+
+    with suppress(BaseException):  # each rank has noted its own
+        run_in_process(RANKS, body, timeout=TIMEOUT)
+    while None in saws:
+        time.sleep(0.05)
+    again = run_in_process(RANKS, lambda comm: second_part(comm, saws[comm.rank][1]))
+    for rank, (saw, _) in enumerate(saws):
+        write(folder, rank, {**saw, "again": again[rank]})
+
+
+def gloo_rank(cell: str, folder: Path, rank: int) -> None:
+    """One rank of a cell, in a process of its own."""
+    store = dist.FileStore(str(folder / "store"), RANKS)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
+    comm = TorchDistributedCommunicator(dist.group.WORLD, timeout=TIMEOUT)
+    saw, checkpoint = first_part(comm, cell)
+    write(folder, rank, saw)
+    if ends(cell):
+        return
+    dist.destroy_process_group()
+    store = dist.FileStore(str(folder / "again"), RANKS)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
+    again = second_part(TorchDistributedCommunicator(dist.group.WORLD, timeout=30), checkpoint)
+    write(folder, rank, {**saw, "again": again})
+    dist.destroy_process_group()
+
+
+def mpi_rank(cells: list[str], folder: Path) -> None:
+    """One rank of a job, cell after cell, each with a group of its own."""
+    from mpi4py import MPI
+
+    for cell in cells:
+        comm = MpiCommunicator(MPI.COMM_WORLD.Dup(), timeout=TIMEOUT)
+        here = folder / slug(cell)
+        here.mkdir(exist_ok=True)
+        saw, checkpoint = first_part(comm, cell)
+        write(here, comm.rank, saw)
+        if not ends(cell):
+            again = second_part(MpiCommunicator(MPI.COMM_WORLD.Dup(), timeout=30), checkpoint)
+            write(here, comm.rank, {**saw, "again": again})
+
+
+# --- the table ---
+
+
+def ends(cell: str) -> bool:
+    """Whether the faulty process ends."""
+    return cell.startswith(ENDS_PROCESS)
+
+
+def slug(cell: str) -> str:
+    """A folder's name."""
+    return "".join(c if c.isalnum() else "_" for c in cell)
+
+
+def forked(function: Callable[[], None]) -> int:
+    """The id of a process that runs ``function`` and ends."""
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        function()
+        code = 0
+    finally:
+        sys.stdout.flush()
+        os._exit(code)
+
+
+def wait_for(pids: list[int], needed: Callable[[], bool]) -> bool:
+    """Wait until all processes have ended, or those that are ``needed`` have; whether in time."""
+    left, until = list(pids), time.monotonic() + HARD
+    while left and time.monotonic() < until and not needed():
+        left = [pid for pid in left if os.waitpid(pid, os.WNOHANG)[0] == 0]
+        time.sleep(0.02)
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    return time.monotonic() < until
+
+
+def judged(cell: str, folder: Path, whole: list[str | None], in_time: bool, *, ended: str) -> str:
+    """What is written into the table."""
+    saws = {
+        rank: json.loads((folder / f"{rank}.json").read_text())
+        for rank in range(RANKS)
+        if (folder / f"{rank}.json").exists()
+    }
+    living = [rank for rank in range(RANKS) if not (ends(cell) and rank == FAULTY)]
+    missing = [rank for rank in living if rank not in saws]
+    if missing:
+        return ended if ended and ends(cell) else f"HANG or death of ranks {missing}"
+    problems = []
+    if not in_time:
+        problems.append("a process did not end")
+    for rank in living:
+        saw = saws[rank]
+        is_own = rank == FAULTY or (rank == 0 and cell.startswith("signalled"))
+        returned = rank == FAULTY and cell.startswith("step: skipped")
+        if saw["error"] is None and not returned:
+            problems.append(f"rank {rank} has no error")
+        elif not saw["ours"] and not is_own:
+            problems.append(f"rank {rank} raised {saw['error']}")
+        if saw["digest"] is not None and saw["digest"] not in whole:
+            problems.append(f"rank {rank} can read weights of two steps")
+        if not ends(cell) and saw.get("again") != whole[2]:
+            problems.append(f"rank {rank} cannot repeat the step")
+    slowest = max(saws[rank]["seconds"] for rank in living)
+    if slowest > TIMEOUT + 3:
+        problems.append("late")
+    kinds = "/".join(sorted({str(saws[r]["error"]) for r in living if saws[r]["ours"]}))
+    said = "; ".join(problems) or "error on all living ranks, nothing lost"
+    return f"{said}, in {slowest:.1f} s ({kinds})"
+
+
+def run_forked(kind: str, cell: str, whole: list[str | None]) -> str:
+    """What a cell on threads or gloo gave."""
+    folder = Path(tempfile.mkdtemp())
+    try:
+        if kind == "threads":
+            pids = [forked(lambda: threads_cell(cell, folder))]
+        else:
+            pids = [forked(lambda r=rank: gloo_rank(cell, folder, r)) for rank in range(RANKS)]
+
+        def rest_is_done() -> bool:
+            others = [rank for rank in range(RANKS) if rank != FAULTY]
+            return ends(cell) and all((folder / f"{rank}.json").exists() for rank in others)
+
+        in_time = wait_for(pids, rest_is_done)
+        return judged(cell, folder, whole, in_time, ended="")
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def run_mpi(cells: list[str], whole: list[str | None]) -> dict[str, str]:
+    """What the cells of one MPI job gave."""
+    folder = Path(tempfile.mkdtemp())
+    mpiexec = os.environ.get("MPIEXEC", "mpiexec")
+    command = [mpiexec, "-n", str(RANKS), sys.executable, __file__, "--mpi-rank", str(folder)]
+    ended, in_time = "", True
+    try:
+        job = subprocess.run(
+            [*command, *cells], timeout=HARD + 6 * len(cells), capture_output=True, check=False
+        )
+        ended = f"MPI ended the whole job (status {job.returncode})"
+    except subprocess.TimeoutExpired:
+        in_time = False
+    found = {c: judged(c, folder / slug(c), whole, in_time, ended=ended) for c in cells}
+    shutil.rmtree(folder, ignore_errors=True)
+    return found
+
+
+def main() -> None:
+    """Print the table; the exit status says whether a cell is bad."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default="*", help="cells whose name fits this pattern")
+    parser.add_argument("--communicators", nargs="+", default=["threads", "gloo", "mpi"])
+    parser.add_argument("--out", type=Path, help="where the table is written, too")
+    parser.add_argument("--mpi-rank", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("cells", nargs="*", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    if args.mpi_rank is not None:
+        mpi_rank(args.cells, args.mpi_rank)
+        return
+    whole = without_fault()
+    lines, bad = [], 0
+    cells = [cell for cell in CELLS if fnmatch.fnmatch(cell, args.only)]
+    for kind in args.communicators:
+        own = [c for c in cells if kind != "threads" or not c.startswith(NOT_OF_THREADS)]
+        alive = [cell for cell in own if not ends(cell)]
+        of_mpi: dict[str, str] = run_mpi(alive, whole) if kind == "mpi" and alive else {}
+        for cell in own:
+            if kind != "mpi":
+                said = run_forked(kind, cell, whole)
+            else:
+                said = of_mpi.get(cell) or run_mpi([cell], whole)[cell]
+            good = said.startswith(("error on all living ranks, nothing lost", "MPI ended"))
+            bad += not good
+            lines.append(f"{'good' if good else 'BAD '} {kind:8} {cell:46} {said}")
+            print(lines[-1], flush=True)
+    lines.append(f"{len(lines)} cells, {bad} bad; {RANKS} ranks, timeout {TIMEOUT:g} s")
+    print(lines[-1])
+    if args.out:
+        args.out.write_text("\n".join(lines) + "\n")
+    sys.exit(bad > 0)
+
+
+if __name__ == "__main__":
+    main()
