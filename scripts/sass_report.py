@@ -81,6 +81,7 @@ DELAYED = ["DelayedNumerics<E4M3>", "DelayedNumerics<E5M2>"]
 NVFP4 = ["NVFP4Numerics", "FourOverSixNumerics"]
 SHAPES = ("Tile", "Tile32x256")
 INSTANCES = {
+    "adamw": [""],
     "partial_amax": SHAPES,
     "partial_select": ("false", "true"),
     "select": ("false", "true"),

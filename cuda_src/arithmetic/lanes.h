@@ -12,14 +12,16 @@
 //     L::merge(mask, a, b)            a's bits where the constant mask has ones, b's elsewhere; of
 //                                     two Int
 //     L::divide(a, b)                 a / b, rounded once (IEEE)
+//     L::sqrt(a)                      its square root, rounded once
+//     L::fma(a, b, c)                 a * b + c, rounded once
 //     L::to_float(i)                  an Int of magnitude at most 2^24 as a Float: exact
 //     L::Wide                         64 bits an element, half as many of them where there are many
 //     L::multiply_low(a, c)           the low half of each Wide times the 32-bit constant c
 //
 // and the operators of C on its three types. A comparison gives whatever select takes.
 //
-// The rules of the arithmetic: FP32, round to nearest even, no flush to zero, no contraction
-// (-ffp-contract=off,
+// The rules of the arithmetic: FP32, round to nearest even, no flush to zero, no contraction but by
+// fma (-ffp-contract=off,
 // --fmad=false, -ftz=false). Float to integer goes through bit patterns, never through a
 // conversion.
 //
@@ -108,6 +110,20 @@ struct Scalar {
         return __fdiv_rn(a, b);
 #else
         return a / b;
+#endif
+    }
+    static ZEROCAST_FN Float sqrt(Float a) {
+#ifdef __CUDA_ARCH__
+        return __fsqrt_rn(a);
+#else
+        return __builtin_sqrtf(a);
+#endif
+    }
+    static ZEROCAST_FN Float fma(Float a, Float b, Float c) {
+#ifdef __CUDA_ARCH__
+        return __fmaf_rn(a, b, c);
+#else
+        return __builtin_fmaf(a, b, c);
 #endif
     }
     static ZEROCAST_FN Float to_float(Int i) { return (Float)i; }

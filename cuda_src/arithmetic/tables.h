@@ -117,6 +117,26 @@ struct CastShard {
 };
 static_assert(sizeof(CastShard) == 35 * sizeof(i64), "a row that Python writes");
 
+// One step of AdamW on one tensor; its state lies as its elements do. The numbers are FP32 bit
+// patterns.
+struct AdamWUpdate {
+    float* master;  // null where nothing is updated
+    const float* gradient;
+    float* exp_avg;
+    float* exp_avg_sq;
+    float* max_exp_avg_sq;  // null without amsgrad
+    i64 count;              // elements
+    i64 decay;              // what an element is multiplied by first
+    i64 sign;               // of the gradient: 1 or -1
+    i64 average_weight;     // what the average's distance from the gradient is multiplied by
+    i64 from_gradient;      // whether it is added to the gradient, and not to the average
+    i64 square_decay, square_weight;
+    i64 correction;  // of the square root
+    i64 eps;
+    i64 step;  // negative
+};
+static_assert(sizeof(AdamWUpdate) == 15 * sizeof(i64), "a row that Python writes");
+
 // A stored plane of block scales: the scale of block (i, j) stands at entries (r, c) with r from
 // i * row_repeat and c from j * col_repeat on, as far as they are below rows and cols. Stored
 // transposed, entry (r, c) is found at (c, r).

@@ -5,6 +5,11 @@
 // what the amax has read. The processor computes while it reads: the cast of one part, a few rows
 // at a time, asks for the same rows of the next one, and their amaxes are taken then. Parts are as
 // wide as the matrix where they can be, because memory is fast where it is read in long runs.
+//
+// adamw_cast: a step of AdamW, and in the same pass over the masters what partial_amax_cast does;
+// or under delayed scaling, whose scales wait for nobody, what partial_cast does. Elements are
+// updated a turn before they are measured, and are then in a cache.
+#include "cpu/adamw.h"
 #include "cpu/cast_shard.h"
 #include "cpu/plane_amax.h"
 
@@ -20,13 +25,39 @@ constexpr i64 LARGEST = 1 << 20, SMALLEST = 1 << 16;
 // where every turn loads and stores the maxima of all columns.
 constexpr i64 TURN = 1 << 15, TURN_OF_COLUMNS = 1 << 16;
 
+// The same where elements are updated, of four arrays.
+constexpr i64 TURN_OF_UPDATES = 1 << 13;
+
 // The columns below which no part is divided so that all threads have some.
 constexpr i64 NARROW = 1024;
+
+// What a launch works on.
+struct Shards {
+    const CastShard* shards;
+    const AdamWUpdate* updates;  // of each shard; null where masters are read as they are
+};
+
+// Raises the amaxes of a shard to those of a region of it, which is updated first.
+template <class T>
+void measure(const Shards& shards, const CastShard& shard, const T* master, const Region& region,
+             bool shared) {
+    if (region.begin >= region.end) return;
+    if constexpr (SAME<T, float>) {
+        if (shards.updates) {
+            const AdamWUpdate& update = shards.updates[&shard - shards.shards];
+            i64 width = min_of(region.col_end, shard.rowwise.grid.cols) - region.col;
+            // Where a region is narrow, the next row is far.
+            i64 ahead = width < PREFETCH_AHEAD ? shard.rowwise.grid.cols : PREFETCH_AHEAD;
+            return raise_amaxes(shard, master, region, shared, Update(update, shard.start, ahead));
+        }
+    }
+    raise_amaxes(shard, master, region, shared);
+}
 
 // The parts of a shard, a row of blocks after the other.
 class Parts {
   public:
-    Parts(const CastShard& shard, i64 num_threads)
+    Parts(const CastShard& shard, i64 num_threads, bool updated)
         : cols_(shard.rowwise.grid.cols), begin_(shard.whole_begin), end_(shard.whole_end) {
         i64 row = block_rows(shard), height = row / cols_, blocks = shard.rowwise.grid.block_w;
         if (shard.columnwise.codes) {
@@ -35,7 +66,7 @@ class Parts {
                      : blocks % others == 0 ? blocks
                                             : blocks * others;
         }
-        turn_ = shard.columnwise.codes ? TURN_OF_COLUMNS : TURN;
+        turn_ = updated ? TURN_OF_UPDATES : shard.columnwise.codes ? TURN_OF_COLUMNS : TURN;
         size_ = row * max_of(1, SMALLEST / row);
         width_ = cols_;
         while (width_ > NARROW && count() < 4 * num_threads) width_ = (width_ + 1) / 2;
@@ -69,8 +100,8 @@ class Parts {
 
 // Measures and casts parts [first, last) of a shard.
 template <class F, class Rounded, class T>
-void cast_parts(const CastShard& shard, const T* master, const BlockMultipliers& multipliers,
-                const Parts& parts, i64 first, i64 last) {
+void cast_parts(const Shards& shards, const CastShard& shard, const T* master,
+                const BlockMultipliers& multipliers, const Parts& parts, i64 first, i64 last) {
     for (i64 i = first - 1; i < last; i++) {
         bool any = true;
         for (i64 number = 0; any; number++) {
@@ -87,11 +118,78 @@ void cast_parts(const CastShard& shard, const T* master, const BlockMultipliers&
                 any = true;
             }
             if (measured.begin < measured.end) {
-                raise_amaxes(shard, master, measured, false);
+                measure(shards, shard, master, measured, false);
                 any = true;
             }
         }
     }
+}
+
+// Updates, measures and casts elements [begin, end) of a shard under delayed scaling.
+void cast_delayed(const NumericsTable& table, const AdamWUpdate& update, const CastShard& shard,
+                  i64 begin, i64 end) {
+    with_numerics(table, shard.tensor_amax, shard.delayed, [&](auto scaling) {
+        typedef decltype(scaling) Numerics;
+        typedef typename Numerics::Format F;
+        if constexpr (SAME<Numerics, DelayedNumerics<F>>) {
+            BlockMultipliers multipliers(scaling);
+            with_rounded_master(shard, [&](auto* master, auto nominal) {
+                Update step(update, shard.start);
+                for (i64 at = begin, next; at < end; at = next) {
+                    next = min_of(at + CHUNK, end);
+                    step(at, next);
+                    cast_planes<decltype(nominal)>(shard, master, multipliers, NearestGroup<F>{},
+                                                   Region{at, next});
+                }
+            });
+        }
+    });
+}
+
+void launch(const NumericsTable& numerics_table, const Shards& table, i64 count, i64 threads) {
+    bool updated = table.updates;
+    auto whole = [&](const CastShard& shard, const Parts& parts, i64 first, i64 last) {
+        with_numerics(numerics_table, shard.tensor_amax, shard.delayed, [&](auto scaling) {
+            typedef decltype(scaling) Numerics;
+            typedef typename Numerics::Format F;
+            if constexpr (SAME<Numerics, Float8Numerics<F>> || SAME<Numerics, MXNumerics<F>>) {
+                BlockMultipliers multipliers(scaling);
+                with_rounded_master(shard, [&](auto* master, auto nominal) {
+                    cast_parts<F, decltype(nominal)>(table, shard, master, multipliers, parts,
+                                                     first, last);
+                });
+            }
+        });
+    };
+    auto rest = [&](const CastShard& shard, i64 begin, i64 end, i64 num_threads) {
+        if (shard.delayed.scale) {
+            const AdamWUpdate& update = table.updates[&shard - table.shards];
+            return cast_delayed(numerics_table, update, shard, begin, end);
+        }
+        bool shared = share_blocks(shard, num_threads);
+        with_master(shard, [&](auto* master) {
+            Region before{begin, min_of(end, shard.whole_begin)};
+            Region behind{max_of(begin, shard.whole_end), end};
+            measure(table, shard, master, before, shared);
+            measure(table, shard, master, behind, shared);
+        });
+    };
+    i64 total =
+        total_elements(table.shards, count, [](const CastShard& s) { return shard_span(s, 1); });
+    in_parallel(total, threads, [&](i64 thread, i64 num_threads) {
+        // Weights of few elements have few parts, and each as many as its elements are worth.
+        auto parts = [&](const CastShard& shard) { return Parts(shard, num_threads, updated); };
+        auto numbers = [&](const CastShard& shard) { return Span{0, parts(shard).count(), 1}; };
+        auto span = [&](const CastShard& shard) { return shard_span(shard, num_threads); };
+        share(table.shards, count, thread, num_threads, numbers,
+              [&](const CastShard& shard, i64 first, i64 last) {
+                  whole(shard, parts(shard), first, last);
+              });
+        share(table.shards, count, thread, num_threads, span,
+              [&](const CastShard& shard, i64 begin, i64 end) {
+                  rest(shard, begin, end, num_threads);
+              });
+    });
 }
 
 }  // namespace
@@ -101,42 +199,13 @@ void cast_parts(const CastShard& shard, const T* master, const BlockMultipliers&
 ZEROCAST_EXPORT(partial_amax_cast)(const void* numerics, const void* table, long long count,
                                    long long threads) {
     using namespace zerocast;
-    auto& numerics_table = *(const NumericsTable*)numerics;
     auto shards = (const CastShard*)table;
-    auto whole = [&](const CastShard& shard, const Parts& parts, i64 first, i64 last) {
-        with_numerics(numerics_table, shard.tensor_amax, shard.delayed, [&](auto scaling) {
-            typedef decltype(scaling) Numerics;
-            typedef typename Numerics::Format F;
-            if constexpr (SAME<Numerics, Float8Numerics<F>> || SAME<Numerics, MXNumerics<F>>) {
-                BlockMultipliers multipliers(scaling);
-                with_rounded_master(shard, [&](auto* master, auto nominal) {
-                    cast_parts<F, decltype(nominal)>(shard, master, multipliers, parts, first,
-                                                     last);
-                });
-            }
-        });
-    };
-    auto rest = [&](const CastShard& shard, i64 begin, i64 end, i64 num_threads) {
-        bool shared = share_blocks(shard, num_threads);
-        with_master(shard, [&](auto* master) {
-            i64 stop = min_of(end, shard.whole_begin), start = max_of(begin, shard.whole_end);
-            if (begin < stop) raise_amaxes(shard, master, Region{begin, stop}, shared);
-            if (start < end) raise_amaxes(shard, master, Region{start, end}, shared);
-        });
-    };
-    i64 total = total_elements(shards, count, [](const CastShard& s) { return shard_span(s, 1); });
-    in_parallel(total, threads, [&](i64 thread, i64 num_threads) {
-        // Weights of few elements have few parts, and each as many as its elements are worth.
-        auto parts = [&](const CastShard& shard) { return Parts(shard, num_threads); };
-        auto numbers = [&](const CastShard& shard) { return Span{0, parts(shard).count(), 1}; };
-        auto span = [&](const CastShard& shard) { return shard_span(shard, num_threads); };
-        share(shards, count, thread, num_threads, numbers,
-              [&](const CastShard& shard, i64 first, i64 last) {
-                  whole(shard, parts(shard), first, last);
-              });
-        share(shards, count, thread, num_threads, span,
-              [&](const CastShard& shard, i64 begin, i64 end) {
-                  rest(shard, begin, end, num_threads);
-              });
-    });
+    launch(*(const NumericsTable*)numerics, Shards{shards, nullptr}, count, threads);
+}
+
+ZEROCAST_EXPORT(adamw_cast)(const void* numerics, const void* table, long long count,
+                            const void* updates, long long threads) {
+    using namespace zerocast;
+    Shards shards{(const CastShard*)table, (const AdamWUpdate*)updates};
+    launch(*(const NumericsTable*)numerics, shards, count, threads);
 }

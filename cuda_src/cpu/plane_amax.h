@@ -9,7 +9,16 @@
 namespace zerocast {
 inline namespace ZEROCAST_ISA {
 
-// Below, a `master` is as if it were the whole weight.
+// Below, a `master` is as if it were the whole weight, and before(begin, end) is called with the
+// elements that are read next.
+
+// What is done before elements are read as they are.
+struct NoUpdate {
+    ZEROCAST_FN void operator()(i64, i64) const {}
+};
+
+// Elements that are updated at a time, and then measured, from the nearest cache.
+constexpr i64 UPDATED = 1024;
 
 // ROWS rows of a panel whose blocks are 16 wide and whole. More than one, so that a block's maxima
 // are fetched and stored less often.
@@ -78,8 +87,9 @@ struct Slots {
 };
 
 // Returns the largest of all.
-template <class T>
-i32 many_blocks(const CastShard& shard, const T* master, const Slots& slots, const Region& region) {
+template <class T, class Before>
+i32 many_blocks(const CastShard& shard, const T* master, const Slots& slots, const Region& region,
+                const Before& before) {
     Native::Int largest[STRIP_BLOCKS];  // by block; all that flush takes together are set, the last
                                         // ones unused
     Native::Int tensor{};
@@ -88,7 +98,17 @@ i32 many_blocks(const CastShard& shard, const T* master, const Slots& slots, con
             largest[b] = Native::Int{};
     };
     auto work = [&](const Strip&, const Panel& panel) {
-        raise_panel(largest, slots.grid, panel, master + panel.element, region.ahead);
+        if constexpr (SAME<Before, NoUpdate>)
+            return raise_panel(largest, slots.grid, panel, master + panel.element, region.ahead);
+        for (i64 r = 0; r < panel.rows; r++) {
+            i64 element = panel.element + r * slots.grid.cols;
+            for (i64 c = 0, n; c < panel.count; c += n) {
+                n = min_of(UPDATED, panel.count - c);
+                before(element + c, element + c + n);
+                raise_panel(largest, slots.grid, Panel{element + c, panel.col + c, n, 1},
+                            master + element + c, 0);
+            }
+        }
     };
     auto close = [&](const Strip& strip) {
         i32* at = slots.block_amax + strip.first_block;
@@ -133,9 +153,9 @@ inline void flush_columns(const i32* largest, i64 n, i32* slots, i64 nominal, bo
 
 // Blocks of one row and blocks of one column, in one pass over the master. Returns the largest of
 // all.
-template <class T>
+template <class T, class Before>
 i32 rows_and_columns(const CastShard& shard, const T* master, const Slots& rows,
-                     const Slots& columns, const Region& region) {
+                     const Slots& columns, const Region& region, const Before& before) {
     constexpr int W = Native::WIDTH;
     const Grid& grid = rows.grid;
     i64 block_w = grid.block_w;
@@ -145,6 +165,7 @@ i32 rows_and_columns(const CastShard& shard, const T* master, const Slots& rows,
     auto piece = [&](i64 element, i64 col, i64 count, i32* of_columns) {
         i32* slot = rows.block_amax + element / grid.cols * grid.blocks_w() + col / block_w;
         const T* x = master + element;
+        before(element, element + count);
         for (i64 c = 0, n; c < count; slot += W) {  // a register of blocks at a time
             Native::Int largest[W] = {};
             i64 blocks = 0;
@@ -174,20 +195,29 @@ i32 rows_and_columns(const CastShard& shard, const T* master, const Slots& rows,
 
 // Raises the amaxes of a shard to those of a region of it; `shared`: another thread may raise the
 // same blocks at the same time.
-template <class T>
-void raise_amaxes(const CastShard& shard, const T* master, const Region& region, bool shared) {
-    if (!shard.columnwise.codes && shard.rowwise.grid.num_blocks() == 1)
-        return raise_one_block(shard, largest_of(master + region.begin, region.end - region.begin));
+template <class T, class Before = NoUpdate>
+void raise_amaxes(const CastShard& shard, const T* master, const Region& region, bool shared,
+                  const Before& before = {}) {
+    if (!shard.columnwise.codes && shard.rowwise.grid.num_blocks() == 1) {
+        i64 piece = SAME<Before, NoUpdate> ? region.end - region.begin : UPDATED;
+        i32 largest = 0;
+        for (i64 at = region.begin, n; at < region.end; at += n) {
+            n = min_of(piece, region.end - at);
+            before(at, at + n);
+            largest = Scalar::max(largest, largest_of(master + at, n));
+        }
+        return raise_one_block(shard, largest);
+    }
     Slots rows{shard.rowwise.grid, shard.rowwise.block_amax, shared};
     if (!shard.columnwise.codes)
-        return raise_shared(shard.tensor_amax, many_blocks(shard, master, rows, region));
+        return raise_shared(shard.tensor_amax, many_blocks(shard, master, rows, region, before));
     Slots columns{shard.columnwise.grid, shard.columnwise.block_amax, shared};
     i32 tensor;
     if (in_rows_and_columns(shard)) {
-        tensor = rows_and_columns(shard, master, rows, columns, region);
+        tensor = rows_and_columns(shard, master, rows, columns, region, before);
     } else {
-        tensor = many_blocks(shard, master, rows, region);
-        many_blocks(shard, master, columns, region);
+        tensor = many_blocks(shard, master, rows, region, before);
+        many_blocks(shard, master, columns, region, NoUpdate{});
     }
     raise_shared(shard.tensor_amax, tensor);
 }

@@ -71,6 +71,28 @@ struct Simd {
 #endif
     }
     static ZEROCAST_FN Float divide(Float a, Float b) { return a / b; }
+    template <class T>  // Float
+    static ZEROCAST_FN T sqrt(T a) {
+#if defined(__AVX512F__)
+        return (T)_mm512_sqrt_ps((__m512)a);
+#elif defined(__AVX2__)
+        return (T)_mm256_sqrt_ps((__m256)a);
+#else
+        for (int i = 0; i < W; i++) a[i] = __builtin_sqrtf(a[i]);
+        return a;
+#endif
+    }
+    template <class T>  // Float
+    static ZEROCAST_FN T fma(T a, T b, T c) {
+#if defined(__AVX512F__)
+        return (T)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+        return (T)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+        for (int i = 0; i < W; i++) a[i] = __builtin_fmaf(a[i], b[i], c[i]);
+        return a;
+#endif
+    }
     template <class T>  // Int: GCC forgets that it is a vector while Simd is not instantiated
     static ZEROCAST_FN Float to_float(T i) {
         return __builtin_convertvector(i, Float);

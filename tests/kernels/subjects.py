@@ -26,6 +26,8 @@ from zerocast.formats import E4M3, E5M2
 from zerocast.layout import BlockGrid, Extent, ScaleLayout, Source
 from zerocast.nn.fused import apply_fused
 from zerocast.numerics import (
+    AdamWNumbers,
+    AdamWUpdate,
     Backend,
     CodeCopy,
     Float8DelayedNumerics,
@@ -174,6 +176,30 @@ def copied_codes(backend: Backend, alone: bool = False) -> Written:
     return {**written, "staged": staged, "gathered": gathered}
 
 
+def updated(backend: Backend, alone: bool = False) -> Written:
+    """AdamW on tensors of up to some tiles, the last one with amsgrad, that start anywhere."""
+    g = torch.Generator().manual_seed(4)
+    numbers = AdamWNumbers.of(
+        1, lr=0.1, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1, maximize=False
+    )
+    updates = []
+    for size in (1, 127, 8192, 20_003):
+        start = 0 if alone else size % 3 + 1
+        tensors = [
+            torch.randn(start + size + start, generator=g)[start : start + size] for _ in range(5)
+        ]
+        own = [tensor.clone() if alone else tensor for tensor in tensors]
+        own[3].abs_()
+        updates.append(AdamWUpdate(*own[:4], own[4] if size == 20_003 else None, numbers))
+    backend.adamw(updates)()
+    return {
+        f"{name} of {i}": tensor._base if tensor._base is not None else tensor
+        for i, update in enumerate(updates)
+        for name in ("master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+        if (tensor := getattr(update, name)) is not None
+    }
+
+
 def random_bytes(count: int, seed: int) -> torch.Tensor:
     """uint8 [count]."""
     g = torch.Generator().manual_seed(seed)
@@ -203,6 +229,7 @@ SUBJECTS: dict[str, Subject] = {
     "4-over-6, whole": chosen("mae", 16, 8192, [], near_ties),
     "4-over-6, cut": chosen("mae", 16, 8192, [17], near_ties),
     "copied codes": copied_codes,
+    "adamw": updated,
     "silu": fused(FusedOp("silu"), "wide"),
     "layernorm": fused(FusedOp("layernorm"), "normal"),
 }

@@ -12,7 +12,7 @@ import ctypes
 import itertools
 import os
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from threading import get_ident
 
@@ -25,12 +25,14 @@ from zerocast.backends.launches import nothing, with_empty_shards
 from zerocast.backends.reference import ReferenceBackend
 from zerocast.errors import BackendError
 from zerocast.numerics import (
+    AdamWUpdate,
     CodeCopy,
     DigestedBytes,
     Float8DelayedNumerics,
     FusedOperand,
     Launch,
     LaunchOn,
+    LaunchUpdates,
     Masters,
     Numerics,
     NVFP4Numerics,
@@ -79,6 +81,22 @@ class CpuBackend:
     ) -> Launch:
         rows = _cast_rows(operands, masters)
         return self._launch("partial_amax_cast", numerics, rows, (operands, masters))
+
+    def adamw(self, updates: Sequence[AdamWUpdate]) -> Launch:
+        rows = [tables.adamw_row(each, _address) for each in updates]
+        return self._launch("adamw", None, rows, updates)
+
+    def adamw_cast(
+        self, numerics: Numerics, operands: Sequence[TensorOperand], masters: Masters
+    ) -> LaunchUpdates:
+        rows = _cast_rows(operands, masters)
+        run = self._launch_on("adamw_cast", numerics, rows, (operands, masters))
+        slots = [operand.slot for operand in operands if operand.extent]
+
+        def launch(updates: Sequence[AdamWUpdate | None]) -> None:
+            run(_table([tables.adamw_row(updates[slot], _address) for slot in slots]))
+
+        return launch
 
     def partial_select(
         self, numerics: NVFP4Numerics, operands: Sequence[TensorOperand], masters: Masters
@@ -158,23 +176,33 @@ class CpuBackend:
         rows: list[list[int]],
         operands: Sequence[object],
     ) -> Launch:
+        """As :meth:`_launch_on`, of an operation that takes nothing further."""
+        return self._launch_on(operation, numerics, rows, operands)
+
+    def _launch_on(
+        self,
+        operation: str,
+        numerics: Numerics | None,
+        rows: list[list[int]],
+        operands: Sequence[object],
+    ) -> Callable[..., None]:
         """The call of ``operation`` over a table of ``rows``, which point into ``operands``: those
-        stay alive as long as it may be made.
+        stay alive as long as it may be made. Each call may be given a further table.
         """
         first = [] if numerics is None else [_table([tables.numerics_fields(numerics, self.name)])]
         if not rows:
-            return nothing
+            return lambda *given: nothing()
         function = getattr(self._library, f"zerocast_{self.isa}_{operation}")
         function.restype = None
         arguments = (*first, _table(rows), ctypes.c_int64(len(rows)))
         alive = tuple(operands)
 
-        def launch() -> None:
+        def launch(*given: ctypes.Array[ctypes.c_int64]) -> None:
             assert alive is not None
             threads = self.threads or torch.get_num_threads()
             if get_ident() == _forked:
                 threads = 1
-            function(*arguments, ctypes.c_int64(threads))
+            function(*arguments, *given, ctypes.c_int64(threads))
 
         return launch
 

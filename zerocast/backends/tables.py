@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import fields
+from functools import lru_cache
 
 import torch
 
@@ -17,6 +19,8 @@ from zerocast.formats import E2M1, E4M3, E5M2
 from zerocast.layout import BlockGrid, ScaleLayout
 from zerocast.numerics import (
     NOMINALS,
+    AdamWNumbers,
+    AdamWUpdate,
     DigestedBytes,
     Float8DelayedNumerics,
     Float8Numerics,
@@ -123,6 +127,33 @@ def cast_row(
         *candidate_fields(shard.candidates, address, list_address),
         *draw_fields(shard, address),
     ]
+
+
+def adamw_row(update: AdamWUpdate | None, address: Address) -> list[int]:
+    """AdamWUpdate; zeros for none."""
+    if update is None:
+        return [0] * 15
+    return [
+        address(update.master),
+        address(update.gradient),
+        address(update.exp_avg),
+        address(update.exp_avg_sq),
+        address(update.max_exp_avg_sq),
+        update.master.numel(),
+        *adamw_numbers(update.numbers),
+    ]
+
+
+@lru_cache(maxsize=64)  # weights share them
+def adamw_numbers(numbers: AdamWNumbers) -> tuple[int, ...]:
+    """The numbers of AdamWUpdate: FP32 bit patterns, but for ``from_gradient``."""
+    values = (getattr(numbers, each.name) for each in fields(numbers))
+    return tuple(each if isinstance(each, bool) else _signed_bits(each) for each in values)
+
+
+def _signed_bits(value: float) -> int:
+    """The bit pattern of ``value`` rounded to FP32."""
+    return float_bits(abs(value)) + (math.copysign(1, value) < 0) * -(2**31)
 
 
 def code_fields(buffers: PlaneBuffers, grid: BlockGrid, address: Address) -> list[int]:

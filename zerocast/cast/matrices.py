@@ -16,6 +16,7 @@ from zerocast.cast.shard_spec import ShardSpec
 from zerocast.comm import Communicator
 from zerocast.formats import byte_span
 from zerocast.layout import NOTHING, Extent, Owners
+from zerocast.numerics import AdamWUpdate
 from zerocast.tensors import QuantizedStorage
 
 
@@ -89,6 +90,18 @@ class Matrices:
             for own in _extents(spec):
                 cut.append(flat[own.start - start : own.end - start] if own else None)
         return cut
+
+    def updates(self, updates: Sequence[AdamWUpdate | None]) -> list[AdamWUpdate | None]:
+        """Return what updates the master of each matrix, of those of the weights."""
+        found: list[AdamWUpdate | None] = []
+        for spec, update in zip(self._specs, updates, strict=True):
+            if update is None or not spec.storage.stack:
+                found += [update] * spec.storage.stack.numel()
+                continue
+            start = spec.extent.start
+            for own in _extents(spec):
+                found.append(update.of(own.start - start, own.end - start) if own else None)
+        return found
 
 
 def _extents(spec: ShardSpec) -> list[Extent]:

@@ -26,12 +26,14 @@ from zerocast.cast.consistency import (
 from zerocast.cast.finite import raise_if_not_finite
 from zerocast.cast.forward_hook import rebuild_before_forward
 from zerocast.cast.master_checks import as_tensors
+from zerocast.cast.measurement import Measurement
 from zerocast.cast.prepared_cast import PreparedCast
 from zerocast.cast.shard_spec import OwnCodes, ShardSpec, check_amax_groups, check_specs
 from zerocast.cast.verified import VerifyMode, check_mode, verification_of
 from zerocast.comm import Attempt, Communicator, Group, announcing
 from zerocast.errors import ZerocastError
 from zerocast.layout import Owners
+from zerocast.numerics import AdamWUpdate
 from zerocast.tensors import CastVersion, QuantizedTensor, rebuild_derived
 
 _untraced = torch._disable_dynamo
@@ -145,6 +147,7 @@ class CastPlan:
         self._version = CastVersion(rebuild_on_use=not manual_post_all_gather_processing)
         weakref.finalize(self, self._version.retire)
         self.begin_writing, self.end_writing = self._version.begin, self._version.end
+        self._measurement = Measurement(self._prepared, self._exchange, self._version)
         for spec in self._specs:
             spec.storage.watch(self._version)
             if spec.is_named:
@@ -256,6 +259,13 @@ class CastPlan:
             self._prepared.rebind(as_tensors(master_weights))
         raise_in_all(self._comms, attempt.error)
 
+    @_untraced
+    def update_masters(self, updates: Sequence[AdamWUpdate]) -> list[AdamWUpdate]:
+        """Update masters and take the amaxes of all in the same pass, for the next :meth:`cast`;
+        returns the updates of what is no master. See :mod:`zerocast.cast.measurement`.
+        """
+        return self._measurement.update(updates)
+
     def trust_memory(self) -> None:
         """Look at no tensor from now on: the host time of a step is that of one weight, and the
         caller promises that weights, buffers and masters keep their memory, but for
@@ -273,16 +283,7 @@ class CastPlan:
 
     @_untraced
     def _partial_amax(self) -> None:
-        if self._attempt.error is not None:
-            return
-        with self._attempt:
-            self._prepared.follow_moves()
-            self._prepared.follow_masters()
-            self._exchange.follow_stream(self._prepared.gathered_scales)
-            self._exchange.buffers.clear()
-            if self._prepared.steps.writes_early:
-                self._version.tick(self._prepared.addresses.written)
-            self._prepared.steps.run("partial_amax")
+        self._measurement.run(self._attempt)
 
     @_untraced
     def _reduce_amax(self) -> None:

@@ -13,7 +13,7 @@ from zerocast.cast.cast_collectives import CastCollectives
 from zerocast.cast.master_checks import check_list, check_master_tensor
 from zerocast.cast.shard_spec import ShardSpec
 from zerocast.errors import InputError
-from zerocast.numerics import Float8DelayedNumerics, Masters
+from zerocast.numerics import AdamWUpdate, Float8DelayedNumerics, Masters
 from zerocast.tensors import QuantizedStorage, QuantizedTensor, prepare_expansion
 from zerocast.tensors.cast_steps import CastSteps
 
@@ -34,6 +34,7 @@ class PreparedCast:
         masters: what they read.
         bound: by weight the master that they read; None where this rank owns nothing.
         addresses: where the weights' buffers lay when the launches were prepared.
+        judges_amaxes: as given.
         calls_functions: whether functions of the caller's make scales.
         own_scales: by matrix, and by the name of a plane, the scales that this rank makes for all.
         gathered_scales: the memory of the scales that ranks gather, if they do.
@@ -57,7 +58,7 @@ class PreparedCast:
         self._specs, self._collectives, self._matrices = specs, collectives, collectives.matrices
         self._scale_gathers, self.own_scales = collectives.scale_gathers, collectives.own_scales
         self.gathered_scales = [m for gather in self._scale_gathers for m in gather.tensors]
-        self._judges_amaxes = judges_amaxes
+        self.judges_amaxes = judges_amaxes
         self._device = collectives.exchange.candidates.device
         self._backend = backend_for(self._device)
         self.addresses = Addresses(weights, specs)
@@ -140,6 +141,10 @@ class PreparedCast:
         self.follow_moves()
         self.steps.run("expand_scales")
 
+    def update(self, updates: Sequence[AdamWUpdate | None]) -> None:
+        """Update masters, by the weights' places, and measure all of them."""
+        self.steps.update(self._matrices.updates(updates))
+
     def follow_masters(self) -> None:
         """Bind the masters again where one has moved or changed."""
         if self.addresses.is_trusting:
@@ -157,7 +162,7 @@ class PreparedCast:
             self._backend,
             list(zip(storages, operands, strict=True)),
             self.masters,
-            judges_amaxes=self._judges_amaxes,
+            judges_amaxes=self.judges_amaxes,
             own_scales=self.own_scales,
             compact=self._collectives.compact,
         )

@@ -16,6 +16,8 @@ weights, and allocates nothing.
     store_codes     the gathered buffer     -> all ranks' codes, to the nibble
     transpose       gathered codes, scales  -> columnwise codes and scales
     dequantize      codes, scales           -> values
+    adamw           masters, gradients      -> masters, updated, and the optimizer's state
+    adamw_cast      the same, and what partial_amax_cast does of the updated masters
     fused_op        a layer's tensor        -> its rounded result, codes and scales, in one pass
 
 A weight is one operand with its planes. It has a rowwise plane of codes, and where a scheme
@@ -29,7 +31,8 @@ NOT here: which operations a recipe needs (:mod:`zerocast.recipes`) and when the
 (:mod:`zerocast.cast`).
 """
 
-from zerocast.numerics.backend import Backend, Launch, LaunchOn
+from zerocast.numerics.adamw import AdamWNumbers, AdamWUpdate
+from zerocast.numerics.backend import Backend, Launch, LaunchOn, LaunchUpdates
 from zerocast.numerics.fused_ops import Function, FusedOp, FusedOperand, can_fuse
 from zerocast.numerics.numerics import (
     INFINITY_BITS,

@@ -7,6 +7,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
+from zerocast.numerics.adamw import AdamWUpdate
 from zerocast.numerics.fused_ops import FusedOperand
 from zerocast.numerics.numerics import Numerics, NVFP4Numerics
 from zerocast.numerics.operands import CodeCopy, DigestedBytes, Masters, SharedByte, TensorOperand
@@ -16,6 +17,11 @@ Launch = Callable[[], None]
 
 LaunchOn = Callable[[torch.Tensor], None]
 """The same of an operation on one further buffer, uint8 and contiguous, given to each launch."""
+
+
+LaunchUpdates = Callable[[Sequence[AdamWUpdate | None]], None]
+"""The same of an operation that updates masters, which is given to each launch: by slot of
+:class:`Masters`; None where a master is read as it is."""
 
 
 @runtime_checkable
@@ -49,6 +55,19 @@ class Backend(Protocol):
         """As :meth:`partial_amax`, and the codes of the elements in ``whole``, in the same read of
         the masters. A block's scale must depend on its own amax alone, and no other rank may hold
         elements of a block in ``whole``.
+        """
+        ...
+
+    def adamw(self, updates: Sequence[AdamWUpdate]) -> Launch:
+        """One step of AdamW on each of some tensors, element by element."""
+        ...
+
+    def adamw_cast(
+        self, numerics: Numerics, operands: Sequence[TensorOperand], masters: Masters
+    ) -> LaunchUpdates:
+        """As :meth:`adamw` of masters, and of the updated ones what :meth:`partial_amax_cast` does;
+        under :class:`Float8DelayedNumerics` what :meth:`partial_cast` does. Masters that are
+        updated are FP32.
         """
         ...
 

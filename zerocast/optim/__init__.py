@@ -1,5 +1,8 @@
-"""ZeroOptimizer: a torch optimizer whose FP32 masters and state are sharded over ranks."""
+"""ZeroOptimizer: a torch optimizer whose FP32 masters and state are sharded over ranks; FusedAdamW:
+an AdamW that measures, as it updates them, what is cast next.
+"""
 
+from zerocast.optim.adamw import FusedAdamW
 from zerocast.optim.zero import ZeroOptimizer
 
-__all__ = ["ZeroOptimizer"]
+__all__ = ["FusedAdamW", "ZeroOptimizer"]

@@ -10,6 +10,7 @@ import torch
 from zerocast.cast import CastPlan
 from zerocast.cast.verified import VerifyMode, check_mode
 from zerocast.errors import InputError, ZerocastError
+from zerocast.optim.adamw import FusedAdamW
 from zerocast.optim.shards import ShardedWeights
 
 _GATHER = "all-gather"
@@ -22,13 +23,16 @@ class Publication:
     Args:
         shards: the weights.
         verify: as for :class:`zerocast.CastPlan`.
+        optimizer: who steps the masters: :class:`FusedAdamW` measures them for the cast as it does.
 
     Raises:
         InputError: on every rank, for another ``verify``, or one without quantized weights.
         RankMismatchError: on every rank, where ranks differ in anything that a cast depends on.
     """
 
-    def __init__(self, shards: ShardedWeights, verify: VerifyMode = "off") -> None:
+    def __init__(
+        self, shards: ShardedWeights, verify: VerifyMode, optimizer: torch.optim.Optimizer
+    ) -> None:
         self._shards, masters = shards, shards.held
         # By place this rank's master of each quantized weight; None where it owns nothing.
         self._masters = {i: masters.get(i) for i, w in enumerate(shards.weights) if w.kind.is_codes}
@@ -50,6 +54,8 @@ class Publication:
                 f"verify={verify!r} compares the codes of quantized weights, and there are none; "
                 f"call zerocast.nn.convert first, or leave it out."
             )
+        if isinstance(optimizer, FusedAdamW):
+            optimizer.plan = self._plan
 
     def phases(self, columns: torch.Tensor | None = None) -> dict[str, Callable[[], None]]:
         """Return by name, in order, what makes the weights from the masters; plain ones from

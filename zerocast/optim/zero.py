@@ -183,7 +183,7 @@ class ZeroOptimizer(ShardedOptimizer):
         )
         check_same_optimizer(self.comm, made, self.param_groups, self._shards.weights)
         self._shards.share_recipe_states()  # a plan is made of weights with equal states only
-        self._publication = Publication(self._shards, verify)
+        self._publication = Publication(self._shards, verify, self.inner)
         release_gradients(self._shards)
         reducer = OverlappingReducer if overlap_grad_reduce else GradientReducer
         self._gradients = reducer(self._shards, gradient_dtype)

@@ -19,14 +19,23 @@ before the amaxes were judged, codes wait for ``compute_scale``, and precede it 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 
 import torch
 
 from zerocast.layout import NOTHING, Extent, whole_rows
-from zerocast.numerics import Backend, Launch, Masters, NVFP4Numerics, TensorOperand
+from zerocast.numerics import (
+    AdamWUpdate,
+    Backend,
+    Launch,
+    LaunchUpdates,
+    Masters,
+    NVFP4Numerics,
+    TensorOperand,
+)
 from zerocast.recipes import Recipe
 from zerocast.tensors.post_gather import prepare_expansion, prepare_rebuild
 from zerocast.tensors.storage import QuantizedStorage
@@ -68,6 +77,8 @@ class CastSteps:
         compact: Mapping[int, Mapping[str, torch.Tensor]] = MappingProxyType({}),
     ) -> None:
         self._launches: dict[str, list[Launch]] = {step: [] for step in STEPS}
+        self._of_updates: list[Callable[[], LaunchUpdates]] = []
+        self._updates: list[LaunchUpdates] | None = None  # made when there are any
         self.writes_early = self.chooses_scales = False
         if backend.reads_once and not judges_amaxes:
             operands = [(storage, _read_once(storage, operand)) for storage, operand in operands]
@@ -88,6 +99,15 @@ class CastSteps:
             for launch in self._launches[step]:
                 launch()
 
+    def update(self, updates: Sequence[AdamWUpdate | None]) -> None:
+        """Update masters, by slot, and do the step ``partial_amax`` of all in the same pass. Not
+        where amaxes are judged.
+        """
+        if self._updates is None:
+            self._updates = [prepare() for prepare in self._of_updates]
+        for launch in self._updates:
+            launch(updates)
+
     def _prepare(
         self,
         backend: Backend,
@@ -101,6 +121,7 @@ class CastSteps:
         numerics, launches = recipe.numerics, self._launches
         scale = backend.compute_scale(numerics, scaled)
         cast = backend.partial_cast(numerics, operands, masters)
+        self._of_updates.append(partial(backend.adamw_cast, numerics, operands, masters))
         if recipe.casts_before_reduction and not judges_amaxes:
             self.writes_early = True
             launches["partial_amax"].append(cast)

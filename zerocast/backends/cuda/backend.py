@@ -22,16 +22,19 @@ from zerocast.backends.cuda.launcher import Kernel, Launcher
 from zerocast.backends.cuda.prepared import Tables
 from zerocast.backends.cuda.tiling import Cut
 from zerocast.backends.launches import in_turn, nothing, with_empty_shards
+from zerocast.backends.update_then_cast import update_then_cast
 from zerocast.errors import BackendError
 from zerocast.formats import packed_columns
 from zerocast.layout import BlockGrid, Extent, ScaleLayout, ceil_div
 from zerocast.numerics import (
+    AdamWUpdate,
     CodeCopy,
     DigestedBytes,
     Float8DelayedNumerics,
     FusedOperand,
     Launch,
     LaunchOn,
+    LaunchUpdates,
     Masters,
     Numerics,
     NVFP4Numerics,
@@ -74,6 +77,20 @@ class CudaBackend:
         self, numerics: Numerics, operands: Sequence[TensorOperand], masters: Masters
     ) -> Launch:
         raise BackendError("the cuda backend reads masters twice: partial_amax, then partial_cast.")
+
+    def adamw(self, updates: Sequence[AdamWUpdate]) -> Launch:
+        updates = [update for update in updates if update.master.numel()]
+        rows = [tables.adamw_row(update, self._address) for update in updates]
+        cuts: list[list[Cut]] = []
+        for update in updates:
+            numel = update.master.numel()
+            cuts.append([(tiling.shard_tiles, BlockGrid(1, numel, 1, numel), Extent(0, numel))])
+        return self._tables.launch(Kernel("adamw", THREADS), rows, cuts, [], updates)
+
+    def adamw_cast(
+        self, numerics: Numerics, operands: Sequence[TensorOperand], masters: Masters
+    ) -> LaunchUpdates:
+        return update_then_cast(self, numerics, operands, masters)
 
     def partial_select(
         self, numerics: NVFP4Numerics, operands: Sequence[TensorOperand], masters: Masters

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TypeVar
 
 import torch
 
 from zerocast.backends.code_copies import stage_codes, store_codes
 from zerocast.backends.fused_ops import rounded_result, with_casts
-from zerocast.backends.reference import four_over_six
+from zerocast.backends.reference import adamw, four_over_six
 from zerocast.backends.reference.digest import digest
 from zerocast.backends.reference.elements import amax_of, indices, raise_amaxes, rounded, store
 from zerocast.backends.reference.philox import element_draws
@@ -18,14 +19,17 @@ from zerocast.backends.reference.planes import by_elements, read_plane, write_pl
 from zerocast.backends.reference.rounding import encode_stochastic
 from zerocast.backends.reference.scales import advance, decode_multipliers, scales
 from zerocast.backends.subnormals import keeping_subnormals
+from zerocast.backends.update_then_cast import update_then_cast
 from zerocast.formats import decode, encode, pack_nibbles, packed_columns, unpack_nibbles
 from zerocast.numerics import (
+    AdamWUpdate,
     CodeCopy,
     DigestedBytes,
     Float8DelayedNumerics,
     FusedOperand,
     Launch,
     LaunchOn,
+    LaunchUpdates,
     Masters,
     Numerics,
     NVFP4Numerics,
@@ -33,6 +37,8 @@ from zerocast.numerics import (
     SharedByte,
     TensorOperand,
 )
+
+T = TypeVar("T")
 
 
 class ReferenceBackend:
@@ -55,6 +61,14 @@ class ReferenceBackend:
             _cast(numerics, shard, x[whole], indices(shard)[whole])
 
         return _for_shards(operands, run)
+
+    def adamw(self, updates: Sequence[AdamWUpdate]) -> Launch:
+        return _for_each(updates, adamw.update)
+
+    def adamw_cast(
+        self, numerics: Numerics, operands: Sequence[TensorOperand], masters: Masters
+    ) -> LaunchUpdates:
+        return update_then_cast(self, numerics, operands, masters)
 
     def partial_select(
         self, numerics: NVFP4Numerics, operands: Sequence[TensorOperand], masters: Masters
@@ -109,7 +123,7 @@ class ReferenceBackend:
         return keeping_subnormals(with_casts(self, numerics, operand, rounded_result))
 
 
-def _for_each(operands: Sequence[TensorOperand], run: Callable[[TensorOperand], None]) -> Launch:
+def _for_each(operands: Sequence[T], run: Callable[[T], None]) -> Launch:
     """The launch that runs an operation on one tensor after the other."""
 
     @keeping_subnormals

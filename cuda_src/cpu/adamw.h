@@ -1,0 +1,73 @@
+// The update of AdamW over a run of elements: what adamw and adamw_cast are made of.
+#pragma once
+
+#include "arithmetic/adamw.h"
+#include "cpu/launch.h"
+#include "cpu/simd.h"
+
+namespace zerocast {
+inline namespace ZEROCAST_ISA {
+
+// The update of one tensor, whose first element is number `start`.
+class Update {
+  public:
+    // `ahead`: how many elements after one that is read another is asked for.
+    Update(const AdamWUpdate& table, i64 start, i64 ahead = PREFETCH_AHEAD)
+        : table_(table), start_(start), by_(table), ahead_(ahead) {}
+
+    // Elements [begin, end).
+    void operator()(i64 begin, i64 end) const {
+        if (!table_.master) return;
+        if (table_.max_exp_avg_sq)
+            run<true>(begin - start_, end - start_);
+        else
+            run<false>(begin - start_, end - start_);
+    }
+
+  private:
+    typedef Native::Float Floats;
+    static constexpr int W = Native::WIDTH;
+
+    const AdamWUpdate& table_;
+    i64 start_;
+    AdamW<Native> by_;
+    i64 ahead_;
+
+    template <bool AMSGRAD>
+    void run(i64 i, i64 end) const {
+        // Of its own, so that no store is taken to change them.
+        AdamWUpdate table = table_;
+        AdamW<Native> by = by_;
+        for (; i + W <= end; i += W) {
+            if (W == 16 || i % 16 == 0) {
+                i64 next = i + ahead_;
+                __builtin_prefetch(table.master + next);
+                __builtin_prefetch(table.gradient + next);
+                __builtin_prefetch(table.exp_avg + next);
+                __builtin_prefetch(table.exp_avg_sq + next);
+            }
+            some<AMSGRAD>(table, by, i, W);
+        }
+        if (i < end) some<AMSGRAD>(table, by, i, end - i);
+    }
+
+    // n elements, at most a register of them.
+    template <bool AMSGRAD>
+    static ZEROCAST_FN void some(const AdamWUpdate& table, const AdamW<Native>& by, i64 i, i64 n) {
+        Floats gradient = load_some<Floats>(table.gradient + i, n);
+        Floats x = load_some<Floats>(table.master + i, n);
+        Floats m = load_some<Floats>(table.exp_avg + i, n);
+        Floats v = load_some<Floats>(table.exp_avg_sq + i, n);
+        by.average(gradient, m, v);
+        store_some(table.exp_avg + i, m, n);
+        store_some(table.exp_avg_sq + i, v, n);
+        if constexpr (AMSGRAD) {
+            v = by.larger(load_some<Floats>(table.max_exp_avg_sq + i, n), v);
+            store_some(table.max_exp_avg_sq + i, v, n);
+        }
+        store_some(table.master + i, by.stepped(x, m, v), n);
+    }
+};
+
+}  // namespace ZEROCAST_ISA
+}  // namespace zerocast
