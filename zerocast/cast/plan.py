@@ -261,9 +261,7 @@ class CastPlan:
 
     @_untraced
     def update_masters(self, updates: Sequence[AdamWUpdate]) -> list[AdamWUpdate]:
-        """Update masters and take the amaxes of all in the same pass, for the next :meth:`cast`;
-        returns the updates of what is no master. See :mod:`zerocast.cast.measurement`.
-        """
+        """Update masters and measure them (:meth:`Measurement.update`); return other updates."""
         return self._measurement.update(updates)
 
     def trust_memory(self) -> None:
