@@ -225,6 +225,8 @@ def test_places_that_are_taken_and_wrong_arguments(checkpoint: Path, tmp_path: P
     for call in (save, load):
         with pytest.raises(InputError, match="or by a torch optimizer and, as model"):
             call(checkpoint / "c", plain)
+        with pytest.raises(InputError, match="or by a torch optimizer and, as model"):
+            call(checkpoint / "c", None)
         with pytest.raises(InputError, match="must step parameters of the given model"):
             call(checkpoint / "c", plain, torch.nn.Linear(2, 2))
         with pytest.raises(InputError, match="leave group out"):

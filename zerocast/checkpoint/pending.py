@@ -16,6 +16,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from zerocast.checkpoint.files import FileInfo, replace_file
 from zerocast.comm import Attempt, Communicator, raise_together
 from zerocast.errors import ZerocastError
@@ -71,7 +73,8 @@ def remember(optimizer: object, save: PendingSave) -> None:
 
 def wait_for(optimizer: object) -> None:
     """Wait for the save of this optimizer that is under way, if there is one. Collective then."""
-    if (save := _pending.pop(optimizer, None)) is not None:
+    is_one = isinstance(optimizer, torch.optim.Optimizer)  # else the caller refuses it
+    if is_one and (save := _pending.pop(optimizer, None)) is not None:
         save.wait()
 
 
