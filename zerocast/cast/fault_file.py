@@ -76,7 +76,7 @@ def read_fault(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
             count = math.prod(shape)
             if not 8 + size <= first <= last <= len(data) or count * dtype.itemsize != last - first:
                 raise ValueError(f"{name} does not lie inside of it")
-            flat = torch.tensor([], dtype=dtype)
+            flat = torch.empty(0, dtype=dtype, device="cpu")
             if count:
                 flat = torch.frombuffer(bytearray(data[first:last]), dtype=dtype)
             tensors[name] = flat.view(shape)

@@ -170,7 +170,7 @@ class Verification:
             compared = [i for i, weight in enumerate(weights) if weight.is_compared]
             if count := len(compared):
                 draws = torch.Generator("cpu").manual_seed(step // count)
-                order = torch.randperm(count, generator=draws, device="cpu")
+                order = torch.randperm(count, generator=draws, dtype=torch.int64, device="cpu")
                 error = self._judge(comm, compared[order[step % count]], step) or error
         raise_in_all(self._comms, error)
 
