@@ -114,8 +114,8 @@ def prepare(
     makers["scale"] = lambda: backend.compute_scale(numerics, shards)
     makers["cast"] = lambda: backend.partial_cast(numerics, shards, masters)
     pairs = zip(storages, shards, strict=True)
-    whole = [replace(shard, whole=whole_rows_of(storage, shard)) for storage, shard in pairs]
-    if backend.reads_once and all(shard.whole == shard.extent for shard in whole):
+    whole = [replace(s, whole=whole_rows_of(storage, s, backend)) for storage, s in pairs]
+    if all(shard.whole == shard.extent for shard in whole):
         makers["one pass"] = lambda: backend.partial_amax_cast(numerics, whole, masters)
     if first.derived_names:
         makers["transpose"] = lambda: backend.transpose(numerics, shards)

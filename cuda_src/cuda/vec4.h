@@ -83,10 +83,19 @@ struct Four {
         }
     }
 
+    // Let values be made again where they are used again: kept, they would take more registers.
+    ZEROCAST_FN void forget_values() {
+#ifdef __CUDA_ARCH__
+        asm volatile("" : "+r"(word[0]), "+r"(word[1]), "+r"(word[2]), "+r"(word[3]));
+#endif
+    }
+
+    // The first `count`, or all.
     template <class T>
-    ZEROCAST_FN void load_one_by_one(const T* from) {
+    ZEROCAST_FN void load_one_by_one(const T* from, int count = 4) {
 #pragma unroll
         for (int j = 0; j < 4; j++) {
+            if (j >= count) continue;
             if constexpr (SAME<T, float>)
                 word[j] = (u32)Scalar::bits(global(from)[j]);
             else
@@ -185,6 +194,10 @@ ZEROCAST_FN i32 largest_of(const i32 (&m)[4]) {
 
 // What enters an amax buffer for elements whose largest magnitude has these bits: rounding is
 // monotonic, so the largest rounded magnitude is the rounded largest.
+template <class Nominal>
+ZEROCAST_FN i32 rounded_amax(i32 magnitude) {
+    return magnitude_bits<Scalar>(round_to<Nominal, Scalar>(Scalar::value(magnitude)));
+}
 ZEROCAST_FN i32 rounded_amax(i32 magnitude, i64 nominal) {
     return magnitude_bits<Scalar>(round_element(Scalar::value(magnitude), nominal));
 }

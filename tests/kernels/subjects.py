@@ -7,6 +7,7 @@ elements that are not the rank's, or *alone*, with nothing around it.
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -18,6 +19,7 @@ from tests.support.operations import (
     Written,
     nvfp4,
     per_tensor,
+    plane,
     run_operations,
     run_together,
 )
@@ -36,6 +38,7 @@ from zerocast.numerics import (
     MXNumerics,
     NVFP4Numerics,
     SharedByte,
+    TensorOperand,
 )
 
 Subject = Callable[..., Written]
@@ -104,6 +107,48 @@ def remembered(backend: Backend, alone: bool = False) -> Written:
     owned = [Extent(1 + i, 20_007 - i) for i in range(3)]
     weights = [Weight(scheme, [extent], alone=alone) for extent in owned]
     return run_together(backend, weights, 2 * [[marked(20_011, extent) for extent in owned]])
+
+
+def read_once(schemes: list[Scheme]) -> Subject:
+    """Weights of which one pass measures and casts what a rank holds whole, all in one launch: from
+    somewhere in the first row of blocks to the end, beyond which are larger values.
+    """
+
+    def run(backend: Backend, alone: bool = False) -> Written:
+        owned = [Extent(5, s.grid.numel) for s in schemes]
+        masters = [
+            torch.cat([marked(s.grid.numel, e), torch.full((s.grid.cols,), 1000.0)])
+            for s, e in zip(schemes, owned, strict=True)
+        ]
+        weights = [Weight(s, [e], alone=alone) for s, e in zip(schemes, owned, strict=True)]
+        return run_together(backend, weights, [masters], reads_once=True)
+
+    return run
+
+
+def expanded(backend: Backend, alone: bool = False) -> Written:
+    """Stored scales of one each block, of both dtypes, in layouts with everything: repeats and
+    padding, rows and columns exchanged, tiles cut off at both edges.
+    """
+    written: Written = {}
+    for numerics in (MXNumerics(), Float8Numerics(E4M3)):
+        grids = BlockGrid(37, 1030, 3, 1), BlockGrid(71, 90, 1, 5)
+        layouts = [ScaleLayout(grids[0], 3, 8, 16, padding=2),
+                   ScaleLayout(grids[1], 1, 1, 1, 1, col_repeat=5, transposed=True)]  # fmt: skip
+        first, second = (
+            replace(
+                plane(layout, scale_inv=torch.full(layout.shape, 9, dtype=numerics.scale_dtype)),
+                compact=torch.arange(layout.grid.num_blocks)
+                .remainder(251)
+                .to(numerics.scale_dtype),
+            )
+            for layout in layouts
+        )
+        backend.expand_scales(numerics, [TensorOperand((first, second))])()
+        for name, made in (("first", first), ("second", second)):
+            assert made.scale_inv is not None
+            written[f"{name} plane of {numerics}"] = made.scale_inv
+    return written
 
 
 def chosen(
@@ -224,6 +269,28 @@ SUBJECTS: dict[str, Subject] = {
     "fp8 rows": part(
         two_planes(Float8Numerics(E5M2), BlockGrid(70, 1027, 1, 1027), 70), 1029, 69 * 1027 + 3
     ),
+    "mx in one pass": read_once(
+        [
+            two_planes(MXNumerics(), BlockGrid(*shape, 1, 32), 32)
+            for shape in ((100, 358), (70, 644))
+        ]
+    ),
+    "squares of 32 in one pass": read_once(
+        [
+            Scheme(MXNumerics(), ScaleLayout(BlockGrid(*shape, 32, 32)))
+            for shape in ((150, 196), (64, 31))
+        ]
+    ),
+    "fp8 in one pass": read_once(
+        [
+            Scheme(Float8Numerics(E4M3), ScaleLayout(BlockGrid(*shape, 128, 128)))
+            for shape in ((270, 516), (260, 131))
+        ]
+    ),
+    "rows of 128 in one pass": read_once(
+        [Scheme(Float8Numerics(E4M3), ScaleLayout(BlockGrid(50, 384, 1, 128)))]
+    ),
+    "expanded": expanded,
     "delayed": remembered,
     "4-over-6": chosen("mse", 70, 1040, [16 * 1040, 40_001, 41_055, 69 * 1040 + 3], normal),
     "4-over-6, whole": chosen("mae", 16, 8192, [], near_ties),

@@ -361,6 +361,42 @@ def test_one_pass_over_whole_blocks_writes_what_two_passes_do(threads, data, kin
         assert_same_tensors(written, expected, f"on {name}, {scheme}, {extents}")
 
 
+@st.composite
+def in_patches(draw: st.DrawFn) -> Scheme:
+    """In the blocks that CUDA's kernel measures and casts in one pass."""
+    numerics = draw(st.sampled_from((*EIGHT_BITS, MXFP4)))
+    side = 32 if isinstance(numerics, MXNumerics) else 128
+    height = draw(st.sampled_from((1, side)))
+    cols = 2 * draw(st.integers(1, 330)) if draw(st.booleans()) else 4 * draw(st.integers(1, 170))
+    cols -= 0 if numerics is MXFP4 else draw(st.integers(0, 1))
+    shape = draw(st.one_of(st.integers(1, 70), st.integers(100, 300))), cols
+    second = BlockGrid(*shape, 32, 1) if (height, side) == (1, 32) and draw(st.booleans()) else None
+    layouts = [grid and ScaleLayout(grid) for grid in (BlockGrid(*shape, height, side), second)]
+    return Scheme(numerics, *layouts, round_to=draw(st.sampled_from(NOMINALS)))
+
+
+@pytest.mark.parametrize("name", EMULATED)
+@settings(max_examples=60)
+@given(
+    scheme=in_patches(),
+    ranks=st.integers(1, 3),
+    kind=st.sampled_from(KINDS),
+    seed=st.integers(0, 1000),
+)
+def test_one_pass_of_cuda_writes_what_two_passes_do(name, scheme, ranks, kind, seed):
+    """The same of CUDA's kernel: shards cut anywhere, masters of any dtype at any address, columns
+    that are no multiple of a vector, patches and tiles cut off at both edges.
+    """
+    numel = scheme.grid.numel
+    extents = draw_partition(numel, ranks, random.Random(seed))
+    odd = seed % 4
+    master = draw_values(kind, numel + odd, seed).to(NOMINALS[seed // 4 % 3])[odd:]
+    run = partial(run_together, steps=[[master]])
+    expected = run(ReferenceBackend(), [Weight(scheme, extents)])
+    written = run(COMPILED[name], [Weight(scheme, extents)], reads_once=True)
+    assert_same_tensors(written, expected, f"{scheme}, {extents}")
+
+
 @pytest.mark.parametrize(
     ("threads", "rows", "cols"), [(2, 35, 4128), (4, 1000, 288), (3, 3, 80_032), (1, 1100, 160)]
 )

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 
 import zerocast
 from zerocast.backends.cuda import Arguments, Kernel, compiler, kernel_cache
-from zerocast.backends.cuda.backend import _tiled
+from zerocast.backends.cuda.cuts import tiled
 from zerocast.backends.cuda.device import WORDS, DeviceLauncher
 from zerocast.backends.cuda.sources import cuda_sources
 from zerocast.backends.cuda.tiling import (
@@ -373,9 +373,9 @@ def test_rows_that_no_thread_steps_over_are_refused():
     for block in ((16, 16), (1, 32)):
         grid = BlockGrid(64, 2**28, *block)
         with pytest.raises(BackendError, match=r"rows of fewer than 268435456 .*got BlockGrid"):
-            _tiled([(grid, None, Extent(0, 5))])
+            tiled([(grid, None, [Extent(0, 5)])])
     grid = BlockGrid(64, 2**28 - 16, 16, 16)
-    assert _tiled([(grid, None, Extent(0, 5))])[0] == "Tile"
+    assert tiled([(grid, None, [Extent(0, 5)])])[0] == "Tile"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -31,9 +31,11 @@ SOURCES = {
     "select": ("4-over-6", "4-over-6, cut"),
     "compute_scale_delayed": ("delayed",),
     "partial_cast": (*PLANES, "delayed", *ROW_BLOCKS),
+    "partial_amax_cast": ("mx in one pass", "fp8 in one pass"),
     "transpose": PLANES,
     "dequantize": (*PLANES, *ROW_BLOCKS),
     "fused_op": ("silu",),
+    "expand_scales": ("expanded",),
 }
 # The files of the fused kernel.
 KERNEL, TILE, PLANE = "cuda/fused_op.cu", "cuda/fused_tile.h", "cuda/fused_plane.h"
@@ -130,6 +132,8 @@ def test_an_element_too_many_or_too_few(
         ("partial_amax", "c < shape.cols", "c < shape.cols - 1"),
         ("partial_cast", "c < shape.cols", "c < shape.cols - 1"),
         ("partial_cast", "shape.first_column(shard.rowwise.grid)", "shape.col"),
+        ("expand_scales", "plane.transposed ? 1 :", "plane.transposed ? 2 :"),
+        ("expand_scales", "tile.plane == 0 ? target.rowwise", "tile.plane <= 1 ? target.rowwise"),
         ("partial_select", "+ width(n) <= shard.end", "+ width(n) <= shard.end + 1"),
         ("partial_select", "e < end", "e < end - 1"),
         ("partial_select", "element >= shard.start", "element + 1 >= shard.start"),
@@ -148,6 +152,40 @@ def test_an_element_too_many_or_too_few(
 def test_one_too_many_or_too_few(source: str, right: str, wrong: str) -> None:
     """An off-by-one in blocks, rows and histories shows."""
     assert is_caught(Mistake(source, f"cuda/{source}.cu", right, wrong))
+
+
+@pytest.mark.parametrize(
+    ("subject", "right", "wrong"),
+    [
+        ("fp8", "turn_ ^= 1", "turn_ = 0"),
+        ("fp8", "(place.rows_left - 1) / P::DOWN", "place.rows_left / P::DOWN"),
+        ("fp8", "k < count", "k < count - 1"),
+        ("fp8", "b * A_BYTE < left", "b * A_BYTE + 1 < left"),
+        ("mx", "patch_col < cols ?", "patch_col < cols + 512 ?"),
+        ("mx", "cols_ - 4", "cols_ - 3"),
+        ("mx", "vector * P::DOWN < rows_left", "vector * P::DOWN + 1 < rows_left"),
+        ("mx", "reversed<2>(j)", "j"),
+        ("mx", "col < cols_ && place.patch_row", "col <= cols_ && place.patch_row"),
+    ],
+)
+def test_a_wrong_line_of_one_pass(subject: str, right: str, wrong: str) -> None:
+    """Edges of patches, and which lane holds what, show."""
+    mistake = Mistake("partial_amax_cast", "cuda/partial_amax_cast.cu", right, wrong)
+    assert is_caught(mistake, (f"{subject} in one pass",))
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("col + k >= cols || i", "col + k > cols || i"),
+        ("left >= 4 &&", "left >= 3 &&"),
+        ("row < rows ? scales", "row <= rows ? scales"),
+        ("row >= plane.padded_rows", "row + 1 >= plane.padded_rows"),
+    ],
+)
+def test_scales_past_an_edge(right: str, wrong: str) -> None:
+    """A stored scale too many or too few, at an edge of the blocks or of the padding, shows."""
+    assert is_caught(Mistake("expand_scales", "cuda/planes.h", right, wrong))
 
 
 @pytest.mark.parametrize(

@@ -360,9 +360,10 @@ def _cast(
     slots = reversed(range(len(owned)))
     shards = [shard for weight in weights for shard in weight.begin(slots)]
     if reads_once:
+        grids = [[each.plane.grid for each in shard.cast_planes] for shard in shards]
         shards = [
-            replace(s, whole=whole_rows([each.plane.grid for each in s.cast_planes], s.extent))
-            for s in shards
+            replace(s, whole=whole_rows(g, s.extent)) if backend.reads_once(numerics, g) else s
+            for s, g in zip(shards, grids, strict=True)
         ]
     cast = backend.partial_cast(numerics, shards, masters)
     casts_first = isinstance(numerics, Float8DelayedNumerics)

@@ -24,6 +24,7 @@ from zerocast.backends.fused_ops import fused_row, with_casts
 from zerocast.backends.launches import nothing, with_empty_shards
 from zerocast.backends.reference import ReferenceBackend
 from zerocast.errors import BackendError
+from zerocast.layout import BlockGrid
 from zerocast.numerics import (
     AdamWUpdate,
     CodeCopy,
@@ -57,7 +58,6 @@ class CpuBackend:
     """
 
     name = "cpu"
-    reads_once = True
 
     def __init__(self, isa: str | None = None, threads: int | None = None) -> None:
         self._library = native_library.load()
@@ -75,6 +75,9 @@ class CpuBackend:
     def partial_amax(self, operands: Sequence[TensorOperand], masters: Masters) -> Launch:
         rows = _cast_rows(operands, masters)
         return self._launch("partial_amax", None, rows, (operands, masters))
+
+    def reads_once(self, numerics: Numerics, grids: Sequence[BlockGrid]) -> bool:
+        return True
 
     def partial_amax_cast(
         self, numerics: Numerics, operands: Sequence[TensorOperand], masters: Masters

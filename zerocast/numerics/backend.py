@@ -7,6 +7,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
+from zerocast.layout import BlockGrid
 from zerocast.numerics.adamw import AdamWUpdate
 from zerocast.numerics.fused_ops import FusedOperand
 from zerocast.numerics.numerics import Numerics, NVFP4Numerics
@@ -36,8 +37,6 @@ class Backend(Protocol):
     """
 
     name: str
-    reads_once: bool
-    """Whether it has :meth:`partial_amax_cast`."""
 
     def partial_amax(self, operands: Sequence[TensorOperand], masters: Masters) -> Launch:
         """Raise ``tensor_amax`` and the block amaxes of planes that are cast to the largest
@@ -46,6 +45,12 @@ class Backend(Protocol):
         The buffers must be zero, or hold what earlier shards left: the launch takes maxima, it does
         not clear. Infinities are kept as ``INFINITY_BITS``, every NaN becomes ``NAN_BITS``. Work
         follows the shard.
+        """
+        ...
+
+    def reads_once(self, numerics: Numerics, grids: Sequence[BlockGrid]) -> bool:
+        """Whether :meth:`partial_amax_cast` takes planes in these blocks, one grid a plane that is
+        cast, where scales belong to blocks alone.
         """
         ...
 

@@ -80,8 +80,8 @@ class CastSteps:
         self._of_updates: list[Callable[[], LaunchUpdates]] = []
         self._updates: list[LaunchUpdates] | None = None  # made when there are any
         self.writes_early = self.chooses_scales = False
-        if backend.reads_once and not judges_amaxes:
-            operands = [(storage, _read_once(storage, operand)) for storage, operand in operands]
+        if not judges_amaxes:
+            operands = [(s, _read_once(s, operand, backend)) for s, operand in operands]
         by_recipe: dict[Recipe, list[int]] = {}
         for i, (storage, _) in enumerate(operands):
             by_recipe.setdefault(storage.recipe, []).append(i)
@@ -146,17 +146,22 @@ class CastSteps:
             launches["select"].append(backend.select(numerics, operands))
 
 
-def _read_once(storage: QuantizedStorage, operand: TensorOperand) -> TensorOperand:
+def _read_once(
+    storage: QuantizedStorage, operand: TensorOperand, backend: Backend
+) -> TensorOperand:
     """The operand with what one pass measures and casts of it."""
-    whole = whole_rows_of(storage, operand)
+    whole = whole_rows_of(storage, operand, backend)
     return replace(operand, whole=whole) if whole else operand
 
 
-def whole_rows_of(storage: QuantizedStorage, operand: TensorOperand) -> Extent:
-    """What one pass measures and casts of an operand: rows of blocks that no other rank has a part
-    in, under scales that belong to blocks alone.
+def whole_rows_of(storage: QuantizedStorage, operand: TensorOperand, backend: Backend) -> Extent:
+    """What one pass of ``backend`` measures and casts of an operand: rows of blocks that no other
+    rank has a part in, under scales that belong to blocks alone.
     """
     recipe = storage.recipe
     if recipe.scales_tensor or recipe.casts_before_reduction or storage.shared_amaxes():
         return NOTHING
-    return whole_rows([each.plane.grid for each in operand.cast_planes], operand.extent)
+    grids = [each.plane.grid for each in operand.cast_planes]
+    if not backend.reads_once(recipe.numerics, grids):
+        return NOTHING
+    return whole_rows(grids, operand.extent)

@@ -16,6 +16,16 @@ import torch
 from zerocast.backends import tables
 from zerocast.backends.cuda import tiling
 from zerocast.backends.cuda.code_copies import copy_codes
+from zerocast.backends.cuda.cuts import (
+    by_blocks,
+    not_whole,
+    patch_template,
+    reads_once,
+    scale_cut,
+    scale_cuts,
+    second_grid,
+    tiled,
+)
 from zerocast.backends.cuda.delayed import scales_by_callable
 from zerocast.backends.cuda.fused_ops import fused_op
 from zerocast.backends.cuda.launcher import Kernel, Launcher
@@ -25,7 +35,7 @@ from zerocast.backends.launches import in_turn, nothing, with_empty_shards
 from zerocast.backends.update_then_cast import update_then_cast
 from zerocast.errors import BackendError
 from zerocast.formats import packed_columns
-from zerocast.layout import BlockGrid, Extent, ScaleLayout, ceil_div
+from zerocast.layout import BlockGrid, Extent
 from zerocast.numerics import (
     AdamWUpdate,
     CodeCopy,
@@ -38,7 +48,6 @@ from zerocast.numerics import (
     Masters,
     Numerics,
     NVFP4Numerics,
-    PlaneBuffers,
     SharedByte,
     TensorOperand,
 )
@@ -48,9 +57,6 @@ THREADS = 128
 
 SQUARE_THREADS = 256
 """Of a block of ``transpose.cu``."""
-
-TILE, ROW_BLOCK_TILE = "Tile", "Tile32x256"
-"""The shapes of tiles that kernels are compiled for: structs of ``tiles.h``."""
 
 
 class CudaBackend:
@@ -62,7 +68,6 @@ class CudaBackend:
     """
 
     name = "cuda"
-    reads_once = False
 
     def __init__(self, launcher: Launcher) -> None:
         self.launcher = launcher
@@ -70,13 +75,27 @@ class CudaBackend:
 
     # --- operations on shards ---
 
+    def reads_once(self, numerics: Numerics, grids: Sequence[BlockGrid]) -> bool:
+        return reads_once(numerics, grids)
+
     def partial_amax(self, operands: Sequence[TensorOperand], masters: Masters) -> Launch:
-        return self._cast("partial_amax", (), [], operands, masters)
+        parts = [(shard, [shard.extent]) for shard in operands]
+        return self._cast("partial_amax", (), [], parts, masters)
 
     def partial_amax_cast(
         self, numerics: Numerics, operands: Sequence[TensorOperand], masters: Masters
     ) -> Launch:
-        raise BackendError("the cuda backend reads masters twice: partial_amax, then partial_cast.")
+        fields = tables.numerics_fields(numerics, self.name)
+        numerics_class = tables.numerics_class(numerics)
+        launch = self._cast("partial_amax", (), [], not_whole(operands), masters)
+        for blocks, whole in by_blocks(operands).items():
+            template, threads = patch_template(blocks)
+            kernel = Kernel("partial_amax_cast", threads, (numerics_class, *template))
+            cuts: list[list[Cut]] = [[(tiling.patch_tiles, s.grid, s.whole)] for s in whole]
+            grids = [shard.grid for shard in whole]
+            one_pass = self._on_masters(kernel, fields, whole, grids, cuts, masters)
+            launch = in_turn(launch, one_pass)
+        return launch
 
     def adamw(self, updates: Sequence[AdamWUpdate]) -> Launch:
         updates = [update for update in updates if update.master.numel()]
@@ -125,7 +144,7 @@ class CudaBackend:
         if isinstance(numerics, NVFP4Numerics) and numerics.stochastic_rounding:
             encoder = "StochasticVec4"
         template = tables.numerics_class(numerics), encoder
-        return self._cast("partial_cast", template, fields, operands, masters)
+        return self._cast("partial_cast", template, fields, not_whole(operands), masters)
 
     # --- operations on whole weights ---
 
@@ -153,14 +172,14 @@ class CudaBackend:
             return self._close_delayed(numerics, rows, operands)
         fields = tables.numerics_fields(numerics, self.name)
         kernel = Kernel("compute_scale", THREADS, (tables.numerics_class(numerics),))
-        cuts = [_scale_cuts(operand.scaled_planes) for operand in operands]
+        cuts = [scale_cuts(operand.scaled_planes) for operand in operands]
         return self._tables.launch(kernel, rows, cuts, fields, operands)
 
     def expand_scales(self, numerics: Numerics, operands: Sequence[TensorOperand]) -> Launch:
         stored = "float" if numerics.scale_dtype == torch.float32 else "u8"
         kernel = Kernel("expand_scales", THREADS, (stored,))
         rows = [tables.expand_row(operand, self._address) for operand in operands]
-        cuts = [_scale_cuts(operand.planes) for operand in operands]
+        cuts = [scale_cuts(operand.planes) for operand in operands]
         return self._tables.launch(kernel, rows, cuts, [], operands)
 
     def transpose(self, numerics: Numerics, operands: Sequence[TensorOperand]) -> Launch:
@@ -176,7 +195,7 @@ class CudaBackend:
             weight: list[Cut] = [(tiling.plane_tiles, 0, shape, tiling.SQUARE)]
             columnwise = operand.planes[1]
             if columnwise.scale_inv is not None:
-                weight.insert(0, _scale_cut(1, columnwise.plane.scales, tiling.COPIED_SCALES))
+                weight.insert(0, scale_cut(1, columnwise.plane.scales, tiling.COPIED_SCALES))
             cuts.append(weight)
         table_rows = [tables.transpose_row(numerics, o, self._address) for o in operands]
         return self._tables.launch(kernel, table_rows, cuts, [], operands)
@@ -186,8 +205,8 @@ class CudaBackend:
         if numerics.fmt.bits == 4:
             for operand in operands:
                 _check_whole_bytes(operand.grid.cols)
-        shape, grids, cuts = _tiled(
-            [(operand.grid, None, Extent(0, operand.grid.numel)) for operand in operands]
+        shape, grids, cuts = tiled(
+            [(operand.grid, None, [Extent(0, operand.grid.numel)]) for operand in operands]
         )
         kernel = Kernel("dequantize", THREADS, (tables.numerics_class(numerics), shape))
         rows = [
@@ -218,12 +237,16 @@ class CudaBackend:
         name: str,
         template: tuple[str, ...],
         fields: list[int],
-        operands: Sequence[TensorOperand],
+        parts: Sequence[tuple[TensorOperand, list[Extent]]],
         masters: Masters,
     ) -> Launch:
-        """The launch of a kernel that reads masters, over the shape of tiles that serves them."""
-        shards = [shard for shard in operands if shard.extent]
-        shape, grids, cuts = _tiled([(s.grid, _second_grid(s), s.extent) for s in shards])
+        """The launch of a kernel that reads parts of masters, over the shape of tiles that serves
+        them.
+        """
+        parts = [(shard, [e for e in extents if e]) for shard, extents in parts]
+        parts = [(shard, extents) for shard, extents in parts if extents]
+        shards = [shard for shard, _ in parts]
+        shape, grids, cuts = tiled([(s.grid, second_grid(s), extents) for s, extents in parts])
         kernel = Kernel(name, THREADS, (*template, shape))
         return self._on_masters(kernel, fields, shards, grids, cuts, masters)
 
@@ -280,59 +303,6 @@ class CudaBackend:
                 "one of those."
             )
         return tensor.data_ptr()
-
-
-def _tiled(
-    planes: Sequence[tuple[BlockGrid, BlockGrid | None, Extent]],
-) -> tuple[str, list[BlockGrid], list[list[Cut]]]:
-    """The shape of tiles that the weights of a launch are cut into, a struct of tiles.h, by their
-    grids, second ones, and the elements that are visited; the grids as tiles see them; the cuts.
-
-    One launch has one shape of tiles, so that its number does not depend on the weights.
-    """
-    for grid, _, _ in planes:
-        if grid.num_blocks > 1 and grid.cols >= tiling.MAX_COLS:
-            raise BackendError(
-                f"the cuda backend takes rows of fewer than {tiling.MAX_COLS} elements in blocks, "
-                f"got {grid}; cast this weight under use_backend('reference')."
-            )
-    others = [(g, second) for g, second, _ in planes if not tiling.has_row_blocks(g, second)]
-    alone = all(second is None for _, second, _ in planes)
-    if others and not alone:
-        grid, second = others[0]
-        raise BackendError(
-            "the cuda backend casts a second plane in blocks of one column beside blocks of one "
-            f"row, 16, 32, 64, 128, a multiple of 256 or all of its columns wide, got {grid} and "
-            f"{second}; cast this weight under use_backend('reference')."
-        )
-    cuts: list[list[Cut]] = []
-    if others or (alone and all(grid.num_blocks == 1 for grid, _, _ in planes)):
-        grids = [tiling.tiled_grid(grid) for grid, _, _ in planes]
-        for grid, (_, _, extent) in zip(grids, planes, strict=True):
-            cuts.append([(tiling.shard_tiles, grid, extent)])
-        return TILE, grids, cuts
-    for grid, second, extent in planes:
-        block_h = grid.rows if second is None else second.block_h
-        cuts.append([(tiling.row_block_tiles, grid, block_h, extent)])
-    return ROW_BLOCK_TILE, [grid for grid, _, _ in planes], cuts
-
-
-def _second_grid(shard: TensorOperand) -> BlockGrid | None:
-    """The blocks of a second plane that is cast."""
-    planes = shard.cast_planes
-    return planes[1].plane.grid if len(planes) > 1 else None
-
-
-def _scale_cuts(planes: Sequence[PlaneBuffers]) -> list[Cut]:
-    """How the stored planes of a weight are cut."""
-    return [_scale_cut(i, each.plane.scales, tiling.SCALES) for i, each in enumerate(planes)]
-
-
-def _scale_cut(plane: int, layout: ScaleLayout, tile: tuple[int, int]) -> Cut:
-    """How a stored plane is cut: by the stored rows of a block."""
-    repeat = layout.col_repeat if layout.transposed else layout.row_repeat
-    rows, cols = layout.shape
-    return tiling.plane_tiles, plane, (ceil_div(rows, repeat), cols), tile
 
 
 def _squared(numerics: NVFP4Numerics) -> tuple[str]:

@@ -34,6 +34,10 @@ columns."""
 SQUARE = 128, 128
 """A tile that is transposed: bytes along both sides."""
 
+PATCHES = 16
+"""Patches of a tile of partial_amax_cast, of 1,024 elements each; twice as many where sixteen warps
+hold a block."""
+
 CHOSEN = 1, 8
 """A tile of select: rows of blocks, and blocks side by side."""
 
@@ -123,6 +127,42 @@ def row_block_tiles(
         met.row * met.blocks_w + block_col,
     ]
     return torch.stack(fields, dim=1)
+
+
+def patch_tiles(
+    weights: Sequence[int], grids: Sequence[BlockGrid], extents: Sequence[Extent]
+) -> torch.Tensor:
+    """The tiles of patches of each grid that make up its extent: rows of whole blocks of 1x32,
+    32x32, 1x128 or 128x128.
+
+    Returns:
+        int64 [tiles, 4], the fields of ``PatchTile``.
+    """
+    table, downs, acrosses = [], [], []
+    for weight, grid, extent in zip(weights, grids, extents, strict=True):
+        side = grid.block_w
+        rows = 1024 // side  # of a patch
+        patches = PATCHES
+        if grid.block_h > rows:
+            warps = side // rows
+            down, patches = warps, 2 * warps
+        else:
+            warps = 4
+            across = min(PATCHES, 1 << (ceil_div(grid.cols, side) - 1).bit_length())
+            down = PATCHES // across
+        height, width = down * rows, patches // down * side
+        begin, end = extent.start // grid.cols, extent.end // grid.cols
+        table.append((weight, grid.cols, begin, end, side, height, width, down, warps))
+        downs.append(ceil_div(end - begin, height))
+        acrosses.append(ceil_div(grid.cols, width))
+    fields, group, column = _laid_out(table, [0] * len(table), downs, acrosses)
+    weight_of, cols, begin_of, end_of, side_of, height_of, width_of, down_of, warps_of = fields
+    row, col = begin_of + group * height_of, column * width_of
+    columns = (torch.minimum(cols - col, width_of) + side_of - 1) // side_of  # of patches
+    steps = (columns * down_of + warps_of - 1) // warps_of
+    log2_down = down_of.double().log2().long()
+    first = weight_of + (log2_down << 32) + (steps << 48)
+    return torch.stack([first, row, torch.minimum(row + height_of, end_of), col], dim=1)
 
 
 def plane_tiles(

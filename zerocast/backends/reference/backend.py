@@ -21,6 +21,7 @@ from zerocast.backends.reference.scales import advance, decode_multipliers, scal
 from zerocast.backends.subnormals import keeping_subnormals
 from zerocast.backends.update_then_cast import update_then_cast
 from zerocast.formats import decode, encode, pack_nibbles, packed_columns, unpack_nibbles
+from zerocast.layout import BlockGrid
 from zerocast.numerics import (
     AdamWUpdate,
     CodeCopy,
@@ -47,10 +48,12 @@ class ReferenceBackend:
     """
 
     name = "reference"
-    reads_once = True
 
     def partial_amax(self, operands: Sequence[TensorOperand], masters: Masters) -> Launch:
         return _for_shards(operands, lambda shard: raise_amaxes(shard, rounded(shard, masters)))
+
+    def reads_once(self, numerics: Numerics, grids: Sequence[BlockGrid]) -> bool:
+        return True
 
     def partial_amax_cast(
         self, numerics: Numerics, operands: Sequence[TensorOperand], masters: Masters

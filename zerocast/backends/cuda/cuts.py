@@ -1,0 +1,117 @@
+"""How the weights of a launch are cut into tiles, and which parts of them a launch visits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from zerocast.backends.cuda import tiling
+from zerocast.backends.cuda.tiling import Cut
+from zerocast.errors import BackendError
+from zerocast.layout import BlockGrid, Extent, ScaleLayout, ceil_div
+from zerocast.numerics import (
+    Float8Numerics,
+    MXNumerics,
+    Numerics,
+    PlaneBuffers,
+    TensorOperand,
+)
+
+ONE_READ: dict[type[Numerics], int] = {MXNumerics: 32, Float8Numerics: 128}
+"""The columns of the blocks that one pass measures and casts."""
+
+TILE, ROW_BLOCK_TILE = "Tile", "Tile32x256"
+"""The shapes of tiles that kernels are compiled for: structs of ``tiles.h``."""
+
+
+def reads_once(numerics: Numerics, grids: Sequence[BlockGrid]) -> bool:
+    """Whether partial_amax_cast.cu takes planes in these blocks."""
+    (first, *others), side = grids, ONE_READ.get(type(numerics))
+    if first.block_w != side or first.block_h not in (1, side) or first.cols >= tiling.MAX_COLS:
+        return False
+    seconds = [(grid.block_h, grid.block_w) for grid in others]
+    return not others or (first.block_h == 1 and side == 32 and seconds == [(32, 1)])
+
+
+def by_blocks(
+    operands: Sequence[TensorOperand],
+) -> dict[tuple[int, int], list[TensorOperand]]:
+    """Those with rows of whole blocks, by the height and width of a block."""
+    found: dict[tuple[int, int], list[TensorOperand]] = {}
+    for operand in operands:
+        if operand.whole:
+            blocks = operand.grid.block_h, operand.grid.block_w
+            found.setdefault(blocks, []).append(operand)
+    return found
+
+
+def patch_template(blocks: tuple[int, int]) -> tuple[tuple[str, str], int]:
+    """What partial_amax_cast.cu is instantiated with for blocks of this height and width, beside
+    the numerics; the threads of a block.
+    """
+    height, side = blocks
+    template = str(side), "true" if height == side else "false"
+    return template, 512 if blocks == (128, 128) else 128
+
+
+def tiled(
+    planes: Sequence[tuple[BlockGrid, BlockGrid | None, list[Extent]]],
+) -> tuple[str, list[BlockGrid], list[list[Cut]]]:
+    """The shape of tiles that the weights of a launch are cut into, a struct of tiles.h, by their
+    grids, second ones, and the elements that are visited; the grids as tiles see them; the cuts.
+
+    One launch has one shape of tiles, so that its number does not depend on the weights.
+    """
+    for grid, _, _ in planes:
+        if grid.num_blocks > 1 and grid.cols >= tiling.MAX_COLS:
+            raise BackendError(
+                f"the cuda backend takes rows of fewer than {tiling.MAX_COLS} elements in blocks, "
+                f"got {grid}; cast this weight under use_backend('reference')."
+            )
+    others = [(g, second) for g, second, _ in planes if not tiling.has_row_blocks(g, second)]
+    alone = all(second is None for _, second, _ in planes)
+    if others and not alone:
+        grid, second = others[0]
+        raise BackendError(
+            "the cuda backend casts a second plane in blocks of one column beside blocks of one "
+            f"row, 16, 32, 64, 128, a multiple of 256 or all of its columns wide, got {grid} and "
+            f"{second}; cast this weight under use_backend('reference')."
+        )
+    cuts: list[list[Cut]] = []
+    if others or (alone and all(grid.num_blocks == 1 for grid, _, _ in planes)):
+        grids = [tiling.tiled_grid(grid) for grid, _, _ in planes]
+        for grid, (_, _, extents) in zip(grids, planes, strict=True):
+            cuts.append([(tiling.shard_tiles, grid, extent) for extent in extents])
+        return TILE, grids, cuts
+    for grid, second, extents in planes:
+        block_h = grid.rows if second is None else second.block_h
+        cuts.append([(tiling.row_block_tiles, grid, block_h, extent) for extent in extents])
+    return ROW_BLOCK_TILE, [grid for grid, _, _ in planes], cuts
+
+
+def not_whole(operands: Sequence[TensorOperand]) -> list[tuple[TensorOperand, list[Extent]]]:
+    """Of each shard what one pass does not measure and cast: the elements before and after."""
+
+    def ends(extent: Extent, whole: Extent) -> list[Extent]:
+        if not whole:
+            return [extent]
+        return [Extent(extent.start, whole.start), Extent(whole.end, extent.end)]
+
+    return [(shard, ends(shard.extent, shard.whole)) for shard in operands]
+
+
+def second_grid(shard: TensorOperand) -> BlockGrid | None:
+    """The blocks of a second plane that is cast."""
+    planes = shard.cast_planes
+    return planes[1].plane.grid if len(planes) > 1 else None
+
+
+def scale_cuts(planes: Sequence[PlaneBuffers]) -> list[Cut]:
+    """How the stored planes of a weight are cut."""
+    return [scale_cut(i, each.plane.scales, tiling.SCALES) for i, each in enumerate(planes)]
+
+
+def scale_cut(plane: int, layout: ScaleLayout, tile: tuple[int, int]) -> Cut:
+    """How a stored plane is cut: by the stored rows of a block."""
+    repeat = layout.col_repeat if layout.transposed else layout.row_repeat
+    rows, cols = layout.shape
+    return tiling.plane_tiles, plane, (ceil_div(rows, repeat), cols), tile
