@@ -220,7 +220,7 @@ def others(machine: Machine, recipe: str, rounds: int) -> Result:
     shape = max(next(iter(machine.sets.values())), key=math.prod)
     work = prepare_rank_0(machine.backend, RECIPES[recipe], [shape], 1, machine.device)
     (x,) = (m.view(s.shape) for m, s in zip(work.masters.tensors, work.storages, strict=True))
-    casts: dict[str, Work] = {"zerocast": lambda: run_all(list(work.steps.values())[:-1])}
+    casts: dict[str, Work] = {"zerocast": lambda: run_all(work.cast)}
     theirs = {"torch": PLAIN[recipe]}
     if (torchao := torchao_casts().get(recipe.upper())) is not None:
         theirs[f"torchao {TORCHAO}"] = torchao
@@ -259,7 +259,6 @@ def measure(machine: Machine, name: str, recipe: str, world_size: int, rounds: i
             "moved_over_must": (must + work.tables[step]) / must if must else 1.0,
             "launches": launcher.launches - before + (step == "memset"),
         }
-    cast = [launch for step, launch in work.steps.items() if step != "transpose"]
     return {
         "set": name,
         "recipe": recipe,
@@ -267,7 +266,7 @@ def measure(machine: Machine, name: str, recipe: str, world_size: int, rounds: i
         "weights": len(work.storages),
         "owned": sum(shard.extent.size for shard in work.shards),
         "steps": steps,
-        "host_seconds": host_seconds(lambda: run_all(cast), rounds, machine.wait),
+        "host_seconds": host_seconds(lambda: run_all(work.cast), rounds, machine.wait),
         "one_by_one_seconds": clock(one_by_one(backend, RECIPES[recipe], work)),
     }
 

@@ -75,6 +75,12 @@ class RankSteps:
     shards: list[TensorOperand]
     masters: Masters
 
+    @property
+    def cast(self) -> list[Work]:
+        """Those that a cast runs: amax and cast, or the one pass in their place."""
+        left_out = {"transpose", *(("amax", "cast") if "one pass" in self.steps else ())}
+        return [launch for step, launch in self.steps.items() if step not in left_out]
+
 
 def prepare(
     backend: Backend,

@@ -76,7 +76,8 @@ class CpuBackend:
         rows = _cast_rows(operands, masters)
         return self._launch("partial_amax", None, rows, (operands, masters))
 
-    def reads_once(self, numerics: Numerics, grids: Sequence[BlockGrid]) -> bool:
+    @staticmethod
+    def reads_once(numerics: Numerics, grids: Sequence[BlockGrid]) -> bool:
         return True
 
     def partial_amax_cast(

@@ -64,7 +64,11 @@ class CountingBackend:
             + _code_bytes(each, numerics, each.whole.size)
             for each in shards
         )
-        return self._launch("partial_amax_cast", shards, nbytes)
+        # Our kernel leaves what is not whole to partial_amax's.
+        kernels = any(each.whole for each in shards) + any(map(_left, shards))
+        return self._launch(
+            "partial_amax_cast", shards, nbytes, kernels if self.name == "cuda" else 1
+        )
 
     def partial_select(
         self, numerics: Numerics, operands: Sequence[TensorOperand], masters: Masters
@@ -92,8 +96,10 @@ class CountingBackend:
         self, numerics: Numerics, operands: Sequence[TensorOperand], masters: Masters
     ) -> Launch:
         shards, nbytes = _held(operands), 0
+        if self.name == "cuda":
+            shards = [each for each in shards if _left(each)]
         for each in shards:
-            left = each.extent.size - each.whole.size
+            left = _left(each)
             nbytes += _master_bytes(each, masters) * left // each.extent.size
             nbytes += _code_bytes(each, numerics, left)
         return self._launch("partial_cast", shards, nbytes)
@@ -103,13 +109,15 @@ class CountingBackend:
         nbytes = sum(_nbytes(plane.codes, plane.scale_inv) for plane in planes)
         return self._launch("transpose", operands, nbytes)
 
-    def _launch(self, name: str, operands: Sequence[TensorOperand], nbytes: int) -> Launch:
+    def _launch(
+        self, name: str, operands: Sequence[TensorOperand], nbytes: int, launches: int = 1
+    ) -> Launch:
         if not operands:
             return nothing
 
         def launch() -> None:
             work = self.work.setdefault(name, Work())
-            work.launches += 1
+            work.launches += launches
             work.nbytes += nbytes
 
         return launch
@@ -118,6 +126,11 @@ class CountingBackend:
 def _held(operands: Sequence[TensorOperand]) -> list[TensorOperand]:
     """Those of which this rank owns elements."""
     return [each for each in operands if each.extent]
+
+
+def _left(operand: TensorOperand) -> int:
+    """Elements that one pass does not measure and cast."""
+    return operand.extent.size - operand.whole.size
 
 
 def _nbytes(*buffers: torch.Tensor | None) -> int:

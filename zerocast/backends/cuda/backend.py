@@ -75,7 +75,8 @@ class CudaBackend:
 
     # --- operations on shards ---
 
-    def reads_once(self, numerics: Numerics, grids: Sequence[BlockGrid]) -> bool:
+    @staticmethod
+    def reads_once(numerics: Numerics, grids: Sequence[BlockGrid]) -> bool:
         return reads_once(numerics, grids)
 
     def partial_amax(self, operands: Sequence[TensorOperand], masters: Masters) -> Launch:

@@ -52,7 +52,8 @@ class ReferenceBackend:
     def partial_amax(self, operands: Sequence[TensorOperand], masters: Masters) -> Launch:
         return _for_shards(operands, lambda shard: raise_amaxes(shard, rounded(shard, masters)))
 
-    def reads_once(self, numerics: Numerics, grids: Sequence[BlockGrid]) -> bool:
+    @staticmethod
+    def reads_once(numerics: Numerics, grids: Sequence[BlockGrid]) -> bool:
         return True
 
     def partial_amax_cast(
