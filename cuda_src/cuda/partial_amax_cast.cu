@@ -116,8 +116,7 @@ class PatchCast {
             from = master + row * cols_ + Scalar::min(place.col, cols_ - 4);
         };
         auto ask = [&](int k) {
-            four[k].load_at_once(ahead(from, step * (u32)sizeof(T), Scalar::min(k, last)),
-                                 steps);
+            four[k].load_at_once(ahead(from, step * (u32)sizeof(T), Scalar::min(k, last)), steps);
         };
         find();
 #pragma unroll
@@ -166,8 +165,7 @@ class PatchCast {
                     read.load_one_by_one(master + place.row_of(k) * cols_ + place.col, left);
                 next(read);
             }
-            measure<T>(place, four,
-                       [&](i32 amax) { return rounded_amax(amax, shard_.round_to); });
+            measure<T>(place, four, [&](i32 amax) { return rounded_amax(amax, shard_.round_to); });
 #pragma unroll 1
             for (int k = 0; k < VECTORS; k++) {
                 Vec4 x = next(Four{}).template values<T>(), rounded;
@@ -232,13 +230,11 @@ class PatchCast {
         largest = largest_of_lanes<2>(of_columns, 8);
         int col = place.col + reversed<2>(lane / 8);
         mine = col < cols_ && place.patch_row < tile_.row_end;
-        float multiplier = multiplier_under(shard_.columnwise,
-                                            place.patch_row / SIDE * cols_ + col, largest, round,
-                                            mine);
+        float multiplier = multiplier_under(shard_.columnwise, place.patch_row / SIDE * cols_ + col,
+                                            largest, round, mine);
 #pragma unroll
         for (int j = 0; j < 4; j++) {
-            of_columns_[j] =
-                __shfl_sync(ALL_LANES, multiplier, lane % 8 + 8 * reversed<2>(j), 32);
+            of_columns_[j] = __shfl_sync(ALL_LANES, multiplier, lane % 8 + 8 * reversed<2>(j), 32);
         }
     }
 
