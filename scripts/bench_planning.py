@@ -1,12 +1,14 @@
 """What planning costs one rank of many, of which this process is the only one.
 
-    python scripts/bench_planning.py                      the table
-    python scripts/bench_planning.py 1000 16384 boundary  one row: weights, ranks, exchange
+    python scripts/bench_planning.py                       the table
+    python scripts/bench_planning.py 1000 16384 boundary   one row: weights, ranks, exchange
+    python scripts/bench_planning.py 1000 16384 optimizer  the same of a ZeroOptimizer
 
 A simulated group answers this rank's exchanges with what the others would have sent. Weights are
 1024x1024 of NVFP4 end to end in a flat layout, on the CPU, and of this rank's memory alone what
 CastPlan takes is counted, in a process of its own: the process's growth and its peak, after the
-weights and masters have been made.
+weights and masters have been made. A ZeroOptimizer's weights are smaller, for it moves them: its
+memory, of masters and buffers, is not counted.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from zerocast.layout import FlatLayout
 
 TABLE = [(1000, 64), (1000, 512), (1000, 2048), (1000, 16384), (10_000, 64), (100_000, 64)]
 SIDE = 1024
-"""Of a weight; 64 where there are so many that they would not fit here."""
+"""Of a weight; 64 where so many would not fit here, or an optimizer has them."""
 
 
 class OneOf(Communicator):
@@ -54,9 +56,8 @@ class OneOf(Communicator):
     all_reduce_sum_ = broadcast_ = all_reduce_max_  # type: ignore[assignment]
 
     def all_gather_(self, buffer: torch.Tensor, counts: Sequence[int] | None = None) -> None:
-        gathered = self._gathers.pop(0)
-        assert buffer.dtype == gathered.dtype
-        buffer.copy_(gathered)
+        if buffer.dtype == torch.int64:  # what is gathered later is this rank's, and zeros
+            buffer.copy_(self._gathers.pop(0))
 
     def _is_not_asked(self, *given: Any) -> Any:
         raise NotImplementedError
@@ -96,10 +97,30 @@ def plan(weights: int, ranks: int, exchange: str) -> tuple[float, int, int]:
     return seconds, resident() - held, max(0, peak - held)
 
 
+def optimizer(weights: int, ranks: int) -> float:
+    """CPU seconds of making a ZeroOptimizer."""
+    side, recipe = 64, zerocast.NVFP4BlockScaling()
+
+    def named(count: int) -> list[tuple[str, torch.Tensor]]:
+        made = (zerocast.empty((side, side), recipe, columnwise=False) for _ in range(count))
+        return [(f"layers.{i}.weight", torch.nn.Parameter(w)) for i, w in enumerate(made)]
+
+    zerocast.optim.ZeroOptimizer(named(1))  # loads what is loaded once
+    comm = OneOf(ranks // 2, ranks, FlatLayout((side * side,) * weights, ranks))
+    given, begin = named(weights), time.process_time()
+    made = zerocast.optim.ZeroOptimizer(given, group=comm)
+    seconds = time.process_time() - begin
+    assert len(made.named_weights) == weights
+    return seconds
+
+
 def main() -> None:
     """Print the table, each row by a process of its own, or one row."""
     if len(sys.argv) > 1:
         weights, ranks, exchange = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+        if exchange == "optimizer":
+            print(f"| {weights:,} | {ranks:,} | {exchange} | {optimizer(weights, ranks):.2f} | | |")
+            return
         seconds, grown, peak = plan(weights, ranks, exchange)
         print(
             f"| {weights:,} | {ranks:,} | {exchange} | {seconds:.2f} | {grown / 1e6:.1f} | "
@@ -110,7 +131,7 @@ def main() -> None:
     print("| weights | ranks | exchange | CPU s | MB held | MB at the peak |")
     print("|--:|--:|---|--:|--:|--:|", flush=True)
     for weights, ranks in TABLE:
-        for exchange in ("boundary", "full"):
+        for exchange in ("boundary", "full", "optimizer"):
             row = [sys.executable, __file__, str(weights), str(ranks), exchange]
             subprocess.run(row, check=True)
 

@@ -363,7 +363,7 @@ class StorageOnGpu(SimpleNamespace):
 
     device, derived_names, buffers = torch.device("cuda"), (), {}
 
-    def mark_rebuilt(self) -> None:
+    def watch(self, version) -> None:
         """Nothing is derived."""
 
 

@@ -1,5 +1,7 @@
 """Communicators on which a mistake about a gather that is under way shows."""
 
+import random
+import time
 from collections.abc import Callable, Sequence
 
 import torch
@@ -36,6 +38,48 @@ class GathersLate(RecordingCommunicator):
             self._under_way.remove(buffer.data_ptr())
 
         return wait
+
+
+class GathersShuffled(GathersLate):
+    """Its gathers arrive together, at the wait for the first of them, in an order that ``seed``
+    gives, the same on all ranks.
+    """
+
+    def __init__(self, comm: Communicator, seed: int) -> None:
+        super().__init__(comm)
+        self._random = random.Random(seed)
+        self._arrivals: list[Callable[[], None]] = []
+
+    def start_all_gather_(
+        self, buffer: torch.Tensor, counts: Sequence[int] | None = None
+    ) -> Callable[[], None]:
+        self._arrivals.append(super().start_all_gather_(buffer, counts))
+        return self._arrive
+
+    def _arrive(self) -> None:
+        self._random.shuffle(self._arrivals)
+        while self._arrivals:
+            self._arrivals.pop()()
+
+
+class GathersSlowly(RecordingCommunicator):
+    """One wire, on which each gather that was begun takes ``seconds`` after those before it."""
+
+    def __init__(self, comm: Communicator, seconds: float) -> None:
+        super().__init__(comm)
+        self._seconds, self._free_at = seconds, 0.0
+
+    def start_all_gather_(
+        self, buffer: torch.Tensor, counts: Sequence[int] | None = None
+    ) -> Callable[[], None]:
+        self._free_at = max(self._free_at, time.perf_counter()) + self._seconds
+        arrives_at, wait = self._free_at, super().start_all_gather_(buffer, counts)
+
+        def slow() -> None:
+            time.sleep(max(0.0, arrives_at - time.perf_counter()))
+            wait()
+
+        return slow
 
 
 class TakesAway(RecordingCommunicator):

@@ -48,7 +48,11 @@ class Matrices:
 
     def places(self, groups: Mapping[Communicator, Sequence[int]]) -> dict[Communicator, list[int]]:
         """Return, by group, the places of the matrices of the weights at the places given."""
-        return {comm: [at for i in places for at in self._of[i]] for comm, places in groups.items()}
+        return dict(zip(groups, self.of_each(groups.values()), strict=True))
+
+    def of_each(self, lists: Iterable[Sequence[int]]) -> list[list[int]]:
+        """Return, of each list of places of weights, those of their matrices."""
+        return [[at for i in places for at in self._of[i]] for places in lists]
 
     def owners(
         self, groups: Mapping[Communicator, Sequence[int]], owners: Mapping[Communicator, Owners]

@@ -64,6 +64,7 @@ class PreparedCast:
         self.addresses = Addresses(weights, specs)
         self.calls_functions = sum(_try_function(spec.storage) for spec in specs) > 0
         self.masters = Masters(self._matrices.count)
+        self._stages: Sequence[Sequence[int]] = ()
         self._is_in_graph = False
         self._in_graphs: list[CastSteps] = []  # which repeat them as long as the plan lives
         self._check_overlap(master_weights)
@@ -98,6 +99,11 @@ class PreparedCast:
         self.addresses.trust()
         for gather in self._collectives.code_gathers:
             gather.is_trusting = True
+
+    def divide(self, stages: Sequence[Sequence[int]]) -> None:
+        """Let each of ``stages``, places of weights, be cast by itself."""
+        self._stages = self._matrices.of_each(stages)
+        self._prepare()
 
     def follow_moves(self) -> None:
         """Prepare again where a weight has moved (``replace_raw_data``, ``.data =``) since the last
@@ -165,6 +171,7 @@ class PreparedCast:
             judges_amaxes=self.judges_amaxes,
             own_scales=self.own_scales,
             compact=self._collectives.compact,
+            stages=self._stages,
         )
 
 

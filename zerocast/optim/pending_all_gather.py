@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from zerocast.errors import UnsupportedError
 from zerocast.numerics import Launch
-from zerocast.tensors import QuantizedStorage, prepare_rebuild
+from zerocast.tensors import CastVersion, QuantizedStorage, prepare_rebuild
 
 
 class PendingAllGather:
@@ -54,8 +54,12 @@ class PendingAllGather:
         self._launches: list[Launch] = []
         self._addresses: list[int] | None = None
         weakref.finalize(self, _finish, self._waits)
+        # It casts nothing, and says when the copies of all weights were made.
+        self._version = CastVersion(rebuild_on_use=False)
+        weakref.finalize(self, self._version.retire)
         for storage in storages:
             storage.wait_pending = self.wait
+            storage.watch(self._version)
 
     def begin(self, gathers: Iterable[Callable[[], None]]) -> None:
         """Begin the gathers: ``gathers`` begins each of them and gives what waits for it.
@@ -124,8 +128,7 @@ class PendingAllGather:
             self._addresses, self._launches = addresses, prepare_rebuild(storages)
         for launch in self._launches:
             launch()
-        for storage in storages:
-            storage.mark_rebuilt()
+        self._version.mark_rebuilt()
 
     def _is_capturing(self) -> bool:
         return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()

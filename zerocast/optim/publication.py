@@ -8,6 +8,7 @@ from functools import partial
 import torch
 
 from zerocast.cast import CastPlan
+from zerocast.cast.staged_cast import StagedCast
 from zerocast.cast.verified import VerifyMode, check_mode
 from zerocast.errors import InputError, ZerocastError
 from zerocast.optim.adamw import FusedAdamW
@@ -24,6 +25,7 @@ class Publication:
         shards: the weights.
         verify: as for :class:`zerocast.CastPlan`.
         optimizer: who steps the masters: :class:`FusedAdamW` measures them for the cast as it does.
+        overlap_cast: whether a bucket of codes travels while the next is cast.
 
     Raises:
         InputError: on every rank, for another ``verify``, or one without quantized weights.
@@ -31,13 +33,19 @@ class Publication:
     """
 
     def __init__(
-        self, shards: ShardedWeights, verify: VerifyMode, optimizer: torch.optim.Optimizer
+        self,
+        shards: ShardedWeights,
+        verify: VerifyMode,
+        optimizer: torch.optim.Optimizer,
+        *,
+        overlap_cast: bool,
     ) -> None:
         self._shards, masters = shards, shards.held
         # By place this rank's master of each quantized weight; None where it owns nothing.
         self._masters = {i: masters.get(i) for i, w in enumerate(shards.weights) if w.kind.is_codes}
         self._plan: CastPlan | None = None
         self._verified = 0  # the cast that was compared last
+        self._staged: StagedCast | None = None
         if self._masters:
             weights = [shards.weights[i] for i in self._masters]
             self._plan = CastPlan(
@@ -49,6 +57,11 @@ class Publication:
                 exchange="boundary",
                 verify=verify,
             )
+            if overlap_cast:
+                place = {i: at for at, i in enumerate(self._masters)}
+                coded = [bucket for bucket in shards.buckets if bucket.kind.is_codes]
+                stages = [[place[i] for i in bucket.members] for bucket in coded]
+                self._staged = StagedCast(self._plan, stages)
         elif check_mode(verify) != "off":
             raise InputError(
                 f"verify={verify!r} compares the codes of quantized weights, and there are none; "
@@ -67,11 +80,33 @@ class Publication:
         if self._plan is not None:
             phases["compute_scale"] = self._compute_scale
             phases["all_gather_scales"] = self._plan.all_gather_scales
-        phases["all_gather"] = self._all_gather
+        if self._staged is not None:
+            del phases["partial_cast"]
+            phases["cast_and_all_gather"] = partial(self._cast_and_all_gather, self._staged)
+        else:
+            phases["all_gather"] = self._all_gather
         # Where uses of the weights wait for codes, that wait does it.
         if self._plan is not None and not self._shards.overlaps:
             phases["post_all_gather_processing"] = self._plan.post_all_gather_processing
         return phases
+
+    def _cast_and_all_gather(self, staged: StagedCast) -> None:
+        """Cast bucket after bucket, and gather each while the next are cast."""
+        waits, stage = list[Callable[[], None]](), 0
+        try:
+            for bucket in self._shards.buckets:
+                if bucket.kind.is_codes:
+                    staged.cast(stage)
+                    stage += 1
+                gathers = map(self._shards.comm.start_all_gather_, bucket.flats)
+                if bucket.pending is not None:
+                    bucket.pending.begin(gathers)  # uses of the weights wait for it
+                else:
+                    waits += gathers
+        finally:  # what has begun writes the weights until it is waited for
+            for wait in waits:
+                wait()
+        staged.plan.end_writing(_GATHER)
 
     def verify(self) -> None:
         """Compare the weights of the latest publication between ranks, once all are gathered.

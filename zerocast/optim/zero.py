@@ -101,17 +101,17 @@ class ZeroOptimizer(ShardedOptimizer):
         overlap_all_gather: whether a step returns while codes are on their way. Each quantized
             weight is waited for when it is first used, layer by layer in the next forward; plain
             weights are gathered when the step returns. The weights are the same, to the bit. See
-            "Note: gathers that overlap the forward" in :mod:`zerocast.optim.pending_all_gather`.
+            :mod:`zerocast.optim.pending_all_gather`.
         bucket_size: weights of one kind are gathered together in the order of ``params``, until
             they are so many elements; give parameters in the order in which they are used. By
-            default 2^23 with ``overlap_all_gather`` or ``overlap_grad_reduce``, and else all of a
-            kind at once.
+            default 2^23 with any of the options ``overlap_...``, and else all of a kind at once.
         gradient_dtype: in which gradients travel: bfloat16, float16 or float32, to which they are
             rounded. By default each in the dtype of its weight, which is its own.
         overlap_grad_reduce: whether gradients are sent while the backward pass goes on, bucket by
             bucket, and ``.grad`` is freed (ZeRO-2). Every rank then makes as many backward passes.
-            See "Note: gradients that overlap the backward" in
-            :mod:`zerocast.optim.gradient_overlap`.
+            See :mod:`zerocast.optim.gradient_overlap`.
+        overlap_cast: whether a step casts bucket by bucket, and gathers the codes of each while the
+            next are cast, where the transport can. The weights are the same, to the bit.
         shard: what of a weight one rank steps: "element", any part of it, for optimizers that
             update each element by itself; or "matrix", all of it, for those that look at a whole
             matrix, such as ``torch.optim.Muon``. Weights are then dealt to ranks, balanced by cost;
@@ -150,6 +150,7 @@ class ZeroOptimizer(ShardedOptimizer):
         bucket_size: int | None = None,
         gradient_dtype: torch.dtype | None = None,
         overlap_grad_reduce: bool = False,
+        overlap_cast: bool = False,
         shard: Literal["element", "matrix"] = "element",
         verify: VerifyMode = "off",
         **defaults: Any,
@@ -159,12 +160,13 @@ class ZeroOptimizer(ShardedOptimizer):
         with attempt:
             check_gradient_dtype(gradient_dtype)
             check_flag("overlap_grad_reduce", overlap_grad_reduce)
+            check_flag("overlap_cast", overlap_cast)
             groups, frozen = trainable_groups(params)
             super().__init__(groups, {})
             weights = collect_weights(self.param_groups)
             device = weights[0].param.device
             check_shardable(optimizer_class, defaults, list(map(options, groups)), device, shard)
-            if overlap_grad_reduce and bucket_size is None:
+            if (overlap_grad_reduce or overlap_cast) and bucket_size is None:
                 bucket_size = BUCKET_SIZE
             self._shards = ShardedWeights(self.comm, weights, overlap_all_gather, bucket_size)
             self._owners = MatrixOwners(self._shards) if shard == "matrix" else None
@@ -179,11 +181,12 @@ class ZeroOptimizer(ShardedOptimizer):
         self._inner.exchange_options(self.param_groups)
         made = (
             f"{optimizer_class.__name__} with {overlap_all_gather=}, {bucket_size=}, "
-            f"{gradient_dtype=}, {overlap_grad_reduce=}, {shard=}"
+            f"{gradient_dtype=}, {overlap_grad_reduce=}, {overlap_cast=}, {shard=}"
         )
         check_same_optimizer(self.comm, made, self.param_groups, self._shards.weights)
         self._shards.share_recipe_states()  # a plan is made of weights with equal states only
-        self._publication = Publication(self._shards, verify, self.inner)
+        publication = Publication(self._shards, verify, self.inner, overlap_cast=overlap_cast)
+        self._publication = publication
         release_gradients(self._shards)
         reducer = OverlappingReducer if overlap_grad_reduce else GradientReducer
         self._gradients = reducer(self._shards, gradient_dtype)

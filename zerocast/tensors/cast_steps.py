@@ -59,6 +59,8 @@ class CastSteps:
         judges_amaxes: whether nothing may be written before ``compute_scale``.
         own_scales: by place, where ranks gather scales, what this rank makes of them.
         compact: by place, all of these once gathered.
+        stages: the places of the weights that each stage of ``partial_cast`` writes; all are of one
+            where there are none.
 
     Attributes:
         writes_early: whether the first step writes codes: under delayed scaling, and of whole
@@ -75,10 +77,13 @@ class CastSteps:
         judges_amaxes: bool = False,
         own_scales: Mapping[int, Mapping[str, OwnScales]] = MappingProxyType({}),
         compact: Mapping[int, Mapping[str, torch.Tensor]] = MappingProxyType({}),
+        stages: Sequence[Sequence[int]] = (),
     ) -> None:
         self._launches: dict[str, list[Launch]] = {step: [] for step in STEPS}
         self._of_updates: list[Callable[[], LaunchUpdates]] = []
         self._updates: list[LaunchUpdates] | None = None  # made when there are any
+        self._stages: list[int] = []  # of each launch of partial_cast
+        stage_of = {i: stage for stage, places in enumerate(stages) for i in places}
         self.writes_early = self.chooses_scales = False
         if not judges_amaxes:
             operands = [(s, _read_once(s, operand, backend)) for s, operand in operands]
@@ -87,8 +92,11 @@ class CastSteps:
             by_recipe.setdefault(storage.recipe, []).append(i)
         for recipe, alike in by_recipe.items():
             cast = [operands[i][1] for i in alike]
+            by_stage: dict[int, list[TensorOperand]] = {}
+            for i in alike:
+                by_stage.setdefault(stage_of.get(i, 0), []).append(operands[i][1])
             scaled = [scale_operand(operands[i][1], own_scales.get(i, {})) for i in alike]
-            self._prepare(backend, recipe, cast, scaled, masters, judges_amaxes)
+            self._prepare(backend, recipe, cast, by_stage, scaled, masters, judges_amaxes)
         storages = [storage for storage, _ in operands]
         self._launches["expand_scales"] = prepare_expansion(storages, compact, backend)
         self._launches["transpose"] = prepare_rebuild(storages, backend)
@@ -108,11 +116,18 @@ class CastSteps:
         for launch in self._updates:
             launch(updates)
 
+    def run_stage(self, stage: int) -> None:
+        """Launch ``partial_cast`` for the weights of one stage."""
+        for own, launch in zip(self._stages, self._launches["partial_cast"], strict=True):
+            if own == stage:
+                launch()
+
     def _prepare(
         self,
         backend: Backend,
         recipe: Recipe,
         operands: Sequence[TensorOperand],
+        by_stage: Mapping[int, Sequence[TensorOperand]],
         scaled: Sequence[TensorOperand],
         masters: Masters,
         judges_amaxes: bool,
@@ -120,8 +135,9 @@ class CastSteps:
         """Prepare the steps of weights under one recipe, whose scales are those of ``scaled``."""
         numerics, launches = recipe.numerics, self._launches
         scale = backend.compute_scale(numerics, scaled)
-        cast = backend.partial_cast(numerics, operands, masters)
         self._of_updates.append(partial(backend.adamw_cast, numerics, operands, masters))
+        if recipe.casts_before_reduction:
+            cast = backend.partial_cast(numerics, operands, masters)
         if recipe.casts_before_reduction and not judges_amaxes:
             self.writes_early = True
             launches["partial_amax"].append(cast)
@@ -138,7 +154,9 @@ class CastSteps:
                 amax = backend.partial_amax(operands, masters)
             launches["partial_amax"].append(amax)
             launches["compute_scale"].append(scale)
-            launches["partial_cast"].append(cast)
+            for stage, own in by_stage.items():
+                launches["partial_cast"].append(backend.partial_cast(numerics, own, masters))
+                self._stages.append(stage)
         if recipe.chooses_scales:
             assert isinstance(numerics, NVFP4Numerics)
             self.chooses_scales = True
