@@ -428,7 +428,7 @@ def judged(cell: str, folder: Path, whole: list[str | None], in_time: bool, *, e
         returned |= rank != FAULTY and cell.startswith("step: one more")  # all steps were made
         if saw["error"] is None and not returned:
             problems.append(f"rank {rank} has no error")
-        elif not saw["ours"] and not is_own:
+        elif saw["error"] and not saw["ours"] and not is_own:
             problems.append(f"rank {rank} raised {saw['error']}")
         if saw["digest"] is not None and saw["digest"] not in whole:
             problems.append(f"rank {rank} can read weights of two steps")
