@@ -157,7 +157,12 @@ def first_difference(weight: HeldWeight, made: QuantizedStorage) -> Difference |
         if not differ.any():
             continue
         at = int(differ.view(-1).nonzero()[0])
-        place = tuple(int(i) for i in torch.unravel_index(torch.tensor(at), differ.shape))
+        place = tuple(
+            int(i)
+            for i in torch.unravel_index(
+                torch.tensor(at, dtype=torch.int64, device="cpu"), differ.shape
+            )
+        )
         texts: list[str] = []
         for each, buffer in zip(pair, (held, made.buffers[name]), strict=True):
             element = each.reshape(-1, each.shape[-1])[at]
