@@ -175,7 +175,7 @@ class TorchDistributedCommunicator(Communicator):
 
     def barrier(self) -> None:
         begin = lambda: [dist.barrier(self._group, async_op=True)]  # noqa: E731
-        self._start("barrier", begin, torch.empty(0, device=self._serving))()
+        self._start("barrier", begin, torch.empty(0, dtype=torch.uint8, device=self._serving))()
 
     def announce(self, error: BaseException) -> None:
         self._peers.announce(error)

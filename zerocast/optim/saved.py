@@ -140,7 +140,9 @@ def check_values(
     for key, value in state.items():
         if isinstance(value, bool) or not isinstance(value, torch.Tensor | int | float):
             continue
-        kind, tensor = expected.get(key), torch.as_tensor(value)
+        kind, tensor = expected.get(key), value
+        if not isinstance(tensor, torch.Tensor):
+            tensor = torch.tensor(tensor, dtype=torch.float64, device="cpu")
         if isinstance(kind, torch.Tensor):
             given: list[Any] = [tensor.dtype]
             needed: list[Any] = [kind.dtype]
