@@ -3,12 +3,16 @@
 import collections
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
+
+from zerocast.comm.peers import Call
+from zerocast.comm.torch_peers import TorchPeers
 
 
 class Collectives(TorchDispatchMode):
-    """Counts the collectives of torch.distributed within the context.
+    """Counts the collectives of torch.distributed within the context, but for those by which ranks
+    compare over gloo what they are about to call.
 
     Attributes:
         calls: by operation, how often.
@@ -19,6 +23,20 @@ class Collectives(TorchDispatchMode):
         super().__init__()
         self.calls: collections.Counter[str] = collections.Counter()
         self.bytes: collections.Counter[str] = collections.Counter()
+
+    def __enter__(self):
+        self._compare = compare = TorchPeers._compare
+
+        def uncounted(peers: TorchPeers, made: Call) -> None:
+            with _disable_current_modes():
+                compare(peers, made)
+
+        TorchPeers._compare = uncounted
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        TorchPeers._compare = self._compare
+        return super().__exit__(*error)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
