@@ -148,12 +148,7 @@ def adamw_row(update: AdamWUpdate | None, address: Address) -> list[int]:
 def adamw_numbers(numbers: AdamWNumbers) -> tuple[int, ...]:
     """The numbers of AdamWUpdate: FP32 bit patterns, but for ``from_gradient``."""
     values = (getattr(numbers, each.name) for each in fields(numbers))
-    return tuple(each if isinstance(each, bool) else _signed_bits(each) for each in values)
-
-
-def _signed_bits(value: float) -> int:
-    """The bit pattern of ``value`` rounded to FP32."""
-    return float_bits(abs(value)) + (math.copysign(1, value) < 0) * -(2**31)
+    return tuple(each if isinstance(each, bool) else float_bits(each) for each in values)
 
 
 def code_fields(buffers: PlaneBuffers, grid: BlockGrid, address: Address) -> list[int]:
@@ -290,8 +285,10 @@ def padding_bits(layout: ScaleLayout, plane: torch.Tensor) -> int:
 
 
 def float_bits(value: float) -> int:
-    """The bit pattern of ``value``, 0 or more, rounded to FP32."""
-    if value < torch.finfo(torch.float32).tiny:
+    """The bit pattern of ``value`` rounded to FP32, as int32."""
+    sign, magnitude = (math.copysign(1, value) < 0) * -(2**31), abs(value)
+    if magnitude < torch.finfo(torch.float32).tiny:
         # An integer multiple of the smallest subnormal, which this thread may be set to flush.
-        return round(value * 2.0**149)
-    return int(torch.tensor(value, dtype=torch.float32, device="cpu").view(torch.int32))
+        return sign + round(magnitude * 2.0**149)
+    number = torch.tensor(magnitude, dtype=torch.float32, device="cpu")
+    return sign + int(number.view(torch.int32))
