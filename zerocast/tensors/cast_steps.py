@@ -19,9 +19,8 @@ before the amaxes were judged, codes wait for ``compute_scale``, and precede it 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from types import MappingProxyType
 
 import torch
@@ -33,6 +32,7 @@ from zerocast.numerics import (
     Launch,
     LaunchUpdates,
     Masters,
+    Numerics,
     NVFP4Numerics,
     TensorOperand,
 )
@@ -80,7 +80,8 @@ class CastSteps:
         stages: Sequence[Sequence[int]] = (),
     ) -> None:
         self._launches: dict[str, list[Launch]] = {step: [] for step in STEPS}
-        self._of_updates: list[Callable[[], LaunchUpdates]] = []
+        self._backend = backend
+        self._of_updates: list[tuple[Numerics, Sequence[TensorOperand], Masters]] = []
         self._updates: list[LaunchUpdates] | None = None  # made when there are any
         self._stages: list[int] = []  # of each launch of partial_cast
         stage_of = {i: stage for stage, places in enumerate(stages) for i in places}
@@ -112,7 +113,7 @@ class CastSteps:
         where amaxes are judged.
         """
         if self._updates is None:
-            self._updates = [prepare() for prepare in self._of_updates]
+            self._updates = [self._backend.adamw_cast(*each) for each in self._of_updates]
         for launch in self._updates:
             launch(updates)
 
@@ -135,7 +136,7 @@ class CastSteps:
         """Prepare the steps of weights under one recipe, whose scales are those of ``scaled``."""
         numerics, launches = recipe.numerics, self._launches
         scale = backend.compute_scale(numerics, scaled)
-        self._of_updates.append(partial(backend.adamw_cast, numerics, operands, masters))
+        self._of_updates.append((numerics, operands, masters))
         if recipe.casts_before_reduction:
             cast = backend.partial_cast(numerics, operands, masters)
         if recipe.casts_before_reduction and not judges_amaxes:
