@@ -74,29 +74,34 @@ class ScaleGather:
         planes = {i: of_weight for i, (_, of_weight) in weights.items()}
         places = list(weights)
         dtypes = {i: storage.form.numerics.scale_dtype for i, (storage, _) in weights.items()}
-        # Of each plane the ranks that own blocks, and which; of each of these the bytes that its
-        # scales take, and those that fill words up after them.
+        # Of each plane the ranks that own blocks, which, and the first byte of their scales.
         segments: dict[tuple[int, str], list[tuple[int, range, int]]] = {
             (i, plane.name): [] for i in weights for plane in planes[i]
         }
         self._counts = [0] * comm.size
-        sizes: list[int] = []
+        end = 0
         for at, rank, start, stop in owners.by_rank():
             i = places[at]
             for plane in planes[i]:
                 blocks = plane.grid.owned(Extent(start, stop))
-                segments[i, plane.name].append((rank, blocks, len(sizes)))
-                nbytes = len(blocks) * dtypes[i].itemsize
-                rounded = round_up(nbytes, _ALIGNMENT)
-                sizes += nbytes, rounded - nbytes
-                self._counts[rank] += rounded
+                segments[i, plane.name].append((rank, blocks, end))
+                nbytes = round_up(len(blocks) * dtypes[i].itemsize, _ALIGNMENT)
+                self._counts[rank] += nbytes
+                end += nbytes
         device = weights[places[0]][0].device
-        self._gathered = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
-        arrived = self._gathered.split(sizes)
+        self._gathered = torch.zeros(end, dtype=torch.uint8, device=device)
         self._pieces: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])  # to, from
         for (i, name), of_plane in segments.items():
-            found = [(rank, blocks, arrived[at].view(dtypes[i])) for rank, blocks, at in of_plane]
+            found = [
+                (rank, blocks, self._arrived(first, len(blocks), dtypes[i]))
+                for rank, blocks, first in of_plane
+            ]
             self._find(i, name, dtypes[i], found)
+
+    def _arrived(self, first: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """So many scales from a byte on, as they arrive."""
+        arrived = self._gathered[first : first + count * dtype.itemsize]
+        return arrived if dtype == torch.uint8 else arrived.view(dtype)
 
     def _find(
         self,
