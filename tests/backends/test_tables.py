@@ -11,6 +11,7 @@ from tests.support.operations import operand, plane
 from zerocast.backends.cuda.fused_ops import fused_plane_fields, fused_task
 from zerocast.backends.fused_ops import fused_row
 from zerocast.backends.tables import (
+    adamw_row,
     cast_row,
     dequantize_row,
     digest_rows,
@@ -21,6 +22,8 @@ from zerocast.backends.tables import (
 from zerocast.formats import E4M3
 from zerocast.layout import BlockGrid, SharedBlocks, Source
 from zerocast.numerics import (
+    AdamWNumbers,
+    AdamWUpdate,
     DelayedState,
     DigestedBytes,
     Float8DelayedNumerics,
@@ -66,6 +69,7 @@ def address(tensor: torch.Tensor | None) -> int:
 
 NUMERICS = (Float8Numerics(E4M3), Float8DelayedNumerics(E4M3), MXNumerics(), NVFP4Numerics())
 TARGET = FusedOperand(FusedOp("relu"), torch.zeros(16, 16), torch.float32)
+UPDATE = AdamWUpdate(ONE, ONE, ONE, ONE, ONE, AdamWNumbers(1, 1, 1, False, 1, 1, 1, 1, 1))
 WRITERS = {
     "Master": lambda o: Masters(1).table[0].tolist(),
     "CastShard": lambda o: cast_row(o, GRID, 0, address, address),
@@ -75,6 +79,7 @@ WRITERS = {
     ),
     "DequantizeTarget": lambda o: dequantize_row(o, GRID, address),
     "DigestTarget": lambda o: digest_rows([DigestedBytes(ONE)], ONE, address)[0],
+    "AdamWUpdate": lambda o: adamw_row(None if o is BARE else UPDATE, address),
     "FusedTable": lambda o: fused_row(TARGET, address),
     "FusedPlane": lambda o: fused_plane_fields(FULL, (4, 4), address),
     "FusedTask": lambda o: fused_task(None, TARGET, [], 1, address),

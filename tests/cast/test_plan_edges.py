@@ -147,8 +147,8 @@ def test_a_plan_that_one_rank_cannot_prepare(monkeypatch: pytest.MonkeyPatch) ->
             raise MemoryError("buffers")
         return made(*args, **options)
 
-    made = zerocast.cast.plan.Exchange
-    monkeypatch.setattr(zerocast.cast.plan, "Exchange", out_of_memory)
+    made = zerocast.cast.cast_collectives.Exchange
+    monkeypatch.setattr(zerocast.cast.cast_collectives, "Exchange", out_of_memory)
     messages = run_in_process(2, lambda comm: message_of(ZerocastError, Planned, comm, NVFP4))
     assert messages == ["on rank 1: MemoryError: buffers"] * 2
 

@@ -162,7 +162,11 @@ def memory() -> dict[int, int]:
     tensors = (
         each for each in gc.get_objects() if type(each) in (torch.Tensor, torch.nn.Parameter)
     )
-    storages = [each.untyped_storage() for each in tensors if not each.is_meta]
+    storages = [
+        each.untyped_storage()
+        for each in tensors
+        if not each.is_meta and each.layout is torch.strided
+    ]
     return {storage.data_ptr(): storage.nbytes() for storage in storages}
 
 

@@ -18,7 +18,7 @@ from tests.support.layers import (
     to_nearest,
 )
 from tests.support.same_bytes import assert_same_bytes
-from tests.support.weights import through_a_file
+from tests.support.weights import note_cast, through_a_file
 from zerocast import nn
 from zerocast.errors import ChangedWeightError, InputError
 from zerocast.nn.autocast import autocast, model_init
@@ -105,7 +105,7 @@ def test_a_written_weight_between_forward_and_backward_is_an_error(kind, region,
     with autocast(enabled=region, recipe=CURRENT):
         y = layer(x)
     if by == "cast":
-        clock.tick()
+        note_cast(clock)
     else:
         weight.data.copy_(torch.ones(weight.shape))
     with pytest.raises(ChangedWeightError, match=r"the weight \(64, 32\) .* been written since"):

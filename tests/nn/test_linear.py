@@ -5,7 +5,7 @@ import torch
 
 from tests.support.layers import TOLERANCE, assert_close, gradients, kept_for_backward
 from tests.support.same_bytes import assert_same_bytes, assert_same_storage
-from tests.support.weights import FP8, NVFP4, both_recipes
+from tests.support.weights import FP8, NVFP4, both_recipes, note_cast
 from zerocast.errors import InputError, StaleCopyError
 from zerocast.nn import Linear
 from zerocast.tensors import CastVersion, quantize, rebuild_derived
@@ -75,7 +75,7 @@ def test_a_stale_weight_is_refused_or_rebuilt_as_the_plan_says():
     expected = layer(x)
     manual = CastVersion(rebuild_on_use=False)
     layer.weight.quantized_storage.watch(manual)
-    manual.tick()
+    note_cast(manual)
     with pytest.raises(StaleCopyError, match="post_all_gather_processing"):
         layer(x)
     rebuild_derived([layer.weight.quantized_storage])
@@ -86,7 +86,7 @@ def test_a_stale_weight_is_refused_or_rebuilt_as_the_plan_says():
     layer.weight.quantized_storage.watch(automatic)
     true = layer.weight.columnwise_data.clone()
     layer.weight.columnwise_data.fill_(0x77)
-    automatic.tick()
+    note_cast(automatic)
     layer(x)
     assert_same_bytes(layer.weight.columnwise_data, true, "columnwise_data")
 

@@ -7,7 +7,7 @@ import torch
 
 from tests.support.recipes import RECIPES, VARIANTS, each
 from zerocast.recipes import Recipe
-from zerocast.tensors import QuantizedTensor, quantize
+from zerocast.tensors import CastVersion, QuantizedTensor, quantize
 
 NVFP4, FP8 = RECIPES["nvfp4"], RECIPES["current"]
 EVERY_RECIPE = RECIPES | {"nvfp4-1x16": VARIANTS["nvfp4-1x16"]}
@@ -28,3 +28,9 @@ def through_a_file(value: Any, *, weights_only: bool = True) -> Any:
     torch.save(value, file)
     file.seek(0)
     return torch.load(file, weights_only=weights_only)
+
+
+def note_cast(version: CastVersion) -> None:
+    """Note a plan's cast, from its first code to its last."""
+    version.tick()
+    version.end("cast")

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.support.same_bytes import assert_same_storage
-from tests.support.weights import FP8, NVFP4, both_recipes
+from tests.support.weights import FP8, NVFP4, both_recipes, note_cast
 from zerocast.errors import MissingDataError, StaleCopyError
 from zerocast.recipes import Recipe
 from zerocast.tensors import CastVersion, QuantizedTensor, quantize, rebuild_derived
@@ -27,7 +27,7 @@ def test_a_derived_copy_is_refused_between_a_cast_and_its_rebuild(recipe):
     weight, clock = watched(recipe)
     alias = weight.detach()
     assert weight.columnwise_data is alias.columnwise_data
-    clock.tick()
+    note_cast(clock)
     for name in ("columnwise_data", "columnwise_scale_inv"):
         with pytest.raises(StaleCopyError, match="post_all_gather_processing"):
             getattr(alias, name)
@@ -41,7 +41,7 @@ def test_a_weight_without_a_columnwise_copy_is_never_stale():
     weight = quantize(torch.randn(9, 32), NVFP4, columnwise=False)
     clock = CastVersion(rebuild_on_use=False)
     weight.quantized_storage.watch(clock)
-    clock.tick()
+    note_cast(clock)
     assert not weight.quantized_storage.is_stale
     weight.quantized_storage.prepare_for_forward(lambda storage: pytest.fail("rebuilt"))
 
@@ -52,10 +52,10 @@ def test_any_of_several_plans_makes_a_copy_stale():
     automatic = CastVersion(rebuild_on_use=True)
     weight.quantized_storage.watch(automatic)
     rebuilt = []
-    automatic.tick()
+    note_cast(automatic)
     weight.quantized_storage.prepare_for_forward(rebuilt.append)
     assert rebuilt == [weight.quantized_storage]
-    manual.tick()
+    note_cast(manual)
     with pytest.raises(StaleCopyError):
         weight.quantized_storage.prepare_for_forward(rebuilt.append)
 
@@ -63,7 +63,7 @@ def test_any_of_several_plans_makes_a_copy_stale():
 def test_a_copy_into_a_stale_weight_makes_it_true_again():
     """copy_ writes every code, so nothing is missing any more."""
     weight, clock = watched(NVFP4)
-    clock.tick()
+    note_cast(clock)
     weight.copy_(torch.ones(9, 32))
     assert_same_storage(weight, quantize(torch.ones(9, 32), NVFP4), "copied")
     assert weight.columnwise_data.any()
@@ -76,7 +76,7 @@ def test_a_copy_into_a_stale_weight_makes_it_true_again():
 def test_a_copy_of_a_stale_weight_is_stale(duplicate, rebuild_on_use):
     """Until it is rebuilt; the plan's later casts do not concern it."""
     weight, clock = watched(NVFP4, rebuild_on_use=rebuild_on_use)
-    clock.tick()
+    note_cast(clock)
     twin = duplicate(weight)  # type: ignore[operator]
     with pytest.raises(StaleCopyError):
         _ = twin.columnwise_data
@@ -84,11 +84,11 @@ def test_a_copy_of_a_stale_weight_is_stale(duplicate, rebuild_on_use):
         with pytest.raises(StaleCopyError):
             twin.quantized_storage.prepare_for_forward(lambda storage: None)
     rebuild_derived([twin.quantized_storage])
-    clock.tick()
+    note_cast(clock)
     _ = twin.columnwise_data
     rebuild_derived([weight.quantized_storage])
     with_true_copies = duplicate(weight)  # type: ignore[operator]
-    clock.tick()
+    note_cast(clock)
     _ = with_true_copies.columnwise_data
 
 
@@ -97,7 +97,7 @@ def test_the_version_changes_exactly_when_codes_are_written():
     weight, clock = watched(FP8)
     storage = weight.quantized_storage
     seen = [storage.version]
-    clock.tick()
+    note_cast(clock)
     seen.append(storage.version)
     weight.copy_(torch.ones(9, 32))
     seen.append(storage.version)
@@ -114,7 +114,7 @@ def test_the_version_changes_exactly_when_codes_are_written():
     rebuild_derived([storage])
     storage.replace("rowwise_data", weight.rowwise_data.clone())
     assert storage.version == seen[-1]
-    late.tick()
+    note_cast(late)
     assert storage.version != seen[-1]
 
 
@@ -136,7 +136,7 @@ def test_the_high_precision_initial_value_lasts_until_the_next_write():
     other.quantized_storage.high_precision_init_val = torch.zeros(9, 32)
     other.copy_(weight)
     assert torch.equal(other.get_high_precision_init_val(), 2 * x)
-    clock.tick()
+    note_cast(clock)
     assert not hasattr(weight, "get_high_precision_init_val")
     weight.copy_(3 * x)
     other.copy_(weight)
@@ -155,14 +155,14 @@ def test_a_plan_marks_its_weights_by_the_clock() -> None:
     for version, watching in ((first, (shared,)), (second, writes)):
         for each in watching:
             each.watch(version)
-    second.tick()
+    note_cast(second)
     assert [each.were_cast for each in writes] == [True, True]
     first.mark_rebuilt()
     assert [each.were_cast for each in writes] == [False, True]
-    first.tick()
+    note_cast(first)
     second.mark_rebuilt()
     assert [each.were_cast for each in writes] == [False, False]
-    first.tick()
+    note_cast(first)
     assert [each.were_cast for each in writes] == [True, False]
     first.retire()
     for _ in range(3):  # retired versions are forgotten, the staleness is not
@@ -173,6 +173,6 @@ def test_a_plan_marks_its_weights_by_the_clock() -> None:
     shared.mark_rebuilt()
     assert not shared.were_cast
     late = Writes()
-    second.tick()
+    note_cast(second)
     late.watch(second)
     assert not late.were_cast
