@@ -8,6 +8,7 @@ and of gpt-oss.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from zerocast.recipes import (
     MXFP8BlockScaling,
     NVFP4BlockScaling,
     QParams,
+    Recipe,
 )
 
 
@@ -50,14 +52,19 @@ def _modelopt(algorithm: str, **arguments: Section) -> Section:
     }
 
 
-_DEEPSEEK = {
-    "quant_method": "fp8",
-    "activation_scheme": "dynamic",
-    "fmt": "e4m3",
-    "weight_block_size": [128, 128],
-}
+def _deepseek(name: str, recipe: Recipe, section: Section | None = None, **fields: Any) -> Dialect:
+    blocks = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3"}
+    return Dialect(
+        name=f"deepseek/{name}",
+        recipe=recipe,
+        section={**blocks, "weight_block_size": [128, 128], **(section or {})},
+        unquantized_key="modules_to_not_convert",
+        **{"scales": "weight_scale_inv", **fields},
+    )
+
 
 _E8M0 = torch.float8_e8m0fnu
+_UE8M0 = {"scale_fmt": "ue8m0"}
 _PER_TOKEN = _arguments(8, "token", dynamic=True)
 _NVFP4 = NVFP4BlockScaling(disable_2d_quantization=True, disable_stochastic_rounding=True)
 _MXFP8, _MXFP4 = MXFP8BlockScaling(), MXFP4BlockScaling()
@@ -178,50 +185,18 @@ DIALECTS = {
             section={"quant_method": "mxfp4"},
             unquantized_key="modules_to_not_convert",
         ),
-        Dialect(
-            name="deepseek/fp8",
-            recipe=_ANY_BLOCK_SCALE,
-            scales="weight_scale_inv",
-            section=_DEEPSEEK,
-            unquantized_key="modules_to_not_convert",
-        ),
-        Dialect(
-            name="deepseek/fp8-deepgemm",
-            recipe=Float8BlockScaling(use_f32_scales=True, fp8_quant_fwd_weight=_DEEPGEMM),
-            scales="weight_scale_inv",
-            section=_DEEPSEEK,
-            unquantized_key="modules_to_not_convert",
-        ),
-        Dialect(
-            name="deepseek/fp8-triton",
-            recipe=Float8BlockScaling(use_f32_scales=True, fp8_quant_fwd_weight=_TRITON),
-            scales="weight_scale_inv",
-            section=_DEEPSEEK,
-            unquantized_key="modules_to_not_convert",
-        ),
-        Dialect(
-            name="deepseek/fp8-ue8m0",
-            recipe=Float8BlockScaling(),
-            scales="weight_scale_inv",
-            section={**_DEEPSEEK, "scale_fmt": "ue8m0"},
-            unquantized_key="modules_to_not_convert",
-        ),
-        Dialect(
-            name="deepseek/v4-fp8",
-            recipe=Float8BlockScaling(),
-            scales="scale",
-            scale_dtype=_E8M0,
-            section={**_DEEPSEEK, "scale_fmt": "ue8m0"},
-            unquantized_key="modules_to_not_convert",
-        ),
-        Dialect(
-            name="deepseek/v4-mxfp4",
-            recipe=_MXFP4,
+        _deepseek("fp8", _ANY_BLOCK_SCALE),
+        _deepseek("fp8-deepgemm", replace(_ANY_BLOCK_SCALE, fp8_quant_fwd_weight=_DEEPGEMM)),
+        _deepseek("fp8-triton", replace(_ANY_BLOCK_SCALE, fp8_quant_fwd_weight=_TRITON)),
+        _deepseek("fp8-ue8m0", Float8BlockScaling(), _UE8M0),
+        _deepseek("v4-fp8", Float8BlockScaling(), _UE8M0, scales="scale", scale_dtype=_E8M0),
+        _deepseek(
+            "v4-mxfp4",
+            _MXFP4,
+            {**_UE8M0, "expert_dtype": "fp4"},
             code_dtype=torch.int8,
             scales="scale",
             scale_dtype=_E8M0,
-            section={**_DEEPSEEK, "scale_fmt": "ue8m0", "expert_dtype": "fp4"},
-            unquantized_key="modules_to_not_convert",
         ),
     )
 }

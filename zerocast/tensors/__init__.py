@@ -9,13 +9,9 @@ from zerocast.tensors import averaging as _averaging
 from zerocast.tensors import operations as _operations
 from zerocast.tensors.dequantize import dequantize
 from zerocast.tensors.post_gather import prepare_expansion, prepare_rebuild, rebuild_derived
-from zerocast.tensors.quantize import (
-    empty,
-    quantize,
-    quantize_into,
-    replace_raw_data,
-)
+from zerocast.tensors.quantize import empty, quantize, quantize_into
 from zerocast.tensors.quantized_tensor import QuantizedTensor, restore
+from zerocast.tensors.raw_data import replace_raw_data
 from zerocast.tensors.saved import restore_storage
 from zerocast.tensors.staleness import CastVersion
 from zerocast.tensors.storage import QuantizedStorage, counted_by_torch

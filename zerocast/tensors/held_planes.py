@@ -137,3 +137,12 @@ class HeldPlanes:
         if self.tp_shard is None:
             return []
         return self.tp_shard.shared(self.recipe, columnwise=self.has_columnwise)
+
+
+def read_rowwise_only(names: Iterable[str]) -> set[str]:
+    """Select those of a weight's buffers that only its rowwise codes are read with."""
+    held = set(names)
+    return {
+        name for name in ("rowwise_data", "rowwise_scale_inv")
+        if name in held and name.replace("rowwise", "columnwise") in held
+    }  # fmt: skip

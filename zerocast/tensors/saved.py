@@ -18,7 +18,8 @@ import torch
 from zerocast.errors import InputError, ZerocastError
 from zerocast.recipes import NOMINAL_DTYPES, RECIPES, BufferSpec, Recipe
 from zerocast.recipes.format import QParams
-from zerocast.tensors.storage import QuantizedStorage, read_rowwise_only
+from zerocast.tensors.held_planes import read_rowwise_only
+from zerocast.tensors.storage import QuantizedStorage
 from zerocast.tensors.tp_shard import TensorParallelShard, check_held_shape
 
 Fields = TypeVar("Fields")

@@ -25,7 +25,7 @@ import torch
 
 from zerocast.errors import InputError, StaleCopyError
 from zerocast.recipes import BufferSpec, Recipe
-from zerocast.tensors.held_planes import HeldPlanes
+from zerocast.tensors.held_planes import HeldPlanes, read_rowwise_only
 from zerocast.tensors.staleness import CastVersion, Writes
 from zerocast.tensors.tp_shard import TensorParallelShard
 
@@ -341,12 +341,3 @@ class QuantizedStorage(HeldPlanes):
 def counted_by_torch(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Select those of ``tensors`` whose writes torch counts."""
     return [tensor for tensor in tensors if not tensor.is_inference()]
-
-
-def read_rowwise_only(names: Iterable[str]) -> set[str]:
-    """Select those of a weight's buffers that only its rowwise codes are read with."""
-    held = set(names)
-    return {
-        name for name in ("rowwise_data", "rowwise_scale_inv")
-        if name in held and name.replace("rowwise", "columnwise") in held
-    }  # fmt: skip
