@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Everything that scripts/test.sh checks, the slow tests on ranks, and those beside other packages (transformers' Trainer,
-# accelerate, peft, torchao), which it installs. Hours on a small machine.
+# accelerate, peft, torchao, Megatron-Core), which it installs. Hours on a small machine.
 #
 #   scripts/nightly.sh [DIRECTORY]     the environment; default .venv
 cd "$(dirname "$0")/.."
@@ -25,6 +25,6 @@ for default in bfloat16 float64 meta; do
     stage "tests under default $default" under_default "$default"
 done
 stage "slow tests on 4 MPI ranks" slow_tests_on_ranks
-stage "tests beside other packages" python -m pytest -q -m integration
+scripts/integration.sh "${1:-.venv}"
 stage "adapters of peft" python -m pytest -q tests/nn/test_convert.py
 printf 'all passed in %d s\n' "$SECONDS"
