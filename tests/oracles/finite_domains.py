@@ -1,0 +1,297 @@
+"""The finite domains of the arithmetic, visited whole: what ``scripts/prove.py`` runs.
+
+Masters are rounded to BF16 first (docs/NUMERICS.md, section 1), so an element has 65,280 finite
+values and an amax 32,640. A claim visits all pairs that a tensor can hold, or, "by thresholds", the
+values on both sides of each place where a code changes: products with a positive number and
+roundings keep the order of values, so between two such places the code is the same.
+
+The expected bytes are worked out in NumPy's FP32 and by the midpoints of the formats' values, from
+docs/NUMERICS.md and from nothing else.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import torch
+
+import zerocast
+from zerocast import QuantizedTensor
+from zerocast.recipes import QParams, Recipe
+
+F32 = np.float32
+FLT_MAX = np.finfo(F32).max
+MAGNITUDES = (np.arange(0x7F80, dtype=np.uint32) << 16).view(F32)
+"""BF16's finite magnitudes, ascending."""
+BOTH_SIGNS = np.stack([MAGNITUDES, -MAGNITUDES], axis=1).ravel()
+"""+0, -0, and so on: the first 2 (k + 1) are what a tensor whose amax is number k can hold."""
+
+
+class Difference(Exception):
+    """A byte that is not the expected one."""
+
+
+@dataclass(frozen=True)
+class Format:
+    """An element format: its magnitudes by code, and where codes begin."""
+
+    values: np.ndarray
+    sign: int
+
+    @property
+    def thresholds(self) -> np.ndarray:
+        """FP32 [codes - 1]: the least number that has each code from 1 on. A number halfway between
+        two values goes to the even code.
+        """
+        middle = ((self.values[:-1] + self.values[1:]) / 2).astype(F32)
+        goes_down = np.arange(len(middle)) % 2 == 0
+        return np.where(goes_down, np.nextafter(middle, F32(np.inf)), middle)
+
+    def codes(self, values: np.ndarray) -> np.ndarray:
+        """uint8, of FP32 numbers that are not NaN."""
+        codes = np.searchsorted(self.thresholds, np.abs(values), side="right")
+        return (codes + np.signbit(values) * self.sign).astype(np.uint8)
+
+
+def _magnitudes(exponent_bits: int, mantissa_bits: int, largest: float) -> np.ndarray:
+    bias, steps = 2 ** (exponent_bits - 1) - 1, 2**mantissa_bits
+    values = [
+        math.ldexp((exponent > 0) * steps + mantissa, max(exponent, 1) - bias - mantissa_bits)
+        for exponent in range(2**exponent_bits)
+        for mantissa in range(steps)
+    ]
+    return np.array([value for value in values if value <= largest])
+
+
+E4M3 = Format(_magnitudes(4, 3, 448), 0x80)
+E5M2 = Format(_magnitudes(5, 2, 57344), 0x80)
+E2M1 = Format(_magnitudes(2, 1, 6), 8)
+
+
+def compare(what: str, found: torch.Tensor, expected: np.ndarray, values: np.ndarray) -> None:
+    """Raise :class:`Difference` at the first of ``found`` that is not ``expected``, and name the
+    element of ``values`` (of as many entries) that it belongs to.
+    """
+    got = found.numpy().ravel()
+    if not np.array_equal(got, expected.ravel()):
+        at = int(np.flatnonzero(got != expected.ravel())[0])
+        raise Difference(
+            f"{what}: {values.ravel()[at]!r} (number {at}) gives {got[at]}, expected "
+            f"{expected.ravel()[at]}."
+        )
+
+
+def cast(values: np.ndarray, recipe: Recipe, *, columnwise: bool = False) -> QuantizedTensor:
+    """Quantize FP32 ``values`` under the nominal dtype BF16."""
+    master = torch.from_numpy(np.ascontiguousarray(values))
+    return zerocast.quantize(master, recipe, dtype=torch.bfloat16, columnwise=columnwise)
+
+
+def nibbles(packed: torch.Tensor) -> torch.Tensor:
+    """The codes of 4 bits of each byte, the low ones first."""
+    return torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)
+
+
+_DEFAULT = QParams()
+_NVFP4 = zerocast.NVFP4BlockScaling(disable_2d_quantization=True)
+
+
+# --- the claims: each takes the number of an item, and returns how many pairs it has decided ---
+
+
+@dataclass(frozen=True)
+class Float8:
+    """FP8 with one scale a tensor: an item is an amax."""
+
+    element: Format
+    name: str
+    params: QParams = _DEFAULT
+    by_thresholds: bool = False
+    items: int = len(MAGNITUDES)
+
+    def scales(self, amax: np.float32) -> tuple[np.float32, np.float32]:
+        """What multiplies elements, and what is stored."""
+        largest = F32(self.element.values[-1])
+        if amax == 0:
+            return F32(1), F32(1)
+        if self.params.scale_formula == "inverse first":
+            return min(F32(1) / (amax / largest), FLT_MAX), amax / largest
+        scale = min(largest / amax, FLT_MAX)
+        if self.params.power_2_scale:
+            scale = (scale.view(np.uint32) & np.uint32(0xFF800000)).view(F32)
+        return scale, amax / largest if self.params.scale_formula == "quotient" else F32(1) / scale
+
+    def visit(self, item: int) -> int:
+        scale, inverse = self.scales(MAGNITUDES[item])
+        # Ascending, as products with a positive number are: each code's elements lie together.
+        products = MAGNITUDES[: item + 1] * scale
+        cuts = np.searchsorted(products, self.element.thresholds)
+        if self.by_thresholds:
+            near = np.unique(np.concatenate([cuts - 1, cuts, [0, item]]).clip(0, item))
+            values = np.concatenate([MAGNITUDES[near], -MAGNITUDES[near]])
+            expected = self.element.codes(np.concatenate([products[near], -products[near]]))
+        else:
+            values = BOTH_SIGNS[: 2 * (item + 1)]
+            counts = np.diff(cuts, prepend=0, append=item + 1)
+            codes = np.repeat(np.arange(len(counts), dtype=np.uint8), counts)
+            expected = np.stack([codes, codes | np.uint8(self.element.sign)], axis=1)
+        recipe = zerocast.Float8CurrentScaling(
+            fp8_format=self.name, fp8_quant_fwd_weight=self.params
+        )
+        weight = cast(values, recipe)
+        what = f"{self.name} under amax {MAGNITUDES[item]!r}, {self.params}"
+        compare(f"scale of {what}", weight.rowwise_scale_inv, np.array([inverse]), values)
+        compare(what, weight.rowwise_data, expected, values)
+        return 2 * (item + 1)
+
+
+@dataclass(frozen=True)
+class MX:
+    """A block under a power of two: an item is a scale, with the largest amax that has it. Item 0
+    also compares the scales of all amaxes.
+    """
+
+    element: Format
+    recipe: Recipe
+    rounding: str = "up"
+    items: int = 255
+
+    @property
+    def scales(self) -> np.ndarray:
+        """uint8, of each of :data:`MAGNITUDES`."""
+        bits = MAGNITUDES.view(np.uint32).astype(np.int64)
+        if self.rounding == "up":
+            bits = (MAGNITUDES * (F32(1) / F32(self.element.values[-1]))).view(np.uint32)
+            up = np.minimum((bits >> 23) + ((bits & 0x7FFFFF) != 0), 254)
+            return np.where(bits <= 0x00400000, 0, up).astype(np.uint8)
+        half = 1 << 21 if self.rounding == "even" else 0
+        return np.maximum((bits + half >> 23) - 2, 0).astype(np.uint8)
+
+    def visit(self, item: int) -> int:
+        scales = self.scales
+        two = self.recipe.columnwise_block == self.recipe.block
+        if item == 0:
+            row = np.repeat(MAGNITUDES, 32)[None]  # of blocks that are one row high
+            plane = cast(row, self.recipe).rowwise_scale_inv[0, : len(MAGNITUDES)]
+            compare(f"scale of {self.recipe}", plane, scales, MAGNITUDES)
+            if not two:
+                weight = cast(MAGNITUDES[None], self.recipe, columnwise=True)
+                plane = weight.columnwise_scale_inv[0, : len(MAGNITUDES)]
+                compare(f"columnwise scale of {self.recipe}", plane, scales, MAGNITUDES)
+        of_scale = np.flatnonzero(scales == item)
+        if not len(of_scale):
+            return 0
+        amax = int(of_scale[-1])
+        # In tiles of 32x32 whose first row and column are the amax, so that each block of either
+        # direction has it.
+        tiles = -(-2 * (amax + 1) // 961)
+        inner = np.zeros(tiles * 961, F32)
+        inner[: 2 * (amax + 1)] = BOTH_SIGNS[: 2 * (amax + 1)]
+        values = np.full((tiles, 32, 32), MAGNITUDES[amax])
+        values[:, 1:, 1:] = inner.reshape(tiles, 31, 31)
+        values = values.reshape(-1, 32)
+        expected = self.element.codes(np.ldexp(values.astype(np.float64), 127 - item).astype(F32))
+        weight = cast(values, self.recipe, columnwise=not two)
+        planes = {"rowwise": weight.rowwise_scale_inv[: len(values), :1]}
+        codes = {"rowwise": weight.rowwise_data}
+        if not two:
+            planes["columnwise"] = weight.columnwise_scale_inv[:tiles, :32]
+            codes["columnwise"] = weight.columnwise_data
+        for name, plane in planes.items():
+            what = f"{name} {self.recipe} under scale {item}"
+            ones = np.full(tuple(plane.shape), item, np.uint8)
+            compare(f"scale of {what}", plane.contiguous(), ones, ones)
+            found = codes[name]
+            compare(what, nibbles(found) if self.element is E2M1 else found, expected, values)
+        return 2 * (amax + 1) * len(codes)
+
+
+@dataclass(frozen=True)
+class NVFP4:
+    """NVFP4 in blocks of 1x16: an item is a tensor's amax.
+
+    Visited are the scales of blocks of every amax, whole or by thresholds, or the codes under every
+    scale, by thresholds.
+    """
+
+    scales_only: bool
+    by_thresholds: bool = False
+    recipe: Recipe = _NVFP4
+    items: int = len(MAGNITUDES)
+
+    def visit(self, item: int) -> int:
+        encode = F32(1) if item == 0 else min(F32(2688) / MAGNITUDES[item], FLT_MAX)
+        amaxes = MAGNITUDES[: item + 1]
+        # Ascending, as products with a positive number are.
+        scaled = np.minimum(amaxes * (encode * (F32(1) / F32(6))), FLT_MAX)
+        cuts = np.searchsorted(scaled, E4M3.thresholds)
+        what = f"under tensor amax {MAGNITUDES[item]!r}"
+        if self.scales_only:
+            counts = np.diff(cuts, prepend=0, append=item + 1)
+            expected = np.repeat(np.arange(len(counts), dtype=np.uint8), counts)
+            rows = np.arange(item + 1)
+            if self.by_thresholds:
+                rows = np.unique(np.concatenate([cuts - 1, cuts, [item]]).clip(0, item))
+            weight = cast(_one_a_block()[rows], self.recipe)
+            found = weight.rowwise_scale_inv[: len(rows), 0].contiguous()
+            compare(f"scale {what}", found, expected[rows], amaxes[rows])
+            return item + 1
+        # The largest amax that has each scale.
+        largest = np.unique(np.append(cuts[cuts <= item] - 1, item).clip(0))
+        scales = E4M3.values[E4M3.codes(scaled[largest])].astype(F32)
+        multipliers = np.minimum(F32(1) / (scales * (F32(1) / encode)), FLT_MAX)
+        multipliers[scales == 0] = FLT_MAX
+        # Four neighbours around each place where a code may begin.
+        places = E2M1.thresholds.astype(np.float64) / multipliers[:, None].astype(np.float64)
+        around = np.searchsorted(MAGNITUDES, places)[..., None] + np.arange(-2, 2)
+        probes = around.reshape(len(largest), 28).clip(0, largest[:, None])
+        codes = E2M1.codes(MAGNITUDES[probes] * multipliers[:, None]).reshape(-1, 7, 4)
+        ends = np.minimum(around[..., 3], largest[:, None]) == largest[:, None]
+        begins = np.maximum(around[..., 0], 0) == 0
+        wanted = np.arange(1, 8)
+        if (
+            not ((codes[..., 0] < wanted) | begins).all()
+            or not ((codes[..., 3] >= wanted) | ends).all()
+        ):
+            raise Difference(f"{what}: a code begins outside of its four probes.")
+        # Rows of the block's amax and half of the probes, with either sign.
+        amax = np.broadcast_to(largest[:, None, None], (len(largest), 2, 2))
+        values = MAGNITUDES[np.concatenate([amax, probes.reshape(-1, 2, 14)], axis=2)]
+        values = np.stack([values, -values], axis=1).reshape(-1, 16)
+        expected = E2M1.codes(values * np.repeat(multipliers, 4)[:, None])
+        weight = cast(values, self.recipe)
+        compare(f"code {what}", nibbles(weight.rowwise_data), expected, values)
+        return 2 * int((largest + 1).sum())
+
+
+@cache
+def _one_a_block() -> np.ndarray:
+    """FP32 [magnitudes, 16]: each block holds one of them and zeros."""
+    blocks = np.zeros((len(MAGNITUDES), 16), F32)
+    blocks[:, 5] = MAGNITUDES
+    return blocks
+
+
+Claim = Float8 | MX | NVFP4
+
+_POWERS = QParams(power_2_scale=True)
+_QUOTIENT = QParams(scale_formula="quotient")
+_INVERSE = QParams(scale_formula="inverse first")
+CLAIMS: dict[str, Claim] = {
+    "fp8-e4m3": Float8(E4M3, "e4m3"),
+    "fp8-e5m2": Float8(E5M2, "e5m2"),
+    "fp8-e4m3-powers": Float8(E4M3, "e4m3", _POWERS),
+    "fp8-e4m3-inverse-first": Float8(E4M3, "e4m3", _INVERSE),
+    "fp8-e4m3-quotient": Float8(E4M3, "e4m3", _QUOTIENT),
+    "mxfp8": MX(E4M3, zerocast.MXFP8BlockScaling()),
+    "mxfp8-e5m2": MX(E5M2, zerocast.MXFP8BlockScaling(fp8_format="e5m2")),
+    "mxfp8-32x32": MX(E4M3, zerocast.MXFP8BlockScaling(enable_2d_quantization=True)),
+    "mxfp4": MX(E2M1, zerocast.MXFP4BlockScaling()),
+    "mxfp4-floor": MX(E2M1, zerocast.MXFP4BlockScaling(scale_rounding="floor"), "floor"),
+    "mxfp4-even": MX(E2M1, zerocast.MXFP4BlockScaling(scale_rounding="even"), "even"),
+    "nvfp4-scales": NVFP4(scales_only=True),
+    "nvfp4-codes": NVFP4(scales_only=False),
+}

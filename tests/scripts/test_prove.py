@@ -1,0 +1,73 @@
+"""Visits a part of every claim of scripts/prove.py, another one whenever the arithmetic changes."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+sys.path.insert(0, str(ROOT / "scripts"))
+
+import prove  # noqa: E402
+
+from tests.cuda_emulation.emulator import needs_emulation  # noqa: E402
+from tests.oracles.finite_domains import (  # noqa: E402
+    CLAIMS,
+    E2M1,
+    E4M3,
+    E5M2,
+    MX,
+    NVFP4,
+    Difference,
+    Float8,
+)
+from tests.support.instruction_sets import ISAS  # noqa: E402
+from zerocast import MXFP4BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling  # noqa: E402
+
+BACKENDS = [*ISAS, "reference", pytest.param("emulated", marks=needs_emulation)]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_part_of_every_claim_holds(backend: str) -> None:
+    """The first item, the last, and one that changes with the arithmetic."""
+    drawn = np.random.default_rng(int(prove.hash_of_arithmetic(), 16))
+    for name, claim in CLAIMS.items():
+        first = int(drawn.integers(claim.items))
+        for item in {0, first, claim.items - 1}:
+            prove.visit(prove.Chunk(name, backend, item, item + 1))
+
+
+@pytest.mark.parametrize(
+    ("claim", "item"),
+    [
+        (Float8(E4M3, "e5m2"), 16000),
+        (MX(E5M2, MXFP8BlockScaling()), 130),
+        (MX(E2M1, MXFP4BlockScaling(scale_rounding="even"), "floor"), 130),
+        (replace(NVFP4(scales_only=True), recipe=NVFP4BlockScaling()), 16000),
+    ],
+    ids=["format", "block format", "scale rounding", "blocks"],
+)
+def test_another_numerics_is_told_apart(claim: prove.Claim, item: int) -> None:
+    """A claim about other numerics than those that cast is refuted."""
+    with pytest.raises(Difference, match="expected"):
+        claim.visit(item)
+
+
+def test_a_proof_that_was_stopped_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was visited is not visited again, and counts as long as the arithmetic is the same."""
+    out = tmp_path / "proof.jsonl"
+    asked = ["--claims", "mxfp8", "--backends", ISAS[0], "--out", str(out), "--processes", "1"]
+    prove.main(asked)
+    first = out.read_text().splitlines()
+    assert len(first) == -(-CLAIMS["mxfp8"].items // prove.CHUNK)
+    out.write_text(f"{first[0]}\n")
+    prove.main(asked)
+    assert len(out.read_text().splitlines()) == len(first)
+    assert "255 / 255" in capsys.readouterr().out
+    monkeypatch.setattr(prove, "hash_of_arithmetic", lambda: "another")
+    prove.main(["--part", "0/100000", *asked])
+    assert "255 / 255" not in capsys.readouterr().out, "what other sources gave was counted"
