@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -9,6 +10,7 @@ from tests.comm.conftest import collectives
 from tests.support.claims import assert_same_tensors
 from tests.support.ranks import MPI_RANKS, on_gloo
 from zerocast.comm import TorchDistributedCommunicator
+from zerocast.comm.torch_peers import TorchPeers
 
 
 @on_gloo(MPI_RANKS)
@@ -36,3 +38,27 @@ def test_unequal_parts_are_one_call_under_nccl(comm, monkeypatch):
     buffer, counts = torch.zeros(10), [1, 4, 2, 3]
     comm.all_gather_(buffer, counts)
     assert calls == [[part.data_ptr() for part in buffer.split(counts)]]
+
+
+@on_gloo(2)
+def test_a_collective_that_ends_just_behind_a_slice_of_waiting_has_ended(comm):
+    """gloo says that time is up, and by the time it is asked the collective is over: its own end
+    counts, good or bad.
+    """
+    peers = TorchPeers.of(comm.process_group)
+    made = peers._call("all_reduce_max_", 5.0)
+
+    def work(end):
+        def wait(timeout=None):
+            if timeout is not None:
+                raise RuntimeError("Operation timed out!")
+            return end()
+
+        return SimpleNamespace(wait=wait, is_completed=lambda: True)
+
+    def fail():
+        raise RuntimeError("Connection closed by peer")
+
+    peers._until(made, work(lambda: True))
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        peers._until(made, work(fail))

@@ -108,8 +108,10 @@ class TorchPeers(Peers):
                 work.wait(_SLICE)
                 return
             except RuntimeError:
+                # Over by now: it failed, or it ended behind the end of this slice.
                 if work.is_completed():
-                    raise
+                    work.wait()
+                    return
             self._look(made)
 
     def _keep(self, made: Call, memory: Any) -> None:
