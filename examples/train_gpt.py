@@ -42,7 +42,7 @@ def parse_arguments() -> argparse.Namespace:
         "--overlap", action="store_true", help="gather codes while the next forward runs"
     )
     parser.add_argument(
-        "--checkpoint", type=Path, help="a folder: save there, and continue from what is there"
+        "--checkpoint", metavar="FOLDER", help="save there, and continue from what is there"
     )
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--batch", type=int, default=8, help="sequences a step, over all ranks")

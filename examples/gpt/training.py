@@ -66,7 +66,7 @@ class Settings:
     autocast: bool
     overlap: bool
     verify: Literal["off", "hash", "full"]
-    checkpoint: Path | None
+    checkpoint: str | None
     check: bool
 
     def region(self, recipe: str, comm: Communicator) -> AbstractContextManager[object]:
@@ -137,7 +137,7 @@ def train(recipe: str, settings: Settings, corpus: Corpus, comm: Communicator) -
     losses = torch.zeros(settings.steps)
     validation_losses: list[tuple[int, float]] = []
     between = max(10, settings.steps // VALIDATIONS)
-    path, first = settings.checkpoint and settings.checkpoint / recipe, 0
+    path, first = settings.checkpoint and Path(settings.checkpoint, recipe), 0
     if path is not None and path.exists():
         loaded = zerocast.checkpoint.load(path, optimizer, model)
         schedule.load_state_dict(loaded.extra["schedule"])

@@ -13,12 +13,12 @@ import torch
 
 import zerocast
 from tests.optim.training import NVFP4, Training, assert_same_lists, make_params, named
-from tests.support.claims import message_of, one_message
+from tests.support.claims import assert_same_tensors, message_of, one_message
 from tests.support.recipes import RECIPES
 from zerocast.checkpoint import load, save
 from zerocast.checkpoint.manifest import _digest, read_manifest
 from zerocast.comm import Communicator, run_in_process
-from zerocast.errors import InputError, UnsupportedError, ZerocastError
+from zerocast.errors import InputError, RankMismatchError, UnsupportedError, ZerocastError
 from zerocast.optim import ZeroOptimizer
 
 MANIFEST = "checkpoint.json"
@@ -94,6 +94,12 @@ def weight(what: str, value: Any) -> Callable[[Any], None]:
     return lambda given: given["content"]["training"]["weights"][0].update({what: value})
 
 
+def pieces(given: Any) -> Any:
+    """Of a master that has several: file, first byte, offsets and sizes of each."""
+    tensors = given["content"]["tensors"].items()
+    return max((t["chunks"] for name, t in tensors if name.startswith("master.")), key=len)
+
+
 def reshape(given: Any) -> None:
     """Let the checkpoint say another shape of a master."""
     given["content"]["tensors"]["master.layer.3"]["shape"] = [36]
@@ -131,9 +137,9 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "a missing piece": (
         lambda p: change(p, lambda g: g["content"]["tensors"]["master.layer.2"]["chunks"].pop()),
-        "of 1600 elements of master.layer.2|of .* elements of master.layer.2",
+        "the pieces of master.layer.2 are not each of its elements once",
     ),
-    "another shape": (lambda p: change(p, reshape), "master.layer.3 must be"),
+    "another shape": (lambda p: change(p, reshape), "the pieces of master.layer.3 are not"),
     "another recipe": (
         lambda p: change(p, weight("recipe", {"class": "X"})),
         "same recipe of layer.0: it was saved with {'class': 'X'}",
@@ -148,8 +154,41 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "outside": (
         lambda p: change(p, lambda g: g["content"]["files"][0].update(name="../c.safetensors")),
-        "lies outside of its file",
+        "'../c.safetensors' is no file beside it",
     ),
+    "beyond the file": (
+        lambda p: change(p, lambda g: pieces(g)[0].__setitem__(1, 1 << 40)),
+        r"master.layer.\d lies outside of its file",
+    ),
+    "before the file": (
+        lambda p: change(p, lambda g: pieces(g)[0].__setitem__(1, -8)),
+        "-8 is no count",
+    ),
+    "a piece twice": (
+        lambda p: change(p, lambda g: pieces(g).__setitem__(-1, pieces(g)[0])),
+        r"the pieces of master.layer.\d are not each of its elements once",
+    ),
+    "no digests": (
+        lambda p: change(p, lambda g: g["content"]["files"][0]["digests"].clear()),
+        "it has not a digest for each block of",
+    ),
+    "nested": (
+        lambda p: (p / MANIFEST).write_text("[" * 100_000),
+        "its manifest is damaged .RecursionError",
+    ),
+    "no training": (
+        lambda p: change(p, lambda g: g["content"].update(training={})),
+        "holds tensors and no training .KeyError",
+    ),
+    "no weights": (
+        lambda p: change(p, lambda g: g["content"]["training"].pop("weights")),
+        "damaged, or holds tensors and no training .KeyError: 'weights'",
+    ),
+    "no options": (lambda p: change(p, content(options=[])), "damaged, .*IndexError"),
+    "steps": (lambda p: change(p, content(steps=-1)), "must be a number of steps, got -1"),
+    "averages": (lambda p: change(p, content(averages=[0.5])), r"must have the averages .*0.5"),
+    "mode": (lambda p: change(p, content(mode="x")), "must be 'train' or 'eval', got 'x'"),
+    "of_rank": (lambda p: change(p, content(of_rank=[{}])), "damaged, .*IndexError"),
     "state that is missing": (
         lambda p: change(p, lambda g: g["content"]["training"]["state"]["layer.0"].pop("exp_avg")),
         "the state of layer.0 must have .* has no exp_avg",
@@ -237,6 +276,80 @@ def test_places_that_are_taken_and_wrong_arguments(checkpoint: Path, tmp_path: P
         save(tmp_path / "c", torch.optim.SGD(layer.parameters()), layer)
     with pytest.raises(InputError, match="holds no checkpoint"):
         load(tmp_path / "c", optimizer)
+
+
+def test_ranks_that_see_different_checkpoints_are_refused(checkpoint: Path, tmp_path: Path) -> None:
+    """Both checkpoints are whole, and of the same step."""
+    saved(tmp_path)
+
+    def body(comm: Communicator) -> str:
+        optimizer = Training(comm, RECIPES["delayed"]).optimizer
+        path = checkpoint if comm.rank == 0 else tmp_path
+        return message_of(RankMismatchError, load, path / "c", optimizer)
+
+    for message in run_in_process(2, body):
+        assert re.search("every rank must see the same checkpoint .* rank 0 has '", message)
+
+
+class Masters:
+    """A model whose parameters are masters, and their torch optimizer, on each rank whole."""
+
+    def __init__(self, *, steps: int) -> None:
+        torch.manual_seed(steps)
+        self.model = torch.nn.Sequential(torch.nn.Linear(32, 48), torch.nn.Linear(48, 32))
+        zerocast.nn.convert(self.model, RECIPES["delayed"], weights="master")
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+        for _ in range(steps):
+            for parameter in self.model.parameters():
+                parameter.grad = torch.randn(parameter.shape)
+            self.optimizer.step()
+
+    def held(self) -> dict[str, torch.Tensor]:
+        """All that loading changes, in copies."""
+        found = {n: p.detach().clone() for n, p in self.model.state_dict().items()}
+        for i, state in self.optimizer.state_dict()["state"].items():
+            found |= {f"{i} {key}": value.clone() for key, value in state.items()}
+        return found
+
+
+MASTER_DAMAGES: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "steps": (content(steps="x"), "must be a number of steps, got 'x'"),
+    "averages": (content(averages=[0.5]), "which a torch optimizer cannot hold"),
+    "mode": (content(mode="eval"), "saved in the mode of eval"),
+    "options": (content(options=[{"lr": -1.0}]), "must have .* only lr"),
+    "more options": (content(options=[{}, {}]), "must have .* and have only|damaged, or holds"),
+    "another recipe": (weight("recipe", None), "same recipe of 0.weight"),
+    "another shape": (weight("shape", [32, 48]), "same shape of 0.weight"),
+    "no state": (
+        lambda given: given["content"]["training"]["state"]["0.weight"].pop("exp_avg_sq"),
+        "the state of 0.weight must have .* has no exp_avg_sq",
+    ),
+    "another kind of state": (
+        lambda g: g["content"]["training"]["state"]["0.weight"].update(exp_avg={"value": 1}),
+        "exp_avg of 0.weight must be torch.float32",
+    ),
+    "another dtype": (
+        lambda g: g["content"]["tensors"]["master.0.weight"].update(dtype="I32"),
+        "must be loaded in the dtype in which it was saved, torch.int32",
+    ),
+    "no recipe state": (
+        lambda given: given["content"]["tensors"].pop("recipe.0.weight.scale"),
+        "must have recipe.0.weight.scale, and has none",
+    ),
+}
+
+
+def test_masters_of_a_damaged_checkpoint_are_refused_by_name(tmp_path: Path) -> None:
+    """Of a torch optimizer, too, with nothing changed."""
+    save(tmp_path / "c", **vars(Masters(steps=2)))
+    for name, (edit, match) in MASTER_DAMAGES.items():
+        shutil.copytree(tmp_path / "c", tmp_path / name)
+        change(tmp_path / name, edit)
+        training = Masters(steps=1)
+        before = training.held()
+        with pytest.raises(InputError, match=match):
+            load(tmp_path / name, training.optimizer, training.model)
+        assert_same_tensors(training.held(), before, name)
 
 
 def test_leftovers_of_killed_saves_are_removed(checkpoint: Path, tmp_path: Path) -> None:

@@ -15,7 +15,8 @@ import zerocast
 from tests.optim.training import Training, assert_same_lists
 from tests.support.ranks import on_ranks, shared_folder
 from tests.support.recipes import RECIPES
-from zerocast.checkpoint import load, save
+from zerocast.checkpoint import load, pending, save
+from zerocast.checkpoint.files import DigestingWriter
 from zerocast.checkpoint.storage import Reader
 from zerocast.comm import Communicator, SingleRank, run_in_process
 from zerocast.errors import InputError, NonFiniteError, ZerocastError
@@ -133,6 +134,45 @@ def test_a_writer_that_fails_is_raised_at_the_next_call(
         assert load(tmp_path / "c", training.optimizer).steps == 0
 
     run_in_process(2, body)
+
+
+def test_a_rank_that_cannot_write_at_all_is_raised_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On every rank, though its disk has no room even to say so; and once only."""
+    write = DigestingWriter.__init__
+    note = pending.replace_file
+
+    def full(self: Any, path: Path) -> None:
+        if "rank00001" in path.name:
+            raise OSError(28, "no space")
+        write(self, path)
+
+    def no_note(path: Path, text: bytes) -> None:
+        if "rank00001" in path.name:
+            raise OSError(28, "no space")
+        note(path, text)
+
+    def body(comm: Communicator) -> None:
+        training = make(comm, "nvfp4", "adamw")
+        save(tmp_path / "c", training.optimizer)
+        training.train(0, alike=True)
+        comm.barrier()
+        if comm.rank == 0:
+            monkeypatch.setattr(DigestingWriter, "__init__", full)
+            monkeypatch.setattr(pending, "replace_file", no_note)
+        comm.barrier()
+        saving = save(tmp_path / "c", training.optimizer, asynchronous=True)
+        assert saving is not None
+        with pytest.raises(ZerocastError, match=r"rank 1: saving .*c beside .* failed: .*no space"):
+            saving.wait()
+        comm.barrier()
+        monkeypatch.undo()
+        comm.barrier()
+        assert load(tmp_path / "c", training.optimizer).steps == 0
+
+    run_in_process(3, body)
+    assert "beside the training failed" in caplog.text
 
 
 def test_what_a_user_saves_comes_back(tmp_path: Path) -> None:
@@ -268,6 +308,17 @@ def test_the_rest_of_a_model_is_saved_with_it(tmp_path: Path, alike: bool) -> No
 
     for ranks in others:
         run_in_process(ranks, second)
+
+
+def test_layers_that_remembered_nothing_do_so_again(tmp_path: Path) -> None:
+    """A run that goes back to a save from before its first forward repeats it."""
+    model = Model(0, 1.0)
+    optimizer = zerocast.optim.ZeroOptimizer([("layer", model.layer.weight)])
+    save(tmp_path, optimizer, model)
+    run(model, 0)
+    assert model.layer.get_extra_state() is not None
+    load(tmp_path, optimizer, model)
+    assert model.layer.get_extra_state() is None
 
 
 def states(model: Model) -> dict[str, torch.Tensor]:

@@ -23,9 +23,10 @@ from tests.optim.training import (
 )
 from tests.support.claims import message_of, one_message
 from tests.support.ranks import run_ranks
+from tests.support.recipes import RECIPES
 from tests.support.weights import through_a_file
 from zerocast.comm import Communicator, run_in_process
-from zerocast.errors import InputError, NonFiniteError, UnsupportedError
+from zerocast.errors import InputError, UnsupportedError, ZerocastError
 from zerocast.optim import ZeroOptimizer
 
 
@@ -110,13 +111,52 @@ def test_a_state_of_another_optimizer_or_other_weights_is_refused() -> None:
         ZeroOptimizer(named(make_params(NVFP4))[::-1]).load_state_dict(saved)
 
 
+AVERAGED = 0.75
+
+
+def averaged(comm: Communicator, recipe: str = "delayed", *, seed: int = 0) -> Training:
+    """A training that averages its masters, too."""
+    training = Training(comm, RECIPES[recipe], seed=seed)
+    training.optimizer.ema(AVERAGED)
+    return training
+
+
+def everything(training: Training) -> dict[str, Any]:
+    """All that loading changes, on this rank, in copies."""
+    state = through_a_file(training.optimizer.state_dict())
+    return {"weights": [p.detach().clone() for p in training.params], "state": state}
+
+
+@pytest.fixture(scope="module")
+def saved_states() -> list[Any]:
+    """Of two ranks after 2 steps; not to be changed."""
+
+    def body(comm: Communicator) -> Any:
+        training = averaged(comm)
+        training.train(0, 1)
+        return training.saved()
+
+    return run_in_process(2, body)
+
+
+def first(saved: Any) -> Any:
+    """The entry of the first weight of which the rank has elements."""
+    return next(iter(saved["state"].values()))
+
+
 def damaged(key: str, change: Any) -> Any:
-    """Let ``change`` have the entry ``key`` of the first weight."""
+    """Let ``change`` have what stands under ``key`` for that weight."""
+    return lambda saved: first(saved).update({key: change(first(saved)[key])})
 
-    def damage(saved: Any) -> None:
-        saved["state"][0][key] = change(saved["state"][0][key])
 
-    return damage
+def gone(key: str) -> Any:
+    """Let that weight lack what stands under ``key``."""
+    return lambda saved: first(saved).pop(key)
+
+
+def holds(**changes: Any) -> Any:
+    """Let the state dict hold something else."""
+    return lambda saved: saved.update(changes)
 
 
 def in_zero(**changes: Any) -> Any:
@@ -134,6 +174,18 @@ def weight(what: str, value: Any) -> Any:
     return lambda saved: saved["zero"]["weights"][0].update({what: value})
 
 
+def recipe(what: str, value: Any) -> Any:
+    """Let the first weight be said to have had another recipe."""
+    return lambda saved: saved["zero"]["weights"][0]["recipe"].update({what: value})
+
+
+def remembered(change: Any) -> Any:
+    """Let the first weight's recipe remember another scale."""
+    return lambda saved: saved["recipe_state"][0].update(
+        scale=change(saved["recipe_state"][0]["scale"])
+    )
+
+
 DAMAGES = {
     "format": (in_zero(format=99), "must be of format 1, got 99"),
     "numerics": (in_zero(numerics=99), "same version of the numerics: it was saved with 99"),
@@ -141,38 +193,87 @@ DAMAGES = {
     "name": (weight("name", "other"), "same weights: this one has 'layer.0', and it has not"),
     "shape": (weight("shape", [48, 33]), r"same shape of layer.0: .*\[48, 33\], .*\[33, 48\]"),
     "recipe": (weight("recipe", {"class": "X"}), "same recipe of layer.0: it was saved with"),
+    "margin": (recipe("margin", 3), "same recipe of layer.0: it was saved with {'margin': 3}"),
+    "number format": (recipe("fp8_format", "e5m2"), "same recipe of layer.0: .*e5m2"),
     "dtype": (weight("dtype", "torch.float32"), "same dtype of layer.0"),
     "amax group": (weight("shares_amax", ["layer.0"]), "same shares_amax of layer.0"),
-    "rank": (in_zero(rank=1), "got that of rank 1 of 1"),
-    "ranks": (in_zero(world_size=2), "got that of rank 0 of 2"),
-    "no exp_avg": (lambda s: s["state"][0].pop("exp_avg"), "layer.0 must have .*has no exp_avg"),
-    "short": (damaged("exp_avg", lambda t: t[:-1]), r"exp_avg of layer.0 must be .*\[1584\]"),
-    "int": (damaged("exp_avg", lambda t: t.int()), "exp_avg of layer.0 must be torch.float32"),
-    "negative": (damaged("exp_avg_sq", lambda t: t - 1e9), "exp_avg_sq of layer.0 must not be"),
-    "step": (damaged("step", lambda t: t - 9), "step of layer.0 must not be negative, got -5"),
-    "nan": (
-        damaged("exp_avg", lambda t: t * torch.nan),
-        "exp_avg of layer.0 must be numbers, got nan",
+    "rank": (in_zero(rank=0), "rank 1 of 2 must load the state dict .* got that of rank 0 of 2"),
+    "ranks": (in_zero(world_size=4), "got that of rank 1 of 4"),
+    "no weights": (lambda saved: saved["zero"].pop("weights"), "KeyError: 'weights'"),
+    "no zero": (holds(zero=None), "NoneType"),
+    "no state": (holds(state=None), "NoneType"),
+    "no recipe state": (holds(recipe_state=None), "NoneType"),
+    "no param groups": (holds(param_groups=None), "NoneType"),
+    "foreign index": (lambda s: s["state"].update({99: first(s)}), "weights 0 to 5, got 99"),
+    "foreign recipe": (lambda s: s["recipe_state"].update({"x": {}}), "weights 0 to 5, got 'x'"),
+    "due": (in_zero(due=[7]), "due of a state dict must be of the weights 0 to 5, got 7"),
+    "steps": (in_zero(steps=-4), "steps of a state must be a number of steps, got -4"),
+    "no steps": (in_zero(steps=None), "must be a number of steps, got None"),
+    "another step": (in_zero(steps=3), "a state of the same step: rank 0 has 'steps 2' where rank"),
+    "mode": (in_zero(mode="x"), "mode of a state must be 'train' or 'eval', got 'x'"),
+    "averages": (in_zero(averages=[2.0]), "decay must be a number from 0 up to.* got 2.0"),
+    "no averages": (in_zero(averages=None), "averages of a state must be a list of decays"),
+    "no average": (gone("ema(0.75)"), r"must have the averages \['ema\(0.75\)'\], got \[\]"),
+    "short average": (damaged("ema(0.75)", lambda t: t[:-1]), r"ema\(0.75\) of layer.\d must be"),
+    "no exp_avg": (gone("exp_avg"), r"layer.\d must have .*has no exp_avg"),
+    "exp_avg none": (damaged("exp_avg", lambda t: None), "must be a tensor, got a NoneType"),
+    "short": (damaged("exp_avg", lambda t: t[:-1]), r"exp_avg of layer.\d must be .*\[\d+\], got"),
+    "int": (damaged("exp_avg", lambda t: t.int()), r"exp_avg of layer.\d must be torch.float32"),
+    "negative": (damaged("exp_avg_sq", lambda t: t - 1e9), r"exp_avg_sq of layer.\d must not be"),
+    "step": (damaged("step", lambda t: t - 9), r"step of layer.\d must not be negative, got -7"),
+    "nan": (damaged("exp_avg", lambda t: t * torch.nan), r"exp_avg of layer.\d must be numbers"),
+    "no master": (gone("master"), "KeyError: 'master'"),
+    "no start": (gone("start"), "KeyError: 'start'"),
+    "master nan": (
+        damaged("master", lambda t: t * torch.nan),
+        r"master of layer.\d must be finite",
     ),
-    "master nan": (damaged("master", lambda t: t * torch.nan), "master of layer.0 must be finite"),
-    "FP16": (damaged("master", lambda t: t.half()), "master of layer.0 must be torch.float32"),
-    "2-D": (damaged("master", lambda t: t.view(33, -1)), "master of layer.0 must be"),
+    "FP16": (damaged("master", lambda t: t.half()), r"master of layer.\d must be torch.float32"),
+    "int64": (damaged("master", lambda t: t.long()), r"master of layer.\d must be torch.float32"),
+    "2-D": (damaged("master", lambda t: t.view(1, -1)), r"master of layer.\d must be"),
     "start": (damaged("start", lambda start: "x"), "start at an element, got .* from 'x'"),
+    "start before": (damaged("start", lambda start: -5), "start at an element, got .* from -5 on"),
+    "scale nan": (
+        remembered(lambda t: t * torch.nan),
+        "layer.0 must be .* scale that is not finite",
+    ),
+    "scale 0": (
+        remembered(lambda t: t * 0),
+        "layer.0 must be .* scale that is not finite and above",
+    ),
+    "scale int": (remembered(lambda t: t.int()), "that of layer.0 remembers .*scale torch.float32"),
     "lr": (option("lr", "x"), "AdamW refuses the saved options"),
+    "another lr": (option("lr", 0.5), r"rank 0 has 'param_groups\[0\] with .*0.5"),
     "no betas": (lambda s: s["param_groups"][0].pop("betas"), "must have 'betas'"),
 }
 
 
 @pytest.mark.parametrize(("damage", "match"), DAMAGES.values(), ids=DAMAGES)
-def test_a_damaged_state_is_refused_by_name(damage: Any, match: str) -> None:
-    """Nothing has been changed then, and the error says what is wrong."""
-    saved, training = train_and_save(), Training()
-    before = training.masters()
-    damage(saved)
-    with pytest.raises((InputError, NonFiniteError), match=match):
-        training.optimizer.load_state_dict(saved)
-    assert_same_lists(training.masters(), before, "after the refusal")
-    assert training.optimizer.param_groups[0]["lr"] == 1e-3
+def test_a_damaged_state_is_refused_by_name(
+    saved_states: list[Any], damage: Any, match: str
+) -> None:
+    """Damage on one rank is named on all, and nothing has been changed on any."""
+
+    def body(comm: Communicator) -> str:
+        training, given = averaged(comm, seed=1), copy.deepcopy(saved_states[comm.rank])
+        before = everything(training)
+        if comm.rank == 1:
+            damage(given)
+        message = message_of(ZerocastError, training.optimizer.load_state_dict, given)
+        after = everything(training)
+        assert_same_lists(after["weights"], before["weights"], "weights after the refusal")
+        assert torch.equal(serialized(after["state"]), serialized(before["state"]))
+        return message
+
+    message = one_message(run_in_process(2, body))
+    assert re.search(match, message), message
+
+
+def serialized(state: Any) -> torch.Tensor:
+    """A state dict in bytes."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    return torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
 
 
 @pytest.mark.mpi(min_size=4)
@@ -188,7 +289,8 @@ def test_what_one_rank_saved_for_all_is_refused(tmp_path_factory: pytest.TempPat
             with pytest.raises(CheckpointException, match=r"call zerocast.checkpoint.save"):
                 dcp.save({"state": value} if "zero" in value else value, checkpoint_id=path)
         assert through_a_file(optimizer.state_dict())["zero"]["every_rank"] == {}
-        assert copy.deepcopy(optimizer.state_dict())["zero"]["every_rank"] == {}
+        with pytest.raises(CheckpointException, match=r"call zerocast.checkpoint.save"):
+            dcp.async_save(optimizer.state_dict(), checkpoint_id=path)  # it saves copies
 
     run_ranks("torch_distributed", 2, run)
 

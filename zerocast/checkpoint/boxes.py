@@ -34,16 +34,19 @@ class Share:
         shape: of the whole tensor.
         dtype: of its elements.
         pieces: by box, tensors of the box's sizes; none where this rank has no element.
+        flat: of :meth:`like` and :meth:`of_range` the tensor that the pieces are views of, in
+            order.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     pieces: dict[Box, torch.Tensor] = field(default_factory=dict)
+    flat: torch.Tensor = field(default_factory=lambda: torch.empty(0, device="cpu"))
 
     @classmethod
     def of_range(cls, shape: Sequence[int], extent: Extent, values: torch.Tensor) -> Share:
         """Return the share that consists of elements ``extent``, which are ``values``, flat."""
-        share = cls(tuple(shape), values.dtype)
+        share = cls(tuple(shape), values.dtype, flat=values)
         start = 0
         for box in boxes_of(share.shape, extent):
             end = start + math.prod(box.sizes)
@@ -65,21 +68,18 @@ class Share:
         return share
 
     def like(self) -> Share:
-        """Return the same share, of new tensors on the CPU that hold nothing yet."""
-        empty = {box: torch.empty(box.sizes, dtype=self.dtype, device="cpu") for box in self.pieces}
-        return Share(self.shape, self.dtype, empty)
+        """Return the same share, of new memory on the CPU that holds nothing yet: one piece after
+        the other in one tensor.
+        """
+        sizes = [math.prod(box.sizes) for box in self.pieces]
+        flat = torch.empty(sum(sizes), dtype=self.dtype, device="cpu")
+        parts = zip(self.pieces, flat.split(sizes), strict=True)
+        return Share(self.shape, self.dtype, {b: part.view(b.sizes) for b, part in parts}, flat)
 
     def copied(self, boxes: Iterable[Box]) -> Share:
         """Return a share of copies of the pieces ``boxes``, on the CPU."""
         copies = {box: self.pieces[box].detach().to("cpu", copy=True) for box in boxes}
         return Share(self.shape, self.dtype, copies)
-
-    @property
-    def flat(self) -> torch.Tensor:
-        """The elements of :meth:`of_range`, flat, in order."""
-        if not self.pieces:
-            return torch.empty(0, dtype=self.dtype, device="cpu")
-        return torch.cat([piece.reshape(-1) for piece in self.pieces.values()])
 
     @property
     def only(self) -> torch.Tensor:
@@ -107,3 +107,27 @@ def boxes_of(shape: Sequence[int], extent: Extent) -> Iterator[Box]:
         for box in boxes_of(shape[1:], Extent(start, end)):
             yield Box((row, *box.offsets), (1, *box.sizes))
         row += 1
+
+
+def are_whole(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
+    """Say whether ``boxes`` are all elements of a tensor of ``shape``, each once."""
+    if sum(math.prod(box.sizes) for box in boxes) != math.prod(shape):
+        return False
+    if len({box.offsets for box in boxes}) < len(boxes):  # by which they are found
+        return False
+    spans = []
+    for box in boxes:
+        if not len(box.offsets) == len(box.sizes) == len(shape):
+            return False
+        spans.append([(o, o + size) for o, size in zip(*box, strict=True)])
+        if any(end > size for (_, end), size in zip(spans[-1], shape, strict=True)):
+            return False
+    along = max(range(len(shape)), key=shape.__getitem__, default=0)  # where boxes lie in a row
+    spans.sort(key=lambda span: span[along : along + 1])
+    for i, span in enumerate(spans):
+        for j in range(i + 1, len(spans)):
+            if shape and spans[j][along][0] >= span[along][1]:
+                break
+            if all(max(a[0], b[0]) < min(a[1], b[1]) for a, b in zip(span, spans[j], strict=True)):
+                return False
+    return True

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from zerocast.checkpoint.manifest import read_manifest
+from zerocast.checkpoint.manifest import DAMAGED, read_manifest
 from zerocast.checkpoint.model_part import ModelPart
 from zerocast.checkpoint.pending import wait_for
 from zerocast.checkpoint.sources import ranks_of, training_of
@@ -17,6 +19,7 @@ from zerocast.checkpoint.training import Saved
 from zerocast.checkpoint.values import decode
 from zerocast.comm import Attempt, Group
 from zerocast.comm.agreement import check_same, raise_together
+from zerocast.errors import InputError, ZerocastError
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,7 @@ def load(
 
     Any number of ranks loads what any number has saved, a ZeroOptimizer what masters under FSDP2
     have saved, and the other way round. Each rank reads what it needs, and compares digests of all
-    that it reads; nothing is unpickled. It takes memory for its share once more, on the CPU.
+    that it reads; nothing is unpickled. It takes memory for two of its shares, on the CPU.
 
     Args:
         path: the directory or file.
@@ -72,23 +75,41 @@ def load(
         manifest = read_manifest(Path(path))
         digest = manifest.digest
         training = training_of(optimizer, model, group, comm)
-        saved = Saved(manifest.training, manifest.tensors)
-        training.check(saved)
-        training.ask(saved)
         part = ModelPart(model, training.parameters, comm)
-        part.ask(saved, manifest.ranks)
+        saved = Saved(manifest.training, manifest.tensors)
         is_own = manifest.ranks == comm.size
-        saved.want_values(f"value.of_rank.{comm.rank}." if is_own else None)
+        with _reading(path):
+            training.check(saved)
+            training.ask(saved)
+            part.ask(saved, manifest.ranks)
+            saved.want_values(f"value.of_rank.{comm.rank}." if is_own else None)
     required = f"every rank must see the same checkpoint at {path}"
     check_same(comm, [digest], required, attempt.error)
     with attempt:
         from zerocast.checkpoint.storage import Reader, fill
 
-        fill(Reader(path, manifest), saved.shares)
-        tensors = {name: share.only for name, share in saved.shares.items()}
-        of_rank = decode(saved.said["of_rank"][comm.rank], tensors) if is_own else None
-        loaded = Loaded(saved.value("extra"), of_rank, saved.said["steps"], manifest.ranks)
+        with _reading(path):
+            fill(Reader(path, manifest), saved.shares)
+            tensors = {name: share.only for name, share in saved.shares.items()}
+            of_rank = decode(saved.said["of_rank"][comm.rank], tensors) if is_own else None
+            loaded = Loaded(saved.value("extra"), of_rank, saved.said["steps"], manifest.ranks)
+            training.prepare(saved)
+            part.check(saved)
     raise_together(comm, attempt.error)
-    training.restore(saved)
+    training.restore()
     part.restore(saved)
     return loaded
+
+
+@contextmanager
+def _reading(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Say that the checkpoint is at fault where it lacks what a training has."""
+    try:
+        yield
+    except ZerocastError:
+        raise
+    except DAMAGED as error:
+        raise InputError(
+            f"the checkpoint at {path} is damaged, or holds tensors and no training "
+            f"({type(error).__name__}: {error}); load an earlier checkpoint."
+        ) from error

@@ -29,8 +29,8 @@ from typing import Any
 
 import torch
 
-from zerocast.checkpoint.boxes import Box
-from zerocast.checkpoint.files import DTYPES, FileInfo, read_header, replace_file
+from zerocast.checkpoint.boxes import Box, are_whole
+from zerocast.checkpoint.files import BLOCK, DTYPES, FileInfo, read_header, replace_file
 from zerocast.errors import InputError
 
 FORMAT = 1
@@ -41,6 +41,9 @@ KEY = "zerocast_checkpoint"
 
 OWN_FILES = re.compile(r"[0-9a-f]{16}-rank\d{5,}(\.safetensors|\.json)|\.[0-9a-f]{16}.*\.draft")
 """The names that saves give to their files, by which those of a killed save are found."""
+
+DAMAGED = ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError
+"""What reading JSON that is not as it was written raises."""
 
 _NAMED = {name: dtype for dtype, name in DTYPES.items()}
 
@@ -73,6 +76,7 @@ class Manifest:
         versions: of zerocast, its numerics and torch.
         tensors: by name.
         training: what was saved, in JSON values.
+        digest: of a checkpoint that was read, text by which ranks compare what they have read.
     """
 
     saved: str
@@ -80,6 +84,7 @@ class Manifest:
     versions: dict[str, Any]
     tensors: dict[str, SavedTensor]
     training: dict[str, Any]
+    digest: str = ""
 
     def to_text(self) -> str:
         """Return it as JSON."""
@@ -104,11 +109,6 @@ class Manifest:
         }  # fmt: skip
         return json.dumps({KEY: FORMAT, "digest": _digest(content), "content": content})
 
-    @property
-    def digest(self) -> str:
-        """Text by which ranks compare what they have read."""
-        return _digest(json.loads(self.to_text())["content"])
-
 
 def read_manifest(path: Path) -> Manifest:
     """Return what the checkpoint at ``path`` says of itself.
@@ -125,10 +125,10 @@ def read_manifest(path: Path) -> Manifest:
         version = given[KEY]
     except FileNotFoundError:
         raise InputError(
-            f"{path} holds no checkpoint: there is no {path / NAME}. A "
-            f" save that was killed before its end leaves none."
+            f"{path} holds no checkpoint: there is no {path / NAME}. A save that was killed before "
+            f"its end leaves none."
         ) from None
-    except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
+    except (OSError, *DAMAGED) as error:
         raise InputError(
             f"{path} is no checkpoint of zerocast, or its manifest is damaged "
             f"({type(error).__name__}: {error}); load an earlier checkpoint."
@@ -142,8 +142,8 @@ def read_manifest(path: Path) -> Manifest:
         content = given["content"]
         if given["digest"] != _digest(content):
             raise ValueError("its digest is another")
-        return _parsed(content)
-    except (ValueError, TypeError, LookupError, AttributeError) as error:
+        return _parsed(content, given["digest"])
+    except DAMAGED as error:
         raise InputError(
             f"the manifest of {path} is damaged ({type(error).__name__}: {error}); load an earlier "
             f"checkpoint."
@@ -183,20 +183,34 @@ def _digest(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _parsed(content: Mapping[str, Any]) -> Manifest:
+def _parsed(content: Mapping[str, Any], digest: str) -> Manifest:
     files = [FileInfo(**each) for each in content["files"]]
+    for file in files:
+        begin, end = _counts([file.begin, file.num_bytes])
+        if Path(file.name).name != file.name or file.name in ("", ".."):
+            raise ValueError(f"{file.name!r} is no file beside it")
+        if begin > end or len(file.digests) != math.ceil((end - begin) / BLOCK):
+            raise ValueError(f"it has not a digest for each block of {file.name}")
     tensors = {}
     for name, given in content["tensors"].items():
-        chunks = [
-            Chunk(Box(tuple(offsets), tuple(sizes)), files[number], start)
-            for number, start, offsets, sizes in given["chunks"]
-        ]
-        dtype, shape = _NAMED[given["dtype"]], tuple(given["shape"])
-        for chunk in chunks:
-            end = chunk.start + math.prod(chunk.box.sizes) * dtype.itemsize
-            if Path(chunk.file.name).name != chunk.file.name or end > chunk.file.num_bytes:
+        dtype, shape = _NAMED[given["dtype"]], _counts(given["shape"])
+        chunks = []
+        for number, start, offsets, sizes in given["chunks"]:
+            chunk = Chunk(Box(_counts(offsets), _counts(sizes)), files[number], *_counts([start]))
+            end = start + math.prod(chunk.box.sizes) * dtype.itemsize
+            if start < chunk.file.begin or end > chunk.file.num_bytes:
                 raise ValueError(f"{name} lies outside of its file")
+            chunks.append(chunk)
+        if not are_whole(shape, [chunk.box for chunk in chunks]):
+            raise ValueError(f"the pieces of {name} are not each of its elements once")
         tensors[name] = SavedTensor(dtype, shape, chunks)
-    return Manifest(
-        content["saved"], content["ranks"], content["versions"], tensors, content["training"]
-    )
+    ranks, training = _counts([content["ranks"]])[0], dict(content["training"])
+    return Manifest(content["saved"], ranks, content["versions"], tensors, training, digest)
+
+
+def _counts(values: Any) -> tuple[int, ...]:
+    """Return whole numbers as they are, from 0 up to what 64 bits hold."""
+    for value in values:
+        if type(value) is not int or not 0 <= value < 2**63:
+            raise ValueError(f"{value!r} is no count")
+    return tuple(values)

@@ -11,7 +11,7 @@ import torch
 from zerocast.checkpoint.boxes import Share
 from zerocast.checkpoint.training import SHARD, WHOLE, Contents, Saved, Training
 from zerocast.checkpoint.values import decode
-from zerocast.comm import Attempt, Communicator, raise_together
+from zerocast.comm import Communicator
 from zerocast.errors import InputError, UnsupportedError
 from zerocast.optim.saved import (
     Description,
@@ -149,27 +149,30 @@ class MasterTraining(Training):
             for key in gathers[name].recipe.state if name in gathers else ():
                 saved.want_whole(f"recipe.{name}.{key}")
 
-    def restore(self, saved: Saved) -> None:
-        attempt = Attempt()
-        with attempt:
-            self._check_values(saved)
-        raise_together(self.comm, attempt.error)
+    def prepare(self, saved: Saved) -> None:
+        self._check_values(saved)
+        shares = saved.shares
+        self._masters = {name: shares[f"master.{name}"].only for name in self._params}
+        self._recipe_states = {
+            name: self._recipe_state(saved, name, gather) for name, gather in self._gathers.items()
+        }
+        states = [self._state(saved, name) for name in self._params]
+        places = [group["params"] for group in self.optimizer.state_dict()["param_groups"]]
+        groups = zip(saved.value("options"), places, strict=True)
+        self._state_dict = {
+            "state": {n: each for n, each in enumerate(states) if each},
+            "param_groups": [{**options, "params": params} for options, params in groups],
+        }
+
+    def restore(self) -> None:
         with torch.no_grad():
             for name, param in self._params.items():
                 local = to_local(param)
                 if local.numel():
-                    local.copy_(saved.shares[f"master.{name}"].only)
+                    local.copy_(self._masters[name])
         for name, gather in self._gathers.items():
-            gather.load_state(self._recipe_state(saved, name, gather))
-        states = [self._state(saved, name) for name in self._params]
-        groups = [
-            {**options, "params": group["params"]}
-            for options, group in zip(
-                saved.value("options"), self.optimizer.state_dict()["param_groups"], strict=True
-            )
-        ]
-        state = {n: each for n, each in enumerate(states) if each}
-        self.optimizer.load_state_dict({"state": state, "param_groups": groups})
+            gather.load_state(self._recipe_states[name])
+        self.optimizer.load_state_dict(self._state_dict)
 
     def _state(self, saved: Saved, name: str) -> dict[str, Any]:
         """Return what the optimizer keeps of a parameter."""

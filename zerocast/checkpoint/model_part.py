@@ -22,6 +22,7 @@ from zerocast.checkpoint.training import Contents, Saved
 from zerocast.comm import Communicator
 from zerocast.errors import InputError
 from zerocast.nn.saved_state import WEIGHT_STATE
+from zerocast.nn.stateful_module import StatefulModule
 from zerocast.sharded.master_weight import as_plain
 from zerocast.sharded.placement import is_sharded, to_local
 from zerocast.tensors import QuantizedTensor
@@ -97,23 +98,30 @@ class ModelPart:
             elif place in saved.tensors:
                 saved.want_whole(place)
 
+    def check(self, saved: Saved) -> None:
+        """Raise :class:`InputError` where a layer cannot take over what its recipe remembered."""
+        for module, name in self._stateful():
+            value = self._found(saved, f"model.{name}{_EXTRA}")
+            if value is not None and isinstance(module, StatefulModule):
+                module.checked_extra_state(value)
+
     @torch.no_grad()
     def restore(self, saved: Saved) -> None:
-        """Copy them into the model."""
-        differing = set(saved.said["by_rank"])
-        tensors = self._tensors()
-
-        def found(name: str) -> torch.Tensor | None:
-            place = f"{name}@{self.comm.rank}" if name in differing else name
-            return saved.shares[place].only if place in saved.shares else None
-
-        for name, tensor in tensors.items():
-            local, value = to_local(tensor), found(name)
+        """Copy them into the model. What modules of other programs raise is raised as it is."""
+        for name, tensor in self._tensors().items():
+            local, value = to_local(tensor), self._found(saved, name)
             if value is not None and local.numel():
                 local.copy_(value)
         for module, name in self._stateful():
-            if (value := found(f"model.{name}{_EXTRA}")) is not None:
+            if (value := self._found(saved, f"model.{name}{_EXTRA}")) is not None:
                 module.set_extra_state(value)
+            elif isinstance(module, StatefulModule):
+                module.forget_extra_state()
+
+    def _found(self, saved: Saved, name: str) -> torch.Tensor | None:
+        """Return what was read of a tensor; None where the checkpoint has none."""
+        place = f"{name}@{self.comm.rank}" if name in saved.said["by_rank"] else name
+        return saved.shares[place].only if place in saved.shares else None
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         """Return buffers and frozen parameters, by name; of quantized ones the stored tensors."""

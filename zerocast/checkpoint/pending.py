@@ -8,10 +8,12 @@ all ranks have told it; a rank that fails says so there, and each rank's next ca
 from __future__ import annotations
 
 import json
+import logging
 import threading
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,9 +27,6 @@ from zerocast.errors import ZerocastError
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.storage import WriteResult
 
-PATIENCE = 600.0
-"""Seconds for which rank 0 waits for what other ranks write after its own part is written."""
-
 _pending: weakref.WeakKeyDictionary[Any, PendingSave] = weakref.WeakKeyDictionary()
 """By optimizer, a save that nobody has waited for."""
 
@@ -35,14 +34,27 @@ _pending: weakref.WeakKeyDictionary[Any, PendingSave] = weakref.WeakKeyDictionar
 class PendingSave:
     """A save that goes on; what ``save(..., asynchronous=True)`` returns.
 
+    Where it fails the rank says so in the log of ``zerocast`` at once; the next call raises.
+
     Args:
+        path: the checkpoint.
         comm: the ranks.
-        write: writes this rank's part, and on rank 0 the manifest; runs in a thread.
+        write: writes this rank's part; runs in a thread.
+        finish: puts the checkpoint in place once all parts are written, unless the event is set
+            before; runs after ``write``. Rank 0's does something.
     """
 
-    def __init__(self, comm: Communicator, write: Callable[[], None]) -> None:
-        self._comm, self._attempt = comm, Attempt()
-        self._thread = threading.Thread(target=self._run, args=(write,), name="zerocast-save")
+    def __init__(
+        self,
+        path: Path,
+        comm: Communicator,
+        write: Callable[[], None],
+        finish: Callable[[threading.Event], None],
+    ) -> None:
+        self._path, self._comm, self._write, self._finish = path, comm, write, finish
+        self._error: ZerocastError | None = None
+        self._has_written, self._is_futile = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._run, name="zerocast-save")
         self._thread.start()
 
     @property
@@ -57,13 +69,36 @@ class PendingSave:
             ZerocastError: on every rank, where writing failed on any; the checkpoint before it is
                 whole.
         """
-        self._thread.join()
-        error, self._attempt.error = self._attempt.error, None
-        raise_together(self._comm, error)
+        self._has_written.wait()
+        try:
+            raise_together(self._comm, self._error)  # else rank 0 would wait for its part
+            self._thread.join()
+            raise_together(self._comm, self._error)
+        except ZerocastError:
+            self._is_futile.set()
+            self._thread.join()
+            self._error = None  # it is raised once
+            raise
 
-    def _run(self, write: Callable[[], None]) -> None:
-        with self._attempt:
-            write()
+    def _run(self) -> None:
+        try:
+            self._attempt(self._write)
+        finally:
+            self._has_written.set()
+        if self._error is None:
+            self._attempt(lambda: self._finish(self._is_futile))
+
+    def _attempt(self, do: Callable[[], None]) -> None:
+        attempt = Attempt()
+        with attempt:
+            do()
+        if (error := attempt.error) is not None and not self._is_futile.is_set():
+            self._error = type(error)(
+                f"saving {self._path} beside the training failed: {error} The checkpoint before it "
+                "is whole; save again."
+            )
+            self._error.__cause__ = error
+            logging.getLogger("zerocast").error("%s", self._error)
 
 
 def remember(optimizer: object, save: PendingSave) -> None:
@@ -78,40 +113,50 @@ def wait_for(optimizer: object) -> None:
         save.wait()
 
 
-def tell(directory: Path, saved: str, rank: int, said: dict[str, Any]) -> None:
-    """Tell rank 0 what this rank has written, or why it has not."""
-    replace_file(_note(directory, saved, rank), json.dumps(said).encode())
+def told(directory: Path, saved: str, rank: int, write: Callable[[], list[WriteResult]]) -> None:
+    """Write this rank's part, and tell rank 0 what it has written, or why it has not."""
+    note = _note(directory, saved, rank)
+    try:
+        said = _written(write())
+    except Exception as error:
+        with suppress(OSError):  # where nothing can be written, the next call tells it
+            replace_file(note, json.dumps({"error": f"{type(error).__name__}: {error}"}).encode())
+        raise
+    replace_file(note, json.dumps(said).encode())
 
 
-def written_note(results: list[WriteResult]) -> dict[str, Any]:
-    """Return what :func:`tell` says of files that are written."""
+def _written(results: list[WriteResult]) -> dict[str, Any]:
     places = [[r.index.fqn, list(r.index.offset or ()), r.storage_data.start] for r in results]
     file = asdict(results[0].storage_data.file) if results else None
     return {"file": file, "places": places}
 
 
 def hear(
-    directory: Path, saved: str, ranks: int, result: Callable[[str, Any, FileInfo, int], Any]
+    directory: Path,
+    saved: str,
+    comm: Communicator,
+    result: Callable[[str, Any, FileInfo, int], Any],
+    is_futile: threading.Event,
 ) -> list[list[Any]]:
     """Return what all ranks have written, once they have told it.
 
     Raises:
-        ZerocastError: where one has failed, or does not tell it within :data:`PATIENCE`.
+        ZerocastError: where one has failed, or does not tell it within the communicator's timeout;
+            or where ``is_futile`` is set.
     """
-    end, everyone = time.monotonic() + PATIENCE, []
-    for rank in range(ranks):
+    end, everyone = time.monotonic() + comm.timeout, []
+    for rank in range(comm.size):
         path, pause = _note(directory, saved, rank), 0.001
         while not path.exists():
-            if time.monotonic() > end:
+            if time.monotonic() > end or is_futile.wait(pause):
                 raise ZerocastError(
-                    f"rank {rank} has not written its part of a checkpoint within {PATIENCE:g} s; "
-                    f"the one before it is whole. Every rank must see the directory {directory}."
+                    f"rank {rank} has not written its part of a checkpoint within {comm.timeout:g} "
+                    f"s. Every rank must see the directory {directory}."
                 )
-            time.sleep(pause)
             pause = min(2 * pause, 0.25)
         said = json.loads(path.read_text())
         if "error" in said:
-            raise ZerocastError(f"rank {rank} could not write its part: {said['error']}")
+            raise ZerocastError(f"rank {rank} could not write its part: {said['error']}.")
         everyone.append(
             [
                 result(name, at, FileInfo(**said["file"]), start)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
@@ -16,7 +17,7 @@ from zerocast.checkpoint.boxes import Share
 from zerocast.checkpoint.files import FileInfo
 from zerocast.checkpoint.manifest import SUFFIX, check_place
 from zerocast.checkpoint.model_part import ModelPart, digest_of
-from zerocast.checkpoint.pending import PendingSave, hear, remember, tell, wait_for, written_note
+from zerocast.checkpoint.pending import PendingSave, hear, remember, told, wait_for
 from zerocast.checkpoint.planned import Planned, plan_save
 from zerocast.checkpoint.sources import ranks_of, training_of
 from zerocast.checkpoint.training import Contents
@@ -171,7 +172,7 @@ def _write_beside(path: Path, planned: Planned, comm: Communicator) -> PendingSa
     from zerocast.checkpoint.storage import Place
 
     writer, plan = _writer(path, planned, comm)
-    planner, rank, size, saved = planned.planner, comm.rank, comm.size, planned.saved
+    planner, rank, saved = planned.planner, comm.rank, planned.saved
     written = {(item.index.fqn, tuple(item.index.offset or ())) for item in plan.items}
     planner.shares = {
         name: share.copied(box for box in share.pieces if (name, box.offsets) in written)
@@ -182,17 +183,13 @@ def _write_beside(path: Path, planned: Planned, comm: Communicator) -> PendingSa
         return WriteResult(MetadataIndex(name, offset), 0, Place(info, start))
 
     def write() -> None:
-        try:
-            results = writer.write(plan, planner)
-            tell(path, saved, rank, written_note(results))
-        except Exception as error:
-            if rank != 0:
-                tell(path, saved, rank, {"error": f"{type(error).__name__}: {error}"})
-            raise
-        if rank == 0:
-            writer.finish(planned.metadata, hear(path, saved, size, result))
+        told(path, saved, rank, lambda: writer.write(plan, planner))
 
-    return PendingSave(comm, write)
+    def finish(is_futile: threading.Event) -> None:
+        if rank == 0:
+            writer.finish(planned.metadata, hear(path, saved, comm, result, is_futile))
+
+    return PendingSave(path, comm, write, finish)
 
 
 def _put_values(contents: Contents, extra: Any, of_rank: Any, rank: int) -> Any:

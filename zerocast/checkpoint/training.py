@@ -79,7 +79,7 @@ class Saved:
     Attributes:
         said: as the training that saved it said of itself.
         tensors: of the checkpoint, by name.
-        shares: by name, what this rank wants of them; filled before :meth:`Training.restore`.
+        shares: by name, what this rank wants of them; filled before :meth:`Training.prepare`.
     """
 
     said: dict[str, Any]
@@ -171,8 +171,16 @@ class Training(ABC):
         """Ask for what this rank needs."""
 
     @abstractmethod
-    def restore(self, saved: Saved) -> None:
-        """Continue from what was saved. Collective.
+    def prepare(self, saved: Saved) -> None:
+        """Make of what was read what :meth:`restore` continues from.
+
+        Raises:
+            ZerocastError: where it is such as no run has.
+        """
+
+    @abstractmethod
+    def restore(self) -> None:
+        """Continue from what was prepared. Collective.
 
         Raises:
             ZerocastError: on every rank, where it is such as no run has; nothing has been changed.

@@ -86,8 +86,11 @@ class ZeroTraining(Training):
                     if f"recipe.{name}.{key}" in saved.tensors:
                         saved.want_whole(f"recipe.{name}.{key}")
 
-    def restore(self, saved: Saved) -> None:
-        self.optimizer.load_state_dict(self._state_dict(saved))
+    def prepare(self, saved: Saved) -> None:
+        self._prepared = self._state_dict(saved)
+
+    def restore(self) -> None:
+        self.optimizer.load_state_dict(self._prepared)
 
     def _own(self, index: int) -> Share:
         """Return what this rank owns of a weight, of elements that mean nothing."""

@@ -123,8 +123,15 @@ class StatefulModule(torch.nn.Module):
         Raises:
             InputError: where it was made by another kind of layer, or is no state at all.
         """
-        if not isinstance(state, torch.Tensor | dict):
-            return
+        if isinstance(state, torch.Tensor | dict):
+            self._states, self._loaded = None, self.checked_extra_state(state)
+
+    def forget_extra_state(self) -> None:
+        """Start anew, as a layer that has seen no forward."""
+        self._states = self._loaded = None
+
+    def checked_extra_state(self, state: object) -> torch.Tensor:
+        """Return what :meth:`set_extra_state` takes over of ``state``; raises as that does."""
         owner, tensors = unpack(state, self.name)
         if owner.get("gemms") != self.gemms:
             raise InputError(
@@ -132,7 +139,7 @@ class StatefulModule(torch.nn.Module):
                 f"of {self.gemms} products, got one of {owner.get('gemms')}; take its "
                 f"'_extra_state' out of the state dict to start anew."
             )
-        self._states, self._loaded = None, pack(owner, tensors)
+        return pack(owner, tensors)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

@@ -94,11 +94,11 @@ class Average:
     @property
     def key(self) -> str:
         """What it is called in a weight's entry of a state dict."""
-        return f"{AVERAGE}{self.decay})"
+        return average_key(self.decay)
 
     def load(self, states: Mapping[int, dict[str, Any]]) -> None:
-        """Take its elements out of the entries of a state dict, by place; where an entry has none,
-        begin at the masters as they are.
+        """Take its elements out of the entries of a state dict, by place; where the state has no
+        such average, begin at the masters as they are.
         """
         self._columns.copy_(self._shards.masters)
         for i, state in states.items():
@@ -108,6 +108,11 @@ class Average:
     def shard(self, index: int) -> torch.Tensor:
         """Return this rank's elements of one weight's average: FP32, flat, a view."""
         return self._columns[self._shards.own[index].columns]
+
+
+def average_key(decay: float) -> str:
+    """Return what the average of this decay is called in a weight's entry of a state dict."""
+    return f"{AVERAGE}{decay})"
 
 
 def check_decay(decay: object) -> float:

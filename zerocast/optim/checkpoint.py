@@ -30,7 +30,7 @@ import torch
 from zerocast.comm import Communicator
 from zerocast.errors import InputError, UnsupportedError
 from zerocast.layout import Extent
-from zerocast.optim.average import AVERAGE, Average
+from zerocast.optim.average import AVERAGE, Average, average_key
 from zerocast.optim.inner import InnerOptimizer
 from zerocast.optim.param_groups import option_lines, options
 from zerocast.optim.saved import (
@@ -54,11 +54,14 @@ class EveryRank:
     """Stands in a state dict and lets ``torch.distributed.checkpoint`` refuse it: every rank has
     other values under the same names, which DCP takes for copies, and keeps those of one rank.
 
-    Copies and files have an empty dictionary in its place.
+    Copies have it, too; files have an empty dictionary in its place.
     """
 
     def __reduce__(self) -> tuple[Any, ...]:
         return OrderedDict, ()
+
+    def __deepcopy__(self, memo: object) -> EveryRank:
+        return self
 
     def __create_write_items__(self, fqn: str, value: object) -> NoReturn:
         raise UnsupportedError(
@@ -133,6 +136,7 @@ def read(
                 f"a state dict must be loaded into an optimizer of the same shard: it was saved "
                 f"with {state['zero']['shard']}, and this one has {shard_kind(shards)}."
             )
+        _check_places(state, len(shards.weights))
         present, given_states = shards.recipe_states(), state["recipe_state"]
         for i in present.keys() | given_states.keys():
             remedy = "load it into the optimizer of a model with the recipes that it had"
@@ -142,8 +146,19 @@ def read(
     _check_origin([state["zero"] for state in saved], shards.comm)
     entries = {i: _reshard(saved, i, shards) for i in shards.held}
     whole = {i: _whole_state(saved, i, shards) for i in shards.whole or ()}
-    _check_entries(entries, whole, saved[0]["param_groups"], shards, inner)
+    _check_entries(entries, whole, saved[0], shards, inner)
     return saved[0], entries, whole
+
+
+def _check_places(state: Mapping[str, Any], count: int) -> None:
+    """Raise :class:`InputError` where a state dict has state of other places than ``count``."""
+    due, parts = state["zero"]["due"], ("state", "whole_state", "recipe_state")
+    for what, places in (("due", due), *((part, state[part]) for part in parts)):
+        if foreign := [i for i in places if type(i) is not int or not 0 <= i < count]:
+            raise InputError(
+                f"{what} of a state dict must be of the weights 0 to {count - 1}, got "
+                f"{foreign[0]!r}; the state is damaged."
+            )
 
 
 def _check_origin(zeros: Sequence[Mapping[str, Any]], comm: Communicator) -> None:
@@ -172,24 +187,32 @@ def _check_origin(zeros: Sequence[Mapping[str, Any]], comm: Communicator) -> Non
 def _check_entries(
     entries: Mapping[int, StateDict],
     whole: Mapping[int, StateDict],
-    groups: Sequence[Mapping[str, Any]],
+    saved: StateDict,
     shards: ShardedWeights,
     inner: InnerOptimizer,
 ) -> None:
     """Raise unless masters and states are such as a run has, under the saved options."""
     kinds: dict[tuple[int, int], dict[str, Any]] = {}
+    averages = {average_key(decay) for decay in saved["zero"]["averages"]}
     for i, entry in entries.items():
-        check_numbers(f"the master of {shards.weights[i].name}", entry["master"], finite=True)
+        name, master = shards.weights[i].name, entry["master"]
+        given = {key: value for key, value in entry.items() if key.startswith(AVERAGE)}
+        if given.keys() != averages:
+            raise InputError(
+                f"the state of {name} must have the averages {sorted(averages)}, got "
+                f"{sorted(given)}; the state is damaged."
+            )
+        check_values(name, master.shape, given, dict.fromkeys(given, master))
+        for key, value in {f"the master of {name}": master, **given}.items():
+            check_numbers(key, value, finite=True)
     for i, state in (entries if shards.whole is None else whole).items():
         weight, like = shards.weights[i], inner.masters[i]
         case = weight.group, like.dim()
         if case not in kinds:
-            kinds[case] = state_kinds(inner.optimizer, options(groups[weight.group]), like)
-        own = {k: v for k, v in state.items() if k not in ("master", "start")}
-        kept = {k: v for k, v in own.items() if not k.startswith(AVERAGE)}
-        check_values(weight.name, like.shape, kept, kinds[case])
-        for key in own.keys() - kept.keys():
-            check_numbers(f"{key} of {weight.name}", own[key], finite=True)
+            given = options(saved["param_groups"][weight.group])
+            kinds[case] = state_kinds(inner.optimizer, given, like)
+        own = {k: v for k, v in state.items() if k not in ("master", "start", *averages)}
+        check_values(weight.name, like.shape, own, kinds[case])
 
 
 def common_lines(saved: StateDict) -> list[str]:
@@ -271,7 +294,8 @@ def _reshard(saved: Sequence[StateDict], index: int, shards: ShardedWeights) -> 
     entries = [state["state"][index] for state in saved if index in state["state"]]
     for entry in entries:
         master, start = entry["master"], entry["start"]
-        if (master.dtype, master.dim(), type(start)) != (torch.float32, 1, int):
+        is_flat = (master.dtype, master.dim()) == (torch.float32, 1)
+        if not is_flat or type(start) is not int or start < 0:
             raise InputError(
                 f"the master of {shards.weights[index].name} must be torch.float32, flat, and start"
                 f" at an element, got {master.dtype} {list(master.shape)} from {start!r} on; the "

@@ -24,6 +24,7 @@ import torch
 
 from zerocast.errors import InputError, NonFiniteError
 from zerocast.numerics import NUMERICS_VERSION
+from zerocast.optim.average import check_decay
 from zerocast.optim.elementwise import undisturbed
 from zerocast.optim.inner import has_modes
 from zerocast.optim.param_groups import options
@@ -110,6 +111,23 @@ def check_described(given: Mapping[str, Any], this: Description) -> None:
                 saved = {k: v for k, v in weight[what].items() if own.get(k) != v}
                 own = {k: v for k, v in present[what].items() if weight[what].get(k) != v}
             _check_equal(f"{what} of {present['name']}", saved, own)
+    _check_progress(given)
+
+
+def _check_progress(given: Mapping[str, Any]) -> None:
+    """Raise :class:`InputError` unless the steps, mode and averages in ``given`` can be."""
+    steps, mode, averages = (given.get(key) for key in ("steps", "mode", "averages"))
+    for what, required, value, is_right in (
+        ("steps", "a number of steps", steps, type(steps) is int and steps >= 0),
+        ("mode", "'train' or 'eval'", mode, mode in ("train", "eval")),
+        ("averages", "a list of decays", averages, isinstance(averages, list)),
+    ):
+        if not is_right:
+            raise InputError(
+                f"{what} of a state must be {required}, got {value!r}; the state is damaged."
+            )
+    for decay in given["averages"]:
+        check_decay(decay)
 
 
 def check_values(
@@ -138,9 +156,14 @@ def check_values(
                 f"them, and has no {key}; the state is damaged."
             )
     for key, value in state.items():
-        if isinstance(value, bool) or not isinstance(value, torch.Tensor | int | float):
-            continue
         kind, tensor = expected.get(key), value
+        if isinstance(value, bool) or not isinstance(value, torch.Tensor | int | float):
+            if isinstance(kind, torch.Tensor):
+                raise InputError(
+                    f"{key} of {name} must be a tensor, got a {type(value).__name__}; the state is "
+                    "damaged."
+                )
+            continue
         if not isinstance(tensor, torch.Tensor):
             tensor = torch.tensor(tensor, dtype=torch.float64, device="cpu")
         if isinstance(kind, torch.Tensor):
