@@ -9,6 +9,7 @@ import torch
 
 import zerocast
 from zerocast import costs
+from zerocast.cast.amax_buffers import STEP_WORDS
 from zerocast.cli import main
 from zerocast.costs.models import Llama
 from zerocast.errors import InputError
@@ -100,7 +101,7 @@ def test_what_the_command_prints(small: str, tmp_path: Path, capsys) -> None:
 
 
 def test_an_exchange_of_all_amaxes_sends_more(small: str) -> None:
-    """The full exchange reduces an int32 a block, and gathers no scales."""
+    """The full exchange reduces an int32 a block, two of the step, and gathers no scales."""
     full, boundary = (
         costs.estimate_model(small, "nvfp4", 4, options=costs.StepOptions(exchange=exchange))
         for exchange in ("full", "boundary")
@@ -112,7 +113,7 @@ def test_an_exchange_of_all_amaxes_sends_more(small: str) -> None:
         for _, weight in _quantized(small)
         if isinstance(weight, zerocast.QuantizedTensor)
     )
-    assert full.traffic["amaxes", "all_reduce"].payload_bytes == 4 * blocks
+    assert full.traffic["amaxes", "all_reduce"].payload_bytes == 4 * (blocks + STEP_WORDS)
 
 
 def _quantized(name: str) -> costs.models.Params:

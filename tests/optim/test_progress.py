@@ -130,6 +130,39 @@ def test_ranks_that_have_made_different_numbers_of_steps_are_refused(comm: Commu
         t.train(0)
 
 
+@pytest.mark.parametrize("clips", [False, True])
+@on_ranks("in_process", 3)
+def test_a_rank_that_leaves_out_a_step_is_noticed_by_its_number(
+    comm: Communicator, clips: bool
+) -> None:
+    """Every rank says who is where, and nothing has changed: with one number on all ranks, or
+    with none, training goes on. A number that one rank alone gives is noticed, and a wrong one.
+    """
+    t = Training(comm)
+
+    def step(number: Any) -> None:
+        draw_gradients(t.params, 3)
+        if clips:
+            t.optimizer.clip_grad_norm_(1.0)
+        t.optimizer.step(number=number)
+
+    step(0)
+    before = t.masters()
+    for given, told in ((1 + (comm.rank == 1), r"\{0: 1, 1: 2, 2: 1\}: a rank has left one out"),
+                        (None if comm.rank else 0, r"\{0: 0, 1: None, 2: None\}")):  # fmt: skip
+        with pytest.raises(RankMismatchError, match=told):
+            step(given)
+        t.optimizer.zero_grad()
+        assert_same_lists(t.masters(), before, "after the refusal")
+    for wrong in (-1, 2**31, True, "1"):
+        with pytest.raises(InputError, match="on rank 2: the number of a step must be an integer"):
+            step(wrong if comm.rank == 2 else 1)
+        t.optimizer.zero_grad()
+    step(1)
+    step(None)
+    assert t.optimizer.state_dict()["zero"]["steps"] == 3
+
+
 @on_ranks("in_process", 3)
 def test_a_scheduler_that_one_rank_steps_otherwise_is_refused(comm: Communicator) -> None:
     """Every rank says whose learning rate differs, and nothing has changed: with the same on all

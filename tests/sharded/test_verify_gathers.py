@@ -81,6 +81,20 @@ def test_faults_are_named(comm: Communicator, mode: str, tmp_path: Path) -> None
 
 
 @PROCESSES
+@on_ranks("torch_distributed", 3)
+def test_a_rank_at_another_step_is_named(comm: Communicator) -> None:
+    """By the numbers that callers of precompute_scales_for_fsdp give."""
+    model = bank(rows=(48, 37))
+    model(torch.ones(2, 96))
+    for number in (0, 1):
+        zerocast.sharded.precompute_scales_for_fsdp(model, number=number)
+    with pytest.raises(zerocast.RankMismatchError, match=r"\{0: 2, 1: 2, 2: 3\}"):
+        zerocast.sharded.precompute_scales_for_fsdp(model, number=2 + (comm.rank == 2))
+    zerocast.sharded.precompute_scales_for_fsdp(model)
+    model(torch.ones(2, 96)).sum().backward()
+
+
+@PROCESSES
 @on_ranks("torch_distributed", 2)
 def test_what_is_refused(comm: Communicator) -> None:
     """Another mode, and a model without masters."""

@@ -33,6 +33,10 @@ from zerocast.tensors.weight_operands import Amaxes
 ExchangeKind = Literal["full", "boundary"]
 """What ranks exchange before a cast; see the note above."""
 
+STEP_WORDS = 2
+"""At the end of each group's entries; see "Note: a rank at another step" in
+:mod:`zerocast.cast.exchange`."""
+
 
 def is_boundary(exchange: ExchangeKind) -> bool:
     """Whether the exchange is the boundary one; :class:`InputError` where it is none."""
@@ -67,7 +71,8 @@ class AmaxBuffers:
         amaxes: by weight.
         tensor_amaxes: by weight int32 [1], that of the tensor.
         reduced: int32, what ranks reduce: of each group the amaxes of its weights (of each the
-            planes that all ranks make scales of, then the tensor), then those of cut blocks.
+            planes that all ranks make scales of, then the tensor), then those of cut blocks, then
+            :data:`STEP_WORDS` words for the number of the step.
         of_group: by group its range of ``reduced``.
     """
 
@@ -109,8 +114,8 @@ class AmaxBuffers:
             which, block, entry = cut.of_rank(comm.rank)
             kept_cut.append(torch.tensor(firsts, dtype=torch.int64, device="cpu")[which] + block)
             reduced_cut.append(entry + place)
-            sizes.append(cut.count)
-            place += cut.count
+            sizes.append(cut.count + STEP_WORDS)
+            place += cut.count + STEP_WORDS
             group_sizes.append(place - begin)
         self.reduced = torch.zeros(place, dtype=torch.int32, device=device)
         self.of_group = dict(zip(members, self.reduced.split(group_sizes), strict=True))
@@ -133,7 +138,7 @@ class AmaxBuffers:
                 if storage.form.has_one_block:
                     by_plane["rowwise"] = tensor
                 found[i] = tensor, Amaxes(tensor, by_plane, first_blocks[i])
-            next(reduced)  # those of cut blocks
+            next(reduced)  # those of cut blocks, and the step
         self.tensor_amaxes = [found[i][0] for i in range(len(storages))]
         self.amaxes = [found[i][1] for i in range(len(storages))]
 

@@ -93,6 +93,7 @@ def quantize_master_weights(
             check_finite=check_finite,
         )  # fmt: skip
         keep_plan(storages, key, plan)
+    plan.step = 0  # ranks may have found plans of different pasts
     plan.cast_and_release(master_weights)
 
 

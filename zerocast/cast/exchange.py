@@ -16,6 +16,13 @@ not meet a rank in trouble hear of it from those who do, in the reductions that 
 
 Where the host takes no part in a reduction (NCCL on a GPU) it does not wait to read that entry. The
 other ranks' scales and codes become NaN there, and the rank in trouble raises by itself.
+
+Note: a rank at another step
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+A rank that leaves out a whole step, or makes one twice, calls the same collectives as the others,
+who cast another step's masters with it. So each group's entries end in the number of the step and
+in its negative: their maxima are the highest number and the lowest one of all ranks, and every rank
+that reads entries sees whether the two are one.
 """
 
 from __future__ import annotations
@@ -24,8 +31,10 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from zerocast.cast.amax_buffers import AmaxBuffers
+from zerocast.cast.amax_buffers import STEP_WORDS, AmaxBuffers
+from zerocast.cast.consistency import raise_in_all
 from zerocast.comm import Communicator
+from zerocast.errors import RankMismatchError, ZerocastError
 from zerocast.layout import Extent, Owners, Plane, SharedBlocks
 from zerocast.numerics import FourOverSixErrors
 from zerocast.tensors import QuantizedStorage
@@ -164,20 +173,28 @@ class Exchange:
                 buffer.record_stream(stream)
             self._streams.add(stream)
 
-    def reduce_amax(self, *, in_trouble: bool = False) -> bool:
+    def reduce_amax(self, step: int = 0, error: ZerocastError | None = None) -> None:
         """Make every group's amaxes the largest of its ranks, and then those that
         tensor-parallel shards have in common the largest of all shards.
 
         Args:
-            in_trouble: whether this rank cannot cast; its amaxes are of no matter then.
+            step: the number of the step, below 2**31.
+            error: why this rank cannot cast, if it cannot; its amaxes are of no matter then.
 
-        Returns:
-            Whether any rank is in trouble that this one has heard of.
+        Raises:
+            ZerocastError: ``error``, on all ranks that hear of it.
+            RankMismatchError: on all ranks that hear of it, where two are not at the same step.
         """
-        heard = in_trouble
+        heard = error is not None
         self.buffers.give_cut()
         for comm, entries in self.buffers.of_group.items():
+            reads = comm in self.heard_by and not entries.is_meta  # which holds no values
+            words = entries[-STEP_WORDS:]
+            if reads:
+                words[0], words[1] = step, -step
             heard = self._reduce(comm, entries, heard)
+            if reads and not heard and sum(words.tolist()):
+                heard, error = True, _other_steps(comm, step)
         if self._reduced_of_group:
             shared = self._reduced[: len(self._shared)]
             torch.index_select(self.buffers.reduced, 0, self._shared, out=shared)
@@ -186,7 +203,8 @@ class Exchange:
                 heard = self._reduce(comm, entries, heard)
             self.buffers.reduced.index_copy_(0, self._shared, shared)
         self.buffers.take_cut()
-        return heard
+        if heard:
+            raise_in_all(self.heard_by, error)
 
     def _reduce(self, comm: Communicator, entries: torch.Tensor, heard: bool) -> bool:
         if heard:
@@ -201,3 +219,12 @@ class Exchange:
         for comm, entries in self._candidates_of_group.items():
             if len(entries):
                 comm.all_reduce_sum_(entries)
+
+
+def _other_steps(comm: Communicator, step: int) -> RankMismatchError:
+    """The error that names the steps of all ranks of ``comm``. Collective."""
+    steps = dict(enumerate(comm.all_gather_object(step)))
+    return RankMismatchError(
+        f"every rank must cast the masters of the same step, got, by rank, {steps}: a rank has "
+        f"left one out, or made one twice. Load the last checkpoint on every rank."
+    )

@@ -89,8 +89,9 @@ class CastPlan:
             a whole cast of some weight, too. See :mod:`zerocast.cast.verified`.
 
     Attributes:
-        step: the number of casts; ranks compare it under ``verify``. A caller that counts steps of
-            its own may set it, on every rank.
+        step: the number of casts. A caller that counts steps of its own sets it before each
+            :meth:`cast`, on every rank; ranks compare it there, at no further collective, and
+            under ``verify``.
         fingerprints: a number for each group, and then for each tensor-parallel group; ranks of one
             plan have the same one.
 
@@ -220,7 +221,8 @@ class CastPlan:
         """Compare what the ranks hold, as ``verify`` says, for callers who gather by themselves:
         :class:`VerificationError` on every rank, where one holds other bytes than were cast.
         """
-        self._verification.check(self.step)
+        with announcing(self._comms):
+            self._verification.check(self.step)
 
     @_untraced
     def all_gather_scales(self) -> None:
@@ -287,8 +289,7 @@ class CastPlan:
     def _reduce_amax(self) -> None:
         check_capture(self._device, self._comms, check_finite=self._check_finite)
         error, self._attempt = self._attempt.error, Attempt()
-        if self._exchange.reduce_amax(in_trouble=error is not None):
-            raise_in_all(self._exchange.heard_by, error)
+        self._exchange.reduce_amax(self.step % 2**31, error)
         if self._check_finite:
             masters, specs = self._prepared.masters.tensors, self._prepared.matrices
             amaxes = self._exchange.buffers.tensor_amaxes

@@ -5,9 +5,12 @@ fails in between, on one rank or on all (a lost rank, an interrupt), masters and
 different steps and no rank can put them together again: saving and stepping are refused from then
 on, until a state is loaded. Where it fails on some ranks only, others may have made one step more.
 So every rank sends with the gradients, at no further cost, whether something went wrong here,
-whether a weight was written by other code, how many steps were made, and a digest of the options: a
-scheduler that only some ranks step, or step by losses of their own, would train each rank's shards
-at another learning rate.
+whether a weight was written by other code, how many steps were made, which number the caller gives
+this one, and a digest of the options: a scheduler that only some ranks step, or step by losses of
+their own, would train each rank's shards at another learning rate.
+
+A rank that leaves out a whole step, or makes one twice, has still made as many calls as the others,
+until the last: only the caller's number tells its steps from theirs before that.
 """
 
 from __future__ import annotations
@@ -17,7 +20,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from zerocast.comm import raise_together
+from zerocast.arguments import shown
+from zerocast.comm import agree, raise_together
 from zerocast.comm.agreement import check_same
 from zerocast.errors import InputError, RankMismatchError, UnfinishedStepError, ZerocastError
 from zerocast.optim.external_writes import ExternalWrites
@@ -26,6 +30,9 @@ from zerocast.optim.param_groups import Param, option_lines, unfrozen
 from zerocast.optim.shards import ShardedWeights
 
 _LOAD = "load the last checkpoint, optimizer.load_state_dict, on every rank"
+
+_LARGEST = 2**31 - 4
+"""The largest number of a step."""
 
 
 class Progress:
@@ -42,12 +49,24 @@ class Progress:
     """
 
     def __init__(self, shards: ShardedWeights, frozen: Sequence[Param]) -> None:
-        self.steps = 0
+        self.steps = self._number = 0
         self.holds_averages = False
         self.writes = ExternalWrites(shards)
         self._frozen = frozen
         self._shards = shards
         self._is_unfinished = False
+
+    def begin_step(self, number: int | None) -> None:
+        """Note the caller's number of the step that begins; :class:`InputError` for what is
+        none.
+        """
+        is_number = isinstance(number, int) and not isinstance(number, bool)
+        if number is not None and not (is_number and 0 <= number <= _LARGEST):
+            raise InputError(
+                f"the number of a step must be an integer from 0 to {_LARGEST}, or None, got "
+                f"{shown(number)}."
+            )
+        self._number = 0 if number is None else number + 1
 
     def begin_change(self) -> None:
         """Note that masters and weights change, until :meth:`end_change` or :meth:`end_step`."""
@@ -114,21 +133,22 @@ class Progress:
                 would change memory that nothing reads, or a parameter that was left out has a
                 gradient.
             UnfinishedStepError: where the last step was left unfinished.
-            RankMismatchError: where ranks have made different numbers of steps, have different
-                options, or hold different values in weights that other code wrote. Each on every
-                rank; on a GPU, where reading the sums would wait for the reduction, on the ranks
-                that see it.
+            RankMismatchError: where ranks have made different numbers of steps, give this one
+                different numbers, have different options, or hold different values in weights that
+                other code wrote. Each on every rank; on a GPU, where reading the sums would wait
+                for the reduction, on the ranks that see it.
         """
         error = error or self.unfinished_error("a step") or self._shards.moved_weight()
         error = error or unfrozen(self._frozen) or gradients.error()
         options = option_lines(param_groups)
         digest = zlib.crc32(f"{options}".encode())
-        gradients.reduce_mean([error is not None, self.writes.look(), self.steps, digest])
+        place = self._number << 32 | self.steps
+        gradients.reduce_mean([error is not None, self.writes.look(), place, digest])
         if gradients.reduced.device.type == "cpu":
-            failed, written, steps, digests, _ = map(list, zip(*gradients.notes(), strict=True))
+            failed, written, places, digests, _ = map(list, zip(*gradients.notes(), strict=True))
             if any(failed):
                 raise_together(self._shards.comm, error)
-            self._check_equal(steps, digests, options)
+            self._check_equal(places, digests, options)
             if any(written):
                 self.writes.agree()
         elif error is not None:
@@ -136,9 +156,11 @@ class Progress:
         self.writes.take()
 
     def _check_equal(
-        self, steps: Sequence[int], digests: Sequence[int], options: list[str]
+        self, places: Sequence[int], digests: Sequence[int], options: list[str]
     ) -> None:
-        """Raise where the ranks' numbers of steps or digests of options differ."""
+        """Raise where the ranks' steps or digests of options differ."""
+        _check_numbers([place >> 32 for place in places])
+        steps = [place & (2**32 - 1) for place in places]
         if len(set(steps)) > 1:
             raise RankMismatchError(
                 f"every rank must have made as many steps, got, by rank, "
@@ -159,7 +181,25 @@ class Progress:
         Raises:
             InputError: where they are no longer the weights' gradients, or a weight has moved. On
                 every rank, or on a GPU on the ranks that see it.
+            RankMismatchError: on every rank of a CPU, where ranks give the step different numbers.
         """
         error = error or gradients.changed() or self._shards.moved_weight()
-        self._shards.raise_together(error)
+        if gradients.reduced.device.type == "cpu":
+            comm = self._shards.comm
+            if not agree(comm, self._number, error):
+                _check_numbers(comm.all_gather_object(self._number))
+        elif error is not None:
+            raise error
         self.writes.take()
+
+
+def _check_numbers(numbers: Sequence[int]) -> None:
+    """Raise where ranks, in order, have different numbers of a step; 0 stands for none, and 1 for
+    the number 0.
+    """
+    if len(set(numbers)) > 1:
+        given = {rank: number - 1 if number else None for rank, number in enumerate(numbers)}
+        raise RankMismatchError(
+            f"every rank must make the same step, got its number, by rank, {given}: a rank has "
+            f"left one out, or made one twice. Nothing has been changed; {_LOAD}."
+        )

@@ -192,9 +192,7 @@ class ZeroOptimizer(ShardedOptimizer):
         self._gradients = reducer(self._shards, gradient_dtype)
         found_inf = FoundInf(self._gradients, self.comm, self._shards.masters.device)
         self.param_groups[-1]["params"].append(found_inf)
-        self._averages = {}
-        self._user_code = Attempt()
-        self._is_complete = True
+        self._averages, self._user_code, self._is_complete = {}, Attempt(), True
 
         # From here on weights change: whatever can be refused has been.
         self._shards.restart_masters(range(len(self._shards.weights)))
@@ -218,17 +216,16 @@ class ZeroOptimizer(ShardedOptimizer):
     @torch._disable_dynamo  # collectives and casts read addresses; compile the inner step instead
     @torch.inference_mode(False)
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Make one step. ``closure`` recomputes the loss first, and its result is returned.
+    def step(self, closure: Callable[[], Any] | None = None, *, number: int | None = None) -> Any:
+        """Make one step. ``closure`` recomputes the loss first, and its result is returned. By
+        ``number``, the caller's of the step, ranks see that one has left a step out, or repeats it.
 
         Raises:
             InputError: on every rank, in the mode of :meth:`eval`, while averages are in the
-                weights, where a weight is no longer where the optimizer put it, where gradients
-                have changed since :meth:`clip_grad_norm_`, or where a parameter that was frozen
-                when the optimizer was made has a gradient.
+                weights, where a weight has been moved, where gradients have changed since
+                :meth:`clip_grad_norm_`, or where a parameter that was frozen has a gradient.
             RankMismatchError: on every rank, where other code wrote different values into a weight
-                on different ranks, or ranks have not made the same number of steps or have other
-                options.
+                on different ranks, or numbers of steps or options differ.
             UnfinishedStepError: on every rank, where the last step was left unfinished.
             VerificationError: on every rank, with ``verify``, where ranks hold other bytes than
                 were cast; masters and state are those of the step.
@@ -240,6 +237,8 @@ class ZeroOptimizer(ShardedOptimizer):
         if closure is not None:
             with self._user_code, torch.enable_grad():
                 loss = closure()
+        with self._user_code:
+            self._progress.begin_step(number)
         found_inf = getattr(self, "found_inf", None)  # set by a GradScaler; agreed on by all ranks
         if found_inf is None or not found_inf.item():
             self._check_mode()
@@ -338,6 +337,7 @@ class ZeroOptimizer(ShardedOptimizer):
         """
         if not norm_type > 0:
             raise InputError(f"norm_type must be a positive number or math.inf, got {norm_type}.")
+        self._progress.begin_step(None)  # step() says which one it is
         self._reduce()
         norm = self._gradients.norm(norm_type)
         if error_if_nonfinite and not math.isfinite(norm.item()):

@@ -24,7 +24,7 @@ import torch
 from zerocast.arguments import check_shape, check_text
 from zerocast.backends import backend_for
 from zerocast.cast.verified import VerifyMode
-from zerocast.comm import Communicator
+from zerocast.comm import Communicator, announcing
 from zerocast.errors import UnsupportedError
 from zerocast.recipes import NOMINAL_DTYPES, Recipe, as_recipe
 from zerocast.sharded.all_gather_input import AllGatherInput
@@ -267,7 +267,8 @@ class LowBitAllGather:
             rebuild_derived([weight])
         if self.verify != "off" and self._verified != shards.casts:
             self._verified = shards.casts
-            compare_gathered(self.verify, weight, self.cast_group)
+            with announcing([shards.comm]):
+                compare_gathered(self.verify, weight, self.cast_group)
 
     @torch.no_grad()
     def gathered_value(

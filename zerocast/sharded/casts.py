@@ -29,7 +29,7 @@ import torch
 from zerocast.cast import CastPlan
 from zerocast.cast.plan_cache import drop_plan, find_plan, keep_plan
 from zerocast.cast.verified import VerifyMode, check_mode
-from zerocast.comm import Communicator, Group, as_communicator
+from zerocast.comm import Communicator, Group, announcing, as_communicator
 from zerocast.errors import InputError
 from zerocast.sharded.all_gather import AllGatherInput, CodesState, LowBitAllGather, gather_of
 from zerocast.sharded.placement import is_sharded, reshard
@@ -164,16 +164,15 @@ def _is_due_anywhere(gather: LowBitAllGather, cast_group: CastGroup, comm: Commu
     return is_due
 
 
-def _run_casts(cast_groups: Sequence[CastGroup]) -> None:
-    """Cast these weights, from this rank's rows of each. Collective: one all-reduce for each
-    communicator, and what a new plan needs.
+def _run_casts(cast_groups: Sequence[CastGroup], number: int = 0) -> None:
+    """Cast these weights in step ``number``, from this rank's rows of each. Collective: one
+    all-reduce for each communicator, and what a new plan needs.
 
     All have been prepared for a gather, on one device.
     """
     gathers = list(itertools.chain(*cast_groups))
     storages = [gather.shards.storage for gather in gathers]
-    masters = [
-        # None if this rank has no rows.
+    masters = [  # None if this rank has no rows
         plain_master(gather.master, storage.device) if gather.master.numel() else None
         for gather, storage in zip(gathers, storages, strict=True)
     ]
@@ -193,6 +192,7 @@ def _run_casts(cast_groups: Sequence[CastGroup]) -> None:
             exchange="boundary",
         )
         keep_plan(storages, _KEY, plan)
+    plan.step = number
     plan.cast_and_release(masters)
     for cast_group in cast_groups:
         for gather in cast_group:
@@ -220,8 +220,8 @@ def codes_to_send(
         InputError: on every rank, if tensor-parallel shards begin or end inside a block, or if the
             group was cast for a gather in another dtype.
     """
-    with torch.inference_mode(False):  # else only inference could ever write the buffers
-        comm = as_communicator(group)
+    comm = as_communicator(group)
+    with torch.inference_mode(False), announcing([comm]):  # buffers are for any mode
         _check_dtype(gather, cast_group, dtype)
         is_due = _is_due_anywhere(gather, cast_group, comm)
         new = [member.prepare(comm, dtype, device, is_due=is_due) for member in cast_group]
@@ -251,7 +251,9 @@ def _check_dtype(gather: LowBitAllGather, cast_group: CastGroup, dtype: torch.dt
 
 
 @torch.no_grad()
-def precompute_scales_for_fsdp(model: torch.nn.Module, *, only_written: bool = False) -> None:
+def precompute_scales_for_fsdp(
+    model: torch.nn.Module, *, only_written: bool = False, number: int | None = None
+) -> None:
     """Cast all masters of ``model`` with one all-reduce.
 
     Call it after ``optimizer.step()``, whoever wrote the masters. The next all-gather of each sends
@@ -261,8 +263,7 @@ def precompute_scales_for_fsdp(model: torch.nn.Module, *, only_written: bool = F
     the parameters sharded. Under tensor parallelism there is one all-reduce more, over the ranks
     that hold shards of a weight; if it alone distributes the model, that is the only one.
 
-    A parameter that no forward has gathered yet is left to its first gather, because only FSDP2
-    knows which dtype it will be gathered for.
+    A parameter that no forward has gathered yet waits for its first gather, whose dtype decides.
 
     Args:
         model: converted with ``weights="master"`` and sharded by
@@ -270,21 +271,20 @@ def precompute_scales_for_fsdp(model: torch.nn.Module, *, only_written: bool = F
         only_written: leave out masters that no rank has written since their latest cast, such as
             frozen ones, for one more all-reduce. Without it the recipe's state of a master (delayed
             scaling, stochastic rounding) advances, written or not.
+        number: the caller's number of the step, 0 or more, for ranks to compare.
 
     Raises:
         InputError: if no parameter is all-gathered in codes.
+        RankMismatchError: on every rank of a CPU, where ranks' numbers differ.
     """
-    cast_groups = [
-        cast_group
-        for cast_group in _cast_groups("precompute_scales_for_fsdp", model)
-        if all(gather.codes is not CodesState.NONE for gather in cast_group)
-    ]
+    found = _cast_groups("precompute_scales_for_fsdp", model)
+    cast_groups = [group for group in found if all(g.codes is not CodesState.NONE for g in group)]
     due = cast_groups
     if only_written and cast_groups:
         comms = [cast_group[0].shards.comm for cast_group in cast_groups]
         due = list(itertools.compress(cast_groups, _written_groups(cast_groups, comms)))
     if due:
-        _run_casts(due)
+        _run_casts(due, number or 0)
     for cast_group in due if len(due) > 1 else ():
         # This plan casts from now on, so that of the group alone gives its memory back.
         drop_plan([gather.shards.storage for gather in cast_group], _KEY)
