@@ -27,8 +27,8 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,8 @@ import torch
 import torch.distributed as dist
 
 import zerocast
+from zerocast.cast.prepared_cast import PreparedCast
+from zerocast.cast.verified import Verification
 from zerocast.comm import (
     Communicator,
     MpiCommunicator,
@@ -58,25 +60,27 @@ STEPS = 3
 class Run:
     """One rank's model and optimizer."""
 
-    def __init__(self, comm: Communicator, recipes: tuple[str, str] = ("nvfp4", "mxfp8")) -> None:
+    def __init__(
+        self,
+        comm: Communicator,
+        optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW,
+        **options: Any,
+    ) -> None:
         generator = torch.Generator().manual_seed(5)
         values = [torch.randn(shape, generator=generator) for shape in ((48, 32), (32, 64), (40,))]
-        quantized = [
-            zerocast.quantize(value, recipe) for value, recipe in zip(values, recipes, strict=False)
-        ]
+        quantized = [zerocast.quantize(values[0], "nvfp4"), zerocast.quantize(values[1], "mxfp8")]
         tensors = [*quantized, values[2].bfloat16()]
         self.params = [torch.nn.Parameter(tensor) for tensor in tensors]
         self.comm = comm
-        self.optimizer = ZeroOptimizer(
-            list(zip("abc", self.params, strict=True)), torch.optim.AdamW, comm, lr=0.1
-        )
+        named = list(zip("abc", self.params, strict=True))
+        self.optimizer = ZeroOptimizer(named, optimizer, comm, **{"lr": 0.1, **options})
 
     def step(self, number: int) -> None:
         """Make step ``number``, whose gradients are the same on every rank."""
         generator = torch.Generator().manual_seed(100 + number)
         for param in self.params:
             param.grad = torch.randn(param.shape, generator=generator).to(param.dtype)
-        self.optimizer.step()
+        self.optimizer.step(number=number)
 
     def digest(self) -> str | None:
         """Of all weights; None where they cannot be read."""
@@ -95,7 +99,7 @@ def without_fault() -> list[str | None]:
     """The digests of the weights before a step and after each, on one rank."""
     run = Run(zerocast.comm.SingleRank())
     digests = [run.digest()]
-    for number in range(STEPS):
+    for number in range(STEPS + 1):
         run.step(number)
         digests.append(run.digest())
     return digests
@@ -157,8 +161,19 @@ def _other_plan(run: Run, **given: Any) -> None:
     comm, is_faulty = run.comm, run.comm.rank == FAULTY
     weights = [zerocast.empty((32, 32), "nvfp4"), zerocast.empty((32, 32), "mxfp8")]
     masters: list[Any] = [torch.ones(256), torch.ones(256)]
-    starts, options = [256 * comm.rank] * 2, {}
+    starts, options = [256 * comm.rank] * 2, dict[str, Any]()
+    checks = not (is_faulty and given.get("unchecked"))
     if is_faulty:
+        if given.get("dtype"):
+            weights[0] = zerocast.empty((32, 32), "nvfp4", dtype=torch.float16)
+        if given.get("rowwise"):
+            weights[1] = zerocast.empty((32, 32), "mxfp8", columnwise=False)
+        if given.get("count"):
+            weights, masters, starts = weights[:1], masters[:1], starts[:1]
+        if given.get("overlap"):
+            starts[0] -= 16
+        if given.get("names"):
+            options = {"names": [3, 4]}
         if given.get("recipe"):
             weights[0] = zerocast.empty((32, 32), "current")
         if given.get("order"):
@@ -171,7 +186,34 @@ def _other_plan(run: Run, **given: Any) -> None:
             masters[0] = torch.ones(256, dtype=torch.float64)
         if given.get("groups"):
             options = {"amax_groups": 7}
-    plan = zerocast.CastPlan(weights, masters, starts, comm, check_finite=True, **options)
+    if given.get("verify"):
+        options["verify"] = "hash"
+    broken = {"memory": (PreparedCast, "_prepare", MemoryError()),
+              "verify": (Verification, "_numbers", OSError("planted"))}  # fmt: skip
+    breaks = [broken[name] for name in broken if is_faulty and given.get(name)]
+    with breaking(*breaks[0]) if breaks else nullcontext():
+        if is_faulty and given.get("absent"):
+            zerocast.quantize_master_weights(weights, masters, starts, comm)
+            return
+        plan = zerocast.CastPlan(weights, masters, starts, comm, check_finite=checks, **options)
+        _cast_by(plan, weights, masters, starts, comm, given)
+
+
+def _cast_by(
+    plan: zerocast.CastPlan,
+    weights: list[Any],
+    masters: list[Any],
+    starts: list[int],
+    comm: Communicator,
+    given: dict[str, Any],
+) -> None:
+    """Two casts and gathers, with something else on the faulty rank."""
+    is_faulty = comm.rank == FAULTY
+    if is_faulty and given.get("overflow"):
+        masters[0][3] = 3.4e38
+    if given.get("twice") == "functional":
+        for _ in range(1 + is_faulty):
+            zerocast.quantize_master_weights(weights, masters, starts, comm)
     if is_faulty and given.get("nan"):
         masters[0][3] = float("nan")
     if is_faulty and given.get("inf"):
@@ -192,6 +234,23 @@ def _other_plan(run: Run, **given: Any) -> None:
     plan.all_gather()
 
 
+@contextmanager
+def breaking(owner: type, name: str, error: Exception) -> Iterator[None]:
+    """Let a method raise on the rank that calls this, which may be one of many threads."""
+    rank, method = threading.get_ident(), getattr(owner, name)
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() == rank:
+            raise error
+        return method(*args, **kwargs)
+
+    setattr(owner, name, fail)
+    try:
+        yield
+    finally:
+        setattr(owner, name, method)
+
+
 def planned(**given: Any) -> Callable[[Run], None]:
     """A rank's part where plans differ by what is ``given``."""
     return lambda run: _other_plan(run, **given)
@@ -206,11 +265,30 @@ def _raising_generator(run: Run) -> None:
     ZeroOptimizer(params(), torch.optim.SGD, run.comm, lr=0.1)
 
 
-def _damaged_state(run: Run) -> None:
-    state = run.optimizer.state_dict()
-    if run.comm.rank == FAULTY:
-        del state["zero"]
-    run.optimizer.load_state_dict(state)
+def made(optimizer: Any = torch.optim.AdamW, **options: Any) -> Callable[[Run], None]:
+    """A rank's part where the faulty one makes another optimizer."""
+
+    def go_on(run: Run) -> None:
+        Run(run.comm, **({"optimizer": optimizer, **options} if run.comm.rank == FAULTY else {}))
+
+    return go_on
+
+
+def loaded(damage: Callable[[dict[str, Any]], Any]) -> Callable[[Run], None]:
+    """A rank's part where the faulty one loads a damaged state."""
+
+    def go_on(run: Run) -> None:
+        state = run.optimizer.state_dict()
+        if run.comm.rank == FAULTY:
+            damage(state)
+        run.optimizer.load_state_dict(state)
+
+    return go_on
+
+
+def _without_exp_avg(state: dict[str, Any]) -> None:
+    for each in state["state"].values():
+        del each["exp_avg"]
 
 
 def _other_ranks_state(run: Run) -> None:
@@ -238,9 +316,34 @@ def _returns(run: Run) -> None:
         run.step(1)
 
 
-def _one_more(run: Run) -> None:
-    for number in range(1, STEPS + (run.comm.rank == FAULTY)):
-        run.step(number)
+def numbered(*numbers: int) -> Callable[[Run], None]:
+    """A rank's part where the faulty one makes these steps instead of 1, 2 and 3."""
+
+    def go_on(run: Run) -> None:
+        for number in numbers if run.comm.rank == FAULTY else (1, 2, 3):
+            run.step(number)
+
+    return go_on
+
+
+def _hook(run: Run) -> None:
+    if run.comm.rank == FAULTY:
+        run.optimizer.register_step_pre_hook(lambda *_: _raise(OSError("planted")))
+    run.step(1)
+
+
+def under_way(signal_: int) -> Callable[[Run], None]:
+    """A rank's part where the faulty one gets a signal while codes are gathered."""
+
+    def go_on(run: Run) -> None:
+        overlapping = Run(run.comm, overlap_all_gather=True)
+        overlapping.step(0)
+        if run.comm.rank == FAULTY:
+            os.kill(os.getpid(), signal_)
+        overlapping.digest()
+        overlapping.step(1)
+
+    return go_on
 
 
 def _set_lr(run: Run) -> None:
@@ -254,13 +357,28 @@ OTHERS: dict[str, Callable[[Run], None]] = {
     "plan: a gap": planned(gap=True),
     "plan: a bad master": planned(master=True),
     "plan: amax_groups=7": planned(groups=True),
+    "plan: another dtype": planned(dtype=True),
+    "plan: another columnwise copy": planned(rowwise=True),
+    "plan: another number of weights": planned(count=True),
+    "plan: another check_finite": planned(unchecked=True),
+    "plan: an overlap": planned(overlap=True),
+    "plan: names that are no text": planned(names=True),
+    "plan: MemoryError after the agreement": planned(memory=True),
+    "plan: made by the others only": planned(absent=True),
     "cast: NaN in a master": planned(nan=True),
     "cast: Inf in a master": planned(inf=True),
     "cast: masters of another size": planned(size=True),
     "cast: skipped": planned(skips="cast"),
     "cast: twice": planned(twice="cast"),
+    "cast: a value that overflows BF16": planned(overflow=True),
+    "cast: functional, twice": planned(twice="functional"),
     "gather: skipped": planned(skips="gather"),
     "gather: twice": planned(twice="gather"),
+    "verify: raises while ranks compare": planned(verify=True),
+    "optimizer: another lr": made(lr=0.2),
+    "optimizer: another class": made(torch.optim.SGD),
+    "optimizer: another bucket size": made(bucket_size=512),
+    "optimizer: another overlap": made(overlap_all_gather=True),
     "optimizer: generator raises": _raising_generator,
     "optimizer: another lr later": on_faulty(_set_lr),
     "optimizer: a weight moved": on_faulty(
@@ -269,9 +387,17 @@ OTHERS: dict[str, Callable[[Run], None]] = {
     "step: closure raises": _closure,
     "step: inner step raises": _inner,
     "step: skipped, and returned": _returns,
-    "step: one more than the others": _one_more,
+    "step: a hook raises": _hook,
+    "step: left out in the middle": numbered(2, 3),
+    "step: made twice in the middle": numbered(1, 1, 2, 3),
+    "step: one more than the others": numbered(1, 2, 3, 4),
     "clip_grad_norm_ on one rank": on_faulty(lambda run: run.optimizer.clip_grad_norm_(1.0)),
-    "load: a damaged state": _damaged_state,
+    "load: a damaged state": loaded(lambda state: state.pop("zero")),
+    "load: a state of another format": loaded(lambda state: state["zero"].update(format=99)),
+    "load: a state of other numerics": loaded(lambda state: state["zero"].update(numerics=99)),
+    "load: a state without exp_avg": loaded(_without_exp_avg),
+    "killed while codes are gathered": under_way(signal.SIGKILL),
+    "stopped while codes are gathered": under_way(signal.SIGSTOP),
     "load: another rank's state": _other_ranks_state,
 }
 
@@ -469,7 +595,7 @@ def run_mpi(cells: list[str], whole: list[str | None]) -> dict[str, str]:
     ended, in_time = "", True
     try:
         job = subprocess.run(
-            [*command, *cells], timeout=HARD + 6 * len(cells), capture_output=True, check=False
+            [*command, *cells], timeout=HARD + 10 * len(cells), capture_output=True, check=False
         )
         ended = f"MPI ended the whole job (status {job.returncode})"
     except subprocess.TimeoutExpired:
@@ -482,7 +608,7 @@ def run_mpi(cells: list[str], whole: list[str | None]) -> dict[str, str]:
 def main() -> None:
     """Print the table; the exit status says whether a cell is bad."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", default="*", help="cells whose name fits this pattern")
+    parser.add_argument("--only", nargs="+", default=["*"], help="patterns of the cells' names")
     parser.add_argument("--communicators", nargs="+", default=["threads", "gloo", "mpi"])
     parser.add_argument("--out", type=Path, help="where the table is written, too")
     parser.add_argument("--mpi-rank", type=Path, help=argparse.SUPPRESS)
@@ -495,7 +621,7 @@ def main() -> None:
         return
     whole = without_fault()
     lines, bad = [], 0
-    cells = [cell for cell in CELLS if fnmatch.fnmatch(cell, args.only)]
+    cells = [cell for cell in CELLS if any(fnmatch.fnmatch(cell, each) for each in args.only)]
     for kind in args.communicators:
         own = [c for c in cells if kind != "threads" or not c.startswith(NOT_OF_THREADS)]
         alive = [cell for cell in own if not ends(cell)]

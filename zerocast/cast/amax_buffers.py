@@ -114,8 +114,8 @@ class AmaxBuffers:
             which, block, entry = cut.of_rank(comm.rank)
             kept_cut.append(torch.tensor(firsts, dtype=torch.int64, device="cpu")[which] + block)
             reduced_cut.append(entry + place)
-            sizes.append(cut.count + STEP_WORDS)
-            place += cut.count + STEP_WORDS
+            sizes.append(cut.count + (STEP_WORDS if indices else 0))
+            place += sizes[-1]
             group_sizes.append(place - begin)
         self.reduced = torch.zeros(place, dtype=torch.int32, device=device)
         self.of_group = dict(zip(members, self.reduced.split(group_sizes), strict=True))

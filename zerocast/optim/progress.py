@@ -201,5 +201,6 @@ def _check_numbers(numbers: Sequence[int]) -> None:
         given = {rank: number - 1 if number else None for rank, number in enumerate(numbers)}
         raise RankMismatchError(
             f"every rank must make the same step, got its number, by rank, {given}: a rank has "
-            f"left one out, or made one twice. Nothing has been changed; {_LOAD}."
+            f"left one out, or made one twice. Nothing has been changed: go on with the same step "
+            f"on every rank, or {_LOAD}."
         )
