@@ -27,11 +27,12 @@ ZEROCAST_FN constexpr u64 mixed(i64 number) {
 ZEROCAST_FN constexpr u64 row_factor(i64 row) { return mixed(row); }
 ZEROCAST_FN constexpr u64 column_factor(i64 column) { return mixed(column - DIGEST_ROW); }
 
-// What a byte at this place of the tensor adds to the digest, if it stands in a word of zeros.
-ZEROCAST_FN u64 digest_of_byte(u8 byte, i64 place) {
+// What a byte at this place of the tensor adds to the digest, if it stands there instead of
+// another.
+ZEROCAST_FN u64 digest_of_change(u8 byte, u8 instead_of, i64 place) {
     i64 word = place / 4;
     u64 key = row_factor(word / DIGEST_ROW) * column_factor(word % DIGEST_ROW);
-    return ((u64)byte << place % 4 * 8) * key;
+    return ((u64)((i64)byte - instead_of) << place % 4 * 8) * key;
 }
 
 }  // namespace ZEROCAST_ISA

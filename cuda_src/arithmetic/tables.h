@@ -99,6 +99,13 @@ struct CodePlane {
     u8* codes;        // of the elements from codes_start on
 };
 
+// Which elements of some of a tensor's were changed; null where nobody asks, and always null beside
+// columnwise codes that are cast. A cast notes bytes of rowwise codes, from codes_start on.
+struct Changes {
+    u64* flags;   // a bit for each element
+    u64* digest;  // [1]: what the changes add to the digest of the whole tensor
+};
+
 // What 4-over-6 chooses by, too.
 struct CastShard {
     const Master* master;
@@ -112,10 +119,11 @@ struct CastShard {
     DelayedState delayed;
     Candidates candidates;
     RandomBits random_bits;
+    Changes changes;
 
     ZEROCAST_FN i64 size() const { return end - start; }
 };
-static_assert(sizeof(CastShard) == 35 * sizeof(i64), "a row that Python writes");
+static_assert(sizeof(CastShard) == 37 * sizeof(i64), "a row that Python writes");
 
 // One step of AdamW on one tensor; its state lies as its elements do. The numbers are FP32 bit
 // patterns.
@@ -192,6 +200,28 @@ struct DigestTarget {
     u64* sum;
 };
 static_assert(sizeof(DigestTarget) == 4 * sizeof(i64), "a row that Python writes");
+
+// Elements as they were, and as they are: integers.
+struct Comparison {
+    u8* held;  // receives the values
+    const u8* values;
+    i64 count;
+    i64 itemsize;  // bytes of one: 1, 2, 4 or 8
+    i64 first;     // the place of the first in the whole tensor
+    Changes changes;
+};
+static_assert(sizeof(Comparison) == 7 * sizeof(i64), "a row that Python writes");
+
+// The elements whose flags are set, as the runs that travel.
+struct RunsTarget {
+    const u64* flags;
+    const u8* values;
+    i64 count;
+    i64 itemsize;
+    i64* sizes;  // [2]: entries and elements; read where there is data, else written
+    u8* data;    // gaps, lengths, elements; null to count them
+};
+static_assert(sizeof(RunsTarget) == 6 * sizeof(i64), "a row that Python writes");
 
 enum NumericsKind : i64 {
     NUMERICS_FLOAT8 = 0,

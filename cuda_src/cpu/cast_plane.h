@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "arithmetic/masters.h"
+#include "cpu/changes.h"
 #include "cpu/encoders.h"
 #include "cpu/numerics.h"
 #include "cpu/strips.h"
@@ -19,6 +20,7 @@ class PlaneCast {
               const BlockMultipliers& multipliers, const Encoder& encoder, i64 ahead)
         : plane_(plane),
           choices_(shard.candidates.choices),
+          changes_(shard.changes),
           codes_start_(shard.codes_start),
           master_(master),
           multipliers_(multipliers),
@@ -63,13 +65,20 @@ class PlaneCast {
         i64 left = end - element;
         for (; left >= GROUP; left -= GROUP, x += GROUP, to += bytes(GROUP)) {
             prefetch(x, ahead_);
-            group<GROUP>(end - left, x, &multiplier, to, positive);
+            Native::Int code[4];
+            group<GROUP>(end - left, x, &multiplier, positive, code);
+            keep(to, code);
         }
         if (left > 1) {  // what is no whole group goes through buffers of one
             T last[GROUP] = {};
             u8 last_codes[GROUP];
             memcpy(last, x, left * sizeof(T));
-            group<GROUP>(end - left, last, &multiplier, last_codes, positive);
+            Native::Int code[4];
+            group<GROUP>(end - left, last, &multiplier, positive, code);
+            store(last_codes, code);
+            if (changes_.flags)
+                for (i64 i = 0; i < bytes(left); i++)
+                    note(to + i, last_codes + i, last_codes[i] != to[i]);
             memcpy(to, last_codes, bytes(left));
         }
         if (left == 1 || bytes(left) * 8 != left * F::BITS) single(end - 1, multiplier);
@@ -125,6 +134,7 @@ class PlaneCast {
 
     CodePlane plane_;
     const u8* choices_;
+    Changes changes_;
     i64 codes_start_;
     const T* master_;  // as if it were the whole weight
     BlockMultipliers multipliers_;
@@ -139,15 +149,17 @@ class PlaneCast {
         u8* to = codes(element);
         for (i64 i = 0; i < grouped; i += GROUP) {
             prefetch(x + i, ahead_);
-            group<BLOCK>(element + i, x + i, multiplier + i / BLOCK, to + bytes(i), positive);
+            Native::Int code[4];
+            group<BLOCK>(element + i, x + i, multiplier + i / BLOCK, positive, code);
+            keep(to + bytes(i), code);
         }
         return grouped;
     }
 
-    // GROUP elements, a multiplier for each BLOCK of them.
+    // The codes of GROUP elements, a multiplier for each BLOCK of them.
     template <int BLOCK>
-    ZEROCAST_FN void group(i64 element, const T* x, const float* multiplier, u8* to,
-                           bool positive) const {
+    ZEROCAST_FN void group(i64 element, const T* x, const float* multiplier, bool positive,
+                           Native::Int (&code)[4]) const {
         Native::Float loaded[4], scaled[4];
         for (int i = 0; i < 4; i++) loaded[i] = load(x + i * W);
         auto scale = [&](int i, Native::Float rounded) {
@@ -155,19 +167,33 @@ class PlaneCast {
                    * (BLOCK == 1 ? Native::load(multiplier + i * W)
                                  : Native::splat(multiplier[i * W / BLOCK]));
         };
-        Native::Int code[4];
         if constexpr (SKIPS_NAN) {
             if (positive && !any_nan(loaded)) {
                 for (int i = 0; i < 4; i++) {
                     auto rounded = Rounding<Rounded, Native>::of_number(loaded[i]);
                     code[i] = encode_number<F, Native>(scale(i, rounded));
                 }
-                return store_bytes(to, code);
+                return;
             }
         }
         for (int i = 0; i < 4; i++) scaled[i] = scale(i, round_to<Rounded, Native>(loaded[i]));
         encoder_.group(element, scaled, code);
+    }
+
+    // GROUP codes to where they stay.
+    ZEROCAST_FN void keep(u8* to, const Native::Int (&code)[4]) const {
+        constexpr int BYTES = GROUP * F::BITS / 8;
+        if (!changes_.flags) return store(to, code);
+        u8 made[BYTES];  // stays in a register
+        store(made, code);
+        u64 changed = differing<BYTES>(made, to);
+        if (changed) note(to, made, changed);
         store(to, code);
+    }
+
+    // Notes that the bytes `changed`, a bit each, are going to be what was made.
+    void note(const u8* to, const u8* made, u64 changed) const {
+        note_changes(changes_, to - plane_.codes, bytes(codes_start_), made, to, changed);
     }
 
     ZEROCAST_FN void single(i64 element, float multiplier) const {
@@ -178,6 +204,7 @@ class PlaneCast {
             bool odd = (element - codes_start_) & 1;
             code = odd ? (*to & 0x0F) | code << 4 : (*to & 0xF0) | code;
         }
+        if (changes_.flags) note(to, &code, code != *to);
         *to = code;
     }
 };

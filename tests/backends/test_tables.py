@@ -13,9 +13,11 @@ from zerocast.backends.fused_ops import fused_row
 from zerocast.backends.tables import (
     adamw_row,
     cast_row,
+    comparison_row,
     dequantize_row,
     digest_rows,
     numerics_fields,
+    runs_row,
     scale_row,
     transpose_row,
 )
@@ -24,6 +26,8 @@ from zerocast.layout import BlockGrid, SharedBlocks, Source
 from zerocast.numerics import (
     AdamWNumbers,
     AdamWUpdate,
+    Changes,
+    Comparison,
     DelayedState,
     DigestedBytes,
     Float8DelayedNumerics,
@@ -41,6 +45,8 @@ from zerocast.numerics import (
 SOURCES = Path(__file__).parents[2] / "cuda_src"
 GRID = BlockGrid(16, 16, 16, 16)
 ONE = torch.zeros(1)
+CHANGES = Changes(ONE, ONE)
+COMPARISON = Comparison(ONE, ONE, 0, CHANGES)
 FULL = plane(GRID, ONE, ONE, ONE)
 COPY = plane(GRID, None, ONE, ONE, Source.ROWWISE)
 BARE = operand(GRID, scale_inv=ONE)
@@ -58,7 +64,7 @@ def everything() -> TensorOperand:
     candidates = FourOverSixErrors.carve(torch.zeros(1, dtype=torch.int32), GRID, SharedBlocks())
     return TensorOperand(
         (FULL, FULL), tensor_amax=ONE, amax=ONE, delayed=DelayedState(ONE, ONE, ONE),
-        candidates=candidates, rounding=Rounding(ONE), values=ONE,
+        candidates=candidates, rounding=Rounding(ONE), values=ONE, changes=CHANGES,
     )  # fmt: skip
 
 
@@ -79,6 +85,8 @@ WRITERS = {
     ),
     "DequantizeTarget": lambda o: dequantize_row(o, GRID, address),
     "DigestTarget": lambda o: digest_rows([DigestedBytes(ONE)], ONE, address)[0],
+    "Comparison": lambda o: comparison_row(COMPARISON, address),
+    "RunsTarget": lambda o: runs_row(COMPARISON, ONE, ONE, address),
     "AdamWUpdate": lambda o: adamw_row(None if o is BARE else UPDATE, address),
     "FusedTable": lambda o: fused_row(TARGET, address),
     "FusedPlane": lambda o: fused_plane_fields(FULL, (4, 4), address),

@@ -28,6 +28,7 @@ from zerocast.layout import BlockGrid
 from zerocast.numerics import (
     AdamWUpdate,
     CodeCopy,
+    Comparison,
     DigestedBytes,
     Float8DelayedNumerics,
     FusedOperand,
@@ -58,6 +59,7 @@ class CpuBackend:
     """
 
     name = "cpu"
+    notes_changes = True
 
     def __init__(self, isa: str | None = None, threads: int | None = None) -> None:
         self._library = native_library.load()
@@ -154,6 +156,31 @@ class CpuBackend:
     def digest(self, ranges: Sequence[DigestedBytes], sums: torch.Tensor) -> Launch:
         rows = tables.digest_rows(ranges, sums, _address)
         return self._launch("digest", None, rows, (ranges, sums))
+
+    def compare(self, comparisons: Sequence[Comparison]) -> Launch:
+        rows = [tables.comparison_row(each, _address) for each in comparisons]
+        return self._launch("compare", None, rows, comparisons)
+
+    def runs(self, comparisons: Sequence[Comparison]) -> list[tuple[int, int, torch.Tensor]]:
+        sizes = torch.zeros(len(comparisons), 2, dtype=torch.int64, device="cpu")
+        rows = [
+            tables.runs_row(each, size, None, _address)
+            for each, size in zip(comparisons, sizes, strict=True)
+        ]
+        self._launch("runs", None, rows, (comparisons, sizes))()
+        counted = sizes.tolist()
+        nbytes = [
+            3 * entries + count * each.values.itemsize
+            for each, (entries, count) in zip(comparisons, counted, strict=True)
+        ]
+        data = torch.empty(sum(nbytes), dtype=torch.uint8, device="cpu").split(nbytes)
+        rows = [
+            tables.runs_row(each, size, its_data, _address)
+            for each, size, its_data in zip(comparisons, sizes, data, strict=True)
+            if its_data.numel()
+        ]
+        self._launch("runs", None, rows, (comparisons, sizes, data))()
+        return [(*size, its_data) for size, its_data in zip(counted, data, strict=True)]
 
     def fused_op(self, numerics: Numerics | None, target: FusedOperand) -> Launch:
         return with_casts(self, numerics, target, self._result)

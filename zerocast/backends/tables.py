@@ -21,6 +21,8 @@ from zerocast.numerics import (
     NOMINALS,
     AdamWNumbers,
     AdamWUpdate,
+    Changes,
+    Comparison,
     DigestedBytes,
     Float8DelayedNumerics,
     Float8Numerics,
@@ -126,6 +128,7 @@ def cast_row(
         *delayed_fields(shard, address),
         *candidate_fields(shard.candidates, address, list_address),
         *draw_fields(shard, address),
+        *change_fields(shard.changes, address),
     ]
 
 
@@ -173,6 +176,13 @@ def delayed_fields(operand: TensorOperand, address: Address) -> list[int]:
         return [address(state.scale), 0, 0, 0]
     tensors = state.scale, state.cast_scale, state.amax_history
     return [*map(address, tensors), state.amax_history.numel()]
+
+
+def change_fields(changes: Changes | None, address: Address) -> list[int]:
+    """Changes."""
+    if changes is None:
+        return [0] * 2
+    return [address(changes.flags), address(changes.digest)]
 
 
 def candidate_fields(
@@ -276,6 +286,34 @@ def digest_rows(
         [address(each.values), each.first, each.values.nbytes, base + 8 * i]
         for i, each in enumerate(ranges)
         if each.values.nbytes
+    ]
+
+
+def comparison_row(target: Comparison, address: Address) -> list[int]:
+    """Comparison."""
+    values = target.values
+    return [
+        address(target.held),
+        address(values),
+        values.numel(),
+        values.itemsize,
+        target.first,
+        *change_fields(target.changes, address),
+    ]
+
+
+def runs_row(
+    target: Comparison, sizes: torch.Tensor, data: torch.Tensor | None, address: Address
+) -> list[int]:
+    """RunsTarget."""
+    values = target.values
+    return [
+        address(target.changes.flags),
+        address(values),
+        values.numel(),
+        values.itemsize,
+        address(sizes),
+        address(data),
     ]
 
 

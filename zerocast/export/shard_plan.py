@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 
+from zerocast.backends import backend_for
 from zerocast.cast import CastPlan
 from zerocast.export.entries import Entry, Shard
 from zerocast.formats import byte_span
-from zerocast.numerics import NVFP4Numerics
+from zerocast.numerics import Changes, NVFP4Numerics
 from zerocast.sharded.placement import to_local
 from zerocast.tensors import QuantizedStorage, QuantizedTensor
 
@@ -22,21 +24,28 @@ class ShardPlan(CastPlan):
 
     Args:
         entries: those that are cast.
-        held_amaxes: by name the tensor amaxes, int32 [1], under which NVFP4 was cast before, which
+        held_amaxes: by name, int32 [2], the tensor amaxes under which NVFP4 was cast before, which
             this holds or changes (:func:`hold`); None to cast under the weights' own.
+        held_codes: by name what :attr:`own` was after the cast before, to be written again.
 
     Attributes:
         storages: by name tensor amaxes; after a gather whole codes and scales.
         own: by name uint8, the bytes that hold the codes of this rank's elements; bits of other
             elements in them are 0.
+        changes: by name, of those with ``held_codes``, the bytes of these that the cast changed:
+            where the backend notes them, else ``own`` is other memory.
     """
 
     def __init__(
-        self, entries: Sequence[Entry], held_amaxes: dict[str, torch.Tensor] | None = None
+        self,
+        entries: Sequence[Entry],
+        held_amaxes: dict[str, torch.Tensor] | None = None,
+        held_codes: Mapping[str, torch.Tensor] = MappingProxyType({}),
     ) -> None:
         self._held_amaxes = held_amaxes
         self.storages: dict[str, QuantizedStorage] = {}
         self.own: dict[str, torch.Tensor] = {}
+        self.changes: dict[str, Changes] = {}
         shards: list[Shard] = []
         for entry in entries:
             assert entry.recipe is not None
@@ -52,7 +61,12 @@ class ShardPlan(CastPlan):
             storage = QuantizedStorage(shape, entry.dtype, recipe, buffers, entry.tp_shard)
             storage.amax_group = entry.amax_group
             first, last = byte_span(recipe.numerics.fmt, shard.extent.start, shard.extent.end)
-            self.own[entry.name] = torch.zeros(last - first, dtype=torch.uint8, device=device)
+            own = held_codes.get(entry.name)
+            if own is not None and backend_for(device).notes_changes:
+                self.changes[entry.name] = storage.changes = Changes.none(len(own), device)
+            else:
+                own = torch.zeros(last - first, dtype=torch.uint8, device=device)
+            self.own[entry.name] = own
             self.storages[entry.name] = storage
             shards.append(shard)
         super().__init__(
@@ -79,8 +93,9 @@ class ShardPlan(CastPlan):
         for i, matrix in enumerate(self._prepared.matrices):
             if isinstance(matrix.storage.recipe.numerics, NVFP4Numerics):
                 amax = self._exchange.buffers.tensor_amaxes[i]
-                amax.copy_(hold(amax, self._held_amaxes.get(matrix.name)))
-                self._held_amaxes[matrix.name] = amax.clone()
+                held = hold(amax, self._held_amaxes.get(matrix.name))
+                self._held_amaxes[matrix.name] = held
+                amax.copy_(held[:1])
 
     def start_gather(self) -> Callable[[], dict[str, QuantizedStorage]]:
         """Begin to bring every rank's codes and scales to every rank; what is returned ends it, and
@@ -128,15 +143,17 @@ class ShardPlan(CastPlan):
 
 
 def hold(amax: torch.Tensor, held: torch.Tensor | None) -> torch.Tensor:
-    """Return the tensor amax under which a weight is cast whose own is ``amax``, if it was cast
-    under ``held`` before; all are bits of FP32, int32 [1].
+    """Return the tensor amax under which a weight is cast whose own is ``amax``, and the weight's
+    own when that was taken, if it was cast under ``held`` before; all are bits of FP32, int32 [1],
+    or [2] of both.
 
-    It is ``held`` as long as a quarter of that is at most ``amax``, and all of it at least; then
-    the smallest power of two that is not less than ``amax``. 0, and what is not finite, stays.
+    It is the smallest power of two that is not less than ``amax``, and stays so until ``amax``
+    grows past it, or shrinks to half of what it was then. 0, and what is not finite, stays.
     """
     power = (amax + 0x007FFFFF) & 0x7F800000
     power = torch.where((amax == 0) | (power >= 0x7F800000), amax, power)
+    taken = torch.cat([power, amax])
     if held is None:
-        return power
-    quarter = held - (2 << 23)
-    return torch.where((amax <= held) & (amax >= quarter) & (quarter > 0), held, power)
+        return taken
+    under, half = held[:1], held[1:] - (1 << 23)
+    return torch.where((amax <= under) & (amax > half) & (half > 0), held, taken)

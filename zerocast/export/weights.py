@@ -83,8 +83,8 @@ class Export:
     Attributes:
         comm: the ranks.
         dialect: the checkpoint's.
-        held_amaxes: None, or by name the tensor amaxes under which NVFP4 is cast, as
-            :class:`zerocast.refit.Refit` holds them.
+        held_amaxes, held_codes: what :class:`zerocast.refit.Refit` holds of the casts before, for
+            :class:`ShardPlan`.
         entries: in the order of the model, a tied tensor once.
 
     Raises:
@@ -112,6 +112,7 @@ class Export:
         self.comm = as_communicator(group)
         self._model, self._optimizer, self._from_masters = model, optimizer, from_masters
         self.held_amaxes: dict[str, torch.Tensor] | None = None
+        self.held_codes: Mapping[str, torch.Tensor] = {}
         attempt = Attempt()
         with attempt:
             if not isinstance(model, ZeroOptimizer | CastPlan):
@@ -286,7 +287,7 @@ class Export:
         entries = [entry for entry in bucket if entry.shard is not None]
         if not entries:
             return None
-        plan = ShardPlan(entries, self.held_amaxes)
+        plan = ShardPlan(entries, self.held_amaxes, self.held_codes)
         plan.cast()
         return plan
 

@@ -16,6 +16,9 @@ weights, and allocates nothing.
     store_codes     the gathered buffer     -> all ranks' codes, to the nibble
     transpose       gathered codes, scales  -> columnwise codes and scales
     dequantize      codes, scales           -> values
+    digest          bytes                   -> a number that changes with them
+    compare         elements, held ones     -> flags of what changed, its digest; held ones, stored
+    runs            flags, elements         -> the elements that changed, as they travel
     adamw           masters, gradients      -> masters, updated, and the optimizer's state
     adamw_cast      the same, and what partial_amax_cast does of the updated masters
     fused_op        a layer's tensor        -> its rounded result, codes and scales, in one pass
@@ -48,7 +51,9 @@ from zerocast.numerics.numerics import (
 )
 from zerocast.numerics.operands import (
     NOMINALS,
+    Changes,
     CodeCopy,
+    Comparison,
     DelayedState,
     DigestedBytes,
     FourOverSixErrors,

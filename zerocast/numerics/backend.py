@@ -11,7 +11,14 @@ from zerocast.layout import BlockGrid
 from zerocast.numerics.adamw import AdamWUpdate
 from zerocast.numerics.fused_ops import FusedOperand
 from zerocast.numerics.numerics import Numerics, NVFP4Numerics
-from zerocast.numerics.operands import CodeCopy, DigestedBytes, Masters, SharedByte, TensorOperand
+from zerocast.numerics.operands import (
+    CodeCopy,
+    Comparison,
+    DigestedBytes,
+    Masters,
+    SharedByte,
+    TensorOperand,
+)
 
 Launch = Callable[[], None]
 """A prepared operation: runs it once on the buffers that it was prepared for."""
@@ -37,6 +44,8 @@ class Backend(Protocol):
     """
 
     name: str
+    notes_changes: bool
+    """Whether its casts fill :attr:`TensorOperand.changes`."""
 
     def partial_amax(self, operands: Sequence[TensorOperand], masters: Masters) -> Launch:
         """Raise ``tensor_amax`` and the block amaxes of planes that are cast to the largest
@@ -136,6 +145,21 @@ class Backend(Protocol):
     def digest(self, ranges: Sequence[DigestedBytes], sums: torch.Tensor) -> Launch:
         """Add to each of ``sums``, int64 [len(ranges)], the digest of a range of bytes, modulo
         2^64; see "Digests" in docs/NUMERICS.md.
+        """
+        ...
+
+    def compare(self, comparisons: Sequence[Comparison]) -> Launch:
+        """Flag the elements whose bytes are not those that are held, add to ``changes.digest`` what
+        that changes, modulo 2^64, and hold them.
+        """
+        ...
+
+    def runs(self, comparisons: Sequence[Comparison]) -> list[tuple[int, int, torch.Tensor]]:
+        """Return of each comparison's flagged elements how many entries and elements travel, and
+        these, uint8: of each run the elements left out before it (uint16) and its length (uint8),
+        then the elements of all runs. A longer gap or run takes several entries. Runs of elements
+        of 1, 2, and 4 or more bytes that lie less than 4, 2 and 1 apart are one. This is no launch:
+        how much there is to be returned is known when it has run.
         """
         ...
 

@@ -209,6 +209,42 @@ class SharedByte:
 
 
 @dataclass(frozen=True, slots=True)
+class Changes:
+    """Which elements of some of a tensor's were changed.
+
+    Attributes:
+        flags: int64 [elements / 64, rounded up]: a bit for each element.
+        digest: int64 []: what the changes add to the digest of the whole tensor.
+    """
+
+    flags: torch.Tensor
+    digest: torch.Tensor
+
+    @classmethod
+    def none(cls, count: int, device: torch.device) -> Changes:
+        """Return those of ``count`` elements, none yet."""
+        memory = torch.zeros(-(-count // 64) + 1, dtype=torch.int64, device=device)
+        return cls(memory[1:], memory[0])
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Elements as they were, and as they are.
+
+    Attributes:
+        held: as they were, of the dtype of ``values``; None where a cast noted what it changed.
+        values: integers, flat and contiguous, as they are.
+        first: the place of the first in the whole tensor.
+        changes: of these elements, none yet or those that a cast noted.
+    """
+
+    held: torch.Tensor | None
+    values: torch.Tensor
+    first: int
+    changes: Changes
+
+
+@dataclass(frozen=True, slots=True)
 class DigestedBytes:
     """A range of a tensor's bytes whose digest is taken.
 
@@ -249,6 +285,9 @@ class TensorOperand:
         values: FP32 [M, K], contiguous: receives what the codes of the first plane mean.
         whole: of the extent, the rows of blocks of all planes that one pass measures and casts; see
             :meth:`Backend.partial_amax_cast`.
+        changes: of the bytes of codes of a tensor with one plane that is cast, where the backend
+            :attr:`~Backend.notes_changes`: from :attr:`codes_start` on, where the codes of the cast
+            before stand.
     """
 
     planes: tuple[PlaneBuffers, ...]
@@ -264,6 +303,7 @@ class TensorOperand:
     advances: bool = True
     values: torch.Tensor | None = None
     whole: Extent = NOTHING
+    changes: Changes | None = None
 
     @property
     def grid(self) -> BlockGrid:

@@ -25,16 +25,16 @@ from dataclasses import dataclass
 
 import torch
 
-from zerocast.backends.reference.digest import as_integers
+from zerocast.backends import backend_for
+from zerocast.backends.reference.changes import places_in
 from zerocast.errors import DeltaError
+from zerocast.numerics import Comparison
 from zerocast.tensors.digest import digest
 
 _MAGIC = 0x32746C6564637A  # "zcdelt2"
 _SEAL = 4
 _FIXED = 11  # words of the header before the shape
 _WHOLE = -1
-_MOST_GAP, _MOST_LENGTH = (1 << 16) - 1, (1 << 8) - 1
-_RUN_BYTES = 3
 
 
 @dataclass(frozen=True)
@@ -57,74 +57,19 @@ class Segment:
 # --- what changed ---
 
 
-def changed(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-    """int64: the places of the elements of ``new`` whose bytes are not those of ``old``, ascending;
-    both flat and of one dtype.
+def changed_segments(comparisons: Sequence[Comparison]) -> list[Segment]:
+    """Compare what is held with what is, and hold that; return the elements that changed. All are
+    on one device, and there is at least one.
     """
-    old, new = _aligned(old), _aligned(new)
-    whole = new.nbytes // 64 * 64 // new.itemsize
-    words = [as_integers(each[:whole]).view(torch.int64) for each in (old, new)]
-    differ = words[0] != words[1]
-    # Eight words are looked at as one first: most have not changed.
-    by_eight = differ.view(torch.int64)
-    groups = by_eight.nonzero().view(-1)
-    inside = by_eight[groups].view(torch.bool).nonzero().view(-1)
-    at = (groups[inside >> 3] << 3) + (inside & 7)
-    each = 8 // new.itemsize
-    of_old, of_new = (word[at].view(as_integers(new).dtype) for word in words)
-    inside = (of_old != of_new).nonzero().view(-1)
-    tail = (as_integers(old[whole:]) != as_integers(new[whole:])).nonzero().view(-1) + whole
-    return torch.cat([at[inside // each] * each + inside % each, tail])
-
-
-def _aligned(values: torch.Tensor) -> torch.Tensor:
-    """Return ``values``, which begin at a word of 8 bytes; copied where they do not."""
-    return values.clone() if values.storage_offset() * values.itemsize % 8 else values
-
-
-def segment_of(values: torch.Tensor, places: torch.Tensor, first: int) -> Segment:
-    """Return the elements of ``values``, flat, at ``places``, as runs."""
-    if not len(places):
-        return Segment(first, 0, 0, torch.empty(0, dtype=torch.uint8, device=values.device))
-    closed = max(1, 1 + _RUN_BYTES // values.itemsize)
-    begins = torch.cat([torch.ones_like(places[:1], dtype=torch.bool), places.diff() > closed])
-    starts = places[begins]
-    ends = places[begins.roll(-1)] + 1  # begins[0] is set, so the last place ends a run
-    elements = as_integers(values)[_places(starts, ends - starts)]
-    gaps = starts - torch.cat([torch.zeros_like(ends[:1]), ends[:-1]])
-    gaps, lengths = _entries(gaps, ends - starts)
-    parts = (gaps.to(torch.int16), lengths.to(torch.uint8), elements)
-    data = torch.cat([part.view(torch.uint8) for part in parts])
-    return Segment(first, len(gaps), len(elements), data)
+    backend = backend_for(comparisons[0].values.device)
+    backend.compare([each for each in comparisons if each.held is not None])()
+    found = backend.runs(comparisons)
+    return [Segment(each.first, *one) for each, one in zip(comparisons, found, strict=True)]
 
 
 def whole_segment(values: torch.Tensor) -> Segment:
     """Return all of a tensor."""
     return Segment(0, _WHOLE, values.numel(), values.contiguous().view(-1).view(torch.uint8))
-
-
-def _places(starts: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """int64: the places in all runs."""
-    before = lengths.cumsum(0) - lengths
-    return torch.repeat_interleave(starts - before, lengths) + torch.arange(
-        int(lengths.sum()), dtype=torch.int64, device=starts.device
-    )
-
-
-def _entries(gaps: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the entries of runs: of a gap that is too long for one, empty runs before it; of a
-    run, more runs without a gap.
-    """
-    skips, more = gaps // _MOST_GAP, (lengths - 1) // _MOST_LENGTH
-    counts = skips + 1 + more
-    if int(counts.max()) == 1:
-        return gaps, lengths
-    numbers = torch.arange(int(counts.sum()), dtype=torch.int64, device=gaps.device)
-    run = torch.repeat_interleave(numbers[: len(gaps)], counts)
-    at = numbers - (counts.cumsum(0) - counts)[run] - skips[run]
-    gap = torch.where(at < 0, _MOST_GAP, torch.where(at == 0, gaps[run] % _MOST_GAP, 0))
-    left = lengths[run] - at * _MOST_LENGTH
-    return gap, torch.where(at < 0, 0, left.clamp(max=_MOST_LENGTH))
 
 
 # --- as bytes ---
@@ -204,10 +149,10 @@ def unpacked(name: str, data: torch.Tensor) -> Delta:
     places, values = [], []
     for first, runs, count in zip(*(described[i::3] for i in range(3)), strict=True):
         if runs != _WHOLE:
-            gaps = data[end : end + 2 * runs].clone().view(torch.int16).long() & _MOST_GAP
+            gaps = data[end : end + 2 * runs].clone().view(torch.int16).long() & 0xFFFF
             lengths = data[end + 2 * runs : end + 3 * runs].long()
             starts = (gaps + lengths).cumsum(0) - lengths
-            places.append(_places(starts, lengths) + first)
+            places.append(places_in(starts, lengths) + first)
             end += 3 * runs
         values.append(data[end : end + count * dtype.itemsize])
         end += count * dtype.itemsize

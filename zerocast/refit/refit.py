@@ -8,21 +8,23 @@ compared with. Nothing else is kept, and no copy in high precision.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from zerocast.arguments import check_flag, check_integer
-from zerocast.backends.reference.digest import as_integers, digest_of
+from zerocast.backends.reference.digest import as_integers
 from zerocast.comm import Attempt, Communicator, raise_together
 from zerocast.errors import InputError
 from zerocast.export import Dialect, Export
 from zerocast.export.entries import Entry, Source
+from zerocast.export.shard_plan import ShardPlan
 from zerocast.export.values import check_finite
+from zerocast.numerics import Changes, Comparison
 from zerocast.refit.audit import Travels, check_config, travels
-from zerocast.refit.delta import Segment, changed, packed, segment_of, whole_segment
+from zerocast.refit.delta import Segment, changed_segments, packed, whole_segment
 from zerocast.refit.pieces import Piece, check_cuts, pieces_of, refuse_parts
 from zerocast.tensors.digest import digest
 
@@ -47,7 +49,7 @@ class Refit:
         dialect: one of :data:`zerocast.export.DIALECTS`, or its name.
         hold_tensor_amax: cast NVFP4 under a tensor amax that is held from one cast to the next: a
             power of two, the smallest that is not less than the weight's amax when it is taken, and
-            taken anew when the amax has grown past it or shrunk to less than a quarter of it. The
+            taken anew when the amax has grown past it or shrunk to half of what it was then. The
             weights' own amaxes change by the last bit now and then, and with them codes
             everywhere; so deltas are small only under one that is held.
         options: as for :class:`zerocast.export.Export`: ``optimizer``, ``from_masters``,
@@ -110,7 +112,7 @@ class Refit:
         refuse_parts(export)
         check_cuts(export)
         for bucket in export.plan_buckets():
-            yield from self._cast(export, bucket)[1]
+            yield from self._cast(export, bucket)[-1]
 
     @torch.no_grad()
     def deltas(self, since: int | None = None) -> Iterator[NamedTensor]:
@@ -170,13 +172,22 @@ class Refit:
     def _deltas(self, since: int | None) -> Iterator[NamedTensor]:
         export, version, self._is_complete = self.export(), self.version + 1, False
         check_cuts(export)
+        if since is not None:
+            export.held_codes = {
+                entry.name: self._held[name].values.view(torch.uint8)
+                for name, entry in _codes(export, export.entries).items()
+            }
         for bucket in export.plan_buckets():
-            tensors, pieces = self._cast(export, bucket, whole=since is None)
+            plan, tensors, pieces = self._cast(export, bucket)
+            codes = _codes(export, bucket)
             if since is None:
+                tensors = tensors or export.gather(bucket, plan)()
                 found = [[whole_segment(tensors[piece.name])] for piece in pieces]
-                changes = self._hold(pieces)
+                changes = self._hold(pieces, codes)
             else:
-                found, changes = self._changes(pieces)
+                noted = {} if plan is None else plan.changes
+                by_stored = {n: noted[e.name] for n, e in codes.items() if e.name in noted}
+                found, changes = self._changes(pieces, by_stored)
             for piece, segments, change in zip(pieces, found, changes, strict=True):
                 held = self._held[piece.name]
                 held.checksum = _wrapped(held.checksum + change)
@@ -194,10 +205,10 @@ class Refit:
         self.version, self._is_complete = version, True
 
     def _cast(
-        self, export: Export, bucket: Sequence[Entry], *, whole: bool = False
-    ) -> tuple[dict[str, torch.Tensor], list[Piece]]:
-        """Cast a bucket; return its tensors, where they are wanted ``whole``, and this rank's
-        pieces of them.
+        self, export: Export, bucket: Sequence[Entry]
+    ) -> tuple[ShardPlan | None, dict[str, torch.Tensor], list[Piece]]:
+        """Cast a bucket; return its plan, its tensors where they had to be gathered (under tensor
+        parallelism), and this rank's pieces of all of them.
         """
         plan = export.cast(bucket)
         if plan is not None and plan.repeats_scales:
@@ -210,29 +221,45 @@ class Refit:
             names = {entry.stored_name(export.dialect.scales): entry.name for entry in bucket}
             check_finite({names[p.name]: p.values for p in pieces if p.name in names})
         raise_together(export.comm, attempt.error)
-        return (tensors or (export.gather(bucket, plan)() if whole else {})), pieces
+        return plan, tensors, pieces
 
     # --- what was sent last ---
 
-    def _hold(self, pieces: Sequence[Piece]) -> list[int]:
-        """Hold ``pieces``; return the checksums of the whole tensors."""
+    def _hold(self, pieces: Sequence[Piece], codes: Container[str]) -> list[int]:
+        """Hold ``pieces``, of which those in ``codes`` are memory of their own; return the digests
+        of the whole tensors.
+        """
         for piece in pieces:
-            self._held[piece.name] = _Held(piece.values.clone(), 0)
+            values = piece.values if piece.name in codes else piece.values.clone()
+            self._held[piece.name] = _Held(values, 0)
         return _summed(pieces, [digest(piece.values, piece.start) for piece in pieces])
 
-    def _changes(self, pieces: Sequence[Piece]) -> tuple[list[list[Segment]], list[int]]:
+    def _changes(
+        self, pieces: Sequence[Piece], noted: Mapping[str, Changes]
+    ) -> tuple[list[list[Segment]], list[int]]:
         """Hold ``pieces``; return what all ranks' differ in from those that were held, and by how
-        much it changes the checksums of the whole tensors.
+        much it changes the digests of the whole tensors. Those in ``noted`` are held already.
         """
-        own, sums = [], []
+        comparisons = []
         for piece in pieces:
-            held, new = as_integers(self._held[piece.name].values), as_integers(piece.values)
-            places = changed(held, new)
-            own.append(segment_of(new, places, piece.start))
-            in_whole, values = places + piece.start, new[places]
-            sums.append(digest_of(values, in_whole, held[places]))
-            held[places] = values
-        return _gathered(pieces, own), _summed(pieces, sums)
+            held = None if piece.name in noted else as_integers(self._held[piece.name].values)
+            values = as_integers(piece.values.contiguous())
+            changes = noted.get(piece.name) or Changes.none(len(values), values.device)
+            comparisons.append(Comparison(held, values, piece.start, changes))
+        own = changed_segments(comparisons)
+        sums = _summed(pieces, [each.changes.digest for each in comparisons])
+        return _gathered(pieces, own), sums
+
+
+def _codes(export: Export, entries: Sequence[Entry]) -> dict[str, Entry]:
+    """Return the entries whose codes this rank casts into memory of its own, by their codes'
+    names.
+    """
+    return {
+        entry.stored_name(export.dialect.codes): entry
+        for entry in entries
+        if entry.shard is not None and entry.tp_shard is None
+    }
 
 
 # --- between ranks ---

@@ -32,6 +32,7 @@ from zerocast.backends.cuda.launcher import Kernel, Launcher
 from zerocast.backends.cuda.prepared import Tables
 from zerocast.backends.cuda.tiling import Cut
 from zerocast.backends.launches import in_turn, nothing, with_empty_shards
+from zerocast.backends.reference import ReferenceBackend
 from zerocast.backends.update_then_cast import update_then_cast
 from zerocast.errors import BackendError
 from zerocast.formats import packed_columns
@@ -39,6 +40,7 @@ from zerocast.layout import BlockGrid, Extent
 from zerocast.numerics import (
     AdamWUpdate,
     CodeCopy,
+    Comparison,
     DigestedBytes,
     Float8DelayedNumerics,
     FusedOperand,
@@ -68,6 +70,7 @@ class CudaBackend:
     """
 
     name = "cuda"
+    notes_changes = False
 
     def __init__(self, launcher: Launcher) -> None:
         self.launcher = launcher
@@ -227,6 +230,12 @@ class CudaBackend:
         cuts: list[list[Cut]] = [[tiling.digest_cut(row[1], row[2])] for row in rows]
         kernel = Kernel("digest", THREADS)
         return self._tables.launch(kernel, rows, cuts, [], (ranges, sums))
+
+    def compare(self, comparisons: Sequence[Comparison]) -> Launch:
+        return ReferenceBackend().compare(comparisons)  # torch, on the GPU
+
+    def runs(self, comparisons: Sequence[Comparison]) -> list[tuple[int, int, torch.Tensor]]:
+        return ReferenceBackend().runs(comparisons)
 
     def fused_op(self, numerics: Numerics | None, target: FusedOperand) -> Launch:
         return fused_op(self.launcher, self._address, numerics, target)

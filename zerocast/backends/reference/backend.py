@@ -11,7 +11,7 @@ import torch
 
 from zerocast.backends.code_copies import stage_codes, store_codes
 from zerocast.backends.fused_ops import rounded_result, with_casts
-from zerocast.backends.reference import adamw, four_over_six
+from zerocast.backends.reference import adamw, changes, four_over_six
 from zerocast.backends.reference.digest import digest
 from zerocast.backends.reference.elements import amax_of, indices, raise_amaxes, rounded, store
 from zerocast.backends.reference.philox import element_draws
@@ -25,6 +25,7 @@ from zerocast.layout import BlockGrid
 from zerocast.numerics import (
     AdamWUpdate,
     CodeCopy,
+    Comparison,
     DigestedBytes,
     Float8DelayedNumerics,
     FusedOperand,
@@ -48,6 +49,7 @@ class ReferenceBackend:
     """
 
     name = "reference"
+    notes_changes = False
 
     def partial_amax(self, operands: Sequence[TensorOperand], masters: Masters) -> Launch:
         return _for_shards(operands, lambda shard: raise_amaxes(shard, rounded(shard, masters)))
@@ -122,6 +124,12 @@ class ReferenceBackend:
                 sums[i] += digest(each.values, each.first)
 
         return launch
+
+    def compare(self, comparisons: Sequence[Comparison]) -> Launch:
+        return _for_each(comparisons, changes.compare)
+
+    def runs(self, comparisons: Sequence[Comparison]) -> list[tuple[int, int, torch.Tensor]]:
+        return [changes.runs(each) for each in comparisons]
 
     def fused_op(self, numerics: Numerics | None, operand: FusedOperand) -> Launch:
         return keeping_subnormals(with_casts(self, numerics, operand, rounded_result))

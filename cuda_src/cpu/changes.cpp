@@ -1,0 +1,139 @@
+// compare: flags the elements that are not what they were, adds to a digest what that changes, and
+// stores them.
+//
+// runs: the flagged elements as they travel: of each run of them the elements left out before it,
+// 16 bits, and its length, 8 bits; then the elements of all runs. A longer gap or run takes several
+// entries. Runs less than an entry's bytes apart are one, which is shorter.
+#include "cpu/changes.h"
+
+#include <string.h>
+
+#include "cpu/launch.h"
+
+namespace zerocast {
+inline namespace ZEROCAST_ISA {
+namespace {
+
+constexpr i64 WORD = 64;  // flags
+constexpr i64 MOST_GAP = (1 << 16) - 1, MOST_LENGTH = (1 << 8) - 1;
+constexpr i64 ENTRY_BYTES = 3;
+
+// Compares elements [begin, end), which no other thread has flags of.
+template <class T>
+void compare(const Comparison& target, i64 begin, i64 end) {
+    auto held = (T*)target.held;
+    auto values = (const T*)target.values;
+    u64 digest = 0;
+    for (i64 at = begin; at < end; at += WORD) {
+        i64 n = min_of(WORD, end - at);
+        if (!memcmp(held + at, values + at, n * sizeof(T))) continue;
+        u64 changed = 0;
+        for (i64 i = at; i < at + n; i++) {
+            if (held[i] == values[i]) continue;
+            changed |= 1ull << (i - at);
+            for (i64 b = i * (i64)sizeof(T), e = b + (i64)sizeof(T); b < e; b++)
+                digest += digest_of_change(target.values[b], target.held[b],
+                                           target.first * (i64)sizeof(T) + b);
+            held[i] = values[i];
+        }
+        target.changes.flags[at / WORD] = changed;
+    }
+    __atomic_fetch_add(target.changes.digest, digest, __ATOMIC_RELAXED);
+}
+
+// Calls run(start, end) for each run of flagged elements, those that lie less than `closed` apart
+// as one.
+template <class Run>
+void each_run(const u64* flags, i64 count, i64 closed, const Run& run) {
+    i64 start = 0, end = -1;
+    for (i64 at = 0; at < count; at += WORD) {
+        u64 left = flags[at / WORD];
+        while (left) {
+            int first = __builtin_ctzll(left);
+            u64 above = ~(left >> first);
+            int length = above ? __builtin_ctzll(above) : (int)WORD;
+            if (end < 0 || at + first - end >= closed) {
+                if (end >= 0) run(start, end);
+                start = at + first;
+            }
+            end = at + first + length;
+            left = first + length < WORD ? left & ~0ull << (first + length) : 0;
+        }
+    }
+    if (end >= 0) run(start, end);
+}
+
+// Calls entry(gap, length) for each entry of a run; nearly all have one.
+template <class Entry>
+ZEROCAST_FN void each_entry(i64 gap, i64 length, const Entry& entry) {
+    if (gap < MOST_GAP && length <= MOST_LENGTH) return entry(gap, length);
+    for (; gap >= MOST_GAP; gap -= MOST_GAP) entry(MOST_GAP, 0);
+    for (; length > 0; length -= MOST_LENGTH, gap = 0) entry(gap, min_of(length, MOST_LENGTH));
+}
+
+void count_runs(const RunsTarget& target, i64 closed) {
+    i64 entries = 0, elements = 0, before = 0;
+    each_run(target.flags, target.count, closed, [&](i64 start, i64 end) {
+        each_entry(start - before, end - start, [&](i64, i64) { entries++; });
+        elements += end - start;
+        before = end;
+    });
+    target.sizes[0] = entries;
+    target.sizes[1] = elements;
+}
+
+void write_runs(const RunsTarget& target, i64 closed) {
+    u8 *gaps = target.data, *lengths = gaps + 2 * target.sizes[0];
+    u8 *to = lengths + target.sizes[0], *to_end = to + target.sizes[1] * target.itemsize;
+    const u8* values_end = target.values + target.count * target.itemsize;
+    i64 before = 0;
+    each_run(target.flags, target.count, closed, [&](i64 start, i64 end) {
+        each_entry(start - before, end - start, [&](i64 gap, i64 length) {
+            auto bits = (unsigned short)gap;
+            memcpy(gaps, &bits, sizeof bits);
+            gaps += sizeof bits;
+            *lengths++ = (u8)length;
+        });
+        const u8* from = target.values + start * target.itemsize;
+        i64 size = (end - start) * target.itemsize;
+        // Most runs are short: a copy of a fixed size costs a load, and the next run overwrites
+        // what it has too much.
+        if (size <= 8 && to_end - to >= 8 && values_end - from >= 8)
+            memcpy(to, from, 8);
+        else
+            memcpy(to, from, size);
+        to += size;
+        before = end;
+    });
+}
+
+void find_runs(const RunsTarget& target) {
+    i64 closed = ENTRY_BYTES / target.itemsize + 1;
+    target.data ? write_runs(target, closed) : count_runs(target, closed);
+}
+
+}  // namespace
+}  // namespace ZEROCAST_ISA
+}  // namespace zerocast
+
+ZEROCAST_EXPORT(compare)(const void* table, long long count, long long threads) {
+    using namespace zerocast;
+    auto elements = [](const Comparison& target, i64) { return Span{0, target.count, WORD}; };
+    auto piece = [](const Comparison& target, i64 begin, i64 end, i64) {
+        if (target.itemsize == 1) return compare<u8>(target, begin, end);
+        if (target.itemsize == 2) return compare<unsigned short>(target, begin, end);
+        if (target.itemsize == 4) return compare<u32>(target, begin, end);
+        compare<u64>(target, begin, end);
+    };
+    share_in_parallel<Comparison>(table, count, threads, elements, piece);
+}
+
+ZEROCAST_EXPORT(runs)(const void* table, long long count, long long threads) {
+    using namespace zerocast;
+    // One thread walks a whole target: where its runs go depends on those before.
+    auto elements = [](const RunsTarget& target, i64) {
+        return Span{0, target.count, target.count};
+    };
+    auto piece = [](const RunsTarget& target, i64, i64, i64) { find_runs(target); };
+    share_in_parallel<RunsTarget>(table, count, threads, elements, piece);
+}

@@ -1,0 +1,29 @@
+// Notes which elements of a tensor are changed.
+#pragma once
+
+#include "arithmetic/digest.h"
+#include "arithmetic/tables.h"
+
+namespace zerocast {
+inline namespace ZEROCAST_ISA {
+
+// Notes the bytes `changed`, a bit each from byte `at` on of those that the flags stand for, of
+// which the first is byte `first` of the tensor. Threads may share a word of flags.
+__attribute__((noinline)) inline void note_changes(const Changes& changes, i64 at, i64 first,
+                                                   const u8* made, const u8* held, u64 changed) {
+    if (!changed) return;
+    i64 shift = at % 64;
+    u64* word = changes.flags + at / 64;
+    __atomic_fetch_or(word, changed << shift, __ATOMIC_RELAXED);
+    u64 above = shift ? changed >> (64 - shift) : 0;
+    if (above) __atomic_fetch_or(word + 1, above, __ATOMIC_RELAXED);
+    u64 digest = 0;
+    for (; changed; changed &= changed - 1) {
+        int i = __builtin_ctzll(changed);
+        digest += digest_of_change(made[i], held[i], first + at + i);
+    }
+    __atomic_fetch_add(changes.digest, digest, __ATOMIC_RELAXED);
+}
+
+}  // namespace ZEROCAST_ISA
+}  // namespace zerocast

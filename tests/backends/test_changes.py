@@ -1,0 +1,95 @@
+"""What changed of a tensor: flags, their digest and the runs that travel, on every backend."""
+
+import pytest
+import torch
+
+from tests.support.compiled import COMPILED, on_every_backend
+from zerocast.backends.cpu import CpuBackend
+from zerocast.backends.reference import ReferenceBackend
+from zerocast.numerics import Changes, Comparison
+from zerocast.tensors.digest import digest
+
+COUNTS = (0, 1, 63, 64, 65, 1000, 70_000)
+SHARES = (0.0, 0.01, 0.5, 1.0)
+INTEGERS = (torch.uint8, torch.int16, torch.int32, torch.int64)
+
+
+def drawn(dtype: torch.dtype, count: int, share: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Elements, and the same with so many of them changed; two ends and long gaps are among
+    those.
+    """
+    generator = torch.Generator().manual_seed(count)
+    old = torch.randint(-(2**62), 2**62, (count,), generator=generator).to(dtype)
+    chosen = torch.rand(count, generator=generator) < share
+    chosen[count // 2 :] &= share == 1.0
+    if share and count:
+        chosen[0] = chosen[-1] = True
+    return old, torch.where(chosen, ~old, old)
+
+
+def defined(values: torch.Tensor, places: list[int]) -> tuple[int, int, bytes]:
+    """Entries, elements and data, run by run."""
+    runs: list[list[int]] = []
+    closed = {1: 4, 2: 2, 4: 1, 8: 1}[values.itemsize]
+    for place in places:
+        if runs and place - runs[-1][1] < closed:
+            runs[-1][1] = place + 1
+        else:
+            runs.append([place, place + 1])
+    gaps, lengths, before = [], [], 0
+    for start, end in runs:
+        gap, length, before = start - before, end - start, end
+        skips, more = gap // 65535, (length - 1) // 255
+        gaps += [65535] * skips + [gap % 65535] + [0] * more
+        lengths += [0] * skips + [255] * more + [length - 255 * more]
+    elements = [values[start:end] for start, end in runs]
+    data = b"".join(gap.to_bytes(2, "little") for gap in gaps) + bytes(lengths)
+    data += b"".join(bytes(each.view(torch.uint8).tolist()) for each in elements)
+    return len(gaps), sum(map(len, elements)), data
+
+
+def check(backend) -> None:
+    """All cases in one launch, their first elements anywhere in the whole tensor."""
+    cases = [drawn(dtype, n, share) for dtype in INTEGERS for n in COUNTS for share in SHARES]
+    device = torch.device("cpu")
+    comparisons = [
+        Comparison(old.clone(), new, 7 * i + 5, Changes.none(len(new), device))
+        for i, (old, new) in enumerate(cases)
+    ]
+    backend.compare(comparisons)()
+    found = backend.runs(comparisons)
+    for (old, new), target, (entries, count, data) in zip(cases, comparisons, found, strict=True):
+        where, places = f"{new.dtype}, {len(new)}", (old != new).nonzero().view(-1).tolist()
+        assert torch.equal(target.held, new), where
+        bits = target.changes.flags.unsqueeze(1) >> torch.arange(64) & 1
+        assert bits.view(-1).nonzero().view(-1).tolist() == places, where
+        change = digest(new, target.first) - digest(old, target.first)
+        assert torch.equal(target.changes.digest, change), where
+        assert (entries, count, bytes(data.tolist())) == defined(new, places), where
+
+
+@on_every_backend
+def test_as_defined(name: str) -> None:
+    """Elements of 1 to 8 bytes, none to all of them changed, gaps and runs of many entries."""
+    check(COMPILED[name])
+
+
+def test_the_reference() -> None:
+    """The same."""
+    check(ReferenceBackend())
+
+
+@pytest.mark.parametrize("share", SHARES)
+def test_many_threads(share: float) -> None:
+    """They find what one finds."""
+    old, new = drawn(torch.uint8, 1_000_003, share)
+    found = []
+    for threads in (1, 3):
+        target = Comparison(old.clone(), new, 3, Changes.none(len(new), old.device))
+        CpuBackend(threads=threads).compare([target])()
+        found.append((target, *CpuBackend(threads=threads).runs([target])[0]))
+    (one, *runs, data), (other, *other_runs, other_data) = found
+    assert torch.equal(one.changes.flags, other.changes.flags)
+    assert torch.equal(one.changes.digest, other.changes.digest)
+    assert runs == other_runs
+    assert torch.equal(data, other_data)
