@@ -31,7 +31,7 @@ LAYERS = (
     ("optim", "verification"),
     ("export", "nn"),  # the core, which is all below, imports no layer
     ("checkpoint", "costs", "refit"),
-    ("integrations", "megatron"),
+    ("compat", "integrations", "megatron"),
     ("__init__",),
     ("cli",),
     ("__main__",),

@@ -61,6 +61,7 @@ class NVFP4BlockScaling(Recipe):
         seed: of stochastic rounding, 64 bits.
         per_matrix: must stay True.
         fp4_format, fp8_format: must stay ``"e2m1"``, of codes, and E4M3, of their scales.
+        row_scaled_activation: must stay False.
     """
 
     scheme = "nvfp4"
@@ -79,6 +80,7 @@ class NVFP4BlockScaling(Recipe):
     per_matrix: bool = fixed(True, "a block lies in one matrix")
     fp4_format: str = fixed("e2m1", "NVFP4 has one format of codes")
     fp8_format: str = fixed(Format.E4M3, "NVFP4 has one format of scales")
+    row_scaled_activation: bool = fixed(False, "an activation has one amax, as a weight has")
 
     def __post_init__(self) -> None:
         super().__post_init__()

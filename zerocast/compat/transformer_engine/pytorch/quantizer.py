@@ -1,0 +1,204 @@
+"""Quantizer: a quantizer of zerocast with TransformerEngine's methods."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping
+from typing import ClassVar
+
+import torch
+
+from zerocast.arguments import check_device
+from zerocast.compat.transformer_engine.pytorch.constants import DType
+from zerocast.errors import InputError, MissingDataError, UnsupportedError
+from zerocast.nn.quantizer import Quantizer as OwnQuantizer
+from zerocast.nn.quantizer import StateSlot
+from zerocast.recipes import Recipe
+from zerocast.tensors import QuantizedTensor
+from zerocast.tensors.quantize import quantize_into
+
+
+def check_one_value(**given: tuple[object, object]) -> None:
+    """Raise :class:`UnsupportedError` for an argument, by name its value and the only one that is
+    served, with another value.
+    """
+    for name, (value, served) in given.items():
+        if value is not served and value != served:
+            raise UnsupportedError(
+                f"{name}={value!r} is not served; leave it {served!r}. docs/TRANSFORMER_ENGINE.md "
+                "says what takes its place."
+            )
+
+
+class Quantizer(OwnQuantizer):
+    """A quantizer with TransformerEngine's methods; its classes by scheme have the constructors.
+
+    Attributes:
+        internal, optimize_for_gemm: TransformerEngine's; what is made is the same either way.
+    """
+
+    scheme: ClassVar[str] = ""
+    internal = optimize_for_gemm = False
+    _classes: ClassVar[dict[str, type[Quantizer]]] = {}
+
+    def __init_subclass__(cls) -> None:
+        cls._classes[cls.scheme] = cls
+
+    def _start(
+        self,
+        recipe: Recipe,
+        rowwise: bool,
+        columnwise: bool,
+        state: Mapping[str, torch.Tensor] | None = None,
+    ) -> None:
+        """Initialize; ``state`` is what the recipe remembers, by the names of its buffers, some of
+        which may be left out: they are new.
+        """
+        given, specs = state or {}, recipe.own_buffers()
+        device = next((each.device for each in given.values()), None)
+        device = check_device("device", device)
+        self._state = {
+            name: given[name] if name in given else specs[name].allocate(device)
+            for name in recipe.state
+        }
+        slot = StateSlot(lambda: dict(self._state), self._record) if self._state else None
+        super().__init__(recipe, rowwise=rowwise, columnwise=columnwise, slot=slot)
+
+    def _record(self, amax: torch.Tensor) -> None:
+        """Raise the state's amax to that of a cast, int32 [1]."""
+        largest = self._state["amax"]
+        torch.maximum(largest, amax.view(torch.float32), out=largest)
+
+    @classmethod
+    def of(cls, tensor: QuantizedTensor) -> Quantizer:
+        """Make a quantizer that casts as ``tensor`` was, for the copies that it holds.
+
+        Raises:
+            MissingDataError: where the tensor does not hold what its recipe remembers.
+        """
+        storage, recipe = tensor.quantized_storage, tensor.recipe
+        missing = [name for name in recipe.state if name not in storage.buffers]
+        if missing:
+            raise MissingDataError(
+                f"this tensor does not hold {', '.join(missing)}, by which {recipe} casts, because "
+                "a quantizer made it; cast into it by that quantizer's update_quantized."
+            )
+        kind = cls._classes.get(recipe.scheme, Quantizer)
+        made = kind.__new__(kind)
+        state = {name: storage.buffers[name] for name in recipe.state}
+        made._start(recipe, storage.has_rowwise, storage.has_columnwise, state)
+        return made
+
+    def copy(self) -> Quantizer:
+        """Make another one, whose usage can be set by itself."""
+        return copy.copy(self)
+
+    @property
+    def dtype(self) -> DType:  # type: ignore[override]
+        """The format of the codes."""
+        return DType.of(self.recipe.numerics.fmt)
+
+    @property
+    def rowwise_usage(self) -> bool:
+        """Whether results hold rowwise codes."""
+        return self.rowwise
+
+    @rowwise_usage.setter
+    def rowwise_usage(self, value: bool) -> None:
+        self.set_usage(rowwise=value)
+
+    @property
+    def columnwise_usage(self) -> bool:
+        """Whether results hold columnwise codes."""
+        return self.columnwise
+
+    @columnwise_usage.setter
+    def columnwise_usage(self, value: bool) -> None:
+        self.set_usage(columnwise=value)
+
+    def get_usages(self) -> dict[str, bool]:
+        """Both of these: ``{"rowwise": ..., "columnwise": ...}``."""
+        return {"rowwise": self.rowwise, "columnwise": self.columnwise}
+
+    def make_empty(
+        self,
+        shape: Iterable[int],
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+        requires_grad: bool = False,
+    ) -> QuantizedTensor:
+        """As :meth:`zerocast.Quantizer.make_empty`; FP32 by default."""
+        made = super().make_empty(torch.Size(shape), dtype=dtype, device=device)
+        return made.requires_grad_(requires_grad)  # type: ignore[return-value]
+
+    def quantize(
+        self,
+        tensor: torch.Tensor,
+        *,
+        out: QuantizedTensor | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> QuantizedTensor:
+        """As :meth:`zerocast.Quantizer.quantize`, of ``tensor`` as ``dtype``; into ``out`` by
+        :meth:`update_quantized`.
+        """
+        if out is not None:
+            return self.update_quantized(tensor, out)
+        return super().quantize(tensor if dtype is None else tensor.to(dtype))
+
+    __call__ = quantize
+
+    def multi_quantize(self, list_of_tensors: Iterable[torch.Tensor]) -> list[QuantizedTensor]:
+        """Quantize each."""
+        return [self.quantize(tensor) for tensor in list_of_tensors]
+
+    def is_quantizable(self, inp: torch.Tensor) -> bool:
+        """Whether the recipe can hold a tensor of this shape."""
+        try:
+            self.recipe.check_shape(inp.shape)
+        except InputError:
+            return False
+        return True
+
+    def update_quantized(
+        self,
+        src: torch.Tensor,
+        dst: QuantizedTensor,
+        *,
+        noop_flag: torch.Tensor | None = None,
+    ) -> QuantizedTensor:
+        """Cast ``src`` into ``dst``, every copy that it holds; returns ``dst``.
+
+        Args:
+            src: of the shape of ``dst``.
+            dst: a tensor whose codes and scales mean what this quantizer's do.
+            noop_flag: must be None.
+
+        Raises:
+            InputError: where they do not.
+            UnsupportedError: for a ``noop_flag``.
+        """
+        if noop_flag is not None:
+            raise UnsupportedError(
+                "a cast that a flag on the device turns off is not served; leave noop_flag=None "
+                "and call update_quantized where the cast is wanted."
+            )
+        given = dst.recipe if isinstance(dst, QuantizedTensor) else None
+        if given is None or _meaning(given) != _meaning(self.recipe):
+            kind = type(dst).__name__ if given is None else given
+            raise InputError(
+                f"dst must be a quantized tensor of {self.recipe}, got {kind}; use "
+                "dst._get_quantizer(), or dst.copy_(src)."
+            )
+        storage = dst.quantized_storage
+        if all(storage.buffers.get(name) is own for name, own in self._state.items()):
+            with torch.no_grad():
+                return dst.copy_(src)  # type: ignore[return-value]
+        with self.cast_into(storage) as whole:
+            self.record(quantize_into(whole, src.expand(dst.shape), advances=False))
+        return dst
+
+
+def _meaning(recipe: Recipe) -> tuple[object, ...]:
+    """What of a recipe gives a tensor's own codes and scales their meaning."""
+    return recipe.numerics, recipe.block, recipe.columnwise_source, recipe.round_master
