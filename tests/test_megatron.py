@@ -1,13 +1,19 @@
-"""zerocast.megatron where Megatron-Core is missing, or is one that it does not know."""
+"""zerocast.megatron with functions of Megatron-Core's names and parameters: what it replaces them
+by. tests/integration runs Megatron-Core itself.
+"""
 
 import sys
 import types
 from importlib.util import find_spec
 
 import pytest
+import torch
 
+import zerocast
 import zerocast.megatron
+from zerocast.cast import CastPlan
 from zerocast.errors import UnsupportedError
+from zerocast.tensors import empty
 
 
 @pytest.mark.skipif(find_spec("megatron") is not None, reason="Megatron-Core is installed")
@@ -17,28 +23,120 @@ def test_its_absence_is_said():
         zerocast.megatron.install()
 
 
-def test_unknown_functions_are_refused_with_nothing_replaced(monkeypatch):
+STAND_IN = """
+class _ParamAndGradBuffer:
+    def __init__(self, ddp_config): self.params = []
+    def _compute_nvfp4_packed_layout(self, params_with_names): pass
+class DistributedOptimizer:
+    def __init__(self, optimizer, config): pass
+    def load_state_dict(self, state_dict): pass
+class LayerWiseDistributedOptimizer:
+    def __init__(self, optimizers): pass
+class MegatronFSDP:
+    def __init__(self, module): pass
+def is_float8tensor(tensor): return False
+is_nvfp4tensor = is_float8tensor
+def dequantize_fp8_tensor(fp8_tensor): pass
+def dequantize_fp4_tensor(fp4_tensor): pass
+def modify_underlying_storage(tensor, new_raw_data): pass
+def modify_nvfp4_rowwise_storage(fp4_tensor, new_rowwise_data): pass
+def quantize_param_shard(model_params, main_params, start_offsets, data_parallel_group,
+                         fsdp_shard_model_params=None): pass
+quantize_nvfp4_param_shard = quantize_param_shard
+def post_all_gather_processing(model_params): pass
+def dist_all_gather_func(output_tensor, input_tensor, group, async_op): pass
+"""
+PLACES = (
+    "fp8_utils", "fp4_utils", "distributed.param_and_grad_buffer", "optimizer.distrib_optimizer",
+    "optimizer.layer_wise_optimizer", "distributed.fsdp.src.megatron_fsdp.megatron_fsdp",
+)  # fmt: skip
+
+
+@pytest.fixture
+def core(monkeypatch):
+    """megatron.core, of what install looks for alone, each function in all places."""
+    for place in PLACES:
+        name, whole = "megatron", f"megatron.core.{place}"
+        for part in ["", *whole.split(".")[1:]]:
+            parent, name = name, f"{name}.{part}" if part else name
+            if name not in sys.modules or not hasattr(sys.modules[name], "stands_in"):
+                module = types.ModuleType(name)
+                module.stands_in = True
+                monkeypatch.setitem(sys.modules, name, module)
+                if part:
+                    setattr(sys.modules[parent], part, module)
+        exec(STAND_IN, vars(sys.modules[whole]))
+    yield sys.modules["megatron.core"]
+    zerocast.megatron.uninstall()
+
+
+def test_unknown_functions_are_refused_with_nothing_replaced(core):
     """One function with another parameter: it is named, and the others stay what they were."""
-
-    def is_float8tensor(tensor, strictly):
-        return False
-
-    class Buffer:
-        def __init__(self):
-            pass
-
-    fp8 = types.SimpleNamespace(__name__="megatron.core.fp8_utils", is_float8tensor=is_float8tensor)
-    core = types.ModuleType("megatron.core")
-    core.fp8_utils, core.fp4_utils = fp8, types.SimpleNamespace()
-    distributed = types.ModuleType("megatron.core.distributed")
-    distributed.param_and_grad_buffer = types.SimpleNamespace(
-        __name__="buffers", _ParamAndGradBuffer=Buffer
-    )
-    made = Buffer.__init__
-    monkeypatch.setitem(sys.modules, "megatron", types.ModuleType("megatron"))
-    monkeypatch.setitem(sys.modules, "megatron.core", core)
-    monkeypatch.setitem(sys.modules, "megatron.core.distributed", distributed)
-    with pytest.raises(UnsupportedError, match=r"is_float8tensor\(tensor\), got .*strictly"):
+    core.fp8_utils.post_all_gather_processing = lambda model_params, strictly: None
+    before = [dict(vars(module)) for module in (core.fp8_utils, core.fp4_utils)]
+    with pytest.raises(UnsupportedError, match=r"_processing\(model_params\), got .*strictly"):
         zerocast.megatron.install()
-    assert fp8.is_float8tensor is is_float8tensor
-    assert Buffer.__init__ is made
+    assert [dict(vars(module)) for module in (core.fp8_utils, core.fp4_utils)] == before
+
+
+def test_uninstalling_puts_everything_back(core, monkeypatch):
+    """Also where a module has imported a function by its name."""
+    imported = types.ModuleType("megatron.training")
+    imported.is_float8tensor = core.fp8_utils.is_float8tensor
+    monkeypatch.setitem(sys.modules, "megatron.training", imported)
+    before = dict(vars(core.fp8_utils))
+    zerocast.megatron.install()
+    weight = zerocast.quantize(torch.ones(16, 16), "block")
+    assert imported.is_float8tensor(weight)
+    zerocast.megatron.uninstall()
+    assert not imported.is_float8tensor(weight)
+    assert dict(vars(core.fp8_utils)) == before
+
+
+@pytest.mark.parametrize("recipe", ["block", "mxfp8", "nvfp4"])
+def test_masters_are_cast_by_one_plan(core, recipe, monkeypatch):
+    """Two steps, masters at other addresses: each gives the bytes of the unsharded cast, and the
+    plan of the first serves the second.
+    """
+    made = []
+    monkeypatch.setattr(
+        zerocast.megatron.hooks, "CastPlan", lambda *a, **k: made.append(1) or CastPlan(*a, **k)
+    )
+    zerocast.megatron.install()
+    weight = empty((32, 96), recipe, columnwise=False)
+    for _ in range(2):
+        master = torch.randn(32, 96, dtype=torch.float32, device="cpu")
+        core.fp8_utils.quantize_param_shard([weight], [master.view(-1)], [0], None)
+        core.fp8_utils.post_all_gather_processing([weight])
+        cast = zerocast.quantize(master.to(weight.dtype), recipe, columnwise=False)
+        for name, expected in cast.quantized_storage.buffers.items():
+            held = weight.quantized_storage.buffers[name]
+            assert torch.equal(held.view(torch.uint8), expected.view(torch.uint8)), name
+    assert made == [1]
+
+
+def test_two_planes_are_refused_in_a_buffer_of_one(core):
+    """1-D MXFP8 with columnwise codes of its own: the error offers blocks of 32 x 32."""
+    zerocast.megatron.install()
+    weight = zerocast.quantize(torch.ones(32, 64), "mxfp8")
+    buffer = torch.zeros(32, 64, dtype=torch.uint8, device="cpu")
+    with pytest.raises(UnsupportedError, match="enable_2d_quantization=True"):
+        core.fp8_utils.modify_underlying_storage(weight, buffer)
+
+
+def test_packed_codes_lie_where_their_elements_do(core):
+    """3 ranks, 80 x 208, padded to 16,704 elements: each rank's third of the bytes is the codes of
+    its third of the elements; a bucket whose thirds are odd is refused.
+    """
+    zerocast.megatron.install()
+    weight = zerocast.quantize(torch.ones(80, 208), "nvfp4")
+    buffer = core.distributed.param_and_grad_buffer._ParamAndGradBuffer(None)
+    buffer.data_parallel_world_size = 3
+    buffer.bucket_indices = [(0, 16_704)]
+    buffer.param_index_map = {weight: (64, 64 + 80 * 208, 0)}
+    buffer._compute_nvfp4_packed_layout([(weight, "weight")])
+    assert buffer.nvfp4_packed_param_index_map == {weight: (32, 32 + 40 * 208, 0)}
+    assert buffer.nvfp4_packed_bucket_indices == [(0, 8_352)]
+    buffer.bucket_indices = [(0, 16_707)]
+    with pytest.raises(UnsupportedError, match="even number of elements"):
+        buffer._compute_nvfp4_packed_layout([(weight, "weight")])

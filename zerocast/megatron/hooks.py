@@ -1,0 +1,224 @@
+"""What zerocast does where Megatron-Core would call TransformerEngine.
+
+Each function gets first what it replaces, and leaves to it what is not of zerocast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from zerocast.cast import CastPlan, post_all_gather_processing
+from zerocast.cast.plan_cache import find_plan, keep_plan
+from zerocast.comm import as_communicator
+from zerocast.errors import InputError, UnsupportedError
+from zerocast.tensors import QuantizedTensor, replace_raw_data
+
+
+def is_quantized(theirs: Callable[..., Any], tensor: object) -> Any:
+    """Count weights of zerocast among the quantized ones."""
+    return isinstance(tensor, QuantizedTensor) or theirs(tensor)
+
+
+def is_4_bits(theirs: Callable[..., Any], tensor: object) -> Any:
+    """Say whether a weight holds two codes a byte."""
+    if isinstance(tensor, QuantizedTensor):
+        return tensor.recipe.numerics.fmt.bits == 4
+    return theirs(tensor)
+
+
+def dequantize(theirs: Callable[..., Any], tensor: torch.Tensor) -> Any:
+    """Return the values of the codes."""
+    return tensor.dequantize() if isinstance(tensor, QuantizedTensor) else theirs(tensor)
+
+
+def replace_codes(
+    theirs: Callable[..., Any], tensor: torch.Tensor, new_raw_data: torch.Tensor
+) -> None:
+    """Move the codes of a weight into a buffer of Megatron-Core, which holds one plane."""
+    if not isinstance(tensor, QuantizedTensor):
+        theirs(tensor, new_raw_data)
+        return
+    storage = tensor.quantized_storage
+    if len(storage.gathered) > 1:
+        raise UnsupportedError(
+            "a buffer of Megatron-Core holds one plane of codes, got a weight of "
+            f"{storage.recipe}, whose columnwise codes are gathered, too; use "
+            "enable_2d_quantization=True, or NVFP4."
+        )
+    if new_raw_data.numel() != tensor.rowwise_data.numel():
+        raise UnsupportedError(
+            "4-bit codes need buffers of two codes a byte, which this version of Megatron-Core "
+            f"does not have, got a weight of {storage.recipe}; use FP8, or a version with "
+            "fp4_utils.modify_nvfp4_rowwise_storage."
+        )
+    replace_raw_data(tensor, new_raw_data.view(-1))
+
+
+def cast(
+    theirs: Callable[..., Any],
+    model_params: Sequence[torch.Tensor],
+    main_params: Sequence[torch.Tensor | None],
+    start_offsets: Sequence[int | None],
+    data_parallel_group: Any,
+    fsdp_shard_model_params: Sequence[Any] | None = None,
+) -> None:
+    """Cast the masters of one optimizer. Scales travel at once; codes with Megatron-Core's gather.
+
+    Only Megatron-FSDP gives ``fsdp_shard_model_params``, and it gets no weights of zerocast.
+    """
+    shards = fsdp_shard_model_params or [None] * len(model_params)
+    rows = list(zip(model_params, main_params, start_offsets, shards, strict=True))
+    ours = [row[:3] for row in rows if isinstance(row[0], QuantizedTensor)]
+    others = [row for row in rows if not isinstance(row[0], QuantizedTensor)]
+    if others:
+        *lists, shards = (list(column) for column in zip(*others, strict=True))
+        sharded = () if fsdp_shard_model_params is None else (shards,)
+        theirs(*lists, data_parallel_group, *sharded)
+    if ours:
+        weights, masters, starts = (list(column) for column in zip(*ours, strict=True))
+        plan = _plan_of(weights, masters, starts, data_parallel_group)
+        plan.cast_and_release(masters)
+        plan.all_gather_scales()
+
+
+def _plan_of(
+    weights: list[Any],
+    masters: list[torch.Tensor | None],
+    starts: list[int | None],
+    group: Any,
+) -> CastPlan:
+    """Find the plan of an earlier step, or make one.
+
+    An optimizer cuts its masters once, on all ranks together, so all find a plan or none does, and
+    no collective has to say so.
+    """
+    storages = [weight.quantized_storage for weight in weights]
+    sizes = (None if master is None else master.numel() for master in masters)
+    key = ("megatron", as_communicator(group), tuple(starts), tuple(sizes))
+    return find_plan(storages, key) or keep_plan(
+        storages, key, CastPlan(weights, masters, starts, group, exchange="boundary")
+    )
+
+
+def rebuild(theirs: Callable[..., Any], model_params: Sequence[torch.Tensor]) -> None:
+    """Derive what belongs to gathered codes."""
+    ours = _quantized(model_params)
+    if ours:
+        post_all_gather_processing(ours)
+    if len(ours) < len(model_params):
+        theirs([weight for weight in model_params if not isinstance(weight, QuantizedTensor)])
+
+
+def gather_bytes(
+    theirs: Callable[..., Any], output: torch.Tensor, own: torch.Tensor, **kwargs: Any
+) -> Any:
+    """Gather as bytes: gloo converts tensors of unequal dtypes that are gathered together."""
+    return theirs(output.view(torch.uint8), own.view(torch.uint8), **kwargs)
+
+
+def make_buffer(theirs: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> None:
+    """Refuse a configuration under which Megatron-Core would never cast the masters."""
+    theirs(self, *args, **kwargs)
+    for is_4_bit in {is_4_bits(_no, weight) for weight in _quantized(self.params)}:
+        needed = ["use_distributed_optimizer", f"fp{4 if is_4_bit else 8}_param_gather"]
+        missing = [name for name in needed if not getattr(self.ddp_config, name, True)]
+        if missing:
+            raise InputError(
+                f"quantized weights need DistributedDataParallelConfig({missing[0]}=True), got "
+                "False."
+            )
+
+
+def make_optimizer(
+    theirs: Callable[..., Any], self: Any, optimizer: Any, config: Any, *args: Any, **kwargs: Any
+) -> None:
+    """Refuse masters that an optimizer keeps to itself: Megatron-Core hands out none to cast."""
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    if _quantized(weights) and config.use_precision_aware_optimizer_no_fp8_or_ds_fp8:
+        raise UnsupportedError(
+            "quantized weights need FP32 masters that Megatron-Core holds, got a precision-aware "
+            "optimizer, which keeps masters to itself; set "
+            "OptimizerConfig(main_params_dtype=torch.float32, fp8_recipe='blockwise', "
+            "optimizer_cpu_offload=False), or use_precision_aware_optimizer=False."
+        )
+    theirs(self, optimizer, config, *args, **kwargs)
+
+
+def make_layer_wise(
+    theirs: Callable[..., Any], self: Any, optimizers: Any, *args: Any, **kwargs: Any
+) -> None:
+    """Refuse whole matrices as masters: Megatron-Core copies and sends these as values."""
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    if any(_quantized(group["params"]) for group in groups):
+        raise UnsupportedError(
+            "quantized weights need Megatron-Core's DistributedOptimizer, got its layer-wise one, "
+            "whose owners of whole matrices send weights in high precision; use "
+            "zerocast.optim.ZeroOptimizer(shard='matrix') for Muon."
+        )
+    theirs(self, optimizers, *args, **kwargs)
+
+
+def make_fsdp(
+    theirs: Callable[..., Any], self: Any, module: torch.nn.Module, *args: Any, **kwargs: Any
+) -> None:
+    """Refuse Megatron-FSDP, which frees a weight's codes and sets them plane by plane."""
+    if _quantized(module.parameters()):
+        raise UnsupportedError(
+            "quantized weights need Megatron-Core's DistributedDataParallel, got Megatron-FSDP, "
+            "which frees the planes of a weight's codes and sets them one at a time; shard by "
+            "zerocast.sharded and torch's fully_shard instead."
+        )
+    theirs(self, module, *args, **kwargs)
+
+
+def load(theirs: Callable[..., Any], self: Any, state_dict: Any) -> None:
+    """Cast the masters that were loaded: a checkpoint holds the values of weights, not their codes,
+    and codes made from these may differ.
+    """
+    has_masters = "param_state" in state_dict
+    theirs(self, state_dict)
+    if has_masters and any(_quantized(buffer.params) for buffer in self.buffers):
+        self._copy_main_params_to_model_params()
+        for chunk in self.model_chunks:
+            chunk.start_param_sync(force_sync=True)
+
+
+def _quantized(weights: Iterable[torch.Tensor]) -> list[QuantizedTensor]:
+    return [weight for weight in weights if isinstance(weight, QuantizedTensor)]
+
+
+def _no(_: object) -> bool:
+    return False
+
+
+def halve_layout(theirs: Callable[..., Any], self: Any, params_with_names: Any) -> None:
+    """Put every code where half of its element's place in the buffer of gradients is.
+
+    So a rank's bytes are the codes of its elements. Megatron-Core pads elements and bytes
+    independently, by which some codes lie in no rank's bytes (3 ranks, a weight of 80 x 208).
+    """
+    if not _quantized(weight for weight, _ in params_with_names):
+        theirs(self, params_with_names)
+        return
+    for weight, name in params_with_names:
+        if not is_4_bits(_no, weight):
+            raise UnsupportedError(
+                f"a buffer of 4-bit codes holds nothing else, got {name} beside them; give all "
+                "linear layers one recipe."
+            )
+    ranks = self.data_parallel_world_size
+    for start, end in self.bucket_indices:
+        if (end - start) % (2 * ranks):
+            raise UnsupportedError(
+                f"{ranks} ranks need an even number of elements each, got a bucket of "
+                f"{end - start}; set pad_buckets_for_high_nccl_busbw=True."
+            )
+    self.nvfp4_packed_param_index_map = {
+        weight: (start // 2, end // 2, bucket)
+        for weight, (start, end, bucket) in self.param_index_map.items()
+    }
+    self.nvfp4_packed_bucket_indices = [(a // 2, b // 2) for a, b in self.bucket_indices]
+    self.nvfp4_packed_numel_unpadded = self.bucket_indices[-1][1] // 2
