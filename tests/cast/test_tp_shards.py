@@ -18,7 +18,7 @@ from tests.support.same_bytes import assert_same_bytes
 from tests.support.tp_shards import shape_of, unit
 from tests.support.values import draw_values
 from zerocast import TensorParallelShard
-from zerocast.cast.amax_buffers import ExchangeKind
+from zerocast.cast.amax_buffers import STEP_WORDS, ExchangeKind
 from zerocast.comm import Communicator, RecordingCommunicator, SingleRank, run_in_process
 from zerocast.layout import Extent, Source
 from zerocast.recipes import Recipe
@@ -184,8 +184,8 @@ def test_weights_may_come_in_any_list(comm: Communicator) -> None:
 @pytest.mark.parametrize("count", [1, 30])
 @on_ranks("in_process", 4)
 def test_one_collective_a_group_and_cast(comm: Communicator, count: int) -> None:
-    """However many weights: one all-reduce of all amaxes over the ranks that share them, and one of
-    the shared entries over those that hold the parts.
+    """However many weights: one all-reduce of all amaxes, and of two words of the step, over the
+    ranks that share them, and one of the shared entries over those that hold the parts.
     """
     tensor_parallel, data_parallel = map(RecordingCommunicator, two_groups(comm, 2))
     recipes = [zerocast.NVFP4BlockScaling(), zerocast.Float8BlockScaling()] * count
@@ -199,7 +199,7 @@ def test_one_collective_a_group_and_cast(comm: Communicator, count: int) -> None
         recorded.reset()
     plan.cast()
     slots = sum(weight.quantized_storage.amax_slots for weight in weights)
-    for recorded, entries in ((tensor_parallel, count), (data_parallel, slots)):
+    for recorded, entries in ((tensor_parallel, count), (data_parallel, slots + STEP_WORDS)):
         total = recorded.total()
         assert (total.calls, total.payload_bytes) == (1, 4 * entries)
 

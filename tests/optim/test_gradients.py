@@ -19,6 +19,7 @@ from tests.optim.training import (
 )
 from tests.support.claims import assert_same_tensors, message_of, one_message
 from tests.support.ranks import on_ranks
+from zerocast.cast.amax_buffers import STEP_WORDS
 from zerocast.comm import Communicator, RecordingCommunicator, run_in_process
 from zerocast.errors import InputError, NonFiniteError
 from zerocast.optim import ZeroOptimizer
@@ -32,8 +33,8 @@ def test_a_step_is_one_all_to_all_one_all_reduce_and_one_all_gather_a_storage_ki
     comm: Communicator,
 ) -> None:
     """Gradients travel by one all-to-all, in their own dtypes: the one all-reduce holds the amaxes,
-    4 bytes a cut block and a weight. The weights are 4-bit codes, BF16 and FP32: three all-gathers,
-    and one of scales.
+    4 bytes a cut block and a weight, and 8 of the step. The weights are 4-bit codes, BF16 and
+    FP32: three all-gathers, and one of scales.
     """
     spy = RecordingCommunicator(comm)
     t = Training(spy)
@@ -44,7 +45,7 @@ def test_a_step_is_one_all_to_all_one_all_reduce_and_one_all_gather_a_storage_ki
     row = 2 * 1664 + 2 * 32 + 4 * 16  # 3200 + 38 + 15 elements, halved and rounded up to 64 bytes
     row += 5 * 8 + 6 + 2  # notes, a flag for each weight, and to whole 8 bytes
     assert seen["all_to_all"] == (1, 2 * row)
-    assert seen["all_reduce"] == (1, 4 * (cut + 3))  # and an amax for each weight
+    assert seen["all_reduce"] == (1, 4 * (cut + 3 + STEP_WORDS))  # and an amax for each weight
     assert seen["all_gather"][0] == 3 + 1
     assert seen.keys() == {"all_to_all", "all_reduce", "all_gather"}
 
