@@ -11,10 +11,11 @@ from tests.support.instruction_sets import ISAS
 from tests.support.ranks import run_ranks
 from tests.support.same_bytes import assert_same_bytes
 from zerocast.backends.reference.digest import as_integers, digest_of
+from zerocast.errors import DeltaError
 from zerocast.export import DIALECTS
 from zerocast.numerics import Changes, Comparison
 from zerocast.refit import Receiver, Refit
-from zerocast.refit.delta import changed_segments, packed, unpacked
+from zerocast.refit.delta import changed_segments, packed, unpacked, whole_segment
 from zerocast.tensors.digest import digest
 
 BLOCKS = DIALECTS["deepseek/fp8"]
@@ -200,6 +201,35 @@ def test_every_damaged_byte_of_a_delta_is_refused(sent):
             receiver.apply_delta("a.weight_scale_inv", each)
     assert_same_bytes(receiver.tensors["a.weight_scale_inv"], before["a.weight_scale_inv"], "scale")
     receiver.apply_delta("a.weight_scale_inv", delta)
+
+
+def test_a_delta_that_is_sealed_and_makes_no_sense_is_refused():
+    """A header that says what its bytes are not, under a right checksum: places outside of the
+    tensor, runs of other lengths, dtypes and shapes that are none.
+    """
+    old = torch.arange(64, dtype=torch.uint8)
+    new = old.clone()
+    new[5:9] += 1
+    parts = changed_segments([Comparison(old.clone(), new, 0, Changes.none(64, new.device))])
+    shape = {"shape": (8, 8), "dtype": torch.uint8}
+    held = packed([whole_segment(old)], since=None, version=0, total=int(digest(old)), **shape)
+    delta = packed(parts, since=0, version=1, total=int(digest(new)), **shape)
+    receiver = Receiver()
+    receiver.apply_delta("x", held)
+    # dtype; dimensions; segments; a size; first element, runs, elements of the segment
+    wrong = {6: (0, -1, 7), 9: (-1, 1, 3, 2**40), 10: (-1, 0, 2, 2**40), 11: (-8, 1, 2**40),
+             13: (-1, 60, 2**62), 14: (-2, -1, 0, 3, 2**40), 15: (-1, 0, 3, 5, 2**40)}  # fmt: skip
+    for place, values in wrong.items():
+        for value in values:
+            made = delta.clone()
+            made[:128].view(torch.int64)[place] = value
+            made[32:40] = 0
+            made[32:40] = digest(made).view(1).view(torch.uint8)
+            with pytest.raises(DeltaError, match="x: "):
+                receiver.apply_delta("x", made)
+            assert_same_bytes(receiver.tensors["x"].view(-1), old, "after the refusal")
+    receiver.apply_delta("x", delta)
+    assert_same_bytes(receiver.tensors["x"].view(-1), new, "after the delta")
 
 
 def test_a_write_between_two_deltas_is_found(sent):

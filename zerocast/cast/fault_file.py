@@ -80,7 +80,7 @@ def read_fault(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
             if count:
                 flat = torch.frombuffer(bytearray(data[first:last]), dtype=dtype)
             tensors[name] = flat.view(shape)
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+    except Exception as error:  # what a damaged header makes Python and torch raise
         raise InputError(
             f"{path} must be a file that verify wrote, a {FORMAT!r}, and is damaged or something "
             f"else: {type(error).__name__}: {error}."

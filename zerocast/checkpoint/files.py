@@ -100,7 +100,7 @@ def read_header(path: Path) -> dict[str, Any]:
             if length > path.stat().st_size:
                 raise ValueError
             return dict(json.loads(file.read(length)))
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         raise InputError(f"{path} is no file of safetensors, or cannot be read: {error}") from None
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from zerocast.arguments import check_integer
 from zerocast.backends import use_backend
 from zerocast.cast import CastPlan
 from zerocast.cast.fault_file import read_fault
@@ -32,6 +33,7 @@ class Fault:
         described: the header's.
         name: the weight's.
         owners: the ranks that own elements of it, and which.
+        title: of which weight it is, and who held it.
         tensors: by name.
 
     Raises:
@@ -42,7 +44,7 @@ class Fault:
         self.described, self.tensors = read_fault(path)
         try:
             self._read(self.described)
-        except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        except Exception as error:  # what is damaged makes Python and torch raise anything
             raise InputError(
                 f"{path} cannot be repeated: {type(error).__name__}: {error}."
             ) from error
@@ -62,7 +64,22 @@ class Fault:
         self._recipe: Recipe = recipe_from_text(described["recipe"])
         self._dtype = next(d for d in NOMINAL_DTYPES if str(d) == f"torch.{described['dtype']}")
         self._shape = torch.Size(described["shape"])
-        self.owners = [(r, Extent(start, end)) for r, start, end in described["owners"]]
+        wanted = {"master": self._shape, "amaxes": self.tensors["amaxes"].shape}
+        for name, dtype in (("master", torch.float32), ("amaxes", torch.int32)):
+            given = self.tensors[name]
+            if (given.shape, given.dtype) != (wanted[name], dtype):
+                raise InputError(f"its {name} must be {dtype} {list(wanted[name])}.")
+        self.owners = []
+        for numbers in described["owners"]:
+            rank, start, end = (check_integer("owners", n, 0, 2**62) for n in numbers)
+            if not start <= end <= self._shape.numel():
+                raise InputError(f"its owners must own elements of it, got [{start}, {end}).")
+            self.owners.append((rank, Extent(start, end)))
+        where = f"rank {described['rank']} of {described['ranks']}"
+        self.title = (
+            f"{self.name} {tuple(self._shape)} of {described['recipe']}, step {described['step']}, "
+            f"as {where} held it"
+        )
         self._tp_shard: TensorParallelShard | None = None
         if (place := described.get("tensor parallel shard")) is not None:
             whole, dim, start, size = place
@@ -75,8 +92,6 @@ class Fault:
                 self.held.buffers[name].copy_(held[name].view_as(self.held.buffers[name]))
             else:
                 del self.held.buffers[name]
-        if self.tensors["master"].shape != self._shape:
-            raise InputError(f"its master must have shape {tuple(self._shape)}.")
 
     def weight(self) -> QuantizedStorage:
         """As it was before the cast."""
@@ -98,32 +113,28 @@ class Fault:
         return made
 
     def cast_sharded(self) -> list[QuantizedStorage]:
-        """From the shards of the ranks, on threads; what each then holds."""
-        places, flat = dict(self.owners), self.tensors["master"].view(-1)
+        """From the shards of the ranks that own some, on threads; what each then holds."""
+        flat = self.tensors["master"].view(-1)
 
         def on_rank(comm: Communicator) -> QuantizedStorage:
-            own, made = places.get(comm.rank), self.weight()
-            master = None if own is None else flat[own.start : own.end].clone()
-            plan = CastPlan([QuantizedTensor(made)], [master], [own and own.start], comm)
+            own, made = self.owners[comm.rank][1], self.weight()
+            master = flat[own.start : own.end].clone()
+            plan = CastPlan([QuantizedTensor(made)], [master], [own.start], comm)
             plan.cast()
             plan.all_gather()
             return made
 
-        return run_in_process(int(self.described["ranks"]), on_rank)
+        return run_in_process(len(self.owners), on_rank)
 
 
 def reproduce(path: Path) -> tuple[str, int]:
     """Return what differs, as text, and the exit code: 1 where anything does."""
     fault = Fault(path)
-    described = fault.described
     expected = fault.cast_whole("reference")
-    lines = [
-        f"{fault.name} {tuple(described['shape'])} of {described['recipe']}, step "
-        f"{described['step']}, as rank {described['rank']} of {described['ranks']} held it"
-    ]
+    lines = [fault.title]
     casts = {"held": [fault.held], "cast whole by the cpu backend": [fault.cast_whole("cpu")]}
     if fault.stands_alone:
-        casts[f"cast from the shards of {described['ranks']} ranks"] = fault.cast_sharded()
+        casts[f"cast from the shards of {len(fault.owners)} ranks"] = fault.cast_sharded()
     faults = 0
     for what, storages in casts.items():
         for storage in storages:

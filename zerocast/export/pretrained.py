@@ -229,11 +229,13 @@ def _read(folder: Path, device: torch.device) -> NamedTensors:
     index = folder / "model.safetensors.index.json"
     tensors: NamedTensors = {}
     try:
-        places = json.loads(index.read_text())["weight_map"] if index.is_file() else {}
+        places = dict(json.loads(index.read_text())["weight_map"]) if index.is_file() else {}
         for file in sorted(set(places.values())) or ["model.safetensors"]:
+            if Path(file).name != file:
+                raise ValueError(f"its index names {file!r}, which is no file of it")
             with safe_open(folder / file, framework="pt", device=str(device)) as opened:
                 tensors |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
+    except (OSError, ValueError, TypeError, LookupError, RecursionError, SafetensorError) as error:
         raise InputError(f"{folder} has a file that cannot be read: {error}") from error
     missing = places.keys() - tensors.keys()
     if missing:
@@ -277,7 +279,7 @@ def _read_configuration(folder: Path) -> dict[str, Any]:
         )
     try:
         configuration = json.loads(path.read_text())
-    except ValueError as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"{path} cannot be read: {error}") from error
     if not isinstance(configuration, dict):
         raise InputError(f"{path} must hold an object, got {type(configuration).__name__}.")

@@ -27,6 +27,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from zerocast.arguments import why_no_memory
 from zerocast.comm import Communicator
 from zerocast.errors import InputError, UnsupportedError
 from zerocast.layout import Extent
@@ -137,6 +138,7 @@ def read(
                 f"with {state['zero']['shard']}, and this one has {shard_kind(shards)}."
             )
         _check_places(state, len(shards.weights))
+        _check_memory(state)
         present, given_states = shards.recipe_states(), state["recipe_state"]
         for i in present.keys() | given_states.keys():
             remedy = "load it into the optimizer of a model with the recipes that it had"
@@ -159,6 +161,17 @@ def _check_places(state: Mapping[str, Any], count: int) -> None:
                 f"{what} of a state dict must be of the weights 0 to {count - 1}, got "
                 f"{foreign[0]!r}; the state is damaged."
             )
+
+
+def _check_memory(state: Mapping[str, Any]) -> None:
+    """Raise :class:`InputError` where a tensor of a state dict holds no values that can be read."""
+    for part in ("state", "whole_state", "recipe_state"):
+        for i, entry in state[part].items():
+            for key, value in entry.items():
+                if isinstance(value, torch.Tensor) and (problem := why_no_memory(value)):
+                    raise InputError(
+                        f"{key} of weight {i} in a state dict must be a plain tensor, got {problem}"
+                    )
 
 
 def _check_origin(zeros: Sequence[Mapping[str, Any]], comm: Communicator) -> None:

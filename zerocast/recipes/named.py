@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from zerocast.arguments import shown
-from zerocast.errors import InputError
+from zerocast.errors import InputError, ZerocastError
 from zerocast.recipes.delayed_scaling import DelayedScaling
 from zerocast.recipes.float8_block_scaling import Float8BlockScaling
 from zerocast.recipes.float8_current_scaling import Float8CurrentScaling
@@ -61,11 +61,23 @@ def as_recipe(
 
 
 def recipe_from_text(text: str) -> Recipe:
-    """The recipe whose :attr:`Recipe.text` this is."""
-    name, values = json.loads(text)
-    kinds: dict[str, Any] = {kind.__name__: kind for kind in RECIPES.values()}
-    fields = {key: QParams(**v) if isinstance(v, dict) else v for key, v in values.items()}
-    recipe: Recipe = kinds[name](**fields)
+    """The recipe whose :attr:`Recipe.text` this is.
+
+    Raises:
+        InputError: where it is that of none.
+    """
+    try:
+        name, values = json.loads(text)
+        kinds: dict[str, Any] = {kind.__name__: kind for kind in RECIPES.values()}
+        fields = {key: QParams(**v) if isinstance(v, dict) else v for key, v in values.items()}
+        recipe: Recipe = kinds[name](**fields)
+    except ZerocastError:
+        raise
+    except Exception as error:  # what a damaged text makes Python raise
+        raise InputError(
+            f"a recipe's text must be one that Recipe.text gives, got {shown(text)}: "
+            f"{type(error).__name__}: {error}."
+        ) from error
     return recipe
 
 

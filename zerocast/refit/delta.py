@@ -20,11 +20,14 @@ Runs that lie less than 4 bytes apart are one, which is shorter.
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
+from zerocast.arguments import check_tensor, why_no_memory
 from zerocast.backends import backend_for
 from zerocast.backends.reference.changes import places_in
 from zerocast.errors import DeltaError
@@ -128,40 +131,71 @@ def unpacked(name: str, data: torch.Tensor) -> Delta:
     Raises:
         DeltaError: where it is none, or was damaged on its way.
     """
+    check_tensor("a delta", data)
     damaged = DeltaError(
         f"{name}: the delta of {data.nbytes} bytes was damaged on its way, or is none; ask for a "
         f"full sync, deltas(since=None)."
     )
-    if data.dtype != torch.uint8 or data.dim() != 1 or data.nbytes < _FIXED * 8:
+    if why_no_memory(data) or data.dtype != torch.uint8 or data.dim() != 1:
+        raise damaged
+    if data.nbytes < _FIXED * 8:
         raise damaged
     sealed = data.clone()
     sealed[_SEAL * 8 : _SEAL * 8 + 8] = 0
     seal = data[_SEAL * 8 : _SEAL * 8 + 8].clone().view(torch.int64)
     header = data[: _FIXED * 8].clone().view(torch.int64).tolist()
-    magic, since, version, total, _, nbytes, *words, dimensions, segments = header
+    magic, since, version, total, _, nbytes, *words = header
     if (magic, nbytes) != (_MAGIC, data.nbytes) or bool(digest(sealed) != seal):
         raise damaged
-    dtype_name = b"".join(word.to_bytes(8, "little", signed=True) for word in words)
-    dtype = getattr(torch, dtype_name.rstrip(b"\0").decode())
+    try:
+        shape, dtype, places, values = _unpacked(data, words)
+    except (ValueError, AttributeError, RuntimeError) as error:  # sealed by no trainer
+        raise damaged from error
+    return Delta(None if since < 0 else since, version, total, shape, dtype, places, values)
+
+
+def _unpacked(
+    data: torch.Tensor, words: Sequence[int]
+) -> tuple[torch.Size, torch.dtype, torch.Tensor | None, torch.Tensor]:
+    """Return shape, dtype, places and values of a delta whose header goes on with ``words``.
+
+    Raises:
+        ValueError, AttributeError, RuntimeError: where they do not fit together.
+    """
+    *names, dimensions, segments = words
+    name = b"".join(word.to_bytes(8, "little", signed=True) for word in names)
+    dtype = getattr(torch, name.rstrip(b"\0").decode())
+    if not isinstance(dtype, torch.dtype) or dtype.itemsize > 8:
+        raise ValueError(f"{dtype} is no dtype of a delta")
     begin, end = _FIXED * 8, (_FIXED + dimensions + 3 * segments) * 8
+    if min(dimensions, segments) < 0 or end > data.nbytes:
+        raise ValueError(f"{dimensions} dimensions and {segments} segments")
     rest = data[begin:end].clone().view(torch.int64).tolist()
     shape, described = torch.Size(rest[:dimensions]), rest[dimensions:]
-    places, values = [], []
+    if min(shape, default=0) < 0:
+        raise ValueError(f"shape {shape}")
+    places, values, spans, numel = [], [], [(0, 0)], math.prod(shape)
     for first, runs, count in zip(*(described[i::3] for i in range(3)), strict=True):
-        if runs != _WHOLE:
+        is_all = runs == _WHOLE
+        size = count * dtype.itemsize + (0 if is_all else 3 * runs)
+        if min(runs + 1, count, first) < 0 or end + size > data.nbytes:
+            raise ValueError(f"a segment from {first} on of {runs} runs and {count} elements")
+        if is_all and (segments, first, count) != (1, 0, numel):
+            raise ValueError(f"{count} elements without gaps from {first} on")
+        if not is_all:
             gaps = data[end : end + 2 * runs].clone().view(torch.int16).long() & 0xFFFF
             lengths = data[end + 2 * runs : end + 3 * runs].long()
-            starts = (gaps + lengths).cumsum(0) - lengths
-            places.append(places_in(starts, lengths) + first)
+            ends = (gaps + lengths).cumsum(0)
+            spans.append((first, first + (int(ends[-1]) if runs else 0)))
+            if int(lengths.sum()) != count:
+                raise ValueError(f"runs of {count} elements from {first} on")
+            places.append(places_in(ends - lengths, lengths) + first)
             end += 3 * runs
         values.append(data[end : end + count * dtype.itemsize])
         end += count * dtype.itemsize
-    return Delta(
-        None if since < 0 else since,
-        version,
-        total,
-        shape,
-        dtype,
-        torch.cat(places) if places else None,
-        torch.cat(values).view(dtype),
-    )
+    spans.sort()
+    if end != data.nbytes or spans[-1][1] > numel:
+        raise ValueError(f"{data.nbytes - end} bytes more, runs up to {spans[-1][1]} of {numel}")
+    if any(before[1] > after[0] for before, after in itertools.pairwise(spans)):
+        raise ValueError("segments that overlap")
+    return shape, dtype, torch.cat(places) if places else None, torch.cat(values).view(dtype)
