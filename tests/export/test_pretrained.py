@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import zerocast
+from tests.support.experts import EXPERTS, moe
 from tests.support.llama import TIED_160, llama, tokens
 from tests.support.models import Attention, Bank
 from tests.support.partitions import draw_partition
@@ -165,6 +166,39 @@ def test_transformers_loads_and_evaluates_what_is_saved(tmp_path, form):
         assert_same_bytes(parameter, state[key], key)
     with torch.no_grad():
         logits = [model(input_ids=tokens(0)).logits for model in (loaded, ours)]
+    assert_same_bytes(*logits, "logits")
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen-moe"])
+@pytest.mark.filterwarnings("ignore:You passed `quantization_config`:UserWarning")
+def test_transformers_loads_and_evaluates_experts_that_are_saved(tmp_path, kind):
+    """Fused in the model, one by one in the checkpoint, under the names and with the shapes that
+    the package itself writes; logits are those of the model with the decoded weights.
+    """
+    from transformers import AutoModelForCausalLM, CompressedTensorsConfig
+
+    given = rounded(moe(kind))
+    given.save_pretrained(tmp_path / "plain")
+    plain = load_file(tmp_path / "plain" / "model.safetensors")
+    zerocast.nn.convert(given, "rowwise", include=["model.layers.*.mlp.experts"], strict=True)
+    folder = tmp_path / "codes"
+    save_pretrained(given, folder, dialect="compressed-tensors/fp8-channel")
+    loaded = load_pretrained(folder)
+    assert {name: t.shape for name, t in loaded.items()} == {n: t.shape for n, t in plain.items()}
+    experts = [name for name in loaded if ".experts." in name]
+    assert len(experts) == 2 * 3 * EXPERTS
+    assert all(isinstance(loaded[name], zerocast.QuantizedTensor) for name in experts)
+
+    found = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.bfloat16, quantization_config=CompressedTensorsConfig(dequantize=True)
+    )
+    ours = rounded(moe(kind)).eval()
+    decoded = {n: p.to(torch.bfloat16).detach() for n, p in given.state_dict().items()}
+    ours.load_state_dict(decoded)
+    for name, parameter in found.named_parameters():
+        assert_same_bytes(parameter, ours.get_parameter(name), name)
+    with torch.no_grad():
+        logits = [model(input_ids=tokens(0) % 64).logits for model in (found, ours)]
     assert_same_bytes(*logits, "logits")
 
 

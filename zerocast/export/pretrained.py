@@ -23,6 +23,7 @@ from zerocast.cast.amax_groups import Patterns
 from zerocast.comm import Attempt, Group, raise_together
 from zerocast.errors import InputError
 from zerocast.export.dialects import Dialect, stored_name
+from zerocast.export.entries import Names
 from zerocast.export.known_dialects import DIALECTS, as_dialect
 from zerocast.export.weights import BUCKET_BYTES, Export, NamedTensors
 from zerocast.optim import ZeroOptimizer
@@ -42,6 +43,7 @@ def save_pretrained(
     include: Sequence[str] = (),
     amax_groups: Patterns = (),
     dtype: torch.dtype | None = None,
+    names: Names = None,
     tokenizer: Any = None,
     bucket_bytes: int = BUCKET_BYTES,
     group: Group = None,
@@ -68,6 +70,9 @@ def save_pretrained(
         dtype: what masters are rounded to before they are cast, and what is stored of parameters in
             another; by default the weights' own, and of masters of FSDP2 that of their latest
             gather.
+        names: the names of parameters in the checkpoint, by those in the model: a mapping, where
+            those that it lacks stay, or a function. None for those that transformers gives them, of
+            a model of that package.
         tokenizer: with a method ``save_pretrained``, or a directory whose tokenizer files are
             copied.
         bucket_bytes: about how many bytes a file has.
@@ -86,6 +91,7 @@ def save_pretrained(
         include=include,
         amax_groups=amax_groups,
         dtype=dtype,
+        names=names,
         bucket_bytes=bucket_bytes,
         group=group,
     )

@@ -38,6 +38,7 @@ from zerocast.export.entries import (
 )
 from zerocast.export.experts import has_place, matrix_entries
 from zerocast.export.known_dialects import as_dialect
+from zerocast.export.package_names import package_names
 from zerocast.export.shard_plan import ShardPlan
 from zerocast.export.tp_parts import check_part, tp_part, whole_weights
 from zerocast.export.values import check_finite, check_tensor_scale
@@ -76,7 +77,8 @@ class Export:
             of a model of that dtype, and what is stored of parameters in another. By default those
             of the weights as they are, and of masters of FSDP2 the dtype of their latest gather.
         names: the names of parameters in the checkpoint, by those in the model: a mapping, where
-            those that it lacks stay, or a function.
+            those that it lacks stay, or a function. None for those that transformers gives them, of
+            a model of that package.
         bucket_bytes: about how many bytes of codes a bucket has.
         group: the ranks that export together: those of ``optimizer`` by default, or all.
 
@@ -133,12 +135,14 @@ class Export:
             self.dialect = as_dialect(dialect)
             if torch.distributed.is_available() and isinstance(model, torch.nn.Module):
                 reshard(model)
-            self._planned, self._names = planned(model), names
+            self._planned = planned(model)
             self._included = included_weights(model, include)
             found = [self._entry(*named) for named in stored_tensors(model).items()]
-            entries = [part for entry in found for part in matrix_entries(entry, from_masters)]
+            parts = [(entry, list(matrix_entries(entry, from_masters))) for entry in found]
+            self._names = package_names(model, parts) if names is None else names
+            entries = [each for _, own in parts for each in own]
             entries = in_amax_groups(entries, amax_groups, trained_amax_groups(model))
-            self.entries = renamed(entries, names)
+            self.entries = renamed(entries, self._names)
             if not any(entry.recipe for entry in entries):
                 raise InputError(
                     f"an export to {self.dialect.name} needs a model with quantized weights, or "
