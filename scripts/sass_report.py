@@ -123,6 +123,14 @@ KERNELS = [
     for template in templates
 ]
 
+REPEATED = re.compile(
+    r"E5M2|fused_op.*(Delayed|MXNumerics<E2M1)|partial_select<false"
+    r"|partial_cast<(MXNumerics<E4M3|FourOverSix|MXNumerics<E2M1.* Tile>|.*Stochastic.*Tile32x256)"
+)  # fmt: skip
+"""Kernels whose loops another one has, but for constants and for what a tile does outside of them:
+E5M2 beside E4M3, MXFP8 and delayed scaling beside FP8, MXFP4 and 4-over-6's cast beside NVFP4's,
+and errors by magnitude beside squares, which take a multiplication more."""
+
 RESIDENT = {
     "partial_amax_cast.*128, true": (512, 2), "partial_amax_cast": (128, 5),
     "partial_amax<Tile32x256": (128, 5), "partial_amax": (128, 6), "partial_select": (128, 5),

@@ -32,6 +32,7 @@ from zerocast.numerics import (
     AdamWUpdate,
     Backend,
     CodeCopy,
+    DigestedBytes,
     Float8DelayedNumerics,
     Float8Numerics,
     FusedOp,
@@ -245,6 +246,22 @@ def updated(backend: Backend, alone: bool = False) -> Written:
     }
 
 
+def digested(backend: Backend, alone: bool = False) -> Written:
+    """Digests of bytes that begin and end anywhere in rows of keys, up to some tiles of them, at
+    addresses that are read by sixteen bytes and at others.
+    """
+    places = [(1, 70), (0, 4095), (4092, 9), (4095, 4098), (12_289, 40_000)]
+    ranges = []
+    for apart in (0, 3):
+        for first, size in places:
+            start = first % 16 + apart
+            data = random_bytes(start + size + 16, first)[start : start + size]
+            ranges.append(DigestedBytes(data.clone() if alone else data, first))
+    sums = torch.full((len(ranges),), -5, dtype=torch.int64)
+    backend.digest(ranges, sums)()
+    return {"sums": sums}
+
+
 def random_bytes(count: int, seed: int) -> torch.Tensor:
     """uint8 [count]."""
     g = torch.Generator().manual_seed(seed)
@@ -297,6 +314,7 @@ SUBJECTS: dict[str, Subject] = {
     "4-over-6, cut": chosen("mae", 16, 8192, [17], near_ties),
     "copied codes": copied_codes,
     "adamw": updated,
+    "digests": digested,
     "silu": fused(FusedOp("silu"), "wide"),
     "layernorm": fused(FusedOp("layernorm"), "normal"),
 }

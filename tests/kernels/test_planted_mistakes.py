@@ -36,6 +36,7 @@ SOURCES = {
     "dequantize": (*PLANES, *ROW_BLOCKS),
     "fused_op": ("silu",),
     "expand_scales": ("expanded",),
+    "digest": ("digests",),
 }
 # The files of the fused kernel.
 KERNEL, TILE, PLANE = "cuda/fused_op.cu", "cuda/fused_tile.h", "cuda/fused_plane.h"
@@ -144,6 +145,11 @@ def test_an_element_too_many_or_too_few(
         ("select", "j < width", "j < width - 1"),
         ("select", "if (segment >= 0)", "if (segment > 0)"),
         ("select", "row < grid.rows", "row < grid.rows - 1"),
+        ("digest", "at + i < end", "at + i < end - 1"),
+        ("digest", "at + 4 * UNIT <= end", "at + 4 * UNIT <= end + 1"),
+        ("digest", "whole = at >= begin", "whole = at + 1 >= begin"),
+        ("digest", "end < stop ? end : stop", "end"),
+        ("digest", "lane > 0", "lane > 1"),
         ("compute_scale_delayed", "(state.length - 1) / THREADS", "(state.length - 2) / THREADS"),
         ("compute_scale_delayed", "i > 0 && i < state.length", "i > 1 && i < state.length"),
         ("compute_scale_delayed", "state.history[i - 1]", "state.history[i]"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence, Sized
+from functools import partial
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -39,6 +40,8 @@ from zerocast.tensors import CastVersion, QuantizedTensor, rebuild_derived
 _untraced = torch._disable_dynamo
 """A step that is compiled runs these as they are: they read addresses and launch kernels, which
 torch.compile cannot trace."""
+
+_run_untraced = _untraced(lambda step: step())
 
 
 class CastPlan:
@@ -161,6 +164,9 @@ class CastPlan:
         """The steps of :meth:`cast` by name, in order: what a profiler runs one by one instead of
         ``cast()``.
         """
+        return {name: partial(_run_untraced, step) for name, step in self._steps().items()}
+
+    def _steps(self) -> dict[str, Callable[[], None]]:
         steps = {"partial_amax": self._partial_amax, "reduce_amax": self._reduce_amax}
         if self._prepared.steps.chooses_scales:
             steps["partial_select"] = self._partial_select
@@ -190,7 +196,7 @@ class CastPlan:
             if master_weights is not None:
                 self._prepared.rebind(as_tensors(master_weights))
         with announcing(self._comms):
-            for step in self.steps.values():
+            for step in self._steps().values():
                 step()
 
     def cast_and_release(self, master_weights: Sequence[torch.Tensor | None]) -> None:
@@ -281,11 +287,9 @@ class CastPlan:
 
     # --- the steps ---
 
-    @_untraced
     def _partial_amax(self) -> None:
         self._measurement.run(self._attempt)
 
-    @_untraced
     def _reduce_amax(self) -> None:
         check_capture(self._device, self._comms, check_finite=self._check_finite)
         error, self._attempt = self._attempt.error, Attempt()
@@ -295,17 +299,14 @@ class CastPlan:
             amaxes = self._exchange.buffers.tensor_amaxes
             raise_if_not_finite(self._comms, self._members, specs, amaxes, masters)
 
-    @_untraced
     def _partial_select(self) -> None:
         self._exchange.candidates.zero_()
         self._prepared.steps.run("partial_select")
 
-    @_untraced
     def _reduce_candidates(self) -> None:
         self._exchange.reduce_candidates()
         self._prepared.steps.run("select")
 
-    @_untraced
     def _compute_scale(self) -> None:
         attempt, self.step = Attempt(), self.step + 1
         with attempt:
@@ -321,7 +322,6 @@ class CastPlan:
                 comm.announce(attempt.error)
             raise attempt.error
 
-    @_untraced
     def _partial_cast(self) -> None:
         self._prepared.steps.run("partial_cast")
         self._version.end("cast")

@@ -79,10 +79,9 @@ class ShardPlan(CastPlan):
             exchange="boundary",
         )
 
-    @property
-    def steps(self) -> dict[str, Callable[[], None]]:
+    def _steps(self) -> dict[str, Callable[[], None]]:
         """The steps of :meth:`cast`; tensor amaxes are held once they are reduced."""
-        steps = super().steps
+        steps = super()._steps()
         if self._held_amaxes is None:
             return steps
         first = {name: steps.pop(name) for name in ("partial_amax", "reduce_amax")}
