@@ -12,7 +12,7 @@ import torch
 import zerocast
 import zerocast.megatron
 from zerocast.cast import CastPlan
-from zerocast.errors import UnsupportedError
+from zerocast.errors import InputError, UnsupportedError
 from zerocast.tensors import empty
 
 
@@ -25,11 +25,13 @@ def test_its_absence_is_said():
 
 STAND_IN = """
 class _ParamAndGradBuffer:
-    def __init__(self, ddp_config): self.params = []
+    def __init__(self, ddp_config, params=()): self.ddp_config, self.params = ddp_config, params
     def _compute_nvfp4_packed_layout(self, params_with_names): pass
 class DistributedOptimizer:
     def __init__(self, optimizer, config): pass
     def load_state_dict(self, state_dict): pass
+    def sharded_state_dict(self, model_sharded_state_dict={}, is_loading=False, sharding_type=None,
+                           metadata=None): pass
 class LayerWiseDistributedOptimizer:
     def __init__(self, optimizers): pass
 class MegatronFSDP:
@@ -80,17 +82,63 @@ def test_unknown_functions_are_refused_with_nothing_replaced(core):
 
 
 def test_uninstalling_puts_everything_back(core, monkeypatch):
-    """Also where a module has imported a function by its name."""
-    imported = types.ModuleType("megatron.training")
-    imported.is_float8tensor = core.fp8_utils.is_float8tensor
-    monkeypatch.setitem(sys.modules, "megatron.training", imported)
-    before = dict(vars(core.fp8_utils))
+    """Also where a module has imported a function by its name, before or after."""
+    before, after = (types.ModuleType(f"megatron.{name}") for name in ("training", "post_training"))
+    before.is_float8tensor = core.fp8_utils.is_float8tensor
+    monkeypatch.setitem(sys.modules, "megatron.training", before)
+    was = dict(vars(core.fp8_utils))
     zerocast.megatron.install()
+    after.is_float8tensor = core.fp8_utils.is_float8tensor
+    monkeypatch.setitem(sys.modules, "megatron.post_training", after)
     weight = zerocast.quantize(torch.ones(16, 16), "block")
-    assert imported.is_float8tensor(weight)
+    assert before.is_float8tensor(weight)
     zerocast.megatron.uninstall()
-    assert not imported.is_float8tensor(weight)
-    assert dict(vars(core.fp8_utils)) == before
+    assert before.is_float8tensor is after.is_float8tensor is was["is_float8tensor"]
+    assert dict(vars(core.fp8_utils)) == was
+
+
+@pytest.mark.parametrize(("recipe", "flag"), [("block", "fp8"), ("nvfp4", "fp4")])
+def test_flags_without_which_masters_are_not_cast_are_asked_for(core, recipe, flag):
+    """Each one that is missing, by name."""
+    zerocast.megatron.install()
+    make_buffer = core.distributed.param_and_grad_buffer._ParamAndGradBuffer
+    weights = [zerocast.quantize(torch.ones(32, 32), recipe)]
+    flags = {
+        "use_distributed_optimizer": True,
+        "fp8_param_gather": False,
+        "fp4_param_gather": False,
+    }
+    flags[f"{flag}_param_gather"] = True
+    make_buffer(types.SimpleNamespace(**flags), weights)
+    for name in ("use_distributed_optimizer", f"{flag}_param_gather"):
+        with pytest.raises(InputError, match=rf"\({name}=True\), got False"):
+            make_buffer(types.SimpleNamespace(**flags | {name: False}), weights)
+
+
+def test_buffers_of_values_are_refused(core):
+    """MXFP8 gathered as BF16 in the buffer of gradients: whoever's configuration says so. A model
+    without weights of zerocast may, and a rank whose weights are all frozen has no optimizer.
+    """
+    zerocast.megatron.install()
+    config = types.SimpleNamespace(
+        use_distributed_optimizer=True, fp8_param_gather=True,
+        reuse_grad_buf_for_mxfp8_param_ag=True,
+        use_precision_aware_optimizer_no_fp8_or_ds_fp8=False,
+    )  # fmt: skip
+    make_buffer = core.distributed.param_and_grad_buffer._ParamAndGradBuffer
+    make_optimizer = core.optimizer.distrib_optimizer.DistributedOptimizer
+    for weight in (zerocast.quantize(torch.ones(32, 32), "block"), torch.ones(32, 32)):
+        optimizer = types.SimpleNamespace(param_groups=[{"params": [weight]}])
+        for make, given in (
+            (make_buffer, (config, [weight])),
+            (make_optimizer, (optimizer, config)),
+        ):
+            if isinstance(weight, zerocast.QuantizedTensor):
+                with pytest.raises(UnsupportedError, match="BF16 values; leave it False"):
+                    make(*given)
+            else:
+                make(*given)
+    make_optimizer(None, config)
 
 
 @pytest.mark.parametrize("recipe", ["block", "mxfp8", "nvfp4"])

@@ -1,11 +1,14 @@
 """Trains a small GPT of Megatron-Core, unmodified, by its distributed optimizer on gloo's ranks.
 
-    train_by_megatron.py RECIPE... [--tp N] [--hidden N] [--steps N] [--overlap]
-                         [--save DIR | --load DIR]
+    train_by_megatron.py RECIPE... [--tp N] [--hidden N] [--ffn N] [--steps N] [--overlap]
+                         [--alike] [--save DIR | --load DIR]
 
 With every recipe anew. After every step each byte of each weight, on every rank, must be that of
 quantizing the masters as the ranks hold them together. RECIPE is a name of zerocast's,
 ``mxfp8-2d``, or ``bf16`` for none. What one step sends is counted at the end.
+
+--alike gives all ranks the same batch and clips no gradient, so that any power of two of them take
+the same steps, bit for bit.
 
 --save writes a checkpoint halfway, trains on, then loads it into another model and repeats the
 second half. --load continues from one, on as many ranks as there are. Both print a digest of what
@@ -14,6 +17,7 @@ the ranks hold together: masters, codes and scales.
 
 import argparse
 import collections
+import copy
 import hashlib
 import itertools
 from pathlib import Path
@@ -62,6 +66,7 @@ class Training:
         torch.manual_seed(seed)
         config = TransformerConfig(
             num_layers=2, hidden_size=args.hidden, num_attention_heads=4,
+            ffn_hidden_size=args.ffn or 4 * args.hidden,
             use_cpu_initialization=True, tensor_model_parallel_size=args.tp,
             gradient_accumulation_fusion=False, hidden_dropout=0, attention_dropout=0, **BF16,
         )  # fmt: skip
@@ -82,11 +87,13 @@ class Training:
         self.optimizer = get_megatron_optimizer(
             OptimizerConfig(
                 optimizer="adam", lr=1e-3, use_distributed_optimizer=True,
-                overlap_param_gather=args.overlap, **BF16,
+                overlap_param_gather=args.overlap, clip_grad=0.0 if args.alike else 1.0, **BF16,
             ),
             [self.ddp],
         )  # fmt: skip
-        self.overlaps, self.step = args.overlap, 0
+        self.args, self.step, self.unsharded = args, 0, {}
+        if self.has_codes:
+            self.unsharded = {weight: copy.deepcopy(weight) for weight, *_ in self.masters()}
 
     def train(self, steps: int) -> None:
         """Take steps until ``steps`` are done; say of each what it found."""
@@ -99,7 +106,8 @@ class Training:
 
     def take_step(self) -> float:
         """Train on a batch that depends on the step and the rank alone."""
-        seed = 1000 * self.step + parallel_state.get_data_parallel_rank()
+        seed = 1000 * self.step
+        seed += 0 if self.args.alike else parallel_state.get_data_parallel_rank()
         random = torch.Generator().manual_seed(seed)
         batch = torch.randint(VOCABULARY // 4, (2, SEQUENCE), generator=random)
         places = torch.arange(SEQUENCE).expand(2, SEQUENCE)
@@ -109,10 +117,11 @@ class Training:
         loss.backward()
         self.ddp.finish_grad_sync()
         self.optimizer.step()
-        if self.overlaps:  # what the next forward would wait for
+        if self.args.overlap:  # what the next forward would wait for
             self.ddp.start_param_sync(force_sync=True)
         return loss.item()
 
+    @torch.no_grad()
     def look(self) -> list[str]:
         """Say how many weights there are, how many of their bytes are not those of the cast, and
         the digest.
@@ -125,7 +134,10 @@ class Training:
             dist.all_reduce(whole, group=group)
             whole = whole.view(weight.shape)
             digest.update(whole.numpy().tobytes())
-            cast = zerocast.quantize(whole.to(weight.dtype), weight.recipe)
+            if weight.recipe.state:  # of all casts since the weight was made
+                cast = self.unsharded[weight].copy_(whole)
+            else:
+                cast = zerocast.quantize(whole.to(weight.dtype), weight.recipe)
             for name, held in weight.quantized_storage.buffers.items():
                 expected = cast.quantized_storage.buffers[name].view(torch.uint8)
                 wrong += (held.view(torch.uint8) != expected).sum()
@@ -164,6 +176,11 @@ class Training:
         self.ddp.module.load_state_dict(state["model"], strict=False)
         self.optimizer.load_state_dict(state["optimizer"])
         self.step = step
+        for weight, whole in self.unsharded.items():
+            for name in weight.recipe.state:
+                held = weight.quantized_storage.buffers[name]
+                whole.quantized_storage.buffers[name].copy_(held)
+            weight.recipe.rewind(whole.quantized_storage.buffers)
         found = self.look() if self.has_codes else []
         if dist.get_rank() == 0:
             print("loaded:", *found)
@@ -175,8 +192,10 @@ def main() -> None:
     parser.add_argument("recipes", nargs="+")
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--hidden", type=int, default=64)
+    parser.add_argument("--ffn", type=int)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--overlap", action="store_true")
+    parser.add_argument("--alike", action="store_true")
     parser.add_argument("--save", type=Path)
     parser.add_argument("--load", type=Path)
     args = parser.parse_args()

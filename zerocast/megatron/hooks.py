@@ -120,9 +120,13 @@ def gather_bytes(
 
 
 def make_buffer(theirs: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> None:
-    """Refuse a configuration under which Megatron-Core would never cast the masters."""
+    """Refuse a configuration under which Megatron-Core would never cast the masters, or send other
+    bytes than codes.
+    """
     theirs(self, *args, **kwargs)
-    for is_4_bit in {is_4_bits(_no, weight) for weight in _quantized(self.params)}:
+    weights = _quantized(self.params)
+    _check_buffers_hold_codes(weights, self.ddp_config)
+    for is_4_bit in {is_4_bits(_no, weight) for weight in weights}:
         needed = ["use_distributed_optimizer", f"fp{4 if is_4_bit else 8}_param_gather"]
         missing = [name for name in needed if not getattr(self.ddp_config, name, True)]
         if missing:
@@ -136,15 +140,29 @@ def make_optimizer(
     theirs: Callable[..., Any], self: Any, optimizer: Any, config: Any, *args: Any, **kwargs: Any
 ) -> None:
     """Refuse masters that an optimizer keeps to itself: Megatron-Core hands out none to cast."""
-    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-    if _quantized(weights) and config.use_precision_aware_optimizer_no_fp8_or_ds_fp8:
+    groups = [] if optimizer is None else optimizer.param_groups  # None: all weights are frozen
+    weights = _quantized(weight for group in groups for weight in group["params"])
+    if weights and config.use_precision_aware_optimizer_no_fp8_or_ds_fp8:
         raise UnsupportedError(
             "quantized weights need FP32 masters that Megatron-Core holds, got a precision-aware "
             "optimizer, which keeps masters to itself; set "
             "OptimizerConfig(main_params_dtype=torch.float32, fp8_recipe='blockwise', "
             "optimizer_cpu_offload=False), or use_precision_aware_optimizer=False."
         )
+    _check_buffers_hold_codes(weights, config)
     theirs(self, optimizer, config, *args, **kwargs)
+
+
+def _check_buffers_hold_codes(weights: list[QuantizedTensor], config: Any) -> None:
+    """Raise :class:`UnsupportedError` for a configuration of gradients' or optimizer's buffers that
+    puts values where codes are.
+    """
+    if weights and getattr(config, "reuse_grad_buf_for_mxfp8_param_ag", False):
+        raise UnsupportedError(
+            "quantized weights need buffers of codes, got reuse_grad_buf_for_mxfp8_param_ag=True, "
+            "by which Megatron-Core gathers MXFP8 as BF16 values; leave it False: codes take half "
+            "of these bytes."
+        )
 
 
 def make_layer_wise(
@@ -174,19 +192,8 @@ def make_fsdp(
     theirs(self, module, *args, **kwargs)
 
 
-def load(theirs: Callable[..., Any], self: Any, state_dict: Any) -> None:
-    """Cast the masters that were loaded: a checkpoint holds the values of weights, not their codes,
-    and codes made from these may differ.
-    """
-    has_masters = "param_state" in state_dict
-    theirs(self, state_dict)
-    if has_masters and any(_quantized(buffer.params) for buffer in self.buffers):
-        self._copy_main_params_to_model_params()
-        for chunk in self.model_chunks:
-            chunk.start_param_sync(force_sync=True)
-
-
 def _quantized(weights: Iterable[torch.Tensor]) -> list[QuantizedTensor]:
+    """Those of zerocast among ``weights``."""
     return [weight for weight in weights if isinstance(weight, QuantizedTensor)]
 
 

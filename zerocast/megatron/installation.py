@@ -5,19 +5,20 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from zerocast.errors import UnsupportedError
-from zerocast.megatron import hooks
+from zerocast.megatron import checkpoints, hooks
 
 _CAST = (
     "model_params", "main_params", "start_offsets", "data_parallel_group",
     "fsdp_shard_model_params",
 )  # fmt: skip
+_SAVE = ("self", "model_sharded_state_dict", "is_loading", "sharding_type", "metadata")
 _GATHER = ("output_tensor", "input_tensor", "group", "async_op")
-_installed: list[tuple[Any, str, Any]] = []
-"""Owner, name and former value of all that is replaced now."""
+_installed: list[tuple[Any, str, Any, Any]] = []
+"""Owner, name, former value and present one of all that is replaced now."""
 
 
 def install() -> None:
@@ -42,15 +43,29 @@ def install() -> None:
     for owner, name, _, ours in table:
         theirs = getattr(owner, name)
         replacement = _in_place_of(theirs, ours)
-        for holder in _holders(owner, name, theirs):
-            _installed.append((holder, name, theirs))
-            setattr(holder, name, replacement)
+        _put(owner, name, theirs, replacement)
+        _installed.append((owner, name, theirs, replacement))
 
 
 def uninstall() -> None:
-    """Undo :func:`install`."""
+    """Undo :func:`install`, also in modules of Megatron-Core that were imported after it."""
     while _installed:
-        setattr(*_installed.pop())
+        owner, name, theirs, replacement = _installed.pop()
+        _put(owner, name, replacement, theirs)
+
+
+def _put(owner: Any, name: str, old: object, new: object) -> None:
+    """Let ``new`` take the place of ``old`` in ``owner`` and in the modules that have imported it
+    by name.
+    """
+    modules = [
+        module
+        for module in list(sys.modules.values())
+        if getattr(module, "__name__", "").startswith("megatron.")
+    ]
+    for holder in (owner, *modules):
+        if vars(holder).get(name) is old:
+            setattr(holder, name, new)
 
 
 def _replacements() -> list[tuple[Any, str, Sequence[str], Callable[..., Any]]]:
@@ -77,7 +92,8 @@ def _replacements() -> list[tuple[Any, str, Sequence[str], Callable[..., Any]]]:
         (buffers, "dist_all_gather_func", _GATHER, hooks.gather_bytes),
         (buffer, "__init__", ("self", "ddp_config"), hooks.make_buffer),
         (DistributedOptimizer, "__init__", with_config, hooks.make_optimizer),
-        (DistributedOptimizer, "load_state_dict", ("self", "state_dict"), hooks.load),
+        (DistributedOptimizer, "load_state_dict", ("self", "state_dict"), checkpoints.load),
+        (DistributedOptimizer, "sharded_state_dict", _SAVE, checkpoints.save),
         (LayerWiseDistributedOptimizer, "__init__", ("self", "optimizers"), hooks.make_layer_wise),
         (MegatronFSDP, "__init__", ("self", "module"), hooks.make_fsdp),
     ]
@@ -100,12 +116,3 @@ def _in_place_of(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callab
         return ours(theirs, *args, **kwargs)
 
     return call
-
-
-def _holders(owner: Any, name: str, value: object) -> Iterator[Any]:
-    """Yield ``owner`` and the modules of Megatron-Core that have imported its function."""
-    yield owner
-    for module in list(sys.modules.values()):
-        is_theirs = getattr(module, "__name__", "").startswith("megatron.")
-        if is_theirs and module is not owner and vars(module).get(name) is value:
-            yield module

@@ -1,0 +1,61 @@
+"""What a checkpoint of Megatron-Core needs, to continue with weights of zerocast bit for bit.
+
+It holds masters, and the values of weights, but not their codes: masters are cast once they are
+loaded. What casts remember goes into the checkpoint, too: the amaxes of delayed scaling, the
+counters of stochastic rounding. It is the same on all ranks of a data-parallel group, however many
+there are, and the first of them writes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from zerocast.tensors import QuantizedStorage, QuantizedTensor
+
+_KEY = "zerocast"
+
+
+def save(theirs: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Add what the casts of the optimizer's weights remember to its sharded state."""
+    from megatron.core.dist_checkpointing import ShardedObject
+
+    state = theirs(self, *args, **kwargs)
+    remembered = [_remembered(storage) for storage in _storages(self)]
+    if any(remembered):
+        copies = [
+            {name: buffer.to("cpu", copy=True) for name, buffer in each.items()}
+            for each in remembered
+        ]
+        key = f"optimizer.{_KEY}.dp_group_idx_{self.data_parallel_group_idx}"
+        replica = self.data_parallel_group.rank()
+        state[_KEY] = ShardedObject(key, copies, (1,), (0,), replica_id=replica)
+    return state
+
+
+def load(theirs: Callable[..., Any], self: Any, state_dict: dict[str, Any]) -> None:
+    """Cast the masters that were loaded, by what was remembered when their codes were made."""
+    theirs(self, {key: value for key, value in state_dict.items() if key != _KEY})
+    storages = _storages(self)
+    if not storages or "param_state" not in state_dict:  # without masters
+        return
+    for storage, saved in zip(storages, state_dict.get(_KEY, ()), strict=False):
+        for name, buffer in _remembered(storage).items():
+            buffer.copy_(saved[name])
+        storage.recipe.rewind(storage.buffers)
+    self._copy_main_params_to_model_params()
+    for chunk in self.model_chunks:
+        chunk.start_param_sync(force_sync=True)
+
+
+def _storages(optimizer: Any) -> list[QuantizedStorage]:
+    """Return those of its weights, in the order of its buffers, which the model alone decides."""
+    buffers = getattr(optimizer, "buffers", ())  # none where all weights are frozen
+    weights = (weight for buffer in buffers for weight in buffer.params)
+    return [weight.quantized_storage for weight in weights if isinstance(weight, QuantizedTensor)]
+
+
+def _remembered(storage: QuantizedStorage) -> dict[str, torch.Tensor]:
+    return {name: storage.buffers[name] for name in storage.recipe.state}
