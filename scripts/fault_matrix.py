@@ -615,6 +615,7 @@ def main() -> None:
     parser.add_argument("cells", nargs="*", help=argparse.SUPPRESS)
     args = parser.parse_args()
     warnings.simplefilter("ignore")
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     torch.set_num_threads(1)
     if args.mpi_rank is not None:
         mpi_rank(args.cells, args.mpi_rank)
