@@ -31,7 +31,7 @@ LAYERS = (
     ("optim", "verification"),
     ("export", "nn"),  # the core, which is all below, imports no layer
     ("checkpoint", "costs", "refit"),
-    ("compat", "integrations", "megatron"),
+    ("compat", "deepspeed", "integrations", "megatron"),
     ("__init__",),
     ("cli",),
     ("__main__",),
@@ -48,6 +48,7 @@ PUBLIC_MODULES = (
     "zerocast.export",
     "zerocast.refit",
     "zerocast.costs",
+    "zerocast.deepspeed",
     "zerocast.megatron",
     "zerocast.nn.tensor_parallel",
 )
