@@ -16,6 +16,7 @@ from zerocast.comm import run_in_process
 from zerocast.errors import InputError
 from zerocast.export import load_pretrained, save_pretrained
 from zerocast.layout import Extent
+from zerocast.refit import Receiver, Refit
 
 ROWS = 32
 """Of a projection."""
@@ -132,6 +133,57 @@ def test_experts_are_cast_from_masters_as_the_dialect_reads_them(dialect):
         assert_same_bytes(loaded[name].dequantize(), expected, name)
 
 
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_experts_that_lie_the_other_way_round_are_cast_turned(size):
+    """For gpt-oss, whole, as shards and as deltas after a step: the casts of the matrices
+    [out, in], from shards of an optimizer that end inside of matrices; three ranks have two.
+    """
+    dialect = zerocast.export.DIALECTS["gpt-oss/mxfp4"]
+    given = model()
+    zerocast.nn.convert(given, dialect.recipe, include=INCLUDE, strict=True)
+
+    def run(comm):
+        own, receiver = copy.deepcopy(given), Receiver()
+        optimizer = zerocast.optim.ZeroOptimizer(own.named_parameters(), lr=0.1, group=comm)
+        options = {"optimizer": optimizer, "from_masters": True, "dtype": torch.bfloat16}
+        refit = Refit(own, dialect, bucket_bytes=2048, **options)
+        for step in range(2):
+            draw = torch.Generator().manual_seed(step)
+            for parameter in own.parameters():
+                parameter.grad = torch.randn(parameter.shape, generator=draw)
+            optimizer.step()
+            for name, delta in refit.deltas(receiver.version):
+                receiver.apply_delta(name, delta)
+            pieces = list(refit.shards())
+            for name, parameter in own.named_parameters():
+                value = optimizer.gather_master(parameter).bfloat16()
+                if value.dim() < 3:
+                    continue
+                value = value.mT.contiguous() if "transposed" in name else value
+                whole = zerocast.quantize(value, dialect.recipe, columnwise=False)
+                for part, tensor in dialect.encode(whole.quantized_storage).items():
+                    assert_same_bytes(receiver.tensors[name + part], tensor, name + part)
+                    for piece in (each for each in pieces if each.name == name + part):
+                        end = piece.start + len(piece.values)
+                        its_own = tensor.reshape(-1)[piece.start : end]
+                        assert_same_bytes(piece.values, its_own, f"{name}{part}, a piece")
+        return sum(len(each.values) for each in pieces if each.name.endswith("down_proj_blocks"))
+
+    assert sum(run_in_process(size, run)) == (3 * 64 * ROWS + 2 * 64 * 32) // 2
+
+
+def test_trained_bytes_that_lie_the_other_way_round_are_refused(tmp_path):
+    """Their scales are along the other side."""
+    trained = model().bfloat16()
+    recipe = zerocast.MXFP4BlockScaling(enable_2d_quantization=True)
+    zerocast.nn.convert(trained, recipe, include=INCLUDE, strict=True)
+    assert message_of(InputError, save_pretrained, trained, tmp_path, dialect="gpt-oss/mxfp4") == (
+        "transposed.down_proj keeps its matrices as [in, out], and the checkpoint has scales along "
+        "the other side than MXFP4BlockScaling(enable_2d_quantization=True); give "
+        "from_masters=True to cast its masters turned."
+    )
+
+
 def test_trained_blocks_that_two_projections_share_are_refused(tmp_path):
     """A server reads each projection under blocks of its own."""
     trained = model(rows=24).bfloat16()
@@ -168,3 +220,24 @@ def test_masters_of_experts_that_fsdp2_shards_are_exported(comm):
             assert_same_bytes(loaded[name].dequantize(), value, f"{name} {from_masters}")
         for name in ("embed.weight", "transposed.down_proj"):
             assert_same_bytes(loaded[name], plain.get_parameter(name).bfloat16(), name)
+
+
+@pytest.mark.mpi(min_size=4)
+@on_gloo(4)
+def test_masters_that_fsdp2_shards_are_cast_turned(comm):
+    """Two experts on four ranks for gpt-oss: the bytes of training, whose blocks are square, and
+    those of a new cast.
+    """
+    own, plain = model(), model().transposed.down_proj.detach().bfloat16().mT.contiguous()
+    square = zerocast.MXFP4BlockScaling(enable_2d_quantization=True)
+    zerocast.nn.convert(own, square, weights="master", include=INCLUDE, strict=True)
+    for part in own.children():
+        fully_shard(part)
+    folder = shared_folder(comm)
+    for from_masters, recipe in ((False, square), (True, zerocast.MXFP4BlockScaling())):
+        options = {"from_masters": from_masters, "dtype": torch.bfloat16}
+        path = folder / str(from_masters)
+        save_pretrained(own, path, dialect="gpt-oss/mxfp4", group=comm, **options)
+        expected = zerocast.quantize(plain, recipe, columnwise=False).dequantize()
+        loaded = load_pretrained(path)["transposed.down_proj"]
+        assert_same_bytes(loaded.dequantize(), expected, f"from_masters={from_masters}")

@@ -202,6 +202,42 @@ def test_transformers_loads_and_evaluates_experts_that_are_saved(tmp_path, kind)
     assert_same_bytes(*logits, "logits")
 
 
+@pytest.mark.filterwarnings("ignore:You passed `quantization_config`:UserWarning")
+def test_transformers_loads_and_evaluates_a_gpt_oss_that_is_saved(tmp_path):
+    """Experts that the model keeps as [in, out], in blocks along `in`, cast from what two ranks of
+    an optimizer hold of them; logits are those of the model with the decoded weights.
+    """
+    from transformers import AutoModelForCausalLM, Mxfp4Config
+
+    plain, include = rounded(moe("gpt-oss")), ["model.layers.*.mlp.experts"]
+
+    def save(comm):
+        given, others = copy.deepcopy(plain), ["self_attn", "router", "lm_head"]
+        zerocast.nn.convert(given, "mxfp4", include=include, filter_fqns=others, strict=True)
+        optimizer = ZeroOptimizer(given.named_parameters(), group=comm)
+        options = {"optimizer": optimizer, "from_masters": True}
+        save_pretrained(given, tmp_path, dialect="gpt-oss/mxfp4", **options)
+
+    run_ranks("in_process", 2, save)
+    ours = plain.eval()
+    loaded = load_pretrained(tmp_path)
+    with torch.no_grad():
+        for name, parameter in ours.named_parameters():
+            if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+                turned = parameter.mT.contiguous()
+                whole = zerocast.quantize(turned, zerocast.MXFP4BlockScaling(), columnwise=False)
+                assert_same_bytes(loaded[name].dequantize(), whole.dequantize(), name)
+                parameter.copy_(whole.dequantize().mT)
+    found = AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.bfloat16, quantization_config=Mxfp4Config(dequantize=True)
+    )
+    for name, parameter in found.named_parameters():
+        assert_same_bytes(parameter, ours.get_parameter(name), name)
+    with torch.no_grad():
+        logits = [model(input_ids=tokens(0) % 64).logits for model in (found, ours)]
+    assert_same_bytes(*logits, "logits")
+
+
 def tensors_of(*arguments, **options) -> dict[str, torch.Tensor]:
     """Everything that an Export of these arguments gives. Collective."""
     return {

@@ -51,6 +51,9 @@ class Dialect:
         section: the ``quantization_config`` of ``config.json``, without the modules whose weights
             stay unquantized.
         unquantized_key: under which it names those.
+        fuses_experts: whether a stack [..., M, K] is stored in one tensor, behind its leading
+            dimensions, and the matrices of a model that has them as [K, M] are turned for it; else
+            each projection of each expert is a weight of its own.
     """
 
     name: str
@@ -64,6 +67,7 @@ class Dialect:
     tensor_scale: TensorScale | None = None
     section: Section
     unquantized_key: str = "ignore"
+    fuses_experts: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -168,14 +172,14 @@ class Dialect:
                 f"{', '.join(tensors) or 'nothing'}; {', '.join(missing)} is missing."
             )
         codes, numerics = tensors[self.codes], self.recipe.numerics
-        if self.code_block is not None and codes.dim() == 3:
+        if self.code_block is not None and codes.dim() > 2:
             codes = codes.flatten(-2)
-        if codes.dim() != 2:
+        if codes.dim() < 2 or (codes.dim() > 2 and not self.fuses_experts):
             raise InputError(
                 f"{self.codes} of {self.name} must be a matrix, got shape {list(codes.shape)}."
             )
-        rows, columns = codes.shape
-        shape = torch.Size((rows, columns * (8 // numerics.fmt.bits)))
+        *rows, columns = codes.shape
+        shape = torch.Size((*rows, columns * (8 // numerics.fmt.bits)))
         plane = _rowwise(self.recipe, shape)
         buffers = {
             name: spec.allocate(codes.device)
@@ -221,8 +225,11 @@ def _scale_rows_and_columns(plane: Plane) -> tuple[int, int]:
 
 
 def without_padding(plane: Plane, scales: torch.Tensor) -> torch.Tensor:
-    """Return the view [rows, columns] of the stored ``scales`` that belong to blocks."""
-    stored = scales.view(plane.scales.shape)
-    matrix = stored.t() if plane.scales.transposed else stored
+    """Return the view [..., rows, columns] of the stored ``scales``, of a matrix or of those of a
+    stack, that belong to blocks.
+    """
+    stack = scales.shape[: scales.dim() - len(plane.scale_shape)]
+    stored = scales.view(*stack, *plane.scales.shape)
+    matrix = stored.mT if plane.scales.transposed else stored
     rows, columns = _scale_rows_and_columns(plane)
-    return matrix[:rows, :columns]
+    return matrix[..., :rows, :columns]

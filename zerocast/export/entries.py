@@ -60,6 +60,9 @@ class Entry:
         amax_group: the label of the weights that share its tensor amax; None for it alone.
         tp_shard: the rows or columns that ``shard``, or its bytes, are of; None for all.
         exported_as: its name in the checkpoint, ``name`` unless the caller has others.
+        unturned: of matrices that the checkpoint has transposed, what this rank has of the masters
+            as the model has them; ``shard`` gets its values by
+            :func:`zerocast.export.turned.with_turned_masters`. None for others.
     """
 
     name: str
@@ -70,6 +73,7 @@ class Entry:
     amax_group: str | None = None
     tp_shard: TensorParallelShard | None = None
     exported_as: str = ""
+    unturned: Shard | None = None
 
     @property
     def shape(self) -> torch.Size:

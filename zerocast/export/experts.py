@@ -5,9 +5,11 @@ Servers read each projection of each expert as the weight of a linear layer of i
 [I, K], which share a tensor amax, and any other stack ``experts.down_proj`` as
 ``experts.<e>.down_proj.weight``. So each is an entry of its own, cast and sent as any other.
 
+gpt-oss has a stack in one tensor instead, of matrices [out, in] (:mod:`zerocast.export.turned`).
+
 What a dialect has no place for stays in high precision: embeddings and other matrices of modules
-that are no linear layers, and experts that are kept as [in, out], under scales along another side
-than servers read them.
+that are no linear layers, and in all dialects but that of gpt-oss experts that are kept as
+[in, out], under scales along another side than servers read them.
 """
 
 from __future__ import annotations
@@ -19,8 +21,9 @@ from collections.abc import Iterator
 import torch
 
 from zerocast.errors import InputError
-from zerocast.export.dialects import without_padding
+from zerocast.export.dialects import Dialect, without_padding
 from zerocast.export.entries import Entry, Shard, Source
+from zerocast.export.turned import is_turned
 from zerocast.layout import NOTHING, Extent, ceil_div
 from zerocast.sharded.all_gather import gather_of
 from zerocast.sharded.placement import to_local
@@ -31,8 +34,9 @@ GATE_UP = "gate_up_proj"
 """The parameter whose matrices are those of two projections, one above the other."""
 
 
-def has_place(source: Source, name: str, tensor: torch.Tensor) -> bool:
-    """Say whether checkpoints of servers have the parameter ``name`` quantized, if it is in codes.
+def has_place(dialect: Dialect, source: Source, name: str, tensor: torch.Tensor) -> bool:
+    """Say whether checkpoints of ``dialect`` have the parameter ``name`` quantized, if it is in
+    codes.
     An optimizer or a plan does not know modules, so of its weights that is assumed.
     """
     is_in_codes = isinstance(tensor, QuantizedTensor) or gather_of(tensor) is not None
@@ -41,17 +45,17 @@ def has_place(source: Source, name: str, tensor: torch.Tensor) -> bool:
     module = source.get_submodule(name.rpartition(".")[0])
     if tensor.dim() == 2:
         return not is_included(module, name.rpartition(".")[2])
-    return not getattr(module, "is_transposed", False)  # as transformers says it
+    return dialect.fuses_experts or not is_turned(source, name)
 
 
-def matrix_entries(entry: Entry, casts_anew: bool) -> Iterator[Entry]:
-    """Yield ``entry``, or where it is a quantized stack those of its projections, of which each is
-    cast by itself where they are cast anew.
+def matrix_entries(dialect: Dialect, entry: Entry, casts_anew: bool) -> Iterator[Entry]:
+    """Yield ``entry``, or where it is a quantized stack and ``dialect`` does not fuse these those
+    of its projections, of which each is cast by itself where they are cast anew.
 
     Raises:
         InputError: where the rows of two projections share a block of scales that were trained.
     """
-    if entry.recipe is None or entry.tensor.dim() < 3:
+    if entry.recipe is None or entry.tensor.dim() < 3 or dialect.fuses_experts:
         yield entry
         return
     *stack, rows, columns = entry.tensor.shape

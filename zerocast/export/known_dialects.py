@@ -184,6 +184,7 @@ DIALECTS = {
             scale_dtype=torch.uint8,
             section={"quant_method": "mxfp4"},
             unquantized_key="modules_to_not_convert",
+            fuses_experts=True,
         ),
         _deepseek("fp8", _ANY_BLOCK_SCALE),
         _deepseek("fp8-deepgemm", replace(_ANY_BLOCK_SCALE, fp8_quant_fwd_weight=_DEEPGEMM)),

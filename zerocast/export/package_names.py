@@ -39,7 +39,7 @@ def package_names(source: Source, parts: Sequence[tuple[Entry, Sequence[Entry]]]
     state: dict[str, torch.Tensor] = {}
     for entry, own in parts:
         numbers = torch.arange(len(ours), len(ours) + len(own), dtype=torch.float64, device="cpu")
-        if own[0] is not entry:
+        if own[0].name != entry.name:
             state[entry.name] = numbers.view(*entry.shape[:-2], -1, 1)
         elif entry.tensor.dim() != 3:  # experts in high precision stay fused, under their own name
             state[entry.name] = numbers.expand((_SIDE,) * entry.tensor.dim())

@@ -33,7 +33,7 @@ class ShardPlan(CastPlan):
         own: by name uint8, the bytes that hold the codes of this rank's elements; bits of other
             elements in them are 0.
         changes: by name, of those with ``held_codes``, the bytes of these that the cast changed:
-            where the backend notes them, else ``own`` is other memory.
+            where the backend notes them and there is one matrix, else ``own`` is other memory.
     """
 
     def __init__(
@@ -62,7 +62,8 @@ class ShardPlan(CastPlan):
             storage.amax_group = entry.amax_group
             first, last = byte_span(recipe.numerics.fmt, shard.extent.start, shard.extent.end)
             own = held_codes.get(entry.name)
-            if own is not None and backend_for(device).notes_changes:
+            notes_changes = backend_for(device).notes_changes and not storage.stack
+            if own is not None and notes_changes:  # noted of one matrix
                 self.changes[entry.name] = storage.changes = Changes.none(len(own), device)
             else:
                 own = torch.zeros(last - first, dtype=torch.uint8, device=device)

@@ -41,6 +41,7 @@ from zerocast.export.known_dialects import as_dialect
 from zerocast.export.package_names import package_names
 from zerocast.export.shard_plan import ShardPlan
 from zerocast.export.tp_parts import check_part, tp_part, whole_weights
+from zerocast.export.turned import is_turned, turned_entry, turned_shape, with_turned_masters
 from zerocast.export.values import check_finite, check_tensor_scale
 from zerocast.layout import Extent
 from zerocast.optim import ZeroOptimizer
@@ -138,7 +139,9 @@ class Export:
             self._planned = planned(model)
             self._included = included_weights(model, include)
             found = [self._entry(*named) for named in stored_tensors(model).items()]
-            parts = [(entry, list(matrix_entries(entry, from_masters))) for entry in found]
+            parts = [
+                (entry, list(matrix_entries(self.dialect, entry, from_masters))) for entry in found
+            ]
             self._names = package_names(model, parts) if names is None else names
             entries = [each for _, own in parts for each in own]
             entries = in_amax_groups(entries, amax_groups, trained_amax_groups(model))
@@ -156,7 +159,7 @@ class Export:
     def _entry(self, name: str, tensor: torch.Tensor) -> Entry:
         gather, local = gather_of(tensor), to_local(tensor)
         trained: Recipe | None = None
-        if not has_place(self._model, name, tensor):
+        if not has_place(self.dialect, self._model, name, tensor):
             return Entry(name, as_plain(tensor), self._dtype or tensor.dtype)
         if isinstance(local, QuantizedTensor):
             trained, shard = local.recipe, self._trained_shard(name, tensor)
@@ -170,24 +173,26 @@ class Export:
             is_value = isinstance(tensor, torch.nn.Parameter) and tensor.is_floating_point()
             return Entry(name, tensor, self._dtype if self._dtype and is_value else tensor.dtype)
         tp_shard = tp_part(name, tensor)
+        turns = tensor.dim() > 2 and is_turned(self._model, name)
         shape = tensor.shape if tp_shard is None else tp_shard.whole
+        shape = turned_shape(shape) if turns else shape
         recipe = self.dialect.recipe if trained is None or self._from_masters else trained
         if tp_shard is not None:
             check_part(name, tp_shard, recipe)
+        entry = Entry(name, tensor, dtype, recipe, shard, tp_shard=tp_shard)
         if trained is None or self._from_masters:
             recipe.check_shape(shape)
-            return Entry(name, tensor, dtype, recipe, shard, tp_shard=tp_shard)
-        if not self.dialect.holds(trained, shape):
+        elif not self.dialect.holds(trained, shape):
             raise InputError(
                 f"{name} was trained with {trained}, whose bytes {self.dialect.name} cannot hold; "
                 f"give from_masters=True to cast its masters by {self.dialect.recipe}."
             )
-        if shard is not None and trained.state:
+        elif shard is not None and trained.state:
             raise UnsupportedError(
                 f"{name} was trained with {trained}, whose bytes depend on earlier casts; give "
                 f"from_masters=True to cast its masters by {self.dialect.recipe}."
             )
-        return Entry(name, tensor, dtype, trained, shard, tp_shard=tp_shard)
+        return turned_entry(entry, casts_anew=self._from_masters) if turns else entry
 
     def _trained_shard(self, name: str, weight: torch.Tensor) -> Shard | None:
         """Return what the optimizer holds of the master of a quantized ``weight``; None where the
@@ -291,7 +296,7 @@ class Export:
         entries = [entry for entry in bucket if entry.shard is not None]
         if not entries:
             return None
-        plan = ShardPlan(entries, self.held_amaxes, self.held_codes)
+        plan = ShardPlan(with_turned_masters(entries), self.held_amaxes, self.held_codes)
         plan.cast()
         return plan
 

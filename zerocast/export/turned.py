@@ -1,0 +1,97 @@
+"""Experts that a model keeps as [in, out], for a checkpoint that has their matrices as [out, in].
+
+The checkpoint's scales lie along the other side, so codes of the model's own matrices would not do:
+masters are turned, and cast as any others. A rank turns whole matrices. FSDP2 gives it such; ranks
+of a ZeroOptimizer send one another what is missing, in the dtype that the cast rounds to first.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+
+from zerocast.errors import InputError
+from zerocast.export.entries import Entry, Shard, Source
+from zerocast.layout import Extent, chunk
+from zerocast.recipes import Recipe
+from zerocast.sharded.placement import to_local
+
+
+def is_turned(source: Source, name: str) -> bool:
+    """Say whether a parameter of a module holds matrices as [in, out], as transformers says it. An
+    optimizer or a plan does not know modules, so of its weights that is denied.
+    """
+    if not isinstance(source, torch.nn.Module):
+        return False
+    return bool(getattr(source.get_submodule(name.rpartition(".")[0]), "is_transposed", False))
+
+
+def turned_shape(shape: torch.Size) -> torch.Size:
+    """Return the shape of a stack in the checkpoint."""
+    *stack, rows, columns = shape
+    return torch.Size((*stack, columns, rows))
+
+
+def turned_entry(entry: Entry, *, casts_anew: bool) -> Entry:
+    """Return the entry of a stack [..., in, out] as the checkpoint has it, [..., out, in].
+
+    Raises:
+        InputError: where the bytes of training are asked for, which would be others there.
+    """
+    recipe, shard = entry.recipe, entry.shard
+    assert recipe is not None
+    if not casts_anew and (shard is None or not _has_square_blocks(recipe)):
+        raise InputError(
+            f"{entry.name} keeps its matrices as [in, out], and the checkpoint has scales along "
+            f"the other side than {recipe}; give from_masters=True to cast its masters turned."
+        )
+    assert shard is not None
+    shape = turned_shape(entry.tensor.shape)
+    like = torch.empty((), dtype=entry.dtype, device=to_local(entry.tensor).device)
+    own = _matrices(shape, shard.comm.rank, shard.comm.size)
+    return dataclasses.replace(
+        entry, tensor=like.expand(shape), shard=Shard(None, own, shard.comm), unturned=shard
+    )
+
+
+def with_turned_masters(entries: Sequence[Entry]) -> list[Entry]:
+    """Return ``entries`` with the masters of those that are turned. Collective, over the ranks of
+    these.
+    """
+    return [entry if entry.unturned is None else _with_masters(entry) for entry in entries]
+
+
+def _with_masters(entry: Entry) -> Entry:
+    given, turned, recipe = entry.unturned, entry.shard, entry.recipe
+    assert given is not None
+    assert turned is not None
+    assert recipe is not None
+    comm, own, shape = given.comm, turned.extent, entry.tensor.shape
+    targets = [_matrices(shape, rank, comm.size) for rank in range(comm.size)]
+    extents: list[Extent] = comm.all_gather_object(given.extent)
+    dtype = recipe.round_to(entry.dtype)
+    values = entry.tensor.new_empty(0) if given.values is None else given.values.detach()
+    values = values.reshape(-1).to(dtype)
+    if any(extent != target for extent, target in zip(extents, targets, strict=True) if extent):
+        sent = [given.extent.intersect(target).size for target in targets]
+        parts = [own.intersect(extent) for extent in extents]
+        received = [part.size for part in parts]
+        data = values.new_empty(sum(received))
+        comm.start_all_to_all(data, values, received, sent)()
+        values = torch.empty_like(data)
+        for part, each in zip(parts, data.split(received), strict=True):
+            values[part.start - own.start : part.start - own.start + part.size] = each
+    matrices = values.view(-1, shape[-1], shape[-2]).mT.contiguous()
+    return dataclasses.replace(entry, shard=Shard(matrices if own else None, own, comm))
+
+
+def _matrices(shape: torch.Size, rank: int, size: int) -> Extent:
+    """Return the elements of the matrices that ``rank`` casts, as FSDP2 cuts a stack."""
+    own, each = chunk(shape[:-2].numel(), rank, size), shape[-2:].numel()
+    return Extent(own.start * each, own.end * each)
+
+
+def _has_square_blocks(recipe: Recipe) -> bool:
+    return recipe.block[0] == recipe.block[1]
