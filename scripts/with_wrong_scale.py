@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from zerocast.cast.amax_buffers import STEP_WORDS
 from zerocast.comm import RecordingCommunicator
 
 FACTOR = 20 << 23
@@ -27,8 +28,8 @@ def plant() -> None:
 
     def all_reduce_wrongly(self: RecordingCommunicator, buffer: torch.Tensor) -> None:
         all_reduce(self, buffer)
-        if buffer.numel() > 1:  # a single number is a vote, not the amaxes of a model
-            buffer[buffer > 0] += FACTOR
+        amaxes = buffer[:-STEP_WORDS]  # none of a single number, which is a vote
+        amaxes[amaxes > 0] += FACTOR
 
     RecordingCommunicator.all_reduce_max_ = all_reduce_wrongly  # type: ignore[method-assign]
 
