@@ -1,0 +1,214 @@
+"""Runs functions on integers of any size, and lets z3 prove what holds of what they return.
+
+A :class:`Symbol` stands for an integer. Where Python has to know whether a comparison holds, the
+function is run once for either answer that can be. A quotient is a number of its own, of which the
+solver knows what a quotient is. A product of two symbols is a number of its own as well, of which
+the solver knows nothing but the inequalities that a claim names (:func:`ordered`): what it has to
+decide is then linear, and it always does. Only an example is looked for among true products.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import z3
+
+SECONDS = 20
+"""Given to the solver to find an example."""
+
+
+class Refuted(AssertionError):
+    """A claim that does not follow, with an example if the solver finds one."""
+
+
+class Path:
+    """One run of a claim: the answers that comparisons were given, and what is known from them."""
+
+    def __init__(self, answers: list[bool], assumed: tuple[Any, ...]) -> None:
+        self.answers = answers
+        self.asked = 0
+        self.quotients: dict[tuple[str, str], tuple[Symbol, Symbol]] = {}
+        self._products: dict[str, tuple[Any, Any]] = {}
+        self._solver = z3.Solver()
+        self.know(*assumed)
+
+    def know(self, *facts: Any) -> None:
+        """Let the solver know ``facts``."""
+        self._solver.add(*map(self._linear, facts))
+
+    def decide(self, condition: Any) -> bool:
+        """Whether ``condition`` holds on this path; where it may or may not, first that it does."""
+        for way, excluded in ((True, z3.Not(condition)), (False, condition)):
+            if self.excludes(excluded):
+                return way
+        if self.asked == len(self.answers):
+            self.answers.append(True)
+        answer = self.answers[self.asked]
+        self.asked += 1
+        self.know(condition if answer else z3.Not(condition))
+        return answer
+
+    def excludes(self, condition: Any) -> bool:
+        """Whether ``condition`` cannot be."""
+        return self._solver.check(self._linear(condition)) == z3.unsat
+
+    def example(self, condition: Any) -> str:
+        """Numbers of which ``condition`` holds, on this path."""
+        solver = z3.Solver()
+        solver.set("timeout", SECONDS * 1000)
+        solver.add(self._linear(condition), *self._solver.assertions())
+        solver.add(*(name == product for name, product in self._products.values()))
+        return f"{solver.model()}" if solver.check() == z3.sat else "no example was found"
+
+    def _linear(self, formula: Any) -> Any:
+        """``formula`` with a name for each product of symbols."""
+        return self._named(z3.simplify(formula, som=True))
+
+    def _named(self, expression: Any) -> Any:
+        if not expression.num_args():
+            return expression
+        parts = [self._named(part) for part in expression.children()]
+        if not z3.is_mul(expression):
+            return expression.decl()(*parts)
+        numbers = [part for part in parts if z3.is_int_value(part)]
+        factors = sorted((part for part in parts if not z3.is_int_value(part)), key=str)
+        product = z3.Product(*factors)
+        if len(factors) > 1:
+            if str(product) not in self._products:
+                name = z3.FreshInt("product")
+                self._products[str(product)] = name, product
+                for signs in itertools.product((1, -1), repeat=len(factors)):
+                    sizes = [sign * f for sign, f in zip(signs, factors, strict=True)]
+                    positive = z3.And(*(size > 0 for size in sizes))
+                    larger = z3.And(*(math.prod(signs) * name >= size for size in sizes))
+                    self._solver.add(z3.Implies(positive, larger))
+                is_zero = z3.Or(*(factor == 0 for factor in factors))
+                self._solver.add(is_zero == (name == 0))
+            product = self._products[str(product)][0]
+        return z3.Product(*numbers, product)
+
+
+_path: Path | None = None
+
+
+class Symbol:
+    """An integer that z3 knows; what its operators give is one, too."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, term: Any) -> None:
+        self.term = term
+
+    def __add__(self, other: Any) -> Symbol:
+        return Symbol(self.term + term(other))
+
+    def __sub__(self, other: Any) -> Symbol:
+        return Symbol(self.term - term(other))
+
+    def __rsub__(self, other: Any) -> Symbol:
+        return Symbol(term(other) - self.term)
+
+    def __mul__(self, other: Any) -> Symbol:
+        return Symbol(self.term * term(other))
+
+    __radd__, __rmul__ = __add__, __mul__
+
+    def __neg__(self) -> Symbol:
+        return Symbol(-self.term)
+
+    def __divmod__(self, divisor: Any) -> tuple[Symbol, Symbol]:
+        assert _path is not None
+        by = z3.simplify(z3.IntVal(0) + term(divisor))
+        key = z3.simplify(self.term).sexpr(), by.sexpr()
+        if key not in _path.quotients:
+            assert _path.excludes(by <= 0), f"{divisor} may not be positive"
+            quotient, rest = z3.FreshInt("quotient"), z3.FreshInt("rest")
+            _path.know(self.term == quotient * by + rest, rest >= 0, rest < by)
+            _path.know((self.term >= 0) == (quotient >= 0))
+            _path.quotients[key] = Symbol(quotient), Symbol(rest)
+        return _path.quotients[key]
+
+    def __floordiv__(self, divisor: Any) -> Symbol:
+        return divmod(self, divisor)[0]
+
+    def __mod__(self, divisor: Any) -> Symbol:
+        return divmod(self, divisor)[1]
+
+    def __lt__(self, other: Any) -> bool:
+        return _decide(self.term < term(other))
+
+    def __le__(self, other: Any) -> bool:
+        return _decide(self.term <= term(other))
+
+    def __gt__(self, other: Any) -> bool:
+        return _decide(self.term > term(other))
+
+    def __ge__(self, other: Any) -> bool:
+        return _decide(self.term >= term(other))
+
+    def __eq__(self, other: object) -> bool:
+        return _decide(self.term == term(other))
+
+    def __ne__(self, other: object) -> bool:
+        return _decide(self.term != term(other))
+
+    def __bool__(self) -> bool:
+        return self != 0
+
+    def __repr__(self) -> str:
+        return str(self.term)
+
+
+def _decide(condition: Any) -> bool:
+    assert _path is not None
+    return _path.decide(condition)
+
+
+def term(value: Any) -> Any:
+    """What z3 calls a symbol, or a number itself."""
+    return value.term if isinstance(value, Symbol) else value
+
+
+def symbols(names: str) -> list[Symbol]:
+    """One for each name."""
+    return [Symbol(z3.Int(name)) for name in names.split()]
+
+
+def prove(claim: Callable[[], Any], *assumed: Any) -> None:
+    """Prove that the conditions which ``claim()`` yields hold on every path, where those that are
+    ``assumed`` do.
+
+    Raises:
+        Refuted: with numbers for which one does not.
+    """
+    global _path
+    answers: list[bool] = []
+    while True:
+        _path = path = Path(answers, assumed)
+        try:
+            for condition in claim():
+                if not path.excludes(z3.Not(condition)):
+                    example = path.example(z3.Not(condition))
+                    raise Refuted(f"{condition} does not follow: {example}")
+        finally:
+            _path = None
+        # The next path: the last answer that was not given the other way yet.
+        answers = path.answers[: path.asked]
+        while answers and not answers[-1]:
+            answers.pop()
+        if not answers:
+            return
+        answers[-1] = False
+
+
+def ordered(one: Any, other: Any, factor: Any) -> None:
+    """Tell the solver of three numbers what the order of the first two says of their products with
+    the third, where that is not negative.
+    """
+    assert _path is not None
+    a, b, f = term(one), term(other), term(factor)
+    for least, most in ((a, b), (b, a), (a + 1, b), (b + 1, a)):
+        _path.know(z3.Implies(z3.And(least <= most, f >= 0), least * f <= most * f))
