@@ -24,6 +24,12 @@ def test_its_absence_is_said():
 
 
 STAND_IN = """
+import torch
+class ColumnParallelLinear(torch.nn.Module):
+    def __init__(self, skip=False):
+        super().__init__()
+        self.weight = None if skip else torch.nn.Parameter(torch.randn(32, 64).bfloat16())
+class RowParallelLinear(ColumnParallelLinear): pass
 class _ParamAndGradBuffer:
     def __init__(self, ddp_config, params=()): self.ddp_config, self.params = ddp_config, params
     def _compute_nvfp4_packed_layout(self, params_with_names): pass
@@ -49,8 +55,9 @@ def post_all_gather_processing(model_params): pass
 def dist_all_gather_func(output_tensor, input_tensor, group, async_op): pass
 """
 PLACES = (
-    "fp8_utils", "fp4_utils", "distributed.param_and_grad_buffer", "optimizer.distrib_optimizer",
-    "optimizer.layer_wise_optimizer", "distributed.fsdp.src.megatron_fsdp.megatron_fsdp",
+    "fp8_utils", "fp4_utils", "tensor_parallel", "distributed.param_and_grad_buffer",
+    "optimizer.distrib_optimizer", "optimizer.layer_wise_optimizer",
+    "distributed.fsdp.src.megatron_fsdp.megatron_fsdp",
 )  # fmt: skip
 
 
@@ -188,3 +195,73 @@ def test_packed_codes_lie_where_their_elements_do(core):
     buffer.bucket_indices = [(0, 16_707)]
     with pytest.raises(UnsupportedError, match="even number of elements"):
         buffer._compute_nvfp4_packed_layout([(weight, "weight")])
+
+
+class Layer(torch.nn.Module):
+    """A transformer layer, as far as it is looked at."""
+
+    def __init__(self, core, number, config):
+        super().__init__()
+        self.layer_number, self.config = number, config
+        self.self_attention = torch.nn.ModuleDict({"qkv": core.tensor_parallel.RowParallelLinear()})
+        self.mlp = core.tensor_parallel.ColumnParallelLinear()
+
+
+@pytest.fixture
+def gpt(core):
+    """Four layers, the first and the last two of which may stay in BF16, and others around them."""
+    config = types.SimpleNamespace(
+        num_layers=4, num_layers_at_start_in_bf16=1, num_layers_at_end_in_bf16=2,
+        first_last_layers_bf16=False,
+    )  # fmt: skip
+    layers = torch.nn.ModuleList(Layer(core, number, config) for number in range(1, 5))
+    head = core.tensor_parallel.ColumnParallelLinear()
+    tied = core.tensor_parallel.ColumnParallelLinear(skip=True)
+    parts = {"layers": layers, "head": head, "tied": tied, "plain": torch.nn.Linear(64, 32)}
+    return torch.nn.ModuleDict(parts).bfloat16()
+
+
+def in_codes(model):
+    """The names of the layers whose weights hold codes."""
+    weights = dict(model.named_parameters())
+    quantized = [name for name in weights if isinstance(weights[name], zerocast.QuantizedTensor)]
+    return [name.removesuffix(".weight") for name in quantized]
+
+
+EVERY = [f"layers.{i}.{name}" for i in range(4) for name in ("self_attention.qkv", "mlp")]
+
+
+def test_parallel_linears_get_codes_of_one_plane(gpt):
+    """Those alone, with the attributes of their weights; a masters' optimizer finds the values."""
+    old = gpt["layers"][0].mlp.weight
+    old.tensor_model_parallel, old.partition_dim = True, 0
+    report = zerocast.megatron.quantize_linears(gpt, "mxfp8")
+    assert in_codes(gpt) == [*EVERY, "head"] == [n.removesuffix(".weight") for n in report.included]
+    new = gpt["layers"][0].mlp.weight
+    assert (new.tensor_model_parallel, new.partition_dim) == (True, 0)
+    assert len(new.quantized_storage.gathered) == 1
+    assert torch.equal(new.get_high_precision_init_val(), old)
+
+
+def test_layers_that_are_named_stay(gpt):
+    """By names and by patterns; a name that fits no layer is refused with nothing changed."""
+    with pytest.raises(InputError, match="'haed', which fits none of"):
+        zerocast.megatron.quantize_linears(gpt, "block", skip=["head", "haed"])
+    assert in_codes(gpt) == []
+    zerocast.megatron.quantize_linears(gpt, "block", skip=["head", "*.mlp"])
+    assert in_codes(gpt) == EVERY[::2]
+
+
+@pytest.mark.parametrize(("asked", "configured"), [(True, False), (None, True)])
+def test_layers_at_both_ends_stay(gpt, asked, configured):
+    """Where the argument says so, or else the configuration: one of four, and two."""
+    gpt["layers"][0].config.first_last_layers_bf16 = configured
+    zerocast.megatron.quantize_linears(gpt, "block", first_last_layers_bf16=asked)
+    assert in_codes(gpt) == [*EVERY[2:4], "head"]
+
+
+def test_layers_at_both_ends_do_not_stay_where_the_argument_says_so(gpt):
+    """The argument goes before the configuration."""
+    gpt["layers"][0].config.first_last_layers_bf16 = True
+    zerocast.megatron.quantize_linears(gpt, "block", first_last_layers_bf16=False)
+    assert in_codes(gpt) == [*EVERY, "head"]

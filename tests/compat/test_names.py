@@ -157,6 +157,15 @@ def test_other_values_of_arguments_that_take_one_are_refused(argument):
         te.Linear(32, 32, **argument)
 
 
+@pytest.mark.parametrize("kind", [te.Linear, te.LayerNormLinear, te.LayerNormMLP])
+def test_further_arguments_by_position_are_refused(kind):
+    """TransformerEngine has others there: a third one of Linear is sequence_parallel."""
+    sizes = (32, 64) if kind is te.Linear else (32, 64, 1e-5)
+    kind(*sizes)
+    with pytest.raises(InputError, match="all others by name"):
+        kind(*sizes, False)
+
+
 def test_gelu_is_the_approximation_by_tanh():
     """As in TransformerEngine, and not as in torch."""
     assert te.LayerNormMLP(16, 16).activation == "gelu_tanh"

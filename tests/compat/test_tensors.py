@@ -1,5 +1,8 @@
 """TransformerEngine's tensor classes, attributes and quantizers, on zerocast's bytes."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 
@@ -218,6 +221,19 @@ def test_a_delayed_quantizer_reads_its_scale_and_raises_its_amax():
     assert (weight._scale_inv, amax, weight.scale) == (0.5, 3.0, own)
     with pytest.raises(MissingDataError, match="update_quantized"):
         made._get_quantizer()
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda q: pickle.loads(pickle.dumps(q))])
+def test_a_copied_quantizer_has_its_own_state(copied):
+    """A deep or pickled copy reads its own scale and raises its own amax."""
+    first = te.Float8Quantizer(torch.ones(1), torch.zeros(1), te.DType.kFloat8E4M3)
+    second = copied(first)
+    second.scale.fill_(2)
+    assert (
+        second(torch.full((16, 16), 3.0))._data[0, 0]
+        == first(torch.full((16, 16), 6.0))._data[0, 0]
+    )
+    assert (first.amax, second.amax) == (6, 3)
 
 
 def test_stochastic_rounding_draws_anew():

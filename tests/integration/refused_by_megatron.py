@@ -18,7 +18,7 @@ from megatron.core.transformer import TransformerConfig
 
 import zerocast
 import zerocast.megatron
-from tests.support.megatron_on_cpu import on_cpu
+from tests.support.megatron_on_cpu import on_cpu, with_fused_adam
 
 BF16 = {"bf16": True, "params_dtype": torch.bfloat16}
 
@@ -52,12 +52,23 @@ def two_planes() -> None:
     wrapped(holder, use_distributed_optimizer=True, fp8_param_gather=True)
 
 
-def precision_aware() -> None:
-    """Masters in BF16, or on the CPU, which the optimizer keeps to itself."""
+def masters_in_bf16() -> None:
+    """Those of a precision-aware optimizer, which keeps them to itself."""
     ddp = wrapped(model(), use_distributed_optimizer=True, fp8_param_gather=True)
-    config = OptimizerConfig(optimizer="adam", lr=1e-3, use_distributed_optimizer=True, **BF16)
-    config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True  # True needs TransformerEngine
-    get_megatron_optimizer(config, [ddp])
+    with with_fused_adam():
+        config = OptimizerConfig(
+            optimizer="adam", lr=1e-3, use_distributed_optimizer=True, fp8_recipe="blockwise",
+            use_precision_aware_optimizer=True, main_params_dtype=torch.bfloat16, **BF16,
+        )  # fmt: skip
+        get_megatron_optimizer(config, [ddp])
+
+
+def values_in_buffers() -> None:
+    """MXFP8 gathered as BF16, as Megatron-Core recommends for weights of TransformerEngine."""
+    wrapped(
+        model("mxfp8"), use_distributed_optimizer=True, fp8_param_gather=True,
+        reuse_grad_buf_for_mxfp8_param_ag=True,
+    )  # fmt: skip
 
 
 def layer_wise() -> None:
@@ -84,12 +95,17 @@ def report(way: Callable[[], None]) -> None:
         print(f"{way.__name__}: {type(error).__name__}: {error}", flush=True)
 
 
+WAYS = (
+    two_planes, masters_in_bf16, values_in_buffers, layer_wise, undistributed, megatron_fsdp
+)  # fmt: skip
+
+
 def main() -> None:
     """Ask for each."""
     dist.init_process_group("gloo")
     parallel_state.initialize_model_parallel()
     zerocast.megatron.install()
-    for way in (two_planes, precision_aware, layer_wise, undistributed, megatron_fsdp):
+    for way in WAYS:
         report(way)
     zerocast.megatron.uninstall()
     dist.destroy_process_group()

@@ -1,6 +1,7 @@
 """Megatron-Core as it is installed trains weights of zerocast on CPU ranks."""
 
 import re
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,30 @@ def test_a_checkpoint_continues_bit_for_bit(ranks, others, arguments, tmp_path):
         assert on_three is None or digests(on_three[name])[0] == loaded
 
 
+@pytest.mark.parametrize("way", ["--offload", "--precision-aware"])
+def test_masters_stay_those_that_are_cast(way):
+    """Half of them updated in copies on the CPU, or beside moments in BF16."""
+    said = train(2, "bf16", "block", RECIPES[-1], way, "--steps", 6)
+    losses = [re.findall(r"loss ([\d.]+)", text) for text in said.values()]
+    assert all(len(digests(said[name])) == 6 for name in ("block", RECIPES[-1]))
+    assert [float(each[-1]) for each in losses[1:]] == pytest.approx(
+        [float(losses[0][-1])] * 2, 0.02
+    )
+
+
+def test_the_page_trains(tmp_path):
+    """The program of docs/megatron.md."""
+    page = (HERE.parents[1] / "docs/megatron.md").read_text()
+    program = page.partition("```py\n")[2].partition("```")[0]
+    assert "import zerocast.megatron" in program
+    on_cpu = "from tests.support.megatron_on_cpu import on_cpu\n\nwith on_cpu():\n"
+    (tmp_path / "page.py").write_text(on_cpu + textwrap.indent(program, "    "))
+    out = output_of(on_torchrun_ranks(2, tmp_path / "page.py"))
+    assert sorted(re.findall(r"^rank (\d) step (\d): loss", out, flags=re.MULTILINE)) == [
+        (rank, step) for rank in "01" for step in "012"
+    ]
+
+
 def test_a_step_sends_codes():
     """What one step sends on 2 ranks, byte by byte: docs/megatron.md tells it as a table."""
     said = train(2, "bf16", *RECIPES, "--steps", 1)
@@ -115,7 +140,8 @@ def test_what_is_not_served_is_refused_by_name():
     out = output_of(on_torchrun_ranks(1, HERE / "refused_by_megatron.py"))
     for way, reason in {
         "two_planes": "holds one plane of codes.*enable_2d_quantization=True",
-        "precision_aware": "masters that Megatron-Core holds.*keeps masters to itself",
+        "masters_in_bf16": "masters that Megatron-Core holds.*keeps masters to itself",
+        "values_in_buffers": "reuse_grad_buf_for_mxfp8_param_ag=True.*leave it False",
         "layer_wise": "got its layer-wise one.*shard='matrix'",
         "undistributed": "use_distributed_optimizer=True",
         "megatron_fsdp": "got Megatron-FSDP, which frees the planes",

@@ -1,6 +1,7 @@
 """Trains a small GPT of Megatron-Core, unmodified, by its distributed optimizer on gloo's ranks.
 
     train_by_megatron.py RECIPE... [--tp N] [--hidden N] [--ffn N] [--steps N] [--overlap]
+                         [--offload] [--precision-aware]
                          [--alike] [--save DIR | --load DIR]
 
 With every recipe anew. After every step each byte of each weight, on every rank, must be that of
@@ -17,6 +18,7 @@ the ranks hold together: masters, codes and scales.
 
 import argparse
 import collections
+import contextlib
 import copy
 import hashlib
 import itertools
@@ -35,7 +37,7 @@ from torch.utils._pytree import tree_leaves
 import zerocast
 import zerocast.megatron
 from tests.support.collectives import Collectives
-from tests.support.megatron_on_cpu import on_cpu
+from tests.support.megatron_on_cpu import on_cpu, with_fused_adam
 
 VOCABULARY, SEQUENCE = 128, 32
 BF16 = {"bf16": True, "params_dtype": torch.bfloat16}
@@ -84,13 +86,23 @@ class Training:
             zerocast.megatron.quantize_linears(model, recipe, skip=["output_layer"])
             flags[f"fp{4 if name.endswith('fp4') else 8}_param_gather"] = True
         self.ddp = DistributedDataParallel(config, DistributedDataParallelConfig(**flags), model)
-        self.optimizer = get_megatron_optimizer(
-            OptimizerConfig(
+        options = dict(BF16)
+        if args.offload:
+            options |= {
+                "optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5,
+                "pin_cpu_grads": False, "overlap_cpu_optimizer_d2h_h2d": True,
+            }  # fmt: skip
+        if args.precision_aware:
+            options |= {
+                "use_precision_aware_optimizer": True, "fp8_recipe": "blockwise",
+                "exp_avg_dtype": torch.bfloat16,
+            }  # fmt: skip
+        with with_fused_adam() if args.precision_aware else contextlib.nullcontext():
+            options = OptimizerConfig(
                 optimizer="adam", lr=1e-3, use_distributed_optimizer=True,
-                overlap_param_gather=args.overlap, clip_grad=0.0 if args.alike else 1.0, **BF16,
-            ),
-            [self.ddp],
-        )  # fmt: skip
+                overlap_param_gather=args.overlap, clip_grad=0.0 if args.alike else 1.0, **options,
+            )  # fmt: skip
+            self.optimizer = get_megatron_optimizer(options, [self.ddp])
         self.args, self.step, self.unsharded = args, 0, {}
         if self.has_codes:
             self.unsharded = {weight: copy.deepcopy(weight) for weight, *_ in self.masters()}
@@ -194,8 +206,8 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=64)
     parser.add_argument("--ffn", type=int)
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--overlap", action="store_true")
-    parser.add_argument("--alike", action="store_true")
+    for flag in ("--overlap", "--offload", "--precision-aware", "--alike"):
+        parser.add_argument(flag, action="store_true")
     parser.add_argument("--save", type=Path)
     parser.add_argument("--load", type=Path)
     args = parser.parse_args()

@@ -41,7 +41,8 @@ class _Arguments(torch.nn.Module):
     """Gives a layer of zerocast TransformerEngine's arguments.
 
     Args:
-        sizes: the two sizes of the layer.
+        sizes: the two sizes of the layer, and of the layers with a norm its ``eps``, too, if it is
+            given by position. TransformerEngine has others behind them, which are given by name.
         init_method: called with each weight in high precision, to fill it; it is quantized then.
         output_layer_init_method: the same for the second weight, of LayerNormMLP.
         fuse_wgrad_accumulation: gradients of weights are added into ``weight.main_grad`` as they
@@ -50,19 +51,26 @@ class _Arguments(torch.nn.Module):
         options: zerocast's, and TransformerEngine's further ones at their defaults.
 
     Raises:
+        InputError: for more arguments by position.
         UnsupportedError: for another value of those.
     """
 
     dtype_argument = "params_dtype"
+    by_position: tuple[str, ...] = ("in_features", "out_features", "eps")
 
     def __init__(
         self,
-        *sizes: int,
+        *sizes: Any,
         init_method: Init | None = None,
         output_layer_init_method: Init | None = None,
         fuse_wgrad_accumulation: bool = False,
         **options: Any,
     ) -> None:
+        if len(sizes) > len(self.by_position):
+            raise InputError(
+                f"{type(self).__name__} takes {', '.join(self.by_position)} by position and all "
+                f"others by name, got {len(sizes)} by position."
+            )
         given = {name: options.pop(name) for name in _ONE_VALUE if name in options}
         check_one_value(**{name: (value, _ONE_VALUE[name]) for name, value in given.items()})
         options["name"] = options.pop("name", None) or ""
@@ -111,6 +119,7 @@ class Linear(_Arguments, nn.Linear):
     """:class:`zerocast.nn.Linear`, with these arguments."""
 
     dtype_argument = "dtype"
+    by_position = ("in_features", "out_features")
 
 
 class LayerNormLinear(_Arguments, nn.LayerNormLinear):
@@ -122,6 +131,8 @@ class LayerNormMLP(_Arguments, nn.LayerNormMLP):
     tanh, as TransformerEngine's.
     """
 
-    def __init__(self, *sizes: int, activation: str = "gelu", **options: Any) -> None:
+    by_position = ("hidden_size", "ffn_hidden_size", "eps")
+
+    def __init__(self, *sizes: Any, activation: str = "gelu", **options: Any) -> None:
         activation = "gelu_tanh" if activation == "gelu" else activation
         super().__init__(*sizes, activation=activation, **options)

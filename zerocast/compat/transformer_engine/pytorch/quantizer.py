@@ -61,8 +61,12 @@ class Quantizer(OwnQuantizer):
             name: given[name] if name in given else specs[name].allocate(device)
             for name in recipe.state
         }
-        slot = StateSlot(lambda: dict(self._state), self._record) if self._state else None
+        slot = StateSlot(self._tensors, self._record) if self._state else None
         super().__init__(recipe, rowwise=rowwise, columnwise=columnwise, slot=slot)
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        """Return the state; a method, so that a copy of the quantizer asks the copy."""
+        return dict(self._state)
 
     def _record(self, amax: torch.Tensor) -> None:
         """Raise the state's amax to that of a cast, int32 [1]."""
