@@ -79,16 +79,19 @@ ZEROCAST_FN float fused_multiply_add(float a, float b, float c) {
 // FIRST + n has the bits of FIRST, plus n: its last place is 1.
 constexpr float FIRST = 1.5f * (1 << MANTISSA_BITS);
 
-// `first` and the code of a magnitude of E2M1, added up: bits of FIRST and so on. Up to 2 the codes
-// count halves, up to 4 ones and beyond twos: each of three lines is right in its range and too
-// large elsewhere. Added to `first`, a line is rounded as it is made, to even where `first` is
-// FIRST plus an even number. A NaN's code is the largest.
-ZEROCAST_FN i32 e2m1_by_lines(float magnitude, float first) {
-    i32 halves = Scalar::bits(fused_multiply_add(magnitude, 2.0f, first));
-    i32 ones = Scalar::bits(fused_multiply_add(magnitude, 1.0f, first + 2.0f));
-    i32 twos = Scalar::bits(fused_multiply_add(magnitude, 0.5f, first + 4.0f));
-    i32 last = Scalar::bits(first) + E2M1::MAX_CODE;
-    return Scalar::min(Scalar::min(halves, ones), Scalar::min(twos, last));
+// FIRST's bits and the code of a magnitude of E2M1, added up, without a largest code. Up to 2 the
+// codes count halves, up to 4 ones and beyond twos: each of three lines is right in its range and
+// too large elsewhere. Added to FIRST, a line is rounded as it is made, to even.
+ZEROCAST_FN i32 e2m1_unbounded(float magnitude) {
+    i32 halves = Scalar::bits(fused_multiply_add(magnitude, 2.0f, FIRST));
+    i32 ones = Scalar::bits(fused_multiply_add(magnitude, 1.0f, FIRST + 2.0f));
+    i32 twos = Scalar::bits(fused_multiply_add(magnitude, 0.5f, FIRST + 4.0f));
+    return Scalar::min(Scalar::min(halves, ones), twos);
+}
+
+// FIRST's bits and the code of a magnitude. A NaN's code is the largest.
+ZEROCAST_FN i32 e2m1_by_lines(float magnitude) {
+    return Scalar::min(e2m1_unbounded(magnitude), Scalar::bits(FIRST) + E2M1::MAX_CODE);
 }
 
 // Four codes of E2M1.
@@ -99,13 +102,15 @@ ZEROCAST_FN u32 encode_e2m1_by_lines(const Vec4& q) {
         i32 bits = Scalar::bits(q.x[i]);
         word = word << 1 | (u32)bits >> 31;
         // FIRST's own bits lie above those of four codes.
-        word = (word << 3) + (u32)e2m1_by_lines(absolute<Scalar>(q.x[i]), FIRST);
+        word = (word << 3) + (u32)e2m1_by_lines(absolute<Scalar>(q.x[i]));
     }
     return word & 0xFFFFu;
 }
 
-// In the low four bits of each, the code of E2M1 of a magnitude `low`, and 8 and that of `high`.
+// In the low four bits of each, the code of E2M1 of a magnitude, or a larger number for the largest
+// code; of what is above LARGEST_OF_TWO, anything.
 struct TwoCodes {
+    static constexpr float LARGEST_OF_TWO = 22.0f;
     u32 low, high;
 
     ZEROCAST_FN TwoCodes(float low_magnitude, float high_magnitude) {
@@ -113,14 +118,14 @@ struct TwoCodes {
         asm("{.reg .b8 both; cvt.rn.satfinite.e2m1x2.f32 both, %1, %2; mov.b32 %0, {both, 0, 0, "
             "0};}"
             : "=r"(low)
-            : "f"(-high_magnitude), "f"(low_magnitude));
+            : "f"(high_magnitude), "f"(low_magnitude));
         high = low >> 4;
 #elif !defined(ZEROCAST_PORTABLE_CONVERSIONS)
-        low = (u32)e2m1_by_lines(low_magnitude, FIRST);
-        high = (u32)e2m1_by_lines(high_magnitude, FIRST + 8.0f);
+        low = (u32)e2m1_unbounded(low_magnitude);
+        high = (u32)e2m1_unbounded(high_magnitude);
 #else
         low = (u32)encode<E2M1, Scalar>(low_magnitude);
-        high = (u32)encode<E2M1, Scalar>(high_magnitude) | 8;
+        high = (u32)encode<E2M1, Scalar>(high_magnitude);
 #endif
     }
 };

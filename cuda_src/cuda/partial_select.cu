@@ -2,7 +2,10 @@
 //
 // A lane takes one row inside a block, sixteen elements from left to right, and the sixteen lanes
 // of a block add up their rows. There are eight magnitudes of codes under two scales: each lane
-// works out what one of them means, and elements fetch the meaning of theirs by a shuffle.
+// works out what one of them means, and elements fetch the meaning of theirs by a shuffle. Lanes 7
+// to 15 all know the largest code's, so that codes need no upper limit: an element is not above its
+// block's amax, and that one, though scales are rounded, lies far below LARGEST_OF_TWO under both,
+// or all codes mean the same (tests/kernels/conversions.cpp).
 //
 // In a row of blocks that ranks share, a row inside a block that is whole leaves its errors, and
 // one that is cut its elements, for select to put together.
@@ -69,7 +72,7 @@ class TileErrors {
     }
 
     // Of a row of blocks that no other rank shares: rows inside blocks are 16 elements wide, and
-    // read four at a time.
+    // read four at a time, while the row before is worked on.
     template <class Nominal, class T>
     ZEROCAST_FN void at_once(const T* master) const {
         const T* from = master + element_;
@@ -78,12 +81,15 @@ class TileErrors {
         for (int k = 0; k < QUADS; k++) four[k].load_at_once(from + 4 * k, whole_ & 1);
         for_each_block([&](int n) {
             from += STEP;
-            BlockErrors errors(*this, n);
+            Vec4 q[QUADS];
 #pragma unroll
             for (int k = 0; k < QUADS; k++) {
-                errors.add(round_vec4<Nominal>(four[k].template values<T>()));
+                q[k] = round_vec4<Nominal>(four[k].template values<T>());
                 four[k].load_at_once(from + 4 * k, whole_ >> n & 2);
             }
+            BlockErrors errors(*this, n);
+#pragma unroll
+            for (int k = 0; k < QUADS; k++) errors.add(q[k]);
             decide(n, errors.sum);
         });
     }
@@ -131,13 +137,16 @@ class TileErrors {
   private:
     // The errors of the row inside block n. All lanes of the warp take part.
     struct BlockErrors {
-        float value, multiplier4, multiplier6;
+        float value4, value6, multiplier4, multiplier6;
         Errors<Scalar> sum{};
 
         ZEROCAST_FN BlockErrors(const TileErrors& tile, int n) {
             int b = tile.first_ + n * AT_ONCE;
             float map = tile.scales_.map[2 * b + tile.lane_ / 8];
-            value = tile.numerics_.template dequantized<Scalar>(tile.lane_ % 8, map);
+            float value = tile.numerics_.template dequantized<Scalar>(tile.lane_ % 8, map);
+            int last = tile.lane_ < E2M1::MAX_CODE ? tile.lane_ : E2M1::MAX_CODE;
+            value4 = __shfl_sync(ALL_LANES, value, last, CHOICE_SIDE);
+            value6 = __shfl_sync(ALL_LANES, value, last + 8, CHOICE_SIDE);
             multiplier4 = tile.scales_.multiplier[2 * b];
             multiplier6 = tile.scales_.multiplier[2 * b + 1];
         }
@@ -147,10 +156,10 @@ class TileErrors {
             for (int j = 0; j < 4; j++) {
                 float x = absolute<Scalar>(q.x[j]);
                 TwoCodes code(x * multiplier4, x * multiplier6);
-                float value4 = __shfl_sync(ALL_LANES, value, (int)code.low, CHOICE_SIDE);
-                float value6 = __shfl_sync(ALL_LANES, value, (int)code.high, CHOICE_SIDE);
-                sum.map4 = sum.map4 + FourOverSixNumerics::error<SQUARED, Scalar>(x, value4);
-                sum.map6 = sum.map6 + FourOverSixNumerics::error<SQUARED, Scalar>(x, value6);
+                float of4 = __shfl_sync(ALL_LANES, value4, (int)code.low, CHOICE_SIDE);
+                float of6 = __shfl_sync(ALL_LANES, value6, (int)code.high, CHOICE_SIDE);
+                sum.map4 = sum.map4 + FourOverSixNumerics::error<SQUARED, Scalar>(x, of4);
+                sum.map6 = sum.map6 + FourOverSixNumerics::error<SQUARED, Scalar>(x, of6);
             }
         }
     };

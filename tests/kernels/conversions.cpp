@@ -1,7 +1,10 @@
 // Codes of E2M1 as the kernels make them, against the text that they stand for: of every magnitude
-// of FP32, infinity and NaN included, and of words of four. Prints how many differ.
+// of FP32, infinity and NaN included, and of words of four. Prints how many differ. Then, whether
+// what 4-over-6 codes by two at a time is small enough for that: prints how many blocks' amaxes are
+// not, and the largest.
 #include <cstdio>
 
+#include "arithmetic/scaling.h"
 #include "cuda/conversions.h"
 
 using namespace zerocast;
@@ -9,10 +12,34 @@ using namespace zerocast;
 static bool differs(i32 bits) {
     float magnitude = Scalar::value(bits);
     i32 code = encode_magnitude<E2M1, Scalar>(magnitude) & E2M1::MAX_CODE;
-    i32 first = Scalar::bits(FIRST) + code;
-    return (e2m1_by_lines(magnitude, FIRST) != first)
-           | (e2m1_by_lines(magnitude, FIRST + 8) != first + 8);
+    i32 first = Scalar::bits(FIRST);
+    bool outside = e2m1_unbounded(magnitude) > first + 15;  // of four bits
+    return (e2m1_by_lines(magnitude) != first + code)
+           | (outside & (magnitude <= TwoCodes::LARGEST_OF_TWO));
 }
+
+struct UnderBothScales {
+    u64 too_large = 0, visited = 0;
+    float largest = 0;
+
+    // A block under a tensor's amax, both by their bits.
+    void visit(i32 amax, i32 tensor_amax) {
+        for (i64 scale_max = 256; scale_max <= 448; scale_max += 448 - 256) {
+            FourOverSixNumerics numerics(tensor_amax, scale_max);
+            for (i32 choice = 0; choice < 2; choice++) {
+                i32 stored = numerics.stored<Scalar>(amax, choice);
+                float map = decode<E4M3, Scalar>(stored);
+                i32 least = Scalar::bits(numerics.dequantized<Scalar>(0, map));
+                i32 most = Scalar::bits(numerics.dequantized<Scalar>(E2M1::MAX_CODE, map));
+                if (least == most) continue;
+                float scaled = Scalar::value(amax) * numerics.multiplier_under<Scalar>(stored);
+                too_large += !(scaled <= TwoCodes::LARGEST_OF_TWO);
+                visited++;
+                if (scaled > largest) largest = scaled;
+            }
+        }
+    }
+};
 
 int main() {
     constexpr i32 CHUNK = 1 << 12;
@@ -35,4 +62,15 @@ int main() {
         wrong += encode_vec4<E2M1>(q) != codes;
     }
     printf("%llu of %llu magnitudes differ\n", wrong, visited);
+
+    // Amaxes of tensors from 1 ulp to NaN, and of their blocks, at strides that have no factor
+    // of 2.
+    UnderBothScales all;
+    for (i64 tensor = 1; tensor < 1ll << 31; tensor += tensor < 64 ? 1 : 5'000'011) {
+        for (i64 block = 1; block <= tensor; block += block < 64 ? 1 : 1 + tensor / 4'001)
+            all.visit((i32)block, (i32)tensor);
+        all.visit((i32)tensor, (i32)tensor);
+    }
+    printf("%llu amaxes are too large, of some: %d, largest %g\n", all.too_large,
+           all.visited > 1'000'000, all.largest);
 }

@@ -108,6 +108,16 @@ def test_arithmetic_is_ieee(name: str, every: bool) -> None:
     assert not found, found
 
 
+CASTS = [
+    f"partial_cast<{instance}, Tile>"
+    for instance in ("Float8Numerics<E4M3>, NearestVec4<E4M3>", "Float8Numerics<E5M2>, "
+                     "NearestVec4<E5M2>", "NVFP4Numerics, NearestVec4<E2M1>")
+]  # fmt: skip
+"""One for each element format: all kernels convert through the encoder of that format."""
+
+CONVERSIONS = ("cvt.rn.bf16x2.f32", "cvt.rn.f16.f32", "cvt.f32.f16", "cvt.rn.satfinite", "fma.rn")
+
+
 @pytest.mark.parametrize(
     ("arch", "fp8", "e2m1"),
     [
@@ -120,12 +130,12 @@ def test_arithmetic_is_ieee(name: str, every: bool) -> None:
     ],
 )
 def test_conversions_of_the_hardware(arch: str, fp8: bool, e2m1: bool) -> None:
-    """Codes are made by the device's own conversion exactly where it has one: of a kernel for each
-    element format, as all kernels convert through the encoder of that format.
+    """Codes are made by the device's own conversion exactly where it has one, and values of BF16
+    and FP16 everywhere; codes of E2M1 by fused multiply-adds elsewhere.
     """
-    kernels = ("Float8Numerics<E4M3>, NearestVec4<E4M3>, Tile", "Float8Numerics<E5M2>, "
-               "NearestVec4<E5M2>, Tile", "NVFP4Numerics, NearestVec4<E2M1>, Tile")  # fmt: skip
-    text = ptx([f"partial_cast<{instance}>" for instance in kernels], arch)
+    text = ptx(CASTS, arch)
+    assert all(conversion in text for conversion in CONVERSIONS[:3])
+    assert ("fma.rn" in text) == (not e2m1)
     assert ("cvt.rn.satfinite.e4m3x2.f32" in text) == fp8
     assert ("cvt.rn.satfinite.e5m2x2.f32" in text) == fp8
     assert ("cvt.rn.satfinite.e2m1x2.f32" in text) == e2m1

@@ -142,6 +142,7 @@ def test_an_element_too_many_or_too_few(
         ("partial_select", "if (cut < 0)", "if (cut <= 0)"),
         ("partial_select", "at + j < wanted", "at + j < wanted - 1"),
         ("partial_select", "whole_ >> n & 2", "whole_ >> n & 4"),
+        ("partial_select", "? tile.lane_ : E2M1::MAX_CODE", "? tile.lane_ : tile.lane_ % 8"),
         ("select", "j < width", "j < width - 1"),
         ("select", "if (segment >= 0)", "if (segment > 0)"),
         ("select", "row < grid.rows", "row < grid.rows - 1"),
