@@ -5,7 +5,7 @@
 
 An input is made by its target (fuzz_targets.py) and its number alone, so it can be replayed, and a
 record goes on where an earlier call ended. Inputs run in child processes: one that takes its
-process down, or takes longer than a minute, is a finding with its number, and the next one follows.
+process down, or longer than five minutes, is a finding with its number, and the next one follows.
 Accepted, or refused by an error of zerocast.errors: anything else is a finding. They are printed
 and recorded once for each place in the code. Exits with 1 where there is one.
 """
@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-INPUT_SECONDS = 60
+INPUT_SECONDS = 300
 MEMORY = 6 << 30  # bytes that a child may map beside what it has mapped when it begins
 BATCH = 20_000
 """Inputs of one child."""

@@ -65,7 +65,7 @@ def unpack(packed: Any, name: str) -> SavedState:
             tensors[key] = data[start:end].clone().view(_DTYPES[dtype]).reshape(shape)
         if (data.dtype, tuple(data.shape)) != (torch.uint8, (end,)):
             raise ValueError
-    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RuntimeError):
+    except (ValueError, TypeError, LookupError, AttributeError, OverflowError, RuntimeError):
         given = (
             f"{packed.dtype} {list(packed.shape)} on {packed.device}"
             if isinstance(packed, torch.Tensor)
