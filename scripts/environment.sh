@@ -60,9 +60,10 @@ make_environment() {
 }
 
 # Requirements first and zerocast after, without isolation: the build then finds its tools in the environment, at the
-# pinned versions, and keeps its folder, so that doing this again takes seconds.
+# pinned versions, and keeps its folder, so that doing this again takes seconds. DeepSpeed comes as source alone, and is
+# built with setuptools.
 install_packages() {
-    python -m pip install --quiet -c constraints.txt scikit-build-core cmake ninja
+    python -m pip install --quiet -c constraints.txt scikit-build-core cmake ninja "setuptools>=70.1"
 }
 
 install_zerocast() {

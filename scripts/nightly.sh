@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Everything that scripts/test.sh checks, the slow tests on ranks, and those beside other packages (transformers' Trainer,
-# accelerate, peft, torchao, Megatron-Core), which it installs. Hours on a small machine.
+# accelerate, peft, torchao, Megatron-Core, DeepSpeed), which it installs. Hours on a small machine.
 #
 #   scripts/nightly.sh [DIRECTORY]     the environment; default .venv
 cd "$(dirname "$0")/.."

@@ -45,7 +45,7 @@ def test_every_byte_is_the_cast_of_the_gathered_masters(ranks, stage):
 
 def test_settings_of_deepspeed():
     """Dtypes, accumulation, clipping, and each way to keep and to send gradients."""
-    cases = [f"nvfp4:2:{option}" for option in OPTIONS]
+    cases = ["mxfp8:1:frozen", *(f"nvfp4:2:{option}" for option in OPTIONS)]
     cases += [f"block:1:{option}" for option in OPTIONS if option != "fp32-gradients"]
     train(3, cases, steps=4)
 
@@ -102,7 +102,7 @@ for zero, more in [
     ({"stage": 2}, {"compile": {"deepcompile": True}}),
     ({"stage": 2}, {"hybrid_engine": {"enabled": True}}),
     ({"stage": 2}, {"tensor_parallel": {"autotp_size": 2}}),
-    ({"stage": 2}, {"expert_parallel": {"enabled": True}}),
+    ({"stage": 2}, {"expert_parallel": {"enabled": True}}), ({"stage": 2}, {}),
 ]:
     model = torch.nn.Sequential(torch.nn.Linear(32, 32))
     zerocast.nn.convert(model, "nvfp4")
@@ -110,14 +110,15 @@ for zero, more in [
     config |= {"zero_optimization": zero, **more}
     try:
         optimizer = torch.optim.AdamW(model.parameters())
-        deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+        engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+        engine.offload_states()
     except zerocast.UnsupportedError as error:
         print(error)
 """
 
 
 def test_what_cannot_be_right_is_refused(tmp_path):
-    """Each setting is refused by its name."""
+    """Each setting is refused by its name, and so is to move masters and weights away."""
     program = tmp_path / "refused.py"
     program.write_text(REFUSED)
     out = output_of(on_torchrun_ranks(1, program), timeout=600)
@@ -126,6 +127,42 @@ def test_what_cannot_be_right_is_refused(tmp_path):
         "zero_optimization.stage", "zero_optimization.stage", "zenflow", "offload_optimizer",
         "data_types.grad_accum_dtype", "compile.deepcompile", "hybrid_engine",
         "tensor_parallel.autotp_size", "expert_parallel",
+    ]  # fmt: skip
+    assert "got offload_states of hp_params, lp_params" in out
+
+
+UNLIKE = """
+import torch
+import deepspeed
+deepspeed.ops.__compatible_ops__.clear()
+import zerocast
+import zerocast.deepspeed
+zerocast.deepspeed.install()
+torch.distributed.init_process_group("gloo")
+for second in ("current", None):
+    model = torch.nn.Sequential(torch.nn.Linear(32, 32))
+    recipe = second if torch.distributed.get_rank() else "nvfp4"
+    if recipe:
+        zerocast.nn.convert(model, recipe)
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 2}}
+    try:
+        optimizer = torch.optim.AdamW(model.parameters())
+        deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    except zerocast.RankMismatchError as error:
+        print(error)
+"""
+
+
+def test_unlike_models_are_refused_on_all_ranks(tmp_path):
+    """A rank has weights of another recipe, or none that hold codes: every rank raises."""
+    program = tmp_path / "unlike.py"
+    program.write_text(UNLIKE)
+    out = output_of(on_torchrun_ranks(2, program), timeout=600)
+    pairs = re.findall(r"got (.*?) and on rank [01] (.*?); build", out)
+    kinds = {"NVFP4BlockScaling", "Float8CurrentScaling", "None"}
+    found = [{kind for kind in kinds if kind in " ".join(pair)} for pair in pairs]
+    assert sorted(found, key=sorted) == [
+        *[{"NVFP4BlockScaling", "Float8CurrentScaling"}] * 2, *[{"NVFP4BlockScaling", "None"}] * 2
     ]  # fmt: skip
 
 

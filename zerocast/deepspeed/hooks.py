@@ -5,16 +5,17 @@ Each takes the function that it replaces, and its arguments.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from zerocast.comm import as_communicator
+from zerocast.comm import Communicator, as_communicator
 from zerocast.deepspeed.coded_groups import CodedGroups, coded_groups, is_coded
 from zerocast.errors import RankMismatchError, UnsupportedError
-from zerocast.tensors import QuantizedTensor
+from zerocast.tensors import QuantizedStorage, QuantizedTensor
 
 Theirs = Callable[..., Any]
 
@@ -95,36 +96,22 @@ def broadcast(theirs: Theirs, self: Any) -> None:
     """Send the first rank's bytes, and the values that masters start from.
 
     Raises:
-        RankMismatchError: on every rank, where their weights are of different kinds.
+        RankMismatchError: on every rank, where their quantized weights are of different kinds.
+            Nothing has been sent.
     """
+    if self.dist_backend is None:
+        return
+    group = self.seq_data_parallel_group
+    comm = as_communicator(group)
     named = dict(self.module.named_parameters())
     plain = {name: param for name, param in named.items() if not _is_quantized(param)}
+    storages = {name: p.quantized_storage for name, p in named.items() if _is_quantized(p)}
+    _check_kinds(comm, storages)
     self.module.named_parameters = lambda *_, **__: iter(plain.items())
     try:
         theirs(self)  # which sees bytes where it looks: .data.view(torch.uint8)
     finally:
         del self.module.named_parameters
-    if self.dist_backend is None or len(plain) == len(named):
-        return
-    group = self.seq_data_parallel_group
-    comm = as_communicator(group)
-    storages = {n: p.quantized_storage for n, p in named.items() if _is_quantized(p)}
-    mine = [
-        (name, str(each.recipe), tuple(each.shape), each.high_precision_init_val is not None)
-        for name, each in storages.items()
-    ]
-    for rank, others in enumerate(comm.all_gather_object(mine)):
-        for own, other in zip(mine, others, strict=False):
-            if own != other:
-                raise RankMismatchError(
-                    f"all ranks must hold the same weights, got {own} and on rank {rank} {other}; "
-                    "build and convert the model alike on every rank."
-                )
-        if len(mine) != len(others):
-            raise RankMismatchError(
-                f"all ranks must hold the same weights, got {len(mine)} quantized ones and on rank "
-                f"{rank} {len(others)}; build and convert the model alike on every rank."
-            )
     for name, storage in storages.items():
         value = storage.high_precision_init_val
         dist.broadcast(named[name].data, dist.get_global_rank(group, 0), group)
@@ -132,6 +119,22 @@ def broadcast(theirs: Theirs, self: Any) -> None:
             value = value.clone()
             comm.broadcast_(value)
             storage.high_precision_init_val = value
+
+
+def _check_kinds(comm: Communicator, storages: Mapping[str, QuantizedStorage]) -> None:
+    """Compare what the ranks are about to send. Collective, also where no weight holds codes."""
+    mine = [
+        (name, str(each.recipe), tuple(each.shape), each.high_precision_init_val is not None)
+        for name, each in storages.items()
+    ]
+    for rank, others in enumerate(comm.all_gather_object(mine)):
+        for own, other in zip_longest(mine, others):
+            if own != other:
+                raise RankMismatchError(
+                    "all ranks must hold the same quantized weights (name, recipe, shape, whether "
+                    f"it keeps its first value), got {own} and on rank {rank} {other}; build and "
+                    "convert the model alike on every rank."
+                )
 
 
 def shared_params(theirs: Theirs, self: Any) -> dict[str, str]:
