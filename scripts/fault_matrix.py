@@ -2,13 +2,15 @@
 
 A cell of the table is good where every rank that lives ends with an error in time, nothing that was
 half written can be read, and the step, repeated by the processes that live with a new group from
-the last checkpoint, gives the bytes of the run without a fault.
+the last checkpoint, gives the bytes of the run without a fault. What one rank may do otherwise than
+the others is good where no rank has an error, and all have the same bytes.
 
     scripts/fault_matrix.sh [--only PATTERN] [--communicators threads gloo mpi] [--out FILE]
+                            [--patience SECONDS]
 
 Ranks of gloo and of threads run in processes forked for the cell; those of MPI in one job for all
 cells that leave the processes alive, and in one of its own for each that ends one. What does not
-end within :data:`HARD` seconds is ended and called a hang.
+end within ``--patience`` seconds is ended and called a hang: programs start slowly beside others.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import zerocast
 from zerocast.cast.prepared_cast import PreparedCast
@@ -46,19 +49,21 @@ from zerocast.comm import (
 )
 from zerocast.optim import ZeroOptimizer
 
-RANKS, FAULTY, TIMEOUT, HARD = 4, 1, 3.0, 60.0
+RANKS, FAULTY, TIMEOUT = 4, 1, 3.0
 PHASES = (
     "reduce_scatter", "optimizer", "partial_amax", "reduce_amax", "compute_scale", "partial_cast",
     "store_plain", "all_gather_scales", "all_gather", "post_all_gather_processing",
 )  # fmt: skip
 IN_PHASES = ("raises", "interrupted", "stalls", "signalled while others wait", "killed", "stopped")
 ENDS_PROCESS = ("killed", "stopped")
-NOT_OF_THREADS = (*ENDS_PROCESS, "signalled while others wait")
+OF_GLOO = ("fsdp2",)
+NOT_OF_THREADS = (*ENDS_PROCESS, *OF_GLOO, "signalled while others wait")
 STEPS = 3
+GOOD = ("error on all living ranks, nothing lost", "no error, the same bytes", "MPI ended")
 
 
 class Run:
-    """One rank's model and optimizer."""
+    """One rank's model and optimizer; ``since`` is when the fault could first be noticed."""
 
     def __init__(
         self,
@@ -71,7 +76,7 @@ class Run:
         quantized = [zerocast.quantize(values[0], "nvfp4"), zerocast.quantize(values[1], "mxfp8")]
         tensors = [*quantized, values[2].bfloat16()]
         self.params = [torch.nn.Parameter(tensor) for tensor in tensors]
-        self.comm = comm
+        self.comm, self.since = comm, time.monotonic()
         named = list(zip("abc", self.params, strict=True))
         self.optimizer = ZeroOptimizer(named, optimizer, comm, **{"lr": 0.1, **options})
 
@@ -162,7 +167,7 @@ def _other_plan(run: Run, **given: Any) -> None:
     weights = [zerocast.empty((32, 32), "nvfp4"), zerocast.empty((32, 32), "mxfp8")]
     masters: list[Any] = [torch.ones(256), torch.ones(256)]
     starts, options = [256 * comm.rank] * 2, dict[str, Any]()
-    checks = not (is_faulty and given.get("unchecked"))
+    checks = not (given.get("none checks") or (is_faulty and given.get("unchecked")))
     if is_faulty:
         if given.get("dtype"):
             weights[0] = zerocast.empty((32, 32), "nvfp4", dtype=torch.float16)
@@ -186,8 +191,12 @@ def _other_plan(run: Run, **given: Any) -> None:
             masters[0] = torch.ones(256, dtype=torch.float64)
         if given.get("groups"):
             options = {"amax_groups": 7}
+        if given.get("short"):
+            masters = masters[:1]
     if given.get("verify"):
         options["verify"] = "hash"
+    if given.get("moved"):
+        options["verify"] = "full"
     broken = {"memory": (PreparedCast, "_prepare", MemoryError()),
               "verify": (Verification, "_numbers", OSError("planted"))}  # fmt: skip
     breaks = [broken[name] for name in broken if is_faulty and given.get(name)]
@@ -197,6 +206,7 @@ def _other_plan(run: Run, **given: Any) -> None:
             return
         plan = zerocast.CastPlan(weights, masters, starts, comm, check_finite=checks, **options)
         _cast_by(plan, weights, masters, starts, comm, given)
+    run.params = weights
 
 
 def _cast_by(
@@ -218,6 +228,10 @@ def _cast_by(
         masters[0][3] = float("nan")
     if is_faulty and given.get("inf"):
         masters[1][3] = float("inf")
+    if is_faulty and given.get("moved"):
+        masters[0].data = torch.full((256,), 3.0)
+    if is_faulty and given.get("freed"):
+        masters[0].untyped_storage().resize_(0)
     if not (is_faulty and given.get("skips") == "cast"):
         plan.cast()
     if is_faulty and given.get("twice") == "cast":
@@ -263,6 +277,12 @@ def _raising_generator(run: Run) -> None:
             raise OSError("planted")
 
     ZeroOptimizer(params(), torch.optim.SGD, run.comm, lr=0.1)
+
+
+def _bad_weight(run: Run) -> None:
+    is_faulty = run.comm.rank == FAULTY
+    weight = torch.ones(8, dtype=torch.int64 if is_faulty else torch.float32)
+    ZeroOptimizer([("w", torch.nn.Parameter(weight, requires_grad=not is_faulty))], group=run.comm)
 
 
 def made(optimizer: Any = torch.optim.AdamW, **options: Any) -> Callable[[Run], None]:
@@ -346,6 +366,64 @@ def under_way(signal_: int) -> Callable[[Run], None]:
     return go_on
 
 
+def under_fsdp2(act: Callable[[torch.nn.Module], None]) -> Callable[[Run], None]:
+    """A rank's part where the faulty one does something to a model of masters under FSDP2."""
+
+    def go_on(run: Run) -> None:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*(torch.nn.Linear(64, 64, bias=False) for _ in range(2)))
+        zerocast.nn.convert(model, "nvfp4", weights="master")
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        for module in (*model, model):
+            fully_shard(module, mp_policy=policy)
+        for number in range(2):
+            run.since = time.monotonic()
+            if number and run.comm.rank == FAULTY:
+                act(model)
+            model(torch.ones(4, 64).bfloat16()).sum().backward()
+        for module in (*model, model):
+            module.unshard()
+        run.params = list(model.parameters())
+
+    return go_on
+
+
+def _raise_in_forward(model: torch.nn.Module) -> None:
+    model[1].register_forward_pre_hook(lambda *_: _raise(OSError("planted")))  # type: ignore[index]
+
+
+def _write_master(model: torch.nn.Module) -> None:
+    with torch.no_grad():
+        model[0].weight.to_local().mul_(2)  # type: ignore[index]
+
+
+def _late(run: Run) -> None:
+    if run.comm.rank == FAULTY:
+        run.optimizer.on_phase = AtPhase("all_gather", lambda: time.sleep(TIMEOUT / 2))
+    run.step(1)
+
+
+def _other_backend(run: Run) -> None:
+    with zerocast.use_backend("reference" if run.comm.rank == FAULTY else "cpu"):
+        other = Run(run.comm)
+        for number in range(2):
+            other.step(number)
+    run.params = other.params
+
+
+def fed(value: float | None) -> Callable[[Run], None]:
+    """A rank's part where the faulty one has such gradients, or none."""
+
+    def go_on(run: Run) -> None:
+        for param in run.params:
+            is_other = run.comm.rank == FAULTY
+            given = value if is_other else 1.0
+            param.grad = None if given is None else torch.full(param.shape, given).to(param.dtype)
+        run.optimizer.step()
+
+    return go_on
+
+
 def _set_lr(run: Run) -> None:
     run.optimizer.param_groups[0]["lr"] = 0.7
 
@@ -356,6 +434,7 @@ OTHERS: dict[str, Callable[[Run], None]] = {
     "plan: another shape": planned(shape=True),
     "plan: a gap": planned(gap=True),
     "plan: a bad master": planned(master=True),
+    "plan: a list that is too short": planned(short=True),
     "plan: amax_groups=7": planned(groups=True),
     "plan: another dtype": planned(dtype=True),
     "plan: another columnwise copy": planned(rowwise=True),
@@ -368,6 +447,7 @@ OTHERS: dict[str, Callable[[Run], None]] = {
     "cast: NaN in a master": planned(nan=True),
     "cast: Inf in a master": planned(inf=True),
     "cast: masters of another size": planned(size=True),
+    "cast: a master whose memory was freed": planned(freed=True),
     "cast: skipped": planned(skips="cast"),
     "cast: twice": planned(twice="cast"),
     "cast: a value that overflows BF16": planned(overflow=True),
@@ -375,6 +455,7 @@ OTHERS: dict[str, Callable[[Run], None]] = {
     "gather: skipped": planned(skips="gather"),
     "gather: twice": planned(twice="gather"),
     "verify: raises while ranks compare": planned(verify=True),
+    "optimizer: a bad weight": _bad_weight,
     "optimizer: another lr": made(lr=0.2),
     "optimizer: another class": made(torch.optim.SGD),
     "optimizer: another bucket size": made(bucket_size=512),
@@ -399,11 +480,25 @@ OTHERS: dict[str, Callable[[Run], None]] = {
     "killed while codes are gathered": under_way(signal.SIGKILL),
     "stopped while codes are gathered": under_way(signal.SIGSTOP),
     "load: another rank's state": _other_ranks_state,
+    "fsdp2: raises in a forward": under_fsdp2(_raise_in_forward),
 }
+
+HARMLESS: dict[str, Callable[[Run], None]] = {
+    "may be late, in time": _late,
+    "may have another backend": _other_backend,
+    "may have no gradient": fed(None),
+    "may have a gradient of NaN": fed(float("nan")),
+    "fsdp2: may write its master": under_fsdp2(_write_master),
+    "may move a master": planned(moved=True),
+    "may have NaN, where none checks": planned(nan=True, **{"none checks": True}),
+}
+STEPS_OF = {"may be late, in time": 2, "may have another backend": 2}
+"""Those after which the weights are those of the run without a fault, after so many steps."""
 
 CELLS = {
     **{f"{fault}, {phase}": in_phase(fault, phase) for fault in IN_PHASES for phase in PHASES},
     **OTHERS,
+    **HARMLESS,
 }
 
 
@@ -416,7 +511,7 @@ def first_part(comm: Communicator, cell: str) -> tuple[dict[str, Any], bytes]:
     run.step(0)
     buffer = io.BytesIO()
     torch.save(run.optimizer.state_dict(), buffer)
-    start, error = time.monotonic(), None
+    run.since, error = time.monotonic(), None
     try:
         CELLS[cell](run)
     except BaseException as e:
@@ -425,7 +520,7 @@ def first_part(comm: Communicator, cell: str) -> tuple[dict[str, Any], bytes]:
         "error": type(error).__name__ if error else None,
         "text": str(error)[:300],
         "ours": isinstance(error, zerocast.ZerocastError),
-        "seconds": round(time.monotonic() - start, 1),
+        "seconds": round(time.monotonic() - run.since, 1),
         "digest": run.digest(),
     }
     return saw, buffer.getvalue()
@@ -521,9 +616,9 @@ def forked(function: Callable[[], None]) -> int:
         os._exit(code)
 
 
-def wait_for(pids: list[int], needed: Callable[[], bool]) -> bool:
+def wait_for(pids: list[int], needed: Callable[[], bool], patience: float) -> bool:
     """Wait until all processes have ended, or those that are ``needed`` have; whether in time."""
-    left, until = list(pids), time.monotonic() + HARD
+    left, until = list(pids), time.monotonic() + patience
     while left and time.monotonic() < until and not needed():
         left = [pid for pid in left if os.waitpid(pid, os.WNOHANG)[0] == 0]
         time.sleep(0.02)
@@ -547,6 +642,14 @@ def judged(cell: str, folder: Path, whole: list[str | None], in_time: bool, *, e
     problems = []
     if not in_time:
         problems.append("a process did not end")
+    if cell in HARMLESS:
+        digests = {saws[rank]["digest"] for rank in living}
+        is_same = digests == {whole[STEPS_OF[cell]]} if cell in STEPS_OF else len(digests) == 1
+        problems += [f"rank {r} raised {saws[r]['error']}: {saws[r]['text']}"
+                     for r in living if saws[r]["error"]]  # fmt: skip
+        if None in digests or not is_same:
+            problems.append("ranks hold other bytes")
+        return "; ".join(problems) or "no error, the same bytes on all ranks"
     for rank in living:
         saw = saws[rank]
         is_own = rank == FAULTY or (rank == 0 and cell.startswith("signalled"))
@@ -554,7 +657,7 @@ def judged(cell: str, folder: Path, whole: list[str | None], in_time: bool, *, e
         returned |= rank != FAULTY and cell.startswith("step: one more")  # all steps were made
         if saw["error"] is None and not returned:
             problems.append(f"rank {rank} has no error")
-        elif saw["error"] and not saw["ours"] and not is_own:
+        elif saw["error"] and not saw["ours"] and not is_own and not cell.startswith(OF_GLOO):
             problems.append(f"rank {rank} raised {saw['error']}")
         if saw["digest"] is not None and saw["digest"] not in whole:
             problems.append(f"rank {rank} can read weights of two steps")
@@ -568,7 +671,7 @@ def judged(cell: str, folder: Path, whole: list[str | None], in_time: bool, *, e
     return f"{said}, in {slowest:.1f} s ({kinds})"
 
 
-def run_forked(kind: str, cell: str, whole: list[str | None]) -> str:
+def run_forked(kind: str, cell: str, whole: list[str | None], patience: float) -> str:
     """What a cell on threads or gloo gave."""
     folder = Path(tempfile.mkdtemp())
     try:
@@ -581,13 +684,13 @@ def run_forked(kind: str, cell: str, whole: list[str | None]) -> str:
             others = [rank for rank in range(RANKS) if rank != FAULTY]
             return ends(cell) and all((folder / f"{rank}.json").exists() for rank in others)
 
-        in_time = wait_for(pids, rest_is_done)
+        in_time = wait_for(pids, rest_is_done, patience)
         return judged(cell, folder, whole, in_time, ended="")
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def run_mpi(cells: list[str], whole: list[str | None]) -> dict[str, str]:
+def run_mpi(cells: list[str], whole: list[str | None], patience: float) -> dict[str, str]:
     """What the cells of one MPI job gave."""
     folder = Path(tempfile.mkdtemp())
     mpiexec = os.environ.get("MPIEXEC", "mpiexec")
@@ -595,7 +698,7 @@ def run_mpi(cells: list[str], whole: list[str | None]) -> dict[str, str]:
     ended, in_time = "", True
     try:
         job = subprocess.run(
-            [*command, *cells], timeout=HARD + 10 * len(cells), capture_output=True, check=False
+            [*command, *cells], timeout=patience + 10 * len(cells), capture_output=True, check=False
         )
         ended = f"MPI ended the whole job (status {job.returncode})"
     except subprocess.TimeoutExpired:
@@ -611,6 +714,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=["*"], help="patterns of the cells' names")
     parser.add_argument("--communicators", nargs="+", default=["threads", "gloo", "mpi"])
     parser.add_argument("--out", type=Path, help="where the table is written, too")
+    parser.add_argument("--patience", type=float, default=60.0, help="seconds for a cell")
     parser.add_argument("--mpi-rank", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("cells", nargs="*", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -620,19 +724,20 @@ def main() -> None:
     if args.mpi_rank is not None:
         mpi_rank(args.cells, args.mpi_rank)
         return
-    whole = without_fault()
+    whole, patience = without_fault(), args.patience
     lines, bad = [], 0
     cells = [cell for cell in CELLS if any(fnmatch.fnmatch(cell, each) for each in args.only)]
     for kind in args.communicators:
-        own = [c for c in cells if kind != "threads" or not c.startswith(NOT_OF_THREADS)]
+        others = {"threads": NOT_OF_THREADS, "mpi": OF_GLOO}.get(kind, ())
+        own = [cell for cell in cells if not cell.startswith(others)]
         alive = [cell for cell in own if not ends(cell)]
-        of_mpi: dict[str, str] = run_mpi(alive, whole) if kind == "mpi" and alive else {}
+        of_mpi: dict[str, str] = run_mpi(alive, whole, patience) if kind == "mpi" and alive else {}
         for cell in own:
             if kind != "mpi":
-                said = run_forked(kind, cell, whole)
+                said = run_forked(kind, cell, whole, patience)
             else:
-                said = of_mpi.get(cell) or run_mpi([cell], whole)[cell]
-            good = said.startswith(("error on all living ranks, nothing lost", "MPI ended"))
+                said = of_mpi.get(cell) or run_mpi([cell], whole, patience)[cell]
+            good = said.startswith(GOOD)
             bad += not good
             lines.append(f"{'good' if good else 'BAD '} {kind:8} {cell:46} {said}")
             print(lines[-1], flush=True)

@@ -3,14 +3,17 @@
     OMP_NUM_THREADS=1 python scripts/verify_cost.py              # ranks that are threads
     OMP_NUM_THREADS=1 python scripts/verify_cost.py --processes  # processes, over gloo
 
-Rounds with and without it follow each other in turn, of the same weights; what is printed is the
-median of their ratios, which others on the machine disturb least. Threads gather by one copy in
+Rounds without it, with it, and of the comparison alone follow each other in turn, of the same
+weights; what is printed is the median of ratios, which others on the machine disturb least. It is
+to be read beside its count: every rank reads all that it holds once, which nothing can spare it,
+and plain reading of so many bytes is measured in the same rounds. Threads gather by one copy in
 memory, which is less than any transport between machines does.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
 import tempfile
 import time
@@ -27,8 +30,8 @@ SHAPES = [(2048, 2048), (2048, 2048), (8192, 2048), (2048, 8192)]
 RECIPES = ("nvfp4", "mxfp8", "block", "current")
 EXCHANGES = ("full", "boundary")
 
-Times = list[tuple[float, float]]
-"""Seconds of each round, without and with."""
+Times = list[tuple[float, ...]]
+"""Seconds of each round: without, with, of comparing alone, and of reading as many bytes."""
 
 
 def planned(comm: Communicator, recipe: str, exchange: Any, verify: Any) -> zerocast.CastPlan:
@@ -44,27 +47,46 @@ def planned(comm: Communicator, recipe: str, exchange: Any, verify: Any) -> zero
 def measure(comm: Communicator, recipe: str, exchange: str, rounds: int) -> Times:
     """CPU time of this process."""
     plans = [planned(comm, recipe, exchange, verify) for verify in ("off", "hash")]
+    read = torch.ones(held(recipe) // 8, dtype=torch.int64)
+    works = [*(functools.partial(step, plan) for plan in plans), plans[1].verify, read.max]
     found = []
     for _ in range(rounds + 2):
         seconds = []
-        for plan in plans:
+        for work in works:
             comm.barrier()
             begin = time.process_time()
             comm.barrier()
-            plan.cast()
-            plan.all_gather()
+            work()
             comm.barrier()
             seconds.append(time.process_time() - begin)
-        found.append((seconds[0], seconds[1]))
+        found.append(tuple(seconds))
     return found[2:]
+
+
+def step(plan: zerocast.CastPlan) -> None:
+    """What training runs."""
+    plan.cast()
+    plan.all_gather()
+
+
+def held(recipe: str) -> int:
+    """Bytes that a rank compares: all but derived copies."""
+    storages = [zerocast.empty(shape, recipe).quantized_storage for shape in SHAPES]
+    return sum(
+        tensor.nbytes
+        for storage in storages
+        for name, tensor in storage.buffers.items()
+        if name not in storage.derived_names
+    )
 
 
 def show(recipe: str, exchange: str, found: Times) -> None:
     """Print a line."""
-    plain = statistics.median(before for before, _ in found)
-    ratio = statistics.median(after / before for before, after in found)
-    print(f"  {recipe}, {exchange}: {1e3 * plain:.1f} ms, with hash {100 * (ratio - 1):+.1f} %",
-          flush=True)  # fmt: skip
+    plain = statistics.median(each[0] for each in found)
+    more = [statistics.median(each[i] / each[0] for each in found) for i in (1, 2, 3)]
+    print(f"  {recipe}, {exchange}: {1e3 * plain:.1f} ms, with hash {100 * (more[0] - 1):+.1f} %; "
+          f"comparing alone {100 * more[1]:.1f} %, reading {held(recipe) / 1e6:.0f} MB a rank "
+          f"{100 * more[2]:.1f} %", flush=True)  # fmt: skip
 
 
 def on_process(rank: int, ranks: int, rounds: int, file: str) -> None:
