@@ -5,9 +5,11 @@
 
 traffic: bytes that a rank sends for each element of the weights, counted by the recording
 communicator. transport: refit beside gathering BF16 and quantizing then, over a transport that is
-slowed down to ``--gigabytes`` a second. deltas: bytes an element at several learning rates, for a
-GPT that was trained before; every step's delta is applied and compared with a full cast. time: what
-finding changes takes beside the cast. memory: what a process of four ranks holds more at its peak.
+slowed down to ``--gigabytes`` a second: by the clock, where ranks share the cores, and as the CPU
+time of the busiest rank and its bytes over the link, where each has a core of its own. deltas:
+bytes an element at several learning rates, for a GPT that was trained before; every step's delta is
+applied and compared with a full cast. time: what finding changes takes beside the cast. memory:
+what a process of four ranks holds more at its peak.
 """
 
 from __future__ import annotations
@@ -47,10 +49,10 @@ class SlowCommunicator(RecordingCommunicator):
         self._rate = bytes_a_second
 
     @contextmanager
-    def _count(self, kind: str, payload_bytes: int, sent_bytes: int) -> Iterator[None]:
-        with super()._count(kind, payload_bytes, sent_bytes):
+    def _count(self, kind: str, sizes: Callable[[], tuple[int, int]]) -> Iterator[None]:
+        with super()._count(kind, sizes):
             yield
-        time.sleep(sent_bytes / self._rate)
+        time.sleep(sizes()[1] / self._rate)
 
 
 def sharded(comm: Communicator, values: list[torch.Tensor]) -> tuple[Any, list[torch.Tensor]]:
@@ -110,7 +112,7 @@ def transport(gigabytes: float, rounds: int) -> None:
     print(f"seconds over {gigabytes} GB/s, medians of {rounds} interleaved rounds of {RANKS} ranks")
     for dialect in DIALECTS:
 
-        def run(comm: Communicator, dialect: str = dialect) -> list[tuple[float, float]]:
+        def run(comm: Communicator, dialect: str = dialect) -> list[list[Cost]]:
             slow = SlowCommunicator(comm, gigabytes * 1e9)
             plan, rows = sharded(slow, values)
             refit = refit_of(plan, dialect, slow)
@@ -129,12 +131,42 @@ def transport(gigabytes: float, rounds: int) -> None:
                 for _ in refit.named_tensors():
                     pass
 
-            return [(timed(gathered_first, comm), timed(refitted, comm)) for _ in range(rounds)]
+            return [[cost(way, slow) for way in (gathered_first, refitted)] for _ in range(rounds)]
 
-        times = run_in_process(RANKS, run)[0]
-        before, after = (statistics.median(each) for each in zip(*times, strict=True))
-        print(f"  {dialect}: gather, then quantize {before:.3f}; refit {after:.3f}; "
-              f"{before / after:.2f}x")  # fmt: skip
+        ranks = run_in_process(RANKS, run)
+        # Of both ways, the medians over the rounds of what the slowest rank took.
+        both = []
+        for way in range(2):
+            of_rounds = [
+                [max(each) for each in zip(*(rank[i][way] for rank in ranks), strict=True)]
+                for i in range(rounds)
+            ]
+            both.append([statistics.median(each) for each in zip(*of_rounds, strict=True)])
+        (clock_b, cpu_b, sent_b), (clock_a, cpu_a, sent_a) = both
+        links = [sent / gigabytes / 1e9 for sent in (sent_b, sent_a)]
+        bar = 3.0 if "nvfp4" in dialect else 1.8
+        # The rate below which (cpu_b + sent_b / rate) is bar times (cpu_a + sent_a / rate).
+        short, saved = bar * cpu_a - cpu_b, sent_b - bar * sent_a
+        rate = "at any rate" if short <= 0 <= saved else (
+            f"below {saved / short / 1e9:.2f} GB/s" if saved > 0 else "nowhere")  # fmt: skip
+        print(f"  {dialect}: gather, then quantize {clock_b:.3f}; refit {clock_a:.3f}; "
+              f"{clock_b / clock_a:.2f}x by the clock. CPU {cpu_b:.4f} and {cpu_a:.4f}, link "
+              f"{links[0]:.4f} and {links[1]:.4f}: {(cpu_b + links[0]) / (cpu_a + links[1]):.2f}x; "
+              f"{bar}x {rate}")  # fmt: skip
+
+
+Cost = tuple[float, float, float]
+"""Seconds by the clock until all ranks are done; this rank's CPU seconds and bytes sent."""
+
+
+def cost(function: Callable[[], None], comm: SlowCommunicator) -> Cost:
+    """What it takes."""
+    comm.reset()
+    clock, cpu = time.perf_counter(), time.thread_time()
+    function()
+    cpu = time.thread_time() - cpu
+    comm.comm.barrier()
+    return time.perf_counter() - clock, cpu, comm.total().sent_bytes
 
 
 def timed(

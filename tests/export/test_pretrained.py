@@ -295,6 +295,7 @@ def test_weights_of_an_optimizer_or_a_plan_are_exported_without_a_model():
         (3, "names must be a mapping"),
         ({"layers.0.weight": "layers.1.weight"}, "both layers.0.weight and layers.1.weight"),
         (lambda name: None, "got None for layers.0.weight"),
+        (lambda name: name.replace(".weight", ""), "'layers.weight_packed' for both"),
     ],
 )
 def test_names_that_are_no_names_are_refused(names, message):

@@ -5,6 +5,7 @@ import torch
 
 import zerocast
 from tests.refit.planned import cuts, expected, masters, plan
+from tests.support.live_memory import LiveMemory
 from tests.support.ranks import run_ranks
 from tests.support.same_bytes import assert_same_bytes
 from zerocast.comm import RecordingCommunicator
@@ -41,6 +42,40 @@ def test_shards_make_up_every_tensor_once(name, world_size):
         for _, named in results:
             assert_same_bytes(named[part], tensor, part)
             assert list(named) == list(expected(dialect, values))
+
+
+@pytest.mark.parametrize("name", ["deepseek/fp8", "modelopt/mxfp8", "modelopt/nvfp4"])
+def test_a_rank_holds_two_buckets_and_no_more(name):
+    """Of 24 weights in 12 buckets, beside its shards: one that is used, one that comes, and what it
+    cast of both (and threads that play ranks copy a bucket); of shards, what it cast of two.
+    """
+    ranks, count, shape = 4, 24, (256, 256)
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(count, *shape, generator=generator)
+    bits = DIALECTS[name].recipe.numerics.fmt.bits
+
+    def run(comm):
+        rows = shape[0] // ranks
+        source = zerocast.CastPlan(
+            [zerocast.empty(shape, "block", dtype=torch.bfloat16) for _ in values],
+            [value[comm.rank * rows : (comm.rank + 1) * rows] for value in values],
+            [comm.rank * rows * shape[1]] * count,
+            comm,
+            names=[f"{i}.weight" for i in range(count)],
+        )
+        bucket = 2 * values[0].numel() * bits // 8
+        options = {"from_masters": True, "dtype": torch.bfloat16, "group": comm}
+        refit = Refit(source, name, bucket_bytes=bucket, **options)
+        with LiveMemory() as whole:
+            size = sum(tensor.nbytes for _, tensor in refit.named_tensors())
+        with LiveMemory() as own:
+            for _ in refit.shards():
+                pass
+        return size / 12, whole.peak, own.peak
+
+    for bucket, whole, own in run_ranks("in_process", ranks, run):
+        assert whole <= bucket * (2 + 2 / ranks + 1) * 1.2  # where scales go is remembered, too
+        assert own <= bucket * (2 / ranks + 0.5)
 
 
 def test_shards_that_cut_a_byte_are_refused():

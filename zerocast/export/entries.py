@@ -203,27 +203,33 @@ def own_rows(name: str, tensor: torch.Tensor) -> Shard:
     return Shard(values if extent else None, extent, comm)
 
 
-def renamed(entries: Sequence[Entry], names: Names) -> list[Entry]:
-    """Return ``entries`` under their names in the checkpoint.
+def renamed(entries: Sequence[Entry], names: Names, parts: Sequence[str]) -> list[Entry]:
+    """Return ``entries`` under their names in the checkpoint, where a quantized one is ``parts``.
 
     Raises:
-        InputError: where two have one, or a name is no text.
+        InputError: where two have one, or tensors of one name, or a name is no text.
     """
     if not (names is None or callable(names) or isinstance(names, Mapping)):
         raise InputError(
             f"names must be a mapping from names of parameters to those of the checkpoint, a "
             f"function of a name, or None, got {type(names).__name__}."
         )
-    found: dict[str, Entry] = {}
+    found: list[Entry] = []
+    taken: dict[str, str] = {}
     for entry in entries:
         name = checkpoint_name(names, entry.name)
-        if not isinstance(name, str) or name in found:
-            which = f"both {found[name].name} and {entry.name}" if name in found else entry.name
-            raise InputError(
-                f"names must give each tensor a name of its own, got {name!r} for {which}."
-            )
-        found[name] = dataclasses.replace(entry, exported_as=name)
-    return list(found.values())
+        its_own = [name]
+        if isinstance(name, str) and entry.recipe is not None:
+            its_own = [stored_name(name, part) for part in parts]
+        for each in its_own:
+            if not isinstance(each, str) or each in taken:
+                which = f"both {taken[each]} and {entry.name}" if each in taken else entry.name
+                raise InputError(
+                    f"names must give each tensor a name of its own, got {each!r} for {which}."
+                )
+            taken[each] = entry.name
+        found.append(dataclasses.replace(entry, exported_as=name))
+    return found
 
 
 def checkpoint_name(names: Names, name: str) -> str:

@@ -145,7 +145,7 @@ class Export:
             self._names = package_names(model, parts) if names is None else names
             entries = [each for _, own in parts for each in own]
             entries = in_amax_groups(entries, amax_groups, trained_amax_groups(model))
-            self.entries = renamed(entries, self._names)
+            self.entries = renamed(entries, self._names, self.dialect.names)
             if not any(entry.recipe for entry in entries):
                 raise InputError(
                     f"an export to {self.dialect.name} needs a model with quantized weights, or "
