@@ -188,14 +188,14 @@ def train(scheme: str, loop: str, steps: int, *, manual: bool) -> Callable[[Comm
         for step in range(steps):
             seed = torch.Generator().manual_seed(1000 * step + comm.rank)
             x = torch.randn(TOKENS, SIZES[0], generator=seed).bfloat16()
-            target = torch.randn(TOKENS, SIZES[-1], generator=seed).bfloat16()
+            target = torch.randn(TOKENS, SIZES[-1], generator=seed)
             of_step, gradients = [], []
             for each in (sharded, whole):
                 for weight in each.parameters():
                     weight.main_grad.zero_()
                 with te.autocast(recipe=recipe, amax_reduction_group=SingleRank()):
                     y = each(x)
-                loss = torch.nn.functional.mse_loss(y, target)
+                loss = torch.nn.functional.mse_loss(y.float(), target)
                 loss.backward()
                 of_step.append(float(loss.detach()))
                 own = [weight.main_grad.clone() for weight in each.parameters()]

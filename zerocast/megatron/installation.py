@@ -48,7 +48,10 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Undo :func:`install`, also in modules of Megatron-Core that were imported after it."""
+    """Undo :func:`install`, also in modules of Megatron-Core that were imported after it.
+
+    Call it once training has ended: an optimizer that goes on would copy masters over codes.
+    """
     while _installed:
         owner, name, theirs, replacement = _installed.pop()
         _put(owner, name, replacement, theirs)
