@@ -37,6 +37,9 @@ SOURCES = {
     "fused_op": ("silu",),
     "expand_scales": ("expanded",),
     "digest": ("digests",),
+    "compute_scale": ("nvfp4 drawn", "mxfp8"),
+    "copy_codes": ("copied codes",),
+    "adamw": ("adamw",),
 }
 # The files of the fused kernel.
 KERNEL, TILE, PLANE = "cuda/fused_op.cu", "cuda/fused_tile.h", "cuda/fused_plane.h"
@@ -151,6 +154,17 @@ def test_an_element_too_many_or_too_few(
         ("digest", "whole = at >= begin", "whole = at + 1 >= begin"),
         ("digest", "end < stop ? end : stop", "end"),
         ("digest", "lane > 0", "lane > 1"),
+        ("transpose", "row >= from.rows ||", "row + 1 >= from.rows ||"),
+        ("transpose", "2 * tile.col + 1, 2", "2 * tile.col + 2, 2"),
+        ("dequantize", "owns(vectors, 0, numel,", "owns(vectors, 0, numel - 1,"),
+        ("dequantize", "4 * (element & 1)", "0 * (element & 1)"),
+        ("compute_scale", ": plane.grid.blocks_w();", ": plane.grid.blocks_w() - 1;"),
+        ("compute_scale", "rounding_counter[1]++", "rounding_counter[1] += 2"),
+        ("copy_codes", "head + end * UNIT, count", "head + end * UNIT, count - 1"),
+        ("copy_codes", "shift ? words[i] : 0", "0"),
+        ("copy_codes", "row.high < 0", "row.high <= 0"),
+        ("adamw", "c < tile.cols", "c < tile.cols - 1"),
+        ("adamw", "u.max_exp_avg_sq[i] = v;", ""),
         ("compute_scale_delayed", "(state.length - 1) / THREADS", "(state.length - 2) / THREADS"),
         ("compute_scale_delayed", "i > 0 && i < state.length", "i > 1 && i < state.length"),
         ("compute_scale_delayed", "state.history[i - 1]", "state.history[i]"),
