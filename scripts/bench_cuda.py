@@ -22,9 +22,12 @@ whose launches do nothing; and --rehearse, a few rows of small weights on the te
 from __future__ import annotations
 
 import argparse
+import atexit
 import math
+import os
 import platform
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -125,8 +128,12 @@ def gpu() -> Machine:
 
 def emulation() -> Machine:
     """Return the tests' emulation of one, whose times say nothing, and small weights."""
-    from tests.cuda_emulation.emulator import Emulator
+    from tests.cuda_emulation.emulator import BUILDS, Emulator
 
+    if BUILDS not in os.environ:
+        builds = tempfile.TemporaryDirectory(prefix="zerocast-emulation-")
+        os.environ[BUILDS] = builds.name
+        atexit.register(builds.cleanup)
     sets = {name: [(32, 64), (128, 128)] for name in SETS}
     return Machine(CudaBackend(Emulator()), "cpu", host_clock, lambda: None, sets, 1 << 17, 1)
 

@@ -1,5 +1,6 @@
 """What of scripts/bench_cuda.py runs without a GPU: its sets, its counts, its report."""
 
+import os
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -8,7 +9,7 @@ import pytest
 import torch
 
 import zerocast
-from tests.cuda_emulation.emulator import Emulator, needs_emulation
+from tests.cuda_emulation.emulator import BUILDS, Emulator, needs_emulation
 from tests.support.same_bytes import assert_same_bytes
 from zerocast.backends.cuda import CudaBackend
 
@@ -36,6 +37,13 @@ def test_the_sets(bench):
         for world_size in bench.WORLD_SIZES:
             owned = sum(extent.size for extent in bench.rank_0(shapes, world_size))
             assert total / world_size <= owned <= total / world_size + 128
+
+
+def test_a_rehearsal_outside_of_the_tests_has_a_folder_for_kernels(bench, monkeypatch):
+    """By hand, nobody else has made the one that the emulation compiles into."""
+    monkeypatch.delenv(BUILDS)
+    bench.emulation()
+    assert Path(os.environ[BUILDS]).is_dir()
 
 
 @needs_emulation
