@@ -1,5 +1,8 @@
 """Masters under FSDP2: saved and continued on other ranks, and by a ZeroOptimizer, and back."""
 
+import itertools
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -8,7 +11,7 @@ from tests.sharded.sharded import ROWS, adamw, bank, batch, gradient, placed_lik
 from tests.support.claims import assert_same_tensors
 from tests.support.models import Bank
 from tests.support.ranks import run_ranks, shared_folder
-from tests.support.recipes import each
+from tests.support.recipes import each, every_recipe
 from zerocast.checkpoint import load, save
 from zerocast.comm import Communicator
 from zerocast.optim import ZeroOptimizer
@@ -19,6 +22,12 @@ from zerocast.sharded.placement import reshard
 def rounded_gradient(shape: torch.Size, step: int) -> torch.Tensor:
     """FP32, of values that BF16 has, whose sum over three ranks is exact."""
     return gradient(shape, step).bfloat16().float()
+
+
+def output(model: torch.nn.Module) -> torch.Tensor:
+    """For the same input on every rank."""
+    with torch.no_grad():
+        return model(batch())
 
 
 class Fsdp2:
@@ -55,6 +64,16 @@ class Fsdp2:
             for key, value in gather_of(p).state.items()
         }
 
+    def everything(self) -> dict[str, torch.Tensor]:
+        """Masters, what optimizer and recipes keep, whole, and an output of the weights' codes."""
+        params = dict(self.model.named_parameters())
+        kept = {
+            f"{name} {key}": whole(value)
+            for name, p in params.items()
+            for key, value in self.optimizer.state[p].items()
+        }
+        return {**self.masters(), **kept, **self.states(), "output": output(self.model)}
+
 
 class Zero:
     """The same weights under a ZeroOptimizer."""
@@ -86,6 +105,59 @@ class Zero:
             if isinstance(p, zerocast.QuantizedTensor)
             for key in p.recipe.state
         }
+
+    def everything(self) -> dict[str, torch.Tensor]:
+        """Masters, what optimizer and recipes keep, whole, and an output of the weights' codes."""
+        kept = {}
+        own = self.optimizer.state_dict()["state"]
+        everyone = self.optimizer.comm.all_gather_object(own)
+        for i, (name, p) in enumerate(self.optimizer.named_weights.items()):
+            held = sorted((e[i] for e in everyone if i in e), key=lambda entry: entry["start"])
+            for key in ("exp_avg", "exp_avg_sq"):
+                kept[f"{name} {key}"] = torch.cat([each[key] for each in held]).view(p.shape)
+            kept[f"{name} step"] = held[0]["step"]
+        return {**self.masters(), **kept, **self.states(), "output": output(self.model)}
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+@every_recipe
+def test_any_number_of_ranks_continues_elsewhere(recipe, tmp_path: Path):
+    """1 to 4 ranks save, by both kinds of optimizers, in a directory and in a file; 1, 2, 3, 4 and
+    7 load, by both kinds, and go on to every byte of the run that never stopped.
+    """
+    kinds, cells = {"fsdp2": Fsdp2, "zero": Zero}, 0
+
+    def first(comm: Communicator):
+        expected = {}
+        for name, kind in kinds.items():
+            training = kind(recipe, comm, ahead=comm.size % 2 == 0)
+            training.train(0, 1)
+            for suffix in ("", ".safetensors"):
+                save(tmp_path / f"{name}-{comm.size}{suffix}", *training.given)
+            training.train(2)
+            expected[f"{name}-{comm.size}"] = training.everything()
+        return expected
+
+    expected = {}
+    for before in (1, 2, 3, 4):
+        expected |= run_ranks("forked", before, first)[0]
+
+    def second(comm: Communicator):
+        count = 0
+        for saved in expected:
+            for suffix, (name, kind) in itertools.product(("", ".safetensors"), kinds.items()):
+                training = kind(recipe, comm, seed=1, ahead=comm.size % 2 == 1)
+                load(tmp_path / f"{saved}{suffix}", *training.given)
+                training.train(2)
+                what = f"{saved}{suffix} by {name} on {comm.size}"
+                assert_same_tensors(training.everything(), expected[saved], what)
+                count += 1
+        return count
+
+    for after in (1, 2, 3, 4, 7):
+        cells += run_ranks("forked", after, second)[0]
+    assert cells == 2 * 4 * 2 * 2 * 5
 
 
 @pytest.mark.mpi(min_size=4)

@@ -5,11 +5,14 @@ Kinds:
     in_process          threads of this process; works in every session
     mpi                 processes of an MPI session, the first ``world_size`` of its ranks
     torch_distributed   the same processes, as a gloo group
+    forked              processes forked from this one, as a gloo group; for any number of ranks
+                        outside of an MPI session
 """
 
 import functools
 import inspect
 import io
+import multiprocessing
 import sys
 import tempfile
 import time
@@ -53,6 +56,8 @@ def run_ranks(kind: str, world_size: int, fn: Callable[[Communicator], Any]) -> 
         return [fn(SingleRank())]
     if kind == "in_process":
         return run_in_process(world_size, fn)
+    if kind == "forked":
+        return _run_forked(world_size, fn)
     from mpi4py import MPI
 
     world = MPI.COMM_WORLD
@@ -165,6 +170,24 @@ def _run_gloo(world: Any, world_size: int, fn: Callable[[Communicator], Any]) ->
             time.sleep(2e-3)  # MPI's barrier waits busily, on the cores of those that work
         world.Barrier()
         return result
+
+
+def _run_forked(world_size: int, fn: Callable[[Communicator], Any]) -> list[Any]:
+    processes = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory() as directory:
+
+        def body(rank: int) -> None:
+            result = _in_gloo_group(f"{directory}/store", rank, world_size, fn)
+            torch.save(result, f"{directory}/{rank}")
+
+        ranks = [processes.Process(target=body, args=(rank,)) for rank in range(world_size)]
+        for each in ranks:
+            each.start()
+        for each in ranks:
+            each.join()
+        assert not any(each.exitcode for each in ranks), "a rank has failed, and said why"
+        results = [f"{directory}/{rank}" for rank in range(world_size)]
+        return [torch.load(result, weights_only=False) for result in results]
 
 
 def _in_gloo_group(path: str, rank: int, world_size: int, fn: Callable[[Communicator], Any]) -> Any:
