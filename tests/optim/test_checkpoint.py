@@ -290,7 +290,7 @@ def test_what_one_rank_saved_for_all_is_refused(tmp_path_factory: pytest.TempPat
                 dcp.save({"state": value} if "zero" in value else value, checkpoint_id=path)
         assert through_a_file(optimizer.state_dict())["zero"]["every_rank"] == {}
         with pytest.raises(CheckpointException, match=r"call zerocast.checkpoint.save"):
-            dcp.async_save(optimizer.state_dict(), checkpoint_id=path)  # it saves copies
+            dcp.async_save(optimizer.state_dict(), checkpoint_id=path).result()  # of copies
 
     run_ranks("torch_distributed", 2, run)
 
