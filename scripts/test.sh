@@ -19,8 +19,12 @@ style() {
 # sharded models have a session of their own: what followed them in one was seen to run much slower.
 SHARDED=(tests/sharded tests/tensor_parallel tests/torchtitan)
 tests_on_ranks() {
-    OMP_NUM_THREADS=1 "$MPIEXEC" -n "$RANKS" python -m mpi4py -m pytest -q -x -p no:cacheprovider \
-        --with-mpi -m "mpi and not slow" "$@"
+    local temporary status=0
+    temporary=$(mktemp -d)  # where no rank tidies what sessions before have left while another one does
+    PYTEST_DEBUG_TEMPROOT=$temporary OMP_NUM_THREADS=1 "$MPIEXEC" -n "$RANKS" python -m mpi4py -m pytest -q -x \
+        -p no:cacheprovider -o "tmp_path_retention_count=$RANKS" --with-mpi -m "mpi and not slow" "$@" || status=$?
+    rm -rf "$temporary"
+    return "$status"
 }
 
 # One process a core. Threads that wait do so passively, for others need their core.
