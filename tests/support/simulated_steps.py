@@ -228,8 +228,9 @@ def play(scenario: Scenario, draw: random.Random) -> None:
             for step in range(STEPS):
                 if step == scenario.step and scenario.fault in HEARD:
                     mine = scenario.fault if comm.rank == scenario.faulty else "none"
-                    ended.heard |= heard(lambda mine=mine, step=step: steps.make(step, mine), step)
-                steps.make(step, "none")
+                    ended.heard = heard(lambda mine=mine, step=step: steps.make(step, mine), step)
+                if step != scenario.step or scenario.fault not in HEARD or ended.heard:
+                    steps.make(step, "none")  # a rank without an element has no master to be wrong
                 ended.steps += 1
                 check(contents(steps.named()), [expected_of(scenario)[ended.steps]], "all ranks")
         except (ZerocastError, OSError) as error:
