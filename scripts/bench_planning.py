@@ -62,7 +62,7 @@ class OneOf(Communicator):
     def _is_not_asked(self, *given: Any) -> Any:
         raise NotImplementedError
 
-    reduce_scatter_sum = start_all_to_all = all_gather_object = _is_not_asked  # type: ignore[assignment]
+    start_all_to_all = all_gather_object = _is_not_asked  # type: ignore[assignment]
 
     def barrier(self) -> None:
         """Nobody is waited for."""

@@ -33,11 +33,6 @@ def limited_world(limit: int):
             self._check(recvbuf)
             return super().Iallgatherv(sendbuf, recvbuf)
 
-        def Ireduce_scatter_block(self, sendbuf, recvbuf, op):
-            memory, count, kind = recvbuf
-            self._check([memory, count * self.size, kind])
-            return super().Ireduce_scatter_block(sendbuf, recvbuf, op)
-
         def Ialltoall(self, sendbuf, recvbuf):
             memory, count, kind = recvbuf
             self._check([memory, count * self.size, kind])

@@ -193,11 +193,6 @@ class Simulated(Communicator):
 
         return self._start(("all_gather_", *chunks), carry, flat)
 
-    def reduce_scatter_sum(self, output: torch.Tensor, buffer: torch.Tensor) -> None:
-        output, flat = buffers.scatter_operands(output, buffer, self.size)
-        self._reduce("reduce_scatter_sum", torch.add, flat)
-        output.copy_(flat.view(self.size, -1)[self.rank])
-
     def start_all_to_all(
         self,
         output: torch.Tensor,

@@ -82,15 +82,22 @@ class Communicator(ABC):
         self.all_gather_(buffer, counts)
         return nothing_to_wait_for
 
-    @abstractmethod
     def reduce_scatter_sum(self, output: torch.Tensor, buffer: torch.Tensor) -> None:
-        """Sum ``buffer`` over all ranks; rank r's part of the sum becomes its ``output``.
+        """Sum ``buffer`` over all ranks, in their order; rank r's part of the sum becomes its
+        ``output``. It has the same bits on every transport.
 
         Args:
             output: float32, contiguous; may be this rank's own part of ``buffer``.
             buffer: float32, contiguous, ``size * output.numel()`` elements, parts in rank order.
                 It holds no particular values afterwards, but for an ``output`` that lies in it.
         """
+        output, parts = buffers.scatter_operands(output, buffer, self.size)
+        self.start_all_to_all(parts, parts)()
+        first, *others = parts.view(self.size, output.numel())
+        total = first.clone()
+        for part in others:
+            total += part
+        output.copy_(total)
 
     @abstractmethod
     def start_all_to_all(

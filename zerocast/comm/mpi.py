@@ -142,18 +142,6 @@ class MpiCommunicator(Communicator):
         text = f"all_gather_ of {flat.numel()} bytes in parts #{hash(tuple(chunks)) % 2**32:08x}"
         return self._start(text, begin, flat)
 
-    def reduce_scatter_sum(self, output: torch.Tensor, buffer: torch.Tensor) -> None:
-        output, flat = buffers.scatter_operands(output, buffer, self.size)
-        host = flat.to(_HOST) if self.stages(flat.device) else _settled(flat)
-        if host.numel() <= self._chunk:
-            output.copy_(self._reduce_scatter(host))
-            return
-        # A range of every rank's part at a time, brought together in a buffer of their own.
-        width = max(1, self._chunk // self.size)
-        columns = host.view(self.size, -1).split(width, dim=1)
-        for column, chunk in zip(columns, output.split(width), strict=True):
-            chunk.copy_(self._reduce_scatter(column.contiguous().view(-1)))
-
     def start_all_to_all(
         self,
         output: torch.Tensor,
@@ -243,19 +231,6 @@ class MpiCommunicator(Communicator):
                 ]
 
             self._start(f"{what} on {host.dtype} [{host.numel()}]", begin, host, reduces=True)()
-
-    def _reduce_scatter(self, flat: torch.Tensor) -> torch.Tensor:
-        """This rank's part of the sum, in ``flat``'s memory: in place, MPI puts it at the front."""
-        memory, count, kind = self._memory(flat)
-        chunk, in_place = count // self.size, self._mpi.IN_PLACE
-
-        def begin() -> list[MPI.Request]:
-            part = [memory, chunk, kind]
-            return [self._comm.Ireduce_scatter_block(in_place, part, self._mpi.SUM)]
-
-        call = f"reduce_scatter_sum on {flat.dtype} [{flat.numel()}]"
-        self._start(call, begin, flat, reduces=True)()
-        return flat[:chunk]
 
     def _start_exchange(
         self, takes: Sequence[torch.Tensor], gives: Sequence[torch.Tensor]

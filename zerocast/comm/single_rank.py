@@ -30,10 +30,6 @@ class SingleRank(Communicator):
     def all_gather_(self, buffer: torch.Tensor, counts: Sequence[int] | None = None) -> None:
         buffers.gather_operands(buffer, counts, self.size)
 
-    def reduce_scatter_sum(self, output: torch.Tensor, buffer: torch.Tensor) -> None:
-        output, buffer = buffers.scatter_operands(output, buffer, self.size)
-        output.copy_(buffer)
-
     def start_all_to_all(
         self,
         output: torch.Tensor,

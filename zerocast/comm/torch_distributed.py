@@ -117,18 +117,6 @@ class TorchDistributedCommunicator(Communicator):
         text = f"all_gather_ of {flat.numel()} bytes in parts #{hash(tuple(chunks)) % 2**32:08x}"
         return self._start(text, begin, flat)
 
-    def reduce_scatter_sum(self, output: torch.Tensor, buffer: torch.Tensor) -> None:
-        output, flat = buffers.scatter_operands(output, buffer, self.size)
-        if not flat.numel():
-            return
-        with self._served(output) as result:
-            given = flat.to(result.device)
-            self._start(
-                f"reduce_scatter_sum on {given.dtype} [{given.numel()}]",
-                lambda: [_reduce_scatter(result, given, group=self._group, async_op=True)],
-                result,
-            )()
-
     def start_all_to_all(
         self,
         output: torch.Tensor,
@@ -226,7 +214,3 @@ class TorchDistributedCommunicator(Communicator):
 
     def _global(self, rank: int) -> int:
         return dist.get_global_rank(self._group, rank)
-
-
-# Newer torch calls it *_single and warns of the older name.
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

@@ -38,9 +38,6 @@ class OneOfMany(Communicator):
     def all_gather_(self, buffer: torch.Tensor, counts: Sequence[int] | None = None) -> None:
         """Gather nothing."""
 
-    def reduce_scatter_sum(self, output: torch.Tensor, buffer: torch.Tensor) -> None:
-        """Reduce nothing."""
-
     def start_all_to_all(
         self,
         output: torch.Tensor,
