@@ -31,6 +31,7 @@ LAYERS = (
     ("optim", "verification"),
     ("export", "nn"),  # the core, which is all below, imports no layer
     ("checkpoint", "costs", "refit"),
+    ("replacements",),
     ("compat", "deepspeed", "integrations", "megatron"),
     ("__init__",),
     ("cli",),

@@ -1,0 +1,98 @@
+"""Replacements: functions of another package that zerocast replaces while it is installed there.
+
+Each is replaced by one that gets the former function first, then its arguments. A package whose
+functions are not those that zerocast knows is left alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from zerocast.errors import UnsupportedError
+
+Replacement = tuple[Any, str, str, Callable[..., Any]]
+"""Owner, name and parameters of a function ("self, model"; of ``__init__`` the first ones), and
+what takes its place."""
+
+
+@dataclass
+class Replacements:
+    """What is replaced in one package.
+
+    Attributes:
+        ours: the package of zerocast that does it.
+        theirs: the name of the other one.
+        on_pip: its name for pip.
+        version: one whose functions are known.
+        find: imports the other package and returns what is to be replaced there.
+        importers: how the names of modules begin that may have imported a function by its name.
+    """
+
+    ours: str
+    theirs: str
+    on_pip: str
+    version: str
+    find: Callable[[], Sequence[Replacement]]
+    importers: tuple[str, ...] = ()
+    _installed: list[tuple[Any, str, Any, Any]] = field(default_factory=list)
+
+    def install(self) -> None:
+        """Replace all that :attr:`find` returns, or nothing. A second call does nothing.
+
+        Raises:
+            UnsupportedError: where the package is missing, or a function has other parameters.
+        """
+        if self._installed:
+            return
+        try:
+            found = self.find()
+        except ImportError as error:
+            raise UnsupportedError(
+                f"{self.ours} needs {self.theirs}, got {error!r}; pip install {self.on_pip}."
+            ) from error
+        for owner, name, known, _ in found:
+            function = getattr(owner, name, None)
+            given = list(inspect.signature(function).parameters) if callable(function) else []
+            checked = given[: len(known.split(", "))] if name == "__init__" else given
+            if ", ".join(checked) != known:
+                raise UnsupportedError(
+                    f"{self.ours} needs {owner.__name__}.{name}({known}), got {given}; use a "
+                    f"version of {self.theirs} that it knows, such as {self.version}."
+                )
+        for owner, name, _, ours in found:
+            function = getattr(owner, name)
+            replacement = _in_place_of(function, ours)
+            self._put(owner, name, function, replacement)
+            self._installed.append((owner, name, function, replacement))
+
+    def uninstall(self) -> None:
+        """Undo :meth:`install`, also in modules that were imported after it."""
+        while self._installed:
+            owner, name, function, replacement = self._installed.pop()
+            self._put(owner, name, replacement, function)
+
+    def _put(self, owner: Any, name: str, old: object, new: object) -> None:
+        """Let ``new`` take the place of ``old`` in ``owner`` and in the modules that have imported
+        it by name.
+        """
+        modules = [
+            module
+            for module in list(sys.modules.values())
+            if getattr(module, "__name__", "").startswith(self.importers)
+        ]
+        for holder in (owner, *modules):
+            if vars(holder).get(name) is old:
+                setattr(holder, name, new)
+
+
+def _in_place_of(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(theirs)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return ours(theirs, *args, **kwargs)
+
+    return call
