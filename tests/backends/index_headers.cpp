@@ -1,0 +1,170 @@
+// What the headers say of places, by numbers: each function below takes numbers, writes numbers and
+// returns how many, for test_index_headers.py.
+struct int4 {
+    int x, y, z, w;
+};
+static struct {
+    unsigned x;
+} threadIdx;
+static unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
+    unsigned long long bytes = (unsigned long long)b << 32 | a, made = 0;
+    for (int i = 0; i < 4; i++) made |= (bytes >> 8 * (selector >> 4 * i & 7) & 255) << 8 * i;
+    return made;
+}
+
+#include "cpu/scale_rows.h"
+#include "cpu/strips.h"
+#include "cuda/planes.h"
+
+using namespace zerocast;
+#define ANSWER extern "C" i64
+
+static Grid grid_of(const i64* n) { return *(const Grid*)n; }
+
+template <class... Numbers>
+static i64 put(i64* out, Numbers... numbers) {
+    i64 list[] = {(i64)numbers...}, count = 0;
+    for (i64 number : list) out[count++] = number;
+    return count;
+}
+
+// Of a grid, a row of blocks that is cut, and a row in it.
+ANSWER of_grid(const i64* in, i64* out) {
+    Grid g = grid_of(in);
+    Candidates candidates{};
+    auto errors = (u64)candidates.errors_of(g, in[4], in[5]);
+    return put(out, g.numel(), g.blocks_h(), g.blocks_w(), g.num_blocks(), errors / sizeof(float));
+}
+
+// Of a value, and a list.
+ANSWER find_in(const i64* in, i64* out) { return put(out, find(in + 2, in[0], in[1])); }
+
+// Of an origin, a skip, columns, and an element.
+ANSWER in_whole(const i64* in, i64* out) {
+    RandomBits bits{nullptr, in[0], in[1], in[2]};
+    return put(out, bits.in_whole(in[3]), bits.keeps_fours());
+}
+
+// Of a grid, a region and the most blocks of a strip: what is called, four numbers each.
+ANSWER strips(const i64* in, i64* out) {
+    i64* to = out;
+    for_each_strip(
+        grid_of(in), Region{in[4], in[5], in[6], in[7]},
+        [&](const Strip& s) { to += put(to, 0, s.first_block, s.blocks, s.col, s.col_end); },
+        [&](const Strip&, const Panel& p) { to += put(to, 1, p.element, p.col, p.count, p.rows); },
+        [&](const Strip& s) { to += put(to, 2, s.first_block, 0, 0, 0); }, in[8]);
+    return to - out;
+}
+
+// Of a thread, the number of threads, and spans: a span and its piece of this thread each.
+ANSWER shared(const i64* in, i64* out) {
+    i64 *to = out, count = in[2];
+    auto spans = (const Span*)(in + 3);
+    share(
+        spans, count, in[0], in[1], [](const Span& span) { return span; },
+        [&](const Span& span, i64 begin, i64 end) { to += put(to, &span - spans, begin, end); });
+    return to - out;
+}
+
+// Of two grids, whether there is a second plane, a shard and a number of threads.
+ANSWER cut_of(const i64* in, i64* out) {
+    static u8 codes[1];
+    CastShard shard{};
+    shard.rowwise.grid = grid_of(in), shard.columnwise.grid = grid_of(in + 4);
+    shard.columnwise.codes = in[8] ? codes : nullptr;
+    shard.start = in[9], shard.end = in[10];
+    Span span = shard_span(shard, in[11]);
+    return put(out, span.begin, span.end, span.granule, block_rows(shard),
+               cut_between_blocks(shard, in[11]), in_rows_and_columns(shard));
+}
+
+static ScalePlane plane_of(const i64* n, void* scales) {
+    return {grid_of(n), n[4], n[5], n[6], n[7], n[8], n[9], n[10], n[11], nullptr, scales};
+}
+
+ANSWER steps(const i64* in, i64* out) {
+    ScalePlane plane = plane_of(in, nullptr);
+    return put(out, plane.down(), plane.right());
+}
+
+// What is stored of a plane whose block number b has the scale b % 97 + 1: all entries, with four
+// on either side.
+template <class Stored>
+static i64 stored(const i64* in, i64* out) {
+    constexpr int GUARD = 4;
+    alignas(16) static Stored entries[1 << 16];
+    i64 size = in[9] * in[10] + 2 * GUARD, blocks_w = grid_of(in).blocks_w();
+    for (i64 i = 0; i < size; i++) entries[i] = 111;
+    ScalePlane plane = plane_of(in, entries + GUARD);
+    i64 cut = in[14], blocks_h = plane.grid.blocks_h();
+    if (in[13]) {  // by the CPU's loops, in two pieces
+        auto make = [&](i64 i, Stored* to) {
+            for (i64 b = 0; b < blocks_w; b++) to[b] = (i * blocks_w + b) % 97 + 1;
+        };
+        store_rows<Stored>(plane, 0, cut, make);
+        store_rows<Stored>(plane, cut, blocks_h, make);
+        pad_rows<Stored>(plane);
+    } else {  // by the threads of a CUDA kernel, tile by tile
+        i64 down = in[6] ? 1 : blocks_w, right = in[6] ? blocks_w : 1;
+        auto at = [&](i64 i, i64 j) {
+            i64 scale = (i * down + j * right) % 97 + 1;
+            return sizeof(Stored) == 1 ? (i32)scale : Scalar::bits((float)scale);
+        };
+        for (i64 t = 0; t < cut; t++)
+            for (threadIdx.x = 0; threadIdx.x < THREADS; threadIdx.x++)
+                store_scales<Stored, 64, THREADS>(plane, ((const PlaneTile*)(in + 15))[t], at);
+    }
+    for (i64 i = 0; i < size; i++) out[i] = entries[i];
+    return size;
+}
+ANSWER stored_scales(const i64* in, i64* out) {
+    return in[12] == 1 ? stored<u8>(in, out) : stored<float>(in, out);
+}
+
+// Of a tile, its grid, the extent that is owned, and an address: whether vectors keep to blocks,
+// whether they are aligned; then element, block, thread and vector of all that is owned, or -1
+// where vectors are not said to be owned as their elements are.
+template <class Shape>
+static i64 visited(const i64* in, i64* out) {
+    Grid grid = grid_of(in);
+    auto& shape = *(const Shape*)(in + 7);
+    Tile tile = shape.as_tile(grid);
+    i64* to = out
+              + put(out, vectors_keep_to_blocks<Shape>(tile, grid),
+                    vectors_aligned((void*)in[6], 16, tile, grid));
+    for (int thread = 0; thread < THREADS; thread++) {
+        ThreadVectors vectors = shape.vectors(grid, thread);
+        OwnedVectors owned = owned_vectors(vectors, tile, grid, in[4], in[5]);
+        if ((owned.whole | owned.some) >> vectors.count) return put(out, -1, 0);
+        for (int i = 0; i < vectors.count; i++) {
+            int of_four = 0;
+            for (int j = 0; j < 4; j++) {
+                if (!owns(vectors, in[4], in[5], i, j)) continue;
+                of_four++;
+                int b = shape.block_of(grid, vectors.row_of(i), vectors.col_of(i) + j);
+                i64 block = shape.first_block + shape.offset_of(b, grid.blocks_w(), 1);
+                if (b >= shape.num_blocks()) return put(out, -1, 0);
+                to += put(to, vectors.at(i) + j, block, thread, i);
+            }
+            if ((owned.whole >> i & 1) != (of_four == 4)) return put(out, -1, 0);
+            // Of one that the tile's right end cuts off, the elements behind it count, too.
+            bool some = owned.some >> i & 1, cut_off = vectors.col_of(i) + 4 > vectors.cols;
+            if (some != (of_four > 0) && !(some && cut_off)) return put(out, -1, 0);
+        }
+    }
+    return to - out;
+}
+ANSWER of_tile(const i64* in, i64* out) { return visited<Tile>(in, out); }
+ANSWER of_tile_32x256(const i64* in, i64* out) {
+    i64 count = visited<Tile32x256>(in, out);
+    return count + put(out + count, ((const Tile32x256*)(in + 7))->first_column(grid_of(in)));
+}
+
+// Of four words of four bytes, or of four nibbles.
+ANSWER transposed(const i64* in, i64* out) {
+    u32 bytes[4], nibbles[4];
+    for (int i = 0; i < 4; i++) bytes[i] = nibbles[i] = in[i];
+    transpose_4x4(bytes), transpose_4x4_nibbles(nibbles);
+    for (int i = 0; i < 4; i++) out[i] = bytes[i], out[4 + i] = nibbles[i];
+    return 8;
+}

@@ -1,0 +1,311 @@
+"""The index arithmetic of the C++ and CUDA headers says what ``layout/`` says, of which
+tests/layout/test_proofs.py proves what holds of any size.
+
+tests/backends/index_headers.cpp compiles the headers unchanged.
+"""
+
+import ctypes
+import random
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from itertools import pairwise, product
+
+import numpy as np
+import pytest
+
+from zerocast.backends.cuda import tiling
+from zerocast.backends.cuda.cuts import scale_cut
+from zerocast.backends.cuda.sources import cuda_sources
+from zerocast.layout import BlockGrid, Extent, ScaleLayout
+
+GRIDS = [BlockGrid(*dims) for dims in product((1, 2, 5), (1, 4, 7), (1, 2, 3, 6), (1, 3, 4))]
+BLOCKS = [(1, 1), (1, 16), (16, 16), (1, 32), (32, 1), (32, 32), (1, 128), (128, 128), (3, 5)]
+ROOTS = [str(cuda_sources())]
+"""Where the headers are looked for; scripts/mutation.py puts a folder before it."""
+NEAR = [2**31, 2**32, 2**40]
+
+
+@pytest.fixture(scope="module")
+def ask(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., np.ndarray]:
+    """``ask(function, *numbers)``: what a function of index_headers.cpp answers."""
+    if shutil.which("g++") is None:
+        pytest.skip("needs g++")
+    library = tmp_path_factory.mktemp("index") / "headers.so"
+    source = str(__file__).replace("test_index_headers.py", "index_headers.cpp")
+    flags = ["-O0", "-std=c++17", "-fPIC", "-shared", "-w", *(f"-I{root}" for root in ROOTS)]
+    done = subprocess.run(["g++", *flags, source, "-o", library], capture_output=True, text=True)
+    assert done.returncode == 0, f"it does not compile: {done.stderr}"
+    functions, answer = ctypes.CDLL(str(library)), np.empty(1 << 18, np.int64)
+
+    def asked(function: str, *numbers: int) -> np.ndarray:
+        given = np.array(numbers, np.int64)
+        arrays = (ctypes.c_void_p(each.ctypes.data) for each in (given, answer))
+        count = functions[function](*arrays)
+        return answer[:count].copy()
+
+    return asked
+
+
+def numbers_of(grid: BlockGrid) -> tuple[int, int, int, int]:
+    """The fields of a ``Grid``."""
+    return grid.rows, grid.cols, grid.block_h, grid.block_w
+
+
+def drawn_grids(seed: int, count: int) -> Iterator[tuple[BlockGrid, Extent]]:
+    """Small ones and large ones, each with an extent of some hundreds of elements, at odd places;
+    of the large ones near 2^31, 2^32 and 2^40 elements.
+    """
+    rng = random.Random(seed)
+    for i in range(count):
+        block_h, block_w = rng.choice(BLOCKS)
+        cols = rng.choice([rng.randint(1, 70), rng.randint(1, 1500)])
+        middle = 0 if i % 2 else rng.choice(NEAR) - rng.randint(0, 2000)
+        rows = middle // cols + rng.randint(1, 70)
+        numel = rows * cols
+        start = rng.randint(max(0, min(middle, numel - 1500)), numel - 1)
+        end = rng.choice([numel, rng.randint(start, numel)])
+        yield BlockGrid(rows, cols, block_h, block_w), Extent(start, min(end, start + 4000))
+
+
+def test_a_grid_counts_its_blocks(ask) -> None:
+    """As ``BlockGrid`` does; and the errors of a row inside a cut row of blocks stand two a block,
+    row after row.
+    """
+    large = (grid for grid, _ in drawn_grids(0, 200))
+    for grid in [*GRIDS, *large]:
+        counts = [grid.numel, grid.blocks_h, grid.blocks_w, grid.num_blocks]
+        errors = (3 * grid.block_h + 1) * grid.blocks_w * 2
+        assert ask("of_grid", *numbers_of(grid), 3, 1).tolist() == [*counts, errors], grid
+
+
+def test_a_place_is_found_where_the_list_has_it(ask) -> None:
+    """And -1 is answered elsewhere: before, between and behind its values."""
+    for length in range(12):
+        values = [2**40 + 3 * i for i in range(length)]
+        for value in range(2**40 - 1, 2**40 + 3 * length + 2):
+            expected = values.index(value) if value in values else -1
+            assert ask("find_in", length, value, *values) == [expected]
+
+
+def test_an_element_of_a_shard_has_its_index_in_the_whole(ask) -> None:
+    """Of some columns of a wider matrix, row by row; of some rows, where nothing is skipped. Fours
+    are kept exactly where every multiple of four in a row begins fours in the whole.
+    """
+    for origin, skip, cols in product((0, 3, 4, 2**40 + 2, 2**40), (0, 1, 4, 6), (3, 4, 8, 10)):
+        elements = range(2 * cols)
+        whole = [origin + e // cols * (cols + skip) + e % cols for e in elements]
+        answers = [ask("in_whole", origin, skip, cols, e).tolist() for e in elements]
+        assert [index for index, _ in answers] == whole
+        of_fours = range(0, 8 * cols, 4)
+        kept = all((origin + e // cols * (cols + skip) + e % cols) % 4 == 0 for e in of_fours)
+        within_rows = skip == 0 or cols % 4 == 0
+        assert {keeps for _, keeps in answers} == {kept and within_rows}, (origin, skip, cols)
+
+
+def test_strips_visit_each_element_once_in_its_block(ask) -> None:
+    """Of any extent, and of some columns of it: with a strip's blocks side by side, no more than
+    asked for, opened before its rows and closed after them.
+    """
+    rng = random.Random(1)
+    cuts = ((g, a, b) for g in GRIDS[:40] for a in range(g.numel) for b in (a + 1, g.numel))
+    for grid, extent in [*((g, Extent(*cut)) for g, *cut in cuts), *drawn_grids(1, 150)]:
+        ends = sorted(rng.sample(range(grid.blocks_w + 1), 2)) if rng.random() < 0.5 else [0, 0]
+        col, col_end = (end * grid.block_w for end in ends) if ends[1] else (0, 2**62)
+        across = rng.choice([1, 2, 7, 512])
+        calls = ask("strips", *numbers_of(grid), extent.start, extent.end, col, col_end, across)
+        found: list[tuple[int, int]] = []
+        strip = None
+        for call, *fields in calls.reshape(-1, 5).tolist():
+            if call == 0:
+                assert strip is None
+                strip = fields
+                assert fields[1] <= across
+                assert fields[2] == fields[0] % grid.blocks_w * grid.block_w
+                assert fields[3] == min(fields[2] + fields[1] * grid.block_w, grid.cols)
+            elif call == 1:
+                element, column, count, rows = fields
+                assert column + count <= strip[3] - strip[2]
+                found += [
+                    (element + r * grid.cols + k, strip[0] + (column + k) // grid.block_w)
+                    for r in range(rows) for k in range(count)
+                ]  # fmt: skip
+            else:
+                assert strip is not None
+                assert strip[0] == fields[0]
+                strip = None
+        assert strip is None
+        asked = [e for e in range(extent.start, extent.end) if col <= e % grid.cols < col_end]
+        assert sorted(found) == [(e, grid.block_of(e)) for e in asked], (grid, extent, across)
+
+
+def test_threads_share_all_elements(ask) -> None:
+    """Each element of each item is one thread's; cuts lie on multiples of the item's granule, and
+    no thread has more than its part and the rest of a granule.
+    """
+    rng = random.Random(2)
+    for _ in range(150):
+        threads, far = rng.randint(1, 5), rng.choice([0, *NEAR])
+        spans = []
+        for _ in range(rng.randint(0, 4)):
+            start = far + rng.randint(0, 300)
+            spans.append((start, start + rng.choice([0, 1, rng.randint(0, 999), far]),
+                          rng.choice([1, 2, 128, 96])))  # fmt: skip
+        pieces: list[list[tuple[int, int]]] = [[] for _ in spans]
+        total = sum(end - start for start, end, _ in spans)
+        for thread in range(threads):
+            numbers = [number for span in spans for number in span]
+            had = ask("shared", thread, threads, len(spans), *numbers).reshape(-1, 3).tolist()
+            for item, begin, end in had:
+                assert begin < end
+                pieces[item].append((begin, end))
+            share = sum(end - begin for _, begin, end in had)
+            assert abs(share - total / threads) <= 2 * max((g for *_, g in spans), default=0) + 1
+        for (start, end, granule), found in zip(spans, pieces, strict=True):
+            assert all(a[1] == b[0] and a[1] % granule == 0 for a, b in pairwise(found))
+            bounds = [start, end] if start < end else []
+            assert [*found[0][:1], *found[-1][1:]] == bounds if found else not bounds
+
+
+def test_threads_share_no_block_and_no_byte(ask) -> None:
+    """A shard is cut between rows of blocks of both planes where every thread has at least four;
+    else, and of one block, at multiples of 128. No cut is odd.
+    """
+    blocks = [(1, 16), (1, 32), (16, 16), (32, 1), (1, 128), (128, 1), (3, 16), (1, 7), (2, 1)]
+    for rowwise, columnwise, cols, threads, has_second in product(
+        blocks, blocks, (33, 64), (1, 3), (0, 1)
+    ):
+        for rows in (1, 12, 400, 2**31):
+            grids = BlockGrid(rows, cols, *rowwise), BlockGrid(rows, cols, *columnwise)
+            start, end = rows * cols // 3 // 2 * 2, rows * cols - rows // 2
+            numbers = [*numbers_of(grids[0]), *numbers_of(grids[1])]
+            begin, stop, granule, height, between, both = ask(
+                "cut_of", *numbers, has_second, start, end, threads
+            ).tolist()
+            assert (begin, stop) == (start, end)
+            heights = [rowwise[0], columnwise[0]] if has_second else [rowwise[0]]
+            assert all(height % (h * cols) == 0 for h in heights)
+            assert height <= heights[0] * heights[-1] * cols
+            several = has_second or grids[0].num_blocks > 1
+            assert between == (several and (end - start) // height >= 4 * threads)
+            assert granule == (height * (1 + height % 2) if between else 128)
+            lines = rowwise[0] == 1 and rowwise[1] >= 16 and columnwise[1] == 1
+            assert both == bool(has_second and lines)
+
+
+def layouts() -> Iterator[ScaleLayout]:
+    """Stored planes of all kinds."""
+    for rows, cols, (h, w) in product((1, 5, 17, 70), (1, 7, 33, 160), BLOCKS[1:]):
+        grid = BlockGrid(rows, cols, h, w)
+        for multiples in ((1, 1), (4, 128), (128, 4)):
+            for transposed in (False, True):
+                yield ScaleLayout(grid, h, *multiples, 77, transposed=transposed)
+                yield ScaleLayout(grid, 1, *multiples, 77, w, transposed=transposed)
+                yield ScaleLayout(grid, 1, *multiples, 77, transposed=transposed)
+
+
+def fields_of(layout: ScaleLayout) -> list[int]:
+    """The numbers of a ``ScalePlane``."""
+    repeats = [layout.row_repeat, layout.col_repeat, layout.transposed]
+    return [*numbers_of(layout.grid), *repeats, layout.rows, layout.cols, *layout.shape, 77]
+
+
+def test_stored_scales_stand_where_the_layout_says(ask) -> None:
+    """Scales, repeats and padding, one and four bytes wide, by the CPU's loops and by the threads
+    of a CUDA kernel; nothing is written beside the plane.
+    """
+    for number, layout in enumerate(layouts()):
+        if number % 7:
+            continue
+        grid, (height, width) = layout.grid, layout.shape
+        row, col = np.indices((height, width))
+        row, col = (col, row) if layout.transposed else (row, col)
+        block = row // layout.row_repeat * grid.blocks_w + col // layout.col_repeat
+        exists = (row < layout.rows) & (col < layout.cols)
+        itemsize = (1, 4)[number // 7 % 2]
+        expected = np.where(exists, block % 97 + 1, 77)
+        padding = 77 if itemsize == 1 else np.float32(77).view(np.int32)
+        function, *cut = scale_cut(0, layout, tiling.SCALES)
+        tiles = function([0], *([each] for each in cut)).flatten().tolist()
+        fields = [*fields_of(layout)[:-1], padding, itemsize]
+        ways = [("cuda", [0, len(tiles) // 4, *tiles])]
+        if not layout.transposed:
+            ways.append(("cpu", [1, grid.blocks_h // 3]))
+        for way, more in ways:
+            stored = ask("stored_scales", *fields, *more)
+            assert (stored[:4] == 111).all(), (way, layout)
+            assert (stored[-4:] == 111).all(), (way, layout)
+            assert (stored[4:-4].reshape(height, width) == expected).all(), (way, layout)
+        down, right = ask("steps", *fields_of(layout)).tolist()
+        for i, j in product(range(min(grid.blocks_h, 3)), range(min(grid.blocks_w, 3))):
+            place = divmod(i * down + j * right, width)
+            first = i * layout.row_repeat, j * layout.col_repeat
+            assert place == (first[::-1] if layout.transposed else first), layout
+
+
+def test_tiles_visit_each_element_once_in_its_block(ask) -> None:
+    """All tiles of a shard, by all threads: each element that is owned once, in its block, and no
+    other. Vectors in one block, and aligned ones, are said to be so.
+    """
+    for grid, extent in drawn_grids(3, 120):
+        grid = tiling.tiled_grid(grid)
+        tiles = tiling.shard_tiles([0], [grid], [extent]).tolist()
+        assert_visited(ask, "of_tile", grid, extent, tiles)
+
+
+def test_tiles_of_row_blocks_visit_each_element_once_in_its_blocks(ask) -> None:
+    """In those of both planes."""
+    rng = random.Random(4)
+    for i in range(80):
+        cols, height = rng.choice([16, 33, 128, 256, 700, 1024]), rng.choice([1, 3, 32, 128])
+        rows = rng.randint(1, 90) + (0 if i % 2 else (2**32 + 1000) // cols)
+        grid = BlockGrid(rows, cols, 1, rng.choice([16, 32, 128, 256, cols]))
+        end = rows * cols - rng.randint(0, cols)
+        extent = Extent(max(0, end - rng.randint(1, 9000)), max(end, 1))
+        second = BlockGrid(rows, cols, height, 1)
+        assert tiling.has_row_blocks(grid, second)
+        tiles = tiling.row_block_tiles([0], [grid], [height], [extent]).tolist()
+        assert_visited(ask, "of_tile_32x256", grid, extent, tiles, second)
+
+
+def assert_visited(
+    ask: Callable[..., np.ndarray], function: str, grid: BlockGrid, extent: Extent,
+    tiles: list[list[int]], second: BlockGrid | None = None,
+) -> None:  # fmt: skip
+    """That these tiles have each element of the extent once, in its blocks."""
+    found = [np.empty(0, np.int64)]
+    for number, tile in enumerate(tiles):
+        address = (4096, 4104)[number % 2]
+        answer = ask(function, *numbers_of(grid), extent.start, extent.end, address, *tile)
+        keep, aligned, *_ = answer.tolist()
+        assert keep >= 0, f"a vector is said to be owned by another, {grid}, {extent}, {tile}"
+        visited = answer[2 : -1 if second else None].reshape(-1, 4)
+        elements, blocks = visited[:, 0], visited[:, 1]
+        found.append(elements)
+        assert (blocks == grid.block_of(elements)).all(), (grid, extent, tile)
+        if second:
+            column = answer[-1] - tile[1] // 2**32 + elements % grid.cols
+            assert (second.block_of(elements) == column).all()
+        # What one thread has at once: the vectors' numbers, and where each begins among them.
+        vectors = visited[:, 2] * 99 + visited[:, 3]
+        _, first, count = np.unique(vectors, return_index=True, return_counts=True)
+        if keep:
+            assert (blocks[first] == blocks[first + count - 1]).all(), (grid, extent, tile)
+        if aligned:
+            start = tile[1] % 2**32 * grid.cols + tile[1] // 2**32 if second else tile[2]
+            assert address % 16 == 0
+            assert ((elements[first[count == 4]] - start) % 4 == 0).all(), (grid, extent, tile)
+    visited = np.sort(np.concatenate(found))
+    assert (visited == np.arange(extent.start, extent.end)).all(), (grid, extent)
+
+
+def test_squares_of_codes_are_transposed(ask) -> None:
+    """Of 4x4 bytes, and of 4x4 nibbles in the low halves of the words."""
+    rng = random.Random(5)
+    for _ in range(50):
+        words = np.array([rng.getrandbits(32) for _ in range(4)], "<u4")
+        low = words & 0xFFFF
+        answer = ask("transposed", *words.tolist())
+        assert (answer[:4] == words.view(np.uint8).reshape(4, 4).T.copy().view("<u4")[:, 0]).all()
+        nibbles = low[:, None] >> (4 * np.arange(4)) & 15
+        assert (answer[4:] == (nibbles.T << (4 * np.arange(4))).sum(1)).all()
