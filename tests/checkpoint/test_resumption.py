@@ -15,7 +15,7 @@ import zerocast
 from tests.optim.training import Training, assert_same_lists
 from tests.support.ranks import on_ranks, shared_folder
 from tests.support.recipes import RECIPES
-from zerocast.checkpoint import load, pending, save
+from zerocast.checkpoint import load, save, writing
 from zerocast.checkpoint.files import DigestingWriter
 from zerocast.checkpoint.storage import Reader
 from zerocast.comm import Communicator, SingleRank, run_in_process
@@ -141,7 +141,7 @@ def test_a_rank_that_cannot_write_at_all_is_raised_at_once(
 ) -> None:
     """On every rank, though its disk has no room even to say so; and once only."""
     write = DigestingWriter.__init__
-    note = pending.replace_file
+    note = writing.replace_file
 
     def full(self: Any, path: Path) -> None:
         if "rank00001" in path.name:
@@ -160,7 +160,7 @@ def test_a_rank_that_cannot_write_at_all_is_raised_at_once(
         comm.barrier()
         if comm.rank == 0:
             monkeypatch.setattr(DigestingWriter, "__init__", full)
-            monkeypatch.setattr(pending, "replace_file", no_note)
+            monkeypatch.setattr(writing, "replace_file", no_note)
         comm.barrier()
         saving = save(tmp_path / "c", training.optimizer, asynchronous=True)
         assert saving is not None

@@ -26,8 +26,7 @@ from zerocast.arguments import shown
 from zerocast.cast.shard_spec import ShardSpec
 from zerocast.comm import Communicator
 from zerocast.errors import InputError
-from zerocast.layout import BlockGrid, CutBlocks, Extent, Owners, Plane
-from zerocast.tensors import QuantizedStorage
+from zerocast.layout import BlockGrid, CutBlocks, Owners, Plane
 from zerocast.tensors.weight_operands import Amaxes
 
 ExchangeKind = Literal["full", "boundary"]
@@ -59,12 +58,9 @@ class AmaxBuffers:
     """The amaxes that ranks reduce, group after group, and those that this rank keeps.
 
     Args:
-        storages: the plan's weights.
-        extents: what this rank owns of each.
+        specs: the plan's weights, with what this rank owns of each.
         members: by group the places of its weights, all weights once.
         owners: by group those of its members.
-        labels: by weight that of its amax group, or None.
-        device: where the buffers are.
         by_owner: by weight the planes whose scales their blocks' owners make.
 
     Attributes:
@@ -78,18 +74,15 @@ class AmaxBuffers:
 
     def __init__(
         self,
-        storages: Sequence[QuantizedStorage],
-        extents: Sequence[Extent],
+        specs: Sequence[ShardSpec],
         members: Mapping[Communicator, Sequence[int]],
         owners: Mapping[Communicator, Owners],
-        labels: Sequence[str | None],
-        device: torch.device,
         by_owner: Sequence[Sequence[Plane]],
     ) -> None:
         # Of the amaxes of each plane and tensor that are reduced, and that are kept; and by weight
         # and plane the blocks that the latter begin with.
         sizes, kept_sizes = list[int](), list[int]()
-        first_blocks: list[dict[str, int]] = [{} for _ in storages]
+        first_blocks: list[dict[str, int]] = [{} for _ in specs]
         group_sizes: list[int] = []
         place = kept = 0
         kept_cut, reduced_cut = [], []
@@ -97,15 +90,16 @@ class AmaxBuffers:
             begin, firsts = place, []
             grids: list[tuple[int, BlockGrid]] = []  # of planes by owner
             for at, i in enumerate(indices):
-                for plane in storages[i].cast_planes:
+                storage = specs[i].storage
+                for plane in storage.cast_planes:
                     if plane in by_owner[i]:
-                        blocks = plane.grid.touched(extents[i])
+                        blocks = plane.grid.touched(specs[i].extent)
                         first_blocks[i][plane.name] = blocks.start
                         grids.append((at, plane.grid))
                         firsts.append(kept - blocks.start)
                         kept_sizes.append(len(blocks))
                         kept += len(blocks)
-                    elif not storages[i].form.has_one_block:
+                    elif not storage.form.has_one_block:
                         sizes.append(plane.grid.num_blocks)
                         place += sizes[-1]
                 sizes.append(1)
@@ -117,6 +111,7 @@ class AmaxBuffers:
             sizes.append(cut.count + (STEP_WORDS if indices else 0))
             place += sizes[-1]
             group_sizes.append(place - begin)
+        device = specs[0].storage.device if specs else torch.device("cpu")
         self.reduced = torch.zeros(place, dtype=torch.int32, device=device)
         self.of_group = dict(zip(members, self.reduced.split(group_sizes), strict=True))
         self._kept = torch.zeros(kept, dtype=torch.int32, device=device)
@@ -129,7 +124,8 @@ class AmaxBuffers:
         found: dict[int, tuple[torch.Tensor, Amaxes]] = {}
         for indices in members.values():
             for i in indices:
-                storage, label, by_plane = storages[i], labels[i], dict[str, torch.Tensor]()
+                storage, label = specs[i].storage, specs[i].amax_group
+                by_plane: dict[str, torch.Tensor] = {}
                 for plane in () if storage.form.has_one_block else storage.cast_planes:
                     by_plane[plane.name] = next(own if plane.name in first_blocks[i] else reduced)
                 tensor = next(reduced)
@@ -139,8 +135,8 @@ class AmaxBuffers:
                     by_plane["rowwise"] = tensor
                 found[i] = tensor, Amaxes(tensor, by_plane, first_blocks[i])
             next(reduced)  # those of cut blocks, and the step
-        self.tensor_amaxes = [found[i][0] for i in range(len(storages))]
-        self.amaxes = [found[i][1] for i in range(len(storages))]
+        self.tensor_amaxes = [found[i][0] for i in range(len(specs))]
+        self.amaxes = [found[i][1] for i in range(len(specs))]
 
     @property
     def tensors(self) -> list[torch.Tensor]:

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import torch
-
 from zerocast.cast.amax_buffers import planes_by_owner
 from zerocast.cast.exchange import Exchange
 from zerocast.cast.gather import code_gathers
@@ -57,14 +55,7 @@ class CastCollectives:
         matrices, owners_of = self.matrices.specs(), self.matrices.owners(members, owners)
         by_owner = [planes_by_owner(each) if boundary else [] for each in matrices]
         self.exchange = Exchange(
-            [each.storage for each in matrices],
-            [each.extent for each in matrices],
-            self.members,
-            owners_of,
-            self.matrices.places(tp_shards),
-            [each.amax_group for each in matrices],
-            specs[0].storage.device if specs else torch.device("cpu"),
-            by_owner,
+            matrices, self.members, owners_of, self.matrices.places(tp_shards), by_owner
         )
         self.code_gathers = code_gathers(specs, members, owners)
         self.scale_gathers = scale_gathers(matrices, self.members, owners_of, by_owner)

@@ -33,9 +33,10 @@ import torch
 
 from zerocast.cast.amax_buffers import STEP_WORDS, AmaxBuffers
 from zerocast.cast.consistency import raise_in_all
+from zerocast.cast.shard_spec import ShardSpec
 from zerocast.comm import Communicator
 from zerocast.errors import RankMismatchError, ZerocastError
-from zerocast.layout import Extent, Owners, Plane, SharedBlocks
+from zerocast.layout import Owners, Plane, SharedBlocks
 from zerocast.numerics import FourOverSixErrors
 from zerocast.tensors import QuantizedStorage
 
@@ -47,13 +48,10 @@ class Exchange:
     """The buffers of one plan.
 
     Args:
-        storages: the plan's weights.
-        extents: what this rank owns of each.
+        specs: the plan's weights, with what this rank owns of each.
         members: by group the places of its weights, all weights once.
         owners: by group those of its members.
         tp_shards: by tensor-parallel group the places of the weights whose shards it holds.
-        amax_groups: by weight the label of its amax group, or None.
-        device: where the buffers are.
         by_owner: by weight the planes whose scales their blocks' owners make.
 
     Attributes:
@@ -66,39 +64,28 @@ class Exchange:
 
     def __init__(
         self,
-        storages: Sequence[QuantizedStorage],
-        extents: Sequence[Extent],
+        specs: Sequence[ShardSpec],
         members: Mapping[Communicator, Sequence[int]],
         owners: Mapping[Communicator, Owners],
         tp_shards: Mapping[Communicator, Sequence[int]],
-        amax_groups: Sequence[str | None],
-        device: torch.device,
         by_owner: Sequence[Sequence[Plane]],
     ) -> None:
-        self.buffers = AmaxBuffers(
-            storages, extents, members, owners, amax_groups, device, by_owner
-        )
-        cuts = {
-            i: SharedBlocks.of(storages[i].grid, [e for _, e in owners[comm].of_weight(at)])
-            for comm, indices in members.items()
-            for at, i in enumerate(indices)
-            if storages[i].recipe.chooses_scales
-        }
-        self._lay_out_candidates(storages, extents, members, cuts, device, by_owner)
+        self.buffers = AmaxBuffers(specs, members, owners, by_owner)
+        device = self.buffers.reduced.device
+        self._lay_out_candidates(specs, members, owners, by_owner)
         shared = {
-            comm: self._shared_entries(storages, indices) for comm, indices in tp_shards.items()
+            comm: self._shared_entries([(i, specs[i].storage) for i in indices])
+            for comm, indices in tp_shards.items()
         }
         entries = [entry for group in shared.values() for entry in group]
         self._shared = torch.tensor(entries, dtype=torch.int64, device=device)
-        groups = (*members.items(), *tp_shards.items())
-        hearing = [
+        self.heard_by = [
             comm
-            for comm, indices in groups
+            for comm, indices in (*members.items(), *tp_shards.items())
             if (device.type == "cpu" or not comm.captures(device)) and len(indices) > 0
         ]
-        self.heard_by = hearing
         # Shards that share no amax share one entry that says whether a rank is in trouble.
-        idle = [comm for comm, group in shared.items() if not group and comm in hearing]
+        idle = [comm for comm, group in shared.items() if not group and comm in self.heard_by]
         sizes = {comm: len(group) for comm, group in shared.items() if group}
         sizes |= dict.fromkeys(idle, 1)
         self._reduced = torch.zeros(sum(sizes.values()), dtype=torch.int32, device=device)
@@ -108,18 +95,23 @@ class Exchange:
 
     def _lay_out_candidates(
         self,
-        storages: Sequence[QuantizedStorage],
-        extents: Sequence[Extent],
+        specs: Sequence[ShardSpec],
         members: Mapping[Communicator, Sequence[int]],
-        cuts: Mapping[int, SharedBlocks],
-        device: torch.device,
+        owners: Mapping[Communicator, Owners],
         by_owner: Sequence[Sequence[Plane]],
     ) -> None:
+        cuts = {
+            i: SharedBlocks.of(specs[i].storage.grid, [e for _, e in owners[comm].of_weight(at)])
+            for comm, indices in members.items()
+            for at, i in enumerate(indices)
+            if specs[i].storage.recipe.chooses_scales
+        }
         # Where its owner makes a block's scale, nobody else needs its choice.
         words = {
-            i: FourOverSixErrors.words(storages[i].grid, cuts[i], choices=not by_owner[i])
-            for i in cuts
+            i: FourOverSixErrors.words(specs[i].storage.grid, cut, choices=not by_owner[i])
+            for i, cut in cuts.items()
         }
+        device = self.buffers.reduced.device
         self.candidates = torch.zeros(sum(words.values()), dtype=torch.int32, device=device)
         self.candidates_of: dict[int, FourOverSixErrors] = {}
         self._candidates_of_group: dict[Communicator, torch.Tensor] = {}
@@ -129,24 +121,21 @@ class Exchange:
             for i in indices:
                 if i not in cuts:
                     continue
-                grid, own = storages[i].grid, self.candidates[end : end + words[i]]
+                grid, own = specs[i].storage.grid, self.candidates[end : end + words[i]]
                 whole = FourOverSixErrors.carve(own, grid, cuts[i], choices=not by_owner[i])
-                kept = grid.touched(extents[i])
+                kept = grid.touched(specs[i].extent)
                 self.candidates_of[i] = whole.of_blocks(grid, kept) if by_owner[i] else whole
                 end += words[i]
             self._candidates_of_group[comm] = self.candidates[start:end]
 
-    def _shared_entries(
-        self, storages: Sequence[QuantizedStorage], indices: Sequence[int]
-    ) -> list[int]:
-        """The places among the reduced amaxes of what the shards ``indices`` have in common with
-        the other shards.
+    def _shared_entries(self, tp_shards: Iterable[tuple[int, QuantizedStorage]]) -> list[int]:
+        """The places among the reduced amaxes of what ``tp_shards``, with their places, have in
+        common with the other shards.
         """
         entries: dict[int, None] = {}
-        for i in indices:
-            storage, amaxes = storages[i], self.buffers.amaxes[i]
+        for i, storage in tp_shards:
             shared = [p.name for p in storage.cast_planes if storage.spans_tp_shards(p)]
-            pieces = [amaxes.blocks[name] for name in shared]
+            pieces = [self.buffers.amaxes[i].blocks[name] for name in shared]
             if storage.recipe.scales_tensor:
                 pieces.append(self.buffers.tensor_amaxes[i])
             for piece in pieces:

@@ -122,13 +122,9 @@ class CodeGather:
         own = [spec.codes[self._plane] for spec in self._specs if self._plane in spec.codes]
         self._held = [codes for codes in self._codes if codes is not None] + own
 
-    def run(self) -> None:
-        """Make every rank hold the codes of all of them."""
-        self.start()()
-
     def start(self) -> Callable[[], None]:
-        """Begin :meth:`run`; what is returned ends it, and is called once. Weights without codes of
-        their own may be given buffers for them in between.
+        """Begin to make every rank hold the codes of all of them; what is returned ends it, and is
+        called once. Weights without codes of their own may be given buffers for them in between.
         """
         if not self._chunks:
             return nothing

@@ -217,7 +217,7 @@ class CastPlan:
         check_capture(self._device, self._members)
         with announcing(self._comms), self._version.writing("all-gather"):
             for gather in self._gathers:
-                gather.run()
+                gather.start()()
             self.all_gather_scales()
         self.post_all_gather_processing()
         self.verify()
@@ -233,7 +233,7 @@ class CastPlan:
     @_untraced
     def all_gather_scales(self) -> None:
         """Bring the scales that each rank made to every rank, where the exchange is "boundary"."""
-        self._prepared.gather_scales()
+        self._prepared.start_scales()()
         self._version.has_scales = True
 
     @_untraced

@@ -77,7 +77,16 @@ class PreparedCast:
         Raises:
             InputError: where they do not fit.
         """
-        _check_rebind(self._specs, master_weights)
+        check_list("master_weights", master_weights, self._specs)
+        for spec, master in zip(self._specs, master_weights, strict=True):
+            if master is not None:
+                check_master_tensor(spec.name, spec.storage, master)
+            size = 0 if master is None else master.numel()
+            if size != spec.extent.size:
+                raise InputError(
+                    f"{spec.name}: the plan was made for a master of {spec.extent.size} "
+                    f"elements, got {size}; make a new plan for another partition."
+                )
         self._check_overlap(master_weights)
         self.bind(master_weights)
 
@@ -119,15 +128,10 @@ class PreparedCast:
             self._is_in_graph = False
         self._is_in_graph |= is_captured(self._device)
 
-    def gather_scales(self) -> None:
-        """Gather the scales that ranks made, and store them."""
-        for gather in self._scale_gathers:
-            gather.run()
-        if self._scale_gathers:
-            self._expand_scales()
-
     def start_scales(self) -> Callable[[], None]:
-        """Begin :meth:`gather_scales`; what is returned ends it."""
+        """Begin to gather the scales that ranks made; what is returned ends that, and stores
+        them.
+        """
         waits = [gather.start() for gather in self._scale_gathers]
 
         def finish() -> None:
@@ -173,22 +177,6 @@ class PreparedCast:
             compact=self._collectives.compact,
             stages=self._stages,
         )
-
-
-def _check_rebind(
-    specs: Sequence[ShardSpec], master_weights: Sequence[torch.Tensor | None]
-) -> None:
-    """Raise :class:`InputError` where other masters do not fit the weights of a plan."""
-    check_list("master_weights", master_weights, specs)
-    for spec, master in zip(specs, master_weights, strict=True):
-        if master is not None:
-            check_master_tensor(spec.name, spec.storage, master)
-        size = 0 if master is None else master.numel()
-        if size != spec.extent.size:
-            raise InputError(
-                f"{spec.name}: the plan was made for a master of {spec.extent.size} "
-                f"elements, got {size}; make a new plan for another partition."
-            )
 
 
 def _try_function(storage: QuantizedStorage) -> bool:

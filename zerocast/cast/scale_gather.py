@@ -138,15 +138,7 @@ class ScaleGather:
 
         def finish() -> None:
             wait()
-            self._put_together()
+            if self._pieces[0]:
+                torch._foreach_copy_(*self._pieces)
 
         return finish
-
-    def run(self) -> None:
-        """Make every rank hold the scales of all of them."""
-        self._comm.all_gather_(self._gathered, self._counts)
-        self._put_together()
-
-    def _put_together(self) -> None:
-        if self._pieces[0]:
-            torch._foreach_copy_(*self._pieces)

@@ -46,7 +46,7 @@ from zerocast.cast.whole_cast import (
     cast_whole,
     first_difference,
 )
-from zerocast.comm import Attempt, Communicator, raise_together
+from zerocast.comm import Attempt, Communicator, failure, raise_together
 from zerocast.errors import InputError, UnsupportedError, VerificationError, ZerocastError
 from zerocast.layout import Owners
 from zerocast.numerics import NUMERICS_VERSION
@@ -255,10 +255,10 @@ def _message(weight: HeldWeight, everyone: Sequence[tuple[Difference | None, str
         owner = f", of the shard of rank {found.owner}" if found.owner >= 0 else ""
         more = f", the first of {found.count} elements that differ," * (found.count > 1)
         told.append(
-            f"{_ranks(ranks)} {_holds(ranks)} {found.held} at element {list(found.place)} of "
+            f"{_ranks_hold(ranks)} {found.held} at element {list(found.place)} of "
             f"{found.buffer}{owner}{more} where the cast of the whole master has {found.cast}"
         )
-    rest = f"; {_ranks(right)} {_holds(right)} what that cast has" if right else ""
+    rest = f"; {_ranks_hold(right)} what that cast has" if right else ""
     if all(found.owner not in (-1, *ranks) for found, ranks in ranks_of.items()):
         cause = "the codes of other ranks were not gathered, or changed since"
     elif right:
@@ -273,12 +273,8 @@ def _message(weight: HeldWeight, everyone: Sequence[tuple[Difference | None, str
     )
 
 
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
-
-
-def _holds(ranks: Sequence[int]) -> str:
-    return "hold" if len(ranks) > 1 else "holds"
+def _ranks_hold(ranks: Sequence[int]) -> str:
+    return f"{failure.name(ranks)} {'hold' if len(ranks) > 1 else 'holds'}"
 
 
 def _leave_file(

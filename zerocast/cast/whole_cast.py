@@ -156,13 +156,7 @@ def first_difference(weight: HeldWeight, made: QuantizedStorage) -> Difference |
         differ = (pair[0] != pair[1]).any(-1)
         if not differ.any():
             continue
-        at = int(differ.view(-1).nonzero()[0])
-        place = tuple(
-            int(i)
-            for i in torch.unravel_index(
-                torch.tensor(at, dtype=torch.int64, device="cpu"), differ.shape
-            )
-        )
+        at, place = int(differ.view(-1).nonzero()[0]), tuple(differ.nonzero()[0].tolist())
         texts: list[str] = []
         for each, buffer in zip(pair, (held, made.buffers[name]), strict=True):
             element = each.reshape(-1, each.shape[-1])[at]

@@ -14,7 +14,7 @@ the checkpoint before it whole, and what is damaged is refused. ``Writer`` and `
     training            what is saved of a training, by names; zero, masters: who has it;
                         model_part: what else a model holds
     pending             saves that go on beside the training
-    planned             who writes what
+    writing             who writes what, at once or beside the training
     boxes               which elements of a tensor a rank has
     planners, storage   DCP's planners and storage
     one_file            a checkpoint in one file

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch.distributed.checkpoint.planner import WriteItem
 
 from zerocast.checkpoint.boxes import Box
 from zerocast.checkpoint.files import (
@@ -19,20 +20,12 @@ from zerocast.checkpoint.files import (
     sync_directory,
 )
 from zerocast.checkpoint.manifest import KEY, Chunk, Manifest, SavedTensor
-from zerocast.checkpoint.planned import Planned
-from zerocast.comm import Attempt, Communicator, raise_together
-
-if TYPE_CHECKING:
-    from torch.distributed.checkpoint.planner import WriteItem
+from zerocast.checkpoint.planners import part_of
+from zerocast.checkpoint.writing import Planned, versions
+from zerocast.comm import Attempt, Communicator, raise_together, raising_together
 
 
-def write_one_file(
-    path: Path,
-    planned: Planned,
-    versions: dict[str, Any],
-    comm: Communicator,
-    device: torch.device,
-) -> None:
+def write_one_file(path: Path, planned: Planned, comm: Communicator, device: torch.device) -> None:
     """Write the checkpoint on rank 0, to which every tensor travels in turn. Collective.
 
     Args:
@@ -49,7 +42,7 @@ def write_one_file(
     draft = path.with_name(f".{planned.saved}-{path.name}.draft")
     sizes = [entry.num_bytes for entry in entries]
 
-    def beginning(digests: list[str]) -> tuple[bytes, list[int]]:
+    def beginning(digests: list[str]) -> bytes:
         """The file's header, with the manifest in it: as long whatever the digests are."""
         start, end = 0, -1
         while start != end:  # where data begins is in the manifest, which stands before it
@@ -60,19 +53,18 @@ def write_one_file(
                 chunk = Chunk(_whole(entry), info, at)
                 tensors[entry.key] = SavedTensor(entry.dtype, entry.shape, [chunk])
                 at += entry.num_bytes
-            manifest = Manifest(planned.saved, comm.size, versions, tensors, planned.said)
-            head, starts = header_of(entries, {KEY: manifest.to_text()})
+            manifest = Manifest(planned.saved, comm.size, versions(), tensors, planned.said)
+            head, _ = header_of(entries, {KEY: manifest.to_text()})
             end = len(head)
-        return head, starts
+        return head
 
     attempt, file = Attempt(), None
     count = math.ceil(sum(sizes) / BLOCK)
-    with attempt:
+    with raising_together(comm):
         if comm.rank == 0:
             path.parent.mkdir(parents=True, exist_ok=True)
             file = DigestingWriter(draft)
-            file.skip(len(beginning(["0" * 16] * count)[0]))
-    raise_together(comm, attempt.error)
+            file.skip(len(beginning(["0" * 16] * count)))
     for entry in entries:
         whole = _gather(entry, items[entry.key], planned, comm, device)
         with attempt:
@@ -80,7 +72,7 @@ def write_one_file(
                 file.write_tensor(whole)
     with attempt:
         if file is not None and attempt.error is None:
-            file.write_beginning(beginning(file.finish().digests)[0])
+            file.write_beginning(beginning(file.finish().digests))
             draft.replace(path)
             sync_directory(path.parent)
     if file is not None:
@@ -113,10 +105,7 @@ def _gather(
     if comm.rank == 0:
         for _, item in sorted(items, key=lambda placed: placed[0]):
             assert item.tensor_data is not None
-            target = whole
-            chunk = item.tensor_data.chunk
-            for dim, (offset, size) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
-                target = target.narrow(dim, offset, size)
+            target = part_of(whole, item.tensor_data.chunk.offsets, item.tensor_data.chunk.sizes)
             target.copy_(values[start : start + target.numel()].view(target.shape))
             start += target.numel()
     return whole

@@ -1,31 +1,18 @@
-"""Saves that go on beside the training: a thread writes copies, and nobody waits for it.
-
-The threads of different ranks tell each other what they have written by small files in the
-directory itself, since collectives belong to the training. Rank 0 puts the manifest in place when
-all ranks have told it; a rank that fails says so there, and each rank's next call raises.
-"""
+"""Saves that go on beside the training: a thread writes copies, and nobody waits for it."""
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
-import time
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from zerocast.checkpoint.files import FileInfo, replace_file
 from zerocast.comm import Attempt, Communicator, raise_together
 from zerocast.errors import ZerocastError
-
-if TYPE_CHECKING:
-    from torch.distributed.checkpoint.storage import WriteResult
 
 _pending: weakref.WeakKeyDictionary[Any, PendingSave] = weakref.WeakKeyDictionary()
 """By optimizer, a save that nobody has waited for."""
@@ -111,60 +98,3 @@ def wait_for(optimizer: object) -> None:
     is_one = isinstance(optimizer, torch.optim.Optimizer)  # else the caller refuses it
     if is_one and (save := _pending.pop(optimizer, None)) is not None:
         save.wait()
-
-
-def told(directory: Path, saved: str, rank: int, write: Callable[[], list[WriteResult]]) -> None:
-    """Write this rank's part, and tell rank 0 what it has written, or why it has not."""
-    note = _note(directory, saved, rank)
-    try:
-        said = _written(write())
-    except Exception as error:
-        with suppress(OSError):  # where nothing can be written, the next call tells it
-            replace_file(note, json.dumps({"error": f"{type(error).__name__}: {error}"}).encode())
-        raise
-    replace_file(note, json.dumps(said).encode())
-
-
-def _written(results: list[WriteResult]) -> dict[str, Any]:
-    places = [[r.index.fqn, list(r.index.offset or ()), r.storage_data.start] for r in results]
-    file = asdict(results[0].storage_data.file) if results else None
-    return {"file": file, "places": places}
-
-
-def hear(
-    directory: Path,
-    saved: str,
-    comm: Communicator,
-    result: Callable[[str, Any, FileInfo, int], Any],
-    is_futile: threading.Event,
-) -> list[list[Any]]:
-    """Return what all ranks have written, once they have told it.
-
-    Raises:
-        ZerocastError: where one has failed, or does not tell it within the communicator's timeout;
-            or where ``is_futile`` is set.
-    """
-    end, everyone = time.monotonic() + comm.timeout, []
-    for rank in range(comm.size):
-        path, pause = _note(directory, saved, rank), 0.001
-        while not path.exists():
-            if time.monotonic() > end or is_futile.wait(pause):
-                raise ZerocastError(
-                    f"rank {rank} has not written its part of a checkpoint within {comm.timeout:g} "
-                    f"s. Every rank must see the directory {directory}."
-                )
-            pause = min(2 * pause, 0.25)
-        said = json.loads(path.read_text())
-        if "error" in said:
-            raise ZerocastError(f"rank {rank} could not write its part: {said['error']}.")
-        everyone.append(
-            [
-                result(name, at, FileInfo(**said["file"]), start)
-                for name, at, start in said["places"]
-            ]
-        )
-    return everyone
-
-
-def _note(directory: Path, saved: str, rank: int) -> Path:
-    return directory / f"{saved}-rank{rank:05}.json"

@@ -4,34 +4,24 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 from collections.abc import Mapping
-from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from zerocast.arguments import check_flag
 from zerocast.checkpoint.boxes import Share
-from zerocast.checkpoint.files import FileInfo
 from zerocast.checkpoint.manifest import SUFFIX, check_place
 from zerocast.checkpoint.model_part import ModelPart, digest_of
-from zerocast.checkpoint.pending import PendingSave, hear, remember, told, wait_for
-from zerocast.checkpoint.planned import Planned, plan_save
+from zerocast.checkpoint.pending import PendingSave, remember, wait_for
 from zerocast.checkpoint.sources import ranks_of, training_of
 from zerocast.checkpoint.training import Contents
 from zerocast.checkpoint.values import encode
-from zerocast.comm import Attempt, Communicator, Group, raise_together
+from zerocast.comm import Attempt, Group, raising_together
 from zerocast.comm.agreement import check_same
 from zerocast.errors import InputError
-from zerocast.numerics import NUMERICS_VERSION
 from zerocast.optim.saved import check_numbers
-
-if TYPE_CHECKING:
-    from torch.distributed.checkpoint.planner import SavePlan
-
-    from zerocast.checkpoint.storage import Writer
 
 
 def save(
@@ -81,8 +71,7 @@ def save(
     """
     comm = ranks_of(optimizer, group)
     wait_for(optimizer)
-    attempt, place = Attempt(), Path()
-    with attempt:
+    with raising_together(comm):
         check_flag("asynchronous", asynchronous)
         place = Path(path)
         is_file = place.suffix == SUFFIX
@@ -94,9 +83,8 @@ def save(
         if comm.rank == 0 and not is_file:
             check_place(place)
         training = training_of(optimizer, model, group, comm)
-    raise_together(comm, attempt.error)
 
-    contents = training.contents()
+    contents, attempt = training.contents(), Attempt()
     with attempt:
         own = _put_values(contents, extra, of_rank, comm.rank)
         for name, share in contents.shares.items():
@@ -113,83 +101,18 @@ def save(
     check_same(comm, lines, "every rank must save the same", attempt.error)
     ModelPart(model, training.parameters, comm).put(contents)
 
-    planned = plan_save(contents, own, comm)
-    if is_file:
-        from zerocast.checkpoint.one_file import write_one_file
+    from zerocast.checkpoint import one_file, writing  # DCP takes a second to import
 
-        write_one_file(place, planned, versions(), comm, training.device)
+    planned = writing.plan_save(contents, own, comm)
+    if is_file:
+        one_file.write_one_file(place, planned, comm, training.device)
     elif asynchronous:
-        pending = _write_beside(place, planned, comm)
+        pending = writing.write_beside(place, planned, comm)
         remember(optimizer, pending)
         return pending
     else:
-        _write(place, planned, comm)
+        writing.write(place, planned, comm)
     return None
-
-
-def versions() -> dict[str, Any]:
-    """Return the versions of what saves."""
-    return {
-        "zerocast": version("zerocast"),
-        "numerics": NUMERICS_VERSION,
-        "torch": torch.__version__,
-    }
-
-
-def _writer(path: Path, planned: Planned, comm: Communicator) -> tuple[Writer, SavePlan]:
-    """Return what writes, and this rank's plan, with the directory made. Collective."""
-    from zerocast.checkpoint.storage import Writer
-
-    writer, attempt = Writer(path, planned.said, versions(), planned.saved), Attempt()
-    with attempt:
-        writer.set_up_storage_writer(comm.rank == 0)
-        writer.prepare_local_plan(planned.plans[comm.rank])
-    raise_together(comm, attempt.error)
-    return writer, writer.prepare_global_plan(planned.plans)[comm.rank]
-
-
-def _write(path: Path, planned: Planned, comm: Communicator) -> None:
-    """Write the checkpoint. Collective."""
-    writer, plan = _writer(path, planned, comm)
-    attempt, results = Attempt(), []
-    with attempt:
-        results = writer.write(plan, planned.planner)
-    raise_together(comm, attempt.error)
-    everyone = comm.all_gather_object(results)
-    with attempt:
-        if comm.rank == 0:
-            writer.finish(planned.metadata, everyone)
-    raise_together(comm, attempt.error)
-
-
-def _write_beside(path: Path, planned: Planned, comm: Communicator) -> PendingSave:
-    """Copy this rank's part, and let a thread write it; rank 0's ends the checkpoint. Collective,
-    until this returns.
-    """
-    from torch.distributed.checkpoint.metadata import MetadataIndex
-    from torch.distributed.checkpoint.storage import WriteResult
-
-    from zerocast.checkpoint.storage import Place
-
-    writer, plan = _writer(path, planned, comm)
-    planner, rank, saved = planned.planner, comm.rank, planned.saved
-    written = {(item.index.fqn, tuple(item.index.offset or ())) for item in plan.items}
-    planner.shares = {
-        name: share.copied(box for box in share.pieces if (name, box.offsets) in written)
-        for name, share in planner.shares.items()
-    }
-
-    def result(name: str, offset: Any, info: FileInfo, start: int) -> WriteResult:
-        return WriteResult(MetadataIndex(name, offset), 0, Place(info, start))
-
-    def write() -> None:
-        told(path, saved, rank, lambda: writer.write(plan, planner))
-
-    def finish(is_futile: threading.Event) -> None:
-        if rank == 0:
-            writer.finish(planned.metadata, hear(path, saved, comm, result, is_futile))
-
-    return PendingSave(path, comm, write, finish)
 
 
 def _put_values(contents: Contents, extra: Any, of_rank: Any, rank: int) -> Any:

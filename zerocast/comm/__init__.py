@@ -5,7 +5,13 @@ torch.distributed ProcessGroup serves. :func:`as_communicator` makes one of what
 their group.
 """
 
-from zerocast.comm.agreement import Attempt, agree, lines_that_differ, raise_together
+from zerocast.comm.agreement import (
+    Attempt,
+    agree,
+    lines_that_differ,
+    raise_together,
+    raising_together,
+)
 from zerocast.comm.communicator import Communicator
 from zerocast.comm.failure import DEFAULT_TIMEOUT, announcing
 from zerocast.comm.groups import Group, as_communicator
@@ -34,5 +40,6 @@ __all__ = [
     "as_communicator",
     "lines_that_differ",
     "raise_together",
+    "raising_together",
     "run_in_process",
 ]

@@ -1,19 +1,20 @@
 """Agreeing: what only some ranks can see is made known to all before anybody acts on it.
 
 An error that one rank raises alone leaves the others waiting in their next collective. So what may
-fail on one rank only stands in an :class:`Attempt`, and its error is handed to
-:func:`raise_together`, which every rank calls::
+fail on one rank only stands in :func:`raising_together`, which every rank calls::
 
-    attempt = Attempt()
-    with attempt:
+    with raising_together(comm):
         ...                                   # no collective in here
-    raise_together(comm, attempt.error)
+
+Where more is agreed on in the same collective, it stands in an :class:`Attempt`, whose error is
+handed to :func:`agree`, say.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import zip_longest
 from types import TracebackType
 
@@ -74,6 +75,17 @@ def raise_together(comm: Communicator, error: ZerocastError | None) -> None:
             ranks said what. On a group of one rank the error as it is.
     """
     _highest(comm, [0], error)
+
+
+@contextmanager
+def raising_together(comm: Communicator) -> Iterator[None]:
+    """Raise at the end of the context on every rank of ``comm`` what the context raised on any, as
+    :func:`raise_together` does. Collective.
+    """
+    attempt = Attempt()
+    with attempt:
+        yield
+    raise_together(comm, attempt.error)
 
 
 def agree(comm: Communicator, answer: int, error: ZerocastError | None = None) -> bool:

@@ -160,7 +160,7 @@ class DryRun:
         self._count("store_plain", sum(rounded))
         with self.comm.label("scales"):
             for gather in self._collectives.scale_gathers:
-                gather.run()
+                gather.start()()
         for bucket in self._shards.buckets:
             with self.comm.label("codes" if bucket.kind.is_codes else "plain weights"):
                 bucket.all_gather(self.comm)

@@ -107,9 +107,8 @@ class Dialect:
             return False
         if getattr(own, "power_2_scale", False) and not getattr(given, "power_2_scale", False):
             return False
-        return _scale_rows_and_columns(_rowwise(recipe, shape)) == _scale_rows_and_columns(
-            _rowwise(self.recipe, shape)
-        )
+        own_plane, plane = (r.planes(shape, columnwise=False)[0] for r in (self.recipe, recipe))
+        return _scale_rows_and_columns(own_plane) == _scale_rows_and_columns(plane)
 
     def encode(self, storage: QuantizedStorage) -> dict[str, torch.Tensor]:
         """Return what is stored of a weight that this dialect :meth:`holds`, by :attr:`names`;
@@ -180,13 +179,9 @@ class Dialect:
             )
         *rows, columns = codes.shape
         shape = torch.Size((*rows, columns * (8 // numerics.fmt.bits)))
-        plane = _rowwise(self.recipe, shape)
-        buffers = {
-            name: spec.allocate(codes.device)
-            for name, spec in self.recipe.buffers(shape, columnwise=False).items()
-        }
-        encoded = self.encode(QuantizedStorage(shape, dtype, self.recipe, buffers))
-        for name, like in encoded.items():
+        made = QuantizedStorage.empty(shape, dtype, self.recipe, codes.device, columnwise=False)
+        plane, buffers = made.planes[0], made.buffers
+        for name, like in self.encode(made).items():
             given = tensors[name]
             if (given.shape, given.dtype) != (like.shape, like.dtype):
                 raise InputError(
@@ -214,10 +209,6 @@ def stored_name(parameter: str, part: str) -> str:
         return parameter + part
     module = parameter.rpartition(".")[0]
     return f"{module}.{part}" if module else part
-
-
-def _rowwise(recipe: Recipe, shape: Sequence[int]) -> Plane:
-    return recipe.planes(shape, columnwise=False)[0]
 
 
 def _scale_rows_and_columns(plane: Plane) -> tuple[int, int]:

@@ -12,7 +12,6 @@ import torch
 
 from zerocast.cast import CastPlan
 from zerocast.cast.amax_groups import Patterns, amax_group_labels
-from zerocast.cast.planned_shards import planned_shards
 from zerocast.comm import Communicator, SingleRank, as_communicator
 from zerocast.errors import InputError, UnsupportedError
 from zerocast.export.dialects import stored_name
@@ -114,7 +113,7 @@ def stored_tensors(source: Source) -> dict[str, torch.Tensor]:
     if isinstance(source, ZeroOptimizer):
         return source.named_weights
     if isinstance(source, CastPlan):
-        return {each.name: each.weight for each in planned_shards(source)}
+        return {name: weight for name, (weight, _) in planned_weights(source).items()}
     model = source
     dropped = set(getattr(model, "_tied_weights_keys", None) or ())
     persistent = {
@@ -133,13 +132,19 @@ def stored_tensors(source: Source) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in named if first[id(tensor)] == name}
 
 
-def planned(source: Source) -> dict[str, Shard]:
-    """Return what this rank has of the masters of a plan, by name; nothing of another source."""
-    return (
-        {each.name: Shard(each.master, each.extent, each.comm) for each in planned_shards(source)}
-        if isinstance(source, CastPlan)
-        else {}
-    )
+def planned_weights(source: Source) -> dict[str, tuple[QuantizedTensor, Shard]]:
+    """Return the weights of a plan by name, each with what this rank has of its master as it is
+    bound now; nothing of another source.
+    """
+    found: dict[str, tuple[QuantizedTensor, Shard]] = {}
+    if not isinstance(source, CastPlan):
+        return found
+    comms = {i: comm for comm, indices in source._members.items() for i in indices}
+    first = 0  # the place of the first matrix of a weight
+    for spec, master in zip(source._specs, source._prepared.bound, strict=True):
+        found[spec.name] = QuantizedTensor(spec.storage), Shard(master, spec.extent, comms[first])
+        first += spec.storage.form.num_matrices
+    return found
 
 
 def included_weights(source: Source, names: Sequence[str]) -> set[str]:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from zerocast.cast.amax_groups import Patterns
-from zerocast.comm import Attempt, Group, raise_together
+from zerocast.comm import Attempt, Group, raise_together, raising_together
 from zerocast.errors import InputError
 from zerocast.export.dialects import Dialect, stored_name
 from zerocast.export.entries import Names
@@ -95,8 +95,8 @@ def save_pretrained(
         bucket_bytes=bucket_bytes,
         group=group,
     )
-    comm, folder, attempt = export.comm, Path(directory), Attempt()
-    with attempt:
+    comm, folder = export.comm, Path(directory)
+    with raising_together(comm):
         _require_safetensors()
         if comm.rank == 0:
             folder.mkdir(parents=True, exist_ok=True)
@@ -105,9 +105,9 @@ def save_pretrained(
                     f"save_pretrained needs a directory without safetensors files, got {folder}, "
                     f"which has some; choose another, or remove them."
                 )
-    raise_together(comm, attempt.error)
 
     count, places, size = len(export.plan_buckets()), dict[str, str](), 0
+    attempt = Attempt()
     for i, tensors in enumerate(export.buckets()):
         file = f"model-{i + 1:05}-of-{count:05}.safetensors" if count > 1 else "model.safetensors"
         places.update(dict.fromkeys(tensors, file))
@@ -117,7 +117,7 @@ def save_pretrained(
                 _write(tensors, folder / file)
     raise_together(comm, attempt.error)
 
-    with attempt:
+    with raising_together(comm):
         if comm.rank == 0:
             if count > 1:
                 index = {"metadata": {"total_size": size}, "weight_map": places}
@@ -130,7 +130,6 @@ def save_pretrained(
             nominal = next(entry.dtype for entry in export.entries if entry.recipe is not None)
             own = {"dtype": str(nominal).removeprefix("torch."), "quantization_config": section}
             _write_json(_configuration(model) | own, folder / "config.json")
-    raise_together(comm, attempt.error)
 
 
 def load_pretrained(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
@@ -106,9 +107,8 @@ class ShardPlan(CastPlan):
 
         def finish() -> dict[str, QuantizedStorage]:
             for storage in self.storages.values():
-                (plane,) = storage.recipe.planes(storage.shape, columnwise=False)
-                spec = storage.recipe.buffers(storage.shape, columnwise=False)[plane.codes_name]
-                storage.buffers[plane.codes_name] = spec.allocate(storage.device)
+                name = storage.planes[0].codes_name
+                storage.buffers[name] = storage.form.buffers[name].allocate(storage.device)
             QuantizedStorage.bump_buffers_version()
             while waits:  # each holds what it has received, until it is stored
                 waits.pop(0)()
@@ -122,24 +122,19 @@ class ShardPlan(CastPlan):
         where every rank has all that are stored, or has to have them before it can tell which are
         its own: those of blocks of several rows, stored for each row.
         """
-        storage = self.storages[name]
-        (plane,) = storage.recipe.planes(storage.shape, columnwise=False)
+        plane, stack = self.storages[name].planes[0], self.storages[name].stack
         if plane.scales.row_repeat > 1:
             return None
-        first = 0  # the place of its first matrix
-        for other, each in self.storages.items():
-            if other == name:
-                break
-            first += each.stack.numel()
-        own = [self._prepared.own_scales.get(first + i, {}) for i in range(storage.stack.numel())]
+        before = itertools.takewhile(lambda other: other != name, self.storages)
+        first = sum(self.storages[other].stack.numel() for other in before)
+        own = [self._prepared.own_scales.get(first + i, {}) for i in range(stack.numel())]
         found = [planes[plane.name].entries for planes in own if plane.name in planes]
         return torch.cat(found) if found else None
 
     @property
     def repeats_scales(self) -> bool:
         """Whether a weight stores the scale of a block for each of its rows."""
-        planes = (s.recipe.planes(s.shape, columnwise=False)[0] for s in self.storages.values())
-        return any(plane.scales.row_repeat > 1 for plane in planes)
+        return any(each.planes[0].scales.row_repeat > 1 for each in self.storages.values())
 
 
 def hold(amax: torch.Tensor, held: torch.Tensor | None) -> torch.Tensor:

@@ -14,7 +14,6 @@ import torch
 from zerocast.comm import Communicator
 from zerocast.errors import InputError, UnsupportedError
 from zerocast.export.dialects import without_padding
-from zerocast.layout import Plane
 from zerocast.recipes import Recipe
 from zerocast.sharded.all_gather import gather_of
 from zerocast.sharded.placement import is_sharded, to_local, tp_shard_of
@@ -118,24 +117,24 @@ def _made_whole(part: QuantizedStorage, tp_shard: TensorParallelShard) -> Quanti
     """Return the whole weight, with what all parts have alike: tensor amax, and scales of blocks
     that reach across them.
     """
-    shape, recipe = tp_shard.whole, part.recipe
-    specs = recipe.buffers(shape, columnwise=False)
-    buffers = {name: spec.allocate(part.device) for name, spec in specs.items()}
-    plane, own = _rowwise(recipe, shape), _rowwise(recipe, part.shape)
-    for name, buffer in buffers.items():
+    whole = QuantizedStorage.empty(
+        tp_shard.whole, part.dtype, part.recipe, part.device, columnwise=False
+    )
+    plane = whole.planes[0]
+    for name, buffer in whole.buffers.items():
         if name == plane.scales_name and plane.spans(tp_shard.dim):
-            given = without_padding(own, part.buffers[name])
+            given = without_padding(part.planes[0], part.buffers[name])
             without_padding(plane, buffer).copy_(given)
         elif name not in plane.buffers:
             buffer.copy_(part.buffers[name])
-    return QuantizedStorage(shape, part.dtype, recipe, buffers)
+    return whole
 
 
 def _pieces(storage: QuantizedStorage, dim: int, start: int, end: int) -> Sequence[torch.Tensor]:
     """Return rows or columns ``[start, end)`` of a weight: of its codes, bytes, and of its scales
     where these are theirs alone.
     """
-    plane, bits = _rowwise(storage.recipe, storage.shape), storage.recipe.numerics.fmt.bits
+    plane, bits = storage.planes[0], storage.recipe.numerics.fmt.bits
     codes = storage.buffers[plane.codes_name].view(torch.uint8).flatten(end_dim=-2)
     unit = 1 if dim == ROWS else 8 // bits
     pieces = [codes.narrow(dim, start // unit, (end - start) // unit)]
@@ -146,7 +145,3 @@ def _pieces(storage: QuantizedStorage, dim: int, start: int, end: int) -> Sequen
         first = start // block
         pieces.append(scales.narrow(dim, first, -(-end // block) - first))
     return pieces
-
-
-def _rowwise(recipe: Recipe, shape: torch.Size) -> Plane:
-    return recipe.planes(shape, columnwise=False)[0]

@@ -8,14 +8,12 @@ of a ZeroOptimizer send one another what is missing, in the dtype that the cast 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 
 import torch
 
 from zerocast.errors import InputError
 from zerocast.export.entries import Entry, Shard, Source
 from zerocast.layout import Extent, chunk
-from zerocast.recipes import Recipe
 from zerocast.sharded.placement import to_local
 
 
@@ -42,7 +40,7 @@ def turned_entry(entry: Entry, *, casts_anew: bool) -> Entry:
     """
     recipe, shard = entry.recipe, entry.shard
     assert recipe is not None
-    if not casts_anew and (shard is None or not _has_square_blocks(recipe)):
+    if not casts_anew and (shard is None or recipe.block[0] != recipe.block[1]):
         raise InputError(
             f"{entry.name} keeps its matrices as [in, out], and the checkpoint has scales along "
             f"the other side than {recipe}; give from_masters=True to cast its masters turned."
@@ -56,16 +54,11 @@ def turned_entry(entry: Entry, *, casts_anew: bool) -> Entry:
     )
 
 
-def with_turned_masters(entries: Sequence[Entry]) -> list[Entry]:
-    """Return ``entries`` with the masters of those that are turned. Collective, over the ranks of
-    these.
-    """
-    return [entry if entry.unturned is None else _with_masters(entry) for entry in entries]
-
-
-def _with_masters(entry: Entry) -> Entry:
+def with_turned_masters(entry: Entry) -> Entry:
+    """Return ``entry``, with its masters if it is turned. Collective, over the ranks of these."""
     given, turned, recipe = entry.unturned, entry.shard, entry.recipe
-    assert given is not None
+    if given is None:
+        return entry
     assert turned is not None
     assert recipe is not None
     comm, own, shape = given.comm, turned.extent, entry.tensor.shape
@@ -91,7 +84,3 @@ def _matrices(shape: torch.Size, rank: int, size: int) -> Extent:
     """Return the elements of the matrices that ``rank`` casts, as FSDP2 cuts a stack."""
     own, each = chunk(shape[:-2].numel(), rank, size), shape[-2:].numel()
     return Extent(own.start * each, own.end * each)
-
-
-def _has_square_blocks(recipe: Recipe) -> bool:
-    return recipe.block[0] == recipe.block[1]

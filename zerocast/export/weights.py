@@ -17,7 +17,7 @@ import torch
 from zerocast.arguments import check_flag, check_integer, check_module
 from zerocast.cast import CastPlan
 from zerocast.cast.amax_groups import Patterns
-from zerocast.comm import Attempt, Group, as_communicator, raise_together
+from zerocast.comm import Group, as_communicator, raising_together
 from zerocast.errors import InputError, UnsupportedError
 from zerocast.export.dialects import Dialect
 from zerocast.export.entries import (
@@ -31,7 +31,7 @@ from zerocast.export.entries import (
     included_weights,
     not_rows,
     own_rows,
-    planned,
+    planned_weights,
     renamed,
     stored_tensors,
     trained_amax_groups,
@@ -116,8 +116,7 @@ class Export:
         self._model, self._optimizer, self._from_masters = model, optimizer, from_masters
         self.held_amaxes: dict[str, torch.Tensor] | None = None
         self.held_codes: Mapping[str, torch.Tensor] = {}
-        attempt = Attempt()
-        with attempt:
+        with raising_together(self.comm):
             if not isinstance(model, ZeroOptimizer | CastPlan):
                 check_module("model", model)
             if not isinstance(optimizer, ZeroOptimizer | None):
@@ -136,7 +135,7 @@ class Export:
             self.dialect = as_dialect(dialect)
             if torch.distributed.is_available() and isinstance(model, torch.nn.Module):
                 reshard(model)
-            self._planned = planned(model)
+            self._planned = planned_weights(model)
             self._included = included_weights(model, include)
             found = [self._entry(*named) for named in stored_tensors(model).items()]
             parts = [
@@ -152,7 +151,6 @@ class Export:
                     f"masters that FSDP2 gathers in codes, got one with none; call "
                     f"zerocast.nn.convert first, or name layers in include."
                 )
-        raise_together(self.comm, attempt.error)
 
     # --- what is exported ---
 
@@ -203,7 +201,7 @@ class Export:
         if not self._from_masters:
             return None
         if name in self._planned:
-            return self._planned[name]
+            return self._planned[name][1]
         if self._optimizer is None:
             raise InputError(
                 f"from_masters=True needs optimizer=, the ZeroOptimizer that holds the master of "
@@ -296,7 +294,8 @@ class Export:
         entries = [entry for entry in bucket if entry.shard is not None]
         if not entries:
             return None
-        plan = ShardPlan(with_turned_masters(entries), self.held_amaxes, self.held_codes)
+        entries = [with_turned_masters(entry) for entry in entries]
+        plan = ShardPlan(entries, self.held_amaxes, self.held_codes)
         plan.cast()
         return plan
 

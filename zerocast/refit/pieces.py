@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from zerocast.comm import Attempt, Communicator, raise_together
+from zerocast.comm import Communicator, raising_together
 from zerocast.errors import InputError, UnsupportedError
 from zerocast.export.dialects import Dialect
 from zerocast.export.entries import Entry, own_rows
@@ -61,8 +61,7 @@ def refuse_parts(export: Export) -> None:
     """Raise :class:`UnsupportedError` on every rank where tensor parallelism splits a weight whose
     codes are sent.
     """
-    attempt = Attempt()
-    with attempt:
+    with raising_together(export.comm):
         for entry in export.entries:
             if entry.tp_shard is not None:
                 raise UnsupportedError(
@@ -70,15 +69,13 @@ def refuse_parts(export: Export) -> None:
                     f"rank has a range of the whole; take whole tensors by named_tensors, or "
                     f"deltas, which gather such weights."
                 )
-    raise_together(export.comm, attempt.error)
 
 
 def check_cuts(export: Export) -> None:
     """Raise :class:`InputError` on every rank where one's shard of 4-bit codes begins or ends
     inside a byte. Collective.
     """
-    attempt = Attempt()
-    with attempt:
+    with raising_together(export.comm):
         for entry in export.entries:
             is_cut = entry.shard is not None and entry.shard.extent and entry.tp_shard is None
             if entry.recipe is None or entry.shard is None or not is_cut:
@@ -90,7 +87,6 @@ def check_cuts(export: Export) -> None:
                     f"got elements {extent}; cut it at even elements, or take whole tensors by "
                     f"named_tensors."
                 )
-    raise_together(export.comm, attempt.error)
 
 
 def _pieces(

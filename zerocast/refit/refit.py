@@ -16,7 +16,7 @@ import torch
 
 from zerocast.arguments import check_flag, check_integer
 from zerocast.backends.reference.digest import as_integers
-from zerocast.comm import Attempt, Communicator, raise_together
+from zerocast.comm import Communicator, raising_together
 from zerocast.errors import InputError
 from zerocast.export import Dialect, Export
 from zerocast.export.entries import Entry, Source
@@ -153,11 +153,10 @@ class Refit:
                 a linear layer quantized that travels in high precision, or the other way round.
                 Layers are matched by their whole names.
         """
-        export, attempt = self.export(), Attempt()
-        with attempt:
+        export = self.export()
+        with raising_together(export.comm):
             if config is not None:
                 check_config(export, config)
-        raise_together(export.comm, attempt.error)
         return travels(export)
 
     def metadata(self) -> list[tuple[str, torch.dtype, torch.Size]]:
@@ -216,11 +215,10 @@ class Refit:
         tensors: dict[str, torch.Tensor] = {}
         if any(entry.tp_shard is not None for entry in bucket):
             tensors = export.gather(bucket, plan)()
-        pieces, attempt = pieces_of(export, bucket, plan, tensors), Attempt()
-        with attempt:  # a scale is known to the rank in whose shard its block begins
-            names = {entry.stored_name(export.dialect.scales): entry.name for entry in bucket}
+        pieces = pieces_of(export, bucket, plan, tensors)
+        names = {entry.stored_name(export.dialect.scales): entry.name for entry in bucket}
+        with raising_together(export.comm):  # its owner alone knows the scale of a block
             check_finite({names[p.name]: p.values for p in pieces if p.name in names})
-        raise_together(export.comm, attempt.error)
         return plan, tensors, pieces
 
     # --- what was sent last ---
