@@ -13,7 +13,7 @@ from tests.support.ranks import on_ranks
 from tests.support.recipes import RECIPES, each
 from tests.support.same_bytes import assert_same_bytes, assert_same_storage
 from tests.support.values import draw_values
-from zerocast.comm import Communicator, RecordingCommunicator
+from zerocast.comm import Communicator, RecordingCommunicator, run_in_process
 from zerocast.errors import InputError, NonFiniteError, RankMismatchError
 
 ROWS, COLS = (32, 16, 48), 64
@@ -121,11 +121,20 @@ def test_a_scheme_without_a_tensor_scale_keeps_its_bytes() -> None:
 
 def test_a_group_costs_no_collective() -> None:
     """One all-reduce, as without groups."""
-    comm = RecordingCommunicator(zerocast.as_communicator(None))
-    _, plan = planned(masters(), group=comm)
-    comm.reset()
-    plan.cast()
-    assert comm.total().calls == 1
+
+    def on_rank(comm: Communicator) -> int:
+        recording, whole = RecordingCommunicator(comm), masters()
+        weights = [zerocast.empty(master.shape, NVFP4) for master in whole]
+        owns = comm.rank == 0
+        shards, starts = (whole, [0] * 3) if owns else ([None] * 3, [None] * 3)
+        plan = zerocast.CastPlan(
+            weights, shards, starts, recording, names=NAMES, amax_groups=GROUPS
+        )
+        recording.reset()
+        plan.cast()
+        return recording.total().calls
+
+    assert run_in_process(2, on_rank) == [1, 1]
 
 
 def test_the_weight_that_is_not_finite_is_named() -> None:

@@ -31,9 +31,9 @@ def raise_alone(self: Exchange, step: int = 0, error: Any = None) -> None:
     REDUCE_AMAX(self, step)
 
 
-def tell_nobody(self: Exchange, comm: Any, entries: Any, heard: bool) -> bool:
+def tell_nobody(self: Exchange, comm: Any, entries: Any, heard: bool) -> None:
     """Reduce amaxes as if nothing had gone wrong here."""
-    return REDUCE(self, comm, entries, False) or heard
+    REDUCE(self, comm, entries, False)
 
 
 def compare_no_steps(self: Exchange, step: int = 0, error: Any = None) -> None:

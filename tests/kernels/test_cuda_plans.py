@@ -1,5 +1,6 @@
 """Plans of CUDA's kernels: the tables, tiles, grids, arguments and launches of a step."""
 
+import itertools
 import random
 from itertools import pairwise
 from typing import Any
@@ -74,6 +75,21 @@ def many_weights(seed: int, world_size: int, count: int = 160) -> Case:
         offset += master.numel()
     case.own_buffers = False
     return case
+
+
+def test_amaxes_of_blocks_kept_anywhere(cuda: CudaBackend) -> None:
+    """A rank keeps the amaxes of some blocks, and kernels are told where block 0 would be: in one
+    of these cuts that is where the tensor's amax lies.
+    """
+    for block, others in itertools.product(range(1, 8), range(2)):
+        case = Case(block, 2)
+        count = 1 + others
+        case.recipes, case.shapes = [RECIPES["nvfp4"]] * count, [torch.Size((128, 16))] * count
+        case.dtypes, case.columnwise = [torch.bfloat16] * count, [True] * count
+        case.masters = [torch.arange(2048.0)] * count
+        case.partitions = [[Extent(0, 256 * block), Extent(256 * block, 2048)]] * count
+        case.exchange, case.own_buffers = "boundary", False
+        check(cuda, case, 2)
 
 
 @pytest.mark.parametrize("world_size", [1, 5])

@@ -112,12 +112,13 @@ class AmaxBuffers:
             place += sizes[-1]
             group_sizes.append(place - begin)
         device = specs[0].storage.device if specs else torch.device("cpu")
-        self.reduced = torch.zeros(place, dtype=torch.int32, device=device)
+        self._entries = torch.zeros(place + kept, dtype=torch.int32, device=device)
+        self.reduced, self._kept = self._entries.split([place, kept])
         self.of_group = dict(zip(members, self.reduced.split(group_sizes), strict=True))
-        self._kept = torch.zeros(kept, dtype=torch.int32, device=device)
         nothing = torch.empty(0, dtype=torch.int64, device="cpu")
         self._kept_cut = torch.cat([nothing, *kept_cut]).to(device)
         self._reduced_cut = torch.cat([nothing, *reduced_cut]).to(device)
+        self._has_cut = self._kept_cut.numel() > 0
 
         reduced, own = iter(self.reduced.split(sizes)), iter(self._kept.split(kept_sizes))
         leaders: dict[str, torch.Tensor] = {}
@@ -141,19 +142,18 @@ class AmaxBuffers:
     @property
     def tensors(self) -> list[torch.Tensor]:
         """All memory of the buffers."""
-        return [self.reduced, self._kept, self._kept_cut, self._reduced_cut]
+        return [self._entries, self._kept_cut, self._reduced_cut]
 
     def clear(self) -> None:
         """Set all amaxes to 0."""
-        self.reduced.zero_()
-        self._kept.zero_()
+        self._entries.zero_()
 
     def give_cut(self) -> None:
         """Put this rank's amaxes of cut blocks among those that are reduced."""
-        if len(self._kept_cut):
+        if self._has_cut:
             self.reduced[self._reduced_cut] = self._kept[self._kept_cut]
 
     def take_cut(self) -> None:
         """Take those that have been reduced."""
-        if len(self._kept_cut):
+        if self._has_cut:
             self._kept[self._kept_cut] = self.reduced[self._reduced_cut]

@@ -9,12 +9,12 @@ of their own. Which amaxes are reduced at all is said in "Note: full and boundar
 Note: a rank in trouble
 ~~~~~~~~~~~~~~~~~~~~~~~
 A rank that cannot cast (a master was resized, a launch failed) still takes part in the reduction of
-amaxes, and gives :data:`TROUBLE` for every one of its own. That is larger than any amax, so every
-rank of its groups finds it in the first entry, where it would otherwise find an amax: nobody waits
-for a rank that has left, and while all is well nothing is sent for it. Ranks of a group that does
-not meet a rank in trouble hear of it from those who do, in the reductions that follow.
+amaxes, and gives :data:`TROUBLE` for all of its entries. That is larger than any amax and any step,
+so every rank of its groups finds it where it would otherwise find the step: nobody waits for a rank
+that has left, and while all is well nothing is sent for it. Ranks of a group that does not meet a
+rank in trouble hear of it from those who do, in the reductions that follow.
 
-Where the host takes no part in a reduction (NCCL on a GPU) it does not wait to read that entry. The
+Where the host takes no part in a reduction (NCCL on a GPU) it does not wait to read an entry. The
 other ranks' scales and codes become NaN there, and the rank in trouble raises by itself.
 
 Note: a rank at another step
@@ -41,7 +41,7 @@ from zerocast.numerics import FourOverSixErrors
 from zerocast.tensors import QuantizedStorage
 
 TROUBLE = 2**31 - 1
-"""Every amax of a rank that cannot cast: the bits of a NaN, and above those of any amax."""
+"""Every entry of a rank that cannot cast: the bits of a NaN, above those of any amax or step."""
 
 
 class Exchange:
@@ -82,7 +82,17 @@ class Exchange:
         self.heard_by = [
             comm
             for comm, indices in (*members.items(), *tp_shards.items())
-            if (device.type == "cpu" or not comm.captures(device)) and len(indices) > 0
+            if comm.size > 1
+            and (device.type == "cpu" or not comm.captures(device))
+            and len(indices) > 0
+        ]
+        # By group of several ranks its entries, and of these the words for the step where this rank
+        # reads them.
+        reads = [] if device.type == "meta" else self.heard_by  # which holds no values
+        self._groups = [
+            (comm, entries, entries[-STEP_WORDS:] if comm in reads else None)
+            for comm, entries in self.buffers.of_group.items()
+            if comm.size > 1
         ]
         # Shards that share no amax share one entry that says whether a rank is in trouble.
         idle = [comm for comm, group in shared.items() if not group and comm in self.heard_by]
@@ -167,41 +177,42 @@ class Exchange:
         tensor-parallel shards have in common the largest of all shards.
 
         Args:
-            step: the number of the step, below 2**31.
+            step: the number of the step, which is compared modulo :data:`TROUBLE`.
             error: why this rank cannot cast, if it cannot; its amaxes are of no matter then.
 
         Raises:
             ZerocastError: ``error``, on all ranks that hear of it.
             RankMismatchError: on all ranks that hear of it, where two are not at the same step.
         """
-        heard = error is not None
+        heard, step = error is not None, step % TROUBLE
         self.buffers.give_cut()
-        for comm, entries in self.buffers.of_group.items():
-            reads = comm in self.heard_by and not entries.is_meta  # which holds no values
-            words = entries[-STEP_WORDS:]
-            if reads:
-                words[0], words[1] = step, -step
-            heard = self._reduce(comm, entries, heard)
-            if reads and not heard and sum(words.tolist()):
-                heard, error = True, _other_steps(comm, step)
+        for comm, entries, words in self._groups:
+            if words is not None:
+                own = torch.tensor((step, -step), dtype=words.dtype, device="cpu")
+                words.copy_(own)
+            self._reduce(comm, entries, heard)
+            if words is not None and not heard:
+                largest, smallest_negated = words.tolist()
+                heard = largest == TROUBLE
+                if largest + smallest_negated and not heard:
+                    heard, error = True, _other_steps(comm, step)
         if self._reduced_of_group:
             shared = self._reduced[: len(self._shared)]
             torch.index_select(self.buffers.reduced, 0, self._shared, out=shared)
             self._reduced[len(self._shared) :].zero_()
             for comm, entries in self._reduced_of_group:
-                heard = self._reduce(comm, entries, heard)
+                self._reduce(comm, entries, heard)
+                if comm in self.heard_by and not entries.is_meta and not heard:
+                    heard = int(entries[0]) == TROUBLE
             self.buffers.reduced.index_copy_(0, self._shared, shared)
         self.buffers.take_cut()
         if heard:
             raise_in_all(self.heard_by, error)
 
-    def _reduce(self, comm: Communicator, entries: torch.Tensor, heard: bool) -> bool:
+    def _reduce(self, comm: Communicator, entries: torch.Tensor, heard: bool) -> None:
         if heard:
             entries.fill_(TROUBLE)
         comm.all_reduce_max_(entries)
-        if heard or comm not in self.heard_by or entries.is_meta:  # which holds no values
-            return heard
-        return int(entries[0]) == TROUBLE
 
     def reduce_candidates(self) -> None:
         """Put every group's candidates together."""

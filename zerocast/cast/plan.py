@@ -35,7 +35,7 @@ from zerocast.comm import Attempt, Communicator, Group, announcing
 from zerocast.errors import ZerocastError
 from zerocast.layout import Owners
 from zerocast.numerics import AdamWUpdate
-from zerocast.tensors import CastVersion, QuantizedTensor, rebuild_derived
+from zerocast.tensors import CastVersion, QuantizedTensor
 
 _untraced = torch._disable_dynamo
 """A step that is compiled runs these as they are: they read addresses and launch kernels, which
@@ -215,12 +215,15 @@ class CastPlan:
         partition. Then compare, with ``verify``.
         """
         check_capture(self._device, self._members)
-        with announcing(self._comms), self._version.writing("all-gather"):
-            for gather in self._gathers:
-                gather.start()()
-            self.all_gather_scales()
-        self.post_all_gather_processing()
-        self.verify()
+        with announcing(self._comms):
+            with self._version.writing("all-gather"):
+                for gather in self._gathers:
+                    gather.start()()
+                self._prepared.start_scales()()
+                self._version.has_scales = True
+            self._prepared.rebuild_copies()
+            self._version.mark_rebuilt()
+            self._verification.check(self.step)
 
     @_untraced
     def verify(self) -> None:
@@ -239,12 +242,7 @@ class CastPlan:
     @_untraced
     def post_all_gather_processing(self) -> None:
         """Rebuild the derived copies of all weights of the plan from their gathered codes."""
-        if self._prepared.addresses.hold_other_copies():
-            # As functional calls do; the next cast is refused.
-            rebuild_derived(spec.storage for spec in self._specs)
-            return
-        self._prepared.follow_moves()
-        self._prepared.steps.run("transpose")
+        self._prepared.rebuild_copies()
         self._version.mark_rebuilt()
 
     def post_all_gather_hook(self, module: torch.nn.Module) -> RemovableHandle:
@@ -293,7 +291,7 @@ class CastPlan:
     def _reduce_amax(self) -> None:
         check_capture(self._device, self._comms, check_finite=self._check_finite)
         error, self._attempt = self._attempt.error, Attempt()
-        self._exchange.reduce_amax(self.step % 2**31, error)
+        self._exchange.reduce_amax(self.step, error)
         if self._check_finite:
             masters, specs = self._prepared.masters.tensors, self._prepared.matrices
             amaxes = self._exchange.buffers.tensor_amaxes

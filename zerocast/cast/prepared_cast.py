@@ -14,7 +14,12 @@ from zerocast.cast.master_checks import check_list, check_master_tensor
 from zerocast.cast.shard_spec import ShardSpec
 from zerocast.errors import InputError
 from zerocast.numerics import AdamWUpdate, Float8DelayedNumerics, Masters
-from zerocast.tensors import QuantizedStorage, QuantizedTensor, prepare_expansion
+from zerocast.tensors import (
+    QuantizedStorage,
+    QuantizedTensor,
+    prepare_expansion,
+    rebuild_derived,
+)
 from zerocast.tensors.cast_steps import CastSteps
 
 
@@ -150,6 +155,14 @@ class PreparedCast:
             return
         self.follow_moves()
         self.steps.run("expand_scales")
+
+    def rebuild_copies(self) -> None:
+        """Rebuild the derived copies of all weights from their gathered codes."""
+        if self.addresses.hold_other_copies():  # as functional calls do; the next cast is refused
+            rebuild_derived(spec.storage for spec in self._specs)
+            return
+        self.follow_moves()
+        self.steps.run("transpose")
 
     def update(self, updates: Sequence[AdamWUpdate | None]) -> None:
         """Update masters, by the weights' places, and measure all of them."""
