@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from zerocast.comm import Communicator, buffers
+from zerocast.comm.communicator import Parts, Wait
 from zerocast.errors import PeerFailedError, PeerTimeoutError
 
 
@@ -178,12 +179,10 @@ class Simulated(Communicator):
     def all_reduce_sum_(self, buffer: torch.Tensor) -> None:
         self._reduce("all_reduce_sum_", torch.add, buffer)
 
-    def all_gather_(self, buffer: torch.Tensor, counts: Sequence[int] | None = None) -> None:
+    def all_gather_(self, buffer: torch.Tensor, counts: Parts = None) -> None:
         self.start_all_gather_(buffer, counts)()
 
-    def start_all_gather_(
-        self, buffer: torch.Tensor, counts: Sequence[int] | None = None
-    ) -> Callable[[], None]:
+    def start_all_gather_(self, buffer: torch.Tensor, counts: Parts = None) -> Wait:
         flat, chunks = buffers.gather_operands(buffer, counts, self.size)
 
         def carry(brought: dict[int, tuple[torch.Tensor, ...]]) -> None:
@@ -194,12 +193,8 @@ class Simulated(Communicator):
         return self._start(("all_gather_", *chunks), carry, flat)
 
     def start_all_to_all(
-        self,
-        output: torch.Tensor,
-        buffer: torch.Tensor,
-        received: Sequence[int] | None = None,
-        sent: Sequence[int] | None = None,
-    ) -> Callable[[], None]:
+        self, output: torch.Tensor, buffer: torch.Tensor, received: Parts = None, sent: Parts = None
+    ) -> Wait:
         out, flat, takes, gives = buffers.exchange_operands(
             output, buffer, received, sent, self.size
         )
@@ -249,6 +244,6 @@ class Simulated(Communicator):
         signature: tuple[Any, ...],
         carry: Callable[[dict[int, tuple[torch.Tensor, ...]]], None],
         *tensors: torch.Tensor,
-    ) -> Callable[[], None]:
+    ) -> Wait:
         number = self.world.begin(self.rank, Call(signature, carry), *tensors)
         return lambda: self.world.wait(self.rank, number)

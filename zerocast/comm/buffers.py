@@ -10,12 +10,15 @@ import operator
 import pickle
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 from zerocast.arguments import why_no_memory
 from zerocast.errors import InputError
+
+Parts: TypeAlias = Sequence[int] | None
+"""How many elements of a buffer are each rank's part, in rank order; None means equal parts."""
 
 _DTYPES = {
     "all_reduce_max_": (torch.int32,),
@@ -66,7 +69,7 @@ def _flat(what: str, buffer: torch.Tensor) -> torch.Tensor:
 
 
 def gather_operands(
-    buffer: torch.Tensor, counts: Sequence[int] | None, size: int
+    buffer: torch.Tensor, counts: Parts, size: int
 ) -> tuple[torch.Tensor, list[int]]:
     """``buffer`` of an all-gather as bytes, and how many of them each rank's part has, in rank
     order.
@@ -83,8 +86,8 @@ def gather_operands(
 def exchange_operands(
     output: torch.Tensor,
     buffer: torch.Tensor,
-    received: Sequence[int] | None,
-    sent: Sequence[int] | None,
+    received: Parts,
+    sent: Parts,
     size: int,
 ) -> tuple[torch.Tensor, torch.Tensor, list[int], list[int]]:
     """``output`` and ``buffer`` of an all-to-all as bytes, and how many of them each part has.
@@ -114,7 +117,7 @@ def is_in_place(output: torch.Tensor, buffer: torch.Tensor) -> bool:
 
 
 def _parts(
-    what: str, buffer: torch.Tensor, counts: Sequence[int] | None, size: int
+    what: str, buffer: torch.Tensor, counts: Parts, size: int
 ) -> tuple[torch.Tensor, list[int]]:
     flat = as_bytes(what, buffer)
     if buffer.dim() != 1:

@@ -10,12 +10,16 @@ from __future__ import annotations
 
 import pickle
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import torch
 
 from zerocast.comm import buffers
+from zerocast.comm.buffers import Parts
+
+Wait: TypeAlias = Callable[[], None]
+"""Returns when a collective that was begun is over; it is called once."""
 
 
 class Communicator(ABC):
@@ -52,7 +56,7 @@ class Communicator(ABC):
         """
 
     @abstractmethod
-    def all_gather_(self, buffer: torch.Tensor, counts: Sequence[int] | None = None) -> None:
+    def all_gather_(self, buffer: torch.Tensor, counts: Parts = None) -> None:
         """Fill ``buffer`` with every rank's part, in place.
 
         Rank r's part is ``counts[r]`` elements that follow those of rank r - 1. On entry this
@@ -64,9 +68,7 @@ class Communicator(ABC):
                 buffer's length is a multiple of ``size``.
         """
 
-    def start_all_gather_(
-        self, buffer: torch.Tensor, counts: Sequence[int] | None = None
-    ) -> Callable[[], None]:
+    def start_all_gather_(self, buffer: torch.Tensor, counts: Parts = None) -> Wait:
         """Begin :meth:`all_gather_`; other collectives may follow before it is waited for.
 
         It is ordered among the collectives by its start. Where the transport cannot do it beside
@@ -101,12 +103,8 @@ class Communicator(ABC):
 
     @abstractmethod
     def start_all_to_all(
-        self,
-        output: torch.Tensor,
-        buffer: torch.Tensor,
-        received: Sequence[int] | None = None,
-        sent: Sequence[int] | None = None,
-    ) -> Callable[[], None]:
+        self, output: torch.Tensor, buffer: torch.Tensor, received: Parts = None, sent: Parts = None
+    ) -> Wait:
         """Begin to send part r of ``buffer`` to every rank r, and to receive as part r of
         ``output`` what rank r sends here. Other collectives may follow before it is waited for.
 

@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 import torch
 
 from zerocast.comm import buffers
-from zerocast.comm.communicator import Communicator, nothing_to_wait_for
+from zerocast.comm.communicator import Communicator, Parts, Wait, nothing_to_wait_for
 from zerocast.comm.failure import DEFAULT_TIMEOUT, check_timeout, name
 from zerocast.comm.rendezvous import ThreadGroup, ThreadWorld, one_error
 from zerocast.errors import InputError, PeerTimeoutError, RankMismatchError
@@ -86,7 +86,7 @@ class InProcessCommunicator(Communicator):
         flat = buffers.reduce_operand("all_reduce_sum_", buffer)
         flat.copy_(self._reduce(_signature("all_reduce_sum_", buffer), flat, torch.add))
 
-    def all_gather_(self, buffer: torch.Tensor, counts: Sequence[int] | None = None) -> None:
+    def all_gather_(self, buffer: torch.Tensor, counts: Parts = None) -> None:
         flat, chunks = buffers.gather_operands(buffer, counts, self.size)
         start = sum(chunks[: self.rank])
         mine = slice(start, start + chunks[self.rank])
@@ -103,12 +103,8 @@ class InProcessCommunicator(Communicator):
         output.copy_(total.view(self.size, -1)[self.rank])
 
     def start_all_to_all(
-        self,
-        output: torch.Tensor,
-        buffer: torch.Tensor,
-        received: Sequence[int] | None = None,
-        sent: Sequence[int] | None = None,
-    ) -> Callable[[], None]:
+        self, output: torch.Tensor, buffer: torch.Tensor, received: Parts = None, sent: Parts = None
+    ) -> Wait:
         out, flat, takes, gives = buffers.exchange_operands(
             output, buffer, received, sent, self.size
         )

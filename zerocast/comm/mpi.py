@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from zerocast.comm import buffers
-from zerocast.comm.communicator import Communicator
+from zerocast.comm.communicator import Communicator, Parts, Wait
 from zerocast.comm.failure import DEFAULT_TIMEOUT, check_timeout
 from zerocast.comm.mpi_peers import MpiPeers
 from zerocast.errors import BackendError, InputError
@@ -116,20 +116,18 @@ class MpiCommunicator(Communicator):
         flat = buffers.reduce_operand("all_reduce_sum_", buffer)
         self._all_reduce("all_reduce_sum_", flat, self._mpi.SUM)
 
-    def all_gather_(self, buffer: torch.Tensor, counts: Sequence[int] | None = None) -> None:
+    def all_gather_(self, buffer: torch.Tensor, counts: Parts = None) -> None:
         flat, chunks = buffers.gather_operands(buffer, counts, self.size)
         with self._in_reach(flat) as host:
             self._start_all_gather(host, chunks)()
 
-    def start_all_gather_(
-        self, buffer: torch.Tensor, counts: Sequence[int] | None = None
-    ) -> Callable[[], None]:
+    def start_all_gather_(self, buffer: torch.Tensor, counts: Parts = None) -> Wait:
         flat, chunks = buffers.gather_operands(buffer, counts, self.size)
         if self.stages(flat.device):
             return super().start_all_gather_(buffer, counts)
         return self._start_all_gather(_settled(flat), chunks)
 
-    def _start_all_gather(self, flat: torch.Tensor, chunks: Sequence[int]) -> Callable[[], None]:
+    def _start_all_gather(self, flat: torch.Tensor, chunks: Sequence[int]) -> Wait:
         def begin() -> list[MPI.Request]:
             if flat.numel() <= self._chunk:
                 memory, _, kind = self._memory(flat)
@@ -143,12 +141,8 @@ class MpiCommunicator(Communicator):
         return self._start(text, begin, flat)
 
     def start_all_to_all(
-        self,
-        output: torch.Tensor,
-        buffer: torch.Tensor,
-        received: Sequence[int] | None = None,
-        sent: Sequence[int] | None = None,
-    ) -> Callable[[], None]:
+        self, output: torch.Tensor, buffer: torch.Tensor, received: Parts = None, sent: Parts = None
+    ) -> Wait:
         out, flat, takes, gives = buffers.exchange_operands(
             output, buffer, received, sent, self.size
         )
@@ -195,7 +189,7 @@ class MpiCommunicator(Communicator):
         memory: Any,
         *,
         reduces: bool = False,
-    ) -> Callable[[], None]:
+    ) -> Wait:
         return self._peers.start(call, begin, memory, self.timeout, reduces=reduces)
 
     def __eq__(self, other: object) -> bool:

@@ -27,6 +27,7 @@ import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from zerocast.comm.communicator import Wait
 from zerocast.comm.failure import LEFT, Said
 from zerocast.comm.peers import HEADER, Call, Peers
 from zerocast.errors import PeerFailedError
@@ -81,7 +82,7 @@ class MpiPeers(Peers):
         timeout: float,
         *,
         reduces: bool = False,
-    ) -> Callable[[], None]:
+    ) -> Wait:
         """Begin a collective; return what waits for it.
 
         Args:

@@ -18,7 +18,7 @@ the whole buffer::
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from zerocast.comm import buffers
-from zerocast.comm.communicator import Communicator
+from zerocast.comm.communicator import Communicator, Parts, Wait
 from zerocast.errors import InputError
 
 
@@ -107,13 +107,11 @@ class RecordingCommunicator(Communicator):
         with self._count("all_reduce", lambda: self._all_reduce(buffer)):
             self.comm.all_reduce_sum_(buffer)
 
-    def all_gather_(self, buffer: torch.Tensor, counts: Sequence[int] | None = None) -> None:
+    def all_gather_(self, buffer: torch.Tensor, counts: Parts = None) -> None:
         with self._count("all_gather", lambda: self._all_gather(buffer, counts)):
             self.comm.all_gather_(buffer, counts)
 
-    def start_all_gather_(
-        self, buffer: torch.Tensor, counts: Sequence[int] | None = None
-    ) -> Callable[[], None]:
+    def start_all_gather_(self, buffer: torch.Tensor, counts: Parts = None) -> Wait:
         with self._count("all_gather", lambda: self._all_gather(buffer, counts)):
             wait = self.comm.start_all_gather_(buffer, counts)
         return self._timed("all_gather", wait)
@@ -124,12 +122,8 @@ class RecordingCommunicator(Communicator):
             self.comm.reduce_scatter_sum(output, buffer)
 
     def start_all_to_all(
-        self,
-        output: torch.Tensor,
-        buffer: torch.Tensor,
-        received: Sequence[int] | None = None,
-        sent: Sequence[int] | None = None,
-    ) -> Callable[[], None]:
+        self, output: torch.Tensor, buffer: torch.Tensor, received: Parts = None, sent: Parts = None
+    ) -> Wait:
         own = lambda: self._part(buffer, sent, self.rank)  # noqa: E731
         with self._count("all_to_all", lambda: (buffer.nbytes, buffer.nbytes - own())):
             wait = self.comm.start_all_to_all(output, buffer, received, sent)
@@ -166,16 +160,16 @@ class RecordingCommunicator(Communicator):
     def _all_reduce(self, buffer: torch.Tensor) -> tuple[int, int]:
         return buffer.nbytes, 2 * (self.size - 1) * buffer.nbytes // self.size
 
-    def _all_gather(self, buffer: torch.Tensor, counts: Sequence[int] | None) -> tuple[int, int]:
+    def _all_gather(self, buffer: torch.Tensor, counts: Parts) -> tuple[int, int]:
         return buffer.nbytes, buffer.nbytes - self._part(buffer, counts, self.rank + 1)
 
-    def _part(self, buffer: torch.Tensor, counts: Sequence[int] | None, rank: int) -> int:
+    def _part(self, buffer: torch.Tensor, counts: Parts, rank: int) -> int:
         """The bytes of a rank's part of ``buffer``."""
         if counts is None:
             return buffer.nbytes // self.size
         return int(counts[rank % self.size]) * buffer.itemsize
 
-    def _timed(self, kind: str, wait: Callable[[], None]) -> Callable[[], None]:
+    def _timed(self, kind: str, wait: Wait) -> Wait:
         """``wait``, whose time counts as that of the collective just begun."""
         counted = self.traffic[self._label, kind]
 

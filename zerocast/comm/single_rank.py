@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 import pickle
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from zerocast.comm import buffers
-from zerocast.comm.communicator import Communicator, nothing_to_wait_for
+from zerocast.comm.communicator import Communicator, Parts, Wait, nothing_to_wait_for
 from zerocast.errors import InputError
 
 
@@ -27,16 +26,12 @@ class SingleRank(Communicator):
     def all_reduce_sum_(self, buffer: torch.Tensor) -> None:
         buffers.reduce_operand("all_reduce_sum_", buffer)
 
-    def all_gather_(self, buffer: torch.Tensor, counts: Sequence[int] | None = None) -> None:
+    def all_gather_(self, buffer: torch.Tensor, counts: Parts = None) -> None:
         buffers.gather_operands(buffer, counts, self.size)
 
     def start_all_to_all(
-        self,
-        output: torch.Tensor,
-        buffer: torch.Tensor,
-        received: Sequence[int] | None = None,
-        sent: Sequence[int] | None = None,
-    ) -> Callable[[], None]:
+        self, output: torch.Tensor, buffer: torch.Tensor, received: Parts = None, sent: Parts = None
+    ) -> Wait:
         output, buffer, takes, gives = buffers.exchange_operands(
             output, buffer, received, sent, self.size
         )

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from zerocast.comm import buffers
-from zerocast.comm.communicator import Communicator, nothing_to_wait_for
+from zerocast.comm.communicator import Communicator, Parts, Wait, nothing_to_wait_for
 from zerocast.comm.failure import check_timeout
 from zerocast.comm.torch_peers import TorchPeers, all_gather, set_timeout, timeout_of
 from zerocast.errors import InputError
@@ -83,22 +83,20 @@ class TorchDistributedCommunicator(Communicator):
         flat = buffers.reduce_operand("all_reduce_sum_", buffer)
         self._all_reduce("all_reduce_sum_", flat, dist.ReduceOp.SUM)
 
-    def all_gather_(self, buffer: torch.Tensor, counts: Sequence[int] | None = None) -> None:
+    def all_gather_(self, buffer: torch.Tensor, counts: Parts = None) -> None:
         flat, chunks = buffers.gather_operands(buffer, counts, self.size)
         if not flat.numel():
             return
         with self._served(flat) as served:
             self._start_all_gather(served, chunks)()
 
-    def start_all_gather_(
-        self, buffer: torch.Tensor, counts: Sequence[int] | None = None
-    ) -> Callable[[], None]:
+    def start_all_gather_(self, buffer: torch.Tensor, counts: Parts = None) -> Wait:
         flat, chunks = buffers.gather_operands(buffer, counts, self.size)
         if not flat.numel() or self.stages(flat.device):
             return super().start_all_gather_(buffer, counts)
         return self._start_all_gather(flat, chunks)
 
-    def _start_all_gather(self, flat: torch.Tensor, chunks: Sequence[int]) -> Callable[[], None]:
+    def _start_all_gather(self, flat: torch.Tensor, chunks: Sequence[int]) -> Wait:
         """Begin the gather of ``chunks`` bytes a rank; what is returned waits for it."""
         pieces = flat.split(chunks)
 
@@ -118,12 +116,8 @@ class TorchDistributedCommunicator(Communicator):
         return self._start(text, begin, flat)
 
     def start_all_to_all(
-        self,
-        output: torch.Tensor,
-        buffer: torch.Tensor,
-        received: Sequence[int] | None = None,
-        sent: Sequence[int] | None = None,
-    ) -> Callable[[], None]:
+        self, output: torch.Tensor, buffer: torch.Tensor, received: Parts = None, sent: Parts = None
+    ) -> Wait:
         out, flat, takes, gives = buffers.exchange_operands(
             output, buffer, received, sent, self.size
         )
@@ -168,7 +162,7 @@ class TorchDistributedCommunicator(Communicator):
     def announce(self, error: BaseException) -> None:
         self._peers.announce(error)
 
-    def _start(self, call: str, begin: Callable[[], list[Any]], memory: Any) -> Callable[[], None]:
+    def _start(self, call: str, begin: Callable[[], list[Any]], memory: Any) -> Wait:
         tensor = memory[0] if isinstance(memory, tuple) else memory
         is_gloo = self._backends[tensor.device.type] == "gloo"
         return self._peers.start(call, begin, memory, self.timeout, is_gloo=is_gloo)

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from zerocast.comm.communicator import Wait
 from zerocast.comm.failure import DEFAULT_TIMEOUT, Said
 from zerocast.comm.peers import HEADER, Call, Peers
 
@@ -60,7 +61,7 @@ class TorchPeers(Peers):
         timeout: float,
         *,
         is_gloo: bool,
-    ) -> Callable[[], None]:
+    ) -> Wait:
         """Begin a collective; return what waits for it.
 
         Args:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from zerocast.comm import Communicator
-from zerocast.comm.communicator import nothing_to_wait_for
+from zerocast.comm.communicator import Parts, Wait, nothing_to_wait_for
 
 
 class OneOfMany(Communicator):
@@ -35,16 +34,12 @@ class OneOfMany(Communicator):
     def all_reduce_sum_(self, buffer: torch.Tensor) -> None:
         """Reduce nothing."""
 
-    def all_gather_(self, buffer: torch.Tensor, counts: Sequence[int] | None = None) -> None:
+    def all_gather_(self, buffer: torch.Tensor, counts: Parts = None) -> None:
         """Gather nothing."""
 
     def start_all_to_all(
-        self,
-        output: torch.Tensor,
-        buffer: torch.Tensor,
-        received: Sequence[int] | None = None,
-        sent: Sequence[int] | None = None,
-    ) -> Callable[[], None]:
+        self, output: torch.Tensor, buffer: torch.Tensor, received: Parts = None, sent: Parts = None
+    ) -> Wait:
         return nothing_to_wait_for
 
     def broadcast_(self, buffer: torch.Tensor, root: int = 0) -> None:

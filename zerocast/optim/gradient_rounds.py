@@ -18,12 +18,13 @@ of ranks.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from zerocast.comm import Communicator
+from zerocast.comm.communicator import Wait
 from zerocast.layout.block_grid import round_up
 from zerocast.optim.shards import Bucket, ShardedWeights
 
@@ -123,7 +124,7 @@ class Round:
             shape, strides = piece.place.shape, (piece.stride, 1)
             piece.place.copy_(flat.as_strided(shape, strides, first + piece.start))
 
-    def begin(self, comm: Communicator) -> Callable[[], None]:
+    def begin(self, comm: Communicator) -> Wait:
         """Begin the exchange; what is returned waits for it."""
         return comm.start_all_to_all(self.buffer, self.buffer)
 

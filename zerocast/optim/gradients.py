@@ -20,10 +20,11 @@ from __future__ import annotations
 import math
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
+from zerocast.comm.communicator import Wait
 from zerocast.errors import InputError
 from zerocast.optim.gradient_rounds import BUFFER_BYTES, Round, plan_rounds
 from zerocast.optim.shards import ShardedWeights
@@ -82,7 +83,7 @@ class GradientReducer:
             a_bucket_each=self._a_bucket_each,
             buffer_bytes=buffer_bytes,
         )
-        self._under_way: deque[tuple[Round, Callable[[], None], bool]] = deque()
+        self._under_way: deque[tuple[Round, Wait, bool]] = deque()
         self._kept: list[tuple[weakref.ref[torch.Tensor], int] | None] | None = None
 
     def reduce_mean(self, notes: Sequence[int] = (0,) * NOTES) -> None:

@@ -21,11 +21,12 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from zerocast.comm.communicator import Wait
 from zerocast.errors import UnsupportedError
 from zerocast.numerics import Launch
 from zerocast.tensors import CastVersion, QuantizedStorage, prepare_rebuild
@@ -47,7 +48,7 @@ class PendingAllGather:
     def __init__(self, storages: Sequence[QuantizedStorage]) -> None:
         self._device = storages[0].device
         self._storages = [weakref.ref(storage) for storage in storages]  # which hold self.wait
-        self._waits: list[Callable[[], None]] = []
+        self._waits: list[Wait] = []
         self._lock = threading.RLock()
         self.under_way = self._finishing = self._captured = False
         self._failure: Exception | None = None
@@ -61,7 +62,7 @@ class PendingAllGather:
             storage.wait_pending = self.wait
             storage.watch(self._version)
 
-    def begin(self, gathers: Iterable[Callable[[], None]]) -> None:
+    def begin(self, gathers: Iterable[Wait]) -> None:
         """Begin the gathers: ``gathers`` begins each of them and gives what waits for it.
 
         Raises:
@@ -134,7 +135,7 @@ class PendingAllGather:
         return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def _finish(waits: list[Callable[[], None]]) -> None:
+def _finish(waits: list[Wait]) -> None:
     """Call each and forget it, also one that fails, but not one that was interrupted."""
     # Modes that watch or replace torch's operations are meant for the caller's own; and a model may
     # be collected at any time, such as while another is traced.
