@@ -27,7 +27,7 @@ from zerocast.costs.counted_launches import CountingBackend, Work
 from zerocast.costs.one_of_many import OneOfMany
 from zerocast.layout import Owners
 from zerocast.numerics import Backend, Masters
-from zerocast.optim.gradient_rounds import buffer_sizes, cut_rounds
+from zerocast.optim.gradient_rounds import BUFFER_BYTES, buffer_sizes, cut_rounds
 from zerocast.optim.gradients import flag_bytes
 from zerocast.optim.inner import InnerOptimizer
 from zerocast.optim.matrix_owners import MatrixOwners
@@ -90,11 +90,9 @@ class DryRun:
         self._shards = ShardedWeights(self.comm, weights, options.overlap_all_gather, bucket_size)
         self._owners = MatrixOwners(self._shards) if options.shard == "matrix" else None
         self._tail_bytes = flag_bytes(len(weights)).stop
+        buffer_bytes = None if options.overlap_grad_reduce else BUFFER_BYTES
         self._rounds = cut_rounds(
-            self._shards,
-            options.gradient_dtype,
-            self._tail_bytes,
-            a_bucket_each=options.overlap_grad_reduce,
+            self._shards, options.gradient_dtype, self._tail_bytes, buffer_bytes
         )
         self._backend = CountingBackend(options.device)
         self.work = self._backend.work

@@ -29,7 +29,6 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from zerocast.errors import InputError
-from zerocast.optim.gradient_rounds import BUFFER_BYTES
 from zerocast.optim.gradients import NOTES, GradientReducer
 from zerocast.optim.shards import ShardedWeights
 
@@ -49,15 +48,8 @@ class OverlappingReducer(GradientReducer):
     :meth:`reduce_mean` on.
     """
 
-    _a_bucket_each = True
-
-    def __init__(
-        self,
-        shards: ShardedWeights,
-        dtype: torch.dtype | None = None,
-        buffer_bytes: int = BUFFER_BYTES,
-    ) -> None:
-        super().__init__(shards, dtype, buffer_bytes)
+    def __init__(self, shards: ShardedWeights, dtype: torch.dtype | None = None) -> None:
+        super().__init__(shards, dtype, buffer_bytes=None)
         self._buckets = self._rounds[:-1]
         self._bucket_of = {i: n for n, each in enumerate(self._buckets) for i in each.pieces}
         self._reached = set[int]()  # weights with a gradient since the last step

@@ -141,19 +141,12 @@ class Round:
 
 
 def plan_rounds(
-    shards: ShardedWeights,
-    dtype: torch.dtype | None,
-    tail_bytes: int,
-    *,
-    a_bucket_each: bool,
-    buffer_bytes: int = BUFFER_BYTES,
+    shards: ShardedWeights, dtype: torch.dtype | None, tail_bytes: int, buffer_bytes: int | None
 ) -> list[Round]:
     """Return the rounds of :func:`cut_rounds`, with two buffers in turn and the pieces of the
     gradients in them.
     """
-    rounds = cut_rounds(
-        shards, dtype, tail_bytes, a_bucket_each=a_bucket_each, buffer_bytes=buffer_bytes
-    )
+    rounds = cut_rounds(shards, dtype, tail_bytes, buffer_bytes)
     device = shards.masters.device
     buffers = [torch.zeros(n, dtype=torch.uint8, device=device) for n in buffer_sizes(rounds)]
     for i, each in enumerate(rounds):
@@ -168,12 +161,7 @@ def buffer_sizes(rounds: Sequence[Round]) -> list[int]:
 
 
 def cut_rounds(
-    shards: ShardedWeights,
-    dtype: torch.dtype | None,
-    tail_bytes: int,
-    *,
-    a_bucket_each: bool,
-    buffer_bytes: int = BUFFER_BYTES,
+    shards: ShardedWeights, dtype: torch.dtype | None, tail_bytes: int, buffer_bytes: int | None
 ) -> list[Round]:
     """Return the rounds in which all gradients travel, in order and without buffers; the last has a
     tail.
@@ -183,14 +171,14 @@ def cut_rounds(
         dtype: in which gradients travel; None for that of the weights of a bucket, FP32 where
             these differ.
         tail_bytes: of the last round.
-        a_bucket_each: whether a round is one bucket, in the order in which a backward pass has
-            their gradients together, and the tail a round of its own; else rounds are as few as
-            ``buffer_bytes`` allow.
+        buffer_bytes: of the largest round: rounds are as few as that allows. With None a round is
+            one bucket, in the order in which a backward pass has their gradients together, and the
+            tail a round of its own.
     """
     size = shards.comm.size
     dtypes = {bucket.first_column: dtype or _common_dtype(shards, bucket)
               for bucket in shards.buckets}  # fmt: skip
-    if a_bucket_each:
+    if buffer_bytes is None:
         held = [bucket for bucket in shards.buckets if bucket.layout.rank_numel]
         order = sorted(held, key=lambda bucket: bucket.members[0], reverse=True)
         rounds = [

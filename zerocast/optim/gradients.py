@@ -59,30 +59,22 @@ class GradientReducer:
     Args:
         shards: the weights and their owners.
         dtype: in which gradients travel; None for that of the weights.
-        buffer_bytes: of the largest round, of which there may be two at a time.
+        buffer_bytes: as for :func:`zerocast.optim.gradient_rounds.cut_rounds`.
 
     Attributes:
         reduced: FP32 [num_columns]: the mean gradients of this rank's shards.
     """
 
-    _a_bucket_each = False
-
     def __init__(
         self,
         shards: ShardedWeights,
         dtype: torch.dtype | None = None,
-        buffer_bytes: int = BUFFER_BYTES,
+        buffer_bytes: int | None = BUFFER_BYTES,
     ) -> None:
         self._shards, self._dtype = shards, dtype
         self.reduced = torch.zeros_like(shards.masters)
         self._flag_bytes = flag_bytes(len(shards.weights))
-        self._rounds = plan_rounds(
-            shards,
-            dtype,
-            self._flag_bytes.stop,
-            a_bucket_each=self._a_bucket_each,
-            buffer_bytes=buffer_bytes,
-        )
+        self._rounds = plan_rounds(shards, dtype, self._flag_bytes.stop, buffer_bytes)
         self._under_way: deque[tuple[Round, Wait, bool]] = deque()
         self._kept: list[tuple[weakref.ref[torch.Tensor], int] | None] | None = None
 

@@ -55,26 +55,15 @@ class MatrixOwners:
         self.masters = {i: columns.new_zeros(shards.weights[i].param.shape) for i in owned}
         shards.whole = self.masters
 
-        # Both sides order what they exchange by rank, and then by the weight's place.
-        held = sorted(shards.held, key=lambda i: (self.owner[i], i))
-        self._shard_pieces, self._of_shards = list[_Piece](), [0] * comm.size
-        end = 0
-        for i in held:
-            size = shards.own[i].extent.size
-            self._shard_pieces.append(_Piece(i, shards.own[i].columns, slice(end, end + size)))
-            self._of_shards[self.owner[i]] += size
-            end += size
-        self._columns = columns.new_empty(end)
+        held = {(self.owner[i], i): shards.own[i].columns for i in shards.held}
+        self._shard_pieces, self._of_shards = _end_to_end(held, comm.size)
+        self._columns = columns.new_empty(sum(self._of_shards))
 
-        by_rank = sorted((rank, i, part) for i in owned for rank, part in shards.owners(i))
-        self._whole_pieces, self._of_owned = list[_Piece](), [0] * comm.size
-        end = 0
-        for rank, i, part in by_rank:
-            elements, sent = slice(part.start, part.end), slice(end, end + part.size)
-            self._whole_pieces.append(_Piece(i, elements, sent))
-            self._of_owned[rank] += part.size
-            end += part.size
-        self._whole = columns.new_empty(end)
+        whole = {
+            (rank, i): slice(part.start, part.end) for i in owned for rank, part in shards.owners(i)
+        }
+        self._whole_pieces, self._of_owned = _end_to_end(whole, comm.size)
+        self._whole = columns.new_empty(sum(self._of_owned))
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -116,6 +105,20 @@ class MatrixOwners:
         comm.start_all_to_all(self._whole, self._columns, received, sent)()
         for piece in self._whole_pieces:
             whole[piece.weight].view(-1)[piece.elements].copy_(self._whole[piece.sent])
+
+
+def _end_to_end(
+    elements: Mapping[tuple[int, int], slice], size: int
+) -> tuple[list[_Piece], list[int]]:
+    """Return the pieces of a buffer, and how many elements of it are each rank's. ``elements`` are
+    by rank and weight, the order in which both sides exchange them.
+    """
+    pieces, counts = list[_Piece](), [0] * size
+    for (rank, weight), part in sorted(elements.items(), key=lambda item: item[0]):
+        begin, length = sum(counts), part.stop - part.start
+        pieces.append(_Piece(weight, part, slice(begin, begin + length)))
+        counts[rank] += length
+    return pieces, counts
 
 
 def deal(shapes: Sequence[Sequence[int]], size: int) -> list[int]:
