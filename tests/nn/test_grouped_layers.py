@@ -61,7 +61,7 @@ def _check_scales(
 def test_groups_are_for_weights_that_hold_codes():
     """Weights that are quantized in the forward cannot share an amax; nothing is converted."""
     model = attention()
-    with pytest.raises(InputError, match="amax_groups are for weights that hold codes"):
+    with pytest.raises(InputError, match="amax_groups needs weights that hold codes"):
         zerocast.nn.convert(
             model, NVFP4, weights="high_precision", amax_groups=[["*wq", "*wk", "*wv"]]
         )

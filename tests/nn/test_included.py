@@ -207,7 +207,7 @@ def test_masters_with_a_state_are_left():
         ({"include": [3]}, "include must be a list of names of modules such as"),
         (
             {"include": ["embed"], "weights": "high_precision"},
-            "got weights='high_precision', under which only linear layers quantize.",
+            "got weights='high_precision', under which only linear layers quantize, one by one.",
         ),
         ({"strict": 1}, "strict must be True or False"),
     ],

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from zerocast.arguments import check_integer
 from zerocast.comm import buffers
 from zerocast.comm.communicator import Communicator, Parts, Wait
 from zerocast.comm.failure import DEFAULT_TIMEOUT, check_timeout
@@ -84,13 +85,11 @@ class MpiCommunicator(Communicator):
                 f"MpiCommunicator takes an mpi4py intracommunicator that this rank belongs to, got "
                 f"{given}; make one with Split, and use it on its members only."
             )
-        if not isinstance(chunk, int) or not 1 <= chunk < 2**31:
-            raise InputError(f"chunk must be an int from 1 to 2**31 - 1, got {chunk!r}.")
         self.timeout = check_timeout(timeout)
         self._mpi = mpi
         self._comm = comm
         self._peers = MpiPeers.of(mpi, comm)
-        self._chunk = chunk
+        self._chunk = check_integer("chunk", chunk, 1, 2**31 - 1)
         self._served = ("cpu", "cuda") if cuda_aware else ("cpu",)
         self.rank = comm.Get_rank()
         self.size = comm.Get_size()

@@ -148,15 +148,11 @@ def convert(
         )
     wanted = LayerFilter(filter_fqns, model)
     check_patterns(amax_groups)
-    if amax_groups and weights == "high_precision":
+    if weights == "high_precision" and (amax_groups or include):
         raise InputError(
-            "amax_groups are for weights that hold codes (weights='quantized') or are gathered in "
-            "codes ('master'), got weights='high_precision'; those are quantized one by one."
-        )
-    if include and weights == "high_precision":
-        raise InputError(
-            "include is for weights that hold codes (weights='quantized') or are gathered in codes "
-            "('master'), got weights='high_precision', under which only linear layers quantize."
+            f"{'amax_groups' if amax_groups else 'include'} needs weights that hold codes "
+            f"(weights='quantized') or are gathered in codes ('master'), got "
+            f"weights='high_precision', under which only linear layers quantize, one by one."
         )
     included = included_weights(model, include)
     linears: dict[torch.nn.Linear, list[str]] = {}  # a module may have several names

@@ -35,7 +35,7 @@ from zerocast.nn.fused import Result, apply_fused, check_quantizer, plain
 from zerocast.nn.quantizer import Quantizer
 from zerocast.nn.scaled_mm import gemm as quantized_gemm
 from zerocast.numerics import FusedOp
-from zerocast.recipes import NOMINAL_DTYPES
+from zerocast.recipes import check_nominal
 from zerocast.tensors import QuantizedTensor
 
 
@@ -160,11 +160,7 @@ def linear(
 def _check_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
     """``x`` [..., K], ``weight`` [M, K] and ``bias`` [M] can be multiplied and added."""
     for name, given in (("x", x), ("weight", weight)):
-        if check_tensor(name, given).dtype not in NOMINAL_DTYPES:
-            raise InputError(
-                f"{name} must be of torch.float32, torch.bfloat16 or torch.float16, got "
-                f"{given.dtype}; convert it first."
-            )
+        check_nominal(name, check_tensor(name, given).dtype)
     cols = x.shape[-1:]
     if weight.dim() != 2 or weight.shape[1:] != cols or weight.device != x.device:
         raise InputError(

@@ -18,7 +18,7 @@ from zerocast.errors import InputError
 from zerocast.nn.quantizer import Quantizer
 from zerocast.numerics import FusedOp, FusedOperand, PlaneBuffers, can_fuse
 from zerocast.numerics.fused_ops import Function
-from zerocast.recipes import NOMINAL_DTYPES
+from zerocast.recipes import NOMINAL_DTYPES, check_nominal
 from zerocast.tensors import QuantizedStorage, QuantizedTensor
 from zerocast.tensors.quantize import quantize_into
 
@@ -273,12 +273,8 @@ def _columns(
     name = op.function
     check_number("eps", op.eps)
     check_flag("zero_centered_gamma", op.zero_centered_gamma)
-    for what, given in (("a source", x.dtype), ("a result", dtype)):
-        if given not in NOMINAL_DTYPES:
-            raise InputError(
-                f"{name} needs {what} of torch.float32, torch.bfloat16 or torch.float16, got "
-                f"{given}; convert it first."
-            )
+    check_nominal(f"the source of {name}", x.dtype)
+    check_nominal(f"the result of {name}", dtype)
     if x.dim() < 1 or x.shape[-1] < 1:
         raise InputError(
             f"{name} needs a last dimension of at least one element, got shape {tuple(x.shape)}."

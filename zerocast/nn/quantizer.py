@@ -21,13 +21,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from zerocast.arguments import check_device, check_flag, check_tensor, shown
+from zerocast.arguments import check_device, check_flag, check_tensor
 from zerocast.backends import backend_for
 from zerocast.errors import InputError
 from zerocast.formats import ElementFormat
 from zerocast.layout import Extent
 from zerocast.numerics import Masters, PlaneBuffers, TensorOperand
-from zerocast.recipes import NOMINAL_DTYPES, Recipe, as_recipe
+from zerocast.recipes import Recipe, as_recipe, check_nominal
 from zerocast.tensors.quantize import plain_master, quantize_into
 from zerocast.tensors.quantized_tensor import QuantizedTensor
 from zerocast.tensors.storage import QuantizedStorage
@@ -281,12 +281,7 @@ class Quantizer:
             self.slot.record(amax[-1:])
 
     def _check(self, shape: torch.Size | tuple[int, ...], dtype: object) -> None:
-        if not isinstance(dtype, torch.dtype) or dtype not in NOMINAL_DTYPES:
-            raise InputError(
-                f"a quantizer takes torch.float32, torch.bfloat16 or torch.float16, got "
-                f"{shown(dtype)}; "
-                f"convert the tensor first."
-            )
+        check_nominal("what is quantized", dtype)
         if self.recipe.stack_of(shape):
             raise InputError(
                 f"a quantizer under {type(self.recipe).__name__} takes a matrix, got shape "

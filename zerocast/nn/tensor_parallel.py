@@ -38,6 +38,7 @@ from zerocast.nn.quantizer import Quantizer
 from zerocast.nn.recompute import as_in_first_run
 from zerocast.nn.regions import current
 from zerocast.nn.statistics import observer
+from zerocast.sharded.placement import distributed
 from zerocast.tensors import QuantizedStorage, QuantizedTensor, TensorParallelShard, rebuild_derived
 
 __all__ = ["Float8ColwiseParallel", "PrepareFloat8ModuleInput"]
@@ -99,12 +100,8 @@ class _GatherInput(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input: DTensor, dim: int, *options: Any) -> DTensor:
         ctx.placements = input.placements
-        mesh = input.device_mesh
         whole = _gathered_codes(input, dim, *options)
-        stride = torch.empty(input.shape, dtype=input.dtype, device="meta").stride()
-        return DTensor.from_local(
-            whole, mesh, (Replicate(),), run_check=False, shape=input.shape, stride=stride
-        )
+        return distributed(whole, input.device_mesh, Replicate(), input.shape)
 
     @staticmethod
     @first_derivatives_only

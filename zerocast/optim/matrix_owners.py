@@ -113,11 +113,11 @@ def _end_to_end(
     """Return the pieces of a buffer, and how many elements of it are each rank's. ``elements`` are
     by rank and weight, the order in which both sides exchange them.
     """
-    pieces, counts = list[_Piece](), [0] * size
+    pieces, counts, end = list[_Piece](), [0] * size, 0
     for (rank, weight), part in sorted(elements.items(), key=lambda item: item[0]):
-        begin, length = sum(counts), part.stop - part.start
-        pieces.append(_Piece(weight, part, slice(begin, begin + length)))
-        counts[rank] += length
+        begin, end = end, end + part.stop - part.start
+        pieces.append(_Piece(weight, part, slice(begin, end)))
+        counts[rank] += end - begin
     return pieces, counts
 
 

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from zerocast.arguments import shown
+from zerocast.arguments import check_integer
 from zerocast.comm import agree, raise_together
 from zerocast.comm.agreement import check_same
 from zerocast.errors import InputError, RankMismatchError, UnfinishedStepError, ZerocastError
@@ -60,12 +60,8 @@ class Progress:
         """Note the caller's number of the step that begins; :class:`InputError` for what is
         none.
         """
-        is_number = isinstance(number, int) and not isinstance(number, bool)
-        if number is not None and not (is_number and 0 <= number <= _LARGEST):
-            raise InputError(
-                f"the number of a step must be an integer from 0 to {_LARGEST}, or None, got "
-                f"{shown(number)}."
-            )
+        if number is not None:
+            check_integer("the number of a step", number, 0, _LARGEST)
         self._number = 0 if number is None else number + 1
 
     def begin_change(self) -> None:

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 
 import torch
 
+from zerocast.arguments import check_flag
 from zerocast.comm import Communicator, raise_together
 from zerocast.errors import InputError, ZerocastError
 from zerocast.layout import Extent, FlatLayout
@@ -147,11 +148,7 @@ class ShardedWeights:
         overlap_all_gather: bool = False,
         bucket_size: int | None = None,
     ) -> None:
-        if not isinstance(overlap_all_gather, bool):
-            raise InputError(
-                f"overlap_all_gather must be True or False, got {overlap_all_gather!r}; quantized "
-                "weights are waited for one by one, whatever layers use them."
-            )
+        check_flag("overlap_all_gather", overlap_all_gather)
         if bucket_size is not None and not (type(bucket_size) is int and bucket_size > 0):
             raise InputError(
                 f"bucket_size must be a positive number of elements, or None, got {bucket_size!r}."

@@ -1,8 +1,13 @@
-"""The weights that an optimizer steps: each once, trainable, of a kind that ranks can share."""
+"""The weights that an optimizer steps: each once, trainable, of a kind that ranks can share, and
+alike on all of them.
+
+What a cast depends on is compared by :mod:`zerocast.cast.consistency`; here are the options of an
+optimizer, and the weights that it steps without casting them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -10,8 +15,12 @@ from typing import Any
 import torch
 
 from zerocast.cast.shard_spec import check_castable
-from zerocast.errors import InputError
+from zerocast.comm import Communicator, lines_that_differ
+from zerocast.comm.agreement import check_same
+from zerocast.errors import InputError, RankMismatchError
 from zerocast.layout import Extent
+from zerocast.optim.param_groups import option_lines
+from zerocast.recipes import describe_recipe
 from zerocast.tensors import QuantizedStorage, QuantizedTensor
 from zerocast.tensors.digest import digest, digests
 
@@ -200,3 +209,62 @@ def _check_memory(weights: Sequence[Weight]) -> None:
                 f"{name} and {other} are different parameters in the same memory; tie weights by "
                 "giving both modules the same Parameter object."
             )
+
+
+# --- whether all ranks were given the same ---
+
+
+def check_same_optimizer(
+    comm: Communicator,
+    optimizer: str,
+    param_groups: Sequence[dict[str, Any]],
+    weights: Sequence[Weight],
+) -> None:
+    """Compare optimizer, options and weights of all ranks, once. Collective.
+
+    Weights may have other values on other ranks, but not each other's.
+
+    Args:
+        optimizer: what describes the optimizer and its own options.
+
+    Raises:
+        RankMismatchError: on every rank, naming both sides of the first disagreement.
+    """
+    recipes = {id(w.storage.recipe): w.storage.recipe for w in weights if w.storage is not None}
+    texts = {key: describe_recipe(recipe) for key, recipe in recipes.items()}
+    stored = [
+        f"{w.name}: {tuple(w.param.shape)} of {_stored(w, texts)} in param_groups[{w.group}]"
+        for w in weights
+    ]
+    named = all("param_names" in group for group in param_groups if group["params"])
+    check_same(
+        comm,
+        [f"{optimizer}, {named=}", *option_lines(param_groups), *stored],
+        "every rank must optimize the same weights in the same order with the same options",
+    )
+    if named:
+        return
+    # Without names two weights of one shape look alike, and only their values tell their order.
+    values = value_digests(weights)
+    lines = [f"{tuple(w.param.shape)} {v}" for w, v in zip(weights, values, strict=True)]
+    everyone = lines_that_differ(comm, lines) or []
+    for rank, theirs in enumerate(everyone):
+        for i, (first, other) in enumerate(zip(everyone[0], theirs, strict=True)):
+            # Ranks may start from other values, but hardly from those of another weight.
+            if first != other and other in everyone[0]:
+                there = weights[everyone[0].index(other)].name
+                raise RankMismatchError(
+                    "every rank must list the weights in the same order: what rank 0 gave as "
+                    f"{there}, rank {rank} gave as {weights[i].name}; give "
+                    "model.named_parameters(), whose names are compared."
+                )
+
+
+def _stored(weight: Weight, recipes: Mapping[int, str]) -> str:
+    """How it is stored; ``recipes`` are the texts of all recipes."""
+    storage = weight.storage
+    if storage is None:
+        return str(weight.param.dtype)
+    columnwise = "with" if storage.has_columnwise else "without"
+    group = "" if storage.amax_group is None else f", amax group {storage.amax_group}"
+    return f"{recipes[id(storage.recipe)]}, {storage.dtype}, {columnwise} a columnwise copy{group},"

@@ -48,7 +48,6 @@ from zerocast.arguments import check_flag
 from zerocast.cast.verified import VerifyMode
 from zerocast.comm import Attempt, Group, announcing, as_communicator, raise_together
 from zerocast.errors import InputError, NonFiniteError, ZerocastError
-from zerocast.optim.comparison import check_same_optimizer
 from zerocast.optim.elementwise import check_shardable
 from zerocast.optim.found_inf import FoundInf
 from zerocast.optim.gradient_overlap import OverlappingReducer, release_gradients
@@ -60,7 +59,7 @@ from zerocast.optim.progress import Progress
 from zerocast.optim.publication import Publication
 from zerocast.optim.sharded_optimizer import ShardedOptimizer
 from zerocast.optim.shards import BUCKET_SIZE, ShardedWeights
-from zerocast.optim.weights import collect_weights
+from zerocast.optim.weights import check_same_optimizer, collect_weights
 
 
 class ZeroOptimizer(ShardedOptimizer):

@@ -6,14 +6,9 @@ from zerocast.recipes.float8_block_scaling import Float8BlockScaling
 from zerocast.recipes.float8_current_scaling import Float8CurrentScaling
 from zerocast.recipes.float8_rowwise_scaling import Float8RowwiseScaling
 from zerocast.recipes.form import Form
-from zerocast.recipes.format import Format, QParams
+from zerocast.recipes.format import NOMINAL_DTYPES, Format, QParams, check_nominal
 from zerocast.recipes.mxfp4_block_scaling import MXFP4BlockScaling
 from zerocast.recipes.mxfp8_block_scaling import MXFP8BlockScaling
 from zerocast.recipes.named import RECIPES, as_recipe, recipe_from_text, recipe_to_values
 from zerocast.recipes.nvfp4_block_scaling import NVFP4BlockScaling
-from zerocast.recipes.recipe import (
-    NOMINAL_DTYPES,
-    BufferSpec,
-    Recipe,
-    Role,
-)
+from zerocast.recipes.recipe import BufferSpec, Recipe, Role

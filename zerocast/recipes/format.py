@@ -8,10 +8,25 @@ from dataclasses import asdict, dataclass, fields
 from enum import Enum
 from typing import get_args
 
+import torch
+
 from zerocast.arguments import check_fields, shown
 from zerocast.errors import InputError, UnsupportedError
 from zerocast.formats import E4M3, E5M2, FLT_MAX, ElementFormat
-from zerocast.numerics import ScaleFormula
+from zerocast.numerics import NOMINALS, ScaleFormula
+
+NOMINAL_DTYPES = tuple(NOMINALS)
+"""What a quantized weight can present itself as."""
+
+
+def check_nominal(what: str, dtype: object) -> torch.dtype:
+    """Check that a quantized weight can present ``dtype``, that of ``what``; return it."""
+    if not isinstance(dtype, torch.dtype) or dtype not in NOMINAL_DTYPES:
+        raise InputError(
+            f"{what} must be of torch.float32, torch.bfloat16 or torch.float16, got "
+            f"{shown(dtype)}; convert it first."
+        )
+    return dtype
 
 
 class Format(str, Enum):

@@ -22,13 +22,10 @@ from zerocast.arguments import check_fields, check_shape, shown
 from zerocast.errors import InputError, UnsupportedError
 from zerocast.formats import packed_columns
 from zerocast.layout import FULL, Block, BlockGrid, Plane, ScaleLayout, Source, grid_of
-from zerocast.numerics import NOMINALS, DelayedState, Numerics, Rounding
+from zerocast.numerics import DelayedState, Numerics, Rounding
 
 Role = Literal["input", "weight", "output", "grad_output", "grad_input"]
 """What a tensor is to a layer's GEMMs: three of the forward, two of the backward."""
-
-NOMINAL_DTYPES = tuple(NOMINALS)
-"""What a quantized weight can present itself as."""
 
 Buffers = Mapping[str, torch.Tensor]
 """A weight's stored tensors, by the names that :meth:`Recipe.buffers` gives."""

@@ -23,14 +23,14 @@ import torch
 
 from zerocast.arguments import check_shape, check_text
 from zerocast.backends import backend_for
-from zerocast.cast.verified import VerifyMode
+from zerocast.cast.verified import Verification, VerifyMode
+from zerocast.cast.whole_cast import HeldWeight
 from zerocast.comm import Communicator, announcing
 from zerocast.errors import UnsupportedError
 from zerocast.recipes import NOMINAL_DTYPES, Recipe, as_recipe
 from zerocast.sharded.all_gather_input import AllGatherInput
 from zerocast.sharded.placement import check_tp_boundaries, to_local, tp_shard_of
 from zerocast.sharded.state import CastValues, State, check_state, fresh_state
-from zerocast.sharded.verified import compare_gathered
 from zerocast.tensors import (
     QuantizedStorage,
     QuantizedTensor,
@@ -38,6 +38,7 @@ from zerocast.tensors import (
     prepare_expansion,
     rebuild_derived,
 )
+from zerocast.tensors.quantize import plain_master
 
 
 class CodesState(Enum):
@@ -76,7 +77,8 @@ class LowBitAllGather:
         is_gathered: whether FSDP2 has made shards of the master, which it gathers.
         is_settled: whether the next gather need not ask all ranks if a cast is due.
         kept: the whole weight; None but in :attr:`CodesState.KEPT`.
-        verify: what is compared between ranks after the first gather of each cast.
+        verify: what is compared between ranks after the first gather of each cast, weight by
+            weight, as FSDP2 gathers them.
         cast_group: this, and those of its amax group that were cast with it.
     """
 
@@ -268,7 +270,32 @@ class LowBitAllGather:
         if self.verify != "off" and self._verified != shards.casts:
             self._verified = shards.casts
             with announcing([shards.comm]):
-                compare_gathered(self.verify, weight, self.cast_group)
+                self._compare(weight)
+
+    def _compare(self, weight: QuantizedStorage) -> None:
+        """Compare ``weight``, which has been gathered. Collective over the ranks that share it;
+        replicas of them (HSDP) are not compared with each other.
+
+        Raises:
+            VerificationError: on every rank, where one holds other bytes than were cast.
+        """
+        shards, others = self.shards, self.cast_group[1:]
+        whole, label = shards.storage, "together" if others else None
+        held = QuantizedStorage(
+            whole.shape, shards.dtype, whole.recipe, weight.buffers | self.state, whole.tp_shard
+        )
+        weights = [HeldWeight(self.name, held, shards.owners, label)]
+        for other in others:
+            storage, owners = other.shards.storage, other.shards.owners
+            weights.append(HeldWeight(other.name, storage, owners, label, is_compared=False))
+
+        def master(_: Communicator, place: int) -> torch.Tensor | None:
+            own = self.cast_group[place].master
+            return plain_master(own, held.device) if own.numel() else None
+
+        tp_comms = [] if whole.tp_shard is None else [whole.tp_shard.require_comm()]
+        verification = Verification(self.verify, {shards.comm: weights}, tp_comms, master)
+        verification.check(shards.casts)
 
     @torch.no_grad()
     def gathered_value(

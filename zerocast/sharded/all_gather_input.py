@@ -8,6 +8,7 @@ import torch
 
 from zerocast.cast.shard_spec import ShardBuffers
 from zerocast.comm import Communicator
+from zerocast.layout import Extent
 from zerocast.recipes import Recipe
 from zerocast.sharded.row_shards import RowShards
 from zerocast.sharded.scale_shards import ScaleShards
@@ -95,6 +96,12 @@ class AllGatherInput:
         }
         self._sent_scales = torch.zeros(self.scales.sent_bytes, dtype=torch.uint8, device=device)
         self._made_scales = self.scales.allocate_made(device)
+
+    @property
+    def owners(self) -> list[tuple[int, Extent]]:
+        """The ranks that have elements, ascending, and which."""
+        extents = [(rank, self.rows.extent(rank)) for rank in range(self.comm.size)]
+        return [(rank, extent) for rank, extent in extents if extent]
 
     @property
     def own(self) -> ShardBuffers:

@@ -32,7 +32,7 @@ from zerocast.errors import InputError, UnsupportedError
 from zerocast.sharded.all_gather import CodesState, gather_of
 from zerocast.sharded.casts import CastGroup, cast_group_of, codes_to_send
 from zerocast.sharded.master_weight import MasterWeight, not_gathered
-from zerocast.sharded.placement import is_sharded, to_local, tp_shard_of
+from zerocast.sharded.placement import distributed, is_sharded, to_local, tp_shard_of
 from zerocast.tensors import QuantizedTensor
 
 if TYPE_CHECKING:
@@ -121,8 +121,8 @@ def parallel_linear(layer: Any, input: torch.Tensor, multiply: Multiply) -> DTen
     from torch.distributed.tensor import DTensor
 
     assert isinstance(weight, DTensor)
-    distributed = _on_mesh(name, input, weight)
-    where = _placed(name, distributed, weight)
+    own = _on_mesh(name, input, weight)
+    where = _placed(name, own, weight)
     own_bias = None
     if bias is not None:
         assert isinstance(bias, DTensor)
@@ -132,17 +132,10 @@ def parallel_linear(layer: Any, input: torch.Tensor, multiply: Multiply) -> DTen
     own_weight = weight.to_local(grad_placements=(where.grad_weight,))
     if isinstance(own_weight, MasterWeight):
         own_weight = CastMaster.apply(own_weight, cast_group_of(layer, weight))
-    own_input = _local(distributed, where.input, where.grad_input)
+    own_input = _local(own, where.input, where.grad_input)
     product = multiply(own_input, own_weight, own_bias, tp_shard=tp_shard)
-    shape = torch.Size((*input.shape[:-1], weight.shape[0]))
-    return DTensor.from_local(
-        product,
-        weight.device_mesh,
-        (where.output,),
-        run_check=False,
-        shape=shape,
-        stride=torch.empty(shape, dtype=product.dtype, device="meta").stride(),
-    )
+    shape = (*input.shape[:-1], weight.shape[0])
+    return distributed(product, weight.device_mesh, where.output, shape)
 
 
 def _on_mesh(name: str, input: torch.Tensor, weight: DTensor) -> DTensor:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,7 +25,8 @@ from zerocast.recipes import Recipe
 from zerocast.tensors import TensorParallelShard
 
 if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Placement
     from typing_extensions import TypeIs
 
 
@@ -54,6 +55,20 @@ def sharded_like(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     places: Any = tensor.device_mesh, tensor.placements
     shape, stride = tensor.shape, tensor.stride()
     return DTensor.from_local(local, *places, run_check=False, shape=shape, stride=stride)
+
+
+def distributed(
+    local: torch.Tensor, mesh: DeviceMesh, placement: Placement, shape: Sequence[int]
+) -> DTensor:
+    """Return a contiguous DTensor of ``shape`` over ``mesh``, of one dimension, of which this rank
+    holds ``local``.
+    """
+    from torch.distributed.tensor import DTensor
+
+    size = torch.Size(shape)
+    stride = torch.empty(size, dtype=local.dtype, device="meta").stride()
+    places = mesh, (placement,)
+    return DTensor.from_local(local, *places, run_check=False, shape=size, stride=stride)
 
 
 def replicated_like(parameters: Iterable[torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
