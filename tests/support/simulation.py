@@ -19,7 +19,7 @@ import torch
 
 from zerocast.comm import Communicator, buffers
 from zerocast.comm.communicator import Parts, Wait
-from zerocast.errors import PeerFailedError, PeerTimeoutError
+from zerocast.comm.failure import RAISED, WAITS, Said, peer_error, told
 
 
 class Killed(BaseException):
@@ -58,6 +58,8 @@ class World:
     Attributes:
         calls: the collectives, in the order in which they are begun.
         begun: by rank how many it has begun.
+        said: by rank what the others know of why it does not go on. Once somebody has said
+            something, no collective is carried out any more that some rank has not begun yet.
         fault: called with a rank and the number of the collective that it is about to begin.
     """
 
@@ -65,11 +67,11 @@ class World:
         self.size, self.draw, self.announces = size, draw, announces
         self.calls: list[Call] = []
         self.begun = [0] * size
+        self.said: dict[int, Said] = {}
         self.fault: Callable[[int, int], None] = lambda rank, number: None
         self.outcomes: list[Any] = [None] * size
         self._waits_for: dict[int, int] = {}
         self._ended: set[int] = set()
-        self._error: PeerFailedError | None = None
         self._goes = [threading.Event() for _ in range(size)]
         self._rests = threading.Event()
 
@@ -93,7 +95,7 @@ class World:
         """Begin the rank's next collective; return its number."""
         number = self.begun[rank]
         self.fault(rank, number)
-        self._raise_if_broken()
+        self._raise_if_broken(call, number)
         if number == len(self.calls):
             self.calls.append(call)
         first = self.calls[number]
@@ -117,11 +119,7 @@ class World:
                 self._hand_over(rank)
                 del self._waits_for[rank]
                 if not call.done and len(call.brought) < self.size:
-                    self._raise_if_broken()
-
-    def end(self, error: PeerFailedError) -> None:
-        """Let no collective be carried out from now on that some rank has not begun yet."""
-        self._error = self._error or error
+                    self._raise_if_broken(call, number)
 
     def _carry(self, call: Call) -> None:
         for earlier in self.calls:  # they are in order
@@ -131,21 +129,22 @@ class World:
             if earlier is call:
                 return
 
-    def _raise_if_broken(self) -> None:
-        if self._error is not None:
-            raise type(self._error)(*self._error.args)
+    def _raise_if_broken(self, call: Call, number: int) -> None:
+        if self.said:
+            raise peer_error(call.signature[0], number, self.size, self.said, Simulated.timeout)
 
     def _next(self) -> int:
         """Who goes on. Where all wait for a rank that does not come, their time is up."""
         living = [rank for rank in range(self.size) if rank not in self._ended]
         ready = [rank for rank in living if self._is_ready(rank)]
         if not ready:
-            self.end(PeerTimeoutError("the time is up"))
+            for rank, number in self._waits_for.items():
+                self.said[rank] = Said(WAITS, number, self.calls[number].signature[0])
         return self.draw.choice(ready or living)
 
     def _is_ready(self, rank: int) -> bool:
         number = self._waits_for.get(rank)
-        if number is None or self._error is not None:
+        if number is None or self.said:
             return True
         return self.calls[number].done or len(self.calls[number].brought) == self.size
 
@@ -223,7 +222,8 @@ class Simulated(Communicator):
 
     def announce(self, error: BaseException) -> None:
         if self.world.announces and not isinstance(error, Killed):
-            self.world.end(PeerFailedError(f"rank {self.rank} failed: {error}"))
+            count = self.world.begun[self.rank]
+            self.world.said.setdefault(self.rank, Said(RAISED, count, told(error)))
 
     def _reduce(
         self, what: str, combine: Callable[..., torch.Tensor], buffer: torch.Tensor
