@@ -52,8 +52,17 @@ def test_sharded_training_gives_the_bytes_of_whole_weights(ranks: Ranks, recipe:
         assert_same_lists(params, whole, "trained")
 
 
-@every_recipe
-@pytest.mark.parametrize(("saved_on", "loaded_on"), [(3, 3), (5, 2), (1, 4)])
+@pytest.mark.parametrize(
+    ("saved_on", "loaded_on", "recipe"),
+    [
+        *((5, 2, VARIANTS[name]) for name in IDS),
+        *(
+            (*ranks, VARIANTS[name])
+            for ranks in ((3, 3), (1, 4))
+            for name in ("nvfp4", *REMEMBERING)
+        ),
+    ],
+)
 def test_a_resumed_run_continues_bit_for_bit(saved_on: int, loaded_on: int, recipe: Recipe) -> None:
     """3 steps, save, load into an optimizer over other weights, 3 steps: after loading the weights,
     whose codes are not saved, are the cast of the loaded masters at once, and in the end they are
