@@ -20,6 +20,7 @@ import torch
 from zerocast.backends import backend_for
 from zerocast.backends.launches import nothing
 from zerocast.cast.shard_spec import ShardSpec
+from zerocast.cast.stored_digests import StoredDigests
 from zerocast.comm import Communicator
 from zerocast.errors import InputError
 from zerocast.formats import byte_span
@@ -75,6 +76,7 @@ class CodeGather:
 
     Attributes:
         is_trusting: whether codes are looked for only where a move was said (``replace_raw_data``).
+        takes_digests: whether the digests of what is stored are taken on the way, on a CPU.
     """
 
     def __init__(
@@ -104,7 +106,7 @@ class CodeGather:
         self._codes: list[torch.Tensor | None] = [None] * len(specs)
         self._addresses: list[int] = []
         # What is decided for codes at these addresses.
-        self.is_trusting = self._is_decided = False
+        self.is_trusting = self.takes_digests = self._is_decided = False
         self._in_place: torch.Tensor | None = None
         self._stage: LaunchOn | None = None
         self._store: LaunchOn | None = None
@@ -146,8 +148,17 @@ class CodeGather:
         wait()
         self._follow()
         if self._store is None:
-            self._store = self._backend.store_codes(*self._received())
+            copies, firsts, shared = self._received()
+            if self.takes_digests and self._device.type == "cpu":
+                self._store = StoredDigests(self._backend, copies, firsts, shared)
+            else:
+                self._store = self._backend.store_codes(copies, shared)
         self._store(staging)
+
+    @property
+    def stored(self) -> StoredDigests | None:
+        """The digests of what the latest :meth:`start` has stored, where it took some."""
+        return self._store if isinstance(self._store, StoredDigests) else None
 
     def _follow(self) -> None:
         """Forget what was prepared for codes that have moved since."""
@@ -171,11 +182,13 @@ class CodeGather:
                 copies.append(CodeCopy(codes, chunk.staged.start))
         return copies
 
-    def _received(self) -> tuple[list[CodeCopy], list[SharedByte]]:
-        """What is stored of the staging buffer: whole bytes, and those that two chunks share, in
-        whose halves each has its nibble; all but what stands in the weights already.
+    def _received(self) -> tuple[list[CodeCopy], list[int], list[SharedByte]]:
+        """What is stored of the staging buffer: whole bytes, their places in the weights' codes,
+        and bytes that two chunks share, in whose halves each has its nibble; all but what stands
+        in the weights already.
         """
         copies: list[CodeCopy] = []
+        firsts: list[int] = []
         halves: dict[tuple[int, int], dict[str, int]] = {}
         changed: set[tuple[int, int]] = set()
         for chunk in self._chunks:
@@ -187,6 +200,7 @@ class CodeGather:
             if stored and first < last:
                 whole = self._flat(chunk.weight)[first:last]
                 copies.append(CodeCopy(whole, chunk.staged.start + head))
+                firsts.append(first)
             if head:
                 halves.setdefault((chunk.weight, chunk.first), {})["high"] = chunk.staged.start
             if tail:
@@ -195,10 +209,14 @@ class CodeGather:
                 changed |= {
                     (chunk.weight, at) for at, cut in ((chunk.first, head), (last, tail)) if cut
                 }
-        return copies, [
-            SharedByte(self._flat(weight)[byte : byte + 1], **halves[weight, byte])
-            for weight, byte in sorted(changed)
-        ]
+        return (
+            copies,
+            firsts,
+            [
+                SharedByte(self._flat(weight)[byte : byte + 1], **halves[weight, byte])
+                for weight, byte in sorted(changed)
+            ],
+        )
 
     def _flat(self, weight: int) -> torch.Tensor:
         codes = self._codes[weight]

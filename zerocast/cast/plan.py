@@ -211,8 +211,9 @@ class CastPlan:
 
     @_untraced
     def all_gather(self) -> None:
-        """Bring every rank's codes to every rank, then rebuild the derived copies. Right for every
-        partition. Then compare, with ``verify``.
+        """Bring every rank's codes to every rank, right for every partition, and rebuild the
+        derived copies. Then compare, with ``verify``: :class:`VerificationError` on every rank,
+        where one holds other bytes than were cast.
         """
         check_capture(self._device, self._members)
         with announcing(self._comms):
@@ -223,13 +224,11 @@ class CastPlan:
                 self._version.has_scales = True
             self._prepared.rebuild_copies()
             self._version.mark_rebuilt()
-            self._verification.check(self.step)
+            self._verification.check(self.step, self._gathers)
 
     @_untraced
     def verify(self) -> None:
-        """Compare what the ranks hold, as ``verify`` says, for callers who gather by themselves:
-        :class:`VerificationError` on every rank, where one holds other bytes than were cast.
-        """
+        """Compare all that ranks hold, as :meth:`all_gather`, for callers who gather themselves."""
         with announcing(self._comms):
             self._verification.check(self.step)
 

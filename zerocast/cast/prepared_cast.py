@@ -114,6 +114,11 @@ class PreparedCast:
         for gather in self._collectives.code_gathers:
             gather.is_trusting = True
 
+    def take_digests(self, takes: bool) -> None:
+        """Let the gathers take digests of what they store, or not."""
+        for gather in self._collectives.code_gathers:
+            gather.takes_digests = takes
+
     def divide(self, stages: Sequence[Sequence[int]]) -> None:
         """Let each of ``stages``, places of weights, be cast by itself."""
         self._stages = self._matrices.of_each(stages)

@@ -7,7 +7,8 @@ the step: one all-reduce of two integers. It sees whatever makes the bytes of on
 those of another: a bit that flipped, a scale that is stale, codes that were not gathered or were
 stored elsewhere, a rank that cast under another recipe what every rank casts, a rank at another
 step. It does not see what is wrong on all ranks alike, because its owner cast it so and all have
-gathered it. Copies that each rank derives for itself are not compared.
+gathered it. Copies that each rank derives for itself are not compared. On a CPU, what an all-gather
+stores is read piece by piece as it is stored (:mod:`zerocast.cast.stored_digests`).
 
 ``"full"`` does that, and takes some weight in each cast (all in turn, in an order that depends on
 the number of the step): the ranks gather its masters, each casts it whole by the reference, and
@@ -37,8 +38,10 @@ from zerocast.arguments import shown
 from zerocast.cast.capture import is_captured
 from zerocast.cast.consistency import agree_in_all, raise_in_all
 from zerocast.cast.fault_file import write_fault
+from zerocast.cast.gather import CodeGather
 from zerocast.cast.prepared_cast import PreparedCast
 from zerocast.cast.shard_spec import ShardSpec
+from zerocast.cast.stored_digests import HeldDigests
 from zerocast.cast.whole_cast import (
     Difference,
     HeldWeight,
@@ -51,7 +54,6 @@ from zerocast.errors import InputError, UnsupportedError, VerificationError, Zer
 from zerocast.layout import Owners
 from zerocast.numerics import NUMERICS_VERSION
 from zerocast.recipes import describe_recipe
-from zerocast.tensors.digest import Digests
 
 VerifyMode: TypeAlias = Literal["off", "hash", "full"]
 MODES = ("off", "hash", "full")
@@ -91,10 +93,11 @@ class Verification:
         self._mode, self._weights, self._masters = mode, weights, masters
         self._tp_comms = list(tp_comms)
         self._comms = [*weights, *self._tp_comms]
-        self._digests = {comm: Digests() for comm in weights}
+        self._digests = {comm: HeldDigests() for comm in weights}
 
-    def check(self, step: int) -> None:
-        """Compare, in step number ``step``; nothing where the mode is "off".
+    def check(self, step: int, gathers: Sequence[CodeGather] = ()) -> None:
+        """Compare, in step number ``step``; nothing where the mode is "off". What ``gathers`` have
+        just stored and read is not read again.
 
         Raises:
             UnsupportedError: in the capture of a CUDA graph.
@@ -112,7 +115,7 @@ class Verification:
         votes = [(comm, 1 + step % _MOST) for comm in self._tp_comms]
         attempt = Attempt()
         with attempt:
-            numbers = {comm: self._numbers(comm) for comm in self._weights}
+            numbers = {comm: self._numbers(comm, gathers) for comm in self._weights}
             votes += [(comm, _vote(step, numbers[comm])) for comm in self._weights]
         if attempt.error is not None:
             votes = [(comm, 0) for comm in self._comms]
@@ -123,10 +126,11 @@ class Verification:
 
     # --- digests ---
 
-    def _numbers(self, comm: Communicator) -> list[int]:
+    def _numbers(self, comm: Communicator, gathers: Sequence[CodeGather]) -> list[int]:
         """The digests of all buffers, weight by weight."""
+        stored = [each.stored for each in gathers if each.stored is not None]
         tensors = [tensor for weight in self._weights[comm] for tensor in _compared(weight)]
-        return self._digests[comm].of(tensors).tolist() if tensors else []
+        return self._digests[comm].of(tensors, stored) if tensors else []
 
     def _explain(self, step: int, numbers: Mapping[Communicator, list[int]]) -> None:
         """Raise what differs between ranks."""
@@ -221,6 +225,7 @@ def verification_of(
         tp_comms: the groups that hold tensor-parallel shards.
     """
     weights: dict[Communicator, list[HeldWeight]] = {comm: [] for comm in members}
+    prepared.take_digests(mode != "off")
     for comm, places in members.items() if mode != "off" else ():
         for at, i in enumerate(places):
             each = specs[i]

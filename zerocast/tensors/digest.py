@@ -51,24 +51,3 @@ def digests(tensors: Iterable[torch.Tensor]) -> list[int]:
         for i, value in zip(places, each_digest([given[i] for i in places]).tolist(), strict=True):
             found[i] = value
     return found
-
-
-class Digests:
-    """The digests of some tensors, step after step: one launch, prepared again where one moved."""
-
-    def __init__(self) -> None:
-        self._addresses: list[int] | None = None
-
-    def of(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """int64 [len(tensors)], on their device: of contiguous ones, at least one."""
-        addresses = list(map(torch.Tensor.data_ptr, tensors))
-        if addresses != self._addresses:
-            device = tensors[0].device
-            with torch.inference_mode(False):
-                self._sums = torch.zeros(len(tensors), dtype=torch.int64, device=device)
-            ranges = [DigestedBytes(tensor.detach()) for tensor in tensors]
-            self._launch = backend_for(device).digest(ranges, self._sums)
-            self._addresses = addresses
-        self._sums.zero_()
-        self._launch()
-        return self._sums
