@@ -30,7 +30,7 @@ LAYERS = (
     ("sharded",),
     ("optim", "verification"),
     ("export", "nn"),  # the core, which is all below, imports no layer
-    ("checkpoint", "costs", "refit"),
+    ("checkpoint", "conformance", "costs", "refit"),
     ("replacements",),
     ("compat", "deepspeed", "integrations", "megatron"),
     ("__init__",),
@@ -49,6 +49,7 @@ PUBLIC_MODULES = (
     "zerocast.export",
     "zerocast.refit",
     "zerocast.costs",
+    "zerocast.conformance",
     "zerocast.deepspeed",
     "zerocast.megatron",
     "zerocast.nn.tensor_parallel",

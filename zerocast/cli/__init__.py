@@ -1,10 +1,11 @@
 """The command line: ``python -m zerocast`` with one of ``doctor``, ``inspect FILE_OR_DIR``,
-``estimate MODEL``, ``fit FILE`` and ``reproduce FILE``.
+``estimate MODEL``, ``fit FILE``, ``conform PACKAGE`` and ``reproduce FILE``.
 
 doctor says what this installation can do, what would be slow and why, and compares the sharded cast
 with the unsharded one. inspect describes the tensors of a checkpoint. estimate says what a training
 step of a model costs. These print text, or JSON for other programs. fit measures this machine for
-estimate. reproduce repeats a cast in which ``verify`` found a difference.
+estimate. conform says which bytes of a package are others than ours, and why. reproduce repeats a
+cast in which ``verify`` found a difference.
 """
 
 from __future__ import annotations
@@ -14,15 +15,15 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from zerocast.cli import doctor, estimation, inspection, reproduce
+from zerocast.cli import conformance, doctor, estimation, inspection, reproduce
 from zerocast.errors import ZerocastError
 from zerocast.recipes import RECIPES
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command of ``arguments``, by default those of the process; return its exit code: 1
-    where doctor finds something wrong or reproduce a difference, 2 where a command cannot do what
-    it was asked to.
+    where doctor finds something wrong, or reproduce or conform a difference; 2 where a command
+    cannot do what it was asked to.
     """
     parser = argparse.ArgumentParser(
         prog="python -m zerocast", description=__doc__.partition("\n\n")[0]
@@ -51,6 +52,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     time.add_argument("--recipe", default="nvfp4", choices=list(RECIPES), help="of weights (nvfp4)")
     time.add_argument("--ranks", type=int, default=2, help="threads that play ranks (2)")
     time.set_defaults(run=lambda given: estimation.fit(given.path, given.recipe, given.ranks))
+    ruler = commands.add_parser("conform", help="whose bytes a package gives, and why others")
+    conformance.add_arguments(ruler)
+    ruler.set_defaults(run=conformance.run)
     given = parser.parse_args(arguments)
     try:
         text, code = given.run(given)

@@ -1,0 +1,172 @@
+"""Conformance packs and their runner: the same bytes everywhere, and causes that are found out."""
+
+import hashlib
+import json
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.oracles import scalar_nvfp4, scalar_schemes
+from tests.support.same_bytes import assert_same_bytes
+from zerocast.cli import conformance, main
+from zerocast.conformance import Package, package_of, packs, score, write_packs
+from zerocast.conformance.causes import CHANGES, restated, values
+from zerocast.conformance.packs import DECODED, raw
+from zerocast.export import DIALECTS
+from zerocast.formats import ElementFormat
+
+SUMS = Path(__file__).with_name("SHA256SUMS")
+PAGE = Path(__file__).parents[2] / "docs" / "conformance.md"
+MADE = {pack.file: pack for pack in packs()}
+MODULES = {
+    "torch": "torch",
+    "ml_dtypes": "ml_dtypes",
+    "compressed-tensors": "compressed_tensors",
+    "transformers": "transformers",
+    "torchao": "torchao",
+    "nvidia-modelopt": "modelopt",
+}
+OTHERS = [
+    pytest.param(name, marks=[pytest.mark.integration] * (name in ("torchao", "nvidia-modelopt")))
+    for name in MODULES
+]
+SCALAR = {
+    "modelopt/nvfp4": partial(scalar_nvfp4.nvfp4, h=1),
+    "sglang/mxfp8": partial(scalar_schemes.mxfp8, name="e4m3", two_dimensions=False),
+    "compressed-tensors/mxfp4": partial(
+        scalar_schemes.mxfp4, rounding="even", two_dimensions=False
+    ),
+    "gpt-oss/mxfp4": partial(scalar_schemes.mxfp4, rounding="up", two_dimensions=False),
+}
+PLANTED = {
+    ElementFormat: ("e4m3", "e5m2", "e2m1", "e8m0"),
+    **{
+        type(DIALECTS[name].recipe.numerics): (name,)
+        for name in ("compressed-tensors/fp8-channel", "gpt-oss/mxfp4", "compressed-tensors/nvfp4")
+    },
+}
+
+
+def test_packs_are_written_to_the_same_hashes(tmp_path):
+    """Those that are committed; each file has the hash that stands beside its name."""
+    assert write_packs(tmp_path, MADE.values()) == len(MADE)
+    assert (tmp_path / "SHA256SUMS").read_text() == SUMS.read_text()
+    for line in SUMS.read_text().splitlines():
+        digest, name = line.split("  ")
+        assert hashlib.sha256((tmp_path / name).read_bytes()).hexdigest() == digest, name
+
+
+def test_the_formulas_stated_again_give_the_packs():
+    """Every byte of every pack that is encoded, by another text than the one that made it."""
+    for pack in MADE.values():
+        for case in (each for each in pack.cases if each.name != DECODED):
+            x, dialect = case.input.float(), DIALECTS.get(pack.subject)
+            made = restated(dialect, x) if dialect else (values(pack.subject, x),)
+            for part, theirs in zip(case.expected, made, strict=True):
+                where = f"{pack.file}, {case.name}, {part}"
+                assert_same_bytes(raw(theirs), raw(case.expected[part]), where)
+
+
+@pytest.mark.parametrize("subject", SCALAR)
+def test_scalars_give_the_packs(subject):
+    """Codes and scales of blocks, one element at a time."""
+    for case in MADE[f"blocks-{subject.replace('/', '-')}.json"].cases:
+        whole = SCALAR[subject](case.input.float().numpy(), "bfloat16").buffers
+        codes, scales, *_ = case.expected.values()
+        assert_same_bytes(raw(torch.from_numpy(whole["rowwise_data"])), raw(codes), case.name)
+        plane = torch.from_numpy(whole["rowwise_scale_inv"])
+        assert_same_bytes(raw(plane[: scales.shape[0], : scales.shape[1]]), raw(scales), case.name)
+
+
+@pytest.mark.parametrize(
+    "partitions", [tuple(SCALAR)[:2], pytest.param(tuple(DIALECTS), marks=pytest.mark.nightly)]
+)
+def test_zerocast_gives_every_byte(partitions):
+    """By this machine's backend, whole, and of some dialects on the ranks of the partitions."""
+    asked = [
+        p for p in MADE.values() if p.level in ("blocks", "tensors") or p.subject in partitions
+    ]
+    found = list(score(package_of("zerocast"), asked))
+    assert [each for each in found if each.different or each.refused] == []
+    assert len(found) == 2 * len(DIALECTS) + len(partitions)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.filterwarnings("ignore")
+def test_every_difference_of_a_package_has_its_causes(name):
+    """And the page has the counts of this version, and the causes."""
+    pytest.importorskip(MODULES[name])
+    package = package_of(name)
+    found = list(score(package, MADE.values()))
+    assert found
+    assert [each for each in found if each.causes is None] == []
+    title = package.title.partition("+")[0]
+    section = PAGE.read_text().partition(f"## {title}\n")[2].partition("\n## ")[0]
+    for each in found:
+        row = f"| {each.level}: {each.subject} | {each.compared:,} | {each.different:,} |"
+        assert row in section, f"{PAGE.name}, {title}: {row}"
+        assert [cause for cause in each.causes if cause not in section] == []
+
+
+@pytest.mark.parametrize(
+    ("subject", "change"),
+    [(s, c) for kind, subjects in PLANTED.items() for s in subjects for c in CHANGES[kind]],
+)
+def test_a_planted_change_is_the_cause(subject, change):
+    """Of all bytes that it changes, by itself."""
+    dialect = DIALECTS.get(subject)
+    changes = frozenset({change})
+
+    def write(x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return dict(zip(dialect.names, restated(dialect, x, changes), strict=True))
+
+    package = Package(
+        name="planted",
+        encodes={subject: lambda x: values(subject, x, changes)},
+        writes={subject: write},
+    )
+    level = "blocks" if dialect else "values"
+    (found,) = score(package, [MADE[f"{level}-{subject.replace('/', '-')}.json"]])
+    known = CHANGES[type(dialect.recipe.numerics) if dialect else ElementFormat]
+    expected = {known[change]: found.different} if found.different else {}
+    assert found.causes == expected
+
+
+def test_what_is_none_of_the_changes_is_unexplained():
+    """One bit of one scale, and codes decoded to another value."""
+    pack = MADE["blocks-sglang-mxfp8.json"]
+    dialect = DIALECTS["sglang/mxfp8"]
+
+    def write(x: torch.Tensor) -> dict[str, torch.Tensor]:
+        codes, scales = restated(dialect, x)
+        scales[0, 0] ^= 1
+        return {"weight": codes, "weight_scale_inv": scales}
+
+    (found,) = score(Package(name="planted", writes={"sglang/mxfp8": write}), [pack])
+    assert (found.different, found.causes) == (len(pack.cases), None)
+    assert found.first == "near: weight_scale_inv[0, 0] is 0x76, required 0x77"
+    pack = MADE["values-e2m1.json"]
+    wrong = {"e2m1": lambda codes: codes.float()}
+    (found,) = score(Package(name="planted", decodes=wrong), [pack])
+    assert found.causes is None
+    assert found.first == "decoded: values[1] is 0x3f800000 (1), required 0x3f000000 (0.5)"
+
+
+def test_the_command(tmp_path, capsys, monkeypatch):
+    """JSON and exit codes; packs that are written; what cannot be measured, and what to do."""
+    monkeypatch.setattr(conformance, "packs", lambda: list(MADE.values()))
+    assert main(["conform", "torch", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert [each["subject"] for each in found["scores"]] == ["e4m3", "e5m2", "e8m0"]
+    assert main(["conform", "--packs", str(tmp_path)]) == 0
+    assert len(list(tmp_path.glob("*.json"))) == len(MADE)
+    for arguments, message in (
+        ([], "give PACKAGE"),
+        (["nothing"], "must be one of zerocast, torch, "),
+        (["no.module:PACKAGE"], "No module named 'no'; install it, and"),
+        (["torch:nn"], "must be a zerocast.conformance.Package, got <module"),
+    ):
+        assert main(["conform", *arguments]) == 2
+        assert message in capsys.readouterr().err

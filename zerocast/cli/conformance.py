@@ -1,0 +1,73 @@
+"""``python -m zerocast conform``: a package, measured by conformance packs; the packs as files."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+from zerocast.conformance import PACKAGES, Score, package_of, packs, score, write_packs
+from zerocast.costs.tables import markdown
+from zerocast.errors import InputError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add those of the command."""
+    known = ", ".join(PACKAGES)
+    parser.add_argument("package", nargs="?", metavar="PACKAGE", help=f"{known}; or module:name")
+    parser.add_argument("--packs", type=Path, metavar="DIRECTORY", help="write the packs there")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+
+
+def run(given: argparse.Namespace) -> tuple[str, int]:
+    """Return what is found, as text, and the exit code: 1 where a byte differs.
+
+    Raises:
+        InputError: where nothing is asked for, or the package cannot be measured.
+    """
+    if given.package is None and given.packs is None:
+        raise InputError("give PACKAGE to be measured, or --packs DIRECTORY to write the packs to.")
+    with contextlib.redirect_stdout(sys.stderr):  # where packages may say what they like
+        package = None if given.package is None else package_of(given.package)
+        made = packs()
+        scores = list(score(package, made)) if package is not None else []
+    if given.packs is not None:
+        written = f"{write_packs(given.packs, made)} packs written to {given.packs}"
+    if package is None:
+        return written, 0
+    code = int(any(each.different for each in scores))
+    if given.json:
+        found = {"package": package.title, "scores": [asdict(each) for each in scores]}
+        return json.dumps(found, indent=1), code
+    rows = [
+        [f"{each.level}: {each.subject}", f"{each.compared:,}", f"{each.different:,}"]
+        for each in scores
+    ]
+    levels = {each.level for each in scores}
+    absent = [level for level in dict.fromkeys(pack.level for pack in made) if level not in levels]
+    parts = [
+        f"{package.title}, by {len(scores)} of {len(made)} packs",
+        markdown(["pack", "bytes", "different"], rows),
+        *([f"Not offered: {', '.join(absent)}."] if absent else []),
+        *(text for each in scores if (text := explanation(each))),
+    ]
+    return "\n\n".join(parts), code
+
+
+def explanation(found: Score) -> str:
+    """Return what is said of a pack in which something differs or is refused; else nothing."""
+    lines = []
+    if found.different:
+        lines.append(f"first, {found.first}")
+    if found.causes is None:
+        lines.append("unexplained: no known changes to the formula give these bytes")
+    for cause, number in (found.causes or {}).items():
+        lines.append(f"{number:,} {'byte' if number == 1 else 'bytes'}: {cause}")
+    for reason in dict.fromkeys(found.refused.values()):
+        names = [name for name in found.refused if found.refused[name] == reason]
+        lines.append(f"not quantized, {', '.join(names)}: {reason}")
+    title = f"{found.level}: {found.subject}"
+    return "\n".join([title, *(f"  {line}" for line in lines)]) if lines else ""

@@ -1,0 +1,290 @@
+"""Packages: what installed packages make of the inputs of packs, by their own functions.
+
+Each is a table of calls; nothing of a package is replaced. Where one has the formula of a dialect
+but not its names, its tensors are given the names of the dialect here.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from zerocast.cast import CastPlan
+from zerocast.comm import Communicator, run_in_process
+from zerocast.errors import InputError
+from zerocast.export import DIALECTS
+from zerocast.tensors import empty, quantize
+
+Convert = Callable[[torch.Tensor], torch.Tensor]
+Stored = Mapping[str, torch.Tensor]
+Quantize = Callable[[torch.Tensor], tuple[torch.Tensor, ...]]
+Write = Callable[[torch.Tensor], Stored]
+Gather = Callable[[torch.Tensor, tuple[int, ...]], list[Stored]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Package:
+    """An implementation, as packs measure it.
+
+    Attributes:
+        name: what it is called; of a distribution, whose version is reported.
+        encodes: by the name of a format: FP32 values [n] -> their codes [n], uint8.
+        decodes: by the name of a format: codes [n], uint8 -> their values [n].
+        writes: by the name of a dialect: a weight [M, K], FP32 whose values BF16 holds, -> the
+            tensors of the dialect, in its order. It raises for what the package does not quantize.
+        gathers: by the name of a dialect: such a weight, and where the shards of ranks begin and
+            the last ends, as flat indices -> what each rank holds in the end.
+    """
+
+    name: str
+    encodes: Mapping[str, Convert] = field(default_factory=dict)
+    decodes: Mapping[str, Convert] = field(default_factory=dict)
+    writes: Mapping[str, Write] = field(default_factory=dict)
+    gathers: Mapping[str, Gather] = field(default_factory=dict)
+
+    @property
+    def title(self) -> str:
+        """Its name and version."""
+        try:
+            return f"{self.name} {version(self.name)}"
+        except PackageNotFoundError:
+            return self.name
+
+
+def package_of(name: str) -> Package:
+    """Return the package called ``name``: one of :data:`PACKAGES`, or a :class:`Package` of your
+    own, ``module:attribute``.
+
+    Raises:
+        InputError: where there is none, or it is not installed.
+    """
+    module, _, attribute = name.partition(":")
+    if name not in PACKAGES and not attribute:
+        raise InputError(
+            f"PACKAGE must be one of {', '.join(PACKAGES)}, or module:attribute that is a "
+            f"zerocast.conformance.Package, got {name!r}."
+        )
+    try:
+        known = PACKAGES.get(name)
+        found = known() if known else getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise InputError(
+            f"{name} cannot be measured: {error}; install it, and try again."
+        ) from error
+    if not isinstance(found, Package):
+        raise InputError(f"{name} must be a zerocast.conformance.Package, got {found!r}.")
+    return found
+
+
+def _by_dialect(
+    calls: Mapping[str, Quantize],
+) -> dict[str, Write]:
+    """``calls`` that return codes and scales, with the names of the dialect."""
+
+    def write(dialect: str, x: torch.Tensor) -> Stored:
+        return dict(zip(DIALECTS[dialect].names, calls[dialect](x), strict=True))
+
+    return {dialect: partial(write, dialect) for dialect in calls}
+
+
+def _zerocast() -> Package:
+    def write(dialect: str, x: torch.Tensor) -> Stored:
+        recipe = DIALECTS[dialect].recipe
+        whole = quantize(x, recipe, dtype=torch.bfloat16, columnwise=False)
+        return DIALECTS[dialect].encode(whole.quantized_storage)
+
+    def gather(dialect: str, x: torch.Tensor, cuts: tuple[int, ...]) -> list[Stored]:
+        def on_rank(comm: Communicator) -> Stored:
+            start, end = cuts[comm.rank : comm.rank + 2]
+            weight = empty(
+                x.shape, DIALECTS[dialect].recipe, dtype=torch.bfloat16, columnwise=False
+            )
+            plan = CastPlan([weight], [x.view(-1)[start:end]], [start], comm)
+            plan.cast()
+            plan.all_gather()
+            return DIALECTS[dialect].encode(weight.quantized_storage)
+
+        return run_in_process(len(cuts) - 1, on_rank)
+
+    return Package(
+        name="zerocast",
+        writes={dialect: partial(write, dialect) for dialect in DIALECTS},
+        gathers={dialect: partial(gather, dialect) for dialect in DIALECTS},
+    )
+
+
+def _torch() -> Package:
+    def encode(dtype: torch.dtype, x: torch.Tensor) -> torch.Tensor:
+        return x.to(dtype).view(torch.uint8)
+
+    def decode(dtype: torch.dtype, codes: torch.Tensor) -> torch.Tensor:
+        return codes.view(dtype).float()
+
+    dtypes = {
+        "e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "e8m0": torch.float8_e8m0fnu,
+    }  # fmt: skip
+    return _of_dtypes("torch", dtypes, encode, decode)
+
+
+def _ml_dtypes() -> Package:
+    import ml_dtypes
+    import numpy as np
+
+    def encode(dtype: Any, x: torch.Tensor) -> torch.Tensor:
+        with np.errstate(all="ignore"):
+            return torch.from_numpy(x.numpy().astype(dtype).view(np.uint8))
+
+    def decode(dtype: Any, codes: torch.Tensor) -> torch.Tensor:
+        return torch.from_numpy(codes.numpy().view(dtype).astype(np.float32))
+
+    dtypes = {
+        "e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2,
+        "e2m1": ml_dtypes.float4_e2m1fn, "e8m0": ml_dtypes.float8_e8m0fnu,
+    }  # fmt: skip
+    return _of_dtypes("ml_dtypes", dtypes, encode, decode)
+
+
+def _of_dtypes(
+    name: str, dtypes: Mapping[str, Any], encode: Callable[..., Any], decode: Callable[..., Any]
+) -> Package:
+    return Package(
+        name=name,
+        encodes={fmt: partial(encode, dtype) for fmt, dtype in dtypes.items()},
+        decodes={fmt: partial(decode, dtype) for fmt, dtype in dtypes.items()},
+    )
+
+
+def _compressed_tensors() -> Package:
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationConfig
+    from compressed_tensors.quantization.utils import (
+        calculate_qparams,
+        generate_gparam,
+        maybe_pad_tensor_for_block_quant,
+    )
+
+    def blocks(x: torch.Tensor, arguments: Any) -> torch.Tensor:
+        """[..., elements] of each block, of which an observer takes the least and largest."""
+        if arguments.strategy == "tensor":
+            return x.reshape(1, -1)
+        if arguments.strategy == "channel":
+            return x[:, None]
+        if arguments.strategy != "block":
+            return x.unflatten(1, (-1, arguments.group_size))
+        height, width = arguments.block_structure
+        padded = maybe_pad_tensor_for_block_quant(x, (height, width))
+        return (
+            padded.unflatten(1, (-1, width)).unflatten(0, (-1, height)).transpose(1, 2).flatten(2)
+        )
+
+    def write(dialect: str, x: torch.Tensor) -> Stored:
+        section = DIALECTS[dialect].quantization_config([])
+        scheme = QuantizationConfig.model_validate(section).config_groups["group_0"]
+        state, of = {"weight": x}, blocks(x, scheme.weights)
+        if DIALECTS[dialect].tensor_scale is not None:
+            state["weight_global_scale"] = generate_gparam(x.amin(), x.amax())
+        state["weight_scale"], _ = calculate_qparams(
+            of.amin(-1), of.amax(-1), scheme.weights, state.get("weight_global_scale")
+        )
+        made = BaseCompressor.get_value_from_registry(scheme.format).compress(state, scheme)
+        return {name: made[name] for name in DIALECTS[dialect].names}
+
+    own = [name for name in DIALECTS if name.startswith("compressed-tensors/")]
+    return Package(name="compressed-tensors", writes={name: partial(write, name) for name in own})
+
+
+def _transformers() -> Package:
+    from transformers import FineGrainedFP8Config
+    from transformers.integrations.finegrained_fp8 import Fp8Quantize
+
+    def float8(x: torch.Tensor, **options: Any) -> tuple[torch.Tensor, ...]:
+        quantizer = SimpleNamespace(quantization_config=FineGrainedFP8Config(**options))
+        made = Fp8Quantize(quantizer).convert({"weight": x})
+        if len(made) == 1:
+            raise ValueError("it leaves shapes that are no multiple of the block unquantized")
+        return tuple(made.values())
+
+    calls: dict[str, Quantize] = {
+        "deepseek/fp8": float8,
+        "deepseek/v4-fp8": partial(float8, scale_fmt="ue8m0"),
+    }
+    return Package(name="transformers", writes=_by_dialect(calls))
+
+
+def _torchao() -> Package:
+    from torchao.prototype.mx_formats.config import ScaleCalculationMode
+    from torchao.prototype.mx_formats.kernels import f4_unpacked_to_f32, f32_to_f4_unpacked
+    from torchao.prototype.mx_formats.mx_tensor import to_mx
+    from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor, per_tensor_amax_to_scale
+    from torchao.quantization import Float8Tensor, PerBlock, PerRow, PerTensor
+
+    def float8(granularity: Any, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        made = Float8Tensor.from_hp(x, granularity=granularity)
+        return made.qdata, made.scale
+
+    def mx(dtype: torch.dtype, mode: Any, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        scales, codes = to_mx(x, dtype, 32, mode)
+        return codes, scales
+
+    def nvfp4(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        tensor_scale = per_tensor_amax_to_scale(x.abs().max())
+        made = NVFP4Tensor.to_nvfp4(x, per_tensor_scale=tensor_scale)
+        return made.qdata, made.scale, tensor_scale
+
+    float4 = torch.float4_e2m1fn_x2
+    calls: dict[str, Quantize] = {
+        "compressed-tensors/fp8-tensor": partial(float8, PerTensor()),
+        "compressed-tensors/fp8-channel": partial(float8, PerRow()),
+        "compressed-tensors/fp8-block": partial(float8, PerBlock([128, 128])),
+        "compressed-tensors/mxfp4": partial(mx, float4, ScaleCalculationMode.EVEN),
+        "modelopt/nvfp4": nvfp4,
+        "sglang/mxfp8": partial(mx, torch.float8_e4m3fn, ScaleCalculationMode.RCEIL),
+        "gpt-oss/mxfp4": partial(mx, float4, ScaleCalculationMode.RCEIL),
+    }
+    return Package(
+        name="torchao",
+        encodes={"e2m1": f32_to_f4_unpacked},
+        decodes={"e2m1": f4_unpacked_to_f32},
+        writes=_by_dialect(calls),
+    )
+
+
+def _modelopt() -> Package:
+    from modelopt.torch.quantization import qtensor
+
+    def call(
+        kind: str, *arguments: Any, **options: Any
+    ) -> Callable[[torch.Tensor], tuple[torch.Tensor, ...]]:
+        def quantized(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            made, *scales = getattr(qtensor, kind).quantize(x, *arguments, **options)
+            return made._quantized_data, *scales
+
+        return quantized
+
+    calls = {
+        "modelopt/fp8": call("FP8QTensor"),
+        "compressed-tensors/fp8-block": call("FP8QTensor", block_sizes={-1: 128, -2: 128}),
+        "modelopt/nvfp4": call("NVFP4QTensor", 16),
+        "modelopt/mxfp8": call("MXFP8QTensor"),
+        "gpt-oss/mxfp4": call("MXFP4QTensor", 32),
+    }
+    return Package(name="nvidia-modelopt", writes=_by_dialect(calls))
+
+
+PACKAGES: Mapping[str, Callable[[], Package]] = {
+    "zerocast": _zerocast,
+    "torch": _torch,
+    "ml_dtypes": _ml_dtypes,
+    "compressed-tensors": _compressed_tensors,
+    "transformers": _transformers,
+    "torchao": _torchao,
+    "nvidia-modelopt": _modelopt,
+}
+"""What makes each package that is known, where it is installed."""

@@ -1,0 +1,113 @@
+"""Scores: how many bytes of a pack a package gives, which are others, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from zerocast.conformance.causes import causes
+from zerocast.conformance.packages import Package
+from zerocast.conformance.packs import DECODED, Case, Pack, differing, raw
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Score:
+    """What became of one pack.
+
+    Attributes:
+        level, subject: those of the pack.
+        compared: bytes; of partitions those of all ranks.
+        different: how many of them are not those of the pack.
+        first: the first of these: its case, tensor and place, and both values.
+        causes: what explains all of them, and of each how many bytes would be others without it;
+            None where nothing does.
+        refused: by the names of cases that the package does not quantize, what it says.
+    """
+
+    level: str
+    subject: str
+    compared: int
+    different: int
+    first: str
+    causes: Mapping[str, int] | None
+    refused: Mapping[str, str]
+
+
+def score(package: Package, packs: Iterable[Pack]) -> Iterator[Score]:
+    """Measure ``package`` by those of ``packs`` for which it offers something."""
+    for pack in packs:
+        made: dict[str, Tensors] = {}
+        refused: dict[str, str] = {}
+        for case in pack.cases:
+            try:
+                given = _made(package, pack, case)
+            except Exception as error:  # whatever a package raises
+                refused[case.name] = f"{type(error).__name__}: {error}"
+                continue
+            if given is not None:
+                made[case.name] = given
+        if made or refused:
+            yield _compared(pack, made, refused)
+
+
+def _made(package: Package, pack: Pack, case: Case) -> Tensors | None:
+    """What the package makes of a case, by the names of what is expected; None where it offers
+    nothing for such.
+    """
+    if pack.level == "values":
+        table = package.decodes if case.name == DECODED else package.encodes
+        (part,) = case.expected
+        if pack.subject not in table:
+            return None
+        given = case.input if case.name == DECODED else case.input.float()
+        return {part: table[pack.subject](given)}
+    if pack.level != "partitions":
+        if pack.subject not in package.writes:
+            return None
+        written = package.writes[pack.subject](case.input.float())
+        return {part: written[part] for part in case.expected}
+    if pack.subject not in package.gathers:
+        return None
+    ranks = package.gathers[pack.subject](case.input.float(), case.cuts)
+    return {
+        f"{part} of rank {rank}": held[part]
+        for rank, held in enumerate(ranks)
+        for part in case.expected
+    }
+
+
+def _compared(pack: Pack, made: Mapping[str, Tensors], refused: Mapping[str, str]) -> Score:
+    compared = different = 0
+    first, explained = "", pack.level != "partitions"
+    for case in pack.cases:
+        for name, given in made.get(case.name, {}).items():
+            expected = case.expected[name.partition(" of rank")[0]]
+            wrong = differing(given, expected)
+            compared, different = compared + expected.nbytes, different + int(wrong.sum())
+            if wrong.any():
+                first = first or f"{case.name}: {name}{_at(wrong, given, expected)}"
+                explained &= case.name != DECODED
+    why: Mapping[str, int] | None = None if first else {}
+    if first and explained:
+        encoded = {name: [*made[name].values()] for name in made if name != DECODED}
+        why = causes(pack, encoded)
+    return Score(pack.level, pack.subject, compared, different, first, why, refused)
+
+
+def _at(wrong: torch.Tensor, given: torch.Tensor, expected: torch.Tensor) -> str:
+    if raw(given).numel() != raw(expected).numel():
+        return f" has the shape {list(given.shape)}, required {list(expected.shape)}"
+    size = expected.element_size()
+    place = int(wrong.nonzero()[0]) // size
+    index = [int(i) for i in torch.unravel_index(torch.tensor(place), expected.shape)]
+
+    def shown(tensor: torch.Tensor) -> str:
+        number = bytes(raw(tensor)[place * size : (place + 1) * size].tolist())[::-1].hex()
+        value = tensor.reshape(-1)[place].item() if expected.dtype.is_floating_point else None
+        return f"0x{number}" + (f" ({value:g})" if value is not None else "")
+
+    return f"{index} is {shown(given)}, required {shown(expected)}"
