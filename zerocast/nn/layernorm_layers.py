@@ -20,7 +20,7 @@ from zerocast.arguments import (
 )
 from zerocast.errors import InputError
 from zerocast.nn.linear import linear_parameters, quantized_if_asked, reset_linear
-from zerocast.nn.quantized_module import QuantizedModule, Source
+from zerocast.nn.quantized_module import ProductInputs, QuantizedModule, Source
 from zerocast.nn.traced_layer import eager_in_regions
 from zerocast.recipes import Recipe
 
@@ -97,7 +97,7 @@ class NormalizedModule(QuantizedModule):
             tuple(each for each in parameters if each is not None),
             self.return_layernorm_output,
         )
-        return self._product(0, input, weight, bias, source, fp8_output=fp8_output)
+        return self._product(ProductInputs(0, input, weight, bias, source), fp8_output=fp8_output)
 
     def _repr_norm(self) -> str:
         gamma = ", zero_centered_gamma=True" if self.zero_centered_gamma else ""
@@ -256,7 +256,7 @@ class LayerNormMLP(NormalizedModule):
         """[..., H] -> [..., H], and what the norm made, [..., H], where that was asked for."""
         hidden, normed = self._normed_product(input, self.fc1_weight, self.fc1_bias)
         activation = Source((self.activation,))
-        out, _ = self._product(1, hidden, self.fc2_weight, self.fc2_bias, activation)
+        out, _ = self._product(ProductInputs(1, hidden, self.fc2_weight, self.fc2_bias, activation))
         return (out, normed) if self.return_layernorm_output else out
 
     def extra_repr(self) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 from zerocast.arguments import check_device, check_dtype, check_flag, check_shape, check_text
 from zerocast.errors import InputError, UnsupportedError
 from zerocast.nn.autocast import current_model_init
-from zerocast.nn.quantized_module import QuantizedModule
+from zerocast.nn.quantized_module import ProductInputs, QuantizedModule
 from zerocast.nn.saved_state import WEIGHT_STATE, load_saved_state, reserve_state, state_to_save
 from zerocast.nn.traced_layer import eager_in_regions
 from zerocast.recipes import Recipe
@@ -20,7 +19,7 @@ from zerocast.sharded.casts import AmaxGroup
 from zerocast.sharded.master_weight import MasterWeight, as_master_like, as_plain
 from zerocast.sharded.parallel_linear import resolve
 from zerocast.sharded.placement import is_sharded
-from zerocast.tensors import QuantizedTensor, quantize
+from zerocast.tensors import QuantizedTensor, TensorParallelShard, quantize
 
 
 def quantized_parameter(
@@ -211,12 +210,17 @@ class Linear(QuantizedModule, torch.nn.Linear):
         """
         distributed = resolve(self)
         if distributed is None:
-            return self._linear(0, input, self.weight, self.bias, fp8_output=fp8_output)
+            given = ProductInputs(0, input, self.weight, self.bias)
+            return self._product(given, fp8_output=fp8_output)[0]
         if fp8_output:
             raise InputError(
                 f"{self.name}: fp8_output=True is for layers that are not tensor-parallel."
             )
-        return distributed(input, functools.partial(self._linear, 0))
+        return distributed(input, self._of_this_rank)
+
+    def _of_this_rank(self, *each: Any, tp_shard: TensorParallelShard | None) -> torch.Tensor:
+        """The product of what this rank holds of input, weight and bias."""
+        return self._product(ProductInputs(0, *each)._replace(tp_shard=tp_shard))[0]
 
     # --- state dicts ---
 

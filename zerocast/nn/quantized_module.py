@@ -60,8 +60,34 @@ class Source(NamedTuple):
     norm: tuple[torch.Tensor, ...] = ()
     wants_norm: bool = False
 
+    def in_high_precision(self, input: torch.Tensor) -> torch.Tensor:
+        """What it makes, by torch's own functions; the input itself without an operation."""
+        if self.op is None:
+            return input
+        return in_high_precision(*self.op, input=input, norm=self.norm)
+
 
 NO_SOURCE = Source()
+
+
+class ProductInputs(NamedTuple):
+    """What one product of a layer, ``source(input) @ weight.T + bias``, is made of.
+
+    Attributes:
+        gemm: the product's number in the layer.
+        input: [..., S]; S = K without a source.
+        weight: [M, K].
+        bias: [M], or None.
+        source: what makes [..., K] of the input.
+        tp_shard: which rows or columns of a larger one the weight is.
+    """
+
+    gemm: int
+    input: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    source: Source = NO_SOURCE
+    tp_shard: TensorParallelShard | None = None
 
 
 class QuantizedModule(StatefulModule):
@@ -80,31 +106,10 @@ class QuantizedModule(StatefulModule):
 
     # --- products ---
 
-    def _linear(self, gemm: int, *args: Any, **options: Any) -> torch.Tensor:
-        """:meth:`_product` of the input itself."""
-        return self._product(gemm, *args, **options)[0]
-
     def _product(
-        self,
-        gemm: int,
-        input: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        source: Source = NO_SOURCE,
-        *,
-        fp8_output: bool = False,
-        tp_shard: TensorParallelShard | None = None,
+        self, given: ProductInputs, *, fp8_output: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """``source(input) @ weight.T + bias``, and what a norm made, where that is wanted.
-
-        Args:
-            gemm: the product's number in this module.
-            input: [..., S]; S = K without a source.
-            weight: [M, K].
-            bias: [M], or None.
-            source: what makes [..., K] of the input.
-            fp8_output: whether the result is quantized.
-            tp_shard: which rows or columns of a larger one the weight is.
+        """The product, quantized with ``fp8_output``, and what a norm made, where that is wanted.
 
         Returns:
             [..., M], and [..., K] or None.
@@ -114,43 +119,35 @@ class QuantizedModule(StatefulModule):
                 hold a tensor that has to be quantized.
         """
         if torch.compiler.is_compiling() and not fp8_output:
-            return self._traced(gemm, input, weight, bias, source)
-        region = regions.current()
+            return self._traced(given)
+        region, input = regions.current(), given.input
         # Where the weight is cut, a rank may have no columns of rows that there are.
-        if region.enabled and (input.numel() or (tp_shard and math.prod(input.shape[:-1]))):
-            return self._quantized(region, gemm, input, weight, bias, source, fp8_output, tp_shard)
+        if region.enabled and (input.numel() or (given.tp_shard and math.prod(input.shape[:-1]))):
+            return self._quantized(region, given, fp8_output=fp8_output)
         if fp8_output:
             raise InputError(
                 "fp8_output=True needs zerocast.autocast(enabled=True) around the layer, whose "
                 "recipe says how the output is quantized."
             )
-        if source.op is not None:
-            input = in_high_precision(*source.op, input=input, norm=source.norm)
-        return self._in_high_precision(region, gemm, input, weight, bias, tp_shard), input
+        input = given.source.in_high_precision(input)
+        return self._in_high_precision(region, given._replace(input=input)), input
 
     def _traced_recipe(self) -> str:
         """What counts for this layer in a function that is being compiled."""
         return traced_recipe()
 
-    def _traced(
-        self,
-        gemm: int,
-        input: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        source: Source,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _traced(self, given: ProductInputs) -> tuple[torch.Tensor, torch.Tensor | None]:
         """:meth:`_product` in a function that is being compiled."""
+        gemm, input, weight, bias, source, _ = given
         recipe = self._traced_recipe()
         in_region = recipe not in (NO_REGION, HIGH_PRECISION)
         if not (in_region and input.numel()):
             if in_region and has_state(recipe):
                 assert self._handle is not None
                 register(self._handle, recipe)
-            if source.op is not None:
-                input = in_high_precision(*source.op, input=input, norm=source.norm)
+            input = source.in_high_precision(input)
             return torch.nn.functional.linear(input, weight, bias), input
-        rows, bias, dtype = _operands(input, weight, bias, source)
+        rows, bias, dtype = _rows(given)
         out, normed = traced_product(
             self._handle, gemm, rows, list(source.norm), weight, bias, recipe, source.op, dtype,
             source.wants_norm,
@@ -158,22 +155,15 @@ class QuantizedModule(StatefulModule):
         return _like_input(input, out, normed)
 
     def _quantized(
-        self,
-        region: Autocast,
-        gemm: int,
-        input: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        source: Source,
-        fp8_output: bool,
-        tp_shard: TensorParallelShard | None,
+        self, region: Autocast, given: ProductInputs, *, fp8_output: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        gemm, input, weight, _, source, tp_shard = given
         if isinstance(weight, QuantizedTensor):
             _prepare(weight)
         quantizers = self._registered(region, input.device)[gemm]
         quantizers.weight.tp_shard = tp_shard
-        rows, bias, dtype = _operands(input, weight, bias, source)
-        _check_shapes(quantizers, rows, weight, source, tp_shard)
+        rows, bias, dtype = _rows(given)
+        _check_shapes(quantizers, given._replace(input=rows))
         gamma, beta = (*source.norm, None, None)[:2]
         out, normed = QuantizedLinear.apply(
             rows,
@@ -190,17 +180,10 @@ class QuantizedModule(StatefulModule):
         )
         return (out, normed) if fp8_output else _like_input(input, out, normed)
 
-    def _in_high_precision(
-        self,
-        region: Autocast,
-        gemm: int,
-        input: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        tp_shard: TensorParallelShard | None,
-    ) -> torch.Tensor:
+    def _in_high_precision(self, region: Autocast, given: ProductInputs) -> torch.Tensor:
         """The product with a decoded weight; where the region asks for it, amaxes are recorded."""
-        input, bias, dtype = _cast(input, weight, bias)
+        weight = given.weight
+        input, bias, dtype = _cast(given)
         if isinstance(weight, QuantizedTensor):
             _prepare(weight)
         if isinstance(weight, QuantizedTensor) and not is_transformed():
@@ -209,8 +192,8 @@ class QuantizedModule(StatefulModule):
             out = torch.nn.functional.linear(input, weight, bias)
         if region.enabled or region.calibrating:
             # A rank without rows takes part, too: the states of all ranks join in one order.
-            quantizers = self._registered(region, input.device)[gemm]
-            quantizers.weight.tp_shard = tp_shard
+            quantizers = self._registered(region, input.device)[given.gemm]
+            quantizers.weight.tp_shard = given.tp_shard
             if input.numel():
                 _calibrate(quantizers, input, weight, out)
         return out
@@ -233,17 +216,16 @@ class QuantizedModule(StatefulModule):
         return self._quantizers
 
 
-def _operands(
-    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, source: Source
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.dtype]:
+def _rows(given: ProductInputs) -> tuple[torch.Tensor, torch.Tensor | None, torch.dtype]:
     """Input and bias as a quantized product takes them, and the dtype of its result.
 
     Raises:
         InputError: for an input of another dtype than the weight's, and without torch.autocast.
     """
+    _, input, weight, bias, source, _ = given
     is_quantized = source.op is None and isinstance(input, QuantizedTensor)
     if source.op is None and not is_quantized:
-        input, bias, dtype = _cast(input, weight, bias)
+        input, bias, dtype = _cast(given)
         if input.dtype != dtype:
             raise InputError(
                 f"input and weight of a layer must have one dtype, got {input.dtype} and {dtype}; "
@@ -257,12 +239,11 @@ def _operands(
     return input if is_quantized else input.reshape(-1, input.shape[-1]), bias, dtype
 
 
-def _cast(
-    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.dtype]:
+def _cast(given: ProductInputs) -> tuple[torch.Tensor, torch.Tensor | None, torch.dtype]:
     """Input and bias in the dtype that ``torch.autocast`` asks for, and that dtype, or the
     weight's.
     """
+    _, input, weight, bias, *_ = given
     dtype = autocast_dtype(input.device)
     if dtype is None:
         return input, bias, weight.dtype
@@ -292,18 +273,13 @@ def _prepare(weight: QuantizedTensor) -> None:
     weight.quantized_storage.prepare_for_forward(lambda storage: rebuild_derived([storage]))
 
 
-def _check_shapes(
-    quantizers: GemmQuantizers,
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    source: Source,
-    tp_shard: TensorParallelShard | None,
-) -> None:
+def _check_shapes(quantizers: GemmQuantizers, given: ProductInputs) -> None:
     """Raise where a tensor that forward or backward will quantize is not one that it can hold.
 
     Of the gradient, too: the backward would be too late. Of the other parts of a weight, too: their
     ranks wait for this one.
     """
+    _, input, weight, _, source, tp_shard = given
     rows = input.numel() // input.shape[-1] if input.shape[-1] else 1
     is_quantized = source.op is None and isinstance(input, QuantizedTensor)
     needs_grad = any(each.requires_grad for each in (input, *source.norm, weight))

@@ -46,7 +46,7 @@ import torch
 
 from zerocast.arguments import check_flag
 from zerocast.cast.verified import VerifyMode
-from zerocast.comm import Attempt, Group, announcing, as_communicator, raise_together
+from zerocast.comm import Attempt, Group, announcing, as_communicator, raising_together
 from zerocast.errors import InputError, NonFiniteError, ZerocastError
 from zerocast.optim.elementwise import check_shardable
 from zerocast.optim.found_inf import FoundInf
@@ -155,8 +155,8 @@ class ZeroOptimizer(ShardedOptimizer):
         **defaults: Any,
     ) -> None:
         self.comm = as_communicator(group)
-        attempt, frozen = Attempt(), list[Param]()
-        with attempt:
+        frozen: list[Param] = []
+        with raising_together(self.comm):
             check_gradient_dtype(gradient_dtype)
             check_flag("overlap_grad_reduce", overlap_grad_reduce)
             check_flag("overlap_cast", overlap_cast)
@@ -173,7 +173,6 @@ class ZeroOptimizer(ShardedOptimizer):
             self._inner = InnerOptimizer(
                 optimizer_class, defaults, self.param_groups, weights, masters
             )
-        raise_together(self.comm, attempt.error)
 
         self.inner = self._inner.optimizer
         self.defaults = self.inner.defaults
