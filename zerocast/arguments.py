@@ -64,6 +64,14 @@ def check_text(name: str, value: object) -> str:
     return value
 
 
+def check_choice(name: str, value: object, choices: Sequence[str]) -> str:
+    """Check that it is one of two or more texts."""
+    if not isinstance(value, str) or value not in choices:
+        *others, last = map(repr, choices)
+        raise InputError(f"{name} must be {', '.join(others)} or {last}, got {shown(value)}.")
+    return value
+
+
 def check_shape(name: str, value: Any) -> torch.Size:
     """Check that it is the shape of fewer than 2**63 elements; torch's symbolic ones pass."""
     is_shape = isinstance(value, Sequence) and all(

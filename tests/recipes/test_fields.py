@@ -230,9 +230,9 @@ REFUSED = [
        f"{name}_block_scaling_dim must be 1 (1x128) or 2 (128x128), got {{!r}}.")
       for name in ("x", "w", "grad")),
     (InputError, DelayedScaling, "margin", (101, 0.5),
-     "margin must be an integer from -100 to 100, a number of powers of two, got {}."),
+     "margin must be an integer from -100 to 100, got {}."),
     (InputError, DelayedScaling, "amax_history_len", [0],
-     "amax_history_len must be an integer of at least 1, got {}."),
+     f"amax_history_len must be an integer from 1 to {2**31 - 1}, got {{}}."),
     (InputError, DelayedScaling, "amax_compute_algo", ["mean"],
      "amax_compute_algo must be 'max', 'most_recent' or a function of the amax history, got {!r}."),
     # The random Hadamard transform belongs to activations and gradients.
@@ -245,7 +245,7 @@ REFUSED = [
      "4-over-6 is for weights: it reads the tensor once more, got nvfp4_4over6={!r}; choose "
      "'weights' or 'none'."),
     (InputError, NVFP4BlockScaling, "nvfp4_4over6", ["yes"],
-     "nvfp4_4over6 must be one of ['none', 'weights', 'activations', 'all'], got {!r}."),
+     "nvfp4_4over6 must be 'none', 'weights', 'activations' or 'all', got {!r}."),
     (InputError, NVFP4BlockScaling, "nvfp4_4over6_err_mode", ["max"],
      "nvfp4_4over6_err_mode must be 'MAE' or 'MSE', got {!r}."),
     (InputError, partial(NVFP4BlockScaling, nvfp4_4over6="weights"),
@@ -253,15 +253,15 @@ REFUSED = [
      "4-over-6 needs weights in 16x16 blocks, got nvfp4_4over6='weights' without 2-D quantization; "
      "leave one of them."),
     (InputError, QParams, "scale_formula", ["amax / 448"],
-     "scale_formula must be one of ['reciprocal', 'quotient', 'inverse first'], got {!r}."),
+     "scale_formula must be 'reciprocal', 'quotient' or 'inverse first', got {!r}."),
     (InputError, partial(Float8CurrentScaling, use_power_2_scales=True), "fp8_quant_fwd_weight",
      [QParams(scale_formula="quotient")],
      "scales that are powers of two have one formula, got scale_formula='quotient' for "
      "Float8CurrentScaling; leave one of them."),
     (InputError, MXFP4BlockScaling, "scale_rounding", ("down", "UP"),
-     "scale_rounding must be one of ['up', 'floor', 'even'], got {!r}."),
+     "scale_rounding must be 'up', 'floor' or 'even', got {!r}."),
     (InputError, NVFP4BlockScaling, "seed", (-1, 2**64),
-     "seed must be an integer of 64 bits, 0 or more, got {}."),
+     f"seed must be an integer from 0 to {2**64 - 1}, got {{}}."),
 ]  # fmt: skip
 
 

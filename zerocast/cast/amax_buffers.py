@@ -22,10 +22,9 @@ from typing import Literal
 
 import torch
 
-from zerocast.arguments import shown
+from zerocast.arguments import check_choice
 from zerocast.cast.shard_spec import ShardSpec
 from zerocast.comm import Communicator
-from zerocast.errors import InputError
 from zerocast.layout import BlockGrid, CutBlocks, Owners, Plane
 from zerocast.tensors.weight_operands import Amaxes
 
@@ -39,9 +38,7 @@ STEP_WORDS = 2
 
 def is_boundary(exchange: ExchangeKind) -> bool:
     """Whether the exchange is the boundary one; :class:`InputError` where it is none."""
-    if exchange not in ("full", "boundary"):
-        raise InputError(f"exchange must be 'full' or 'boundary', got {shown(exchange)}.")
-    return exchange == "boundary"
+    return check_choice("exchange", exchange, ("full", "boundary")) == "boundary"
 
 
 def planes_by_owner(spec: ShardSpec) -> Sequence[Plane]:

@@ -13,7 +13,7 @@ from typing import Literal
 
 import torch
 
-from zerocast.arguments import check_flag, shown
+from zerocast.arguments import check_choice, check_flag
 from zerocast.backends import backend_for
 from zerocast.cast.consistency import agree_in_all, tp_shards_by_group
 from zerocast.cast.master_checks import as_tensors
@@ -169,13 +169,14 @@ def post_all_gather_processing(model_weights: torch.Tensor | Iterable[torch.Tens
 
 
 def _check_family(specs: Sequence[ShardSpec], family: Literal["NVFP4", "FP8"] | None) -> None:
-    if family not in (None, "NVFP4", "FP8"):
-        raise InputError(f"only must be 'NVFP4', 'FP8' or None, got {shown(family)}.")
+    if family is None:
+        return
+    check_choice("only", family, ("NVFP4", "FP8"))
     for spec in specs:
         recipe = spec.storage.recipe
         own = "NVFP4" if isinstance(recipe.numerics, NVFP4Numerics) else None
         own = "FP8" if recipe.numerics.fmt.bits == 8 else own
-        if family is not None and family != own:
+        if family != own:
             raise InputError(
                 f"cast_master_weights_to_{family.lower()} takes {family} weights only, but "
                 f"{spec.name} has recipe {recipe}; use zerocast.quantize_master_weights for a "

@@ -27,7 +27,6 @@ from zerocast.cast.consistency import (
 from zerocast.cast.finite import raise_if_not_finite
 from zerocast.cast.forward_hook import rebuild_before_forward
 from zerocast.cast.master_checks import as_tensors
-from zerocast.cast.measurement import Measurement
 from zerocast.cast.prepared_cast import PreparedCast
 from zerocast.cast.shard_spec import OwnCodes, ShardSpec, check_amax_groups, check_specs
 from zerocast.cast.verified import VerifyMode, check_mode, verification_of
@@ -151,7 +150,6 @@ class CastPlan:
         self._version = CastVersion(rebuild_on_use=not manual_post_all_gather_processing)
         weakref.finalize(self, self._version.retire)
         self.begin_writing, self.end_writing = self._version.begin, self._version.end
-        self._measurement = Measurement(self._prepared, self._exchange, self._version)
         for spec in self._specs:
             spec.storage.watch(self._version)
             if spec.is_named:
@@ -266,8 +264,8 @@ class CastPlan:
 
     @_untraced
     def update_masters(self, updates: Sequence[AdamWUpdate]) -> list[AdamWUpdate]:
-        """Update masters and measure them (:meth:`Measurement.update`); return other updates."""
-        return self._measurement.update(updates)
+        """Update masters and measure them (:meth:`PreparedCast.update`); return other updates."""
+        return self._prepared.update(self._version, updates)
 
     def trust_memory(self) -> None:
         """Look at no tensor from now on: the host time of a step is that of one weight, and the
@@ -285,7 +283,7 @@ class CastPlan:
     # --- the steps ---
 
     def _partial_amax(self) -> None:
-        self._measurement.run(self._attempt)
+        self._prepared.measure(self._version, self._attempt)
 
     def _reduce_amax(self) -> None:
         check_capture(self._device, self._comms, check_finite=self._check_finite)

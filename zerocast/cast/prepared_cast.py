@@ -1,4 +1,14 @@
-"""PreparedCast: the launches of a plan, for the memory of weights and masters as it lies."""
+"""PreparedCast: the launches of a plan, for the memory of weights and masters as it lies.
+
+Note: amaxes that an optimizer took
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+An update that writes masters has them at hand, so :meth:`PreparedCast.update` measures them in the
+same pass (:meth:`zerocast.numerics.Backend.adamw_cast`), and writes the codes of whole blocks. The
+next cast begins with these amaxes where they are those of the masters as they are: if since then no
+master was written, by torch's count of writes, none moved or was bound anew, and no weight moved.
+Otherwise it measures again, and so does every later cast. A write that torch does not count
+(through ``.data``) must not come between the update and the cast.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +22,11 @@ from zerocast.cast.capture import check_planning, is_captured
 from zerocast.cast.cast_collectives import CastCollectives
 from zerocast.cast.master_checks import check_list, check_master_tensor
 from zerocast.cast.shard_spec import ShardSpec
+from zerocast.comm import Attempt
 from zerocast.errors import InputError
 from zerocast.numerics import AdamWUpdate, Float8DelayedNumerics, Masters
 from zerocast.tensors import (
+    CastVersion,
     QuantizedStorage,
     QuantizedTensor,
     prepare_expansion,
@@ -39,7 +51,6 @@ class PreparedCast:
         masters: what they read.
         bound: by weight the master that they read; None where this rank owns nothing.
         addresses: where the weights' buffers lay when the launches were prepared.
-        judges_amaxes: as given.
         calls_functions: whether functions of the caller's make scales.
         own_scales: by matrix, and by the name of a plane, the scales that this rank makes for all.
         gathered_scales: the memory of the scales that ranks gather, if they do.
@@ -63,7 +74,8 @@ class PreparedCast:
         self._specs, self._collectives, self._matrices = specs, collectives, collectives.matrices
         self._scale_gathers, self.own_scales = collectives.scale_gathers, collectives.own_scales
         self.gathered_scales = [m for gather in self._scale_gathers for m in gather.tensors]
-        self.judges_amaxes = judges_amaxes
+        self._judges_amaxes = judges_amaxes
+        self._measured: tuple[CastSteps, int, list[int]] | None = None  # by an update
         self._device = collectives.exchange.candidates.device
         self._backend = backend_for(self._device)
         self.addresses = Addresses(weights, specs)
@@ -169,16 +181,63 @@ class PreparedCast:
         self.follow_moves()
         self.steps.run("transpose")
 
-    def update(self, updates: Sequence[AdamWUpdate | None]) -> None:
-        """Update masters, by the weights' places, and measure all of them."""
-        self.steps.update(self._matrices.updates(updates))
+    # --- the first step of a cast ---
 
-    def follow_masters(self) -> None:
-        """Bind the masters again where one has moved or changed."""
-        if self.addresses.is_trusting:
+    def measure(self, version: CastVersion, attempt: Attempt) -> None:
+        """Take the amaxes of the masters, and write what codes wait for nothing, but where an
+        update has just done so; nothing after an error.
+        """
+        measured, self._measured = self._measured, None
+        if attempt.error is not None:
             return
-        if self._bound_lie != lie_of([master for master in self.bound if master is not None]):
+        with attempt:
+            self._follow()
+            if measured is None or measured != self._now():
+                self._begin(version)
+                self.steps.run("partial_amax")
+
+    def update(self, version: CastVersion, updates: Sequence[AdamWUpdate]) -> list[AdamWUpdate]:
+        """Make those of ``updates`` that are of masters, and measure all masters; return the
+        others, and all where a cast must write nothing before its amaxes were judged.
+        """
+        places = {master.data_ptr(): i for i, master in enumerate(self.bound) if master is not None}
+        by_place: list[AdamWUpdate | None] = [None] * len(self.bound)
+        others = []
+        for update in updates:
+            place = places.get(update.master.data_ptr())
+            if place is None or self._judges_amaxes:
+                others.append(update)
+            else:
+                by_place[place] = update
+        if any(by_place):
+            self._measured = None
+            self._follow()
+            self._begin(version)
+            self.steps.update(self._matrices.updates(by_place))
+            self._measured = self._now()
+        return others
+
+    def _follow(self) -> None:
+        """Find what has moved, and bind the masters again where one has moved or changed."""
+        self.follow_moves()
+        held = [master for master in self.bound if master is not None]
+        if not self.addresses.is_trusting and self._bound_lie != lie_of(held):
             self.rebind(self.bound)
+
+    def _begin(self, version: CastVersion) -> None:
+        """Clear the amaxes, and take the codes for written where they will be."""
+        exchange = self._collectives.exchange
+        exchange.follow_stream(self.gathered_scales)
+        exchange.buffers.clear()
+        if self.steps.writes_early:
+            version.tick(self.addresses.written)
+
+    def _now(self) -> tuple[CastSteps, int, list[int]]:
+        """What amaxes are taken of, unequal where that has changed: the launches, which are made
+        anew where a weight has moved, and the masters' bindings and writes, as torch counts them.
+        """
+        writes = [-1 if master is None else master._version for master in self.bound]
+        return self.steps, self.masters.version, writes
 
     @torch.inference_mode(False)
     def _prepare(self) -> None:
@@ -190,7 +249,7 @@ class PreparedCast:
             self._backend,
             list(zip(storages, operands, strict=True)),
             self.masters,
-            judges_amaxes=self.judges_amaxes,
+            judges_amaxes=self._judges_amaxes,
             own_scales=self.own_scales,
             compact=self._collectives.compact,
             stages=self._stages,

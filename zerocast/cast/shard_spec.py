@@ -96,16 +96,13 @@ def check_specs(
     Raises:
         InputError: what is required, what was given and for which weight.
     """
-    required = {
-        "model_weights": model_weights,
-        "master_weights": master_weights,
-        "start_offsets": start_offsets,
-    }
-    optional = {"fsdp_shard_model_weights": fsdp_shard_model_weights, "names": names}
-    lists = required | {key: given for key, given in optional.items() if given is not None}
-    for argument, given in lists.items():
-        check_list(argument, given, model_weights)
+    check_list("model_weights", model_weights, model_weights)
+    check_list("master_weights", master_weights, model_weights)
+    check_list("start_offsets", start_offsets, model_weights)
+    if fsdp_shard_model_weights is not None:
+        check_list("fsdp_shard_model_weights", fsdp_shard_model_weights, model_weights)
     if names is not None:
+        check_list("names", names, model_weights)
         for i, name in enumerate(names):
             check_text(f"names[{i}]", name)
     grouped = not isinstance(amax_groups, list | tuple) or len(amax_groups) > 0

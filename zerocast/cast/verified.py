@@ -30,11 +30,11 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 import torch
 
-from zerocast.arguments import shown
+from zerocast.arguments import check_choice
 from zerocast.cast.capture import is_captured
 from zerocast.cast.consistency import agree_in_all, raise_in_all
 from zerocast.cast.fault_file import write_fault
@@ -50,13 +50,12 @@ from zerocast.cast.whole_cast import (
     first_difference,
 )
 from zerocast.comm import Attempt, Communicator, failure, raise_together
-from zerocast.errors import InputError, UnsupportedError, VerificationError, ZerocastError
+from zerocast.errors import UnsupportedError, VerificationError, ZerocastError
 from zerocast.layout import Owners
 from zerocast.numerics import NUMERICS_VERSION
 from zerocast.recipes import describe_recipe
 
 VerifyMode: TypeAlias = Literal["off", "hash", "full"]
-MODES = ("off", "hash", "full")
 
 Masters: TypeAlias = Callable[[Communicator, int], "torch.Tensor | None"]
 """By a group and the place of one of its weights, this rank's shard of the master."""
@@ -68,8 +67,7 @@ _WEIGHTS_NAMED = 5
 
 def check_mode(mode: VerifyMode) -> VerifyMode:
     """Return ``mode``; :class:`InputError` for what is none."""
-    if mode not in MODES:
-        raise InputError(f"verify must be 'off', 'hash' or 'full', got {shown(mode)}.")
+    check_choice("verify", mode, get_args(VerifyMode))
     return mode
 
 

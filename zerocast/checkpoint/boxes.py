@@ -26,10 +26,6 @@ class Box(NamedTuple):
     sizes: tuple[int, ...]
 
 
-def _nothing() -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8, device="cpu")
-
-
 @dataclass
 class Share:
     """What this rank has of a tensor.
@@ -45,7 +41,7 @@ class Share:
     shape: tuple[int, ...]
     dtype: torch.dtype
     pieces: dict[Box, torch.Tensor] = field(default_factory=dict)
-    flat: torch.Tensor = field(default_factory=_nothing)
+    flat: torch.Tensor | None = None
 
     @classmethod
     def of_range(cls, shape: Sequence[int], extent: Extent, values: torch.Tensor) -> Share:

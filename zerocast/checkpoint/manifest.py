@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from zerocast.checkpoint.boxes import Box, are_whole
-from zerocast.checkpoint.files import BLOCK, DTYPES, FileInfo, read_header, replace_file
+from zerocast.checkpoint.files import BLOCK, DTYPES, FileInfo, read_header
 from zerocast.errors import InputError
 
 FORMAT = 1
@@ -148,11 +148,6 @@ def read_manifest(path: Path) -> Manifest:
             f"the manifest of {path} is damaged ({type(error).__name__}: {error}); load an earlier "
             f"checkpoint."
         ) from None
-
-
-def write_manifest(directory: Path, manifest: Manifest) -> None:
-    """Make ``manifest`` that of ``directory``, from one moment to the next."""
-    replace_file(directory / NAME, manifest.to_text().encode())
 
 
 def needless_files(directory: Path, manifest: Manifest) -> list[Path]:

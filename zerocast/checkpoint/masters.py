@@ -183,15 +183,10 @@ class MasterTraining(Training):
             elif kind == WHOLE:
                 state[key] = saved.shares[f"state.{name}.{key}"].only
             else:
-                local = self._local(saved, f"state.{name}.{key}", param)
-                state[key] = sharded_like(as_plain(param), local)
+                given, local = saved.shares[f"state.{name}.{key}"].only, to_local(param)
+                given = given.reshape(local.shape).to(local.device)
+                state[key] = sharded_like(as_plain(param), given)
         return state
-
-    @staticmethod
-    def _local(saved: Saved, place: str, param: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of a tensor in the shape and on the device of ``param``."""
-        local = to_local(param)
-        return saved.shares[place].only.reshape(local.shape).to(local.device)
 
     @staticmethod
     def _recipe_state(saved: Saved, name: str, gather: LowBitAllGather) -> dict[str, torch.Tensor]:

@@ -1,28 +1,22 @@
-"""DCP's planners over shares: which pieces a rank writes, and which parts of chunks it reads."""
+"""DCP's planner over shares: which pieces a rank writes."""
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
-    Metadata,
     MetadataIndex,
     TensorProperties,
-    TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import (
-    LoadPlan,
-    ReadItem,
     SavePlan,
     TensorWriteData,
     WriteItem,
     WriteItemType,
 )
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from zerocast.checkpoint.boxes import Box, Share
 
@@ -55,36 +49,7 @@ class SharePlanner(DefaultSavePlanner):
 
     def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
         """Return the piece that an item is about."""
-        return _piece(self.shares, index)
-
-
-class ShareLoadPlanner(DefaultLoadPlanner):
-    """Plans to fill the pieces of :data:`Shares`."""
-
-    def __init__(self, shares: Shares, metadata: Metadata) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self.shares, self.saved = shares, metadata.state_dict_metadata
-
-    def create_local_plan(self) -> LoadPlan:
-        """Return the items that fill every piece; a manifest has all elements of every tensor."""
-        items: list[ReadItem] = []
-        for name, share in self.shares.items():
-            saved = self.saved[name]
-            assert isinstance(saved, TensorStorageMetadata)
-            chunks = [chunk_of(box) for box in share.pieces]
-            items += create_read_items_for_chunk_list(name, saved, chunks)
-        return LoadPlan(items)
-
-    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        """Return the part of a piece that an item fills."""
-        piece = _piece(self.shares, read_item.dest_index)
-        return part_of(piece, read_item.dest_offsets, read_item.lengths)
-
-    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        """Do nothing: the tensor is the piece's own memory."""
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Never called: there are none."""
+        return piece_of(self.shares, index)
 
 
 def chunk_of(box: Box) -> ChunkStorageMetadata:
@@ -99,7 +64,8 @@ def part_of(tensor: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) 
     return tensor
 
 
-def _piece(shares: Shares, index: MetadataIndex) -> torch.Tensor:
+def piece_of(shares: Shares, index: MetadataIndex) -> torch.Tensor:
+    """Return the piece of :data:`Shares` that begins where an item of DCP says."""
     assert index.offset is not None
     pieces = shares[index.fqn].pieces
     return next(piece for box, piece in pieces.items() if box.offsets == tuple(index.offset))

@@ -41,6 +41,5 @@ def training_of(
             f"optimizer and, as model, the model whose masters it steps, got "
             f"{type(optimizer).__name__} and {type(model).__name__}."
         )
-    if torch.distributed.is_available():
-        reshard(model)
+    reshard(model)
     return MasterTraining(model, optimizer, comm)

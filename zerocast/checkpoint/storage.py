@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,6 +34,7 @@ from torch.distributed.checkpoint.planner import (
     WriteItem,
     WriteItemType,
 )
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
@@ -45,17 +46,18 @@ from zerocast.checkpoint.files import (
     VerifiedFile,
     header_of,
     remove_files,
+    replace_file,
 )
 from zerocast.checkpoint.manifest import (
+    NAME,
     Chunk,
     Manifest,
     SavedTensor,
     check_place,
     needless_files,
     read_manifest,
-    write_manifest,
 )
-from zerocast.checkpoint.planners import ShareLoadPlanner, Shares, chunk_of, part_of
+from zerocast.checkpoint.planners import Shares, chunk_of, part_of, piece_of
 from zerocast.errors import UnsupportedError
 
 
@@ -153,7 +155,7 @@ class Writer(StorageWriter):
         """Put the manifest in place, and remove the files of earlier saves."""
         tensors = saved_tensors(metadata, results)
         manifest = Manifest(self.saved, len(results), self._versions, tensors, self._training)
-        write_manifest(self.path, manifest)
+        replace_file(self.path / NAME, manifest.to_text().encode())
         remove_files(needless_files(self.path, manifest))
 
     @classmethod
@@ -220,13 +222,25 @@ class Reader(StorageReader):
         Raises:
             InputError: where a file is missing or damaged.
         """
+        for item, values in self.read(plan.items):
+            target = planner.resolve_tensor(item)
+            target.copy_(values)
+            planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def read(self, wanted: Iterable[ReadItem]) -> Iterator[tuple[ReadItem, torch.Tensor]]:
+        """Yield each item with the elements that it asks for, file by file; raises as
+        :meth:`read_data`.
+        """
         chunks = {
             MetadataIndex(name, chunk.box.offsets): (chunk, tensor.dtype)
             for name, tensor in self.manifest.tensors.items()
             for chunk in tensor.chunks
         }
         by_file: dict[str, list[tuple[int, ReadItem]]] = {}
-        for item in plan.items:
+        for item in wanted:
             chunk, _ = chunks[item.storage_index]
             by_file.setdefault(chunk.file.name, []).append((chunk.start, item))
         for items in by_file.values():
@@ -235,13 +249,7 @@ class Reader(StorageReader):
             path = self.path / info.name if self.path.is_dir() else self.path
             with VerifiedFile(path, info) as file:
                 for _, item in items:
-                    values = _read(file, item, *chunks[item.storage_index])
-                    target = planner.resolve_tensor(item)
-                    target.copy_(values)
-                    planner.commit_tensor(item, target)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
+                    yield item, _read(file, item, *chunks[item.storage_index])
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -294,5 +302,11 @@ def fill(reader: Reader, shares: Shares) -> None:
     Raises:
         InputError: where a file is missing or damaged, or an element is in none.
     """
-    planner = ShareLoadPlanner(shares, reader.read_metadata())
-    reader.read_data(planner.create_local_plan(), planner)
+    saved: dict[str, Any] = reader.read_metadata().state_dict_metadata
+    items: list[ReadItem] = []
+    for name, share in shares.items():
+        chunks = [chunk_of(box) for box in share.pieces]
+        items += create_read_items_for_chunk_list(name, saved[name], chunks)
+    for item, values in reader.read(items):
+        piece = piece_of(shares, item.dest_index)
+        part_of(piece, item.dest_offsets, item.lengths).copy_(values)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zerocast.arguments import check_integer, shown
+from zerocast.arguments import check_choice, check_integer
 from zerocast.comm import RecordingCommunicator, Traffic
 from zerocast.costs.counted_launches import BACKENDS, Work
 from zerocast.costs.dry_run import DryRun, StepOptions
@@ -115,10 +115,7 @@ def estimate(
     check_integer("dp", dp, 1, 1 << 20)
     check_integer("rank", rank, 0, dp - 1)
     check_integer("backward_passes", options.backward_passes, 1, 1 << 20)
-    if options.device not in BACKENDS:
-        raise InputError(
-            f"device must be one of {', '.join(BACKENDS)}, got {shown(options.device)}."
-        )
+    check_choice("device", options.device, list(BACKENDS))
     if not params:
         raise InputError("a step needs at least one weight that requires a gradient, got none.")
     for name, param in params:

@@ -6,17 +6,15 @@ The dialects say how each server names, shapes and encodes a weight; ``DIALECTS`
 The weights travel in codes, cast before anything is gathered, and are the same on any number of
 ranks, byte for byte.
 
-    dialects      names, shapes and formulas; known_dialects: the table of them; tensor_scale: the
-                  formula of NVFP4's tensor scale
+    dialects      names, shapes and formulas; known_dialects: the table of them
     entries       what is exported of a model, and what a rank has of it
     weights       how it is cast and becomes whole
     pretrained    directories of safetensors
 """
 
-from zerocast.export.dialects import Dialect
+from zerocast.export.dialects import Dialect, TensorScale
 from zerocast.export.known_dialects import DIALECTS
 from zerocast.export.pretrained import decode_tensors, load_pretrained, save_pretrained
-from zerocast.export.tensor_scale import TensorScale
 from zerocast.export.weights import Export
 
 __all__ = [

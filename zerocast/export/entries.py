@@ -80,19 +80,9 @@ class Entry:
         return self.tensor.shape if self.tp_shard is None else self.tp_shard.whole
 
     @property
-    def part_shape(self) -> torch.Size:
-        """That of what tensor parallelism leaves this rank of it."""
-        return self.tensor.shape if self.tp_shard is None else self.tp_shard.shape
-
-    @property
     def stored(self) -> str:
         """The name of the parameter or buffer in the checkpoint."""
         return self.exported_as or self.name
-
-    @property
-    def module(self) -> str:
-        """The name of the module that it belongs to."""
-        return self.name.rpartition(".")[0]
 
     def stored_name(self, part: str) -> str:
         """The name, in the checkpoint, of the tensor ``part`` of a dialect."""

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 
 from zerocast.errors import InputError
-from zerocast.export.dialects import Dialect, Section
-from zerocast.export.tensor_scale import TensorScale
+from zerocast.export.dialects import Dialect, Section, TensorScale
 from zerocast.recipes import (
     Float8BlockScaling,
     Float8CurrentScaling,

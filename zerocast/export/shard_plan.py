@@ -51,8 +51,8 @@ class ShardPlan(CastPlan):
         for entry in entries:
             assert entry.recipe is not None
             assert entry.shard is not None
-            recipe, shard = entry.recipe, entry.shard
-            shape, device = entry.part_shape, to_local(entry.tensor).device
+            recipe, shard, device = entry.recipe, entry.shard, to_local(entry.tensor).device
+            shape = entry.tensor.shape if entry.tp_shard is None else entry.tp_shard.shape
             (plane,) = recipe.planes(shape, columnwise=False)
             buffers = {
                 name: spec.allocate(device)

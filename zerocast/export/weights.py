@@ -229,7 +229,7 @@ class Export:
         """
         if not isinstance(self._model, torch.nn.Module):
             return []
-        quantized = {entry.module for entry in self.entries if entry.recipe is not None}
+        quantized = {each.name.rpartition(".")[0] for each in self.entries if each.recipe}
         return [
             checkpoint_name(self._names, f"{name}.weight").removesuffix(".weight")
             for name, module in self._model.named_modules()

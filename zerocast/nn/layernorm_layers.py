@@ -10,15 +10,14 @@ from typing import Any, ClassVar, Literal, get_args
 import torch
 
 from zerocast.arguments import (
+    check_choice,
     check_device,
     check_dtype,
     check_flag,
     check_number,
     check_shape,
     check_text,
-    shown,
 )
-from zerocast.errors import InputError
 from zerocast.nn.linear import linear_parameters, quantized_if_asked, reset_linear
 from zerocast.nn.quantized_module import ProductInputs, QuantizedModule, Source
 from zerocast.nn.traced_layer import eager_in_regions
@@ -56,10 +55,7 @@ class NormalizedModule(QuantizedModule):
         name: str,
     ) -> None:
         super().__init__()
-        if normalization not in ("LayerNorm", "RMSNorm"):
-            raise InputError(
-                f"normalization must be 'LayerNorm' or 'RMSNorm', got {shown(normalization)}."
-            )
+        check_choice("normalization", normalization, ("LayerNorm", "RMSNorm"))
         self.normalization = normalization
         self.return_layernorm_output = check_flag(
             "return_layernorm_output", return_layernorm_output
@@ -230,10 +226,7 @@ class LayerNormMLP(NormalizedModule):
             device,
             name,
         )
-        if activation not in get_args(Activation):
-            raise InputError(
-                f"activation must be one of {list(get_args(Activation))}, got {activation!r}."
-            )
+        check_choice("activation", activation, get_args(Activation))
         check_shape("hidden_size and ffn_hidden_size", (hidden_size, ffn_hidden_size))
         self.hidden_size, self.ffn_hidden_size = hidden_size, ffn_hidden_size
         self.activation = activation

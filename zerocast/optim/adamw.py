@@ -10,8 +10,8 @@ Note: one pass for the update and the cast
 Given as the class to :class:`zerocast.optim.ZeroOptimizer`, the update of a master takes the amaxes
 of its blocks in the same pass, and writes the codes of blocks whose scales wait for no other rank;
 the cast that follows then reads what is left
-(:class:`zerocast.cast.measurement.Measurement`). The bytes are the same. On CUDA the update and the
-measurement are two passes.
+(:class:`zerocast.cast.prepared_cast.PreparedCast`). The bytes are the same. On CUDA the update and
+the measurement are two passes.
 """
 
 from __future__ import annotations

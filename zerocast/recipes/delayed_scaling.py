@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from zerocast.arguments import check_integer
 from zerocast.errors import InputError
 from zerocast.layout import FULL, Source
 from zerocast.numerics import Float8DelayedNumerics
@@ -75,15 +76,8 @@ class DelayedScaling(Recipe):
     def __post_init__(self) -> None:
         super().__post_init__()
         replace_fields(self, fp8_format=Format.of(self.fp8_format))
-        if not isinstance(self.margin, int) or abs(self.margin) > MAX_MARGIN:
-            raise InputError(
-                f"margin must be an integer from -{MAX_MARGIN} to {MAX_MARGIN}, a number of powers "
-                f"of two, got {self.margin!r}."
-            )
-        if not isinstance(self.amax_history_len, int) or self.amax_history_len < 1:
-            raise InputError(
-                f"amax_history_len must be an integer of at least 1, got {self.amax_history_len!r}."
-            )
+        check_integer("margin", self.margin, -MAX_MARGIN, MAX_MARGIN)
+        check_integer("amax_history_len", self.amax_history_len, 1, 2**31 - 1)
         algorithm = self.amax_compute_algo
         if not callable(algorithm) and algorithm not in ("max", "most_recent"):
             raise InputError(

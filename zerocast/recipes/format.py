@@ -10,7 +10,7 @@ from typing import get_args
 
 import torch
 
-from zerocast.arguments import check_fields, shown
+from zerocast.arguments import check_choice, check_fields, shown
 from zerocast.errors import InputError, UnsupportedError
 from zerocast.formats import E4M3, E5M2, FLT_MAX, ElementFormat
 from zerocast.numerics import NOMINALS, ScaleFormula
@@ -104,11 +104,7 @@ class QParams:
                 f"amax_epsilon must be finite in FP32 and not negative, got {self.amax_epsilon}; 0 "
                 f"keeps every amax as it is."
             )
-        if self.scale_formula not in get_args(ScaleFormula):
-            raise InputError(
-                f"scale_formula must be one of {list(get_args(ScaleFormula))}, got "
-                f"{self.scale_formula!r}."
-            )
+        check_choice("scale_formula", self.scale_formula, get_args(ScaleFormula))
 
     @classmethod
     def check(cls, field: str, value: QParams, known: tuple[str, ...]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, get_args
 
-from zerocast.errors import InputError
+from zerocast.arguments import check_choice
 from zerocast.formats import E2M1
 from zerocast.layout import BlockGrid, ScaleLayout, Source
 from zerocast.numerics import MXNumerics, ScaleRounding
@@ -43,11 +43,7 @@ class MXFP4BlockScaling(MXRecipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.scale_rounding not in get_args(ScaleRounding):
-            raise InputError(
-                f"scale_rounding must be one of {list(get_args(ScaleRounding))}, got "
-                f"{self.scale_rounding!r}."
-            )
+        check_choice("scale_rounding", self.scale_rounding, get_args(ScaleRounding))
 
     @property
     def numerics(self) -> MXNumerics:

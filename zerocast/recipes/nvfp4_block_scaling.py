@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from zerocast.arguments import check_choice, check_integer
 from zerocast.errors import InputError, UnsupportedError
 from zerocast.layout import Block, BlockGrid, ScaleLayout, Source
 from zerocast.numerics import NVFP4Numerics
@@ -89,9 +90,7 @@ class NVFP4BlockScaling(Recipe):
         if not self.disable_rht:
             refuse_hadamard("NVFP4BlockScaling(disable_rht=False)")
         for name in ("nvfp4_4over6", "nvfp4_4over6_e4m3_use_256"):
-            given = getattr(self, name)
-            if given not in _SCOPES:
-                raise InputError(f"{name} must be one of {list(_SCOPES)}, got {given!r}.")
+            check_choice(name, getattr(self, name), _SCOPES)
         if self.nvfp4_4over6 in ("activations", "all"):
             raise UnsupportedError(
                 f"4-over-6 is for weights: it reads the tensor once more, got "
@@ -106,8 +105,7 @@ class NVFP4BlockScaling(Recipe):
         if not isinstance(mode, str) or mode.upper() not in ("MAE", "MSE"):
             raise InputError(f"nvfp4_4over6_err_mode must be 'MAE' or 'MSE', got {mode!r}.")
         replace_fields(self, nvfp4_4over6_err_mode=mode.upper())
-        if not isinstance(self.seed, int) or not 0 <= self.seed < 2**64:
-            raise InputError(f"seed must be an integer of 64 bits, 0 or more, got {self.seed!r}.")
+        check_integer("seed", self.seed, 0, 2**64 - 1)
 
     @property
     def numerics(self) -> NVFP4Numerics:

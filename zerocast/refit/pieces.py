@@ -172,13 +172,9 @@ def matrix_range(plane: Plane, extent: Extent) -> Extent:
 
 
 def _blocks_before(grid: BlockGrid, element: int) -> int:
-    """Return how many blocks have their first element before ``element``."""
-    matrix, element = divmod(element, grid.numel)
-    row, column = divmod(element, grid.cols)
-    bands, inside = divmod(row, grid.block_h)
-    # Inside of a band, its blocks begin in an earlier row.
-    begun = grid.blocks_w if inside else ceil_div(column, grid.block_w)
-    return matrix * grid.num_blocks + bands * grid.blocks_w + begun
+    """Return how many blocks, of all matrices, have their first element before ``element``."""
+    matrix, in_matrix = divmod(element, grid.numel)
+    return matrix * grid.num_blocks + grid.blocks_before(in_matrix)
 
 
 def _share(name: str, tensor: torch.Tensor, comm: Communicator) -> Piece:

@@ -80,7 +80,7 @@ class CastSteps:
         stages: Sequence[Sequence[int]] = (),
     ) -> None:
         self._launches: dict[str, list[Launch]] = {step: [] for step in STEPS}
-        self._backend = backend
+        self._backend, self._masters, self._judges_amaxes = backend, masters, judges_amaxes
         self._of_updates: list[tuple[Numerics, Sequence[TensorOperand], Masters]] = []
         self._updates: list[LaunchUpdates] | None = None  # made when there are any
         self._stages: list[int] = []  # of each launch of partial_cast
@@ -97,7 +97,7 @@ class CastSteps:
             for i in alike:
                 by_stage.setdefault(stage_of.get(i, 0), []).append(operands[i][1])
             scaled = [scale_operand(operands[i][1], own_scales.get(i, {})) for i in alike]
-            self._prepare(backend, recipe, cast, by_stage, scaled, masters, judges_amaxes)
+            self._prepare(recipe, cast, by_stage, scaled)
         storages = [storage for storage, _ in operands]
         self._launches["expand_scales"] = prepare_expansion(storages, compact, backend)
         self._launches["transpose"] = prepare_rebuild(storages, backend)
@@ -125,21 +125,19 @@ class CastSteps:
 
     def _prepare(
         self,
-        backend: Backend,
         recipe: Recipe,
         operands: Sequence[TensorOperand],
         by_stage: Mapping[int, Sequence[TensorOperand]],
         scaled: Sequence[TensorOperand],
-        masters: Masters,
-        judges_amaxes: bool,
     ) -> None:
         """Prepare the steps of weights under one recipe, whose scales are those of ``scaled``."""
         numerics, launches = recipe.numerics, self._launches
+        backend, masters = self._backend, self._masters
         scale = backend.compute_scale(numerics, scaled)
         self._of_updates.append((numerics, operands, masters))
         if recipe.casts_before_reduction:
             cast = backend.partial_cast(numerics, operands, masters)
-        if recipe.casts_before_reduction and not judges_amaxes:
+        if recipe.casts_before_reduction and not self._judges_amaxes:
             self.writes_early = True
             launches["partial_amax"].append(cast)
             launches["compute_scale"].append(scale)

@@ -22,14 +22,12 @@ from zerocast.comm import Attempt
 from zerocast.errors import InputError, ZerocastError
 from zerocast.layout import BlockGrid, Extent, SharedBlocks, Source
 from zerocast.numerics import FourOverSixErrors, Masters, TensorOperand
-from zerocast.recipes import NOMINAL_DTYPES, Recipe, as_recipe, describe_recipe
+from zerocast.recipes import NOMINAL_DTYPES, Recipe, as_recipe, check_nominal, describe_recipe
 from zerocast.tensors.cast_steps import CastSteps
 from zerocast.tensors.quantized_tensor import QuantizedTensor
 from zerocast.tensors.storage import QuantizedStorage
 from zerocast.tensors.tp_shard import TensorParallelShard, check_held_shape
 from zerocast.tensors.weight_operands import Amaxes, tensor_operand, transposed_operand
-
-_NOMINAL_NAMES = "torch.float32, torch.bfloat16 or torch.float16"
 
 
 def quantize(
@@ -69,7 +67,7 @@ def quantize(
     weight: QuantizedTensor | None = None
     attempt = Attempt()
     with attempt:
-        _check_dtype(tensor)
+        check_nominal("tensor", check_tensor("tensor", tensor).dtype)
         if hasattr(recipe, "quantize"):
             raise InputError(
                 f"recipe must be a zerocast recipe or the name of one, got a "
@@ -88,21 +86,6 @@ def quantize(
     assert weight is not None
     quantize_into(weight.quantized_storage, tensor)
     return weight
-
-
-def _check_dtype(tensor: torch.Tensor) -> None:
-    if check_tensor("tensor", tensor).dtype not in NOMINAL_DTYPES:
-        raise InputError(
-            f"quantize needs a tensor of {_NOMINAL_NAMES}, got {tensor.dtype}; convert it first."
-        )
-
-
-def _nominal(dtype: object) -> torch.dtype:
-    if not isinstance(dtype, torch.dtype) or dtype not in NOMINAL_DTYPES:
-        raise InputError(
-            f"the nominal dtype of a quantized weight must be {_NOMINAL_NAMES}, got {shown(dtype)}."
-        )
-    return dtype
 
 
 def _raise_on_all_tp_shards(
@@ -152,7 +135,11 @@ def empty(
     check_flag("columnwise", columnwise)
     if name is not None:
         check_text("name", name)
-    _nominal(dtype)
+    if not isinstance(dtype, torch.dtype) or dtype not in NOMINAL_DTYPES:
+        raise InputError(
+            f"the nominal dtype of a quantized weight must be torch.float32, torch.bfloat16 or "
+            f"torch.float16, got {shown(dtype)}."
+        )
     if not isinstance(tp_shard, TensorParallelShard | None):
         raise InputError(
             f"tp_shard must be a zerocast.TensorParallelShard or None, got {shown(tp_shard)}."

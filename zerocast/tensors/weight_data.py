@@ -141,7 +141,12 @@ class WeightData(torch.Tensor):
         if keeps_rowwise:
             self._rowwise("rowwise_data")
         if keeps_columnwise and not self.quantized_storage.has_columnwise:
-            self._derive_columnwise()
+            storage = self.quantized_storage
+            if not storage.can_derive_columnwise:
+                self._require_columnwise("columnwise_data")
+            storage.add_columnwise()
+            if not storage.is_stale:
+                rebuild_derived([storage])
         self.quantized_storage.drop(rowwise=not keeps_rowwise, columnwise=not keeps_columnwise)
 
     @property
@@ -188,14 +193,6 @@ class WeightData(torch.Tensor):
         self._require_columnwise(name)
         storage = self.quantized_storage
         return storage.derived(name if name in storage.buffers else shared)
-
-    def _derive_columnwise(self) -> None:
-        storage = self.quantized_storage
-        if not storage.can_derive_columnwise:
-            self._require_columnwise("columnwise_data")
-        storage.add_columnwise()
-        if not storage.is_stale:
-            rebuild_derived([storage])
 
     def _require_columnwise(self, name: str) -> None:
         storage = self.quantized_storage
