@@ -63,7 +63,10 @@ class BlockMultipliers {
                 auto bytes = load_some<Native::Bytes>(choices + b, left);
                 chosen = __builtin_convertvector(bytes, Native::Int);
             }
-            auto amaxes = load_some<Native::Int>(amax + b, left);
+            // Delayed scaling asks for none, and other threads raise them.
+            auto amaxes = Native::splat(0);
+            if constexpr (!SAME<Numerics, DelayedNumerics<typename Numerics::Format>>)
+                amaxes = load_some<Native::Int>(amax + b, left);
             auto made = numerics.template multiplier<Native>(amaxes, chosen);
             positive &= (Native::Int)(made > Native::splat(0.0f));
             store_some(multipliers + b, made, left);

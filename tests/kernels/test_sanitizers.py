@@ -1,25 +1,29 @@
 """The kernels and the CPU library under sanitizers: nothing is touched outside of what a launch was
-given, and nothing is computed whose result C++ leaves open. CI builds the CPU library's plain loops
-so; the rest is nightly.
-
-In a process of its own, into which the sanitizer is loaded first; every tensor is an allocation
-whose bounds it knows.
+given, nothing is computed whose result C++ leaves open, and no two threads touch one byte without
+an order. CI builds the CPU library's plain loops so; the rest is nightly.
 """
 
-import os
 import shutil
 import subprocess
-import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from tests.cuda_emulation.emulator import needs_emulation
+from tests.cuda_emulation.emulator import Mistake, needs_emulation
+from tests.support.sanitized import (
+    ADDRESSES,
+    ROOT,
+    SOURCES,
+    THREADS,
+    compiled,
+    linked,
+    run,
+    under_the_sanitizer,
+)
 from zerocast.backends import native_library
 
 pytestmark = needs_emulation
-
-ROOT = Path(__file__).parents[2]
 
 PROGRAM = """
 import sys
@@ -74,43 +78,19 @@ cut.untyped_storage().resize_(69)
 backend.digest([DigestedBytes(cut)], sums[:1])()
 """
 
-# Of each: arguments of cmake, and flags. What CI builds has loops over lanes in plain C++ alone,
-# and the sanitizers that are quick to compile.
-BUILDS = {
-    "plain loops": (
-        ["-DCMAKE_SYSTEM_NAME=Linux", "-DCMAKE_SYSTEM_PROCESSOR=any"],
-        "-O0 -fsanitize=address,bounds,shift,signed-integer-overflow",
-    ),
-    "every instruction set": ([], "-O1 -fsanitize=address,undefined"),
-}
-
-
-def under_the_sanitizer(
-    *arguments: str, program: str = PROGRAM
-) -> subprocess.CompletedProcess[str]:
-    """All operations on all cases, with a mistake planted or without."""
-    library = subprocess.run(
-        ["g++", "-print-file-name=libasan.so"], capture_output=True, text=True, check=True
-    ).stdout.strip()
-    if not Path(library).is_absolute():
-        pytest.skip("g++ has no address sanitizer here")
-    environment = {
-        **os.environ,
-        "LD_PRELOAD": library,
-        "ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_return=0",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), *sys.path])),
-    }
-    return subprocess.run(
-        [sys.executable, "-c", program, *arguments],
-        capture_output=True, text=True, env=environment, timeout=900,
-    )  # fmt: skip
+AT_ONCE_PROGRAM = """
+import sys
+from pathlib import Path
+from tests.kernels.at_once import run
+run(Path(sys.argv[1]), sys.argv[2:])
+print("clean")
+"""
 
 
 @pytest.mark.nightly
 def test_kernels_stay_inside_of_their_tensors() -> None:
     """No kernel reads or writes past the end of a master, a code buffer, a plane or a table."""
-    done = under_the_sanitizer()
+    done = under_the_sanitizer("asan", PROGRAM)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout == "clean\n"
 
@@ -128,28 +108,104 @@ def test_an_access_past_the_end_is_seen(mistake: tuple[str, ...]) -> None:
     """A master read one element past the shard's end, and rows of codes written past the last one,
     are found by the sanitizer itself.
     """
-    done = under_the_sanitizer(*mistake)
+    done = under_the_sanitizer("asan", PROGRAM, *mistake)
     assert done.returncode != 0
     assert "AddressSanitizer: heap-buffer-overflow" in done.stderr, done.stderr[-3000:]
 
 
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize(
-    "build", ["plain loops", pytest.param("every instruction set", marks=pytest.mark.nightly)]
-)
-def test_the_cpu_library_stays_inside_and_is_well_defined(build: str, tmp_path: Path) -> None:
-    """No loop of any instruction set reads or writes past the end of a tensor, overflows a signed
-    integer or shifts too far, for NaNs of any payload either; a read of one byte too many is seen.
-    """
-    if shutil.which("cmake") is None:
-        pytest.skip("cmake, which builds the library, is not here")
-    target, flags = BUILDS[build]
-    configure = ["-S", ROOT, "-B", tmp_path, "-DCMAKE_BUILD_TYPE=None", *target]
-    for command in (
-        [*configure, f"-DCMAKE_CXX_FLAGS=-g0 -fno-sanitize-recover=all {flags}"],
-        ["--build", tmp_path, "--parallel", "4"],
-    ):
-        subprocess.run(["cmake", *command], capture_output=True, text=True, check=True)
-    done = under_the_sanitizer(str(tmp_path / native_library.LIBRARY), program=CPU_PROGRAM)
+def check_cpu_library(library: Path) -> None:
+    """Nothing is found but what is planted."""
+    done = under_the_sanitizer("asan", CPU_PROGRAM, str(library))
     assert done.stdout == "clean\n", done.stderr[-3000:]
     assert "AddressSanitizer: heap-buffer-overflow" in done.stderr, done.stderr[-3000:]
+
+
+@pytest.mark.timeout(1800)
+def test_the_cpu_library_stays_inside_and_is_well_defined(tmp_path: Path) -> None:
+    """No plain loop reads or writes past the end of a tensor, overflows a signed integer, shifts
+    too far or loads what is not aligned for it, for NaNs of any payload either; a read of one byte
+    too many is seen.
+    """
+    check_cpu_library(linked(tmp_path, compiled(tmp_path, ADDRESSES), ADDRESSES))
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1800)
+def test_every_instruction_set_stays_inside_and_is_well_defined(tmp_path: Path) -> None:
+    """Nor does a loop of another instruction set, as CMake builds them."""
+    if shutil.which("cmake") is None:
+        pytest.skip("cmake, which builds the library, is not here")
+    flags = f"-DCMAKE_CXX_FLAGS=-g0 -O1 {' '.join(ADDRESSES)}"
+    run(["cmake", "-S", str(ROOT), "-B", str(tmp_path), "-DCMAKE_BUILD_TYPE=None", flags])
+    run(["cmake", "--build", str(tmp_path), "--parallel", "4"])
+    check_cpu_library(tmp_path / native_library.LIBRARY)
+
+
+# --- threads ---
+
+
+@dataclass(frozen=True)
+class Watched:
+    """The CPU library's plain loops under the thread sanitizer.
+
+    Attributes:
+        sources: in which a thread is worth 256 elements, so that small launches have teams.
+        objects: by the name of their unit.
+    """
+
+    sources: Path
+    objects: dict[str, Path]
+
+
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory: pytest.TempPathFactory) -> Watched:
+    """Compiled once."""
+    folder = tmp_path_factory.mktemp("threads")
+    sources = Path(shutil.copytree(SOURCES, folder / "sources"))
+    worth = "ELEMENTS_PER_THREAD = 1 << "
+    Mistake("", "cpu/launch.h", f"{worth}16", f"{worth}8").plant(sources)
+    return Watched(sources, compiled(folder, THREADS, sources=sources))
+
+
+def launched_at_once(
+    folder: Path, objects: dict[str, Path], *subjects: str
+) -> subprocess.CompletedProcess[str]:
+    """All subjects or these, from several threads that launch teams of several threads."""
+    library = linked(folder, objects, THREADS, Path(__file__).with_name("at_once.cpp"))
+    return under_the_sanitizer("tsan", AT_ONCE_PROGRAM, str(library), *subjects)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1800)
+def test_launches_at_once_do_not_race(watched: Watched, tmp_path: Path) -> None:
+    """Neither the threads of a launch nor those that launch at once touch one byte without an
+    order: with masters, data and tables in common, of which nothing is written.
+    """
+    done = launched_at_once(tmp_path, watched.objects)
+    assert done.stdout == "clean\n", done.stderr[-3000:]
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(
+    ("mistake", "subject"),
+    [
+        (Mistake("digest", "cpu/digest.cpp",
+                 "__atomic_fetch_add(target.sum, total, __ATOMIC_RELAXED)",
+                 "*target.sum += total"), "digests"),
+        (Mistake("casts", "cpu/plane_amax.h", "return num_threads > 1 &&", "return false &&"),
+         "nvfp4"),
+        (Mistake("casts", "cpu/launch.h", ": 128;", ": 1;"), "nvfp4 rows"),
+    ],
+    ids=["a sum", "amaxes of a block", "nibbles of a byte"],
+)  # fmt: skip
+def test_a_race_is_seen(mistake: Mistake, subject: str, watched: Watched, tmp_path: Path) -> None:
+    """Two threads that add to a digest's sum, raise a block's amax or write a byte of codes, as
+    they would without an atomic operation or between cuts at any element.
+    """
+    sources = Path(shutil.copytree(watched.sources, tmp_path / "sources"))
+    mistake.plant(sources)
+    changed = compiled(tmp_path, THREADS, [mistake.source], sources)
+    done = launched_at_once(tmp_path, {**watched.objects, **changed}, subject)
+    assert done.returncode != 0
+    assert "ThreadSanitizer: data race" in done.stderr, done.stderr[-3000:]
