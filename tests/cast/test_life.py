@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -29,6 +29,8 @@ from tests.support.partitions import draw_partition
 from tests.support.recipes import RECIPES
 from tests.support.values import KINDS, draw_values
 from tests.support.weights import through_a_file
+from zerocast.cast.addresses import Addresses
+from zerocast.cast.amax_buffers import AmaxBuffers
 from zerocast.comm import Communicator
 from zerocast.errors import InputError, RankMismatchError, ZerocastError
 from zerocast.tensors import quantize_into
@@ -200,3 +202,21 @@ def test_any_life_of_a_cast(lives: int, steps: int) -> None:
     """What is drawn, and what must hold after each step, :class:`CastLife` says."""
     drawn = settings(max_examples=lives, stateful_step_count=steps)
     run_state_machine_as_test(CastLife, settings=drawn)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "wrong"),
+    [
+        (AmaxBuffers, "clear", lambda self: None),
+        (Addresses, "have_moved", lambda self: False),
+    ],
+    ids=["amaxes of the cast before", "memory that has moved"],
+)
+def test_a_wrong_line_is_found(
+    owner: Any, name: str, wrong: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where amaxes are not cleared before a cast, or moved codes are not looked for."""
+    monkeypatch.setattr(owner, name, wrong)
+    drawn = settings(max_examples=12, stateful_step_count=15, phases=[Phase.generate])
+    with pytest.raises(AssertionError, match="expected"):
+        run_state_machine_as_test(CastLife, settings=drawn)

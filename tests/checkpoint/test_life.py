@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -29,6 +29,7 @@ from tests.support.claims import one_message
 from tests.support.living_ranks import LivingRanks
 from tests.support.recipes import RECIPES
 from zerocast.checkpoint import load, save
+from zerocast.checkpoint.zero import ZeroTraining
 from zerocast.comm import Communicator
 from zerocast.errors import InputError
 from zerocast.optim import FusedAdamW
@@ -152,3 +153,21 @@ def test_any_life_of_a_training(lives: int, steps: int) -> None:
     """What is drawn, and what must hold after each step, :class:`TrainingLife` says."""
     drawn = settings(max_examples=lives, stateful_step_count=steps)
     run_state_machine_as_test(TrainingLife, settings=drawn)
+
+
+def test_a_wrong_line_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a load forgets what the optimizer keeps of each element."""
+    state_dict = ZeroTraining._state_dict
+
+    def forgetful(self: ZeroTraining, saved: Any) -> dict[str, Any]:
+        made = state_dict(self, saved)
+        for entry in made["state"].values():
+            for key in entry.keys() - {"master", "start", "step"}:
+                if isinstance(entry[key], torch.Tensor):
+                    entry[key] = torch.zeros_like(entry[key])
+        return made
+
+    monkeypatch.setattr(ZeroTraining, "_state_dict", forgetful)
+    drawn = settings(max_examples=12, stateful_step_count=15, phases=[Phase.generate])
+    with pytest.raises(AssertionError, match="expected"):
+        run_state_machine_as_test(TrainingLife, settings=drawn)
