@@ -11,11 +11,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import fields
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 from zerocast.errors import InputError
+
+Device: TypeAlias = torch.device | str | None
+"""A device, its name, or None for the default one: what :func:`check_device` takes."""
 
 _HOLDS_MEMORY = torch.Tensor.__torch_dispatch__
 _TRANSFORMED = "a tensor of a torch.func transform; call this outside of the transform"

@@ -16,7 +16,6 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import zip_longest
-from types import TracebackType
 
 import torch
 
@@ -48,12 +47,7 @@ class Attempt:
     def __enter__(self) -> None:
         """Begin what may fail."""
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> bool:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
         if not isinstance(error, Exception):
             return False
         if isinstance(error, ZerocastError):

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import copy_context
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 
@@ -36,6 +36,13 @@ _GRAIN = 1 << 15
 """Fewest elements that are worth a rank's part in a reduction: below, the calls cost more."""
 
 
+_Signature: TypeAlias = tuple[Any, ...]
+"""What must be equal on all ranks: a collective's name alone, or name, dtype, shape and None or the
+counts or the root."""
+
+_Fill: TypeAlias = Callable[[torch.Tensor, list[torch.Tensor]], None]
+"""``fill(result, tensors)`` writes one rank's share of a result from all ranks' tensors."""
+
 _DETAILS = {"all_gather_": "counts", "broadcast_": "root"}
 """What the last item of a signature is called in messages."""
 
@@ -45,12 +52,11 @@ class _Call:
     """What a rank brings to a collective.
 
     Attributes:
-        signature: must be equal on all ranks: the name alone, or name, dtype, shape and None or
-            the counts or the root.
+        signature: of the collective.
         brought: a tensor or an object, this rank's own.
     """
 
-    signature: tuple[Any, ...]
+    signature: _Signature
     brought: Any
 
     def __str__(self) -> str:
@@ -62,7 +68,7 @@ class _Call:
         return text if detail is None else f"{text} with {_DETAILS[name]} {reprlib.repr(detail)}"
 
 
-def _signature(name: str, buffer: torch.Tensor, detail: Any = None) -> tuple[Any, ...]:
+def _signature(name: str, buffer: torch.Tensor, detail: Any = None) -> _Signature:
     return (name, buffer.dtype, tuple(buffer.shape), detail)
 
 
@@ -158,10 +164,7 @@ class InProcessCommunicator(Communicator):
         return f"InProcessCommunicator(rank={self.rank}, size={self.size})"
 
     def _reduce(
-        self,
-        signature: tuple[Any, ...],
-        flat: torch.Tensor,
-        combine: Callable[..., torch.Tensor],
+        self, signature: _Signature, flat: torch.Tensor, combine: Callable[..., torch.Tensor]
     ) -> torch.Tensor:
         """``combine`` the ranks' tensors in rank order, each rank a range of the elements."""
         grain = max(_GRAIN, -(-flat.numel() // self.size))
@@ -176,16 +179,9 @@ class InProcessCommunicator(Communicator):
 
         return self._exchange(signature, flat, fill)
 
-    def _exchange(
-        self,
-        signature: tuple[Any, ...],
-        flat: torch.Tensor,
-        fill: Callable[[torch.Tensor, list[torch.Tensor]], None],
-    ) -> torch.Tensor:
-        """A new tensor like ``flat``, shared by all ranks, that their ``fill`` have written.
-
-        ``fill(result, tensors)`` writes one rank's share of it from all ranks' tensors. After the
-        exchange nobody reads another rank's tensor.
+    def _exchange(self, signature: _Signature, flat: torch.Tensor, fill: _Fill) -> torch.Tensor:
+        """A new tensor like ``flat``, shared by all ranks, that their ``fill`` have written. After
+        the exchange nobody reads another rank's tensor.
         """
 
         def begin(tensors: list[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:

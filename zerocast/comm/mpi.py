@@ -13,7 +13,7 @@ NOT here: how a rank waits, and what becomes of failures (:mod:`zerocast.comm.mp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +23,7 @@ from zerocast.comm import buffers
 from zerocast.comm.communicator import Communicator, Parts, Wait
 from zerocast.comm.failure import DEFAULT_TIMEOUT, check_timeout
 from zerocast.comm.mpi_peers import MpiPeers
+from zerocast.comm.peers import Begin
 from zerocast.errors import BackendError, InputError
 
 if TYPE_CHECKING:
@@ -181,14 +182,7 @@ class MpiCommunicator(Communicator):
     def announce(self, error: BaseException) -> None:
         self._peers.announce(error)
 
-    def _start(
-        self,
-        call: str,
-        begin: Callable[[], list[MPI.Request]],
-        memory: Any,
-        *,
-        reduces: bool = False,
-    ) -> Wait:
+    def _start(self, call: str, begin: Begin, memory: Any, *, reduces: bool = False) -> Wait:
         return self._peers.start(call, begin, memory, self.timeout, reduces=reduces)
 
     def __eq__(self, other: object) -> bool:

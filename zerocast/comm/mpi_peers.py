@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 from zerocast.comm.communicator import Wait
 from zerocast.comm.failure import LEFT, Said
-from zerocast.comm.peers import HEADER, Call, Peers
+from zerocast.comm.peers import HEADER, Begin, Call, Peers
 from zerocast.errors import PeerFailedError
 
 if TYPE_CHECKING:
@@ -75,13 +75,7 @@ class MpiPeers(Peers):
         return peers
 
     def start(
-        self,
-        call: str,
-        begin: Callable[[], list[MPI.Request]],
-        memory: Any,
-        timeout: float,
-        *,
-        reduces: bool = False,
+        self, call: str, begin: Begin, memory: Any, timeout: float, *, reduces: bool = False
     ) -> Wait:
         """Begin a collective; return what waits for it.
 

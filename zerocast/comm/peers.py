@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 from zerocast.comm.failure import (
     GRACE,
@@ -26,6 +26,9 @@ from zerocast.comm.failure import (
     told,
 )
 from zerocast.errors import PeerFailedError, RankMismatchError, ZerocastError
+
+Begin: TypeAlias = Callable[[], Sequence[Any]]
+"""Begins a collective, and returns the transport's requests of it."""
 
 HEADER = 96
 """Bytes by which ranks compare what they call."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +20,7 @@ import torch.distributed as dist
 from zerocast.comm import buffers
 from zerocast.comm.communicator import Communicator, Parts, Wait, nothing_to_wait_for
 from zerocast.comm.failure import check_timeout
+from zerocast.comm.peers import Begin
 from zerocast.comm.torch_peers import TorchPeers, all_gather, set_timeout, timeout_of
 from zerocast.errors import InputError
 
@@ -162,7 +163,7 @@ class TorchDistributedCommunicator(Communicator):
     def announce(self, error: BaseException) -> None:
         self._peers.announce(error)
 
-    def _start(self, call: str, begin: Callable[[], list[Any]], memory: Any) -> Wait:
+    def _start(self, call: str, begin: Begin, memory: Any) -> Wait:
         tensor = memory[0] if isinstance(memory, tuple) else memory
         is_gloo = self._backends[tensor.device.type] == "gloo"
         return self._peers.start(call, begin, memory, self.timeout, is_gloo=is_gloo)

@@ -17,7 +17,6 @@ import contextlib
 import dataclasses
 import json
 import weakref
-from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +26,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from zerocast.comm.communicator import Wait
 from zerocast.comm.failure import DEFAULT_TIMEOUT, Said
-from zerocast.comm.peers import HEADER, Call, Peers
+from zerocast.comm.peers import HEADER, Begin, Call, Peers
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Work
@@ -53,15 +52,7 @@ class TorchPeers(Peers):
             _of_groups[group] = cls(group)
         return _of_groups[group]
 
-    def start(
-        self,
-        call: str,
-        begin: Callable[[], Sequence[Work]],
-        memory: Any,
-        timeout: float,
-        *,
-        is_gloo: bool,
-    ) -> Wait:
+    def start(self, call: str, begin: Begin, memory: Any, timeout: float, *, is_gloo: bool) -> Wait:
         """Begin a collective; return what waits for it.
 
         Args:

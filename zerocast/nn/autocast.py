@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from contextlib import ContextDecorator, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from types import TracebackType
 
 import torch
 
@@ -202,12 +201,7 @@ class autocast(ContextDecorator):
         show_region(active)
         return active
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         if here.traced.entries[-1][0]:
             here.traced.leave()
         elif torch.compiler.is_compiling():

@@ -7,7 +7,14 @@ from typing import Any
 
 import torch
 
-from zerocast.arguments import check_device, check_dtype, check_flag, check_shape, check_text
+from zerocast.arguments import (
+    Device,
+    check_device,
+    check_dtype,
+    check_flag,
+    check_shape,
+    check_text,
+)
 from zerocast.errors import InputError, UnsupportedError
 from zerocast.nn.autocast import current_model_init
 from zerocast.nn.quantized_module import ProductInputs, QuantizedModule
@@ -96,11 +103,7 @@ def reset_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> None:
 
 
 def check_linear(
-    in_features: int,
-    out_features: int,
-    bias: bool,
-    device: torch.device | str | None,
-    dtype: torch.dtype | None,
+    in_features: int, out_features: int, bias: bool, device: Device, dtype: torch.dtype | None
 ) -> None:
     """Raise :class:`InputError` where no linear layer can be made of these."""
     check_shape("in_features and out_features", (in_features, out_features))
@@ -110,11 +113,7 @@ def check_linear(
 
 
 def linear_parameters(
-    in_features: int,
-    out_features: int,
-    bias: bool,
-    device: torch.device | str | None,
-    dtype: torch.dtype | None,
+    in_features: int, out_features: int, bias: bool, device: Device, dtype: torch.dtype | None
 ) -> tuple[torch.nn.Parameter, torch.nn.Parameter | None]:
     """Weight [M, K] and bias [M], or None, as ``torch.nn.Linear`` starts them."""
     check_linear(in_features, out_features, bias, device, dtype)
@@ -169,7 +168,7 @@ class Linear(QuantizedModule, torch.nn.Linear):
         in_features: int,
         out_features: int,
         bias: bool = True,
-        device: torch.device | str | None = None,
+        device: Device = None,
         dtype: torch.dtype | None = None,
         *,
         recipe: Recipe | str | None = None,

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -70,6 +70,10 @@ class Source(NamedTuple):
 NO_SOURCE = Source()
 
 
+Output: TypeAlias = tuple[torch.Tensor, torch.Tensor | None]
+"""A product, and what a norm made of its input, or None."""
+
+
 class ProductInputs(NamedTuple):
     """What one product of a layer, ``source(input) @ weight.T + bias``, is made of.
 
@@ -106,9 +110,7 @@ class QuantizedModule(StatefulModule):
 
     # --- products ---
 
-    def _product(
-        self, given: ProductInputs, *, fp8_output: bool = False
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _product(self, given: ProductInputs, *, fp8_output: bool = False) -> Output:
         """The product, quantized with ``fp8_output``, and what a norm made, where that is wanted.
 
         Returns:
@@ -136,7 +138,7 @@ class QuantizedModule(StatefulModule):
         """What counts for this layer in a function that is being compiled."""
         return traced_recipe()
 
-    def _traced(self, given: ProductInputs) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _traced(self, given: ProductInputs) -> Output:
         """:meth:`_product` in a function that is being compiled."""
         gemm, input, weight, bias, source, _ = given
         recipe = self._traced_recipe()
@@ -154,9 +156,7 @@ class QuantizedModule(StatefulModule):
         )  # fmt: skip
         return _like_input(input, out, normed)
 
-    def _quantized(
-        self, region: Autocast, given: ProductInputs, *, fp8_output: bool
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _quantized(self, region: Autocast, given: ProductInputs, *, fp8_output: bool) -> Output:
         gemm, input, weight, _, source, tp_shard = given
         if isinstance(weight, QuantizedTensor):
             _prepare(weight)
@@ -258,9 +258,7 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
     return torch.get_autocast_dtype(kind)
 
 
-def _like_input(
-    input: torch.Tensor, out: torch.Tensor, normed: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _like_input(input: torch.Tensor, out: torch.Tensor, normed: torch.Tensor | None) -> Output:
     """The results [T, ...] with the leading dimensions of ``input``."""
     leading = input.shape[:-1]
     # Not a view: FSDP2 warns of modules that return views, and torch's own return none.

@@ -33,7 +33,7 @@ from zerocast.errors import InputError, UnsupportedError
 from zerocast.layout import Extent
 from zerocast.optim.average import AVERAGE, Average, average_key
 from zerocast.optim.inner import InnerOptimizer
-from zerocast.optim.param_groups import option_lines, options
+from zerocast.optim.param_groups import Groups, option_lines, options
 from zerocast.optim.saved import (
     check_described,
     check_numbers,
@@ -75,7 +75,7 @@ class EveryRank:
 def save(
     shards: ShardedWeights,
     inner: InnerOptimizer,
-    param_groups: Sequence[dict[str, Any]],
+    param_groups: Groups,
     averages: Collection[Average],
     steps: int,
 ) -> StateDict:
@@ -240,7 +240,7 @@ def restore(
     whole: dict[int, StateDict],
     shards: ShardedWeights,
     inner: InnerOptimizer,
-    param_groups: Sequence[dict[str, Any]],
+    param_groups: Groups,
     averages: Collection[Average],
 ) -> None:
     """Set masters, averages, options, inner state and the state of recipes to what :func:`read`

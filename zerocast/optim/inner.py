@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from zerocast.errors import InputError
-from zerocast.optim.param_groups import options
+from zerocast.optim.param_groups import Groups, options
 from zerocast.optim.weights import Weight
 
 
@@ -38,7 +38,7 @@ class InnerOptimizer:
         self,
         optimizer_class: type[torch.optim.Optimizer],
         defaults: dict[str, Any],
-        param_groups: Sequence[dict[str, Any]],
+        param_groups: Groups,
         weights: Sequence[Weight],
         masters: dict[int, torch.Tensor],
     ) -> None:
@@ -57,7 +57,7 @@ class InnerOptimizer:
         self._set_mode("train")
         self._exchanged: list[dict[str, Any]] = [{} for _ in groups]
 
-    def exchange_options(self, param_groups: Sequence[dict[str, Any]]) -> None:
+    def exchange_options(self, param_groups: Groups) -> None:
         """Give ``param_groups`` and the optimizer's own groups the same options.
 
         The group that was written since the last time counts: schedulers write ``param_groups``, or
@@ -72,15 +72,13 @@ class InnerOptimizer:
                     ours[name] = value
         self._give_options(param_groups)
 
-    def _give_options(self, param_groups: Sequence[dict[str, Any]]) -> None:
+    def _give_options(self, param_groups: Groups) -> None:
         """Give the optimizer the options of ``param_groups``."""
         self._exchanged = [options(group) for group in param_groups]
         for ours, theirs in zip(self._exchanged, self.optimizer.param_groups, strict=True):
             theirs.update(ours)
 
-    def step(
-        self, param_groups: Sequence[dict[str, Any]], gradients: Sequence[torch.Tensor | None]
-    ) -> None:
+    def step(self, param_groups: Groups, gradients: Sequence[torch.Tensor | None]) -> None:
         """Step with the options of ``param_groups`` and this rank's gradient of every weight."""
         for i, master in self.masters.items():
             master.grad = gradients[i]
@@ -89,7 +87,7 @@ class InnerOptimizer:
         self._follow_masters()
         self.exchange_options(param_groups)
 
-    def switch(self, mode: str, param_groups: Sequence[dict[str, Any]]) -> None:
+    def switch(self, mode: str, param_groups: Groups) -> None:
         """Call the optimizer's ``train()`` or ``eval()``, which changes masters."""
         self._set_mode(mode)
         self._follow_masters()
@@ -113,10 +111,7 @@ class InnerOptimizer:
         return self.optimizer.state.get(self.masters[index], {})
 
     def load_state(
-        self,
-        states: dict[int, dict[str, Any]],
-        mode: str,
-        param_groups: Sequence[dict[str, Any]],
+        self, states: dict[int, dict[str, Any]], mode: str, param_groups: Groups
     ) -> None:
         """Let the optimizer continue from ``states``, by the weights' places, that were saved in
         ``mode``, with the options of ``param_groups``.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -11,6 +11,9 @@ from zerocast.errors import InputError
 
 Param = torch.Tensor | tuple[str, torch.Tensor]
 """A parameter, or its name and the parameter, as ``model.named_parameters()`` gives them."""
+
+Groups: TypeAlias = Sequence[dict[str, Any]]
+"""Param groups, or the options of each."""
 
 
 def trainable_groups(

@@ -16,9 +16,8 @@ until the last: only the caller's number tells its steps from theirs before that
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 from zerocast.arguments import check_integer
 from zerocast.comm import agree, raise_together
@@ -26,7 +25,7 @@ from zerocast.comm.agreement import check_same
 from zerocast.errors import InputError, RankMismatchError, UnfinishedStepError, ZerocastError
 from zerocast.optim.external_writes import ExternalWrites
 from zerocast.optim.gradients import GradientReducer
-from zerocast.optim.param_groups import Param, option_lines, unfrozen
+from zerocast.optim.param_groups import Groups, Param, option_lines, unfrozen
 from zerocast.optim.shards import ShardedWeights
 
 _LOAD = "load the last checkpoint, optimizer.load_state_dict, on every rank"
@@ -112,10 +111,7 @@ class Progress:
         self.writes.agree_and_take()
 
     def reduce(
-        self,
-        gradients: GradientReducer,
-        param_groups: Sequence[Mapping[str, Any]],
-        error: ZerocastError | None,
+        self, gradients: GradientReducer, param_groups: Groups, error: ZerocastError | None
     ) -> None:
         """Reduce the gradients for a step with the options of ``param_groups``, and take as masters
         what other code wrote. Collective.

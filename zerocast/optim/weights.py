@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import torch
 
@@ -19,7 +18,7 @@ from zerocast.comm import Communicator, lines_that_differ
 from zerocast.comm.agreement import check_same
 from zerocast.errors import InputError, RankMismatchError
 from zerocast.layout import Extent
-from zerocast.optim.param_groups import option_lines
+from zerocast.optim.param_groups import Groups, option_lines
 from zerocast.recipes import describe_recipe
 from zerocast.tensors import QuantizedStorage, QuantizedTensor
 from zerocast.tensors.digest import digest, digests
@@ -136,7 +135,7 @@ def index_of(weights: Iterable[Weight], param: torch.Tensor, call: str) -> int:
     )
 
 
-def collect_weights(param_groups: Sequence[dict[str, Any]]) -> list[Weight]:
+def collect_weights(param_groups: Groups) -> list[Weight]:
     """Return the weights of all groups in order.
 
     Raises:
@@ -215,10 +214,7 @@ def _check_memory(weights: Sequence[Weight]) -> None:
 
 
 def check_same_optimizer(
-    comm: Communicator,
-    optimizer: str,
-    param_groups: Sequence[dict[str, Any]],
-    weights: Sequence[Weight],
+    comm: Communicator, optimizer: str, param_groups: Groups, weights: Sequence[Weight]
 ) -> None:
     """Compare optimizer, options and weights of all ranks, once. Collective.
 

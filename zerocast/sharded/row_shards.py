@@ -12,7 +12,7 @@ Of a stack [E, ..., M, K] the rows are the E entries of its first dimension.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ import torch
 
 from zerocast.formats import ElementFormat, packed_columns
 from zerocast.layout import Extent, chunk, round_up
+from zerocast.recipes.recipe import Buffers
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,12 +89,7 @@ class RowShards:
         # On one rank FSDP2 hands over the first plane alone.
         return {p: out.view(-1)[:size] for p, out in zip(planes, outputs, strict=False)}
 
-    def store(
-        self,
-        sent: Mapping[str, torch.Tensor],
-        outputs: Sequence[torch.Tensor],
-        weight: Mapping[str, torch.Tensor],
-    ) -> None:
+    def store(self, sent: Buffers, outputs: Sequence[torch.Tensor], weight: Buffers) -> None:
         """Copy the planes for which there is no view from what was gathered into ``weight``."""
         for i, (plane, own) in enumerate(sent.items()):
             if i < len(outputs) and not self.has_gaps:

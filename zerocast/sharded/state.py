@@ -14,13 +14,12 @@ NOT here: where and how the state stands in a state dict, which is the layer's a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from zerocast.errors import InputError
 from zerocast.recipes import Recipe
+from zerocast.recipes.recipe import Buffers
 from zerocast.sharded.placement import counted_with, write_counter
 from zerocast.tensors.digest import digest
 
@@ -35,13 +34,7 @@ def fresh_state(recipe: Recipe) -> State:
         return {name: specs[name].allocate(torch.device("cpu")) for name in recipe.state}
 
 
-def check_state(
-    name: str,
-    recipe: Recipe,
-    own: Mapping[str, torch.Tensor],
-    given: Mapping[str, torch.Tensor],
-    remedy: str,
-) -> None:
+def check_state(name: str, recipe: Recipe, own: Buffers, given: Buffers, remedy: str) -> None:
     """Raise :class:`InputError` if ``given`` is not a state that ``recipe`` leaves of weight
     ``name``, whose state is ``own``; the message of a state of another recipe ends in ``remedy``.
     """

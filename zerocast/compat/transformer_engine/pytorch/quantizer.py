@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import ClassVar
 
 import torch
@@ -14,6 +14,7 @@ from zerocast.errors import InputError, MissingDataError, UnsupportedError
 from zerocast.nn.quantizer import Quantizer as OwnQuantizer
 from zerocast.nn.quantizer import StateSlot
 from zerocast.recipes import Recipe
+from zerocast.recipes.recipe import Buffers
 from zerocast.tensors import QuantizedTensor
 from zerocast.tensors.quantize import quantize_into
 
@@ -45,11 +46,7 @@ class Quantizer(OwnQuantizer):
         cls._classes[cls.scheme] = cls
 
     def _start(
-        self,
-        recipe: Recipe,
-        rowwise: bool,
-        columnwise: bool,
-        state: Mapping[str, torch.Tensor] | None = None,
+        self, recipe: Recipe, rowwise: bool, columnwise: bool, state: Buffers | None = None
     ) -> None:
         """Initialize; ``state`` is what the recipe remembers, by the names of its buffers, some of
         which may be left out: they are new.
