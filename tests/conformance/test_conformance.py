@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -11,7 +11,7 @@ import torch
 from tests.oracles import scalar_nvfp4, scalar_schemes
 from tests.support.same_bytes import assert_same_bytes
 from zerocast.cli import conformance, main
-from zerocast.conformance import Package, package_of, packs, score, write_packs
+from zerocast.conformance import Pack, Package, package_of, packs, score, write_packs
 from zerocast.conformance.causes import CHANGES, restated, values
 from zerocast.conformance.packs import DECODED, raw
 from zerocast.export import DIALECTS
@@ -19,7 +19,6 @@ from zerocast.formats import ElementFormat
 
 SUMS = Path(__file__).with_name("SHA256SUMS")
 PAGE = Path(__file__).parents[2] / "docs" / "conformance.md"
-MADE = {pack.file: pack for pack in packs()}
 MODULES = {
     "torch": "torch",
     "ml_dtypes": "ml_dtypes",
@@ -49,9 +48,15 @@ PLANTED = {
 }
 
 
+@cache
+def made() -> dict[str, Pack]:
+    """Every pack, by its file."""
+    return {pack.file: pack for pack in packs()}
+
+
 def test_packs_are_written_to_the_same_hashes(tmp_path):
     """Those that are committed; each file has the hash that stands beside its name."""
-    assert write_packs(tmp_path, MADE.values()) == len(MADE)
+    assert write_packs(tmp_path, made().values()) == len(made())
     assert (tmp_path / "SHA256SUMS").read_text() == SUMS.read_text()
     for line in SUMS.read_text().splitlines():
         digest, name = line.split("  ")
@@ -60,11 +65,11 @@ def test_packs_are_written_to_the_same_hashes(tmp_path):
 
 def test_the_formulas_stated_again_give_the_packs():
     """Every byte of every pack that is encoded, by another text than the one that made it."""
-    for pack in MADE.values():
+    for pack in made().values():
         for case in (each for each in pack.cases if each.name != DECODED):
             x, dialect = case.input.float(), DIALECTS.get(pack.subject)
-            made = restated(dialect, x) if dialect else (values(pack.subject, x),)
-            for part, theirs in zip(case.expected, made, strict=True):
+            again = restated(dialect, x) if dialect else (values(pack.subject, x),)
+            for part, theirs in zip(case.expected, again, strict=True):
                 where = f"{pack.file}, {case.name}, {part}"
                 assert_same_bytes(raw(theirs), raw(case.expected[part]), where)
 
@@ -72,7 +77,7 @@ def test_the_formulas_stated_again_give_the_packs():
 @pytest.mark.parametrize("subject", SCALAR)
 def test_scalars_give_the_packs(subject):
     """Codes and scales of blocks, one element at a time."""
-    for case in MADE[f"blocks-{subject.replace('/', '-')}.json"].cases:
+    for case in made()[f"blocks-{subject.replace('/', '-')}.json"].cases:
         whole = SCALAR[subject](case.input.float().numpy(), "bfloat16").buffers
         codes, scales, *_ = case.expected.values()
         assert_same_bytes(raw(torch.from_numpy(whole["rowwise_data"])), raw(codes), case.name)
@@ -86,9 +91,9 @@ def test_scalars_give_the_packs(subject):
 def test_zerocast_gives_every_byte(partitions):
     """By this machine's backend, whole, and of some dialects on the ranks of the partitions."""
     asked = [
-        p for p in MADE.values() if p.level in ("blocks", "tensors") or p.subject in partitions
+        p for p in made().values() if p.level in ("blocks", "tensors") or p.subject in partitions
     ]
-    found = list(score(package_of("zerocast"), asked))
+    found = score(package_of("zerocast"), asked)
     assert [each for each in found if each.different or each.refused] == []
     assert len(found) == 2 * len(DIALECTS) + len(partitions)
 
@@ -99,7 +104,7 @@ def test_every_difference_of_a_package_has_its_causes(name):
     """And the page has the counts of this version, and the causes."""
     pytest.importorskip(MODULES[name])
     package = package_of(name)
-    found = list(score(package, MADE.values()))
+    found = score(package, made().values())
     assert found
     assert [each for each in found if each.causes is None] == []
     title = package.title.partition("+")[0]
@@ -128,7 +133,7 @@ def test_a_planted_change_is_the_cause(subject, change):
         writes={subject: write},
     )
     level = "blocks" if dialect else "values"
-    (found,) = score(package, [MADE[f"{level}-{subject.replace('/', '-')}.json"]])
+    (found,) = score(package, [made()[f"{level}-{subject.replace('/', '-')}.json"]])
     known = CHANGES[type(dialect.recipe.numerics) if dialect else ElementFormat]
     expected = {known[change]: found.different} if found.different else {}
     assert found.causes == expected
@@ -136,7 +141,7 @@ def test_a_planted_change_is_the_cause(subject, change):
 
 def test_what_is_none_of_the_changes_is_unexplained():
     """One bit of one scale, and codes decoded to another value."""
-    pack = MADE["blocks-sglang-mxfp8.json"]
+    pack = made()["blocks-sglang-mxfp8.json"]
     dialect = DIALECTS["sglang/mxfp8"]
 
     def write(x: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -147,7 +152,7 @@ def test_what_is_none_of_the_changes_is_unexplained():
     (found,) = score(Package(name="planted", writes={"sglang/mxfp8": write}), [pack])
     assert (found.different, found.causes) == (len(pack.cases), None)
     assert found.first == "near: weight_scale_inv[0, 0] is 0x76, required 0x77"
-    pack = MADE["values-e2m1.json"]
+    pack = made()["values-e2m1.json"]
     wrong = {"e2m1": lambda codes: codes.float()}
     (found,) = score(Package(name="planted", decodes=wrong), [pack])
     assert found.causes is None
@@ -156,12 +161,12 @@ def test_what_is_none_of_the_changes_is_unexplained():
 
 def test_the_command(tmp_path, capsys, monkeypatch):
     """JSON and exit codes; packs that are written; what cannot be measured, and what to do."""
-    monkeypatch.setattr(conformance, "packs", lambda: list(MADE.values()))
+    monkeypatch.setattr(conformance, "packs", lambda: list(made().values()))
     assert main(["conform", "torch", "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert [each["subject"] for each in found["scores"]] == ["e4m3", "e5m2", "e8m0"]
     assert main(["conform", "--packs", str(tmp_path)]) == 0
-    assert len(list(tmp_path.glob("*.json"))) == len(MADE)
+    assert len(list(tmp_path.glob("*.json"))) == len(made())
     for arguments, message in (
         ([], "give PACKAGE"),
         (["nothing"], "must be one of zerocast, torch, "),

@@ -33,7 +33,7 @@ def run(given: argparse.Namespace) -> tuple[str, int]:
     with contextlib.redirect_stdout(sys.stderr):  # where packages may say what they like
         package = None if given.package is None else package_of(given.package)
         made = packs()
-        scores = list(score(package, made)) if package is not None else []
+        scores = score(package, made) if package is not None else []
     if given.packs is not None:
         written = f"{write_packs(given.packs, made)} packs written to {given.packs}"
     if package is None:

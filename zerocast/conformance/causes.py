@@ -207,7 +207,7 @@ def _mx(blocks: _Blocks, numerics: MXNumerics, changes: Changes) -> Restated:
     fmt, how = numerics.fmt, "even" if "even" in changes else numerics.scale_rounding
     bits = blocks.amax.view(torch.int32)
     if how == "up":
-        stored = encode_e8m0(blocks.amax * torch.tensor(1 / fmt.max, dtype=torch.float32)).int()
+        stored = encode_e8m0(blocks.amax * blocks.amax.new_tensor(1 / fmt.max)).int()
     else:
         stored = (bits + 2**21 * (how == "even") >> 23) - fmt.max_exponent
         stored = stored.clamp(min=0)
@@ -237,7 +237,7 @@ def _nvfp4(blocks: _Blocks, inverted: bool, changes: Changes) -> Restated:
     elif "amax by both" in changes:
         scale = amax / (6 * tensor_scale)
     else:
-        scale = amax * (by * torch.tensor(1 / 6, dtype=torch.float32))
+        scale = amax * (by * amax.new_tensor(1 / 6))
     if "1 for zeros" in changes:
         scale = torch.where(scale == 0, 1.0, scale)
     floor = 2.0**-9 if "at least 2^-9" in changes else 0.0

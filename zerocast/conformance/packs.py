@@ -16,6 +16,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,8 @@ AMAXES = {
 
 
 def _bits(*values: float) -> tuple[int, ...]:
-    return tuple(torch.tensor(values, dtype=torch.bfloat16).view(torch.int16).tolist())
+    values_of_bf16 = torch.tensor(values, dtype=torch.bfloat16, device="cpu")
+    return tuple(values_of_bf16.view(torch.int16).tolist())
 
 
 # By NVFP4, under the first amax: the scales of the others are half-way between two values of E4M3,
@@ -56,7 +58,6 @@ AMAXES_OF_NVFP4 = {
 } | {"ties of codes": _bits(2688, *(6 * eighths / 8 for eighths in range(8, 16)))}
 
 SHAPES = ((1, 32), (33, 160), (130, 96), (128, 256))
-RANKS = (3, 7)
 
 
 @dataclass(frozen=True)
@@ -201,6 +202,7 @@ def _value_cases(name: str) -> list[Case]:
 # --- weights ---
 
 
+@cache
 def _draws(numel: int, seed: int) -> torch.Tensor:
     """[numel] int64 of 16 random bits: those of docs/NUMERICS.md, section 7, at step 1."""
     return element_draws(torch.arange(numel), seed, 0, 1)
@@ -262,11 +264,17 @@ def _case(name: str, dialect: Dialect, weight: torch.Tensor) -> Case:
 
 
 def _partitions(whole: Case) -> list[Case]:
-    """Cuts inside of rows, blocks and bytes; of the many ranks the last but one owns nothing."""
-    numel, cases = whole.input.numel(), []
-    for ranks in RANKS:
-        cuts = [numel * rank // ranks + 7 * (0 < rank < ranks) for rank in range(ranks + 1)]
-        cuts[-2] = cuts[-3] if ranks > 3 else cuts[-2]
-        name = f"{whole.name} on {ranks} ranks"
-        cases.append(Case(name, whole.input, whole.expected, tuple(cuts)))
-    return cases
+    """Cuts inside of rows, blocks and bytes, of the many ranks the last but one owning nothing; and
+    whole rows, as FSDP2 cuts them.
+    """
+    numel, (rows, cols) = whole.input.numel(), whole.input.shape
+    three, seven = (
+        [0, *(numel * rank // ranks + 7 for rank in range(1, ranks)), numel] for ranks in (3, 7)
+    )
+    seven[-2] = seven[-3]
+    by_rows = [min(-(-rows // 3) * rank, rows) * cols for rank in range(4)]
+    partitions = {"3 ranks": three, "7 ranks": seven, "3 ranks, by rows": by_rows}
+    return [
+        Case(f"{whole.name} on {name}", whole.input, whole.expected, tuple(cuts))
+        for name, cuts in partitions.items()
+    ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -37,21 +37,24 @@ class Score:
     refused: Mapping[str, str]
 
 
-def score(package: Package, packs: Iterable[Pack]) -> Iterator[Score]:
+def score(package: Package, packs: Iterable[Pack]) -> list[Score]:
     """Measure ``package`` by those of ``packs`` for which it offers something."""
-    for pack in packs:
-        made: dict[str, Tensors] = {}
-        refused: dict[str, str] = {}
-        for case in pack.cases:
-            try:
-                given = _made(package, pack, case)
-            except Exception as error:  # whatever a package raises
-                refused[case.name] = f"{type(error).__name__}: {error}"
-                continue
-            if given is not None:
-                made[case.name] = given
-        if made or refused:
-            yield _compared(pack, made, refused)
+    with torch.device("cpu"):
+        return [found for pack in packs if (found := _score(package, pack)) is not None]
+
+
+def _score(package: Package, pack: Pack) -> Score | None:
+    made: dict[str, Tensors] = {}
+    refused: dict[str, str] = {}
+    for case in pack.cases:
+        try:
+            given = _made(package, pack, case)
+        except Exception as error:  # whatever a package raises
+            refused[case.name] = f"{type(error).__name__}: {error}"
+            continue
+        if given is not None:
+            made[case.name] = given
+    return _compared(pack, made, refused) if made or refused else None
 
 
 def _made(package: Package, pack: Pack, case: Case) -> Tensors | None:
