@@ -5,9 +5,10 @@
 
 Rounds without it, with it, and of the comparison alone follow each other in turn, of the same
 weights; what is printed is the median of ratios, which others on the machine disturb least. It is
-to be read beside its count: every rank reads all that it holds once, which nothing can spare it,
-and plain reading of so many bytes is measured in the same rounds. Threads gather by one copy in
-memory, which is less than any transport between machines does.
+to be read beside its count: every rank reads all that it holds once, most of it as it is stored,
+which nothing can spare it. The comparison alone reads all of it from memory, and plain reading of
+so many bytes is measured in the same rounds. Threads gather by one copy in memory, which is less
+than any transport between machines does.
 """
 
 from __future__ import annotations

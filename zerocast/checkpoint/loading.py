@@ -51,7 +51,7 @@ def load(
 
     Any number of ranks loads what any number has saved, a ZeroOptimizer what masters under FSDP2
     have saved, and the other way round. Each rank reads what it needs, and compares digests of all
-    that it reads; nothing is unpickled. It takes memory for two of its shares, on the CPU.
+    that it reads; nothing is unpickled. It takes memory for two to three of its shares, on the CPU.
 
     Args:
         path: the directory or file.

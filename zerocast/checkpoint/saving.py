@@ -40,7 +40,7 @@ def save(
     holds a checkpoint already holds the new one afterwards; until the last rename of the save it
     holds the old one, whole, and so it does after a save that failed or was killed. Every rank
     writes its own part, so all of them must see the directory (a shared file system). A rank takes
-    memory for one of its pieces, on the CPU, at a time.
+    memory for two of its pieces, parts of one tensor each, at a time.
 
     Args:
         path: a directory; or a file ending in ``.safetensors``, which rank 0 writes, gathering one
@@ -54,7 +54,8 @@ def save(
             tuples, dicts of them.
         of_rank: likewise, what belongs to this rank: the state of its random generators, its place
             in the data.
-        asynchronous: whether to return when everything is copied, and write beside the training.
+        asynchronous: whether to return when this rank's part is copied to the CPU, and write beside
+            the training.
             The next call with this optimizer waits for it and raises what went wrong; so does the
             result's ``wait()``. Only into a directory.
         group: of a torch optimizer the ranks; all by default.
