@@ -20,7 +20,6 @@ from zerocast.formats import (
     E4M3,
     ELEMENT_FORMATS,
     FLT_MAX,
-    ElementFormat,
     encode,
     encode_e8m0,
     pack_nibbles,
@@ -38,8 +37,8 @@ _ZEROS = {
     "positive zeros": "it writes 0 for -0",
     "bits of NaN": "it rounds the bits of a NaN to 4 bits as those of a number",
 }
-CHANGES: Mapping[type, Mapping[str, str]] = {
-    ElementFormat: {
+CHANGES: Mapping[type | None, Mapping[str, str]] = {
+    None: {
         "no saturation": "beyond its range it has infinity, or NaN where the format has none",
         "signed NaN": "its NaN keeps the sign",
         "quiet NaN": "its NaN is 0x7E",
@@ -79,7 +78,7 @@ CHANGES: Mapping[type, Mapping[str, str]] = {
         **_ZEROS,
     },
 }
-"""Of each kind of formula: names of changes, and what is said of a package that makes them."""
+"""By the kind of numerics, None of values: changes, and what is said of a package that has them."""
 
 
 def causes(pack: Pack, given: Mapping[str, Sequence[torch.Tensor]]) -> dict[str, int] | None:
@@ -92,7 +91,7 @@ def causes(pack: Pack, given: Mapping[str, Sequence[torch.Tensor]]) -> dict[str,
             in its order.
     """
     dialect = DIALECTS.get(pack.subject)
-    known = CHANGES[type(dialect.recipe.numerics) if dialect else ElementFormat]
+    known = CHANGES[type(dialect.recipe.numerics) if dialect else None]
 
     def left(changes: Changes) -> int:
         count = 0
@@ -142,7 +141,7 @@ def restated(dialect: Dialect, x: torch.Tensor, changes: Changes = frozenset()) 
     ``dialect`` stores, with ``changes`` to its formula. Shapes and dtypes may be others.
     """
     numerics = dialect.recipe.numerics
-    blocks = _Blocks(x, dialect.recipe.planes(x.shape, columnwise=False)[0].grid)
+    blocks = Blocks(x, dialect.recipe.planes(x.shape, columnwise=False)[0].grid)
     if isinstance(numerics, Float8Numerics):
         codes, scales = _float8(blocks, numerics, changes)
         if dialect.scale_dtype == torch.float8_e8m0fnu:
@@ -154,7 +153,7 @@ def restated(dialect: Dialect, x: torch.Tensor, changes: Changes = frozenset()) 
     return _nvfp4(blocks, dialect.tensor_scale.inverted, changes)
 
 
-class _Blocks:
+class Blocks:
     """``x``, FP32 [M, K], and the amaxes of its blocks, [blocks_h, blocks_w]."""
 
     def __init__(self, x: torch.Tensor, grid: BlockGrid) -> None:
@@ -174,26 +173,23 @@ def _over(number: float, by: torch.Tensor) -> torch.Tensor:
     return torch.full_like(by, number) / by
 
 
-def _float8(blocks: _Blocks, numerics: Float8Numerics, changes: Changes) -> Restated:
+def _float8(blocks: Blocks, numerics: Float8Numerics, changes: Changes) -> Restated:
     amax = blocks.amax.clamp(min=numerics.amax_epsilon)
-    inverse = amax / E4M3.max
+    inverse, is_zero = amax / E4M3.max, amax == 0
     scale = _over(1, inverse) if numerics.formula == "inverse first" else _over(E4M3.max, amax)
-    if "rounded inverse" in changes:
-        scale = E4M3.max * (1 / amax)
-    if "unbounded" not in changes:
-        scale = scale.clamp(max=FLT_MAX)
-    scale = torch.where(amax == 0, 1.0, scale)
+    scale = E4M3.max * (1 / amax) if "rounded inverse" in changes else scale
+    scale = scale if "unbounded" in changes else scale.clamp(max=FLT_MAX)
+    scale = torch.where(is_zero, 1.0, scale)
     if numerics.power_2_scale:
         scale = (scale.view(torch.int32) & 0x7F800000).view(torch.float32)
-    if numerics.power_2_scale or "inverse" in changes:
-        inverse = 1 / scale
+    inverse = 1 / scale if numerics.power_2_scale or "inverse" in changes else inverse
     if "normal scale" in changes:
         inverse = inverse.clamp(min=TINY)
         scale = 1 / inverse
     if "epsilon" in changes:
         inverse = torch.where(inverse == 0, 2.0**-23, inverse)
     elif "zero scale" not in changes:
-        inverse = torch.where(amax == 0, 1.0, inverse)
+        inverse = torch.where(is_zero, 1.0, inverse)
     divides = "divides" in changes
     scaled = blocks.x / blocks.spread(inverse) if divides else blocks.x * blocks.spread(scale)
     return _float8_codes(scaled), inverse
@@ -203,19 +199,16 @@ def _float8_codes(scaled: torch.Tensor) -> torch.Tensor:
     return scaled.clamp(-E4M3.max, E4M3.max).to(torch.float8_e4m3fn)
 
 
-def _mx(blocks: _Blocks, numerics: MXNumerics, changes: Changes) -> Restated:
+def _mx(blocks: Blocks, numerics: MXNumerics, changes: Changes) -> Restated:
     fmt, how = numerics.fmt, "even" if "even" in changes else numerics.scale_rounding
     bits = blocks.amax.view(torch.int32)
+    stored = (bits + 2**21 * (how == "even") >> 23).sub(fmt.max_exponent).clamp(min=0)
     if how == "up":
         stored = encode_e8m0(blocks.amax * blocks.amax.new_tensor(1 / fmt.max)).int()
-    else:
-        stored = (bits + 2**21 * (how == "even") >> 23) - fmt.max_exponent
-        stored = stored.clamp(min=0)
     multiplier = torch.exp2(127.0 - stored.double()).float()
     if "unscaled" in changes:
         multiplier = torch.where(stored == 0, 1.0, multiplier)
-    if "normal scale" in changes:
-        multiplier = multiplier.clamp(max=1 / TINY)
+    multiplier = multiplier.clamp(max=1 / TINY) if "normal scale" in changes else multiplier
     if "overflow" in changes:
         over = bits + 2**21 >> 23 == 255
         stored, multiplier = torch.where(over, 127, stored), torch.where(over, 0.0, multiplier)
@@ -224,45 +217,37 @@ def _mx(blocks: _Blocks, numerics: MXNumerics, changes: Changes) -> Restated:
     return codes, stored.to(torch.uint8)
 
 
-def _nvfp4(blocks: _Blocks, inverted: bool, changes: Changes) -> Restated:
+def _nvfp4(blocks: Blocks, inverted: bool, changes: Changes) -> Restated:
     x, amax, whole = blocks.x, blocks.amax, blocks.amax.max()
-    if "1 for infinity" in changes:
-        least, largest = whole.clamp(min=TINY), 1.0
-    else:
-        least, largest = whole, 1.0 if whole == 0 else FLT_MAX
+    by_1 = "1 for infinity" in changes
+    least = whole.clamp(min=TINY) if by_1 else whole
     by = 2688 * (1 / least) if "rounded inverse" in changes else _over(2688, least)
-    by, tensor_scale = torch.where(by > FLT_MAX, largest, by), whole / 2688
+    by = torch.where(by > FLT_MAX, 1.0 if by_1 or whole == 0 else FLT_MAX, by)
+    tensor_scale = whole / 2688
+    scale = amax * (by * amax.new_tensor(1 / 6))
     if "amax / 6 first" in changes:
         scale = (amax / 6) * by if inverted else (amax / 6) / tensor_scale
-    elif "amax by both" in changes:
-        scale = amax / (6 * tensor_scale)
-    else:
-        scale = amax * (by * amax.new_tensor(1 / 6))
-    if "1 for zeros" in changes:
-        scale = torch.where(scale == 0, 1.0, scale)
+    scale = amax / (6 * tensor_scale) if "amax by both" in changes else scale
+    scale = torch.where(scale == 0, 1.0, scale) if "1 for zeros" in changes else scale
     floor = 2.0**-9 if "at least 2^-9" in changes else 0.0
     floor = 2.0**-6 if "at least 2^-6" in changes else floor
     stored = scale.clamp(floor, E4M3.max).to(torch.float8_e4m3fn).float()
-    if "1/8 for 0" in changes:
-        stored = torch.where(stored == 0, 0.125, stored)
+    stored = torch.where(stored == 0, 0.125, stored) if "1/8 for 0" in changes else stored
+    scaled = x * blocks.spread(_over(1, stored * (1 / by)).clamp(max=FLT_MAX))
     if "divides" in changes:
         scaled = x / blocks.spread(stored / by if inverted else stored * tensor_scale)
-    elif "inverse of both" in changes:
+    if "inverse of both" in changes:
         scaled = x * blocks.spread((1 / tensor_scale) / stored)
-    else:
-        scaled = x * blocks.spread(_over(1, stored * (1 / by)).clamp(max=FLT_MAX))
     scales = stored.to(torch.float8_e4m3fn)
     return _float4_codes(scaled, changes), scales, by if inverted else tensor_scale
 
 
 def _float4_codes(scaled: torch.Tensor, changes: Changes) -> torch.Tensor:
-    codes = encode(scaled, E2M1)
-    if "ties to zero" in changes:  # the float below a tie has the lower of its codes
-        codes = encode(torch.nextafter(scaled, torch.zeros_like(scaled)), E2M1)
-    if "negative zeros" in changes:
-        codes = torch.where(scaled == 0, 8, codes)
-    if "positive zeros" in changes:
-        codes = torch.where(scaled == 0, 0, codes)
+    # The float next to a tie, towards zero, has the lower of its codes.
+    below = torch.nextafter(scaled, torch.zeros_like(scaled))
+    codes = encode(below if "ties to zero" in changes else scaled, E2M1)
+    codes = torch.where(scaled == 0, 8, codes) if "negative zeros" in changes else codes
+    codes = torch.where(scaled == 0, 0, codes) if "positive zeros" in changes else codes
     if "bits of NaN" in changes:
         codes = torch.where(scaled.isnan(), _bits_of_nan(scaled), codes)
     return pack_nibbles(codes.to(torch.uint8))

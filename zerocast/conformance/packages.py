@@ -18,6 +18,7 @@ import torch
 
 from zerocast.cast import CastPlan
 from zerocast.comm import Communicator, run_in_process
+from zerocast.conformance.causes import Blocks
 from zerocast.errors import InputError
 from zerocast.export import DIALECTS
 from zerocast.tensors import empty, quantize
@@ -121,16 +122,15 @@ def _zerocast() -> Package:
 
 
 def _torch() -> Package:
-    def encode(dtype: torch.dtype, x: torch.Tensor) -> torch.Tensor:
-        return x.to(dtype).view(torch.uint8)
-
-    def decode(dtype: torch.dtype, codes: torch.Tensor) -> torch.Tensor:
-        return codes.view(dtype).float()
-
     dtypes = {
         "e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "e8m0": torch.float8_e8m0fnu,
     }  # fmt: skip
-    return _of_dtypes("torch", dtypes, encode, decode)
+    return _of_dtypes(
+        "torch",
+        dtypes,
+        lambda dtype, x: x.to(dtype).view(torch.uint8),
+        lambda dtype, codes: codes.view(dtype).float(),
+    )
 
 
 def _ml_dtypes() -> Package:
@@ -141,14 +141,16 @@ def _ml_dtypes() -> Package:
         with np.errstate(all="ignore"):
             return torch.from_numpy(x.numpy().astype(dtype).view(np.uint8))
 
-    def decode(dtype: Any, codes: torch.Tensor) -> torch.Tensor:
-        return torch.from_numpy(codes.numpy().view(dtype).astype(np.float32))
-
     dtypes = {
         "e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2,
         "e2m1": ml_dtypes.float4_e2m1fn, "e8m0": ml_dtypes.float8_e8m0fnu,
     }  # fmt: skip
-    return _of_dtypes("ml_dtypes", dtypes, encode, decode)
+    return _of_dtypes(
+        "ml_dtypes",
+        dtypes,
+        encode,
+        lambda dtype, codes: torch.from_numpy(codes.numpy().view(dtype).astype(np.float32)),
+    )
 
 
 def _of_dtypes(
@@ -164,37 +166,20 @@ def _of_dtypes(
 def _compressed_tensors() -> Package:
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationConfig
-    from compressed_tensors.quantization.utils import (
-        calculate_qparams,
-        generate_gparam,
-        maybe_pad_tensor_for_block_quant,
-    )
+    from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 
-    def blocks(x: torch.Tensor, arguments: Any) -> torch.Tensor:
-        """[..., elements] of each block, of which an observer takes the least and largest."""
-        if arguments.strategy == "tensor":
-            return x.reshape(1, -1)
-        if arguments.strategy == "channel":
-            return x[:, None]
-        if arguments.strategy != "block":
-            return x.unflatten(1, (-1, arguments.group_size))
-        height, width = arguments.block_structure
-        padded = maybe_pad_tensor_for_block_quant(x, (height, width))
-        return (
-            padded.unflatten(1, (-1, width)).unflatten(0, (-1, height)).transpose(1, 2).flatten(2)
-        )
-
-    def write(dialect: str, x: torch.Tensor) -> Stored:
-        section = DIALECTS[dialect].quantization_config([])
-        scheme = QuantizationConfig.model_validate(section).config_groups["group_0"]
-        state, of = {"weight": x}, blocks(x, scheme.weights)
-        if DIALECTS[dialect].tensor_scale is not None:
+    def write(name: str, x: torch.Tensor) -> Stored:
+        dialect, state = DIALECTS[name], {"weight": x}
+        config = QuantizationConfig.model_validate(dialect.quantization_config([]))
+        scheme = config.config_groups["group_0"]
+        if dialect.tensor_scale is not None:
             state["weight_global_scale"] = generate_gparam(x.amin(), x.amax())
+        # What its users' observers give; scales are symmetric, so the largest magnitude is enough.
+        amax = Blocks(x, dialect.recipe.planes(x.shape, columnwise=False)[0].grid).amax
         state["weight_scale"], _ = calculate_qparams(
-            of.amin(-1), of.amax(-1), scheme.weights, state.get("weight_global_scale")
+            -amax, amax, scheme.weights, state.get("weight_global_scale")
         )
-        made = BaseCompressor.get_value_from_registry(scheme.format).compress(state, scheme)
-        return {name: made[name] for name in DIALECTS[dialect].names}
+        return BaseCompressor.get_value_from_registry(scheme.format).compress(state, scheme)
 
     own = [name for name in DIALECTS if name.startswith("compressed-tensors/")]
     return Package(name="compressed-tensors", writes={name: partial(write, name) for name in own})
@@ -219,7 +204,7 @@ def _transformers() -> Package:
 
 
 def _torchao() -> Package:
-    from torchao.prototype.mx_formats.config import ScaleCalculationMode
+    from torchao.prototype.mx_formats.config import ScaleCalculationMode as Mode
     from torchao.prototype.mx_formats.kernels import f4_unpacked_to_f32, f32_to_f4_unpacked
     from torchao.prototype.mx_formats.mx_tensor import to_mx
     from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor, per_tensor_amax_to_scale
@@ -228,10 +213,6 @@ def _torchao() -> Package:
     def float8(granularity: Any, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         made = Float8Tensor.from_hp(x, granularity=granularity)
         return made.qdata, made.scale
-
-    def mx(dtype: torch.dtype, mode: Any, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        scales, codes = to_mx(x, dtype, 32, mode)
-        return codes, scales
 
     def nvfp4(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         tensor_scale = per_tensor_amax_to_scale(x.abs().max())
@@ -243,37 +224,33 @@ def _torchao() -> Package:
         "compressed-tensors/fp8-tensor": partial(float8, PerTensor()),
         "compressed-tensors/fp8-channel": partial(float8, PerRow()),
         "compressed-tensors/fp8-block": partial(float8, PerBlock([128, 128])),
-        "compressed-tensors/mxfp4": partial(mx, float4, ScaleCalculationMode.EVEN),
+        "compressed-tensors/mxfp4": lambda x: to_mx(x, float4, 32, Mode.EVEN)[::-1],
         "modelopt/nvfp4": nvfp4,
-        "sglang/mxfp8": partial(mx, torch.float8_e4m3fn, ScaleCalculationMode.RCEIL),
-        "gpt-oss/mxfp4": partial(mx, float4, ScaleCalculationMode.RCEIL),
+        "sglang/mxfp8": lambda x: to_mx(x, torch.float8_e4m3fn, 32, Mode.RCEIL)[::-1],
+        "gpt-oss/mxfp4": lambda x: to_mx(x, float4, 32, Mode.RCEIL)[::-1],
     }
-    return Package(
-        name="torchao",
-        encodes={"e2m1": f32_to_f4_unpacked},
-        decodes={"e2m1": f4_unpacked_to_f32},
-        writes=_by_dialect(calls),
-    )
+    fp4 = {"encodes": {"e2m1": f32_to_f4_unpacked}, "decodes": {"e2m1": f4_unpacked_to_f32}}
+    return Package(name="torchao", writes=_by_dialect(calls), **fp4)
 
 
 def _modelopt() -> Package:
-    from modelopt.torch.quantization import qtensor
+    from modelopt.torch.quantization.qtensor import (
+        FP8QTensor,
+        MXFP4QTensor,
+        MXFP8QTensor,
+        NVFP4QTensor,
+    )  # fmt: skip
 
-    def call(
-        kind: str, *arguments: Any, **options: Any
-    ) -> Callable[[torch.Tensor], tuple[torch.Tensor, ...]]:
-        def quantized(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            made, *scales = getattr(qtensor, kind).quantize(x, *arguments, **options)
-            return made._quantized_data, *scales
+    def parts(made: Any, *scales: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return made._quantized_data, *scales
 
-        return quantized
-
-    calls = {
-        "modelopt/fp8": call("FP8QTensor"),
-        "compressed-tensors/fp8-block": call("FP8QTensor", block_sizes={-1: 128, -2: 128}),
-        "modelopt/nvfp4": call("NVFP4QTensor", 16),
-        "modelopt/mxfp8": call("MXFP8QTensor"),
-        "gpt-oss/mxfp4": call("MXFP4QTensor", 32),
+    blocks = {"block_sizes": {-1: 128, -2: 128}}
+    calls: dict[str, Quantize] = {
+        "modelopt/fp8": lambda x: parts(*FP8QTensor.quantize(x)),
+        "compressed-tensors/fp8-block": lambda x: parts(*FP8QTensor.quantize(x, **blocks)),
+        "modelopt/nvfp4": lambda x: parts(*NVFP4QTensor.quantize(x, 16)),
+        "modelopt/mxfp8": lambda x: parts(*MXFP8QTensor.quantize(x)),
+        "gpt-oss/mxfp4": lambda x: parts(*MXFP4QTensor.quantize(x, 32)),
     }
     return Package(name="nvidia-modelopt", writes=_by_dialect(calls))
 

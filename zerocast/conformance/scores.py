@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -61,24 +62,22 @@ def _made(package: Package, pack: Pack, case: Case) -> Tensors | None:
     """What the package makes of a case, by the names of what is expected; None where it offers
     nothing for such.
     """
+    table: Mapping[str, Callable[..., Any]] = package.writes
     if pack.level == "values":
         table = package.decodes if case.name == DECODED else package.encodes
-        (part,) = case.expected
-        if pack.subject not in table:
-            return None
-        given = case.input if case.name == DECODED else case.input.float()
-        return {part: table[pack.subject](given)}
-    if pack.level != "partitions":
-        if pack.subject not in package.writes:
-            return None
-        written = package.writes[pack.subject](case.input.float())
-        return {part: written[part] for part in case.expected}
-    if pack.subject not in package.gathers:
+    elif pack.level == "partitions":
+        table = package.gathers
+    if pack.subject not in table:
         return None
-    ranks = package.gathers[pack.subject](case.input.float(), case.cuts)
+    given = case.input if case.name == DECODED else case.input.float()
+    made = table[pack.subject](given, *([case.cuts] if case.cuts else []))
+    if pack.level == "values":
+        return dict.fromkeys(case.expected, made)
+    if pack.level != "partitions":
+        return {part: made[part] for part in case.expected}
     return {
         f"{part} of rank {rank}": held[part]
-        for rank, held in enumerate(ranks)
+        for rank, held in enumerate(made)
         for part in case.expected
     }
 
