@@ -284,7 +284,7 @@ def test_an_error_of_one_rank_is_raised_on_all(comm):
     x = torch.randn(16, 32) if comm.rank == 0 else torch.randn(16, 32, dtype=torch.float64)
     with pytest.raises(
         InputError,
-        match=r"^on rank 1: quantize needs a tensor of torch.float32, torch.bfloat16 or "
+        match=r"^on rank 1: tensor must be of torch.float32, torch.bfloat16 or "
         r"torch.float16, got torch.float64; convert it first\.$",
     ):
         zerocast.quantize(x, NVFP4, tp_shard=TensorParallelShard.chunk((32, 32), 0, comm))

@@ -158,18 +158,15 @@ def _exchange(
     """Compare and exchange within one group; return its owners and fingerprint."""
     lines = check_descriptions(comm, describe, specs, options, error)
     owned = [
-        [i, comm.rank, spec.extent.start, spec.extent.end]
+        (i, comm.rank, spec.extent.start, spec.extent.end)
         for i, spec in enumerate(specs)
         if spec.extent
     ]
+    mine = torch.tensor(owned, dtype=torch.int64, device="cpu").view(-1)
     counts = torch.zeros(comm.size, dtype=torch.int64, device="cpu")
-    counts[comm.rank] = len(owned)
+    counts[comm.rank] = mine.numel()
     comm.all_gather_(counts)
-    shards = torch.zeros(int(counts.sum()), 4, dtype=torch.int64, device="cpu")
-    first = int(counts[: comm.rank].sum())
-    mine = torch.tensor(owned, dtype=torch.int64, device="cpu").view(len(owned), 4)
-    shards[first : first + len(owned)] = mine
-    comm.all_gather_(shards.view(-1), (4 * counts).tolist())
+    shards = torch.cat(comm.all_gather_parts(mine, counts.tolist())).view(-1, 4)
     owners = Owners.of(len(specs), shards)
     _check_coverage(specs, owners, comm.size)
     return owners, _fingerprint(options, lines, shards)

@@ -6,7 +6,6 @@ of the weights, or for the one that was found wrong.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -109,18 +108,16 @@ def gather_master(
     comm: Communicator, weight: HeldWeight, master: torch.Tensor | None
 ) -> torch.Tensor:
     """FP32, of the weight's shape: its whole master. Collective."""
-    device = weight.storage.device
     places = dict(weight.owners)
     counts = [places[rank].size if rank in places else 0 for rank in range(comm.size)]
-    begins = [0, *itertools.accumulate(counts)]
-    parts = torch.empty(begins[-1], dtype=torch.float32, device=device)
+    whole = torch.empty(sum(counts), dtype=torch.float32, device=weight.storage.device)
+    own = whole[:0]
     if counts[comm.rank]:
         assert master is not None, weight.name
-        parts[begins[comm.rank] : begins[comm.rank + 1]] = master.detach().reshape(-1)
-    comm.all_gather_(parts, counts)
-    whole = torch.empty_like(parts)
+        own = master.detach().reshape(-1).float()
+    parts = comm.all_gather_parts(own, counts)
     for rank, extent in weight.owners:
-        whole[extent.start : extent.end] = parts[begins[rank] : begins[rank + 1]]
+        whole[extent.start : extent.end] = parts[rank]
     return whole.view(weight.storage.shape)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import pickle
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -67,6 +67,16 @@ class Communicator(ABC):
             counts: the same on every rank; a count may be 0. None means equal parts, and then the
                 buffer's length is a multiple of ``size``.
         """
+
+    def all_gather_parts(self, own: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]:
+        """Return every rank's part, 1-D and contiguous, of ``counts[r]`` elements of rank r; this
+        rank's is ``own``. As :meth:`all_gather_`.
+        """
+        gathered = own.new_empty(sum(counts))
+        parts = list(gathered.split(list(counts)))
+        parts[self.rank].copy_(own)
+        self.all_gather_(gathered, counts)
+        return parts
 
     def start_all_gather_(self, buffer: torch.Tensor, counts: Parts = None) -> Wait:
         """Begin :meth:`all_gather_`; other collectives may follow before it is waited for.

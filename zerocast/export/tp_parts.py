@@ -101,10 +101,8 @@ def _gathered(
         for (storage, tp_shard) in parts.values()
         for piece in _pieces(storage, tp_shard.dim, 0, tp_shard.size)
     ]
-    data = torch.empty(sum(counts), dtype=torch.uint8, device=own[0].device)
-    data.split(counts)[comm.rank].copy_(torch.cat(own))
-    comm.all_gather_(data, counts)
-    for of_rank, received in zip(pieces, data.split(counts), strict=True):
+    gathered = comm.all_gather_parts(torch.cat(own), counts)
+    for of_rank, received in zip(pieces, gathered, strict=True):
         for piece, given in zip(
             of_rank, received.split([piece.nbytes for piece in of_rank]), strict=True
         ):

@@ -44,19 +44,6 @@ class Piece:
     comm: Communicator
 
 
-def pieces_of(
-    export: Export,
-    bucket: Sequence[Entry],
-    plan: ShardPlan | None,
-    tensors: Mapping[str, torch.Tensor],
-) -> list[Piece]:
-    """Return what this rank holds of the tensors of ``bucket``, of which ``plan`` has cast some; of
-    weights that tensor parallelism splits an equal share of the whole, which is in ``tensors``.
-    Collective only where a plain parameter is sharded otherwise than by rows.
-    """
-    return [piece for entry in bucket for piece in _pieces(export, entry, plan, tensors)]
-
-
 def refuse_parts(export: Export) -> None:
     """Raise :class:`UnsupportedError` on every rank where tensor parallelism splits a weight whose
     codes are sent.
@@ -89,30 +76,34 @@ def check_cuts(export: Export) -> None:
                 )
 
 
-def _pieces(
+def pieces_of(
     export: Export,
-    entry: Entry,
+    bucket: Sequence[Entry],
     plan: ShardPlan | None,
     tensors: Mapping[str, torch.Tensor],
 ) -> Iterator[Piece]:
-    if entry.tp_shard is not None:
-        for part in export.dialect.names:
-            name = entry.stored_name(part)
-            yield _share(name, tensors[name], export.comm)
-    elif plan is not None and entry.name in plan.storages:
-        assert entry.shard is not None
-        yield from _cast_pieces(export.dialect, entry, plan)
-    elif entry.recipe is not None:
-        held: Any = entry.tensor
-        check_tensor_scale(entry.name, export.dialect, held.quantized_storage)
-        for part, tensor in export.dialect.encode(held.quantized_storage).items():
-            yield _share(entry.stored_name(part), tensor, export.comm)
-    elif _is_cut_by_rows(entry.tensor):
-        rows = own_rows(entry.name, entry.tensor)
-        values = to_local(entry.tensor).detach().to(entry.dtype).contiguous().view(-1)
-        yield Piece(entry.stored, entry.tensor.shape, rows.extent.start, values, rows.comm)
-    else:
-        yield _share(entry.stored, whole(entry.tensor, entry.dtype), export.comm)
+    """Yield what this rank holds of the tensors of ``bucket``, of which ``plan`` has cast some; of
+    weights that tensor parallelism splits an equal share of the whole, which is in ``tensors``.
+    Collective only where a plain parameter is sharded otherwise than by rows.
+    """
+    for entry in bucket:
+        if entry.tp_shard is not None:
+            for part in export.dialect.names:
+                name = entry.stored_name(part)
+                yield _share(name, tensors[name], export.comm)
+        elif plan is not None and entry.name in plan.storages:
+            yield from _cast_pieces(export.dialect, entry, plan)
+        elif entry.recipe is not None:
+            held: Any = entry.tensor
+            check_tensor_scale(entry.name, export.dialect, held.quantized_storage)
+            for part, tensor in export.dialect.encode(held.quantized_storage).items():
+                yield _share(entry.stored_name(part), tensor, export.comm)
+        elif _is_cut_by_rows(entry.tensor):
+            rows = own_rows(entry.name, entry.tensor)
+            values = to_local(entry.tensor).detach().to(entry.dtype).contiguous().view(-1)
+            yield Piece(entry.stored, entry.tensor.shape, rows.extent.start, values, rows.comm)
+        else:
+            yield _share(entry.stored, whole(entry.tensor, entry.dtype), export.comm)
 
 
 def _is_cut_by_rows(tensor: torch.Tensor) -> bool:

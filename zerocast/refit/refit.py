@@ -7,7 +7,6 @@ compared with. Nothing else is kept, and no copy in high precision.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -215,7 +214,7 @@ class Refit:
         tensors: dict[str, torch.Tensor] = {}
         if any(entry.tp_shard is not None for entry in bucket):
             tensors = export.gather(bucket, plan)()
-        pieces = pieces_of(export, bucket, plan, tensors)
+        pieces = list(pieces_of(export, bucket, plan, tensors))
         names = {entry.stored_name(export.dialect.scales): entry.name for entry in bucket}
         with raising_together(export.comm):  # its owner alone knows the scale of a block
             check_finite({names[p.name]: p.values for p in pieces if p.name in names})
@@ -296,17 +295,12 @@ def _gathered(pieces: Sequence[Piece], own: Sequence[Segment]) -> list[list[Segm
         comm.all_gather_(described.view(-1))
         rows = described.tolist()
         counts = [sum(nbytes for *_, nbytes in of_rank) for of_rank in rows]
-        data = torch.empty(sum(counts), dtype=torch.uint8, device=device)
-        begin = sum(counts[: comm.rank])
-        mine = data[begin : begin + counts[comm.rank]]
-        mine.copy_(torch.cat([own[i].data for i in indices]))
-        comm.all_gather_(data, counts)
-        parts = iter(data.split([nbytes for of_rank in rows for *_, nbytes in of_rank]))
-        for of_rank, i in itertools.product(rows, range(len(indices))):
-            first, runs, count, _ = of_rank[i]
-            part = next(parts)
-            if count or not found[indices[i]]:
-                found[indices[i]].append(Segment(first, runs, count, part))
+        gathered = comm.all_gather_parts(torch.cat([own[i].data for i in indices]), counts)
+        for of_rank, data in zip(rows, gathered, strict=True):
+            parts = data.split([nbytes for *_, nbytes in of_rank])
+            for i, (first, runs, count, _), part in zip(indices, of_rank, parts, strict=True):
+                if count or not found[i]:
+                    found[i].append(Segment(first, runs, count, part))
     return found
 
 

@@ -19,7 +19,7 @@ from zerocast.arguments import (
 )
 from zerocast.backends import backend_for
 from zerocast.comm import Attempt
-from zerocast.errors import InputError, ZerocastError
+from zerocast.errors import InputError
 from zerocast.layout import BlockGrid, Extent, SharedBlocks, Source
 from zerocast.numerics import FourOverSixErrors, Masters, TensorOperand
 from zerocast.recipes import NOMINAL_DTYPES, Recipe, as_recipe, check_nominal, describe_recipe
@@ -82,27 +82,17 @@ def quantize(
             name=name,
             tp_shard=tp_shard,
         )
-    _raise_on_all_tp_shards(tp_shard, weight, attempt.error)
+    if isinstance(tp_shard, TensorParallelShard):  # all ranks that hold shards of it raise
+        line = ""
+        if weight is not None:
+            names = ", ".join(weight.quantized_storage.buffers)
+            line = f"{describe_recipe(weight.recipe)} {weight.dtype} with {names}"
+        tp_shard.check_group(line, attempt.error)
+    elif attempt.error is not None:
+        raise attempt.error
     assert weight is not None
     quantize_into(weight.quantized_storage, tensor)
     return weight
-
-
-def _raise_on_all_tp_shards(
-    tp_shard: TensorParallelShard | None,
-    weight: QuantizedTensor | None,
-    error: ZerocastError | None,
-) -> None:
-    """Raise on all ranks that hold shards of one weight what is wrong on any of them."""
-    if not isinstance(tp_shard, TensorParallelShard):
-        if error is not None:
-            raise error
-        return
-    line = ""
-    if weight is not None:
-        names = ", ".join(weight.quantized_storage.buffers)
-        line = f"{describe_recipe(weight.recipe)} {weight.dtype} with {names}"
-    tp_shard.check_group(line, error)
 
 
 def empty(
