@@ -20,6 +20,7 @@ from itertools import zip_longest
 import torch
 
 from zerocast.comm.communicator import Communicator
+from zerocast.comm.failure import name
 from zerocast.errors import InputError, RankMismatchError, ZerocastError
 
 _ERROR_VOTE = 2**31 - 1
@@ -182,6 +183,4 @@ def _known_type(error: ZerocastError) -> type[ZerocastError]:
 
 
 def _name(ranks: list[int], size: int) -> str:
-    if len(ranks) == size:
-        return "every rank"
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+    return "every rank" if len(ranks) == size else name(ranks)

@@ -84,11 +84,7 @@ def gather_operands(
 
 
 def exchange_operands(
-    output: torch.Tensor,
-    buffer: torch.Tensor,
-    received: Parts,
-    sent: Parts,
-    size: int,
+    output: torch.Tensor, buffer: torch.Tensor, received: Parts, sent: Parts, size: int
 ) -> tuple[torch.Tensor, torch.Tensor, list[int], list[int]]:
     """``output`` and ``buffer`` of an all-to-all as bytes, and how many of them each part has.
 

@@ -14,14 +14,14 @@ that reads it needs no copy of scales kept aside.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
 
-from zerocast.arguments import check_device, check_flag, check_tensor
+from zerocast.arguments import Device, check_device, check_flag, check_tensor
 from zerocast.backends import backend_for
 from zerocast.errors import InputError
 from zerocast.formats import ElementFormat
@@ -173,11 +173,7 @@ class Quantizer:
         self.rowwise, self.columnwise = rowwise, columnwise
 
     def make_empty(
-        self,
-        shape: torch.Size | tuple[int, ...],
-        *,
-        dtype: torch.dtype = torch.bfloat16,
-        device: torch.device | str | None = None,
+        self, shape: Sequence[int], *, dtype: torch.dtype = torch.bfloat16, device: Device = None
     ) -> QuantizedTensor:
         """An unfilled tensor such as :meth:`quantize` writes: nominal ``shape`` and ``dtype``.
 
@@ -280,7 +276,7 @@ class Quantizer:
             assert self.slot is not None
             self.slot.record(amax[-1:])
 
-    def _check(self, shape: torch.Size | tuple[int, ...], dtype: object) -> None:
+    def _check(self, shape: Sequence[int], dtype: object) -> None:
         check_nominal("what is quantized", dtype)
         if self.recipe.stack_of(shape):
             raise InputError(

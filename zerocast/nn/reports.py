@@ -18,7 +18,7 @@ from typing import Literal
 
 import torch
 
-from zerocast.arguments import check_device, check_dtype, check_integer, check_module
+from zerocast.arguments import Device, check_device, check_dtype, check_integer, check_module
 from zerocast.errors import InputError
 from zerocast.nn.autocast import get_default_recipe
 from zerocast.nn.engines import Engine, Product, Side, engine
@@ -223,7 +223,7 @@ def explain(
     recipe: Recipe | str | None = None,
     *,
     tokens: int = 4096,
-    device: torch.device | str | None = None,
+    device: Device = None,
     dtype: torch.dtype | None = None,
 ) -> Explanation:
     """Say who computes the products of the layers in ``model``, and why.
@@ -276,11 +276,7 @@ def _weights(module: QuantizedModule) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _engines(
-    weight: torch.Tensor,
-    recipe: Recipe,
-    tokens: int,
-    device: torch.device | str | None,
-    dtype: torch.dtype | None,
+    weight: torch.Tensor, recipe: Recipe, tokens: int, device: Device, dtype: torch.dtype | None
 ) -> Iterator[tuple[Product, Engine]]:
     """Who computes each product of a layer with this weight."""
     rows, cols = weight.shape

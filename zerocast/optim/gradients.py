@@ -28,17 +28,15 @@ from zerocast.comm.communicator import Wait
 from zerocast.errors import InputError
 from zerocast.optim.gradient_rounds import BUFFER_BYTES, Round, plan_rounds
 from zerocast.optim.shards import ShardedWeights
+from zerocast.recipes import NOMINAL_DTYPES
 
 NOTES = 4
 """Numbers of the caller's that travel with the gradients."""
 
-GRADIENT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-"""The dtypes in which gradients can be asked to travel."""
-
 
 def check_gradient_dtype(dtype: object) -> None:
     """Raise :class:`InputError` unless gradients can travel in ``dtype``, or it is None."""
-    if dtype is not None and dtype not in GRADIENT_DTYPES:
+    if dtype is not None and dtype not in NOMINAL_DTYPES:
         raise InputError(
             "gradient_dtype must be torch.bfloat16, torch.float16, torch.float32, or None for each "
             f"gradient's own, got {dtype!r}."

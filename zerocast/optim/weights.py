@@ -19,12 +19,9 @@ from zerocast.comm.agreement import check_same
 from zerocast.errors import InputError, RankMismatchError
 from zerocast.layout import Extent
 from zerocast.optim.param_groups import Groups, option_lines
-from zerocast.recipes import describe_recipe
+from zerocast.recipes import NOMINAL_DTYPES, describe_recipe
 from zerocast.tensors import QuantizedStorage, QuantizedTensor
 from zerocast.tensors.digest import digest, digests
-
-PLAIN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-"""The dtypes of weights that are not quantized."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +180,7 @@ def storage_kind(name: str, param: torch.Tensor) -> StorageKind:
         storage = param.quantized_storage
         check_castable(name, storage)
         return StorageKind(torch.uint8, param.recipe.numerics.fmt.bits, len(storage.gathered))
-    if param.dtype not in PLAIN_DTYPES:
+    if param.dtype not in NOMINAL_DTYPES:
         raise InputError(
             f"{name} must be a quantized weight, or plain bfloat16, float16 or float32, because "
             f"its master is FP32; got {param.dtype}."
