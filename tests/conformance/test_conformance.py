@@ -156,6 +156,12 @@ def test_what_is_none_of_the_changes_is_unexplained():
     (found,) = score(Package(name="planted", decodes=wrong), [pack])
     assert found.causes is None
     assert found.first == "decoded: values[1] is 0x3f800000 (1), required 0x3f000000 (0.5)"
+    wide = {"e2m1": lambda x: x.zero_()}  # and it writes to what it is given
+    (found,) = score(Package(name="planted", encodes=wide), [pack])
+    assert (found.different, found.causes) == (found.compared, None)
+    needed = "codes is torch.float32 [65536], required torch.uint8 [65536]"
+    assert found.first == f"every BF16 value: {needed}"
+    assert pack.digest() in SUMS.read_text()
 
 
 def test_the_command(tmp_path, capsys, monkeypatch):

@@ -105,7 +105,10 @@ def causes(pack: Pack, given: Mapping[str, Sequence[torch.Tensor]]) -> dict[str,
     changes: Changes = frozenset()
     unexplained = left(changes)
     while unexplained:  # add what explains most
-        rest, best = min((left(changes | {each}), each) for each in known if each not in changes)
+        others = [each for each in known if each not in changes]
+        rest, best = min(
+            ((left(changes | {each}), each) for each in others), default=(unexplained, "")
+        )
         if rest >= unexplained:
             return None
         unexplained, changes = rest, changes | {best}

@@ -37,7 +37,7 @@ class Package:
     Attributes:
         name: what it is called; of a distribution, whose version is reported.
         encodes: by the name of a format: FP32 values [n] -> their codes [n], uint8.
-        decodes: by the name of a format: codes [n], uint8 -> their values [n].
+        decodes: by the name of a format: codes [n], uint8 -> their values [n], FP32.
         writes: by the name of a dialect: a weight [M, K], FP32 whose values BF16 holds, -> the
             tensors of the dialect, in its order. It raises for what the package does not quantize.
         gathers: by the name of a dialect: such a weight, and where the shards of ranks begin and

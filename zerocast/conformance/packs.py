@@ -173,8 +173,8 @@ def differing(given: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     """Return which bytes of ``expected`` are others in ``given``: bool [bytes]; all where these are
     more or fewer. Of values, one NaN is as good as another.
     """
-    if expected.dtype == torch.float32 and given.shape == expected.shape:
-        given = torch.where(given.isnan() & expected.isnan(), expected, given.float())
+    if given.dtype == expected.dtype == torch.float32 and given.shape == expected.shape:
+        given = torch.where(given.isnan() & expected.isnan(), expected, given)
     theirs, ours = raw(given), raw(expected)
     return ours != theirs if len(ours) == len(theirs) else torch.ones_like(ours, dtype=torch.bool)
 

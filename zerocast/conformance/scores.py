@@ -69,7 +69,8 @@ def _made(package: Package, pack: Pack, case: Case) -> Tensors | None:
         table = package.gathers
     if pack.subject not in table:
         return None
-    given = case.input if case.name == DECODED else case.input.float()
+    dtype = torch.uint8 if case.name == DECODED else torch.float32
+    given = case.input.to(dtype, copy=True)  # which the package may write to
     made = table[pack.subject](given, *([case.cuts] if case.cuts else []))
     if pack.level == "values":
         return dict.fromkeys(case.expected, made)
@@ -102,7 +103,8 @@ def _compared(pack: Pack, made: Mapping[str, Tensors], refused: Mapping[str, str
 
 def _at(wrong: torch.Tensor, given: torch.Tensor, expected: torch.Tensor) -> str:
     if raw(given).numel() != raw(expected).numel():
-        return f" has the shape {list(given.shape)}, required {list(expected.shape)}"
+        found, required = (f"{each.dtype} {list(each.shape)}" for each in (given, expected))
+        return f" is {found}, required {required}"
     size = expected.element_size()
     place = int(wrong.nonzero()[0]) // size
     index = [int(i) for i in torch.unravel_index(torch.tensor(place), expected.shape)]
