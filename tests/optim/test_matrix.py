@@ -253,4 +253,4 @@ def test_an_optimizer_that_couples_matrices_is_refused() -> None:
             run_in_process(2, lambda comm, arguments=arguments: make(comm, *arguments))
         )
     wrong = run_in_process(2, lambda comm: make(comm, torch.optim.SGD, 8, shard="rows"))
-    assert 'shard must be "element" or "matrix", got \'rows\'' in one_message(wrong)
+    assert "shard must be 'element' or 'matrix', got 'rows'" in one_message(wrong)

@@ -28,7 +28,7 @@ from typing import Literal
 
 import torch
 
-from zerocast.arguments import check_tensor, shown
+from zerocast.arguments import check_choice, check_tensor, shown
 from zerocast.errors import InputError
 from zerocast.nn.engines import Product
 from zerocast.nn.fused import Result, apply_fused, check_quantizer, plain
@@ -66,8 +66,7 @@ def gelu(
     Raises:
         InputError: for another dtype, or a shape that the quantizer's recipe does not hold.
     """
-    if approximate not in ("none", "tanh"):
-        raise InputError(f"approximate must be 'none' or 'tanh', got {approximate!r}.")
+    check_choice("approximate", approximate, ("none", "tanh"))
     function: Literal["gelu", "gelu_tanh"] = "gelu" if approximate == "none" else "gelu_tanh"
     return apply_fused(FusedOp(function), x, quantizer, output=output).result
 

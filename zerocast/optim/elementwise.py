@@ -24,6 +24,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from zerocast.arguments import check_choice
 from zerocast.errors import InputError, UnsupportedError
 from zerocast.optim.inner import has_modes
 
@@ -77,8 +78,7 @@ def check_shardable(
             that can be neither divided nor saved: other than FP32 in the master's shape (of any
             shape, of whole matrices), and numbers, of each parameter.
     """
-    if shard not in ("element", "matrix"):
-        raise InputError(f'shard must be "element" or "matrix", got {shard!r}.')
+    check_choice("shard", shard, ("element", "matrix"))
     if not (
         isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)
     ):
