@@ -12,6 +12,8 @@ static unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
     return made;
 }
 
+#include <stdlib.h>
+
 #include "cpu/scale_rows.h"
 #include "cpu/strips.h"
 #include "cuda/planes.h"
@@ -49,7 +51,7 @@ ANSWER in_whole(const i64* in, i64* out) {
 ANSWER strips(const i64* in, i64* out) {
     i64* to = out;
     for_each_strip(
-        grid_of(in), Region{in[4], in[5], in[6], in[7]},
+        grid_of(in), in[7] ? Region{in[4], in[5], in[6], in[7]} : Region{in[4], in[5]},
         [&](const Strip& s) { to += put(to, 0, s.first_block, s.blocks, s.col, s.col_end); },
         [&](const Strip&, const Panel& p) { to += put(to, 1, p.element, p.col, p.count, p.rows); },
         [&](const Strip& s) { to += put(to, 2, s.first_block, 0, 0, 0); }, in[8]);
@@ -97,22 +99,25 @@ static i64 stored(const i64* in, i64* out) {
     for (i64 i = 0; i < size; i++) entries[i] = 111;
     ScalePlane plane = plane_of(in, entries + GUARD);
     i64 cut = in[14], blocks_h = plane.grid.blocks_h();
-    if (in[13]) {  // by the CPU's loops, in two pieces
+    if (in[13] == 0) {  // by the CPU's loops, in two pieces
         auto make = [&](i64 i, Stored* to) {
             for (i64 b = 0; b < blocks_w; b++) to[b] = (i * blocks_w + b) % 97 + 1;
         };
         store_rows<Stored>(plane, 0, cut, make);
         store_rows<Stored>(plane, cut, blocks_h, make);
         pad_rows<Stored>(plane);
-    } else {  // by the threads of a CUDA kernel, tile by tile
-        i64 down = in[6] ? 1 : blocks_w, right = in[6] ? blocks_w : 1;
+    } else {  // by the threads of a CUDA kernel, forwards or backwards, tile by tile
         auto at = [&](i64 i, i64 j) {
-            i64 scale = (i * down + j * right) % 97 + 1;
+            i64 row = in[6] ? j : i, col = in[6] ? i : j;
+            if (row >= blocks_h || col >= blocks_w) abort();  // no such block
+            i64 scale = (row * blocks_w + col) % 97 + 1;
             return sizeof(Stored) == 1 ? (i32)scale : Scalar::bits((float)scale);
         };
         for (i64 t = 0; t < cut; t++)
-            for (threadIdx.x = 0; threadIdx.x < THREADS; threadIdx.x++)
+            for (int i = 0; i < THREADS; i++) {
+                threadIdx.x = in[13] == 1 ? i : THREADS - 1 - i;
                 store_scales<Stored, 64, THREADS>(plane, ((const PlaneTile*)(in + 15))[t], at);
+            }
     }
     for (i64 i = 0; i < size; i++) out[i] = entries[i];
     return size;

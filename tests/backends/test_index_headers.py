@@ -33,8 +33,10 @@ def ask(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., np.ndarray]:
         pytest.skip("needs g++")
     library = tmp_path_factory.mktemp("index") / "headers.so"
     source = str(__file__).replace("test_index_headers.py", "index_headers.cpp")
-    flags = ["-O0", "-std=c++17", "-fPIC", "-shared", "-w", *(f"-I{root}" for root in ROOTS)]
-    done = subprocess.run(["g++", *flags, source, "-o", library], capture_output=True, text=True)
+    # Without intrinsics, whose headers take four times as long to compile as all the rest.
+    flags = ["-O0", "-U__SSE2__", "-std=c++17", "-fPIC", "-shared", "-w"]
+    command = ["g++", *flags, *(f"-I{root}" for root in ROOTS), source, "-o", str(library)]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, f"it does not compile: {done.stderr}"
     functions, answer = ctypes.CDLL(str(library)), np.empty(1 << 18, np.int64)
 
@@ -111,7 +113,7 @@ def test_strips_visit_each_element_once_in_its_block(ask) -> None:
     cuts = ((g, a, b) for g in GRIDS[:40] for a in range(g.numel) for b in (a + 1, g.numel))
     for grid, extent in [*((g, Extent(*cut)) for g, *cut in cuts), *drawn_grids(1, 150)]:
         ends = sorted(rng.sample(range(grid.blocks_w + 1), 2)) if rng.random() < 0.5 else [0, 0]
-        col, col_end = (end * grid.block_w for end in ends) if ends[1] else (0, 2**62)
+        col, col_end = (end * grid.block_w for end in ends)
         across = rng.choice([1, 2, 7, 512])
         calls = ask("strips", *numbers_of(grid), extent.start, extent.end, col, col_end, across)
         found: list[tuple[int, int]] = []
@@ -135,7 +137,8 @@ def test_strips_visit_each_element_once_in_its_block(ask) -> None:
                 assert strip[0] == fields[0]
                 strip = None
         assert strip is None
-        asked = [e for e in range(extent.start, extent.end) if col <= e % grid.cols < col_end]
+        last = col_end or grid.cols  # 0: no columns are named
+        asked = [e for e in range(extent.start, extent.end) if col <= e % grid.cols < last]
         assert sorted(found) == [(e, grid.block_of(e)) for e in asked], (grid, extent, across)
 
 
@@ -184,8 +187,8 @@ def test_threads_share_no_block_and_no_byte(ask) -> None:
             ).tolist()
             assert (begin, stop) == (start, end)
             heights = [rowwise[0], columnwise[0]] if has_second else [rowwise[0]]
-            assert all(height % (h * cols) == 0 for h in heights)
-            assert height <= heights[0] * heights[-1] * cols
+            most, least = max(heights), min(heights)
+            assert height == cols * (most if most % least == 0 else most * least)
             several = has_second or grids[0].num_blocks > 1
             assert between == (several and (end - start) // height >= 4 * threads)
             assert granule == (height * (1 + height % 2) if between else 128)
@@ -228,9 +231,9 @@ def test_stored_scales_stand_where_the_layout_says(ask) -> None:
         function, *cut = scale_cut(0, layout, tiling.SCALES)
         tiles = function([0], *([each] for each in cut)).flatten().tolist()
         fields = [*fields_of(layout)[:-1], padding, itemsize]
-        ways = [("cuda", [0, len(tiles) // 4, *tiles])]
+        ways = [("cuda", [order, len(tiles) // 4, *tiles]) for order in (1, 2)]
         if not layout.transposed:
-            ways.append(("cpu", [1, grid.blocks_h // 3]))
+            ways.append(("cpu", [0, grid.blocks_h // 3]))
         for way, more in ways:
             stored = ask("stored_scales", *fields, *more)
             assert (stored[:4] == 111).all(), (way, layout)

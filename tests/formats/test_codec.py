@@ -11,7 +11,16 @@ import torch
 
 from tests.support.same_bytes import assert_same_codes
 from tests.support.values import every_bf16
-from zerocast.formats import E2M1, E4M3, E5M2, ELEMENT_FORMATS, ElementFormat, decode, encode
+from zerocast.formats import (
+    E2M1,
+    E4M3,
+    E5M2,
+    ELEMENT_FORMATS,
+    FLT_MAX,
+    ElementFormat,
+    decode,
+    encode,
+)
 
 FORMATS = pytest.mark.parametrize("fmt", [E2M1, E4M3, E5M2], ids=lambda f: f.name)
 FLOAT8 = pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda f: f.name)
@@ -107,7 +116,9 @@ def test_the_table_of_formats_is_that_of_ml_dtypes(fmt):
     assert (fmt.max, fmt.min_normal, fmt.subnormal_step, fmt.bits) == (
         float(info.max), float(info.smallest_normal), float(info.smallest_subnormal), info.bits
     )  # fmt: skip
+    assert 2.0**fmt.max_exponent <= fmt.max < 2.0 ** (fmt.max_exponent + 1)
     assert ELEMENT_FORMATS[fmt.name] is fmt
+    assert torch.finfo(torch.float32).max == FLT_MAX
 
 
 @FORMATS

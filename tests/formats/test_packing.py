@@ -27,6 +27,8 @@ def test_byte_span_of_every_small_range():
                 assert list(range(first, last)) == sorted(
                     {i // per_byte for i in range(start, end)}
                 ), (start, end)
+            byte = start // per_byte  # of no element: empty, where the next one would be
+            assert byte_span(fmt, start, start) == (byte, byte)
 
 
 @PROPERTY

@@ -42,7 +42,20 @@ def test_kept_blocks_follow_the_shard():
     grid = BlockGrid(1000, 64, 16, 16)
     assert grid.touched(Extent(40 * 64 + 5, 69 * 64 + 1)) == range(2 * 4, 6 * 4)
     assert grid.touched(Extent(990 * 64, 1000 * 64)) == range(60 * 4, 63 * 4)
-    assert grid.touched(Extent(0, 0)) == range(0)
+    for nothing in (Extent(0, 0), Extent(700, 700)):
+        assert grid.touched(nothing) == range(0)
+        assert BlockGrid(0, 64, 16, 16).touched(nothing) == range(0)
+        assert BlockGrid(5, 0, 16, 16).touched(nothing) == range(0)
+
+
+def test_a_matrix_without_elements_has_the_blocks_that_are_as_high_or_wide():
+    """One along a side whose blocks are the side, of no rows or columns; else none."""
+    sides = {(0, 16): 0, (0, 0): 1, (5, 16): 1, (5, 2): 3}
+    for (rows, block_h), (cols, block_w) in product(sides, sides):
+        grid = BlockGrid(rows, cols, block_h, block_w)
+        counts = sides[rows, block_h], sides[cols, block_w]
+        assert (grid.blocks_h, grid.blocks_w) == counts, grid
+        assert grid.num_blocks == counts[0] * counts[1], grid
 
 
 @PROPERTY
@@ -129,7 +142,10 @@ def test_one_block_needs_one_amax_and_many_need_one_more():
 )
 def test_the_shape_of_a_scale_plane(layout, rows_cols, shape):
     """A scale is repeated on the rows (NVFP4) or columns that exist, or has one of its own; then
-    the plane is turned, where it is, and padded.
+    the plane is turned, where it is, and padded. By the transposed blocks it is stored alike.
     """
     assert (layout.rows, layout.cols) == rows_cols
     assert layout.shape == shape
+    other = layout.of_transposed()
+    assert other.of_transposed() == layout
+    assert (other.rows, other.cols, other.shape) == (*rows_cols[::-1], shape)

@@ -5,7 +5,7 @@ from itertools import combinations_with_replacement, product
 import pytest
 import torch
 
-from zerocast.layout import Extent, chunk
+from zerocast.layout import NOTHING, Extent, chunk
 
 SMALL = [Extent(a, b) for a, b in combinations_with_replacement(range(7), 2)]
 
@@ -62,3 +62,8 @@ def test_chunks_are_those_of_torch(size):
         ours = [chunk(length, rank, size) for rank in range(size)]
         assert [sorted(members(e)) for e in ours if e] == pieces
         assert all(e == Extent(length, length) for e in ours[len(pieces) :])
+
+
+def test_nothing_has_no_element():
+    """And begins where everything does."""
+    assert (NOTHING.start, NOTHING.end, NOTHING.size, bool(NOTHING)) == (0, 0, 0, False)

@@ -30,6 +30,19 @@ def test_the_shards_partition_every_weight(layout):
             assert list(range(shard.start, shard.end)) == owned
 
 
+@settings(PROPERTY, max_examples=30)
+@given(LAYOUTS, st.data())
+def test_an_extent_of_the_buffer_has_the_owners_of_its_elements(layout, data):
+    """Ascending, each with its own; an empty extent has none, wherever it stands."""
+    start = data.draw(st.integers(0, layout.numel))
+    extent = Extent(start, data.draw(st.integers(start, layout.numel)))
+    found = layout.owners(extent)
+    assert all(owned for _, owned in found)
+    assert [rank for rank, _ in found] == sorted({rank for rank, _ in found})
+    owned = [(rank, e) for rank, own in found for e in range(own.start, own.end)]
+    assert owned == [(e // layout.rank_numel, e) for e in range(extent.start, extent.end)]
+
+
 @PROPERTY
 @given(LAYOUTS)
 def test_weights_lie_end_to_end(layout):

@@ -52,3 +52,4 @@ def test_shards_are_found_by_weight_and_by_rank():
             if e
         ]
         assert owners.by_rank() == expected
+        assert len(owners) == len(expected)

@@ -61,15 +61,17 @@ def owners_of_blocks(grid: BlockGrid, extents: list[Extent]) -> dict[int, set[in
 
 
 def test_every_cut_block_has_one_entry_which_all_of_its_owners_know():
-    """Of 60 random partitions of weights over 1 to 9 ranks, some of them of two planes: by counting
-    owners.
+    """Of 60 random partitions of weights over 1 to 9 ranks, some of them of two planes, one of them
+    without elements: by counting owners.
     """
     rng = random.Random(0)
-    planes = [*enumerate(GRIDS), (2, BlockGrid(5, 7, 1, 4)), (3, BlockGrid(8, 16, 8, 1))]
-    planes.sort(key=lambda plane: plane[0])
+    all_planes = [*enumerate(GRIDS), (2, BlockGrid(5, 7, 1, 4)), (3, BlockGrid(8, 16, 8, 1)),
+                  (len(GRIDS), BlockGrid(0, 4, 1, 2))]  # fmt: skip
     for _ in range(60):
         size = rng.randint(1, 9)
+        planes = sorted(rng.sample(all_planes, rng.randint(1, 8)), key=lambda plane: plane[0])
         drawn = [draw_partition(grid.numel, size, rng) for grid in GRIDS]
+        drawn.append([Extent(0, 0)] * size)
         pairs = [[[e.start, e.end] for e in of_rank] for of_rank in zip(*drawn, strict=True)]
         cut = CutBlocks(planes, Owners.of_extents(torch.tensor(pairs)))
         owners = [owners_of_blocks(grid, drawn[weight]) for weight, grid in planes]

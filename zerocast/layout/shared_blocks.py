@@ -35,7 +35,7 @@ class SharedBlocks:
     @classmethod
     def of(cls, grid: BlockGrid, extents: Iterable[Extent]) -> SharedBlocks:
         """The cuts that the shards ``extents``, which cover the weight, make."""
-        bounds = {bound for e in extents if e for bound in (e.start, e.end)} - {0, grid.numel}
+        bounds = {bound for e in extents if e for bound in (e.start, e.end)} - {grid.numel}
         rows = {bound // grid.cols // grid.block_h for bound in bounds
                 if bound % (grid.cols * grid.block_h)}  # fmt: skip
         segments = {bound - bound % grid.cols % grid.block_w for bound in bounds
@@ -79,11 +79,11 @@ class CutBlocks:
         end = torch.where(above == 0, -(-col // block_w), blocks_w)
         first = self._firsts[plane] + row // block_h * blocks_w
         self._start, self._end = first + start, first + torch.maximum(start, end)
-        # Of the blocks that several boundaries cut, the first one has the entries.
-        reached = self._end.cummax(0).values.roll(1)
+        # Of the blocks that several boundaries cut, the first one has the entries: ends ascend.
+        reached = self._end.roll(1)
         reached[:1] = 0
         begin = torch.maximum(self._start, reached)
-        counts = (self._end - begin).clamp(min=0)
+        counts = self._end - begin
         entries = counts.cumsum(0) - counts
         self._begin, self._entry = begin[counts > 0], entries[counts > 0]
         self.count = int(counts.sum())
