@@ -268,7 +268,7 @@ def test_a_fault_between_ranks_stops_training_and_loses_nothing(
             step(number)
         with average.in_weights():
             pass
-        gather = optimizer._shards.all_gather
+        gather = optimizer._publication._all_gather
         if comm.rank == 1:
 
             def faulty():
@@ -276,12 +276,12 @@ def test_a_fault_between_ranks_stops_training_and_loses_nothing(
                 optimizer._shards.wait()
                 params[2].quantized_storage.buffers["rowwise_data"][0, 3] ^= 0x40
 
-            optimizer._shards.all_gather = faulty
+            optimizer._publication._all_gather = faulty
         if overlap:
             step(3)
         with pytest.raises(zerocast.VerificationError, match="rank 1 holds") as caught:
             step(4)
-        optimizer._shards.all_gather = gather
+        optimizer._publication._all_gather = gather
         optimizer.load_state_dict(optimizer.state_dict())
         zerocast.verify(params, comm)
         step(5)

@@ -85,6 +85,10 @@ class PendingAllGather:
         if self._captured:
             self.wait()
 
+    def fail(self, error: Exception) -> None:
+        """Let every use raise ``error``, which came before a gather could begin."""
+        self.under_way, self._failure = True, error
+
     def wait(self) -> None:
         """Return when the codes are here and what is derived from them is rebuilt.
 

@@ -122,12 +122,19 @@ class Publication:
         self._plan.steps["compute_scale"]()
 
     def _all_gather(self) -> None:
-        if not self._shards.overlaps:
-            self._shards.all_gather()
+        self._shards.all_gather()
         if self._plan is not None:
             self._plan.end_writing(_GATHER)
-        if self._shards.overlaps:  # what fails of it, every use of a weight raises
-            self._shards.all_gather()
+        # What fails of these, every use of a weight raises, also of one that comes after it.
+        late = iter([bucket for bucket in self._shards.buckets if bucket.pending is not None])
+        try:
+            for bucket in late:
+                bucket.all_gather(self._shards.comm)
+        except Exception as error:
+            for bucket in late:
+                assert bucket.pending is not None
+                bucket.pending.fail(error)
+            raise
 
     def fail(self, error: ZerocastError | None) -> None:
         """Let the phases raise ``error``, where there is one on this rank, on all ranks that can

@@ -236,9 +236,10 @@ class ShardedWeights:
                 bucket.store(self.comm.rank, columns)
 
     def all_gather(self) -> None:
-        """Gather every bucket."""
+        """Gather every bucket that no use of a weight waits for."""
         for bucket in self.buckets:
-            bucket.all_gather(self.comm)
+            if bucket.pending is None:
+                bucket.all_gather(self.comm)
 
     def wait(self) -> None:
         """Return when every weight is gathered."""
