@@ -224,13 +224,16 @@ def _run_mpi(cells: list[str], patience: float) -> Iterator[tuple[str, Outcome]]
     )
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         command = [mpiexec, "-n", str(RANKS), sys.executable, str(main), "--mpi-rank", folder]
-        job, status = "", 0
+        job, status, said = "", 0, b""
         with suppress(subprocess.TimeoutExpired):
-            status = subprocess.run(
+            done = subprocess.run(
                 [*command, *cells], timeout=patience + 10 * len(cells), capture_output=True,
-                check=False,
-            ).returncode  # fmt: skip
+                stdin=subprocess.DEVNULL, check=False,
+            )  # fmt: skip
+            status, said = done.returncode, done.stderr
             job = f"MPI ended the whole job (status {status})"
+        if not any(_read(Path(folder, _slug(cell))) for cell in cells):  # it did not even begin
+            sys.stderr.write(said.decode(errors="replace")[-2000:])
         for cell in cells:
             yield cell, Outcome(_read(Path(folder, _slug(cell))), bool(job), job, status != 0)
 
