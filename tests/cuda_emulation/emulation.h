@@ -8,14 +8,23 @@
 //
 // It reports a barrier that only some threads reach, threads that wait at different barriers, a
 // warp function whose mask lacks the caller or differs between lanes, and a stack that overflowed.
-// Shared memory holds rubbish when a block starts. NOT here: anything about time, races of single
-// instructions, inline PTX. x86-64 only.
+// Shared memory holds rubbish when a block starts. Compiled for the thread sanitizer, each fiber is
+// a thread to it: accesses by two threads of a block that no barrier orders are a race, in whatever
+// order they ran. NOT here: anything about time, races between blocks, inline PTX. x86-64 only.
 #pragma once
 
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#if defined(__SANITIZE_THREAD__)
+#include <sanitizer/tsan_interface.h>
+#define EMULATION_WATCHED 1
+#define UNWATCHED __attribute__((no_sanitize("thread")))
+#else
+#define EMULATION_WATCHED 0
+#define UNWATCHED
+#endif
 
 // --- the language ---
 
@@ -54,10 +63,12 @@ struct Fiber {
     int line;       // of the barrier or warp function that it waits in
     unsigned mask;  // of the warp function
     int value;      // what it gave to it
+    void* watched;  // what the thread sanitizer knows it by
 };
 
 struct Warp {
     int values[WARP];  // of the last warp function that all lanes of its mask have reached
+    char order;
 };
 
 static Fiber fibers[MAX_THREADS];
@@ -75,6 +86,31 @@ static u64 arguments[MAX_WORDS + MAX_FIELDS];
 static int argument_words;
 static void* kernel;
 static u64 random_state;
+
+// --- what the thread sanitizer is told; nothing of the emulation itself is watched ---
+
+static void* watched_scheduler;
+static char block_order;
+
+// Goes on as another fiber, which orders nothing.
+static inline UNWATCHED void watch(void* other) {
+#if EMULATION_WATCHED
+    __tsan_switch_to_fiber(other, __tsan_switch_to_fiber_no_sync);
+#endif
+}
+
+// What came before comes before all that others do once they have come after the same `order`.
+static inline UNWATCHED void come_before(char* order) {
+#if EMULATION_WATCHED
+    __tsan_release(order);
+#endif
+}
+
+static inline UNWATCHED void come_after(char* order) {
+#if EMULATION_WATCHED
+    __tsan_acquire(order);
+#endif
+}
 
 // Saves the registers that a call must keep, and goes on where `to` saved its own.
 extern "C" void emulation_switch(void** save, void* to) __attribute__((visibility("hidden")));
@@ -102,10 +138,13 @@ emulation_switch:
     .size emulation_switch, .-emulation_switch
 )");
 
-static void yield() { emulation_switch(&current->stack_pointer, scheduler); }
+UNWATCHED static void yield() {
+    watch(watched_scheduler);
+    emulation_switch(&current->stack_pointer, scheduler);
+}
 
 // The whole launch ends: the fibers are left where they are, having nothing to clean up.
-[[noreturn]] static void end_launch() {
+[[noreturn]] UNWATCHED static void end_launch() {
     for (;;) yield();
 }
 
@@ -114,7 +153,7 @@ static void report(const char* format, Values... values) {
     if (!*error) snprintf(error, error_size, format, values...);
 }
 
-static void fiber_main() {
+UNWATCHED static void fiber_main() {
     // Six words are passed in registers and a large struct on the stack: a kernel that takes fewer
     // words, and a smaller struct or none, finds its own there, too.
     struct Struct {
@@ -125,10 +164,11 @@ static void fiber_main() {
     auto function = (void (*)(u64, u64, u64, u64, u64, u64, Struct))kernel;
     function(a[0], a[1], a[2], a[3], a[4], a[5], *(const Struct*)(a + argument_words));
     current->state = ENDED;
+    come_before(&block_order);
     end_launch();
 }
 
-static u64 random_below(u64 n) {
+UNWATCHED static u64 random_below(u64 n) {
     random_state ^= random_state << 13;
     random_state ^= random_state >> 7;
     random_state ^= random_state << 17;
@@ -137,7 +177,7 @@ static u64 random_below(u64 n) {
 
 enum Order { FORWARD, REVERSE, RANDOM };
 
-static void fill_order(unsigned* order, unsigned n, int how) {
+UNWATCHED static void fill_order(unsigned* order, unsigned n, int how) {
     for (unsigned i = 0; i < n; i++) order[i] = how == REVERSE ? n - 1 - i : i;
     for (unsigned i = n; how == RANDOM && i > 1; i--) {
         unsigned j = (unsigned)random_below(i), held = order[i - 1];
@@ -146,7 +186,7 @@ static void fill_order(unsigned* order, unsigned n, int how) {
     }
 }
 
-static void start_fiber(unsigned thread) {
+UNWATCHED static void start_fiber(unsigned thread) {
     Fiber& fiber = fibers[thread];
     fiber = Fiber{};
     fiber.index.x = thread;
@@ -155,10 +195,13 @@ static void start_fiber(unsigned thread) {
     auto top = (u64*)(bottom + STACK);
     top[-2] = (u64)&fiber_main;  // what `ret` takes; the stack is then as after a call
     fiber.stack_pointer = top - 2 - 6;
+#if EMULATION_WATCHED
+    fiber.watched = __tsan_create_fiber(0);
+#endif
 }
 
 // Once no thread is ready: lets all pass the barrier that they wait at, or says why not.
-static bool pass_barrier(unsigned threads) {
+UNWATCHED static bool pass_barrier(unsigned threads) {
     for (unsigned t = 0; t < threads; t++) {
         const Fiber &fiber = fibers[t], &first = fibers[0];
         if (fiber.state == IN_WARP) {
@@ -186,7 +229,7 @@ static bool pass_barrier(unsigned threads) {
 
 // The first ready thread of the order runs next, so that a warp goes on as far as no barrier stops
 // it; in random order all threads take turns.
-static bool run_block(unsigned threads, int how) {
+UNWATCHED static bool run_block(unsigned threads, int how) {
     static unsigned order[MAX_THREADS];
     for (unsigned t = 0; t < threads; t++) start_fiber(t);
     for (;;) {
@@ -196,6 +239,7 @@ static bool run_block(unsigned threads, int how) {
             Fiber& fiber = fibers[order[i]];
             if (fiber.state == READY) {
                 current = &fiber;
+                watch(fiber.watched);
                 emulation_switch(&scheduler, fiber.stack_pointer);
                 ran = true;
                 if (*error) return false;
@@ -211,7 +255,11 @@ static bool run_block(unsigned threads, int how) {
         if (ended) break;
         if (!ran && !pass_barrier(threads)) return false;
     }
+    come_after(&block_order);
     for (unsigned t = 0; t < threads; t++) {
+#if EMULATION_WATCHED
+        __tsan_destroy_fiber(fibers[t].watched);
+#endif
         if (memcmp(stacks + t * STACK, &CANARY, sizeof CANARY)) {
             report("block %u: the stack of thread %u overflowed", block_index.x, t);
         }
@@ -221,14 +269,16 @@ static bool run_block(unsigned threads, int how) {
 
 // --- what kernels call ---
 
-static void barrier(int line) {
+UNWATCHED static void barrier(int line) {
     current->state = IN_BLOCK;
     current->line = line;
+    come_before(&block_order);
     yield();
+    come_after(&block_order);
 }
 
 // Waits until all lanes of mask have given a value; then they are in the warp's values.
-static const int* exchange(unsigned mask, int value, int line) {
+UNWATCHED static const int* exchange(unsigned mask, int value, int line) {
     unsigned thread = current->index.x, lane = thread % WARP;
     Warp& warp = warps[thread / WARP];
     Fiber* lanes = fibers + thread / WARP * WARP;
@@ -278,11 +328,16 @@ static const int* exchange(unsigned mask, int value, int line) {
 #define gridDim (emulation::grid_size)
 #define __syncthreads() emulation::barrier(__LINE__)
 
-static inline void __syncwarp(unsigned mask = 0xFFFFFFFFu, int line = __builtin_LINE()) {
+// The only warp function that orders what threads read and write.
+UNWATCHED static inline void __syncwarp(unsigned mask = 0xFFFFFFFFu, int line = __builtin_LINE()) {
+    char* order = &emulation::warps[threadIdx.x / emulation::WARP].order;
+    emulation::come_before(order);
     emulation::exchange(mask, 0, line);
+    emulation::come_after(order);
 }
 
-static inline int __reduce_max_sync(unsigned mask, int value, int line = __builtin_LINE()) {
+UNWATCHED static inline int __reduce_max_sync(unsigned mask, int value,
+                                              int line = __builtin_LINE()) {
     const int* values = emulation::exchange(mask, value, line);
     int largest = value;
     for (int i = 0; i < emulation::WARP; i++) {
@@ -291,13 +346,13 @@ static inline int __reduce_max_sync(unsigned mask, int value, int line = __built
     return largest;
 }
 
-static inline int __shfl_xor_sync(unsigned mask, int value, int lane_mask,
-                                  int line = __builtin_LINE()) {
+UNWATCHED static inline int __shfl_xor_sync(unsigned mask, int value, int lane_mask,
+                                            int line = __builtin_LINE()) {
     return emulation::exchange(mask, value, line)[(threadIdx.x % emulation::WARP) ^ lane_mask];
 }
 
-static inline float __shfl_sync(unsigned mask, float value, int lane, int width,
-                                int line = __builtin_LINE()) {
+UNWATCHED static inline float __shfl_sync(unsigned mask, float value, int lane, int width,
+                                          int line = __builtin_LINE()) {
     int bits;
     memcpy(&bits, &value, sizeof bits);
     unsigned first = threadIdx.x % emulation::WARP / width * width;
@@ -307,15 +362,13 @@ static inline float __shfl_sync(unsigned mask, float value, int lane, int width,
 }
 
 static inline int atomicMax(int* at, int value) {
-    int old = *at;
-    if (value > old) *at = value;
+    int old = __atomic_load_n(at, __ATOMIC_RELAXED);
+    if (value > old) __atomic_store_n(at, value, __ATOMIC_RELAXED);
     return old;
 }
 
 static inline unsigned long long atomicAdd(unsigned long long* at, unsigned long long value) {
-    unsigned long long old = *at;
-    *at += value;
-    return old;
+    return __atomic_fetch_add(at, value, __ATOMIC_RELAXED);
 }
 
 static inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
@@ -334,9 +387,9 @@ extern unsigned char __stop_emulated_shared[] __attribute__((weak, visibility("h
 
 // values: `words` arguments of 64 bits, and after them the `fields` of a struct, or none. Returns
 // 0, or 1 with a message in `message`.
-int emulation_launch(void* function, unsigned grid, unsigned threads, const void* values, int words,
-                     int fields, int order, unsigned long long seed, char* message,
-                     size_t message_size) {
+UNWATCHED int emulation_launch(void* function, unsigned grid, unsigned threads, const void* values,
+                               int words, int fields, int order, unsigned long long seed,
+                               char* message, size_t message_size) {
     using namespace emulation;
     static unsigned* blocks;
     error = message;
@@ -352,6 +405,9 @@ int emulation_launch(void* function, unsigned grid, unsigned threads, const void
     argument_words = words;
     memcpy(arguments, values, (words + fields) * sizeof(u64));
     random_state = seed * 2 + 1;
+#if EMULATION_WATCHED
+    watched_scheduler = __tsan_get_current_fiber();
+#endif
     block_size = {threads, 1, 1};
     grid_size = {grid, 1, 1};
     blocks = (unsigned*)realloc(blocks, grid * sizeof *blocks);

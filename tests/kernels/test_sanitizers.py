@@ -29,10 +29,12 @@ PROGRAM = """
 import sys
 from tests.cuda_emulation.emulator import Emulator, Mistake
 from tests.kernels.subjects import SUBJECTS
+from tests.support import sanitized
 from zerocast.backends.cuda import CudaBackend
-mistake = Mistake(*sys.argv[1:]) if len(sys.argv) > 1 else None
-flags = ("-fsanitize=address,alignment,bounds,shift", "-fno-sanitize-recover=all")
-backend = CudaBackend(Emulator("random", max_grid=7, mistake=mistake, flags=flags))
+flags, *mistake = sys.argv[1:]
+mistake = Mistake(*mistake) if mistake else None
+flags = getattr(sanitized, flags)
+backend = CudaBackend(Emulator("random", max_grid=2, mistake=mistake, flags=flags))
 for subject in SUBJECTS.values():
     subject(backend, alone=True)
 print("clean")
@@ -88,29 +90,43 @@ print("clean")
 
 
 @pytest.mark.nightly
-def test_kernels_stay_inside_of_their_tensors() -> None:
-    """No kernel reads or writes past the end of a master, a code buffer, a plane or a table."""
-    done = under_the_sanitizer("asan", PROGRAM)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout == "clean\n"
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(("name", "flags"), [("asan", "ADDRESSES"), ("tsan", "THREADS")])
+def test_kernels(name: str, flags: str) -> None:
+    """No kernel reads or writes past the end of a master, a code buffer, a plane or a table, or
+    computes what is undefined; and no two threads of a block touch one byte, of which one writes,
+    without a barrier between them.
+    """
+    done = under_the_sanitizer(name, PROGRAM, flags, timeout=1700)
+    assert done.stdout == "clean\n", done.stderr[-3000:]
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
-    "mistake",
+    ("name", "flags", "mistake", "found"),
     [
-        ("partial_cast", "cuda/tiles.h", "element < end", "element <= end"),
-        ("fused_op", "cuda/fused_plane.h", "if (!tile_.has_row(i)) continue;", ""),
+        ("asan", "ADDRESSES", ("partial_cast", "cuda/tiles.h", "element < end", "element <= end"),
+         "AddressSanitizer: heap-buffer-overflow"),
+        ("asan", "ADDRESSES",
+         ("fused_op", "cuda/fused_plane.h", "if (!tile_.has_row(i)) continue;", ""),
+         "AddressSanitizer: heap-buffer-overflow"),
+        ("tsan", "THREADS",
+         ("dequantize", "cuda/dequantize.cu", "__syncthreads();\n        decode_tile",
+          "decode_tile"),
+         "ThreadSanitizer: data race"),
     ],
-    ids=lambda mistake: mistake[0],
-)
-def test_an_access_past_the_end_is_seen(mistake: tuple[str, ...]) -> None:
-    """A master read one element past the shard's end, and rows of codes written past the last one,
-    are found by the sanitizer itself.
+    ids=["element past the end", "row past the end", "barrier"],
+)  # fmt: skip
+def test_a_mistake_in_a_kernel_is_seen(
+    name: str, flags: str, mistake: tuple[str, ...], found: str
+) -> None:
+    """A master read one element past the shard's end, rows of codes written past the last one, and
+    memory written while other threads read it, are found by the sanitizer itself.
     """
-    done = under_the_sanitizer("asan", PROGRAM, *mistake)
+    done = under_the_sanitizer(name, PROGRAM, flags, *mistake, timeout=1700)
     assert done.returncode != 0
-    assert "AddressSanitizer: heap-buffer-overflow" in done.stderr, done.stderr[-3000:]
+    assert found in done.stderr, done.stderr[-3000:]
 
 
 def check_cpu_library(library: Path) -> None:
