@@ -23,7 +23,8 @@ class GathersLate(RecordingCommunicator):
     def start_all_gather_(
         self, buffer: torch.Tensor, counts: Sequence[int] | None = None
     ) -> Callable[[], None]:
-        assert counts is None
+        if counts is not None:  # of scales, which are waited for at once
+            return self.comm.start_all_gather_(buffer, counts)
         assert buffer.data_ptr() not in self._under_way, "gathered again before the wait"
         self._under_way.add(buffer.data_ptr())
         entries = buffer.view(torch.uint8)
