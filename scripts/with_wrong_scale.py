@@ -2,9 +2,9 @@
 
     mpirun -n 4 python -m mpi4py scripts/with_wrong_scale.py examples/train_gpt.py --check
 
-The all-reduce gives amaxes that are 2^20 times too large, so scales are, and every code rounds to
-zero. Ranks still agree with each other. A smaller fault would not do for a check of the loss:
-training makes up for a factor of 4 on one rank, say. The comparison of bytes finds any.
+Ranks reduce amaxes that are 2^20 times too large, so scales are, and every code rounds to zero.
+Ranks still agree with each other. A smaller fault would not do for a check of the loss: training
+makes up for a factor of 4 on one rank, say. The comparison of bytes finds any.
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ import runpy
 import sys
 from pathlib import Path
 
-import torch
-
 from zerocast.cast.amax_buffers import STEP_WORDS
-from zerocast.comm import RecordingCommunicator
+from zerocast.cast.exchange import Exchange
+from zerocast.errors import ZerocastError
 
 FACTOR = 20 << 23
 """2^20 in the exponent of the FP32 values whose bits an amax buffer holds."""
 
 
 def plant() -> None:
-    """Let the all-reduce of amaxes return wrong ones."""
-    all_reduce = RecordingCommunicator.all_reduce_max_
+    """Let what is reduced of amaxes be wrong."""
+    reduce_amax = Exchange.reduce_amax
 
-    def all_reduce_wrongly(self: RecordingCommunicator, buffer: torch.Tensor) -> None:
-        all_reduce(self, buffer)
-        amaxes = buffer[:-STEP_WORDS]  # none of a single number, which is a vote
-        amaxes[amaxes > 0] += FACTOR
+    def reduce_wrongly(self: Exchange, step: int = 0, error: ZerocastError | None = None) -> None:
+        reduce_amax(self, step, error)
+        for entries in self.buffers.of_group.values():
+            amaxes = entries[:-STEP_WORDS]
+            amaxes[amaxes > 0] += FACTOR
 
-    RecordingCommunicator.all_reduce_max_ = all_reduce_wrongly  # type: ignore[method-assign]
+    Exchange.reduce_amax = reduce_wrongly  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

@@ -86,6 +86,11 @@ class CastLife(RuleBasedStateMachine):
         weights, masters = self.weights[comm.rank], self.masters[comm.rank]
         return zerocast.CastPlan(weights, masters, starts, comm, names=NAMES, **self.how)
 
+    def masters_are_free(self) -> bool:
+        """Not where a comparison is to come that reads them as they were cast."""
+        return not (self.is_cast and self.how["verify"] == "full")
+
+    @precondition(masters_are_free)
     @rule(seed=SEEDS, kind=st.sampled_from(KINDS))
     def update(self, seed: int, kind: str) -> None:
         """Another step of an optimizer."""
@@ -149,6 +154,7 @@ class CastLife(RuleBasedStateMachine):
         zerocast.replace_raw_data(weight, *slices)
         self.has_moved = True
 
+    @precondition(masters_are_free)
     @rule(seed=SEEDS, is_lost=st.booleans())
     def move_a_master(self, seed: int, is_lost: bool) -> None:
         """One rank's, or give its memory back."""
@@ -204,6 +210,7 @@ def test_any_life_of_a_cast(lives: int, steps: int) -> None:
     run_state_machine_as_test(CastLife, settings=drawn)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("owner", "name", "wrong"),
     [
@@ -217,6 +224,6 @@ def test_a_wrong_line_is_found(
 ) -> None:
     """Where amaxes are not cleared before a cast, or moved codes are not looked for."""
     monkeypatch.setattr(owner, name, wrong)
-    drawn = settings(max_examples=12, stateful_step_count=15, phases=[Phase.generate])
+    drawn = settings(max_examples=60, stateful_step_count=50, phases=[Phase.generate])
     with pytest.raises(AssertionError, match="expected"):
         run_state_machine_as_test(CastLife, settings=drawn)

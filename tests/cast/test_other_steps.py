@@ -1,5 +1,7 @@
 """Ranks that cast in another step than the others are noticed with the amaxes, by ``plan.step``."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -89,10 +91,10 @@ def test_what_is_raised_while_ranks_compare_reaches_the_others(
     """They hear who raised what, and in which collective they waited for it."""
     numbers = Verification._numbers
 
-    def fail(self: Verification, comm: Communicator) -> list[int]:
+    def fail(self: Verification, comm: Communicator, *gathers: Any) -> list[int]:
         if comm.rank == 1:
             raise KeyboardInterrupt
-        return numbers(self, comm)
+        return numbers(self, comm, *gathers)
 
     monkeypatch.setattr(Verification, "_numbers", fail)
 

@@ -48,7 +48,7 @@ def test_what_fails_in_the_middle_is_refused_to_readers(where, exchange, monkeyp
     plan.all_gather()
     before = weight.dequantize()
     broken = plan if where != "gather" else plan._prepared
-    name = "gather_scales" if where == "gather" else f"_{where}"
+    name = "start_scales" if where == "gather" else f"_{where}"
     with monkeypatch.context() as patch:
         patch.setattr(broken, name, failing(getattr(broken, name)))
         if where == "gather":

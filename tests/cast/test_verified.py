@@ -11,13 +11,14 @@ import pytest
 import torch
 
 import zerocast
+from tests.support.claims import message_of
 from tests.support.ranks import PROCESSES, on_ranks, run_ranks
 from tests.support.recipes import RECIPES
 from tests.support.values import draw_values
 from zerocast.backends.reference import ReferenceBackend
 from zerocast.cast import CastPlan
 from zerocast.cli import main
-from zerocast.comm import Communicator, RecordingCommunicator
+from zerocast.comm import Communicator, RecordingCommunicator, run_in_process
 from zerocast.errors import InputError, VerificationError
 
 SHAPES = {"a.weight": (48, 64), "b.weight": (32, 96), "c.weight": (16, 32)}
@@ -388,3 +389,18 @@ def test_a_damaged_file_is_refused(
         assert main(["reproduce", str(file)]) == 2
         assert text in capsys.readouterr().err
     assert main(["reproduce", str(tmp_path / "none")]) == 2
+
+
+def test_a_master_that_has_lost_its_memory_is_refused() -> None:
+    """Between the cast and the comparison, which reads it: on every rank, by the weight's name."""
+
+    def on_rank(comm: Communicator) -> str:
+        each = Weights(comm, verify="full")
+        each.plan.cast()
+        for master in each.masters if comm.rank == 1 else ():
+            master.untyped_storage().resize_(0)
+        return message_of(InputError, each.plan.all_gather)
+
+    for message in run_in_process(2, on_rank):
+        assert "must stay as it was cast" in message
+        assert "memory was given back" in message

@@ -6,27 +6,11 @@ import sys
 
 import pytest
 
-from tests.examples.test_examples import EXAMPLES
+from tests.examples.test_examples import EXAMPLES, WITH_WRONG_SCALE
 from tests.support.programs import on_mpi_ranks, on_torchrun_ranks, output_of
 
 FSDP2, TENSOR_PARALLEL = EXAMPLES / "fsdp2.py", EXAMPLES / "tensor_parallel.py"
 REFIT = EXAMPLES / "refit.py"
-
-WRONGLY = """
-import runpy, sys
-from zerocast.comm import TorchDistributedCommunicator as Ranks
-
-all_reduce = Ranks.all_reduce_max_
-
-def all_reduce_wrongly(self, amaxes):
-    all_reduce(self, amaxes)
-    amaxes[amaxes > 0] += 1 << 23  # twice as large
-
-Ranks.all_reduce_max_ = all_reduce_wrongly
-sys.argv = sys.argv[1:]
-sys.path.insert(0, sys.argv[0].rpartition("/")[0])
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
 
 
 def moved(output: str, what: str) -> tuple[float, float]:
@@ -96,7 +80,7 @@ def test_quantized_inputs_run_under_torchrun(recipe: str) -> None:
 def test_a_wrong_scale_is_found(program: tuple[object, ...]) -> None:
     """With a wrong scale planted the check names weight, element and both values; exit code 1."""
     options = ["--recipe", "nvfp4", "--steps", 1]
-    said = output_of([sys.executable, "-c", WRONGLY, *program, *options], code=1)
+    said = output_of([sys.executable, WITH_WRONG_SCALE, *program, *options], code=1)
     assert "WRONG: blocks.0.attention_in.weight.rowwise_data[0" in said
     assert "and the unsharded cast gives" in said
 

@@ -34,7 +34,7 @@ from typing import Literal, TypeAlias, get_args
 
 import torch
 
-from zerocast.arguments import check_choice
+from zerocast.arguments import check_choice, why_no_memory
 from zerocast.cast.capture import is_captured
 from zerocast.cast.consistency import agree_in_all, raise_in_all
 from zerocast.cast.fault_file import write_fault
@@ -50,7 +50,7 @@ from zerocast.cast.whole_cast import (
     first_difference,
 )
 from zerocast.comm import Attempt, Communicator, failure, raise_together
-from zerocast.errors import UnsupportedError, VerificationError, ZerocastError
+from zerocast.errors import InputError, UnsupportedError, VerificationError, ZerocastError
 from zerocast.layout import Owners
 from zerocast.numerics import NUMERICS_VERSION
 from zerocast.recipes import describe_recipe
@@ -188,10 +188,19 @@ class Verification:
             label = weight.amax_group
             places += [k for k, w in enumerate(weights) if w.amax_group == label and k != i]
         shards = [self._masters(comm, k) for k in places]
-        whole = cast_whole(comm, [weights[k] for k in places], shards)
         attempt, found, left = Attempt(), None, ""
         with attempt:
-            found = first_difference(weight, whole.storage)
+            for k, shard in zip(places, shards, strict=True):
+                if shard is not None and (problem := why_no_memory(shard)) is not None:
+                    raise InputError(
+                        f"{weights[k].name}: the master must stay as it was cast until the weights "
+                        f"are compared, got {problem}."
+                    )
+        if attempt.error is not None:  # the other ranks wait for values
+            shards = [None if shard is None else torch.zeros_like(shard) for shard in shards]
+        whole = cast_whole(comm, [weights[k] for k in places], shards)
+        with attempt:
+            found = None if attempt.error else first_difference(weight, whole.storage)
             if found is not None:
                 left = _leave_file(comm, weight, whole, found, step)
         raise_together(comm, attempt.error)

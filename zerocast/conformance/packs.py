@@ -184,7 +184,7 @@ def differing(given: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
 
 def _value_cases(name: str) -> list[Case]:
     fmt = ELEMENT_FORMATS.get(name)
-    codes = torch.arange(2**fmt.bits if fmt else 256, dtype=torch.uint8)
+    codes = torch.arange(2**fmt.bits if fmt else 256, dtype=torch.uint8, device="cpu")
     values = decode(codes, fmt) if fmt else decode_e8m0(codes)
     magnitudes = values[: len(codes) // 2] if fmt else values
     ends = magnitudes[magnitudes.isfinite()].double()
@@ -195,7 +195,7 @@ def _value_cases(name: str) -> list[Case]:
     points = around.unique().view(torch.float32)
     points = torch.cat((points, -points)) if fmt else points  # scales are not negative
     inputs = {
-        "every BF16 value": _bf16(torch.arange(2**16 if fmt else 2**15)),
+        "every BF16 value": _bf16(_count(2**16 if fmt else 2**15)),
         "ties and neighbours": points,
     }
     cases = [
@@ -211,7 +211,12 @@ def _value_cases(name: str) -> list[Case]:
 @cache
 def _draws(numel: int, seed: int) -> torch.Tensor:
     """[numel] int64 of 16 random bits: those of docs/NUMERICS.md, section 7, at step 1."""
-    return element_draws(torch.arange(numel), seed, 0, 1)
+    return element_draws(_count(numel), seed, 0, 1)
+
+
+def _count(end: int) -> torch.Tensor:
+    """The numbers below ``end``."""
+    return torch.arange(end, dtype=torch.int64, device="cpu")
 
 
 def _bf16(bits: torch.Tensor) -> torch.Tensor:
@@ -225,7 +230,9 @@ def _block(height: int, width: int, amax: int, seed: int) -> torch.Tensor:
     amax / 6 or amax / 448.
     """
     draws = _draws(height * width, seed)
-    largest, power = _bf16(torch.tensor([amax, amax & 0x7F80])).double()
+    largest, power = _bf16(
+        torch.tensor([amax, amax & 0x7F80], dtype=torch.int64, device="cpu")
+    ).double()
     kind, count = draws >> 5 & 3, draws & 0x1F
     steps = torch.stack((power / 32, largest / 24, largest / 28, largest))[kind]
     below = _bf16((amax - (draws & 0x3FF)).clamp(min=0)).double()
@@ -246,7 +253,9 @@ def _block_cases(dialect: Dialect) -> list[Case]:
             weights[name] = torch.cat(blocks, dim=1)
         else:
             weights[name] = torch.cat([_block(1, 32, amax, i) for i, amax in enumerate(amaxes)])
-    zeros = torch.zeros((128, 128) if height == 128 else (1, 32), dtype=torch.bfloat16)
+    zeros = torch.zeros(
+        (128, 128) if height == 128 else (1, 32), dtype=torch.bfloat16, device="cpu"
+    )
     weights["zeros"] = torch.cat((zeros, -zeros), dim=1)
     return [_case(name, dialect, weight) for name, weight in weights.items()]
 
@@ -256,10 +265,10 @@ def _tensor_cases(dialect: Dialect) -> list[Case]:
     for seed, (rows, cols) in enumerate(SHAPES):
         draws = _draws(rows * cols, seed).view(rows, cols)
         # From 2^-19 to 2^4, ascending by rows, and spread over 2^8 within one.
-        exponents = 108 + torch.arange(rows)[:, None] * 16 // rows + (draws >> 8) % 8
+        exponents = 108 + _count(rows)[:, None] * 16 // rows + (draws >> 8) % 8
         weight = _bf16((draws & 0x807F) | exponents << 7)
         weight[rows // 2] *= int(rows == 1)  # zeros of both signs
-        weight[0, :2] = torch.tensor([0.0, -0.0])
+        weight[0, 0], weight[0, 1] = 0.0, -0.0
         weights[f"{rows}x{cols}"] = weight
     return [_case(name, dialect, weight) for name, weight in weights.items()]
 

@@ -107,7 +107,12 @@ def _at(wrong: torch.Tensor, given: torch.Tensor, expected: torch.Tensor) -> str
         return f" is {found}, required {required}"
     size = expected.element_size()
     place = int(wrong.nonzero()[0]) // size
-    index = [int(i) for i in torch.unravel_index(torch.tensor(place), expected.shape)]
+    index = [
+        int(i)
+        for i in torch.unravel_index(
+            torch.tensor(place, dtype=torch.int64, device="cpu"), expected.shape
+        )
+    ]
 
     def shown(tensor: torch.Tensor) -> str:
         number = bytes(raw(tensor)[place * size : (place + 1) * size].tolist())[::-1].hex()
