@@ -391,8 +391,13 @@ def test_a_damaged_file_is_refused(
     assert main(["reproduce", str(tmp_path / "none")]) == 2
 
 
-def test_a_master_that_has_lost_its_memory_is_refused() -> None:
-    """Between the cast and the comparison, which reads it: on every rank, by the weight's name."""
+def test_a_master_that_has_lost_its_memory_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the cast and the comparison, which reads it: on every rank, by the weight's name, and
+    nothing is said to be wrong.
+    """
+    monkeypatch.chdir(tmp_path)
 
     def on_rank(comm: Communicator) -> str:
         each = Weights(comm, verify="full")
@@ -404,3 +409,4 @@ def test_a_master_that_has_lost_its_memory_is_refused() -> None:
     for message in run_in_process(2, on_rank):
         assert "must stay as it was cast" in message
         assert "memory was given back" in message
+    assert not list(tmp_path.iterdir())

@@ -39,9 +39,10 @@ def test_threads_give_up_after_the_timeout():
         "all_reduce_max_ on torch.int32 [3] did not end within the communicator's timeout of "
         "0.5 s: ranks 0, 2 waited in it; rank 1 did not come."
     )
-    for rank in (0, 2):
-        assert told[rank][0] == message
-        assert 0.5 <= told[rank][1] < 5, f"rank {rank} waited {told[rank][1]} s"
+    assert told[0][0] == told[2][0] == message
+    waited = sorted(told[rank][1] for rank in (0, 2))  # who came second waits with the first
+    assert waited[0] < 5, waited
+    assert 0.5 <= waited[1] < 5, waited
 
 
 def test_a_thread_that_never_returns_is_left_behind():

@@ -188,7 +188,7 @@ class Verification:
             label = weight.amax_group
             places += [k for k, w in enumerate(weights) if w.amax_group == label and k != i]
         shards = [self._masters(comm, k) for k in places]
-        attempt, found, left = Attempt(), None, ""
+        attempt, found = Attempt(), None
         with attempt:
             for k, shard in zip(places, shards, strict=True):
                 if shard is not None and (problem := why_no_memory(shard)) is not None:
@@ -201,9 +201,8 @@ class Verification:
         whole = cast_whole(comm, [weights[k] for k in places], shards)
         with attempt:
             found = None if attempt.error else first_difference(weight, whole.storage)
-            if found is not None:
-                left = _leave_file(comm, weight, whole, found, step)
         raise_together(comm, attempt.error)
+        left = "" if found is None else _leave_file(comm, weight, whole, found, step)
         everyone: list[tuple[Difference | None, str]] = comm.all_gather_object((found, left))
         if all(each is None for each, _ in everyone):
             return None
