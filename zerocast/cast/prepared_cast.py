@@ -218,10 +218,11 @@ class PreparedCast:
         return others
 
     def _follow(self) -> None:
-        """Find what has moved, and bind the masters again where one has moved or changed."""
+        """Prepare again where a weight has moved, and bind the masters where one has."""
         self.follow_moves()
-        held = [master for master in self.bound if master is not None]
-        if not self.addresses.is_trusting and self._bound_lie != lie_of(held):
+        if self.addresses.is_trusting:
+            return
+        if self._bound_lie != lie_of([master for master in self.bound if master is not None]):
             self.rebind(self.bound)
 
     def _begin(self, version: CastVersion) -> None:
