@@ -38,7 +38,8 @@ MPIEXEC=$(dirname "$(command -v python)")/mpiexec
 stage "style and types" style
 stage "documentation" mkdocs build --strict
 stage "tests" tests --ignore tests/test_wheel.py --ignore tests/examples tests
-stage "tests of examples and wheel" tests --dist loadfile tests/test_wheel.py tests/examples
+stage "tests of the examples" python -m pytest -q -m "not mpi and not nightly" tests/examples
 stage "tests on $RANKS MPI ranks" tests_on_ranks "${SHARDED[@]/#/--ignore=}" tests
 stage "sharded models on $RANKS ranks" tests_on_ranks "${SHARDED[@]}"
+stage "tests of the built wheel" python -m pytest -q tests/test_wheel.py
 printf 'all passed in %d s\n' "$SECONDS"
