@@ -3,48 +3,36 @@
 import hashlib
 import json
 from functools import cache, partial
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.oracles import scalar_nvfp4, scalar_schemes
+from tests.oracles.scalar_nvfp4 import nvfp4
+from tests.oracles.scalar_schemes import mxfp4, mxfp8
 from tests.support.same_bytes import assert_same_bytes
 from zerocast.cli import conformance, main
-from zerocast.conformance import Pack, Package, package_of, packs, score, write_packs
-from zerocast.conformance.causes import CHANGES, restated, values
+from zerocast.conformance import PACKAGES, Pack, Package, package_of, packs, score, write_packs
+from zerocast.conformance.causes import changes_of, restated
 from zerocast.conformance.packs import DECODED, raw
 from zerocast.export import DIALECTS
 
 SUMS = Path(__file__).with_name("SHA256SUMS")
 PAGE = Path(__file__).parents[2] / "docs" / "conformance.md"
-MODULES = {
-    "torch": "torch",
-    "ml_dtypes": "ml_dtypes",
-    "compressed-tensors": "compressed_tensors",
-    "transformers": "transformers",
-    "torchao": "torchao",
-    "nvidia-modelopt": "modelopt",
-}
 OTHERS = [
     pytest.param(name, marks=[pytest.mark.integration] * (name in ("torchao", "nvidia-modelopt")))
-    for name in MODULES
-]
+    for name in PACKAGES if name != "zerocast"
+]  # fmt: skip
+INSTALLED = {distribution.name for distribution in metadata.distributions()}
 SCALAR = {
-    "modelopt/nvfp4": partial(scalar_nvfp4.nvfp4, h=1),
-    "sglang/mxfp8": partial(scalar_schemes.mxfp8, name="e4m3", two_dimensions=False),
-    "compressed-tensors/mxfp4": partial(
-        scalar_schemes.mxfp4, rounding="even", two_dimensions=False
-    ),
-    "gpt-oss/mxfp4": partial(scalar_schemes.mxfp4, rounding="up", two_dimensions=False),
+    "modelopt/nvfp4": partial(nvfp4, h=1),
+    "sglang/mxfp8": partial(mxfp8, name="e4m3", two_dimensions=False),
+    "compressed-tensors/mxfp4": partial(mxfp4, rounding="even", two_dimensions=False),
+    "gpt-oss/mxfp4": partial(mxfp4, rounding="up", two_dimensions=False),
 }
-PLANTED = {
-    None: ("e4m3", "e5m2", "e2m1", "e8m0"),
-    **{
-        type(DIALECTS[name].recipe.numerics): (name,)
-        for name in ("compressed-tensors/fp8-channel", "gpt-oss/mxfp4", "compressed-tensors/nvfp4")
-    },
-}
+PLANTED = ["e4m3", "e5m2", "e2m1", "e8m0", "compressed-tensors/fp8-channel", "gpt-oss/mxfp4",
+           "compressed-tensors/nvfp4"]  # fmt: skip
 
 
 @cache
@@ -66,8 +54,7 @@ def test_the_formulas_stated_again_give_the_packs():
     """Every byte of every pack that is encoded, by another text than the one that made it."""
     for pack in made().values():
         for case in (each for each in pack.cases if each.name != DECODED):
-            x, dialect = case.input.float(), DIALECTS.get(pack.subject)
-            again = restated(dialect, x) if dialect else (values(pack.subject, x),)
+            again = restated(pack.subject, case.input.float())
             for part, theirs in zip(case.expected, again, strict=True):
                 where = f"{pack.file}, {case.name}, {part}"
                 assert_same_bytes(raw(theirs), raw(case.expected[part]), where)
@@ -89,9 +76,8 @@ def test_scalars_give_the_packs(subject):
 )
 def test_zerocast_gives_every_byte(partitions):
     """By this machine's backend, whole, and of some dialects on the ranks of the partitions."""
-    asked = [
-        p for p in made().values() if p.level in ("blocks", "tensors") or p.subject in partitions
-    ]
+    whole = ("blocks", "tensors")
+    asked = [p for p in made().values() if p.level in whole or p.subject in partitions]
     found = score(package_of("zerocast"), asked)
     assert [each for each in found if each.different or each.refused] == []
     assert len(found) == 2 * len(DIALECTS) + len(partitions)
@@ -101,7 +87,8 @@ def test_zerocast_gives_every_byte(partitions):
 @pytest.mark.filterwarnings("ignore")
 def test_every_difference_of_a_package_has_its_causes(name):
     """And the page has the counts of this version, and the causes."""
-    pytest.importorskip(MODULES[name])
+    if name not in INSTALLED:
+        pytest.skip(f"needs {name}")
     package = package_of(name)
     found = score(package, made().values())
     assert found
@@ -114,54 +101,40 @@ def test_every_difference_of_a_package_has_its_causes(name):
         assert [cause for cause in each.causes if cause not in section] == []
 
 
-@pytest.mark.parametrize(
-    ("subject", "change"),
-    [(s, c) for kind, subjects in PLANTED.items() for s in subjects for c in CHANGES[kind]],
-)
+@pytest.mark.parametrize(("subject", "change"), [(s, c) for s in PLANTED for c in changes_of(s)])
 def test_a_planted_change_is_the_cause(subject, change):
     """Of all bytes that it changes, by itself."""
-    dialect = DIALECTS.get(subject)
-    changes = frozenset({change})
-
-    def write(x: torch.Tensor) -> dict[str, torch.Tensor]:
-        return dict(zip(dialect.names, restated(dialect, x, changes), strict=True))
-
+    changes, level = frozenset({change}), "blocks" if subject in DIALECTS else "values"
     package = Package(
         name="planted",
-        encodes={subject: lambda x: values(subject, x, changes)},
-        writes={subject: write},
+        encodes={subject: lambda x: restated(subject, x, changes)[0]},
+        writes={subject: lambda x: restated(subject, x, changes)},
     )
-    level = "blocks" if dialect else "values"
     (found,) = score(package, [made()[f"{level}-{subject.replace('/', '-')}.json"]])
-    known = CHANGES[type(dialect.recipe.numerics) if dialect else None]
-    expected = {known[change]: found.different} if found.different else {}
+    expected = {changes_of(subject)[change]: found.different} if found.different else {}
     assert found.causes == expected
 
 
 def test_what_is_none_of_the_changes_is_unexplained():
-    """One bit of one scale, and codes decoded to another value."""
-    pack = made()["blocks-sglang-mxfp8.json"]
-    dialect = DIALECTS["sglang/mxfp8"]
+    """One bit of one scale; codes decoded to another value; and what is too large."""
 
     def write(x: torch.Tensor) -> dict[str, torch.Tensor]:
-        codes, scales = restated(dialect, x)
+        codes, scales = restated("sglang/mxfp8", x)
         scales[0, 0] ^= 1
         return {"weight": codes, "weight_scale_inv": scales}
 
-    (found,) = score(Package(name="planted", writes={"sglang/mxfp8": write}), [pack])
-    assert (found.different, found.causes) == (len(pack.cases), None)
-    assert found.first == "near: weight_scale_inv[0, 0] is 0x76, required 0x77"
-    pack = made()["values-e2m1.json"]
-    wrong = {"e2m1": lambda codes: codes.float()}
-    (found,) = score(Package(name="planted", decodes=wrong), [pack])
-    assert found.causes is None
-    assert found.first == "decoded: values[1] is 0x3f800000 (1), required 0x3f000000 (0.5)"
-    wide = {"e2m1": lambda x: x.zero_()}  # and it writes to what it is given
-    (found,) = score(Package(name="planted", encodes=wide), [pack])
-    assert (found.different, found.causes) == (found.compared, None)
-    needed = "codes is torch.float32 [65536], required torch.uint8 [65536]"
-    assert found.first == f"every BF16 value: {needed}"
-    assert pack.digest() in SUMS.read_text()
+    of_codes = made()["values-e2m1.json"]
+    for pack, calls, different, first in (
+        (made()["blocks-sglang-mxfp8.json"], {"writes": {"sglang/mxfp8": write}}, 5,
+         "near: weight_scale_inv[0, 0] is 0x76, required 0x77"),
+        (of_codes, {"decodes": {"e2m1": lambda codes: codes.float()}}, 24,
+         "decoded: values[1] is 0x3f800000 (1), required 0x3f000000 (0.5)"),
+        # And it writes to what it is given.
+        (of_codes, {"encodes": {"e2m1": lambda x: x.zero_()}}, 65_636,
+         "every BF16 value: codes is torch.float32 [65536], required torch.uint8 [65536]"),
+    ):  # fmt: skip
+        (found,) = score(Package(name="planted", **calls), [pack])
+        assert (found.different, found.causes, found.first) == (different, None, first)
 
 
 def test_the_command(tmp_path, capsys, monkeypatch):

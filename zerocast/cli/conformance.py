@@ -42,26 +42,22 @@ def run(given: argparse.Namespace) -> tuple[str, int]:
     if given.json:
         found = {"package": package.title, "scores": [asdict(each) for each in scores]}
         return json.dumps(found, indent=1), code
-    rows = [
-        [f"{each.level}: {each.subject}", f"{each.compared:,}", f"{each.different:,}"]
-        for each in scores
-    ]
-    levels = {each.level for each in scores}
-    absent = [level for level in dict.fromkeys(pack.level for pack in made) if level not in levels]
+    rows = [[f"{s.level}: {s.subject}", f"{s.compared:,}", f"{s.different:,}"] for s in scores]
+    absent = dict.fromkeys(pack.level for pack in made)
+    for each in scores:
+        absent.pop(each.level, None)
     parts = [
         f"{package.title}, by {len(scores)} of {len(made)} packs",
         markdown(["pack", "bytes", "different"], rows),
-        *([f"Not offered: {', '.join(absent)}."] if absent else []),
-        *(text for each in scores if (text := explanation(each))),
+        f"Not offered: {', '.join(absent)}." if absent else "",
+        *map(explanation, scores),
     ]
-    return "\n\n".join(parts), code
+    return "\n\n".join(filter(None, parts)), code
 
 
 def explanation(found: Score) -> str:
     """Return what is said of a pack in which something differs or is refused; else nothing."""
-    lines = []
-    if found.different:
-        lines.append(f"first, {found.first}")
+    lines = [f"first, {found.first}"] if found.different else []
     if found.causes is None:
         lines.append("unexplained: no known changes to the formula give these bytes")
     for cause, number in (found.causes or {}).items():

@@ -9,14 +9,5 @@ from zerocast.conformance.packages import PACKAGES, Package, package_of
 from zerocast.conformance.packs import Case, Pack, packs, write_packs
 from zerocast.conformance.scores import Score, score
 
-__all__ = [
-    "PACKAGES",
-    "Case",
-    "Pack",
-    "Package",
-    "Score",
-    "package_of",
-    "packs",
-    "score",
-    "write_packs",
-]
+__all__ = ["PACKAGES", "Case", "Pack", "Package", "Score",
+           "package_of", "packs", "score", "write_packs"]  # fmt: skip

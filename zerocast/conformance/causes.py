@@ -13,22 +13,19 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from zerocast.conformance.packs import Pack, differing
-from zerocast.export import DIALECTS, Dialect
-from zerocast.formats import (
-    E2M1,
-    E4M3,
-    ELEMENT_FORMATS,
-    FLT_MAX,
-    encode,
-    encode_e8m0,
-    pack_nibbles,
-)
+from zerocast.backends.reference.arithmetic import divide
+from zerocast.backends.reference.planes import by_elements
+from zerocast.conformance.packs import Pack, blocks_of, differing
+from zerocast.export import DIALECTS, TensorScale
+from zerocast.formats.codec import encode, encode_e8m0
+from zerocast.formats.element import E2M1, E4M3, ELEMENT_FORMATS, FLT_MAX
+from zerocast.formats.packing import pack_nibbles
 from zerocast.layout import BlockGrid
 from zerocast.numerics import Float8Numerics, MXNumerics, NVFP4Numerics
 
 Changes = frozenset[str]
 Restated = tuple[torch.Tensor, ...]
+NONE: Changes = frozenset()
 TINY = 2.0**-126
 """The smallest FP32 value that is not subnormal."""
 
@@ -81,6 +78,11 @@ CHANGES: Mapping[type | None, Mapping[str, str]] = {
 """By the kind of numerics, None of values: changes, and what is said of a package that has them."""
 
 
+def changes_of(subject: str) -> Mapping[str, str]:
+    """Return the changes that are known of the formula of a format or a dialect."""
+    return CHANGES[type(DIALECTS[subject].recipe.numerics) if subject in DIALECTS else None]
+
+
 def causes(pack: Pack, given: Mapping[str, Sequence[torch.Tensor]]) -> dict[str, int] | None:
     """Return what explains every byte that a package gave, and of each how many bytes would be
     others without it; None where nothing does.
@@ -90,42 +92,60 @@ def causes(pack: Pack, given: Mapping[str, Sequence[torch.Tensor]]) -> dict[str,
         given: what the package made of cases, by their names: codes; or the tensors of the dialect,
             in its order.
     """
-    dialect = DIALECTS.get(pack.subject)
-    known = CHANGES[type(dialect.recipe.numerics) if dialect else None]
+    known, inputs = changes_of(pack.subject), {c.name: c.input.float() for c in pack.cases}
 
     def left(changes: Changes) -> int:
-        count = 0
-        for case in (each for each in pack.cases if each.name in given):
-            x = case.input.float()
-            made = restated(dialect, x, changes) if dialect else (values(pack.subject, x, changes),)
-            pairs = zip(given[case.name], made, strict=True)
-            count += sum(int(differing(theirs, ours).sum()) for theirs, ours in pairs)
-        return count
+        pairs = (zip(given[name], restated(pack.subject, inputs[name], changes), strict=True)
+                 for name in given)  # fmt: skip
+        return sum(int(differing(*pair).sum()) for case in pairs for pair in case)
 
-    changes: Changes = frozenset()
-    unexplained = left(changes)
+    changes, unexplained = NONE, left(NONE)
     while unexplained:  # add what explains most
-        others = [each for each in known if each not in changes]
-        rest, best = min(
-            ((left(changes | {each}), each) for each in others), default=(unexplained, "")
-        )
+        tried = [(left(changes | {each}), each) for each in known if each not in changes]
+        rest, best = min(tried, default=(unexplained, ""))
         if rest >= unexplained:
             return None
         unexplained, changes = rest, changes | {best}
     for each in known:
-        if each in changes and not left(changes - {each}):
+        if not left(changes - {each}):
             changes -= {each}
     return {known[each]: left(changes - {each}) for each in known if each in changes}
 
 
-def values(name: str, x: torch.Tensor, changes: Changes = frozenset()) -> torch.Tensor:
-    """Return the codes, uint8, of ``x``, FP32, in the format called ``name``."""
-    fmt, bits = ELEMENT_FORMATS.get(name), x.view(torch.int32)
-    if fmt is None:
-        codes = encode_e8m0(x).int()
-        if "nearest power" in changes:
+def restated(subject: str, x: torch.Tensor, changes: Changes = NONE) -> Restated:
+    """Return what ``x``, FP32, becomes by the formula of a format or a dialect with ``changes``:
+    codes; of a weight [M, K] also scales, and of NVFP4 the tensor scale. The bytes are those that
+    are stored; shapes and dtypes may be others.
+    """
+    if subject not in DIALECTS:
+        return (_values(subject, x, changes),)
+    dialect, grid = DIALECTS[subject], blocks_of(subject, x.shape)
+    numerics, amax = dialect.recipe.numerics, block_amaxes(x, grid)
+    if isinstance(numerics, MXNumerics):
+        return _mx(x, amax, grid, numerics, changes)
+    if isinstance(numerics, Float8Numerics):
+        codes, scales = _float8(x, amax, grid, numerics, changes)
+        if dialect.scale_dtype == torch.float8_e8m0fnu:
+            scales = (scales.view(torch.int32) >> 23).to(torch.uint8)
+        return codes, scales
+    assert dialect.tensor_scale is not None
+    return _nvfp4(x, amax, grid, dialect.tensor_scale, changes)
+
+
+def block_amaxes(x: torch.Tensor, grid: BlockGrid) -> torch.Tensor:
+    """Return those of ``x``, [M, K]: [blocks_h, blocks_w]."""
+    missing = (0, -grid.cols % grid.block_w, 0, -grid.rows % grid.block_h)
+    tiles = torch.nn.functional.pad(x.abs(), missing).unflatten(1, (-1, grid.block_w))
+    return tiles.unflatten(0, (-1, grid.block_h)).amax((1, 3))
+
+
+def _values(name: str, x: torch.Tensor, changes: Changes) -> torch.Tensor:
+    """The codes, uint8, of ``x``, FP32, in the format called ``name``."""
+    if (fmt := ELEMENT_FORMATS.get(name)) is None:
+        codes, bits = encode_e8m0(x).int(), x.view(torch.int32)
+        if "nearest power" in changes:  # up from above 2^-127
             nearest = (bits.long() + 2**22 >> 23).clamp(max=255)
-            codes = torch.where(bits < 2**23, bits > 2**22, nearest)  # up from above 2^-127
+            codes = torch.where(bits < 2**23, bits > 2**22, nearest)
         return torch.where(x == 0, 255 if "no zero" in changes else 0, codes).to(torch.uint8)
     codes, sign = encode(x, fmt).int(), x.signbit().int() << fmt.bits - 1
     if "no saturation" in changes:  # from where the code after the largest would be nearer, or even
@@ -139,47 +159,12 @@ def values(name: str, x: torch.Tensor, changes: Changes = frozenset()) -> torch.
     return torch.where(x.isnan(), nan, codes).to(torch.uint8)
 
 
-def restated(dialect: Dialect, x: torch.Tensor, changes: Changes = frozenset()) -> Restated:
-    """Return codes and scales, and of NVFP4 the tensor scale, of ``x``, FP32 [M, K]: the bytes that
-    ``dialect`` stores, with ``changes`` to its formula. Shapes and dtypes may be others.
-    """
-    numerics = dialect.recipe.numerics
-    blocks = Blocks(x, dialect.recipe.planes(x.shape, columnwise=False)[0].grid)
-    if isinstance(numerics, Float8Numerics):
-        codes, scales = _float8(blocks, numerics, changes)
-        if dialect.scale_dtype == torch.float8_e8m0fnu:
-            scales = (scales.view(torch.int32) >> 23).to(torch.uint8)
-        return codes, scales
-    if isinstance(numerics, MXNumerics):
-        return _mx(blocks, numerics, changes)
-    assert dialect.tensor_scale is not None
-    return _nvfp4(blocks, dialect.tensor_scale.inverted, changes)
-
-
-class Blocks:
-    """``x``, FP32 [M, K], and the amaxes of its blocks, [blocks_h, blocks_w]."""
-
-    def __init__(self, x: torch.Tensor, grid: BlockGrid) -> None:
-        self.x, self._grid = x, grid
-        missing = (0, -grid.cols % grid.block_w, 0, -grid.rows % grid.block_h)
-        tiles = torch.nn.functional.pad(x.abs(), missing).unflatten(1, (-1, grid.block_w))
-        self.amax = tiles.unflatten(0, (-1, grid.block_h)).amax((1, 3))
-
-    def spread(self, of_blocks: torch.Tensor) -> torch.Tensor:
-        """[M, K]: for each element the value of its block."""
-        rows = of_blocks.repeat_interleave(self._grid.block_h, 0)[: self._grid.rows]
-        return rows.repeat_interleave(self._grid.block_w, 1)[:, : self._grid.cols]
-
-
-def _over(number: float, by: torch.Tensor) -> torch.Tensor:
-    """``number / by``, rounded once; torch's operator multiplies by a rounded inverse."""
-    return torch.full_like(by, number) / by
-
-
-def _float8(blocks: Blocks, numerics: Float8Numerics, changes: Changes) -> Restated:
-    amax = blocks.amax.clamp(min=numerics.amax_epsilon)
+def _float8(
+    x: torch.Tensor, amax: torch.Tensor, grid: BlockGrid, numerics: Float8Numerics, changes: Changes
+) -> Restated:
+    amax = amax.clamp(min=numerics.amax_epsilon)
     inverse, is_zero = amax / E4M3.max, amax == 0
-    scale = _over(1, inverse) if numerics.formula == "inverse first" else _over(E4M3.max, amax)
+    scale = divide(1, inverse) if numerics.formula == "inverse first" else divide(E4M3.max, amax)
     scale = E4M3.max * (1 / amax) if "rounded inverse" in changes else scale
     scale = scale if "unbounded" in changes else scale.clamp(max=FLT_MAX)
     scale = torch.where(is_zero, 1.0, scale)
@@ -193,21 +178,22 @@ def _float8(blocks: Blocks, numerics: Float8Numerics, changes: Changes) -> Resta
         inverse = torch.where(inverse == 0, 2.0**-23, inverse)
     elif "zero scale" not in changes:
         inverse = torch.where(is_zero, 1.0, inverse)
-    divides = "divides" in changes
-    scaled = blocks.x / blocks.spread(inverse) if divides else blocks.x * blocks.spread(scale)
-    return _float8_codes(scaled), inverse
+    by = by_elements(inverse if "divides" in changes else scale, grid)
+    return _float8_codes(x / by if "divides" in changes else x * by), inverse
 
 
 def _float8_codes(scaled: torch.Tensor) -> torch.Tensor:
     return scaled.clamp(-E4M3.max, E4M3.max).to(torch.float8_e4m3fn)
 
 
-def _mx(blocks: Blocks, numerics: MXNumerics, changes: Changes) -> Restated:
+def _mx(
+    x: torch.Tensor, amax: torch.Tensor, grid: BlockGrid, numerics: MXNumerics, changes: Changes
+) -> Restated:
     fmt, how = numerics.fmt, "even" if "even" in changes else numerics.scale_rounding
-    bits = blocks.amax.view(torch.int32)
+    bits = amax.view(torch.int32)
     stored = (bits + 2**21 * (how == "even") >> 23).sub(fmt.max_exponent).clamp(min=0)
     if how == "up":
-        stored = encode_e8m0(blocks.amax * blocks.amax.new_tensor(1 / fmt.max)).int()
+        stored = encode_e8m0(amax * amax.new_tensor(1 / fmt.max)).int()
     multiplier = torch.exp2(127.0 - stored.double()).float()
     if "unscaled" in changes:
         multiplier = torch.where(stored == 0, 1.0, multiplier)
@@ -215,42 +201,42 @@ def _mx(blocks: Blocks, numerics: MXNumerics, changes: Changes) -> Restated:
     if "overflow" in changes:
         over = bits + 2**21 >> 23 == 255
         stored, multiplier = torch.where(over, 127, stored), torch.where(over, 0.0, multiplier)
-    scaled = blocks.x * blocks.spread(multiplier)
+    scaled = x * by_elements(multiplier, grid)
     codes = _float8_codes(scaled) if fmt is E4M3 else _float4_codes(scaled, changes)
     return codes, stored.to(torch.uint8)
 
 
-def _nvfp4(blocks: Blocks, inverted: bool, changes: Changes) -> Restated:
-    x, amax, whole = blocks.x, blocks.amax, blocks.amax.max()
-    by_1 = "1 for infinity" in changes
+def _nvfp4(
+    x: torch.Tensor, amax: torch.Tensor, grid: BlockGrid, kind: TensorScale, changes: Changes
+) -> Restated:
+    whole, by_1 = amax.max(), "1 for infinity" in changes
     least = whole.clamp(min=TINY) if by_1 else whole
-    by = 2688 * (1 / least) if "rounded inverse" in changes else _over(2688, least)
+    by = 2688 * (1 / least) if "rounded inverse" in changes else divide(2688, least)
     by = torch.where(by > FLT_MAX, 1.0 if by_1 or whole == 0 else FLT_MAX, by)
-    tensor_scale = whole / 2688
-    scale = amax * (by * amax.new_tensor(1 / 6))
+    tensor_scale, scale = whole / 2688, amax * (by * amax.new_tensor(1 / 6))
     if "amax / 6 first" in changes:
-        scale = (amax / 6) * by if inverted else (amax / 6) / tensor_scale
+        scale = (amax / 6) * by if kind.inverted else (amax / 6) / tensor_scale
     scale = amax / (6 * tensor_scale) if "amax by both" in changes else scale
     scale = torch.where(scale == 0, 1.0, scale) if "1 for zeros" in changes else scale
     floor = 2.0**-9 if "at least 2^-9" in changes else 0.0
     floor = 2.0**-6 if "at least 2^-6" in changes else floor
     stored = scale.clamp(floor, E4M3.max).to(torch.float8_e4m3fn).float()
     stored = torch.where(stored == 0, 0.125, stored) if "1/8 for 0" in changes else stored
-    scaled = x * blocks.spread(_over(1, stored * (1 / by)).clamp(max=FLT_MAX))
+    scaled = x * by_elements(divide(1, stored * (1 / by)).clamp(max=FLT_MAX), grid)
     if "divides" in changes:
-        scaled = x / blocks.spread(stored / by if inverted else stored * tensor_scale)
+        scaled = x / by_elements(stored / by if kind.inverted else stored * tensor_scale, grid)
     if "inverse of both" in changes:
-        scaled = x * blocks.spread((1 / tensor_scale) / stored)
+        scaled = x * by_elements((1 / tensor_scale) / stored, grid)
     scales = stored.to(torch.float8_e4m3fn)
-    return _float4_codes(scaled, changes), scales, by if inverted else tensor_scale
+    return _float4_codes(scaled, changes), scales, by if kind.inverted else tensor_scale
 
 
 def _float4_codes(scaled: torch.Tensor, changes: Changes) -> torch.Tensor:
     # The float next to a tie, towards zero, has the lower of its codes.
     below = torch.nextafter(scaled, torch.zeros_like(scaled))
     codes = encode(below if "ties to zero" in changes else scaled, E2M1)
-    codes = torch.where(scaled == 0, 8, codes) if "negative zeros" in changes else codes
-    codes = torch.where(scaled == 0, 0, codes) if "positive zeros" in changes else codes
+    for zero in ("negative zeros", 8), ("positive zeros", 0):
+        codes = torch.where(scaled == 0, zero[1], codes) if zero[0] in changes else codes
     if "bits of NaN" in changes:
         codes = torch.where(scaled.isnan(), _bits_of_nan(scaled), codes)
     return pack_nibbles(codes.to(torch.uint8))

@@ -18,16 +18,14 @@ import torch
 
 from zerocast.cast import CastPlan
 from zerocast.comm import Communicator, run_in_process
-from zerocast.conformance.causes import Blocks
+from zerocast.conformance.causes import block_amaxes
+from zerocast.conformance.packs import blocks_of
 from zerocast.errors import InputError
 from zerocast.export import DIALECTS
 from zerocast.tensors import empty, quantize
 
-Convert = Callable[[torch.Tensor], torch.Tensor]
-Stored = Mapping[str, torch.Tensor]
-Quantize = Callable[[torch.Tensor], tuple[torch.Tensor, ...]]
-Write = Callable[[torch.Tensor], Stored]
-Gather = Callable[[torch.Tensor, tuple[int, ...]], list[Stored]]
+Stored = Mapping[str, torch.Tensor] | tuple[torch.Tensor, ...]
+Calls = Mapping[str, Callable[..., Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,16 +37,17 @@ class Package:
         encodes: by the name of a format: FP32 values [n] -> their codes [n], uint8.
         decodes: by the name of a format: codes [n], uint8 -> their values [n], FP32.
         writes: by the name of a dialect: a weight [M, K], FP32 whose values BF16 holds, -> the
-            tensors of the dialect, in its order. It raises for what the package does not quantize.
+            tensors of the dialect, by name, or a tuple in its order. It raises for what the package
+            does not quantize.
         gathers: by the name of a dialect: such a weight, and where the shards of ranks begin and
             the last ends, as flat indices -> what each rank holds in the end.
     """
 
     name: str
-    encodes: Mapping[str, Convert] = field(default_factory=dict)
-    decodes: Mapping[str, Convert] = field(default_factory=dict)
-    writes: Mapping[str, Write] = field(default_factory=dict)
-    gathers: Mapping[str, Gather] = field(default_factory=dict)
+    encodes: Calls = field(default_factory=dict)
+    decodes: Calls = field(default_factory=dict)
+    writes: Calls = field(default_factory=dict)
+    gathers: Calls = field(default_factory=dict)
 
     @property
     def title(self) -> str:
@@ -68,31 +67,18 @@ def package_of(name: str) -> Package:
     """
     module, _, attribute = name.partition(":")
     if name not in PACKAGES and not attribute:
-        raise InputError(
-            f"PACKAGE must be one of {', '.join(PACKAGES)}, or module:attribute that is a "
-            f"zerocast.conformance.Package, got {name!r}."
-        )
+        known = ", ".join(PACKAGES)
+        needed = "module:attribute that is a zerocast.conformance.Package"
+        raise InputError(f"PACKAGE must be one of {known}, or {needed}, got {name!r}.")
     try:
-        known = PACKAGES.get(name)
-        found = known() if known else getattr(importlib.import_module(module), attribute)
+        make = PACKAGES.get(name)
+        found = make() if make else getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
-        raise InputError(
-            f"{name} cannot be measured: {error}; install it, and try again."
-        ) from error
+        message = f"{name} cannot be measured: {error}; install it, and try again."
+        raise InputError(message) from error
     if not isinstance(found, Package):
         raise InputError(f"{name} must be a zerocast.conformance.Package, got {found!r}.")
     return found
-
-
-def _by_dialect(
-    calls: Mapping[str, Quantize],
-) -> dict[str, Write]:
-    """``calls`` that return codes and scales, with the names of the dialect."""
-
-    def write(dialect: str, x: torch.Tensor) -> Stored:
-        return dict(zip(DIALECTS[dialect].names, calls[dialect](x), strict=True))
-
-    return {dialect: partial(write, dialect) for dialect in calls}
 
 
 def _zerocast() -> Package:
@@ -104,9 +90,8 @@ def _zerocast() -> Package:
     def gather(dialect: str, x: torch.Tensor, cuts: tuple[int, ...]) -> list[Stored]:
         def on_rank(comm: Communicator) -> Stored:
             start, end = cuts[comm.rank : comm.rank + 2]
-            weight = empty(
-                x.shape, DIALECTS[dialect].recipe, dtype=torch.bfloat16, columnwise=False
-            )
+            recipe = DIALECTS[dialect].recipe
+            weight = empty(x.shape, recipe, dtype=torch.bfloat16, columnwise=False)
             plan = CastPlan([weight], [x.view(-1)[start:end]], [start], comm)
             plan.cast()
             plan.all_gather()
@@ -114,22 +99,17 @@ def _zerocast() -> Package:
 
         return run_in_process(len(cuts) - 1, on_rank)
 
-    return Package(
-        name="zerocast",
-        writes={dialect: partial(write, dialect) for dialect in DIALECTS},
-        gathers={dialect: partial(gather, dialect) for dialect in DIALECTS},
-    )
+    writes, gathers = ({name: partial(call, name) for name in DIALECTS} for call in (write, gather))
+    return Package(name="zerocast", writes=writes, gathers=gathers)
 
 
 def _torch() -> Package:
-    dtypes = {
-        "e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "e8m0": torch.float8_e8m0fnu,
-    }  # fmt: skip
-    return _of_dtypes(
-        "torch",
-        dtypes,
-        lambda dtype, x: x.to(dtype).view(torch.uint8),
-        lambda dtype, codes: codes.view(dtype).float(),
+    names = {"e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2", "e8m0": "float8_e8m0fnu"}
+    dtypes = {fmt: getattr(torch, name) for fmt, name in names.items()}
+    return Package(
+        name="torch",
+        encodes={f: lambda x, to=to: x.to(to).view(torch.uint8) for f, to in dtypes.items()},
+        decodes={f: lambda codes, to=to: codes.view(to).float() for f, to in dtypes.items()},
     )
 
 
@@ -141,26 +121,17 @@ def _ml_dtypes() -> Package:
         with np.errstate(all="ignore"):
             return torch.from_numpy(x.numpy().astype(dtype).view(np.uint8))
 
+    def decode(dtype: Any, codes: torch.Tensor) -> torch.Tensor:
+        return torch.from_numpy(codes.numpy().view(dtype).astype(np.float32))
+
     dtypes = {
         "e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2,
         "e2m1": ml_dtypes.float4_e2m1fn, "e8m0": ml_dtypes.float8_e8m0fnu,
     }  # fmt: skip
-    return _of_dtypes(
-        "ml_dtypes",
-        dtypes,
-        encode,
-        lambda dtype, codes: torch.from_numpy(codes.numpy().view(dtype).astype(np.float32)),
+    encodes, decodes = (
+        {fmt: partial(call, dtype) for fmt, dtype in dtypes.items()} for call in (encode, decode)
     )
-
-
-def _of_dtypes(
-    name: str, dtypes: Mapping[str, Any], encode: Callable[..., Any], decode: Callable[..., Any]
-) -> Package:
-    return Package(
-        name=name,
-        encodes={fmt: partial(encode, dtype) for fmt, dtype in dtypes.items()},
-        decodes={fmt: partial(decode, dtype) for fmt, dtype in dtypes.items()},
-    )
+    return Package(name="ml_dtypes", encodes=encodes, decodes=decodes)
 
 
 def _compressed_tensors() -> Package:
@@ -175,7 +146,7 @@ def _compressed_tensors() -> Package:
         if dialect.tensor_scale is not None:
             state["weight_global_scale"] = generate_gparam(x.amin(), x.amax())
         # What its users' observers give; scales are symmetric, so the largest magnitude is enough.
-        amax = Blocks(x, dialect.recipe.planes(x.shape, columnwise=False)[0].grid).amax
+        amax = block_amaxes(x, blocks_of(name, x.shape))
         state["weight_scale"], _ = calculate_qparams(
             -amax, amax, scheme.weights, state.get("weight_global_scale")
         )
@@ -189,18 +160,15 @@ def _transformers() -> Package:
     from transformers import FineGrainedFP8Config
     from transformers.integrations.finegrained_fp8 import Fp8Quantize
 
-    def float8(x: torch.Tensor, **options: Any) -> tuple[torch.Tensor, ...]:
+    def float8(x: torch.Tensor, **options: Any) -> Stored:
         quantizer = SimpleNamespace(quantization_config=FineGrainedFP8Config(**options))
         made = Fp8Quantize(quantizer).convert({"weight": x})
         if len(made) == 1:
             raise ValueError("it leaves shapes that are no multiple of the block unquantized")
         return tuple(made.values())
 
-    calls: dict[str, Quantize] = {
-        "deepseek/fp8": float8,
-        "deepseek/v4-fp8": partial(float8, scale_fmt="ue8m0"),
-    }
-    return Package(name="transformers", writes=_by_dialect(calls))
+    calls = {"deepseek/fp8": float8, "deepseek/v4-fp8": partial(float8, scale_fmt="ue8m0")}
+    return Package(name="transformers", writes=calls)
 
 
 def _torchao() -> Package:
@@ -210,17 +178,17 @@ def _torchao() -> Package:
     from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor, per_tensor_amax_to_scale
     from torchao.quantization import Float8Tensor, PerBlock, PerRow, PerTensor
 
-    def float8(granularity: Any, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def float8(granularity: Any, x: torch.Tensor) -> Stored:
         made = Float8Tensor.from_hp(x, granularity=granularity)
         return made.qdata, made.scale
 
-    def nvfp4(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def nvfp4(x: torch.Tensor) -> Stored:
         tensor_scale = per_tensor_amax_to_scale(x.abs().max())
         made = NVFP4Tensor.to_nvfp4(x, per_tensor_scale=tensor_scale)
         return made.qdata, made.scale, tensor_scale
 
     float4 = torch.float4_e2m1fn_x2
-    calls: dict[str, Quantize] = {
+    calls = {
         "compressed-tensors/fp8-tensor": partial(float8, PerTensor()),
         "compressed-tensors/fp8-channel": partial(float8, PerRow()),
         "compressed-tensors/fp8-block": partial(float8, PerBlock([128, 128])),
@@ -230,38 +198,29 @@ def _torchao() -> Package:
         "gpt-oss/mxfp4": lambda x: to_mx(x, float4, 32, Mode.RCEIL)[::-1],
     }
     fp4 = {"encodes": {"e2m1": f32_to_f4_unpacked}, "decodes": {"e2m1": f4_unpacked_to_f32}}
-    return Package(name="torchao", writes=_by_dialect(calls), **fp4)
+    return Package(name="torchao", writes=calls, **fp4)
 
 
 def _modelopt() -> Package:
-    from modelopt.torch.quantization.qtensor import (
-        FP8QTensor,
-        MXFP4QTensor,
-        MXFP8QTensor,
-        NVFP4QTensor,
-    )  # fmt: skip
+    from modelopt.torch.quantization import qtensor
 
-    def parts(made: Any, *scales: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def parts(made: Any, *scales: torch.Tensor) -> Stored:
         return made._quantized_data, *scales
 
     blocks = {"block_sizes": {-1: 128, -2: 128}}
-    calls: dict[str, Quantize] = {
-        "modelopt/fp8": lambda x: parts(*FP8QTensor.quantize(x)),
-        "compressed-tensors/fp8-block": lambda x: parts(*FP8QTensor.quantize(x, **blocks)),
-        "modelopt/nvfp4": lambda x: parts(*NVFP4QTensor.quantize(x, 16)),
-        "modelopt/mxfp8": lambda x: parts(*MXFP8QTensor.quantize(x)),
-        "gpt-oss/mxfp4": lambda x: parts(*MXFP4QTensor.quantize(x, 32)),
+    calls = {
+        "modelopt/fp8": lambda x: parts(*qtensor.FP8QTensor.quantize(x)),
+        "compressed-tensors/fp8-block": lambda x: parts(*qtensor.FP8QTensor.quantize(x, **blocks)),
+        "modelopt/nvfp4": lambda x: parts(*qtensor.NVFP4QTensor.quantize(x, 16)),
+        "modelopt/mxfp8": lambda x: parts(*qtensor.MXFP8QTensor.quantize(x)),
+        "gpt-oss/mxfp4": lambda x: parts(*qtensor.MXFP4QTensor.quantize(x, 32)),
     }
-    return Package(name="nvidia-modelopt", writes=_by_dialect(calls))
+    return Package(name="nvidia-modelopt", writes=calls)
 
 
 PACKAGES: Mapping[str, Callable[[], Package]] = {
-    "zerocast": _zerocast,
-    "torch": _torch,
-    "ml_dtypes": _ml_dtypes,
-    "compressed-tensors": _compressed_tensors,
-    "transformers": _transformers,
-    "torchao": _torchao,
-    "nvidia-modelopt": _modelopt,
-}
+    "zerocast": _zerocast, "torch": _torch, "ml_dtypes": _ml_dtypes,
+    "compressed-tensors": _compressed_tensors, "transformers": _transformers,
+    "torchao": _torchao, "nvidia-modelopt": _modelopt,
+}  # fmt: skip
 """What makes each package that is known, where it is installed."""

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from zerocast.backends import use_backend
 from zerocast.backends.reference.philox import element_draws
 from zerocast.export import DIALECTS, Dialect
 from zerocast.formats import ELEMENT_FORMATS, decode, decode_e8m0, encode, encode_e8m0
+from zerocast.layout import BlockGrid
 from zerocast.numerics import Float8Numerics, MXNumerics, NVFP4Numerics
 from zerocast.tensors import quantize
 
@@ -44,8 +45,8 @@ AMAXES = {
 
 
 def _bits(*values: float) -> tuple[int, ...]:
-    values_of_bf16 = torch.tensor(values, dtype=torch.bfloat16, device="cpu")
-    return tuple(values_of_bf16.view(torch.int16).tolist())
+    in_bf16 = torch.tensor(values, dtype=torch.bfloat16, device="cpu")
+    return tuple(in_bf16.view(torch.int16).tolist())
 
 
 # By NVFP4, under the first amax: the scales of the others are half-way between two values of E4M3,
@@ -107,39 +108,25 @@ class Pack:
         """Return the document, of which there is one form: bytes in hexadecimal, row-major and
         little-endian.
         """
-        cases = [
-            {
-                "name": case.name,
-                "input": _described(case.input),
-                "expected": {part: _described(tensor) for part, tensor in case.expected.items()},
-                **({"cuts": case.cuts} if case.cuts else {}),
-            }
-            for case in self.cases
-        ]
-        about = {"level": self.level, "subject": self.subject, "formula": self.formula}
-        return json.dumps({**about, "cases": cases}, sort_keys=True, indent=1) + "\n"
-
-    def digest(self) -> str:
-        """Return the SHA-256 of :meth:`text`, in hexadecimal."""
-        return hashlib.sha256(self.text().encode()).hexdigest()
+        cases = [{key: value for key, value in vars(case).items() if key != "cuts" or value}
+                 for case in self.cases]  # fmt: skip
+        document = {**vars(self), "cases": cases}
+        return json.dumps(document, default=_described, sort_keys=True, indent=1) + "\n"
 
 
 def packs() -> list[Pack]:
     """Make every pack."""
     with use_backend("reference"), torch.device("cpu"):
-        made = [
-            Pack("values", name, "docs/NUMERICS.md, section 2", _value_cases(name))
-            for name in (*ELEMENT_FORMATS, "e8m0")
-        ]
+        made = [Pack("values", name, "docs/NUMERICS.md, section 2", _value_cases(name))
+                for name in (*ELEMENT_FORMATS, "e8m0")]  # fmt: skip
         for name, dialect in DIALECTS.items():
             section = SECTIONS[type(dialect.recipe.numerics)]
             formula = f"docs/NUMERICS.md, section {section}, of {dialect.recipe}"
             tensors = _tensor_cases(dialect)
-            made += [
-                Pack("blocks", name, formula, _block_cases(dialect)),
-                Pack("tensors", name, formula, tensors),
-                Pack("partitions", name, formula, _partitions(tensors[1])),
-            ]
+            cut = [replace(tensors[1], name=f"{tensors[1].name} on {ranks}", cuts=cuts)
+                   for ranks, cuts in CUTS.items()]  # fmt: skip
+            levels = {"blocks": _block_cases(dialect), "tensors": tensors, "partitions": cut}
+            made += [Pack(level, name, formula, cases) for level, cases in levels.items()]
     return made
 
 
@@ -148,25 +135,28 @@ def write_packs(directory: Path, made: Iterable[Pack]) -> int:
     reads; return how many.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    sums = []
+    sums = {}
     for pack in made:
-        (directory / pack.file).write_text(pack.text(), encoding="utf-8", newline="\n")
-        sums.append(f"{pack.digest()}  {pack.file}\n")
-    (directory / "SHA256SUMS").write_text("".join(sorted(sums, key=lambda line: line[66:])))
+        document = pack.text().encode()
+        (directory / pack.file).write_bytes(document)
+        sums[pack.file] = f"{hashlib.sha256(document).hexdigest()}  {pack.file}\n"
+    (directory / "SHA256SUMS").write_text("".join(sums[file] for file in sorted(sums)))
     return len(sums)
 
 
 def _described(tensor: torch.Tensor) -> dict[str, Any]:
-    return {
-        "dtype": str(tensor.dtype).removeprefix("torch."),
-        "shape": list(tensor.shape),
-        "bytes": raw(tensor).numpy().tobytes().hex(),
-    }
+    dtype, shape = str(tensor.dtype).removeprefix("torch."), list(tensor.shape)
+    return {"dtype": dtype, "shape": shape, "bytes": raw(tensor).numpy().tobytes().hex()}
 
 
 def raw(tensor: torch.Tensor) -> torch.Tensor:
     """Return the bytes of ``tensor``, row-major: uint8 [n]."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def blocks_of(subject: str, shape: Sequence[int]) -> BlockGrid:
+    """Return those of a weight of ``shape``, [M, K], under a dialect."""
+    return DIALECTS[subject].recipe.planes(shape, columnwise=False)[0].grid
 
 
 def differing(given: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
@@ -192,17 +182,13 @@ def _value_cases(name: str) -> list[Case]:
         ends = torch.cat((ends, 2 * ends[-1:] - ends[-2:-1]))
     ties = torch.cat((ends, (ends[1:] + ends[:-1]) / 2)).float()
     around = torch.cat([ties.view(torch.int32) + step for step in (-1, 0, 1)]).clamp(min=0)
-    points = around.unique().view(torch.float32)
+    points, every = around.unique().view(torch.float32), _bf16(_count(2**16 if fmt else 2**15))
     points = torch.cat((points, -points)) if fmt else points  # scales are not negative
-    inputs = {
-        "every BF16 value": _bf16(_count(2**16 if fmt else 2**15)),
-        "ties and neighbours": points,
-    }
-    cases = [
-        Case(case, x, {"codes": encode(x.float(), fmt) if fmt else encode_e8m0(x.float())})
-        for case, x in inputs.items()
-    ]
-    return [*cases, Case(DECODED, codes, {"values": values})]
+    cases = [Case(DECODED, codes, {"values": values})]
+    for case, x in ("ties and neighbours", points), ("every BF16 value", every):
+        made = encode(x.float(), fmt) if fmt else encode_e8m0(x.float())
+        cases.insert(0, Case(case, x, {"codes": made}))
+    return cases
 
 
 # --- weights ---
@@ -230,9 +216,7 @@ def _block(height: int, width: int, amax: int, seed: int) -> torch.Tensor:
     amax / 6 or amax / 448.
     """
     draws = _draws(height * width, seed)
-    largest, power = _bf16(
-        torch.tensor([amax, amax & 0x7F80], dtype=torch.int64, device="cpu")
-    ).double()
+    largest, power = (_bf16(_count(1)[0] + bits).double() for bits in (amax, amax & 0x7F80))
     kind, count = draws >> 5 & 3, draws & 0x1F
     steps = torch.stack((power / 32, largest / 24, largest / 28, largest))[kind]
     below = _bf16((amax - (draws & 0x3FF)).clamp(min=0)).double()
@@ -242,26 +226,24 @@ def _block(height: int, width: int, amax: int, seed: int) -> torch.Tensor:
 
 
 def _block_cases(dialect: Dialect) -> list[Case]:
-    height = dialect.recipe.planes((256, 256), columnwise=False)[0].grid.block_h
+    height = blocks_of(dialect.name, (256, 256)).block_h  # 256: one block is the tensor
+    shape = {256: (4, 32), 128: (128, 128)}.get(height, (1, 32))
     has_ties = isinstance(dialect.recipe.numerics, NVFP4Numerics)
     weights: dict[str, torch.Tensor] = {}
     for name, amaxes in (AMAXES | (AMAXES_OF_NVFP4 if has_ties else {})).items():
-        if height == 256:  # one block is the tensor
-            weights |= {f"{name}, {i}": _block(4, 32, amax, i) for i, amax in enumerate(amaxes)}
-        elif height == 128:
-            blocks = [_block(128, 128, amax, i) for i, amax in enumerate(amaxes[::4])]
-            weights[name] = torch.cat(blocks, dim=1)
+        some = amaxes[::4] if height == 128 else amaxes
+        blocks = [_block(*shape, amax, i) for i, amax in enumerate(some)]
+        if height == 256:
+            weights |= {f"{name}, {i}": block for i, block in enumerate(blocks)}
         else:
-            weights[name] = torch.cat([_block(1, 32, amax, i) for i, amax in enumerate(amaxes)])
-    zeros = torch.zeros(
-        (128, 128) if height == 128 else (1, 32), dtype=torch.bfloat16, device="cpu"
-    )
+            weights[name] = torch.cat(blocks, dim=int(height == 128))
+    zeros = torch.zeros(shape if height == 128 else (1, 32), dtype=torch.bfloat16, device="cpu")
     weights["zeros"] = torch.cat((zeros, -zeros), dim=1)
     return [_case(name, dialect, weight) for name, weight in weights.items()]
 
 
 def _tensor_cases(dialect: Dialect) -> list[Case]:
-    weights = {}
+    cases = []
     for seed, (rows, cols) in enumerate(SHAPES):
         draws = _draws(rows * cols, seed).view(rows, cols)
         # From 2^-19 to 2^4, ascending by rows, and spread over 2^8 within one.
@@ -269,17 +251,10 @@ def _tensor_cases(dialect: Dialect) -> list[Case]:
         weight = _bf16((draws & 0x807F) | exponents << 7)
         weight[rows // 2] *= int(rows == 1)  # zeros of both signs
         weight[0, 0], weight[0, 1] = 0.0, -0.0
-        weights[f"{rows}x{cols}"] = weight
-    return [_case(name, dialect, weight) for name, weight in weights.items()]
+        cases.append(_case(f"{rows}x{cols}", dialect, weight))
+    return cases
 
 
 def _case(name: str, dialect: Dialect, weight: torch.Tensor) -> Case:
     whole = quantize(weight, dialect.recipe, columnwise=False)
     return Case(name, weight, dialect.encode(whole.quantized_storage))
-
-
-def _partitions(whole: Case) -> list[Case]:
-    return [
-        Case(f"{whole.name} on {ranks}", whole.input, whole.expected, cuts)
-        for ranks, cuts in CUTS.items()
-    ]

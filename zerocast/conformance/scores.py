@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from zerocast.conformance.causes import causes
 from zerocast.conformance.packages import Package
 from zerocast.conformance.packs import DECODED, Case, Pack, differing, raw
-
-Tensors = Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -45,60 +42,47 @@ def score(package: Package, packs: Iterable[Pack]) -> list[Score]:
 
 
 def _score(package: Package, pack: Pack) -> Score | None:
-    made: dict[str, Tensors] = {}
-    refused: dict[str, str] = {}
+    first, refused, compared, different = "", {}, 0, 0
+    encoded: dict[str, list[torch.Tensor]] = {}
+    explained = pack.level != "partitions"
     for case in pack.cases:
         try:
-            given = _made(package, pack, case)
+            ranks = _made(package, pack, case)
         except Exception as error:  # whatever a package raises
             refused[case.name] = f"{type(error).__name__}: {error}"
             continue
-        if given is not None:
-            made[case.name] = given
-    return _compared(pack, made, refused) if made or refused else None
-
-
-def _made(package: Package, pack: Pack, case: Case) -> Tensors | None:
-    """What the package makes of a case, by the names of what is expected; None where it offers
-    nothing for such.
-    """
-    table: Mapping[str, Callable[..., Any]] = package.writes
-    if pack.level == "values":
-        table = package.decodes if case.name == DECODED else package.encodes
-    elif pack.level == "partitions":
-        table = package.gathers
-    if pack.subject not in table:
+        for rank, tensors in enumerate(ranks):
+            of_rank = f" of rank {rank}" if pack.level == "partitions" else ""
+            for (part, expected), given in zip(case.expected.items(), tensors, strict=True):
+                wrong = differing(given, expected)
+                compared, different = compared + expected.nbytes, different + int(wrong.sum())
+                if wrong.any():
+                    first = first or f"{case.name}: {part}{of_rank}{_at(wrong, given, expected)}"
+                    explained &= case.name != DECODED
+            if case.name != DECODED:
+                encoded[case.name] = tensors
+    if not compared and not refused:
         return None
+    why = causes(pack, encoded) if first and explained else None if first else {}
+    return Score(pack.level, pack.subject, compared, different, first, why, refused)
+
+
+def _made(package: Package, pack: Pack, case: Case) -> list[list[torch.Tensor]]:
+    """What the package makes of a case: on each rank the tensors that are expected; nothing where
+    it offers nothing for such.
+    """
+    values = package.decodes if case.name == DECODED else package.encodes
+    tables = {"values": values, "partitions": package.gathers}
+    table = tables.get(pack.level, package.writes)
+    if pack.subject not in table:
+        return []
     dtype = torch.uint8 if case.name == DECODED else torch.float32
     given = case.input.to(dtype, copy=True)  # which the package may write to
     made = table[pack.subject](given, *([case.cuts] if case.cuts else []))
-    if pack.level == "values":
-        return dict.fromkeys(case.expected, made)
-    if pack.level != "partitions":
-        return {part: made[part] for part in case.expected}
-    return {
-        f"{part} of rank {rank}": held[part]
-        for rank, held in enumerate(made)
-        for part in case.expected
-    }
-
-
-def _compared(pack: Pack, made: Mapping[str, Tensors], refused: Mapping[str, str]) -> Score:
-    compared = different = 0
-    first, explained = "", pack.level != "partitions"
-    for case in pack.cases:
-        for name, given in made.get(case.name, {}).items():
-            expected = case.expected[name.partition(" of rank")[0]]
-            wrong = differing(given, expected)
-            compared, different = compared + expected.nbytes, different + int(wrong.sum())
-            if wrong.any():
-                first = first or f"{case.name}: {name}{_at(wrong, given, expected)}"
-                explained &= case.name != DECODED
-    why: Mapping[str, int] | None = None if first else {}
-    if first and explained:
-        encoded = {name: [*made[name].values()] for name in made if name != DECODED}
-        why = causes(pack, encoded)
-    return Score(pack.level, pack.subject, compared, different, first, why, refused)
+    ranks = made if pack.level == "partitions" else [(made,) if pack.level == "values" else made]
+    named = (dict(zip(case.expected, held, strict=True)) if isinstance(held, tuple) else held
+             for held in ranks)  # fmt: skip
+    return [[held[part] for part in case.expected] for held in named]
 
 
 def _at(wrong: torch.Tensor, given: torch.Tensor, expected: torch.Tensor) -> str:
@@ -107,16 +91,11 @@ def _at(wrong: torch.Tensor, given: torch.Tensor, expected: torch.Tensor) -> str
         return f" is {found}, required {required}"
     size = expected.element_size()
     place = int(wrong.nonzero()[0]) // size
-    index = [
-        int(i)
-        for i in torch.unravel_index(
-            torch.tensor(place, dtype=torch.int64, device="cpu"), expected.shape
-        )
-    ]
+    index = wrong.view(*expected.shape, size).any(-1).nonzero()[0].tolist()
 
     def shown(tensor: torch.Tensor) -> str:
         number = bytes(raw(tensor)[place * size : (place + 1) * size].tolist())[::-1].hex()
-        value = tensor.reshape(-1)[place].item() if expected.dtype.is_floating_point else None
-        return f"0x{number}" + (f" ({value:g})" if value is not None else "")
+        value = f" ({tensor.reshape(-1)[place].item():g})"
+        return f"0x{number}{value * expected.dtype.is_floating_point}"
 
     return f"{index} is {shown(given)}, required {shown(expected)}"
