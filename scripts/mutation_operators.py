@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 OPERATORS = {
     "<": "<=", "<=": "<", ">": ">=", ">=": ">", "==": "!=", "!=": "==", "+": "-", "-": "+",
@@ -14,45 +14,43 @@ OPERATORS = {
     "|": "&", "^": "&", "and": "or", "or": "and", "is": "is not", "is not": "is", "in": "not in",
     "not in": "in",
 }  # fmt: skip
-CALLS = {"min": "max", "max": "min", "any": "all", "all": "any"}
+CALLS = {"min": "max", "max": "min", "any": "all", "all": "any", "min_of": "max_of",
+         "max_of": "min_of"}  # fmt: skip
+CONSTANTS: dict[type, list[Callable[[Any], str]]] = {
+    bool: [lambda value: str(not value)], float: [lambda value: str(value * 2 + 1)],
+    int: [lambda value: str(value + 1), lambda value: f"({value - 1})"],
+}  # fmt: skip
 SYMMETRIC = {"min", "max", "lcm", "maximum", "minimum"}
 """Calls whose first two arguments may change places."""
 CHECKED = {"isinstance", "TypeVar", "cast"}
 """Calls that no mutation is made of: of types, which mypy checks."""
 
 
-@dataclass(frozen=True)
-class Mutant:
-    """One change of one file.
+class Mutant(NamedTuple):
+    """One change of one file. The first three name it in a list that outlives other changes of it.
 
     Attributes:
         path: the file, relative to the repository.
         function: the outermost function, as classes qualify it; empty where the change takes effect
             when the module is imported.
+        change: the changed lines, before and after, each run of white space one blank.
         line: where it is, from 1 on.
-        before, after: the changed lines, each run of white space one blank.
         source: the whole file, changed.
     """
 
     path: str
     function: str
+    change: str
     line: int
-    before: str
-    after: str
     source: bytes
-
-    @property
-    def key(self) -> tuple[str, str, str]:
-        """What names it in a list that outlives other changes of the file."""
-        return self.path, self.function, f"{self.before} => {self.after}"
 
 
 def _changed(path: str, function: str, source: bytes, start: int, end: int, text: str) -> Mutant:
     first, last = source.rfind(b"\n", 0, start) + 1, source.find(b"\n", end)
     after = source[first:start] + text.encode() + source[end:last]
-    both = [" ".join(part.decode().split()) for part in (source[first:last], after)]
-    line = source.count(b"\n", 0, start) + 1
-    return Mutant(path, function, line, *both, source[:first] + after + source[last:])
+    change = " => ".join(" ".join(part.decode().split()) for part in (source[first:last], after))
+    changed = source[:first] + after + source[last:]
+    return Mutant(path, function, change, source.count(b"\n", 0, start) + 1, changed)
 
 
 class _Visitor:
@@ -64,6 +62,7 @@ class _Visitor:
         self._lines = [0]
         for line in source.splitlines(keepends=True):
             self._lines.append(self._lines[-1] + len(line))
+        self.visit(ast.parse(source))
 
     def span(self, node: ast.AST) -> tuple[int, int]:
         return (self._lines[node.lineno - 1] + node.col_offset,
@@ -102,50 +101,26 @@ class _Visitor:
             return not isinstance(test.ops[0], (ast.Lt, ast.LtE, ast.Gt, ast.GtE))
         return isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not)
 
-    @staticmethod
-    def is_effect(node: ast.AST) -> bool:
-        """Whether a node is a statement that is there for what it does."""
-        if isinstance(node, ast.Expr):
-            return not isinstance(node.value, ast.Constant)  # a docstring
-        if isinstance(node, ast.Assign):
-            return isinstance(node.targets[0], (ast.Attribute, ast.Subscript))
-        return isinstance(node, (ast.AugAssign, ast.Raise, ast.Delete))
-
-    def between(self, left: ast.AST, right: ast.AST) -> Iterator[tuple[int, int, str]]:
-        """The operator that stands between two nodes, and its change."""
-        start, end = self.span(left)[1], self.span(right)[0]
-        found = re.search(r"is not|not in|[a-z]+|[-+*/%<>=!&|^]+", self.source[start:end].decode())
-        if found and found.group() in OPERATORS:
-            yield start + found.start(), start + found.end(), OPERATORS[found.group()]
-
     def edits_of(self, node: ast.AST) -> Iterator[tuple[int, int, str]]:
         """The changes of one node: where, and what stands there instead."""
-        if isinstance(node, ast.Compare):
-            for left, right in zip([node.left, *node.comparators], node.comparators, strict=False):
-                yield from self.between(left, right)
-        elif isinstance(node, ast.BoolOp):
-            for left, right in zip(node.values, node.values[1:], strict=False):
-                yield from self.between(left, right)
-        elif isinstance(node, ast.BinOp):
-            yield from self.between(node.left, node.right)
+        if isinstance(node, (ast.Compare, ast.BoolOp, ast.BinOp)):
+            operands = [each for each in ast.iter_child_nodes(node) if isinstance(each, ast.expr)]
+            for left, right in pairwise(operands):
+                start, end = self.span(left)[1], self.span(right)[0]
+                between = self.source[start:end].decode()
+                found = re.search(r"is not|not in|[a-z]+|[-+*/%<>=!&|^]+", between)
+                if found and found.group() in OPERATORS:
+                    yield start + found.start(), start + found.end(), OPERATORS[found.group()]
         elif isinstance(node, ast.UnaryOp):
             start = self.span(node)[0]
             yield start, start + (4 if isinstance(node.op, ast.Not) else 1), ""
-        elif isinstance(node, (ast.If, ast.While, ast.IfExp)):
-            if not self.has_opposite(node.test):
-                yield *self.span(node.test), f"not ({self.text(node.test)})"
-        elif isinstance(node, ast.comprehension):
-            for condition in node.ifs:
+        elif isinstance(node, (ast.If, ast.While, ast.IfExp, ast.comprehension)):
+            for condition in node.ifs if isinstance(node, ast.comprehension) else [node.test]:
                 if not self.has_opposite(condition):
                     yield *self.span(condition), f"not ({self.text(condition)})"
         elif isinstance(node, ast.Constant):
-            if isinstance(node.value, bool):
-                yield *self.span(node), str(not node.value)
-            elif isinstance(node.value, int):
-                yield *self.span(node), str(node.value + 1)
-                yield *self.span(node), f"({node.value - 1})"
-            elif isinstance(node.value, float):
-                yield *self.span(node), str(node.value * 2 + 1)
+            for change in CONSTANTS.get(type(node.value), []):
+                yield *self.span(node), change(node.value)
         elif isinstance(node, ast.Return):
             if node.value is not None and self.text(node.value) != "None":
                 yield *self.span(node.value), "None"
@@ -161,44 +136,40 @@ class _Visitor:
             if len(set(texts)) == 2 and name not in SYMMETRIC | CHECKED:
                 (start, end), (after, last) = map(self.span, first)
                 yield start, last, texts[1] + self.source[end:after].decode() + texts[0]
-        elif self.is_effect(node):
+        elif (
+            (isinstance(node, ast.Expr) and not isinstance(node.value, ast.Constant))  # a docstring
+            or isinstance(getattr(node, "targets", [None])[0], (ast.Attribute, ast.Subscript))
+            or isinstance(node, (ast.AugAssign, ast.Raise, ast.Delete))
+        ):
             yield *self.span(node), "pass"
 
 
-def of_python(root: Path, path: str) -> list[Mutant]:
-    """All mutants of a module."""
-    source = (root / path).read_bytes()
-    visitor = _Visitor(source)
-    visitor.visit(ast.parse(source))
-    return [_changed(path, function, source, *edit) for function, *edit in visitor.edits]
-
-
-CPP_OPERATORS = {
-    "<": "<=", "<=": "<", ">": ">=", ">=": ">", "==": "!=", "!=": "==", "+": "-", "-": "+",
-    "*": "/", "/": "*", "%": "/", "&&": "||", "||": "&&", "&": "|", "|": "&", "<<": ">>",
-    ">>": "<<",
+CPP = OPERATORS | CALLS | {
+    "*": "/", "%": "/", "&&": "||", "||": "&&", "!": "", "continue": "", "break": "", "return": "",
 }  # fmt: skip
-CPP_CALLS = {"min_of": "max_of", "max_of": "min_of"}
 NO_CODE = (
     r"//[^\n]*|#[^\n]*|static_assert\(.*?\);|constexpr[^;]*;|template <[^>]*>|enum[^;]*;|asm[^;]*;"
 )
 """Comments, directives, declarations, and what the compiler checks."""
+PLACES = (
+    r"(?<= )[-+*/%<>=!&|]+(?= )|\b(?:min|max)_of\b(?=\()|(?<![\w.])\d+(?![\w.])|!(?=[\w(])"
+    r"|\b(?:continue|break|return)\b(?=;)"
+)
+"""Operators, which clang-format sets between blanks, calls, constants, negations and jumps."""
 
 
-def of_cpp(root: Path, path: str) -> list[Mutant]:
-    """All mutants of a header: operators, which clang-format sets between blanks, constants, calls,
-    negations and jumps.
-    """
-    source = (root / path).read_bytes()
-    plain = re.sub(
-        NO_CODE, lambda m: re.sub(".", "_", m.group()), source.decode("ascii"), flags=re.S
+def _cpp_edits(source: bytes) -> Iterator[tuple[str, int, int, str]]:
+    blank = re.compile(NO_CODE, re.DOTALL).sub(
+        lambda m: "_" * len(m.group()), source.decode("ascii")
     )
-    edits: list[tuple[int, int, str]] = []
-    for found in re.finditer(r"(?<= )[-+*/%<>=!&|]+(?= )|\b(?:min|max)_of\b(?=\()", plain):
-        changed = (CPP_OPERATORS | CPP_CALLS).get(found.group())
-        edits += [(*found.span(), changed)] if changed else []
-    for found in re.finditer(r"(?<![\w.])\d+(?![\w.])", plain):
-        edits += [(*found.span(), str(int(found.group()) + by)) for by in (1, -1)]
-    for found in re.finditer(r"!(?=[\w(])|\b(?:continue|break|return)\b(?=;)", plain):
-        edits.append((*found.span(), ""))
-    return [_changed(path, "", source, *edit) for edit in sorted(edits)]
+    for found in re.finditer(PLACES, blank):
+        text = found.group()
+        numbers = sorted(str(int(text) + by) for by in (1, -1)) if text.isdigit() else []
+        for change in numbers or ([CPP[text]] if text in CPP else []):
+            yield "", *found.span(), change
+
+
+def mutants_of(path: str, source: bytes) -> list[Mutant]:
+    """All mutants of a Python module, or of a C++ header."""
+    edits = _Visitor(source).edits if path.endswith(".py") else _cpp_edits(source)
+    return [_changed(path, function, source, *edit) for function, *edit in edits]

@@ -4,6 +4,8 @@ Neither was written by this project. Both are given inputs clipped to the format
 because ours saturate, and a NaN, whose code differs between libraries, has one code here.
 """
 
+import math
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -107,6 +109,15 @@ def test_decode_equals_ml_dtypes_for_every_code(fmt):
     )
     wrong = [(c, value[c].item(), expected[c].item()) for c in codes.tolist() if not same[c]]
     assert not wrong, f"(code, got, expected): {wrong}"
+
+
+@FORMATS
+def test_every_nan_has_the_code_that_numerics_says(fmt):
+    """0x7F, a NaN of both float8 formats; of E2M1, which has none, 7, the code of the largest."""
+    nans = torch.tensor([0x7F800001, 0x7FC00000, -1, -0x7FFFFF], dtype=torch.int32)
+    assert encode(nans.view(torch.float32), fmt).tolist() == [0x7 if fmt.bits == 4 else 0x7F] * 4
+    value = decode(torch.tensor([fmt.nan_code], dtype=torch.uint8), fmt).item()
+    assert value == fmt.max if fmt.bits == 4 else math.isnan(value)
 
 
 @FORMATS
