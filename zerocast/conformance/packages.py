@@ -188,7 +188,7 @@ def _torchao() -> Package:
         return made.qdata, made.scale, tensor_scale
 
     float4 = torch.float4_e2m1fn_x2
-    calls = {
+    calls: Calls = {
         "compressed-tensors/fp8-tensor": partial(float8, PerTensor()),
         "compressed-tensors/fp8-channel": partial(float8, PerRow()),
         "compressed-tensors/fp8-block": partial(float8, PerBlock([128, 128])),
@@ -208,7 +208,7 @@ def _modelopt() -> Package:
         return made._quantized_data, *scales
 
     blocks = {"block_sizes": {-1: 128, -2: 128}}
-    calls = {
+    calls: Calls = {
         "modelopt/fp8": lambda x: parts(*qtensor.FP8QTensor.quantize(x)),
         "compressed-tensors/fp8-block": lambda x: parts(*qtensor.FP8QTensor.quantize(x, **blocks)),
         "modelopt/nvfp4": lambda x: parts(*qtensor.NVFP4QTensor.quantize(x, 16)),
