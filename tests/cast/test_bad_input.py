@@ -11,8 +11,10 @@ import zerocast
 from tests.support.claims import assert_same_tensors, stored, told_all
 from tests.support.ranks import on_ranks
 from tests.support.recipes import CAST_COLUMNWISE, each
+from zerocast.cast.consistency import _likely_cause
 from zerocast.comm import Communicator, InProcessCommunicator, run_in_process
 from zerocast.errors import InputError, NonFiniteError, RankMismatchError, ZerocastError
+from zerocast.layout import Extent
 
 SHAPE = (32, 48)
 NUMEL = 32 * 48
@@ -104,6 +106,10 @@ WRONG: dict[str, tuple[Any, ...]] = {
         entry("start_offsets", 1, -1), "start offset -1", f"{NUMEL} elements",
     ),
     "a start offset of another type": (entry("start_offsets", 1, 0.5), "as an int", "0.5"),
+    "a start offset that is a bool": (entry("start_offsets", 1, True), "as an int", "True"),
+    "start offsets without an order": (
+        argument("start_offsets", {0, 1}), "start_offsets must be a list", "got set",
+    ),
     "a master that reaches past the end of its weight": (
         entry("start_offsets", 0, NUMEL - 1), f"inside the weight's {NUMEL} elements",
     ),
@@ -282,6 +288,23 @@ def test_fronts_refuse_the_other_kind(
 
 @on_ranks("in_process", 2)
 @pytest.mark.parametrize(
+    ("cast", "recipe"),
+    [(zerocast.cast_master_weights_to_nvfp4, NVFP4), (zerocast.cast_master_weights_to_fp8, FP8)],
+)
+def test_fronts_cast_their_own_kind(
+    comm: Communicator, cast: Callable[..., None], recipe: zerocast.Recipe
+) -> None:
+    """Each front gives the scales of the call that takes all kinds."""
+    expected, got = weight(recipe), weight(recipe)
+    start = comm.rank * NUMEL // 2
+    args = [torch.full((NUMEL // 2,), 3.0)], [start], comm
+    zerocast.quantize_master_weights([expected], *args)
+    cast([got], *args)
+    assert_same_tensors(stored({"": got}), stored({"": expected}), "after the cast")
+
+
+@on_ranks("in_process", 2)
+@pytest.mark.parametrize(
     ("master", "text"),
     [
         (torch.ones(5), "the plan was made for a master of 768 elements, got 5"),
@@ -383,6 +406,25 @@ def test_the_same_function_made_twice_is_the_same(comm: Communicator) -> None:
     zerocast.CastPlan(**kwargs).cast()
 
 
+def test_names_are_texts() -> None:
+    """What is none is named by its place."""
+    kwargs = arguments(zerocast.comm.SingleRank())
+    with pytest.raises(InputError, match=r"names\[1\] must be a text, got 3"):
+        zerocast.CastPlan(**kwargs, names=["a", 3])  # type: ignore[list-item]
+
+
+@on_ranks("in_process", 2)
+def test_an_empty_master_needs_no_offset(comm: Communicator) -> None:
+    """A rank that owns nothing may give a master without elements, and no offset."""
+    w = weight()
+    master = torch.ones(NUMEL * (1 - comm.rank))
+    plan = zerocast.CastPlan([w], [master], [None if comm.rank else 0], comm)
+    plan.cast()
+    plan.all_gather()
+    expected = zerocast.quantize(torch.ones(SHAPE), NVFP4, dtype=torch.bfloat16)
+    assert_same_tensors(stored({"": w}), stored({"": expected}), "after the gather")
+
+
 @pytest.mark.parametrize(
     ("world_size", "sizes", "starts", "cause"),
     [
@@ -403,3 +445,13 @@ def test_the_likely_cause_of_a_wrong_partition(
         kwargs["start_offsets"][0] = starts[comm.rank]
 
     refuse(world_size, spoil, RankMismatchError, "model_weights[0]", cause)
+
+
+@pytest.mark.parametrize(
+    "owned",
+    [[(0, 4), (0, 4)], [(0, 8), (4, 16)], [(2, 10), (8, 16)], [(4, 16), (0, 0)]],
+    ids=["too few at 0", "too many", "shifted", "one of two"],
+)
+def test_no_cause_is_guessed_for_other_wrong_partitions(owned: list[tuple[int, int]]) -> None:
+    """Where sizes do not add up, or starts are no multiple of the right ones, none is named."""
+    assert _likely_cause(16, [Extent(start, end) for start, end in owned]) == ""

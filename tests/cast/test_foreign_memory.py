@@ -149,6 +149,21 @@ def test_overlapping_memory(spoil: Callable[[], dict[str, Any]]) -> None:
             cast(**(call | spoil()))
 
 
+def test_masters_may_lie_beside_a_buffer_and_in_none() -> None:
+    """Memory up to the first byte of the codes, or from their end on, is no part of them; what lies
+    in any buffer of a weight, the lowest and the highest too, is refused by the buffer's name.
+    """
+    weight = zerocast.empty(SHAPE, NVFP4)
+    flat = torch.zeros(2 * NUMEL, dtype=torch.uint8)
+    zerocast.replace_raw_data(weight, flat[NUMEL : NUMEL + HALF])
+    plan = zerocast.CastPlan([weight], [torch.ones(NUMEL)], [0], SingleRank())
+    check = plan._prepared.addresses.check_masters
+    check([("before", flat[:NUMEL]), ("behind", flat[NUMEL + HALF :]), ("nothing", flat[:0])])
+    for name, buffer in weight.quantized_storage.buffers.items():
+        with pytest.raises(InputError, match=f"{name} of model_weights"):
+            check([("a master", buffer)])
+
+
 @on_ranks("in_process", 2)
 def test_a_shard_may_be_received_where_the_gather_puts_it(comm: Communicator) -> None:
     """A shard's own buffer may be the slice of its weight's codes."""

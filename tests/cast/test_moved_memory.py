@@ -208,3 +208,18 @@ def test_codes_in_other_memory(comm: Communicator) -> None:
     if comm.rank == 0:
         codes.untyped_storage().resize_(0)
     assert "replace_raw_data" in told_all(comm, InputError, ours.cast)
+
+
+@on_ranks("in_process", 2)
+def test_a_shards_buffer_in_other_memory(comm: Communicator) -> None:
+    """A caller's buffer for the codes of a shard that has moved receives them where it lies now."""
+    own = torch.zeros(NUMEL // 4, dtype=torch.uint8)
+    half = [0, NUMEL // 2, NUMEL]
+    ours = Planned(
+        comm, RECIPES["nvfp4"], values(1), cuts=half, fsdp_shard_model_weights=[own]
+    )  # fmt: skip
+    ours.plan.cast()
+    own.set_(torch.zeros_like(own))
+    ours.plan.cast()
+    expected = unsharded(values(1), RECIPES["nvfp4"]).rowwise_data.view(-1)
+    assert_same_bytes(own, expected.view(2, -1)[comm.rank], "the shard's codes")

@@ -1,5 +1,6 @@
 """What a plan promises beyond the bytes: reuse, moves, groups, staleness, memory."""
 
+import dataclasses
 import gc
 import weakref
 from collections.abc import Callable, Sequence
@@ -91,6 +92,31 @@ def test_shard_buffers_receive_the_codes(comm: Communicator, recipe: zerocast.Re
     assert not weight.rowwise_data.any()
 
 
+@on_ranks("in_process", 2)
+@both
+def test_shard_buffers_of_a_stack_receive_the_codes(
+    comm: Communicator, recipe: zerocast.Recipe
+) -> None:
+    """fsdp_shard_model_weights gets the codes of a shard that begins or ends inside of a matrix of
+    a stack, and the gather brings them to their places.
+    """
+    recipe, shape = dataclasses.replace(recipe, per_matrix=True), (3, 16, 32)
+    master, numel, middle = draw_values("wide", 3 * 512, 5), 3 * 512, 600
+    whole = zerocast.quantize(master.view(shape), recipe, dtype=torch.bfloat16)
+    expected = whole.rowwise_data.reshape(-1)
+    weight = zerocast.empty(shape, recipe)
+    start, end = ((0, middle), (middle, numel))[comm.rank]
+    first, last = (at * len(expected) // numel for at in (start, end))
+    buffer = torch.full((last - first,), 0x77, dtype=torch.uint8)
+    plan = zerocast.CastPlan(
+        [weight], [master[start:end]], [start], comm, fsdp_shard_model_weights=[buffer]
+    )
+    plan.cast()
+    assert_same_bytes(buffer, expected[first:last], "shard")
+    plan.all_gather()
+    assert_same_storage(weight, whole, "gathered")
+
+
 def test_a_plan_follows_moved_weights() -> None:
     """replace_raw_data after planning: the next cast writes to where the codes are now, not to
     where they were.
@@ -109,6 +135,20 @@ def test_a_plan_follows_moved_weights() -> None:
         flat[64 : 64 + NUMEL // 2], unsharded(master, NVFP4).rowwise_data.view(-1), "buffer"
     )
     assert not old.any()
+
+
+def test_copies_are_rebuilt_where_a_weight_lies_now() -> None:
+    """Of a weight that moves between the cast and the copies, too."""
+    master = draw_values("normal", NUMEL, 1)
+    weight = zerocast.empty(SHAPE, NVFP4)
+    plan = zerocast.CastPlan([weight], [master], [0])
+    plan.cast()
+    plan.post_all_gather_processing()
+    plan.cast([-master])
+    flat = torch.zeros(NUMEL, dtype=torch.uint8)
+    zerocast.replace_raw_data(weight, flat[64 : 64 + NUMEL // 2])
+    plan.post_all_gather_processing()
+    assert_same_storage(weight, unsharded(-master, NVFP4), "moved")
 
 
 def test_a_moved_weight_leaves_the_plan_its_backend() -> None:

@@ -16,9 +16,27 @@ from tests.support.recipes import RECIPES
 from tests.support.same_bytes import assert_same_storage
 from tests.support.values import draw_values
 from zerocast.comm import Communicator, SingleRank, run_in_process
-from zerocast.errors import InputError, ZerocastError
+from zerocast.errors import BackendError, InputError, PeerFailedError, ZerocastError
 
 NVFP4, DRAWN = RECIPES["nvfp4"], RECIPES["nvfp4-drawn"]
+
+
+@on_ranks("in_process", 2)
+def test_what_keeps_a_rank_from_making_scales_is_told(comm: Communicator) -> None:
+    """The others, which have no collective before the gather, raise there with its reason."""
+    ours = Planned(comm, RECIPES["nvfp4"])
+
+    def broken(name: str) -> None:
+        raise BackendError(f"no memory for {name}")
+
+    if comm.rank == 1:
+        ours.plan._prepared.steps.run = broken  # type: ignore[method-assign]
+        with pytest.raises(BackendError, match="no memory for compute_scale"):
+            ours.plan._compute_scale()
+    else:
+        ours.plan._compute_scale()
+        with pytest.raises(PeerFailedError, match="no memory for compute_scale"):
+            ours.plan.all_gather()
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])

@@ -1,9 +1,13 @@
 """What making a plan costs."""
 
+import hashlib
+
+import pytest
 import torch
 
 import zerocast
 from tests.support.ranks import on_ranks
+from zerocast.cast import consistency
 from zerocast.comm import RecordingCommunicator
 
 
@@ -27,3 +31,23 @@ def test_a_plan_costs_four_exchanges_whatever_its_weights(comm):
     few, many = counted
     assert few == {"all_reduce": (2, 44), "all_gather": (2, 3 * 8 + 32)}
     assert many == {"all_reduce": (2, 44), "all_gather": (2, 3 * 8 + 30 * 32)}
+
+
+@pytest.mark.parametrize("digest", [0, 1, 2**31 - 3, 2**31 - 2, 2**31 - 1, 2**63, 2**64 - 1])
+def test_a_fingerprint_is_no_number_that_means_something_else(monkeypatch, digest):
+    """From 1, as 0 says that there is no plan, to 2^31 - 2, as the largest says that a rank is in
+    trouble; digests that differ by less give other ones.
+    """
+
+    class Digest:
+        def __init__(self, text: bytes) -> None: ...
+
+        def update(self, shards: bytes) -> None: ...
+
+        def digest(self) -> bytes:
+            return digest.to_bytes(8, "big") + bytes(24)
+
+    monkeypatch.setattr(hashlib, "sha256", Digest)
+    found = consistency._fingerprint("", [], torch.zeros(1, 4, dtype=torch.int64))
+    assert 1 <= found <= 2**31 - 2
+    assert (found - digest - 1) % (2**31 - 2) == 0

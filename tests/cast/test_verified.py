@@ -335,6 +335,14 @@ def test_what_is_stored_is_read_on_the_way(
 # --- what it costs, and what it refuses ---
 
 
+@on_ranks("in_process", 2)
+def test_who_does_not_verify_takes_no_digest(comm: Communicator) -> None:
+    """Codes that are staged are stored without reading them once more."""
+    each = Weights(comm, verify="off")
+    each.step()
+    assert [gather.stored for gather in each.plan._gathers] == [None] * len(each.plan._gathers)
+
+
 def test_a_hash_is_one_small_collective() -> None:
     """Of 8 bytes, for all weights."""
 

@@ -130,7 +130,7 @@ def test_any_value_that_is_processed(value: Any) -> None:
 
 def test_one_weight_or_plain_tensors_are_processed() -> None:
     """As in TransformerEngine, post_all_gather_processing takes one weight too, and passes plain
-    tensors by.
+    tensors by; what is none is refused.
     """
     kwargs = right(zerocast.comm.SingleRank())
     zerocast.quantize_master_weights(**kwargs)
@@ -140,6 +140,8 @@ def test_one_weight_or_plain_tensors_are_processed() -> None:
     zerocast.post_all_gather_processing(weight)
     zerocast.post_all_gather_processing([torch.ones(3), other, torch.nn.Parameter(torch.ones(1))])
     zerocast.post_all_gather_processing(torch.ones(3))
+    with pytest.raises(InputError, match=r"model_weights\[1\] must be a tensor, got int"):
+        zerocast.post_all_gather_processing([weight, 3])
     assert_same_storage(weight, unsharded(torch.ones(SHAPE), RECIPES[0]), "one weight")
 
 
