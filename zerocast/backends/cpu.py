@@ -19,33 +19,28 @@ from threading import get_ident
 import torch
 
 from zerocast.backends import native_library, tables
-from zerocast.backends.code_copies import stage_codes, store_codes
 from zerocast.backends.fused_ops import fused_row, with_casts
 from zerocast.backends.launches import nothing, with_empty_shards
 from zerocast.backends.reference import ReferenceBackend
 from zerocast.errors import BackendError
-from zerocast.layout import BlockGrid
 from zerocast.numerics import (
     AdamWUpdate,
-    CodeCopy,
     Comparison,
     DigestedBytes,
     Float8DelayedNumerics,
     FusedOperand,
     Launch,
-    LaunchOn,
     LaunchUpdates,
     Masters,
     Numerics,
     NVFP4Numerics,
-    SharedByte,
-    TensorOperand,
+    Operands,
 )
 
 
-class CpuBackend:
+class CpuBackend(ReferenceBackend):
     """The native library on CPU tensors; :class:`zerocast.numerics.Backend` says what the methods
-    do.
+    do. Codes are copied by torch, as the reference copies them.
 
     Args:
         isa: the instruction set whose code runs: ``"avx512"``, ``"avx2"`` or ``"baseline"``; None
@@ -74,17 +69,11 @@ class CpuBackend:
         self.isa = isa or available[0]
         self.threads = threads
 
-    def partial_amax(self, operands: Sequence[TensorOperand], masters: Masters) -> Launch:
+    def partial_amax(self, operands: Operands, masters: Masters) -> Launch:
         rows = _cast_rows(operands, masters)
         return self._launch("partial_amax", None, rows, (operands, masters))
 
-    @staticmethod
-    def reads_once(numerics: Numerics, grids: Sequence[BlockGrid]) -> bool:
-        return True
-
-    def partial_amax_cast(
-        self, numerics: Numerics, operands: Sequence[TensorOperand], masters: Masters
-    ) -> Launch:
+    def partial_amax_cast(self, numerics: Numerics, operands: Operands, masters: Masters) -> Launch:
         rows = _cast_rows(operands, masters)
         return self._launch("partial_amax_cast", numerics, rows, (operands, masters))
 
@@ -92,11 +81,9 @@ class CpuBackend:
         rows = [tables.adamw_row(each, _address) for each in updates]
         return self._launch("adamw", None, rows, updates)
 
-    def adamw_cast(
-        self, numerics: Numerics, operands: Sequence[TensorOperand], masters: Masters
-    ) -> LaunchUpdates:
+    def adamw_cast(self, numerics: Numerics, operands: Operands, masters: Masters) -> LaunchUpdates:
         rows = _cast_rows(operands, masters)
-        run = self._launch_on("adamw_cast", numerics, rows, (operands, masters))
+        run = self._launch("adamw_cast", numerics, rows, (operands, masters))
         slots = [operand.slot for operand in operands if operand.extent]
 
         def launch(updates: Sequence[AdamWUpdate | None]) -> None:
@@ -105,53 +92,45 @@ class CpuBackend:
         return launch
 
     def partial_select(
-        self, numerics: NVFP4Numerics, operands: Sequence[TensorOperand], masters: Masters
+        self, numerics: NVFP4Numerics, operands: Operands, masters: Masters
     ) -> Launch:
         _check_candidate_blocks(operands)
         rows = _cast_rows(operands, masters)
         return self._launch("partial_select", numerics, rows, (operands, masters))
 
-    def select(self, numerics: NVFP4Numerics, operands: Sequence[TensorOperand]) -> Launch:
+    def select(self, numerics: NVFP4Numerics, operands: Operands) -> Launch:
         _check_candidate_blocks(operands)
         rows = [tables.cast_row(t, t.grid, 0, _address, _address) for t in operands]
         return self._launch("select", numerics, rows, operands)
 
-    def compute_scale(self, numerics: Numerics, operands: Sequence[TensorOperand]) -> Launch:
+    def compute_scale(self, numerics: Numerics, operands: Operands) -> Launch:
         return with_empty_shards(self._compute_scale, numerics, operands)
 
-    def _compute_scale(self, numerics: Numerics, operands: Sequence[TensorOperand]) -> Launch:
+    def _compute_scale(self, numerics: Numerics, operands: Operands) -> Launch:
         by_callable = isinstance(numerics, Float8DelayedNumerics) and callable(
             numerics.amax_compute_algo
         )
         if by_callable and any(operand.advances for operand in operands):
             # Python is called for every tensor, which torch does as well.
-            return ReferenceBackend().compute_scale(numerics, operands)
+            return super().compute_scale(numerics, operands)
         rows = [tables.scale_row(t, _address) for t in operands]
         return self._launch("compute_scale", numerics, rows, operands)
 
-    def expand_scales(self, numerics: Numerics, operands: Sequence[TensorOperand]) -> Launch:
+    def expand_scales(self, numerics: Numerics, operands: Operands) -> Launch:
         rows = [tables.expand_row(t, _address) for t in operands]
         return self._launch("expand_scales", numerics, rows, operands)
 
-    def partial_cast(
-        self, numerics: Numerics, operands: Sequence[TensorOperand], masters: Masters
-    ) -> Launch:
+    def partial_cast(self, numerics: Numerics, operands: Operands, masters: Masters) -> Launch:
         rows = _cast_rows([each for each in operands if each.extent != each.whole], masters)
         return self._launch("partial_cast", numerics, rows, (operands, masters))
 
-    def transpose(self, numerics: Numerics, operands: Sequence[TensorOperand]) -> Launch:
+    def transpose(self, numerics: Numerics, operands: Operands) -> Launch:
         rows = [tables.transpose_row(numerics, t, _address) for t in operands]
         return self._launch("transpose", None, rows, operands)
 
-    def dequantize(self, numerics: Numerics, operands: Sequence[TensorOperand]) -> Launch:
+    def dequantize(self, numerics: Numerics, operands: Operands) -> Launch:
         rows = [tables.dequantize_row(t, t.grid, _address) for t in operands]
         return self._launch("dequantize", numerics, rows, operands)
-
-    def stage_codes(self, copies: Sequence[CodeCopy]) -> LaunchOn:
-        return stage_codes(copies)
-
-    def store_codes(self, copies: Sequence[CodeCopy], shared: Sequence[SharedByte]) -> LaunchOn:
-        return store_codes(copies, shared)
 
     def digest(self, ranges: Sequence[DigestedBytes], sums: torch.Tensor) -> Launch:
         rows = tables.digest_rows(ranges, sums, _address)
@@ -206,23 +185,13 @@ class CpuBackend:
         numerics: Numerics | None,
         rows: list[list[int]],
         operands: Sequence[object],
-    ) -> Launch:
-        """As :meth:`_launch_on`, of an operation that takes nothing further."""
-        return self._launch_on(operation, numerics, rows, operands)
-
-    def _launch_on(
-        self,
-        operation: str,
-        numerics: Numerics | None,
-        rows: list[list[int]],
-        operands: Sequence[object],
     ) -> Callable[..., None]:
         """The call of ``operation`` over a table of ``rows``, which point into ``operands``: those
         stay alive as long as it may be made. Each call may be given a further table.
         """
         first = [] if numerics is None else [_table([tables.numerics_fields(numerics, self.name)])]
         if not rows:
-            return lambda *given: nothing()
+            return nothing
         function = getattr(self._library, f"zerocast_{self.isa}_{operation}")
         function.restype = None
         arguments = (*first, _table(rows), ctypes.c_int64(len(rows)))
@@ -257,7 +226,7 @@ def _table(rows: list[list[int]]) -> ctypes.Array[ctypes.c_int64]:
     return (ctypes.c_int64 * len(fields)).from_buffer(fields)
 
 
-def _cast_rows(operands: Sequence[TensorOperand], masters: Masters) -> list[list[int]]:
+def _cast_rows(operands: Operands, masters: Masters) -> list[list[int]]:
     return [
         tables.cast_row(
             shard, shard.grid, masters.place(shard.slot, masters.table), _address, _address
@@ -267,7 +236,7 @@ def _cast_rows(operands: Sequence[TensorOperand], masters: Masters) -> list[list
     ]
 
 
-def _check_candidate_blocks(operands: Sequence[TensorOperand]) -> None:
+def _check_candidate_blocks(operands: Operands) -> None:
     for grid in (operand.grid for operand in operands):
         if grid.block_h > 16 or grid.block_w > 16:
             raise BackendError(

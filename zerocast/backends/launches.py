@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from zerocast.backends.reference import ReferenceBackend
-from zerocast.numerics import Launch, Numerics, TensorOperand
+from zerocast.numerics import Launch, Numerics, Operands
 
 
-def nothing() -> None:
+def nothing(*given: object) -> None:
     """The launch of an operation on no elements."""
 
 
@@ -23,9 +23,9 @@ def in_turn(first: Launch, second: Launch) -> Launch:
 
 
 def with_empty_shards(
-    compute_scale: Callable[[Numerics, Sequence[TensorOperand]], Launch],
+    compute_scale: Callable[[Numerics, Operands], Launch],
     numerics: Numerics,
-    operands: Sequence[TensorOperand],
+    operands: Operands,
 ) -> Launch:
     """The launch of ``compute_scale`` for ``operands`` that have elements, and of the reference for
     those that have none: tensor-parallel shards that share amaxes.

@@ -8,7 +8,6 @@ operands, each read or written once: what a kernel that misses no cache moves.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +15,7 @@ import torch
 from zerocast.backends.cpu import CpuBackend
 from zerocast.backends.cuda import CudaBackend
 from zerocast.backends.launches import nothing
-from zerocast.numerics import Launch, Masters, Numerics, TensorOperand
+from zerocast.numerics import Launch, Masters, Numerics, Operands, TensorOperand
 
 BACKENDS: dict[str, type[CpuBackend | CudaBackend]] = {"cpu": CpuBackend, "cuda": CudaBackend}
 """Those whose launches can be counted."""
@@ -49,14 +48,12 @@ class CountingBackend:
         self.name, self.reads_once = name, BACKENDS[name].reads_once
         self.work: dict[str, Work] = {}
 
-    def partial_amax(self, operands: Sequence[TensorOperand], masters: Masters) -> Launch:
+    def partial_amax(self, operands: Operands, masters: Masters) -> Launch:
         shards = _held(operands)
         nbytes = sum(_master_bytes(each, masters) + _amax_bytes(each) for each in shards)
         return self._launch("partial_amax", shards, nbytes)
 
-    def partial_amax_cast(
-        self, numerics: Numerics, operands: Sequence[TensorOperand], masters: Masters
-    ) -> Launch:
+    def partial_amax_cast(self, numerics: Numerics, operands: Operands, masters: Masters) -> Launch:
         shards = _held(operands)
         nbytes = sum(
             _master_bytes(each, masters)
@@ -70,31 +67,27 @@ class CountingBackend:
             "partial_amax_cast", shards, nbytes, kernels if self.name == "cuda" else 1
         )
 
-    def partial_select(
-        self, numerics: Numerics, operands: Sequence[TensorOperand], masters: Masters
-    ) -> Launch:
+    def partial_select(self, numerics: Numerics, operands: Operands, masters: Masters) -> Launch:
         shards = _held(operands)
         nbytes = sum(_master_bytes(each, masters) + _choice_bytes(each) for each in shards)
         return self._launch("partial_select", shards, nbytes)
 
-    def select(self, numerics: Numerics, operands: Sequence[TensorOperand]) -> Launch:
+    def select(self, numerics: Numerics, operands: Operands) -> Launch:
         chosen = [each for each in operands if each.candidates and each.candidates.cut.numel()]
         return self._launch("select", chosen, sum(map(_choice_bytes, chosen)))
 
-    def compute_scale(self, numerics: Numerics, operands: Sequence[TensorOperand]) -> Launch:
+    def compute_scale(self, numerics: Numerics, operands: Operands) -> Launch:
         scaled = [each for each in operands if each.grid.numel]
         made = [plane.scale_inv for each in scaled for plane in each.scaled_planes]
         nbytes = _nbytes(*made) + sum(map(_amax_bytes, scaled))
         return self._launch("compute_scale", scaled, nbytes)
 
-    def expand_scales(self, numerics: Numerics, operands: Sequence[TensorOperand]) -> Launch:
+    def expand_scales(self, numerics: Numerics, operands: Operands) -> Launch:
         planes = [plane for each in operands for plane in each.planes]
         nbytes = sum(_nbytes(plane.compact, plane.scale_inv) for plane in planes)
         return self._launch("expand_scales", operands, nbytes)
 
-    def partial_cast(
-        self, numerics: Numerics, operands: Sequence[TensorOperand], masters: Masters
-    ) -> Launch:
+    def partial_cast(self, numerics: Numerics, operands: Operands, masters: Masters) -> Launch:
         shards, nbytes = _held(operands), 0
         if self.name == "cuda":
             shards = [each for each in shards if _left(each)]
@@ -104,14 +97,12 @@ class CountingBackend:
             nbytes += _code_bytes(each, numerics, left)
         return self._launch("partial_cast", shards, nbytes)
 
-    def transpose(self, numerics: Numerics, operands: Sequence[TensorOperand]) -> Launch:
+    def transpose(self, numerics: Numerics, operands: Operands) -> Launch:
         planes = [plane for each in operands for plane in each.planes]
         nbytes = sum(_nbytes(plane.codes, plane.scale_inv) for plane in planes)
         return self._launch("transpose", operands, nbytes)
 
-    def _launch(
-        self, name: str, operands: Sequence[TensorOperand], nbytes: int, launches: int = 1
-    ) -> Launch:
+    def _launch(self, name: str, operands: Operands, nbytes: int, launches: int = 1) -> Launch:
         if not operands:
             return nothing
 
@@ -123,7 +114,7 @@ class CountingBackend:
         return launch
 
 
-def _held(operands: Sequence[TensorOperand]) -> list[TensorOperand]:
+def _held(operands: Operands) -> list[TensorOperand]:
     """Those of which this rank owns elements."""
     return [each for each in operands if each.extent]
 

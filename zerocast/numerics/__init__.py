@@ -58,6 +58,7 @@ from zerocast.numerics.operands import (
     DigestedBytes,
     FourOverSixErrors,
     Masters,
+    Operands,
     PlaneBuffers,
     Rounding,
     SharedByte,

@@ -16,8 +16,8 @@ from zerocast.numerics.operands import (
     Comparison,
     DigestedBytes,
     Masters,
+    Operands,
     SharedByte,
-    TensorOperand,
 )
 
 Launch = Callable[[], None]
@@ -47,7 +47,7 @@ class Backend(Protocol):
     notes_changes: bool
     """Whether its casts fill :attr:`TensorOperand.changes`."""
 
-    def partial_amax(self, operands: Sequence[TensorOperand], masters: Masters) -> Launch:
+    def partial_amax(self, operands: Operands, masters: Masters) -> Launch:
         """Raise ``tensor_amax`` and the block amaxes of planes that are cast to the largest
         magnitudes of this rank's rounded elements.
 
@@ -55,104 +55,82 @@ class Backend(Protocol):
         not clear. Infinities are kept as ``INFINITY_BITS``, every NaN becomes ``NAN_BITS``. Work
         follows the shard.
         """
-        ...
 
     def reads_once(self, numerics: Numerics, grids: Sequence[BlockGrid]) -> bool:
         """Whether :meth:`partial_amax_cast` takes planes in these blocks, one grid a plane that is
         cast, where scales belong to blocks alone.
         """
-        ...
 
-    def partial_amax_cast(
-        self, numerics: Numerics, operands: Sequence[TensorOperand], masters: Masters
-    ) -> Launch:
+    def partial_amax_cast(self, numerics: Numerics, operands: Operands, masters: Masters) -> Launch:
         """As :meth:`partial_amax`, and the codes of the elements in ``whole``, in the same read of
         the masters. A block's scale must depend on its own amax alone, and no other rank may hold
         elements of a block in ``whole``.
         """
-        ...
 
     def adamw(self, updates: Sequence[AdamWUpdate]) -> Launch:
         """One step of AdamW on each of some tensors, element by element."""
-        ...
 
-    def adamw_cast(
-        self, numerics: Numerics, operands: Sequence[TensorOperand], masters: Masters
-    ) -> LaunchUpdates:
+    def adamw_cast(self, numerics: Numerics, operands: Operands, masters: Masters) -> LaunchUpdates:
         """As :meth:`adamw` of masters, and of the updated ones what :meth:`partial_amax_cast` does;
         under :class:`Float8DelayedNumerics` what :meth:`partial_cast` does. Masters that are
         updated are FP32.
         """
-        ...
 
     def partial_select(
-        self, numerics: NVFP4Numerics, operands: Sequence[TensorOperand], masters: Masters
+        self, numerics: NVFP4Numerics, operands: Operands, masters: Masters
     ) -> Launch:
         """4-over-6, this rank's share of the decision, from reduced amaxes: choices of its own
         blocks, errors and elements of the shared ones, in ``candidates``, whose exchanged tensors
         hold 0.
         """
-        ...
 
-    def select(self, numerics: NVFP4Numerics, operands: Sequence[TensorOperand]) -> Launch:
+    def select(self, numerics: NVFP4Numerics, operands: Operands) -> Launch:
         """4-over-6: the choices in cut rows of blocks, from the exchanged ``candidates``. Segments'
         errors are made from their elements, into ``row_errors``.
         """
-        ...
 
-    def compute_scale(self, numerics: Numerics, operands: Sequence[TensorOperand]) -> Launch:
+    def compute_scale(self, numerics: Numerics, operands: Operands) -> Launch:
         """Make ``amax`` and the stored scales of all planes that are not derived, of whole weights,
         from reduced amaxes; padding included, repeats included; of a plane without ``scale_inv``
         none. What the numerics remembers of a weight that ``advances`` is brought up to date.
         """
-        ...
 
-    def expand_scales(self, numerics: Numerics, operands: Sequence[TensorOperand]) -> Launch:
+    def expand_scales(self, numerics: Numerics, operands: Operands) -> Launch:
         """Make the stored scales of all planes, of whole weights, from their ``compact`` ones;
         padding included, repeats included.
         """
-        ...
 
-    def partial_cast(
-        self, numerics: Numerics, operands: Sequence[TensorOperand], masters: Masters
-    ) -> Launch:
+    def partial_cast(self, numerics: Numerics, operands: Operands, masters: Masters) -> Launch:
         """Round, scale and encode this rank's elements into the codes of planes that are cast, but
         for those in ``whole``; every other nibble keeps its value.
 
         Under :class:`Float8DelayedNumerics` it raises the amaxes, too, as :meth:`partial_amax`
         does, in the same pass over the masters.
         """
-        ...
 
-    def transpose(self, numerics: Numerics, operands: Sequence[TensorOperand]) -> Launch:
+    def transpose(self, numerics: Numerics, operands: Operands) -> Launch:
         """Make codes and scales of the second plane, which is derived, from the gathered ones of
         the first; padding included. Without ``scale_inv`` of its own one scale serves both.
         """
-        ...
 
-    def dequantize(self, numerics: Numerics, operands: Sequence[TensorOperand]) -> Launch:
+    def dequantize(self, numerics: Numerics, operands: Operands) -> Launch:
         """Decode the first planes of whole weights to ``values``. A NaN scale decodes to NaN."""
-        ...
 
     def stage_codes(self, copies: Sequence[CodeCopy]) -> LaunchOn:
         """Copy codes into the buffer in which they travel."""
-        ...
 
     def store_codes(self, copies: Sequence[CodeCopy], shared: Sequence[SharedByte]) -> LaunchOn:
         """Copy codes from there into the weights, and put shared bytes together."""
-        ...
 
     def digest(self, ranges: Sequence[DigestedBytes], sums: torch.Tensor) -> Launch:
         """Add to each of ``sums``, int64 [len(ranges)], the digest of a range of bytes, modulo
         2^64; see "Digests" in docs/NUMERICS.md.
         """
-        ...
 
     def compare(self, comparisons: Sequence[Comparison]) -> Launch:
         """Flag the elements whose bytes are not those that are held, add to ``changes.digest`` what
         that changes, modulo 2^64, and hold them.
         """
-        ...
 
     def runs(self, comparisons: Sequence[Comparison]) -> list[tuple[int, int, torch.Tensor]]:
         """Return of each comparison's flagged elements how many entries and elements travel, and
@@ -161,7 +139,6 @@ class Backend(Protocol):
         of 1, 2, and 4 or more bytes that lie less than 4, 2 and 1 apart are one. This is no launch:
         how much there is to be returned is known when it has run.
         """
-        ...
 
     def fused_op(self, numerics: Numerics | None, target: FusedOperand) -> Launch:
         """Compute, round and cast one tensor: its output, its codes and their scales at once.
@@ -171,4 +148,3 @@ class Backend(Protocol):
         scale is ``1 / scale``, NaN where the tensor amax is not finite, and nothing remembers
         anything. ``numerics`` must be one that :func:`can_fuse`.
         """
-        ...

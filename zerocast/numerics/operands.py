@@ -319,3 +319,7 @@ class TensorOperand:
     def scaled_planes(self) -> list[PlaneBuffers]:
         """The planes whose scales are made from amaxes."""
         return [each for each in self.planes if not each.plane.is_derived]
+
+
+Operands = Sequence[TensorOperand]
+"""Those of one launch."""

@@ -34,6 +34,7 @@ from zerocast.numerics import (
     Masters,
     Numerics,
     NVFP4Numerics,
+    Operands,
     TensorOperand,
 )
 from zerocast.recipes import Recipe
@@ -81,7 +82,7 @@ class CastSteps:
     ) -> None:
         self._launches: dict[str, list[Launch]] = {step: [] for step in STEPS}
         self._backend, self._masters, self._judges_amaxes = backend, masters, judges_amaxes
-        self._of_updates: list[tuple[Numerics, Sequence[TensorOperand], Masters]] = []
+        self._of_updates: list[tuple[Numerics, Operands, Masters]] = []
         self._updates: list[LaunchUpdates] | None = None  # made when there are any
         self._stages: list[int] = []  # of each launch of partial_cast
         stage_of = {i: stage for stage, places in enumerate(stages) for i in places}
@@ -126,9 +127,9 @@ class CastSteps:
     def _prepare(
         self,
         recipe: Recipe,
-        operands: Sequence[TensorOperand],
-        by_stage: Mapping[int, Sequence[TensorOperand]],
-        scaled: Sequence[TensorOperand],
+        operands: Operands,
+        by_stage: Mapping[int, Operands],
+        scaled: Operands,
     ) -> None:
         """Prepare the steps of weights under one recipe, whose scales are those of ``scaled``."""
         numerics, launches = recipe.numerics, self._launches

@@ -9,7 +9,6 @@ process that never traced it.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import asdict, fields
 from functools import cache
 from typing import get_args
@@ -20,7 +19,7 @@ from zerocast.backends import backend_for
 from zerocast.errors import UnsupportedError
 from zerocast.formats import ELEMENT_FORMATS
 from zerocast.layout import BlockGrid, Plane, ScaleLayout, Source
-from zerocast.numerics import Numerics, NVFP4Numerics, PlaneBuffers, TensorOperand
+from zerocast.numerics import Numerics, NVFP4Numerics, Operands, PlaneBuffers, TensorOperand
 from zerocast.tensors.storage import QuantizedStorage
 from zerocast.tensors.weight_operands import decoded_operand
 
@@ -73,7 +72,7 @@ def dequantize(storage: QuantizedStorage, *, columnwise: bool = False) -> torch.
     return (values.mT if plane.is_transposed else values).reshape(storage.shape)
 
 
-def _decode(numerics: Numerics, operands: Sequence[TensorOperand]) -> None:
+def _decode(numerics: Numerics, operands: Operands) -> None:
     assert operands[0].values is not None
     backend_for(operands[0].values.device).dequantize(numerics, operands)()
 

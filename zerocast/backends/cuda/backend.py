@@ -33,23 +33,21 @@ from zerocast.backends.cuda.prepared import Tables
 from zerocast.backends.cuda.tiling import Cut
 from zerocast.backends.launches import in_turn, nothing, with_empty_shards
 from zerocast.backends.reference import ReferenceBackend
-from zerocast.backends.update_then_cast import update_then_cast
 from zerocast.errors import BackendError
 from zerocast.formats import packed_columns
 from zerocast.layout import BlockGrid, Extent
 from zerocast.numerics import (
     AdamWUpdate,
     CodeCopy,
-    Comparison,
     DigestedBytes,
     Float8DelayedNumerics,
     FusedOperand,
     Launch,
     LaunchOn,
-    LaunchUpdates,
     Masters,
     Numerics,
     NVFP4Numerics,
+    Operands,
     SharedByte,
     TensorOperand,
 )
@@ -61,16 +59,15 @@ SQUARE_THREADS = 256
 """Of a block of ``transpose.cu``."""
 
 
-class CudaBackend:
+class CudaBackend(ReferenceBackend):
     """Our kernels through a launcher; see :class:`zerocast.numerics.Backend` for what the methods
-    promise.
+    promise. What changed of a tensor is found by torch, as the reference finds it.
 
     Args:
         launcher: who runs the kernels. Its ``launches`` counts them.
     """
 
     name = "cuda"
-    notes_changes = False
 
     def __init__(self, launcher: Launcher) -> None:
         self.launcher = launcher
@@ -82,13 +79,11 @@ class CudaBackend:
     def reads_once(numerics: Numerics, grids: Sequence[BlockGrid]) -> bool:
         return reads_once(numerics, grids)
 
-    def partial_amax(self, operands: Sequence[TensorOperand], masters: Masters) -> Launch:
+    def partial_amax(self, operands: Operands, masters: Masters) -> Launch:
         parts = [(shard, [shard.extent]) for shard in operands]
         return self._cast("partial_amax", (), [], parts, masters)
 
-    def partial_amax_cast(
-        self, numerics: Numerics, operands: Sequence[TensorOperand], masters: Masters
-    ) -> Launch:
+    def partial_amax_cast(self, numerics: Numerics, operands: Operands, masters: Masters) -> Launch:
         fields = tables.numerics_fields(numerics, self.name)
         numerics_class = tables.numerics_class(numerics)
         launch = self._cast("partial_amax", (), [], not_whole(operands), masters)
@@ -110,13 +105,8 @@ class CudaBackend:
             cuts.append([(tiling.shard_tiles, BlockGrid(1, numel, 1, numel), Extent(0, numel))])
         return self._tables.launch(Kernel("adamw", THREADS), rows, cuts, [], updates)
 
-    def adamw_cast(
-        self, numerics: Numerics, operands: Sequence[TensorOperand], masters: Masters
-    ) -> LaunchUpdates:
-        return update_then_cast(self, numerics, operands, masters)
-
     def partial_select(
-        self, numerics: NVFP4Numerics, operands: Sequence[TensorOperand], masters: Masters
+        self, numerics: NVFP4Numerics, operands: Operands, masters: Masters
     ) -> Launch:
         fields = tables.numerics_fields(numerics, self.name)
         kernel = Kernel("partial_select", THREADS, _squared(numerics))
@@ -126,9 +116,7 @@ class CudaBackend:
         cuts: list[list[Cut]] = [[(tiling.shard_tiles, s.grid, s.extent)] for s in shards]
         return self._on_masters(kernel, fields, shards, [s.grid for s in shards], cuts, masters)
 
-    def partial_cast(
-        self, numerics: Numerics, operands: Sequence[TensorOperand], masters: Masters
-    ) -> Launch:
+    def partial_cast(self, numerics: Numerics, operands: Operands, masters: Masters) -> Launch:
         fields = tables.numerics_fields(numerics, self.name)
         for shard in operands:
             if numerics.fmt.bits == 4:
@@ -152,7 +140,7 @@ class CudaBackend:
 
     # --- operations on whole weights ---
 
-    def select(self, numerics: NVFP4Numerics, operands: Sequence[TensorOperand]) -> Launch:
+    def select(self, numerics: NVFP4Numerics, operands: Operands) -> Launch:
         fields = tables.numerics_fields(numerics, self.name)
         kernel = Kernel("select", THREADS, _squared(numerics))
         chosen, cuts = [], []
@@ -167,10 +155,10 @@ class CudaBackend:
         rows = [tables.cast_row(o, o.grid, 0, self._address, lists.address) for o in chosen]
         return self._tables.launch(kernel, rows, cuts, fields, chosen, lists.tensors)
 
-    def compute_scale(self, numerics: Numerics, operands: Sequence[TensorOperand]) -> Launch:
+    def compute_scale(self, numerics: Numerics, operands: Operands) -> Launch:
         return with_empty_shards(self._compute_scale, numerics, operands)
 
-    def _compute_scale(self, numerics: Numerics, operands: Sequence[TensorOperand]) -> Launch:
+    def _compute_scale(self, numerics: Numerics, operands: Operands) -> Launch:
         rows = [tables.scale_row(operand, self._address) for operand in operands]
         if isinstance(numerics, Float8DelayedNumerics):
             return self._close_delayed(numerics, rows, operands)
@@ -179,14 +167,14 @@ class CudaBackend:
         cuts = [scale_cuts(operand.scaled_planes) for operand in operands]
         return self._tables.launch(kernel, rows, cuts, fields, operands)
 
-    def expand_scales(self, numerics: Numerics, operands: Sequence[TensorOperand]) -> Launch:
+    def expand_scales(self, numerics: Numerics, operands: Operands) -> Launch:
         stored = "float" if numerics.scale_dtype == torch.float32 else "u8"
         kernel = Kernel("expand_scales", THREADS, (stored,))
         rows = [tables.expand_row(operand, self._address) for operand in operands]
         cuts = [scale_cuts(operand.planes) for operand in operands]
         return self._tables.launch(kernel, rows, cuts, [], operands)
 
-    def transpose(self, numerics: Numerics, operands: Sequence[TensorOperand]) -> Launch:
+    def transpose(self, numerics: Numerics, operands: Operands) -> Launch:
         bits = numerics.fmt.bits
         kernel = Kernel("transpose", SQUARE_THREADS, (str(bits),))
         cuts: list[list[Cut]] = []
@@ -204,7 +192,7 @@ class CudaBackend:
         table_rows = [tables.transpose_row(numerics, o, self._address) for o in operands]
         return self._tables.launch(kernel, table_rows, cuts, [], operands)
 
-    def dequantize(self, numerics: Numerics, operands: Sequence[TensorOperand]) -> Launch:
+    def dequantize(self, numerics: Numerics, operands: Operands) -> Launch:
         fields = tables.numerics_fields(numerics, self.name)
         if numerics.fmt.bits == 4:
             for operand in operands:
@@ -230,12 +218,6 @@ class CudaBackend:
         cuts: list[list[Cut]] = [[tiling.digest_cut(row[1], row[2])] for row in rows]
         kernel = Kernel("digest", THREADS)
         return self._tables.launch(kernel, rows, cuts, [], (ranges, sums))
-
-    def compare(self, comparisons: Sequence[Comparison]) -> Launch:
-        return ReferenceBackend().compare(comparisons)  # torch, on the GPU
-
-    def runs(self, comparisons: Sequence[Comparison]) -> list[tuple[int, int, torch.Tensor]]:
-        return ReferenceBackend().runs(comparisons)
 
     def fused_op(self, numerics: Numerics | None, target: FusedOperand) -> Launch:
         return fused_op(self.launcher, self._address, numerics, target)
@@ -264,7 +246,7 @@ class CudaBackend:
         self,
         kernel: Kernel,
         fields: list[int],
-        shards: Sequence[TensorOperand],
+        shards: Operands,
         grids: Sequence[BlockGrid],
         cuts: Sequence[Sequence[Cut]],
         masters: Masters,
@@ -294,7 +276,7 @@ class CudaBackend:
         self,
         numerics: Float8DelayedNumerics,
         rows: list[list[int]],
-        operands: Sequence[TensorOperand],
+        operands: Operands,
     ) -> Launch:
         """One thread block a weight, and the caller's function where there is one."""
         by_caller = callable(numerics.amax_compute_algo)

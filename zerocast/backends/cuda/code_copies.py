@@ -39,4 +39,4 @@ def copy_codes(
         rows.append([address(byte.codes), low, 0, high])
         cuts.append([(tiling.plane_tiles, 0, (1, 1), COPIED)])
     kernel = Kernel("copy_codes", THREADS, ("true" if into_weights else "false",))
-    return tables.launch_on(kernel, rows, cuts, [], (copies, shared), buffers=1)
+    return tables.launch(kernel, rows, cuts, [], (copies, shared), buffers=1)

@@ -12,6 +12,7 @@ from zerocast.numerics import (
     Float8Numerics,
     MXNumerics,
     Numerics,
+    Operands,
     PlaneBuffers,
     TensorOperand,
 )
@@ -33,7 +34,7 @@ def reads_once(numerics: Numerics, grids: Sequence[BlockGrid]) -> bool:
 
 
 def by_blocks(
-    operands: Sequence[TensorOperand],
+    operands: Operands,
 ) -> dict[tuple[int, int], list[TensorOperand]]:
     """Those with rows of whole blocks, by the height and width of a block."""
     found: dict[tuple[int, int], list[TensorOperand]] = {}
@@ -88,7 +89,7 @@ def tiled(
     return ROW_BLOCK_TILE, [grid for grid, _, _ in planes], cuts
 
 
-def not_whole(operands: Sequence[TensorOperand]) -> list[tuple[TensorOperand, list[Extent]]]:
+def not_whole(operands: Operands) -> list[tuple[TensorOperand, list[Extent]]]:
     """Of each shard what one pass does not measure and cast: the elements before and after."""
 
     def ends(extent: Extent, whole: Extent) -> list[Extent]:

@@ -8,18 +8,15 @@ enters is used.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 
 from zerocast.backends.reference.arithmetic import divide, not_above_flt_max
 from zerocast.backends.subnormals import keeping_subnormals
-from zerocast.numerics import INFINITY_BITS, Float8DelayedNumerics, Launch, TensorOperand
+from zerocast.numerics import INFINITY_BITS, Float8DelayedNumerics, Launch, Operands
 
 
-def scales_by_callable(
-    numerics: Float8DelayedNumerics, operands: Sequence[TensorOperand]
-) -> Launch:
+def scales_by_callable(numerics: Float8DelayedNumerics, operands: Operands) -> Launch:
     """The launch that makes each weight's next scale, after the kernel has moved the histories."""
     assert callable(numerics.amax_compute_algo)
     scaled_max = math.ldexp(numerics.fmt.max, -numerics.margin)

@@ -113,13 +113,11 @@ class Launcher(Protocol):
         Raises:
             BackendError: in a capture, for a table that cannot be recorded.
         """
-        ...
 
     def refresh(self, table: torch.Tensor, values: torch.Tensor) -> None:
         """Overwrite an uploaded table by a host tensor of the same shape, in the order of the
         launches around it and without waiting.
         """
-        ...
 
     def prepare(self, kernel: Kernel) -> int:
         """Make ``kernel`` ready to be launched; the handle for :meth:`launch`.
@@ -127,7 +125,6 @@ class Launcher(Protocol):
         Raises:
             BackendError: where it cannot be compiled or loaded, with its name and the remedy.
         """
-        ...
 
     def launch(self, kernel: Kernel, handle: int, grid: int, arguments: Arguments) -> None:
         """Run ``grid`` thread blocks, after everything launched before on this thread's current
@@ -137,4 +134,3 @@ class Launcher(Protocol):
         Raises:
             BackendError: where the driver refuses, with the kernel's name.
         """
-        ...

@@ -18,7 +18,7 @@ from zerocast.backends.cuda.launcher import Arguments, Kernel, Launcher
 from zerocast.backends.cuda.tiling import Cut, tiles_of
 from zerocast.backends.launches import nothing
 from zerocast.errors import BackendError
-from zerocast.numerics import Launch, Masters, TensorOperand
+from zerocast.numerics import Masters, Operands
 
 KEPT_TILES = 256
 """Tables of tiles that stay on the device for the next launch of the same shapes, beside those that
@@ -61,18 +61,6 @@ class Tables:
         numerics: list[int],
         operands: object,
         others: Sequence[torch.Tensor] = (),
-    ) -> Launch:
-        """As :meth:`launch_on`, of a kernel that takes no buffers."""
-        return self.launch_on(kernel, rows, cuts, numerics, operands, others)
-
-    def launch_on(
-        self,
-        kernel: Kernel,
-        rows: list[list[int]],
-        cuts: Sequence[Sequence[Cut]] | None,
-        numerics: list[int],
-        operands: object,
-        others: Sequence[torch.Tensor] = (),
         buffers: int = 0,
     ) -> Callable[..., None]:
         """The launch of ``kernel`` over the tiles that the weights are cut into, or over the
@@ -92,7 +80,7 @@ class Tables:
                 single arguments.
         """
         if not rows:
-            return lambda *given: nothing()
+            return nothing
         launcher = self._launcher
         handle = launcher.prepare(kernel)
         weights = launcher.upload(torch.tensor(rows, dtype=torch.int64, device="cpu"))
@@ -129,7 +117,7 @@ class Tables:
                     self._masters[masters] = known
         return known
 
-    def lists(self, operands: Sequence[TensorOperand]) -> Lists:
+    def lists(self, operands: Operands) -> Lists:
         """The lists of candidates, one table for one launch."""
         candidates = [o.candidates for o in operands if o.candidates is not None]
         return Lists(self._launcher, [t for c in candidates for t in (c.cut, c.segments)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -9,7 +10,6 @@ from typing import TypeVar
 
 import torch
 
-from zerocast.backends.code_copies import stage_codes, store_codes
 from zerocast.backends.fused_ops import rounded_result, with_casts
 from zerocast.backends.reference import adamw, changes, four_over_six
 from zerocast.backends.reference.digest import digest
@@ -19,7 +19,6 @@ from zerocast.backends.reference.planes import by_elements, read_plane, write_pl
 from zerocast.backends.reference.rounding import encode_stochastic
 from zerocast.backends.reference.scales import advance, decode_multipliers, scales
 from zerocast.backends.subnormals import keeping_subnormals
-from zerocast.backends.update_then_cast import update_then_cast
 from zerocast.formats import decode, encode, pack_nibbles, packed_columns, unpack_nibbles
 from zerocast.layout import BlockGrid
 from zerocast.numerics import (
@@ -35,6 +34,7 @@ from zerocast.numerics import (
     Masters,
     Numerics,
     NVFP4Numerics,
+    Operands,
     PlaneBuffers,
     SharedByte,
     TensorOperand,
@@ -45,22 +45,20 @@ T = TypeVar("T")
 
 class ReferenceBackend:
     """Plain torch on any device; see :class:`zerocast.numerics.Backend` for what the methods
-    promise.
+    promise. A compiled backend is this one with compiled operations in the place of its own.
     """
 
     name = "reference"
     notes_changes = False
 
-    def partial_amax(self, operands: Sequence[TensorOperand], masters: Masters) -> Launch:
+    def partial_amax(self, operands: Operands, masters: Masters) -> Launch:
         return _for_shards(operands, lambda shard: raise_amaxes(shard, rounded(shard, masters)))
 
     @staticmethod
     def reads_once(numerics: Numerics, grids: Sequence[BlockGrid]) -> bool:
         return True
 
-    def partial_amax_cast(
-        self, numerics: Numerics, operands: Sequence[TensorOperand], masters: Masters
-    ) -> Launch:
+    def partial_amax_cast(self, numerics: Numerics, operands: Operands, masters: Masters) -> Launch:
         def run(shard: TensorOperand) -> None:
             x, whole = rounded(shard, masters), _in_whole(shard)
             raise_amaxes(shard, x)
@@ -71,30 +69,38 @@ class ReferenceBackend:
     def adamw(self, updates: Sequence[AdamWUpdate]) -> Launch:
         return _for_each(updates, adamw.update)
 
-    def adamw_cast(
-        self, numerics: Numerics, operands: Sequence[TensorOperand], masters: Masters
-    ) -> LaunchUpdates:
-        return update_then_cast(self, numerics, operands, masters)
+    def adamw_cast(self, numerics: Numerics, operands: Operands, masters: Masters) -> LaunchUpdates:
+        if isinstance(numerics, Float8DelayedNumerics):
+            cast = self.partial_cast(numerics, operands, masters)
+        elif any(operand.whole for operand in operands):
+            cast = self.partial_amax_cast(numerics, operands, masters)
+        else:
+            cast = self.partial_amax(operands, masters)
+        slots = [operand.slot for operand in operands]
+
+        def launch(updates: Sequence[AdamWUpdate | None]) -> None:
+            self.adamw([each for slot in slots if (each := updates[slot]) is not None])()
+            cast()
+
+        return launch
 
     def partial_select(
-        self, numerics: NVFP4Numerics, operands: Sequence[TensorOperand], masters: Masters
+        self, numerics: NVFP4Numerics, operands: Operands, masters: Masters
     ) -> Launch:
         return _for_shards(
             operands, lambda shard: four_over_six.write_own_part(numerics, shard, masters)
         )
 
-    def select(self, numerics: NVFP4Numerics, operands: Sequence[TensorOperand]) -> Launch:
+    def select(self, numerics: NVFP4Numerics, operands: Operands) -> Launch:
         return _for_each(operands, partial(four_over_six.choose_in_cut_rows, numerics))
 
-    def compute_scale(self, numerics: Numerics, operands: Sequence[TensorOperand]) -> Launch:
+    def compute_scale(self, numerics: Numerics, operands: Operands) -> Launch:
         return _for_each(operands, partial(_compute_scale, numerics))
 
-    def expand_scales(self, numerics: Numerics, operands: Sequence[TensorOperand]) -> Launch:
+    def expand_scales(self, numerics: Numerics, operands: Operands) -> Launch:
         return _for_each(operands, _expand_scales)
 
-    def partial_cast(
-        self, numerics: Numerics, operands: Sequence[TensorOperand], masters: Masters
-    ) -> Launch:
+    def partial_cast(self, numerics: Numerics, operands: Operands, masters: Masters) -> Launch:
         def run(shard: TensorOperand) -> None:
             x, index = rounded(shard, masters), indices(shard)
             if isinstance(numerics, Float8DelayedNumerics):
@@ -106,17 +112,33 @@ class ReferenceBackend:
 
         return _for_shards(operands, run)
 
-    def transpose(self, numerics: Numerics, operands: Sequence[TensorOperand]) -> Launch:
+    def transpose(self, numerics: Numerics, operands: Operands) -> Launch:
         return _for_each(operands, partial(_transpose, numerics))
 
-    def dequantize(self, numerics: Numerics, operands: Sequence[TensorOperand]) -> Launch:
+    def dequantize(self, numerics: Numerics, operands: Operands) -> Launch:
         return _for_each(operands, partial(_dequantize, numerics))
 
     def stage_codes(self, copies: Sequence[CodeCopy]) -> LaunchOn:
-        return stage_codes(copies)
+        codes, sizes = [copy.codes for copy in copies], _sizes(copies)
+
+        def launch(buffer: torch.Tensor) -> None:
+            if codes:
+                torch._foreach_copy_(_pieces(buffer, sizes), codes)
+
+        return launch
 
     def store_codes(self, copies: Sequence[CodeCopy], shared: Sequence[SharedByte]) -> LaunchOn:
-        return store_codes(copies, shared)
+        codes, sizes = [copy.codes for copy in copies], _sizes(copies)
+
+        def launch(buffer: torch.Tensor) -> None:
+            if codes:
+                torch._foreach_copy_(codes, _pieces(buffer, sizes))
+            for byte in shared:
+                low = byte.codes if byte.low is None else buffer[byte.low]
+                high = byte.codes if byte.high is None else buffer[byte.high]
+                byte.codes.copy_((low & 0x0F) | (high & 0xF0))
+
+        return launch
 
     def digest(self, ranges: Sequence[DigestedBytes], sums: torch.Tensor) -> Launch:
         def launch() -> None:
@@ -146,9 +168,21 @@ def _for_each(operands: Sequence[T], run: Callable[[T], None]) -> Launch:
     return launch
 
 
-def _for_shards(operands: Sequence[TensorOperand], run: Callable[[TensorOperand], None]) -> Launch:
+def _for_shards(operands: Operands, run: Callable[[TensorOperand], None]) -> Launch:
     """The same on the tensors of which this rank owns elements."""
     return _for_each([operand for operand in operands if operand.extent], run)
+
+
+def _sizes(copies: Sequence[CodeCopy]) -> list[int]:
+    """Bytes of the buffer before each copy, which is not in one, and of the copy, by turns."""
+    ends = [0, *(copy.staged + len(copy.codes) for copy in copies)]
+    gaps = [copy.staged - end for copy, end in zip(copies, ends, strict=False)]
+    lengths = [len(copy.codes) for copy in copies]
+    return list(itertools.chain.from_iterable(zip(gaps, lengths, strict=True)))
+
+
+def _pieces(buffer: torch.Tensor, sizes: list[int]) -> list[torch.Tensor]:
+    return list(buffer[: sum(sizes)].split_with_sizes(sizes)[1::2])
 
 
 def _compute_scale(numerics: Numerics, t: TensorOperand) -> None:
