@@ -15,7 +15,7 @@ from zerocast.checkpoint.manifest import DAMAGED, read_manifest
 from zerocast.checkpoint.model_part import ModelPart
 from zerocast.checkpoint.pending import wait_for
 from zerocast.checkpoint.sources import ranks_of, training_of
-from zerocast.checkpoint.training import Saved
+from zerocast.checkpoint.training import Saved, check
 from zerocast.checkpoint.values import decode
 from zerocast.comm import Attempt, Group
 from zerocast.comm.agreement import check_same, raise_together
@@ -79,7 +79,7 @@ def load(
         saved = Saved(manifest.training, manifest.tensors)
         is_own = manifest.ranks == comm.size
         with _reading(path):
-            training.check(saved)
+            check(training.described, saved)
             training.ask(saved)
             part.ask(saved, manifest.ranks)
             saved.want_values(f"value.of_rank.{comm.rank}." if is_own else None)

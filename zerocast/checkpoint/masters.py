@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from zerocast.checkpoint.boxes import Share
-from zerocast.checkpoint.training import SHARD, WHOLE, Contents, Saved, Training
+from zerocast.checkpoint.training import SHARD, WHOLE, Contents, Saved
 from zerocast.checkpoint.values import decode
 from zerocast.comm import Communicator
 from zerocast.errors import InputError, UnsupportedError
@@ -28,7 +28,7 @@ from zerocast.sharded.state import check_state
 from zerocast.tensors import QuantizedTensor
 
 
-class MasterTraining(Training):
+class MasterTraining:
     """A model and the torch optimizer of its parameters.
 
     Raises:

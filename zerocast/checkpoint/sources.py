@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 import torch
 
 from zerocast.arguments import check_module
 from zerocast.checkpoint.masters import MasterTraining
-from zerocast.checkpoint.training import Training
 from zerocast.checkpoint.zero import ZeroTraining
 from zerocast.comm import Communicator, Group, as_communicator
 from zerocast.errors import InputError
 from zerocast.optim import ZeroOptimizer
 from zerocast.sharded.placement import reshard
+
+Training: TypeAlias = MasterTraining | ZeroTraining
+"""An optimizer whose state is saved and loaded:
+
+    described, parameters, device   what it says of itself (:mod:`zerocast.optim.saved`), the
+                                    weights that it steps, by name, and where its masters are
+    contents()                      what this rank saves. Collective; raises ZerocastError on every
+                                    rank where its masters are not those of a whole step
+    ask(saved)                      asks for what this rank needs
+    prepare(saved)                  makes of what was read what ``restore`` continues from; raises
+                                    ZerocastError where it is such as no run has
+    restore()                       continues from what was prepared. Collective; raises
+                                    ZerocastError on every rank where it is such as no run has, and
+                                    then nothing has been changed
+"""
 
 
 def ranks_of(optimizer: object, group: Group) -> Communicator:

@@ -20,7 +20,6 @@ and say of themselves, beside what :mod:`zerocast.optim.saved` lists, in JSON::
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,7 +29,6 @@ import torch
 from zerocast.checkpoint.boxes import Share
 from zerocast.checkpoint.manifest import SavedTensor
 from zerocast.checkpoint.values import decode, encode
-from zerocast.comm import Communicator
 from zerocast.errors import InputError
 from zerocast.optim.param_groups import options
 from zerocast.optim.saved import Description, check_described
@@ -132,65 +130,10 @@ class Saved:
         return self.said["state"].get(name, {})
 
 
-class Training(ABC):
-    """An optimizer whose state is saved and loaded.
-
-    Attributes:
-        comm: the ranks.
-        optimizer: as the user knows it.
+def check(described: Description, saved: Saved) -> None:
+    """Raise :class:`InputError` unless a training that says this of itself can continue from what
+    was saved.
     """
-
-    comm: Communicator
-    optimizer: torch.optim.Optimizer
-
-    @property
-    @abstractmethod
-    def described(self) -> Description:
-        """What it says of itself (:mod:`zerocast.optim.saved`)."""
-
-    @property
-    @abstractmethod
-    def parameters(self) -> dict[str, torch.Tensor]:
-        """The weights that it steps, by name."""
-
-    @property
-    @abstractmethod
-    def device(self) -> torch.device:
-        """Where its masters are."""
-
-    @abstractmethod
-    def contents(self) -> Contents:
-        """Return what this rank saves. Collective.
-
-        Raises:
-            ZerocastError: on every rank, where its masters are not those of a whole step.
-        """
-
-    @abstractmethod
-    def ask(self, saved: Saved) -> None:
-        """Ask for what this rank needs."""
-
-    @abstractmethod
-    def prepare(self, saved: Saved) -> None:
-        """Make of what was read what :meth:`restore` continues from.
-
-        Raises:
-            ZerocastError: where it is such as no run has.
-        """
-
-    @abstractmethod
-    def restore(self) -> None:
-        """Continue from what was prepared. Collective.
-
-        Raises:
-            ZerocastError: on every rank, where it is such as no run has; nothing has been changed.
-        """
-
-    def check(self, saved: Saved) -> None:
-        """Raise :class:`InputError` unless this training can continue from what was saved."""
-        this = self.described
-        places = {each["name"]: i for i, each in enumerate(this["weights"])}
-        by_place = sorted(
-            saved.said["weights"], key=lambda each: places.get(each["name"], len(places))
-        )
-        check_described({**saved.said, "weights": by_place}, this)
+    places = {each["name"]: i for i, each in enumerate(described["weights"])}
+    by_place = sorted(saved.said["weights"], key=lambda each: places.get(each["name"], len(places)))
+    check_described({**saved.said, "weights": by_place}, described)

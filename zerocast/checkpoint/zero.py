@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from zerocast.checkpoint.boxes import Share
-from zerocast.checkpoint.training import SHARD, Contents, Saved, Training
+from zerocast.checkpoint.training import SHARD, Contents, Saved
 from zerocast.checkpoint.values import decode
 from zerocast.layout import Extent
 from zerocast.optim import ZeroOptimizer
@@ -16,10 +16,8 @@ from zerocast.optim.checkpoint import description, shard_kind
 from zerocast.optim.saved import Description
 
 
-class ZeroTraining(Training):
+class ZeroTraining:
     """A ZeroOptimizer, saved and loaded by its own state dict."""
-
-    optimizer: ZeroOptimizer
 
     def __init__(self, optimizer: ZeroOptimizer) -> None:
         self.optimizer, self.comm = optimizer, optimizer.comm
