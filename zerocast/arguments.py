@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import fields
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 
@@ -19,6 +19,8 @@ from zerocast.errors import InputError
 
 Device: TypeAlias = torch.device | str | None
 """A device, its name, or None for the default one: what :func:`check_device` takes."""
+
+Value = TypeVar("Value")
 
 _HOLDS_MEMORY = torch.Tensor.__torch_dispatch__
 _TRANSFORMED = "a tensor of a torch.func transform; call this outside of the transform"
@@ -30,6 +32,12 @@ def shown(value: object) -> str:
         return f"a {value.dtype} tensor of shape {tuple(value.shape)}"
     text = ascii(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def present(value: Value | None) -> Value:
+    """Return what is not None here, as the code around it has seen to."""
+    assert value is not None
+    return value
 
 
 def check_flag(name: str, value: object) -> bool:

@@ -8,6 +8,7 @@ from types import MappingProxyType
 
 import torch
 
+from zerocast.arguments import present
 from zerocast.backends import backend_for
 from zerocast.cast import CastPlan
 from zerocast.export.entries import Entry, Shard
@@ -49,9 +50,8 @@ class ShardPlan(CastPlan):
         self.changes: dict[str, Changes] = {}
         shards: list[Shard] = []
         for entry in entries:
-            assert entry.recipe is not None
-            assert entry.shard is not None
-            recipe, shard, device = entry.recipe, entry.shard, to_local(entry.tensor).device
+            recipe, shard = present(entry.recipe), present(entry.shard)
+            device = to_local(entry.tensor).device
             shape = entry.tensor.shape if entry.tp_shard is None else entry.tp_shard.shape
             (plane,) = recipe.planes(shape, columnwise=False)
             buffers = {

@@ -11,6 +11,7 @@ import dataclasses
 
 import torch
 
+from zerocast.arguments import present
 from zerocast.errors import InputError
 from zerocast.export.entries import Entry, Shard, Source
 from zerocast.layout import Extent, chunk
@@ -38,8 +39,7 @@ def turned_entry(entry: Entry, *, casts_anew: bool) -> Entry:
     Raises:
         InputError: where the bytes of training are asked for, which would be others there.
     """
-    recipe, shard = entry.recipe, entry.shard
-    assert recipe is not None
+    recipe, shard = present(entry.recipe), entry.shard
     if not casts_anew and (shard is None or recipe.block[0] != recipe.block[1]):
         raise InputError(
             f"{entry.name} keeps its matrices as [in, out], and the checkpoint has scales along "
@@ -56,15 +56,13 @@ def turned_entry(entry: Entry, *, casts_anew: bool) -> Entry:
 
 def with_turned_masters(entry: Entry) -> Entry:
     """Return ``entry``, with its masters if it is turned. Collective, over the ranks of these."""
-    given, turned, recipe = entry.unturned, entry.shard, entry.recipe
+    given = entry.unturned
     if given is None:
         return entry
-    assert turned is not None
-    assert recipe is not None
-    comm, own, shape = given.comm, turned.extent, entry.tensor.shape
+    comm, own, shape = given.comm, present(entry.shard).extent, entry.tensor.shape
     targets = [_matrices(shape, rank, comm.size) for rank in range(comm.size)]
     extents: list[Extent] = comm.all_gather_object(given.extent)
-    dtype = recipe.round_to(entry.dtype)
+    dtype = present(entry.recipe).round_to(entry.dtype)
     values = entry.tensor.new_empty(0) if given.values is None else given.values.detach()
     values = values.reshape(-1).to(dtype)
     if any(extent != target for extent, target in zip(extents, targets, strict=True) if extent):

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from zerocast.arguments import check_flag, check_number, check_tensor, shown
+from zerocast.arguments import check_flag, check_number, check_tensor, present, shown
 from zerocast.backends import backend_for
 from zerocast.errors import InputError
 from zerocast.nn.quantizer import Quantizer
@@ -48,8 +48,7 @@ class FusedResult:
     def result(self) -> Result:
         """What the functions of :mod:`zerocast.nn.functional` return."""
         if self.quantized is None:
-            assert self.output is not None
-            return self.output
+            return present(self.output)
         return self.quantized if self.output is None else (self.quantized, self.output)
 
 
@@ -112,17 +111,13 @@ def apply_fused(
     )
     rounded = None if operand.output is None else operand.output.view(shape)
     if in_one_pass:
-        assert quantizer is not None
-        assert out is not None
-        _cast(operand, quantizer, out.quantized_storage)
+        _cast(operand, present(quantizer), present(out).quantized_storage)
     else:
         if operand.rows > 0:
             backend_for(x.device).fused_op(None, operand)()
         if quantizer is not None:
-            assert out is not None
-            assert rounded is not None
-            with quantizer.cast_into(out.quantized_storage) as whole:
-                quantizer.record(quantize_into(whole, rounded, advances=False))
+            with quantizer.cast_into(present(out).quantized_storage) as whole:
+                quantizer.record(quantize_into(whole, present(rounded), advances=False))
     if rounded is not None:
         rounded = rounded.to(dtype) if output or quantizer is None else None
     return FusedResult(out, rounded, operand.mean, operand.rstd)

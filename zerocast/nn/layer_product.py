@@ -26,6 +26,7 @@ from typing import NamedTuple
 
 import torch
 
+from zerocast.arguments import present
 from zerocast.nn.engines import Product
 from zerocast.nn.fused import apply_fused, differentiate_fused
 from zerocast.nn.quantizer import Quantizer
@@ -133,12 +134,10 @@ def run_forward(
             output=product.wants_norm or watch is not None,
             statistics=product.needs_source,
         )
-        assert result.quantized is not None
-        x, normed = result.quantized.quantized_storage, result.output
+        x, normed = present(result.quantized).quantized_storage, result.output
         statistics = [each for each in (result.mean, result.rstd) if each is not None]
         if watch is not None:
-            assert normed is not None
-            watch("input", normed, x)
+            watch("input", present(normed), x)
     elif isinstance(input, QuantizedTensor):
         x = input.quantized_storage
     else:
@@ -188,12 +187,11 @@ def run_backward(
         quantizer.set_usage(rowwise=product.needs_source, columnwise=needs_weight)
         dy = quantize_shown("grad_output", quantizer, rows, watch)
         if product.needs_source:
-            assert w is not None
-            of_x = gemm(Product.INPUT_GRADIENT, dy, w, product.dtype)
+            of_x = gemm(Product.INPUT_GRADIENT, dy, present(w), product.dtype)
             of_source[0] = of_x
         if needs_weight:
-            assert x is not None
-            of_weight = gemm(Product.WEIGHT_GRADIENT, dy, x, product.dtype).to(weight_dtype)
+            of_weight = gemm(Product.WEIGHT_GRADIENT, dy, present(x), product.dtype)
+            of_weight = of_weight.to(weight_dtype)
         if product.needs_source and product.source is not None:
             of_source = differentiate_fused(
                 product.source, of_x, grads[1], inputs, statistics, product.needs[:3]

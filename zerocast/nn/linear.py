@@ -14,6 +14,7 @@ from zerocast.arguments import (
     check_flag,
     check_shape,
     check_text,
+    present,
 )
 from zerocast.errors import InputError, UnsupportedError
 from zerocast.nn.autocast import current_model_init
@@ -120,9 +121,7 @@ def linear_parameters(
     parameters = torch.nn.Linear(
         in_features, out_features, bias, device=device, dtype=dtype
     )._parameters
-    weight = parameters["weight"]
-    assert weight is not None
-    return weight, parameters["bias"]
+    return present(parameters["weight"]), parameters["bias"]
 
 
 class Linear(QuantizedModule, torch.nn.Linear):

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from zerocast.arguments import Device, check_device, check_flag, check_tensor
+from zerocast.arguments import Device, check_device, check_flag, check_tensor, present
 from zerocast.backends import backend_for
 from zerocast.errors import InputError
 from zerocast.formats import ElementFormat
@@ -273,8 +273,7 @@ class Quantizer:
         if self.recipe.casts_before_reduction and not (
             recompute_state is not None and recompute_state.replays
         ):
-            assert self.slot is not None
-            self.slot.record(amax[-1:])
+            present(self.slot).record(amax[-1:])
 
     def _check(self, shape: Sequence[int], dtype: object) -> None:
         check_nominal("what is quantized", dtype)

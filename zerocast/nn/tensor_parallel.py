@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput
 
-from zerocast.arguments import check_flag, check_text, shown
+from zerocast.arguments import check_flag, check_text, present, shown
 from zerocast.comm import as_communicator
 from zerocast.errors import InputError, UnsupportedError
 from zerocast.layout import Source, chunk
@@ -276,9 +276,8 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
     ) -> Any:
         if not _is_gathered(input_layout, desired_layout):
             return super()._prepare_input_arg(input, mesh, input_layout, desired_layout)
-        assert self._layer is not None
         split = _distributed(input, mesh, input_layout)
-        gathered = gather_input("PrepareFloat8ModuleInput", self._layer, split)
+        gathered = gather_input("PrepareFloat8ModuleInput", present(self._layer), split)
         return gathered.to_local() if self.use_local_output else gathered
 
     def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
@@ -341,5 +340,4 @@ def _distributed(input: Any, mesh: DeviceMesh, layout: Placement | None) -> DTen
         return input
     if not isinstance(input, torch.Tensor):
         raise InputError(f"an input that is gathered must be a tensor, got {type(input).__name__}.")
-    assert layout is not None
-    return DTensor.from_local(input, mesh, (layout,), run_check=False)
+    return DTensor.from_local(input, mesh, (present(layout),), run_check=False)

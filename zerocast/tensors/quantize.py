@@ -15,6 +15,7 @@ from zerocast.arguments import (
     check_flag,
     check_tensor,
     check_text,
+    present,
     shown,
 )
 from zerocast.backends import backend_for
@@ -209,9 +210,7 @@ def quantize_into(
         plane = operand.planes[0].plane
         if plane.source is Source.TRANSPOSED_MASTER and plane.grid.cols > matrix.grid.rows:
             # What fills a row's last byte is no element, and keeps code 0 under a NaN scale, too.
-            codes = operand.planes[0].codes
-            assert codes is not None
-            codes[:, -1] &= 0x0F
+            present(operand.planes[0].codes)[:, -1] &= 0x0F
     storage.mark_written()
     steps.run("transpose")
     storage.mark_rebuilt()
@@ -238,10 +237,9 @@ def reduce_shared(storage: QuantizedStorage, amax: torch.Tensor) -> None:
     """
     ranges = storage.shared_amaxes()
     if ranges:
-        assert storage.tp_shard is not None
         entries = [amax[each.start : each.stop] for each in ranges]
         buffer = torch.cat(entries)
-        storage.tp_shard.require_comm().all_reduce_max_(buffer)
+        present(storage.tp_shard).require_comm().all_reduce_max_(buffer)
         for entry, reduced in zip(entries, buffer.split([len(e) for e in entries]), strict=True):
             entry.copy_(reduced)
 

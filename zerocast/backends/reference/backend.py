@@ -10,6 +10,7 @@ from typing import TypeVar
 
 import torch
 
+from zerocast.arguments import present
 from zerocast.backends.fused_ops import rounded_result, with_casts
 from zerocast.backends.reference import adamw, changes, four_over_six
 from zerocast.backends.reference.digest import digest
@@ -201,17 +202,14 @@ def _compute_scale(numerics: Numerics, t: TensorOperand) -> None:
 
 def _expand_scales(t: TensorOperand) -> None:
     for each in t.planes:
-        assert each.compact is not None
-        assert each.scale_inv is not None
-        write_plane(each.compact, each.plane.scales, each.scale_inv)
+        write_plane(present(each.compact), each.plane.scales, present(each.scale_inv))
 
 
 def _transpose(numerics: Numerics, t: TensorOperand) -> None:
     rowwise, columnwise = t.planes
-    assert columnwise.codes is not None
     codes = _codes(numerics, rowwise)
     transposed = pack_nibbles(codes.t()) if numerics.fmt.bits == 4 else codes.t()
-    columnwise.codes.view(transposed.shape).copy_(transposed)
+    present(columnwise.codes).view(transposed.shape).copy_(transposed)
     if columnwise.scale_inv is not None:
         write_plane(_scales(rowwise).t(), columnwise.plane.scales, columnwise.scale_inv)
 
@@ -227,15 +225,13 @@ def _dequantize(numerics: Numerics, t: TensorOperand) -> None:
 def _codes(numerics: Numerics, buffers: PlaneBuffers) -> torch.Tensor:
     """uint8 [rows, cols] of the plane's grid: a code an element."""
     grid = buffers.plane.grid
-    assert buffers.codes is not None
-    codes = buffers.codes.view(grid.rows, packed_columns(numerics.fmt, grid.cols))
+    codes = present(buffers.codes).view(grid.rows, packed_columns(numerics.fmt, grid.cols))
     return unpack_nibbles(codes, grid.cols) if numerics.fmt.bits == 4 else codes
 
 
 def _scales(buffers: PlaneBuffers) -> torch.Tensor:
     """[blocks_h, blocks_w]: the stored scale of every block."""
-    assert buffers.scale_inv is not None
-    return read_plane(buffers.scale_inv, buffers.plane.scales)
+    return read_plane(present(buffers.scale_inv), buffers.plane.scales)
 
 
 def _in_whole(shard: TensorOperand) -> torch.Tensor:
@@ -252,8 +248,7 @@ def _cast(numerics: Numerics, shard: TensorOperand, x: torch.Tensor, index: torc
         multiplier = multipliers[grid.block_of(index) - each.first_block]
         y = x * multiplier
         if isinstance(numerics, NVFP4Numerics) and numerics.stochastic_rounding:
-            assert shard.rounding is not None
-            rounding = shard.rounding
+            rounding = present(shard.rounding)
             name_hash, step = rounding.counter.tolist()
             in_whole = index + rounding.origin + index // grid.cols * rounding.skip
             drawn = element_draws(in_whole, numerics.seed, name_hash, step)
@@ -261,5 +256,5 @@ def _cast(numerics: Numerics, shard: TensorOperand, x: torch.Tensor, index: torc
         else:
             encoded = encode(y, numerics.fmt)
         encoded = torch.where(multiplier.isnan(), numerics.fmt.nan_code, encoded).to(torch.uint8)
-        assert each.codes is not None
-        store(each.codes.view(-1), index - shard.codes_start, encoded, numerics.fmt.bits)
+        codes = present(each.codes).view(-1)
+        store(codes, index - shard.codes_start, encoded, numerics.fmt.bits)

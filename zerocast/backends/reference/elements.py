@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from zerocast.arguments import present
 from zerocast.numerics import INFINITY_BITS, NAN_BITS, Masters, TensorOperand
 
 
@@ -15,14 +16,12 @@ def indices(shard: TensorOperand) -> torch.Tensor:
 
 def amax_of(operand: TensorOperand) -> torch.Tensor:
     """int32 [1]: the tensor amax, of an operand that has amaxes."""
-    assert operand.tensor_amax is not None
-    return operand.tensor_amax
+    return present(operand.tensor_amax)
 
 
 def rounded(shard: TensorOperand, masters: Masters) -> torch.Tensor:
     """[n] FP32: the shard's master elements, rounded to the weight's nominal dtype."""
-    master = masters.tensors[shard.slot]
-    assert master is not None
+    master = present(masters.tensors[shard.slot])
     assert master.numel() == shard.extent.size
     return master.detach().reshape(-1).float().to(shard.round_to).float()
 
@@ -37,9 +36,8 @@ def raise_amaxes(shard: TensorOperand, x: torch.Tensor) -> None:
     """Take the shard's rounded elements ``x`` [n] into the amaxes of its blocks and its tensor."""
     bits, index = magnitude_bits(x), indices(shard)
     for each in shard.cast_planes:
-        assert each.block_amax is not None
         blocks = each.plane.grid.block_of(index) - each.first_block
-        each.block_amax.scatter_reduce_(0, blocks, bits, reduce="amax")
+        present(each.block_amax).scatter_reduce_(0, blocks, bits, reduce="amax")
     tensor_amax = amax_of(shard)
     tensor_amax.copy_(torch.maximum(tensor_amax, bits.max()))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from zerocast.arguments import present
 from zerocast.backends.reference.arithmetic import divide
 from zerocast.backends.reference.elements import amax_of, indices, rounded
 from zerocast.backends.reference.planes import by_elements
@@ -21,8 +22,7 @@ def write_own_part(numerics: NVFP4Numerics, shard: TensorOperand, masters: Maste
     """The choices of the blocks that this rank owns alone; of the others its row errors, and its
     elements of the rows that are cut, too.
     """
-    grid, candidates = shard.grid, shard.candidates
-    assert candidates is not None
+    grid, candidates = shard.grid, present(shard.candidates)
     index = indices(shard)
     x = torch.zeros(grid.numel, dtype=torch.float32, device=index.device)
     x[index] = rounded(shard, masters)
@@ -50,8 +50,7 @@ def write_own_part(numerics: NVFP4Numerics, shard: TensorOperand, masters: Maste
 
 def choose_in_cut_rows(numerics: NVFP4Numerics, operand: TensorOperand) -> None:
     """Put together what was exchanged: the choices of all blocks in cut rows of blocks."""
-    grid, candidates = operand.grid, operand.candidates
-    assert candidates is not None
+    grid, candidates = operand.grid, present(operand.candidates)
     cut = candidates.cut.tolist()
     x = torch.zeros(grid.numel, dtype=torch.float32, device=amax_of(operand).device)
     for s, start in enumerate(candidates.segments.tolist()):
@@ -70,8 +69,7 @@ def choose_in_cut_rows(numerics: NVFP4Numerics, operand: TensorOperand) -> None:
 
 def _row_of_blocks(operand: TensorOperand, row: int) -> slice:
     """Where the choices of a row of blocks are."""
-    assert operand.candidates is not None
-    start = row * operand.grid.blocks_w - operand.candidates.first_block
+    start = row * operand.grid.blocks_w - present(operand.candidates).first_block
     return slice(start, start + operand.grid.blocks_w)
 
 
@@ -84,8 +82,7 @@ def _row_errors(numerics: NVFP4Numerics, operand: TensorOperand, x: torch.Tensor
     """[numel] rounded elements -> [blocks_h, block_h, blocks_w, 2]: of each row of each block the
     summed errors under map4 and under map6; 0 for rows that the matrix does not have.
     """
-    grid, block_amax = operand.grid, operand.planes[0].block_amax
-    assert block_amax is not None
+    grid, block_amax = operand.grid, present(operand.planes[0].block_amax)
     tensor = amax_of(operand).view(torch.float32)
     block = torch.zeros(grid.num_blocks, dtype=torch.float32, device=block_amax.device)
     kept = slice(operand.planes[0].first_block, operand.planes[0].first_block + len(block_amax))

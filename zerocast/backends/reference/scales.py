@@ -8,6 +8,7 @@ import math
 
 import torch
 
+from zerocast.arguments import present
 from zerocast.backends.reference.arithmetic import divide, fl, not_above_flt_max
 from zerocast.backends.reference.elements import amax_of
 from zerocast.formats import decode, decode_e8m0, encode, encode_e8m0, reciprocal_e8m0
@@ -28,16 +29,14 @@ Scales = tuple[torch.Tensor, torch.Tensor]
 
 def scales(numerics: Numerics, operand: TensorOperand, buffers: PlaneBuffers) -> Scales:
     """The scales of all blocks of one plane of ``operand``, from reduced amaxes."""
-    assert buffers.block_amax is not None
-    block = buffers.block_amax.view(torch.float32)
+    block = present(buffers.block_amax).view(torch.float32)
     if isinstance(numerics, NVFP4Numerics):
         choices = None if operand.candidates is None else operand.candidates.choices
         return nvfp4_scales(numerics, block, amax_of(operand).view(torch.float32), choices)
     if isinstance(numerics, MXNumerics):
         return _mx_scales(numerics, block)
     if isinstance(numerics, Float8DelayedNumerics):
-        assert operand.delayed is not None
-        scale = operand.delayed.scale
+        scale = present(operand.delayed).scale
         return torch.where(block.isfinite(), divide(1.0, scale), math.nan), scale
     return _float8_scales(numerics, block)
 
@@ -85,9 +84,8 @@ def nvfp4_scales(
     if numerics.four_over_six is None:
         block_scale = not_above_flt_max(block * (encode_scale * fl(1 / numerics.fmt.max)))
     else:
-        assert choices is not None
         base = divide(block, numerics.fmt.max) * encode_scale
-        block_scale = torch.where(choices[: len(block)] != 0, base * 1.5, base)
+        block_scale = torch.where(present(choices)[: len(block)] != 0, base * 1.5, base)
     stored = encode(block_scale, numerics.scale_fmt)  # nothing is larger than E4M3's 448
     decode_scale = decode(stored, numerics.scale_fmt) * divide(1.0, encode_scale)
     multiplier = not_above_flt_max(divide(1.0, decode_scale))
@@ -101,9 +99,8 @@ def decode_multipliers(
 ) -> torch.Tensor:
     """What codes under the ``stored`` scales are multiplied by: FP32, of the same shape."""
     if isinstance(numerics, NVFP4Numerics):
-        assert tensor_amax is not None
         maxima = numerics.fmt.max * numerics.scale_max
-        return decode(stored, numerics.scale_fmt) * tensor_amax * fl(1 / maxima)
+        return decode(stored, numerics.scale_fmt) * present(tensor_amax) * fl(1 / maxima)
     return decode_e8m0(stored) if isinstance(numerics, MXNumerics) else stored
 
 
