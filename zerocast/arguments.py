@@ -6,8 +6,6 @@ Each check returns the value in the form that the package works with, or raises
 are checked by ``zerocast.recipes.as_recipe``, groups by ``zerocast.comm.as_communicator``.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import fields

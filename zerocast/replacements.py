@@ -4,8 +4,6 @@ Each is replaced by one that gets the former function first, then its arguments.
 functions are not those that zerocast knows is left alone.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import sys

@@ -5,8 +5,6 @@ codes for the elements that others own, and still decode to numbers. So the rank
 of them holds, by a digest (:func:`zerocast.tensors.digest.digest`) of every buffer.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Iterable, Sequence

@@ -1,7 +1,5 @@
 """load: a training continues from a checkpoint, on any number of ranks."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager

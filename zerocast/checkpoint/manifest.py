@@ -16,8 +16,6 @@ A checkpoint in one file has its manifest in the metadata of that file, which is
                           training    what was saved (:mod:`zerocast.checkpoint.training`)
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

@@ -2,8 +2,6 @@
 whole on every rank.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -8,8 +8,6 @@ What all ranks hold alike is saved once. What differs (statistics of each rank's
 for each rank, under the name and ``@RANK``, and loaded on as many ranks only.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping
 from typing import Any

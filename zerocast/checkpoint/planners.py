@@ -1,7 +1,5 @@
 """DCP's planner over shares: which pieces a rank writes."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """save: a training's state onto the disk; a save that is killed leaves the one before it whole."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Mapping

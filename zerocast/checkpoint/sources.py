@@ -1,7 +1,5 @@
 """Who holds the masters of what is saved or loaded: a ZeroOptimizer, or a model under FSDP2."""
 
-from __future__ import annotations
-
 from typing import TypeAlias
 
 import torch

@@ -9,8 +9,6 @@ reads. They are driven over a :class:`zerocast.comm.Communicator` here, so MPI a
 well as torch.distributed; ``dcp.save`` and ``dcp.load`` can be given the same two classes.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import secrets

@@ -18,8 +18,6 @@ and say of themselves, beside what :mod:`zerocast.optim.saved` lists, in JSON::
                {"value": ...}
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any

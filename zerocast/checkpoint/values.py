@@ -5,8 +5,6 @@ What JSON has no form for keeps its type by a tag: ``{"$tuple": [...]}``, ``{"$d
 written with all their digits, so they come back to the bit.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any

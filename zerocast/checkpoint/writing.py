@@ -7,8 +7,6 @@ place when all ranks have told it; a rank that fails says so there, and each ran
 raises.
 """
 
-from __future__ import annotations
-
 import json
 import secrets
 import threading

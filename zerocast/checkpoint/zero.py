@@ -1,7 +1,5 @@
 """The training of a :class:`zerocast.optim.ZeroOptimizer`: its state dict, by names."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

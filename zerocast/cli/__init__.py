@@ -8,8 +8,6 @@ estimate. conform says which bytes of a package are others than ours, and why. r
 cast in which ``verify`` found a difference.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence

@@ -5,8 +5,6 @@ package safetensors is installed; directories of ``torch.distributed.checkpoint`
 that hold files of the first two kinds.
 """
 
-from __future__ import annotations
-
 import io
 import pickle
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """``python -m zerocast conform``: a package, measured by conformance packs; the packs as files."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

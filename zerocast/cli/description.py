@@ -2,8 +2,6 @@
 at the end of their range.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 

@@ -4,8 +4,6 @@ Every finding has a status: ``ok``; ``missing``, something optional that is not 
 right but slower than it could be; ``wrong``, which makes the exit code 1.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import os

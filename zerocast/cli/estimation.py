@@ -2,8 +2,6 @@
 fit: what this machine takes for it.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from pathlib import Path

@@ -5,8 +5,6 @@ the reference and by this machine's backend, and from the same shards on as many
 rank held is compared with them.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -2,8 +2,6 @@
 cast by the reference backend.
 """
 
-from __future__ import annotations
-
 import warnings
 
 import torch

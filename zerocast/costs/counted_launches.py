@@ -6,8 +6,6 @@ to do: one launch for all weights of a recipe, as our kernels serve them. Bytes 
 operands, each read or written once: what a kernel that misses no cache moves.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

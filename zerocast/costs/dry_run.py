@@ -8,8 +8,6 @@ backend that counts. So a dry run sends what a step sends, call by call, and tak
 it takes; the tests compare both with real steps.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager

@@ -1,7 +1,5 @@
 """Estimate: what a step of ZeroOptimizer sends, launches, holds and takes."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

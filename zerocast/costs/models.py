@@ -4,8 +4,6 @@ Named ones are made here, of torch's own layers and without transformers, with t
 that transformers gives them; everything else is a ``config.json`` of transformers.
 """
 
-from __future__ import annotations
-
 import fnmatch
 import json
 from collections.abc import Sequence

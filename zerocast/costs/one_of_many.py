@@ -1,7 +1,5 @@
 """OneOfMany: one rank of a group whose other ranks are not there."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

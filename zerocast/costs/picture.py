@@ -3,8 +3,6 @@
 It needs matplotlib, of the extra [examples].
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

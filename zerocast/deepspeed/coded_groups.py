@@ -11,8 +11,6 @@ DeepSpeed keeps the same range once more in 16 bits, the parameters of which are
 * the range of 16 bits is on the meta device: DeepSpeed reads its size, and its writes go nowhere.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -3,8 +3,6 @@
 Each takes the function that it replaces, and its arguments.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any

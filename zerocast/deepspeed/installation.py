@@ -1,7 +1,5 @@
 """Which functions of DeepSpeed are replaced, and by which of :mod:`zerocast.deepspeed.hooks`."""
 
-from __future__ import annotations
-
 from zerocast.deepspeed import hooks
 from zerocast.replacements import Replacement, Replacements
 

@@ -6,8 +6,6 @@ them. Only NVFP4's tensor scale is computed from something, the tensor amax. The
 :mod:`zerocast.export.known_dialects`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

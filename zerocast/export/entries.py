@@ -1,7 +1,5 @@
 """What is exported of a model, and what this rank has of each weight; read before any cast."""
 
-from __future__ import annotations
-
 import dataclasses
 import fnmatch
 from collections.abc import Callable, Mapping, Sequence

@@ -12,8 +12,6 @@ that are no linear layers, and in all dialects but that of gpt-oss experts that 
 [in, out], under scales along another side than servers read them.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections.abc import Iterator

@@ -6,8 +6,6 @@ ModelOpt 0.47 (``torch/export``), SGLang's MXFP8 (``quantization/fp8.py``), tran
 and of gpt-oss.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

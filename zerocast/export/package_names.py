@@ -5,8 +5,6 @@ checkpoints have ``block_sparse_moe.experts.0.w1.weight``. It converts a state d
 itself, so it is given one whose values are numbers, and is seen to move them.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 

@@ -7,8 +7,6 @@ on any number of ranks. ``config.json`` and the index are written last, by rank 
 are whole: a directory without them is unfinished.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -5,8 +5,6 @@ its codes and scales are those of the whole's cast. So the parts are gathered in
 together: rows below each other, columns beside each other.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import torch

@@ -5,8 +5,6 @@ masters are turned, and cast as any others. A rank turns whole matrices. FSDP2 g
 of a ZeroOptimizer send one another what is missing, in the dtype that the cast rounds to first.
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 import torch

@@ -1,7 +1,5 @@
 """What of a cast weight no server could use: values that are not finite, scales out of range."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

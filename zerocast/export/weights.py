@@ -6,8 +6,6 @@ exported equals ``zerocast.quantize`` of the whole weight, whatever the ranks. A
 shards and one bucket, never the model.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any

@@ -6,8 +6,6 @@ counters of stochastic rounding. It is the same on all ranks of a data-parallel 
 there are, and the first of them writes it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

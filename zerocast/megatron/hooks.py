@@ -3,8 +3,6 @@
 Each function gets first what it replaces, and leaves to it what is not of zerocast.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 

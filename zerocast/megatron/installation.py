@@ -1,7 +1,5 @@
 """Which functions of Megatron-Core are replaced, and by which of ours."""
 
-from __future__ import annotations
-
 from zerocast.megatron import checkpoints, hooks
 from zerocast.replacements import Replacement, Replacements
 

@@ -1,7 +1,5 @@
 """Codes in the weights of Megatron-Core's linear layers."""
 
-from __future__ import annotations
-
 import fnmatch
 from collections.abc import Sequence
 

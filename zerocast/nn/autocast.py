@@ -5,8 +5,6 @@ What is active belongs to the thread (or asyncio task) that entered the context.
 does to layers and when it reduces amaxes stands in :mod:`zerocast.nn.regions`.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from contextlib import ContextDecorator, contextmanager

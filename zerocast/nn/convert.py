@@ -6,8 +6,6 @@ So references to it hold, and a model that is itself a Linear can be converted. 
 converted without changing what the model means stays as it is, and the report says why.
 """
 
-from __future__ import annotations
-
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 

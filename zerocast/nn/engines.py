@@ -19,8 +19,6 @@ Sources: the checks in torch's ``_scaled_mm`` and ``torch.nn.functional.scaled_m
 kinds need; torch 2.10 has it), and cuBLAS's documentation, "Scaling Factors Layouts".
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from enum import Enum
 

@@ -22,8 +22,6 @@ and the second computes everything again and casts. 4-over-6 and stochastic roun
 rounded result as weights are cast.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch

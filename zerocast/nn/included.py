@@ -5,8 +5,6 @@ their own. So their forward stays as it is and works with values: of codes that 
 or that FSDP2 gathered. A weight of more than two dimensions is a stack of matrices.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import fnmatch
 from collections.abc import Collection, Iterator, Mapping, Sequence

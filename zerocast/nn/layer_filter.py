@@ -1,7 +1,5 @@
 """LayerFilter: which layers stay as they are because the user said so, or for their size."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Callable, Sequence
 from typing import TypeAlias

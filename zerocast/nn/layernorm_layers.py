@@ -3,8 +3,6 @@
 What the norm makes is quantized where it is made, and so is what the activation makes.
 """
 
-from __future__ import annotations
-
 from typing import Any, ClassVar, Literal, get_args
 
 import torch

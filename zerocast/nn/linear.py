@@ -1,7 +1,5 @@
 """Linear: ``torch.nn.Linear`` with quantized products."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

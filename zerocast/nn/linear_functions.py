@@ -5,8 +5,6 @@ recomputation) see bytes. A weight that is quantized itself is kept by reference
 then is an error.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -5,8 +5,6 @@ Statistics and the division are FP32 whatever the input's dtype, as in torch.
 low-precision gamma is finest where it starts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -17,8 +17,6 @@ derived copies are true. Under a region of autocast the products are operations 
 (:mod:`zerocast.nn.traced_products`).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias

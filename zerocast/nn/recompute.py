@@ -21,8 +21,6 @@ A recomputation by another function (a framework's own checkpoint) looks the sam
 Where the layer could not give the codes of its first run there, it refuses.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext

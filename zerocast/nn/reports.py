@@ -10,8 +10,6 @@ It looks at the model and remembers nothing, so that layers which were replaced 
 (a head, when tokens were added) are seen.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal

@@ -11,8 +11,6 @@ layer alone. As integers they keep their bits when a model changes its dtype.
     the tensors' bytes    one after the other
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping

@@ -18,8 +18,6 @@ read; a GEMM's copy of them is a 16th or a 32nd of the codes it multiplies.
 Source: NVIDIA's cuBLAS documentation, "1D Block Scaling Factors Layout".
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cache
 from typing import Any

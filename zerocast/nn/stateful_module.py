@@ -4,8 +4,6 @@ What a recipe remembers is the module's extra state. It is in a ``state_dict`` o
 is remembered, so that dictionaries are exchanged with torch's own layers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 

@@ -10,8 +10,6 @@ over what layers quantize: inputs, weights in high precision, quantized outputs,
 copy that the first product reads, rowwise where it is there. Counting decodes each once more.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -14,8 +14,6 @@ split in time (sequence parallelism) in FP8 codes, half the bytes of BF16: Float
 one layer, PrepareFloat8ModuleInput for several that share it.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Iterable

@@ -8,8 +8,6 @@ What the tensors mean crosses the border of the graph as text, and all of it: a 
 be loaded from a cache by a process that never traced it.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from functools import cache

@@ -25,8 +25,6 @@ Operations inside of a checkpoint are repeated in the backward. Each has the num
 the graph, *site*, by which :mod:`zerocast.nn.recompute` finds what its first run started from.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Sequence
 from typing import Any

@@ -14,8 +14,6 @@ the cast that follows then reads what is left
 the measurement are two passes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 

@@ -5,8 +5,6 @@ moves it. So it is kept in FP32 beside the masters, of this rank's elements only
 when it is used.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any

@@ -14,8 +14,6 @@ Where ranks step whole matrices (``shard="matrix"``) a class may look at all of 
 not at others: it steps two matrices together and then each in an optimizer of its own.
 """
 
-from __future__ import annotations
-
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence

@@ -12,8 +12,6 @@ find is compared only where any has found something, which the reduce-scatter of
 a step before which nothing was written costs nothing more.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import torch

@@ -19,8 +19,6 @@ stays in ``.grad`` and goes with the next pass, or with one more exchange at the
 ``optimizer.zero_grad()``, uses the sums up. ``model.zero_grad()`` does not see them.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Sequence
 from typing import Any

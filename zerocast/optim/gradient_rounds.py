@@ -15,8 +15,6 @@ row, whole rows and part of a last one. So a weight is copied in three pieces at
 of ranks.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

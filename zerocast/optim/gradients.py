@@ -15,8 +15,6 @@ Here gradients stay in ``.grad`` until the step; :mod:`zerocast.optim.gradient_o
 while the backward pass goes on.
 """
 
-from __future__ import annotations
-
 import math
 import weakref
 from collections import deque

@@ -1,7 +1,5 @@
 """The wrapped optimizer: an ordinary torch optimizer whose parameters are this rank's masters."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

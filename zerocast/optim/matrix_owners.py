@@ -10,8 +10,6 @@ updated masters from their owners to the shards. A rank sends 8 / ranks bytes an
 The deal is balanced by what a step costs, the same on every rank, and needs no exchange.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Param groups: which parameters an optimizer is given, and with which options."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 

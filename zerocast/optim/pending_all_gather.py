@@ -17,8 +17,6 @@ the step (``weight.rowwise_data``), or the replay of a CUDA graph: before the on
 A wait sends nothing. So ranks may use their weights in different orders, or not at all.
 """
 
-from __future__ import annotations
-
 import threading
 import weakref
 from collections.abc import Iterable, Sequence

@@ -13,8 +13,6 @@ A rank that leaves out a whole step, or makes one twice, has still made as many 
 until the last: only the caller's number tells its steps from theirs before that.
 """
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

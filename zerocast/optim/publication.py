@@ -1,7 +1,5 @@
 """Publication: makes all ranks' weights from FP32 columns, of which each rank has its own."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection
 from functools import partial
 

@@ -14,8 +14,6 @@ checks before anything is changed::
                 where it is not known yet) and the names of those that share its tensor amax
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping, Sequence
 from typing import Any

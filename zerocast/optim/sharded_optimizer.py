@@ -3,8 +3,6 @@
 The step itself, and how an optimizer is made, are in :mod:`zerocast.optim.zero`.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn

@@ -15,8 +15,6 @@ a matrix [ranks, columns] and one reduce-scatter serves all kinds of weights::
     columns of rank 1       [  4-bit   | BF16  ]  <--------------------------------------+
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager

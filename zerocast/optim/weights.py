@@ -5,8 +5,6 @@ What a cast depends on is compared by :mod:`zerocast.cast.consistency`; here are
 optimizer, and the weights that it steps without casting them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise

@@ -35,8 +35,6 @@ weight. A step advances them once, a skipped step does not, and state dicts carr
 optimizer and loading a state repeat the weight's latest cast, so its state stays as it was.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext

@@ -5,8 +5,6 @@ the reduction of that amax hides behind whatever comes next. The price is state:
 history of amaxes. The numerics is :class:`zerocast.numerics.Float8DelayedNumerics`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

@@ -5,8 +5,6 @@ and the values that it closes over, as far as their texts tell them. What it rea
 (globals, files) is not compared. A function that ranks import from one file is the same one.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 from dataclasses import fields

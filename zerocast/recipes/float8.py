@@ -4,8 +4,6 @@ They share numerics, :class:`zerocast.numerics.Float8Numerics`, and the choice o
 what a tensor is to a layer; each is a grid of blocks and the place of its scales.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

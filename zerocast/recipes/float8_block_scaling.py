@@ -5,8 +5,6 @@ direction only, so the columnwise copy of an activation is the rowwise cast of i
 numerics is :class:`zerocast.numerics.Float8Numerics`, with powers of two unless asked otherwise.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

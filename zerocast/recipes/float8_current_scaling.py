@@ -4,8 +4,6 @@ The whole weight is one block, whatever its shape. The numerics is
 :class:`zerocast.numerics.Float8Numerics`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from zerocast.layout import FULL, Source

@@ -6,8 +6,6 @@ give: its codes are cast from the master a second time. The numerics is
 :class:`zerocast.numerics.Float8Numerics`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from zerocast.layout import FULL, Source

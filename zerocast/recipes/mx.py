@@ -5,8 +5,6 @@ quantized from the master. In blocks of 32x32 one scale serves both directions. 
 :class:`zerocast.numerics.MXNumerics`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

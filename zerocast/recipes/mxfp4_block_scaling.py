@@ -3,8 +3,6 @@
 In blocks of 32x32 the columnwise copy is a re-packing of the gathered rowwise one.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, get_args
 

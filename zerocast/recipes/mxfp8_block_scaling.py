@@ -3,8 +3,6 @@
 Blocks of 32x32 are the option under which one copy of the codes serves both directions.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Every scheme by its short name, and what a ``recipe`` argument may be, everywhere."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Mapping

@@ -6,8 +6,6 @@ Activations and gradients have blocks of 1x16, and their columnwise copy is the 
 their transpose. The numerics is :class:`zerocast.numerics.NVFP4Numerics`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

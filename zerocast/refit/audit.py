@@ -1,7 +1,5 @@
 """audit: what every tensor travels as, against what a server was told."""
 
-from __future__ import annotations
-
 import fnmatch
 import re
 from collections.abc import Mapping, Sequence

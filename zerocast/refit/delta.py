@@ -18,8 +18,6 @@ Elements are those of the stored tensor: a byte for two 4-bit codes, four bytes 
 Runs that lie less than 4 bytes apart are one, which is shorter.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Sequence

@@ -5,8 +5,6 @@ the pieces of all ranks make up every tensor of the checkpoint, each element onc
 that cuts no byte.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Receiver: the tensors that deltas are applied to, and which version of each is held."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

@@ -5,8 +5,6 @@ holds the codes and scales of this rank's shards as they were sent last, which t
 compared with. Nothing else is kept, and no copy in high precision.
 """
 
-from __future__ import annotations
-
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -18,8 +18,6 @@ CastValues`), so the ranks ask each other by one small all-reduce. They do not a
   then, so all ranks must have made that write.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from typing import Any, TypeAlias

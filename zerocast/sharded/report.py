@@ -4,8 +4,6 @@ Reports name equal things in few lines: ``layers.{0..31}.mlp.{up,down}`` stands 
 model (:func:`grouped`). Those of :mod:`zerocast.nn` use the same names and reasons.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar

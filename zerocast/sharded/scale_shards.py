@@ -11,8 +11,6 @@ so their amaxes reach all ranks in any case, and parts of equal size would be se
 few ranks own: for columns that have one scale each (row-wise FP8) one for each column and rank.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

@@ -12,8 +12,6 @@ NOT here: where and how the state stands in a state dict, which is the layer's a
 (:mod:`zerocast.nn.saved_state`).
 """
 
-from __future__ import annotations
-
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 

@@ -6,8 +6,6 @@ Both carry the advice. Python makes its own text for ``from module import name``
 for a module of that name: :class:`_LastFinder` stands behind all finders and answers then.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn

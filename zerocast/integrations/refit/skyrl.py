@@ -1,7 +1,5 @@
 """SkyRL: a weight extractor that gives codes and scales."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from importlib import import_module
 from typing import Any

@@ -1,7 +1,5 @@
 """vLLM: a weight source for the trainer's side of its weight transfer engines."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from importlib import import_module
 from typing import Any

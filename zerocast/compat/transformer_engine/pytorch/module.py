@@ -4,8 +4,6 @@ They are those of :mod:`zerocast.nn` and start from the same random numbers, as 
 ``init_method`` is what starts a weight otherwise.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

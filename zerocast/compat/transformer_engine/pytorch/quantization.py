@@ -1,7 +1,5 @@
 """Regions in which layers quantize, and which recipes run here."""
 
-from __future__ import annotations
-
 from zerocast.arguments import check_flag
 from zerocast.compat.transformer_engine.missing import raise_missing
 from zerocast.nn.autocast import (

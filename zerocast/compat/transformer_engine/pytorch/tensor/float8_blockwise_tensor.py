@@ -1,7 +1,5 @@
 """FP8 with one scale a block of 128x128 or 1x128: Float8BlockwiseQTensor and its quantizer."""
 
-from __future__ import annotations
-
 from zerocast.compat.transformer_engine.missing import raise_missing
 from zerocast.compat.transformer_engine.pytorch.constants import DType
 from zerocast.compat.transformer_engine.pytorch.quantized_tensor import SchemeTensor

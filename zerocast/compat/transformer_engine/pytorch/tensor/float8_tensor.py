@@ -1,7 +1,5 @@
 """FP8 with one scale a tensor: Float8Tensor and its quantizers."""
 
-from __future__ import annotations
-
 import torch
 
 from zerocast.compat.transformer_engine.missing import raise_missing

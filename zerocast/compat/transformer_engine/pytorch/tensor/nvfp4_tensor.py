@@ -1,7 +1,5 @@
 """NVFP4: NVFP4Tensor and its quantizer."""
 
-from __future__ import annotations
-
 from zerocast.compat.transformer_engine.missing import raise_missing
 from zerocast.compat.transformer_engine.pytorch.constants import DType
 from zerocast.compat.transformer_engine.pytorch.quantized_tensor import SchemeTensor

@@ -1,7 +1,5 @@
 """The cast of sharded masters, with TransformerEngine's defaults."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch
