@@ -22,21 +22,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tests.support.simulated_steps import failure
 
-CHUNK = 25
-"""Seeds that a process plays at once."""
-
-
-def played(first: int, end: int) -> tuple[Counter[str], list[str]]:
-    """How often each fault and driver was drawn among these seeds, and what did not hold."""
-    torch.set_num_threads(1)
-    drawn: Counter[str] = Counter()
-    wrong = []
-    for seed in range(first, end):
-        scenario, text = failure(seed)
-        drawn[f"{scenario.drives}, {scenario.fault}"] += 1
-        wrong += [text] * bool(text)
-    return drawn, wrong
-
 
 def main() -> None:
     """The command line."""
@@ -44,19 +29,16 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs=2, default=(0, 10_000), help="from, to")
     parser.add_argument("--processes", type=int, default=2)
     args = parser.parse_args()
-    started, drawn, failed = time.monotonic(), Counter[str](), 0
-    with ProcessPoolExecutor(args.processes) as pool:
-        starts = range(*args.seeds, CHUNK)
-        ends = [min(start + CHUNK, args.seeds[1]) for start in starts]
-        for counts, wrong in pool.map(played, starts, ends):
-            drawn += counts
-            failed += len(wrong)
-            print(*wrong, sep="\n", end="\n" if wrong else "", flush=True)
+    started, drawn = time.monotonic(), Counter[str]()
+    with ProcessPoolExecutor(args.processes, None, torch.set_num_threads, (1,)) as pool:
+        for what, wrong in pool.map(failure, range(*args.seeds), chunksize=25):
+            drawn[what] += 1
+            print(wrong, end="\n" if wrong else "", flush=True)
     for what, count in sorted(drawn.items()):
-        print(f"{what:30}{count:8,}")
+        print(f"{what:40}{count:8,}")
     seconds = time.monotonic() - started
-    print(f"{sum(drawn.values()):,} seeds in {seconds:.0f} s, {failed} failed")
-    sys.exit(failed > 0)
+    print(f"{drawn.total():,} seeds in {seconds:.0f} s, {drawn['failed']} failed")
+    sys.exit(drawn["failed"] > 0)
 
 
 if __name__ == "__main__":

@@ -14,28 +14,22 @@ from typing import Any
 
 import pytest
 
-from tests.support.protocol import (
-    DONE,
-    PHASES,
-    PROGRAMS,
-    OptimizerSteps,
-    Recorded,
-    gather,
-    noted,
-    record,
-)
-from tests.support.state_space import Mistake, Op, Program
+from tests.support.protocol import DONE, PHASES, PROGRAMS, gather, noted, program, run
+from tests.support.simulated_steps import OptimizerSteps
+from tests.support.simulation import Fault
+from tests.support.state_space import Mistake, Program
 from zerocast.cast.exchange import Exchange
 
 NIGHTLY = ("4 over 6, finite", "codes early", "optimizer, hash", "overlapped cast",
            "both overlapped", "scaler")  # fmt: skip
 MOST = [pytest.param(name, marks=[pytest.mark.nightly] * (name in NIGHTLY)) for name in PROGRAMS]
+NONE = Fault(-1, 0, "none")
 
 
 @pytest.mark.parametrize("name", MOST)
 def test_all_states_of_two_ranks(name: str) -> None:
     """Nobody waits for ever, all ranks raise or none, and nobody accepts weights of two steps."""
-    assert len(PROGRAMS[name][0].search(2, 1)) > 1000
+    assert len(program(name).search(2, 1)) > 1000
 
 
 @pytest.mark.nightly
@@ -43,7 +37,7 @@ def test_all_states_of_two_ranks(name: str) -> None:
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_all_states_of_more(name: str, size: int, faults: int) -> None:
     """Nor where there are more ranks, or two faults."""
-    assert len(PROGRAMS[name][0].search(size, faults)) > 4000
+    assert len(program(name).search(size, faults)) > 4000
 
 
 @pytest.fixture(autouse=True)
@@ -54,45 +48,17 @@ def _noted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         noted(monkeypatch, *phase)
 
 
-def run(name: str, size: int, fault: tuple[int, int, str] | None, seed: int) -> Recorded:
-    """Run the code of a program, and hold it to it.
-
-    Raises:
-        Mistake: where it does or comes to something else.
-    """
-    program = PROGRAMS[name][0]
-    kinds = {op.name: op.kind for op in program.ops if op.kind in ("held", "alone")}
-    world = Recorded(size, seed, kinds, fault)
-    ends = record(world, name)
-    worlds = program.follow(size, world.events)
-    if not any(are_those(ends, model.ranks) for model in worlds if name != "calls"):
-        came = [[rank.at for rank in model.ranks] for model in worlds]
-        if name != "calls" or [end for end, _ in ends] not in came:
-            raise Mistake(f"ranks ended as {ends}, and in the model as {came}, after {fault}")
-    return world
-
-
-def are_those(ends: list[tuple[str, list[bool]]], ranks: Any) -> bool:
-    """Whether ranks ended as those of a state, and can read their weights where those can."""
-    return all(
-        end == rank.at
-        and (not read or bool(rank.waits) or all(read) == ("stale" not in rank.known))
-        for (end, read), rank in zip(ends, ranks, strict=True)
-    )
-
-
-def faults_of(name: str) -> list[tuple[int, int, str]]:
+def faults_of(name: str) -> list[Fault]:
     """All faults of rank 1, in the order in which it comes to them."""
-    ops = {op.name: op for op in PROGRAMS[name][0].ops if op.kind in ("held", "alone", "begin")}
-    found = []
-    own = [event for event in run(name, 2, None, 0).events if event[0] == 1]
-    for place, (_, what, _) in enumerate(own):
-        if what in ops:
-            fails = ["raises", "raises after"] * (ops[what].kind != "begin")
-            if what == "step":
-                fails = ["raises"] * (name not in ("scaler", "calls"))
-            found += [(1, place, fault) for fault in ("dies", *fails, *ops[what].faults)]
-    return found
+    ways = {"held": ("raises", "raises after"), "alone": ("raises", "raises after")}
+    ops = {op.name: op for op in program(name).ops if op.kind in (*ways, "given", "begin")}
+    own = [what for rank, what, _ in run(name, 2, NONE, 0) if rank == 1]
+    return [
+        Fault(1, place, kind)
+        for place, op in enumerate(map(ops.get, own))
+        if op
+        for kind in ("dies", *ways.get(op.kind, ()), *op.faults)
+    ]
 
 
 OF_ONE_STEP = ("skips", "not finite", "forgets", "flips", "overflow")
@@ -101,11 +67,11 @@ OF_ONE_STEP = ("skips", "not finite", "forgets", "flips", "overflow")
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_the_code(name: str) -> None:
     """The code does what the program does: without a fault, and with the last of some kinds."""
-    run(name, 3, None, 1)
-    kinds = OF_ONE_STEP if PROGRAMS[name][1] is OptimizerSteps else (*OF_ONE_STEP, "raises", "dies")
-    last = {fault: (rank, place, fault) for rank, place, fault in faults_of(name)}
+    run(name, 3, NONE, 1)
+    kinds = OF_ONE_STEP if PROGRAMS[name][0] is OptimizerSteps else (*OF_ONE_STEP, "raises", "dies")
+    last = {fault.kind: fault for fault in faults_of(name)}
     for fault in (last[kind] for kind in kinds if kind in last):
-        run(name, 2, fault, fault[1])
+        run(name, 2, fault, fault.place)
 
 
 @pytest.mark.nightly
@@ -116,15 +82,14 @@ def test_the_code_with_every_fault(name: str) -> None:
         run(name, 2, fault, seed)
 
 
-def test_a_death_amid_late_gathers() -> None:
+@pytest.mark.parametrize("what", ["shards.all_gather", "pending_all_gather.begin"])
+def test_a_death_amid_late_gathers(what: str) -> None:
     """Weights whose codes no gather has begun for are not read: those whose bucket would come after
     plain weights or another bucket, where that ends the step.
     """
-    name = "late gathers, hash"
-    events = [event for event in run(name, 2, None, 0).events if event[0] == 1]
-    last = {what: place for place, (_, what, _) in enumerate(events)}
-    for what in ("shards.all_gather: all_gather_", "pending_all_gather.begin: all_gather_"):
-        run(name, 2, (1, last[what] - 1, "dies"), 0)
+    events = [name for rank, name, _ in run("late gathers, hash", 2, NONE, 0) if rank == 1]
+    last = {name: place for place, name in enumerate(events)}
+    run("late gathers, hash", 2, Fault(1, last[f"{what}: all_gather_"] - 1, "dies"), 0)
 
 
 def test_a_collective_more_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,45 +103,43 @@ def test_a_collective_more_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Exchange, "reduce_amax", twice)
     told = r"not in the model, \['compute_scale'\] is(.|\n)*exchange._reduce: all_reduce_max_\n$"
     with pytest.raises(Mistake, match=told):
-        run("plan", 2, None, 0)
+        run("plan", 2, NONE, 0)
 
 
 AMAX, CODES = "exchange._reduce: all_reduce_max_", "gather.start: all_gather_"
+SCALES, LATE = "scale_gather.start: all_gather_", "pending_all_gather.begin: all_gather_"
 MISTAKES = [
-    ("plan", CODES, {"ranks": (0,)}, "rank 1 uses weights"),
-    ("boundary, hash", "scale_gather.start: all_gather_", {"ranks": (1,)}, "rank . calls"),
-    ("plan", AMAX, {"on": ()}, "an error that nobody hears of"),
-    ("plan", AMAX, {"on": (("error", ()),)}, "uses weights of the steps"),
-    ("plan", AMAX, {"unless": "error"}, "rank . calls gather.start"),
-    ("plan", "transpose", {"kind": "held"}, "an error that nobody hears of"),
-    ("plan", "tick", {"sets": ("due",)}, "accepts weights of the steps"),
-    ("late gathers, hash", "store_plain", {"clears": ("stale",)}, "accepts weights of the steps"),
-    ("late gathers, hash", "pending_all_gather.begin: all_gather_", {}, "steps"),
+    ("plan", "begin", CODES, {"only": "rank 0"}, "rank 1 uses weights"),
+    ("boundary, hash", "begin", SCALES, {"only": "rank 1"}, "rank . calls"),
+    ("plan", "begin", AMAX, {"on": ()}, "an error that nobody hears of"),
+    ("plan", "begin", AMAX, {"on": (("error", ()),)}, "uses weights of the steps"),
+    ("plan", "begin", AMAX, {"unless": "error"}, "rank . calls gather.start"),
+    ("plan", "alone", "transpose", {"kind": "held"}, "an error that nobody hears of"),
+    ("plan", "set", "tick", {"sets": ("due",)}, "accepts weights of the steps"),
+    ("late gathers, hash", "alone", "store_plain", {"clears": ("stale",)}, "accepts weights of"),
+    ("late gathers, hash", "wait", LATE, {"kind": "set"}, "steps"),
 ]
-"""A program, an operation of it, what is wrong there, and what comes of it; where nothing is said,
-nobody waits for it.
-"""
+"""A program, a kind and name of operations, what is wrong there, and what comes of it."""
 
 
-@pytest.mark.parametrize(("name", "at", "wrong", "message"), MISTAKES)
-def test_mistakes_are_found(name: str, at: str, wrong: dict[str, Any], message: str) -> None:
+@pytest.mark.parametrize(("name", "kind", "at", "wrong", "message"), MISTAKES)
+def test_mistakes_are_found(
+    name: str, kind: str, at: str, wrong: dict[str, Any], message: str
+) -> None:
     """A program with a mistake comes to a state that must not be, and the shortest way is told."""
-    program = copy.copy(PROGRAMS[name][0])
-    program.ops = [wronged(op, wrong) if op.name == at else op for op in program.ops]
+    wronged = copy.copy(program(name))
+    is_wrong = [(op.kind, op.name) == (kind, at) for op in wronged.ops]
+    wronged.ops = [
+        replace(op, **wrong) if is_it else op
+        for op, is_it in zip(wronged.ops, is_wrong, strict=True)
+    ]
     with pytest.raises(Mistake, match=message) as found:
-        any(program.search(2, faults) is None for faults in (0, 1))
+        any(wronged.search(2, faults) is None for faults in (0, 1))
     assert "\n  rank 0: " in str(found.value)
-
-
-def wronged(op: Op, wrong: dict[str, Any]) -> Op:
-    """The operation with what is wrong, or where nothing is said, without the wait."""
-    if not wrong:
-        return replace(op, kind="set") if op.kind == "wait" else op
-    return op if op.kind == "wait" and "on" in wrong else replace(op, **wrong)
 
 
 def test_a_deadlock_is_found() -> None:
     """A rank that makes one collective more than the others waits for ever."""
-    last = [replace(op, ranks=(1,)) for op in gather("gather.start")]
+    last = [replace(op, only="rank 1") for op in gather("gather.start")]
     with pytest.raises(Mistake, match="wait for each other for ever:\n  rank 0: done\n  rank 1: g"):
         Program([*last, DONE], parts=1).search(2, 0)

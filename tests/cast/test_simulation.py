@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
-from tests.support.simulated_steps import Scenario, failure, play
+from tests.support.simulated_steps import SHAPES, PlanSteps, Scenario, failure, judge, play
+from tests.support.simulation import Fault
 from zerocast.cast.exchange import Exchange
+from zerocast.layout import chunk
 from zerocast.tensors.staleness import CastVersion
 
 
@@ -45,13 +47,16 @@ def note_nothing(self: CastVersion, written: Any = ()) -> None:
     """Let weights that are written by half be read."""
 
 
-PLAN = Scenario(3, "nvfp4", "plan", (("exchange", "boundary"),), "wrong master", 1, 1, 14, False)
-FULL = Scenario(4, "rowwise", "plan", (("exchange", "full"),), "raises", 0, 1, 12, False)
+PLAN = Scenario(3, PlanSteps, "nvfp4", {"exchange": "boundary"}, Fault(1, 10, "raises", "step"),
+                SHAPES, [[chunk(rows * cols, rank, 3) for rank in range(3)]
+                         for rows, cols in SHAPES], announces=False)  # fmt: skip
+OTHER_STEP = replace(PLAN, fault=replace(PLAN.fault, kind="skips"))
+ENDS = replace(PLAN, recipe="rowwise", options={}, fault=Fault(0, 10, "raises", ".*: .*"))
 MISTAKES = [
-    (Exchange, "reduce_amax", raise_alone, PLAN, "heard {}"),
+    (Exchange, "reduce_amax", raise_alone, PLAN, r"heard \[\]"),
     (Exchange, "_reduce", tell_nobody, PLAN, "rank . calls"),
-    (Exchange, "reduce_amax", compare_no_steps, replace(PLAN, fault="other step"), "heard {}"),
-    (CastVersion, "tick", note_nothing, FULL, "differ in all"),
+    (Exchange, "reduce_amax", compare_no_steps, OTHER_STEP, r"heard \[\]"),
+    (CastVersion, "tick", note_nothing, ENDS, "differ in all"),
 ]
 
 
@@ -69,7 +74,9 @@ def test_mistakes_are_found(
 
     def play_all() -> None:
         for seed in range(12):
-            play(replace(scenario, collective=scenario.collective + seed), random.Random(seed))
+            fault = replace(scenario.fault, place=scenario.fault.place + seed)
+            world, outcomes = play(replace(scenario, fault=fault), random.Random(seed))
+            judge(scenario, world.events, outcomes)
 
     with pytest.raises(AssertionError, match=message):
         play_all()

@@ -1,37 +1,27 @@
 """What ranks do in plans, functional calls and optimizers: programs of tests.support.state_space,
-and the code that they are of, run with its phases and collectives recorded.
+and the code that they are of, run with its phases and collectives noted.
 """
 
 from __future__ import annotations
 
 import random
 import sys
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-import zerocast
 import zerocast.cast.calls
 import zerocast.cast.plan
 import zerocast.optim.zero
-from tests.optim.training import Training
-from tests.support.recipes import RECIPES
-from tests.support.simulated_steps import is_whole
-from tests.support.simulation import Killed, World
-from tests.support.state_space import STEPS, Op, Program
+from tests.support.simulated_steps import OptimizerSteps, PlanSteps, Scenario, play
+from tests.support.simulation import LOCAL, Fault, Killed
+from tests.support.state_space import STEPS, Mistake, Op, Program, Rank
 from zerocast.cast.stored_digests import HeldDigests
-from zerocast.comm import Communicator
-from zerocast.errors import (
-    InputError,
-    PeerFailedError,
-    UnfinishedStepError,
-    VerificationError,
-    ZerocastError,
-)
+from zerocast.errors import InputError
 from zerocast.layout import chunk
 from zerocast.optim.inner import InnerOptimizer
 from zerocast.optim.shards import ShardedWeights
@@ -39,19 +29,39 @@ from zerocast.tensors.cast_steps import CastSteps
 
 Ops = Sequence[Op]
 
+PHASES = [
+    (zerocast.cast.plan, "check_specs", "check_specs"),
+    (zerocast.cast.calls, "check_specs", "check_specs"),
+    (zerocast.cast.plan.CastPlan, "_plan", "_plan"),
+    (zerocast.optim.zero, "check_shardable", "check_shardable"),
+    (CastSteps, "run", ""),
+    (CastSteps, "run_stage", ""),
+    (HeldDigests, "of", "digests"),
+    (InnerOptimizer, "step", "inner step"),
+    (ShardedWeights, "store_plain", "store_plain"),
+]
+"""The functions that are phases of programs, with their names there, or none where an argument is
+the name."""
+
+HELD = ("check_specs", "_plan", "check_shardable", "partial_amax", "digests", "inner step")
+"""Those whose errors all ranks hear of."""
+
 AGAIN, NEXT, USE = Op("again"), Op("next"), Op("use")
 START, NO_START = Op("start", "step"), Op("start")
 DONE, REFUSED = Op("end", "done"), Op("end", "refused")
-READABLE = Op("set", clears=("stale",))
-TRANSPOSE = Op("alone", "transpose")
+READABLE, RAISES = Op("set", clears=("stale",)), Op("set", sets=("error",), only="raises")
+
+
+def phase(name: str, **options: Any) -> Op:
+    """What a rank does by itself."""
+    return Op("held" if name in HELD else "alone", name, **options)
 
 
 def call(at: str, kind: str, part: int = -1, only: str = "", **on: Ops) -> list[Op]:
     """A collective that the function ``at`` makes, and the wait for it."""
     then = tuple((result.replace("_", " "), tuple(ops)) for result, ops in on.items())
-    reads = tuple((result, ()) for result, _ in then)
-    name = f"{at}: {kind}"
-    return [Op("begin", name, moves=part, on=reads, only=only), Op("wait", name, on=then)]
+    begin = Op("begin", f"{at}: {kind}", moves=part, on=then, only=only)
+    return [begin, Op("wait", begin.name, on=then)]
 
 
 def gather(at: str, part: int = -1) -> list[Op]:
@@ -76,45 +86,39 @@ def vote(at: str) -> list[Op]:
 
 def making() -> list[Op]:
     """A plan is made."""
+    exchanged = gather("consistency._exchange")
     return [
-        Op("held", "check_specs"),
-        *vote("descriptions.check_descriptions"),
-        *gather("consistency._exchange"),
-        *gather("consistency._exchange"),
-        Op("held", "_plan"),
-        *vote("plan.__init__"),
-        Op("set", clears=("forgets",)),
-    ]
+        phase("check_specs"), *vote("descriptions.check_descriptions"), *exchanged, *exchanged,
+        phase("_plan"), *vote("plan.__init__"), Op("set", clears=("forgets",)),
+    ]  # fmt: skip
 
 
 def cast(codes: Ops, scales: int = 1, *, boundary: bool = False, finite: bool = False,
          chooses: bool = False, early: bool = False) -> list[Op]:  # fmt: skip
     """A cast: ``codes`` write the codes; where they are ``early``, part 0 is written at once."""
-    on: dict[str, Ops] = {"error": largest("exchange.reduce_amax")}
-    on["error"] = [*on["error"], *told("exchange.reduce_amax")]
-    on["number"] = told("exchange._other_steps", *on["error"])
+    reduce = "exchange.reduce_amax"
+    error = [*largest(reduce), *told(reduce)]
+    on = {"error": error, "number": told("exchange._other_steps", *error)}
     if finite:
         on["not_finite"] = [*largest("finite._worst"), AGAIN]
-    scaled = {"writes" if boundary else "of_all": (scales,)}
     choice = [
-        Op("alone", "partial_select"),
-        *call("exchange.reduce_candidates", "all_reduce_sum_"),
-        Op("alone", "select"),
-    ]
+        phase("partial_select"), *call("exchange.reduce_candidates", "all_reduce_sum_"),
+        phase("select"),
+    ]  # fmt: skip
     return [
         *[Op("set", sets=("stale",), unless="error")] * early,
-        Op("held", "partial_amax", writes=(0,) * early, unless="error"),
+        phase("partial_amax", writes=(0,) * early, unless="error"),
         *largest("exchange._reduce", **on),
         *choice * chooses,
         Op("set", "tick", sets=("stale", "due")),
-        Op("alone", "compute_scale", **scaled),  # type: ignore[arg-type]
+        phase("compute_scale", **{"writes" if boundary else "of_all": (scales,)}),
         *codes,
     ]
 
 
 def gathered_scales(part: int) -> list[Op]:
     """Scales travel, and are stored."""
-    return [*gather("scale_gather.start", part), Op("alone", "expand_scales")]
+    return [*gather("scale_gather.start", part), phase("expand_scales")]
 
 
 def compared() -> list[Op]:
@@ -122,334 +126,155 @@ def compared() -> list[Op]:
     done = Op("set", clears=("due",))  # also where it failed: a cast is compared once
     judged = [
         *told("verified._explain", *largest("verified._explain")),
-        *gather("whole_cast.gather_master"),
-        *largest("verified._judge"),
+        *gather("whole_cast.gather_master"), *largest("verified._judge"),
         *told("verified._judge", *largest("verified._explain")),
         *told("verified._explain", REFUSED),
-    ]
+    ]  # fmt: skip
     return [
-        Op("held", "digests", faults=("flips",), only="due"),
+        phase("digests", faults=("flips",), only="due"),
         *largest("verified.check", "due", error=told("verified.check", done, AGAIN), flips=judged),
         done,
     ]
 
 
-def plan_program(*, boundary: bool = False, verify: bool = False, **options: bool) -> Program:
-    """Casts and gathers of a plan."""
-    faults = ("skips", "repeats") + ("not finite",) * options.get("finite", False)
+def plan_program(
+    *, recipe: str = "", exchange: str = "", verify: str = "", check_finite: bool = False,
+    calls: bool = False,
+) -> Program:  # fmt: skip
+    """Casts and gathers of a plan; or functional ``calls``, and gathers of the caller's."""
+    boundary, opening = exchange == "boundary", "calls.quantize_master_weights"
+    made = [START, *making(), START]
+    faults = ("raises", "skips", "repeats", *["not finite"] * check_finite)
+    at, found = "gather.start", []
+    if calls:
+        made, faults, at = [START], ("forgets",), "the caller"
+        found = [
+            phase("check_specs"), *largest(opening, error=told(opening), forgets=making())
+        ]  # fmt: skip
     return Program([
-        START, *making(), START,
-        Op("held", "step", faults=faults),
-        *cast([Op("alone", "partial_cast", writes=(0,))], boundary=boundary, **options),
-        *gather("gather.start", 0), *gathered_scales(1) * boundary, READABLE, TRANSPOSE,
-        *compared() * verify, USE, NEXT, USE, DONE,
-    ], parts=2)  # fmt: skip
-
-
-def call_program() -> Program:
-    """Functional calls, and gathers of the caller's."""
-    opening = "calls.quantize_master_weights"
-    found = largest(opening, error=told(opening), forgets=making())
-    return Program([
-        START, Op("held", "step", faults=("forgets",)), Op("held", "check_specs"), *found,
-        *cast([Op("alone", "partial_cast", writes=(0,))]),
-        *gather("the caller", 0), READABLE, USE, NEXT, USE, DONE,
+        *made, Op("given", "step", faults=faults), RAISES, *found,
+        *cast([phase("partial_cast", writes=(0,))], boundary=boundary, finite=check_finite,
+              chooses="4over6" in recipe, early=recipe == "mxfp8"),
+        *gather(at, 0), *gathered_scales(1) * boundary, READABLE,
+        *[phase("transpose")] * (not calls), *compared() * bool(verify), USE, NEXT, USE, DONE,
     ], parts=2)  # fmt: skip
 
 
 def optimizer_program(
-    *, verify: bool = False, overlap_all_gather: bool = False, overlap_cast: bool = False,
-    scaler: bool = False, codes: int = 1, plain: int = 2,
+    *, verify: str = "", overlap_all_gather: bool = False, overlap_cast: bool = False,
+    scaler: bool = False, bucket_size: int = 0,
 ) -> Program:  # fmt: skip
-    """Steps of an optimizer, whose weights lie in so many buckets."""
-    late = "pending_all_gather.begin"
+    """Steps of an optimizer, whose quantized weights lie in one bucket or three."""
+    late, codes = "pending_all_gather.begin", 3 if bucket_size else 1
     at = "publication._cast_and_all_gather" if overlap_cast else "shards.all_gather"
-    ranges, write = range(codes), [Op("alone", "partial_cast", writes=tuple(range(codes)))]
-    begun, awaited = [], []
-    for bucket in (-1,) * plain + tuple(ranges):
-        name = late if overlap_all_gather and bucket >= 0 else at
-        begin, wait = gather(name, bucket)
-        cut = [Op("alone", f"stage {bucket}", writes=(bucket,))] * (overlap_cast and bucket >= 0)
-        begun += [*cut, begin] if overlap_cast or name == late else [begin, wait]
-        awaited += [wait] if overlap_cast and name == at else []
-    waits = [Op("wait", f"{late}: all_gather_", sets=("stale",))]  # uses raise from then on
+    write = [phase("partial_cast", writes=tuple(range(codes)))] * (not overlap_cast)
     published = [
-        *cast([] if overlap_cast else write, codes, boundary=True),
-        Op("alone", "store_plain"), *gathered_scales(codes), *begun, *awaited[-1:], READABLE,
-        *[TRANSPOSE] * (not overlap_all_gather),
+        *cast(write, codes, boundary=True), phase("store_plain"), *gathered_scales(codes)
     ]  # fmt: skip
-    settled = [*waits * overlap_all_gather, *compared() * verify]
+    for bucket in (-1, -1, *range(codes)):
+        is_late = overlap_all_gather and bucket >= 0
+        begin, wait = gather(late if is_late else at, bucket)
+        if overlap_cast and bucket >= 0:
+            published.append(phase(f"stage {bucket}", writes=(bucket,)))
+        published += [begin] if overlap_cast or is_late else [begin, wait]
+    if overlap_cast:
+        published.append(Op("wait", f"{at}: all_gather_"))
+    published += [READABLE, *[phase("transpose")] * (not overlap_all_gather)]
+    waits = [Op("wait", f"{late}: all_gather_", sets=("stale",))]  # uses raise from then on
+    settled = [*waits * overlap_all_gather, *compared() * bool(verify)]
     stepped = largest("found_inf.agree", overflow=[AGAIN]) if scaler else []
-    reduced = call("gradient_rounds.begin", "all_to_all",
-                   unfinished=[*largest("progress.reduce"), *told("progress.reduce", REFUSED)],
-                   error=[*largest("progress.reduce"), *told("progress.reduce")],
-                   number=[AGAIN])  # fmt: skip
-    use = [Op("may"), *waits, USE] if overlap_all_gather else [USE]
+    reduced = largest("progress.reduce")
+    reduced = call("gradient_rounds.begin", "all_to_all", number=[AGAIN],
+                   unfinished=[*reduced, *told("progress.reduce", REFUSED)],
+                   error=[*reduced, *told("progress.reduce")])  # fmt: skip
     return Program([
-        START, Op("held", "check_shardable"), *vote("zero.__init__"),
+        START, phase("check_shardable"), *vote("zero.__init__"),
         *largest("weights.check_same_optimizer"), *making(), NO_START,
         *published, *settled, START,
-        Op("held", "step", faults=("overflow",) if scaler else ("skips", "repeats")),
-        *stepped, *settled * overlap_all_gather, *reduced,
-        Op("set", sets=("unfinished",)), Op("held", "inner step"),
+        Op("given", "step", faults=("overflow",) if scaler else ("raises", "skips", "repeats")),
+        *stepped, *settled * overlap_all_gather, RAISES, *reduced,
+        Op("set", sets=("unfinished",)), phase("inner step"),
         *published, Op("set", clears=("unfinished",)),
-        *compared() * (verify and not overlap_all_gather),
-        *use, NEXT, START, *settled, USE, DONE,
+        *compared() * (bool(verify) and not overlap_all_gather),
+        *[Op("may"), *waits] * overlap_all_gather, USE, NEXT, START, *settled, USE, DONE,
     ], parts=codes + 1)  # fmt: skip
+
+
+LATE, EARLY = {"overlap_all_gather": True}, {"overlap_cast": True}
+HASH, BOUNDARY, BUCKETS = {"verify": "hash"}, {"exchange": "boundary"}, {"bucket_size": 1500}
+PROGRAMS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "plan": (PlanSteps, {}),
+    "boundary, hash": (PlanSteps, BOUNDARY | HASH),
+    "4 over 6, finite": (PlanSteps, {"recipe": "nvfp4-4over6", "check_finite": True}),
+    "codes early": (PlanSteps, BOUNDARY | {"recipe": "mxfp8"}),
+    "calls": (PlanSteps, {"calls": True}),
+    "optimizer, hash": (OptimizerSteps, HASH),
+    "late gathers, hash": (OptimizerSteps, LATE | BUCKETS | HASH),
+    "overlapped cast": (OptimizerSteps, EARLY | BUCKETS),
+    "both overlapped": (OptimizerSteps, EARLY | LATE | BUCKETS),
+    "scaler": (OptimizerSteps, {"scaler": True}),
+}
+"""By name what makes a program's steps, and with which options."""
+
+
+@cache
+def program(name: str) -> Program:
+    """The program of that name."""
+    kind, options = PROGRAMS[name]
+    return plan_program(**options) if kind is PlanSteps else optimizer_program(**options)
 
 
 # --- the code ---
 
-LOCAL = threading.local()
-"""By thread the world and the rank that it runs."""
 
-HELPERS = ("raise_in_all", "agree_in_all")
-"""Functions outside of zerocast.comm that make collectives for their callers."""
-
-
-def caller() -> str:
-    """The function of zerocast that makes the collective which is begun just now."""
-    frame: Any = sys._getframe(2)
-    while frame is not None:
-        path, name = Path(frame.f_code.co_filename), frame.f_code.co_name
-        if "zerocast" in path.parts[-3:-1] and path.parent.name != "comm" and name not in HELPERS:
-            return f"{path.stem}.{name}"
-        frame = frame.f_back
-    return "the caller"
-
-
-class Recorded(World):
-    """Ranks whose phases and collectives are noted, one of which may have a fault.
-
-    Args:
-        size, seed: as for its base class, and what it draws by.
-        kinds: of the phases by name.
-        fault: the rank that has it, at which of its events, and what it is.
-
-    Attributes:
-        events: rank, name and fault of each.
-    """
-
-    def __init__(
-        self, size: int, seed: int, kinds: dict[str, str], fault: tuple[int, int, str] | None = None
-    ) -> None:
-        super().__init__(size, random.Random(seed), announces=seed % 2 == 0)
-        self.events: list[tuple[int, str, str]] = []
-        self._kinds, self._planted, self._seen = kinds, fault, [0] * size
-
-    def note(self, rank: int, name: str) -> str:
-        """Note what a rank does now; return what goes wrong with it."""
-        place = rank, self._seen[rank]
-        fault = self._planted[2] if self._planted and self._planted[:2] == place else ""
-        self._seen[rank] += 1
-        self.events.append((rank, name, fault))
-        if fault == "dies":
-            raise Killed
-        if fault == "raises":
-            raise self.error(name)
-        return fault
-
-    def error(self, name: str) -> Exception:
-        """What a phase fails with."""
-        held = self._kinds[name] == "held"
-        return InputError("planted") if held else OSError("planted")
-
-    def begin(self, rank: int, call: Any, *tensors: torch.Tensor) -> int:
-        self._raise_if_broken(call, self.begun[rank])
-        self.note(rank, f"{caller()}: {call.signature[0]}")
-        return super().begin(rank, call, *tensors)
-
-
-def noted(patch: pytest.MonkeyPatch, owner: Any, attribute: str, name: str = "") -> None:
-    """Let a function of zerocast be a phase that is noted, by its own argument where it has no
-    ``name``.
-    """
+def noted(patch: pytest.MonkeyPatch, owner: Any, attribute: str, name: str) -> None:
+    """Let a function of zerocast be a phase that is noted."""
     original = getattr(owner, attribute)
 
     def run(*args: Any, **options: Any) -> Any:
-        if Path(sys._getframe(1).f_code.co_filename).parent.name == "tensors":  # no plan's
+        its_caller = Path(sys._getframe(1).f_code.co_filename)
+        if its_caller.parent.name == "tensors" or not hasattr(LOCAL, "rank"):  # no plan's
             return original(*args, **options)
-        world, rank = LOCAL.world, LOCAL.rank
+        world, rank = LOCAL.rank
         called = name or (f"stage {args[1]}" if attribute == "run_stage" else args[1])
+        error = InputError("planted") if called in HELD else OSError("planted")
         fault = world.note(rank, called)
+        if fault == "raises":
+            raise error
         if fault == "flips":
             args[1][-1].view(torch.uint8).view(-1)[:1] ^= 1
         result = original(*args, **options)
         if fault == "raises after":
-            raise world.error(called)
-        if fault == "dies after":
-            raise Killed
+            raise error
         return result
 
     patch.setattr(owner, attribute, run)
 
 
-PHASES = [
-    (zerocast.cast.plan, "check_specs", "check_specs"),
-    (zerocast.cast.calls, "check_specs", "check_specs"),
-    (zerocast.cast.plan.CastPlan, "_plan", "_plan"),
-    (zerocast.optim.zero, "check_shardable", "check_shardable"),
-    (CastSteps, "run", ""),
-    (CastSteps, "run_stage", ""),
-    (HeldDigests, "of", "digests"),
-    (InnerOptimizer, "step", "inner step"),
-    (ShardedWeights, "store_plain", "store_plain"),
-]
-"""The functions that are phases of programs, with their names there."""
+def run(name: str, size: int, fault: Fault, seed: int) -> list[tuple[int, str, str]]:
+    """Run the code of a program, and hold it to it; return what happened.
 
-SHAPE = (48, 64)
-
-
-class PlanSteps:
-    """Steps of a plan, or by functional calls."""
-
-    def __init__(self, comm: Communicator, recipe: str = "nvfp4", *,
-                 calls: bool = False, **options: Any) -> None:  # fmt: skip
-        self.comm, self.extent = comm, chunk(48 * 64, comm.rank, comm.size)
-        self.weights = [zerocast.empty(SHAPE, RECIPES[recipe], columnwise=recipe != "mxfp8")]
-        self.number, self.uses_late = 0, False
-        self.master = torch.ones(self.extent.size)
-        self.plan = None
-        if not calls:
-            self.plan = zerocast.CastPlan(
-                self.weights, [self.master], [self.extent.start], comm, **options
-            )
-
-    def step(self, number: int, fault: str) -> None:
-        """Make a step."""
-        self.master.fill_(torch.nan if fault == "not finite" else 1.0 + number)
-        given = [self.master.double() if fault == "raises" else self.master]
-        if self.plan is not None:
-            self.plan.step = number
-            self.plan.cast(given)
-            self.plan.all_gather()
-            return
-        if fault == "forgets":
-            self.weights[0].quantized_storage.plans.clear()
-        zerocast.quantize_master_weights(self.weights, given, [self.extent.start], self.comm)
-        self.comm.all_gather_(self.weights[0].rowwise_data.view(-1))
-
-    def settle(self) -> None:
-        """Nothing is under way."""
+    Raises:
+        Mistake: where it does or comes to something else.
+    """
+    kind, options = PROGRAMS[name]
+    options = {"recipe": "nvfp4", **options}
+    extents = [[chunk(48 * 64, rank, size) for rank in range(size)]]
+    scenario = Scenario(size, kind, options.pop("recipe"), options, fault, ((48, 64),), extents,
+                        announces=seed % 2 == 0, steps=STEPS)  # fmt: skip
+    world, ends = play(scenario, random.Random(seed))
+    worlds = program(name).follow(size, world.events)
+    reads = name != "calls"  # which leave weights that are torn readable
+    if not any(all(map(_is, ends, model.ranks, [reads] * size)) for model in worlds):
+        came = [[rank.at for rank in model.ranks] for model in worlds]
+        raise Mistake(f"ranks ended as {ends}, and in the model as {came}, after {fault}")
+    return world.events
 
 
-class OptimizerSteps:
-    """Steps of an optimizer."""
-
-    def __init__(self, comm: Communicator, scaler: bool = False, **options: Any) -> None:
-        self.training = Training(comm, **options)
-        self.number, self.uses_late = 0, "overlap_all_gather" in options
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=1.0) if scaler else None
-        self.weights = [p for p in self.training.params if isinstance(p, zerocast.QuantizedTensor)]
-
-    def step(self, number: int, fault: str) -> None:
-        """Make a step."""
-        if self.scaler is not None:
-            self.training.scaled_backward(self.scaler, number, overflows=fault == "overflow")
-            self.scaler.step(self.training.optimizer)
-            self.scaler.update()
-            if self.training.optimizer._progress.steps == number - 1:
-                raise InputError("all ranks have left the step out")
-            return
-        self.training.feed(number)
-
-        def closure() -> None:
-            if fault == "raises":
-                raise InputError("planted")
-
-        self.training.optimizer.step(closure, number=number)
-
-    def settle(self) -> None:
-        """Wait for what is under way."""
-        self.training.optimizer.wait_for_all_gather()
-
-
-def record(world: Recorded, name: str) -> list[tuple[str, list[bool]]]:
-    """Run a program's steps; return by rank how it ended, and which weights can be read."""
-    _, kind, options = PROGRAMS[name]
-
-    def body(comm: Communicator) -> tuple[str, list[bool]]:
-        LOCAL.world, LOCAL.rank = world, comm.rank
-        steps: Any = None
-        end = ""
-        while not end:
-            try:
-                if steps is None:
-                    steps = kind(comm, **options)
-                end = made(world, comm.rank, steps)
-            except PeerFailedError:  # noqa: PERF203  (the loop goes on after an error of all)
-                world.note(comm.rank, end := "gave up")
-            except OSError:  # not one that all ranks raise
-                end = "raised"
-            except (UnfinishedStepError, VerificationError):
-                world.note(comm.rank, end := "refused")
-            except ZerocastError as error:
-                if isinstance(error.__cause__, OSError):
-                    end = "raised"
-                else:
-                    world.note(comm.rank, "again")
-                    casts = (comm.rank, "partial_amax") in {event[:2] for event in world.events}
-                    end = "refused" if steps is None and casts else ""
-        return end, [is_whole(weight) for weight in (steps.weights if steps else ())]
-
-    return [("dead", []) if isinstance(end, Killed) else end for end in world.run(body)]
-
-
-def made(world: Recorded, rank: int, steps: Any) -> str:
-    """Make the steps that are left."""
-    while steps.number < STEPS:
-        try:
-            fault = world.note(rank, "step")
-        except InputError:
-            fault = "raises"
-        number = steps.number + 1
-        steps.step(number + (fault == "skips") - (fault == "repeats"), fault)
-        if not steps.uses_late or (rank + number) % 2:
-            used(world, rank, steps)
-        world.note(rank, "next")
-        steps.number += 1
-    steps.settle()
-    used(world, rank, steps)
-    world.note(rank, "done")
-    return "done"
-
-
-def used(world: Recorded, rank: int, steps: Any) -> None:
-    """Use the weights."""
-    for weight in steps.weights:
-        weight.dequantize()
-    world.note(rank, "use")
-
-
-HASH = {"verify": "hash"}
-
-PROGRAMS: dict[str, tuple[Program, Callable[..., Any], dict[str, Any]]] = {
-    "plan": (plan_program(), PlanSteps, {}),
-    "boundary, hash": (
-        plan_program(boundary=True, verify=True), PlanSteps, {"exchange": "boundary", **HASH},
-    ),
-    "4 over 6, finite": (
-        plan_program(chooses=True, finite=True), PlanSteps,
-        {"recipe": "nvfp4-4over6", "check_finite": True},
-    ),
-    "codes early": (
-        plan_program(early=True, boundary=True), PlanSteps,
-        {"recipe": "mxfp8", "exchange": "boundary"},
-    ),
-    "calls": (call_program(), PlanSteps, {"calls": True}),
-    "optimizer, hash": (optimizer_program(verify=True), OptimizerSteps, HASH),
-    "late gathers, hash": (
-        optimizer_program(verify=True, overlap_all_gather=True, codes=3), OptimizerSteps,
-        {"overlap_all_gather": True, "bucket_size": 1500, **HASH},
-    ),
-    "overlapped cast": (
-        optimizer_program(overlap_cast=True, codes=3), OptimizerSteps,
-        {"overlap_cast": True, "bucket_size": 1500},
-    ),
-    "both overlapped": (
-        optimizer_program(overlap_cast=True, overlap_all_gather=True, codes=3), OptimizerSteps,
-        {"overlap_cast": True, "overlap_all_gather": True, "bucket_size": 1500},
-    ),
-    "scaler": (optimizer_program(scaler=True), OptimizerSteps, {"scaler": True}),
-}  # fmt: skip
-"""By name a program, what makes its steps, and of what."""
+def _is(end: Any, rank: Rank, reads: bool) -> bool:
+    """Whether a rank ended as one of a state, and can read its weights where that can."""
+    if isinstance(end, Killed):
+        return rank.at == "dead"
+    read = None not in end.held
+    compared = reads and end.held and not rank.waits
+    return end.end == rank.at and (not compared or read == ("stale" not in rank.known))

@@ -5,21 +5,36 @@ draws who goes on. A collective is carried out once all ranks have begun it, ear
 somebody waits for it; a rank that is ended never comes, and when nobody can go on any more, the
 time is up for those that wait. So a seed stands for one schedule with one fault, and gives the same
 run again.
+
+What ranks do is noted: their collectives by the functions of zerocast that make them, and what else
+is told of. A fault is planted at one of these events.
 """
 
 from __future__ import annotations
 
+import functools
 import random
+import re
+import sys
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
 
 import torch
 
 from zerocast.comm import Communicator, buffers
 from zerocast.comm.communicator import Parts, Wait
 from zerocast.comm.failure import RAISED, WAITS, Said, peer_error, told
+
+Brought: TypeAlias = Sequence[tuple[Any, ...]]
+"""By rank its tensors, and what says how they are cut."""
+
+LOCAL = threading.local()
+"""By thread the world and the rank that it runs."""
+
+HELPERS = ("raise_in_all", "agree_in_all")
+"""Functions outside of zerocast.comm that make collectives for their callers."""
 
 
 class Killed(BaseException):
@@ -30,20 +45,37 @@ class Differ(AssertionError):
     """Ranks that are in different collectives: on a real transport bytes that go astray."""
 
 
-@dataclass
+@dataclass(frozen=True)
+class Fault:
+    """What goes wrong.
+
+    Attributes:
+        rank: with which rank.
+        place: at the earliest at which of its events.
+        kind: what; what else than "dies" is, those decide who note such an event.
+        at: what the event's name matches.
+    """
+
+    rank: int
+    place: int
+    kind: str
+    at: str = ".*"
+
+
+@dataclass(eq=False)
 class Call:
     """One collective, as it is begun by rank after rank.
 
     Attributes:
         signature: what all ranks must call.
-        brought: by rank its tensors.
         carry: moves the bytes of all ranks.
-        done: whether it has.
+        brought: by rank what it is called with.
+        done: whether the bytes have been moved.
     """
 
     signature: tuple[Any, ...]
-    carry: Callable[[dict[int, tuple[torch.Tensor, ...]]], None]
-    brought: dict[int, tuple[torch.Tensor, ...]] = field(default_factory=dict)
+    carry: Callable[[Brought], None]
+    brought: dict[int, tuple[Any, ...]] = field(default_factory=dict)
     done: bool = False
 
 
@@ -53,6 +85,7 @@ class World:
     Args:
         size: the number of ranks.
         draw: decides what is left open.
+        fault: what goes wrong, once.
         announces: whether the transport tells the others of a rank's error.
 
     Attributes:
@@ -60,20 +93,19 @@ class World:
         begun: by rank how many it has begun.
         said: by rank what the others know of why it does not go on. Once somebody has said
             something, no collective is carried out any more that some rank has not begun yet.
-        fault: called with a rank and the number of the collective that it is about to begin.
+        events: rank, name and fault of each.
     """
 
-    def __init__(self, size: int, draw: random.Random, *, announces: bool) -> None:
+    def __init__(self, size: int, draw: random.Random, fault: Fault, *, announces: bool) -> None:
         self.size, self.draw, self.announces = size, draw, announces
         self.calls: list[Call] = []
         self.begun = [0] * size
         self.said: dict[int, Said] = {}
-        self.fault: Callable[[int, int], None] = lambda rank, number: None
-        self.outcomes: list[Any] = [None] * size
+        self.events: list[tuple[int, str, str]] = []
+        self._fault, self._seen = fault, [0] * size
         self._waits_for: dict[int, int] = {}
-        self._ended: set[int] = set()
+        self._outcomes: dict[int, Any] = {}
         self._goes = [threading.Event() for _ in range(size)]
-        self._rests = threading.Event()
 
     def run(self, body: Callable[[Communicator], Any]) -> list[Any]:
         """What ``body`` returns or raises, by rank."""
@@ -83,35 +115,46 @@ class World:
         ]
         for thread in threads:
             thread.start()
-        while len(self._ended) < self.size:
-            self._goes[self._next()].set()
-            self._rests.wait()
-            self._rests.clear()
+        self._go_on()
         for thread in threads:
             thread.join()
-        return self.outcomes
+        return [self._outcomes[rank] for rank in range(self.size)]
 
-    def begin(self, rank: int, call: Call, *tensors: torch.Tensor) -> int:
-        """Begin the rank's next collective; return its number."""
+    def note(self, rank: int, name: str) -> str:
+        """Note what a rank does now; return what goes wrong with it."""
+        place, fault, kind = self._seen[rank], self._fault, ""
+        self._seen[rank] += 1
+        if fault.rank == rank and place >= fault.place and re.fullmatch(fault.at, name):
+            kind, self._fault = fault.kind, replace(fault, rank=-1)
+        self.events.append((rank, name, kind))
+        if kind == "dies":
+            raise Killed
+        return kind
+
+    def begin(self, rank: int, call: Call, *brought: Any) -> Wait:
+        """Begin the rank's next collective."""
         number = self.begun[rank]
-        self.fault(rank, number)
         self._raise_if_broken(call, number)
+        if self.note(rank, f"{_caller()}: {call.signature[0]}"):
+            raise OSError("planted")
         if number == len(self.calls):
             self.calls.append(call)
         first = self.calls[number]
         if first.signature != call.signature:
             raise Differ(f"rank {rank} calls {call.signature}, another one {first.signature}")
-        first.brought[rank] = tensors
+        first.brought[rank] = brought
         self.begun[rank] += 1
         if len(first.brought) == self.size and self.draw.random() < 0.5:
             self._carry(first)
         self._hand_over(rank)
-        return number
+        return lambda: self._wait(rank, number)
 
-    def wait(self, rank: int, number: int) -> None:
-        """Return when the collective is carried out."""
+    def _wait(self, rank: int, number: int) -> None:
+        """Return when the collective is carried out. What waits in no rank's own thread is an
+        optimizer that is collected, which nobody has any more.
+        """
         call = self.calls[number]
-        while not call.done:
+        while not call.done and getattr(LOCAL, "rank", None) == (self, rank):
             if len(call.brought) == self.size:
                 self._carry(call)
             else:
@@ -122,46 +165,53 @@ class World:
                     self._raise_if_broken(call, number)
 
     def _carry(self, call: Call) -> None:
-        for earlier in self.calls:  # they are in order
+        for earlier in self.calls[: self.calls.index(call) + 1]:  # they are in order
             if not earlier.done:
-                earlier.carry(earlier.brought)
+                earlier.carry([earlier.brought[rank] for rank in range(self.size)])
                 earlier.done = True
-            if earlier is call:
-                return
 
     def _raise_if_broken(self, call: Call, number: int) -> None:
         if self.said:
             raise peer_error(call.signature[0], number, self.size, self.said, Simulated.timeout)
 
-    def _next(self) -> int:
-        """Who goes on. Where all wait for a rank that does not come, their time is up."""
-        living = [rank for rank in range(self.size) if rank not in self._ended]
+    def _go_on(self) -> None:
+        """Let a rank go on. Where all wait for one that does not come, their time is up."""
+        living = [rank for rank in range(self.size) if rank not in self._outcomes]
         ready = [rank for rank in living if self._is_ready(rank)]
-        if not ready:
-            for rank, number in self._waits_for.items():
-                self.said[rank] = Said(WAITS, number, self.calls[number].signature[0])
-        return self.draw.choice(ready or living)
+        for rank, number in self._waits_for.items() if not ready else ():
+            self.said[rank] = Said(WAITS, number, self.calls[number].signature[0])
+        if living:
+            self._goes[self.draw.choice(ready or living)].set()
 
     def _is_ready(self, rank: int) -> bool:
-        number = self._waits_for.get(rank)
-        if number is None or self.said:
-            return True
-        return self.calls[number].done or len(self.calls[number].brought) == self.size
+        call = self.calls[self._waits_for[rank]] if rank in self._waits_for else None
+        return not call or bool(self.said) or call.done or len(call.brought) == self.size
 
     def _hand_over(self, rank: int) -> None:
-        self._rests.set()
+        self._go_on()
         self._goes[rank].wait()
         self._goes[rank].clear()
 
     def _play(self, body: Callable[[Communicator], Any], rank: int) -> None:
+        LOCAL.rank = self, rank
         self._goes[rank].wait()
         self._goes[rank].clear()
         try:
-            self.outcomes[rank] = body(Simulated(self, rank))
+            self._outcomes[rank] = body(Simulated(self, rank))
         except BaseException as error:
-            self.outcomes[rank] = error
-        self._ended.add(rank)
-        self._rests.set()
+            self._outcomes[rank] = error
+        self._go_on()
+
+
+def _caller() -> str:
+    """The function of zerocast that makes the collective which is begun just now."""
+    frame: Any = sys._getframe(2)
+    while frame is not None:
+        module, name = frame.f_globals["__name__"].split("."), frame.f_code.co_name
+        if module[0] == "zerocast" and module[1] != "comm" and name not in HELPERS:
+            return f"{module[-1]}.{name}"
+        frame = frame.f_back
+    return "the caller"
 
 
 class Simulated(Communicator):
@@ -184,41 +234,38 @@ class Simulated(Communicator):
     def start_all_gather_(self, buffer: torch.Tensor, counts: Parts = None) -> Wait:
         flat, chunks = buffers.gather_operands(buffer, counts, self.size)
 
-        def carry(brought: dict[int, tuple[torch.Tensor, ...]]) -> None:
-            parts = [brought[r][0].split(chunks)[r].clone() for r in range(self.size)]
-            for (whole,) in brought.values():
+        def carry(brought: Brought) -> None:
+            parts = [each.split(chunks)[r].clone() for r, (each,) in enumerate(brought)]
+            for (whole,) in brought:
                 torch.cat(parts, out=whole)
 
-        return self._start(("all_gather_", *chunks), carry, flat)
+        return self.world.begin(self.rank, Call(("all_gather_", *chunks), carry), flat)
 
     def start_all_to_all(
         self, output: torch.Tensor, buffer: torch.Tensor, received: Parts = None, sent: Parts = None
     ) -> Wait:
-        out, flat, takes, gives = buffers.exchange_operands(
-            output, buffer, received, sent, self.size
-        )
-        sizes = torch.tensor([takes, gives], dtype=torch.int64, device="cpu")
+        operands = buffers.exchange_operands(output, buffer, received, sent, self.size)
 
-        def carry(brought: dict[int, tuple[torch.Tensor, ...]]) -> None:
-            parts = {r: flat.split(sizes[1].tolist()) for r, (_, flat, sizes) in brought.items()}
-            arriving = {r: torch.cat([parts[s][r] for s in range(self.size)]) for r in brought}
-            for rank, (out, _, sizes) in brought.items():
-                assert len(arriving[rank]) == int(sizes[0].sum())
-                out.copy_(arriving[rank])
+        def carry(brought: Brought) -> None:
+            parts = [flat.split(gives) for _, flat, _, gives in brought]
+            arriving = [torch.cat(arrived) for arrived in zip(*parts, strict=True)]
+            for r, (out, _, takes, _) in enumerate(brought):
+                assert [len(each[r]) for each in parts] == list(takes)
+                out.copy_(arriving[r])
 
-        return self._start(("all_to_all",), carry, out, flat, sizes)
+        return self.world.begin(self.rank, Call(("all_to_all",), carry), *operands)
 
     def broadcast_(self, buffer: torch.Tensor, root: int = 0) -> None:
         flat = buffers.broadcast_operand(buffer, root, self.size)
 
-        def carry(brought: dict[int, tuple[torch.Tensor, ...]]) -> None:
-            for (other,) in brought.values():
+        def carry(brought: Brought) -> None:
+            for (other,) in brought:
                 other.copy_(brought[root][0])
 
-        self._start(("broadcast_", root, flat.numel()), carry, flat)()
+        self.world.begin(self.rank, Call(("broadcast_", root, flat.numel()), carry), flat)()
 
     def barrier(self) -> None:
-        self._start(("barrier",), lambda brought: None)()
+        raise NotImplementedError
 
     def announce(self, error: BaseException) -> None:
         if self.world.announces and not isinstance(error, Killed):
@@ -230,20 +277,9 @@ class Simulated(Communicator):
     ) -> None:
         flat = buffers.reduce_operand(what, buffer)
 
-        def carry(brought: dict[int, tuple[torch.Tensor, ...]]) -> None:
-            total = brought[0][0].clone()
-            for rank in range(1, self.size):
-                combine(total, brought[rank][0], out=total)
-            for (each,) in brought.values():
+        def carry(brought: Brought) -> None:
+            total = functools.reduce(combine, [each for (each,) in brought])
+            for (each,) in brought:
                 each.copy_(total)
 
-        self._start((what, flat.dtype, flat.numel()), carry, flat)()
-
-    def _start(
-        self,
-        signature: tuple[Any, ...],
-        carry: Callable[[dict[int, tuple[torch.Tensor, ...]]], None],
-        *tensors: torch.Tensor,
-    ) -> Wait:
-        number = self.world.begin(self.rank, Call(signature, carry), *tensors)
-        return lambda: self.world.wait(self.rank, number)
+        self.world.begin(self.rank, Call((what, flat.dtype, flat.numel()), carry), flat)()
