@@ -17,6 +17,9 @@ from tests.support.recipes import RECIPES
 from tests.support.values import draw_values
 from zerocast.backends.reference import ReferenceBackend
 from zerocast.cast import CastPlan
+from zerocast.cast.fault_file import read_fault
+from zerocast.cast.verified import _message
+from zerocast.cast.whole_cast import Difference, HeldWeight
 from zerocast.cli import main
 from zerocast.comm import Communicator, RecordingCommunicator, run_in_process
 from zerocast.errors import InputError, VerificationError
@@ -90,6 +93,18 @@ def test_right_weights_pass(comm: Communicator, recipe: str, exchange: str) -> N
         )
         for _ in range(2):
             stacks.step()
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4", "current"])
+@on_ranks("in_process", 2)
+def test_a_group_is_cast_under_the_amax_of_any_member(comm: Communicator, recipe: str) -> None:
+    """Of three, whichever has the largest: the others' codes pass, too."""
+    for largest in range(3):
+        weights = Weights(comm, RECIPES[recipe], verify="full", amax_groups=[["*"]])
+        if weights.masters[largest] is not None:
+            weights.masters[largest].mul_(64)
+        for _ in range(3):
+            weights.step()
 
 
 @pytest.mark.parametrize("dim", [0, 1])
@@ -216,6 +231,51 @@ def test_planted_faults_are_named(
     told = capsys.readouterr().out
     assert "held: " in told
     assert "This machine casts the right bytes" in told
+
+
+@pytest.mark.parametrize(("recipe", "groups"), [("delayed", []), ("nvfp4", [["a.*", "b.*"]])])
+def test_a_file_knows_what_the_cast_knew(
+    recipe: str,
+    groups: list[list[str]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """What the recipe remembered before it, and whether the amax is that of a group."""
+    monkeypatch.chdir(tmp_path)
+
+    def on_rank(comm: Communicator) -> None:
+        each = Weights(comm, recipe, verify="hash", amax_groups=groups)
+        each.step()
+        each.train()
+        each.plan.cast()
+        each.gather()
+        each.buffers(0)["rowwise_data"].view(-1)[5] ^= comm.rank == 1
+        with pytest.raises(VerificationError):
+            each.plan.verify()
+
+    run_ranks("in_process", 2, on_rank)
+    (file,) = tmp_path.iterdir()
+    fault, tensors = read_fault(file)
+    assert fault["grouped"] is bool(groups)
+    assert ("before/amax_history" in tensors) is (recipe == "delayed")
+    assert main(["reproduce", str(file)]) == 1
+    assert "This machine casts the right bytes" in capsys.readouterr().out
+
+
+def test_the_likely_cause_of_a_difference() -> None:
+    """Codes of others that a rank alone misses were not gathered; where a rank's own differ, too,
+    it is stale; a single element is not called the first of many.
+    """
+    weight = HeldWeight("w", zerocast.empty((32, 32), "nvfp4").quantized_storage, [], None)
+    others = Difference("rowwise_data", (0, 1), "0x1", "0x2", 1, owner=0)
+    own = Difference("rowwise_data", (9, 1), "0x1", "0x2", 7, owner=2)
+    missed = _message(weight, [(None, ""), (others, "file"), (None, "")])
+    assert "were not gathered" in missed
+    assert "the first of" not in missed
+    stale = _message(weight, [(None, ""), (others, "file"), (own, "")])
+    assert "it is stale there" in stale
+    assert "shard of rank 2, the first of 7 elements" in stale
 
 
 @pytest.mark.parametrize("exchange", ["full", "boundary"])
