@@ -169,7 +169,7 @@ class Program:
             yield Move(r, name, fault, World(ranks, calls[0] if calls else world.calls, left))
 
     def _ways(self, world: World, r: int, rank: Rank) -> Iterator[tuple[Any, ...]]:
-        """What a rank may do: its name, a fault, the rank afterwards, and collectives if changed."""
+        """What a rank may do: name, fault, the rank afterwards, and collectives if changed."""
         op, following = self.ops[rank.at], self.following[rank.at]
         on = rank._replace(at=following[""])
         can_give_up = any(other.at in FAILED for other in world.ranks)
