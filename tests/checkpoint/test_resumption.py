@@ -113,27 +113,24 @@ def test_processes_continue_beside_the_training(comm: Communicator) -> None:
     assert len(list(path.iterdir())) == comm.size + 1  # nothing of earlier saves
 
 
+@on_ranks("in_process", 2)
 def test_a_writer_that_fails_is_raised_at_the_next_call(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    comm: Communicator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On every rank, and the checkpoint before it is whole."""
-
-    def body(comm: Communicator) -> None:
-        training = make(comm, "nvfp4", "adamw")
+    training = make(comm, "nvfp4", "adamw")
+    save(tmp_path / "c", training.optimizer)
+    training.train(0, alike=True)
+    comm.barrier()
+    if comm.rank == 1:
+        monkeypatch.setattr("os.fsync", lambda handle: 1 / 0)
+    comm.barrier()
+    save(tmp_path / "c", training.optimizer, asynchronous=True)
+    with pytest.raises(ZerocastError, match="division by zero"):
         save(tmp_path / "c", training.optimizer)
-        training.train(0, alike=True)
-        comm.barrier()
-        if comm.rank == 1:
-            monkeypatch.setattr("os.fsync", lambda handle: 1 / 0)
-        comm.barrier()
-        save(tmp_path / "c", training.optimizer, asynchronous=True)
-        with pytest.raises(ZerocastError, match="division by zero"):
-            save(tmp_path / "c", training.optimizer)
-        comm.barrier()
-        monkeypatch.undo()
-        assert load(tmp_path / "c", training.optimizer).steps == 0
-
-    run_in_process(2, body)
+    comm.barrier()
+    monkeypatch.undo()
+    assert load(tmp_path / "c", training.optimizer).steps == 0
 
 
 def test_a_rank_that_cannot_write_at_all_is_raised_at_once(
@@ -236,21 +233,20 @@ def test_other_programs_read_the_masters(tmp_path: Path) -> None:
             assert file.keys()
 
 
-def test_a_run_that_went_wrong_does_not_replace_its_checkpoint(tmp_path: Path) -> None:
+@on_ranks("in_process", 2)
+def test_a_run_that_went_wrong_does_not_replace_its_checkpoint(
+    comm: Communicator, tmp_path: Path
+) -> None:
     """A master that is not finite is refused by name when it is saved."""
-
-    def body(comm: Communicator) -> None:
-        training = Training(comm)
+    training = Training(comm)
+    save(tmp_path, training.optimizer)
+    training.feed(0)
+    if comm.rank == 1:
+        training.params[3].grad[5] = torch.nan
+    training.optimizer.step()
+    with pytest.raises(NonFiniteError, match="the master of layer.3 must be finite, got nan"):
         save(tmp_path, training.optimizer)
-        training.feed(0)
-        if comm.rank == 1:
-            training.params[3].grad[5] = torch.nan
-        training.optimizer.step()
-        with pytest.raises(NonFiniteError, match="the master of layer.3 must be finite, got nan"):
-            save(tmp_path, training.optimizer)
-        assert load(tmp_path, training.optimizer).steps == 0
-
-    run_in_process(2, body)
+    assert load(tmp_path, training.optimizer).steps == 0
 
 
 class Model(torch.nn.Module):

@@ -43,19 +43,12 @@ def test_the_trainer_saves_and_resumes_under_fsdp2(recipe, kind, ram_efficient, 
     assert f"{0 if recipe == 'nvfp4' else 14} states" in out
 
 
-def test_adapters_train_beside_codes_under_fsdp2():
-    """peft's LoRA around a converted Llama, sharded by accelerate: the adapters stay in high
+@pytest.mark.parametrize(("package", "kind"), [("peft", "peft"), ("torchao", "adamw8bit")])
+def test_what_others_bring_trains_under_fsdp2(package, kind):
+    """A converted Llama, sharded by accelerate. peft's LoRA around it: the adapters stay in high
     precision and train, and the frozen base is gathered in the codes of the unsharded cast.
+    torchao's AdamW8bit, whose step is compiled, writes masters, and what is gathered follows them.
     """
-    needs("transformers", "accelerate", "peft")
-    assert "14 weights are the unsharded cast" in on_two_ranks(
-        "train_by_accelerate.py", "peft", "nvfp4"
-    )
-
-
-def test_torchao_s_optimizer_steps_masters_under_fsdp2():
-    """AdamW8bit, whose step is compiled, writes masters, and what is gathered follows them."""
-    needs("transformers", "accelerate", "torchao")
-    assert "14 weights are the unsharded cast" in on_two_ranks(
-        "train_by_accelerate.py", "adamw8bit", "nvfp4"
-    )
+    needs("transformers", "accelerate", package)
+    said = on_two_ranks("train_by_accelerate.py", kind, "nvfp4")
+    assert "14 weights are the unsharded cast" in said

@@ -378,22 +378,22 @@ def test_rows_that_no_thread_steps_over_are_refused():
     assert tiled([(grid, None, [Extent(0, 5)])])[0] == "Tile"
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_it_says_so() -> None:
-    """use_backend("cuda") on a machine without a GPU raises at once, with the remedy."""
-    with (
-        pytest.raises(BackendError, match=r"needs a GPU that torch can use.*install the driver"),
-        zerocast.use_backend("cuda"),
-    ):
-        pass
+NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+DRIVER = r"needs a GPU that torch can use.*install the driver"
 
 
-def test_unknown_names_are_refused() -> None:
-    """A misspelt backend is refused with those that exist."""
-    with (
-        pytest.raises(InputError, match="takes 'reference', 'cpu' or 'cuda', got 'gpu'"),
-        zerocast.use_backend("gpu"),
-    ):
+@pytest.mark.parametrize(
+    ("name", "error", "said"),
+    [
+        pytest.param("cuda", BackendError, DRIVER, marks=NO_GPU),
+        ("gpu", InputError, "takes 'reference', 'cpu' or 'cuda', got 'gpu'"),
+    ],
+)
+def test_what_is_not_here_says_so(name: str, error: type[Exception], said: str) -> None:
+    """use_backend("cuda") on a machine without a GPU raises at once, with the remedy; a misspelt
+    backend is refused with those that exist.
+    """
+    with pytest.raises(error, match=said), zerocast.use_backend(name):
         pass
 
 

@@ -184,15 +184,16 @@ def e8m0(x: np.float32) -> int:
     return exponent
 
 
-def mxfp4_scales(rounding: str) -> Callable[[np.float32], tuple]:
-    """A power of two a block: the least that maps the amax to 6 or below; or a quarter of the power
-    of two that is not above the amax, for "even" of one whose leading bits are rounded.
+def mx_scales(largest: float, rounding: str = "up") -> Callable[[np.float32], tuple]:
+    """A power of two a block: the least that maps the amax to the ``largest`` value or below; or,
+    of MXFP4, a quarter of the power of two that is not above the amax, for "even" of one whose
+    leading bits are rounded.
     """
 
     def scale_of(amax: np.float32) -> tuple:
         if not isfinite(amax):
             return 0xFF, F32(np.nan), F32(np.nan)
-        code = e8m0(amax * F32(1 / 6))
+        code = e8m0(amax * F32(1 / largest))
         if rounding != "up":
             significand, exponent = frexp(float(amax))  # in [0.5, 1)
             if rounding == "even" and significand >= 0.875:
@@ -209,7 +210,7 @@ def mxfp4(master: np.ndarray, dtype: str, rounding: str, two_dimensions: bool) -
     wide = padded(rows, 128), padded(cols // 32, 4)
     tall = padded(-(-rows // 32), 4), padded(cols, 128)
     with np.errstate(all="ignore"):
-        x, numerics = rounded(master, dtype), mxfp4_scales(rounding)
+        x, numerics = rounded(master, dtype), mx_scales(6, rounding)
         height = 32 if two_dimensions else 1
         codes, values, scales = cast(x, height, 32, numerics, e2m1, e2m1_value)
         by_row = {(i, j // 32): scales[i // height, j // 32] for i, j in x}
@@ -228,26 +229,13 @@ def mxfp4(master: np.ndarray, dtype: str, rounding: str, two_dimensions: bool) -
     return Expected(buffers, values)
 
 
-def mxfp8_scales(name: str) -> Callable[[np.float32], tuple]:
-    """A power of two a block."""
-    inverse = F32(1.0 / FLOAT8_VALUES[name][-1])
-
-    def scale_of(amax: np.float32) -> tuple:
-        if not isfinite(amax):
-            return 0xFF, F32(np.nan), F32(np.nan)
-        code = e8m0(amax * inverse)
-        return code, F32(ldexp(1.0, code - 127)), F32(ldexp(1.0, 127 - code))
-
-    return scale_of
-
-
 def mxfp8(master: np.ndarray, dtype: str, name: str, two_dimensions: bool) -> Expected:
     """1x32 and 32x1, or 32x32 whose scales stand in both planes."""
     rows, cols = master.shape
     first_shape = (padded(rows, 128), padded(cols // 32, 4))
     second_shape = (padded(-(-rows // 32), 4), padded(cols, 128))
     with np.errstate(all="ignore"):
-        x, numerics = rounded(master, dtype), mxfp8_scales(name)
+        x, numerics = rounded(master, dtype), mx_scales(FLOAT8_VALUES[name][-1])
         if two_dimensions:
             codes, values, scales = cast_float8(x, name, 32, 32, numerics)
             by_row = {(i, j // 32): scales[i // 32, j // 32] for i, j in x}
