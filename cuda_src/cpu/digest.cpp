@@ -1,8 +1,11 @@
 // digest: adds to a sum the digest of a range of a tensor's bytes.
+// stage_codes, store_codes: copy codes into the buffer in which they travel, and from there, and add
+// their digest where it is wanted: what passes through the registers anyway is not read again.
 //
 // A thread takes whole rows of keys. A product of a word and a key of 64 bits is two products of 32
 // bits, of which the upper one's sum is shifted into place once a row.
 #include "arithmetic/digest.h"
+#include "cpu/copies.h"
 #include "cpu/launch.h"
 #include "cpu/simd.h"
 
@@ -12,7 +15,11 @@ namespace {
 
 typedef Native::Int Int;
 typedef Native::Wide Wide;
-constexpr i64 REGISTER = sizeof(Int);  // bytes
+constexpr i64 LINE = 64;  // bytes
+constexpr int REGISTERS = LINE / sizeof(Int);
+
+// Launches of more bytes write past the caches: what they write would not stay there.
+constexpr i64 STREAM_BYTES = 1 << 22;
 
 // The factors of a row's columns: of even ones and of odd ones, as a register holds words.
 struct Keys {
@@ -31,25 +38,112 @@ u64 digest_bytes(const u8* row, i64 at, i64 end) {
     return total;
 }
 
-// Bytes [at, end) of a row, before its own factor.
-u64 digest_row(const u8* row, i64 at, i64 end) {
-    i64 head = min_of((at + REGISTER - 1) / REGISTER * REGISTER, end);
-    i64 tail = max_of(end / REGISTER * REGISTER, head);
-    Wide low{}, high{};
-    for (i64 i = head; i < tail; i += REGISTER) {
-        __builtin_prefetch(row + i + PREFETCH_AHEAD * 4, 0, 2);  // into L2, as the keys fill L1
-        Wide words = (Wide)Native::load_as<Int>(row + i);
-        for (int odd = 0; odd < 2; odd++) {
-            Wide key = Native::load_as<Wide>(KEYS.of[odd] + i / 8);
-            Wide word = odd ? words >> 32 : words;
-            low += Native::multiply_low(word, key);
-            high += Native::multiply_low(word, key >> 32);
+// A line of a row, whose first byte is byte `i` of it: before the row's factor, in two parts.
+struct Sum {
+    Wide low, high;
+
+    ZEROCAST_FN void add(const Int* line, i64 i) {
+        for (int k = 0; k < REGISTERS; k++) {
+            Wide words = (Wide)line[k];
+            for (int odd = 0; odd < 2; odd++) {
+                Wide key = Native::load_as<Wide>(KEYS.of[odd] + (i + k * (i64)sizeof(Int)) / 8);
+                Wide word = odd ? words >> 32 : words;
+                low += Native::multiply_low(word, key);
+                high += Native::multiply_low(word, key >> 32);
+            }
         }
     }
-    Wide both = low + (high << 32);
-    u64 total = digest_bytes(row, at, head) + digest_bytes(row, tail, end);
-    for (int i = 0; i < Native::WIDTH / 2; i++) total += both[i];
+    ZEROCAST_FN u64 total() const {
+        Wide both = low + (high << 32);
+        u64 total = 0;
+        for (int i = 0; i < Native::WIDTH / 2; i++) total += both[i];
+        return total;
+    }
+};
+
+enum Copying { NONE, CACHED, STREAMED };
+
+// Bytes [at, end) of a row, before its own factor; they are copied to `to`, where the row begins
+// there, too.
+template <Copying COPY>
+u64 digest_row(const u8* row, i64 at, i64 end, u8* to) {
+    i64 head = min_of((at + LINE - 1) / LINE * LINE, end);
+    i64 tail = max_of(end / LINE * LINE, head);
+    Sum sum{};
+    for (i64 i = head; i < tail; i += LINE) {
+        __builtin_prefetch(row + i + PREFETCH_AHEAD * 4, 0, 2);  // into L2, as the keys fill L1
+        alignas(LINE) Int line[REGISTERS];
+        __builtin_memcpy(line, row + i, LINE);
+        if (COPY == STREAMED) stream_line(to + i, (const u8*)line);
+        if (COPY == CACHED) __builtin_memcpy(to + i, line, LINE);
+        sum.add(line, i);
+    }
+    if (COPY != NONE) {
+        __builtin_memcpy(to + at, row + at, head - at);
+        __builtin_memcpy(to + tail, row + tail, end - tail);
+    }
+    return sum.total() + digest_bytes(row, at, head) + digest_bytes(row, tail, end);
+}
+
+// Bytes [begin, end) of a tensor whose byte `first` stands at `from`, and is copied to `to`.
+template <Copying COPY>
+u64 digest_rows(const u8* from, i64 first, i64 begin, i64 end, u8* to = nullptr) {
+    u64 total = 0;
+    for (i64 at = begin; at < end;) {
+        i64 row = at / DIGEST_ROW_BYTES, start = row * DIGEST_ROW_BYTES;
+        i64 stop = min_of(end, start + DIGEST_ROW_BYTES);
+        total += row_factor(row) * digest_row<COPY>(from + (start - first), at - start, stop - start,
+                                                    to + (start - first));
+        at = stop;
+    }
     return total;
+}
+
+void copy_bytes(const u8* from, u8* to, i64 bytes, bool stream) {
+    i64 i = 0;
+    if (stream) {
+        i = min_of(bytes, (i64)(-(u64)to % LINE));
+        __builtin_memcpy(to, from, i);
+        for (; i + LINE <= bytes; i += LINE) {
+            __builtin_prefetch(from + i + PREFETCH_AHEAD * 4, 0, 2);
+            alignas(LINE) Int line[REGISTERS];
+            __builtin_memcpy(line, from + i, LINE);
+            stream_line(to + i, (const u8*)line);
+        }
+    }
+    __builtin_memcpy(to + i, from + i, bytes - i);
+}
+
+void add_to(u64* sum, u64 total) { __atomic_fetch_add(sum, total, __ATOMIC_RELAXED); }
+
+template <class Target>
+Span span_of(const Target& target, i64) {
+    return Span{target.first, target.first + target.bytes, DIGEST_ROW_BYTES};
+}
+
+// Copies codes into `buffer`, or from it into the weights.
+void copy_codes(const void* table, i64 count, u8* buffer, i64 threads, bool into_weights) {
+    auto targets = (const CopyTarget*)table;
+    i64 total = 0;
+    for (i64 i = 0; i < count; i++) total += targets[i].bytes;
+    bool stream = total > STREAM_BYTES;
+    auto piece = [&](const CopyTarget& target, i64 begin, i64 end, i64) {
+        u8 *from = buffer + target.staged, *to = target.codes;
+        if (!into_weights) {
+            from = target.codes;
+            to = buffer + target.staged;
+        }
+        if (target.sum) {
+            bool lines = stream && (u64)(to - target.first) % LINE == 0;
+            auto copy = lines ? digest_rows<STREAMED> : digest_rows<CACHED>;
+            add_to(target.sum, copy(from, target.first, begin, end, to));
+        } else {
+            i64 at = begin - target.first;
+            copy_bytes(from + at, to + at, end - begin, stream);
+        }
+        if (stream) stream_fence();
+    };
+    share_in_parallel<CopyTarget>(table, count, threads, span_of<CopyTarget>, piece);
 }
 
 }  // namespace
@@ -58,19 +152,19 @@ u64 digest_row(const u8* row, i64 at, i64 end) {
 
 ZEROCAST_EXPORT(digest)(const void* table, long long count, long long threads) {
     using namespace zerocast;
-    auto places = [](const DigestTarget& target, i64) {
-        return Span{target.first, target.first + target.bytes, DIGEST_ROW_BYTES};
-    };
     auto piece = [](const DigestTarget& target, i64 begin, i64 end, i64) {
-        u64 total = 0;
-        for (i64 at = begin; at < end;) {
-            i64 row = at / DIGEST_ROW_BYTES, first = row * DIGEST_ROW_BYTES;
-            i64 stop = min_of(end, first + DIGEST_ROW_BYTES);
-            const u8* data = target.data + (first - target.first);
-            total += row_factor(row) * digest_row(data, at - first, stop - first);
-            at = stop;
-        }
-        __atomic_fetch_add(target.sum, total, __ATOMIC_RELAXED);
+        add_to(target.sum, digest_rows<NONE>(target.data, target.first, begin, end));
     };
-    share_in_parallel<DigestTarget>(table, count, threads, places, piece);
+    share_in_parallel<DigestTarget>(table, count, threads, span_of<DigestTarget>, piece);
+}
+
+// `buffer`: a table of one, its address.
+ZEROCAST_EXPORT(stage_codes)(const void* table, long long count, const void* buffer,
+                             long long threads) {
+    zerocast::copy_codes(table, count, *(zerocast::u8* const*)buffer, threads, false);
+}
+
+ZEROCAST_EXPORT(store_codes)(const void* table, long long count, const void* buffer,
+                             long long threads) {
+    zerocast::copy_codes(table, count, *(zerocast::u8* const*)buffer, threads, true);
 }

@@ -10,8 +10,11 @@ from tests.cuda_emulation.emulator import Emulator, Mistake, needs_emulation
 from tests.kernels.subjects import SUBJECTS
 from tests.support.claims import assert_same_tensors
 from tests.support.compiled import COMPILED, on_every_backend
+from tests.support.instruction_sets import ISAS
 from tests.support.values import draw_values
+from zerocast.backends.cpu import CpuBackend
 from zerocast.backends.cuda import CudaBackend
+from zerocast.backends.reference.digest import digest
 from zerocast.comm import Communicator, run_in_process
 from zerocast.numerics import CodeCopy, LaunchOn, SharedByte
 
@@ -21,19 +24,23 @@ COPIED = SUBJECTS["copied codes"]
 class Bytewise:
     """The oracle: one byte after the other."""
 
-    def stage_codes(self, copies: list[CodeCopy]) -> LaunchOn:
+    def stage_codes(self, copies: list[CodeCopy], sums: torch.Tensor) -> LaunchOn:
         def launch(buffer: torch.Tensor) -> None:
             for copy in copies:
                 for i in range(len(copy.codes)):
                     buffer[copy.staged + i] = int(copy.codes[i])
+            add_digests(copies, sums)
 
         return launch
 
-    def store_codes(self, copies: list[CodeCopy], shared: list[SharedByte]) -> LaunchOn:
+    def store_codes(
+        self, copies: list[CodeCopy], shared: list[SharedByte], sums: torch.Tensor
+    ) -> LaunchOn:
         def launch(buffer: torch.Tensor) -> None:
             for copy in copies:
                 for i in range(len(copy.codes)):
                     copy.codes[i] = int(buffer[copy.staged + i])
+            add_digests(copies, sums)
             for byte in shared:
                 own = int(byte.codes)
                 low = own if byte.low is None else int(buffer[byte.low])
@@ -41,6 +48,32 @@ class Bytewise:
                 byte.codes[0] = high // 16 * 16 + low % 16
 
         return launch
+
+
+def add_digests(copies: list[CodeCopy], sums: torch.Tensor) -> None:
+    """Those that are wanted."""
+    for i, copy in enumerate(copies):
+        if copy.first is not None:
+            sums[i] += digest(copy.codes, copy.first)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_many_bytes(isa: str) -> None:
+    """What is written past the caches, of aligned and of other addresses, on more threads."""
+    data = draw_values("normal", 3 << 19, 5).view(torch.uint8)
+    for at, first, threads in ((0, 0, 1), (0, 4096, 3), (3, 64, 1), (64, None, 2), (5, None, 1)):
+        codes, buffer = data[at:].clone(), torch.zeros(len(data) + 64, dtype=torch.uint8)
+        copies = [CodeCopy(codes, at, first)]
+        sums, backend = torch.zeros(2, 1, dtype=torch.int64), CpuBackend(isa, threads)
+        backend.stage_codes(copies, sums[0])(buffer)
+        assert torch.equal(buffer[at : at + len(codes)], codes)
+        assert not buffer[:at].any()
+        assert not buffer[at + len(codes) :].any()
+        codes.zero_()
+        backend.store_codes(copies, [], sums[1])(buffer)
+        assert torch.equal(codes, data[at:])
+        expected = 0 if first is None else int(digest(codes, first))
+        assert sums.tolist() == [[expected]] * 2
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ from zerocast.backends.tables import (
     adamw_row,
     cast_row,
     comparison_row,
+    copy_rows,
     dequantize_row,
     digest_rows,
     numerics_fields,
@@ -27,6 +28,7 @@ from zerocast.numerics import (
     AdamWNumbers,
     AdamWUpdate,
     Changes,
+    CodeCopy,
     Comparison,
     DelayedState,
     DigestedBytes,
@@ -85,6 +87,9 @@ WRITERS = {
     ),
     "DequantizeTarget": lambda o: dequantize_row(o, GRID, address),
     "DigestTarget": lambda o: digest_rows([DigestedBytes(ONE)], ONE, address)[0],
+    "CopyTarget": lambda o: copy_rows([CodeCopy(ONE, 0, None if o is BARE else 0)], ONE, address)[
+        0
+    ],
     "Comparison": lambda o: comparison_row(COMPARISON, address),
     "RunsTarget": lambda o: runs_row(COMPARISON, ONE, ONE, address),
     "AdamWUpdate": lambda o: adamw_row(None if o is BARE else UPDATE, address),

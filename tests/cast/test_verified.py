@@ -356,21 +356,23 @@ class Damaged(RecordingCommunicator):
 
 
 @pytest.mark.parametrize("recipe", ["nvfp4", "mxfp8", "block"])
-def test_what_is_stored_is_read_on_the_way(
+def test_what_is_copied_is_read_on_the_way(
     recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its digests, and those of the rest, are those of everything, piece by odd piece; and codes
-    that are damaged in the gather, or scales before it, are found by the gather itself.
+    """Its digests, and those of the rest, are those of everything; and codes that are damaged in
+    the gather, or scales before it, are found by the gather itself.
     """
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("zerocast.cast.stored_digests.PIECE", 333)
 
     def on_rank(comm: Communicator) -> list[str]:
         each, messages = Weights(comm, recipe, verify="hash"), []
         for _ in range(2):
             each.step()
             verification, gathers = each.plan._verification, each.plan._gathers
-            assert all(gather.stored and gather.stored.numbers for gather in gathers)
+            for gather in gathers:
+                sent, stored = gather.copied
+                assert sent.numbers
+                assert stored.numbers
             assert verification._numbers(comm, gathers) == verification._numbers(comm, [])
         each.plan.cast()
         each.buffers(1)["rowwise_scale_inv"].view(torch.uint8)[0] ^= comm.rank == 2
@@ -400,7 +402,7 @@ def test_who_does_not_verify_takes_no_digest(comm: Communicator) -> None:
     """Codes that are staged are stored without reading them once more."""
     each = Weights(comm, verify="off")
     each.step()
-    assert [gather.stored for gather in each.plan._gathers] == [None] * len(each.plan._gathers)
+    assert [gather.copied for gather in each.plan._gathers] == [[]] * len(each.plan._gathers)
 
 
 def test_a_hash_is_one_small_collective() -> None:

@@ -207,8 +207,7 @@ def test_launches_at_once_do_not_race(watched: Watched, tmp_path: Path) -> None:
     ("mistake", "subject"),
     [
         (Mistake("digest", "cpu/digest.cpp",
-                 "__atomic_fetch_add(target.sum, total, __ATOMIC_RELAXED)",
-                 "*target.sum += total"), "digests"),
+                 "__atomic_fetch_add(sum, total, __ATOMIC_RELAXED)", "*sum += total"), "digests"),
         (Mistake("casts", "cpu/plane_amax.h", "return num_threads > 1 &&", "return false &&"),
          "nvfp4"),
         (Mistake("casts", "cpu/launch.h", ": 128;", ": 1;"), "nvfp4 rows"),

@@ -20,7 +20,7 @@ import zerocast.optim.zero
 from tests.support.simulated_steps import OptimizerSteps, PlanSteps, Scenario, play
 from tests.support.simulation import LOCAL, Fault, Killed
 from tests.support.state_space import STEPS, Mistake, Op, Program, Rank
-from zerocast.cast.stored_digests import HeldDigests
+from zerocast.cast.copied_digests import HeldDigests
 from zerocast.errors import InputError
 from zerocast.layout import chunk
 from zerocast.optim.inner import InnerOptimizer

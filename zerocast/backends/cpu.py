@@ -25,22 +25,25 @@ from zerocast.backends.reference import ReferenceBackend
 from zerocast.errors import BackendError
 from zerocast.numerics import (
     AdamWUpdate,
+    CodeCopy,
     Comparison,
     DigestedBytes,
     Float8DelayedNumerics,
     FusedOperand,
     Launch,
+    LaunchOn,
     LaunchUpdates,
     Masters,
     Numerics,
     NVFP4Numerics,
     Operands,
+    SharedByte,
 )
 
 
 class CpuBackend(ReferenceBackend):
     """The native library on CPU tensors; :class:`zerocast.numerics.Backend` says what the methods
-    do. Codes are copied by torch, as the reference copies them.
+    do.
 
     Args:
         isa: the instruction set whose code runs: ``"avx512"``, ``"avx2"`` or ``"baseline"``; None
@@ -131,6 +134,31 @@ class CpuBackend(ReferenceBackend):
     def dequantize(self, numerics: Numerics, operands: Operands) -> Launch:
         rows = [tables.dequantize_row(t, t.grid, _address) for t in operands]
         return self._launch("dequantize", numerics, rows, operands)
+
+    def stage_codes(self, copies: Sequence[CodeCopy], sums: torch.Tensor | None = None) -> LaunchOn:
+        return self._copy_codes("stage_codes", copies, sums)
+
+    def store_codes(
+        self,
+        copies: Sequence[CodeCopy],
+        shared: Sequence[SharedByte],
+        sums: torch.Tensor | None = None,
+    ) -> LaunchOn:
+        copy = self._copy_codes("store_codes", copies, sums)
+        join = super().store_codes((), shared)
+
+        def launch(buffer: torch.Tensor) -> None:
+            copy(buffer)
+            join(buffer)
+
+        return launch
+
+    def _copy_codes(
+        self, operation: str, copies: Sequence[CodeCopy], sums: torch.Tensor | None
+    ) -> LaunchOn:
+        rows = tables.copy_rows(copies, sums, _address)
+        launch = self._launch(operation, None, rows, (copies, sums))
+        return lambda buffer: launch(_table([[_address(buffer)]]))
 
     def digest(self, ranges: Sequence[DigestedBytes], sums: torch.Tensor) -> Launch:
         rows = tables.digest_rows(ranges, sums, _address)

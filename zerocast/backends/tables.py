@@ -22,6 +22,7 @@ from zerocast.numerics import (
     AdamWNumbers,
     AdamWUpdate,
     Changes,
+    CodeCopy,
     Comparison,
     DigestedBytes,
     Float8DelayedNumerics,
@@ -286,6 +287,18 @@ def digest_rows(
         [address(each.values), each.first, each.values.nbytes, base + 8 * i]
         for i, each in enumerate(ranges)
         if each.values.nbytes
+    ]
+
+
+def copy_rows(
+    copies: Sequence[CodeCopy], sums: torch.Tensor | None, address: Address
+) -> list[list[int]]:
+    """CopyTarget of each copy."""
+    base = address(sums)
+    return [
+        [address(copy.codes), copy.staged, len(copy.codes), *digest]
+        for i, copy in enumerate(copies)
+        for digest in [(copy.first, base + 8 * i) if base and copy.first is not None else (0, 0)]
     ]
 
 

@@ -19,8 +19,8 @@ import torch
 
 from zerocast.backends import backend_for
 from zerocast.backends.launches import nothing
+from zerocast.cast.copied_digests import CopiedDigests
 from zerocast.cast.shard_spec import ShardSpec
-from zerocast.cast.stored_digests import StoredDigests
 from zerocast.comm import Communicator
 from zerocast.errors import InputError
 from zerocast.formats import byte_span
@@ -76,7 +76,7 @@ class CodeGather:
 
     Attributes:
         is_trusting: whether codes are looked for only where a move was said (``replace_raw_data``).
-        takes_digests: whether the digests of what is stored are taken on the way, on a CPU.
+        takes_digests: whether the digests of what is copied are taken on the way, on a CPU.
     """
 
     def __init__(
@@ -136,7 +136,8 @@ class CodeGather:
         if self._in_place is not None:
             return self._comm.start_all_gather_(self._in_place, self._counts)
         if self._stage is None:
-            self._stage = self._backend.stage_codes(self._own_copies())
+            own = self._own_copies()
+            self._stage = self._copying(own, lambda *s: self._backend.stage_codes(own, *s))
         staging = torch.empty(sum(self._counts), dtype=torch.uint8, device=self._device)
         self._stage(staging)
         return functools.partial(
@@ -148,17 +149,21 @@ class CodeGather:
         wait()
         self._follow()
         if self._store is None:
-            copies, firsts, shared = self._received()
-            if self.takes_digests and self._device.type == "cpu":
-                self._store = StoredDigests(self._backend, copies, firsts, shared)
-            else:
-                self._store = self._backend.store_codes(copies, shared)
+            copies, shared = self._received()
+            self._store = self._copying(
+                copies, lambda *sums: self._backend.store_codes(copies, shared, *sums)
+            )
         self._store(staging)
 
+    def _copying(self, copies: Sequence[CodeCopy], prepare: Callable[..., LaunchOn]) -> LaunchOn:
+        if self.takes_digests and self._device.type == "cpu":
+            return CopiedDigests(copies, prepare)
+        return prepare()  # without sums there are no digests
+
     @property
-    def stored(self) -> StoredDigests | None:
-        """The digests of what the latest :meth:`start` has stored, where it took some."""
-        return self._store if isinstance(self._store, StoredDigests) else None
+    def copied(self) -> list[CopiedDigests]:
+        """The digests of what the latest :meth:`start` has copied, where it took some."""
+        return [each for each in (self._stage, self._store) if isinstance(each, CopiedDigests)]
 
     def _follow(self) -> None:
         """Forget what was prepared for codes that have moved since."""
@@ -172,35 +177,37 @@ class CodeGather:
             self._in_place = self._stage = self._store = None
 
     def _own_copies(self) -> list[CodeCopy]:
-        """What this rank sends."""
+        """What this rank sends; digests are of whole bytes that stay in the weights."""
         copies = []
         for chunk in self._chunks:
             if chunk.rank == self._comm.rank:
                 codes = self._specs[chunk.weight].own_codes(self._plane)
-                if codes is None:
-                    codes = self._flat(chunk.weight)[chunk.first : chunk.last]
-                copies.append(CodeCopy(codes, chunk.staged.start))
+                if codes is not None:
+                    copies.append(CodeCopy(codes, chunk.staged.start))
+                    continue
+                head, tail = self._cut_bytes(chunk)
+                ends = [chunk.first, chunk.first + head, chunk.last - tail, chunk.last]
+                for begin, end, place in zip(ends, ends[1:], (None, ends[1], None), strict=False):
+                    if begin < end:
+                        whole = self._flat(chunk.weight)[begin:end]
+                        copies.append(CodeCopy(whole, chunk.staged.start + begin - ends[0], place))
         return copies
 
-    def _received(self) -> tuple[list[CodeCopy], list[int], list[SharedByte]]:
-        """What is stored of the staging buffer: whole bytes, their places in the weights' codes,
-        and bytes that two chunks share, in whose halves each has its nibble; all but what stands
-        in the weights already.
+    def _received(self) -> tuple[list[CodeCopy], list[SharedByte]]:
+        """What is stored of the staging buffer: whole bytes, and bytes that two chunks share, in
+        whose halves each has its nibble; all but what stands in the weights already.
         """
         copies: list[CodeCopy] = []
-        firsts: list[int] = []
         halves: dict[tuple[int, int], dict[str, int]] = {}
         changed: set[tuple[int, int]] = set()
         for chunk in self._chunks:
             spec = self._specs[chunk.weight]
             stored = chunk.rank != self._comm.rank or self._plane in spec.codes
-            nibbles = spec.storage.form.numerics.fmt.bits == 4
-            head, tail = (int(nibbles and at % 2) for at in (chunk.extent.start, chunk.extent.end))
+            head, tail = self._cut_bytes(chunk)
             first, last = chunk.first + head, chunk.last - tail
             if stored and first < last:
                 whole = self._flat(chunk.weight)[first:last]
-                copies.append(CodeCopy(whole, chunk.staged.start + head))
-                firsts.append(first)
+                copies.append(CodeCopy(whole, chunk.staged.start + head, first))
             if head:
                 halves.setdefault((chunk.weight, chunk.first), {})["high"] = chunk.staged.start
             if tail:
@@ -209,14 +216,15 @@ class CodeGather:
                 changed |= {
                     (chunk.weight, at) for at, cut in ((chunk.first, head), (last, tail)) if cut
                 }
-        return (
-            copies,
-            firsts,
-            [
-                SharedByte(self._flat(weight)[byte : byte + 1], **halves[weight, byte])
-                for weight, byte in sorted(changed)
-            ],
-        )
+        return copies, [
+            SharedByte(self._flat(weight)[byte : byte + 1], **halves[weight, byte])
+            for weight, byte in sorted(changed)
+        ]
+
+    def _cut_bytes(self, chunk: _Chunk) -> tuple[int, int]:
+        """The bytes at the beginning and at the end of a chunk of which it has one nibble."""
+        nibbles = self._specs[chunk.weight].storage.form.numerics.fmt.bits == 4
+        return int(nibbles and chunk.extent.start % 2), int(nibbles and chunk.extent.end % 2)
 
     def _flat(self, weight: int) -> torch.Tensor:
         codes = self._codes[weight]

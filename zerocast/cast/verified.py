@@ -7,8 +7,10 @@ the step: one all-reduce of two integers. It sees whatever makes the bytes of on
 those of another: a bit that flipped, a scale that is stale, codes that were not gathered or were
 stored elsewhere, a rank that cast under another recipe what every rank casts, a rank at another
 step. It does not see what is wrong on all ranks alike, because its owner cast it so and all have
-gathered it. Copies that each rank derives for itself are not compared. On a CPU, what an all-gather
-stores is read piece by piece as it is stored (:mod:`zerocast.cast.stored_digests`).
+gathered it. Copies that each rank derives for itself are not compared. On a CPU, the digest of what
+an all-gather copies into a buffer and out of it is taken from the registers that it passes through
+(:mod:`zerocast.cast.copied_digests`): a byte that changes after it was copied and before the ranks
+compare is found by the next comparison that reads it from memory, not by this one.
 
 ``"full"`` does that, and takes some weight in each cast (all in turn, in an order that depends on
 the number of the step): the ranks gather its masters, each casts it whole by the reference, and
@@ -37,11 +39,11 @@ import torch
 from zerocast.arguments import check_choice, why_no_memory
 from zerocast.cast.capture import is_captured
 from zerocast.cast.consistency import agree_in_all, raise_in_all
+from zerocast.cast.copied_digests import HeldDigests
 from zerocast.cast.fault_file import write_fault
 from zerocast.cast.gather import CodeGather
 from zerocast.cast.prepared_cast import PreparedCast
 from zerocast.cast.shard_spec import ShardSpec
-from zerocast.cast.stored_digests import HeldDigests
 from zerocast.cast.whole_cast import (
     Difference,
     HeldWeight,
@@ -95,7 +97,7 @@ class Verification:
 
     def check(self, step: int, gathers: Sequence[CodeGather] = ()) -> None:
         """Compare, in step number ``step``; nothing where the mode is "off". What ``gathers`` have
-        just stored and read is not read again.
+        just copied is not read again.
 
         Raises:
             UnsupportedError: in the capture of a CUDA graph.
@@ -126,9 +128,9 @@ class Verification:
 
     def _numbers(self, comm: Communicator, gathers: Sequence[CodeGather]) -> list[int]:
         """The digests of all buffers, weight by weight."""
-        stored = [each.stored for each in gathers if each.stored is not None]
+        copied = [digests for each in gathers for digests in each.copied]
         tensors = [tensor for weight in self._weights[comm] for tensor in _compared(weight)]
-        return self._digests[comm].of(tensors, stored) if tensors else []
+        return self._digests[comm].of(tensors, copied) if tensors else []
 
     def _explain(self, step: int, numbers: Mapping[Communicator, list[int]]) -> None:
         """Raise what differs between ranks."""

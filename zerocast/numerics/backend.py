@@ -116,11 +116,18 @@ class Backend(Protocol):
     def dequantize(self, numerics: Numerics, operands: Operands) -> Launch:
         """Decode the first planes of whole weights to ``values``. A NaN scale decodes to NaN."""
 
-    def stage_codes(self, copies: Sequence[CodeCopy]) -> LaunchOn:
-        """Copy codes into the buffer in which they travel."""
+    def stage_codes(self, copies: Sequence[CodeCopy], sums: torch.Tensor | None = None) -> LaunchOn:
+        """Copy codes into the buffer in which they travel, and add to each of ``sums``, int64
+        [len(copies)], the digest of a copy that has a ``first``, as :meth:`digest` does.
+        """
 
-    def store_codes(self, copies: Sequence[CodeCopy], shared: Sequence[SharedByte]) -> LaunchOn:
-        """Copy codes from there into the weights, and put shared bytes together."""
+    def store_codes(
+        self,
+        copies: Sequence[CodeCopy],
+        shared: Sequence[SharedByte],
+        sums: torch.Tensor | None = None,
+    ) -> LaunchOn:
+        """Copy codes from there into the weights, with digests, and put shared bytes together."""
 
     def digest(self, ranges: Sequence[DigestedBytes], sums: torch.Tensor) -> Launch:
         """Add to each of ``sums``, int64 [len(ranges)], the digest of a range of bytes, modulo

@@ -187,10 +187,12 @@ class CodeCopy:
     Attributes:
         codes: uint8 [bytes], contiguous.
         staged: their first byte in the buffer.
+        first: the place of the first in the whole weight's codes, where their digest is wanted.
     """
 
     codes: torch.Tensor
     staged: int
+    first: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

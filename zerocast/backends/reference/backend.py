@@ -119,16 +119,21 @@ class ReferenceBackend:
     def dequantize(self, numerics: Numerics, operands: Operands) -> Launch:
         return _for_each(operands, partial(_dequantize, numerics))
 
-    def stage_codes(self, copies: Sequence[CodeCopy]) -> LaunchOn:
+    def stage_codes(self, copies: Sequence[CodeCopy], sums: torch.Tensor | None = None) -> LaunchOn:
         codes, sizes = [copy.codes for copy in copies], _sizes(copies)
 
         def launch(buffer: torch.Tensor) -> None:
             if codes:
                 torch._foreach_copy_(_pieces(buffer, sizes), codes)
 
-        return launch
+        return self._with_digests(launch, copies, sums)
 
-    def store_codes(self, copies: Sequence[CodeCopy], shared: Sequence[SharedByte]) -> LaunchOn:
+    def store_codes(
+        self,
+        copies: Sequence[CodeCopy],
+        shared: Sequence[SharedByte],
+        sums: torch.Tensor | None = None,
+    ) -> LaunchOn:
         codes, sizes = [copy.codes for copy in copies], _sizes(copies)
 
         def launch(buffer: torch.Tensor) -> None:
@@ -138,6 +143,22 @@ class ReferenceBackend:
                 low = byte.codes if byte.low is None else buffer[byte.low]
                 high = byte.codes if byte.high is None else buffer[byte.high]
                 byte.codes.copy_((low & 0x0F) | (high & 0xF0))
+
+        return self._with_digests(launch, copies, sums)
+
+    def _with_digests(
+        self, copy: LaunchOn, copies: Sequence[CodeCopy], sums: torch.Tensor | None
+    ) -> LaunchOn:
+        """``copy``, and then the digests of those of ``copies`` of which they are wanted."""
+        if sums is None:
+            return copy
+        ranges = [DigestedBytes(c.codes[: len(c.codes) * (c.first is not None)], c.first or 0)
+                  for c in copies]  # fmt: skip
+        digest = self.digest(ranges, sums)
+
+        def launch(buffer: torch.Tensor) -> None:
+            copy(buffer)
+            digest()
 
         return launch
 
