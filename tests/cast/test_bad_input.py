@@ -294,13 +294,18 @@ def test_fronts_refuse_the_other_kind(
 def test_fronts_cast_their_own_kind(
     comm: Communicator, cast: Callable[..., None], recipe: zerocast.Recipe
 ) -> None:
-    """Each front gives the scales of the call that takes all kinds."""
+    """Each front gives the scales of the call that takes all kinds, and leaves the copies to
+    post_all_gather_processing, as that does.
+    """
     expected, got = weight(recipe), weight(recipe)
     start = comm.rank * NUMEL // 2
     args = [torch.full((NUMEL // 2,), 3.0)], [start], comm
     zerocast.quantize_master_weights([expected], *args)
     cast([got], *args)
     assert_same_tensors(stored({"": got}), stored({"": expected}), "after the cast")
+    for made in (expected, got):
+        with pytest.raises(zerocast.StaleCopyError):
+            _ = made.columnwise_data
 
 
 @on_ranks("in_process", 2)

@@ -57,6 +57,26 @@ def test_a_wrong_master_is_heard_of_in_both_groups() -> None:
     )
 
 
+@pytest.mark.parametrize("recipe", [FOUR_BITS, zerocast.MXFP8BlockScaling()])
+def test_a_master_that_is_wrong_in_a_cast_is_heard_of_in_both_groups(recipe: Recipe) -> None:
+    """Whether the shards of a weight share an amax or not; the plan goes on afterwards."""
+
+    def on_rank(comm: Any) -> str:
+        tensor_parallel, data_parallel = two_groups(comm, 2)
+        tp_shard = TensorParallelShard.chunk((64, 32), 0, tensor_parallel)
+        weight = zerocast.empty(tp_shard.shape, recipe, tp_shard=tp_shard)
+        shard, start = torch.ones(512), 512 * data_parallel.rank
+        plan = zerocast.CastPlan([weight], [shard], [start], data_parallel)
+        given = [torch.ones(5) if comm.rank == 3 else shard]
+        message = message_of(InputError, lambda: plan.cast(given))
+        plan.cast([shard])
+        plan.all_gather()
+        return message
+
+    for text in run_in_process(4, on_rank):
+        assert "the plan was made for a master of 512 elements, got 5" in text
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
