@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from zerocast.cast.stored_digests import HeldDigests
+from zerocast.cast.copied_digests import HeldDigests
 from zerocast.tensors.digest import digest
 
 
