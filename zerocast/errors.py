@@ -8,7 +8,13 @@ never about the caller's.
 
 
 class ZerocastError(Exception):
-    """Base of everything zerocast raises on purpose."""
+    """Base of everything zerocast raises on purpose.
+
+    Attributes:
+        is_alone: whether no other rank raises it, too, or is told by a collective.
+    """
+
+    is_alone = False
 
 
 class InputError(ZerocastError, ValueError):

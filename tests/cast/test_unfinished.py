@@ -1,6 +1,7 @@
 """A cast or an all-gather that fails leaves weights that nobody can read by mistake."""
 
 import copy
+import time
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ import torch
 import zerocast
 from tests.support.claims import message_of
 from zerocast.comm import run_in_process
-from zerocast.errors import PeerFailedError, UnfinishedStepError
+from zerocast.errors import InputError, PeerFailedError, UnfinishedStepError
 from zerocast.optim import ZeroOptimizer
 
 READS = {
@@ -127,3 +128,44 @@ def test_a_step_that_fails_leaves_no_weight_that_can_be_read(phase, overlap):
 
     with pytest.raises(OSError, match="planted"):
         run_in_process(3, body, timeout=20)
+
+
+@pytest.mark.parametrize("where", ["all-gather", "store", "copies"])
+def test_what_only_one_rank_can_know_ends_the_others(where, monkeypatch):
+    """Codes that one rank does not have, or that it cannot store or transpose: it raises what is
+    wrong there, and the others that it did, long before the timeout.
+    """
+
+    def on_rank(comm):
+        weights = [zerocast.empty((16, 32), "nvfp4") for _ in range(2)]
+        masters = [torch.ones(256) for _ in weights]
+        plan = zerocast.CastPlan(weights, masters, [256 * comm.rank] * 2, comm)
+        plan.cast()
+        gather, prepared = plan._gathers[0], plan._prepared
+        if comm.rank == 0:
+            with pytest.raises(PeerFailedError) as caught:  # there, or in what comes next
+                gather_and_meet(plan, comm)
+            return str(caught.value)
+        if where == "all-gather":
+            gather._codes[0], gather._addresses = None, []
+            monkeypatch.setattr(gather, "look", lambda: None)
+        elif where == "store":
+            monkeypatch.setattr(gather, "_received", refuse)
+        else:
+            monkeypatch.setattr(prepared, "follow_moves", refuse)
+        with pytest.raises(InputError) as caught:
+            plan.all_gather()
+        return str(caught.value)
+
+    def gather_and_meet(plan, comm):
+        plan.all_gather()
+        comm.barrier()
+
+    def refuse():
+        raise InputError("planted")
+
+    begin = time.monotonic()
+    waiting, said = run_in_process(2, on_rank, timeout=300)
+    assert time.monotonic() - begin < 200
+    assert ("must hold rowwise_data" if where == "all-gather" else "planted") in said
+    assert "rank 1 raised InputError" in waiting

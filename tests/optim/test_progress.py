@@ -281,6 +281,8 @@ def test_a_fault_between_ranks_stops_training_and_loses_nothing(
             step(3)
         with pytest.raises(zerocast.VerificationError, match="rank 1 holds") as caught:
             step(4)
+        with pytest.raises(zerocast.VerificationError, match="rank 1 holds"):
+            optimizer.wait_for_all_gather()  # it has been told, and is no less true
         optimizer._publication._all_gather = gather
         optimizer.load_state_dict(optimizer.state_dict())
         zerocast.verify(params, comm)

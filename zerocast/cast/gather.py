@@ -11,7 +11,6 @@ where codes have moved; a gather is then one launch before the collective and on
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -21,7 +20,7 @@ from zerocast.backends import backend_for
 from zerocast.backends.launches import nothing
 from zerocast.cast.copied_digests import CopiedDigests
 from zerocast.cast.shard_spec import ShardSpec
-from zerocast.comm import Communicator
+from zerocast.comm import Communicator, alone
 from zerocast.errors import InputError
 from zerocast.formats import byte_span
 from zerocast.layout import Extent, Owners
@@ -130,23 +129,36 @@ class CodeGather:
         """
         if not self._chunks:
             return nothing
+        with alone():
+            staging = self._staged()
+        if staging is None:
+            assert self._in_place is not None
+            return self._comm.start_all_gather_(self._in_place, self._counts)
+        wait = self._comm.start_all_gather_(staging, self._counts)
+
+        def end() -> None:
+            wait()
+            with alone():
+                self._store_from(staging)
+
+        return end
+
+    def _staged(self) -> torch.Tensor | None:
+        """A buffer with what this rank sends; None where codes are gathered in place."""
         self._follow()
         if not self._is_decided:
             self._in_place, self._is_decided = self._contiguous_codes(), True
         if self._in_place is not None:
-            return self._comm.start_all_gather_(self._in_place, self._counts)
+            return None
         if self._stage is None:
             own = self._own_copies()
             self._stage = self._copying(own, lambda *s: self._backend.stage_codes(own, *s))
         staging = torch.empty(sum(self._counts), dtype=torch.uint8, device=self._device)
         self._stage(staging)
-        return functools.partial(
-            self._end, staging, self._comm.start_all_gather_(staging, self._counts)
-        )
+        return staging
 
-    def _end(self, staging: torch.Tensor, wait: Callable[[], None]) -> None:
-        """Store what ``staging`` holds after the wait, but for what stands there already."""
-        wait()
+    def _store_from(self, staging: torch.Tensor) -> None:
+        """Store what ``staging`` holds, but for what stands there already."""
         self._follow()
         if self._store is None:
             copies, shared = self._received()

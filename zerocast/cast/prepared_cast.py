@@ -22,7 +22,7 @@ from zerocast.cast.capture import check_planning, is_captured
 from zerocast.cast.cast_collectives import CastCollectives
 from zerocast.cast.master_checks import check_list, check_master_tensor
 from zerocast.cast.shard_spec import ShardSpec
-from zerocast.comm import Attempt
+from zerocast.comm import Attempt, alone
 from zerocast.errors import InputError
 from zerocast.numerics import AdamWUpdate, Float8DelayedNumerics, Masters
 from zerocast.tensors import (
@@ -164,6 +164,7 @@ class PreparedCast:
 
         return finish
 
+    @alone()
     def _expand_scales(self) -> None:
         if self.addresses.hold_other_copies():  # the next cast is refused
             storages = [matrix.storage for matrix in self._matrices.specs()]
@@ -173,6 +174,7 @@ class PreparedCast:
         self.follow_moves()
         self.steps.run("expand_scales")
 
+    @alone()
     def rebuild_copies(self) -> None:
         """Rebuild the derived copies of all weights from their gathered codes."""
         if self.addresses.hold_other_copies():  # as functional calls do; the next cast is refused

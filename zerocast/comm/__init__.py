@@ -13,7 +13,7 @@ from zerocast.comm.agreement import (
     raising_together,
 )
 from zerocast.comm.communicator import Communicator
-from zerocast.comm.failure import DEFAULT_TIMEOUT, announcing
+from zerocast.comm.failure import DEFAULT_TIMEOUT, alone, announcing
 from zerocast.comm.groups import Group, as_communicator
 from zerocast.comm.in_process import InProcessCommunicator, run_in_process
 from zerocast.comm.mpi import MpiCommunicator
@@ -36,6 +36,7 @@ __all__ = [
     "TorchDistributedCommunicator",
     "Traffic",
     "agree",
+    "alone",
     "announcing",
     "as_communicator",
     "lines_that_differ",

@@ -129,13 +129,25 @@ def name(ranks: Sequence[int]) -> str:
 @contextmanager
 def announcing(comms: Sequence[Communicator]) -> Iterator[None]:
     """Tell the ranks of ``comms`` of an exception that ends the context and that they cannot know
-    of: any but a :class:`ZerocastError`, which they raise as well.
+    of: any but a :class:`ZerocastError`, which they raise as well, unless it came out of
+    :func:`alone`.
     """
     try:
         yield
-    except ZerocastError:
-        raise
     except BaseException as error:  # an interrupt, too: the others must not wait for this rank
-        for comm in comms:
-            comm.announce(error)
+        if not isinstance(error, ZerocastError) or error.is_alone:
+            for comm in comms:
+                comm.announce(error)
+        raise
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """A context without collectives and without an :class:`Attempt`: what it raises, other ranks
+    learn of by :func:`announcing` only.
+    """
+    try:
+        yield
+    except ZerocastError as error:
+        error.is_alone = True
         raise
