@@ -9,7 +9,7 @@ import random
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
-from itertools import pairwise, product
+from itertools import combinations, pairwise, product
 
 import numpy as np
 import pytest
@@ -23,7 +23,8 @@ GRIDS = [BlockGrid(*dims) for dims in product((1, 2, 5), (1, 4, 7), (1, 2, 3, 6)
 BLOCKS = [(1, 1), (1, 16), (16, 16), (1, 32), (32, 1), (32, 32), (1, 128), (128, 128), (3, 5)]
 ROOTS = [str(cuda_sources())]
 """Where the headers are looked for; scripts/mutation.py puts a folder before it."""
-NEAR = [2**31, 2**32, 2**40]
+NEAR = [2**31, 2**32, 2**40, 2**55]
+"""The last one as in tests/layout/test_proofs.py: up to there nothing overflows."""
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +36,8 @@ def ask(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., np.ndarray]:
     source = str(__file__).replace("test_index_headers.py", "index_headers.cpp")
     # Without intrinsics, whose headers take four times as long to compile as all the rest.
     flags = ["-O0", "-U__SSE2__", "-std=c++17", "-fPIC", "-shared", "-w"]
+    # A number that overflows ends the process.
+    flags += ["-fsanitize=signed-integer-overflow", "-fsanitize-undefined-trap-on-error"]
     command = ["g++", *flags, *(f"-I{root}" for root in ROOTS), source, "-o", str(library)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, f"it does not compile: {done.stderr}"
@@ -56,7 +59,7 @@ def numbers_of(grid: BlockGrid) -> tuple[int, int, int, int]:
 
 def drawn_grids(seed: int, count: int) -> Iterator[tuple[BlockGrid, Extent]]:
     """Small ones and large ones, each with an extent of some hundreds of elements, at odd places;
-    of the large ones near 2^31, 2^32 and 2^40 elements.
+    of the large ones near 2^31, 2^32, 2^40 and 2^55 elements.
     """
     rng = random.Random(seed)
     for i in range(count):
@@ -244,6 +247,26 @@ def test_stored_scales_stand_where_the_layout_says(ask) -> None:
             place = divmod(i * down + j * right, width)
             first = i * layout.row_repeat, j * layout.col_repeat
             assert place == (first[::-1] if layout.transposed else first), layout
+
+
+def test_tables_list_each_element_of_small_matrices_once(monkeypatch) -> None:
+    """Of tiles of 2x4 and 1x8, all extents of matrices of up to 5 x 9 in blocks of all kinds."""
+    for name, value in {"TILE_ROWS": 2, "TILE_COLS": 4, "LONG_TILE_COLS": 8}.items():
+        monkeypatch.setattr(tiling, name, value)
+    shapes = product((1, 2, 5), (1, 4, 9), (1, 2, 3), (1, 3, 4))
+    for grid in (BlockGrid(*shape) for shape in shapes):
+        ends = combinations(range(grid.numel + 1), 2)
+        extents = [Extent(*pair) for pair in list(ends)[:: 1 + grid.numel // 20]]
+        count = len(extents)
+        tiles = tiling.shard_tiles(list(range(count)), [grid] * count, extents).tolist()
+        found: list[list[int]] = [[] for _ in extents]
+        for shape, _, element, block in tiles:
+            weight, rows, cols = shape % 2**32, shape >> 32 & 0xFFFF, shape >> 48
+            assert block == grid.block_of(element)
+            found[weight] += [element + r * grid.cols + c for r in range(rows) for c in range(cols)]
+        for extent, elements in zip(extents, found, strict=True):
+            owned = [e for e in elements if extent.start <= e < extent.end]
+            assert sorted(owned) == list(range(extent.start, extent.end)), (grid, extent)
 
 
 def test_tiles_visit_each_element_once_in_its_block(ask) -> None:

@@ -1,6 +1,7 @@
 """Which rows of blocks, and which rows inside blocks, more than one rank owns."""
 
 import random
+from itertools import combinations_with_replacement, product
 
 import pytest
 import torch
@@ -60,9 +61,29 @@ def owners_of_blocks(grid: BlockGrid, extents: list[Extent]) -> dict[int, set[in
     return owners
 
 
+def assert_entries(planes: list[tuple[int, BlockGrid]], extents: list[list[Extent]]) -> None:
+    """That the blocks of these planes which two ranks own, by counting owners, have one entry each,
+    which all of their owners know. ``extents`` are by weight and rank.
+    """
+    pairs = [[[e.start, e.end] for e in of_rank] for of_rank in zip(*extents, strict=True)]
+    cut = CutBlocks(planes, Owners.of_extents(torch.tensor(pairs)))
+    owners = [owners_of_blocks(grid, extents[weight]) for weight, grid in planes]
+    expected = {(p, b) for p, of in enumerate(owners) for b in of if len(of[b]) > 1}
+    entries: dict[tuple[int, int], int] = {}
+    for rank in range(len(pairs)):
+        known = set()
+        fields = map(torch.Tensor.tolist, cut.of_rank(rank))
+        for plane, block, entry in zip(*fields, strict=True):
+            assert entries.setdefault((plane, block), entry) == entry
+            known.add((plane, block))
+        assert {(p, b) for p, b in expected if rank in owners[p][b]} <= known <= expected
+    assert entries.keys() == expected
+    assert sorted(entries.values()) == list(range(cut.count))
+
+
 def test_every_cut_block_has_one_entry_which_all_of_its_owners_know():
     """Of 60 random partitions of weights over 1 to 9 ranks, some of them of two planes, one of them
-    without elements: by counting owners.
+    without elements.
     """
     rng = random.Random(0)
     all_planes = [*enumerate(GRIDS), (2, BlockGrid(5, 7, 1, 4)), (3, BlockGrid(8, 16, 8, 1)),
@@ -71,18 +92,15 @@ def test_every_cut_block_has_one_entry_which_all_of_its_owners_know():
         size = rng.randint(1, 9)
         planes = sorted(rng.sample(all_planes, rng.randint(1, 8)), key=lambda plane: plane[0])
         drawn = [draw_partition(grid.numel, size, rng) for grid in GRIDS]
-        drawn.append([Extent(0, 0)] * size)
-        pairs = [[[e.start, e.end] for e in of_rank] for of_rank in zip(*drawn, strict=True)]
-        cut = CutBlocks(planes, Owners.of_extents(torch.tensor(pairs)))
-        owners = [owners_of_blocks(grid, drawn[weight]) for weight, grid in planes]
-        expected = {(p, b) for p, of in enumerate(owners) for b in of if len(of[b]) > 1}
-        entries: dict[tuple[int, int], int] = {}
-        for rank in range(size):
-            known = set()
-            fields = map(torch.Tensor.tolist, cut.of_rank(rank))
-            for plane, block, entry in zip(*fields, strict=True):
-                assert entries.setdefault((plane, block), entry) == entry
-                known.add((plane, block))
-            assert {(p, b) for p, b in expected if rank in owners[p][b]} <= known <= expected
-        assert entries.keys() == expected
-        assert sorted(entries.values()) == list(range(cut.count))
+        assert_entries(planes, [*drawn, [Extent(0, 0)] * size])
+
+
+def test_entries_of_all_small_matrices():
+    """Of up to 3 x 4 elements in blocks of all sizes, cut in two and in three at all places: one
+    table for each matrix, of whose weights each is cut otherwise.
+    """
+    for rows, cols, block_h, block_w in product((1, 2, 3), (1, 3, 4), (1, 2, 3), (1, 2, 4)):
+        grid = BlockGrid(rows, cols, block_h, block_w)
+        cuts = combinations_with_replacement(range(grid.numel + 1), 2)
+        extents = [[Extent(0, a), Extent(a, b), Extent(b, grid.numel)] for a, b in cuts]
+        assert_entries([(weight, grid) for weight in range(len(extents))], extents)

@@ -31,6 +31,7 @@ class Path:
         self.answers = answers
         self.asked = 0
         self.quotients: dict[tuple[str, str], tuple[Symbol, Symbol]] = {}
+        self.made: list[Any] = []
         self._products: dict[str, tuple[Any, Any]] = {}
         self._solver = z3.Solver()
         self.know(*assumed)
@@ -101,6 +102,8 @@ class Symbol:
 
     def __init__(self, term: Any) -> None:
         self.term = term
+        if _path is not None:
+            _path.made.append(term)
 
     def __add__(self, other: Any) -> Symbol:
         return Symbol(self.term + term(other))
@@ -202,6 +205,13 @@ def prove(claim: Callable[[], Any], *assumed: Any) -> None:
         if not answers:
             return
         answers[-1] = False
+
+
+def in_range(limit: int) -> Any:
+    """That every number of this path so far lies between ``-limit`` and ``limit``."""
+    assert _path is not None
+    for made in {str(made): made for made in _path.made}.values():
+        yield z3.And(made > -limit, made < limit)
 
 
 def ordered(one: Any, other: Any, factor: Any) -> None:

@@ -69,16 +69,9 @@ class CutBlocks:
         # The shard that begins at each boundary.
         shard = owners.first_of[table[plane, 0]] + 1 + _counted(boundaries)
         self._left, self._right = owners.rank[shard - 1], owners.rank[shard]
-        _, rows, cols, block_h, block_w, blocks_w, _ = table[plane].unbind(1)
-        row, col = owners.start[shard] // cols, owners.start[shard] % cols
-        above = row % block_h  # rows of the same blocks
-        is_last = (above == block_h - 1) | (row == rows - 1)
-        # In the first row of a block what lies left of the boundary has elements before it, in the
-        # last one what lies right of it has elements behind; between them every block has both.
-        start = torch.where(is_last, col // block_w, 0)
-        end = torch.where(above == 0, -(-col // block_w), blocks_w)
-        first = self._firsts[plane] + row // block_h * blocks_w
-        self._start, self._end = first + start, first + torch.maximum(start, end)
+        start, end = cut_by(owners.start[shard], *table[plane, 1:6].unbind(1))
+        first = self._firsts[plane]
+        self._start, self._end = first + start, first + end
         # Of the blocks that several boundaries cut, the first one has the entries: ends ascend.
         reached = self._end.roll(1)
         reached[:1] = 0
@@ -99,6 +92,22 @@ class CutBlocks:
         cut = torch.searchsorted(self._begin, blocks, right=True) - 1
         entry = self._entry[cut] + blocks - self._begin[cut]
         return plane, blocks - self._firsts[plane], entry
+
+
+def cut_by(
+    element: torch.Tensor, rows: torch.Tensor, cols: torch.Tensor, block_h: torch.Tensor,
+    block_w: torch.Tensor, blocks_w: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """The blocks ``[start, end)`` that have elements before ``element``, and others from it on."""
+    row, col = element // cols, element % cols
+    above = row % block_h  # rows of the same blocks
+    is_last = (above == block_h - 1) | (row == rows - 1)
+    # In the first row of a block what lies left of the boundary has elements before it, in the
+    # last one what lies right of it has elements behind; between them every block has both.
+    start = torch.where(is_last, col // block_w, 0)
+    end = torch.where(above == 0, -(-col // block_w), blocks_w)
+    first = row // block_h * blocks_w
+    return first + start, first + end
 
 
 def _repeated(counts: torch.Tensor) -> torch.Tensor:

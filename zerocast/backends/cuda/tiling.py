@@ -53,6 +53,13 @@ def tiled_grid(grid: BlockGrid) -> BlockGrid:
     return BlockGrid(1, grid.numel, 1, grid.numel) if grid.num_blocks == 1 else grid
 
 
+def side_of(block_h: int, block_w: int) -> tuple[int, int]:
+    """The rows and columns of a tile of such blocks."""
+    if block_h >= TILE_ROWS:
+        return TILE_ROWS, TILE_COLS
+    return 1, min(LONG_TILE_COLS, MAX_TILE_BLOCKS * block_w) // 4 * 4
+
+
 def shard_tiles(
     weights: Sequence[int], grids: Sequence[BlockGrid], extents: Sequence[Extent]
 ) -> torch.Tensor:
@@ -69,11 +76,7 @@ def shard_tiles(
     Returns:
         int64 [tiles, 4], the fields of ``Tile``.
     """
-    sides = []
-    for grid in grids:
-        several = grid.block_h >= TILE_ROWS
-        width = TILE_COLS if several else min(LONG_TILE_COLS, MAX_TILE_BLOCKS * grid.block_w)
-        sides.append((grid.block_h, TILE_ROWS if several else 1, width // 4 * 4))
+    sides = [(grid.block_h, *side_of(grid.block_h, grid.block_w)) for grid in grids]
     met = _met_tiles(weights, grids, sides, extents)
     block_col = met.col // met.block_w
     offset = met.col - block_col * met.block_w
@@ -240,35 +243,54 @@ def _met_tiles(
     ):
         per_block = ceil_div(block_h, height)  # groups of a row of blocks, numbered on from it
         begin, end = divmod(extent.start, grid.cols), divmod(extent.end - 1, grid.cols)
-        first, last = (
-            row // block_h * per_block + row % block_h // height for row in (begin[0], end[0])
-        )
+        first, last = (group_of(row, block_h, height) for row in (begin[0], end[0]))
         firsts.append(first)
         downs.append(last + 1 - first)
         acrosses.append(ceil_div(grid.cols, width))
         matrix = grid.rows, grid.cols, grid.block_w, grid.blocks_w
-        table.append((weight, *matrix, block_h, height, width, per_block, *begin, *end))
+        table.append((weight, *matrix, per_block, block_h, height, width, *begin, *end))
     fields, group, column = _laid_out(table, firsts, downs, acrosses)
     weight_of, matrix_rows, matrix_cols, block_w, blocks_w, *fields = fields
-    block_h_of, height_of, width_of, per_block_of, *ends = fields
-    first_row, first_col, last_row, last_col = ends
+    per_block_of, block_h_of, *side, first_row, first_col, last_row, last_col = fields
 
     block_row = group // per_block_of
-    row = block_row * block_h_of + group % per_block_of * height_of
-    row_end = torch.minimum(
-        row + height_of, torch.minimum((block_row + 1) * block_h_of, matrix_rows)
-    )
-    col = column * width_of
-    cols = torch.minimum(matrix_cols - col, width_of)
+    matrix_of = matrix_rows, matrix_cols, block_h_of
+    row, rows, col, cols = rectangle(block_row, group % per_block_of, column, *matrix_of, *side)
+    met = is_met(row, rows, col, cols, first_row, first_col, last_row, last_col)
+    found = (weight_of, block_row, row, rows, col, cols, matrix_cols, block_w, blocks_w)
+    return _Met(*(field[met] for field in found))
+
+
+def group_of(row: int, block_h: int, height: int) -> int:
+    """The number of the group of rows that a row is in."""
+    return row // block_h * ceil_div(block_h, height) + row % block_h // height
+
+
+def rectangle(
+    block_row: torch.Tensor, part: torch.Tensor, column: torch.Tensor, matrix_rows: torch.Tensor,
+    matrix_cols: torch.Tensor, block_h: torch.Tensor, height: torch.Tensor, width: torch.Tensor,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    """The first row, the rows, the first column and the columns of a tile: of a part of a row of
+    blocks.
+    """
+    row, col = block_row * block_h + part * height, column * width
+    end = torch.minimum(row + height, torch.minimum((block_row + 1) * block_h, matrix_rows))
+    return row, end - row, col, torch.minimum(matrix_cols - col, width)
+
+
+def is_met(
+    row: torch.Tensor, rows: torch.Tensor, col: torch.Tensor, cols: torch.Tensor,
+    first_row: torch.Tensor, first_col: torch.Tensor, last_row: torch.Tensor,
+    last_col: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
+    """Whether a tile holds elements from the first place to the last one."""
     # Of the tile's rows those that the shard reaches, and of a cut row the columns: it is enough
     # that one row of the tile is met.
     top = torch.maximum(row, first_row)
-    bottom = torch.minimum(row_end - 1, last_row)
+    bottom = torch.minimum(row + rows - 1, last_row)
     starts_late = (top == first_row) & (first_col >= col + cols)
     ends_early = (bottom == last_row) & (last_col < col)
-    met = top + starts_late.long() <= bottom - ends_early.long()
-    found = (weight_of, block_row, row, row_end - row, col, cols, matrix_cols, block_w, blocks_w)
-    return _Met(*(field[met] for field in found))
+    return top + starts_late + ends_early <= bottom
 
 
 def _laid_out(
