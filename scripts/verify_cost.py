@@ -2,13 +2,14 @@
 
     OMP_NUM_THREADS=1 python scripts/verify_cost.py              # ranks that are threads
     OMP_NUM_THREADS=1 python scripts/verify_cost.py --processes  # processes, over gloo
+    OMP_NUM_THREADS=1 mpiexec -n 4 python scripts/verify_cost.py --mpi
 
 Rounds without it, with it, and of the comparison alone follow each other in turn, of the same
 weights; what is printed is the median of ratios, which others on the machine disturb least. It is
-to be read beside its count: every rank reads all that it holds once, most of it as it is stored,
-which nothing can spare it. The comparison alone reads all of it from memory, and plain reading of
-so many bytes is measured in the same rounds. Threads gather by one copy in memory, which is less
-than any transport between machines does.
+to be read beside its count: the digest of what a gather copies is taken on the way, and the rest
+(scales, and what two ranks share) is read from memory. The comparison alone reads all of it there,
+and plain reading of so many bytes is measured in the same rounds. Threads gather by one copy in
+memory, which is less than any transport between machines does.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import Any
 import torch
 
 import zerocast
-from zerocast.comm import Communicator, as_communicator, run_in_process
+from zerocast.comm import Communicator, MpiCommunicator, as_communicator, run_in_process
 from zerocast.layout import chunk
 
 SHAPES = [(2048, 2048), (2048, 2048), (8192, 2048), (2048, 8192)]
@@ -91,18 +92,22 @@ def show(recipe: str, exchange: str, found: Times) -> None:
 
 
 def on_process(rank: int, ranks: int, rounds: int, file: str) -> None:
-    """Measure on one process of several."""
+    """Measure on one process of several, over gloo."""
     torch.distributed.init_process_group("gloo", f"file://{file}", rank=rank, world_size=ranks)
-    comm = as_communicator(None)
+    measure_all(as_communicator(None), rounds)
+    torch.distributed.destroy_process_group()
+
+
+def measure_all(comm: Communicator, rounds: int) -> None:
+    """Measure on a rank that is a process; the first prints."""
     for recipe in RECIPES:
         for exchange in EXCHANGES:
             by_rank = comm.all_gather_object(measure(comm, recipe, exchange, rounds))
-            if rank == 0:
+            if comm.rank == 0:
                 sums = [
                     tuple(map(sum, zip(*each, strict=True))) for each in zip(*by_rank, strict=True)
                 ]
                 show(recipe, exchange, sums)
-    torch.distributed.destroy_process_group()
 
 
 def main() -> None:
@@ -111,7 +116,11 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--processes", action="store_true", help="over gloo, not in one process")
+    parser.add_argument("--mpi", action="store_true", help="on the ranks that mpiexec started")
     given = parser.parse_args()
+    if given.mpi:
+        measure_all(MpiCommunicator(), given.rounds)
+        return
     elements = sum(torch.Size(shape).numel() for shape in SHAPES)
     print(f"{given.ranks} ranks, {elements:,} elements, {given.rounds} rounds each, CPU time")
     if given.processes:
