@@ -318,7 +318,7 @@ OF_BLOCKS = [
 @pytest.mark.parametrize("block", BLOCKS, ids=lambda block: f"{block[0]}x{block[1]}")
 @pytest.mark.parametrize("claim", OF_BLOCKS, ids=lambda claim: claim.__name__)
 def test_blocks(claim: Callable[..., None], block: tuple[int, int]) -> None:
-    """Of every grid of a recipe, over matrices of any size."""
+    """Over matrices of any size, in blocks of these sizes."""
     claim(modules(), *block)
 
 
