@@ -61,11 +61,12 @@ make_environment() {
 
 # Requirements first and zerocast after, without isolation: the build then finds its tools in the environment, at the
 # pinned versions, and keeps its folder, so that doing this again takes seconds. DeepSpeed comes as source alone, and is
-# built with setuptools.
+# built with setuptools. Nothing is byte-compiled: of 12,000 modules a few thousand are ever imported, and are
+# compiled then.
 install_packages() {
-    python -m pip install --quiet -c constraints.txt scikit-build-core cmake ninja "setuptools>=70.1"
+    python -m pip install --quiet --no-compile -c constraints.txt scikit-build-core cmake ninja "setuptools>=70.1"
 }
 
 install_zerocast() {
-    python -m pip install --quiet -c constraints.txt --no-build-isolation --editable ".[$1]"
+    python -m pip install --quiet --no-compile -c constraints.txt --no-build-isolation --editable ".[$1]"
 }

@@ -9,7 +9,7 @@ scripts/test.sh "${1:-.venv}" || exit
 
 slow_tests_on_ranks() {
     OMP_NUM_THREADS=1 "$MPIEXEC" -n 4 python -m mpi4py -m pytest -q -x -p no:cacheprovider \
-        --with-mpi -m "mpi and slow" "$@"
+        --with-mpi -m "mpi and (slow or nightly)" "$@"
 }
 
 under_default() {

@@ -22,7 +22,8 @@ tests_on_ranks() {
     local temporary status=0
     temporary=$(mktemp -d)  # where no rank tidies what sessions before have left while another one does
     PYTEST_DEBUG_TEMPROOT=$temporary OMP_NUM_THREADS=1 "$MPIEXEC" -n "$RANKS" python -m mpi4py -m pytest -q -x \
-        -p no:cacheprovider -o "tmp_path_retention_count=$RANKS" --with-mpi -m "mpi and not slow" "$@" || status=$?
+        -p no:cacheprovider -o "tmp_path_retention_count=$RANKS" --with-mpi -m "mpi and not slow and not nightly" "$@" ||
+        status=$?
     rm -rf "$temporary"
     return "$status"
 }
@@ -41,5 +42,5 @@ stage "tests" tests --ignore tests/test_wheel.py --ignore tests/examples tests
 stage "tests of the examples" python -m pytest -q -m "not mpi and not nightly" tests/examples
 stage "tests on $RANKS MPI ranks" tests_on_ranks "${SHARDED[@]/#/--ignore=}" tests
 stage "sharded models on $RANKS ranks" tests_on_ranks "${SHARDED[@]}"
-stage "tests of the built wheel" python -m pytest -q tests/test_wheel.py
+stage "tests of the built wheel" python -m pytest -q -m "not nightly" tests/test_wheel.py
 printf 'all passed in %d s\n' "$SECONDS"

@@ -158,7 +158,7 @@ def test_a_wrong_scale_is_found(tmp_path: Path, recipes: tuple[str, ...]) -> Non
 
 
 def test_a_batch_that_ranks_cannot_share_is_refused(tmp_path: Path) -> None:
-    """3 ranks cannot share 8 sequences: every rank says so and ends."""
-    finished = run(on_mpi_ranks(3, TRAIN, "--steps", 1, "--out", tmp_path))
+    """2 ranks cannot share 7 sequences: every rank says so and ends."""
+    finished = run(on_mpi_ranks(2, TRAIN, "--steps", 1, "--batch", 7, "--out", tmp_path))
     assert finished.returncode == 1
-    assert "--batch 8 must divide over 3 ranks" in finished.stderr
+    assert "--batch 7 must divide over 2 ranks" in finished.stderr
