@@ -2,11 +2,12 @@
 
 Rank r's chunk is the bytes of its shards, weight by weight in the plan's order; chunks follow each
 other in rank order. Where the weights' codes already lie in memory like that (views into one flat
-buffer that ranks own range by range, as ZeRO optimizers keep them) the gather runs there in place:
-nothing is copied in or out. Otherwise the chunks are put into a staging buffer and are stored from
-there, nibble by nibble where two ranks share a byte. The same bytes travel either way, so ranks
-need not agree on which it is. Which it is, and where every byte goes, is decided once, and again
-where codes have moved; a gather is then one launch before the collective and one after it.
+buffer that ranks own range by range, as ZeRO optimizers keep them, or one weight alone) the gather
+runs there in place: nothing is copied out, nor in but what was cast elsewhere. Otherwise the chunks
+are put into a staging buffer and are stored from there, nibble by nibble where two ranks share a
+byte. The same bytes travel either way, so ranks need not agree on which it is. Which it is, and
+where every byte goes, is decided once, and again where codes have moved; a gather is then one
+launch before the collective and one after it.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ def code_gathers(
     specs: Sequence[ShardSpec],
     members: Mapping[Communicator, Sequence[int]],
     owners: Mapping[Communicator, Owners],
+    alone_from: int | None = None,
 ) -> list[CodeGather]:
     """The gathers of all planes of all groups.
 
@@ -54,13 +56,26 @@ def code_gathers(
         specs: the weights.
         members: by group the places of its weights.
         owners: by group those of its members.
+        alone_from: weights of so many elements or more are gathered one by one; None for none.
     """
-    return [
-        CodeGather(comm, [specs[i] for i in indices], owners[comm], plane)
-        for comm, indices in members.items()
-        for plane in PLANES
-        if any(plane in specs[i].storage.gathered for i in indices)
-    ]
+    gathers: list[CodeGather] = []
+    for comm, indices in members.items():
+        together: list[int] = []  # places among the members
+        alone: list[list[int]] = []
+        for place, i in enumerate(indices):
+            if alone_from is not None and specs[i].storage.shape.numel() >= alone_from:
+                alone.append([place])
+            else:
+                together.append(place)
+        for places in filter(None, [together, *alone]):
+            own = [specs[indices[place]] for place in places]
+            its_owners = owners[comm].of_weights(places) if alone else owners[comm]
+            gathers += [
+                CodeGather(comm, own, its_owners, plane)
+                for plane in PLANES
+                if any(plane in spec.storage.gathered for spec in own)
+            ]
+    return gathers
 
 
 class CodeGather:
@@ -103,6 +118,7 @@ class CodeGather:
                 self._counts[rank] += last - first
                 offset = staged.stop
         self._codes: list[torch.Tensor | None] = [None] * len(specs)
+        self._is_cast_elsewhere = any(plane in spec.codes for spec in specs)
         self._addresses: list[int] = []
         # What is decided for codes at these addresses.
         self.is_trusting = self.takes_digests = self._is_decided = False
@@ -130,32 +146,33 @@ class CodeGather:
         if not self._chunks:
             return nothing
         with alone():
-            staging = self._staged()
-        if staging is None:
-            assert self._in_place is not None
-            return self._comm.start_all_gather_(self._in_place, self._counts)
-        wait = self._comm.start_all_gather_(staging, self._counts)
+            buffer = self._filled()
+        wait = self._comm.start_all_gather_(buffer, self._counts)
+        if buffer is self._in_place:
+            return wait
 
         def end() -> None:
             wait()
             with alone():
-                self._store_from(staging)
+                self._store_from(buffer)
 
         return end
 
-    def _staged(self) -> torch.Tensor | None:
-        """A buffer with what this rank sends; None where codes are gathered in place."""
+    def _filled(self) -> torch.Tensor:
+        """The weights' codes in gather order, or a staging buffer, with what this rank sends."""
         self._follow()
         if not self._is_decided:
             self._in_place, self._is_decided = self._contiguous_codes(), True
-        if self._in_place is not None:
-            return None
+        if self._in_place is not None and not self._is_cast_elsewhere:
+            return self._in_place
         if self._stage is None:
             own = self._own_copies()
             self._stage = self._copying(own, lambda *s: self._backend.stage_codes(own, *s))
-        staging = torch.empty(sum(self._counts), dtype=torch.uint8, device=self._device)
-        self._stage(staging)
-        return staging
+        buffer = self._in_place
+        if buffer is None:
+            buffer = torch.empty(sum(self._counts), dtype=torch.uint8, device=self._device)
+        self._stage(buffer)
+        return buffer
 
     def _store_from(self, staging: torch.Tensor) -> None:
         """Store what ``staging`` holds, but for what stands there already."""
@@ -196,6 +213,8 @@ class CodeGather:
                 codes = self._specs[chunk.weight].own_codes(self._plane)
                 if codes is not None:
                     copies.append(CodeCopy(codes, chunk.staged.start))
+                    continue
+                if self._in_place is not None:
                     continue
                 head, tail = self._cut_bytes(chunk)
                 ends = [chunk.first, chunk.first + head, chunk.last - tail, chunk.last]
@@ -249,7 +268,7 @@ class CodeGather:
 
     def _contiguous_codes(self) -> torch.Tensor | None:
         """The codes as one flat tensor in gather order, where that is how they lie in memory."""
-        if any(self._plane in spec.codes for spec in self._specs):
+        if self._is_cast_elsewhere and None in self._codes:
             return None
         head = self._flat(self._chunks[0].weight)
         base = head.data_ptr() + self._chunks[0].first

@@ -103,6 +103,8 @@ class CastPlan:
             fit together.
     """
 
+    _alone_from: int | None = None  # weights of so many elements are gathered one by one
+
     def __init__(
         self,
         model_weights: Sequence[torch.Tensor],
@@ -336,7 +338,9 @@ class CastPlan:
     ) -> None:
         """Make the buffers and launches; whatever of it may fail on this rank alone."""
         self._device = self._specs[0].storage.device if self._specs else torch.device("cpu")
-        collectives = CastCollectives(self._specs, members, owners, tp_shards, boundary=boundary)
+        collectives = CastCollectives(
+            self._specs, members, owners, tp_shards, self._alone_from, boundary=boundary
+        )
         self._members, self._gathers = collectives.members, collectives.code_gathers
         self._exchange = collectives.exchange
         self._prepared = PreparedCast(

@@ -17,6 +17,10 @@ from zerocast.numerics import Changes, NVFP4Numerics
 from zerocast.sharded.placement import to_local
 from zerocast.tensors import QuantizedStorage, QuantizedTensor
 
+ALONE_FROM = 1 << 20
+"""Elements of a weight that is gathered by itself, where its codes are to lie: a collective more
+takes less time than copying them would."""
+
 
 class ShardPlan(CastPlan):
     """A plan for a bucket of entries that are cast; collective, over their ranks.
@@ -37,6 +41,8 @@ class ShardPlan(CastPlan):
         changes: by name, of those with ``held_codes``, the bytes of these that the cast changed:
             where the backend notes them and there is one matrix, else ``own`` is other memory.
     """
+
+    _alone_from = ALONE_FROM
 
     def __init__(
         self,
@@ -102,20 +108,31 @@ class ShardPlan(CastPlan):
         """Begin to bring every rank's codes and scales to every rank; what is returned ends it, and
         returns :attr:`storages`, whole.
         """
+        self._allocate_codes(lambda numel: numel >= ALONE_FROM)  # where they are received
         waits = [gather.start() for gather in self._gathers]
         waits.append(self._prepared.start_scales())
 
         def finish() -> dict[str, QuantizedStorage]:
-            for storage in self.storages.values():
-                name = storage.planes[0].codes_name
-                storage.buffers[name] = storage.form.buffers[name].allocate(storage.device)
-            QuantizedStorage.bump_buffers_version()
+            self._allocate_codes(lambda numel: numel < ALONE_FROM)
             while waits:  # each holds what it has received, until it is stored
                 waits.pop(0)()
             self._version.has_scales = True
             return self.storages
 
         return finish
+
+    def _allocate_codes(self, takes: Callable[[int], bool]) -> None:
+        """Allocate the whole codes of weights of a number of elements that ``takes`` accepts; a
+        gather writes all of them.
+        """
+        for storage in self.storages.values():
+            if takes(storage.shape.numel()):
+                name = storage.planes[0].codes_name
+                codes = storage.form.buffers[name]
+                storage.buffers[name] = torch.empty(
+                    codes.shape, dtype=codes.dtype, device=storage.device
+                )
+        QuantizedStorage.bump_buffers_version()
 
     def own_scales(self, name: str) -> torch.Tensor | None:
         """Return the scales of the blocks that begin in this rank's shard, one a block, flat; None

@@ -58,6 +58,16 @@ class Owners:
         places = weight.repeat(size), rank.repeat_interleave(weights)
         return cls.of(weights, torch.stack([*places, *extents.view(-1, 2).unbind(1)], dim=1))
 
+    def of_weights(self, weights: Sequence[int]) -> Owners:
+        """Those of some of the weights, in this order."""
+        shards = [
+            (place, rank, extent.start, extent.end)
+            for place, weight in enumerate(weights)
+            for rank, extent in self.of_weight(weight)
+        ]
+        fields = torch.tensor(shards, dtype=torch.int64, device="cpu").view(-1, 4)
+        return Owners.of(len(weights), fields)
+
     def __len__(self) -> int:
         return len(self.weight)
 
