@@ -37,7 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
 RANKS = 4
 DIALECTS = ("deepseek/fp8", "modelopt/mxfp8", "modelopt/nvfp4")
-SHAPES = [(2048, 2048), (1024, 2048), (2048, 1024), (4096, 1024)]
+SHAPES = [(4096, 4096), (1024, 4096), (4096, 4096), (11008, 4096)]  # of a model of 7B parameters
 RATES = (1e-6, 3e-6, 1e-5)
 
 

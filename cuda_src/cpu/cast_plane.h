@@ -187,7 +187,8 @@ class PlaneCast {
         u8 made[BYTES];  // stays in a register
         store(made, code);
         u64 changed = differing<BYTES>(made, to);
-        if (changed) note(to, made, changed);
+        if (!changed) return;  // and its memory is not written
+        note(to, made, changed);
         store(to, code);
     }
 
