@@ -38,13 +38,8 @@ from zerocast.backends.cpu import CpuBackend  # noqa: E402
 from zerocast.backends.cuda import CudaBackend  # noqa: E402
 from zerocast.numerics import Backend  # noqa: E402
 
-ARITHMETIC = (
-    "cuda_src",
-    "zerocast/backends",
-    "zerocast/formats",
-    "zerocast/numerics",
-    "tests/oracles",
-)
+ARITHMETIC = ("cuda_src", "zerocast/backends", "zerocast/formats", "zerocast/numerics",
+              "tests/oracles")  # fmt: skip
 """What the arithmetic and the claims consist of: what was visited holds for these alone."""
 CHUNK = 128
 """Items that are visited, and noted in the file, at once."""
@@ -130,9 +125,8 @@ def table(visited: Iterable[Visited]) -> str:
     lines: dict[tuple[str, str], list[float]] = {}
     for each in visited:
         line = lines.setdefault((each.chunk.claim, each.chunk.backend), [0, 0, 0])
-        line[0] += each.chunk.end - each.chunk.start
-        line[1] += each.pairs
-        line[2] += each.seconds
+        found = each.chunk.end - each.chunk.start, each.pairs, each.seconds
+        line[:] = map(sum, zip(line, found, strict=True))
     out = [f"{'claim':30} {'backend':10} {'items':>14} {'pairs':>16} {'CPU s':>7}"]
     for (claim, name), (items, pairs, seconds) in sorted(lines.items()):
         share = f"{items:,} / {CLAIMS[claim].items:,}"
@@ -159,11 +153,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         done = [each for each in done if each.sources == hash_of_arithmetic()]
     left = set(part_of(list(chunks(given.claims, given.backends)), given.part))
     left -= {each.chunk for each in done}
-    context = multiprocessing.get_context("spawn")
-    with (
-        tempfile.TemporaryDirectory() as builds,
-        ProcessPoolExecutor(given.processes, context) as pool,
-    ):
+    pool = ProcessPoolExecutor(given.processes, multiprocessing.get_context("spawn"))
+    with tempfile.TemporaryDirectory() as builds, pool:
         os.environ.setdefault(BUILDS, builds)
         work = sorted(left, key=lambda chunk: (chunk.start, chunk.claim))
         try:

@@ -13,16 +13,7 @@ sys.path.insert(0, str(ROOT / "scripts"))
 import prove  # noqa: E402
 
 from tests.cuda_emulation.emulator import needs_emulation  # noqa: E402
-from tests.oracles.finite_domains import (  # noqa: E402
-    CLAIMS,
-    E2M1,
-    E4M3,
-    E5M2,
-    MX,
-    NVFP4,
-    Difference,
-    Float8,
-)
+from tests.oracles.finite_domains import E2M1, E4M3, E5M2, MX, NVFP4, Float8  # noqa: E402
 from tests.support.instruction_sets import ISAS  # noqa: E402
 from zerocast import MXFP4BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling  # noqa: E402
 
@@ -33,7 +24,7 @@ BACKENDS = [*ISAS, "reference", pytest.param("emulated", marks=needs_emulation)]
 def test_a_part_of_every_claim_holds(backend: str) -> None:
     """The first item, the last, and one that changes with the arithmetic."""
     drawn = np.random.default_rng(int(prove.hash_of_arithmetic(), 16))
-    for name, claim in CLAIMS.items():
+    for name, claim in prove.CLAIMS.items():
         first = int(drawn.integers(claim.items))
         for item in {0, first, claim.items - 1}:
             prove.visit(prove.Chunk(name, backend, item, item + 1))
@@ -51,7 +42,7 @@ def test_a_part_of_every_claim_holds(backend: str) -> None:
 )
 def test_another_numerics_is_told_apart(claim: prove.Claim, item: int) -> None:
     """A claim about other numerics than those that cast is refuted."""
-    with pytest.raises(Difference, match="expected"):
+    with pytest.raises(prove.Difference, match="expected"):
         claim.visit(item)
 
 
@@ -63,7 +54,7 @@ def test_a_proof_that_was_stopped_goes_on(
     asked = ["--claims", "mxfp8", "--backends", ISAS[0], "--out", str(out), "--processes", "1"]
     prove.main(asked)
     first = out.read_text().splitlines()
-    assert len(first) == -(-CLAIMS["mxfp8"].items // prove.CHUNK)
+    assert len(first) == -(-prove.CLAIMS["mxfp8"].items // prove.CHUNK)
     out.write_text(f"{first[0]}\n")
     prove.main(asked)
     assert len(out.read_text().splitlines()) == len(first)
