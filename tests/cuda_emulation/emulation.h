@@ -64,11 +64,12 @@ struct Fiber {
     unsigned mask;  // of the warp function
     int value;      // what it gave to it
     void* watched;  // what the thread sanitizer knows it by
+    unsigned barriers;   // that it has come to
+    char came, goes_on;  // what orders it at __syncwarp
 };
 
 struct Warp {
     int values[WARP];  // of the last warp function that all lanes of its mask have reached
-    char order;
 };
 
 static Fiber fibers[MAX_THREADS];
@@ -90,7 +91,7 @@ static u64 random_state;
 // --- what the thread sanitizer is told; nothing of the emulation itself is watched ---
 
 static void* watched_scheduler;
-static char block_order;
+static char block_order[2], block_end;  // of barriers by turns
 
 // Goes on as another fiber, which orders nothing.
 static inline UNWATCHED void watch(void* other) {
@@ -164,7 +165,7 @@ UNWATCHED static void fiber_main() {
     auto function = (void (*)(u64, u64, u64, u64, u64, u64, Struct))kernel;
     function(a[0], a[1], a[2], a[3], a[4], a[5], *(const Struct*)(a + argument_words));
     current->state = ENDED;
-    come_before(&block_order);
+    come_before(&block_end);
     end_launch();
 }
 
@@ -255,7 +256,7 @@ UNWATCHED static bool run_block(unsigned threads, int how) {
         if (ended) break;
         if (!ran && !pass_barrier(threads)) return false;
     }
-    come_after(&block_order);
+    come_after(&block_end);
     for (unsigned t = 0; t < threads; t++) {
 #if EMULATION_WATCHED
         __tsan_destroy_fiber(fibers[t].watched);
@@ -272,13 +273,16 @@ UNWATCHED static bool run_block(unsigned threads, int how) {
 UNWATCHED static void barrier(int line) {
     current->state = IN_BLOCK;
     current->line = line;
-    come_before(&block_order);
+    // A thread may come to the next barrier before another has gone on from this one, and what it
+    // did in between comes before nothing that the other does.
+    char* order = &block_order[current->barriers++ % 2];
+    come_before(order);
     yield();
-    come_after(&block_order);
+    come_after(order);
 }
 
 // Waits until all lanes of mask have given a value; then they are in the warp's values.
-UNWATCHED static const int* exchange(unsigned mask, int value, int line) {
+UNWATCHED static const int* exchange(unsigned mask, int value, int line, bool orders = false) {
     unsigned thread = current->index.x, lane = thread % WARP;
     Warp& warp = warps[thread / WARP];
     Fiber* lanes = fibers + thread / WARP * WARP;
@@ -308,8 +312,11 @@ UNWATCHED static const int* exchange(unsigned mask, int value, int line) {
         }
     }
     if (all) {
+        for (unsigned i = 0; orders && i < WARP; i++)
+            if (mask >> i & 1) come_after(&lanes[i].came);
         for (unsigned i = 0; i < WARP; i++) {
             if (!(mask >> i & 1)) continue;
+            if (orders) come_before(&lanes[i].goes_on);
             warp.values[i] = lanes[i].value;
             lanes[i].state = READY;
         }
@@ -330,10 +337,9 @@ UNWATCHED static const int* exchange(unsigned mask, int value, int line) {
 
 // The only warp function that orders what threads read and write.
 UNWATCHED static inline void __syncwarp(unsigned mask = 0xFFFFFFFFu, int line = __builtin_LINE()) {
-    char* order = &emulation::warps[threadIdx.x / emulation::WARP].order;
-    emulation::come_before(order);
-    emulation::exchange(mask, 0, line);
-    emulation::come_after(order);
+    emulation::come_before(&emulation::current->came);
+    emulation::exchange(mask, 0, line, true);
+    emulation::come_after(&emulation::current->goes_on);
 }
 
 UNWATCHED static inline int __reduce_max_sync(unsigned mask, int value,

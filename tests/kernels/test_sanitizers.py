@@ -115,8 +115,11 @@ def test_kernels(name: str, flags: str) -> None:
          ("dequantize", "cuda/dequantize.cu", "__syncthreads();\n        decode_tile",
           "decode_tile"),
          "ThreadSanitizer: data race"),
+        ("tsan", "THREADS",
+         ("dequantize", "cuda/dequantize.cu", "__syncthreads();  // before the next tile", "//"),
+         "ThreadSanitizer: data race"),
     ],
-    ids=["element past the end", "row past the end", "barrier"],
+    ids=["element past the end", "row past the end", "barrier", "barrier between tiles"],
 )  # fmt: skip
 def test_a_mistake_in_a_kernel_is_seen(
     name: str, flags: str, mistake: tuple[str, ...], found: str
