@@ -271,9 +271,12 @@ def test_tables_list_each_element_of_small_matrices_once(monkeypatch) -> None:
 
 def test_tiles_visit_each_element_once_in_its_block(ask) -> None:
     """All tiles of a shard, by all threads: each element that is owned once, in its block, and no
-    other. Vectors in one block, and aligned ones, are said to be so.
+    other. Vectors in one block, and aligned ones, are said to be so, and no others; among the tiles
+    are some of two rows, some whose last vector has one column, and some that begin in a block.
     """
-    for grid, extent in drawn_grids(3, 120):
+    edges = [BlockGrid(2, 37, 32, 5), BlockGrid(2, 3, 16, 16), BlockGrid(3, 513, 1, 3),
+             BlockGrid(17, 1100, 16, 12)]  # fmt: skip
+    for grid, extent in [*((g, Extent(0, g.numel)) for g in edges), *drawn_grids(3, 120)]:
         grid = tiling.tiled_grid(grid)
         tiles = tiling.shard_tiles([0], [grid], [extent]).tolist()
         assert_visited(ask, "of_tile", grid, extent, tiles)
@@ -317,9 +320,13 @@ def assert_visited(
         _, first, count = np.unique(vectors, return_index=True, return_counts=True)
         if keep:
             assert (blocks[first] == blocks[first + count - 1]).all(), (grid, extent, tile)
+        # Tiles begin at multiples of four columns.
+        of_one = not second and tile[1] % 2**32 == 1
+        assert keep == (bool(second) or of_one or grid.block_w % 4 == 0), (grid, tile)
+        rows = range(tile[0] >> 32 & 0xFFFF)
+        assert aligned == (address % 16 == 0 and all(r * grid.cols % 4 == 0 for r in rows))
         if aligned:
             start = tile[1] % 2**32 * grid.cols + tile[1] // 2**32 if second else tile[2]
-            assert address % 16 == 0
             assert ((elements[first[count == 4]] - start) % 4 == 0).all(), (grid, extent, tile)
     visited = np.sort(np.concatenate(found))
     assert (visited == np.arange(extent.start, extent.end)).all(), (grid, extent)

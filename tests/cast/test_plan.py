@@ -112,6 +112,9 @@ def test_shard_buffers_of_a_stack_receive_the_codes(
         [weight], [master[start:end]], [start], comm, fsdp_shard_model_weights=[buffer]
     )
     plan.cast()
+    masters, matrices = plan._prepared.masters.tensors, plan._prepared.matrices
+    held = [0 if master is None else master.numel() for master in masters]
+    assert held == [matrix.extent.size for matrix in matrices]
     assert_same_bytes(buffer, expected[first:last], "shard")
     plan.all_gather()
     assert_same_storage(weight, whole, "gathered")
