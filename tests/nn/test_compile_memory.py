@@ -113,15 +113,21 @@ def test_inductor(recipe, weights):
     assert_compiles(recipe, recomputed, expected=several, **options)
 
 
-@pytest.mark.parametrize("recipe", [DELAYED, DRAWN, RECIPES["block"]], ids=str)
+CHECKPOINTS = {
+    "ours": nn.checkpoint,
+    "reentrant": partial(checkpoint, use_reentrant=True),
+    "not reentrant": partial(checkpoint, use_reentrant=False),
+}
+
+
+# Each way with the recipe that remembers most; the other recipes in one way, which calls the same.
 @pytest.mark.parametrize(
-    "recomputing",
+    ("recomputing", "recipe"),
     [
-        nn.checkpoint,
-        partial(checkpoint, use_reentrant=True),
-        partial(checkpoint, use_reentrant=False),
+        *(pytest.param(way, DELAYED, id=f"{name}-delayed") for name, way in CHECKPOINTS.items()),
+        pytest.param(CHECKPOINTS["ours"], DRAWN, id="ours-nvfp4"),
+        pytest.param(CHECKPOINTS["not reentrant"], RECIPES["block"], id="not reentrant-block"),
     ],
-    ids=["ours", "reentrant", "not reentrant"],
 )
 def test_a_checkpoint_around_a_compiled_function(recomputing, recipe):
     """Computed again in the backward, after its region: under it, from the scales of the first
