@@ -250,7 +250,9 @@ def test_stored_scales_stand_where_the_layout_says(ask) -> None:
 
 
 def test_tables_list_each_element_of_small_matrices_once(monkeypatch) -> None:
-    """Of tiles of 2x4 and 1x8, all extents of matrices of up to 5 x 9 in blocks of all kinds."""
+    """Of tiles of 2x4 and 1x8, in blocks of all kinds: all extents of matrices of up to 19
+    elements, and every second or third of larger ones, up to 5 x 9.
+    """
     for name, value in {"TILE_ROWS": 2, "TILE_COLS": 4, "LONG_TILE_COLS": 8}.items():
         monkeypatch.setattr(tiling, name, value)
     shapes = product((1, 2, 5), (1, 4, 9), (1, 2, 3), (1, 3, 4))
