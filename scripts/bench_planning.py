@@ -34,7 +34,7 @@ SIDE = 1024
 
 class OneOf(Communicator):
     """A group of ``size`` ranks of which this one is alone; it knows what the others gather while a
-    plan is made: how many shards each has, and which.
+    plan is made: how many numbers each tells of its shards, and these.
     """
 
     def __init__(self, rank: int, size: int, layout: FlatLayout) -> None:
@@ -42,11 +42,10 @@ class OneOf(Communicator):
         shards: list[tuple[int, int, int, int]] = []
         counts = [0] * size
         for i, weight in enumerate(layout.weight_extents()):
-            first = weight.start // layout.rank_numel
-            for owner in range(first, (weight.end - 1) // layout.rank_numel + 1):
-                own = layout.rank_extent(owner).intersect(weight).shifted(-weight.start)
+            for owner, part in layout.owners(weight):
+                own = part.shifted(-weight.start)
                 shards.append((i, owner, own.start, own.end))
-                counts[owner] += 1
+                counts[owner] += len(shards[-1])
         shards.sort(key=lambda shard: (shard[1], shard[0]))
         self._gathers = [torch.tensor(counts), torch.tensor(shards).view(-1)]
 

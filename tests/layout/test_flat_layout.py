@@ -1,6 +1,7 @@
 """Weights end to end over ranks, against a list with one entry an element."""
 
 from collections import Counter
+from collections.abc import Iterator
 from itertools import combinations_with_replacement, product
 
 import pytest
@@ -150,3 +151,19 @@ def test_empty_extents_stand_anywhere():
     extents = [Extent(5, 5), Extent(0, 7), Extent(3, 3), Extent(7, 10), Extent(99, 99)]
     assert check_partition(10, extents) is None
     assert check_partition(0, [Extent(0, 0), Extent(4, 4)]) is None
+
+
+def test_sizes_are_summed_once() -> None:
+    """What ranks own is found weight by weight, so each look may not add up all sizes again."""
+
+    class Counted(tuple[int, ...]):
+        sums = 0
+
+        def __iter__(self) -> Iterator[int]:
+            Counted.sums += 1
+            return super().__iter__()
+
+    layout = FlatLayout(Counted((64,) * 9), 4)
+    for weight in (Extent(64 * i, 64 * (i + 1)) for i in range(9)):
+        assert sum(part.size for _, part in layout.owners(weight)) == 64
+    assert Counted.sums == 1

@@ -54,7 +54,9 @@ class Addresses:
     def __init__(self, weights: Sequence[QuantizedTensor], specs: Sequence[ShardSpec]) -> None:
         self._weights, self._specs = weights, specs
         self._storages = [shard_spec.storage for shard_spec in specs]
-        self._copies = [_copies(storage) for storage in self._storages]
+        kinds: dict[Any, Any] = {}  # weights that are alike have one between them
+        copies = map(_copies, self._storages)
+        self._copies = [kinds.setdefault(each, each) for each in copies]
         self.is_trusting = False
         self.look()
 
@@ -140,7 +142,8 @@ class Addresses:
 
 def _copies(storage: QuantizedStorage) -> Any:
     """What of a weight's copies of codes the exchanges and launches of a plan depend on."""
-    return storage.is_whole, storage.has_scales, [plane.source for plane in storage.cast_planes]
+    sources = tuple(plane.source for plane in storage.cast_planes)
+    return storage.is_whole, storage.has_scales, sources
 
 
 def _check_buffers(shard_spec: ShardSpec) -> None:

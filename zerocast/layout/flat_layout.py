@@ -9,6 +9,7 @@ buffer: give weights with an odd number of elements a layout of their own.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 
 from zerocast.layout.block_grid import ceil_div, round_up
@@ -19,7 +20,7 @@ ALIGNMENT = 128
 line."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class FlatLayout:
     """Weights of ``numels`` elements end to end, over ``world_size`` ranks.
 
@@ -33,7 +34,7 @@ class FlatLayout:
     world_size: int
     alignment: int = ALIGNMENT
 
-    @property
+    @cached_property
     def rank_numel(self) -> int:
         """The elements of one rank's range, padding included; the same on every rank."""
         return round_up(ceil_div(sum(self.numels), self.world_size), self.alignment)

@@ -101,7 +101,7 @@ class CastSteps:
             self._prepare(recipe, cast, by_stage, scaled)
         storages = [storage for storage, _ in operands]
         self._launches["expand_scales"] = prepare_expansion(storages, compact, backend)
-        self._launches["transpose"] = prepare_rebuild(storages, backend)
+        self._launches["transpose"] = prepare_rebuild(storages, backend, dict(operands))
 
     def run(self, *steps: str) -> None:
         """Launch what there is to do in ``steps``."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 
@@ -28,20 +29,32 @@ def rebuild_derived(storages: Iterable[QuantizedStorage]) -> None:
 
 
 def prepare_rebuild(
-    storages: Iterable[QuantizedStorage], backend: Backend | None = None
+    storages: Iterable[QuantizedStorage],
+    backend: Backend | None = None,
+    cast: Mapping[QuantizedStorage, TensorOperand] = MappingProxyType({}),
 ) -> list[Launch]:
     """The launches that make the derived copies of weights as long as their buffers stay where they
     are: one for each recipe and device, by ``backend`` or the device's own.
 
+    Operands of their ``cast`` serve where there are some: they hold the same codes, unless the cast
+    writes them elsewhere.
+
     Afterwards call :meth:`QuantizedStorage.mark_rebuilt`.
     """
+
+    def operand_of(storage: QuantizedStorage) -> TensorOperand:
+        known = cast.get(storage)
+        if known is not None and known.planes[0].codes is storage.buffers["rowwise_data"]:
+            return known
+        return tensor_operand(storage)
+
     groups: dict[tuple[Recipe, torch.device], list[QuantizedStorage]] = {}
     for storage in storages:
         if storage.derived_names:
             groups.setdefault((storage.recipe, storage.device), []).append(storage)
     return [
         (backend or backend_for(device)).transpose(
-            recipe.numerics, [tensor_operand(each) for stack in group for each in stack.matrices]
+            recipe.numerics, [operand_of(each) for stack in group for each in stack.matrices]
         )
         for (recipe, device), group in groups.items()
     ]

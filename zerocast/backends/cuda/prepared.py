@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
@@ -24,7 +25,8 @@ KEPT_TILES = 256
 """Tables of tiles that stay on the device for the next launch of the same shapes, beside those that
 CUDA graphs read."""
 
-_Cuts = tuple[tuple[Cut, ...], ...]
+_Cuts = tuple[tuple[tuple[Cut, ...], ...], bytes]
+"""How weights are cut, each way once, and by weight the number of its way."""
 
 FEW_WEIGHTS = 4
 """Up to so many weights a launch has tiles that are kept: an activation is cast and decoded again
@@ -123,9 +125,9 @@ class Tables:
         return Lists(self._launcher, [t for c in candidates for t in (c.cut, c.segments)])
 
     def _visited(self, cuts: Sequence[Sequence[Cut]]) -> torch.Tensor:
-        key, capturing = tuple(tuple(weight) for weight in cuts), self._launcher.capturing
+        key, capturing = _key(cuts), self._launcher.capturing
         if len(cuts) > FEW_WEIGHTS:
-            return self._visited_by_plans(key)
+            return self._visited_by_plans(key, cuts)
         with self._one_thread:
             tiles = self._tiles_in_graphs.get(key)
             if tiles is None:
@@ -140,12 +142,12 @@ class Tables:
                 self._keep(key, tiles)
         return tiles
 
-    def _visited_by_plans(self, key: _Cuts) -> torch.Tensor:
+    def _visited_by_plans(self, key: _Cuts, cuts: Sequence[Sequence[Cut]]) -> torch.Tensor:
         with self._one_thread:
             tiles = self._tiles_of_plans.get(key)
         # A graph cannot rely on what belongs to a plan.
         if tiles is None or self._launcher.capturing:
-            tiles = self._launcher.upload(tiles_of(key))
+            tiles = self._launcher.upload(tiles_of(cuts))
             with self._one_thread:
                 self._tiles_of_plans[key] = tiles
         return tiles
@@ -155,6 +157,12 @@ class Tables:
             self._tiles[key] = tiles
             if len(self._tiles) > KEPT_TILES:
                 self._tiles.popitem(last=False)  # that was used the longest ago
+
+
+def _key(cuts: Sequence[Sequence[Cut]]) -> _Cuts:
+    ways: dict[tuple[Cut, ...], int] = {}
+    numbers = [ways.setdefault(tuple(weight), len(ways)) for weight in cuts]
+    return tuple(ways), array("q", numbers).tobytes()
 
 
 class MasterTable:
