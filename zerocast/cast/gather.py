@@ -61,15 +61,15 @@ def code_gathers(
     gathers: list[CodeGather] = []
     for comm, indices in members.items():
         together: list[int] = []  # places among the members
-        alone: list[list[int]] = []
+        one_by_one: list[list[int]] = []
         for place, i in enumerate(indices):
             if alone_from is not None and specs[i].storage.shape.numel() >= alone_from:
-                alone.append([place])
+                one_by_one.append([place])
             else:
                 together.append(place)
-        for places in filter(None, [together, *alone]):
+        for places in filter(None, [together, *one_by_one]):
             own = [specs[indices[place]] for place in places]
-            its_owners = owners[comm].of_weights(places) if alone else owners[comm]
+            its_owners = owners[comm].of_weights(places) if one_by_one else owners[comm]
             gathers += [
                 CodeGather(comm, own, its_owners, plane)
                 for plane in PLANES
