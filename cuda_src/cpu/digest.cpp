@@ -92,8 +92,9 @@ u64 digest_rows(const u8* from, i64 first, i64 begin, i64 end, u8* to = nullptr)
     for (i64 at = begin; at < end;) {
         i64 row = at / DIGEST_ROW_BYTES, start = row * DIGEST_ROW_BYTES;
         i64 stop = min_of(end, start + DIGEST_ROW_BYTES);
-        total += row_factor(row) * digest_row<COPY>(from + (start - first), at - start, stop - start,
-                                                    to + (start - first));
+        u8* row_to = COPY == NONE ? nullptr : to + (start - first);
+        total += row_factor(row)
+                 * digest_row<COPY>(from + (start - first), at - start, stop - start, row_to);
         at = stop;
     }
     return total;
