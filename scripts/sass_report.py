@@ -162,7 +162,7 @@ class Instruction:
     def pipe(self) -> str:
         """Which one executes it; uniform ones are named by a U."""
         name = self.opcode.partition(".")[0]
-        if (name not in PIPE_OF and name.startswith("U")) or name in ("R2UR", "S2UR"):
+        if (name not in PIPE_OF and name.startswith("U")) or name in ("R2UR", "S2UR", "LDCU"):
             return "uniform"
         return PIPE_OF[name]
 

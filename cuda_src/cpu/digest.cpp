@@ -1,6 +1,6 @@
 // digest: adds to a sum the digest of a range of a tensor's bytes.
-// stage_codes, store_codes: copy codes into the buffer in which they travel, and from there, and add
-// their digest where it is wanted: what passes through the registers anyway is not read again.
+// stage_codes, store_codes: copy codes into the buffer in which they travel, and from there, and
+// add their digest where it is wanted: what passes through the registers anyway is not read again.
 //
 // A thread takes whole rows of keys. A product of a word and a key of 64 bits is two products of 32
 // bits, of which the upper one's sum is shifted into place once a row.

@@ -60,10 +60,10 @@ struct Fiber {
     void* stack_pointer;
     emulated_index index;
     State state;
-    int line;       // of the barrier or warp function that it waits in
-    unsigned mask;  // of the warp function
-    int value;      // what it gave to it
-    void* watched;  // what the thread sanitizer knows it by
+    int line;            // of the barrier or warp function that it waits in
+    unsigned mask;       // of the warp function
+    int value;           // what it gave to it
+    void* watched;       // what the thread sanitizer knows it by
     unsigned barriers;   // that it has come to
     char came, goes_on;  // what orders it at __syncwarp
 };
@@ -81,7 +81,7 @@ static bool warp_released;  // by the fiber that ran last
 static emulated_index block_index, block_size, grid_size;
 static char* error;
 static size_t error_size;
-constexpr int MAX_WORDS = 6, MAX_FIELDS = 80;
+constexpr int MAX_WORDS = 6, MAX_FIELDS = 120;
 // The single words among a kernel's arguments, and after them the fields of a struct, if any.
 static u64 arguments[MAX_WORDS + MAX_FIELDS];
 static int argument_words;
