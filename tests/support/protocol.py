@@ -139,9 +139,11 @@ def compared() -> list[Op]:
 
 def plan_program(
     *, recipe: str = "", exchange: str = "", verify: str = "", check_finite: bool = False,
-    calls: bool = False,
+    calls: bool = False, columnwise: bool = True,
 ) -> Program:  # fmt: skip
-    """Casts and gathers of a plan; or functional ``calls``, and gathers of the caller's."""
+    """Casts and gathers of a plan; or functional ``calls``, and gathers of the caller's. Without
+    ``columnwise`` copies, MXFP8 is cast where it is measured.
+    """
     boundary, opening = exchange == "boundary", "calls.quantize_master_weights"
     made = [START, *making(), START]
     faults = ("raises", "skips", "repeats", *["not finite"] * check_finite)
@@ -154,7 +156,7 @@ def plan_program(
     return Program([
         *made, Op("given", "step", faults=faults), RAISES, *found,
         *cast([phase("partial_cast", writes=(0,))], boundary=boundary, finite=check_finite,
-              chooses="4over6" in recipe, early=recipe == "mxfp8"),
+              chooses="4over6" in recipe, early=recipe == "mxfp8" and not columnwise),
         *gather(at, 0), *gathered_scales(1) * boundary, READABLE,
         *[phase("transpose")] * (not calls), *compared() * bool(verify), USE, NEXT, USE, DONE,
     ], parts=2)  # fmt: skip
@@ -206,7 +208,7 @@ PROGRAMS: dict[str, tuple[Any, dict[str, Any]]] = {
     "plan": (PlanSteps, {}),
     "boundary, hash": (PlanSteps, BOUNDARY | HASH),
     "4 over 6, finite": (PlanSteps, {"recipe": "nvfp4-4over6", "check_finite": True}),
-    "codes early": (PlanSteps, BOUNDARY | {"recipe": "mxfp8"}),
+    "codes early": (PlanSteps, BOUNDARY | {"recipe": "mxfp8", "columnwise": False}),
     "calls": (PlanSteps, {"calls": True}),
     "optimizer, hash": (OptimizerSteps, HASH),
     "late gathers, hash": (OptimizerSteps, LATE | BUCKETS | HASH),

@@ -65,11 +65,11 @@ class PlanSteps:
     late = False
 
     def __init__(self, comm: Communicator, recipe: str, shapes: Any, extents: Extents, *,
-                 calls: bool = False, **options: Any) -> None:  # fmt: skip
+                 calls: bool = False, columnwise: bool = True, **options: Any) -> None:  # fmt: skip
         self.comm, self.shapes = comm, shapes
         self.extents = [by_rank[comm.rank] for by_rank in extents]
         self.weights = [
-            zerocast.empty(shape, RECIPES[recipe], columnwise=recipe != "mxfp8") for shape in shapes
+            zerocast.empty(shape, RECIPES[recipe], columnwise=columnwise) for shape in shapes
         ]
         self.starts = [extent.start for extent in self.extents]
         self.masters = [torch.ones(extent.size) for extent in self.extents]
