@@ -52,15 +52,16 @@ def measure(comm: Communicator, recipe: str, exchange: str, rounds: int) -> Time
     read = torch.ones(held(recipe) // 8, dtype=torch.int64)
     works = [*(functools.partial(step, plan) for plan in plans), plans[1].verify, read.max]
     found = []
-    for _ in range(rounds + 2):
-        seconds = []
-        for work in works:
+    for turn in range(rounds + 2):
+        seconds = [0.0] * len(works)
+        for k in range(len(works)):
+            i = (turn + k) % len(works)  # what ran before fills the caches: each is first in turn
             comm.barrier()
             begin = time.process_time()
             comm.barrier()
-            work()
+            works[i]()
             comm.barrier()
-            seconds.append(time.process_time() - begin)
+            seconds[i] = time.process_time() - begin
         found.append(tuple(seconds))
     return found[2:]
 
