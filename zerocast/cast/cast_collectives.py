@@ -28,7 +28,7 @@ class CastCollectives:
         members: by group the places of its weights, all weights once.
         owners: by group those of its members.
         tp_shards: by tensor-parallel group the places of the weights whose shards it holds.
-        alone_from: weights of so many elements or more are gathered one by one; None for none.
+        one_by_one_from: weights of so many elements or more are gathered one by one; None for none.
         boundary: whether ranks reduce the amaxes of tensors and of cut blocks alone.
 
     Attributes:
@@ -48,7 +48,7 @@ class CastCollectives:
         members: Mapping[Communicator, Sequence[int]],
         owners: Mapping[Communicator, Owners],
         tp_shards: Mapping[Communicator, Sequence[int]],
-        alone_from: int | None = None,
+        one_by_one_from: int | None = None,
         *,
         boundary: bool,
     ) -> None:
@@ -59,7 +59,7 @@ class CastCollectives:
         self.exchange = Exchange(
             matrices, self.members, owners_of, self.matrices.places(tp_shards), by_owner
         )
-        self.code_gathers = code_gathers(specs, members, owners, alone_from)
+        self.code_gathers = code_gathers(specs, members, owners, one_by_one_from)
         self.scale_gathers = scale_gathers(matrices, self.members, owners_of, by_owner)
         self.own_scales: dict[int, Mapping[str, OwnScales]] = {
             i: own for each in self.scale_gathers for i, own in each.own.items() if own

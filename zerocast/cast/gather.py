@@ -48,7 +48,7 @@ def code_gathers(
     specs: Sequence[ShardSpec],
     members: Mapping[Communicator, Sequence[int]],
     owners: Mapping[Communicator, Owners],
-    alone_from: int | None = None,
+    one_by_one_from: int | None = None,
 ) -> list[CodeGather]:
     """The gathers of all planes of all groups.
 
@@ -56,14 +56,14 @@ def code_gathers(
         specs: the weights.
         members: by group the places of its weights.
         owners: by group those of its members.
-        alone_from: weights of so many elements or more are gathered one by one; None for none.
+        one_by_one_from: weights of so many elements or more are gathered one by one; None for none.
     """
     gathers: list[CodeGather] = []
     for comm, indices in members.items():
         together: list[int] = []  # places among the members
         one_by_one: list[list[int]] = []
         for place, i in enumerate(indices):
-            if alone_from is not None and specs[i].storage.shape.numel() >= alone_from:
+            if one_by_one_from is not None and specs[i].storage.shape.numel() >= one_by_one_from:
                 one_by_one.append([place])
             else:
                 together.append(place)

@@ -103,7 +103,7 @@ class CastPlan:
             fit together.
     """
 
-    _alone_from: int | None = None  # weights of so many elements are gathered one by one
+    _one_by_one_from: int | None = None  # weights of so many elements are gathered one by one
 
     def __init__(
         self,
@@ -339,7 +339,7 @@ class CastPlan:
         """Make the buffers and launches; whatever of it may fail on this rank alone."""
         self._device = self._specs[0].storage.device if self._specs else torch.device("cpu")
         collectives = CastCollectives(
-            self._specs, members, owners, tp_shards, self._alone_from, boundary=boundary
+            self._specs, members, owners, tp_shards, self._one_by_one_from, boundary=boundary
         )
         self._members, self._gathers = collectives.members, collectives.code_gathers
         self._exchange = collectives.exchange

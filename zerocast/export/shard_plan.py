@@ -17,9 +17,9 @@ from zerocast.numerics import Changes, NVFP4Numerics
 from zerocast.sharded.placement import to_local
 from zerocast.tensors import QuantizedStorage, QuantizedTensor
 
-ALONE_FROM = 1 << 20
-"""Elements of a weight that is gathered by itself, where its codes are to lie: a collective more
-takes less time than copying them would."""
+ONE_BY_ONE_FROM = 1 << 20
+"""Weights of so many elements or more are gathered one by one, each where its codes are to lie: a
+collective more takes less time than copying them would."""
 
 
 class ShardPlan(CastPlan):
@@ -42,7 +42,7 @@ class ShardPlan(CastPlan):
             where the backend notes them and there is one matrix, else ``own`` is other memory.
     """
 
-    _alone_from = ALONE_FROM
+    _one_by_one_from = ONE_BY_ONE_FROM
 
     def __init__(
         self,
@@ -108,12 +108,12 @@ class ShardPlan(CastPlan):
         """Begin to bring every rank's codes and scales to every rank; what is returned ends it, and
         returns :attr:`storages`, whole.
         """
-        self._allocate_codes(lambda numel: numel >= ALONE_FROM)  # where they are received
+        self._allocate_codes(one_by_one=True)  # where they are received
         waits = [gather.start() for gather in self._gathers]
         waits.append(self._prepared.start_scales())
 
         def finish() -> dict[str, QuantizedStorage]:
-            self._allocate_codes(lambda numel: numel < ALONE_FROM)
+            self._allocate_codes(one_by_one=False)
             while waits:  # each holds what it has received, until it is stored
                 waits.pop(0)()
             self._version.has_scales = True
@@ -121,12 +121,12 @@ class ShardPlan(CastPlan):
 
         return finish
 
-    def _allocate_codes(self, takes: Callable[[int], bool]) -> None:
-        """Allocate the whole codes of weights of a number of elements that ``takes`` accepts; a
-        gather writes all of them.
+    def _allocate_codes(self, *, one_by_one: bool) -> None:
+        """Allocate the whole codes, all of which a gather writes, of the weights that are gathered
+        one by one, or of the others.
         """
         for storage in self.storages.values():
-            if takes(storage.shape.numel()):
+            if (storage.shape.numel() >= ONE_BY_ONE_FROM) == one_by_one:
                 name = storage.planes[0].codes_name
                 codes = storage.form.buffers[name]
                 storage.buffers[name] = torch.empty(
