@@ -3,7 +3,9 @@
 import pytest
 import torch
 
-from zerocast.cast.copied_digests import HeldDigests
+from zerocast.backends import backend_for
+from zerocast.cast.copied_digests import CopiedDigests, HeldDigests
+from zerocast.numerics import CodeCopy
 from zerocast.tensors.digest import digest
 
 
@@ -29,3 +31,19 @@ def test_digests_are_prepared_once_and_of_what_lies_there_now(
         tensors[0].mul_(-3)
         assert held.of(tensors) == [int(digest(each)) % 2**64 for each in tensors]
         assert len(prepared) == moves
+
+
+def test_what_was_copied_is_not_read_again() -> None:
+    """It counts as it was copied, and what was copied of other tensors is passed over; a single
+    tensor is read whole.
+    """
+    tensors = [torch.arange(size, dtype=torch.uint8) for size in (9, 64, 5)]
+    copies = [CodeCopy(tensors[1][8:40], 0, 8), CodeCopy(tensors[2], 32, 0),
+              CodeCopy(tensors[1][50:52], 37)]  # fmt: skip
+    backend = backend_for(torch.device("cpu"))
+    copied = CopiedDigests(copies, lambda *sums: backend.stage_codes(copies, *sums))
+    copied(torch.empty(39, dtype=torch.uint8))
+    expected = [int(digest(each)) % 2**64 for each in tensors]
+    tensors[1][8:40] += 1
+    assert HeldDigests().of(tensors[:2], [copied]) == expected[:2]
+    assert HeldDigests().of(tensors[1:2]) == [int(digest(tensors[1])) % 2**64] != expected[1:2]

@@ -18,7 +18,7 @@ from tests.support.values import draw_values
 from zerocast.backends.reference import ReferenceBackend
 from zerocast.cast import CastPlan
 from zerocast.cast.fault_file import read_fault
-from zerocast.cast.verified import _message
+from zerocast.cast.verified import _message, _vote
 from zerocast.cast.whole_cast import Difference, HeldWeight
 from zerocast.cli import main
 from zerocast.comm import Communicator, RecordingCommunicator, run_in_process
@@ -109,7 +109,9 @@ def test_a_group_is_cast_under_the_amax_of_any_member(comm: Communicator, recipe
 
 @pytest.mark.parametrize("dim", [0, 1])
 def test_tensor_parallel_shards(dim: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They pass; a fault of one shard is told to the ranks of the others, and is repeated."""
+    """They pass; a fault of one shard is told to the ranks of the others, and is repeated; ranks
+    whose shards are at other steps are told so.
+    """
     monkeypatch.chdir(tmp_path)
 
     def on_rank(comm: Communicator) -> str:
@@ -133,6 +135,10 @@ def test_tensor_parallel_shards(dim: int, tmp_path: Path, monkeypatch: pytest.Mo
                     plan.all_gather()
                 return str(caught.value)
             plan.all_gather()
+            steps = f"rank 0 at {plan.step}, rank 1 at {plan.step - 1}"
+            plan.step -= tp.rank
+            assert steps in message_of(VerificationError, plan.verify)
+            plan.step += tp.rank
         return ""
 
     messages = run_ranks("in_process", 4, on_rank)
@@ -420,6 +426,21 @@ def test_a_hash_is_one_small_collective() -> None:
         assert (kind, total.calls, total.payload_bytes) == ("all_reduce", 1, 8)
 
     body()
+
+
+def test_votes_tell_steps_and_digests_apart() -> None:
+    """A thousand of them are all different, and of 31 bits without the one that stands for an
+    error.
+    """
+    votes = {_vote(step, [digest]) for step in range(40) for digest in range(25)}
+    assert len(votes) == 1000
+    assert 1 <= min(votes) < max(votes) < 2**31 - 1
+
+
+@on_ranks("in_process", 2)
+def test_a_plan_of_no_weights_has_nothing_to_compare(comm: Communicator) -> None:
+    """And says nothing of it."""
+    Weights(comm, shapes={}, verify="full").step()
 
 
 @on_ranks("in_process", 2)

@@ -136,15 +136,16 @@ class Verification:
         """Raise what differs between ranks."""
         error: ZerocastError | None = None
         differing: dict[Communicator, list[str]] = {}
-        for comm, mine in numbers.items():
-            by_rank = comm.all_gather_object((step, mine))
+        for comm in self._comms:  # ranks of a tensor-parallel group are to be at one step, too
+            by_rank = comm.all_gather_object((step, numbers.get(comm, [])))
             if len({at for at, _ in by_rank}) > 1:
                 steps = ", ".join(f"rank {r} at {at}" for r, (at, _) in enumerate(by_rank))
                 error = VerificationError(
                     f"all ranks must be at one step, and are not: {steps}; load the last "
                     f"checkpoint on every rank."
                 )
-            names = [weight.name for weight in self._weights[comm] for _ in _compared(weight)]
+            weights = self._weights.get(comm, ())
+            names = [weight.name for weight in weights for _ in _compared(weight)]
             held = zip(names, zip(*(theirs for _, theirs in by_rank), strict=False), strict=False)
             differing[comm] = list(dict.fromkeys(n for n, each in held if len(set(each)) > 1))
         raise_in_all(self._comms, error)
@@ -153,7 +154,7 @@ class Verification:
         for comm in self._tp_comms:
             judged = judged.union(*comm.all_gather_object(judged))
         for comm, names in differing.items():
-            for i, weight in enumerate(self._weights[comm]):
+            for i, weight in enumerate(self._weights.get(comm, ())):
                 if weight.name in judged:
                     error = self._judge(comm, i, step, names[1:]) or error
             if error is None and names:
