@@ -176,10 +176,11 @@ def test_a_moved_weight_leaves_the_plan_its_backend() -> None:
     assert_same_storage(weight, unsharded(master, NVFP4), "moved")
 
 
+@pytest.mark.parametrize("elsewhere", [(), (0,), (1,), (0, 1)])
 @on_ranks("in_process", 2)
-def test_gather_in_place_copies_nothing(comm: Communicator) -> None:
+def test_gather_in_place_copies_nothing(comm: Communicator, elsewhere: tuple[int, ...]) -> None:
     """Weights whose codes lie end to end in one buffer, cut rank by rank, are gathered in that very
-    buffer.
+    buffer; what was cast elsewhere, of whichever of them, is brought there.
     """
     gathered: list[int] = []
 
@@ -198,7 +199,9 @@ def test_gather_in_place_copies_nothing(comm: Communicator) -> None:
     cut = NUMEL + 1002  # rank 0: the first weight and the head of the second
     mine = [masters[0], masters[1][:1002]] if comm.rank == 0 else [None, masters[1][1002:]]
     starts = [0, 0] if comm.rank == 0 else [None, cut - NUMEL]
-    plan = zerocast.CastPlan(weights, mine, starts, Spy(comm))
+    own = [None if master is None or i not in elsewhere else torch.zeros(len(master) // 2).byte()
+           for i, master in enumerate(mine)]  # fmt: skip
+    plan = zerocast.CastPlan(weights, mine, starts, Spy(comm), fsdp_shard_model_weights=own)
     gathered.clear()
     plan.cast()
     plan.all_gather()
@@ -210,7 +213,7 @@ def test_gather_in_place_copies_nothing(comm: Communicator) -> None:
 @on_ranks("in_process", 4)
 def test_experts_have_groups_of_their_own(comm: InProcessCommunicator) -> None:
     """Weights of one plan in different groups: each expert is shared by two of the four ranks, the
-    dense one by all.
+    dense one by all; what they hold is compared in each.
     """
     dense, *experts = (draw_values("wide", NUMEL, i) for i in range(3))
     expert = experts[comm.rank // 2]
@@ -219,9 +222,10 @@ def test_experts_have_groups_of_their_own(comm: InProcessCommunicator) -> None:
     quarter, half = NUMEL // 4, NUMEL // 2
     starts = [comm.rank * quarter, pair.rank * half]
     masters = [dense[starts[0] :][:quarter], expert[starts[1] :][:half]]
-    plan = zerocast.CastPlan(weights, masters, starts, [comm, pair])
-    plan.cast()
-    plan.all_gather()
+    plan = zerocast.CastPlan(weights, masters, starts, [comm, pair], verify="full")
+    for _ in range(2):  # each group compares all of its weights
+        plan.cast()
+        plan.all_gather()
     assert_same_storage(weights[0], unsharded(dense, NVFP4), f"dense on rank {comm.rank}")
     assert_same_storage(weights[1], unsharded(expert, FP8), f"expert of rank {comm.rank}")
 

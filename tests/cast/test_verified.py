@@ -73,6 +73,22 @@ class Weights:
         self.plan.all_gather()
 
 
+@pytest.mark.parametrize(("limit", "gathers"), [(3072, 3), (3073, 1)])
+def test_large_weights_are_gathered_one_by_one(
+    limit: int, gathers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of so many elements or more, and the others together; all are right."""
+    monkeypatch.setattr(CastPlan, "_one_by_one_from", limit)
+
+    def on_rank(comm: Communicator) -> int:
+        each = Weights(comm, verify="full")
+        for _ in range(3):
+            each.step()
+        return len(each.plan._gathers)
+
+    assert run_ranks("in_process", 3, on_rank) == [gathers] * 3
+
+
 STACK = {"a.weight": (3, 32, 64), "b.weight": (3, 32, 64)}
 
 
