@@ -2,14 +2,16 @@
 
     OMP_NUM_THREADS=1 python scripts/verify_cost.py              # ranks that are threads
     OMP_NUM_THREADS=1 python scripts/verify_cost.py --processes  # processes, over gloo
-    OMP_NUM_THREADS=1 mpiexec -n 4 python scripts/verify_cost.py --mpi
+    OMP_NUM_THREADS=1 mpiexec -n 2 python scripts/verify_cost.py --mpi  # one a core, as they spin
 
-Rounds without it, with it, and of the comparison alone follow each other in turn, of the same
-weights; what is printed is the median of ratios, which others on the machine disturb least. It is
-to be read beside its count: the digest of what a gather copies is taken on the way, and the rest
-(scales, and what two ranks share) is read from memory. The comparison alone reads all of it there,
-and plain reading of so many bytes is measured in the same rounds. Threads gather by one copy in
-memory, which is less than any transport between machines does.
+Rounds without it, with it, without it again, and of the comparison alone follow each other in turn,
+of plans that cast the same masters into the same weights. Printed are medians over the rounds: of
+the ratio to the mean of both steps without it, and of the ratio of these two, which says what a
+ratio is worth. It is to be read beside its count: the digest of what a gather copies is taken on
+the way, and the rest (scales, and what two ranks share) is read from memory. With --in-place, codes
+lie as they travel, nothing is copied, and all is read from memory, as by the comparison alone.
+Plain reading of so many bytes is measured in the same rounds. Threads gather by one copy in memory,
+which is less than any transport between machines does.
 """
 
 from __future__ import annotations
@@ -19,12 +21,15 @@ import functools
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
+from operator import truediv
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import zerocast
+from zerocast.cast.verified import VerifyMode
 from zerocast.comm import Communicator, MpiCommunicator, as_communicator, run_in_process
 from zerocast.layout import chunk
 
@@ -33,24 +38,30 @@ RECIPES = ("nvfp4", "mxfp8", "block", "current")
 EXCHANGES = ("full", "boundary")
 
 Times = list[tuple[float, ...]]
-"""Seconds of each round: without, with, of comparing alone, and of reading as many bytes."""
+"""Seconds of each round: without, with, without, of comparing alone, and of reading as many bytes.
+"""
 
 
-def planned(comm: Communicator, recipe: str, exchange: Any, verify: Any) -> zerocast.CastPlan:
-    """Weights that are cut into equal parts."""
+def planned(comm: Communicator, recipe: str, exchange: Any) -> list[zerocast.CastPlan]:
+    """Plans without and with hash, of the same weights, which are cut into equal parts."""
     generator = torch.Generator().manual_seed(0)
     weights = [zerocast.empty(shape, recipe) for shape in SHAPES]
     own = [chunk(torch.Size(shape).numel(), comm.rank, comm.size) for shape in SHAPES]
     masters = [torch.randn(each.size, generator=generator) * 0.02 for each in own]
     starts = [each.start for each in own]
-    return zerocast.CastPlan(weights, masters, starts, comm, exchange=exchange, verify=verify)
+    modes: tuple[VerifyMode, ...] = ("off", "hash")
+    return [
+        zerocast.CastPlan(weights, masters, starts, comm, exchange=exchange, verify=mode)
+        for mode in modes
+    ]
 
 
 def measure(comm: Communicator, recipe: str, exchange: str, rounds: int) -> Times:
     """CPU time of this process."""
-    plans = [planned(comm, recipe, exchange, verify) for verify in ("off", "hash")]
+    off, on = planned(comm, recipe, exchange)
     read = torch.ones(held(recipe) // 8, dtype=torch.int64)
-    works = [*(functools.partial(step, plan) for plan in plans), plans[1].verify, read.max]
+    steps = [functools.partial(step, plan) for plan in (off, on, off)]
+    works: list[Callable[[], object]] = [*steps, on.verify, read.max]
     found = []
     for turn in range(rounds + 2):
         seconds = [0.0] * len(works)
@@ -85,11 +96,13 @@ def held(recipe: str) -> int:
 
 def show(recipe: str, exchange: str, found: Times) -> None:
     """Print a line."""
-    plain = statistics.median(each[0] for each in found)
-    more = [statistics.median(each[i] / each[0] for each in found) for i in (1, 2, 3)]
-    print(f"  {recipe}, {exchange}: {1e3 * plain:.1f} ms, with hash {100 * (more[0] - 1):+.1f} %; "
-          f"comparing alone {100 * more[1]:.1f} %, reading {held(recipe) / 1e6:.0f} MB a rank "
-          f"{100 * more[2]:.1f} %", flush=True)  # fmt: skip
+    plain = [(each[0] + each[2]) / 2 for each in found]
+    ratios = [statistics.median(map(truediv, each, plain)) for each in zip(*found, strict=True)]
+    again = statistics.median(each[2] / each[0] for each in found)
+    print(f"  {recipe}, {exchange}: {1e3 * statistics.median(plain):.1f} ms, "
+          f"with hash {100 * (ratios[1] - 1):+.1f} % (without again {100 * (again - 1):+.1f} %); "
+          f"comparing alone {100 * ratios[3]:.1f} %, reading {held(recipe) / 1e6:.0f} MB a rank "
+          f"{100 * ratios[4]:.1f} %", flush=True)  # fmt: skip
 
 
 def on_process(rank: int, ranks: int, rounds: int, file: str) -> None:
@@ -115,10 +128,13 @@ def main() -> None:
     """Print a line for each recipe and exchange."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--in-place", action="store_true", help="one weight, gathered where it is")
     parser.add_argument("--processes", action="store_true", help="over gloo, not in one process")
     parser.add_argument("--mpi", action="store_true", help="on the ranks that mpiexec started")
     given = parser.parse_args()
+    if given.in_place:
+        SHAPES[:] = [(8192, 5120)]
     if given.mpi:
         measure_all(MpiCommunicator(), given.rounds)
         return
