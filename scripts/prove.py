@@ -16,14 +16,16 @@ import hashlib
 import json
 import multiprocessing
 import os
+import re
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import cache
+from itertools import groupby
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -32,15 +34,23 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from tests.cuda_emulation.emulator import BUILDS, Emulator  # noqa: E402
-from tests.oracles.finite_domains import CLAIMS, Claim, Difference  # noqa: E402
+from tests.oracles.finite_domains import CLAIMS, Claim  # noqa: E402
 from zerocast.backends import native_library, use_backend  # noqa: E402
 from zerocast.backends.cpu import CpuBackend  # noqa: E402
 from zerocast.backends.cuda import CudaBackend  # noqa: E402
+from zerocast.costs.tables import markdown  # noqa: E402
 from zerocast.numerics import Backend  # noqa: E402
 
-ARITHMETIC = ("cuda_src", "zerocast/backends", "zerocast/formats", "zerocast/numerics",
-              "tests/oracles")  # fmt: skip
-"""What the arithmetic and the claims consist of: what was visited holds for these alone."""
+OPERATIONS = ["partial_amax", "partial_amax_cast", "compute_scale", "partial_cast"]
+"""Those that claims run: of cuda_src they count, with what they include."""
+OTHERS = (
+    "CMakeLists.txt", "tests/cuda_emulation/*.*", "tests/oracles/finite_domains.py",
+    "zerocast/formats/*.py", "zerocast/numerics/*.py", "zerocast/backends/reference/*.py",
+    "zerocast/backends/tables.py", "zerocast/backends/subnormals.py", "zerocast/backends/cpu.py",
+    "zerocast/backends/cuda/backend.py", "zerocast/backends/cuda/cuts.py",
+)  # fmt: skip
+"""What else counts: how they are compiled, what chooses one and tells it the numerics, and the
+reference's own arithmetic and that of the claims. Not what divides work, or moves bytes."""
 CHUNK = 128
 """Items that are visited, and noted in the file, at once."""
 
@@ -56,21 +66,17 @@ def backend(name: str) -> Backend | str:
     return CudaBackend(Emulator("forward"))
 
 
-@dataclass(frozen=True)
-class Chunk:
-    """Items of a claim on a backend, from ``start`` up to ``end``."""
+Chunk = tuple[str, str, int, int]
+"""Items of a claim on a backend: the names of both, the first item, and the end."""
+
+
+class Visited(NamedTuple):
+    """A chunk, what it decided, the CPU seconds that it took, and of which sources."""
 
     claim: str
     backend: str
     start: int
     end: int
-
-
-@dataclass(frozen=True)
-class Visited:
-    """A chunk, what it decided, the CPU seconds that it took, and of which sources."""
-
-    chunk: Chunk
     pairs: int
     seconds: float
     sources: str
@@ -80,58 +86,46 @@ def visit(chunk: Chunk) -> Visited:
     """Visit every item.
 
     Raises:
-        Difference: at the first byte that is not the expected one.
+        AssertionError: at the first byte that is not the expected one.
     """
+    name, by, start, end = chunk
     torch.set_num_threads(1)
-    claim: Claim = CLAIMS[chunk.claim]
+    claim: Claim = CLAIMS[name]
     begin = time.process_time()
-    if chunk.backend in SLOW and hasattr(claim, "by_thresholds"):
+    if by in SLOW and hasattr(claim, "by_thresholds"):
         claim = replace(claim, by_thresholds=True)
-    with use_backend(backend(chunk.backend)), np.errstate(all="ignore"):
-        pairs = sum(claim.visit(item) for item in range(chunk.start, chunk.end))
-    return Visited(chunk, pairs, time.process_time() - begin, hash_of_arithmetic())
+    with use_backend(backend(by)), np.errstate(all="ignore"):
+        pairs = sum(map(claim.visit, range(start, end)))
+    return Visited(*chunk, pairs, time.process_time() - begin, hash_of_arithmetic())
+
+
+def sources() -> set[Path]:
+    """The files that decide which bytes the claims see: what was visited holds for these alone."""
+    found = {path for pattern in OTHERS for path in ROOT.glob(pattern)}
+    left = [path for name in OPERATIONS for path in ROOT.glob(f"cuda_src/*/{name}.c*")]
+    while left:
+        if (path := left.pop()) not in found:
+            found.add(path)
+            included = re.findall(r'#include "(.+)"', path.read_text())
+            left += [ROOT / "cuda_src" / name for name in included]
+    return found
 
 
 @cache
 def hash_of_arithmetic() -> str:
-    """Of all files of :data:`ARITHMETIC`."""
-    digest = hashlib.sha256()
-    for source in ARITHMETIC:
-        path = ROOT / source
-        for each in sorted(path.rglob("*")) if path.is_dir() else [path]:
-            if each.suffix in (".py", ".h", ".cpp", ".cu"):
-                digest.update(each.read_bytes())
-    return digest.hexdigest()[:16]
-
-
-def chunks(claims: Iterable[str], backends: Iterable[str]) -> Iterator[Chunk]:
-    """All chunks of these claims on these backends."""
-    for name in backends:
-        for claim in claims:
-            items = CLAIMS[claim].items
-            for start in range(0, items, CHUNK):
-                yield Chunk(claim, name, start, min(start + CHUNK, items))
-
-
-def part_of(work: Sequence[Chunk], part: str) -> list[Chunk]:
-    """Part ``"3/64"``, or ``"sources/64"``: the one that the hash of the sources names."""
-    which, of = part.split("/")
-    number = int(hash_of_arithmetic(), 16) if which == "sources" else int(which)
-    return [chunk for at, chunk in enumerate(work) if at % int(of) == number % int(of)]
+    """Of :func:`sources`."""
+    contents = b"".join(path.read_bytes() for path in sorted(sources()))
+    return hashlib.sha256(contents).hexdigest()[:16]
 
 
 def table(visited: Iterable[Visited]) -> str:
     """What was decided, a line for each claim and backend."""
-    lines: dict[tuple[str, str], list[float]] = {}
-    for each in visited:
-        line = lines.setdefault((each.chunk.claim, each.chunk.backend), [0, 0, 0])
-        found = each.chunk.end - each.chunk.start, each.pairs, each.seconds
-        line[:] = map(sum, zip(line, found, strict=True))
-    out = [f"{'claim':30} {'backend':10} {'items':>14} {'pairs':>16} {'CPU s':>7}"]
-    for (claim, name), (items, pairs, seconds) in sorted(lines.items()):
-        share = f"{items:,} / {CLAIMS[claim].items:,}"
-        out.append(f"{claim:30} {name:10} {share:>14} {pairs:16,} {seconds:7.1f}")
-    return "\n".join(out)
+    rows = []
+    for names, found in groupby(sorted(visited), key=lambda each: each[:2]):
+        _, _, starts, ends, pairs, seconds, _ = zip(*found, strict=True)
+        items = f"{sum(ends) - sum(starts):,} / {CLAIMS[names[0]].items:,}"
+        rows.append([*names, items, f"{sum(pairs):,}", f"{sum(seconds):.1f}"])
+    return markdown(["claim", "backend", "items", "pairs", "CPU s"], rows)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -148,24 +142,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     done = []
     if given.out is not None and given.out.exists():
-        rows = [json.loads(line) for line in given.out.read_text().splitlines()]
-        done = [Visited(**{**row, "chunk": Chunk(**row["chunk"])}) for row in rows]
+        done = [Visited(*json.loads(line)) for line in given.out.read_text().splitlines()]
         done = [each for each in done if each.sources == hash_of_arithmetic()]
-    left = set(part_of(list(chunks(given.claims, given.backends)), given.part))
-    left -= {each.chunk for each in done}
-    pool = ProcessPoolExecutor(given.processes, multiprocessing.get_context("spawn"))
-    with tempfile.TemporaryDirectory() as builds, pool:
+    which, of = given.part.split("/")
+    part = int(hash_of_arithmetic(), 16) if which == "sources" else int(which)
+    chunks = [(claim, name, start, min(start + CHUNK, CLAIMS[claim].items))
+              for name in given.backends for claim in given.claims
+              for start in range(0, CLAIMS[claim].items, CHUNK)]  # fmt: skip
+    left = set(chunks[part % int(of) :: int(of)]) - {each[:4] for each in done}
+    with tempfile.TemporaryDirectory() as builds:
         os.environ.setdefault(BUILDS, builds)
-        work = sorted(left, key=lambda chunk: (chunk.start, chunk.claim))
-        try:
-            for each in pool.map(visit, work):
+        with multiprocessing.get_context("spawn").Pool(given.processes) as pool:
+            for each in pool.imap(visit, sorted(left, key=lambda chunk: chunk[2])):
                 done.append(each)
                 if given.out is not None:
                     with given.out.open("a") as file:
-                        file.write(json.dumps(asdict(each)) + "\n")
-        except Difference:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+                        file.write(json.dumps(each) + "\n")
     print(table(done))
 
 

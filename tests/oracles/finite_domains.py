@@ -5,16 +5,17 @@ values and an amax 32,640. A claim visits all pairs that a tensor can hold, or, 
 values on both sides of each place where a code changes: products with a positive number and
 roundings keep the order of values, so between two such places the code is the same.
 
-The expected bytes are worked out in NumPy's FP32 and by the midpoints of the formats' values, from
-docs/NUMERICS.md and from nothing else.
+The expected bytes are worked out in NumPy's FP32 and by the midpoints of the formats' values, which
+are those of ml_dtypes, from docs/NUMERICS.md and from nothing else.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
+import ml_dtypes
 import numpy as np
 import torch
 
@@ -28,10 +29,6 @@ MAGNITUDES = (np.arange(0x7F80, dtype=np.uint32) << 16).view(F32)
 """BF16's finite magnitudes, ascending."""
 BOTH_SIGNS = np.stack([MAGNITUDES, -MAGNITUDES], axis=1).ravel()
 """+0, -0, and so on: the first 2 (k + 1) are what a tensor whose amax is number k can hold."""
-
-
-class Difference(Exception):
-    """A byte that is not the expected one."""
 
 
 @dataclass(frozen=True)
@@ -55,33 +52,31 @@ class Format:
         codes = np.searchsorted(self.thresholds, np.abs(values), side="right")
         return (codes + np.signbit(values) * self.sign).astype(np.uint8)
 
+    def steps(self, ascending: np.ndarray, by_thresholds: bool) -> tuple[Any, np.ndarray]:
+        """Of numbers which are visited, and their codes: all, or those beside each place where a
+        code begins, and both ends.
+        """
+        last, begins = len(ascending) - 1, np.searchsorted(ascending, self.thresholds)
+        counts = np.diff(begins, prepend=0, append=last + 1)
+        codes = np.repeat(np.arange(len(counts), dtype=np.uint8), counts)
+        beside = np.unique(np.concatenate([begins - 1, begins, [0, last]]).clip(0, last))
+        visited = beside if by_thresholds else slice(None)
+        return visited, codes[visited]
 
-def _magnitudes(exponent_bits: int, mantissa_bits: int, largest: float) -> np.ndarray:
-    bias, steps = 2 ** (exponent_bits - 1) - 1, 2**mantissa_bits
-    values = [
-        math.ldexp((exponent > 0) * steps + mantissa, max(exponent, 1) - bias - mantissa_bits)
-        for exponent in range(2**exponent_bits)
-        for mantissa in range(steps)
-    ]
-    return np.array([value for value in values if value <= largest])
 
-
-E4M3 = Format(_magnitudes(4, 3, 448), 0x80)
-E5M2 = Format(_magnitudes(5, 2, 57344), 0x80)
-E2M1 = Format(_magnitudes(2, 1, 6), 8)
+E4M3 = Format(np.arange(0x7F, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(float), 0x80)
+E5M2 = Format(np.arange(0x7C, dtype=np.uint8).view(ml_dtypes.float8_e5m2).astype(float), 0x80)
+E2M1 = Format(np.arange(8, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(float), 8)
 
 
 def compare(what: str, found: torch.Tensor, expected: np.ndarray, values: np.ndarray) -> None:
-    """Raise :class:`Difference` at the first of ``found`` that is not ``expected``, and name the
-    element of ``values`` (of as many entries) that it belongs to.
+    """Raise at the first of ``found`` that is not ``expected``, and name the element of ``values``
+    (of as many entries) that it belongs to.
     """
-    got = found.numpy().ravel()
-    if not np.array_equal(got, expected.ravel()):
-        at = int(np.flatnonzero(got != expected.ravel())[0])
-        raise Difference(
-            f"{what}: {values.ravel()[at]!r} (number {at}) gives {got[at]}, expected "
-            f"{expected.ravel()[at]}."
-        )
+    got, wanted = found.numpy().ravel(), expected.ravel()
+    for at in np.flatnonzero(got != wanted):
+        value = f"{values.ravel()[at]!r} (number {at})"
+        raise AssertionError(f"{what}: {value} gives {got[at]}, expected {wanted[at]}.")
 
 
 def cast(values: np.ndarray, recipe: Recipe, *, columnwise: bool = False) -> QuantizedTensor:
@@ -126,18 +121,10 @@ class Float8:
 
     def visit(self, item: int) -> int:
         scale, inverse = self.scales(MAGNITUDES[item])
-        # Ascending, as products with a positive number are: each code's elements lie together.
-        products = MAGNITUDES[: item + 1] * scale
-        cuts = np.searchsorted(products, self.element.thresholds)
-        if self.by_thresholds:
-            near = np.unique(np.concatenate([cuts - 1, cuts, [0, item]]).clip(0, item))
-            values = np.concatenate([MAGNITUDES[near], -MAGNITUDES[near]])
-            expected = self.element.codes(np.concatenate([products[near], -products[near]]))
-        else:
-            values = BOTH_SIGNS[: 2 * (item + 1)]
-            counts = np.diff(cuts, prepend=0, append=item + 1)
-            codes = np.repeat(np.arange(len(counts), dtype=np.uint8), counts)
-            expected = np.stack([codes, codes | np.uint8(self.element.sign)], axis=1)
+        amaxes = MAGNITUDES[: item + 1]
+        visited, codes = self.element.steps(amaxes * scale, self.by_thresholds)
+        values = np.stack([amaxes[visited], -amaxes[visited]], axis=1)
+        expected = np.stack([codes, codes | np.uint8(self.element.sign)], axis=1)
         recipe = zerocast.Float8CurrentScaling(
             fp8_format=self.name, fp8_quant_fwd_weight=self.params
         )
@@ -175,38 +162,34 @@ class MX:
         two = self.recipe.columnwise_block == self.recipe.block
         if item == 0:
             row = np.repeat(MAGNITUDES, 32)[None]  # of blocks that are one row high
-            plane = cast(row, self.recipe).rowwise_scale_inv[0, : len(MAGNITUDES)]
-            compare(f"scale of {self.recipe}", plane, scales, MAGNITUDES)
+            planes = [cast(row, self.recipe).rowwise_scale_inv]
             if not two:
-                weight = cast(MAGNITUDES[None], self.recipe, columnwise=True)
-                plane = weight.columnwise_scale_inv[0, : len(MAGNITUDES)]
-                compare(f"columnwise scale of {self.recipe}", plane, scales, MAGNITUDES)
+                whole = cast(MAGNITUDES[None], self.recipe, columnwise=True)
+                planes.append(whole.columnwise_scale_inv)
+            for plane in planes:
+                found = plane[0, : len(MAGNITUDES)]
+                compare(f"scale of {self.recipe}", found, scales, MAGNITUDES)
         of_scale = np.flatnonzero(scales == item)
         if not len(of_scale):
             return 0
-        amax = int(of_scale[-1])
+        numbers = 2 * (int(of_scale[-1]) + 1)
         # In tiles of 32x32 whose first row and column are the amax, so that each block of either
         # direction has it.
-        tiles = -(-2 * (amax + 1) // 961)
-        inner = np.zeros(tiles * 961, F32)
-        inner[: 2 * (amax + 1)] = BOTH_SIGNS[: 2 * (amax + 1)]
-        values = np.full((tiles, 32, 32), MAGNITUDES[amax])
-        values[:, 1:, 1:] = inner.reshape(tiles, 31, 31)
+        tiles = -(-numbers // 961)
+        values = np.full((tiles, 32, 32), MAGNITUDES[of_scale[-1]])
+        values[:, 1:, 1:] = np.resize(BOTH_SIGNS[:numbers], (tiles, 31, 31))
         values = values.reshape(-1, 32)
         expected = self.element.codes(np.ldexp(values.astype(np.float64), 127 - item).astype(F32))
         weight = cast(values, self.recipe, columnwise=not two)
-        planes = {"rowwise": weight.rowwise_scale_inv[: len(values), :1]}
-        codes = {"rowwise": weight.rowwise_data}
+        ways = {"rowwise": (weight.rowwise_data, weight.rowwise_scale_inv[: len(values), :1])}
         if not two:
-            planes["columnwise"] = weight.columnwise_scale_inv[:tiles, :32]
-            codes["columnwise"] = weight.columnwise_data
-        for name, plane in planes.items():
-            what = f"{name} {self.recipe} under scale {item}"
+            ways["columnwise"] = weight.columnwise_data, weight.columnwise_scale_inv[:tiles, :32]
+        for way, (codes, plane) in ways.items():
+            what = f"{way} {self.recipe} under scale {item}"
             ones = np.full(tuple(plane.shape), item, np.uint8)
             compare(f"scale of {what}", plane.contiguous(), ones, ones)
-            found = codes[name]
-            compare(what, nibbles(found) if self.element is E2M1 else found, expected, values)
-        return 2 * (amax + 1) * len(codes)
+            compare(what, nibbles(codes) if self.element is E2M1 else codes, expected, values)
+        return numbers * len(ways)
 
 
 @dataclass(frozen=True)
@@ -227,21 +210,16 @@ class NVFP4:
         amaxes = MAGNITUDES[: item + 1]
         # Ascending, as products with a positive number are.
         scaled = np.minimum(amaxes * (encode * (F32(1) / F32(6))), FLT_MAX)
-        cuts = np.searchsorted(scaled, E4M3.thresholds)
         what = f"under tensor amax {MAGNITUDES[item]!r}"
+        rows, codes = E4M3.steps(scaled, self.scales_only and self.by_thresholds)
         if self.scales_only:
-            counts = np.diff(cuts, prepend=0, append=item + 1)
-            expected = np.repeat(np.arange(len(counts), dtype=np.uint8), counts)
-            rows = np.arange(item + 1)
-            if self.by_thresholds:
-                rows = np.unique(np.concatenate([cuts - 1, cuts, [item]]).clip(0, item))
-            weight = cast(_one_a_block()[rows], self.recipe)
-            found = weight.rowwise_scale_inv[: len(rows), 0].contiguous()
-            compare(f"scale {what}", found, expected[rows], amaxes[rows])
+            values = _one_a_block()[: item + 1][rows]
+            found = cast(values, self.recipe).rowwise_scale_inv[: len(values), 0].contiguous()
+            compare(f"scale {what}", found, codes, amaxes[rows])
             return item + 1
         # The largest amax that has each scale.
-        largest = np.unique(np.append(cuts[cuts <= item] - 1, item).clip(0))
-        scales = E4M3.values[E4M3.codes(scaled[largest])].astype(F32)
+        largest = np.flatnonzero(np.diff(codes, append=0xFF))
+        scales = E4M3.values[codes[largest]].astype(F32)
         multipliers = np.minimum(F32(1) / (scales * (F32(1) / encode)), FLT_MAX)
         multipliers[scales == 0] = FLT_MAX
         # Four neighbours around each place where a code may begin.
@@ -256,7 +234,7 @@ class NVFP4:
             not ((codes[..., 0] < wanted) | begins).all()
             or not ((codes[..., 3] >= wanted) | ends).all()
         ):
-            raise Difference(f"{what}: a code begins outside of its four probes.")
+            raise AssertionError(f"{what}: a code begins outside of its four probes.")
         # Rows of the block's amax and half of the probes, with either sign.
         amax = np.broadcast_to(largest[:, None, None], (len(largest), 2, 2))
         values = MAGNITUDES[np.concatenate([amax, probes.reshape(-1, 2, 14)], axis=2)]

@@ -27,7 +27,7 @@ def test_a_part_of_every_claim_holds(backend: str) -> None:
     for name, claim in prove.CLAIMS.items():
         first = int(drawn.integers(claim.items))
         for item in {0, first, claim.items - 1}:
-            prove.visit(prove.Chunk(name, backend, item, item + 1))
+            prove.visit((name, backend, item, item + 1))
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_a_part_of_every_claim_holds(backend: str) -> None:
 )
 def test_another_numerics_is_told_apart(claim: prove.Claim, item: int) -> None:
     """A claim about other numerics than those that cast is refuted."""
-    with pytest.raises(prove.Difference, match="expected"):
+    with pytest.raises(AssertionError, match="expected"):
         claim.visit(item)
 
 

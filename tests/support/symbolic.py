@@ -1,14 +1,16 @@
 """Runs functions on integers of any size, and lets z3 prove what holds of what they return.
 
-A :class:`Symbol` stands for an integer. Where Python has to know whether a comparison holds, the
-function is run once for either answer that can be. A quotient is a number of its own, of which the
-solver knows what a quotient is. A product of two symbols is a number of its own as well, of which
-the solver knows nothing but the inequalities that a claim names (:func:`ordered`): what it has to
-decide is then linear, and it always does. Only an example is looked for among true products.
+A :class:`Symbol` stands for an integer, a :class:`Condition` for what a comparison of them says.
+Where Python has to know whether it holds, the function is run once for either answer that can be. A
+quotient is a number of its own, of which the solver knows what a quotient is. A product of two
+symbols is a number of its own as well, of which the solver knows nothing but the inequalities that
+a claim names (:func:`ordered`): what it has to decide is then linear, and it always does. Only an
+example is looked for among true products.
 """
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import math
 from collections.abc import Callable
@@ -95,42 +97,22 @@ class Path:
 _path: Path | None = None
 
 
-class Symbol:
+class Symbol(z3.ArithRef):
     """An integer that z3 knows; what its operators give is one, too."""
 
-    __hash__ = None  # type: ignore[assignment]
-
     def __init__(self, term: Any) -> None:
-        self.term = term
+        super().__init__(term.as_ast(), term.ctx)
         if _path is not None:
-            _path.made.append(term)
-
-    def __add__(self, other: Any) -> Symbol:
-        return Symbol(self.term + term(other))
-
-    def __sub__(self, other: Any) -> Symbol:
-        return Symbol(self.term - term(other))
-
-    def __rsub__(self, other: Any) -> Symbol:
-        return Symbol(term(other) - self.term)
-
-    def __mul__(self, other: Any) -> Symbol:
-        return Symbol(self.term * term(other))
-
-    __radd__, __rmul__ = __add__, __mul__
-
-    def __neg__(self) -> Symbol:
-        return Symbol(-self.term)
+            _path.made.append(self)
 
     def __divmod__(self, divisor: Any) -> tuple[Symbol, Symbol]:
         assert _path is not None
-        by = z3.simplify(z3.IntVal(0) + term(divisor))
-        key = z3.simplify(self.term).sexpr(), by.sexpr()
-        if key not in _path.quotients:
+        number, by = term(self), term(divisor)
+        if (key := (number.sexpr(), by.sexpr())) not in _path.quotients:
             assert _path.excludes(by <= 0), f"{divisor} may not be positive"
             quotient, rest = z3.FreshInt("quotient"), z3.FreshInt("rest")
-            _path.know(self.term == quotient * by + rest, rest >= 0, rest < by)
-            _path.know((self.term >= 0) == (quotient >= 0))
+            _path.know(number == quotient * by + rest, rest >= 0, rest < by)
+            _path.know((number >= 0) == (quotient >= 0))
             _path.quotients[key] = Symbol(quotient), Symbol(rest)
         return _path.quotients[key]
 
@@ -140,62 +122,64 @@ class Symbol:
     def __mod__(self, divisor: Any) -> Symbol:
         return divmod(self, divisor)[1]
 
-    def __lt__(self, other: Any) -> bool:
-        return _decide(self.term < term(other))
+    def __bool__(self) -> bool:
+        return bool(self != 0)
 
-    def __le__(self, other: Any) -> bool:
-        return _decide(self.term <= term(other))
 
-    def __gt__(self, other: Any) -> bool:
-        return _decide(self.term > term(other))
+class Condition(z3.BoolRef):
+    """What a comparison says, as z3 knows it. Where Python asks, the path decides."""
 
-    def __ge__(self, other: Any) -> bool:
-        return _decide(self.term >= term(other))
-
-    def __eq__(self, other: object) -> bool:
-        return _decide(self.term == term(other))
-
-    def __ne__(self, other: object) -> bool:
-        return _decide(self.term != term(other))
+    def __init__(self, term: Any) -> None:
+        super().__init__(term.as_ast(), term.ctx)
 
     def __bool__(self) -> bool:
-        return self != 0
+        assert _path is not None
+        return _path.decide(self)
 
-    def __repr__(self) -> str:
-        return str(self.term)
+    def __and__(self, other: Any) -> bool:
+        return bool(self) & bool(other)
+
+    def __or__(self, other: Any) -> bool:
+        return bool(self) | bool(other)
 
 
-def _decide(condition: Any) -> bool:
-    assert _path is not None
-    return _path.decide(condition)
+for _kind, _names in (Symbol, "add radd sub rsub mul rmul neg"), (Condition, "lt le gt ge eq ne"):
+    for _name in (f"__{name}__" for name in _names.split()):
+        of_z3 = getattr(z3.ArithRef, _name)
+        setattr(Symbol, _name, lambda *all, kind=_kind, of_z3=of_z3: kind(of_z3(*all)))
 
 
 def term(value: Any) -> Any:
-    """What z3 calls a symbol, or a number itself."""
-    return value.term if isinstance(value, Symbol) else value
+    """The same number, of which nothing is noted that is made of it."""
+    return z3.simplify(z3.IntVal(value) if isinstance(value, int) else value)
 
 
-def symbols(names: str) -> list[Symbol]:
-    """One for each name."""
-    return [Symbol(z3.Int(name)) for name in names.split()]
+def assume(*conditions: Any) -> None:
+    """Go on with numbers of which ``conditions`` hold."""
+    assert _path is not None
+    _path.know(*conditions)
 
 
-def prove(claim: Callable[[], Any], *assumed: Any) -> None:
-    """Prove that the conditions which ``claim()`` yields hold on every path, where those that are
-    ``assumed`` do.
+def prove(claim: Callable[..., Any], *assumed: Any, **given: Any) -> None:
+    """Prove that the conditions which ``claim`` yields hold on every path, where those that are
+    ``assumed`` do. Of its parameters those that are not ``given`` by name are symbols.
 
     Raises:
         Refuted: with numbers for which one does not.
     """
     global _path
+    numbers = [given[name] if name in given else Symbol(z3.Int(name))
+               for name in inspect.signature(claim).parameters]  # fmt: skip
     answers: list[bool] = []
+    possible = False
     while True:
         _path = path = Path(answers, assumed)
         try:
-            for condition in claim():
+            for condition in claim(*numbers):
                 if not path.excludes(z3.Not(condition)):
                     example = path.example(z3.Not(condition))
                     raise Refuted(f"{condition} does not follow: {example}")
+            possible |= not path.excludes(z3.BoolVal(True))
         finally:
             _path = None
         # The next path: the last answer that was not given the other way yet.
@@ -203,6 +187,7 @@ def prove(claim: Callable[[], Any], *assumed: Any) -> None:
         while answers and not answers[-1]:
             answers.pop()
         if not answers:
+            assert possible, "no numbers are as assumed"
             return
         answers[-1] = False
 
@@ -219,6 +204,6 @@ def ordered(one: Any, other: Any, factor: Any) -> None:
     the third, where that is not negative.
     """
     assert _path is not None
-    a, b, f = term(one), term(other), term(factor)
+    a, b, f = map(term, (one, other, factor))
     for least, most in ((a, b), (b, a), (a + 1, b), (b + 1, a)):
         _path.know(z3.Implies(z3.And(least <= most, f >= 0), least * f <= most * f))
