@@ -194,8 +194,8 @@ def test_dropped_copies_after_planning(comm: Communicator, recipe: str, usage: s
 
 @on_ranks("in_process", 2)
 def test_codes_in_other_memory(comm: Communicator) -> None:
-    """A weight's codes that were moved behind its back are written where they lie now; codes whose
-    memory was given back are refused, on every rank.
+    """A weight's codes that were moved behind its back are written where they lie now, also while a
+    gather is under way; codes whose memory was given back are refused, on every rank.
     """
     ours = planned(comm, "nvfp4")
     ours.cast()
@@ -206,6 +206,12 @@ def test_codes_in_other_memory(comm: Communicator) -> None:
     ours.cast()
     expected = unsharded(values(1) * 2, RECIPES["nvfp4"])
     assert_same_bytes(codes, expected.rowwise_data, "rowwise_data")
+    (gather,) = ours.plan._gathers
+    end = gather.start()
+    if comm.rank == 0:
+        codes.set_(codes.clone()).view(-1)[ours.end // 2 :] = 0
+    end()
+    assert_same_bytes(codes, expected.rowwise_data, "rowwise_data, gathered")
     if comm.rank == 0:
         codes.untyped_storage().resize_(0)
     assert "replace_raw_data" in told_all(comm, InputError, ours.cast)

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 import torch
 
 from zerocast.backends import backend_for
-from zerocast.backends.launches import nothing
 from zerocast.cast.copied_digests import CopiedDigests
 from zerocast.cast.shard_spec import ShardSpec
 from zerocast.comm import Communicator, alone
@@ -143,8 +142,6 @@ class CodeGather:
         """Begin to make every rank hold the codes of all of them; what is returned ends it, and is
         called once. Weights without codes of their own may be given buffers for them in between.
         """
-        if not self._chunks:
-            return nothing
         with alone():
             buffer = self._filled()
         wait = self._comm.start_all_gather_(buffer, self._counts)
