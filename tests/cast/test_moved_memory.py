@@ -194,8 +194,9 @@ def test_dropped_copies_after_planning(comm: Communicator, recipe: str, usage: s
 
 @on_ranks("in_process", 2)
 def test_codes_in_other_memory(comm: Communicator) -> None:
-    """A weight's codes that were moved behind its back are written where they lie now, also while a
-    gather is under way; codes whose memory was given back are refused, on every rank.
+    """A weight's codes that were moved behind its back are written where they lie now, also where
+    that was between cast and gather, or while a gather is under way; codes whose memory was given
+    back are refused, on every rank.
     """
     ours = planned(comm, "nvfp4")
     ours.cast()
@@ -212,6 +213,12 @@ def test_codes_in_other_memory(comm: Communicator) -> None:
         codes.set_(codes.clone()).view(-1)[ours.end // 2 :] = 0
     end()
     assert_same_bytes(codes, expected.rowwise_data, "rowwise_data, gathered")
+    ours.master.copy_(values(3)[ours.start : ours.end])
+    ours.plan.cast()
+    zerocast.replace_raw_data(ours.weight, torch.zeros_like(codes))
+    ours.plan.all_gather()
+    codes = ours.weight.quantized_storage.buffers["rowwise_data"]
+    assert_same_bytes(codes, unsharded(values(3), RECIPES["nvfp4"]).rowwise_data, "replaced")
     if comm.rank == 0:
         codes.untyped_storage().resize_(0)
     assert "replace_raw_data" in told_all(comm, InputError, ours.cast)

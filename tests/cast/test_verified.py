@@ -391,10 +391,13 @@ def test_what_is_copied_is_read_on_the_way(
         for _ in range(2):
             each.step()
             verification, gathers = each.plan._verification, each.plan._gathers
+            held = {b.data_ptr() for i in range(3) for b in each.buffers(i).values()}
             for gather in gathers:
                 sent, stored = gather.copied
                 assert sent.numbers
                 assert stored.numbers
+                copied = {each[0] for each in (*sent.ranges, *stored.ranges) if each}
+                assert copied <= held
             assert verification._numbers(comm, gathers) == verification._numbers(comm, [])
         each.plan.cast()
         each.buffers(1)["rowwise_scale_inv"].view(torch.uint8)[0] ^= comm.rank == 2
