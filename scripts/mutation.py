@@ -8,8 +8,8 @@ A mutant is one change that scripts/mutation_operators.py makes: an operator, a 
 condition the other way round, two arguments exchanged, a statement or a result left out. Left alone
 are strings and errors' texts, ``assert`` (what we assume of ourselves) and annotations. The tests
 of TESTS that reach the changed line run until one fails, the fastest of each test function first,
-in a process forked from one that has imported everything; a mutant of a header is compiled. What no
-test notices has survived. scripts/results/mutation.txt names such mutants one by one, with the
+in a process forked from one that has imported torch; a mutant of a header is compiled. What no test
+notices has survived. scripts/results/mutation.txt names such mutants one by one, with the
 reason; the score is given with and without those that are equivalent, which no test can notice.
 
 Why not a library: mutmut leaves out functions that are decorated, properties among them, and what
@@ -22,8 +22,8 @@ Python 3.11 or later, Linux. Of the solver's proofs (tests/layout/test_proofs.py
 from __future__ import annotations
 
 import argparse
-import gc
 import importlib.machinery
+import io
 import json
 import multiprocessing
 import os
@@ -34,16 +34,17 @@ import sys
 import tempfile
 import threading
 import time
-import types
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
-from itertools import product
+from contextlib import redirect_stderr, redirect_stdout
+from itertools import chain, product, zip_longest
 from pathlib import Path
 from typing import Any
 
 import pytest
+import sympy  # noqa: F401  (what is imported here, each mutant finds imported)
 import torch
+from hypothesis import Phase, settings
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
@@ -58,41 +59,90 @@ TESTS = {
 }
 """What notices the mutants of each part: packages of zerocast, and :data:`HEADERS`."""
 HEADERS = "arithmetic/tables cpu/launch cpu/scale_rows cpu/strips cuda/planes cuda/tiles"
-LEFT_OUT = (
-    "test_proofs or test_life or test_simulation or test_random_partitions or test_many_ranks"
-)
-"""Tests that take longest."""
-SLOWEST = 5.0
-"""CPU seconds of the slowest test that is used, while lines are traced."""
+OPTIONS = [
+    "-mnot (mpi or slow or nightly or integration or cuda)",
+    "-knot (proofs or life or simulation or random_partitions or many_ranks)",  # take longest
+    "-Wignore:Module already imported",  # whose assertions tell less
+    *("-qx", "--timeout=0", "-pno:cacheprovider", "--hypothesis-profile=mutation"),
+]
+SECONDS, SLOWEST = 20.0, 5.0
+"""CPU time of the tests of one mutant, and of the slowest of them, while lines are traced."""
 STILLBORN = "setup of tests/backends/test_index_headers.py"
 """What fails where a header does not compile: such a mutant does not count."""
-FAILED: list[str] = []
-"""What has failed in this process."""
-Items = dict[str, pytest.Item]
 
 
-def put(mutant: Mutant, live: Iterable[types.FunctionType]) -> None:
-    """Give the ``live`` functions of this process the mutant's code."""
-    path = str(ROOT / mutant.path)
+class Session:
+    """A session of pytest, and its plugin: runs tests up to the first that fails.
 
-    def within(code: types.CodeType) -> Iterator[types.CodeType]:
-        yield code
-        for each in code.co_consts:
-            yield from within(each) if isinstance(each, types.CodeType) else ()
+    Args:
+        folder: of the files whose lines are traced; none where it is empty.
 
-    codes = within(compile(mutant.source, path, "exec"))
-    changed = {(code.co_qualname, code.co_firstlineno): code for code in codes}
-    for function in live:
-        code = function.__code__
-        if (code.co_filename, code.co_qualname) == (path, mutant.function):
-            function.__code__ = changed[code.co_qualname, code.co_firstlineno]
+    Attributes:
+        failed: the name of the test that fails, or nothing.
+        seconds: of CPU time of each test.
+        reached_by: the tests by file and line, and by file and outermost function.
+    """
+
+    def __init__(self, folder: str = "") -> None:
+        self._folder, self._name, self.failed = folder, "", ""
+        self.seconds: dict[str, float] = {}
+        self.reached_by: dict[tuple[str, int | str], set[str]] = defaultdict(set)
+
+    def run(self, tests: Iterable[str]) -> Session:
+        """Run these, in this order: files, folders, or tests by name."""
+        if self._folder:
+            threading.settrace(self._trace)
+            sys.settrace(self._trace)
+        with redirect_stdout(io.StringIO()) as text, redirect_stderr(text):
+            code = pytest.main([*OPTIONS, *tests], [self])
+        self.failed = self.failed or (f"pytest: {code!r}" if code else "")
+        return self
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        self._name, since = item.nodeid, time.process_time()
+        result = yield
+        self.seconds[item.nodeid] = time.process_time() - since
+        return result
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed and not self.failed:
+            self.failed = f"{report.when} of {report.nodeid}"
+
+    def _trace(self, frame: Any, event: str, argument: Any) -> Any:
+        code = frame.f_code
+        if not self._name or not code.co_filename.startswith(self._folder):
+            return None
+        outermost = code.co_qualname.partition(".<locals>")[0]
+        for place in product([code.co_filename], [frame.f_lineno, outermost]):
+            self.reached_by[place].add(self._name)
+        return self._trace
+
+    def in_order(self, names: Iterable[str]) -> list[str]:
+        """The fastest test of each function, then the second of each; so many seconds of them."""
+        functions, chosen, left = defaultdict(list), [], SECONDS
+        for name in sorted(names, key=self.seconds.__getitem__):
+            functions[name.partition("[")[0]].append(name)
+        for name in filter(None, chain(*zip_longest(*functions.values()))):
+            if not chosen or self.seconds[name] < min(SLOWEST, left):
+                left -= self.seconds[name]
+                chosen.append(name)
+        return chosen
 
 
-def let_import(mutant: Mutant) -> None:
-    """Let the import of the module find the mutant."""
+def put(mutant: Mutant, folder: str) -> None:
+    """Let the import of a module find the mutant; or the compiler, that of a header."""
     path, loader = str(ROOT / mutant.path), importlib.machinery.SourceFileLoader
-    original, changed = loader.get_code, compile(mutant.source, path, "exec")
-    loader.get_code = lambda self, name: changed if self.path == path else original(self, name)
+    if path.endswith(".py"):
+        original, changed = loader.get_code, compile(mutant.source, path, "exec")
+        loader.get_code = lambda self, name: changed if self.path == path else original(self, name)
+        return
+    from tests.backends.test_index_headers import ROOTS  # late: it imports zerocast
+
+    header = Path(folder, *Path(mutant.path).parts[1:])
+    header.parent.mkdir()
+    header.write_text(mutant.source)
+    ROOTS.insert(0, folder)
 
 
 def forked(work: Callable[[], Any], seconds: float) -> Any:
@@ -105,209 +155,73 @@ def forked(work: Callable[[], Any], seconds: float) -> Any:
     def child() -> None:
         os.setsid()
         resource.setrlimit(resource.RLIMIT_CPU, (int(seconds) + 1,) * 2)
-        null = os.open(os.devnull, os.O_RDWR)
-        for stream in range(3):
-            os.dup2(null, stream)
-        try:
-            to.send((work(), ""))
-        except BaseException as error:
-            to.send((None, repr(error)))
+        to.send(work())
 
     process = context.Process(target=child)
     process.start()
     to.close()
     try:
-        result, error = answer.recv() if answer.poll(20 * seconds) else ("takes too long", "")
+        return answer.recv() if answer.poll(20 * seconds) else "takes too long"
     except EOFError:
-        result, error = "dies", ""
-    os.killpg(process.pid, signal.SIGKILL)  # type: ignore[arg-type]
-    process.join()
-    if error:
-        raise RuntimeError(error)
-    return result
+        return "dies"
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)  # type: ignore[arg-type]
+        process.join()
 
 
-class Session:
-    """A session of pytest whose ``result`` is what ``loop(items)`` returns, if it does."""
-
-    def __init__(self, tests: Sequence[str], loop: Callable[[Items], Any]) -> None:
-        self._loop, self.result = loop, "pytest ends early: run these tests by themselves"
-        some = ["-mnot (mpi or slow or nightly or integration or cuda)", f"-knot ({LEFT_OUT})"]
-        pytest.main(["-q", "-p", "no:cacheprovider", "--timeout=0", *some, *tests], [self])
-
-    def pytest_collection(self) -> None:
-        """Failing examples are not made smaller."""
-        from hypothesis import Phase, settings  # late: its own plugin imports it first
-
-        settings.register_profile("mutation", settings(), phases=[Phase.explicit, Phase.generate])
-        settings.load_profile("mutation")
-
-    def pytest_runtestloop(self, session: pytest.Session) -> bool:
-        self.result = self._loop({item.nodeid: item for item in session.items})
-        return True
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        FAILED.extend([f"{report.when} of {report.nodeid}"] * report.failed)
+def drawn(part: str, args: argparse.Namespace) -> list[list[Mutant]]:
+    """The mutants of each file of a part that are to be tried."""
+    names = [f"cuda_src/{name}.h" for name in HEADERS.split() if part == "headers"]
+    paths = [*sorted(ROOT.glob(f"zerocast/{part}/*.py")), *(ROOT / name for name in names)]
+    files = [list(mutants_of(str(path.relative_to(ROOT)), path.read_text())) for path in paths]
+    share, draw = (args.sample or sys.maxsize) / sum(map(len, files)), random.Random(args.seed)
+    if share < 1:
+        files = [draw.sample(each, round(len(each) * share)) for each in files]
+    return [each for each in files if each and args.only in each[0].path]
 
 
-def failing(
-    names: Iterable[str], items: Items, each: Callable[[str], None] = lambda _: None
-) -> str:
-    """Run these tests, up to the first that fails: its name, or nothing."""
-    tests = [items[name] for name in names]
-    for test, following in zip(tests, [*tests[1:], None], strict=False):
-        test.ihook.pytest_runtest_protocol(item=test, nextitem=following)
-        each(test.nodeid)
-        if FAILED:
-            return FAILED[0]
-    return ""
+def survey(part: str, args: argparse.Namespace) -> None:
+    """Try the mutants that no earlier call has killed, and print what is known of all."""
+    files, known, folder = drawn(part, args), found(args.out), str(ROOT / "zerocast" / part)
+    tests = forked(lambda: Session(folder).run(TESTS[part]), 3600)
+    assert isinstance(tests, Session), tests
+    assert not tests.failed, f"without a mutant: {tests.failed}"
+
+    def killer(mutant: Mutant) -> str:
+        path = str(ROOT / mutant.path)  # a line may be part of a longer one
+        here = tests.reached_by[path, mutant.line] or tests.reached_by[path, mutant.function]
+        names = tests.in_order(here if mutant.function else tests.seconds)
+
+        def failed() -> str:
+            put(mutant, folder)
+            return Session().run(names).failed
+
+        with tempfile.TemporaryDirectory() as folder:
+            return forked(failed, 9 + 3 * sum(map(tests.seconds.__getitem__, names)))
+
+    for mutant in chain(*files):
+        if not known.get(mutant[:3]):
+            record = {"mutant": mutant[:3], "line": mutant.line, "killed_by": killer(mutant)}
+            with args.out.open("a") as to:
+                print(json.dumps(record), file=to)
+    report(part, files, found(args.out))
 
 
-class Reached:
-    """Which tests reach what, and how long each takes.
-
-    Attributes:
-        by: the tests by file and line, and by file and outermost function.
-        seconds: of CPU time of each test.
-        failed: the name of one that fails without a mutant, or nothing.
-    """
-
-    def __init__(self, items: Items, folder: str) -> None:
-        self.by: dict[tuple[str, int | str], set[str]] = defaultdict(set)
-        self.seconds: dict[str, float] = {}
-        places, since = set[tuple[str, int | str]](), time.process_time()
-
-        def trace(frame: types.FrameType, event: str, argument: Any) -> Any:
-            code = frame.f_code
-            if not code.co_filename.startswith(folder):
-                return None
-            outermost = code.co_qualname.partition(".<locals>")[0]
-            places.update(product([code.co_filename], [frame.f_lineno, outermost]))
-            return trace
-
-        def ended(name: str) -> None:
-            nonlocal since
-            self.seconds[name] = time.process_time() - since
-            for place in places:
-                self.by[place].add(name)
-            places.clear()
-            since = time.process_time()
-
-        threading.settrace(trace)
-        sys.settrace(trace)
-        self.failed = failing(items, items, ended)
-
-    def in_order(self, names: Iterable[str], limit: float) -> list[str]:
-        """The fastest test of each function, then the second of each; so many seconds of them."""
-        place: Counter[str] = Counter()
-
-        def turn(name: str) -> tuple[int, float]:
-            place[name.partition("[")[0]] += 1
-            return place[name.partition("[")[0]], self.seconds[name]
-
-        chosen: list[str] = []
-        for name in sorted(sorted(names, key=self.seconds.__getitem__), key=turn):
-            if not chosen or self.seconds[name] < min(SLOWEST, limit):
-                limit -= self.seconds[name]
-                chosen.append(name)
-        return chosen
-
-
-class Survey:
-    """The mutants of one part, those that are tried, and what is found.
-
-    Args:
-        part: one of :data:`TESTS`.
-        args: the command line's.
-    """
-
-    def __init__(self, part: str, args: argparse.Namespace) -> None:
-        self._part, self._args = part, args
-        names = [f"cuda_src/{name}.h" for name in HEADERS.split() if part == "headers"]
-        paths = [*sorted(ROOT.glob(f"zerocast/{part}/*.py")), *(ROOT / name for name in names)]
-        by_file = [mutants_of(str(path.relative_to(ROOT)), path.read_bytes()) for path in paths]
-        total = sum(map(len, by_file))
-        if args.sample and args.sample < total:
-            share, draw = args.sample / total, random.Random(args.seed)
-            by_file = [draw.sample(each, round(len(each) * share)) for each in by_file]
-        self._by_file = [each for each in by_file if each and args.only in each[0].path]
-        self._mutants = [mutant for each in self._by_file for mutant in each]
-
-    def run(self) -> None:
-        """Try the mutants that no earlier call has killed, and print what is known of all."""
-        known, tests = found(self._args.out), TESTS[self._part]
-        new = [mutant for mutant in self._mutants if not known.get(mutant[:3])]
-        loop = self._of_headers if self._part == "headers" else self._of_functions
-        names = forked(lambda: Session(tests, lambda items: loop(items, new)).result, 36000)
-        assert isinstance(names, list), names
-
-        def imported(mutant: Mutant) -> Any:
-            let_import(mutant)
-            return Session(tests, partial(failing, names)).result
-
-        for mutant in new:
-            if self._part != "headers" and not mutant.function:
-                self._note(mutant, names, imported, 60 + 3 * self._args.seconds)
-        self._report()
-
-    def _of_functions(self, items: Items, new: Sequence[Mutant]) -> Any:
-        reached = forked(lambda: Reached(items, str(ROOT / "zerocast" / self._part)), 3600)
-        if not isinstance(reached, Reached) or reached.failed:
-            return f"without a mutant: {getattr(reached, 'failed', reached)}"
-        # Not isinstance(): it asks deprecated proxies, too.
-        live = [each for each in gc.get_objects() if type(each) is types.FunctionType]
-
-        def tried(names: Sequence[str], mutant: Mutant) -> str:
-            put(mutant, live)
-            return failing(names, items)
-
-        for mutant in new:
-            if mutant.function:
-                path = str(ROOT / mutant.path)  # a line may be part of a longer one
-                tests = reached.by.get((path, mutant.line)) or reached.by[path, mutant.function]
-                names = reached.in_order(tests, self._args.seconds)
-                seconds = 3 + 3 * sum(reached.seconds[name] for name in names)
-                self._note(mutant, names, partial(tried, names), seconds)
-        return reached.in_order(reached.seconds, self._args.seconds)
-
-    def _of_headers(self, items: Items, new: Sequence[Mutant]) -> Any:
-        roots = next(iter(items.values())).module.ROOTS  # type: ignore[attr-defined]
-
-        def tried(mutant: Mutant) -> str:
-            with tempfile.TemporaryDirectory() as folder:
-                changed = Path(folder, *Path(mutant.path).parts[1:])
-                changed.parent.mkdir()
-                changed.write_bytes(mutant.source)
-                roots.insert(0, folder)
-                return failing(items, items)
-
-        for mutant in new:
-            self._note(mutant, items, tried, 8)
-        return list(items)
-
-    def _note(
-        self, mutant: Mutant, names: Iterable[str], tried: Callable[[Mutant], str], seconds: float
-    ) -> None:
-        killed = forked(lambda: tried(mutant), seconds) if names else ""
-        record = {"mutant": mutant[:3], "line": mutant.line, "killed_by": killed}
-        with self._args.out.open("a") as to:
-            print(json.dumps(record), file=to)
-
-    def _report(self) -> None:
-        """Print the scores, and what survived."""
-        known, reasons = found(self._args.out), explained()
-        line = "{:40}{:>8}{:>8}{:>12}{:>8}{:>11}"
-        print(line.format("file", "mutants", "killed", "equivalent", "score", "of others"))
-        for row in [*self._by_file, self._mutants]:
-            name = self._part if row is self._mutants else row[0].path
-            keys = {m[:3] for m in row if not known.get(m[:3], STILLBORN).startswith(STILLBORN)}
-            killed = sum(bool(known[key]) for key in keys)
-            same = sum(not known[key] and reasons[key].startswith("equivalent") for key in keys)
-            scores = [f"{killed / max(of, 1):.1%}" for of in (len(keys), len(keys) - same)]
-            print(line.format(name, len(keys), killed, same, *scores))
-        for m in self._mutants:
-            if known.get(m[:3]) == "":
-                print(f"{m.path}:{m.line} {m.function}\n    {m.change}\n    {reasons[m[:3]]}")
+def report(part: str, files: Sequence[list[Mutant]], known: dict[tuple[str, ...], str]) -> None:
+    """Print the scores, and what survived."""
+    everything, reasons = list(chain(*files)), explained()
+    line = "{:40}{:>8}{:>8}{:>12}{:>8}{:>11}"
+    print(line.format("file", "mutants", "killed", "equivalent", "score", "of others"))
+    for row in [*files, everything]:
+        keys = {m[:3] for m in row if not known[m[:3]].startswith(STILLBORN)}
+        killed = sum(bool(known[key]) for key in keys)
+        same = sum(not known[key] and reasons[key].startswith("equivalent") for key in keys)
+        scores = [f"{killed / max(of, 1):.1%}" for of in (len(keys), len(keys) - same)]
+        name = part if row is everything else row[0].path
+        print(line.format(name, len(keys), killed, same, *scores))
+    for m in everything:
+        if not known[m[:3]]:
+            print(f"{m.path}:{m.line} {m.function}\n    {m.change}\n    {reasons[m[:3]]}")
 
 
 def found(out: Path) -> dict[tuple[str, ...], str]:
@@ -333,14 +247,16 @@ def main() -> None:
     parser.add_argument("parts", nargs="*", default=list(TESTS), metavar="PART")
     parser.add_argument("--sample", type=int, help="mutants of a part, drawn by file")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--seconds", type=float, default=20, help="of CPU time for one mutant")
     parser.add_argument("--only", default="", help="of a part the files that are named so")
     parser.add_argument("--out", type=Path, default=Path("mutation.jsonl"),
                         help="what was found: the killed are not tried again")  # fmt: skip
     args = parser.parse_args()
     torch.set_num_threads(1)
+    # Of conftest.py's, without making failing examples smaller.
+    settings.register_profile("mutation", derandomize=True, database=None, deadline=None,
+                              phases=[Phase.explicit, Phase.generate])  # fmt: skip
     for part in args.parts:
-        Survey(part, args).run()
+        survey(part, args)
 
 
 if __name__ == "__main__":

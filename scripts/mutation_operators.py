@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Iterator
-from itertools import pairwise
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from itertools import accumulate, pairwise
+from typing import NamedTuple, TypeAlias
 
 OPERATORS = {
     "<": "<=", "<=": "<", ">": ">=", ">=": ">", "==": "!=", "!=": "==", "+": "-", "-": "+",
@@ -16,14 +16,27 @@ OPERATORS = {
 }  # fmt: skip
 CALLS = {"min": "max", "max": "min", "any": "all", "all": "any", "min_of": "max_of",
          "max_of": "min_of"}  # fmt: skip
-CONSTANTS: dict[type, list[Callable[[Any], str]]] = {
-    bool: [lambda value: str(not value)], float: [lambda value: str(value * 2 + 1)],
-    int: [lambda value: str(value + 1), lambda value: f"({value - 1})"],
+CPP = OPERATORS | CALLS | {
+    "*": "/", "%": "/", "&&": "||", "||": "&&", "!": "", "continue": "", "break": "", "return": "",
 }  # fmt: skip
 SYMMETRIC = {"min", "max", "lcm", "maximum", "minimum"}
 """Calls whose first two arguments may change places."""
 CHECKED = {"isinstance", "TypeVar", "cast"}
 """Calls that no mutation is made of: of types, which mypy checks."""
+NO_CODE = (
+    r"//[^\n]*|#[^\n]*|static_assert\(.*?\);|constexpr[^;]*;|template <[^>]*>|enum[^;]*;|asm[^;]*;"
+)
+"""Of C++: comments, directives, declarations, and what the compiler checks."""
+PLACES = (
+    r"(?<= )[-+*/%<>=!&|]+(?= )|\b(?:min|max)_of\b(?=\()|(?<![\w.])\d+(?![\w.])|!(?=[\w(])"
+    r"|\b(?:continue|break|return)\b(?=;)"
+)
+"""Operators, which clang-format sets between blanks, calls, constants, negations and jumps."""
+
+
+OPERATOR = re.compile(r"is not|not in|[a-z]+|[-+*/%<>=!&|^]+")
+Edits: TypeAlias = Iterator[tuple[str, int, int, str]]
+"""By function: between these places the text is put instead."""
 
 
 class Mutant(NamedTuple):
@@ -42,126 +55,85 @@ class Mutant(NamedTuple):
     function: str
     change: str
     line: int
-    source: bytes
+    source: str
 
 
-def _changed(path: str, function: str, source: bytes, start: int, end: int, text: str) -> Mutant:
-    first, last = source.rfind(b"\n", 0, start) + 1, source.find(b"\n", end)
-    after = source[first:start] + text.encode() + source[end:last]
-    change = " => ".join(" ".join(part.decode().split()) for part in (source[first:last], after))
-    changed = source[:first] + after + source[last:]
-    return Mutant(path, function, change, source.count(b"\n", 0, start) + 1, changed)
+class _Python:
+    """Finds the changes of a module."""
 
-
-class _Visitor:
-    """Collects ``(function, start, end, text)``: between these bytes the text is put instead."""
-
-    def __init__(self, source: bytes) -> None:
+    def __init__(self, source: str) -> None:
         self.source = source
-        self.edits: list[tuple[str, int, int, str]] = []
-        self._lines = [0]
-        for line in source.splitlines(keepends=True):
-            self._lines.append(self._lines[-1] + len(line))
-        self.visit(ast.parse(source))
+        self._lines = [0, *accumulate(map(len, source.splitlines(keepends=True)))]
 
     def span(self, node: ast.AST) -> tuple[int, int]:
         return (self._lines[node.lineno - 1] + node.col_offset,
                 self._lines[node.end_lineno - 1] + node.end_col_offset)  # fmt: skip
 
     def text(self, node: ast.AST) -> str:
-        start, end = self.span(node)
-        return self.source[start:end].decode()
+        return self.source[slice(*self.span(node))]
 
-    def visit(self, node: ast.AST, scope: tuple[str, ...] = (), function: str = "") -> None:
-        """Collect the edits of a node and of what it consists of."""
+    def edits(self, node: ast.AST, scope: str = "", function: str = "") -> Edits:
+        """Those of a node and of what it consists of."""
         if isinstance(node, (ast.Assert, ast.JoinedStr)) or getattr(node, "arg", "") == "strict":
             return  # texts, and what we assume
+        parts = list(ast.iter_child_nodes(node))
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            scope = (*scope, node.name)
             for default in getattr(getattr(node, "args", None), "defaults", []):
-                self.visit(default, scope, function)
-            if isinstance(node, ast.FunctionDef):
-                function = function or ".".join(scope)
-            for statement in node.body:
-                self.visit(statement, scope, function)
-            return
-        self.edits += [(function, *edit) for edit in self.edits_of(node)]
-        if isinstance(node, ast.Raise):
-            return
-        called = getattr(getattr(node, "func", None), "id", None)
-        for field, child in ast.iter_fields(node):
-            for each in child if isinstance(child, list) else [child]:
-                if isinstance(each, ast.AST) and field != "annotation" and called not in CHECKED:
-                    self.visit(each, scope, function)
-
-    @staticmethod
-    def has_opposite(test: ast.AST) -> bool:
-        """Whether another edit makes the opposite of a condition."""
-        if isinstance(test, ast.Compare) and len(test.ops) == 1:
-            return not isinstance(test.ops[0], (ast.Lt, ast.LtE, ast.Gt, ast.GtE))
-        return isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not)
+                yield from self.edits(default, scope, function)
+            function = function or (scope + node.name) * isinstance(node, ast.FunctionDef)
+            scope, parts = f"{scope}{node.name}.", node.body
+        elif isinstance(node, ast.Raise) or getattr(getattr(node, "func", 0), "id", 0) in CHECKED:
+            parts = []
+        for start, end, text in self.edits_of(node):
+            yield function, start, end, text
+        for part in parts:
+            if part is not getattr(node, "annotation", None):
+                yield from self.edits(part, scope, function)
 
     def edits_of(self, node: ast.AST) -> Iterator[tuple[int, int, str]]:
-        """The changes of one node: where, and what stands there instead."""
-        if isinstance(node, (ast.Compare, ast.BoolOp, ast.BinOp)):
-            operands = [each for each in ast.iter_child_nodes(node) if isinstance(each, ast.expr)]
-            for left, right in pairwise(operands):
-                start, end = self.span(left)[1], self.span(right)[0]
-                between = self.source[start:end].decode()
-                found = re.search(r"is not|not in|[a-z]+|[-+*/%<>=!&|^]+", between)
-                if found and found.group() in OPERATORS:
-                    yield start + found.start(), start + found.end(), OPERATORS[found.group()]
-        elif isinstance(node, ast.UnaryOp):
-            start = self.span(node)[0]
-            yield start, start + (4 if isinstance(node.op, ast.Not) else 1), ""
-        elif isinstance(node, (ast.If, ast.While, ast.IfExp, ast.comprehension)):
-            for condition in node.ifs if isinstance(node, ast.comprehension) else [node.test]:
-                if not self.has_opposite(condition):
-                    yield *self.span(condition), f"not ({self.text(condition)})"
-        elif isinstance(node, ast.Constant):
-            for change in CONSTANTS.get(type(node.value), []):
-                yield *self.span(node), change(node.value)
-        elif isinstance(node, ast.Return):
-            if node.value is not None and self.text(node.value) != "None":
-                yield *self.span(node.value), "None"
-        elif isinstance(node, (ast.Break, ast.Continue)):
-            yield *self.span(node), "continue" if isinstance(node, ast.Break) else "break"
-        elif isinstance(node, ast.Call):
-            name = getattr(node.func, "id", getattr(node.func, "attr", ""))
-            if name in CALLS:
-                end = self.span(node.func)[1]
-                yield end - len(name), end, CALLS[name]
-            first = [each for each in node.args[:2] if not isinstance(each, ast.Starred)]
-            texts = [self.text(each) for each in first]
-            if len(set(texts)) == 2 and name not in SYMMETRIC | CHECKED:
-                (start, end), (after, last) = map(self.span, first)
-                yield start, last, texts[1] + self.source[end:after].decode() + texts[0]
-        elif (
-            (isinstance(node, ast.Expr) and not isinstance(node.value, ast.Constant))  # a docstring
-            or isinstance(getattr(node, "targets", [None])[0], (ast.Attribute, ast.Subscript))
-            or isinstance(node, (ast.AugAssign, ast.Raise, ast.Delete))
-        ):
-            yield *self.span(node), "pass"
+        """Those of one node."""
+        order = ast.Lt, ast.LtE, ast.Gt, ast.GtE
+        for test in filter(None, getattr(node, "ifs", [getattr(node, "test", None)])):
+            first, *more = getattr(test, "ops", [getattr(test, "op", None)])
+            if more or isinstance(first, order) or not isinstance(first, (ast.cmpop, ast.Not)):
+                yield *self.span(test), f"not ({self.text(test)})"  # else another edit says so
+        match node:
+            case ast.Compare() | ast.BoolOp() | ast.BinOp():
+                operands = [n for n in ast.iter_child_nodes(node) if isinstance(n, ast.expr)]
+                for (_, start), (end, _) in pairwise(map(self.span, operands)):
+                    found = OPERATOR.search(self.source, start, end)
+                    if found and found.group() in OPERATORS:
+                        yield *found.span(), OPERATORS[found.group()]
+            case ast.UnaryOp():
+                start = self.span(node)[0]
+                yield start, start + (4 if isinstance(node.op, ast.Not) else 1), ""
+            case ast.Constant(value=bool() | int() | float() as value):
+                near = [str(value + 1), f"({value - 1})"]
+                others = {bool: [str(not value)], float: [str(value * 2 + 1)]}
+                yield from ((*self.span(node), text) for text in others.get(type(value), near))
+            case ast.Return(value=ast.expr() as value) if self.text(value) != "None":
+                yield *self.span(value), "None"
+            case ast.Break() | ast.Continue():
+                yield *self.span(node), "continue" if isinstance(node, ast.Break) else "break"
+            case ast.Call():
+                name = getattr(node.func, "id", getattr(node.func, "attr", ""))
+                if name in CALLS:
+                    end = self.span(node.func)[1]
+                    yield end - len(name), end, CALLS[name]
+                first = [each for each in node.args[:2] if not isinstance(each, ast.Starred)]
+                texts = list(map(self.text, first))
+                if len(set(texts)) == 2 and name not in SYMMETRIC | CHECKED:
+                    (start, end), (after, last) = map(self.span, first)
+                    yield start, last, texts[1] + self.source[end:after] + texts[0]
+            case ast.Expr(value=ast.Constant()):
+                pass  # a docstring
+            case (ast.Assign(targets=[ast.Attribute() | ast.Subscript(), *_]) | ast.Expr()
+                  | ast.AugAssign() | ast.Raise() | ast.Delete()):  # fmt: skip
+                yield *self.span(node), "pass"
 
 
-CPP = OPERATORS | CALLS | {
-    "*": "/", "%": "/", "&&": "||", "||": "&&", "!": "", "continue": "", "break": "", "return": "",
-}  # fmt: skip
-NO_CODE = (
-    r"//[^\n]*|#[^\n]*|static_assert\(.*?\);|constexpr[^;]*;|template <[^>]*>|enum[^;]*;|asm[^;]*;"
-)
-"""Comments, directives, declarations, and what the compiler checks."""
-PLACES = (
-    r"(?<= )[-+*/%<>=!&|]+(?= )|\b(?:min|max)_of\b(?=\()|(?<![\w.])\d+(?![\w.])|!(?=[\w(])"
-    r"|\b(?:continue|break|return)\b(?=;)"
-)
-"""Operators, which clang-format sets between blanks, calls, constants, negations and jumps."""
-
-
-def _cpp_edits(source: bytes) -> Iterator[tuple[str, int, int, str]]:
-    blank = re.compile(NO_CODE, re.DOTALL).sub(
-        lambda m: "_" * len(m.group()), source.decode("ascii")
-    )
+def _cpp_edits(source: str) -> Edits:
+    blank = re.compile(NO_CODE, re.DOTALL).sub(lambda found: "_" * len(found.group()), source)
     for found in re.finditer(PLACES, blank):
         text = found.group()
         numbers = sorted(str(int(text) + by) for by in (1, -1)) if text.isdigit() else []
@@ -169,7 +141,13 @@ def _cpp_edits(source: bytes) -> Iterator[tuple[str, int, int, str]]:
             yield "", *found.span(), change
 
 
-def mutants_of(path: str, source: bytes) -> list[Mutant]:
-    """All mutants of a Python module, or of a C++ header."""
-    edits = _Visitor(source).edits if path.endswith(".py") else _cpp_edits(source)
-    return [_changed(path, function, source, *edit) for function, *edit in edits]
+def mutants_of(path: str, source: str) -> Iterator[Mutant]:
+    """All mutants of a Python module, or of a C++ header; of ASCII."""
+    is_python = path.endswith(".py")
+    edits = _Python(source).edits(ast.parse(source)) if is_python else _cpp_edits(source)
+    for function, start, end, text in edits:
+        first, last = source.rfind("\n", 0, start) + 1, source.find("\n", end)
+        before, after = source[first:last], source[first:start] + text + source[end:last]
+        change = " => ".join(" ".join(part.split()) for part in (before, after))
+        line = source.count("\n", 0, start) + 1
+        yield Mutant(path, function, change, line, source[:first] + after + source[last:])
