@@ -1,12 +1,15 @@
 """What making a plan costs."""
 
+import gc
 import hashlib
 
 import pytest
 import torch
 
 import zerocast
+from tests.kernels.test_graphs_and_threads import Idle
 from tests.support.ranks import on_ranks
+from zerocast.backends.cuda.backend import CudaBackend
 from zerocast.cast import consistency
 from zerocast.comm import RecordingCommunicator
 
@@ -51,3 +54,30 @@ def test_a_fingerprint_is_no_number_that_means_something_else(monkeypatch, diges
     found = consistency._fingerprint("", [], torch.zeros(1, 4, dtype=torch.int64))
     assert 1 <= found <= 2**31 - 2
     assert (found - digest - 1) % (2**31 - 2) == 0
+
+
+@pytest.mark.parametrize("given", ["cpu", CudaBackend(Idle())], ids=["cpu", "cuda"])
+def test_a_plan_makes_few_objects(given):
+    """Python's collector runs after every 700 objects that were made and are kept for a while, over
+    those and now and then over all that there are: once it took half of planning. For a weight that
+    is like others a plan makes about 23 of them on CUDA (it made 67), and 26 on a CPU.
+    """
+    recipe, collections = zerocast.NVFP4BlockScaling(), list[int]()
+
+    def count(phase: str, info: dict[str, int]) -> None:
+        collections.append(info["generation"])
+
+    with zerocast.use_backend(given):
+        weights = [zerocast.empty((16, 16), recipe) for _ in range(2000)]
+        masters = [torch.zeros(256) for _ in weights]
+        zerocast.CastPlan(weights[:1], masters[:1], [0])  # loads what is loaded once
+        thresholds = gc.get_threshold()
+        gc.collect()
+        gc.set_threshold(700, 10, 10)
+        gc.callbacks.append(count)
+        try:
+            zerocast.CastPlan(weights, masters, [0] * len(weights))
+        finally:
+            gc.callbacks.remove(count)
+            gc.set_threshold(*thresholds)
+    assert 0 < len(collections) // 2 <= 30 * len(weights) // 700

@@ -19,6 +19,7 @@ from tests.support.recipes import RECIPES, VARIANTS
 from tests.support.same_bytes import assert_same_bytes, assert_same_storage
 from tests.support.values import draw_values
 from zerocast.backends.cuda import Arguments, CudaBackend, Kernel, prepared
+from zerocast.backends.cuda.cuts import Cuts
 from zerocast.backends.cuda.device import WORDS, DeviceLauncher
 from zerocast.backends.cuda.tiling import shard_tiles
 from zerocast.cast import prepared_cast
@@ -174,7 +175,7 @@ def test_threads_share_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     def work(number: int) -> None:
         for i in range(200):
             at = (number + i // 4) % len(cuts)
-            assert len(tables._visited([[cuts[at]]])) == at + 1
+            assert len(tables._visited(Cuts.of([(cuts[at],)]))) == at + 1
 
     at_once(work)
     assert len(tables._tiles) == 2

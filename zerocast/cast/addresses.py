@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import itertools
 import operator
-from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -79,8 +79,7 @@ class Addresses:
         codes = [buffer for storage in self._storages for buffer in storage.codes]
         self.written = [] if self.is_trusting else counted_by_torch([*self._weights, *codes])
         self._pointers = list(map(torch.Tensor.data_ptr, self._buffers))
-        self._ranges = _disjoint(self._specs)
-        self._starts = [start for start, *_ in self._ranges]
+        self._ranges = _Ranges(self._specs)
 
     def have_moved(self) -> bool:
         """Whether a weight's buffer, or a caller's for its codes, lies elsewhere than when it was
@@ -113,12 +112,10 @@ class Addresses:
         named masters lies in a buffer.
         """
         for name, master in masters:
-            start = master.data_ptr()
-            at = bisect_right(self._starts, start + master.nbytes - 1) - 1
-            if master.numel() and at >= 0 and self._ranges[at][1] > start:
+            if (overlapped := self._ranges.overlapped_by(master)) is not None:
                 raise InputError(
                     f"{name}: the master weight must not share memory with what the cast writes, "
-                    f"got one that overlaps {_named(self._ranges[at])}; give it memory of its own."
+                    f"got one that overlaps {overlapped}; give it memory of its own."
                 )
 
     def _refuse_other_weights(self) -> None:
@@ -162,45 +159,53 @@ def _check_buffers(shard_spec: ShardSpec) -> None:
             )
 
 
-_Range = tuple[int, int, str, str]
-"""Start and end of a buffer, its name and that of its weight."""
-
-
-def _disjoint(specs: Sequence[ShardSpec]) -> list[_Range]:
-    """List all memory that casts and gathers of these weights write, by start.
+class _Ranges:
+    """All memory that casts and gathers of some weights write, by start.
 
     Raises:
-        InputError: where two of them overlap.
+        InputError: where two weights share memory.
     """
-    ranges: list[_Range] = []
-    for shard_spec in specs:
-        buffers = shard_spec.storage.buffers
-        ranges += [_range(buffer, name, shard_spec) for name, buffer in buffers.items()]
-        for plane, codes in shard_spec.codes.items():
-            own = _range(codes, "fsdp_shard_model_weights", shard_spec)
-            whole = buffers.get(plane)
-            # A shard's codes may be received where the gather puts them.
-            if whole is None or not _lies_in(own, _range(whole, plane, shard_spec)):
-                ranges.append(own)
-    ranges = sorted(each for each in ranges if each[0] < each[1])
-    for one, other in itertools.pairwise(ranges):
-        if other[0] < one[1]:
+
+    def __init__(self, specs: Sequence[ShardSpec]) -> None:
+        self._specs = specs
+        # Numbers, for there are many: what has which is looked up when it has to be said.
+        numbers = [n for each, *_ in _written(specs) for n in (each.data_ptr(), each.nbytes)]
+        starts, sizes = torch.tensor(numbers, dtype=torch.int64, device="cpu").view(-1, 2).unbind(1)
+        ends, places = starts + sizes, sizes.nonzero().view(-1)
+        places = places[ends[places].argsort(stable=True)]
+        places = places[starts[places].argsort(stable=True)]
+        starts, ends = starts[places], ends[places]
+        self._places, self._starts, self._ends = places.tolist(), starts.tolist(), ends.tolist()
+        for at in (starts[1:] < ends[:-1]).nonzero().view(-1).tolist():
             raise InputError(
-                f"each weight of a cast must have memory of its own, got {_named(one)} and "
-                f"{_named(other)} that overlap; give each its own slice "
+                f"each weight of a cast must have memory of its own, got {self._named(at)} and "
+                f"{self._named(at + 1)} that overlap; give each its own slice "
                 "(zerocast.replace_raw_data)."
             )
-    return ranges
+
+    def overlapped_by(self, tensor: torch.Tensor) -> str | None:
+        """The name of a buffer that has memory of ``tensor``; None where there is none."""
+        at = bisect_left(self._starts, tensor.data_ptr() + tensor.nbytes) - 1
+        overlaps = tensor.numel() and at >= 0 and self._ends[at] > tensor.data_ptr()
+        return self._named(at) if overlaps else None
+
+    def _named(self, at: int) -> str:
+        _, name, spec = next(itertools.islice(_written(self._specs), self._places[at], None))
+        return f"{name} of {spec.name}"
 
 
-def _range(tensor: torch.Tensor, name: str, shard_spec: ShardSpec) -> _Range:
-    start = tensor.data_ptr()
-    return start, start + tensor.nbytes, name, shard_spec.name
+def _written(specs: Sequence[ShardSpec]) -> Iterator[tuple[torch.Tensor, str, ShardSpec]]:
+    """Each buffer that casts and gathers write, what it is and of which weight."""
+    for spec in specs:
+        buffers = spec.storage.buffers
+        for name, buffer in buffers.items():
+            yield buffer, name, spec
+        for plane, codes in spec.codes.items():
+            # A shard's codes may be received where the gather puts them.
+            if plane not in buffers or not _lies_in(codes, buffers[plane]):
+                yield codes, "fsdp_shard_model_weights", spec
 
 
-def _named(given: _Range) -> str:
-    return f"{given[2]} of {given[3]}"
-
-
-def _lies_in(inner: _Range, outer: _Range) -> bool:
-    return outer[0] <= inner[0] and inner[1] <= outer[1]
+def _lies_in(inner: torch.Tensor, outer: torch.Tensor) -> bool:
+    begin, end = outer.data_ptr(), outer.data_ptr() + outer.nbytes
+    return begin <= inner.data_ptr() and inner.data_ptr() + inner.nbytes <= end

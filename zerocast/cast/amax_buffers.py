@@ -79,7 +79,7 @@ class AmaxBuffers:
         # Of the amaxes of each plane and tensor that are reduced, and that are kept; and by weight
         # and plane the blocks that the latter begin with.
         sizes, kept_sizes = list[int](), list[int]()
-        first_blocks: list[dict[str, int]] = [{} for _ in specs]
+        first_blocks: dict[int, dict[str, int]] = {}
         group_sizes: list[int] = []
         place = kept = 0
         kept_cut, reduced_cut = [], []
@@ -91,7 +91,7 @@ class AmaxBuffers:
                 for plane in storage.cast_planes:
                     if plane in by_owner[i]:
                         blocks = plane.grid.touched(specs[i].extent)
-                        first_blocks[i][plane.name] = blocks.start
+                        first_blocks.setdefault(i, {})[plane.name] = blocks.start
                         grids.append((at, plane.grid))
                         firsts.append(kept - blocks.start)
                         kept_sizes.append(len(blocks))
@@ -119,22 +119,25 @@ class AmaxBuffers:
 
         reduced, own = iter(self.reduced.split(sizes)), iter(self._kept.split(kept_sizes))
         leaders: dict[str, torch.Tensor] = {}
-        found: dict[int, tuple[torch.Tensor, Amaxes]] = {}
+        tensors: dict[int, torch.Tensor] = {}
+        found: dict[int, Amaxes] = {}
+        none: dict[str, int] = {}
         for indices in members.values():
             for i in indices:
                 storage, label = specs[i].storage, specs[i].amax_group
+                kept_of = first_blocks.get(i, none)
                 by_plane: dict[str, torch.Tensor] = {}
                 for plane in () if storage.form.has_one_block else storage.cast_planes:
-                    by_plane[plane.name] = next(own if plane.name in first_blocks[i] else reduced)
+                    by_plane[plane.name] = next(own if plane.name in kept_of else reduced)
                 tensor = next(reduced)
                 if label is not None and storage.recipe.scales_tensor:
                     tensor = leaders.setdefault(label, tensor)
                 if storage.form.has_one_block:
                     by_plane["rowwise"] = tensor
-                found[i] = tensor, Amaxes(tensor, by_plane, first_blocks[i])
+                tensors[i], found[i] = tensor, Amaxes(tensor, by_plane, kept_of)
             next(reduced)  # those of cut blocks, and the step
-        self.tensor_amaxes = [found[i][0] for i in range(len(specs))]
-        self.amaxes = [found[i][1] for i in range(len(specs))]
+        self.tensor_amaxes = [tensors[i] for i in range(len(specs))]
+        self.amaxes = [found[i] for i in range(len(specs))]
 
     @property
     def tensors(self) -> list[torch.Tensor]:

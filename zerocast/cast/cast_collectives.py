@@ -55,7 +55,7 @@ class CastCollectives:
         self.matrices = Matrices(specs)
         self.members = self.matrices.places(members)
         matrices, owners_of = self.matrices.specs(), self.matrices.owners(members, owners)
-        by_owner = [planes_by_owner(each) if boundary else [] for each in matrices]
+        by_owner = [planes_by_owner(each) if boundary else () for each in matrices]
         self.exchange = Exchange(
             matrices, self.members, owners_of, self.matrices.places(tp_shards), by_owner
         )

@@ -158,11 +158,12 @@ def _exchange(
     """Compare and exchange within one group; return its owners and fingerprint."""
     lines = check_descriptions(comm, describe, specs, options, error)
     owned = [
-        (i, comm.rank, spec.extent.start, spec.extent.end)
+        number
         for i, spec in enumerate(specs)
         if spec.extent
+        for number in (i, comm.rank, spec.extent.start, spec.extent.end)
     ]
-    mine = torch.tensor(owned, dtype=torch.int64, device="cpu").view(-1)
+    mine = torch.tensor(owned, dtype=torch.int64, device="cpu")
     counts = torch.zeros(comm.size, dtype=torch.int64, device="cpu")
     counts[comm.rank] = mine.numel()
     comm.all_gather_(counts)

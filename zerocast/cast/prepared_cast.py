@@ -110,7 +110,7 @@ class PreparedCast:
     def _check_overlap(self, master_weights: Sequence[torch.Tensor | None]) -> None:
         pairs = zip(self._specs, master_weights, strict=True)
         self.addresses.check_masters(
-            [(spec.name, master) for spec, master in pairs if master is not None]
+            (spec.name, master) for spec, master in pairs if master is not None
         )
 
     def bind(self, master_weights: Sequence[torch.Tensor | None]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import torch
@@ -43,6 +44,9 @@ class ShardBuffers:
 OwnCodes: TypeAlias = "Sequence[torch.Tensor | Sequence[torch.Tensor | None] | ShardBuffers | None]"
 """By weight None, or the buffer that receives the codes of this rank's shard; a pair of buffers for
 a weight with two planes."""
+
+NO_CODES: Mapping[str, torch.Tensor] = MappingProxyType({})
+"""Where the weight receives them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,10 +183,10 @@ def check_castable(name: str, storage: QuantizedStorage, *, holds_codes: bool = 
 
 def _shard_codes(
     name: str, storage: QuantizedStorage, extent: Extent, given: Any
-) -> dict[str, torch.Tensor]:
+) -> Mapping[str, torch.Tensor]:
     """The buffers for a shard's codes, by the names of the weight's gathered buffers."""
     if given is None:
-        return {}
+        return NO_CODES
     planes = storage.gathered
     given = given.codes if isinstance(given, ShardBuffers) else given
     buffers = list(given) if isinstance(given, list | tuple) else [given]

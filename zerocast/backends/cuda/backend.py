@@ -9,7 +9,8 @@ of an activation say, in shapes that were prepared before.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from array import array
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -17,6 +18,9 @@ from zerocast.backends import tables
 from zerocast.backends.cuda import tiling
 from zerocast.backends.cuda.code_copies import copy_codes
 from zerocast.backends.cuda.cuts import (
+    Cuts,
+    Way,
+    all_of,
     by_blocks,
     not_whole,
     patch_template,
@@ -80,17 +84,16 @@ class CudaBackend(ReferenceBackend):
         return reads_once(numerics, grids)
 
     def partial_amax(self, operands: Operands, masters: Masters) -> Launch:
-        parts = [(shard, [shard.extent]) for shard in operands]
-        return self._cast("partial_amax", (), [], parts, masters)
+        return self._cast("partial_amax", (), [], operands, all_of, masters)
 
     def partial_amax_cast(self, numerics: Numerics, operands: Operands, masters: Masters) -> Launch:
         fields = tables.numerics_fields(numerics, self.name)
         numerics_class = tables.numerics_class(numerics)
-        launch = self._cast("partial_amax", (), [], not_whole(operands), masters)
+        launch = self._cast("partial_amax", (), [], operands, not_whole, masters)
         for blocks, whole in by_blocks(operands).items():
             template, threads = patch_template(blocks)
             kernel = Kernel("partial_amax_cast", threads, (numerics_class, *template))
-            cuts: list[list[Cut]] = [[(tiling.patch_tiles, s.grid, s.whole)] for s in whole]
+            cuts = Cuts.of(((tiling.patch_tiles, s.grid, s.whole),) for s in whole)
             grids = [shard.grid for shard in whole]
             one_pass = self._on_masters(kernel, fields, whole, grids, cuts, masters)
             launch = in_turn(launch, one_pass)
@@ -98,11 +101,9 @@ class CudaBackend(ReferenceBackend):
 
     def adamw(self, updates: Sequence[AdamWUpdate]) -> Launch:
         updates = [update for update in updates if update.master.numel()]
-        rows = [tables.adamw_row(update, self._address) for update in updates]
-        cuts: list[list[Cut]] = []
-        for update in updates:
-            numel = update.master.numel()
-            cuts.append([(tiling.shard_tiles, BlockGrid(1, numel, 1, numel), Extent(0, numel))])
+        rows = (tables.adamw_row(update, self._address) for update in updates)
+        numels = (update.master.numel() for update in updates)
+        cuts = Cuts.of(((tiling.shard_tiles, BlockGrid(1, n, 1, n), Extent(0, n)),) for n in numels)
         return self._tables.launch(Kernel("adamw", THREADS), rows, cuts, [], updates)
 
     def partial_select(
@@ -113,7 +114,7 @@ class CudaBackend(ReferenceBackend):
         shards = [shard for shard in operands if shard.extent]
         for shard in shards:
             _check_choosing(shard.grid)
-        cuts: list[list[Cut]] = [[(tiling.shard_tiles, s.grid, s.extent)] for s in shards]
+        cuts = Cuts.of(((tiling.shard_tiles, s.grid, s.extent),) for s in shards)
         return self._on_masters(kernel, fields, shards, [s.grid for s in shards], cuts, masters)
 
     def partial_cast(self, numerics: Numerics, operands: Operands, masters: Masters) -> Launch:
@@ -136,76 +137,78 @@ class CudaBackend(ReferenceBackend):
         if isinstance(numerics, NVFP4Numerics) and numerics.stochastic_rounding:
             encoder = "StochasticVec4"
         template = tables.numerics_class(numerics), encoder
-        return self._cast("partial_cast", template, fields, not_whole(operands), masters)
+        return self._cast("partial_cast", template, fields, operands, not_whole, masters)
 
     # --- operations on whole weights ---
 
     def select(self, numerics: NVFP4Numerics, operands: Operands) -> Launch:
         fields = tables.numerics_fields(numerics, self.name)
         kernel = Kernel("select", THREADS, _squared(numerics))
-        chosen, cuts = [], []
+        chosen, ways = [], list[Way]()
         for operand in operands:
             assert operand.candidates is not None
             if count := operand.candidates.cut.numel():
                 _check_choosing(operand.grid)
                 chosen.append(operand)
                 shape = count, operand.grid.blocks_w
-                cuts.append([(tiling.plane_tiles, 0, shape, tiling.CHOSEN)])
+                ways.append(((tiling.plane_tiles, 0, shape, tiling.CHOSEN),))
         lists = self._tables.lists(chosen)
-        rows = [tables.cast_row(o, o.grid, 0, self._address, lists.address) for o in chosen]
-        return self._tables.launch(kernel, rows, cuts, fields, chosen, lists.tensors)
+        rows = (tables.cast_row(o, o.grid, 0, self._address, lists.address) for o in chosen)
+        return self._tables.launch(kernel, rows, Cuts.of(ways), fields, chosen, lists.tensors)
 
     def compute_scale(self, numerics: Numerics, operands: Operands) -> Launch:
         return with_empty_shards(self._compute_scale, numerics, operands)
 
     def _compute_scale(self, numerics: Numerics, operands: Operands) -> Launch:
-        rows = [tables.scale_row(operand, self._address) for operand in operands]
+        rows = (tables.scale_row(operand, self._address) for operand in operands)
         if isinstance(numerics, Float8DelayedNumerics):
             return self._close_delayed(numerics, rows, operands)
         fields = tables.numerics_fields(numerics, self.name)
         kernel = Kernel("compute_scale", THREADS, (tables.numerics_class(numerics),))
-        cuts = [scale_cuts(operand.scaled_planes) for operand in operands]
+        cuts = Cuts.of(scale_cuts(operand.scaled_planes) for operand in operands)
         return self._tables.launch(kernel, rows, cuts, fields, operands)
 
     def expand_scales(self, numerics: Numerics, operands: Operands) -> Launch:
         stored = "float" if numerics.scale_dtype == torch.float32 else "u8"
         kernel = Kernel("expand_scales", THREADS, (stored,))
-        rows = [tables.expand_row(operand, self._address) for operand in operands]
-        cuts = [scale_cuts(operand.planes) for operand in operands]
+        rows = (tables.expand_row(operand, self._address) for operand in operands)
+        cuts = Cuts.of(scale_cuts(operand.planes) for operand in operands)
         return self._tables.launch(kernel, rows, cuts, [], operands)
 
     def transpose(self, numerics: Numerics, operands: Operands) -> Launch:
         bits = numerics.fmt.bits
         kernel = Kernel("transpose", SQUARE_THREADS, (str(bits),))
-        cuts: list[list[Cut]] = []
-        for operand in operands:
+
+        def way_of(operand: TensorOperand) -> Way:
             rows, cols = operand.grid.rows, operand.grid.cols
             if bits == 4:
                 _check_whole_bytes(cols)
             # Squares of bytes: for nibbles, of two rows by two columns a byte.
             shape = packed_columns(numerics.fmt, rows), packed_columns(numerics.fmt, cols)
-            weight: list[Cut] = [(tiling.plane_tiles, 0, shape, tiling.SQUARE)]
+            codes: Cut = (tiling.plane_tiles, 0, shape, tiling.SQUARE)
             columnwise = operand.planes[1]
-            if columnwise.scale_inv is not None:
-                weight.insert(0, scale_cut(1, columnwise.plane.scales, tiling.COPIED_SCALES))
-            cuts.append(weight)
-        table_rows = [tables.transpose_row(numerics, o, self._address) for o in operands]
-        return self._tables.launch(kernel, table_rows, cuts, [], operands)
+            if columnwise.scale_inv is None:
+                return (codes,)
+            return scale_cut(1, columnwise.plane.scales, tiling.COPIED_SCALES), codes
+
+        cuts = Cuts.of(map(way_of, operands))
+        rows = (tables.transpose_row(numerics, o, self._address) for o in operands)
+        return self._tables.launch(kernel, rows, cuts, [], operands)
 
     def dequantize(self, numerics: Numerics, operands: Operands) -> Launch:
         fields = tables.numerics_fields(numerics, self.name)
         if numerics.fmt.bits == 4:
             for operand in operands:
                 _check_whole_bytes(operand.grid.cols)
-        shape, grids, cuts = tiled(
+        shape, grids, ways = tiled(
             [(operand.grid, None, [Extent(0, operand.grid.numel)]) for operand in operands]
         )
         kernel = Kernel("dequantize", THREADS, (tables.numerics_class(numerics), shape))
-        rows = [
+        rows = (
             tables.dequantize_row(operand, grid, self._address)
             for operand, grid in zip(operands, grids, strict=True)
-        ]
-        return self._tables.launch(kernel, rows, cuts, fields, operands)
+        )
+        return self._tables.launch(kernel, rows, Cuts.of(ways), fields, operands)
 
     def stage_codes(self, copies: Sequence[CodeCopy], sums: torch.Tensor | None = None) -> LaunchOn:
         copy = copy_codes(self._tables, self._address, copies, into_weights=False)
@@ -222,7 +225,7 @@ class CudaBackend(ReferenceBackend):
 
     def digest(self, ranges: Sequence[DigestedBytes], sums: torch.Tensor) -> Launch:
         rows = tables.digest_rows(ranges, sums, self._address)
-        cuts: list[list[Cut]] = [[tiling.digest_cut(row[1], row[2])] for row in rows]
+        cuts = Cuts.of((tiling.digest_cut(row[1], row[2]),) for row in rows)
         kernel = Kernel("digest", THREADS)
         return self._tables.launch(kernel, rows, cuts, [], (ranges, sums))
 
@@ -236,26 +239,32 @@ class CudaBackend(ReferenceBackend):
         name: str,
         template: tuple[str, ...],
         fields: list[int],
-        parts: Sequence[tuple[TensorOperand, list[Extent]]],
+        operands: Operands,
+        visited: Callable[[TensorOperand], Sequence[Extent]],
         masters: Masters,
     ) -> Launch:
-        """The launch of a kernel that reads parts of masters, over the shape of tiles that serves
-        them.
+        """The launch of a kernel that reads of each master what is ``visited``, over the shape of
+        tiles that serves them.
         """
-        parts = [(shard, [e for e in extents if e]) for shard, extents in parts]
-        parts = [(shard, extents) for shard, extents in parts if extents]
-        shards = [shard for shard, _ in parts]
-        shape, grids, cuts = tiled([(s.grid, second_grid(s), extents) for s, extents in parts])
+        kinds: dict[tuple[BlockGrid, BlockGrid | None, tuple[Extent, ...]], int] = {}
+        shards, of_shards = list[TensorOperand](), array("q")
+        for shard in operands:
+            if extents := tuple(filter(None, visited(shard))):
+                kind = shard.grid, second_grid(shard), extents
+                shards.append(shard)
+                of_shards.append(kinds.setdefault(kind, len(kinds)))
+        shape, grids, ways = tiled(list(kinds))
         kernel = Kernel(name, THREADS, (*template, shape))
-        return self._on_masters(kernel, fields, shards, grids, cuts, masters)
+        seen, cuts = (grids[kind] for kind in of_shards), Cuts(tuple(ways), of_shards)
+        return self._on_masters(kernel, fields, shards, seen, cuts, masters)
 
     def _on_masters(
         self,
         kernel: Kernel,
         fields: list[int],
         shards: Operands,
-        grids: Sequence[BlockGrid],
-        cuts: Sequence[Sequence[Cut]],
+        grids: Iterable[BlockGrid],
+        cuts: Cuts,
         masters: Masters,
     ) -> Launch:
         """The launch over ``shards``, none of them empty, seen under ``grids``."""
@@ -263,12 +272,12 @@ class CudaBackend(ReferenceBackend):
             return nothing
         table = self._tables.masters(masters)
         lists = self._tables.lists(shards)
-        rows = [
+        rows = (
             tables.cast_row(
                 shard, grid, table.place(masters, shard.slot), self._address, lists.address
             )
             for shard, grid in zip(shards, grids, strict=True)
-        ]
+        )
         run = self._tables.launch(
             kernel, rows, cuts, fields, (shards, masters), [table.tensor, *lists.tensors]
         )
@@ -282,7 +291,7 @@ class CudaBackend(ReferenceBackend):
     def _close_delayed(
         self,
         numerics: Float8DelayedNumerics,
-        rows: list[list[int]],
+        rows: Iterable[list[int]],
         operands: Operands,
     ) -> Launch:
         """One thread block a weight, and the caller's function where there is one."""

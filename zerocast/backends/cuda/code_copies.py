@@ -7,9 +7,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from zerocast.backends.cuda import tiling
+from zerocast.backends.cuda.cuts import Cuts
 from zerocast.backends.cuda.launcher import Kernel
 from zerocast.backends.cuda.prepared import Tables
-from zerocast.backends.cuda.tiling import Cut
 from zerocast.backends.tables import Address
 from zerocast.numerics import CodeCopy, LaunchOn, SharedByte
 
@@ -33,10 +33,11 @@ def copy_codes(
 ) -> LaunchOn:
     """The launch of :meth:`zerocast.numerics.Backend.stage_codes`, or ``store_codes``."""
     rows = [[address(copy.codes), copy.staged, len(copy.codes), 0] for copy in copies]
-    cuts: list[list[Cut]] = [[(tiling.plane_tiles, 0, (1, row[2]), COPIED)] for row in rows]
+    sizes = [row[2] for row in rows]
     for byte in shared:
         low, high = (KEPT if place is None else place for place in (byte.low, byte.high))
         rows.append([address(byte.codes), low, 0, high])
-        cuts.append([(tiling.plane_tiles, 0, (1, 1), COPIED)])
+        sizes.append(1)
+    cuts = Cuts.of(((tiling.plane_tiles, 0, (1, size), COPIED),) for size in sizes)
     kernel = Kernel("copy_codes", THREADS, ("true" if into_weights else "false",))
     return tables.launch(kernel, rows, cuts, [], (copies, shared), buffers=1)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
 
 from zerocast.backends.cuda import tiling
 from zerocast.backends.cuda.tiling import Cut
@@ -22,6 +26,49 @@ ONE_READ: dict[type[Numerics], int] = {MXNumerics: 32, Float8Numerics: 128}
 
 TILE, ROW_BLOCK_TILE = "Tile", "Tile32x256"
 """The shapes of tiles that kernels are compiled for: structs of ``tiles.h``."""
+
+
+Way = tuple[Cut, ...]
+"""All cuts of a weight."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cuts:
+    """How the weights of a launch are cut: each way once, and by weight the place of its way.
+
+    Thousands of weights that are alike are so few objects.
+    """
+
+    ways: tuple[Way, ...]
+    of_weights: array[int]
+
+    @classmethod
+    def of(cls, weights: Iterable[Way]) -> Cuts:
+        """Those of weights that are cut in these ways."""
+        places: dict[Way, int] = {}
+        of_weights = array("q", (places.setdefault(way, len(places)) for way in weights))
+        return cls(tuple(places), of_weights)
+
+    def tiles(self) -> torch.Tensor:
+        """The tiles of all weights, of each in the order of its cuts; int64 [tiles, 4].
+
+        The cuts of one launch are made by one function, all at once.
+        """
+        made = [(place, *cut) for place, way in enumerate(self.ways) for cut in way]
+        if not made:
+            return torch.empty(0, 4, dtype=torch.int64, device="cpu")
+        places, functions, *arguments = zip(*made, strict=True)
+        (function,) = set(functions)
+        tiles: torch.Tensor = function(places, *arguments)
+        if len(self.ways) == len(self.of_weights):
+            return tiles
+        # What is made has the place of the way where the number of the weight belongs.
+        counts = torch.bincount(tiles[:, 0] & 0xFFFFFFFF, minlength=len(self.ways))
+        way = torch.frombuffer(self.of_weights, dtype=torch.int64)
+        weight, within = tiling.numbered(counts[way])
+        tiles = tiles[(counts.cumsum(0) - counts)[way[weight]] + within]
+        tiles[:, 0] += weight - way[weight]
+        return tiles
 
 
 def reads_once(numerics: Numerics, grids: Sequence[BlockGrid]) -> bool:
@@ -55,10 +102,11 @@ def patch_template(blocks: tuple[int, int]) -> tuple[tuple[str, str], int]:
 
 
 def tiled(
-    planes: Sequence[tuple[BlockGrid, BlockGrid | None, list[Extent]]],
-) -> tuple[str, list[BlockGrid], list[list[Cut]]]:
+    planes: Sequence[tuple[BlockGrid, BlockGrid | None, Sequence[Extent]]],
+) -> tuple[str, list[BlockGrid], list[Way]]:
     """The shape of tiles that the weights of a launch are cut into, a struct of tiles.h, by their
     grids, second ones, and the elements that are visited; the grids as tiles see them; the cuts.
+    Weights that are alike in all three need be given but once.
 
     One launch has one shape of tiles, so that its number does not depend on the weights.
     """
@@ -77,27 +125,29 @@ def tiled(
             f"row, 16, 32, 64, 128, a multiple of 256 or all of its columns wide, got {grid} and "
             f"{second}; cast this weight under use_backend('reference')."
         )
-    cuts: list[list[Cut]] = []
+    cuts: list[Way] = []
     if others or (alone and all(grid.num_blocks == 1 for grid, _, _ in planes)):
         grids = [tiling.tiled_grid(grid) for grid, _, _ in planes]
         for grid, (_, _, extents) in zip(grids, planes, strict=True):
-            cuts.append([(tiling.shard_tiles, grid, extent) for extent in extents])
+            cuts.append(tuple((tiling.shard_tiles, grid, extent) for extent in extents))
         return TILE, grids, cuts
     for grid, second, extents in planes:
         block_h = grid.rows if second is None else second.block_h
-        cuts.append([(tiling.row_block_tiles, grid, block_h, extent) for extent in extents])
+        cuts.append(tuple((tiling.row_block_tiles, grid, block_h, each) for each in extents))
     return ROW_BLOCK_TILE, [grid for grid, _, _ in planes], cuts
 
 
-def not_whole(operands: Operands) -> list[tuple[TensorOperand, list[Extent]]]:
-    """Of each shard what one pass does not measure and cast: the elements before and after."""
+def all_of(shard: TensorOperand) -> tuple[Extent, ...]:
+    """The elements of a shard."""
+    return (shard.extent,)
 
-    def ends(extent: Extent, whole: Extent) -> list[Extent]:
-        if not whole:
-            return [extent]
-        return [Extent(extent.start, whole.start), Extent(whole.end, extent.end)]
 
-    return [(shard, ends(shard.extent, shard.whole)) for shard in operands]
+def not_whole(shard: TensorOperand) -> tuple[Extent, ...]:
+    """Of a shard what one pass does not measure and cast: the elements before and after."""
+    extent, whole = shard.extent, shard.whole
+    if not whole:
+        return (extent,)
+    return Extent(extent.start, whole.start), Extent(whole.end, extent.end)
 
 
 def second_grid(shard: TensorOperand) -> BlockGrid | None:
@@ -106,9 +156,9 @@ def second_grid(shard: TensorOperand) -> BlockGrid | None:
     return planes[1].plane.grid if len(planes) > 1 else None
 
 
-def scale_cuts(planes: Sequence[PlaneBuffers]) -> list[Cut]:
+def scale_cuts(planes: Sequence[PlaneBuffers]) -> Way:
     """How the stored planes of a weight are cut."""
-    return [scale_cut(i, each.plane.scales, tiling.SCALES) for i, each in enumerate(planes)]
+    return tuple(scale_cut(i, each.plane.scales, tiling.SCALES) for i, each in enumerate(planes))
 
 
 def scale_cut(plane: int, layout: ScaleLayout, tile: tuple[int, int]) -> Cut:

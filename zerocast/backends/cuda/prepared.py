@@ -11,12 +11,12 @@ import threading
 import weakref
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
+from zerocast.backends.cuda.cuts import Cuts, Way
 from zerocast.backends.cuda.launcher import Arguments, Kernel, Launcher
-from zerocast.backends.cuda.tiling import Cut, tiles_of
 from zerocast.backends.launches import nothing
 from zerocast.errors import BackendError
 from zerocast.numerics import Masters, Operands
@@ -25,8 +25,8 @@ KEPT_TILES = 256
 """Tables of tiles that stay on the device for the next launch of the same shapes, beside those that
 CUDA graphs read."""
 
-_Cuts = tuple[tuple[tuple[Cut, ...], ...], bytes]
-"""How weights are cut, each way once, and by weight the number of its way."""
+_Key = tuple[tuple[Way, ...], bytes]
+"""The fields of :class:`Cuts`."""
 
 FEW_WEIGHTS = 4
 """Up to so many weights a launch has tiles that are kept: an activation is cast and decoded again
@@ -47,10 +47,10 @@ class Tables:
     def __init__(self, launcher: Launcher) -> None:
         self._launcher = launcher
         self._masters: weakref.WeakKeyDictionary[Masters, MasterTable] = weakref.WeakKeyDictionary()
-        self._tiles: OrderedDict[_Cuts, torch.Tensor] = OrderedDict()
-        self._tiles_in_graphs: dict[_Cuts, torch.Tensor] = {}
+        self._tiles: OrderedDict[_Key, torch.Tensor] = OrderedDict()
+        self._tiles_in_graphs: dict[_Key, torch.Tensor] = {}
         # Of many weights: amax and cast of one plan visit the same tiles.
-        self._tiles_of_plans: weakref.WeakValueDictionary[_Cuts, torch.Tensor] = (
+        self._tiles_of_plans: weakref.WeakValueDictionary[_Key, torch.Tensor] = (
             weakref.WeakValueDictionary()
         )
         self._one_thread = threading.Lock()  # for these four
@@ -58,8 +58,8 @@ class Tables:
     def launch(
         self,
         kernel: Kernel,
-        rows: list[list[int]],
-        cuts: Sequence[Sequence[Cut]] | None,
+        rows: Iterable[list[int]],
+        cuts: Cuts | None,
         numerics: list[int],
         operands: object,
         others: Sequence[torch.Tensor] = (),
@@ -81,12 +81,12 @@ class Tables:
             buffers: how many tensors each launch is given, whose addresses are the kernel's last
                 single arguments.
         """
-        if not rows:
+        fields, count = _table_of(rows)
+        if not count:
             return nothing
         launcher = self._launcher
         handle = launcher.prepare(kernel)
-        weights = launcher.upload(torch.tensor(rows, dtype=torch.int64, device="cpu"))
-        tables, count = [weights], len(rows)
+        tables = [launcher.upload(torch.frombuffer(fields, dtype=torch.int64).view(count, -1))]
         if cuts is not None:
             tables.append(self._visited(cuts))
             count = len(tables[1])
@@ -124,9 +124,9 @@ class Tables:
         candidates = [o.candidates for o in operands if o.candidates is not None]
         return Lists(self._launcher, [t for c in candidates for t in (c.cut, c.segments)])
 
-    def _visited(self, cuts: Sequence[Sequence[Cut]]) -> torch.Tensor:
-        key, capturing = _key(cuts), self._launcher.capturing
-        if len(cuts) > FEW_WEIGHTS:
+    def _visited(self, cuts: Cuts) -> torch.Tensor:
+        key, capturing = (cuts.ways, cuts.of_weights.tobytes()), self._launcher.capturing
+        if len(cuts.of_weights) > FEW_WEIGHTS:
             return self._visited_by_plans(key, cuts)
         with self._one_thread:
             tiles = self._tiles_in_graphs.get(key)
@@ -137,32 +137,35 @@ class Tables:
                 elif tiles is not None:
                     self._tiles.move_to_end(key)
         if tiles is None:
-            tiles = self._launcher.upload(tiles_of(cuts))
+            tiles = self._launcher.upload(cuts.tiles())
             if not capturing:
                 self._keep(key, tiles)
         return tiles
 
-    def _visited_by_plans(self, key: _Cuts, cuts: Sequence[Sequence[Cut]]) -> torch.Tensor:
+    def _visited_by_plans(self, key: _Key, cuts: Cuts) -> torch.Tensor:
         with self._one_thread:
             tiles = self._tiles_of_plans.get(key)
         # A graph cannot rely on what belongs to a plan.
         if tiles is None or self._launcher.capturing:
-            tiles = self._launcher.upload(tiles_of(cuts))
+            tiles = self._launcher.upload(cuts.tiles())
             with self._one_thread:
                 self._tiles_of_plans[key] = tiles
         return tiles
 
-    def _keep(self, key: _Cuts, tiles: torch.Tensor) -> None:
+    def _keep(self, key: _Key, tiles: torch.Tensor) -> None:
         with self._one_thread:
             self._tiles[key] = tiles
             if len(self._tiles) > KEPT_TILES:
                 self._tiles.popitem(last=False)  # that was used the longest ago
 
 
-def _key(cuts: Sequence[Sequence[Cut]]) -> _Cuts:
-    ways: dict[tuple[Cut, ...], int] = {}
-    numbers = [ways.setdefault(tuple(weight), len(ways)) for weight in cuts]
-    return tuple(ways), array("q", numbers).tobytes()
+def _table_of(rows: Iterable[list[int]]) -> tuple[array[int], int]:
+    """The rows end to end, and how many there are."""
+    fields, count = array("q"), 0
+    for row in rows:
+        fields.fromlist(row)
+        count += 1
+    return fields, count
 
 
 class MasterTable:

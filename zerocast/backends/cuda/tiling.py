@@ -45,7 +45,8 @@ DIGESTED = 1, 1 << 14
 """A tile of bytes whose digest is taken: whole rows of keys, 4 KiB each."""
 
 Cut = tuple[Any, ...]
-"""How one weight is cut: a function of this module, and what it takes of this weight."""
+"""How one weight is cut, or a part of it: a function of this module, and what it takes of this
+weight."""
 
 
 def tiled_grid(grid: BlockGrid) -> BlockGrid:
@@ -190,20 +191,6 @@ def plane_tiles(
     return torch.stack([first, row, torch.minimum(row + height, end), column * width], dim=1)
 
 
-def tiles_of(cuts: Sequence[Sequence[Cut]]) -> torch.Tensor:
-    """The tiles of all weights, of each in the order of its cuts; int64 [tiles, 4].
-
-    The cuts of one launch are made by one function, all at once.
-    """
-    made = [(i, *cut) for i, weight in enumerate(cuts) for cut in weight]
-    if not made:
-        return torch.empty(0, 4, dtype=torch.int64, device="cpu")
-    weights, functions, *arguments = zip(*made, strict=True)
-    (function,) = set(functions)
-    tiles: torch.Tensor = function(weights, *arguments)
-    return tiles
-
-
 def digest_cut(first: int, nbytes: int) -> Cut:
     """How bytes are cut whose first stands at place ``first``: from the row of keys on that it is
     in.
@@ -310,10 +297,14 @@ def _laid_out(
     down, across = (
         torch.tensor(each, dtype=torch.int64, device="cpu") for each in (downs, acrosses)
     )
-    counts = down * across
-    of = torch.repeat_interleave(counts)
-    within = torch.arange(len(of), dtype=torch.int64, device="cpu")
-    within -= (counts.cumsum(0) - counts)[of]
+    of, within = numbered(down * across)
     fields = torch.tensor(table, dtype=torch.int64, device="cpu").t().contiguous()
     first = torch.tensor(firsts, dtype=torch.int64, device="cpu")[of]
     return [field[of] for field in fields], first + within // across[of], within % across[of]
+
+
+def numbered(counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of so many things of each kind, kind by kind: the kind, and the number among its like."""
+    kind = torch.repeat_interleave(counts)
+    within = torch.arange(len(kind), dtype=torch.int64, device="cpu")
+    return kind, within - (counts.cumsum(0) - counts)[kind]
