@@ -4,8 +4,6 @@ torch's default dtype and default device belong to the program around zerocast, 
 holds what was there before; no byte that zerocast makes may follow any of them.
 """
 
-from __future__ import annotations
-
 import ast
 import math
 from collections.abc import Callable

@@ -2,8 +2,6 @@
 of zerocast's that says what is required, or does what can only have been meant.
 """
 
-from __future__ import annotations
-
 import inspect
 import warnings
 from collections.abc import Callable, Iterator

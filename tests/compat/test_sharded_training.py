@@ -4,8 +4,6 @@ Beside each loop a model with BF16 weights trains, whose masters are whole on ev
 layers quantize in each forward. The losses of both are equal to the bit, at every step.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import accumulate, pairwise
 

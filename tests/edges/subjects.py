@@ -4,8 +4,6 @@ Each subject holds a model of two linear layers whose weights are the cast of FP
 knows what a user does after the masters were written, and what the weights must be then.
 """
 
-from __future__ import annotations
-
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard

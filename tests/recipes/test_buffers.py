@@ -1,7 +1,5 @@
 """What a weight of each scheme stores, and the shapes that a scheme refuses."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The fields of recipes: TransformerEngine's names, what they decide, and what is refused."""
 
-from __future__ import annotations
-
 from dataclasses import fields
 from functools import partial
 

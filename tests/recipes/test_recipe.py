@@ -1,7 +1,5 @@
 """Recipes are values, and another one is one class."""
 
-from __future__ import annotations
-
 import dataclasses
 import pickle
 from collections.abc import Sequence

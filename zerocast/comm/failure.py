@@ -52,10 +52,6 @@ class Said:
     count: int
     text: str
 
-    def is_beside(self, other: Said) -> bool:
-        """Whether both ranks did the same at the same place."""
-        return (self.kind, self.count) == (other.kind, other.count)
-
 
 def check_timeout(timeout: object) -> float:
     """Return the seconds that a user gave. :class:`InputError` for anything but a positive number;

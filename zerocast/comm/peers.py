@@ -121,12 +121,13 @@ class Peers(ABC):
         where none has.
         """
         own = self._said.get(self._rank)
+        here = own and (own.kind, own.count)
         return min(
             (
                 words.count if words.kind == RAISED else 0
                 for rank, words in self._said.items()
                 # Ranks that all raise at the same place can go on from there together.
-                if rank != self._rank and (own is None or not words.is_beside(own))
+                if rank != self._rank and (words.kind, words.count) != here
             ),
             default=None,
         )

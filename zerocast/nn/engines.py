@@ -145,9 +145,10 @@ def kind_of(a: Side, b: Side) -> Kind | str:
         return "its operands are quantized by schemes that no GEMM multiplies with each other"
     if all(side.grid.num_blocks == 1 for side in (a, b)):
         return TENSORWISE
-    if all(side.grid.block_w == side.grid.cols and _has_row_scales(side) for side in (a, b)):
+    grids = a.grid, b.grid
+    if all(g.block_w == g.cols and 1 in (g.block_h, g.num_blocks) for g in grids):  # a scale a row
         return ROWWISE
-    shapes = [(side.grid.block_h, side.grid.block_w) for side in (a, b)]
+    shapes = [(g.block_h, g.block_w) for g in grids]
     if shapes in ([(1, 128), (1, 128)], [(1, 128), (128, 128)], [(128, 128), (1, 128)]):
         return BLOCKWISE
     one, other = (f"{h}x{w}" for h, w in shapes)
@@ -188,11 +189,6 @@ def _unfit(kind: Kind, a: Side, b: Side, dtype: torch.dtype) -> str | None:
     if kind is BLOCKWISE and (a.rows % 4 or b.rows % 4):
         return f"blockwise GEMMs need rows of a multiple of 4, got {a.rows} and {b.rows}"
     return None
-
-
-def _has_row_scales(side: Side) -> bool:
-    """Whether each row has one scale: its own, or one for all rows."""
-    return side.grid.block_h == 1 or side.grid.num_blocks == 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -186,7 +186,7 @@ class Refit:
                 found, changes = self._changes(pieces, by_stored)
             for piece, segments, change in zip(pieces, found, changes, strict=True):
                 held = self._held[piece.name]
-                held.checksum = _wrapped(held.checksum + change)
+                held.checksum = (held.checksum + change + 2**63) % 2**64 - 2**63  # an int64
                 yield (
                     piece.name,
                     packed(
@@ -300,8 +300,3 @@ def _gathered(pieces: Sequence[Piece], own: Sequence[Segment]) -> list[list[Segm
                 if count or not found[i]:
                     found[i].append(Segment(first, runs, count, part))
     return found
-
-
-def _wrapped(number: int) -> int:
-    """Return the int64 that ``number`` is modulo 2^64."""
-    return (number + 2**63) % 2**64 - 2**63

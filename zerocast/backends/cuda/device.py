@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,13 +26,12 @@ class DeviceLauncher:
 
     Args:
         device: a CUDA device with its index.
-        cache: the folder of compiled kernels; None for the user's cache directory.
 
     Raises:
         BackendError: where torch sees no such GPU, it is too old, or CuPy or NVRTC is missing.
     """
 
-    def __init__(self, device: torch.device, cache: Path | None = None) -> None:
+    def __init__(self, device: torch.device) -> None:
         if torch.version.cuda is None or not torch.cuda.is_available():
             raise BackendError(
                 "the cuda backend needs a GPU that torch can use, got a torch that "
@@ -47,7 +45,6 @@ class DeviceLauncher:
         self.launches = 0
         self.max_grid = MAX_GRID
         self._arch = architecture(torch.cuda.get_device_capability(device))
-        self._cache = cache
         self._functions: dict[Kernel, int] = {}
         # Of each stream on which tables were sent: when the latest of them is there.
         self._uploads: dict[int, torch.cuda.Event] = {}
@@ -107,9 +104,9 @@ class DeviceLauncher:
 
     def _load(self, kernel: Kernel) -> int:
         try:
-            return self._function(*compiled(kernel, self._arch, self._cache))
+            return self._function(*compiled(kernel, self._arch))
         except self._driver.CUDADriverError:  # of a kept file, perhaps: a fresh one decides
-            return self._function(*compiled(kernel, self._arch, self._cache, afresh=True))
+            return self._function(*compiled(kernel, self._arch, afresh=True))
 
     def _function(self, name: str, cubin: bytes) -> int:
         return int(self._driver.moduleGetFunction(self._driver.moduleLoadData(cubin), name))
