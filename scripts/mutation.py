@@ -63,7 +63,13 @@ OPTIONS = [
     "-mnot (mpi or slow or nightly or integration or cuda)",
     "-knot (proofs or life or simulation or random_partitions or many_ranks)",  # take longest
     "-Wignore:Module already imported",  # whose assertions tell less
-    *("-qx", "--timeout=0", "-pno:cacheprovider", "--hypothesis-profile=mutation"),
+    *(
+        "-qx",
+        "--timeout=0",
+        "-pno:cacheprovider",
+        "-pno:faulthandler",
+        "--hypothesis-profile=mutation",
+    ),
 ]
 SECONDS, SLOWEST = 20.0, 5.0
 """CPU time of the tests of one mutant, and of the slowest of them, while lines are traced."""

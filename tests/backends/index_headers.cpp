@@ -68,6 +68,15 @@ ANSWER shared(const i64* in, i64* out) {
     return to - out;
 }
 
+// Of elements and the most threads: for each thread how many there are, summed over its calls.
+ANSWER launched(const i64* in, i64* out) {
+    for (i64 i = 0; i < in[1]; i++) out[i] = 0;
+    in_parallel(in[0], in[1], [&](i64 thread, i64 threads) {
+        __atomic_add_fetch(out + thread, threads, __ATOMIC_RELAXED);
+    });
+    return in[1];
+}
+
 // Of two grids, whether there is a second plane, a shard and a number of threads.
 ANSWER cut_of(const i64* in, i64* out) {
     static u8 codes[1];
@@ -153,7 +162,8 @@ static i64 visited(const i64* in, i64* out) {
             }
             if ((owned.whole >> i & 1) != (of_four == 4)) return put(out, -1, 0);
             // Of one that the tile's right end cuts off, the elements behind it count, too.
-            bool some = owned.some >> i & 1, cut_off = vectors.col_of(i) + 4 > vectors.cols;
+            int left = vectors.cols - vectors.col_of(i);
+            bool some = owned.some >> i & 1, cut_off = left > 0 && left < 4;
             if (some != (of_four > 0) && !(some && cut_off)) return put(out, -1, 0);
         }
     }

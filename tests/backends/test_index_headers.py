@@ -35,7 +35,7 @@ def ask(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., np.ndarray]:
     library = tmp_path_factory.mktemp("index") / "headers.so"
     source = str(__file__).replace("test_index_headers.py", "index_headers.cpp")
     # Without intrinsics, whose headers take four times as long to compile as all the rest.
-    flags = ["-O0", "-U__SSE2__", "-std=c++17", "-fPIC", "-shared", "-w"]
+    flags = ["-O0", "-U__SSE2__", "-std=c++17", "-fPIC", "-shared", "-fopenmp", "-w"]
     # A number that overflows ends the process.
     flags += ["-fsanitize=signed-integer-overflow", "-fsanitize-undefined-trap-on-error"]
     command = ["g++", *flags, *(f"-I{root}" for root in ROOTS), source, "-o", str(library)]
@@ -110,7 +110,7 @@ def test_an_element_of_a_shard_has_its_index_in_the_whole(ask) -> None:
 
 def test_strips_visit_each_element_once_in_its_block(ask) -> None:
     """Of any extent, and of some columns of it: with a strip's blocks side by side, no more than
-    asked for, opened before its rows and closed after them.
+    asked for, opened before its rows and closed after them; in at most three rectangles.
     """
     rng = random.Random(1)
     cuts = ((g, a, b) for g in GRIDS[:40] for a in range(g.numel) for b in (a + 1, g.numel))
@@ -120,16 +120,17 @@ def test_strips_visit_each_element_once_in_its_block(ask) -> None:
         across = rng.choice([1, 2, 7, 512])
         calls = ask("strips", *numbers_of(grid), extent.start, extent.end, col, col_end, across)
         found: list[tuple[int, int]] = []
-        strip = None
+        strip, panels = None, 0
         for call, *fields in calls.reshape(-1, 5).tolist():
             if call == 0:
                 assert strip is None
-                strip = fields
+                strip, panels = fields, 0
                 assert fields[1] <= across
                 assert fields[2] == fields[0] % grid.blocks_w * grid.block_w
                 assert fields[3] == min(fields[2] + fields[1] * grid.block_w, grid.cols)
             elif call == 1:
                 element, column, count, rows = fields
+                panels += 1
                 assert column + count <= strip[3] - strip[2]
                 found += [
                     (element + r * grid.cols + k, strip[0] + (column + k) // grid.block_w)
@@ -138,6 +139,7 @@ def test_strips_visit_each_element_once_in_its_block(ask) -> None:
             else:
                 assert strip is not None
                 assert strip[0] == fields[0]
+                assert panels <= 3
                 strip = None
         assert strip is None
         last = col_end or grid.cols  # 0: no columns are named
@@ -171,6 +173,16 @@ def test_threads_share_all_elements(ask) -> None:
             assert all(a[1] == b[0] and a[1] % granule == 0 for a, b in pairwise(found))
             bounds = [start, end] if start < end else []
             assert [*found[0][:1], *found[-1][1:]] == bounds if found else not bounds
+
+
+def test_as_many_threads_as_the_work_is_worth(ask) -> None:
+    """Each does its part once: one for every 2^16 elements, at least one, and no more than asked
+    for.
+    """
+    for elements, most in product((0, 2**16, 2**17 - 1, 2**17, 10 * 2**16), (1, 2, 3)):
+        threads = max(1, min(most, elements >> 16))
+        expected = [threads] * threads + [0] * (most - threads)
+        assert ask("launched", elements, most).tolist() == expected, (elements, most)
 
 
 def test_threads_share_no_block_and_no_byte(ask) -> None:
@@ -218,7 +230,7 @@ def fields_of(layout: ScaleLayout) -> list[int]:
 
 def test_stored_scales_stand_where_the_layout_says(ask) -> None:
     """Scales, repeats and padding, one and four bytes wide, by the CPU's loops and by the threads
-    of a CUDA kernel; nothing is written beside the plane.
+    of a CUDA kernel; nothing is written beside the plane, nor by a tile behind its rows.
     """
     for number, layout in enumerate(layouts()):
         if number % 7:
@@ -242,6 +254,9 @@ def test_stored_scales_stand_where_the_layout_says(ask) -> None:
             assert (stored[:4] == 111).all(), (way, layout)
             assert (stored[-4:] == 111).all(), (way, layout)
             assert (stored[4:-4].reshape(height, width) == expected).all(), (way, layout)
+        last = tiles[2] * (layout.col_repeat if layout.transposed else layout.row_repeat)
+        stored = ask("stored_scales", *fields, 1, 1, *tiles[:4])[4:-4].reshape(height, width)
+        assert (stored[last:] == 111).all(), layout
         down, right = ask("steps", *fields_of(layout)).tolist()
         for i, j in product(range(min(grid.blocks_h, 3)), range(min(grid.blocks_w, 3))):
             place = divmod(i * down + j * right, width)
