@@ -63,13 +63,7 @@ OPTIONS = [
     "-mnot (mpi or slow or nightly or integration or cuda)",
     "-knot (proofs or life or simulation or random_partitions or many_ranks)",  # take longest
     "-Wignore:Module already imported",  # whose assertions tell less
-    *(
-        "-qx",
-        "--timeout=0",
-        "-pno:cacheprovider",
-        "-pno:faulthandler",
-        "--hypothesis-profile=mutation",
-    ),
+    *("-x", "--timeout=0", "-pno:cacheprovider", "-pno:faulthandler", "--hypothesis-profile=brief"),
 ]
 SECONDS, SLOWEST = 20.0, 5.0
 """CPU time of the tests of one mutant, and of the slowest of them, while lines are traced."""
@@ -259,7 +253,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     # Of conftest.py's, without making failing examples smaller.
-    settings.register_profile("mutation", derandomize=True, database=None, deadline=None,
+    settings.register_profile("brief", derandomize=True, database=None, deadline=None,
                               phases=[Phase.explicit, Phase.generate])  # fmt: skip
     for part in args.parts:
         survey(part, args)
