@@ -130,6 +130,42 @@ def test_a_step_that_fails_leaves_no_weight_that_can_be_read(phase, overlap):
         run_in_process(3, body, timeout=20)
 
 
+@pytest.mark.parametrize("begun", range(3))
+def test_late_gathers_that_are_interrupted_leave_no_weight_that_can_be_read(begun):
+    """One of two ranks is interrupted when it begins to gather a bucket of codes that uses of the
+    weights wait for, with ``begun`` others under way: it can read no weight, and the other rank
+    none that comes from there on.
+    """
+
+    def body(comm):
+        params = [
+            torch.nn.Parameter(zerocast.quantize(torch.randn(48, 32), "current")) for _ in range(3)
+        ]
+        optimizer = ZeroOptimizer(
+            params, torch.optim.SGD, comm, lr=0.1, overlap_all_gather=True, bucket_size=1
+        )
+        gathers, starts = comm.start_all_gather_, []
+
+        def start(*given):
+            is_last = len(starts) == begun
+            starts.append(given)
+            if is_last and comm.rank == 1:
+                raise KeyboardInterrupt
+            return gathers(*given)
+
+        comm.start_all_gather_ = start  # which scales are not gathered by
+        for param in params:
+            param.grad = torch.ones(param.shape)
+        is_other = comm.rank == 0
+        with pytest.raises(PeerFailedError if is_other else KeyboardInterrupt):
+            optimizer.step()
+        for param in params[begun * is_other :]:
+            with pytest.raises(PeerFailedError if is_other else UnfinishedStepError):
+                param.dequantize()
+
+    run_in_process(2, body, timeout=20)
+
+
 @pytest.mark.parametrize("where", ["all-gather", "store", "copies"])
 def test_what_only_one_rank_can_know_ends_the_others(where, monkeypatch):
     """Codes that one rank does not have, or that it cannot store or transpose: it raises what is

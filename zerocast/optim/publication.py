@@ -121,18 +121,22 @@ class Publication:
 
     def _all_gather(self) -> None:
         self._shards.all_gather()
-        if self._plan is not None:
-            self._plan.end_writing(_GATHER)
-        # What fails of these, every use of a weight raises, also of one that comes after it.
+        # What fails of these, every use of a weight raises, also of one that comes after it. After
+        # an interrupt, which no use should raise again, the all-gather has not ended.
         late = iter([bucket for bucket in self._shards.buckets if bucket.pending is not None])
+        failure: Exception | None = None
         try:
             for bucket in late:
                 bucket.all_gather(self._shards.comm)
         except Exception as error:
+            failure = error
             for bucket in late:
                 assert bucket.pending is not None
                 bucket.pending.fail(error)
-            raise
+        if self._plan is not None:
+            self._plan.end_writing(_GATHER)
+        if failure is not None:
+            raise failure
 
     def fail(self, error: ZerocastError | None) -> None:
         """Let the phases raise ``error``, where there is one on this rank, on all ranks that can
