@@ -14,7 +14,7 @@ from tests.oracles.scalar_schemes import mxfp4, mxfp8
 from tests.support.same_bytes import assert_same_bytes
 from zerocast.cli import conformance, main
 from zerocast.conformance import PACKAGES, Pack, Package, package_of, packs, score, write_packs
-from zerocast.conformance.causes import changes_of, restated
+from zerocast.conformance.causes import Changes, changes_of, restated
 from zerocast.conformance.packs import DECODED, raw
 from zerocast.export import DIALECTS
 
@@ -54,7 +54,7 @@ def test_the_formulas_stated_again_give_the_packs():
     """Every byte of every pack that is encoded, by another text than the one that made it."""
     for pack in made().values():
         for case in (each for each in pack.cases if each.name != DECODED):
-            again = restated(pack.subject, case.input.float())
+            again = restated(pack.subject, case.input.float(), Changes())
             for part, theirs in zip(case.expected, again, strict=True):
                 where = f"{pack.file}, {case.name}, {part}"
                 assert_same_bytes(raw(theirs), raw(case.expected[part]), where)
@@ -104,22 +104,22 @@ def test_every_difference_of_a_package_has_its_causes(name):
 @pytest.mark.parametrize(("subject", "change"), [(s, c) for s in PLANTED for c in changes_of(s)])
 def test_a_planted_change_is_the_cause(subject, change):
     """Of all bytes that it changes, by itself."""
-    changes, level = frozenset({change}), "blocks" if subject in DIALECTS else "values"
+    made_of = partial(restated, subject, does=Changes(change))
     package = Package(
         name="planted",
-        encodes={subject: lambda x: restated(subject, x, changes)[0]},
-        writes={subject: lambda x: restated(subject, x, changes)},
+        encodes={subject: lambda x: made_of(x)[0]},
+        writes={subject: made_of},
     )
+    level = "blocks" if subject in DIALECTS else "values"
     (found,) = score(package, [made()[f"{level}-{subject.replace('/', '-')}.json"]])
-    expected = {changes_of(subject)[change]: found.different} if found.different else {}
-    assert found.causes == expected
+    assert found.causes == ({change: found.different} if found.different else {})
 
 
 def test_what_is_none_of_the_changes_is_unexplained():
     """One bit of one scale; codes decoded to another value; and what is too large."""
 
     def write(x: torch.Tensor) -> dict[str, torch.Tensor]:
-        codes, scales = restated("sglang/mxfp8", x)
+        codes, scales = restated("sglang/mxfp8", x, Changes())
         scales[0, 0] ^= 1
         return {"weight": codes, "weight_scale_inv": scales}
 

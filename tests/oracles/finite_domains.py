@@ -158,17 +158,16 @@ class MX:
         return np.maximum((bits + half >> 23) - 2, 0).astype(np.uint8)
 
     def visit(self, item: int) -> int:
-        scales = self.scales
         two = self.recipe.columnwise_block == self.recipe.block
-        if item == 0:
-            row = np.repeat(MAGNITUDES, 32)[None]  # of blocks that are one row high
-            planes = [cast(row, self.recipe).rowwise_scale_inv]
-            if not two:
-                whole = cast(MAGNITUDES[None], self.recipe, columnwise=True)
-                planes.append(whole.columnwise_scale_inv)
-            for plane in planes:
-                found = plane[0, : len(MAGNITUDES)]
-                compare(f"scale of {self.recipe}", found, scales, MAGNITUDES)
+        ways = ["rowwise"] if two else ["rowwise", "columnwise"]
+        scales = self.scales
+        if item == 0:  # Of rows of 32 of each, and of columns of one.
+            row = np.repeat(MAGNITUDES, 32)[None]
+            weight = cast(row, self.recipe, columnwise=not two)
+            for way in ways:
+                plane = getattr(weight, f"{way}_scale_inv")[0]
+                found = plane[: row.size][:: 32 if way == "columnwise" else 1][: len(scales)]
+                compare(f"{way} scale of {self.recipe}", found, scales, MAGNITUDES)
         of_scale = np.flatnonzero(scales == item)
         if not len(of_scale):
             return 0
@@ -181,11 +180,10 @@ class MX:
         values = values.reshape(-1, 32)
         expected = self.element.codes(np.ldexp(values.astype(np.float64), 127 - item).astype(F32))
         weight = cast(values, self.recipe, columnwise=not two)
-        ways = {"rowwise": (weight.rowwise_data, weight.rowwise_scale_inv[: len(values), :1])}
-        if not two:
-            ways["columnwise"] = weight.columnwise_data, weight.columnwise_scale_inv[:tiles, :32]
-        for way, (codes, plane) in ways.items():
-            what = f"{way} {self.recipe} under scale {item}"
+        for way in ways:
+            plane = getattr(weight, f"{way}_scale_inv")
+            plane = plane[: len(values), :1] if way == "rowwise" else plane[:tiles, :32]
+            codes, what = getattr(weight, f"{way}_data"), f"{way} {self.recipe} under scale {item}"
             ones = np.full(tuple(plane.shape), item, np.uint8)
             compare(f"scale of {what}", plane.contiguous(), ones, ones)
             compare(what, nibbles(codes) if self.element is E2M1 else codes, expected, values)

@@ -21,7 +21,7 @@ from zerocast.comm import Communicator, run_in_process
 from zerocast.conformance.causes import block_amaxes
 from zerocast.conformance.packs import blocks_of
 from zerocast.errors import InputError
-from zerocast.export import DIALECTS
+from zerocast.export import DIALECTS, Dialect
 from zerocast.tensors import empty, quantize
 
 Stored = Mapping[str, torch.Tensor] | tuple[torch.Tensor, ...]
@@ -81,36 +81,36 @@ def package_of(name: str) -> Package:
     return found
 
 
-def _zerocast() -> Package:
-    def write(dialect: str, x: torch.Tensor) -> Stored:
-        recipe = DIALECTS[dialect].recipe
-        whole = quantize(x, recipe, dtype=torch.bfloat16, columnwise=False)
-        return DIALECTS[dialect].encode(whole.quantized_storage)
+def _each(call: Callable[..., Any], first: Mapping[str, Any]) -> Calls:
+    """``call`` by the names of what it is given first."""
+    return {name: partial(call, each) for name, each in first.items()}
 
-    def gather(dialect: str, x: torch.Tensor, cuts: tuple[int, ...]) -> list[Stored]:
+
+def _zerocast() -> Package:
+    def write(dialect: Dialect, x: torch.Tensor) -> Stored:
+        whole = quantize(x, dialect.recipe, dtype=torch.bfloat16, columnwise=False)
+        return dialect.encode(whole.quantized_storage)
+
+    def gather(dialect: Dialect, x: torch.Tensor, cuts: tuple[int, ...]) -> list[Stored]:
         def on_rank(comm: Communicator) -> Stored:
             start, end = cuts[comm.rank : comm.rank + 2]
-            recipe = DIALECTS[dialect].recipe
-            weight = empty(x.shape, recipe, dtype=torch.bfloat16, columnwise=False)
+            weight = empty(x.shape, dialect.recipe, dtype=torch.bfloat16, columnwise=False)
             plan = CastPlan([weight], [x.view(-1)[start:end]], [start], comm)
             plan.cast()
             plan.all_gather()
-            return DIALECTS[dialect].encode(weight.quantized_storage)
+            return dialect.encode(weight.quantized_storage)
 
         return run_in_process(len(cuts) - 1, on_rank)
 
-    writes, gathers = ({name: partial(call, name) for name in DIALECTS} for call in (write, gather))
-    return Package(name="zerocast", writes=writes, gathers=gathers)
+    return Package(name="zerocast", writes=_each(write, DIALECTS), gathers=_each(gather, DIALECTS))
 
 
 def _torch() -> Package:
     names = {"e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2", "e8m0": "float8_e8m0fnu"}
     dtypes = {fmt: getattr(torch, name) for fmt, name in names.items()}
-    return Package(
-        name="torch",
-        encodes={f: lambda x, to=to: x.to(to).view(torch.uint8) for f, to in dtypes.items()},
-        decodes={f: lambda codes, to=to: codes.view(to).float() for f, to in dtypes.items()},
-    )
+    encodes = _each(lambda dtype, x: x.to(dtype).view(torch.uint8), dtypes)
+    decodes = _each(lambda dtype, codes: codes.view(dtype).float(), dtypes)
+    return Package(name="torch", encodes=encodes, decodes=decodes)
 
 
 def _ml_dtypes() -> Package:
@@ -128,10 +128,7 @@ def _ml_dtypes() -> Package:
         "e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2,
         "e2m1": ml_dtypes.float4_e2m1fn, "e8m0": ml_dtypes.float8_e8m0fnu,
     }  # fmt: skip
-    encodes, decodes = (
-        {fmt: partial(call, dtype) for fmt, dtype in dtypes.items()} for call in (encode, decode)
-    )
-    return Package(name="ml_dtypes", encodes=encodes, decodes=decodes)
+    return Package(name="ml_dtypes", encodes=_each(encode, dtypes), decodes=_each(decode, dtypes))
 
 
 def _compressed_tensors() -> Package:
@@ -139,21 +136,21 @@ def _compressed_tensors() -> Package:
     from compressed_tensors.quantization import QuantizationConfig
     from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 
-    def write(name: str, x: torch.Tensor) -> Stored:
-        dialect, state = DIALECTS[name], {"weight": x}
+    def write(dialect: Dialect, x: torch.Tensor) -> Stored:
+        state = {"weight": x}
         config = QuantizationConfig.model_validate(dialect.quantization_config([]))
         scheme = config.config_groups["group_0"]
         if dialect.tensor_scale is not None:
             state["weight_global_scale"] = generate_gparam(x.amin(), x.amax())
         # What its users' observers give; scales are symmetric, so the largest magnitude is enough.
-        amax = block_amaxes(x, blocks_of(name, x.shape))
+        amax = block_amaxes(x, blocks_of(dialect.name, x.shape))
         state["weight_scale"], _ = calculate_qparams(
             -amax, amax, scheme.weights, state.get("weight_global_scale")
         )
         return BaseCompressor.get_value_from_registry(scheme.format).compress(state, scheme)
 
-    own = [name for name in DIALECTS if name.startswith("compressed-tensors/")]
-    return Package(name="compressed-tensors", writes={name: partial(write, name) for name in own})
+    own = {name: each for name, each in DIALECTS.items() if name.startswith("compressed-tensors/")}
+    return Package(name="compressed-tensors", writes=_each(write, own))
 
 
 def _transformers() -> Package:
@@ -204,16 +201,18 @@ def _torchao() -> Package:
 def _modelopt() -> Package:
     from modelopt.torch.quantization import qtensor
 
-    def parts(made: Any, *scales: torch.Tensor) -> Stored:
+    def write(tensor: Any, x: torch.Tensor, *arguments: Any, **options: Any) -> Stored:
+        made, *scales = tensor.quantize(x, *arguments, **options)
         return made._quantized_data, *scales
 
-    blocks = {"block_sizes": {-1: 128, -2: 128}}
     calls: Calls = {
-        "modelopt/fp8": lambda x: parts(*qtensor.FP8QTensor.quantize(x)),
-        "compressed-tensors/fp8-block": lambda x: parts(*qtensor.FP8QTensor.quantize(x, **blocks)),
-        "modelopt/nvfp4": lambda x: parts(*qtensor.NVFP4QTensor.quantize(x, 16)),
-        "modelopt/mxfp8": lambda x: parts(*qtensor.MXFP8QTensor.quantize(x)),
-        "gpt-oss/mxfp4": lambda x: parts(*qtensor.MXFP4QTensor.quantize(x, 32)),
+        "modelopt/fp8": lambda x: write(qtensor.FP8QTensor, x),
+        "compressed-tensors/fp8-block": lambda x: write(
+            qtensor.FP8QTensor, x, block_sizes={-1: 128, -2: 128}
+        ),
+        "modelopt/nvfp4": lambda x: write(qtensor.NVFP4QTensor, x, 16),
+        "modelopt/mxfp8": lambda x: write(qtensor.MXFP8QTensor, x),
+        "gpt-oss/mxfp4": lambda x: write(qtensor.MXFP4QTensor, x, 32),
     }
     return Package(name="nvidia-modelopt", writes=calls)
 
