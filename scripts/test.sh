@@ -7,6 +7,8 @@ cd "$(dirname "$0")/.."
 . scripts/environment.sh
 
 RANKS=4
+# What one process compiles is read by the others: there are hundreds, and pytest rewrites each file of tests.
+unset PYTHONDONTWRITEBYTECODE
 
 style() {
     PRE_COMMIT_HOME=$(python -c 'import sys; print(sys.prefix)')/pre-commit \

@@ -16,9 +16,11 @@ A plain session runs the kind "in_process"; "mpi" and "torch_distributed" (gloo)
 """
 
 import os
+import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -41,8 +43,25 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--torch-default", choices=other_defaults.CHOICES, help=other_defaults.__doc__)
 
 
+ON_RANKS = re.compile(r"mark\.mpi|comm_kind|on_gloo|on_ranks\(\)|torch_distributed|\branks[:)]")
+"""What a file with a test for an MPI session says somewhere."""
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """In an MPI session, leave out the files that have no test for it: each of its ranks would
+    import them.
+    """
+    if not config.getoption("with_mpi", False) or not collection_path.match("test_*.py"):
+        return None
+    return None if ON_RANKS.search(collection_path.read_text()) else True
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the tests that set or follow the default themselves."""
+    """Leave out the tests that set or follow the default themselves, and let no test be one that an
+    MPI session would not find.
+    """
+    for path in {item.path for item in items if item.get_closest_marker("mpi")}:
+        assert ON_RANKS.search(path.read_text()), f"ON_RANKS in {__file__} does not find {path}"
     name = config.getoption("torch_default")
     if name is None:
         return

@@ -54,14 +54,14 @@ def test_the_same_error_everywhere_is_said_once(comm):
 
 
 @on_ranks()
-@pytest.mark.parametrize("answer", [0, 1, 2**31 - 2])
-def test_agree_says_whether_all_answers_are_the_same(comm, answer):
+def test_agree_says_whether_all_answers_are_the_same(comm):
     """One rank that answers otherwise is seen by all, and an error outvotes every answer."""
-    assert agree(comm, answer)
-    other = abs(answer - 1) if comm.rank == comm.size - 1 else answer
-    assert agree(comm, other) == (comm.size == 1)
-    with pytest.raises(InputError, match="no"):
-        agree(comm, answer, InputError("no") if comm.rank == 0 else None)
+    for answer in (0, 1, 2**31 - 2):
+        assert agree(comm, answer)
+        other = abs(answer - 1) if comm.rank == comm.size - 1 else answer
+        assert agree(comm, other) == (comm.size == 1)
+        with pytest.raises(InputError, match="no"):
+            agree(comm, answer, InputError("no") if comm.rank == 0 else None)
 
 
 @pytest.mark.parametrize("answer", [-1, 2**31 - 1])
@@ -83,30 +83,27 @@ def test_agreeing_costs_one_all_reduce_of_four_bytes():
     assert run_in_process(3, body) == [{"all_reduce": (1, 4)}] * 3
 
 
-@pytest.mark.parametrize(
-    ("foreign", "kind"),
-    [
+@on_ranks()
+def test_any_exception_of_one_rank_is_an_error_of_all(comm):
+    """What an Attempt held back is raised on every rank as a ZerocastError; where it was raised
+    first, it is in the chain of causes.
+    """
+    last = comm.size - 1
+    prefix = f"on rank {last}: " if comm.size > 1 else ""
+    for foreign, kind in (
         (KeyError("rowwise"), InputError),
         (UnicodeEncodeError("utf-8", "\ud800", 0, 1, "surrogates"), InputError),
         (MemoryError("no more"), ZerocastError),
         (RuntimeError("torch says no"), ZerocastError),
-    ],
-    ids=lambda value: type(value).__name__,
-)
-@on_ranks()
-def test_any_exception_of_one_rank_is_an_error_of_all(comm, foreign, kind):
-    """What an Attempt held back is raised on every rank as a ZerocastError; where it was raised
-    first, it is in the chain of causes.
-    """
-    attempt, last = Attempt(), comm.size - 1
-    with attempt:
+    ):
+        attempt = Attempt()
+        with attempt:
+            if comm.rank == last:
+                raise foreign
+        said = f"{prefix}{type(foreign).__name__}: {foreign}"
+        assert told(comm, attempt.error) == (kind.__name__, said)
         if comm.rank == last:
-            raise foreign
-    prefix = f"on rank {last}: " if comm.size > 1 else ""
-    said = f"{prefix}{type(foreign).__name__}: {foreign}"
-    assert told(comm, attempt.error) == (kind.__name__, said)
-    if comm.rank == last:
-        assert attempt.error.__cause__ is foreign
+            assert attempt.error.__cause__ is foreign
 
 
 def test_an_attempt_lets_an_interrupt_through():

@@ -1,6 +1,7 @@
 """What every communicator promises, stamped on all of them."""
 
 import math
+from collections.abc import Callable
 from itertools import product
 
 import pytest
@@ -67,21 +68,16 @@ def assert_guards_stand(whole: torch.Tensor) -> None:
 
 
 @on_ranks()
-@pytest.mark.parametrize("numel", [0, 1, 7, 70_000])
-def test_all_reduce_max_is_the_maximum_of_every_element(comm, numel):
+def test_all_reduce_max_is_the_maximum_of_every_element(comm):
     """Every rank holds max over r of x[r, i] in place, for int32 of both signs."""
-
-    def values(rank):
-        generator = torch.Generator().manual_seed(rank)
-        return torch.randint(-(2**31), 2**31 - 1, (numel,), generator=generator, dtype=torch.int32)
-
-    buffer, whole = guarded(values(comm.rank))
-    address = buffer.data_ptr()
-    comm.all_reduce_max_(buffer)
-    assert buffer.data_ptr() == address
-    assert_guards_stand(whole)
-    expected = torch.stack([values(r) for r in range(comm.size)]).amax(0)
-    assert_same_bytes(buffer, expected, f"rank {comm.rank}")
+    for numel in (0, 1, 7, 70_000):
+        values = [random_elements(numel, torch.int32, r) for r in range(comm.size)]
+        buffer, whole = guarded(values[comm.rank])
+        address = buffer.data_ptr()
+        comm.all_reduce_max_(buffer)
+        assert buffer.data_ptr() == address
+        assert_guards_stand(whole)
+        assert_same_bytes(buffer, torch.stack(values).amax(0), f"rank {comm.rank}, {numel}")
 
 
 @on_ranks()
@@ -96,14 +92,14 @@ def test_nan_as_a_bit_pattern_wins_the_maximum(comm):
 
 
 @on_ranks()
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int32, torch.int64])
-def test_all_reduce_sum_adds_exact_values_exactly(comm, dtype):
+def test_all_reduce_sum_adds_exact_values_exactly(comm):
     """The sum over r of (r + 1) * i is i * D * (D + 1) / 2, any shape, in place."""
-    weights = torch.arange(6, dtype=dtype).view(2, 3)
-    buffer = weights * (comm.rank + 1)
-    comm.all_reduce_sum_(buffer)
-    expected = weights * (comm.size * (comm.size + 1) // 2)
-    assert_same_bytes(buffer, expected, f"rank {comm.rank}")
+    for dtype in (torch.float32, torch.float64, torch.int32, torch.int64):
+        weights = torch.arange(6, dtype=dtype).view(2, 3)
+        buffer = weights * (comm.rank + 1)
+        comm.all_reduce_sum_(buffer)
+        expected = weights * (comm.size * (comm.size + 1) // 2)
+        assert_same_bytes(buffer, expected, f"rank {comm.rank}, {dtype}")
 
 
 @on_ranks()
@@ -120,21 +116,20 @@ def test_a_float_sum_is_the_same_bits_on_every_rank(comm):
 
 
 @on_ranks()
-@pytest.mark.parametrize("parts", ["equal", "uneven", "one owner", "none"])
-def test_all_gather_moves_bits(comm, parts):
+def test_all_gather_moves_bits(comm):
     """Every rank holds every part, to the bit, whatever the dtype and however the parts are cut."""
-    counts = {
-        "equal": [5] * comm.size,
-        "uneven": [(3 * r * r + 2) % 7 for r in range(comm.size)],  # 2 5 0 1 1
-        "one owner": [11 * (r == comm.size - 1) for r in range(comm.size)],
-        "none": [0] * comm.size,
-    }[parts]
-    for dtype in MOVED_DTYPES:
+    cuts = (
+        [5] * comm.size,
+        [(3 * r * r + 2) % 7 for r in range(comm.size)],  # 2 5 0 1 1
+        [11 * (r == comm.size - 1) for r in range(comm.size)],  # of one owner
+        [0] * comm.size,
+    )
+    for counts, dtype in product(cuts, MOVED_DTYPES):
         contents = [random_elements(count, dtype, r) for r, count in enumerate(counts)]
         buffer, whole = guarded(own_part(comm, contents))
         comm.all_gather_(buffer, counts)
         assert_guards_stand(whole)
-        assert_same_bytes(buffer, torch.cat(contents), f"rank {comm.rank}, {dtype}")
+        assert_same_bytes(buffer, torch.cat(contents), f"rank {comm.rank}, {counts}, {dtype}")
 
 
 @on_ranks()
@@ -173,49 +168,50 @@ def test_started_gathers_end_when_they_are_waited_for(comm, order):
 
 
 @on_ranks()
-@pytest.mark.parametrize("numel", [0, 1, 1001])
-@pytest.mark.parametrize("output_is", ["its own tensor", "a part of the buffer"])
-def test_reduce_scatter_gives_each_rank_its_part_of_the_sum(comm, numel, output_is):
-    """Rank r's output is sum over s of x[s, r * n : (r + 1) * n], exact for small integers."""
-    values = [torch.arange(numel * comm.size) + 1000.0 * rank for rank in range(comm.size)]
-    buffer, whole = guarded(values[comm.rank])
-    mine = slice(comm.rank * numel, (comm.rank + 1) * numel)
-    output = buffer[mine] if output_is == "a part of the buffer" else torch.full((numel,), -1.0)
-    comm.reduce_scatter_sum(output, buffer)
-    assert_guards_stand(whole)
-    assert_same_bytes(output, sum(values)[mine], f"rank {comm.rank}")
+def test_reduce_scatter_gives_each_rank_its_part_of_the_sum(comm):
+    """Rank r's output is sum over s of x[s, r * n : (r + 1) * n], exact for small integers; it may
+    be that part of the buffer.
+    """
+    for numel, in_place in product((0, 1, 1001), (False, True)):
+        values = [torch.arange(numel * comm.size) + 1000.0 * rank for rank in range(comm.size)]
+        buffer, whole = guarded(values[comm.rank])
+        mine = slice(comm.rank * numel, (comm.rank + 1) * numel)
+        output = buffer[mine] if in_place else torch.full((numel,), -1.0)
+        comm.reduce_scatter_sum(output, buffer)
+        assert_guards_stand(whole)
+        assert_same_bytes(output, sum(values)[mine], f"rank {comm.rank}, {numel}, {in_place}")
+
+
+PARTS: dict[str, Callable[[int, int, int], int]] = {
+    "in place": lambda r, s, size: 1001,
+    "equal": lambda r, s, size: 1001,
+    "uneven": lambda r, s, size: (3 * r * r + 2 * s) % 7,
+    "one receiver": lambda r, s, size: (11 + r) * (s == size - 1),
+    "none": lambda r, s, size: 0,
+}
+"""How many elements rank r of so many sends to rank s."""
 
 
 @on_ranks()
-@pytest.mark.parametrize("parts", ["in place", "equal", "uneven", "one receiver", "none"])
-def test_all_to_all_moves_bits(comm, parts):
+def test_all_to_all_moves_bits(comm):
     """Part s of rank r's buffer becomes part r of rank s's output, to the bit, whatever the dtype
     and however the parts are cut; several are begun before the first is waited for.
     """
-    lengths = {
-        "uneven": lambda r, s: (3 * r * r + 2 * s) % 7,
-        "one receiver": lambda r, s: (11 + r) * (s == comm.size - 1),
-        "none": lambda r, s: 0,
-    }.get(parts, lambda r, s: 1001)
     ranks, started = range(comm.size), []
-    for dtype in MOVED_DTYPES:
-        sent = [[random_elements(lengths(r, s), dtype, 10 * r + s) for s in ranks] for r in ranks]
+    for parts, dtype in product(PARTS, MOVED_DTYPES):
+        cut = [[PARTS[parts](r, s, comm.size) for s in ranks] for r in ranks]
+        sent = [[random_elements(cut[r][s], dtype, 10 * r + s) for s in ranks] for r in ranks]
         buffer, whole = guarded(torch.cat(sent[comm.rank]))
         expected = torch.cat([sent[r][comm.rank] for r in ranks])
-        if parts in ("in place", "equal"):
-            output = buffer if parts == "in place" else torch.empty_like(expected)
-            wait = comm.start_all_to_all(output, buffer)
-        else:
-            output = torch.empty_like(expected)
-            takes = [lengths(r, comm.rank) for r in ranks]
-            wait = comm.start_all_to_all(
-                output, buffer, takes, [lengths(comm.rank, s) for s in ranks]
-            )
-        started.append((dtype, wait, output, whole, expected))
-    for dtype, wait, output, whole, expected in started:
+        output = buffer if parts == "in place" else torch.empty_like(expected)
+        takes = [cut[r][comm.rank] for r in ranks], cut[comm.rank]
+        counts = () if parts in ("in place", "equal") else takes
+        wait = comm.start_all_to_all(output, buffer, *counts)
+        started.append((f"{parts}, {dtype}", wait, output, whole, expected))
+    for case, wait, output, whole, expected in started:
         wait()
         assert_guards_stand(whole)
-        assert_same_bytes(output, expected, f"rank {comm.rank}, {dtype}")
+        assert_same_bytes(output, expected, f"rank {comm.rank}, {case}")
 
 
 @on_ranks()

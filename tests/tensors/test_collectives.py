@@ -1,12 +1,14 @@
 """What torch.distributed's collectives do with quantized weights: each in each role, on gloo."""
 
+from itertools import product
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from tests.support.ranks import on_ranks
 from tests.support.same_bytes import assert_same_bytes, assert_same_storage
-from tests.support.weights import NVFP4, every_recipe
+from tests.support.weights import EVERY_RECIPE, NVFP4
 from zerocast.errors import RankMismatchError, UnsupportedError
 from zerocast.recipes import NVFP4BlockScaling, Recipe
 from zerocast.tensors import QuantizedTensor, quantize
@@ -27,7 +29,7 @@ def weight(seed: int, recipe: Recipe = NVFP4) -> QuantizedTensor:
 
 def check(actual: QuantizedTensor, expected: QuantizedTensor) -> None:
     """All buffers are the same, derived copies among them."""
-    assert_same_storage(actual, expected, "weight")
+    assert_same_storage(actual, expected, f"of {expected.recipe}")
 
 
 def wait(work: dist.Work | None) -> None:
@@ -39,16 +41,15 @@ def wait(work: dist.Work | None) -> None:
 # --- those that move weights ---
 
 
-@every_recipe
-@pytest.mark.parametrize("async_op", [False, True])
 @on_two_ranks
-def test_broadcast_moves_all_bytes(comm, recipe, async_op):
+def test_broadcast_moves_all_bytes(comm):
     """After a broadcast every rank has rank 0's codes, scales, state and derived copies."""
-    mine = torch.nn.Parameter(weight(comm.rank, recipe))
-    version = mine.quantized_storage.version
-    wait(dist.broadcast(mine.data, 0, async_op=async_op))
-    check(mine, weight(0, recipe))
-    assert (mine.quantized_storage.version != version) == (comm.rank != 0)
+    for recipe, async_op in product(EVERY_RECIPE.values(), (False, True)):
+        mine = torch.nn.Parameter(weight(comm.rank, recipe))
+        version = mine.quantized_storage.version
+        wait(dist.broadcast(mine.data, 0, async_op=async_op))
+        check(mine, weight(0, recipe))
+        assert (mine.quantized_storage.version != version) == (comm.rank != 0)
 
 
 @on_two_ranks
@@ -65,55 +66,55 @@ def test_an_unawaited_weight_waits_when_it_is_read(comm):
     check(mine, weight(1))
 
 
-@every_recipe
 @on_two_ranks
-def test_send_and_recv_move_all_bytes(comm, recipe):
+def test_send_and_recv_move_all_bytes(comm):
     """Point to point, blocking or not, from a named rank or any, one by one or in a batch."""
-    other = 1 - comm.rank
-    mine, theirs = weight(comm.rank, recipe), weight(2, recipe)
-    if comm.rank:
-        dist.send(mine, 0)
-        dist.recv(theirs)
-    else:
-        assert dist.recv(theirs, 1) == 1
-        dist.send(mine, 1)
-    check(theirs, weight(other, recipe))
-    theirs = weight(2, recipe)
-    works = [dist.irecv(theirs, other), dist.isend(mine, other)]
-    for work in works:
-        wait(work)
-    check(theirs, weight(other, recipe))
-    theirs = weight(2, recipe)
-    ops = [dist.P2POp(dist.irecv, theirs, other), dist.P2POp(dist.isend, mine, other)]
-    for work in dist.batch_isend_irecv(ops):
-        work.wait()
-    check(theirs, weight(other, recipe))
-    check(mine, weight(comm.rank, recipe))
+    for recipe in EVERY_RECIPE.values():
+        other = 1 - comm.rank
+        mine, theirs = weight(comm.rank, recipe), weight(2, recipe)
+        if comm.rank:
+            dist.send(mine, 0)
+            dist.recv(theirs)
+        else:
+            assert dist.recv(theirs, 1) == 1
+            dist.send(mine, 1)
+        check(theirs, weight(other, recipe))
+        theirs = weight(2, recipe)
+        works = [dist.irecv(theirs, other), dist.isend(mine, other)]
+        for work in works:
+            wait(work)
+        check(theirs, weight(other, recipe))
+        theirs = weight(2, recipe)
+        ops = [dist.P2POp(dist.irecv, theirs, other), dist.P2POp(dist.isend, mine, other)]
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
+        check(theirs, weight(other, recipe))
+        check(mine, weight(comm.rank, recipe))
 
 
-@every_recipe
 @on_two_ranks
-def test_lists_of_weights_move_all_bytes(comm, recipe):
+def test_lists_of_weights_move_all_bytes(comm):
     """all_gather, all_to_all, gather and scatter between lists of weights and a weight."""
-    mine = weight(comm.rank, recipe)
-    everyone = [weight(7, recipe) for _ in range(RANKS)]
-    wait(dist.all_gather(everyone, mine, async_op=True))
-    for rank, each in enumerate(everyone):
-        check(each, weight(rank, recipe))
+    for recipe in EVERY_RECIPE.values():
+        mine = weight(comm.rank, recipe)
+        everyone = [weight(7, recipe) for _ in range(RANKS)]
+        wait(dist.all_gather(everyone, mine, async_op=True))
+        for rank, each in enumerate(everyone):
+            check(each, weight(rank, recipe))
 
-    received = [weight(7, recipe) for _ in range(RANKS)]
-    dist.all_to_all(received, [weight(10 * comm.rank + r, recipe) for r in range(RANKS)])
-    for rank, each in enumerate(received):
-        check(each, weight(10 * rank + comm.rank, recipe))
+        received = [weight(7, recipe) for _ in range(RANKS)]
+        dist.all_to_all(received, [weight(10 * comm.rank + r, recipe) for r in range(RANKS)])
+        for rank, each in enumerate(received):
+            check(each, weight(10 * rank + comm.rank, recipe))
 
-    gathered = [weight(7, recipe) for _ in range(RANKS)]
-    dist.gather(mine, gathered if comm.rank == 1 else None, dst=1)
-    for rank, each in enumerate(gathered):
-        check(each, weight(rank if comm.rank == 1 else 7, recipe))
+        gathered = [weight(7, recipe) for _ in range(RANKS)]
+        dist.gather(mine, gathered if comm.rank == 1 else None, dst=1)
+        for rank, each in enumerate(gathered):
+            check(each, weight(rank if comm.rank == 1 else 7, recipe))
 
-    into = weight(7, recipe)
-    dist.scatter(into, [weight(3 + r, recipe) for r in range(RANKS)] if comm.rank else None, 1)
-    check(into, weight(3 + comm.rank, recipe))
+        into = weight(7, recipe)
+        dist.scatter(into, [weight(3 + r, recipe) for r in range(RANKS)] if comm.rank else None, 1)
+        check(into, weight(3 + comm.rank, recipe))
 
 
 @on_two_ranks
@@ -157,22 +158,22 @@ def test_a_weight_of_another_kind_is_refused(comm):
         check(mine, weight(1, NVFP4BlockScaling(seed=1)))
 
 
-@every_recipe
 @on_two_ranks
-def test_wrapping_by_ddp_leaves_weights_as_they_are(comm, recipe):
+def test_wrapping_by_ddp_leaves_weights_as_they_are(comm):
     """It copies rank 0's values over every rank's; where they are equal, codes, state, version and
     initial value stay.
     """
-    layer = torch.nn.Linear(64, 32, dtype=torch.bfloat16)
-    layer.weight = torch.nn.Parameter(weight(0, recipe))
-    storage, initial = layer.weight.quantized_storage, torch.randn(32, 64)
-    storage.high_precision_init_val, version = initial, storage.version
-    wrapped = torch.nn.parallel.DistributedDataParallel(layer)
-    check(wrapped.module.weight, weight(0, recipe))
-    assert storage.version == version
-    assert wrapped.module.weight.get_high_precision_init_val() is initial
-    wrapped(torch.randn(3, 64).bfloat16()).sum().backward()
-    check(wrapped.module.weight, weight(0, recipe))
+    for recipe in EVERY_RECIPE.values():
+        layer = torch.nn.Linear(64, 32, dtype=torch.bfloat16)
+        layer.weight = torch.nn.Parameter(weight(0, recipe))
+        storage, initial = layer.weight.quantized_storage, torch.randn(32, 64)
+        storage.high_precision_init_val, version = initial, storage.version
+        wrapped = torch.nn.parallel.DistributedDataParallel(layer)
+        check(wrapped.module.weight, weight(0, recipe))
+        assert storage.version == version
+        assert wrapped.module.weight.get_high_precision_init_val() is initial
+        wrapped(torch.randn(3, 64).bfloat16()).sum().backward()
+        check(wrapped.module.weight, weight(0, recipe))
 
 
 # --- those that read a weight's value ---
@@ -216,26 +217,26 @@ def test_plain_outputs_receive_values(comm):
 
 # --- those that would write otherwise ---
 
-COMPUTING = {
-    "all_reduce": lambda w, plain: dist.all_reduce(w),
-    "all_reduce_coalesced": lambda w, plain: dist.all_reduce_coalesced([w]),
-    "reduce": lambda w, plain: dist.reduce(w, 0),
-    "reduce_scatter": lambda w, plain: dist.reduce_scatter(w, [plain] * RANKS),
-    "reduce_scatter_tensor": lambda w, plain: dist.reduce_scatter_tensor(w, plain.repeat(RANKS, 1)),
-    "all_gather_into_tensor": lambda w, plain: dist.all_gather_into_tensor(w, plain[:16]),
-    "all_to_all_single": lambda w, plain: dist.all_to_all_single(w, plain),
-}
+COMPUTING = (
+    lambda w, plain: dist.all_reduce(w),
+    lambda w, plain: dist.all_reduce_coalesced([w]),
+    lambda w, plain: dist.reduce(w, 0),
+    lambda w, plain: dist.reduce_scatter(w, [plain] * RANKS),
+    lambda w, plain: dist.reduce_scatter_tensor(w, plain.repeat(RANKS, 1)),
+    lambda w, plain: dist.all_gather_into_tensor(w, plain[:16]),
+    lambda w, plain: dist.all_to_all_single(w, plain),
+)
 
 
-@pytest.mark.parametrize("name", COMPUTING)
 @on_two_ranks
-def test_computing_collectives_are_refused(comm, name):
+def test_computing_collectives_are_refused(comm):
     """One that computes or puts pieces together in a weight says so, and writes nothing."""
     mine = weight(comm.rank)
     plain = torch.ones(32, 64, dtype=torch.bfloat16)
-    for given in (mine, torch.nn.Parameter(mine).data, mine[:], mine.view(64, 32).view(32, 64)):
+    several = mine, torch.nn.Parameter(mine).data, mine[:], mine.view(64, 32).view(32, 64)
+    for collective, given in product(COMPUTING, several):
         with pytest.raises(UnsupportedError, match="Reduce gradients or FP32 masters"):
-            COMPUTING[name](given, plain)
+            collective(given, plain)
     check(mine, weight(comm.rank))
 
 
