@@ -71,5 +71,5 @@ def test_full_blocks_are_as_large_as_the_matrix():
 
 def test_one_block_is_one_element_under_one_scale():
     """Of the plane that stands for a tensor whose scale alone is computed."""
-    assert (ONE_BLOCK.name, ONE_BLOCK.grid.numel) == ("rowwise", 1)
+    assert (ONE_BLOCK.name, ONE_BLOCK.grid) == ("rowwise", BlockGrid(1, 1, 1, 1))
     assert ONE_BLOCK.scale_shape == ONE_BLOCK.scales.shape[:1] == (1,)
