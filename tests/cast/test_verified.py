@@ -22,7 +22,7 @@ from zerocast.cast.verified import _message, _vote
 from zerocast.cast.whole_cast import Difference, HeldWeight
 from zerocast.cli import main
 from zerocast.comm import Communicator, RecordingCommunicator, run_in_process
-from zerocast.errors import InputError, VerificationError
+from zerocast.errors import InputError, UnsupportedError, VerificationError
 
 SHAPES = {"a.weight": (48, 64), "b.weight": (32, 96), "c.weight": (16, 32)}
 
@@ -469,6 +469,15 @@ def test_what_is_refused(comm: Communicator) -> None:
         Weights(comm, verify="all")
     with pytest.raises(InputError, match="verify=hash.*verify=off"):
         Weights(comm, verify=("hash", "off")[comm.rank])
+
+
+def test_a_comparison_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It needs the host."""
+    each = Weights(zerocast.comm.SingleRank(), verify="hash")
+    each.step()
+    monkeypatch.setattr("zerocast.cast.verified.is_captured", lambda device: device.type == "cpu")
+    with pytest.raises(UnsupportedError, match=r"on the host, got verify='hash'; capture forward"):
+        each.plan.verify()
 
 
 def test_a_damaged_file_is_refused(
