@@ -268,14 +268,11 @@ class CodeGather:
         if self._is_cast_elsewhere and None in self._codes:
             return None
         head = self._flat(self._chunks[0].weight)
-        base = head.data_ptr() + self._chunks[0].first
         for chunk in self._chunks:
             codes = self._flat(chunk.weight)
             if codes.untyped_storage().data_ptr() != head.untyped_storage().data_ptr():
                 return None
             # This also tells a shared byte: it stands in two chunks, but once in memory.
-            if codes.data_ptr() + chunk.first != base + chunk.staged.start:
+            if codes.data_ptr() + chunk.first != head.data_ptr() + chunk.staged.start:
                 return None
-        return head.as_strided(
-            (sum(self._counts),), (1,), head.storage_offset() + self._chunks[0].first
-        )
+        return head.as_strided((sum(self._counts),), (1,))
