@@ -185,7 +185,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
         "damaged, or holds tensors and no training .KeyError: 'weights'",
     ),
     "no options": (lambda p: change(p, content(options=[])), "damaged, .*IndexError"),
-    "steps": (lambda p: change(p, content(steps=-1)), "must be a number of steps, got -1"),
+    "steps": (lambda p: change(p, content(steps=-1)), "must be a number of steps, .* got -1"),
     "averages": (lambda p: change(p, content(averages=[0.5])), r"must have the averages .*0.5"),
     "mode": (lambda p: change(p, content(mode="x")), "must be 'train' or 'eval', got 'x'"),
     "of_rank": (lambda p: change(p, content(of_rank=[{}])), "damaged, .*IndexError"),
@@ -313,7 +313,7 @@ class Masters:
 
 
 MASTER_DAMAGES: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "steps": (content(steps="x"), "must be a number of steps, got 'x'"),
+    "steps": (content(steps="x"), "must be a number of steps, .* got 'x'"),
     "averages": (content(averages=[0.5]), "which a torch optimizer cannot hold"),
     "mode": (content(mode="eval"), "saved in the mode of eval"),
     "options": (content(options=[{"lr": -1.0}]), "must have .* only lr"),

@@ -28,7 +28,7 @@ from zerocast.optim.shards import ShardedWeights
 
 _LOAD = "load the last checkpoint, optimizer.load_state_dict, on every rank"
 
-_LARGEST = 2**31 - 4
+LARGEST_STEP = 2**31 - 4
 """The largest number of a step."""
 
 
@@ -58,7 +58,7 @@ class Progress:
         none.
         """
         if number is not None:
-            check_integer("the number of a step", number, 0, _LARGEST)
+            check_integer("the number of a step", number, 0, LARGEST_STEP)
         self._number = 0 if number is None else number + 1
 
     def begin_change(self) -> None:

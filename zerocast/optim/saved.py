@@ -26,6 +26,7 @@ from zerocast.optim.average import check_decay
 from zerocast.optim.elementwise import undisturbed
 from zerocast.optim.inner import has_modes
 from zerocast.optim.param_groups import options
+from zerocast.optim.progress import LARGEST_STEP
 from zerocast.recipes import Recipe, recipe_to_values
 
 FORMAT = 1
@@ -116,7 +117,12 @@ def _check_progress(given: Mapping[str, Any]) -> None:
     """Raise :class:`InputError` unless the steps, mode and averages in ``given`` can be."""
     steps, mode, averages = (given.get(key) for key in ("steps", "mode", "averages"))
     for what, required, value, is_right in (
-        ("steps", "a number of steps", steps, type(steps) is int and steps >= 0),
+        (
+            "steps",
+            f"a number of steps, from 0 to {LARGEST_STEP}",
+            steps,
+            type(steps) is int and 0 <= steps <= LARGEST_STEP,
+        ),
         ("mode", "'train' or 'eval'", mode, mode in ("train", "eval")),
         ("averages", "a list of decays", averages, isinstance(averages, list)),
     ):
@@ -156,7 +162,7 @@ def check_values(
     for key, value in state.items():
         kind, tensor = expected.get(key), value
         if isinstance(value, bool) or not isinstance(value, torch.Tensor | int | float):
-            if isinstance(kind, torch.Tensor):
+            if isinstance(kind, torch.Tensor | torch.dtype):
                 raise InputError(
                     f"{key} of {name} must be a tensor, got a {type(value).__name__}; the state is "
                     "damaged."
@@ -164,15 +170,14 @@ def check_values(
             continue
         if not isinstance(tensor, torch.Tensor):
             tensor = torch.tensor(tensor, dtype=torch.float64, device="cpu")
-        if isinstance(kind, torch.Tensor):
-            given: list[Any] = [tensor.dtype]
-            needed: list[Any] = [kind.dtype]
-            if kind.dim():
-                given, needed = [*given, *tensor.shape], [*needed, *shape]
+        if isinstance(kind, torch.Tensor | torch.dtype):
+            given, needed = [tensor.dtype, list(tensor.shape)], [kind, list(tensor.shape)]
+            if isinstance(kind, torch.Tensor):
+                needed = [kind.dtype, list(shape) if kind.dim() else []]
             if given != needed:
                 raise InputError(
-                    f"{key} of {name} must be {needed[0]} {needed[1:]}, got {given[0]} "
-                    f"{given[1:]}; the state is damaged."
+                    f"{key} of {name} must be {needed[0]} {needed[1]}, got {given[0]} {given[1]}; "
+                    "the state is damaged."
                 )
         check_numbers(f"{key} of {name}", tensor, finite=False)
         if key in _NEVER_NEGATIVE and bool((tensor < 0).any()):
@@ -200,8 +205,9 @@ def state_kinds(
     optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], like: torch.Tensor
 ) -> dict[str, Any]:
     """Return what an optimizer of this class keeps of a parameter that it steps with the options
-    ``saved``: by key a number, or a tensor of its dtype, without dimensions unless it has the
-    parameter's shape. It is found by a step of a small one; nothing where none can be made.
+    ``saved``: by key a number, a tensor without dimensions or in the parameter's shape, or the
+    dtype of a tensor of another shape. It is found by a step of a small one; nothing where none can
+    be made.
 
     Args:
         like: a parameter, by its dtype, device and number of dimensions.
@@ -237,8 +243,8 @@ def _kept(kind: Any, given: Mapping[str, Any], values: torch.Tensor) -> dict[str
     param.grad = torch.ones_like(param)
     optimizer.step()
     return {
-        key: value.new_empty(())
-        if isinstance(value, torch.Tensor) and value.shape != param.shape
+        key: value.dtype
+        if isinstance(value, torch.Tensor) and value.shape not in (param.shape, ())
         else value
         for key, value in optimizer.state[param].items()
         if value is not None
