@@ -1,35 +1,64 @@
-"""What all ranks do together, as a model all of whose states are visited, and the code held to it.
+"""What all ranks do together, as a model all of whose states are visited, and the code beside it.
 
 tests/support/state_space.py says what a model is, and tests/support/protocol.py has the programs.
+tests/support/simulation.py holds the code to them, of which scripts/simulate.py plays more seeds.
 A change that adds, moves or leaves out a collective or a phase fails :func:`test_the_code`, which
 names the first place where the code does something else.
 """
 
 from __future__ import annotations
 
-import copy
-from dataclasses import replace
-from pathlib import Path
+import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from tests.support.protocol import DONE, PHASES, PROGRAMS, gather, noted, program, run
-from tests.support.simulated_steps import OptimizerSteps
-from tests.support.simulation import Fault
-from tests.support.state_space import Mistake, Program
+from tests.support import protocol
+from tests.support.protocol import HELD, LATE, Protocol
+from tests.support.simulation import OptimizerSteps, PlanSteps, Scenario, failure, model_of, play
+from tests.support.state_space import Mistake, Model, Op, Ops
 from zerocast.cast.exchange import Exchange
+from zerocast.tensors.staleness import CastVersion
 
-NIGHTLY = ("4 over 6, finite", "codes early", "optimizer, hash", "overlapped cast",
-           "both overlapped", "scaler")  # fmt: skip
-MOST = [pytest.param(name, marks=[pytest.mark.nightly] * (name in NIGHTLY)) for name in PROGRAMS]
-NONE = Fault(-1, 0, "none")
+LATER, EARLIER = {"overlap_all_gather": True}, {"overlap_cast": True}
+HASH, BOUNDARY, BUCKETS = {"verify": "hash"}, {"exchange": "boundary"}, {"bucket_size": 1500}
+PROGRAMS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "plan": (PlanSteps, {}),
+    "boundary, hash": (PlanSteps, BOUNDARY | HASH),
+    "4 over 6, finite": (PlanSteps, {"recipe": "nvfp4-4over6", "check_finite": True}),
+    "codes early": (PlanSteps, BOUNDARY | {"recipe": "mxfp8", "columnwise": False}),
+    "calls": (PlanSteps, {"calls": True}),
+    "optimizer, hash": (OptimizerSteps, HASH),
+    "late gathers, hash": (OptimizerSteps, LATER | BUCKETS | HASH),
+    "overlapped cast": (OptimizerSteps, EARLIER | BUCKETS),
+    "both overlapped": (OptimizerSteps, EARLIER | LATER | BUCKETS),
+    "scaler": (OptimizerSteps, {"scaler": True}),
+}
+"""By name what makes a program's steps, and with which options."""
+
+BY_DAY = ("plan", "boundary, hash", "calls", "late gathers, hash")
+MOST = [pytest.param(name, marks=[pytest.mark.nightly] * (name not in BY_DAY)) for name in PROGRAMS]
+NONE = (-1, 0, "")
+Fault = tuple[int, int, str]
+
+
+def model(name: str, mistake: Any = lambda known, op: op) -> Model:
+    """All that ranks may do."""
+    kind, options = PROGRAMS[name]
+    return Model(lambda rank: kind.protocol(rank, **options), mistake)
+
+
+def run(name: str, size: int, fault: Fault, seed: int) -> list[str]:
+    """Hold the code to a program; return what rank 1 does."""
+    events = play(Scenario(size, *PROGRAMS[name], fault), random.Random(seed))
+    return [event.name for event in events if event.rank == 1]
 
 
 @pytest.mark.parametrize("name", MOST)
 def test_all_states_of_two_ranks(name: str) -> None:
     """Nobody waits for ever, all ranks raise or none, and nobody accepts weights of two steps."""
-    assert len(program(name).search(2, 1)) > 1000
+    assert model(name).search(2, 1) > 1000
 
 
 @pytest.mark.nightly
@@ -37,41 +66,25 @@ def test_all_states_of_two_ranks(name: str) -> None:
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_all_states_of_more(name: str, size: int, faults: int) -> None:
     """Nor where there are more ranks, or two faults."""
-    assert len(program(name).search(size, faults)) > 4000
-
-
-@pytest.fixture(autouse=True)
-def _noted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Phases are noted; files of faults are left elsewhere."""
-    monkeypatch.chdir(tmp_path)
-    for phase in PHASES:
-        noted(monkeypatch, *phase)
+    assert model(name).search(size, faults) > 4000
 
 
 def faults_of(name: str) -> list[Fault]:
-    """All faults of rank 1, in the order in which it comes to them."""
-    ways = {"held": ("raises", "raises after"), "alone": ("raises", "raises after")}
-    ops = {op.name: op for op in program(name).ops if op.kind in (*ways, "given", "begin")}
-    own = [what for rank, what, _ in run(name, 2, NONE, 0) if rank == 1]
-    return [
-        Fault(1, place, kind)
-        for place, op in enumerate(map(ops.get, own))
-        if op
-        for kind in ("dies", *ways.get(op.kind, ()), *op.faults)
-    ]
-
-
-OF_ONE_STEP = ("skips", "not finite", "forgets", "flips", "overflow")
+    """All faults of rank 1 that code can have, in the order in which it comes to them."""
+    own, (kind, options) = run(name, 2, NONE, 0), PROGRAMS[name]
+    faults = {op.name: op.faults for op in model_of(kind, 2, *options.items()).ops if op.faults}
+    each = [(1, place, fault) for place, at in enumerate(own) for fault in faults.get(at, ())]
+    return [fault for fault in each if not fault[2].endswith("inside")]
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_the_code(name: str) -> None:
     """The code does what the program does: without a fault, and with the last of some kinds."""
     run(name, 3, NONE, 1)
-    kinds = OF_ONE_STEP if PROGRAMS[name][0] is OptimizerSteps else (*OF_ONE_STEP, "raises", "dies")
-    last = {fault.kind: fault for fault in faults_of(name)}
-    for fault in (last[kind] for kind in kinds if kind in last):
-        run(name, 2, fault, fault.place)
+    kinds = {"skips", "not finite", "forgets", "flips", "overflow"}
+    kinds |= set() if PROGRAMS[name][0] is OptimizerSteps else {"raises", "dies"}
+    for fault in {fault[2]: fault for fault in faults_of(name) if fault[2] in kinds}.values():
+        run(name, 2, fault, fault[1])
 
 
 @pytest.mark.nightly
@@ -82,64 +95,110 @@ def test_the_code_with_every_fault(name: str) -> None:
         run(name, 2, fault, seed)
 
 
-@pytest.mark.parametrize("what", ["shards.all_gather", "pending_all_gather.begin"])
+@pytest.mark.parametrize("what", ["shards.all_gather: gather", LATE])
 def test_a_death_amid_late_gathers(what: str) -> None:
     """Weights whose codes no gather has begun for are not read: those whose bucket would come after
     plain weights or another bucket, where that ends the step.
     """
-    events = [name for rank, name, _ in run("late gathers, hash", 2, NONE, 0) if rank == 1]
-    last = {name: place for place, name in enumerate(events)}
-    run("late gathers, hash", 2, Fault(1, last[f"{what}: all_gather_"] - 1, "dies"), 0)
+    last = {at: place for place, at in enumerate(run("late gathers, hash", 2, NONE, 0))}
+    run("late gathers, hash", 2, (1, last[what] - 1, "dies"), 0)
 
 
-def test_a_collective_more_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Code that makes a collective that the program lacks is told by the function's name."""
-    reduce_amax = Exchange.reduce_amax
-
-    def twice(self: Exchange, *given: Any) -> None:
-        reduce_amax(self, *given)
-        reduce_amax(self, *given)
-
-    monkeypatch.setattr(Exchange, "reduce_amax", twice)
-    told = r"not in the model, \['compute_scale'\] is(.|\n)*exchange._reduce: all_reduce_max_\n$"
-    with pytest.raises(Mistake, match=told):
-        run("plan", 2, NONE, 0)
+@pytest.mark.parametrize("part", range(4))
+def test_simulation(part: int) -> None:
+    """In any order, with a fault or none, the code does what a program does; what can be read is
+    whole.
+    """
+    wrong = [failure(seed)[1] for seed in range(10 * part, 10 * part + 10)]
+    assert not any(wrong), "\n".join(wrong)
 
 
-AMAX, CODES = "exchange._reduce: all_reduce_max_", "gather.start: all_gather_"
-SCALES, LATE = "scale_gather.start: all_gather_", "pending_all_gather.begin: all_gather_"
-MISTAKES = [
-    ("plan", "begin", CODES, {"only": "rank 0"}, "rank 1 uses weights"),
-    ("boundary, hash", "begin", SCALES, {"only": "rank 1"}, "rank . calls"),
-    ("plan", "begin", AMAX, {"on": ()}, "an error that nobody hears of"),
-    ("plan", "begin", AMAX, {"on": (("error", ()),)}, "uses weights of the steps"),
-    ("plan", "begin", AMAX, {"unless": "error"}, "rank . calls gather.start"),
-    ("plan", "alone", "transpose", {"kind": "held"}, "an error that nobody hears of"),
-    ("plan", "set", "tick", {"sets": ("due",)}, "accepts weights of the steps"),
-    ("late gathers, hash", "alone", "store_plain", {"clears": ("stale",)}, "accepts weights of"),
-    ("late gathers, hash", "wait", LATE, {"kind": "set"}, "steps"),
+AMAX, SCALES = "exchange._reduce: max", "scale_gather.start: gather"
+MISTAKES: list[tuple[str, str, Callable[[Any, Op], Any], str]] = [
+    ("plan", "gather.start: gather", lambda me, op: None if me.rank else op, "rank 1 uses weights"),
+    ("boundary, hash", SCALES, lambda me, op: op if me.rank else None, "rank . calls"),
+    ("plan", AMAX, lambda me, op: op._replace(says=()), "an error that nobody hears of"),
+    ("plan", AMAX, lambda me, op: op._replace(says=op.says[:1]), "uses weights of the steps"),
+    ("plan", AMAX, lambda me, op: None if me.error else op, "rank . calls gather.start"),
+    ("plan", "partial_cast", lambda me, op: vars(me).update(stale=False) or op, "accepts weights"),
+    ("late gathers, hash", SCALES, lambda me, op: vars(me).update(stale=False) or op, "accepts we"),
+    ("late gathers, hash", LATE, lambda me, op: None if op.kind == "wait" else op, "steps"),
 ]
-"""A program, a kind and name of operations, what is wrong there, and what comes of it."""
+"""A program, the name of an operation, what is done instead, and what comes of that."""
 
 
-@pytest.mark.parametrize(("name", "kind", "at", "wrong", "message"), MISTAKES)
-def test_mistakes_are_found(
-    name: str, kind: str, at: str, wrong: dict[str, Any], message: str
-) -> None:
+@pytest.mark.parametrize(("name", "at", "mistake", "message"), MISTAKES)
+def test_mistakes_of_programs_are_found(name: str, at: str, mistake: Any, message: str) -> None:
     """A program with a mistake comes to a state that must not be, and the shortest way is told."""
-    wronged = copy.copy(program(name))
-    is_wrong = [(op.kind, op.name) == (kind, at) for op in wronged.ops]
-    wronged.ops = [
-        replace(op, **wrong) if is_it else op
-        for op, is_it in zip(wronged.ops, is_wrong, strict=True)
-    ]
+    mistaken = model(name, lambda known, op: mistake(known, op) if op.name == at else op)
     with pytest.raises(Mistake, match=message) as found:
-        any(wronged.search(2, faults) is None for faults in (0, 1))
+        any(mistaken.search(2, faults) < 0 for faults in (0, 1))
     assert "\n  rank 0: " in str(found.value)
+
+
+def test_a_phase_that_is_held_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No collective that tells of errors comes after it."""
+    monkeypatch.setattr(protocol, "HELD", (*HELD, "transpose"))
+    with pytest.raises(Mistake, match="an error that nobody hears of"):
+        model("plan").search(2, 1)
 
 
 def test_a_deadlock_is_found() -> None:
     """A rank that makes one collective more than the others waits for ever."""
-    last = [replace(op, only="rank 1") for op in gather("gather.start")]
-    with pytest.raises(Mistake, match="wait for each other for ever:\n  rank 0: done\n  rank 1: g"):
-        Program([*last, DONE], parts=1).search(2, 0)
+
+    class More(Protocol):
+        def run(self) -> Ops:
+            yield from self.do(*["a: gather"] * self.rank, "done")
+
+    with pytest.raises(Mistake, match="wait for each other for ever:\n  rank 1: a: gather\n$"):
+        Model(More).search(2, 0)
+
+
+REDUCE_AMAX, REDUCE = Exchange.reduce_amax, Exchange._reduce
+
+
+def reduce_twice(self: Exchange, step: int = 0, error: Any = None) -> None:
+    """Make a collective more."""
+    REDUCE_AMAX(self, step, error)
+    REDUCE_AMAX(self, step, error)
+
+
+def raise_alone(self: Exchange, step: int = 0, error: Any = None) -> None:
+    """Raise before the collective that the other ranks make."""
+    if error is not None:
+        raise error
+    REDUCE_AMAX(self, step)
+
+
+def tell_nobody(self: Exchange, comm: Any, entries: Any, heard: bool) -> None:
+    """Reduce amaxes as if nothing had gone wrong here."""
+    REDUCE(self, comm, entries, False)
+
+
+def compare_no_steps(self: Exchange, step: int = 0, error: Any = None) -> None:
+    """Say that the step is 0."""
+    REDUCE_AMAX(self, 0, error)
+
+
+def note_nothing(self: CastVersion, written: Any = ()) -> None:
+    """Let weights that are written by half be read."""
+
+
+WRONG_CODE = [
+    (Exchange, "reduce_amax", reduce_twice, NONE, r"to exchange._reduce: max, .* compute_scale"),
+    (Exchange, "reduce_amax", raise_alone, (1, 6, "raises"), "again: error, .* exchange._reduce"),
+    (Exchange, "_reduce", tell_nobody, (1, 6, "raises"), "rank . comes to"),
+    (Exchange, "reduce_amax", compare_no_steps, (1, 6, "skips"), "model to exchange._other_steps"),
+    (CastVersion, "tick", note_nothing, (0, 11, "raises"), "differ in all"),
+]
+"""A function of the code, what it does instead, with which fault that shows, and how."""
+
+
+@pytest.mark.parametrize(("owner", "name", "mistake", "fault", "message"), WRONG_CODE)
+def test_simulation_of_mistakes(
+    owner: Any, name: str, mistake: Any, fault: Fault, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Code with a mistake comes to something else than the program, which is named."""
+    monkeypatch.setattr(owner, name, mistake)
+    with pytest.raises(Mistake, match=message):
+        play(Scenario(3, PlanSteps, BOUNDARY, fault), random.Random(0))

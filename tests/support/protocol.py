@@ -1,282 +1,285 @@
-"""What ranks do in plans, functional calls and optimizers: programs of tests.support.state_space,
-and the code that they are of, run with its phases and collectives noted.
+"""What a rank does in plans, functional calls and optimizers, as programs of
+tests.support.state_space: phases, by the functions of zerocast that are done, and collectives, by
+those that make them.
 """
 
 from __future__ import annotations
 
-import random
-import sys
-from collections.abc import Sequence
-from functools import cache
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
-import pytest
-import torch
+from tests.support.recipes import CAST_COLUMNWISE, RECIPES
+from tests.support.state_space import Mistake, Op, Ops
 
-import zerocast.cast.calls
-import zerocast.cast.plan
-import zerocast.optim.zero
-from tests.support.simulated_steps import OptimizerSteps, PlanSteps, Scenario, play
-from tests.support.simulation import LOCAL, Fault, Killed
-from tests.support.state_space import STEPS, Mistake, Op, Program, Rank
-from zerocast.cast.copied_digests import HeldDigests
-from zerocast.errors import InputError
-from zerocast.layout import chunk
-from zerocast.optim.inner import InnerOptimizer
-from zerocast.optim.shards import ShardedWeights
-from zerocast.tensors.cast_steps import CastSteps
+HELD = ("check_specs", "_plan", "check_shardable", "partial_amax", "digests", "inner step", "step")
+"""What errors all ranks hear of."""
 
-Ops = Sequence[Op]
-
-PHASES = [
-    (zerocast.cast.plan, "check_specs", "check_specs"),
-    (zerocast.cast.calls, "check_specs", "check_specs"),
-    (zerocast.cast.plan.CastPlan, "_plan", "_plan"),
-    (zerocast.optim.zero, "check_shardable", "check_shardable"),
-    (CastSteps, "run", ""),
-    (CastSteps, "run_stage", ""),
-    (HeldDigests, "of", "digests"),
-    (InnerOptimizer, "step", "inner step"),
-    (ShardedWeights, "store_plain", "store_plain"),
-]
-"""The functions that are phases of programs, with their names there, or none where an argument is
-the name."""
-
-HELD = ("check_specs", "_plan", "check_shardable", "partial_amax", "digests", "inner step")
-"""Those whose errors all ranks hear of."""
-
-AGAIN, NEXT, USE = Op("again"), Op("next"), Op("use")
-START, NO_START = Op("start", "step"), Op("start")
-DONE, REFUSED = Op("end", "done"), Op("end", "refused")
-READABLE, RAISES = Op("set", clears=("stale",)), Op("set", sets=("error",), only="raises")
+WAYS = tuple(what + when for what in ("raises", "dies") for when in ("", " inside", " after"))
+JUDGE = "whole_cast.gather_master: gather", "verified._judge: max", "verified._judge: gather_object"
+EXPLAIN = "verified._explain: gather_object", "verified._explain: max"
+LATE = "pending_all_gather.begin: gather"
+QUANTIZED = 3
+"""The weights."""
 
 
-def phase(name: str, **options: Any) -> Op:
-    """What a rank does by itself."""
-    return Op("held" if name in HELD else "alone", name, **options)
+class Heard(Exception):
+    """All ranks have heard of an error, or that their steps' numbers differ, or of NaN."""
 
 
-def call(at: str, kind: str, part: int = -1, only: str = "", **on: Ops) -> list[Op]:
-    """A collective that the function ``at`` makes, and the wait for it."""
-    then = tuple((result.replace("_", " "), tuple(ops)) for result, ops in on.items())
-    begin = Op("begin", f"{at}: {kind}", moves=part, on=then, only=only)
-    return [begin, Op("wait", begin.name, on=then)]
+class Protocol:
+    """What one rank knows: its options, and what has come of its steps; and does: casts and gathers
+    of a plan, or functional calls and gathers of the caller's.
 
-
-def gather(at: str, part: int = -1) -> list[Op]:
-    """An all-gather of a part of the weights, or of nothing that matters here."""
-    return call(at, "all_gather_", part)
-
-
-def largest(at: str, only: str = "", **on: Ops) -> list[Op]:
-    """The maximum of what ranks bring."""
-    return call(at, "all_reduce_max_", only=only, **on)
-
-
-def told(at: str, *then: Op) -> list[Op]:
-    """What all ranks say, such as of an error that is then raised on all."""
-    return [*gather(at), *gather(at), *(then or (AGAIN,))]
-
-
-def vote(at: str) -> list[Op]:
-    """Whether any rank has an error."""
-    return largest(at, error=told(at))
-
-
-def making() -> list[Op]:
-    """A plan is made."""
-    exchanged = gather("consistency._exchange")
-    return [
-        phase("check_specs"), *vote("descriptions.check_descriptions"), *exchanged, *exchanged,
-        phase("_plan"), *vote("plan.__init__"), Op("set", clears=("forgets",)),
-    ]  # fmt: skip
-
-
-def cast(codes: Ops, scales: int = 1, *, boundary: bool = False, finite: bool = False,
-         chooses: bool = False, early: bool = False) -> list[Op]:  # fmt: skip
-    """A cast: ``codes`` write the codes; where they are ``early``, part 0 is written at once."""
-    reduce = "exchange.reduce_amax"
-    error = [*largest(reduce), *told(reduce)]
-    on = {"error": error, "number": told("exchange._other_steps", *error)}
-    if finite:
-        on["not_finite"] = [*largest("finite._worst"), AGAIN]
-    choice = [
-        phase("partial_select"), *call("exchange.reduce_candidates", "all_reduce_sum_"),
-        phase("select"),
-    ]  # fmt: skip
-    return [
-        *[Op("set", sets=("stale",), unless="error")] * early,
-        phase("partial_amax", writes=(0,) * early, unless="error"),
-        *largest("exchange._reduce", **on),
-        *choice * chooses,
-        Op("set", "tick", sets=("stale", "due")),
-        phase("compute_scale", **{"writes" if boundary else "of_all": (scales,)}),
-        *codes,
-    ]
-
-
-def gathered_scales(part: int) -> list[Op]:
-    """Scales travel, and are stored."""
-    return [*gather("scale_gather.start", part), phase("expand_scales")]
-
-
-def compared() -> list[Op]:
-    """Digests are compared, of what was not; where they differ, a weight is cast whole."""
-    done = Op("set", clears=("due",))  # also where it failed: a cast is compared once
-    judged = [
-        *told("verified._explain", *largest("verified._explain")),
-        *gather("whole_cast.gather_master"), *largest("verified._judge"),
-        *told("verified._judge", *largest("verified._explain")),
-        *told("verified._explain", REFUSED),
-    ]  # fmt: skip
-    return [
-        phase("digests", faults=("flips",), only="due"),
-        *largest("verified.check", "due", error=told("verified.check", done, AGAIN), flips=judged),
-        done,
-    ]
-
-
-def plan_program(
-    *, recipe: str = "", exchange: str = "", verify: str = "", check_finite: bool = False,
-    calls: bool = False, columnwise: bool = True,
-) -> Program:  # fmt: skip
-    """Casts and gathers of a plan; or functional ``calls``, and gathers of the caller's. Without
-    ``columnwise`` copies, MXFP8 is cast where it is measured.
+    Attributes:
+        copies: those of a weight's codes that are gathered.
+        codes: the parts of the weights that are codes; one more has scales.
     """
-    boundary, opening = exchange == "boundary", "calls.quantize_master_weights"
-    made = [START, *making(), START]
-    faults = ("raises", "skips", "repeats", *["not finite"] * check_finite)
-    at, found = "gather.start", []
-    if calls:
-        made, faults, at = [START], ("forgets",), "the caller"
-        found = [
-            phase("check_specs"), *largest(opening, error=told(opening), forgets=making())
-        ]  # fmt: skip
-    return Program([
-        *made, Op("given", "step", faults=faults), RAISES, *found,
-        *cast([phase("partial_cast", writes=(0,))], boundary=boundary, finite=check_finite,
-              chooses="4over6" in recipe, early=recipe == "mxfp8" and not columnwise),
-        *gather(at, 0), *gathered_scales(1) * boundary, READABLE,
-        *[phase("transpose")] * (not calls), *compared() * bool(verify), USE, NEXT, USE, DONE,
-    ], parts=2)  # fmt: skip
+
+    recipe, exchange, verify, fault = "nvfp4", "full", "off", ""
+    steps, bucket_size, made, number, step, heard = 2, 0, 0, 0, 0, 0
+    check_finite = calls = scaler = overlap_all_gather = overlap_cast = False
+    error = stale = due = flips = unfinished = False
+    columnwise = forgets = True
+
+    def __init__(self, rank: int, **options: Any) -> None:
+        vars(self).update(options, rank=rank)
+        self.copies = 1 + (self.columnwise and self.recipe in CAST_COLUMNWISE)
+        self.codes = self.copies * (QUANTIZED if self.bucket_size or self.calls else 1)
+        in_parts = self.exchange == "boundary" and self.recipe not in ("current", "delayed")
+        self.own_scales = (self.codes,) * in_parts
+
+    def run(self) -> Ops:
+        """All that it does."""
+        yield from self.make()
+        while self.made < self.steps:
+            yield from self.until_done(self.make_step)
+            if self.error:
+                raise Mistake("a rank has an error that nobody hears of")
+            self.made, self.number, self.fault = self.made + 1, self.step, ""
+        yield from self.until_done(self.settle)
+        yield from self.come_to("do", "use")
+        yield from self.do("done")
+
+    def make(self) -> Ops:
+        """What comes before the steps."""
+        yield from self.until_done(*[self.make_plan] * (not self.calls))
+
+    def make_step(self) -> Ops:
+        """One step."""
+        faults = ["forgets"] if self.calls else ["skips", "repeats"]
+        yield from self.given("raises", *faults, *["not finite"] * self.check_finite)
+        self.error = self.fault == "raises"
+        if self.calls:
+            opening = "calls.quantize_master_weights: "
+            self.forgets |= self.fault == "forgets"
+            yield from self.phase("check_specs")
+            error = self.error, f"{opening}gather_object"
+            cases = {"error": error, "forgets": (self.forgets,)}
+            if (yield from self.agree(f"{opening}max", cases)):
+                yield from self.make_plan()
+        yield from self.cast()
+        for part in range(self.codes):
+            yield from self.call(f"{'the caller' if self.calls else 'gather.start'}: gather", part)
+        yield from self.gather_scales()
+        self.stale = False
+        yield from self.do(*["transpose"] * (not self.calls))
+        yield from self.compare()
+        yield from self.come_to("do", "use")
+
+    def settle(self) -> Ops:
+        """The latest step ends."""
+        yield from ()
+
+    # --- operations ---
+
+    def come_to(self, kind: str, name: str, *faults: str, **options: Any) -> Ops:
+        """An operation; return how it came out, where the rank goes on."""
+        answer = yield Op(kind, name, faults, options.pop("answers", ("",)), self.step, **options)
+        self.stale |= (kind, name, answer) == ("wait", LATE, "gave up")  # and uses raise
+        if answer == "gave up" or answer.startswith("dies"):
+            yield Op("end", "dead" if answer != "gave up" else answer)
+        if answer.startswith("raises") and name not in HELD:
+            yield Op("end", "raised")
+        return answer
+
+    def phase(self, name: str, *faults: str, **options: Any) -> Ops:
+        """What a rank does by itself."""
+        answer = yield from self.come_to("do", name, *WAYS, *faults, **options)
+        self.error |= answer.startswith("raises")
+        return answer
+
+    def begin(self, name: str, part: int = -1, **says: Any) -> Ops:
+        """Begin a collective, of a part of the weights, or of what ranks say."""
+        told = tuple(says.items())
+        yield from self.come_to("begin", name, "raises", "dies", part=part, says=told)
+
+    def call(self, name: str, part: int = -1, **says: Any) -> Ops:
+        """A collective, and the wait for it."""
+        yield from self.begin(name, part, **says)
+        return (yield from self.come_to("wait", name, answers=()))
+
+    def do(self, *names: str) -> Ops:
+        """Phases and collectives; whether any rank has an error, by "?"; or an end."""
+        for _i, name in enumerate(names):  # by it a place is another one than that before it
+            if name in ("done", "refused"):
+                yield Op("end", name)
+            elif name.endswith("?"):
+                error = self.error, f"{name[:-1]}: gather_object"
+                yield from self.agree(f"{name[:-1]}: max", {"error": error})
+            else:
+                yield from (self.call(name) if ":" in name else self.phase(name))
+
+    def agree(self, name: str, cases: Mapping[str, tuple[Any, ...]]) -> Ops:
+        """A collective: by what ranks may read, what this one says, and what is done before all
+        raise. Return what they have read where that is nothing.
+        """
+        found = yield from self.call(name, **{case: says for case, (says, *_) in cases.items()})
+        if found and cases[found][1:]:
+            yield from self.do(*cases[found][1:])
+            raise Heard(found)
+        return found
+
+    def until_done(self, *parts: Any) -> Ops:
+        """Do all of ``parts``; again from the first, after an error."""
+        while parts:
+            try:
+                for part in parts:
+                    yield from part()
+                break
+            except Heard as heard:
+                yield from self.again(heard)
+
+    def again(self, heard: Heard) -> Ops:
+        """Go on after an error that all have heard of."""
+        self.heard += 1
+        self.error, self.fault = False, ""
+        yield from self.come_to("do", f"again: {heard}")
+
+    # --- what plans and optimizers share ---
+
+    def make_plan(self) -> Ops:
+        """A plan is made."""
+        yield from self.do("check_specs", "descriptions.check_descriptions?")
+        yield from self.do(*["consistency._exchange: gather"] * 2, "_plan", "plan.__init__?")
+        self.forgets = False
+
+    def given(self, *faults: str) -> Ops:
+        """What the caller gives for a step."""
+        self.fault = yield from self.come_to("do", "step", "dies", *faults)
+        self.step = self.number + 1 + (self.fault == "skips") - (self.fault == "repeats")
+
+    def cast(self) -> Ops:
+        """A cast, up to scales; part 0 is written at once by MXFP8 without columnwise copies."""
+        early = self.recipe == "mxfp8" and not self.columnwise and not self.error
+        self.stale |= early
+        if not self.error:
+            yield from self.phase("partial_amax", writes=(0,) * early)
+        raised = "exchange.reduce_amax: max", "exchange.reduce_amax: gather_object"
+        cases = {"error": (self.error, *raised)}
+        cases["number"] = self.step, "exchange._other_steps: gather_object", *raised
+        if self.check_finite:
+            cases["not finite"] = self.fault == "not finite", "finite._worst: max"
+        yield from self.agree("exchange._reduce: max", cases)
+        if "4over6" in self.recipe:
+            yield from self.do("partial_select", "exchange.reduce_candidates: sum", "select")
+        self.stale = self.due = True
+        of_all = () if self.own_scales else (self.codes,)
+        yield from self.phase("compute_scale", writes=self.own_scales, of_all=of_all)
+        if not self.overlap_cast:
+            yield from self.phase("partial_cast", writes=tuple(range(self.codes)))
+
+    def gather_scales(self) -> Ops:
+        """Scales travel, and are stored."""
+        if self.own_scales:
+            yield from self.call("scale_gather.start: gather", self.codes)
+            yield from self.phase("expand_scales")
+
+    def compare(self) -> Ops:
+        """Digests are compared, where they were not; where they differ, a weight is judged."""
+        if self.verify == "off" or not self.due:
+            return
+        self.flips |= (yield from self.phase("digests", "flips")) == "flips"
+        judged = *EXPLAIN, *JUDGE, *EXPLAIN[::-1], "refused"
+        error = self.error, "verified.check: gather_object"
+        yield from self.agree(
+            "verified.check: max", {"error": error, "flips": (self.flips, *judged)}
+        )
+        if self.verify == "full":
+            yield from self.do(*JUDGE, "verified._compare_sample: max")
+        self.due = False
 
 
-def optimizer_program(
-    *, verify: str = "", overlap_all_gather: bool = False, overlap_cast: bool = False,
-    scaler: bool = False, bucket_size: int = 0,
-) -> Program:  # fmt: skip
-    """Steps of an optimizer, whose quantized weights lie in one bucket or three."""
-    late, codes = "pending_all_gather.begin", 3 if bucket_size else 1
-    at = "publication._cast_and_all_gather" if overlap_cast else "shards.all_gather"
-    write = [phase("partial_cast", writes=tuple(range(codes)))] * (not overlap_cast)
-    published = [
-        *cast(write, codes, boundary=True), phase("store_plain"), *gathered_scales(codes)
-    ]  # fmt: skip
-    for bucket in (-1, -1, *range(codes)):
-        is_late = overlap_all_gather and bucket >= 0
-        begin, wait = gather(late if is_late else at, bucket)
-        if overlap_cast and bucket >= 0:
-            published.append(phase(f"stage {bucket}", writes=(bucket,)))
-        published += [begin] if overlap_cast or is_late else [begin, wait]
-    if overlap_cast:
-        published.append(Op("wait", f"{at}: all_gather_"))
-    published += [READABLE, *[phase("transpose")] * (not overlap_all_gather)]
-    waits = [Op("wait", f"{late}: all_gather_", sets=("stale",))]  # uses raise from then on
-    settled = [*waits * overlap_all_gather, *compared() * bool(verify)]
-    stepped = largest("found_inf.agree", overflow=[AGAIN]) if scaler else []
-    reduced = largest("progress.reduce")
-    reduced = call("gradient_rounds.begin", "all_to_all", number=[AGAIN],
-                   unfinished=[*reduced, *told("progress.reduce", REFUSED)],
-                   error=[*reduced, *told("progress.reduce")])  # fmt: skip
-    return Program([
-        START, phase("check_shardable"), *vote("zero.__init__"),
-        *largest("weights.check_same_optimizer"), *making(), NO_START,
-        *published, *settled, START,
-        Op("given", "step", faults=("overflow",) if scaler else ("raises", "skips", "repeats")),
-        *stepped, *settled * overlap_all_gather, RAISES, *reduced,
-        Op("set", sets=("unfinished",)), phase("inner step"),
-        *published, Op("set", clears=("unfinished",)),
-        *compared() * (bool(verify) and not overlap_all_gather),
-        *[Op("may"), *waits] * overlap_all_gather, USE, NEXT, START, *settled, USE, DONE,
-    ], parts=codes + 1)  # fmt: skip
+class OptimizerProtocol(Protocol):
+    """Steps of an optimizer, whose quantized weights lie in one bucket or several."""
 
+    exchange = "boundary"
 
-LATE, EARLY = {"overlap_all_gather": True}, {"overlap_cast": True}
-HASH, BOUNDARY, BUCKETS = {"verify": "hash"}, {"exchange": "boundary"}, {"bucket_size": 1500}
-PROGRAMS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "plan": (PlanSteps, {}),
-    "boundary, hash": (PlanSteps, BOUNDARY | HASH),
-    "4 over 6, finite": (PlanSteps, {"recipe": "nvfp4-4over6", "check_finite": True}),
-    "codes early": (PlanSteps, BOUNDARY | {"recipe": "mxfp8", "columnwise": False}),
-    "calls": (PlanSteps, {"calls": True}),
-    "optimizer, hash": (OptimizerSteps, HASH),
-    "late gathers, hash": (OptimizerSteps, LATE | BUCKETS | HASH),
-    "overlapped cast": (OptimizerSteps, EARLY | BUCKETS),
-    "both overlapped": (OptimizerSteps, EARLY | LATE | BUCKETS),
-    "scaler": (OptimizerSteps, {"scaler": True}),
-}
-"""By name what makes a program's steps, and with which options."""
+    def make(self) -> Ops:
+        """What comes before the steps, of which only a cast is not made again."""
+        yield from self.until_done(self.check, self.make_plan)
+        try:
+            yield from self.publish()
+            yield from self.settle()
+        except Heard as heard:
+            yield from self.again(heard)
+            yield from self.do("refused")
 
+    def check(self) -> Ops:
+        """What comes before the plan."""
+        states = QUANTIZED * len(RECIPES[self.recipe].state)
+        yield from self.do("check_shardable", "zero.__init__?", "weights.check_same_optimizer: max",
+                           *["shards.share_recipe_states: broadcast"] * states)  # fmt: skip
 
-@cache
-def program(name: str) -> Program:
-    """The program of that name."""
-    kind, options = PROGRAMS[name]
-    return plan_program(**options) if kind is PlanSteps else optimizer_program(**options)
+    def publish(self) -> Ops:
+        """Weights are cast and gathered, plain ones of two dtypes before the others."""
+        yield from self.cast()
+        yield from self.do("store_plain")
+        yield from self.gather_scales()
+        early, alone = "publication._cast_and_all_gather: gather", "shards.all_gather: gather"
+        for part in (-2, -1, *range(self.codes)):
+            stage, copy = divmod(part, self.copies)
+            if self.overlap_cast and part >= 0 and not copy:
+                own = tuple(range(part, part + self.copies))
+                yield from self.phase(f"stage {stage}", writes=own)
+            at = early if self.overlap_cast else alone
+            at = LATE if self.overlap_all_gather and part >= 0 else at
+            yield from (self.call(at, part) if at == alone else self.begin(at, part))
+        if self.overlap_cast:
+            yield from self.come_to("wait", early, answers=())
+        self.stale = False
+        yield from self.do(*["transpose"] * (not self.overlap_all_gather))
 
+    def wait_late(self) -> Ops:
+        """Wait for gathers that are under way."""
+        if self.overlap_all_gather:
+            yield from self.come_to("wait", LATE, answers=())
 
-# --- the code ---
+    def settle(self) -> Ops:
+        """The latest step ends."""
+        yield from self.wait_late()
+        yield from self.compare()
 
-
-def noted(patch: pytest.MonkeyPatch, owner: Any, attribute: str, name: str) -> None:
-    """Let a function of zerocast be a phase that is noted."""
-    original = getattr(owner, attribute)
-
-    def run(*args: Any, **options: Any) -> Any:
-        its_caller = Path(sys._getframe(1).f_code.co_filename)
-        if its_caller.parent.name == "tensors" or not hasattr(LOCAL, "rank"):  # no plan's
-            return original(*args, **options)
-        world, rank = LOCAL.rank
-        called = name or (f"stage {args[1]}" if attribute == "run_stage" else args[1])
-        error = InputError("planted") if called in HELD else OSError("planted")
-        fault = world.note(rank, called)
-        if fault == "raises":
-            raise error
-        if fault == "flips":
-            args[1][-1].view(torch.uint8).view(-1)[:1] ^= 1
-        result = original(*args, **options)
-        if fault == "raises after":
-            raise error
-        return result
-
-    patch.setattr(owner, attribute, run)
-
-
-def run(name: str, size: int, fault: Fault, seed: int) -> list[tuple[int, str, str]]:
-    """Run the code of a program, and hold it to it; return what happened.
-
-    Raises:
-        Mistake: where it does or comes to something else.
-    """
-    kind, options = PROGRAMS[name]
-    options = {"recipe": "nvfp4", **options}
-    extents = [[chunk(48 * 64, rank, size) for rank in range(size)]]
-    scenario = Scenario(size, kind, options.pop("recipe"), options, fault, ((48, 64),), extents,
-                        announces=seed % 2 == 0, steps=STEPS)  # fmt: skip
-    world, ends = play(scenario, random.Random(seed))
-    worlds = program(name).follow(size, world.events)
-    reads = name != "calls"  # which leave weights that are torn readable
-    if not any(all(map(_is, ends, model.ranks, [reads] * size)) for model in worlds):
-        came = [[rank.at for rank in model.ranks] for model in worlds]
-        raise Mistake(f"ranks ended as {ends}, and in the model as {came}, after {fault}")
-    return world.events
-
-
-def _is(end: Any, rank: Rank, reads: bool) -> bool:
-    """Whether a rank ended as one of a state, and can read its weights where that can."""
-    if isinstance(end, Killed):
-        return rank.at == "dead"
-    read = None not in end.held
-    compared = reads and end.held and not rank.waits
-    return end.end == rank.at and (not compared or read == ("stale" not in rank.known))
+    def make_step(self) -> Ops:
+        """One step."""
+        yield from self.given(*["overflow"] if self.scaler else ["raises", "skips", "repeats"])
+        overflow = self.fault == "overflow"
+        if self.scaler and (yield from self.call("found_inf.agree: max", overflow=overflow)):
+            raise Heard("error")
+        yield from self.settle()
+        self.error = self.fault == "raises"
+        told = "progress.reduce: max", "progress.reduce: gather_object"
+        if (yield from self.agree("gradient_rounds.begin: to_all", {
+            "number": (self.step,), "unfinished": (self.unfinished, *told, "refused"),
+            "error": (self.error, *told),
+        })):  # fmt: skip
+            raise Heard("number")
+        self.unfinished = True
+        yield from self.phase("inner step")
+        yield from self.publish()
+        self.unfinished = False
+        late = self.overlap_all_gather
+        if not late:
+            yield from self.compare()
+        if not late or (yield from self.come_to("do", "may", answers=("", "reads"))):
+            yield from self.wait_late()
+            yield from self.come_to("do", "use")

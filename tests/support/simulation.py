@@ -1,206 +1,322 @@
-"""A world of ranks in which one thing happens at a time, in an order that a seed decides.
+"""The code of plans, functional calls and optimizers on ranks of which one goes on at a time, in
+an order that a seed draws, beside a model of what they do.
 
-Each rank is a thread, and one of them runs. In a collective it hands over to the scheduler, which
-draws who goes on. A collective is carried out once all ranks have begun it, early or as late as
-somebody waits for it; a rank that is ended never comes, and when nobody can go on any more, the
-time is up for those that wait. So a seed stands for one schedule with one fault, and gives the same
-run again.
-
-What ranks do is noted: their collectives by the functions of zerocast that make them, and what else
-is told of. A fault is planted at one of these events.
+Each rank is a thread, which comes to one operation after the other: a collective, the wait for it,
+a phase, or a step of its caller. What happens next is drawn among what may happen in the model
+(:mod:`tests.support.state_space`), and happens in both: a rank's operation comes out, with or
+without a fault, or a collective is carried out. Then each rank must have come to the operation to
+which the model has come. So a seed stands for one schedule with one fault, and gives the same run
+again.
 """
 
 from __future__ import annotations
 
 import functools
+import pkgutil
+import queue
 import random
-import re
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
+import pytest
 import torch
 
-from zerocast.comm import Communicator, buffers
+import zerocast
+from tests.optim.training import Training
+from tests.support.claims import assert_same_tensors
+from tests.support.partitions import draw_partition
+from tests.support.protocol import HELD, OptimizerProtocol, Protocol
+from tests.support.recipes import RECIPES
+from tests.support.state_space import Mistake, Model, Move, World
+from zerocast import errors
+from zerocast.comm import Communicator, InProcessCommunicator, SingleRank, buffers
 from zerocast.comm.communicator import Parts, Wait
-from zerocast.comm.failure import RAISED, WAITS, Said, peer_error, told
+from zerocast.layout import Extent, chunk
 
-Brought: TypeAlias = Sequence[tuple[Any, ...]]
-"""By rank its tensors, and what says how they are cut."""
-
-LOCAL = threading.local()
-"""By thread the world and the rank that it runs."""
-
+SHAPES = ((18, 64), (1, 96), (36, 96))
 HELPERS = ("raise_in_all", "agree_in_all")
 """Functions outside of zerocast.comm that make collectives for their callers."""
+
+LOCAL = threading.local()
+"""By thread the rank that it runs."""
+
+PHASES = {
+    "cast.plan.check_specs": "check_specs",
+    "cast.calls.check_specs": "check_specs",
+    "cast.plan.CastPlan._plan": "_plan",
+    "optim.zero.check_shardable": "check_shardable",
+    "tensors.cast_steps.CastSteps.run": "{}",
+    "tensors.cast_steps.CastSteps.run_stage": "stage {}",
+    "cast.copied_digests.HeldDigests.of": "digests",
+    "optim.inner.InnerOptimizer.step": "inner step",
+    "optim.shards.ShardedWeights.store_plain": "store_plain",
+}
+"""The functions that are phases, and their names in the model, of which some have an argument."""
 
 
 class Killed(BaseException):
     """Ends a rank, which says nothing to the others."""
 
 
-class Differ(AssertionError):
-    """Ranks that are in different collectives: on a real transport bytes that go astray."""
+CAME_OF: Any = (
+    (Killed, "dead"),
+    (OSError, "raised"),
+    (errors.PeerFailedError, "gave up"),
+    ((errors.UnfinishedStepError, errors.VerificationError), "refused"),
+    (errors.RankMismatchError, "again: number"),
+    (errors.NonFiniteError, "again: not finite"),
+    (errors.ZerocastError, "again: error"),
+)
+"""By an error what comes of it: the end of a rank, or that all raise and make the step again."""
 
 
-@dataclass(frozen=True)
-class Fault:
-    """What goes wrong.
-
-    Attributes:
-        rank: with which rank.
-        place: at the earliest at which of its events.
-        kind: what; what else than "dies" is, those decide who note such an event.
-        at: what the event's name matches.
-    """
-
-    rank: int
-    place: int
-    kind: str
-    at: str = ".*"
+# --- what is run ---
 
 
-@dataclass(eq=False)
-class Call:
-    """One collective, as it is begun by rank after rank.
-
-    Attributes:
-        signature: what all ranks must call.
-        carry: moves the bytes of all ranks.
-        brought: by rank what it is called with.
-        done: whether the bytes have been moved.
-    """
-
-    signature: tuple[Any, ...]
-    carry: Callable[[Brought], None]
-    brought: dict[int, tuple[Any, ...]] = field(default_factory=dict)
-    done: bool = False
+@functools.cache
+def values(step: int, shape: tuple[int, int]) -> torch.Tensor:
+    """The master of a weight, flat."""
+    generator = torch.Generator().manual_seed(step)
+    drawn = torch.randn(shape[0] * shape[1], generator=generator)
+    return drawn * 10.0 ** torch.randint(-6, 4, drawn.shape, generator=generator)
 
 
-class World:
-    """The ranks and their scheduler.
+class PlanSteps:
+    """Casts by a plan, or by functional calls, of masters that are other ones in each step."""
 
-    Args:
-        size: the number of ranks.
-        draw: decides what is left open.
-        fault: what goes wrong, once.
-        announces: whether the transport tells the others of a rank's error.
+    protocol: Any = Protocol
 
-    Attributes:
-        calls: the collectives, in the order in which they are begun.
-        begun: by rank how many it has begun.
-        said: by rank what the others know of why it does not go on. Once somebody has said
-            something, no collective is carried out any more that some rank has not begun yet.
-        events: rank, name and fault of each.
-    """
-
-    def __init__(self, size: int, draw: random.Random, fault: Fault, *, announces: bool) -> None:
-        self.size, self.draw, self.announces = size, draw, announces
-        self.calls: list[Call] = []
-        self.begun = [0] * size
-        self.said: dict[int, Said] = {}
-        self.events: list[tuple[int, str, str]] = []
-        self._fault, self._seen = fault, [0] * size
-        self._waits_for: dict[int, int] = {}
-        self._outcomes: dict[int, Any] = {}
-        self._goes = [threading.Event() for _ in range(size)]
-
-    def run(self, body: Callable[[Communicator], Any]) -> list[Any]:
-        """What ``body`` returns or raises, by rank."""
-        threads = [
-            threading.Thread(target=self._play, args=(body, rank), daemon=True)
-            for rank in range(self.size)
+    def __init__(self, comm: Communicator, extents: Any, recipe: str = "nvfp4", *,
+                 calls: bool = False, columnwise: bool = True, **options: Any) -> None:  # fmt: skip
+        self.comm, self.extents = comm, [by_rank[comm.rank] for by_rank in extents]
+        self.weights = [
+            zerocast.empty(shape, RECIPES[recipe], columnwise=columnwise) for shape in SHAPES
         ]
-        for thread in threads:
-            thread.start()
-        self._go_on()
-        for thread in threads:
-            thread.join()
-        return [self._outcomes[rank] for rank in range(self.size)]
+        self.starts = [extent.start for extent in self.extents]
+        self.masters = [torch.ones(extent.size) for extent in self.extents]
+        if not calls:
+            self.plan = zerocast.CastPlan(self.weights, self.masters, self.starts, comm, **options)
 
-    def note(self, rank: int, name: str) -> str:
-        """Note what a rank does now; return what goes wrong with it."""
-        place, fault, kind = self._seen[rank], self._fault, ""
-        self._seen[rank] += 1
-        if fault.rank == rank and place >= fault.place and re.fullmatch(fault.at, name):
-            kind, self._fault = fault.kind, replace(fault, rank=-1)
-        self.events.append((rank, name, kind))
-        if kind == "dies":
-            raise Killed
-        return kind
+    def step(self, step: int, fault: str) -> None:
+        """Make a step, with or without a fault."""
+        for master, shape, e in zip(self.masters, SHAPES, self.extents, strict=True):
+            master.copy_(values(step, shape)[e.start : e.end])
+            master[: fault == "not finite"] = torch.nan
+        given = [master.double() if fault == "raises" else master for master in self.masters]
+        if hasattr(self, "plan"):
+            self.plan.step = step + (fault == "skips") - (fault == "repeats")
+            self.plan.cast(given)
+            self.plan.all_gather()
+            return
+        if fault == "forgets":
+            self.weights[0].quantized_storage.plans.clear()
+        zerocast.quantize_master_weights(self.weights, given, self.starts, self.comm)
+        for weight in self.weights:
+            self.comm.all_gather_(weight.rowwise_data.view(-1))
+        zerocast.post_all_gather_processing(self.weights)
 
-    def begin(self, rank: int, call: Call, *brought: Any) -> Wait:
-        """Begin the rank's next collective."""
-        number = self.begun[rank]
-        self._raise_if_broken(call, number)
-        if self.note(rank, f"{_caller()}: {call.signature[0]}"):
-            raise OSError("planted")
-        if number == len(self.calls):
-            self.calls.append(call)
-        first = self.calls[number]
-        if first.signature != call.signature:
-            raise Differ(f"rank {rank} calls {call.signature}, another one {first.signature}")
-        first.brought[rank] = brought
-        self.begun[rank] += 1
-        if len(first.brought) == self.size and self.draw.random() < 0.5:
-            self._carry(first)
-        self._hand_over(rank)
-        return lambda: self._wait(rank, number)
+    def settle(self) -> None:
+        """Nothing is under way."""
 
-    def _wait(self, rank: int, number: int) -> None:
-        """Return when the collective is carried out. What waits in no rank's own thread is an
-        optimizer that is collected, which nobody has any more.
-        """
-        call = self.calls[number]
-        while not call.done and getattr(LOCAL, "rank", None) == (self, rank):
-            if len(call.brought) == self.size:
-                self._carry(call)
-            else:
-                self._waits_for[rank] = number
-                self._hand_over(rank)
-                del self._waits_for[rank]
-                if not call.done and len(call.brought) < self.size:
-                    self._raise_if_broken(call, number)
 
-    def _carry(self, call: Call) -> None:
-        for earlier in self.calls[: self.calls.index(call) + 1]:  # they are in order
-            if not earlier.done:
-                earlier.carry([earlier.brought[rank] for rank in range(self.size)])
-                earlier.done = True
+class OptimizerSteps:
+    """Steps of AdamW on quantized and plain weights."""
 
-    def _raise_if_broken(self, call: Call, number: int) -> None:
-        if self.said:
-            raise peer_error(call.signature[0], number, self.size, self.said, Simulated.timeout)
+    protocol: Any = OptimizerProtocol
 
-    def _go_on(self) -> None:
-        """Let a rank go on. Where all wait for one that does not come, their time is up."""
-        living = [rank for rank in range(self.size) if rank not in self._outcomes]
-        ready = [rank for rank in living if self._is_ready(rank)]
-        for rank, number in self._waits_for.items() if not ready else ():
-            self.said[rank] = Said(WAITS, number, self.calls[number].signature[0])
-        if living:
-            self._goes[self.draw.choice(ready or living)].set()
+    def __init__(self, comm: Communicator, extents: Any, recipe: str = "nvfp4", *,
+                 scaler: bool = False, **options: Any) -> None:  # fmt: skip
+        self.training = Training(comm, RECIPES[recipe], **options)
+        self.training.rank = 0  # whose gradients all have
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=1.0) if scaler else None
+        params = self.training.params
+        self.weights = [p for p in params if isinstance(p, zerocast.QuantizedTensor)]
+        self.settle = self.training.optimizer.wait_for_all_gather
 
-    def _is_ready(self, rank: int) -> bool:
-        call = self.calls[self._waits_for[rank]] if rank in self._waits_for else None
-        return not call or bool(self.said) or call.done or len(call.brought) == self.size
+    def step(self, step: int, fault: str) -> None:
+        """Make a step, with or without a fault."""
+        if self.scaler is not None:
+            self.training.scaled_backward(self.scaler, step, overflows=fault == "overflow")
+            self.scaler.step(self.training.optimizer)
+            self.scaler.update()
+            if self.training.optimizer._progress.steps == step - 1:
+                raise errors.InputError("all ranks have left the step out")
+            return
+        self.training.feed(step)
 
-    def _hand_over(self, rank: int) -> None:
-        self._go_on()
-        self._goes[rank].wait()
-        self._goes[rank].clear()
+        def closure() -> None:
+            if fault == "raises":
+                raise errors.InputError("planted")
 
-    def _play(self, body: Callable[[Communicator], Any], rank: int) -> None:
-        LOCAL.rank = self, rank
-        self._goes[rank].wait()
-        self._goes[rank].clear()
+        number = step + (fault == "skips") - (fault == "repeats")
+        self.training.optimizer.step(closure, number=number)
+
+
+class Scenario(NamedTuple):
+    """What is run.
+
+    Attributes:
+        size: the number of ranks.
+        kind: what makes steps.
+        options: those of the plan or optimizer, the recipe by its name among those of tests.
+        fault: the rank that has one, at which of its operations, and what; "" for any.
+        extents: by weight and rank who has which part.
+        steps: how many are made.
+    """
+
+    size: int
+    kind: Any
+    options: dict[str, Any]
+    fault: tuple[int, int, str]
+    extents: Any = None
+    steps: int = 2
+
+    @classmethod
+    def drawn(cls, draw: random.Random) -> Scenario:
+        """One of all that there are."""
+        size, kind = draw.randint(2, 4), draw.choice((PlanSteps,) * 3 + (OptimizerSteps,))
+        options: dict[str, Any] = {"recipe": draw.choice(list(RECIPES))}
+        options["verify"] = draw.choice(("off", "off", "hash", "full"))
+        if kind is PlanSteps:
+            options["exchange"] = draw.choice(("full", "boundary"))
+            options["check_finite"] = draw.random() < 0.3
+        else:
+            options["overlap_cast"] = draw.random() < 0.5
+        extents = [draw_partition(rows * cols, size, draw) for rows, cols in SHAPES]
+        return cls(size, kind, options, (draw.randrange(size), draw.randrange(60), ""), extents, 3)
+
+
+@functools.cache
+def model_of(kind: Any, steps: int, *options: tuple[str, Any]) -> Model:
+    """What ranks do."""
+    return Model(lambda rank: kind.protocol(rank, steps=steps, **dict(options)))
+
+
+def read(weight: zerocast.QuantizedTensor) -> Any:
+    """Copies of all buffers of a weight that can be read; None of one that refuses it."""
+    try:
+        weight.dequantize()
+    except (errors.ZerocastError, OSError):
+        return None
+    storage = weight.quantized_storage
+    stale = storage.derived_names if storage.is_stale else ()
+    return {name: buffer.clone() for name, buffer in storage.buffers.items() if name not in stale}
+
+
+@functools.cache
+def expected(kind: Any, recipe: str, steps: int) -> list[list[Any]]:
+    """What the weights hold on one rank, before the first step and after each."""
+    one = kind(SingleRank(), [[Extent(0, rows * cols)] for rows, cols in SHAPES], recipe)
+    held = [[read(weight) for weight in one.weights]]
+    for step in range(1, steps + 1):
+        one.step(step, "")
+        held.append([read(weight) for weight in one.weights])
+    return held
+
+
+def same(tensors: Any, expected: Any) -> str:
+    """How tensors differ from those of the same names that are expected."""
+    try:
+        assert_same_tensors(tensors, {name: expected[name] for name in tensors})
+    except AssertionError as error:
+        return str(error)
+    return ""
+
+
+# --- ranks ---
+
+
+class Simulated(InProcessCommunicator):
+    """One rank: its communicator, and the thread that runs ``body`` from one operation to the next.
+
+    Attributes:
+        calls: the collectives of all ranks, in the order in which they are begun: what ranks bring,
+            what makes of that what all read, and whether it was done; and how many have copied it.
+        op: the kind of the operation that it has come to, and its name or call; or how it ended.
+        names: those of all operations.
+        steps: what makes steps, kept because nobody waits for the gathers of what is collected.
+    """
+
+    def __init__(self, rank: int, size: int, calls: list[Any], said: dict[int, Any],
+                 body: Callable[[Simulated], Any]) -> None:  # fmt: skip
+        world = SimpleNamespace(timeout=1.0, announce=said.__setitem__)
+        group: Any = SimpleNamespace(members=range(size), world=world, rendezvous=self._meet)
+        super().__init__(group, rank)
+        self.calls, self.names, self.steps, self._begun = calls, list[str](), None, 0
+        self._ops, self._answers = queue.SimpleQueue[Any](), queue.SimpleQueue[str]()
+        self._thread = threading.Thread(target=self._run, args=(body,), daemon=True)
+        self._thread.start()
+        self.op = self._ops.get()
+
+    def _run(self, body: Callable[[Simulated], Any]) -> None:
+        LOCAL.rank = self
         try:
-            self._outcomes[rank] = body(Simulated(self, rank))
+            end = body(self)
+        except Killed:
+            end = "dead", []
         except BaseException as error:
-            self._outcomes[rank] = error
-        self._go_on()
+            end = error
+        self._ops.put(("end", end))
+
+    def come_to(self, kind: str, name: Any) -> str:
+        """Come to an operation; return how it comes out."""
+        self.names.append(name)
+        self._ops.put((kind, name))
+        answer = self._answers.get()
+        if answer == "dies":
+            raise Killed
+        if answer == "gave up":
+            raise errors.PeerFailedError(f"{name} did not end")
+        return answer
+
+    def go_on(self, answer: str) -> None:
+        """Let the operation come out so, and the rank come to the next one."""
+        self._answers.put(answer)
+        self.op = self._ops.get()
+
+    def _begin(self, what: str, brings: Any, begin: Callable[[list[Any]], Any]) -> Wait:
+        kind = what.removeprefix("all_").removeprefix("reduce_").removesuffix("_")
+        if self.come_to("begin", f"{_caller()}: {kind}"):
+            raise OSError("planted")
+        if self._begun == len(self.calls):
+            copied = SimpleNamespace(done=False, count=0)
+            self.calls.append(SimpleNamespace(begin=begin, brought={}, done=False, copied=copied))
+        call = self.calls[self._begun]
+        call.brought[self.rank] = brings
+        self._begun += 1
+
+        def wait() -> Any:  # in another thread where an optimizer is collected, which nobody has
+            while not call.done and threading.current_thread() is self._thread:
+                self.come_to("wait", call)
+            return vars(call).get("outcome")
+
+        return wait
+
+    def _meet(self, rank: int, what: Any, brings: Any, begin: Callable[[list[Any]], Any]) -> Any:
+        """A rendezvous of threads: a collective, or its end, to which nothing is brought."""
+        if brings is not None:
+            return self._begin(what.signature[0], brings, begin)()
+        copied = self.calls[self._begun - 1].copied
+        copied.count += 1
+        copied.done = copied.count == self.size
+        return None if copied.done else self.come_to("wait", copied)
+
+    def all_gather_(self, buffer: torch.Tensor, counts: Parts = None) -> None:
+        self.start_all_gather_(buffer, counts)()
+
+    def start_all_gather_(self, buffer: torch.Tensor, counts: Parts = None) -> Wait:
+        flat, chunks = buffers.gather_operands(buffer, counts, self.size)
+
+        def begin(brought: list[torch.Tensor]) -> None:
+            whole = torch.cat([each.split(chunks)[r] for r, each in enumerate(brought)])
+            for each in brought:
+                each.copy_(whole)
+
+        return self._begin("all_gather_", flat, begin)
 
 
 def _caller() -> str:
@@ -214,72 +330,156 @@ def _caller() -> str:
     return "the caller"
 
 
-class Simulated(Communicator):
-    """One rank of a :class:`World`."""
+def noted(original: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """A function of zerocast as a phase that ranks come to."""
 
-    timeout = 1.0
+    def run(*args: Any, **options: Any) -> Any:
+        its_caller = Path(sys._getframe(1).f_code.co_filename)
+        if its_caller.parent.name == "tensors" or not hasattr(LOCAL, "rank"):  # no plan's
+            return original(*args, **options)
+        called = name.format(*args[1:])
+        error = errors.InputError("planted") if called in HELD else OSError("planted")
+        fault = LOCAL.rank.come_to("do", called)
+        if fault == "raises":
+            raise error
+        if fault == "flips":
+            args[1][-1].view(torch.uint8).view(-1)[:1] ^= 1
+        result = original(*args, **options)
+        if fault.endswith("after"):
+            raise error if fault.startswith("raises") else Killed
+        return result
 
-    def __init__(self, world: World, rank: int) -> None:
-        self.world, self.rank, self.size = world, rank, world.size
+    return run
 
-    def all_reduce_max_(self, buffer: torch.Tensor) -> None:
-        self._reduce("all_reduce_max_", torch.maximum, buffer)
 
-    def all_reduce_sum_(self, buffer: torch.Tensor) -> None:
-        self._reduce("all_reduce_sum_", torch.add, buffer)
+def live(scenario: Scenario, whole: Any, events: Sequence[Move], comm: Simulated) -> Any:
+    """Make all steps; return how that ended, and what can be read then.
 
-    def all_gather_(self, buffer: torch.Tensor, counts: Parts = None) -> None:
-        self.start_all_gather_(buffer, counts)()
+    Raises:
+        AssertionError: where what can be read of a weight is not ``whole`` that of one step.
+    """
+    made, end = 0, ""
 
-    def start_all_gather_(self, buffer: torch.Tensor, counts: Parts = None) -> Wait:
-        flat, chunks = buffers.gather_operands(buffer, counts, self.size)
+    def check(held: list[Any], *steps: int) -> list[Any]:
+        """What can be read of each weight is that of one of these steps. Not where a digest was
+        wrong: then bytes are, or a step is made twice.
+        """
+        spoilt = any(event.name == "digests" and event.answer for event in events)
+        for i, tensors in enumerate([] if spoilt else held):
+            found = [same(tensors, whole[step][i]) for step in steps if tensors]
+            assert not all(found) or not found, f"rank {comm.rank}, weight {i}: {found[0]}"
+        return held
 
-        def carry(brought: Brought) -> None:
-            parts = [each.split(chunks)[r].clone() for r, (each,) in enumerate(brought)]
-            for (whole,) in brought:
-                torch.cat(parts, out=whole)
+    def use(step: int) -> None:
+        assert not any(weight.quantized_storage.is_stale for weight in comm.steps.weights)
+        check([read(weight) for weight in comm.steps.weights], step)
+        comm.come_to("do", "use")
 
-        return self.world.begin(self.rank, Call(("all_gather_", *chunks), carry), flat)
+    while not end:
+        try:
+            comm.steps = comm.steps or scenario.kind(comm, scenario.extents, **scenario.options)
+            while made < scenario.steps:
+                comm.steps.step(made + 1, comm.come_to("do", "step"))
+                if "overlap_all_gather" not in scenario.options or comm.come_to("do", "may"):
+                    use(made + 1)
+                made += 1
+            comm.steps.settle()
+            use(made)
+            end = "done"
+        except (errors.ZerocastError, OSError) as error:  # noqa: PERF203
+            first = error.__cause__ or error.__context__  # of which this one came
+            cause = first if isinstance(first, OSError | Killed) else error
+            end = next(end for kind, end in CAME_OF if isinstance(cause, kind))
+            if end.startswith("again"):
+                comm.come_to("do", end)
+                end = "" if comm.steps or "partial_amax" not in comm.names else "refused"
+    held = [read(weight) for weight in getattr(comm.steps, "weights", [])]
+    if "calls" in scenario.options or end == "dead":  # callers of functions know what is torn
+        held = []
+    return end, check(held, *range(made, len(whole))[:2])
 
-    def start_all_to_all(
-        self, output: torch.Tensor, buffer: torch.Tensor, received: Parts = None, sent: Parts = None
-    ) -> Wait:
-        operands = buffers.exchange_operands(output, buffer, received, sent, self.size)
 
-        def carry(brought: Brought) -> None:
-            parts = [flat.split(gives) for _, flat, _, gives in brought]
-            arriving = [torch.cat(arrived) for arrived in zip(*parts, strict=True)]
-            for r, (out, _, takes, _) in enumerate(brought):
-                assert [len(each[r]) for each in parts] == list(takes)
-                out.copy_(arriving[r])
+def compare(model: Model, world: World, ranks: Sequence[Simulated]) -> None:
+    """Raise :class:`Mistake` where a rank is not where the model is; or, at its end, can read what
+    it must not, or refuses more where the model knows which codes are written early.
+    """
+    for rank, (at, waits, _, _) in zip(ranks, world.ranks, strict=True):
+        op, known, (kind, came) = model.ops[at], model.known[at], rank.op
+        if isinstance(came, BaseException):
+            raise came
+        if kind == "wait" and op.kind in ("wait", "end"):  # where it ends, for what it has begun
+            continue
+        end, held = came if kind == "end" else (came, [])
+        if (kind, end) != (op.kind, op.name):
+            raise Mistake(f"rank {rank.rank} comes to {end}, and in the model to {op.name}")
+        refuses, knows_early = None in held, "nvfp4" in known.recipe or not known.columnwise
+        if held and not waits and refuses != known.stale and (knows_early or known.stale):
+            raise Mistake(f"rank {rank.rank} ends as {end}, and can{'not' * refuses} be read")
 
-        return self.world.begin(self.rank, Call(("all_to_all",), carry), *operands)
 
-    def broadcast_(self, buffer: torch.Tensor, root: int = 0) -> None:
-        flat = buffers.broadcast_operand(buffer, root, self.size)
+def play(scenario: Scenario, draw: random.Random) -> list[Move]:
+    """Run a scenario in an order that is drawn; return what happened.
 
-        def carry(brought: Brought) -> None:
-            for (other,) in brought:
-                other.copy_(brought[root][0])
+    Raises:
+        AssertionError: where the code does or comes to something else than the model, or bytes
+            that one rank alone does not have can be read.
+    """
+    size, kind, options, (faulty, place, fault), extents, steps = scenario
+    cuts = [[chunk(rows * cols, rank, size) for rank in range(size)] for rows, cols in SHAPES]
+    whole = expected(kind, options.get("recipe", "nvfp4"), steps)
+    model, events = model_of(kind, steps, *options.items()), list[Move]()
+    calls, said, world = list[Any](), dict[int, Any](), model.start(size, 1)
+    with pytest.MonkeyPatch.context() as patch:
+        for path, name in PHASES.items():
+            function = pkgutil.resolve_name(f"zerocast.{path}")
+            patch.setattr(f"zerocast.{path}", noted(function, name))
+        patch.setattr("zerocast.cast.verified.write_fault", lambda *given: None)
+        body = functools.partial(live, scenario._replace(extents=extents or cuts), whole, events)
+        ranks = [Simulated(rank, size, calls, said, body) for rank in range(size)]
+        try:
+            while moves := list(model.moves(world)):
+                compare(model, world, ranks)
+                move = draw.choice([each for each in moves if each.world.faults == world.faults])
+                if move.rank == faulty:
+                    planted = [each for each in moves if each.rank == faulty and not place
+                               and each.world.faults < world.faults and fault in ("", each.answer)
+                               and not each.answer.endswith("inside")]  # fmt: skip
+                    place -= 1
+                    move = draw.choice(planted or [move])
+                events.append(move)
+                world = move.world
+                if move.rank < 0:
+                    call = next(call for call in calls if not call.done)
+                    call.outcome = call.begin([call.brought[rank] for rank in range(size)])
+                    call.done = True
+                else:
+                    ranks[move.rank].go_on(move.answer)
+                while ready := [each for each in ranks if each.op[0] == "wait" and each.op[1].done]:
+                    ready[0].go_on("")
+            for rank in ranks:
+                while rank.op[0] == "wait":
+                    rank.go_on("gave up")
+            compare(model, world, ranks)
+            for r, error in said.items():
+                assert isinstance(error, Killed) or ranks[r].op[1][0] == "raised", f"rank {r} did"
+        except AssertionError as error:
+            story = "".join(map(str, events))
+            raise Mistake(f"{error}, after:\n{story}") from error
+        finally:
+            for rank in ranks:
+                while rank.op[0] != "end":
+                    rank.go_on("dies")
+    return events
 
-        self.world.begin(self.rank, Call(("broadcast_", root, flat.numel()), carry), flat)()
 
-    def barrier(self) -> None:
-        raise NotImplementedError
-
-    def announce(self, error: BaseException) -> None:
-        if self.world.announces and not isinstance(error, Killed):
-            count = self.world.begun[self.rank]
-            self.world.said.setdefault(self.rank, Said(RAISED, count, told(error)))
-
-    def _reduce(
-        self, what: str, combine: Callable[..., torch.Tensor], buffer: torch.Tensor
-    ) -> None:
-        flat = buffers.reduce_operand(what, buffer)
-
-        def carry(brought: Brought) -> None:
-            total = functools.reduce(combine, [each for (each,) in brought])
-            for (each,) in brought:
-                each.copy_(total)
-
-        self.world.begin(self.rank, Call((what, flat.dtype, flat.numel()), carry), flat)()
+def failure(seed: int) -> tuple[str, str]:
+    """What a seed stands for, and what did not hold in it; nothing where all did."""
+    draw = random.Random(seed)
+    scenario = Scenario.drawn(draw)
+    try:
+        events = play(scenario, draw)
+    except Exception as error:
+        return "failed", f"seed {seed}, {scenario}: {error}"
+    came = [f"{event.answer} at a {event.name.split()[-1]}" for event in events if
+            event.answer not in ("", "reads", "gave up")]  # fmt: skip
+    return f"{scenario.kind.__name__}: {came[0] if came else 'no fault'}", ""
