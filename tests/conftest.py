@@ -18,7 +18,7 @@ A plain session runs the kind "in_process"; "mpi" and "torch_distributed" (gloo)
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -129,14 +129,14 @@ class Ranks:
 THREADS = [stamp("single_rank", 1), *(stamp("in_process", size) for size in (1, 2, 3, 4, 5))]
 
 
-def in_turn(cases: Mapping[str, tuple[Any, ...]]) -> list[Any]:
-    """Parameters, ``ranks`` the last: each case on all numbers of threads, and on processes of one
-    kind and number in turn, where the transport is not what a test is about.
+def in_turn(cases: Mapping[str, tuple[Any, ...]], threads: Sequence[Any] = THREADS) -> list[Any]:
+    """Parameters, ``ranks`` the last: each case on these numbers of threads, and on processes of
+    one kind and number in turn, where the transport is not what a test is about.
     """
     return [
         pytest.param(*case, *on.values, marks=on.marks, id=f"{name}-{on.id}")
         for i, (name, case) in enumerate(cases.items())
-        for on in [*THREADS, stamp(PROCESSES[i % 2], 3 + i // 2 % 2)]
+        for on in [*threads, stamp(PROCESSES[i % 2], 3 + i // 2 % 2)]
     ]
 
 

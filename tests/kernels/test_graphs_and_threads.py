@@ -24,6 +24,7 @@ from zerocast.backends.cuda.device import WORDS, DeviceLauncher
 from zerocast.backends.cuda.tiling import shard_tiles
 from zerocast.cast import prepared_cast
 from zerocast.cast.exchange import Exchange
+from zerocast.comm import run_in_process
 from zerocast.layout import BlockGrid, Extent
 
 LARGE = (1024, 1024)
@@ -142,25 +143,12 @@ def test_amax_and_cast_share_their_tiles() -> None:
 
 def at_once(work: Callable[[int], None], threads: int = 8) -> None:
     """Run ``work(number)`` in so many threads, which take turns as often as Python lets them."""
-    errors: list[BaseException] = []
-
-    def run(number: int) -> None:
-        try:
-            work(number)
-        except BaseException as error:
-            errors.append(error)
-
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
-        running = [threading.Thread(target=run, args=(number,)) for number in range(threads)]
-        for thread in running:
-            thread.start()
-        for thread in running:
-            thread.join()
+        run_in_process(threads, lambda comm: work(comm.rank))
     finally:
         sys.setswitchinterval(interval)
-    assert not errors, errors
 
 
 def test_threads_share_tables(monkeypatch: pytest.MonkeyPatch) -> None:

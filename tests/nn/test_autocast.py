@@ -320,8 +320,8 @@ def test_threads_have_regions_and_amaxes_of_their_own():
     together, left = threading.Barrier(8), threading.Barrier(8)
     wrong = []
 
-    def work(i):
-        layer = Layer()
+    def work(comm):
+        layer, i = Layer(), comm.rank
         recipe = DelayedScaling(margin=i)
         for step in range(5):
             before = layer.seen
@@ -342,11 +342,7 @@ def test_threads_have_regions_and_amaxes_of_their_own():
             if regions.current().enabled:
                 wrong.append("left")
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+    run_in_process(8, work)
     assert not wrong
 
 

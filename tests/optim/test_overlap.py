@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import zerocast
+from tests.conftest import in_turn, stamp
 from tests.optim.overlapping import (
     ALL_TOGETHER,
     EACH_ITS_OWN,
@@ -35,15 +36,17 @@ def assert_overlap_changes_nothing(body):
         assert_same_tensors(found, expected)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_overlapped_training_gives_the_same_bytes(comm_kind, recipe):
+@pytest.mark.parametrize(
+    ("recipe", "ranks"),
+    in_turn({name: (name,) for name in RECIPES}, [stamp("in_process", 3)]),
+    indirect=["ranks"],
+)
+def test_overlapped_training_gives_the_same_bytes(ranks, recipe):
     """After three steps every byte of every weight is that of a training without overlap on one
-    rank, on 3 ranks of every communicator, in buckets of some weights.
+    rank, on ranks of every communicator, in buckets of some weights.
     """
     expected = trained_alone(recipe)
-    for found in run_ranks(
-        comm_kind, 3, lambda comm: trained(comm, recipe, bucket_size=SOME_TOGETHER)
-    ):
+    for found in ranks.run(lambda comm: trained(comm, recipe, bucket_size=SOME_TOGETHER)):
         assert_same_tensors(found, expected)
 
 
