@@ -165,27 +165,24 @@ def test_a_step_of_any_size_is_one_all_reduce():
     assert run_in_process(2, rank) == [(1, 4 * 2 * 7)] * 2
 
 
-def test_gradients_ride_with_the_next_region_or_with_reduce_amaxes(ranks):
+@on_ranks()
+def test_gradients_ride_with_the_next_region_or_with_reduce_amaxes(comm):
     """A backward after its region waits; the next leaving takes it along, before the next backward
     could use it. reduce_amaxes takes it at once, and leaves nothing for later.
     """
-
-    def rank(comm):
-        layer = Layer()
-        for step in (1.0, 2.0):
-            with region(comm):
-                layer.forward(step)
-            layer.backward(10 * step + comm.rank)
-        top = ranks.size - 1
-        assert layer.seen == ([2.0, 1.0], [10.0 + top])
-        zerocast.reduce_amaxes(comm)
-        zerocast.reduce_amaxes(comm)
-        assert layer.seen == ([2.0, 1.0], [20.0 + top, 10.0 + top])
+    layer = Layer()
+    for step in (1.0, 2.0):
         with region(comm):
-            layer.backward(5.0)  # inside the region: reduced with it
-        assert layer.seen == ([2.0, 1.0], [5.0, 20.0 + top, 10.0 + top])
-
-    ranks.run(rank)
+            layer.forward(step)
+        layer.backward(10 * step + comm.rank)
+    top = comm.size - 1
+    assert layer.seen == ([2.0, 1.0], [10.0 + top])
+    zerocast.reduce_amaxes(comm)
+    zerocast.reduce_amaxes(comm)
+    assert layer.seen == ([2.0, 1.0], [20.0 + top, 10.0 + top])
+    with region(comm):
+        layer.backward(5.0)  # inside the region: reduced with it
+    assert layer.seen == ([2.0, 1.0], [5.0, 20.0 + top, 10.0 + top])
 
 
 def test_each_group_reduces_its_own_layers(ranks):

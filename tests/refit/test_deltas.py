@@ -8,7 +8,7 @@ from tests.cuda_emulation.emulator import needs_emulation
 from tests.refit.planned import change, cuts, expected, masters, plan
 from tests.support.compiled import COMPILED
 from tests.support.instruction_sets import ISAS
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 from tests.support.same_bytes import assert_same_bytes
 from zerocast.backends.reference.digest import as_integers, digest_of
 from zerocast.errors import DeltaError
@@ -63,29 +63,26 @@ def test_deltas_give_every_byte_of_a_full_cast(name):
 @pytest.mark.nightly
 @pytest.mark.parametrize("hold_tensor_amax", [False, True])
 @pytest.mark.parametrize("name", ["deepseek/fp8", "modelopt/mxfp8", "modelopt/nvfp4"])
-def test_a_thousand_deltas_give_every_byte_of_a_full_cast(name, hold_tensor_amax):
+@on_ranks("in_process", 2)
+def test_a_thousand_deltas_give_every_byte_of_a_full_cast(comm, name, hold_tensor_amax):
     """One after the other from two ranks: after each, what is held is what is sent whole, and
     without a held amax ``quantize`` of the masters.
     """
     dialect = DIALECTS[name]
-
-    def run(comm):
-        values, receiver = masters(), Receiver()
-        options = {"from_masters": True, "dtype": torch.bfloat16, "group": comm}
-        source = plan(comm, values, cuts(comm.size, 6))
-        refit = Refit(source, dialect, hold_tensor_amax=hold_tensor_amax, **options)
-        for step in range(1000):
-            for part, delta in refit.deltas(receiver.version):
-                receiver.apply_delta(part, delta)
-            whole = dict(refit.named_tensors())
-            assert receiver.tensors.keys() == whole.keys()
-            for part, tensor in whole.items():
-                assert_same_bytes(receiver.tensors[part], tensor, f"{part}, step {step}")
-            for part, tensor in ({} if hold_tensor_amax else expected(dialect, values)).items():
-                assert_same_bytes(receiver.tensors[part], tensor, f"{part}, step {step}")
-            change(values, step)
-
-    run_ranks("in_process", 2, run)
+    values, receiver = masters(), Receiver()
+    options = {"from_masters": True, "dtype": torch.bfloat16, "group": comm}
+    source = plan(comm, values, cuts(comm.size, 6))
+    refit = Refit(source, dialect, hold_tensor_amax=hold_tensor_amax, **options)
+    for step in range(1000):
+        for part, delta in refit.deltas(receiver.version):
+            receiver.apply_delta(part, delta)
+        whole = dict(refit.named_tensors())
+        assert receiver.tensors.keys() == whole.keys()
+        for part, tensor in whole.items():
+            assert_same_bytes(receiver.tensors[part], tensor, f"{part}, step {step}")
+        for part, tensor in ({} if hold_tensor_amax else expected(dialect, values)).items():
+            assert_same_bytes(receiver.tensors[part], tensor, f"{part}, step {step}")
+        change(values, step)
 
 
 def sent_by(backend, dialect, comm):

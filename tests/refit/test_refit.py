@@ -6,7 +6,7 @@ import torch
 import zerocast
 from tests.refit.planned import cuts, expected, masters, plan
 from tests.support.live_memory import LiveMemory
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 from tests.support.same_bytes import assert_same_bytes
 from zerocast.comm import RecordingCommunicator
 from zerocast.export import DIALECTS
@@ -78,20 +78,17 @@ def test_a_rank_holds_two_buckets_and_no_more(name):
         assert own <= bucket * (2 / ranks + 0.5)
 
 
-def test_shards_that_cut_a_byte_are_refused():
+@on_ranks("in_process", 3)
+def test_shards_that_cut_a_byte_are_refused(comm):
     """On every rank; whole tensors are served."""
     dialect = DIALECTS["modelopt/nvfp4"]
-
-    def run(comm):
-        values = masters()
-        source = plan(comm, values, cuts(3, 1, step=1))
-        refit = Refit(source, dialect, from_masters=True, dtype=torch.bfloat16, group=comm)
-        with pytest.raises(zerocast.InputError, match="begin and end between bytes"):
-            list(refit.shards())
-        for part, tensor in dict(refit.named_tensors()).items():
-            assert_same_bytes(tensor, expected(dialect, values)[part], part)
-
-    run_ranks("in_process", 3, run)
+    values = masters()
+    source = plan(comm, values, cuts(3, 1, step=1))
+    refit = Refit(source, dialect, from_masters=True, dtype=torch.bfloat16, group=comm)
+    with pytest.raises(zerocast.InputError, match="begin and end between bytes"):
+        list(refit.shards())
+    for part, tensor in dict(refit.named_tensors()).items():
+        assert_same_bytes(tensor, expected(dialect, values)[part], part)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import torch
 
 import zerocast
 from tests.support.models import Pair
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 from tests.support.same_bytes import assert_same_bytes
 from zerocast.export import DIALECTS
 from zerocast.optim import ZeroOptimizer
@@ -78,29 +78,24 @@ def test_masters_of_fsdp2_feed_a_receiver(world_size):
 
 
 @pytest.mark.parametrize("from_masters", [False, True])
-def test_a_zero_optimizer_feeds_a_receiver(from_masters):
+@on_ranks("in_process", 3)
+def test_a_zero_optimizer_feeds_a_receiver(comm, from_masters):
     """The bytes that it trains with, or another cast of its masters."""
     dialect = DIALECTS["modelopt/nvfp4"]
-
-    def run(comm):
-        torch.manual_seed(0)
-        model = Pair(norm=True, hidden=208).bfloat16()
-        zerocast.nn.convert(model, NVFP4)
-        optimizer, receiver = ZeroOptimizer(model.named_parameters(), lr=1e-2, group=comm), None
-        refit = Refit(
-            model, dialect, optimizer=optimizer, from_masters=from_masters, bucket_bytes=8000
-        )
-        receiver = Receiver()
-        for step in range(3):
-            feed(model.parameters(), step)
-            optimizer.step()
-            for name, delta in refit.deltas(receiver.version):
-                receiver.apply_delta(name, delta)
-            masters = {name: optimizer.gather_master(p) for name, p in model.named_parameters()}
-            recipe = dialect.recipe if from_masters else NVFP4
-            assert_holds(receiver.tensors, masters, dialect, recipe, f"step {step}")
-
-    run_ranks("in_process", 3, run)
+    torch.manual_seed(0)
+    model = Pair(norm=True, hidden=208).bfloat16()
+    zerocast.nn.convert(model, NVFP4)
+    optimizer, receiver = ZeroOptimizer(model.named_parameters(), lr=1e-2, group=comm), None
+    refit = Refit(model, dialect, optimizer=optimizer, from_masters=from_masters, bucket_bytes=8000)
+    receiver = Receiver()
+    for step in range(3):
+        feed(model.parameters(), step)
+        optimizer.step()
+        for name, delta in refit.deltas(receiver.version):
+            receiver.apply_delta(name, delta)
+        masters = {name: optimizer.gather_master(p) for name, p in model.named_parameters()}
+        recipe = dialect.recipe if from_masters else NVFP4
+        assert_holds(receiver.tensors, masters, dialect, recipe, f"step {step}")
 
 
 def sent(**options) -> Refit:
