@@ -4,6 +4,7 @@ and the file that is left repeats the cast.
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -114,9 +115,11 @@ def test_right_weights_pass(comm: Communicator, recipe: str, exchange: str) -> N
 @pytest.mark.parametrize("recipe", ["nvfp4", "current"])
 @on_ranks("in_process", 2)
 def test_a_group_is_cast_under_the_amax_of_any_member(comm: Communicator, recipe: str) -> None:
-    """Of three, whichever has the largest: the others' codes pass, too."""
-    for largest in range(3):
-        weights = Weights(comm, RECIPES[recipe], verify="full", amax_groups=[["a.*", "b.*", "c.*"]])
+    """Of three, or two, whichever has the largest: the others' codes pass, too; so where it is one
+    beside the group.
+    """
+    for largest, group in product(range(3), (["a.*", "b.*", "c.*"], ["a.*", "b.*"])):
+        weights = Weights(comm, RECIPES[recipe], verify="full", amax_groups=[group])
         if weights.masters[largest] is not None:
             weights.masters[largest].mul_(64)
         for _ in range(3):
@@ -335,7 +338,7 @@ ON_PROCESSES = [pytest.param(kind, marks=pytest.mark.mpi) for kind in PROCESSES]
 def test_a_missed_gather_and_another_step(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Codes that nobody gathered; a rank that counts another step."""
+    """Codes that nobody gathered; a rank that counts another step, which is told first."""
     monkeypatch.chdir(tmp_path)
 
     def on_rank(comm: Communicator) -> list[str]:
@@ -344,7 +347,8 @@ def test_a_missed_gather_and_another_step(
         each.train()
         each.plan.cast()
         each.plan.post_all_gather_processing()
-        for _ in range(2):
+        for turn in range(3):
+            each.buffers()["rowwise_data"].view(-1)[0] ^= turn == 2 and comm.rank == 1
             try:
                 each.plan.verify()
             except VerificationError as error:
@@ -355,10 +359,11 @@ def test_a_missed_gather_and_another_step(
 
     by_rank = run_ranks(kind, 3, on_rank)
     assert by_rank[0] == by_rank[1] == by_rank[2]
-    missed, behind = by_rank[0]
+    missed, *behind = by_rank[0]
     assert "a.weight (48, 64)" in missed
     assert "were not gathered" in missed
-    assert "rank 0 at 2, rank 1 at 2, rank 2 at 1" in behind
+    for at, message in zip((1, 0), behind, strict=True):
+        assert f"rank 0 at 2, rank 1 at 2, rank 2 at {at}" in message
 
 
 class Damaged(RecordingCommunicator):
@@ -457,6 +462,16 @@ def test_votes_tell_steps_and_digests_apart() -> None:
 def test_a_plan_of_no_weights_has_nothing_to_compare(comm: Communicator) -> None:
     """And says nothing of it."""
     Weights(comm, shapes={}, verify="full").step()
+
+
+@on_ranks("in_process", 2)
+def test_what_keeps_a_rank_from_comparing_is_told(comm: Communicator) -> None:
+    """To all, as what it is."""
+    each = Weights(comm, verify="hash")
+    each.step()
+    if comm.rank == 1:
+        each.plan._verification._digests.clear()
+    assert "KeyError" in message_of(InputError, each.plan.verify)
 
 
 @on_ranks("in_process", 2)
