@@ -19,7 +19,7 @@ from tests.support.values import draw_values
 from zerocast.backends.reference import ReferenceBackend
 from zerocast.cast import CastPlan
 from zerocast.cast.fault_file import read_fault
-from zerocast.cast.verified import _message, _vote, check_mode
+from zerocast.cast.verified import _MOST, _message, _vote, check_mode
 from zerocast.cast.whole_cast import Difference, HeldWeight
 from zerocast.cli import main
 from zerocast.comm import Communicator, RecordingCommunicator, run_in_process
@@ -255,6 +255,23 @@ def test_planted_faults_are_named(
     assert "This machine casts the right bytes" in told
 
 
+@pytest.mark.parametrize(("count", "more"), [(6, ""), (7, " and 1 more")])
+def test_five_more_weights_are_named(
+    count: int, more: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside the first, where ranks differ in many."""
+    monkeypatch.chdir(tmp_path)
+    each = Weights(
+        zerocast.comm.SingleRank(), shapes={f"w{i}": (16, 32) for i in range(count)}, verify="hash"
+    )
+    verification = each.plan._verification
+    each.plan.cast()
+    each.buffers(0)["rowwise_data"].view(-1)[0] ^= 1
+    others = [f"w{i}" for i in range(1, count)]
+    told = verification._judge(each.comm, 0, 1, others)
+    assert str(told).endswith(f"Ranks also differ in w1, w2, w3, w4, w5{more}.")
+
+
 @pytest.mark.parametrize(("recipe", "groups"), [("delayed", []), ("nvfp4", [["a.*", "b.*"]])])
 def test_a_file_knows_what_the_cast_knew(
     recipe: str,
@@ -450,12 +467,13 @@ def test_a_hash_is_one_small_collective() -> None:
 
 
 def test_votes_tell_steps_and_digests_apart() -> None:
-    """A thousand of them are all different, and of 31 bits without the one that stands for an
-    error.
+    """A thousand of them are all different; there are more than 2^30, and none stands for an error
+    or for nothing.
     """
+    assert 2**30 < _MOST < 2**31 - 1
     votes = {_vote(step, [digest]) for step in range(40) for digest in range(25)}
     assert len(votes) == 1000
-    assert 1 <= min(votes) < max(votes) < 2**31 - 1
+    assert 1 <= min(votes) < max(votes) <= _MOST
 
 
 @on_ranks("in_process", 2)
