@@ -160,6 +160,7 @@ def test_tensor_parallel_shards(
     messages = run_ranks("in_process", 4, on_rank)
     assert all("w (" in each and "rank 1 holds" in each for each in messages), messages
     (file,) = tmp_path.iterdir()
+    assert read_fault(file)[0]["tensor parallel shard"][:2] == [[96, 32], dim]
     assert main(["reproduce", str(file)]) == 1
 
 
@@ -259,8 +260,13 @@ def test_planted_faults_are_named(
 def test_five_more_weights_are_named(
     count: int, more: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Beside the first, where ranks differ in many."""
+    """Beside the first, where ranks differ in many; and why no file is left."""
+
+    def full(*_: object) -> None:
+        raise OSError("no space left")
+
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("zerocast.cast.verified.write_fault", full)
     each = Weights(
         zerocast.comm.SingleRank(), shapes={f"w{i}": (16, 32) for i in range(count)}, verify="hash"
     )
@@ -269,6 +275,8 @@ def test_five_more_weights_are_named(
     each.buffers(0)["rowwise_data"].view(-1)[0] ^= 1
     others = [f"w{i}" for i in range(1, count)]
     told = verification._judge(each.comm, 0, 1, others)
+    assert "rank 0 could not write" in str(told)
+    assert "(no space left)" in str(told)
     assert str(told).endswith(f"Ranks also differ in w1, w2, w3, w4, w5{more}.")
 
 
@@ -304,7 +312,8 @@ def test_a_file_knows_what_the_cast_knew(
 
 def test_the_likely_cause_of_a_difference() -> None:
     """Codes of others that a rank alone misses were not gathered; where a rank's own differ, too,
-    it is stale; a single element is not called the first of many.
+    it is stale; a single element is not called the first of many, and what each rank makes for
+    itself is of no shard.
     """
     weight = HeldWeight("w", zerocast.empty((32, 32), "nvfp4").quantized_storage, [], None)
     others = Difference("rowwise_data", (0, 1), "0x1", "0x2", 1, owner=0)
@@ -315,6 +324,9 @@ def test_the_likely_cause_of_a_difference() -> None:
     stale = _message(weight, [(None, ""), (others, "file"), (own, "")])
     assert "it is stale there" in stale
     assert "shard of rank 2, the first of 7 elements" in stale
+    scale = _message(weight, [(replace(own, count=2, owner=-1), "")])
+    assert "the first of 2 elements" in scale
+    assert "of the shard" not in scale
 
 
 @pytest.mark.parametrize("exchange", ["full", "boundary"])
