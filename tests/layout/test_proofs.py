@@ -68,22 +68,18 @@ def within(number: Any, start: Any, end: Any) -> Any:
 # the columns of the tile. Their other parameters are any integers. ---
 
 
-def numbers_are_in_range(grid, index):
-    """Every element's block is one of the grid's."""
-    assume(within(index, 0, grid.numel))
-    row = index // grid.cols
-    ordered(grid.rows, row, grid.cols)
-    ordered(row // grid.block_h, grid.blocks_h, grid.blocks_w)
-    yield within(grid.block_of(index), 0, grid.num_blocks)
-
-
 def numbers_belong_to_one_block(grid, one, other):
-    """Elements with one number lie in the same rows of blocks and the same columns of blocks."""
+    """Every element's block is one of the grid's, and elements with one number lie in the same rows
+    of blocks and the same columns of blocks.
+    """
     assume(within(one, 0, grid.numel), within(other, 0, grid.numel))
+    ordered(grid.rows, one // grid.cols, grid.cols)
     (row, col), (other_row, other_col) = (
         (each // grid.cols // grid.block_h, each % grid.cols // grid.block_w)
         for each in (one, other)
     )
+    ordered(row, grid.blocks_h, grid.blocks_w)
+    yield within(grid.block_of(one), 0, grid.num_blocks)
     ordered(row, other_row, grid.blocks_w)
     same = grid.block_of(one) == grid.block_of(other)
     yield Implies(same, And(row == other_row, col == other_col))
@@ -367,7 +363,7 @@ def test_claims(claim: str, block: tuple[int, int]) -> None:
 
 
 MISTAKES = """
-numbers_are_in_range, block_grid: % self.cols // self.block_w -> // self.block_w
+numbers_belong_to_one_block, block_grid: % self.cols // self.block_w -> // self.block_w
 numbers_belong_to_one_block, block_grid: self.block_h * self.blocks_w -> self.block_h * self.block_w
 owners_have_one_block_each, block_grid: ceil_div(in_row, self.block_w) -> in_row // self.block_w
 owners_have_one_block_each, block_grid: self.block_w), self.blocks_w) -> self.block_w), self.cols)

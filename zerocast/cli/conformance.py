@@ -41,9 +41,8 @@ def run(given: argparse.Namespace) -> tuple[str, int]:
         found = {"package": package.title, "scores": [asdict(each) for each in scores]}
         return json.dumps(found, indent=1), code
     rows = [[f"{s.level}: {s.subject}", f"{s.compared:,}", f"{s.different:,}"] for s in scores]
-    absent = dict.fromkeys(pack.level for pack in made)
-    for each in scores:
-        absent.pop(each.level, None)
+    found_levels = {each.level for each in scores}
+    absent = dict.fromkeys(pack.level for pack in made if pack.level not in found_levels)
     parts = [
         f"{package.title}, by {len(scores)} of {len(made)} packs",
         markdown(["pack", "bytes", "different"], rows),
