@@ -205,3 +205,26 @@ def test_what_only_one_rank_can_know_ends_the_others(where, monkeypatch):
     assert time.monotonic() - begin < 200
     assert ("must hold rowwise_data" if where == "all-gather" else "planted") in said
     assert "rank 1 raised InputError" in waiting
+
+
+@pytest.mark.parametrize("lacking", [[0, 1], [1]], ids=["all", "one"])
+def test_weights_without_codes_are_refused_together(lacking):
+    """Codes that every rank casts into a buffer of its own, for weights that cannot receive the
+    others': all ranks raise it, also those that could, and go on.
+    """
+
+    def on_rank(comm):
+        own = torch.zeros(128, dtype=torch.uint8)
+        weight = zerocast.empty((16, 32), "nvfp4")
+        if comm.rank in lacking:
+            del weight.quantized_storage.buffers["rowwise_data"]
+        given = [weight], [torch.ones(256)], [256 * comm.rank], comm
+        plan = zerocast.CastPlan(*given, fsdp_shard_model_weights=[own])
+        for _ in range(2):
+            plan.cast()
+            said = message_of(InputError, plan.all_gather)
+            assert "must hold rowwise_data to receive the gathered codes" in said
+            assert ("on every rank" if lacking == [0, 1] else "on rank 1") in said
+        assert own.any()
+
+    run_in_process(2, on_rank, timeout=20)

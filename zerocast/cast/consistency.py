@@ -54,14 +54,16 @@ def members_by_group(group: Group | Sequence[Group], weights: int) -> dict[Commu
     return members
 
 
-def raise_in_all(comms: Sequence[Communicator], error: ZerocastError | None) -> None:
+def raise_in_all(
+    comms: Sequence[Communicator], error: ZerocastError | None, said: bool = False
+) -> bool:
     """Every rank of every group raises where one rank has an error, even if it shares only some
     groups with it. Ranks that share the group that hears of it first raise the same message.
+    Return whether any has ``said`` yes.
     """
     if len(comms) == 1:
-        raise_together(comms[0], error)
-    else:
-        agree_in_all([(comm, 0) for comm in comms], error)
+        return raise_together(comms[0], error, said)
+    return not agree_in_all([(comm, 1 + said) for comm in comms], error) or said
 
 
 def tp_shards_by_group(model_weights: Any) -> dict[Communicator, list[int]]:

@@ -18,9 +18,10 @@ from dataclasses import dataclass
 import torch
 
 from zerocast.backends import backend_for
+from zerocast.cast.consistency import raise_in_all
 from zerocast.cast.copied_digests import CopiedDigests
 from zerocast.cast.shard_spec import ShardSpec
-from zerocast.comm import Communicator, alone
+from zerocast.comm import Attempt, Communicator, alone
 from zerocast.errors import InputError
 from zerocast.formats import byte_span
 from zerocast.layout import Extent, Owners
@@ -75,6 +76,19 @@ def code_gathers(
                 if any(plane in spec.storage.gathered for spec in own)
             ]
     return gathers
+
+
+def require_codes(comms: Sequence[Communicator], gathers: Sequence[CodeGather]) -> None:
+    """Raise :class:`InputError` on all ranks where a weight lacks codes on any. Collective, unless
+    there are no ``gathers``.
+    """
+    if not gathers:
+        return
+    attempt = Attempt()
+    with attempt:
+        for gather in gathers:
+            gather.require_codes()
+    raise_in_all(comms, attempt.error)
 
 
 class CodeGather:
@@ -137,6 +151,17 @@ class CodeGather:
                 self._codes[i] = codes
         own = [spec.codes[self._plane] for spec in self._specs if self._plane in spec.codes]
         self._held = [codes for codes in self._codes if codes is not None] + own
+
+    @property
+    def lacks_codes(self) -> bool:
+        """Whether a weight holds no codes to receive the gathered ones."""
+        return any(self._codes[chunk.weight] is None for chunk in self._chunks)
+
+    def require_codes(self) -> None:
+        """Raise :class:`InputError` where a weight :attr:`lacks_codes`."""
+        self._follow()
+        for chunk in self._chunks:
+            self._flat(chunk.weight)
 
     def start(self) -> Callable[[], None]:
         """Begin to make every rank hold the codes of all of them; what is returned ends it, and is

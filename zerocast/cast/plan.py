@@ -26,6 +26,7 @@ from zerocast.cast.consistency import (
 )
 from zerocast.cast.finite import raise_if_not_finite
 from zerocast.cast.forward_hook import rebuild_before_forward
+from zerocast.cast.gather import CodeGather, require_codes
 from zerocast.cast.master_checks import as_tensors
 from zerocast.cast.prepared_cast import PreparedCast
 from zerocast.cast.shard_spec import OwnCodes, ShardSpec, check_amax_groups, check_specs
@@ -125,7 +126,7 @@ class CastPlan:
         members = members_by_group(group, count)
         tp_shards: dict[Communicator, list[int]] = {}
         self._specs: list[ShardSpec] = []
-        attempt, boundary = Attempt(), False
+        attempt, boundary, self._gathers = Attempt(), False, list[CodeGather]()
         with attempt:
             check_flag("check_finite", check_finite)
             check_flag("manual_post_all_gather_processing", manual_post_all_gather_processing)
@@ -144,7 +145,8 @@ class CastPlan:
         )
         with attempt:
             self._plan(model_weights, master_weights, members, owners, tp_shards, boundary)
-        raise_in_all(self._comms, attempt.error)
+        lacks = any(gather.lacks_codes for gather in self._gathers)
+        self._lacks_codes = raise_in_all(self._comms, attempt.error, lacks)
         self._attempt, self._one_thread, self.step = attempt, threading.RLock(), 0
         self._verification = verification_of(
             verify, self._specs, self._prepared, members, owners, tp_shards
@@ -216,6 +218,7 @@ class CastPlan:
         where one holds other bytes than were cast.
         """
         check_capture(self._device, self._members)
+        require_codes(self._comms, self._gathers if self._lacks_codes else ())
         with announcing(self._comms):
             with self._version.writing("all-gather"):
                 for gather in self._gathers:
@@ -277,9 +280,7 @@ class CastPlan:
         self._prepared.trust_memory()
 
     def fail(self, error: ZerocastError) -> None:
-        """Let the next cast raise ``error``: on every rank that hears of it with the amaxes, so
-        that nobody waits for this one.
-        """
+        """Let the next cast raise ``error`` on all ranks, which hear of it with the amaxes."""
         self._attempt.error = error
 
     # --- the steps ---

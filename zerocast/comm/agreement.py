@@ -60,16 +60,17 @@ class Attempt:
         return True
 
 
-def raise_together(comm: Communicator, error: ZerocastError | None) -> None:
-    """Collective: raise on every rank of ``comm`` if any has an ``error``, else on none.
+def raise_together(comm: Communicator, error: ZerocastError | None, said: bool = False) -> bool:
+    """Collective: raise on every rank of ``comm`` if any has an ``error``, else on none; return
+    whether any has ``said`` yes.
 
-    While nobody has one it costs an all-reduce of one int32.
+    While nobody has an error it costs an all-reduce of one int32.
 
     Raises:
         ZerocastError: on all ranks the lowest failing rank's type, with one message that says which
             ranks said what. On a group of one rank the error as it is.
     """
-    _highest(comm, [0], error)
+    return _highest(comm, [int(said)], error) != [0]
 
 
 @contextmanager
