@@ -248,6 +248,7 @@ def test_check_finite(comm: Communicator, value: float) -> None:
         assert w.columnwise_data is not None  # readable, since no cast happened
     assert "model_weights[1] holds" in message
     assert ("a NaN" if value != value else "an infinity") in message
+    assert f"rank {comm.size - 1} of the group" in message
     assert "model_weights[0]" not in message
 
 

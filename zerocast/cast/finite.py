@@ -13,6 +13,7 @@ import torch
 from zerocast.cast.consistency import raise_in_all
 from zerocast.cast.shard_spec import ShardSpec
 from zerocast.comm import Communicator
+from zerocast.comm.failure import name
 from zerocast.errors import NonFiniteError
 from zerocast.numerics import INFINITY_BITS
 
@@ -47,7 +48,8 @@ def raise_if_not_finite(
         # Asked of the ranks that own it, because weights may share an amax; and then of those that
         # own other shards of it.
         bad += [specs[i] for i in found]
-        troubles += _worst(comm, [_trouble(specs[i], masters[i]) for i in found])
+        own = [_trouble(specs[i], masters[i]) for i in found]
+        troubles += _worst(comm, [trouble and trouble * _RANKS + comm.rank for trouble in own])
     tp_shards: dict[Communicator, list[int]] = {}
     for i, spec in enumerate(bad):
         # Under other schemes a shard's tensor amax is its own, which these ranks have.
@@ -58,15 +60,17 @@ def raise_if_not_finite(
         for i, trouble in zip(indices, worst, strict=True):
             troubles[i] = trouble
     problems = [
-        f"{spec.name} holds {_TROUBLES[trouble].format(spec.storage.dtype)}"
+        f"{spec.name} holds {_TROUBLES[trouble // _RANKS].format(spec.storage.dtype)}"
         for spec, trouble in zip(bad, troubles, strict=True)
         if trouble
     ]
     error = None
     if problems:
+        ranks = sorted({trouble % _RANKS for trouble in troubles if trouble})
         error = NonFiniteError(
             f"check_finite requires finite master weights, but {'; '.join(problems)}. Nothing was "
-            "written; skip this step, or cast without check_finite to let the loss show NaN."
+            "written; skip this step, or cast without check_finite to let the loss show NaN. Found "
+            f"on {name(ranks)} of the group that shares the weight."
         )
     if len(comms) > 1:
         raise_in_all(comms, error)
@@ -81,6 +85,9 @@ def _worst(comm: Communicator, troubles: Sequence[int]) -> list[int]:
         comm.all_reduce_max_(found)
     return found.tolist()
 
+
+_RANKS = 2**24
+"""Votes are a trouble times this, and the rank that has it: of the worst the last rank is named."""
 
 _TROUBLES = {
     1: "finite values that overflow {} to an infinity",
