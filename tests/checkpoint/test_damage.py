@@ -291,6 +291,31 @@ def test_ranks_that_see_different_checkpoints_are_refused(checkpoint: Path, tmp_
         assert re.search("every rank must see the same checkpoint .* rank 0 has '", message)
 
 
+def test_ranks_that_save_otherwise_are_refused(tmp_path: Path) -> None:
+    """To another place, beside the training on one rank only, other values of the user's: all raise
+    what differs, and the checkpoint that is there stays.
+    """
+    saved(tmp_path)
+    given: dict[str, Callable[[int], dict[str, Any]]] = {
+        "path ": lambda rank: {"path": tmp_path / f"c{rank}"},
+        "asynchronous=False' where rank 1 has 'asynchronous=True": lambda rank: {
+            "asynchronous": bool(rank)
+        },
+        "extra ": lambda rank: {"extra": {"epoch": rank}},
+    }
+
+    def body(comm: Communicator) -> None:
+        optimizer = Training(comm, RECIPES["delayed"]).optimizer
+        before = load(tmp_path / "c", optimizer)
+        for text, options in given.items():
+            arguments = {"path": tmp_path / "c", "optimizer": optimizer} | options(comm.rank)
+            message = message_of(RankMismatchError, lambda each=arguments: save(**each))
+            assert re.search(f"every rank must save the same: rank 0 has '{text}", message)
+        assert load(tmp_path / "c", optimizer) == before
+
+    run_in_process(2, body)
+
+
 class Masters:
     """A model whose parameters are masters, and their torch optimizer, on each rank whole."""
 

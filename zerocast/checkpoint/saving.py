@@ -91,7 +91,8 @@ def save(
                 for piece in share.pieces.values():
                     check_numbers(f"the {name.replace('.', ' of ', 1)}", piece, finite=True)
     common = {key: value for key, value in contents.said.items() if key != "state"}
-    lines = [f"path {place}", *(f"{key} {json.dumps(value)}" for key, value in common.items())]
+    lines = [f"{key} {json.dumps(value)}" for key, value in common.items()]
+    lines = [f"path {place}", f"{asynchronous=}", *lines]
     lines += [
         f"{name} {digest_of(share.only)}"
         for name, share in contents.shares.items()
