@@ -38,6 +38,8 @@ ALL_EXIT = "may all exit while codes are gathered"
 OF_GLOO = ("fsdp2",)
 NOT_OF_THREADS = (*ENDS_PROCESS, ALL_EXIT, *OF_GLOO, "signalled while others wait")
 STEPS = 3
+PLANNED = "nvfp4", "mxfp8"
+"""The recipes of the weights of cells that make plans: zeros at first, whose masters are ones."""
 
 
 class Run:
@@ -132,7 +134,8 @@ def on_faulty(act: Callable[[Run], None]) -> Callable[[Run], None]:
 def _other_plan(run: Run, **given: Any) -> None:
     """A plan and a cast on all ranks, with something else on the faulty one."""
     comm, is_faulty = run.comm, run.comm.rank == FAULTY
-    weights = [zerocast.empty((32, 32), "nvfp4"), zerocast.empty((32, 32), "mxfp8")]
+    weights = [zerocast.quantize(torch.zeros(32, 32), r, dtype=torch.bfloat16) for r in PLANNED]
+    run.params = list(weights)
     masters: list[Any] = [torch.ones(256), torch.ones(256)]
     starts, options = [256 * comm.rank] * 2, dict[str, Any]()
     checks = not (given.get("none checks") or (is_faulty and given.get("unchecked")))
@@ -174,7 +177,6 @@ def _other_plan(run: Run, **given: Any) -> None:
             return
         plan = zerocast.CastPlan(weights, masters, starts, comm, check_finite=checks, **options)
         _cast_by(plan, weights, masters, starts, comm, given)
-    run.params = weights
 
 
 def _cast_by(
@@ -473,6 +475,11 @@ HARMLESS: dict[str, Callable[[Run], None]] = {
     "may have NaN, where none checks": planned(nan=True, **{"none checks": True}),
     ALL_EXIT: under_way(_exit, on=tuple(range(RANKS))),
 }
+NOT_GATHERED = ("cast: twice", "cast: functional, twice", "cast: masters of another size",
+                "gather: skipped")  # fmt: skip
+"""Cells in which ranks read weights between a plan's cast and the caller's gather: codes of two
+casts, and nobody can know.
+"""
 STEPS_OF = {"may be late, in time": 2, "may have another backend": 2}
 """Those after which the weights are those of the run without a fault, after so many steps."""
 

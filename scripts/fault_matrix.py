@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
+import re
 import signal
 import sys
 import warnings
@@ -27,7 +28,9 @@ from fault_cells import (
     CELLS,
     FAULTY,
     HARMLESS,
+    NOT_GATHERED,
     OF_GLOO,
+    PLANNED,
     RANKS,
     STEPS,
     STEPS_OF,
@@ -37,7 +40,11 @@ from fault_cells import (
 )
 from fault_transports import TRANSPORTS, Outcome, mpi_rank, run
 
+import zerocast
 from zerocast.comm import SingleRank
+
+NAMED = re.compile(rf"\bevery rank\b|\branks?(?: \d+,)* {FAULTY}\b|owned by no rank")
+"""What an error says of who is at fault."""
 
 GOOD = ("error on all living ranks, nothing lost", "no error", "MPI ended")
 
@@ -48,6 +55,10 @@ def without_fault() -> list[str | None]:
     digests = [alone.digest()]
     for number in range(STEPS + 1):
         alone.step(number)
+        digests.append(alone.digest())
+    for value in 0.0, 1.0:  # before and after the casts of plans
+        whole = torch.full((32, 32), value)
+        alone.params = [zerocast.quantize(whole, r, dtype=torch.bfloat16) for r in PLANNED]
         digests.append(alone.digest())
     return digests
 
@@ -81,7 +92,9 @@ def judged(cell: str, outcome: Outcome, whole: list[str | None]) -> str:
             problems.append(f"rank {rank} has no error")
         elif saw["error"] and not saw["ours"] and not is_own and not cell.startswith(OF_GLOO):
             problems.append(f"rank {rank} raised {saw['error']}")
-        if saw["digest"] is not None and saw["digest"] not in whole:
+        elif saw["error"] and saw["ours"] and not is_own and not NAMED.search(saw["text"]):
+            problems.append(f"rank {rank} is not told of rank {FAULTY}: {saw['text']}")
+        if saw["digest"] not in (None, *whole) and cell not in NOT_GATHERED:
             problems.append(f"rank {rank} can read weights of two steps")
         if not ends(cell) and saw.get("again") != whole[2]:
             problems.append(f"rank {rank} cannot repeat the step")

@@ -83,7 +83,7 @@ def _first_part(comm: Communicator, cell: str) -> tuple[dict[str, Any], bytes]:
         error = e
     saw = {
         "error": type(error).__name__ if error else None,
-        "text": str(error)[:300],
+        "text": str(error)[:2000],
         "ours": isinstance(error, zerocast.ZerocastError),
         "seconds": round(time.monotonic() - run.since, 1),
         "digest": run.digest(),
