@@ -84,6 +84,21 @@ def test_programs_that_pages_run_are_there():
     assert found > 4
 
 
+def test_properties_of_the_cuda_backend_have_a_test_each():
+    """Each row of docs/cuda.md names tests that are there, or programs."""
+    rows = re.findall(r"^\| (.+) \| (.+) \|$", (ROOT / "docs/cuda.md").read_text(), re.MULTILINE)
+    heads = [row for row in rows if row[1] in ("shown by", "asked by")]
+    assert len(heads) == 6
+    assert len(rows) > 30
+    for claim, shown in rows:
+        if (claim, shown) in heads or shown.startswith("nothing here"):
+            continue
+        named = re.findall(r"`([\w/]+\.py)(?:::(\w+))?`", shown)
+        assert named, claim
+        for file, test in named:
+            assert re.search(rf"^def {test}", (ROOT / file).read_text(), re.MULTILINE), shown
+
+
 def test_a_newcomers_questions_have_a_file_each():
     """The questions under "Where to look" in CONTRIBUTING.md: each is answered by a file."""
     text = (ROOT / "CONTRIBUTING.md").read_text()

@@ -113,7 +113,7 @@ struct CastShard {
     i64 whole_begin, whole_end;  // of these, the rows of blocks that one pass measures and casts
     i64 round_to;                // Nominal
     i64 codes_start;             // even where codes are nibbles
-    i32* tensor_amax;            // [1]; may be the block amax where there is one block
+    i32* tensor_amax;            // [1], or null; may be the block amax where there is one block
     CodePlane rowwise;
     CodePlane columnwise;  // over the same matrix; its codes are null where it is not cast
     DelayedState delayed;

@@ -66,11 +66,16 @@ inline void raise_shared(i32* slot, i32 value) {
     }
 }
 
+// The tensor's, where somebody asks for it.
+inline void raise_tensor(const CastShard& shard, i32 value) {
+    if (shard.tensor_amax) raise_shared(shard.tensor_amax, value);
+}
+
 // Takes the largest magnitude of a shard into its amaxes, of one block and of the tensor.
 ZEROCAST_FN void raise_one_block(const CastShard& shard, i32 largest) {
     i32 amax = rounded<Scalar>(largest, shard.round_to);
     raise_shared(shard.rowwise.block_amax, amax);
-    raise_shared(shard.tensor_amax, amax);
+    raise_tensor(shard, amax);
 }
 
 }  // namespace ZEROCAST_ISA

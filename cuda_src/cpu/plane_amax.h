@@ -210,7 +210,7 @@ void raise_amaxes(const CastShard& shard, const T* master, const Region& region,
     }
     Slots rows{shard.rowwise.grid, shard.rowwise.block_amax, shared};
     if (!shard.columnwise.codes)
-        return raise_shared(shard.tensor_amax, many_blocks(shard, master, rows, region, before));
+        return raise_tensor(shard, many_blocks(shard, master, rows, region, before));
     Slots columns{shard.columnwise.grid, shard.columnwise.block_amax, shared};
     i32 tensor;
     if (in_rows_and_columns(shard)) {
@@ -219,7 +219,7 @@ void raise_amaxes(const CastShard& shard, const T* master, const Region& region,
         tensor = many_blocks(shard, master, rows, region, before);
         many_blocks(shard, master, columns, region, NoUpdate{});
     }
-    raise_shared(shard.tensor_amax, tensor);
+    raise_tensor(shard, tensor);
 }
 
 // Whether threads that cut a shard by shard_span share blocks.

@@ -229,8 +229,9 @@ __global__ void __launch_bounds__(THREADS, Shape::ROW_BLOCKS ? 5 : 6)
         __syncthreads();
         // The tensor's may be that of its block where it has one. Where it has more, block_amax is
         // where block 0 would be, of a rank that need not keep it: whatever may lie there.
-        i32* tensor = global(shard.tensor_amax);
-        if (threadIdx.x == 0 && (grid.num_blocks() > 1 || tensor != shard.rowwise.block_amax))
-            atomicMax(tensor, rounded_amax(*to.tile, shard.round_to));
+        i32* tensor = shard.tensor_amax;
+        if (threadIdx.x == 0 && tensor
+            && (grid.num_blocks() > 1 || tensor != shard.rowwise.block_amax))
+            atomicMax(global(tensor), rounded_amax(*to.tile, shard.round_to));
     }
 }

@@ -182,8 +182,9 @@ class PatchCast {
         }
     }
 
-    // Raises the tensor's amax, after all patches.
+    // Raises the tensor's amax, after all patches, where somebody asks for it.
     ZEROCAST_FN void close() const {
+        if (!shard_.tensor_amax) return;
         i32 largest = __reduce_max_sync(ALL_LANES, largest_);
         if (threadIdx.x % 32 == 0)
             atomicMax(global(shard_.tensor_amax), rounded_amax(largest, shard_.round_to));

@@ -299,6 +299,16 @@ def test_tiles_visit_each_element_once_in_its_block(ask) -> None:
         assert_visited(ask, "of_tile", grid, extent, tiles)
 
 
+@pytest.mark.parametrize("cols", [128, 256, 512])
+def test_every_thread_works_in_a_narrow_tile(ask, cols: int) -> None:
+    """Of a whole tile of 16 rows all 128 threads have as many vectors, and all whole."""
+    grid = BlockGrid(16, cols, 16, 16)
+    (tile,) = tiling.shard_tiles([0], [grid], [Extent(0, grid.numel)]).tolist()
+    answer = ask("of_tile", *numbers_of(grid), 0, grid.numel, 4096, *tile)
+    of_thread = np.bincount(answer[2:].reshape(-1, 4)[:, 2], minlength=128)
+    assert of_thread.tolist() == [grid.numel // 128] * 128
+
+
 def test_tiles_of_row_blocks_visit_each_element_once_in_its_blocks(ask) -> None:
     """In those of both planes."""
     rng = random.Random(4)

@@ -15,7 +15,7 @@ from tests.cuda_emulation.emulator import Emulator, needs_emulation
 from tests.support.claims import assert_same_tensors
 from tests.support.operations import operand
 from tests.support.recipes import RECIPES, SHARDABLE, VARIANTS
-from tests.support.same_bytes import assert_same_bytes
+from tests.support.same_bytes import assert_same_bytes, assert_same_storage
 from tests.support.values import KINDS, draw_values
 from zerocast.backends.cuda import CudaBackend, prepared
 from zerocast.backends.cuda.device import WORDS
@@ -92,6 +92,33 @@ def test_amaxes_of_blocks_kept_anywhere(cuda: CudaBackend) -> None:
         case.partitions = [[Extent(0, 256 * block), Extent(256 * block, 2048)]] * count
         case.exchange, case.own_buffers = "boundary", False
         check(cuda, case, 2)
+
+
+@needs_emulation
+@pytest.mark.parametrize("given", ["reference", "cpu", "cuda"])
+@pytest.mark.parametrize("name", ["mxfp8", "block", "nvfp4"])
+def test_no_tensor_amax_under_scales_of_blocks(name: str, given: str) -> None:
+    """It is taken for a scale of the tensor, or where amaxes are judged: in tiles and in one pass,
+    of blocks that a shard holds whole and that it cuts. The bytes are the same.
+    """
+    master = draw_values("normal", 96 * 256, 1)
+    expected = zerocast.quantize(master.view(96, 256), RECIPES[name], dtype=torch.bfloat16)
+
+    def on_rank(comm: Communicator) -> None:
+        own = (slice(0, 9000), slice(9000, None))[comm.rank]
+        with zerocast.use_backend(CudaBackend(Emulator()) if given == "cuda" else given):
+            for judged in (False, True):
+                weight = zerocast.empty((96, 256), RECIPES[name])
+                plan = zerocast.CastPlan(
+                    [weight], [master[own]], [own.start], comm, check_finite=judged
+                )
+                plan.cast()
+                (amax,) = plan._exchange.buffers.tensor_amaxes
+                assert (int(amax) > 0) == (judged or name == "nvfp4")
+                plan.all_gather()
+                assert_same_storage(weight, expected, f"{name} by {given}")
+
+    run_in_process(2, on_rank)
 
 
 @pytest.mark.parametrize("world_size", [1, 5])

@@ -67,7 +67,9 @@ class CastCollectives:
         self.own_scales |= {i: each.scales[0] for i, each in enumerate(matrices) if each.scales}
         self.compact = {i: all_ for each in self.scale_gathers for i, all_ in each.compact.items()}
 
-    def operands(self, matrices: Sequence[ShardSpec]) -> list[TensorOperand]:
+    def operands(
+        self, matrices: Sequence[ShardSpec], *, judges_amaxes: bool
+    ) -> list[TensorOperand]:
         """Return what the operations of the cast work on: ``matrices``, those of
         :attr:`matrices` as they lie now, with their amaxes and choices.
         """
@@ -79,6 +81,7 @@ class CastCollectives:
                 self.exchange.buffers.amaxes[i],
                 own_codes=matrix.codes,
                 candidates=self.exchange.candidates_of.get(i),
+                judges_amaxes=judges_amaxes,
             )
             for i, matrix in enumerate(matrices)
         ]

@@ -246,7 +246,7 @@ class PreparedCast:
     def _prepare(self) -> None:
         check_planning(self._device)
         self.matrices = self._matrices.specs()
-        operands = self._collectives.operands(self.matrices)
+        operands = self._collectives.operands(self.matrices, judges_amaxes=self._judges_amaxes)
         storages = [matrix.storage for matrix in self.matrices]
         self.steps = CastSteps(
             self._backend,

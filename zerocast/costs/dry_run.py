@@ -126,7 +126,7 @@ class DryRun:
             boundary=is_boundary(self._options.exchange),
         )
         matrices = self._collectives.matrices.specs()
-        operands = self._collectives.operands(matrices)
+        operands = self._collectives.operands(matrices, judges_amaxes=False)
         masters = Masters(len(matrices))
         held = [shards.held.get(i) for i in places]
         masters.bind(self._collectives.matrices.masters(held))

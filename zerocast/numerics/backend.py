@@ -48,8 +48,8 @@ class Backend(Protocol):
     """Whether its casts fill :attr:`TensorOperand.changes`."""
 
     def partial_amax(self, operands: Operands, masters: Masters) -> Launch:
-        """Raise ``tensor_amax`` and the block amaxes of planes that are cast to the largest
-        magnitudes of this rank's rounded elements.
+        """Raise ``tensor_amax``, where there is one, and the block amaxes of planes that are cast
+        to the largest magnitudes of this rank's rounded elements.
 
         The buffers must be zero, or hold what earlier shards left: the launch takes maxima, it does
         not clear. Infinities are kept as ``INFINITY_BITS``, every NaN becomes ``NAN_BITS``. Work

@@ -277,6 +277,7 @@ class TensorOperand:
             the whole tensor, the extent's start rounded down to a whole byte for buffers of the
             shard's own.
         tensor_amax: int32 [1]; may be the same memory as the block amaxes where there is one block.
+            None where scales belong to blocks alone and nobody judges amaxes.
         amax: FP32 [1] that holds the tensor amax beside the scales, or None for numerics that
             stores none.
         delayed: of a tensor under :class:`Float8DelayedNumerics`.

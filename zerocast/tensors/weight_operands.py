@@ -63,6 +63,7 @@ def tensor_operand(
     own_codes: Mapping[str, torch.Tensor] | None = None,
     candidates: FourOverSixErrors | None = None,
     advances: bool = True,
+    judges_amaxes: bool = False,
 ) -> TensorOperand:
     """A weight, without what is cast from the transposed tensor.
 
@@ -75,6 +76,7 @@ def tensor_operand(
             byte on in which the extent starts.
         candidates: of a weight whose blocks choose their scales.
         advances: whether delayed scaling moves on with the cast.
+        judges_amaxes: whether the tensor's amax is asked for even where no scale needs it.
     """
     recipe, buffers = storage.recipe, storage.buffers
     codes = {**buffers, **(own_codes or {})}
@@ -99,7 +101,7 @@ def tensor_operand(
         extent,
         recipe.round_to(storage.dtype),
         codes_start,
-        amaxes.tensor,
+        amaxes.tensor if recipe.scales_tensor or judges_amaxes else None,
         buffers.get("amax") if advances or delayed is None else None,
         delayed,
         candidates,
@@ -137,7 +139,7 @@ def _compact(operand: TensorOperand, buffers: PlaneBuffers, own: OwnScales) -> P
     grid = BlockGrid(1, max(len(own.blocks), 1), 1, 1)
     plane = Plane(buffers.plane.name, buffers.plane.source, (1, 1), ScaleLayout(grid))
     if not own.blocks:
-        return PlaneBuffers(plane, operand.tensor_amax)
+        return PlaneBuffers(plane, buffers.block_amax)
     first = own.blocks.start - buffers.first_block
     return PlaneBuffers(
         plane, buffers.block_amax[first : first + len(own.blocks)], scale_inv=own.entries
@@ -179,7 +181,7 @@ def transposed_operand(
         slot,
         Extent(0, whole.grid.numel),
         storage.recipe.round_to(storage.dtype),
-        tensor_amax=amax[-1:],
+        tensor_amax=amax[-1:] if storage.recipe.scales_tensor else None,
         rounding=_rounding(storage, whole),
         advances=False,  # as the tensor itself does
     )

@@ -11,7 +11,8 @@ from zerocast.numerics import INFINITY_BITS, NAN_BITS, Masters, TensorOperand
 def indices(shard: TensorOperand) -> torch.Tensor:
     """[n] int64 flat indices, in the whole weight, of the shard's elements."""
     start, end = shard.extent.start, shard.extent.end
-    return torch.arange(start, end, dtype=torch.int64, device=amax_of(shard).device)
+    device = present(shard.planes[0].block_amax).device
+    return torch.arange(start, end, dtype=torch.int64, device=device)
 
 
 def amax_of(operand: TensorOperand) -> torch.Tensor:
@@ -38,8 +39,8 @@ def raise_amaxes(shard: TensorOperand, x: torch.Tensor) -> None:
     for each in shard.cast_planes:
         blocks = each.plane.grid.block_of(index) - each.first_block
         present(each.block_amax).scatter_reduce_(0, blocks, bits, reduce="amax")
-    tensor_amax = amax_of(shard)
-    tensor_amax.copy_(torch.maximum(tensor_amax, bits.max()))
+    if shard.tensor_amax is not None:
+        shard.tensor_amax.copy_(torch.maximum(shard.tensor_amax, bits.max()))
 
 
 def store(codes: torch.Tensor, place: torch.Tensor, values: torch.Tensor, bits: int) -> None:
