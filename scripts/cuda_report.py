@@ -123,7 +123,9 @@ def transformer_engine(report: dict) -> list[str]:
 
 
 def host_lines(rows: list[dict]) -> list[str]:
-    """Host time of ``plan.cast()`` and its launches, and whether their goals were met."""
+    """Host time of ``plan.cast()`` of a plan that trusts its caller, and its launches, and whether
+    their goals were met.
+    """
     lines = []
     for row in rows:
         # Two recipes share one memset, which the launcher does not see.
@@ -132,7 +134,8 @@ def host_lines(rows: list[dict]) -> list[str]:
         as_few = "met" if launches <= LAUNCHES else "MISSED"
         lines.append(
             f"- plan.cast() of {row['weights']} weights, two recipes: "
-            f"{row['seconds'] * 1e6:.0f} us of the host, {HOST_GOAL * 1e6:.0f} {in_time}; "
+            f"{row['seconds'] * 1e6:.0f} us of the host, {HOST_GOAL * 1e6:.0f} {in_time} "
+            f"({row['looking'] * 1e6:.0f} where it looks at every tensor); "
             f"{launches:.0f} launches a recipe with the memset, {LAUNCHES} {as_few}"
         )
     return lines

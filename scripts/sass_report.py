@@ -231,6 +231,13 @@ class Loop:
         return sum(each.is_global("LD") and each.width < 16 for each in self.body)
 
     @property
+    def generic(self) -> int:
+        """Accesses to addresses of which the compiler does not know that they are global: slower,
+        and an atomic returns a value there.
+        """
+        return sum(each.opcode.partition(".")[0] in ("LD", "ST", "ATOM") for each in self.body)
+
+    @property
     def rounding(self) -> str:
         """What elements are rounded to, as far as an instruction says it."""
         opcodes = " ".join(each.opcode for each in self.body)
@@ -287,6 +294,7 @@ class Report:
         resident: thread blocks that a multiprocessor's registers hold.
         threads: of a block.
         loops: the hot ones.
+        atomics: those of global memory that return a value.
     """
 
     kernel: str
@@ -296,6 +304,7 @@ class Report:
     threads: int
     resident: int
     loops: list[Loop]
+    atomics: int
 
     def kib_in_flight(self, loads: float) -> float:
         """Of a multiprocessor, with so many loads of a thread under way."""
@@ -341,6 +350,7 @@ def report_of(kernel: str, arch: str, cubin: bytes | None, log: str) -> Report:
     return Report(
         kernel, arch, registers, stack + stores + loads, threads, resident,
         [loop for loop in loops if loop.loads],
+        sum(bool(re.match(r"ATOMG?\b", each.opcode)) for each in found),
     )  # fmt: skip
 
 
@@ -390,12 +400,16 @@ def missed(report: Report, *, loops: bool = True) -> list[str]:
     gpu = CHIPS[report.arch]
     if not report.loops:
         wrong.append("no hot loop is found")
+    if report.atomics:
+        wrong.append(f"{report.atomics} atomics that return a value")
     for loop in report.loops:
         clocks = loop.clocks(gpu)
         memory = clocks.pop("DRAM")
         busiest = max(clocks, key=clocks.__getitem__)
         if loop.narrow_loads:
             wrong.append(f"{loop.narrow_loads} narrow loads in a hot loop")
+        if loop.generic:
+            wrong.append(f"{loop.generic} generic addresses in a hot loop")
         one_pass = kernel.startswith(ONE_PASS)
         room = re.match(MEMORY_BOUND, kernel) or (
             re.match(ONE_PASS_HEADROOM, kernel) and report.arch == "sm_90"

@@ -43,10 +43,10 @@ class TileErrors {
         i64 block = tile.first_block + first_;
         i64 cut = find(shard.candidates.cut, shard.candidates.cuts, block_row);
         if (cut < 0)
-            choices_ = global(shard.candidates.choices) + block;
+            choices_ = shard.candidates.choices + block;
         else
-            errors_ = global(shard.candidates.errors_of(grid, cut, lane_))
-                      + (block - block_row * blocks_w) * 2;
+            errors_ =
+                shard.candidates.errors_of(grid, cut, lane_) + (block - block_row * blocks_w) * 2;
 #pragma unroll
         for (int n = 0; n < MOST_ROUNDS; n++) {
             i64 element = element_ + n * STEP;
@@ -180,13 +180,15 @@ class TileErrors {
     ZEROCAST_FN void decide(int n, Errors<Scalar> errors) const {
         if (!(whole_ >> n & 1)) errors = {};
         u8 choice = choose(errors);
-        if (lane_ == 0 && first_ + n * AT_ONCE < tile_.blocks) choices_[n * AT_ONCE] = choice;
+        if (lane_ == 0 && first_ + n * AT_ONCE < tile_.blocks)
+            global(choices_)[n * AT_ONCE] = choice;
     }
 
     ZEROCAST_FN void leave_errors(int n, const Errors<Scalar>& errors) const {
         if (!(whole_ >> n & 1)) return;
-        errors_[2 * n * AT_ONCE] = errors.map4;
-        errors_[2 * n * AT_ONCE + 1] = errors.map6;
+        float* to = global(errors_) + 2 * n * AT_ONCE;
+        to[0] = errors.map4;
+        to[1] = errors.map6;
     }
 
     const CastShard& shard_;

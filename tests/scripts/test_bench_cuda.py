@@ -98,13 +98,13 @@ def test_the_report(bench):
         "gpu": "a GPU", "torch": "2", "cuda": "13", "driver": "13", "rounds": 3,
         "memory": {"read": 1e12, "write": 3e12, "copy": 2e12}, "rows": [row],
         "others": {"nvfp4": {"torch eager": 1e9}},
-        "host": [{"weights": 224, "seconds": 2e-4, "launches": 6}],
+        "host": [{"weights": 224, "seconds": 2e-4, "looking": 3e-4, "launches": 6}],
     }  # fmt: skip
     page = bench.markdown(report)
     assert "TransformerEngine: not measured, no checkout was given." in page
     assert "read 1000 GB/s" in page
     assert "| llama | nvfp4 | 1 | transpose | 1.000 | 87% | 80% | 40% | 1.0100 | 1 |" in page
-    assert "plan.cast() of 224 weights, two recipes: 200 us of the host, 150 MISSED; 4 lau" in page
+    assert "224 weights, two recipes: 200 us of the host, 150 MISSED (300 where it" in page
     assert "nvfp4 amax: 87% of its bound, 90% MISSED" in page
     assert "nvfp4 cast: 87% of its bound, 85% met" in page
 

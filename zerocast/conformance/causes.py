@@ -45,7 +45,8 @@ class Changes:
 def changes_of(subject: str) -> list[str]:
     """Return the changes that are known of the formula of a format or a dialect."""
     changes = Changes()
-    restated(subject, torch.zeros(1, 32), changes)
+    values = torch.zeros(1, 32, dtype=torch.float32, device="cpu")
+    restated(subject, values, changes)
     return list(changes.known)
 
 
