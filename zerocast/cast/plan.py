@@ -28,7 +28,7 @@ from zerocast.cast.finite import raise_if_not_finite
 from zerocast.cast.forward_hook import rebuild_before_forward
 from zerocast.cast.gather import CodeGather, require_codes
 from zerocast.cast.master_checks import as_tensors
-from zerocast.cast.prepared_cast import PreparedCast
+from zerocast.cast.prepared_cast import PreparedCast, planning
 from zerocast.cast.shard_spec import OwnCodes, ShardSpec, check_amax_groups, check_specs
 from zerocast.cast.verified import VerifyMode, check_mode, verification_of
 from zerocast.comm import Attempt, Communicator, Group, announcing
@@ -327,7 +327,7 @@ class CastPlan:
     # --- planning ---
 
     # What is made in inference mode could not be written outside of it.
-    @torch.inference_mode(False)
+    @planning()
     def _plan(
         self,
         model_weights: Sequence[torch.Tensor],

@@ -12,7 +12,9 @@ Otherwise it measures again, and so does every later cast. A write that torch do
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -33,6 +35,22 @@ from zerocast.tensors import (
     rebuild_derived,
 )
 from zerocast.tensors.cast_steps import CastSteps
+
+
+@contextmanager
+def planning() -> Iterator[None]:
+    """Make what a plan keeps: outside of inference mode, and with Python's collector paused. It
+    looks again at all objects that there are whenever a quarter more are kept, which took 4 of the
+    14 s of planning 100,000 weights, and finds nothing: what is made here is kept.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        with torch.inference_mode(False):
+            yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 class PreparedCast:

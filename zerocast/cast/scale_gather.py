@@ -90,6 +90,8 @@ class ScaleGather:
                 end += nbytes
         device = weights[places[0]][0].device
         self._gathered = torch.zeros(end, dtype=torch.uint8, device=device)
+        self._typed = {each: self._gathered.view(each) for each in set(dtypes.values())}
+        self._none = {each: OwnScales(range(0), all_[:0]) for each, all_ in self._typed.items()}
         self._pieces: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])  # to, from
         for (i, name), of_plane in segments.items():
             found = [
@@ -100,8 +102,8 @@ class ScaleGather:
 
     def _arrived(self, first: int, count: int, dtype: torch.dtype) -> torch.Tensor:
         """So many scales from a byte on, as they arrive."""
-        arrived = self._gathered[first : first + count * dtype.itemsize]
-        return arrived if dtype == torch.uint8 else arrived.view(dtype)
+        begin = first // dtype.itemsize
+        return self._typed[dtype][begin : begin + count]
 
     def _find(
         self,
@@ -113,7 +115,7 @@ class ScaleGather:
         """Find the scales of one plane where its ``segments`` arrive: of each its rank, its blocks
         and the memory.
         """
-        self.own[i][name] = OwnScales(range(0), self._gathered[:0].view(dtype))
+        self.own[i][name] = self._none[dtype]
         for rank, blocks, arrived in segments:
             if rank == self._comm.rank:
                 self.own[i][name] = OwnScales(blocks, arrived)
