@@ -103,14 +103,18 @@ def test_the_bytes_of_experts_are_those_that_they_were_trained_with(recipe, dial
         assert_same_bytes(loaded[name], trained.get_parameter(name).dequantize(), name)
 
 
-@pytest.mark.parametrize("dialect", ["compressed-tensors/nvfp4", "deepseek/fp8", "modelopt/fp8"])
+@pytest.mark.parametrize(
+    "dialect", ["compressed-tensors/nvfp4", "deepseek/fp8", "deepseek/v4", "modelopt/fp8"]
+)
 def test_experts_are_cast_from_masters_as_the_dialect_reads_them(dialect):
     """On 1, 2 and 3 ranks the same files; gate and up share their tensor amax, and in blocks of
-    128x128, which would span both, each projection has its own.
+    128x128, which would span both, each projection has its own. The layer beside them is cast by
+    the same dialect, of DeepSeek-V4 in another format.
     """
     given = model()
     zerocast.nn.convert(given, "nvfp4", include=INCLUDE, strict=True)
-    plain, scheme = model(), zerocast.export.DIALECTS[dialect].recipe
+    plain, found = model(), zerocast.export.DIALECTS[dialect]
+    scheme = found.of("experts.0.down_proj.weight").recipe
 
     def save(comm):
         own = copy.deepcopy(given)
@@ -131,6 +135,46 @@ def test_experts_are_cast_from_masters_as_the_dialect_reads_them(dialect):
         expected = zerocast.quantize(of.bfloat16(), scheme, columnwise=False).dequantize()
         expected = expected[rows.start : rows.end] if shared else expected
         assert_same_bytes(loaded[name].dequantize(), expected, name)
+    head = zerocast.quantize(plain["head"].weight.bfloat16(), found.recipe, columnwise=False)
+    assert loaded["head.weight"].recipe == found.recipe
+    assert_same_bytes(loaded["head.weight"].dequantize(), head.dequantize(), "head")
+
+
+def test_deepseek_v4_has_experts_and_the_rest_in_one_checkpoint():
+    """Named in one section; whole, and as deltas after a change: the same bytes on a receiver. A
+    name that belongs to the other format is refused.
+    """
+    given = model()
+    zerocast.nn.convert(given, "mxfp8", include=INCLUDE, strict=True)
+    optimizer = zerocast.optim.ZeroOptimizer(given.named_parameters(), lr=0.1)
+    options = {"optimizer": optimizer, "from_masters": True, "dtype": torch.bfloat16}
+    refit, receiver = Refit(given, "deepseek/v4", **options), Receiver()
+    for since in (None, 1):
+        for name, delta in refit.deltas(since):
+            receiver.apply_delta(name, delta)
+        sent = dict(refit.named_tensors())
+        assert receiver.tensors.keys() == sent.keys()
+        for name, tensor in sent.items():
+            assert_same_bytes(receiver.tensors[name], tensor, name)
+        for parameter in given.parameters():
+            parameter.grad = torch.ones(parameter.shape)
+        optimizer.step()
+    dtypes = {name: tensor.dtype for name, tensor in sent.items() if name.endswith(".weight")}
+    assert dtypes.pop("head.weight") == torch.float8_e4m3fn
+    assert dtypes.pop("embed.weight") == torch.bfloat16
+    assert dtypes == dict.fromkeys(NAMES, torch.int8)
+    assert {str(each.recipe) for each in refit.audit()} == {
+        "MXFP4BlockScaling", "Float8BlockScaling", "None"
+    }  # fmt: skip
+    section = zerocast.export.DIALECTS["deepseek/v4"].quantization_config([])
+    assert (section["weight_block_size"], section["expert_dtype"]) == ([128, 128], "fp4")
+    message = message_of(
+        InputError,
+        lambda: Refit(
+            given, "deepseek/v4", names={"head.weight": "experts.head.weight"}, **options
+        ),
+    )
+    assert "head.weight is stored as deepseek/v4, and names gives it that of" in message
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])

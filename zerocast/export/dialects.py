@@ -6,6 +6,7 @@ them. Only NVFP4's tensor scale is computed from something, the tensor amax. The
 :mod:`zerocast.export.known_dialects`.
 """
 
+import fnmatch
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -96,6 +97,9 @@ class Dialect:
         fuses_experts: whether a stack [..., M, K] is stored in one tensor, behind its leading
             dimensions, and the matrices of a model that has them as [K, M] are turned for it; else
             each projection of each expert is a weight of its own.
+        by_name: the dialects of weights that are stored otherwise in the same checkpoint, each
+            behind a pattern with ``*`` that the names of these match and those of all others do
+            not; the section is that of the whole.
     """
 
     name: str
@@ -110,6 +114,12 @@ class Dialect:
     section: Section
     unquantized_key: str = "ignore"
     fuses_experts: bool = False
+    by_name: tuple[tuple[str, "Dialect"], ...] = ()
+
+    def of(self, name: str) -> "Dialect":
+        """Return how the checkpoint has the parameter, or the tensor of one, ``name``."""
+        found = (other for like, other in self.by_name if fnmatch.fnmatchcase(name, like))
+        return next(found, self)
 
     @property
     def names(self) -> tuple[str, ...]:

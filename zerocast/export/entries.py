@@ -12,7 +12,7 @@ from zerocast.cast import CastPlan
 from zerocast.cast.amax_groups import Patterns, amax_group_labels
 from zerocast.comm import Communicator, SingleRank, as_communicator
 from zerocast.errors import InputError, UnsupportedError
-from zerocast.export.dialects import stored_name
+from zerocast.export.dialects import Dialect, stored_name
 from zerocast.export.tp_parts import is_fsdp_sharded, tp_part
 from zerocast.layout import Extent, chunk
 from zerocast.optim import ZeroOptimizer
@@ -196,11 +196,12 @@ def own_rows(name: str, tensor: torch.Tensor) -> Shard:
     return Shard(values if extent else None, extent, comm)
 
 
-def renamed(entries: Sequence[Entry], names: Names, parts: Sequence[str]) -> list[Entry]:
-    """Return ``entries`` under their names in the checkpoint, where a quantized one is ``parts``.
+def renamed(entries: Sequence[Entry], names: Names, dialect: Dialect) -> list[Entry]:
+    """Return ``entries`` under their names in a checkpoint of ``dialect``.
 
     Raises:
-        InputError: where two have one, or tensors of one name, or a name is no text.
+        InputError: where two have one, or tensors of one name, or a name is no text, or that of a
+            weight that the checkpoint has in another form.
     """
     if not (names is None or callable(names) or isinstance(names, Mapping)):
         raise InputError(
@@ -213,7 +214,12 @@ def renamed(entries: Sequence[Entry], names: Names, parts: Sequence[str]) -> lis
         name = checkpoint_name(names, entry.name)
         its_own = [name]
         if isinstance(name, str) and entry.recipe is not None:
-            its_own = [stored_name(name, part) for part in parts]
+            if dialect.of(name) != dialect.of(entry.name):
+                raise InputError(
+                    f"{entry.name} is stored as {dialect.of(entry.name).name}, and names gives it "
+                    f"that of a weight of {dialect.of(name).name}: {name}."
+                )
+            its_own = [stored_name(name, part) for part in dialect.of(name).names]
         for each in its_own:
             if not isinstance(each, str) or each in taken:
                 which = f"both {taken[each]} and {entry.name}" if each in taken else entry.name

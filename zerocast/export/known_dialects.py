@@ -74,6 +74,15 @@ _TRITON = QParams(scale_formula="inverse first", amax_epsilon=1e-10)
 _E8M0_SCALES = {"group_size": 32, "scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8"}
 _E4M3_SCALES = {"scale_dtype": "torch.float8_e4m3fn", "zp_dtype": "torch.float8_e4m3fn"}
 
+_V4_MXFP4 = _deepseek(
+    "v4-mxfp4",
+    _MXFP4,
+    {**_UE8M0, "expert_dtype": "fp4"},
+    code_dtype=torch.int8,
+    scales="scale",
+    scale_dtype=_E8M0,
+)
+
 DIALECTS = {
     dialect.name: dialect
     for dialect in (
@@ -188,13 +197,14 @@ DIALECTS = {
         _deepseek("fp8-triton", replace(_ANY_BLOCK_SCALE, fp8_quant_fwd_weight=_TRITON)),
         _deepseek("fp8-ue8m0", Float8BlockScaling(), _UE8M0),
         _deepseek("v4-fp8", Float8BlockScaling(), _UE8M0, scales="scale", scale_dtype=_E8M0),
+        _V4_MXFP4,
         _deepseek(
-            "v4-mxfp4",
-            _MXFP4,
+            "v4",
+            Float8BlockScaling(),
             {**_UE8M0, "expert_dtype": "fp4"},
-            code_dtype=torch.int8,
             scales="scale",
             scale_dtype=_E8M0,
+            by_name=tuple((like, _V4_MXFP4) for like in ("experts.*", "*.experts.*")),
         ),
     )
 }

@@ -183,8 +183,9 @@ def decode_tensors(
     Raises:
         InputError: where a tensor is missing, or not one of the dialect.
     """
-    found, loaded = as_dialect(dialect), NamedTensors()
+    given, loaded = as_dialect(dialect), NamedTensors()
     for name, tensor in stored.items():
+        found = given.of(name)
         parameter, part = found.parameter_of(name) or ("", "")
         if not part or stored_name(parameter, found.scales) not in stored:
             loaded[name] = tensor
@@ -290,8 +291,8 @@ def _read_configuration(folder: Path) -> dict[str, Any]:
 
 
 def _dialect_of(configuration: dict[str, Any], folder: Path, stored: NamedTensors) -> Dialect:
-    """Return the dialect whose section ``configuration`` has; of two with one section that whose
-    names are ``stored``.
+    """Return the dialect whose section ``configuration`` has; of several with one section that
+    whose names, and whose dtypes of codes, are ``stored``.
     """
     given = configuration.get("quantization_config")
     found = [
@@ -301,15 +302,27 @@ def _dialect_of(configuration: dict[str, Any], folder: Path, stored: NamedTensor
         and dialect.section
         == {key: value for key, value in given.items() if key != dialect.unquantized_key}
     ]
-    for dialect in found:
-        if any(name.rpartition(".")[2] == dialect.scales for name in stored):
+    named = [
+        dialect
+        for dialect in found
+        if any(name.rpartition(".")[2] == dialect.scales for name in stored)
+    ]
+    for dialect in named:
+        if all(_is_of(dialect.of(name), name, stored) for name in stored):
             return dialect
     if found:
-        return found[0]
+        return (named or found)[0]
     raise InputError(
         f"load_pretrained needs dialect=, because the quantization_config in {folder} is that of "
         f"none of {', '.join(DIALECTS)}."
     )
+
+
+def _is_of(dialect: Dialect, name: str, stored: NamedTensors) -> bool:
+    """Say whether a tensor, if it is codes beside scales, has the dtype of those of ``dialect``."""
+    parameter, part = dialect.parameter_of(name) or ("", "")
+    is_codes = part == dialect.codes and stored_name(parameter, dialect.scales) in stored
+    return not is_codes or stored[name].dtype == dialect.code_dtype
 
 
 def _nominal_dtype(configuration: dict[str, Any]) -> torch.dtype:

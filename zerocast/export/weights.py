@@ -137,12 +137,13 @@ class Export:
             self._included = included_weights(model, include)
             found = [self._entry(*named) for named in stored_tensors(model).items()]
             parts = [
-                (entry, list(matrix_entries(self.dialect, entry, from_masters))) for entry in found
+                (entry, list(matrix_entries(self.dialect.of(entry.name), entry, from_masters)))
+                for entry in found
             ]
             self._names = package_names(model, parts) if names is None else names
             entries = [each for _, own in parts for each in own]
             entries = in_amax_groups(entries, amax_groups, trained_amax_groups(model))
-            self.entries = renamed(entries, self._names, self.dialect.names)
+            self.entries = renamed(entries, self._names, self.dialect)
             if not any(entry.recipe for entry in entries):
                 raise InputError(
                     f"an export to {self.dialect.name} needs a model with quantized weights, or "
@@ -155,7 +156,8 @@ class Export:
     def _entry(self, name: str, tensor: torch.Tensor) -> Entry:
         gather, local = gather_of(tensor), to_local(tensor)
         trained: Recipe | None = None
-        if not has_place(self.dialect, self._model, name, tensor):
+        dialect = self.dialect.of(name)
+        if not has_place(dialect, self._model, name, tensor):
             return Entry(name, as_plain(tensor), self._dtype or tensor.dtype)
         if isinstance(local, QuantizedTensor):
             trained, shard = local.recipe, self._trained_shard(name, tensor)
@@ -172,21 +174,21 @@ class Export:
         turns = tensor.dim() > 2 and is_turned(self._model, name)
         shape = tensor.shape if tp_shard is None else tp_shard.whole
         shape = turned_shape(shape) if turns else shape
-        recipe = self.dialect.recipe if trained is None or self._from_masters else trained
+        recipe = dialect.recipe if trained is None or self._from_masters else trained
         if tp_shard is not None:
             check_part(name, tp_shard, recipe)
         entry = Entry(name, tensor, dtype, recipe, shard, tp_shard=tp_shard)
         if trained is None or self._from_masters:
             recipe.check_shape(shape)
-        elif not self.dialect.holds(trained, shape):
+        elif not dialect.holds(trained, shape):
             raise InputError(
-                f"{name} was trained with {trained}, whose bytes {self.dialect.name} cannot hold; "
-                f"give from_masters=True to cast its masters by {self.dialect.recipe}."
+                f"{name} was trained with {trained}, whose bytes {dialect.name} cannot hold; "
+                f"give from_masters=True to cast its masters by {dialect.recipe}."
             )
         elif shard is not None and trained.state:
             raise UnsupportedError(
                 f"{name} was trained with {trained}, whose bytes depend on earlier casts; give "
-                f"from_masters=True to cast its masters by {self.dialect.recipe}."
+                f"from_masters=True to cast its masters by {dialect.recipe}."
             )
         return turned_entry(entry, casts_anew=self._from_masters) if turns else entry
 
@@ -314,11 +316,11 @@ class Export:
             if entry.recipe is None:
                 tensors[entry.stored] = whole(entry.tensor, entry.dtype)
                 continue
-            storage = cast[entry.name]
-            check_tensor_scale(entry.name, self.dialect, storage)
-            for part, tensor in self.dialect.encode(storage).items():
+            storage, dialect = cast[entry.name], self.dialect.of(entry.name)
+            check_tensor_scale(entry.name, dialect, storage)
+            for part, tensor in dialect.encode(storage).items():
                 tensors[entry.stored_name(part)] = tensor
-                if part == self.dialect.scales:
+                if part == dialect.scales:
                     scales[entry.name] = tensor
         check_finite(scales)
         return tensors

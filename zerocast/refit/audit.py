@@ -40,7 +40,7 @@ class Travels:
 
 def travels(export: Export) -> list[Travels]:
     """Return how each parameter and buffer of an export travels, in its order."""
-    return [_travels(export.dialect, entry) for entry in export.entries]
+    return [_travels(export.dialect.of(entry.name), entry) for entry in export.entries]
 
 
 def _travels(dialect: Dialect, entry: Entry) -> Travels:

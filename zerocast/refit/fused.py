@@ -17,8 +17,14 @@ def encode_fused(
     names in the checkpoint; under NVFP4 the weights share a tensor amax.
     """
     cast = [
-        empty(value.shape, dialect.recipe, dtype=value.dtype, device=value.device, columnwise=False)
-        for value in weights.values()
+        empty(
+            value.shape,
+            dialect.of(name).recipe,
+            dtype=value.dtype,
+            device=value.device,
+            columnwise=False,
+        )
+        for name, value in weights.items()
     ]
     plan = CastPlan(
         cast,
@@ -32,7 +38,7 @@ def encode_fused(
     return {
         name: {
             stored_name(name, part): tensor
-            for part, tensor in dialect.encode(weight.quantized_storage).items()
+            for part, tensor in dialect.of(name).encode(weight.quantized_storage).items()
         }
         for name, weight in zip(weights, cast, strict=True)
     }

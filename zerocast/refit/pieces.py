@@ -85,16 +85,17 @@ def pieces_of(
     Collective only where a plain parameter is sharded otherwise than by rows.
     """
     for entry in bucket:
+        dialect = export.dialect.of(entry.name)
         if entry.tp_shard is not None:
-            for part in export.dialect.names:
+            for part in dialect.names:
                 name = entry.stored_name(part)
                 yield _share(name, tensors[name], export.comm)
         elif plan is not None and entry.name in plan.storages:
-            yield from _cast_pieces(export.dialect, entry, plan)
+            yield from _cast_pieces(dialect, entry, plan)
         elif entry.recipe is not None:
             held: Any = entry.tensor
-            check_tensor_scale(entry.name, export.dialect, held.quantized_storage)
-            for part, tensor in export.dialect.encode(held.quantized_storage).items():
+            check_tensor_scale(entry.name, dialect, held.quantized_storage)
+            for part, tensor in dialect.encode(held.quantized_storage).items():
                 yield _share(entry.stored_name(part), tensor, export.comm)
         elif _is_cut_by_rows(entry.tensor):
             rows = own_rows(entry.name, entry.tensor)

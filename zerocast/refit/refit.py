@@ -213,7 +213,9 @@ class Refit:
         if any(entry.tp_shard is not None for entry in bucket):
             tensors = export.gather(bucket, plan)()
         pieces = list(pieces_of(export, bucket, plan, tensors))
-        names = {entry.stored_name(export.dialect.scales): entry.name for entry in bucket}
+        names = {
+            entry.stored_name(export.dialect.of(entry.name).scales): entry.name for entry in bucket
+        }
         with raising_together(export.comm):  # its owner alone knows the scale of a block
             check_finite({names[p.name]: p.values for p in pieces if p.name in names})
         return plan, tensors, pieces
@@ -251,7 +253,7 @@ def _codes(export: Export, entries: Sequence[Entry]) -> dict[str, Entry]:
     names.
     """
     return {
-        entry.stored_name(export.dialect.codes): entry
+        entry.stored_name(export.dialect.of(entry.name).codes): entry
         for entry in entries
         if entry.shard is not None and entry.tp_shard is None
     }
