@@ -1,6 +1,7 @@
 """A step is whole, or it is known not to be; a refused optimizer has changed nothing."""
 
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,8 +18,14 @@ from tests.optim.training import (
     named,
 )
 from tests.support.ranks import on_ranks
-from zerocast.comm import Communicator, run_in_process
-from zerocast.errors import InputError, RankMismatchError, UnfinishedStepError, ZerocastError
+from zerocast.comm import Communicator, as_communicator, run_in_process
+from zerocast.errors import (
+    InputError,
+    PeerFailedError,
+    RankMismatchError,
+    UnfinishedStepError,
+    ZerocastError,
+)
 from zerocast.optim import ZeroOptimizer
 
 
@@ -61,6 +68,46 @@ def test_a_step_that_fails_behind_the_optimizer_is_left_by_loading_only(
             call()
     optimizer.load_state_dict(saved)
     assert_same_lists(t.train(0, alike=True), Training().train(0, 0), "after loading")
+
+
+def fail(comm: Communicator, folder: Path) -> Training:
+    """Train two steps, of which one rank does not end the second; save after the first."""
+    t = Training(comm)
+    t.train(0, alike=True)
+    zerocast.checkpoint.save(folder, t.optimizer)
+    if comm.rank == 1:
+        t.optimizer.on_phase = stop_at("all_gather")
+    with pytest.raises((Stop, PeerFailedError)):
+        t.train(1, alike=True)
+    return t
+
+
+def go_on(comm: Communicator, folder: Path, t: Training) -> None:
+    """Make the second step again, in another group."""
+    with pytest.raises(UnfinishedStepError, match=r"from layer\.0: this weight holds parts of two"):
+        ZeroOptimizer(named(t.params), group=comm)
+    for param in t.params:
+        param.data.zero_()
+    t.optimizer = ZeroOptimizer(named(t.params), group=comm)
+    zerocast.checkpoint.load(folder, t.optimizer)
+    assert_same_lists(t.train(1, alike=True), Training().train(0, 1), "after loading")
+
+
+def test_new_ranks_go_on_from_the_checkpoint(tmp_path: Path) -> None:
+    """Where one fails in a gather, a new optimizer of the same weights is refused on all ranks
+    until they are written; with the checkpoint the steps are those of a run that never failed.
+    """
+    trainings = run_in_process(3, lambda comm: fail(comm, tmp_path))
+    run_in_process(3, lambda comm: go_on(comm, tmp_path, trainings[comm.rank]))
+
+
+@on_ranks("forked", 3)
+def test_a_new_process_group_goes_on_from_the_checkpoint(
+    comm: Communicator, tmp_path: Path
+) -> None:
+    """The same over gloo, in processes that live on."""
+    first, second = (as_communicator(torch.distributed.new_group()) for _ in range(2))
+    go_on(second, tmp_path, fail(first, tmp_path))
 
 
 def test_a_step_that_fails_before_the_optimizer_can_be_made_again() -> None:

@@ -14,7 +14,7 @@ import torch
 from zerocast.cast.shard_spec import check_castable
 from zerocast.comm import Communicator, lines_that_differ
 from zerocast.comm.agreement import check_same
-from zerocast.errors import InputError, RankMismatchError
+from zerocast.errors import InputError, RankMismatchError, StaleCopyError, UnfinishedStepError
 from zerocast.layout import Extent
 from zerocast.optim.param_groups import Groups, option_lines
 from zerocast.recipes import NOMINAL_DTYPES, describe_recipe
@@ -136,6 +136,8 @@ def collect_weights(param_groups: Groups) -> list[Weight]:
     Raises:
         InputError: for a weight of another dtype or device than can be served, one that no sharded
             cast can fill, two weights that share memory, or none.
+        UnfinishedStepError, StaleCopyError: for a weight that does not hold the whole value that
+            its master would start from.
     """
     weights = []
     given = (param for group in param_groups for param in group["params"])
@@ -164,8 +166,22 @@ def collect_weights(param_groups: Groups) -> list[Weight]:
             f"{first.name} on the meta device; call model.to_empty(device=...) and load or reset "
             f"its parameters first."
         )
+    for weight in weights:
+        _check_whole(weight)
     _check_memory(weights)
     return weights
+
+
+def _check_whole(weight: Weight) -> None:
+    if weight.storage is None or weight.init_value is not None:
+        return
+    try:
+        weight.storage.require_scales()
+    except (StaleCopyError, UnfinishedStepError) as error:
+        raise type(error)(
+            f"no master can start from {weight.name}: {error} Where a checkpoint is loaded into "
+            f"the new optimizer, write the weight before it is made (param.zero_())."
+        ) from None
 
 
 def storage_kind(name: str, param: torch.Tensor) -> StorageKind:
