@@ -157,12 +157,6 @@ def test_a_deadlock_is_found() -> None:
 REDUCE_AMAX, REDUCE = Exchange.reduce_amax, Exchange._reduce
 
 
-def reduce_twice(self: Exchange, step: int = 0, error: Any = None) -> None:
-    """Make a collective more."""
-    REDUCE_AMAX(self, step, error)
-    REDUCE_AMAX(self, step, error)
-
-
 def raise_alone(self: Exchange, step: int = 0, error: Any = None) -> None:
     """Raise before the collective that the other ranks make."""
     if error is not None:
@@ -170,27 +164,18 @@ def raise_alone(self: Exchange, step: int = 0, error: Any = None) -> None:
     REDUCE_AMAX(self, step)
 
 
-def tell_nobody(self: Exchange, comm: Any, entries: Any, heard: bool) -> None:
-    """Reduce amaxes as if nothing had gone wrong here."""
-    REDUCE(self, comm, entries, False)
-
-
-def compare_no_steps(self: Exchange, step: int = 0, error: Any = None) -> None:
-    """Say that the step is 0."""
-    REDUCE_AMAX(self, 0, error)
-
-
-def note_nothing(self: CastVersion, written: Any = ()) -> None:
-    """Let weights that are written by half be read."""
-
-
-WRONG_CODE = [
-    (Exchange, "reduce_amax", reduce_twice, NONE, r"to exchange._reduce: max, .* compute_scale"),
+WRONG_CODE: list[tuple[Any, str, Callable[..., Any], Fault, str]] = [
+    # It makes a collective more.
+    (Exchange, "reduce_amax", lambda *me: [REDUCE_AMAX(*me) for _ in range(2)], NONE,
+     r"to exchange._reduce: max, .* compute_scale"),
     (Exchange, "reduce_amax", raise_alone, (1, 6, "raises"), "again: error, .* exchange._reduce"),
-    (Exchange, "_reduce", tell_nobody, (1, 6, "raises"), "rank . comes to"),
-    (Exchange, "reduce_amax", compare_no_steps, (1, 6, "skips"), "model to exchange._other_steps"),
-    (CastVersion, "tick", note_nothing, (0, 11, "raises"), "differ in all"),
-]
+    # It reduces amaxes as if nothing had gone wrong; it says that the step is 0.
+    (Exchange, "_reduce", lambda *me: REDUCE(*me[:-1], False), (1, 6, "raises"), "rank . comes to"),
+    (Exchange, "reduce_amax", lambda me, step=0, error=None: REDUCE_AMAX(me, 0, error),
+     (1, 6, "skips"), "model to exchange._other_steps"),
+    # It lets weights that are written by half be read.
+    (CastVersion, "tick", lambda *me: None, (0, 11, "raises"), "differ in all"),
+]  # fmt: skip
 """A function of the code, what it does instead, with which fault that shows, and how."""
 
 
