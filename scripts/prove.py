@@ -66,12 +66,10 @@ def backend(name: str) -> Backend | str:
     return CudaBackend(Emulator("forward"))
 
 
-Chunk = tuple[str, str, int, int]
-"""Items of a claim on a backend: the names of both, the first item, and the end."""
-
-
 class Visited(NamedTuple):
-    """A chunk, what it decided, the CPU seconds that it took, and of which sources."""
+    """A chunk (items of a claim on a backend), what it decided, the CPU seconds that it took, and
+    of which sources.
+    """
 
     claim: str
     backend: str
@@ -82,8 +80,8 @@ class Visited(NamedTuple):
     sources: str
 
 
-def visit(chunk: Chunk) -> Visited:
-    """Visit every item.
+def visit(chunk: tuple[str, str, int, int]) -> Visited:
+    """Visit every item of the first four fields of what is returned.
 
     Raises:
         AssertionError: at the first byte that is not the expected one.
@@ -135,21 +133,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     known = [*isas, "reference", "emulated"]
     parser.add_argument("--claims", nargs="+", choices=CLAIMS, default=list(CLAIMS), metavar="NAME")
     parser.add_argument("--backends", nargs="+", choices=known, default=known, metavar="NAME")
-    parser.add_argument("--part", default="0/1", help="such as 3/64, or sources/64")
+    parser.add_argument("--part", default="0/1", help="such as 3/64")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--out", type=Path, help="JSON lines: what was visited is left out")
     given = parser.parse_args(arguments)
 
-    done = []
-    if given.out is not None and given.out.exists():
-        done = [Visited(*json.loads(line)) for line in given.out.read_text().splitlines()]
-        done = [each for each in done if each.sources == hash_of_arithmetic()]
-    which, of = given.part.split("/")
-    part = int(hash_of_arithmetic(), 16) if which == "sources" else int(which)
+    lines = given.out.read_text().splitlines() if given.out and given.out.exists() else []
+    earlier = (Visited(*json.loads(line)) for line in lines)
+    done = [each for each in earlier if each.sources == hash_of_arithmetic()]
+    part, of = map(int, given.part.split("/"))
     chunks = [(claim, name, start, min(start + CHUNK, CLAIMS[claim].items))
               for name in given.backends for claim in given.claims
               for start in range(0, CLAIMS[claim].items, CHUNK)]  # fmt: skip
-    left = set(chunks[part % int(of) :: int(of)]) - {each[:4] for each in done}
+    left = set(chunks[part::of]) - {each[:4] for each in done}
     with tempfile.TemporaryDirectory() as builds:
         os.environ.setdefault(BUILDS, builds)
         with multiprocessing.get_context("spawn").Pool(given.processes) as pool:

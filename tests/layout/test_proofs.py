@@ -150,6 +150,12 @@ def later_boundaries_cut_later_blocks(m, grid, one, other):
     yield And(a[0] <= b[0], a[1] <= b[1])
 
 
+def tile_of(m, grid, side, group, column):
+    """The row of blocks and the rectangle of a tile."""
+    block_row, part = divmod(group, m.block_grid.ceil_div(*side[:2]))
+    return block_row, m.tiling.rectangle(block_row, part, column, grid.rows, grid.cols, *side)
+
+
 def tiles_hold_their_elements(m, grid, side, row, col, after):
     """The tile of an element's group of rows and column holds it, and lies in one row of blocks;
     groups ascend with rows.
@@ -158,11 +164,8 @@ def tiles_hold_their_elements(m, grid, side, row, col, after):
     block_h, height, width = side
     group = m.tiling.group_of(row, block_h, height)
     yield group <= m.tiling.group_of(after, block_h, height)
-    block_row, part = divmod(group, m.block_grid.ceil_div(block_h, height))
+    block_row, (top, high, left, wide) = tile_of(m, grid, side, group, col // width)
     yield block_row == row // block_h
-    top, high, left, wide = m.tiling.rectangle(
-        block_row, part, col // width, grid.rows, grid.cols, *side
-    )
     yield And(within(row, top, top + high), within(col, left, left + wide))
     yield And(high <= height, wide <= width, top + high <= grid.rows, left + wide <= grid.cols)
     yield (top + high - 1) // block_h == block_row
@@ -172,8 +175,7 @@ def tiles_share_no_element(m, grid, side, row, col, group, column):
     """A tile that holds an element is the one of the element's group and column."""
     assume(group >= 0, column >= 0, row >= 0, col >= 0)
     block_h, height, width = side
-    place = divmod(group, m.block_grid.ceil_div(block_h, height))
-    top, high, left, wide = m.tiling.rectangle(*place, column, grid.rows, grid.cols, *side)
+    _, (top, high, left, wide) = tile_of(m, grid, side, group, column)
     holds = And(within(row, top, top + high), within(col, left, left + wide))
     is_own = And(group == m.tiling.group_of(row, block_h, height), column == col // width)
     yield Implies(holds, is_own)
@@ -316,8 +318,7 @@ def touched_blocks_do_not_overflow(m, grid, start, end):
 def tiles_do_not_overflow(m, grid, side, row, col):
     """Of any row and column."""
     assume(*(within(each, 0, MOST + 1) for each in (grid.rows, grid.cols, row, col)))
-    place = divmod(m.tiling.group_of(row, *side[:2]), m.block_grid.ceil_div(*side[:2]))
-    m.tiling.rectangle(*place, col // side[2], grid.rows, grid.cols, *side)
+    tile_of(m, grid, side, m.tiling.group_of(row, *side[:2]), col // side[2])
     yield from in_range(2**63)
 
 

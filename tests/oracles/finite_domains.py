@@ -12,7 +12,6 @@ are those of ml_dtypes, from docs/NUMERICS.md and from nothing else.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import ml_dtypes
@@ -90,10 +89,6 @@ def nibbles(packed: torch.Tensor) -> torch.Tensor:
     return torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)
 
 
-_DEFAULT = QParams()
-_NVFP4 = zerocast.NVFP4BlockScaling(disable_2d_quantization=True)
-
-
 # --- the claims: each takes the number of an item, and returns how many pairs it has decided ---
 
 
@@ -103,7 +98,7 @@ class Float8:
 
     element: Format
     name: str
-    params: QParams = _DEFAULT
+    params: QParams
     by_thresholds: bool = False
     items: int = len(MAGNITUDES)
 
@@ -198,9 +193,9 @@ class NVFP4:
     scale, by thresholds.
     """
 
+    recipe: Recipe
     scales_only: bool
     by_thresholds: bool = False
-    recipe: Recipe = _NVFP4
     items: int = len(MAGNITUDES)
 
     def visit(self, item: int) -> int:
@@ -211,7 +206,8 @@ class NVFP4:
         what = f"under tensor amax {MAGNITUDES[item]!r}"
         rows, codes = E4M3.steps(scaled, self.scales_only and self.by_thresholds)
         if self.scales_only:
-            values = _one_a_block()[: item + 1][rows]
+            values = np.zeros((len(codes), 16), F32)
+            values[:, 5] = amaxes[rows]  # alone in its block
             found = cast(values, self.recipe).rowwise_scale_inv[: len(values), 0].contiguous()
             compare(f"scale {what}", found, codes, amaxes[rows])
             return item + 1
@@ -227,11 +223,8 @@ class NVFP4:
         codes = E2M1.codes(MAGNITUDES[probes] * multipliers[:, None]).reshape(-1, 7, 4)
         ends = np.minimum(around[..., 3], largest[:, None]) == largest[:, None]
         begins = np.maximum(around[..., 0], 0) == 0
-        wanted = np.arange(1, 8)
-        if (
-            not ((codes[..., 0] < wanted) | begins).all()
-            or not ((codes[..., 3] >= wanted) | ends).all()
-        ):
+        below, above = codes[..., 0] < np.arange(1, 8), codes[..., 3] >= np.arange(1, 8)
+        if not ((below | begins) & (above | ends)).all():
             raise AssertionError(f"{what}: a code begins outside of its four probes.")
         # Rows of the block's amax and half of the probes, with either sign.
         amax = np.broadcast_to(largest[:, None, None], (len(largest), 2, 2))
@@ -243,31 +236,21 @@ class NVFP4:
         return 2 * int((largest + 1).sum())
 
 
-@cache
-def _one_a_block() -> np.ndarray:
-    """FP32 [magnitudes, 16]: each block holds one of them and zeros."""
-    blocks = np.zeros((len(MAGNITUDES), 16), F32)
-    blocks[:, 5] = MAGNITUDES
-    return blocks
-
-
 Claim = Float8 | MX | NVFP4
 
-_POWERS = QParams(power_2_scale=True)
-_QUOTIENT = QParams(scale_formula="quotient")
-_INVERSE = QParams(scale_formula="inverse first")
+_NVFP4 = zerocast.NVFP4BlockScaling(disable_2d_quantization=True)
 CLAIMS: dict[str, Claim] = {
-    "fp8-e4m3": Float8(E4M3, "e4m3"),
-    "fp8-e5m2": Float8(E5M2, "e5m2"),
-    "fp8-e4m3-powers": Float8(E4M3, "e4m3", _POWERS),
-    "fp8-e4m3-inverse-first": Float8(E4M3, "e4m3", _INVERSE),
-    "fp8-e4m3-quotient": Float8(E4M3, "e4m3", _QUOTIENT),
+    "fp8-e4m3": Float8(E4M3, "e4m3", QParams()),
+    "fp8-e5m2": Float8(E5M2, "e5m2", QParams()),
+    "fp8-e4m3-powers": Float8(E4M3, "e4m3", QParams(power_2_scale=True)),
+    "fp8-e4m3-inverse-first": Float8(E4M3, "e4m3", QParams(scale_formula="inverse first")),
+    "fp8-e4m3-quotient": Float8(E4M3, "e4m3", QParams(scale_formula="quotient")),
     "mxfp8": MX(E4M3, zerocast.MXFP8BlockScaling()),
     "mxfp8-e5m2": MX(E5M2, zerocast.MXFP8BlockScaling(fp8_format="e5m2")),
     "mxfp8-32x32": MX(E4M3, zerocast.MXFP8BlockScaling(enable_2d_quantization=True)),
     "mxfp4": MX(E2M1, zerocast.MXFP4BlockScaling()),
     "mxfp4-floor": MX(E2M1, zerocast.MXFP4BlockScaling(scale_rounding="floor"), "floor"),
     "mxfp4-even": MX(E2M1, zerocast.MXFP4BlockScaling(scale_rounding="even"), "even"),
-    "nvfp4-scales": NVFP4(scales_only=True),
-    "nvfp4-codes": NVFP4(scales_only=False),
+    "nvfp4-scales": NVFP4(_NVFP4, scales_only=True),
+    "nvfp4-codes": NVFP4(_NVFP4, scales_only=False),
 }

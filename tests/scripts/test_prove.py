@@ -1,7 +1,6 @@
 """Visits a part of every claim of scripts/prove.py, another one whenever the arithmetic changes."""
 
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +15,7 @@ from tests.cuda_emulation.emulator import needs_emulation  # noqa: E402
 from tests.oracles.finite_domains import E2M1, E4M3, E5M2, MX, NVFP4, Float8  # noqa: E402
 from tests.support.instruction_sets import ISAS  # noqa: E402
 from zerocast import MXFP4BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling  # noqa: E402
+from zerocast.recipes import QParams  # noqa: E402
 
 BACKENDS = [*ISAS, "reference", pytest.param("emulated", marks=needs_emulation)]
 
@@ -33,10 +33,10 @@ def test_a_part_of_every_claim_holds(backend: str) -> None:
 @pytest.mark.parametrize(
     ("claim", "item"),
     [
-        (Float8(E4M3, "e5m2"), 16000),
+        (Float8(E4M3, "e5m2", QParams()), 16000),
         (MX(E5M2, MXFP8BlockScaling()), 130),
         (MX(E2M1, MXFP4BlockScaling(scale_rounding="even"), "floor"), 130),
-        (replace(NVFP4(scales_only=True), recipe=NVFP4BlockScaling()), 16000),
+        (NVFP4(NVFP4BlockScaling(), scales_only=True), 16000),
     ],
     ids=["format", "block format", "scale rounding", "blocks"],
 )

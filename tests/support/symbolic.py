@@ -94,7 +94,8 @@ class Path:
         return z3.Product(*numbers, product)
 
 
-_path: Path | None = None
+_path: Any = None
+"""The :class:`Path` that is run; None between two."""
 
 
 class Symbol(z3.ArithRef):
@@ -106,7 +107,6 @@ class Symbol(z3.ArithRef):
             _path.made.append(self)
 
     def __divmod__(self, divisor: Any) -> tuple[Symbol, Symbol]:
-        assert _path is not None
         number, by = term(self), term(divisor)
         if (key := (number.sexpr(), by.sexpr())) not in _path.quotients:
             assert _path.excludes(by <= 0), f"{divisor} may not be positive"
@@ -133,7 +133,6 @@ class Condition(z3.BoolRef):
         super().__init__(term.as_ast(), term.ctx)
 
     def __bool__(self) -> bool:
-        assert _path is not None
         return _path.decide(self)
 
     def __and__(self, other: Any) -> bool:
@@ -156,7 +155,6 @@ def term(value: Any) -> Any:
 
 def assume(*conditions: Any) -> None:
     """Go on with numbers of which ``conditions`` hold."""
-    assert _path is not None
     _path.know(*conditions)
 
 
@@ -194,7 +192,6 @@ def prove(claim: Callable[..., Any], *assumed: Any, **given: Any) -> None:
 
 def in_range(limit: int) -> Any:
     """That every number of this path so far lies between ``-limit`` and ``limit``."""
-    assert _path is not None
     for made in {str(made): made for made in _path.made}.values():
         yield z3.And(made > -limit, made < limit)
 
@@ -203,7 +200,6 @@ def ordered(one: Any, other: Any, factor: Any) -> None:
     """Tell the solver of three numbers what the order of the first two says of their products with
     the third, where that is not negative.
     """
-    assert _path is not None
     a, b, f = map(term, (one, other, factor))
     for least, most in ((a, b), (b, a), (a + 1, b), (b + 1, a)):
         _path.know(z3.Implies(z3.And(least <= most, f >= 0), least * f <= most * f))

@@ -180,11 +180,8 @@ def _mx(
     if does("it divides by no scale below 2^-126"):
         multiplier = multiplier.clamp(max=1 / TINY)
     scaled = x * by_elements(torch.where(over, 0.0, multiplier), grid)
-    codes = (
-        _float8_codes(scaled)
-        if fmt is E4M3
-        else _float4_codes(scaled, does, does("it rounds ties towards zero"))
-    )
+    down = fmt is E2M1 and does("it rounds ties towards zero")
+    codes = _float8_codes(scaled) if fmt is E4M3 else _float4_codes(scaled, does, down)
     return codes, torch.where(over, 127, stored).to(torch.uint8)
 
 
