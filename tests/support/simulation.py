@@ -426,6 +426,8 @@ def play(scenario: Scenario, draw: random.Random) -> list[Move]:
     """
     size, kind, options, (faulty, place, fault), extents, steps = scenario
     cuts = [[chunk(rows * cols, rank, size) for rank in range(size)] for rows, cols in SHAPES]
+    # Who owns nothing can give no NaN.
+    cannot = () if any(owned[faulty].size for owned in extents or cuts) else ("not finite",)
     whole = expected(kind, options.get("recipe", "nvfp4"), steps)
     model, events = model_of(kind, steps, *options.items()), list[Move]()
     calls, said, world = list[Any](), dict[int, Any](), model.start(size, 1)
@@ -443,7 +445,7 @@ def play(scenario: Scenario, draw: random.Random) -> list[Move]:
                 if move.rank == faulty:
                     planted = [each for each in moves if each.rank == faulty and not place
                                and each.world.faults < world.faults and fault in ("", each.answer)
-                               and not each.answer.endswith("inside")]  # fmt: skip
+                               and not each.answer.endswith(("inside", *cannot))]  # fmt: skip
                     place -= 1
                     move = draw.choice(planted or [move])
                 events.append(move)

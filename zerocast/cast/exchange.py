@@ -14,8 +14,9 @@ so every rank of its groups finds it where it would otherwise find the step: nob
 that has left, and while all is well nothing is sent for it. Ranks of a group that does not meet a
 rank in trouble hear of it from those who do, in the reductions that follow.
 
-Where the host takes no part in a reduction (NCCL on a GPU) it does not wait to read an entry. The
-other ranks' scales and codes become NaN there, and the rank in trouble raises by itself.
+Where the host takes no part in a reduction (NCCL on a GPU) it does not wait to read an entry. There
+the rank in trouble raises by itself, and the scales that others make of reduced amaxes become NaN,
+and so do their codes.
 
 Note: a rank at another step
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~
