@@ -33,13 +33,14 @@ class Protocol:
     Attributes:
         copies: those of a weight's codes that are gathered.
         codes: the parts of the weights that are codes; one more has scales.
+        cuts_blocks: whether a boundary between shards cuts a block.
     """
 
     recipe, exchange, verify, fault = "nvfp4", "full", "off", ""
     steps, bucket_size, made, number, step, heard = 2, 0, 0, 0, 0, 0
     check_finite = calls = scaler = overlap_all_gather = overlap_cast = False
     error = stale = due = flips = unfinished = False
-    columnwise = forgets = True
+    columnwise = forgets = cuts_blocks = True
 
     def __init__(self, rank: int, **options: Any) -> None:
         vars(self).update(options, rank=rank)
@@ -181,7 +182,9 @@ class Protocol:
             cases["not finite"] = self.fault == "not finite", "finite._worst: max"
         yield from self.agree("exchange._reduce: max", cases)
         if "4over6" in self.recipe:
-            yield from self.do("partial_select", "exchange.reduce_candidates: sum", "select")
+            travel = self.cuts_blocks or self.exchange == "full"
+            reduction = ["exchange.reduce_candidates: sum"] * travel
+            yield from self.do("partial_select", *reduction, "select")
         self.stale = self.due = True
         of_all = () if self.own_scales else (self.codes,)
         yield from self.phase("compute_scale", writes=self.own_scales, of_all=of_all)

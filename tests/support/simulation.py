@@ -429,7 +429,14 @@ def play(scenario: Scenario, draw: random.Random) -> list[Move]:
     # Who owns nothing can give no NaN.
     cannot = () if any(owned[faulty].size for owned in extents or cuts) else ("not finite",)
     whole = expected(kind, options.get("recipe", "nvfp4"), steps)
-    model, events = model_of(kind, steps, *options.items()), list[Move]()
+    # Of 16x16 elements, those of 4-over-6.
+    cuts_blocks = kind is OptimizerSteps or any(
+        part.start % (16 * cols)
+        for (_, cols), owned in zip(SHAPES, extents or cuts, strict=True)
+        for part in owned
+    )
+    model = model_of(kind, steps, *options.items(), ("cuts_blocks", cuts_blocks))
+    events = list[Move]()
     calls, said, world = list[Any](), dict[int, Any](), model.start(size, 1)
     with pytest.MonkeyPatch.context() as patch:
         for path, name in PHASES.items():
